@@ -11,10 +11,11 @@ from ckpt.commit.log import Log, LogState, read_format
 from ckpt.commit.names import MANIFEST_NAME
 from ckpt.commit.records import LiveEntry, manifest_digest
 from ckpt.errors import Corrupt, NoCheckpoint
+from ckpt.format.damage import raising_corrupt
 from ckpt.format.manifest import Manifest
 from ckpt.format.manifest_codec import decode_manifest
 from ckpt.format.references import PARENT, is_reference
-from storage import KeyNotFoundError, Store, TooLargeError
+from storage import CorruptObjectError, KeyNotFoundError, Store, TooLargeError
 
 READERS = 8  # records that are read at the same time
 
@@ -113,7 +114,7 @@ def read_manifest(store: Store, entry: LiveEntry) -> bytes:
     try:
         # Bounded by what was committed: an object that was put there instead may have any size.
         data = store.get_bounded(entry.prefix + MANIFEST_NAME, entry.manifest_nbytes)
-    except TooLargeError as error:
+    except (CorruptObjectError, TooLargeError) as error:
         raise Corrupt(f"{where} was changed: {error}; {mended}") from None
     if len(data) != entry.manifest_nbytes:
         raise Corrupt(
@@ -132,7 +133,8 @@ def _by_path(store: Store, step: int | None, no_root: NoCheckpoint) -> Located:
     later.
     """
     try:
-        return Located("", store.get(MANIFEST_NAME), None)
+        with raising_corrupt():
+            return Located("", store.get(MANIFEST_NAME), None)
     except KeyNotFoundError:
         raise no_root from None
 

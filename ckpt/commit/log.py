@@ -35,7 +35,8 @@ from ckpt.commit.records import (
 )
 from ckpt.errors import Corrupt, NoCheckpoint, UnsupportedFormat
 from ckpt.format.checksum import crc32c
-from storage.errors import KeyNotFoundError, TooLargeError
+from ckpt.format.damage import raising_corrupt
+from storage.errors import CorruptObjectError, KeyNotFoundError, TooLargeError
 from storage.store import Store
 
 FORMAT_KEY = "FORMAT"
@@ -161,7 +162,9 @@ def read_format(store: Store) -> RootFormat:
     what the caller may have meant."""
     where = f"{store.url}/{FORMAT_KEY}"
     try:
-        return decode_format(store.get_bounded(FORMAT_KEY, FORMAT_NBYTES_MAX), where=where)
+        with raising_corrupt():
+            data = store.get_bounded(FORMAT_KEY, FORMAT_NBYTES_MAX)
+        return decode_format(data, where=where)
     except TooLargeError as error:
         raise Corrupt(
             f"{error}: a FORMAT object has one line; this is not a shardpoint root, choose another "
@@ -190,8 +193,7 @@ def _no_checkpoint(store: Store) -> NoCheckpoint:
         message += f"; its root is {root}" if steps else ""
     elif DCP_KEY in keys:
         message += (
-            "; it is a checkpoint of torch.distributed.checkpoint: `ckpt import` makes one of ours "
-            "of it"
+            "; it is a checkpoint of torch.distributed.checkpoint: use `ckpt import` to convert it"
         )
     elif keys:
         message += f"; it holds other things (such as {keys[0]!r}): check the url"
@@ -350,7 +352,7 @@ class Log:
         key = record_key(slot)
         try:
             return self.store.get_bounded(key, RECORD_NBYTES_MAX)
-        except TooLargeError as error:
+        except (CorruptObjectError, TooLargeError) as error:
             corrupt_record(f"{self.store.url}/{key}", str(error))
 
     def history(self) -> Iterator[Record]:

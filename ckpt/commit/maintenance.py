@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from ckpt.commit.appender import Appender, Limits, RecordDraft, Sources
 from ckpt.commit.claim import must_look_first
+from ckpt.commit.lines import OwnLine, ResumePoint
 from ckpt.commit.log import LogState, read_format
 from ckpt.commit.names import attempt_epoch
 from ckpt.commit.records import LiveEntry
@@ -77,6 +78,33 @@ class Maintenance(LogWriter):
             entry = self._appender.log.state().find(commit.attempt)
             assert entry is not None, "build returns None only for a live attempt"
             return entry
+
+    def commit_rescued(
+        self, commit: Commit, *, continues: ResumePoint | None, epoch: int
+    ) -> LiveEntry:
+        """Commit what a dead session of `epoch` has saved, as the newest state of its training.
+
+        `continues` is what that session had restored or committed. Raises CheckpointError when a
+        session has claimed the root since: its training goes on from another state.
+        """
+
+        def build(state: LogState) -> RecordDraft | None:
+            if state.find(commit.attempt) is not None:
+                return None
+            if state.epoch != epoch:
+                raise CheckpointError(
+                    f"{self.store.url} was claimed by a new session (epoch {state.epoch}) while "
+                    f"{commit.attempt} of epoch {epoch} was rescued; it was not committed"
+                )
+            line = OwnLine(continues).of_next(state)
+            return RecordDraft("COMMIT", epoch, commit.entry(line=line))
+
+        with self._lock:
+            self._append(build)
+            entry = self._appender.log.state().find(commit.attempt)
+        if entry is None:
+            raise CheckpointError(f"{self.store.url}: {commit.attempt} was retired at once")
+        return entry
 
     def _epoch_for(self, state: LogState) -> int:
         return state.epoch

@@ -7,6 +7,7 @@ import re
 LOG_PREFIX = "log/"
 SEGMENTS_PREFIX = "log/live/"  # behind all records in a listing
 STEPS_PREFIX = "steps/"
+LEASES_PREFIX = "leases/"  # what readers ask retention to leave; see ckpt.commit.leases
 MANIFEST_NAME = "MANIFEST"
 TELEMETRY_NAME = "TELEMETRY"  # how the save went; optional, nothing depends on it
 RESERVE_KEY = "RESERVE"  # space kept back on a disk, see ckpt.commit.reserve

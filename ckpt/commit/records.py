@@ -20,6 +20,7 @@ RECORD_NBYTES_MAX = 4 * 1024 * 1024  # bounds what a hostile record costs
 SEGMENT_NBYTES_MAX = 256 * 1024 * 1024
 SEGMENTS_MAX = 1000
 STEP_MAX = 10**18 - 1
+EPOCH_MAX = 10**18 - 1  # what the name of an attempt has room for
 UNIX_MAX = 1e11  # of a time: about the year 5000
 INTEGER_MAX = 2**63 - 1
 FIRST_LINE = 0  # of every commit whose record does not name its line
@@ -253,7 +254,11 @@ def record_problem(record: Record, *, slot: int) -> str | None:
     """
     if record.slot != slot:
         return f"says slot {record.slot}, expected {slot}"
-    if record.epoch < 1 or len(record.write_id) != 16 or not math.isfinite(record.time_unix):
+    if (
+        not 1 <= record.epoch <= EPOCH_MAX
+        or len(record.write_id) != 16
+        or not math.isfinite(record.time_unix)
+    ):
         return "epoch, write id or time is out of range"
     if (record.attempt is None) != (record.kind == "CLAIM"):
         return f"attempt of a {record.kind} is {record.attempt!r}"

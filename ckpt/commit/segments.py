@@ -18,7 +18,7 @@ from ckpt.commit.names import attempt_epoch, attempt_name, segment_key
 from ckpt.commit.records import FIRST_LINE, LiveEntry, SegmentRef, entry_problem
 from ckpt.errors import Corrupt, UnsupportedFormat
 from ckpt.format.columns import pack_ints, pack_map, unpack_ints, unpack_map
-from storage.errors import KeyNotFoundError, TooLargeError
+from storage.errors import CorruptObjectError, KeyNotFoundError, TooLargeError
 from storage.store import Store
 
 SEGMENT_MAGIC = b"SHPTLIV1"
@@ -186,7 +186,7 @@ def read_segment(store: Store, ref: SegmentRef) -> tuple[LiveEntry, ...]:
     where = f"{store.url}/{key}"
     try:
         data = store.get_bounded(key, ref.nbytes)
-    except (KeyNotFoundError, TooLargeError) as error:
+    except (CorruptObjectError, KeyNotFoundError, TooLargeError) as error:
         raise _damaged(where, str(error)) from None
     if hashlib.sha256(data).digest() != ref.digest:
         raise _damaged(where, "its digest is not the one in its name")

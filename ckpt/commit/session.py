@@ -41,6 +41,7 @@ class Session(LogWriter):
         self._given_up: set[str] = set()
         self._leftovers: dict[str, int] = {}
         self._line = OwnLine()
+        self._newest_own = ""
 
     @classmethod
     def claim(
@@ -108,7 +109,7 @@ class Session(LogWriter):
         if seen != self.root:
             raise LogDiverged(
                 f"{self.store.url} shows {seen} where this process began to save to root "
-                f"{self.root}: it was removed meanwhile. To begin there anew, call "
+                f"{self.root}: it was removed meanwhile. To start again there, call "
                 f"ckpt.forget({self.store.url!r}) on all ranks and save again; or save to another "
                 "url"
             )
@@ -124,6 +125,16 @@ class Session(LogWriter):
         """Continue the line of what was restored; see `ckpt.commit.lines`."""
         with self._lock:
             self._line = OwnLine(restored)
+
+    @property
+    def resume_point(self) -> ResumePoint | None:
+        """What the training continues: the checkpoint that was restored since its last commit, else
+        that commit. None before the first of either. Asks nobody.
+        """
+        with self._lock:
+            if self._line.restored is not None or not self._newest_own:
+                return self._line.restored
+            return ResumePoint(self._newest_own, on_purpose=False)
 
     def new_attempt(self) -> str:
         """A name for one try to save one step, never given before."""
@@ -271,6 +282,7 @@ class Session(LogWriter):
         super()._remember(record)
         if record.kind == "COMMIT" and (line := record.live[-1].line) is not None:
             self._line = OwnLine(line=line)
+            self._newest_own = record.live[-1].attempt
 
     def _epoch_for(self, state: LogState) -> int:
         if self._fenced_by is None and state.epoch > self.epoch:
@@ -286,7 +298,7 @@ class Session(LogWriter):
         return Fenced(
             f"{self.store.url} was claimed by a newer session (epoch {by}, this process has epoch "
             f"{self.epoch}). This process must not write there again; if it should be the one that "
-            "trains, stop the other job and start this one anew"
+            "trains, stop the other job and restart this one"
         )
 
 

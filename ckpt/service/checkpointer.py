@@ -22,6 +22,7 @@ from ckpt.commit.numbers import plain_int
 from ckpt.commit.patience import BACKGROUND_SECONDS
 from ckpt.commit.records import STEP_MAX
 from ckpt.errors import CheckpointError, Forked, InvalidState, RankFailed
+from ckpt.saving.report import SaveReport
 from ckpt.saving.staging import Snapshot
 from ckpt.service.agreement import Decision, Pace, StepAgreement
 from ckpt.service.ahead import Ahead
@@ -29,6 +30,7 @@ from ckpt.service.alarm import Alarm, FailedSaves, Failure
 from ckpt.service.events import Observer, Restored, SaveSkipped, log_restored
 from ckpt.service.inflight import Saved, SavesInFlight
 from ckpt.service.keeping import Keeper
+from ckpt.service.near import Near, NearTraining
 from ckpt.service.policies import (
     AtExit,
     CostMeter,
@@ -79,6 +81,7 @@ class Checkpointer:
     - While a save is in flight, the next one that is due waits for it, or is skipped with
       `when_busy="skip"`. A save waits for a store that is away until the next one has to wait for
       it (with "skip": none does), for `retry_seconds_max` at most, 10 minutes by default.
+    - `near` keeps newer checkpoints on the hosts themselves; `restore` finds them: see `ckpt.Near`.
     - `observers` are notified of how saves and restores end; see `ckpt.service.events`. With
       `telemetry`, how every save went is kept beside the checkpoint, for `ckpt report`.
     - `snapshot`, `host_bytes_max`, `replicas`, `dedup`, `user`, `retry_seconds_max`, `io`,
@@ -105,6 +108,7 @@ class Checkpointer:
         alarm: Alarm | None = None,
         when_busy: Literal["wait", "skip"] = "wait",
         pace: Pace | None = None,
+        near: Near | None = None,
         observers: Sequence[Observer] = (),
         silence_seconds_max: float | None = None,
         telemetry: bool = True,
@@ -124,6 +128,8 @@ class Checkpointer:
             raise TypeError(f"save={save!r}; expected a policy, such as ckpt.EverySteps(1000)")
         if not isinstance(keep, KeepRule | None):
             raise TypeError(f"keep={keep!r}; expected a rule, such as ckpt.KeepLatest(3)")
+        if not isinstance(near, Near | None):
+            raise TypeError(f"near={near!r}; expected ckpt.Near(path, every=ckpt.EverySteps(20))")
         if not isinstance(target, Target):
             check_order(state, target, "Checkpointer(url, state)")
         if not isinstance(target, Target):
@@ -162,6 +168,8 @@ class Checkpointer:
         self._saves = SavesInFlight(
             training, self._schedule, self._failed, self._keeper, self._watcher
         )
+        saving = target.saving if isinstance(target, UrlTarget) else {}
+        self._near = None if near is None else NearTraining(near, training, saving)
         self._timer = StepTimer(training)
         self._ahead = Ahead(training, is_regular=is_regular(save))
         self._is_closed = False
@@ -196,6 +204,16 @@ class Checkpointer:
         return self._failed.all
 
     @property
+    def last_near(self) -> SaveReport | None:
+        """The newest near checkpoint of this process whose outcome this rank knows of."""
+        return None if self._near is None else self._near.last_report
+
+    @property
+    def near_failures(self) -> tuple[Failure, ...]:
+        """The newest 100 failed near saves, as `failures`."""
+        return () if self._near is None else self._near.failures
+
+    @property
     def is_preempted(self) -> bool:
         """Whether this process was ordered to end: `step` will raise Preempted in a few calls."""
         return self._signals.must_end
@@ -223,7 +241,9 @@ class Checkpointer:
         """
         self._check_open()
         self._saves.collect(wait=True)
-        training = self._training
+        training, near = self._training, self._near
+        if near is not None:
+            near.collect(wait=True)
         began_seconds = training.now_seconds()
         with self._watcher.phase("restore"):
             report = restore_latest(
@@ -232,7 +252,10 @@ class Checkpointer:
                 training.world,
                 step=plain_int(step),
                 attempt=attempt,
+                near=near,
             )
+            if near is not None and report is not None:
+                near.restored(is_near=report.origin == "near")
         if report is not None:
             training.progress.resume(report.step)
             seconds = training.now_seconds() - began_seconds
@@ -259,6 +282,8 @@ class Checkpointer:
         self._watcher.called(step)
         try:
             begun = self._one_call(metric)
+            if self._near is not None:
+                self._near.stepped()
             self._ahead.stepped(has_saved=begun or self._saves.newest is not None)
             return begun
         finally:
@@ -284,6 +309,8 @@ class Checkpointer:
         """
         self._check_open()
         self._saves.collect(wait=True)
+        if self._near is not None:
+            self._near.collect(wait=True)
         self._keeper.wait()
         self._failed.raise_newest()
         return self.last_saved
@@ -307,6 +334,8 @@ class Checkpointer:
         try:
             decision = self._agreement.close() or Decision(0)
             self._saves.collect(wait=True)
+            if self._near is not None:
+                self._near.collect(wait=True)
             reasons = self._schedule.reasons_at_exit(decision)
             if reasons and self._saves.unsaved_calls():
                 self._saves.begin(None, reasons)
@@ -379,6 +408,9 @@ class Checkpointer:
         deadline = self._training.now_seconds() + ABANDON_SECONDS
         try:
             self._saves.collect(wait=True, deadline_seconds=deadline)
+            if self._near is not None:
+                left = deadline - self._training.now_seconds()
+                self._near.collect(wait=True, timeout_seconds=max(0.0, left))
         except Exception as failure:
             logger.error("a save in flight was left behind: %s", failure)
         self._leave()
@@ -390,6 +422,8 @@ class Checkpointer:
     def _leave(self) -> None:
         self._is_closed = True
         self._ahead.stop()
+        if self._near is not None:
+            self._near.close()
         self._agreement.leave()
         self._watcher.close()
         self._keeper.close()

@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 @dataclass(frozen=True, slots=True)
 class SaveSucceeded:
     """A checkpoint exists. `seconds` from its beginning to its commit; `blocked_seconds` is how
-    long training stood still for it on this rank.
+    long training was blocked by it on this rank.
     """
 
     report: SaveReport
@@ -49,6 +49,28 @@ class SaveSkipped:
     """A save was dropped, or not begun, because another one was in flight."""
 
     step: int
+
+
+@dataclass(frozen=True, slots=True)
+class NearSaved:
+    """A near checkpoint exists on the hosts; `seconds` and `blocked_seconds` as of SaveSucceeded.
+
+    Reported when this rank calls `step` after it.
+    """
+
+    report: SaveReport
+    seconds: float
+    blocked_seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class NearFailed:
+    """A near save failed: a tier is full, for one. The training goes on, and so do durable saves;
+    the near checkpoint before it still counts.
+    """
+
+    step: int
+    error: Exception
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +95,16 @@ class RankHeard:
     concern: Concern
 
 
-SaveEvent: TypeAlias = SaveSucceeded | SaveFailed | SaveSkipped | Restored | RankMissed | RankHeard
+SaveEvent: TypeAlias = (
+    SaveSucceeded
+    | SaveFailed
+    | SaveSkipped
+    | NearSaved
+    | NearFailed
+    | Restored
+    | RankMissed
+    | RankHeard
+)
 Observer: TypeAlias = Callable[[SaveEvent], object]
 
 

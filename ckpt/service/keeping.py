@@ -6,6 +6,7 @@ import logging
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
 
+from ckpt.commit.leases import leases_of
 from ckpt.errors import CheckpointError
 from ckpt.service.retention import (
     UNMEASURED,
@@ -84,7 +85,12 @@ class Keeper:
                 return
             self._warn(plan)
             session.sweep_failed()
-            retired, stayed = carry_out(plan, session.retire, stop=lambda: self._is_ending)
+            retired, stayed = carry_out(
+                plan,
+                session.retire,
+                stop=lambda: self._is_ending,
+                leases=lambda: leases_of(session.store, now_unix=time.time()),
+            )
             for entry in retired:
                 logger.info("retired step %d (%s)", entry.step, entry.attempt)
             for text in stayed:

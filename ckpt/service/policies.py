@@ -65,15 +65,21 @@ class SavePolicy(ABC):
         yield self
 
     def __or__(self, other: SavePolicy) -> SavePolicy:
-        if not isinstance(other, SavePolicy):
-            return NotImplemented
+        self._check_combined("|", other)
         # Flat, because each alternative may be decided by another rank; see note "who decides".
         return AnyOf((*self.alternatives(), *other.alternatives()))
 
     def __and__(self, other: SavePolicy) -> SavePolicy:
-        if not isinstance(other, SavePolicy):
-            return NotImplemented
+        self._check_combined("&", other)
         return AllOf((self, other))
+
+    def _check_combined(self, operator: str, other: object) -> None:
+        """Raises TypeError where `other` is no policy: Python's own text would not say what is."""
+        if not isinstance(other, SavePolicy):
+            raise TypeError(
+                f"{self} {operator} {other!r}: expected a policy on both sides, such as "
+                f"ckpt.EverySteps(1000) {operator} ckpt.EverySeconds(1800)"
+            )
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,27 +8,37 @@ from __future__ import annotations
 
 import json
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple, cast
+from typing import Any, Literal, NamedTuple, Protocol, cast
 
 from ckpt.commit.lines import of_step, resumable
 from ckpt.commit.locate import file_keys, locate
 from ckpt.commit.log import Log, read_format
 from ckpt.commit.records import LiveEntry
-from ckpt.errors import CheckpointError, Corrupt, LoadInterrupted, NoCheckpoint, RankFailed
+from ckpt.errors import (
+    CheckpointError,
+    Corrupt,
+    LoadInterrupted,
+    Mismatch,
+    NoCheckpoint,
+    RankFailed,
+)
 from ckpt.format.manifest_codec import decode_manifest
 from ckpt.loading.load import LoadReport
+from ckpt.near.recovery import BYTES_OF_OTHERS, NearCandidate
 from ckpt.service.target import Target
 from ckpt.state.types import Loaded
 from ckpt.telemetry.recorder import PhaseSpan
 from ckpt.world.base import World, collectively
-from storage import KeyNotFoundError, StorageError, Store
+from storage import CorruptObjectError, KeyNotFoundError, StorageError, Store
 
 logger = logging.getLogger(__name__)
 
 TRIES_MAX = 2  # of one checkpoint when nothing says that it is damaged
 
 Condition = Literal["damaged", "retired", "unknown"]
+Origin = Literal["durable", "near"]
 
 
 class Skipped(NamedTuple):
@@ -43,7 +53,8 @@ class Skipped(NamedTuple):
 class RestoreReport:
     """What was restored, and what was passed over on the way to it, newest first.
 
-    `nbytes_read` and `spans` are those of the load on this rank.
+    `nbytes_read` and `spans` are those of the load on this rank. `origin` says whether it came from
+    the durable root, or from near tiers; then `nbytes_of_other_hosts` were read at other ranks.
     """
 
     step: int
@@ -52,20 +63,48 @@ class RestoreReport:
     skipped: tuple[Skipped, ...]
     nbytes_read: int = 0
     spans: tuple[PhaseSpan, ...] = field(default=(), compare=False)
+    origin: Origin = "durable"
+    nbytes_of_other_hosts: int = 0
+
+    @property
+    def steps_lost(self) -> int:
+        """The steps between this checkpoint and the newest one that was passed over: work that is
+        done again. Steps after the newest checkpoint are in none, so they are not counted.
+        """
+        return max((one.step for one in self.skipped), default=self.step) - self.step
+
+
+class NearSource(Protocol):
+    """Where near checkpoints come from; `ckpt.service.near.NearTraining` is one."""
+
+    def candidates(self, root: str, epoch: int) -> Sequence[NearCandidate]:
+        """Those of an epoch of a root, newest first. Collective."""
+
+    def load(self, candidate: NearCandidate) -> LoadReport:
+        """Fill the state from one. Collective."""
 
 
 class _Restorable(NamedTuple):
-    """A checkpoint that may be restored."""
+    """A checkpoint that may be restored. `slot` is that of its commit, -1 of a near one."""
 
     step: int
     attempt: str
+    slot: int
+    near: NearCandidate | None = None
 
 
 def restore_latest(
-    state: Any, target: Target, world: World, *, step: int | None = None, attempt: str = ""
+    state: Any,
+    target: Target,
+    world: World,
+    *,
+    step: int | None = None,
+    attempt: str = "",
+    near: NearSource | None = None,
 ) -> RestoreReport | None:
     """Fill `state` from the newest checkpoint, or the newest of `step`, that can be loaded whole,
-    or from `attempt`. Without either, only what `ckpt.commit.lines.resumable` gives is tried.
+    or from `attempt`. Without either, only what `ckpt.commit.lines.resumable` gives is tried, and
+    what `near` has.
 
     Collective; all ranks take the same one. None when nothing was ever saved there and none
     was requested: the state is as it was. Raises NoCheckpoint when none can be loaded, with what is
@@ -73,13 +112,22 @@ def restore_latest(
     LoadInterrupted or RankFailed when the store or a rank fails.
     """
     store = target.store()
-    candidates = _candidates(store, world, step, attempt)
+    is_latest = step is None and not attempt
+    candidates = _candidates(store, world, step, attempt, near if is_latest else None)
     skipped: list[Skipped] = []
     for candidate in candidates:
-        result = _try(state, target, world, candidate)
+        if candidate.near is None:
+            result = _try(state, target, world, candidate)
+        else:
+            assert near is not None, "near ones come from there"
+            result = _try_near(near, world, candidate.near)
         if isinstance(result, LoadReport):
             # Going back by step or attempt begins a new line; this continues the one it is of.
-            if step is None and not attempt:
+            if candidate.near is not None:
+                head = candidate.near.record.head
+                if head.anchor:
+                    target.resumed(head.anchor, on_purpose=head.is_new_line)
+            elif is_latest:
                 target.resumed(result.attempt)
             return RestoreReport(
                 result.step,
@@ -88,11 +136,13 @@ def restore_latest(
                 tuple(skipped),
                 result.nbytes_read,
                 result.spans,
+                "durable" if candidate.near is None else "near",
+                int(result.counters.get(BYTES_OF_OTHERS, 0)),
             )
-        skipped.append(Skipped(*candidate, result))
+        skipped.append(Skipped(candidate.step, candidate.attempt, result))
         if world.rank == 0:
-            logger.warning("step %d (%s) is passed over: %s", *candidate, result)
-    if not candidates and step is None and not attempt:
+            logger.warning("step %d (%s) is passed over: %s", *skipped[-1])
+    if not candidates and is_latest:
         return None
     reasons = [f"\n  - step {one.step} ({one.attempt}): {one.reason}" for one in skipped]
     requested = "checkpoint" if step is None else f"checkpoint of step {step}"
@@ -114,7 +164,7 @@ def _try(state: Any, target: Target, world: World, candidate: _Restorable) -> Lo
         except (LoadInterrupted, RankFailed, StorageError) as error:
             if isinstance(error.__cause__, Corrupt):
                 return str(error.__cause__)
-            condition = _condition(target.store(), world, candidate)
+            condition = condition_of(target.store(), world, candidate.attempt)
             if condition != "unknown":
                 return f"{condition}: {error.__cause__ or error}"
             if not left:
@@ -124,35 +174,84 @@ def _try(state: Any, target: Target, world: World, candidate: _Restorable) -> Lo
     raise AssertionError("the last try returns or raises")
 
 
-def _candidates(store: Store, world: World, step: int | None, attempt: str) -> list[_Restorable]:
+def _try_near(near: NearSource, world: World, candidate: NearCandidate) -> LoadReport | str:
+    """The report of a load, or why this near checkpoint has to be passed over."""
+    if candidate.problem:
+        return candidate.problem
+    try:
+        return near.load(candidate)
+    except Mismatch:
+        raise  # the state is another one, as it is to older checkpoints
+    except (CheckpointError, StorageError) as error:
+        # A host that cannot read its tier is as good as one that has none: there are others.
+        if world.failure is not None:
+            raise
+        return str(error.__cause__ or error) if isinstance(error, LoadInterrupted) else str(error)
+
+
+def _candidates(
+    store: Store, world: World, step: int | None, attempt: str, near: NearSource | None
+) -> list[_Restorable]:
     """What could be restored, newest first. The coordinator lists them for all ranks."""
 
     def listed() -> bytes:
         if world.rank != 0:
             return b""
-        return json.dumps([entry[:2] for entry in _newest_first(store, step, attempt)]).encode()
+        return json.dumps(_newest_first(store, step, attempt)).encode()
 
     mine = collectively(world, "look for checkpoints", listed)
-    pairs = json.loads(world.broadcast("candidates", mine if world.rank == 0 else None))
-    return [_Restorable(*pair) for pair in pairs]
+    listing = json.loads(world.broadcast("candidates", mine if world.rank == 0 else None))
+    root, epoch, entries = _Listing(*listing)
+    durable = [_Restorable(*entry) for entry in entries]
+    if near is None or not root:
+        return durable
+    return _merged(near.candidates(root, epoch), durable)
 
 
-def _newest_first(store: Store, step: int | None, attempt: str) -> list[_Restorable]:
+def _merged(near: Sequence[NearCandidate], durable: Sequence[_Restorable]) -> list[_Restorable]:
+    """Both kinds in one order, newest first; each is in that order already.
+
+    A near checkpoint comes before what was committed before its training began, or went back, and
+    before later commits of no higher step.
+    """
+    left = list(durable)
+    order: list[_Restorable] = []
+    for candidate in near:
+        head = candidate.record.head
+        while left and head.is_before(left[0].slot, left[0].step):
+            order.append(left.pop(0))
+        order.append(_Restorable(head.step, head.attempt, -1, candidate))
+    return [*order, *left]
+
+
+class _Listing(NamedTuple):
+    """The durable checkpoints of a root, "" for none, at its newest epoch: step, attempt, slot."""
+
+    root: str
+    epoch: int
+    entries: list[tuple[int, str, int]]
+
+
+def _newest_first(store: Store, step: int | None, attempt: str) -> _Listing:
     try:
-        read_format(store)
+        root = read_format(store).root
     except NoCheckpoint:
         # A new run finds nothing at all; anything else there means that the url is wrong.
         if step is None and not attempt and next(iter(store.list("")), None) is None:
-            return []
+            return _Listing("", 0, [])
         raise
-    live = Log(store).state().live
-    entries = resumable(live) if step is None and not attempt else of_step(live, step)
-    return [_Restorable(e.step, e.attempt) for e in entries if attempt in ("", e.attempt)]
+    log = Log(store).state()
+    is_latest = step is None and not attempt
+    entries = resumable(log.live) if is_latest else of_step(log.live, step)
+    rows = [(e.step, e.attempt, e.slot) for e in entries if attempt in ("", e.attempt)]
+    return _Listing(root, log.epoch, rows)
 
 
-def _condition(store: Store, world: World, candidate: _Restorable) -> Condition:
-    """Whether this checkpoint itself is why a load failed. The coordinator examines its files."""
-    mine = examine(store, candidate.attempt).encode() if world.rank == 0 else None
+def condition_of(store: Store, world: World, attempt: str) -> Condition:
+    """Whether this checkpoint itself is why a load failed. Collective: the coordinator examines its
+    files.
+    """
+    mine = examine(store, attempt).encode() if world.rank == 0 else None
     return cast(Condition, world.broadcast("condition", mine).decode())
 
 
@@ -166,7 +265,7 @@ def examine(store: Store, attempt: str) -> Condition:
         if entry is None:
             return "retired"
         return "unknown" if _has_all_files(store, entry) else "damaged"
-    except Corrupt:
+    except (Corrupt, CorruptObjectError):
         return "damaged"
     except (CheckpointError, StorageError):
         return "unknown"

@@ -72,6 +72,7 @@ class RetentionPlan:
 Reasons = dict[str, tuple[str, ...]]
 
 UNMEASURED = "it has no metric"
+EVERYTHING = "everything is kept"
 NOTHING_RETIRED = "the plan is refused"
 OF_NO_LINE = "no training saved it; `ckpt rm` removes it"
 
@@ -95,14 +96,20 @@ class KeepRule(ABC):
         return False
 
     def __or__(self, other: KeepRule) -> KeepRule:
-        if not isinstance(other, KeepRule):
-            return NotImplemented
+        self._check_combined("|", other)
         return _Either((self, other))
 
     def __and__(self, other: KeepRule) -> KeepRule:
-        if not isinstance(other, KeepRule):
-            return NotImplemented
+        self._check_combined("&", other)
         return _Both((self, other))
+
+    def _check_combined(self, operator: str, other: object) -> None:
+        """Raises TypeError where `other` is no rule: Python's own text would not say what is."""
+        if not isinstance(other, KeepRule):
+            raise TypeError(
+                f"{self} {operator} {other!r}: expected a rule on both sides, such as "
+                f"ckpt.KeepLatest(3) {operator} ckpt.KeepEvery(1000)"
+            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,7 +147,7 @@ class KeepAll(KeepRule):
     """Everything; nothing is ever retired."""
 
     def kept(self, candidates: Sequence[LiveCheckpoint], now_unix: float) -> Reasons:
-        return {entry.attempt: ("everything is kept",) for entry, _ in candidates}
+        return {entry.attempt: (EVERYTHING,) for entry, _ in candidates}
 
 
 @dataclass(frozen=True, slots=True)
@@ -332,18 +339,24 @@ def carry_out(
     retire: Callable[[str], Record | None],
     *,
     stop: Callable[[], bool] = lambda: False,
+    leases: Callable[[], Mapping[str, float]] = lambda: {},
 ) -> tuple[tuple[LiveEntry, ...], tuple[str, ...]]:
     """Retire and delete what the plan retires. Returns those, and why others stayed after all.
 
     `retire` is the method of a session or of `Maintenance`. A checkpoint that was pinned, or came
-    to be needed, after the plan was made stays. Once `stop()` is true, nothing more is begun.
-    Raises Fenced and the store's errors.
+    to be needed, after the plan was made stays, and so does one that a reader has leased. `leases`
+    are the attempts of those; it is called when there is anything to retire. Once `stop()` is true,
+    nothing more is begun. Raises Fenced and the store's errors.
     """
     gone: list[LiveEntry] = []
     stayed: list[str] = []
+    read = leases() if plan.retire else {}
     for entry, _ in plan.retire:
         if stop():
             break
+        if entry.attempt in read:
+            stayed.append(f"{entry.attempt} (step {entry.step}) is read by a follower")
+            continue
         try:
             if retire(entry.attempt) is not None:
                 gone.append(entry)

@@ -15,10 +15,11 @@ from typing import Any, Literal, Protocol, SupportsIndex, TypedDict
 import torch.distributed as dist
 
 from ckpt import api
+from ckpt.commit.ranked import RankedSession
 from ckpt.commit.session import Session
-from ckpt.errors import RankFailed
+from ckpt.errors import CheckpointError, RankFailed
 from ckpt.loading.load import LoadReport
-from ckpt.process import session_of, store_of, world_of
+from ckpt.process import open_root, session_of, store_of, world_of
 from ckpt.saving.report import SaveReport
 from ckpt.saving.staging import Snapshot
 from ckpt.world.base import World
@@ -87,12 +88,20 @@ class Target(ABC):
     def load(self, state: Any, *, step: int, attempt: str) -> LoadReport:
         """Fill `state` from that attempt."""
 
-    def resumed(self, attempt: str) -> None:
+    def resumed(self, attempt: str, *, on_purpose: bool = False) -> None:
         """What was loaded from `attempt` was the newest that is whole: training continues there.
+        `on_purpose` when it had gone back to that one before: see `ckpt.commit.lines`.
 
         Every rank calls it. A target that keeps no lines has nothing to do.
         """
         return
+
+    def ranked_session(self) -> RankedSession:
+        """The session of the root as all ranks see it, claimed now if it was not yet. Collective.
+
+        A target without it has no near tiers.
+        """
+        raise CheckpointError(f"{self.url}: this Target has no near tiers; pass a url")
 
     @abstractmethod
     def session(self) -> Session | None:
@@ -168,13 +177,22 @@ class UrlTarget(Target):
             io=self.saving.get("io", "auto"),
         )
 
-    def resumed(self, attempt: str) -> None:
+    def resumed(self, attempt: str, *, on_purpose: bool = False) -> None:
         api.resumed(
             self.where,
             attempt,
+            on_purpose=on_purpose,
             process_group=self.process_group,
             storage_options=self.storage_options,
         )
+
+    def ranked_session(self) -> RankedSession:
+        return open_root(
+            self.where,
+            process_group=self.process_group,
+            storage_options=self.storage_options,
+            unsafe_single_writer=self.unsafe_single_writer,
+        ).session
 
     def session(self) -> Session | None:
         return session_of(

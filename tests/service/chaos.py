@@ -162,11 +162,9 @@ class ThreadTarget(Target):
 
     def start(self, state: Any, *, step: int, metric: float | None) -> Pending:
         self._background.settle()
-        if not self._opened:
-            session = open_session(self._world, self._store, self._registry, sources=NO_WAITING)
-            self._opened.append(session)
+        session = self.ranked_session()
         options = SaveOptions(metric=metric, dedup=self._dedup, telemetry=True)
-        task = SaveTask(self._opened[0], self._store, self._memory, step, options)
+        task = SaveTask(session, self._store, self._memory, step, options)
         return self._background.start(
             task, lambda: stage(state, task, StageOptions(), self._staging)
         )
@@ -181,6 +179,12 @@ class ThreadTarget(Target):
             attempt=attempt,
             options=LoadOptions(),
         )
+
+    def ranked_session(self) -> RankedSession:
+        if not self._opened:
+            session = open_session(self._world, self._store, self._registry, sources=NO_WAITING)
+            self._opened.append(session)
+        return self._opened[0]
 
     def session(self) -> Session | None:
         return self._opened[0].session if self._opened else None

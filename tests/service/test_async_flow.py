@@ -286,10 +286,10 @@ def test_a_state_beyond_the_budget_is_copied_in_waves(
     taken: list[int] = []
     take, give_back = Staging.take, Staging.give_back
 
-    def counted_take(self: Staging, nbytes: int, *, pinned: bool) -> memoryview:
+    def counted_take(self: Staging, nbytes: int, *, pinned: bool, part: int = 0) -> memoryview:
         taken.append(nbytes)
         assert sum(taken) <= 17 * MIB
-        return take(self, nbytes, pinned=pinned)
+        return take(self, nbytes, pinned=pinned, part=part)
 
     def counted_give_back(self: Staging, buffer: memoryview) -> None:
         taken.remove(len(buffer))

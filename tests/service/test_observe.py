@@ -433,7 +433,7 @@ def test_metrics_for_prometheus() -> None:
     assert value("ckpt_restores_total") == 1 and value("ckpt_restored_step") == 2
     assert value("ckpt_restore_read_bytes_total") > 0
     text = prometheus.generate_latest(registry).decode()
-    assert "# HELP ckpt_save_blocked_seconds How long training stood still" in text
+    assert "# HELP ckpt_save_blocked_seconds How long a save blocked" in text
 
 
 def test_report_of_what_observers_received(tmp_path: Path) -> None:

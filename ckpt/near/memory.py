@@ -1,0 +1,278 @@
+"""The stage of a near save in its tier: files in memory that are filled where they will lie.
+
+A background save copies the state into buffers that are laid out as the parts of its files. Here
+those buffers are a mapping of files of the tier, so what was copied need not be written: a name
+makes a data file of it. There is one copy of the state in all, and two generations take turns: the
+files of the older one become the buffers of the next save, for fresh memory costs ten times a copy.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import mmap
+import os
+import secrets
+from bisect import bisect_right
+from collections.abc import Callable, Collection, Sequence
+from contextlib import AbstractContextManager
+from itertools import accumulate
+
+from ckpt.layout.buffers import address_of, touch
+from ckpt.saving.write import Staging
+from storage import KeyExistsError, NoSpaceError, StorageError, Store
+from storage.forks import ForkSafeLock
+from storage.keys import unfinished_name
+from storage.linux import allocate
+from storage.ranges import flat_views
+from storage.store import ObjectWriter
+from storage.wrap import WrappedStore
+
+STAGE_FOLDER = "stage"
+
+
+class MappedFile:
+    """A file of `capacity` bytes at `path`, all of them memory of this process."""
+
+    def __init__(self, path: str, capacity: int) -> None:
+        self.path = path
+        self.capacity = capacity
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+        try:
+            _reserve(fd, capacity)
+            self.memory = memoryview(mmap.mmap(fd, capacity))
+        except BaseException:
+            os.unlink(path)
+            raise
+        finally:
+            os.close(fd)
+        self.address = address_of(self.memory)
+
+    def use_again(self, path: str) -> None:
+        """Move it to `path`, where it is under construction again, at its full capacity."""
+        os.rename(self.path, path)
+        self.path = path
+        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        try:
+            _reserve(fd, self.capacity)
+        finally:
+            os.close(fd)
+
+    def discard(self) -> None:
+        """Remove it. Its memory is freed when nothing refers to it any more."""
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(self.path)
+
+
+def _reserve(fd: int, nbytes: int) -> None:
+    """Put memory behind a file: a write into a mapping has no other way to fail than a signal."""
+    os.ftruncate(fd, nbytes)
+    try:
+        allocate(fd, nbytes)
+    except OSError as error:
+        # ramfs, which cannot reserve, cannot be full either.
+        if error.errno not in (errno.EOPNOTSUPP, errno.ENOSYS):
+            raise
+
+
+class TierMemory(Staging):
+    """The buffers of near saves, one save at a time, as files below `folder`.
+
+    The files of a save are under construction until it was published; `recycle` takes those of
+    older saves back. Used by the thread that trains, and by the worker while a save is under way.
+    """
+
+    def __init__(self, folder: str) -> None:
+        super().__init__()
+        self._folder = os.path.join(folder, STAGE_FOLDER)
+        self._spares: list[MappedFile] = []
+        self._of_attempts: dict[str, list[MappedFile]] = {}
+        self._starts: list[int] = []
+        self._planned: tuple[int, ...] = ()
+        # Held while a file is made ahead: a save that began meanwhile, and made one of its own,
+        # would take the room of a third generation.
+        self._making = ForkSafeLock()
+        self.files: list[MappedFile] = []
+
+    def expect(self, counts: Sequence[int], nbytes: int, *, pinned: bool) -> None:
+        """A save begins whose files have so many parts. Raises NoSpaceError when they do not fit.
+
+        What an earlier save has neither published nor given up is used again.
+        """
+        self.give_up()
+        with self._making, self._lock:
+            spares, self._spares = self._spares, []
+            self._planned = ()
+        try:
+            for count in counts:
+                self.files.append(self._file(spares, count * nbytes))
+        except OSError as error:
+            raise _translated(error, f"make room in {self._folder}") from error
+        finally:
+            self._keep_spares(spares, [count * nbytes for count in counts])
+        self._starts = [0, *accumulate(counts)]
+
+    def _keep_spares(self, spares: Sequence[MappedFile], wanted: Collection[int]) -> None:
+        """Of what is left, keep what was made ahead for the second generation; once there is one,
+        or for other sizes, it would take the room of the next save.
+        """
+        for spare in spares:
+            if spare.capacity in wanted and not self._of_attempts:
+                with self._lock:
+                    self._spares.append(spare)
+            else:
+                spare.discard()
+
+    def plan_ahead(self, counts: Sequence[int]) -> None:
+        """The files of the first saves will have so many parts: for `make`."""
+        self._planned = tuple(counts)
+
+    def make(
+        self, nbytes: int, count: int, *, pinned: bool, is_stopped: Callable[[], bool]
+    ) -> None:
+        """Make the files of `count` saves, of parts of `nbytes`, until a save begins."""
+        for parts in self._planned * count:
+            with self._making:
+                if is_stopped():
+                    return
+                file = self._file([], parts * nbytes)
+                touch(file.memory)  # the pages are there; now this process has them mapped as well
+                with self._lock:
+                    self._spares.append(file)
+
+    def _file(self, spares: list[MappedFile], capacity: int) -> MappedFile:
+        for index, spare in enumerate(spares):
+            if spare.capacity == capacity:
+                del spares[index]
+                try:
+                    spare.use_again(self._new_path())
+                except BaseException:
+                    spare.discard()
+                    raise
+                return spare
+        os.makedirs(self._folder, exist_ok=True)
+        return MappedFile(self._new_path(), capacity)
+
+    def _new_path(self) -> str:
+        return os.path.join(self._folder, unfinished_name("file", secrets.token_hex(8)))
+
+    def take(self, nbytes: int, *, pinned: bool, part: int = 0) -> memoryview:
+        index = bisect_right(self._starts, part) - 1
+        start = (part - self._starts[index]) * nbytes
+        return self.files[index].memory[start : start + nbytes]
+
+    def give_back(self, buffer: memoryview) -> None:
+        """Nothing: the bytes are those of the file."""
+
+    def keep(self, count_max: int) -> None:
+        """Nothing: `recycle` and `expect` decide."""
+
+    def published(self, attempt: str) -> None:
+        """The files of the save under way are data files of `attempt` now."""
+        self._of_attempts[attempt], self.files = self.files, []
+
+    def give_up(self) -> None:
+        """The save under way came to nothing: its files may be used by the next one."""
+        self._take_back(self.files)
+        self.files = []
+
+    def recycle(self, kept: Collection[str]) -> None:
+        """The attempts of this process that are not `kept` end: their files have no names as data
+        files any more when this returns.
+        """
+        for attempt in [name for name in self._of_attempts if name not in kept]:
+            self._take_back(self._of_attempts.pop(attempt))
+
+    def _take_back(self, files: Sequence[MappedFile]) -> None:
+        for file in files:
+            path = self._new_path()
+            try:
+                os.rename(file.path, path)
+            except OSError:  # somebody has removed it
+                continue
+            file.path = path
+            with self._lock:
+                self._spares.append(file)
+
+    def close(self) -> None:
+        """Remove what is under construction; data files stay."""
+        self.give_up()
+        for file in self._spares:
+            file.discard()
+        self._spares = []
+        self._of_attempts = {}
+
+
+class MappedStore(WrappedStore):
+    """The store of a tier whose new objects are the files of `memory`, in the order of their
+    numbers. `nbytes_put` counts the bytes that were not there already.
+    """
+
+    def __init__(self, inner: Store, memory: TierMemory) -> None:
+        super().__init__(inner)
+        self._memory = memory
+        self.nbytes_put = 0
+
+    def create(
+        self,
+        key: str,
+        nbytes: int,
+        *,
+        part_nbytes: int,
+        durable: bool = True,
+        direct: bool = False,
+    ) -> AbstractContextManager[ObjectWriter]:
+        index = int(key.rpartition("-")[2].partition(".")[0])
+        final = os.path.join(self.inner.place, key)
+        return _MappedWriter(self, self._memory.files[index], final, nbytes, part_nbytes)
+
+
+class _MappedWriter(ObjectWriter, AbstractContextManager["_MappedWriter"]):
+    """A mapped file on its way to a name: bytes that are in place are left alone."""
+
+    def __init__(
+        self, store: MappedStore, file: MappedFile, final: str, nbytes: int, part_nbytes: int
+    ) -> None:
+        self.part_nbytes = part_nbytes
+        self._store = store
+        self._file = file
+        self._final = final
+        self._nbytes = nbytes
+
+    def write_part(self, index: int, buffers: Sequence[memoryview]) -> None:
+        start = index * self.part_nbytes
+        for view in flat_views(buffers):
+            if address_of(view) != self._file.address + start:
+                self._put(start, view)
+            start += len(view)
+
+    def _put(self, start: int, view: memoryview) -> None:
+        # Not into the mapping: what follows the tensors may be longer than was planned.
+        try:
+            with open(self._file.path, "r+b", buffering=0) as file:
+                while view:
+                    written = os.pwrite(file.fileno(), view, start)
+                    self._store.nbytes_put += written
+                    start, view = start + written, view[written:]
+        except OSError as error:
+            raise _translated(error, f"write {self._final}") from error
+
+    def __exit__(self, kind: object, *_: object) -> None:
+        if kind is not None:
+            return
+        try:
+            os.truncate(self._file.path, self._nbytes)
+            os.makedirs(os.path.dirname(self._final), exist_ok=True)
+            os.link(self._file.path, self._final)
+            os.unlink(self._file.path)
+        except FileExistsError as error:
+            raise KeyExistsError(f"create {self._final}: exists already") from error
+        except OSError as error:
+            raise _translated(error, f"create {self._final}") from error
+        self._file.path = self._final
+
+
+def _translated(error: OSError, what: str) -> StorageError:
+    if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.ENOMEM):
+        return NoSpaceError(f"{what}: {error.strerror}; free space or use another place")
+    return StorageError(f"{what}: {error.strerror or error}")

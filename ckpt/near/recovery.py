@@ -1,0 +1,181 @@
+"""From the tiers of all hosts to a state: which near checkpoints are whole, and a load of one.
+
+records and files of each host -> candidates -> parts from headers -> manifest -> load
+                       gathered by the coordinator   by ranks that have the files
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+from ckpt.api import read_path
+from ckpt.errors import Corrupt
+from ckpt.format.manifest import Header, Manifest
+from ckpt.format.manifest_codec import decode_manifest, encode_manifest
+from ckpt.format.merging import build_manifest
+from ckpt.format.opened_files import contradictions, open_file, part_of_rank
+from ckpt.format.part import Part
+from ckpt.format.part_codec import decode_part, encode_part
+from ckpt.loading.load import LoadOptions, LoadReport, load_located
+from ckpt.near.files import NearFiles
+from ckpt.near.records import NearRecord, decode_near_record, encode_near_record, near_digest
+from ckpt.near.saving import Hosts
+from ckpt.near.tier import Tier
+from ckpt.saving.messages import joined, split
+from ckpt.world.base import World, collectively
+from ckpt.world.frames import pack, unpack
+
+BYTES_OF_OTHERS = "near_bytes_of_others"  # the counter of a load, of what came from other hosts
+
+
+class NearCandidate(NamedTuple):
+    """A record that some host has, and for each rank that saved, a host that has all its files;
+    "" where none does.
+    """
+
+    record: NearRecord
+    homes: tuple[str, ...]
+
+    @property
+    def problem(self) -> str:
+        """Why it cannot be loaded, "" when every file is there."""
+        missing = [rank for rank, home in enumerate(self.homes) if not home]
+        if not missing:
+            return ""
+        shown = ", ".join(map(str, missing[:8])) + (", ..." if len(missing) > 8 else "")
+        return f"no host has the near files of {len(missing)} of {len(self.homes)} ranks: {shown}"
+
+
+def near_candidates(world: World, tier: Tier, hosts: Hosts, epoch: int) -> list[NearCandidate]:
+    """All near checkpoints of an epoch that any host knows of, newest first. Collective."""
+    is_first = hosts.is_first(world.rank)
+    records = {}
+    offers = []
+
+    def look() -> None:
+        for record in tier.records() if is_first else ():
+            # Of an older epoch: that session is fenced, and this one has not adopted its states.
+            if record.head.epoch != epoch:
+                continue
+            digest = near_digest(encode_near_record(record)).hex()
+            records[digest] = record
+            offers.append([digest, tier.whole_ranks(record)])
+
+    collectively(world, "near offers", look)
+    received = world.gather_to_coordinator("near offers", json.dumps(offers).encode())
+    mine = None
+    if received is not None:
+        mine = json.dumps([json.loads(one) for one in received]).encode()
+    # Each record is sent by the first rank that has it: of thousands of hosts all have the same.
+    every: list[list[tuple[str, list[int]]]] = json.loads(world.broadcast("near offers", mine))
+    senders: dict[str, int] = {}
+    homes: dict[str, dict[int, str]] = {}
+    for rank, offered in enumerate(every):
+        for digest, ranks in offered:
+            senders.setdefault(digest, rank)
+            known = homes.setdefault(digest, {})
+            for one in ranks:
+                known.setdefault(one, hosts.names[rank])
+    sent = [encode_near_record(r) for d, r in records.items() if senders[d] == world.rank]
+    gathered = world.gather_to_coordinator("near records", _packed(sent))
+    mine = None if gathered is None else _packed(each for one in gathered for each in unpack(one))
+    candidates = []
+    for encoded in unpack(world.broadcast("near records", mine)):
+        record = decode_near_record(encoded, "a near record of another rank")
+        known = homes[near_digest(encoded).hex()]
+        names = tuple(known.get(rank, "") for rank in range(record.head.world_size))
+        candidates.append(NearCandidate(record, names))
+    return sorted(candidates, key=lambda candidate: candidate.record.order, reverse=True)
+
+
+def load_near(
+    state: Any, world: World, tier: Tier, hosts: Hosts, candidate: NearCandidate
+) -> LoadReport:
+    """Fill `state` from a near checkpoint whose files are all there. Collective.
+
+    Raises like `ckpt.loading.load.load_state`; a damaged header is Corrupt with the state as it
+    was, a damaged block is LoadInterrupted by Corrupt.
+    """
+    record = candidate.record
+    owners = [_owner(hosts, rank, home) for rank, home in enumerate(candidate.homes)]
+    manifest = _manifest(world, tier, record, owners)
+    own_host = hosts.names[world.rank]
+    keys = [record.prefix + file.name for file in record.files]
+    of_others = {
+        key: owners[file.rank]
+        for key, file in zip(keys, record.files, strict=True)
+        if candidate.homes[file.rank] != own_host
+    }
+    files = NearFiles(tier.store, world, keys, of_others)
+    path = read_path(tier.store, "buffered" if tier.is_in_memory else "auto")
+    report = load_located(
+        state,
+        store=files,
+        world=world,
+        located=(record.prefix, manifest),
+        options=LoadOptions(path=path),
+        reading=files.reading,
+    )
+    counters = {**report.counters, BYTES_OF_OTHERS: files.nbytes_of_others}
+    return replace(report, counters=counters)
+
+
+def _owner(hosts: Hosts, rank: int, home: str) -> int:
+    """Which rank of the host `home` reads the files of `rank` for others."""
+    ranks = hosts.ranks_of(home)
+    return ranks[rank % len(ranks)]
+
+
+def _manifest(world: World, tier: Tier, record: NearRecord, owners: Sequence[int]) -> Manifest:
+    """The manifest that the headers of all files make. Collective."""
+
+    def opened() -> bytes:
+        own = [rank for rank, owner in enumerate(owners) if owner == world.rank]
+        return _packed(
+            joined(header.model_dump_json().encode(), encode_part(part))
+            for header, part in (_part(tier, record, rank) for rank in own)
+        )
+
+    mine = collectively(world, "near headers", opened)
+    received = world.gather_to_coordinator("near parts", mine)
+
+    def merged() -> bytes:
+        if received is None:
+            return b""
+        pairs = [split(each) for one in received for each in unpack(one)]
+        headers = {header for header, _ in pairs}
+        if len(headers) != 1:
+            raise Corrupt(f"near files of step {record.head.step} are of {len(headers)} attempts")
+        parts = sorted((decode_part(data) for _, data in pairs), key=lambda part: part.rank)
+        header = Header.model_validate_json(headers.pop())
+        return encode_manifest(build_manifest(header, parts))
+
+    encoded = collectively(world, "near manifest", merged)
+    sent = world.broadcast("near manifest", encoded if world.rank == 0 else None)
+    return collectively(world, "decode", lambda: decode_manifest(sent))
+
+
+def _part(tier: Tier, record: NearRecord, rank: int) -> tuple[Header, Part]:
+    """What one rank that saved would have sent, from its files. Raises Corrupt."""
+    opened = []
+    for file in record.files:
+        if file.rank == rank:
+            one = open_file(tier.store, record.prefix + file.name, file.name, file.nbytes)
+            header = one.place.header
+            named = (header.root, header.attempt, header.step, header.world_size, one.place.rank)
+            head = record.head
+            if named != (head.root, head.attempt, head.step, head.world_size, rank):
+                raise Corrupt(f"{tier.store.url}/{record.prefix}{file.name}: says it is {named}")
+            if one.described.seal != file.seal:
+                raise Corrupt(f"{tier.store.url}/{record.prefix}{file.name}: has another seal")
+            opened.append(one)
+    if problems := contradictions(opened):
+        raise Corrupt("; ".join(problems))
+    return opened[0].place.header, part_of_rank(rank, opened)
+
+
+def _packed(messages: Iterable[bytes]) -> bytes:
+    return b"".join(map(pack, messages))

@@ -1,0 +1,401 @@
+"""Near saves: a save in the background whose files stay on the host, and the record of all ranks.
+
+stage -> attempt -> data files in the tier of each host -> record on every host
+                    each rank alone                        made by the coordinator
+
+No object store is asked for anything. What counts is said in `ckpt.near.records`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
+
+from ckpt.commit.ranked import RankedSession
+from ckpt.format.checksum_tables import Seal
+from ckpt.format.manifest import Header
+from ckpt.format.part import Part
+from ckpt.layout.memory import devices_of, gc_paused
+from ckpt.near.memory import MappedStore, TierMemory
+from ckpt.near.records import NearFile, NearHead, NearRecord, decode_near_record, encode_near_record
+from ckpt.near.tier import Tier
+from ckpt.saving.background import Background, PendingSave
+from ckpt.saving.messages import joined, split
+from ckpt.saving.report import SaveOptions, SaveReport
+from ckpt.saving.save import flattened
+from ckpt.saving.staged_files import FilePlan, part_count
+from ckpt.saving.staging import BufferNeed, Snapshot, StageOptions, planned_files, stage
+from ckpt.saving.task import Attempt, PartMemory, SaveTask, header_of
+from ckpt.saving.write import MIB, Staging, WritePath
+from ckpt.telemetry.history import CommittedSave, RankReport, totals_of
+from ckpt.telemetry.record import SaveTotals
+from ckpt.world.base import World, collectively
+from storage import StorageError, Store
+
+logger = logging.getLogger(__name__)
+
+GENERATIONS = 2  # whole states that a tier has room for: a kept one, and one that is written
+
+
+class Hosts(NamedTuple):
+    """Which ranks share a tier: the name of the tier of each rank, in rank order."""
+
+    names: tuple[str, ...]
+
+    @classmethod
+    def of(cls, world: World, tier: Tier) -> Hosts:
+        """Gathered from all ranks. Collective."""
+        return cls(tuple(one.decode() for one in world.gather("near hosts", tier.host.encode())))
+
+    def ranks_of(self, name: str) -> list[int]:
+        """The ranks that share a tier, ascending."""
+        return [rank for rank, other in enumerate(self.names) if other == name]
+
+    def is_first(self, rank: int) -> bool:
+        """Whether `rank` does for its host what is done once."""
+        return self.names.index(self.names[rank]) == rank
+
+
+@dataclass(frozen=True, slots=True)
+class NearOptions:
+    """How near saves are made; arguments as of `ckpt.async_save`. `bytes_max` bounds what a host
+    keeps.
+    """
+
+    bytes_max: int | None = None
+    snapshot: Snapshot = "step"
+    user: dict[str, str] = field(default_factory=dict)
+
+
+class NearSaves:
+    """The near saves of one training on one rank, one at a time. Made by `open_near_saves`.
+
+    `begin`, `adopt` and `went_back` are collective. Nothing of it asks the durable store, but for
+    `went_back`.
+    """
+
+    def __init__(
+        self, tier: Tier, hosts: Hosts, session: RankedSession, options: NearOptions
+    ) -> None:
+        self.tier = tier
+        self.hosts = hosts
+        self.session = session
+        self._options = options
+        self._background = Background(session.world)
+        self._memory = PartMemory()
+        self._mapped: TierMemory | None = None
+        self._staging = Staging()
+        self._store: Store = tier.store
+        # Memory has no page cache to go around.
+        is_disk = not tier.is_in_memory
+        self._path = WritePath(
+            staging=self._staging, direct=is_disk, writers=int(is_disk), direct_nbytes_min=4 * MIB
+        )
+        self._number = 0  # of the newest record of this epoch
+        self._after_slot = 0
+        self._safe = ""  # the newest attempt whose record is on every host
+
+    def begin(self, state: Any, step: int) -> PendingSave:
+        """Begin a near save of `state`; the save before must be over. Waits for no rank."""
+        with gc_paused():
+            task = self._task(step)
+            if self._mapped is not None:
+                self._mapped.recycle({self._safe})
+                # What this process has not mapped makes room now: of a job before it, or none.
+                with contextlib.suppress(StorageError):
+                    self._drop({self._safe})
+            how, staging = StageOptions(self._options.snapshot), self._staging
+            return self._background.start(
+                task, lambda: stage(state, task, how, staging), publish=self._publish
+            )
+
+    def adopt(self, record: NearRecord) -> None:
+        """Make the state of an older epoch, which was just restored, one of this epoch."""
+        head = record.head
+        if head.epoch != self.session.epoch:
+            self._record(head.step, head.attempt, record.files)
+        self._safe = head.attempt
+
+    def went_back(self) -> None:
+        """The training continues from a durable checkpoint: near states are not its any more."""
+        world, session = self.session.world, self.session.session
+
+        def forget() -> None:
+            if session is not None:
+                self._after_slot = session.state().slot
+            if self.hosts.is_first(world.rank):
+                self.tier.forget(epoch=self.session.epoch)
+
+        collectively(world, "forget near", forget)
+        self._safe = ""
+
+    def close(self) -> None:
+        """Wait for what is in flight and end. Not collective."""
+        self._background.close()
+        if self._mapped is not None:
+            self._mapped.close()
+        self.session.world.close()
+        self.tier.close()
+
+    # opening
+
+    def open(self, state: Any, restored: str) -> None:
+        """Prepare for saves of `state`: what all ranks hold, and whether it fits. Collective.
+        Of jobs before, only the near attempt `restored` stays, "" for none: call `adopt` next.
+
+        Raises ValueError on all ranks, with the numbers, when a host has no room for two
+        generations; InvalidState like a save.
+        """
+        world = self.session.world
+        task = self._task(0)
+        contents = flattened(state, task)
+
+        def plan() -> tuple[FilePlan, ...]:
+            if isinstance(contents, Exception):
+                raise contents
+            return planned_files(contents, task)
+
+        # What it raises is raised by all: `flattened` may differ in that between ranks.
+        files = collectively(world, "near plan", plan)
+        # Whole parts: a little more than the files have, and what mapped ones take.
+        nbytes = part_count(files) * files[0].part_nbytes
+
+        def facts() -> bytes:
+            if self.hosts.is_first(world.rank):
+                self.tier.sweep_unfinished()
+            own = [r for r in self.tier.records() if r.head.epoch == self.session.epoch]
+            self._drop({restored, *(r.head.attempt for r in own)})
+            room = self.tier.room()
+            newest = max(own, key=lambda r: r.order, default=None)
+            slot = 0 if self.session.session is None else self.session.session.state().slot
+            number, attempt = (newest.head.number, newest.head.attempt) if newest else (0, "")
+            return json.dumps([nbytes, room.free + room.own, number, attempt, slot]).encode()
+
+        mine = collectively(world, "near room", facts)
+        reports = [json.loads(one) for one in world.gather("near room", mine)]
+        self._refuse_too_small([r[0] for r in reports], [r[1] for r in reports])
+        # Of an earlier Checkpointer of this process.
+        self._number, newest = max((r[2], r[3]) for r in reports)
+        self._safe = restored or newest
+        self._after_slot = reports[0][4]
+        if self.tier.is_in_memory and not isinstance(contents, Exception):
+            sources = contents.plan.sources
+            # Copies from a device need pinned memory, which that of a file is not.
+            if not devices_of(one.view for one in sources if not one.address):
+                self._stage_in_tier(files)
+
+    def _stage_in_tier(self, files: Sequence[FilePlan]) -> None:
+        """What is staged lies in the tier already, from now on."""
+        self._mapped = TierMemory(self.tier.store.place)
+        self._staging = self._mapped
+        self._store = MappedStore(self.tier.store, self._mapped)
+        # Of both generations, while the first steps run: fresh memory costs ten times a copy.
+        self._mapped.plan_ahead([len(file.parts) for file in files])
+        generations = GENERATIONS - bool(self._safe)
+        need = BufferNeed(files[0].part_nbytes, generations, pinned=False)
+        self._background.make_ready(self._mapped, need)
+
+    def _refuse_too_small(self, needs: Sequence[int], rooms: Sequence[int]) -> None:
+        bytes_max = self._options.bytes_max
+        for name in dict.fromkeys(self.hosts.names):
+            ranks = self.hosts.ranks_of(name)
+            need = GENERATIONS * sum(needs[rank] for rank in ranks)
+            room = rooms[ranks[0]]  # which has swept before it looked
+            if need > room or (bytes_max is not None and need > bytes_max):
+                limit = "" if bytes_max is None else f", and bytes_max is {bytes_max / MIB:.0f} MiB"
+                raise ValueError(
+                    f"near tier of ranks {ranks[0]} to {ranks[-1]}: {GENERATIONS} generations of "
+                    f"their states take {need / MIB:.0f} MiB there, {room / MIB:.0f} MiB are "
+                    f"free{limit}; give it more room (a larger tmpfs, fewer ranks on a host), or "
+                    "use a directory on a local disk"
+                )
+
+    # one save
+
+    def _task(self, step: int) -> SaveTask:
+        options = SaveOptions(path=self._path, user=self._options.user)
+        return SaveTask(self.session, self._store, self._memory, step, options)
+
+    def _publish(
+        self,
+        task: SaveTask,
+        modules: Callable[[], Sequence[str]],
+        write: Callable[[Attempt], Part],
+    ) -> SaveReport:
+        """Agree on an attempt, let every rank `write` its share, and record what all have written.
+
+        Raises the same on all ranks. The states that are recorded are as they were then.
+        """
+        world = task.session.world
+        with task.recorder.span("attempt"):
+            header = self._attempt(task, modules)
+        try:
+            part = collectively(world, "near write", lambda: self._written(header, write))
+            report = self._commit(task, header, part)
+            if self._mapped is not None:
+                self._mapped.published(header.attempt)
+            return report
+        except Exception:
+            task.memory.plans.forget_part()
+            if self._mapped is not None:
+                self._mapped.give_up()
+            with contextlib.suppress(StorageError):
+                self.tier.drop_own({self._safe}, world.rank, epoch=self.session.epoch)
+            raise
+
+    def _attempt(self, task: SaveTask, modules: Callable[[], Sequence[str]]) -> Header:
+        session, world = task.session.session, task.session.world
+        message, error = None, None
+        if session is not None:
+            try:
+                header = header_of(task, session.new_attempt(), modules())
+                message = header.model_dump_json().encode()
+            except Exception as caught:
+                # The others wait in the broadcast; all then agree on this error.
+                message, error = b"", caught
+        received = world.broadcast("near attempt", message)
+        if not received:
+            world.agree("near attempt", error)
+        return Header.model_validate_json(received)
+
+    def _written(self, header: Header, write: Callable[[Attempt], Part]) -> Part:
+        self.tier.refuse_fenced(self.session.epoch)
+        self._drop({self._safe, header.attempt})
+        return write(Attempt(header, None))
+
+    def _drop(self, kept: set[str]) -> None:
+        """Delete all attempts but `kept`: every rank its own files, the first of a host the rest,
+        such as those of ranks that a world before had.
+        """
+        rank, epoch = self.session.world.rank, self.session.epoch
+        if self.hosts.is_first(rank):
+            self.tier.drop(kept, epoch=epoch)
+        else:
+            self.tier.drop_own(kept, rank, epoch=epoch)
+
+    def _commit(self, task: SaveTask, header: Header, part: Part) -> SaveReport:
+        """The coordinator makes the record of what all ranks have written; every host keeps it."""
+        world = task.session.world
+        mine = joined(task.rank_report().encode(), _encode_files(part))
+        with task.recorder.span("parts"):
+            received = world.gather_to_coordinator("near files", mine)
+        reports: list[RankReport] = []
+        files: list[NearFile] = []
+        for report, own in map(split, received or ()):
+            reports.append(RankReport.decode(report))
+            files += _decode_files(own)
+
+        def totals() -> bytes:
+            nbytes = sum(file.nbytes for file in files)
+            made = CommittedSave(header.step, header.attempt, nbytes, 0, ())
+            return totals_of(made, reports, now_unix=time.time()).model_dump_json().encode()
+
+        with task.recorder.span("commit"):
+            record, passed = self._record(header.step, header.attempt, files, totals)
+        self._safe = header.attempt
+        summary = SaveTotals.model_validate_json(passed)
+        return SaveReport(
+            step=header.step,
+            attempt=header.attempt,
+            path=f"{self.tier.store.url}/{record.prefix}".rstrip("/"),
+            nbytes=summary.nbytes,
+            warnings=(),
+            totals=summary,
+            spans=task.recorder.spans(),
+            counters=task.recorder.counters(),
+        )
+
+    def _record(
+        self,
+        step: int,
+        attempt: str,
+        files: Sequence[NearFile],
+        note: Callable[[], bytes] = lambda: b"",
+    ) -> tuple[NearRecord, bytes]:
+        """Put one more record on every host; `files` and `note` count on the coordinator alone,
+        which passes them on.
+        """
+        session, world = self.session.session, self.session.world
+        message: bytes | None = None
+        error: Exception | None = None
+        self._number += 1  # on all ranks alike; a number whose record failed is not used again
+        if session is not None:
+            try:
+                record = NearRecord(self._head(step, attempt, files), tuple(files))
+                message = joined(encode_near_record(record), note())
+            except Exception as caught:
+                message, error = b"", caught
+        received = world.broadcast("near record", message)
+
+        def put() -> tuple[NearRecord, bytes]:
+            if error is not None:
+                raise error
+            encoded, passed = split(received)
+            made = decode_near_record(encoded, "the coordinator's near record")
+            if self.hosts.is_first(world.rank):
+                self.tier.put(made)
+            return made, bytes(passed)
+
+        if not received:
+            world.agree("near record", error)
+        return collectively(world, "near record", put)
+
+    def _head(self, step: int, attempt: str, files: Sequence[NearFile]) -> NearHead:
+        session = self.session.session
+        assert session is not None, "the coordinator has it"
+        point = session.resume_point
+        return NearHead(
+            root=self.session.root,
+            epoch=self.session.epoch,
+            number=self._number,
+            step=step,
+            attempt=attempt,
+            world_size=max(file.rank for file in files) + 1,
+            after_slot=self._after_slot,
+            anchor="" if point is None else point.attempt,
+            is_new_line=point is not None and point.on_purpose,
+            time_unix=time.time(),
+        )
+
+
+def open_near_saves(
+    state: Any,
+    tier: Tier,
+    hosts: Hosts,
+    ranked: RankedSession,
+    options: NearOptions,
+    restored: str,
+) -> NearSaves:
+    """Near saves under the session of a durable root. Collective; the last argument and errors are
+    those of `NearSaves.open`.
+    """
+    session = replace(ranked, world=ranked.world.duplicate())
+    saves = NearSaves(tier, hosts, session, options)
+    try:
+        saves.open(state, restored)
+    except BaseException:
+        saves.close()
+        raise
+    return saves
+
+
+def _encode_files(part: Part) -> bytes:
+    """What a rank reports of its files to the coordinator."""
+    sealed = (part.seals.of_file(index) for index in range(len(part.files)))
+    rows = [
+        [part.rank, index, int(nbytes), seal.nbytes, seal.digest.hex()]
+        for index, (nbytes, seal) in enumerate(zip(part.file_nbytes, sealed, strict=True))
+    ]
+    return json.dumps(rows).encode()
+
+
+def _decode_files(data: bytes) -> list[NearFile]:
+    return [
+        NearFile(rank, index, nbytes, Seal(table_nbytes, bytes.fromhex(digest)))
+        for rank, index, nbytes, table_nbytes, digest in json.loads(data)
+    ]

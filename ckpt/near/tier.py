@@ -1,0 +1,217 @@
+"""A near tier: a directory of one host with the newest states of one training, as data files.
+
+    PATH/<root uuid>/HOST                      a name for this directory, made once
+    PATH/<root uuid>/records/e<epoch>-<number>  the near log
+    PATH/<root uuid>/steps/<step>-<attempt>/    data files of the ranks of this host
+
+Ranks of a host share it. Nothing in it is changed, and whoever dies leaves whole files, or ones
+under construction, which are no keys. FORMAT.md, "Near tiers", has the bytes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import re
+import secrets
+from collections.abc import Collection, Iterator
+from typing import NamedTuple
+
+from ckpt.commit.names import STEPS_PREFIX, attempt_epoch, parse_step_key
+from ckpt.errors import CheckpointError, Corrupt, Fenced, NoCheckpoint
+from ckpt.format.checksum_tables import seal_of
+from ckpt.near.records import (
+    NEAR_NBYTES_MAX,
+    NearFile,
+    NearRecord,
+    decode_near_record,
+    encode_near_record,
+)
+from storage import KeyExistsError, KeyNotFoundError, ShortReadError, StorageError
+from storage.linux import is_in_memory
+from storage.local import LocalStore
+from storage.store import ByteRange
+
+logger = logging.getLogger(__name__)
+
+HOST_KEY = "HOST"
+RECORDS_PREFIX = "records/"
+_HOST = re.compile(r"[0-9a-f]{32}")
+_RECORD = re.compile(r"records/e([0-9]{6,18})-([0-9]{12,19})")
+
+
+class TierRoom(NamedTuple):
+    """Bytes of the file system that a tier lies in: `free` ones, and those that the tier takes."""
+
+    free: int
+    own: int
+
+
+def near_key(record: NearRecord) -> str:
+    """The key of a record in a tier."""
+    epoch, number = record.order
+    return f"{RECORDS_PREFIX}e{epoch:06d}-{number:012d}"
+
+
+class Tier:
+    """The tier of one host for the durable root `root`. Every method may be called by any rank of
+    the host.
+
+    Methods raise the errors of the file system (StorageError).
+    """
+
+    def __init__(self, path: str | os.PathLike[str], root: str) -> None:
+        self.path = os.path.abspath(os.fspath(path))
+        self.root = root
+        self.store = LocalStore(os.path.join(self.path, root))
+        self.host = self._host()
+        self.is_in_memory = is_in_memory(self.store.place)
+
+    def _host(self) -> str:
+        """The name of this directory. Two hosts have two, where file numbers may be the same."""
+        while True:
+            with contextlib.suppress(KeyNotFoundError):
+                name = self.store.get_bounded(HOST_KEY, 32).decode("ascii", "replace")
+                if _HOST.fullmatch(name) is None:
+                    raise Corrupt(
+                        f"{self.store.url}/{HOST_KEY} is damaged: remove {self.store.url}"
+                    )
+                return name
+            # Of ranks that begin together one wins; the others read its name.
+            with contextlib.suppress(KeyExistsError):
+                self.store.put_if_absent(HOST_KEY, secrets.token_hex(16).encode())
+
+    def room(self) -> TierRoom:
+        """How much fits: what is free for this user, and what the tier has taken."""
+        status = os.statvfs(self.store.place)
+        own = sum(info.nbytes for info in self.store.list(STEPS_PREFIX))
+        return TierRoom(status.f_bavail * status.f_frsize, own)
+
+    # records
+
+    def records(self) -> list[NearRecord]:
+        """The readable records of this root, newest first. Damaged ones are logged."""
+        records = []
+        for info in list(self.store.list(RECORDS_PREFIX)):
+            if _RECORD.fullmatch(info.key) is None:
+                continue
+            where = f"{self.store.url}/{info.key}"
+            try:
+                data = self.store.get_bounded(info.key, NEAR_NBYTES_MAX)
+                record = decode_near_record(data, where)
+                if near_key(record) != info.key or record.head.root != self.root:
+                    raise Corrupt(f"{where}: is the record of another place")
+            except KeyNotFoundError:
+                continue  # another rank has dropped it
+            except CheckpointError as error:
+                logger.warning("a near record does not count: %s", error)
+                continue
+            records.append(record)
+        return sorted(records, key=lambda record: record.order, reverse=True)
+
+    def epoch(self) -> int:
+        """The highest epoch that a record here is of; 0 without any."""
+        matches = (_RECORD.fullmatch(info.key) for info in self.store.list(RECORDS_PREFIX))
+        return max((int(match[1]) for match in matches if match), default=0)
+
+    def refuse_fenced(self, epoch: int) -> None:
+        """Raise Fenced when a session of a later epoch uses this tier."""
+        if (newest := self.epoch()) > epoch:
+            raise Fenced(
+                f"{self.store.url} has near checkpoints of a newer session (epoch {newest}, this "
+                f"process has epoch {epoch}): another job trains on from this root. If this one "
+                "should, stop the other job and restart this one"
+            )
+
+    def put(self, record: NearRecord) -> None:
+        """Write a record, unless another rank of this host has: durable on return.
+
+        Raises Corrupt when another record is there.
+        """
+        encoded, key = encode_near_record(record), near_key(record)
+        try:
+            self.store.put_if_absent(key, encoded)
+        except KeyExistsError:
+            if self.store.get_bounded(key, NEAR_NBYTES_MAX) != encoded:
+                raise Corrupt(f"{self.store.url}/{key} is another record") from None
+
+    # files
+
+    def has(self, record: NearRecord, file: NearFile) -> bool:
+        """Whether a file of a record is here, in full length and with the checksum table that the
+        record has the seal of. Blocks are compared with that table when they are read.
+        """
+        table = ByteRange(file.nbytes - file.seal.nbytes, file.nbytes)
+        key = record.prefix + file.name
+        try:
+            if self.store.info(key).nbytes != file.nbytes:
+                return False
+            return seal_of(self.store.get(key, table)) == file.seal
+        except (KeyNotFoundError, ShortReadError):
+            return False
+
+    def whole_ranks(self, record: NearRecord) -> list[int]:
+        """The ranks of which all files that a record names are here."""
+        lacking = {file.rank for file in record.files if not self.has(record, file)}
+        return [rank for rank in range(record.head.world_size) if rank not in lacking]
+
+    def drop(self, kept: Collection[str], *, epoch: int) -> None:
+        """Delete records and files of all attempts but `kept`, those of later epochs than `epoch`
+        left out: they are another session's. Records go first.
+        """
+        for info in list(self.store.list(RECORDS_PREFIX)):
+            match = _RECORD.fullmatch(info.key)
+            if match is None or int(match[1]) > epoch:
+                continue
+            with contextlib.suppress(KeyNotFoundError, CheckpointError):
+                data = self.store.get_bounded(info.key, NEAR_NBYTES_MAX)
+                if decode_near_record(data, info.key).head.attempt in kept:
+                    continue
+            self.store.delete(info.key)
+        for key, attempt in self._files():
+            if attempt not in kept and attempt_epoch(attempt) <= epoch:
+                self.store.delete(key)
+
+    def sweep_unfinished(self) -> None:
+        """Remove what dead processes left half written; no rank of this host may be writing."""
+        self.store.abort_unfinished("")
+
+    def drop_own(self, kept: Collection[str], rank: int, *, epoch: int) -> None:
+        """`drop` of the files of `rank` alone, so that no rank waits for another to have room."""
+        for key, attempt in self._files():
+            is_own = key.rpartition("/")[2].startswith(f"rank{rank:05d}-")
+            if is_own and attempt not in kept and attempt_epoch(attempt) <= epoch:
+                self.store.delete(key)
+
+    def forget(self, *, epoch: int) -> None:
+        """Delete all records of `epoch` and before: their states do not count any more."""
+        for info in list(self.store.list(RECORDS_PREFIX)):
+            match = _RECORD.fullmatch(info.key)
+            if match is not None and int(match[1]) <= epoch:
+                self.store.delete(info.key)
+
+    def _files(self) -> Iterator[tuple[str, str]]:
+        """The data files here, each with its attempt."""
+        for info in list(self.store.list(STEPS_PREFIX)):
+            parsed = parse_step_key(info.key)
+            if parsed is not None:
+                yield info.key, parsed[1]
+
+    def close(self) -> None:
+        """Close the files that are open."""
+        with contextlib.suppress(StorageError):
+            self.store.close()
+
+
+def tiers_in(path: str | os.PathLike[str]) -> list[Tier]:
+    """The tiers below a directory, one for each durable root that saved there.
+
+    Raises NoCheckpoint where there is no such directory.
+    """
+    if not os.path.isdir(path):
+        raise NoCheckpoint(f"{path} is not a directory of this host")
+    names = sorted(entry.name for entry in os.scandir(path) if entry.is_dir())
+    return [
+        Tier(path, name) for name in names if os.path.exists(os.path.join(path, name, HOST_KEY))
+    ]

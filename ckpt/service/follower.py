@@ -1,0 +1,404 @@
+"""Keep up with a training: what it commits comes into a model that serves or evaluates.
+
+The committed checkpoint is the publication: nothing is sent, and the training knows nothing of its
+followers.
+
+    look -> candidates, newest first -> read aside what changed, check -> swap at the caller's word
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, NamedTuple, SupportsIndex
+
+import torch
+import torch.distributed as dist
+
+from ckpt.api import Io, check_order, read_path
+from ckpt.commit.leases import leased
+from ckpt.commit.new_commits import NewCommits
+from ckpt.commit.numbers import checked_count, plain_int
+from ckpt.errors import CheckpointError, Corrupt, NoCheckpoint, RankFailed
+from ckpt.layout.memory import gc_paused
+from ckpt.loading.aside import Aside, Present, Where, read_aside
+from ckpt.loading.load import LoadOptions, broadcast_manifest
+from ckpt.process import store_of, world_of
+from ckpt.service.followed import Followed, followed
+from ckpt.service.restore import Skipped, condition_of
+from ckpt.world.base import World, collectively
+from storage import StorageError, Store, StoreLike
+
+logger = logging.getLogger(__name__)
+
+LEASE_SECONDS = 900
+RETIRED_MAX = 20  # times in a row that retention may be faster than one update
+SKIPPED_MAX = 20  # that are remembered
+
+
+@dataclass(frozen=True, slots=True)
+class Update:
+    """A checkpoint that was read and checked, and is not in the model yet.
+
+    `names` are tensors, as the checkpoint calls them, of which something changes on this rank.
+    `nbytes` are to be copied by the swap, of `nbytes_total` that are followed here; `nbytes_read`
+    came from the store. `skipped` are newer checkpoints that were passed over, and why.
+    """
+
+    step: int
+    attempt: str
+    names: tuple[str, ...]
+    nbytes: int
+    nbytes_total: int
+    nbytes_read: int
+    skipped: tuple[Skipped, ...] = ()
+
+
+class Swapped(NamedTuple):
+    """What a swap did: the step that the model has now, bytes copied, and seconds it took."""
+
+    step: int
+    attempt: str
+    nbytes: int
+    seconds: float
+
+
+class _Candidate(NamedTuple):
+    step: int
+    attempt: str
+
+
+class _Look(NamedTuple):
+    """What the coordinator tells all ranks: what to try, newest first, and whether to end."""
+
+    candidates: list[_Candidate]
+    is_late: bool
+
+
+class _Outcome(NamedTuple):
+    """Whether a candidate is staged, and whether one was retired before it was read."""
+
+    is_staged: bool
+    was_retired: bool
+
+
+def follow(
+    url: StoreLike,
+    model_or_names: Any,
+    *,
+    strict: bool = True,
+    rename: Callable[[str], str] | Mapping[str, str] | None = None,
+    skip: Callable[[str], bool] | Iterable[str] = (),
+    stacks: Mapping[str, str] | None = None,
+    aside: Where = "host",
+    lease_seconds: SupportsIndex = LEASE_SECONDS,
+    process_group: dist.ProcessGroup | None = None,
+    storage_options: Mapping[str, Any] | None = None,
+    io: Io = "auto",
+) -> Follower:
+    """Follow the training that saves at `url`: each of its checkpoints can be taken into a model.
+
+        with ckpt.follow("s3://bucket/run", model) as follower:
+            while serving:
+                if follower.poll():  # a newer checkpoint was read beside the model
+                    follower.swap()  # and is in it
+                serve(batch)
+
+    `model_or_names` is a model of any engine, sharded in any way; a state as `ckpt.load` takes it;
+    or names of tensors (or patterns such as `"model.layers.*"`), which `Follower.tensors` then has
+    as plain tensors. A model alone is filled from the only model of the checkpoint. Everything in
+    it has to be in the checkpoint, unless `strict=False`; the checkpoint may have more. `rename`,
+    `skip` and `stacks` are those of `ckpt.load`.
+
+    Nothing is read yet, and there need be no checkpoint. Of a later one only chunks are read that
+    are not proved to be in memory: a training that saves with `dedup=True` gives the proof. Nobody
+    else may change the tensors that are followed. The new bytes lie in host memory until the swap,
+    or with `aside="device"` beside the model. While a checkpoint is read, retention leaves it, for
+    at most `lease_seconds`; 0 asks for no lease, and who may not write at `url` does without.
+
+    Collective over `process_group` (default: all ranks), as are the methods. Raises the store's
+    errors, ValueError and TypeError for bad arguments.
+    """
+    check_order(model_or_names, url, "follow(url, model)")
+    if aside not in ("host", "device"):
+        raise ValueError(f'aside={aside!r}; expected "host" or "device"')
+    if strict not in (True, False):
+        raise ValueError(f"strict={strict!r}; expected True or False")
+    target = followed(model_or_names)
+    store = store_of(url, process_group=process_group, storage_options=storage_options)
+    seconds = plain_int(lease_seconds)
+    options = LoadOptions(
+        "state" if strict else False, rename, skip, dict(stacks or {}), read_path(store, io)
+    )
+    # A duplicate: saves and loads of this process hold rounds in the other one.
+    world = world_of(process_group).duplicate()
+    return Follower(
+        target,
+        store,
+        world,
+        FollowOptions(options, aside, seconds and checked_count(seconds, "lease_seconds")),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class FollowOptions:
+    """How a follower reads. `sleep` and `now_seconds` are the clock of `Follower.updates`."""
+
+    load: LoadOptions
+    aside: Where = "host"
+    lease_seconds: int = LEASE_SECONDS
+    sleep: Callable[[float], None] = time.sleep
+    now_seconds: Callable[[], float] = time.monotonic
+
+
+class Follower:
+    """A model, or some tensors, that keeps up with a root; made by `ckpt.follow`.
+
+    All ranks make the same calls in the same order, and have the same step. After an error the
+    model is as it was, unless it is LoadInterrupted, and the next call tries again. A call waits
+    for one that another thread has begun.
+    """
+
+    def __init__(
+        self, target: Followed, store: Store, world: World, options: FollowOptions
+    ) -> None:
+        self._target = target
+        self._store = store
+        self._world = world
+        self._options = options
+        self._commits = NewCommits(store)  # used on the coordinator alone
+        self._lock = threading.Lock()
+        self._present: list[tuple[_Candidate, Present]] = []  # at most one
+        self._staged: list[tuple[Update, Aside]] = []  # at most one
+        self._skipped: list[Skipped] = []
+
+    @property
+    def step(self) -> int | None:
+        """The step that the model has; None before the first swap, and after one that failed."""
+        return self._present[0][0].step if self._present else None
+
+    @property
+    def attempt(self) -> str:
+        """The name of the checkpoint that the model has; "" as `step` is None."""
+        return self._present[0][0].attempt if self._present else ""
+
+    @property
+    def staged(self) -> Update | None:
+        """The update that a swap would take over."""
+        return self._staged[0][0] if self._staged else None
+
+    @property
+    def tensors(self) -> Mapping[str, torch.Tensor]:
+        """The tensors that are followed by name. Empty before the first swap, and for models."""
+        return self._target.tensors
+
+    @property
+    def skipped(self) -> tuple[Skipped, ...]:
+        """The checkpoints that were passed over lately, and why, oldest first."""
+        return tuple(self._skipped)
+
+    def poll(self) -> Update | None:
+        """Look for a newer checkpoint, and read it beside the model; the one that is ready for a
+        swap, or None.
+
+        What was committed later is newer, whatever its step: a training that went back is
+        followed. While nothing is new, this is one small request by the coordinator. A checkpoint
+        that is damaged, or retired while it is read, is passed over for the one before it.
+
+        Raises Mismatch when the model does not fit, LogDiverged when the root was moved or
+        exchanged, Corrupt when its log is damaged, UnsupportedFormat, NoCheckpoint when something
+        else is at the url, and StorageError or RankFailed when a store or rank fails.
+        """
+        with self._lock:
+            self._look_and_read(lambda: False)
+            return self.staged
+
+    def go_to(self, step: SupportsIndex, *, attempt: str = "") -> Update:
+        """Read the checkpoint of `step` beside the model, an older one too; swap takes it over.
+
+        `poll` then gives what is committed after this call. Raises like `poll`, and NoCheckpoint
+        when no checkpoint of the step is whole.
+        """
+        number = plain_int(step)
+        with self._lock:
+            skipped: list[Skipped] = []
+            look = self._agreed(lambda: self._commits.of_step(number, attempt), lambda: False)
+            outcome = self._read_first(look.candidates, skipped)
+            if not outcome.is_staged:
+                reasons = "".join(f"\n  - {one.attempt}: {one.reason}" for one in skipped)
+                raise NoCheckpoint(
+                    f"{self._store.url} has no checkpoint of step {number} that is whole{reasons}"
+                )
+            self._mark_seen()
+            return self._staged[0][0]
+
+    def swap(self) -> Swapped | None:
+        """Take over what was read, between two uses of the model; None where nothing is ready.
+
+        Copies from memory to memory, and two small rounds of several ranks. Raises LoadInterrupted
+        where that fails: the model is a mixture, and the next update is read whole.
+        """
+        with self._lock:
+            began = self._options.now_seconds()
+            self._check_same()
+            if not self._staged:
+                return None
+            update, aside = self._staged.pop()
+            # Until it is done, nothing is known of the memory.
+            self._present.clear()
+            try:
+                memory = aside.swap(self._world)
+            except BaseException:
+                self._commits.look_again()
+                raise
+            self._target.taken(aside.state)
+            self._present.append((_Candidate(update.step, update.attempt), memory))
+            seconds = self._options.now_seconds() - began
+            return Swapped(update.step, update.attempt, update.nbytes, seconds)
+
+    def updates(
+        self, *, timeout: float | None = None, poll_seconds: float = 5.0
+    ) -> Iterator[Update]:
+        """Each update once it is ready; the loop's body swaps it, or not.
+
+        Looks every `poll_seconds`, and ends when nothing came for `timeout` seconds (None: never).
+        Raises like `poll`.
+        """
+        began = self._options.now_seconds()
+        given: Update | None = None
+
+        def is_late() -> bool:
+            return timeout is not None and self._options.now_seconds() - began >= timeout
+
+        while True:
+            with self._lock:
+                ends = self._look_and_read(is_late)
+                update = self.staged
+            if update is not None and update is not given:
+                given = update
+                yield update
+                began = self._options.now_seconds()
+            elif ends:
+                return
+            else:
+                self._options.sleep(poll_seconds)
+
+    def close(self) -> None:
+        """Drop what was read and not taken over. The model stays as it is."""
+        with self._lock:
+            self._staged.clear()
+            self._world.close()
+
+    def __enter__(self) -> Follower:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        has = "nothing yet" if self.step is None else f"step {self.step}"
+        return f"<Follower of {self._store.url}: {has}>"
+
+    # One look -------------------------------------------------------------------------------
+
+    def _look_and_read(self, is_late: Callable[[], bool]) -> bool:
+        """Stage the newest unseen checkpoint that is whole, if any; whether the caller is late."""
+        for _ in range(RETIRED_MAX):
+            look = self._agreed(self._commits.look, is_late)
+            skipped: list[Skipped] = []
+            outcome = self._read_first(look.candidates, skipped)
+            # Where retention was faster, there is something newer now.
+            if outcome.is_staged or not outcome.was_retired:
+                self._mark_seen()
+                break
+        return look.is_late
+
+    def _mark_seen(self) -> None:
+        if self._world.rank == 0:
+            self._commits.seen()
+
+    def _agreed(self, look: Callable[[], Sequence[Any]], is_late: Callable[[], bool]) -> _Look:
+        """What the coordinator sees, on all ranks. Collective."""
+        world = self._world
+
+        def run() -> bytes:
+            if world.rank != 0:
+                return b""
+            pairs = [(one.step, one.attempt) for one in look()]
+            return json.dumps([pairs, is_late()]).encode()
+
+        mine = collectively(world, "look", run)
+        pairs, late = json.loads(world.broadcast("candidates", mine if world.rank == 0 else None))
+        return _Look([_Candidate(*pair) for pair in pairs], late)
+
+    def _read_first(self, candidates: Sequence[_Candidate], skipped: list[Skipped]) -> _Outcome:
+        """Stage the first candidate that is whole. What was staged before stays until then."""
+        was_retired = False
+        for candidate in candidates:
+            result = self._read(candidate)
+            if isinstance(result, Aside):
+                update = Update(
+                    candidate.step,
+                    candidate.attempt,
+                    result.names,
+                    result.nbytes,
+                    result.nbytes_total,
+                    result.nbytes_read,
+                    tuple(skipped),
+                )
+                self._staged[:] = [(update, result)]
+                return _Outcome(True, was_retired)
+            skip, is_retired = result
+            was_retired |= is_retired
+            skipped.append(skip)
+            self._skipped = [*self._skipped, skip][-SKIPPED_MAX:]
+            if self._world.rank == 0:
+                logger.warning("step %d (%s) is passed over: %s", *skip)
+        return _Outcome(False, was_retired)
+
+    def _read(self, candidate: _Candidate) -> Aside | tuple[Skipped, bool]:
+        """Read one checkpoint; or why it has to be passed over, and whether it was retired."""
+        world, options = self._world, self._options
+        known = self._present[0][1] if self._present else None
+        seconds = options.lease_seconds if world.rank == 0 else 0
+        try:
+            with leased(self._store, candidate.attempt, seconds), gc_paused():
+                located = broadcast_manifest(self._store, world, *candidate)
+                state = collectively(world, "names", lambda: self._target.state_for(located[1]))
+                how = (options.load, known, options.aside)
+                return read_aside(state, self._store, located, world, how)
+        except (Corrupt, NoCheckpoint, RankFailed, StorageError) as error:
+            if world.failure is not None:
+                raise
+            condition = condition_of(self._store, world, candidate.attempt)
+            # Damage that only its bytes show is known from the error alone.
+            is_damaged = isinstance(error, Corrupt) or isinstance(error.__cause__, Corrupt)
+            if condition == "unknown" and not is_damaged:
+                raise
+            what = condition if condition != "unknown" else "damaged"
+            return Skipped(*candidate, f"{what}: {error}"), condition == "retired"
+
+    def _check_same(self) -> None:
+        """Raise CheckpointError, on all ranks, unless all of them are about to swap the same."""
+        world = self._world
+        if world.size == 1:
+            return
+        mine = self._staged[0][0].attempt if self._staged else ""
+        said = world.broadcast("swap of", mine.encode() if world.rank == 0 else None).decode()
+        wrong = None
+        if said != mine:
+            what = [one or "nothing" for one in (said, mine)]
+            wrong = CheckpointError(
+                f"rank 0 swaps {what[0]}, this rank {what[1]}: make the same calls on all ranks"
+            )
+        world.agree("swap of", wrong)

@@ -1,0 +1,202 @@
+"""Near tiers of a training: when near saves are made, what becomes of them, and what they restore.
+
+`Near` is the value that a caller passes; `NearTraining` is that value applied to one training.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple, SupportsIndex
+
+from ckpt.commit.numbers import plain_int
+from ckpt.errors import Fenced
+from ckpt.layout.memory import gc_paused
+from ckpt.loading.load import LoadReport
+from ckpt.near.records import NearRecord
+from ckpt.near.recovery import NearCandidate, load_near, near_candidates
+from ckpt.near.saving import Hosts, NearOptions, NearSaves, open_near_saves
+from ckpt.near.tier import Tier
+from ckpt.saving.background import PendingSave
+from ckpt.saving.report import SaveReport
+from ckpt.saving.staging import Snapshot
+from ckpt.service.alarm import Failure
+from ckpt.service.events import NearFailed, NearSaved
+from ckpt.service.policies import EverySteps, Observation, SavePolicy
+from ckpt.service.training import Training
+from ckpt.world.base import collectively
+
+logger = logging.getLogger(__name__)
+
+FAILURES_MAX = 100
+EVERY_DEFAULT: SavePolicy = EverySteps(20)
+
+
+@dataclass(frozen=True, slots=True)
+class Near:
+    """Newer checkpoints, on the hosts themselves: in memory, or on a local disk.
+
+    `path` is a directory of each host, such as one in /dev/shm, which outlives the process and not
+    the host; ranks of a host share it, and so may several jobs. `every` says how often, by the step
+    alone. A host keeps two states of its ranks there, which must fit: into `bytes_max` as well.
+
+    `replicas` at other hosts are not there yet: 0 is the only number.
+    """
+
+    path: str | os.PathLike[str]
+    every: SavePolicy = EVERY_DEFAULT
+    bytes_max: SupportsIndex | None = None
+    replicas: int = 0
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.path, str | os.PathLike) or not os.fspath(self.path):
+            raise TypeError(f"Near({self.path!r}): expected the path of a directory")
+        if not isinstance(self.every, SavePolicy) or self.every.needs_clock:
+            raise ValueError(
+                f"Near(every={self.every!r}): expected a policy by the step alone, such as "
+                "ckpt.EverySteps(20): near saves are too frequent for ranks to agree on each"
+            )
+        if self.replicas != 0:
+            raise ValueError(
+                f"Near(replicas={self.replicas!r}): copies at other hosts are not there yet, so "
+                "only 0 is taken: a host that is lost takes the near states of its ranks with it, "
+                "and the newest durable checkpoint is restored then"
+            )
+
+
+class _BegunNear(NamedTuple):
+    step: int
+    pending: PendingSave
+    began_unix: float
+
+
+class NearTraining:
+    """The near saves of one training on this rank. All ranks call its methods in the same order."""
+
+    def __init__(self, near: Near, training: Training, saving: Mapping[str, Any]) -> None:
+        self._near = near
+        self._training = training
+        snapshot: Snapshot = saving.get("snapshot", "step")
+        bytes_max = plain_int(near.bytes_max)
+        self._options = NearOptions(bytes_max, snapshot, dict(saving.get("user") or {}))
+        self._tier: Tier | None = None
+        self._hosts: Hosts | None = None
+        self._saves: NearSaves | None = None
+        self._begun: _BegunNear | None = None
+        self._lasting: Exception | None = None
+        self._loaded: NearRecord | None = None
+        self.last_report: SaveReport | None = None
+        self.failures: tuple[Failure, ...] = ()
+
+    # saving
+
+    def stepped(self) -> None:
+        """A step is done: begin a near save if one is due. Waits for the one before.
+
+        Raises ValueError on all ranks when a host has no room; Fenced and RankFailed.
+        """
+        if self._saves is None:
+            self._open()
+        self.collect(wait=False)
+        progress = self._training.progress
+        observation = Observation(progress.step, progress.previous_step)
+        if not self._near.every.reasons(observation):
+            return
+        self.collect(wait=True)
+        if self._lasting is not None:
+            raise self._lasting
+        assert self._saves is not None, "opened above"
+        began_unix = time.time()
+        pending = self._saves.begin(self._training.state, progress.step)
+        self._begun = _BegunNear(progress.step, pending, began_unix)
+
+    def collect(self, *, wait: bool, timeout_seconds: float = math.inf) -> None:
+        """Pass on the outcome of the near save that was begun, if it is over or when `wait`.
+
+        Raises RankFailed when a rank is gone, TimeoutError.
+        """
+        begun = self._begun
+        if begun is None or not (wait or begun.pending.done()):
+            return
+        begun.pending.wait(None if math.isinf(timeout_seconds) else timeout_seconds)
+        self._begun = None
+        try:
+            report = begun.pending.result()
+        except Exception as error:
+            self._note(begun.step, error)
+            return
+        self.last_report = report
+        ended_unix = max((s.start_unix + s.seconds for s in report.spans), default=time.time())
+        seconds = max(ended_unix - begun.began_unix, begun.pending.blocked_seconds)
+        self._training.notify(NearSaved(report, seconds, begun.pending.blocked_seconds))
+
+    def _note(self, step: int, error: Exception) -> None:
+        lost = self._training.target.failure()
+        if lost is not None:
+            raise lost
+        if isinstance(error, Fenced):
+            # Raised where all ranks are known to have learned of it: at the next save.
+            self._lasting = error
+        failure = Failure(step, error)
+        self.failures = (*self.failures, failure)[-FAILURES_MAX:]
+        logger.warning("the near save of step %d has failed: %s", step, error)
+        self._training.notify(NearFailed(step, error))
+
+    # restoring
+
+    def candidates(self, root: str, epoch: int) -> list[NearCandidate]:
+        """The near checkpoints that the hosts have of an epoch of a root, newest first.
+        Collective.
+        """
+        self._find_tier(root)
+        assert self._tier is not None and self._hosts is not None
+        return near_candidates(self._training.world, self._tier, self._hosts, epoch)
+
+    def load(self, candidate: NearCandidate) -> LoadReport:
+        """Fill the state from one of them. Collective; raises like `ckpt.load`."""
+        assert self._tier is not None and self._hosts is not None, "it was found there"
+        self._loaded = None
+        with gc_paused():
+            report = load_near(
+                self._training.state, self._training.world, self._tier, self._hosts, candidate
+            )
+        self._loaded = candidate.record
+        return report
+
+    def restored(self, *, is_near: bool) -> None:
+        """The training continues from what was restored: the last that `load` has loaded, or a
+        durable checkpoint. Collective.
+        """
+        if is_near:
+            assert self._loaded is not None
+            if self._saves is None:
+                self._open(self._loaded.head.attempt)
+            assert self._saves is not None
+            self._saves.adopt(self._loaded)
+        elif self._saves is not None:
+            self._saves.went_back()
+
+    def close(self) -> None:
+        """Wait for what is in flight and end. Not collective."""
+        if self._saves is not None:
+            self._saves.close()
+
+    def _open(self, restored: str = "") -> None:
+        session = self._training.target.ranked_session()
+        self._find_tier(session.root)
+        assert self._tier is not None and self._hosts is not None
+        self._saves = open_near_saves(
+            self._training.state, self._tier, self._hosts, session, self._options, restored
+        )
+
+    def _find_tier(self, root: str) -> None:
+        """The tier of this host, and who shares it. Collective."""
+        if self._tier is not None and self._tier.root == root:
+            return
+        world = self._training.world
+        self._tier = collectively(world, "near tier", lambda: Tier(self._near.path, root))
+        self._hosts = Hosts.of(world, self._tier)

@@ -1,0 +1,457 @@
+"""Near tiers under a Checkpointer: what is saved on the hosts, and what a restart finds there.
+
+Method: trainings whose ranks are threads, whose hosts are folders and whose durable store is in
+memory; every state that comes back is compared bit for bit with that of its step.
+"""
+
+from __future__ import annotations
+
+import errno
+import shutil
+import threading
+from concurrent.futures import ThreadPoolExecutor, wait
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ckpt.errors import Fenced
+from ckpt.near import saving as near_saving
+from ckpt.near.memory import MappedStore, TierMemory
+from ckpt.near.tier import tiers_in
+from ckpt.service.checkpointer import Checkpointer
+from ckpt.service.events import NearFailed, NearSaved, SaveSucceeded
+from ckpt.service.near import Near
+from ckpt.service.policies import EverySteps
+from ckpt.testing import RanksFailed
+from ckpt.world.base import World
+from storage import NoSpaceError
+from storage.local import LocalStore
+from storage.memory import MemoryStore
+from storage.testing import FaultPlan, FaultyStore
+from tests.e2e.job import Job, state_at
+from tests.near.training import Life, advance
+
+
+@pytest.fixture(autouse=True)
+def in_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The folders of these tests count as memory; those on a disk are in other files."""
+    monkeypatch.setattr("ckpt.near.tier.is_in_memory", lambda path: True)
+
+
+def folders(tmp_path: Path, *of_ranks: int) -> list[Path]:
+    """The folder of each rank's host, by the numbers of the hosts."""
+    return [tmp_path / f"host{number}" for number in of_ranks]
+
+
+def origins(life: Life) -> set[tuple[str, int]]:
+    """What the ranks have restored: one pair, when they agree."""
+    return {(r.origin, r.step) if r else ("", 0) for r in life.reports.values()}
+
+
+def data_files(host: Path) -> list[Path]:
+    """The data files in a host's tier, by step and rank."""
+    return sorted(host.glob("near/*/steps/*/*.safetensors"))
+
+
+def flip_a_byte(path: Path) -> None:
+    """Damage the first tensor byte of a data file."""
+    data = bytearray(path.read_bytes())
+    start = 8 + int.from_bytes(data[:8], "little")
+    data[start] ^= 1
+    path.unlink()
+    path.write_bytes(data)
+
+
+def test_a_restart_continues_from_the_newest_near_state(tmp_path: Path) -> None:
+    store, hosts = MemoryStore(), folders(tmp_path, 0, 0)
+    first = Life(2, store, hosts)
+    first.run(7)
+    saved = [e.report.step for e in first.events[1] if isinstance(e, NearSaved)]
+    assert saved == [2, 4, 6]
+    again = Life(2, store, hosts)
+    again.run(3)
+    for report in again.reports.values():
+        assert report is not None
+        assert (report.origin, report.step, report.skipped) == ("near", 6, ())
+    # What a job has restored counts for the next one, too, when it dies before its first near save.
+    for _ in range(2):
+        third = Life(2, store, hosts)
+        third.run(0)
+        assert origins(third) == {("near", 8)}
+
+
+def test_a_tier_keeps_two_states_and_no_leftovers(tmp_path: Path) -> None:
+    store, hosts = MemoryStore(), folders(tmp_path, 0, 0)
+    Life(2, store, hosts).run(9)
+    steps = {path.parent.name[:8] for path in data_files(hosts[0])}
+    assert steps == {"00000006", "00000008"}
+    (tier,) = tiers_in(hosts[0] / "near")
+    assert [record.head.step for record in tier.records()] == [8, 6]
+    # A process that is killed leaves a file under construction; the next job removes it.
+    half = (
+        next(iter(data_files(hosts[0]))).parent / ".tmp-0123456789abcdef-rank00000-000.safetensors"
+    )
+    half.write_bytes(b"half")
+    Life(2, store, hosts).run(2)
+    assert [p for p in hosts[0].rglob("*") if p.name == half.name] == []
+
+
+@pytest.mark.parametrize("ranks", [(0,), (0, 1, 1), (1, 0, 1, 0, 0)])
+def test_other_worlds_restore_what_two_hosts_have(tmp_path: Path, ranks: tuple[int, ...]) -> None:
+    store = MemoryStore()
+    saved_by = (0, 0, 0, 0) if ranks == (0,) else (0, 0, 1, 1)
+    Life(4, store, folders(tmp_path, *saved_by)).run(4)
+    other = Life(len(ranks), store, folders(tmp_path, *ranks))
+    other.run(2)
+    assert origins(other) == {("near", 4)}
+    # What was adopted counts for one more job, and so does what that one saved.
+    last = Life(4, store, folders(tmp_path, *saved_by))
+    last.run(0)
+    assert origins(last) == {("near", 6)}
+
+
+def test_what_is_on_the_own_host_is_read_there(tmp_path: Path) -> None:
+    store = MemoryStore()
+    hosts = folders(tmp_path, 0, 1)
+    Life(2, store, hosts).run(2)
+
+    for order, expected in (((0, 1), False), ((1, 0), True)):
+        life = Life(2, store, folders(tmp_path, *order))
+        life.run(0)
+        read = {r.nbytes_of_other_hosts for r in life.reports.values() if r is not None}
+        assert all(bool(nbytes) is expected for nbytes in read), read
+
+
+def test_without_one_host_the_durable_checkpoint_is_restored(tmp_path: Path) -> None:
+    store, hosts = MemoryStore(), folders(tmp_path, 0, 1)
+    Life(2, store, hosts, save=EverySteps(5)).run(9)
+    shutil.rmtree(hosts[1])
+    again = Life(2, store, hosts)
+    again.run(1)
+    for report in again.reports.values():
+        assert report is not None and (report.origin, report.step) == ("durable", 5)
+        assert [one.step for one in report.skipped] == [8, 6]
+        assert "no host has the near files" in report.skipped[0].reason
+        assert report.steps_lost == 3
+
+
+def test_damage_falls_back_to_the_state_before(tmp_path: Path) -> None:
+    store, hosts = MemoryStore(), folders(tmp_path, 0, 0)
+    Life(2, store, hosts, save=EverySteps(3)).run(8)
+    newest = data_files(hosts[0])[-1]
+    flip_a_byte(newest)
+    again = Life(2, store, hosts)
+    again.run(0)
+    assert origins(again) == {("near", 6)}
+    assert all(r and [s.step for s in r.skipped] == [8] for r in again.reports.values())
+    for path in data_files(hosts[0]):
+        flip_a_byte(path)
+    again = Life(2, store, hosts)
+    again.run(0)
+    assert origins(again) == {("durable", 6)}
+
+
+def test_the_newest_of_near_and_durable_is_restored(tmp_path: Path) -> None:
+    store, hosts = MemoryStore(), folders(tmp_path, 0)
+    Life(1, store, hosts, save=EverySteps(5)).run(5)
+    life = Life(1, store, hosts)
+    life.run(0)
+    assert origins(life) == {("durable", 5)}
+
+
+def test_going_back_counts_as_newer_than_what_was_left(tmp_path: Path) -> None:
+    store, hosts = MemoryStore(), folders(tmp_path, 0, 0)
+
+    def go_back(service: Checkpointer, state: Any, world: World) -> None:
+        service.wait()
+        report = service.restore(step=3)
+        assert report is not None and report.origin == "durable"
+        for step in (4, 5):
+            advance(state, step, world.rank, 2)
+            service.step(step)
+
+    Life(2, store, hosts, save=EverySteps(3)).run(8, then=go_back)
+    again = Life(2, store, hosts)
+    again.run(0)
+    assert origins(again) == {("near", 4)}
+
+
+def test_going_back_ends_the_near_states_from_before(tmp_path: Path) -> None:
+    store, hosts = MemoryStore(), folders(tmp_path, 0, 0)
+
+    def go_back(service: Checkpointer, state: Any, world: World) -> None:
+        service.wait()
+        service.restore(step=3)
+
+    Life(2, store, hosts, save=EverySteps(3)).run(8, then=go_back)
+    again = Life(2, store, hosts)
+    again.run(0)
+    assert {origin for origin, _ in origins(again)} == {"durable"}
+
+
+# --- fences ---------------------------------------------------------------------------------------
+
+
+def test_a_state_of_a_fenced_job_is_never_used(tmp_path: Path) -> None:
+    store, hosts = MemoryStore(), folders(tmp_path, 0, 0)
+    Life(2, store, hosts).run(6)
+    # Another job claims the root, elsewhere, and trains on from its own state.
+    Job(2, lambda rank: store).save(lambda rank: state_at(3, rank, 2), 3)
+    again = Life(2, store, hosts)
+    again.run(0)
+    assert origins(again) == {("durable", 3)}
+
+
+def test_a_job_that_was_superseded_learns_it_in_its_tier(tmp_path: Path) -> None:
+    store, hosts = MemoryStore(), folders(tmp_path, 0, 0)
+
+    def zombie(service: Checkpointer, state: Any, world: World) -> None:
+        service.wait()
+        world.gather("recorded", b"")
+        if world.rank == 0:
+            successor = Life(2, store, hosts)
+            successor.run(2)
+            assert origins(successor) == {("near", 4)}
+        world.gather("successor", b"")
+        for step in range(5, 9):
+            advance(state, step, world.rank, 2)
+            service.step(step)
+
+    old = Life(2, store, hosts)
+    with pytest.raises(RanksFailed) as failed:
+        old.run(4, then=zombie)
+    assert {type(error) for error in failed.value.errors.values()} == {Fenced}
+    third = Life(2, store, hosts)
+    third.run(0)
+    assert origins(third) == {("near", 6)}
+
+
+def test_two_jobs_share_a_directory(tmp_path: Path) -> None:
+    stores, hosts = [MemoryStore(), MemoryStore()], folders(tmp_path, 0, 0)
+    for store, steps in zip(stores, (4, 8), strict=True):
+        Life(2, store, hosts).run(steps)
+    for store, step in zip(stores, (4, 8), strict=True):
+        life = Life(2, store, hosts)
+        life.run(0)
+        assert origins(life) == {("near", step)}
+
+
+# --- room -----------------------------------------------------------------------------------------
+
+
+def test_a_tier_without_room_is_refused_with_the_numbers(tmp_path: Path) -> None:
+    hosts = folders(tmp_path, 0, 0)
+    small = Life(2, MemoryStore(), hosts, near=lambda rank: Near(hosts[rank], bytes_max=100))
+    with pytest.raises(RanksFailed) as failed:
+        small.run(1)
+    for error in failed.value.errors.values():
+        assert isinstance(error, ValueError)
+        assert "ranks 0 to 1: 2 generations" in str(error) and "bytes_max is 0 MiB" in str(error)
+
+
+class FullStore(FaultyStore):
+    """A file system that is full while `is_full`."""
+
+    is_full = False
+
+    def create(self, key: str, nbytes: int, **how: Any) -> Any:
+        if FullStore.is_full:
+            raise NoSpaceError(f"create {key}: the tmpfs is full")
+        return self.inner.create(key, nbytes, **how)
+
+
+def test_a_full_tier_stops_no_training_and_costs_no_older_state(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, hosts = MemoryStore(), folders(tmp_path, 0, 1)
+    monkeypatch.setattr("ckpt.near.tier.is_in_memory", lambda path: False)
+    monkeypatch.setattr(
+        "ckpt.near.tier.LocalStore",
+        lambda root: (
+            FullStore(LocalStore(root), FaultPlan(0)) if "host1" in root else LocalStore(root)
+        ),
+    )
+
+    def fill(service: Checkpointer, state: Any, world: World) -> int:
+        service.wait()
+        world.gather("filling", b"")
+        FullStore.is_full = True
+        for step in range(3, 7):
+            advance(state, step, world.rank, 2)
+            service.step(step)
+        service.wait()
+        world.gather("emptying", b"")
+        FullStore.is_full = False
+        return len(service.near_failures)
+
+    life = Life(2, store, hosts, save=EverySteps(5))
+    assert life.run(2, then=fill) == [2, 2]
+    for events in life.events.values():
+        assert [e.step for e in events if isinstance(e, NearFailed)] == [4, 6]
+        assert [e.report.step for e in events if isinstance(e, SaveSucceeded)] == [5]
+    again = Life(2, store, hosts)
+    again.run(0)
+    assert origins(again) == {("durable", 5)}
+    (tier,) = tiers_in(hosts[0] / "near")
+    assert [record.head.step for record in tier.records()][-1] == 2
+
+
+def test_memory_that_is_full_fails_the_near_save_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, hosts = MemoryStore(), folders(tmp_path, 0, 0)
+    is_full = threading.Event()
+
+    def allocate(fd: int, nbytes: int) -> None:
+        if is_full.is_set():
+            raise OSError(errno.ENOSPC, "planted: the tmpfs is full")
+
+    monkeypatch.setattr("ckpt.near.memory.allocate", allocate)
+
+    def fill(service: Checkpointer, state: Any, world: World) -> list[int]:
+        service.wait()
+        world.gather("filling", b"")
+        is_full.set()
+        for step in (3, 4):
+            advance(state, step, world.rank, 2)
+            service.step(step)
+        service.wait()
+        world.gather("emptying", b"")
+        # What counted before is still there.
+        assert {path.parent.name[:8] for path in data_files(hosts[0])} == {"00000002"}
+        is_full.clear()
+        world.gather("emptied", b"")
+        for step in (5, 6):
+            advance(state, step, world.rank, 2)
+            service.step(step)
+        service.wait()
+        assert service.last_near is not None and service.last_near.step == 6
+        return [failure.step for failure in service.near_failures]
+
+    life = Life(2, store, hosts)
+    assert life.run(2, then=fill) == [[4], [4]]
+    again = Life(2, store, hosts)
+    again.run(0)
+    assert origins(again) == {("near", 6)}
+
+
+def test_a_tier_with_room_for_two_states_is_enough_after_a_restart(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Files of a job before are no mapped ones, and go before a third generation is made."""
+    store, most = MemoryStore(), [0]
+
+    def allocate(fd: int, nbytes: int) -> None:
+        # Of each file all is reserved, and data files have kept a part of that.
+        sizes = [path.stat().st_size for path in tmp_path.rglob("*") if path.is_file()]
+        most[0] = max(most[0], sum(-(-size // nbytes) for size in sizes if size > 1000))
+
+    monkeypatch.setattr("ckpt.near.memory.allocate", allocate)
+    for _ in range(3):
+        life = Life(1, store, folders(tmp_path, 0))
+        life.run(8)
+        assert not [e for e in life.events[0] if isinstance(e, NearFailed)]
+    assert most == [2]
+
+
+def test_a_save_waits_for_the_file_that_is_being_made_for_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun, go_on, is_stopped = threading.Event(), threading.Event(), threading.Event()
+
+    def touch(memory: memoryview) -> None:
+        begun.set()
+        assert go_on.wait(60)
+
+    monkeypatch.setattr("ckpt.near.memory.touch", touch)
+    memory = TierMemory(str(tmp_path))
+    memory.plan_ahead([1])
+    with ThreadPoolExecutor(2) as pool:
+        made = pool.submit(memory.make, 1 << 16, 1, pinned=False, is_stopped=is_stopped.is_set)
+        assert begun.wait(60)
+        is_stopped.set()
+        expected = pool.submit(memory.expect, [1], 1 << 16, pinned=False)
+        wait([expected], timeout=0.3)  # it has no file of its own by then
+        go_on.set()
+        made.result(60)
+        expected.result(60)
+    assert len([path for path in tmp_path.rglob("*") if path.is_file()]) == 1
+    memory.close()
+
+
+# --- counts ---------------------------------------------------------------------------------------
+
+
+def test_a_near_save_asks_the_durable_store_for_nothing(tmp_path: Path) -> None:
+    plan, hosts = FaultPlan(0), folders(tmp_path, 0)
+    store = FaultyStore(MemoryStore(), plan)
+
+    def count(service: Checkpointer, state: Any, world: World) -> list[tuple[str, str]]:
+        before = len(plan.operations)
+        for step in range(3, 9):
+            advance(state, step, 0, 1)
+            service.step(step)
+        assert service.last_near is not None and service.last_near.step == 6
+        return plan.operations[before:]
+
+    (operations,) = Life(1, store, hosts).run(2, then=count)
+    assert operations == []
+
+
+def test_what_is_staged_in_memory_is_not_copied_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stores: list[MappedStore] = []
+
+    class Seen(MappedStore):
+        def __init__(self, *how: Any) -> None:
+            super().__init__(*how)
+            stores.append(self)
+
+    monkeypatch.setattr("ckpt.near.saving.MappedStore", Seen)
+    hosts = folders(tmp_path, 0)
+
+    def files(service: Checkpointer, state: Any, world: World) -> set[int]:
+        service.wait()
+        return {path.stat().st_ino for path in data_files(hosts[0])}
+
+    def more(service: Checkpointer, state: Any, world: World) -> None:
+        before = files(service, state, world)
+        for step in range(5, 9):
+            advance(state, step, 0, 1)
+            service.step(step)
+        # Two generations take turns in the same memory.
+        assert files(service, state, world) == before and len(before) == 2
+
+    Life(1, MemoryStore(), hosts).run(4, then=more)
+    assert [store.nbytes_put for store in stores] == [0]
+    assert not list(hosts[0].glob("near/*/stage/*"))
+
+
+def test_a_near_save_takes_six_rounds_and_no_step_a_round(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hosts, worlds = folders(tmp_path, 0, 0), dict[int, Any]()
+    opened = near_saving.open_near_saves
+
+    def noted(*how: Any) -> Any:
+        saves = opened(*how)
+        worlds[saves.session.world.rank] = saves.session.world
+        return saves
+
+    monkeypatch.setattr("ckpt.service.near.open_near_saves", noted)
+
+    def count(service: Checkpointer, state: Any, world: World) -> list[int]:
+        service.wait()
+        counts = [worlds[world.rank].calls]
+        for step in (3, 4, 5):
+            advance(state, step, world.rank, 2)
+            service.step(step)
+            service.wait()
+            counts.append(worlds[world.rank].calls)
+        return [after - before for before, after in pairwise(counts)]
+
+    # The names agree, the attempt, files written, files reported, the record, and that all have it.
+    assert Life(2, MemoryStore(), hosts).run(2, then=count) == [[0, 6, 0]] * 2

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from typing import Any, Literal, NamedTuple, SupportsIndex, TypeAlias
 
@@ -23,10 +23,19 @@ from ckpt.convert.naming import Rename, renamed
 from ckpt.convert.presets import PEFT_FILE, check_file_name, preset_names
 from ckpt.convert.sources.dense import DenseSource
 from ckpt.convert.sources.opening import SourceOptions, is_file_name, open_source
+from ckpt.convert.sources.restacked import RestackedSource
 from ckpt.convert.sources.source import CheckpointSource, SourceContents
 from ckpt.convert.sources.torch_file import SUFFIXES
 from ckpt.convert.targets.delivery import Delivery, deliver
-from ckpt.convert.targets.files import Output, safetensors_files
+from ckpt.convert.targets.files import Output, PlannedFile, known_file, safetensors_files
+from ckpt.convert.targets.model_folder import (
+    CONFIG,
+    SHARD_NBYTES_MAX,
+    WEIGHTS,
+    DescribingFiles,
+    check_names,
+    read_beside,
+)
 from ckpt.convert.targets.nesting import Nested, nested_files
 from ckpt.convert.targets.writing import Progress
 from ckpt.errors import CheckpointError, InvalidState
@@ -34,11 +43,13 @@ from ckpt.format.object_parts import PART_NBYTES
 from ckpt.layout.dtypes import DTYPES, dtype_name, torch_dtype
 from ckpt.layout.kind import Kind
 from ckpt.process import world_of
+from ckpt.state.stacks import Stacks
 from ckpt.world.base import collectively
-from storage import Store, StoreLike, open_store, options_of_other
+from storage import InvalidUrlError, Store, StoreLike, open_store, options_of_other
+from storage.encoding.store import ENCODING_OPTIONS
 from storage.location import url_of
 
-Format: TypeAlias = Literal["safetensors", "torch", "dcp"]
+Format: TypeAlias = Literal["safetensors", "torch", "dcp", "hf"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +69,10 @@ class Selection:
     `preset="peft"` takes the adapter of a model of peft, under the names that its `from_pretrained`
     loads from `adapter_model.safetensors`; "peft:name" is one of several adapters. `rename` comes
     after it, `include` and `exclude` are of names in the checkpoint.
+
+    `stacks` are rules from names in the checkpoint to others, for experts that are one tensor there
+    and one for each in the files, or the other way round: `{"experts.weight":
+    "experts.{}.weight"}`. Everything else sees the names that they make.
     """
 
     entry: str | None = None
@@ -69,6 +84,7 @@ class Selection:
     optimizer: bool = False
     parameter_names: Sequence[str] | None = None
     preset: str | None = None
+    stacks: Stacks = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,6 +121,7 @@ def export(
     step: SupportsIndex | None = None,
     selection: Selection | None = None,
     format: Format | None = None,
+    config: StoreLike | None = None,
     shard_nbytes_max: SupportsIndex | None = None,
     threads: int = 3,
     memory_nbytes_max: SupportsIndex | None = None,
@@ -113,6 +130,7 @@ def export(
     dequantize: bool = False,
     process_group: dist.ProcessGroup | None = None,
     target_options: Mapping[str, Any] | None = None,
+    config_options: Mapping[str, Any] | None = None,
     storage_options: Mapping[str, Any] | None = None,
 ) -> ExportReport:
     """Write a checkpoint's model to `target`, on a disk or in an object store.
@@ -122,6 +140,15 @@ def export(
     or `.pt`, `.pth`, `.bin`, `.ckpt` for a file that `torch.load(weights_only=True)` reads; "dcp"
     is a directory that `torch.distributed.checkpoint.load` reads. With `shard_nbytes_max`, tensors
     beyond that size go to several safetensors files with an index, as Hugging Face names them.
+
+    "hf" is a folder that `transformers`, vLLM and SGLang load: `model.safetensors`, or from 5 GB
+    (or `shard_nbytes_max`) on shards and their index, and what `config` has beside it. That is a
+    folder as `save_pretrained` writes it, from which config, tokenizer and templates are copied, or
+    a config file; its store takes `config_options`. With `Selection(dtype=...)` the copied config
+    names that dtype. Of tied names the one that the model has first is written; all are where the
+    config says `"tie_word_embeddings": false`. Names that the config's model cannot have are
+    refused as far as they show: wrappers, a doubled `model.`, a beginning that the weights beside
+    the config do not have, rows that are not the vocabulary's.
 
     Called by all ranks of a process group (default: all, if there is one), it divides the files
     among them. What a killed export had finished is not written again by the next with the same
@@ -134,30 +161,44 @@ def export(
     store, by default those of the source when both have the same protocol. `progress(done, total)`
     counts bytes of the new files.
 
-    Raises CheckpointError when the selection is empty or ambiguous or the target exists,
-    InvalidState for what the format has no form for, Corrupt when stored bytes were changed, and
-    the stores' errors. After any of these nothing is left at the target.
+    Raises CheckpointError when the selection is empty or ambiguous, the target exists or the config
+    is refused, NoCheckpoint when there is none, InvalidState for what the format has no form for,
+    Corrupt when stored bytes were changed, and the stores' errors. After any of these nothing is
+    left at the target.
     """
     selection = selection or Selection()
     kind = format or _format_of(target)
+    if config is not None and kind != "hf":
+        raise CheckpointError('config= is for a folder of a model: pass format="hf" and a folder')
     folder, name = split_target(target, kind)
     if selection.preset is not None:
         name = PEFT_FILE if isinstance(target, Store) and kind == "safetensors" else name
         check_file_name(selection.preset, name)
+    _refuse_encoding(target_options or {})
     target_options = options_of_other(url, storage_options, target, target_options)
+    # Whoever reads the files knows nothing of how our roots are encoded.
+    target_options = {k: v for k, v in target_options.items() if k not in ENCODING_OPTIONS}
     options = SourceOptions(
         step, selection.parameter_names, plain_int(memory_nbytes_max), dict(storage_options or {})
     )
     world = world_of(process_group)
-    delivery = Delivery(folder, name, target_options, threads, PART_NBYTES, verify, world)
-    source = collectively(world, "open source", lambda: _opened(url, options, dequantize))
+    alone = ".safetensors" if kind == "hf" else ""
+    delivery = Delivery(folder, name, target_options, threads, PART_NBYTES, verify, world, alone)
+    if config is not None:
+        config_options = options_of_other(url, storage_options, config, config_options)
+    nbytes_max = plain_int(shard_nbytes_max)
+    how = dequantize, selection.stacks
+    source = collectively(world, "open source", lambda: _opened(url, options, how))
+
+    def beside() -> DescribingFiles:
+        return read_beside(config, dict(config_options or {}))
 
     def plan() -> tuple[ExportSelection, Nested]:
+        if kind == "hf":
+            return _model_folder(source, selection, beside(), nbytes_max)
         chosen = choose(source, selection, kind)
         if kind == "safetensors":
-            files = safetensors_files(
-                chosen.outputs, chosen.tied, name, plain_int(shard_nbytes_max)
-            )
+            files = safetensors_files(chosen.outputs, chosen.tied, name, nbytes_max)
             return chosen, Nested(files, tuple(sorted(chosen.values)))
         return chosen, nested_files(source, chosen, kind, name, whole=selection.optimizer)
 
@@ -169,12 +210,45 @@ def export(
         source.close()
 
 
-def _opened(url: StoreLike, options: SourceOptions, dequantize: bool) -> CheckpointSource:
+def _refuse_encoding(target_options: Mapping[str, Any]) -> None:
+    if given := [name for name in ENCODING_OPTIONS if target_options.get(name) is not None]:
+        raise InvalidUrlError(
+            f"an export is for other libraries, which cannot read it encoded: leave out "
+            f"{' and '.join(given)} of the target (`ckpt cp` copies into an encoded root)"
+        )
+
+
+def _model_folder(
+    source: CheckpointSource, selection: Selection, beside: DescribingFiles, nbytes_max: int | None
+) -> tuple[ExportSelection, Nested]:
+    """The files of a model folder; the last one is what readers look for first."""
+    if selection.optimizer or selection.preset is not None:
+        raise CheckpointError('format="hf" is for a whole model: leave out optimizer= and preset=')
+    if beside.unties:
+        selection = replace(selection, keep_tied=True)
+    chosen = choose(source, selection, "hf")
+    check_names(beside, {output.name: output.tensor for output in chosen.outputs})
+    if selection.dtype is not None:
+        beside = beside.of_dtype(_name_of(selection.dtype))
+    nbytes_max = SHARD_NBYTES_MAX if nbytes_max is None else nbytes_max
+    # No note of tied names: the model's class ties them itself, as its config says.
+    weights = safetensors_files(chosen.outputs, {}, WEIGHTS, nbytes_max)
+    others = sorted(beside.files.items(), key=lambda item: (item[0] == CONFIG, item[0]))
+    files: list[PlannedFile] = [*weights, *(known_file(*item) for item in others)]
+    return chosen, Nested(files, tuple(sorted(chosen.values)))
+
+
+def _name_of(dtype: str | torch.dtype) -> str:
+    return dtype if isinstance(dtype, str) else dtype_name(dtype)
+
+
+def _opened(url: StoreLike, options: SourceOptions, how: tuple[bool, Stacks]) -> CheckpointSource:
+    dequantize, stacks = how
     source = open_source(url, options, open_store)
-    if not dequantize:
-        return source
     try:
-        return DenseSource(source)
+        if dequantize:
+            source = DenseSource(source)
+        return RestackedSource(source, stacks) if stacks else source
     except BaseException:
         source.close()
         raise
@@ -212,6 +286,7 @@ FILE_NAMES: Mapping[Format, str] = {
     "safetensors": "model.safetensors",
     "torch": "pytorch_model.bin",
     "dcp": "",
+    "hf": WEIGHTS,
 }
 
 
@@ -222,10 +297,11 @@ def split_target(target: StoreLike, format: Format = "safetensors") -> tuple[Sto
     if isinstance(target, Store):
         return target, FILE_NAMES[format]
     target = url_of(target)
-    if format == "dcp":
+    if format in ("dcp", "hf"):
         if is_file_name(target):
-            raise CheckpointError(f"{target!r}: a DCP checkpoint is a directory; name one")
-        return target.rstrip("/") or "/", ""
+            what = "a DCP checkpoint" if format == "dcp" else 'format="hf"'
+            raise CheckpointError(f"{target!r}: {what} is a directory; name one")
+        return target.rstrip("/") or "/", FILE_NAMES[format]
     folder, _, name = target.rpartition("/")
     suffixes = SUFFIXES if format == "torch" else (".safetensors",)
     if not name.endswith(suffixes) or name in suffixes:
@@ -269,15 +345,18 @@ def choose(
     _check_refused(contents, entry, selection)
     new_names = _new_names(kept, selection)
     kept = {name: fqn for name, fqn in kept.items() if name in new_names}
-    tied = _tied_names(kept)
-    if selection.keep_tied and format == "safetensors":
+    # A checkpoint stores what modules share under the name that the model has first, which is the
+    # name that `transformers` keeps. `save_model` of safetensors keeps the alphabetically first.
+    stored = {name for name, fqn in kept.items() if fqn == (f"{entry}.{name}" if entry else name)}
+    tied = _tied_names(kept, stored if format == "hf" else ())
+    if selection.keep_tied and format in ("safetensors", "hf"):
         tied = {}
     outputs = [
         _output(contents, new_names[name], fqn, selection.dtype)
         for name, fqn in sorted(kept.items())
         if name not in tied
     ]
-    if format == "safetensors":
+    if format in ("safetensors", "hf"):
         _check_dtypes(outputs)
     tied_names = {new_names[gone]: new_names[held] for gone, held in sorted(tied.items())}
     return ExportSelection(outputs, tied_names, values)
@@ -358,11 +437,13 @@ def _check_refused(contents: SourceContents, entry: str, selection: Selection) -
         raise InvalidState(problems)
 
 
-def _tied_names(names: Mapping[str, str]) -> dict[str, str]:
-    """Names to leave out, each with the name kept for its tensor: the alphabetically first."""
+def _tied_names(names: Mapping[str, str], preferred: Collection[str] = ()) -> dict[str, str]:
+    """Names to leave out, each with the name kept for its tensor: one that is preferred, else the
+    alphabetically first.
+    """
     first: dict[str, str] = {}
     tied = {}
-    for name in sorted(names):
+    for name in sorted(names, key=lambda name: (name not in preferred, name)):
         held = first.setdefault(names[name], name)
         if held != name:
             tied[name] = held
@@ -375,10 +456,10 @@ def _output(
     stored = contents.tensors[fqn]
     wanted = stored.dtype
     if dtype is not None and torch_dtype(stored.dtype).is_floating_point:
-        wanted = dtype if isinstance(dtype, str) else dtype_name(dtype)
+        wanted = _name_of(dtype)
         if wanted not in DTYPES or not torch_dtype(wanted).is_floating_point:
             raise CheckpointError(
-                f"dtype={wanted!r} is no floating-point type; use e.g. 'bfloat16'"
+                f"dtype={wanted!r} is not a floating-point type; use e.g. 'bfloat16'"
             )
     known = DTYPES[wanted]
     return Output(name, stored, known, math.prod(stored.shape) * known.itemsize)
@@ -398,7 +479,7 @@ def parse_nbytes(text: str) -> int:
     """A size such as 5GB, 500MB, 2GiB or 1048576. Raises ValueError."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(I?)B?", text.strip().upper())
     if match is None:
-        raise ValueError(f"{text!r} is no size; write e.g. 5GB, 500MB or 2GiB")
+        raise ValueError(f"{text!r} is not a size; write e.g. 5GB, 500MB or 2GiB")
     base = 1024 if match[3] else 1000
     return int(float(match[1]) * base ** " KMGT".index(match[2] or " "))
 

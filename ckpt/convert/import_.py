@@ -19,6 +19,7 @@ from ckpt.commit.numbers import plain_int
 from ckpt.convert.naming import Rename, renamed, renamer
 from ckpt.convert.sources.dequantized import Dequantize, DequantizedSource
 from ckpt.convert.sources.opening import SourceOptions, open_source
+from ckpt.convert.sources.restacked import RestackedSource
 from ckpt.convert.sources.source import CheckpointSource, ReadRequest, SourceContents, SourceTensor
 from ckpt.convert.targets.files import Data, Output
 from ckpt.convert.targets.writing import Meter, Progress, fill_part
@@ -51,6 +52,7 @@ from ckpt.saving.publish import publish
 from ckpt.saving.report import SaveOptions
 from ckpt.saving.task import Attempt, SaveTask
 from ckpt.state.names import split_state_name
+from ckpt.state.stacks import Stacks
 from ckpt.state.values import is_reference, join
 from ckpt.world.base import collectively
 from storage import PrefixStore, Store, StoreLike, open_store
@@ -90,6 +92,7 @@ def import_checkpoint(
     step: SupportsIndex = 0,
     rename: Rename | None = None,
     skip: Sequence[str] = (),
+    stacks: Stacks | None = None,
     parameter_names: Sequence[str] | None = None,
     dequantize: Dequantize | None = None,
     memory_nbytes_max: SupportsIndex | None = None,
@@ -113,12 +116,17 @@ def import_checkpoint(
     what was saved as `{"model": ..., "optim": ...}` is loaded into such a state.
 
     `rename` gives names new ones (see `Rename`), `skip` are names, dotted beginnings of names, or
-    shell patterns to leave out. `parameter_names` are needed where an optimizer numbers its
-    parameters and does not name them. Block-quantized weights (float8 with `weight_scale_inv`,
-    MXFP4 blocks and scales) are imported as they are, or turned into plain ones as `dequantize`
-    says, which takes about 6 MiB more for each thread. `verify=True` reads the new checkpoint back
-    and compares every tensor with the source. Collective over `process_group` (default: all ranks,
-    if there are any); the ranks divide the bytes among them.
+    shell patterns to leave out. `stacks` are rules for experts that are one tensor in the source
+    and are to be one for each, or the other way round: `{"experts.{}.weight": "experts.weight"}`;
+    `rename` and `skip` see the names that they make. `parameter_names` are needed where an
+    optimizer numbers its parameters and does not name them; of a folder with weights in files of
+    safetensors or torch.save, they bring what Accelerate or a Trainer keeps beside them, as
+    `model`, `optimizer`, `scheduler` and `scaler`, where an import without them takes the weights
+    alone. Block-quantized weights (float8 with `weight_scale_inv`, MXFP4 blocks and scales) are
+    imported as they are, or turned into plain ones as `dequantize` says, which takes about 6 MiB
+    more for each thread. `verify=True` reads the new checkpoint back and compares every tensor with
+    the source. Collective over `process_group` (default: all ranks, if there are any); the ranks
+    divide the bytes among them.
 
     Raises the same error on every rank, and the root is as before then: NoCheckpoint, Corrupt and
     UnsupportedFormat for the source, InvalidState listing what cannot be stored, and the errors of
@@ -128,7 +136,8 @@ def import_checkpoint(
     options = SourceOptions(
         None, parameter_names, plain_int(memory_nbytes_max), dict(source_options or {})
     )
-    opened = collectively(world, "open source", lambda: _opened(source, options, dequantize))
+    changed = dequantize, stacks
+    opened = collectively(world, "open source", lambda: _opened(source, options, changed))
     try:
         chosen = collectively(world, "names", lambda: _chosen(opened, rename, skip))
         # Only now is anything made at the root.
@@ -148,13 +157,14 @@ def import_checkpoint(
 
 
 def _opened(
-    source: StoreLike, options: SourceOptions, dequantize: Dequantize | None
+    source: StoreLike, options: SourceOptions, how: tuple[Dequantize | None, Stacks | None]
 ) -> CheckpointSource:
+    dequantize, stacks = how
     opened = open_source(source, options, open_store)
-    if dequantize is None:
-        return opened
     try:
-        return DequantizedSource(opened, dequantize)
+        if dequantize is not None:
+            opened = DequantizedSource(opened, dequantize)
+        return RestackedSource(opened, stacks) if stacks else opened
     except BaseException:
         opened.close()
         raise

@@ -46,7 +46,7 @@ def preset_names(preset: str, names: Iterable[str]) -> dict[str, str]:
     adapters = sorted(by_adapter)
     if not adapters:
         raise CheckpointError(
-            f"preset={preset!r}: there is no adapter of peft among the tensors, such as a "
+            f"preset={preset!r}: none of the tensors belongs to a peft adapter, such as a "
             "...lora_A.default.weight; pass entry= for the model that has one"
         )
     if wanted and wanted not in by_adapter:

@@ -8,8 +8,15 @@ Lightning decides when to save, what to keep and what a checkpoint has; this plu
 checked and committed, in the background, and gives it back. A path that Lightning makes up is the
 name of a checkpoint in the root, and no file.
 
-Strategies that save for themselves (FSDP, model parallel) never call a plug-in like this one. With
-Fabric, use `ckpt.Checkpointer` in the loop that you write instead: it saves shards.
+It gets everything gathered on one rank. For models that are sharded, pass a strategy instead, which
+saves the shards of every rank where they lie, and resumes on another number of ranks and under
+another of these strategies:
+
+    strategy = SavingModelParallelStrategy("s3://bucket/run", data_parallel_size=8)
+    trainer = Trainer(strategy=strategy, callbacks=[ModelCheckpoint(every_n_train_steps=500)])
+    trainer.fit(model, ckpt_path=strategy.latest())
+
+With Fabric, use `ckpt.Checkpointer` in the loop that you write instead: it saves shards too.
 
     model, optimizer = fabric.setup(model, optimizer)
     state = unwrapped({"model": model, "optim": optimizer})
@@ -21,13 +28,20 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from lightning.fabric.plugins.io.checkpoint_io import CheckpointIO
 from lightning.fabric.wrappers import _FabricModule, _FabricOptimizer
+from lightning.pytorch.strategies import (
+    DDPStrategy,
+    FSDPStrategy,
+    ModelParallelStrategy,
+    Strategy,
+)
+from lightning.pytorch.trainer.states import TrainerFn
 
 from ckpt.api import async_save, load
 from ckpt.commit.sweep import NotRetired
@@ -36,12 +50,14 @@ from ckpt.loading.checkpoint import open_checkpoint
 from ckpt.loading.contents import StepInfo, list_steps
 from ckpt.process import session_of
 from ckpt.saving.background import PendingSave
+from ckpt.state.types import PerRank
 from ckpt.world.torch_world import group_of_this_process
 
 logger = logging.getLogger(__name__)
 
 _PATH = "lightning_path"  # among the notes of a checkpoint
 _ENTRY = "lightning"
+_LOOPS = "loops"  # Lightning's own name
 
 
 class LightningCheckpoints(CheckpointIO):
@@ -76,17 +92,27 @@ class LightningCheckpoints(CheckpointIO):
         """
         if storage_options is not None:
             raise TypeError("pass storage_options to LightningCheckpoints(...), once for all")
+        # What Lightning has gathered is this checkpoint's own, and goes when the call returns.
+        state, snapshot = {_ENTRY: _Tree(_plain(checkpoint))}, {"snapshot": "now"}
+        self._begin(state, int(checkpoint.get("global_step", 0)), path, snapshot)
+
+    def _begin(
+        self,
+        state: dict[str, Any],
+        step: int,
+        path: str | os.PathLike[str],
+        options: Mapping[str, Any],
+    ) -> None:
         self._wait()
         name = os.fspath(path)
         pending = async_save(
-            {_ENTRY: _Tree(_plain(checkpoint))},
+            state,
             self.url,
-            step=int(checkpoint.get("global_step", 0)),
-            snapshot="now",
+            step=step,
             user={_PATH: name},
-            process_group=self._this_process_alone(),
+            process_group=self._group(),
             storage_options=self._storage_options,
-            **self._saving,
+            **{**options, **self._saving},
         )
         self._in_flight = [(name, pending)]
 
@@ -100,20 +126,24 @@ class LightningCheckpoints(CheckpointIO):
 
         Nothing here is pickled, whatever `weights_only` says. Raises NoCheckpoint, Corrupt.
         """
-        self._wait()
-        entry = self._entry(os.fspath(path))
         tree = _Tree({})
-        load(
-            {_ENTRY: tree},
-            self.url,
-            step=entry.step,
-            attempt=entry.attempt,
-            process_group=self._this_process_alone(),
-            storage_options=self._storage_options,
-        )
+        self._fill({_ENTRY: tree}, path, strict=True)
         if map_location is not None and not isinstance(map_location, str | torch.device):
             raise TypeError(f"map_location={map_location!r}: expected a device or its name")
         return tree.content if map_location is None else _moved(tree.content, map_location)
+
+    def _fill(self, state: dict[str, Any], path: str | os.PathLike[str], *, strict: bool) -> None:
+        self._wait()
+        entry = self._entry(os.fspath(path))
+        load(
+            state,
+            self.url,
+            step=entry.step,
+            attempt=entry.attempt,
+            strict=strict,
+            process_group=self._group(),
+            storage_options=self._storage_options,
+        )
 
     def remove_checkpoint(self, path: str | os.PathLike[str]) -> None:
         """Retire what was saved under `path`. The only checkpoint of a root stays."""
@@ -138,7 +168,7 @@ class LightningCheckpoints(CheckpointIO):
     def _retire(self, entry: StepInfo) -> None:
         session = session_of(
             self.url,
-            process_group=self._this_process_alone(),
+            process_group=self._group(),
             storage_options=self._storage_options,
             unsafe_single_writer=bool(self._saving.get("unsafe_single_writer")),
         )
@@ -175,13 +205,146 @@ class LightningCheckpoints(CheckpointIO):
         for name, attempt in self._attempts.items():
             if attempt == entry.attempt:
                 return name
-        with open_checkpoint(entry.url, storage_options=self._storage_options) as checkpoint:
+        with open_checkpoint(
+            self.url, entry.step, self._storage_options, attempt=entry.attempt
+        ) as checkpoint:
             return checkpoint.user.get(_PATH, entry.url)
 
-    def _this_process_alone(self) -> dist.ProcessGroup | None:
+    def _group(self) -> dist.ProcessGroup | None:
+        """This process alone."""
         if not self._groups:
             self._groups = [group_of_this_process()]
         return self._groups[0]
+
+
+class _ShardedCheckpoints(LightningCheckpoints):
+    """The same root with checkpoints of all ranks. Collective are `save`, `load` and what waits."""
+
+    def save(self, parts: dict[str, Any], rest: dict[str, Any], path: str) -> None:
+        """Begin to save `parts` where they lie. `rest` is kept as the first rank has it, which is
+        what Lightning's strategies do, but for the progress of loops: positions in the data differ.
+        """
+        step = int(rest.get("global_step", 0))
+        state = {**parts, _LOOPS: PerRank(_Tree(_plain(rest.pop(_LOOPS, {}))), _first)}
+        if self._is_first:
+            state[_ENTRY] = _Tree(_plain(rest))
+        self._begin(state, step, path, {})
+
+    def load(self, parts: dict[str, Any], path: str, *, strict: bool) -> dict[str, Any]:
+        """Fill `parts`, and return the rest."""
+        rest, loops = _Tree({}), _Tree({})
+        state = {**parts, _ENTRY: rest, _LOOPS: PerRank(loops, _first)}
+        self._fill(state, path, strict=strict)
+        return {**rest.content, _LOOPS: loops.content}
+
+    def _retire(self, entry: StepInfo) -> None:
+        if self._is_first:
+            super()._retire(entry)
+
+    @property
+    def _is_first(self) -> bool:
+        return not dist.is_initialized() or dist.get_rank() == 0
+
+    def _group(self) -> dist.ProcessGroup | None:
+        return None
+
+
+class _SavesShards(Strategy):
+    """What the strategies below have in common; put it before another strategy of Lightning's."""
+
+    def __init__(
+        self,
+        url: str,
+        *args: Any,
+        storage_options: Mapping[str, Any] | None = None,
+        saving: Mapping[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(*args, **kwargs)
+        self._shards = _ShardedCheckpoints(
+            url, storage_options=storage_options, **dict(saving or {})
+        )
+
+    def latest(self) -> str | None:
+        """The path of the newest checkpoint, for `ckpt_path=`; None when there is none yet."""
+        return self._shards.latest()
+
+    @property
+    def restore_checkpoint_after_setup(self) -> bool:
+        return True  # into the model as the strategy has sharded it
+
+    @property
+    def lightning_restore_optimizer(self) -> bool:
+        return False
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        return {}  # it stays where it lies
+
+    def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
+        return {}
+
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        """Nothing: `load_checkpoint` has filled the model and the optimizers."""
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        """Nothing, likewise."""
+
+    def save_checkpoint(
+        self,
+        checkpoint: dict[str, Any],
+        filepath: str | os.PathLike[str],
+        storage_options: Any = None,
+    ) -> None:
+        if storage_options is not None:
+            raise TypeError("pass storage_options to the strategy, once for all")
+        has_optimizers = "optimizer_states" in checkpoint
+        self._shards.save(self._parts(has_optimizers), checkpoint, self._path(filepath))
+
+    def load_checkpoint(
+        self, checkpoint_path: str | os.PathLike[str], weights_only: bool | None = None
+    ) -> dict[str, Any]:
+        module = self.lightning_module
+        if module is None:
+            raise CheckpointError("the strategy has no model yet; load within a Trainer's run")
+        is_training = module.trainer.state.fn == TrainerFn.FITTING
+        strict = bool(module.strict_loading)
+        return self._shards.load(
+            self._parts(is_training), self._path(checkpoint_path), strict=strict
+        )
+
+    def remove_checkpoint(self, filepath: str | os.PathLike[str]) -> None:
+        self._shards.remove_checkpoint(self._path(filepath))
+
+    def teardown(self) -> None:
+        self._shards.teardown()
+        super().teardown()
+
+    def _parts(self, has_optimizers: bool) -> dict[str, Any]:
+        optimizers = self.optimizers if has_optimizers else []
+        numbered = {f"optimizer_{index}": each for index, each in enumerate(optimizers)}
+        return {"model": self.model, **numbered}
+
+    def _path(self, path: str | os.PathLike[str]) -> str:
+        """The first rank's: names of files may have a time in them."""
+        return str(self.broadcast(os.fspath(path)))
+
+
+class SavingDDPStrategy(_SavesShards, DDPStrategy):
+    """Lightning's DDPStrategy with the checkpoints of all ranks in the root `url`.
+
+    Further arguments are those of the strategy; `saving` are arguments of `ckpt.async_save`. A
+    checkpoint of one of these three strategies loads under the others, on any number of ranks.
+    """
+
+
+class SavingFSDPStrategy(_SavesShards, FSDPStrategy):
+    """Lightning's FSDPStrategy with sharded checkpoints, as `SavingDDPStrategy`."""
+
+
+class SavingModelParallelStrategy(_SavesShards, ModelParallelStrategy):
+    """Lightning's ModelParallelStrategy (`fully_shard`, tensor parallelism) with sharded
+    checkpoints, as `SavingDDPStrategy`.
+    """
 
 
 def unwrapped(state: dict[str, Any]) -> dict[str, Any]:
@@ -207,6 +370,11 @@ class _Tree:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.content = state
+
+
+def _first(states: Sequence[Any], rank: int, world_size: int) -> Any:
+    """On another number of ranks every rank gets what the first one had."""
+    return states[0]
 
 
 def _plain(tree: Any) -> Any:

@@ -15,6 +15,8 @@ from collections.abc import Sequence
 from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge, Histogram
 
 from ckpt.service.events import (
+    NearFailed,
+    NearSaved,
     RankHeard,
     RankMissed,
     Restored,
@@ -36,7 +38,7 @@ class SaveMetrics:
 
     - ckpt_saves_total{outcome}: saves that ended as "saved", "failed" or "skipped"
     - ckpt_save_seconds: from begin to commit; ckpt_save_phase_seconds{phase}: of it on this rank
-    - ckpt_save_blocked_seconds: how long training stood still for a save, on this rank
+    - ckpt_save_blocked_seconds: how long a save blocked the training, on this rank
     - ckpt_save_written_bytes_total, ckpt_save_staged_bytes_total, ckpt_retries_total: of this rank
     - ckpt_save_warnings_total: such as replicas that differ
     - ckpt_last_saved_step, ckpt_last_saved_timestamp_seconds, ckpt_last_saved_bytes: of the newest
@@ -70,7 +72,7 @@ class SaveMetrics:
             "ckpt_save_phase_seconds", "Phases of saves on this rank.", LONG, ("phase",)
         )
         self._blocked = histogram(
-            "ckpt_save_blocked_seconds", "How long training stood still for a save.", BLOCKED
+            "ckpt_save_blocked_seconds", "How long a save blocked the training.", BLOCKED
         )
         self._written = counter("ckpt_save_written_bytes", "Bytes that this rank has written.")
         self._staged = counter("ckpt_save_staged_bytes", "Bytes that this rank has copied.")
@@ -81,6 +83,10 @@ class SaveMetrics:
         self._nbytes = gauge("ckpt_last_saved_bytes", "Bytes of it, all ranks together.")
         self._slowest = gauge("ckpt_slowest_rank", "Rank that was at work longest for it.")
         self._slowest_seconds = gauge("ckpt_slowest_rank_seconds", "What took it longest.")
+        self._near = counter("ckpt_near_saves", "Near saves by how they ended.", ("outcome",))
+        for outcome in ("saved", "failed"):
+            self._near.labels(outcome)
+        self._near_step = gauge("ckpt_last_near_step", "Step of the newest near checkpoint.")
         self._restores = counter("ckpt_restores", "Restores that succeeded.")
         self._skipped = counter("ckpt_restore_skipped", "Checkpoints that were passed over.")
         self._restore_seconds = histogram("ckpt_restore_seconds", "Duration of a restore.", LONG)
@@ -106,6 +112,11 @@ class SaveMetrics:
         elif isinstance(event, RankHeard):
             self._missing.discard(event.concern.rank)
             self._missed.set(len(self._missing))
+        elif isinstance(event, NearSaved):
+            self._near.labels("saved").inc()
+            self._near_step.set(event.report.step)
+        elif isinstance(event, NearFailed):
+            self._near.labels("failed").inc()
         else:
             self._restored(event)
 

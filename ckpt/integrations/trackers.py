@@ -29,7 +29,7 @@ def scalars_of(event: SaveEvent) -> dict[str, float]:
     """What an event says in numbers, by name; empty for events about ranks.
 
     - save_seconds: from the begin of a save to its commit, by which the checkpoint lags behind the
-      training; save_blocked_seconds: how long training stood still, on this rank; saved_bytes and
+      training; save_blocked_seconds: how long training was blocked, on this rank; saved_bytes and
       retries, of all ranks
     - save_failed, save_skipped: 1 for each
     - restore_seconds, restore_read_bytes (of this rank), restore_skipped: damaged ones passed over
@@ -214,7 +214,7 @@ class OpenTelemetrySaves:
         self._read = counter("ckpt.restore.io", "By", "Bytes that this rank has read.")
         self._retries = counter("ckpt.retries", "{request}", "Requests of saves, repeated.")
         self._seconds = histogram("ckpt.save.duration", "From the begin of a save to commit.")
-        self._blocked = histogram("ckpt.save.blocked", "How long training stood still for it.")
+        self._blocked = histogram("ckpt.save.blocked", "How long it blocked the training.")
         self._restoring = histogram("ckpt.restore.duration", "Duration of a restore.")
 
     def __call__(self, event: SaveEvent) -> None:

@@ -62,7 +62,9 @@ def test_import_of_a_folder_says_what_it_left_out(fill: object, tmp_path: Path) 
     beside_the_weights(folder)
     fill(folder)  # type: ignore[operator]
     report = import_checkpoint(str(folder), str(tmp_path / "run"))
-    assert report.left_out == BESIDE
+    # Beside DCP's directories of Accelerate, names are those of a whole training.
+    taken = ("scheduler.bin",) if fill is accelerate_folder else ()
+    assert report.left_out == tuple(name for name in BESIDE if name not in taken)
     assert len(report.tensors) == 2 and ckpt.verify(str(tmp_path / "run")).ok
 
 

@@ -1,12 +1,15 @@
 """Lightning's Trainer and Fabric save into our root and come back with the same bits.
 
 Method: the real Trainer with the real ModelCheckpoint, stopped and resumed by a new one; Fabric's
-own save and load; our Checkpointer on what Fabric has set up.
+own save and load; our Checkpointer on what Fabric has set up; our strategies on two ranks and on
+one (`tests/wild` hands a training on among all of them).
 """
 
 from __future__ import annotations
 
 import logging
+import os
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +18,7 @@ import torch
 from torch import nn
 
 import ckpt
+from tests.ranks import run_ranks
 
 lightning = pytest.importorskip("lightning")
 from lightning.pytorch.callbacks import ModelCheckpoint  # noqa: E402
@@ -101,6 +105,11 @@ def test_a_path_is_the_name_of_one_checkpoint(tmp_path: Path) -> None:
     assert torch.equal(loaded["state_dict"]["w"], torch.full((3,), 2.0))
     assert [info.step for info in ckpt.list_steps(io.url)] == [2, 3]
     assert LightningCheckpoints(io.url).latest() == "b.ckpt"
+    shared = LightningCheckpoints(str(tmp_path / "shared"), dedup=True)
+    for name in ("a.ckpt", "b.ckpt"):
+        shared.save_checkpoint({"global_step": 1, "state_dict": {"w": torch.ones(99)}}, name)
+    shared.teardown()
+    assert LightningCheckpoints(shared.url).latest() == "b.ckpt"
     io.remove_checkpoint("a.ckpt")
     with pytest.raises(ckpt.NoCheckpoint, match=r"newest is 'b\.ckpt'"):
         io.load_checkpoint("a.ckpt")
@@ -149,3 +158,73 @@ def test_the_checkpointer_serves_what_fabric_has_set_up(tmp_path: Path) -> None:
     assert report is not None and report.step == 1
     assert torch.equal(model.weight, weight)
     assert "model.weight" in ckpt.open(str(tmp_path / "run"))
+
+
+def sharded_trainer(url: str, size: int, *, max_steps: int) -> Any:
+    """On a rank of `size`: a Trainer under a strategy of ours that keeps one checkpoint."""
+    from lightning.pytorch.plugins.environments import TorchElasticEnvironment
+
+    from ckpt.integrations.lightning import SavingDDPStrategy
+
+    rank = str(torch.distributed.get_rank())
+    os.environ.update(
+        RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=str(size), LOCAL_WORLD_SIZE=str(size),
+        GROUP_RANK="0", TORCHELASTIC_RUN_ID="x", MASTER_ADDR="localhost", MASTER_PORT="29500",
+    )  # fmt: skip
+    return lightning.Trainer(
+        accelerator="cpu",
+        devices=size,
+        strategy=SavingDDPStrategy(url),
+        plugins=[TorchElasticEnvironment()],
+        max_steps=max_steps,
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        callbacks=[ModelCheckpoint(every_n_train_steps=2, save_top_k=1, dirpath=f"{url}-files")],
+    )
+
+
+class Validated(Small):
+    def validation_step(self, batch: Any, index: int) -> None:
+        return None
+
+
+def save_with_a_strategy(url: str) -> tuple[list[int], str | None, bool, list[str]]:
+    warnings.simplefilter("ignore")
+    trainer = sharded_trainer(url, 2, max_steps=4)
+    module = Validated()
+    trainer.fit(module, data())
+    with pytest.raises(TypeError, match="to the strategy"):
+        trainer.save_checkpoint("x.ckpt", storage_options={})
+    torch.distributed.barrier()  # the first rank retires
+    kept = [info.step for info in ckpt.list_steps(url)]
+    latest = trainer.strategy.latest()
+    other = Validated()
+    sharded_trainer(url, 2, max_steps=4).validate(other, data(), ckpt_path=latest)
+    pairs = zip(module.parameters(), other.parameters(), strict=True)
+    is_same = all(torch.equal(*pair) for pair in pairs)
+    trainer.save_checkpoint("weights.ckpt", weights_only=True)
+    trainer.strategy.teardown()
+    return kept, latest, is_same, sorted(ckpt.open(url))
+
+
+def resume_with_a_strategy(url: str, path: str) -> int:
+    warnings.simplefilter("ignore")
+    trainer = sharded_trainer(url, 1, max_steps=6)
+    trainer.fit(Validated(), data(), ckpt_path=path)
+    return int(trainer.global_step)
+
+
+@pytest.mark.ranks
+def test_a_strategy_saves_and_restores_on_all_ranks(tmp_path: Path) -> None:
+    """ModelCheckpoint keeps one; other runs validate it, and train on from it on one rank."""
+    url = str(tmp_path / "run")
+    for kept, latest, is_same, names in run_ranks(
+        2, save_with_a_strategy, url, timeout_seconds=240.0
+    ):
+        assert kept == [4] and is_same
+        assert latest is not None and latest.endswith("step=4.ckpt")
+        assert "model.net.0.weight" in names
+        assert not any(name.startswith("optimizer_0") for name in names)
+    assert latest
+    assert run_ranks(1, resume_with_a_strategy, url, latest, timeout_seconds=240.0) == [6]

@@ -88,7 +88,7 @@ def test_presets_that_fit_nothing_are_refused(tmp_path: Path) -> None:
         assert not (tmp_path / "out").exists()
 
     right = "adapter_model.safetensors"
-    refused("peft", right, "no adapter of peft")
+    refused("peft", right, "belongs to a peft adapter")
     refused("diffusers", right, "there is only 'peft'")
     refused("peft", "model.safetensors", r"name the target \.\.\./adapter_model.safetensors")
     refused("peft", "adapter_model.bin", "preset= is for models", optimizer=True)

@@ -120,6 +120,13 @@ class TreeData(NamedTuple):
     budget: MemoryBudget
 
 
+class OtherFiles(NamedTuple):
+    """Entries of a state from other files than those of DCP, with a `Leaf` per tensor."""
+
+    entries: dict[Any, Any]
+    data: TreeData
+
+
 def open_dcp(
     store: Store,
     budget: MemoryBudget,
@@ -200,10 +207,12 @@ def dcp_source(
     folders: Mapping[str, Folder],
     budget: MemoryBudget,
     parameter_names: Sequence[str] | None,
+    beside: OtherFiles | None = None,
 ) -> FileSource:
-    """Several DCP directories as one source; the state of each stands at its top level."""
-    trees: dict[Any, Any] = {}
-    data = TreeData({}, {}, budget)
+    """Several DCP directories as one source; the state of each stands at its top level, and so do
+    the entries from files `beside` them.
+    """
+    trees, data = beside or OtherFiles({}, TreeData({}, {}, budget))
     for where, folder in folders.items():
         moved = _moved(folder.tree, where)
         for key, item in moved.items():

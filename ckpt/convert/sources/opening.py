@@ -23,8 +23,14 @@ from ckpt.convert.sources.dcp import (
 from ckpt.convert.sources.deepspeed import is_deepspeed, open_deepspeed, zero_files
 from ckpt.convert.sources.native import native_source
 from ckpt.convert.sources.safetensors_files import open_safetensors
-from ckpt.convert.sources.source import CheckpointSource
+from ckpt.convert.sources.source import CheckpointSource, FileSource
 from ckpt.convert.sources.torch_file import SUFFIXES, open_torch_files
+from ckpt.convert.sources.training_folder import (
+    open_training,
+    schedulers,
+    several_models,
+    training_files,
+)
 from ckpt.errors import NoCheckpoint, UnsupportedFormat
 from storage import Store, StoreLike, open_store
 from storage.location import url_of
@@ -100,7 +106,7 @@ def _open_file(store: Store, name: str, options: SourceOptions) -> CheckpointSou
 class _FolderSource(NamedTuple):
     """A folder's source, and which of its files that is made of: names, or beginnings of them."""
 
-    source: CheckpointSource
+    source: FileSource
     files: Collection[str] = ()
     folders: tuple[str, ...] = ()
 
@@ -132,8 +138,31 @@ def _read_folder(store: Store, options: SourceOptions, keys: Sequence[str]) -> _
     if folder_keys and all(folder.count("/") == 1 for folder in folder_keys):
         # Accelerate: pytorch_model_fsdp_0/ and optimizer_0/, one DCP directory for each.
         folders = {folder: read_folder(store, folder, budget) for folder in folder_keys}
-        source = dcp_source(store, folders, budget, names)
-        return _FolderSource(source, folders=tuple(folder_keys))
+        beside, files = schedulers(store, top, budget)
+        source = dcp_source(store, folders, budget, names, beside)
+        return _FolderSource(source, files, tuple(folder_keys))
+    # Numbers in an optimizer mean nothing without names, and weights alone have names of their own.
+    training = training_files(top) if names is not None else []
+    if models := several_models(store, top, budget):
+        sources = {entry: source for entry, (_, source) in models.items()}
+        source = open_training(store, sources, training, budget, names)
+        return _FolderSource(source, {*(file for file, _ in models.values()), *training})
+    if (weights := _read_weights(store, top, budget, names)) is not None:
+        if not training:
+            return weights
+        source = open_training(store, {"model": weights.source}, training, budget, names)
+        return _FolderSource(source, {*weights.files, *training})
+    _refuse(store, keys, top)
+    raise NoCheckpoint(
+        f"{store.url}: no checkpoint of a known format; known are {FORMATS}. It has "
+        f"{', '.join(keys[:5]) or 'nothing'}"
+    )
+
+
+def _read_weights(
+    store: Store, top: Sequence[str], budget: MemoryBudget, names: Sequence[str] | None
+) -> _FolderSource | None:
+    """The weights in files of safetensors or torch.save; None where there are none."""
     for index in ("model.safetensors.index.json", *top):
         if index in top and index.endswith(".safetensors.index.json"):
             source = open_safetensors(store, index, budget)
@@ -149,11 +178,7 @@ def _read_folder(store: Store, options: SourceOptions, keys: Sequence[str]) -> _
     if "pytorch_model.bin" in top:
         files = ["pytorch_model.bin"]
         return _FolderSource(open_torch_files(store, files, budget, names), files)
-    _refuse(store, keys, top)
-    raise NoCheckpoint(
-        f"{store.url}: no checkpoint of a known format; known are {FORMATS}. It has "
-        f"{', '.join(keys[:5]) or 'nothing'}"
-    )
+    return None
 
 
 def _refuse(store: Store, keys: Sequence[str], top: Sequence[str]) -> None:

@@ -191,7 +191,7 @@ class _Machine:
         data, steps = self.data, _STEPS
         if len(data) < 2 or data[0] != 0x80:
             raise UnsupportedFormat(
-                "no pickle of protocol 2 or later; save it anew with torch.save of this decade"
+                "no pickle of protocol 2 or later; save it again with a recent torch.save"
             )
         stack, memo = self.stack, self.memo
         while True:

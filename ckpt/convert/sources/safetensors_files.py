@@ -33,6 +33,8 @@ OFFSETS = "saved_offsets"
 # 110 bytes were measured for 60,000 tensors of no, one and six dims.
 TOKEN_NBYTES = 128
 TOKENS = b"{[,:"
+# What JSON of another shape than expected raises; a number may be infinite (`1e999`).
+_UNREADABLE = (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError)
 
 
 def open_safetensors(store: Store, name: str, budget: MemoryBudget) -> FileSource:
@@ -67,7 +69,7 @@ def _index(store: Store, name: str, budget: MemoryBudget) -> dict[str, str]:
             "weight_map"
         ]
         files = {str(fqn): check_key(str(file)) for fqn, file in weight_map.items()}
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+    except _UNREADABLE as error:
         raise Corrupt(f"{store.url}/{name}: no readable index: {error!r:.100}") from error
     if not files:
         raise Corrupt(f"{store.url}/{name}: an index without tensors")
@@ -125,7 +127,7 @@ class _HeaderTable:
             offsets = json.loads(notes.get(SHARDS, "{}"))
             for fqn, entry in header.items():
                 self.add_tensor(file, fqn, entry, data_start, offsets.get(fqn))
-        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        except _UNREADABLE as error:
             raise Corrupt(f"{self.url}/{file}: no readable header: {error!r:.100}") from error
         # Tied names, as safetensors.torch.save_model notes them.
         for alias, fqn in notes.items():

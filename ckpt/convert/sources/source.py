@@ -193,14 +193,14 @@ class _ChunkIndex:
         self._are_spans = all(isinstance(chunk.region, Span) for chunk in chunks)
         if self._are_spans:
             chunks.sort(key=lambda chunk: chunk.region)
-        self._chunks = chunks
+        self.chunks = chunks
         self._stops = [c.region.stop for c in chunks if isinstance(c.region, Span)]
 
     def near(self, span: Span) -> Iterator[Chunk]:
         if not self._are_spans:
-            yield from self._chunks
+            yield from self.chunks
             return
-        for chunk in self._chunks[bisect_left(self._stops, span.start + 1) :]:
+        for chunk in self.chunks[bisect_left(self._stops, span.start + 1) :]:
             assert isinstance(chunk.region, Span)
             if chunk.region.start >= span.stop:
                 return

@@ -27,16 +27,9 @@ def open_torch_files(
     for what is no such file, and the store's errors.
     """
     data = TreeData({}, {}, budget)
-    sizes: dict[str, int] = {}
     tree: Any = {}
     for name in names:
-        try:
-            sizes[name] = store.info(name).nbytes
-        except KeyNotFoundError:
-            raise Corrupt(f"{store.url}/{name} is missing") from None
-        _check_format(store, name, sizes[name])
-        blob = Blob(name, 0, sizes[name])
-        entries = leaves_of_blob(store, blob, name, data, is_outermost=True)
+        entries = read_torch_file(store, name, data)
         if len(names) == 1:
             tree = entries
             continue
@@ -48,11 +41,26 @@ def open_torch_files(
                 + (f": {twice[0]!r}" if isinstance(entries, dict) else "")
             )
         tree.update(entries)
-    for key, parts in data.chunks.items():
-        check_chunks(SourceTensor(key, *data.infos[key]), parts, sizes)
     if not isinstance(tree, (dict, list, tuple)):
         tree = {"value": tree}
     return tree_source(store, "file of torch.save", tree, data, parameter_names)
+
+
+def read_torch_file(store: Store, name: str, data: TreeData) -> Any:
+    """The tree in a file of torch.save with a `Leaf` for each tensor, whose chunks go into `data`.
+
+    Raises like `open_torch_files`.
+    """
+    try:
+        nbytes = store.info(name).nbytes
+    except KeyNotFoundError:
+        raise Corrupt(f"{store.url}/{name} is missing") from None
+    _check_format(store, name, nbytes)
+    known = set(data.chunks)
+    tree = leaves_of_blob(store, Blob(name, 0, nbytes), name, data, is_outermost=True)
+    for key in data.chunks.keys() - known:
+        check_chunks(SourceTensor(key, *data.infos[key]), data.chunks[key], {name: nbytes})
+    return tree
 
 
 def _check_format(store: Store, name: str, nbytes: int) -> None:
@@ -63,6 +71,6 @@ def _check_format(store: Store, name: str, nbytes: int) -> None:
     if head[:2] in (b"\x80\x02", b"\x80\x03", b"\x80\x04"):
         raise UnsupportedFormat(
             f"{where}: the format of torch.save before version 1.6 (not a zip file), whose "
-            "storages lie inside of pickles; load it with torch.load, save it anew with torch.save"
+            "storages are inside pickles; load it with torch.load and save it again with torch.save"
         )
-    raise Corrupt(f"{where} is no file of torch.save")
+    raise Corrupt(f"{where} is not a file of torch.save")

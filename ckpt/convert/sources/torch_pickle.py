@@ -211,8 +211,30 @@ class TensorOut(NamedTuple):
     shape: Shape
 
 
+class GlobalOut(NamedTuple):
+    """A function or an object of a module."""
+
+    module: str
+    name: str
+
+
+class CallOut(NamedTuple):
+    """What a function makes of `arguments`."""
+
+    function: GlobalOut
+    arguments: tuple[Any, ...]
+
+
+class StorageOut(NamedTuple):
+    """The storage `key`, of a class of torch's and so many elements."""
+
+    kind: str
+    key: str
+    numel: int
+
+
 def write_tree(tree: Any) -> bytes:
-    """A pickle of protocol 2 of `tree`: values, and `TensorOut` where tensors are.
+    """A pickle of protocol 2 of `tree`: values, `TensorOut` where tensors are, and calls.
 
     `torch.load(weights_only=True)` makes the tree of it, once the storages lie beside it.
     """
@@ -225,6 +247,15 @@ def write_tree(tree: Any) -> bytes:
 def _emit(value: Any, out: bytearray) -> None:
     if isinstance(value, TensorOut):
         _emit_tensor(value, out)
+    elif isinstance(value, GlobalOut):
+        out += f"c{value.module}\n{value.name}\n".encode()
+    elif isinstance(value, CallOut):
+        _emit(value.function, out)
+        _emit(value.arguments, out)
+        out += b"R"
+    elif isinstance(value, StorageOut):
+        _emit(("storage", GlobalOut("torch", value.kind), value.key, "cpu", value.numel), out)
+        out += b"Q"
     elif value is None or isinstance(value, bool):
         out += {None: b"N", True: b"\x88", False: b"\x89"}[value]
     elif isinstance(value, int):

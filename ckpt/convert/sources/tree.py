@@ -8,6 +8,7 @@ container without tensors is one value.
 from __future__ import annotations
 
 import itertools
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -21,6 +22,7 @@ from ckpt.state.names import WRAPPER_PARTS, split_state_name
 from ckpt.state.values import DEPTH_MAX, TENSOR_KEY, is_key, join
 
 NODES_MAX = 1 << 20  # of one state: shared parts of a pickle count each time they are named
+_NUMBER = re.compile(r"_\d+$")  # a second model is called `model_1`
 MODEL_ENTRIES = ("model", "state_dict", "model_state_dict", "module", "net", "network")
 
 
@@ -211,7 +213,11 @@ class _Naming:
         """Keep as modules what optimizers train, or what is called a model, or all if none is."""
         modules = self.modules
         trained = {path: names for path, names in modules.items() if self.trained & set(names)}
-        called = {p: n for p, n in (trained or modules).items() if p in MODEL_ENTRIES}
+        called = {
+            path: names
+            for path, names in (trained or modules).items()
+            if _NUMBER.sub("", path) in MODEL_ENTRIES
+        }
         outer = {
             path: names
             for path, names in modules.items()

@@ -38,7 +38,9 @@ JOINT_NBYTES_MIN = 64 << 20  # smaller files are not worth the rounds that writi
 
 
 class Delivery(NamedTuple):
-    """Where files go, and how. `name` is the target's in `folder`, "" for a directory."""
+    """Where files go, and how. `name` is the target's in `folder`, "" for a directory. With
+    `alone`, the folder may have no other file whose name ends so.
+    """
 
     folder: StoreLike
     name: str
@@ -47,6 +49,7 @@ class Delivery(NamedTuple):
     part_nbytes: int
     verify: bool
     world: World
+    alone: str = ""
 
 
 def deliver(
@@ -124,6 +127,7 @@ class _Job:
     def _look(self) -> bytes:
         if not self.is_coordinator:
             return b""
+        self._refuse_others()
         note = stored(self.store, self.note_key)
         if note is not None and note != self.note:
             raise CheckpointError(
@@ -153,6 +157,18 @@ class _Job:
             for file in self.files:
                 self.store.abort_unfinished(file.key)
         return json.dumps(present).encode()
+
+    def _refuse_others(self) -> None:
+        """Raise CheckpointError for files that readers of the folder would take for part of it."""
+        suffix, own = self.delivery.alone, {file.key for file in self.files}
+        if not suffix:
+            return
+        for info in self.store.list(""):
+            if info.key.endswith(suffix) and "/" not in info.key and info.key not in own:
+                raise CheckpointError(
+                    f"{self.store.url}/{info.key} is there, and readers load every *{suffix} of a "
+                    "folder: export into an empty one"
+                )
 
     def is_joint(self, file: PlannedFile) -> bool:
         """Whether all ranks write this file together. A file that contains checksums of its data is

@@ -15,11 +15,13 @@ from ckpt.convert.sources.source import CheckpointSource, SourceContents, Source
 from ckpt.convert.sources.torch_pickle import TensorOut, write_tree
 from ckpt.convert.targets.dcp_metadata import DcpEntry, DcpPart, DcpValue, encode_metadata
 from ckpt.convert.targets.files import Output, PlannedFile, ZipBuilding, known_file, torch_file
+from ckpt.convert.targets.pickled_composites import composite_out
 from ckpt.errors import CheckpointError
 from ckpt.layout.region import Shape, Span
+from ckpt.state.descriptions import is_description
 from ckpt.state.names import split_state_name
 from ckpt.state.optimizer_kinds import NUMBER_OF_SUFFIX
-from ckpt.state.values import TENSOR_KEY, is_reference
+from ckpt.state.values import TENSOR_KEY, is_reference, references, renamed_tree
 
 DCP_FILE_NBYTES = 1 << 30
 PathOf = tuple[Any, ...]
@@ -51,9 +53,10 @@ def nested_files(
         ((fqn,) if paths is None else paths.of(fqn), number) for fqn, number in number_of.items()
     ]
     if format == "torch":
-        tree = _tree(entries, outputs, values, paths)
+        values.update(_composites(contents, outputs, chosen.tied))
+        tree = _tree(entries, outputs, values, (number_of, paths))
         return Nested([torch_file(name, tree, outputs)], left_out)
-    return Nested(_dcp_files(entries, outputs, values, paths), left_out)
+    return Nested(_dcp_files(entries, outputs, values, (number_of, paths)), left_out)
 
 
 class FlatCheckpoint(NamedTuple):
@@ -126,6 +129,10 @@ class _Paths:
         return _parts(fqn)
 
 
+# The number of the output that has the tensor of a name, tied ones too; None where names are flat.
+_Numbered = tuple[Mapping[str, int], _Paths | None]
+
+
 def _parts(path: str) -> PathOf:
     return tuple(path.split(".")) if path else ()
 
@@ -134,26 +141,31 @@ def _tree(
     entries: Sequence[tuple[PathOf, int]],
     outputs: Sequence[Output],
     values: Mapping[str, Any],
-    paths: _Paths | None,
+    naming: _Numbered,
 ) -> Any:
     tree: dict[Any, Any] = {}
+    number_of, paths = naming
     out = [TensorOut(str(n), o.dtype.name, o.tensor.shape) for n, o in enumerate(outputs)]
-    by_name = {output.name: out[number] for number, output in enumerate(outputs)}
-    referred: set[str] = set()
+    by_name = {name: out[number] for name, number in number_of.items()}
+    referred: set[int] = set()
     for fqn, value in values.items():
-        referred.update(_references(value))
+        referred.update(number_of[name] for name in references(value))
         path = paths.of(fqn) if paths is not None else (fqn,)
         _put(tree, path, _with_outputs(value, by_name))
     for path, number in entries:
-        if outputs[number].name not in referred:
+        if number not in referred:
             _put(tree, path, out[number])
     return tree
 
 
 def _with_outputs(value: Any, by_name: Mapping[str, TensorOut]) -> Any:
-    """`value` with the tensors that it refers to; composites stay dicts, which torch can read."""
+    """`value` with the tensors that it refers to. Composites that torch.save has a form for are
+    calls, others stay dicts, which torch can read.
+    """
     if is_reference(value):
         return by_name[value[TENSOR_KEY]]
+    if is_description(value) and (made := composite_out(value, by_name)) is not None:
+        return made
     if isinstance(value, dict):
         return {key: _with_outputs(item, by_name) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
@@ -162,12 +174,36 @@ def _with_outputs(value: Any, by_name: Mapping[str, TensorOut]) -> Any:
     return value
 
 
-def _references(value: Any) -> Iterator[str]:
-    if is_reference(value):
-        yield value[TENSOR_KEY]
-    elif isinstance(value, (dict, list, tuple)):
-        for item in value.values() if isinstance(value, dict) else value:
-            yield from _references(item)
+def _composites(
+    contents: SourceContents, outputs: Sequence[Output], tied: Mapping[str, str]
+) -> dict[str, Any]:
+    """The descriptions, with names of outputs, of composites that a file of torch.save has a form
+    for, by their names there; further names of theirs, too.
+    """
+    name_of = {output.tensor.fqn: output.name for output in outputs}
+    of_output = {o.name: TensorOut(o.name, o.dtype.name, o.tensor.shape) for o in outputs}
+    made: dict[str, Any] = {}
+    for fqn, value in contents.values.items():
+        if not is_description(value) or not set(references(value)) <= name_of.keys():
+            continue
+        renamed = renamed_tree(value, name_of.__getitem__)
+        names = {_outer(name_of[part], part, fqn) for part in references(value)}
+        if len(names) != 1 or composite_out(renamed, of_output) is None:
+            continue
+        (name,) = names
+        if name is None:  # renamed so that nothing says what the tensor itself is called
+            continue
+        made[name] = renamed
+        for alias, held in tied.items():
+            if held in references(renamed) and (outer := _outer(alias, held, name)) is not None:
+                made[outer] = renamed
+    return made
+
+
+def _outer(part: str, known: str, outer: str) -> str | None:
+    """What the tensor is called that a component `part` is of, as `known` is of `outer`."""
+    suffix = known.removeprefix(outer)
+    return part.removesuffix(suffix) if part.endswith(suffix) else None
 
 
 def _put(tree: dict[Any, Any], path: PathOf, item: Any) -> None:
@@ -189,12 +225,12 @@ def _dcp_files(
     entries: Sequence[tuple[PathOf, int]],
     outputs: Sequence[Output],
     values: Mapping[str, Any],
-    paths: _Paths | None,
+    naming: _Numbered,
 ) -> list[PlannedFile]:
     """Data files of about a GiB, then `.metadata`, which makes them a checkpoint."""
     building = _DcpBuilding()
     parts = [building.add_tensor(output) for output in outputs]
-    by_name = {output.name: number for number, output in enumerate(outputs)}
+    number_of, paths = naming
     tensor_entries: list[DcpEntry] = []
     places = dict[int, list[PathOf]]()
     for path, number in entries:
@@ -204,7 +240,7 @@ def _dcp_files(
         path = paths.of(fqn) if paths is not None else (fqn,)
         for leaf_path, leaf in _leaves(path, value):
             if is_reference(leaf):
-                places[by_name[leaf[TENSOR_KEY]]] = [leaf_path]
+                places[number_of[leaf[TENSOR_KEY]]] = [leaf_path]
             else:
                 leaves.append((leaf_path, leaf))
     for number, output in enumerate(outputs):

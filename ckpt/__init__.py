@@ -55,7 +55,12 @@ if TYPE_CHECKING:
     from ckpt.service.alarm import Alarm as Alarm
     from ckpt.service.alarm import SavesFailed as SavesFailed
     from ckpt.service.checkpointer import Checkpointer as Checkpointer
+    from ckpt.service.follower import Follower as Follower
+    from ckpt.service.follower import Swapped as Swapped
+    from ckpt.service.follower import Update as Update
+    from ckpt.service.follower import follow as follow
     from ckpt.service.inflight import Saved as Saved
+    from ckpt.service.near import Near as Near
     from ckpt.service.policies import Adaptive as Adaptive
     from ckpt.service.policies import AtExit as AtExit
     from ckpt.service.policies import EverySeconds as EverySeconds
@@ -134,6 +139,7 @@ _HOMES = {
     "LoadPlan": "ckpt.tools.plan",
     "LoadReport": "ckpt.loading.load",
     "Mismatch": "ckpt.errors",
+    "Near": "ckpt.service.near",
     "Never": "ckpt.service.policies",
     "NoCheckpoint": "ckpt.errors",
     "OnPreemption": "ckpt.service.policies",
@@ -154,9 +160,12 @@ _HOMES = {
     "Stages": "ckpt.state.types",
     "StepInfo": "ckpt.loading.contents",
     "StoreRefused": "ckpt.errors",
+    "Swapped": "ckpt.service.follower",
     "LogDiverged": "ckpt.errors",
+    "Follower": "ckpt.service.follower",
     "Forked": "ckpt.errors",
     "UnsupportedFormat": "ckpt.errors",
+    "Update": "ckpt.service.follower",
     "VerifyReport": "ckpt.tools.verify",
     "async_save": "ckpt.api",
     "copy": "ckpt.tools.copy",
@@ -164,6 +173,7 @@ _HOMES = {
     "diff": "ckpt.tools.diff",
     "disk_usage": "ckpt.tools.overview",
     "export": "ckpt.convert.export",
+    "follow": "ckpt.service.follower",
     "history": "ckpt.tools.overview",
     "import_checkpoint": "ckpt.convert.import_",
     "list_steps": "ckpt.loading.contents",

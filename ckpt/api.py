@@ -231,6 +231,7 @@ def load(
     strict: bool | Literal["state"] = True,
     rename: Callable[[str], str] | Mapping[str, str] | None = None,
     skip: Callable[[str], bool] | Iterable[str] = (),
+    stacks: Mapping[str, str] | None = None,
     cache: str | os.PathLike[str] | None = None,
     cache_bytes_max: SupportsIndex | None = None,
     process_group: dist.ProcessGroup | None = None,
@@ -246,6 +247,9 @@ def load(
     unexpected names; shapes and dtypes never differ, and where no name matches it raises Mismatch
     all the same. When fewer names match than not, the report and the log warn, with the nearest
     names. `rename` gives the checkpoint's name for a name of the state, `skip` leaves names out.
+    `stacks` does so where one has all experts in one tensor and the other has one for each:
+    `{"experts.{}.weight": "experts.weight"}` loads one tensor for each from stacks, in every layer
+    and in the optimizer too; the other way round, `{"experts.weight": "experts.{}.weight"}`.
 
     The latest is the newest that a training has saved there. Imports and copies in another layout
     are not, unless there is nothing else; `attempt` names one of them, or one of several
@@ -276,7 +280,7 @@ def load(
                 context.world, "cache", lambda: BlockCache(cache, plain_int(cache_bytes_max))
             )
             path = replace(path, cache=kept)
-        options = LoadOptions(strict, rename, skip, path)
+        options = LoadOptions(strict, rename, skip, dict(stacks or {}), path)
         report = load_state(
             state,
             store=store,
@@ -362,9 +366,10 @@ def resumed(
     url: StoreLike,
     attempt: str,
     *,
+    on_purpose: bool = False,
     process_group: dist.ProcessGroup | None = None,
     storage_options: Mapping[str, Any] | None = None,
 ) -> None:
     """Note that `attempt` was loaded as the newest whole checkpoint: the training continues it."""
     store = this_process.of_group(process_group).store(url, storage_options)
-    this_process.restored(store, attempt, on_purpose=False)
+    this_process.restored(store, attempt, on_purpose=on_purpose)

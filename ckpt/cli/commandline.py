@@ -16,12 +16,14 @@ OK, PROBLEM, USAGE, DIFFERENT, INTERRUPTED = 0, 1, 2, 3, 130
 
 EXAMPLES = """\
 examples:
-  ckpt ls s3://bucket/run                          which checkpoints are there
+  ckpt ls s3://bucket/run                          its checkpoints
   ckpt log runs/7b                                 what happened to them, newest first
-  ckpt du runs/7b                                  what they take on the disk
+  ckpt du runs/7b                                  how much space they take
   ckpt show runs/7b --step 1200                    names, shapes, dtypes, and who stored what
   ckpt show runs/7b --map --output map.html        a picture of it: tensors x ranks x files
   ckpt report runs/7b --output report.html         a page: saves, slow ranks, warnings
+  ckpt watch s3://bucket/run                       follow a run in the terminal
+  ckpt serve runs/7b runs/7b-lr3e4                 follow runs in a local web page
   ckpt diff runs/7b other/run                      which tensors changed, and by how much
   ckpt plan runs/7b --ranks 8 --layout fsdp2       what a load on 8 ranks would read
   ckpt cost --params 70B --ranks 512 --every 10m --mtbf 6h
@@ -31,6 +33,7 @@ examples:
   ckpt export runs/7b model.safetensors --dtype bfloat16
   ckpt import fsdp-checkpoint/ runs/7b --step 1200
   ckpt salvage runs/7b/steps/00001200-e000001-0123456789abcdef
+  ckpt rescue /mnt/host1/run /mnt/host2/run s3://bucket/run
   ckpt prune runs/7b --keep-last 3 --dry-run
   ckpt rm runs/7b 1200
   eval "$(ckpt completion bash)"
@@ -53,7 +56,7 @@ def all_commands() -> list[Command]:
 def _built() -> tuple[argparse.ArgumentParser, list[Command]]:
     parser = argparse.ArgumentParser(
         prog="ckpt",
-        description="Look at sharded checkpoints; compare, check, move, export and prune them.",
+        description="Inspect, compare, verify, move, export and prune sharded checkpoints.",
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -83,6 +86,8 @@ _COMMANDS = (
     looking.add_du,
     looking.add_show,
     looking.add_report,
+    looking.add_watch,
+    looking.add_serve,
     comparing.add_diff,
     comparing.add_plan,
     costing.add_cost,
@@ -92,6 +97,7 @@ _COMMANDS = (
     moving.add_export,
     moving.add_import,
     keeping.add_salvage,
+    keeping.add_rescue,
     keeping.add_mend,
     keeping.add_prune,
     keeping.add_rm,

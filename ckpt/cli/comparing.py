@@ -65,8 +65,8 @@ def _sides(arguments: argparse.Namespace) -> tuple[str, str, int | None, int | N
         steps = [info.step for info in list_steps(arguments.url, dict(arguments.option))]
         if len(set(steps)) < 2:
             raise CheckpointError(
-                f"{arguments.url} has {len(steps)} checkpoints: nothing to compare with; name "
-                "another checkpoint after it, as in `ckpt diff A B`"
+                f"{arguments.url} has {counted(len(set(steps)), 'step')}: nothing to compare with; "
+                "name another checkpoint after it, as in `ckpt diff A B`"
             )
         # The newest step may be there twice, where a training went back and came to it again.
         older = [step for step in steps if step != steps[-1]]

@@ -22,7 +22,8 @@ from ckpt.tools.cost import (
     state_nbytes,
     young,
 )
-from ckpt.tools.report import duration, report_of
+from ckpt.tools.report import report_of
+from ckpt.tools.run import duration
 
 Row: TypeAlias = tuple[str, str, str]
 

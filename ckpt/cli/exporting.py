@@ -37,8 +37,10 @@ def export_checkpoint(arguments: argparse.Namespace) -> int:
                 keep_tied=arguments.keep_tied,
                 optimizer=arguments.optimizer,
                 preset=arguments.preset,
+                stacks=dict(arguments.stack),
             ),
             format=arguments.format,
+            config=arguments.config,
             shard_nbytes_max=arguments.shard_size,
             memory_nbytes_max=arguments.memory_max,
             verify=arguments.verify,
@@ -72,7 +74,7 @@ def _show_export(report: ExportReport, seconds: float, *, as_json: bool) -> None
 def import_foreign(arguments: argparse.Namespace) -> int:
     """`ckpt import`."""
     started = time.monotonic()
-    dtype = arguments.dequantize
+    dtype, names = arguments.dequantize, arguments.parameter_names
     dequantize = None if dtype is None else Dequantize(dtype, arguments.dequantize_block)
     with ranks_of_launcher() as rank, progress_bar("importing", shown=rank == 0) as progress:
         report = import_checkpoint(
@@ -81,6 +83,8 @@ def import_foreign(arguments: argparse.Namespace) -> int:
             step=arguments.step,
             rename=renaming(arguments.rename),
             skip=arguments.skip,
+            parameter_names=None if names is None else names.read_text("utf-8").split(),
+            stacks=dict(arguments.stack),
             dequantize=dequantize,
             memory_nbytes_max=arguments.memory_max,
             verify=arguments.verify,
@@ -108,4 +112,7 @@ def _show_import(report: ImportReport, seconds: float, *, as_json: bool) -> None
     show_names("skipped", report.skipped, NAMES_SHOWN_MAX)
     show_names("left out", report.left_out, NAMES_SHOWN_MAX)
     if any(name.endswith(SUFFIXES) for name in report.left_out):
-        print("a file of torch.save can be imported by its own path, into a root of its own")
+        print(
+            "a file of torch.save can be imported by its own path, into a root of its own; "
+            "--parameter-names brings an optimizer and schedulers together with the weights"
+        )

@@ -9,6 +9,7 @@ from contextlib import closing
 from typing import Any
 
 from ckpt.cli.commandline import OK, PROBLEM
+from ckpt.cli.rescuing import ls_near
 from ckpt.cli.screen import age, counted, date, fields_json, show_json, show_table, size
 from ckpt.commit.lines import latest_last
 from ckpt.commit.locate import commit_times, entry_by_path, live_entries
@@ -33,6 +34,8 @@ WHAT_HAPPENED = {
 
 def ls(arguments: argparse.Namespace) -> int:
     """`ckpt ls`."""
+    if arguments.near:
+        return ls_near(arguments)
     with closing(open_store(arguments.url, **dict(arguments.option))) as store:
         try:
             live = latest_last(live_entries(store))

@@ -7,12 +7,12 @@ import sys
 import time
 from collections.abc import Sequence
 from contextlib import closing
-from functools import reduce
-from operator import or_
-from typing import Any, Literal
+from typing import Any
 
 from ckpt.cli.commandline import DIFFERENT, OK, PROBLEM
+from ckpt.cli.rules import rule_of
 from ckpt.cli.screen import confirmed, counted, show_json, size
+from ckpt.commit.leases import leases_of
 from ckpt.commit.lines import line_text, of_step, resumable
 from ckpt.commit.log import Log, LogState
 from ckpt.commit.maintenance import Maintenance
@@ -20,11 +20,7 @@ from ckpt.commit.records import LiveEntry
 from ckpt.commit.sweep import NotRetired, why_not_retire
 from ckpt.errors import CheckpointError, NoCheckpoint
 from ckpt.service.retention import (
-    KeepBest,
-    KeepEvery,
-    KeepLatest,
     KeepRule,
-    KeepYounger,
     RetentionPlan,
     candidates_of,
     carry_out,
@@ -42,7 +38,8 @@ def prune(arguments: argparse.Namespace) -> int:
     """`ckpt prune`."""
     with closing(open_store(arguments.url, **dict(arguments.option))) as store:
         maintenance = Maintenance.open(store)
-        rule = _rule(arguments)
+        rule = rule_of(arguments)
+        assert rule is not None, "the command line has made sure that there is one"
         plan = _plan(store, maintenance, rule)
         if arguments.dry_run and arguments.json:
             show_json(_plan_json(store, plan))
@@ -54,7 +51,11 @@ def prune(arguments: argparse.Namespace) -> int:
         agreed = {verdict.entry.attempt for verdict in plan.retire}
         latest = _plan(store, maintenance, rule)
         retire = tuple(verdict for verdict in latest.retire if verdict.entry.attempt in agreed)
-        gone, stayed = carry_out(RetentionPlan(latest.keep, retire), maintenance.retire)
+        gone, stayed = carry_out(
+            RetentionPlan(latest.keep, retire),
+            maintenance.retire,
+            leases=lambda: leases_of(store, now_unix=time.time()),
+        )
     kept = len(latest.keep) + len(latest.retire) - len(gone)
     if arguments.json:
         show_json({"deleted": _entries_json(gone), "stayed": list(stayed)})
@@ -74,22 +75,6 @@ def _plan(store: Store, maintenance: Maintenance, rule: KeepRule) -> RetentionPl
     if plan.refused:
         raise CheckpointError(f"{store.url}: {DELETED_NOTHING}: {plan.refused}")
     return plan
-
-
-def _rule(arguments: argparse.Namespace) -> KeepRule:
-    """What any of the options keeps; the command line has made sure that there is one."""
-    rules: list[KeepRule] = []
-    if arguments.keep_last is not None:
-        rules.append(KeepLatest(arguments.keep_last))
-    if arguments.keep_every is not None:
-        rules.append(KeepEvery(arguments.keep_every))
-    if arguments.keep_best is not None:
-        count, mode = arguments.keep_best
-        unmeasured: Literal["keep", "retire"] = "retire" if arguments.retire_unmeasured else "keep"
-        rules.append(KeepBest(count, mode=mode, unmeasured=unmeasured))
-    if arguments.keep_younger is not None:
-        rules.append(KeepYounger(arguments.keep_younger))
-    return reduce(or_, rules)
 
 
 def _show_plan(store: Store, plan: RetentionPlan, *, to_stderr: bool) -> None:

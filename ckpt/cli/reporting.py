@@ -8,7 +8,8 @@ from typing import Any
 from ckpt.cli.commandline import OK
 from ckpt.cli.report_page import page_of
 from ckpt.cli.screen import counted, fields_json, show_json, write_page
-from ckpt.tools.report import Report, ReportedSave, report_of
+from ckpt.tools.report import Report, report_of
+from ckpt.tools.run import ReportedSave
 
 
 def report(arguments: argparse.Namespace) -> int:

@@ -1,4 +1,4 @@
-"""What commands show with: tables, a progress bar, sizes, times. The only user of `rich`."""
+"""What commands show with: tables, a progress bar, sizes, times, with `rich`."""
 
 from __future__ import annotations
 
@@ -175,6 +175,18 @@ def size(nbytes: int) -> str:
             return f"{nbytes} B" if unit == "B" else f"{amount:.1f} {unit}"
         amount /= 1024
     raise AssertionError("unreachable")
+
+
+def seconds_text(seconds: float) -> str:
+    """A duration as people say it: `0.3 ms`, `45 ms`, `1.25 s`, `132 s`."""
+    if seconds < 0.0995:
+        return f"{1000 * seconds:.2g} ms"
+    return f"{seconds:.3g} s" if seconds < 100 else f"{seconds:.0f} s"
+
+
+def rate_text(nbytes_per_second: float) -> str:
+    """`1.5 GiB/s`."""
+    return f"{size(int(nbytes_per_second))}/s"
 
 
 def date(unix: float | None) -> str:

@@ -113,7 +113,7 @@ def log_saved(totals: SaveTotals, path: str) -> None:
     fields = totals.model_dump(exclude={"warnings"})
     fields |= {"event": "saved", "path": path, "mib_per_second": totals.nbytes_per_second / MIB}
     logger.info(
-        "saved step %d in %.2f s: training stood still %.1f ms, %.1f MiB at %.1f MiB/s, "
+        "saved step %d in %.2f s: training blocked %.1f ms, %.1f MiB at %.1f MiB/s, "
         "%d retries, slowest rank %d (%s %.2f s): %s",
         totals.step,
         totals.seconds,

@@ -36,7 +36,7 @@ class SaveTotals(_TelemetryModel):
     """One save as a whole. Seconds are of the coordinator's clock, from its beginning to its
     commit.
 
-    `blocked_seconds` is how long training stood still on the rank where that was longest.
+    `blocked_seconds` is how long training was blocked on the rank where that was longest.
     `staged_nbytes` and `retries` are sums over all ranks. The slowest rank is the one that was at
     work longest, waits left out; `slowest_phase` is what took it longest.
     """

@@ -53,7 +53,7 @@ def state_nbytes(
     """
     for name in (dtype, state_dtype, master_dtype):
         if name and name not in DTYPES:
-            raise ValueError(f"{name!r} is no dtype that can be stored; one is 'bfloat16'")
+            raise ValueError(f"{name!r} is not a dtype that can be stored, such as 'bfloat16'")
     if optimizer not in OPTIMIZER_STATES:
         raise ValueError(f"{optimizer!r}: expected one of {', '.join(OPTIMIZER_STATES)}")
     if params < 1:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import secrets
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from typing import Any
@@ -33,7 +33,14 @@ from ckpt.commit.records import (
 )
 from ckpt.errors import CheckpointError, Corrupt, NoCheckpoint
 from ckpt.format.manifest_codec import decode_manifest
-from storage import KeyExistsError, KeyNotFoundError, Store, StoreLike, open_store
+from storage import (
+    CorruptObjectError,
+    KeyExistsError,
+    KeyNotFoundError,
+    Store,
+    StoreLike,
+    open_store,
+)
 
 Live = tuple[LiveEntry, ...]
 Body = tuple[Kind, int, str | None, Live]  # of a record: kind, epoch, attempt, live
@@ -98,12 +105,28 @@ def _append(
     # Readers compare the links of records back to this mark, and no further.
     log.put(slot, ("CLAIM", epoch, None, known), MENDED + secrets.token_bytes(8))
     live = known
-    again = [entry for entry in back if latest is None or entry.attempt != latest.attempt]
-    for entry in (*again, *([latest] if latest is not None else [])):
+    again = _references_first(back, known)
+    if latest is not None and again[-1:] != [latest]:
+        again.append(latest)
+    for entry in again:
         slot += 1
         others = tuple(e for e in live if e.attempt != entry.attempt)
         live = (*others, replace(entry, slot=slot))
         log.put(slot, ("COMMIT", epoch, entry.attempt, live))
+
+
+def _references_first(entries: Sequence[LiveEntry], known: Sequence[LiveEntry]) -> list[LiveEntry]:
+    """The entries such that each comes after those that it needs, by whatever clock they were
+    committed; else in the order given. No entry needs itself.
+    """
+    there = {entry.attempt for entry in known}
+    waiting, result = list(entries), []
+    while waiting:
+        ready = next(e for e in waiting if there.issuperset(e.references))
+        waiting.remove(ready)
+        there.add(ready.attempt)
+        result.append(ready)
+    return result
 
 
 def _newest_last(wanted: list[LiveEntry]) -> LiveEntry | None:
@@ -185,21 +208,24 @@ class _Survey:
             for entry in self.live_of(self.records[slot]):
                 times.setdefault(entry.attempt, self.records[slot].time_unix)
         whole = {name: entry for name, entry in entries.items() if self._is_whole(entry)}
-        # What is left out may be needed by others, which are left out in turn.
-        while True:
-            kept = {n: e for n, e in whole.items() if all(r in whole for r in e.references)}
-            if len(kept) == len(whole):
-                break
-            whole = kept
-        in_order = sorted(whole.values(), key=lambda e: (times[e.attempt], e.slot))
-        return in_order, tuple(entry for name, entry in entries.items() if name not in whole)
+        # What is left out may be needed by others, which are left out in turn; so is what needs
+        # itself, which no writer of this library has made.
+        sound: dict[str, LiveEntry] = {}
+        count = -1
+        while count != len(sound):  # once more than needed, and needed once as a rule
+            count = len(sound)
+            for name, entry in whole.items():
+                if all(needed in sound for needed in entry.references):
+                    sound[name] = entry
+        in_order = sorted(sound.values(), key=lambda e: (times[e.attempt], e.slot))
+        return in_order, tuple(entry for name, entry in entries.items() if name not in sound)
 
     def _is_whole(self, entry: LiveEntry) -> bool:
         try:
             manifest = decode_manifest(read_manifest(self.store, entry))
             sizes = zip(file_keys(entry.prefix, manifest), manifest.file_nbytes, strict=True)
             return all(self.store.info(key).nbytes == nbytes for key, nbytes in sizes)
-        except (CheckpointError, KeyNotFoundError):
+        except (CheckpointError, CorruptObjectError, KeyNotFoundError):
             return False
 
     def filler(self, slot: int) -> Body:

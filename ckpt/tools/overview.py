@@ -40,7 +40,8 @@ class Event:
     `epoch` is that of the session: every CLAIM begins a new one. `live` counts the checkpoints
     after it. `line` is that of the checkpoint, None where it has none or `step` is None.
     `problem` says why the record does not follow the one before it, and whether it counts; "" where
-    all is well. `is_undone`: a RETIRE of what nobody acknowledged.
+    all is well. `is_undone`: a RETIRE of what nobody acknowledged. `nbytes` is what the own files
+    of the checkpoint take, None where the log does not say.
     """
 
     slot: int
@@ -54,6 +55,7 @@ class Event:
     line: int | None = None
     problem: str = ""
     is_undone: bool = False
+    nbytes: int | None = None
 
 
 def history(
@@ -79,12 +81,15 @@ def history(
         # The record before the first has the step of what the first may have retired.
         slots = [*range(max(0, first - 1), newest + 1), *(slot for slot in behind if slot)]
         with ThreadPoolExecutor(READERS, thread_name_prefix="ckpt-log") as pool:
-            records = list(pool.map(lambda slot: _record(log, slot), slots))
-        events = _events(log, records)
+            records = list(pool.map(lambda slot: record_of(log, slot), slots))
+        events = events_of(log, records)
     return tuple(event for event in reversed(events) if event.slot >= first)
 
 
-def _events(log: Log, records: Sequence[Record]) -> list[Event]:
+def events_of(log: Log, records: Sequence[Record]) -> list[Event]:
+    """What consecutive records of a log say, in their order. The first one may lack its step: of
+    what a RETIRE retires, the record before it says more.
+    """
     # A RETIRE no longer lists what it retires: step and metric are those that a record before had.
     known: dict[str, LiveEntry] = {}
     events = []
@@ -112,7 +117,8 @@ def _retired(log: Log, before: Record, record: Record) -> LiveEntry | None:
         return None
 
 
-def _record(log: Log, slot: int) -> Record:
+def record_of(log: Log, slot: int) -> Record:
+    """One record of a log. Raises Corrupt when it is damaged or was removed."""
     try:
         return log.record(slot)
     except KeyNotFoundError:
@@ -135,6 +141,7 @@ def _event(record: Record, known: Mapping[str, LiveEntry]) -> Event:
         live=record.count,
         line=entry.line if entry else None,
         is_undone=record.write_id.startswith(UNDONE),
+        nbytes=entry.nbytes if entry else None,
     )
 
 

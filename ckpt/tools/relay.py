@@ -24,7 +24,7 @@ from ckpt.format.object_parts import PART_NBYTES, fill_and_send, sending
 from ckpt.format.stored_index import check_seal, index_of, read_into
 from ckpt.layout.buffers import aligned_buffer
 from ckpt.saving.resumable import is_written
-from storage import Store
+from storage import CorruptObjectError, Store
 
 
 class Tile(NamedTuple):
@@ -179,7 +179,10 @@ def _is_intact(store: Store, key: str, tiles: Sequence[Tile]) -> bool:
     starts = [tile.start for tile in tiles]
     for start in range(0, tiles[-1].stop, PART_NBYTES):
         part = buffer[: min(PART_NBYTES, tiles[-1].stop - start)]
-        store.get_into(key, start, [part])
+        try:
+            store.get_into(key, start, [part])
+        except CorruptObjectError:
+            return False
         fragments += _fragments(tiles, starts, start, part)
     try:
         _check(tiles, fragments, key)

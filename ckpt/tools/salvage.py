@@ -18,18 +18,26 @@ from ckpt.commit.names import MANIFEST_NAME
 from ckpt.errors import CheckpointError, Corrupt, InvalidState
 from ckpt.format.blake3 import Digests
 from ckpt.format.checksum import crc32c
-from ckpt.format.codec import decode_values
-from ckpt.format.datafile import DIGESTS, PER_RANK, VALUES
-from ckpt.format.datafile_index import DataFileIndex, read_data_file_index
+from ckpt.format.damage import raising_corrupt
+from ckpt.format.datafile import DIGESTS
+from ckpt.format.datafile_index import DataFileIndex
 from ckpt.format.manifest import Manifest
 from ckpt.format.manifest_codec import encode_manifest
 from ckpt.format.merging import build_manifest
-from ckpt.format.metadata import FileDescription, data_file_name, describe_file
-from ckpt.format.part import FileColumns, Part, PartTexts, TensorRecord, part_of_files
+from ckpt.format.metadata import FileDescription, data_file_name
+from ckpt.format.opened_files import (
+    OpenedFile,
+    contradictions,
+    files_by_rank,
+    open_file,
+    open_index,
+    part_of_rank,
+)
+from ckpt.format.part import FileColumns
 from ckpt.format.references import parse_reference
-from ckpt.format.stored_index import digests_in, extra_of
-from storage.errors import KeyExistsError, KeyNotFoundError
-from storage.store import ByteRange, Store
+from ckpt.format.stored_index import digests_in, extra_of, read_bytes
+from storage.errors import CorruptObjectError, KeyExistsError, KeyNotFoundError
+from storage.store import Store
 
 SUFFIX = ".safetensors"
 READ_BYTES = 8 << 20
@@ -70,7 +78,10 @@ def salvage(store: Store, prefix: str, *, verify: bool = True) -> SalvageReport:
     for info in names:
         name = info.key[len(prefix) + 1 :]
         try:
-            file = _open_file(store, info.key, name, info.nbytes)
+            # Of a listing only the name: see `ObjectInfo` for the sizes of encoded roots.
+            with raising_corrupt():
+                nbytes = store.info(info.key).nbytes
+            file = open_file(store, info.key, name, nbytes)
             index = file.described
             checked += _check_chunks(store, info.key, index, range(len(index.chunks)), verify)
             files.append(file)
@@ -83,12 +94,13 @@ def salvage(store: Store, prefix: str, *, verify: bool = True) -> SalvageReport:
     missing += tuple(shared.missing)
     problems += shared.problems
     checked += shared.nbytes_checked
-    problems += _contradictions(files)
+    problems += contradictions(files)
     manifest = None
     if files and not missing and not problems:
         try:
             manifest = build_manifest(
-                files[0].place.header, [_part(rank, own) for rank, own in _by_rank(files).items()]
+                files[0].place.header,
+                [part_of_rank(rank, own) for rank, own in files_by_rank(files).items()],
             )
         except (InvalidState, Corrupt) as error:
             problems.append(str(error))
@@ -112,7 +124,9 @@ def write_manifest(store: Store, report: SalvageReport) -> bytes:
     try:
         store.put_if_absent(key, data)
     except KeyExistsError:
-        if store.get(key) != data:
+        with raising_corrupt():
+            is_same = store.get(key) == data
+        if not is_same:
             raise Corrupt(
                 f"{key} exists and differs from what the data files say: move it away, then repeat"
             ) from None
@@ -122,55 +136,17 @@ def write_manifest(store: Store, report: SalvageReport) -> bytes:
 def matches_manifest(store: Store, report: SalvageReport) -> bool | None:
     """Whether the MANIFEST that is there equals the rebuilt one; None when there is none."""
     with contextlib.suppress(KeyNotFoundError):
-        there = store.get(f"{report.prefix}/{MANIFEST_NAME}")
+        try:
+            there = store.get(f"{report.prefix}/{MANIFEST_NAME}")
+        except CorruptObjectError:
+            return False
         return report.manifest is not None and there == encode_manifest(report.manifest)
     return None
-
-
-class _SalvagedFile(NamedTuple):
-    name: str
-    described: DataFileIndex
-    place: FileDescription
-    values: bytes
-    per_rank: bytes
-    digests: Digests
-    referenced: tuple[FileColumns, ...] = ()
 
 
 def is_data_file(name: str) -> bool:
     """Whether a name inside a checkpoint's directory is that of a data file."""
     return name.endswith(SUFFIX) and "/" not in name
-
-
-def _open_file(store: Store, key: str, name: str, nbytes: int) -> _SalvagedFile:
-    index, place = _open_index(store, key, nbytes)
-    extras = {extra: extra_of(store, key, index, extra) for extra in index.extras}
-    for extra in (VALUES, PER_RANK):
-        # Raises Corrupt: a manifest with values that nothing can decode would load nowhere.
-        if extra in extras:
-            decode_values(extras[extra])
-    return _SalvagedFile(
-        name,
-        index,
-        place,
-        extras.get(VALUES, b""),
-        extras.get(PER_RANK, b""),
-        digests_in(key, index, extras.get(DIGESTS)),
-    )
-
-
-def _open_index(store: Store, key: str, nbytes: int) -> tuple[DataFileIndex, FileDescription]:
-    def read(start: int, stop: int) -> bytes:
-        return store.get(key, ByteRange(start, stop)) if stop > start else b""
-
-    index = read_data_file_index(read, nbytes, name=key)
-    try:
-        place = describe_file(index)
-    except Corrupt as error:
-        raise Corrupt(f"{key}: {error}") from error
-    if place.header.block_bytes != index.block_bytes:
-        raise Corrupt(f"{key}: block_bytes {index.block_bytes}, header {place.header.block_bytes}")
-    return index, place
 
 
 def _check_chunks(store: Store, key: str, index: DataFileIndex, chunks: range, verify: bool) -> int:
@@ -195,7 +171,7 @@ def _check_chunks(store: Store, key: str, index: DataFileIndex, chunks: range, v
             high = min(low + block_bytes, start + chunk.nbytes)
             if high > window_start + len(window):
                 stop = min(max(low + step, high), end)
-                window, window_start = memoryview(store.get(key, ByteRange(low, stop))), low
+                window, window_start = memoryview(read_bytes(store, key, low, stop)), low
                 total += stop - low
             if crc32c(window[low - window_start : high - window_start]) != int(
                 index.checksums[first + block]
@@ -219,7 +195,7 @@ class _Shared:
         self.missing: list[str] = []
         self.problems: list[str] = []
 
-    def added_to(self, file: _SalvagedFile) -> _SalvagedFile:
+    def added_to(self, file: OpenedFile) -> OpenedFile:
         """`file` with the chunks that its rank has in files of other attempts."""
         chosen: dict[str, list[int]] = {}
         for name, start, stop in file.place.references:
@@ -253,7 +229,9 @@ class _Shared:
 
     def _read(self, name: str, place: FileDescription) -> _ReferencedFile:
         key = file_key(self._prefix, name)
-        index, other = _open_index(self._store, key, self._store.info(key).nbytes)
+        with raising_corrupt():
+            nbytes = self._store.info(key).nbytes
+        index, other = open_index(self._store, key, nbytes)
         reference = parse_reference(name)
         if reference is None or other.header.attempt != reference.attempt:
             raise Corrupt(f"{key}: is a file of {other.header.attempt}")
@@ -294,14 +272,14 @@ def _some_chunks(name: str, file: _ReferencedFile, chosen: Sequence[int]) -> Fil
     )
 
 
-def _missing(files: Sequence[_SalvagedFile]) -> tuple[str, ...]:
+def _missing(files: Sequence[OpenedFile]) -> tuple[str, ...]:
     """Names of files that other files refer to. A rank without any file lacks its first one."""
     if not files:
         return ()
-    by_rank = _by_rank(files)
+    ranks = files_by_rank(files)
     missing: list[str] = []
     for rank in range(files[0].place.header.world_size):
-        own = [file.place for file in by_rank.get(rank, ())]
+        own = [file.place for file in ranks.get(rank, ())]
         there = {place.file_index for place in own}
         count = max((place.file_count for place in own), default=1)
         names = (
@@ -311,62 +289,3 @@ def _missing(files: Sequence[_SalvagedFile]) -> tuple[str, ...]:
         if len(missing) >= MISSING_MAX:  # a crafted file can claim billions of ranks
             break
     return tuple(missing)
-
-
-def _by_rank(files: Sequence[_SalvagedFile]) -> dict[int, list[_SalvagedFile]]:
-    by_rank: dict[int, list[_SalvagedFile]] = {}
-    for file in sorted(files, key=lambda file: (file.place.rank, file.place.file_index)):
-        by_rank.setdefault(file.place.rank, []).append(file)
-    return by_rank
-
-
-def _contradictions(files: Sequence[_SalvagedFile]) -> list[str]:
-    """Files of different attempts, or two files for one place."""
-    problems = []
-    has_digests = any(len(file.digests) or file.referenced for file in files)
-    for rank, own in _by_rank(files).items():
-        places: dict[int, str] = {}
-        for file in own:
-            if file.place.header != files[0].place.header:
-                problems.append(f"{file.name}: its header differs from that of {files[0].name}")
-            if file.place.file_count != own[0].place.file_count:
-                problems.append(
-                    f"{file.name}: differs from {own[0].name} in how many files there are"
-                )
-            if bool(len(file.digests)) != has_digests and file.described.chunks:
-                problems.append(
-                    f"{file.name}: has digests of its chunks, or lacks them, unlike others"
-                )
-            other = places.setdefault(file.place.file_index, file.name)
-            if other != file.name:
-                problems.append(f"{file.name}: is the same file of rank {rank} as {other}")
-    return problems
-
-
-def _part(rank: int, files: Sequence[_SalvagedFile]) -> Part:
-    """What the rank would have sent to the coordinator, as far as the manifest needs it."""
-    infos: dict[str, TensorRecord] = {}
-    shared = [columns for file in files for columns in file.referenced]
-    for chunks in (*(file.described.chunks for file in files), *(file.chunks for file in shared)):
-        for chunk in chunks:
-            info = TensorRecord(chunk.fqn, chunk.dtype, chunk.global_shape, chunk.kind)
-            if infos.setdefault(chunk.fqn, info) != info:
-                raise Corrupt(f"{chunk.fqn}: described as {info} and as {infos[chunk.fqn]}")
-    for info in files[0].place.empty_tensors:
-        infos.setdefault(info.fqn, info)
-    columns = [
-        FileColumns(
-            name=file.name,
-            nbytes=file.described.nbytes,
-            data_start=len(file.described.header),
-            chunks=file.described.chunks,
-            offsets=file.described.offsets,
-            block_counts=np.diff(file.described.first_block),
-            checksums=file.described.checksums,
-            digests=file.digests,
-            seal=file.described.seal,
-        )
-        for file in files
-    ]
-    texts = PartTexts(files[0].place.aliases, files[0].values, per_rank=files[0].per_rank)
-    return part_of_files([*columns, *shared], rank=rank, tensors=list(infos.values()), texts=texts)

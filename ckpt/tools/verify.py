@@ -19,6 +19,7 @@ from ckpt.commit.locate import file_key
 from ckpt.commit.numbers import plain_int
 from ckpt.errors import Corrupt, UnsupportedFormat
 from ckpt.format.checksum import crc32c, crc32c_of_each
+from ckpt.format.damage import raising_corrupt
 from ckpt.format.datafile import DIGESTS
 from ckpt.format.datafile_index import read_data_file_index
 from ckpt.format.manifest import Manifest
@@ -26,7 +27,15 @@ from ckpt.format.references import is_reference
 from ckpt.layout.buffers import aligned_buffer
 from ckpt.loading.block_sums import BlockSums
 from ckpt.loading.contents import find_checkpoint
-from storage import ByteRange, KeyNotFoundError, ShortReadError, Store, StoreLike, open_store
+from storage import (
+    ByteRange,
+    CorruptObjectError,
+    KeyNotFoundError,
+    ShortReadError,
+    Store,
+    StoreLike,
+    open_store,
+)
 
 MIB = 1 << 20
 READ_NBYTES = 8 * MIB
@@ -184,6 +193,8 @@ def _file_damage(
         found_nbytes = store.info(key).nbytes
     except KeyNotFoundError:
         return [whole_file(f"{key}: the file is missing ({nbytes} bytes)")], False
+    except CorruptObjectError as error:
+        return [whole_file(str(error))], True
     damage = []
     if found_nbytes != nbytes:
         # Its blocks are still read: they say which tensors a cut file has lost.
@@ -191,7 +202,8 @@ def _file_damage(
         return damage, True
 
     def read(start: int, stop: int) -> bytes:
-        return store.get(key, ByteRange(start, stop)) if stop > start else b""
+        with raising_corrupt():
+            return store.get(key, ByteRange(start, stop)) if stop > start else b""
 
     try:
         index = read_data_file_index(read, nbytes, name=key)
@@ -200,9 +212,14 @@ def _file_damage(
     for name, (offset, extra_nbytes) in index.extras.items():
         if extras is not None and name not in extras:
             continue
-        if crc32c(read(offset, offset + extra_nbytes)) != index.extra_checksums[name]:
-            stop = offset + extra_nbytes
-            text = f"{key}: {name} (bytes {offset} to {stop}) does not match its checksum"
+        stop = offset + extra_nbytes
+        text = ""
+        try:
+            if crc32c(read(offset, stop)) != index.extra_checksums[name]:
+                text = f"{key}: {name} (bytes {offset} to {stop}) does not match its checksum"
+        except Corrupt as error:
+            text = f"{key}: {name} (bytes {offset} to {stop}): {error}"
+        if text:
             damage.append(Damage(key, name, 0, offset, stop, text))
     return damage, True
 
@@ -244,6 +261,12 @@ def _run_damage(
     except (ShortReadError, KeyNotFoundError):
         # The length of the file has been reported; say which tensors that costs.
         return [_damage(manifest, key, block, "is cut off") for block in run.blocks]
+    except CorruptObjectError:
+        # One damaged place fails the whole request: each block by itself shows where it is.
+        if len(run.blocks) == 1:
+            return [_damage(manifest, key, run.blocks[0], "is stored encoded, and was damaged")]
+        alone = (_BlockRun(run.file, [block]) for block in run.blocks)
+        return [entry for one in alone for entry in _run_damage(sums, one, buffer, known=known)]
     if not known:
         return []
     blocks = np.array(run.blocks, dtype=np.int64)

@@ -78,7 +78,9 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Prepared]:
 
 
 def make_runs(folder: str) -> None:
-    """`runs/7b`, a DCP directory, a safetensors file and a torch file of the same training."""
+    """`runs/7b`, a DCP directory, a safetensors file and a torch file of the same training, and
+    `base`, the folder of a model's config.
+    """
     import ckpt
 
     os.chdir(folder)
@@ -93,6 +95,8 @@ def make_runs(folder: str) -> None:
     ckpt.export("runs/7b", "dcp/checkpoint", format="dcp", selection=ckpt.Selection(optimizer=True))
     ckpt.export("runs/7b", "pretrained.safetensors")
     torch.save({"model": names["model"].state_dict()}, "weights.pt")
+    Path("base").mkdir()
+    Path("base/config.json").write_text('{"model_type": "tiny"}', encoding="utf-8")
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if blocks_of(page)])

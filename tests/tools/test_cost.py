@@ -338,12 +338,12 @@ def test_the_command_shows_what_it_was_given(capsys: pytest.CaptureFixture[str])
     [
         ([], "give a url, or --params and --ranks"),
         (["--params", "7B"], "give a url, or --ranks"),
-        (["runs/7b", "--params", "7B"], "--params is for a training without a url"),
-        (["runs/7b", "--state-dtype", "float32"], "--state-dtype is for a training without a url"),
-        ([*SEVENTY[1:], "--persist", "3s", "--bandwidth", "3GB"], "say one of them"),
-        (["--params", "7X"], "is no number of parameters"),
-        (["--params", "0"], "is no number of parameters"),
-        ([*SEVENTY[1:], "--every", "10"], "is no time"),
+        (["runs/7b", "--params", "7B"], "--params goes without a url"),
+        (["runs/7b", "--state-dtype", "float32"], "--state-dtype goes without a url"),
+        ([*SEVENTY[1:], "--persist", "3s", "--bandwidth", "3GB"], "give one of them"),
+        (["--params", "7X"], "is not a number of parameters"),
+        (["--params", "0"], "is not a number of parameters"),
+        ([*SEVENTY[1:], "--every", "10"], "is not a time"),
         ([*SEVENTY[1:], "--price-reads=-1"], "is not a number of at least 0"),
         ([*SEVENTY[1:], "--price-reads", "nan"], "is not a number of at least 0"),
     ],
@@ -359,7 +359,7 @@ def test_a_wrong_command_line_is_refused(
 
 def test_an_unknown_dtype_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*SEVENTY, "--dtype", "float31"]) == 1
-    assert "'float31' is no dtype" in capsys.readouterr().err
+    assert "'float31' is not a dtype" in capsys.readouterr().err
 
 
 def test_a_root_gives_what_its_saves_took(

@@ -257,7 +257,7 @@ def completions(line: str) -> list[str]:
     ("line", "expected"),
     [
         ("ckpt sh", ["show"]),
-        ("ckpt re", ["report", "reshard"]),
+        ("ckpt re", ["report", "reshard", "rescue"]),
         ("ckpt show run --ma", ["--map"]),
         ("ckpt reshard run to --layout f", ["fsdp2", "flat"]),
         ("ckpt completion ", ["bash", "zsh", "fish"]),
@@ -342,7 +342,7 @@ def to_look_at(root: str) -> str:
 @pytest.mark.parametrize(
     "commands",
     [
-        ["ls", "log", "du", "report", "cost", "rm 3 --dry-run"],
+        ["ls", "log", "du", "report", "watch --once", "cost", "rm 3 --dry-run"],
         ["show", "show --json", "show --map"],
         ["verify"],
         ["prune --keep-last 1 --dry-run"],
@@ -379,7 +379,7 @@ def test_commands_that_move_no_tensor_import_no_torch(
 def test_every_command_that_tells_something_speaks_json(
     root: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    silent = {"completion"}
+    silent = {"completion", "serve"}
     for command in all_commands():
         flags = {name for action in command.actions for name in action.option_strings}
         assert ("--json" in flags) is (command.name not in silent), command.name

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
 import subprocess
 from dataclasses import replace
 from html.parser import HTMLParser
@@ -36,8 +35,8 @@ from storage import StorageError, open_store
 from storage.testing import FaultPlan, FaultyStore
 from tests.e2e.job import state_at
 from tests.service.chaos import ThreadTarget
+from tests.tools.browser import CHROMIUM, CUT, HARD_TO_READ, browser
 
-CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "chrome"))), None)
 RANKS, STEPS, KEPT, SLOW, BROKEN = 4, 9, 4, 2, 5
 
 
@@ -151,13 +150,15 @@ def test_entries_have_the_sizes_of_the_state(root: str) -> None:
 
 
 def test_gaps_between_saves_are_reported(root: str) -> None:
-    from ckpt.tools.report import _notices_of_gaps
+    from ckpt.tools.run import _notices_of_gaps
 
     saves = report_of(root).saves[:5]
     times = (0.0, 60.0, 120.0, 3720.0, 3780.0)
     spaced = [replace(s, committed_unix=t) for s, t in zip(saves, times, strict=True)]
     (gap,) = _notices_of_gaps(spaced, 3800.0)
-    assert gap.text.startswith("60 min without a save between steps 3 and 4; usual are 60 s")
+    assert gap.text.startswith(
+        "60 min without a save between steps 3 and 4; the usual interval is 60 s"
+    )
     assert "has the training ended" in _notices_of_gaps(spaced, 9999.0)[-1].text
 
 
@@ -248,7 +249,9 @@ def shown(page: Path, profile: Path, *more: str) -> tuple[str, str]:
     return done.stdout, "\n".join(line for line in done.stderr.splitlines() if "CONSOLE" in line)
 
 
-def test_labels_of_charts_have_the_room_they_need(root: str) -> None:
+@pytest.mark.server
+@pytest.mark.skipif(CHROMIUM is None, reason="no browser here")
+def test_page_is_whole_and_can_be_read_on_any_screen(root: str, tmp_path: Path) -> None:
     report = report_of(root)
     fast = {"nbytes": 1023 << 20, "seconds": 1.0}
     saves = [
@@ -256,10 +259,17 @@ def test_labels_of_charts_have_the_room_they_need(root: str) -> None:
         for save in report.saves
         if save.totals is not None
     ]
-    page = "".join(page_of(replace(report, saves=tuple(saves))))
-    labels = re.findall(r'<text x="([0-9.]+)" y="[0-9.]+" text-anchor="end">([^<]*/s)</text>', page)
-    assert max(len(text) for _, text in labels) == len("1023.0 MiB/s")
-    assert all(float(x) >= 7 * len(text) for x, text in labels)
+    path = tmp_path / "report.html"
+    path.write_text("".join(page_of(replace(report, saves=tuple(saves)))), encoding="utf-8")
+    with browser(tmp_path / "profile") as page:
+        page.open(path.as_uri())
+        labels = "[...document.querySelectorAll('.ys span')].map((one) => one.textContent)"
+        assert "1023.0 MiB/s" in page.evaluate(labels)
+        for width in (1280, 390):
+            for scheme in ("light", "dark"):
+                page.show_as(width=width, scheme=scheme)
+                assert page.evaluate(CUT) == [], (width, scheme)
+                assert page.evaluate(HARD_TO_READ) == [], (width, scheme)
 
 
 @pytest.mark.server
@@ -272,7 +282,7 @@ def test_browser_shows_the_numbers_without_complaint(root: str, tmp_path: Path) 
     assert console == ""
     assert f"rank {SLOW}" in dom and f'Slowest was <b class="slowest">rank {SLOW}</b>' in dom
     assert dom.count('<rect class="bar') == 4 * len(report.saves)
-    cells = re.findall(r'<td style="background:rgba', dom)
+    cells = re.findall(r'<td class="h\d', dom)
     assert len(cells) >= RANKS * 4
     for save in report.saves:
         assert save.attempt in dom and save.totals is not None

@@ -14,6 +14,7 @@ from ckpt.cli import main
 from storage import open_store
 from tests.servers import S3Server, moto_server
 from tests.tools.conftest import make_net
+from tests.tools.test_serving import Stream, request, serving
 
 pytestmark = pytest.mark.server
 
@@ -118,3 +119,17 @@ def test_missing_bucket_is_reported_in_one_line(
     err = capsys.readouterr().err
     assert err.startswith("ckpt: error: ") and "no-such-bucket-here" in err
     assert err.count("\n") == 1
+
+
+def test_a_run_in_a_bucket_is_followed_beside_one_on_a_disk(
+    server: S3Server, tmp_path: Path
+) -> None:
+    url, local = f"s3://{server.make_bucket()}/run", str(tmp_path / "run")
+    ckpt.save({"x": torch.ones(8)}, url, step=1, storage_options=server.options)
+    ckpt.save({"x": torch.ones(8)}, local, step=5)
+    with serving(url, local, options=server.options) as page:
+        shown = request(page, "/")[2]
+        assert "step 1" in shown and "step 5" in shown and server.secret not in shown
+        with Stream(page) as stream:
+            ckpt.save({"x": torch.ones(8)}, url, step=2, storage_options=server.options)
+            assert "step 2, <time" in stream.until(">2</a>")["data"]

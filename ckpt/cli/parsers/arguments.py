@@ -67,6 +67,7 @@ def add_url(command: Command, help: str = "") -> None:
     about = "a path, s3://bucket/prefix, or any url of fsspec"
     command.add_argument("url", help=help or f"{about}; a root, or one step's directory")
     add_options(command, "--option", "of the store", short="-o")
+    add_key_file(command, "--option", "of the root")
 
 
 def add_memory_max(command: Command) -> None:
@@ -88,6 +89,18 @@ def add_options(command: Command, name: str, whose: str, *, short: str = "") -> 
         metavar="KEY=VALUE",
         type=_key_value,
         help=f"an option {whose}, such as endpoint_url=http://localhost:9000; repeatable",
+    )
+
+
+def add_key_file(command: Command, option: str, whose: str) -> None:
+    """`--key-file` and its like, which gives one more option to what `option` collects."""
+    command.add_argument(
+        option.replace("option", "key-file"),
+        action="append",
+        dest=option.strip("-").replace("-", "_"),
+        metavar="FILE",
+        type=_key_file,
+        help=f"the key {whose}, where that is encrypted: 32 bytes, or 64 hex digits",
     )
 
 
@@ -113,6 +126,19 @@ def add_rename(command: Command, help: str) -> None:
     )
 
 
+def add_stacks(command: Command) -> None:
+    """`--stack OLD=NEW`, repeatable."""
+    command.add_argument(
+        "--stack",
+        action="append",
+        default=[],
+        metavar="OLD=NEW",
+        type=_names,
+        help="stacks of experts as one tensor for each, such as 'experts.weight=experts.{}.weight',"
+        " or the other way round; repeatable, before --rename",
+    )
+
+
 def add_layout(command: Command) -> None:
     """`--layout`: how the ranks that load hold tensors."""
     command.add_argument(
@@ -121,6 +147,35 @@ def add_layout(command: Command) -> None:
         default="fsdp2",
         help="fsdp2: rows, as fully_shard cuts (default); flat: even runs, as FSDP1; replicated",
     )
+
+
+RULES = ("keep_last", "keep_every", "keep_best", "keep_younger")
+
+
+def add_rules(command: Command) -> None:
+    """Rules of retention, as `ckpt.cli.rules` reads them."""
+    command.add_argument("--keep-last", type=count, metavar="N", help="the N newest")
+    command.add_argument(
+        "--keep-every", type=count, metavar="STEPS", help="the first at or after each multiple"
+    )
+    command.add_argument(
+        "--keep-best", type=best, metavar="N[:min|max]", help="by metric; default: the lowest"
+    )
+    command.add_argument(
+        "--keep-younger", type=seconds, metavar="AGE", help="younger than e.g. 90m, 12h, 7d"
+    )
+    command.add_argument(
+        "--retire-unmeasured",
+        action="store_true",
+        help="with --keep-best: delete checkpoints without a metric too; default: keep them",
+    )
+
+
+def rules_problem(arguments: argparse.Namespace) -> str:
+    """What is wrong with the rules; "" when they make sense."""
+    if arguments.retire_unmeasured and arguments.keep_best is None:
+        return "--retire-unmeasured is about --keep-best: give both"
+    return ""
 
 
 # Types of arguments ----------------------------------------------------------------------------
@@ -136,6 +191,17 @@ def _key_value(text: str) -> tuple[str, Any]:
         return key, value
 
 
+def _names(text: str) -> tuple[str, str]:
+    old, _, new = text.partition("=")
+    if not old or not new:
+        raise argparse.ArgumentTypeError(f"{text!r} is not OLD=NEW")
+    return old, new
+
+
+def _key_file(path: str) -> tuple[str, Any]:
+    return "encryption_key", path
+
+
 def _substitution(text: str) -> tuple[re.Pattern[str], str]:
     """The argument REGEX=TEXT. The last "=" counts, so that the expression may hold some."""
     pattern, equals, replacement = text.rpartition("=")
@@ -145,7 +211,7 @@ def _substitution(text: str) -> tuple[re.Pattern[str], str]:
         return re.compile(pattern), replacement
     except re.error as error:
         raise argparse.ArgumentTypeError(
-            f"{pattern!r} is no regular expression: {error}"
+            f"{pattern!r} is not a regular expression: {error}"
         ) from error
 
 
@@ -180,6 +246,13 @@ def count_or_all(text: str) -> int:
     return int(text)
 
 
+def port(text: str) -> int:
+    """The argument PORT: 0 to 65535."""
+    if not text.isdigit() or int(text) > 65535:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a port, which is a number up to 65535")
+    return int(text)
+
+
 def best(text: str) -> tuple[int, str]:
     """The argument N[:min|max]: how many, and which are the best."""
     number, _, mode = text.partition(":")
@@ -193,7 +266,7 @@ def params(text: str) -> int:
     match = re.fullmatch(r"(\d+(?:\.\d+)?)([KMBT]?)", text.upper())
     number = 0 if match is None else float(match[1]) * 1000 ** " KMBT".index(match[2] or " ")
     if number < 1 or number >= 2**63:
-        raise argparse.ArgumentTypeError(f"{text!r} is no number of parameters; write e.g. 70B")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of parameters; write e.g. 70B")
     return round(number)
 
 
@@ -208,5 +281,5 @@ def seconds(text: str) -> float:
     """The argument AGE or TIME, such as 90m, in seconds."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)([smhd])", text)
     if match is None or not float(match[1]):
-        raise argparse.ArgumentTypeError(f"{text!r} is no time; write e.g. 0.5s, 90m, 12h or 7d")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a time; write e.g. 0.5s, 90m, 12h or 7d")
     return float(match[1]) * {"s": 1, "m": 60, "h": 3600, "d": 86400}[match[2]]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from ckpt.cli.parsers.arguments import (
     Commands,
     add_json,
+    add_key_file,
     add_layout,
     add_memory_max,
     add_options,
@@ -41,6 +42,7 @@ def add_diff(commands: Commands) -> None:
         "--sort", choices=("name", "amount"), default="name", help="amount: relative norm first"
     )
     add_options(command, "--other-option", "of the other store (default: the same)")
+    add_key_file(command, "--other-option", "of the other root (default: the same)")
     add_json(command)
 
 
@@ -56,17 +58,19 @@ def add_plan(commands: Commands) -> None:
     )
     add_url(command)
     add_step(command)
-    command.add_argument("--ranks", type=count, metavar="N", help="default: as many as saved it")
+    command.add_argument("--ranks", type=count, metavar="N", help="default: as when it was saved")
     add_layout(command)
     command.add_argument(
         "--like",
         metavar="URL",
-        help="the state is like what is there: a checkpoint of ours or of torch, a safetensors "
-        "file; default: the state fits",
+        help="the state to load into looks like this one: a checkpoint of ours or of torch, or a "
+        "safetensors file; default: a state that fits",
     )
     command.add_argument(
-        "--entry", help="with --like: the name of its entry in the state; default: the only model"
+        "--entry",
+        help="with --like: the entry of the state that it is; default: the only model",
     )
     add_memory_max(command)
     add_options(command, "--like-option", "of the store of --like (default: the same)")
+    add_key_file(command, "--like-option", "of the root of --like (default: the same)")
     add_json(command)

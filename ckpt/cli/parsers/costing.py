@@ -7,6 +7,7 @@ import argparse
 from ckpt.cli.parsers.arguments import (
     Commands,
     add_json,
+    add_key_file,
     add_options,
     count,
     number,
@@ -27,14 +28,15 @@ def add_cost(commands: Commands) -> None:
         "costing:cost",
         "compute what checkpoints cost: bytes, requests, money, lost work, and how often to save",
         "ckpt cost --params 70B --optimizer adamw --ranks 512 --every 10m --keep 3 --mtbf 6h\n"
-        "ckpt cost s3://bucket/run --mtbf 6h             with what its saves took\n"
-        "ckpt cost s3://bucket/run --every 5m            what would be if\n"
-        "no price and no speed is assumed: what depends on one is shown when you give it",
+        "ckpt cost s3://bucket/run --mtbf 6h             with the numbers of its saves\n"
+        "ckpt cost s3://bucket/run --every 5m            what if it saved every 5 minutes\n"
+        "neither prices nor speeds are assumed; lines that depend on one appear when you give it",
     )
     command.add_argument(
-        "url", nargs="?", help="a root, whose telemetry and log have the numbers that you leave out"
+        "url", nargs="?", help="a root; numbers that you leave out come from its telemetry and log"
     )
     add_options(command, "--option", "of the store", short="-o")
+    add_key_file(command, "--option", "of the root")
     command.add_argument("--params", type=params, metavar="N", help="parameters, such as 70B")
     command.add_argument("--optimizer", choices=OPTIMIZERS, help="default: adamw")
     command.add_argument("--dtype", help="of the parameters; default: float32")
@@ -51,7 +53,10 @@ def add_cost(commands: Commands) -> None:
     ):
         command.add_argument(f"--{name}", type=seconds, metavar="TIME", help=f"time {text}")
     command.add_argument(
-        "--bandwidth", type=size, metavar="SIZE", help="of the store, a second: gives --persist"
+        "--bandwidth",
+        type=size,
+        metavar="SIZE",
+        help="bytes per second of the store; gives --persist",
     )
     for name, text in (
         ("storage", "of 1 GiB for a month"),
@@ -68,10 +73,10 @@ def add_cost(commands: Commands) -> None:
 def _check(arguments: argparse.Namespace) -> str:
     """What is wrong with the arguments together; "" where nothing is."""
     if arguments.persist and arguments.bandwidth:
-        return "--bandwidth gives --persist: say one of them"
+        return "--bandwidth determines --persist: give one of them"
     of_model = ("params", "optimizer", "dtype", "state_dtype", "master_dtype")
     if arguments.url is None:
         missing = [f"--{name}" for name in ("params", "ranks") if getattr(arguments, name) is None]
         return f"give a url, or {' and '.join(missing)}" if missing else ""
     given = [f"--{name.replace('_', '-')}" for name in of_model if getattr(arguments, name)]
-    return f"{given[0]} is for a training without a url, which has its own size" if given else ""
+    return f"{given[0]} goes without a url: a root has its own size" if given else ""

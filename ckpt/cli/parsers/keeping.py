@@ -5,14 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 from ckpt.cli.parsers.arguments import (
+    RULES,
     Command,
     Commands,
     add_json,
+    add_rules,
     add_step,
     add_url,
-    best,
-    count,
-    seconds,
+    rules_problem,
 )
 
 
@@ -44,16 +44,29 @@ def add_salvage(commands: Commands) -> None:
     add_json(command)
 
 
+def add_rescue(commands: Commands) -> None:
+    """`ckpt rescue`."""
+    command = commands.add(
+        "rescue",
+        "rescuing:rescue_near",
+        "make the newest near checkpoint of a dead job durable, from its hosts' directories",
+        "ckpt rescue /mnt/host1/run /mnt/host2/run s3://bucket/run",
+    )
+    command.add_argument("near", nargs="+", metavar="NEAR", help="the directory of one host")
+    add_url(command, "the root that the job saved to: a path, s3://bucket/prefix, ...")
+    add_json(command)
+
+
 def add_mend(commands: Commands) -> None:
     """`ckpt mend`."""
     command = commands.add(
         "mend",
         "keeping:mend_log",
-        "make a log whole that was rolled back, restored in part or merged; nothing is removed",
+        "repair a log that was rolled back, restored in part or merged; nothing is removed",
         "ckpt mend runs/7b --dry-run\nckpt mend runs/7b",
     )
     add_url(command, "a root: a path, s3://bucket/prefix, or any url of fsspec")
-    command.add_argument("--dry-run", action="store_true", help="look only; append nothing")
+    command.add_argument("--dry-run", action="store_true", help="report only; append nothing")
     add_json(command)
 
 
@@ -64,27 +77,13 @@ def add_prune(commands: Commands) -> None:
         "removing:prune",
         "retire and delete old checkpoints; a running training is not disturbed",
         "ckpt prune runs/7b --keep-last 3 --dry-run\n"
-        "ckpt prune runs/7b --keep-last 3 --yes            in a script, where nobody can answer\n"
+        "ckpt prune runs/7b --keep-last 3 --yes            in a script, which cannot answer\n"
         "ckpt prune runs/7b --keep-last 2 --keep-every 10000 --keep-best 1:min\n"
-        "kept is what any rule keeps, and always: the latest, the last verified one, pinned ones,\n"
-        "those whose files a kept one needs, and what no training saved (imports; see `ckpt rm`)",
+        "a checkpoint is kept if any rule keeps it; always kept are the latest, the last verified\n"
+        "one, pinned ones, those whose files a kept one needs, and imports (see `ckpt rm`)",
     )
     add_url(command, "a root: a path, s3://bucket/prefix, or any url of fsspec")
-    command.add_argument("--keep-last", type=count, metavar="N", help="the N newest")
-    command.add_argument(
-        "--keep-every", type=count, metavar="STEPS", help="the first at or after each multiple"
-    )
-    command.add_argument(
-        "--keep-best", type=best, metavar="N[:min|max]", help="by metric; default: the lowest"
-    )
-    command.add_argument(
-        "--keep-younger", type=seconds, metavar="AGE", help="younger than e.g. 90m, 12h, 7d"
-    )
-    command.add_argument(
-        "--retire-unmeasured",
-        action="store_true",
-        help="with --keep-best: delete checkpoints without a metric too; default: keep them",
-    )
+    add_rules(command)
     _add_consent(command)
     add_json(command)
     command.set_defaults(check=_some_rule)
@@ -116,10 +115,9 @@ def _add_consent(command: Command) -> None:
 
 
 def _some_rule(arguments: Any) -> str:
-    if arguments.retire_unmeasured and arguments.keep_best is None:
-        return "--retire-unmeasured is about --keep-best: give both"
+    if problem := rules_problem(arguments):
+        return problem
     # Several may be given. A required group of argparse takes exactly one of its options.
-    rules = ("keep_last", "keep_every", "keep_best", "keep_younger")
-    if any(getattr(arguments, rule) is not None for rule in rules):
+    if any(getattr(arguments, rule) is not None for rule in RULES):
         return ""
     return "prune needs a rule: --keep-last, --keep-every, --keep-best or --keep-younger"

@@ -1,13 +1,19 @@
-"""Commands that show what is there: ls, log, du, show, report."""
+"""Commands that show what is there: ls, log, du, show, report, watch, serve."""
 
 from __future__ import annotations
 
 from ckpt.cli.parsers.arguments import (
+    Command,
     Commands,
     add_json,
+    add_options,
+    add_rules,
     add_step,
     add_url,
     count_or_all,
+    port,
+    rules_problem,
+    seconds,
 )
 
 
@@ -17,9 +23,13 @@ def add_ls(commands: Commands) -> None:
         "ls",
         "looking:ls",
         "list the checkpoints of a root, with their times and sizes",
-        "ckpt ls s3://bucket/run\nckpt ls runs/7b --json | jq '.[-1].step'",
+        "ckpt ls s3://bucket/run\nckpt ls runs/7b --json | jq '.[-1].step'\n"
+        "ckpt ls --near /dev/shm/run                       what this host has",
     )
     add_url(command)
+    command.add_argument(
+        "--near", action="store_true", help="URL is a directory of near checkpoints on this host"
+    )
     add_json(command)
 
 
@@ -91,3 +101,67 @@ def add_report(commands: Commands) -> None:
         help="one self-contained HTML page; default: report.html",
     )
     add_json(command)
+
+
+def add_watch(commands: Commands) -> None:
+    """`ckpt watch`."""
+    command = commands.add(
+        "watch",
+        "watching:watch",
+        "follow a run in the terminal: saves as they come, slow ranks, failures",
+        "ckpt watch s3://bucket/run                        Ctrl-C ends it\n"
+        "ckpt watch runs/7b --once                         one frame\n"
+        "ckpt watch runs/7b | tee saves.txt                a line for each thing that happens\n"
+        "ckpt watch runs/7b --json | jq 'select(.kind == \"failed\")'",
+    )
+    add_url(command, "a root, which need not exist yet: a path, s3://bucket/prefix, ...")
+    command.add_argument("--once", action="store_true", help="print one frame and end")
+    add_interval(command)
+    command.add_argument(
+        "--json", action="store_true", help="print a line of JSON for each thing that happens"
+    )
+
+
+def add_serve(commands: Commands) -> None:
+    """`ckpt serve`."""
+    command = commands.add(
+        "serve",
+        "serving:serve",
+        "a local web page that follows runs: timeline, slow ranks, sizes, retention, failures",
+        "ckpt serve s3://bucket/run                        then open the page that it names\n"
+        "ckpt serve runs/7b runs/7b-lr3e4                  two runs side by side\n"
+        "ckpt serve runs/7b --keep-last 3 --keep-every 1000\n"
+        "ssh -t -L 8642:localhost:8642 cluster ckpt serve runs/7b",
+    )
+    about = (
+        "a root, which need not exist yet: a path, s3://bucket/prefix, ...; several are compared"
+    )
+    command.add_argument("urls", nargs="+", metavar="url", help=about)
+    add_options(command, "--option", "of the store", short="-o")
+    command.add_argument(
+        "--port", type=port, default=8642, help="default: 8642; 0 takes a free one"
+    )
+    command.add_argument(
+        "--host", default="127.0.0.1", help="where to listen; default: 127.0.0.1, this machine only"
+    )
+    command.add_argument(
+        "--allow-host",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="a name by which browsers may call it besides localhost; repeatable",
+    )
+    add_interval(command)
+    add_rules(command)
+    command.set_defaults(check=rules_problem)
+
+
+def add_interval(command: Command) -> None:
+    """`--interval`: how often to look."""
+    command.add_argument(
+        "--interval",
+        type=seconds,
+        default=2.0,
+        metavar="TIME",
+        help="between looks after something has happened, then up to 8 times as long; default: 2s",
+    )

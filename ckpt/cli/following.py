@@ -1,0 +1,111 @@
+"""Runs that are followed in the background while a command shows them: for `watch` and `serve`."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+from ckpt.tools.polling import RunPoller, RunState, next_pause
+from storage import options_of_other
+
+Versions = tuple[int, ...]
+
+
+class Following:
+    """Looks at each root in a thread of its own, inside of the `with` block.
+
+    Raises on entering what `RunPoller.poll` raises at its first look.
+    """
+
+    def __init__(
+        self, urls: Sequence[str], options: Mapping[str, Any], *, interval_seconds: float
+    ) -> None:
+        # Options are of the first url, and of others that are of its kind.
+        self.pollers = [
+            RunPoller(url, storage_options=options_of_other(urls[0], options, url, None))
+            for url in urls
+        ]
+        self._interval_seconds = interval_seconds
+        self._changed = threading.Condition()
+        self._is_closing = False
+        self._threads: list[Future[None]] = []
+        self._pool = ThreadPoolExecutor(len(self.pollers), thread_name_prefix="ckpt-follow")
+
+    def __enter__(self) -> Following:
+        try:
+            # All at once: a store that is away takes seconds to be called so.
+            for looked in [self._pool.submit(poller.poll) for poller in self.pollers]:
+                looked.result()
+        except BaseException:
+            self.__exit__()
+            raise
+        self._threads = [self._pool.submit(self._follow, poller) for poller in self.pollers]
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        with self._changed:
+            self._is_closing = True
+            self._changed.notify_all()
+        for poller in self.pollers:
+            poller.hurry()
+        self._pool.shutdown(wait=True)
+        for poller in self.pollers:
+            poller.close()
+
+    @property
+    def states(self) -> tuple[RunState, ...]:
+        """Every run as it was seen last."""
+        return tuple(poller.state for poller in self.pollers)
+
+    @property
+    def is_closing(self) -> bool:
+        """Whether the `with` block has ended."""
+        return self._is_closing
+
+    def wait(self, seen: Versions, seconds: float) -> tuple[RunState, ...]:
+        """The states, once any is of another version than in `seen`, or after `seconds`. Raises as
+        `check` does.
+        """
+
+        def is_over() -> bool:
+            ended = any(thread.done() for thread in self._threads)
+            return ended or self._is_closing or versions_of(self.states) != seen
+
+        with self._changed:
+            self._changed.wait_for(is_over, seconds)
+        self.check()
+        return self.states
+
+    def check(self) -> None:
+        """Raise what a look has raised, when no root could be read before."""
+        for thread in self._threads:
+            if thread.done():
+                thread.result()
+
+    def _follow(self, poller: RunPoller) -> None:
+        pause, seen = self._interval_seconds, poller.state
+        try:
+            while True:
+                with self._changed:
+                    if self._changed.wait_for(lambda: self._is_closing, pause):
+                        return
+                state = poller.poll()
+                has_changed, seen = state is not seen, state
+                pause = next_pause(
+                    pause, shortest_seconds=self._interval_seconds, has_changed=has_changed
+                )
+                if has_changed:
+                    self._notify()
+        finally:
+            self._notify()
+
+    def _notify(self) -> None:
+        with self._changed:
+            self._changed.notify_all()
+
+
+def versions_of(states: Sequence[RunState]) -> Versions:
+    """What `Following.wait` compares."""
+    return tuple(state.version for state in states)

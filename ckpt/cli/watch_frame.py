@@ -1,0 +1,308 @@
+"""What `ckpt watch` shows: one frame as lines of styled text, from a run's state and a size. Pure.
+
+Texts come from storage: each is made visible here, before it is cut to the width of a line.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from ckpt.cli.screen import age, counted, date, rate_text, seconds_text, size
+from ckpt.cli.visible import visible
+from ckpt.telemetry.record import SaveTotals, Telemetry
+from ckpt.tools.polling import RunState
+from ckpt.tools.run import ReportedSave, TrainingRun, busiest_ranks, duration, longest_phases
+
+NOTICES_MAX = 4  # of the worst; `ckpt report` has all
+BUSY_RANKS = 3
+LABEL = 11  # columns of the name of a chart or a phase
+STYLES = {"bad": "bold red", "warning": "yellow", "note": "dim"}
+
+Line = list[tuple[str, str]]  # texts, each with a style of rich
+
+
+class Marks(NamedTuple):
+    """The characters of charts, as the terminal can show them."""
+
+    live: str
+    retired: str
+    failed: str
+    steps: str  # from little to much
+
+
+DRAWN = Marks("●", "○", "✗", "▁▂▃▄▅▆▇█")
+PLAIN = Marks("o", ".", "x", "_.-=+*#@")
+
+
+def marks_of(encoding: str | None) -> Marks:
+    """What a stream of this encoding can show; one without takes any text."""
+    try:
+        "".join(DRAWN).encode(encoding or "utf-8")
+    except (LookupError, UnicodeEncodeError):
+        return PLAIN
+    return DRAWN
+
+
+def frame_of(
+    state: RunState, now_unix: float, *, width: int, height: int, marks: Marks = DRAWN
+) -> list[Line]:
+    """At most `height` lines; what does not fit is left out from the end, the oldest saves first.
+
+    Lines may be wider than `width`: who prints them cuts them.
+    """
+    run = state.run
+    lines = _head(state, now_unix)
+    if not run.saves:
+        return lines[:height]
+    lines += _numbers(run, now_unix)
+    lines += _notices(run, now_unix)
+    lines += _charts(run, max(width - LABEL - 24, 10), marks)
+    if run.measured.full:
+        lines += _phases(run.measured.full[-1], max(width - LABEL - 24, 10), marks)
+    room = height - len(lines) - 2
+    if room > 0:
+        lines += [[], *_table(run.saves[: -room - 1 : -1])]
+    return lines[:height]
+
+
+def _head(state: RunState, now_unix: float) -> list[Line]:
+    lines: list[Line] = [[(visible(state.run.url), "bold")]]
+    since = age(now_unix - state.since_unix)
+    if state.availability == "away":
+        lines.append([(f"not to be read since {since.removesuffix(' ago')}: ", "bold red")])
+        lines[-1].append((visible(state.problem), "red"))
+    elif state.availability == "waiting":
+        lines.append([("nothing was saved here yet; waiting for the first save", "yellow")])
+        if state.problem:
+            lines.append([(visible(state.problem), "dim")])
+    elif not state.run.saves:
+        lines.append([("a job has begun here; waiting for its first save", "yellow")])
+    return lines
+
+
+def _numbers(run: TrainingRun, now_unix: float) -> list[Line]:
+    live, totals = run.live, run.totals
+    words = "none of its checkpoints exists any more"
+    if live:
+        saved = age(now_unix - live[-1].committed_unix)
+        nbytes = sum(save.nbytes_stored or 0 for save in live)
+        words = f"step {live[-1].step}, saved {saved}"
+        words += f" | {len(live)} live of {counted(len(run.saves), 'save')}, {size(nbytes)}"
+    lines: list[Line] = [[(words, "bold")]]
+    if totals:
+        retries = sum(one.retries for one in totals)
+        failed = len(run.measured.failures)
+        medians = f"median: blocked {seconds_text(_median(totals, lambda t: t.blocked_seconds))}, "
+        medians += f"duration {seconds_text(_median(totals, lambda t: t.seconds))}, "
+        medians += rate_text(_median(totals, lambda t: t.nbytes_per_second))
+        medians += f" | {counted(retries, 'repeated request')}, {counted(failed, 'failed save')}"
+        lines.append([(medians, "")])
+    return lines
+
+
+def _median(totals: Sequence[SaveTotals], number: Callable[[SaveTotals], float]) -> float:
+    return statistics.median(number(one) for one in totals)
+
+
+def _notices(run: TrainingRun, now_unix: float) -> list[Line]:
+    notices = [notice for notice in run.notices(now_unix) if notice.severity != "note"]
+    lines: list[Line] = [
+        [(f"{notice.severity}: ", STYLES[notice.severity]), (visible(notice.text), "")]
+        for notice in notices[:NOTICES_MAX]
+    ]
+    if len(notices) > NOTICES_MAX:
+        lines.append([(f"and {len(notices) - NOTICES_MAX} more; `ckpt report` has all", "dim")])
+    return [[], *lines] if lines else []
+
+
+# Charts -------------------------------------------------------------------------------------------
+
+
+def _charts(run: TrainingRun, columns: int, marks: Marks) -> list[Line]:
+    """A column for each of the newest saves, and in the first row for each that failed."""
+    saves = run.saves[-columns:]
+    begun = saves[0].committed_unix
+    happened = [(save.committed_unix, save.is_live, False) for save in saves]
+    failed = [one for one in run.measured.failures if one.time_unix >= begun]
+    happened += [(one.time_unix, False, True) for one in failed]
+    row: Line = [(f"{'saves':{LABEL}}", "dim")]
+    for _, is_live, is_failure in sorted(happened)[-columns:]:
+        if is_failure:
+            row.append((marks.failed, "bold red"))
+        else:
+            row.append((marks.live, "green") if is_live else (marks.retired, "dim"))
+    row.append((f"  {marks.live} live {marks.retired} retired {marks.failed} failed", "dim"))
+    lines: list[Line] = [[], row]
+    lines += _chart("blocked", saves, lambda one: one.blocked_seconds, seconds_text, marks)
+    lines += _chart("duration", saves, lambda one: one.seconds, seconds_text, marks)
+    lines += _chart("written", saves, lambda one: one.nbytes, lambda n: size(int(n)), marks)
+    return lines
+
+
+def _chart(
+    name: str,
+    saves: Sequence[ReportedSave],
+    number: Callable[[SaveTotals], float],
+    text: Callable[[float], str],
+    marks: Marks,
+) -> list[Line]:
+    values = [None if save.totals is None else number(save.totals) for save in saves]
+    known = [value for value in values if value is not None]
+    if not known:
+        return []
+    highest, last = max(known), len(marks.steps) - 1
+    drawn = "".join(
+        " " if value is None else marks.steps[round(last * value / (highest or 1.0))]
+        for value in values
+    )
+    about = f"  last {text(known[-1])}, most {text(highest)}"
+    return [[(f"{name:{LABEL}}", "dim"), (drawn, "cyan"), (about, "dim")]]
+
+
+def _phases(telemetry: Telemetry, columns: int, marks: Marks) -> list[Line]:
+    totals = telemetry.totals
+    words = f"step {totals.step} took {seconds_text(totals.seconds)} on "
+    lines: list[Line] = [[], [(words + counted(totals.ranks, "rank"), "bold")]]
+    busy = ", ".join(
+        f"{rank} ({seconds_text(seconds)})"
+        for rank, seconds in busiest_ranks(telemetry, BUSY_RANKS)
+    )
+    lines[-1].append((f"; longest at work: rank {busy}" * bool(busy), ""))
+    phases = longest_phases(telemetry)
+    longest = max((one.seconds for one in phases), default=0.0) or 1.0
+    for one in phases:
+        bar = marks.steps[-1] * round(columns * one.seconds / longest)
+        where = f"{seconds_text(one.seconds):>8}  rank {one.rank:<6} "
+        name = visible(one.phase)[: LABEL - 1]
+        lines.append([(f"{name:{LABEL}}", "dim"), (where, ""), (bar, "cyan")])
+    return lines
+
+
+# The table ----------------------------------------------------------------------------------------
+
+
+def _table(saves: Sequence[ReportedSave]) -> list[Line]:
+    titles = ("step", "committed", "state", "blocked", "duration", "written", "rate", "slowest")
+    rows = [_row(save) for save in saves]
+    widths = [max(map(len, column)) for column in zip(titles, *rows, strict=True)]
+    lines: list[Line] = [[(_padded(titles, widths), "bold")]]
+    for save, row in zip(saves, rows, strict=True):
+        lines.append([(_padded(row, widths), "" if save.is_live else "dim")])
+    return lines
+
+
+def _row(save: ReportedSave) -> tuple[str, ...]:
+    words = ["live"] if save.is_live else ["retired"]
+    words += ["pinned"] * save.pinned + ["verified"] * save.verified
+    words += [] if save.metric is None else [f"metric {save.metric:.4g}"]
+    stored = "" if save.nbytes_stored is None else size(save.nbytes_stored)
+    known = ("", "", stored, "", "")
+    if (totals := save.totals) is not None:
+        known = (
+            seconds_text(totals.blocked_seconds),
+            seconds_text(totals.seconds),
+            size(totals.nbytes),
+            rate_text(totals.nbytes_per_second),
+            f"rank {totals.slowest_rank}, {visible(totals.slowest_phase)}",
+        )
+    return (f"{save.step}", date(save.committed_unix), " ".join(words), *known)
+
+
+def _padded(cells: Sequence[str], widths: Sequence[int]) -> str:
+    """The first column and the numbers stand to the right."""
+    right = (0, 3, 4, 5, 6)
+    padded = [
+        f"{cell:>{width}}" if index in right else f"{cell:<{width}}"
+        for index, (cell, width) in enumerate(zip(cells, widths, strict=True))
+    ]
+    return "  ".join(padded).rstrip()
+
+
+# Lines --------------------------------------------------------------------------------------------
+
+
+class Happening(NamedTuple):
+    """Something that has happened to a run, for who reads lines."""
+
+    kind: str
+    time_unix: float
+    step: int | None
+    text: str
+
+
+def happenings(before: RunState | None, after: RunState) -> list[Happening]:
+    """What has happened between two looks, in the order of time; at the first, how things are."""
+    if before is None:
+        news = [_summary(after)]
+    else:
+        news = [*_of_saves(before.run, after.run), *_of_failures(before.run, after.run)]
+        # Of one moment, what was saved comes before what was retired for it.
+        news.sort(key=lambda one: (one.time_unix, one.kind == "retired"))
+    if before is None or before.availability != after.availability:
+        news += _of_availability(before, after)
+    return news
+
+
+def _summary(state: RunState) -> Happening:
+    live = state.run.live
+    text = f"{state.run.url}: {counted(len(live), 'checkpoint')}"
+    if not live:
+        return Happening("begun", state.since_unix, None, text)
+    newest = live[-1]
+    text += f", the newest is step {newest.step}, saved {date(newest.committed_unix)}"
+    return Happening("begun", newest.committed_unix, newest.step, text)
+
+
+def _of_saves(before: TrainingRun, after: TrainingRun) -> list[Happening]:
+    known = {save.attempt: save for save in before.saves}
+    news = []
+    for save in after.saves:
+        old = known.get(save.attempt)
+        if old is None:
+            nbytes = "" if save.nbytes_stored is None else f", {size(save.nbytes_stored)}"
+            metric = "" if save.metric is None else f", metric {save.metric:.4g}"
+            text = f"saved step {save.step}{nbytes}{metric}"
+            news.append(Happening("saved", save.committed_unix, save.step, text))
+        if save.totals is not None and (old is None or old.totals is None):
+            text = f"step {save.step} took {_totals_text(save.totals)}"
+            news.append(Happening("measured", save.committed_unix, save.step, text))
+        if not save.is_live and (old is None or old.is_live):
+            when = save.committed_unix if save.retired_unix is None else save.retired_unix
+            news.append(Happening("retired", when, save.step, f"retired step {save.step}"))
+        for word in ("pinned", "verified"):
+            if getattr(save, word) and not (old is not None and getattr(old, word)):
+                text = f"{word} step {save.step}"
+                news.append(Happening(word, save.committed_unix, save.step, text))
+    return news
+
+
+def _totals_text(totals: SaveTotals) -> str:
+    return (
+        f"{seconds_text(totals.seconds)}: training blocked {seconds_text(totals.blocked_seconds)}, "
+        f"{size(totals.nbytes)} at {rate_text(totals.nbytes_per_second)}, "
+        f"slowest rank {totals.slowest_rank} of {totals.ranks} "
+        f"({totals.slowest_phase} {seconds_text(totals.slowest_seconds)})"
+    )
+
+
+def _of_failures(before: TrainingRun, after: TrainingRun) -> list[Happening]:
+    known = set(before.measured.failures)
+    return [
+        Happening("failed", one.time_unix, one.step, f"failed to save step {one.step}: {one.error}")
+        for one in after.measured.failures
+        if one not in known
+    ]
+
+
+def _of_availability(before: RunState | None, after: RunState) -> list[Happening]:
+    if after.availability == "away":
+        text = f"cannot be read: {after.problem}"
+    elif after.availability == "waiting":
+        text = "nothing was saved here yet; waiting for the first save"
+    elif before is not None and before.availability == "away":
+        text = f"can be read again, after {duration(after.since_unix - before.since_unix)}"
+    else:
+        return []
+    return [Happening(after.availability, after.since_unix, None, text)]

@@ -1,0 +1,106 @@
+"""`ckpt watch`: follows a run in the terminal. It needs no torch."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import logging
+import sys
+import time
+from typing import Any
+
+from ckpt.cli.commandline import OK
+from ckpt.cli.following import Following, versions_of
+from ckpt.cli.screen import date, fields_json, screen_width, show_json
+from ckpt.cli.watch_frame import Happening, frame_of, happenings, marks_of
+from ckpt.cli.watch_screen import full_screen, show_lines
+from ckpt.errors import CheckpointError
+from ckpt.tools.polling import RunPoller, RunState
+
+TICK_SECONDS = 1.0  # between frames: ages grow, and the terminal may have another size
+ONCE_HEIGHT = 60  # lines of the frame of --once
+
+
+def watch(arguments: argparse.Namespace) -> int:
+    """`ckpt watch`."""
+    if arguments.once:
+        return _once(arguments)
+    # Ctrl-C is how one leaves it.
+    with (
+        contextlib.suppress(KeyboardInterrupt),
+        Following(
+            [arguments.url], dict(arguments.option), interval_seconds=arguments.interval
+        ) as following,
+    ):
+        if arguments.json or not sys.stdout.isatty():
+            _print_lines(following, as_json=arguments.json)
+        else:
+            _draw(following)
+    return OK
+
+
+def _once(arguments: argparse.Namespace) -> int:
+    poller = RunPoller(arguments.url, storage_options=dict(arguments.option))
+    try:
+        state = poller.poll()
+    finally:
+        poller.close()
+    if state.availability == "away":
+        raise CheckpointError(state.problem)
+    if arguments.json:
+        show_json(_state_json(state))
+        return OK
+    width, marks = screen_width(), marks_of(sys.stdout.encoding)
+    lines = frame_of(state, time.time(), width=min(width, 120), height=ONCE_HEIGHT, marks=marks)
+    show_lines(lines, width=width)
+    return OK
+
+
+def _draw(following: Following) -> None:
+    marks = marks_of(sys.stdout.encoding)
+    # Lines of the log would be written across the page, which says the same.
+    for name in ("ckpt", "storage"):
+        logging.getLogger(name).addHandler(logging.NullHandler())
+    with full_screen(
+        lambda width, height: frame_of(
+            following.states[0], time.time(), width=width, height=height, marks=marks
+        )
+    ) as refresh:
+        while True:
+            refresh()
+            following.wait(versions_of(following.states), TICK_SECONDS)
+
+
+def _print_lines(following: Following, *, as_json: bool) -> None:
+    before: RunState | None = None
+    while True:
+        (state,) = following.states
+        for happening in happenings(before, state):
+            print(_happening_json(happening) if as_json else _line(happening), flush=True)
+        before = state
+        following.wait((state.version,), TICK_SECONDS)
+
+
+def _line(happening: Happening) -> str:
+    return f"{date(happening.time_unix)}  {happening.text}"
+
+
+def _happening_json(happening: Happening) -> str:
+    return json.dumps(happening._asdict(), allow_nan=False)
+
+
+def _state_json(state: RunState) -> dict[str, Any]:
+    return {
+        "url": state.run.url,
+        "availability": state.availability,
+        "problem": state.problem,
+        "sessions": state.run.sessions,
+        "is_whole_history": state.run.is_whole_history,
+        "saves": [
+            {**fields_json(save), "totals": save.totals.model_dump() if save.totals else None}
+            for save in state.run.saves
+        ],
+        "failures": [one.model_dump() for one in state.run.measured.failures],
+        "notices": [fields_json(one) for one in state.run.notices(time.time())],
+    }

@@ -14,33 +14,44 @@ from tests.wild.rows import Result
 
 PACKAGES = (
     "torch", "transformers", "accelerate", "lightning", "peft", "diffusers", "pytorch_optimizer",
-    "schedulefree", "torchao", "bitsandbytes", "torchdata",
+    "schedulefree", "torchao", "bitsandbytes", "torchdata", "torchtitan", "ray",
 )  # fmt: skip
 # What cannot be imported where the page is written has no rows, and the page says why.
 WANTED = ("timm", "torchvision", "torchtitan.trainer", "ray.train", "dion", "heavyball")
 CELL_MAX = 260
 
-HEAD = """# Tried on what others wrote
+HEAD = """# Tried with other libraries
 
-Models, optimizers and frameworks of other libraries, trained for a few steps with tiny
-configurations and random weights, saved, and resumed. This page is written by
-`python -m tests.wild --table docs/compatibility.md`, and not by hand; `make test-wild` installs the
-libraries and tries everything again, against this page. Beside this library stands torch's own
-`torch.distributed.checkpoint` (DCP), used as torch's documents say, with `get_state_dict` and
+Models, optimizers and frameworks of other libraries are trained for a few steps with tiny
+configurations and random weights, saved, and resumed. `python -m tests.wild --table
+docs/compatibility.md` writes this page; `make test-wild` installs the libraries, tries everything
+again and compares the results with it. The column DCP is torch's own
+`torch.distributed.checkpoint`, used as torch's documents say, with `get_state_dict` and
 `set_state_dict`.
 
-- **A model** passes through {links}: one step under each, saved there and resumed by the next on
-  its number of ranks. It passes when every loss, and at the end every bit of the model and of
-  AdamW's state, is that of a training in one process that nothing interrupts, and when the
-  library's own `from_pretrained` opens what `ckpt.export` writes, with the same bits. The relay of
-  DCP has torch's engines only.
-- **An optimizer** passes when a training that goes on after a save, and one from other weights that
-  loads it, have the same losses, and the same bits in the model and in the optimizer's state, two
-  steps later. That is tried under each of the engines that the row names, in one process and on two
-  ranks; under the others the optimizer itself cannot step. DCP is tried under torch's engines only.
+- **A model** passes through {links}: it trains one step under each and is saved; the next one
+  resumes it on its own number of ranks. It passes when every loss, and at the end every bit of the
+  model and of AdamW's state, equals that of an uninterrupted training in one process, and when the
+  library's own `from_pretrained` opens what `ckpt.export` writes, with the same bits. DCP passes
+  through torch's engines only.
+- **An optimizer** passes when two trainings, one that continues after a save and one that starts
+  from other weights and loads that save, have the same losses and, two steps later, the same bits
+  in the model and in the optimizer's state. This is tried under each engine that the row names,
+  in one process and on two ranks; under the others the optimizer itself cannot step. Then each of
+  these engines loads on two ranks what one process saved, saves it as it is and after one more
+  step, and one process loads both. Nothing may be lost on the way, and the training must end as one
+  without interruption does, unless the steps of the optimizer depend on the layout (the row says
+  so). DCP is tried under torch's engines only.
+- **A trainer** of another library trains a step in each layout that its row names, on that number
+  of ranks, in fresh processes, from what the one before saved. It passes when every loss, and at
+  the end every bit, equals that of the same trainer in one process without interruption. "Ours"
+  is our integration for it, "DCP" the library's own checkpoints.
 
-All ranks train on the same batches, with kernels that round alike wherever their operands lie, on
-the CPU, with gloo. Tried with Python {python} and {versions}; this page is of {date}.
+Schedules of torch's pipelines and products of layouts are in [a page of their own](layouts.md).
+All ranks train on the same batches, on the CPU, with gloo, and with kernels whose rounding does not
+depend on where their operands lie.
+
+Tried with Python {python} and {versions}; this page is of {date}.
 """
 
 

@@ -11,10 +11,21 @@ import warnings
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch.distributed.tensor import DTensor
 
-from tests.wild.engines import ERRORS, Training, Writer, barrier, in_a_line, load, save, training_of
+from tests.wild.engines import (
+    ERRORS,
+    Training,
+    Writer,
+    barrier,
+    compute_alike,
+    in_a_line,
+    load,
+    save,
+    training_of,
+)
 from tests.wild.optimizers import Optimizer
 
 BEFORE, AFTER = (1, 2), (3, 4)
@@ -23,18 +34,21 @@ BEFORE, AFTER = (1, 2), (3, 4)
 class Resumed(NamedTuple):
     """What became of one row under one engine.
 
-    `failed` is ours; `refused` is the optimizer's own error, which needs no checkpoint.
+    `failed` is ours; `refused` is the optimizer's own error, which needs no checkpoint. `losses`
+    are those without a stop.
     """
 
     engine: str
     failed: str = ""
     refused: str = ""
+    losses: tuple[float, ...] = ()
 
 
 def resume_all(
     rows: Sequence[Optimizer], engines: Sequence[str], writer: Writer, folder: str
 ) -> dict[str, list[Resumed]]:
     """All rows under all engines, on the ranks of the default group."""
+    compute_alike()
     outcomes: dict[str, list[Resumed]] = {row.name: [] for row in rows}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -67,12 +81,14 @@ def resume_one(row: Optimizer, engine: Any, writer: Writer, root: str) -> Resume
         return Resumed(engine, failed=f"after the load: {in_a_line(error)}")
     if got != wanted:
         return Resumed(engine, failed=f"losses {got} after the load, {wanted} without it")
-    return Resumed(engine, failed=difference(parts_of(second), parts_of(first)))
+    why = difference(parts_of(second), parts_of(first))
+    return Resumed(engine, failed=why, losses=(*before, *wanted))
 
 
 def stepped(training: Training, row: Optimizer, step: int) -> float:
     """One step; optimizers that take several gradients a step get a closure, as all may."""
     torch.manual_seed(step)
+    np.random.seed(step)  # kron balances its preconditioners by chance
     set_mode = getattr(training.optimizer, "train", None)
     if callable(set_mode):  # schedule-free ones have two modes, as modules have
         set_mode()

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import importlib
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
 from tests import ranks
 from tests.ranks import RanksFailed, run_ranks
+from tests.wild.crossing import cross, engines_to_cross
 from tests.wild.engines import Writer, in_a_line
 from tests.wild.frameworks import FRAMEWORKS, Framework, try_framework
+from tests.wild.handing_on import Trainer, try_trainer
+from tests.wild.lightnings import LIGHTNING
 from tests.wild.models import PEFT_AND_DIFFUSERS, TRANSFORMERS, Model
 from tests.wild.optimizers import (
     BITSANDBYTES,
@@ -21,8 +24,10 @@ from tests.wild.optimizers import (
     TORCH,
     Optimizer,
 )
+from tests.wild.rays import RAY
 from tests.wild.relay import LOSS_ROUNDING, PATIENT, TENSOR_ROUNDING, adamw, relay
 from tests.wild.resuming import Resumed, resume_all
+from tests.wild.titan import TITAN
 
 BATCH = 24  # rows that share processes
 WRITERS: tuple[Writer, ...] = ("ours", "DCP")
@@ -115,9 +120,49 @@ def optimizer_results(
     for start in range(0, len(rows), BATCH):
         batch = rows[start : start + BATCH]
         outcomes = {writer: under_all_engines(batch, writer) for writer in writers}
+        crossed = {writer: across(batch, outcomes[writer], writer) for writer in writers}
         for row in batch:
             resumed = [outcomes.get(writer, {}).get(row.name, []) for writer in WRITERS]
-            yield optimizer_result(row, title, *resumed)
+            result = optimizer_result(row, title, *resumed)
+            ours, dcp = (crossed.get(writer, {}).get(row.name, {}) for writer in WRITERS)
+            yield with_crossings(result, ours, dcp)
+
+
+def across(
+    rows: Sequence[Optimizer], resumed: Mapping[str, Sequence[Resumed]], writer: Writer
+) -> Mapping[str, Mapping[str, str]]:
+    engines = {row.name: engines_to_cross(resumed[row.name]) for row in rows}
+    going = [row for row in rows if engines[row.name]]
+    with tempfile.TemporaryDirectory() as folder:
+        return cross(going, engines, writer, Path(folder)) if going else {}
+
+
+def with_crossings(result: Result, ours: Mapping[str, str], dcp: Mapping[str, str]) -> Result:
+    """`result` with what failed between one process and two ranks. Where the steps of an optimizer
+    depend on the layout, so may the shapes of its state: a remark.
+    """
+    failed = [
+        "; ".join(each for each in (before, *unlike(crossed)) if each)
+        for before, crossed in ((result.ours, ours), (result.dcp, dcp))
+    ]
+    marked = {name.rstrip("*"): why for name, why in ours.items() if name.endswith("*")}
+    remarks = [result.remark] if result.remark else []
+    if other := [name for name, why in marked.items() if not why]:
+        remarks.append(
+            f"steps depend on the layout ({', '.join(other)}): loads alone have all bits"
+        )
+    if stuck := [name for name, why in marked.items() if why]:
+        remarks.append(
+            f"steps and state depend on the layout, which it keeps ({', '.join(stuck)}): "
+            f"{marked[stuck[0]]}"
+        )
+    return result._replace(ours=failed[0], dcp=failed[1], remark=". ".join(remarks))
+
+
+def unlike(crossed: Mapping[str, str]) -> Iterator[str]:
+    for engine, why in crossed.items():
+        if why and not engine.endswith("*"):
+            yield f"to {engine} and back: {why}"
 
 
 def framework_results(
@@ -128,6 +173,16 @@ def framework_results(
             outcomes = {writer: try_framework(row, writer) for writer in writers}
             ours, dcp = (outcomes.get(writer, "") for writer in WRITERS)
             yield Result(title, row.package, row.name, row.what, ours, dcp)
+
+
+def trainer_results(
+    rows: Sequence[Trainer], title: str, names: Sequence[str], writers: Sequence[Writer]
+) -> Iterator[Result]:
+    for row in rows:
+        if not names or row.name in names:
+            outcomes = {writer: try_trainer(row, writer) for writer in writers}
+            ours, dcp = (outcomes.get(writer, "") for writer in WRITERS)
+            yield Result(title, row.package, row.name, row.what, ours, dcp, row.remark)
 
 
 def under_all_engines(rows: Sequence[Optimizer], writer: Writer) -> dict[str, list[Resumed]]:
@@ -209,6 +264,9 @@ def groups() -> tuple[Group, ...]:
     def optimizers(title: str, rows: Sequence[Optimizer], *needs: str) -> Group:
         return Group(title, needs, partial(optimizer_results, rows, title))
 
+    def trainers(title: str, rows: Sequence[Trainer], *needs: str) -> Group:
+        return Group(title, needs, partial(trainer_results, rows, title))
+
     return (
         models("Models of transformers", TRANSFORMERS, "transformers"),
         models("Adapters and diffusion", PEFT_AND_DIFFUSERS, "peft", "diffusers"),
@@ -217,6 +275,9 @@ def groups() -> tuple[Group, ...]:
             ("transformers", "accelerate", "lightning", "torchdata.stateful_dataloader"),
             partial(framework_results, FRAMEWORKS, "Frameworks"),
         ),
+        trainers("Trainer of Lightning", LIGHTNING, "lightning"),
+        trainers("Trainer of torchtitan", TITAN, "torchtitan.trainer", "datasets"),
+        trainers("Ray Train", RAY, "ray.train.torch"),
         optimizers("Optimizers of torch", TORCH),
         optimizers("Optimizers of schedulefree", SCHEDULE_FREE, "schedulefree"),
         optimizers("Optimizers of pytorch_optimizer", OF_PYTORCH_OPTIMIZER, "pytorch_optimizer"),

@@ -11,29 +11,36 @@ from pathlib import Path
 
 import pytest
 
+from tests.wild.crossing import engines_to_cross
 from tests.wild.models import TRANSFORMERS, Model
 from tests.wild.optimizers import SCHEDULE_FREE, TORCH, Optimizer
 from tests.wild.page import cell, expected, verdicts_of
 from tests.wild.relay import adamw
-from tests.wild.resuming import resume_one
-from tests.wild.rows import Group, groups, missing_of
+from tests.wild.resuming import AFTER, BEFORE, Resumed, resume_one
+from tests.wild.rows import Group, Result, groups, missing_of, with_crossings
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "compatibility.md"
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # those of the libraries
 
 
+def assert_resumed(row: Optimizer, folder: Path) -> None:
+    resumed = resume_one(row, "plain", "ours", str(folder))
+    assert not resumed.failed and not resumed.refused, resumed
+    assert len(resumed.losses) == len(BEFORE) + len(AFTER)
+
+
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize("row", TORCH, ids=lambda row: row.name)
 def test_optimizers_of_torch_go_on_with_the_same_bits(row: Optimizer, tmp_path: Path) -> None:
-    assert not any(resume_one(row, "plain", "ours", str(tmp_path))[1:])
+    assert_resumed(row, tmp_path)
 
 
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("row", SCHEDULE_FREE, ids=lambda row: row.name)
 def test_schedule_free_optimizers_go_on_with_the_same_bits(row: Optimizer, tmp_path: Path) -> None:
     pytest.importorskip("schedulefree", reason="the extra `wild` is not installed")
-    assert not any(resume_one(row, "plain", "ours", str(tmp_path))[1:])
+    assert_resumed(row, tmp_path)
 
 
 @pytest.mark.sampled(2)
@@ -41,7 +48,7 @@ def test_schedule_free_optimizers_go_on_with_the_same_bits(row: Optimizer, tmp_p
 def test_models_of_transformers_go_on_with_the_same_bits(row: Model, tmp_path: Path) -> None:
     pytest.importorskip("transformers", reason="the extra `huggingface` is not installed")
     one = Optimizer(row.name, row.package, adamw, row.build, row.loss)
-    assert not any(resume_one(one, "plain", "ours", str(tmp_path))[1:])
+    assert_resumed(one, tmp_path)
 
 
 @pytest.mark.soak
@@ -69,6 +76,19 @@ def test_the_page_has_all_rows_that_need_no_library() -> None:
     page = expected(PAGE.read_text(encoding="utf-8"))
     for title, rows in (("Models of transformers", TRANSFORMERS), ("Optimizers of torch", TORCH)):
         assert {name for head, name in page if head == title} == {row.name for row in rows}
+
+
+def test_what_does_not_cross_fails_a_row_unless_the_steps_depend_on_the_layout() -> None:
+    row = Result("optimizers", "torch", "Adam", "plain, ddp, fsdp2, our FSDP", "", "ddp: lost")
+    ours = {"ddp": "", "fsdp2": "no place", "our FSDP*": "Mismatch", "our fully_shard*": ""}
+    outcome = with_crossings(row, ours, {"ddp": "", "fsdp2": "other bits"})
+    assert outcome.ours == "to fsdp2 and back: no place"
+    assert outcome.dcp == "ddp: lost; to fsdp2 and back: other bits"
+    assert "(our fully_shard): loads alone" in outcome.remark
+    assert "it keeps (our FSDP): Mismatch" in outcome.remark
+    resumed = [Resumed("plain", losses=(1.0, 2.0)), Resumed("ddp", losses=(1.0, 2.0))]
+    resumed += [Resumed("fsdp2", losses=(1.0, 3.0)), Resumed("our FSDP", refused="no steps")]
+    assert engines_to_cross(resumed) == ["ddp", "fsdp2*"]
 
 
 def test_a_cell_breaks_no_table() -> None:

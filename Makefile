@@ -19,7 +19,7 @@ SHELL := /bin/bash
 # The tests and the demo run several ranks on few cores: more threads per rank only slow them down.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help demo test quick soak test-gpu test-wild mutants bench bench-gpu check format test-ceph examples docs dist clean
+.PHONY: help demo test quick soak test-gpu test-wild test-cluster mutants bench bench-gpu check format test-ceph examples docs dist clean
 .DEFAULT_GOAL := help
 
 help:
@@ -29,6 +29,7 @@ help:
 	@echo "make soak        full counts        make bench   benchmarks"
 	@echo "make test-gpu    the tests of a device, on this machine's; DEVICE=cpu runs them without one"
 	@echo "make test-wild   models, optimizers and frameworks of other libraries, against docs/compatibility.md"
+	@echo "make test-cluster  jobs on hosts in network namespaces (needs root): links, disks and processes fail"
 	@echo "make bench-gpu   time, memory and kernels on a device against torch's; BENCH_ARGS='--width 2048'"
 	@echo "make mutants     mutation testing: a sample of small wrong changes, and those that no test sees"
 	@echo "make check       ruff, ruff format, mypy --strict"
@@ -45,7 +46,7 @@ $(VENV)/.made:
 	@touch $@
 
 $(VENV)/.installed: $(VENV)/.made pyproject.toml constraints.txt
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,fast,huggingface,lightning,data,metrics,docs]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,fast,encode,huggingface,lightning,data,metrics,docs]'
 	@touch $@
 
 demo: $(INSTALLED)
@@ -67,6 +68,9 @@ test-gpu: $(INSTALLED)
 test-wild: $(INSTALLED)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[wild]'
 	$(BIN)/python -m pytest --soak --timeout=7200 tests/wild $(PYTEST_ARGS)
+
+test-cluster: $(INSTALLED)
+	$(BIN)/python -m pytest --cluster -s tests/cluster $(PYTEST_ARGS)
 
 mutants: $(INSTALLED)
 	$(BIN)/python -m tests.mutation $(ROOMS) --count $(MUTANTS)

@@ -46,6 +46,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         help="where tests marked gpu run: cuda, xpu, ...; cpu runs what can be run without a "
         "device; by default this machine's accelerator",
     )
+    group.addoption("--cluster", action="store_true", help="tests on hosts in network namespaces")
     group.addoption(
         "--ceph", metavar="URL", help="endpoint of a Ceph RADOS gateway to test against"
     )
@@ -68,6 +69,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     skipped = {
         "soak": (config.getoption("soak"), "full counts; run with --soak"),
         "ceph": (config.getoption("ceph"), "needs a Ceph gateway; run `make test-ceph`"),
+        "cluster": (config.getoption("cluster"), "needs root; run `make test-cluster`"),
         "gpu": (accelerator_of(config), "needs an accelerator; --device cpu runs it without"),
     }
     for item in items:

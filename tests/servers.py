@@ -20,7 +20,7 @@ import time
 import urllib.error
 import urllib.request
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -77,11 +77,14 @@ class S3Server:
 
 
 @contextmanager
-def moto_server() -> Iterator[S3Server]:
-    """Moto in a process of its own: every conditional write is right, nothing is authenticated."""
+def moto_server(address: str = "127.0.0.1", within: Sequence[str] = ()) -> Iterator[S3Server]:
+    """Moto in a process of its own: every conditional write is right, nothing is authenticated.
+
+    `within` is a command that runs the one after it, such as that of a network namespace.
+    """
     port = free_port()
-    command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
-    with _running(command, f"http://127.0.0.1:{port}") as endpoint_url:
+    command = [sys.executable, "-m", "moto.server", "-H", address, "-p", str(port)]
+    with _running([*within, *command], f"http://{address}:{port}") as endpoint_url:
         yield S3Server(endpoint_url)
 
 

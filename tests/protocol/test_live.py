@@ -348,7 +348,7 @@ def test_ls_takes_few_requests_however_many_checkpoints_there_are(
     monkeypatch.setattr(looking, "show_json", shown.extend)
     monkeypatch.setattr(looking, "show_table", lambda titles, rows, right: shown.extend(rows))
     store = Long(count)
-    looking.ls(Namespace(url=store, option=[], json=True))
+    looking.ls(Namespace(url=store, near=False, option=[], json=True))
     # FORMAT, the end of the log by doubling and bisecting, two records, the segments.
     requests, of_segments = store.asked()
     assert requests <= 50 and of_segments <= 5
@@ -359,7 +359,7 @@ def test_ls_takes_few_requests_however_many_checkpoints_there_are(
     if count > 1000:
         return  # the table makes the same requests
     shown.clear()
-    looking.ls(Namespace(url=store, option=[], json=False))
+    looking.ls(Namespace(url=store, near=False, option=[], json=False))
     assert store.asked() == (requests, of_segments) and len(shown) == count
     assert shown[-1][1:3] == (date(1e9 + count / 4), size(10**9 + count))
     assert f"{count} checkpoints" in capsys.readouterr().out

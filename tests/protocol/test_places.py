@@ -7,13 +7,16 @@ exchanged at one operation. What was acknowledged is read back by a job that kno
 from __future__ import annotations
 
 import shutil
+import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 
 import ckpt
+import ckpt.commit.session as session_module
 from ckpt.cli import main
 from ckpt.commit.appender import Limits, Sources
 from ckpt.commit.locate import locate
@@ -528,6 +531,31 @@ def test_mend_brings_back_what_the_other_branch_of_a_merge_has_hidden(tmp_path: 
     assert sorted(steps_after_a_new_job(url)) == [1, 2, 3, 4, 10, 11, 12, 13]
     state = {"x": torch.zeros(3)}
     assert ckpt.load(state, url).step == 13, "the newest by time is the latest"
+
+
+def test_mend_brings_back_what_clocks_have_put_in_another_order(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The last step needs files of those that a host with a clock an hour ahead has committed."""
+    for step, ahead in ((1, 0), (2, 0), (3, 3600), (4, 3600), (5, 0)):
+        clock = partial(lambda shift: time.time() + shift, ahead)
+        monkeypatch.setattr(session_module, "Sources", partial(Sources, clock=clock))
+        if step in (3, 5):
+            ckpt.forget(tmp_path / "run")
+        state = {"same": torch.ones(3), "new": torch.ones(step), "x": torch.ones(2) * (step > 2)}
+        ckpt.save(state, tmp_path / "run", step=step, dedup=True)
+        if step == 2:
+            shutil.copytree(tmp_path / "run", tmp_path / "other")
+    _real_root(tmp_path / "other", range(10, 16))
+    shutil.copytree(tmp_path / "other" / "steps", tmp_path / "run" / "steps", dirs_exist_ok=True)
+    for path in (tmp_path / "other" / "log").iterdir():
+        if not (tmp_path / "run" / "log" / path.name).exists():
+            shutil.copy(path, tmp_path / "run" / "log")
+    report = mend(tmp_path / "run")
+    assert [entry.step for entry in report.brought_back] == [5, 3, 4], "by the time of the clocks"
+    ckpt.forget(tmp_path / "run")
+    assert sorted(steps_after_a_new_job(tmp_path / "run")) == [1, 2, 3, 4, 5, *range(10, 16)]
+    assert all(ckpt.verify(tmp_path / "run", step).ok for step in (3, 4, 5))
 
 
 def test_mend_says_what_is_not_there_any_more(

@@ -34,19 +34,19 @@ BLOCKS = {
         Line(
             SAVES,
             BLOCKED,
-            "- **{n2}** of the time of one copy of the state in memory: so long does a save in the "
-            "background hold up the training (FSDP2, AdamW, 2 ranks).",
+            "- A background save holds up the training for **{n2}** of the time that one copy of "
+            "the state in memory takes (FSDP2, AdamW, 2 ranks).",
         ),
         Line(
             SAVES,
             "saving 4,000 tensors of 1 KiB",
-            "- **{n2} times** as fast as torch's DCP with 4,000 tensors of 1 KiB.",
+            "- 4,000 tensors of 1 KiB are saved **{n2} times** as fast as with torch's DCP.",
         ),
         Line(
             SAVES,
             "save and load of 128 MiB at moto, with 10 % `SlowDown`",
-            "- **{n2}** of the time of an undisturbed save, to an S3 server that refuses every "
-            "tenth request and swallows a connection.",
+            "- A save to an S3 server that refuses every tenth request and swallows a connection "
+            "takes **{n2}** times as long as an undisturbed one.",
         ),
     ),
     "how fast": (

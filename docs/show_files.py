@@ -9,7 +9,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 LINE = re.compile(r"^\[([\w./]+)\]\((?:\.\./)+\1\)$", re.M)
-LANGUAGES = {".py": "python"}
+LANGUAGES = {".py": "python", ".sbatch": "bash", ".yaml": "yaml"}
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:

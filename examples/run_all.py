@@ -27,6 +27,13 @@ def main() -> None:
             [*torchrun, "2", str(HERE / "move_from_torch.py"), f"{folder}/moved"],
             [*torchrun, "2", str(HERE / "train_service.py"), f"{folder}/service"],
             [*torchrun, "1", str(HERE / "train_service.py"), f"{folder}/service"],
+            [
+                *torchrun,
+                "2",
+                str(HERE / "clusters" / "train.py"),
+                f"{folder}/cluster",
+                "--steps=60",
+            ],
             [*torchrun, "2", str(HERE / "own_engine.py"), f"{folder}/columns"],
             [*torchrun, "3", str(HERE / "own_engine.py"), f"{folder}/columns"],
             [sys.executable, str(HERE / "lora_dedup.py"), f"{folder}/lora"],

@@ -14,7 +14,20 @@ from typing import NamedTuple
 
 WIDTH, LEFT, RIGHT = 860, 150, 20
 LANE, TOP, CURVES = 46, 34, 150
-BLUE, GREEN, RED, ORANGE, GREY = "#3b6ea5", "#2f8f4e", "#c0392b", "#b9770e", "#9a9a9a"
+BLUE, GREEN, RED, ORANGE, GREY = "#3b6ea5", "#2f8f4e", "#c0392b", "#b9770e", "#7a7a7a"
+PAPER, INK, LINE, SHADE = "white", "#222", "#e8e8e8", "#cccccc"
+# What a reader sees who prefers dark pages.
+DARK = {
+    PAPER: "#1f2228",
+    INK: "#d9dce1",
+    LINE: "#343941",
+    SHADE: "#565d68",
+    GREY: "#9aa1ac",
+    BLUE: "#6fa8e6",
+    GREEN: "#5cc47f",
+    RED: "#f0705f",
+    ORANGE: "#e0a03c",
+}
 
 
 class Story(NamedTuple):
@@ -58,11 +71,22 @@ def timeline(story: Story) -> str:
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" '
         f'font-family="system-ui, sans-serif" font-size="13">\n<title>{title}</title>\n'
-        # Its own paper: pages that show it may be dark.
-        f'<rect width="{WIDTH}" height="{height}" fill="white"/>\n'
+        f"{_dark_style()}\n"
+        # Its own paper: the page that shows it may be of the other kind.
+        f'<rect width="{WIDTH}" height="{height}" fill="{PAPER}"/>\n'
         + "\n".join(marks)
         + "\n</svg>\n"
     )
+
+
+def _dark_style() -> str:
+    """The colours by another name each: style rules win over attributes."""
+    rules = " ".join(
+        f'[{attribute}="{light}"] {{ {attribute}: {dark} }}'
+        for light, dark in DARK.items()
+        for attribute in ("fill", "stroke")
+    )
+    return f"<style>@media (prefers-color-scheme: dark) {{ {rules} }}</style>"
 
 
 def _lanes(story: Story) -> Iterator[str]:
@@ -80,7 +104,7 @@ def _lanes(story: Story) -> Iterator[str]:
     )
     for lane, (name, bars) in enumerate(jobs):
         y = TOP + lane * LANE
-        yield _text(LEFT - 10, y + 5, name, "#222", "end")
+        yield _text(LEFT - 10, y + 5, name, INK, "end")
         for start, stop, color in bars:
             x, width = _x(start - 1, end), _x(stop, end) - _x(start - 1, end) - 1
             yield (
@@ -88,7 +112,7 @@ def _lanes(story: Story) -> Iterator[str]:
                 f'fill="{color}"/>'
             )
     for step in range(story.save_every, story.killed_in, story.save_every):
-        yield f'<circle cx="{_x(step, end):.1f}" cy="{TOP}" r="5" fill="white" stroke="{BLUE}"/>'
+        yield f'<circle cx="{_x(step, end):.1f}" cy="{TOP}" r="5" fill="{PAPER}" stroke="{BLUE}"/>'
     x = _x(story.latest, end)
     yield _text(x, TOP - 13, f"saved: step {story.latest}", BLUE, "middle")
     yield (
@@ -103,7 +127,7 @@ def _lanes(story: Story) -> Iterator[str]:
     yield _text(_x(story.latest, end) + 8, TOP + LANE + 22, "every loss bit-equal", GREEN)
     x = _x(story.preempted, end)
     y = TOP + 2 * LANE
-    yield f'<circle cx="{x:.1f}" cy="{y}" r="5" fill="white" stroke="{ORANGE}"/>'
+    yield f'<circle cx="{x:.1f}" cy="{y}" r="5" fill="{PAPER}" stroke="{ORANGE}"/>'
     text = f"SIGTERM: saved step {story.preempted}, exit code 0; resumed"
     yield _text(WIDTH - RIGHT, y + 22, text, ORANGE, "end")
 
@@ -116,13 +140,13 @@ def _curves(story: Story, top: int) -> Iterator[str]:
     def y(loss: float) -> float:
         return top + (CURVES - 10) * (high - loss) / (high - low)
 
-    yield _text(LEFT - 10, top + 12, "loss", "#222", "end")
+    yield _text(LEFT - 10, top + 12, "loss", INK, "end")
     for loss in range(int(low) + 1, int(high) + 1):
         right = WIDTH - RIGHT
-        yield f'<path d="M{LEFT} {y(loss):.1f} H{right}" stroke="#e8e8e8"/>'
+        yield f'<path d="M{LEFT} {y(loss):.1f} H{right}" stroke="{LINE}"/>'
         yield _text(LEFT - 10, y(loss) + 4, f"{loss}", GREY, "end")
     for run, color, width, dashes in (
-        (story.whole, "#cccccc", 7, ""),
+        (story.whole, SHADE, 7, ""),
         (story.killed, BLUE, 2, ""),
         (story.on_4, GREEN, 2, ""),
         (story.on_2, ORANGE, 2, "5 5"),

@@ -10,7 +10,7 @@ from __future__ import annotations
 import nox
 
 PYTHONS = ("3.10", "3.11", "3.12", "3.13")
-EXTRAS = ".[dev,fast,huggingface,lightning,data,metrics]"
+EXTRAS = ".[dev,fast,encode,huggingface,lightning,data,metrics]"
 OLDEST = (
     "torch==2.6.0",
     "numpy==1.26.4",

@@ -1,8 +1,8 @@
 """All benchmarks, one after the other, and a table of bars against what was measured: `make bench`.
 
     python -m benchmarks [save_load cold_load small_tensors async_save state_dicts engine_save fsdp1
-                          memory dedup export convert manifest coordinator s3 overhead step
-                          device_counts scale host_time]
+                          memory dedup export convert manifest coordinator encoding s3 overhead
+                          step device_counts scale host_time]
 
 Takes some minutes, on a disk with 10 GB free (the current directory's). Each benchmark can be run
 by itself with more rounds and other sizes. A bar is judged by the reader: times on a busy machine
@@ -31,6 +31,7 @@ BENCHMARKS: dict[str, tuple[str, ...]] = {
     "convert": ("--gib", "1", "--rounds", "1"),
     "manifest": (),
     "coordinator": (),
+    "encoding": ("--rounds", "5"),
     "s3": ("--mib", "512", "--rounds", "3"),
     "overhead": ("--blocks", "12"),
     "step": ("--rounds", "7", "--engines", "ours,ours-fully,fsdp1,fsdp2"),
@@ -38,7 +39,16 @@ BENCHMARKS: dict[str, tuple[str, ...]] = {
     "scale": ("--ranks", "16", "64", "--tensors", "24"),
     "host_time": (),
 }
-WITHOUT_FILES = ("manifest", "coordinator", "s3", "step", "device_counts", "scale", "host_time")
+WITHOUT_FILES = (
+    "manifest",
+    "coordinator",
+    "encoding",
+    "s3",
+    "step",
+    "device_counts",
+    "scale",
+    "host_time",
+)
 """Those that write nothing, and take no directory."""
 ROW = re.compile(r"  (.*): (.*) \(bar (.*)\)")
 

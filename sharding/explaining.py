@@ -58,7 +58,7 @@ class Explanation:
     """The last step that this rank really made; empty before the first backward."""
 
     def __str__(self) -> str:
-        lines = [f"{len(self.units)} units"]
+        lines = ["1 unit" if len(self.units) == 1 else f"{len(self.units)} units"]
         for number, unit in enumerate(self.units):
             lines.append(
                 f"  {number} {unit.name or '(root)'}: {unit.strategy}, {len(unit.members)} "

@@ -332,7 +332,7 @@ class FSDPModule(TorchUnit):
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         raise AssertionError(
             f"{type(self).__name__} cannot be copied: its process groups are shared; build the "
-            "module anew, call fully_shard on it and load a state dict"
+            "module again, call fully_shard on it and load a state dict"
         )
 
     def _own_or_all(self, recurse: bool) -> list[ShardedGroup]:

@@ -64,7 +64,12 @@ ONE_FILE_EACH = {
     ),
     "aiohttp": ("storage/s3/answers.py",),
     "obstore": ("storage/s3/fast.py", "storage/s3/objects.py", "storage/clouds.py"),
-    "crc32c": ("ckpt/format/checksum.py", "storage/s3/requests.py"),
+    "crc32c": (
+        "ckpt/format/checksum.py",
+        "storage/s3/requests.py",
+        "storage/encoding/blocks.py",
+        "storage/encoding/root.py",
+    ),
     "blake3": ("ckpt/format/blake3.py",),
     "msgpack": (
         "ckpt/format/columns.py",
@@ -77,9 +82,10 @@ ONE_FILE_EACH = {
         "ckpt/format/metadata.py",
         "ckpt/telemetry/record.py",
     ),
-    "rich": ("ckpt/cli/screen.py",),
+    "rich": ("ckpt/cli/screen.py", "ckpt/cli/watch_screen.py"),
     "transformers": ("ckpt/integrations/huggingface.py",),
     "lightning": ("ckpt/integrations/lightning.py",),
+    "torchtitan": ("ckpt/integrations/torchtitan.py",),
     "prometheus_client": ("ckpt/integrations/prometheus.py",),
 }
 
@@ -281,7 +287,7 @@ LADDER = (
     ("ckpt/saving", "ckpt/loading"),
     ("ckpt/process.py",),
     ("ckpt/api.py", "ckpt/state_dict"),
-    ("ckpt/convert",),
+    ("ckpt/convert", "ckpt/near"),
     ("ckpt/tools", "ckpt/service", "sharding"),
     ("ckpt/integrations", "ckpt/cli"),
     ("ckpt/__init__.py",),

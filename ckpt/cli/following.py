@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any
 
+from ckpt.cli.ending import STEP_SECONDS, Ending
 from ckpt.tools.polling import RunPoller, RunState, next_pause
 from storage import options_of_other
 
@@ -16,11 +17,16 @@ Versions = tuple[int, ...]
 class Following:
     """Looks at each root in a thread of its own, inside of the `with` block.
 
-    Raises on entering what `RunPoller.poll` raises at its first look.
+    Raises on entering what `RunPoller.poll` raises at its first look, and what `ending.check` does.
     """
 
     def __init__(
-        self, urls: Sequence[str], options: Mapping[str, Any], *, interval_seconds: float
+        self,
+        urls: Sequence[str],
+        options: Mapping[str, Any],
+        *,
+        interval_seconds: float,
+        ending: Ending | None = None,
     ) -> None:
         # Options are of the first url, and of others that are of its kind.
         self.pollers = [
@@ -28,6 +34,7 @@ class Following:
             for url in urls
         ]
         self._interval_seconds = interval_seconds
+        self._ending = ending or Ending()
         self._changed = threading.Condition()
         self._is_closing = False
         self._threads: list[Future[None]] = []
@@ -36,8 +43,11 @@ class Following:
     def __enter__(self) -> Following:
         try:
             # All at once: a store that is away takes seconds to be called so.
-            for looked in [self._pool.submit(poller.poll) for poller in self.pollers]:
-                looked.result()
+            looks = [self._pool.submit(poller.poll) for poller in self.pollers]
+            while wait(looks, STEP_SECONDS).not_done:
+                self._ending.check()
+            for look in looks:
+                look.result()
         except BaseException:
             self.__exit__()
             raise

@@ -21,6 +21,7 @@ from http.server import BaseHTTPRequestHandler
 from importlib import resources
 from urllib.parse import SplitResult, parse_qs, urlsplit
 
+from ckpt.cli.ending import Ending
 from ckpt.cli.following import Following, versions_of
 from ckpt.cli.serve_page import PageChoice, PageMatter, page_of, sections_of, style
 from ckpt.errors import CheckpointError
@@ -48,7 +49,7 @@ HEADERS = {
 
 class PageServer(socketserver.ThreadingTCPServer):
     """Listens from its making on; answers in `serve_forever`, which raises what `Following.check`
-    does.
+    and `ending.check` do.
     """
 
     allow_reuse_address = True
@@ -63,6 +64,7 @@ class PageServer(socketserver.ThreadingTCPServer):
         *,
         rule: KeepRule | None = None,
         names: Sequence[str] = (),
+        ending: Ending | None = None,
         clock: Callable[[], float] = time.time,
     ) -> None:
         """`names` are hosts by which it may be called, besides the loopback's and its own. Raises
@@ -70,6 +72,7 @@ class PageServer(socketserver.ThreadingTCPServer):
         """
         self.following = following
         self.rule = rule
+        self._ending = ending or Ending()
         self.clock = clock
         self.names = {name.lower() for name in (*LOOPBACK, address[0], *names)}
         self._streams = threading.BoundedSemaphore(STREAMS_MAX)
@@ -92,6 +95,7 @@ class PageServer(socketserver.ThreadingTCPServer):
 
     def service_actions(self) -> None:
         """Called by `serve_forever` twice a second."""
+        self._ending.check()
         self.following.check()
 
     def handle_error(self, request: object, client_address: object) -> None:

@@ -11,7 +11,8 @@ import time
 from typing import Any
 
 from ckpt.cli.commandline import OK
-from ckpt.cli.following import Following, versions_of
+from ckpt.cli.ending import STEP_SECONDS, Ending, ended_by_signals
+from ckpt.cli.following import Following, Versions, versions_of
 from ckpt.cli.screen import date, fields_json, screen_width, show_json
 from ckpt.cli.watch_frame import Happening, frame_of, happenings, marks_of
 from ckpt.cli.watch_screen import full_screen, show_lines
@@ -29,14 +30,18 @@ def watch(arguments: argparse.Namespace) -> int:
     # Ctrl-C is how one leaves it.
     with (
         contextlib.suppress(KeyboardInterrupt),
+        ended_by_signals() as ending,
         Following(
-            [arguments.url], dict(arguments.option), interval_seconds=arguments.interval
+            [arguments.url],
+            dict(arguments.option),
+            interval_seconds=arguments.interval,
+            ending=ending,
         ) as following,
     ):
         if arguments.json or not sys.stdout.isatty():
-            _print_lines(following, as_json=arguments.json)
+            _print_lines(following, ending, as_json=arguments.json)
         else:
-            _draw(following)
+            _draw(following, ending)
     return OK
 
 
@@ -57,7 +62,15 @@ def _once(arguments: argparse.Namespace) -> int:
     return OK
 
 
-def _draw(following: Following) -> None:
+def _wait(following: Following, ending: Ending, seen: Versions) -> None:
+    """Until something is of another version than in `seen`, or for a tick."""
+    deadline = time.monotonic() + TICK_SECONDS
+    ending.check()
+    while versions_of(following.wait(seen, STEP_SECONDS)) == seen and time.monotonic() < deadline:
+        ending.check()
+
+
+def _draw(following: Following, ending: Ending) -> None:
     marks = marks_of(sys.stdout.encoding)
     # Lines of the log would be written across the page, which says the same.
     for name in ("ckpt", "storage"):
@@ -68,18 +81,19 @@ def _draw(following: Following) -> None:
         )
     ) as refresh:
         while True:
+            seen = versions_of(following.states)
             refresh()
-            following.wait(versions_of(following.states), TICK_SECONDS)
+            _wait(following, ending, seen)
 
 
-def _print_lines(following: Following, *, as_json: bool) -> None:
+def _print_lines(following: Following, ending: Ending, *, as_json: bool) -> None:
     before: RunState | None = None
     while True:
         (state,) = following.states
         for happening in happenings(before, state):
             print(_happening_json(happening) if as_json else _line(happening), flush=True)
         before = state
-        following.wait((state.version,), TICK_SECONDS)
+        _wait(following, ending, (state.version,))
 
 
 def _line(happening: Happening) -> str:

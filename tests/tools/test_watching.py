@@ -281,3 +281,53 @@ def test_terminal_is_followed_resized_and_restored(tmp_path: Path) -> None:
         assert "Traceback" not in terminal.shown
     finally:
         terminal.close()
+
+
+INTERRUPTED = """
+import os, signal, sys, threading
+from ckpt.cli import main
+from ckpt.cli.following import Following
+
+signal.signal(signal.SIGINT, signal.default_int_handler)
+number = int(sys.argv.pop(1))
+take, wait = threading.Condition.__enter__, Following.wait
+left = [False, 3]
+
+def enter(self):
+    result = take(self)
+    if left[0] and left[1] and threading.current_thread() is threading.main_thread():
+        left[1] -= 1
+        if not left[1]:
+            os.kill(os.getpid(), number)
+    return result
+
+def waiting(self, *given):
+    left[0] = True
+    return wait(self, *given)
+
+threading.Condition.__enter__, Following.wait = enter, waiting
+sys.exit(main())
+"""
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 0), (signal.SIGTERM, 143)])
+def test_signal_that_arrives_while_a_lock_is_taken_ends_the_command(
+    tmp_path: Path, number: signal.Signals, code: int
+) -> None:
+    # It was raised there, so the lock stayed taken and the thread that looks waited for ever.
+    given = [str(number.value), "watch", str(tmp_path / "run"), "--interval", "0.2s"]
+    ended = subprocess.run(
+        [sys.executable, "-c", INTERRUPTED, *given], timeout=GUARD_SECONDS, env=environment()
+    )
+    assert ended.returncode == code
+
+
+def test_terminal_is_restored_when_the_process_is_told_to_end(tmp_path: Path) -> None:
+    terminal = Terminal(str(tmp_path / "run"))
+    try:
+        terminal.read_until(lambda text: "waiting for the first save" in text)
+        terminal.process.send_signal(signal.SIGTERM)
+        terminal.read_until(lambda text: "\x1b[?1049l" in text and "\x1b[?25h" in text)
+        assert terminal.process.wait(GUARD_SECONDS) == 143
+    finally:
+        terminal.close()

@@ -322,7 +322,7 @@ def test_signal_that_arrives_while_a_lock_is_taken_ends_the_command(
     assert ended.returncode == code
 
 
-def test_terminal_is_restored_when_the_process_is_told_to_end(tmp_path: Path) -> None:
+def test_terminal_is_restored_on_sigterm(tmp_path: Path) -> None:
     terminal = Terminal(str(tmp_path / "run"))
     try:
         terminal.read_until(lambda text: "waiting for the first save" in text)

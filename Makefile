@@ -13,6 +13,8 @@ WORKERS ?= 2
 CEPH ?= $(CURDIR)/.ceph
 ROOMS ?= ckpt/commit ckpt/format ckpt/layout ckpt/loading ckpt/saving
 MUTANTS ?= 60
+# What long tests count; `python docs/guarantee_counts.py FILE` takes it into docs/guarantees.md.
+RESULTS ?= build/results.jsonl
 
 SHELL := /bin/bash
 
@@ -59,7 +61,7 @@ quick: $(INSTALLED)
 	$(BIN)/python -m pytest -m "not ranks and not server" -n $(WORKERS) --dist loadfile $(PYTEST_ARGS)
 
 soak: $(INSTALLED)
-	$(BIN)/python -m pytest --soak --timeout=7200 -n $(WORKERS) --dist loadfile $(PYTEST_ARGS)
+	$(BIN)/python -m pytest --soak --results $(RESULTS) --timeout=7200 -n $(WORKERS) --dist loadfile $(PYTEST_ARGS)
 
 test-gpu: $(INSTALLED)
 	$(BIN)/python -m tests.gpu $(if $(DEVICE),--device $(DEVICE)) $(PYTEST_ARGS)
@@ -70,7 +72,7 @@ test-wild: $(INSTALLED)
 	$(BIN)/python -m pytest --soak --timeout=7200 tests/wild $(PYTEST_ARGS)
 
 test-cluster: $(INSTALLED)
-	$(BIN)/python -m pytest --cluster -s tests/cluster $(PYTEST_ARGS)
+	$(BIN)/python -m pytest --cluster --results $(RESULTS) -s tests/cluster $(PYTEST_ARGS)
 
 mutants: $(INSTALLED)
 	$(BIN)/python -m tests.mutation $(ROOMS) --count $(MUTANTS)

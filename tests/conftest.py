@@ -13,13 +13,16 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import random
 import secrets
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from storage.url import _memory_buckets as memory_buckets
+from tests.results import Counted, Run, append, this_run
 
 # A fixed seed makes two runs of one commit the same run.
 SEED_DEFAULT = 20261120
@@ -46,6 +49,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         help="where tests marked gpu run: cuda, xpu, ...; cpu runs what can be run without a "
         "device; by default this machine's accelerator",
     )
+    group.addoption(
+        "--results", metavar="FILE", help="append what long tests count; docs/guarantee_counts.py"
+    )
     group.addoption("--cluster", action="store_true", help="tests on hosts in network namespaces")
     group.addoption(
         "--ceph", metavar="URL", help="endpoint of a Ceph RADOS gateway to test against"
@@ -54,10 +60,26 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     torch.set_num_threads(1)
-    chosen = config.getoption("seed")
+    # The processes of xdist take the seed of the one that started them: one run has one seed.
+    chosen = getattr(config, "workerinput", {}).get("seed", config.getoption("seed"))
     if chosen is None:
         chosen = secrets.randbits(32) if config.getoption("soak") else SEED_DEFAULT
     config.stash[_SEED] = int(chosen)
+    config.option.seed = str(chosen)
+    if config.getoption("results"):
+        config.option.results = str(Path(config.getoption("results")).resolve())
+        config.stash[_RUN] = this_run(_command(config), int(chosen))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node: Any) -> None:
+    """Of xdist: what a process that it starts is handed."""
+    node.workerinput["seed"] = node.config.stash[_SEED]
+
+
+def _command(config: pytest.Config) -> str:
+    full = "make test-cluster" if config.getoption("cluster") else "make test"
+    return "make soak" if config.getoption("soak") else full
 
 
 def pytest_report_header(config: pytest.Config) -> str:
@@ -143,6 +165,26 @@ def rng(seed: int) -> random.Random:
     return random.Random(seed)
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport]:
+    report = yield
+    if report.when == "call":
+        item.stash[_OUTCOME] = report.outcome
+    return report
+
+
+@pytest.fixture
+def counted(request: pytest.FixtureRequest) -> Iterator[Counted]:
+    """Takes what a long test counts: `counted(saves=203, lost=0)`. See tests/results.py."""
+    counts = Counted()
+    yield counts
+    outcome = request.node.stash.get(_OUTCOME, "skipped")
+    if outcome != "skipped" and _RUN in request.config.stash:
+        path = Path(request.config.getoption("results"))
+        test = request.node.nodeid
+        append(path, test, outcome == "passed", counts, request.config.stash[_RUN])
+
+
 @pytest.fixture
 def ceph_url(pytestconfig: pytest.Config) -> str:
     """Endpoint of the gateway that --ceph names; for tests marked ceph."""
@@ -150,3 +192,5 @@ def ceph_url(pytestconfig: pytest.Config) -> str:
 
 
 _SEED = pytest.StashKey[int]()
+_RUN = pytest.StashKey[Run]()
+_OUTCOME = pytest.StashKey[str]()  # of the test itself, without its fixtures

@@ -26,6 +26,7 @@ from storage import KeyExistsError, StorageError, Store, open_store
 from storage.testing import FaultPlan, FaultyStore, Killed
 from tests.conftest import Scale
 from tests.convert.jobs import assert_same
+from tests.results import Counted
 
 
 def tensors() -> dict[str, torch.Tensor]:
@@ -71,6 +72,7 @@ def test_killed_exports_are_absent_or_whole_and_end_when_run_again(
     name: str,
     monkeypatch: pytest.MonkeyPatch,
     scale: Scale,
+    counted: Counted,
     rng: random.Random,
     tmp_path: Path,
 ) -> None:
@@ -97,6 +99,7 @@ def test_killed_exports_are_absent_or_whole_and_end_when_run_again(
         _compare(f"{base}/{name}")
         left = [info.key for info in open_store(base).list("") if "unfinished" in info.key]
         assert not left
+        counted(kills=int(killed))
         return plan.happened
 
     _for_every_operation(run, scale.count(12, 10_000), rng)
@@ -114,6 +117,7 @@ def test_killed_imports_leave_the_root_as_it_was(
     source: str,
     monkeypatch: pytest.MonkeyPatch,
     scale: Scale,
+    counted: Counted,
     rng: random.Random,
     tmp_path: Path,
 ) -> None:
@@ -134,6 +138,7 @@ def test_killed_imports_leave_the_root_as_it_was(
         with ckpt.open(url) as opened:
             assert_same({name: opened["model." + name] for name in tensors()}, tensors())
             assert opened.values == {"step": 3}
+        counted(kills=int(killed))
         return plan.happened
 
     _for_every_operation(run, scale.count(12, 10_000), rng)

@@ -21,6 +21,7 @@ from tests.differential.draws import Draw, drawn
 from tests.differential.listed import LISTED, Listed
 from tests.differential.planting import PLANTS
 from tests.differential.playing import Outcome, play
+from tests.results import Counted
 from tests.test_house import ROOT
 
 SHARES = {2: (0.8, 2), 4: (0.2, 2)}
@@ -34,12 +35,13 @@ SHARES = {2: (0.8, 2), 4: (0.2, 2)}
     [(ranks, part) for ranks, (_, parts) in SHARES.items() for part in range(parts)],
 )
 def test_draws_have_no_difference_that_is_not_listed(
-    ranks: int, part: int, scale: Scale, seed: int
+    ranks: int, part: int, scale: Scale, seed: int, counted: Counted
 ) -> None:
     share, parts = SHARES[ranks]
     count = round(scale.count(300, 5000) * share / parts)
     first = random.Random(seed).randrange(10**9)
     wrong = [one for one in play(ranks, range(first, first + count)) if one.differences]
+    counted(draws=count, unlisted_differences=len(wrong))
     assert not wrong, "\n\n".join(map(str, wrong[:10]))
 
 

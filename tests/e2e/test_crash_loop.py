@@ -22,6 +22,7 @@ from storage import Store, open_store
 from storage.testing import FaultPlan, FaultyStore, PowerLossStore
 from tests.conftest import Scale
 from tests.e2e.job import Job, assert_is_step, state_at
+from tests.results import Counted
 
 SIZE = 3
 NewStore = Callable[[], Store]
@@ -89,7 +90,13 @@ def _check_recovery(store: Store, promised: int, label: str) -> None:
 @pytest.mark.parametrize("forever", [False, True], ids=["once", "for-ever"])
 @pytest.mark.parametrize("fault", ["fails", "kills-rank", "kills-job"])
 def test_nothing_promised_is_lost_and_the_next_save_works(
-    new_store: NewStore, fault: str, forever: bool, mode: str, scale: Scale, rng: random.Random
+    new_store: NewStore,
+    fault: str,
+    forever: bool,
+    mode: str,
+    scale: Scale,
+    rng: random.Random,
+    counted: Counted,
 ) -> None:
     total = len(_operations(new_store()))
     assert total > 20
@@ -105,12 +112,13 @@ def test_nothing_promised_is_lost_and_the_next_save_works(
         struck += plan.happened
         what = plan.operations[nth - 1] if plan.happened else "nothing"
         _check_recovery(store, promised, f"operation {nth} of {total}: {what}")
+    counted(saves=count, struck=struck)
     assert struck >= count - 3  # ranks race, so a run may end a few operations early
 
 
 @pytest.mark.parametrize("mode", ["before", "after"])
 def test_a_power_loss_at_any_operation_takes_nothing_that_was_promised(
-    request: pytest.FixtureRequest, mode: str
+    request: pytest.FixtureRequest, mode: str, counted: Counted
 ) -> None:
     """All ranks die at once, and what was not synced is gone from the disk."""
     name = request.node.name
@@ -122,6 +130,7 @@ def test_a_power_loss_at_any_operation_takes_nothing_that_was_promised(
         promised = _save_under_fault(disk, plan, whole_job=True)
         lost += len(disk.lose_power())
         _check_recovery(disk, promised, f"operation {nth} of {total}")
+    counted(power_losses=total, unsynced_objects_gone=lost)
     assert lost, "no operation left anything volatile: the test has lost its teeth"
 
 

@@ -30,6 +30,7 @@ from storage.testing import FaultPlan, FaultyStore, PowerLossStore
 from tests.conftest import Scale
 from tests.e2e.job import Job
 from tests.e2e.lora import DEDUP, assert_is_lora, lora_at
+from tests.results import Counted
 
 SIZE = 2
 
@@ -89,7 +90,7 @@ def _check_recovery(store: Store, history: History, promised: int, label: str) -
 
 
 def test_nothing_promised_or_referred_to_is_lost(
-    request: pytest.FixtureRequest, scale: Scale, rng: random.Random
+    request: pytest.FixtureRequest, scale: Scale, rng: random.Random, counted: Counted
 ) -> None:
     name = request.node.name
     total = _operations(open_store(f"memory://{name}-dry"))
@@ -107,17 +108,19 @@ def test_nothing_promised_or_referred_to_is_lost(
         what = plan.operations[nth - 1] if plan.happened else "nothing"
         label = f"operation {nth} of {total} {fault} {mode}, for ever: {forever}: {what}"
         _check_recovery(store, history, promised, label)
+    counted(saves=len(chosen), struck=struck)
     assert struck >= 0.9 * len(chosen)  # ranks race, so a run may end a few operations early
 
 
 def test_a_power_loss_takes_nothing_that_was_promised_or_referred_to(
-    request: pytest.FixtureRequest, scale: Scale, rng: random.Random
+    request: pytest.FixtureRequest, scale: Scale, rng: random.Random, counted: Counted
 ) -> None:
     name = request.node.name
     total = _operations(open_store(f"memory://{name}-dry"))
     cases = list(itertools.product(range(1, total + 1), ("before", "after")))
     lost = 0
     for nth, mode in rng.sample(cases, scale.count(8, len(cases))):
+        counted(power_losses=1)
         disk = PowerLossStore(open_store(f"memory://{name}-{nth}-{mode}"))
         plan = FaultPlan(nth, kill=True, mode=mode)  # type: ignore[arg-type]
         promised = _save_under_fault(disk, plan, whole_job=True)
@@ -130,4 +133,5 @@ def test_a_power_loss_takes_nothing_that_was_promised_or_referred_to(
         _save(_job(disk), 3)
         assert check_references(disk) == []
         assert disk.lose_power() == ()
+    counted(unsynced_objects_gone=lost)
     assert lost, "no operation left anything volatile: the test has lost its teeth"

@@ -22,6 +22,7 @@ from tests.conftest import Scale
 from tests.e2e.job import Job
 from tests.e2e.lora import DEDUP, assert_is_lora, lora_at
 from tests.e2e.test_flips import FlippedStore
+from tests.results import Counted
 
 
 def test_every_flipped_bit_of_what_is_referred_to_is_refused_or_harmless(
@@ -29,6 +30,7 @@ def test_every_flipped_bit_of_what_is_referred_to_is_refused_or_harmless(
     monkeypatch: pytest.MonkeyPatch,
     scale: Scale,
     rng: random.Random,
+    counted: Counted,
 ) -> None:
     for module in (publish, task):
         monkeypatch.setattr(module, "BLOCK_BYTES", 1024)
@@ -50,8 +52,8 @@ def test_every_flipped_bit_of_what_is_referred_to_is_refused_or_harmless(
         start = int(chunks.byte_start[chunk])
         place = range(start, start + manifest.chunk_nbytes(chunk))
         needed.setdefault(keys[int(chunks.file[chunk])], []).append(place)
-    refused = 0
-    for key, bit in rng.sample(bits, scale.count(80, 20_000)):
+    refused, count = 0, scale.count(80, 20_000)
+    for key, bit in rng.sample(bits, count):
         state = lora_at(0)
         flipped = FlippedStore(store, key, bit)
         is_needed = any(bit // 8 in place for place in needed[key])
@@ -63,4 +65,5 @@ def test_every_flipped_bit_of_what_is_referred_to_is_refused_or_harmless(
         else:
             assert_is_lora(state, 2)
             assert not is_needed, (key, bit)
+    counted(flipped_bits=count, refused=refused, harmless=count - refused)
     assert refused > 0

@@ -32,6 +32,7 @@ from storage.memory import MemoryStore
 from storage.wrap import WrappedStore
 from tests.conftest import Scale
 from tests.e2e.job import Job, Sharded
+from tests.results import Counted
 
 BLOCK_NBYTES = 256
 KEYS = ["FORMAT", "log", "MANIFEST", "rank00000", "rank00001"]
@@ -147,7 +148,7 @@ def _expected_block(saved: Saved, key: str, offset: int) -> str | None:
 
 @pytest.mark.parametrize("name", KEYS)
 def test_every_flipped_bit_is_refused_or_harmless(
-    name: str, saved: Saved, scale: Scale, rng: random.Random
+    name: str, saved: Saved, scale: Scale, rng: random.Random, counted: Counted
 ) -> None:
     key = saved.keys[name]
     bits = range(8 * saved.nbytes[key])
@@ -176,6 +177,7 @@ def test_every_flipped_bit_is_refused_or_harmless(
         else:
             assert not isinstance(error, LoadInterrupted), f"bit {bit} of {key}: {error}"
             assert key in str(error)
+    counted(flipped_bits=len(chosen), refused=refused, harmless=len(chosen) - refused)
     part = refused / len(chosen)
     assert part > (0.5 if name.startswith("rank") else 0.99), f"only {part:.0%} refused"
 

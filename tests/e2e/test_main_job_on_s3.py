@@ -30,6 +30,7 @@ from storage.testing import FaultPlan, FaultyStore
 from tests.conftest import Scale
 from tests.e2e.job import Job, assert_is_step, state_at
 from tests.e2e.test_counts import Replicated, _tensor
+from tests.results import Counted
 from tests.servers import S3Server, moto_server, rclone_path, rclone_server
 
 SIZE = 3
@@ -149,7 +150,7 @@ def test_two_jobs_on_one_s3_root(server: S3Server, url: str) -> None:
 
 
 def test_a_crash_at_any_operation_loses_nothing_that_was_promised(
-    server: S3Server, scale: Scale, rng: random.Random
+    server: S3Server, scale: Scale, rng: random.Random, counted: Counted
 ) -> None:
     """The crash loop of the memory and local stores, over real requests."""
     bucket = server.make_bucket()
@@ -168,6 +169,7 @@ def test_a_crash_at_any_operation_loses_nothing_that_was_promised(
         url = f"s3://{bucket}/{nth}-{kill}-{mode}"
         plan = FaultPlan(nth, kill=bool(kill), mode=mode)
         label = f"operation {nth} of {total}, kill={kill}, {mode}"
+        counted(crashes=1)
         with Stores(server, url) as stores:
             promised = _save_under_fault(stores, plan)
             newest = live_entries(stores(0))[-1].step

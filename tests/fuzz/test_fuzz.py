@@ -14,9 +14,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import SEED_DEFAULT, Scale
+from tests.conftest import Scale
 from tests.fuzz.mutations import mutated
 from tests.fuzz.targets import TARGETS, Target, all_targets
+from tests.results import Counted
 
 CORPUS = Path(__file__).parent / "corpus"
 NBYTES_MAX = 64 << 20
@@ -44,8 +45,10 @@ def within_bounds(target: Target, data: bytes) -> bool:
 
 
 @pytest.mark.usefixtures("traced")
-def test_mutated_inputs_are_read_or_refused(scale: Scale, pytestconfig: pytest.Config) -> None:
-    seed = pytestconfig.getoption("seed") or SEED_DEFAULT
+def test_mutated_inputs_are_read_or_refused(
+    scale: Scale, pytestconfig: pytest.Config, counted: Counted
+) -> None:
+    seed = pytestconfig.getoption("seed")
     for name, target in all_targets().items():
         samples = target.samples()
         assert samples and all(within_bounds(target, sample) for sample in samples), name
@@ -54,9 +57,10 @@ def test_mutated_inputs_are_read_or_refused(scale: Scale, pytestconfig: pytest.C
         for _ in range(scale.count(40, 20_000)):
             data = mutated(rng.choice(inputs), inputs, rng)
             try:
-                within_bounds(target, data)
+                counted(inputs=1, taken=int(within_bounds(target, data)))
             except Exception as error:
                 raise AssertionError(f"{name}: {data!r}") from error
+        counted(readers=1)
 
 
 @pytest.mark.usefixtures("traced")

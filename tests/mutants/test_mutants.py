@@ -19,6 +19,7 @@ import pytest
 
 from tests.mutants import commits, files
 from tests.mutants.edit import ROOT, Mutant
+from tests.results import Counted
 
 MUTANTS = (*commits.ALL, *files.ALL)
 VISIBLE = [mutant for mutant in MUTANTS if not mutant.equivalent]
@@ -67,7 +68,7 @@ def test_the_pattern_is_there_once_and_the_test_exists(mutant: Mutant) -> None:
 @pytest.mark.sampled(2)
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("mutant", VISIBLE, ids=lambda mutant: mutant.wrong)
-def test_a_test_finds_it(tree: Path, mutant: Mutant) -> None:
+def test_a_test_finds_it(tree: Path, mutant: Mutant, counted: Counted) -> None:
     source = (ROOT / mutant.path).read_text()
     (tree / mutant.path).write_text(mutant.applied(source))
     try:
@@ -76,4 +77,5 @@ def test_a_test_finds_it(tree: Path, mutant: Mutant) -> None:
         )
     finally:
         (tree / mutant.path).write_text(source)
+    counted(wrong_changes=1, seen=int(done.returncode == TESTS_FAILED))
     assert done.returncode == TESTS_FAILED, f"{mutant.wrong}\n{done.stdout}\n{done.stderr}"

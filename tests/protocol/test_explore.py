@@ -26,6 +26,7 @@ from storage.memory import MemoryStore
 from storage.store import Store
 from tests.conftest import Scale
 from tests.protocol.explore import SENT_TWICE, explore
+from tests.results import Counted
 
 # Minutes on a loaded machine.
 pytestmark = pytest.mark.timeout(900)
@@ -125,7 +126,9 @@ CASES: dict[str, Callable[[Scenario], dict[str, Callable[[Store], None]]]] = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_every_schedule_and_fault_keeps_the_promises(case: str, scale: Scale) -> None:
+def test_every_schedule_and_fault_keeps_the_promises(
+    case: str, scale: Scale, counted: Counted
+) -> None:
     scenario = Scenario()
     runs, problems = explore(
         scenario.make,
@@ -133,12 +136,15 @@ def test_every_schedule_and_fault_keeps_the_promises(case: str, scale: Scale) ->
         scenario.check,
         budget=scale.count(1, 2) if len(CASES[case](scenario)) > 2 else scale.count(2, 3),
     )
+    counted(schedules=runs)
     assert not problems, f"run {runs}: " + "\n".join(problems)
     assert runs > 50
 
 
 @pytest.mark.parametrize("case", ["two jobs", "a job and every clean-up"])
-def test_a_write_that_the_store_sends_twice_keeps_the_promises(case: str, scale: Scale) -> None:
+def test_a_write_that_the_store_sends_twice_keeps_the_promises(
+    case: str, scale: Scale, counted: Counted
+) -> None:
     """One of the two is answered; the other may arrive whenever it likes."""
     scenario = Scenario()
     second = scenario.job(4) if case == "two jobs" else scenario.cleans_up
@@ -149,13 +155,14 @@ def test_a_write_that_the_store_sends_twice_keeps_the_promises(case: str, scale:
         budget=scale.count(1, 2),
         put_faults=[SENT_TWICE],
     )
+    counted(schedules=runs)
     assert not problems, f"run {runs}: " + "\n".join(problems)
     assert runs > 10
 
 
 @pytest.mark.parametrize("is_folded", [True, pytest.param(False, marks=pytest.mark.soak)])
 def test_a_writer_that_stalls_between_look_and_put_meets_every_clean_up(
-    is_folded: bool, scale: Scale, monkeypatch: pytest.MonkeyPatch
+    is_folded: bool, scale: Scale, counted: Counted, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """However long it stalls: its slot is still taken, so it learns that it was fenced.
 
@@ -171,6 +178,7 @@ def test_a_writer_that_stalls_between_look_and_put_meets_every_clean_up(
         scenario.check,
         budget=scale.count(1, 3),
     )
+    counted(schedules=runs)
     assert not problems, f"run {runs}: " + "\n".join(problems)
     assert runs > 20
 

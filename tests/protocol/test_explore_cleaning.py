@@ -50,6 +50,7 @@ from tests.protocol.explore import SteppedStore, explore
 from tests.protocol.test_explore import LIMITS
 from tests.protocol.test_explore_readers import saved
 from tests.protocol.test_session import NO_PAUSE
+from tests.results import Counted
 
 # Minutes on a loaded machine.
 pytestmark = pytest.mark.timeout(900)
@@ -278,8 +279,9 @@ def _explore(name: str, budget: int) -> tuple[int, list[str]]:
     "name",
     [pytest.param(name, marks=pytest.mark.soak if "on the copy" in name else ()) for name in CASES],
 )
-def test_whoever_stalls_anywhere_meets_every_clean_up(name: str) -> None:
+def test_whoever_stalls_anywhere_meets_every_clean_up(name: str, counted: Counted) -> None:
     runs, problems = _explore(name, 1)
+    counted(schedules=runs)
     assert not problems, f"run {runs}: " + "\n".join(problems)
     print(f"{name}: {runs} runs")
     assert runs > 3

@@ -38,6 +38,7 @@ from tests.protocol import explore as explorer
 from tests.protocol.explore import explore
 from tests.protocol.test_explore import LIMITS, Scenario, save
 from tests.protocol.test_session import NO_PAUSE
+from tests.results import Counted
 
 # Minutes on a loaded machine.
 pytestmark = pytest.mark.timeout(900)
@@ -218,10 +219,11 @@ def _explore(
 
 @pytest.mark.parametrize(("name", "budget"), [("backs_up", 2), ("copies", 1)])
 def test_no_moment_of_a_copy_or_a_rollback_breaks_a_promise(
-    name: str, budget: int, scale: Scale
+    name: str, budget: int, scale: Scale, counted: Counted
 ) -> None:
     scenario = _Outside()
     runs, problems = _explore(scenario, getattr(scenario, name), scale.count(budget, budget + 1))
+    counted(schedules=runs)
     assert not problems, f"run {runs}: " + "\n".join(problems)
     assert runs > 10
 
@@ -230,7 +232,7 @@ def test_no_moment_of_a_copy_or_a_rollback_breaks_a_promise(
 @pytest.mark.parametrize("backup_of", ["the same log", "a shorter log", "another log"])
 @pytest.mark.parametrize("goes_on", [False, True])
 def test_a_backup_restored_between_look_and_commit_leaves_no_checkpoint_that_nobody_acknowledged(
-    backup_of: str, goes_on: bool, scale: Scale
+    backup_of: str, goes_on: bool, scale: Scale, counted: Counted
 ) -> None:
     scenario = _Restored(backup_of)
 
@@ -246,6 +248,7 @@ def test_a_backup_restored_between_look_and_commit_leaves_no_checkpoint_that_nob
         outside=scenario.outside,
         arrived=scenario.arrived,
     )
+    counted(schedules=runs)
     assert not problems, f"run {runs}: " + "\n".join(problems)
     assert runs > 10
 

@@ -42,6 +42,7 @@ from tests.conftest import Scale
 from tests.protocol.explore import SteppedStore, explore
 from tests.protocol.test_explore import LIMITS
 from tests.protocol.test_session import NO_PAUSE
+from tests.results import Counted
 
 # Minutes on a loaded machine.
 pytestmark = pytest.mark.timeout(900)
@@ -188,11 +189,12 @@ def _explore(case: str, budget: int) -> tuple[int, int, list[str]]:
 
 @pytest.mark.parametrize("case", CASES)
 def test_a_deletion_at_any_moment_leaves_readers_whole_bytes_or_an_error_that_says_so(
-    case: str, scale: Scale
+    case: str, scale: Scale, counted: Counted
 ) -> None:
     # A follower looks at the log as a load does; two moments at once take twice as long there.
     runs, failed, problems = _explore(case, scale.count(1 if case == "a follower" else 2, 3))
-    print(f"{case}: {runs} runs, {failed} ended in an error")
+    counted(schedules=runs, readers_told_that_the_step_was_retired=failed)
+    print(f"{case}: {dict(counted)}")
     assert not problems, f"run {runs}: " + "\n".join(problems)
     # The latest is looked for anew; who reads one step has to be told.
     assert runs > 30 and bool(failed) == (case not in ("a load of the latest", "a follower"))

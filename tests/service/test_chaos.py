@@ -32,6 +32,7 @@ from storage.memory import MemoryStore
 from storage.retry import RetryingStore, RetryPolicy
 from tests.conftest import Scale
 from tests.e2e.job import NO_WAITING, Job
+from tests.results import Counted
 from tests.service.chaos import (
     Faults,
     FlakyStore,
@@ -125,7 +126,7 @@ def _live_under_faults(
 
 @pytest.mark.parametrize("dedup", [False, True], ids=["full", "dedup"])
 def test_saves_under_faults_and_deaths_lose_nothing(
-    scale: Scale, rng: random.Random, dedup: bool
+    scale: Scale, rng: random.Random, counted: Counted, dedup: bool
 ) -> None:
     wanted = scale.count(15 if dedup else 30, 1000)
     root = Root(MemoryStore())
@@ -144,8 +145,9 @@ def test_saves_under_faults_and_deaths_lose_nothing(
         if scale.soak or lives % 3 == 0:
             root.check_leftovers()
         assert lives < 20 + wanted, "lives end before they save anything"
-    print(f"{begun} saves, {len(root.acknowledged)} acknowledged, {failed} failed, {lives} lives")
-    print(f"ends {ends}, faults {kinds}")
+    counted(saves=begun, acknowledged=len(root.acknowledged), failed=failed, lives=lives)
+    counted(faults=sum(kinds.values()))
+    print(f"{dict(counted)}, ends {ends}, faults {kinds}")
     assert root.acknowledged and len(kinds) == 5
     peaceful = Life(SIZE, [root.store] * SIZE, 3, KEEP, dedup=dedup)
     assert peaceful.run() == "done" and not peaceful.failures

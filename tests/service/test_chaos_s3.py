@@ -23,6 +23,7 @@ from storage.retry import RetryPolicy
 from tests.conftest import Scale
 from tests.e2e.job import NO_WAITING, Job, assert_is_step, state_at
 from tests.fault_proxy import fault_proxy
+from tests.results import Counted
 from tests.servers import S3Server, moto_server
 from tests.service.chaos import Faults, FlakyStore, Life
 
@@ -65,7 +66,7 @@ def _check(store: Store, acknowledged: dict[str, int]) -> None:
 
 
 def test_saves_to_s3_under_faults_and_deaths_lose_nothing(
-    moto: S3Server, scale: Scale, rng: random.Random
+    moto: S3Server, scale: Scale, rng: random.Random, counted: Counted
 ) -> None:
     wanted = scale.count(4, 100)
     url = f"s3://{moto.make_bucket()}/run"
@@ -101,8 +102,9 @@ def test_saves_to_s3_under_faults_and_deaths_lose_nothing(
             _check(direct, acknowledged)
             assert lives < 20 + wanted, "lives end before they save anything"
         counts = {kind: count for kind, count in proxy.counts.items() if kind}
-    counted = f"{begun} saves, {len(acknowledged)} acknowledged, {failed} failed"
-    print(f"{counted}, {lives} lives, {killed} killed, faults {counts}")
+    counted(saves=begun, acknowledged=len(acknowledged), failed=failed, lives=lives)
+    counted(killed_lives=killed, faults=sum(counts.values()))
+    print(f"{dict(counted)}, faults {counts}")
     assert acknowledged and sum(counts.values()) > begun
     session = Session.claim(direct, sources=NO_WAITING)
     session.sweep_unfinished()

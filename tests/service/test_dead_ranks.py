@@ -25,6 +25,7 @@ from ckpt.errors import RankFailed
 from ckpt.process import world_of
 from tests.conftest import Scale
 from tests.ranks import run_ranks
+from tests.results import Counted
 
 pytestmark = pytest.mark.ranks
 
@@ -109,7 +110,7 @@ def _go_on(url: str) -> int:
 
 
 def test_a_killed_rank_is_named_in_every_phase(
-    tmp_path: Path, scale: Scale, rng: random.Random
+    tmp_path: Path, scale: Scale, rng: random.Random, counted: Counted
 ) -> None:
     every = [(phase, victim) for phase in PHASES for victim in (0, 1, 2)]
     chosen = every if scale.soak else [*rng.sample(every, 3), ("agree on write", 1)]
@@ -118,10 +119,12 @@ def test_a_killed_rank_is_named_in_every_phase(
         if phase == "restore":
             ckpt.save({"model": nn.Linear(64, 64), "optimizer": {}, "step": 1}, url, step=1)
         results = run_ranks(3, _train, url, phase, victim, allow_dead=[victim])
+        counted(deaths=1)
         for rank, heard in enumerate(results):
             if rank == victim:
                 continue
             named, text, failures = heard
+            counted(survivors_that_named_the_rank=int(named == victim))
             assert named == victim and f"rank {victim} has died" in text, (phase, heard)
             if phase not in ("training", "restore", "close", "report"):
                 # The save that it died in has failed on all survivors, and says where.

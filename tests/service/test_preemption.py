@@ -31,6 +31,7 @@ from ckpt.service.policies import Never
 from ckpt.service.preemption import LEAVING_SECONDS, SAFETY, Signals, StopFacts, plan_stop
 from tests.conftest import Scale
 from tests.ranks import RanksFailed, _fork_server, run_ranks
+from tests.results import Counted
 from tests.service.preempted import GRACE_SECONDS, SAVE_EVERY, train
 
 MB = 1_000_000
@@ -342,7 +343,7 @@ class Job:
 
 @pytest.mark.ranks
 def test_sigterm_at_any_time_ends_a_job_cleanly_with_its_last_step_saved(
-    tmp_path: Path, scale: Scale, rng: random.Random
+    tmp_path: Path, scale: Scale, rng: random.Random, counted: Counted
 ) -> None:
     """A disk that stalls for seconds may cost a job its last step; then it has the one before."""
     root = tmp_path / "root"
@@ -362,7 +363,8 @@ def test_sigterm_at_any_time_ends_a_job_cleanly_with_its_last_step_saved(
         # A save that was in flight at the end of the grace time may still have been committed.
         assert step >= ckpt.list_steps(str(root))[-1].step >= saved_step >= step - 2 * SAVE_EVERY
         assert ckpt.verify(str(root)).ok
-    print(f"{count} jobs ended cleanly, {whole} with their very last step")
+    counted(jobs_ended_with_0=count, with_the_very_last_step_saved=whole)
+    print(dict(counted))
     assert whole >= 0.9 * count - 1
 
 

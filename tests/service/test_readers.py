@@ -28,6 +28,7 @@ from ckpt.world.base import SoloWorld
 from storage import StorageError, Store, open_store
 from storage.wrap import WrappedStore
 from tests.conftest import Scale
+from tests.results import Counted
 from tests.service.chaos import ThreadTarget
 
 NUMEL = 40_000  # four tensors of 160 kB: long enough to be retired in the middle of a read
@@ -175,7 +176,7 @@ def _look(url: str, until: float, stop: threading.Event) -> tuple[int, int]:
 @pytest.mark.ranks  # no processes, but 5 seconds by the clock: too long for `make quick`
 @pytest.mark.parametrize("place", ["disk", "memory"])
 def test_readers_beside_a_writer_that_retires_at_once(
-    tmp_path: Path, request: pytest.FixtureRequest, scale: Scale, place: str
+    tmp_path: Path, request: pytest.FixtureRequest, scale: Scale, counted: Counted, place: str
 ) -> None:
     seconds = scale.count(5, 600) / 2
     url = str(tmp_path) if place == "disk" else f"memory://{request.node.name}"
@@ -192,7 +193,9 @@ def test_readers_beside_a_writer_that_retires_at_once(
             looks, gone = looking.result()
         finally:
             stop.set()
-    print(f"{place}: {saved} saves, loads {loads}, {looks} looks, {gone} gone under a look")
+    counted(saves=saved, loads=sum(count for count, _ in loads), looks=looks)
+    counted(looks_told_that_the_step_was_retired=gone)
+    print(f"{place}: {dict(counted)}")
     assert saved > 2 and all(count > 1 and steps > 1 for count, steps in loads) and looks
     assert len(live_entries(open_store(url))) == 1
 

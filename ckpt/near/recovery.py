@@ -52,43 +52,52 @@ class NearCandidate(NamedTuple):
 def near_candidates(world: World, tier: Tier, hosts: Hosts, epoch: int) -> list[NearCandidate]:
     """All near checkpoints of an epoch that any host knows of, newest first. Collective."""
     is_first = hosts.is_first(world.rank)
-    records = {}
-    offers = []
+    own: dict[str, bytes] = {}
 
     def look() -> None:
         for record in tier.records() if is_first else ():
             # Of an older epoch: that session is fenced, and this one has not adopted its states.
-            if record.head.epoch != epoch:
-                continue
-            digest = near_digest(encode_near_record(record)).hex()
-            records[digest] = record
-            offers.append([digest, tier.whole_ranks(record)])
+            if record.head.epoch == epoch:
+                encoded = encode_near_record(record)
+                own[near_digest(encoded).hex()] = encoded
 
-    collectively(world, "near offers", look)
-    received = world.gather_to_coordinator("near offers", json.dumps(offers).encode())
-    mine = None
-    if received is not None:
-        mine = json.dumps([json.loads(one) for one in received]).encode()
+    collectively(world, "near records", look)
     # Each record is sent by the first rank that has it: of thousands of hosts all have the same.
-    every: list[list[tuple[str, list[int]]]] = json.loads(world.broadcast("near offers", mine))
     senders: dict[str, int] = {}
-    homes: dict[str, dict[int, str]] = {}
-    for rank, offered in enumerate(every):
-        for digest, ranks in offered:
+    for rank, digests in enumerate(_shared(world, "near digests", sorted(own))):
+        for digest in digests:
             senders.setdefault(digest, rank)
-            known = homes.setdefault(digest, {})
-            for one in ranks:
-                known.setdefault(one, hosts.names[rank])
-    sent = [encode_near_record(r) for d, r in records.items() if senders[d] == world.rank]
+    sent = [encoded for digest, encoded in own.items() if senders[digest] == world.rank]
     gathered = world.gather_to_coordinator("near records", _packed(sent))
     mine = None if gathered is None else _packed(each for one in gathered for each in unpack(one))
-    candidates = []
-    for encoded in unpack(world.broadcast("near records", mine)):
-        record = decode_near_record(encoded, "a near record of another rank")
-        known = homes[near_digest(encoded).hex()]
-        names = tuple(known.get(rank, "") for rank in range(record.head.world_size))
-        candidates.append(NearCandidate(record, names))
-    return sorted(candidates, key=lambda candidate: candidate.record.order, reverse=True)
+    records = [
+        decode_near_record(encoded, "a near record of another rank")
+        for encoded in unpack(world.broadcast("near records", mine))
+    ]
+    records.sort(key=lambda record: record.order, reverse=True)
+
+    # A host offers the files of all records, of those that others have as well: its own copy of a
+    # record may be damaged, or it had no time to write one.
+    def offered() -> list[list[int]]:
+        return [tier.whole_ranks(record) for record in records] if is_first else []
+
+    mine_of_all = collectively(world, "near offers", offered)
+    homes: list[dict[int, str]] = [{} for _ in records]
+    for rank, offers in enumerate(_shared(world, "near offers", mine_of_all)):
+        for known, ranks in zip(homes, offers, strict=False):  # only the first of a host has any
+            for one in ranks:
+                known.setdefault(one, hosts.names[rank])
+    return [
+        NearCandidate(record, tuple(known.get(rank, "") for rank in range(record.head.world_size)))
+        for record, known in zip(records, homes, strict=True)
+    ]
+
+
+def _shared(world: World, name: str, mine: Any) -> list[Any]:
+    """What every rank has, by rank, as JSON. Collective."""
+    received = world.gather_to_coordinator(name, json.dumps(mine).encode())
+    every = None if received is None else json.dumps([json.loads(one) for one in received])
+    return list(json.loads(world.broadcast(name, None if every is None else every.encode())))
 
 
 def load_near(

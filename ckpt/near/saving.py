@@ -234,14 +234,22 @@ class NearSaves:
         world = task.session.world
         with task.recorder.span("attempt"):
             header = self._attempt(task, modules)
+        is_written = False
         try:
             part = collectively(world, "near write", lambda: self._written(header, write))
+            is_written = True
             report = self._commit(task, header, part)
             if self._mapped is not None:
                 self._mapped.published(header.attempt)
             return report
         except Exception:
             task.memory.plans.forget_part()
+            if is_written and world.failure is not None:
+                # A rank is gone, and hosts may have the record: others, who know that they have,
+                # may have dropped the state before. These files are left to the next job.
+                if self._mapped is not None:
+                    self._mapped.published(header.attempt)
+                raise
             if self._mapped is not None:
                 self._mapped.give_up()
             with contextlib.suppress(StorageError):

@@ -7,6 +7,7 @@ older than what was recorded before.
 
 from __future__ import annotations
 
+import contextlib
 import random
 from pathlib import Path
 from typing import Any
@@ -97,3 +98,31 @@ def test_a_kill_at_any_moment_leaves_a_whole_state(
         plans.clear()
         origin, step = restored(store, hosts(number))
         assert step >= known, (name, n, origin, step, known)
+
+
+@pytest.mark.parametrize("in_memory", [False, True])
+def test_a_rank_that_loses_another_keeps_what_hosts_may_have_recorded(
+    tmp_path: Path, plans: Plans, in_memory: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A rank dies right after its host has the record: whether others know of it, nobody knows."""
+    monkeypatch.setattr("ckpt.near.tier.is_in_memory", lambda path: in_memory)
+    # A process that is dead cleans nothing up, and the rank that is killed here is a thread.
+    monkeypatch.setattr("ckpt.near.memory.TierMemory.close", lambda memory: None)
+
+    def train(folder: Path) -> list[Path]:
+        hosts = [folder / "host0", folder / "host1"]
+        with contextlib.suppress(RanksFailed):
+            Life(2, store, hosts).run(2, then=lambda service, state, world: service.wait())
+        return hosts
+
+    store = MemoryStore()
+    plans["host1"] = FaultPlan(0)
+    train(tmp_path / "dry")
+    puts = [
+        name == "put_if_absent" and "records/" in key for name, key in plans["host1"].operations
+    ]
+    plans["host1"] = FaultPlan(puts.index(True) + 1, kill=True, mode="after")
+    store = MemoryStore()
+    hosts = train(tmp_path / "killed")
+    plans.clear()
+    assert restored(store, hosts) == ("near", 2)

@@ -163,9 +163,13 @@ class Appender:
             draft = build(state)
             if draft is None:
                 return None
-            if state.void:
-                self.log.check_void(state)
-            record = self._record(draft, state)
+            try:
+                if state.void:
+                    self.log.check_void(state)
+                record = self._record(draft, state)
+            except KeyNotFoundError:
+                # What stands at the end counts for nothing, so nothing has proved it.
+                raise diverged(self.store.url, state.slot) from None
             if self._put(record, sent_before=False):
                 return record
         raise CheckpointError(

@@ -160,24 +160,31 @@ def decode_format(data: bytes, *, where: str) -> RootFormat:
 def read_format(store: Store) -> RootFormat:
     """The identity of the root. Raises NoCheckpoint when there is no FORMAT object, with a guess at
     what the caller may have meant."""
-    where = f"{store.url}/{FORMAT_KEY}"
+    with contextlib.suppress(KeyNotFoundError):
+        return _format_of(store)
+    # One page: the url may be a bucket with millions of objects of somebody else.
+    keys = [info.key for info in itertools.islice(store.list(""), LISTED_MAX)]
+    if FORMAT_KEY in keys:
+        # Another job has made the root since the first look.
+        with contextlib.suppress(KeyNotFoundError):
+            return _format_of(store)
+    raise _no_checkpoint(store, keys)
+
+
+def _format_of(store: Store) -> RootFormat:
     try:
         with raising_corrupt():
             data = store.get_bounded(FORMAT_KEY, FORMAT_NBYTES_MAX)
-        return decode_format(data, where=where)
     except TooLargeError as error:
         raise Corrupt(
             f"{error}: a FORMAT object has one line; this is not a shardpoint root, choose another "
             "url"
         ) from None
-    except KeyNotFoundError:
-        raise _no_checkpoint(store) from None
+    return decode_format(data, where=f"{store.url}/{FORMAT_KEY}")
 
 
-def _no_checkpoint(store: Store) -> NoCheckpoint:
-    """Say that there is no root here, and look once at what is here instead."""
-    # One page: the url may be a bucket with millions of objects of somebody else.
-    keys = [info.key for info in itertools.islice(store.list(""), LISTED_MAX)]
+def _no_checkpoint(store: Store, keys: Sequence[str]) -> NoCheckpoint:
+    """Say that there is no root here, and what is here instead."""
     below = sorted({key[: -len("/FORMAT")] for key in keys if key.endswith("/FORMAT")})
     message = f"{store.url} has no shardpoint checkpoint: no {FORMAT_KEY} object"
     if below:

@@ -36,6 +36,7 @@ from storage import CorruptObjectError, KeyNotFoundError, StorageError, Store
 logger = logging.getLogger(__name__)
 
 TRIES_MAX = 2  # of one checkpoint when nothing says that it is damaged
+LOOKS_MAX = 8  # at what there is: a job that saves on may retire faster than this one loads
 
 Condition = Literal["damaged", "retired", "unknown"]
 Origin = Literal["durable", "near"]
@@ -71,7 +72,7 @@ class RestoreReport:
         """The steps between this checkpoint and the newest one that was passed over: work that is
         done again. Steps after the newest checkpoint are in none, so they are not counted.
         """
-        return max((one.step for one in self.skipped), default=self.step) - self.step
+        return max(self.step, *(one.step for one in self.skipped)) - self.step
 
 
 class NearSource(Protocol):
@@ -114,8 +115,10 @@ def restore_latest(
     store = target.store()
     is_latest = step is None and not attempt
     candidates = _candidates(store, world, step, attempt, near if is_latest else None)
+    is_empty, looks = not candidates, 1
     skipped: list[Skipped] = []
-    for candidate in candidates:
+    while candidates:
+        candidate = candidates.pop(0)
         if candidate.near is None:
             result = _try(state, target, world, candidate)
         else:
@@ -142,7 +145,13 @@ def restore_latest(
         skipped.append(Skipped(candidate.step, candidate.attempt, result))
         if world.rank == 0:
             logger.warning("step %d (%s) is passed over: %s", *skipped[-1])
-    if not candidates and is_latest:
+        if candidate.near is None and looks < LOOKS_MAX:
+            # It may have been retired, for one that was not there at the look before.
+            looks += 1
+            again = _candidates(store, world, step, attempt, near if is_latest else None)
+            tried = {one.attempt for one in skipped}
+            candidates = [one for one in again if one.attempt not in tried]
+    if is_empty and is_latest:
         return None
     reasons = [f"\n  - step {one.step} ({one.attempt}): {one.reason}" for one in skipped]
     requested = "checkpoint" if step is None else f"checkpoint of step {step}"
@@ -236,10 +245,11 @@ def _newest_first(store: Store, step: int | None, attempt: str) -> _Listing:
     try:
         root = read_format(store).root
     except NoCheckpoint:
-        # A new run finds nothing at all; anything else there means that the url is wrong.
+        # A new run finds nothing at all; anything else there means that the url is wrong, or that
+        # another job has made the root since.
         if step is None and not attempt and next(iter(store.list("")), None) is None:
             return _Listing("", 0, [])
-        raise
+        root = read_format(store).root
     log = Log(store).state()
     is_latest = step is None and not attempt
     entries = resumable(log.live) if is_latest else of_step(log.live, step)

@@ -15,7 +15,7 @@ from typing import Any
 import msgpack
 import pytest
 
-from ckpt.commit.log import Log, decode_format, encode_format, read_format
+from ckpt.commit.log import FORMAT_KEY, Log, decode_format, encode_format, read_format
 from ckpt.commit.names import (
     MANIFEST_NAME,
     attempt_epoch,
@@ -29,13 +29,15 @@ from ckpt.commit.records import (
     Record,
     decode_record,
     encode_record,
+    manifest_digest,
     record_digest,
     record_problem,
 )
 from ckpt.commit.session import Session
 from ckpt.commit.writer import Commit
-from ckpt.errors import CheckpointError, Corrupt, NoCheckpoint, UnsupportedFormat
+from ckpt.errors import CheckpointError, Corrupt, LogDiverged, NoCheckpoint, UnsupportedFormat
 from ckpt.format.checksum import crc32c
+from ckpt.service.restore import _newest_first
 from storage.errors import KeyNotFoundError
 from storage.memory import MemoryStore
 from storage.store import ByteRange, ObjectInfo
@@ -369,3 +371,44 @@ def test_behind_a_network_one_page_of_a_listing_saves_most_requests(count: int) 
         assert Log(store).state().slot == count - 1
         # The newest listed record is read ahead, in vain where the listing is behind.
         assert store.requests <= (12 if count <= 1000 else 25) + 2 * bool(behind)
+
+
+@pytest.mark.parametrize("before", ["list", "second list"])
+def test_a_root_that_is_made_between_two_looks_is_seen(before: str) -> None:
+    class Late(WrappedStore):
+        """Another job makes the root just before what is here is listed."""
+
+        lists = 0
+
+        def list(self, prefix: str, *, after: str = "") -> Iterator[ObjectInfo]:
+            self.lists += 1
+            if self.lists == (1 if before == "list" else 2):
+                Session.claim(self.inner)
+            return self.inner.list(prefix, after=after)
+
+    store = Late(MemoryStore())
+    assert _newest_first(store, None, "").entries == []
+    assert store.exists(FORMAT_KEY)
+    assert read_format(store) == read_format(store.inner)
+
+
+def test_a_void_record_that_is_gone_again_is_the_end_of_this_session() -> None:
+    here, other = MemoryStore(), MemoryStore()
+    session, foreign = Session.claim(here), Session.claim(other)
+    for step in (1, 2):
+        for one in (session, foreign):
+            append(one, step)
+    key = record_key(session.state().slot + 1)
+    append(foreign, 3)
+    here.put_if_absent(key, other.get(key))  # from a copy: it follows nothing that is here
+    assert session.state().void == 1
+    here.delete(key)  # and the root was restored once more
+    with pytest.raises(LogDiverged, match=r"ckpt\.forget"):
+        append(session, 3)
+    assert [entry.step for entry in Log(here).state().live] == [1, 2]
+
+
+def append(session: Session, step: int) -> None:
+    attempt, manifest = session.new_attempt(), b"manifest %d" % step
+    session.store.put_if_absent(step_prefix(step, attempt) + MANIFEST_NAME, manifest)
+    session.commit(Commit(attempt, step, len(manifest), manifest_digest(manifest)))

@@ -28,6 +28,7 @@ from ckpt.world.base import SoloWorld, World
 from storage import StorageError, Store, open_store
 from storage.memory import MemoryStore
 from storage.testing import FaultPlan, FaultyStore
+from storage.wrap import WrappedStore
 from tests.e2e.job import NO_WAITING, assert_is_step, state_at
 from tests.service.chaos import ThreadTarget, UploadingStore
 
@@ -380,6 +381,34 @@ def test_a_damaged_checkpoint_is_passed_over_and_reported(how: str) -> None:
         assert all(one.reason for one in report.skipped)
         checkpointer.step(3)
     assert [entry.step for entry in live_entries(store)] == [1, 2, 3, 4, 3]
+
+
+@pytest.mark.usefixtures("quiet")
+def test_a_checkpoint_that_is_retired_before_it_is_read_is_no_end() -> None:
+    store = MemoryStore()
+    saved_steps(store, 1)
+
+    class Slow(WrappedStore):
+        """Another job saves on, and retires what was listed, before it is read."""
+
+        def get_bounded(self, key: str, nbytes_max: int) -> bytes:
+            if key.endswith("MANIFEST") and not moved:
+                moved.append(key)
+                other = {"x": torch.full((1000,), 2.0), "step": 2}
+                keep = ckpt.KeepLatest(1)
+                with alone(self.inner, other, ckpt.EverySteps(1), keep=keep) as checkpointer:
+                    checkpointer.step(2)
+                assert [entry.step for entry in live_entries(self.inner)] == [2]
+            return self.inner.get_bounded(key, nbytes_max)
+
+    moved: list[str] = []
+    state = {"x": torch.full((1000,), -1.0), "step": -1}
+    with alone(Slow(store), state, ckpt.Never()) as checkpointer:
+        report = checkpointer.restore()
+    assert moved
+    assert report is not None and report.step == state["step"] == 2
+    assert torch.equal(state["x"], torch.full((1000,), 2.0))
+    assert report.steps_lost == 0
 
 
 @pytest.mark.usefixtures("quiet")

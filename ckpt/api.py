@@ -25,10 +25,12 @@ from ckpt.loading.load import LoadOptions, LoadReport, load_state
 from ckpt.loading.plan import ReadPath
 from ckpt.process import this_process
 from ckpt.saving.background import PendingSave, Preparation, WhenBusy
+from ckpt.saving.lending import LentCopy
 from ckpt.saving.report import SaveOptions, SaveReport
 from ckpt.saving.save import flattened, save_state
-from ckpt.saving.staging import Snapshot, StageOptions, buffers_for, stage
+from ckpt.saving.staging import Snapshot, buffers_for
 from ckpt.saving.task import SaveTask
+from ckpt.saving.uploading import stage_or_share
 from ckpt.saving.write import Staging, WritePath
 from ckpt.world.base import collectively
 from storage import Store, StoreLike, open_store
@@ -120,7 +122,7 @@ def async_save(
     url: StoreLike,
     *,
     step: SupportsIndex,
-    snapshot: Snapshot = "step",
+    snapshot: Snapshot | LentCopy = "step",
     when_busy: WhenBusy = "wait",
     host_bytes_max: SupportsIndex | None = None,
     replicas: Literal["warn", "strict"] = "warn",
@@ -162,7 +164,8 @@ def async_save(
     with gc_paused():
         context = this_process.of_group(process_group)
         # Before anything waits, or drops the save in flight.
-        one_of("snapshot", snapshot, ("step", "now"))
+        if not isinstance(snapshot, LentCopy):
+            one_of("snapshot", snapshot, ("step", "now"))
         one_of("when_busy", when_busy, ("wait", "skip", "replace"))
         one_of("replicas", replicas, ("warn", "strict"))
         # Opening a root is collective; from the second call on, no rank waits for another here.
@@ -192,9 +195,9 @@ def async_save(
             pending = context.background.refuse(task, error)
         else:
             context.background.settle_before(task)
-            how = StageOptions(snapshot, plain_int(host_bytes_max))
+            nbytes_max, staging = plain_int(host_bytes_max), context.staging
             pending = context.background.start(
-                task, lambda: stage(state, task, how, context.staging)
+                task, lambda: stage_or_share(state, task, snapshot, nbytes_max, staging)
             )
     pending.call_seconds = time.perf_counter() - started
     return pending

@@ -4,6 +4,10 @@ A background save copies the state into buffers that are laid out as the parts o
 those buffers are a mapping of files of the tier, so what was copied need not be written: a name
 makes a data file of it. There is one copy of the state in all, and two generations take turns: the
 files of the older one become the buffers of the next save, for fresh memory costs ten times a copy.
+
+A durable save of the same step sends these files (`hold`). Until it is over nobody writes into
+them, whether the tier still has names for them or not, so near saves take a third generation in the
+meantime, or are skipped where there is no room for one.
 """
 
 from __future__ import annotations
@@ -14,10 +18,12 @@ import mmap
 import os
 import secrets
 from bisect import bisect_right
+from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager
 from itertools import accumulate
 
+from ckpt.errors import SaveDropped
 from ckpt.layout.buffers import address_of, touch
 from ckpt.saving.write import Staging
 from storage import KeyExistsError, NoSpaceError, StorageError, Store
@@ -29,6 +35,7 @@ from storage.store import ObjectWriter
 from storage.wrap import WrappedStore
 
 STAGE_FOLDER = "stage"
+GENERATIONS = 2  # whole states that a tier needs room for: a kept one, and one that is written
 
 
 class MappedFile:
@@ -37,6 +44,7 @@ class MappedFile:
     def __init__(self, path: str, capacity: int) -> None:
         self.path = path
         self.capacity = capacity
+        self.holds = 0  # other saves that read its memory
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
         try:
             _reserve(fd, capacity)
@@ -79,13 +87,20 @@ class TierMemory(Staging):
     """The buffers of near saves, one save at a time, as files below `folder`.
 
     The files of a save are under construction until it was published; `recycle` takes those of
-    older saves back. Used by the thread that trains, and by the worker while a save is under way.
+    older saves back. Used by the thread that trains, and by the worker while a save is under way;
+    what `hold` returns is called by any thread. There are never more than `generations_max` states,
+    and `generations` of them stay between saves.
     """
 
-    def __init__(self, folder: str) -> None:
+    is_one_range = True
+
+    def __init__(self, folder: str, *, generations_max: int = GENERATIONS) -> None:
         super().__init__()
+        self.generations_max = generations_max
+        self.generations = GENERATIONS
         self._folder = os.path.join(folder, STAGE_FOLDER)
         self._spares: list[MappedFile] = []
+        self._held: list[MappedFile] = []  # taken back, and not free yet
         self._of_attempts: dict[str, list[MappedFile]] = {}
         self._starts: list[int] = []
         self._planned: tuple[int, ...] = ()
@@ -95,7 +110,8 @@ class TierMemory(Staging):
         self.files: list[MappedFile] = []
 
     def expect(self, counts: Sequence[int], nbytes: int, *, pinned: bool) -> None:
-        """A save begins whose files have so many parts. Raises NoSpaceError when they do not fit.
+        """A save begins whose files have so many parts. Raises NoSpaceError when they do not fit,
+        SaveDropped when they would but for files that another save still reads.
 
         What an earlier save has neither published nor given up is used again.
         """
@@ -103,25 +119,61 @@ class TierMemory(Staging):
         with self._making, self._lock:
             spares, self._spares = self._spares, []
             self._planned = ()
+            held = self._held_count(counts)
+        wanted = [count * nbytes for count in counts]
         try:
-            for count in counts:
-                self.files.append(self._file(spares, count * nbytes))
+            if held and not spares and len(self._of_attempts) + held >= self.generations_max:
+                raise SaveDropped(self._dropped())
+            for capacity in wanted:
+                self.files.append(self._file(spares, capacity))
         except OSError as error:
+            if held:
+                raise SaveDropped(self._dropped()) from error
             raise _translated(error, f"make room in {self._folder}") from error
         finally:
-            self._keep_spares(spares, [count * nbytes for count in counts])
+            self._keep_spares(spares, wanted, self.generations - held)
         self._starts = [0, *accumulate(counts)]
 
-    def _keep_spares(self, spares: Sequence[MappedFile], wanted: Collection[int]) -> None:
-        """Of what is left, keep what was made ahead for the second generation; once there is one,
-        or for other sizes, it would take the room of the next save.
+    def _held_count(self, counts: Sequence[int]) -> int:
+        """How many states are read by other saves and have no names any more."""
+        return -(-len(self._held) // len(counts))
+
+    def _dropped(self) -> str:
+        return (
+            f"the near save is skipped: a durable save still reads files of an older one, and "
+            f"{self._folder} has no room for another state beside them"
+        )
+
+    def _keep_spares(
+        self, spares: Sequence[MappedFile], wanted: Sequence[int], generations: int
+    ) -> None:
+        """Of what is left, keep what makes up `generations` with the save under way and those that
+        are published; more, or of other sizes, would take the room of the next save.
         """
+        free = Counter(wanted * max(0, generations - len(self._of_attempts) - 1))
         for spare in spares:
-            if spare.capacity in wanted and not self._of_attempts:
+            if free[spare.capacity] > 0:
+                free[spare.capacity] -= 1
                 with self._lock:
                     self._spares.append(spare)
             else:
                 spare.discard()
+
+    def hold(self) -> Callable[[], None]:
+        files = list(self.files)
+        self.generations = self.generations_max  # the next save needs others meanwhile
+        with self._lock:
+            for file in files:
+                file.holds += 1
+
+        def release() -> None:
+            with self._lock:
+                for file in files:
+                    file.holds -= 1
+                self._spares += [file for file in self._held if not file.holds]
+                self._held = [file for file in self._held if file.holds]
+
+        return release
 
     def plan_ahead(self, counts: Sequence[int]) -> None:
         """The files of the first saves will have so many parts: for `make`."""
@@ -178,7 +230,7 @@ class TierMemory(Staging):
 
     def recycle(self, kept: Collection[str]) -> None:
         """The attempts of this process that are not `kept` end: their files have no names as data
-        files any more when this returns.
+        files any more when this returns. Those that another save reads stay as they are.
         """
         for attempt in [name for name in self._of_attempts if name not in kept]:
             self._take_back(self._of_attempts.pop(attempt))
@@ -192,14 +244,15 @@ class TierMemory(Staging):
                 continue
             file.path = path
             with self._lock:
-                self._spares.append(file)
+                (self._held if file.holds else self._spares).append(file)
 
     def close(self) -> None:
         """Remove what is under construction; data files stay."""
         self.give_up()
-        for file in self._spares:
+        with self._lock:
+            left, self._spares, self._held = [*self._spares, *self._held], [], []
+        for file in left:
             file.discard()
-        self._spares = []
         self._of_attempts = {}
 
 

@@ -21,15 +21,23 @@ from ckpt.format.checksum_tables import Seal
 from ckpt.format.manifest import Header
 from ckpt.format.part import Part
 from ckpt.layout.memory import devices_of, gc_paused
-from ckpt.near.memory import MappedStore, TierMemory
+from ckpt.near.memory import GENERATIONS, MappedStore, TierMemory
 from ckpt.near.records import NearFile, NearHead, NearRecord, decode_near_record, encode_near_record
 from ckpt.near.tier import Tier
 from ckpt.saving.background import Background, PendingSave
+from ckpt.saving.lending import LentCopy
 from ckpt.saving.messages import joined, split
 from ckpt.saving.report import SaveOptions, SaveReport
 from ckpt.saving.save import flattened
 from ckpt.saving.staged_files import FilePlan, part_count
-from ckpt.saving.staging import BufferNeed, Snapshot, StageOptions, planned_files, stage
+from ckpt.saving.staging import (
+    BufferNeed,
+    Snapshot,
+    Staged,
+    StageOptions,
+    planned_files,
+    stage,
+)
 from ckpt.saving.task import Attempt, PartMemory, SaveTask, header_of
 from ckpt.saving.write import MIB, Staging, WritePath
 from ckpt.telemetry.history import CommittedSave, RankReport, totals_of
@@ -38,8 +46,6 @@ from ckpt.world.base import World, collectively
 from storage import StorageError, Store
 
 logger = logging.getLogger(__name__)
-
-GENERATIONS = 2  # whole states that a tier has room for: a kept one, and one that is written
 
 
 class Hosts(NamedTuple):
@@ -64,12 +70,20 @@ class Hosts(NamedTuple):
 @dataclass(frozen=True, slots=True)
 class NearOptions:
     """How near saves are made; arguments as of `ckpt.async_save`. `bytes_max` bounds what a host
-    keeps.
+    keeps. `lends_often`: durable saves are made at steps of near saves, and use their copies.
     """
 
     bytes_max: int | None = None
+    lends_often: bool = False
     snapshot: Snapshot = "step"
     user: dict[str, str] = field(default_factory=dict)
+
+
+class BegunSave(NamedTuple):
+    """A near save under way, and its copy of the state if it is lent: none where it has failed."""
+
+    pending: PendingSave
+    copies: Sequence[LentCopy]
 
 
 class NearSaves:
@@ -100,8 +114,20 @@ class NearSaves:
         self._after_slot = 0
         self._safe = ""  # the newest attempt whose record is on every host
 
-    def begin(self, state: Any, step: int) -> PendingSave:
-        """Begin a near save of `state`; the save before must be over. Waits for no rank."""
+    def begin(self, state: Any, step: int, *, lends: bool = False) -> BegunSave:
+        """Begin a near save of `state`; the save before must be over. Waits for no rank.
+
+        With `lends`, a durable save of the same step may use the copy, which the caller ends.
+        """
+        copies: list[LentCopy] = []
+        try:
+            return BegunSave(self._begin(state, step, copies if lends else None), copies)
+        except BaseException:
+            for copy in copies:
+                copy.end()
+            raise
+
+    def _begin(self, state: Any, step: int, copies: list[LentCopy] | None) -> PendingSave:
         with gc_paused():
             task = self._task(step)
             if self._mapped is not None:
@@ -109,10 +135,15 @@ class NearSaves:
                 # What this process has not mapped makes room now: of a job before it, or none.
                 with contextlib.suppress(StorageError):
                     self._drop({self._safe})
-            how, staging = StageOptions(self._options.snapshot), self._staging
-            return self._background.start(
-                task, lambda: stage(state, task, how, staging), publish=self._publish
-            )
+            snapshot, staging = self._options.snapshot, self._staging
+
+            def begin() -> Staged:
+                staged = stage(state, task, StageOptions(snapshot), staging)
+                if copies is not None:
+                    copies.append(staged.lend(snapshot, is_one_range=staging.is_one_range))
+                return staged
+
+            return self._background.start(task, begin, publish=self._publish)
 
     def adopt(self, record: NearRecord) -> None:
         """Make the state of an older epoch, which was just restored, one of this epoch."""
@@ -178,7 +209,7 @@ class NearSaves:
 
         mine = collectively(world, "near room", facts)
         reports = [json.loads(one) for one in world.gather("near room", mine)]
-        self._refuse_too_small([r[0] for r in reports], [r[1] for r in reports])
+        fits_more = self._check_room([r[0] for r in reports], [r[1] for r in reports])
         # Of an earlier Checkpointer of this process.
         self._number, newest = max((r[2], r[3]) for r in reports)
         self._safe = restored or newest
@@ -187,33 +218,51 @@ class NearSaves:
             sources = contents.plan.sources
             # Copies from a device need pinned memory, which that of a file is not.
             if not devices_of(one.view for one in sources if not one.address):
-                self._stage_in_tier(files)
+                self._stage_in_tier(files, GENERATIONS + fits_more)
 
-    def _stage_in_tier(self, files: Sequence[FilePlan]) -> None:
+    def _stage_in_tier(self, files: Sequence[FilePlan], generations_max: int) -> None:
         """What is staged lies in the tier already, from now on."""
-        self._mapped = TierMemory(self.tier.store.place)
+        self._mapped = TierMemory(self.tier.store.place, generations_max=generations_max)
+        if self._options.lends_often:
+            self._mapped.generations = generations_max
         self._staging = self._mapped
         self._store = MappedStore(self.tier.store, self._mapped)
-        # Of both generations, while the first steps run: fresh memory costs ten times a copy.
+        # Of all generations, while the first steps run: fresh memory costs ten times a copy.
         self._mapped.plan_ahead([len(file.parts) for file in files])
-        generations = GENERATIONS - bool(self._safe)
+        generations = self._mapped.generations - bool(self._safe)
         need = BufferNeed(files[0].part_nbytes, generations, pinned=False)
         self._background.make_ready(self._mapped, need)
 
-    def _refuse_too_small(self, needs: Sequence[int], rooms: Sequence[int]) -> None:
+    def _check_room(self, needs: Sequence[int], rooms: Sequence[int]) -> bool:
+        """Whether every host has room for one state more than it must have room for."""
         bytes_max = self._options.bytes_max
+        fits_more = True
         for name in dict.fromkeys(self.hosts.names):
             ranks = self.hosts.ranks_of(name)
-            need = GENERATIONS * sum(needs[rank] for rank in ranks)
+            each = sum(needs[rank] for rank in ranks)
             room = rooms[ranks[0]]  # which has swept before it looked
-            if need > room or (bytes_max is not None and need > bytes_max):
-                limit = "" if bytes_max is None else f", and bytes_max is {bytes_max / MIB:.0f} MiB"
+            limit = room if bytes_max is None else min(room, bytes_max)
+            if GENERATIONS * each > limit:
+                bound = "" if bytes_max is None else f", and bytes_max is {bytes_max / MIB:.0f} MiB"
                 raise ValueError(
                     f"near tier of ranks {ranks[0]} to {ranks[-1]}: {GENERATIONS} generations of "
-                    f"their states take {need / MIB:.0f} MiB there, {room / MIB:.0f} MiB are "
-                    f"free{limit}; give it more room (a larger tmpfs, fewer ranks on a host), or "
-                    "use a directory on a local disk"
+                    f"their states take {GENERATIONS * each / MIB:.0f} MiB there, "
+                    f"{room / MIB:.0f} MiB are free{bound}; give it more room (a larger tmpfs, "
+                    "fewer ranks on a host), or use a directory on a local disk"
                 )
+            fits_more = fits_more and (GENERATIONS + 1) * each <= limit
+            if self.session.world.rank == 0:
+                logger.info(
+                    "near tier of ranks %d to %d: %d generations of their states take %.0f MiB, "
+                    "%.0f MiB are there; one more, while a durable save sends one, %s",
+                    ranks[0],
+                    ranks[-1],
+                    GENERATIONS,
+                    GENERATIONS * each / MIB,
+                    limit / MIB,
+                    "fits" if (GENERATIONS + 1) * each <= limit else "does not fit",
+                )
+        return fits_more
 
     # one save
 

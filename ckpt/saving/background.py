@@ -34,6 +34,7 @@ from ckpt.saving.save import report_names_of_copied
 from ckpt.saving.staging import BufferNeed, Staged
 from ckpt.saving.step_gate import Gate
 from ckpt.saving.task import Attempt, SaveTask, refuse_other_names
+from ckpt.saving.uploading import Upload
 from ckpt.saving.write import Staging
 from ckpt.world.base import World
 
@@ -229,7 +230,7 @@ class Background:
             pending._is_dropped.set()
 
     def start(
-        self, task: SaveTask, begin: Callable[[], Staged], *, publish: Publish = publish
+        self, task: SaveTask, begin: Callable[[], Staged | Upload], *, publish: Publish = publish
     ) -> PendingSave:
         """Stage by `begin` in this thread, and do everything else in the worker, which makes the
         checkpoint exist by `publish`.
@@ -320,7 +321,9 @@ def _answer(future: Future[SaveReport], run: Callable[[], SaveReport]) -> None:
         future.set_result(report)
 
 
-def _run(pending: PendingSave, task: SaveTask, staged: Staged, publish: Publish) -> SaveReport:
+def _run(
+    pending: PendingSave, task: SaveTask, staged: Staged | Upload, publish: Publish
+) -> SaveReport:
     def give_up() -> None:
         if pending._is_dropped.is_set():
             raise SaveDropped(f"the save of step {task.step} was dropped for a newer one")

@@ -26,8 +26,9 @@ from ckpt.format.part import PartFile
 from ckpt.format.rank_files import DataFile, RankContents, rank_files
 from ckpt.layout.buffers import address_of, copy_bytes
 from ckpt.layout.memory import SideStreams, devices_of, tensor_over
-from ckpt.saving.write import MIB, Source, Staging, WritePath, copy_elements
+from ckpt.saving.write import MIB, PartStream, Source, Staging, WritePath, copy_elements
 from storage import Store
+from storage.forks import ForkSafeLock
 
 # Reserved in each header for what this rank cannot know yet: rank 0's notes and paths of modules.
 HEADER_SLACK_NBYTES = 4096
@@ -125,6 +126,35 @@ def copy_order(
 _NO_BUFFER = memoryview(b"")
 
 
+class Hold:
+    """Keeps the memory of one save from being used again until `end`. Thread-safe."""
+
+    def __init__(self, staging: Staging) -> None:
+        self._staging = staging
+        self._release = staging.hold()
+        self._kept: list[memoryview] = []
+        self._is_over = False
+        self._lock = ForkSafeLock()
+
+    def give_back(self, buffer: memoryview) -> None:
+        """The save itself needs this buffer no more."""
+        with self._lock:
+            if not self._is_over:
+                self._kept.append(buffer)
+                return
+        self._staging.give_back(buffer)
+
+    def end(self) -> None:
+        """Give everything back that was kept. May be repeated."""
+        with self._lock:
+            was_over, self._is_over = self._is_over, True
+            kept, self._kept = self._kept, []
+        if not was_over:
+            self._release()
+        for buffer in kept:
+            self._staging.give_back(buffer)
+
+
 @dataclass(slots=True)
 class _StagedPart:
     """A part, its number in the save, and its memory. `missing` is still to be copied; an empty
@@ -157,6 +187,7 @@ class Image:
         self.files = tuple(files)
         self.sources = sources
         self._staging = staging
+        self._give_back = staging.give_back
         self._buffers_max = buffers_max
         self._is_pinned = bool(order.devices)
         self._side = SideStreams(order.devices)
@@ -177,6 +208,17 @@ class Image:
     def is_whole(self) -> bool:
         """Whether nothing is left to copy."""
         return self._unfinished == len(self._parts)
+
+    def lend(self) -> Hold:
+        """Keep the memory of all parts until the hold ends: another save reads it, too."""
+        hold = Hold(self._staging)
+        self._give_back = hold.give_back
+        return hold
+
+    def buffers(self) -> list[memoryview]:
+        """The memory of all parts, of an image that is whole and not written yet."""
+        assert self.is_whole, "every part has a buffer then"
+        return [part.buffer for part in self._parts]
 
     def copy(self) -> None:
         """Copy what is left, as far as there are buffers."""
@@ -209,7 +251,7 @@ class Image:
         """
         written = []
         try:
-            files = self._planned(contents)
+            files = placed_files(self.files, contents)
             for index, file in enumerate(files):
                 nbytes = file.layout.nbytes
                 with sending(
@@ -260,7 +302,7 @@ class Image:
 
     def _free(self, part: _StagedPart) -> None:
         if part.buffer:
-            self._staging.give_back(part.buffer)
+            self._give_back(part.buffer)
             part.buffer = _NO_BUFFER
             self._taken -= 1
 
@@ -278,23 +320,6 @@ class Image:
                 copy_elements(source, start, target, non_blocking=non_blocking)
 
     # writing
-
-    def _planned(self, contents: RankContents) -> list[DataFile]:
-        """The files, each with its chunks where they were copied to."""
-        planned = rank_files([file.entries for file in self.files], contents)
-        for file, place in zip(planned, self.files, strict=True):
-            missing = len(file.layout.header) - place.data_start
-            if missing > 0:
-                raise InvalidState(
-                    [
-                        f"user: the notes of rank 0 need {missing} bytes more than this rank "
-                        "reserved for them; pass the same notes on all ranks"
-                    ]
-                )
-        return [
-            file.with_data_start(place.data_start)
-            for file, place in zip(planned, self.files, strict=True)
-        ]
 
     def _write_file(
         self,
@@ -326,6 +351,64 @@ class Image:
             sender.wait_for_one()
         # Copy as much as fits now and not this part alone: steps of optimizers may wait for it.
         self.copy()
+
+
+def placed_files(files: Sequence[FilePlan], contents: RankContents) -> list[DataFile]:
+    """The files that were planned, each with its chunks where the plan has them."""
+    planned = rank_files([file.entries for file in files], contents)
+    for file, place in zip(planned, files, strict=True):
+        missing = len(file.layout.header) - place.data_start
+        if missing > 0:
+            raise InvalidState(
+                [
+                    f"user: the notes of rank 0 need {missing} bytes more than this rank "
+                    "reserved for them; pass the same notes on all ranks"
+                ]
+            )
+    return [
+        file.with_data_start(place.data_start) for file, place in zip(planned, files, strict=True)
+    ]
+
+
+def write_copied(
+    store: Store,
+    directory: str,
+    files: Sequence[FilePlan],
+    tensor_bytes: Sequence[Sequence[memoryview]],
+    *,
+    contents: RankContents,
+    path: WritePath,
+    between_parts: Callable[[], None],
+) -> list[PartFile]:
+    """Write the same files as `Image.write` from a copy that stays as it is: `tensor_bytes` are
+    those of the chunks of each file.
+
+    Raises and calls `between_parts` like that.
+    """
+    written = []
+    planned = placed_files(files, contents)
+    for file, place, runs in zip(planned, files, tensor_bytes, strict=True):
+        builder, nbytes = DataFileBuilder(file), file.layout.nbytes
+        with (
+            sending(
+                store,
+                directory + file.name,
+                nbytes,
+                part_nbytes=place.part_nbytes,
+                threads=max(1, path.writers),
+                direct=path.for_file(nbytes).direct,
+            ) as sender,
+            PartStream(sender, path.staging, gathers=False) as parts,
+        ):
+            parts.add(builder.header)
+            for run in runs:
+                between_parts()
+                builder.add(run)
+                parts.add(run)
+            parts.add(builder.tail)
+        written.append(builder.result())
+    store.sync([directory + file.name for file in planned])
+    return written
 
 
 def part_count(files: Sequence[FilePlan]) -> int:

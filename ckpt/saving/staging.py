@@ -29,6 +29,7 @@ from ckpt.layout.memory import SideStreams, devices_of
 from ckpt.layout.plain import Ranks, times_changed
 from ckpt.layout.tensor import local_tensor
 from ckpt.saving.compared import digests_of
+from ckpt.saving.lending import LentCopy
 from ckpt.saving.plan import Contents, PlanMemory, contents_of
 from ckpt.saving.save import write_sources
 from ckpt.saving.staged_files import CopyOrder, FilePlan, Image, copy_order, part_count, plan_files
@@ -122,12 +123,30 @@ class Staged:
     side: memoryview = field(default_factory=lambda: memoryview(b""))
     reading: SideStreams = field(default_factory=lambda: SideStreams(()))
     """Made where the training runs: another thread's current stream knows nothing of it."""
+    lent: tuple[LentCopy, ...] = ()
+
+    def lend(self, snapshot: Snapshot, *, is_one_range: bool) -> LentCopy:
+        """Another save of the same state may use this copy, of which all fits into memory."""
+        files, hold = self.image.files, self.image.lend()
+        copy = LentCopy(self.contents, self.digests, files, hold, is_one_range, snapshot)
+        self.lent = (*self.lent, copy)
+        return copy
 
     def copy(self) -> None:
         """Copy the rest, as far as there is room for it.
 
         Raises CheckpointError when something else than an optimizer has changed it meanwhile.
         """
+        try:
+            self._copy()
+        except BaseException as error:
+            for copy in self.lent:
+                copy.failed(error)
+            raise
+        for copy in self.lent:
+            copy.made(self.image.buffers())
+
+    def _copy(self) -> None:
         with self.task.recorder.span("stage", self.nbytes_later):
             with self.reading.copying():
                 _digest(self.digests, self.contents, self.compared_later)
@@ -179,6 +198,8 @@ class Staged:
     def release(self) -> None:
         """Let steps pass and give all buffers back."""
         self.gate.open()
+        for copy in self.lent:
+            copy.failed(CheckpointError("the near save has ended before it copied the state"))
         self.image.release()
         self.side = memoryview(b"")  # a kept exception keeps its frames, and so this buffer
 

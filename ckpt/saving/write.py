@@ -48,10 +48,14 @@ class Staging:
     """Buffers that outlive a save: fresh memory costs a page fault per 4 KiB, ten times a copy.
 
     For one save at a time. Buffers of another size than the last ones are dropped. Thread-safe, for
-    those that are made while a save may begin.
+    those that are made while a save may begin. With `is_one_range`, parts of one file follow each
+    other in memory.
     """
 
+    is_one_range = False
+
     def __init__(self) -> None:
+        self._sets = 1  # of buffers that are kept between saves
         self._free: list[memoryview] = []
         self._nbytes = 0
         self._pinned = False
@@ -78,10 +82,19 @@ class Staging:
             if len(buffer) == self._nbytes:
                 self._free.append(buffer)
 
+    def hold(self) -> Callable[[], None]:
+        """The places of the save under way are not used again until what this returns is called.
+
+        Buffers have no places: whoever holds one gives it back later. The next save needs others
+        meanwhile, so from now on there are buffers for two.
+        """
+        self._sets = 2
+        return lambda: None
+
     def keep(self, count_max: int) -> None:
-        """Drop free buffers beyond `count_max`."""
+        """Drop free buffers beyond `count_max`, which one save takes."""
         with self._lock:
-            del self._free[count_max:]
+            del self._free[count_max * self._sets :]
 
     def make(
         self, nbytes: int, count: int, *, pinned: bool, is_stopped: Callable[[], bool]

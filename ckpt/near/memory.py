@@ -150,7 +150,7 @@ class TierMemory(Staging):
         """Of what is left, keep what makes up `generations` with the save under way and those that
         are published; more, or of other sizes, would take the room of the next save.
         """
-        free = Counter(wanted * max(0, generations - len(self._of_attempts) - 1))
+        free = Counter([*wanted] * max(0, generations - len(self._of_attempts) - 1))
         for spare in spares:
             if free[spare.capacity] > 0:
                 free[spare.capacity] -= 1

@@ -74,9 +74,9 @@ class NearOptions:
     """
 
     bytes_max: int | None = None
-    lends_often: bool = False
     snapshot: Snapshot = "step"
     user: dict[str, str] = field(default_factory=dict)
+    lends_often: bool = False
 
 
 class BegunSave(NamedTuple):

@@ -169,9 +169,11 @@ class Checkpointer:
             training, self._schedule, self._failed, self._keeper, self._watcher
         )
         saving = target.saving if isinstance(target, UrlTarget) else {}
-        self._near = None if near is None else NearTraining(near, training, saving)
+        self._near = None if near is None else NearTraining(near, save, training, saving)
         self._timer = StepTimer(training)
-        self._ahead = Ahead(training, is_regular=is_regular(save))
+        # Where durable saves use the copies of near ones, they take no memory of their own.
+        copies = is_regular(save) and not (self._near is not None and self._near.lends_often)
+        self._ahead = Ahead(training, is_regular=copies)
         self._is_closed = False
         self._pid = os.getpid()
         # Last, so that a constructor that fails leaves no handler behind.
@@ -363,7 +365,8 @@ class Checkpointer:
             return False
         self._saves.finish()
         self._failed.raise_alarm()
-        self._saves.begin(metric, reasons)
+        copies = () if self._near is None else self._near.stepped(lends=True)
+        self._saves.begin(metric, reasons, copies)
         return True
 
     def _is_busy(self) -> bool:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import logging
 import math
 import time
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from ckpt.errors import CheckpointError, SaveDropped
+from ckpt.saving.lending import LentCopy
 from ckpt.saving.report import SaveReport
 from ckpt.service.alarm import LASTING, FailedSaves
 from ckpt.service.events import SaveSkipped, SaveSucceeded
@@ -82,8 +84,11 @@ class SavesInFlight:
         """The newest save whose outcome was not collected."""
         return self._begun[-1].pending if self._begun else None
 
-    def begin(self, metric: float | None, reasons: tuple[str, ...]) -> None:
-        """Begin to save the state as the newest step. Collective.
+    def begin(
+        self, metric: float | None, reasons: tuple[str, ...], copies: Sequence[LentCopy] = ()
+    ) -> None:
+        """Begin to save the state as the newest step. Collective. `copies` has the one that a near
+        save makes of it, if any: it is used, or ended.
 
         Raises lasting failures, RankFailed, and the alarm where this failure makes it due; other
         failures are noted, the same on all ranks.
@@ -94,9 +99,13 @@ class SavesInFlight:
         if self._training.is_coordinator:
             logger.info("saving step %d: %s", step, ", ".join(reasons))
         target, state = self._training.target, self._training.state
+        for copy in copies:
+            target = target.using(copy)
+        is_used = False
         try:
             with self._watcher.phase(f"save of step {step}"):
                 pending = target.start(state, step=step, metric=_finite(metric))
+            is_used = target is not self._training.target
         except LASTING:
             raise
         except (CheckpointError, StorageError, OSError) as error:
@@ -104,6 +113,9 @@ class SavesInFlight:
             self._raise_if_rank_lost()
             self._failed.raise_alarm()
             return
+        finally:
+            for copy in () if is_used else copies:
+                copy.end()
         blocked = self._training.now_seconds() - began_seconds
         call = self._training.progress.calls
         self._begun.append(BegunSave(step, call, pending, began_seconds, began_unix, blocked))

@@ -9,7 +9,7 @@ import logging
 import math
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, SupportsIndex
 
@@ -22,11 +22,12 @@ from ckpt.near.recovery import NearCandidate, load_near, near_candidates
 from ckpt.near.saving import Hosts, NearOptions, NearSaves, open_near_saves
 from ckpt.near.tier import Tier
 from ckpt.saving.background import PendingSave
+from ckpt.saving.lending import LentCopy
 from ckpt.saving.report import SaveReport
 from ckpt.saving.staging import Snapshot
 from ckpt.service.alarm import Failure
 from ckpt.service.events import NearFailed, NearSaved
-from ckpt.service.policies import EverySteps, Observation, SavePolicy
+from ckpt.service.policies import EverySteps, Observation, SavePolicy, are_multiples
 from ckpt.service.training import Training
 from ckpt.world.base import collectively
 
@@ -77,12 +78,17 @@ class _BegunNear(NamedTuple):
 class NearTraining:
     """The near saves of one training on this rank. All ranks call its methods in the same order."""
 
-    def __init__(self, near: Near, training: Training, saving: Mapping[str, Any]) -> None:
+    def __init__(
+        self, near: Near, save: SavePolicy, training: Training, saving: Mapping[str, Any]
+    ) -> None:
         self._near = near
         self._training = training
         snapshot: Snapshot = saving.get("snapshot", "step")
         bytes_max = plain_int(near.bytes_max)
-        self._options = NearOptions(bytes_max, snapshot, dict(saving.get("user") or {}))
+        self.lends_often = are_multiples(save, near.every)
+        user = dict(saving.get("user") or {})
+        self._options = NearOptions(bytes_max, snapshot, user, self.lends_often)
+        self._stepped_calls = 0
         self._tier: Tier | None = None
         self._hosts: Hosts | None = None
         self._saves: NearSaves | None = None
@@ -94,25 +100,33 @@ class NearTraining:
 
     # saving
 
-    def stepped(self) -> None:
-        """A step is done: begin a near save if one is due. Waits for the one before.
+    def stepped(self, *, lends: bool = False) -> Sequence[LentCopy]:
+        """A step is done: begin a near save if one is due and was not begun in this call of `step`.
+        Waits for the one before.
+
+        With `lends`, a durable save of this step is about to begin. Returns what it may use instead
+        of a copy of its own, which the caller ends; nothing where no near save begins here.
 
         Raises ValueError on all ranks when a host has no room; Fenced and RankFailed.
         """
+        if self._stepped_calls == self._training.progress.calls:
+            return ()
+        self._stepped_calls = self._training.progress.calls
         if self._saves is None:
             self._open()
         self.collect(wait=False)
         progress = self._training.progress
         observation = Observation(progress.step, progress.previous_step)
         if not self._near.every.reasons(observation):
-            return
+            return ()
         self.collect(wait=True)
         if self._lasting is not None:
             raise self._lasting
         assert self._saves is not None, "opened above"
         began_unix = time.time()
-        pending = self._saves.begin(self._training.state, progress.step)
-        self._begun = _BegunNear(progress.step, pending, began_unix)
+        begun = self._saves.begin(self._training.state, progress.step, lends=lends)
+        self._begun = _BegunNear(progress.step, begun.pending, began_unix)
+        return begun.copies
 
     def collect(self, *, wait: bool, timeout_seconds: float = math.inf) -> None:
         """Pass on the outcome of the near save that was begun, if it is over or when `wait`.

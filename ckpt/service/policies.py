@@ -291,9 +291,28 @@ def by_coordinator(policy: SavePolicy) -> SavePolicy:
 
 def is_regular(policy: SavePolicy) -> bool:
     """Whether saves are due as the training goes on, not only when something happens to it."""
+    return bool(_regular(policy))
+
+
+def _regular(policy: SavePolicy) -> list[SavePolicy]:
     rare = (Never, OnSignal, OnPreemption, AtExit)
-    return any(
-        not any(isinstance(leaf, rare) for leaf in one.leaves()) for one in policy.alternatives()
+    return [
+        one
+        for one in policy.alternatives()
+        if not any(isinstance(leaf, rare) for leaf in one.leaves())
+    ]
+
+
+def are_multiples(policy: SavePolicy, other: SavePolicy) -> bool:
+    """Whether `other` is due whenever `policy` is, as the training goes on: its period divides all
+    periods of `policy`. Other policies than `EverySteps` do not count.
+    """
+    regular = _regular(policy)
+    return bool(regular) and all(
+        isinstance(one, EverySteps)
+        and isinstance(other, EverySteps)
+        and one.steps % other.steps == 0
+        for one in regular
     )
 
 

@@ -20,6 +20,7 @@ from ckpt.commit.session import Session
 from ckpt.errors import CheckpointError, RankFailed
 from ckpt.loading.load import LoadReport
 from ckpt.process import open_root, session_of, store_of, world_of
+from ckpt.saving.lending import LentCopy
 from ckpt.saving.report import SaveReport
 from ckpt.saving.staging import Snapshot
 from ckpt.world.base import World
@@ -32,7 +33,7 @@ MODEL_FIRST = "model-first"
 class SaveArguments(TypedDict, total=False):
     """Arguments of `ckpt.async_save` that are the same for all saves of a Checkpointer."""
 
-    snapshot: Snapshot
+    snapshot: Snapshot | LentCopy
     host_bytes_max: SupportsIndex | None
     replicas: Literal["warn", "strict"]
     dedup: bool
@@ -77,6 +78,12 @@ class Target(ABC):
     @abstractmethod
     def start(self, state: Any, *, step: int, metric: float | None) -> Pending:
         """Begin a save; the training may go on when this returns."""
+
+    def using(self, copy: LentCopy) -> Target:
+        """This target, whose `start` may use the copy that a near save makes of the same state, and
+        ends it then. One that always makes its own returns itself.
+        """
+        return self
 
     def make_ready(self, state: Any) -> Callable[[], object]:
         """Make the memory of the first save ahead, in the background; not collective. Returns what
@@ -153,6 +160,10 @@ class UrlTarget(Target):
             unsafe_single_writer=self.unsafe_single_writer,
             **self.saving,
         )
+
+    def using(self, copy: LentCopy) -> Target:
+        # Of this class still: a subclass may save the state under other names.
+        return replace(self, saving={**self.saving, "snapshot": copy})
 
     def make_ready(self, state: Any) -> Callable[[], object]:
         if self.saving.get("dedup"):

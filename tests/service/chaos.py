@@ -11,6 +11,7 @@ import random
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from copy import copy as shallow_copy
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeVar
 
@@ -21,9 +22,11 @@ from ckpt.commit.session import Session
 from ckpt.errors import CheckpointError, RankFailed
 from ckpt.loading.load import LoadOptions, LoadReport, load_state
 from ckpt.saving.background import Background
+from ckpt.saving.lending import LentCopy
 from ckpt.saving.report import SaveOptions
-from ckpt.saving.staging import StageOptions, Staging, stage
+from ckpt.saving.staging import Snapshot, Staging
 from ckpt.saving.task import PartMemory, SaveTask
+from ckpt.saving.uploading import stage_or_share
 from ckpt.service.alarm import Alarm
 from ckpt.service.checkpointer import Checkpointer
 from ckpt.service.inflight import Saved
@@ -152,6 +155,7 @@ class ThreadTarget(Target):
         self._background = Background(world)
         self._memory = PartMemory()
         self._staging = Staging()
+        self._snapshot: Snapshot | LentCopy = "step"
         self._opened: list[RankedSession] = []
 
     def world(self) -> World:
@@ -160,13 +164,18 @@ class ThreadTarget(Target):
     def store(self) -> Store:
         return self._store
 
+    def using(self, copy: LentCopy) -> Target:
+        other = shallow_copy(self)
+        other._snapshot = copy
+        return other
+
     def start(self, state: Any, *, step: int, metric: float | None) -> Pending:
         self._background.settle()
         session = self.ranked_session()
         options = SaveOptions(metric=metric, dedup=self._dedup, telemetry=True)
         task = SaveTask(session, self._store, self._memory, step, options)
         return self._background.start(
-            task, lambda: stage(state, task, StageOptions(), self._staging)
+            task, lambda: stage_or_share(state, task, self._snapshot, None, self._staging)
         )
 
     def load(self, state: Any, *, step: int, attempt: str) -> LoadReport:

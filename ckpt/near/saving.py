@@ -79,7 +79,7 @@ class NearOptions:
     lends_often: bool = False
 
 
-class BegunSave(NamedTuple):
+class LendingSave(NamedTuple):
     """A near save under way, and its copy of the state if it is lent: none where it has failed."""
 
     pending: PendingSave
@@ -114,14 +114,14 @@ class NearSaves:
         self._after_slot = 0
         self._safe = ""  # the newest attempt whose record is on every host
 
-    def begin(self, state: Any, step: int, *, lends: bool = False) -> BegunSave:
+    def begin(self, state: Any, step: int, *, lends: bool = False) -> LendingSave:
         """Begin a near save of `state`; the save before must be over. Waits for no rank.
 
         With `lends`, a durable save of the same step may use the copy, which the caller ends.
         """
         copies: list[LentCopy] = []
         try:
-            return BegunSave(self._begin(state, step, copies if lends else None), copies)
+            return LendingSave(self._begin(state, step, copies if lends else None), copies)
         except BaseException:
             for copy in copies:
                 copy.end()

@@ -34,7 +34,7 @@ from ckpt.saving.save import report_names_of_copied
 from ckpt.saving.staging import BufferNeed, Staged
 from ckpt.saving.step_gate import Gate
 from ckpt.saving.task import Attempt, SaveTask, refuse_other_names
-from ckpt.saving.uploading import Upload
+from ckpt.saving.uploading import BorrowedState
 from ckpt.saving.write import Staging
 from ckpt.world.base import World
 
@@ -230,7 +230,11 @@ class Background:
             pending._is_dropped.set()
 
     def start(
-        self, task: SaveTask, begin: Callable[[], Staged | Upload], *, publish: Publish = publish
+        self,
+        task: SaveTask,
+        begin: Callable[[], Staged | BorrowedState],
+        *,
+        publish: Publish = publish,
     ) -> PendingSave:
         """Stage by `begin` in this thread, and do everything else in the worker, which makes the
         checkpoint exist by `publish`.
@@ -322,7 +326,7 @@ def _answer(future: Future[SaveReport], run: Callable[[], SaveReport]) -> None:
 
 
 def _run(
-    pending: PendingSave, task: SaveTask, staged: Staged | Upload, publish: Publish
+    pending: PendingSave, task: SaveTask, staged: Staged | BorrowedState, publish: Publish
 ) -> SaveReport:
     def give_up() -> None:
         if pending._is_dropped.is_set():

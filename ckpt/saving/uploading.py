@@ -30,7 +30,7 @@ from ckpt.saving.write import Source, Staging
 
 
 @dataclass
-class Upload:
+class BorrowedState:
     """A state that another save copies; `Staged` for whoever runs the save.
 
     Its gate holds nothing back: the other save's does.
@@ -100,7 +100,7 @@ def stage_or_share(
     how: Snapshot | LentCopy,
     host_bytes_max: int | None,
     staging: Staging,
-) -> Staged | Upload:
+) -> Staged | BorrowedState:
     """Stage `state`, or use the copy that another save makes of it, if `how` is one and serves.
 
     Raises like `stage`.
@@ -115,7 +115,7 @@ def stage_or_share(
                 are_alike = [file.first for file in files] == [file.first for file in how.files]
                 if are_alike and _is_same(contents.plan, how.contents.plan):
                     task.recorder.count("blocking_bytes", 0)
-                    return Upload(task, contents, files, how)
+                    return BorrowedState(task, contents, files, how)
         own = stage(state, task, StageOptions(how.snapshot, host_bytes_max), staging)
     except BaseException:
         how.end()

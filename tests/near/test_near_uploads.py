@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 
+from ckpt.commit.ranked import SessionRegistry
 from ckpt.errors import SaveDropped
 from ckpt.near.memory import TierMemory
 from ckpt.saving import staged_files
@@ -26,10 +27,10 @@ from ckpt.service.near import Near
 from ckpt.service.policies import AtExit, EverySeconds, EverySteps, are_multiples
 from ckpt.testing import run_ranks
 from ckpt.world.base import World
-from storage import NoSpaceError, Store, open_store
+from storage import NoSpaceError, Store
 from storage.memory import MemoryStore
 from storage.testing import FaultPlan, FaultyStore
-from tests.e2e.job import assert_is_step, state_at
+from tests.e2e.job import state_at
 from tests.near.training import Life, advance
 from tests.service.chaos import ThreadTarget
 
@@ -78,8 +79,6 @@ def saved(
     dedup: bool = False,
 ) -> list[dict[str, float]]:
     """Two durable saves, of steps 4 and 8; the counters of both, of rank 0."""
-    from ckpt.commit.ranked import SessionRegistry
-
     registry, counters = SessionRegistry(), list[dict[str, float]]()
 
     def note(event: Any) -> None:
@@ -112,18 +111,16 @@ def saved(
 def contents(store: Store) -> dict[str, bytes]:
     """The data files and manifests of a root, without what names the attempt and the time."""
     kept: dict[str, bytes] = {}
-    names = dict[bytes, bytes]()
     for info in sorted(store.list("steps/")):
         if not info.key.endswith((".safetensors", "MANIFEST")):
             continue
         step, _, name = info.key.removeprefix("steps/").partition("/")
         kept[f"{step[:8]}/{name}"] = store.get_bounded(info.key, 1 << 30)
-        names[step.encode()] = step[:8].encode()
     return kept
 
 
 def bodies(files: dict[str, bytes]) -> dict[str, Any]:
-    """Of each data file its tensors' places and bytes, and the notes that do not name an attempt."""
+    """Of each data file the places and bytes of its tensors, and the names of its notes."""
     made: dict[str, Any] = {}
     for key, data in files.items():
         if not key.endswith(".safetensors"):
@@ -132,10 +129,9 @@ def bodies(files: dict[str, bytes]) -> dict[str, Any]:
         start = 8 + int.from_bytes(data[:8], "little")
         header = json.loads(data[8:start])
         notes = header.pop("__metadata__")
-        fixed = {name for name in notes if not name.endswith(("header", "save"))}
         last = max((v["data_offsets"] for v in header.values()), key=lambda span: span[1])
         # The last tensor has the checksum of the header.
-        made[key] = (start, header, sorted(fixed), data[start : start + last[0]])
+        made[key] = (start, header, sorted(notes), data[start : start + last[0]])
     return made
 
 

@@ -193,15 +193,16 @@ class TierMemory(Staging):
                     self._spares.append(file)
 
     def _file(self, spares: list[MappedFile], capacity: int) -> MappedFile:
-        for index, spare in enumerate(spares):
-            if spare.capacity == capacity:
-                del spares[index]
-                try:
-                    spare.use_again(self._new_path())
-                except BaseException:
-                    spare.discard()
-                    raise
-                return spare
+        for spare in [spare for spare in spares if spare.capacity == capacity]:
+            spares.remove(spare)
+            try:
+                spare.use_again(self._new_path())
+            except FileNotFoundError:
+                continue  # a job that began meanwhile has removed what was under construction
+            except BaseException:
+                spare.discard()
+                raise
+            return spare
         os.makedirs(self._folder, exist_ok=True)
         return MappedFile(self._new_path(), capacity)
 

@@ -282,6 +282,18 @@ def test_a_failed_upload_leaves_the_near_state_whole(tmp_path: Path) -> None:
     assert {(r.origin, r.step) for r in again.reports.values() if r} == {("near", 4)}
 
 
+def test_spares_that_another_job_has_removed_are_made_anew(tmp_path: Path) -> None:
+    memory = TierMemory(str(tmp_path))
+    memory.plan_ahead([1])
+    memory.make(1 << 16, 1, pinned=False, is_stopped=lambda: False)
+    (spare,) = [path for path in tmp_path.rglob("*") if path.is_file()]
+    spare.unlink()
+    spare.parent.rmdir()
+    memory.expect([1], 1 << 16, pinned=False)
+    assert [path.stat().st_size for path in tmp_path.rglob("*") if path.is_file()] == [1 << 16]
+    memory.close()
+
+
 def test_periods_that_divide_each_other_are_recognised() -> None:
     every = EverySteps
     assert are_multiples(every(1000) | AtExit(), every(20))

@@ -185,10 +185,11 @@ class HeldUp(FaultyStore):
         return self.inner.create(key, nbytes, **how)
 
 
-@pytest.mark.parametrize("has_room", [True, False])
+@pytest.mark.parametrize("has_room, is_memory", [(True, True), (False, True), (True, False)])
 def test_near_saves_leave_the_files_of_an_upload_alone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_room: bool
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_room: bool, is_memory: bool
 ) -> None:
+    monkeypatch.setattr("ckpt.near.tier.is_in_memory", lambda path: is_memory)
     store = HeldUp()
     memories: list[TierMemory] = []
 

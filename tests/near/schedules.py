@@ -356,7 +356,7 @@ class _Life:
         near = Near(self._paths[world.rank], every=EverySteps(self._start.near_every))
         seen = partial(self._saw, target)
         training = Training(target, state, target.world(), (seen,) if world.rank == 0 else ())
-        own = NearTraining(near, training, {})
+        own = NearTraining(near, EverySteps(self._start.save_every), training, {})
         try:
             self._train(training, own)
             if self._start.fault.kind in KILLS and not self._processes.struck:

@@ -69,6 +69,7 @@ ONE_FILE_EACH = {
         "storage/s3/requests.py",
         "storage/encoding/blocks.py",
         "storage/encoding/root.py",
+        "storage/peers/wire.py",
     ),
     "blake3": ("ckpt/format/blake3.py",),
     "msgpack": (
@@ -189,7 +190,12 @@ BANS = (
     ),
     Ban(
         lambda name: name in ("threading.Thread", "_thread.start_new_thread", "threading.Timer"),
-        ("ckpt/world/attendance.py", "ckpt/world/heart.py", "ckpt/world/torch_world.py"),
+        (
+            "ckpt/world/attendance.py",
+            "ckpt/world/heart.py",
+            "ckpt/world/torch_world.py",
+            "storage/peers/server.py",
+        ),
         "concurrent.futures, and read every result: a bare thread swallows its error",
     ),
     Ban(
@@ -496,6 +502,7 @@ USED_FROM_OUTSIDE = (
     ("sharding/attributes.py", "*", "torch's functions and scripts read them off the wrapper"),
     ("sharding/fsdp_module.py", "set_*", "training scripts, as torch names them"),
     ("sharding/", "_load_from_state_dict local_metadata error_msgs", "torch's Module"),
+    ("storage/peers/server.py", "*", "the servers of the standard library call and read these"),
     ("storage/contract.py", "test_*", "pytest, in classes that inherit the contract"),
 )
 

@@ -1,0 +1,493 @@
+"""The server of one directory: others read and write its objects by HTTP, as those of any store.
+
+It answers who has the token, and nobody else. What it is sent is visible once every part has the
+length and the checksum that its sender stated, and is on the disk. Whoever sends nonsense, or
+nothing, or slowly, gets an error or a closed connection: requests, bodies, connections, uploads
+and the time of each are bounded.
+"""
+
+from __future__ import annotations
+
+import hmac
+import json
+import os
+import re
+import secrets
+import socket
+import socketserver
+import ssl
+import stat
+import sys
+import threading
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack, suppress
+from http import HTTPStatus
+from http.server import BaseHTTPRequestHandler
+from itertools import islice
+from typing import Any
+from urllib.parse import parse_qs, unquote, urlsplit
+
+from storage.errors import (
+    KeyNotFoundError,
+    ShortReadError,
+    SlowDownError,
+    StorageError,
+    TooLargeError,
+    TransientError,
+)
+from storage.keys import check_key
+from storage.peers.wire import (
+    BODY_NBYTES_MAX,
+    CHECKSUM,
+    LIST_MAX,
+    MIB,
+    OBJECTS,
+    checksum_of,
+    status_of,
+)
+from storage.store import ObjectWriter, Store
+
+CONNECTIONS_MAX = 128
+UPLOADS_MAX = 256
+BODIES_MAX = 16  # in memory at the same time
+HEAD_SECONDS = 10.0  # for a client to shake hands, and to send the head of a request
+IDLE_SECONDS = 120.0  # between two requests on one connection
+UPLOAD_SECONDS = 120.0  # between two parts of an upload
+RATE_MIN = MIB  # bytes per second that a body or an answer has to move
+_RANGE = re.compile(r"bytes=([0-9]{1,18})-([0-9]{1,18})")
+_NUMBER = re.compile(r"[0-9]{1,18}")
+
+
+class _PeerUpload:
+    """An object of several parts on its way; `lock` is held while it is written or ended."""
+
+    def __init__(self, context: AbstractContextManager[ObjectWriter]) -> None:
+        self.stack = ExitStack()
+        self.writer = self.stack.enter_context(context)
+        self.lock = threading.Lock()
+        self.checksums: dict[int, bytes] = {}
+        self.is_over = False
+        self.touched = time.monotonic()
+
+    def write(self, index: int, part: memoryview, checksum: bytes) -> None:
+        """Write a part; once more is no error when it is the same."""
+        with self.lock:
+            self._refuse_over()
+            self.touched = time.monotonic()
+            if self.checksums.get(index) != checksum:
+                self.writer.write_part(index, [part])
+                self.checksums[index] = checksum
+
+    def shorten(self, nbytes: int) -> None:
+        """It will have fewer bytes than were announced."""
+        with self.lock:
+            self._refuse_over()
+            self.writer.shorten(nbytes)
+
+    def publish(self) -> None:
+        """Make it visible, if it is complete."""
+        with self.lock:
+            self._refuse_over()
+            self.is_over = True
+            self.stack.close()
+
+    def give_up(self) -> None:
+        """Remove what was written."""
+        with self.lock:
+            if not self.is_over:
+                self.is_over = True
+                self._discard()
+
+    def _discard(self) -> None:
+        error = TransientError("given up")
+        self.stack.__exit__(type(error), error, None)
+
+    def _refuse_over(self) -> None:
+        if self.is_over:
+            raise KeyNotFoundError("this upload has ended")
+
+
+class PeerServer(socketserver.ThreadingTCPServer):
+    """Serves `store`, which is a directory, to those who have `token`, from its making until
+    `close`. `host` is an address of this machine: nothing is answered on others.
+
+    Raises StorageError when it cannot listen there.
+    """
+
+    allow_reuse_address = False
+    daemon_threads = True
+    block_on_close = False
+    request_queue_size = 128
+
+    def __init__(
+        self, store: Store, token: str, host: str, *, tls: ssl.SSLContext | None = None
+    ) -> None:
+        self.store = store
+        self._token = token.encode()
+        self._tls = tls
+        self._free = threading.BoundedSemaphore(CONNECTIONS_MAX)
+        self._lock = threading.Lock()
+        self.bodies = threading.BoundedSemaphore(BODIES_MAX)
+        self._due: dict[socket.socket, float] = {}  # when a connection is given up
+        self._uploads: dict[str, _PeerUpload] = {}
+        if ":" in host:
+            self.address_family = socket.AF_INET6
+        try:
+            super().__init__((host, 0), _PeerHandler)
+        except OSError as error:
+            raise StorageError(f"cannot listen on {host}: {error.strerror or error}") from error
+        self.port = int(self.server_address[1])
+        # A daemon: a process that ends without closing it must not wait for it.
+        self._thread = threading.Thread(
+            target=self.serve_forever, kwargs={"poll_interval": 0.1}, name="peers", daemon=True
+        )
+        self._thread.start()
+
+    def close(self) -> None:
+        """End all connections and uploads, and listen no more."""
+        self.shutdown()
+        self.server_close()
+        with self._lock:
+            connections, self._due = list(self._due), {}
+            uploads, self._uploads = list(self._uploads.values()), {}
+        for connection in connections:
+            _shut(connection)
+        for upload in uploads:
+            with suppress(StorageError):
+                upload.give_up()
+
+    def is_known(self, authorization: str) -> bool:
+        """Whether a request has the token."""
+        given = authorization.removeprefix("Bearer ").encode("utf-8", "replace")
+        return hmac.compare_digest(given, self._token)
+
+    # connections
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        """Begin with a connection, if there is room for one more."""
+        if not self._free.acquire(blocking=False):
+            self.shutdown_request(request)
+            return
+        try:
+            super().process_request(request, client_address)
+        except BaseException:
+            self._free.release()
+            raise
+
+    def process_request_thread(self, request: Any, client_address: Any) -> None:
+        """One connection, in a thread of its own."""
+        try:
+            super().process_request_thread(request, client_address)
+        finally:
+            self._free.release()
+
+    def allow(self, connection: socket.socket, seconds: float) -> None:
+        """`connection` may take so long for what comes next."""
+        with self._lock:
+            self._due[connection] = time.monotonic() + seconds
+
+    def finish_request(self, request: Any, client_address: Any) -> None:
+        """Shake hands first, where there is TLS: here, so that nobody else waits for it."""
+        connection = request
+        if self._tls is not None:
+            connection = self._tls.wrap_socket(
+                request, server_side=True, do_handshake_on_connect=False
+            )
+        self.allow(connection, HEAD_SECONDS)
+        try:
+            if self._tls is not None:
+                connection.do_handshake()
+            _PeerHandler(connection, client_address, self)
+        finally:
+            with self._lock:
+                self._due.pop(connection, None)
+            if connection is not request:
+                connection.close()
+
+    def service_actions(self) -> None:
+        """Give up who is late: called by `serve_forever` again and again."""
+        now = time.monotonic()
+        with self._lock:
+            late = [connection for connection, due in self._due.items() if now > due]
+            old = [n for n, u in self._uploads.items() if now > u.touched + UPLOAD_SECONDS]
+            uploads = [self._uploads.pop(name) for name in old]
+        for connection in late:
+            _shut(connection)
+        for upload in uploads:
+            with suppress(StorageError):
+                upload.give_up()
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """A client that goes away, or does not go on, is no error."""
+        if not isinstance(sys.exc_info()[1], OSError | ValueError):
+            super().handle_error(request, client_address)
+
+    # uploads
+
+    def begin(self, context: AbstractContextManager[ObjectWriter]) -> str:
+        """The name of a new upload. Raises SlowDownError when there are too many."""
+        with self._lock:
+            if len(self._uploads) >= UPLOADS_MAX:
+                raise SlowDownError(f"{UPLOADS_MAX} uploads are under way here")
+        upload, name = _PeerUpload(context), secrets.token_hex(16)
+        with self._lock:
+            self._uploads[name] = upload
+        return name
+
+    def upload(self, name: str) -> _PeerUpload:
+        """An upload that was begun. Raises KeyNotFoundError."""
+        with self._lock:
+            upload = self._uploads.get(name)
+        if upload is None:
+            raise KeyNotFoundError("there is no such upload, or it was given up")
+        return upload
+
+    def forget(self, name: str) -> None:
+        """An upload has ended."""
+        with self._lock:
+            self._uploads.pop(name, None)
+
+
+class _Refused(Exception):
+    """An answer that is no error of the store."""
+
+    def __init__(self, status: HTTPStatus, text: str) -> None:
+        super().__init__(text)
+        self.status = status
+
+
+class _PeerHandler(BaseHTTPRequestHandler):
+    server: PeerServer
+    protocol_version = "HTTP/1.1"
+    server_version = "ckpt"
+    sys_version = ""
+    timeout = IDLE_SECONDS
+    disable_nagle_algorithm = True
+    wbufsize = 1 << 16
+
+    def handle_one_request(self) -> None:
+        """One request; the next may take its time to come."""
+        super().handle_one_request()
+        self.server.allow(self.connection, IDLE_SECONDS)
+
+    def parse_request(self) -> bool:
+        """Everything is done here: any method, and one way to fail."""
+        if not super().parse_request():
+            return False
+        try:
+            self._refuse_unknown()
+            self._answer()
+        except _Refused as refused:
+            self._fail(refused.status, "StorageError", str(refused))
+        except StorageError as error:
+            self._fail(status_of(error), type(error).__name__, str(error))
+        except (ValueError, KeyError, UnicodeError) as error:
+            self._fail(HTTPStatus.BAD_REQUEST, "StorageError", f"no such request: {error!s:.100}")
+        self.wfile.flush()
+        return False
+
+    def log_message(self, format: str, *values: object) -> None:
+        """Say nothing: the other end has the error."""
+
+    def _refuse_unknown(self) -> None:
+        given = self.headers.get_all("Authorization") or []
+        if len(given) != 1 or not self.server.is_known(given[0]):
+            self.close_connection = True  # its body is not read
+            raise _Refused(HTTPStatus.UNAUTHORIZED, "this server has another token")
+
+    def _answer(self) -> None:
+        url = urlsplit(self.path)
+        fields = {n: v[0] for n, v in parse_qs(url.query, max_num_fields=8).items()}
+        if url.path.startswith(OBJECTS):
+            key = check_key(unquote(url.path[len(OBJECTS) :], errors="strict"))
+            run: Callable[[], None] | None = {
+                "GET": lambda: self._get(key),
+                "PUT": lambda: self._put(key),
+                "DELETE": lambda: self._delete(key),
+            }.get(self.command)
+        else:
+            run = {
+                "POST /begin": lambda: self._begin(fields),
+                "PUT /part": lambda: self._part(fields),
+                "DELETE /part": lambda: self._give_up(fields),
+                "POST /shorten": lambda: self._shorten(fields),
+                "POST /end": lambda: self._end(fields),
+                "GET /info": lambda: self._info(fields),
+                "GET /list": lambda: self._list(fields),
+                "PUT /sync": self._sync,
+                "POST /abort": lambda: self._abort(fields),
+            }.get(f"{self.command} {url.path}")
+        if run is None:
+            raise _Refused(HTTPStatus.NOT_FOUND, "there is no such request")
+        if self.command == "PUT":
+            with self.server.bodies:
+                run()
+        else:
+            run()
+
+    # objects
+
+    def _get(self, key: str) -> None:
+        store = self.server.store
+        try:
+            # Without waiting: a pipe that lies there would not open before somebody writes to it.
+            flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK
+            fd = os.open(os.path.join(store.place, key), flags)
+        except (FileNotFoundError, NotADirectoryError):
+            raise KeyNotFoundError(f"{key} in {store.url}: no such object") from None
+        except OSError as error:
+            raise StorageError(f"read {key} in {store.url}: {error.strerror}") from error
+        with open(fd, "rb", buffering=0) as file:
+            status = os.fstat(file.fileno())
+            if not stat.S_ISREG(status.st_mode):
+                raise KeyNotFoundError(f"{key} in {store.url}: no such object")
+            start, stop = self._range(key, status.st_size)
+            is_part = "Range" in self.headers
+            self.send_response(HTTPStatus.PARTIAL_CONTENT if is_part else HTTPStatus.OK)
+            self.send_header("Content-Length", f"{stop - start}")
+            self.end_headers()
+            if start == stop:
+                return
+            self.wfile.flush()
+            self.server.allow(self.connection, HEAD_SECONDS + (stop - start) / RATE_MIN)
+            # By the system from the page cache to the network: this process touches no byte.
+            if self.connection.sendfile(file, start, stop - start) != stop - start:
+                self.close_connection = True  # the file was cut meanwhile
+
+    def _range(self, key: str, nbytes: int) -> tuple[int, int]:
+        given = self.headers.get("Range")
+        if given is None:
+            return 0, nbytes
+        match = _RANGE.fullmatch(given)
+        start, last = (int(match[1]), int(match[2])) if match else (0, -1)
+        if last < start:
+            raise _Refused(HTTPStatus.BAD_REQUEST, "expected one range, bytes=FIRST-LAST")
+        if start >= nbytes:
+            raise ShortReadError(f"read {key}: it has {nbytes} bytes")
+        return start, min(last + 1, nbytes)
+
+    def _put(self, key: str) -> None:
+        data, _ = self._body(BODY_NBYTES_MAX)
+        self.server.store.put_if_absent(key, bytes(data))
+        self._reply()
+
+    def _delete(self, key: str) -> None:
+        self._body(0)
+        self.server.store.delete(key)
+        self._reply()
+
+    # uploads
+
+    def _begin(self, fields: dict[str, str]) -> None:
+        self._body(0)
+        key, nbytes, part = fields["key"], _number(fields["nbytes"]), _number(fields["part"])
+        if not 0 < part <= BODY_NBYTES_MAX:
+            raise TooLargeError(f"{key}: parts of {part} bytes, at most {BODY_NBYTES_MAX}")
+        durable = fields.get("durable") != "no"
+        context = self.server.store.create(key, nbytes, part_nbytes=part, durable=durable)
+        self._reply(self.server.begin(context))
+
+    def _part(self, fields: dict[str, str]) -> None:
+        data, checksum = self._body(BODY_NBYTES_MAX)
+        upload = self.server.upload(fields["upload"])
+        upload.write(_number(fields["index"]), data, checksum)
+        self._reply()
+
+    def _shorten(self, fields: dict[str, str]) -> None:
+        self._body(0)
+        self.server.upload(fields["upload"]).shorten(_number(fields["nbytes"]))
+        self._reply()
+
+    def _end(self, fields: dict[str, str]) -> None:
+        self._body(0)
+        upload = self.server.upload(fields["upload"])
+        self.server.allow(self.connection, IDLE_SECONDS)
+        try:
+            upload.publish()
+        finally:
+            self.server.forget(fields["upload"])
+        self._reply()
+
+    def _give_up(self, fields: dict[str, str]) -> None:
+        self._body(0)
+        upload = self.server.upload(fields["upload"])
+        self.server.forget(fields["upload"])
+        upload.give_up()
+        self._reply()
+
+    # the rest
+
+    def _info(self, fields: dict[str, str]) -> None:
+        self._reply(list(self.server.store.info(fields["key"])))
+
+    def _list(self, fields: dict[str, str]) -> None:
+        entries = self.server.store.list(fields.get("prefix", ""), after=fields.get("after", ""))
+        self._reply([list(entry) for entry in islice(entries, LIST_MAX)])
+
+    def _sync(self) -> None:
+        data, _ = self._body(BODY_NBYTES_MAX)
+        keys = json.loads(bytes(data))
+        if not isinstance(keys, list) or not all(isinstance(key, str) for key in keys):
+            raise ValueError("expected a list of keys")
+        self.server.store.sync(keys)
+        self._reply()
+
+    def _abort(self, fields: dict[str, str]) -> None:
+        self._body(0)
+        self._reply(self.server.store.abort_unfinished(fields.get("prefix", "")))
+
+    # bytes
+
+    def _body(self, nbytes_max: int) -> tuple[memoryview, bytes]:
+        """The bytes that were sent, and their checksum, which is that of the sender, too."""
+        given = self.headers.get_all("Content-Length") or ["0"]
+        nbytes = _number(given[0]) if len(given) == 1 else -1
+        if nbytes < 0 or "Transfer-Encoding" in self.headers or (nbytes and not nbytes_max):
+            self.close_connection = True
+            raise _Refused(HTTPStatus.BAD_REQUEST, "a body of this kind is not expected")
+        if not nbytes_max:
+            return memoryview(b""), b""
+        if not CHECKSUM.size <= nbytes <= nbytes_max + CHECKSUM.size:
+            self.close_connection = True  # what comes now is not read
+            raise TooLargeError(f"a body of {nbytes} bytes, at most {nbytes_max} and a checksum")
+        self.server.allow(self.connection, HEAD_SECONDS + nbytes / RATE_MIN)
+        body = memoryview(bytearray(nbytes))
+        done = 0
+        while done < nbytes:
+            count = self.rfile.readinto(body[done:])
+            if not count:
+                self.close_connection = True
+                raise TransientError(f"the connection ended after {done} of {nbytes} bytes")
+            done += count
+        data, checksum = body[: -CHECKSUM.size], bytes(body[-CHECKSUM.size :])
+        if checksum_of([data]) != checksum:
+            raise TransientError("the bytes that came are not those that were sent")
+        return data, checksum
+
+    def _reply(self, value: object = None) -> None:
+        self._send(HTTPStatus.OK, json.dumps(value).encode())
+
+    def _fail(self, status: HTTPStatus, name: str, text: str) -> None:
+        if self.command in ("PUT", "POST"):
+            self.close_connection = True  # its body may be there still
+        self._send(status, json.dumps([name, text]).encode())
+
+    def _send(self, status: HTTPStatus, data: bytes) -> None:
+        self.send_response(status)
+        self.send_header("Content-Length", f"{len(data)}")
+        if self.close_connection:
+            self.send_header("Connection", "close")
+        self.end_headers()
+        self.wfile.write(data)
+
+
+def _number(text: str) -> int:
+    if _NUMBER.fullmatch(text) is None:
+        raise ValueError("expected a number")
+    return int(text)
+
+
+def _shut(connection: socket.socket) -> None:
+    with suppress(OSError):
+        connection.shutdown(socket.SHUT_RDWR)

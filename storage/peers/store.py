@@ -1,0 +1,350 @@
+"""The store at the far end of a `PeerServer`: the objects of a directory on another host."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import socket
+import ssl
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, suppress
+from typing import Any
+from urllib.parse import quote, urlencode
+
+from storage.errors import (
+    ShortReadError,
+    StorageError,
+    TooLargeError,
+    TransientError,
+)
+from storage.http import HttpStore
+from storage.keys import check_key, check_prefix
+from storage.patience import Patience
+from storage.peers.wire import BODY_NBYTES_MAX, LIST_MAX, OBJECTS, checksum_of, error_of
+from storage.ranges import PartLedger, drop_front, flat_views
+from storage.retry import RetryPolicy, run_publishing
+from storage.store import ExclusiveCreate, ObjectInfo, ObjectWriter
+
+REQUEST_SECONDS = 10.0  # for each answer to begin, and for each piece of it
+ANSWER_NBYTES_MAX = 64 << 20  # of anything that is no object
+IDLE_MAX = 16  # connections that are kept open
+
+
+class PeerStore(HttpStore):
+    """Objects of the directory that a server at `host` and `port` serves to those with `token`.
+
+    What fails is repeated as `policy` says. `seconds` bounds every wait for the network. Where
+    `tls` is given, the server has to prove itself to it.
+    """
+
+    exclusive_create = ExclusiveCreate.ATOMIC
+
+    def __init__(
+        self,
+        host: str,
+        port: int,
+        token: str,
+        *,
+        tls: ssl.SSLContext | None = None,
+        seconds: float = REQUEST_SECONDS,
+        policy: RetryPolicy | None = None,
+    ) -> None:
+        self.url = f"peer://[{host}]:{port}" if ":" in host else f"peer://{host}:{port}"
+        self._address = (host, port)
+        self._authorization = f"Bearer {token}"
+        self._tls = tls
+        self._seconds = seconds
+        self.policy = policy or RetryPolicy(deadline_seconds=2 * seconds)
+        self._idle: list[http.client.HTTPConnection] = []
+        self._lock = threading.Lock()
+        self._is_closed = False
+
+    @property
+    def retries(self) -> int:
+        return self.policy.tally.count
+
+    @property
+    def patience(self) -> Patience:
+        return self.policy.patience
+
+    # objects
+
+    def _fetch_all(self, key: str, nbytes_max: int | None) -> bytes:
+        def take(answer: http.client.HTTPResponse) -> bytes:
+            nbytes = answer.length or 0
+            if nbytes_max is not None and nbytes > nbytes_max:
+                raise TooLargeError(
+                    f"read {key} in {self.url}: it has {nbytes} bytes, at most {nbytes_max} were "
+                    "expected"
+                )
+            return answer.read()
+
+        data: bytes = self.policy.run(lambda: self._request("GET", _object(key), take=take))
+        return data
+
+    def _fetch_range(self, key: str, start: int, views: Sequence[memoryview]) -> int:
+        nbytes = sum(view.nbytes for view in views)
+        headers = {"Range": f"bytes={start}-{start + nbytes - 1}"}
+
+        def take(answer: http.client.HTTPResponse) -> int:
+            count = 0
+            for view in views:
+                done = 0
+                while done < view.nbytes and (got := answer.readinto(view[done:])):
+                    done += got
+                count += done
+            if count < (answer.length or 0) or (answer.length and count < nbytes):
+                raise TransientError(f"read {key} in {self.url}: the answer ended early")
+            return count
+
+        def once() -> int:
+            count: int = self._request("GET", _object(key), headers=headers, take=take)
+            return count
+
+        try:
+            return self.policy.run(once)
+        except ShortReadError:
+            return 0
+
+    def put_if_absent(self, key: str, data: bytes) -> None:
+        check_key(key)
+        if len(data) > BODY_NBYTES_MAX:
+            with self.create(key, len(data), part_nbytes=BODY_NBYTES_MAX) as writer:
+                view = memoryview(data)
+                for index, start in enumerate(range(0, len(data), BODY_NBYTES_MAX)):
+                    writer.write_part(index, [view[start : start + BODY_NBYTES_MAX]])
+            return
+        run_publishing(
+            self.policy,
+            lambda: self._request("PUT", _object(key), body=[memoryview(data)]),
+            lambda: self.get(key) == data,
+        )
+
+    def create(
+        self,
+        key: str,
+        nbytes: int,
+        *,
+        part_nbytes: int,
+        durable: bool = True,
+        direct: bool = False,
+    ) -> AbstractContextManager[ObjectWriter]:
+        ledger = PartLedger(check_key(key), nbytes, part_nbytes)
+        return _PeerWriter(self, ledger, durable)
+
+    def list(self, prefix: str, *, after: str = "") -> Iterator[ObjectInfo]:
+        check_prefix(prefix)
+        while True:
+            page = self._call("GET", "/list", prefix=prefix, after=after)
+            for row in page:
+                yield ObjectInfo(*row)
+            if len(page) < LIST_MAX:
+                return
+            after = page[-1][0]
+
+    def info(self, key: str) -> ObjectInfo:
+        return ObjectInfo(*self._call("GET", "/info", key=check_key(key)))
+
+    def delete(self, key: str) -> None:
+        self.policy.run(lambda: self._request("DELETE", _object(check_key(key))))
+
+    def sync(self, keys: Iterable[str]) -> None:
+        data = memoryview(json.dumps(list(keys)).encode())
+        self.policy.run(lambda: self._request("PUT", "/sync", body=[data]))
+
+    def abort_unfinished(self, prefix: str) -> int:
+        check_prefix(prefix)
+        return int(self._call("POST", "/abort", prefix=prefix))
+
+    def close(self) -> None:
+        with self._lock:
+            self._is_closed = True
+            idle, self._idle = self._idle, []
+        for connection in idle:
+            connection.close()
+
+    # requests
+
+    def _call(self, method: str, path: str, **fields: str) -> Any:
+        """The value that a request of no bytes is answered with; repeated until it is."""
+        return self.policy.run(lambda: self.request(method, path, body=(), **fields))
+
+    def request(
+        self, method: str, path: str, body: Sequence[memoryview] = (), **fields: str
+    ) -> Any:
+        """The value of one answer to one request. Raises TransientError when none came."""
+        return self._request(method, f"{path}?{urlencode(fields)}", body=body)
+
+    def _request(
+        self,
+        method: str,
+        target: str,
+        *,
+        body: Sequence[memoryview] = (),
+        headers: dict[str, str] | None = None,
+        take: Callable[[http.client.HTTPResponse], Any] | None = None,
+    ) -> Any:
+        sent = {"Authorization": self._authorization, **(headers or {})}
+        # A body ends with its checksum; what has none is no PUT.
+        parts = [*body, memoryview(checksum_of(body))] if method == "PUT" else []
+        sent["Content-Length"] = f"{sum(part.nbytes for part in parts)}"
+        connection = self._taken()
+        try:
+            connection.request(method, target, body=parts, headers=sent)
+            answer = connection.getresponse()
+            failure = self._failure(answer) if answer.status >= 300 else None
+            result = None if failure else (take or _value)(answer)
+        except StorageError:
+            connection.close()
+            raise
+        except (OSError, http.client.HTTPException, ValueError) as error:
+            connection.close()
+            what = f"{method} {target.partition('?')[0]} in {self.url}"
+            raise TransientError(f"{what}: {_said(error)}") from error
+        except BaseException:
+            connection.close()
+            raise
+        self._give_back(connection, answer)
+        if failure is not None:
+            raise failure
+        return result
+
+    def _failure(self, answer: http.client.HTTPResponse) -> StorageError:
+        name, text = _value(answer)
+        return error_of(str(name), f"{text} (peer {self.url})")
+
+    def _taken(self) -> http.client.HTTPConnection:
+        with self._lock:
+            if self._is_closed:
+                raise StorageError(f"{self.url} is closed")
+            if self._idle:
+                return self._idle.pop()
+        host, port = self._address
+        if self._tls is None:
+            return _PeerConnection(host, port, timeout=self._seconds)
+        return http.client.HTTPSConnection(host, port, timeout=self._seconds, context=self._tls)
+
+    def _give_back(
+        self, connection: http.client.HTTPConnection, answer: http.client.HTTPResponse
+    ) -> None:
+        with self._lock:
+            is_kept = len(self._idle) < IDLE_MAX and not self._is_closed
+            if is_kept and answer.isclosed() and not answer.will_close:
+                self._idle.append(connection)
+                return
+        connection.close()
+
+
+class _PeerConnection(http.client.HTTPConnection):
+    def connect(self) -> None:
+        super().connect()
+        assert self.sock is not None
+        self.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+
+
+class _PeerWriter(ObjectWriter, AbstractContextManager["_PeerWriter"]):
+    """An object on its way to a peer, which checks each part before it takes it.
+
+    A part that is longer than a request may be is sent in `pieces` of equal length.
+    """
+
+    def __init__(self, store: PeerStore, ledger: PartLedger, durable: bool) -> None:
+        self.part_nbytes = ledger.part_nbytes
+        self._store = store
+        self._ledger = ledger
+        self._durable = durable
+        self._upload = ""
+        pieces = -(-self.part_nbytes // BODY_NBYTES_MAX)
+        while self.part_nbytes % pieces:
+            pieces += 1
+        self._pieces = pieces
+        self._piece_nbytes = self.part_nbytes // pieces
+
+    def __enter__(self) -> _PeerWriter:
+        ledger = self._ledger
+        self._upload = self._send(
+            "POST",
+            "/begin",
+            key=ledger.key,
+            nbytes=f"{ledger.nbytes}",
+            part=f"{self._piece_nbytes}",
+            durable="yes" if self._durable else "no",
+        )
+        return self
+
+    def write_part(self, index: int, buffers: Sequence[memoryview]) -> None:
+        self._ledger.claim(index, buffers)
+        views = flat_views(buffers)
+        try:
+            number = index * self._pieces
+            while views:
+                piece = _front(views, self._piece_nbytes)
+                views = drop_front(views, self._piece_nbytes)
+                self._send("PUT", "/part", piece, upload=self._upload, index=f"{number}")
+                number += 1
+        except BaseException:
+            self._ledger.release(index)
+            raise
+
+    def shorten(self, nbytes: int) -> None:
+        self._ledger.shorten(nbytes)
+        self._send("POST", "/shorten", upload=self._upload, nbytes=f"{nbytes}")
+
+    def __exit__(self, kind: object, *_: object) -> None:
+        try:
+            if kind is None:
+                self._ledger.check_complete()
+                self._publish()
+                return
+        except BaseException:
+            self._give_up()
+            raise
+        self._give_up()
+
+    def _publish(self) -> None:
+        store, ledger = self._store, self._ledger
+
+        def is_ours() -> bool:
+            # An upload that is over when its end is repeated has been published, or given up.
+            return store.info(ledger.key).nbytes == ledger.nbytes
+
+        run_publishing(
+            store.policy, lambda: store.request("POST", "/end", upload=self._upload), is_ours
+        )
+
+    def _give_up(self) -> None:
+        # One attempt: a peer that does not answer gives uploads up by itself.
+        with suppress(StorageError):
+            self._store.request("DELETE", "/part", upload=self._upload)
+
+    def _send(self, method: str, path: str, body: Sequence[memoryview] = (), **fields: str) -> Any:
+        store = self._store
+        return store.policy.run(lambda: store.request(method, path, body=body, **fields))
+
+
+def _front(views: Sequence[memoryview], nbytes: int) -> list[memoryview]:
+    """The first `nbytes` of some buffers."""
+    front = []
+    for view in views:
+        if not nbytes:
+            break
+        front.append(view[:nbytes])
+        nbytes -= front[-1].nbytes
+    return front
+
+
+def _object(key: str) -> str:
+    return OBJECTS + quote(key)
+
+
+def _value(answer: http.client.HTTPResponse) -> Any:
+    """What an answer that is no object says."""
+    if (answer.length or 0) > ANSWER_NBYTES_MAX:
+        raise ValueError(f"an answer of {answer.length} bytes")
+    return json.loads(answer.read())
+
+
+def _said(error: BaseException) -> str:
+    """What is wrong with a connection; no header of a request is in it."""
+    return f"{type(error).__name__}: {error!s:.200}"

@@ -72,7 +72,7 @@ class RestoreReport:
         """The steps between this checkpoint and the newest one that was passed over: work that is
         done again. Steps after the newest checkpoint are in none, so they are not counted.
         """
-        return max(self.step, *(one.step for one in self.skipped)) - self.step
+        return max([self.step, *(one.step for one in self.skipped)]) - self.step
 
 
 class NearSource(Protocol):

@@ -233,7 +233,7 @@ APPENDS = (
     Mutant(
         "an append hides what void records tell of",
         _APPENDER,
-        "            if state.void:\n                self.log.check_void(state)\n",
+        "                if state.void:\n                    self.log.check_void(state)\n",
         "",
         test="tests/protocol/test_places.py::test_a_running_job_does_not_pass_over_a_void_record_whose_checkpoint_is_here",
     ),

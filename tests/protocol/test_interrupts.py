@@ -9,8 +9,7 @@ import pytest
 import torch
 
 import ckpt
-import ckpt.api
-from ckpt.saving import staging
+from ckpt.saving import staging, uploading
 from storage.local import LocalStore
 
 
@@ -76,7 +75,7 @@ def test_an_interrupted_background_save_leaves_nothing_to_the_next_one(
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(ckpt.api, "stage", interrupted)
+        patch.setattr(uploading, "stage", interrupted)
         with pytest.raises(KeyboardInterrupt):
             ckpt.async_save(_state(2), str(root), step=2)
     ckpt.async_save(_state(3), str(root), step=3).result()

@@ -16,7 +16,7 @@ from typing import Any, Literal, NamedTuple
 
 from ckpt.commit.live import Segments, live_of
 from ckpt.commit.locate import file_keys
-from ckpt.commit.log import UNDONE, Log, LogState, is_follower
+from ckpt.commit.log import UNDONE, Log, LogState, begins_row, is_follower
 from ckpt.commit.names import (
     LOG_PREFIX,
     MANIFEST_NAME,
@@ -254,9 +254,7 @@ def check_written_once(store: Store, history: History) -> list[str]:
 def _is_void(store: Store, slot: int) -> bool:
     """Whether what stands behind a free slot was sent while the root was restored."""
     try:
-        return Log(store).record(slot).previous is not None and not store.exists(
-            record_key(slot - 1)
-        )
+        return Log(store).record(slot).previous is not None
     except Corrupt:
         return False
 
@@ -270,13 +268,16 @@ def check_deletions(history: History) -> list[str]:
     deleted: dict[str, int] = {}
     created: dict[str, int] = {}
     stored: dict[str, bytes] = {}
+    void: set[int] = set()
     for position, change in enumerate(history.changes):
         if change.data is not None and change.key.startswith(SEGMENTS_PREFIX):
             stored[change.key] = change.data
         elif change.data is not None:
             record = _decoded(change)
             stored[change.key] = change.data
-            if not is_follower(record, stored.get(record_key(record.slot - 1))):
+            follows = is_follower(record, stored.get(record_key(record.slot - 1)))
+            if not follows or (record.slot - 1 in void and not begins_row(record)):
+                void.add(record.slot)
                 continue
             live = _live_in(stored, record)
             if record.kind == "COMMIT" and record.attempt in deleted:

@@ -46,6 +46,7 @@ FORMAT_NBYTES_MAX = 4096
 LISTED_MAX = 1000  # a page of S3
 LINKS_MAX = 16  # records whose links a claim compares where requests take long
 BEHIND_MAX = 16  # records behind a hole that a claim looks at: more than that is no accident
+RUN_MAX = 3  # late records in a row that readers notice: each costs a request, one alone none
 LOST_LOOKS = 16  # checkpoints of a void record that are looked for
 MENDED = b"mended\0\0"  # how the write id begins of a record behind which links need not hold
 UNDONE = b"undone\0\0"  # how that of a RETIRE begins which takes back what nobody acknowledged
@@ -212,6 +213,13 @@ def _no_checkpoint(store: Store, keys: Sequence[str]) -> NoCheckpoint:
 # --- reading --------------------------------------------------------------------------------------
 
 
+def begins_row(record: Record) -> bool:
+    """Whether a record counts whatever the ones before it are: its writer has examined them, or
+    knew of no digests (version 0.1).
+    """
+    return record.previous is None or record.write_id.startswith(MENDED)
+
+
 def is_follower(record: Record, before: bytes | None) -> bool:
     """Whether `record` builds on the bytes in the slot before it (None: that is free)."""
     # Version 0.1 kept no digest, and nothing else tells.
@@ -235,7 +243,7 @@ class Log:
 
     A record that does not follow the one in the slot before is void: it was sent while the root was
     exchanged, its writer found that out and reported an error. It counts for nothing, and so does
-    what stands behind a free slot.
+    what stands behind a free slot, and what builds on a void record without saying so.
     """
 
     def __init__(self, store: Store) -> None:
@@ -250,7 +258,8 @@ class Log:
             end = self._first_look()
             self._remember(end)
         elif (last := self._last_slot(end.slot)) != end.slot:
-            end = self._read_end(last)
+            unproved = last - end.slot + end.state.void
+            end = self._read_end(last, links=min(RUN_MAX, unproved))
             self._remember(end)
         return end.state
 
@@ -331,7 +340,7 @@ class Log:
         mended.
         """
         for _ in range(count):
-            if record.previous is None or record.write_id.startswith(MENDED):
+            if begins_row(record):
                 return
             data = self.raw(record.slot - 1)
             if record_digest(data) != record.previous:
@@ -368,13 +377,15 @@ class Log:
         """
         last = self.state().slot
         before: bytes | None = None
+        is_row = True
         for slot in range(last + 1):
             try:
                 data = self.raw(slot)
             except KeyNotFoundError:
                 corrupt_record(f"{self.store.url}/{record_key(slot)}", "it was removed")
             record = self._decoded(slot, data)
-            if is_follower(record, before) and self.has_new_segments(record, before):
+            is_row = is_follower(record, before) and (is_row or begins_row(record))
+            if is_row and self.has_new_segments(record, before):
                 yield record
             before = data
 
@@ -414,9 +425,11 @@ class Log:
 
     def _first_look(self) -> _LogEnd:
         """The end of a log that nothing is known of."""
+        if self.store.part_nbytes_min == 1:
+            return self._read_end(self._last_slot(-1), links=RUN_MAX)
         listed = self._last_listed()
-        if not 0 <= listed < LISTED_MAX - 1:  # nothing is known, or a page of many
-            return self._read_end(self._last_slot(listed))
+        if not 0 <= listed < LISTED_MAX - 1:  # none, or a page of many
+            return self._read_end(self._last_of_many(listed))
         # Mostly the listed record is the newest: it is read while that is being found out.
         with ThreadPoolExecutor(1) as pool:
             newer = pool.submit(self._last_slot, listed)
@@ -427,31 +440,61 @@ class Log:
             last = newer.result()
         return self._read_end(last, read if last == listed else None)
 
-    def _read_end(self, last: int, read: tuple[Record, bytes | None] | None = None) -> _LogEnd:
+    def _read_end(
+        self, last: int, read: tuple[Record, bytes | None] | None = None, *, links: int = 1
+    ) -> _LogEnd:
         """The newest record that counts, looking back from the occupied slot `last`; `read` is that
         one with the one before it, where it was read already.
-        """
-        slot = last
-        while slot >= 0:
-            record, before = read or self._with_the_one_before(slot)
-            read = None
-            if is_follower(record, before) and self.has_new_segments(record, before):
-                return self._end_at(last, record)
-            if before is not None or not record.slot:
-                slot -= 1
-                continue
-            # A free slot ends the log, and what is before the first one is dense.
-            last = slot = self._bisect(-1, slot - 1)
-        return _LogEnd(-1, None)
 
-    def _with_the_one_before(self, slot: int) -> tuple[Record, bytes | None]:
-        """A record, and the bytes in the slot before it: None where that is free, or where nothing
-        depends on it.
+        It and up to `links - 1` records below it have to follow the ones before them: of several
+        late records in a row, only the first does not.
         """
-        if slot == 0:
-            return self.record(slot), None
-        if self.store.part_nbytes_min == 1:
-            record = self.record(slot)
+        slot, left = last, links
+        newest: Record | None = None
+        before: bytes | None = None
+        while slot >= 0:
+            try:
+                record, before = read or self._with_the_one_before(slot, before)
+            except Corrupt:
+                if newest is None:
+                    raise
+                break  # damage below the newest record does not hide that
+            read = None
+            if newest is not None and record.previous is None:
+                break  # version 0.1 kept no digest, and nothing else tells
+            # Segments that a record below the newest lacks are damage, and named when needed.
+            is_whole = newest is not None or self.has_new_segments(record, before)
+            if is_follower(record, before) and is_whole:
+                newest, left = newest or record, left - 1
+                if not left or before is None or begins_row(record):
+                    break
+            else:
+                if newest is not None and self._is_damaged(slot - 1, before):
+                    break
+                newest, left = None, links
+            if before is None and slot:
+                # A free slot ends the log, and what is before the first one is dense.
+                last = slot = self._bisect(-1, slot - 1)
+            else:
+                slot -= 1
+        return _LogEnd(-1, None) if newest is None else self._end_at(last, newest)
+
+    def _is_damaged(self, slot: int, data: bytes | None) -> bool:
+        try:
+            return data is not None and not self._decoded(slot, data)
+        except Corrupt:
+            return True
+
+    def _with_the_one_before(
+        self, slot: int, data: bytes | None = None
+    ) -> tuple[Record, bytes | None]:
+        """A record, and the bytes in the slot before it: None where that is free, or where nothing
+        depends on it. `data` are the record's bytes, where they were read already.
+        """
+        if slot == 0 or data is not None or self.store.part_nbytes_min == 1:
+            record = self.record(slot) if data is None else self._decoded(slot, data)
+            if slot == 0:
+                return record, None
             # Asked for anew although it may be remembered: the log may have been exchanged since.
             return record, None if record.previous is None else self._raw_if_there(slot - 1)
         # Where requests take long, both are asked for at once.
@@ -475,33 +518,47 @@ class Log:
         except KeyNotFoundError:
             return None
 
-    def _last_listed(self) -> int:
-        """A slot known to be occupied, or -1: where requests take long, one page of a listing
-        stands for a dozen of them. Others may follow, so nothing rests on its being fresh.
+    def _last_listed(self, after: int = -1) -> int:
+        """The last of the slots behind `after` that follow each other, of one page of a listing: it
+        stands for a dozen requests. Others may follow, so nothing rests on its being fresh.
         """
-        last = -1
-        if self.store.part_nbytes_min > 1:
-            for info in itertools.islice(self.store.list(LOG_PREFIX), LISTED_MAX):
-                if info.key != record_key(last + 1):
-                    break
-                last += 1
+        last = after
+        start = record_key(after) if after >= 0 else ""
+        for info in itertools.islice(self.store.list(LOG_PREFIX, after=start), LISTED_MAX):
+            if info.key != record_key(last + 1):
+                break
+            last += 1
         return last
+
+    def _last_of_many(self, listed: int) -> int:
+        """The last slot behind the first page, by another page of the last ones: a free slot among
+        them is seen, and requests are saved.
+        """
+        low, high = self._gallop(listed)
+        low = self._bisect(low, high, apart=LISTED_MAX - BEHIND_MAX)
+        return self._last_slot(self._last_listed(max(-1, low - BEHIND_MAX - 1)))
 
     def _last_slot(self, known: int) -> int:
         """The last occupied slot at or after `known`, which is occupied (or -1: none known).
 
         Slots are dense, so: gallop until a free slot, then bisect. Each step is one request.
         """
+        return self._bisect(*self._gallop(known))
+
+    def _gallop(self, known: int) -> tuple[int, int]:
+        """An occupied slot at or after `known` (or -1), and a free one behind it."""
         low, stride = known, 1
         while self.store.exists(record_key(low + stride)):
             low += stride
             # Mostly there is one new record or none, so look at the next one before taking off.
             stride = 1 if low == known + 1 else stride * 4
-        return self._bisect(low, low + stride)
+        return low, low + stride
 
-    def _bisect(self, low: int, high: int) -> int:
-        """The last occupied slot between `low`, which is occupied (or -1), and the free `high`."""
-        while high - low > 1:
+    def _bisect(self, low: int, high: int, *, apart: int = 1) -> int:
+        """A slot that is occupied (or -1) as `low` is, with a free one at most `apart` behind it
+        as the free `high` is.
+        """
+        while high - low > apart:
             middle = (low + high) // 2
             is_taken = self.store.exists(record_key(middle))
             low, high = (middle, high) if is_taken else (low, middle)

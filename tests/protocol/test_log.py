@@ -361,7 +361,8 @@ def test_behind_a_network_one_page_of_a_listing_saves_most_requests(count: int) 
 
         def list(self, prefix: str, *, after: str = "") -> Iterator[ObjectInfo]:
             self.requests += 1
-            for slot in range(max(0, self.count - self.behind)):
+            first = int(after.removeprefix("log/")) + 1 if after else 0
+            for slot in range(first, max(0, self.count - self.behind)):
                 yield ObjectInfo(record_key(slot), 1, 0.0)
 
     for behind in (0, 3):

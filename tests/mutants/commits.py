@@ -90,9 +90,23 @@ READING = (
     Mutant(
         "a claim does not compare the links of the log",
         _LOG,
-        "        for _ in range(count):\n            if record.previous is None",
-        "        for _ in range(0):\n            if record.previous is None",
-        test="tests/protocol/test_places.py::test_mend_brings_back_what_the_other_branch_of_a_merge_has_hidden",
+        "        for _ in range(count):\n            if begins_row(record)",
+        "        for _ in range(0):\n            if begins_row(record)",
+        test="tests/protocol/test_late_records.py::test_a_claim_compares_more_links_than_a_reader",
+    ),
+    Mutant(
+        "a reader compares the last link only",
+        _LOG,
+        "RUN_MAX = 3",
+        "RUN_MAX = 1",
+        test="tests/protocol/test_late_records.py::test_a_running_job_does_not_build_on_late_records_in_a_row",
+    ),
+    Mutant(
+        "what was appended behind void records is void with them",
+        _LOG,
+        "return record.previous is None or record.write_id.startswith(MENDED)",
+        "return record.previous is None",
+        test="tests/protocol/test_late_records.py::test_a_running_job_does_not_build_on_late_records_in_a_row",
     ),
     Mutant(
         "what a void record tells of counts as retired",

@@ -16,6 +16,7 @@ from ckpt.commit.names import MANIFEST_NAME, record_key, step_prefix
 from ckpt.commit.records import LiveEntry, manifest_digest
 from ckpt.commit.session import Session
 from ckpt.commit.writer import Commit
+from ckpt.errors import Corrupt
 from storage.memory import MemoryBucket, MemoryStore
 from storage.store import ObjectInfo, Store
 from storage.wrap import WrappedStore
@@ -131,6 +132,23 @@ def test_a_job_begins_where_late_records_lie_behind_a_hole() -> None:
     assert steps(MemoryStore(bucket)) == [1, 2, 3, 10, 11]
     # The claim fills the hole, and the first save comes behind the late records.
     assert [record.slot for record in Log(MemoryStore(bucket)).history()] == [0, 1, 2, 3, 4, 7, 8]
+
+
+def test_a_claim_compares_more_links_than_a_reader() -> None:
+    """Four records in a row are another log, whose checkpoints are here: nobody appends to it."""
+    bucket, _ = restored()
+    save(Session.claim(MemoryStore(bucket)), 10)
+    for slot in range(6, 10):
+        bucket.remove(record_key(slot))
+    other = MemoryBucket()
+    session = Session.claim(MemoryStore(other))
+    for step in range(20, 30):
+        save(session, step)
+    for key in other.keys_from("", ""):
+        bucket.add(key, MemoryStore(other).get(key))
+    assert Log(MemoryStore(bucket)).state().slot == 10
+    with pytest.raises(Corrupt, match="ckpt mend"):
+        Session.claim(MemoryStore(bucket))
 
 
 @KINDS

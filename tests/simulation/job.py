@@ -1,0 +1,323 @@
+"""Starts of jobs on one root, as a seed draws them, and what is judged when all of them are over.
+
+Each rank is a `Process` of the scheduler with the real `Checkpointer`, a session registry and a
+store of its own. The ranks of a life talk through a `ThreadWorld`.
+"""
+
+from __future__ import annotations
+
+import random
+import signal
+from collections import Counter
+from contextlib import suppress
+from typing import Any, NamedTuple
+
+import torch
+
+from ckpt.commit.invariants import (
+    RecordingStore,
+    check_all,
+    check_references,
+    files_needed,
+)
+from ckpt.commit.invariants import History as Changes
+from ckpt.commit.ranked import RankedSession, SessionRegistry, open_session
+from ckpt.service.checkpointer import Checkpointer
+from ckpt.service.events import SaveEvent, SaveFailed, SaveSucceeded
+from ckpt.service.policies import AtExit, EverySteps, OnPreemption
+from ckpt.service.preemption import Preempted
+from ckpt.service.retention import KeepLatest
+from ckpt.testing import ThreadWorld, _Hub
+from ckpt.world.base import World
+from storage import Store
+from storage.memory import MemoryStore
+from storage.retry import RetryingStore, RetryPolicy
+from tests.cluster.agent import is_step, state_of
+from tests.cluster.history import Event, broken_promises, left_behind
+from tests.service.chaos import ThreadTarget, UploadingStore
+from tests.simulation.network import Network, NetworkStore, weather_of
+from tests.simulation.scheduler import Process, Scheduler, Task
+
+LIFE_SECONDS_MAX = 3600.0  # simulated; every call has a deadline far below
+ROUND_SECONDS_MAX = 30.0
+KILLED_AT_MAX = 4000  # points of a process
+
+
+class Start(NamedTuple):
+    """One start of the job. `kills` are (rank, point of its process, whether all die with it),
+    `freezes` (rank, when, for how many seconds), `preempted` when a rank gets SIGTERM, or none.
+    """
+
+    number: int
+    size: int
+    steps: int
+    step_seconds: float
+    save_every: int
+    keep: int
+    dedup: bool
+    skips: bool
+    together: bool  # whether ranks wait for each other in every step
+    retries: bool
+    kills: tuple[tuple[int, int, bool], ...]
+    freezes: tuple[tuple[int, float, float], ...]
+    preempted: tuple[int, float, float] | None  # rank, when, grace
+    next_after: float | None  # start the next one so many seconds later; None: when this is over
+
+
+def starts_of(rng: random.Random) -> list[Start]:
+    """The starts of a seed. The last one meets no faults of its own."""
+    count = rng.choice((2, 2, 3, 4))
+    dedup = rng.random() < 0.4
+    starts = [_start(rng, number, dedup) for number in range(count)]
+    quiet = {"kills": (), "freezes": (), "preempted": None, "next_after": None}
+    return [*starts[:-1], starts[-1]._replace(**quiet)]
+
+
+def _start(rng: random.Random, number: int, dedup: bool) -> Start:
+    size = rng.choice((1, 2, 2, 3))
+    kills = []
+    if rng.random() < 0.6:
+        point = int(KILLED_AT_MAX ** rng.uniform(0.3, 1.0))
+        kills.append((rng.randrange(size), point, rng.random() < 0.4))
+    freezes = []
+    if rng.random() < 0.4:
+        seconds = rng.choice((0.5, 10.0, 200.0))
+        ranks = range(size) if rng.random() < 0.5 else [rng.randrange(size)]
+        begin = rng.uniform(0.0, 6.0)
+        freezes += [(rank, begin, seconds) for rank in ranks]
+    preempted = None
+    if rng.random() < 0.25:
+        preempted = (rng.randrange(size), rng.uniform(0.0, 6.0), rng.choice((0.5, 5.0, 30.0)))
+    return Start(
+        number,
+        size,
+        rng.choice((0, 3, 6, 10)),
+        rng.choice((0.01, 0.2, 1.0)),
+        rng.choice((1, 1, 2, 3)),
+        rng.choice((1, 2, 3)),
+        dedup,
+        rng.random() < 0.3,
+        rng.random() < 0.7,
+        rng.random() < 0.5,
+        tuple(kills),
+        tuple(freezes),
+        preempted,
+        rng.uniform(0.0, 8.0) if rng.random() < 0.4 else None,
+    )
+
+
+class Outcome(NamedTuple):
+    """What a simulation gave; `problems` is empty if all is well."""
+
+    problems: list[str]
+    counts: Counter[str]
+
+
+class Target(ThreadTarget):
+    """That of a process of its own: it waits between tries, and by the simulated clock."""
+
+    def ranked_session(self) -> RankedSession:
+        if not self._opened:
+            self._opened.append(open_session(self._world, self._store, self._registry))
+        return self._opened[0]
+
+
+class Simulation:
+    """All starts of one seed, one after the other or at the same time."""
+
+    def __init__(self, scheduler: Scheduler, seed: str) -> None:
+        rng = random.Random(f"job {seed}")
+        self.scheduler = scheduler
+        self.starts = starts_of(rng)
+        self.network = Network(scheduler, weather_of(rng), seed)
+        self.changes = Changes()
+        with scheduler.quiet():
+            self.uploads = UploadingStore(MemoryStore())
+            self.bytes = RecordingStore(self.uploads, self.changes)
+        self.events: list[Event] = []
+        self.counts: Counter[str] = Counter()
+
+    def run(self) -> Outcome:
+        """Everything, and the judgement."""
+        lives = []
+        for start in self.starts:
+            life = Life(self, start)
+            life.begin()
+            lives.append(life)
+            if start.next_after is None:
+                life.wait()
+            else:
+                self.scheduler.sleep(start.next_after)
+        for life in lives:
+            life.wait()
+        # What was sent and has not arrived yet arrives now.
+        self.scheduler.sleep(LIFE_SECONDS_MAX)
+        problems = self._judge()
+        self.counts += self.network.counts
+        self.counts["points"] = self.scheduler.points
+        return Outcome(problems, self.counts)
+
+    def note(self, life: int, rank: int, kind: str, **facts: Any) -> None:
+        """A line of what callers were notified of."""
+        self.scheduler.note(f"{kind} {facts}")
+        self.events.append(Event(life, rank, kind, facts))
+        self.counts[f"{kind} {facts['error']}" if "error" in facts else kind] += 1
+
+    def _judge(self) -> list[str]:
+        store = self.bytes
+        acknowledged = [e.facts["attempt"] for e in self.events if e.kind == "saved"]
+        self.changes.acknowledged += acknowledged
+        if not any(store.list("log/")):
+            return ["acknowledged, and there is no log"] if acknowledged else []
+        problems = broken_promises(self.events, store)
+        problems += check_all(store, self.changes, files_of=files_needed)
+        problems += check_references(store)
+        return problems + left_behind(store)
+
+
+class Life:
+    """One start: its processes, what befalls them, and the end of all of them."""
+
+    def __init__(self, simulation: Simulation, start: Start) -> None:
+        self.simulation = simulation
+        self.scheduler = simulation.scheduler
+        self.start = start
+        with self.scheduler.quiet():
+            self.hub = _Hub(start.size, {}, ROUND_SECONDS_MAX)
+        number = start.number
+        self.processes = [Process(f"life{number}-rank{rank}") for rank in range(start.size)]
+        self.ranks = [Rank(self, rank) for rank in range(start.size)]
+        self._tasks: list[Task] = []
+        self._rng = random.Random(f"life {number} {simulation.starts}")
+
+    def begin(self) -> None:
+        """Start the processes, and what will befall them."""
+        for rank, point, everyone in self.start.kills:
+            self.processes[rank].dies_at = point
+            self.processes[rank].dies = lambda rank=rank, all_=everyone: self._kill(rank, all_)
+        for rank, process in enumerate(self.processes):
+            run = self.ranks[rank].main
+            self._tasks.append(self.scheduler.spawn(run, process.name, process))
+        for rank, begin, seconds in self.start.freezes:
+            process = self.processes[rank]
+            self.scheduler.later(begin, lambda p=process, s=seconds: self.scheduler.freeze(p, s))
+        if self.start.preempted is not None:
+            rank, begin, _ = self.start.preempted
+            self.scheduler.later(begin, self.ranks[rank].preempt)
+
+    def wait(self) -> None:
+        """Until every rank is dead or through. When one has failed, its launcher kills the rest."""
+        until = self.scheduler.now + LIFE_SECONDS_MAX
+        for rank, task in enumerate(self._tasks):
+            while not task.is_over and not self.processes[rank].is_dead:
+                self.scheduler.join(task, 10.0)
+                if self.scheduler.now > until:
+                    text = f"rank {rank} of life {self.start.number} does not end"
+                    self.simulation.events.append(
+                        Event(self.start.number, rank, "ended", {"error": text})
+                    )
+                    self.scheduler.note(self.scheduler.stacks())
+                    self._kill(rank, True)
+        for process in self.processes:
+            if not process.is_dead:
+                self.scheduler.kill(process)  # it has ended: its idle threads end with it
+
+    def _kill(self, rank: int, everyone: bool) -> None:
+        dying = range(self.start.size) if everyone else [rank]
+        for one in dying:
+            if self.processes[one].is_dead:
+                continue
+            self.simulation.counts["killed"] += 1
+            self.scheduler.kill(self.processes[one])
+            # Others notice later.
+            seconds = self._rng.choice((0.001, 0.5, 5.0))
+            self.scheduler.later(seconds, lambda one=one: self.hub.leave(one, "has died"))
+
+
+class Rank:
+    """One process of a life."""
+
+    def __init__(self, life: Life, rank: int) -> None:
+        self._life = life
+        self._rank = rank
+        self._saver: Checkpointer | None = None
+        self._reported: Counter[int] = Counter()
+
+    def main(self) -> None:
+        """Train as the start says; what the caller is notified of becomes events."""
+        world = ThreadWorld(self._life.hub, self._rank)
+        self._note("began")
+        try:
+            self._train(world)
+            self._note("ended", error="")
+        except Preempted:
+            self._note("ended", error="")
+            self._life.simulation.counts["preempted"] += 1
+        except Exception as error:  # whatever it is, the judgement looks at it
+            self._note("ended", error=type(error).__name__, text=str(error))
+        finally:
+            self._life.hub.leave(self._rank)
+
+    def preempt(self) -> None:
+        """SIGTERM arrives."""
+        with suppress(AttributeError):  # before it is handled, or in a process that is dead
+            self._saver._signals._handle(signal.SIGTERM, None)  # type: ignore[union-attr]
+
+    def _train(self, world: World) -> None:
+        start, scheduler = self._life.start, self._life.scheduler
+        network = self._life.simulation.network
+        process = self._life.processes[self._rank]
+        store: Store = NetworkStore(self._life.simulation.bytes, network, process)
+        if start.retries:
+            store = RetryingStore(store, RetryPolicy())
+        target = Target(world, store, SessionRegistry(), dedup=start.dedup)
+        between = world.duplicate()
+        state = state_of(0, self._rank, start.size)
+        policy = EverySteps(start.save_every) | AtExit()
+        if start.preempted is not None:
+            policy = policy | OnPreemption(grace_seconds=start.preempted[2])
+        with Checkpointer(
+            target,
+            state,
+            save=policy,
+            keep=KeepLatest(start.keep),
+            when_busy="skip" if start.skips else "wait",
+            observers=[self._observe],
+        ) as saver:
+            self._saver = saver
+            report = saver.restore()
+            first = 0 if report is None else report.step
+            right = is_step(state, first, self._rank, start.size)
+            attempt = "" if report is None else report.attempt
+            self._note("restored", step=first, right=right, attempt=attempt)
+            for step in range(first + 1, first + 1 + start.steps):
+                scheduler.sleep(start.step_seconds)
+                if start.together:
+                    between.gather("gradients", b"")
+                _advance(state, step, self._rank, start.size)
+                saver.step(step)
+
+    def _observe(self, event: SaveEvent) -> None:
+        if isinstance(event, SaveSucceeded):
+            step = event.report.step
+            self._note("saved", step=self._nth(step), attempt=event.report.attempt)
+        elif isinstance(event, SaveFailed):
+            name = type(event.error).__name__
+            self._note("failed", step=self._nth(event.step), error=name)
+
+    def _nth(self, step: int) -> str:
+        """The step, and how often its outcome was reported before: it may be saved again."""
+        self._reported[step] += 1
+        return f"{step}#{self._reported[step]}"
+
+    def _note(self, kind: str, **facts: Any) -> None:
+        number = self._life.start.number
+        self._life.simulation.note(number, self._rank, kind, **facts)
+
+
+def _advance(state: dict[str, Any], step: int, rank: int, size: int) -> None:
+    newer = state_of(step, rank, size)
+    with torch.no_grad():
+        state["rows"].local.copy_(newer["rows"].local)
+        state["replica"].copy_(newer["replica"])
+    state["step"] = step

@@ -1,8 +1,8 @@
 """Run seeds, each in a fresh child of one parent, so that it finds the same memory every time.
 
-    python -m tests.simulation 17             one seed
-    python -m tests.simulation 0-99           a hundred; one line of JSON for each
-    python -m tests.simulation 17 --trace     every point of it, on standard error
+python -m tests.simulation 17             one seed
+python -m tests.simulation 0-99           a hundred; one line of JSON for each
+python -m tests.simulation 17 --trace     every point of it, on standard error
 """
 
 # ruff: noqa: E402 - the standard library is patched before others take functions out of it

@@ -14,13 +14,13 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ckpt.commit.invariants import History as Changes
 from ckpt.commit.invariants import (
     RecordingStore,
     check_all,
     check_references,
     files_needed,
 )
-from ckpt.commit.invariants import History as Changes
 from ckpt.commit.ranked import RankedSession, SessionRegistry, open_session
 from ckpt.service.checkpointer import Checkpointer
 from ckpt.service.events import SaveEvent, SaveFailed, SaveSucceeded
@@ -36,6 +36,7 @@ from tests.cluster.agent import is_step, state_of
 from tests.cluster.history import Event, broken_promises, left_behind
 from tests.service.chaos import ThreadTarget, UploadingStore
 from tests.simulation.network import Network, NetworkStore, weather_of
+from tests.simulation.primitives import SimulatedThread
 from tests.simulation.scheduler import Process, Scheduler, Task
 
 LIFE_SECONDS_MAX = 3600.0  # simulated; every call has a deadline far below
@@ -196,8 +197,11 @@ class Life:
             self.processes[rank].dies_at = point
             self.processes[rank].dies = lambda rank=rank, all_=everyone: self._kill(rank, all_)
         for rank, process in enumerate(self.processes):
-            run = self.ranks[rank].main
-            self._tasks.append(self.scheduler.spawn(run, process.name, process))
+            thread = SimulatedThread(target=self.ranks[rank].main, name=process.name)
+            thread.process = process
+            thread.start()
+            assert thread.task is not None
+            self._tasks.append(thread.task)
         for rank, begin, seconds in self.start.freezes:
             process = self.processes[rank]
             self.scheduler.later(begin, lambda p=process, s=seconds: self.scheduler.freeze(p, s))

@@ -9,6 +9,7 @@ from __future__ import annotations
 import random
 from collections import Counter
 from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import islice
 from typing import Any, NamedTuple, TypeVar
 
@@ -140,8 +141,7 @@ class NetworkStore(FaultyStore):
     def list(self, prefix: str, *, after: str = "") -> Iterator[ObjectInfo]:
         """In pages: what is created or deleted meanwhile may be in a later one."""
         while True:
-            last = after
-            page = self.perform("list", prefix, lambda: self._page(prefix, last))
+            page = self.perform("list", prefix, partial(self._page, prefix, after))
             yield from page
             if len(page) < PAGE:
                 return

@@ -19,9 +19,10 @@ from concurrent.futures import thread as pools
 from itertools import count
 from typing import Any
 
-from tests.simulation.scheduler import EPOCH_UNIX, Scheduler, Task, get_ident
+from tests.simulation.scheduler import EPOCH_UNIX, Process, Scheduler, Task, get_ident
 
 running: list[Scheduler] = []  # the one of this process, while it runs
+_numbers = count()
 _real_lock, _real_rlock = threading.Lock, threading.RLock
 _real_monotonic, _real_time, _real_sleep = time.monotonic, time.time, time.sleep
 _real_perf_counter, _real_urandom = time.perf_counter, os.urandom
@@ -30,9 +31,9 @@ _real_perf_counter, _real_urandom = time.perf_counter, os.urandom
 class SimulatedLock:
     """A lock that is a point when it is taken, unless it was made in `Scheduler.quiet`."""
 
-    def __init__(self, scheduler: Scheduler) -> None:
+    def __init__(self, scheduler: Scheduler, *, is_quiet: bool = False) -> None:
         self._scheduler = scheduler
-        self._is_quiet = scheduler.is_quiet
+        self._is_quiet = is_quiet or scheduler.is_quiet
         self._is_held = False
         self._waiting: list[Task] = []
 
@@ -76,7 +77,8 @@ class SimulatedRLock:
     """As `threading.RLock`; owned by the thread that the scheduler runs."""
 
     def __init__(self, scheduler: Scheduler) -> None:
-        self._lock = SimulatedLock(scheduler)
+        # A condition that is made by the holder of a quiet lock belongs to the simulation, too.
+        self._lock = SimulatedLock(scheduler, is_quiet=scheduler.unpointed > 0)
         self._scheduler = scheduler
         self._owner: Task | None = None
         self._depth = 0
@@ -142,17 +144,27 @@ class LockOfEachProcess:
 class SimulatedThread(threading.Thread):
     """A thread of the simulation if one runs, else an ordinary one."""
 
-    _task: Task | None = None
+    process: Process | None = None  # None: that of the thread which starts it
+    task: Task | None = None
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        self.hash_number = next(_numbers)  # pools iterate sets of their threads, see `install`
+        super().__init__(*args, **options)
+
+    def __hash__(self) -> int:
+        return self.hash_number
 
     def start(self) -> None:
         if not running:
             super().start()
             return
-        if self._task is not None:
+        if self.task is not None:
             raise RuntimeError("threads can only be started once")
-        self._task = running[0].spawn(self._run_simulated, self.name)
+        self.task = running[0].spawn(self._run_simulated, self.name, self.process)
 
     def _run_simulated(self) -> None:
+        # Without this, `current_thread` would make something up and keep it for the next thread
+        # that happens to get the same number from the operating system.
         known: dict[int, Any] = vars(threading)["_active"]
         known[get_ident()] = self
         try:
@@ -161,13 +173,13 @@ class SimulatedThread(threading.Thread):
             known.pop(get_ident(), None)
 
     def is_alive(self) -> bool:
-        return super().is_alive() if self._task is None else not self._task.is_over
+        return super().is_alive() if self.task is None else not self.task.is_over
 
     def join(self, timeout: float | None = None) -> None:
-        if self._task is None:
+        if self.task is None:
             super().join(timeout)
         elif running:
-            running[0].join(self._task, timeout)
+            running[0].join(self.task, timeout)
 
 
 def _lock() -> Any:
@@ -219,15 +231,14 @@ def install() -> None:
     for module, name, value in replaced:
         setattr(module, name, value)
     # Sets of futures are iterated in the order of their hashes, which would be addresses.
-    numbers = count()
     made: Callable[..., None] = Future.__init__
 
     def numbered(self: Any) -> None:
         made(self)
-        self.simulation_number = next(numbers)
+        self.hash_number = next(_numbers)
 
     setattr(Future, "__init__", numbered)  # noqa: B010
-    setattr(Future, "__hash__", lambda self: self.simulation_number)  # noqa: B010
+    setattr(Future, "__hash__", lambda self: self.hash_number)  # noqa: B010
 
 
 def begin(scheduler: Scheduler) -> None:

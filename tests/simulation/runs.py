@@ -14,6 +14,7 @@ import importlib
 import json
 import logging
 import os
+import random
 import sys
 import traceback
 from typing import Any
@@ -81,6 +82,7 @@ def _simulate(seed: str, trace: bool) -> dict[str, Any]:
     scheduler = Scheduler(seed)
     if trace:
         scheduler.echo = lambda line: print(line, file=sys.stderr)
+    random.seed(seed)  # pauses between tries have some of it
     primitives.begin(scheduler)
     try:
         problems, counts = Simulation(scheduler, seed).run()

@@ -282,5 +282,7 @@ class Scheduler:
         for task in self._tasks:
             frame = frames.get(task.ident)
             stack = "".join(traceback.format_stack(frame)[-8:]) if frame else ""
-            lines.append(f"--- {task.number} {task.process.name} {task.name}: {task.doing}\n{stack}")
+            lines.append(
+                f"--- {task.number} {task.process.name} {task.name}: {task.doing}\n{stack}"
+            )
         return "\n".join(lines)

@@ -130,20 +130,26 @@ class NearSaves:
     def _begin(self, state: Any, step: int, copies: list[LentCopy] | None) -> PendingSave:
         with gc_paused():
             task = self._task(step)
-            if self._mapped is not None:
-                self._mapped.recycle({self._safe})
-                # What this process has not mapped makes room now: of a job before it, or none.
-                with contextlib.suppress(StorageError):
-                    self._drop({self._safe})
             snapshot, staging = self._options.snapshot, self._staging
 
             def begin() -> Staged:
+                if self._mapped is not None:
+                    self._make_room(self._mapped)
                 staged = stage(state, task, StageOptions(snapshot), staging)
                 if copies is not None:
                     copies.append(staged.lend(snapshot, is_one_range=staging.is_one_range))
                 return staged
 
             return self._background.start(task, begin, publish=self._publish)
+
+    def _make_room(self, mapped: TierMemory) -> None:
+        # A session that was fenced may have recorded a state without learning that it had, and its
+        # successor may be training on from that one: nothing is overwritten before this is known.
+        self.tier.refuse_fenced(self.session.epoch)
+        mapped.recycle({self._safe})
+        # What this process has not mapped makes room now: of a job before it, or none.
+        with contextlib.suppress(StorageError):
+            self._drop({self._safe})
 
     def adopt(self, record: NearRecord) -> None:
         """Make the state of an older epoch, which was just restored, one of this epoch."""

@@ -1,6 +1,7 @@
 """A near tier: a directory of one host with the newest states of one training, as data files.
 
-    PATH/<root uuid>/HOST                      a name for this directory, made once
+    PATH/<root uuid>/HOST                      a name for this directory, made once; if it is
+                                               damaged, HOST-1 has another one, and so on
     PATH/<root uuid>/records/e<epoch>-<number>  the near log
     PATH/<root uuid>/steps/<step>-<attempt>/    data files of the ranks of this host
 
@@ -28,7 +29,7 @@ from ckpt.near.records import (
     decode_near_record,
     encode_near_record,
 )
-from storage import KeyExistsError, KeyNotFoundError, ShortReadError, StorageError
+from storage import KeyExistsError, KeyNotFoundError, ShortReadError, StorageError, TooLargeError
 from storage.linux import is_in_memory
 from storage.local import LocalStore
 from storage.store import ByteRange
@@ -36,6 +37,7 @@ from storage.store import ByteRange
 logger = logging.getLogger(__name__)
 
 HOST_KEY = "HOST"
+NAMES_MAX = 8  # of a directory: the first that is not damaged counts
 RECORDS_PREFIX = "records/"
 _HOST = re.compile(r"[0-9a-f]{32}")
 _RECORD = re.compile(r"records/e([0-9]{6,18})-([0-9]{12,19})")
@@ -69,18 +71,32 @@ class Tier:
         self.is_in_memory = is_in_memory(self.store.place)
 
     def _host(self) -> str:
-        """The name of this directory. Two hosts have two, where file numbers may be the same."""
+        """The name of this directory. Two hosts have two, where file numbers may be the same.
+
+        Raises Corrupt when too many names are damaged.
+        """
+        for number in range(NAMES_MAX):
+            # A damaged name is neither changed nor removed, or two ranks could take two names: both
+            # go on to the next key.
+            key = f"{HOST_KEY}-{number}" if number else HOST_KEY
+            if name := self._name_in(key):
+                if number:
+                    logger.warning("%s/%s is damaged; %s counts", self.store.url, HOST_KEY, key)
+                return name
+        raise Corrupt(f"all {NAMES_MAX} names of {self.store.url} are damaged: remove it")
+
+    def _name_in(self, key: str) -> str:
+        """The name that `key` has, from now on if it did not exist; "" for a damaged one."""
         while True:
             with contextlib.suppress(KeyNotFoundError):
-                name = self.store.get_bounded(HOST_KEY, 32).decode("ascii", "replace")
-                if _HOST.fullmatch(name) is None:
-                    raise Corrupt(
-                        f"{self.store.url}/{HOST_KEY} is damaged: remove {self.store.url}"
-                    )
-                return name
+                try:
+                    name = self.store.get_bounded(key, 32).decode("ascii", "replace")
+                except TooLargeError:
+                    return ""
+                return name if _HOST.fullmatch(name) else ""
             # Of ranks that begin together one wins; the others read its name.
             with contextlib.suppress(KeyExistsError):
-                self.store.put_if_absent(HOST_KEY, secrets.token_hex(16).encode())
+                self.store.put_if_absent(key, secrets.token_hex(16).encode())
 
     def room(self) -> TierRoom:
         """How much fits: what is free for this user, and what the tier has taken."""

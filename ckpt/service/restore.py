@@ -117,8 +117,10 @@ def restore_latest(
     candidates = _candidates(store, world, step, attempt, near if is_latest else None)
     is_empty, looks = not candidates, 1
     skipped: list[Skipped] = []
+    any_durable = False
     while candidates:
         candidate = candidates.pop(0)
+        any_durable = any_durable or candidate.near is None
         if candidate.near is None:
             result = _try(state, target, world, candidate)
         else:
@@ -156,9 +158,14 @@ def restore_latest(
     reasons = [f"\n  - step {one.step} ({one.attempt}): {one.reason}" for one in skipped]
     requested = "checkpoint" if step is None else f"checkpoint of step {step}"
     requested += f" {attempt}" if attempt else ""
+    next_move = "\nTry `ckpt verify` and `ckpt salvage`" if reasons else ""
+    if reasons and not any_durable:
+        next_move = (
+            "\nThere is no durable checkpoint yet. Start the job on the hosts that it had; if they "
+            "are lost, remove the near directory from all hosts, and it begins anew"
+        )
     raise NoCheckpoint(
-        f"{store.url} has no {requested} that can be loaded whole{''.join(reasons)}"
-        + ("\nTry `ckpt verify` and `ckpt salvage`" if reasons else "")
+        f"{store.url} has no {requested} that can be loaded whole{''.join(reasons)}{next_move}"
     )
 
 

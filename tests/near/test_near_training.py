@@ -228,6 +228,51 @@ def test_a_job_that_was_superseded_learns_it_in_its_tier(tmp_path: Path) -> None
     assert origins(third) == {("near", 6)}
 
 
+def test_a_superseded_job_leaves_alone_what_it_does_not_know_that_it_recorded(
+    tmp_path: Path,
+) -> None:
+    """A job stops between its record on the hosts and its own note of it. Another one restores that
+    state, and dies before it saves anything; the first wakes up, and its next save begins.
+    """
+    store, hosts = MemoryStore(), folders(tmp_path, 0, 0)
+
+    def zombie(service: Checkpointer, state: Any, world: World) -> None:
+        service.wait()
+        assert service._near is not None and service._near._saves is not None
+        service._near._saves._safe = ""
+        world.gather("recorded", b"")
+        if world.rank == 0:
+            successor = Life(2, store, hosts)
+            successor.run(0)
+            assert origins(successor) == {("near", 4)}
+        world.gather("successor", b"")
+        for step in range(5, 9):
+            advance(state, step, world.rank, 2)
+            service.step(step)
+
+    with pytest.raises(RanksFailed) as failed:
+        Life(2, store, hosts).run(4, then=zombie)
+    assert {type(error) for error in failed.value.errors.values()} == {Fenced}
+    third = Life(2, store, hosts)
+    third.run(0)
+    assert origins(third) == {("near", 4)}
+
+
+def test_a_lost_host_before_the_first_durable_save_is_told_with_a_way_on(tmp_path: Path) -> None:
+    store, hosts = MemoryStore(), folders(tmp_path, 0, 1)
+    Life(2, store, hosts).run(4)
+    shutil.rmtree(hosts[1])
+    with pytest.raises(RanksFailed) as failed:
+        Life(2, store, hosts).run(0)
+    (text, *others) = {str(error) for error in failed.value.errors.values()}
+    assert "no host has the near files of 1 of 2 ranks: 1" in text and not others
+    assert "There is no durable checkpoint yet" in text and "remove the near directory" in text
+    shutil.rmtree(hosts[0])
+    again = Life(2, store, hosts)
+    again.run(2)
+    assert set(again.reports.values()) == {None}
+
+
 def test_two_jobs_share_a_directory(tmp_path: Path) -> None:
     stores, hosts = [MemoryStore(), MemoryStore()], folders(tmp_path, 0, 0)
     for store, steps in zip(stores, (4, 8), strict=True):

@@ -142,3 +142,27 @@ def test_damaged_and_foreign_objects_in_a_tier_do_no_harm(tmp_path: Path) -> Non
     assert tier.records() == [good]
     tier.drop(set(), epoch=9)
     assert (folder / "notes.txt").exists()
+
+
+@pytest.mark.parametrize("damaged", [b"", b"0" * 31, b"x" * 32, b"0" * 1000])
+def test_a_damaged_name_of_a_host_is_replaced_for_all_its_ranks(
+    tmp_path: Path, damaged: bytes
+) -> None:
+    before = Tier(tmp_path, ROOT)
+    before.put(record())
+    path = tmp_path / ROOT / "HOST"
+    path.unlink()
+    path.write_bytes(damaged)
+    names = {Tier(tmp_path, ROOT).host for _ in range(3)}
+    assert len(names) == 1 and names != {before.host}
+    assert Tier(tmp_path, ROOT).records() == [record()]
+    (tmp_path / ROOT / "HOST-1").write_bytes(damaged)
+    assert {Tier(tmp_path, ROOT).host for _ in range(3)}.isdisjoint(names)
+
+
+def test_a_directory_without_any_whole_name_is_refused(tmp_path: Path) -> None:
+    Tier(tmp_path, ROOT)
+    for number in range(8):
+        (tmp_path / ROOT / (f"HOST-{number}" if number else "HOST")).write_bytes(b"")
+    with pytest.raises(Corrupt, match="remove it"):
+        Tier(tmp_path, ROOT)

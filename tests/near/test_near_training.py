@@ -258,7 +258,9 @@ def test_a_superseded_job_leaves_alone_what_it_does_not_know_that_it_recorded(
     assert origins(third) == {("near", 4)}
 
 
-def test_a_lost_host_before_the_first_durable_save_is_told_with_a_way_on(tmp_path: Path) -> None:
+def test_a_host_lost_before_the_first_durable_save_gives_an_error_with_a_way_on(
+    tmp_path: Path,
+) -> None:
     store, hosts = MemoryStore(), folders(tmp_path, 0, 1)
     Life(2, store, hosts).run(4)
     shutil.rmtree(hosts[1])

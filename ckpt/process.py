@@ -5,8 +5,9 @@ from __future__ import annotations
 import hashlib
 import os
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
@@ -14,7 +15,7 @@ import torch.distributed as dist
 from ckpt.commit.lines import ResumePoint
 from ckpt.commit.ranked import Beside, RankedSession, SessionRegistry, open_session
 from ckpt.commit.session import Session
-from ckpt.errors import Forked
+from ckpt.errors import Forked, RankFailed
 from ckpt.saving.background import Background
 from ckpt.saving.task import PartMemory
 from ckpt.saving.write import Staging
@@ -25,6 +26,7 @@ from storage import Store, StoreLike, open_store
 from storage.location import is_borrowed_from, url_of
 
 _SessionKey = tuple[str, str, bool]
+EndWorld = Callable[[RankFailed], None]
 
 
 class OpenRoot(NamedTuple):
@@ -156,6 +158,21 @@ def world_of(process_group: dist.ProcessGroup | None = None) -> World:
     return this_process.of_group(process_group).world
 
 
+def failure_of(process_group: dist.ProcessGroup | None = None) -> RankFailed | None:
+    """Why the world of a group is at its end, None while it is usable, or was not used yet. Not
+    collective.
+    """
+    context = this_process.known(process_group)
+    return None if context is None else context.world.failure
+
+
+def leaving(process_group: dist.ProcessGroup | None = None) -> EndWorld:
+    """What ends, when it is called later, the part of this process in the world that the group has
+    now: see `ProcessMemory.leave`. Whoever joins another world meanwhile is not affected.
+    """
+    return partial(this_process.leave, this_process.of_group(process_group))
+
+
 def world_of_members(members: tuple[int, ...]) -> World:
     """The world of some of all ranks, ascending, this one among them; the same one at every call.
 
@@ -228,7 +245,9 @@ def session_of(
     unsafe_single_writer: bool = False,
 ) -> Session | None:
     """The session of a url on the coordinator, once it was saved to; else None. Not collective."""
-    context = this_process.of_group(process_group)
+    context = this_process.known(process_group)
+    if context is None:
+        return None
     root = context.known_root(url, storage_options, unsafe_single_writer)
     return None if root is None else root.session.session
 
@@ -268,6 +287,19 @@ class ProcessMemory:
             context.forget(store)
         self._registry.forget(store)
 
+    def leave(self, context: GroupContext, failure: RankFailed) -> None:
+        """End the world of `context` with `failure`, and what is under way there, so that nothing
+        of it is committed; the next save to its roots claims them anew. May be repeated.
+        """
+        with self._lock:
+            self._contexts = [one for one in self._contexts if one is not context]
+        context.world.end(failure)
+        context.background.give_up()
+        context.world.close()
+        for store in context.stores.values():
+            self._registry.forget(store)
+        context.stores, context.sessions = {}, {}
+
     def of_group(self, group: dist.ProcessGroup | None) -> GroupContext:
         """The context of `group`, created at its first use; that is collective over the group."""
         if dist.is_available() and dist.is_initialized():
@@ -280,15 +312,25 @@ class ProcessMemory:
                 )
             group = dist.group.WORLD if group is None else group
         with self._lock:
-            for context in self._contexts:
-                if context.group is group and (group is not None or context.everyone is None):
-                    return context
-            # Of the same ranks, created by `of_members` before there was a group of them.
-            for context in self._contexts:
-                if context.group is None and context.is_of(group):
-                    context.group = group
-                    return context
-            return self._new_context(group, current_world(group))
+            return self._known(group) or self._new_context(group, current_world(group))
+
+    def known(self, group: dist.ProcessGroup | None) -> GroupContext | None:
+        """The context of `group` if there is one. Not collective."""
+        if group is None and dist.is_available() and dist.is_initialized():
+            group = dist.group.WORLD
+        with self._lock:
+            return self._known(group)
+
+    def _known(self, group: dist.ProcessGroup | None) -> GroupContext | None:
+        for context in self._contexts:
+            if context.group is group and (group is not None or context.everyone is None):
+                return context
+        # Of the same ranks, created by `of_members` before there was a group of them.
+        for context in self._contexts:
+            if context.group is None and context.is_of(group):
+                context.group = group
+                return context
+        return None
 
     def of_members(self, members: tuple[int, ...]) -> GroupContext:
         """The context of `members`; that of a group of exactly these ranks if there is one."""

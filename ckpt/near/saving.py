@@ -17,6 +17,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from ckpt.commit.ranked import RankedSession
+from ckpt.errors import RankFailed
 from ckpt.format.checksum_tables import Seal
 from ckpt.format.manifest import Header
 from ckpt.format.part import Part
@@ -170,6 +171,12 @@ class NearSaves:
 
         collectively(world, "forget near", forget)
         self._safe = ""
+
+    def leave(self, failure: RankFailed) -> None:
+        """End this world with `failure`, give up what is in flight, and end. Not collective."""
+        self.session.world.end(failure)
+        self._background.give_up()
+        self.close()
 
     def close(self) -> None:
         """Wait for what is in flight and end. Not collective."""

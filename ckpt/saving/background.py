@@ -43,6 +43,7 @@ logger = logging.getLogger(__name__)
 WhenBusy = Literal["wait", "skip", "replace"]
 Publish = Callable[[SaveTask, Callable[[], Sequence[str]], Callable[[Attempt], Part]], SaveReport]
 
+GIVE_UP_SECONDS_MAX = 10.0  # for a request that a store does not answer: a guess
 EXIT_SECONDS_MAX = 300.0  # how long an ending interpreter waits for a save: an estimate
 
 
@@ -223,6 +224,27 @@ class Background:
         except Exception as error:
             self.refuse(task, error)._is_reported = True
             raise
+
+    def give_up(self, seconds_max: float = GIVE_UP_SECONDS_MAX) -> None:
+        """End what is in flight, whose world has ended, so that nothing of it is committed.
+
+        Returns when it is over. After `seconds_max` it is left behind: a store does not answer. No
+        step of an optimizer is held back any more. In a world of one, which others do not end, it
+        is waited for.
+        """
+        self._preparation.stop()
+        for pending in self._pending:
+            pending._is_dropped.set()
+            pending.hurry(0.0)
+        until = time.monotonic() + seconds_max
+        for pending in self._pending:
+            try:
+                left = max(0.0, until - time.monotonic())
+                pending.wait(None if self._world.size == 1 else left)
+            except TimeoutError as error:
+                logger.warning("%s; it is left behind, and cannot be committed any more", error)
+                pending._is_reported = True
+            pending._gate.open()
 
     def replace(self) -> None:
         """Drop the save in flight, unless all ranks have written it already."""

@@ -124,6 +124,10 @@ class FailedSaves:
             if is_lasting or self._is_alarm_due():
                 self._agreement.propose(alarm=True)
 
+    def carry_on(self, before: FailedSaves) -> None:
+        """These follow on those of a world before, which count in no row any more."""
+        self._all = list(before.all)
+
     def save_succeeded(self) -> None:
         """A checkpoint was committed: the row of failures ends."""
         self._in_a_row.clear()

@@ -24,13 +24,12 @@ from ckpt.commit.records import STEP_MAX
 from ckpt.errors import CheckpointError, Forked, InvalidState, RankFailed
 from ckpt.saving.report import SaveReport
 from ckpt.saving.staging import Snapshot
-from ckpt.service.agreement import Decision, Pace, StepAgreement
-from ckpt.service.ahead import Ahead
-from ckpt.service.alarm import Alarm, FailedSaves, Failure
+from ckpt.service.agreement import Decision, Pace
+from ckpt.service.alarm import Alarm, Failure
 from ckpt.service.events import Observer, Restored, SaveSkipped, log_restored
-from ckpt.service.inflight import Saved, SavesInFlight
-from ckpt.service.keeping import Keeper
-from ckpt.service.near import Near, NearTraining
+from ckpt.service.inflight import Saved
+from ckpt.service.near import Near
+from ckpt.service.parts import Parts, Settings, leave, parts_of
 from ckpt.service.policies import (
     AtExit,
     CostMeter,
@@ -38,16 +37,14 @@ from ckpt.service.policies import (
     OnPreemption,
     OnSignal,
     SavePolicy,
-    is_regular,
 )
 from ckpt.service.preemption import Preempted, Signals
+from ckpt.service.rejoining import nothing_to_rejoin_with, rejoining_target
 from ckpt.service.restore import RestoreReport, restore_latest
-from ckpt.service.retention import KeepAll, KeepRule, RetentionPlan
-from ckpt.service.schedule import SaveSchedule
+from ckpt.service.retention import KeepRule, RetentionPlan
 from ckpt.service.stopping import LastSave
 from ckpt.service.target import Pending, Target, UrlTarget
-from ckpt.service.training import StepTimer, Training
-from ckpt.service.watching import Watcher
+from ckpt.world.torch_world import meet
 from storage import StoreLike
 
 logger = logging.getLogger(__name__)
@@ -149,32 +146,13 @@ class Checkpointer:
                     "io": io,
                 },
             )
-        training = Training(target, state, target.world(), tuple(observers))
-        self._training = training
-        self._skips = when_busy == "skip"
         self._signals = Signals(save)
-        # Of its own, because its rounds run in the background, at any time.
-        self._agreement = StepAgreement(training.world.duplicate(), self._signals, pace=pace)
-        self._keeper = Keeper(target, keep or KeepAll(), is_coordinator=training.is_coordinator)
-        self._watcher = Watcher(
-            training.world,
-            training.observers,
-            self._agreement.fail,
-            silence_seconds_max=silence_seconds_max,
-            step_seconds=lambda: training.costs.step_seconds,
+        self._settings = Settings(
+            save, keep, alarm, pace, near, tuple(observers), silence_seconds_max, self._signals
         )
-        self._schedule = SaveSchedule(save, training, self._agreement)
-        self._failed = FailedSaves(training, alarm or Alarm(), self._agreement)
-        self._saves = SavesInFlight(
-            training, self._schedule, self._failed, self._keeper, self._watcher
-        )
-        saving = target.saving if isinstance(target, UrlTarget) else {}
-        self._near = None if near is None else NearTraining(near, save, training, saving)
-        self._timer = StepTimer(training)
-        # Where durable saves use the copies of near ones, they take no memory of their own.
-        copies = is_regular(save) and not (self._near is not None and self._near.lends_often)
-        self._ahead = Ahead(training, is_regular=copies)
-        self._is_closed = False
+        self._skips = when_busy == "skip"
+        self._use(parts_of(target, state, self._settings))
+        self._is_closed = self._is_apart = False
         self._pid = os.getpid()
         # Last, so that a constructor that fails leaves no handler behind.
         self._signals.install()
@@ -187,6 +165,13 @@ class Checkpointer:
             self.close()
         elif not self._is_closed and os.getpid() == self._pid:
             self._abandon(error)
+
+    def _use(self, parts: Parts) -> None:
+        """These are the parts from now on."""
+        self._parts = parts
+        self._training, self._agreement, self._keeper = parts[:3]
+        self._watcher, self._schedule, self._failed = parts[3:6]
+        self._saves, self._near, self._timer, self._ahead = parts[6:10]
 
     # what a training team wants to know
 
@@ -242,6 +227,11 @@ class Checkpointer:
         is still there.
         """
         self._check_open()
+        return self._restore(step, attempt)
+
+    def _restore(
+        self, step: SupportsIndex | None = None, attempt: str = ""
+    ) -> RestoreReport | None:
         self._saves.collect(wait=True)
         training, near = self._training, self._near
         if near is not None:
@@ -266,6 +256,48 @@ class Checkpointer:
             training.notify(Restored(report, seconds))
         for part in (self._saves, self._schedule, self._failed, self._timer):
             part.restored()
+        return report
+
+    def rejoin(
+        self,
+        process_group: dist.ProcessGroup | None = None,
+        state: Any = None,
+        *,
+        meet_seconds_max: float = 600.0,
+    ) -> RestoreReport | None:
+        """Go on in another world, with the newest state that is whole: after a rank was lost, in
+        the processes that are left.
+
+        `process_group` is the new group of those that go on, or None where torch.distributed was
+        initialised anew for them; all of them call this. `state` is given where the state consists
+        of other objects now, such as a model that was sharded over the new group; by default it is
+        the one from before. Near checkpoints count like durable ones, with what is left of the
+        hosts; see `restore`.
+
+        Saves of the old world that are under way are given up, and none of them can commit after
+        this: the new world has claimed the root. Steps of optimizers are not held back by them.
+        Policies, observers and signal handlers stay; `failures` and `costs` go on.
+
+        Returns what was restored; None when nothing was saved yet and `state` was given, which is
+        as it was then. Raises NoCheckpoint when nothing was saved and the state is that from
+        before; RankFailed naming a rank that has not called this within `meet_seconds_max`, or was
+        lost meanwhile; else like `restore`. After an error this Checkpointer is in no world: call
+        `rejoin` again, with a new group, or make a new Checkpointer.
+        """
+        self._check_process()
+        target = rejoining_target(self._training.target, process_group, meet_seconds_max)
+        self._is_apart = True
+        leave(self._parts)
+        self._signals.again()
+        meet(process_group, seconds_max=meet_seconds_max)
+        filled = self._training.state if state is None else state
+        self._use(parts_of(target, filled, self._settings, before=self._parts))
+        report = self._restore()
+        if report is None and state is None:
+            raise nothing_to_rejoin_with(target.url)
+        # All sessions of the old world are fenced from here on.
+        target.ranked_session()
+        self._is_apart = False
         return report
 
     def step(self, step: SupportsIndex, metric: float | None = None) -> bool:
@@ -333,6 +365,9 @@ class Checkpointer:
         """
         if self._is_closed or os.getpid() != self._pid:
             return  # in a forked child there is nothing of its own to end
+        if self._is_apart:
+            self._leave()
+            return
         try:
             decision = self._agreement.close() or Decision(0)
             self._saves.collect(wait=True)
@@ -434,6 +469,14 @@ class Checkpointer:
         self._training.world.close()  # last: the others may still use it
 
     def _check_open(self) -> None:
+        self._check_process()
+        if self._is_apart:
+            raise CheckpointError(
+                "this Checkpointer is in no world, because `rejoin` has failed: call it again, "
+                "with a new process group"
+            )
+
+    def _check_process(self) -> None:
         if self._is_closed:
             raise CheckpointError("this Checkpointer is closed; make a new one")
         if os.getpid() != self._pid:

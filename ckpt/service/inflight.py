@@ -128,6 +128,10 @@ class SavesInFlight:
         newest = max([self._saved_call, *(save.call for save in self._begun)])
         return self._training.progress.calls - newest
 
+    def carry_on(self, before: SavesInFlight) -> None:
+        """These follow on those of a world before."""
+        self._last_saved = before.last_saved
+
     def restored(self) -> None:
         """The state is that of a checkpoint: nothing of it is unsaved."""
         self._saved_call = self._training.progress.calls

@@ -73,6 +73,10 @@ class Keeper:
         """Time is short: begin nothing more, not even what a plan still has."""
         self._is_ending = True
 
+    def leave(self) -> None:
+        """Take no more, and wait for nothing: after `end`, once the session may be fenced."""
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
     def close(self) -> None:
         """Finish what is under way, and take no more."""
         self._pool.shutdown(wait=True)

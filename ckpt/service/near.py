@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, SupportsIndex
 
 from ckpt.commit.numbers import plain_int
-from ckpt.errors import Fenced
+from ckpt.errors import Fenced, RankFailed
 from ckpt.layout.memory import gc_paused
 from ckpt.loading.load import LoadReport
 from ckpt.near.records import NearRecord
@@ -155,6 +155,9 @@ class NearTraining:
         if isinstance(error, Fenced):
             # Raised where all ranks are known to have learned of it: at the next save.
             self._lasting = error
+        self._fail(step, error)
+
+    def _fail(self, step: int, error: Exception) -> None:
         failure = Failure(step, error)
         self.failures = (*self.failures, failure)[-FAILURES_MAX:]
         logger.warning("the near save of step %d has failed: %s", step, error)
@@ -193,6 +196,22 @@ class NearTraining:
             self._saves.adopt(self._loaded)
         elif self._saves is not None:
             self._saves.went_back()
+
+    def carry_on(self, before: NearTraining) -> None:
+        """These follow on those of a world before."""
+        self.last_report, self.failures = before.last_report, before.failures
+
+    def leave(self, failure: RankFailed) -> None:
+        """End without the other ranks: a save under way is given up. May be repeated."""
+        if self._saves is None:
+            return
+        self._saves.leave(failure)
+        begun, self._begun = self._begun, None
+        if begun is not None and begun.pending.done():
+            try:
+                self.last_report = begun.pending.result()
+            except Exception as error:
+                self._fail(begun.step, error)
 
     def close(self) -> None:
         """Wait for what is in flight and end. Not collective."""

@@ -58,6 +58,7 @@ class Signals:
         self._preemption: OnPreemption | None = preemption_of(policy)
         self._clock = clock
         self._arrived: list[int] = []
+        self._order: int | None = None
         self._ends_seconds = self._ordered_seconds = math.inf
         self._previous: dict[int, Any] = {}
         self._is_over = False
@@ -93,6 +94,11 @@ class Signals:
         arrived, self._arrived = self._arrived, []
         return tuple(arrived)
 
+    def again(self) -> None:
+        """Have an order to end arrive once more: the ranks that were told of it may be gone."""
+        if self._order is not None and self._order not in self._arrived:
+            self._arrived.append(self._order)
+
     def left_seconds(self) -> float:
         """Until the scheduler kills this process; infinite before it was ordered to end."""
         return self._ends_seconds - self._clock()
@@ -125,7 +131,7 @@ class Signals:
                 if now - self._ordered_seconds >= SAME_ORDER_SECONDS:
                     _end_by(number)
                 return
-            self._ordered_seconds = now
+            self._ordered_seconds, self._order = now, number
             self._ends_seconds = now + self._preemption.grace_seconds
         self._arrived.append(number)
         # Python's own handler of SIGINT raises KeyboardInterrupt, and the policy asks for a save.

@@ -19,7 +19,15 @@ from ckpt.commit.ranked import RankedSession
 from ckpt.commit.session import Session
 from ckpt.errors import CheckpointError, RankFailed
 from ckpt.loading.load import LoadReport
-from ckpt.process import open_root, session_of, store_of, world_of
+from ckpt.process import (
+    EndWorld,
+    failure_of,
+    leaving,
+    open_root,
+    session_of,
+    store_of,
+    world_of,
+)
 from ckpt.saving.lending import LentCopy
 from ckpt.saving.report import SaveReport
 from ckpt.saving.staging import Snapshot
@@ -118,6 +126,21 @@ class Target(ABC):
     def failure(self) -> RankFailed | None:
         """Why no save or load can succeed here any more: a rank is gone. None while all is well."""
 
+    def leaving(self) -> EndWorld:
+        """What ends, when it is called later, all that this process has under way in the world of
+        now, so that nothing of it is committed; the root is claimed anew after that.
+        """
+        return lambda failure: None
+
+    def over(self, process_group: dist.ProcessGroup | None) -> Target:
+        """This target, over the ranks of another process group, which is None for all ranks.
+
+        A target without it cannot rejoin.
+        """
+        raise CheckpointError(
+            f"{self.url}: this Target is for the ranks that it was made for; pass a url"
+        )
+
     @abstractmethod
     def model_first(self) -> Target:
         """Where the model alone is saved when time is short: a root of its own, so that the latest
@@ -214,7 +237,13 @@ class UrlTarget(Target):
         )
 
     def failure(self) -> RankFailed | None:
-        return world_of(self.process_group).failure
+        return failure_of(self.process_group)
+
+    def leaving(self) -> EndWorld:
+        return leaving(self.process_group)
+
+    def over(self, process_group: dist.ProcessGroup | None) -> Target:
+        return replace(self, process_group=process_group)
 
     def model_first(self) -> Target:
         return replace(self, where=child_of(self.where, MODEL_FIRST))

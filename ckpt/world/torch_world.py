@@ -35,7 +35,21 @@ from ckpt.world.rounds import STORE_SECONDS, Deadlines, Rounds
 from ckpt.world.tree import family
 
 
-def current_world(process_group: dist.ProcessGroup | None = None) -> World:
+def meet(process_group: dist.ProcessGroup | None, *, seconds_max: float) -> None:
+    """Return when all ranks of `process_group`, or all ranks, have called this.
+
+    Raises RankFailed on all that have, naming one that has not within `seconds_max`.
+    """
+    world = current_world(process_group, deadlines=Deadlines(round_seconds_max=seconds_max))
+    try:
+        world.agree("rejoin", None)
+    finally:
+        world.close()
+
+
+def current_world(
+    process_group: dist.ProcessGroup | None = None, *, deadlines: Deadlines | None = None
+) -> World:
     """A new world of the ranks of `process_group`, of all ranks, or of this process alone.
 
     With torch.distributed initialised it is collective over the group, like `TorchWorld`.
@@ -48,7 +62,7 @@ def current_world(process_group: dist.ProcessGroup | None = None) -> World:
         )
     if dist.get_world_size(process_group) == 1:
         return SoloWorld(dist.get_rank())
-    return TorchWorld(process_group)
+    return TorchWorld(process_group, deadlines=deadlines)
 
 
 def world_of_members(members: tuple[int, ...]) -> World:

@@ -1,0 +1,165 @@
+"""The parts of a Checkpointer in one world: made together, and left together.
+
+What a caller has chosen (`Settings`) lasts as long as the Checkpointer; everything that talks to
+other ranks belongs to one world, and is made anew for the next one.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from ckpt.errors import RankFailed
+from ckpt.process import EndWorld
+from ckpt.service.agreement import Pace, StepAgreement
+from ckpt.service.ahead import Ahead
+from ckpt.service.alarm import Alarm, FailedSaves
+from ckpt.service.events import Observer
+from ckpt.service.inflight import SavesInFlight
+from ckpt.service.keeping import Keeper
+from ckpt.service.near import Near, NearTraining
+from ckpt.service.policies import SavePolicy, is_regular
+from ckpt.service.preemption import Signals
+from ckpt.service.retention import KeepAll, KeepRule
+from ckpt.service.schedule import SaveSchedule
+from ckpt.service.target import Target, UrlTarget
+from ckpt.service.training import StepTimer, Training
+from ckpt.service.watching import Watcher
+
+logger = logging.getLogger(__name__)
+
+LEFT_SECONDS_MAX = 10.0  # for the outcome of a save that was given up, and whose world has ended
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What the caller of a Checkpointer has chosen, in the words of its arguments."""
+
+    save: SavePolicy
+    keep: KeepRule | None
+    alarm: Alarm | None
+    pace: Pace | None
+    near: Near | None
+    observers: Sequence[Observer]
+    silence_seconds_max: float | None
+    signals: Signals
+
+
+class Parts(NamedTuple):
+    """All that a Checkpointer has in one world. `end_world` ends what its target has there."""
+
+    training: Training
+    agreement: StepAgreement
+    keeper: Keeper
+    watcher: Watcher
+    schedule: SaveSchedule
+    failed: FailedSaves
+    saves: SavesInFlight
+    near: NearTraining | None
+    timer: StepTimer
+    ahead: Ahead
+    end_world: EndWorld
+
+
+def parts_of(
+    target: Target, state: Any, settings: Settings, *, before: Parts | None = None
+) -> Parts:
+    """The parts for the world of `target`. Collective. Of those `before`, what was measured and
+    what has failed is carried on.
+    """
+    training = Training(target, state, target.world(), tuple(settings.observers))
+    if before is not None:
+        old = before.training
+        training = Training(
+            target, state, training.world, training.observers, old.progress, old.costs
+        )
+    end_world = target.leaving()
+    # Of its own, because its rounds run in the background, at any time.
+    agreement = StepAgreement(training.world.duplicate(), settings.signals, pace=settings.pace)
+    keeper = Keeper(target, settings.keep or KeepAll(), is_coordinator=training.is_coordinator)
+    watcher = Watcher(
+        training.world,
+        training.observers,
+        agreement.fail,
+        silence_seconds_max=settings.silence_seconds_max,
+        step_seconds=lambda: training.costs.step_seconds,
+    )
+    schedule = SaveSchedule(settings.save, training, agreement)
+    failed = FailedSaves(training, settings.alarm or Alarm(), agreement)
+    saves = SavesInFlight(training, schedule, failed, keeper, watcher)
+    near = None
+    if settings.near is not None:
+        saving = target.saving if isinstance(target, UrlTarget) else {}
+        near = NearTraining(settings.near, settings.save, training, saving)
+    if before is not None:
+        failed.carry_on(before.failed)
+        saves.carry_on(before.saves)
+        if near is not None and before.near is not None:
+            near.carry_on(before.near)
+    # Where durable saves use the copies of near ones, they take no memory of their own.
+    copies = is_regular(settings.save) and not (near is not None and near.lends_often)
+    ahead = Ahead(training, is_regular=copies)
+    timer = StepTimer(training)
+    return Parts(
+        training,
+        agreement,
+        keeper,
+        watcher,
+        schedule,
+        failed,
+        saves,
+        near,
+        timer,
+        ahead,
+        end_world,
+    )
+
+
+def leave(parts: Parts) -> None:
+    """Leave a world without its other ranks: saves under way are given up, and nothing of this
+    process waits for a rank of it any more. May be repeated.
+    """
+    training = parts.training
+    failure = _why(training)
+    parts.ahead.stop()
+    parts.agreement.fail(failure)
+    parts.keeper.end()
+    # The durable saves first: they may read the copies of near ones.
+    parts.end_world(failure)
+    _note_outcomes(parts)
+    if parts.near is not None:
+        parts.near.leave(failure)
+    parts.agreement.leave()
+    parts.watcher.close()
+    parts.keeper.leave()
+    training.world.end(failure)
+    training.world.close()
+
+
+def _why(training: Training) -> RankFailed:
+    """Why this world is left: the rank that it has lost, or this one where none is known."""
+    known = training.target.failure() or training.world.failure
+    if known is not None:
+        return known
+    try:
+        training.world.check_neighbour("training")
+    except RankFailed as failure:
+        return failure
+    rank = training.world.rank
+    text = f"rank {rank} has left this world to join another one"
+    return RankFailed(text, rank=rank, phase="rejoin")
+
+
+def _note_outcomes(parts: Parts) -> None:
+    """Pass on how the saves have ended that were under way."""
+    deadline = parts.training.now_seconds() + LEFT_SECONDS_MAX
+    while parts.saves.newest is not None:
+        try:
+            parts.saves.collect(wait=True, deadline_seconds=deadline)
+        except RankFailed:
+            continue  # raised after each outcome that was noted
+        except TimeoutError as error:
+            logger.warning("a save of the world before is left behind: %s", error)
+            return

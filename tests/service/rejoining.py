@@ -37,13 +37,15 @@ def die() -> None:
 
 
 def die_in_round(world: Any, phase: str, armed: list[bool]) -> None:
-    """The next round of that name that this rank enters, once `armed`, is its last."""
+    """The next round of that name that this rank enters in `world`, or in any if that is the class
+    of worlds, is its last, once `armed`.
+    """
     enter = world._in_round
 
-    def deadly(name: str) -> Any:
-        if armed and name == phase:
+    def deadly(*how: Any) -> Any:
+        if armed and how[-1] == phase:
             die()
-        return enter(name)
+        return enter(*how)
 
     world._in_round = deadly
 

@@ -29,7 +29,7 @@ from ckpt.service.alarm import Alarm, Failure
 from ckpt.service.events import Observer, Restored, SaveSkipped, log_restored
 from ckpt.service.inflight import Saved
 from ckpt.service.near import Near
-from ckpt.service.parts import Parts, Settings, leave, parts_of
+from ckpt.service.parts import ServiceParts, ServiceSettings, leave, parts_of
 from ckpt.service.policies import (
     AtExit,
     CostMeter,
@@ -39,12 +39,11 @@ from ckpt.service.policies import (
     SavePolicy,
 )
 from ckpt.service.preemption import Preempted, Signals
-from ckpt.service.rejoining import nothing_to_rejoin_with, rejoining_target
+from ckpt.service.rejoining import meet, nothing_to_rejoin_with, rejoining_target
 from ckpt.service.restore import RestoreReport, restore_latest
 from ckpt.service.retention import KeepRule, RetentionPlan
 from ckpt.service.stopping import LastSave
 from ckpt.service.target import Pending, Target, UrlTarget
-from ckpt.world.torch_world import meet
 from storage import StoreLike
 
 logger = logging.getLogger(__name__)
@@ -147,7 +146,7 @@ class Checkpointer:
                 },
             )
         self._signals = Signals(save)
-        self._settings = Settings(
+        self._settings = ServiceSettings(
             save, keep, alarm, pace, near, tuple(observers), silence_seconds_max, self._signals
         )
         self._skips = when_busy == "skip"
@@ -166,7 +165,7 @@ class Checkpointer:
         elif not self._is_closed and os.getpid() == self._pid:
             self._abandon(error)
 
-    def _use(self, parts: Parts) -> None:
+    def _use(self, parts: ServiceParts) -> None:
         """These are the parts from now on."""
         self._parts = parts
         self._training, self._agreement, self._keeper = parts[:3]

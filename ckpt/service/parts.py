@@ -1,7 +1,7 @@
 """The parts of a Checkpointer in one world: made together, and left together.
 
-What a caller has chosen (`Settings`) lasts as long as the Checkpointer; everything that talks to
-other ranks belongs to one world, and is made anew for the next one.
+What a caller has chosen (`ServiceSettings`) lasts as long as the Checkpointer; everything that
+talks to other ranks belongs to one world, and is made anew for the next one.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ LEFT_SECONDS_MAX = 10.0  # for the outcome of a save that was given up, and whos
 
 
 @dataclass(frozen=True)
-class Settings:
+class ServiceSettings:
     """What the caller of a Checkpointer has chosen, in the words of its arguments."""
 
     save: SavePolicy
@@ -47,7 +47,7 @@ class Settings:
     signals: Signals
 
 
-class Parts(NamedTuple):
+class ServiceParts(NamedTuple):
     """All that a Checkpointer has in one world. `end_world` ends what its target has there."""
 
     training: Training
@@ -64,8 +64,8 @@ class Parts(NamedTuple):
 
 
 def parts_of(
-    target: Target, state: Any, settings: Settings, *, before: Parts | None = None
-) -> Parts:
+    target: Target, state: Any, settings: ServiceSettings, *, before: ServiceParts | None = None
+) -> ServiceParts:
     """The parts for the world of `target`. Collective. Of those `before`, what was measured and
     what has failed is carried on.
     """
@@ -102,7 +102,7 @@ def parts_of(
     copies = is_regular(settings.save) and not (near is not None and near.lends_often)
     ahead = Ahead(training, is_regular=copies)
     timer = StepTimer(training)
-    return Parts(
+    return ServiceParts(
         training,
         agreement,
         keeper,
@@ -117,7 +117,7 @@ def parts_of(
     )
 
 
-def leave(parts: Parts) -> None:
+def leave(parts: ServiceParts) -> None:
     """Leave a world without its other ranks: saves under way are given up, and nothing of this
     process waits for a rank of it any more. May be repeated.
     """
@@ -152,7 +152,7 @@ def _why(training: Training) -> RankFailed:
     return RankFailed(text, rank=rank, phase="rejoin")
 
 
-def _note_outcomes(parts: Parts) -> None:
+def _note_outcomes(parts: ServiceParts) -> None:
     """Pass on how the saves have ended that were under way."""
     deadline = parts.training.now_seconds() + LEFT_SECONDS_MAX
     while parts.saves.newest is not None:

@@ -1,4 +1,4 @@
-"""What a Checkpointer that joins another world refuses, before and after it has left its own."""
+"""How a Checkpointer joins another world: what it refuses, and how the ranks of that world meet."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ import torch.distributed as dist
 
 from ckpt.errors import CheckpointError, NoCheckpoint
 from ckpt.service.target import Target
+from ckpt.world.rounds import Deadlines
+from ckpt.world.torch_world import current_world
 
 
 def rejoining_target(
@@ -30,6 +32,18 @@ def rejoining_target(
             "rejoin"
         )
     return target.over(process_group)
+
+
+def meet(process_group: dist.ProcessGroup | None, *, seconds_max: float) -> None:
+    """Return when all ranks of `process_group`, or all ranks, have called this.
+
+    Raises RankFailed on all that have, naming one that has not within `seconds_max`.
+    """
+    world = current_world(process_group, deadlines=Deadlines(round_seconds_max=seconds_max))
+    try:
+        world.agree("rejoin", None)
+    finally:
+        world.close()
 
 
 def nothing_to_rejoin_with(url: str) -> NoCheckpoint:

@@ -35,18 +35,6 @@ from ckpt.world.rounds import STORE_SECONDS, Deadlines, Rounds
 from ckpt.world.tree import family
 
 
-def meet(process_group: dist.ProcessGroup | None, *, seconds_max: float) -> None:
-    """Return when all ranks of `process_group`, or all ranks, have called this.
-
-    Raises RankFailed on all that have, naming one that has not within `seconds_max`.
-    """
-    world = current_world(process_group, deadlines=Deadlines(round_seconds_max=seconds_max))
-    try:
-        world.agree("rejoin", None)
-    finally:
-        world.close()
-
-
 def current_world(
     process_group: dist.ProcessGroup | None = None, *, deadlines: Deadlines | None = None
 ) -> World:

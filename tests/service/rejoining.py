@@ -150,9 +150,9 @@ class Trainer:
         if self.engine == "ours":
             with FullyShardedDataParallel.summon_full_params(model):
                 return [p.detach().clone() for p in model.parameters()]
-        found = []
+        copies = []
         for parameter in model.parameters():
             for tensor in (parameter, *optimizer.state[parameter].values()):
                 whole = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
-                found.append(whole.detach().clone())
-        return found
+                copies.append(whole.detach().clone())
+        return copies

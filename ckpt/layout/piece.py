@@ -117,6 +117,11 @@ class Owned(NamedTuple):
             and isinstance(piece.region, Box)
         )
 
+    @property
+    def is_flat_shard(self) -> bool:
+        """Whether this rank has some part of parameters in memory that does not say which."""
+        return self.template is None and not self.is_whole
+
     def is_whole_on(self, ranks: tuple[int, ...]) -> bool:
         """Whether each of `ranks` has all of one tensor, and no other rank has any of it."""
         return self.is_whole and self.views[0].pieces[0].holders == ranks

@@ -34,7 +34,13 @@ from ckpt.state.optimizer_kinds import (
 from ckpt.state.own import StateDeclaration, layout_of, resharded, why_not
 from ckpt.state.trees import BoundTree, bind_tree
 from ckpt.state.types import PerRank, ProblemKind, TensorEntry
-from ckpt.state.values import join_tree, references, split_tree, unknown_leaves
+from ckpt.state.values import (
+    holds_objects,
+    join_tree,
+    references,
+    split_tree,
+    unknown_leaves,
+)
 
 Make = Callable[[], Any]
 
@@ -185,11 +191,38 @@ class _ParameterBinding:
                 "differs between the members of one flat parameter",
             )
             return
+        if self.owned.is_flat_shard and (why := self.why_no_shard(values[0][1])):
+            self.names.report(
+                ProblemKind.SHAPE,
+                self.fqn(name),
+                f"{why}: this cannot be divided among flat shards; load into fully_shard or an "
+                f"unsharded model{self.names.call.or_skip}",
+            )
+            return
         live = self.live.get(name)
         tree = bind_tree(*values[0], live, self.names, self.ranks, beside=self.owned)
         self.holdings.extend(tree.holdings)
         self.names.loaded_values.append(self.fqn(name))
         self.new[name] = tree.build
+
+    def why_no_shard(self, value: Any) -> str:
+        """What in a value cannot lie beside flat shards; "" where all tensors are shaped like the
+        one parameter.
+        """
+        if holds_objects(value):
+            return "holds objects that know the shape of the whole parameter"
+        members, tensors = self.named.source.members, self.names.catalog.tensors
+        shape = members[0].global_shape
+        for fqn in references(value):
+            its_shape = tensors[fqn].shape if fqn in tensors else ()
+            if its_shape and len(members) > 1:
+                return f"holds the tensor {fqn} for one of {len(members)} members"
+            if its_shape and its_shape != shape:
+                return (
+                    f"holds the tensor {fqn} of shape {its_shape}, and the parameter has shape "
+                    f"{shape}"
+                )
+        return ""
 
     def add_own(self, name: str) -> None:
         """What each rank had for itself: this rank's, or what a function of the user's makes."""

@@ -25,7 +25,7 @@ from ckpt.layout.plain import Ranks, UnsupportedTensor
 from ckpt.layout.region import Box, Span
 from ckpt.layout.tensor import is_plain, local_tensor
 from ckpt.state.describe import Described, DescribedTensor, LogicalTensor
-from ckpt.state.optimizer_kinds import NUMBERS, StateKind, kind_of
+from ckpt.state.optimizer_kinds import NUMBERS, StateKind, is_shard_inside, kind_of
 from ckpt.state.own import PerRankState, StateDeclaration, declared, layout_of, own_state
 from ckpt.state.values import split_tree
 from ckpt.state.walk import read_state
@@ -76,11 +76,17 @@ class FlatOptimizer:
 
 
 def flatten_optimizer(
-    path: str, optimizer: torch.optim.Optimizer, described: Described, ranks: Ranks
+    path: str,
+    optimizer: torch.optim.Optimizer,
+    described: Described,
+    ranks: Ranks,
+    *,
+    splits_containers: bool = True,
 ) -> FlatOptimizer:
     """The state of an optimizer's parameters as this rank holds it; those without any are absent.
 
-    `flatten_groups` gives the rest of the optimizer.
+    `flatten_groups` gives the rest of the optimizer. Without `splits_containers`, each rank has its
+    own containers of flat shards: for state dicts, whose values all ranks have to have.
     """
     flat = FlatOptimizer()
     flat.problems.extend(refusals(path, optimizer, described, ranks))
@@ -88,7 +94,7 @@ def flatten_optimizer(
         return flat
     groups = named_groups(optimizer, described)
     flat.groups.extend([[name for one in group for name in one.names] for group in groups])
-    saving = _Saving(path, flat, ranks, declared(optimizer))
+    saving = _Saving(path, flat, ranks, declared(optimizer), splits_containers)
     # Several optimizers that are seen as one may share a parameter.
     for named in {id(n.param): n for group in groups for n in group}.values():
         # `get`: the state is a defaultdict, and reading it must not make entries.
@@ -244,6 +250,7 @@ class _Saving:
     flat: FlatOptimizer
     ranks: Ranks
     declared: Mapping[str, StateDeclaration] = field(default_factory=dict)
+    splits_containers: bool = True
 
     def add_groups(self, optimizer: torch.optim.Optimizer, groups: list[list[str]]) -> None:
         fqn = f"{self.path}.param_groups"
@@ -259,16 +266,24 @@ class _Saving:
         self.flat.values[fqn] = self.split(user, fqn)
         self.flat.names.append(fqn)
 
-    def split(self, tree: Any, fqn: str, like: Owned | None = None) -> Any:
+    def split(self, tree: Any, fqn: str, beside: NamedParam | None = None) -> Any:
         """`tree` as a value with references; the tensors that they refer to are added."""
         value, tensors = split_tree(tree, fqn, self.flat.problems)
-        kind = Kind.OTHER if like is None else Kind.OPTIMIZER
         for name, tensor in tensors:
-            self.add_whole(name, tensor, kind, like)
+            if beside is None:
+                self.add_whole(name, tensor, Kind.OTHER)
+            elif is_shard_inside(tensor, beside.owned):
+                self.flat.names.append(name)
+                self.add_pieces(beside, tensor, dict.fromkeys(beside.owned.fqns, name))
+            else:
+                self.add_whole(name, tensor, Kind.OPTIMIZER, beside.owned)
         return value
 
     def add_state(self, named: NamedParam, name: str, content: Any) -> None:
-        match kind_of(content, named.owned, self.ranks, self.declared.get(name)):
+        kind = kind_of(content, named.owned, self.ranks, self.declared.get(name))
+        if kind is StateKind.VALUE and named.owned.is_flat_shard and not self.splits_containers:
+            kind = StateKind.OWN
+        match kind:
             case StateKind.SHARD:
                 self.add_shard(named, name, content)
             case StateKind.TENSOR:
@@ -303,12 +318,16 @@ class _Saving:
             for member, full in zip(named.source.members, named.names, strict=True)
         }
         self.flat.names.extend(names.values())
+        self.add_pieces(named, local_tensor(content), names)
+
+    def add_pieces(self, named: NamedParam, local: torch.Tensor, names: Mapping[str, str]) -> None:
+        """Memory laid out like the parameter's; `names` are those of its members' state."""
         # Whether the state of a whole parameter was made of what the engine keeps equal, or is each
         # rank's own of the same shape, nothing tells but its bytes; and so it is on other meshes.
         must_agree = named.owned.is_whole or not self.ranks.copies.keys().isdisjoint(
             named.source.fqns
         )
-        placed = named.owned, local_tensor(content), names.__getitem__
+        placed = named.owned, local, names.__getitem__
         self.flat.holdings.extend(holdings_of(*placed, kind=Kind.OPTIMIZER, must_agree=must_agree))
 
     def add_scalar(self, named: NamedParam, name: str, tensor: torch.Tensor) -> None:
@@ -385,4 +404,4 @@ class _Saving:
         for full in named.names:
             fqn = f"{self.path}.state.{full}.{name}"
             self.flat.names.append(fqn)
-            self.flat.values[fqn] = self.split(content, fqn, named.owned)
+            self.flat.values[fqn] = self.split(content, fqn, named)

@@ -12,7 +12,8 @@ What an optimizer keeps for a parameter, under one name, is of one kind:
              other ranks may hold nothing of
     VALUE    any other value, the same on all ranks: beside  a value, which refers to tensors
              a whole parameter, or a DTensor, where each
-             tensor in it is a DTensor or a count
+             tensor in it is a DTensor or a count, or one
+             flat shard, where each is a shard like it
     OWN      what each rank has for itself: also all values  a per-rank value, see `own`
              but numbers beside a flat shard
     MISFIT   what cannot be any of these                     not at all: an error
@@ -34,7 +35,7 @@ from ckpt.state.describe import LogicalTensor
 from ckpt.state.names import Names, split_state_name
 from ckpt.state.own import OwnEntries, StateDeclaration, keeps_own, own_entries, tensors_of
 from ckpt.state.types import TensorEntry
-from ckpt.state.values import references, split_tree
+from ckpt.state.values import holds_objects, references, split_tree
 
 # Values have to be the same on all ranks, and some ranks have no state of the parameter: a number
 # is stored as a 0-dim tensor by a rank that has it, and its name says what it was.
@@ -81,9 +82,22 @@ def kind_of(
         return StateKind.OWN
     if type(content) in NUMBERS and not is_known_everywhere(owned, ranks):
         return StateKind.NUMBER
-    tensors = [tensor for _, tensor in split_tree(content, "", [])[1]]
+    value, named = split_tree(content, "", [])
+    tensors = [tensor for _, tensor in named]
     is_common = owned.is_whole or (not tensors and owned.template is not None)
-    return StateKind.VALUE if is_common or _tell_layouts(tensors, owned) else StateKind.OWN
+    if is_common or _tell_layouts(tensors, owned):
+        return StateKind.VALUE
+    are_shards = bool(tensors) and all(is_shard_inside(tensor, owned) for tensor in tensors)
+    return StateKind.VALUE if are_shards and not holds_objects(value) else StateKind.OWN
+
+
+def is_shard_inside(tensor: torch.Tensor, owned: Owned) -> bool:
+    """Whether a tensor in a container is a shard like that of `owned`, a flat one of one parameter.
+
+    By the rule for tensors outside of containers: it has the shape of the shard.
+    """
+    is_like = likeness(tensor, owned) is Likeness.LOCAL and tensor.ndim > 0
+    return is_like and owned.is_flat_shard and len(owned.fqns) == 1
 
 
 def _tell_layouts(tensors: Sequence[torch.Tensor], owned: Owned) -> bool:

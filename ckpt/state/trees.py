@@ -17,7 +17,7 @@ from ckpt.layout.component_shards import (
 )
 from ckpt.layout.composites import type_named
 from ckpt.layout.cutting import WholeParts
-from ckpt.layout.holdings import tensor_holdings
+from ckpt.layout.holdings import holdings_of, tensor_holdings
 from ckpt.layout.kind import Kind
 from ckpt.layout.likeness import zeros_beside, zeros_like
 from ckpt.layout.piece import Holding, Owned
@@ -75,6 +75,11 @@ def bind_tree(
             )
             continue
         names.used.add(fqn)
+        if beside is not None and _is_of_flat_shards(entry, beside):
+            tensors[fqn] = shard = zeros_like(beside, entry.dtype, local=True)
+            of_member = dict.fromkeys(beside.fqns, fqn)
+            holdings += holdings_of(beside, shard, of_member.get, kind=Kind.OPTIMIZER)
+            continue
         target = live_tensors.get(fqn)
         if fqn in shards:
             target = shards[fqn]
@@ -97,6 +102,15 @@ def bind_tree(
 
 def _is_shard(tensor: torch.Tensor) -> TypeGuard[ComponentShard]:
     return isinstance(tensor, ComponentShard)
+
+
+def _is_of_flat_shards(entry: TensorEntry, beside: Owned) -> bool:
+    """Whether a tensor is shaped like the parameter of which this rank has a flat shard."""
+    return (
+        beside.is_flat_shard
+        and bool(entry.shape)
+        and entry.shape == beside.views[0].pieces[0].global_shape
+    )
 
 
 def _fits(target: torch.Tensor, entry: TensorEntry) -> bool:

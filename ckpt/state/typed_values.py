@@ -94,6 +94,14 @@ def is_tagged(value: Any) -> bool:
     return isinstance(value, dict) and value.keys() == {DATA_KEY, "value"}
 
 
+def is_object(value: Any) -> bool:
+    """Whether a value stands for an object of a library, with its attributes."""
+    if not is_tagged(value):
+        return False
+    name = value[DATA_KEY]
+    return name not in _FORMS and isinstance(value["value"], dict)
+
+
 def leaf_of(value: Mapping[str, Any], like: Any, join: Callable[[Any, Any], Any]) -> Any:
     """The inverse of `typed_of`. Raises Mismatch where the type is not known here.
 

@@ -24,7 +24,16 @@ from ckpt.layout.torch_composites import outer_shape
 from ckpt.state.arrays import is_array, is_scalar, scalar_like, tensor_of, why_no_tensor
 from ckpt.state.composites import composite_of, description
 from ckpt.state.descriptions import TYPE_KEY, is_description, with_names
-from ckpt.state.typed_values import Typed, inside, is_tagged, leaf_of, tagged, typed_of, why_no_leaf
+from ckpt.state.typed_values import (
+    Typed,
+    inside,
+    is_object,
+    is_tagged,
+    leaf_of,
+    tagged,
+    typed_of,
+    why_no_leaf,
+)
 
 TENSOR_KEY = "$tensor"
 # A named tuple: its fields, and beside them its "items".
@@ -120,6 +129,14 @@ def references(value: Any) -> list[str]:
     if isinstance(value, (list, tuple)):
         return [fqn for item in value for fqn in references(item)]
     return []
+
+
+def holds_objects(value: Any) -> bool:
+    """Whether a value has composites in it, or objects of a library: what knows shapes itself."""
+    if is_description(value) or is_object(value):
+        return True
+    items = value.values() if isinstance(value, dict) else value
+    return isinstance(value, (dict, list, tuple)) and any(map(holds_objects, items))
 
 
 def is_reference(value: Any) -> bool:

@@ -212,7 +212,7 @@ def _taken(
     is_compared = output.beside is Unshared.COMPARED
     # Out of the view before it is flattened: names and shapes of it need not be other ranks'.
     rest = None if is_compared else separate(view, described)
-    flat = flatten_optimizer(PATH, view, described, ranks)
+    flat = flatten_optimizer(PATH, view, described, ranks, splits_containers=False)
     if not flat.problems:
         options = flatten_groups(PATH, view, flat.groups, ranks)
         flat.holdings.extend(options.holdings)

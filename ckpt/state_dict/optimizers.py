@@ -293,13 +293,13 @@ def _templates(view: Any, described: Described, ranks: Ranks) -> dict[str, torch
             source = described.by_param[id(param)]
             for name, content in view.state.get(param, {}).items():
                 kind = kind_of(content, source.owned, ranks, declarations.get(name))
-                template = None
-                if kind is StateKind.SHARD:
-                    template = source.owned.template
-                elif kind is StateKind.TENSOR:
-                    template = template_of(content)
-                if template is not None:
-                    templates[f"{STATE}{source.members[0].fqn}.{name}"] = template
+                fqn = f"{STATE}{source.members[0].fqn}.{name}"
+                if kind is StateKind.SHARD and source.owned.template is not None:
+                    templates[fqn] = source.owned.template
+                elif kind in (StateKind.TENSOR, StateKind.VALUE):
+                    for inside, tensor in split_tree(content, fqn, [])[1]:
+                        if (template := template_of(tensor)) is not None:
+                            templates[inside] = template
     return templates
 
 

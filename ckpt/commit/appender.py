@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple, NoReturn
 
 from ckpt.commit.live import LiveSet, with_live
-from ckpt.commit.log import MENDED, UNDONE, Log, LogState
+from ckpt.commit.log import MENDED, UNDONE, Log, LogState, begins_row
 from ckpt.commit.names import MANIFEST_NAME, record_key, segment_key
 from ckpt.commit.patience import tries
 from ckpt.commit.records import (
@@ -137,6 +137,7 @@ class Appender:
         self._check_first = check_first
         self._pending: Record | None = None
         self._known: Record | None = None
+        self._diverged_at: int | None = None
 
     @property
     def store(self) -> Store:
@@ -180,8 +181,11 @@ class Appender:
     def prove(self) -> None:
         """Raise LogDiverged unless the last record that this process built on still stands.
 
-        What `Log` remembers is no proof: it follows any log that is there.
+        What `Log` remembers is no proof: it follows any log that is there. Who has appended to
+        another log once stays refused, because its next record would follow that one.
         """
+        if self._diverged_at is not None:
+            raise diverged(self.store.url, self._diverged_at)
         if self._known is not None and not self.log.holds(self._known):
             raise diverged(self.store.url, self._known.slot)
 
@@ -326,6 +330,7 @@ class Appender:
             raise self._unknown(record) from error
         self._pending = None
         if not is_there:
+            self._diverged_at = record.slot
             raise diverged(self.store.url, record.slot)
         if lacks_manifest:
             self._take_back_own(record)
@@ -334,7 +339,7 @@ class Appender:
         return True
 
     def _is_in_place(self, record: Record, data: bytes) -> bool:
-        """Whether `record` is in its slot, and below it the one that it was made for.
+        """Whether `record` is in its slot, and below it the one that it was made for, which counts.
 
         Its own slot is read last: of an older backup of the same log it is what lacks.
         """
@@ -342,6 +347,10 @@ class Appender:
         if record.previous is not None:
             before = self.log.raw(record.slot - 1)
             if record_digest(before) != record.previous:
+                return False
+            # A late copy of what this process has appended before a backup was restored is there as
+            # it was, on nothing.
+            if not begins_row(record) and self.log.is_void(record.slot - 1, before):
                 return False
         return self.log.raw(record.slot) == data and self.log.has_new_segments(record, before)
 

@@ -46,7 +46,10 @@ FORMAT_NBYTES_MAX = 4096
 LISTED_MAX = 1000  # a page of S3
 LINKS_MAX = 16  # records whose links a claim compares where requests take long
 BEHIND_MAX = 16  # records behind a hole that a claim looks at: more than that is no accident
-RUN_MAX = 3  # late records in a row that readers notice: each costs a request, one alone none
+# Late records in a row that are noticed, each at a request more. A writer acknowledges nothing that
+# a new reader would take for one of them.
+RUN_MAX = 3
+RUN_NEW_MAX = 2  # by who sees a log for the first time
 LOST_LOOKS = 16  # checkpoints of a void record that are looked for
 MENDED = b"mended\0\0"  # how the write id begins of a record behind which links need not hold
 UNDONE = b"undone\0\0"  # how that of a RETIRE begins which takes back what nobody acknowledged
@@ -426,7 +429,7 @@ class Log:
     def _first_look(self) -> _LogEnd:
         """The end of a log that nothing is known of."""
         if self.store.part_nbytes_min == 1:
-            return self._read_end(self._last_slot(-1), links=RUN_MAX)
+            return self._read_end(self._last_slot(-1), links=RUN_NEW_MAX)
         listed = self._last_listed()
         if not 0 <= listed < LISTED_MAX - 1:  # none, or a page of many
             return self._read_end(self._last_of_many(listed))
@@ -478,6 +481,11 @@ class Log:
             else:
                 slot -= 1
         return _LogEnd(-1, None) if newest is None else self._end_at(last, newest)
+
+    def is_void(self, slot: int, data: bytes) -> bool:
+        """Whether the record of these bytes does not follow the one before it, damage apart."""
+        record, before = self._with_the_one_before(slot, data)
+        return not is_follower(record, before) and not self._is_damaged(slot - 1, before)
 
     def _is_damaged(self, slot: int, data: bytes | None) -> bool:
         try:

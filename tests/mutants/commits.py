@@ -97,8 +97,8 @@ READING = (
     Mutant(
         "a reader compares the last link only",
         _LOG,
-        "RUN_MAX = 3",
-        "RUN_MAX = 1",
+        "RUN_MAX = 3\n",
+        "RUN_MAX = 1\n",
         test="tests/protocol/test_late_records.py::test_a_running_job_does_not_build_on_late_records_in_a_row",
     ),
     Mutant(

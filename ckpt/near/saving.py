@@ -172,11 +172,10 @@ class NearSaves:
         collectively(world, "forget near", forget)
         self._safe = ""
 
-    def leave(self, failure: RankFailed) -> None:
-        """End this world with `failure`, give up what is in flight, and end. Not collective."""
+    def give_up(self, failure: RankFailed) -> None:
+        """End this world with `failure`, and what is in flight. Not collective."""
         self.session.world.end(failure)
         self._background.give_up()
-        self.close()
 
     def close(self) -> None:
         """Wait for what is in flight and end. Not collective."""

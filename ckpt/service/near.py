@@ -205,13 +205,14 @@ class NearTraining:
         """End without the other ranks: a save under way is given up. May be repeated."""
         if self._saves is None:
             return
-        self._saves.leave(failure)
+        self._saves.give_up(failure)
         begun, self._begun = self._begun, None
         if begun is not None and begun.pending.done():
             try:
                 self.last_report = begun.pending.result()
             except Exception as error:
                 self._fail(begun.step, error)
+        self._saves.close()
 
     def close(self) -> None:
         """Wait for what is in flight and end. Not collective."""

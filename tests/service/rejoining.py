@@ -27,6 +27,7 @@ from ckpt.process import world_of
 from sharding import FullyShardedDataParallel, ModuleWrapPolicy
 
 Engine = Literal["ddp", "fsdp2", "ours"]
+ENGINES: tuple[Engine, ...] = ("ddp", "fsdp2", "ours")
 NOTICE_SECONDS = 60.0
 GROUP_SECONDS = 120.0
 
@@ -152,7 +153,14 @@ class Trainer:
                 return [p.detach().clone() for p in model.parameters()]
         copies = []
         for parameter in model.parameters():
-            for tensor in (parameter, *optimizer.state[parameter].values()):
+            moments = [moment for _, moment in sorted(optimizer.state[parameter].items())]
+            for tensor in (parameter, *moments):
                 whole = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
                 copies.append(whole.detach().clone())
         return copies
+
+
+def assert_same(bits: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]) -> None:
+    assert len(bits) == len(expected)
+    for mine, theirs in zip(bits, expected, strict=True):
+        assert torch.equal(mine, theirs)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,16 @@ from ckpt.world.torch_world import TorchWorld
 from tests.conftest import Scale
 from tests.ranks import run_ranks
 from tests.results import Counted
-from tests.service.rejoining import Engine, Trainer, die, die_in_round, new_group, state_of
+from tests.service.rejoining import (
+    ENGINES,
+    Engine,
+    Trainer,
+    assert_same,
+    die,
+    die_in_round,
+    new_group,
+    state_of,
+)
 
 pytestmark = pytest.mark.ranks
 
@@ -41,7 +50,6 @@ PHASES = (
     "agree on commit",
     "report",
 )
-ENGINES: tuple[Engine, ...] = ("ddp", "fsdp2", "ours")
 LAST = 14
 
 
@@ -91,12 +99,6 @@ def from_checkpoint(url: str, engine: Engine, attempt: str) -> list[torch.Tensor
     bits = trainer.bits()
     trainer.service.close()
     return bits
-
-
-def assert_same(bits: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]) -> None:
-    assert len(bits) == len(expected)
-    for mine, theirs in zip(bits, expected, strict=True):
-        assert torch.equal(mine, theirs)
 
 
 def test_survivors_train_on_from_the_newest_checkpoint(

@@ -43,6 +43,7 @@ def diff_checkpoints(arguments: argparse.Namespace) -> int:
                 include=arguments.include,
                 exclude=arguments.exclude,
                 rename=renaming(arguments.rename),
+                stacks=dict(arguments.stack),
                 data=not arguments.quick,
             ),
             progress=progress,

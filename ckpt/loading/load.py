@@ -276,11 +276,18 @@ def _catalog(manifest: Manifest, options: LoadOptions, where: str) -> Restacked:
     """What the checkpoint has, in the form that `stacks` says. Raises Mismatch for rules that it
     does not fit.
     """
-    rules = stack_rules((old, new) for new, old in options.stacks.items())
-    restacked = restack(catalog_of(manifest), rules)
+    restacked = in_form_of_state(manifest, options.stacks)
     if restacked.problems:
         raise Mismatch([f"stacks=: {problem}" for problem in restacked.problems], where)
     return restacked
+
+
+def in_form_of_state(manifest: Manifest, stacks: Stacks) -> Restacked:
+    """What the checkpoint has, in the form that `stacks` says, from names of a state to names of
+    the checkpoint. Raises CheckpointError for what is no rule.
+    """
+    rules = stack_rules((old, new) for new, old in stacks.items())
+    return restack(catalog_of(manifest), rules)
 
 
 def _refuse_left(binding: Binding, catalog: Catalog, world: World, where: str) -> None:

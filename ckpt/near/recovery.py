@@ -25,6 +25,7 @@ from ckpt.near.records import NearRecord, decode_near_record, encode_near_record
 from ckpt.near.saving import Hosts
 from ckpt.near.tier import Tier
 from ckpt.saving.messages import joined, split
+from ckpt.state.stacks import Stacks
 from ckpt.world.base import World, collectively
 from ckpt.world.frames import pack, unpack
 
@@ -101,9 +102,15 @@ def _shared(world: World, name: str, mine: Any) -> list[Any]:
 
 
 def load_near(
-    state: Any, world: World, tier: Tier, hosts: Hosts, candidate: NearCandidate
+    state: Any,
+    world: World,
+    tier: Tier,
+    hosts: Hosts,
+    candidate: NearCandidate,
+    stacks: Stacks | None = None,
 ) -> LoadReport:
-    """Fill `state` from a near checkpoint whose files are all there. Collective.
+    """Fill `state` from a near checkpoint whose files are all there; `stacks` are those of
+    `ckpt.load`. Collective.
 
     Raises like `ckpt.loading.load.load_state`; a damaged header is Corrupt with the state as it
     was, a damaged block is LoadInterrupted by Corrupt.
@@ -125,7 +132,7 @@ def load_near(
         store=files,
         world=world,
         located=(record.prefix, manifest),
-        options=LoadOptions(path=path),
+        options=LoadOptions(stacks=stacks or {}, path=path),
         reading=files.reading,
     )
     counters = {**report.counters, BYTES_OF_OTHERS: files.nbytes_of_others}

@@ -211,7 +211,13 @@ class Checkpointer:
 
     # the loop
 
-    def restore(self, step: SupportsIndex | None = None, attempt: str = "") -> RestoreReport | None:
+    def restore(
+        self,
+        step: SupportsIndex | None = None,
+        attempt: str = "",
+        *,
+        stacks: Mapping[str, str] | None = None,
+    ) -> RestoreReport | None:
         """Fill the state from the newest checkpoint that is whole, or the newest of `step`, or from
         `attempt`.
 
@@ -219,17 +225,21 @@ class Checkpointer:
         another layout are restored only by their attempt, or where there is nothing else. Going
         back by `step` or `attempt` begins a new line with the next save, and that line is resumed
         the next time (see `ckpt.commit.lines`). None when nothing was saved yet. All ranks restore
-        the same one.
+        the same one. `stacks` are those of `ckpt.load`, for experts that are one tensor in the
+        state or in the checkpoint; a checkpoint in the form of the state is taken as it is.
 
         Raises NoCheckpoint when there are some and none is whole, Mismatch when the state is
         another one, LoadInterrupted when the store fails: going back further would lose work that
         is still there.
         """
         self._check_open()
-        return self._restore(step, attempt)
+        return self._restore(step, attempt, stacks)
 
     def _restore(
-        self, step: SupportsIndex | None = None, attempt: str = ""
+        self,
+        step: SupportsIndex | None = None,
+        attempt: str = "",
+        stacks: Mapping[str, str] | None = None,
     ) -> RestoreReport | None:
         self._saves.collect(wait=True)
         training, near = self._training, self._near
@@ -244,6 +254,7 @@ class Checkpointer:
                 step=plain_int(step),
                 attempt=attempt,
                 near=near,
+                stacks=stacks,
             )
             if near is not None and report is not None:
                 near.restored(is_near=report.origin == "near")

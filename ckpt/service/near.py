@@ -29,6 +29,7 @@ from ckpt.service.alarm import Failure
 from ckpt.service.events import NearFailed, NearSaved
 from ckpt.service.policies import EverySteps, Observation, SavePolicy, are_multiples
 from ckpt.service.training import Training
+from ckpt.state.stacks import Stacks
 from ckpt.world.base import collectively
 
 logger = logging.getLogger(__name__)
@@ -173,14 +174,15 @@ class NearTraining:
         assert self._tier is not None and self._hosts is not None
         return near_candidates(self._training.world, self._tier, self._hosts, epoch)
 
-    def load(self, candidate: NearCandidate) -> LoadReport:
-        """Fill the state from one of them. Collective; raises like `ckpt.load`."""
+    def load(self, candidate: NearCandidate, stacks: Stacks) -> LoadReport:
+        """Fill the state from one of them. Collective; raises like `ckpt.load`, whose `stacks`
+        these are.
+        """
         assert self._tier is not None and self._hosts is not None, "it was found there"
         self._loaded = None
         with gc_paused():
-            report = load_near(
-                self._training.state, self._training.world, self._tier, self._hosts, candidate
-            )
+            training, tier, hosts = self._training, self._tier, self._hosts
+            report = load_near(training.state, training.world, tier, hosts, candidate, stacks)
         self._loaded = candidate.record
         return report
 

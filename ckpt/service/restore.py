@@ -28,6 +28,7 @@ from ckpt.format.manifest_codec import decode_manifest
 from ckpt.loading.load import LoadReport
 from ckpt.near.recovery import BYTES_OF_OTHERS, NearCandidate
 from ckpt.service.target import Target
+from ckpt.state.stacks import Stacks
 from ckpt.state.types import Loaded
 from ckpt.telemetry.recorder import PhaseSpan
 from ckpt.world.base import World, collectively
@@ -81,8 +82,8 @@ class NearSource(Protocol):
     def candidates(self, root: str, epoch: int) -> Sequence[NearCandidate]:
         """Those of an epoch of a root, newest first. Collective."""
 
-    def load(self, candidate: NearCandidate) -> LoadReport:
-        """Fill the state from one. Collective."""
+    def load(self, candidate: NearCandidate, stacks: Stacks) -> LoadReport:
+        """Fill the state from one; `stacks` are those of `ckpt.load`. Collective."""
 
 
 class _Restorable(NamedTuple):
@@ -102,10 +103,11 @@ def restore_latest(
     step: int | None = None,
     attempt: str = "",
     near: NearSource | None = None,
+    stacks: Stacks | None = None,
 ) -> RestoreReport | None:
     """Fill `state` from the newest checkpoint, or the newest of `step`, that can be loaded whole,
     or from `attempt`. Without either, only what `ckpt.commit.lines.resumable` gives is tried, and
-    what `near` has.
+    what `near` has. `stacks` are those of `ckpt.load`.
 
     Collective; all ranks take the same one. None when nothing was ever saved there and none
     was requested: the state is as it was. Raises NoCheckpoint when none can be loaded, with what is
@@ -122,10 +124,10 @@ def restore_latest(
         candidate = candidates.pop(0)
         any_durable = any_durable or candidate.near is None
         if candidate.near is None:
-            result = _try(state, target, world, candidate)
+            result = _try(state, target, world, candidate, stacks)
         else:
             assert near is not None, "near ones come from there"
-            result = _try_near(near, world, candidate.near)
+            result = _try_near(near, world, candidate.near, stacks or {})
         if isinstance(result, LoadReport):
             # Going back by step or attempt begins a new line; this continues the one it is of.
             if candidate.near is not None:
@@ -169,12 +171,17 @@ def restore_latest(
     )
 
 
-def _try(state: Any, target: Target, world: World, candidate: _Restorable) -> LoadReport | str:
+def _try(
+    state: Any, target: Target, world: World, candidate: _Restorable, stacks: Stacks | None
+) -> LoadReport | str:
     """The report of a load, or why this checkpoint has to be passed over."""
     # Trying again is cheap where a store has failed for a moment; going back loses work.
     for left in reversed(range(TRIES_MAX)):
         try:
-            return target.load(state, step=candidate.step, attempt=candidate.attempt)
+            step, attempt = candidate.step, candidate.attempt
+            if stacks is None:  # which targets from before know nothing of
+                return target.load(state, step=step, attempt=attempt)
+            return target.load(state, step=step, attempt=attempt, stacks=stacks)
         except (Corrupt, NoCheckpoint) as error:
             return str(error)
         except (LoadInterrupted, RankFailed, StorageError) as error:
@@ -190,12 +197,14 @@ def _try(state: Any, target: Target, world: World, candidate: _Restorable) -> Lo
     raise AssertionError("the last try returns or raises")
 
 
-def _try_near(near: NearSource, world: World, candidate: NearCandidate) -> LoadReport | str:
+def _try_near(
+    near: NearSource, world: World, candidate: NearCandidate, stacks: Stacks
+) -> LoadReport | str:
     """The report of a load, or why this near checkpoint has to be passed over."""
     if candidate.problem:
         return candidate.problem
     try:
-        return near.load(candidate)
+        return near.load(candidate, stacks)
     except Mismatch:
         raise  # the state is another one, as it is to older checkpoints
     except (CheckpointError, StorageError) as error:

@@ -31,6 +31,7 @@ from ckpt.process import (
 from ckpt.saving.lending import LentCopy
 from ckpt.saving.report import SaveReport
 from ckpt.saving.staging import Snapshot
+from ckpt.state.stacks import Stacks
 from ckpt.world.base import World
 from storage import Store, StoreLike
 from storage.location import child_of, url_of
@@ -100,8 +101,10 @@ class Target(ABC):
         return lambda: None
 
     @abstractmethod
-    def load(self, state: Any, *, step: int, attempt: str) -> LoadReport:
-        """Fill `state` from that attempt."""
+    def load(
+        self, state: Any, *, step: int, attempt: str, stacks: Stacks | None = None
+    ) -> LoadReport:
+        """Fill `state` from that attempt; `stacks` are those of `ckpt.load`."""
 
     def resumed(self, attempt: str, *, on_purpose: bool = False) -> None:
         """What was loaded from `attempt` was the newest that is whole: training continues there.
@@ -200,12 +203,15 @@ class UrlTarget(Target):
             io=self.saving.get("io", "auto"),
         ).stop
 
-    def load(self, state: Any, *, step: int, attempt: str) -> LoadReport:
+    def load(
+        self, state: Any, *, step: int, attempt: str, stacks: Stacks | None = None
+    ) -> LoadReport:
         return api.load(
             state,
             self.where,
             step=step,
             attempt=attempt,
+            stacks=stacks,
             process_group=self.process_group,
             storage_options=self.storage_options,
             io=self.saving.get("io", "auto"),

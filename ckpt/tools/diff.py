@@ -15,7 +15,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from functools import reduce
 from itertools import pairwise
@@ -24,14 +24,18 @@ from typing import Any, NamedTuple, SupportsIndex, TypeAlias
 import numpy as np
 import torch
 
+from ckpt.convert.sources.native import NativeSource
+from ckpt.convert.sources.restacked import RestackedSource
+from ckpt.convert.sources.source import ReadRequest, SourceTensor
 from ckpt.format.codec import encode_values
 from ckpt.format.crc_combine import joined_crc32c
 from ckpt.format.manifest import Manifest
-from ckpt.layout.dtypes import DTYPES
+from ckpt.layout.dtypes import DTYPES, torch_dtype
 from ckpt.layout.region import Shape, Span
 from ckpt.loading.checkpoint import Checkpoint
 from ckpt.loading.contents import find_checkpoint
 from ckpt.loading.plan import ReadPath
+from ckpt.state.stacks import Stacks
 from ckpt.tools.pipeline import in_order
 from storage import StoreLike, open_store, options_of_other
 
@@ -131,13 +135,17 @@ class DiffReport:
 class DiffOptions:
     """What to compare. `include` and `exclude` are shell patterns of names as b has them.
 
-    `rename` gives the name in b for a name in a. With `data=False` nothing is read but the
-    manifests, and tensors whose regions do not line up count as changed.
+    `rename` gives the name in b for a name in a. `stacks` are rules from names in a to names in b,
+    before any renaming, for experts that are one tensor in one of them: {"experts.weight":
+    "experts.{}.weight"} compares a's stacks with b's experts. With `data=False` nothing is read but
+    the manifests, and tensors whose regions do not line up, and those of `stacks`, count as
+    changed.
     """
 
     include: Sequence[str] = ()
     exclude: Sequence[str] = ()
     rename: Rename | None = None
+    stacks: Stacks = field(default_factory=dict)
     data: bool = True
     threads: int = 3
 
@@ -158,8 +166,8 @@ def diff(
     Both are roots or single steps' directories; steps default to the latest. Memory is bounded by
     the number of threads, whatever the size of tensors. `progress(done, total)` counts bytes read.
     `storage_options_b` default to `storage_options` when both urls have the same protocol. Raises
-    NoCheckpoint, Corrupt, ValueError when `rename` gives two tensors one name, and the stores'
-    errors.
+    NoCheckpoint, Corrupt, CheckpointError for `stacks` that a does not fit, ValueError when
+    `rename` gives two tensors one name, and the stores' errors.
     """
     options = options or DiffOptions()
     other = options_of_other(url_a, storage_options, url_b, storage_options_b)
@@ -179,14 +187,15 @@ def diff_checkpoints(
     """As `diff`, of checkpoints that are open."""
     for one in (a, b):
         one.sums.read_all(options.threads)
-    names_a = _renamed(a, options)
+    changed_a = _InOtherForm.of(a, options.stacks)
+    names_a = _renamed(changed_a.names, options)
     names_b = {name: name for name in b if _is_selected(name, options)}
-    pairs = [_pair(a, b, names_a[name], name) for name in names_b if name in names_a]
+    pairs = [_pair(changed_a, b, names_a[name], name) for name in names_b if name in names_a]
     differing = [pair for pair in pairs if pair.differs]
     amounts: dict[str, Amount] = {}
     nbytes_read = 0
     if options.data:
-        amounts, nbytes_read = _amounts(a, b, differing, options.threads, progress)
+        amounts, nbytes_read = _amounts(changed_a, b, differing, options.threads, progress)
     changed = []
     for pair in differing:
         amount = amounts.get(pair.fqn_b)
@@ -202,13 +211,52 @@ def diff_checkpoints(
         changed=tuple(sorted(changed, key=lambda change: change.fqn)),
         only_a=tuple(sorted(names_a.keys() - names_b.keys())),
         only_b=tuple(sorted(names_b.keys() - names_a.keys())),
-        values=tuple(_value_changes(a, b, options)),
+        values=tuple(_value_changes(changed_a.values, b, options)),
         per_rank_differs=a.manifest.per_rank != b.manifest.per_rank,
         nbytes_read=nbytes_read,
     )
 
 
-def _renamed(a: Checkpoint, options: DiffOptions) -> dict[str, str]:
+class _InOtherForm(NamedTuple):
+    """Checkpoint a, some of whose tensors are stacks of what it has, or slices of it."""
+
+    checkpoint: Checkpoint
+    restacked: RestackedSource | None
+
+    @classmethod
+    def of(cls, checkpoint: Checkpoint, stacks: Stacks) -> _InOtherForm:
+        source = RestackedSource(NativeSource(checkpoint), stacks) if stacks else None
+        return cls(checkpoint, source)
+
+    @property
+    def names(self) -> list[str]:
+        if self.restacked is None:
+            return list(self.checkpoint)
+        contents = self.restacked.contents
+        return [*contents.tensors, *contents.aliases]
+
+    @property
+    def values(self) -> Mapping[str, Any]:
+        return self.checkpoint.values if self.restacked is None else self.restacked.contents.values
+
+    def made(self, name: str) -> SourceTensor | None:
+        """What `name` is, where it is made of tensors of other names."""
+        if self.restacked is None or name in self.checkpoint:
+            return None
+        contents = self.restacked.contents
+        return contents.tensors[contents.aliases.get(name, name)]
+
+    def read(self, name: str, span: Span) -> torch.Tensor:
+        info = self.made(name)
+        if info is None:
+            return self.checkpoint.read(name, span)
+        assert self.restacked is not None, "something was made"
+        target = torch.empty(span.numel, dtype=torch_dtype(info.dtype))
+        self.restacked.fill([ReadRequest(info.fqn, span, target)])
+        return target
+
+
+def _renamed(a: Sequence[str], options: DiffOptions) -> dict[str, str]:
     """Names that b would have, each with the name in a."""
     renamed: dict[str, str] = {}
     for name in a:
@@ -263,16 +311,18 @@ class _Pair(NamedTuple):
         return is_other or bool(self.spans)
 
 
-def _pair(a: Checkpoint, b: Checkpoint, name_a: str, name_b: str) -> _Pair:
-    at_a, at_b = _number(a, name_a), _number(b, name_b)
-    shape_a, shape_b = a.manifest.shapes[at_a], b.manifest.shapes[at_b]
-    dtype_a, dtype_b = a.manifest.dtypes[at_a], b.manifest.dtypes[at_b]
+def _pair(of_a: _InOtherForm, b: Checkpoint, name_a: str, name_b: str) -> _Pair:
+    a, made = of_a.checkpoint, of_a.made(name_a)
+    at_a, at_b = -1 if made else _number(a, name_a), _number(b, name_b)
+    shape_a = made.shape if made else a.manifest.shapes[at_a]
+    dtype_a = made.dtype if made else a.manifest.dtypes[at_a]
+    shape_b, dtype_b = b.manifest.shapes[at_b], b.manifest.dtypes[at_b]
     numel = math.prod(shape_a)
     # Other shapes: there are no elements that correspond to each other, so none are read.
     spans: tuple[Span, ...] = ()
     if shape_a == shape_b and numel:
         spans = (Span(0, numel),)
-        if dtype_a == dtype_b:
+        if dtype_a == dtype_b and made is None:
             spans = _differing_spans(a, at_a, b, at_b)
     return _Pair(name_a, name_b, dtype_a, dtype_b, shape_a, shape_b, spans)
 
@@ -363,7 +413,7 @@ class _ComparedSpan(NamedTuple):
 
 
 def _amounts(
-    a: Checkpoint,
+    a: _InOtherForm,
     b: Checkpoint,
     pairs: Sequence[_Pair],
     threads: int,
@@ -466,8 +516,10 @@ def _change(pair: _Pair, amount: Amount | None) -> TensorChange:
 # Values -------------------------------------------------------------------------------------
 
 
-def _value_changes(a: Checkpoint, b: Checkpoint, options: DiffOptions) -> Iterator[ValueChange]:
-    values_a = {_new_name(name, options.rename): value for name, value in a.values.items()}
+def _value_changes(
+    a: Mapping[str, Any], b: Checkpoint, options: DiffOptions
+) -> Iterator[ValueChange]:
+    values_a = {_new_name(name, options.rename): value for name, value in a.items()}
     values_b = b.values
     for name in sorted(values_a.keys() | values_b.keys()):
         if not _is_selected(name, options):

@@ -36,12 +36,13 @@ from ckpt.loading.byte_line import NeededBlocks
 from ckpt.loading.checkpoint import Checkpoint
 from ckpt.loading.contents import find_checkpoint
 from ckpt.loading.exchange import nbytes_under_way
-from ckpt.loading.load import catalog_of
+from ckpt.loading.load import catalog_of, in_form_of_state
 from ckpt.loading.needs import all_together, needs_of
 from ckpt.loading.plan import ReadPath, ReadPlan, plan_reads
 from ckpt.loading.reader import Reader, ReadRange
 from ckpt.loading.shared_reads import ShareLimits, Sharing, Weight, long_only, share, weigh
 from ckpt.state.bind import bind_state
+from ckpt.state.bind_stacks import in_stored_form
 from ckpt.state.types import TensorEntry
 from storage import Store, StoreLike, open_store
 
@@ -104,20 +105,26 @@ def plan_load(
     step: SupportsIndex | None = None,
     rename: Callable[[str], str] | Mapping[str, str] | None = None,
     skip: Callable[[str], bool] | Iterable[str] = (),
+    stacks: Mapping[str, str] | None = None,
     storage_options: Mapping[str, Any] | None = None,
 ) -> LoadPlan:
     """What `ckpt.load` with these arguments would do on this rank; reads MANIFEST, changes nothing.
 
     No rank waits for another, so bytes that ranks would share count in full: `nbytes_read` is what
     this rank needs, and a load on several ranks reads at most that. Problems are listed in the plan
-    and not raised. Raises NoCheckpoint, Corrupt, UnsupportedFormat, InvalidState for a state that
+    and not raised. Raises CheckpointError for `stacks` that are no rules, NoCheckpoint, Corrupt,
+    UnsupportedFormat, InvalidState for a state that
     can never be loaded into, and the store's errors.
     """
     with closing(open_store(url, **(storage_options or {}))) as store:
         located = find_checkpoint(store, step)
         manifest = located.manifest
         ranks = _ranks()
-        binding = bind_state(state, catalog_of(manifest), ranks, rename=rename, skip=skip)
+        restacked = in_form_of_state(manifest, stacks or {})
+        binding = bind_state(state, restacked.catalog, ranks, rename=rename, skip=skip)
+        fatal = (*(f"stacks=: {problem}" for problem in restacked.problems), *binding.fatal)
+        if restacked.origins:
+            binding = in_stored_form(binding, restacked)
         planned = _RankNeeds.of(manifest, binding.holdings)
         path = read_path(store)
         report = binding.report
@@ -129,7 +136,7 @@ def plan_load(
             missing=report.missing,
             unexpected=report.unexpected,
             not_asked=report.not_asked,
-            problems=binding.fatal,
+            problems=fatal,
             nbytes_stored=_stored_nbytes(manifest),
         )
 

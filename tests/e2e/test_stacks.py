@@ -425,3 +425,45 @@ def trained(form: str, seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
         parameter.grad = gradients[name]
     optimizer.step()
     return model, optimizer
+
+
+@pytest.mark.parametrize("form", ["stacked", "slices"])
+def test_restores_plans_and_comparisons_take_the_rule_of_a_load(form: str, tmp_path: Path) -> None:
+    other = "slices" if form == "stacked" else "stacked"
+    root, again = str(tmp_path / "root"), str(tmp_path / "again")
+    model, optimizer = trained(form, 1)
+    ckpt.save({"model": model, "optim": optimizer}, root, step=1)
+    to_state = STACKS if other == "stacked" else SLICES  # from names of the state
+    forth = {old: new for new, old in to_state.items()}  # from names of the checkpoint
+    restored, its_optimizer = trained(other, 2)
+    state = {"model": restored, "optim": its_optimizer}
+
+    assert not ckpt.plan_load(state, root).fits
+    plan = ckpt.plan_load(state, root, stacks=to_state)
+    assert plan.fits and plan.nbytes_read > 0, plan.problems
+    nowhere = ckpt.plan_load(state, root, stacks={"no.{}": "no"})
+    assert any(
+        text.startswith("stacks=: no: the checkpoint has it not") for text in nowhere.problems
+    )
+
+    for _ in range(2):  # of the other form, and then of what this one saved
+        with ckpt.Checkpointer(root, state, save=ckpt.EverySteps(1)) as checkpointer:
+            report = checkpointer.restore(stacks=to_state)
+            assert report is not None
+            checkpointer.step(report.step + 1)
+    good, good_optimizer = trained(other, 1)
+    for one, expected in zip(restored.parameters(), good.parameters(), strict=True):
+        assert torch.equal(one, expected)
+        for key, value in good_optimizer.state[expected].items():
+            assert torch.equal(its_optimizer.state[one][key], value)
+
+    options = ckpt.DiffOptions(stacks=forth)
+    same = ckpt.diff(root, root, step_a=1, step_b=2, options=options)
+    assert same.identical, same
+    with torch.no_grad():
+        list(restored.parameters())[-1].view(-1)[-1] += 1
+    ckpt.save(state, again, step=1)
+    (changed,) = ckpt.diff(root, again, step_a=1, options=options).changed
+    assert changed.amount is not None and changed.amount.changed == 1
+    assert changed.fqn == f"model.{list(restored.state_dict())[-1]}"
+    assert ckpt.diff(root, again, step_a=1).only_a

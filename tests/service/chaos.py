@@ -33,6 +33,7 @@ from ckpt.service.inflight import Saved
 from ckpt.service.policies import AtExit, EverySteps
 from ckpt.service.retention import KeepRule
 from ckpt.service.target import Pending, Target
+from ckpt.state.stacks import Stacks
 from ckpt.testing import RankKilled, RanksFailed, run_ranks
 from ckpt.world.base import World
 from storage import StorageError, Store, TransientError
@@ -178,7 +179,9 @@ class ThreadTarget(Target):
             task, lambda: stage_or_share(state, task, self._snapshot, None, self._staging)
         )
 
-    def load(self, state: Any, *, step: int, attempt: str) -> LoadReport:
+    def load(
+        self, state: Any, *, step: int, attempt: str, stacks: Stacks | None = None
+    ) -> LoadReport:
         self._background.wait()
         return load_state(
             state,
@@ -186,7 +189,7 @@ class ThreadTarget(Target):
             world=self._world,
             step=step,
             attempt=attempt,
-            options=LoadOptions(),
+            options=LoadOptions(stacks=stacks or {}),
         )
 
     def ranked_session(self) -> RankedSession:

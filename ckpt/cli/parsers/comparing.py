@@ -10,6 +10,7 @@ from ckpt.cli.parsers.arguments import (
     add_memory_max,
     add_options,
     add_rename,
+    add_stacks,
     add_step,
     add_url,
     count,
@@ -37,6 +38,7 @@ def add_diff(commands: Commands) -> None:
         command.add_argument(
             f"--{name}", action="append", default=[], metavar="PATTERN", help=f"{text}; repeatable"
         )
+    add_stacks(command)
     add_rename(command, "replace in names of a, such as '^backbone\\.=' ; repeatable, in order")
     command.add_argument(
         "--sort", choices=("name", "amount"), default="name", help="amount: relative norm first"

@@ -76,6 +76,9 @@ class StackRule(NamedTuple):
         match = _pattern(self.old).fullmatch(name)
         if match is None:
             return None
+        # "experts" is in "experts.0.weight", too, which is a slice already.
+        if self.is_split and _pattern(self.new).fullmatch(name):
+            return None
         number = None if self.is_split else int(match["number"])
         return StackPlace(match["head"] or "", match["tail"] or "", number)
 

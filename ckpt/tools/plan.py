@@ -113,8 +113,8 @@ def plan_load(
     No rank waits for another, so bytes that ranks would share count in full: `nbytes_read` is what
     this rank needs, and a load on several ranks reads at most that. Problems are listed in the plan
     and not raised. Raises CheckpointError for `stacks` that are no rules, NoCheckpoint, Corrupt,
-    UnsupportedFormat, InvalidState for a state that
-    can never be loaded into, and the store's errors.
+    UnsupportedFormat, InvalidState for a state that can never be loaded into, and the store's
+    errors.
     """
     with closing(open_store(url, **(storage_options or {}))) as store:
         located = find_checkpoint(store, step)

@@ -459,7 +459,9 @@ def test_restores_plans_and_comparisons_take_the_rule_of_a_load(form: str, tmp_p
 
     options = ckpt.DiffOptions(stacks=forth)
     same = ckpt.diff(root, root, step_a=1, step_b=2, options=options)
-    assert same.identical, same
+    assert not same.changed and not same.only_a and not same.only_b
+    # Their params in another order.
+    assert {value.fqn for value in same.values} <= {"optim.param_groups"}
     with torch.no_grad():
         list(restored.parameters())[-1].view(-1)[-1] += 1
     ckpt.save(state, again, step=1)

@@ -26,11 +26,12 @@ class Following:
         options: Mapping[str, Any],
         *,
         interval_seconds: float,
+        near: Sequence[str] = (),
         ending: Ending | None = None,
     ) -> None:
         # Options are of the first url, and of others that are of its kind.
         self.pollers = [
-            RunPoller(url, storage_options=options_of_other(urls[0], options, url, None))
+            RunPoller(url, storage_options=options_of_other(urls[0], options, url, None), near=near)
             for url in urls
         ]
         self._interval_seconds = interval_seconds

@@ -9,9 +9,11 @@ import statistics
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+from ckpt.cli.near_rows import QUIET_SECONDS, TITLES, problems, risks_text, tier_row
 from ckpt.cli.screen import age, counted, date, rate_text, seconds_text, size
 from ckpt.cli.visible import visible
 from ckpt.telemetry.record import SaveTotals, Telemetry
+from ckpt.tools.near_tiers import newest_status_of
 from ckpt.tools.polling import RunState
 from ckpt.tools.run import ReportedSave, TrainingRun, busiest_ranks, duration, longest_phases
 
@@ -53,7 +55,7 @@ def frame_of(
     Lines may be wider than `width`: who prints them cuts them.
     """
     run = state.run
-    lines = _head(state, now_unix)
+    lines = _head(state, now_unix) + _near(state, now_unix)
     if not run.saves:
         return lines[:height]
     lines += _numbers(run, now_unix)
@@ -80,6 +82,35 @@ def _head(state: RunState, now_unix: float) -> list[Line]:
     elif not state.run.saves:
         lines.append([("a job has begun here; waiting for its first save", "yellow")])
     return lines
+
+
+def _near(state: RunState, now_unix: float) -> list[Line]:
+    """The tiers of hosts, and what a failure would cost now."""
+    if not state.near:
+        return []
+    run, lines = state.run, list[Line]()
+    status = newest_status_of(state.near)
+    if status is None:
+        lines.append([("near: no host says how far the training is", "yellow")])
+    else:
+        silent = now_unix - status.time_unix
+        words = f"near: step {status.step} done, noted {age(silent)}"
+        lines.append([(words, "yellow" if silent > QUIET_SECONDS else "bold")])
+        risks = risks_text(state.near, run.live[-1] if run.live else None)
+        lines.append([(visible(risks), "bold")])
+    lines += _aligned(TITLES, [tier_row(view) for view in state.near], right=(2, 3, 4, 5))
+    lines += [[(visible(text), "yellow")] for text in problems(state.near)]
+    return [*lines, []]
+
+
+def _aligned(
+    titles: Sequence[str], rows: Sequence[Sequence[str]], *, right: Sequence[int]
+) -> list[Line]:
+    """A table; texts come from anywhere. The columns `right` are numbers."""
+    cells = [[visible(cell) for cell in row] for row in rows]
+    widths = [max(map(len, column)) for column in zip(titles, *cells, strict=True)]
+    lines: list[Line] = [[(_padded(titles, widths, right), "dim")]]
+    return lines + [[(_padded(row, widths, right), "")] for row in cells]
 
 
 def _numbers(run: TrainingRun, now_unix: float) -> list[Line]:
@@ -183,13 +214,16 @@ def _phases(telemetry: Telemetry, columns: int, marks: Marks) -> list[Line]:
 # The table ----------------------------------------------------------------------------------------
 
 
+NUMBERS = (0, 3, 4, 5, 6)  # columns of the table that stand to the right
+
+
 def _table(saves: Sequence[ReportedSave]) -> list[Line]:
     titles = ("step", "committed", "state", "blocked", "duration", "written", "rate", "slowest")
     rows = [_row(save) for save in saves]
     widths = [max(map(len, column)) for column in zip(titles, *rows, strict=True)]
-    lines: list[Line] = [[(_padded(titles, widths), "bold")]]
+    lines: list[Line] = [[(_padded(titles, widths, NUMBERS), "bold")]]
     for save, row in zip(saves, rows, strict=True):
-        lines.append([(_padded(row, widths), "" if save.is_live else "dim")])
+        lines.append([(_padded(row, widths, NUMBERS), "" if save.is_live else "dim")])
     return lines
 
 
@@ -210,9 +244,7 @@ def _row(save: ReportedSave) -> tuple[str, ...]:
     return (f"{save.step}", date(save.committed_unix), " ".join(words), *known)
 
 
-def _padded(cells: Sequence[str], widths: Sequence[int]) -> str:
-    """The first column and the numbers stand to the right."""
-    right = (0, 3, 4, 5, 6)
+def _padded(cells: Sequence[str], widths: Sequence[int], right: Sequence[int]) -> str:
     padded = [
         f"{cell:>{width}}" if index in right else f"{cell:<{width}}"
         for index, (cell, width) in enumerate(zip(cells, widths, strict=True))
@@ -238,6 +270,7 @@ def happenings(before: RunState | None, after: RunState) -> list[Happening]:
         news = [_summary(after)]
     else:
         news = [*_of_saves(before.run, after.run), *_of_failures(before.run, after.run)]
+        news += _of_near(before, after)
         # Of one moment, what was saved comes before what was retired for it.
         news.sort(key=lambda one: (one.time_unix, one.kind == "retired"))
     if before is None or before.availability != after.availability:
@@ -294,6 +327,18 @@ def _of_failures(before: TrainingRun, after: TrainingRun) -> list[Happening]:
         for one in after.measured.failures
         if one not in known
     ]
+
+
+def _of_near(before: RunState, after: RunState) -> list[Happening]:
+    """That there is a newer near checkpoint: one line a look, of however many."""
+    old, new = newest_status_of(before.near), newest_status_of(after.near)
+    if new is None or new.near_step < 0:
+        return []
+    if old is not None and (old.epoch, old.near_step) == (new.epoch, new.near_step):
+        return []
+    risks = risks_text(after.near, after.run.live[-1] if after.run.live else None)
+    text = f"near checkpoint of step {new.near_step}; {risks}"
+    return [Happening("near", new.time_unix, new.near_step, text)]
 
 
 def _of_availability(before: RunState | None, after: RunState) -> list[Happening]:

@@ -13,6 +13,7 @@ from typing import Any
 from ckpt.cli.commandline import OK
 from ckpt.cli.ending import STEP_SECONDS, Ending, ended_by_signals
 from ckpt.cli.following import Following, Versions, versions_of
+from ckpt.cli.near_rows import near_json
 from ckpt.cli.screen import date, fields_json, screen_width, show_json
 from ckpt.cli.watch_frame import Happening, frame_of, happenings, marks_of
 from ckpt.cli.watch_screen import full_screen, show_lines
@@ -35,6 +36,7 @@ def watch(arguments: argparse.Namespace) -> int:
             [arguments.url],
             dict(arguments.option),
             interval_seconds=arguments.interval,
+            near=arguments.near,
             ending=ending,
         ) as following,
     ):
@@ -46,7 +48,7 @@ def watch(arguments: argparse.Namespace) -> int:
 
 
 def _once(arguments: argparse.Namespace) -> int:
-    poller = RunPoller(arguments.url, storage_options=dict(arguments.option))
+    poller = RunPoller(arguments.url, storage_options=dict(arguments.option), near=arguments.near)
     try:
         state = poller.poll()
     finally:
@@ -116,5 +118,6 @@ def _state_json(state: RunState) -> dict[str, Any]:
             for save in state.run.saves
         ],
         "failures": [one.model_dump() for one in state.run.measured.failures],
+        "near": near_json(state.near, state.run.live[-1] if state.run.live else None),
         "notices": [fields_json(one) for one in state.run.notices(time.time())],
     }

@@ -7,12 +7,13 @@ records and files of each host -> candidates -> parts from headers -> manifest -
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any, NamedTuple
 
 from ckpt.api import read_path
-from ckpt.errors import Corrupt
+from ckpt.errors import CheckpointError, Corrupt
 from ckpt.format.manifest import Header, Manifest
 from ckpt.format.manifest_codec import decode_manifest, encode_manifest
 from ckpt.format.merging import build_manifest
@@ -23,11 +24,14 @@ from ckpt.loading.load import LoadOptions, LoadReport, load_located
 from ckpt.near.files import NearFiles
 from ckpt.near.records import NearRecord, decode_near_record, encode_near_record, near_digest
 from ckpt.near.saving import Hosts
+from ckpt.near.status import TierStatus, read_status
 from ckpt.near.tier import Tier
 from ckpt.saving.messages import joined, split
 from ckpt.state.stacks import Stacks
 from ckpt.world.base import World, collectively
 from ckpt.world.frames import pack, unpack
+
+logger = logging.getLogger(__name__)
 
 BYTES_OF_OTHERS = "near_bytes_of_others"  # the counter of a load, of what came from other hosts
 
@@ -92,6 +96,24 @@ def near_candidates(world: World, tier: Tier, hosts: Hosts, epoch: int) -> list[
         NearCandidate(record, tuple(known.get(rank, "") for rank in range(record.head.world_size)))
         for record, known in zip(records, homes, strict=True)
     ]
+
+
+def newest_status(world: World, tier: Tier, hosts: Hosts, epoch: int) -> TierStatus | None:
+    """How far the training of an epoch had come, as far as a host has noted it. Collective."""
+
+    def look() -> TierStatus | None:
+        if not hosts.is_first(world.rank):
+            return None
+        try:
+            return read_status(tier.store.place)
+        except (CheckpointError, OSError) as error:
+            logger.warning("how far the training was is not known of this host: %s", error)
+            return None
+
+    own = collectively(world, "near status", look)
+    mine = None if own is None or own.epoch != epoch else asdict(own)
+    statuses = [TierStatus(**one) for one in _shared(world, "near statuses", mine) if one]
+    return max(statuses, key=lambda one: one.order, default=None)
 
 
 def _shared(world: World, name: str, mine: Any) -> list[Any]:

@@ -220,14 +220,20 @@ class Tier:
             self.store.close()
 
 
-def tiers_in(path: str | os.PathLike[str]) -> list[Tier]:
-    """The tiers below a directory, one for each durable root that saved there.
+def tier_roots(path: str | os.PathLike[str]) -> list[str]:
+    """The durable roots that have a tier below a directory.
 
     Raises NoCheckpoint where there is no such directory.
     """
     if not os.path.isdir(path):
         raise NoCheckpoint(f"{path} is not a directory of this host")
     names = sorted(entry.name for entry in os.scandir(path) if entry.is_dir())
-    return [
-        Tier(path, name) for name in names if os.path.exists(os.path.join(path, name, HOST_KEY))
-    ]
+    return [name for name in names if os.path.exists(os.path.join(path, name, HOST_KEY))]
+
+
+def tiers_in(path: str | os.PathLike[str]) -> list[Tier]:
+    """The tiers below a directory, one for each durable root that saved there.
+
+    Raises NoCheckpoint where there is no such directory.
+    """
+    return [Tier(path, name) for name in tier_roots(path)]

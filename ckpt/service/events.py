@@ -54,6 +54,7 @@ class SaveSkipped:
 @dataclass(frozen=True, slots=True)
 class NearSaved:
     """A near checkpoint exists on the hosts; `seconds` and `blocked_seconds` as of SaveSucceeded.
+    The wait for the near save before it, where that was still under way, is in `blocked_seconds`.
 
     Reported when this rank calls `step` after it.
     """

@@ -18,8 +18,9 @@ from ckpt.errors import Fenced, RankFailed
 from ckpt.layout.memory import gc_paused
 from ckpt.loading.load import LoadReport
 from ckpt.near.records import NearRecord
-from ckpt.near.recovery import NearCandidate, load_near, near_candidates
+from ckpt.near.recovery import NearCandidate, load_near, near_candidates, newest_status
 from ckpt.near.saving import Hosts, NearOptions, NearSaves, open_near_saves
+from ckpt.near.status import StatusNotes, TierStatus
 from ckpt.near.tier import Tier
 from ckpt.saving.background import PendingSave
 from ckpt.saving.lending import LentCopy
@@ -74,6 +75,11 @@ class _BegunNear(NamedTuple):
     step: int
     pending: PendingSave
     began_unix: float
+    waited_seconds: float  # for the near save before, with the training stopped
+
+    @property
+    def blocked_seconds(self) -> float:
+        return self.waited_seconds + self.pending.blocked_seconds
 
 
 class NearTraining:
@@ -96,6 +102,8 @@ class NearTraining:
         self._begun: _BegunNear | None = None
         self._lasting: Exception | None = None
         self._loaded: NearRecord | None = None
+        self._notes: StatusNotes | None = None  # on the first rank of a host
+        self.reached: TierStatus | None = None
         self.last_report: SaveReport | None = None
         self.failures: tuple[Failure, ...] = ()
 
@@ -117,16 +125,20 @@ class NearTraining:
             self._open()
         self.collect(wait=False)
         progress = self._training.progress
+        if self._notes is not None:
+            self._notes.stepped(progress.step)
         observation = Observation(progress.step, progress.previous_step)
         if not self._near.every.reasons(observation):
             return ()
+        waited_since = time.perf_counter()
         self.collect(wait=True)
+        waited_seconds = time.perf_counter() - waited_since
         if self._lasting is not None:
             raise self._lasting
         assert self._saves is not None, "opened above"
         began_unix = time.time()
         begun = self._saves.begin(self._training.state, progress.step, lends=lends)
-        self._begun = _BegunNear(progress.step, begun.pending, began_unix)
+        self._begun = _BegunNear(progress.step, begun.pending, began_unix, waited_seconds)
         return begun.copies
 
     def collect(self, *, wait: bool, timeout_seconds: float = math.inf) -> None:
@@ -145,9 +157,13 @@ class NearTraining:
             self._note(begun.step, error)
             return
         self.last_report = report
+        if self._notes is not None:
+            self._notes.saved(begun.step, begun.began_unix)
+            if wait:  # there may be no step any more that would write it
+                self._notes.stepped(self._training.progress.step)
         ended_unix = max((s.start_unix + s.seconds for s in report.spans), default=time.time())
         seconds = max(ended_unix - begun.began_unix, begun.pending.blocked_seconds)
-        self._training.notify(NearSaved(report, seconds, begun.pending.blocked_seconds))
+        self._training.notify(NearSaved(report, seconds, begun.blocked_seconds))
 
     def _note(self, step: int, error: Exception) -> None:
         lost = self._training.target.failure()
@@ -172,7 +188,9 @@ class NearTraining:
         """
         self._find_tier(root)
         assert self._tier is not None and self._hosts is not None
-        return near_candidates(self._training.world, self._tier, self._hosts, epoch)
+        world = self._training.world
+        self.reached = newest_status(world, self._tier, self._hosts, epoch)
+        return near_candidates(world, self._tier, self._hosts, epoch)
 
     def load(self, candidate: NearCandidate, stacks: Stacks) -> LoadReport:
         """Fill the state from one of them. Collective; raises like `ckpt.load`, whose `stacks`
@@ -196,8 +214,12 @@ class NearTraining:
                 self._open(self._loaded.head.attempt)
             assert self._saves is not None
             self._saves.adopt(self._loaded)
+            if self._notes is not None:
+                self._notes.saved(self._loaded.head.step, self._loaded.head.time_unix)
         elif self._saves is not None:
             self._saves.went_back()
+            if self._notes is not None:
+                self._notes.saved(-1, 0.0)
 
     def carry_on(self, before: NearTraining) -> None:
         """These follow on those of a world before."""
@@ -228,6 +250,8 @@ class NearTraining:
         self._saves = open_near_saves(
             self._training.state, self._tier, self._hosts, session, self._options, restored
         )
+        if self._hosts.is_first(self._training.world.rank):
+            self._notes = StatusNotes(self._tier.store.place, session.epoch)
 
     def _find_tier(self, root: str) -> None:
         """The tier of this host, and who shares it. Collective."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, Protocol, cast
 
@@ -27,6 +27,7 @@ from ckpt.errors import (
 from ckpt.format.manifest_codec import decode_manifest
 from ckpt.loading.load import LoadReport
 from ckpt.near.recovery import BYTES_OF_OTHERS, NearCandidate
+from ckpt.near.status import TierStatus
 from ckpt.service.target import Target
 from ckpt.state.stacks import Stacks
 from ckpt.state.types import Loaded
@@ -41,6 +42,7 @@ LOOKS_MAX = 8  # at what there is: a job that saves on may retire faster than th
 
 Condition = Literal["damaged", "retired", "unknown"]
 Origin = Literal["durable", "near"]
+Source = Literal["own host", "other hosts", "durable"]
 
 
 class Skipped(NamedTuple):
@@ -57,6 +59,10 @@ class RestoreReport:
 
     `nbytes_read` and `spans` are those of the load on this rank. `origin` says whether it came from
     the durable root, or from near tiers; then `nbytes_of_other_hosts` were read at other ranks.
+
+    `reached_step` is the last step that the training before had done, as far as a host with a near
+    tier has noted it (about once a second), and `seconds_lost` is the time from this checkpoint to
+    then. None where no host says so.
     """
 
     step: int
@@ -67,31 +73,48 @@ class RestoreReport:
     spans: tuple[PhaseSpan, ...] = field(default=(), compare=False)
     origin: Origin = "durable"
     nbytes_of_other_hosts: int = 0
+    reached_step: int | None = None
+    seconds_lost: float | None = None
 
     @property
     def steps_lost(self) -> int:
         """The steps between this checkpoint and the newest one that was passed over: work that is
-        done again. Steps after the newest checkpoint are in none, so they are not counted.
+        done again. Steps after the newest checkpoint are in none, so they are not counted; see
+        `reached_step`.
         """
         return max([self.step, *(one.step for one in self.skipped)]) - self.step
+
+    @property
+    def nbytes_by_source(self) -> Mapping[Source, int]:
+        """`nbytes_read`, by where this rank read them."""
+        others = self.nbytes_of_other_hosts
+        if self.origin == "durable":
+            return {"own host": 0, "other hosts": 0, "durable": self.nbytes_read}
+        return {"own host": self.nbytes_read - others, "other hosts": others, "durable": 0}
 
 
 class NearSource(Protocol):
     """Where near checkpoints come from; `ckpt.service.near.NearTraining` is one."""
 
+    reached: TierStatus | None
+    """How far the training of that epoch had come, where a host has noted it."""
+
     def candidates(self, root: str, epoch: int) -> Sequence[NearCandidate]:
-        """Those of an epoch of a root, newest first. Collective."""
+        """Those of an epoch of a root, newest first; sets `reached`. Collective."""
 
     def load(self, candidate: NearCandidate, stacks: Stacks) -> LoadReport:
         """Fill the state from one; `stacks` are those of `ckpt.load`. Collective."""
 
 
 class _Restorable(NamedTuple):
-    """A checkpoint that may be restored. `slot` is that of its commit, -1 of a near one."""
+    """A checkpoint that may be restored. `slot` is that of its commit, -1 of a near one;
+    `saved_unix` is when that or its record was written, None where a listing does not say so.
+    """
 
     step: int
     attempt: str
     slot: int
+    saved_unix: float | None
     near: NearCandidate | None = None
 
 
@@ -136,16 +159,8 @@ def restore_latest(
                     target.resumed(head.anchor, on_purpose=head.is_new_line)
             elif is_latest:
                 target.resumed(result.attempt)
-            return RestoreReport(
-                result.step,
-                result.attempt,
-                result.loaded,
-                tuple(skipped),
-                result.nbytes_read,
-                result.spans,
-                "durable" if candidate.near is None else "near",
-                int(result.counters.get(BYTES_OF_OTHERS, 0)),
-            )
+            reached = near.reached if near is not None and is_latest else None
+            return _report(candidate, result, skipped, reached)
         skipped.append(Skipped(candidate.step, candidate.attempt, result))
         if world.rank == 0:
             logger.warning("step %d (%s) is passed over: %s", *skipped[-1])
@@ -168,6 +183,29 @@ def restore_latest(
         )
     raise NoCheckpoint(
         f"{store.url} has no {requested} that can be loaded whole{''.join(reasons)}{next_move}"
+    )
+
+
+def _report(
+    candidate: _Restorable,
+    result: LoadReport,
+    skipped: Sequence[Skipped],
+    reached: TierStatus | None,
+) -> RestoreReport:
+    lost = None
+    if reached is not None and candidate.saved_unix is not None:
+        lost = reached.since(candidate.step, candidate.saved_unix).seconds
+    return RestoreReport(
+        result.step,
+        result.attempt,
+        result.loaded,
+        tuple(skipped),
+        result.nbytes_read,
+        result.spans,
+        "durable" if candidate.near is None else "near",
+        int(result.counters.get(BYTES_OF_OTHERS, 0)),
+        None if reached is None else max(reached.step, result.step),
+        lost,
     )
 
 
@@ -245,16 +283,18 @@ def _merged(near: Sequence[NearCandidate], durable: Sequence[_Restorable]) -> li
         head = candidate.record.head
         while left and head.is_before(left[0].slot, left[0].step):
             order.append(left.pop(0))
-        order.append(_Restorable(head.step, head.attempt, -1, candidate))
+        order.append(_Restorable(head.step, head.attempt, -1, head.time_unix, candidate))
     return [*order, *left]
 
 
 class _Listing(NamedTuple):
-    """The durable checkpoints of a root, "" for none, at its newest epoch: step, attempt, slot."""
+    """The durable checkpoints of a root, "" for none, at its newest epoch: step, attempt, slot,
+    time of the commit.
+    """
 
     root: str
     epoch: int
-    entries: list[tuple[int, str, int]]
+    entries: list[tuple[int, str, int, float | None]]
 
 
 def _newest_first(store: Store, step: int | None, attempt: str) -> _Listing:
@@ -269,7 +309,9 @@ def _newest_first(store: Store, step: int | None, attempt: str) -> _Listing:
     log = Log(store).state()
     is_latest = step is None and not attempt
     entries = resumable(log.live) if is_latest else of_step(log.live, step)
-    rows = [(e.step, e.attempt, e.slot) for e in entries if attempt in ("", e.attempt)]
+    rows = [
+        (e.step, e.attempt, e.slot, e.committed_unix) for e in entries if attempt in ("", e.attempt)
+    ]
     return _Listing(root, log.epoch, rows)
 
 

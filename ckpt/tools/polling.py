@@ -18,6 +18,7 @@ from ckpt.commit.log import Log, read_format
 from ckpt.commit.records import LiveEntry, Record
 from ckpt.errors import CheckpointError, NoCheckpoint
 from ckpt.telemetry.record import FAILURES_MAX, Telemetry
+from ckpt.tools.near_tiers import TierView, tier_views
 from ckpt.tools.overview import READERS, Event, events_of, record_of
 from ckpt.tools.run import Measurements, TrainingRun, run_of, telemetry_of
 from storage import RetryPolicy, StorageError, Store, StoreLike, TransientError, open_store
@@ -39,11 +40,13 @@ class RunState:
 
     `availability` is "waiting" before the first save, and "away" while the store does not answer
     or the root cannot be read, for the reason `problem`; `run` is then what was seen before.
-    It is so since `since_unix`. `entries` are the live checkpoints as the log has them.
+    It is so since `since_unix`. `entries` are the live checkpoints as the log has them, `near` the
+    tiers of hosts that somebody wants to see.
     """
 
     run: TrainingRun
     entries: tuple[LiveEntry, ...] = ()
+    near: tuple[TierView, ...] = ()
     availability: Availability = "waiting"
     problem: str = ""
     since_unix: float = 0.0
@@ -65,11 +68,14 @@ class RunPoller:
         url: StoreLike,
         *,
         storage_options: Mapping[str, Any] | None = None,
+        near: Sequence[str] = (),
         clock: Callable[[], float] = time.time,
     ) -> None:
-        """Reads nothing yet. Raises InvalidUrlError."""
+        """Reads nothing yet. `near` are directories of hosts with tiers. Raises InvalidUrlError."""
         policy = RetryPolicy(deadline_seconds=AWAY_SECONDS)
         self._store = open_store(url, retry=policy, **(storage_options or {}))
+        self._near = tuple(near)
+        self._root = ""  # the identity of the root, once it was read
         self._clock = clock
         self._known = _ReadSoFar(Log(self._store))
         self._was_answered = False
@@ -84,6 +90,16 @@ class RunPoller:
         Until the first answer, all else is raised, as by any command: NoCheckpoint for a place that
         holds other things, Corrupt, UnsupportedFormat, the store's errors.
         """
+        state = self._poll_root()
+        if not self._near or not self._root:
+            return state
+        # While the store is away, too: that is when near checkpoints matter.
+        near = tuple(tier_views(self._near, self._root))
+        if near != self.state.near:
+            self.state = replace(self.state, near=near, version=self.state.version + 1)
+        return self.state
+
+    def _poll_root(self) -> RunState:
         try:
             known = self._look()
         except NoCheckpoint as error:
@@ -161,7 +177,7 @@ class RunPoller:
         """What is known now: `self._known` itself where nothing has happened."""
         known = self._known
         if known.last is None or not known.log.holds(known.last):
-            read_format(self._store)
+            self._root = read_format(self._store).root
             known = _ReadSoFar(Log(self._store))
         state = known.log.state()
         last = -1 if known.last is None else known.last.slot

@@ -111,11 +111,13 @@ def add_watch(commands: Commands) -> None:
         "follow a run in the terminal: saves as they come, slow ranks, failures",
         "ckpt watch s3://bucket/run                        Ctrl-C ends it\n"
         "ckpt watch runs/7b --once                         one frame\n"
+        "ckpt watch runs/7b --near /dev/shm/run            and the work at risk\n"
         "ckpt watch runs/7b | tee saves.txt                a line for each thing that happens\n"
         "ckpt watch runs/7b --json | jq 'select(.kind == \"failed\")'",
     )
     add_url(command, "a root, which need not exist yet: a path, s3://bucket/prefix, ...")
     command.add_argument("--once", action="store_true", help="print one frame and end")
+    add_near(command)
     add_interval(command)
     command.add_argument(
         "--json", action="store_true", help="print a line of JSON for each thing that happens"
@@ -154,6 +156,17 @@ def add_serve(commands: Commands) -> None:
     add_interval(command)
     add_rules(command)
     command.set_defaults(check=rules_problem)
+
+
+def add_near(command: Command) -> None:
+    """`--near`: directories of hosts to look at."""
+    command.add_argument(
+        "--near",
+        action="append",
+        default=[],
+        metavar="DIR",
+        help="a directory of near checkpoints of a host, seen from here; repeatable",
+    )
 
 
 def add_interval(command: Command) -> None:

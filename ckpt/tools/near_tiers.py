@@ -1,0 +1,129 @@
+"""Near tiers as an operator sees them, by their directories: what each has, and the work at risk.
+
+A look reads the records and lists the files. No data file is opened, so a file counts by its
+length; a restore and `ckpt rescue` compare more. Needs no torch.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ckpt.commit.names import STEPS_PREFIX
+from ckpt.errors import CheckpointError
+from ckpt.near.records import NearRecord
+from ckpt.near.status import TierStatus, WorkAtRisk, read_status
+from ckpt.near.tier import Tier, tier_roots
+from storage import StorageError
+
+
+@dataclass(frozen=True, slots=True)
+class NearStep:
+    """A near checkpoint by its record in one tier. `ranks_here` of the `ranks` that saved have all
+    their files here, `nbytes` in all.
+    """
+
+    step: int
+    attempt: str
+    order: tuple[int, int]
+    recorded_unix: float
+    ranks: int
+    ranks_here: int
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class TierView:
+    """One tier of a root as it was seen. `steps` are newest first, `nbytes` are those of all its
+    files and `free_nbytes` those that the file system has left.
+
+    `problem` says what could not be read; the rest is then what could be, or nothing.
+    """
+
+    path: str
+    root: str
+    host: str = ""
+    is_in_memory: bool = False
+    steps: tuple[NearStep, ...] = ()
+    nbytes: int = 0
+    free_nbytes: int = 0
+    status: TierStatus | None = None
+    problem: str = ""
+
+
+def tier_views(paths: Sequence[str], root: str = "") -> list[TierView]:
+    """The tiers of `root` below each directory, or those of all roots; one for each directory at
+    least, with a problem where there is none. Raises nothing that depends on what lies there.
+    """
+    views = []
+    for path in paths:
+        try:
+            roots = [name for name in tier_roots(path) if root in ("", name)]
+        except (CheckpointError, OSError) as error:
+            views.append(TierView(path, root, problem=str(error)))
+            continue
+        views += [_view(path, name) for name in roots]
+        if root and not roots:
+            views.append(TierView(path, root, problem=f"{path} has no tier of this root"))
+    return views
+
+
+def work_at_risk(views: Sequence[TierView]) -> WorkAtRisk | None:
+    """The work since the newest near checkpoint of one root, None while there is none or nobody
+    says how far the training is.
+    """
+    status = newest_status_of(views)
+    if status is None or status.near_step < 0:
+        return None
+    return status.since(status.near_step, status.near_unix)
+
+
+def newest_status_of(views: Sequence[TierView]) -> TierStatus | None:
+    """How far the training of one root is, by what its hosts have noted."""
+    statuses = [view.status for view in views if view.status is not None]
+    return max(statuses, key=lambda one: one.order, default=None)
+
+
+def _view(path: str, root: str) -> TierView:
+    try:
+        tier = Tier(path, root)
+    except (CheckpointError, StorageError, OSError) as error:
+        return TierView(path, root, problem=str(error))
+    problem, status = "", None
+    try:
+        status = read_status(tier.store.place)
+    except (CheckpointError, OSError) as error:
+        problem = str(error)
+    try:
+        files = {info.key: info.nbytes for info in tier.store.list(STEPS_PREFIX)}
+        usage = os.statvfs(tier.store.place)
+        return TierView(
+            path=path,
+            root=root,
+            host=tier.host,
+            is_in_memory=tier.is_in_memory,
+            steps=tuple(_step(record, files) for record in tier.records()),
+            nbytes=sum(files.values()),
+            free_nbytes=usage.f_bavail * usage.f_frsize,
+            status=status,
+            problem=problem,
+        )
+    except (CheckpointError, StorageError, OSError) as error:
+        return TierView(path, root, tier.host, tier.is_in_memory, problem=str(error))
+    finally:
+        tier.close()
+
+
+def _step(record: NearRecord, files: dict[str, int]) -> NearStep:
+    lacking, nbytes = set(), 0
+    for file in record.files:
+        if files.get(record.prefix + file.name) == file.nbytes:
+            nbytes += file.nbytes
+        else:
+            lacking.add(file.rank)
+    head = record.head
+    here = head.world_size - len(lacking)
+    return NearStep(
+        head.step, head.attempt, record.order, head.time_unix, head.world_size, here, nbytes
+    )

@@ -11,6 +11,7 @@ import os
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from time import perf_counter
 from typing import Any, NamedTuple, SupportsIndex
 
 from ckpt.commit.numbers import plain_int
@@ -130,9 +131,9 @@ class NearTraining:
         observation = Observation(progress.step, progress.previous_step)
         if not self._near.every.reasons(observation):
             return ()
-        waited_since = time.perf_counter()
+        waited_since = perf_counter()
         self.collect(wait=True)
-        waited_seconds = time.perf_counter() - waited_since
+        waited_seconds = perf_counter() - waited_since
         if self._lasting is not None:
             raise self._lasting
         assert self._saves is not None, "opened above"

@@ -46,12 +46,15 @@ from ckpt.format.manifest_codec import MAGIC, decode_manifest, encode_manifest
 from ckpt.format.metadata import describe_file
 from ckpt.format.part_codec import decode_part, encode_part
 from ckpt.format.progressions import pack_regular, unpack_regular
+from ckpt.near.records import NEAR_MAGIC, decode_near_record, encode_near_record
+from ckpt.near.status import TierStatus, decode_status, encode_status
 from ckpt.telemetry.record import decode_telemetry
 from ckpt.world.frames import Frame, FrameKind, FrameReader
 from storage.errors import StorageError
 from storage.memory import MemoryStore
 from storage.url import open_store
 from tests.format.sample import make_increments, make_sample
+from tests.near.test_records import record as near_record
 
 Refusals = tuple[type[BaseException], ...]
 
@@ -326,6 +329,36 @@ def _read_command(data: bytes) -> None:
         build_parser().parse_args(words)
 
 
+# Near tiers ---------------------------------------------------------------------------------------
+
+
+def _near_records() -> list[bytes]:
+    encoded = [encode_near_record(near_record()), encode_near_record(near_record(number=9))]
+    return [data[len(NEAR_MAGIC) : -4] for data in encoded]
+
+
+def _sealed_near(body: bytes) -> bytes:
+    data = NEAR_MAGIC + body
+    return data + struct.pack("<I", crc32c(data))
+
+
+def _read_near_record(data: bytes) -> None:
+    assert encode_near_record(decode_near_record(data, "x")) == data
+
+
+def _statuses() -> list[bytes]:
+    statuses = (TierStatus(1, 7, 1.5), TierStatus(3, 512, 1e9, 498, 1e9))
+    return [encode_status(status)[:-4] for status in statuses]
+
+
+def _sealed_status(body: bytes) -> bytes:
+    return body + struct.pack("<I", crc32c(body))
+
+
+def _read_status(data: bytes) -> None:
+    assert encode_status(decode_status(data, "x")) == data
+
+
 TARGETS = (
     Target("record", _read_record, _records, _sealed_record),
     Target("record.unsealed", _read_record, lambda: _objects("log/")),
@@ -337,6 +370,8 @@ TARGETS = (
     Target("values", _read_values, _values),
     Target("columns", _read_columns, _columns),
     Target("part", _read_part, lambda: [encode_part(part) for part in make_sample().parts]),
+    Target("near", _read_near_record, _near_records, _sealed_near),
+    Target("near.status", _read_status, _statuses, _sealed_status),
     Target("telemetry", _read_telemetry, lambda: _objects("TELEMETRY")),
     Target("frames", _read_frames, _frames, refusals=(ValueError,)),
     Target("dcp", _read_dcp, lambda: [_dcp_metadata()]),

@@ -25,9 +25,6 @@ class NearStep:
     """
 
     step: int
-    attempt: str
-    order: tuple[int, int]
-    recorded_unix: float
     ranks: int
     ranks_here: int
     nbytes: int
@@ -122,8 +119,5 @@ def _step(record: NearRecord, files: dict[str, int]) -> NearStep:
             nbytes += file.nbytes
         else:
             lacking.add(file.rank)
-    head = record.head
-    here = head.world_size - len(lacking)
-    return NearStep(
-        head.step, head.attempt, record.order, head.time_unix, head.world_size, here, nbytes
-    )
+    ranks = record.head.world_size
+    return NearStep(record.head.step, ranks, ranks - len(lacking), nbytes)

@@ -122,6 +122,7 @@ class Root(NamedTuple):
     manifests: frozenset[Attempt]
     data: frozenset[Attempt]
     acknowledged: frozenset[Attempt]
+    leased: Attempt | None
 
 
 Draft = tuple[str, int, Attempt | None, tuple[Entry, ...]]
@@ -619,6 +620,7 @@ class Model:
         self.slots = {**self.slots, **dict(self.backup.slots)}
         self.manifests |= self.backup.manifests
         self.data |= self.backup.data
+        self.leased = self.leased or self.backup.leased
         # What the other log has overwritten is lost by that; nobody can know of it.
         listed = {e.attempt for uid in self.slots.values() for e in record_of(uid).live}
         self.acknowledged = (self.acknowledged | self.backup.acknowledged) & listed
@@ -626,12 +628,13 @@ class Model:
 
     def _root(self) -> Root:
         files = frozenset(self.manifests), frozenset(self.data), frozenset(self.acknowledged)
-        return Root(tuple(sorted(self.slots.items())), *files)
+        return Root(tuple(sorted(self.slots.items())), *files, self.leased)
 
     def _become(self, root: Root) -> None:
         self.exchanges += 1
         self.slots, self.manifests = dict(root.slots), set(root.manifests)
         self.data, self.acknowledged = set(root.data), set(root.acknowledged)
+        self.leased = root.leased
 
 
 def _with(names: tuple[Attempt, ...], name: Attempt) -> tuple[Attempt, ...]:

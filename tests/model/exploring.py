@@ -79,6 +79,9 @@ def actions(model: Model, scope: Scope) -> Iterator[Action]:
         if job.stalled is not None:
             yield Action("resume", name)
             continue
+        if job.diverged:  # it was told to begin anew: what it reads means nothing any more
+            yield Action("save", name)
+            continue
         for call in ("save", *(("dedup",) if has_live else ())):
             yield from _faulted(call, name)
             yield Action(call, name, "killed at manifest")

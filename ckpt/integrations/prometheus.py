@@ -43,6 +43,8 @@ class SaveMetrics:
     - ckpt_save_warnings_total: such as replicas that differ
     - ckpt_last_saved_step, ckpt_last_saved_timestamp_seconds, ckpt_last_saved_bytes: of the newest
       checkpoint as a whole; `time() - ckpt_last_saved_timestamp_seconds` is what would be lost now
+    - ckpt_near_saves_total{outcome}, ckpt_near_blocked_seconds, ckpt_last_near_step: near saves
+      that ended as "saved" or "failed", how long each blocked the training here, the newest step
     - ckpt_slowest_rank, ckpt_slowest_rank_seconds: who was at work longest in the newest save
     - ckpt_restores_total, ckpt_restore_seconds, ckpt_restore_phase_seconds{phase},
       ckpt_restore_read_bytes_total, ckpt_restored_step
@@ -86,6 +88,9 @@ class SaveMetrics:
         self._near = counter("ckpt_near_saves", "Near saves by how they ended.", ("outcome",))
         for outcome in ("saved", "failed"):
             self._near.labels(outcome)
+        self._near_blocked = histogram(
+            "ckpt_near_blocked_seconds", "How long a near save blocked the training.", BLOCKED
+        )
         self._near_step = gauge("ckpt_last_near_step", "Step of the newest near checkpoint.")
         self._restores = counter("ckpt_restores", "Restores that succeeded.")
         self._skipped = counter("ckpt_restore_skipped", "Checkpoints that were passed over.")
@@ -114,6 +119,7 @@ class SaveMetrics:
             self._missed.set(len(self._missing))
         elif isinstance(event, NearSaved):
             self._near.labels("saved").inc()
+            self._near_blocked.observe(event.blocked_seconds)
             self._near_step.set(event.report.step)
         elif isinstance(event, NearFailed):
             self._near.labels("failed").inc()

@@ -13,16 +13,24 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Protocol
 
-from ckpt.service.events import Restored, SaveEvent, SaveFailed, SaveSkipped, SaveSucceeded
+from ckpt.service.events import (
+    NearFailed,
+    NearSaved,
+    Restored,
+    SaveEvent,
+    SaveFailed,
+    SaveSkipped,
+    SaveSucceeded,
+)
 
 PREFIX = "ckpt/"
 
 
 def step_of(event: SaveEvent) -> int | None:
     """The step that an event is about; None for events about ranks."""
-    if isinstance(event, SaveSucceeded | Restored):
+    if isinstance(event, SaveSucceeded | NearSaved | Restored):
         return event.report.step
-    return event.step if isinstance(event, SaveFailed | SaveSkipped) else None
+    return event.step if isinstance(event, SaveFailed | SaveSkipped | NearFailed) else None
 
 
 def scalars_of(event: SaveEvent) -> dict[str, float]:
@@ -32,6 +40,8 @@ def scalars_of(event: SaveEvent) -> dict[str, float]:
       training; save_blocked_seconds: how long training was blocked, on this rank; saved_bytes and
       retries, of all ranks
     - save_failed, save_skipped: 1 for each
+    - near_seconds, near_blocked_seconds, near_saved_bytes: as those of a save, of a near one;
+      near_failed: 1 for each
     - restore_seconds, restore_read_bytes (of this rank), restore_skipped: damaged ones passed over
     """
     if isinstance(event, SaveSucceeded):
@@ -42,8 +52,16 @@ def scalars_of(event: SaveEvent) -> dict[str, float]:
             "saved_bytes": float(totals.nbytes),
             "retries": float(totals.retries),
         }
+    if isinstance(event, NearSaved):
+        return {
+            "near_seconds": event.seconds,
+            "near_blocked_seconds": event.blocked_seconds,
+            "near_saved_bytes": float(event.report.totals.nbytes),
+        }
     if isinstance(event, SaveFailed):
         return {"save_failed": 1.0}
+    if isinstance(event, NearFailed):
+        return {"near_failed": 1.0}
     if isinstance(event, SaveSkipped):
         return {"save_skipped": 1.0}
     if isinstance(event, Restored):
@@ -198,7 +216,8 @@ class MeterLike(Protocol):
 class OpenTelemetrySaves:
     """An observer that counts saves by outcome (`ckpt.saves`) and restores (`ckpt.restores`), their
     bytes (`ckpt.save.io`, `ckpt.restore.io`), requests that were repeated (`ckpt.retries`), and
-    measures `ckpt.save.duration`, `ckpt.save.blocked` and `ckpt.restore.duration` in seconds.
+    measures `ckpt.save.duration`, `ckpt.save.blocked` and `ckpt.restore.duration` in seconds. Near
+    saves are `ckpt.near_saves`, `ckpt.near_save.duration` and `ckpt.near_save.blocked`.
     """
 
     def __init__(self, meter: MeterLike) -> None:
@@ -216,6 +235,9 @@ class OpenTelemetrySaves:
         self._seconds = histogram("ckpt.save.duration", "From the begin of a save to commit.")
         self._blocked = histogram("ckpt.save.blocked", "How long it blocked the training.")
         self._restoring = histogram("ckpt.restore.duration", "Duration of a restore.")
+        self._near = counter("ckpt.near_saves", "{save}", "Near saves by how they ended.")
+        self._near_seconds = histogram("ckpt.near_save.duration", "From its begin to its record.")
+        self._near_blocked = histogram("ckpt.near_save.blocked", "How long it blocked training.")
 
     def __call__(self, event: SaveEvent) -> None:
         """Count an event of a Checkpointer."""
@@ -230,6 +252,12 @@ class OpenTelemetrySaves:
             self._saves.add(1, {"outcome": "failed"})
         elif isinstance(event, SaveSkipped):
             self._saves.add(1, {"outcome": "skipped"})
+        elif isinstance(event, NearSaved):
+            self._near.add(1, {"outcome": "saved"})
+            self._near_seconds.record(scalars["near_seconds"])
+            self._near_blocked.record(scalars["near_blocked_seconds"])
+        elif isinstance(event, NearFailed):
+            self._near.add(1, {"outcome": "failed"})
         elif isinstance(event, Restored):
             self._restores.add(1)
             self._read.add(scalars["restore_read_bytes"])

@@ -25,6 +25,8 @@ from ckpt.integrations.trackers import (
     scalars_of,
 )
 from ckpt.service.events import (
+    NearFailed,
+    NearSaved,
     RankHeard,
     Restored,
     SaveEvent,
@@ -121,6 +123,45 @@ def test_scalars_are_those_of_the_reports(events: list[SaveEvent]) -> None:
     assert scalars_of(heard) == {}
 
 
+def test_near_saves_are_noted_by_every_tracker(events: list[SaveEvent]) -> None:
+    from prometheus_client import CollectorRegistry
+
+    from ckpt.integrations.prometheus import SaveMetrics
+
+    saved = events[1]
+    assert isinstance(saved, SaveSucceeded)
+    near = NearSaved(saved.report, 0.5, 0.25), NearFailed(6, OSError("full"))
+    nbytes = saved.report.totals.nbytes
+    assert scalars_of(near[0]) == {
+        "near_seconds": 0.5,
+        "near_blocked_seconds": 0.25,
+        "near_saved_bytes": nbytes,
+    }
+    assert scalars_of(near[1]) == {"near_failed": 1}
+    writer, meter, registry = Calls(), Meter(), CollectorRegistry()
+    for observe in (
+        TensorBoardSaves(writer),
+        OpenTelemetrySaves(meter),
+        SaveMetrics(registry),
+    ):
+        for event in near:
+            observe(event)
+    assert writer.made == [
+        ("add_scalar", "ckpt/near_seconds", 0.5, 2),
+        ("add_scalar", "ckpt/near_blocked_seconds", 0.25, 2),
+        ("add_scalar", "ckpt/near_saved_bytes", nbytes, 2),
+        ("add_scalar", "ckpt/near_failed", 1.0, 6),
+    ]
+    assert meter.samples == [
+        ("ckpt.near_saves", 1, {"outcome": "saved"}),
+        ("ckpt.near_save.duration", 0.5, None),
+        ("ckpt.near_save.blocked", 0.25, None),
+        ("ckpt.near_saves", 1, {"outcome": "failed"}),
+    ]
+    assert registry.get_sample_value("ckpt_near_blocked_seconds_sum") == 0.25
+    assert registry.get_sample_value("ckpt_last_near_step") == 2
+
+
 def test_tensorboard_reads_back_what_was_noted(events: list[SaveEvent], tmp_path: Path) -> None:
     pytest.importorskip("tensorboard", reason="tensorboard is not among our dependencies")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -209,7 +250,7 @@ def exported() -> dict[str, set[str]]:
     for name in labels:
         if "phase_seconds" in name:
             labels[name] = {"phase"}
-        elif name == "ckpt_saves_total":
+        elif name in ("ckpt_saves_total", "ckpt_near_saves_total"):
             labels[name] = {"outcome"}
         if name.endswith("_bucket"):
             labels[name] |= {"le"}

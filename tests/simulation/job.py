@@ -21,6 +21,7 @@ from ckpt.commit.invariants import (
     check_references,
     files_needed,
 )
+from ckpt.commit.log import Log
 from ckpt.commit.ranked import RankedSession, SessionRegistry, open_session
 from ckpt.service.checkpointer import Checkpointer
 from ckpt.service.events import SaveEvent, SaveFailed, SaveSucceeded
@@ -115,12 +116,35 @@ class Outcome(NamedTuple):
 
 
 class Target(ThreadTarget):
-    """That of a process of its own: it waits between tries, and by the simulated clock."""
+    """That of a process of its own: it waits between tries, and by the simulated clock. `first` is
+    the store in which the model alone is saved when time is short.
+    """
+
+    def __init__(self, world: World, store: Store, first: Store, *, dedup: bool = False) -> None:
+        super().__init__(world, store, SessionRegistry(), dedup=dedup)
+        self._first = first
 
     def ranked_session(self) -> RankedSession:
         if not self._opened:
             self._opened.append(open_session(self._world, self._store, self._registry))
         return self._opened[0]
+
+    def model_first(self) -> Target:
+        return Target(self._world.duplicate(), self._first, self._first, dedup=self._dedup)
+
+
+class Bucket:
+    """The bytes of one root, and all that changed there."""
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        self.changes = Changes()
+        with scheduler.quiet():
+            self.bytes = RecordingStore(UploadingStore(MemoryStore()), self.changes)
+
+    def problems(self) -> list[str]:
+        """What no root may be, whoever wrote there."""
+        problems = check_all(self.bytes, self.changes, files_of=files_needed)
+        return problems + check_references(self.bytes)
 
 
 class Simulation:
@@ -131,10 +155,7 @@ class Simulation:
         self.scheduler = scheduler
         self.starts = starts_of(rng)
         self.network = Network(scheduler, weather_of(rng), seed)
-        self.changes = Changes()
-        with scheduler.quiet():
-            self.uploads = UploadingStore(MemoryStore())
-            self.bytes = RecordingStore(self.uploads, self.changes)
+        self.root, self.first = Bucket(scheduler), Bucket(scheduler)
         self.events: list[Event] = []
         self.counts: Counter[str] = Counter()
 
@@ -165,14 +186,16 @@ class Simulation:
         self.counts[f"{kind} {facts['error']}" if "error" in facts else kind] += 1
 
     def _judge(self) -> list[str]:
-        store = self.bytes
+        store = self.root.bytes
         acknowledged = [e.facts["attempt"] for e in self.events if e.kind == "saved"]
-        self.changes.acknowledged += acknowledged
+        self.root.changes.acknowledged += acknowledged
+        problems = []
+        if any(self.first.bytes.list("log/")):
+            problems += self.first.problems()
+            self.counts["models first"] += len(Log(self.first.bytes).state().live)
         if not any(store.list("log/")):
-            return ["acknowledged, and there is no log"] if acknowledged else []
-        problems = broken_promises(self.events, store)
-        problems += check_all(store, self.changes, files_of=files_needed)
-        problems += check_references(store)
+            return ["acknowledged, and there is no log"] if acknowledged else problems
+        problems += broken_promises(self.events, store) + self.root.problems()
         return problems + left_behind(store)
 
 
@@ -269,12 +292,9 @@ class Rank:
 
     def _train(self, world: World) -> None:
         start, scheduler = self._life.start, self._life.scheduler
-        network = self._life.simulation.network
-        process = self._life.processes[self._rank]
-        store: Store = NetworkStore(self._life.simulation.bytes, network, process)
-        if start.retries:
-            store = RetryingStore(store, RetryPolicy())
-        target = Target(world, store, SessionRegistry(), dedup=start.dedup)
+        simulation = self._life.simulation
+        store, first = (self._store(root) for root in (simulation.root, simulation.first))
+        target = Target(world, store, first, dedup=start.dedup)
         between = world.duplicate()
         state = state_of(0, self._rank, start.size)
         policy = EverySteps(start.save_every) | AtExit()
@@ -290,16 +310,21 @@ class Rank:
         ) as saver:
             self._saver = saver
             report = saver.restore()
-            first = 0 if report is None else report.step
-            right = is_step(state, first, self._rank, start.size)
+            begun = 0 if report is None else report.step
+            right = is_step(state, begun, self._rank, start.size)
             attempt = "" if report is None else report.attempt
-            self._note("restored", step=first, right=right, attempt=attempt)
-            for step in range(first + 1, first + 1 + start.steps):
+            self._note("restored", step=begun, right=right, attempt=attempt)
+            for step in range(begun + 1, begun + 1 + start.steps):
                 scheduler.sleep(start.step_seconds)
                 if start.together:
                     between.gather("gradients", b"")
                 _advance(state, step, self._rank, start.size)
                 saver.step(step)
+
+    def _store(self, bucket: Bucket) -> Store:
+        process = self._life.processes[self._rank]
+        store = NetworkStore(bucket.bytes, self._life.simulation.network, process)
+        return RetryingStore(store, RetryPolicy()) if self._life.start.retries else store
 
     def _observe(self, event: SaveEvent) -> None:
         if isinstance(event, SaveSucceeded):

@@ -78,7 +78,7 @@ READING = (
         _LOG,
         "if slot != expected and (expected <= state.slot or len(behind) == BEHIND_MAX):",
         "if False:",
-        test="tests/protocol/test_places.py::test_nobody_writes_to_a_log_that_is_no_row",
+        test="tests/protocol/test_places.py::test_many_records_behind_a_hole_are_no_accident_even_without_a_checkpoint_among_them",
     ),
     Mutant(
         "a claim does not look behind a hole",

@@ -20,7 +20,7 @@ import ckpt.commit.session as session_module
 from ckpt.cli import main
 from ckpt.commit.appender import Limits, Sources
 from ckpt.commit.locate import locate
-from ckpt.commit.log import Log
+from ckpt.commit.log import BEHIND_MAX, Log
 from ckpt.commit.maintenance import Maintenance
 from ckpt.commit.names import MANIFEST_NAME, record_key, step_prefix
 from ckpt.commit.ranked import SessionRegistry, open_session
@@ -591,4 +591,25 @@ def test_nobody_writes_to_a_log_that_is_no_row(damage: Callable[[MemoryBucket], 
     for write in (claim, Maintenance.open):
         with pytest.raises(Corrupt, match="ckpt mend"):
             write(MemoryStore(bucket))
+    assert _objects(bucket) == before
+
+
+def test_many_records_behind_a_hole_are_no_accident_even_without_a_checkpoint_among_them() -> None:
+    """None of these records says that a checkpoint is lost, but a row of them is another log."""
+    bucket = MemoryBucket()
+    session = claim(MemoryStore(bucket))
+    for step in (1, 2):
+        save(session, step)
+    hole = session.state().slot + 1
+    attempt = session.state().live[0].attempt
+    for _ in range(BEHIND_MAX // 2 + 1):
+        session.pin(attempt)
+        session.unpin(attempt)
+    bucket.remove(record_key(hole))
+    before = _objects(bucket)
+    for write in (claim, Maintenance.open):
+        store = MemoryStore(bucket)
+        store.part_nbytes_min = 5 << 20  # then requests take long, and few links are compared
+        with pytest.raises(Corrupt, match=f"slot {hole}.*ckpt mend"):
+            write(store)
     assert _objects(bucket) == before

@@ -218,6 +218,8 @@ def _damaged(event: Event, rng: random.Random, likely: float) -> Event:
 
 
 def _applied(data: bytes, events: list[Event]) -> bytes:
+    if not events:
+        return data
     content = bytearray(data)
     for event in events:
         if event.kind == "truncate":

@@ -1,9 +1,10 @@
 """Power failures at every moment of a job on a local disk lose nothing that was acknowledged.
 
 Method: a job saves, with and without dedup, in the background, prunes, and dies; the next one goes
-on. What the store does to files and directories is recorded, and states in which a power failure
-may leave the disk are drawn from that (`power.py`). In each one, what was acknowledged by then is
-there bit for bit, what is listed is whole, and a new job can begin. Planted bugs leave out a sync.
+on. `make soak` draws 49 other courses of such jobs. What the store does to files and directories is
+recorded, and states in which a power failure may leave the disk are drawn from that (`power.py`).
+In each one, what was acknowledged by then is there bit for bit, what is listed is whole, and a new
+job can begin. Planted bugs leave out a sync.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from ckpt.commit.maintenance import Maintenance
 from ckpt.commit.names import attempt_name, step_prefix
 from ckpt.commit.records import Record
 from ckpt.commit.session import Session
-from ckpt.commit.sweep import delete_attempt
+from ckpt.commit.sweep import delete_attempt, why_not_retire
 from ckpt.commit.writer import LogWriter
 from ckpt.errors import CheckpointError
 from ckpt.format.manifest import Manifest
@@ -41,7 +42,8 @@ from tests.results import Counted
 pytestmark = pytest.mark.timeout(7200)
 
 ROOT = "disk/run"
-FULL, CLUSTER, SAMPLE = 1_000_000, 50_000, 300
+COURSES = 50
+FULL, CLUSTER, SAMPLE = 5_000_000 // COURSES, 50_000, 300  # states of each course
 
 
 class Life(NamedTuple):
@@ -51,46 +53,90 @@ class Life(NamedTuple):
     objects: dict[str, bytes]
 
 
-def lived(folder: Path) -> Life:
-    """A job and its successor on a disk, recorded."""
-    recorder = Recorder(str(folder))
-    url = folder / ROOT
-    objects: dict[str, bytes] = {}
+# What a job does, one after the other; a number is the step of a checkpoint that is retired.
+Course = tuple[str | int, ...]
+COURSE: Course = (
+    *("save", "dedup", "dedup", "background", "left", "begin", "other", "other"),
+    *(4, 3, 2, "save"),
+)
 
-    def done(what: str) -> None:
-        recorder.note(what)
-        for path in url.rglob("*"):
+
+def course_of(rng: random.Random) -> Course:
+    """Another course; what it retires is drawn when it is lived."""
+    kinds = ("save", "save", "dedup", "dedup", "background", "other", "left", "begin", "retire")
+    return ("save", *(rng.choice((*kinds, "retire")) for _ in range(rng.randint(5, 12))), "save")
+
+
+class _Job:
+    """The saves of one job after the other on one root."""
+
+    def __init__(self, url: Path, recorder: Recorder, rng: random.Random) -> None:
+        self._url, self._recorder, self._rng = url, recorder, rng
+        self._state: dict[str, Any] = {"a": torch.arange(600.0), "b": torch.ones(3), "phase": 1}
+        self._step = 0
+        self.objects: dict[str, bytes] = {}
+
+    def do(self, what: str | int) -> None:
+        """One part of a course."""
+        match what:
+            case "left":
+                self._leave_files()
+            case "begin":
+                ckpt.forget(self._url)
+            case "retire":
+                self._retire(None)
+            case int():
+                self._retire(what)
+            case _:
+                self._save(str(what))
+
+    def _save(self, how: str) -> None:
+        self._step += 1
+        step, state = self._step, {"a": torch.arange(7.0) * self._step}
+        if how != "other":
+            self._state["b"] = torch.ones(3) * step
+            state = self._state
+        if how == "background":
+            ckpt.async_save(state, self._url, step=step).result()
+        else:
+            ckpt.save(state, self._url, step=step, dedup=how == "dedup")
+        self._recorder.note(f"saved {step}")
+        for path in self._url.rglob("*"):
             if path.is_file():
-                objects[str(path.relative_to(url))] = path.read_bytes()
+                self.objects[str(path.relative_to(self._url))] = path.read_bytes()
 
-    state = {"a": torch.arange(600.0), "b": torch.ones(3), "phase": 1}
-    with recorder.recording():
-        for step in (1, 2, 3):
-            state["b"] = torch.ones(3) * step
-            ckpt.save(state, url, step=step, dedup=step > 1)
-            done(f"saved {step}")
-        ckpt.async_save(state, url, step=4).result()
-        done("saved 4")
-        # What a process wrote of a save that it did not live to commit.
-        store = LocalStore(str(url))
-        dead = attempt_name(Log(store).state().epoch, b"not here")
-        key = step_prefix(9, dead) + "rank00000-000.safetensors"
+    def _leave_files(self) -> None:
+        """What a process wrote of a save that it did not live to commit."""
+        store = LocalStore(str(self._url))
+        dead = attempt_name(Log(store).state().epoch, self._rng.randbytes(8))
+        key = step_prefix(self._step + 100, dead) + "rank00000-000.safetensors"
         with store.create(key, 4, part_nbytes=4, durable=False) as writer:
             writer.write_part(0, [memoryview(b"left")])
-        ckpt.forget(url)
-        for step in (5, 6):
-            ckpt.save({"a": torch.arange(7.0) * step}, url, step=step)
-            done(f"saved {step}")
-        for step in (4, 3, 2):
-            recorder.note(f"retiring {step}")
-            keeper = Maintenance.open(store)
-            attempt = next(entry.attempt for entry in keeper.state().live if entry.step == step)
-            keeper.retire(attempt)
-            recorder.note(f"retired {step}")
-        ckpt.save({"a": torch.ones(2)}, url, step=7)
-        done("saved 7")
+
+    def _retire(self, step: int | None) -> None:
+        keeper = Maintenance.open(LocalStore(str(self._url)))
+        state = keeper.state()
+        free = [entry for entry in state.live if not why_not_retire(state, entry)]
+        chosen = [entry for entry in free if step in (None, entry.step)]
+        if not chosen:
+            assert step is None, f"step {step} of {[entry.step for entry in free]}"
+            return
+        entry = self._rng.choice(chosen)
+        self._recorder.note(f"retiring {entry.step}")
+        keeper.retire(entry.attempt)
+        self._recorder.note(f"retired {entry.step}")
+
+
+def lived(folder: Path, course: Course = COURSE, rng: random.Random | None = None) -> Life:
+    """Jobs on a disk, one after the other, recorded."""
+    recorder = Recorder(str(folder))
+    url = folder / ROOT
+    job = _Job(url, recorder, rng or random.Random(0))
+    with recorder.recording():
+        for what in course:
+            job.do(what)
     ckpt.forget(url)
-    return Life(recorder, objects)
+    return Life(recorder, job.objects)
 
 
 class Promised(NamedTuple):
@@ -181,14 +227,17 @@ def states(pytestconfig: pytest.Config, scale: Scale) -> int:
     return scale.count(CLUSTER if pytestconfig.getoption("cluster") else SAMPLE, FULL)
 
 
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("number", range(COURSES))
 def test_power_failures_lose_nothing(
-    tmp_path: Path, rng: random.Random, states: int, counted: Counted
+    tmp_path: Path, rng: random.Random, states: int, counted: Counted, number: int
 ) -> None:
-    life = lived(tmp_path)
+    course = course_of(rng) if number else COURSE
+    life = lived(tmp_path, course, rng)
     count, different, problems = failures(life, rng, states)
     counted(power_failures=count, different_disks=different, changes=len(life.recorder.events))
-    assert not problems, "\n".join(problems)
-    assert different > states // 20
+    assert not problems, "\n".join([*problems, f"course {course}"])
+    assert different > min(states // 20, 500)
 
 
 # --- planted bugs ---------------------------------------------------------------------------------

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
+
 from ckpt.errors import Corrupt
 from ckpt.format.blake3 import DIGEST_NBYTES, Digests, digests_from, no_digests
-from ckpt.format.checksum import crc32c
+from ckpt.format.checksum import BlockChecksums, crc32c
 from ckpt.format.checksum_tables import Seal, seal_of
 from ckpt.format.damage import raising_corrupt
 from ckpt.format.datafile import DIGESTS
 from ckpt.format.datafile_index import DataFileIndex, read_data_file_index
 from storage import ShortReadError, Store
+
+READ_NBYTES = 8 << 20
 
 
 def read_into(
@@ -57,6 +61,30 @@ def check_seal(actual: Seal, expected: Seal, where: str) -> None:
 def check_table(table: bytes | memoryview, expected: Seal, where: str) -> None:
     """Raises Corrupt, naming the file, unless `table` has this seal."""
     check_seal(seal_of(table), expected, where)
+
+
+def check_blocks(store: Store, key: str, index: DataFileIndex) -> None:
+    """Read all chunks of a data file. Raises Corrupt unless each block matches its checksum."""
+    ends: list[int] = []
+    chunks_nbytes = 0
+    for chunk in index.chunks:
+        begin, chunks_nbytes = chunks_nbytes, chunks_nbytes + chunk.nbytes
+        ends += range(begin + index.block_bytes, chunks_nbytes, index.block_bytes)
+        ends += [chunks_nbytes] if chunk.nbytes else []
+    sums = BlockChecksums(ends)
+    first = len(index.header)  # the chunks follow it, one right after the other
+    buffer = memoryview(bytearray(min(READ_NBYTES, chunks_nbytes)))
+    for start in range(0, chunks_nbytes, READ_NBYTES):
+        run = buffer[: min(READ_NBYTES, chunks_nbytes - start)]
+        read_into(store, key, first + start, [run])
+        sums.add(run)
+    damaged = np.flatnonzero(sums.result() != index.checksums)
+    if len(damaged):
+        chunk = index.chunks[int(np.searchsorted(index.first_block, damaged[0], side="right")) - 1]
+        raise Corrupt(
+            f"{store.url}/{key}: {len(damaged)} of {len(ends)} blocks do not match their "
+            f"checksums, the first one of {chunk.fqn!r}"
+        )
 
 
 def extra_of(store: Store, key: str, index: DataFileIndex, extra: str) -> bytes:

@@ -13,23 +13,25 @@ from dataclasses import asdict, replace
 from typing import Any, NamedTuple
 
 from ckpt.api import read_path
-from ckpt.errors import CheckpointError, Corrupt
+from ckpt.errors import CheckpointError, Corrupt, Mismatch
 from ckpt.format.manifest import Header, Manifest
 from ckpt.format.manifest_codec import decode_manifest, encode_manifest
 from ckpt.format.merging import build_manifest
 from ckpt.format.opened_files import contradictions, open_file, part_of_rank
 from ckpt.format.part import Part
 from ckpt.format.part_codec import decode_part, encode_part
+from ckpt.format.stored_index import check_blocks
 from ckpt.loading.load import LoadOptions, LoadReport, load_located
 from ckpt.near.files import NearFiles
+from ckpt.near.hosts import Hosts
 from ckpt.near.records import NearRecord, decode_near_record, encode_near_record, near_digest
-from ckpt.near.saving import Hosts
 from ckpt.near.status import TierStatus, read_status
 from ckpt.near.tier import Tier
 from ckpt.saving.messages import joined, split
 from ckpt.state.stacks import Stacks
 from ckpt.world.base import World, collectively
 from ckpt.world.frames import pack, unpack
+from storage import StorageError
 
 logger = logging.getLogger(__name__)
 
@@ -37,17 +39,17 @@ BYTES_OF_OTHERS = "near_bytes_of_others"  # the counter of a load, of what came 
 
 
 class NearCandidate(NamedTuple):
-    """A record that some host has, and for each rank that saved, a host that has all its files;
-    "" where none does.
+    """A record that some host has, and for each rank that saved, the hosts that have all its files:
+    its own, and those that keep copies.
     """
 
     record: NearRecord
-    homes: tuple[str, ...]
+    homes: tuple[tuple[str, ...], ...]
 
     @property
     def problem(self) -> str:
         """Why it cannot be loaded, "" when every file is there."""
-        missing = [rank for rank, home in enumerate(self.homes) if not home]
+        missing = [rank for rank, homes in enumerate(self.homes) if not homes]
         if not missing:
             return ""
         shown = ", ".join(map(str, missing[:8])) + (", ..." if len(missing) > 8 else "")
@@ -87,13 +89,13 @@ def near_candidates(world: World, tier: Tier, hosts: Hosts, epoch: int) -> list[
         return [tier.whole_ranks(record) for record in records] if is_first else []
 
     mine_of_all = collectively(world, "near offers", offered)
-    homes: list[dict[int, str]] = [{} for _ in records]
+    homes: list[list[list[str]]] = [[[] for _ in range(r.head.world_size)] for r in records]
     for rank, offers in enumerate(_shared(world, "near offers", mine_of_all)):
         for known, ranks in zip(homes, offers, strict=False):  # only the first of a host has any
             for one in ranks:
-                known.setdefault(one, hosts.names[rank])
+                known[one].append(hosts.names[rank])
     return [
-        NearCandidate(record, tuple(known.get(rank, "") for rank in range(record.head.world_size)))
+        NearCandidate(record, tuple(map(tuple, known)))
         for record, known in zip(records, homes, strict=True)
     ]
 
@@ -132,20 +134,40 @@ def load_near(
     stacks: Stacks | None = None,
 ) -> LoadReport:
     """Fill `state` from a near checkpoint whose files are all there; `stacks` are those of
-    `ckpt.load`. Collective.
+    `ckpt.load`. Collective. Where a file turns out to be damaged or not readable, another copy of
+    it is used.
 
-    Raises like `ckpt.loading.load.load_state`; a damaged header is Corrupt with the state as it
-    was, a damaged block is LoadInterrupted by Corrupt.
+    Raises like `ckpt.loading.load.load_state` when no other copy is left; a damaged header is
+    Corrupt with the state as it was, a damaged block is LoadInterrupted by Corrupt.
     """
+    try:
+        return _load(state, world, tier, hosts, candidate, stacks or {})
+    except Mismatch:
+        raise
+    except (CheckpointError, StorageError) as error:
+        if world.failure is not None or not any(len(homes) > 1 for homes in candidate.homes):
+            raise
+        sound = _checked(world, tier, hosts, candidate)
+        if sound.problem or sound == candidate:
+            raise
+        if world.rank == 0:
+            logger.warning(
+                "near step %d is loaded again, from other copies: %s", sound.record.head.step, error
+            )
+    return _load(state, world, tier, hosts, sound, stacks or {})
+
+
+def _load(
+    state: Any, world: World, tier: Tier, hosts: Hosts, candidate: NearCandidate, stacks: Stacks
+) -> LoadReport:
     record = candidate.record
-    owners = [_owner(hosts, rank, home) for rank, home in enumerate(candidate.homes)]
-    manifest = _manifest(world, tier, record, owners)
+    manifest = _manifest(world, tier, hosts, candidate)
     own_host = hosts.names[world.rank]
     keys = [record.prefix + file.name for file in record.files]
     of_others = {
-        key: owners[file.rank]
+        key: _reader_at(hosts, candidate.homes[file.rank], file.rank, world.rank)
         for key, file in zip(keys, record.files, strict=True)
-        if candidate.homes[file.rank] != own_host
+        if own_host not in candidate.homes[file.rank]
     }
     files = NearFiles(tier.store, world, keys, of_others)
     path = read_path(tier.store, "buffered" if tier.is_in_memory else "auto")
@@ -154,21 +176,51 @@ def load_near(
         store=files,
         world=world,
         located=(record.prefix, manifest),
-        options=LoadOptions(stacks=stacks or {}, path=path),
+        options=LoadOptions(stacks=stacks, path=path),
         reading=files.reading,
     )
     counters = {**report.counters, BYTES_OF_OTHERS: files.nbytes_of_others}
     return replace(report, counters=counters)
 
 
-def _owner(hosts: Hosts, rank: int, home: str) -> int:
-    """Which rank of the host `home` reads the files of `rank` for others."""
-    ranks = hosts.ranks_of(home)
+def _checked(world: World, tier: Tier, hosts: Hosts, candidate: NearCandidate) -> NearCandidate:
+    """The candidate with those homes alone whose files are as they were written: every rank reads a
+    share of what its host has, all bytes of it. Collective.
+    """
+    own_host = hosts.names[world.rank]
+    ranks_here = hosts.ranks_of(own_host)
+    offered = [rank for rank, homes in enumerate(candidate.homes) if own_host in homes]
+    mine = offered[ranks_here.index(world.rank) :: len(ranks_here)]
+    damaged = []
+    for rank in mine:
+        try:
+            _part(tier, candidate.record, rank, with_blocks=True)
+        except (CheckpointError, StorageError) as error:
+            logger.warning("a copy of near files of rank %d does not count: %s", rank, error)
+            damaged.append(rank)
+    bad = {
+        (hosts.names[reader], rank)
+        for reader, ranks in enumerate(_shared(world, "near damage", damaged))
+        for rank in ranks
+    }
+    homes = tuple(
+        tuple(home for home in homes if (home, rank) not in bad)
+        for rank, homes in enumerate(candidate.homes)
+    )
+    return candidate._replace(homes=homes)
+
+
+def _reader_at(hosts: Hosts, homes: Sequence[str], rank: int, user: int) -> int:
+    """Which rank reads the files of `rank`, which are at `homes`, for the rank `user`."""
+    ranks = hosts.ranks_of(homes[user % len(homes)])
     return ranks[rank % len(ranks)]
 
 
-def _manifest(world: World, tier: Tier, record: NearRecord, owners: Sequence[int]) -> Manifest:
+def _manifest(world: World, tier: Tier, hosts: Hosts, candidate: NearCandidate) -> Manifest:
     """The manifest that the headers of all files make. Collective."""
+    record = candidate.record
+    # Of several homes, each opens its share.
+    owners = [_reader_at(hosts, homes, rank, rank) for rank, homes in enumerate(candidate.homes)]
 
     def opened() -> bytes:
         own = [rank for rank, owner in enumerate(owners) if owner == world.rank]
@@ -196,8 +248,12 @@ def _manifest(world: World, tier: Tier, record: NearRecord, owners: Sequence[int
     return collectively(world, "decode", lambda: decode_manifest(sent))
 
 
-def _part(tier: Tier, record: NearRecord, rank: int) -> tuple[Header, Part]:
-    """What one rank that saved would have sent, from its files. Raises Corrupt."""
+def _part(
+    tier: Tier, record: NearRecord, rank: int, *, with_blocks: bool = False
+) -> tuple[Header, Part]:
+    """What one rank that saved would have sent, from its files; all their bytes are read
+    `with_blocks`. Raises Corrupt.
+    """
     opened = []
     for file in record.files:
         if file.rank == rank:
@@ -209,6 +265,8 @@ def _part(tier: Tier, record: NearRecord, rank: int) -> tuple[Header, Part]:
                 raise Corrupt(f"{tier.store.url}/{record.prefix}{file.name}: says it is {named}")
             if one.described.seal != file.seal:
                 raise Corrupt(f"{tier.store.url}/{record.prefix}{file.name}: has another seal")
+            if with_blocks:
+                check_blocks(tier.store, record.prefix + file.name, one.described)
             opened.append(one)
     if problems := contradictions(opened):
         raise Corrupt("; ".join(problems))

@@ -1,7 +1,7 @@
 """Near saves: a save in the background whose files stay on the host, and the record of all ranks.
 
-stage -> attempt -> data files in the tier of each host -> record on every host
-                    each rank alone                        made by the coordinator
+stage -> attempt -> data files in the tier of each host -> copies at other hosts -> record
+                    each rank alone                        each rank alone          on every host
 
 No object store is asked for anything. What counts is said in `ckpt.near.records`.
 """
@@ -12,17 +12,21 @@ import contextlib
 import json
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
+from ckpt.commit.names import step_prefix
 from ckpt.commit.ranked import RankedSession
 from ckpt.errors import RankFailed
 from ckpt.format.checksum_tables import Seal
 from ckpt.format.manifest import Header
 from ckpt.format.part import Part
 from ckpt.layout.memory import devices_of, gc_paused
+from ckpt.near.hosts import Hosts
 from ckpt.near.memory import GENERATIONS, MappedStore, TierMemory
+from ckpt.near.peers import Copies, CopyOptions, open_copies
+from ckpt.near.placement import copies_of, sharing_racks
 from ckpt.near.records import NearFile, NearHead, NearRecord, decode_near_record, encode_near_record
 from ckpt.near.tier import Tier
 from ckpt.saving.background import Background, PendingSave
@@ -43,29 +47,12 @@ from ckpt.saving.task import Attempt, PartMemory, SaveTask, header_of
 from ckpt.saving.write import MIB, Staging, WritePath
 from ckpt.telemetry.history import CommittedSave, RankReport, totals_of
 from ckpt.telemetry.record import SaveTotals
-from ckpt.world.base import World, collectively
+from ckpt.world.base import collectively
 from storage import StorageError, Store
 
 logger = logging.getLogger(__name__)
 
-
-class Hosts(NamedTuple):
-    """Which ranks share a tier: the name of the tier of each rank, in rank order."""
-
-    names: tuple[str, ...]
-
-    @classmethod
-    def of(cls, world: World, tier: Tier) -> Hosts:
-        """Gathered from all ranks. Collective."""
-        return cls(tuple(one.decode() for one in world.gather("near hosts", tier.host.encode())))
-
-    def ranks_of(self, name: str) -> list[int]:
-        """The ranks that share a tier, ascending."""
-        return [rank for rank, other in enumerate(self.names) if other == name]
-
-    def is_first(self, rank: int) -> bool:
-        """Whether `rank` does for its host what is done once."""
-        return self.names.index(self.names[rank]) == rank
+BYTES_COPIED = "near_bytes_copied"  # the counter of a save, of what was sent to other hosts
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +65,7 @@ class NearOptions:
     snapshot: Snapshot = "step"
     user: dict[str, str] = field(default_factory=dict)
     lends_often: bool = False
+    copies: CopyOptions = field(default_factory=CopyOptions)
 
 
 class LendingSave(NamedTuple):
@@ -111,6 +99,7 @@ class NearSaves:
         self._path = WritePath(
             staging=self._staging, direct=is_disk, writers=int(is_disk), direct_nbytes_min=4 * MIB
         )
+        self._copies: Copies | None = None
         self._number = 0  # of the newest record of this epoch
         self._after_slot = 0
         self._safe = ""  # the newest attempt whose record is on every host
@@ -182,6 +171,8 @@ class NearSaves:
         self._background.close()
         if self._mapped is not None:
             self._mapped.close()
+        if self._copies is not None:
+            self._copies.close()  # all ranks have ended the save in which they sent anything here
         self.session.world.close()
         self.tier.close()
 
@@ -192,7 +183,8 @@ class NearSaves:
         Of jobs before, only the near attempt `restored` stays, "" for none: call `adopt` next.
 
         Raises ValueError on all ranks, with the numbers, when a host has no room for two
-        generations; InvalidState like a save.
+        generations, or there are too few hosts for copies; InvalidState like a save; StorageError
+        when a host cannot serve its tier to those that keep copies there.
         """
         world = self.session.world
         task = self._task(0)
@@ -217,15 +209,21 @@ class NearSaves:
             newest = max(own, key=lambda r: r.order, default=None)
             slot = 0 if self.session.session is None else self.session.session.state().slot
             number, attempt = (newest.head.number, newest.head.attempt) if newest else (0, "")
-            return json.dumps([nbytes, room.free + room.own, number, attempt, slot]).encode()
+            rack = self._options.copies.rack
+            return json.dumps([nbytes, room.free + room.own, number, attempt, slot, rack]).encode()
 
         mine = collectively(world, "near room", facts)
         reports = [json.loads(one) for one in world.gather("near room", mine)]
-        fits_more = self._check_room([r[0] for r in reports], [r[1] for r in reports])
+        copies = self._placed([r[5] for r in reports])
+        rooms = [r[1] for r in reports]
+        fits_more = self._check_room([r[0] for r in reports], rooms, copies)
         # Of an earlier Checkpointer of this process.
         self._number, newest = max((r[2], r[3]) for r in reports)
         self._safe = restored or newest
         self._after_slot = reports[0][4]
+        if self._options.copies.replicas:
+            options = self._options.copies
+            self._copies = open_copies(world, self.tier, self.hosts, copies, options)
         if self.tier.is_in_memory and not isinstance(contents, Exception):
             sources = contents.plan.sources
             # Copies from a device need pinned memory, which that of a file is not.
@@ -245,35 +243,70 @@ class NearSaves:
         need = BufferNeed(files[0].part_nbytes, generations, pinned=False)
         self._background.make_ready(self._mapped, need)
 
-    def _check_room(self, needs: Sequence[int], rooms: Sequence[int]) -> bool:
+    def _placed(self, racks: Sequence[str]) -> dict[str, tuple[str, ...]]:
+        """Which hosts keep copies of each host's files; `racks` are those of all ranks."""
+        names, replicas = self.hosts.names, self._options.copies.replicas
+        own = {name: racks[names.index(name)] for name in names}
+        copies = copies_of(own, replicas)
+        if self.session.world.rank == 0 and (shared := sharing_racks(own, copies)):
+            logger.warning(
+                "near copies: %d of %d hosts have two copies of their files in one rack, because a "
+                "rack has more than 1/%d of the hosts",
+                len(shared),
+                len(own),
+                replicas + 1,
+            )
+        return copies
+
+    def _check_room(
+        self, needs: Sequence[int], rooms: Sequence[int], copies: Mapping[str, tuple[str, ...]]
+    ) -> bool:
         """Whether every host has room for one state more than it must have room for."""
-        bytes_max = self._options.bytes_max
-        fits_more = True
-        for name in dict.fromkeys(self.hosts.names):
-            ranks = self.hosts.ranks_of(name)
-            each = sum(needs[rank] for rank in ranks)
-            room = rooms[ranks[0]]  # which has swept before it looked
-            limit = room if bytes_max is None else min(room, bytes_max)
-            if GENERATIONS * each > limit:
-                bound = "" if bytes_max is None else f", and bytes_max is {bytes_max / MIB:.0f} MiB"
-                raise ValueError(
-                    f"near tier of ranks {ranks[0]} to {ranks[-1]}: {GENERATIONS} generations of "
-                    f"their states take {GENERATIONS * each / MIB:.0f} MiB there, "
-                    f"{room / MIB:.0f} MiB are free{bound}; give it more room (a larger tmpfs, "
-                    "fewer ranks on a host), or use a directory on a local disk"
-                )
-            fits_more = fits_more and (GENERATIONS + 1) * each <= limit
-            if self.session.world.rank == 0:
-                logger.info(
-                    "near tier of ranks %d to %d: %d generations of their states take %.0f MiB, "
-                    "%.0f MiB are there; one more, while a durable save sends one, %s",
-                    ranks[0],
-                    ranks[-1],
-                    GENERATIONS,
-                    GENERATIONS * each / MIB,
-                    limit / MIB,
-                    "fits" if (GENERATIONS + 1) * each <= limit else "does not fit",
-                )
+        own = {
+            name: sum(needs[rank] for rank in self.hosts.ranks_of(name))
+            for name in dict.fromkeys(self.hosts.names)
+        }
+        kept = dict(own)
+        for name, others in copies.items():
+            for other in others:
+                kept[other] += own[name]
+        return all(
+            [
+                self._has_room(name, own[name], kept[name], rooms[self.hosts.names.index(name)])
+                for name in own
+            ]
+        )
+
+    def _has_room(self, name: str, own: int, kept: int, room: int) -> bool:
+        """Whether a host has room for one more state of its own ranks, which are `own` bytes,
+        beside the generations of all that it keeps. Raises ValueError when these do not fit.
+        """
+        bytes_max, ranks = self._options.bytes_max, self.hosts.ranks_of(name)
+        limit = room if bytes_max is None else min(room, bytes_max)
+        what = "their states"
+        if kept > own:
+            what += f", and of copies of {(kept - own) / MIB:.0f} MiB for other hosts,"
+        if GENERATIONS * kept > limit:
+            bound = "" if bytes_max is None else f", and bytes_max is {bytes_max / MIB:.0f} MiB"
+            raise ValueError(
+                f"near tier of ranks {ranks[0]} to {ranks[-1]}: {GENERATIONS} generations of "
+                f"{what} take {GENERATIONS * kept / MIB:.0f} MiB there, "
+                f"{room / MIB:.0f} MiB are free{bound}; give it more room (a larger tmpfs, "
+                "fewer ranks on a host, fewer replicas), or use a directory on a local disk"
+            )
+        fits_more = GENERATIONS * kept + own <= limit
+        if self.session.world.rank == 0:
+            logger.info(
+                "near tier of ranks %d to %d: %d generations of %s take %.0f MiB, "
+                "%.0f MiB are there; one more, while a durable save sends one, %s",
+                ranks[0],
+                ranks[-1],
+                GENERATIONS,
+                what,
+                GENERATIONS * kept / MIB,
+                limit / MIB,
+                "fits" if fits_more else "does not fit",
+            )
         return fits_more
 
     # one save
@@ -298,6 +331,7 @@ class NearSaves:
         is_written = False
         try:
             part = collectively(world, "near write", lambda: self._written(header, write))
+            self._copy(task, header, part)
             is_written = True
             report = self._commit(task, header, part)
             if self._mapped is not None:
@@ -314,7 +348,10 @@ class NearSaves:
             if self._mapped is not None:
                 self._mapped.give_up()
             with contextlib.suppress(StorageError):
-                self.tier.drop_own({self._safe}, world.rank, epoch=self.session.epoch)
+                if self._copies is None:
+                    self.tier.drop_own({self._safe}, world.rank, epoch=self.session.epoch)
+                else:
+                    self._drop({self._safe})  # and what others have put here
             raise
 
     def _attempt(self, task: SaveTask, modules: Callable[[], Sequence[str]]) -> Header:
@@ -337,6 +374,22 @@ class NearSaves:
         self._drop({self._safe, header.attempt})
         return write(Attempt(header, None))
 
+    def _copy(self, task: SaveTask, header: Header, part: Part) -> None:
+        """Put the files of this rank into the tiers that keep copies of them. Begins when every
+        rank has written its own, so that all hosts have dropped older copies by then.
+        """
+        copies = self._copies
+        if copies is None:
+            return
+        prefix, files = step_prefix(header.step, header.attempt), _files_of(part)
+        with task.recorder.span("copies"):
+            nbytes = collectively(
+                task.session.world,
+                "near copies",
+                lambda: copies.send(prefix, files, epoch=self.session.epoch),
+            )
+        task.recorder.count(BYTES_COPIED, nbytes)
+
     def _drop(self, kept: set[str]) -> None:
         """Delete all attempts but `kept`: every rank its own files, the first of a host the rest,
         such as those of ranks that a world before had.
@@ -350,7 +403,7 @@ class NearSaves:
     def _commit(self, task: SaveTask, header: Header, part: Part) -> SaveReport:
         """The coordinator makes the record of what all ranks have written; every host keeps it."""
         world = task.session.world
-        mine = joined(task.rank_report().encode(), _encode_files(part))
+        mine = joined(task.rank_report().encode(), _encode_files(_files_of(part)))
         with task.recorder.span("parts"):
             received = world.gather_to_coordinator("near files", mine)
         reports: list[RankReport] = []
@@ -453,12 +506,19 @@ def open_near_saves(
     return saves
 
 
-def _encode_files(part: Part) -> bytes:
+def _files_of(part: Part) -> list[NearFile]:
+    """The files of a rank as a record names them."""
+    return [
+        NearFile(part.rank, index, int(nbytes), part.seals.of_file(index))
+        for index, nbytes in enumerate(part.file_nbytes)
+    ]
+
+
+def _encode_files(files: Sequence[NearFile]) -> bytes:
     """What a rank reports of its files to the coordinator."""
-    sealed = (part.seals.of_file(index) for index in range(len(part.files)))
     rows = [
-        [part.rank, index, int(nbytes), seal.nbytes, seal.digest.hex()]
-        for index, (nbytes, seal) in enumerate(zip(part.file_nbytes, sealed, strict=True))
+        [file.rank, file.index, file.nbytes, file.seal.nbytes, file.seal.digest.hex()]
+        for file in files
     ]
     return json.dumps(rows).encode()
 

@@ -29,7 +29,14 @@ from ckpt.near.records import (
     decode_near_record,
     encode_near_record,
 )
-from storage import KeyExistsError, KeyNotFoundError, ShortReadError, StorageError, TooLargeError
+from storage import (
+    KeyExistsError,
+    KeyNotFoundError,
+    ShortReadError,
+    StorageError,
+    Store,
+    TooLargeError,
+)
 from storage.linux import is_in_memory
 from storage.local import LocalStore
 from storage.store import ByteRange
@@ -126,14 +133,9 @@ class Tier:
             records.append(record)
         return sorted(records, key=lambda record: record.order, reverse=True)
 
-    def epoch(self) -> int:
-        """The highest epoch that a record here is of; 0 without any."""
-        matches = (_RECORD.fullmatch(info.key) for info in self.store.list(RECORDS_PREFIX))
-        return max((int(match[1]) for match in matches if match), default=0)
-
     def refuse_fenced(self, epoch: int) -> None:
         """Raise Fenced when a session of a later epoch uses this tier."""
-        if (newest := self.epoch()) > epoch:
+        if (newest := newest_epoch(self.store)) > epoch:
             raise Fenced(
                 f"{self.store.url} has near checkpoints of a newer session (epoch {newest}, this "
                 f"process has epoch {epoch}): another job trains on from this root. If this one "
@@ -155,17 +157,8 @@ class Tier:
     # files
 
     def has(self, record: NearRecord, file: NearFile) -> bool:
-        """Whether a file of a record is here, in full length and with the checksum table that the
-        record has the seal of. Blocks are compared with that table when they are read.
-        """
-        table = ByteRange(file.nbytes - file.seal.nbytes, file.nbytes)
-        key = record.prefix + file.name
-        try:
-            if self.store.info(key).nbytes != file.nbytes:
-                return False
-            return seal_of(self.store.get(key, table)) == file.seal
-        except (KeyNotFoundError, ShortReadError):
-            return False
+        """Whether a file of a record is here, as `has_file` says."""
+        return has_file(self.store, record.prefix, file)
 
     def whole_ranks(self, record: NearRecord) -> list[int]:
         """The ranks of which all files that a record names are here."""
@@ -218,6 +211,27 @@ class Tier:
         """Close the files that are open."""
         with contextlib.suppress(StorageError):
             self.store.close()
+
+
+def newest_epoch(store: Store) -> int:
+    """The highest epoch that a record in a tier is of; 0 without any. `store` is that of the tier,
+    wherever it is.
+    """
+    matches = (_RECORD.fullmatch(info.key) for info in store.list(RECORDS_PREFIX))
+    return max((int(match[1]) for match in matches if match), default=0)
+
+
+def has_file(store: Store, prefix: str, file: NearFile) -> bool:
+    """Whether a tier has a file of a record below `prefix`, in full length and with the checksum
+    table that the record has the seal of. Blocks are compared with that table when they are read.
+    """
+    table = ByteRange(file.nbytes - file.seal.nbytes, file.nbytes)
+    try:
+        if store.info(prefix + file.name).nbytes != file.nbytes:
+            return False
+        return seal_of(store.get(prefix + file.name, table)) == file.seal
+    except (KeyNotFoundError, ShortReadError):
+        return False
 
 
 def tier_roots(path: str | os.PathLike[str]) -> list[str]:

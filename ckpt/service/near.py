@@ -18,9 +18,11 @@ from ckpt.commit.numbers import plain_int
 from ckpt.errors import Fenced, RankFailed
 from ckpt.layout.memory import gc_paused
 from ckpt.loading.load import LoadReport
+from ckpt.near.hosts import Hosts
+from ckpt.near.peers import CopyOptions
 from ckpt.near.records import NearRecord
 from ckpt.near.recovery import NearCandidate, load_near, near_candidates, newest_status
-from ckpt.near.saving import Hosts, NearOptions, NearSaves, open_near_saves
+from ckpt.near.saving import NearOptions, NearSaves, open_near_saves
 from ckpt.near.status import StatusNotes, TierStatus
 from ckpt.near.tier import Tier
 from ckpt.saving.background import PendingSave
@@ -37,6 +39,7 @@ from ckpt.world.base import collectively
 logger = logging.getLogger(__name__)
 
 FAILURES_MAX = 100
+REPLICAS_MAX = 8
 EVERY_DEFAULT: SavePolicy = EverySteps(20)
 
 
@@ -48,13 +51,22 @@ class Near:
     the host; ranks of a host share it, and so may several jobs. `every` says how often, by the step
     alone. A host keeps two states of its ranks there, which must fit: into `bytes_max` as well.
 
-    `replicas` at other hosts are not there yet: 0 is the only number.
+    Copies of them lie on `replicas` other hosts, two states each, so that as many hosts may be
+    lost at once; a near checkpoint counts when all copies are whole. With `rack`, a name that hosts
+    of one rack have in common, copies go to different racks.
+
+    Each host serves its directory to the others, at `address` or at the address that the job uses,
+    to those who have a token that only its ranks know. With `certificate`, the path of a PEM file
+    with a key and its certificate, the same on all hosts, what is sent is encrypted.
     """
 
     path: str | os.PathLike[str]
     every: SavePolicy = EVERY_DEFAULT
     bytes_max: SupportsIndex | None = None
-    replicas: int = 0
+    replicas: SupportsIndex = 0
+    rack: str = ""
+    address: str = ""
+    certificate: str | os.PathLike[str] = ""
 
     def __post_init__(self) -> None:
         if not isinstance(self.path, str | os.PathLike) or not os.fspath(self.path):
@@ -64,12 +76,17 @@ class Near:
                 f"Near(every={self.every!r}): expected a policy by the step alone, such as "
                 "ckpt.EverySteps(20): near saves are too frequent for ranks to agree on each"
             )
-        if self.replicas != 0:
+        replicas = plain_int(self.replicas)
+        if type(replicas) is not int or not 0 <= replicas <= REPLICAS_MAX:
             raise ValueError(
-                f"Near(replicas={self.replicas!r}): copies at other hosts are not there yet, so "
-                "only 0 is taken: a host that is lost takes the near states of its ranks with it, "
-                "and the newest durable checkpoint is restored then"
+                f"Near(replicas={self.replicas!r}): expected the number of other hosts that keep "
+                f"copies, 0 to {REPLICAS_MAX}"
             )
+        for name in ("rack", "address"):
+            if not isinstance(value := getattr(self, name), str):
+                raise TypeError(f"Near({name}={value!r}): expected a string")
+        if not isinstance(self.certificate, str | os.PathLike):
+            raise TypeError(f"Near(certificate={self.certificate!r}): expected the path of a file")
 
 
 class _BegunNear(NamedTuple):
@@ -95,7 +112,10 @@ class NearTraining:
         bytes_max = plain_int(near.bytes_max)
         self.lends_often = are_multiples(save, near.every)
         user = dict(saving.get("user") or {})
-        self._options = NearOptions(bytes_max, snapshot, user, self.lends_often)
+        copies = CopyOptions(
+            plain_int(near.replicas), near.rack, near.address, os.fspath(near.certificate)
+        )
+        self._options = NearOptions(bytes_max, snapshot, user, self.lends_often, copies)
         self._stepped_calls = 0
         self._tier: Tier | None = None
         self._hosts: Hosts | None = None

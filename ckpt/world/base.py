@@ -58,6 +58,13 @@ class World(ABC):
         """
         return None
 
+    @property
+    def addresses(self) -> tuple[str, ...]:
+        """By which other machines may reach this process, the best first; none where that is not
+        known, or all ranks are in one process.
+        """
+        return ()
+
     @abstractmethod
     def gather(self, name: str, payload: bytes) -> list[bytes]:
         """Every rank's payload on every rank, in rank order. For small payloads."""

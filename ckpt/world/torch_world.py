@@ -129,6 +129,10 @@ class TorchWorld(World):
     def failure(self) -> RankFailed | None:
         return None if self._broken is None else _copied(self._broken)
 
+    @property
+    def addresses(self) -> tuple[str, ...]:
+        return self._process.heart.card.hosts
+
     def gather(self, name: str, payload: bytes) -> list[bytes]:
         with self._in_round(name) as number:
             return self._gathered(number, name, payload)

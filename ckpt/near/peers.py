@@ -1,0 +1,257 @@
+"""Copies of near files at other hosts: each host serves its tier, and ranks put their files there.
+
+files of a rank -> parts, each with its checksum -> the tiers of the hosts that keep copies
+                                                 -> length and seal read back from each
+
+Copies have connections of their own, never the training's group. A file in another host's tier has
+the key that it has at home, and is a file of that tier like any other.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import secrets
+import socket
+import ssl
+import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from ckpt.errors import Corrupt, Fenced
+from ckpt.near.hosts import Hosts
+from ckpt.near.records import NearFile
+from ckpt.near.tier import Tier, has_file, newest_epoch
+from ckpt.world.base import World, collectively
+from ckpt.world.liveness import this_network
+from storage import StorageError, Store
+from storage.peers.server import PeerServer
+from storage.peers.store import PeerStore
+
+logger = logging.getLogger(__name__)
+
+MIB = 1 << 20
+PART_NBYTES = 4 * MIB
+SEND_SECONDS_MAX = 300.0  # for one near save; less than ranks wait for each other in a round
+PAUSES_SECONDS = (30.0, 600.0)  # before a peer that did not answer is tried again: first, longest
+_LOOPBACK = "127.0.0.1"
+
+
+@dataclass(frozen=True, slots=True)
+class CopyOptions:
+    """How copies are made. `replicas` other hosts keep each file, not two of them in one `rack`.
+
+    `address` is that of this host for the others, "" to use the one that the job uses.
+    `certificate` is a file with the key and the certificate of the job, the same on all hosts; then
+    everything is encrypted.
+    """
+
+    replicas: int = 0
+    rack: str = ""
+    address: str = ""
+    certificate: str = ""
+
+
+class Endpoint(NamedTuple):
+    """Where a host serves its tier, and to whom."""
+
+    address: str
+    port: int
+    token: str
+
+
+class _Peer:
+    """The tier of another host. After a failure it is left alone for a while."""
+
+    def __init__(self, store: Store) -> None:
+        self.store = store
+        self._pause_seconds = 0.0
+        self._until = 0.0
+        self._failure = ""
+
+    def refuse_silent(self) -> None:
+        """Raise StorageError while it is left alone: else every near save would wait for it."""
+        left = self._until - time.monotonic()
+        if left > 0:
+            raise StorageError(
+                f"{self.store.url} took no copy, and is tried again in {left:.0f} s: "
+                f"{self._failure}"
+            )
+
+    def failed(self, error: Exception) -> None:
+        """It gave no answer, or was too slow."""
+        first, longest = PAUSES_SECONDS
+        self._pause_seconds = min(longest, max(first, 2 * self._pause_seconds))
+        self._until = time.monotonic() + self._pause_seconds
+        self._failure = f"{error!s:.300}"
+
+    def answered(self) -> None:
+        """It has taken what it was sent."""
+        self._pause_seconds = self._until = 0.0
+
+
+class Copies:
+    """The copies of one rank's files at other hosts, and the server of its host's tier if this is
+    the first rank there. Made by `open_copies`. `send` is for one thread at a time.
+    """
+
+    def __init__(
+        self, world: World, tier: Tier, server: PeerServer | None, stores: Sequence[Store]
+    ) -> None:
+        self._world = world
+        self._tier = tier
+        self._server = server
+        self._peers = [_Peer(store) for store in stores]
+
+    def send(self, prefix: str, files: Sequence[NearFile], *, epoch: int) -> int:
+        """Put files of the own tier into the tiers of all hosts that keep copies of them. Returns
+        the bytes that were sent.
+
+        Raises StorageError when a host takes one not at all or too slowly, Fenced when one is used
+        by a later epoch than `epoch`, Corrupt when one has other bytes than it was sent.
+        """
+        until = time.monotonic() + SEND_SECONDS_MAX
+        with ThreadPoolExecutor(len(self._peers), thread_name_prefix="ckpt-copies") as pool:
+            sent = [
+                pool.submit(self._send_to, peer, prefix, files, epoch, until)
+                for peer in self._peers
+            ]
+        return sum(future.result() for future in sent)
+
+    def _send_to(
+        self, peer: _Peer, prefix: str, files: Sequence[NearFile], epoch: int, until: float
+    ) -> int:
+        peer.refuse_silent()
+        try:
+            if (newest := newest_epoch(peer.store)) > epoch:
+                raise Fenced(
+                    f"{peer.store.url} has near checkpoints of a newer session (epoch {newest}, "
+                    f"this process has epoch {epoch}): another job trains on from this root. If "
+                    "this one should, stop the other job and restart this one"
+                )
+            for file in files:
+                self._put(peer.store, prefix + file.name, file.nbytes, until)
+                if not has_file(peer.store, prefix, file):
+                    raise Corrupt(
+                        f"{peer.store.url}: the copy of {prefix}{file.name} differs from what was "
+                        "sent; check that host's memory or disk"
+                    )
+        except StorageError as error:
+            peer.failed(error)
+            raise
+        peer.answered()
+        return sum(file.nbytes for file in files)
+
+    def _put(self, store: Store, key: str, nbytes: int, until: float) -> None:
+        buffer = memoryview(bytearray(min(PART_NBYTES, nbytes)))
+        with store.create(key, nbytes, part_nbytes=PART_NBYTES) as writer:
+            for index, start in enumerate(range(0, nbytes, PART_NBYTES)):
+                if self._world.failure is not None:
+                    raise self._world.failure
+                if time.monotonic() > until:
+                    raise StorageError(
+                        f"{store.url} has taken {start / MIB:.0f} of {nbytes / MIB:.0f} MiB of "
+                        f"{key} in {SEND_SECONDS_MAX:.0f} s: the near save is given up"
+                    )
+                part = buffer[: min(PART_NBYTES, nbytes - start)]
+                self._tier.store.get_into(key, start, [part])
+                writer.write_part(index, [part])
+
+    def close(self) -> None:
+        """Serve no more, and end all connections."""
+        for peer in self._peers:
+            with suppress(StorageError):
+                peer.store.close()
+        if self._server is not None:
+            self._server.close()
+
+
+def open_copies(
+    world: World,
+    tier: Tier,
+    hosts: Hosts,
+    copies: Mapping[str, tuple[str, ...]],
+    options: CopyOptions,
+) -> Copies:
+    """Serve the tier of each host, by its first rank, and find those that keep copies of this
+    rank's files, as `copies_of` says. Collective.
+
+    Raises StorageError on all ranks when a host cannot serve its tier.
+    """
+    is_first = hosts.is_first(world.rank)
+    mine = json.dumps([this_network(), options.address or _numeric(world.addresses)])
+    networks = [json.loads(one) for one in world.gather("near networks", mine.encode())]
+    opened: list[PeerServer] = []
+
+    def serve() -> bytes:
+        if not is_first:
+            return b""
+        address = options.address or _address(networks, world.rank)
+        token = secrets.token_hex(16)
+        tls = _server_tls(options.certificate) if options.certificate else None
+        opened.append(PeerServer(tier.store, token, address, tls=tls))
+        return json.dumps(Endpoint(address, opened[0].port, token)).encode()
+
+    try:
+        own = collectively(world, "near server", serve)
+        endpoints = [one and Endpoint(*json.loads(one)) for one in world.gather("near peers", own)]
+        client_tls = _client_tls(options.certificate) if options.certificate else None
+        stores = []
+        for host in copies[hosts.names[world.rank]]:
+            endpoint = endpoints[hosts.names.index(host)]
+            assert endpoint, "the first rank of a host serves"
+            stores.append(PeerStore(*endpoint, tls=client_tls))
+    except BaseException:
+        for server in opened:
+            server.close()
+        raise
+    return Copies(world, tier, opened[0] if opened else None, stores)
+
+
+def _address(networks: Sequence[Sequence[str]], rank: int) -> str:
+    """By which the others reach this host: on one machine, the loopback. Raises StorageError."""
+    network, address = networks[rank]
+    if network and len({one for one, _ in networks}) == 1:
+        return _LOOPBACK
+    if address:
+        return address
+    # Where the rendezvous is on this machine, it says nothing of the way to others: they do.
+    for other, others in networks:
+        if other != network and others:
+            with suppress(OSError), socket.socket(_family(others), socket.SOCK_DGRAM) as probe:
+                probe.connect((others, 9))  # sends nothing; the system chooses the way
+                return str(probe.getsockname()[0])
+    raise StorageError(
+        "copies of near checkpoints: no address is known by which other hosts reach this one; "
+        "pass Near(..., address=...) with this host's own address on every host"
+    )
+
+
+def _family(address: str) -> socket.AddressFamily:
+    return socket.AF_INET6 if ":" in address else socket.AF_INET
+
+
+def _numeric(addresses: Sequence[str]) -> str:
+    """The first of some addresses or names that others can reach, as a number; "" for none."""
+    for address in addresses:
+        with suppress(OSError, UnicodeError):
+            number = str(socket.getaddrinfo(address, None)[0][4][0])
+            if not number.startswith("127.") and number != "::1":
+                return number
+    return ""
+
+
+def _server_tls(certificate: str) -> ssl.SSLContext:
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(certificate)
+    return context
+
+
+def _client_tls(certificate: str) -> ssl.SSLContext:
+    """Trusts who has the key of exactly this certificate; its name may be any."""
+    context = ssl.create_default_context(cafile=certificate)
+    context.check_hostname = False
+    return context

@@ -1,0 +1,111 @@
+"""Near checkpoints with copies, of real processes: hosts are lost, and the newest state is not.
+
+Method: gloo ranks whose hosts are folders train a model under a Checkpointer with copies at other
+hosts, and kill themselves; folders of hosts are removed; fresh ranks, in another number and on
+other hosts, restore. What comes back is compared with a training that was never interrupted.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import ckpt
+from ckpt.service.events import NearFailed, NearSaved
+from tests.e2e.job import assert_is_step
+from tests.near.test_near_processes import state_of, train, trained
+from tests.near.training import advance
+from tests.ranks import run_ranks
+
+pytestmark = pytest.mark.ranks
+
+
+class Job(NamedTuple):
+    """One start of a job: `hosts[rank]` is the folder of a rank's host."""
+
+    url: str
+    hosts: Sequence[str]
+    steps: int
+    dies: bool = False
+    replicas: int = 1
+    certificate: str = ""
+
+
+class Answer(NamedTuple):
+    """What a rank has restored, and which of its near saves were made and failed."""
+
+    origin: str
+    step: int
+    nbytes_of_others: int
+    saved: tuple[int, ...]
+    failed: tuple[int, ...]
+
+
+def job(how: Job) -> Answer:
+    """Restore and check what came back, train more, and perhaps die right after."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    state = state_of(0)
+    events: list[Any] = []
+    near = ckpt.Near(
+        how.hosts[rank],
+        every=ckpt.EverySteps(2),
+        replicas=how.replicas,
+        certificate=how.certificate,
+    )
+    with ckpt.Checkpointer(
+        how.url, state, save=ckpt.EverySteps(1000), near=near, observers=[events.append]
+    ) as service:
+        report = service.restore()
+        first = 1
+        if report is not None:
+            first = report.step + 1
+            assert_is_step(state["own"], report.step, rank, size)
+            model, _ = trained(report.step)
+            for mine, theirs in zip(state["model"].parameters(), model.parameters(), strict=True):
+                assert torch.equal(mine, theirs)
+        for step in range(first, first + how.steps):
+            train(state["model"], state["optim"], step)
+            advance(state["own"], step, rank, size)
+            service.step(step)
+        if how.dies:
+            os.kill(os.getpid(), signal.SIGKILL)
+        service.wait()
+        restored = (
+            (report.origin, report.step, report.nbytes_of_other_hosts) if report else ("", 0, 0)
+        )
+        saved = tuple(e.report.step for e in events if isinstance(e, NearSaved))
+        return Answer(*restored, saved, tuple(e.step for e in events if isinstance(e, NearFailed)))
+
+
+def folders(tmp_path: Path, *numbers: int) -> list[str]:
+    return [str(tmp_path / f"host{number}") for number in numbers]
+
+
+def restored(answers: Sequence[Answer]) -> tuple[str, int]:
+    ((origin, step),) = {(answer.origin, answer.step) for answer in answers}
+    return origin, step
+
+
+def test_a_host_that_is_lost_costs_no_near_checkpoint(tmp_path: Path) -> None:
+    url, hosts = str(tmp_path / "run"), folders(tmp_path, 0, 0, 1, 1)
+    run_ranks(4, job, Job(url, hosts, 7, dies=True), allow_dead=range(4))
+    shutil.rmtree(hosts[2])
+    # On the host that is left and a new one; the save of step 6 may have been cut off.
+    answers = run_ranks(3, job, Job(url, folders(tmp_path, 0, 2, 2), 4))
+    origin, step = restored(answers)
+    assert origin == "near" and step in (4, 6)
+    assert answers[0].nbytes_of_others == 0 and answers[1].nbytes_of_others > 0
+    for answer in answers:
+        assert answer.saved == (step + 2, step + 4) and not answer.failed
+    assert not list((tmp_path / "run").glob("steps/*"))
+    # The new host has its copies by now: the old one can go as well.
+    shutil.rmtree(hosts[0])
+    assert restored(run_ranks(2, job, Job(url, folders(tmp_path, 2, 3), 0))) == ("near", step + 4)

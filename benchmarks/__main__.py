@@ -2,7 +2,7 @@
 
     python -m benchmarks [save_load cold_load small_tensors async_save state_dicts engine_save fsdp1
                           memory dedup export convert manifest coordinator encoding s3 overhead
-                          step device_counts scale host_time]
+                          near step device_counts scale host_time]
 
 Takes some minutes, on a disk with 10 GB free (the current directory's). Each benchmark can be run
 by itself with more rounds and other sizes. A bar is judged by the reader: times on a busy machine
@@ -34,6 +34,7 @@ BENCHMARKS: dict[str, tuple[str, ...]] = {
     "encoding": ("--rounds", "5"),
     "s3": ("--mib", "512", "--rounds", "3"),
     "overhead": ("--blocks", "12"),
+    "near": ("--gib", "1", "--rounds", "5"),
     "step": ("--rounds", "7", "--engines", "ours,ours-fully,fsdp1,fsdp2"),
     "device_counts": (),
     "scale": ("--ranks", "16", "64", "--tensors", "24"),

@@ -32,13 +32,14 @@ def rename_without_replacing(source: str, target: str) -> None:
     )
 
 
-def allocate(fd: int, nbytes: int) -> None:
-    """Reserve disk space and grow the file to `nbytes`. See fallocate(2).
+def allocate(fd: int, nbytes: int, *, start: int = 0) -> None:
+    """Reserve disk space from `start` on and grow the file to `nbytes`. See fallocate(2).
 
     Not `os.posix_fallocate`, which writes into every block where the filesystem cannot reserve:
     there this raises OSError(EOPNOTSUPP) and changes nothing.
     """
-    _call("fallocate", ctypes.c_int(fd), ctypes.c_int(0), ctypes.c_int64(0), ctypes.c_int64(nbytes))
+    length = ctypes.c_int64(nbytes - start)
+    _call("fallocate", ctypes.c_int(fd), ctypes.c_int(0), ctypes.c_int64(start), length)
 
 
 def start_writeback(fd: int, start: int, nbytes: int) -> None:

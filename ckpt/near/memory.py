@@ -73,10 +73,16 @@ class MappedFile:
 
 
 def _reserve(fd: int, nbytes: int) -> None:
-    """Put memory behind a file: a write into a mapping has no other way to fail than a signal."""
+    """Put memory behind a file, all of whose bytes have some already: a write into a mapping has no
+    other way to fail than a signal.
+    """
+    # What is there is left out: the system would walk over each of its pages again.
+    start = os.fstat(fd).st_size
     os.ftruncate(fd, nbytes)
+    if start >= nbytes:
+        return
     try:
-        allocate(fd, nbytes)
+        allocate(fd, nbytes, start=start)
     except OSError as error:
         # ramfs, which cannot reserve, cannot be full either.
         if error.errno not in (errno.EOPNOTSUPP, errno.ENOSYS):

@@ -1,0 +1,312 @@
+"""Near checkpoints: what they cost a training, and how fast they come back.
+
+    python -m benchmarks.near [--gib 1] [--rounds 7] [--blocks 12] [--directory DIR] [--memory DIR]
+                              [--parts blocked recovery steps]
+
+Two ranks of one host, whose tier is below `--memory`, a tmpfs. Three questions:
+
+- blocked: seconds inside calls and hooks of the library per save, from the third save on, in units
+  of one `memcpy` of this rank's state into memory that exists. Near saves and background saves to
+  the disk take turns on the same state.
+- recovery: a new Checkpointer and its `restore`, from the tier, against the same from a durable
+  checkpoint that is not in the page cache, torch's DCP, and bare readers of the same bytes.
+  Asserted: all bytes come from the own host, and the durable root is asked for none.
+- steps: the demo's model, 20 steps with a near save every 5 against 20 without, in turn.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import logging
+import statistics
+import tempfile
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+import ckpt
+from benchmarks.async_save import Training as Model
+from benchmarks.async_save import memcpy_seconds
+from benchmarks.cold_load import drop_from_cache
+from benchmarks.measure import (
+    Sample,
+    clear,
+    interleaved,
+    measured,
+    most_of,
+    ratio,
+    report,
+    row,
+    speed,
+)
+from benchmarks.overhead import SAVE_EVERY
+from benchmarks.overhead import Training as Demo
+from benchmarks.save_load import GIB, Trained, dcp_load, dcp_save, raw_load, raw_save
+from ckpt.layout.buffers import address_of, aligned_buffer, copy_bytes
+from ckpt.service.events import NearFailed, NearSaved
+from ckpt.service.policies import Observation, SavePolicy
+from tests.ranks import run_ranks
+
+PARTS = ("blocked", "recovery", "steps")
+NEAR_EVERY = 5
+
+
+@dataclass(frozen=True, slots=True)
+class InSomeBlocks(SavePolicy):
+    """Every `steps` steps, in those blocks of `block` steps that are of the kind "saves"."""
+
+    steps: int
+    block: int
+
+    needs_clock = False
+
+    def reasons(self, observation: Observation) -> tuple[str, ...]:
+        in_block = kind_of((observation.step - 1) // self.block) == "near"
+        crossed = observation.step // self.steps > observation.previous_step // self.steps
+        return ("due",) if in_block and crossed else ()
+
+
+def kind_of(block: int) -> str:
+    """Of neighbouring blocks neither kind is always the later one."""
+    return "near" if block % 4 in (0, 3) else "none"
+
+
+# blocked -----------------------------------------------------------------------------------------
+
+
+def measure_blocked(gib: float, rounds: int, directory: str, memory: str) -> None:
+    warnings.filterwarnings("ignore")
+    logging.getLogger("ckpt").setLevel(logging.ERROR)
+    training = Model(int(gib * GIB), Path(directory))
+    copy = memcpy_seconds(training)
+    saved: list[NearSaved] = []
+    failed: list[NearFailed] = []
+
+    def observe(event: object) -> None:
+        saved.extend([event] if isinstance(event, NearSaved) else [])
+        failed.extend([event] if isinstance(event, NearFailed) else [])
+
+    ratios: dict[str, list[float]] = {"near": [], "beside": []}
+    near = ckpt.Near(memory, every=ckpt.EverySteps(1))
+    number = itertools.count(1)
+    with ckpt.Checkpointer(
+        str(Path(directory) / "run"),
+        training.trained.state,
+        save=ckpt.Never(),
+        near=near,
+        observers=[observe],
+    ) as checkpointer:
+
+        def near_save() -> Callable[[], object]:
+            with training.clock.running():
+                checkpointer.step(next(number))
+            return checkpointer.wait
+
+        for kind_round in range(rounds + 2):  # two that do not count: memory, plans
+            for name, start in (("near", near_save), ("beside", training.ours)):
+                training.step()
+                one_copy = copy()
+                dist.barrier()
+                training.clock.taken()
+                wait = start()
+                training.step()
+                blocked = training.clock.taken()
+                wait()
+                training.clear()
+                if kind_round > 1:
+                    ratios[name].append(blocked / one_copy)
+    assert len(saved) == rounds + 2 and not failed, (len(saved), failed)
+    shown = {name: most_of(statistics.median(each)) for name, each in ratios.items()}
+    report(
+        f"near saves of {gib:g} GiB of FSDP2 + AdamW, 2 ranks, {rounds} rounds: blocked",
+        [
+            row("blocked by a near save", f"{shown['near']:.3f} memcpy", "<= 0.05"),
+            row("blocked by a background save to disk", f"{shown['beside']:.3f} memcpy", "<= 0.05"),
+        ],
+    )
+    clear(Path(directory))
+    clear(Path(memory))
+
+
+# recovery ----------------------------------------------------------------------------------------
+
+
+def measure_recovery(gib: float, rounds: int, directory: str, memory: str) -> None:
+    warnings.filterwarnings("ignore")
+    logging.getLogger("ckpt").setLevel(logging.ERROR)
+    trained, base = Trained(int(gib * GIB)), Path(directory)
+    tensors = trained.local_tensors()
+    raw, raw_near = base / "raw" / str(dist.get_rank()), Path(memory) / f"raw{dist.get_rank()}"
+    near = ckpt.Near(memory, every=ckpt.EverySteps(1))
+    roots = {"cold": str(base / "durable"), "near": str(base / "near")}
+    ckpt.save(trained.state, roots["cold"], step=1)
+    with ckpt.Checkpointer(roots["near"], trained.state, save=ckpt.Never(), near=near) as saver:
+        saver.step(1)
+        saver.wait()
+        assert saver.last_near is not None and saver.last_near.step == 1
+    dcp_save(trained, base / "dcp")
+    raw_save(tensors, raw)
+    raw_save(tensors, raw_near)
+    drop_from_cache(base)
+    kept = [aligned_buffer(tensor.nbytes) for tensor in tensors]
+    reports: list[Any] = []
+    opened: list[ckpt.Checkpointer] = []
+
+    def restore(root: str, near: ckpt.Near | None) -> None:
+        opened.append(ckpt.Checkpointer(roots[root], trained.state, save=ckpt.Never(), near=near))
+        reports.append((root, opened[-1].restore()))
+
+    def between(name: str) -> None:
+        while opened:  # a training would go on with it; what its end takes is not measured
+            opened.pop().close()
+        drop_from_cache(base)
+
+    def memcpy() -> None:
+        for tensor, buffer in zip(tensors, kept, strict=True):
+            copy_bytes(tensor.data_ptr(), address_of(buffer), tensor.nbytes)
+
+    loads: dict[str, Callable[[], object]] = {
+        "near": lambda: restore("near", near),
+        "memcpy": memcpy,
+        "preadv": lambda: raw_load(tensors, raw_near, checked=False),
+        "preadv + crc32c": lambda: raw_load(tensors, raw_near, checked=True),
+        "cold": lambda: restore("cold", None),
+        "dcp": lambda: dcp_load(trained, base / "dcp"),
+        "cold raw": lambda: raw_load(tensors, raw, checked=False),
+    }
+    loaded = interleaved(loads, rounds=rounds, between=between)
+    for root, one in reports:
+        sources = one.nbytes_by_source
+        unused = ("durable", "other hosts") if root == "near" else ("own host", "other hosts")
+        assert one.origin == ("near" if root == "near" else "durable"), one
+        assert not any(sources[name] for name in unused), sources
+    nbytes = sum(tensor.nbytes for tensor in tensors)
+    read = next(one.nbytes_read for root, one in reports if root == "near")
+    assert nbytes <= read <= 1.01 * nbytes, (read, nbytes)
+    report(
+        f"recovery of {gib:g} GiB of FSDP2 + AdamW, 2 ranks of a host, median of {rounds} rounds",
+        [
+            row("speed over a cold load", f"{speed(loaded, 'near', 'cold'):.2f}x", ">= 5x"),
+            row("speed over DCP's cold load", f"{speed(loaded, 'near', 'dcp'):.2f}x", "none"),
+            row(
+                "speed over a bare cold read",
+                f"{speed(loaded, 'near', 'cold preadv'):.2f}x",
+                "none",
+            ),
+            row("speed over memcpy", f"{speed(loaded, 'near', 'memcpy'):.2f}x", ">= 0.7x"),
+            row(
+                "speed over preadv from the tmpfs",
+                f"{speed(loaded, 'near', 'preadv'):.2f}x",
+                "none",
+            ),
+            row(
+                "speed over preadv and crc32c there",
+                f"{speed(loaded, 'near', 'preadv + crc32c'):.2f}x",
+                "none",
+            ),
+            row(
+                "of preadv and crc32c alone: speed over memcpy",
+                f"{speed(loaded, 'preadv + crc32c', 'memcpy'):.2f}x",
+                "none",
+            ),
+            row(
+                "CPU seconds of memcpy's",
+                f"{ratio(loaded, 'near', 'memcpy', 'cpu_seconds'):.2f}x",
+                "none",
+            ),
+        ],
+    )
+    clear(base)
+    clear(Path(memory))
+
+
+# steps -------------------------------------------------------------------------------------------
+
+
+def measure_steps(blocks: int, directory: str, memory: str) -> None:
+    warnings.filterwarnings("ignore")
+    training = Demo()
+    samples: dict[str, list[Sample]] = {"near": [], "none": []}
+    saved: list[NearSaved] = []
+    failed: list[NearFailed] = []
+
+    def observe(event: object) -> None:
+        saved.extend([event] if isinstance(event, NearSaved) else [])
+        failed.extend([event] if isinstance(event, NearFailed) else [])
+
+    near = ckpt.Near(memory, every=InSomeBlocks(NEAR_EVERY, SAVE_EVERY))
+    with ckpt.Checkpointer(
+        str(Path(directory) / "run"),
+        training.state,
+        save=ckpt.Never(),
+        near=near,
+        observers=[observe],
+    ) as checkpointer:
+
+        def block(kind: str) -> None:
+            training.train(SAVE_EVERY, checkpointer)
+            if kind == "near":
+                checkpointer.wait()
+
+        for number in range(4 + 2 * blocks):  # four that do not count
+            kind = kind_of(number)
+            sample = measured(lambda kind=kind: block(kind))  # type: ignore[misc]
+            if number >= 4:
+                samples[kind].append(sample)
+    # A block begins behind the last step of the one before.
+    expected = [
+        step
+        for step in range(NEAR_EVERY, training.step + 1, NEAR_EVERY)
+        if kind_of((step - 1) // SAVE_EVERY) == "near"
+    ]
+    assert [one.report.step for one in saved] == expected and not failed, (saved, failed)
+    wall = [
+        a.wall_seconds / b.wall_seconds - 1
+        for a, b in zip(samples["near"], samples["none"], strict=True)
+    ]
+    step_ms = 1000 * statistics.median(s.wall_seconds for s in samples["none"]) / SAVE_EVERY
+    blocked = [1000 * one.blocked_seconds for one in saved]
+    cpu = ratio(samples, "near", "none", "cpu_seconds") - 1
+    every = f"a near save every {NEAR_EVERY} steps"
+    report(
+        f"the demo's model on 2 ranks, {blocks} blocks of {SAVE_EVERY} steps of {step_ms:.0f} ms "
+        f"with near saves, as many without ({min(wall):+.0%} to {max(wall):+.0%})",
+        [
+            row(f"steps slower by {every}", f"{statistics.median(wall):+.1%}", "<= +3 %"),
+            row(f"CPU seconds of all ranks with {every}", f"{cpu:+.1%}", "none"),
+            row("blocked by one of them", f"{statistics.median(blocked):.1f} ms", "none"),
+        ],
+    )
+    clear(Path(memory))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--gib", type=float, default=1.0)
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--blocks", type=int, default=12, help="of each kind")
+    parser.add_argument("--parts", nargs="*", default=PARTS, choices=PARTS)
+    parser.add_argument("--directory", default=None, help="on the disk to measure")
+    parser.add_argument("--memory", default="/dev/shm", help="a tmpfs")
+    given = parser.parse_args()
+    with (
+        tempfile.TemporaryDirectory(dir=given.directory) as directory,
+        tempfile.TemporaryDirectory(dir=given.memory) as memory,
+    ):
+        places = (directory, memory)
+        sized = (given.gib, given.rounds, *places)
+        if "blocked" in given.parts:
+            run_ranks(2, measure_blocked, *sized, timeout_seconds=3600)
+        if "recovery" in given.parts:
+            run_ranks(2, measure_recovery, *sized, timeout_seconds=3600)
+        if "steps" in given.parts:
+            run_ranks(2, measure_steps, given.blocks, *places, timeout_seconds=3600)
+
+
+if __name__ == "__main__":
+    main()

@@ -8,6 +8,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Iterator, Sequence
 
+from ckpt.cli.near_page import near_of
 from ckpt.cli.page_parts import CHARTS, NOTHING, STYLE, chart, heat_map, state_tags
 from ckpt.cli.screen import age, date, rate_text, seconds_text, size
 from ckpt.cli.visible import page_text
@@ -34,6 +35,10 @@ def page_of(report: Report) -> Iterator[str]:
     yield f'<p class="note">as of {date(report.made_unix)}; {_about_history(report)}</p>\n'
     yield from _tiles(report)
     yield from _notices(report)
+    if report.near:
+        yield "<section><h2>Near checkpoints</h2>\n"
+        yield from near_of(report.near, report.live[-1] if report.live else None, date)
+        yield "</section>\n"
     yield from _charts(report)
     if report.slowest is not None:
         totals = report.slowest.totals

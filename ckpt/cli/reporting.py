@@ -6,6 +6,7 @@ import argparse
 from typing import Any
 
 from ckpt.cli.commandline import OK
+from ckpt.cli.near_rows import near_json
 from ckpt.cli.report_page import page_of
 from ckpt.cli.screen import counted, fields_json, show_json, write_page
 from ckpt.tools.report import Report, report_of
@@ -14,7 +15,7 @@ from ckpt.tools.run import ReportedSave
 
 def report(arguments: argparse.Namespace) -> int:
     """`ckpt report`."""
-    result = report_of(arguments.url, storage_options=dict(arguments.option))
+    result = report_of(arguments.url, storage_options=dict(arguments.option), near=arguments.near)
     if arguments.json:
         show_json(_report_json(result))
         return OK
@@ -43,6 +44,7 @@ def _report_json(report: Report) -> dict[str, Any]:
         "nbytes": report.usage.nbytes,
         "live_nbytes": report.usage.live_nbytes,
         "unfinished_nbytes": report.usage.unfinished_nbytes,
+        "near": near_json(report.near, report.live[-1] if report.live else None),
         "notices": [fields_json(one) for one in report.notices],
     }
 

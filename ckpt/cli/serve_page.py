@@ -14,6 +14,7 @@ from functools import partial
 from itertools import takewhile
 from urllib.parse import urlencode
 
+from ckpt.cli.near_page import near_of
 from ckpt.cli.page_parts import CHARTS, NOTHING, STYLE, chart, heat_map, state_tags
 from ckpt.cli.screen import counted, date, rate_text, seconds_text, size
 from ckpt.cli.visible import page_text
@@ -33,6 +34,7 @@ TIMELINE = 1000  # units of its width
 SECTIONS = {
     "runs": "Now",
     "look": "To look at",
+    "near": "Near checkpoints",
     "timeline": "Timeline",
     "charts": "History",
     "save": "One save",
@@ -128,6 +130,7 @@ def sections_of(look: PageMatter) -> dict[str, str]:
     made = {
         "runs": _runs(look),
         "look": _notices(look),
+        "near": _near(look),
         "timeline": _timeline(look),
         "charts": _charts(look),
         "save": _one_save(look),
@@ -238,6 +241,25 @@ def _notices(look: PageMatter) -> Iterator[str]:
             yield f'<div class="notice {kind}">{text}</div>\n'
     if not count:
         yield '<p class="note">Nothing: no failures, no gaps, no warnings.</p>'
+
+
+# Near tiers ---------------------------------------------------------------------------------------
+
+
+def _near(look: PageMatter) -> Iterator[str]:
+    """What the hosts of every run have that somebody looks at from here."""
+    yield _heading("near")
+    seen = False
+    for state, label in zip(look.states, labels(look.states), strict=True):
+        if not state.near:
+            continue
+        seen = True
+        if len(look.states) > 1:
+            yield f"<h3>{page_text(label)}</h3>\n"
+        yield from near_of(state.near, state.run.live[-1] if state.run.live else None, _when)
+    if not seen:
+        text = "None to be seen from here; --near DIR shows the directory of a host."
+        yield f'<p class="note">{text}</p>'
 
 
 # Timeline and charts ------------------------------------------------------------------------------

@@ -22,6 +22,7 @@ def serve(arguments: argparse.Namespace) -> int:
             arguments.urls,
             dict(arguments.option),
             interval_seconds=arguments.interval,
+            near=arguments.near,
             ending=ending,
         ) as following,
         PageServer(

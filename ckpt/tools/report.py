@@ -16,13 +16,14 @@ from typing import Any
 
 from ckpt.commit.lines import latest_last
 from ckpt.commit.locate import locate
-from ckpt.commit.log import Log
+from ckpt.commit.log import Log, read_format
 from ckpt.commit.records import LiveEntry
 from ckpt.errors import CheckpointError
 from ckpt.format.manifest import Manifest
 from ckpt.format.manifest_codec import decode_manifest
 from ckpt.layout.dtypes import DTYPES
 from ckpt.telemetry.record import SaveFailure, SaveTotals, Telemetry
+from ckpt.tools.near_tiers import TierView, tier_views
 from ckpt.tools.overview import READERS, DiskUsage, disk_usage, history
 from ckpt.tools.run import (
     SEVERITIES,
@@ -56,7 +57,8 @@ class EntrySize:
 class Report:
     """What is known about a root. `saves` are in the order of their commits, oldest first.
 
-    `slowest` is the slowest of the saves whose phases are known; None when there is none.
+    `slowest` is the slowest of the saves whose phases are known; None when there is none. `near`
+    are the tiers of this root in the directories that were looked at.
     """
 
     url: str
@@ -69,6 +71,7 @@ class Report:
     entries: tuple[EntrySize, ...]
     usage: DiskUsage
     notices: tuple[Notice, ...]
+    near: tuple[TierView, ...] = ()
 
     @property
     def live(self) -> tuple[ReportedSave, ...]:
@@ -86,8 +89,10 @@ def report_of(
     *,
     now_unix: float | None = None,
     storage_options: Mapping[str, Any] | None = None,
+    near: Sequence[str] = (),
 ) -> Report:
-    """What is known of the root at `url`, from its log, listings, telemetry and newest manifest.
+    """What is known of the root at `url`, from its log, listings, telemetry and newest manifest,
+    and of its near checkpoints in the directories `near` of hosts.
 
     No tensor is read. Raises NoCheckpoint when `url` is no root, Corrupt when its log is damaged,
     and the store's errors. Telemetry that is missing or damaged is left out.
@@ -101,6 +106,7 @@ def report_of(
             read = pool.map(lambda entry: telemetry_of(store, entry), live[-TELEMETRY_MAX:])
             telemetries = [one for one in read if one is not None]
         entries, problem = _entries_of(store, live)
+        views = tier_views(near, read_format(store).root) if near else []
     run = run_of(
         usage.url,
         events[::-1],
@@ -124,6 +130,7 @@ def report_of(
         entries=entries,
         usage=usage,
         notices=tuple(sorted(notices, key=lambda one: SEVERITIES.index(one.severity))),
+        near=tuple(views),
     )
 
 

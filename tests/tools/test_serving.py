@@ -14,7 +14,7 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
 from dataclasses import replace
@@ -173,10 +173,14 @@ def test_many_saves_and_ranks_make_a_page_of_bounded_size() -> None:
 
 @contextmanager
 def serving(
-    *urls: str, options: Mapping[str, Any] | None = None, port: int = 0, **how: Any
+    *urls: str,
+    options: Mapping[str, Any] | None = None,
+    near: Sequence[str] = (),
+    port: int = 0,
+    **how: Any,
 ) -> Iterator[PageServer]:
     with (
-        Following(urls, options or {}, interval_seconds=0.05) as following,
+        Following(urls, options or {}, interval_seconds=0.05, near=near) as following,
         PageServer(following, ("127.0.0.1", port), **how) as server,
         ThreadPoolExecutor(1) as pool,
     ):

@@ -91,7 +91,9 @@ def add_report(commands: Commands) -> None:
         "report",
         "reporting:report",
         "write a page about the saves of a root: how long, how large, which ranks were slow",
-        "ckpt report s3://bucket/run --output report.html\nckpt report runs/7b --json",
+        "ckpt report s3://bucket/run --output report.html\n"
+        "ckpt report runs/7b --near /dev/shm/run           and what this host has\n"
+        "ckpt report runs/7b --json",
     )
     add_url(command, "a root: a path, s3://bucket/prefix, or any url of fsspec")
     command.add_argument(
@@ -100,6 +102,7 @@ def add_report(commands: Commands) -> None:
         default="report.html",
         help="one self-contained HTML page; default: report.html",
     )
+    add_near(command)
     add_json(command)
 
 
@@ -133,6 +136,7 @@ def add_serve(commands: Commands) -> None:
         "ckpt serve s3://bucket/run                        then open the page that it names\n"
         "ckpt serve runs/7b runs/7b-lr3e4                  two runs side by side\n"
         "ckpt serve runs/7b --keep-last 3 --keep-every 1000\n"
+        "ckpt serve runs/7b --near /dev/shm/run            and the work at risk\n"
         "ssh -t -L 8642:localhost:8642 cluster ckpt serve runs/7b",
     )
     about = (
@@ -153,6 +157,7 @@ def add_serve(commands: Commands) -> None:
         metavar="NAME",
         help="a name by which browsers may call it besides localhost; repeatable",
     )
+    add_near(command)
     add_interval(command)
     add_rules(command)
     command.set_defaults(check=rules_problem)

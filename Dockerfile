@@ -17,8 +17,9 @@ RUN python -m venv /opt/ckpt \
 FROM python:${PYTHON}-slim
 COPY --from=build /opt/ckpt /opt/ckpt
 ENV PATH=/opt/ckpt/bin:$PATH PYTHONUNBUFFERED=1
-RUN useradd --create-home ckpt
-USER ckpt
+# By number: `runAsNonRoot` of Kubernetes takes no name.
+RUN useradd --uid 1000 --create-home ckpt
+USER 1000
 WORKDIR /home/ckpt
 ENTRYPOINT ["ckpt"]
 CMD ["--help"]

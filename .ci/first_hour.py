@@ -2,11 +2,15 @@
 
 A training on two ranks is killed in the middle, resumed on one rank, looked at, exported, reported.
 Works in the current folder, which should be empty; needs the standard library, and `ckpt` and
-`torchrun` beside this Python. The first step that does not do what it promises ends it.
+`torchrun` beside this Python. The first step that does not do what it promises ends it. Where
+Chromium is installed, the pages are opened in it, wide and narrow, light and dark, and are left as
+pictures in `screens`, for somebody to look at.
 """
 
 from __future__ import annotations
 
+import base64
+import importlib.util
 import json
 import os
 import re
@@ -17,10 +21,14 @@ import sys
 import time
 import urllib.request
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 BIN = Path(sys.executable).parent
 WAIT_SECONDS = 300  # a guard against hanging, not a measurement
 ROOT = "runs/first"
+BROWSER = Path(__file__).resolve().parents[1] / "tests" / "tools" / "browser.py"
+SCREENS = [(width, scheme) for width in (1280, 390) for scheme in ("light", "dark")]
 
 PROGRAM = """
 import sys
@@ -148,11 +156,9 @@ def reported() -> None:
 
 
 def followed() -> None:
-    """In the terminal, and by the local web page."""
+    """In the terminal, and by the local web page; with a browser, as somebody sees it."""
     newest = steps_saved()[-1]
     check(str(newest) in ckpt("watch", ROOT, "--once"), "`ckpt watch` does not show the newest")
-    if not re.search(r"^ +serve ", ckpt("--help"), re.M):
-        return
     serving = subprocess.Popen(
         [str(BIN / "ckpt"), "serve", ROOT, "--port", "0"], stdout=subprocess.PIPE, text=True
     )
@@ -164,10 +170,52 @@ def followed() -> None:
         with urllib.request.urlopen(url[0], timeout=WAIT_SECONDS) as answer:
             page = answer.read().decode()
         check(str(newest) in page, "the page does not show the newest step")
+        library = browser_library()
+        if library.CHROMIUM is None:
+            print("no browser here: the pages were not opened in one")
+        else:
+            seen_in_a_browser(library, url[0])
     finally:
         # Not SIGINT, which a shell has its jobs in the background ignore.
         serving.terminate()
         serving.wait(timeout=WAIT_SECONDS)
+
+
+def browser_library() -> ModuleType:
+    """tests/tools/browser.py, by its path: the repository must not be imported here."""
+    found = importlib.util.spec_from_file_location("browser", BROWSER)
+    assert found is not None and found.loader is not None
+    module = importlib.util.module_from_spec(found)
+    found.loader.exec_module(module)
+    return module
+
+
+def seen_in_a_browser(library: ModuleType, url: str) -> None:
+    """The page of `ckpt serve` with a save that is made meanwhile, and the report's page."""
+    Path("screens").mkdir(exist_ok=True)
+    with library.browser(Path("profile").resolve()) as page:
+        page.open(url)
+        page.wait_for("document.getElementById('live').textContent === 'live'")
+        resumed_training(steps_saved()[-1])
+        newest = steps_saved()[-1]
+        page.wait_for(f"document.body.textContent.includes('step {newest}')")
+        looked_through(library, page, "serve")
+        page.open(Path("report.html").resolve().as_uri())
+        looked_through(library, page, "report")
+        check(page.complaints == [], f"the browser complains: {page.complaints}")
+
+
+def looked_through(library: ModuleType, page: Any, name: str) -> None:
+    """A page on all screens: nothing is cut, and all text has contrast."""
+    for width, scheme in SCREENS:
+        page.show_as(width=width, scheme=scheme)
+        for what in (library.CUT, library.HARD_TO_READ):
+            bad = page.evaluate(what)
+            check(bad == [], f"{name}, {width} wide, {scheme}: {bad}")
+        height = page.evaluate("document.documentElement.scrollHeight")
+        clip = {"x": 0, "y": 0, "width": width, "height": height, "scale": 1}
+        shot = page.call("Page.captureScreenshot", captureBeyondViewport=True, clip=clip)
+        Path(f"screens/{name}-{width}-{scheme}.png").write_bytes(base64.b64decode(shot["data"]))
 
 
 if __name__ == "__main__":

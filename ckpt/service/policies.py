@@ -19,6 +19,7 @@ import statistics
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import NoReturn
 
 from ckpt.commit.numbers import checked_count, plain_int
 
@@ -73,13 +74,22 @@ class SavePolicy(ABC):
         self._check_combined("&", other)
         return AllOf((self, other))
 
+    def __ror__(self, other: object) -> NoReturn:
+        raise self._not_combined(f"{other!r} | {self}", "|")
+
+    def __rand__(self, other: object) -> NoReturn:
+        raise self._not_combined(f"{other!r} & {self}", "&")
+
     def _check_combined(self, operator: str, other: object) -> None:
-        """Raises TypeError where `other` is no policy: Python's own text would not say what is."""
         if not isinstance(other, SavePolicy):
-            raise TypeError(
-                f"{self} {operator} {other!r}: expected a policy on both sides, such as "
-                f"ckpt.EverySteps(1000) {operator} ckpt.EverySeconds(1800)"
-            )
+            raise self._not_combined(f"{self} {operator} {other!r}", operator)
+
+    def _not_combined(self, text: str, operator: str) -> TypeError:
+        """For what is combined with no policy: Python's own text would not say what is."""
+        return TypeError(
+            f"{text}: expected a policy on both sides, such as "
+            f"ckpt.EverySteps(1000) {operator} ckpt.EverySeconds(1800)"
+        )
 
 
 @dataclass(frozen=True, slots=True)

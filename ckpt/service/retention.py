@@ -18,7 +18,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, NoReturn
 
 from ckpt.commit.locate import commit_times
 from ckpt.commit.log import Log, LogState, latest_of
@@ -103,13 +103,22 @@ class KeepRule(ABC):
         self._check_combined("&", other)
         return _Both((self, other))
 
+    def __ror__(self, other: object) -> NoReturn:
+        raise self._not_combined(f"{other!r} | {self}", "|")
+
+    def __rand__(self, other: object) -> NoReturn:
+        raise self._not_combined(f"{other!r} & {self}", "&")
+
     def _check_combined(self, operator: str, other: object) -> None:
-        """Raises TypeError where `other` is no rule: Python's own text would not say what is."""
         if not isinstance(other, KeepRule):
-            raise TypeError(
-                f"{self} {operator} {other!r}: expected a rule on both sides, such as "
-                f"ckpt.KeepLatest(3) {operator} ckpt.KeepEvery(1000)"
-            )
+            raise self._not_combined(f"{self} {operator} {other!r}", operator)
+
+    def _not_combined(self, text: str, operator: str) -> TypeError:
+        """For what is combined with no rule: Python's own text would not say what is."""
+        return TypeError(
+            f"{text}: expected a rule on both sides, such as "
+            f"ckpt.KeepLatest(3) {operator} ckpt.KeepEvery(1000)"
+        )
 
 
 @dataclass(frozen=True, slots=True)

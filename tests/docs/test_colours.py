@@ -18,6 +18,7 @@ ROOTS = re.findall(r":root \{(.*?)\}", CSS, re.S)
 LIGHT, DARK = (dict(re.findall(r"--([\w-]+): (#\w{6});", block)) for block in ROOTS)
 PAPERS = ("code-paper", "paper", "raised")
 LINES = ("line",)  # no text is in them
+BARS = ("bar",)  # under the theme's white
 
 
 def luminance(color: str) -> float:
@@ -44,7 +45,7 @@ def test_contrast_is_that_of_the_standard() -> None:
 @pytest.mark.parametrize("scheme", [LIGHT, {**LIGHT, **DARK}], ids=["light", "dark"])
 def test_every_text_of_the_site_has_contrast(scheme: dict[str, str]) -> None:
     papers = [color for name, color in scheme.items() if name in PAPERS]
-    texts = {name: color for name, color in scheme.items() if name not in PAPERS + LINES}
+    texts = {name: color for name, color in scheme.items() if name not in PAPERS + LINES + BARS}
     assert papers and texts
     poor = {
         f"{name} on {paper}": round(contrast(color, paper), 2)
@@ -53,6 +54,7 @@ def test_every_text_of_the_site_has_contrast(scheme: dict[str, str]) -> None:
         if contrast(color, paper) < 4.5
     }
     assert not poor
+    assert all(contrast("#ffffff", scheme[bar]) >= 4.5 for bar in BARS)
 
 
 def test_the_picture_has_contrast_in_the_dark() -> None:

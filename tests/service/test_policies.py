@@ -147,6 +147,10 @@ def test_only_policies_are_combined_with_policies_and_rules_with_rules(one: Any)
             combine(one, 5)
         with pytest.raises(TypeError, match=r"expected a (policy|rule) on both sides"):
             combine(one, KeepLatest(1) if isinstance(one, EverySteps) else EverySteps(1))
+        with pytest.raises(
+            TypeError, match=r"^5 [|&] \w+\(.*expected a (policy|rule) on both sides"
+        ):
+            combine(5, one)
 
 
 def test_policies_are_values() -> None:

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
+import subprocess
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -287,6 +289,31 @@ def test_alerts_name_what_is_exported() -> None:
         assert "$labels.job" in rule["annotations"]["summary"]
         assert re.fullmatch(r"\d+[smhd]", rule.get("for", "1m"))
         check_expression(rule["expr"])
+
+
+@pytest.mark.skipif(shutil.which("promtool") is None, reason="no promtool here")
+def test_alerts_fire_for_what_they_say_and_for_nothing_else(tmp_path: Path) -> None:
+    """By Prometheus' own tool. A rule that is taken away, or always fires, is found."""
+    for name in ("alerts.yml", "alerts_test.yml"):
+        shutil.copy(MONITORING / name, tmp_path)
+
+    def is_right() -> bool:
+        command = ["promtool", "test", "rules", "alerts_test.yml"]
+        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+        assert "parse" not in done.stderr, done.stderr
+        return done.returncode == 0
+
+    assert is_right()
+    text = (MONITORING / "alerts.yml").read_text()
+    for name in re.findall(r"alert: (\w+)", text):
+        for wrong in ("vector(0) > 0", 'label_replace(vector(1), "job", "a", "", "")'):
+            before, rule, rest = text.partition(f"alert: {name}\n")
+            start = rest.index("expr:")
+            end = re.compile(r"^        (for|labels):", re.M).search(rest, start)
+            assert end is not None
+            changed = before + rule + rest[:start] + f"expr: {wrong}\n" + rest[end.start() :]
+            (tmp_path / "alerts.yml").write_text(changed)
+            assert not is_right(), (name, wrong)
 
 
 def test_the_dashboard_names_what_is_exported() -> None:

@@ -177,7 +177,7 @@ def _planned_page(explanation: Explanation) -> str:
     for number, unit in enumerate(explanation.units):
         cells = "".join(
             f'<td class="{event.what}" title="{event.what}, then {event.gathered_nbytes} bytes '
-            f'gathered">{event.what[0]}</td>'
+            f'gathered">{_LETTERS[event.what]}</td>'
             if event.unit == number
             else "<td></td>"
             for event in step
@@ -260,9 +260,20 @@ _MEANINGS = {
 }
 
 
+# In the cells of a planned step, and in its legend: no two are alike.
+_LETTERS = {
+    "gather": "G",
+    "held": "",
+    "forward": "F",
+    "backward": "B",
+    "free": "\N{MULTIPLICATION SIGN}",
+    "reduce": "R",
+}
+
+
 def _page(note: str, shown: Sequence[str], body: str) -> str:
     legend = "".join(
-        f'<li><b class="{what}"></b> {what}: {escape.escape(_MEANINGS[what])}</li>'
+        f'<li><b class="{what}">{_LETTERS[what]}</b> {what}: {escape.escape(_MEANINGS[what])}</li>'
         for what in shown
     )
     return _PAGE.format(note=note, legend=legend, body=body)
@@ -276,18 +287,25 @@ _NEWLINE = "\n"  # not to be written inside an f-string before Python 3.12
 
 _PAGE = """<!doctype html>
 <meta charset="utf-8"><title>One training step</title>
+<meta name="viewport" content="width=device-width, initial-scale=1">
 <style>
- body {{ font: 12px monospace }} table {{ border-collapse: collapse }}
- td, th {{ border: 1px solid #ddd; padding: 2px 6px }}
- .times {{ width: 100% }} .times td {{ width: 100%; padding: 0 }}
- .times div {{ position: relative; height: 22px }}
+ :root {{ color-scheme: light dark; --line: #ddd; --held: #eef; --gather: #9cf; --free: #eee;
+  --forward: #cfc; --backward: #fc9; --reduce: #fcf }}
+ @media (prefers-color-scheme: dark) {{ :root {{ --line: #444; --held: #252a3d; --gather: #1d4f86;
+  --free: #3a3a3a; --forward: #1f5c2c; --backward: #7a4710; --reduce: #6b2f6b }} }}
+ body {{ font: 13px/1.5 system-ui, sans-serif; margin: 24px; max-width: 1200px }}
+ table {{ border-collapse: collapse; display: block; overflow-x: auto; max-width: 100% }}
+ td, th {{ border: 1px solid var(--line); padding: 2px 6px; text-align: center }}
+ .times {{ display: table; width: 100% }} .times td {{ width: 100%; padding: 0 }}
+ .times div {{ position: relative; height: 22px; z-index: 0 }}
  .times i {{ position: absolute; top: 3px; bottom: 3px; min-width: 1px }}
- ul {{ list-style: none; padding: 0; columns: 2; max-width: 90em }}
- li b {{ display: inline-block; width: 2em; height: 1em; vertical-align: text-bottom }}
- .held {{ background: #eef }}
- .times .held {{ top: 0; bottom: 0; background: #eef; z-index: -1 }} .times .reduce {{ top: 15px }}
- .gather {{ background: #9cf }} .free {{ background: #eee }}
- .forward {{ background: #cfc }} .backward {{ background: #fc9 }} .reduce {{ background: #fcf }}
+ ul {{ list-style: none; padding: 0; columns: 30em 2 }}
+ li b {{ display: inline-block; width: 2em; height: 1.5em; text-align: center }}
+ .held {{ background: var(--held) }} .times .reduce {{ top: 15px }}
+ .times .held {{ top: 0; bottom: 0; background: var(--held); z-index: -1 }}
+ .gather {{ background: var(--gather) }} .free {{ background: var(--free) }}
+ .forward {{ background: var(--forward) }} .backward {{ background: var(--backward) }}
+ .reduce {{ background: var(--reduce) }}
 </style>
 <h1>One training step</h1>
 <p>{note}</p>

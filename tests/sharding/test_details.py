@@ -328,8 +328,12 @@ def test_the_page_shows_the_step_that_was_made() -> None:
 
 
 def assert_legend(page: str) -> None:
-    """Every color on the page is explained, and none that is not there."""
-    explained_ones = set(re.findall(r'<li><b class="(\w+)">', page))
+    """Every color and letter on the page is explained, and none that is not there."""
+    letters = dict(re.findall(r'<li><b class="(\w+)">(\w|×|)</b>', page))
+    drawn = re.findall(r'<td class="(\w+)" title="[^"]*">(.)</td>', page)
+    assert all(letters[what] == letter for what, letter in drawn)
+    assert len({letter for _, letter in drawn}) == len({what for what, _ in drawn})
+    explained_ones = set(letters)
     assert explained_ones == set(re.findall(r'<(?:i|td) class="(\w+)"', page))
     for what in explained_ones:
         assert f".{what} {{" in page

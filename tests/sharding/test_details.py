@@ -329,7 +329,7 @@ def test_the_page_shows_the_step_that_was_made() -> None:
 
 def assert_legend(page: str) -> None:
     """Every color and letter on the page is explained, and none that is not there."""
-    letters = dict(re.findall(r'<li><b class="(\w+)">(\w|×|)</b>', page))
+    letters = dict(re.findall(r'<li><b class="(\w+)">([^<]?)</b>', page))
     drawn = re.findall(r'<td class="(\w+)" title="[^"]*">(.)</td>', page)
     assert all(letters[what] == letter for what, letter in drawn)
     assert len({letter for _, letter in drawn}) == len({what for what, _ in drawn})

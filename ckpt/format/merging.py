@@ -18,6 +18,18 @@ from ckpt.format.checksum_tables import NO_SEALS, Seal, Seals
 from ckpt.format.codec import encode_values
 from ckpt.format.columns import Ints
 from ckpt.format.coverage import check_cover
+from ckpt.format.disagreement import (
+    BY_NUMBER,
+    OR_OWN_NAME,
+    OR_PER_GROUP,
+    STORED_ONCE,
+    TWO_MODELS,
+    WRAP,
+    disagreement,
+    groups_in_words,
+    or_per_rank,
+    way_out_of,
+)
 from ckpt.format.manifest import (
     SEALED_CHUNKS_MAX,
     BoxTable,
@@ -32,7 +44,8 @@ from ckpt.format.manifest import (
 )
 from ckpt.format.part import Part, TensorRecord
 from ckpt.format.references import REFERENCES, is_reference, parse_reference
-from ckpt.format.uniting import GROUPS, EncodedValues, is_groups, sent_by, united_values
+from ckpt.format.uniting import EncodedValues, is_groups, sent_by, united_values
+from ckpt.layout.kind import is_numbered
 from ckpt.layout.region import Box
 
 
@@ -362,12 +375,6 @@ def _run_index(lengths: Ints, order: npt.NDArray[np.intp]) -> Ints:
     return narrowed(np.arange(int(targets[-1])) + np.repeat(sources - targets[:-1], sizes))
 
 
-TWO_MODELS = (
-    "they are no declared replicas of each other: give each model a name of its own in the state, "
-    "or save each with process_group= its ranks"
-)
-
-
 def _first_duplicate(names: Sequence[str]) -> str:
     seen: set[str] = set()
     return next(name for name in names if name in seen or seen.add(name))  # type: ignore[func-returns-value]
@@ -420,11 +427,12 @@ def texts_of_regions(
         for rank, digest in sorted(digests):
             groups.setdefault(digest, []).append(rank)
         if must_agree:
-            text = disagreement(_region_name(region), groups, _STORED)
-            do = _way_out(region[0], values) or or_per_rank(region[0])
-            failures[region] = f"{text}{do or _OWN}"
+            text = disagreement(_region_name(region), groups, STORED_ONCE)
+            do = way_out_of(region[0], values) or or_per_rank(region[0])
+            do = BY_NUMBER if is_numbered(region[0]) else do
+            failures[region] = f"{text}{do or OR_OWN_NAME}"
         else:
-            warnings[region] = _unsynchronized(region, _groups(groups))
+            warnings[region] = _unsynchronized(region, groups_in_words(groups))
     return ReplicaDifferences(
         [failures[region] for region in sorted(failures)],
         [warnings[region] for region in sorted(warnings)],
@@ -478,56 +486,6 @@ def _numbered_replicas(parts: Sequence[Part]) -> tuple[list[_ReplicaRegion], Int
     return list(numbers), np.concatenate(ids)
 
 
-_STORED = "a checkpoint stores one for all"
-_OWN = ", or give each rank's own a name of its own, as experts have"
-
-
-def disagreement(name: str, groups: Mapping[int | None, Sequence[int]], why: str) -> str:
-    """That ranks, in groups by digest, differ in what is kept once, `why`, and what to do."""
-    return (
-        f"{name}: the ranks have different values of it ({_groups(groups)}), and {why}; make it "
-        "equal on all ranks first"
-    )
-
-
-def or_per_rank(fqn: str, values: Collection[str] = ()) -> str:
-    """The end of a message about optimizer state: how each rank keeps its own; "" for the rest.
-
-    `values` are the names of values: a tensor inside of one has the name of that value's state.
-    """
-    _, is_state, name = fqn.rpartition(".state.")
-    if not is_state:
-        return ""
-    outer = next((value for value in values if fqn.startswith(f"{value}.")), "")
-    key = outer.rpartition(".")[2] if ".state." in outer else _key_of(name)
-    return (
-        ", or say that each rank keeps its own: "
-        f'declare_optimizer_state(optimizer, {{"{key}": PerRank(None, on_reshard)}})'
-    )
-
-
-def _key_of(name: str) -> str:
-    """The optimizer's own name of a state, from its full name in a checkpoint."""
-    parts = name.split("~")[0].split(".")
-    while len(parts) > 1 and parts[-1].isdecimal():  # an item of a list that the state is
-        parts.pop()
-    return parts[-1]
-
-
-def _way_out(fqn: str, values: Collection[str]) -> str:
-    """The end of a message about what an optimizer has otherwise on some ranks; "" for the rest."""
-    optimizers = [value.removesuffix(GROUPS) for value in values if value.endswith(GROUPS)]
-    for path in optimizers:
-        if fqn.startswith(f"{path}.state."):
-            return or_per_rank(fqn, values)
-        if f"{fqn}.".startswith((f"{path}{GROUPS}.", f"{path}.user_state.")):
-            return (
-                ", or keep what is each rank's own outside of the optimizer: beside it in the "
-                "state, as PerRank(value)"
-            )
-    return ""
-
-
 def _unsynchronized(region: _ReplicaRegion, groups: str) -> str:
     return (
         f"{_region_name(region)}: replicas differ between ranks ({groups}); one rank's copy "
@@ -565,13 +523,12 @@ def texts_of_values(
         versions = [one.rank for one in sent if is_groups(one.values.get(fqn), fqn)]
         if {digests[rank][fqn] for rank in versions} >= set(groups):
             continue  # each as one of the ranks has sent it, to be united
-        way_out = _way_out(fqn, names)
-        do = f"make it equal on all ranks first{way_out}" if way_out else _WRAP
-        problems.append(f"{fqn}: the value differs between ranks ({_groups(groups)}); {do}")
+        way_out = way_out_of(fqn, names)
+        do = f"make it equal on all ranks first{way_out}" if way_out else WRAP
+        if not way_out and any(len(ranks) > 1 for ranks in groups.values()):
+            do += OR_PER_GROUP
+        problems.append(f"{fqn}: the value differs between ranks ({groups_in_words(groups)}); {do}")
     return problems
-
-
-_WRAP = "wrap it in PerRank to keep every rank's own"
 
 
 def _differences(
@@ -587,14 +544,3 @@ def _differences(
         for fqn in sorted(ranks_by_digest)
         if len(ranks_by_digest[fqn]) > 1
     ]
-
-
-def _groups(groups: Mapping[int | None, Sequence[int]]) -> str:
-    texts = []
-    for digest, ranks in groups.items():
-        shown = ", ".join(map(str, ranks[:8])) + (
-            f" and {len(ranks) - 8} more" if len(ranks) > 8 else ""
-        )
-        label = "absent" if digest is None else f"crc32c {digest:08x}"
-        texts.append(f"{label} on {shown}")
-    return "; ".join(texts)

@@ -32,7 +32,8 @@ class CompositeType:
     equal to a new one whose components have other sizes; types without it are only filled in place.
     `dense` gives the numbers that a tensor stands for, by the library's own code; types without it
     have no such form. `outline(context)` is the dense form's shape and dtype, where these are not
-    those of the tensor; None for a shape that is the tensor's.
+    those of the tensor; None for a shape that is the tensor's. `is_wrapper`: `build` wraps what it
+    gets and looks at no numbers.
     """
 
     name: str
@@ -41,6 +42,7 @@ class CompositeType:
     replace: Callable[[Any, Any], None] | None = None
     dense: Callable[[Any], torch.Tensor] | None = None
     outline: Callable[[Any], tuple[Shape | None, torch.dtype]] | None = None
+    is_wrapper: bool = False
 
 
 def wrapper_type(kind: Any, name: str) -> CompositeType:
@@ -60,7 +62,8 @@ def wrapper_type(kind: Any, name: str) -> CompositeType:
     own = getattr(kind, "dequantize", None)
     # Every tensor has one of torch's, for torch's own quantized tensors.
     has_own = callable(own) and own is not torch.Tensor.dequantize
-    return CompositeType(name, take, build, dense=_dequantized if has_own else None)
+    dense = _dequantized if has_own else None
+    return CompositeType(name, take, build, dense=dense, is_wrapper=True)
 
 
 def _dequantized(tensor: Any) -> torch.Tensor:

@@ -22,3 +22,9 @@ class Kind(enum.IntEnum):
 
 
 _KIND_NUMBERS = frozenset(int(kind) for kind in Kind)
+
+
+def is_numbered(fqn: str) -> bool:
+    """Whether a tensor is named as in the state dict of an optimizer: `<path>.state.3.exp_avg`."""
+    number, _, rest = fqn.rpartition("state.")[2].partition(".")
+    return number.isdecimal() and bool(rest) and "." not in rest

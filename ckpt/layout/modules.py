@@ -365,11 +365,10 @@ def _add_param(
             f"{fqn}: is managed by an FSDP unit further up; pass the whole wrapped model"
         )
         return
-    replicas = visit.replicas
-    synchronized = replicas.synchronized and (
-        not replicas.ignored or fqn[len(replicas.base) :].lstrip(".") not in replicas.ignored
-    )
-    held = replicas._replace(synchronized=synchronized)
+    held = visit.replicas
+    if held.ignored and fqn[len(held.base) :].lstrip(".") in held.ignored:
+        # DDP does nothing about it, so it may be a rank's own: experts.
+        held = _Replicas(builder.ranks.everyone, False, frozenset(), held.base)
     try:
         if (composite := composite_at(fqn, param)) is not None:
             components = _add_composite(builder, builder.params, composite, held)

@@ -16,6 +16,18 @@ __all__ = ["CANNOT", "load_changes", "overrides", "save_changes"]
 # Hooks and overrides in these packages either belong to a wrapper that we see through, or only
 # accept names and layouts of older versions.
 _HARMLESS = ("torch.nn.", "torch.distributed.", "torch._dynamo.")
+# Methods that rename what older versions of the class called otherwise, or leave out a count of
+# batches that it has not. All else they leave as it is.
+_RENAMING = (
+    ("torchvision.models.vision_transformer", "MLPBlock"),
+    ("torchvision.models.detection.mask_rcnn", "MaskRCNNHeads"),
+    ("torchvision.models.detection.retinanet", "RetinaNetClassificationHead"),
+    ("torchvision.models.detection.retinanet", "RetinaNetRegressionHead"),
+    ("torchvision.models.detection.rpn", "RPNHead"),
+    ("torchvision.ops.feature_pyramid_network", "FeaturePyramidNetwork"),
+    ("torchvision.ops.misc", "FrozenBatchNorm2d"),
+    ("timm.layers.norm_act", "FrozenBatchNormAct2d"),
+)
 # Most add what a parameter consists of, which is stored with it: see `foreign_composites`.
 _HARMLESS_FUNCTIONS = frozenset(
     {
@@ -27,6 +39,7 @@ _HARMLESS_FUNCTIONS = frozenset(
         ("transformers.models.esm.modeling_esm", "EsmModel.load_hook"),
         ("transformers.models.mamba.modeling_mamba", "MambaModel.load_hook"),
         ("transformers.models.mamba2.modeling_mamba2", "Mamba2Model.load_hook"),
+        *((module, f"{kind}._load_from_state_dict") for module, kind in _RENAMING),
     }
 )
 

@@ -18,8 +18,9 @@ import numpy.typing as npt
 
 from ckpt.errors import InvalidState
 from ckpt.format.datafile import region_start
-from ckpt.format.merging import TWO_MODELS, DifferingRegion, texts_of_regions
-from ckpt.layout.kind import Kind
+from ckpt.format.disagreement import BY_NUMBER, TWO_MODELS
+from ckpt.format.merging import DifferingRegion, texts_of_regions
+from ckpt.layout.kind import Kind, is_numbered
 from ckpt.layout.piece import Holding, Piece
 from ckpt.layout.region import Box, span_of
 from ckpt.saving.holders import ranks_in_words
@@ -104,7 +105,7 @@ def _differences(received: Sequence[bytes], names: _NamesInText) -> list[str]:
     }
     problems = [
         f"{fqn}: {' and '.join(map(ranks_in_words, names.copies[fqn]))} have different values of "
-        f"it, and {TWO_MODELS}"
+        f"it, and {TWO_MODELS}{BY_NUMBER if is_numbered(fqn) else ''}"
         for fqn in sorted({fqn for fqn, _ in differing})
         if fqn in names.copies
     ]

@@ -88,6 +88,16 @@ def _replaced(
 ) -> BoundComposite | None:
     saved_name, described = saved
     type_ = type_of(tensor)
+    there, here = (list(one["components"]) for one in (described, live))
+    if (type_ is None or type_.replace is None) and there != here:
+        names.report(
+            ProblemKind.VALUE,
+            fqn,
+            f"consists of {there} in the {names.call.source} and of {here} in the state: the class "
+            f"of {live[TYPE_KEY]} has changed; load with the version that saved it"
+            f"{names.call.or_skip}",
+        )
+        return None
     if type_ is None or type_.replace is None:
         names.report(
             ProblemKind.SHAPE,

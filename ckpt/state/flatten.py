@@ -16,7 +16,7 @@ from torch import nn
 from ckpt.errors import InvalidState
 from ckpt.layout.composites import is_composite
 from ckpt.layout.holdings import tensor_holdings, whole_tensors
-from ckpt.layout.kind import Kind
+from ckpt.layout.kind import Kind, is_numbered
 from ckpt.layout.piece import Holding, Owned
 from ckpt.layout.plain import Ranks, UnsupportedTensor
 from ckpt.state.arrays import tensor_of, why_no_tensor
@@ -135,18 +135,23 @@ def _agreeing(holdings: list[Holding], ranks: Ranks) -> list[Holding]:
 
     Equal names do not make replicas: each rank may have experts of its own under them. A buffer or
     a tensor by itself that all ranks have and that differs is one that somebody forgot to
-    synchronize, or BatchNorm's, which is never equal.
+    synchronize, or BatchNorm's, which is never equal. But state dicts of optimizers, which number
+    parameters on each rank from 0 on, are those of different stages then.
     """
     if len(ranks.global_ranks) == 1:
         return holdings
     return [
         one._replace(must_agree=True)
-        if (one.is_unshared and one.kind is Kind.PARAMETER)
+        if (one.is_unshared and (one.kind is Kind.PARAMETER or _is_numbered(one)))
         or (one.is_unshared and ranks.held and any(p.fqn in ranks.held for p in one.pieces))
         or (ranks.copies and any(p.fqn in ranks.copies for p in one.pieces))
         else one
         for one in holdings
     ]
+
+
+def _is_numbered(holding: Holding) -> bool:
+    return holding.kind is Kind.OTHER and any(is_numbered(piece.fqn) for piece in holding.pieces)
 
 
 def _repeated(names: Sequence[str]) -> list[str]:

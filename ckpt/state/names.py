@@ -84,6 +84,7 @@ class Names:
         self.extra_params: dict[str, list[str]] = {}
         self._tied: dict[str, list[str]] | None = None
         self._by_rest: dict[str, str] | None = None
+        self._by_words: dict[str, dict[int, str]] | None = None
 
     def tensor(self, fqn: str) -> str | None:
         """The checkpoint's name of tensor `fqn`. None, and a problem, when it has none."""
@@ -96,6 +97,9 @@ class Names:
         if name in self.catalog.values:
             value = self.catalog.values[name]
             self.used |= {name, *references(value)}
+            if is_description(value) and (unknown := unknown_types(value)):
+                self.report(ProblemKind.VALUE, fqn, unknown[0])
+                return None
             what, advice = "value", "load into a value"
             if is_description(value):
                 what = f"{shown_type(value)}"
@@ -213,8 +217,10 @@ class Names:
     def report_missing(self, fqn: str, name: str) -> None:
         """Note that the checkpoint has nothing for `fqn`, which would be called `name` there."""
         where = "" if name == fqn else f" as {name}"
-        like = self._like(name)
-        there = f", which has {like!r}" if like else ""
+        like, note = self._like(name), ""
+        if not like and (like := self._like_but_for_numbers(name)) and self.call.rename:
+            note = " (stacks= has rules for experts one by one and in one tensor)"
+        there = f", which has {like!r}{note}" if like else ""
         self.report(
             ProblemKind.MISSING,
             fqn,
@@ -241,6 +247,20 @@ class Names:
                 return self._by_rest[part]
         return ""
 
+    def _like_but_for_numbers(self, name: str) -> str:
+        """A tensor of the checkpoint whose name is `name` with numbers more or less in it, or "":
+        a list of stages, experts one by one.
+        """
+        if self._by_words is None:
+            self._by_words = {}
+            for known in self.catalog.tensors:
+                words, count = _words_of(known)
+                self._by_words.setdefault(words, {}).setdefault(count, known)
+        words, count = _words_of(name)
+        # One word alone, such as "weight", would be found under any layer.
+        others = self._by_words.get(words, {}) if "." in words else {}
+        return next((known for other, known in sorted(others.items()) if other != count), "")
+
     def unexpected(self, entries: Collection[str]) -> tuple[list[str], int]:
         """Names of the checkpoint that were not requested, and how many are under other entries.
 
@@ -257,6 +277,13 @@ class Names:
         ]
         requested = [name for name in left if "" in entries or _starts_with(name, entries)]
         return [name for name in requested if not self.is_skipped(name)], len(left) - len(requested)
+
+
+def _words_of(name: str) -> tuple[str, int]:
+    """`name` without its numbers, and how many they are."""
+    parts = name.split(".")
+    words = [part for part in parts if not part.isdecimal()]
+    return ".".join(words), len(parts) - len(words)
 
 
 def _renamer(rename: Rename) -> Callable[[str], str]:

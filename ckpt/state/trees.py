@@ -9,6 +9,7 @@ from typing import Any, NamedTuple, TypeGuard
 
 import torch
 
+from ckpt.errors import Mismatch
 from ckpt.layout.component_shards import (
     ComponentShard,
     global_shape,
@@ -97,7 +98,28 @@ def bind_tree(
             holdings += tensor_holdings(fqn, target, Kind.OTHER, ranks)
         except UnsupportedTensor as refused:
             names.problems.append(Problem(ProblemKind.UNSUPPORTED, fqn, refused.problem))
+    names.problems += [
+        Problem(ProblemKind.VALUE, saved, text) for text in _not_made_of(value, tensors)
+    ]
     return BoundTree(holdings, lambda: join_tree(value, tensors.__getitem__, live))
+
+
+def _not_made_of(value: Any, tensors: Mapping[str, torch.Tensor]) -> list[str]:
+    """What is wrong with composites in `value` whose class, of another version than that which was
+    saved, consists of other components: found before anything is read.
+    """
+    problems: dict[str, None] = {}
+    for described in descriptions(value):
+        kind = type_named(str(described[TYPE_KEY]))
+        if kind is None or not kind.is_wrapper or not tensors.keys() >= {*references(described)}:
+            continue
+        try:
+            join_tree(described, tensors.__getitem__)
+        except Mismatch as refused:
+            # Not its other checks, which may be about numbers, and those are not read yet.
+            if isinstance(refused.__cause__, (KeyError, TypeError, IndexError)):
+                problems |= dict.fromkeys(refused.problems)
+    return list(problems)
 
 
 def _is_shard(tensor: torch.Tensor) -> TypeGuard[ComponentShard]:

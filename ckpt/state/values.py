@@ -274,6 +274,8 @@ def _item_like(like: Any, index: int) -> Any:
 def _advice(leaf: Any, kind: type) -> str:
     if kind.__module__ == "numpy":
         return "convert it with float(), int(), str() or tolist(), or put it into an array"
+    if kind.__module__.startswith("torch.distributed.pipelining"):
+        return "put ckpt.Stages(*stages) there, with the stages of this rank, or their modules"
     if isinstance(leaf, tuple):
         return "convert it with tuple()"
     if isinstance(leaf, (set, frozenset)):

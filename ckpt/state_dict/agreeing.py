@@ -19,7 +19,7 @@ import numpy as np
 
 from ckpt.errors import InvalidState, Mismatch
 from ckpt.format.codec import decode_values, encode_values
-from ckpt.format.merging import disagreement, or_per_rank
+from ckpt.format.disagreement import disagreement, or_per_rank
 from ckpt.layout.assign import is_small_and_agreed
 from ckpt.layout.piece import Holding
 from ckpt.saving.compared import digests_of

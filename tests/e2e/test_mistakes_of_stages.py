@@ -71,7 +71,7 @@ def test_different_parameters_of_one_name_on_all_ranks() -> None:
     """Local experts, each rank's under the same name."""
     text = refused([{"model": linear(float(rank))} for rank in range(3)])
     assert "model.weight: the ranks have different values of it" in text
-    assert "as experts have" in text
+    assert "as experts and stages have" in text
 
 
 def test_the_comparison_is_made_once_for_one_set_of_names_and_again_for_another() -> None:

@@ -13,7 +13,7 @@ from ckpt.layout.fingerprint import Fingerprint, add_module
 from ckpt.layout.memory import is_plain_memory
 from ckpt.layout.piece import Owned, Piece, View, Window
 from ckpt.layout.region import Region, Shape, Span, whole
-from ckpt.layout.state_dict_hooks import load_changes, save_changes
+from ckpt.layout.state_dict_hooks import load_changes, overrides, save_changes
 
 ALL = whole((2, 3))
 
@@ -192,6 +192,20 @@ def test_hooks_of_libraries_that_only_rename_old_names_change_nothing() -> None:
         module = nn.Linear(1, 1)
         module._register_load_state_dict_pre_hook(_as_in(module_of_hook, name))
         assert load_changes(module) == changes
+
+
+def test_methods_of_libraries_that_only_rename_old_names_change_nothing() -> None:
+    """torchvision's VisionTransformer was refused under `fully_shard` for one of them."""
+
+    def kind_of(module: str, name: str) -> type[nn.Module]:
+        method = _as_in(module, f"{name}._load_from_state_dict")
+        return type(name, (nn.Module,), {"_load_from_state_dict": method})
+
+    names = ("_save_to_state_dict", "_load_from_state_dict")
+    theirs = "torchvision.models.vision_transformer"
+    assert overrides(kind_of(theirs, "MLPBlock"), names) == ()
+    for module, name in ((theirs, "Encoder"), ("mine.vision_transformer", "MLPBlock")):
+        assert overrides(kind_of(module, name), names) == (f"method {name}._load_from_state_dict",)
 
 
 def test_a_neutral_hook_does_not_hide_those_after_it() -> None:

@@ -14,7 +14,8 @@ from tests.wild.rows import Result
 
 PACKAGES = (
     "torch", "transformers", "accelerate", "lightning", "peft", "diffusers", "pytorch_optimizer",
-    "schedulefree", "torchao", "bitsandbytes", "torchdata", "torchtitan", "ray",
+    "schedulefree", "torchao", "bitsandbytes", "torchdata", "torchtitan", "ray", "torchvision",
+    "timm",
 )  # fmt: skip
 # What cannot be imported where the page is written has no rows, and the page says why.
 WANTED = ("timm", "torchvision", "torchtitan.trainer", "ray.train", "dion", "heavyball")

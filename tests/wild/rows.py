@@ -28,9 +28,12 @@ from tests.wild.rays import RAY
 from tests.wild.relay import LOSS_ROUNDING, PATIENT, TENSOR_ROUNDING, adamw, relay
 from tests.wild.resuming import Resumed, resume_all
 from tests.wild.titan import TITAN
+from tests.wild.vision import AVERAGES, VISION
 
 BATCH = 24  # rows that share processes
 WRITERS: tuple[Writer, ...] = ("ours", "DCP")
+OF_VISION = ("torchvision", "timm")
+LOOPS_OF_TIMM = "Training loops of timm"
 SHARDED = ("ddp", "fsdp2", "our fully_shard", "our FSDP")
 
 
@@ -250,6 +253,7 @@ def preload() -> None:
     """Have ranks forked from a process that has imported what each of them would import anew."""
     ranks.PRELOADED = (
         *ranks.PRELOADED,
+        "tests.wild",
         "transformers.models.llama.modeling_llama",
         "tests.wild.rows",
     )
@@ -270,6 +274,8 @@ def groups() -> tuple[Group, ...]:
     return (
         models("Models of transformers", TRANSFORMERS, "transformers"),
         models("Adapters and diffusion", PEFT_AND_DIFFUSERS, "peft", "diffusers"),
+        models("Models of torchvision and timm", VISION, *OF_VISION),
+        Group(LOOPS_OF_TIMM, OF_VISION, partial(framework_results, AVERAGES, LOOPS_OF_TIMM)),
         Group(
             "Frameworks",
             ("transformers", "accelerate", "lightning", "torchdata.stateful_dataloader"),

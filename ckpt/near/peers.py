@@ -18,24 +18,27 @@ import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from ckpt.errors import Corrupt, Fenced
 from ckpt.near.hosts import Hosts
+from ckpt.near.pace import CopyPace
 from ckpt.near.records import NearFile
 from ckpt.near.tier import Tier, has_file, newest_epoch
 from ckpt.world.base import World, collectively
 from ckpt.world.liveness import this_network
-from storage import StorageError, Store
+from storage import StorageError, Store, TransientError
 from storage.peers.server import PeerServer
 from storage.peers.store import PeerStore
+from storage.retry import RetryPolicy
 
 logger = logging.getLogger(__name__)
 
 MIB = 1 << 20
 PART_NBYTES = 4 * MIB
 SEND_SECONDS_MAX = 300.0  # for one near save; less than ranks wait for each other in a round
+PEER_SECONDS = 20.0  # that requests to one peer are repeated
 PAUSES_SECONDS = (30.0, 600.0)  # before a peer that did not answer is tried again: first, longest
 _LOOPBACK = "127.0.0.1"
 
@@ -61,6 +64,10 @@ class Endpoint(NamedTuple):
     address: str
     port: int
     token: str
+
+
+class TooSlowError(StorageError):
+    """A host takes copies, but not in time."""
 
 
 class _Peer:
@@ -105,6 +112,7 @@ class Copies:
         self._tier = tier
         self._server = server
         self._peers = [_Peer(store) for store in stores]
+        self.pace = CopyPace()
 
     def send(self, prefix: str, files: Sequence[NearFile], *, epoch: int) -> int:
         """Put files of the own tier into the tiers of all hosts that keep copies of them. Returns
@@ -140,7 +148,9 @@ class Copies:
                         "sent; check that host's memory or disk"
                     )
         except StorageError as error:
-            peer.failed(error)
+            # Who is full, or refuses, costs no time: only others are left alone for a while.
+            if isinstance(error, TransientError | TooSlowError):
+                peer.failed(error)
             raise
         peer.answered()
         return sum(file.nbytes for file in files)
@@ -149,14 +159,14 @@ class Copies:
         buffer = memoryview(bytearray(min(PART_NBYTES, nbytes)))
         with store.create(key, nbytes, part_nbytes=PART_NBYTES) as writer:
             for index, start in enumerate(range(0, nbytes, PART_NBYTES)):
-                if self._world.failure is not None:
-                    raise self._world.failure
+                self._world.check_neighbour("near copies")
                 if time.monotonic() > until:
-                    raise StorageError(
+                    raise TooSlowError(
                         f"{store.url} has taken {start / MIB:.0f} of {nbytes / MIB:.0f} MiB of "
                         f"{key} in {SEND_SECONDS_MAX:.0f} s: the near save is given up"
                     )
                 part = buffer[: min(PART_NBYTES, nbytes - start)]
+                time.sleep(self.pace.wait_seconds(part.nbytes, time.monotonic()))
                 self._tier.store.get_into(key, start, [part])
                 writer.write_part(index, [part])
 
@@ -203,12 +213,23 @@ def open_copies(
         for host in copies[hosts.names[world.rank]]:
             endpoint = endpoints[hosts.names.index(host)]
             assert endpoint, "the first rank of a host serves"
-            stores.append(PeerStore(*endpoint, tls=client_tls))
+            stores.append(PeerStore(*endpoint, tls=client_tls, policy=_policy(world)))
     except BaseException:
         for server in opened:
             server.close()
         raise
     return Copies(world, tier, opened[0] if opened else None, stores)
+
+
+def _policy(world: World) -> RetryPolicy:
+    """How long a peer is waited for, while no rank is known to be gone: it may be that peer."""
+    policy = RetryPolicy(deadline_seconds=PEER_SECONDS)
+
+    def pause(seconds: float) -> None:
+        world.check_neighbour("near copies")
+        policy.patience.sleep(seconds)
+
+    return replace(policy, sleep=pause)
 
 
 def _address(networks: Sequence[Sequence[str]], rank: int) -> str:

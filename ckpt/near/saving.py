@@ -100,6 +100,8 @@ class NearSaves:
             staging=self._staging, direct=is_disk, writers=int(is_disk), direct_nbytes_min=4 * MIB
         )
         self._copies: Copies | None = None
+        self._copied_nbytes = 0  # in the newest save that had all its copies
+        self._began = 0.0  # the newest save, by the monotonic clock
         self._number = 0  # of the newest record of this epoch
         self._after_slot = 0
         self._safe = ""  # the newest attempt whose record is on every host
@@ -118,6 +120,10 @@ class NearSaves:
             raise
 
     def _begin(self, state: Any, step: int, copies: list[LentCopy] | None) -> PendingSave:
+        now = time.monotonic()
+        if self._copies is not None and self._copied_nbytes:
+            self._copies.pace.saved(self._copied_nbytes, now - self._began)
+        self._began = now
         with gc_paused():
             task = self._task(step)
             snapshot, staging = self._options.snapshot, self._staging
@@ -140,6 +146,11 @@ class NearSaves:
         # What this process has not mapped makes room now: of a job before it, or none.
         with contextlib.suppress(StorageError):
             self._drop({self._safe})
+
+    def stepped(self, seconds: float) -> None:
+        """The training has done a step in `seconds`, saves that it waited for left out."""
+        if self._copies is not None:
+            self._copies.pace.stepped(seconds)
 
     def adopt(self, record: NearRecord) -> None:
         """Make the state of an older epoch, which was just restored, one of this epoch."""
@@ -389,6 +400,7 @@ class NearSaves:
                 lambda: copies.send(prefix, files, epoch=self.session.epoch),
             )
         task.recorder.count(BYTES_COPIED, nbytes)
+        self._copied_nbytes = nbytes
 
     def _drop(self, kept: set[str]) -> None:
         """Delete all attempts but `kept`: every rank its own files, the first of a host the rest,

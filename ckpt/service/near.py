@@ -117,6 +117,7 @@ class NearTraining:
         )
         self._options = NearOptions(bytes_max, snapshot, user, self.lends_often, copies)
         self._stepped_calls = 0
+        self._stepped_seconds = 0.0  # when the last call was over
         self._tier: Tier | None = None
         self._hosts: Hosts | None = None
         self._saves: NearSaves | None = None
@@ -144,6 +145,15 @@ class NearTraining:
         self._stepped_calls = self._training.progress.calls
         if self._saves is None:
             self._open()
+        assert self._saves is not None, "opened above"
+        if self._stepped_seconds:
+            self._saves.stepped(perf_counter() - self._stepped_seconds)
+        try:
+            return self._stepped(lends)
+        finally:
+            self._stepped_seconds = perf_counter()
+
+    def _stepped(self, lends: bool) -> Sequence[LentCopy]:
         self.collect(wait=False)
         progress = self._training.progress
         if self._notes is not None:

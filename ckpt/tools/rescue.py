@@ -49,7 +49,7 @@ class RescueReport:
 
 class _Rescued(NamedTuple):
     record: NearRecord
-    homes: Mapping[int, Tier]  # by rank
+    homes: Mapping[int, Sequence[Tier]]  # by rank: those with all its files
 
 
 def rescue(
@@ -109,12 +109,12 @@ def _newest_first(tiers: Sequence[Tier], maintenance: Maintenance) -> list[NearR
     ]
 
 
-def _homes(tiers: Sequence[Tier], record: NearRecord) -> dict[int, Tier]:
-    """For each rank a tier with all its files. Raises Corrupt where there is none."""
-    homes: dict[int, Tier] = {}
+def _homes(tiers: Sequence[Tier], record: NearRecord) -> dict[int, list[Tier]]:
+    """For each rank the tiers with all its files. Raises Corrupt where there is none."""
+    homes: dict[int, list[Tier]] = {}
     for tier in tiers:
         for rank in tier.whole_ranks(record):
-            homes.setdefault(rank, tier)
+            homes.setdefault(rank, []).append(tier)
     missing = [rank for rank in range(record.head.world_size) if rank not in homes]
     if missing:
         raise Corrupt(
@@ -127,36 +127,67 @@ def _homes(tiers: Sequence[Tier], record: NearRecord) -> dict[int, Tier]:
 def _make_durable(whole: _Rescued, store: Store, maintenance: Maintenance) -> int:
     """Copy the files, write the MANIFEST and commit; returns the bytes of the checkpoint."""
     record, homes = whole
-    ranks: dict[int, list[OpenedFile]] = {}
-    for file in record.files:
-        tier, key = homes[file.rank], record.prefix + file.name
-        opened = open_file(tier.store, key, file.name, file.nbytes)
-        _refuse_other(opened, record, file.seal, f"{tier.store.url}/{key}")
-        ranks.setdefault(file.rank, []).append(opened)
-    if problems := contradictions([file for own in ranks.values() for file in own]):
+    opened = {rank: _opened(record, rank, tiers) for rank, tiers in sorted(homes.items())}
+    if problems := contradictions([file for own, _ in opened.values() for file in own]):
         raise Corrupt("; ".join(problems))
-    header = ranks[0][0].place.header
+    header = opened[0][0][0].place.header
     # Before anything is copied: where files contradict each other, this raises.
-    manifest = build_manifest(header, [part_of_rank(*one) for one in sorted(ranks.items())])
+    manifest = build_manifest(
+        header, [part_of_rank(rank, own) for rank, (own, _) in opened.items()]
+    )
     keys = []
-    for rank, files in sorted(ranks.items()):
-        for opened in files:
-            keys.append(record.prefix + opened.name)
-            index = opened.described
-            if is_there(store, keys[-1], index.header, index.nbytes) is None:
-                source = homes[rank].store
-                tiles = tiles_of(index)
-                relay_file(
-                    source,
-                    keys[-1],
-                    store,
-                    keys[-1],
-                    tiles=tiles,
-                    threads=THREADS,
-                    add=lambda nbytes: None,
-                )
+    for own, tiers in opened.values():
+        for file in own:
+            keys.append(record.prefix + file.name)
+            if is_there(store, keys[-1], file.described.header, file.described.nbytes) is None:
+                _relay(tiers, keys[-1], store, file)
     store.sync(keys)
     return _commit(manifest, record, store, maintenance)
+
+
+def _opened(
+    record: NearRecord, rank: int, tiers: Sequence[Tier]
+) -> tuple[list[OpenedFile], list[Tier]]:
+    """The files of a rank, and the tiers that have them, one where they could be opened first."""
+    for number, tier in enumerate(tiers):
+        try:
+            opened = []
+            for file in record.files:
+                if file.rank == rank:
+                    key = record.prefix + file.name
+                    opened.append(open_file(tier.store, key, file.name, file.nbytes))
+                    _refuse_other(opened[-1], record, file.seal, f"{tier.store.url}/{key}")
+            return opened, [tier, *tiers[number + 1 :]]
+        except (Corrupt, KeyNotFoundError) as error:
+            _note_copy(error, is_last=number + 1 == len(tiers))
+            if number + 1 == len(tiers):
+                raise
+    raise AssertionError("every rank has a home")
+
+
+def _relay(tiers: Sequence[Tier], key: str, store: Store, file: OpenedFile) -> None:
+    """Copy a file from the first of some tiers whose copy is whole. Raises Corrupt."""
+    for number, tier in enumerate(tiers):
+        try:
+            relay_file(
+                tier.store,
+                key,
+                store,
+                key,
+                tiles=tiles_of(file.described),
+                threads=THREADS,
+                add=lambda nbytes: None,
+            )
+            return
+        except (Corrupt, KeyNotFoundError) as error:
+            _note_copy(error, is_last=number + 1 == len(tiers))
+            if number + 1 == len(tiers):
+                raise
+
+
+def _note_copy(error: Exception, *, is_last: bool) -> None:
+    if not is_last:
+        logger.warning("another copy is used, because %s", error)
 
 
 def _refuse_other(opened: OpenedFile, record: NearRecord, seal: Seal, where: str) -> None:

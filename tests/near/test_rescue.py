@@ -62,6 +62,32 @@ def test_rescue_passes_over_damage_and_says_so(
     assert "whole and newer" in capsys.readouterr().err
 
 
+def test_rescue_uses_copies_of_lost_hosts_and_of_damaged_files(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    root, hosts = str(tmp_path / "run"), folders(tmp_path, 0, 1, 2)
+
+    def near(rank: int) -> ckpt.Near:
+        return ckpt.Near(hosts[rank] / "near", every=EverySteps(2), replicas=2)
+
+    Life(3, LocalStore(root), hosts, near=near).run(4)
+    shutil.rmtree(hosts[0])
+    newest = {path.name[:9]: path for path in data_files(hosts[1])}
+    flip_a_byte(newest["rank00001"])
+    # A header that cannot be read is as bad.
+    newest["rank00000"].write_bytes(bytes(100) + newest["rank00000"].read_bytes()[100:])
+    directories = [str(host / "near") for host in hosts[1:]]
+    assert main(["ls", "--near", directories[0], "--json"]) == 0
+    rows = json.loads(capsys.readouterr().out)
+    assert [(row["step"], row["ranks_here"]) for row in rows] == [(2, 3), (4, 3)]
+    assert main(["rescue", *directories, root, "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert (report["step"], report["passed_over"]) == (4, [])
+    assert ckpt.verify(root).ok
+    # Without a second copy, the damaged one ends it.
+    assert main(["rescue", directories[0], str(root)]) == 1
+
+
 def test_rescue_refuses_what_is_older_fenced_or_not_all_there(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

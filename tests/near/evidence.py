@@ -53,6 +53,7 @@ class Promise:
     attempt: str
     homes: tuple[frozenset[int], ...]
     recorded: frozenset[int]
+    has_lost: bool = False  # some of its files somewhere, since then
 
     def is_due(self, hosts: Collection[int]) -> bool:
         """Whether these hosts must be able to prove it."""
@@ -60,11 +61,14 @@ class Promise:
 
     def without(self, host: int, rank: int | None = None) -> Promise:
         """After all of a host, or there only the files of `rank`, may be gone."""
+        has_lost = self.has_lost or any(
+            host in home and rank in (None, number) for number, home in enumerate(self.homes)
+        )
         homes = tuple(
             home - {host} if rank in (None, number) else home
             for number, home in enumerate(self.homes)
         )
-        return replace(self, homes=homes)
+        return replace(self, homes=homes, has_lost=has_lost)
 
     def without_record(self, host: int) -> Promise:
         return replace(self, recorded=self.recorded - {host})

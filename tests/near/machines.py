@@ -18,6 +18,7 @@ from typing import Any, Literal, NamedTuple, TypeVar
 from storage import NoSpaceError, StorageError, Store
 from storage.errors import OutcomeUnknownError
 from storage.local import LocalStore
+from storage.peers.server import PeerServer
 from storage.testing import FaultPlan, FaultyStore, Killed
 
 T = TypeVar("T")
@@ -205,6 +206,16 @@ class HostStore(FaultyStore):
         except Killed:
             self.dead = True
             raise
+
+
+class HostServer(PeerServer):
+    """The server of a folder, in a process that may be dead: then it answers nothing more."""
+
+    def process_request_thread(self, request: Any, client_address: Any) -> None:
+        try:
+            super().process_request_thread(request, client_address)
+        except Killed:
+            self.shutdown_request(request)
 
 
 class DurableStore(FaultyStore):

@@ -1,6 +1,6 @@
 """Random schedules of kills over simulated hosts: jobs that save near states, and what comes back.
 
-    python -m tests.near.schedules SEED:NUMBER
+    python -m tests.near.schedules SEED:NUMBER [copies]
 
 A schedule is a list of starts of one or two jobs and of things that happen to hosts between them.
 Each start restores, trains and saves with the real code, until its fault strikes. What it restores
@@ -47,6 +47,7 @@ from tests.near.machines import (
     DurableStore,
     Fault,
     HostOs,
+    HostServer,
     Kind,
     Machines,
     Processes,
@@ -73,6 +74,7 @@ class Start(NamedTuple):
     fault: Fault = Fault()
     goes_back: bool = False
     meanwhile: tuple[Start, ...] = ()
+    replicas: int = 0
 
 
 class Incident(NamedTuple):
@@ -93,9 +95,10 @@ class Schedule(NamedTuple):
 # Making one ---------------------------------------------------------------------------------------
 
 
-def schedule_of(seed: str, *, ranks_max: int = 3, starts_max: int = 3) -> Schedule:
-    """The schedule of a seed."""
+def schedule_of(seed: str, *, starts_max: int = 3, has_copies: bool = False) -> Schedule:
+    """The schedule of a seed; with `has_copies`, of jobs that keep them as far as they can."""
     rng = random.Random(seed)
+    ranks_max = 4 if has_copies else 3
     jobs = rng.choice((1, 1, 1, 2))
     hosts_of: dict[int, tuple[int, ...]] = {}
     events: list[Start | Incident] = []
@@ -107,7 +110,19 @@ def schedule_of(seed: str, *, ranks_max: int = 3, starts_max: int = 3) -> Schedu
         # Whatever was left: each job is started once more, and nothing happens to it.
         last = _start(rng, job, hosts_of, ranks_max)
         events.append(last._replace(fault=Fault(), steps=0, goes_back=False, meanwhile=()))
-    return Schedule(seed, rng.random() < 0.6, tuple(events))
+    in_memory = rng.random() < 0.6
+    if has_copies:
+        events = [_with_copies(rng, event) for event in events]
+    return Schedule(seed, in_memory, tuple(events))
+
+
+def _with_copies(rng: random.Random, event: Start | Incident) -> Start | Incident:
+    if isinstance(event, Incident):
+        return event
+    successors = [_with_copies(rng, one) for one in event.meanwhile]
+    meanwhile = tuple(one for one in successors if isinstance(one, Start))
+    replicas = min(rng.choice((1, 1, 2)), len(set(event.hosts)) - 1)
+    return event._replace(replicas=replicas, meanwhile=meanwhile)
 
 
 def _start(
@@ -218,10 +233,13 @@ class Run:
                     else:
                         self._happen(event)
         except Exception as error:
+            starts = [event for event in self.schedule.events if isinstance(event, Start)]
+            has_copies = any(start.replicas for start in starts)
             happened = "\n  ".join(self.trace)
             raise Violation(
                 f"schedule {self.schedule.seed} (in_memory={self.schedule.in_memory}): {error!r}\n"
-                f"replay: python -m tests.near.schedules {self.schedule.seed}\n  {happened}"
+                f"replay: python -m tests.near.schedules {self.schedule.seed}"
+                f"{' copies' * has_copies}\n  {happened}"
             ) from error
 
     @contextmanager
@@ -231,6 +249,8 @@ class Run:
             patch("ckpt.near.tier.LocalStore", self.machines.store),
             patch("ckpt.near.tier.is_in_memory", lambda path: in_memory),
             patch("ckpt.near.memory.os", HostOs(self.machines)),
+            patch("ckpt.near.peers.PeerServer", HostServer),
+            patch("ckpt.near.peers.PEER_SECONDS", 5.0),
         ):
             yield
 
@@ -321,6 +341,7 @@ class Run:
             self.counts["epoch claimed without a near record"] += 1
             return
         self.counts["promise due"] += 1
+        self.counts["promise due although files are lost"] += near.has_lost
         kept = [p for p in proofs if not p.is_damaged and p.order >= (near.epoch, near.number)]
         if not kept:
             raise Violation(f"was acknowledged, and nothing newer is there: {near}")
@@ -353,7 +374,11 @@ class _Life:
         store = DurableStore(self._job.store, self._processes, world.rank)
         target = ThreadTarget(world, store, self._registry)
         state = state_at(self._job.number, 0, world.rank, world.size)
-        near = Near(self._paths[world.rank], every=EverySteps(self._start.near_every))
+        near = Near(
+            self._paths[world.rank],
+            every=EverySteps(self._start.near_every),
+            replicas=self._start.replicas,
+        )
         seen = partial(self._saw, target)
         training = Training(target, state, target.world(), (seen,) if world.rank == 0 else ())
         own = NearTraining(near, EverySteps(self._start.save_every), training, {})
@@ -437,12 +462,14 @@ class _Life:
         if isinstance(event, NearSaved):
             self._run.counts["near saved"] += 1
             try:
-                self._promise(target, event.report.attempt)
+                self._promise(target, event.report.attempt, replicas=self._start.replicas)
             except Exception as error:  # what an observer raises is logged and goes no further
                 self._run.problems.append(error)
 
-    def _promise(self, target: Target, attempt: str) -> None:
-        """This near checkpoint was acknowledged: it is whole, and every host has its record."""
+    def _promise(self, target: Target, attempt: str, *, replicas: int = 0) -> None:
+        """This near checkpoint was acknowledged: it is whole, with all its copies, and every host
+        has its record.
+        """
         job = self._job
         state = Log(job.store).state()
         root, hosts = read_format(job.store).root, self._start.hosts
@@ -452,6 +479,8 @@ class _Life:
             return  # fenced, and about to learn it
         if proof is None or proof.recorded != {*hosts}:
             raise Violation(f"{attempt} was acknowledged, and the hosts have {proof}")
+        if any(len(home) <= replicas for home in proof.homes):
+            raise Violation(f"{attempt} was acknowledged, and lacks copies: {proof}")
         if job.near is None or (job.near.epoch, job.near.number) < proof.order:
             job.near = Promise(*proof.order, attempt, proof.homes, proof.recorded)
 
@@ -490,4 +519,4 @@ def run_schedule(schedule: Schedule) -> Counter[str]:
 
 
 if __name__ == "__main__":
-    print(run_schedule(schedule_of(sys.argv[1])))
+    print(run_schedule(schedule_of(sys.argv[1], has_copies="copies" in sys.argv)))

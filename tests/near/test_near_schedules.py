@@ -20,14 +20,17 @@ from tests.near.schedules import run_schedule, schedule_of
 pytestmark = pytest.mark.timeout(7200)
 
 
+@pytest.mark.parametrize("has_copies", [False, True], ids=["alone", "copies"])
 def test_random_schedules_restore_the_newest_that_is_provable(
-    scale: Scale, pytestconfig: pytest.Config, caplog: pytest.LogCaptureFixture
+    has_copies: bool, scale: Scale, pytestconfig: pytest.Config, caplog: pytest.LogCaptureFixture
 ) -> None:
     seed, counts = pytestconfig.getoption("seed") or SEED_DEFAULT, Counter[str]()
     caplog.set_level(logging.CRITICAL)  # every kill is logged, which takes longer than the schedule
     for number in range(scale.count(40, 1000)):
-        counts += run_schedule(schedule_of(f"{seed}:{number}"))
+        counts += run_schedule(schedule_of(f"{seed}:{number}", has_copies=has_copies))
     # That schedules happen as they are meant to: a search that finds nothing says nothing.
     wanted = ("fault rank", "fault host", "fault all", "fault pause", "near saved", "promise due")
     wanted += ("restored near", "restored durable", "lost", "damaged")
+    if has_copies:
+        wanted += ("promise due although files are lost",)
     assert all(counts[name] for name in wanted), counts

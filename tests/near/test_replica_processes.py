@@ -7,7 +7,9 @@ other hosts, restore. What comes back is compared with a training that was never
 
 from __future__ import annotations
 
+import contextlib
 import os
+import random
 import shutil
 import signal
 from collections.abc import Sequence
@@ -19,13 +21,31 @@ import torch
 import torch.distributed as dist
 
 import ckpt
+from ckpt.errors import RankFailed
 from ckpt.service.events import NearFailed, NearSaved
+from ckpt.world.torch_world import TorchWorld
+from tests.conftest import Scale
 from tests.e2e.job import assert_is_step
 from tests.near.test_near_processes import state_of, train, trained
+from tests.near.test_near_training import flip_a_byte
 from tests.near.training import advance
-from tests.ranks import run_ranks
+from tests.ranks import RanksFailed, run_ranks
+from tests.results import Counted
+from tests.service.rejoining import die_in_round
 
 pytestmark = pytest.mark.ranks
+
+# Rounds of a near save in their order.
+PHASES = (
+    "agree on begin",
+    "near attempt",
+    "agree on near write",
+    "agree on near copies",
+    "near files",
+    "near record",
+    "agree on near record",
+)
+COUNTING = ("near record", "agree on near record")  # in which a record may be there by then
 
 
 class Job(NamedTuple):
@@ -36,7 +56,8 @@ class Job(NamedTuple):
     steps: int
     dies: bool = False
     replicas: int = 1
-    certificate: str = ""
+    phase: str = ""
+    victims: Sequence[int] = ()
 
 
 class Answer(NamedTuple):
@@ -58,8 +79,10 @@ def job(how: Job) -> Answer:
         how.hosts[rank],
         every=ckpt.EverySteps(2),
         replicas=how.replicas,
-        certificate=how.certificate,
     )
+    armed: list[bool] = []
+    if rank in how.victims:
+        die_in_round(TorchWorld, how.phase, armed)
     with ckpt.Checkpointer(
         how.url, state, save=ckpt.EverySteps(1000), near=near, observers=[events.append]
     ) as service:
@@ -72,9 +95,15 @@ def job(how: Job) -> Answer:
             for mine, theirs in zip(state["model"].parameters(), model.parameters(), strict=True):
                 assert torch.equal(mine, theirs)
         for step in range(first, first + how.steps):
+            if how.victims and step == first + how.steps - 1:
+                service.wait()  # the near save of this step is the one that is cut off
+                armed.append(True)
             train(state["model"], state["optim"], step)
             advance(state["own"], step, rank, size)
             service.step(step)
+        if how.victims:
+            with contextlib.suppress(RankFailed):
+                service.wait()
         if how.dies:
             os.kill(os.getpid(), signal.SIGKILL)
         service.wait()
@@ -109,3 +138,42 @@ def test_a_host_that_is_lost_costs_no_near_checkpoint(tmp_path: Path) -> None:
     # The new host has its copies by now: the old one can go as well.
     shutil.rmtree(hosts[0])
     assert restored(run_ranks(2, job, Job(url, folders(tmp_path, 2, 3), 0))) == ("near", step + 4)
+
+
+def test_two_hosts_are_lost_with_two_replicas_and_a_copy_is_damaged(tmp_path: Path) -> None:
+    url, hosts = str(tmp_path / "run"), folders(tmp_path, 0, 1, 2)
+    how = Job(url, hosts, 5, replicas=2)
+    for answer in run_ranks(3, job, how):
+        assert answer.saved == (2, 4) and not answer.failed
+    # A bit flips in the copy that the restore prefers: that of the reading rank's own host.
+    (newest,) = Path(hosts[1]).glob("*/steps/00000004*/rank00001*")
+    flip_a_byte(newest)
+    shutil.rmtree(hosts[0])
+    assert restored(run_ranks(2, job, Job(url, hosts[1:], 0, replicas=0))) == ("near", 4)
+    shutil.rmtree(hosts[2])
+    # Of rank 1 only the damaged copy is left, and there is no older state any more.
+    with pytest.raises(RanksFailed, match="does not match its checksum"):
+        run_ranks(1, job, Job(url, hosts[1:2], 0, replicas=0))
+
+
+def test_whoever_dies_in_a_near_save_and_takes_its_host_along(
+    tmp_path: Path, scale: Scale, rng: random.Random, counted: Counted
+) -> None:
+    """The coordinator alone, or all ranks of a host: in every round of a near save. Then nothing is
+    left of the host, and a world of another size goes on.
+    """
+    every = [(phase, victims) for phase in PHASES for victims in ([0], [0, 1], [2, 3])]
+    for number, (phase, victims) in enumerate(every if scale.soak else [rng.choice(every)]):
+        top = tmp_path / str(number)
+        url, hosts = str(top / "run"), folders(top, 0, 0, 1, 1)
+        how = Job(url, hosts, 6, dies=True, phase=phase, victims=victims)
+        run_ranks(4, job, how, allow_dead=range(4))
+        lost, left = (hosts[0], 1) if 0 in victims else (hosts[2], 0)
+        shutil.rmtree(lost)
+        answers = run_ranks(2, job, Job(url, folders(top, left, 2), 2))
+        origin, step = restored(answers)
+        allowed = (4, 6) if phase in COUNTING else (4,)
+        assert origin == "near" and step in allowed, (phase, victims, origin, step)
+        assert all(answer.saved == (step + 2,) and not answer.failed for answer in answers)
+        assert not list((top / "run").glob("steps/*"))
+        counted(losses=1)

@@ -15,6 +15,7 @@ RATE_MIN = 8 * MIB
 SLOWER = 1.05  # a step that takes this much longer than one without copies has suffered
 DOWN, UP = 0.7, 1.1  # so the rate settles where about one step in five suffers
 SHARE_MAX = 0.8  # of the time between two near saves that copies may take
+SECONDS_MAX = 250.0  # of that time: slower ones would be given up
 QUIET_STEPS = 20  # the newest, of which the median is compared with
 QUIET_STEPS_MIN = 3
 
@@ -37,7 +38,7 @@ class CopyPace:
     def saved(self, nbytes: int, seconds: float) -> None:
         """A near save has sent `nbytes`; the next one began `seconds` after it."""
         with self._lock:
-            self._floor = max(RATE_MIN, nbytes / max(SHARE_MAX * seconds, 1e-3))
+            self._floor = max(RATE_MIN, nbytes / max(SHARE_MAX * min(seconds, SECONDS_MAX), 1e-3))
             self.rate = max(self.rate, self._floor)
 
     def stepped(self, seconds: float) -> None:

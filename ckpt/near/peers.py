@@ -195,8 +195,11 @@ def open_copies(
     mine = json.dumps([this_network(), options.address or _numeric(world.addresses)])
     networks = [json.loads(one) for one in world.gather("near networks", mine.encode())]
     opened: list[PeerServer] = []
+    trusted: list[ssl.SSLContext] = []
 
     def serve() -> bytes:
+        if options.certificate:
+            trusted.append(_client_tls(options.certificate))
         if not is_first:
             return b""
         address = options.address or _address(networks, world.rank)
@@ -208,7 +211,7 @@ def open_copies(
     try:
         own = collectively(world, "near server", serve)
         endpoints = [one and Endpoint(*json.loads(one)) for one in world.gather("near peers", own)]
-        client_tls = _client_tls(options.certificate) if options.certificate else None
+        client_tls = trusted[0] if trusted else None
         stores = []
         for host in copies[hosts.names[world.rank]]:
             endpoint = endpoints[hosts.names.index(host)]

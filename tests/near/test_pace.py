@@ -9,6 +9,7 @@ from __future__ import annotations
 import pytest
 
 from ckpt.near.pace import RATE_MAX, RATE_MIN, SHARE_MAX, CopyPace
+from ckpt.near.peers import SEND_SECONDS_MAX
 
 MIB = 1 << 20
 
@@ -87,6 +88,17 @@ def test_the_rate_rises_again_when_the_network_is_free() -> None:
     training.used = 0
     training.run(1000)
     assert training.pace.rate > 5 * slow
+
+
+def test_copies_of_a_long_period_are_made_before_they_are_given_up() -> None:
+    pace, nbytes = CopyPace(), 64 << 30
+    for _ in range(10):
+        pace.stepped(1.0)
+    pace.saved(nbytes, 3600.0)
+    for _ in range(200):
+        pace.wait_seconds(MIB, 0.0)
+        pace.stepped(9.0)
+    assert nbytes / pace.rate < 0.7 * SEND_SECONDS_MAX
 
 
 def test_nothing_is_concluded_from_a_few_steps_or_from_steps_with_copies_alone() -> None:

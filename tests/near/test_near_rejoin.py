@@ -8,6 +8,7 @@ do. The others rejoin.
 from __future__ import annotations
 
 import random
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -118,6 +119,33 @@ def test_without_the_files_of_a_lost_host_the_durable_state_is_taken(tmp_path: P
     for report, _, _ in answers[:2]:
         assert (report.origin, report.step, report.steps_lost) == ("durable", 5, 3)
         assert "no host has the near files of 2 of 4 ranks: 2, 3" in report.skipped[0].reason
+
+
+def losing_a_host(url: str, scratch: str) -> tuple[str, int, int, int]:
+    """The last rank dies, and nothing is left of its host. The others have copies of its files."""
+    me = dist.get_rank()
+    folder = f"{url}-host{(0, 0, 1, 2)[me]}"
+    trainer = Trainer(url, "fsdp2", near=folder, save_every=1000, replicas=1)
+    trainer.train(8)
+    trainer.service.wait()
+    if me == 3:
+        shutil.rmtree(folder)
+        die()
+    assert trainer.notice().rank == 3
+    report = trainer.rejoin(scratch, [0, 1, 2])
+    trainer.train(11)
+    trainer.service.wait()
+    last = trainer.service.last_near
+    assert last is not None and not trainer.service.near_failures
+    trainer.service.close()
+    return report.origin, report.step, report.nbytes_of_other_hosts, last.step
+
+
+def test_survivors_go_on_from_copies_of_a_lost_host(tmp_path: Path) -> None:
+    url = str(tmp_path / "run")
+    answers = run_ranks(4, losing_a_host, url, f"{url}-group", allow_dead=[3])
+    assert {(answer[0], answer[1], answer[3]) for answer in answers[:3]} == {("near", 8, 10)}
+    assert not list((tmp_path / "run").glob("steps/*"))
 
 
 def losing_twice(url: str, scratch: str) -> list[tuple[str, int]]:

@@ -87,6 +87,7 @@ class Trainer:
     engine: Engine = "ddp"
     near: str = ""
     near_every: int = 2
+    replicas: int = 0
     save_every: int = 5
     state: dict[str, Any] = field(default_factory=dict)
     service: ckpt.Checkpointer = field(init=False)
@@ -97,7 +98,10 @@ class Trainer:
     def __post_init__(self) -> None:
         self.state = state_of(self.engine)
         self.wrap()
-        near = ckpt.Near(self.near, every=ckpt.EverySteps(self.near_every)) if self.near else None
+        near = None
+        if self.near:
+            every = ckpt.EverySteps(self.near_every)
+            near = ckpt.Near(self.near, every=every, replicas=self.replicas)
         self.service = ckpt.Checkpointer(
             self.url,
             self.state,

@@ -156,6 +156,7 @@ def test_two_hosts_are_lost_with_two_replicas_and_a_copy_is_damaged(tmp_path: Pa
         run_ranks(1, job, Job(url, hosts[1:2], 0, replicas=0))
 
 
+@pytest.mark.timeout(7200)  # 21 times three starts of a job in full
 def test_whoever_dies_in_a_near_save_and_takes_its_host_along(
     tmp_path: Path, scale: Scale, rng: random.Random, counted: Counted
 ) -> None:

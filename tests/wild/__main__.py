@@ -1,7 +1,8 @@
 """Try all rows, or some, and write the page: python -m tests.wild --table docs/compatibility.md
 
 --only TITLE tries the groups whose titles contain it, --rows the rows of these names. With --keep
-FILE the results are kept there, and a page can be made of several runs with the same versions.
+FILE the results are kept there, and a page can be made of several runs with the same versions; with
+--beside, groups of other runs stay on the page, with their dates.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import warnings
 from pathlib import Path
 
 from tests.wild.engines import LINKS
-from tests.wild.page import not_importable, page_of, versions
+from tests.wild.page import not_importable, page_of, sections_now, sections_of, versions
 from tests.wild.rows import WRITERS, Result, groups, missing_of, preload
 
 
@@ -22,6 +23,9 @@ def main() -> None:
     parser.add_argument("--only", help="a part of the titles of groups to try")
     parser.add_argument("--rows", nargs="*", default=[], help="names of rows to try")
     parser.add_argument("--keep", type=Path, help="a file of results to add to")
+    parser.add_argument(
+        "--beside", action="store_true", help="leave groups on the page that are not tried now"
+    )
     parser.add_argument("--no-run", action="store_true", help="only write the page of what is kept")
     options = parser.parse_args()
     warnings.simplefilter("ignore")  # theirs
@@ -40,8 +44,15 @@ def main() -> None:
     if options.table:
         titles = [group.title for group in groups()]
         results = [each for title in titles for each in kept.values() if each.group == title]
+        older = sections_of(options.table.read_text("utf-8")) if options.beside else {}
+        by_title = {**older, **sections_now(results)}
+        sections = {title: by_title[title] for title in titles if title in by_title}
+        for group in groups():
+            if group.title in older:
+                for name in (group.title, *group.needs):
+                    absent.pop(name, None)
         links = ", ".join(str(link) for link in LINKS["ours"])
-        options.table.write_text(page_of(results, absent, links), encoding="utf-8")
+        options.table.write_text(page_of(sections, absent, links), encoding="utf-8")
 
 
 def kept_in(path: Path | None) -> dict[tuple[str, str], Result]:

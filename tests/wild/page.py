@@ -7,8 +7,9 @@ import importlib
 import importlib.metadata
 import platform
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import groupby
+from typing import NamedTuple
 
 from tests.wild.rows import Result
 
@@ -20,6 +21,7 @@ PACKAGES = (
 # What cannot be imported where the page is written has no rows, and the page says why.
 WANTED = ("timm", "torchvision", "torchtitan.trainer", "ray.train", "dion", "heavyball")
 CELL_MAX = 260
+ROW = re.compile(r"\| `([^`]+)` \| .*? \| (pass|fails|-) \| (pass|fails|-) \|")
 
 HEAD = """# Tried with other libraries
 
@@ -49,35 +51,67 @@ again and compares the results with it. The column DCP is torch's own
   is our integration for it, "DCP" the library's own checkpoints.
 
 Schedules of torch's pipelines and products of layouts are in [a page of their own](layouts.md).
-All ranks train on the same batches, on the CPU, with gloo, and with kernels whose rounding does not
-depend on where their operands lie.
+torchvision and timm come in by `pip install --no-deps torchvision timm`; where their build does not
+fit torch's (one for CUDA, the other for the CPU), the tests declare two operators that torchvision
+has to have to be imported, and that no row calls. All ranks train on the same batches, on the CPU,
+with gloo, and with kernels whose rounding does not depend on where their operands lie.
 
 Tried with Python {python} and {versions}; this page is of {date}.
 """
 
 
-def page_of(results: Sequence[Result], absent: Mapping[str, str], links: str) -> str:
+class Section(NamedTuple):
+    """The rows of a group as lines of the page, and the day on which they were tried."""
+
+    lines: tuple[str, ...]
+    date: str
+
+
+def sections_of(page: str) -> dict[str, Section]:
+    """The groups of a page that was written earlier, by title."""
+    sections: dict[str, Section] = {}
+    of_page = re.search(r"this page is of ([\d-]+)", page)
+    for part in page.split("\n## ")[1:]:
+        lines = tuple(line + "\n" for line in part.splitlines() if line.startswith("| `"))
+        own = re.search(r"^Tried on ([\d-]+)\.$", part, re.MULTILINE) or of_page
+        if lines and own:
+            sections[part.partition("\n")[0]] = Section(lines, own[1])
+    return sections
+
+
+def sections_now(results: Sequence[Result]) -> dict[str, Section]:
+    """The groups of results of today."""
+    today = datetime.date.today().isoformat()
+    return {
+        title: Section(tuple(map(line_of, rows)), today)
+        for title, rows in groupby(results, key=lambda result: result.group)
+    }
+
+
+def page_of(sections: Mapping[str, Section], absent: Mapping[str, str], links: str) -> str:
     """The page as text. `absent` are titles of groups that could not run here, and why."""
+    dates = {section.date for section in sections.values()}
     text = HEAD.format(
         links=links,
         date=datetime.date.today().isoformat(),
         python=platform.python_version(),
         versions=", ".join(versions()),
     )
-    text += "\n" + summary(results)
-    for title, rows in groupby(results, key=lambda result: result.group):
-        text += f"\n## {title}\n\n| | | ours | DCP | why |\n| --- | --- | --- | --- | --- |\n"
-        text += "".join(line_of(result) for result in rows)
+    text += "\n" + summary(sections.values())
+    for title, section in sections.items():
+        date = f"\n\nTried on {section.date}." if len(dates) > 1 else ""
+        text += f"\n## {title}{date}\n\n| | | ours | DCP | why |\n| --- | --- | --- | --- | --- |\n"
+        text += "".join(section.lines)
     if absent:
         text += "\n## Not tried here\n\n"
         text += "".join(f"- {title}: {cell(why)}\n" for title, why in absent.items())
     return text
 
 
-def summary(results: Sequence[Result]) -> str:
-    results = [result for result in results if result.what]
-    passed = [sum(not getattr(result, who) for result in results) for who in ("ours", "dcp")]
-    return f"Of {len(results)} rows, {passed[0]} pass with this library and {passed[1]} with DCP.\n"
+def summary(sections: Iterable[Section]) -> str:
+    rows = [row for each in sections for row in map(ROW.match, each.lines) if row and row[2] != "-"]
+    passed = [sum(row[number] == "pass" for row in rows) for number in (2, 3)]
+    return f"Of {len(rows)} rows, {passed[0]} pass with this library and {passed[1]} with DCP.\n"
 
 
 def line_of(result: Result) -> str:
@@ -132,6 +166,6 @@ def expected(page: str) -> dict[tuple[str, str], str]:
     for line in page.splitlines():
         if line.startswith("## "):
             title = line[3:]
-        elif row := re.match(r"\| `([^`]+)` \| .*? \| (pass|fails|-) \| (pass|fails|-) \|", line):
+        elif row := ROW.match(line):
             outcomes[title, row[1]] = row[2]
     return outcomes

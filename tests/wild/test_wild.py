@@ -14,7 +14,14 @@ import pytest
 from tests.wild.crossing import engines_to_cross
 from tests.wild.models import TRANSFORMERS, Model
 from tests.wild.optimizers import SCHEDULE_FREE, TORCH, Optimizer
-from tests.wild.page import cell, expected, verdicts_of
+from tests.wild.page import (
+    cell,
+    expected,
+    page_of,
+    sections_now,
+    sections_of,
+    verdicts_of,
+)
 from tests.wild.relay import adamw
 from tests.wild.resuming import AFTER, BEFORE, Resumed, resume_one
 from tests.wild.rows import Group, Result, groups, missing_of, with_crossings
@@ -89,6 +96,23 @@ def test_what_does_not_cross_fails_a_row_unless_the_steps_depend_on_the_layout()
     resumed = [Resumed("plain", losses=(1.0, 2.0)), Resumed("ddp", losses=(1.0, 2.0))]
     resumed += [Resumed("fsdp2", losses=(1.0, 3.0)), Resumed("our FSDP", refused="no steps")]
     assert engines_to_cross(resumed) == ["ddp", "fsdp2*"]
+
+
+def test_groups_of_another_run_stay_on_the_page_with_their_date() -> None:
+    old = PAGE.read_text(encoding="utf-8")
+    older = sections_of(old)
+    assert {title for title, _ in expected(old)} == older.keys()
+    new = Result("Optimizers of torch", "torch", "Adam", "plain", "", "ddp: lost")
+    sections = {**older, **sections_now([new])}
+    page = page_of(sections, {}, "plain@1")
+    now = sections_of(page)
+    assert now == sections, "what a page says is what it was made of"
+    assert now["Optimizers of torch"].lines == (
+        "| `Adam` | plain | pass | fails | DCP: ddp: lost |\n",
+    )
+    alone = page_of(sections_now([new]), {}, "plain@1")
+    assert "Of 1 rows, 1 pass with this library and 0 with DCP." in alone
+    assert "Tried on" not in alone and sections_of(alone).keys()
 
 
 def test_a_cell_breaks_no_table() -> None:

@@ -1,4 +1,4 @@
-"""Train, die in the middle of a save, resume, be preempted, resume again, export, look at it.
+"""Train, die in a save, resume, be preempted, resume again, lose a host, export, look at it.
 
 python -m examples.demo [--url s3://bucket/prefix] [--option endpoint_url=http://localhost:9000]
 """
@@ -28,6 +28,9 @@ STEPS = 120
 SAVE_EVERY = 20
 KILLED_IN_SAVE_OF = 80
 PREEMPTED_AFTER = 85
+NEAR_EVERY = 5
+HOST_LOST_AFTER = 33
+LOST_HOST_UNTIL = 60
 PROMPT = "def __init__(self"
 # Another number of ranks adds up gradients in another order: 5e-7 of the loss where measured.
 TOLERANCE = 1e-3
@@ -132,7 +135,13 @@ def main() -> None:
     kept = [step.step for step in ckpt.list_steps(demo.url, storage_options=demo.storage_options)]
     say(f"   kept by KeepLatest(2) | KeepEvery(60): steps {', '.join(map(str, kept))}")
 
-    say("5. exported, and loaded without this library")
+    say(
+        f"5. 4 ranks on 2 hosts, near saves every {NEAR_EVERY} steps with a copy at the other host;"
+    )
+    say("   one host dies with all that it had, and the training goes on with 2 ranks")
+    lose_a_host(demo, whole)
+
+    say("6. exported, and loaded without this library")
     model = demo.out / "model.safetensors"
     exported = ckpt.export(demo.url, str(model), storage_options=demo.storage_options)
     say(f"   {model}: {len(exported.tensors)} tensors, {exported.nbytes:,} bytes")
@@ -184,6 +193,43 @@ def train_and_preempt(demo: Demo) -> Run:
         codes = [process.wait(60) for process in processes]
     expect(codes == [0, 0], f"exit codes {codes}")
     return demo.read("resumed-2")
+
+
+def lose_a_host(demo: Demo, whole: Run) -> None:
+    """Lose a host in the middle of a training, and go on from what the other one has, on fewer
+    ranks, one of them on a host that is new.
+    """
+    hosts = [demo.out / f"host{number}" for number in range(3)]
+    near = Demo(f"{demo.url.rstrip('/')}-near", demo.out, demo.storage_options)
+    how = ("--save-every", str(SAVE_EVERY), "--near-every", str(NEAR_EVERY), "--hosts")
+    with near.job("host-lost", 4, *how, *(str(hosts[rank // 2]) for rank in range(4))) as processes:
+        while not near.has_reached("host-lost", HOST_LOST_AFTER):
+            if any(process.poll() is not None for process in processes):
+                log = (demo.out / "host-lost.log").read_text(errors="replace")
+                sys.exit(f"the training ended before its host was lost\n{log[-4000:]}")
+            time.sleep(0.02)
+        for process in processes[2:]:
+            process.kill()
+        shutil.rmtree(hosts[1])
+    durable = ckpt.list_steps(near.url, storage_options=near.storage_options)[-1].step
+    until = ("--resume", "--until", str(LOST_HOST_UNTIL))
+    resumed = near.run("host-replaced", 2, *until, *how, str(hosts[0]), str(hosts[2]))
+    reports = [
+        json.loads(Path(f"{near.losses('host-replaced')}.restored-{rank}").read_text("utf-8"))
+        for rank in range(2)
+    ]
+    step = reports[0]["step"]
+    for report in reports:
+        expect((report["origin"], report["step"]) == ("near", step), f"restored {report}")
+        expect(report["nbytes"]["durable"] == 0, f"read the durable root: {report}")
+    expect(step > durable, f"near step {step} is not newer than the durable step {durable}")
+    peers = sum(report["nbytes"]["other hosts"] for report in reports)
+    expect(peers > 0, "nothing came from another host")
+    apart = max(abs(loss - whole[number]) for number, loss in resumed.items())
+    expect(len(resumed) == LOST_HOST_UNTIL - step and apart < TOLERANCE, f"differ by {apart}")
+    say(f"   lost after step {HOST_LOST_AFTER}; resumed from near step {step}, where the newest")
+    say(f"   durable one was {durable}: 0 of those read, {peers:,} bytes from the other host,")
+    say(f"   {len(resumed)} losses at most {apart:.1e} from the uninterrupted training")
 
 
 def say(text: str) -> None:

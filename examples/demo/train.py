@@ -9,6 +9,7 @@ import argparse
 import json
 import os
 import time
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -58,7 +59,7 @@ def main() -> None:
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 2e-3, total_steps=arguments.steps)
     progress = Progress()
     state = {"model": model, "optimizer": optimizer, "schedule": schedule, "progress": progress}
-    options = {"storage_options": json.loads(arguments.storage_options)}
+    options: dict[str, Any] = {"storage_options": json.loads(arguments.storage_options)}
 
     if arguments.straggle_at:
         store = store_of(arguments.url, **options)
@@ -66,14 +67,19 @@ def main() -> None:
             never_store(store, arguments.straggle_at)
     every = arguments.save_every
     policy = ckpt.EverySteps(every) | ckpt.OnPreemption() if every else ckpt.Never()
+    if arguments.hosts:
+        near_every = ckpt.EverySteps(arguments.near_every)
+        options["near"] = ckpt.Near(arguments.hosts[rank], every=near_every, replicas=1)
     corpus = read_corpus()
     with (
         ckpt.Checkpointer(arguments.url, state, save=policy, keep=KEEP, **options) as checkpointer,
         open(arguments.losses, "w", encoding="utf-8") as losses,
     ):
         if arguments.resume:
-            checkpointer.restore(arguments.resume_step)
-        for step in range(progress.step + 1, arguments.steps + 1):
+            report = checkpointer.restore(arguments.resume_step)
+            if arguments.hosts and report is not None:
+                note_restore(report, f"{arguments.losses}.restored-{rank}")
+        for step in range(progress.step + 1, (arguments.until or arguments.steps) + 1):
             data = batch_of(corpus, step, sequences=SEQUENCES, length=CONTEXT + 1)[rank::world_size]
             logits = model(data[:, :-1])
             loss = functional.cross_entropy(logits.flatten(0, 1), data[:, 1:].flatten())
@@ -88,6 +94,13 @@ def main() -> None:
                 losses.flush()
             progress.step = step
             checkpointer.step(step, metric=total.item())
+
+
+def note_restore(report: ckpt.RestoreReport, file: str) -> None:
+    """Write down where a state came from, for the demo."""
+    sources = dict(report.nbytes_by_source)
+    facts = {"step": report.step, "origin": report.origin, "nbytes": sources}
+    Path(file).write_text(json.dumps(facts), encoding="utf-8")
 
 
 def never_store(store: Store, step: int) -> None:
@@ -110,10 +123,13 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--storage-options", default="{}", help="JSON")
     parser.add_argument("--losses", required=True, help="file for the losses, one JSON per line")
     parser.add_argument("--steps", type=int, required=True)
+    parser.add_argument("--until", type=int, default=0, help="end after this one of the steps")
     parser.add_argument("--save-every", type=int, default=0, help="0 saves nothing")
     parser.add_argument("--resume", action="store_true")
     parser.add_argument("--resume-step", type=int, help="default: the latest")
     parser.add_argument("--straggle-at", type=int, help="the last rank hangs in this save")
+    parser.add_argument("--hosts", nargs="*", default=[], help="of each rank: its host's folder")
+    parser.add_argument("--near-every", type=int, default=5, help="near saves, to the folders")
     return parser.parse_args()
 
 

@@ -75,15 +75,38 @@ class LendingSave(NamedTuple):
     copies: Sequence[LentCopy]
 
 
+class RecordNumbers:
+    """The numbers of near records of one training, in the order in which their states were taken,
+    also where several tiers take turns. By the thread that trains.
+    """
+
+    def __init__(self) -> None:
+        self._newest = 0
+
+    def begin_after(self, number: int) -> None:
+        """Records up to this number are there already."""
+        self._newest = max(self._newest, number)
+
+    def take(self) -> int:
+        """The next one: on all ranks alike. Never given again, should its record fail."""
+        self._newest += 1
+        return self._newest
+
+
 class NearSaves:
     """The near saves of one training on one rank, one at a time. Made by `open_near_saves`.
 
-    `begin`, `adopt` and `went_back` are collective. Nothing of it asks the durable store, but for
-    `went_back`.
+    `begin`, `adopt`, `continue_beside` and `went_back` are collective. Nothing of it asks the
+    durable store, but for `went_back`.
     """
 
     def __init__(
-        self, tier: Tier, hosts: Hosts, session: RankedSession, options: NearOptions
+        self,
+        tier: Tier,
+        hosts: Hosts,
+        session: RankedSession,
+        options: NearOptions,
+        numbers: RecordNumbers,
     ) -> None:
         self.tier = tier
         self.hosts = hosts
@@ -102,7 +125,8 @@ class NearSaves:
         self._copies: Copies | None = None
         self._copied_nbytes = 0  # in the newest save that had all its copies
         self._began = 0.0  # the newest save, by the monotonic clock
-        self._number = 0  # of the newest record of this epoch
+        self._numbers = numbers
+        self._number = 0  # of the save under way
         self._after_slot = 0
         self._safe = ""  # the newest attempt whose record is on every host
 
@@ -126,6 +150,7 @@ class NearSaves:
         self._began = now
         with gc_paused():
             task = self._task(step)
+            self._number = self._numbers.take()
             snapshot, staging = self._options.snapshot, self._staging
 
             def begin() -> Staged:
@@ -155,9 +180,28 @@ class NearSaves:
     def adopt(self, record: NearRecord) -> None:
         """Make the state of an older epoch, which was just restored, one of this epoch."""
         head = record.head
+        self._number = self._numbers.take()
         if head.epoch != self.session.epoch:
             self._record(head.step, head.attempt, record.files)
         self._safe = head.attempt
+
+    def continue_beside(self, older: NearRecord | None, number: int) -> None:
+        """The training continues from a state of another tier. Of this one `older` alone stays,
+        with its place in the order of all: under `number` if its epoch is an older one. Collective.
+        """
+        world, kept = self.session.world, "" if older is None else older.head.attempt
+
+        def forget() -> None:
+            if self.hosts.is_first(world.rank):
+                self.tier.forget(epoch=self.session.epoch, kept=kept)
+
+        collectively(world, "forget near", forget)
+        self._safe = ""
+        if older is not None:
+            self._number = number
+            if older.head.epoch != self.session.epoch:
+                self._record(older.head.step, older.head.attempt, older.files, like=older.head)
+            self._safe = older.head.attempt
 
     def went_back(self) -> None:
         """The training continues from a durable checkpoint: near states are not its any more."""
@@ -229,7 +273,8 @@ class NearSaves:
         rooms = [r[1] for r in reports]
         fits_more = self._check_room([r[0] for r in reports], rooms, copies)
         # Of an earlier Checkpointer of this process.
-        self._number, newest = max((r[2], r[3]) for r in reports)
+        number, newest = max((r[2], r[3]) for r in reports)
+        self._numbers.begin_after(number)
         self._safe = restored or newest
         self._after_slot = reports[0][4]
         if self._options.copies.replicas:
@@ -450,17 +495,21 @@ class NearSaves:
         attempt: str,
         files: Sequence[NearFile],
         note: Callable[[], bytes] = lambda: b"",
+        *,
+        like: NearHead | None = None,
     ) -> tuple[NearRecord, bytes]:
         """Put one more record on every host; `files` and `note` count on the coordinator alone,
-        which passes them on.
+        which passes them on. It has the place among durable ones that the record `like` has.
         """
         session, world = self.session.session, self.session.world
         message: bytes | None = None
         error: Exception | None = None
-        self._number += 1  # on all ranks alike; a number whose record failed is not used again
         if session is not None:
             try:
-                record = NearRecord(self._head(step, attempt, files), tuple(files))
+                head = self._head(step, attempt, files)
+                if like is not None:
+                    head = replace(like, epoch=head.epoch, number=head.number)
+                record = NearRecord(head, tuple(files))
                 message = joined(encode_near_record(record), note())
             except Exception as caught:
                 message, error = b"", caught
@@ -504,12 +553,13 @@ def open_near_saves(
     ranked: RankedSession,
     options: NearOptions,
     restored: str,
+    numbers: RecordNumbers,
 ) -> NearSaves:
-    """Near saves under the session of a durable root. Collective; the last argument and errors are
-    those of `NearSaves.open`.
+    """Near saves under the session of a durable root. Collective; `restored` and errors are those
+    of `NearSaves.open`. Tiers of one training share `numbers`.
     """
     session = replace(ranked, world=ranked.world.duplicate())
-    saves = NearSaves(tier, hosts, session, options)
+    saves = NearSaves(tier, hosts, session, options, numbers)
     try:
         saves.open(state, restored)
     except BaseException:

@@ -193,11 +193,15 @@ class Tier:
             if is_own and attempt not in kept and attempt_epoch(attempt) <= epoch:
                 self.store.delete(key)
 
-    def forget(self, *, epoch: int) -> None:
-        """Delete all records of `epoch` and before: their states do not count any more."""
+    def forget(self, *, epoch: int, kept: str = "") -> None:
+        """Delete all records of `epoch` and before, but those of the attempt `kept`: their states
+        do not count any more.
+        """
+        records = self.records() if kept else []
+        kept_keys = {near_key(one) for one in records if one.head.attempt == kept}
         for info in list(self.store.list(RECORDS_PREFIX)):
             match = _RECORD.fullmatch(info.key)
-            if match is not None and int(match[1]) <= epoch:
+            if match is not None and int(match[1]) <= epoch and info.key not in kept_keys:
                 self.store.delete(info.key)
 
     def _files(self) -> Iterator[tuple[str, str]]:

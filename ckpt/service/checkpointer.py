@@ -29,6 +29,7 @@ from ckpt.service.alarm import Alarm, Failure
 from ckpt.service.events import Observer, Restored, SaveSkipped, log_restored
 from ckpt.service.inflight import Saved
 from ckpt.service.near import Near
+from ckpt.service.near_stack import near_tiers
 from ckpt.service.parts import ServiceParts, ServiceSettings, leave, parts_of
 from ckpt.service.policies import (
     AtExit,
@@ -77,7 +78,8 @@ class Checkpointer:
     - While a save is in flight, the next one that is due waits for it, or is skipped with
       `when_busy="skip"`. A save waits for a store that is away until the next one has to wait for
       it (with "skip": none does), for `retry_seconds_max` at most, 10 minutes by default.
-    - `near` keeps newer checkpoints on the hosts themselves; `restore` finds them: see `ckpt.Near`.
+    - `near` keeps newer checkpoints on the hosts themselves, in one tier or a list of them;
+      `restore` finds them: see `ckpt.Near`.
     - `observers` are notified of how saves and restores end; see `ckpt.service.events`. With
       `telemetry`, how every save went is kept beside the checkpoint, for `ckpt report`.
     - `snapshot`, `host_bytes_max`, `replicas`, `dedup`, `user`, `retry_seconds_max`, `io`,
@@ -104,7 +106,7 @@ class Checkpointer:
         alarm: Alarm | None = None,
         when_busy: Literal["wait", "skip"] = "wait",
         pace: Pace | None = None,
-        near: Near | None = None,
+        near: Near | Sequence[Near] | None = None,
         observers: Sequence[Observer] = (),
         silence_seconds_max: float | None = None,
         telemetry: bool = True,
@@ -124,8 +126,7 @@ class Checkpointer:
             raise TypeError(f"save={save!r}; expected a policy, such as ckpt.EverySteps(1000)")
         if not isinstance(keep, KeepRule | None):
             raise TypeError(f"keep={keep!r}; expected a rule, such as ckpt.KeepLatest(3)")
-        if not isinstance(near, Near | None):
-            raise TypeError(f"near={near!r}; expected ckpt.Near(path, every=ckpt.EverySteps(20))")
+        tiers = near_tiers(near)
         if not isinstance(target, Target):
             check_order(state, target, "Checkpointer(url, state)")
         if not isinstance(target, Target):
@@ -147,7 +148,7 @@ class Checkpointer:
             )
         self._signals = Signals(save)
         self._settings = ServiceSettings(
-            save, keep, alarm, pace, near, tuple(observers), silence_seconds_max, self._signals
+            save, keep, alarm, pace, tiers, tuple(observers), silence_seconds_max, self._signals
         )
         self._skips = when_busy == "skip"
         self._use(parts_of(target, state, self._settings))

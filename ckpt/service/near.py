@@ -22,7 +22,7 @@ from ckpt.near.hosts import Hosts
 from ckpt.near.peers import CopyOptions
 from ckpt.near.records import NearRecord
 from ckpt.near.recovery import NearCandidate, load_near, near_candidates, newest_status
-from ckpt.near.saving import NearOptions, NearSaves, open_near_saves
+from ckpt.near.saving import NearOptions, NearSaves, RecordNumbers, open_near_saves
 from ckpt.near.status import StatusNotes, TierStatus
 from ckpt.near.tier import Tier
 from ckpt.saving.background import PendingSave
@@ -104,8 +104,14 @@ class NearTraining:
     """The near saves of one training on this rank. All ranks call its methods in the same order."""
 
     def __init__(
-        self, near: Near, save: SavePolicy, training: Training, saving: Mapping[str, Any]
+        self,
+        near: Near,
+        save: SavePolicy,
+        training: Training,
+        saving: Mapping[str, Any],
+        numbers: RecordNumbers | None = None,
     ) -> None:
+        self._numbers = numbers or RecordNumbers()
         self._near = near
         self._training = training
         snapshot: Snapshot = saving.get("snapshot", "step")
@@ -252,6 +258,18 @@ class NearTraining:
             if self._notes is not None:
                 self._notes.saved(-1, 0.0)
 
+    def restored_beside(self, older: NearRecord | None, number: int) -> None:
+        """The training continues from a state of another tier. Of this one only `older` counts from
+        now on, under `number` in the order of all tiers. Collective.
+        """
+        if self._saves is None:
+            self._open("" if older is None else older.head.attempt)
+        assert self._saves is not None
+        self._saves.continue_beside(older, number)
+        if self._notes is not None:
+            newest = (-1, 0.0) if older is None else (older.head.step, older.head.time_unix)
+            self._notes.saved(*newest)
+
     def carry_on(self, before: NearTraining) -> None:
         """These follow on those of a world before."""
         self.last_report, self.failures = before.last_report, before.failures
@@ -279,7 +297,13 @@ class NearTraining:
         self._find_tier(session.root)
         assert self._tier is not None and self._hosts is not None
         self._saves = open_near_saves(
-            self._training.state, self._tier, self._hosts, session, self._options, restored
+            self._training.state,
+            self._tier,
+            self._hosts,
+            session,
+            self._options,
+            restored,
+            self._numbers,
         )
         if self._hosts.is_first(self._training.world.rank):
             self._notes = StatusNotes(self._tier.store.place, session.epoch)

@@ -19,7 +19,8 @@ from ckpt.service.alarm import Alarm, FailedSaves
 from ckpt.service.events import Observer
 from ckpt.service.inflight import SavesInFlight
 from ckpt.service.keeping import Keeper
-from ckpt.service.near import Near, NearTraining
+from ckpt.service.near import Near
+from ckpt.service.near_stack import NearStack
 from ckpt.service.policies import SavePolicy, is_regular
 from ckpt.service.preemption import Signals
 from ckpt.service.retention import KeepAll, KeepRule
@@ -41,7 +42,7 @@ class ServiceSettings:
     keep: KeepRule | None
     alarm: Alarm | None
     pace: Pace | None
-    near: Near | None
+    near: tuple[Near, ...]
     observers: Sequence[Observer]
     silence_seconds_max: float | None
     signals: Signals
@@ -57,7 +58,7 @@ class ServiceParts(NamedTuple):
     schedule: SaveSchedule
     failed: FailedSaves
     saves: SavesInFlight
-    near: NearTraining | None
+    near: NearStack | None
     timer: StepTimer
     ahead: Ahead
     end_world: EndWorld
@@ -90,9 +91,9 @@ def parts_of(
     failed = FailedSaves(training, settings.alarm or Alarm(), agreement)
     saves = SavesInFlight(training, schedule, failed, keeper, watcher)
     near = None
-    if settings.near is not None:
+    if settings.near:
         saving = target.saving if isinstance(target, UrlTarget) else {}
-        near = NearTraining(settings.near, settings.save, training, saving)
+        near = NearStack(settings.near, settings.save, training, saving)
     if before is not None:
         failed.carry_on(before.failed)
         saves.carry_on(before.saves)

@@ -94,10 +94,11 @@ class RestoreReport:
 
 
 class NearSource(Protocol):
-    """Where near checkpoints come from; `ckpt.service.near.NearTraining` is one."""
+    """Where near checkpoints come from; `ckpt.service.near_stack.NearStack` is one."""
 
-    reached: TierStatus | None
-    """How far the training of that epoch had come, where a host has noted it."""
+    @property
+    def reached(self) -> TierStatus | None:
+        """How far the training of that epoch had come, where a host has noted it."""
 
     def candidates(self, root: str, epoch: int) -> Sequence[NearCandidate]:
         """Those of an epoch of a root, newest first; sets `reached`. Collective."""

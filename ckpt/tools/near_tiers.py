@@ -71,9 +71,12 @@ def work_at_risk(views: Sequence[TierView]) -> WorkAtRisk | None:
     says how far the training is.
     """
     status = newest_status_of(views)
-    if status is None or status.near_step < 0:
+    if status is None:
         return None
-    return status.since(status.near_step, status.near_unix)
+    # Of several tiers of a host, each notes its own newest checkpoint.
+    statuses = [one.status for one in views if one.status and one.status.epoch == status.epoch]
+    newest = max(statuses, key=lambda one: one.near_step)
+    return None if newest.near_step < 0 else status.since(newest.near_step, newest.near_unix)
 
 
 def newest_status_of(views: Sequence[TierView]) -> TierStatus | None:

@@ -51,6 +51,9 @@ class Near:
     the host; ranks of a host share it, and so may several jobs. `every` says how often, by the step
     alone. A host keeps two states of its ranks there, which must fit: into `bytes_max` as well.
 
+    A Checkpointer takes one of these, or a list of tiers, each with its own period: such as memory
+    every 5 steps and a disk every 50.
+
     Copies of them lie on `replicas` other hosts, two states each, so that as many hosts may be
     lost at once; a near checkpoint counts when all copies are whole. With `rack`, a name that hosts
     of one rack have in common, copies go to different racks.

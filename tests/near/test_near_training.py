@@ -238,8 +238,10 @@ def test_a_superseded_job_leaves_alone_what_it_does_not_know_that_it_recorded(
 
     def zombie(service: Checkpointer, state: Any, world: World) -> None:
         service.wait()
-        assert service._near is not None and service._near._saves is not None
-        service._near._saves._safe = ""
+        assert service._near is not None
+        (tier,) = service._near._tiers
+        assert tier._saves is not None
+        tier._saves._safe = ""
         world.gather("recorded", b"")
         if world.rank == 0:
             successor = Life(2, store, hosts)

@@ -75,7 +75,7 @@ def work_at_risk(views: Sequence[TierView]) -> WorkAtRisk | None:
         return None
     # Of several tiers of a host, each notes its own newest checkpoint.
     statuses = [one.status for one in views if one.status and one.status.epoch == status.epoch]
-    newest = max(statuses, key=lambda one: one.near_step)
+    newest = max(statuses, key=lambda one: (one.near_step, one.order))
     return None if newest.near_step < 0 else status.since(newest.near_step, newest.near_unix)
 
 

@@ -144,8 +144,10 @@ def test_a_host_that_does_not_answer_is_waited_for_once(
     calls: list[str] = []
 
     def silence(world: World, service: Checkpointer) -> None:
-        assert service._near is not None and service._near._saves is not None
-        copies = service._near._saves._copies
+        assert service._near is not None
+        (tier,) = service._near._tiers
+        assert tier._saves is not None
+        copies = tier._saves._copies
         assert copies is not None
         if world.rank == 1:
             assert copies._server is not None

@@ -26,6 +26,7 @@ from urllib.parse import urlsplit
 
 # Not forwarded, so that nothing happened:
 #   error500, slow_down (503), too_many (429): the answer of that name
+#   expired (400, by a rule only): the answer to credentials that are valid no longer
 #   held: nothing is read but the head and nothing answered, for as long as the proxy holds on
 #   reset: the connection is reset
 # Forwarded, so that it happened:
@@ -37,6 +38,7 @@ _ANSWERS = {
     "error500": (500, "InternalError"),
     "slow_down": (503, "SlowDown"),
     "too_many": (429, "TooManyRequests"),
+    "expired": (400, "ExpiredToken"),
 }
 _BODY = "<?xml version='1.0'?><Error><Code>{0}</Code><Message>injected</Message></Error>"
 
@@ -67,7 +69,9 @@ def at_random(rate: float, seed: int, kinds: Sequence[str] = KINDS) -> Rule:
 class FaultProxy:
     """Where the proxy listens, what it did, and what it does next (`rule`, `pause`)."""
 
-    def __init__(self, upstream_url: str, rule: Rule, held_seconds: float) -> None:
+    def __init__(
+        self, upstream_url: str, rule: Rule, held_seconds: float, place: tuple[str, int]
+    ) -> None:
         self.upstream = urlsplit(upstream_url).netloc
         self.rule = rule
         self.held_seconds = held_seconds
@@ -79,11 +83,12 @@ class FaultProxy:
         self.bandwidth = 0.0  # bytes per second of all bodies together, 0 for no bound
         self.in_flight = 0
         self.in_flight_max = 0
+        self.waited = 0  # answers that delay or bandwidth have held up
         self._busy_until = 0.0
         self._lock = threading.Lock()
-        self._server = _Server(("127.0.0.1", 0), _Handler)
+        self._server = _Server(place, _Handler)
         self._server.proxy = self
-        self.endpoint_url = f"http://127.0.0.1:{self._server.server_address[1]}"
+        self.endpoint_url = f"http://{place[0]}:{self._server.server_address[1]}"
 
     def pause(self) -> None:
         """Let everything through from now on."""
@@ -118,6 +123,8 @@ class FaultProxy:
                 self._busy_until = max(self._busy_until, now) + nbytes / self.bandwidth
                 moved = self._busy_until - now
         if seconds := moved + self.delay_seconds:
+            with self._lock:
+                self.waited += 1
             self.closing.wait(seconds)
 
     def run(self) -> None:
@@ -138,9 +145,12 @@ def fault_proxy(
     kinds: Sequence[str] = KINDS,
     rule: Rule | None = None,
     held_seconds: float = 5.0,
+    place: tuple[str, int] = ("127.0.0.1", 0),
 ) -> Iterator[FaultProxy]:
-    """A running proxy. `rule` decides instead of chance where it is given."""
-    proxy = FaultProxy(endpoint_url, rule or at_random(rate, seed, kinds), held_seconds)
+    """A running proxy. `rule` decides instead of chance where it is given; `place` is the address
+    and port where it listens.
+    """
+    proxy = FaultProxy(endpoint_url, rule or at_random(rate, seed, kinds), held_seconds, place)
     thread = threading.Thread(target=proxy.run)
     thread.start()
     try:

@@ -28,6 +28,7 @@ HOSTS, RANKS_MAX = 4, 4
 CLOCKS = (0, 3, -2, 30)  # hours by which the clocks of hosts are wrong
 PATIENCE_SECONDS = 12.0  # of a rank for others and for the store
 END_SECONDS = 150.0  # by then a rank has ended, whatever happened to it
+SAME_HOSTS = 0.6  # so many of the jobs with near tiers begin on the hosts of the one before
 STEPS_MAX = 4000  # of a life that the driver ends
 
 Ends = Literal["harmless", "fenced", "any"]
@@ -230,7 +231,12 @@ class Cluster:
 
 
 def some_hosts(cluster: Cluster, rng: random.Random) -> tuple[list[Host], int]:
-    """Two hosts or more for a job, and how many ranks each of them has."""
+    """Two hosts or more for a job, and how many ranks each of them has. Where hosts keep something,
+    mostly those of the job before.
+    """
+    if cluster.place.tiers is not None and cluster.lives and rng.random() < SAME_HOSTS:
+        hosts = list(dict.fromkeys(cluster.lives[-1].hosts))
+        return hosts, rng.randrange(1, RANKS_MAX // len(hosts) + 1)
     hosts = rng.sample(cluster.network.hosts, rng.randrange(2, HOSTS + 1))
     return hosts, rng.randrange(1, RANKS_MAX // len(hosts) + 1)
 

@@ -86,6 +86,21 @@ def small_disk(folder: Path, nbytes: int, guard: Guard) -> Iterator[Path]:
         subprocess.run(["umount", "-l", str(folder)], check=True)
 
 
+def no_loop_disk(folder: Path) -> str:
+    """Why there can be no `loop_disk`, "" where there can."""
+    if shutil.which("mkfs.ext4") is None:
+        return "a disk of its own needs mkfs.ext4"
+    image = folder / "try.image"
+    with image.open("wb") as file:
+        file.truncate(1 << 20)
+    tried = subprocess.run(["losetup", "-f", "--show", image], capture_output=True, text=True)
+    image.unlink()
+    if tried.returncode:
+        return f"a disk of its own needs a loop device: {tried.stderr.strip()}"
+    subprocess.run(["losetup", "-d", tried.stdout.strip()], check=True)
+    return ""
+
+
 @contextmanager
 def loop_disk(folder: Path, nbytes: int, guard: Guard) -> Iterator[Path]:
     """The same as a file system on a disk, in a file beside it: it is no memory, and is synced."""
@@ -103,24 +118,19 @@ def loop_disk(folder: Path, nbytes: int, guard: Guard) -> Iterator[Path]:
         subprocess.run(["umount", "-l", str(folder)], check=True)
 
 
-@contextmanager
-def full(folder: Path) -> Iterator[None]:
-    """Somebody else's file takes all space that is left."""
-    filler = folder / "filler"
-    with open(os.open(filler, os.O_WRONLY | os.O_CREAT), "wb", buffering=0) as file:
-        _fill(file.fileno())
-        try:
-            yield
-        finally:
-            filler.unlink()
-
-
-def _fill(fd: int) -> None:
+def fill(folder: Path, seconds: float) -> None:
+    """For so long, somebody else's file takes all space that is left, or becomes free meanwhile."""
+    filler, deadline = folder / "filler", time.monotonic() + seconds
+    fd = os.open(filler, os.O_WRONLY | os.O_CREAT)
     try:
-        while True:
-            os.write(fd, bytes(4096))
-    except OSError:
-        return
+        while time.monotonic() < deadline:
+            try:
+                os.write(fd, bytes(4096))
+            except OSError:  # there is none left
+                time.sleep(0.002)
+    finally:
+        os.close(fd)
+        filler.unlink()
 
 
 @contextmanager

@@ -29,7 +29,7 @@ from tests.cluster.cluster import (
     Running,
     some_hosts,
 )
-from tests.cluster.disk import NAMES, READS, SYNCS, WRITES, full, read_only
+from tests.cluster.disk import NAMES, READS, SYNCS, WRITES, fill, read_only
 from tests.cluster.gateway import Orders
 from tests.cluster.history import Event
 from tests.cluster.network import Host
@@ -127,7 +127,8 @@ def two_at_once(cluster: Cluster, life: Running, rng: random.Random) -> Counter[
     for job in jobs:
         cluster.finish(job)
     events = [event for job in jobs for event in cluster.events(job)]
-    return Counter({"saves of rivals": sum(event.kind == "saved" for event in events)})
+    saved = sum(event.kind in ("saved", "near saved") for event in events)
+    return Counter({"saves of rivals": saved})
 
 
 def zombie(cluster: Cluster, life: Running, rng: random.Random) -> Counter[str]:
@@ -335,8 +336,8 @@ def _write_credentials(cluster: Cluster, number: int, *, valid_seconds: int) -> 
 def fill_the_disk(cluster: Cluster, life: Running, rng: random.Random) -> Counter[str]:
     """Somebody else's file takes all space that is left, for some seconds."""
     assert cluster.place.folder is not None
-    with _disk_counts(cluster, "no space") as effects, full(cluster.place.folder):
-        time.sleep(some_seconds(rng))
+    with _disk_counts(cluster, "no space") as effects:
+        fill(cluster.place.folder, some_seconds(rng))
     return effects
 
 
@@ -344,8 +345,8 @@ def fill_a_tier(cluster: Cluster, life: Running, rng: random.Random) -> Counter[
     """The same in the folder of one host's near states."""
     assert cluster.place.tiers is not None
     folder = cluster.place.tiers[rng.choice(life.hosts).name]
-    with _disk_counts(cluster, "no space") as effects, full(folder):
-        time.sleep(some_seconds(rng))
+    with _disk_counts(cluster, "no space") as effects:
+        fill(folder, some_seconds(rng))
     failed = [event for event in cluster.events(life) if event.kind == "near failed"]
     return effects + Counter({"near saves failed": len(failed)})
 
@@ -445,19 +446,24 @@ def _import_source(cluster: Cluster, life: Running) -> tuple[str, int]:
 # Lives -------------------------------------------------------------------------------------------
 
 
-def live_once(cluster: Cluster, fault: Fault, rng: random.Random) -> None:
-    """One life with one fault at a random moment. Its history says what became of it."""
+def live_once(
+    cluster: Cluster, fault: Fault, rng: random.Random, *, early: float | None = None
+) -> None:
+    """One life with one fault at a random moment. Its history says what became of it.
+
+    Some faults strike before the first step, a share of `early`: a restore may fail then, which is
+    an error of the job. Others strike while it trains.
+    """
     hosts, per_host = some_hosts(cluster, rng)
-    # What is to end well outlives its fault: a last save that fails is an error of the job. So is a
-    # restore that fails; a part of the faults strikes that all the same.
-    is_early = rng.random() < EARLY
+    is_early = rng.random() < (EARLY if early is None else early)
+    # What is to end well outlives its fault: a last save that fails is an error of the job, too.
     outlives = fault.ends == "harmless"
     ends: Ends = "any" if outlives and is_early else fault.ends
-    steps = STEPS_MAX if outlives else rng.randrange(20, 50)
+    steps = STEPS_MAX if outlives else rng.randrange(30, 60)
     life = cluster.start(hosts, per_host, steps=steps, ends=ends, **fault.prepare(cluster))
-    if outlives and not is_early:
+    if not is_early:
         cluster.wait_for(life, _has_stepped, SAVED_SECONDS)
-    time.sleep(rng.uniform(0.2, 1.0 if outlives else 4.0))
+    time.sleep(rng.uniform(0.1, 1.5))
     cluster.met[fault.name] += bool(life.alive())
     effects = fault.happen(cluster, life, rng)
     cluster.effects.setdefault(fault.name, Counter()).update(effects)

@@ -61,25 +61,31 @@ def near_lives(events: Sequence[Event]) -> list[NearLife]:
     return sorted(lives, key=lambda life: life.began)
 
 
-def near_survives(events: Sequence[Event], root: Root) -> list[str]:
-    """What the life before was told is near comes back, or something newer: as long as that life
-    had ended, and its hosts are there, but for as many as there are replicas, with their folders.
+def due_promises(events: Sequence[Event]) -> list[tuple[Event, Event]]:
+    """What a life was told last is near, and what the next one restored, where that has to be at
+    least as new: the first had ended, and its hosts are there, but for as many as there are
+    replicas, with their folders.
     """
     lost = [(e.time, e.facts["host"]) for e in events if e.kind == "lost host"]
-    lives = near_lives(events)
-    problems = []
-    for before, life in pairwise(lives):
-        promise = before.newest
-        if promise is None or life.restored is None or before.until >= life.began:
+    due = []
+    for before, life in pairwise(near_lives(events)):
+        if before.newest is None or life.restored is None or before.until >= life.began:
             continue
         # A host counts as gone if it lost its folder at any time since that life began to write.
         gone = {host for time, host in lost if before.began <= time <= life.restored.time}
         gone |= before.hosts - life.hosts
-        if len(gone & before.hosts) > before.replicas:
-            continue
-        if life.restored.facts["step"] < promise.facts["step"]:
-            problems.append(f"{life.restored}: {promise} had been acknowledged")
-    return problems
+        if len(gone & before.hosts) <= before.replicas:
+            due.append((before.newest, life.restored))
+    return due
+
+
+def near_survives(events: Sequence[Event], root: Root) -> list[str]:
+    """What was told is near comes back where it has to, or something newer."""
+    return [
+        f"{restored}: {promise} had been acknowledged"
+        for promise, restored in due_promises(events)
+        if restored.facts["step"] < promise.facts["step"]
+    ]
 
 
 def near_of_newest_epoch(events: Sequence[Event], root: Root) -> list[str]:

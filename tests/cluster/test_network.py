@@ -15,7 +15,6 @@ from pathlib import Path
 
 import pytest
 
-from tests.cluster import network as box
 from tests.cluster.cluster import state_of
 from tests.cluster.network import Host, Network, unavailable
 
@@ -116,28 +115,6 @@ def test_a_killed_maker_leaves_nothing(tmp_path: Path) -> None:
     assert folder not in Path("/proc/mounts").read_text()
     assert state_of(int(pid)) in "ZX"
     assert not Path(f"/etc/netns/{bridge}h0").exists()
-
-
-def test_without_root_there_is_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "geteuid", lambda: 1000)
-    assert unavailable() == "network namespaces need root"
-
-
-def test_without_ip_there_is_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "geteuid", lambda: 0)
-    monkeypatch.setattr(box.shutil, "which", lambda name: None)
-    assert unavailable() == "network namespaces need `ip`, of iproute2"
-
-
-def test_where_namespaces_are_refused_there_is_a_reason(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    program = tmp_path / "ip"
-    program.write_text("#!/bin/sh\necho 'Operation not permitted' >&2\nexit 1\n")
-    program.chmod(0o755)
-    monkeypatch.setattr(os, "geteuid", lambda: 0)
-    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    assert unavailable() == "network namespaces are not allowed: Operation not permitted"
 
 
 def _shown(what: str) -> str:

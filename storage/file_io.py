@@ -311,7 +311,8 @@ class OpenFile:
 class OpenFiles:
     """Keeps the files that were read last open, because many reads of one file follow each other.
 
-    Right only for files that never change. A file that was deleted is noticed. Thread-safe.
+    Right only for files that never change. One that was deleted is noticed, and given up as soon as
+    another is opened: its space would stay taken as long as it is open. Thread-safe.
     """
 
     def __init__(self, count_max: int) -> None:
@@ -350,12 +351,20 @@ class OpenFiles:
         with self._lock:
             self._retire(path)
 
+    def give_up_deleted(self) -> None:
+        """Close the files that somebody has deleted and that nobody reads."""
+        with self._lock:
+            for path, file in tuple(self._files.items()):
+                if file.users == 0 and file.is_deleted():
+                    self._retire(path)
+
     def close(self) -> None:
         with self._lock:
             for path in tuple(self._files):
                 self._retire(path)
 
     def _open(self, path: str) -> OpenFile:
+        self.give_up_deleted()
         file = OpenFile(self, path)
         with self._lock:
             self._retire(path)  # another thread may have opened it at the same time

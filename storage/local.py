@@ -331,6 +331,8 @@ class LocalStore(Store):
 
     def _open_unfinished(self, final: str) -> tuple[str, int]:
         """A new file to be published as `final`: its path, and a descriptor open for writing."""
+        # A training reads once and writes for weeks: what it has read would keep its space.
+        self._open_files.give_up_deleted()
         directory, name = os.path.split(final)
         temp = os.path.join(directory, unfinished_name(name, uuid.uuid4().hex[:16]))
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC

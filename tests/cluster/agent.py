@@ -37,9 +37,10 @@ Note = Callable[..., None]
 
 @dataclass(frozen=True)
 class NearStart:
-    """The near tier of a rank's host."""
+    """The near tier of a rank's host, which serves it to others at `address`."""
 
     path: str
+    address: str = ""
     every: int = 2
     replicas: int = 0
 
@@ -187,7 +188,8 @@ def near_of(near: NearStart | None) -> ckpt.Near | None:
     """The value for a Checkpointer."""
     if near is None:
         return None
-    return ckpt.Near(near.path, every=ckpt.EverySteps(near.every), replicas=near.replicas)
+    every = ckpt.EverySteps(near.every)
+    return ckpt.Near(near.path, every=every, replicas=near.replicas, address=near.address)
 
 
 def restore(

@@ -190,7 +190,8 @@ class Cluster:
     def _near(self, host: Host) -> NearStart | None:
         if self.place.tiers is None:
             return None
-        return NearStart(str(self.place.tiers[host.name] / "near"), replicas=self.place.replicas)
+        path = str(self.place.tiers[host.name] / "near")
+        return NearStart(path, address=host.second, replicas=self.place.replicas)
 
     def events(self, life: Running) -> list[Event]:
         """What its ranks have been told until now."""

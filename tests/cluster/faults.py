@@ -114,7 +114,7 @@ def stop_a_rank(cluster: Cluster, life: Running, rng: random.Random) -> Counter[
 
 def rival(cluster: Cluster, life: Running, rng: random.Random) -> Counter[str]:
     """A second job begins on the same root while the first goes on, which is fenced."""
-    hosts = rng.sample(cluster.network.hosts, rng.choice((1, 2)))
+    hosts = rng.sample(cluster.network.hosts, cluster.place.replicas + rng.choice((1, 2)))
     other = cluster.start(hosts, 1, steps=rng.randrange(4, 12), ends="any")
     cluster.finish(other)
     saved = sum(event.kind in ("saved", "near saved") for event in cluster.events(other))
@@ -123,7 +123,9 @@ def rival(cluster: Cluster, life: Running, rng: random.Random) -> Counter[str]:
 
 def two_at_once(cluster: Cluster, life: Running, rng: random.Random) -> Counter[str]:
     """Two more jobs begin at the same moment on the same root."""
-    jobs = [cluster.start([host], 1, steps=8, ends="any") for host in _two(cluster, rng)]
+    hosts = rng.sample(cluster.network.hosts, 2 * (cluster.place.replicas + 1))
+    halves = hosts[::2], hosts[1::2]
+    jobs = [cluster.start(half, 1, steps=8, ends="any") for half in halves]
     for job in jobs:
         cluster.finish(job)
     events = [event for job in jobs for event in cluster.events(job)]
@@ -149,10 +151,6 @@ def _standing(cluster: Cluster, life: Running, ranks: Sequence[int]) -> Iterator
     finally:
         life.signal(signal.SIGCONT, list(ranks))
         cluster.note(life.number, "stopped", seconds=time.monotonic() - began)
-
-
-def _two(cluster: Cluster, rng: random.Random) -> list[Host]:
-    return rng.sample(cluster.network.hosts, 2)
 
 
 # Links -------------------------------------------------------------------------------------------
@@ -211,6 +209,16 @@ def slow_link(cluster: Cluster, life: Running, rng: random.Random) -> Counter[st
     finally:
         held = cluster.network.speed_up(host)
     return Counter({"packets held up": held})
+
+
+def lose_a_peer(cluster: Cluster, life: Running, rng: random.Random) -> Counter[str]:
+    """Copies of near states do not reach one host, or come from it; the training is not cut."""
+    before, host = cluster.network.lost(), rng.choice(life.hosts)
+    for other in set(life.hosts) - {host}:
+        cluster.network.cut_second(host, other)
+    effects = _packets_lost(cluster, before, long_or_short(rng))
+    failed = [event for event in cluster.events(life) if event.kind == "near failed"]
+    return effects + Counter({"near saves failed": len(failed)})
 
 
 @contextmanager
@@ -438,7 +446,7 @@ def _import_source(cluster: Cluster, life: Running) -> tuple[str, int]:
     step = IMPORTED_FROM + life.number
     state = state_of(step, 0, 1)
     path = cluster.folder / f"import-{life.number}.safetensors"
-    tensors = {"rows": state["rows"].local.detach(), "replica": state["replica"]}
+    tensors = {"rows.tensor": state["rows"].local.detach(), "replica": state["replica"]}
     save_file(tensors, str(path))
     return str(path), step
 
@@ -526,4 +534,5 @@ NEAR = (
     Fault(slow_link, "harmless"),
     Fault(fill_a_tier, "harmless"),
 )
+COPIED = (*NEAR, Fault(lose_a_peer, "harmless"), Fault(lose_a_host), Fault(lose_a_host))
 NEAR_ON_DISKS = (*NEAR, Fault(failing_disk, "harmless"), Fault(slow_disk, "harmless"))

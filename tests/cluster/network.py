@@ -26,10 +26,11 @@ _CONFIGURED = Path("/etc/netns")  # what `ip netns exec` puts in place of files 
 
 
 class Host(NamedTuple):
-    """One namespace."""
+    """One namespace. `second` is an address beside the first, which can be cut alone."""
 
     name: str
     address: str
+    second: str = ""
 
     @property
     def within(self) -> list[str]:
@@ -68,10 +69,13 @@ class Network:
         self._subnet = f"10.{77 + os.getpid() % 100}.{os.getpid() // 100 % 250}"
         self.address = f"{self._subnet}.1"  # of this process
         names = [f"{self.bridge}h{number}" for number in range(count + 1)]
-        hosts = [Host(name, f"{self._subnet}.{10 + n}") for n, name in enumerate(names)]
+        hosts = [
+            Host(name, f"{self._subnet}.{10 + number}", f"{self._subnet}.{110 + number}")
+            for number, name in enumerate(names)
+        ]
         self.store, self.hosts = hosts[-1], hosts[:-1]
         self.guard = Guard()
-        self._cuts: set[tuple[Host, Host]] = set()
+        self._cuts: set[tuple[Host, str]] = set()  # and the address that it does not reach
 
     def __enter__(self) -> Network:
         try:
@@ -113,21 +117,31 @@ class Network:
             _ip("-n", host.name, "link", "set", name, "addrgenmode", "none")
         for name in ("lo", "eth0", "pit", "bottom"):
             _ip("-n", host.name, "link", "set", name, "up")
-        _ip("-n", host.name, "addr", "add", f"{host.address}/24", "dev", "eth0")
+        for address in (host.address, host.second):
+            _ip("-n", host.name, "addr", "add", f"{address}/24", "dev", "eth0")
 
     def cut(self, one: Host, other: Host, *, one_way: bool = False) -> None:
         """What `one` sends to `other` is lost, and unless `one_way` the other direction as well."""
         for a, b in ((one, other),) if one_way else ((one, other), (other, one)):
-            if (a, b) in self._cuts:
-                continue
-            self._cuts.add((a, b))
-            _ip("-n", a.name, "neigh", "replace", b.address, "lladdr", _NOBODY, "dev", "pit")
-            _ip("-n", a.name, "route", "add", b.address, "dev", "pit", "src", a.address)
+            self._lose(a, b.address)
+            self._lose(a, b.second)
+
+    def cut_second(self, one: Host, other: Host) -> None:
+        """What they send to each other's second address is lost, and nothing else."""
+        self._lose(one, other.second)
+        self._lose(other, one.second)
+
+    def _lose(self, host: Host, address: str) -> None:
+        if (host, address) in self._cuts:
+            return
+        self._cuts.add((host, address))
+        _ip("-n", host.name, "neigh", "replace", address, "lladdr", _NOBODY, "dev", "pit")
+        _ip("-n", host.name, "route", "add", address, "dev", "pit", "src", host.address)
 
     def mend(self) -> None:
         """Every host reaches every other again."""
-        for a, b in self._cuts:
-            _ip("-n", a.name, "route", "del", b.address, "dev", "pit")
+        for host, address in self._cuts:
+            _ip("-n", host.name, "route", "del", address, "dev", "pit")
         self._cuts.clear()
 
     def lost(self) -> int:

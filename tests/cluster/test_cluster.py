@@ -22,6 +22,7 @@ from tests.cluster.agent import KEEP
 from tests.cluster.cluster import HOSTS, Cluster, Place
 from tests.cluster.disk import FailingDisk, loop_disk, no_loop_disk, shim, small_disk
 from tests.cluster.faults import (
+    COPIED,
     NEAR,
     NEAR_ON_DISKS,
     ON_DISK,
@@ -50,7 +51,7 @@ pytestmark = [pytest.mark.cluster, pytest.mark.timeout(7200)]
 
 DISK_NBYTES = 32 << 20  # of a root on a disk
 AGAIN = 2  # lives more for a fault that struck nobody
-TIER_NBYTES = 4 << 20  # of a host's memory for near states
+TIER_NBYTES = 16 << 20  # of a host's memory for near states
 
 
 @pytest.fixture(scope="module")
@@ -103,9 +104,8 @@ def _judge(cluster: Cluster, store: Store, kept_min: int, counted: Counted) -> N
     broken = [*cluster.problems, *broken_promises(events, root_of(store, kept_min), checks)]
     broken += [*left_behind(store), *left_in_tiers(tiers or {})]
     effects = {name: dict(effect) for name, effect in sorted(cluster.effects.items())}
-    print(
-        f"{dict(counts(events))}, {len(due_promises(events))} near promises due\nmet {dict(cluster.met)}\neffects {effects}"
-    )
+    print(f"{dict(counts(events))}, {len(due_promises(events))} near promises due")
+    print(f"met {dict(cluster.met)}\neffects {effects}")
     idle = without_effect(cluster)
     counted(**counts(events), faults=sum(cluster.met.values()), kinds_of_faults=len(cluster.met))
     if tiers is not None:
@@ -154,7 +154,7 @@ def test_jobs_on_a_shared_disk(
             _judge(cluster, store, 2, counted)
 
 
-@pytest.mark.parametrize("medium", ["memory", "disk"])
+@pytest.mark.parametrize("medium", ["memory", "disk", "copies"])
 def test_jobs_with_near_tiers(
     network: Network,
     s3: S3Server,
@@ -168,20 +168,21 @@ def test_jobs_with_near_tiers(
     url = f"s3://{s3.make_bucket()}/run"
     if medium == "disk" and (reason := no_loop_disk(tmp_path)):
         pytest.skip(reason)
-    faults = NEAR if medium == "memory" else NEAR_ON_DISKS
+    faults = {"memory": NEAR, "disk": NEAR_ON_DISKS, "copies": COPIED}[medium]
     top = tmp_path / "hosts"
     with ExitStack() as stack:
         for host in network.hosts:
-            if medium == "memory":
-                stack.enter_context(small_disk(top / host.name, TIER_NBYTES, network.guard))
-            else:
+            if medium == "disk":
                 stack.enter_context(loop_disk(top / host.name, DISK_NBYTES, network.guard))
+            else:
+                stack.enter_context(small_disk(top / host.name, TIER_NBYTES, network.guard))
         store = stack.enter_context(closing(open_store(url, **s3.options)))
         between = stack.enter_context(gateway(network, s3.endpoint_url))
         place = _on_s3(url, s3, between)._replace(
             tiers={host.name: top / host.name for host in network.hosts},
             disk=FailingDisk(library, tmp_path / "control", top),
             save_every=10,
+            replicas=int(medium == "copies"),
         )
         cluster = stack.enter_context(Cluster(network, tmp_path, place))
         _live(cluster, store, faults, rng, scale.count(len(faults), 20 * len(faults)))

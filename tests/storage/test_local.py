@@ -566,3 +566,33 @@ def test_nothing_is_deleted_through_a_linked_directory(store: LocalStore, tmp_pa
     with pytest.raises(AccessDeniedError, match="steps/linked is a symbolic link"):
         store.delete("steps/linked/model.safetensors")
     assert (foreign / "model.safetensors").read_bytes() == b"x"
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="asks /proc what is open")
+@pytest.mark.parametrize("by", ["read", "create", "put_if_absent"])
+def test_files_that_another_process_deletes_are_given_up(tmp_path: Path, by: str) -> None:
+    """Else a reader holds the space of retired checkpoints, and its disk cannot be remounted."""
+    store, other = LocalStore(str(tmp_path)), LocalStore(str(tmp_path))
+    for name in ("a", "b"):
+        store.put_if_absent(name, b"12345678")
+    store.get_into("a", 0, [memoryview(bytearray(4))])
+    other.delete("a")
+    assert _open_and_deleted(tmp_path)
+    if by == "read":
+        store.get_into("b", 0, [memoryview(bytearray(4))])
+    elif by == "create":
+        with store.create("c", 4, part_nbytes=4) as writer:
+            writer.write_part(0, [memoryview(b"1234")])
+    else:
+        store.put_if_absent("c", b"1234")
+    assert not _open_and_deleted(tmp_path)
+    store.close()
+    other.close()
+
+
+def _open_and_deleted(folder: Path) -> list[str]:
+    links = []
+    for path in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):  # that of the listing itself
+            links.append(os.readlink(path))
+    return [link for link in links if link.startswith(str(folder)) and "(deleted)" in link]

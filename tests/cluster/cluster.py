@@ -29,6 +29,7 @@ CLOCKS = (0, 3, -2, 30)  # hours by which the clocks of hosts are wrong
 PATIENCE_SECONDS = 12.0  # of a rank for others and for the store
 END_SECONDS = 150.0  # by then a rank has ended, whatever happened to it
 SAME_HOSTS = 0.6  # so many of the jobs with near tiers begin on the hosts of the one before
+GIVEN_UP_SECONDS = 30.0  # for ranks that wait for one that has not joined
 STEPS_MAX = 4000  # of a life that the driver ends
 
 Ends = Literal["harmless", "fenced", "any"]
@@ -211,12 +212,16 @@ class Cluster:
 
     def finish(self, life: Running) -> None:
         """Wait until a life has ended. Ranks that have not by their deadline are killed."""
-        deadline = time.monotonic() + END_SECONDS
+        has_joined = {e.rank for e in self.events(life) if e.kind == "restored"}
+        # Who dies before he has joined leaves no trace, and the others wait for ten minutes, as
+        # docs/limits.md says: too long for this.
+        in_time = life.killed <= has_joined
+        deadline = time.monotonic() + (END_SECONDS if in_time else GIVEN_UP_SECONDS)
         while time.monotonic() < deadline and life.alive():
             time.sleep(0.05)
         late = life.alive()
         if late:
-            self.note(life.number, "late", ranks=late)
+            self.note(life.number, "late" if in_time else "given up", ranks=late)
             life.signal(signal.SIGKILL, late)
 
     def lose_host(self, host: Host) -> int:

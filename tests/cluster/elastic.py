@@ -35,7 +35,7 @@ def main(order: dict[str, Any]) -> None:
         names = sorted(set(hosts))
         note(event="started", rank=-1, ranks=size, hosts=names, ends="any", near=near["replicas"])
     note(event="began", clock=time.time())
-    facts = {"rank": rank, "size": size, "address": "", "port": 0, "life": life}
+    facts: dict[str, Any] = {"rank": rank, "size": size, "address": "", "port": 0, "life": life}
     try:
         live(Start(**order, **facts, history=history, near=NearStart(**near)), note)
     except Exception as error:  # torchrun begins anew; the checker looks at what it was

@@ -28,7 +28,7 @@ NAME = "objects"  # what the name server knows; with a dot, moto would take it f
 PORT = 9000
 DNS_PORT = 53
 _KEY = re.compile(r"Credential=cred-(\d+)/")
-_FOUND, _SERVFAIL = 0x8180, 0x8182  # flags of an answer, RFC 1035 section 4.1.1
+_ANSWERED, _SERVFAIL = 0x8180, 0x8182  # flags of an answer, RFC 1035 section 4.1.1
 
 
 class Orders(NamedTuple):
@@ -112,7 +112,7 @@ def answered(query: bytes, address: str) -> bytes:
     question, (kind,) = query[12 : end + 4], struct.unpack_from(">H", query, end)
     name = ".".join(_labels(query[12:end])).lower()
     has = bool(address) and kind == 1 and name == NAME
-    flags = _FOUND if address else _SERVFAIL
+    flags = _ANSWERED if address else _SERVFAIL
     head = query[:2] + struct.pack(">5H", flags, 1, int(has), 0, 0)
     # The name by reference, type A, class IN, valid for no second.
     record = struct.pack(">3HIH", 0xC00C, 1, 1, 0, 4) + socket.inet_aton(address) if has else b""

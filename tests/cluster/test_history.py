@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -53,10 +54,11 @@ class Truth:
 
     def _saved(self, steps: Sequence[int]) -> list[str]:
         job = Job(2, lambda rank: self.store, SessionRegistry())
-        return [
-            job.save(lambda rank, step=step: state_of(step, rank, 2), step)[0].attempt
-            for step in steps
-        ]
+        return [job.save(partial(self._state, step), step)[0].attempt for step in steps]
+
+    @staticmethod
+    def _state(step: int, rank: int) -> dict[str, Any]:
+        return state_of(step, rank, 2)
 
     def _events(self) -> list[Event]:
         events = []
@@ -205,8 +207,8 @@ def ranks_differ_on_a_save(truth: Truth) -> Changed:
 
 
 def ranks_differ_on_an_attempt(truth: Truth) -> Changed:
-    at = lambda e: of(NEW, "saved", 1)(e) and e.facts["step"] == 6  # noqa: E731
-    return changed(truth.events, at, attempt=truth.old[1]), truth.root
+    first = next(e for e in truth.events if of(NEW, "saved", 1)(e))
+    return changed(truth.events, lambda e: e is first, attempt=truth.old[1]), truth.root
 
 
 def ranks_differ_on_a_restore(truth: Truth) -> Changed:

@@ -223,13 +223,15 @@ class NearSaves:
 
     def close(self) -> None:
         """Wait for what is in flight and end. Not collective."""
-        self._background.close()
-        if self._mapped is not None:
-            self._mapped.close()
-        if self._copies is not None:
-            self._copies.close()  # all ranks have ended the save in which they sent anything here
-        self.session.world.close()
-        self.tier.close()
+        with contextlib.ExitStack() as closing:  # all of them, whatever one of them raises
+            closing.callback(self.tier.close)
+            closing.callback(self.session.world.close)
+            if self._copies is not None:
+                # All ranks have ended the save in which they sent anything here.
+                closing.callback(self._copies.close)
+            if self._mapped is not None:
+                closing.callback(self._mapped.close)
+            closing.callback(self._background.close)
 
     # opening
 
@@ -238,8 +240,8 @@ class NearSaves:
         Of jobs before, only the near attempt `restored` stays, "" for none: call `adopt` next.
 
         Raises ValueError on all ranks, with the numbers, when a host has no room for two
-        generations, or there are too few hosts for copies; InvalidState like a save; StorageError
-        when a host cannot serve its tier to those that keep copies there.
+        generations, or a new training too few hosts for copies; InvalidState like a save;
+        StorageError when a host cannot serve its tier to those that keep copies there.
         """
         world = self.session.world
         task = self._task(0)
@@ -277,7 +279,7 @@ class NearSaves:
         self._numbers.begin_after(number)
         self._safe = restored or newest
         self._after_slot = reports[0][4]
-        if self._options.copies.replicas:
+        if any(copies.values()):
             options = self._options.copies
             self._copies = open_copies(world, self.tier, self.hosts, copies, options)
         if self.tier.is_in_memory and not isinstance(contents, Exception):
@@ -303,6 +305,10 @@ class NearSaves:
         """Which hosts keep copies of each host's files; `racks` are those of all ranks."""
         names, replicas = self.hosts.names, self._options.copies.replicas
         own = {name: racks[names.index(name)] for name in names}
+        if self._options.copies.may_be_fewer and len(own) <= replicas:
+            # Who goes on after a host was lost must not end for that.
+            self._warn_of_fewer(len(own))
+            replicas = len(own) - 1
         copies = copies_of(own, replicas)
         if self.session.world.rank == 0 and (shared := sharing_racks(own, copies)):
             logger.warning(
@@ -313,6 +319,17 @@ class NearSaves:
                 replicas + 1,
             )
         return copies
+
+    def _warn_of_fewer(self, hosts: int) -> None:
+        if self.session.world.rank == 0:
+            logger.warning(
+                "near checkpoints have %d copies instead of %d: the training goes on with %d "
+                "hosts, and a file without a copy is lost with its host. Start again with more "
+                "hosts, each with a directory of its own, to have all copies",
+                hosts - 1,
+                self._options.copies.replicas,
+                hosts,
+            )
 
     def _check_room(
         self, needs: Sequence[int], rooms: Sequence[int], copies: Mapping[str, tuple[str, ...]]

@@ -10,7 +10,7 @@ import math
 import os
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from time import perf_counter
 from typing import Any, NamedTuple, SupportsIndex
 
@@ -55,8 +55,9 @@ class Near:
     every 5 steps and a disk every 50.
 
     Copies of them lie on `replicas` other hosts, two states each, so that as many hosts may be
-    lost at once; a near checkpoint counts when all copies are whole. With `rack`, a name that hosts
-    of one rack have in common, copies go to different racks.
+    lost at once; a near checkpoint counts when all copies are whole. That takes `replicas + 1`
+    hosts; a training that goes on with fewer makes as many copies as it can. With `rack`, a name
+    that hosts of one rack have in common, copies go to different racks.
 
     Each host serves its directory to the others, at `address` or at the address that the job uses,
     to those who have a token that only its ranks know. With `certificate`, the path of a PEM file
@@ -133,6 +134,7 @@ class NearTraining:
         self._begun: _BegunNear | None = None
         self._lasting: Exception | None = None
         self._loaded: NearRecord | None = None
+        self._has_restored = False
         self._notes: StatusNotes | None = None  # on the first rank of a host
         self.reached: TierStatus | None = None
         self.last_report: SaveReport | None = None
@@ -248,6 +250,7 @@ class NearTraining:
         """The training continues from what was restored: the last that `load` has loaded, or a
         durable checkpoint. Collective.
         """
+        self._has_restored = True
         if is_near:
             assert self._loaded is not None
             if self._saves is None:
@@ -265,6 +268,7 @@ class NearTraining:
         """The training continues from a state of another tier. Of this one only `older` counts from
         now on, under `number` in the order of all tiers. Collective.
         """
+        self._has_restored = True
         if self._saves is None:
             self._open("" if older is None else older.head.attempt)
         assert self._saves is not None
@@ -299,12 +303,13 @@ class NearTraining:
         session = self._training.target.ranked_session()
         self._find_tier(session.root)
         assert self._tier is not None and self._hosts is not None
+        copies = replace(self._options.copies, may_be_fewer=self._has_restored)
         self._saves = open_near_saves(
             self._training.state,
             self._tier,
             self._hosts,
             session,
-            self._options,
+            replace(self._options, copies=copies),
             restored,
             self._numbers,
         )

@@ -110,6 +110,29 @@ def test_too_few_hosts_are_refused_on_all_ranks(tmp_path: Path) -> None:
         assert "takes 3 hosts, and this job has 2" in str(error)
 
 
+@pytest.mark.parametrize("origin", ["near", "durable"])
+def test_who_goes_on_with_fewer_hosts_makes_as_many_copies_as_it_can(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, origin: str
+) -> None:
+    """Else a job that lost a host would be restored, and refused at its first step."""
+    store, hosts = MemoryStore(), folders(tmp_path, 0, 1, 2)
+    life(store, hosts, 2, save=EverySteps(3)).run(4)
+    for host in hosts[1:] if origin == "near" else hosts:
+        shutil.rmtree(host)
+    again = life(store, folders(tmp_path, 0, 0, 1), 2)
+    again.run(4)
+    assert origins(again) == {(origin, 4 if origin == "near" else 3)}
+    assert "have 1 copies instead of 2" in caplog.text
+    for events in again.events.values():
+        assert [e for e in events if isinstance(e, NearSaved)]
+        assert not [e for e in events if isinstance(e, NearFailed)]
+    shutil.rmtree(tmp_path / "host1", ignore_errors=True)
+    alone = life(store, folders(tmp_path, 0, 0, 0), 2)
+    alone.run(2)
+    assert {origin for origin, _ in origins(alone)} == {"near"}
+    assert "have 0 copies instead of 2" in caplog.text
+
+
 def test_the_room_check_counts_copies(tmp_path: Path) -> None:
     hosts = folders(tmp_path, 0, 1)
 

@@ -2,7 +2,43 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
+
+logger = logging.getLogger(__name__)
+
+
+def placed_copies(
+    racks: Mapping[str, str], replicas: int, *, may_be_fewer: bool, warns: bool
+) -> dict[str, tuple[str, ...]]:
+    """`copies_of`, with as many copies as there are hosts for if there `may_be_fewer`. Where copies
+    are fewer than `replicas`, or share a rack, one rank of the job `warns` of it.
+
+    Raises like `copies_of`.
+    """
+    count = len(racks)
+    if may_be_fewer and count <= replicas:
+        # Who goes on after a host was lost must not end for that.
+        if warns:
+            logger.warning(
+                "near checkpoints have %d copies instead of %d: the training goes on with %d "
+                "hosts, and a file without a copy is lost with its host. Start again with more "
+                "hosts, each with a directory of its own, to have all copies",
+                count - 1,
+                replicas,
+                count,
+            )
+        replicas = count - 1
+    copies = copies_of(racks, replicas)
+    if warns and (shared := sharing_racks(racks, copies)):
+        logger.warning(
+            "near copies: %d of %d hosts have two copies of their files in one rack, because a "
+            "rack has more than 1/%d of the hosts",
+            len(shared),
+            count,
+            replicas + 1,
+        )
+    return copies
 
 
 def copies_of(racks: Mapping[str, str], replicas: int) -> dict[str, tuple[str, ...]]:

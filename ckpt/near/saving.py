@@ -26,7 +26,7 @@ from ckpt.layout.memory import devices_of, gc_paused
 from ckpt.near.hosts import Hosts
 from ckpt.near.memory import GENERATIONS, MappedStore, TierMemory
 from ckpt.near.peers import Copies, CopyOptions, open_copies
-from ckpt.near.placement import copies_of, sharing_racks
+from ckpt.near.placement import placed_copies
 from ckpt.near.records import NearFile, NearHead, NearRecord, decode_near_record, encode_near_record
 from ckpt.near.tier import Tier
 from ckpt.saving.background import Background, PendingSave
@@ -271,7 +271,11 @@ class NearSaves:
 
         mine = collectively(world, "near room", facts)
         reports = [json.loads(one) for one in world.gather("near room", mine)]
-        copies = self._placed([r[5] for r in reports])
+        options = self._options.copies
+        racks = {name: reports[self.hosts.names.index(name)][5] for name in self.hosts.names}
+        copies = placed_copies(
+            racks, options.replicas, may_be_fewer=options.may_be_fewer, warns=world.rank == 0
+        )
         rooms = [r[1] for r in reports]
         fits_more = self._check_room([r[0] for r in reports], rooms, copies)
         # Of an earlier Checkpointer of this process.
@@ -280,7 +284,6 @@ class NearSaves:
         self._safe = restored or newest
         self._after_slot = reports[0][4]
         if any(copies.values()):
-            options = self._options.copies
             self._copies = open_copies(world, self.tier, self.hosts, copies, options)
         if self.tier.is_in_memory and not isinstance(contents, Exception):
             sources = contents.plan.sources
@@ -300,36 +303,6 @@ class NearSaves:
         generations = self._mapped.generations - bool(self._safe)
         need = BufferNeed(files[0].part_nbytes, generations, pinned=False)
         self._background.make_ready(self._mapped, need)
-
-    def _placed(self, racks: Sequence[str]) -> dict[str, tuple[str, ...]]:
-        """Which hosts keep copies of each host's files; `racks` are those of all ranks."""
-        names, replicas = self.hosts.names, self._options.copies.replicas
-        own = {name: racks[names.index(name)] for name in names}
-        if self._options.copies.may_be_fewer and len(own) <= replicas:
-            # Who goes on after a host was lost must not end for that.
-            self._warn_of_fewer(len(own))
-            replicas = len(own) - 1
-        copies = copies_of(own, replicas)
-        if self.session.world.rank == 0 and (shared := sharing_racks(own, copies)):
-            logger.warning(
-                "near copies: %d of %d hosts have two copies of their files in one rack, because a "
-                "rack has more than 1/%d of the hosts",
-                len(shared),
-                len(own),
-                replicas + 1,
-            )
-        return copies
-
-    def _warn_of_fewer(self, hosts: int) -> None:
-        if self.session.world.rank == 0:
-            logger.warning(
-                "near checkpoints have %d copies instead of %d: the training goes on with %d "
-                "hosts, and a file without a copy is lost with its host. Start again with more "
-                "hosts, each with a directory of its own, to have all copies",
-                hosts - 1,
-                self._options.copies.replicas,
-                hosts,
-            )
 
     def _check_room(
         self, needs: Sequence[int], rooms: Sequence[int], copies: Mapping[str, tuple[str, ...]]

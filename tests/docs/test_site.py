@@ -1,12 +1,13 @@
 """The site of the documents can be read on wide and narrow screens, light and dark.
 
-Method: mkdocs builds it, strictly, and a browser opens every page by http, as a reader does. Text
-has the contrast of WCAG 2 with what is behind it, nothing makes the page scroll to the side, and
-no script complains.
+Method: mkdocs builds it, strictly, and a browser opens its pages by http, as a reader does (a
+seeded sample of them in `make test`, all in `make soak`). Text has the contrast of WCAG 2 with what
+is behind it, nothing makes the page scroll to the side, and no script complains.
 """
 
 from __future__ import annotations
 
+import random
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -18,6 +19,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.conftest import Scale
 from tests.tools.browser import CHROMIUM, HARD_TO_READ, browser
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -52,7 +54,9 @@ def served(folder: Path) -> Iterator[str]:
 
 @pytest.mark.server
 @pytest.mark.skipif(CHROMIUM is None, reason="no browser here")
-def test_every_page_can_be_read_on_every_screen(tmp_path: Path) -> None:
+def test_pages_can_be_read_on_every_screen(
+    tmp_path: Path, rng: random.Random, scale: Scale
+) -> None:
     pytest.importorskip("mkdocs", reason="comes with the extra [docs]")
     site = tmp_path / "site"
     command = [sys.executable, "-m", "mkdocs", "build", "--quiet", "--strict", "-d", str(site)]
@@ -61,7 +65,7 @@ def test_every_page_can_be_read_on_every_screen(tmp_path: Path) -> None:
     assert len(pages) > 30
     bad = []
     with served(site) as url, browser(tmp_path / "profile") as page:
-        for file in pages:
+        for file in rng.sample(pages, scale.count(8, len(pages))):
             name = str(file.relative_to(site))
             page.open(f"{url}/{name}")
             for width, scheme in SCREENS:

@@ -9,7 +9,9 @@ from __future__ import annotations
 import errno
 import shutil
 import threading
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -19,7 +21,9 @@ import pytest
 from ckpt.errors import Fenced
 from ckpt.near import saving as near_saving
 from ckpt.near.memory import MappedStore, TierMemory
-from ckpt.near.tier import tiers_in
+from ckpt.near.records import NearRecord
+from ckpt.near.saving import NearSaves
+from ckpt.near.tier import Tier, tiers_in
 from ckpt.service.checkpointer import Checkpointer
 from ckpt.service.events import NearFailed, NearSaved, SaveSucceeded
 from ckpt.service.near import Near
@@ -204,7 +208,11 @@ def test_a_state_of_a_fenced_job_is_never_used(tmp_path: Path) -> None:
     assert origins(again) == {("durable", 3)}
 
 
-def test_a_job_that_was_superseded_learns_it_in_its_tier(tmp_path: Path) -> None:
+@pytest.mark.parametrize("is_in_memory", [True, False])
+def test_a_job_that_was_superseded_learns_it_in_its_tier(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_in_memory: bool
+) -> None:
+    monkeypatch.setattr("ckpt.near.tier.is_in_memory", lambda path: is_in_memory)
     store, hosts = MemoryStore(), folders(tmp_path, 0, 0)
 
     def zombie(service: Checkpointer, state: Any, world: World) -> None:
@@ -260,6 +268,37 @@ def test_a_superseded_job_leaves_alone_what_it_does_not_know_that_it_recorded(
     assert origins(third) == {("near", 4)}
 
 
+def test_a_near_state_that_was_restored_is_restored_again(tmp_path: Path) -> None:
+    """Each job claims an epoch of its own, and dies before it saves anything."""
+    store, hosts = MemoryStore(), folders(tmp_path, 0, 1)
+    Life(2, store, hosts).run(4)
+    for _ in range(3):
+        again = Life(2, store, hosts)
+        again.run(0)
+        assert origins(again) == {("near", 4)}
+
+
+@pytest.mark.parametrize("is_in_memory", [True, False])
+def test_a_near_state_stays_until_the_next_is_recorded_on_every_host(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_in_memory: bool
+) -> None:
+    monkeypatch.setattr("ckpt.near.tier.is_in_memory", lambda path: is_in_memory)
+    store, hosts = MemoryStore(), folders(tmp_path, 0, 1)
+    put = Tier.put
+
+    def failing(self: Tier, record: NearRecord) -> None:
+        if record.head.step == 4 and str(hosts[1]) in self.path:
+            raise NoSpaceError("the tmpfs is full")
+        put(self, record)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Tier, "put", failing)
+        Life(2, store, hosts).run(4)
+    again = Life(2, store, hosts)
+    again.run(0)
+    assert origins(again) == {("near", 2)}
+
+
 def test_a_host_lost_before_the_first_durable_save_gives_an_error_with_a_way_on(
     tmp_path: Path,
 ) -> None:
@@ -298,6 +337,36 @@ def test_a_tier_without_room_is_refused_with_the_numbers(tmp_path: Path) -> None
     for error in failed.value.errors.values():
         assert isinstance(error, ValueError)
         assert "ranks 0 to 1: 2 generations" in str(error) and "bytes_max is 0 MiB" in str(error)
+
+
+def test_room_for_two_generations_is_enough_and_a_byte_less_is_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hosts = folders(tmp_path, 0, 0)
+    needed: list[int] = []
+    check_room = NearSaves._check_room
+
+    def noted(self: NearSaves, needs: Sequence[int], *others: Any) -> bool:
+        needed[:] = needs
+        return check_room(self, needs, *others)
+
+    monkeypatch.setattr(NearSaves, "_check_room", noted)
+    Life(2, MemoryStore(), hosts).run(2)
+    assert len(needed) == 2
+    bound = 2 * sum(needed)
+    for bytes_max in (bound, bound - 1):
+        near = partial(_bounded, hosts, bytes_max)
+        life = Life(2, MemoryStore(), hosts, near=near)
+        if bytes_max == bound:
+            life.run(4)
+            assert any(isinstance(event, NearSaved) for event in life.events[0])
+        else:
+            with pytest.raises(RanksFailed, match="generations of their states"):
+                life.run(4)
+
+
+def _bounded(hosts: list[Path], bytes_max: int, rank: int) -> Near:
+    return Near(hosts[rank] / "near", every=EverySteps(2), bytes_max=bytes_max)
 
 
 class FullStore(FaultyStore):

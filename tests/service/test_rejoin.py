@@ -235,9 +235,11 @@ def leaving_one(url: str, scratch: str, go: str) -> tuple[str, int]:
         trainer.train(10)
         until(Path(f"{go}0").exists)
         report = trainer.rejoin(scratch, [1, 2])
+        # Before the new world has saved anything.
+        Path(f"{go}{me}").touch()
+        until(Path(f"{go}over").exists)
         trainer.train(12)
         trainer.service.save_now().result()
-        Path(f"{go}{me}").touch()
         trainer.service.close()
         return report.origin, report.step
     commit = Session.commit
@@ -251,6 +253,7 @@ def leaving_one(url: str, scratch: str, go: str) -> tuple[str, int]:
     trainer.train(10)
     with pytest.raises((Fenced, RankFailed)):
         trainer.service.wait()
+    Path(f"{go}over").touch()
     (failure,) = trainer.service.failures
     trainer.service.__exit__(RankFailed, failure.error, None)
     return type(failure.error).__name__, failure.step
@@ -299,6 +302,25 @@ def test_a_world_that_lost_nobody_can_begin_anew(tmp_path: Path) -> None:
     for step, highest, failures in answers:
         assert (step, failures) in ((5, 1), (7, 0)) and highest < 7.0
     assert ckpt.verify(url).ok
+
+
+def staying_outside(url: str) -> int:
+    trainer = Trainer(url)
+    trainer.train(5)
+    trainer.service.wait()
+    first = dist.new_group([0])
+    if dist.get_rank() == 1:
+        with pytest.raises(CheckpointError, match="this process is not in the process group"):
+            trainer.service.rejoin(first)
+    trainer.train(10)
+    trainer.service.close()
+    return trainer.state["step"]
+
+
+def test_a_process_outside_of_the_group_stays_in_its_world(tmp_path: Path) -> None:
+    url = str(tmp_path / "run")
+    assert run_ranks(2, staying_outside, url) == [10, 10]
+    assert [one.step for one in ckpt.list_steps(url)] == [5, 10]
 
 
 def losing_before_a_save(url: str, scratch: str) -> tuple[str, bool, int]:

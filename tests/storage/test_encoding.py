@@ -266,6 +266,9 @@ def test_an_object_made_anew_is_not_read_by_the_old_index() -> None:
     inner.delete("steps/a/x")  # by another process
     store.put_if_absent("steps/a/x", b"another")
     assert store.get("steps/a/x", ByteRange(0, 7)) == b"another"
+    store.delete("steps/a/x")
+    encoded(inner).put_if_absent("steps/a/x", b"a third one")  # by another process
+    assert store.get("steps/a/x", ByteRange(0, 7)) == b"a third"
 
 
 def refused_within(nbytes_max: int, use: Callable[[], object]) -> None:

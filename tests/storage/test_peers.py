@@ -11,6 +11,7 @@ import ssl
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -94,6 +95,25 @@ def test_an_answer_that_is_lost_is_asked_for_again(server: PeerServer) -> None:
             writer.write_part(index, [memoryview(data)[index * 4096 : (index + 1) * 4096]])
     assert store.get("a") == data
     assert store.retries == 3
+
+
+def test_the_lost_answer_of_an_end_is_looked_up(
+    server: PeerServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = client(server)
+    request, ended = store.request, []
+
+    def losing(method: str, path: str, **how: Any) -> Any:
+        value = request(method, path, **how)
+        if path == "/end" and not ended:
+            ended.append(path)
+            raise TransientError("the connection broke before the answer")
+        return value
+
+    monkeypatch.setattr(store, "request", losing)
+    with store.create("a", 100, part_nbytes=100) as writer:
+        writer.write_part(0, [memoryview(bytes(100))])
+    assert ended and store.get("a") == bytes(100)
 
 
 def test_the_same_part_twice_is_one_part_and_another_is_refused(server: PeerServer) -> None:

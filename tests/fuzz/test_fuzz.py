@@ -1,26 +1,30 @@
 """Every reader of foreign bytes, on kept and on freshly mutated inputs.
 
-Method: an input is read or refused with a documented error, and takes at most 64 MiB more than its
-own length. `python -m tests.fuzz` searches with coverage for inputs that break this; what it has
-found, and what reaches the most code, is kept in `corpus`.
+Method: an input is read or refused with a documented error, within 2 seconds of a CPU and 64 MiB
+more than its own length. `python -m tests.fuzz` searches with coverage for inputs that break this;
+what it has found, and what reaches the most code, is kept in `corpus`.
 """
 
 from __future__ import annotations
 
+import mmap
 import random
+import resource
+import time
 import tracemalloc
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from tests.conftest import Scale
+from tests.fuzz.bounds import NBYTES_MAX, SECONDS_MAX, within_bounds, within_rough_bounds
 from tests.fuzz.mutations import mutated
 from tests.fuzz.targets import TARGETS, Target, all_targets
 from tests.results import Counted
 
 CORPUS = Path(__file__).parent / "corpus"
-NBYTES_MAX = 64 << 20
 
 
 def kept(name: str) -> list[bytes]:
@@ -33,15 +37,6 @@ def traced() -> Iterator[None]:
     tracemalloc.start()
     yield
     tracemalloc.stop()
-
-
-def within_bounds(target: Target, data: bytes) -> bool:
-    tracemalloc.reset_peak()
-    before = tracemalloc.get_traced_memory()[0]
-    taken = target.try_(data)
-    peak = tracemalloc.get_traced_memory()[1] - before
-    assert peak < NBYTES_MAX + 8 * len(data), f"{target.name}: {peak} bytes for {data!r:.200}"
-    return taken
 
 
 @pytest.mark.usefixtures("traced")
@@ -75,3 +70,29 @@ def test_the_corpus_is_small_and_belongs_to_targets() -> None:
     names = {folder.name for folder in CORPUS.iterdir()}
     assert names <= {target.name for target in TARGETS} | set(all_targets())
     assert sum(path.stat().st_size for path in CORPUS.rglob("*")) < 1 << 20
+
+
+def _greedy(data: bytes) -> None:
+    resident = int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
+    np.ones(peak - resident + NBYTES_MAX + (8 << 20), np.uint8)
+
+
+def _slow(data: bytes) -> None:
+    until = time.thread_time() + SECONDS_MAX
+    while time.thread_time() < until:
+        pass
+
+
+def _wrong(data: bytes) -> None:
+    raise IndexError("no error that is documented")
+
+
+@pytest.mark.usefixtures("traced")
+@pytest.mark.parametrize(
+    ("read", "error"), [(_greedy, "bytes"), (_slow, " s"), (_wrong, "no error")]
+)
+def test_a_reader_beyond_its_bounds_is_seen(read: Callable[[bytes], None], error: str) -> None:
+    for check in (within_bounds, within_rough_bounds):
+        with pytest.raises((AssertionError, IndexError), match=error):
+            check(Target("planted", read, list), b"data")

@@ -25,7 +25,8 @@ from tests.cluster.agent import is_step, state_of
 from tests.e2e.job import NO_WAITING
 
 # How a rank may end: by itself; fenced; because others are gone, which we find, or gloo
-# (RuntimeError), or torch's store (Dist...); as the store says, where that does not come back.
+# (RuntimeError), or torch's store (Dist...); as the store says, where that does not come back: a
+# restore may learn it in the middle of its reads.
 EXPECTED = {"Fenced", "RankFailed", "RuntimeError", "DistNetworkError", "DistStoreError"}
 EXPECTED |= {"SavesFailed", "TransientError", "OutcomeUnknown", "LoadInterrupted"}
 

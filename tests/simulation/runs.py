@@ -22,6 +22,7 @@ from typing import Any
 import torch
 
 from tests.simulation import primitives
+from tests.simulation.bugs import BUGS
 from tests.simulation.job import Simulation
 from tests.simulation.scheduler import Scheduler
 
@@ -34,6 +35,8 @@ def main(arguments: list[str]) -> None:
     parser = argparse.ArgumentParser(prog="python -m tests.simulation")
     parser.add_argument("seeds", nargs="+", help="numbers, or ranges such as 0-99")
     parser.add_argument("--trace", action="store_true", help="every point, on standard error")
+    parser.add_argument("--bug", choices=BUGS, help="a planted one: tests.simulation.bugs")
+    parser.add_argument("--until-seen", action="store_true", help="stop at the first problem")
     chosen = parser.parse_args(arguments)
     torch.set_num_threads(1)
     logging.disable(logging.CRITICAL)
@@ -43,10 +46,15 @@ def main(arguments: list[str]) -> None:
             importlib.import_module(name)  # what is imported late: its locks would be simulated
     gc.collect()
     gc.freeze()
+    if chosen.bug:
+        BUGS[chosen.bug]()
     for text in chosen.seeds:
         first, _, last = text.partition("-")
         for seed in range(int(first), int(last or first) + 1):
-            print(json.dumps(in_child(str(seed), trace=chosen.trace)), flush=True)
+            outcome = in_child(str(seed), trace=chosen.trace)
+            print(json.dumps(outcome), flush=True)
+            if chosen.until_seen and outcome["problems"]:
+                return
 
 
 def in_child(seed: str, *, trace: bool) -> dict[str, Any]:

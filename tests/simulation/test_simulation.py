@@ -4,7 +4,8 @@ A seed draws 2 to 4 starts of one job on one root, of 1 to 3 ranks each, one aft
 the same time, with the real `Checkpointer` on every rank. It draws what befalls processes and
 requests, and which thread runs at every point. Judged are what callers were notified of
 (`tests.cluster.history`), the promises of the protocol (`ckpt.commit.invariants`), and that every
-call ends. A failure names the command that replays it.
+call ends. A failure names the command that replays it. Bugs that are planted (`bugs`) are found
+within some seeds.
 """
 
 from __future__ import annotations
@@ -19,12 +20,14 @@ import pytest
 
 from tests.conftest import Scale
 from tests.results import Counted
+from tests.simulation.bugs import BUGS
 from tests.simulation.primitives import SimulatedLock
 from tests.simulation.scheduler import Process, Scheduler, Stuck
 
 ROOT = Path(__file__).resolve().parents[2]
 PARTS = 20
 SEEDS = 10_000
+SEEDS_OF_BUGS = 100
 
 
 def _run(*seeds: str) -> list[dict[str, Any]]:
@@ -56,6 +59,16 @@ def test_jobs_keep_their_promises_under_a_seeded_scheduler(
     longest = max(outcomes, key=lambda outcome: outcome["counts"]["points"])
     alone = _run(longest["seed"])[0]
     assert alone == longest, "a seed is not the same alone and after others"
+
+
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("name", BUGS)
+def test_planted_bugs_are_found_within_some_seeds(counted: Counted, name: str) -> None:
+    outcomes = _run(f"0-{SEEDS_OF_BUGS - 1}", "--until-seen", "--bug", name)
+    seen = bool(outcomes[-1]["problems"])
+    counted(bugs=1, seen=int(seen), seeds=len(outcomes))
+    print(f"{name}: {len(outcomes)} seeds: {outcomes[-1]['problems']}")
+    assert seen, f"{name}: not seen within {len(outcomes)} seeds"
 
 
 def _lost_updates(seed: int, *, is_locked: bool) -> tuple[int, str]:

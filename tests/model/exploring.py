@@ -71,7 +71,9 @@ def _costs(action: Action) -> Iterator[str]:
 def actions(model: Model, scope: Scope) -> Iterator[Action]:
     """What may happen next. Some of it never meets its fault: see `Model.has_met_the_fault`."""
     has_live = bool(model.view().live)
-    for name in "AB"[: scope.jobs]:
+    # Nothing tells two jobs apart before the first has done something: that is always A.
+    is_begun = bool(model.slots or model.late or model.jobs or model.backup)
+    for name in "AB"[: scope.jobs if is_begun else 1]:
         yield from _faulted("claim", name)
         job = model.jobs.get(name)
         if job is None:

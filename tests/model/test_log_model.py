@@ -22,7 +22,7 @@ pytestmark = pytest.mark.timeout(3600)
 # How often each kind of action may happen, and how many actions a schedule has: everyday, in full.
 # With 12 there are no others: the bounds end the search before that.
 SCOPES = {
-    "two jobs and lost answers": (Scope(commands=0), 4, 12),
+    "two jobs and lost answers": (Scope(commands=0, clean_ups=2, unknown=2), 4, 12),
     "a command beside two jobs": (Scope(commands=2, unknown=0), 4, 7),
     "processes that are killed": (Scope(unknown=0, kills=2), 3, 6),
     "a save that stalls": (Scope(stalls=1, unknown=0, commands=1), 4, 12),

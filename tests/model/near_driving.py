@@ -158,10 +158,10 @@ def played(schedule: Sequence[Action], top: Path) -> list[str]:
             saved = root.saved
             root, expected = after(root, action)
             try:
-                told = driven.apply(action, saved)
+                reported = driven.apply(action, saved)
             except NoCheckpoint as error:
-                told = f"NoCheckpoint: {error}"
-            problems = [] if told == expected else [f"told {told}, the model {expected}"]
+                reported = f"NoCheckpoint: {error}"
+            problems = [] if reported == expected else [f"told {reported}, the model {expected}"]
             problems += driven.differences(root)
             if problems:
                 return [*problems, "; ".join(map(str, schedule))]

@@ -34,13 +34,13 @@ class Commit(NamedTuple):
 
 class Job(NamedTuple):
     """`epoch` is 0 before it has claimed the root; `after_slot` is None before its first near save
-    is prepared. `is_told`: it knows that it was superseded.
+    is prepared. `is_notified`: it knows that it was superseded.
     """
 
     state: State
     epoch: int = 0
     after_slot: int | None = None
-    is_told: bool = False
+    is_notified: bool = False
 
 
 class Action(NamedTuple):
@@ -126,7 +126,7 @@ def after(root: Root, action: Action) -> tuple[Root, str]:
 
 
 def _started(root: Root, name: str) -> tuple[Root, str]:
-    origin, step, number = found = root.newest()
+    origin, step, number = newest = root.newest()
     job = Job(State(step, number))
     if origin == "near":  # what was restored is recorded under the epoch of this job
         before = dict(root.near)[root.epoch]
@@ -134,7 +134,7 @@ def _started(root: Root, name: str) -> tuple[Root, str]:
         job = job._replace(after_slot=root.slots - 1)
         root = root.with_near(job.epoch, Near(before.state, root.slots - 1))
         root = root._replace(near=tuple(one for one in root.near if one[0] == job.epoch))
-    return root.with_job(name, job), " ".join(map(str, found))
+    return root.with_job(name, job), " ".join(map(str, newest))
 
 
 def _claimed(root: Root, job: Job) -> tuple[Root, Job]:
@@ -153,8 +153,8 @@ def _near_saved(root: Root, name: str, job: Job) -> tuple[Root, str]:
         root = root._replace(near=())
     job = job._replace(state=State(job.state.step + 1, root.saved + 1))
     root = root._replace(saved=root.saved + 1)
-    if job.is_told or any(epoch > job.epoch for epoch, _ in root.near):
-        return root.with_job(name, job._replace(is_told=True)), "Fenced"
+    if job.is_notified or any(epoch > job.epoch for epoch, _ in root.near):
+        return root.with_job(name, job._replace(is_notified=True)), "Fenced"
     assert job.after_slot is not None
     return root.with_near(job.epoch, Near(job.state, job.after_slot)).with_job(name, job), "done"
 

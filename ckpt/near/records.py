@@ -119,6 +119,9 @@ def near_digest(encoded: bytes) -> bytes:
     return hashlib.sha256(encoded).digest()
 
 
+_UNREADABLE = (KeyError, ValueError, TypeError, OverflowError, RecursionError, struct.error)
+
+
 def decode_near_record(data: bytes, where: str) -> NearRecord:
     """The record in `data`, which may be anything: only what `encode_near_record` makes passes.
 
@@ -132,7 +135,7 @@ def decode_near_record(data: bytes, where: str) -> NearRecord:
     try:
         record = _decoded(unpack_map(memoryview(data)[head_nbytes:-4]), where)
         is_same = encode_near_record(record) == data
-    except (KeyError, ValueError, TypeError, OverflowError, RecursionError) as error:
+    except _UNREADABLE as error:
         raise Corrupt(f"{where}: the near record is not readable: {error!s:.200}") from error
     if not is_same:
         raise Corrupt(f"{where}: the near record is not in canonical form")

@@ -34,12 +34,33 @@ from storage import Store
 from storage.memory import MemoryStore
 from storage.retry import RetryingStore, RetryPolicy
 from tests.cluster.agent import is_step, state_of
-from tests.cluster.history import Event, broken_promises, left_behind
+from tests.cluster.history import (
+    Event,
+    acknowledged_exist,
+    broken_promises,
+    errors_are_documented,
+    fenced_are_silent,
+    latest_never_goes_back,
+    left_behind,
+    no_wrong_byte,
+    ranks_agree,
+    retired_by_rule,
+    root_of,
+    wrong_bits,
+)
 from tests.service.chaos import ThreadTarget, UploadingStore
 from tests.simulation.network import Network, NetworkStore, weather_of
 from tests.simulation.primitives import SimulatedThread
 from tests.simulation.scheduler import Process, Scheduler, Task
 
+CHECKS = (
+    acknowledged_exist,
+    retired_by_rule,
+    no_wrong_byte,
+    latest_never_goes_back,
+    errors_are_documented,
+    ranks_agree,
+)
 LIFE_SECONDS_MAX = 3600.0  # simulated; every call has a deadline far below
 ROUND_SECONDS_MAX = 30.0
 KILLED_AT_MAX = 4000  # points of a process
@@ -195,7 +216,10 @@ class Simulation:
             self.counts["models first"] += len(Log(self.first.bytes).state().live)
         if not any(store.list("log/")):
             return ["acknowledged, and there is no log"] if acknowledged else problems
-        problems += broken_promises(self.events, store) + self.root.problems()
+        root = root_of(store, kept_min=1)
+        problems += broken_promises(self.events, root, CHECKS) + wrong_bits(store)
+        # Of its log alone: here, ranks are told of a fence before others are told of older saves.
+        problems += broken_promises((), root, (fenced_are_silent,)) + self.root.problems()
         return problems + left_behind(store)
 
 
@@ -329,15 +353,15 @@ class Rank:
     def _observe(self, event: SaveEvent) -> None:
         if isinstance(event, SaveSucceeded):
             step = event.report.step
-            self._note("saved", step=self._nth(step), attempt=event.report.attempt)
+            self._note("saved", step=step, nth=self._nth(step), attempt=event.report.attempt)
         elif isinstance(event, SaveFailed):
             name = type(event.error).__name__
-            self._note("failed", step=self._nth(event.step), error=name)
+            self._note("failed", step=event.step, nth=self._nth(event.step), error=name)
 
-    def _nth(self, step: int) -> str:
-        """The step, and how often its outcome was reported before: it may be saved again."""
+    def _nth(self, step: int) -> int:
+        """How often the outcome of a step was reported: it may be saved again."""
         self._reported[step] += 1
-        return f"{step}#{self._reported[step]}"
+        return self._reported[step]
 
     def _note(self, kind: str, **facts: Any) -> None:
         number = self._life.start.number

@@ -101,7 +101,8 @@ def test_the_lost_answer_of_an_end_is_looked_up(
     server: PeerServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store = client(server)
-    request, ended = store.request, []
+    request = store.request
+    ended: list[str] = []
 
     def losing(method: str, path: str, **how: Any) -> Any:
         value = request(method, path, **how)

@@ -462,6 +462,11 @@ class Checkpointer:
                 self._near.collect(wait=True, timeout_seconds=max(0.0, left))
         except Exception as failure:
             logger.error("a save in flight was left behind: %s", failure)
+            if self._near is not None:
+                # Its round may wait for minutes yet, for a host that is silent: see `close`.
+                rank = self._training.world.rank
+                why = f"rank {rank} has left after {type(error).__name__}"
+                self._near.leave(RankFailed(why, rank=rank, phase="training"))
         self._leave()
 
     def _wait_for_all_ranks(self) -> None:

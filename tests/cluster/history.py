@@ -242,19 +242,18 @@ def ranks_agree(events: Sequence[Event], root: Root) -> list[str]:
     """All ranks of a life that were told how a save ended were told the same, and all began from
     the same state.
     """
-    reported: dict[tuple[int, str, int, int], set[tuple[str, str]]] = defaultdict(set)
+    reported: dict[tuple[int, str, int], set[tuple[str, str]]] = defaultdict(set)
     starts: dict[int, set[tuple[int, str]]] = defaultdict(set)
     for event in events:
         kind, _, outcome = event.kind.rpartition(" ")
         if outcome in ("saved", "failed"):
-            # Who saves a step again says which time it is ("nth").
-            place = event.life, kind or "durable", event.facts["step"], event.facts.get("nth", 0)
+            place = event.life, kind or "durable", event.facts["step"]
             reported[place].add((outcome, event.attempt))
         if event.kind == "restored":
             starts[event.life].add((event.facts["step"], event.attempt))
     both = [
         f"life {life}: {kind} save of step {step} ended as {sorted(outcomes)}"
-        for (life, kind, step, _), outcomes in reported.items()
+        for (life, kind, step), outcomes in reported.items()
         if len(outcomes) > 1
     ]
     return both + [f"life {n}: restored {sorted(s)}" for n, s in starts.items() if len(s) > 1]

@@ -22,7 +22,6 @@ from ckpt.errors import OutcomeUnknown
 from ckpt.saving import staging
 from ckpt.saving.background import PendingSave
 from ckpt.saving.report import SaveReport
-from ckpt.service import restore
 from ckpt.state.flatten import FlatState
 
 BUGS: dict[str, Callable[[], None]] = {}
@@ -94,11 +93,6 @@ def _copies_late() -> None:
 
 
 # The service --------------------------------------------------------------------------------------
-
-
-@_bug("a store that does not answer counts as damage")
-def _silence_is_damage() -> None:
-    _exchange(restore, "condition_of", lambda store, world, attempt: "damaged")
 
 
 @_bug("a rank alone decides that a save has failed")

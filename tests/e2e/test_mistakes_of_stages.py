@@ -16,7 +16,7 @@ from torch import nn
 import ckpt
 from ckpt.errors import InvalidState
 from ckpt.saving.task import PartMemory
-from ckpt.testing import RanksFailed
+from ckpt.testing import RanksFailed, ThreadWorld
 from storage.memory import MemoryStore
 from tests.e2e.job import Job
 
@@ -157,3 +157,33 @@ def test_stages_of_torch_s_pipelines_know_their_numbers() -> None:
 def test_numbers_that_are_none_are_refused(numbers: list[int], count: int | None) -> None:
     with pytest.raises(ValueError, match="Stages: numbers="):
         ckpt.Stages(layer(0), layer(1), numbers=numbers, count=count)
+
+
+def test_who_holds_what_is_exchanged_once_for_each_structure(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Not at each save: of thousands of ranks with thousands of names, that would be megabytes."""
+    rounds: list[str] = []
+    gather = ThreadWorld.gather_to_coordinator
+
+    def counted(world: ThreadWorld, name: str, payload: bytes) -> list[bytes] | None:
+        rounds.append(name)
+        return gather(world, name, payload)
+
+    monkeypatch.setattr(ThreadWorld, "gather_to_coordinator", counted)
+    store = MemoryStore()
+    memories = {rank: PartMemory() for rank in range(3)}
+    job = Job(3, lambda rank: store, memories=memories)
+    states = [{"model": layer(rank)} for rank in range(3)]
+    exchanges = []
+    for step in range(1, 7):
+        if step == 4:
+            states[1]["model"]["more"] = linear(4.0)
+        with torch.no_grad():
+            for state in states:
+                for parameter in state["model"].parameters():
+                    parameter += 1
+        rounds.clear()
+        job.save(states.__getitem__, step=step)
+        exchanges.append((rounds.count("names"), rounds.count("inventories")))
+    assert exchanges == [(3, 3), (0, 0), (0, 0), (3, 3), (0, 0), (0, 0)]

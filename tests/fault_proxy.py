@@ -161,6 +161,7 @@ def fault_proxy(
 
 
 class _Server(socketserver.ThreadingTCPServer):
+    allow_reuse_address = True  # a proxy before it had this place, and its connections just ended
     daemon_threads = True
     block_on_close = False
     request_queue_size = 128

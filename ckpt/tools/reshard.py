@@ -7,6 +7,7 @@ N, every rank reads a few large runs of one file.
 from __future__ import annotations
 
 import hashlib
+import logging
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
@@ -28,10 +29,13 @@ from ckpt.layout.kind import Kind
 from ckpt.layout.region import Box, Region, Shape, span_of, whole
 from ckpt.loading.checkpoint import Checkpoint
 from ckpt.loading.contents import LocatedCheckpoint, find_checkpoint
+from ckpt.loading.load import RETIRED_MAX
 from ckpt.tools.copy import CopyMeter, CopyReport, report_of_one
 from ckpt.tools.plan import checked_ranks
 from ckpt.tools.rewrite import Layout, chunk_of, rewrite
-from storage import PrefixStore, Store, StoreLike, open_store, options_of_other
+from storage import PrefixStore, StorageError, Store, StoreLike, open_store, options_of_other
+
+logger = logging.getLogger(__name__)
 
 SMALL_NBYTES = 1 << 20
 RESHARDED = "ckpt.resharded"  # key of `Header.user`: the attempt it was made of, and for whom
@@ -71,34 +75,66 @@ def reshard(
     its path. Without `target` it gets a second form in the root `url`, which is loaded by its
     attempt: `ckpt.load(..., attempt=report.attempt)`, `Checkpointer.restore(attempt=...)`. It is of
     no line, so nothing else loads it, and a training that runs or resumes is not disturbed. When a
-    new job begins to save there meanwhile, nothing is committed and this raises.
+    new job begins to save there meanwhile, nothing is committed and this raises. When the training
+    retires the latest meanwhile, this begins again with the one that is the latest then.
 
     Every byte is checked on the way. After a run that died, run it again: it continues. Raises like
     `ckpt.copy`, and ValueError for no ranks or an unknown layout.
     """
-    count = checked_ranks(ranks, layout)
-    new = NewLayout(count, layout)
+    how = _How(NewLayout(checked_ranks(ranks, layout), layout), plain_int(threads), progress)
     with ExitStack() as stack:
         source = stack.enter_context(closing(open_store(url, **(storage_options or {}))))
-        located = find_checkpoint(source, step)
-        meter = CopyMeter(int(located.manifest.file_nbytes.sum()), progress)
-        if target is None:
-            opened = _second_form(source, located, new)
-            if isinstance(opened, LiveEntry):
-                where = f"{source.url.rstrip('/')}/{opened.prefix}".rstrip("/")
-                report = report_of_one(source, where, located.manifest, meter)
-                return replace(report, attempt=opened.attempt)
-            there, header = opened.store, opened.header
-        else:
+        there: Store | None = None
+        if target is not None:
             options = options_of_other(url, storage_options, target, target_options)
             there = stack.enter_context(closing(open_store(target, **options)))
-            header = new_header(located.manifest, new)
-        checkpoint = Checkpoint(source, located)
-        chunks = cut_for(located.manifest, new, header.world_size)
-        made = rewrite(checkpoint, header, chunks, there, threads=plain_int(threads), add=meter)
-        if target is None:
-            commit_second_form(source, located, made)
-    return report_of_one(source, there.url, made, meter)
+        for tries_left in reversed(range(RETIRED_MAX)):
+            located = find_checkpoint(source, step)
+            try:
+                return _resharded(source, located, there, how)
+            except (CheckpointError, StorageError) as error:
+                # In another place lie files of the one that was begun with.
+                is_any = step is None and there is None and tries_left
+                if not is_any or not _was_retired(source, located):
+                    raise
+                logger.warning("begin again with what is the latest now: %s", error)
+    raise AssertionError("the last try returns or raises")
+
+
+class _How(NamedTuple):
+    """How a new form is written."""
+
+    new: NewLayout
+    threads: int
+    progress: Progress | None
+
+
+def _resharded(
+    source: Store, located: LocatedCheckpoint, there: Store | None, how: _How
+) -> CopyReport:
+    """Write the new form of one checkpoint into the top of `there`, or beside it in its root."""
+    manifest = located.manifest
+    meter = CopyMeter(int(manifest.file_nbytes.sum()), how.progress)
+    if there is None:
+        opened = _second_form(source, located, how.new)
+        if isinstance(opened, LiveEntry):
+            where = f"{source.url.rstrip('/')}/{opened.prefix}".rstrip("/")
+            report = report_of_one(source, where, manifest, meter)
+            return replace(report, attempt=opened.attempt)
+    else:
+        opened = _NewAttempt(there, new_header(manifest, how.new))
+    chunks = cut_for(manifest, how.new, opened.header.world_size)
+    checkpoint = Checkpoint(source, located)
+    made = rewrite(checkpoint, opened.header, chunks, opened.store, threads=how.threads, add=meter)
+    if there is None:
+        commit_second_form(source, located, made)
+    return report_of_one(source, opened.store.url, made, meter)
+
+
+def _was_retired(source: Store, located: LocatedCheckpoint) -> bool:
+    """Whether the log of the root no longer has what was located there."""
+    entry = located.entry
+    return entry is not None and Log(source).state().find(entry.attempt) is None
 
 
 class _NewAttempt(NamedTuple):

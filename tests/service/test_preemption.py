@@ -35,6 +35,7 @@ from tests.results import Counted
 from tests.service.preempted import GRACE_SECONDS, SAVE_EVERY, train
 
 MB = 1_000_000
+LATE_SECONDS = 0.8 * GRACE_SECONDS  # by then a rank of two should have ended
 
 
 # --- plans ----------------------------------------------------------------------------------------
@@ -382,6 +383,11 @@ def test_an_interpreter_that_is_preempted_exits_with_0(tmp_path: Path) -> None:
             assert process.stdout is not None
             assert process.stdout.readline() == "ready\n"
         processes[1].send_signal(signal.SIGTERM)
+        try:
+            processes[1].wait(LATE_SECONDS)
+        except subprocess.TimeoutExpired:
+            for process in processes:
+                process.send_signal(signal.SIGUSR2)  # it writes what its threads are doing
         printed = [process.communicate(timeout=60)[0] for process in processes]
     finally:
         for process in processes:

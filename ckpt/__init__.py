@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from ckpt.errors import NoCheckpoint as NoCheckpoint
     from ckpt.errors import OutcomeUnknown as OutcomeUnknown
     from ckpt.errors import RankFailed as RankFailed
+    from ckpt.errors import RankFailedInCommit as RankFailedInCommit
     from ckpt.errors import SaveDropped as SaveDropped
     from ckpt.errors import StoreRefused as StoreRefused
     from ckpt.errors import UnsupportedFormat as UnsupportedFormat
@@ -150,6 +151,7 @@ _HOMES = {
     "PerRank": "ckpt.state.types",
     "Preempted": "ckpt.service.preemption",
     "RankFailed": "ckpt.errors",
+    "RankFailedInCommit": "ckpt.errors",
     "RestoreReport": "ckpt.service.restore",
     "SaveDropped": "ckpt.errors",
     "SaveReport": "ckpt.saving.report",

@@ -90,8 +90,9 @@ def save(
 
     Raises the same error on every rank, and the previous checkpoint is still the latest then:
     InvalidState, StoreRefused, Fenced, RankFailed, or the store's error on one rank. Two leave it
-    open whether the checkpoint exists: OutcomeUnknown when the commit got no answer, and RankFailed
-    when a rank dies in the last round, which informs all ranks of the commit. Waits first for an
+    open whether the checkpoint exists: OutcomeUnknown when the commit got no answer, on all ranks;
+    and its subclass RankFailedInCommit when a rank is lost while all are informed of the commit, on
+    ranks that have not learned of it, where others may return. Waits first for an
     `async_save` in flight, and raises its failure if that was not raised before.
     """
     check_order(state, url, "save(state, url)")

@@ -93,15 +93,21 @@ class NamesChanged(CheckpointError):
 
 
 class RankFailed(CheckpointError):
-    """A rank failed or died; raised on every rank with the same text.
-
-    A save that lost a rank in its last round, which announces the commit, has made its checkpoint.
-    """
+    """A rank failed or died; raised on every rank with the same text."""
 
     def __init__(self, message: str, *, rank: int, phase: str) -> None:
         super().__init__(message)
         self.rank = rank
         self.phase = phase
+
+
+class RankFailedInCommit(RankFailed, OutcomeUnknown):
+    """A rank was lost while the ranks were being informed of a commit, and this rank has not
+    learned whether it was made. The log has it or not: the next restore finds it, if so.
+
+    The coordinator knows, and reports what is so; so may others that have learned it in time.
+    Nothing can be saved with the same ranks any more.
+    """
 
 
 class LoadInterrupted(CheckpointError):

@@ -34,6 +34,8 @@ from ckpt.telemetry.history import RankReport
 from ckpt.world.base import World
 from ckpt.world.frames import pack, unpack
 
+PARTS = "parts"  # the round in which parts go to the coordinator
+
 
 class JointReceived(NamedTuple):
     """What all ranks have contributed, as the coordinator has it, and the reports of all, in rank
@@ -165,7 +167,7 @@ def gather_joint_parts(
             failed.append(error)
             return b""
 
-    received = world.merge_to_coordinator("parts", merged)
+    received = world.merge_to_coordinator(PARTS, merged)
 
     def decode() -> JointReceived | None:
         if failed:

@@ -15,7 +15,7 @@ from ckpt.format.manifest_codec import ManifestEncoder
 from ckpt.format.merging import KeptMerge
 from ckpt.format.part import Part
 from ckpt.format.part_codec import PartReader, PartStructure
-from ckpt.saving.joint_parts import JointParts
+from ckpt.saving.joint_parts import PARTS, JointParts
 from ckpt.saving.messages import joined, split
 from ckpt.telemetry.history import RankReport
 from ckpt.world.base import World
@@ -86,7 +86,7 @@ def gather_parts(
         return lambda: Received([part], [report])
     structure = part.structure()
     payload = joined(b"" if structure == known.sent else structure, part.variable())
-    received = world.gather_to_coordinator("parts", joined(report.encode(), payload))
+    received = world.gather_to_coordinator(PARTS, joined(report.encode(), payload))
     known.sent = structure
 
     def decode() -> Received:

@@ -20,11 +20,14 @@ from ckpt.commit.session import ReferenceRetired, Session
 from ckpt.commit.sweep import NotRetired
 from ckpt.commit.writer import Commit
 from ckpt.errors import (
+    CheckpointError,
     Fenced,
     InvalidState,
     LogDiverged,
     NamesChanged,
     OutcomeUnknown,
+    RankFailed,
+    RankFailedInCommit,
     SaveDropped,
 )
 from ckpt.format.checksum_tables import CHECKSUM_TABLES
@@ -37,7 +40,7 @@ from ckpt.format.part import Part
 from ckpt.format.references import REFERENCES
 from ckpt.saving.base import NOTHING, Holdings, decode_base
 from ckpt.saving.dedup import nbytes_held
-from ckpt.saving.joint_parts import JointReceived, gather_joint_parts
+from ckpt.saving.joint_parts import PARTS, JointReceived, gather_joint_parts
 from ckpt.saving.messages import joined, split
 from ckpt.saving.parts import Received, gather_parts
 from ckpt.saving.report import SaveReport
@@ -256,9 +259,8 @@ def _commit(
 
     # On the coordinator `_commit_parts` records this phase; on the other ranks it is the wait.
     with nullcontext() if session is not None else task.recorder.span("commit"):
-        committed = collectively(ranked.world, "commit", run)
-        message = None if session is None else json.dumps(committed.answer).encode()
-        answer = json.loads(ranked.world.broadcast("report", message))
+        committed = _informed(ranked, run, f"step {header.step} ({header.attempt})")
+    answer = committed.answer
     if "problems" in answer:
         raise InvalidState(answer["problems"])
     if "retired" in answer:
@@ -278,6 +280,48 @@ def _commit(
         counters={**task.recorder.counters(), "retries": task.retries},
     )
     return report, committed
+
+
+def _informed(ranked: RankedSession, run: Callable[[], _Committed], which: str) -> _Committed:
+    """`run` on all ranks, which commits on the coordinator; then all have the coordinator's answer.
+
+    A rank may be lost meanwhile. The coordinator knows all the same what is so: it returns or
+    raises that. Another rank raises RankFailedInCommit unless it has learned the answer before.
+    """
+    own: list[_Committed | Exception] = []
+
+    def noted() -> _Committed:
+        try:
+            own.append(run())
+        except Exception as error:
+            own.append(error)
+            raise
+        return own[-1]
+
+    world = ranked.world
+    try:
+        committed = collectively(world, "commit", noted)
+        message = None if ranked.session is None else json.dumps(committed.answer).encode()
+        return committed._replace(answer=json.loads(world.broadcast("report", message)))
+    except RankFailed as failure:
+        if world.failure is None:
+            raise  # a rank has reported an error, and all raise it
+        if failure.phase == PARTS:
+            raise  # the coordinator lacks the part of a rank, so it cannot have committed
+        if ranked.session is None:
+            raise RankFailedInCommit(
+                f"{which}: a rank was lost before this rank has learned whether it is committed; "
+                f"the log has it or not, and the next restore finds it if so: {failure}",
+                rank=failure.rank,
+                phase=failure.phase,
+            ) from failure
+        (outcome,) = own
+        if isinstance(outcome, CheckpointError):
+            raise outcome from failure
+        if isinstance(outcome, Exception):
+            raise
+        logger.warning("%s: the other ranks may not have learned the outcome: %s", which, failure)
+        return outcome
 
 
 class _Stored(NamedTuple):

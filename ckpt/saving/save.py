@@ -46,8 +46,9 @@ def save_state(
     """Write and commit `state` from live memory; collective over the session's world.
 
     Raises the same error on all ranks, and then this step was not committed: InvalidState, Fenced,
-    RankFailed. OutcomeUnknown leaves that open, and the next save settles it; so does RankFailed
-    for a rank that dies while the commit is reported to the others.
+    RankFailed. OutcomeUnknown leaves that open, and the next save settles it. A rank that is lost
+    while the others are informed of the commit leaves it open for those that have not learned the
+    outcome: they raise RankFailedInCommit, and the coordinator returns.
     """
     task = SaveTask(session, store, memory, step, options)
     # Names may change once more while the ranks tell them; a state that changes in every try is

@@ -198,6 +198,26 @@ def test_hanging_rank_is_named_at_the_deadline() -> None:
         run_ranks(2, rank, deadline_seconds=0.05)
 
 
+def test_what_rank_0_has_passed_on_reaches_a_rank_that_comes_after_the_end() -> None:
+    """As over sockets: it lies there when the rank wakes up."""
+    ended = threading.Event()
+
+    def rank(world: World) -> bytes:
+        if world.rank == 1:
+            assert ended.wait(20.0)
+        got = world.broadcast("outcome", b"saved" if world.rank == 0 else None)
+        if world.rank == 0:
+            with pytest.raises(RankFailed):
+                world.gather("more", b"")
+            ended.set()
+        else:
+            with pytest.raises(RankFailed):
+                world.gather("more", b"")
+        return got
+
+    assert run_ranks(2, rank, deadline_seconds=0.05) == [b"saved"] * 2
+
+
 def test_a_flag_of_one_rank_is_seen_by_all_and_a_duplicate_has_its_own() -> None:
     def rank(world: World) -> tuple[bool, bool, bool]:
         before = world.flag_is_up("stop")

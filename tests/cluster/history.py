@@ -29,6 +29,11 @@ from tests.e2e.job import NO_WAITING
 # restore may learn it in the middle of its reads.
 EXPECTED = {"Fenced", "RankFailed", "RuntimeError", "DistNetworkError", "DistStoreError"}
 EXPECTED |= {"SavesFailed", "TransientError", "OutcomeUnknown", "LoadInterrupted"}
+EXPECTED |= {"RankFailedInCommit"}
+
+# A save that ends so may have made its checkpoint. The second is no contradiction to what others
+# are told: this rank has lost one of them before it learned the outcome.
+UNKNOWN = {"OutcomeUnknown", "RankFailedInCommit"}
 
 # What an onlooker may be told where it sees nothing: the store fails, or has nothing yet.
 UNSEEN = {"TransientError", "SlowDownError", "StorageError", "AccessDeniedError", "NoCheckpoint"}
@@ -120,6 +125,17 @@ def acknowledged_exist(events: Sequence[Event], root: Root) -> list[str]:
         elif event.kind == "saved" and event.attempt not in {*root.live, *retired}:
             problems.append(f"{event}: acknowledged, and gone without a RETIRE")
     return problems
+
+
+def failed_do_not_exist(events: Sequence[Event], root: Root) -> list[str]:
+    """What was reported as failed was never committed, unless the error says that this is open."""
+    return [
+        f"{event}: reported as failed, and in the log"
+        for event in events
+        if event.kind == "failed"
+        and event.facts["error"] not in UNKNOWN
+        and event.attempt in root.slots
+    ]
 
 
 def retired_by_rule(events: Sequence[Event], root: Root) -> list[str]:
@@ -240,15 +256,18 @@ def errors_are_documented(events: Sequence[Event], root: Root) -> list[str]:
 
 def ranks_agree(events: Sequence[Event], root: Root) -> list[str]:
     """All ranks of a life that were told how a save ended were told the same, and all began from
-    the same state.
+    the same state. A rank may be told that it has not learned the outcome.
     """
     reported: dict[tuple[int, str, int], set[tuple[str, str]]] = defaultdict(set)
     starts: dict[int, set[tuple[int, str]]] = defaultdict(set)
     for event in events:
         kind, _, outcome = event.kind.rpartition(" ")
-        if outcome in ("saved", "failed"):
+        error = event.facts.get("error", "")
+        if outcome == "failed" and error in UNKNOWN:
+            outcome = "unknown"
+        if outcome in ("saved", "failed", "unknown") and error != "RankFailedInCommit":
             place = event.life, kind or "durable", event.facts["step"]
-            reported[place].add((outcome, event.attempt))
+            reported[place].add((outcome, event.attempt if outcome == "saved" else ""))
         if event.kind == "restored":
             starts[event.life].add((event.facts["step"], event.attempt))
     both = [
@@ -284,6 +303,7 @@ def training_goes_on(events: Sequence[Event], root: Root) -> list[str]:
 
 CHECKS: tuple[Check, ...] = (
     acknowledged_exist,
+    failed_do_not_exist,
     retired_by_rule,
     only_whole_ones_are_listed,
     no_wrong_byte,

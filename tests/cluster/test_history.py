@@ -206,6 +206,18 @@ def ranks_differ_on_a_save(truth: Truth) -> Changed:
     return [*truth.events, lie], truth.root
 
 
+def ranks_differ_on_an_unknown(truth: Truth) -> Changed:
+    lie = reported(NEW, 1, "failed", 111.0, step=6, error="OutcomeUnknown")
+    return [*truth.events, lie], truth.root
+
+
+def failed_save_exists(truth: Truth) -> Changed:
+    """All ranks are told that the save has failed, and its commit stands."""
+    save = [e for e in truth.events if e.kind == "saved" and e.attempt == truth.new[0]]
+    failed = [e._replace(kind="failed", facts={**e.facts, "error": "RankFailed"}) for e in save]
+    return [e for e in truth.events if e not in save] + failed, truth.root
+
+
 def ranks_differ_on_an_attempt(truth: Truth) -> Changed:
     first = next(e for e in truth.events if of(NEW, "saved", 1)(e))
     return changed(truth.events, lambda e: e is first, attempt=truth.old[1]), truth.root
@@ -265,6 +277,7 @@ def near_save_of_a_fenced_job(truth: Truth) -> Changed:
 LIES: dict[Callable[[Truth], Changed], str] = {
     lost_save: "acknowledged_exist",
     gone_save: "acknowledged_exist",
+    failed_save_exists: "failed_do_not_exist",
     retired_too_early: "retired_by_rule",
     dropped_by_a_commit: "retired_by_rule",
     retired_import: "retired_by_rule",
@@ -283,6 +296,7 @@ LIES: dict[Callable[[Truth], Changed], str] = {
     endless_rank: "calls_end_in_time",
     foreign_error: "errors_are_documented",
     ranks_differ_on_a_save: "ranks_agree",
+    ranks_differ_on_an_unknown: "ranks_agree",
     ranks_differ_on_an_attempt: "ranks_agree",
     ranks_differ_on_a_restore: "ranks_agree",
     training_stopped: "training_goes_on",
@@ -318,6 +332,13 @@ def test_a_near_state_may_be_lost_with_more_hosts_than_it_has_copies(truth: Trut
     assert broken_promises(copied, root, ALL) != []
     both = [*copied, reported(-1, -1, "lost host", 61.0, host="b")]
     assert broken_promises(both, root, ALL) == []
+
+
+def test_a_rank_may_be_told_that_it_has_not_learned_the_outcome(truth: Truth) -> None:
+    own = next(e for e in truth.events if of(NEW, "saved", 1)(e))
+    open_ = own._replace(kind="failed", facts={**own.facts, "error": "RankFailedInCommit"})
+    events = [open_ if e is own else e for e in truth.events]
+    assert broken_promises(events, truth.root, ALL) == []
 
 
 def test_wrong_bits_in_a_root_are_found() -> None:

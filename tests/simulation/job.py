@@ -28,6 +28,7 @@ from ckpt.service.events import SaveEvent, SaveFailed, SaveSucceeded
 from ckpt.service.policies import AtExit, EverySteps, OnPreemption
 from ckpt.service.preemption import Preempted
 from ckpt.service.retention import KeepLatest
+from ckpt.service.target import Pending
 from ckpt.testing import ThreadWorld, _Hub
 from ckpt.world.base import World
 from storage import Store
@@ -132,6 +133,18 @@ class Target(ThreadTarget):
     def __init__(self, world: World, store: Store, first: Store, *, dedup: bool = False) -> None:
         super().__init__(world, store, SessionRegistry(), dedup=dedup)
         self._first = first
+        self._begun: dict[int, list[Pending | None]] = {}
+
+    def start(self, state: Any, *, step: int, metric: float | None) -> Pending:
+        begun = self._begun.setdefault(step, [])
+        begun.append(None)  # if it does not even begin
+        begun[-1] = super().start(state, step=step, metric=metric)
+        return begun[-1]
+
+    def attempt_of(self, step: int, nth: int) -> str:
+        """The attempt of the `nth` save of a step, "" where it has none."""
+        pending = self._begun[step][nth - 1]
+        return "" if pending is None else getattr(pending, "attempt", "")
 
     def ranked_session(self) -> RankedSession:
         if not self._opened:
@@ -293,6 +306,7 @@ class Rank:
         self._life = life
         self._rank = rank
         self._saver: Checkpointer | None = None
+        self._target: Target | None = None
         self._reported: Counter[int] = Counter()
 
     def main(self) -> None:
@@ -319,7 +333,7 @@ class Rank:
         start, scheduler = self._life.start, self._life.scheduler
         simulation = self._life.simulation
         store, first = (self._store(root) for root in (simulation.root, simulation.first))
-        target = Target(world, store, first, dedup=start.dedup)
+        self._target = target = Target(world, store, first, dedup=start.dedup)
         between = world.duplicate()
         state = state_of(0, self._rank, start.size)
         policy = EverySteps(start.save_every) | AtExit()
@@ -360,8 +374,10 @@ class Rank:
             step = event.report.step
             self._note("saved", step=step, nth=self._nth(step), attempt=event.report.attempt)
         elif isinstance(event, SaveFailed):
-            name = type(event.error).__name__
-            self._note("failed", step=event.step, nth=self._nth(event.step), error=name)
+            step, nth, name = event.step, self._nth(event.step), type(event.error).__name__
+            assert self._target is not None, "a save has ended"
+            attempt = self._target.attempt_of(step, nth)
+            self._note("failed", step=step, nth=nth, attempt=attempt, error=name)
 
     def _nth(self, step: int) -> int:
         """How often the outcome of the step was reported by now: it may be saved again."""

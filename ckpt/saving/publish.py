@@ -292,11 +292,12 @@ def _informed(ranked: RankedSession, run: Callable[[], _Committed], which: str) 
 
     def noted() -> _Committed:
         try:
-            own.append(run())
+            outcome = run()
         except Exception as error:
             own.append(error)
             raise
-        return own[-1]
+        own.append(outcome)
+        return outcome
 
     world = ranked.world
     try:

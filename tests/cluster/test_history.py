@@ -334,7 +334,7 @@ def test_a_near_state_may_be_lost_with_more_hosts_than_it_has_copies(truth: Trut
     assert broken_promises(both, root, ALL) == []
 
 
-def test_a_rank_may_be_told_that_it_has_not_learned_the_outcome(truth: Truth) -> None:
+def test_a_rank_may_report_that_it_has_not_learned_the_outcome(truth: Truth) -> None:
     own = next(e for e in truth.events if of(NEW, "saved", 1)(e))
     open_ = own._replace(kind="failed", facts={**own.facts, "error": "RankFailedInCommit"})
     events = [open_ if e is own else e for e in truth.events]

@@ -14,7 +14,15 @@ import numpy as np
 from ckpt.errors import Corrupt
 from ckpt.format.checksum_tables import decode_seals, fields_of_seals
 from ckpt.format.chunk_rules import Of
-from ckpt.format.columns import as_int64s, pack_ints, pack_map, unpack_ints, unpack_map
+from ckpt.format.columns import (
+    as_int64s,
+    checked_indexes,
+    pack_ints,
+    pack_map,
+    unpack_ints,
+    unpack_map,
+)
+from ckpt.format.datafile import NDIM_MAX
 from ckpt.format.joint_part import FileSizes, JointRest, JointStructure, RankGroup, ReplicaList
 from ckpt.format.manifest import BoxTable, Int64s, int64s, starts_of
 from ckpt.format.part import TensorRecord
@@ -23,6 +31,10 @@ from ckpt.format.progressions import pack_regular, unpack_regular
 from ckpt.format.uniting import EncodedValues
 
 _Fields = Mapping[str, memoryview]
+
+RANKS_MAX = 1 << 20  # of one joint part
+# What is regular takes few bytes, whatever its count: so counts are compared with these.
+_RULES_PER_TENSOR_MAX = 1024
 
 
 def encode_structure(structure: JointStructure) -> bytes:
@@ -74,9 +86,11 @@ class StructureReader:
             encoded = bytes(fields["tensors"])
             if encoded not in self._tensors:
                 self._tensors[encoded] = decode_tensors(encoded)
-            packed = unpack_map(zlib.decompress(fields["packed"]))
-            structure = _structure(packed, self._tensors[encoded], encoded)
-        except (KeyError, ValueError, TypeError, IndexError, zlib.error) as error:
+            unpacked = zlib.decompress(fields["packed"])
+            tensors = self._tensors[encoded]
+            items_max = len(unpacked) + _RULES_PER_TENSOR_MAX * (len(tensors) + 1)
+            structure = _structure(unpack_map(unpacked), tensors, encoded, items_max)
+        except (*_UNREADABLE, zlib.error) as error:
             raise _unreadable(error) from error
         return SentStructure(structure, digest_of_structure(data))
 
@@ -87,10 +101,12 @@ def digest_of_structure(data: bytes | memoryview) -> bytes:
 
 
 def _structure(
-    fields: _Fields, tensors: tuple[TensorRecord, ...], encoded: bytes
+    fields: _Fields, tensors: tuple[TensorRecord, ...], encoded: bytes, items_max: int
 ) -> JointStructure:
     texts = json.loads(bytes(fields["texts"]))
     (first_rank, rank_count, blocks), files, shared, several, aliases, count = texts
+    _check_count("ranks", rank_count, RANKS_MAX)
+    _check_count("rules", count, items_max)
     rules = np.stack([_unpack_signed(fields[line.name], count, line.name) for line in Of])
     for line, limit in ((Of.TENSOR, len(tensors)), (Of.COUNT, 1 << 62)):
         if count and not 0 <= int(rules[line].min()) <= int(rules[line].max()) < limit:
@@ -98,14 +114,19 @@ def _structure(
     ranks = rules[Of.RANK], rules[Of.RANK] + rules[Of.RANK_STEP] * (rules[Of.COUNT] - 1)
     if count and not (first_rank <= np.min(ranks) and np.max(ranks) < first_rank + rank_count):
         raise Corrupt(f"a joint part of rank {first_rank}: chunks of ranks beyond {rank_count}")
-    box_first = starts_of(_unpack_column(fields["box_ndims"]))
+    box_first = _edges(_unpack_column(fields["box_ndims"], items_max), NDIM_MAX * items_max)
     total = int(box_first[-1])
     boxes = BoxTable(
         box_first,
         unpack_ints(fields["box_offsets"], total, "box_offsets"),
         unpack_ints(fields["box_sizes"], total, "box_sizes"),
     )
-    columns = [_unpack_lists(fields[f"replica_{name}"]) for name in ReplicaList._fields]
+    columns = [
+        _unpack_lists(fields[f"replica_{name}"], RANKS_MAX if name == "ranks" else items_max)
+        for name in ReplicaList._fields
+    ]
+    for of_list in columns[0]:
+        checked_indexes(of_list, "replica_tensor", len(tensors))
     return JointStructure(
         first_rank=first_rank,
         rank_count=rank_count,
@@ -154,24 +175,25 @@ def decode_rest(data: bytes | memoryview, known: SentStructure) -> JointRest:
         if bytes(fields["structure_digest"]) != known.digest:
             raise Corrupt("a rank's checksums do not belong to the structure that it sent")
         return _rest(fields, known.structure)
-    except (KeyError, ValueError, TypeError, IndexError) as error:
+    except _UNREADABLE as error:
         raise _unreadable(error) from error
 
 
 def _rest(fields: _Fields, structure: JointStructure) -> JointRest:
-    groups = _groups(fields, "digests")
-    counts = _unpack_column(fields["digest_lists"])
-    edges = starts_of(counts).tolist()
+    ranks = structure.rank_count
+    groups = _groups(fields, "digests", ranks)
+    counts = _unpack_column(fields["digest_lists"], len(structure.replicas))
+    edges = _edges(counts, len(groups)).tolist()
     replicas = tuple([tuple(groups[a:b]) for a, b in pairwise(edges)])
     for replica_list, of_list in zip(structure.replicas, replicas, strict=True):
         if any(len(group.data) != 4 * len(replica_list.tensor) for group in of_list):
             raise Corrupt("digests of ranks are not one per replica")
-    sizes = _unpack_column(fields["per_rank_sizes"])
-    if len(sizes) not in (0, structure.rank_count):
-        raise Corrupt(f"values of {len(sizes)} ranks of {structure.rank_count}")
+    sizes = _unpack_column(fields["per_rank_sizes"], ranks)
+    if len(sizes) not in (0, ranks):
+        raise Corrupt(f"values of {len(sizes)} ranks of {ranks}")
     of_ranks = zip(
-        _unpack_column(fields["values_ranks"]).tolist(),
-        _unpack_blobs(fields["values"]),
+        _unpack_column(fields["values_ranks"], ranks).tolist(),
+        _unpack_blobs(fields["values"], ranks),
         strict=True,
     )
     return JointRest(
@@ -180,7 +202,7 @@ def _rest(fields: _Fields, structure: JointStructure) -> JointRest:
         differing=tuple(json.loads(bytes(fields["differing"]))),
         values=tuple(starmap(EncodedValues, of_ranks)),
         per_rank=tuple(_cut(fields["per_rank"], sizes)),
-        texts=tuple(_groups(fields, "texts")),
+        texts=tuple(_groups(fields, "texts", ranks)),
         replicas=replicas,
     )
 
@@ -201,9 +223,10 @@ def _sizes(fields: _Fields, name: str, files: int) -> FileSizes:
     return FileSizes(nbytes, data_start, decode_seals(mine, nbytes - data_start))
 
 
-def _groups(fields: _Fields, name: str) -> list[RankGroup]:
-    sets = _unpack_lists(fields[f"{name}_ranks"])
-    return [RankGroup(*pair) for pair in zip(_unpack_blobs(fields[name]), sets, strict=True)]
+def _groups(fields: _Fields, name: str, ranks: int) -> list[RankGroup]:
+    sets = _unpack_lists(fields[f"{name}_ranks"], ranks)
+    blobs = _unpack_blobs(fields[name], ranks)
+    return [RankGroup(*pair) for pair in zip(blobs, sets, strict=True)]
 
 
 # Columns that say themselves how long they are
@@ -213,8 +236,10 @@ def _pack_column(values: Int64s) -> bytes:
     return len(values).to_bytes(8, "little") + pack_regular(values)
 
 
-def _unpack_column(data: memoryview) -> Int64s:
-    return _int64s(data[8:], int.from_bytes(data[:8], "little"), "column")
+def _unpack_column(data: memoryview, count_max: int) -> Int64s:
+    count = int.from_bytes(data[:8], "little")
+    _check_count("items", count, count_max)
+    return _int64s(data[8:], count, "column")
 
 
 def _pack_lists(lists: Sequence[Int64s]) -> bytes:
@@ -224,9 +249,10 @@ def _pack_lists(lists: Sequence[Int64s]) -> bytes:
     return len(lengths).to_bytes(8, "little") + lengths + items
 
 
-def _unpack_lists(data: memoryview) -> list[Int64s]:
+def _unpack_lists(data: memoryview, items_max: int) -> list[Int64s]:
+    """Lists that have so many items in all at most, and at most one without any for each."""
     begin = 8 + int.from_bytes(data[:8], "little")
-    edges = starts_of(_unpack_column(data[8:begin]))
+    edges = _edges(_unpack_column(data[8:begin], items_max), items_max)
     items = _int64s(data[begin:], int(edges[-1]), "lists")
     return np.split(items, edges[1:-1]) if len(edges) > 1 else []
 
@@ -236,16 +262,30 @@ def _pack_blobs(blobs: Sequence[bytes]) -> bytes:
     return len(sizes).to_bytes(8, "little") + sizes + b"".join(blobs)
 
 
-def _unpack_blobs(data: memoryview) -> list[bytes]:
+def _unpack_blobs(data: memoryview, count_max: int) -> list[bytes]:
     begin = 8 + int.from_bytes(data[:8], "little")
-    return _cut(data[begin:], _unpack_column(data[8:begin]))
+    return _cut(data[begin:], _unpack_column(data[8:begin], count_max))
 
 
 def _cut(data: memoryview, sizes: Int64s) -> list[bytes]:
-    edges = starts_of(sizes).tolist()
+    edges = _edges(sizes, len(data)).tolist()
     if edges[-1] != len(data):
         raise Corrupt(f"a joint part: {edges[-1]} of {len(data)} bytes are used")
     return [bytes(data[a:b]) for a, b in pairwise(edges)]
+
+
+def _edges(lengths: Int64s, most: int) -> Int64s:
+    """Where runs of these lengths start and end. Raises Corrupt beyond `most`."""
+    # Each is compared before they are added up: a hostile sum could wrap around.
+    if len(lengths) and (int(lengths.max()) > most or int(lengths.sum()) > most):
+        raise Corrupt(f"a joint part: lengths up to {int(lengths.max())}, at most {most} in all")
+    return starts_of(lengths)
+
+
+def _check_count(what: str, count: int, most: int) -> None:
+    """Before memory is taken for them."""
+    if type(count) is not int or not 0 <= count <= most:
+        raise Corrupt(f"a joint part of {count!r:.30} {what}, at most {most}")
 
 
 def _pack_signed(values: Int64s) -> bytes:
@@ -261,6 +301,17 @@ def _unpack_signed(data: memoryview, count: int, name: str) -> Int64s:
 
 def _int64s(data: memoryview, count: int, name: str) -> Int64s:
     return as_int64s(unpack_regular(data, count, name), name)
+
+
+_UNREADABLE = (
+    KeyError,
+    ValueError,
+    TypeError,
+    IndexError,
+    OverflowError,
+    RecursionError,
+    AttributeError,
+)
 
 
 def _unreadable(error: Exception) -> Corrupt:

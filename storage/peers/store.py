@@ -9,6 +9,8 @@ import ssl
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, suppress
+from functools import partial
+from itertools import pairwise
 from typing import Any
 from urllib.parse import quote, urlencode
 
@@ -27,7 +29,8 @@ from storage.retry import RetryPolicy, run_publishing
 from storage.store import ExclusiveCreate, ObjectInfo, ObjectWriter
 
 REQUEST_SECONDS = 10.0  # for each answer to begin, and for each piece of it
-ANSWER_NBYTES_MAX = 64 << 20  # of anything that is no object
+ANSWER_NBYTES_MAX = 16 << 20  # of anything that is no object
+PIECE_NBYTES = 16 << 20  # that memory is taken for before they have come
 IDLE_MAX = 16  # connections that are kept open
 
 
@@ -72,13 +75,13 @@ class PeerStore(HttpStore):
 
     def _fetch_all(self, key: str, nbytes_max: int | None) -> bytes:
         def take(answer: http.client.HTTPResponse) -> bytes:
-            nbytes = answer.length or 0
+            nbytes = _length_of(answer)
             if nbytes_max is not None and nbytes > nbytes_max:
                 raise TooLargeError(
                     f"read {key} in {self.url}: it has {nbytes} bytes, at most {nbytes_max} were "
                     "expected"
                 )
-            return answer.read()
+            return _all_of(answer)
 
         data: bytes = self.policy.run(lambda: self._request("GET", _object(key), take=take))
         return data
@@ -88,6 +91,7 @@ class PeerStore(HttpStore):
         headers = {"Range": f"bytes={start}-{start + nbytes - 1}"}
 
         def take(answer: http.client.HTTPResponse) -> int:
+            _length_of(answer)
             count = 0
             for view in views:
                 done = 0
@@ -136,15 +140,16 @@ class PeerStore(HttpStore):
     def list(self, prefix: str, *, after: str = "") -> Iterator[ObjectInfo]:
         check_prefix(prefix)
         while True:
-            page = self._call("GET", "/list", prefix=prefix, after=after)
-            for row in page:
-                yield ObjectInfo(*row)
+            read = partial(_page, prefix, after)
+            page = self._call("GET", "/list", read, prefix=prefix, after=after)
+            yield from page
             if len(page) < LIST_MAX:
                 return
-            after = page[-1][0]
+            after = page[-1].key
 
     def info(self, key: str) -> ObjectInfo:
-        return ObjectInfo(*self._call("GET", "/info", key=check_key(key)))
+        info: ObjectInfo = self._call("GET", "/info", _info, key=check_key(key))
+        return info
 
     def delete(self, key: str) -> None:
         self.policy.run(lambda: self._request("DELETE", _object(check_key(key))))
@@ -155,7 +160,7 @@ class PeerStore(HttpStore):
 
     def abort_unfinished(self, prefix: str) -> int:
         check_prefix(prefix)
-        return int(self._call("POST", "/abort", prefix=prefix))
+        return int(self._call("POST", "/abort", _whole, prefix=prefix))
 
     def close(self) -> None:
         with self._lock:
@@ -166,9 +171,14 @@ class PeerStore(HttpStore):
 
     # requests
 
-    def _call(self, method: str, path: str, **fields: str) -> Any:
-        """The value that a request of no bytes is answered with; repeated until it is."""
-        return self.policy.run(lambda: self.request(method, path, body=(), **fields))
+    def _call(self, method: str, path: str, read: Callable[[Any], Any], **fields: str) -> Any:
+        """What `read` makes of the value that a request of no bytes is answered with; repeated
+        until there is one. A peer may answer anything: `read` raises ValueError for what is none.
+        """
+        target = f"{path}?{urlencode(fields)}"
+        return self.policy.run(
+            lambda: self._request(method, target, take=lambda answer: read(_value(answer)))
+        )
 
     def request(
         self, method: str, path: str, body: Sequence[memoryview] = (), **fields: str
@@ -198,7 +208,7 @@ class PeerStore(HttpStore):
         except StorageError:
             connection.close()
             raise
-        except (OSError, http.client.HTTPException, ValueError) as error:
+        except (OSError, http.client.HTTPException, ValueError, RecursionError) as error:
             connection.close()
             what = f"{method} {target.partition('?')[0]} in {self.url}"
             raise TransientError(f"{what}: {_said(error)}") from error
@@ -211,8 +221,11 @@ class PeerStore(HttpStore):
         return result
 
     def _failure(self, answer: http.client.HTTPResponse) -> StorageError:
-        name, text = _value(answer)
-        return error_of(str(name), f"{text} (peer {self.url})")
+        said = _value(answer)
+        if not isinstance(said, list) or [type(each) for each in said] != [str, str]:
+            raise ValueError(f"an error that is none: {said!r:.100}")
+        name, text = said
+        return error_of(name, f"{text} (peer {self.url})")
 
     def _taken(self) -> http.client.HTTPConnection:
         with self._lock:
@@ -263,9 +276,10 @@ class _PeerWriter(ObjectWriter, AbstractContextManager["_PeerWriter"]):
 
     def __enter__(self) -> _PeerWriter:
         ledger = self._ledger
-        self._upload = self._send(
+        self._upload = self._store._call(
             "POST",
             "/begin",
+            _name,
             key=ledger.key,
             nbytes=f"{ledger.nbytes}",
             part=f"{self._piece_nbytes}",
@@ -338,11 +352,66 @@ def _object(key: str) -> str:
     return OBJECTS + quote(key)
 
 
+def _length_of(answer: http.client.HTTPResponse) -> int:
+    """What an answer says of its length. Raises ValueError when it says nothing: it could go on for
+    ever.
+    """
+    if answer.length is None:
+        raise ValueError("an answer without a length")
+    return answer.length
+
+
+def _all_of(answer: http.client.HTTPResponse) -> bytes:
+    """The bytes of an answer. Memory is taken as they come: its length may be a lie."""
+    if _length_of(answer) <= PIECE_NBYTES:
+        return answer.read()
+    pieces = []
+    while piece := answer.read(PIECE_NBYTES):
+        pieces.append(piece)
+    if answer.length:
+        raise ValueError(f"an answer that ended {answer.length} bytes early")
+    return b"".join(pieces)
+
+
 def _value(answer: http.client.HTTPResponse) -> Any:
     """What an answer that is no object says."""
-    if (answer.length or 0) > ANSWER_NBYTES_MAX:
+    if _length_of(answer) > ANSWER_NBYTES_MAX:
         raise ValueError(f"an answer of {answer.length} bytes")
     return json.loads(answer.read())
+
+
+# What peers may say, each with ValueError for anything else.
+
+
+def _info(row: Any) -> ObjectInfo:
+    if isinstance(row, list) and [type(each) for each in row[:2]] == [str, int] and len(row) == 3:
+        key, nbytes, modified_unix = row
+        if nbytes >= 0 and type(modified_unix) in (int, float) and abs(modified_unix) < 1e12:
+            return ObjectInfo(key, nbytes, float(modified_unix))
+    raise ValueError(f"no object is described by {row!r:.100}")
+
+
+def _page(prefix: str, after: str, rows: Any) -> list[ObjectInfo]:
+    """A part of a listing: who turns in a circle would be read for ever."""
+    if not isinstance(rows, list) or len(rows) > LIST_MAX:
+        raise ValueError(f"no list of objects: {rows!r:.100}")
+    infos = [_info(row) for row in rows]
+    keys = [after, *(info.key for info in infos)]
+    if any(a >= b or not b.startswith(prefix) for a, b in pairwise(keys)):
+        raise ValueError(f"a listing of {prefix!r} after {after!r} that is out of order")
+    return infos
+
+
+def _whole(value: Any) -> int:
+    if type(value) is not int or value < 0:
+        raise ValueError(f"no number: {value!r:.100}")
+    return value
+
+
+def _name(value: Any) -> str:
+    if type(value) is not str:
+        raise ValueError(f"no name: {value!r:.100}")
+    return value
 
 
 def _said(error: BaseException) -> str:

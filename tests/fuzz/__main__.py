@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import hashlib
+import logging
 import random
 import re
 import resource
@@ -136,6 +137,7 @@ def _search(args: argparse.Namespace) -> int:
     from tests.fuzz.bounds import within_rough_bounds
     from tests.fuzz.mutations import mutated
 
+    logging.disable(logging.CRITICAL)
     folder = Path(args.search)
     target = all_targets()[args.targets[0]]
     samples = target.samples()

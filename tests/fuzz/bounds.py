@@ -6,7 +6,7 @@ import resource
 import time
 import tracemalloc
 
-from tests.fuzz.targets import Target
+from tests.fuzz.target import Target
 
 SECONDS_MAX = 2.0  # of a CPU: other work on the machine does not count
 NBYTES_MAX = 64 << 20

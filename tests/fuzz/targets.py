@@ -14,11 +14,11 @@ import pickle
 import struct
 import tempfile
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import redirect_stderr, redirect_stdout
 from functools import cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgpack
 import torch
@@ -36,7 +36,6 @@ from ckpt.convert.sources.dcp import read_metadata
 from ckpt.convert.sources.pickles import read_pickle
 from ckpt.convert.sources.safetensors_files import open_safetensors
 from ckpt.convert.sources.zips import read_directory
-from ckpt.errors import CheckpointError
 from ckpt.format.checksum import crc32c
 from ckpt.format.codec import decode_values, encode_values
 from ckpt.format.columns import pack_map, unpack_map
@@ -46,36 +45,14 @@ from ckpt.format.manifest_codec import MAGIC, decode_manifest, encode_manifest
 from ckpt.format.metadata import describe_file
 from ckpt.format.part_codec import decode_part, encode_part
 from ckpt.format.progressions import pack_regular, unpack_regular
-from ckpt.near.records import NEAR_MAGIC, decode_near_record, encode_near_record
-from ckpt.near.status import TierStatus, decode_status, encode_status
 from ckpt.telemetry.record import decode_telemetry
 from ckpt.world.frames import Frame, FrameKind, FrameReader
 from storage.errors import StorageError
 from storage.memory import MemoryStore
 from storage.url import open_store
 from tests.format.sample import make_increments, make_sample
-from tests.near.test_records import record as near_record
-
-Refusals = tuple[type[BaseException], ...]
-
-
-class Target(NamedTuple):
-    """One reader. `samples` are valid inputs, before `seal`."""
-
-    name: str
-    read: Callable[[bytes], None]
-    samples: Callable[[], list[bytes]]
-    seal: Callable[[bytes], bytes] = bytes
-    refusals: Refusals = (CheckpointError,)
-
-    def try_(self, data: bytes) -> bool:
-        """Whether the reader takes `data`. Raises what is no refusal."""
-        try:
-            self.read(self.seal(data))
-        except self.refusals:
-            return False
-        return True
-
+from tests.fuzz import encoded, joint, peers, tiers
+from tests.fuzz.target import Target
 
 # A root's own objects -----------------------------------------------------------------------------
 
@@ -329,36 +306,6 @@ def _read_command(data: bytes) -> None:
         build_parser().parse_args(words)
 
 
-# Near tiers ---------------------------------------------------------------------------------------
-
-
-def _near_records() -> list[bytes]:
-    encoded = [encode_near_record(near_record()), encode_near_record(near_record(number=9))]
-    return [data[len(NEAR_MAGIC) : -4] for data in encoded]
-
-
-def _sealed_near(body: bytes) -> bytes:
-    data = NEAR_MAGIC + body
-    return data + struct.pack("<I", crc32c(data))
-
-
-def _read_near_record(data: bytes) -> None:
-    assert encode_near_record(decode_near_record(data, "x")) == data
-
-
-def _statuses() -> list[bytes]:
-    statuses = (TierStatus(1, 7, 1.5), TierStatus(3, 512, 1e9, 498, 1e9))
-    return [encode_status(status)[:-4] for status in statuses]
-
-
-def _sealed_status(body: bytes) -> bytes:
-    return body + struct.pack("<I", crc32c(body))
-
-
-def _read_status(data: bytes) -> None:
-    assert encode_status(decode_status(data, "x")) == data
-
-
 TARGETS = (
     Target("record", _read_record, _records, _sealed_record),
     Target("record.unsealed", _read_record, lambda: _objects("log/")),
@@ -370,8 +317,6 @@ TARGETS = (
     Target("values", _read_values, _values),
     Target("columns", _read_columns, _columns),
     Target("part", _read_part, lambda: [encode_part(part) for part in make_sample().parts]),
-    Target("near", _read_near_record, _near_records, _sealed_near),
-    Target("near.status", _read_status, _statuses, _sealed_status),
     Target("telemetry", _read_telemetry, lambda: _objects("TELEMETRY")),
     Target("frames", _read_frames, _frames, refusals=(ValueError,)),
     Target("dcp", _read_dcp, lambda: [_dcp_metadata()]),
@@ -382,6 +327,10 @@ TARGETS = (
     Target("index", _read_index, _indexes),
     Target("url", _read_url, _urls, refusals=(StorageError,)),
     Target("command", _read_command, _commands, refusals=(SystemExit,)),
+    *tiers.TARGETS,
+    *peers.TARGETS,
+    *encoded.TARGETS,
+    *joint.TARGETS,
 )
 
 

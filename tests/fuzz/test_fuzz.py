@@ -7,6 +7,7 @@ what it has found, and what reaches the most code, is kept in `corpus`.
 
 from __future__ import annotations
 
+import logging
 import mmap
 import random
 import resource
@@ -21,7 +22,8 @@ import pytest
 from tests.conftest import Scale
 from tests.fuzz.bounds import NBYTES_MAX, SECONDS_MAX, within_bounds, within_rough_bounds
 from tests.fuzz.mutations import mutated
-from tests.fuzz.targets import TARGETS, Target, all_targets
+from tests.fuzz.target import Target
+from tests.fuzz.targets import TARGETS, all_targets
 from tests.results import Counted
 
 CORPUS = Path(__file__).parent / "corpus"
@@ -39,7 +41,12 @@ def traced() -> Iterator[None]:
     tracemalloc.stop()
 
 
-@pytest.mark.usefixtures("traced")
+@pytest.fixture
+def quiet(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.CRITICAL)  # what lies in a tier and does not count is logged
+
+
+@pytest.mark.usefixtures("traced", "quiet")
 def test_mutated_inputs_are_read_or_refused(
     scale: Scale, pytestconfig: pytest.Config, counted: Counted
 ) -> None:
@@ -58,7 +65,7 @@ def test_mutated_inputs_are_read_or_refused(
         counted(readers=1)
 
 
-@pytest.mark.usefixtures("traced")
+@pytest.mark.usefixtures("traced", "quiet")
 def test_kept_inputs_are_read_or_refused() -> None:
     targets = all_targets()
     for folder in CORPUS.iterdir():

@@ -83,9 +83,19 @@ class Card(NamedTuple):
 
     @staticmethod
     def decode(data: bytes) -> Card:
-        rank, token, hosts, port, network, (machine, pid, started) = json.loads(data)
-        process = ProcessIdentity(machine, int(pid), started)
-        return Card(int(rank), token, tuple(hosts), int(port), network, process)
+        """The inverse of `encode`. Raises ValueError for anything else."""
+        try:
+            rank, token, hosts, port, network, (machine, pid, started) = json.loads(data)
+            texts = [token, *hosts, network, machine, started]
+        except (TypeError, RecursionError) as error:
+            raise ValueError(f"no card of a process: {error!s:.100}") from error
+        if {type(one) for one in texts} != {str} or {type(one) for one in (rank, port, pid)} != {
+            int
+        }:
+            raise ValueError(f"no card of a process: {data!r:.100}")
+        return Card(
+            rank, token, tuple(hosts), port, network, ProcessIdentity(machine, pid, started)
+        )
 
     def connect(self, seconds: float) -> socket.socket:
         """A connection to that process, by its first address that answers. Raises OSError."""

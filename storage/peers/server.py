@@ -282,7 +282,7 @@ class _PeerHandler(BaseHTTPRequestHandler):
             self._fail(refused.status, "StorageError", str(refused))
         except StorageError as error:
             self._fail(status_of(error), type(error).__name__, str(error))
-        except (ValueError, KeyError, UnicodeError) as error:
+        except (ValueError, KeyError, RecursionError) as error:
             self._fail(HTTPStatus.BAD_REQUEST, "StorageError", f"no such request: {error!s:.100}")
         self.wfile.flush()
         return False

@@ -44,6 +44,7 @@ def main() -> int:
     parser.add_argument("--keep", type=int, default=0, metavar="N", help="inputs to keep of each")
     parser.add_argument("--search", metavar="FOLDER", help=argparse.SUPPRESS)
     args = parser.parse_args()
+    logging.disable(logging.CRITICAL)  # of what lies in a tier and does not count
     if args.search:
         return _search(args)
     from tests.fuzz.targets import all_targets
@@ -137,7 +138,6 @@ def _search(args: argparse.Namespace) -> int:
     from tests.fuzz.bounds import within_rough_bounds
     from tests.fuzz.mutations import mutated
 
-    logging.disable(logging.CRITICAL)
     folder = Path(args.search)
     target = all_targets()[args.targets[0]]
     samples = target.samples()

@@ -162,7 +162,8 @@ def _requests() -> list[bytes]:
         _request("POST /begin?key=../x&nbytes=1&part=1"),
         _request("GET /o/held", token="another"),
     ]
-    return [b"".join(each) for each in (upload, shorter, looks, foreign)]
+    deep = [_request("PUT /sync", body=b"[" * 5000 + rest)]
+    return [b"".join(each) for each in (upload, shorter, looks, foreign, deep)]
 
 
 def _sealed_bodies(data: bytes) -> bytes:

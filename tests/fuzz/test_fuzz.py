@@ -46,12 +46,20 @@ def quiet(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.CRITICAL)  # what lies in a tier and does not count is logged
 
 
+READERS = [target.name for target in TARGETS]
+FIELDS = "fields of a manifest"
+
+
 @pytest.mark.usefixtures("traced", "quiet")
+@pytest.mark.timeout(3600)  # in full
+@pytest.mark.parametrize("reader", [*READERS, FIELDS])
 def test_mutated_inputs_are_read_or_refused(
-    scale: Scale, pytestconfig: pytest.Config, counted: Counted
+    reader: str, scale: Scale, pytestconfig: pytest.Config, counted: Counted
 ) -> None:
     seed = pytestconfig.getoption("seed")
-    for name, target in all_targets().items():
+    every = all_targets()
+    for name in [reader] if reader != FIELDS else [one for one in every if one not in READERS]:
+        target = every[name]
         samples = target.samples()
         assert samples and all(within_bounds(target, sample) for sample in samples), name
         inputs = samples + kept(name)

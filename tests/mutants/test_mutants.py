@@ -17,11 +17,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.mutants import commits, files, tiers
+from tests.mutants import commits, files, readers, tiers
 from tests.mutants.edit import ROOT, Mutant
 from tests.results import Counted
 
-MUTANTS = (*commits.ALL, *files.ALL, *tiers.ALL)
+MUTANTS = (*commits.ALL, *files.ALL, *tiers.ALL, *readers.ALL)
 VISIBLE = [mutant for mutant in MUTANTS if not mutant.equivalent]
 COPIED = ("ckpt", "examples", "sharding", "storage", "tests", "pyproject.toml")
 TESTS_FAILED = 1  # pytest's exit status; others mean that no test ran

@@ -353,13 +353,19 @@ def test_a_stranger_is_shown_the_door(caplog: pytest.LogCaptureFixture) -> None:
         for said in (
             b"GET / HTTP/1.1" + bytes(100),
             Frame(FrameKind.HELLO, NOBODY, name="x").encode(),
+            # Of this job, as it seems, and none of its cards.
+            *(
+                Frame(FrameKind.HELLO, NOBODY, name=card.token, body=body).encode()
+                for body in (b"[1]", b"null", b'[0, "", 5, 1, "", ["", 1, ""]]', b"[" * 5000)
+            ),
         ):
             with socket.create_connection(("127.0.0.1", card.port), timeout=60.0) as stranger:
                 stranger.sendall(said)
                 with contextlib.suppress(ConnectionResetError):
                     assert stranger.recv(1) == b""
         assert ranks.all(lambda r: ranks.worlds[r].gather("fine", b"")) == [[b""] * 2] * 2
-    assert "none of ours" in caplog.text
+        assert not ranks.processes[0].heart._nameless
+    assert "none of ours" in caplog.text and "nothing more" not in caplog.text
 
 
 def test_strangers_that_say_nothing_are_few(monkeypatch: pytest.MonkeyPatch) -> None:

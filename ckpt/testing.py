@@ -119,6 +119,13 @@ class _Hub:
         with self._changed:
             return None if self._broken is None else _copied(self._broken)
 
+    def end(self, failure: RankFailed) -> None:
+        """Have all rounds raise `failure`, or what has ended them before."""
+        with self._changed:
+            if self._broken is None:
+                self._broken = _copied(failure)
+            self._changed.notify_all()
+
     def raise_flag(self, name: str) -> None:
         with self._changed:
             self._flags.add(name)
@@ -339,6 +346,9 @@ class ThreadWorld(World):
     def duplicate(self) -> World:
         self._duplicates += 1
         return ThreadWorld(self._hub.duplicate(self._duplicates - 1), self.rank)
+
+    def end(self, failure: RankFailed) -> None:
+        self._hub.end(failure)
 
     def close(self) -> None:
         self._hub.leave(self.rank)

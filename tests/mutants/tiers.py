@@ -176,6 +176,17 @@ REJOINING = (
     ),
 )
 
+ENDING = (
+    Mutant(
+        "a training that fails waits for a near save that another rank holds up",
+        _CHECKPOINTER,
+        '                self._near.leave(RankFailed(why, rank=rank, phase="training"))\n',
+        "                pass\n",
+        test="tests/near/test_abandoned.py"
+        "::test_a_failed_training_gives_up_a_near_save_that_another_rank_holds_up",
+    ),
+)
+
 LEASES = (
     Mutant(
         "a lease from the future keeps for years",
@@ -341,4 +352,4 @@ PEERS = (
     ),
 )
 
-ALL = (*NEAR, *REJOINING, *LEASES, *ENCODING, *PEERS)
+ALL = (*NEAR, *REJOINING, *ENDING, *LEASES, *ENCODING, *PEERS)

@@ -168,6 +168,13 @@ REJOINING = (
         test="tests/service/test_rejoin.py::test_who_does_not_come_is_named",
     ),
     Mutant(
+        "saves of the world before are not given up",
+        "ckpt/service/parts.py",
+        "    parts.end_world(failure)\n",
+        "",
+        test="tests/service/test_rejoin.py::test_saves_of_the_world_before_are_given_up",
+    ),
+    Mutant(
         "a process outside of the group rejoins",
         _REJOINING,
         "    if is_joined and dist.get_rank(process_group) < 0:\n",

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import random
 import shutil
 import signal
 from collections.abc import Sequence
@@ -24,7 +23,6 @@ import ckpt
 from ckpt.errors import RankFailed
 from ckpt.service.events import NearFailed, NearSaved
 from ckpt.world.torch_world import TorchWorld
-from tests.conftest import Scale
 from tests.e2e.job import assert_is_step
 from tests.near.test_near_processes import state_of, train, trained
 from tests.near.test_near_training import flip_a_byte
@@ -156,25 +154,24 @@ def test_two_hosts_are_lost_with_two_replicas_and_a_copy_is_damaged(tmp_path: Pa
         run_ranks(1, job, Job(url, hosts[1:2], 0, replicas=0))
 
 
-@pytest.mark.timeout(7200)  # 21 times three starts of a job in full
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("victims", [(0,), (0, 1), (2, 3)], ids=str)
+@pytest.mark.parametrize("phase", PHASES)
 def test_whoever_dies_in_a_near_save_and_takes_its_host_along(
-    tmp_path: Path, scale: Scale, rng: random.Random, counted: Counted
+    tmp_path: Path, phase: str, victims: tuple[int, ...], counted: Counted
 ) -> None:
     """The coordinator alone, or all ranks of a host: in every round of a near save. Then nothing is
     left of the host, and a world of another size goes on.
     """
-    every = [(phase, victims) for phase in PHASES for victims in ([0], [0, 1], [2, 3])]
-    for number, (phase, victims) in enumerate(every if scale.soak else [rng.choice(every)]):
-        top = tmp_path / str(number)
-        url, hosts = str(top / "run"), folders(top, 0, 0, 1, 1)
-        how = Job(url, hosts, 6, dies=True, phase=phase, victims=victims)
-        run_ranks(4, job, how, allow_dead=range(4))
-        lost, left = (hosts[0], 1) if 0 in victims else (hosts[2], 0)
-        shutil.rmtree(lost)
-        answers = run_ranks(2, job, Job(url, folders(top, left, 2), 2))
-        origin, step = restored(answers)
-        allowed = (4, 6) if phase in COUNTING else (4,)
-        assert origin == "near" and step in allowed, (phase, victims, origin, step)
-        assert all(answer.saved == (step + 2,) and not answer.failed for answer in answers)
-        assert not list((top / "run").glob("steps/*"))
-        counted(losses=1)
+    url, hosts = str(tmp_path / "run"), folders(tmp_path, 0, 0, 1, 1)
+    how = Job(url, hosts, 6, dies=True, phase=phase, victims=victims)
+    run_ranks(4, job, how, allow_dead=range(4))
+    lost, left = (hosts[0], 1) if 0 in victims else (hosts[2], 0)
+    shutil.rmtree(lost)
+    answers = run_ranks(2, job, Job(url, folders(tmp_path, left, 2), 2))
+    origin, step = restored(answers)
+    allowed = (4, 6) if phase in COUNTING else (4,)
+    assert origin == "near" and step in allowed, (origin, step)
+    assert all(answer.saved == (step + 2,) and not answer.failed for answer in answers)
+    assert not list((tmp_path / "run").glob("steps/*"))
+    counted(losses=1)

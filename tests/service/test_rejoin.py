@@ -9,6 +9,7 @@ train from the same checkpoint.
 from __future__ import annotations
 
 import random
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -22,8 +23,11 @@ import ckpt
 from ckpt.commit.session import Session
 from ckpt.errors import CheckpointError, Fenced, NoCheckpoint, RankFailed
 from ckpt.process import world_of
+from ckpt.saving.background import Background
+from ckpt.service import parts
 from ckpt.service.restore import RestoreReport
 from ckpt.world.torch_world import TorchWorld
+from storage.local import LocalStore
 from tests.conftest import Scale
 from tests.ranks import run_ranks
 from tests.results import Counted
@@ -315,6 +319,40 @@ def staying_outside(url: str) -> int:
     trainer.train(10)
     trainer.service.close()
     return trainer.state["step"]
+
+
+def leaving_a_silent_store(url: str) -> tuple[int, list[tuple[int, str]]]:
+    """The disk of rank 1 does not answer before all have rejoined."""
+    trainer = Trainer(url)
+    trainer.train(7)
+    trainer.service.wait()
+    answers = threading.Event()
+    create = LocalStore.create
+
+    def silent(store: LocalStore, key: str, nbytes: int, **how: Any) -> Any:
+        if "rank00001" in key:
+            answers.wait(60.0)
+        return create(store, key, nbytes, **how)
+
+    LocalStore.create = silent  # type: ignore[method-assign]
+    Background.give_up.__defaults__ = (0.5,)
+    parts.LEFT_SECONDS_MAX = 0.5
+    trainer.service.save_now()
+    report = trainer.service.rejoin()
+    assert report is not None
+    failed = [(one.step, type(one.error).__name__) for one in trainer.service.failures]
+    answers.set()
+    trainer.train(11)
+    trainer.service.close()
+    return report.step, failed
+
+
+def test_saves_of_the_world_before_are_given_up(tmp_path: Path) -> None:
+    """Who waits for a rank in one learns at once that it has failed, and no optimizer is held."""
+    url = str(tmp_path / "run")
+    first, second = run_ranks(2, leaving_a_silent_store, url)
+    assert first == (5, [(7, "RankFailed")]) and second[0] == 5
+    assert [one.step for one in ckpt.list_steps(url)] == [5, 10]
 
 
 def test_a_process_outside_of_the_group_stays_in_its_world(tmp_path: Path) -> None:

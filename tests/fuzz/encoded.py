@@ -96,10 +96,10 @@ def _sealed_object(data: bytes) -> bytes:
     index = data[start : end - _CRC.nbytes]
     for number in range(min(footer.grid.blocks_count, len(index) // _ENTRY_NBYTES)):
         entry = index[number * _ENTRY_NBYTES :][:_ENTRY_NBYTES]
-        at, nbytes = int.from_bytes(entry[:8], "little"), int.from_bytes(entry[8:12], "little")
-        if _CRC.nbytes <= nbytes and len(MAGIC) <= at and at + nbytes <= start:
-            block = bytes(sealed[at : at + nbytes - _CRC.nbytes])
-            sealed[at : at + nbytes] = _CRC.close(number + 1, block, entry[12:])
+        offset, nbytes = int.from_bytes(entry[:8], "little"), int.from_bytes(entry[8:12], "little")
+        if _CRC.nbytes <= nbytes and len(MAGIC) <= offset and offset + nbytes <= start:
+            block = bytes(sealed[offset : offset + nbytes - _CRC.nbytes])
+            sealed[offset : offset + nbytes] = _CRC.close(number + 1, block, entry[12:])
     sealed[start:end] = _CRC.close(0, index, footer.data)
     return bytes(sealed)
 

@@ -9,7 +9,8 @@ from __future__ import annotations
 import contextlib
 import threading
 from concurrent.futures import Future, ThreadPoolExecutor
-from itertools import pairwise
+from itertools import compress, count, pairwise
+from operator import ne
 from typing import NamedTuple
 
 import numpy as np
@@ -17,6 +18,7 @@ import numpy.typing as npt
 
 from ckpt.commit.locate import file_key
 from ckpt.errors import Corrupt
+from ckpt.format.checksum import crc32c_of_each
 from ckpt.format.checksum_tables import Uint32s
 from ckpt.format.columns import Ints
 from ckpt.format.datafile_index import read_data_file_index
@@ -92,6 +94,40 @@ class BlockSums:
         ends = np.cumsum(counts)
         numbers = np.arange(int(counts.sum())) - np.repeat(ends - counts, counts)
         return self.of_blocks(np.repeat(np.arange(chunks.start, chunks.stop), counts), numbers)
+
+    def check(
+        self,
+        data: memoryview,
+        sizes: Ints,
+        chunks: Ints,
+        numbers: Ints,
+        known: Uint32s | None = None,
+    ) -> None:
+        """Raise Corrupt unless `data` are these blocks, one after the other, of these sizes.
+
+        `known` are their checksums, if the caller has them already.
+        """
+        sums = self.of_blocks(chunks, numbers) if known is None else known
+        expected, actual = sums.tolist(), crc32c_of_each(data, sizes.tolist())
+        if actual != expected:
+            row = next(compress(count(), map(ne, actual, expected)))
+            raise self._corrupt_block(int(chunks[row]), int(numbers[row]))
+
+    def _corrupt_block(self, chunk: int, number: int) -> Corrupt:
+        """The error for a block whose bytes differ: file, byte range and tensor."""
+        manifest = self.manifest
+        table, block_nbytes = manifest.chunks, manifest.header.block_bytes
+        name = self._key(int(table.file[chunk]))
+        start = int(table.byte_start[chunk]) + number * block_nbytes
+        stop = int(table.byte_start[chunk]) + min(
+            (number + 1) * block_nbytes, manifest.chunk_nbytes(chunk)
+        )
+        fqn = manifest.fqns[manifest.tensor_of(chunk)]
+        return Corrupt(
+            f"{name}: block {number} of {fqn!r} (bytes {start} to {stop}) does not match its "
+            "checksum; the stored bytes were changed. Load an older step, or restore this file "
+            "from a copy."
+        )
 
     def read(self, file: int) -> None:
         """Read the table of a file, unless that was done."""

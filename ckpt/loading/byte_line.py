@@ -33,8 +33,11 @@ class NeededBlocks(NamedTuple):
         return joined(np.stack([self.start, self.stop], axis=1))
 
     def within(self, runs: Ints) -> Ints:
-        """The rows of the blocks that lie in `runs`, which are ascending and cut no block."""
-        first, last = np.searchsorted(self.start, runs.T)
+        """The rows of the blocks that have bytes in `runs`, which are ascending and disjoint."""
+        first = np.searchsorted(self.stop, runs[:, 0], side="right")
+        last = np.searchsorted(self.start, runs[:, 1], side="left")
+        # Two runs may meet in one block.
+        first[1:] = np.maximum(first[1:], last[:-1])
         return expanded(first, last)
 
 
@@ -51,6 +54,33 @@ def joined(runs: Ints) -> Ints:
     is_first = np.append(True, runs[1:, 0] != runs[:-1, 1])
     is_last = np.append(is_first[1:], True)
     return np.stack([runs[is_first, 0], runs[is_last, 1]], axis=1)
+
+
+def united(runs: Ints, gap_max: int = 0) -> Ints:
+    """Runs in any order, some of which may overlap, as ascending disjoint ones; what lies between
+    two of them is taken in, if it is at most `gap_max` bytes.
+    """
+    if len(runs) == 0:
+        return runs
+    runs = runs[np.argsort(runs[:, 0], kind="stable")]
+    stops = np.maximum.accumulate(runs[:, 1])
+    first = np.flatnonzero(np.append(True, runs[1:, 0] > stops[:-1] + gap_max))
+    last = np.append(first[1:], len(runs)) - 1
+    return np.stack([runs[first, 0], stops[last]], axis=1)
+
+
+def pieces_of(runs: Ints, starts: Ints, stops: Ints) -> tuple[Ints, Ints]:
+    """`runs`, cut at the edges of the intervals from `starts[i]` to `stops[i]`: what lies in them,
+    as ascending runs, and for each of these the number of its interval. All ascending and disjoint.
+
+    Runs that are intervals come back as they are.
+    """
+    first = np.searchsorted(stops, runs[:, 0], side="right")
+    last = np.maximum(np.searchsorted(starts, runs[:, 1], side="left"), first)
+    row = expanded(first, last)
+    run = runs[np.repeat(np.arange(len(runs)), last - first)]
+    low, high = np.maximum(run[:, 0], starts[row]), np.minimum(run[:, 1], stops[row])
+    return np.stack([low, high], axis=1), row
 
 
 def expanded(first: npt.NDArray[np.integer], last: npt.NDArray[np.integer]) -> Ints:

@@ -9,7 +9,6 @@ import logging
 import secrets
 import struct
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -25,6 +24,7 @@ from ckpt.loading.block_sums import BlockSums
 from ckpt.loading.byte_line import file_starts
 from ckpt.loading.exchange import Exchange
 from ckpt.loading.matching import match
+from ckpt.loading.origins import OneStore, Origins
 from ckpt.loading.plan import ReadPath, plan_reads
 from ckpt.loading.reader import Reader
 from ckpt.loading.shared_reads import (
@@ -50,10 +50,8 @@ from storage import StorageError, Store
 
 logger = logging.getLogger(__name__)
 
-Reading = Callable[[frozenset[str]], AbstractContextManager[None]]
-"""What surrounds the reads of a rank, given the keys of the files that it reads. Collective."""
-
 _SUMS = struct.Struct("<8Q")
+BYTES_AWAY = "away_bytes"  # the counter of what came from ranks that have other files
 RETIRED_MAX = 20  # times in a row that retention may be faster than one load
 
 
@@ -142,13 +140,13 @@ def load_located(
     world: World,
     located: tuple[str, Manifest],
     options: LoadOptions,
-    reading: Reading,
+    origins: Origins,
 ) -> LoadReport:
     """Fill `state` from the checkpoint with this prefix and manifest, the same on all ranks, whose
-    files `store` has. Collective; raises like `load_state`.
+    files `store` has, or `origins`. Collective; raises like `load_state`.
     """
     recorder = Recorder()
-    report = _fill(state, store, world, located, (options, recorder), reading)
+    report = _fill(state, store, world, located, (options, recorder), origins)
     return replace(report, spans=recorder.spans(), counters=recorder.counters())
 
 
@@ -172,9 +170,10 @@ def _fill(
     world: World,
     located: tuple[str, Manifest],
     how: tuple[LoadOptions, Recorder],
-    reading: Reading = lambda keys: nullcontext(),
+    origins: Origins | None = None,
 ) -> LoadReport:
     prefix, manifest = located
+    origins = origins or OneStore(world.size, len(manifest.files))
     options, recorder = how
     header = manifest.header
     path = f"{store.url.rstrip('/')}/{prefix}".rstrip("/")
@@ -184,17 +183,23 @@ def _fill(
             world, "compare", lambda: bind_to(state, manifest, world, options, where)
         )
     with recorder.span("plan"):
-        reader = collectively(world, "plan", lambda: _reader(store, located, binding, options.path))
+        block_sums = BlockSums(store, prefix, manifest, options.path.cache)
+
+        def plan() -> Reader:
+            reads = plan_reads(manifest, binding.others, binding.plain)
+            return Reader(block_sums, reads, options.path, origins)
+
+        reader = collectively(world, "plan", plan)
         # Where one rank has a place for everything, no other has to be asked.
         has_left = options.strict is True and len(binding.fatal) > len(binding.fatal_here)
         mine = LoadSums(binding.tally, has_left=has_left)
-        groups, sums = groups_of_needs(reader, manifest, world, options, mine)
+        groups, sums = groups_of_needs(reader, manifest, world, options, mine, origins)
         if world.size > 1 and sums.has_left == world.size:
             _refuse_left(binding, _catalog(manifest, options, where).catalog, world, where)
         warnings = warnings_of(binding, manifest, world, sums.tally, where)
 
     def prepare() -> Sharing:
-        sharing = share(reader.blocks, groups, world.rank, options.sharing)
+        sharing = share(reader.blocks, groups, world.rank, options.sharing, reader.needs)
         binding.prepare()
         return sharing
 
@@ -202,7 +207,8 @@ def _fill(
     # Everything that can be refused was refused: from here on a failure leaves a state of two
     # checkpoints.
     with filling(state, f"step {manifest.header.step} ({manifest.header.attempt})"):
-        with recorder.span("read"), reading(reader.keys_of(sharing)):
+        files = reader.files_of(sharing)
+        with recorder.span("read"), origins.reading(block_sums, files):
             transfer(reader, sharing, world, options, sums)
         with recorder.span("finish"):
             loaded = collectively(world, "finish", binding.finish)
@@ -210,6 +216,7 @@ def _fill(
     recorder.count("passed_bytes", reader.nbytes_passed)
     recorder.count("cached_bytes", reader.nbytes_cached)
     recorder.count("direct_bytes", reader.nbytes_direct)
+    recorder.count(BYTES_AWAY, reader.nbytes_away)
     return LoadReport(
         manifest.header.step,
         manifest.header.attempt,
@@ -333,14 +340,6 @@ def _some(names: Sequence[str], shown_max: int = 5) -> str:
     return ", ".join(names[:shown_max]) + (f" and {more} more" if more > 0 else "")
 
 
-def _reader(
-    store: Store, located: tuple[str, Manifest], binding: Binding, path: ReadPath
-) -> Reader:
-    prefix, manifest = located
-    sums = BlockSums(store, prefix, manifest, path.cache)
-    return Reader(sums, plan_reads(manifest, binding.others, binding.plain), path)
-
-
 _NO_WEIGHT = Weight(0, 0, 0)
 
 
@@ -366,15 +365,21 @@ class LoadSums(NamedTuple):
 
 
 def groups_of_needs(
-    reader: Reader, manifest: Manifest, world: World, options: LoadOptions, mine: LoadSums
+    reader: Reader,
+    manifest: Manifest,
+    world: World,
+    options: LoadOptions,
+    mine: LoadSums,
+    origins: Origins | None = None,
 ) -> tuple[list[Group], LoadSums]:
     """With whom this rank shares what it needs, and the sums over all ranks."""
-    needs, limits = reader.blocks.runs(), options.sharing
+    needs, limits = reader.needs, options.sharing
     groups: list[Group] = []
     if world.size > 1:
+        ranks = range(world.size) if origins is None else origins.ranks
         line = int(file_starts(manifest.file_nbytes)[-1])
         with world.transfers("needs") as wires:
-            groups = match(wires, world.rank, world.size, needs, line)
+            groups = match(wires, world.rank, ranks, needs, line)
     sums = _summed(world, mine._replace(weight=weigh(needs, groups, world.rank, limits)))
     if sums.weight.is_little(limits):
         groups = long_only(groups, limits)

@@ -33,15 +33,15 @@ class Half(NamedTuple):
     senders: tuple[int, ...]
 
 
-def halvings(rank: int, size: int, stop: int) -> list[Half]:
-    """The halvings of `rank` among `size` ranks, over a line of `stop` bytes, in order."""
-    ranks, line, halves = range(size), range(stop), []
+def halvings(rank: int, ranks: Sequence[int], stop: int) -> list[Half]:
+    """The halvings of `rank` among `ranks`, which ascend, over a line of `stop` bytes, in order."""
+    line, halves = range(stop), []
     while len(ranks) > 1:
         middle = (len(ranks) + 1) // 2
         cut = line.start + len(line) * middle // len(ranks)
         low, high = ranks[:middle], ranks[middle:]
         low_line, high_line = range(line.start, cut), range(cut, line.stop)
-        index = rank - ranks.start
+        index = ranks.index(rank)
         if index < middle:
             # With an odd number the last two below have one partner above.
             partner = high[min(index, len(high) - 1)]
@@ -55,14 +55,14 @@ def halvings(rank: int, size: int, stop: int) -> list[Half]:
     return halves
 
 
-def match(wires: Transfers, rank: int, size: int, needs: Ints, stop: int) -> list[Group]:
-    """Everything that `rank` needs and others need too. Collective over `size` ranks.
+def match(wires: Transfers, rank: int, ranks: Sequence[int], needs: Ints, stop: int) -> list[Group]:
+    """Everything that `rank` needs and others of `ranks` need too. Collective over these.
 
     `needs` are runs of the byte line, which is `stop` bytes long.
     """
     known = needs_of(rank, needs)
     asked: list[tuple[Half, list[NeedMap]]] = []
-    for level, half in enumerate(halvings(rank, size, stop)):
+    for level, half in enumerate(halvings(rank, ranks, stop)):
         theirs = known.part(half.theirs.start, half.theirs.stop)
         received = _swap(wires, 4 * level, {half.partner: theirs}, half.senders)
         asked.append((half, received))

@@ -8,6 +8,7 @@ from itertools import chain
 from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from ckpt.format.datafile import SMALL_NBYTES_MAX
@@ -18,7 +19,7 @@ from ckpt.layout.memory import is_plain_memory, local_view, narrowed
 from ckpt.layout.piece import Holding, Piece
 from ckpt.layout.region import Box, Region, Shape, Span, boxes_of, row_major_strides, span_of, whole
 from ckpt.layout.reshard import Copy, Patch, Run, copies, touched
-from ckpt.loading.byte_line import Ints, NeededBlocks, expanded, file_starts
+from ckpt.loading.byte_line import Ints, NeededBlocks, expanded, file_starts, united
 from ckpt.loading.cache import BlockCache
 
 MIB = 1 << 20
@@ -28,6 +29,11 @@ PACKED_NBYTES_MAX = SMALL_NBYTES_MAX  # whole chunks up to this size are read to
 
 
 PACKED_COUNT_MIN = 8  # unless fewer of them than this are neighbours
+
+
+# Of what is not here: shorter gaps are received as well, or a tensor that is cut finely would be
+# described by more bytes than it has.
+GAP_NBYTES_MAX = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +114,7 @@ class ReadPlan(NamedTuple):
 
     def blocks(self, manifest: Manifest) -> NeededBlocks:
         """The blocks that are needed, in the order of the byte line."""
-        table, block_nbytes = manifest.chunks, manifest.header.block_bytes
+        block_nbytes = manifest.header.block_bytes
         runs = [
             (chunk, first, last, need.nbytes)
             for chunk, need in self.needs.items()
@@ -121,13 +127,71 @@ class ReadPlan(NamedTuple):
         chunk, first, last, nbytes = both.T
         which = np.repeat(np.arange(len(both)), last - first)
         number = expanded(first, last)
-        base = file_starts(manifest.file_nbytes)[table.file[chunk]] + table.byte_start[chunk]
         start = number * block_nbytes
         stop = np.minimum(start + block_nbytes, nbytes[which])
-        base = base.astype(np.int64)[which]
+        base = _bases(manifest, chunk)[which]
         order = np.argsort(base + start, kind="stable")
         columns = base + start, base + stop, chunk[which], number
         return NeededBlocks(*(column[order] for column in columns))
+
+    def wanted(self, manifest: Manifest, is_away: npt.NDArray[np.bool_]) -> Ints:
+        """Exactly what is wanted of the files that `is_away` says, as ascending disjoint runs of
+        the byte line; only short gaps inside of blocks are taken in.
+        """
+        chunks = np.array([c for c, need in self.needs.items() if is_away[need.file]], np.int64)
+        # Shorter than a block, so that none is taken in of which nothing is wanted.
+        gap_max = min(GAP_NBYTES_MAX, manifest.header.block_bytes // 16)
+        runs = [
+            united(_wanted_of(self.needs[chunk]), gap_max) + base
+            for chunk, base in zip(chunks.tolist(), _bases(manifest, chunks).tolist(), strict=True)
+        ]
+        packed = np.fromiter(self.packed, np.int64, len(self.packed))
+        packed = packed[is_away[manifest.chunks.file[packed]]]
+        base = _bases(manifest, packed)
+        runs.append(np.stack([base, base + _sizes(manifest, packed)], axis=1))
+        return united(np.concatenate(runs))
+
+
+def blocks_in(manifest: Manifest, file: int) -> NeededBlocks:
+    """All blocks of a data file, in their order."""
+    block_nbytes = manifest.header.block_bytes
+    chunks = np.flatnonzero(manifest.chunks.file == file)
+    chunks = chunks[np.argsort(manifest.chunks.byte_start[chunks], kind="stable")]
+    base, nbytes = _bases(manifest, chunks), _sizes(manifest, chunks)
+    counts = -(-nbytes // block_nbytes)
+    which, number = np.repeat(np.arange(len(chunks)), counts), expanded(counts * 0, counts)
+    start = number * block_nbytes
+    stop = np.minimum(start + block_nbytes, nbytes[which])
+    return NeededBlocks(base[which] + start, base[which] + stop, chunks[which], number)
+
+
+def _bases(manifest: Manifest, chunks: Ints) -> Ints:
+    """Where `chunks` begin on the byte line."""
+    table = manifest.chunks
+    base = file_starts(manifest.file_nbytes)[table.file[chunks]] + table.byte_start[chunks]
+    return base.astype(np.int64)
+
+
+def _wanted_of(need: Need) -> Ints:
+    """The bytes of a chunk that are wanted, in any order."""
+    runs = [np.array([one[:2] for one in need.directs], dtype=np.int64).reshape(-1, 2)]
+    runs += [element_runs(one.patch) * one.target.dtype.itemsize for one in need.scatters]
+    return np.concatenate(runs)
+
+
+def element_runs(patch: Patch) -> Ints:
+    """The chunk elements that a patch takes, as ascending runs; one run where the box is whole."""
+    shape, box = patch.source_shape, patch.source_box
+    strides = row_major_strides(shape)
+    dim = len(shape) - 1  # the last one that is not taken whole: what is behind it is one run
+    while dim > 0 and box.shape[dim] == shape[dim]:
+        dim -= 1
+    starts = np.array([patch.source_base], dtype=np.int64)
+    for outer in range(dim):
+        steps = (box.offset[outer] + np.arange(box.shape[outer])) * strides[outer]
+        starts = np.add.outer(starts, steps).reshape(-1)
+    starts = starts + box.offset[dim] * strides[dim]
+    return np.stack([starts, starts + box.shape[dim] * strides[dim]], axis=1)
 
 
 def _sizes(manifest: Manifest, chunks: Ints) -> Ints:

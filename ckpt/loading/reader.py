@@ -6,7 +6,9 @@ Requests go by file and offset, whatever tensors the blocks are of: neighbours i
 together, and small gaps between them are read over.
 
 A block that only this rank needs is read by it, straight into the target where the target's memory
-allows. A block that several ranks need is read by one of them and exchanged.
+allows. A block that several ranks need is read by one of them and exchanged. Of a file that is not
+in this rank's store only the wanted bytes are needed, whoever has it checks the blocks that these
+are of (`loading/checked_parts`).
 """
 
 from __future__ import annotations
@@ -17,17 +19,15 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from functools import partial
-from itertools import compress, count, pairwise
-from operator import ne, not_
+from itertools import compress, pairwise
+from operator import not_
 from typing import NamedTuple
 
 import numpy as np
 import torch
 
-from ckpt.commit.locate import file_key, file_keys
+from ckpt.commit.locate import file_keys
 from ckpt.errors import Corrupt
-from ckpt.format.checksum import crc32c_of_each
-from ckpt.format.manifest import Manifest
 from ckpt.format.stored_index import read_into
 from ckpt.layout.buffers import address_of, bytes_at, copy_bytes, scatter_bytes
 from ckpt.layout.memory import CallersStreams, devices_of, narrowed, tensor_over
@@ -39,13 +39,19 @@ from ckpt.loading.byte_line import (
     NeededBlocks,
     expanded,
     file_starts,
+    joined,
     length,
+    pieces_of,
     requests,
+    united,
 )
 from ckpt.loading.in_flight import Read, RequestWindow, run_within
+from ckpt.loading.origins import OneStore, Origins
 from ckpt.loading.plan import PACKED_COUNT_MIN, Need, ReadPath, ReadPlan, Scatter, whole_need
 from ckpt.loading.shared_reads import SharedRun, Sharing
 from storage import ByteRange
+
+FETCHES = 4  # requests for bytes of files that are away, in flight at once
 
 
 class ReadPart(NamedTuple):
@@ -62,8 +68,8 @@ class ReadPart(NamedTuple):
 
 
 class Segment(NamedTuple):
-    """Whole blocks of a chunk, its bytes `start` to `stop`; `address` is where they were read to,
-    0 for scratch.
+    """Bytes `start` to `stop` of a chunk, whole elements; `address` is where they were read to, 0
+    for scratch.
     """
 
     chunk: int
@@ -91,15 +97,18 @@ class _Request(NamedTuple):
 class Reader:
     """Executes a plan: reads runs of blocks, checks every block, delivers the bytes.
 
-    `blocks` are all blocks that the plan needs; the runs are some of theirs. Every method raises
+    `blocks` are all blocks that the plan needs some of, `needs` what it needs: these blocks, and of
+    files that are away exactly the wanted bytes. The runs are some of them. Every method raises
     Corrupt when bytes differ from what was written, and the store's errors.
     """
 
-    def __init__(self, sums: BlockSums, plan: ReadPlan, path: ReadPath) -> None:
+    def __init__(
+        self, sums: BlockSums, plan: ReadPlan, path: ReadPath, origins: Origins | None = None
+    ) -> None:
         manifest = sums.manifest
+        self._origins = origins or OneStore(1, len(manifest.files))
         self._sums = sums
         self._store = sums.store
-        self._directory = sums.directory
         self._keys = file_keys(sums.directory, manifest)
         self._manifest = manifest
         self._needs = dict(plan.needs)
@@ -128,11 +137,17 @@ class Reader:
         self.nbytes_passed = 0  # read over, between what is needed
         self.nbytes_cached = 0
         self.nbytes_direct = 0  # of those of the store, around the page cache
-        self._nbytes = length(self.blocks.runs())
+        self._away = plan.wanted(manifest, self._origins.is_away)
+        here, _ = self._divided(self.blocks.runs())
+        self._nbytes = length(here)
+        self.needs = united(np.concatenate([here, self._away]))
+        self.nbytes_away = 0
         self._listed: set[int] = set()  # files whose tables `requests` has listed
 
     def read_private(self, runs: Ints) -> None:
         """Read the blocks of `runs` and put them where the plan says."""
+        runs, away = self._divided(runs)
+        fetches = [partial(self._fetch_and_deliver, *one) for one in self._fetches(away)]
         requests = self._requests(runs)
         cold = [self._is_cold(request.rows) for request in requests]
         reads = [partial(self._read_and_deliver, *one) for one in zip(requests, cold, strict=True)]
@@ -140,13 +155,52 @@ class Reader:
             # Two times the least: a short load is over before it has found what is right.
             readers = self._path.readers
             window = RequestWindow(readers, self._path.in_flight_max, first=2 * readers)
-            sized = map(Read, reads, map(self._nbytes_of, requests))
-            run_within(window, list(sized), repeated=lambda: self._store.retries)
+            sized = [
+                *map(Read, reads, map(self._nbytes_of, requests)),
+                *(Read(fetch, length(fetch.args[1])) for fetch in fetches),
+            ]
+            run_within(window, sized, repeated=lambda: self._store.retries)
         else:
             # What is in memory is only copied: a second thread would cost more than it gains.
             pieces = [piece for request in compress(requests, cold) for piece in self._cut(request)]
             beside = [partial(self._read_and_deliver, piece, is_cold=True) for piece in pieces]
-            _run_all(beside, compress(reads, map(not_, cold)), self._path.direct_readers)
+            threads = self._path.direct_readers + FETCHES * bool(fetches)
+            _run_all([*fetches, *beside], compress(reads, map(not_, cold)), threads)
+
+    def _divided(self, runs: Ints) -> tuple[Ints, Ints]:
+        """What of `runs` is in files of the store, and what in those that are away."""
+        is_away = self._origins.is_away
+        if not is_away.any():
+            return runs, runs[:0]
+        pieces, file = pieces_of(runs, self._files[:-1], self._files[1:])
+        return joined(pieces[~is_away[file]]), pieces[is_away[file]]
+
+    def _fetches(self, runs: Ints) -> list[tuple[int, Ints]]:
+        """Runs of files that are away by what is fetched at once: of which file, and what."""
+        rows = self.blocks.within(runs)
+        wanted = NeededBlocks(*(column[rows] for column in self.blocks))
+        # Whoever sends it reads its blocks alone: a gap between them costs nothing.
+        reads = requests(wanted, self._files, self._path.request_nbytes_max, 1 << 62)
+        fetches = []
+        for one in reads:
+            start, stop = wanted.start[one.start], wanted.stop[one.stop - 1]
+            first = np.searchsorted(runs[:, 1], start, side="right")
+            last = np.searchsorted(runs[:, 0], stop, side="left")
+            part = np.clip(runs[first:last], start, stop)
+            fetches.append((self._place(int(rows[one.start]))[0], part))
+        return fetches
+
+    def _fetch_and_deliver(self, file: int, runs: Ints) -> None:
+        data = self._fetch(file, runs)
+        with self._streams.entered():
+            self._put(runs, data)
+
+    def _fetch(self, file: int, runs: Ints) -> memoryview:
+        data = self._origins.fetch(file, runs)
+        with self._counting:
+            self.nbytes_read += data.nbytes
+            self.nbytes_away += data.nbytes
+        return data
 
     def _cut(self, request: _Request) -> list[_Request]:
         """A request around the page cache as several, which are in flight at once."""
@@ -183,14 +237,14 @@ class Reader:
             ranges.append(ReadRange(file, start, stop, nbytes))
         return ranges
 
-    def keys_of(self, sharing: Sharing) -> frozenset[str]:
-        """The keys of the files that this rank itself reads, of what `sharing` gives it."""
+    def files_of(self, sharing: Sharing) -> list[int]:
+        """The files that this rank itself reads, of what `sharing` gives it, ascending."""
         own = [(run.start, run.stop) for run in sharing.shared if run.source is None]
         runs = np.concatenate([sharing.private, np.array(own, dtype=np.int64).reshape(-1, 2)])
         # A run may go over the end of a file, where blocks of the next one follow at once.
         first = np.searchsorted(self._files, runs[:, 0], side="right") - 1
         last = np.searchsorted(self._files, runs[:, 1], side="left")
-        return frozenset(self._keys[file] for file in expanded(first, last).tolist())
+        return sorted(set(expanded(first, last).tolist()))
 
     def _range(self, rows: Ints) -> tuple[int, int, int]:
         """The file of a request, and where it starts and stops in it."""
@@ -333,6 +387,9 @@ class Reader:
 
     def read_run(self, run: SharedRun) -> memoryview:
         """The checked bytes of a run, in the order of the line."""
+        file = bisect_right(self._starts, run.start) - 1
+        if self._origins.is_away[file]:
+            return self._fetch(file, run.runs())
         buffer = memoryview(bytearray(run.stop - run.start))
         for request in self._requests(np.array([[run.start, run.stop]])):
             first, last = int(request.rows[0]), int(request.rows[-1]) + 1
@@ -345,15 +402,40 @@ class Reader:
 
     def deliver_run(self, run: SharedRun, data: memoryview) -> None:
         """Put the bytes of a run, as `read_run` returns them, where this rank wants them."""
-        rows = self.blocks.within(np.array([[run.start, run.stop]]))
-        chunk = self.blocks.chunk[rows]
-        edges = [0, *(np.flatnonzero(chunk[1:] != chunk[:-1]) + 1).tolist(), len(rows)]
         with self._streams.entered():
-            for first, last in pairwise(edges):
-                segment = self._segment(int(rows[first]), int(rows[last - 1]) + 1)
-                nbytes = segment.stop - segment.start
-                self._deliver(segment, data[:nbytes])
-                data = data[nbytes:]
+            self._put(run.runs(), data)
+
+    def _put(self, runs: Ints, data: memoryview) -> None:
+        """Put the bytes of `runs`, which are in `data` one after the other, where this rank wants
+        them.
+        """
+        pieces, row = pieces_of(runs, self.blocks.start, self.blocks.stop)
+        chunk = self.blocks.chunk[row]
+        cuts = np.flatnonzero((chunk[1:] != chunk[:-1]) | (row[1:] > row[:-1] + 1)) + 1
+        for some, rows in zip(np.split(pieces, cuts), np.split(row, cuts), strict=True):
+            nbytes = length(some)
+            self._put_pieces(joined(some), range(int(rows[0]), int(rows[-1]) + 1), data[:nbytes])
+            data = data[nbytes:]
+
+    def _put_pieces(self, pieces: Ints, rows: range, data: memoryview) -> None:
+        """`_put` of pieces of blocks that follow each other in a chunk."""
+        first, last = rows[0], rows[-1]
+        base = int(self.blocks.start[first] - self.blocks.number[first] * self._block_nbytes)
+        chunk = int(self.blocks.chunk[first])
+        sizes = (pieces[:, 1] - pieces[:, 0]).tolist()
+        blocks = np.array([[self.blocks.start[first], self.blocks.stop[last]]])
+        wanted, _ = pieces_of(blocks, self._away[:, 0], self._away[:, 1])
+        if len(pieces) > 1 and length(wanted) == len(data):
+            # All that is wanted of these blocks. Put where they lie in them, thousands of pieces
+            # are delivered at once; what is between them is not looked at.
+            space = memoryview(bytearray(int(blocks[0, 1] - blocks[0, 0])))
+            targets = (pieces[:, 0] - blocks[0, 0] + address_of(space)).tolist()
+            scatter_bytes(targets, address_of(data), sizes)
+            self._deliver(self._segment(first, last + 1), space)
+            return
+        for (start, stop), nbytes in zip((pieces - base).tolist(), sizes, strict=True):
+            self._deliver(Segment(chunk, start, stop, 0), data[:nbytes])
+            data = data[nbytes:]
 
     def _get(
         self,
@@ -403,12 +485,8 @@ class Reader:
         """Raise Corrupt unless `data` are the blocks `first` to `last`."""
         rows = slice(first, last)
         chunk, number = self.blocks.chunk[rows], self.blocks.number[rows]
-        known = self._expected
-        expected = (self._sums.of_blocks(chunk, number) if known is None else known[rows]).tolist()
-        actual = crc32c_of_each(data, self._sizes[rows].tolist())
-        if actual != expected:
-            row = next(compress(count(), map(ne, actual, expected)))
-            raise corrupt_block(self._manifest, self._directory, int(chunk[row]), int(number[row]))
+        known = None if self._expected is None else self._expected[rows]
+        self._sums.check(data, self._sizes[rows], chunk, number, known)
 
     def _deliver(self, segment: Segment, data: memoryview) -> None:
         """Copy the bytes of a segment to every target that does not have them yet."""
@@ -459,19 +537,3 @@ def may_write(tensor: torch.Tensor) -> contextlib.AbstractContextManager[None]:
     tensors outside of inference mode.
     """
     return torch.inference_mode() if tensor.is_inference() else contextlib.nullcontext()
-
-
-def corrupt_block(manifest: Manifest, directory: str, chunk: int, number: int) -> Corrupt:
-    """The error for a block whose bytes do not match its checksum: file, byte range and tensor."""
-    chunks = manifest.chunks
-    block_nbytes = manifest.header.block_bytes
-    name = file_key(directory, manifest.files[int(chunks.file[chunk])])
-    start = int(chunks.byte_start[chunk]) + number * block_nbytes
-    stop = int(chunks.byte_start[chunk]) + min(
-        (number + 1) * block_nbytes, manifest.chunk_nbytes(chunk)
-    )
-    fqn = manifest.fqns[manifest.tensor_of(chunk)]
-    return Corrupt(
-        f"{name}: block {number} of {fqn!r} (bytes {start} to {stop}) does not match its checksum; "
-        "the stored bytes were changed. Load an older step, or restore this file from a copy."
-    )

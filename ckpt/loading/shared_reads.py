@@ -12,7 +12,15 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ckpt.loading.byte_line import Ints, NeededBlocks, length, without
+from ckpt.loading.byte_line import (
+    Ints,
+    NeededBlocks,
+    joined,
+    length,
+    pieces_of,
+    united,
+    without,
+)
 
 MIB = 1 << 20
 
@@ -27,18 +35,24 @@ class Group(NamedTuple):
 class SharedRun(NamedTuple):
     """Blocks from `start` to `stop` of the byte line, as one rank of those that need them sees it.
 
-    They come from the rank `source`, None where this one reads them, and go on to `targets`.
+    They come from the rank `source`, None where this one reads them, and go on to `targets`. Of
+    blocks that are not wanted whole, `parts` are the bytes that are; without any, it is all.
     """
 
     start: int
     stop: int
     source: int | None
     targets: tuple[int, ...]
+    parts: tuple[tuple[int, int], ...] = ()
 
     @property
     def nbytes(self) -> int:
-        """The length of the run."""
-        return self.stop - self.start
+        """The bytes that travel."""
+        return length(self.runs()) if self.parts else self.stop - self.start
+
+    def runs(self) -> Ints:
+        """What travels, as ascending runs of the byte line."""
+        return np.array(self.parts or [(self.start, self.stop)], dtype=np.int64)
 
 
 class Sharing(NamedTuple):
@@ -97,15 +111,23 @@ def weigh(needs: Ints, groups: Sequence[Group], rank: int, limits: ShareLimits) 
     return Weight(unique, repeated, long)
 
 
-def share(blocks: NeededBlocks, groups: Sequence[Group], rank: int, limits: ShareLimits) -> Sharing:
+def share(
+    blocks: NeededBlocks,
+    groups: Sequence[Group],
+    rank: int,
+    limits: ShareLimits,
+    needs: Ints | None = None,
+) -> Sharing:
     """Divide what the groups of `rank` need among their ranks; `rank` reads all else alone.
 
-    `blocks` are all that this rank needs, `groups` all of its groups.
+    `blocks` are all that this rank needs some of, `needs` what it needs, all of them without it;
+    `groups` are all of its groups. A block is not divided within a group.
     """
     shared = [run for group in groups for run in _divided(group, blocks, rank, limits)]
     shared.sort()
-    taken = np.array([(run.start, run.stop) for run in shared], dtype=np.int64).reshape(-1, 2)
-    return Sharing(without(blocks.runs(), taken), shared)
+    taken = [np.empty((0, 2), dtype=np.int64), *(run.runs() for run in shared)]
+    needs = blocks.runs() if needs is None else needs
+    return Sharing(without(needs, united(np.concatenate(taken))), shared)
 
 
 def long_only(groups: Sequence[Group], limits: ShareLimits) -> list[Group]:
@@ -130,15 +152,16 @@ def _divided(
     turn = int(group.runs[0, 0]) // MIB
     loads = [(0, (index - turn) % count, index) for index in range(count)]
     heapify(loads)
-    for start, stop in _cut(group.runs, blocks, nbytes_max):
+    for runs in _cut(group.runs, blocks, nbytes_max):
         load, order, reader = loads[0]
-        heapreplace(loads, (load + stop - start, order, reader))
+        heapreplace(loads, (load + length(runs), order, reader))
         source, targets = relay(here, reader, count)
         yield SharedRun(
-            start,
-            stop,
+            int(runs[0, 0]),
+            int(runs[-1, 1]),
             None if source is None else ranks[source],
             tuple([ranks[target] for target in targets]),
+            tuple(map(tuple, runs.tolist())) if len(runs) > 1 else (),
         )
 
 
@@ -160,12 +183,21 @@ def relay(here: int, reader: int, count: int) -> tuple[int | None, list[int]]:
     return source, [(here + step) % count for step in steps]
 
 
-def _cut(runs: Ints, blocks: NeededBlocks, nbytes_max: int) -> Iterator[tuple[int, int]]:
-    """`runs` in parts of at most `nbytes_max` bytes, or of one block."""
-    for start, stop in runs.tolist():
-        last = int(np.searchsorted(blocks.stop, stop, side="right"))
-        while start < stop:
-            row = int(np.searchsorted(blocks.stop[:last], start + nbytes_max, side="right")) - 1
-            row = max(row, int(np.searchsorted(blocks.start, start)))
-            yield start, int(blocks.stop[row])
-            start = int(blocks.stop[row])
+def _cut(runs: Ints, blocks: NeededBlocks, nbytes_max: int) -> Iterator[Ints]:
+    """`runs` in parts of at most `nbytes_max` bytes, or of one block; each has all of the blocks
+    that it has bytes of, and these follow each other.
+    """
+    pieces, row = pieces_of(runs, blocks.start, blocks.stop)
+    edges = np.flatnonzero(np.append(True, row[1:] != row[:-1]))
+    ends = np.cumsum(pieces[:, 1] - pieces[:, 0])
+    rows, edges = row[edges], np.append(edges, len(row))
+    follows = blocks.start[rows[1:]] == blocks.stop[rows[:-1]]
+    first = nbytes = 0
+    sizes = np.diff(np.append(0, ends)[edges]).tolist()
+    for number, size in enumerate(sizes):
+        if number > first and (nbytes + size > nbytes_max or not follows[number - 1]):
+            yield joined(pieces[edges[first] : edges[number]])
+            first, nbytes = number, 0
+        nbytes += size
+    if sizes:
+        yield joined(pieces[edges[first] :])

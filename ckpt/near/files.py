@@ -1,7 +1,7 @@
 """The files of one near checkpoint, wherever they lie: on this host, or at ranks of others.
 
-A rank reads what its host has. The rest it requests from a rank that has it, piece by piece, so
-that a load plans, checks and places bytes as it does with any store.
+A rank reads what its host has. Of the rest it requests exactly the bytes that it wants, from a rank
+that has the file: that one reads and checks the blocks that they are of, and sends the bytes.
 """
 
 from __future__ import annotations
@@ -9,70 +9,54 @@ from __future__ import annotations
 import json
 import struct
 import threading
+import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 
+import numpy as np
+
+from ckpt.errors import Corrupt
+from ckpt.loading.block_sums import BlockSums
+from ckpt.loading.byte_line import Ints, length
+from ckpt.loading.checked_parts import CheckedParts
+from ckpt.loading.origins import Origins
 from ckpt.world.base import Message, Transfers, World
-from storage import StorageError, Store
-from storage.ranges import flat_views
-from storage.store import ByteRange
-from storage.wrap import WrappedStore
+from storage import StorageError
 
-_REQUEST = struct.Struct("<QQQ")  # number of the file, first byte, bytes; no bytes end it
-_FINE, _FAILED = b"\x01", b"\x00"
+_REQUEST = struct.Struct("<QQ")  # number of the file, bytes of its runs; no bytes end it
+_ANSWER = struct.Struct("<cQ")  # what follows, and its bytes
+_DATA, _CORRUPT, _FAILED = b"d", b"c", b"f"
+_TAGS = 4  # messages of one request: two there, two back
 
 
-class NearFiles(WrappedStore):
-    """The files of the hosts as one store. `inner` is the tier of this host, `owners` has a rank
-    for each key that is not in it.
-
-    Files of others can be read while `reading` lasts.
+class NearFiles(Origins):
+    """The files of the hosts for one rank. `ranks` share its host, `owners` has a rank for each
+    file, by its number, that this host lacks.
     """
 
-    def __init__(self, inner: Store, world: World, keys: Sequence[str], owners: Mapping[str, int]):
-        super().__init__(inner)
+    def __init__(
+        self, world: World, ranks: Sequence[int], owners: Mapping[int, int], file_count: int
+    ) -> None:
+        self.ranks = tuple(ranks)
+        self.is_away = np.zeros(file_count, dtype=np.bool_)
+        self.is_away[list(owners)] = True
         self._world = world
-        self._numbers = {key: number for number, key in enumerate(keys)}
-        self._keys = keys
         self._owners = owners
         self._requesters: dict[int, _Requester] = {}
-        self.nbytes_of_others = 0
 
-    def get(self, key: str, byte_range: ByteRange | None = None) -> bytes:
-        if key not in self._owners:
-            return self.inner.get(key, byte_range)
-        assert byte_range is not None, "a load knows what it reads"
-        data = bytearray(byte_range.nbytes)
-        self.get_into(key, byte_range.start, [memoryview(data)])
-        return bytes(data)
-
-    def get_into(self, key: str, start: int, buffers: Sequence[memoryview]) -> None:
-        owner = self._owners.get(key)
-        if owner is None:
-            self.inner.get_into(key, start, buffers)
-            return
-        for view in flat_views(buffers):
-            self._requesters[owner].get_into(self._numbers[key], start, view)
-            start += view.nbytes
-            self.nbytes_of_others += view.nbytes
-
-    def get_direct_into(self, key: str, start: int, buffers: Sequence[memoryview]) -> None:
-        if key in self._owners:
-            self.get_into(key, start, buffers)
-        else:
-            self.inner.get_direct_into(key, start, buffers)
-
-    def is_cold(self, key: str, byte_range: ByteRange) -> bool:
-        return key not in self._owners and self.inner.is_cold(key, byte_range)
+    def fetch(self, file: int, runs: Ints) -> memoryview:
+        data = memoryview(bytearray(length(runs)))
+        self._requesters[self._owners[file]].get_into(file, runs, data)
+        return data
 
     @contextmanager
-    def reading(self, keys: frozenset[str]) -> Iterator[None]:
-        """Serve the other ranks in this block, and be served; this rank reads `keys`. Collective.
+    def reading(self, sums: BlockSums, files: Sequence[int]) -> Iterator[None]:
+        """Serve the other ranks in this block, and be served; this rank reads `files`. Collective.
 
         Raises RankFailed when a rank is gone.
         """
-        mine = sorted({self._owners[key] for key in keys if key in self._owners})
+        mine = sorted({self._owners[file] for file in files if file in self._owners})
         asked = [json.loads(one) for one in self._world.gather("near readers", _json(mine))]
         if not any(asked):
             yield  # every host has what its ranks read
@@ -82,18 +66,18 @@ class NearFiles(WrappedStore):
         world = self._world.duplicate()
         try:
             with world.transfers("near files") as wires:
-                yield from self._served(wires, users, mine)
+                yield from self._served(wires, CheckedParts(sums), users, mine)
         finally:
             world.close()
 
     def _served(
-        self, wires: Transfers, users: Sequence[int], owners: Sequence[int]
+        self, wires: Transfers, parts: CheckedParts, users: Sequence[int], owners: Sequence[int]
     ) -> Iterator[None]:
         self._requesters = {owner: _Requester(wires, owner) for owner in owners}
         pool = ThreadPoolExecutor(max(len(users), 1), thread_name_prefix="ckpt-near")
         serving: list[Future[None]] = []
         try:
-            serving += [pool.submit(self._serve, wires, user) for user in users]
+            serving += [pool.submit(_serve, wires, parts, user) for user in users]
             yield
             for requester in self._requesters.values():
                 requester.end()
@@ -106,24 +90,28 @@ class NearFiles(WrappedStore):
             pool.shutdown(wait=True, cancel_futures=True)
             self._requesters = {}
 
-    def _serve(self, wires: Transfers, user: int) -> None:
-        """Answer the requests of one rank until it has no more."""
-        count = 0
-        while True:
-            request = memoryview(bytearray(_REQUEST.size))
-            wires.move([], [Message(user, 3 * count, request)])
-            number, start, nbytes = _REQUEST.unpack(request)
-            if not nbytes:
-                return
-            data = memoryview(bytearray(nbytes))
-            word = _FINE
-            try:
-                self.inner.get_into(self._keys[number], start, [data])
-            except StorageError:
-                word = _FAILED
-            answer = [Message(user, 3 * count + 1, memoryview(word))]
-            wires.move(answer + [Message(user, 3 * count + 2, data)] * (word == _FINE), [])
-            count += 1
+
+def _serve(wires: Transfers, parts: CheckedParts, user: int) -> None:
+    """Answer the requests of one rank until it has no more."""
+    tag = 0
+    while True:
+        request = memoryview(bytearray(_REQUEST.size))
+        wires.move([], [Message(user, tag, request)])
+        file, nbytes = _REQUEST.unpack(request)
+        if not nbytes:
+            return
+        encoded = memoryview(bytearray(nbytes))
+        wires.move([], [Message(user, tag + 1, encoded)])
+        try:
+            sent = parts.read(file, _decoded(encoded))
+            word, data = _DATA, sent[0] if len(sent) == 1 else memoryview(bytearray().join(sent))
+        except Corrupt as error:
+            word, data = _CORRUPT, memoryview(str(error).encode())
+        except StorageError as error:
+            word, data = _FAILED, memoryview(str(error).encode())
+        head = memoryview(_ANSWER.pack(word, data.nbytes))
+        wires.move([Message(user, tag + 2, head), Message(user, tag + 3, data)], [])
+        tag += _TAGS
 
 
 class _Requester:
@@ -132,27 +120,49 @@ class _Requester:
     def __init__(self, wires: Transfers, owner: int) -> None:
         self._wires = wires
         self._owner = owner
-        self._count = 0
+        self._tag = 0
         self._lock = threading.Lock()
 
-    def get_into(self, number: int, start: int, view: memoryview) -> None:
-        """Fill `view` with bytes of a file. Raises StorageError when the owner cannot read them."""
+    def get_into(self, file: int, runs: Ints, view: memoryview) -> None:
+        """Fill `view` with bytes of a file. Raises Corrupt when they are not as they were written,
+        StorageError when the owner cannot read them.
+        """
         with self._lock:
-            tag = 3 * self._count
-            self._count += 1
-            request = memoryview(_REQUEST.pack(number, start, view.nbytes))
-            word = memoryview(bytearray(1))
-            answer = Message(self._owner, tag + 1, word)
-            self._wires.move([Message(self._owner, tag, request)], [answer])
-            if word.tobytes() == _FAILED:
-                raise StorageError(f"rank {self._owner} cannot read a file of its near tier")
-            self._wires.move([], [Message(self._owner, tag + 2, view)])
+            tag = self._tag
+            self._tag += _TAGS
+            encoded = memoryview(_encoded(runs))
+            request = memoryview(_REQUEST.pack(file, encoded.nbytes))
+            head = memoryview(bytearray(_ANSWER.size))
+            self._wires.move(
+                [Message(self._owner, tag, request), Message(self._owner, tag + 1, encoded)],
+                [Message(self._owner, tag + 2, head)],
+            )
+            word, nbytes = _ANSWER.unpack(head)
+            if word == _DATA:
+                self._wires.move([], [Message(self._owner, tag + 3, view)])
+                return
+            text = memoryview(bytearray(nbytes))
+            self._wires.move([], [Message(self._owner, tag + 3, text)])
+        problem = text.tobytes().decode()
+        if word == _CORRUPT:
+            raise Corrupt(problem)
+        raise StorageError(f"rank {self._owner} cannot read a file of its near tier: {problem}")
 
     def end(self) -> None:
         """There are no more requests."""
         with self._lock:
-            request = memoryview(_REQUEST.pack(0, 0, 0))
-            self._wires.move([Message(self._owner, 3 * self._count, request)], [])
+            request = memoryview(_REQUEST.pack(0, 0))
+            self._wires.move([Message(self._owner, self._tag, request)], [])
+
+
+def _encoded(runs: Ints) -> bytes:
+    """Runs as bytes, few where they are regular."""
+    return zlib.compress(np.diff(runs.reshape(-1), prepend=0).astype("<i8").tobytes(), 1)
+
+
+def _decoded(data: memoryview) -> Ints:
+    edges = np.frombuffer(zlib.decompress(data), dtype="<i8")
+    return np.cumsum(edges, dtype=np.int64).reshape(-1, 2)
 
 
 def _json(value: Sequence[int]) -> bytes:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from typing import Any, NamedTuple
 
 from ckpt.api import read_path
@@ -34,8 +34,6 @@ from ckpt.world.frames import pack, unpack
 from storage import StorageError
 
 logger = logging.getLogger(__name__)
-
-BYTES_OF_OTHERS = "near_bytes_of_others"  # the counter of a load, of what came from other hosts
 
 
 class NearCandidate(NamedTuple):
@@ -163,24 +161,22 @@ def _load(
     record = candidate.record
     manifest = _manifest(world, tier, hosts, candidate)
     own_host = hosts.names[world.rank]
-    keys = [record.prefix + file.name for file in record.files]
-    of_others = {
-        key: _reader_at(hosts, candidate.homes[file.rank], file.rank, world.rank)
-        for key, file in zip(keys, record.files, strict=True)
-        if own_host not in candidate.homes[file.rank]
+    rank_of = {file.name: file.rank for file in record.files}
+    ranks = [rank_of[name] for name in manifest.files]
+    owners = {
+        number: _reader_at(hosts, candidate.homes[rank], rank, world.rank)
+        for number, rank in enumerate(ranks)
+        if own_host not in candidate.homes[rank]
     }
-    files = NearFiles(tier.store, world, keys, of_others)
     path = read_path(tier.store, "buffered" if tier.is_in_memory else "auto")
-    report = load_located(
+    return load_located(
         state,
-        store=files,
+        store=tier.store,
         world=world,
         located=(record.prefix, manifest),
         options=LoadOptions(stacks=stacks, path=path),
-        reading=files.reading,
+        origins=NearFiles(world, hosts.ranks_of(own_host), owners, len(ranks)),
     )
-    counters = {**report.counters, BYTES_OF_OTHERS: files.nbytes_of_others}
-    return replace(report, counters=counters)
 
 
 def _checked(world: World, tier: Tier, hosts: Hosts, candidate: NearCandidate) -> NearCandidate:

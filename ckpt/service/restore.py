@@ -25,8 +25,8 @@ from ckpt.errors import (
     RankFailed,
 )
 from ckpt.format.manifest_codec import decode_manifest
-from ckpt.loading.load import LoadReport
-from ckpt.near.recovery import BYTES_OF_OTHERS, NearCandidate
+from ckpt.loading.load import BYTES_AWAY, LoadReport
+from ckpt.near.recovery import NearCandidate
 from ckpt.near.status import TierStatus
 from ckpt.service.target import Target
 from ckpt.state.stacks import Stacks
@@ -204,7 +204,7 @@ def _report(
         result.nbytes_read,
         result.spans,
         "durable" if candidate.near is None else "near",
-        int(result.counters.get(BYTES_OF_OTHERS, 0)),
+        int(result.counters.get(BYTES_AWAY, 0)),
         None if reached is None else max(reached.step, result.step),
         lost,
     )

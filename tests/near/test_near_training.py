@@ -121,11 +121,13 @@ def test_what_is_on_the_own_host_is_read_there(tmp_path: Path) -> None:
     hosts = folders(tmp_path, 0, 1)
     Life(2, store, hosts).run(2)
 
-    for order, expected in (((0, 1), False), ((1, 0), True)):
+    state = state_at(2, 0, 2)
+    replica = state["replica"].nbytes  # one rank has written it, and both want it
+    shards = [sum(state_at(2, r, 2)[n].local.nbytes for n in ("rows", "runs")) for r in (0, 1)]
+    for order, expected in (((0, 1), [0, replica]), ((1, 0), [shards[0] + replica, shards[1]])):
         life = Life(2, store, folders(tmp_path, *order))
         life.run(0)
-        read = {r.nbytes_of_other_hosts for r in life.reports.values() if r is not None}
-        assert all(bool(nbytes) is expected for nbytes in read), read
+        assert [life.reports[r].nbytes_of_other_hosts for r in (0, 1)] == expected  # type: ignore[union-attr]
 
 
 def test_without_one_host_the_durable_checkpoint_is_restored(tmp_path: Path) -> None:

@@ -95,7 +95,7 @@ def test_ranks_find_exactly_those_that_share_their_blocks(ranks: int) -> None:
         matches = []
         for case in cases:
             with world.transfers("needs") as wires:
-                matches.append(match(wires, world.rank, ranks, case.needs(world.rank), 400))
+                matches.append(match(wires, world.rank, range(ranks), case.needs(world.rank), 400))
         return matches
 
     for rank, matches in enumerate(run_ranks(ranks, rank_main)):
@@ -115,7 +115,7 @@ def test_the_sum_of_all_needs_has_the_same_groups() -> None:
 @pytest.mark.parametrize("size", [1, 2, 3, 6, 7, 32, 1000])
 def test_halvings_end_with_stretches_that_make_up_the_line(size: int) -> None:
     """Each rank sends one message a level, to one that expects it, and gets at most two."""
-    levels = [halvings(rank, size, 10**6) for rank in range(size)]
+    levels = [halvings(rank, range(size), 10**6) for rank in range(size)]
     assert max(len(halves) for halves in levels) == math.ceil(math.log2(size))
     stretches = [halves[-1].mine if halves else range(10**6) for halves in levels]
     assert [one.start for one in stretches] == [0, *(one.stop for one in stretches[:-1])]

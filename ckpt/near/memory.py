@@ -56,11 +56,9 @@ class MappedFile:
             os.close(fd)
         self.address = address_of(self.memory)
 
-    def use_again(self, path: str) -> None:
-        """Move it to `path`, where it is under construction again, at its full capacity."""
-        os.rename(self.path, path)
-        self.path = path
-        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    def use_again(self) -> None:
+        """Of a file that is under construction again: give it its full capacity."""
+        fd = os.open(self.path, os.O_RDWR | os.O_CLOEXEC)
         try:
             _reserve(fd, self.capacity)
         finally:
@@ -202,7 +200,7 @@ class TierMemory(Staging):
         for spare in [spare for spare in spares if spare.capacity == capacity]:
             spares.remove(spare)
             try:
-                spare.use_again(self._new_path())
+                spare.use_again()
             except FileNotFoundError:
                 continue  # a job that began meanwhile has removed what was under construction
             except BaseException:
@@ -234,6 +232,11 @@ class TierMemory(Staging):
         """The save under way came to nothing: its files may be used by the next one."""
         self._take_back(self.files)
         self.files = []
+
+    @property
+    def attempts(self) -> set[str]:
+        """Those whose files are memory of this process."""
+        return set(self._of_attempts)
 
     def recycle(self, kept: Collection[str]) -> None:
         """The attempts of this process that are not `kept` end: their files have no names as data

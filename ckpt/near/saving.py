@@ -129,6 +129,7 @@ class NearSaves:
         self._number = 0  # of the save under way
         self._after_slot = 0
         self._safe = ""  # the newest attempt whose record is on every host
+        self._kept: set[str] | None = None  # attempts that files here may be of; None: any
 
     def begin(self, state: Any, step: int, *, lends: bool = False) -> LendingSave:
         """Begin a near save of `state`; the save before must be over. Waits for no rank.
@@ -164,13 +165,16 @@ class NearSaves:
             return self._background.start(task, begin, publish=self._publish)
 
     def _make_room(self, mapped: TierMemory) -> None:
+        known = mapped.attempts | {self._safe}
         # A session that was fenced may have recorded a state without learning that it had, and its
         # successor may be training on from that one: nothing is overwritten before this is known.
         self.tier.refuse_fenced(self.session.epoch)
         mapped.recycle({self._safe})
-        # What this process has not mapped makes room now: of a job before it, or none.
-        with contextlib.suppress(StorageError):
-            self._drop({self._safe})
+        # What this process has not mapped makes room now: of a job before it. Later there is none,
+        # and what is left to delete, records and copies for others, waits for the worker.
+        if self._kept is None or not self._kept <= known:
+            with contextlib.suppress(StorageError):
+                self._drop({self._safe})
 
     def stepped(self, seconds: float) -> None:
         """The training has done a step in `seconds`, saves that it waited for left out."""
@@ -385,6 +389,7 @@ class NearSaves:
             return report
         except Exception:
             task.memory.plans.forget_part()
+            self._kept = None
             if is_written and world.failure is not None:
                 # A rank is gone, and hosts may have the record: others, who know that they have,
                 # may have dropped the state before. These files are left to the next job.
@@ -446,6 +451,7 @@ class NearSaves:
             self.tier.drop(kept, epoch=epoch)
         else:
             self.tier.drop_own(kept, rank, epoch=epoch)
+        self._kept = set(kept)
 
     def _commit(self, task: SaveTask, header: Header, part: Part) -> SaveReport:
         """The coordinator makes the record of what all ranks have written; every host keeps it."""

@@ -39,6 +39,35 @@ NEAR = (
         "::test_a_job_that_was_superseded_learns_it_in_its_tier",
     ),
     Mutant(
+        "what a job before has left in memory is not dropped in time",
+        _SAVING,
+        "        if self._kept is None or not self._kept <= known:\n",
+        "        if self._kept is None:\n",
+        test="tests/near/test_near_training.py"
+        "::test_a_tier_with_room_for_two_states_is_enough_after_a_restart",
+    ),
+    Mutant(
+        "a block is sent to another host unchecked",
+        "ckpt/loading/checked_parts.py",
+        "        self._sums.check(data, stop - start, blocks.chunk[rows], blocks.number[rows])\n",
+        "",
+        test="tests/near/test_bytes_received.py::test_damage_is_found_by_whoever_has_the_file",
+    ),
+    Mutant(
+        "ranks of a host do not pass on to each other what it lacks",
+        _RECOVERY,
+        "hosts.ranks_of(own_host), owners",
+        "[world.rank], owners",
+        test="tests/near/test_bytes_received.py::test_a_host_receives_what_it_lacks",
+    ),
+    Mutant(
+        "parts of blocks are put where other bytes are already",
+        "ckpt/loading/reader.py",
+        "        if len(pieces) > 1 and length(wanted) == len(data):\n",
+        "        if len(pieces) > 1:\n",
+        test="tests/near/test_bytes_received.py::test_a_host_receives_what_it_lacks",
+    ),
+    Mutant(
         "the near state before is dropped before the new record is everywhere",
         _SAVING,
         "        self._drop({self._safe, header.attempt})",

@@ -1,9 +1,9 @@
 """Near checkpoints: what they cost a training, and how fast they come back.
 
     python -m benchmarks.near [--gib 1] [--rounds 7] [--blocks 12] [--directory DIR] [--memory DIR]
-                              [--parts blocked recovery steps]
+                              [--parts blocked recovery steps copies]
 
-Two ranks of one host, whose tier is below `--memory`, a tmpfs. Three questions:
+Two ranks of one host, whose tier is below `--memory`, a tmpfs. Four questions:
 
 - blocked: seconds inside calls and hooks of the library per save, from the third save on, in units
   of one `memcpy` of this rank's state into memory that exists. Near saves and background saves to
@@ -12,6 +12,8 @@ Two ranks of one host, whose tier is below `--memory`, a tmpfs. Three questions:
   checkpoint that is not in the page cache, torch's DCP, and bare readers of the same bytes.
   Asserted: all bytes come from the own host, and the durable root is asked for none.
 - steps: the demo's model, 20 steps with a near save every 5 against 20 without, in turn.
+- copies: the same where each rank has a tier of its own, as on two hosts, and a copy of its files
+  goes to the other one. Both hosts' work is on this machine, and so is their network.
 """
 
 from __future__ import annotations
@@ -48,11 +50,12 @@ from benchmarks.overhead import SAVE_EVERY
 from benchmarks.overhead import Training as Demo
 from benchmarks.save_load import GIB, Trained, dcp_load, dcp_save, raw_load, raw_save
 from ckpt.layout.buffers import address_of, aligned_buffer, copy_bytes
+from ckpt.near.saving import BYTES_COPIED
 from ckpt.service.events import NearFailed, NearSaved
 from ckpt.service.policies import Observation, SavePolicy
 from tests.ranks import run_ranks
 
-PARTS = ("blocked", "recovery", "steps")
+PARTS = ("blocked", "recovery", "steps", "copies")
 NEAR_EVERY = 5
 
 
@@ -228,7 +231,7 @@ def measure_recovery(gib: float, rounds: int, directory: str, memory: str) -> No
 # steps -------------------------------------------------------------------------------------------
 
 
-def measure_steps(blocks: int, directory: str, memory: str) -> None:
+def measure_steps(blocks: int, replicas: int, directory: str, memory: str) -> None:
     warnings.filterwarnings("ignore")
     training = Demo()
     samples: dict[str, list[Sample]] = {"near": [], "none": []}
@@ -239,7 +242,8 @@ def measure_steps(blocks: int, directory: str, memory: str) -> None:
         saved.extend([event] if isinstance(event, NearSaved) else [])
         failed.extend([event] if isinstance(event, NearFailed) else [])
 
-    near = ckpt.Near(memory, every=InSomeBlocks(NEAR_EVERY, SAVE_EVERY))
+    tier = Path(memory) / f"host{dist.get_rank() if replicas else 0}"
+    near = ckpt.Near(tier, every=InSomeBlocks(NEAR_EVERY, SAVE_EVERY), replicas=replicas)
     with ckpt.Checkpointer(
         str(Path(directory) / "run"),
         training.state,
@@ -265,6 +269,8 @@ def measure_steps(blocks: int, directory: str, memory: str) -> None:
         if kind_of((step - 1) // SAVE_EVERY) == "near"
     ]
     assert [one.report.step for one in saved] == expected and not failed, (saved, failed)
+    copied = {one.report.counters.get(BYTES_COPIED, 0) > 0 for one in saved}
+    assert copied == {bool(replicas)}, copied
     wall = [
         a.wall_seconds / b.wall_seconds - 1
         for a, b in zip(samples["near"], samples["none"], strict=True)
@@ -273,9 +279,11 @@ def measure_steps(blocks: int, directory: str, memory: str) -> None:
     blocked = [1000 * one.blocked_seconds for one in saved]
     cpu = ratio(samples, "near", "none", "cpu_seconds") - 1
     every = f"a near save every {NEAR_EVERY} steps"
+    hosts = "2 hosts with a copy of each other's files" if replicas else "one host"
     report(
-        f"the demo's model on 2 ranks, {blocks} blocks of {SAVE_EVERY} steps of {step_ms:.0f} ms "
-        f"with near saves, as many without ({min(wall):+.0%} to {max(wall):+.0%})",
+        f"the demo's model on 2 ranks of {hosts}, {blocks} blocks of {SAVE_EVERY} steps of "
+        f"{step_ms:.0f} ms with near saves, as many without "
+        f"({min(wall):+.0%} to {max(wall):+.0%})",
         [
             row(f"steps slower by {every}", f"{statistics.median(wall):+.1%}", "<= +3 %"),
             row(f"CPU seconds of all ranks with {every}", f"{cpu:+.1%}", "none"),
@@ -305,7 +313,9 @@ def main() -> None:
         if "recovery" in given.parts:
             run_ranks(2, measure_recovery, *sized, timeout_seconds=3600)
         if "steps" in given.parts:
-            run_ranks(2, measure_steps, given.blocks, *places, timeout_seconds=3600)
+            run_ranks(2, measure_steps, given.blocks, 0, *places, timeout_seconds=3600)
+        if "copies" in given.parts:
+            run_ranks(2, measure_steps, given.blocks, 1, *places, timeout_seconds=3600)
 
 
 if __name__ == "__main__":

@@ -320,7 +320,7 @@ WHOLENESS = (
 CHECKSUMS = (
     Mutant(
         "blocks are read without a look at their checksums",
-        _READER,
+        _BLOCK_SUMS,
         "        if actual != expected:\n",
         "        if False:\n",
         test="tests/e2e/test_flips.py::test_every_block_is_checked_by_loads_of_parts_and_of_shared_blocks",

@@ -16,18 +16,26 @@ import pytest
 
 from tests.conftest import SEED_DEFAULT, Scale
 from tests.near.schedules import run_schedule, schedule_of
+from tests.results import Counted
 
 pytestmark = pytest.mark.timeout(7200)
 
 
 @pytest.mark.parametrize("has_copies", [False, True], ids=["alone", "copies"])
 def test_random_schedules_restore_the_newest_that_is_provable(
-    has_copies: bool, scale: Scale, pytestconfig: pytest.Config, caplog: pytest.LogCaptureFixture
+    has_copies: bool,
+    scale: Scale,
+    pytestconfig: pytest.Config,
+    caplog: pytest.LogCaptureFixture,
+    counted: Counted,
 ) -> None:
     seed, counts = pytestconfig.getoption("seed") or SEED_DEFAULT, Counter[str]()
     caplog.set_level(logging.CRITICAL)  # every kill is logged, which takes longer than the schedule
     for number in range(scale.count(40, 1000)):
-        counts += run_schedule(schedule_of(f"{seed}:{number}", has_copies=has_copies))
+        happened = run_schedule(schedule_of(f"{seed}:{number}", has_copies=has_copies))
+        counts += happened
+        counted(schedules=1)
+        counted.update(happened)
     # That schedules happen as they are meant to: a search that finds nothing says nothing.
     wanted = ("fault rank", "fault host", "fault all", "fault pause", "near saved", "promise due")
     wanted += ("restored near", "restored durable", "lost", "damaged")

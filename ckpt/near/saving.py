@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 from ckpt.commit.names import step_prefix
 from ckpt.commit.ranked import RankedSession
-from ckpt.errors import RankFailed
+from ckpt.errors import Fenced, RankFailed
 from ckpt.format.checksum_tables import Seal
 from ckpt.format.manifest import Header
 from ckpt.format.part import Part
@@ -387,10 +387,11 @@ class NearSaves:
             if self._mapped is not None:
                 self._mapped.published(header.attempt)
             return report
-        except Exception:
+        except Exception as error:
             task.memory.plans.forget_part()
             self._kept = None
-            if is_written and world.failure is not None:
+            is_fenced = isinstance(error, Fenced)
+            if is_written and (is_fenced or world.failure is not None):
                 # A rank is gone, and hosts may have the record: others, who know that they have,
                 # may have dropped the state before. These files are left to the next job.
                 if self._mapped is not None:
@@ -398,6 +399,8 @@ class NearSaves:
                 raise
             if self._mapped is not None:
                 self._mapped.give_up()
+            if is_fenced:
+                raise  # another job trains on from one of the states that are here
             with contextlib.suppress(StorageError):
                 if self._copies is None:
                     self.tier.drop_own({self._safe}, world.rank, epoch=self.session.epoch)
@@ -518,6 +521,9 @@ class NearSaves:
             made = decode_near_record(encoded, "the coordinator's near record")
             if self.hosts.is_first(world.rank):
                 self.tier.put(made)
+                # Nobody else has looked at the tiers since the files were written: a process that
+                # was stopped meanwhile must not count its state although another one trains on.
+                self.tier.refuse_fenced(self.session.epoch)
             return made, bytes(passed)
 
         if not received:

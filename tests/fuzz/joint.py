@@ -7,15 +7,18 @@ names who connects.
 
 from __future__ import annotations
 
+import hashlib
 import zlib
 from collections.abc import Sequence
 from functools import cache
 
+from ckpt.errors import CheckpointError
 from ckpt.format.columns import pack_map, unpack_map
 from ckpt.format.joint_codec import (
     SentStructure,
     StructureReader,
     decode_rest,
+    digest_of_structure,
     encode_rest,
     encode_structure,
 )
@@ -31,7 +34,7 @@ from ckpt.format.merging import build_manifest, replica_differences, value_diffe
 from ckpt.format.part import Part
 from ckpt.format.part_codec import decode_part, encode_part
 from ckpt.saving.joint_parts import JointParts
-from ckpt.saving.messages import split
+from ckpt.saving.messages import joined, split
 from ckpt.telemetry.history import RankReport
 from ckpt.world.frames import Frame, FrameKind, FrameReader
 from ckpt.world.link import card_of
@@ -95,6 +98,29 @@ def _read_message(data: bytes) -> None:
     decode_rest(rest, StructureReader().read(structure))
 
 
+def _sealed_message(data: bytes) -> bytes:
+    """With the digest of its structure in the rest."""
+    reports, rest = split(data)
+    structure, rest = split(rest)
+    return joined(reports, joined(structure, _with_digest(rest, digest_of_structure(structure))))
+
+
+def _with_digest(rest: bytes, digest: bytes) -> bytes:
+    """A rest, of a part or of a joint one, with the digest of another structure."""
+    try:
+        fields = {name: bytes(data) for name, data in unpack_map(rest).items()}
+    except CheckpointError:
+        return rest
+    return pack_map({**fields, "structure_digest": digest})
+
+
+def sealed_part(data: bytes) -> bytes:
+    """With the digest of its structure."""
+    structure, rest = split(data)
+    digest = hashlib.sha256(structure).digest()
+    return joined(structure, _with_digest(rest, digest))
+
+
 def _read_merged(data: bytes) -> None:
     """A part beside that of another rank."""
     parts = [make_sample().parts[0], decode_part(data)]
@@ -120,7 +146,7 @@ def _read_greeting(data: bytes) -> None:
 TARGETS = (
     Target("joint.structure", _read_structure, _structures, _sealed_structure),
     Target("joint.rest", _read_rest, _rests),
-    Target("joint.message", _read_message, _messages),
-    Target("part.merged", _read_merged, lambda: [encode_part(make_sample().parts[1])]),
+    Target("joint.message", _read_message, _messages, _sealed_message),
+    Target("part.merged", _read_merged, lambda: [encode_part(make_sample().parts[1])], sealed_part),
     Target("greeting", _read_greeting, _cards, refusals=(ValueError,)),
 )

@@ -189,6 +189,10 @@ def _read_columns(data: bytes) -> None:
     assert len(unpack_regular(memoryview(data[2:]), count, "column")) == count
 
 
+def _encoded_parts() -> list[bytes]:
+    return [encode_part(part) for part in make_sample().parts]
+
+
 def _read_part(data: bytes) -> None:
     decode_part(data)
 
@@ -316,7 +320,12 @@ TARGETS = (
     Target("entryname", _read_entry_name, lambda: [b"a.b@0:4,2:8", b"@__x@span:1:9", b"a@@b"]),
     Target("values", _read_values, _values),
     Target("columns", _read_columns, _columns),
-    Target("part", _read_part, lambda: [encode_part(part) for part in make_sample().parts]),
+    Target(
+        "part",
+        _read_part,
+        lambda: [encode_part(part) for part in make_sample().parts],
+        joint.sealed_part,
+    ),
     Target("telemetry", _read_telemetry, lambda: _objects("TELEMETRY")),
     Target("frames", _read_frames, _frames, refusals=(ValueError,)),
     Target("dcp", _read_dcp, lambda: [_dcp_metadata()]),

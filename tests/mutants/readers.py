@@ -7,9 +7,9 @@ from tests.mutants.edit import Mutant
 _JOINT = "ckpt/format/joint_codec.py"
 _TIER = "ckpt/near/tier.py"
 _BLOCKS = "storage/encoding/blocks.py"
-_LAYOUT = "storage/encoding/layout.py"
 _PEER_SERVER = "storage/peers/server.py"
 _PEER_STORE = "storage/peers/store.py"
+_KEPT = "tests/fuzz/test_fuzz.py::test_kept_inputs_are_read_or_refused"
 
 
 def _fuzzed(reader: str) -> str:
@@ -60,11 +60,11 @@ ALL = (
         test=_fuzzed("peers.answer"),
     ),
     Mutant(
-        "an index with too few blocks is read",
-        _LAYOUT,
-        "        if len(self._entries) < self.grid.blocks_count * _ENTRY.size:\n",
-        "        if False:\n",
-        test=_fuzzed("encoded.compressed"),
+        "a block that does not unpack is an error of another library",
+        _BLOCKS,
+        "        except self._zstd.ZstdError:\n",
+        "        except KeyError:\n",
+        test=_KEPT,
     ),
     Mutant(
         "a wrong tag of an encrypted block is an error of another library",
@@ -92,14 +92,14 @@ ALL = (
         _JOINT,
         "    except _UNREADABLE as error:\n",
         "    except KeyError as error:\n",
-        test=f"{_fuzzed('joint.rest')} {_fuzzed('joint.message')}",
+        test=_KEPT,
     ),
     Mutant(
         "a part may name tensors that it has not",
         "ckpt/format/part_codec.py",
         '            ("replica of tensor", part.replicas.tensor, len(tensors)),\n',
         "",
-        test=_fuzzed("part.merged"),
+        test=_KEPT,
     ),
     Mutant(
         "a greeting with another card than ours is an error of Python",

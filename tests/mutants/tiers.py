@@ -109,8 +109,8 @@ NEAR = (
     Mutant(
         "a rank that loses another removes what hosts may have recorded",
         _SAVING,
-        "            if is_written and world.failure is not None:",
-        "            if False:",
+        "            if is_written and (is_fenced or world.failure is not None):",
+        "            if is_written and is_fenced:",
         test="tests/near/test_near_kills.py"
         "::test_a_rank_that_loses_another_keeps_what_hosts_may_have_recorded",
     ),
@@ -213,6 +213,28 @@ REJOINING = (
 )
 
 ENDING = (
+    Mutant(
+        "a job that was stopped while another one took over counts its near state",
+        _SAVING,
+        "                self.tier.refuse_fenced(self.session.epoch)\n            return made",
+        "            return made",
+        test="tests/near/test_fenced.py::test_a_job_that_was_stopped_counts_no_state_any_more",
+    ),
+    Mutant(
+        "a superseded job removes the near state that its successor goes on from",
+        _SAVING,
+        "            if is_fenced:\n                raise",
+        "            if False:\n                raise",
+        test="tests/near/test_near_training.py"
+        "::test_a_superseded_job_leaves_alone_what_it_does_not_know_that_it_recorded",
+    ),
+    Mutant(
+        "a superseded job removes what it recorded and its successor goes on from",
+        _SAVING,
+        "            if is_written and (is_fenced or world.failure is not None):",
+        "            if is_written and world.failure is not None:",
+        test="tests/near/test_fenced.py::test_a_state_that_another_job_goes_on_from_is_not_removed",
+    ),
     Mutant(
         "a training that fails waits for a near save that another rank holds up",
         _CHECKPOINTER,

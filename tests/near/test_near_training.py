@@ -238,12 +238,14 @@ def test_a_job_that_was_superseded_learns_it_in_its_tier(
     assert origins(third) == {("near", 6)}
 
 
+@pytest.mark.parametrize("is_in_memory", [True, False])
 def test_a_superseded_job_leaves_alone_what_it_does_not_know_that_it_recorded(
-    tmp_path: Path,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_in_memory: bool
 ) -> None:
     """A job stops between its record on the hosts and its own note of it. Another one restores that
     state, and dies before it saves anything; the first wakes up, and its next save begins.
     """
+    monkeypatch.setattr("ckpt.near.tier.is_in_memory", lambda path: is_in_memory)
     store, hosts = MemoryStore(), folders(tmp_path, 0, 0)
 
     def zombie(service: Checkpointer, state: Any, world: World) -> None:

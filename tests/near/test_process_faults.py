@@ -13,6 +13,7 @@ import os
 import shutil
 import signal
 import subprocess
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -126,16 +127,31 @@ def tmpfs(tmp_path: Path) -> Iterator[Path]:
 
 
 def filled(url: str, hosts: Sequence[str]) -> Outcome:
-    ballast = Path(hosts[1]) / "ballast"
+    """Something else on host 1 takes all space there, again and again."""
+    ballast, is_over, is_full = Path(hosts[1]) / "ballast", threading.Event(), threading.Event()
+
+    def take() -> None:
+        with ballast.open("wb", buffering=0) as file:
+            while not is_over.is_set():
+                try:
+                    file.write(bytes(4096))
+                except OSError as error:
+                    assert error.errno == errno.ENOSPC
+                    is_full.set()
+        ballast.unlink()
+
+    pool = ThreadPoolExecutor(1)
 
     def fill(rank: int) -> None:
         if rank == 1:
-            with ballast.open("wb", buffering=0) as file, pytest.raises(OSError) as full:
-                while file.write(bytes(4096)):
-                    pass
-            assert full.value.errno == errno.ENOSPC
+            pool.submit(take)
+            assert is_full.wait(WAIT_SECONDS)
 
-    return in_trouble(url, hosts, fill, lambda rank: ballast.unlink() if rank == 1 else None)
+    def free(rank: int) -> None:
+        is_over.set()
+        pool.shutdown(wait=True)
+
+    return in_trouble(url, hosts, fill, free)
 
 
 def test_while_a_tmpfs_is_full_training_goes_on_and_says_so(tmp_path: Path, tmpfs: Path) -> None:

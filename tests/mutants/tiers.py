@@ -31,12 +31,12 @@ NEAR = (
         "::test_a_superseded_job_leaves_alone_what_it_does_not_know_that_it_recorded",
     ),
     Mutant(
-        "a superseded job writes near states",
+        "a superseded job drops older near states before it knows that it is one",
         _SAVING,
         "        self.tier.refuse_fenced(self.session.epoch)\n        self._drop",
         "        self._drop",
         test="tests/near/test_near_training.py"
-        "::test_a_job_that_was_superseded_learns_it_in_its_tier",
+        "::test_a_superseded_job_leaves_alone_what_it_does_not_know_that_it_recorded",
     ),
     Mutant(
         "what a job before has left in memory is not dropped in time",

@@ -11,6 +11,7 @@ import random
 import re
 import shutil
 from collections.abc import Collection, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import NamedTuple
@@ -136,7 +137,8 @@ class Hosts:
 
     def _below(self, host: int, root: str, folder: str) -> Iterator[Path]:
         path = self.top / f"host{host}" / "near" / root / folder
-        yield from sorted(path.iterdir()) if path.is_dir() else ()
+        with suppress(FileNotFoundError):  # or a job that runs removes it just now
+            yield from sorted(path.iterdir())
 
     def _name(self, host: int, path: Path) -> str:
         return path.relative_to(self.top / f"host{host}").as_posix()

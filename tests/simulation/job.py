@@ -7,9 +7,12 @@ store of its own. The ranks of a life talk through a `ThreadWorld`.
 from __future__ import annotations
 
 import random
+import shutil
 import signal
 from collections import Counter
+from collections.abc import Collection
 from contextlib import suppress
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -24,8 +27,9 @@ from ckpt.commit.invariants import (
 from ckpt.commit.log import Log
 from ckpt.commit.ranked import RankedSession, SessionRegistry, open_session
 from ckpt.service.checkpointer import Checkpointer
-from ckpt.service.events import SaveEvent, SaveFailed, SaveSucceeded
-from ckpt.service.policies import AtExit, EverySteps, OnPreemption
+from ckpt.service.events import NearFailed, NearSaved, SaveEvent, SaveFailed, SaveSucceeded
+from ckpt.service.near import Near
+from ckpt.service.policies import AtExit, EverySteps, OnPreemption, SavePolicy
 from ckpt.service.preemption import Preempted
 from ckpt.service.retention import KeepLatest
 from ckpt.service.target import Pending
@@ -45,6 +49,7 @@ from tests.cluster.history import (
     root_of,
     wrong_bits,
 )
+from tests.cluster.near_history import NEAR_CHECKS
 from tests.service.chaos import ThreadTarget, UploadingStore
 from tests.simulation.network import Network, NetworkStore, weather_of
 from tests.simulation.primitives import SimulatedThread
@@ -53,10 +58,12 @@ from tests.simulation.scheduler import Process, Scheduler, Task
 LIFE_SECONDS_MAX = 3600.0  # simulated; every call has a deadline far below
 ROUND_SECONDS_MAX = 30.0
 KILLED_AT_MAX = 4000  # points of a process
+KILLED_AT_REQUEST_MAX = 150
+HOSTS = ("a", "b", "c")
 
 
 class Start(NamedTuple):
-    """One start of the job. `kills` are (rank, point of its process, whether all die with it),
+    """One start of the job. `kills` are (rank, point or request of its process, all die with it),
     `freezes` (rank, when, for how many seconds), `preempted` when a rank gets SIGTERM, or none.
     """
 
@@ -70,9 +77,12 @@ class Start(NamedTuple):
     skips: bool
     together: bool  # whether ranks wait for each other in every step
     retries: bool
-    kills: tuple[tuple[int, int, bool], ...]
+    kills: tuple[tuple[int, int, int, bool], ...]
     freezes: tuple[tuple[int, float, float], ...]
     preempted: tuple[int, float, float] | None  # rank, when, grace
+    near_every: int  # steps between near saves; 0 for none
+    hosts: tuple[str, ...]  # of each rank, where its near tier is
+    losses: tuple[str, ...]  # hosts that lose their folders before it
     next_after: float | None  # start the next one so many seconds later; None: when this is over
 
 
@@ -82,15 +92,35 @@ def starts_of(rng: random.Random) -> list[Start]:
     dedup = rng.random() < 0.4
     starts = [_start(rng, number, dedup) for number in range(count)]
     quiet = {"kills": (), "freezes": (), "preempted": None, "next_after": None}
-    return [*starts[:-1], starts[-1]._replace(**quiet)]
+    starts = [*starts[:-1], starts[-1]._replace(**quiet)]
+    if rng.random() < 0.6:
+        return starts
+    every, is_shared = rng.choice((1, 1, 2)), rng.random() < 0.4
+    return [_with_near(rng, start, every, is_shared) for start in starts]
+
+
+def _with_near(rng: random.Random, start: Start, every: int, is_shared: bool) -> Start:
+    """It saves seldom, so that what is near is newer. Rivals on the same hosts are left out."""
+    lost = (rng.choice(HOSTS),) if start.number and rng.random() < 0.2 else ()
+    hosts = tuple(HOSTS[0] if is_shared else HOSTS[rank] for rank in range(start.size))
+    return start._replace(
+        near_every=every,
+        save_every=start.save_every + 2,
+        dedup=False,
+        hosts=hosts,
+        losses=lost,
+        next_after=None,
+    )
 
 
 def _start(rng: random.Random, number: int, dedup: bool) -> Start:
     size = rng.choice((1, 2, 2, 3))
     kills = []
     if rng.random() < 0.6:
-        point = int(KILLED_AT_MAX ** rng.uniform(0.3, 1.0))
-        kills.append((rng.randrange(size), point, rng.random() < 0.4))
+        point, request = int(KILLED_AT_MAX ** rng.uniform(0.3, 1.0)), 0
+        if rng.random() < 0.5:  # most points are those of threads that look around
+            point, request = 0, int(KILLED_AT_REQUEST_MAX ** rng.uniform(0.2, 1.0))
+        kills.append((rng.randrange(size), point, request, rng.random() < 0.4))
     freezes = []
     if rng.random() < 0.4:
         seconds = rng.choice((0.5, 10.0, 200.0))
@@ -106,7 +136,7 @@ def _start(rng: random.Random, number: int, dedup: bool) -> Start:
         rng.choice((0, 3, 6, 10)),
         rng.choice((0.01, 0.2, 1.0)),
         rng.choice((1, 1, 2, 3)),
-        rng.choice((1, 2, 3)),
+        rng.choice((1, 2, 5)),  # one that keeps fewer than the one before retires many at once
         dedup,
         rng.random() < 0.3,
         rng.random() < 0.7,
@@ -114,6 +144,9 @@ def _start(rng: random.Random, number: int, dedup: bool) -> Start:
         tuple(kills),
         tuple(freezes),
         preempted,
+        0,
+        (),
+        (),
         rng.uniform(0.0, 8.0) if rng.random() < 0.4 else None,
     )
 
@@ -163,16 +196,20 @@ class Bucket:
         with scheduler.quiet():
             self.bytes = RecordingStore(UploadingStore(MemoryStore()), self.changes)
 
-    def problems(self) -> list[str]:
+    def problems(self, unlisted: Collection[str]) -> list[str]:
         """What no root may be, whoever wrote there."""
         problems = check_all(self.bytes, self.changes, files_of=files_needed)
+        # What arrives between a list and the deletions by it is deleted after the rest.
+        torn = {f"I6: {key} was deleted after other files of its attempt" for key in unlisted}
+        problems = [problem for problem in problems if problem not in torn]
         return problems + check_references(self.bytes)
 
 
 class Simulation:
     """All starts of one seed, one after the other or at the same time."""
 
-    def __init__(self, scheduler: Scheduler, seed: str) -> None:
+    def __init__(self, scheduler: Scheduler, seed: str, folder: Path) -> None:
+        self.folder = folder  # of the hosts' near tiers
         rng = random.Random(f"job {seed}")
         self.scheduler = scheduler
         self.starts = starts_of(rng)
@@ -185,6 +222,12 @@ class Simulation:
         """Everything, and the judgement."""
         lives = []
         for start in self.starts:
+            for host in start.losses:
+                shutil.rmtree(self.folder / host, ignore_errors=True)
+                self.events.append(
+                    Event(-1, -1, "lost host", {"host": host, "time": self.scheduler.now})
+                )
+                self.counts["hosts lost"] += 1
             life = Life(self, start)
             life.begin()
             lives.append(life)
@@ -207,20 +250,39 @@ class Simulation:
         self.events.append(Event(life, rank, kind, {**facts, "time": self.scheduler.now}))
         self.counts[f"{kind} {facts['error']}" if "error" in facts else kind] += 1
 
+    def _without_lost_hosts(self) -> list[Event]:
+        """What happened, but for jobs that end because nothing is durable yet and a host is not
+        there, or its folder: documents say that they do.
+        """
+        lost = bool(self.counts["hosts lost"])
+        hosts: set[str] = set()
+        allowed = set[int]()
+        for start in self.starts:
+            hosts |= set(start.hosts)
+            if lost or hosts - set(start.hosts):
+                allowed.add(start.number)
+        return [
+            event
+            for event in self.events
+            if event.life not in allowed
+            or event.facts.get("error") != "NoCheckpoint"
+            or "There is no durable checkpoint yet" not in event.facts["text"]
+        ]
+
     def _judge(self) -> list[str]:
         store = self.root.bytes
         acknowledged = [e.facts["attempt"] for e in self.events if e.kind == "saved"]
         self.root.changes.acknowledged += acknowledged
         problems = []
         if any(self.first.bytes.list("log/")):
-            problems += self.first.problems()
+            problems += self.first.problems(self.network.unlisted)
             self.counts["models first"] += len(Log(self.first.bytes).state().live)
         if not any(store.list("log/")):
             return ["acknowledged, and there is no log"] if acknowledged else problems
         root = root_of(store, min(start.keep for start in self.starts))
         # Threads stall here for as long as a seed says; `Life.wait` looks whether calls end.
         others = [check for check in CHECKS if check not in (ranks_agree, calls_end_in_time)]
-        problems += broken_promises(self.events, root, others)
+        problems += broken_promises(self._without_lost_hosts(), root, others)
         # A step may be saved again in one life: its first outcome on all ranks, then its second.
         nth = [
             event._replace(facts={**event.facts, "step": (event.facts["step"], event.facts["nth"])})
@@ -229,7 +291,13 @@ class Simulation:
             for event in self.events
         ]
         problems += broken_promises(nth, root, [ranks_agree])
-        return problems + wrong_bits(store) + self.root.problems() + left_behind(store)
+        problems += broken_promises(self.events, root, NEAR_CHECKS)
+        return (
+            problems
+            + wrong_bits(store)
+            + self.root.problems(self.network.unlisted)
+            + left_behind(store)
+        )
 
 
 class Life:
@@ -249,8 +317,14 @@ class Life:
 
     def begin(self) -> None:
         """Start the processes, and what will befall them."""
-        for rank, point, everyone in self.start.kills:
+        if self.start.near_every:
+            facts = {"near": 0, "hosts": self.start.hosts, "ranks": self.start.size, "ends": "any"}
+            number, now = self.start.number, self.scheduler.now
+            event = Event(number, -1, "started", {**facts, "time": now})
+            self.simulation.events.append(event)
+        for rank, point, request, everyone in self.start.kills:
             self.processes[rank].dies_at = point
+            self.processes[rank].dies_at_request = request
             self.processes[rank].dies = lambda rank=rank, all_=everyone: self._kill(rank, all_)
         for rank, process in enumerate(self.processes):
             thread = SimulatedThread(target=self.ranks[rank].main, name=process.name)
@@ -320,7 +394,7 @@ class Rank:
             self._note("ended", error="")
             self._life.simulation.counts["preempted"] += 1
         except Exception as error:  # whatever it is, the judgement looks at it
-            self._note("ended", error=type(error).__name__, text=str(error))
+            self._note("ended", error=type(error).__name__, text=self._without_folder(error))
         finally:
             self._life.hub.leave(self._rank)
 
@@ -336,7 +410,9 @@ class Rank:
         self._target = target = Target(world, store, first, dedup=start.dedup)
         between = world.duplicate()
         state = state_of(0, self._rank, start.size)
-        policy = EverySteps(start.save_every) | AtExit()
+        policy: SavePolicy = EverySteps(start.save_every)
+        if not start.near_every:  # what is near stays newer than what is durable
+            policy = policy | AtExit()
         if start.preempted is not None:
             policy = policy | OnPreemption(grace_seconds=start.preempted[2])
         with Checkpointer(
@@ -346,13 +422,15 @@ class Rank:
             keep=KeepLatest(start.keep),
             when_busy="skip" if start.skips else "wait",
             observers=[self._observe],
+            near=self._near(),
         ) as saver:
             self._saver = saver
             report = saver.restore()
             begun = 0 if report is None else report.step
             right = is_step(state, begun, self._rank, start.size)
-            attempt = "" if report is None else report.attempt
-            self._note("restored", step=begun, right=right, attempt=attempt)
+            attempt, origin = ("", "") if report is None else (report.attempt, report.origin)
+            self._note("restored", step=begun, right=right, attempt=attempt, origin=origin)
+            simulation.counts["near restored"] += origin == "near"
             for step in range(begun + 1, begun + 1 + start.steps):
                 scheduler.sleep(start.step_seconds)
                 if start.together:
@@ -364,6 +442,16 @@ class Rank:
                 finally:
                     self._note("stepped", step=step, seconds=scheduler.now - before)
 
+    def _without_folder(self, error: Exception) -> str:
+        return str(error).replace(str(self._life.simulation.folder), "")  # another in each run
+
+    def _near(self) -> Near | None:
+        start = self._life.start
+        if not start.near_every:
+            return None
+        path = self._life.simulation.folder / start.hosts[self._rank]
+        return Near(path, every=EverySteps(start.near_every))
+
     def _store(self, bucket: Bucket) -> Store:
         process = self._life.processes[self._rank]
         store = NetworkStore(bucket.bytes, self._life.simulation.network, process)
@@ -373,6 +461,11 @@ class Rank:
         if isinstance(event, SaveSucceeded):
             step = event.report.step
             self._note("saved", step=step, nth=self._nth(step), attempt=event.report.attempt)
+        elif isinstance(event, NearSaved):
+            self._note("near saved", step=event.report.step, attempt=event.report.attempt)
+        elif isinstance(event, NearFailed):
+            name = type(event.error).__name__
+            self._note("near failed", step=event.step, error=name)
         elif isinstance(event, SaveFailed):
             step, nth, name = event.step, self._nth(event.step), type(event.error).__name__
             assert self._target is not None, "a save has ended"

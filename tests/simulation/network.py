@@ -13,6 +13,7 @@ from functools import partial
 from itertools import islice
 from typing import Any, NamedTuple, TypeVar
 
+from ckpt.commit.names import MANIFEST_NAME
 from storage import Store, TransientError
 from storage.errors import OutcomeUnknownError, StorageError
 from storage.store import ObjectInfo
@@ -21,6 +22,7 @@ from tests.simulation.scheduler import Process, Scheduler
 
 T = TypeVar("T")
 
+SLOWER = 30.0  # how many times longer a slow request takes
 PUBLISHING = ("put_if_absent", "publish")
 ARRIVING_LATE = (*PUBLISHING, "delete")  # the others borrow memory of their caller
 
@@ -30,17 +32,22 @@ class Weather(NamedTuple):
 
     travel_seconds_max: float
     refused: float  # never arrives, and the caller knows
-    unanswered: float  # arrives, and the caller does not know
+    unanswered: float  # arrives or not, and the caller does not know
     late: float  # arrives long after the caller has given up
     late_seconds_max: float
     outages: tuple[tuple[float, float], ...]  # from, until: nothing arrives
+    cuts: tuple[tuple[int, float], ...]  # the n-th record gets no answer, and nothing after it
+    slow: float  # travels for many times as long
 
 
 def weather_of(rng: random.Random) -> Weather:
     """Half of the seeds have good weather: what goes wrong there is the order alone."""
-    travel = rng.choice((0.001, 0.05, 1.0))
+    travel, slow = rng.choice((0.001, 0.05, 1.0)), rng.choice((0.0, 0.02, 0.2))
     if rng.random() < 0.5:
-        return Weather(travel, 0.0, 0.0, 0.0, 0.0, ())
+        return Weather(travel, 0.0, 0.0, 0.0, 0.0, (), (), slow)
+    cuts = []
+    if rng.random() < 0.5:
+        cuts.append((rng.randint(2, 12), rng.choice((2.0, 20.0, 90.0))))
     outages = []
     if rng.random() < 0.4:
         begin = rng.uniform(0.0, 20.0)
@@ -52,6 +59,8 @@ def weather_of(rng: random.Random) -> Weather:
         rng.choice((0.0, 0.0, 0.02)),
         rng.choice((0.5, 5.0, 60.0)),
         tuple(outages),
+        tuple(cuts),
+        slow,
     )
 
 
@@ -63,6 +72,12 @@ class Network:
         self.weather = weather
         self.counts: Counter[str] = Counter()
         self._rng = random.Random(f"network {seed}")
+        self.unlisted: set[str] = set()  # each came while its attempt was being deleted
+        self._published: dict[str, int] = {}  # when, in requests
+        self._listed: dict[tuple[str, str], int] = {}
+        self._requests = 0
+        self._records = 0  # that were sent
+        self._cut_until = 0.0
 
     def request(
         self,
@@ -75,7 +90,9 @@ class Network:
         """Send it, and wait for the answer."""
         scheduler, weather = self.scheduler, self.weather
         there, back = (self._rng.random() * weather.travel_seconds_max for _ in range(2))
-        fate = self._fate(operation)
+        if weather.slow and self._rng.random() < weather.slow:
+            there *= SLOWER
+        fate = self._fate(operation, key)
         if fate:
             self.counts[fate] += 1
         if fate == "late":
@@ -87,18 +104,22 @@ class Network:
             if process.is_dead and not survives:
                 return
             scheduler.note(f"{operation} {key} arrives")
+            self._note_order(process, operation, key)
             try:
                 answers.append((apply(), None))
             except StorageError as error:
                 answers.append((None, error))
 
         what = f"{operation} {key}: {fate} by the simulation"
-        if fate != "refused":
+        if fate not in ("refused", "lost"):
             scheduler.later(there, arrive)
+        process.requests += 1
+        if process.requests == process.dies_at_request and not process.is_dead:
+            process.dies()
         scheduler.sleep((0.0 if fate == "late" else there) + back)
+        if fate in ("refused", "lost") and operation == "publish":
+            discard()
         if fate == "refused":
-            if operation == "publish":
-                discard()
             raise TransientError(what)
         if fate:
             raise OutcomeUnknownError(what) if operation in PUBLISHING else TransientError(what)
@@ -108,15 +129,47 @@ class Network:
         answer: T = value
         return answer
 
-    def _fate(self, operation: str) -> str:
+    def begin_list(self, process: Process, prefix: str) -> None:
+        """A process is about to list what lies below a prefix."""
+        self._listed[process.name, prefix] = self._requests
+
+    def _note_order(self, process: Process, operation: str, key: str) -> None:
+        """Note a MANIFEST that has arrived since the list by which its attempt is deleted."""
+        self._requests += 1
+        folder, _, name = key.rpartition("/")
+        if operation == "publish":
+            self._published[key] = self._requests
+        if operation != "delete" or name == MANIFEST_NAME:
+            return
+        lists = [
+            n
+            for (who, prefix), n in self._listed.items()
+            if who == process.name and key.startswith(prefix)
+        ]
+        manifest = f"{folder}/{MANIFEST_NAME}"
+        if lists and self._published.get(manifest, -1) > max(lists):
+            self.unlisted.add(manifest)
+
+    def _fate(self, operation: str, key: str) -> str:
         now, weather = self.scheduler.now, self.weather
         draw = self._rng.random()
+        if now < self._cut_until:
+            return "refused"
+        if operation == "put_if_absent" and key.startswith("log/"):
+            self._records += 1
+            for number, seconds in weather.cuts:
+                if number == self._records:
+                    self._cut_until = now + seconds
+                    return self._rng.choice(("lost", "unanswered"))
         if any(begin <= now < end for begin, end in weather.outages):
             return "refused"
         for fate, rate in (("refused", weather.refused), ("unanswered", weather.unanswered)):
             if draw < rate:
                 # A part that has arrived cannot be written again in this store.
-                return "refused" if operation == "write_part" else fate
+                if operation == "write_part":
+                    return "refused"
+                is_lost = fate == "unanswered" and self._rng.random() < 0.5
+                return "lost" if is_lost and operation in PUBLISHING else fate
             draw -= rate
         return "late" if draw < weather.late and operation in ARRIVING_LATE else ""
 
@@ -140,6 +193,7 @@ class NetworkStore(FaultyStore):
 
     def list(self, prefix: str, *, after: str = "") -> Iterator[ObjectInfo]:
         """In pages: what is created or deleted meanwhile may be in a later one."""
+        self._network.begin_list(self._process, prefix)
         while True:
             page = self.perform("list", prefix, partial(self._page, prefix, after))
             yield from page

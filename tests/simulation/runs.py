@@ -16,7 +16,9 @@ import logging
 import os
 import random
 import sys
+import tempfile
 import traceback
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -59,6 +61,12 @@ def main(arguments: list[str]) -> None:
 
 def in_child(seed: str, *, trace: bool) -> dict[str, Any]:
     """What a seed gave: problems, counts and the digest of its trace."""
+    memory = "/dev/shm" if os.path.isdir("/dev/shm") else None
+    with tempfile.TemporaryDirectory(prefix="simulation-", dir=memory) as folder:
+        return _in_child(seed, Path(folder), trace=trace)
+
+
+def _in_child(seed: str, folder: Path, *, trace: bool) -> dict[str, Any]:
     read, write = os.pipe()
     pid = os.fork()
     if not pid:
@@ -66,7 +74,7 @@ def in_child(seed: str, *, trace: bool) -> dict[str, Any]:
         try:
             faulthandler.dump_traceback_later(REAL_SECONDS_MAX, exit=True)
             os.close(read)
-            result = _simulate(seed, trace)
+            result = _simulate(seed, folder, trace)
             if seed == WARM_UP:
                 result["modules"] = sorted(sys.modules)
             answer = json.dumps(result).encode()
@@ -86,14 +94,14 @@ def in_child(seed: str, *, trace: bool) -> dict[str, Any]:
     return given
 
 
-def _simulate(seed: str, trace: bool) -> dict[str, Any]:
+def _simulate(seed: str, folder: Path, trace: bool) -> dict[str, Any]:
     scheduler = Scheduler(seed)
     if trace:
         scheduler.echo = lambda line: print(line, file=sys.stderr)
     random.seed(seed)  # pauses between tries have some of it
     primitives.begin(scheduler)
     try:
-        problems, counts = Simulation(scheduler, seed).run()
+        problems, counts = Simulation(scheduler, seed, folder).run()
     except Exception as error:
         problems = ["".join(traceback.format_exception(error)), *scheduler.trace]
         counts = {}

@@ -42,7 +42,9 @@ class Process:
         self.is_dead = False
         self.frozen_until = 0.0
         self.points = 0
+        self.requests = 0
         self.dies_at = 0  # the point at which it calls `dies`
+        self.dies_at_request = 0  # with that request on its way
         self.dies: Callable[[], None] = lambda: None
 
 

@@ -148,8 +148,8 @@ def _silence_is_damage() -> None:
     condition_of = restore.condition_of
 
     def condition(store: Store, world: World, attempt: str) -> str:
-        found = condition_of(store, world, attempt)
-        return "damaged" if found == "unknown" else found
+        answer = condition_of(store, world, attempt)
+        return "damaged" if answer == "unknown" else answer
 
     _exchange(restore, "condition_of", condition)
 

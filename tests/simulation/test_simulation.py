@@ -27,7 +27,7 @@ from tests.simulation.scheduler import Process, Scheduler, Stuck
 ROOT = Path(__file__).resolve().parents[2]
 PARTS = 20
 SEEDS = 10_000
-SEEDS_OF_BUGS = 100
+SEEDS_OF_BUGS = 250
 
 
 def _run(*seeds: str) -> list[dict[str, Any]]:

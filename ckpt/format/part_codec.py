@@ -144,6 +144,7 @@ class PartReader:
         for name, column, limit in (
             ("chunk of file", part.chunk_file, len(files)),
             ("chunk of tensor", part.chunk_tensor, len(tensors)),
+            ("chunk of box", part.chunk_box, box_count),
             ("replica of tensor", part.replicas.tensor, len(tensors)),
         ):
             if len(column) and int(column.max()) >= limit:

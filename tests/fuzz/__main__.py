@@ -149,6 +149,8 @@ def _search(args: argparse.Namespace) -> int:
 
     options = [f"-max_total_time={args.seconds}", f"-timeout={args.patience}", "-rss_limit_mb=4096"]
     options += [f"-seed={args.seed or 1}", f"-artifact_prefix={folder}/", "-max_len=65536"]
+    # A file of an input that is slow by a clock would count as one that broke the reader.
+    options += [f"-report_slow_units={args.patience}"]
     arguments = [sys.argv[0], *options, str(folder / "inputs")]
     atheris.Setup(arguments, partial(within_rough_bounds, target), custom_mutator=mutate)
     atheris.Fuzz()

@@ -218,7 +218,9 @@ class LightningCheckpoints(CheckpointIO):
 
 
 class _ShardedCheckpoints(LightningCheckpoints):
-    """The same root with checkpoints of all ranks. Collective are `save`, `load` and what waits."""
+    """The same root with checkpoints of all ranks. Collective are `save`, `load`,
+    `remove_checkpoint` and what waits.
+    """
 
     def save(self, parts: dict[str, Any], rest: dict[str, Any], path: str) -> None:
         """Begin to save `parts` where they lie. `rest` is kept as the first rank has it, which is
@@ -236,6 +238,13 @@ class _ShardedCheckpoints(LightningCheckpoints):
         state = {**parts, _ENTRY: rest, _LOOPS: PerRank(loops, _first)}
         self._fill(state, path, strict=strict)
         return {**rest.content, _LOOPS: loops.content}
+
+    def remove_checkpoint(self, path: str | os.PathLike[str]) -> None:
+        self._wait()
+        entry = self._entry(os.fspath(path))
+        if dist.is_initialized():
+            dist.barrier()  # the first rank retires it, when all others have found it
+        self._retire(entry)
 
     def _retire(self, entry: StepInfo) -> None:
         if self._is_first:

@@ -394,6 +394,8 @@ class TorchWorld(World):
                 rank=waiter.peer,
                 phase=name,
             )
+        if waiter.done.is_set():
+            waiter.thread.join()  # in torch's code it would abort an interpreter that ends
         if waiter.error is not None:
             raise waiter.error
         if not waiter.done.is_set():
@@ -459,7 +461,8 @@ class _Waiter:
         self.error: Exception | None = None
         self.peer = works[0].peer if works else -1
         self._works = works
-        threading.Thread(target=self._wait, name="ckpt-all-to-all", daemon=True).start()
+        self.thread = threading.Thread(target=self._wait, name="ckpt-all-to-all", daemon=True)
+        self.thread.start()
 
     def _wait(self) -> None:
         try:
@@ -491,9 +494,7 @@ def _hashed(sender: int, receiver: int, nbytes: int) -> int:
 
 
 def _tensors(view: memoryview, nbytes_max: int = 64 * MiB) -> list[torch.Tensor]:
-    """A buffer as uint8 tensors of bounded size that share its memory; a read-only one is
-    copied.
-    """
+    """A buffer as uint8 tensors of bounded size, which share its memory unless it is read-only."""
     if not view.nbytes:
         return []
     whole = torch.frombuffer(bytearray(view) if view.readonly else view, dtype=torch.uint8)

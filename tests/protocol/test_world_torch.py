@@ -94,6 +94,28 @@ def _exchange_nothing(world: World) -> bool:
     return True
 
 
+def _exchange_with_a_slow_waiter() -> list[str]:
+    """Threads that are left when the exchange is over; the one that waits is slow to end."""
+    waiter, world = ckpt.world.torch_world._Waiter, current_world()
+    wait = waiter._wait
+
+    def slow(self: Any) -> None:
+        wait(self)
+        time.sleep(0.3)
+
+    waiter._wait = slow  # type: ignore[method-assign]
+    try:
+        assert _exchange(world)
+        return [one.name for one in threading.enumerate() if one.name == "ckpt-all-to-all"]
+    finally:
+        waiter._wait = wait  # type: ignore[method-assign]
+
+
+def test_an_exchange_leaves_no_thread_in_torchs_code() -> None:
+    """An interpreter that ends would be aborted by it."""
+    assert run_ranks(3, _exchange_with_a_slow_waiter) == [[], [], []]
+
+
 def test_rounds_and_exchange_of_three_ranks() -> None:
     results = run_ranks(3, _talk)
     gathered = [bytes([rank]) * 3 for rank in range(3)]

@@ -409,6 +409,13 @@ def test_digests_that_do_not_belong_to_the_replicas_are_refused() -> None:
         decode_part(encode_part(beyond))
 
 
+def test_chunks_of_boxes_that_are_not_there_are_refused() -> None:
+    part = SAMPLE.parts[0]
+    beyond = replace(part, chunk_box=np.full(len(part.chunk_box), len(part.boxes)))
+    with pytest.raises(Corrupt, match=f"a chunk of box {len(part.boxes)}"):
+        decode_part(encode_part(beyond))
+
+
 def test_chunks_take_at_most_16_bytes() -> None:
     """The benchmark's layouts at 64 ranks: bytes per chunk aside from checksums."""
     layouts: list[Callable[[], Manifest]] = [

@@ -99,7 +99,8 @@ ALL = (
         "ckpt/format/part_codec.py",
         '            ("replica of tensor", part.replicas.tensor, len(tensors)),\n',
         "",
-        test=_KEPT,
+        test="tests/format/test_manifest.py::"
+        "test_digests_that_do_not_belong_to_the_replicas_are_refused",
     ),
     Mutant(
         "a greeting with another card than ours is an error of Python",

@@ -218,8 +218,8 @@ class LightningCheckpoints(CheckpointIO):
 
 
 class _ShardedCheckpoints(LightningCheckpoints):
-    """The same root with checkpoints of all ranks. Collective are `save`, `load`,
-    `remove_checkpoint` and what waits.
+    """The same root with checkpoints of all ranks. Collective are `save`, `load`, `find`
+    and what waits.
     """
 
     def save(self, parts: dict[str, Any], rest: dict[str, Any], path: str) -> None:
@@ -239,11 +239,13 @@ class _ShardedCheckpoints(LightningCheckpoints):
         self._fill(state, path, strict=strict)
         return {**rest.content, _LOOPS: loops.content}
 
-    def remove_checkpoint(self, path: str | os.PathLike[str]) -> None:
+    def find(self, path: str) -> StepInfo:
+        """What was saved under `path`. Raises NoCheckpoint."""
         self._wait()
-        entry = self._entry(os.fspath(path))
-        if dist.is_initialized():
-            dist.barrier()  # the first rank retires it, when all others have found it
+        return self._entry(path)
+
+    def retire(self, entry: StepInfo) -> None:
+        """Retire it, on the first rank: when all others have found it."""
         self._retire(entry)
 
     def _retire(self, entry: StepInfo) -> None:
@@ -322,7 +324,9 @@ class _SavesShards(Strategy):
         )
 
     def remove_checkpoint(self, filepath: str | os.PathLike[str]) -> None:
-        self._shards.remove_checkpoint(self._path(filepath))
+        entry = self._shards.find(self._path(filepath))
+        self.barrier("remove_checkpoint")
+        self._shards.retire(entry)
 
     def teardown(self) -> None:
         self._shards.teardown()

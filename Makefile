@@ -72,7 +72,7 @@ test-wild: $(INSTALLED)
 	$(BIN)/python -m pytest --soak --timeout=7200 tests/wild $(PYTEST_ARGS)
 
 test-cluster: $(INSTALLED)
-	$(BIN)/python -m pytest --cluster --results $(RESULTS) -n $(WORKERS) --dist load tests/cluster tests/model/test_power.py $(PYTEST_ARGS)
+	$(BIN)/python -m pytest --cluster --results $(RESULTS) -s tests/cluster tests/model/test_power.py $(PYTEST_ARGS)
 
 mutants: $(INSTALLED)
 	$(BIN)/python -m tests.mutation $(ROOMS) --count $(MUTANTS)

@@ -198,7 +198,7 @@ def measure_recovery(gib: float, rounds: int, directory: str, memory: str) -> No
             row("speed over DCP's cold load", f"{speed(loaded, 'near', 'dcp'):.2f}x", "none"),
             row(
                 "speed over a bare cold read",
-                f"{speed(loaded, 'near', 'cold preadv'):.2f}x",
+                f"{speed(loaded, 'near', 'cold raw'):.2f}x",
                 "none",
             ),
             row("speed over memcpy", f"{speed(loaded, 'near', 'memcpy'):.2f}x", ">= 0.7x"),

@@ -133,8 +133,7 @@ class LightningCheckpoints(CheckpointIO):
         return tree.content if map_location is None else _moved(tree.content, map_location)
 
     def _fill(self, state: dict[str, Any], path: str | os.PathLike[str], *, strict: bool) -> None:
-        self._wait()
-        entry = self._entry(os.fspath(path))
+        entry = self.find(path)
         load(
             state,
             self.url,
@@ -147,8 +146,12 @@ class LightningCheckpoints(CheckpointIO):
 
     def remove_checkpoint(self, path: str | os.PathLike[str]) -> None:
         """Retire what was saved under `path`. The only checkpoint of a root stays."""
+        self.retire(self.find(path))
+
+    def find(self, path: str | os.PathLike[str]) -> StepInfo:
+        """What was saved under `path`. Raises NoCheckpoint."""
         self._wait()
-        self._retire(self._entry(os.fspath(path)))
+        return self._entry(os.fspath(path))
 
     def teardown(self) -> None:
         """Wait for the save in flight. Raises its error."""
@@ -163,9 +166,10 @@ class LightningCheckpoints(CheckpointIO):
             self._attempts[name] = attempt
             for entry in self._entries() if before else ():
                 if entry.attempt == before:
-                    self._retire(entry)
+                    self.retire(entry)
 
-    def _retire(self, entry: StepInfo) -> None:
+    def retire(self, entry: StepInfo) -> None:
+        """Retire a checkpoint. The only one of a root stays."""
         session = session_of(
             self.url,
             process_group=self._group(),
@@ -239,18 +243,10 @@ class _ShardedCheckpoints(LightningCheckpoints):
         self._fill(state, path, strict=strict)
         return {**rest.content, _LOOPS: loops.content}
 
-    def find(self, path: str) -> StepInfo:
-        """What was saved under `path`. Raises NoCheckpoint."""
-        self._wait()
-        return self._entry(path)
-
     def retire(self, entry: StepInfo) -> None:
-        """Retire it, on the first rank: when all others have found it."""
-        self._retire(entry)
-
-    def _retire(self, entry: StepInfo) -> None:
+        """By the first rank: call it when all others have found the checkpoint."""
         if self._is_first:
-            super()._retire(entry)
+            super().retire(entry)
 
     @property
     def _is_first(self) -> bool:

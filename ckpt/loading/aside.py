@@ -28,6 +28,7 @@ from ckpt.loading.load import (
     transfer,
     warnings_of,
 )
+from ckpt.loading.origins import OneStore
 from ckpt.loading.plan import ReadPlan, chunks_of, plan_reads
 from ckpt.loading.reader import Reader, may_write
 from ckpt.loading.shared_reads import Sharing, share
@@ -145,7 +146,8 @@ def read_aside(
         choice = _choose(manifest, targets, known, where)
         reads = _without(plan_reads(manifest, choice.holdings), choice.kept_chunks)
         sums = BlockSums(store, prefix, manifest, options.path.cache)
-        return Reader(sums, reads, options.path), choice, targets
+        origins = OneStore(world.size, len(manifest.files))
+        return Reader(sums, reads, options.path, origins), choice, targets
 
     reader, choice, targets = collectively(world, "plan", plan)
     groups, sums = groups_of_needs(reader, manifest, world, options, LoadSums(binding.tally))

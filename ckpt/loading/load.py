@@ -193,7 +193,7 @@ def _fill(
         # Where one rank has a place for everything, no other has to be asked.
         has_left = options.strict is True and len(binding.fatal) > len(binding.fatal_here)
         mine = LoadSums(binding.tally, has_left=has_left)
-        groups, sums = groups_of_needs(reader, manifest, world, options, mine, origins)
+        groups, sums = groups_of_needs(reader, manifest, world, options, mine)
         if world.size > 1 and sums.has_left == world.size:
             _refuse_left(binding, _catalog(manifest, options, where).catalog, world, where)
         warnings = warnings_of(binding, manifest, world, sums.tally, where)
@@ -370,16 +370,14 @@ def groups_of_needs(
     world: World,
     options: LoadOptions,
     mine: LoadSums,
-    origins: Origins | None = None,
 ) -> tuple[list[Group], LoadSums]:
     """With whom this rank shares what it needs, and the sums over all ranks."""
     needs, limits = reader.needs, options.sharing
     groups: list[Group] = []
     if world.size > 1:
-        ranks = range(world.size) if origins is None else origins.ranks
         line = int(file_starts(manifest.file_nbytes)[-1])
         with world.transfers("needs") as wires:
-            groups = match(wires, world.rank, ranks, needs, line)
+            groups = match(wires, world.rank, reader.origins.ranks, needs, line)
     sums = _summed(world, mine._replace(weight=weigh(needs, groups, world.rank, limits)))
     if sums.weight.is_little(limits):
         groups = long_only(groups, limits)

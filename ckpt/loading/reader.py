@@ -99,14 +99,15 @@ class Reader:
 
     `blocks` are all blocks that the plan needs some of, `needs` what it needs: these blocks, and of
     files that are away exactly the wanted bytes. The runs are some of them. Every method raises
-    Corrupt when bytes differ from what was written, and the store's errors.
+    Corrupt when bytes differ from what was written, and the store's errors. Without `origins`, this
+    rank alone reads from one store.
     """
 
     def __init__(
         self, sums: BlockSums, plan: ReadPlan, path: ReadPath, origins: Origins | None = None
     ) -> None:
         manifest = sums.manifest
-        self._origins = origins or OneStore(1, len(manifest.files))
+        self.origins = origins or OneStore(1, len(manifest.files))
         self._sums = sums
         self._store = sums.store
         self._keys = file_keys(sums.directory, manifest)
@@ -137,7 +138,7 @@ class Reader:
         self.nbytes_passed = 0  # read over, between what is needed
         self.nbytes_cached = 0
         self.nbytes_direct = 0  # of those of the store, around the page cache
-        self._away = plan.wanted(manifest, self._origins.is_away)
+        self._away = plan.wanted(manifest, self.origins.is_away)
         here, _ = self._divided(self.blocks.runs())
         self._nbytes = length(here)
         self.needs = united(np.concatenate([here, self._away]))
@@ -169,7 +170,7 @@ class Reader:
 
     def _divided(self, runs: Ints) -> tuple[Ints, Ints]:
         """What of `runs` is in files of the store, and what in those that are away."""
-        is_away = self._origins.is_away
+        is_away = self.origins.is_away
         if not is_away.any():
             return runs, runs[:0]
         pieces, file = pieces_of(runs, self._files[:-1], self._files[1:])
@@ -196,7 +197,7 @@ class Reader:
             self._put(runs, data)
 
     def _fetch(self, file: int, runs: Ints) -> memoryview:
-        data = self._origins.fetch(file, runs)
+        data = self.origins.fetch(file, runs)
         with self._counting:
             self.nbytes_read += data.nbytes
             self.nbytes_away += data.nbytes
@@ -388,7 +389,7 @@ class Reader:
     def read_run(self, run: SharedRun) -> memoryview:
         """The checked bytes of a run, in the order of the line."""
         file = bisect_right(self._starts, run.start) - 1
-        if self._origins.is_away[file]:
+        if self.origins.is_away[file]:
             return self._fetch(file, run.runs())
         buffer = memoryview(bytearray(run.stop - run.start))
         for request in self._requests(np.array([[run.start, run.stop]])):

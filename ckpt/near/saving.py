@@ -392,8 +392,9 @@ class NearSaves:
             self._kept = None
             is_fenced = isinstance(error, Fenced)
             if is_written and (is_fenced or world.failure is not None):
-                # A rank is gone, and hosts may have the record: others, who know that they have,
-                # may have dropped the state before. These files are left to the next job.
+                # A rank is gone, or another job has taken over, and hosts may have the record:
+                # others, who know that they have, may have dropped the state before, or train on
+                # from this one. These files are left to the next job.
                 if self._mapped is not None:
                     self._mapped.published(header.attempt)
                 raise

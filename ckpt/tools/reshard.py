@@ -88,17 +88,17 @@ def reshard(
         if target is not None:
             options = options_of_other(url, storage_options, target, target_options)
             there = stack.enter_context(closing(open_store(target, **options)))
-        for tries_left in reversed(range(RETIRED_MAX)):
+        # In another place lie files of the checkpoint that was begun with.
+        tries_left = RETIRED_MAX if step is None and there is None else 1
+        while True:
             located = find_checkpoint(source, step)
             try:
                 return _resharded(source, located, there, how)
             except (CheckpointError, StorageError) as error:
-                # In another place lie files of the one that was begun with.
-                is_any = step is None and there is None and tries_left
-                if not is_any or not _was_retired(source, located):
+                tries_left -= 1
+                if not tries_left or not _was_retired(source, located):
                     raise
                 logger.warning("begin again with what is the latest now: %s", error)
-    raise AssertionError("the last try returns or raises")
 
 
 class _How(NamedTuple):

@@ -9,7 +9,7 @@ from __future__ import annotations
 import errno
 import shutil
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from functools import partial
 from itertools import pairwise
@@ -210,6 +210,19 @@ def test_a_state_of_a_fenced_job_is_never_used(tmp_path: Path) -> None:
     assert origins(again) == {("durable", 3)}
 
 
+def _trains_on_after(
+    other: Callable[[], None], service: Checkpointer, state: Any, world: World
+) -> None:
+    """`other` happens once, while this job stands still after step 4; then it goes on to step 8."""
+    world.gather("recorded", b"")
+    if world.rank == 0:
+        other()
+    world.gather("successor", b"")
+    for step in range(5, 9):
+        advance(state, step, world.rank, 2)
+        service.step(step)
+
+
 @pytest.mark.parametrize("is_in_memory", [True, False])
 def test_a_job_that_was_superseded_learns_it_in_its_tier(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_in_memory: bool
@@ -219,15 +232,13 @@ def test_a_job_that_was_superseded_learns_it_in_its_tier(
 
     def zombie(service: Checkpointer, state: Any, world: World) -> None:
         service.wait()
-        world.gather("recorded", b"")
-        if world.rank == 0:
+
+        def succeed() -> None:
             successor = Life(2, store, hosts)
             successor.run(2)
             assert origins(successor) == {("near", 4)}
-        world.gather("successor", b"")
-        for step in range(5, 9):
-            advance(state, step, world.rank, 2)
-            service.step(step)
+
+        _trains_on_after(succeed, service, state, world)
 
     old = Life(2, store, hosts)
     with pytest.raises(RanksFailed) as failed:
@@ -254,15 +265,13 @@ def test_a_superseded_job_leaves_alone_what_it_does_not_know_that_it_recorded(
         (tier,) = service._near._tiers
         assert tier._saves is not None
         tier._saves._safe = ""
-        world.gather("recorded", b"")
-        if world.rank == 0:
+
+        def succeed() -> None:
             successor = Life(2, store, hosts)
             successor.run(0)
             assert origins(successor) == {("near", 4)}
-        world.gather("successor", b"")
-        for step in range(5, 9):
-            advance(state, step, world.rank, 2)
-            service.step(step)
+
+        _trains_on_after(succeed, service, state, world)
 
     with pytest.raises(RanksFailed) as failed:
         Life(2, store, hosts).run(4, then=zombie)

@@ -10,7 +10,6 @@ from torch.distributed.fsdp import (
     BackwardPrefetch,
     CPUOffload,
     CPUOffloadPolicy,
-    DataParallelMeshDims,
     FullOptimStateDictConfig,
     FullStateDictConfig,
     LocalOptimStateDictConfig,
@@ -40,7 +39,7 @@ from torch.distributed.fsdp.wrap import (
 )
 
 from sharding.comm_hooks import LowPrecisionState, bf16_compress_hook, fp16_compress_hook
-from sharding.dtensor.meshes import ShardPlacementResult
+from sharding.dtensor.meshes import DataParallelMeshDims, ShardPlacementResult
 from sharding.engine.blocks import Blocks, Whole
 from sharding.explaining import explain
 from sharding.flat.members import FlatParameter

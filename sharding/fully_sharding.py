@@ -20,12 +20,11 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
-    DataParallelMeshDims,
     MixedPrecisionPolicy,
     OffloadPolicy,
 )
 
-from sharding.dtensor.meshes import data_mesh, parts_by_mesh
+from sharding.dtensor.meshes import DataParallelMeshDims, data_mesh, parts_by_mesh
 from sharding.dtensor.param import DataAxes, DataMesh, Keeping
 from sharding.dtensor.seam import concatenated, flattened, sharded_before_as
 from sharding.dtensor.store import DTensorStore, SmallerMesh

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+import torch.distributed.fsdp
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard
@@ -19,7 +20,32 @@ from sharding.engine.collectives import Comm, alone, comm_of
 from sharding.engine.groups import groups_of
 from sharding.engine.store import ModuleParam
 
-__all__ = ["MeshPart", "ShardPlacementResult", "data_mesh", "parts_by_mesh"]
+__all__ = ["DataParallelMeshDims", "MeshPart", "ShardPlacementResult", "data_mesh", "parts_by_mesh"]
+
+if TYPE_CHECKING:
+    from torch.distributed.fsdp import DataParallelMeshDims
+elif hasattr(torch.distributed.fsdp, "DataParallelMeshDims"):  # from torch 2.12 on
+    DataParallelMeshDims = torch.distributed.fsdp.DataParallelMeshDims
+else:
+
+    @dataclass(frozen=True)
+    class DataParallelMeshDims:
+        """Names of the mesh axes of data parallelism: to shard over, to replicate over."""
+
+        shard: str | tuple[str, ...] | None = None
+        replicate: str | tuple[str, ...] | None = None
+
+        @property
+        def shard_names(self) -> tuple[str, ...]:
+            return _names(self.shard)
+
+        @property
+        def replicate_names(self) -> tuple[str, ...]:
+            return _names(self.replicate)
+
+
+def _names(axes: str | tuple[str, ...] | None) -> tuple[str, ...]:
+    return (axes,) if isinstance(axes, str) else tuple(axes or ())
 
 
 @dataclass(frozen=True)

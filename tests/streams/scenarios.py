@@ -281,7 +281,7 @@ class OnOneMesh(nn.Module):
 
 @scenario(FULLY, ranks_min=8)
 def parameters_on_a_mesh_for_everything(run: Run) -> None:
-    from torch.distributed.fsdp import DataParallelMeshDims
+    from sharding import DataParallelMeshDims
 
     mesh = run.mesh(2, 2, 2, names=("dp", "cp", "tp"))
     for data in (

@@ -12,12 +12,12 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from sharding import DataParallelMeshDims
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import ckpt
 import sharding
+from sharding import DataParallelMeshDims
 from tests.ranks import run_ranks
 from tests.state.test_dicts_against_torch import differences
 

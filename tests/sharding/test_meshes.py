@@ -16,11 +16,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from sharding import DataParallelMeshDims
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import ckpt
 import sharding
+from sharding import DataParallelMeshDims
 from tests.ranks import run_ranks
 from tests.sharding.fully_scenarios import ENGINES, claims
 from tests.sharding.test_fully_checkpoints import shared_folder

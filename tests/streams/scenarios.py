@@ -20,6 +20,7 @@ from torch.distributed.fsdp import BackwardPrefetch, ShardingStrategy
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.utils.checkpoint import checkpoint
 
+import sharding
 from sharding import Blocks, Whole
 from tests.streams.training import SURFACES, WIDTH, Block, Net, Run
 
@@ -209,12 +210,16 @@ def cut_along_another_dim(run: Run) -> None:
 
 @scenario(FULLY, ranks_min=4)
 def a_mesh_for_each_parameter(run: Run) -> None:
-    from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, ShardPlacementResult
+    from torch.distributed.fsdp._fully_shard import _fsdp_common as common
 
-    fewer = FSDPMeshInfo(run.mesh(2, 4)["shard"], shard_mesh_dim=0)
+    axis = run.mesh(2, 4)["shard"]
+    # Before torch 2.12, only ours can do this.
+    theirs = getattr(common, "ShardPlacementResult", None)
+    fewer = theirs(None, common.FSDPMeshInfo(axis, shard_mesh_dim=0)) if theirs else None
+    fewer = fewer or sharding.ShardPlacementResult(None, axis)
 
     def place(param: nn.Parameter) -> Any:
-        return ShardPlacementResult(None, fewer) if param.shape[0] == 23 else None
+        return fewer if param.shape[0] == 23 else None
 
     model = run.wrap(run.net(), low=(BF16, FP32, None), shard_placement_fn=place)
     optimizer = run.sgd(model)

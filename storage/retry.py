@@ -124,27 +124,21 @@ class Trial:
 
 
 def run_publishing(
-    policy: RetryPolicy,
-    send: Callable[[], None],
-    is_ours: Callable[[], bool],
-    is_sent_twice: Callable[[], bool] = lambda: False,
+    policy: RetryPolicy, send: Callable[[], None], is_ours: Callable[[], bool]
 ) -> None:
     """Repeat `send`, which publishes an object, until its outcome is known.
 
-    Repeating a request whose answer was lost shows its outcome: the repetition is refused
-    because the object exists, or because the upload it completes is gone; `is_ours` then decides
-    whether the object is the one that we sent. So it does where `is_sent_twice` says that one
-    `send` has sent two requests. Raises OutcomeUnknownError when no attempt was answered.
+    A request that is refused, because the object exists or the upload is gone, may have been
+    carried out: by an earlier try whose answer was lost, or by a server or proxy that has repeated
+    it. `is_ours` then decides whether the object is the one that we sent. Raises
+    OutcomeUnknownError when no attempt was answered.
     """
-    sent = 0
 
     def attempt() -> None:
-        nonlocal sent
-        sent += 1
         try:
             send()
         except (KeyExistsError, KeyNotFoundError):
-            if (sent == 1 and not is_sent_twice()) or not is_ours():
+            if not is_ours():
                 raise
 
     try:

@@ -32,6 +32,7 @@ from urllib.parse import urlsplit
 # Forwarded, so that it happened:
 #   lost_reply: the connection is reset instead of the answer
 #   cut_body: of the answer's body the first half, then a reset; without a body a lost_reply
+#   gone_reply, refused_reply (by a rule only): 404 or 412 instead of the answer
 #   held_reply (by a rule only): nothing is answered for as long as the proxy holds on
 KINDS = ("error500", "slow_down", "too_many", "held", "reset", "lost_reply", "cut_body")
 _ANSWERS = {
@@ -39,6 +40,10 @@ _ANSWERS = {
     "slow_down": (503, "SlowDown"),
     "too_many": (429, "TooManyRequests"),
     "expired": (400, "ExpiredToken"),
+}
+_WRONG_REPLIES = {
+    "gone_reply": (404, "NoSuchUpload"),
+    "refused_reply": (412, "PreconditionFailed"),
 }
 _BODY = "<?xml version='1.0'?><Error><Code>{0}</Code><Message>injected</Message></Error>"
 
@@ -198,8 +203,7 @@ class _Handler(BaseHTTPRequestHandler):
         if body is None:  # as a server does: what was not sent whole did not happen
             self._reset()
         elif kind in _ANSWERS:
-            status, code = _ANSWERS[kind]
-            self._answer(status, [("Content-Type", "application/xml")], _BODY.format(code).encode())
+            self._answer_error(*_ANSWERS[kind])
         elif kind == "held":
             self.server.proxy.closing.wait(self.server.proxy.held_seconds)
             self._reset()
@@ -244,8 +248,13 @@ class _Handler(BaseHTTPRequestHandler):
             if kind == "held_reply":
                 self.server.proxy.closing.wait(self.server.proxy.held_seconds)
             self._reset()
+        elif kind in _WRONG_REPLIES:
+            self._answer_error(*_WRONG_REPLIES[kind])
         else:
             self._answer(response.status, headers, answer)
+
+    def _answer_error(self, status: int, code: str) -> None:
+        self._answer(status, [("Content-Type", "application/xml")], _BODY.format(code).encode())
 
     def _answer(
         self, status: int, headers: list[tuple[str, str]], body: bytes, sent: int | None = None

@@ -317,15 +317,18 @@ class _PeerWriter(ObjectWriter, AbstractContextManager["_PeerWriter"]):
         self._give_up()
 
     def _publish(self) -> None:
-        store, ledger = self._store, self._ledger
+        store, ledger, sent = self._store, self._ledger, 0
+
+        def send() -> None:
+            nonlocal sent
+            sent += 1
+            store.request("POST", "/end", upload=self._upload)
 
         def is_ours() -> bool:
             # An upload that is over when its end is repeated has been published, or given up.
-            return store.info(ledger.key).nbytes == ledger.nbytes
+            return sent > 1 and store.info(ledger.key).nbytes == ledger.nbytes
 
-        run_publishing(
-            store.policy, lambda: store.request("POST", "/end", upload=self._upload), is_ours
-        )
+        run_publishing(store.policy, send, is_ours)
 
     def _give_up(self) -> None:
         # One attempt: a peer that does not answer gives uploads up by itself.

@@ -266,7 +266,7 @@ class S3Writer(ObjectWriter):
             self._store.abort_upload(self._full_key, self._upload_id)
 
     def _publish(self) -> None:
-        run_publishing(self._store.retry, self._send, self._is_ours, lambda: self._is_sent_again)
+        run_publishing(self._store.retry, self._send, self._is_ours)
 
     def _send(self) -> None:
         if not self.in_parts:

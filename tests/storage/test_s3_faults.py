@@ -123,6 +123,21 @@ def test_a_conditional_put_says_the_truth_about_every_failure(
             store.put_if_absent("log/1", b"x")
 
 
+@pytest.mark.parametrize("kind", ["gone_reply", "refused_reply"])
+@pytest.mark.parametrize("nbytes", [5, 5 * MiB + 5])
+def test_a_write_done_and_answered_404_or_412_is_ours(
+    store: Store, proxy: FaultProxy, kind: str, nbytes: int
+) -> None:
+    """By its write id: an object of somebody else under the key stays KeyExistsError."""
+    method, what = ("POST", "uploadId=") if nbytes > 5 * MiB else ("PUT", "")
+    proxy.rule = failing(1, kind, method, what)
+    write_object(store, "a", bytes(nbytes), part_nbytes=5 * MiB)
+    assert proxy.counts[kind] == 1
+    assert store.get("a") == bytes(nbytes)
+    with pytest.raises(KeyExistsError):
+        write_object(store, "a", bytes(nbytes), part_nbytes=5 * MiB)
+
+
 def test_an_upload_that_cannot_be_finished_leaves_nothing(store: Store, proxy: FaultProxy) -> None:
     """No part ever gets through; then the network is well again."""
     proxy.rule = failing(10**6, "slow_down", "PUT", "partNumber")

@@ -24,7 +24,7 @@ from sharding.engine.streams import Streams
 from sharding.engine.torch_seam import mark_fully_sharded
 from sharding.engine.unit import Phase, Root, Unit
 from sharding.sharded_group import ShardedGroup
-from sharding.torch_face import TorchUnit
+from sharding.torch_face import TorchModule, TorchUnit
 
 __all__ = [
     "FSDPModule",
@@ -72,7 +72,7 @@ class FSDPModule(TorchUnit):
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         # Slices of containers make a new one of their class: an ordinary one. Its class comes after
         # the one that was made for it, this one, and torch's.
-        bare = cls.__mro__[3]
+        bare = cls.__mro__[cls.__mro__.index(TorchModule) + 1]
         made: Any = bare.__new__(bare, *args, **kwargs)
         made.__init__(*args, **kwargs)
         return made
@@ -322,7 +322,7 @@ class FSDPModule(TorchUnit):
     def _apply(self, *args: Any, **kwargs: Any) -> Any:
         self.reshard()
         # What comes after torch's class, which would look into its own state.
-        applied = super(TorchUnit, self)._apply(*args, **kwargs)  # type: ignore[misc]
+        applied = super(TorchModule, self)._apply(*args, **kwargs)  # type: ignore[misc]
         for group in self.fsdp_groups:
             group.store.adopt_values()
             if group.unit.runtime is not None:

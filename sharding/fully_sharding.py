@@ -35,6 +35,7 @@ from sharding.engine.store import ModuleParam
 from sharding.engine.unit import Schedule, Unit
 from sharding.fsdp_module import FSDPModule, become_sharded, managed_below
 from sharding.sharded_group import ShardedGroup
+from sharding.torch_face import check_known
 from sharding.wrapping.init import Ignored, find_params, move_states
 
 __all__ = ["fully_shard"]
@@ -75,9 +76,11 @@ def fully_shard(
     these are the names of its axes to shard over (several count as one) and to repeat over.
     Without axes to shard over, parameters stay whole and gradients are averaged over the others.
 
-    Raises ValueError for arguments that contradict each other or the module, and, with their
-    names, what `sharding.dtensor.param` raises for parameters that cannot be sharded.
+    Raises ValueError for arguments that contradict each other or the module, NotImplementedError
+    for options of a newer torch that are not implemented here, and, with their names, what
+    `sharding.dtensor.param` raises for parameters that cannot be sharded.
     """
+    check_known(mp_policy, offload_policy, dp_mesh_dims)
     modules = _outermost(module if isinstance(module, list) else [module])
     within = None
     if dp_mesh_dims is not None:

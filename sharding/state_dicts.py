@@ -23,6 +23,7 @@ from torch.distributed.fsdp import (
 )
 
 from ckpt import state_dict as ours
+from sharding.torch_face import check_known
 
 __all__ = ["checked_settings", "default_settings", "model_form", "optim_form", "relative"]
 
@@ -43,7 +44,10 @@ def checked_settings(
     config: StateDictConfig | None,
     optim_config: OptimStateDictConfig | None,
 ) -> StateDictSettings:
-    """The settings, with defaults for what is None. Raises RuntimeError for other classes."""
+    """The settings, with defaults for what is None. Raises RuntimeError for other classes, and
+    NotImplementedError for options of a newer torch that are not implemented here.
+    """
+    check_known(config, optim_config)
     model_class, optim_class = _CLASSES[form]
     config = model_class() if config is None else config
     optim_config = optim_class() if optim_config is None else optim_config

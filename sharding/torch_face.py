@@ -5,36 +5,127 @@ class, walk its units by attributes, and call its static methods with the model.
 derives from torch's and inherits nothing else from it, and those static methods of torch's class
 that look into torch's own units call our methods of the same names for models that have units of
 ours. For all other models they do what they did.
+
+What a newer torch adds to these classes, or to its classes of options, is refused by name until it
+is implemented here: it would be ignored, or look for torch's own state in a module of ours.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import enum
 import functools
 import inspect
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule as TorchModule
 from torch.distributed.fsdp import FullyShardedDataParallel as TorchClass
-from torch.distributed.fsdp import UnshardHandle as TorchHandle
+from torch.distributed.fsdp import UnshardHandle as TorchHandleClass
 
-__all__ = ["REDIRECTED", "TorchHandle", "TorchUnit", "TorchWrapper", "redirect_static_methods"]
+__all__ = [
+    "TorchHandle",
+    "TorchModule",
+    "TorchUnit",
+    "TorchWrapper",
+    "check_known",
+    "redirect_static_methods",
+]
 
-REDIRECTED = (
-    "flatten_sharded_optim_state_dict",
-    "fsdp_modules",
-    "full_optim_state_dict",
-    "optim_state_dict",
-    "optim_state_dict_to_load",
-    "rekey_optim_state_dict",
-    "scatter_full_optim_state_dict",
-    "shard_full_optim_state_dict",
-    "sharded_optim_state_dict",
-    "summon_full_params",
-)
-"""Static methods of torch's class that take the model. Those that choose the form of state dicts
-are missing: they set attributes of units, which works on ours too.
-"""
+_LEFT_ALONE = ("get_state_dict_type", "set_state_dict_type", "state_dict_type")
+"""Static methods of torch's class that set attributes of units, which works on ours too."""
+
+_OFFLOADS = frozenset({"offload_to_cpu"})
+_KNOWN = {
+    "BackwardPrefetch": {"BACKWARD_PRE", "BACKWARD_POST"},
+    "CPUOffload": {"offload_params"},
+    "CPUOffloadPolicy": {"pin_memory"},
+    "DataParallelMeshDims": {"shard", "replicate"},
+    "FullOptimStateDictConfig": _OFFLOADS | {"rank0_only"},
+    "FullStateDictConfig": _OFFLOADS | {"rank0_only"},
+    "LocalOptimStateDictConfig": _OFFLOADS,
+    "LocalStateDictConfig": _OFFLOADS,
+    "MixedPrecision": {
+        "param_dtype",
+        "reduce_dtype",
+        "buffer_dtype",
+        "keep_low_precision_grads",
+        "cast_forward_inputs",
+        "cast_root_forward_inputs",
+        "_module_classes_to_ignore",
+    },
+    "MixedPrecisionPolicy": {"param_dtype", "reduce_dtype", "output_dtype", "cast_forward_inputs"},
+    "OffloadPolicy": set(),
+    "ShardedOptimStateDictConfig": _OFFLOADS | {"_use_dtensor"},
+    "ShardedStateDictConfig": _OFFLOADS | {"_use_dtensor"},
+    "ShardingStrategy": {
+        "FULL_SHARD",
+        "SHARD_GRAD_OP",
+        "NO_SHARD",
+        "HYBRID_SHARD",
+        "_HYBRID_SHARD_ZERO2",
+    },
+}
+"""Fields and members of torch's classes of options that are implemented here."""
+
+
+def check_known(*options: object) -> None:
+    """Refuse options of torch's classes that this library does not implement.
+
+    Raises NotImplementedError, with the name, for a field that is not known and not at its default,
+    a member of an enumeration, or a class.
+    """
+    for given in options:
+        kinds = [kind for kind in type(given).__mro__ if kind.__module__.startswith("torch.")]
+        if not kinds:
+            continue
+        name, known = kinds[0].__name__, _KNOWN.get(kinds[0].__name__)
+        if known is None:
+            raise _refusal(name, "leave it out, or use torch's own engine")
+        if isinstance(given, enum.Enum) and given.name not in known:
+            raise _refusal(f"{name}.{given.name}", f"choose one of {', '.join(sorted(known))}")
+        for field in dataclasses.fields(kinds[0]) if dataclasses.is_dataclass(given) else ():
+            default = field.default
+            if field.default_factory is not dataclasses.MISSING:
+                default = field.default_factory()
+            if field.name not in known and getattr(given, field.name) != default:
+                raise _refusal(f"{name}.{field.name}", f"leave it at its default, {default!r}")
+
+
+def _refusal(what: str, move: str) -> NotImplementedError:
+    return NotImplementedError(
+        f"{what} of torch {torch.__version__} is not implemented by this version of sharding: "
+        f"{move}"
+    )
+
+
+def _refused(kind: type, name: str) -> Callable[..., Any]:
+    def refuse(*args: Any, **kwargs: Any) -> Any:
+        raise _refusal(f"{kind.__name__}.{name}()", "do without it, or use torch's own engine")
+
+    return refuse
+
+
+def _refusing(kind: type) -> type:
+    """A subclass that has torch's class above it, and nothing of what that does.
+
+    What torch changed of `nn.Module` is as it was there; the rest refuses, unless it is overridden.
+    """
+    bare: dict[str, Any] = {"__module__": __name__}
+    for name, value in vars(kind).items():
+        is_code = inspect.isroutine(value) or isinstance(value, property)
+        if issubclass(kind, nn.Module) and hasattr(nn.Module, name):
+            if name not in ("__module__", "__doc__", "__annotations__"):
+                bare[name] = getattr(nn.Module, name)
+        elif is_code and not hasattr(object, name):
+            refuse: Any = _refused(kind, name)
+            if isinstance(value, property | staticmethod):
+                refuse = type(value)(refuse)
+            bare[name] = refuse
+    return type(f"Torch{kind.__name__}", (kind,), bare)
+
 
 if TYPE_CHECKING:
 
@@ -43,21 +134,21 @@ if TYPE_CHECKING:
 
     class TorchUnit:
         """What `isinstance(module, torch.distributed.fsdp.FSDPModule)` holds for."""
+
+    class TorchHandle:
+        """What `isinstance(handle, torch.distributed.fsdp.UnshardHandle)` holds for."""
 else:
-    TorchUnit = TorchModule
-    # What torch's class changed of `nn.Module` is as it was there; the rest, our class overrides.
-    _plain = {
-        name: getattr(nn.Module, name)
-        for name in vars(TorchClass)
-        if hasattr(nn.Module, name) and name not in ("__module__", "__doc__", "__annotations__")
-    }
-    TorchWrapper = type("TorchWrapper", (TorchClass,), {**_plain, "__module__": __name__})
+    TorchUnit = _refusing(TorchModule)
+    TorchWrapper = _refusing(TorchClass)
+    TorchHandle = _refusing(TorchHandleClass)
 
 
 def redirect_static_methods(ours: type[nn.Module]) -> None:
     """Let torch's static methods call those of `ours` for models that have units of that class."""
-    for name in REDIRECTED:
-        setattr(TorchClass, name, staticmethod(_choosing(ours, name)))
+    for name, value in list(vars(TorchClass).items()):
+        is_public = isinstance(value, staticmethod) and not name.startswith("_")
+        if is_public and name not in _LEFT_ALONE:
+            setattr(TorchClass, name, staticmethod(_choosing(ours, name)))
 
 
 def _choosing(ours: type[nn.Module], name: str) -> Any:

@@ -222,7 +222,7 @@ def set_state_dict(
 
 
 def _checked(model: nn.Module, options: StateDictOptions | None) -> StateDictOptions:
-    chosen = StateDictOptions() if options is None else options
+    chosen = _known(options)
     if chosen.broadcast_from_rank0 and not chosen.full_state_dict:
         raise ValueError("broadcast_from_rank0=True needs full_state_dict=True as well; pass both")
     # What such a module's hooks do to a dict shows only in running them on one, see DECISIONS.md.
@@ -238,6 +238,26 @@ def _checked(model: nn.Module, options: StateDictOptions | None) -> StateDictOpt
             ]
         )
     return chosen
+
+
+def _known(options: StateDictOptions | None) -> StateDictOptions:
+    """Our own for torch's: an older torch has fewer, and what a newer one adds is refused by name,
+    unless it is at its default.
+    """
+    if options is None or isinstance(options, StateDictOptions):
+        return options or StateDictOptions()
+    ours = {field.name for field in dataclasses.fields(StateDictOptions)}
+    known = {}
+    for field in dataclasses.fields(options):
+        value = getattr(options, field.name)
+        if field.name in ours:
+            known[field.name] = value
+        elif value != field.default:
+            raise NotImplementedError(
+                f"StateDictOptions.{field.name} of torch {torch.__version__} is not implemented by "
+                f"this version of ckpt: leave it at its default, {field.default!r}"
+            )
+    return StateDictOptions(**known)
 
 
 def _model_form(options: StateDictOptions) -> tuple[StateDictType, StateDictConfig]:

@@ -31,6 +31,7 @@ from sharding.flat.param import FlatParam
 from sharding.flat.tree import is_wrapper, managed_below, synced_below
 from sharding.flat.unit import FlatUnit, Settings
 from sharding.flat.values import StoreOptions
+from sharding.torch_face import check_known
 from sharding.wrapping.init import (
     Ignored,
     choose_device,
@@ -53,7 +54,8 @@ class Values(NamedTuple):
 
 
 def check_kinds(*arguments: tuple[str, object, type]) -> None:
-    """Raise TypeError for an argument that is neither None nor of its class.
+    """Raise TypeError for an argument that is neither None nor of its class, and
+    NotImplementedError for options of a newer torch that are not implemented here.
 
     The name of a strategy, for example, equals no strategy, and would select another one silently.
     """
@@ -61,6 +63,7 @@ def check_kinds(*arguments: tuple[str, object, type]) -> None:
         if given is not None and not isinstance(given, wanted):
             members = "" if not issubclass(wanted, enum.Enum) else f", one of {list(wanted)}"
             raise TypeError(f"{name}={given!r}: expected a {wanted.__name__}{members}")
+        check_known(given)
 
 
 def prepare_params(

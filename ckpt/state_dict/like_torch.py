@@ -15,7 +15,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
@@ -246,9 +246,9 @@ def _known(options: StateDictOptions | None) -> StateDictOptions:
     """
     if options is None or isinstance(options, StateDictOptions):
         return options or StateDictOptions()
-    ours = {field.name for field in dataclasses.fields(StateDictOptions)}
+    ours = {field.name for field in fields(StateDictOptions)}
     known = {}
-    for field in dataclasses.fields(options):
+    for field in fields(options):
         value = getattr(options, field.name)
         if field.name in ours:
             known[field.name] = value

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import enum
 import inspect
 import pkgutil
 import warnings
@@ -20,6 +21,7 @@ from torch.distributed._composable import replicate
 
 import ckpt.state_dict.like_torch as our_state_dicts
 import sharding
+from sharding.torch_face import check_known
 from tests.ranks import run_ranks
 
 
@@ -80,12 +82,90 @@ def test_every_option_has_torchs_default() -> None:
     assert fields(our_state_dicts.StateDictOptions) == fields(torch_state_dicts.StateDictOptions)
 
 
-def test_the_wrapper_takes_nothing_of_torchs_class_that_is_public() -> None:
-    theirs = torch_fsdp.FullyShardedDataParallel
-    above = sharding.FullyShardedDataParallel.__mro__
-    before = above[: above.index(theirs)]
-    public = [name for name in vars(theirs) if not name.startswith("_")]
-    assert not [name for name in public if not any(name in vars(kind) for kind in before)]
+@pytest.mark.parametrize("name", ["FullyShardedDataParallel", "FSDPModule", "UnshardHandle"])
+def test_nothing_is_inherited_from_torchs_classes(name: str) -> None:
+    theirs, ours = getattr(torch_fsdp, name), getattr(sharding, name)
+    before = ours.__mro__[: ours.__mro__.index(theirs)]
+    inherited = [
+        name
+        for name, value in vars(theirs).items()
+        if inspect.isroutine(value) or isinstance(value, property)
+        if not hasattr(object, name) and not any(name in vars(kind) for kind in before)
+    ]
+    assert not inherited
+
+
+# --- what a newer torch adds ---------------------------------------------------------------------
+
+
+def newer(kind: Any, **added: Any) -> Any:
+    """torch's class of options with one field more."""
+    fields = [(name, Any, dataclasses.field(default=value)) for name, value in added.items()]
+    frozen = kind.__dataclass_params__.frozen
+    made = dataclasses.make_dataclass(kind.__name__, fields, bases=(kind,), frozen=frozen)
+    made.__module__ = "torch.distributed.fsdp"
+    return made
+
+
+def test_a_new_option_at_its_default_is_taken() -> None:
+    for kind in (sharding.MixedPrecisionPolicy, sharding.MixedPrecision, sharding.CPUOffload):
+        check_known(newer(kind, rounds=False)())
+    check_known(None, sharding.CPUOffloadPolicy(), sharding.ShardingStrategy.NO_SHARD, object())
+
+
+def added_options_are_refused() -> None:
+    model = nn.Linear(4, 4)
+    for call in (
+        lambda: sharding.fully_shard(
+            model, mp_policy=newer(sharding.MixedPrecisionPolicy, rounds=False)(rounds=True)
+        ),
+        lambda: sharding.fully_shard(
+            model, offload_policy=newer(sharding.CPUOffloadPolicy, rounds=1)(rounds=2)
+        ),
+        lambda: sharding.FullyShardedDataParallel(
+            model, mixed_precision=newer(sharding.MixedPrecision, rounds=False)(rounds=True)
+        ),
+        lambda: sharding.FullyShardedDataParallel(
+            model, cpu_offload=newer(sharding.CPUOffload, rounds=False)(rounds=True)
+        ),
+        lambda: our_state_dicts.get_model_state_dict(
+            model,
+            options=newer(torch_state_dicts.StateDictOptions, rounds=False)(rounds=True),
+        ),
+    ):
+        with pytest.raises(NotImplementedError, match=r"\.rounds of torch .* leave it"):
+            call()
+        assert type(model) is nn.Linear
+
+
+@pytest.mark.ranks
+def test_options_of_a_newer_torch_are_refused_by_name() -> None:
+    run_ranks(1, added_options_are_refused)
+
+
+def test_new_members_and_classes_are_refused_by_name() -> None:
+    enums: Any = enum.Enum
+    strategy = enums("ShardingStrategy", ["FULL_SHARD", "CYCLIC"], module="torch.x")
+    check_known(strategy.FULL_SHARD)
+    with pytest.raises(NotImplementedError, match=r"ShardingStrategy\.CYCLIC of torch"):
+        check_known(strategy.CYCLIC)
+    disk: Any = type("DiskOffloadPolicy", (torch_fsdp.OffloadPolicy,), {"__module__": "torch.x"})
+    with pytest.raises(NotImplementedError, match="DiskOffloadPolicy of torch"):
+        check_known(disk())
+
+
+def added_methods_are_refused() -> None:
+    model: Any = sharding.fully_shard(nn.Linear(4, 4))
+    with pytest.raises(NotImplementedError, match=r"FSDPModule\._get_fsdp_state\(\) of torch"):
+        model._get_fsdp_state()
+    wrapper: Any = sharding.FullyShardedDataParallel(nn.Linear(4, 4))
+    with pytest.raises(NotImplementedError, match=r"FullyShardedDataParallel\._reset_lazy_init"):
+        wrapper._reset_lazy_init()
+
+
+@pytest.mark.ranks
+def test_methods_of_a_newer_torch_are_refused_by_name() -> None:
+    run_ranks(1, added_methods_are_refused)
 
 
 # --- what tools ask of modules ------------------------------------------------------------------

@@ -240,7 +240,7 @@ def _checked(model: nn.Module, options: StateDictOptions | None) -> StateDictOpt
     return chosen
 
 
-def _known(options: StateDictOptions | None) -> StateDictOptions:
+def _known(options: Any) -> StateDictOptions:
     """Our own for torch's: an older torch has fewer, and what a newer one adds is refused by name,
     unless it is at its default.
     """

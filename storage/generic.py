@@ -1,81 +1,188 @@
-"""Objects on any filesystem of fsspec. None of them creates exclusively."""
+"""Objects on any filesystem of fsspec, opened by a url or made by the caller."""
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
+import inspect
 import threading
 import uuid
 from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from datetime import datetime
+from functools import cached_property
 from typing import Any
-
-import fsspec
 
 from storage.errors import (
     AccessDeniedError,
     InvalidUrlError,
     KeyExistsError,
     KeyNotFoundError,
+    OutcomeUnknownError,
     ShortReadError,
     StorageError,
     TransientError,
 )
-from storage.keys import check_key, check_prefix, finished_name, unfinished_name
+from storage.keys import check_key, check_prefix, finished_name, redacted, unfinished_name
 from storage.ranges import PartLedger, flat_views
 from storage.store import ByteRange, ExclusiveCreate, ObjectInfo, ObjectWriter, Store
 
 
-def open_generic(url: str, options: dict[str, Any]) -> GenericStore:
-    """The store at `url`, by fsspec's rules. Raises InvalidUrlError."""
-    from storage.keys import redacted
+def open_generic(url: str, options: dict[str, Any]) -> FsspecStore:
+    """The store at `url`, a chain such as `zip://run::s3://bucket/run.zip` included, by fsspec's
+    rules. Raises InvalidUrlError.
+    """
+    import fsspec
 
+    shown = redacted(url)
     try:
+        _check_chain(url)
         filesystem, root = fsspec.core.url_to_fs(url, **options)
+    except InvalidUrlError:
+        raise
     except ImportError as error:
-        raise InvalidUrlError(f"{redacted(url)}: {error}; install that package") from error
+        raise InvalidUrlError(f"{shown}: {error}; install that package") from error
     except (ValueError, TypeError, KeyError) as error:
         raise InvalidUrlError(
-            f"{redacted(url)}: fsspec cannot open it ({type(error).__name__}: {error}); "
+            f"{shown}: fsspec cannot open it ({type(error).__name__}: {error}); "
             "check the url and the storage options"
         ) from error
     except OSError as error:  # some filesystems connect, or open an archive, when they are made
         raise StorageError(
-            f"{redacted(url)}: no connection ({type(error).__name__}: {error}); check the url, and "
+            f"{shown}: no connection ({type(error).__name__}: {error}); check the url, and "
             "whether what it names is there and answers"
         ) from error
-    return GenericStore(filesystem, root, url=redacted(url))
+    problem = ""
+    if "::" in url:
+        problem = f"a url with '::' can only be read; save to {shown.split('::')[-1]}"
+    return FsspecStore(filesystem, root, url=shown, why_read_only=problem)
 
 
-class GenericStore(Store):
-    """Objects below `root` of an fsspec filesystem.
+def _check_chain(url: str) -> None:
+    """Raises InvalidUrlError for a chain of which one filesystem would ignore the next."""
+    import fsspec
 
-    An object is written to a `.tmp-` file beside its place and moved there at the end: whole or
-    not at all where `mv` is one step, as on disks, HDFS and SFTP. On object stores `mv`
+    bits = url.split("::")
+    for bit in bits[:-1]:
+        protocol = bit.partition("://")[0]
+        parameters: set[str] = set()
+        for cls in fsspec.get_filesystem_class(protocol).__mro__:
+            parameters |= inspect.signature(cls.__init__).parameters.keys()
+        if not {"fo", "target_protocol"} & parameters:
+            problem = f"{protocol} reads no other filesystem, so nothing can follow its '::'"
+        elif bit in ("dir", "dir://"):
+            problem = f"dir:: without a folder changes nothing; write {redacted(bits[-1])}"
+        else:
+            continue
+        raise InvalidUrlError(f"{redacted(url)}: {problem}")
+
+
+_RACING = 8  # writers that prove whether a filesystem creates exclusively
+
+
+class FsspecStore(Store):
+    """Objects below `root` of `filesystem`, any of fsspec's.
+
+    Where the filesystem creates exclusively (`open(path, "xb")`), which it has to prove before the
+    first save, two writers are safe. Elsewhere saves need `unsafe_single_writer=True`.
+
+    An object of `create` is written to a `.tmp-` file beside its place and moved there at the end:
+    whole or not at all where `mv` is one step, as on disks, HDFS and SFTP. On object stores `mv`
     is a copy and a delete, of which a reader sees the end only. Whether anything survives a power
     failure is up to the filesystem; fsspec has no sync.
     """
 
-    exclusive_create = ExclusiveCreate.NONE
-
-    def __init__(self, filesystem: Any, root: str, *, url: str) -> None:
-        self.url = url
+    def __init__(
+        self, filesystem: Any, root: str, *, url: str = "", why_read_only: str = ""
+    ) -> None:
+        self.url = url or redacted(filesystem.unstrip_protocol(root))
         self._fs = filesystem
         self._root = root.rstrip("/")
+        self._why_read_only = why_read_only
+        self._has_read_a_range = False
+
+    @property
+    def place(self) -> str:
+        # Filesystems of one protocol may be of several servers: their options tell them apart.
+        options = (type(self._fs), self._fs.storage_args, self._fs.storage_options)
+        return f"{self.url} {hashlib.sha256(repr(options).encode()).hexdigest()}"
+
+    @cached_property
+    def exclusive_create(self) -> ExclusiveCreate:  # type: ignore[override]
+        """CONDITIONAL once the filesystem has proved it: of several writers of one file, open at
+        once, exactly one wins, and nothing is visible before. Takes some requests, at first use.
+        """
+        self._refuse_writing("probe")
+        path = self._temp(f"{self._root}/probe")
+        with self.translating("probe", "exclusive create"):
+            self._make_parent(path)
+            try:
+                is_proved = self._proves_exclusive(path)
+            finally:
+                with contextlib.suppress(FileNotFoundError, NotImplementedError):
+                    self._fs.rm_file(path)
+        return ExclusiveCreate.CONDITIONAL if is_proved else ExclusiveCreate.NONE
+
+    def _proves_exclusive(self, path: str) -> bool:
+        writers = []
+        for number in range(_RACING):
+            try:
+                writer = self._fs.open(path, "xb")
+                writer.write(b"%d" % number)
+            except (FileExistsError, NotImplementedError, ValueError, TypeError):
+                break  # not at all, or a file is there before it is whole
+            writers.append(writer)
+
+        def wins(writer: Any) -> bool:
+            try:
+                writer.close()
+            except Exception:  # each filesystem has its own for "exists"; who wins is what counts
+                return False
+            return True
+
+        is_visible = bool(writers) and self._is_there(path)
+        with ThreadPoolExecutor(_RACING) as pool:
+            won = list(pool.map(wins, writers))
+        if len(writers) < _RACING or is_visible or won.count(True) != 1:
+            return False
+        return bytes(self._fs.cat_file(path)) == b"%d" % won.index(True)
 
     def get(self, key: str, byte_range: ByteRange | None = None) -> bytes:
         path = self._path(key)
         with self.translating("read", key):
             if byte_range is None:
-                return bytes(self._fs.cat_file(path))
+                return self._checked_for_ranges(key, path, bytes(self._fs.cat_file(path)))
             if byte_range.nbytes == 0:  # fsspec takes an end of 0 for the end of the file
                 data = b""
                 if self._fs.info(path)["size"] < byte_range.start:
                     raise self._short(key, byte_range)
             else:
                 data = bytes(self._fs.cat_file(path, start=byte_range.start, end=byte_range.end))
+        if len(data) > byte_range.nbytes:
+            raise self._ignores_ranges(key, byte_range.nbytes, len(data))
         if len(data) != byte_range.nbytes:
             raise self._short(key, byte_range)
         return data
+
+    def _checked_for_ranges(self, key: str, path: str, data: bytes) -> bytes:
+        """`data` of a whole object; the first time, one byte of it is requested as well.
+
+        What is read first is read whole, such as a manifest; ranges go into the live state, and
+        then it is too late to learn that a server ignores them.
+        """
+        if not self._has_read_a_range and len(data) > 2:
+            again = bytes(self._fs.cat_file(path, start=1, end=2))
+            if again != data[1:2]:
+                raise self._ignores_ranges(key, 1, len(again))
+            self._has_read_a_range = True
+        return data
+
+    def _ignores_ranges(self, key: str, nbytes: int, received: int) -> StorageError:
+        return StorageError(
+            f"read {key} in {self.url}: {nbytes} bytes were requested, {received} came: the server "
+            f"ignores byte ranges. Use one that does not, or read through simplecache::{self.url}, "
+            "which fetches whole files"
+        )
 
     def get_into(self, key: str, start: int, buffers: Sequence[memoryview]) -> None:
         views = flat_views(buffers)
@@ -94,22 +201,44 @@ class GenericStore(Store):
         part_nbytes: int,
         durable: bool = True,
         direct: bool = False,
-    ) -> GenericWriter:
+    ) -> FsspecWriter:
         """As promised by Store, but another writer that publishes at the same moment is replaced.
 
         Parts that come before their turn wait in memory: write them in order.
         """
-        return GenericWriter(self, PartLedger(check_key(key), nbytes, part_nbytes))
+        self._refuse_writing(f"create {key}")
+        return FsspecWriter(self, PartLedger(check_key(key), nbytes, part_nbytes))
 
     def put_if_absent(self, key: str, data: bytes) -> None:
-        """Looks first and writes then: unsafe as soon as there is a second writer."""
+        """Where the filesystem creates exclusively, this does. Elsewhere it looks first and writes
+        then: unsafe as soon as there is a second writer.
+        """
         path = self._path(key)
+        self._refuse_writing(f"create {key}")
+        is_exclusive = self.exclusive_create is ExclusiveCreate.CONDITIONAL
         with self.translating("create", key):
+            if is_exclusive:
+                self._make_parent(path)
+                self._create_exclusively(key, path, bytes(data))
+                return
             self._refuse_existing(key, path)
             temp = self._temp(path)
             self._make_parent(path)
             self._fs.pipe_file(temp, bytes(data))
             self._move(temp, path)
+
+    def _create_exclusively(self, key: str, path: str, data: bytes) -> None:
+        try:
+            with self._fs.open(path, "xb") as file:
+                file.write(data)
+        except FileExistsError as error:
+            raise KeyExistsError(f"create {key}: exists already in {self.url}") from error
+        except (PermissionError, FileNotFoundError):
+            raise
+        except OSError as error:
+            raise OutcomeUnknownError(
+                f"create {key} in {self.url}: {type(error).__name__}: {error}; the object may exist"
+            ) from error
 
     def list(self, prefix: str, *, after: str = "") -> Iterator[ObjectInfo]:
         base = check_prefix(prefix).rpartition("/")[0]
@@ -131,6 +260,7 @@ class GenericStore(Store):
 
     def delete(self, key: str) -> None:
         path = self._path(key)
+        self._refuse_writing(f"delete {key}")
         missing = contextlib.suppress(FileNotFoundError, NotADirectoryError)
         with self.translating("delete", key), missing:
             self._fs.rm_file(path)
@@ -140,6 +270,7 @@ class GenericStore(Store):
 
     def abort_unfinished(self, prefix: str) -> int:
         base = check_prefix(prefix).rpartition("/")[0]
+        self._refuse_writing(f"clean {prefix}")
         removed = 0
         with self.translating("abort", prefix):
             for key in sorted(self._find(base)):
@@ -174,9 +305,16 @@ class GenericStore(Store):
             self._fs.mv(temp, path)
 
     def _refuse_existing(self, key: str, path: str) -> None:
-        self._fs.invalidate_cache(self._parent(path))
-        if self._fs.exists(path):
+        if self._is_there(path):
             raise KeyExistsError(f"create {key}: exists already in {self.url}")
+
+    def _is_there(self, path: str) -> bool:
+        self._fs.invalidate_cache(self._parent(path))
+        return bool(self._fs.exists(path))
+
+    def _refuse_writing(self, operation: str) -> None:
+        if self._why_read_only:
+            raise AccessDeniedError(f"{operation} in {self.url}: {self._why_read_only}")
 
     def _find(self, base: str) -> dict[str, dict[str, Any]]:
         """Everything below `base` by key, unfinished objects included; fresh, not from a cache."""
@@ -233,10 +371,10 @@ def _reason(error: Exception) -> Exception:
     return cause if isinstance(cause, OSError) and not isinstance(cause, not_there) else error
 
 
-class GenericWriter(ObjectWriter):
+class FsspecWriter(ObjectWriter):
     """A temporary file, written from its beginning to its end, and moved into place."""
 
-    def __init__(self, store: GenericStore, ledger: PartLedger) -> None:
+    def __init__(self, store: FsspecStore, ledger: PartLedger) -> None:
         self.part_nbytes = ledger.part_nbytes
         self._store = store
         self._ledger = ledger
@@ -246,7 +384,7 @@ class GenericWriter(ObjectWriter):
         self._next_index = 0
         self._lock = threading.Lock()
 
-    def __enter__(self) -> GenericWriter:
+    def __enter__(self) -> FsspecWriter:
         store = self._store
         with store.translating("create", self._ledger.key):
             store._refuse_existing(self._ledger.key, self._path)

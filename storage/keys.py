@@ -78,6 +78,8 @@ def _key_problem(key: str) -> str:
 
 def redacted(url: str) -> str:
     """`url` without user names, passwords and query values: fit for messages and logs."""
+    if "::" in url and "[" not in url:  # a chain of urls, and no IPv6 address
+        return "::".join(map(redacted, url.split("::")))
     try:
         parts = urlsplit(url)
     except ValueError:

@@ -7,6 +7,7 @@ for messages, a place below it) has to be derived from a store, too: that is don
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterator
 from typing import TypeAlias
 
@@ -14,6 +15,8 @@ from storage.errors import InvalidUrlError
 from storage.keys import check_key, check_prefix
 from storage.store import ObjectInfo, Store
 from storage.wrap import WrappedStore
+
+_CACHES = re.compile(r"([a-z]*cached?(://)?::)+")
 
 StoreLike: TypeAlias = str | os.PathLike[str] | Store
 """A url, a path, or an open store that stays its caller's: nothing here closes it."""
@@ -37,7 +40,14 @@ def child_of(where: StoreLike, path: str) -> StoreLike:
     path = path.strip("/")
     if isinstance(where, Store):
         return PrefixStore(where, path)
-    return f"{url_of(where).rstrip('/')}/{path}"
+    # Of a chain, the path is that of the first part; a cache without one has that of the next.
+    url = url_of(where)
+    caches = _CACHES.match(url)
+    begin = caches[0] if caches else ""
+    first, chain, rest = url[len(begin) :].partition("::")
+    if begin + chain and re.fullmatch(r"[a-z]+(://)?", first):  # a protocol alone: its root
+        return f"{begin}{first.removesuffix('://')}://{path}{chain}{rest}"
+    return f"{begin}{first.rstrip('/')}/{path}{chain}{rest}"
 
 
 class BorrowedStore(WrappedStore):

@@ -24,7 +24,9 @@ StoreFactory = Callable[..., Store]
 """Called as `factory(url, **storage_options)`; returns the store at `url`, without a request."""
 
 ENTRY_POINTS = "shardpoint.stores"
-BUILT_IN = frozenset({"file", "local", "memory", "s3", "s3a", "gs", "az", "fsspec"})
+BUILT_IN = frozenset(
+    {"file", "local", "memory", "s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "fsspec"}
+)
 _SCHEME = re.compile(r"[a-z][a-z0-9.\-]*")
 
 _factories: dict[str, StoreFactory] = {}

@@ -23,6 +23,8 @@ from storage.store import Store
 _PROTOCOL = re.compile(r"([A-Za-z][A-Za-z0-9+.\-]*)://?")
 _MISSPELLED = re.compile(r"(s3a?|gs|az|memory|file)(?://|:(?!/))", re.IGNORECASE)
 _FORCE_FSSPEC = "fsspec+"
+_CHAIN = "::"
+_CLOUDS = {"gs": "gs", "gcs": "gs", "az": "az", "abfs": "az", "abfss": "az"}
 
 # What `memory://NAME` finds again within this process: it is data, like a directory of a disk.
 _memory_buckets: dict[str, MemoryBucket] = {}
@@ -56,18 +58,22 @@ def open_store(
 ) -> Store:
     """The store at `url`. Nothing is read or written yet: a wrong bucket shows at first use.
 
-    - a path or `file://PATH`: a directory of this machine;
+    - a path or `file://PATH`, both relative too or below `~`: a directory of this machine;
     - `memory://NAME`: lives as long as this process, one per name;
     - `s3://BUCKET/PREFIX`: S3, with the session and credentials of s3fs. `storage_options` are
       those of `s3fs.S3FileSystem`, such as `endpoint_url`, `key`, `secret`, `anon`, `profile`,
       those of `storage.s3.options.Transfer` (`fast`, `unsigned_payload`, `checksums`), and
       `spread`: the number of key prefixes over which a new root spreads its data files (see
       `storage.spread`);
-    - `gs://BUCKET/PREFIX` and `az://CONTAINER/PREFIX`: with obstore (`shardpoint[fast]`), which
-      creates exclusively there; without it like any other protocol;
+    - `gs://BUCKET/PREFIX` and `az://CONTAINER/PREFIX`, or `gcs`, `abfs`, `abfss`: with obstore
+      (`shardpoint[fast]`), which creates exclusively there; without it, and with options that
+      gcsfs or adlfs has and obstore has not, like any other protocol;
     - a scheme of your own: see `register_store`;
-    - any other protocol of fsspec, which cannot commit exclusively. `fsspec+PROTOCOL://`
-      takes this way for a protocol that has a store of its own;
+    - any other protocol of fsspec, those of `fsspec.register_implementation` included: see
+      `storage.FsspecStore`. `fsspec+PROTOCOL://` takes this way for a protocol that has a store of
+      its own. A chain such as `simplecache::s3://BUCKET/PREFIX` can be read only;
+    - an `FSMap`, a `UPath` or a `DirFileSystem` of fsspec: the place it names, with the options it
+      has; on disks and S3 by the stores above, elsewhere by its filesystem;
     - a `Store`: it has its options already, and closing what is returned leaves it open.
 
     Two options are for all of them, and for objects of a root alone: `encryption_key` (32 bytes,
@@ -98,7 +104,9 @@ def _open_plain(
     policy = retry if retry is not None else RetryPolicy()
     if protocol in ("", "file", "local"):
         _refuse_options(url, storage_options)
-        return _open_local(rest if protocol else os.path.expanduser(url))
+        if protocol and not rest:
+            raise InvalidUrlError("file:// names no directory; write file:///absolute/path")
+        return _open_local(os.path.expanduser(rest))
     if protocol == "memory":
         _refuse_options(url, storage_options)
         return _open_memory(url, rest)
@@ -109,13 +117,15 @@ def _open_plain(
         spread = options.pop("spread", None)
         store = RetryingStore(open_s3(url, rest, options, policy), policy)
         return SpreadStore(store, spread)
-    if protocol in ("gs", "az") and importlib.util.find_spec("obstore") is not None:
+    if protocol in _CLOUDS and importlib.util.find_spec("obstore") is not None:
         from storage.clouds import open_cloud
 
-        return RetryingStore(open_cloud(protocol, rest, storage_options, policy), policy)
+        cloud = open_cloud(_CLOUDS[protocol], rest, storage_options, policy)
+        return RetryingStore(cloud, policy)
     if (factory := factory_of(protocol)) is not None:
         return _retrying(open_registered(url, protocol, factory, storage_options), retry)
-    _check_protocol(url, protocol.removeprefix(_FORCE_FSSPEC))
+    for each in _protocols(protocol, url):
+        _check_protocol(url, each)
     from storage.generic import open_generic
 
     return RetryingStore(open_generic(url.removeprefix(_FORCE_FSSPEC), storage_options), policy)
@@ -129,8 +139,10 @@ def _retrying(store: Store, retry: RetryPolicy | None) -> Store:
 
 
 def _split(url: str) -> tuple[str, str]:
-    """Protocol in lower case, "" for a plain path, and what follows `://`."""
-    # As a path these would fill the disk of one machine with what was meant for a store.
+    """Protocol in lower case, "" for a plain path, and what follows `://`. "::" for a chain."""
+    # As paths these would fill the disk of one machine with what was meant for a store.
+    if _CHAIN in url and factory_of(url.partition("://")[0].lower()) is None:
+        return _CHAIN, url
     match = _PROTOCOL.match(url) or _MISSPELLED.match(url)
     if match is None:
         return "", url
@@ -144,8 +156,6 @@ def _split(url: str) -> tuple[str, str]:
 
 
 def _open_local(path: str) -> LocalStore:
-    if not path:
-        raise InvalidUrlError("file:// names no directory; write file:///absolute/path")
     if os.path.exists(path) and not os.path.isdir(path):
         raise InvalidUrlError(
             f"{path} is a file; a store is a directory that holds objects: pass a directory, new "
@@ -171,18 +181,31 @@ def _refuse_options(url: str, options: dict[str, Any]) -> None:
         )
 
 
+def _protocols(protocol: str, url: str) -> list[str]:
+    """The protocols of which fsspec has to open `url`: those of each part of a chain."""
+    if protocol != _CHAIN:
+        return [protocol.removeprefix(_FORCE_FSSPEC)]
+    bits = url.removeprefix(_FORCE_FSSPEC).split(_CHAIN)
+    # As fsspec does: a word alone is a protocol, anything else without one is a path.
+    return [
+        bit.partition("://")[0] if "://" in bit or re.fullmatch(r"[a-z]*", bit) else "file"
+        for bit in bits
+    ]
+
+
 def _check_protocol(url: str, protocol: str) -> None:
     import fsspec
 
     registered = registered_schemes()
-    known = {*fsspec.available_protocols(), "s3", "file", "memory", *registered}
-    outer = protocol.partition("::")[0]
-    if outer in known:
+    # What was registered as a class is in fsspec's registry only.
+    own = {*fsspec.available_protocols(), *fsspec.registry}
+    if protocol in own:
         return
-    close = difflib.get_close_matches(outer, sorted(known), n=1, cutoff=0.5)
+    known = {*own, "s3", "file", "memory", *registered}
+    close = difflib.get_close_matches(protocol, sorted(known), n=1, cutoff=0.5)
     hint = f"did you mean {close[0]}://?" if close else "write a path, s3://bucket/prefix, or"
     raise InvalidUrlError(
-        f"{redacted(url)}: unknown protocol {outer!r}; {hint} "
+        f"{redacted(url)}: unknown protocol {protocol!r}; {hint} "
         f"(registered: {', '.join(registered) or 'none'}; fsspec.available_protocols() lists the "
         "others)"
     )

@@ -11,7 +11,7 @@ from ckpt.commit.log import Log, LogState, read_format
 from ckpt.commit.names import MANIFEST_NAME
 from ckpt.commit.records import LiveEntry, manifest_digest
 from ckpt.errors import Corrupt, NoCheckpoint
-from ckpt.format.damage import raising_corrupt
+from ckpt.format.damage import once_more, raising_corrupt
 from ckpt.format.manifest import Manifest
 from ckpt.format.manifest_codec import decode_manifest
 from ckpt.format.references import PARENT, is_reference
@@ -109,6 +109,10 @@ def read_manifest(store: Store, entry: LiveEntry) -> bytes:
     """The bytes of a live checkpoint's manifest. Raises Corrupt when they are not the committed
     ones, KeyNotFoundError when they are gone.
     """
+    return once_more(lambda: _checked_manifest(store, entry))
+
+
+def _checked_manifest(store: Store, entry: LiveEntry) -> bytes:
     where = f"{store.url}/{entry.prefix}{MANIFEST_NAME}"
     mended = f"`ckpt salvage --step {entry.step}` can rebuild it from the data files"
     try:

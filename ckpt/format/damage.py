@@ -1,12 +1,18 @@
-"""Damage that a store has found itself, in an object of an encoded root."""
+"""When bytes that do not match their checksum count as damage."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import logging
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import TypeVar
 
 from ckpt.errors import Corrupt
 from storage.errors import CorruptObjectError
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 
 @contextmanager
@@ -16,3 +22,16 @@ def raising_corrupt() -> Iterator[None]:
         yield
     except CorruptObjectError as error:
         raise Corrupt(str(error)) from error
+
+
+def once_more(read: Callable[[], T]) -> T:
+    """`read()`, which reads and checks. What it raises as Corrupt is damage if it does so twice.
+
+    Bytes can change on their way from a store, where only this check sees it.
+    """
+    try:
+        return read()
+    except Corrupt as error:
+        result = read()
+        logger.warning("requested once more, the bytes are right: %s", error)
+        return result

@@ -10,7 +10,7 @@ from ckpt.errors import Corrupt
 from ckpt.format.blake3 import DIGEST_NBYTES, Digests, digests_from, no_digests
 from ckpt.format.checksum import BlockChecksums, crc32c
 from ckpt.format.checksum_tables import Seal, seal_of
-from ckpt.format.damage import raising_corrupt
+from ckpt.format.damage import once_more, raising_corrupt
 from ckpt.format.datafile import DIGESTS
 from ckpt.format.datafile_index import DataFileIndex, read_data_file_index
 from storage import ShortReadError, Store
@@ -43,8 +43,12 @@ def read_bytes(store: Store, key: str, start: int, stop: int) -> bytes:
 
 def index_of(store: Store, key: str, nbytes: int) -> DataFileIndex:
     """The index in a data file's header. Raises Corrupt, UnsupportedFormat, the store's errors."""
-    return read_data_file_index(
-        lambda start, stop: read_bytes(store, key, start, stop), nbytes, name=f"{store.url}/{key}"
+    return once_more(
+        lambda: read_data_file_index(
+            lambda start, stop: read_bytes(store, key, start, stop),
+            nbytes,
+            name=f"{store.url}/{key}",
+        )
     )
 
 
@@ -90,10 +94,14 @@ def check_blocks(store: Store, key: str, index: DataFileIndex) -> None:
 def extra_of(store: Store, key: str, index: DataFileIndex, extra: str) -> bytes:
     """The bytes of a reserved tensor. Raises Corrupt unless they match their checksum."""
     start, nbytes = index.extras[extra]
-    data = read_bytes(store, key, start, start + nbytes)
-    if crc32c(data) != index.extra_checksums[extra]:
-        raise Corrupt(f"{key}: {extra} does not match its checksum")
-    return data
+
+    def read() -> bytes:
+        data = read_bytes(store, key, start, start + nbytes)
+        if crc32c(data) != index.extra_checksums[extra]:
+            raise Corrupt(f"{key}: {extra} does not match its checksum")
+        return data
+
+    return once_more(read)
 
 
 def digests_in(key: str, index: DataFileIndex, data: bytes | None) -> Digests:

@@ -21,6 +21,7 @@ from ckpt.errors import Corrupt
 from ckpt.format.checksum import crc32c_of_each
 from ckpt.format.checksum_tables import Uint32s
 from ckpt.format.columns import Ints
+from ckpt.format.damage import once_more
 from ckpt.format.datafile_index import read_data_file_index
 from ckpt.format.manifest import Int64s, Manifest
 from ckpt.format.references import is_reference
@@ -212,8 +213,12 @@ class BlockSums:
             with contextlib.suppress(Corrupt):
                 self._check(file, table)
                 return self._own(file, table)
-        read_into(self.store, self._key(file), place.start, [table])
-        self._check(file, table)
+
+        def read() -> None:
+            read_into(self.store, self._key(file), place.start, [table])
+            self._check(file, table)
+
+        once_more(read)
         if cache is not None:
             cache.keep(root, key, place.start, [table])
         return self._own(file, table)
@@ -243,9 +248,13 @@ class BlockSums:
         if cache is not None and all(cache.fill(root, key, start, [data]) for start, data in parts):
             with contextlib.suppress(Corrupt):
                 return self._described(file, header, table)
-        for start, data in parts:
-            read_into(self.store, self._key(file), start, [data])
-        sums = self._described(file, header, table)
+
+        def read() -> _FileSums:
+            for start, data in parts:
+                read_into(self.store, self._key(file), start, [data])
+            return self._described(file, header, table)
+
+        sums = once_more(read)
         if cache is not None:
             for start, data in parts:
                 cache.keep(root, key, start, [data])

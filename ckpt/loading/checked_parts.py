@@ -7,6 +7,7 @@ import threading
 import numpy as np
 
 from ckpt.commit.locate import file_keys
+from ckpt.format.damage import once_more
 from ckpt.format.stored_index import read_into
 from ckpt.loading.block_sums import BlockSums
 from ckpt.loading.byte_line import Ints, NeededBlocks, file_starts, length, pieces_of
@@ -46,9 +47,14 @@ class CheckedParts:
         """Blocks that follow each other."""
         start, stop = blocks.start[rows], blocks.stop[rows]
         data = memoryview(bytearray(int(stop[-1] - start[0])))
-        read_into(self._sums.store, self._keys[file], int(start[0] - self._starts[file]), [data])
-        self._sums.check(data, stop - start, blocks.chunk[rows], blocks.number[rows])
-        return data
+        first = int(start[0] - self._starts[file])
+
+        def read() -> memoryview:
+            read_into(self._sums.store, self._keys[file], first, [data])
+            self._sums.check(data, stop - start, blocks.chunk[rows], blocks.number[rows])
+            return data
+
+        return once_more(read)
 
     def _blocks_of(self, file: int) -> NeededBlocks:
         with self._lock:

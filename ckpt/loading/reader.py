@@ -28,6 +28,7 @@ import torch
 
 from ckpt.commit.locate import file_keys
 from ckpt.errors import Corrupt
+from ckpt.format.damage import once_more
 from ckpt.format.stored_index import read_into
 from ckpt.layout.buffers import address_of, bytes_at, copy_bytes, scatter_bytes
 from ckpt.layout.memory import CallersStreams, devices_of, narrowed, tensor_over
@@ -475,8 +476,12 @@ class Reader:
             self.nbytes_read += needed
             self.nbytes_direct += direct * needed
             self.nbytes_passed += sum(buffer.nbytes for buffer in buffers) - needed
-        read_into(self._store, self._keys[file], start, buffers, direct=direct)
-        check()
+
+        def read() -> None:
+            read_into(self._store, self._keys[file], start, buffers, direct=direct)
+            check()
+
+        once_more(read)
         if cache is not None:
             # After the check: nothing is gained by keeping what every load would have to read
             # again.

@@ -15,6 +15,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import chain
 from typing import Any, NamedTuple, SupportsIndex, TypeAlias
 
@@ -35,6 +36,7 @@ from ckpt.commit.records import (
     record_problem,
 )
 from ckpt.errors import Corrupt, NoCheckpoint
+from ckpt.format.damage import once_more
 from ckpt.format.datafile_index import DataFileIndex
 from ckpt.format.manifest import Manifest
 from ckpt.format.manifest_codec import decode_manifest, encode_manifest
@@ -195,8 +197,8 @@ def _relay_files(
         target_key = target_prefix + name
         there = is_there(target, target_key, index.header, nbytes)
         if there is None:
-            tiles = tiles_of(index)
-            relay_file(source, key, target, target_key, tiles=tiles, threads=threads, add=meter.add)
+            relay = partial(relay_file, tiles=tiles_of(index), threads=threads, add=meter.add)
+            once_more(partial(relay, source, key, target, target_key))
         elif _has_same_bytes(there, index):
             meter.skip(nbytes)
         else:

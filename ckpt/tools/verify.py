@@ -18,12 +18,13 @@ import numpy as np
 from ckpt.commit.locate import file_key
 from ckpt.commit.numbers import plain_int
 from ckpt.errors import Corrupt, UnsupportedFormat
-from ckpt.format.checksum import crc32c, crc32c_of_each
-from ckpt.format.damage import raising_corrupt
+from ckpt.format.checksum import crc32c_of_each
+from ckpt.format.damage import once_more, raising_corrupt
 from ckpt.format.datafile import DIGESTS
 from ckpt.format.datafile_index import read_data_file_index
 from ckpt.format.manifest import Manifest
 from ckpt.format.references import is_reference
+from ckpt.format.stored_index import extra_of
 from ckpt.layout.buffers import aligned_buffer
 from ckpt.loading.block_sums import BlockSums
 from ckpt.loading.contents import find_checkpoint
@@ -147,7 +148,9 @@ def _all_damage(sums: BlockSums, threads: int, progress: Progress | None) -> lis
     def check(run: _BlockRun) -> tuple[int, list[Damage]]:
         buffer = buffers.get()
         try:
-            return run.nbytes, _run_damage(sums, run, buffer, known=known[run.file])
+            damaged = _run_damage(sums, run, buffer, known=known[run.file])
+            # Requested once more, as by a load: bytes may have changed on their way.
+            return run.nbytes, damaged and _run_damage(sums, run, buffer, known=known[run.file])
         finally:
             buffers.put(buffer)
 
@@ -206,20 +209,17 @@ def _file_damage(
             return store.get(key, ByteRange(start, stop)) if stop > start else b""
 
     try:
-        index = read_data_file_index(read, nbytes, name=key)
+        index = once_more(lambda: read_data_file_index(read, nbytes, name=key))
     except (Corrupt, UnsupportedFormat, ShortReadError) as error:
         return [whole_file(str(error))], True
     for name, (offset, extra_nbytes) in index.extras.items():
         if extras is not None and name not in extras:
             continue
         stop = offset + extra_nbytes
-        text = ""
         try:
-            if crc32c(read(offset, stop)) != index.extra_checksums[name]:
-                text = f"{key}: {name} (bytes {offset} to {stop}) does not match its checksum"
+            extra_of(store, key, index, name)
         except Corrupt as error:
-            text = f"{key}: {name} (bytes {offset} to {stop}): {error}"
-        if text:
+            text = f"{error} (bytes {offset} to {stop})"
             damage.append(Damage(key, name, 0, offset, stop, text))
     return damage, True
 

@@ -1,0 +1,95 @@
+"""A byte that changes on its way from the store is requested once more, and does no harm.
+
+Method: a store that flips one byte of the n-th answer it gives of a step's objects, for every n of
+an operation. Each ends as it does without flips. That damage in the store still ends in Corrupt is
+shown in `test_flips.py`.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+
+import pytest
+import torch
+
+import ckpt
+from storage import ByteRange
+from storage.memory import MemoryBucket, MemoryStore
+
+
+class FlippingStore(MemoryStore):
+    """Flips the first byte of the answer number `nth`, counted from 1, about a step."""
+
+    def __init__(self, bucket: MemoryBucket, nth: int = 0) -> None:
+        super().__init__(bucket)
+        self.nth, self.count = nth, 0
+
+    def get(self, key: str, byte_range: ByteRange | None = None) -> bytes:
+        data = super().get(key, byte_range)
+        return bytes([data[0] ^ 1]) + data[1:] if data and self._strikes(key) else data
+
+    def get_into(self, key: str, start: int, buffers: Sequence[memoryview]) -> None:
+        super().get_into(key, start, buffers)
+        if self._strikes(key):
+            buffers[-1][0] ^= 1
+
+    def _strikes(self, key: str) -> bool:
+        self.count += key.startswith("steps/")
+        return key.startswith("steps/") and self.count == self.nth
+
+
+def _state(seed: int) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return {name: torch.randn(300, generator=generator) for name in ("a", "b")}
+
+
+def _load(store: MemoryStore) -> None:
+    state = _state(2)
+    ckpt.load(state, store)
+    assert all(torch.equal(state[name], _state(1)[name]) for name in state)
+
+
+def _open(store: MemoryStore) -> None:
+    with ckpt.open(store) as checkpoint:
+        assert torch.equal(checkpoint["b"], _state(1)["b"])
+
+
+def _verify(store: MemoryStore) -> None:
+    assert ckpt.verify(store).ok
+
+
+def _copy(store: MemoryStore) -> None:
+    there = MemoryStore(MemoryBucket())
+    ckpt.copy(store, there, whole_root=True)
+    _load(there)
+
+
+def _reshard(store: MemoryStore) -> None:
+    there = MemoryStore(MemoryBucket())
+    ckpt.reshard(store, there, ranks=2)
+    _load(there)
+
+
+@pytest.fixture
+def bucket() -> MemoryBucket:
+    bucket = MemoryBucket()
+    ckpt.save(_state(1), MemoryStore(bucket), step=1, dedup=True)
+    return bucket
+
+
+@pytest.mark.parametrize("operation", [_load, _open, _verify, _copy, _reshard])
+def test_a_byte_flipped_on_its_way_is_read_again(
+    bucket: MemoryBucket,
+    operation: Callable[[MemoryStore], None],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    usual = FlippingStore(bucket)
+    operation(usual)
+    assert usual.count > 1
+    for nth in range(1, usual.count + 1):
+        caplog.clear()
+        store = FlippingStore(bucket, nth)
+        with caplog.at_level(logging.WARNING):
+            operation(store)
+        assert store.count > usual.count, "a flip that nobody noticed"

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import time
+from collections.abc import Sequence
 
 from ckpt.cli.commandline import OK
 from ckpt.cli.ranks import ranks_of_launcher
@@ -68,7 +69,18 @@ def _show_export(report: ExportReport, seconds: float, *, as_json: bool) -> None
         print(f"{report.resumed} files were there already, from a run that was interrupted")
     for left_out, held in report.tied.items():
         print(f"tied: {left_out} is {held}, which is in the file")
-    show_names("left out, for the format has no form for it", report.left_out, NAMES_SHOWN_MAX)
+    show_names("not written", _by_entry(report.left_out), NAMES_SHOWN_MAX)
+
+
+def _by_entry(names: Sequence[str]) -> list[str]:
+    """A line for each entry of a state that `names` are in."""
+    entries: dict[str, list[str]] = {}
+    for name in names:
+        entries.setdefault(name.partition(".")[0], []).append(name)
+    return [
+        inside[0] if len(inside) == 1 else f"{entry} ({len(inside)} names)"
+        for entry, inside in entries.items()
+    ]
 
 
 def import_foreign(arguments: argparse.Namespace) -> int:

@@ -214,8 +214,16 @@ def _modules(plans: Sequence[SavePlan], paths: Mapping[str, Any]) -> list[str]:
 
 def _leaves(plan: SavePlan) -> dict[str, Any]:
     """The tensors of a plan, each as a leaf of that name."""
-    fqns = [item.index.fqn for item in plan.items if item.type != WriteItemType.BYTE_IO]
-    return {fqn: Leaf(fqn) for fqn in fqns}
+    return {
+        item.index.fqn: Leaf(item.index.fqn, _is_float(item))
+        for item in plan.items
+        if item.type != WriteItemType.BYTE_IO
+    }
+
+
+def _is_float(item: WriteItem) -> bool:
+    dtype = None if item.tensor_data is None else item.tensor_data.properties.dtype
+    return dtype is None or dtype.is_floating_point or dtype.is_complex
 
 
 def _write(plan: SavePlan, planner: SavePlanner, store: Store, header: Header, rank: int) -> bytes:

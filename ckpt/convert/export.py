@@ -24,8 +24,9 @@ from ckpt.convert.presets import PEFT_FILE, check_file_name, preset_names
 from ckpt.convert.sources.dense import DenseSource
 from ckpt.convert.sources.opening import SourceOptions, is_file_name, open_source
 from ckpt.convert.sources.restacked import RestackedSource
-from ckpt.convert.sources.source import CheckpointSource, SourceContents
+from ckpt.convert.sources.source import CheckpointSource, SourceContents, SourceTensor
 from ckpt.convert.sources.torch_file import SUFFIXES
+from ckpt.convert.sources.tree import is_called_model
 from ckpt.convert.targets.delivery import Delivery, deliver
 from ckpt.convert.targets.files import Output, PlannedFile, known_file, safetensors_files
 from ckpt.convert.targets.model_folder import (
@@ -43,7 +44,9 @@ from ckpt.format.object_parts import PART_NBYTES
 from ckpt.layout.dtypes import DTYPES, dtype_name, torch_dtype
 from ckpt.layout.kind import Kind
 from ckpt.process import world_of
+from ckpt.state.descriptions import is_description
 from ckpt.state.stacks import Stacks
+from ckpt.state.values import references
 from ckpt.world.base import collectively
 from storage import InvalidUrlError, Store, StoreLike, open_store, options_of_other
 from storage.encoding.store import ENCODING_OPTIONS
@@ -56,12 +59,14 @@ Format: TypeAlias = Literal["safetensors", "torch", "dcp", "hf"]
 class Selection:
     """Which tensors of a checkpoint go into the export, and under which names.
 
-    `entry` is the name of a module in the saved state ("model" in {"model": net, ...}); names in
-    the file are those inside of it. `include` and `exclude` are shell patterns of such names, or
-    regular expressions that begin with `re:`. `rename` maps them to other names (see `Rename`).
-    `dtype` applies to floating-point tensors. Of tied names the alphabetically first is kept in
-    safetensors files, as `safetensors.torch.save_model` does, unless `keep_tied`: then all are
-    written. Files of torch.save and DCP directories have all names, and each tensor once.
+    `entry` is the name of a module in the saved state ("model" in {"model": net, ...}, "" for all
+    of it); names in the file are those inside of it. It can be left out where one entry is called
+    "model" or the like, or is the only one with weights. `include` and `exclude` are shell patterns
+    of such names, or regular expressions that begin with `re:`. `rename` maps them to other names
+    (see `Rename`). `dtype` applies to floating-point tensors. Of tied names the alphabetically
+    first is kept in safetensors files, as `safetensors.torch.save_model` does, unless `keep_tied`:
+    then all are written. Files of torch.save and DCP directories have all names, and each tensor
+    once.
 
     `optimizer=True` exports the whole state, model, optimizer and values, by its full names. Where
     a source only numbers the parameters of an optimizer, `parameter_names` are their names.
@@ -91,7 +96,8 @@ class Selection:
 class ExportReport:
     """What was written: urls of the files, names in them, their bytes, and tied names left out.
 
-    `left_out` are names of the state that the format or the source has no form for. `verified` says
+    `left_out` are all names of the state that are in no file, and files of the source's folder of
+    which nothing was read. `verified` says
     that all tensors were read back and compared. `resumed` counts files that an earlier, killed
     export had finished.
     """
@@ -161,7 +167,8 @@ def export(
     store, by default those of the source when both have the same protocol. `progress(done, total)`
     counts bytes of the new files.
 
-    Raises CheckpointError when the selection is empty or ambiguous, the target exists or the config
+    Raises CheckpointError when the selection is empty or ambiguous (weights would be left out that
+    nothing in it leaves out), the target exists or the config
     is refused, NoCheckpoint when there is none, InvalidState for what the format has no form for,
     Corrupt when stored bytes were changed, and the stores' errors. After any of these nothing is
     left at the target.
@@ -269,10 +276,26 @@ def _report(
         nbytes=sum(file.nbytes for file in planned.files),
         tied=chosen.tied,
         step=source.contents.step,
-        left_out=planned.left_out,
+        left_out=_left_out(source, chosen, planned.left_out),
         verified=delivery.verify,
         resumed=resumed,
     )
+
+
+def _left_out(
+    source: CheckpointSource, chosen: ExportSelection, formless: Collection[str]
+) -> tuple[str, ...]:
+    """What is in the source and not in the files; `formless` is what the format has no form for."""
+    contents = source.contents
+    written = {output.tensor.fqn for output in chosen.outputs} | chosen.values.keys()
+    described = {
+        fqn
+        for fqn, value in contents.values.items()
+        if is_description(value) and written.issuperset(references(value))
+    }
+    names = {*contents.tensors, *contents.values, *contents.refused}
+    names.update(*contents.per_rank)
+    return (*sorted((names - written - described) | set(formless)), *source.left_out)
 
 
 def _format_of(target: StoreLike) -> Format:
@@ -335,6 +358,8 @@ def choose(
     else:
         entry = selection.entry if selection.entry is not None else default_entry(source)
         names = _names_of(contents, entry)
+        if selection.entry is None and not is_called_model(entry):
+            _check_elsewhere(source, entry, set(names.values()))
     kept = {name: fqn for name, fqn in names.items() if _is_selected(name, selection)}
     if not kept:
         wanted = f"include={list(selection.include)}, exclude={list(selection.exclude)}"
@@ -382,20 +407,41 @@ def default_entry(source: CheckpointSource) -> str:
         return entries[0]
     if not entries:
         firsts = sorted({fqn.partition(".")[0] for fqn in _all_names(source.contents)})
-        raise CheckpointError(
-            f"{source!r} holds no module; say which entry to export with entry=, one of "
-            f"{', '.join(map(repr, firsts[:20]))}"
-        )
-    raise CheckpointError(
-        f"{source!r} holds {len(entries)} modules; say which one to export with entry=, one of "
-        f"{', '.join(map(repr, entries[:20]))}"
+        raise CheckpointError(f"{source!r} holds no module; {_which(firsts)}")
+    raise CheckpointError(f"{source!r} holds {len(entries)} modules; {_which(entries)}")
+
+
+def _which(entries: Iterable[str]) -> str:
+    some = ", ".join(map(repr, sorted({"", *entries})[:20]))
+    return f"name the one to export with entry= (--entry): one of {some}; '' is the whole state"
+
+
+def _check_elsewhere(source: CheckpointSource, entry: str, taken: Collection[str]) -> None:
+    """Raise CheckpointError when weights are not among `taken`, which is `entry` by default."""
+    others = sorted(
+        info.fqn
+        for info in source.contents.tensors.values()
+        if _is_weight(info) and math.prod(info.shape) > 1 and info.fqn not in taken
     )
+    if others:
+        firsts = {fqn.partition(".")[0] for fqn in others if "." in fqn}
+        raise CheckpointError(
+            f"{source!r}: {len(others)} more tensors of weights are outside of {entry!r}, such as "
+            f"{others[0]}; {_which({entry, *firsts})}"
+        )
+
+
+def _is_weight(info: SourceTensor) -> bool:
+    """Whether a tensor may be a model's: optimizers that no one recognised have no kind."""
+    in_optimizer = any(part.startswith("optim") for part in info.fqn.split("."))
+    return DTYPES[info.dtype].is_float and info.kind != Kind.OPTIMIZER and not in_optimizer
 
 
 def _names_of(contents: SourceContents, entry: str) -> dict[str, str]:
     """Names inside of `entry`, each with the fqn of its stored tensor.
 
-    Parameters and buffers, or all tensors when it has neither (an EMA copy that is a plain dict).
+    Parameters and buffers, or all tensors when it has neither (an EMA copy that is a plain dict);
+    of the whole state, other weights as well.
     """
     prefix = f"{entry}." if entry else ""
     names = {
@@ -407,6 +453,7 @@ def _names_of(contents: SourceContents, entry: str) -> dict[str, str]:
         name: fqn
         for name, fqn in names.items()
         if contents.tensors[fqn].kind in (Kind.PARAMETER, Kind.BUFFER)
+        or (not entry and _is_weight(contents.tensors[fqn]))
     }
     return model or names
 

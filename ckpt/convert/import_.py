@@ -252,6 +252,7 @@ def _chosen(source: CheckpointSource, rename: Rename | None, skip: Sequence[str]
 
 
 def _names(contents: SourceContents) -> Iterator[str]:
+    yield from contents.refused
     yield from contents.tensors
     yield from contents.aliases
     yield from contents.values

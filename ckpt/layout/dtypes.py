@@ -24,6 +24,11 @@ class DType(NamedTuple):
         """Whether a safetensors reader shows the tensor with its true type."""
         return self.code != "U8" or self.name == "uint8"
 
+    @property
+    def is_float(self) -> bool:
+        """Whether its elements are floating-point or complex numbers, as weights are."""
+        return self.name.startswith(("float", "bfloat", "complex"))
+
 
 # safetensors knows more codes (F8_E8M0, F8_E4M3FNUZ, ...) than its torch loader, or than older
 # versions

@@ -9,7 +9,7 @@ should have.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import Any, NamedTuple
 
@@ -28,6 +28,7 @@ from ckpt.convert.sources.torch_pickle import KNOWN, StorageRef, TensorRef, Unre
 from ckpt.convert.sources.tree import Leaf, leaves_of, mapped, name_tree, nest
 from ckpt.errors import Corrupt, NoCheckpoint, UnsupportedFormat
 from ckpt.layout.dtypes import DTYPES
+from ckpt.layout.kind import Kind
 from ckpt.layout.region import Box, Shape, span_of
 from storage import KeyNotFoundError, Store
 from storage.errors import InvalidKeyError
@@ -169,7 +170,7 @@ def read_folder(store: Store, folder: str, budget: MemoryBudget) -> Folder:
             continue
         usable[key] = tensor
         data.infos[key] = (tensor.dtype, tensor.shape)
-        leaves[key] = Leaf(key)
+        leaves[key] = Leaf(key, DTYPES[tensor.dtype].is_float)
     data.chunks.update(_chunks(store, usable, budget))
     for key, item in metadata.items.items():
         leaves[key] = _value(store, key, item, data)
@@ -199,7 +200,9 @@ def _rest(
     entries = leaves_of_blob(store, Blob(name, 0, sizes[name]), name, into, is_outermost=True)
     if not isinstance(entries, dict):
         return {}
-    return {key: item for key, item in entries.items() if key not in tree}
+    if both := [key for key in entries if key in tree]:
+        raise UnsupportedFormat(f"{store.url}/{name}: its {both[0]!r} is in {METADATA}, too")
+    return entries
 
 
 def dcp_source(
@@ -244,6 +247,8 @@ def tree_source(
         held = first.setdefault(key, fqn)
         if held != fqn:
             aliases[fqn] = held
+            if kind in (Kind.PARAMETER, Kind.BUFFER):  # of a model, whatever else has it, too
+                tensors[held] = tensors[held]._replace(kind=kind)
         else:
             tensors[fqn] = SourceTensor(fqn, *infos[key], kind)
     contents = SourceContents(
@@ -272,7 +277,10 @@ def _uncovered_nbytes(
 
 def _moved(tree: Any, where: str) -> Any:
     """`tree` with `where` in front of the keys of its leaves."""
-    return mapped(tree, lambda leaf: Leaf(where + leaf.key) if isinstance(leaf, Leaf) else leaf)
+    return mapped(
+        tree,
+        lambda leaf: replace(leaf, key=where + leaf.key) if isinstance(leaf, Leaf) else leaf,
+    )
 
 
 # The metadata ---------------------------------------------------------------------------------
@@ -486,7 +494,7 @@ def leaves_of_blob(
                 [] if 0 in item.shape else [chunk_of(item, opened, blob.file, origin, item.shape)]
             )
             into.chunks[name] = made
-        return Leaf(name)
+        return Leaf(name, DTYPES[item.dtype].is_float)
 
     tree = mapped(opened.tree, leaf_of)
     opened.directory.close()

@@ -18,6 +18,7 @@ from ckpt.convert.sources.source import FileSource
 from ckpt.convert.sources.torch_file import open_torch_files, read_torch_file
 from ckpt.convert.sources.torch_pickle import UnreadableTensor
 from ckpt.convert.sources.tree import Leaf, name_tree
+from ckpt.layout.dtypes import DTYPES
 from ckpt.state.values import references
 from storage import Store
 
@@ -103,7 +104,7 @@ def _leaves(source: FileSource, where: str, data: TreeData) -> Mapping[str, Any]
         key = f"{where}/{fqn}"
         data.infos[key] = (info.dtype, info.shape)
         data.chunks[key] = list(source.chunks[fqn].chunks)
-        entries[fqn] = Leaf(key)
+        entries[fqn] = Leaf(key, DTYPES[info.dtype].is_float)
     for alias, fqn in source.contents.aliases.items():
         entries[alias] = entries[fqn]
     for fqn, value in source.contents.values.items():

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import re
+from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -28,9 +29,13 @@ MODEL_ENTRIES = ("model", "state_dict", "model_state_dict", "module", "net", "ne
 
 @dataclass(frozen=True, slots=True)
 class Leaf:
-    """A tensor of the source, by the `key` that the source uses for it."""
+    """A tensor of the source, by the `key` that the source uses for it.
+
+    One whose dtype is no weight's, such as a counter or a generator's state, makes no model.
+    """
 
     key: Any
+    is_float: bool = True
 
 
 class Named(NamedTuple):
@@ -61,6 +66,7 @@ class _Naming:
         self.refused: dict[str, Refusal] = {}
         self.modules: dict[str, list[str]] = {}  # path -> names of its tensors, in it
         self.trained: set[str] = set()  # names that optimizers have
+        self.weights: set[str] = set()  # fqns of what may be weights
         self.nodes = 0
 
     def walk(self, node: Any, path: str, depth: int) -> None:
@@ -106,6 +112,8 @@ class _Naming:
             self.refuse(fqn, "two entries of the source have this name", is_tensor=True)
         else:
             self.tensors[fqn] = (leaf.key, kind)
+            if leaf.is_float and kind is not Kind.OPTIMIZER:
+                self.weights.add(fqn)
 
     def add_value(self, fqn: str, tree: Any) -> None:
         problems: list[tuple[str, str]] = []
@@ -210,31 +218,40 @@ class _Naming:
     # Models
 
     def settle_modules(self) -> None:
-        """Keep as modules what optimizers train, or what is called a model, or all if none is."""
-        modules = self.modules
-        trained = {path: names for path, names in modules.items() if self.trained & set(names)}
-        called = {
-            path: names
-            for path, names in (trained or modules).items()
-            if _NUMBER.sub("", path) in MODEL_ENTRIES
+        """Keep as modules what is called a model, or every outermost container that has weights,
+        or all if none has. Everything in a module is of it, and of the whole state its weights.
+        """
+        called = set(filter(is_called_model, self.modules))
+        holding = {
+            path
+            for path, names in self.modules.items()
+            if any(join(path, name) in self.weights for name in names)
         }
-        outer = {
-            path: names
-            for path, names in modules.items()
-            if not any(path != other and _is_below(path, other) for other in modules)
-        }
-        self.modules = called or trained or outer
-        for path, names in self.modules.items():
-            for name in names:
-                fqn = join(path, name)
-                if fqn in self.tensors:
-                    is_buffer = bool(trained) and name not in self.trained
-                    kind = Kind.BUFFER if is_buffer else Kind.PARAMETER
-                    self.tensors[fqn] = (self.tensors[fqn][0], kind)
+        models = called or holding or set(self.modules)
+        prefixes: list[str] = []
+        for prefix in sorted(f"{path}." for path in models if path):
+            if not prefixes or not prefix.startswith(prefixes[-1]):
+                prefixes.append(prefix)
+        at_top = self.weights.union(self.modules[""]) if "" in models else set()
+        places = {fqn: _prefix_of(fqn, prefixes) for fqn in self.tensors}
+        trained = {p for fqn, p in places.items() if fqn.removeprefix(p) in self.trained}
+        for fqn, prefix in places.items():
+            key, kind = self.tensors[fqn]
+            if kind is Kind.OTHER and (prefix or fqn in at_top):
+                is_buffer = prefix in trained and fqn.removeprefix(prefix) not in self.trained
+                self.tensors[fqn] = key, Kind.BUFFER if is_buffer else Kind.PARAMETER
+        self.modules = {path: [] for path in [*(p[:-1] for p in prefixes), *({""} & models)]}
 
 
-def _is_below(path: str, other: str) -> bool:
-    return not other or path.startswith(f"{other}.")
+def is_called_model(path: str) -> bool:
+    """Whether the entry at `path` says by its name that it is the model."""
+    return _NUMBER.sub("", path) in MODEL_ENTRIES
+
+
+def _prefix_of(fqn: str, prefixes: Sequence[str]) -> str:
+    """The one of sorted `prefixes` that `fqn` begins with, or "". None begins with another."""
+    index = bisect_right(prefixes, fqn) - 1
+    return prefixes[index] if index >= 0 and fqn.startswith(prefixes[index]) else ""
 
 
 def mapped(tree: Any, leaf_of: Callable[[Any], Any]) -> Any:

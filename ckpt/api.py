@@ -10,6 +10,7 @@ from typing import Any, Literal, SupportsIndex, TypeVar
 
 import torch.distributed as dist
 
+from ckpt.commit.names import line_prefix
 from ckpt.commit.numbers import plain_int
 from ckpt.commit.patience import (
     BACKGROUND_SECONDS,
@@ -34,6 +35,7 @@ from ckpt.saving.uploading import stage_or_share
 from ckpt.saving.write import Staging, WritePath
 from ckpt.world.base import collectively
 from storage import Store, StoreLike, open_store
+from storage.location import child_of
 
 MIB = 1 << 20
 REMOTE_REQUESTS = 4  # in flight at once per rank
@@ -52,6 +54,7 @@ def save(
     url: StoreLike,
     *,
     step: SupportsIndex,
+    line: str = "",
     process_group: dist.ProcessGroup | None = None,
     replicas: Literal["warn", "strict"] = "warn",
     io: Io = "auto",
@@ -81,6 +84,10 @@ def save(
     second writer is used only with `unsafe_single_writer=True`. `io="buffered"` writes local files
     through the page cache, `"direct"` around it, and `"auto"` around it from 4 MiB on.
 
+    Trainings that share a root have names: with `line="generator"` the root is that of this name,
+    `<url>/lines/generator`. A first save to a root of a training that this process has neither
+    restored nor loaded is warned of; it begins a line of its own.
+
     A request to a store that is away is repeated for up to `retry_seconds_max`; the state of the
     training stands still meanwhile.
 
@@ -96,6 +103,7 @@ def save(
     `async_save` in flight, and raises its failure if that was not raised before.
     """
     check_order(state, url, "save(state, url)")
+    url = line_of(url, line)
     with gc_paused():
         context = this_process.of_group(process_group)
         store, session, memory = context.open_root(url, storage_options, unsafe_single_writer)
@@ -123,6 +131,7 @@ def async_save(
     url: StoreLike,
     *,
     step: SupportsIndex,
+    line: str = "",
     snapshot: Snapshot | LentCopy = "step",
     when_busy: WhenBusy = "wait",
     host_bytes_max: SupportsIndex | None = None,
@@ -162,6 +171,7 @@ def async_save(
     """
     started = time.perf_counter()
     check_order(state, url, "async_save(state, url)")
+    url = line_of(url, line)
     with gc_paused():
         context = this_process.of_group(process_group)
         # Before anything waits, or drops the save in flight.
@@ -232,6 +242,7 @@ def load(
     *,
     step: SupportsIndex | None = None,
     attempt: str = "",
+    line: str = "",
     strict: bool | Literal["state"] = True,
     rename: Callable[[str], str] | Mapping[str, str] | None = None,
     skip: Callable[[str], bool] | Iterable[str] = (),
@@ -256,10 +267,11 @@ def load(
     and in the optimizer too; the other way round, `{"experts.weight": "experts.{}.weight"}`.
 
     The latest is the newest that a training has saved there. Imports and copies in another layout
-    are not, unless there is nothing else; `attempt` names one of them, or one of several
-    checkpoints of a step. Later saves of this process continue the line of what was loaded. Where
-    that was an older one, named by its `step` or `attempt`, they begin a new line, which is the
-    latest from then on (see `ckpt.commit.lines`).
+    are not, unless there is nothing else. `line` is the name of a training that shares the root
+    with others: the root is `<url>/lines/<line>` then. `attempt` names one of them, or one of
+    several checkpoints of a step. Later saves of this process continue the line of what was loaded.
+    Where that was an older one, named by its `step` or `attempt`, they begin a new line, which is
+    the latest from then on (see `ckpt.commit.lines`).
 
     `cache` is a local directory that keeps what was read, at most about `cache_bytes_max` bytes,
     for the next load on this machine: what matches its checksum there is not read from `url` again.
@@ -272,6 +284,7 @@ def load(
     UnsupportedFormat with the state unchanged; LoadInterrupted when it is half-loaded.
     """
     check_order(state, url, "load(state, url)")
+    url = line_of(url, line)
     with gc_paused():
         if strict not in (True, False, "state"):
             raise ValueError(f'strict={strict!r}; expected True, False or "state"')
@@ -315,6 +328,11 @@ def forget(url: StoreLike, *, storage_options: Mapping[str, Any] | None = None) 
 
 
 _Choice = TypeVar("_Choice", bound=str)
+
+
+def line_of(url: StoreLike, name: str) -> StoreLike:
+    """The root of a named training below `url`, or `url` itself for "". Raises ValueError."""
+    return child_of(url, line_prefix(name)) if name else url
 
 
 def check_order(state: Any, url: Any, call: str) -> None:

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch.distributed as dist
 
 from ckpt.commit.lines import ResumePoint
-from ckpt.commit.ranked import Beside, RankedSession, SessionRegistry, open_session
+from ckpt.commit.ranked import Beside, RankedSession, RootHold, SessionRegistry, open_session
 from ckpt.commit.session import Session
 from ckpt.errors import Forked, RankFailed
 from ckpt.saving.background import Background
@@ -235,6 +235,24 @@ def store_of(
     context = this_process.of_group(process_group)
     context.background.wait()
     return collectively(context.world, "open", lambda: context.store(url, storage_options))
+
+
+def hold(
+    url: StoreLike,
+    *,
+    begin_anew: bool,
+    process_group: dist.ProcessGroup | None = None,
+    storage_options: Mapping[str, Any] | None = None,
+) -> RootHold:
+    """Keep the root at `url` for one training of this process; see `SessionRegistry.hold`.
+    Collective.
+    """
+    context = this_process.of_group(process_group)
+    return collectively(
+        context.world,
+        "open",
+        lambda: context.registry.hold(context.store(url, storage_options), begin_anew=begin_anew),
+    )
 
 
 def session_of(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from ckpt.commit.appender import Limits, Sources
+from ckpt.commit.lines import Beginning, check_new_root
 from ckpt.commit.log import DCP_KEY, FORMAT_KEY, encode_format, read_format
 from ckpt.commit.names import LOG_PREFIX
 from ckpt.errors import Corrupt, NoCheckpoint, StoreRefused
@@ -10,7 +11,9 @@ from storage.errors import KeyExistsError, OutcomeUnknownError, StorageError, Tr
 from storage.store import ExclusiveCreate, Store
 
 
-def root_id(store: Store, *, sources: Sources, limits: Limits) -> str:
+def root_id(
+    store: Store, *, sources: Sources, limits: Limits, beginning: Beginning = "quiet"
+) -> str:
     """The root id, after creating FORMAT if this is the first session of the root."""
     try:
         return read_format(store).root
@@ -26,6 +29,7 @@ def root_id(store: Store, *, sources: Sources, limits: Limits) -> str:
                 f"{store.url} is a checkpoint of torch.distributed.checkpoint (it has {DCP_KEY}); "
                 "save to another url; `ckpt import` writes it there as one of ours"
             ) from None
+        check_new_root(store, beginning)
     # Read back: of two sessions that come first, one has created it.
     _create_format(store, encode_format(sources.random_bytes(16).hex()), sources, limits)
     return read_format(store).root

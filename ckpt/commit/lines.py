@@ -6,23 +6,39 @@ line; all other commits belong to none. A session continues the line of the chec
 restored. A session that restored an older checkpoint on purpose, or none, begins a new line with
 its next commit.
 
+A session that has restored nothing begins a line only where it may (`check_beginning`): a job that
+forgot to restore must not go unnoticed. Trainings that share a root for good have names: each is a
+root of its own below it (`ckpt.commit.names.line_prefix`).
+
 The latest checkpoint is the newest commit of any line (`ckpt.commit.log.latest_of`). It is always
 in the line that was written last, and never an import.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 from ckpt.commit.log import LogState, latest_of
+from ckpt.commit.names import line_names
 from ckpt.commit.records import FIRST_LINE, LiveEntry
+from ckpt.errors import StoreRefused
+from storage.store import Store
+
+logger = logging.getLogger(__name__)
+
+Beginning = Literal["refuse", "warn", "anew", "quiet"]
+"""What to do where a process that has restored nothing saves to a root of another training: refuse
+it (a `Checkpointer`), warn (a bare save), or begin a line of its own as it was asked to."""
 
 
 @dataclass(frozen=True, slots=True)
 class ResumePoint:
     """What a process has restored from a root. `on_purpose`: it requested this one, by its step or
-    attempt, rather than the newest one that is whole.
+    attempt, rather than the newest one that is whole. `attempt` is "" for what no commit has, such
+    as a near checkpoint before the first: a new line begins.
     """
 
     attempt: str
@@ -49,6 +65,37 @@ class OwnLine:
         # The newest one that is whole may be older than damaged ones of the same line.
         continues = newest is entry or not self.restored.on_purpose
         return entry.line if continues else _new_line(state)
+
+
+def check_beginning(store: Store, state: LogState, beginning: Beginning) -> None:
+    """Refuse or warn, as `beginning` says, where a training has saved before. Raises
+    StoreRefused.
+    """
+    newest = next((entry for entry in state.newest_first() if entry.line is not None), None)
+    if newest is not None:
+        others = f"{line_text(newest.line)}, whose newest checkpoint is step {newest.step}"
+        _begin(store, beginning, others)
+
+
+def check_new_root(store: Store, beginning: Beginning) -> None:
+    """As `check_beginning`, before a root is made above those of named lines."""
+    if beginning != "quiet" and (names := line_names(store)):
+        _begin(store, beginning, f"the named lines {', '.join(names)}")
+
+
+def _begin(store: Store, beginning: Beginning, others: str) -> None:
+    others = f"{store.url} holds {others}, which this process has neither restored nor loaded"
+    ways = (
+        "To continue that training, call restore() (or ckpt.load) before the first save; to begin "
+        "another one here, pass begin_anew=True or line=NAME to Checkpointer; or save to another "
+        "url"
+    )
+    if beginning == "refuse":
+        raise StoreRefused(f"{others}. Nothing was saved. {ways}")
+    if beginning == "warn":
+        logger.warning("%s: this save begins a line of its own. %s", others, ways)
+    if beginning == "anew":
+        logger.warning("%s: a line of its own begins here, as begin_anew=True asks", others)
 
 
 def _new_line(state: LogState) -> int:

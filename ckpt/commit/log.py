@@ -16,10 +16,12 @@ from dataclasses import dataclass
 
 from ckpt.commit.live import LiveSet, Segments, live_of
 from ckpt.commit.names import (
+    LINES_PREFIX,
     LOG_PREFIX,
     MANIFEST_NAME,
     SEGMENTS_PREFIX,
     STEPS_PREFIX,
+    line_names,
     record_key,
     record_slot,
     segment_key,
@@ -191,7 +193,12 @@ def _no_checkpoint(store: Store, keys: Sequence[str]) -> NoCheckpoint:
     """Say that there is no root here, and what is here instead."""
     below = sorted({key[: -len("/FORMAT")] for key in keys if key.endswith("/FORMAT")})
     message = f"{store.url} has no shardpoint checkpoint: no {FORMAT_KEY} object"
-    if below:
+    if names := line_names(store) if any(key.startswith(LINES_PREFIX) for key in keys) else []:
+        message += (
+            f"; it holds the named lines {', '.join(names)}: pass line={names[0]!r}, or open "
+            f"{store.url.rstrip('/')}/{LINES_PREFIX}{names[0]}"
+        )
+    elif below:
         message += f"; did you mean {store.url.rstrip('/')}/{below[0]} ?"
     elif any(key.startswith((LOG_PREFIX, STEPS_PREFIX)) for key in keys):
         message += (

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import re
 
+from storage.store import Store
+
 LOG_PREFIX = "log/"
 SEGMENTS_PREFIX = "log/live/"  # behind all records in a listing
 STEPS_PREFIX = "steps/"
+LINES_PREFIX = "lines/"  # roots of their own, one for each named training
 LEASES_PREFIX = "leases/"  # what readers ask retention to leave; see ckpt.commit.leases
 MANIFEST_NAME = "MANIFEST"
 TELEMETRY_NAME = "TELEMETRY"  # how the save went; optional, nothing depends on it
@@ -15,11 +18,35 @@ RESERVE_KEY = "RESERVE"  # space kept back on a disk, see ckpt.commit.reserve
 _ATTEMPT = re.compile(r"e([0-9]{6,18})-[0-9a-f]{16}")
 _RECORD = re.compile(r"log/([0-9]{20})")
 _STEP_DIR = re.compile(r"([0-9]{8,18})-(e[0-9]{6,18}-[0-9a-f]{16})")
+_LINE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 _FILE_NAME = re.compile(r"MANIFEST|TELEMETRY|[A-Za-z0-9][A-Za-z0-9._-]{0,199}\.safetensors")
 
 # Narrower than what readers accept: files that another writer named go only if the manifest lists
 # them.
 _OUR_NAME = re.compile(r"MANIFEST|TELEMETRY|rank[0-9]{5,}-[0-9]{3,}\.safetensors")
+
+
+def line_prefix(name: str) -> str:
+    """Where the root of a named training lies, below that of all. Raises ValueError for a bad
+    name.
+    """
+    if not isinstance(name, str) or _LINE.fullmatch(name) is None:
+        raise ValueError(
+            f"line={name!r}: expected 1 to 100 letters, digits, '.', '_' and '-', such as "
+            "'generator'"
+        )
+    return LINES_PREFIX + name
+
+
+def line_names(store: Store) -> list[str]:
+    """The named trainings below a root, at one request each."""
+    names: list[str] = []
+    while True:
+        after = f"{LINES_PREFIX}{names[-1]}0" if names else ""  # "0" follows "/": behind all of it
+        first = next(iter(store.list(LINES_PREFIX, after=after)), None)
+        if first is None:
+            return names
+        names.append(first.key.split("/")[1])
 
 
 def record_key(slot: int) -> str:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import logging
 import threading
+import weakref
 from dataclasses import dataclass
 
 from ckpt.commit.appender import Limits, Sources
-from ckpt.commit.lines import ResumePoint
+from ckpt.commit.lines import Beginning, ResumePoint
 from ckpt.commit.log import read_format
+from ckpt.commit.names import LINES_PREFIX
 from ckpt.commit.reserve import keep_reserve
 from ckpt.commit.session import Session
 from ckpt.errors import NoCheckpoint, OutcomeUnknown, StoreRefused
@@ -18,6 +20,18 @@ from storage.errors import StorageError
 from storage.store import Store
 
 logger = logging.getLogger(__name__)
+
+
+@dataclass(eq=False)
+class RootHold:
+    """A root that one training of this process has to itself."""
+
+    begin_anew: bool
+    is_held: bool = True
+
+    def end(self) -> None:
+        """Others may have it. May be repeated."""
+        self.is_held = False
 
 
 class SessionRegistry:
@@ -30,7 +44,33 @@ class SessionRegistry:
     def __init__(self) -> None:
         self._sessions: dict[str, Session] = {}
         self._restored: dict[str, ResumePoint] = {}
+        self._holds: dict[str, weakref.ref[RootHold]] = {}
         self._lock = threading.Lock()
+
+    def hold(self, store: Store, *, begin_anew: bool) -> RootHold:
+        """Keep a root for one training of this process, until `RootHold.end`. Raises StoreRefused
+        where another one has it, or has a named line of it, or the root above.
+        """
+        with self._lock:
+            held = [place for place, ref in self._holds.items() if (one := ref()) and one.is_held]
+            for place in held:
+                if store.place in (place, _above(place)) or place == _above(store.place):
+                    raise StoreRefused(
+                        f"{store.url}: a Checkpointer of this process saves to {place} already. "
+                        "Close that one first, or give each a name: Checkpointer(line='generator') "
+                        "and Checkpointer(line='critic')"
+                    )
+            hold = RootHold(begin_anew)
+            self._holds[store.place] = weakref.ref(hold)
+            return hold
+
+    def _beginning(self, place: str) -> Beginning:
+        """What a save may do that has restored nothing; bare saves are only warned of."""
+        ref = self._holds.get(place)
+        hold = None if ref is None else ref()
+        if hold is None or not hold.is_held:
+            return "warn"
+        return "anew" if hold.begin_anew else "refuse"
 
     def restored(self, store: Store, restored: ResumePoint) -> None:
         """This process has loaded from the root that `store` holds."""
@@ -56,16 +96,18 @@ class SessionRegistry:
                 known.use_store(store)
                 known.check_root()
                 return known
+            restored = self._restored.get(store.place)
             session = Session.claim(
                 store,
                 unsafe_single_writer=unsafe_single_writer,
                 sources=sources,
                 limits=limits,
+                beginning="quiet" if restored is not None else self._beginning(store.place),
             )
             # Kept before anything else can fail: the CLAIM stands, and a second one would fence
             # ourselves.
             self._sessions[store.place] = session
-            if (restored := self._restored.get(store.place)) is not None:
+            if restored is not None:
                 session.restored(restored)
             _clean_up(session)
             return session
@@ -94,6 +136,12 @@ class Beside(SessionRegistry):
         return Session.beside(
             store, unsafe_single_writer=unsafe_single_writer, sources=sources, limits=limits
         )
+
+
+def _above(place: str) -> str:
+    """The place of the root that a named line is below; "" for any other."""
+    root, _, name = place.rpartition(f"/{LINES_PREFIX}")
+    return "" if "/" in name else root
 
 
 def _clean_up(session: Session) -> None:

@@ -11,7 +11,7 @@ import logging
 
 from ckpt.commit.appender import Appender, Build, Limits, RecordDraft, Settled, Sources, diverged
 from ckpt.commit.claim import must_look_first, root_id, unsafe_store
-from ckpt.commit.lines import OwnLine, ResumePoint
+from ckpt.commit.lines import Beginning, OwnLine, ResumePoint, check_beginning
 from ckpt.commit.log import LogState, read_format
 from ckpt.commit.names import MANIFEST_NAME, STEPS_PREFIX, attempt_epoch, attempt_name
 from ckpt.commit.records import LiveEntry, Record
@@ -51,14 +51,22 @@ class Session(LogWriter):
         unsafe_single_writer: bool = False,
         sources: Sources | None = None,
         limits: Limits | None = None,
+        beginning: Beginning = "quiet",
     ) -> Session:
         """Claim a root for this process: older sessions are fenced from here on.
 
         Creates FORMAT when the root is new. Raises StoreRefused, before anything is appended, when
-        the store cannot refuse a second writer (unless `unsafe_single_writer`).
+        the store cannot refuse a second writer (unless `unsafe_single_writer`), and where
+        `beginning` says so of a root of another training.
         """
-        appender, root = _opened(store, unsafe_single_writer, sources, limits)
-        record = appender.append(lambda state: RecordDraft("CLAIM", state.epoch + 1))
+
+        def build(state: LogState) -> RecordDraft:
+            # Before the claim, which would fence the training that saves there.
+            check_beginning(store, state, beginning)
+            return RecordDraft("CLAIM", state.epoch + 1)
+
+        appender, root = _opened(store, unsafe_single_writer, sources, limits, beginning)
+        record = appender.append(build)
         assert record is not None
         return cls(appender, root=root, epoch=record.epoch)
 
@@ -135,6 +143,12 @@ class Session(LogWriter):
             if self._line.restored is not None or not self._newest_own:
                 return self._line.restored
             return ResumePoint(self._newest_own, on_purpose=False)
+
+    def line(self, state: LogState) -> int | None:
+        """The line that the training is in: that of its resume point; None before there is one."""
+        resumed = self.resume_point
+        entry = None if resumed is None else state.find(resumed.attempt)
+        return None if entry is None else entry.line
 
     def new_attempt(self) -> str:
         """A name for one try to save one step, never given before."""
@@ -303,13 +317,17 @@ class Session(LogWriter):
 
 
 def _opened(
-    store: Store, unsafe_single_writer: bool, sources: Sources | None, limits: Limits | None
+    store: Store,
+    unsafe_single_writer: bool,
+    sources: Sources | None,
+    limits: Limits | None,
+    beginning: Beginning = "quiet",
 ) -> tuple[Appender, str]:
     """What appends to the log of a root, and the root's identity; FORMAT is there on return."""
     sources, limits = sources or Sources(), limits or Limits()
     if store.exclusive_create is ExclusiveCreate.NONE and not unsafe_single_writer:
         raise unsafe_store(store, "it can only check and then write, so two writers could both win")
-    root = root_id(store, sources=sources, limits=limits)
+    root = root_id(store, sources=sources, limits=limits, beginning=beginning)
     check_first = must_look_first(store, root, unsafe_single_writer, limits)
     appender = Appender(store, check_first=check_first, sources=sources, limits=limits)
     appender.log.check_end()

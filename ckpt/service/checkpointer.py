@@ -17,7 +17,7 @@ from typing import Any, Literal, SupportsIndex
 
 import torch.distributed as dist
 
-from ckpt.api import Io, check_order, one_of
+from ckpt.api import Io, check_order, line_of, one_of
 from ckpt.commit.numbers import plain_int
 from ckpt.commit.patience import BACKGROUND_SECONDS
 from ckpt.commit.records import STEP_MAX
@@ -80,6 +80,11 @@ class Checkpointer:
       it (with "skip": none does), for `retry_seconds_max` at most, 10 minutes by default.
     - `near` keeps newer checkpoints on the hosts themselves, in one tier or a list of them;
       `restore` finds them: see `ckpt.Near`.
+    - A root protects its trainings. Where another one has saved, the first save raises StoreRefused
+      unless this process has restored (or loaded) from there; with `begin_anew=True` it begins a
+      line of its own, with a warning. Rules retire checkpoints of their own line only. Trainings
+      that share a root have names: `line="generator"` saves and restores below
+      `<url>/lines/generator`, a root of its own.
     - `observers` are notified of how saves and restores end; see `ckpt.service.events`. With
       `telemetry`, how every save went is kept beside the checkpoint, for `ckpt report`.
     - `snapshot`, `host_bytes_max`, `replicas`, `dedup`, `user`, `retry_seconds_max`, `io`,
@@ -113,6 +118,8 @@ class Checkpointer:
         process_group: dist.ProcessGroup | None = None,
         storage_options: Mapping[str, Any] | None = None,
         unsafe_single_writer: bool = False,
+        line: str = "",
+        begin_anew: bool = False,
         snapshot: Snapshot = "step",
         host_bytes_max: SupportsIndex | None = None,
         replicas: Literal["warn", "strict"] = "warn",
@@ -127,11 +134,12 @@ class Checkpointer:
         if not isinstance(keep, KeepRule | None):
             raise TypeError(f"keep={keep!r}; expected a rule, such as ckpt.KeepLatest(3)")
         tiers = near_tiers(near)
+        if isinstance(target, Target) and line:
+            raise TypeError(f"line={line!r} goes with a url; this Target names its own root")
         if not isinstance(target, Target):
             check_order(state, target, "Checkpointer(url, state)")
-        if not isinstance(target, Target):
             target = UrlTarget(
-                target,
+                line_of(target, line),
                 process_group,
                 storage_options,
                 unsafe_single_writer,
@@ -151,7 +159,12 @@ class Checkpointer:
             save, keep, alarm, pace, tiers, tuple(observers), silence_seconds_max, self._signals
         )
         self._skips = when_busy == "skip"
-        self._use(parts_of(target, state, self._settings))
+        self._hold = target.hold(begin_anew=begin_anew)
+        try:
+            self._use(parts_of(target, state, self._settings))
+        except BaseException:
+            self._hold.end()
+            raise
         self._is_closed = self._is_apart = False
         self._pid = os.getpid()
         # Last, so that a constructor that fails leaves no handler behind.
@@ -475,6 +488,7 @@ class Checkpointer:
 
     def _leave(self) -> None:
         self._is_closed = True
+        self._hold.end()
         self._ahead.stop()
         if self._near is not None:
             self._near.close()

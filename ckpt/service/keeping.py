@@ -48,8 +48,8 @@ class Keeper:
             self._running.append(self._pool.submit(self._run))
 
     def plan(self) -> RetentionPlan | None:
-        """What would be retired now. None before the first save, and on ranks other than the
-        coordinator.
+        """What would be retired now, of the training's own line. None before the first save, and on
+        ranks other than the coordinator.
         """
         session = self._target.session()
         if session is None:
@@ -62,7 +62,10 @@ class Keeper:
             for entry, committed in candidates
             if committed and entry.committed_unix is None
         }
-        return plan_retention(candidates, self._rule, now_unix=time.time())
+        line = session.line(state)
+        if line is None:
+            return None
+        return plan_retention(candidates, self._rule, now_unix=time.time(), line=line)
 
     def wait(self) -> None:
         """Returns when nothing is under way."""

@@ -156,8 +156,7 @@ def restore_latest(
             # Going back by step or attempt begins a new line; this continues the one it is of.
             if candidate.near is not None:
                 head = candidate.near.record.head
-                if head.anchor:
-                    target.resumed(head.anchor, on_purpose=head.is_new_line)
+                target.resumed(head.anchor, on_purpose=head.is_new_line)
             elif is_latest:
                 target.resumed(result.attempt)
             reached = near.reached if near is not None and is_latest else None

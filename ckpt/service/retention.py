@@ -2,10 +2,11 @@
 
     keep=KeepLatest(3) | KeepEvery(10_000) | KeepBest(2, mode="min")
 
-`|` keeps what either rule keeps, `&` what both keep. Whatever the rules, a plan keeps the latest
-checkpoint, the newest verified one, pinned ones, what a kept one needs, and what no training has
-saved (imports, copies in another layout); so there is always one to load, and one of which every
-byte was once read back.
+`|` keeps what either rule keeps, `&` what both keep. A rule is about one training: each line of a
+root (`ckpt.commit.lines`) is judged by itself, and a training judges none but its own. Whatever the
+rules, a plan keeps the latest checkpoint of each line, its newest verified one, pinned ones, what a
+kept one needs, and what no training has saved (imports, copies in another layout); so there is
+always one to load, and one of which every byte was once read back.
 
 A rule that cannot be judged, or that keeps nothing at all, counts as a mistake: such a plan is
 refused and retires nothing.
@@ -74,6 +75,7 @@ Reasons = dict[str, tuple[str, ...]]
 UNMEASURED = "it has no metric"
 EVERYTHING = "everything is kept"
 NOTHING_RETIRED = "the plan is refused"
+OF_ANOTHER_LINE = "another training saved it; `ckpt prune` and `ckpt rm` remove it"
 OF_NO_LINE = "no training saved it; `ckpt rm` removes it"
 
 
@@ -272,24 +274,32 @@ def _age_text(seconds: float) -> str:
 
 
 def plan_retention(
-    candidates: Sequence[LiveCheckpoint], rule: KeepRule, *, now_unix: float
+    candidates: Sequence[LiveCheckpoint],
+    rule: KeepRule,
+    *,
+    now_unix: float,
+    line: int | None = None,
 ) -> RetentionPlan:
-    """What `rule` keeps and retires of the live checkpoints. Pure; see the top for what it never
-    retires.
+    """What `rule` keeps and retires of the live checkpoints of `line`, or of each line by itself.
+    Pure; see the top for what it never retires.
     """
     ordered = sorted(candidates, key=lambda candidate: candidate.entry.slot)
-    # Rules are about what a training saves; other checkpoints are removed by name only.
-    judged = [candidate for candidate in ordered if candidate.entry.line is not None] or ordered
-    reasons = rule.kept(judged, now_unix)
-    refused = rule.unjudged(judged)
-    if judged and not reasons and not refused:
-        refused = f"the rule keeps none of {len(judged)} checkpoints; choose another one"
-    if refused:
-        reasons = {entry.attempt: (NOTHING_RETIRED,) for entry, _ in ordered}
-    if judged is not ordered:
-        reasons |= {e.attempt: (OF_NO_LINE,) for e, _ in ordered if e.line is None}
-    for attempt, text in _protected([entry for entry, _ in ordered]):
-        reasons[attempt] = (*reasons.get(attempt, ()), text)
+    by_line: dict[int | None, list[LiveCheckpoint]] = {}
+    for candidate in ordered:
+        by_line.setdefault(candidate.entry.line, []).append(candidate)
+    reasons: Reasons = {}
+    refused: list[str] = []
+    judged = 0
+    for own, members in by_line.items():
+        # What no training has saved is removed by name only, unless there is nothing else.
+        if (own is None and len(by_line) > 1) or line not in (None, own):
+            text = OF_NO_LINE if own is None else OF_ANOTHER_LINE
+            reasons |= {entry.attempt: (text,) for entry, _ in members}
+            continue
+        judged += 1
+        kept, problem = _judged(members, rule, now_unix)
+        reasons |= kept
+        refused += [problem] if problem else []
     by_name = {entry.attempt: entry for entry, _ in ordered}
     # What a kept one needs may itself need others.
     waiting = [by_name[name] for name in reasons]
@@ -308,7 +318,26 @@ def plan_retention(
         for entry, _ in reversed(ordered)
         if entry.attempt not in reasons
     ]
-    return RetentionPlan(tuple(keep), tuple(retire), refused)
+    # A line that cannot be judged stays; the others are pruned all the same.
+    why = "; ".join(refused) if len(refused) == judged else ""
+    return RetentionPlan(tuple(keep), tuple(retire), why)
+
+
+def _judged(
+    members: Sequence[LiveCheckpoint], rule: KeepRule, now_unix: float
+) -> tuple[Reasons, str]:
+    """Why a rule keeps checkpoints of one line, and why all of them stay, "" where it can be
+    judged.
+    """
+    reasons = rule.kept(members, now_unix)
+    refused = rule.unjudged(members)
+    if not reasons and not refused:
+        refused = f"the rule keeps none of {len(members)} checkpoints; choose another one"
+    if refused:
+        reasons = {entry.attempt: (NOTHING_RETIRED,) for entry, _ in members}
+    for attempt, text in _protected([entry for entry, _ in members]):
+        reasons[attempt] = (*reasons.get(attempt, ()), text)
+    return reasons, refused
 
 
 def _protected(entries: Sequence[LiveEntry]) -> list[tuple[str, str]]:

@@ -15,13 +15,14 @@ from typing import Any, Literal, Protocol, SupportsIndex, TypedDict
 import torch.distributed as dist
 
 from ckpt import api
-from ckpt.commit.ranked import RankedSession
+from ckpt.commit.ranked import RankedSession, RootHold
 from ckpt.commit.session import Session
 from ckpt.errors import CheckpointError, RankFailed
 from ckpt.loading.load import LoadReport
 from ckpt.process import (
     EndWorld,
     failure_of,
+    hold,
     leaving,
     open_root,
     session_of,
@@ -84,6 +85,14 @@ class Target(ABC):
     def store(self) -> Store:
         """The open store of the root; it stays open."""
 
+    def hold(self, *, begin_anew: bool) -> RootHold:
+        """Keep the root for one training of this process: raises StoreRefused where another one has
+        it. With `begin_anew`, its first save may begin a line next to those of other trainings.
+
+        Collective. A target that keeps no lines has nothing to hold.
+        """
+        return RootHold(begin_anew)
+
     @abstractmethod
     def start(self, state: Any, *, step: int, metric: float | None) -> Pending:
         """Begin a save; the training may go on when this returns."""
@@ -108,7 +117,8 @@ class Target(ABC):
 
     def resumed(self, attempt: str, *, on_purpose: bool = False) -> None:
         """What was loaded from `attempt` was the newest that is whole: training continues there.
-        `on_purpose` when it had gone back to that one before: see `ckpt.commit.lines`.
+        `on_purpose` when it had gone back to that one before, `attempt` is "" where nothing durable
+        was loaded: see `ckpt.commit.lines`.
 
         Every rank calls it. A target that keeps no lines has nothing to do.
         """
@@ -173,6 +183,14 @@ class UrlTarget(Target):
     def store(self) -> Store:
         return store_of(
             self.where, process_group=self.process_group, storage_options=self.storage_options
+        )
+
+    def hold(self, *, begin_anew: bool) -> RootHold:
+        return hold(
+            self.where,
+            begin_anew=begin_anew,
+            process_group=self.process_group,
+            storage_options=self.storage_options,
         )
 
     def start(self, state: Any, *, step: int, metric: float | None) -> Pending:
@@ -252,4 +270,6 @@ class UrlTarget(Target):
         return replace(self, process_group=process_group)
 
     def model_first(self) -> Target:
-        return replace(self, where=child_of(self.where, MODEL_FIRST))
+        target = replace(self, where=child_of(self.where, MODEL_FIRST))
+        target.resumed("")  # each is of a line of its own, and no training resumes from it
+        return target

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -40,7 +41,7 @@ from storage.wrap import WrappedStore
 NO_PAUSE = Sources(pause=lambda seconds: None)
 
 
-def claim(store: Store, **options: bool) -> Session:
+def claim(store: Store, **options: Any) -> Session:
     return Session.claim(store, sources=NO_PAUSE, limits=Limits(tries_max=3), **options)
 
 

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 
+from ckpt.commit.lines import ResumePoint
 from ckpt.commit.ranked import RankedSession, SessionRegistry, open_session
 from ckpt.commit.session import Session
 from ckpt.errors import CheckpointError, RankFailed
@@ -191,6 +192,9 @@ class ThreadTarget(Target):
             attempt=attempt,
             options=LoadOptions(stacks=stacks or {}),
         )
+
+    def resumed(self, attempt: str, *, on_purpose: bool = False) -> None:
+        self._registry.restored(self._store, ResumePoint(attempt, on_purpose))
 
     def ranked_session(self) -> RankedSession:
         if not self._opened:

@@ -394,9 +394,11 @@ def test_a_checkpoint_that_is_retired_before_it_is_read_is_no_end() -> None:
         def get_bounded(self, key: str, nbytes_max: int) -> bytes:
             if key.endswith("MANIFEST") and not moved:
                 moved.append(key)
-                other = {"x": torch.full((1000,), 2.0), "step": 2}
+                other = {"x": torch.full((1000,), -1.0), "step": -1}
                 keep = ckpt.KeepLatest(1)
                 with alone(self.inner, other, ckpt.EverySteps(1), keep=keep) as checkpointer:
+                    checkpointer.restore()
+                    other |= {"x": torch.full((1000,), 2.0), "step": 2}
                     checkpointer.step(2)
                 assert [entry.step for entry in live_entries(self.inner)] == [2]
             return self.inner.get_bounded(key, nbytes_max)

@@ -264,6 +264,7 @@ def test_history_survives_restarts_retention_and_failures() -> None:
     with Checkpointer(
         target, state, save=ckpt.EverySteps(1), keep=ckpt.KeepLatest(1)
     ) as checkpointer:
+        checkpointer.restore()
         for step in (4, 5, 6):
             checkpointer.step(step)
     (newest,) = telemetry_of(inner)

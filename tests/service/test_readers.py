@@ -71,6 +71,7 @@ def _writer_over(store: Store) -> Callable[[], None]:
     checkpointer = ckpt.Checkpointer(
         target, state, save=ckpt.EverySteps(1), keep=ckpt.KeepLatest(1)
     )
+    checkpointer.restore()
 
     def advance() -> None:
         state["step"] += 1

@@ -21,6 +21,7 @@ import torch.distributed as dist
 from ckpt.commit.numbers import plain_int
 from ckpt.convert.naming import Rename, renamed
 from ckpt.convert.presets import PEFT_FILE, check_file_name, preset_names
+from ckpt.convert.sources.budget import check_output
 from ckpt.convert.sources.dense import DenseSource
 from ckpt.convert.sources.opening import SourceOptions, is_file_name, open_source
 from ckpt.convert.sources.restacked import RestackedSource
@@ -131,6 +132,7 @@ def export(
     shard_nbytes_max: SupportsIndex | None = None,
     threads: int = 3,
     memory_nbytes_max: SupportsIndex | None = None,
+    output_nbytes_max: SupportsIndex | None = None,
     verify: bool = False,
     progress: Progress | None = None,
     dequantize: bool = False,
@@ -163,9 +165,9 @@ def export(
     With `dequantize`, tensors that consist of others (quantized, sparse) are written as the dense
     ones that they stand for, of their outer dtype, by the library that has their type; one at a
     time is in memory whole. Without it, their components are written, under their names here.
-    `memory_nbytes_max` is as in `ckpt.import_checkpoint`. `target_options` are for the target's
-    store, by default those of the source when both have the same protocol. `progress(done, total)`
-    counts bytes of the new files.
+    `memory_nbytes_max` and `output_nbytes_max` are as in `ckpt.import_checkpoint`.
+    `target_options` are for the target's store, by default those of the source when both have the
+    same protocol. `progress(done, total)` counts bytes of the new files.
 
     Raises CheckpointError when the selection is empty or ambiguous (weights would be left out that
     nothing in it leaves out), the target exists or the config
@@ -201,9 +203,16 @@ def export(
         return read_beside(config, dict(config_options or {}))
 
     def plan() -> tuple[ExportSelection, Nested]:
-        if kind == "hf":
-            return _model_folder(source, selection, beside(), nbytes_max)
-        chosen = choose(source, selection, kind)
+        described = beside() if kind == "hf" else None
+        chosen = choose(source, _for_folder(selection, described), kind)
+        check_output(
+            f"{source!r}",
+            sum(output.nbytes for output in chosen.outputs),
+            source.stored_nbytes,
+            plain_int(output_nbytes_max),
+        )
+        if described is not None:
+            return chosen, _model_folder(chosen, selection, described, nbytes_max)
         if kind == "safetensors":
             files = safetensors_files(chosen.outputs, chosen.tied, name, nbytes_max)
             return chosen, Nested(files, tuple(sorted(chosen.values)))
@@ -225,15 +234,18 @@ def _refuse_encoding(target_options: Mapping[str, Any]) -> None:
         )
 
 
-def _model_folder(
-    source: CheckpointSource, selection: Selection, beside: DescribingFiles, nbytes_max: int | None
-) -> tuple[ExportSelection, Nested]:
-    """The files of a model folder; the last one is what readers look for first."""
+def _for_folder(selection: Selection, beside: DescribingFiles | None) -> Selection:
+    if beside is None:
+        return selection
     if selection.optimizer or selection.preset is not None:
         raise CheckpointError('format="hf" is for a whole model: leave out optimizer= and preset=')
-    if beside.unties:
-        selection = replace(selection, keep_tied=True)
-    chosen = choose(source, selection, "hf")
+    return replace(selection, keep_tied=True) if beside.unties else selection
+
+
+def _model_folder(
+    chosen: ExportSelection, selection: Selection, beside: DescribingFiles, nbytes_max: int | None
+) -> Nested:
+    """The files of a model folder; the last one is what readers look for first."""
     check_names(beside, {output.name: output.tensor for output in chosen.outputs})
     if selection.dtype is not None:
         beside = beside.of_dtype(_name_of(selection.dtype))
@@ -242,7 +254,7 @@ def _model_folder(
     weights = safetensors_files(chosen.outputs, {}, WEIGHTS, nbytes_max)
     others = sorted(beside.files.items(), key=lambda item: (item[0] == CONFIG, item[0]))
     files: list[PlannedFile] = [*weights, *(known_file(*item) for item in others)]
-    return chosen, Nested(files, tuple(sorted(chosen.values)))
+    return Nested(files, tuple(sorted(chosen.values)))
 
 
 def _name_of(dtype: str | torch.dtype) -> str:

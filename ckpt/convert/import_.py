@@ -17,6 +17,7 @@ import torch.distributed as dist
 from ckpt.commit.names import step_prefix
 from ckpt.commit.numbers import plain_int
 from ckpt.convert.naming import Rename, renamed, renamer
+from ckpt.convert.sources.budget import check_output
 from ckpt.convert.sources.dequantized import Dequantize, DequantizedSource
 from ckpt.convert.sources.opening import SourceOptions, open_source
 from ckpt.convert.sources.restacked import RestackedSource
@@ -96,6 +97,7 @@ def import_checkpoint(
     parameter_names: Sequence[str] | None = None,
     dequantize: Dequantize | None = None,
     memory_nbytes_max: SupportsIndex | None = None,
+    output_nbytes_max: SupportsIndex | None = None,
     verify: bool = False,
     threads: int = 3,
     progress: Progress | None = None,
@@ -112,7 +114,9 @@ def import_checkpoint(
     object store. Nothing in it is executed. Tensors are streamed through a part of 16 MiB for each
     of `threads`. With three, a file of torch.save or a directory of DCP takes at most 64 MiB of
     memory, or `memory_nbytes_max`, beside as many bytes as its tensors have there: it is refused
-    when what describes them, and its other values, need more. Names are those of the nested state:
+    when what describes them, and its other values, need more. It is also refused when its tensors
+    are more than 64 MiB and 8 times the bytes that are stored of them, or than `output_nbytes_max`:
+    one stored element may stand for any number. Names are those of the nested state:
     what was saved as `{"model": ..., "optim": ...}` is loaded into such a state.
 
     `rename` gives names new ones (see `Rename`), `skip` are names, dotted beginnings of names, or
@@ -139,7 +143,8 @@ def import_checkpoint(
     changed = dequantize, stacks
     opened = collectively(world, "open source", lambda: _opened(source, options, changed))
     try:
-        chosen = collectively(world, "names", lambda: _chosen(opened, rename, skip))
+        most = plain_int(output_nbytes_max)
+        chosen = collectively(world, "names", lambda: _chosen(opened, rename, skip, most))
         # Only now is anything made at the root.
         root = open_beside(
             url,
@@ -209,7 +214,9 @@ class Chosen(NamedTuple):
     skipped: tuple[str, ...]
 
 
-def _chosen(source: CheckpointSource, rename: Rename | None, skip: Sequence[str]) -> Chosen:
+def _chosen(
+    source: CheckpointSource, rename: Rename | None, skip: Sequence[str], nbytes_max: int | None
+) -> Chosen:
     contents = source.contents
     if source.format == "checkpoint":
         raise UnsupportedFormat(f"{source.url} is a checkpoint of ours; copy it with `ckpt cp`")
@@ -248,6 +255,8 @@ def _chosen(source: CheckpointSource, rename: Rename | None, skip: Sequence[str]
     origin = {names[fqn]: old for fqn, (old, _) in tensors.items()}
     if not moved.tensors and not moved.values:
         raise InvalidState([f"{source!r}: skip= leaves nothing of it"])
+    nbytes = sum(info.nbytes for info in moved.tensors.values())
+    check_output(f"{source!r}", nbytes, source.stored_nbytes, nbytes_max)
     return Chosen(moved, origin, tuple(sorted(gone)))
 
 

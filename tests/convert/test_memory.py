@@ -122,7 +122,7 @@ HONEST: dict[str, Callable[[], Any]] = {
     "200 tensors": lambda: _tensors(200, 4096),
     "1,000 tiny tensors": lambda: _tensors(1000, 1),
     "strided": lambda: {"w": torch.zeros(2048, 2048).t()},
-    "expanded": lambda: {"w": torch.zeros(1).expand(64 << 20)},
+    "expanded": lambda: {"w": torch.zeros(1).expand(15 << 20)},
     "records": lambda: {"x": _records(8_000)},
     "text": lambda: {"x": "x" * (4 << 20), "y": "\xe4" * 100_000, "z": b"z" * 1_000_000},
 }

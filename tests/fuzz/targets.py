@@ -51,7 +51,7 @@ from storage.errors import StorageError
 from storage.memory import MemoryStore
 from storage.url import open_store
 from tests.format.sample import make_increments, make_sample
-from tests.fuzz import encoded, joint, peers, tiers
+from tests.fuzz import encoded, imports, joint, peers, tiers
 from tests.fuzz.target import Target
 
 # A root's own objects -----------------------------------------------------------------------------
@@ -340,6 +340,7 @@ TARGETS = (
     *peers.TARGETS,
     *encoded.TARGETS,
     *joint.TARGETS,
+    *imports.TARGETS,
 )
 
 

@@ -79,6 +79,12 @@ def add_memory_max(command: Command) -> None:
     command.add_argument("--memory-max", type=nbytes, metavar="SIZE", help=text)
 
 
+def add_output_max(command: Command) -> None:
+    """`--output-max`, for commands that write what is in files of other libraries."""
+    text = "bytes of tensors to write; default: 64MiB and 8 times those that are stored"
+    command.add_argument("--output-max", type=nbytes, metavar="SIZE", help=text)
+
+
 def add_options(command: Command, name: str, whose: str, *, short: str = "") -> None:
     """Repeatable options of a store, `KEY=VALUE` each."""
     command.add_argument(

@@ -11,6 +11,7 @@ from ckpt.cli.parsers.arguments import (
     add_layout,
     add_memory_max,
     add_options,
+    add_output_max,
     add_rename,
     add_stacks,
     add_step,
@@ -120,6 +121,7 @@ def add_export(commands: Commands) -> None:
         help="cut into files of at most this size, e.g. 5GB, with an index",
     )
     add_memory_max(command)
+    add_output_max(command)
     command.add_argument(
         "--dequantize",
         action="store_true",
@@ -180,6 +182,7 @@ def add_import(commands: Commands) -> None:
         help="the block that shares a scale of weight_scale_inv; default: 128x128",
     )
     add_memory_max(command)
+    add_output_max(command)
     command.add_argument(
         "--verify", action="store_true", help="read it back and compare with the source"
     )

@@ -4,6 +4,8 @@ What describes tensors (pickles, directories of zip files, names) is charged bef
 what it costs from then on until the import or export has ended. The budget is a fixed number of
 bytes, and the bytes of the tensors that are in the source: a file that describes more than it has
 is refused, whatever it says.
+
+What is made of a source has a budget, too: a tensor may show one stored element billions of times.
 """
 
 from __future__ import annotations
@@ -17,6 +19,23 @@ MEMORY_NBYTES_MAX = 64 * MIB
 # What an import or export takes whatever is in the source: threads, small buffers, what the
 # allocator cannot give back.
 FIXED_NBYTES = 3 * MIB
+# Of an import or export. Four bits that become a float32 are eight times as many bytes.
+OUTPUT_NBYTES_FREE = 64 * MIB
+OUTPUT_PER_STORED = 8
+
+
+def check_output(name: str, nbytes: int, stored_nbytes: int, nbytes_max: int | None) -> None:
+    """Raise UnsupportedFormat when `nbytes` of tensors are more than the source `name` should
+    become, which has `stored_nbytes`: 64 MiB and 8 times that, or `nbytes_max`.
+    """
+    usual = OUTPUT_NBYTES_FREE + OUTPUT_PER_STORED * stored_nbytes
+    allowed = usual if nbytes_max is None else nbytes_max
+    if nbytes > allowed:
+        raise UnsupportedFormat(
+            f"{name}: its tensors would be {nbytes} bytes, and {stored_nbytes} bytes of them are "
+            f"stored; at most {allowed} are written: some show the same elements many times. If "
+            "you trust it, pass output_nbytes_max= (--output-max)"
+        )
 
 
 class MemoryBudget:

@@ -260,7 +260,7 @@ def tree_source(
     )
     placed = {fqn: chunks[key] for key, fqn in first.items()}
     budget.charge(_uncovered_nbytes(contents, placed, budget.tensor_nbytes))
-    return FileSource(store, format, contents, placed)
+    return FileSource(store, format, contents, placed, budget.tensor_nbytes)
 
 
 def _uncovered_nbytes(

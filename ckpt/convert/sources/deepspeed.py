@@ -257,7 +257,7 @@ def _source(
     )
     placed = {bare[name]: tensor_chunks for name, tensor_chunks in chunks.items()}
     placed |= {name: state_chunks for name, (_, state_chunks) in state.tensors.items()}
-    return FileSource(store, "DeepSpeed ZeRO checkpoint", contents, placed)
+    return FileSource(store, "DeepSpeed ZeRO checkpoint", contents, placed, sum(sizes.values()))
 
 
 class _NamedState(NamedTuple):

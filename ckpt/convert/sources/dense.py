@@ -76,7 +76,7 @@ class DenseSource(CheckpointSource):
             contents.per_rank,
             contents.step,
         )
-        super().__init__(source.url, made)
+        super().__init__(source.url, made, source.stored_nbytes)
 
     def fill(self, wanted: Sequence[ReadRequest]) -> None:
         plain = [request for request in wanted if request.fqn not in self._described]

@@ -84,7 +84,8 @@ class DequantizedSource(CheckpointSource):
             if isinstance(pair, _Packed):
                 shape = (*shape[:-2], shape[-2] * _MX_GROUP)
             tensors[fqn] = SourceTensor(fqn, how.dtype, shape, pair.data.kind)
-        super().__init__(source.url, _with_tensors(source.contents, tensors))
+        made = _with_tensors(source.contents, tensors)
+        super().__init__(source.url, made, source.stored_nbytes)
 
     def fill(self, wanted: Sequence[ReadRequest]) -> None:
         plain = [request for request in wanted if request.fqn not in self._quantized]

@@ -52,7 +52,7 @@ class NativeSource(CheckpointSource):
             per_rank=checkpoint.per_rank,
             step=checkpoint.step,
         )
-        super().__init__(checkpoint.url, contents)
+        super().__init__(checkpoint.url, contents, int(manifest.file_nbytes.sum()))
         self.checkpoint = checkpoint
 
     def fill(self, wanted: Sequence[ReadRequest]) -> None:

@@ -58,7 +58,7 @@ class RestackedSource(CheckpointSource):
             contents.per_rank,
             contents.step,
         )
-        super().__init__(source.url, made)
+        super().__init__(source.url, made, source.stored_nbytes)
 
     def fill(self, wanted: Sequence[ReadRequest]) -> None:
         requests: list[ReadRequest] = []

@@ -60,7 +60,7 @@ def open_safetensors(store: Store, name: str, budget: MemoryBudget) -> FileSourc
         raise Corrupt(f"{store.url}/{name}: {missing[0]} is not in {held[missing[0]]}")
     if not names:
         raise NoCheckpoint(f"{store.url} has no safetensors file")
-    return table.source(store)
+    return table.source(store, budget.tensor_nbytes)
 
 
 def _index(store: Store, name: str, budget: MemoryBudget) -> dict[str, str]:
@@ -156,7 +156,7 @@ class _HeaderTable:
             raise Corrupt(f"{self.url}/{file}: {fqn} is of another dtype or shape than elsewhere")
         parts.append((offset, shape, file, data_start + start))
 
-    def source(self, store: Store) -> FileSource:
+    def source(self, store: Store, stored_nbytes: int) -> FileSource:
         tensors, chunks = {}, {}
         for fqn, (dtype, parts) in sorted(self.tensors.items()):
             # Parts say where they begin; together they reach to the tensor's end.
@@ -172,7 +172,7 @@ class _HeaderTable:
         contents = SourceContents(
             tensors, aliases=dict(self.aliases), refused=self.refused, modules=("",)
         )
-        return FileSource(store, "safetensors", contents, chunks)
+        return FileSource(store, "safetensors", contents, chunks, stored_nbytes)
 
 
 def _chunk(box: Box, shape: Shape, file: str, start: int) -> Chunk:

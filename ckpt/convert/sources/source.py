@@ -94,15 +94,17 @@ class SourceContents:
 class CheckpointSource(ABC):
     """A checkpoint to read from. `fill` may be called from any thread.
 
-    `left_out` are files of the same folder of which nothing is in `contents`.
+    `left_out` are files of the same folder of which nothing is in `contents`. `stored_nbytes` are
+    how many bytes its files have for tensors.
     """
 
     format: str  # for messages
     left_out: tuple[str, ...] = ()
 
-    def __init__(self, url: str, contents: SourceContents) -> None:
+    def __init__(self, url: str, contents: SourceContents, stored_nbytes: int) -> None:
         self.url = url
         self.contents = contents
+        self.stored_nbytes = stored_nbytes
 
     @abstractmethod
     def fill(self, wanted: Sequence[ReadRequest]) -> None:
@@ -139,8 +141,9 @@ class FileSource(CheckpointSource):
         format: str,
         contents: SourceContents,
         chunks: Mapping[str, Sequence[Chunk]],
+        stored_nbytes: int,
     ) -> None:
-        super().__init__(store.url, contents)
+        super().__init__(store.url, contents, stored_nbytes)
         self.format = format
         self.store = store
         self.files = frozenset(

@@ -35,7 +35,7 @@ from ckpt.saving.uploading import stage_or_share
 from ckpt.saving.write import Staging, WritePath
 from ckpt.world.base import collectively
 from storage import Store, StoreLike, open_store
-from storage.location import child_of
+from storage.location import child_of, place_on_filesystem
 
 MIB = 1 << 20
 REMOTE_REQUESTS = 4  # in flight at once per rank
@@ -338,7 +338,8 @@ def line_of(url: StoreLike, name: str) -> StoreLike:
 def check_order(state: Any, url: Any, call: str) -> None:
     """Raises TypeError where the two were swapped; `call` shows how it is written."""
     places = (str, os.PathLike, Store)
-    if isinstance(state, places) and not isinstance(url, places):
+    is_place = isinstance(url, places) or place_on_filesystem(url) is not None
+    if isinstance(state, places) and not is_place:
         raise TypeError(
             f"{call}: got {state!r} for the state and a {type(url).__name__} for the url; they are "
             "the other way round"

@@ -24,6 +24,7 @@ from ckpt.world.torch_world import current_world
 from ckpt.world.torch_world import world_of_members as new_world_of_members
 from storage import Store, StoreLike, open_store
 from storage.location import is_borrowed_from, url_of
+from storage.url import with_its_options
 
 _SessionKey = tuple[str, str, bool]
 EndWorld = Callable[[RankFailed], None]
@@ -63,6 +64,7 @@ class GroupContext:
 
     def store(self, url: StoreLike, storage_options: Mapping[str, Any] | None) -> Store:
         """Opened once: an open store knows which directories are durable, and keeps connections."""
+        url = with_its_options(url)
         key = _store_key(url, storage_options)
         known = self.stores.get(key)
         if known is None or (isinstance(url, Store) and not is_borrowed_from(known, url)):
@@ -101,6 +103,7 @@ class GroupContext:
     ) -> OpenRoot | None:
         """The root if all ranks have opened it before. Waits for no rank."""
         # A caller may make a new object for each call: the session is that of its place.
+        url = with_its_options(url)
         is_own = isinstance(url, Store) and not storage_options
         opened = _store_key(url, storage_options)
         store = self.store(url, None) if is_own else self.stores.get(opened)
@@ -144,6 +147,7 @@ def _store_key(url: StoreLike, storage_options: Mapping[str, Any] | None) -> tup
     # A digest: options may hold secrets, and what remembers stores may be shown.
     shown = repr(sorted((storage_options or {}).items()))
     options = hashlib.sha256(shown.encode("utf-8", "backslashreplace")).hexdigest()
+    url = with_its_options(url)
     if isinstance(url, Store):
         # Its url is for messages: two stores in memory may well have the same one.
         return url.url, f"Store {url.place} {options}"

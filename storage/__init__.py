@@ -17,8 +17,9 @@ from storage.errors import (
     TooLargeError,
     TransientError,
 )
+from storage.generic import FsspecStore
 from storage.keys import check_key, check_prefix
-from storage.location import PrefixStore, StoreLike
+from storage.location import OnFilesystem, PrefixStore, StoreLike
 from storage.retry import RetryPolicy
 from storage.schemes import StoreFactory, register_store
 from storage.store import ByteRange, ExclusiveCreate, ObjectInfo, ObjectWriter, Store
@@ -30,6 +31,7 @@ __all__ = [
     "ByteRange",
     "CorruptObjectError",
     "ExclusiveCreate",
+    "FsspecStore",
     "InvalidKeyError",
     "InvalidUrlError",
     "KeyExistsError",
@@ -37,6 +39,7 @@ __all__ = [
     "NoSpaceError",
     "ObjectInfo",
     "ObjectWriter",
+    "OnFilesystem",
     "OutcomeUnknownError",
     "PrefixStore",
     "RetryPolicy",

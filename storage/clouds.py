@@ -8,8 +8,9 @@ none for its XML API is available.
 from __future__ import annotations
 
 import contextlib
+import os
 import uuid
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -46,9 +47,22 @@ _ALIASES = {
 }
 
 
+def unknown_options(protocol: str, options: Mapping[str, Any]) -> list[str]:
+    """The options that obstore has not, sorted; gcsfs or adlfs may have them."""
+    known = {*_KNOWN[protocol], *_ALIASES[protocol]}
+    unknown = {name for name in options if name not in known}
+    # Of gcsfs, it may be a mapping, an object, or a word such as "google_default".
+    if protocol == "gs" and not os.path.isfile(str(options.get("token", __file__))):
+        unknown.add("token")
+    return sorted(unknown)
+
+
 def open_cloud(protocol: str, place: str, options: dict[str, Any], retry: RetryPolicy) -> Store:
     """The store at `place`, "BUCKET" or "CONTAINER/PREFIX". Raises InvalidUrlError."""
     bucket, _, prefix = place.partition("/")
+    container, _, host = bucket.partition("@")
+    if protocol == "az" and host.endswith(".core.windows.net"):  # as Azure itself writes it
+        bucket, options = container, {"account_name": host.partition(".")[0], **options}
     if not bucket or any(letter in bucket for letter in "@:?"):
         raise InvalidUrlError(
             f"write {protocol}://BUCKET/PREFIX; credentials are storage options or environment "
@@ -58,12 +72,11 @@ def open_cloud(protocol: str, place: str, options: dict[str, Any], retry: RetryP
     if prefix:
         check_key(prefix)
     config = {_ALIASES[protocol].get(name, name): value for name, value in options.items()}
-    unknown = sorted(set(config) - set(_KNOWN[protocol]))
-    if unknown:
+    if unknown := unknown_options(protocol, options):
         raise InvalidUrlError(
             f"{protocol}://{place}: unknown storage options {', '.join(unknown)}; known are "
-            f"{', '.join((*_KNOWN[protocol], *_ALIASES[protocol]))}. fsspec+{protocol}:// takes "
-            "those of fsspec, and cannot commit exclusively"
+            f"{', '.join((*_KNOWN[protocol], *_ALIASES[protocol]))}; for the options of "
+            f"{'gcsfs' if protocol == 'gs' else 'adlfs'} install it"
         )
     return CloudStore(protocol, bucket, prefix, config=config, retry=retry)
 

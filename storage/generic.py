@@ -58,17 +58,22 @@ def open_generic(url: str, options: dict[str, Any]) -> FsspecStore:
     return FsspecStore(filesystem, root, url=shown, why_read_only=problem)
 
 
-def _check_chain(url: str) -> None:
-    """Raises InvalidUrlError for a chain of which one filesystem would ignore the next."""
+def options_of_filesystem(protocol: str) -> set[str]:
+    """The options that fsspec's class for `protocol` takes by name. Raises ImportError where its
+    package is not installed, ValueError where there is none.
+    """
     import fsspec
 
+    classes = fsspec.get_filesystem_class(protocol).__mro__
+    return {name for cls in classes for name in inspect.signature(cls.__init__).parameters}
+
+
+def _check_chain(url: str) -> None:
+    """Raises InvalidUrlError for a chain of which one filesystem would ignore the next."""
     bits = url.split("::")
     for bit in bits[:-1]:
         protocol = bit.partition("://")[0]
-        parameters: set[str] = set()
-        for cls in fsspec.get_filesystem_class(protocol).__mro__:
-            parameters |= inspect.signature(cls.__init__).parameters.keys()
-        if not {"fo", "target_protocol"} & parameters:
+        if not {"fo", "target_protocol"} & options_of_filesystem(protocol):
             problem = f"{protocol} reads no other filesystem, so nothing can follow its '::'"
         elif bit in ("dir", "dir://"):
             problem = f"dir:: without a folder changes nothing; write {redacted(bits[-1])}"
@@ -96,15 +101,18 @@ class FsspecStore(Store):
         self, filesystem: Any, root: str, *, url: str = "", why_read_only: str = ""
     ) -> None:
         self.url = url or redacted(filesystem.unstrip_protocol(root))
-        self._fs = filesystem
+        self.filesystem = filesystem
         self._root = root.rstrip("/")
+        if "http" in filesystem.protocol:
+            why_read_only = "a web server can only be read; save to a store, or to a path"
         self._why_read_only = why_read_only
         self._has_read_a_range = False
 
     @property
     def place(self) -> str:
         # Filesystems of one protocol may be of several servers: their options tell them apart.
-        options = (type(self._fs), self._fs.storage_args, self._fs.storage_options)
+        made = self.filesystem
+        options = (type(made), made.storage_args, made.storage_options)
         return f"{self.url} {hashlib.sha256(repr(options).encode()).hexdigest()}"
 
     @cached_property
@@ -120,14 +128,14 @@ class FsspecStore(Store):
                 is_proved = self._proves_exclusive(path)
             finally:
                 with contextlib.suppress(FileNotFoundError, NotImplementedError):
-                    self._fs.rm_file(path)
+                    self.filesystem.rm_file(path)
         return ExclusiveCreate.CONDITIONAL if is_proved else ExclusiveCreate.NONE
 
     def _proves_exclusive(self, path: str) -> bool:
         writers = []
         for number in range(_RACING):
             try:
-                writer = self._fs.open(path, "xb")
+                writer = self.filesystem.open(path, "xb")
                 writer.write(b"%d" % number)
             except (FileExistsError, NotImplementedError, ValueError, TypeError):
                 break  # not at all, or a file is there before it is whole
@@ -145,19 +153,20 @@ class FsspecStore(Store):
             won = list(pool.map(wins, writers))
         if len(writers) < _RACING or is_visible or won.count(True) != 1:
             return False
-        return bytes(self._fs.cat_file(path)) == b"%d" % won.index(True)
+        return bytes(self.filesystem.cat_file(path)) == b"%d" % won.index(True)
 
     def get(self, key: str, byte_range: ByteRange | None = None) -> bytes:
         path = self._path(key)
         with self.translating("read", key):
             if byte_range is None:
-                return self._checked_for_ranges(key, path, bytes(self._fs.cat_file(path)))
+                return self._checked_for_ranges(key, path, bytes(self.filesystem.cat_file(path)))
             if byte_range.nbytes == 0:  # fsspec takes an end of 0 for the end of the file
                 data = b""
-                if self._fs.info(path)["size"] < byte_range.start:
+                if self.filesystem.info(path)["size"] < byte_range.start:
                     raise self._short(key, byte_range)
             else:
-                data = bytes(self._fs.cat_file(path, start=byte_range.start, end=byte_range.end))
+                start, end = byte_range
+                data = bytes(self.filesystem.cat_file(path, start=start, end=end))
         if len(data) > byte_range.nbytes:
             raise self._ignores_ranges(key, byte_range.nbytes, len(data))
         if len(data) != byte_range.nbytes:
@@ -171,7 +180,7 @@ class FsspecStore(Store):
         then it is too late to learn that a server ignores them.
         """
         if not self._has_read_a_range and len(data) > 2:
-            again = bytes(self._fs.cat_file(path, start=1, end=2))
+            again = bytes(self.filesystem.cat_file(path, start=1, end=2))
             if again != data[1:2]:
                 raise self._ignores_ranges(key, 1, len(again))
             self._has_read_a_range = True
@@ -224,12 +233,12 @@ class FsspecStore(Store):
             self._refuse_existing(key, path)
             temp = self._temp(path)
             self._make_parent(path)
-            self._fs.pipe_file(temp, bytes(data))
+            self.filesystem.pipe_file(temp, bytes(data))
             self._move(temp, path)
 
     def _create_exclusively(self, key: str, path: str, data: bytes) -> None:
         try:
-            with self._fs.open(path, "xb") as file:
+            with self.filesystem.open(path, "xb") as file:
                 file.write(data)
         except FileExistsError as error:
             raise KeyExistsError(f"create {key}: exists already in {self.url}") from error
@@ -252,8 +261,8 @@ class FsspecStore(Store):
     def info(self, key: str) -> ObjectInfo:
         path = self._path(key)
         with self.translating("info", key):
-            self._fs.invalidate_cache(self._parent(path))
-            details = self._fs.info(path)
+            self.filesystem.invalidate_cache(self._parent(path))
+            details = self.filesystem.info(path)
         if details["type"] != "file":
             raise KeyNotFoundError(f"info {key} in {self.url}: not a file")
         return _object_info(key, details)
@@ -263,7 +272,7 @@ class FsspecStore(Store):
         self._refuse_writing(f"delete {key}")
         missing = contextlib.suppress(FileNotFoundError, NotADirectoryError)
         with self.translating("delete", key), missing:
-            self._fs.rm_file(path)
+            self.filesystem.rm_file(path)
 
     def sync(self, keys: Iterable[str]) -> None:
         """fsspec has nothing to wait for."""
@@ -277,7 +286,7 @@ class FsspecStore(Store):
                 directory, slash, name = key.rpartition("/")
                 meant = finished_name(name)
                 if meant is not None and f"{directory}{slash}{meant}".startswith(prefix):
-                    self._fs.rm_file(f"{self._root}/{key}")
+                    self.filesystem.rm_file(f"{self._root}/{key}")
                     removed += 1
         return removed
 
@@ -295,22 +304,22 @@ class FsspecStore(Store):
         return f"{directory}/{unfinished_name(name, uuid.uuid4().hex[:16])}"
 
     def _make_parent(self, path: str) -> None:
-        self._fs.makedirs(self._parent(path), exist_ok=True)
+        self.filesystem.makedirs(self._parent(path), exist_ok=True)
 
     def _move(self, temp: str, path: str) -> None:
         if any(letter in path for letter in "*?["):
-            self._fs.cp_file(temp, path)  # `mv` would take the name for a pattern
-            self._fs.rm_file(temp)
+            self.filesystem.cp_file(temp, path)  # `mv` would take the name for a pattern
+            self.filesystem.rm_file(temp)
         else:
-            self._fs.mv(temp, path)
+            self.filesystem.mv(temp, path)
 
     def _refuse_existing(self, key: str, path: str) -> None:
         if self._is_there(path):
             raise KeyExistsError(f"create {key}: exists already in {self.url}")
 
     def _is_there(self, path: str) -> bool:
-        self._fs.invalidate_cache(self._parent(path))
-        return bool(self._fs.exists(path))
+        self.filesystem.invalidate_cache(self._parent(path))
+        return bool(self.filesystem.exists(path))
 
     def _refuse_writing(self, operation: str) -> None:
         if self._why_read_only:
@@ -319,14 +328,14 @@ class FsspecStore(Store):
     def _find(self, base: str) -> dict[str, dict[str, Any]]:
         """Everything below `base` by key, unfinished objects included; fresh, not from a cache."""
         top = f"{self._root}/{base}" if base else self._root
-        self._fs.invalidate_cache()
+        self.filesystem.invalidate_cache()
         try:
-            entries = self._fs.find(top or "/", detail=True)
+            entries = self.filesystem.find(top or "/", detail=True)
         except FileNotFoundError as error:
             if _reason(error) is not error:
                 raise
             return {}
-        skip = len(self._fs._strip_protocol(self._root)) + 1 if self._root else 0
+        skip = len(self.filesystem._strip_protocol(self._root)) + 1 if self._root else 0
         return {path[skip:].lstrip("/"): entry for path, entry in entries.items()}
 
     def _short(self, key: str, wanted: ByteRange) -> ShortReadError:
@@ -389,7 +398,7 @@ class FsspecWriter(ObjectWriter):
         with store.translating("create", self._ledger.key):
             store._refuse_existing(self._ledger.key, self._path)
             store._make_parent(self._path)
-            self._file = store._fs.open(self._temp, "wb")
+            self._file = store.filesystem.open(self._temp, "wb")
         return self
 
     def write_part(self, index: int, buffers: Sequence[memoryview]) -> None:
@@ -425,7 +434,7 @@ class FsspecWriter(ObjectWriter):
         with contextlib.suppress(Exception):
             self._file.close()
         with contextlib.suppress(Exception):
-            self._store._fs.rm_file(self._temp)
+            self._store.filesystem.rm_file(self._temp)
 
 
 def _object_info(key: str, details: dict[str, Any]) -> ObjectInfo:

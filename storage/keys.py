@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import re
-from urllib.parse import urlsplit, urlunsplit
+from urllib.parse import urlsplit
 
 from storage.errors import InvalidKeyError
 
@@ -90,5 +90,5 @@ def redacted(url: str) -> str:
     if "@" in place or (":" in place and "@" in path):  # a password may hold a slash
         place, _, path = f"{place}{path}".rpartition("@")[2].partition("/")
         place, path = f"***@{place}", f"/{path}" if path else ""
-    query = re.sub(r"=[^&;]*", "=***", parts.query)
-    return urlunsplit((parts.scheme, place, path, query, "***" if parts.fragment else ""))
+    query = re.sub(r"=[^&;]*", "=***", f"?{parts.query}" if parts.query else "")
+    return f"{parts.scheme}://{place}{path}{query}{'#***' if parts.fragment else ''}"

@@ -1,7 +1,8 @@
-"""Where objects are, as a caller says it: a url, a path, or a store that the caller made.
+"""Where objects are, as a caller says it: a url, a path, a place on a filesystem of fsspec, or a
+store that the caller made.
 
-Everything that takes a url takes a store as well, so everything that is derived from a url (a name
-for messages, a place below it) has to be derived from a store, too: that is done here, once.
+Everything that takes a url takes the others as well, so everything that is derived from a url (a
+name for messages, a place below it) has to be derived from them, too: that is done here, once.
 """
 
 from __future__ import annotations
@@ -9,27 +10,62 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterator
-from typing import TypeAlias
+from typing import Any, NamedTuple, Protocol, TypeAlias, TypeGuard
 
 from storage.errors import InvalidUrlError
-from storage.keys import check_key, check_prefix
+from storage.keys import check_key, check_prefix, redacted
 from storage.store import ObjectInfo, Store
 from storage.wrap import WrappedStore
 
 _CACHES = re.compile(r"([a-z]*cached?(://)?::)+")
 
-StoreLike: TypeAlias = str | os.PathLike[str] | Store
-"""A url, a path, or an open store that stays its caller's: nothing here closes it."""
+
+class OnFilesystem(Protocol):
+    """A filesystem of fsspec with a path on it: an `FSMap`, a `UPath` or a `DirFileSystem`."""
+
+    @property
+    def fs(self) -> Any:
+        """The filesystem."""
+
+
+StoreLike: TypeAlias = str | os.PathLike[str] | OnFilesystem | Store
+"""A url, a path, a place on a filesystem of fsspec, or an open store that stays its caller's:
+nothing here closes it.
+"""
+
+
+class FilesystemPlace(NamedTuple):
+    """A path on a filesystem of fsspec."""
+
+    filesystem: Any
+    path: str
+
+
+def place_on_filesystem(where: StoreLike) -> FilesystemPlace | None:
+    """What an FSMap, a UPath or a DirFileSystem consists of; None for everything else."""
+    filesystem = getattr(where, "fs", None)
+    if is_url(where) or isinstance(where, Store) or not hasattr(filesystem, "unstrip_protocol"):
+        return None
+    path = getattr(where, "path", None)  # an FSMap calls it its root
+    return FilesystemPlace(filesystem, getattr(where, "root", "") if path is None else path)
+
+
+def is_url(where: StoreLike) -> TypeGuard[str | os.PathLike[str]]:
+    """Whether `where` is a url or a path, and no object that has its options already."""
+    return isinstance(where, str | os.PathLike)
 
 
 def url_of(where: StoreLike) -> str:
     """The url, for messages and comparisons. Raises InvalidUrlError for what is no location."""
     if isinstance(where, Store):
         return where.url
+    if (place := place_on_filesystem(where)) is not None:
+        return redacted(place.filesystem.unstrip_protocol(place.path))
     path = os.fspath(where) if isinstance(where, os.PathLike) else where
     if not isinstance(path, str) or not path or "\0" in path:
         raise InvalidUrlError(
-            "expected a path, a url such as s3://bucket/run, or a storage.Store, "
+            "expected a path, a url such as s3://bucket/run, an FSMap, a UPath, or a "
+            "storage.Store such as FsspecStore(filesystem, path), "
             f"got {path!r}{'' if path is where else f' from {where!r}'}"
         )
     return path
@@ -40,6 +76,9 @@ def child_of(where: StoreLike, path: str) -> StoreLike:
     path = path.strip("/")
     if isinstance(where, Store):
         return PrefixStore(where, path)
+    if (place := place_on_filesystem(where)) is not None:
+        below: OnFilesystem = place.filesystem.get_mapper(f"{place.path.rstrip('/')}/{path}")
+        return below
     # Of a chain, the path is that of the first part; a cache without one has that of the next.
     url = url_of(where)
     caches = _CACHES.match(url)
@@ -48,6 +87,15 @@ def child_of(where: StoreLike, path: str) -> StoreLike:
     if begin + chain and re.fullmatch(r"[a-z]+(://)?", first):  # a protocol alone: its root
         return f"{begin}{first.removesuffix('://')}://{path}{chain}{rest}"
     return f"{begin}{first.rstrip('/')}/{path}{chain}{rest}"
+
+
+def folder_of(file: StoreLike) -> StoreLike:
+    """The folder that holds `file`, the url or path of one, on a filesystem of fsspec or not."""
+    if (place := place_on_filesystem(file)) is not None:
+        folder: OnFilesystem = place.filesystem.get_mapper(place.path.rpartition("/")[0])
+        return folder
+    url = url_of(file)
+    return url.rpartition("/")[0] or ("/" if url.startswith("/") else ".")
 
 
 class BorrowedStore(WrappedStore):

@@ -7,13 +7,15 @@ import importlib.util
 import os
 import re
 from collections.abc import Mapping
+from types import SimpleNamespace
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from storage.encoding.store import ENCODING_OPTIONS, EncodedStore, EncodingOptions
 from storage.errors import InvalidUrlError
 from storage.keys import check_key, redacted
 from storage.local import LocalStore
-from storage.location import BorrowedStore, StoreLike, url_of
+from storage.location import BorrowedStore, StoreLike, is_url, place_on_filesystem, url_of
 from storage.memory import MemoryBucket, MemoryStore
 from storage.retry import RetryingStore, RetryPolicy
 from storage.schemes import factory_of, open_registered, registered_schemes
@@ -29,6 +31,14 @@ _CLOUDS = {"gs": "gs", "gcs": "gs", "az": "az", "abfs": "az", "abfss": "az"}
 # What `memory://NAME` finds again within this process: it is data, like a directory of a disk.
 _memory_buckets: dict[str, MemoryBucket] = {}
 
+# A new store for each call with one FSMap would have connections of its own.
+_stores_on: WeakKeyDictionary[Any, dict[tuple[int, str], Store]] = WeakKeyDictionary()
+# Arguments of fsspec's classes, which say how a filesystem is used, and not what it is.
+_OF_EVERY_FILESYSTEM = {
+    *("use_listings_cache", "listings_expiry_time", "max_paths", "skip_instance_cache"),
+    *("asynchronous", "loop", "batch_size"),
+}
+
 
 def options_of_other(
     url: StoreLike,
@@ -42,7 +52,7 @@ def options_of_other(
     another one is given, or None.
     """
     own = dict(other_options or {})
-    if isinstance(url, Store) or isinstance(other, Store):
+    if not is_url(url) or not is_url(other):
         return own
     is_same = other_options is None and _split(url_of(url))[0] == _split(url_of(other))[0]
     inherited = {
@@ -88,10 +98,39 @@ def open_store(
     return EncodedStore(_open_plain(url, retry, storage_options), encoding)
 
 
+def with_its_options(where: StoreLike) -> str | os.PathLike[str] | Store:
+    """`where` itself, or the store of a place on a filesystem, with the options that it has: the
+    same store at every call.
+    """
+    place = place_on_filesystem(where)
+    if place is None:
+        return where if is_url(where) or isinstance(where, Store) else url_of(where)
+    known = _stores_on.setdefault(place.filesystem, {})
+    key = (os.getpid(), place.path)
+    if key not in known:
+        known[key] = _open_place(*place)
+    return known[key]
+
+
+def _open_place(filesystem: Any, path: str) -> Store:
+    names = filesystem.protocol
+    protocols = {names} if isinstance(names, str) else set(names)
+    if "file" in protocols:
+        return _open_local(path)
+    if "s3" in protocols and not filesystem.storage_args:
+        options = filesystem.storage_options.items()
+        own = {name: value for name, value in options if name not in _OF_EVERY_FILESYSTEM}
+        return _open_plain(f"s3://{path}", None, own)
+    from storage.generic import FsspecStore
+
+    return FsspecStore(filesystem, path)
+
+
 def _open_plain(
     url: StoreLike, retry: RetryPolicy | None, storage_options: dict[str, Any]
 ) -> Store:
     """The store at `url`, whose objects are those of the storage."""
+    url = with_its_options(url)
     if isinstance(url, Store):
         if storage_options:
             raise InvalidUrlError(
@@ -120,8 +159,9 @@ def _open_plain(
     if protocol in _CLOUDS and importlib.util.find_spec("obstore") is not None:
         from storage.clouds import open_cloud
 
-        cloud = open_cloud(_CLOUDS[protocol], rest, storage_options, policy)
-        return RetryingStore(cloud, policy)
+        options = _cloud_options(_CLOUDS[protocol], storage_options)
+        if not _needs_fsspec(url, _CLOUDS[protocol], options):
+            return RetryingStore(open_cloud(_CLOUDS[protocol], rest, options, policy), policy)
     if (factory := factory_of(protocol)) is not None:
         return _retrying(open_registered(url, protocol, factory, storage_options), retry)
     for each in _protocols(protocol, url):
@@ -129,6 +169,37 @@ def _open_plain(
     from storage.generic import open_generic
 
     return RetryingStore(open_generic(url.removeprefix(_FORCE_FSSPEC), storage_options), policy)
+
+
+def _cloud_options(cloud: str, options: dict[str, Any]) -> dict[str, Any]:
+    """`options`, with those of fsspec's configuration."""
+    import fsspec
+
+    protocols = tuple(name for name, kind in _CLOUDS.items() if kind == cloud)
+    return dict(fsspec.config.apply_config(SimpleNamespace(protocol=protocols), options))
+
+
+def _needs_fsspec(url: str, cloud: str, options: dict[str, Any]) -> bool:
+    """Whether gcsfs or adlfs is there and has options that obstore has not.
+
+    Raises InvalidUrlError for options that neither has.
+    """
+    from storage.clouds import unknown_options
+    from storage.generic import options_of_filesystem
+
+    unknown = unknown_options(cloud, options)
+    if not unknown:
+        return False
+    try:
+        known = options_of_filesystem(cloud)
+    except (ImportError, ValueError):
+        return False
+    if misspelled := sorted(set(unknown) - known):
+        raise InvalidUrlError(
+            f"{redacted(url)}: unknown storage options {', '.join(misspelled)}; neither obstore "
+            f"nor fsspec's filesystem for {cloud}:// has them"
+        )
+    return True
 
 
 def _retrying(store: Store, retry: RetryPolicy | None) -> Store:

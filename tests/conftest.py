@@ -53,6 +53,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--results", metavar="FILE", help="append what long tests count; docs/guarantee_counts.py"
     )
     group.addoption("--cluster", action="store_true", help="tests on hosts in network namespaces")
+    group.addoption("--judges", action="store_true", help="tests that other libraries wrote")
     group.addoption(
         "--ceph", metavar="URL", help="endpoint of a Ceph RADOS gateway to test against"
     )
@@ -91,6 +92,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     skipped = {
         "soak": (config.getoption("soak"), "full counts; run with --soak"),
         "ceph": (config.getoption("ceph"), "needs a Ceph gateway; run `make test-ceph`"),
+        "judges": (config.getoption("judges"), "run `make judges`"),
         "cluster": (config.getoption("cluster"), "needs root; run `make test-cluster`"),
         "gpu": (accelerator_of(config), "needs an accelerator; --device cpu runs it without"),
     }

@@ -51,7 +51,7 @@ from ckpt.state.values import references
 from ckpt.world.base import collectively
 from storage import InvalidUrlError, Store, StoreLike, open_store, options_of_other
 from storage.encoding.store import ENCODING_OPTIONS
-from storage.location import url_of
+from storage.location import folder_of, is_url, url_of
 
 Format: TypeAlias = Literal["safetensors", "torch", "dcp", "hf"]
 
@@ -181,7 +181,7 @@ def export(
         raise CheckpointError('config= is for a folder of a model: pass format="hf" and a folder')
     folder, name = split_target(target, kind)
     if selection.preset is not None:
-        name = PEFT_FILE if isinstance(target, Store) and kind == "safetensors" else name
+        name = PEFT_FILE if not is_url(target) and kind == "safetensors" else name
         check_file_name(selection.preset, name)
     _refuse_encoding(target_options or {})
     target_options = options_of_other(url, storage_options, target, target_options)
@@ -311,7 +311,7 @@ def _left_out(
 
 
 def _format_of(target: StoreLike) -> Format:
-    if not isinstance(target, Store) and url_of(target).endswith(SUFFIXES):
+    if is_url(target) and url_of(target).endswith(SUFFIXES):
         return "torch"
     return "safetensors"
 
@@ -326,25 +326,25 @@ FILE_NAMES: Mapping[Format, str] = {
 
 
 def split_target(target: StoreLike, format: Format = "safetensors") -> tuple[StoreLike, str]:
-    """Folder and name of the file to write, in a caller's store by the name that Hugging Face
-    looks for. Raises CheckpointError when there is no name.
+    """Folder and name of the file to write, in a caller's store or place on a filesystem by the
+    name that Hugging Face looks for. Raises CheckpointError when there is no name.
     """
-    if isinstance(target, Store):
+    url = "" if isinstance(target, Store) else url_of(target)
+    if not is_url(target) and not is_file_name(url):
         return target, FILE_NAMES[format]
-    target = url_of(target)
     if format in ("dcp", "hf"):
-        if is_file_name(target):
+        if is_file_name(url):
             what = "a DCP checkpoint" if format == "dcp" else 'format="hf"'
-            raise CheckpointError(f"{target!r}: {what} is a directory; name one")
-        return target.rstrip("/") or "/", FILE_NAMES[format]
-    folder, _, name = target.rpartition("/")
+            raise CheckpointError(f"{url!r}: {what} is a directory; name one")
+        return url.rstrip("/") or "/", FILE_NAMES[format]
+    name = url.rpartition("/")[2]
     suffixes = SUFFIXES if format == "torch" else (".safetensors",)
     if not name.endswith(suffixes) or name in suffixes:
         raise CheckpointError(
-            f"{target!r} names no file that can be written; end it with a name such as "
+            f"{url!r} names no file that can be written; end it with a name such as "
             'model.safetensors or model.pt, or pass format="dcp" for a directory'
         )
-    return (folder or ("/" if target.startswith("/") else ".")), name
+    return folder_of(target), name
 
 
 # What goes into the export ------------------------------------------------------------------

@@ -6,18 +6,23 @@ server for GCS to test against: what is tested is that nothing is sent by openin
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
+import fsspec
 import pytest
 import torch
+from fsspec.implementations.memory import MemoryFileSystem
 
 import ckpt
-from storage import InvalidUrlError, KeyExistsError, Store, open_store
+from storage import FsspecStore, InvalidUrlError, KeyExistsError, Store, open_store
 from storage.clouds import CloudStore, open_cloud
 from storage.retry import NO_RETRY
 from storage.store import ExclusiveCreate
 from storage.testing import StoreContract
+from storage.wrap import WrappedStore
 from tests.servers import AzureServer, azurite_path, azurite_server
 
 
@@ -77,6 +82,63 @@ def test_opening_sends_nothing_and_trusts_no_server() -> None:
         assert store.url == url
         assert store.exclusive_create is ExclusiveCreate.CONDITIONAL
         assert store.part_nbytes_min > 1
+
+
+class OwnCloud(MemoryFileSystem):  # type: ignore[misc]
+    """Stands for gcsfs and adlfs: it has their options, and shows what it was given."""
+
+    cachable = False
+
+    def __init__(self, project: str = "", token: Any = None, connection_string: str = "") -> None:
+        super().__init__()
+        self.given = {"project": project, "token": token, "connection_string": connection_string}
+
+    @classmethod
+    def _strip_protocol(cls, path: str) -> str:
+        return f"/{path.partition('://')[2] or path.lstrip('/')}"
+
+
+@pytest.mark.parametrize(
+    ("url", "options", "configured"),
+    [
+        ("gcs://bucket/run", {"project": "mine"}, {}),
+        ("gs://bucket/run", {"token": "google_default"}, {}),
+        ("gs://bucket/run", {"token": {"client_email": "a"}}, {}),
+        ("gs://bucket/run", {}, {"gcs": {"project": "mine"}}),
+        ("az://container/run", {"connection_string": "AccountName=a"}, {}),
+        ("abfss://container/run", {}, {"abfs": {"connection_string": "AccountName=a"}}),
+    ],
+)
+def test_options_of_gcsfs_and_adlfs_work_by_their_names(
+    url: str, options: dict[str, Any], configured: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where obstore has no such option, the filesystem that has it is used."""
+    scheme = url.partition("://")[0]
+    for name in ("gs", "gcs", "az", "abfs", "abfss"):
+        monkeypatch.setitem(sys.modules["fsspec.registry"]._registry, name, OwnCloud)
+    for name, values in configured.items():
+        monkeypatch.setitem(fsspec.config.conf, name, values)
+    monkeypatch.setattr(OwnCloud, "protocol", (scheme, *configured))
+    store = open_store(url, **options)
+    while isinstance(store, WrappedStore):
+        store = store.inner
+    assert isinstance(store, FsspecStore)
+    (wanted,) = (options or next(iter(configured.values()))).items()
+    assert wanted in store.filesystem.given.items()
+    with pytest.raises(InvalidUrlError, match="unknown storage options no_such; neither"):
+        open_store(url, no_such=1, **options)
+
+
+def test_clouds_have_the_names_that_fsspec_gives_them() -> None:
+    for url, shown in (
+        ("gcs://bucket/run", "gs://bucket/run"),
+        ("abfs://container/run", "az://container/run"),
+        ("abfss://container@me.dfs.core.windows.net/run", "az://container/run"),
+    ):
+        options: dict[str, Any] = {"anon": True}
+        if url.startswith("abfs://"):
+            options["account_name"] = "me"
+        assert open_store(url, **options).url == shown
 
 
 def test_options_that_are_not_known_are_named() -> None:

@@ -63,7 +63,7 @@ def test_not_found_is_said_of_what_is_not_there_only(
         raise FileNotFoundError("http://host/key") from cause
 
     for name in ("info", "find"):
-        monkeypatch.setattr(store._fs, name, fail)
+        monkeypatch.setattr(store.filesystem, name, fail)
     with pytest.raises(StorageError) as caught:
         store.info("key")
     assert type(caught.value) is expected

@@ -191,6 +191,7 @@ def test_unknown_storage_options_are_refused(tmp_path: Path) -> None:
         ("s3://bucket/run", "s3://bucket/run"),
         ("/plain/path?not=a query", "/plain/path?not=a query"),
         ("x://[hunter2", "x://***"),
+        ("memory:///run", "memory:///run"),
         ("zip://a::https://u:hunter2@h/a.zip", "zip://a::https://***@h/a.zip"),
         ("https://u:hunter2@[::1]:80/a", "https://***@[::1]:80/a"),
     ],

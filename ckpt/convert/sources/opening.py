@@ -33,7 +33,7 @@ from ckpt.convert.sources.training_folder import (
 )
 from ckpt.errors import NoCheckpoint, UnsupportedFormat
 from storage import Store, StoreLike, open_store
-from storage.location import url_of
+from storage.location import folder_of, url_of
 
 FORMATS = (
     "one of our own roots or steps, a directory of torch.distributed.checkpoint, a file of "
@@ -72,12 +72,11 @@ def open_source(
     """
     options = options or SourceOptions()
     path = "" if isinstance(url, Store) else url_of(url)  # a caller's store is a folder
-    folder, _, name = path.rpartition("/")
+    name = path.rpartition("/")[2]
     is_file = is_file_name(name)
     if not is_file and os.path.isfile(path.removeprefix("file://")):
         raise NoCheckpoint(f"{path}: a file of no known format; known are {FORMATS}")
-    above = folder or ("/" if path.startswith("/") else ".")
-    store = open_store(above if is_file else url, **options.storage_options)
+    store = open_store(folder_of(url) if is_file else url, **options.storage_options)
     try:
         return _open_file(store, name, options) if is_file else _open_folder(store, options)
     except BaseException:

@@ -19,7 +19,7 @@ from ckpt.convert.sources.source import SourceTensor
 from ckpt.convert.sources.torch_file import SUFFIXES
 from ckpt.errors import CheckpointError, NoCheckpoint
 from storage import KeyNotFoundError, Store, StoreLike, TooLargeError, open_store
-from storage.location import url_of
+from storage.location import is_url, url_of
 
 CONFIG = "config.json"
 WEIGHTS = "model.safetensors"
@@ -119,7 +119,7 @@ def read_beside(config: StoreLike | None, options: Mapping[str, Any]) -> Describ
 
 def _place_of(config: StoreLike) -> tuple[StoreLike, str]:
     """The folder, and the name of a config file in it, "" for the folder's own."""
-    if isinstance(config, Store):
+    if not is_url(config):
         return config, ""
     url = url_of(config)
     folder, _, name = url.rstrip("/").rpartition("/")
@@ -165,7 +165,7 @@ def _known_names(folder: StoreLike, options: Mapping[str, Any]) -> Collection[st
         if name != WEIGHTS:
             index = json.loads(store.get_bounded(name, COPIED_NBYTES_MAX))
             return frozenset(index.get("weight_map", {}))
-    source = open_source(folder if isinstance(folder, Store) else f"{url_of(folder)}/{WEIGHTS}")
+    source = open_source(f"{url_of(folder)}/{WEIGHTS}" if is_url(folder) else folder)
     try:
         return frozenset(source.contents.tensors)
     finally:

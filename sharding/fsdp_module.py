@@ -417,7 +417,8 @@ def share_comm_ctx(modules: list[FSDPModule]) -> None:
     streams = modules[0].fsdp_group.streams if modules else Streams()
     for module in modules:
         for group in sharded_groups(_as_module(module)):
-            group.streams = group.store.streams = streams
+            group.streams = streams
+            group.store.use(streams)
             if group.unit.runtime is not None:
                 group.unit.runtime.share(streams)
 

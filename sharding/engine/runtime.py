@@ -53,11 +53,11 @@ class Runtime:
         self.share(streams)
 
     def share(self, streams: Streams) -> None:
-        """Use these streams from now on."""
+        """Use these streams from now on, for what is under way on others too."""
         self.streams = self.reductions.streams = streams
         for unit in self.units:
             if unit.store is not None:
-                unit.store.streams = streams
+                unit.store.use(streams)
 
     def begin_forward(self) -> None:
         """The root's forward starts: a new iteration, unless the last one is still to be run

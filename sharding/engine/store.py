@@ -262,6 +262,13 @@ class ParameterStore(ABC):
         """Memory that gathered parameters take now, beside the shards."""
         return self.memory.nbytes
 
+    def use(self, streams: Streams) -> None:
+        """Work on these streams from now on. A gather by hand may be under way on others: the root,
+        which has the streams of all units, may not be known before the first forward.
+        """
+        streams.follow(self.streams)
+        self.streams = streams
+
     def fetch(self, sizes: Sequence[TensorSize]) -> tuple[torch.Tensor, ...]:
         """Have memory for gathered parameters, of the current stream; see `TensorMemory.fetch`."""
         self.streams.take_back(self.memory)

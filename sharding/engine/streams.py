@@ -110,6 +110,9 @@ class Streams:
         """A tensor of the host's memory on the device, in order after `to_host` of this stream."""
         return tensor.to(device)
 
+    def follow(self, before: Streams) -> None:
+        """Take the place of others: what these are given from now on sees all that those were."""
+
     def finish(self) -> None:
         """Block until what was copied to the host is there, and what is copied from it has been
         read.
@@ -243,6 +246,16 @@ class _AcceleratorStreams(Streams):
 
     def to_device(self, tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
         return tensor.to(device, non_blocking=True)
+
+    def follow(self, before: Streams) -> None:
+        # Of other streams those of the host's seam have nothing under way.
+        if before is self or not isinstance(before, _AcceleratorStreams):
+            return
+        before.release_all()
+        before.compute_waits_for_reductions()
+        self._reduce.wait_stream(before._reduce)
+        # Compute waits for gathers where it needs them.
+        self._gather.wait_stream(before._gather)
 
     def finish(self) -> None:
         self._reduce.synchronize()

@@ -57,6 +57,7 @@ _OUTSIDE = {
     "take_back",
     "release_all",
     "finish",
+    "follow",
 }
 
 

@@ -778,6 +778,79 @@ def unshard_early_on_one_rank(run: Run) -> None:
         run.train(model, steps=1, optimizer=optimizer)
 
 
+def _unshard_all(run: Run, model: Any) -> None:
+    for unit in run.units(model):
+        _unshard(run, unit)
+
+
+def _free(run: Run, model: Any) -> None:
+    for unit in run.units(model):
+        unit.fsdp_unit.store.reshard() if run.is_flat else unit.reshard()
+
+
+def _summon(run: Run, model: Any) -> None:
+    if run.is_flat:
+        with run.module.FullyShardedDataParallel.summon_full_params(model), torch.no_grad():
+            for param in model.parameters():
+                param.mul_(0.5)
+
+
+def _clip(run: Run, model: Any) -> None:
+    if run.is_flat:
+        model.clip_grad_norm_(1.0)
+    else:
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+
+
+def _prefetch(run: Run, model: Any) -> None:
+    if not run.is_flat:
+        model.set_modules_to_forward_prefetch(list(model.blocks))
+        model.blocks[1].set_modules_to_backward_prefetch([model.blocks[0]])
+        model.blocks[0].unshard(async_op=True)
+
+
+def _state_dict(run: Run, model: Any) -> None:
+    model.state_dict()  # of the wrapper a full one, for which ranks would have to be there
+
+
+BY_HAND: tuple[Callable[[Run, Any], object], ...] = (
+    _unshard_all,
+    _free,
+    _summon,
+    _clip,
+    _prefetch,
+    _state_dict,
+)
+
+
+def _by_hand_first(run: Run, mesh: tuple[int, ...]) -> None:
+    """What can be called before the root is known, each by itself and behind a gather."""
+    calls = [call for call in BY_HAND if call is not _state_dict or mesh == (1,) or not run.is_flat]
+    for low in (None, (BF16, FP32, None)):
+        for is_gathering in (False, True):
+            for call in calls:
+                model = run.wrap(run.net(), mesh=mesh, low=low)
+                if is_gathering:
+                    _unshard_all(run, model)
+                call(run, model)
+                run.train(model, steps=2)
+
+
+@scenario(torchs=(), world=1)
+def by_hand_before_the_first_forward_of_one_rank(run: Run) -> None:
+    _by_hand_first(run, (1,))
+
+
+@scenario(torchs=())
+def by_hand_before_the_first_forward_on_an_axis_of_one(run: Run) -> None:
+    _by_hand_first(run, (8, 1))
+
+
+@scenario(torchs=())
+def by_hand_before_the_first_forward(run: Run) -> None:
+    _by_hand_first(run, (8,))
+
+
 @scenario()
 def unshard_before_values_are_written(run: Run) -> None:
     model = run.wrap(run.net())
@@ -1213,3 +1286,29 @@ def roots_that_share_streams(run: Run) -> None:
     for _ in range(2):
         for model, optimizer in zip(models, optimizers, strict=True):
             run.train(model, steps=1, optimizer=optimizer)
+
+
+def _share_while_there_is_work(run: Run, mesh: tuple[int, ...]) -> None:
+    first, second, third = models = [run.wrap(run.net(), mesh=mesh) for _ in range(3)]
+    for model in models:
+        _unshard_all(run, model)
+    run.module.share_comm_ctx([second, first])
+    for model in reversed(models):
+        model.set_is_last_backward(False)
+        for _ in range(2):
+            model(run.batch()).sum().backward()
+    run.module.share_comm_ctx([third, first, second])
+    for model in models:
+        model.set_is_last_backward(True)
+        run.train(model)
+
+
+@scenario(FULLY, torchs=())
+def streams_shared_while_they_have_work(run: Run) -> None:
+    for mesh in ((8, 1), (8,)):
+        _share_while_there_is_work(run, mesh)
+
+
+@scenario(FULLY, torchs=(), world=1)
+def streams_shared_while_they_have_work_of_one_rank(run: Run) -> None:
+    _share_while_there_is_work(run, (1,))

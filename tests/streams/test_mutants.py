@@ -29,6 +29,7 @@ STEP_ALONE = ("fully", "gathers_wait_for_the_step_alone")
 FORWARD_ASIDE = ("fully", "a_forward_on_a_side_stream")
 EARLY = ("flat", "prefetch_of_every_kind")
 HOOK_ASIDE = ("fully", "a_hook_on_a_stream_of_the_user")
+SHARED = ("fully", "streams_shared_while_they_have_work_of_one_rank")
 TWO_STREAMS = ("fully", "gathered_on_one_stream_and_used_on_another")
 # Few, and between them every call matters in one.
 TRIES: tuple[Try, ...] = (
@@ -56,6 +57,7 @@ TRIES: tuple[Try, ...] = (
     ("fully", "a_backward_that_raises"),
     HOOK_ASIDE,
     ("fully", "a_hook_on_a_stream_of_the_user_with_offload"),
+    SHARED,
 )
 # By what is left out, or the function that it is left out of: where to look first.
 FIRST: dict[str, Try] = {
@@ -88,6 +90,7 @@ FIRST: dict[str, Try] = {
     "adopt_values": ("orig", "values_put_in_place_of_parameters"),
     "DTensorStore.release": TWO_STREAMS,
     "set_post_optim_event": STEP_ALONE,
+    "follow": SHARED,
 }
 
 

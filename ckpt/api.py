@@ -106,7 +106,9 @@ def save(
     url = line_of(url, line)
     with gc_paused():
         context = this_process.of_group(process_group)
-        store, session, memory = context.open_root(url, storage_options, unsafe_single_writer)
+        store, session, memory = context.open_root(
+            url, storage_options, unsafe_single_writer, f"ckpt.save(step={step})"
+        )
         options = SaveOptions(
             one_of("replicas", replicas, ("warn", "strict")),
             _write_path(io, store, context.staging),
@@ -184,8 +186,9 @@ def async_save(
         is_skipped = root is not None and when_busy == "skip" and context.background.is_busy()
         if when_busy == "replace":
             context.background.replace()
+        call = f"ckpt.async_save(step={step})"
         store, session, memory = root or context.open_root(
-            url, storage_options, unsafe_single_writer
+            url, storage_options, unsafe_single_writer, call
         )
         path = _write_path(io, store, context.staging)
         task = SaveTask(
@@ -203,9 +206,12 @@ def async_save(
         # all of them have to learn of it in one collective.
         if is_skipped:
             error = SaveDropped(f"the save of step {step} was skipped: another one is in flight")
+            context.world.begin_call(call)
             pending = context.background.refuse(task, error)
         else:
             context.background.settle_before(task)
+            if root is not None:
+                context.world.begin_call(call)
             nbytes_max, staging = plain_int(host_bytes_max), context.staging
             pending = context.background.start(
                 task, lambda: stage_or_share(state, task, snapshot, nbytes_max, staging)
@@ -290,6 +296,7 @@ def load(
             raise ValueError(f'strict={strict!r}; expected True, False or "state"')
         context = this_process.of_group(process_group)
         context.background.wait()
+        context.world.begin_call("ckpt.load")
         store = collectively(context.world, "open", lambda: context.store(url, storage_options))
         path = read_path(store, io)
         if cache is not None:

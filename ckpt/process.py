@@ -72,13 +72,19 @@ class GroupContext:
         return known
 
     def open_root(
-        self, url: StoreLike, storage_options: Mapping[str, Any] | None, unsafe_single_writer: bool
+        self,
+        url: StoreLike,
+        storage_options: Mapping[str, Any] | None,
+        unsafe_single_writer: bool,
+        call: str,
     ) -> OpenRoot:
-        """The store at `url`, and its session, claimed now if there is none yet. Collective.
+        """The store at `url`, and its session, claimed now if there is none yet. Collective, within
+        the public `call`.
 
         Nothing is in flight when it returns; a failure in the background that was not raised on one
         rank is raised on all.
         """
+        self.world.begin_call(call)
         store = self._settled_store(url, storage_options)
         key = _session_key(store, url, storage_options, unsafe_single_writer)
         if key not in self.sessions:
@@ -92,6 +98,7 @@ class GroupContext:
         self, url: StoreLike, storage_options: Mapping[str, Any] | None, unsafe_single_writer: bool
     ) -> OpenRoot:
         """Like `open_root`, for what is no part of a training: no session is fenced. Collective."""
+        self.world.begin_call("an import")
         store = self._settled_store(url, storage_options)
         opened = open_session(
             self.world, store, Beside(), unsafe_single_writer=unsafe_single_writer
@@ -199,7 +206,7 @@ def open_root(
     Raises like `save`.
     """
     context = this_process.of_group(process_group)
-    return context.open_root(url, storage_options, unsafe_single_writer)
+    return context.open_root(url, storage_options, unsafe_single_writer, "Checkpointer")
 
 
 def open_beside(
@@ -234,10 +241,14 @@ def store_of(
     *,
     process_group: dist.ProcessGroup | None = None,
     storage_options: Mapping[str, Any] | None = None,
+    call: str,
 ) -> Store:
-    """The open store of a url, which all saves and loads of this process use. Collective."""
+    """The open store of a url, which all saves and loads of this process use. Collective, within
+    the public `call`.
+    """
     context = this_process.of_group(process_group)
     context.background.wait()
+    context.world.begin_call(call)
     return collectively(context.world, "open", lambda: context.store(url, storage_options))
 
 
@@ -252,6 +263,7 @@ def hold(
     Collective.
     """
     context = this_process.of_group(process_group)
+    context.world.begin_call("Checkpointer()")
     return collectively(
         context.world,
         "open",

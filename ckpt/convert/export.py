@@ -191,6 +191,7 @@ def export(
         step, selection.parameter_names, plain_int(memory_nbytes_max), dict(storage_options or {})
     )
     world = world_of(process_group)
+    world.begin_call("ckpt.export")
     alone = ".safetensors" if kind == "hf" else ""
     delivery = Delivery(folder, name, target_options, threads, PART_NBYTES, verify, world, alone)
     if config is not None:

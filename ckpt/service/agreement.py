@@ -27,7 +27,9 @@ from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 from ckpt.errors import RankFailed
+from ckpt.world.agreement import ranks_text
 from ckpt.world.base import World
+from ckpt.world.rounds import CALL_SECONDS
 
 logger = logging.getLogger(__name__)
 
@@ -156,6 +158,7 @@ class StepAgreement:
         self._failure: BaseException | None = None
         self._leaving = self._has_left = False
         self._closed = False
+        self._open_ranks: list[int] = []  # as of the newest round
         self._number = 0
         self._checked_seconds = -math.inf
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="ckpt-agree")
@@ -211,12 +214,23 @@ class StepAgreement:
             else:
                 self._proposal = self._proposal._replace(closing=True)
                 self._changed.notify_all()
-                self._changed.wait_for(lambda: self._closed or self._failure is not None)
+                self._changed.wait_for(self._is_settled, timeout=CALL_SECONDS)
+                if self._open_ranks and not self._is_settled():
+                    logger.warning(
+                        "rank %d has waited for %g s in Checkpointer.close, which %s did not call",
+                        self._world.rank,
+                        CALL_SECONDS,
+                        ranks_text(self._open_ranks),
+                    )
+                self._changed.wait_for(self._is_settled)
             self._raise_failure()
             left = merged(self._decisions, self._turn)
             self._decisions = []
         self.leave()
         return None if left.is_empty else left
+
+    def _is_settled(self) -> bool:
+        return self._closed or self._failure is not None
 
     def rest(self) -> None:
         """Hold no more rounds: all ranks know that they end, and may leave one after the other."""
@@ -322,7 +336,8 @@ class StepAgreement:
             if not decision.is_empty:
                 self._decisions.append(decision)
             self._promise = math.inf
-            self._closed = all(proposal.closing for proposal in proposals)
+            self._open_ranks = [rank for rank, one in enumerate(proposals) if not one.closing]
+            self._closed = not self._open_ranks
             self._changed.notify_all()
 
     def _calls_ahead(self) -> int:

@@ -260,6 +260,7 @@ class Checkpointer:
         if near is not None:
             near.collect(wait=True)
         began_seconds = training.now_seconds()
+        training.world.begin_call("Checkpointer.restore")
         with self._watcher.phase("restore"):
             report = restore_latest(
                 training.state,

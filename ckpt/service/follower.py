@@ -130,7 +130,9 @@ def follow(
     if strict not in (True, False):
         raise ValueError(f"strict={strict!r}; expected True or False")
     target = followed(model_or_names)
-    store = store_of(url, process_group=process_group, storage_options=storage_options)
+    store = store_of(
+        url, process_group=process_group, storage_options=storage_options, call="ckpt.follow"
+    )
     seconds = plain_int(lease_seconds)
     options = LoadOptions(
         "state" if strict else False, rename, skip, dict(stacks or {}), read_path(store, io)
@@ -215,6 +217,7 @@ class Follower:
         else is at the url, and StorageError or RankFailed when a store or rank fails.
         """
         with self._lock:
+            self._world.begin_call("Follower.poll")
             self._look_and_read(lambda: False)
             return self.staged
 

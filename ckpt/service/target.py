@@ -182,7 +182,10 @@ class UrlTarget(Target):
 
     def store(self) -> Store:
         return store_of(
-            self.where, process_group=self.process_group, storage_options=self.storage_options
+            self.where,
+            process_group=self.process_group,
+            storage_options=self.storage_options,
+            call="Checkpointer.restore",
         )
 
     def hold(self, *, begin_anew: bool) -> RootHold:

@@ -291,13 +291,16 @@ def _taking_place(model: nn.Module, group: dist.ProcessGroup | None) -> _Place:
         me = dist.get_rank()
         return _Place(world_of_members((me,)), me == 0, group)
     world = world_of(group) if members is None else world_of_members(members)
+    world.begin_call("a call for state dicts")
     return _Place(world, world.rank == 0, group)
 
 
 def _loading_world(model: nn.Module, group: dist.ProcessGroup | None) -> World:
     members = _members(model, group, "read")
     # A model that no engine shares may be loaded from the dict of another rank: all take part.
-    return world_of_members(members) if members else world_of(group)
+    world = world_of_members(members) if members else world_of(group)
+    world.begin_call("a load of state dicts")
+    return world
 
 
 def _members(

@@ -65,6 +65,12 @@ class World(ABC):
         """
         return ()
 
+    def begin_call(self, name: str) -> None:
+        """A public call begins on this rank, such as `ckpt.save`, that all ranks make: rounds that
+        wait for long name those that have not made it. Not a round. By default they do not.
+        """
+        return
+
     @abstractmethod
     def gather(self, name: str, payload: bytes) -> list[bytes]:
         """Every rank's payload on every rank, in rank order. For small payloads."""

@@ -32,6 +32,8 @@ class FrameKind(IntEnum):
     WELCOME = 14  # the answer: how much had come there
     KNOCK = 15  # the only one on a connection, to a child: the one between us has ended here
     COUNT = 16  # how many messages have come so far
+    ROLL = 17  # to ranks below, or to rank 0: who has not made as many calls as the body says?
+    UNCALLED = 18  # the answer of one who has not: its rank, or the sender's where there is no body
 
 
 class Frame(NamedTuple):

@@ -354,7 +354,11 @@ class Heart:
         else:
             with self._lock:
                 receiver = self._worlds.get(frame.world)
-                if receiver is None and frame.world not in self._over:
+                if receiver is None and frame.kind is FrameKind.ROLL:
+                    self.send(
+                        link.neighbour, frame._replace(kind=FrameKind.UNCALLED, body=b"").encode()
+                    )
+                elif receiver is None and frame.world not in self._over:
                     self._early.setdefault(frame.world, []).append((link.neighbour, frame))
             if receiver is not None:
                 receiver.receive(link.neighbour, frame)

@@ -11,6 +11,16 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 CONNECT_SECONDS = 10.0
+ENDED_UNCALLED = "has ended without a call of this library"
+# What torchrun sets for every process that it starts; the same in all of a job on one machine.
+JOB_VARIABLES = (
+    "MASTER_ADDR",
+    "MASTER_PORT",
+    "GROUP_RANK",
+    "LOCAL_WORLD_SIZE",
+    "TORCHELASTIC_RUN_ID",
+    "TORCHELASTIC_RESTART_COUNT",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +63,36 @@ def _start_of(pid: int) -> str | None:
     except OSError:
         return None
     return None if after_name[0] in (b"Z", b"X") else after_name[19].decode()
+
+
+def has_ended(rank: int) -> bool:
+    """Whether a rank that has left no card is known to have ended: it is one of this machine, by
+    the variables that torchrun sets, and no process was started as it. False where that cannot be
+    told.
+    """
+    try:
+        own = _variables(os.getpid())
+        job = {name: own[name] for name in JOB_VARIABLES}
+        if rank // int(job["LOCAL_WORLD_SIZE"]) != int(job["GROUP_RANK"]):
+            return False
+        for pid in filter(str.isdigit, os.listdir("/proc")):
+            # Those that may not be read are no ranks: this one, of the same kind, can be.
+            with contextlib.suppress(FileNotFoundError, ProcessLookupError, PermissionError):
+                if os.stat(f"/proc/{pid}").st_uid != os.getuid():
+                    continue
+                theirs = _variables(int(pid))
+                if theirs.get("RANK") == str(rank) and job.items() <= theirs.items():
+                    return False
+        return True
+    except (KeyError, ValueError, OSError):
+        return False
+
+
+def _variables(pid: int) -> dict[str, str]:
+    """The environment that a process was started with. Raises OSError where it may not be read."""
+    with open(f"/proc/{pid}/environ", "rb") as file:
+        pairs = (one.partition(b"=") for one in file.read().split(b"\0"))
+        return {os.fsdecode(name): os.fsdecode(value) for name, _, value in pairs}
 
 
 def this_network() -> str:

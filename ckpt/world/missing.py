@@ -2,7 +2,8 @@
 
 A process leaves its card in the rendezvous store before it connects to anybody. The parent of a
 rank that does not come reads that card and asks for the process in a second way, as for one whose
-connection has ended. A rank without a card may be late, or never come: only a deadline tells.
+connection has ended. A rank without a card may be late, or never come: where torchrun's variables
+do not say that it has ended on this machine, only a deadline tells.
 
 Note "one request": while ranks are missing, a process asks the store once in `LOOK_SECONDS` whether
 all of a group have left their cards; the cards are read when they have, and the group is halved
@@ -11,16 +12,20 @@ when not. So one rank that never starts hides no other, and 32 cost no more than
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import math
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 from typing import Any
 
 from ckpt.world.heart import Heart
 from ckpt.world.link import Neighbour
-from ckpt.world.liveness import Card
+from ckpt.world.liveness import CONNECT_SECONDS, ENDED_UNCALLED, Card, has_ended
+from ckpt.world.rounds import CALL_SECONDS
 
 logger = logging.getLogger(__name__)
 
@@ -85,6 +90,9 @@ class Missing:
             raise
         if not known and group:
             self._ask_again(group[: len(group) // 2], group[len(group) // 2 :])
+        for rank in group:
+            if rank not in known and has_ended(rank):
+                self._heart.give_up(Neighbour(False, rank), ENDED_UNCALLED)
         self._cards.update(known)
         for rank, card in list(self._cards.items()):
             if not self._lacks(rank):
@@ -113,6 +121,58 @@ def _death(card: Card) -> str:
         except OSError as error:
             return card.death(error)
     return card.death()
+
+
+def connect_to_parent(heart: Heart, store: Any, parent: int, seconds: float) -> None:
+    """Connect to the process of a rank of torch.distributed, when it has come.
+
+    Without success it counts as lost, and the first round says so.
+    """
+    neighbour = Neighbour(True, parent)
+    if heart.has_met(neighbour):
+        return
+    # A client that waits holds up all other threads that use it.
+    with contextlib.suppress(AttributeError, NotImplementedError, RuntimeError):
+        store = store.clone()
+    if how := _wait_for_card(heart, store, parent, seconds):
+        heart.give_up(neighbour, how)
+        return
+    try:
+        card = Card.decode(store.get(card_key(parent)))
+        heart.connect(card, CONNECT_SECONDS)
+    except OSError as error:
+        how = card.death(error) or f"cannot be reached ({type(error).__name__}: {error})"
+        heart.give_up(neighbour, how)
+    except RuntimeError as error:
+        heart.give_up(neighbour, f"cannot be found ({type(error).__name__}: {error})")
+
+
+def _wait_for_card(heart: Heart, store: Any, rank: int, seconds: float) -> str:
+    """Why the card of a rank of torch.distributed has not come, "" once it has."""
+    began = time.monotonic()
+    names_at = began + CALL_SECONDS
+    while True:
+        asked = time.monotonic()
+        left = min(began + seconds - asked, LOOK_SECONDS)
+        try:
+            store.wait([card_key(rank)], timedelta(seconds=max(0.0, left)))
+            return ""
+        except (RuntimeError, OSError) as error:
+            cause = f"{type(error).__name__}: {error}"
+        if has_ended(rank):
+            return ENDED_UNCALLED
+        now = time.monotonic()
+        if left < LOOK_SECONDS or now - asked < left / 2:  # or the store is gone
+            return f"has not joined this job within {seconds:g} s ({cause})"
+        if now >= names_at:
+            names_at = math.inf
+            logger.warning(
+                "rank %d has waited for %.0f s for rank %d, which has not made its first call of "
+                "this library: all ranks have to make the same ones",
+                heart.card.rank,
+                now - began,
+                rank,
+            )
 
 
 def card_key(rank: int) -> str:

@@ -21,10 +21,11 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 from ckpt.errors import RankFailed
 from ckpt.world.agreement import ranks_text
+from ckpt.world.failures import Gone, copied, decode_failure, encode_failure, other_path, over
 from ckpt.world.frames import Frame, FrameKind, pack, unpack
 from ckpt.world.heart import LEFT, Heart
 from ckpt.world.link import Neighbour
@@ -38,6 +39,8 @@ NEVER_MET = (
     "it has never connected to the others: it did not start, died before anybody could know of it, "
     "or does something else"
 )
+CALL_SECONDS = 15.0  # until a rank that waits says who has not made the same call
+ROLL_SECONDS = 1.0  # for the answers of those
 STORE_SECONDS = 2.0  # for a request beside a failure, to a store whose host may be gone
 
 
@@ -53,18 +56,6 @@ class Deadlines:
     round_seconds_max: float = 600.0
     storage_seconds_max: float = 1800.0
     grace_seconds: float = 4.0
-
-
-class _Gone(NamedTuple):
-    """A rank that sends nothing more. Its payloads up to round `until` are on their way.
-
-    `is_above` says that it lies between this rank and rank 0: no answer will come.
-    """
-
-    rank: int
-    how: str
-    until: int
-    is_above: bool
 
 
 class Rounds:
@@ -102,9 +93,11 @@ class Rounds:
         self._last_ups = dict.fromkeys(self._family.children, 0)
         self._collected: dict[int, bytes] = {}
         self._downs: dict[int, Frame] = {}
-        self._gone: dict[int, _Gone] = {}
+        self._gone: dict[int, Gone] = {}
         self._absent: dict[int, set[int]] = {}
         self._here: set[int] = set()
+        self._call, self._calls = "", 0
+        self._uncalled: dict[int, set[int]] = {}
         self._unmet: set[int] = set()
         self._flags: set[str] = set()
         self._news = b""
@@ -112,6 +105,11 @@ class Rounds:
         self._is_abandoned = False
 
     # one rank's part
+
+    def begin_call(self, name: str) -> None:
+        """This rank makes a call that all ranks have to make."""
+        with self._changed:
+            self._call, self._calls = name, self._calls + 1
 
     def begin(self) -> int:
         """The number of the next round."""
@@ -139,7 +137,7 @@ class Rounds:
         frames = self._wait(number, name, ready, needs_all=True) if blocks else {}
         for child, frame in sorted(frames.items()):
             if frame.name != name:
-                raise _other_path(child, frame.name, self._rank, name)
+                raise other_path(child, frame.name, self._rank, name)
         if self._family.parent is not None:
             with self._changed:
                 taken = {child: frame._replace(body=b"") for child, frame in frames.items()}
@@ -158,7 +156,7 @@ class Rounds:
         """What rank 0 answers. `needs_all` if it cannot do so before every rank has come."""
         frame = self._wait(number, name, lambda: self._downs.pop(number, None), needs_all=needs_all)
         if frame.name != name:
-            raise _other_path(0, frame.name, self._rank, name)
+            raise other_path(0, frame.name, self._rank, name)
         return frame.body
 
     def wait_for(self, done: Callable[[], bool], name: str, seconds: float) -> bool:
@@ -220,7 +218,7 @@ class Rounds:
     def failure(self) -> RankFailed | None:
         """Why this world is at its end."""
         with self._changed:
-            return None if self._failure is None else _copied(self._failure)
+            return None if self._failure is None else copied(self._failure)
 
     def end(self, failure: RankFailed) -> RankFailed:
         """End this world on all ranks; returns the failure that all raise, which may be another."""
@@ -258,7 +256,7 @@ class Rounds:
         if sender is None:
             return
         if frame.kind is FrameKind.FAILURE:
-            self._hear(_decode_failure(frame.body), source=sender)
+            self._hear(decode_failure(frame.body), source=sender)
             return
         with self._changed:
             self._take(sender, frame)
@@ -292,7 +290,7 @@ class Rounds:
         elif frame.kind is FrameKind.GONE:
             self._send(others, frame)
             rank, how = json.loads(frame.body)
-            self._gone.setdefault(rank, _Gone(rank, how, frame.number, bool(frame.name)))
+            self._gone.setdefault(rank, Gone(rank, how, frame.number, bool(frame.name)))
         elif frame.kind is FrameKind.LEFT:
             self._note_gone(sender, LEFT)
         elif frame.kind is FrameKind.FLAG:
@@ -312,6 +310,13 @@ class Rounds:
                 self._unmet.add(int(frame.body))
         elif frame.kind is FrameKind.HERE:
             self._here.add(frame.number)
+        elif frame.kind is FrameKind.ROLL:
+            self._answer_roll(sender, frame)
+        elif frame.kind is FrameKind.UNCALLED:
+            rank = int(frame.body or sender)
+            self._uncalled.setdefault(frame.number, set()).add(rank)
+            if self._family.parent is not None and not self._is_above(sender):
+                self._send([self._family.parent], frame._replace(body=b"%d" % rank))
 
     def _pass_up(self, number: int) -> None:
         """Send a round's payloads on when all from below have come, and this rank's own."""
@@ -322,7 +327,7 @@ class Rounds:
         self._ups.pop(number, None)
         for child, frame in sorted(ups.items()):
             if frame.name != name:
-                self._end_soon(_other_path(child, frame.name, self._rank, name))
+                self._end_soon(other_path(child, frame.name, self._rank, name))
                 return
         body = b"".join([pack(payload), *(ups[child].body for child in self._family.children)])
         if self._family.parent is None:
@@ -333,7 +338,7 @@ class Rounds:
     def _note_gone(self, rank: int, how: str) -> None:
         is_above = self._is_above(rank)
         until = 0 if is_above else self._last_ups[rank]
-        self._gone.setdefault(rank, _Gone(rank, how, until, is_above))
+        self._gone.setdefault(rank, Gone(rank, how, until, is_above))
         self._find_stuck()
 
     def _find_stuck(self) -> None:
@@ -342,7 +347,7 @@ class Rounds:
             for child in self._family.children:
                 gone = self._gone.get(child)
                 if gone is not None and number > gone.until:
-                    self._end_soon(_over(gone, name))
+                    self._end_soon(over(gone, name))
                     return
 
     def _reply(self, sender: int, frame: Frame) -> None:
@@ -360,6 +365,16 @@ class Rounds:
             self._send(lacking, frame)
         elif self._family.parent is not None:
             self._send([self._family.parent], frame)
+
+    def _answer_roll(self, sender: int, frame: Frame) -> None:
+        uncalled = [self._rank] if int(frame.body) > self._calls else []
+        if self._is_above(sender):
+            unmet = self._never_met(list(self._family.children))
+            uncalled += unmet
+            self._send([one for one in self._family.children if one not in unmet], frame)
+        for rank in uncalled:
+            answer = frame._replace(kind=FrameKind.UNCALLED, body=b"%d" % rank)
+            self._send([sender], answer)
 
     def _lacking(self, number: int) -> list[int]:
         return [child for child, last in self._last_ups.items() if last < number]
@@ -382,14 +397,14 @@ class Rounds:
 
     def _first(self, failure: RankFailed) -> RankFailed:
         """The failure that was first in the store, which is this one if there was none."""
-        return _decode_failure(self._store.compare_set("broken", "", _encode_failure(failure)))
+        return decode_failure(self._store.compare_set("broken", "", encode_failure(failure)))
 
     def _hear(self, failure: RankFailed, source: int | None) -> None:
         with self._changed:
             if self._failure is None:
                 self._failure = failure
                 others = [rank for rank in self._neighbours if rank != source]
-                body = _encode_failure(failure).encode()
+                body = encode_failure(failure).encode()
                 self._send(others, Frame(FrameKind.FAILURE, self._world, body=body))
             self._changed.notify_all()
 
@@ -398,7 +413,7 @@ class Rounds:
     ) -> RankFailed | None:
         """Why a round cannot end, as far as is known here."""
         if self._failure is not None:
-            return _copied(self._failure)
+            return copied(self._failure)
         if self._is_abandoned:
             text = f"rank {self._rank} gave up in phase {name!r}, because its process ends"
             return RankFailed(text, rank=self._rank, phase=name)
@@ -406,7 +421,7 @@ class Rounds:
             if (left or gone.how != LEFT) and (
                 gone.is_above or (needs_all and number > gone.until)
             ):
-                return _over(gone, name)
+                return over(gone, name)
         return None
 
     # waiting
@@ -445,7 +460,7 @@ class Rounds:
         """The failure in the store, which may not have come here by the tree."""
         if not self._store.check(["broken"]):
             return None
-        return _decode_failure(self._store.get("broken"))
+        return decode_failure(self._store.get("broken"))
 
     def storage_waits(self) -> bool:
         """Whether any rank waits for its storage."""
@@ -465,7 +480,17 @@ class _Wait:
         self._is_root = rounds._family.parent is None
         # Rank 0 sees more: the others leave it the time to find who is missing.
         spare = 0.0 if self._is_root else 2 * limits.grace_seconds
-        self.due = self._started + limits.round_seconds_max + spare
+        self._due = self._started + limits.round_seconds_max + spare
+        # Rank 0 asks all, those right below it ask it; nobody asks in rounds of no public call.
+        self._call, self._calls = rounds._call, rounds._calls
+        can_ask = self._call and (self._is_root or rounds._family.parent == 0)
+        self._roll_due = self._started + CALL_SECONDS if can_ask else math.inf
+        self._has_called_roll = False
+
+    @property
+    def due(self) -> float:
+        """When `next` is to be called."""
+        return min(self._due, self._roll_due)
 
     def is_answered(self) -> bool:
         """Whether there is no need to wait for more answers."""
@@ -481,6 +506,9 @@ class _Wait:
         """Time is up, or all answers are here: wait on for some reason, or raise RankFailed."""
         rounds, limits = self._rounds, self._rounds._deadlines
         waited = time.monotonic() - self._started
+        if self._started + waited >= self._roll_due:
+            self._call_roll()
+            return
         heart = rounds._heart
         # Any rank's wait counts: the missing rank may wait for one that waits for its storage.
         if waited <= limits.storage_seconds_max and heart.aside(
@@ -491,7 +519,7 @@ class _Wait:
             with rounds._changed:
                 rounds._absent.pop(self._number, None)
                 rounds._here.discard(self._number)
-            self.due = time.monotonic() + limits.round_seconds_max
+            self._due = time.monotonic() + limits.round_seconds_max
             return
         if self._asked and is_early:
             self._blame()
@@ -503,13 +531,38 @@ class _Wait:
         if not self._asked:
             self._asked = 1
             self._ask()
-            self.due = time.monotonic() + limits.grace_seconds
+            self._due = time.monotonic() + limits.grace_seconds
         elif self._asked == 1 and not self._is_root and self._number in rounds._here:
             # The parent is there and waits, too: its own deadline, or rank 0's, comes later.
             self._asked = 2
-            self.due = time.monotonic() + limits.round_seconds_max + limits.grace_seconds
+            self._due = time.monotonic() + limits.round_seconds_max + limits.grace_seconds
         else:
             self._blame()
+
+    def _call_roll(self) -> None:
+        """Ask who has not made this call; at the second time, say so."""
+        rounds, root = self._rounds, self._is_root
+        with rounds._changed:
+            whom = list(rounds._family.children) if root else [0]
+            unmet = rounds._never_met(whom) if root else []
+            if not self._has_called_roll:
+                self._has_called_roll = True
+                self._roll_due = time.monotonic() + ROLL_SECONDS
+                body = b"%d" % self._calls
+                frame = Frame(FrameKind.ROLL, rounds._world, self._number, self._name, body)
+                rounds._send([one for one in whom if one not in unmet], frame)
+                return
+            self._roll_due = math.inf
+            uncalled = sorted({*unmet, *rounds._uncalled.pop(self._number, ())})
+        if uncalled:
+            logger.warning(
+                "rank %d has waited for %.0f s in %s, which %s not called: all ranks have to make "
+                "this call, also those that have nothing to add (no `if rank == 0:` around it)",
+                rounds._rank,
+                time.monotonic() - self._started,
+                self._call,
+                ranks_text(uncalled) + (" has" if len(uncalled) == 1 else " have"),
+            )
 
     def _ask(self) -> None:
         rounds = self._rounds
@@ -545,29 +598,3 @@ class _Wait:
             rank=missing[0],
             phase=self._name,
         )
-
-
-def _over(gone: _Gone, name: str) -> RankFailed:
-    return RankFailed(f"rank {gone.rank} {gone.how} in phase {name!r}", rank=gone.rank, phase=name)
-
-
-def _other_path(theirs: int, their_name: str, ours: int, name: str) -> RankFailed:
-    return RankFailed(
-        f"rank {theirs} is in phase {their_name!r} while rank {ours} is in {name!r}: all "
-        "ranks must make the same calls in the same order",
-        rank=theirs,
-        phase=name,
-    )
-
-
-def _encode_failure(failure: RankFailed) -> str:
-    return json.dumps([str(failure), failure.rank, failure.phase])
-
-
-def _decode_failure(data: bytes) -> RankFailed:
-    message, rank, phase = json.loads(data)
-    return RankFailed(message, rank=rank, phase=phase)
-
-
-def _copied(failure: RankFailed) -> RankFailed:
-    return RankFailed(str(failure), rank=failure.rank, phase=failure.phase)

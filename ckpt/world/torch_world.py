@@ -26,11 +26,11 @@ from ckpt.world.agreement import encode_error, encode_failures, error_of_failure
 from ckpt.world.attendance import Board
 from ckpt.world.base import Message, SoloWorld, Transfers, World, check_all_to_all
 from ckpt.world.board import ProcessBoard, WorldBoard
+from ckpt.world.failures import copied
 from ckpt.world.frames import WORLD_NBYTES, MiB, unpack
 from ckpt.world.heart import Heart
-from ckpt.world.link import Neighbour
-from ckpt.world.liveness import CONNECT_SECONDS, Card, hosts_of
-from ckpt.world.missing import Missing, card_key
+from ckpt.world.liveness import hosts_of
+from ckpt.world.missing import Missing, card_key, connect_to_parent
 from ckpt.world.rounds import STORE_SECONDS, Deadlines, Rounds
 from ckpt.world.tree import family
 
@@ -119,7 +119,12 @@ class TorchWorld(World):
         )
         parent, blocks = family(self.rank, self.size)
         if parent is not None:
-            _connect(self._process, self.global_ranks[parent], self._deadlines.round_seconds_max)
+            connect_to_parent(
+                heart,
+                self._process.store,
+                self.global_ranks[parent],
+                self._deadlines.round_seconds_max,
+            )
         heart.register(self._key, self._rounds, self)
         self._process.missing.expect([self.global_ranks[block.start] for block in blocks])
         self._broken: RankFailed | None = None
@@ -127,11 +132,14 @@ class TorchWorld(World):
 
     @property
     def failure(self) -> RankFailed | None:
-        return None if self._broken is None else _copied(self._broken)
+        return None if self._broken is None else copied(self._broken)
 
     @property
     def addresses(self) -> tuple[str, ...]:
         return self._process.heart.card.hosts
+
+    def begin_call(self, name: str) -> None:
+        self._rounds.begin_call(name)
 
     def gather(self, name: str, payload: bytes) -> list[bytes]:
         with self._in_round(name) as number:
@@ -230,12 +238,12 @@ class TorchWorld(World):
 
     def check_neighbour(self, phase: str) -> None:
         if self._broken is not None:
-            raise _copied(self._broken)
+            raise copied(self._broken)
         try:
             self._rounds.check(phase)
         except RankFailed as failure:
             self._break(failure)
-            raise _copied(self._broken or failure) from failure
+            raise copied(self._broken or failure) from failure
 
     def check_rank(self, rank: int, phase: str) -> None:
         # Whoever was connected to a rank that died has reported it to all.
@@ -269,7 +277,7 @@ class TorchWorld(World):
         match.
         """
         if self._broken is not None:
-            raise _copied(self._broken)
+            raise copied(self._broken)
         number = self._rounds.begin()
         try:
             yield number
@@ -296,7 +304,7 @@ class TorchWorld(World):
     def _break(self, failure: RankFailed) -> RankFailed:
         """End this world with one text for all; returns that."""
         self._broken = self._broken or self._rounds.end(failure)
-        return _copied(self._broken)
+        return copied(self._broken)
 
     def _blame(self, name: str, error: Exception) -> RankFailed:
         """Who caused a failed transfer: a rank that is found dead within seconds, else this
@@ -499,38 +507,6 @@ def _tensors(view: memoryview, nbytes_max: int = 64 * MiB) -> list[torch.Tensor]
         return []
     whole = torch.frombuffer(bytearray(view) if view.readonly else view, dtype=torch.uint8)
     return [whole[i : i + nbytes_max] for i in range(0, view.nbytes, nbytes_max)]
-
-
-def _copied(failure: RankFailed) -> RankFailed:
-    return RankFailed(str(failure), rank=failure.rank, phase=failure.phase)
-
-
-def _connect(process: Process, parent: int, seconds: float) -> None:
-    """Connect to the process of a rank of torch.distributed, when it has come.
-
-    Without success it counts as lost, and the first round says so.
-    """
-    heart, neighbour = process.heart, Neighbour(True, parent)
-    if heart.has_met(neighbour):
-        return
-    key, store = card_key(parent), process.store
-    # A client that waits holds up all other threads that use it.
-    with contextlib.suppress(AttributeError, NotImplementedError, RuntimeError):
-        store = store.clone()
-    try:
-        store.wait([key], timedelta(seconds=seconds))
-    except (RuntimeError, OSError) as error:
-        how = f"has not joined this job within {seconds:g} s ({type(error).__name__}: {error})"
-        heart.give_up(neighbour, how)
-        return
-    try:
-        card = Card.decode(store.get(key))
-        heart.connect(card, CONNECT_SECONDS)
-    except OSError as error:
-        how = card.death(error) or f"cannot be reached ({type(error).__name__}: {error})"
-        heart.give_up(neighbour, how)
-    except RuntimeError as error:
-        heart.give_up(neighbour, f"cannot be found ({type(error).__name__}: {error})")
 
 
 def _own_prefix(process: Process, ranks: tuple[int, ...], rank: int) -> tuple[Any, bytes]:

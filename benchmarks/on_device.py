@@ -2,50 +2,71 @@
 
     make bench-gpu                      on this machine's accelerator
     make bench-gpu DEVICE=cpu           the same code where there is none, in small
-    python -m benchmarks.on_device [--device cuda] [--width 4096] [--rounds 7] [--gib 4]
-                                   [--directory DIR]
+    python -m benchmarks.on_device [--device cuda] [--parts steps saves ...] [--rounds 7]
+                                   [--widths 1024 4096] [--gib 4] [--directory DIR] [--json FILE]
 
-One rank, with the paths of many forced; where there are 2 or 4 devices, that many over their own
-collectives too. Ours and torch's classes share a process and take turns in every round, and ratios
-are medians over rounds.
+One rank; where there are 2 or 4 devices, that many over their own collectives too. Ours and torch's
+classes share a process and take turns in every round, and ratios are medians over rounds.
 
-step: seconds, peak memory over what lay there before, and kernels, copies and host waits as the
-profiler sees them, of four units of nine members. blocked: what a background save keeps from the
-training, in units of one copy of the state into pinned memory. bus: how fast the copies of a save
-and a load are against such a copy, which is as fast as the bus. DIR should lie in memory, or
-the load measures a disk.
+steps: time by the device's events, peak and reserved memory over the shards, and kernels, copies
+and host waits as the profiler sees them, of four units of nine members in bf16 mixed precision,
+with DDP as a third. compiled: the same with compiled units.
+saves: what a background save keeps from the training, in units of one copy of the state into
+pinned memory, and how fast its copies are. loads: into the device's memory. near: the same for a
+near tier, and the recovery from it. dicts: full and sharded state dicts. DIR should lie in
+memory, or saves and loads measure a disk. FILE gets one line of JSON for each block.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
+import json
 import statistics
 import sys
 import tempfile
 import time
+import traceback
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from torch import nn
 from torch.autograd import DeviceType
-from torch.distributed.checkpoint.state_dict import get_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    get_state_dict,
+)
 from torch.profiler import ProfilerActivity, profile
 
 import ckpt
 from benchmarks.async_save import Training, Wait
 from benchmarks.device_counts import Layers
-from benchmarks.measure import interleaved, most_of, ratio, report, row, speed
+from benchmarks.measure import interleaved, most_of, report, row, speed
+from ckpt.state_dict.api import model_state_dict, optimizer_state_dict
+from ckpt.state_dict.config import (
+    FullOptimStateDictConfig,
+    FullStateDictConfig,
+    ShardedOptimStateDictConfig,
+    StateDictType,
+)
 from tests.gpu.__main__ import accelerator_here
 from tests.gpu.real import OnDevice
 from tests.gpu.setups import SETUPS, run, why_not
 from tests.streams.training import Run
 
 GIB = 1 << 30
+MIB = 1 << 20
+ROWS = 2048  # of a batch
+PARTS = ("steps", "saves", "loads", "near", "dicts", "compiled")
 ENGINES = {
     "torch's fully_shard": ("torch", "fully"),
     "fully_shard": ("ours", "fully"),
@@ -53,6 +74,7 @@ ENGINES = {
     "the wrapper": ("ours", "flat"),
 }
 PEERS = {"fully_shard": "torch's fully_shard", "the wrapper": "torch's wrapper"}
+LOW = (torch.bfloat16, torch.float32, None)
 
 
 class Block(NamedTuple):
@@ -66,10 +88,12 @@ class Asked(NamedTuple):
     """What the command line says."""
 
     device: str
-    width: int
+    widths: tuple[int, ...]
     rounds: int
     gib: float
     directory: str
+    parts: tuple[str, ...] = PARTS
+    json: str = ""
 
     @property
     def module(self) -> Any:
@@ -83,34 +107,76 @@ class Asked(NamedTuple):
 class Engine:
     """One engine's model and what can be measured of its steps."""
 
-    def __init__(self, who: str, surface: str, asked: Asked) -> None:
+    def __init__(
+        self, who: str, surface: str, asked: Asked, width: int, *, compiled: bool = False
+    ) -> None:
         where = torch.device(asked.device, None if asked.device == "cpu" else current(asked))
         model = OnDevice(who, surface, where=where)
+        net: Any = model.net(Layers, width)
+        for block in net.blocks if compiled else ():
+            block.compile()
         self.asked = asked
-        self.model = Run.wrap(model, model.net(Layers, asked.width))
+        self.model = (
+            nn.parallel.DistributedDataParallel(net)
+            if surface == "ddp"
+            else Run.wrap(model, net, mesh=(dist.get_world_size(),), low=LOW)
+        )
+        self.autocast = surface == "ddp" and torch.autocast(asked.device, torch.bfloat16)
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=1e-3)
-        self.rows = torch.randn(256, asked.width).to(where)
+        # Small where a CPU computes.
+        self.rows = torch.randn(ROWS if width >= 512 else 16, width).to(where)
 
     def step(self) -> None:
-        """One step, until the device has done it."""
-        self.model(self.rows).sum().backward()
+        """One step, as far as the host."""
+        if self.autocast:
+            with self.autocast:
+                loss = self.model(self.rows).sum()
+        else:
+            loss = self.model(self.rows).sum()
+        loss.backward()
         self.optimizer.step()
         self.optimizer.zero_grad()
+
+    def whole_step(self) -> None:
+        """One step, until the device has done it."""
+        self.step()
         self.asked.module.synchronize()
 
-    def peak_bytes(self) -> int:
-        """What a step takes beside what lay there before."""
+    def seconds(self, steps: int = 5) -> float:
+        """Of one step, by the device's events where it has some: mean of a few in a row."""
         module = self.asked.module
+        if self.asked.device == "cpu":
+            started = time.perf_counter()
+            self.step()
+            return time.perf_counter() - started
+        start, end = (module.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        for _ in range(steps):
+            self.step()
+        end.record()
+        module.synchronize()
+        return float(start.elapsed_time(end)) / 1e3 / steps
+
+    def peaks(self) -> tuple[int, int]:
+        """What steps take over what lay there before, as tensors and as the allocator's memory."""
+        module = self.asked.module
+        self.whole_step()
+        gc.collect()
+        module.empty_cache()
         module.reset_peak_memory_stats()
-        before = module.memory_allocated()
-        self.step()
-        return int(module.max_memory_allocated() - before)
+        before = int(module.memory_allocated())
+        for _ in range(3):
+            self.whole_step()
+        return (
+            int(module.max_memory_allocated()) - before,
+            int(module.max_memory_reserved()) - before,
+        )
 
     def counted(self) -> Counter[str]:
         """Of one step: what the device was given and for what the host waited; operators too."""
         own = ProfilerActivity.__members__.get(self.asked.device.upper(), ProfilerActivity.CPU)
         with profile(activities=list({ProfilerActivity.CPU, own})) as profiler:
-            self.step()
+            self.whole_step()
         return counted(profiler.events())
 
 
@@ -137,25 +203,80 @@ def counted(events: Iterable[Any]) -> Counter[str]:
     return +counts
 
 
-def measure_steps(asked: Asked) -> Iterator[Block]:
-    engines = {name: Engine(*key, asked) for name, key in ENGINES.items()}
-    steps: dict[str, Callable[[], object]] = {name: one.step for name, one in engines.items()}
-    samples = interleaved(steps, rounds=asked.rounds, between=lambda name: None)
-    counts = {name: one.counted() for name, one in engines.items()}
+def measure_steps(asked: Asked, *, compiled: bool = False) -> Iterator[Block]:
+    for width in asked.widths[:1] if compiled else asked.widths:
+        for name, peer in PEERS.items():
+            if compiled and name != "fully_shard":
+                continue
+            yield measured_pair(name, peer, width, asked, compiled=compiled)
+        if not compiled:
+            yield against_ddp(width, asked)
+        free(asked)
+
+
+def free(asked: Asked) -> None:
+    gc.collect()
+    if hasattr(asked.module, "empty_cache"):
+        asked.module.empty_cache()
+
+
+def measured_pair(name: str, peer: str, width: int, asked: Asked, *, compiled: bool) -> Block:
     counts_memory = hasattr(asked.module, "max_memory_allocated")
-    if not counts_memory:
-        yield Block("steps", [f"peak memory: not measured, torch counts none for {asked.device}"])
-    if not any(one["kernels"] for one in counts.values()):
-        yield Block("steps", [f"kernels: not measured, the profiler sees none of {asked.device}"])
-    for name, peer in PEERS.items():
-        lines = [row("time of a step, of torch's", f"{ratio(samples, name, peer):.2f}", "<= 0.9")]
-        for what in sorted(counts[name] | counts[peer]):
-            lines.append(row(what, str(counts[name][what]), f"<= {counts[peer][what]}"))
+    engines: dict[str, Engine] = {}
+    peaks: dict[str, tuple[int, int]] = {}
+    for one in (peer, name):
+        free(asked)
+        engines[one] = Engine(*ENGINES[one], asked, width, compiled=compiled)
         if counts_memory:
-            peaks = [most_of(engines[one].peak_bytes()) / (1 << 20) for one in (name, peer)]
-            lines.append(row("peak MiB over shards", f"{peaks[0]:.0f}", f"<= {peaks[1]:.0f}"))
-        seconds = statistics.median(one.wall_seconds for one in samples[name])
-        yield Block(f"{name}, width {asked.width}: {1e3 * seconds:.2f} ms a step", lines)
+            peaks[one] = engines[one].peaks()
+    times = in_turn({one: engine.seconds for one, engine in engines.items()}, asked.rounds)
+    counts = {one: engine.counted() for one, engine in engines.items()}
+    lines = [row("time of a step, of torch's", ratios_text(times[name], times[peer]), "<= 1.0")]
+    for what in sorted(counts[name] | counts[peer]):
+        lines.append(row(what, str(counts[name][what]), f"<= {counts[peer][what]}"))
+    if not counts[name]["kernels"]:
+        lines.append(f"kernels: not measured, the profiler sees none of {asked.device}")
+    if counts_memory:
+        for number, what in enumerate(("peak", "reserved")):
+            mine, other = (peaks[one][number] / MIB for one in (name, peer))
+            lines.append(row(f"{what} MiB over shards", f"{mine:.0f}", f"<= 0.9 of {other:.0f}"))
+    else:
+        lines.append(f"peak memory: not measured, torch counts none for {asked.device}")
+    seconds = statistics.median(times[name])
+    how = "compiled, " if compiled else ""
+    return Block(f"{name}, {how}width {width}: {1e3 * seconds:.2f} ms a step", lines)
+
+
+def against_ddp(width: int, asked: Asked) -> Block:
+    engines = {
+        "DDP": Engine("torch", "ddp", asked, width),
+        "fully_shard": Engine("ours", "fully", asked, width),
+    }
+    times = in_turn({one: engine.seconds for one, engine in engines.items()}, asked.rounds)
+    text = ratios_text(times["fully_shard"], times["DDP"])
+    return Block(
+        f"fully_shard beside DDP under autocast, width {width}",
+        [row("time of a step, of DDP's", text, "none")],
+    )
+
+
+def in_turn(candidates: dict[str, Callable[[], float]], rounds: int) -> dict[str, list[float]]:
+    """Seconds of each, in turn, after one round that does not count."""
+    seconds: dict[str, list[float]] = {name: [] for name in candidates}
+    order = list(candidates)
+    for number in range(rounds + 1):
+        order = order[1:] + order[:1]
+        for name in order:
+            taken = candidates[name]()
+            if number:
+                seconds[name].append(taken)
+    return seconds
+
+
+def ratios_text(mine: Sequence[float], other: Sequence[float]) -> str:
+    """Median and range of ratios over rounds."""
+    ratios = sorted(a / b for a, b in zip(mine, other, strict=True))
+    return f"{statistics.median(ratios):.2f} ({ratios[0]:.2f} to {ratios[-1]:.2f})"
 
 
 # --- saves and loads -----------------------------------------------------------------------------
@@ -191,33 +312,55 @@ class Bus:
 
 
 def measure_saves(training: Training, bus: Bus, asked: Asked) -> Block:
-    blocked: dict[str, list[float]] = {"ours": [], "DCP, a stager kept": []}
-    of_bus: list[float] = []
     starts: dict[str, Callable[[], Wait]] = {
         "ours": training.ours,
         "DCP, a stager kept": partial(training.dcp, stager=training.stager),
+        "DCP, its default": training.dcp,
     }
+    blocked: dict[str, list[float]] = {name: [] for name in starts}
+    milliseconds: list[float] = []
+    of_bus: list[float] = []
+    whole: dict[str, list[float]] = {name: [] for name in starts}
+    lines = []
     for number in range(asked.rounds + 2):  # two that do not count: buffers, plans, stagers
-        for name, start in starts.items():
+        for name, start in list(starts.items()):
             training.step()
             one_copy = bus.out()
             training.clock.taken()
-            wait = start()
+            started = time.perf_counter()
+            try:
+                wait = start()
+            except Exception as error:  # a peer of this torch that does not work is not measured
+                if name == "ours":
+                    raise
+                lines.append(f"blocked, {name}: not measured, {type(error).__name__}: {error}")
+                del starts[name], blocked[name], whole[name]
+                continue
             training.step()
             spent = training.clock.taken()
             done: Any = wait()
+            seconds = time.perf_counter() - started
             training.clear()
             if number > 1:
                 blocked[name].append(spent / one_copy)
+                whole[name].append(seconds)
             if number > 1 and name == "ours":
+                milliseconds.append(1e3 * spent)
                 staged = [span for span in done.spans if span.phase == "stage" and span.nbytes]
                 bytes_per_second = sum(s.nbytes for s in staged) / sum(s.seconds for s in staged)
                 of_bus.append(bytes_per_second / (bus.nbytes / one_copy))
-    bars = {"ours": "<= 0.05", "DCP, a stager kept": "1.5 to 2"}
-    lines = [
-        row(f"blocked, {name}", f"{most_of(statistics.median(values)):.3f} copies", bars[name])
+    bars = {"ours": "<= 0.02 + 5 ms"}
+    lines += [
+        row(
+            f"blocked, {name}",
+            f"{most_of(statistics.median(values)):.3f} copies",
+            bars.get(name, "none"),
+        )
         for name, values in blocked.items()
     ]
+    lines.append(row("blocked, ours, ms", f"{statistics.median(milliseconds):.1f}", "5 + 0.02"))
+    for name in (one for one in whole if one != "ours"):
+        lines.append(row(f"whole save, of {name}", ratios_text(whole["ours"], whole[name]), "1"))
     lines.append(row("speed of its copies, of the bus", f"{statistics.median(of_bus):.2f}", "1"))
     gib_per_second = bus.nbytes / GIB / bus.out()
     title = f"background saves, {asked.gib:g} GiB; the bus {gib_per_second:.2f} GiB/s out"
@@ -227,9 +370,13 @@ def measure_saves(training: Training, bus: Bus, asked: Asked) -> Block:
 def measure_loads(training: Training, bus: Bus, asked: Asked) -> Block:
     ours, theirs = (str(Path(asked.directory) / name) for name in ("loads", "dcp-loads"))
     state = training.trained.state
+    started = time.perf_counter()
     ckpt.save(state, ours, step=1)
+    saved = time.perf_counter() - started
     model, optimizer = get_state_dict(training.trained.model, training.trained.optimizer)
+    started = time.perf_counter()
     dcp.save({"model": model, "optim": optimizer}, checkpoint_id=theirs)
+    dcp_saved = time.perf_counter() - started
 
     def load_dcp() -> None:
         dcp.load({"model": model, "optim": optimizer}, checkpoint_id=theirs)
@@ -243,27 +390,168 @@ def measure_loads(training: Training, bus: Bus, asked: Asked) -> Block:
     samples = interleaved(candidates, rounds=asked.rounds, between=lambda name: None)
     lines = [
         row("speed of a load, of DCP's", f"{speed(samples, 'ours', 'dcp'):.2f}", ">= 1"),
-        row("speed of a load, of the bus", f"{speed(samples, 'ours', 'bus'):.2f}", "<= 1"),
+        row("speed of a load, of the bus", f"{speed(samples, 'ours', 'bus'):.2f}", "0.9"),
+        row("first blocking save, of DCP's first", f"{saved / dcp_saved:.2f}", "<= 1"),
     ]
     return Block(f"loads, {asked.gib:g} GiB, read from {asked.directory}", lines)
 
 
+def measure_near(training: Training, bus: Bus, asked: Asked) -> Block:
+    root, tier = (str(Path(asked.directory) / name) for name in ("near-root", "near-tier"))
+    state = training.trained.state
+    blocked: list[float] = []
+    options: dict[str, Any] = {
+        "save": ckpt.Never(),
+        "near": ckpt.Near(tier, every=ckpt.EverySteps(1)),
+    }
+    with ckpt.Checkpointer(root, state, **options) as checkpointer:
+        checkpointer.save_now()
+        for number in range(asked.rounds + 2):
+            training.step()
+            one_copy = bus.out()
+            training.clock.taken()
+            with training.clock.running():
+                checkpointer.step(number + 1)
+            training.step()
+            spent = training.clock.taken()
+            checkpointer.wait()
+            if number > 1:
+                blocked.append(spent / one_copy)
+    back = bus.back()
+    started = time.perf_counter()
+    with ckpt.Checkpointer(root, state, **options) as checkpointer:
+        found = checkpointer.restore()
+        asked.module.synchronize()
+        seconds = time.perf_counter() - started
+    assert found is not None and found.step == asked.rounds + 2, found
+    return Block(
+        f"near tier, {asked.gib:g} GiB",
+        [
+            row("blocked", f"{statistics.median(blocked):.3f} copies", "0.02 + 5 ms"),
+            row("speed of a recovery, of the bus", f"{back / seconds:.2f}", "0.7"),
+        ],
+    )
+
+
+def measure_dicts(training: Training, asked: Asked) -> Block:
+    model, optimizer = training.trained.model, training.trained.optimizer
+    full, sharded = StateDictType.FULL, StateDictType.SHARDED
+
+    def theirs(**options: bool) -> Callable[[], float]:
+        chosen = StateDictOptions(**options)
+        return timed(
+            lambda: (
+                get_model_state_dict(model, options=chosen),
+                get_optimizer_state_dict(model, optimizer, options=chosen),
+            ),
+            asked,
+        )
+
+    pairs: dict[str, tuple[Callable[[], float], Callable[[], float]]] = {
+        "full, on the device": (
+            timed(
+                lambda: (
+                    model_state_dict(model, full),
+                    optimizer_state_dict(
+                        model, optimizer, full, FullOptimStateDictConfig(offload_to_cpu=False)
+                    ),
+                ),
+                asked,
+            ),
+            theirs(full_state_dict=True),
+        ),
+        "full, on the host": (
+            timed(
+                lambda: (
+                    model_state_dict(model, full, FullStateDictConfig(offload_to_cpu=True)),
+                    optimizer_state_dict(model, optimizer, full),
+                ),
+                asked,
+            ),
+            theirs(full_state_dict=True, cpu_offload=True),
+        ),
+        "sharded": (
+            timed(
+                lambda: (
+                    model_state_dict(model, sharded),
+                    optimizer_state_dict(
+                        model, optimizer, sharded, ShardedOptimStateDictConfig(offload_to_cpu=False)
+                    ),
+                ),
+                asked,
+            ),
+            theirs(),
+        ),
+    }
+    lines = []
+    for name, (mine, other) in pairs.items():
+        times = in_turn({"ours": mine, "torch": other}, max(1, asked.rounds // 2))
+        free(asked)
+        seconds = statistics.median(times["ours"])
+        text = f"{ratios_text(times['ours'], times['torch'])}, {seconds:.2f} s"
+        lines.append(row(f"{name}, of torch's time", text, "<= 1"))
+    return Block(f"state dicts of fully_shard, {asked.gib:g} GiB", lines)
+
+
+def timed(make: Callable[[], object], asked: Asked) -> Callable[[], float]:
+    def run_once() -> float:
+        asked.module.synchronize()
+        started = time.perf_counter()
+        made = make()
+        asked.module.synchronize()
+        taken = time.perf_counter() - started
+        del made
+        return taken
+
+    return run_once
+
+
 def rank_main(asked: Asked) -> list[Block]:
-    """One rank: all of it."""
+    """One rank: the parts that were asked for, in their order. A part that fails is a block that
+    says so, and the others run.
+    """
     warnings.simplefilter("ignore")
-    steps = list(measure_steps(asked))
-    training = Training(int(asked.gib * GIB), Path(asked.directory), asked.device)
-    bus = Bus(training, asked)
-    return [*steps, measure_saves(training, bus, asked), measure_loads(training, bus, asked)]
+    training: Any = None
+    bus: Any = None
+    blocks: list[Block] = []
+    for part in asked.parts:
+        try:
+            if part in ("steps", "compiled"):
+                made: Iterable[Block] = measure_steps(asked, compiled=part == "compiled")
+            else:
+                if training is None:
+                    training = Training(int(asked.gib * GIB), Path(asked.directory), asked.device)
+                    bus = Bus(training, asked)
+                made = iter([measure(part, training, bus, asked)])
+            for block in made:
+                blocks.append(block)
+                if asked.json and dist.get_rank() == 0:
+                    with open(asked.json, "a") as file:
+                        print(json.dumps(block._asdict()), file=file)
+        except Exception:
+            if dist.get_world_size() > 1:
+                raise  # the other ranks would wait
+            blocks.append(Block(f"{part}: FAILED", [traceback.format_exc(limit=-8)]))
+        free(asked)
+    return blocks
+
+
+def measure(part: str, training: Training, bus: Bus, asked: Asked) -> Block:
+    if part == "dicts":
+        return measure_dicts(training, asked)
+    measures = {"saves": measure_saves, "loads": measure_loads, "near": measure_near}
+    return measures[part](training, bus, asked)
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--device", default=accelerator_here())
-    parser.add_argument("--width", type=int, help="of the model; 4096, on the CPU 64")
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
+    parser.add_argument("--widths", type=int, nargs="+", help="1024 2896 8192; on the CPU 64")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--gib", type=float, help="of the state that is saved; 4, on the CPU 0.05")
     parser.add_argument("--directory", default=None)
+    parser.add_argument("--json", default="", metavar="FILE")
     given = parser.parse_args()
     if not given.device:
         print(
@@ -274,6 +562,7 @@ def main() -> int:
     small = given.device == "cpu"
     if small:
         print("The CPU stands in for a device: this shows that the benchmark runs, no more.")
+    failed = False
     for kind in ("one", "several"):
         setup = SETUPS[kind](given.device)
         why = why_not(setup)
@@ -284,15 +573,18 @@ def main() -> int:
         with tempfile.TemporaryDirectory(dir=given.directory) as directory:
             asked = Asked(
                 given.device,
-                given.width or (64 if small else 4096),
+                tuple(given.widths or ((64,) if small else (1024, 2896, 8192))),
                 given.rounds,
                 given.gib or (0.05 if small else 4.0),
                 directory,
+                tuple(given.parts),
+                given.json,
             )
-            blocks, *_ = run(setup, rank_main, asked, timeout_seconds=3600)
+            blocks, *_ = run(setup, rank_main, asked, timeout_seconds=3600, forced=False)
         for block in blocks:
             report(block.title, block.lines)
-    return 0
+            failed = failed or "FAILED" in block.title
+    return int(failed)
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ classes share a process and take turns in every round, and ratios are medians ov
 
 steps: time by the device's events, peak and reserved memory over the shards, and kernels, copies
 and host waits as the profiler sees them, of four units of nine members in bf16 mixed precision,
-with DDP as a third. compiled: the same with compiled units.
+with DDP as a third; wrapper: the same of the wrapper. compiled: the same with compiled units.
 saves: what a background save keeps from the training, in units of one copy of the state into
 pinned memory, and how fast its copies are. loads: into the device's memory. near: the same for a
 near tier, and the recovery from it. dicts: full and sharded state dicts. DIR should lie in
@@ -20,8 +20,10 @@ memory, or saves and loads measure a disk. FILE gets one line of JSON for each b
 from __future__ import annotations
 
 import argparse
+import faulthandler
 import gc
 import json
+import signal
 import statistics
 import sys
 import tempfile
@@ -66,7 +68,7 @@ from tests.streams.training import Run
 GIB = 1 << 30
 MIB = 1 << 20
 ROWS = 2048  # of a batch
-PARTS = ("steps", "saves", "loads", "near", "dicts", "compiled")
+PARTS = ("steps", "wrapper", "ddp", "saves", "loads", "near", "dicts", "compiled")
 ENGINES = {
     "torch's fully_shard": ("torch", "fully"),
     "fully_shard": ("ours", "fully"),
@@ -94,6 +96,8 @@ class Asked(NamedTuple):
     directory: str
     parts: tuple[str, ...] = PARTS
     json: str = ""
+    alone: bool = False
+    """Saves of the peer, which takes long where states are large, are left out."""
 
     @property
     def module(self) -> Any:
@@ -203,14 +207,13 @@ def counted(events: Iterable[Any]) -> Counter[str]:
     return +counts
 
 
-def measure_steps(asked: Asked, *, compiled: bool = False) -> Iterator[Block]:
-    for width in asked.widths[:1] if compiled else asked.widths:
-        for name, peer in PEERS.items():
-            if compiled and name != "fully_shard":
-                continue
-            yield measured_pair(name, peer, width, asked, compiled=compiled)
-        if not compiled:
+def measure_steps(asked: Asked, part: str) -> Iterator[Block]:
+    for width in asked.widths[:1] if part == "compiled" else asked.widths:
+        if part == "ddp":
             yield against_ddp(width, asked)
+        else:
+            name = "the wrapper" if part == "wrapper" else "fully_shard"
+            yield measured_pair(name, PEERS[name], width, asked, compiled=part == "compiled")
         free(asked)
 
 
@@ -317,6 +320,8 @@ def measure_saves(training: Training, bus: Bus, asked: Asked) -> Block:
         "DCP, a stager kept": partial(training.dcp, stager=training.stager),
         "DCP, its default": training.dcp,
     }
+    if asked.alone:
+        starts = {"ours": training.ours}
     blocked: dict[str, list[float]] = {name: [] for name in starts}
     milliseconds: list[float] = []
     of_bus: list[float] = []
@@ -511,13 +516,14 @@ def rank_main(asked: Asked) -> list[Block]:
     says so, and the others run.
     """
     warnings.simplefilter("ignore")
+    faulthandler.register(signal.SIGTERM, chain=True)  # who ends it sees where it stood
     training: Any = None
     bus: Any = None
     blocks: list[Block] = []
     for part in asked.parts:
         try:
-            if part in ("steps", "compiled"):
-                made: Iterable[Block] = measure_steps(asked, compiled=part == "compiled")
+            if part in ("steps", "wrapper", "ddp", "compiled"):
+                made: Iterable[Block] = measure_steps(asked, part)
             else:
                 if training is None:
                     training = Training(int(asked.gib * GIB), Path(asked.directory), asked.device)
@@ -525,6 +531,7 @@ def rank_main(asked: Asked) -> list[Block]:
                 made = iter([measure(part, training, bus, asked)])
             for block in made:
                 blocks.append(block)
+                report(block.title, block.lines)
                 if asked.json and dist.get_rank() == 0:
                     with open(asked.json, "a") as file:
                         print(json.dumps(block._asdict()), file=file)
@@ -532,6 +539,7 @@ def rank_main(asked: Asked) -> list[Block]:
             if dist.get_world_size() > 1:
                 raise  # the other ranks would wait
             blocks.append(Block(f"{part}: FAILED", [traceback.format_exc(limit=-8)]))
+            report(*blocks[-1])
         free(asked)
     return blocks
 
@@ -552,6 +560,7 @@ def main() -> int:
     parser.add_argument("--gib", type=float, help="of the state that is saved; 4, on the CPU 0.05")
     parser.add_argument("--directory", default=None)
     parser.add_argument("--json", default="", metavar="FILE")
+    parser.add_argument("--alone", action="store_true", help="saves without the peer's")
     given = parser.parse_args()
     if not given.device:
         print(
@@ -579,11 +588,10 @@ def main() -> int:
                 directory,
                 tuple(given.parts),
                 given.json,
+                given.alone,
             )
             blocks, *_ = run(setup, rank_main, asked, timeout_seconds=3600, forced=False)
-        for block in blocks:
-            report(block.title, block.lines)
-            failed = failed or "FAILED" in block.title
+        failed = failed or any("FAILED" in block.title for block in blocks)
     return int(failed)
 
 

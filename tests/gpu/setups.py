@@ -20,7 +20,7 @@ import sharding.engine.collectives
 import sharding.fsdp
 from tests.ranks import RanksFailed, run_ranks
 
-__all__ = ["SETUPS", "Setup", "device_count", "run", "why_not"]
+__all__ = ["SETUPS", "Setup", "device_count", "nothing_is_left_out", "run", "why_not"]
 
 
 class Setup(NamedTuple):
@@ -116,7 +116,7 @@ def _in_setup(
     if setup.backend != "gloo":
         _over_both_backends(setup, seconds)
     if forced:
-        _nothing_is_left_out()
+        nothing_is_left_out()
     return fn(*args)
 
 
@@ -141,7 +141,7 @@ def _over_both_backends(setup: Setup, seconds: float) -> None:
         shutil.rmtree(paths[0])
 
 
-def _nothing_is_left_out() -> None:
+def nothing_is_left_out() -> None:
     """One rank by itself gathers and reduces as many do, so that all streams and events run."""
     wrapper: Any = sharding.fsdp
     assert callable(wrapper.clamped)  # a new name there would force nothing

@@ -79,6 +79,8 @@ def main() -> int:
             "PYTHONDONTWRITEBYTECODE": "1",
             "OMP_NUM_THREADS": "1",
             "TMPDIR": folder,
+            # Plugins of the machine's own may not fit the tests.
+            "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",
         }
         seen = subprocess.run(
             (sys.executable, "-c", SEEN), env=environment, capture_output=True, text=True
@@ -127,9 +129,10 @@ def parts(device: str, small: bool, directory: str, rows: Path) -> list[Part]:
     """All parts in their order: what is most worth knowing first."""
     python = sys.executable
     workers = max(1, min(14, (os.cpu_count() or 1) - 1))
-    many = ("-n", str(workers)) if importlib.util.find_spec("xdist") else ()
+    many = ("-n", str(workers))
     tests = (
         *(python, "-m", "pytest", "-v", "-p", "no:cacheprovider", "-m", "gpu", "-o", "addopts="),
+        *("-p", "xdist.plugin", "-p", "pytest_timeout"),
         *("--import-mode=importlib", "--device", device),
     )
     bench = (
@@ -137,16 +140,20 @@ def parts(device: str, small: bool, directory: str, rows: Path) -> list[Part]:
         *("--json", str(rows)),
     )
     rounds = ("--rounds", "1" if small else "5")
-    sizes = ("--gib", "0.05") if small else ("--gib", "8")
-    large = ("--gib", "0.1") if small else ("--gib", "40")
+    sizes = ("--gib", "0.05") if small else ("--gib", "2")
+    large = ("--gib", "0.1") if small else ("--gib", "8")
+    others = ("--parts", "loads", "near", "dicts")
     widths = ("--widths", "64") if small else ("--widths", "1024", "2896", "8192")
     sanitizer = shutil.which("compute-sanitizer") or ""
     no_cuda = "" if device == "cuda" else f"{device} is not CUDA"
-    plain = ("-k", "one-plain and not torchs", "tests/gpu")
+    no_sanitizer = no_cuda or ("" if sanitizer else "it is not installed")
+    # The caching allocator would hide what lies beyond a tensor.
+    bare = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
+    once = (python, "-m", "tests.gpu.once", "plain", "--device", device)
 
     def checked(tool: str) -> tuple[str, ...]:
         one = (sanitizer, "--tool", tool, "--target-processes", "all", "--error-exitcode", "9")
-        return (*one, *tests, *plain)
+        return (*one, *once)
 
     def state(package: str) -> Part:
         missing = "" if importlib.util.find_spec(package) else f"{package} is not installed"
@@ -156,14 +163,14 @@ def parts(device: str, small: bool, directory: str, rows: Path) -> list[Part]:
     return [
         Part("scenarios, one rank", 8, (*tests, *many, "-k", "one-", "tests/gpu")),
         Part("scenarios, ranks that share it", 8, (*tests, *many, "-k", "sharing-", "tests/gpu")),
-        Part("steps", 7, (*bench, *rounds, *widths, "--parts", "steps")),
-        Part(
-            "saves, loads, near, dicts",
-            7,
-            (*bench, *rounds, *sizes, "--parts", "saves", "loads", "near", "dicts"),
-        ),
-        Part("large saves", 5, (*bench, "--rounds", "1", *large, "--parts", "saves")),
-        Part("compiled steps", 5, (*bench, *rounds, *widths, "--parts", "compiled")),
+        Part("steps", 4, (*bench, *rounds, *widths, "--parts", "steps")),
+        Part("steps of the wrapper", 4, (*bench, *rounds, *widths, "--parts", "wrapper")),
+        Part("saves", 5, (*bench, *rounds, *sizes, "--parts", "saves")),
+        Part("loads, near, dicts", 5, (*bench, *rounds, *sizes, *others)),
+        Part("compute-sanitizer memcheck", 4, checked("memcheck"), no_sanitizer, bare),
+        Part("steps of DDP", 3, (*bench, *rounds, *widths, "--parts", "ddp")),
+        Part("compiled steps", 3, (*bench, *rounds, *widths, "--parts", "compiled")),
+        Part("large saves", 4, (*bench, "--rounds", "1", *large, "--parts", "saves", "--alone")),
         Part(
             "torch's CUDA sanitizer",
             3,
@@ -171,17 +178,7 @@ def parts(device: str, small: bool, directory: str, rows: Path) -> list[Part]:
             no_cuda,
             {"TORCH_CUDA_SANITIZER": "1"},
         ),
-        *(
-            Part(
-                f"compute-sanitizer {tool}",
-                4,
-                checked(tool),
-                no_cuda or ("" if sanitizer else "it is not installed"),
-                # The caching allocator would hide what lies beyond a tensor.
-                {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"},
-            )
-            for tool in ("memcheck", "racecheck")
-        ),
+        Part("compute-sanitizer racecheck", 3, checked("racecheck"), no_sanitizer, bare),
         state("torchao"),
         state("bitsandbytes"),
     ]
@@ -220,12 +217,12 @@ def carried_out(
 
 def kill(process: subprocess.Popen[bytes]) -> None:
     """The process, and every one that it has started in its session."""
-    for number in (signal.SIGTERM, signal.SIGKILL):
+    for number in (signal.SIGTERM, signal.SIGKILL):  # at the first they say where they stood
         try:
             os.killpg(process.pid, number)
         except ProcessLookupError:
             break
-        time.sleep(0.5)
+        time.sleep(1.0)
     process.wait()
 
 

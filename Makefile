@@ -7,6 +7,8 @@ URL ?=
 PYTEST_ARGS ?=
 # For test-gpu and bench-gpu: cuda, xpu, ...; empty for the accelerator of this machine.
 DEVICE ?=
+# Of the machine that `make kit` is for.
+PYTHON_VERSION ?= 3.12
 BENCH_ARGS ?=
 # Tests wait for ranks, stores and disks about half of their time: two files at once fit two cores.
 WORKERS ?= 2
@@ -21,7 +23,7 @@ SHELL := /bin/bash
 # The tests and the demo run several ranks on few cores: more threads per rank only slow them down.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help demo test quick soak test-gpu test-wild test-cluster mutants bench bench-gpu check format test-ceph examples docs dist clean
+.PHONY: help demo test quick soak test-gpu test-wild test-cluster mutants bench bench-gpu kit check format test-ceph examples docs dist clean
 .DEFAULT_GOAL := help
 
 help:
@@ -33,6 +35,7 @@ help:
 	@echo "make test-wild   models, optimizers and frameworks of other libraries, against docs/compatibility.md"
 	@echo "make test-cluster  jobs on hosts in network namespaces (needs root): links, disks and processes fail"
 	@echo "make bench-gpu   time, memory and kernels on a device against torch's; BENCH_ARGS='--width 2048'"
+	@echo "make kit         tests and benchmarks of a device for a machine without a network: build/kit"
 	@echo "make mutants     mutation testing: a sample of small wrong changes, and those that no test sees"
 	@echo "make check       ruff, ruff format, mypy --strict"
 	@echo "make test-ceph   the S3 tests against a real Ceph RADOS gateway (installs Debian packages)"
@@ -73,6 +76,9 @@ test-wild: $(INSTALLED)
 
 test-cluster: $(INSTALLED)
 	$(BIN)/python -m pytest --cluster --results $(RESULTS) -s tests/cluster tests/model/test_power.py $(PYTEST_ARGS)
+
+kit: $(INSTALLED)
+	$(BIN)/python -m tests.gpu.kit.build build/kit --python $(PYTHON_VERSION)
 
 mutants: $(INSTALLED)
 	$(BIN)/python -m tests.mutation $(ROOMS) --count $(MUTANTS)

@@ -6,6 +6,7 @@ events in a profile, its statistics of memory) is given as values.
 
 from __future__ import annotations
 
+import json
 import sys
 from collections import Counter
 from pathlib import Path
@@ -16,16 +17,25 @@ import pytest
 from torch.autograd import DeviceType
 
 import benchmarks.on_device as benchmark
-from benchmarks.on_device import Asked, Block, Engine, counted, rank_main
+from benchmarks.on_device import PARTS, Asked, Block, Engine, counted, rank_main
 from tests.gpu.setups import SETUPS, run
 
 
 @pytest.mark.ranks
 def test_all_of_it_runs_with_the_cpu_as_the_device(tmp_path: Path) -> None:
-    asked = Asked("cpu", width=8, rounds=1, gib=0.02, directory=str(tmp_path))
-    (blocks,) = run(SETUPS["one"]("cpu"), rank_main, asked, timeout_seconds=170)
+    parts = tuple(part for part in PARTS if part != "compiled")  # torch's compiler takes a minute
+    rows = tmp_path / "rows.json"
+    asked = Asked("cpu", (8,), 1, 0.02, str(tmp_path), parts, str(rows))
+    (blocks,) = run(SETUPS["one"]("cpu"), rank_main, asked, timeout_seconds=170, forced=False)
+    assert [json.loads(line)["title"] for line in rows.read_text().splitlines()] == [
+        block.title for block in blocks
+    ]
+    assert not any("FAILED" in block.title for block in blocks), blocks
     lines = [line for block in blocks for line in block.lines]
-    for what in ("time of a step", "operators", "blocked, ours", "its copies, of the bus"):
+    for what in (
+        *("time of a step, of torch's", "operators", "time of a step, of DDP's", "blocked, ours"),
+        *("its copies, of the bus", "a recovery, of the bus", "sharded, of torch's time"),
+    ):
         assert any(what in line and "(bar " in line for line in lines), (what, lines)
     assert sum("speed of a load" in line for line in lines) == 2
     assert "peak memory: not measured, torch counts none for cpu" in lines
@@ -52,18 +62,20 @@ def test_a_profile_is_counted_by_kind() -> None:
     assert counted(events) == Counter(wanted)
 
 
-def test_the_peak_of_a_step_is_counted_from_what_lay_there() -> None:
+def test_peaks_of_steps_are_counted_from_what_lay_there() -> None:
     said: list[str] = []
     module = SimpleNamespace(
+        empty_cache=lambda: said.append("emptied"),
         reset_peak_memory_stats=lambda: said.append("reset"),
         memory_allocated=lambda: 1000,
         max_memory_allocated=lambda: 1700,
+        max_memory_reserved=lambda: 1900,
     )
     engine: Any = object.__new__(Engine)
     engine.asked = SimpleNamespace(module=module)
-    engine.step = lambda: said.append("step")
-    assert engine.peak_bytes() == 700
-    assert said == ["reset", "step"]
+    engine.whole_step = lambda: said.append("step")
+    assert engine.peaks() == (700, 900)
+    assert said == ["step", "emptied", "reset", "step", "step", "step"]
 
 
 def test_without_a_device_a_plain_sentence_and_success(
@@ -78,10 +90,9 @@ def test_without_a_device_a_plain_sentence_and_success(
 def test_what_is_left_out_is_named(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(benchmark, "run", lambda *given, **how: [[Block("title", ["line"])]])
+    monkeypatch.setattr(benchmark, "run", lambda *given, **how: [[Block("saves: FAILED", [])]])
     monkeypatch.setattr(sys, "argv", ["on_device", "--device", "cpu"])
-    assert benchmark.main() == 0
+    assert benchmark.main() == 1
     said = capsys.readouterr().out
     assert "several devices: not measured, needs 2 devices; there is 1" in said
-    assert "\ntitle\n  line\n" in said
     assert "The CPU stands in for a device" in said

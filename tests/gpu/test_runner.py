@@ -5,13 +5,16 @@ Method: the plan of passes is a value; whatever they would run is not run here.
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 import tests.gpu.__main__ as runner
+from tests.gpu.kit.run import OTHERS
 from tests.gpu.test_scenarios import cases
 
 
@@ -25,6 +28,18 @@ def test_the_sanitizers_run_where_they_are_installed_and_what_is_left_out_is_nam
     assert missing.skipped == "it is not installed" and not missing.command
     _, *others = runner.passes("xpu", [], "/opt/compute-sanitizer")
     assert [one.skipped for one in others] == ["xpu is not CUDA"] * 2
+
+
+def test_files_with_tests_marked_gpu_are_listed() -> None:
+    tests = Path(__file__).parents[1]
+    uses = re.compile(r"^def test_[^>]*\b(device|accelerator): str", re.MULTILINE)
+    files = {
+        str(path.relative_to(tests.parent))
+        for path in tests.rglob("test_*.py")
+        if path.parent.name != "gpu" and uses.search(path.read_text())
+    }
+    assert {"tests/gpu", *files} == set(runner.FILES)
+    assert files == set(OTHERS)
 
 
 def test_what_runs_under_the_sanitizers_is_there() -> None:

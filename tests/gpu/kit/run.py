@@ -28,6 +28,7 @@ from typing import Any, NamedTuple
 
 HERE = Path(__file__).resolve().parent
 TAIL_LINES = 30
+OTHERS = ("tests/e2e/test_device.py", "tests/sharding/test_device.py")
 
 SEEN = """\
 import json, platform, sys, torch, ckpt, sharding, storage
@@ -163,6 +164,7 @@ def parts(device: str, small: bool, directory: str, rows: Path) -> list[Part]:
     return [
         Part("scenarios, one rank", 8, (*tests, *many, "-k", "one-", "tests/gpu")),
         Part("scenarios, ranks that share it", 8, (*tests, *many, "-k", "sharing-", "tests/gpu")),
+        Part("other tests of a device", 4, (*tests, *many, *OTHERS)),
         Part("steps", 4, (*bench, *rounds, *widths, "--parts", "steps")),
         Part("steps of the wrapper", 4, (*bench, *rounds, *widths, "--parts", "wrapper")),
         Part("saves", 5, (*bench, *rounds, *sizes, "--parts", "saves")),

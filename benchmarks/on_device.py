@@ -116,7 +116,9 @@ class Engine:
     ) -> None:
         where = torch.device(asked.device, None if asked.device == "cpu" else current(asked))
         model = OnDevice(who, surface, where=where)
-        net: Any = model.net(Layers, width)
+        torch.manual_seed(0)
+        with where:  # the host would take long to draw gigabytes
+            net: Any = Layers(width)
         for block in net.blocks if compiled else ():
             block.compile()
         self.asked = asked
@@ -516,7 +518,8 @@ def rank_main(asked: Asked) -> list[Block]:
     says so, and the others run.
     """
     warnings.simplefilter("ignore")
-    faulthandler.register(signal.SIGTERM, chain=True)  # who ends it sees where it stood
+    faulthandler.register(signal.SIGTERM, chain=True)  # ended from outside, it shows where it was
+    print(f"  {torch.__version__}, {asked.parts}", flush=True)
     training: Any = None
     bus: Any = None
     blocks: list[Block] = []

@@ -39,8 +39,9 @@ class Trained:
     def __init__(self, nbytes: int, device: str = "cpu") -> None:
         layers = max(1, nbytes // (3 * 4 * WIDTH * WIDTH))
         torch.manual_seed(0)
-        self.model = nn.Sequential(*[nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(layers)])
-        self.model.to(device)
+        with torch.device(device):
+            linears = [nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(layers)]
+        self.model = nn.Sequential(*linears)
         mesh = init_device_mesh(device, (dist.get_world_size(),))
         for layer in self.model:
             fully_shard(layer, mesh=mesh)

@@ -140,7 +140,7 @@ def parts(device: str, small: bool, directory: str, rows: Path) -> list[Part]:
         *(python, "-m", "benchmarks.on_device", "--device", device, "--directory", directory),
         *("--json", str(rows)),
     )
-    rounds = ("--rounds", "1" if small else "5")
+    rounds = ("--rounds", "1" if small else "3")
     sizes = ("--gib", "0.05") if small else ("--gib", "2")
     large = ("--gib", "0.1") if small else ("--gib", "8")
     others = ("--parts", "loads", "near", "dicts")
@@ -162,8 +162,8 @@ def parts(device: str, small: bool, directory: str, rows: Path) -> list[Part]:
         return Part(f"{package} states", 1, (*tests[:-2], "-k", package, file), missing)
 
     return [
-        Part("scenarios, one rank", 8, (*tests, *many, "-k", "one-", "tests/gpu")),
-        Part("scenarios, ranks that share it", 8, (*tests, *many, "-k", "sharing-", "tests/gpu")),
+        Part("scenarios, one rank", 12, (*tests, *many, "-k", "one-", "tests/gpu")),
+        Part("scenarios, ranks that share it", 12, (*tests, *many, "-k", "sharing-", "tests/gpu")),
         Part("other tests of a device", 4, (*tests, *many, *OTHERS)),
         Part("steps", 4, (*bench, *rounds, *widths, "--parts", "steps")),
         Part("steps of the wrapper", 4, (*bench, *rounds, *widths, "--parts", "wrapper")),

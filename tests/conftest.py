@@ -52,6 +52,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption(
         "--results", metavar="FILE", help="append what long tests count; docs/guarantee_counts.py"
     )
+    group.addoption("--failures", metavar="FILE", help="append each failure when it happens")
     group.addoption("--cluster", action="store_true", help="tests on hosts in network namespaces")
     group.addoption("--judges", action="store_true", help="tests that other libraries wrote")
     group.addoption(
@@ -67,6 +68,8 @@ def pytest_configure(config: pytest.Config) -> None:
         chosen = secrets.randbits(32) if config.getoption("soak") else SEED_DEFAULT
     config.stash[_SEED] = int(chosen)
     config.option.seed = str(chosen)
+    if config.getoption("failures") and not hasattr(config, "workerinput"):
+        config.pluginmanager.register(Failures(Path(config.getoption("failures")).resolve()))
     if config.getoption("results"):
         config.option.results = str(Path(config.getoption("results")).resolve())
         config.stash[_RUN] = this_run(_command(config), int(chosen))
@@ -165,6 +168,19 @@ def seed(pytestconfig: pytest.Config, request: pytest.FixtureRequest) -> int:
 def rng(seed: int) -> random.Random:
     """A generator seeded with `seed`."""
     return random.Random(seed)
+
+
+class Failures:
+    """Appends each failure to a file: who ends a run in the middle sees them there."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        """One line as in pytest's summary, and the text."""
+        if report.failed:
+            with self._path.open("a") as file:
+                print(f"FAILED {report.nodeid}\n{report.longreprtext}\n", file=file, flush=True)
 
 
 @pytest.hookimpl(wrapper=True)

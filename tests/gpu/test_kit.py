@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
 import sys
 import time
 import zipfile
@@ -88,3 +89,29 @@ def test_the_kit_has_all_dependencies_but_what_comes_with_torch() -> None:
     names = {name.partition(">")[0] for name in build.needed()}
     assert {"fsspec", "s3fs", "msgpack", "pydantic", "pytest"} <= names
     assert not names & {"torch", "numpy"}
+
+
+def test_a_collective_that_hangs_is_tried_another_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run, "COLLECTIVE_SECONDS", 1.0)
+    hangs = "import os, time; time.sleep(0 if 'NCCL_SOCKET_IFNAME' in os.environ else 60)"
+    monkeypatch.setattr(run, "COLLECTIVE", hangs)
+    environment = dict(os.environ)
+    assert run.collectives("cuda", environment, time.monotonic() + 60) == "over loopback"
+    assert environment["NCCL_SOCKET_IFNAME"] == "lo"
+    monkeypatch.setattr(run, "COLLECTIVE", "exit(1)")
+    assert run.collectives("cuda", dict(os.environ), time.monotonic() + 60) == "none works"
+
+
+def test_failures_are_written_when_they_happen(tmp_path: Path) -> None:
+    failures = tmp_path / "failures.txt"
+    nodeid = "tests/gpu/test_kit.py::test_fails_where_it_is_asked_to"
+    command = ("-m", "pytest", "-q", "-p", "no:cacheprovider", "--failures", str(failures), nodeid)
+    environment = {**os.environ, "FAIL_HERE": "1"}
+    root = Path(__file__).parents[2]
+    ended = subprocess.run((sys.executable, *command), env=environment, cwd=root, check=False)
+    assert ended.returncode == 1
+    assert failures.read_text().startswith(f"FAILED {nodeid}\n")
+
+
+def test_fails_where_it_is_asked_to() -> None:
+    assert "FAIL_HERE" not in os.environ

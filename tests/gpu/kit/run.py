@@ -11,6 +11,7 @@ fails or is killed costs no other part anything. After each part, DIR has `resul
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib.util
 import json
 import os
@@ -42,6 +43,27 @@ print(json.dumps({
     "cuda": torch.version.cuda, "shardpoint": ckpt.__version__,
 }))
 """
+
+
+# A collective of one rank. NCCL may wait for ever for an interface that leads nowhere.
+COLLECTIVE = """\
+import sys, tempfile, torch, torch.distributed as dist
+kind, backend = sys.argv[1:]
+torch.get_device_module(kind).set_device(0)
+dist.init_process_group(
+    backend, init_method="file://" + tempfile.mkdtemp() + "/one", rank=0, world_size=1
+)
+one = torch.ones(1, device=kind)
+dist.all_reduce(one)
+print(one.item(), flush=True)
+"""
+COLLECTIVE_SECONDS = 25
+# What to try, in this order: as the machine is, over loopback alone, without NCCL.
+WAYS: tuple[tuple[str, Mapping[str, str]], ...] = (
+    ("the machine's interfaces", {}),
+    ("loopback", {"NCCL_SOCKET_IFNAME": "lo", "NCCL_IB_DISABLE": "1"}),
+    ("gloo", {"SHARDPOINT_TEST_BACKEND": "gloo"}),
+)
 
 
 class Part(NamedTuple):
@@ -96,7 +118,10 @@ def main() -> int:
         planned = parts(device, small, asked.directory or memory, Path(folder) / "rows.json")
         if asked.parts:
             planned = [one for one in planned if one.name in asked.parts]
-        results = Results(out, {**facts, "device": device, "seconds": asked.seconds})
+        way = collectives(device, environment, deadline) if device != "cpu" else ""
+        results = Results(
+            out, {**facts, "device": device, "seconds": asked.seconds, "collectives": way}
+        )
         for number, part in enumerate(planned):
             left = deadline - time.monotonic()
             waiting = sum(one.share for one in planned[number:] if not one.needs)
@@ -104,6 +129,23 @@ def main() -> int:
             results.add(part, *carried_out(part, seconds, environment, out, Path(folder)))
     print(results.table(), flush=True)
     return int(any(one["outcome"] not in ("passed", "left out") for one in results.parts))
+
+
+def collectives(device: str, environment: dict[str, str], deadline: float) -> str:
+    """Find out how one rank's collectives work here; what it takes stays in `environment`."""
+    own = "nccl" if device == "cuda" else "gloo"
+    for name, more in WAYS:
+        backend = more.get("SHARDPOINT_TEST_BACKEND", own)
+        command = (sys.executable, "-c", COLLECTIVE, device, backend)
+        seconds = min(COLLECTIVE_SECONDS, deadline - time.monotonic())
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            tried = subprocess.run(
+                command, env={**environment, **more}, capture_output=True, timeout=max(1, seconds)
+            )
+            if tried.returncode == 0:
+                environment.update(more)
+                return f"over {name}"
+    return "none works"
 
 
 def unpacked(site: Path) -> str:
@@ -127,13 +169,16 @@ def unpacked(site: Path) -> str:
 
 
 def parts(device: str, small: bool, directory: str, rows: Path) -> list[Part]:
-    """All parts in their order: what is most worth knowing first."""
+    """All parts in their order: what is most worth knowing first. Rows of benchmarks go to `rows`,
+    failures of tests beside it.
+    """
+    failures = rows.with_name("failures.txt")
     python = sys.executable
     workers = max(1, min(14, (os.cpu_count() or 1) - 1))
     many = ("-n", str(workers))
     tests = (
         *(python, "-m", "pytest", "-v", "-p", "no:cacheprovider", "-m", "gpu", "-o", "addopts="),
-        *("-p", "xdist.plugin", "-p", "pytest_timeout"),
+        *("-p", "xdist.plugin", "-p", "pytest_timeout", "--failures", str(failures)),
         *("--import-mode=importlib", "--device", device),
     )
     bench = (
@@ -193,16 +238,17 @@ def carried_out(
     if part.needs:
         return "left out", 0.0, part.needs, []
     print(f"== {part.name}, {seconds:.0f} s at most", flush=True)
-    rows = folder / "rows.json"
+    rows, failures = folder / "rows.json", folder / "failures.txt"
     rows.unlink(missing_ok=True)
+    failures.unlink(missing_ok=True)
     log = out / (re.sub(r"\W+", "-", part.name) + ".log")
     started = time.monotonic()
-    with log.open("wb") as file:
+    with log.open("wb") as output:
         process = subprocess.Popen(
             part.command,
             cwd=HERE / "source",
             env={**environment, **part.environment},
-            stdout=file,
+            stdout=output,
             stderr=subprocess.STDOUT,
             start_new_session=True,
         )
@@ -213,6 +259,9 @@ def carried_out(
         kill(process)
     taken = time.monotonic() - started
     outcome = "out of time" if code is None else "passed" if code == 0 else f"exit {code}"
+    if failures.exists():  # pytest tells of them at its end, which a part may not reach
+        with log.open("a") as file:
+            file.write(failures.read_text(errors="replace"))
     written = rows.read_text().splitlines() if rows.exists() else []
     return outcome, taken, log.read_text(errors="replace"), [json.loads(one) for one in written]
 

@@ -341,7 +341,12 @@ class DTensorStore(ParameterStore):
                 leaving[number] = grad
         comm = form.comm
         even = all(self.params[number].is_even for number in leaving)
-        if comm is not None and leaving and comm.packs(len(leaving), even=even):
+        # One rank by itself sends nothing, and what its gradients are packed into is the sum.
+        if (
+            comm is not None
+            and leaving
+            and (comm.packs(len(leaving), even=even) or (comm.size == 1 and even))
+        ):
             return self._packed(leaving, form, comm)
         members: list[RankParts] = []
         scratch: list[torch.Tensor] = []

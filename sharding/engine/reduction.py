@@ -81,6 +81,7 @@ class _ReductionInFlight(NamedTuple):
     started: _Started
     outgoing: Outgoing
     shard: Comm | None
+    """Through which it was taken from the pool; None where it was not."""
     taken_on: object
     """The stream that this memory is of."""
 
@@ -108,14 +109,14 @@ class Reductions:
         self._drop_repeated(keep=1)
         casts = reduction.hook is not None and reduction.hook.casts
         dtype = (store.compute_dtype if casts else reduction.dtype) or store.dtype
-        is_sharded = reduction.hook is None and reduction.shard is not None
+        shard = reduction.shard if reduction.hook is None else None
         form = OutgoingForm(
             dtype,
             scale=1.0 if reduction.hook is not None else 1.0 / reduction.factors[0],
             fills=reduction.fills_unused,
             # Otherwise the buffer becomes the gradient, or is the hook's own.
-            pool=self._pool if is_sharded else None,
-            comm=reduction.shard if is_sharded else None,
+            pool=self._pool if shard is not None and shard.size > 1 else None,
+            comm=shard,
         )
         outgoing = store.outgoing_gradients(grads, form)
         if not outgoing.members:
@@ -129,7 +130,8 @@ class Reductions:
                 started = self._start_sharded(store, reduction, reduction.shard, outgoing)
             else:
                 started = self._start_replicated(store, reduction, outgoing)
-        self._in_flight.append(_ReductionInFlight(started, outgoing, form.comm, taken_on))
+        lent = shard if form.pool is not None else None
+        self._in_flight.append(_ReductionInFlight(started, outgoing, lent, taken_on))
 
     def finish(self) -> None:
         """Wait for all of them."""
@@ -175,10 +177,15 @@ class Reductions:
         # One tensor behind all parts, so that summing over replicas and dividing are one call each.
         # New memory: it becomes the gradient.
         total = sum(outgoing.own_numels)
-        out = shard.buffer(total, first.dtype, first.device, None)
+        is_own = shard.size == 1 and len(outgoing.scratch) == len(members) == 1
+        out = first if is_own else shard.buffer(total, first.dtype, first.device, None)
         outs = torch.split(out, list(outgoing.own_numels))
         targets = [out] if len(members) == 1 else outs
-        pending = shard.reduce_scatter(members, targets, pool=self._pool, tag=2 * store.tag + 1)
+        pending = (
+            PendingCollective(())
+            if is_own
+            else shard.reduce_scatter(members, targets, pool=self._pool, tag=2 * store.tag + 1)
+        )
 
         def end() -> None:
             if reduction.replicate is None and reduction.summed_hook is None:

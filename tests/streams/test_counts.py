@@ -16,6 +16,7 @@ from tests.conftest import Scale
 from tests.ranks import run_ranks
 
 FEW, MANY = 8, 1024
+ALONE = ("fully", True, 1)
 # Surface, low precision, ranks.
 Case = tuple[str, bool, int]
 CASES: tuple[Case, ...] = (("fully", False, FEW), ("flat", False, FEW), ("fully", False, MANY))
@@ -34,15 +35,29 @@ def count(cases: tuple[Case, ...]) -> list[tuple[Counts, Counts]]:
 
 @functools.cache
 def counted(soak: bool) -> dict[Case, tuple[Counts, Counts]]:
-    cases = CASES + MORE * soak
+    cases = (*CASES, ALONE, *(MORE * soak))
     (pairs,) = run_ranks(1, count, cases, group=False, timeout_seconds=600)
     return dict(zip(cases, pairs, strict=True))
+
+
+def of_several(scale: Scale) -> list[tuple[Case, tuple[Counts, Counts]]]:
+    return [(case, counts) for case, counts in counted(scale.soak).items() if case != ALONE]
+
+
+@pytest.mark.ranks
+@pytest.mark.timeout(900)
+def test_one_rank_takes_no_more_than_torchs(scale: Scale) -> None:
+    ours, torchs = counted(scale.soak)[ALONE]
+    assert 0 < ours.counted["kernels"] <= torchs.counted["kernels"], (ours, torchs)
+    assert ours.counted["copies"] <= torchs.counted["copies"], (ours, torchs)
+    assert ours.live_mib <= torchs.live_mib, (ours, torchs)
+    assert ours.reserved_mib <= torchs.reserved_mib, (ours, torchs)
 
 
 @pytest.mark.ranks
 @pytest.mark.timeout(900)
 def test_a_step_takes_no_more_than_torchs(scale: Scale) -> None:
-    for case, (ours, torchs) in counted(scale.soak).items():
+    for case, (ours, torchs) in of_several(scale):
         # torch lets the backend average; ours divide apart, so that every backend gives one result.
         divisions = UNITS if case[0] == "fully" else 0
         assert torchs.counted["kernels"] > 0, case
@@ -56,7 +71,7 @@ def test_a_step_takes_no_more_than_torchs(scale: Scale) -> None:
 @pytest.mark.ranks
 @pytest.mark.timeout(900)
 def test_clipping_by_the_norm_takes_no_more_than_torchs(scale: Scale) -> None:
-    for case, (ours, torchs) in counted(scale.soak).items():
+    for case, (ours, torchs) in of_several(scale):
         assert 0 < ours.clipping["kernels"] <= torchs.clipping["kernels"], (case, ours, torchs)
         assert ours.clipping["copies"] <= torchs.clipping["copies"], (case, ours, torchs)
         assert ours.clipping["collectives"] == torchs.clipping["collectives"] == 1, case

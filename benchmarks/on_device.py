@@ -427,10 +427,10 @@ def measure_near(training: Training, bus: Bus, asked: Asked) -> Block:
     back = bus.back()
     started = time.perf_counter()
     with ckpt.Checkpointer(root, state, **options) as checkpointer:
-        found = checkpointer.restore()
+        restored = checkpointer.restore()
         asked.module.synchronize()
         seconds = time.perf_counter() - started
-    assert found is not None and found.step == asked.rounds + 2, found
+    assert restored is not None and restored.step == asked.rounds + 2, restored
     return Block(
         f"near tier, {asked.gib:g} GiB",
         [

@@ -17,15 +17,20 @@ import logging
 import math
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Generic, NamedTuple, TypeVar
 
 from storage.errors import SlowDownError, TransientError
+from storage.forks import ForkSafeLock
 from storage.patience import LOG_SECONDS, Patience
 
 T = TypeVar("T")
+
+COMPLETE = "complete"
+"""The kind of a request that has a server join what it has: it moves no bytes itself."""
 
 logger = logging.getLogger(__name__)
 
@@ -65,6 +70,7 @@ class HedgeLimits:
 
     A request is given up `deadline_seconds` after it was sent, plus the time that its bytes take at
     `slowest_bytes_per_second`: 1,024 ranks with 4 requests each behind 10 Gb/s have ten times that.
+    One that completes an upload moves no bytes, and S3 may take minutes for it: `complete_seconds`.
     """
 
     multiple: float = 3.0
@@ -84,12 +90,13 @@ class HedgeLimits:
     failed_seconds_max: float = 10.0
     deadline_seconds: float = 60.0
     slowest_bytes_per_second: float = 32 << 10
+    complete_seconds: float = 600.0
     late_seconds: float = 10.0  # a line of the log says that a request waits
     tick_seconds: float = 0.1  # between looks: what others did meanwhile changes what is long
 
 
 class HedgeRule:
-    """Decides from the durations of earlier requests. Knows no clock; used by one thread."""
+    """Decides from the durations of earlier requests. Knows no clock; one thread at a time."""
 
     def __init__(self, limits: HedgeLimits) -> None:
         self._limits = limits
@@ -123,9 +130,18 @@ class HedgeRule:
             return None
         return sorted(known)[math.ceil(self._limits.quantile * len(known)) - 1]
 
+    def late(self, like: Like) -> float:
+        """Seconds after which a line of the log says that a request waits longer than others."""
+        typical = self.typical(like)
+        if typical is None:  # nobody knows what is long, but half of its time is over
+            return self.deadline(like) / 2
+        return max(self._limits.late_seconds, self._limits.overtaken_multiple * typical)
+
     def deadline(self, like: Like) -> float:
         """Seconds after which a request of that like is given up."""
         limits = self._limits
+        if like.kind == COMPLETE:
+            return limits.complete_seconds
         return limits.deadline_seconds + like.nbytes / limits.slowest_bytes_per_second
 
     def answered(self, like: Like, seconds: float) -> None:
@@ -173,8 +189,12 @@ class Hedger:
         self._rule = HedgeRule(self._limits)
         self._clock = clock
         self._logged = -math.inf
+        self._lock = ForkSafeLock()  # of all that follows, of the rule and of the tally
         self._stuck: list[_Running[Any]] = []  # the one request that was sent again unearned
         self._firsts: dict[tuple[str, int], list[_Running[Any]]] = {}  # unanswered ones, by group
+        self._carried: set[_Carried[Any]] = set()  # that have no race yet
+        self._is_looking = False
+        self._loop: asyncio.AbstractEventLoop | None = None  # that looks at them
 
     async def run(
         self,
@@ -189,64 +209,120 @@ class Hedger:
         second one fails too, and NoAnswerError after the deadline.
         """
         first: asyncio.Future[T] = asyncio.ensure_future(send())
-        return await self._race(like, what, first, again, first.cancel)
+        one = _Running(first, self._clock())
+        self._begin(like, one)
+        return await self._race(like, what, one, again, first.cancel)
 
-    async def race(
+    def carry(
         self,
         like: Like,
         what: str,
-        first: Future[T],
+        send: Callable[[], T],
         again: Callable[[], Awaitable[T]],
         drop: Callable[[], object],
+        loop: asyncio.AbstractEventLoop,
     ) -> T:
-        """`run` for a first request that another thread sends; `drop()` makes it end at once."""
-        return await self._race(like, what, asyncio.wrap_future(first), again, drop)
+        """`run` for a first request that this thread sends; `drop()` makes it end at once.
+
+        `loop` has nothing to do with a request that is answered within `floor_seconds`.
+        """
+        one = _Carried[T](self._clock())
+        one.begin = partial(self._race, like, what, one, again, drop)
+        self._begin(like, one)
+        with self._lock:
+            if self._loop is not loop:  # in a forked child: what its parent carries is not its own
+                self._loop, self._is_looking = loop, False
+                self._carried.clear()
+            self._carried.add(one)
+            looks, self._is_looking = self._is_looking, True
+        if not looks:
+            loop.call_soon_threadsafe(self._look, loop)
+        try:
+            one.answer.set_result(send())
+        except Exception as error:
+            if one.is_dropped:  # and nobody looks at what came of it
+                one.answer.cancel()
+            else:
+                one.answer.set_exception(error)
+        except BaseException:
+            one.answer.cancel()
+            raise
+        finally:
+            with self._lock:
+                self._carried.discard(one)
+                race = one.race
+            if race is None:
+                self._end(like, one)
+        if race is not None:
+            return race.result()
+        self._is_answer(like, one, one.answer)
+        return one.answer.result()
+
+    def _look(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Every tick, while there are any: begin the races of carried requests that are late."""
+        late = self._clock() - self._limits.floor_seconds
+        with self._lock:
+            for one in [one for one in self._carried if one.started <= late]:
+                self._carried.discard(one)
+                one.future = asyncio.wrap_future(one.answer, loop=loop)
+                one.race = asyncio.run_coroutine_threadsafe(one.begin(), loop)
+            self._is_looking = bool(self._carried)
+            if self._is_looking:
+                loop.call_later(self._limits.tick_seconds, self._look, loop)
 
     async def _race(
         self,
         like: Like,
         what: str,
-        first: asyncio.Future[T],
+        first: _Running[T],
         again: Callable[[], Awaitable[T]],
         drop: Callable[[], object],
     ) -> T:
-        self.tally.requests += 1
-        running = [_Running(first, self._clock())]
-        others = self._firsts.setdefault(like.group, [])
-        others.append(running[0])
+        running = [first]
         try:
             while True:
                 waiting = [one.future for one in running if not one.future.done()]
-                await asyncio.wait(
-                    waiting,
-                    timeout=self._limits.tick_seconds,
-                    return_when=asyncio.FIRST_COMPLETED,
-                )
+                if waiting:
+                    await asyncio.wait(
+                        waiting,
+                        timeout=self._limits.tick_seconds,
+                        return_when=asyncio.FIRST_COMPLETED,
+                    )
                 for one in running:
                     if one.future.done() and not one.is_seen:
                         one.is_seen = True
-                        if self._is_answer(like, one):
-                            for other in others:
-                                other.overtaken += other.started < one.started
-                            self.tally.won += one is not running[0]
+                        if self._is_answer(like, one, one.future):
+                            self.tally.won += one is not first
                             return one.future.result()
                 if all(one.is_seen for one in running):
-                    return first.result()
-                waited = self._clock() - running[0].started
-                if waited >= self._rule.deadline(like):
-                    raise NoAnswerError(self._given_up(what, waited, len(running)))
-                self._report(like, what, waited, len(running))
-                if self._may_send(like, running):
-                    self.tally.hedges += 1
+                    return first.future.result()
+                waited = self._clock() - first.started
+                with self._lock:
+                    if waited >= self._rule.deadline(like):
+                        raise NoAnswerError(self._given_up(what, waited, len(running)))
+                    self._report(like, what, waited, len(running))
+                    sends = self._may_send(like, running)
+                    self.tally.hedges += sends
+                if sends:
                     running.append(_Running(asyncio.ensure_future(again()), self._clock()))
         finally:
-            others.remove(running[0])
-            if running[0] in self._stuck:
-                self._stuck.clear()
-            if not first.done():
+            self._end(like, first)
+            if not first.future.done():
+                first.is_dropped = True
                 drop()
             for one in running[1:]:
                 one.future.cancel()
+
+    def _begin(self, like: Like, first: _Running[Any]) -> None:
+        with self._lock:
+            self.tally.requests += 1
+            self._firsts.setdefault(like.group, []).append(first)
+
+    def _end(self, like: Like, first: _Running[Any]) -> None:
+        with self._lock:
+            self._firsts[like.group].remove(first)
+            if first in self._stuck:
+                self._stuck.clear()
 
     def _may_send(self, like: Like, running: Sequence[_Running[T]]) -> bool:
         """Whether one more request is sent: all but one have failed, and that one is late."""
@@ -271,21 +347,24 @@ class Hedger:
         longer = limits.failed_seconds * 2.0 ** min(failed - 1, 64)
         return min(longer, limits.failed_seconds_max) if failed else 0.0
 
-    def _is_answer(self, like: Like, one: _Running[T]) -> bool:
-        error = None if one.future.cancelled() else one.future.exception()
-        if error is None and not one.future.cancelled():
-            self._rule.answered(like, self._clock() - one.started)
-            return True
-        if isinstance(error, SlowDownError):
-            self._rule.refused()
-        return False
+    def _is_answer(self, like: Like, one: _Running[Any], future: Any) -> bool:
+        error = None if future.cancelled() else future.exception()
+        with self._lock:
+            if error is None and not future.cancelled():
+                self._rule.answered(like, self._clock() - one.started)
+                for other in self._firsts[like.group]:
+                    other.overtaken += other.started < one.started
+                return True
+            if isinstance(error, SlowDownError):
+                self._rule.refused()
+            return False
 
     def _given_up(self, what: str, waited: float, sent: int) -> str:
         return f"{what}: no answer within {waited:.0f} s (sent {sent} times)"
 
     def _report(self, like: Like, what: str, waited: float, sent: int) -> None:
         now = self._clock()
-        if waited < self._limits.late_seconds or now - self._logged < LOG_SECONDS:
+        if waited < self._rule.late(like) or now - self._logged < LOG_SECONDS:
             return
         self._logged = now
         typical = self._rule.typical(like)
@@ -305,4 +384,16 @@ class _Running(Generic[T]):
     future: asyncio.Future[T]
     started: float
     is_seen: bool = False
+    is_dropped: bool = False
     overtaken: int = 0  # others of its like that were sent later and are answered
+
+
+class _Carried(_Running[T]):
+    """A request that another thread sends. `future` is set, and `race` begun, when it is late."""
+
+    begin: Callable[[], Coroutine[Any, Any, T]]
+
+    def __init__(self, started: float) -> None:
+        self.answer = Future[T]()
+        self.race: Future[T] | None = None
+        self.started = started

@@ -51,19 +51,17 @@ ALLOWED = {
 
 # Third-party packages that are used through the files named here, and nowhere else.
 ONE_FILE_EACH = {
-    "s3fs": ("storage/s3/requests.py", "storage/s3/facts.py", "storage/s3/open.py"),
-    "botocore": ("storage/s3/facts.py", "storage/s3/answers.py", "storage/s3/wire.py"),
-    "aiobotocore": ("storage/s3/requests.py",),
+    "s3fs": ("storage/s3/client.py", "storage/s3/options.py", "storage/s3/open.py"),
+    "botocore": ("storage/s3/client.py", "storage/s3/answers.py"),
+    "aiobotocore": ("storage/s3/client.py",),
+    "urllib3": ("storage/s3/wire.py",),
     "fsspec": (
         "storage/generic.py",
-        "storage/s3/requests.py",
-        "storage/s3/facts.py",
-        "storage/s3/answers.py",
+        "storage/s3/options.py",
         "storage/clouds.py",
         "storage/url.py",
     ),
-    "aiohttp": ("storage/s3/answers.py",),
-    "obstore": ("storage/s3/fast.py", "storage/s3/objects.py", "storage/clouds.py"),
+    "obstore": ("storage/obstore_objects.py", "storage/clouds.py"),
     "crc32c": (
         "ckpt/format/checksum.py",
         "storage/s3/requests.py",
@@ -582,7 +580,7 @@ def missing_paths(document: str, text: str) -> list[str]:
 def test_sources_keep(rule: Callable[[Source], list[str]]) -> None:
     # Clients of stores offer some requests only under private names; one file per client uses them.
     exempt = (
-        (*ADAPTERS, "storage/s3/requests.py", "storage/generic.py")
+        (*ADAPTERS, "storage/s3/client.py", "storage/generic.py")
         if rule is foreign_privates
         else ()
     )

@@ -6,11 +6,7 @@ nothing happened is repeated, and so would be the one write that commits.
 
 from __future__ import annotations
 
-import socket
-
-import aiohttp
 import botocore.exceptions as boto
-from fsspec.exceptions import FSTimeoutError
 
 from storage.errors import (
     AccessDeniedError,
@@ -34,6 +30,16 @@ _DENIED_CODES = {
     "RequestTimeTooSkewed",
     "SignatureDoesNotMatch",
 }
+_INVALID = (
+    boto.ParamValidationError,
+    boto.InvalidRegionError,
+    boto.NoRegionError,
+    boto.EndpointResolutionError,
+    boto.UnsupportedS3ConfigurationError,
+    boto.InvalidProxiesConfigError,
+    boto.MissingDependencyException,
+    ValueError,
+)
 # The server has not begun to process the request, so even a conditional write may be repeated.
 _THROTTLED_CODES = {
     "RequestLimitExceeded",
@@ -49,22 +55,20 @@ _NO_CREDENTIALS = (
     boto.CredentialRetrievalError,
     boto.ProfileNotFound,
 )
-# No connection, hence no request.
-_NEVER_SENT = (boto.EndpointConnectionError, boto.ConnectTimeoutError, boto.ProxyConnectionError)
-_LOST_ON_THE_WAY = (
-    boto.HTTPClientError,
-    boto.IncompleteReadError,
-    aiohttp.ClientError,
-    FSTimeoutError,
-    TimeoutError,
-    ConnectionError,
-)
+# The session of an Express bucket, or a token, that ends before it was renewed.
+OVER_CODES = {"ExpiredToken", "ExpiredTokenException", "TokenRefreshRequired"}
+_ELSEWHERE_CODES = {
+    "AuthorizationHeaderMalformed",
+    "IllegalLocationConstraintException",
+    "PermanentRedirect",
+    "TemporaryRedirect",
+}
 
 
 def translated(
-    error: Exception, url: str, operation: str, key: str, may_be_repeated: bool
+    error: Exception, url: str, operation: str, key: str, *, may_be_repeated: bool
 ) -> StorageError:
-    """What an exception of s3fs, botocore or aiohttp means, in our own terms.
+    """What an exception of s3fs or botocore means, in our own terms.
 
     `may_be_repeated` is False for a write that must not be sent twice: where nobody knows whether
     the server has seen it, that is OutcomeUnknownError.
@@ -84,23 +88,16 @@ def translated(
             f"{where}: {cause}; set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY or a profile, "
             "or pass anon=True"
         )
-    if isinstance(cause, _NEVER_SENT) and not _broke_later(cause):
-        return TransientError(f"{where}: {cause}; is endpoint_url right?")
-    if isinstance(cause, (*_LOST_ON_THE_WAY, boto.EndpointConnectionError)):
-        text = f"{where}: {type(cause).__name__}: {cause}"
-        return TransientError(text) if may_be_repeated else OutcomeUnknownError(text)
-    if isinstance(cause, (boto.ParamValidationError, boto.InvalidRegionError)):
+    if isinstance(cause, (boto.HTTPClientError, boto.ConnectionError)):  # asking for credentials
+        return TransientError(f"{where}: {type(cause).__name__}: {cause}")
+    if isinstance(cause, _INVALID):
         return InvalidUrlError(f"{where}: {cause}")
     return StorageError(f"{where}: {type(cause).__name__}: {cause}")
 
 
-def _broke_later(error: Exception) -> bool:
-    """Whether a "could not connect" hides a connection that was made, used and lost: aiobotocore
-    has one name for both, so only the underlying error shows which it was.
-    """
-    beneath = getattr(error, "kwargs", {}).get("error")
-    never = (aiohttp.ClientConnectorError, socket.gaierror)
-    return beneath is not None and not isinstance(beneath, never)
+def is_elsewhere(status: int, code: str) -> bool:
+    """Whether an answer says that the bucket is in another region."""
+    return status in (301, 302, 307, 308) or code in _ELSEWHERE_CODES
 
 
 def answered(
@@ -109,6 +106,11 @@ def answered(
     """What an answer of the server means: its HTTP status, its error code, and both as `text`."""
     if code == "NoSuchBucket":
         return InvalidUrlError(f"{where}: there is no such bucket; create it first")
+    if is_elsewhere(status, code):
+        return StorageError(
+            f"{text}: the bucket is in another region, and which one did not become clear; set "
+            "AWS_REGION or client_kwargs={'region_name': ...}"
+        )
     if code in _NO_SPACE_CODES or status == 507:
         return NoSpaceError(text)
     # 409 is S3's answer while another conditional write to the key is under way: nobody has won

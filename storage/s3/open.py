@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 from typing import Any
 
 import s3fs
@@ -10,30 +11,36 @@ import s3fs
 from storage.errors import InvalidUrlError
 from storage.keys import check_key
 from storage.retry import RetryPolicy
-from storage.s3.fast import FastS3Store
-from storage.s3.options import BUCKET_PATTERN, PREFIX_NBYTES_MAX, Transfer
+from storage.s3.options import PREFIX_NBYTES_MAX, Transfer
 from storage.s3.store import S3Store
+
+_BUCKET = re.compile(r"(?P<bucket>[A-Za-z0-9][A-Za-z0-9._\-]{1,254})(/(?P<prefix>[^?]*))?$")
+_ARN = re.compile(
+    r"(?P<bucket>arn:aws[a-z-]*:s3[a-z-]*:[a-z0-9-]*:[0-9]{12}:"
+    r"(outpost[/:][A-Za-z0-9-]+[/:])?(accesspoint|bucket)[/:][A-Za-z0-9.\-]+)(/(?P<prefix>[^?]*))?$"
+)
 
 
 def open_s3(url: str, place: str, options: dict[str, Any], retry: RetryPolicy) -> S3Store:
     """The store at `place`, "BUCKET" or "BUCKET/PREFIX". Raises InvalidUrlError."""
-    bucket, _, prefix = place.partition("/")
-    if "@" in bucket or ":" in bucket or "?" in place:  # and a secret may hold a slash
-        raise InvalidUrlError(
+    known = _ARN if place.startswith("arn:") else _BUCKET
+    match = known.match(place)
+    if match is None and ("@" in place.partition("/")[0] or ":" in place or "?" in place):
+        raise InvalidUrlError(  # and a secret may hold a slash
             "an s3 url holds a bucket and a prefix only; pass credentials and endpoint_url as "
             "storage options, in the environment, or in ~/.aws"
         )
-    if not BUCKET_PATTERN.fullmatch(bucket):
+    if match is None:
+        bucket = place.partition("/")[0]
         raise InvalidUrlError(f"{url!r}: {bucket!r} is not a bucket name; write s3://BUCKET/PREFIX")
+    bucket, prefix = match["bucket"], match["prefix"] or ""
     prefix = prefix.strip("/")
     if prefix:
         check_key(prefix)
         if len(prefix.encode()) > PREFIX_NBYTES_MAX:
             raise InvalidUrlError(f"{url!r}: the prefix has more than {PREFIX_NBYTES_MAX} bytes")
     transfer, options = _split_options(place, options)
-    if transfer.fast is False:
-        return S3Store(bucket, prefix, options=options, retry=retry, checksums=transfer.checksums)
-    return FastS3Store(bucket, prefix, options=options, retry=retry, transfer=transfer)
+    return S3Store(bucket, prefix, options=options, retry=retry, transfer=transfer)
 
 
 def _split_options(place: str, options: dict[str, Any]) -> tuple[Transfer, dict[str, Any]]:

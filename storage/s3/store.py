@@ -1,7 +1,4 @@
-"""Objects in an S3 bucket: what a store does, in requests of `storage.s3.requests`.
-
-`storage.s3.fast` moves their bytes in a faster way where it can, and leaves the rest to this file.
-"""
+"""Objects in an S3 bucket: what a store does, in requests of `storage.s3.requests`."""
 
 from __future__ import annotations
 
@@ -19,7 +16,7 @@ from storage.errors import (
     StorageError,
     TransientError,
 )
-from storage.hedging import Like, NoAnswerError
+from storage.hedging import COMPLETE, Like, NoAnswerError
 from storage.keys import check_key, check_prefix
 from storage.ranges import PartLedger, flat_views, part_count, part_range
 from storage.retry import run_publishing
@@ -30,6 +27,8 @@ MiB = 1024 * 1024
 # https://docs.aws.amazon.com/AmazonS3/latest/userguide/qfacts.html
 _PART_NBYTES_MIN = 5 * MiB
 _PARTS_MAX = 10_000
+
+_EXPRESS = "--x-s3"  # ends the names of buckets of S3 Express One Zone
 
 _WRITE_ID = "write-id"
 
@@ -50,8 +49,8 @@ class S3Store(S3Requests):
     @property
     def place(self) -> str:
         # Two servers may have buckets of one name.
-        clients = self._given.get("client_kwargs") or {}
-        endpoint = self._given.get("endpoint_url") or clients.get("endpoint_url") or ""
+        clients = self._options.get("client_kwargs") or {}
+        endpoint = self._options.get("endpoint_url") or clients.get("endpoint_url") or ""
         return f"{str(endpoint).rstrip('/')} {self.url}"
 
     def create(
@@ -91,18 +90,27 @@ class S3Store(S3Requests):
         writer.publish_parts({index: json.loads(receipt) for index, receipt in receipts.items()})
 
     def abort_joint(self, key: str, token: str) -> None:
-        self.abort_upload(self._full(key), json.loads(token)["upload"])
+        self.abort_upload(self.full_key(key), json.loads(token)["upload"])
 
     def put_if_absent(self, key: str, data: bytes) -> None:
         writer = S3Writer(self, PartLedger(check_key(key), len(data), max(len(data), 1)))
         writer.put_once(bytes(data))
 
     def list(self, prefix: str, *, after: str = "") -> Iterator[ObjectInfo]:
+        if not self._bucket.endswith(_EXPRESS):
+            yield from self._listed(prefix, after)
+            return
+        # These list directories only, in an order of their own, and from the beginning.
+        directory = prefix[: prefix.rfind("/") + 1]
+        objects = [one for one in self._listed(directory, "") if one.key > after]
+        yield from sorted(one for one in objects if one.key.startswith(prefix))
+
+    def _listed(self, prefix: str, after: str) -> Iterator[ObjectInfo]:
         more: dict[str, Any] = {}
         if after:
             more["StartAfter"] = self._prefix + after
         while True:
-            page = self._call(
+            page = self.call(
                 "list",
                 prefix,
                 "list_objects_v2",
@@ -121,22 +129,23 @@ class S3Store(S3Requests):
             more = {"ContinuationToken": page["NextContinuationToken"]}
 
     def info(self, key: str) -> ObjectInfo:
-        head = self._call("info", key, "head_object", like=Like("head"), Key=self._full(key))
+        head = self.call("info", key, "head_object", like=Like("head"), Key=self.full_key(key))
         return ObjectInfo(key, head["ContentLength"], head["LastModified"].timestamp())
 
     def delete(self, key: str) -> None:
         with contextlib.suppress(KeyNotFoundError):
-            self._call("delete", key, "delete_object", Key=self._full(key))
+            self.call("delete", key, "delete_object", Key=self.full_key(key))
 
     def sync(self, keys: Iterable[str]) -> None:
         """S3 answers a write when it is durable; there is nothing to wait for."""
 
     def abort_unfinished(self, prefix: str) -> int:
         wanted = self._prefix + check_prefix(prefix)
+        asked = wanted[: wanted.rfind("/") + 1] if self._bucket.endswith(_EXPRESS) else wanted
         aborted = 0
         more: dict[str, Any] = {}
         while True:
-            page = self._call("abort", prefix, "list_multipart_uploads", Prefix=wanted, **more)
+            page = self.call("abort", prefix, "list_multipart_uploads", Prefix=asked, **more)
             for upload in page.get("Uploads", ()):
                 if upload["Key"].startswith(wanted):
                     self.abort_upload(upload["Key"], upload["UploadId"])
@@ -150,13 +159,13 @@ class S3Store(S3Requests):
 
     def close(self) -> None:
         with self._lock:
-            self._client = None
+            if self._opened is not None:
+                self._opened[1].close()
+            self._opened = None
 
     def abort_upload(self, full_key: str, upload_id: str) -> None:
         with contextlib.suppress(KeyNotFoundError):  # another one was faster
-            self._call(
-                "abort", full_key, "abort_multipart_upload", Key=full_key, UploadId=upload_id
-            )
+            self.call("abort", full_key, "abort_multipart_upload", Key=full_key, UploadId=upload_id)
 
 
 class S3Writer(ObjectWriter):
@@ -172,7 +181,7 @@ class S3Writer(ObjectWriter):
         self._full_key = store.full_key(ledger.key)
         begun = json.loads(token) if token else {"upload": "", "write": uuid.uuid4().hex}
         # Read back to find out whether it was our own request that made the object.
-        self._metadata = {_WRITE_ID: begun["write"]}
+        self._metadata = {**store.metadata, _WRITE_ID: begun["write"]}
         self._small = b""
         # As it begins: an object that is shortened to one part stays an upload.
         self.in_parts = part_count(ledger.nbytes, ledger.part_nbytes) > 1
@@ -281,7 +290,7 @@ class S3Writer(ObjectWriter):
 
     def _put_small(self, *, may_be_repeated: bool) -> None:
         store, key = self._store, self._ledger.key
-        arguments = store.put_arguments(key, self._small, self._metadata)
+        arguments = {**store.put_arguments(key, self._small, self._metadata), "Body": self._small}
         again = partial(self._send_again, "put_object", arguments)
         store.put_new(key, self._small, self._metadata, again, may_be_repeated=may_be_repeated)
         self._raise_refusal()
@@ -298,20 +307,20 @@ class S3Writer(ObjectWriter):
         first = partial(store.send, "create", key, method, **arguments)
         again = partial(self._send_again, method, arguments)
         # S3 may take minutes for a large object, and sends white space meanwhile.
-        store.raced(Like("complete", self._ledger.nbytes), f"create {key}", first, again)
+        store.raced(Like(COMPLETE, self._ledger.nbytes), "create", key, first, again)
         self._raise_refusal()
 
-    async def _send_again(self, method: str, arguments: dict[str, Any], filesystem: Any) -> None:
+    async def _send_again(self, method: str, arguments: dict[str, Any]) -> None:
         """The request that publishes, once more: it is refused when the first was carried out.
 
         That there is an object of another is an answer, too: then no request of ours will be.
         """
         self._is_sent_again = True
-        send = partial(self._store.send, "create", self._ledger.key, filesystem=filesystem)
+        send = partial(self._store.send, "create", self._ledger.key)
         try:
-            await send(method=method, **arguments)
+            await send(method, **arguments)
         except (KeyExistsError, KeyNotFoundError) as error:
-            if self._is_mine(await send(method="head_object", Key=self._full_key)):
+            if self._is_mine(await send("head_object", Key=self._full_key)):
                 return
             if not isinstance(error, KeyExistsError):
                 raise
@@ -357,7 +366,7 @@ class S3Writer(ObjectWriter):
         return bool(head.get("Metadata", {}).get(_WRITE_ID) == self._metadata[_WRITE_ID])
 
     def _call(self, method: str, **kwargs: Any) -> Any:
-        return self._store._call("create", self._ledger.key, method, Key=self._full_key, **kwargs)
+        return self._store.call("create", self._ledger.key, method, Key=self._full_key, **kwargs)
 
 
 class S3JointWriter(JointWriter):

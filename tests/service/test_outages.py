@@ -139,10 +139,8 @@ def test_a_blocking_save_has_a_bound_of_its_own(monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.server
-@pytest.mark.sampled(1)
-@pytest.mark.parametrize("client", ["s3fs", "obstore"])
 def test_a_real_server_that_is_away_for_two_seconds_costs_no_save(
-    client: str, caplog: pytest.LogCaptureFixture
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     """Twice: from the first part of an upload on, and from the commit on, whose first answer is
     lost. The training notices nothing but a line in the log.
@@ -163,7 +161,7 @@ def test_a_real_server_that_is_away_for_two_seconds_costs_no_save(
     with moto_server() as moto, fault_proxy(moto.endpoint_url, rule=rule) as proxy:
         server = S3Server(proxy.endpoint_url)
         url = f"s3://{moto.make_bucket()}/run"
-        options = {**server.options, "fast": client == "obstore"}
+        options = server.options
         state = {"x": torch.arange(5 << 20, dtype=torch.int32)}
         with Checkpointer(
             url, state, save=ckpt.EverySteps(1), storage_options=options

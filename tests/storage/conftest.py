@@ -1,4 +1,4 @@
-"""What the storage tests share: a server for all of one run, and each client through a proxy."""
+"""What the storage tests share: a server for all of one run, and a proxy before it."""
 
 from __future__ import annotations
 
@@ -14,12 +14,6 @@ from tests.servers import S3Server, moto_server
 def moto() -> Iterator[S3Server]:
     with moto_server() as server:
         yield server
-
-
-@pytest.fixture(params=["s3fs", "obstore"])
-def client(request: pytest.FixtureRequest) -> str:
-    """What moves the bytes; for `make_store`."""
-    return str(request.param)
 
 
 @pytest.fixture

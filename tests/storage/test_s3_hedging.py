@@ -1,7 +1,7 @@
 """A connection that swallows a request holds neither a save nor a load, nor what commits.
 
-Method: the proxy swallows the first request of a kind for longer than any test runs, for both
-clients, whose limits are short. Requests are counted at the proxy. A loaded machine may add second
+Method: the proxy swallows the first request of a kind for longer than any test runs, and its
+limits are short. Requests are counted at the proxy. A loaded machine may add second
 requests, never more than the limits allow, and no test depends on there being none.
 """
 
@@ -39,9 +39,9 @@ def held_seconds() -> float:
 
 
 @pytest.fixture
-def inner(moto: S3Server, proxy: FaultProxy, client: str) -> Iterator[S3Store]:
+def inner(moto: S3Server, proxy: FaultProxy) -> Iterator[S3Store]:
     server = S3Server(proxy.endpoint_url)
-    store = make_store(client, moto.make_bucket(), server, retry=POLICY)
+    store = make_store(moto.make_bucket(), server, retry=POLICY)
     store.hedger = Hedger(POLICY.patience, LIMITS)
     yield store
     store.close()
@@ -142,10 +142,10 @@ def test_what_commits_is_not_taken_for_ours_when_another_was_first(
 
 
 def test_what_commits_is_unknown_when_no_request_was_answered(
-    moto: S3Server, proxy: FaultProxy, client: str
+    moto: S3Server, proxy: FaultProxy
 ) -> None:
     server, impatient = S3Server(proxy.endpoint_url), {"config_kwargs": {"read_timeout": 2}}
-    inner = make_store(client, moto.make_bucket(), server, retry=POLICY, options=impatient)
+    inner = make_store(moto.make_bucket(), server, retry=POLICY, options=impatient)
     inner.hedger = Hedger(POLICY.patience, LIMITS)
     proxy.rule = lambda request: "held" if request.method == "PUT" else ""
     with pytest.raises(OutcomeUnknownError):
@@ -174,7 +174,7 @@ def test_a_refusal_is_certain_only_if_it_is_that_of_all_that_was_sent(
     expected: type[StorageError],
 ) -> None:
     """The second request, and whatever is asked after it, gets no answer."""
-    inner = make_store("s3fs", moto.make_bucket(), moto, retry=POLICY)
+    inner = make_store(moto.make_bucket(), moto, retry=POLICY)
 
     async def send(*args: Any, **arguments: Any) -> Any:
         raise TransientError("lost")
@@ -185,7 +185,7 @@ def test_a_refusal_is_certain_only_if_it_is_that_of_all_that_was_sent(
         assert not may_be_repeated
         if is_sent_again:
             with pytest.raises(TransientError):
-                asyncio.run(again(None))
+                asyncio.run(again())
         raise first
 
     monkeypatch.setattr(inner, "send", send)
@@ -215,13 +215,11 @@ def test_a_swallowed_part_and_a_tenth_of_refusals_add_few_requests(
 
 @pytest.mark.parametrize("is_same", [True, False], ids=["same bytes", "others"])
 def test_a_part_whose_tag_changed_counts_if_its_bytes_did_not(
-    inner: S3Store, is_same: bool, client: str
+    inner: S3Store, is_same: bool
 ) -> None:
     """A first request that arrives after the second leaves the same bytes, and where the server
     encrypts, another tag.
     """
-    if client == "obstore":
-        return  # the same code
     data = random.Random(4).randbytes(6 * MiB)
     writer = inner.create("a", len(data), part_nbytes=5 * MiB).__enter__()
     writer.write_part(0, [memoryview(data)[: 5 * MiB]])

@@ -28,7 +28,6 @@ pytestmark = pytest.mark.server
 SECRET = "SeCrEt0fTheUser+/DistinctiveEnough"
 TOKEN = "T0kEnOfTheUser//DistinctiveEnough=="
 KEY = "AKIADISTINCTIVEKEY00"
-CLIENTS = pytest.mark.parametrize("fast", [False, True], ids=["s3fs", "obstore"])
 
 
 class _Echo(BaseHTTPRequestHandler):
@@ -92,10 +91,9 @@ def assert_silent(text: str) -> None:
         assert secret not in text, text[:2000]
 
 
-@CLIENTS
 @pytest.mark.parametrize("is_there", [True, False], ids=["refused", "unreachable"])
 def test_nothing_that_goes_wrong_shows_a_secret(
-    echo_url: str, caplog: pytest.LogCaptureFixture, fast: bool, is_there: bool
+    echo_url: str, caplog: pytest.LogCaptureFixture, is_there: bool
 ) -> None:
     for name in ("storage", "ckpt", "s3fs", "fsspec"):
         caplog.set_level(logging.DEBUG, logger=name)
@@ -106,7 +104,6 @@ def test_nothing_that_goes_wrong_shows_a_secret(
         key=KEY,
         secret=SECRET,
         token=TOKEN,
-        fast=fast,
     )
     failed = 0
     for use in uses(store):
@@ -121,12 +118,9 @@ def test_nothing_that_goes_wrong_shows_a_secret(
     store.close()
 
 
-@CLIENTS
-def test_a_save_that_fails_shows_no_secret(
-    echo_url: str, caplog: pytest.LogCaptureFixture, fast: bool
-) -> None:
+def test_a_save_that_fails_shows_no_secret(echo_url: str, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.DEBUG, logger="ckpt")
-    options = {"endpoint_url": echo_url, "key": KEY, "secret": SECRET, "token": TOKEN, "fast": fast}
+    options = {"endpoint_url": echo_url, "key": KEY, "secret": SECRET, "token": TOKEN}
     calls: tuple[Callable[..., object], ...] = (ckpt.save, ckpt.load)
     for call in calls:
         with pytest.raises(Exception) as caught:

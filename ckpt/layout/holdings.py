@@ -182,12 +182,12 @@ def _untied(tensors: WholeTensors) -> tuple[list[int], dict[str, str]]:
     """The rows of tensors that are tied to none before them, and the aliases of the rest."""
     rows = []
     aliases: dict[str, str] = {}
-    by_address: dict[int, Named] = {}
+    by_address: dict[int, tuple[int, str, torch.Tensor]] = {}
     for row, (fqn, tensor, address) in enumerate(zip(*tensors[:3], strict=True)):
         # The address finds candidates; a view that begins where its base does is another tensor.
-        first_fqn, first = by_address.setdefault(address, (fqn, tensor))
+        first_row, first_fqn, first = by_address.setdefault(address, (row, fqn, tensor))
         if first is tensor:
-            is_tied = first_fqn != fqn
+            is_tied = first_row != row
         else:
             is_tied = bool(tensor.numel()) and _same_elements(first, tensor)
         if is_tied:

@@ -106,10 +106,3 @@ def same_layout(a: torch.Tensor, b: torch.Tensor) -> bool:
         and a.shape == b.shape
         and tuple(a.placements) == tuple(b.placements)  # type: ignore[attr-defined]
     )
-
-
-def overlaps_itself(tensor: torch.Tensor) -> bool:
-    """Whether several elements of a plain tensor share memory, as after `expand`."""
-    return is_plain(tensor) and any(
-        stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True)
-    )

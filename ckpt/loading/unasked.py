@@ -42,6 +42,7 @@ def left_by_all(world: World, catalog: Catalog, mine: Left) -> Left:
             fqn: [param for param in params if _is_left((fqn, param), numbers, by_all)]
             for fqn, params in mine.params.items()
         },
+        mine.tied,
     )
 
 

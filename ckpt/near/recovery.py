@@ -13,7 +13,7 @@ from dataclasses import asdict
 from typing import Any, NamedTuple
 
 from ckpt.api import read_path
-from ckpt.errors import CheckpointError, Corrupt, Mismatch
+from ckpt.errors import CheckpointError, Corrupt, InvalidState, Mismatch
 from ckpt.format.manifest import Header, Manifest
 from ckpt.format.manifest_codec import decode_manifest, encode_manifest
 from ckpt.format.merging import build_manifest
@@ -140,7 +140,7 @@ def load_near(
     """
     try:
         return _load(state, world, tier, hosts, candidate, stacks or {})
-    except Mismatch:
+    except (InvalidState, Mismatch):
         raise
     except (CheckpointError, StorageError) as error:
         if world.failure is not None or not any(len(homes) > 1 for homes in candidate.homes):

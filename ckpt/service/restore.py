@@ -19,6 +19,7 @@ from ckpt.commit.records import LiveEntry
 from ckpt.errors import (
     CheckpointError,
     Corrupt,
+    InvalidState,
     LoadInterrupted,
     Mismatch,
     NoCheckpoint,
@@ -243,7 +244,7 @@ def _try_near(
         return candidate.problem
     try:
         return near.load(candidate, stacks)
-    except Mismatch:
+    except (InvalidState, Mismatch):
         raise  # the state is another one, as it is to older checkpoints
     except (CheckpointError, StorageError) as error:
         # A host that cannot read its tier is as good as one that has none: there are others.

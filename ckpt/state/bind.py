@@ -18,10 +18,11 @@ from ckpt.errors import InvalidState
 from ckpt.layout.composites import is_composite
 from ckpt.layout.holdings import WholeTensors, holdings_of, tensor_holdings, whole_tensors
 from ckpt.layout.kind import Kind
+from ckpt.layout.memory import local_view
+from ckpt.layout.overlaps import overlapping, overlaps_itself
 from ckpt.layout.piece import Holding
 from ckpt.layout.plain import Ranks, UnsupportedTensor
 from ckpt.layout.region import Shape
-from ckpt.layout.tensor import overlaps_itself
 from ckpt.state.arrays import tensor_of, why_no_tensor
 from ckpt.state.bind_composite import bind_composite
 from ckpt.state.bind_optimizer import bind_optimizer
@@ -152,6 +153,7 @@ def bind_state(
     for fqn, module in described.extra_states:
         binding.add_tree(fqn, module.get_extra_state, module.set_extra_state)
     binding.add_values(leaves)
+    binding.refuse_overlaps()
     return binding.result(state, described, strict)
 
 
@@ -169,7 +171,7 @@ class _Binder:
     def add_tensors(self, tensors: Sequence[tuple[str, torch.Tensor]]) -> None:
         names = self.names
         bound = []
-        loaded = names.loaded_tensors
+        loaded = []
         unchanged = names.unchanged_tensors()
         for fqn, tensor in tensors:
             # Thousands of tensors stand under their own names as they are: a short way for them.
@@ -194,8 +196,16 @@ class _Binder:
                 continue
             loaded.append(fqn)
             bound.append((saved, tensor))
+        plain, tied, others = whole_tensors(bound, self.ranks)
         names.used.update([saved for saved, _ in bound])
-        plain, _, others = whole_tensors(bound, self.ranks)
+        # Of one tensor of the state that the checkpoint has as two, it can have one only.
+        if two := {saved for saved, first in tied.items() if saved != first}:
+            names.used -= two
+            loaded = [
+                fqn for fqn, (saved, _) in zip(loaded, bound, strict=True) if saved not in two
+            ]
+            names.tied |= {saved: first for saved, first in tied.items() if saved in two}
+        names.loaded_tensors += loaded
         self.plain.append(plain)
         for saved, tensor in others:
             try:
@@ -452,6 +462,25 @@ class _Binder:
         except Exception as error:  # the user's function: reported beside all that does not fit
             self.names.report(ProblemKind.PER_RANK, fqn, f"on_reshard raised {error!r}")
             return None
+
+    def refuse_overlaps(self) -> None:
+        """Raise InvalidState where two tensors would be loaded into the same memory."""
+        fqns = [fqn for whole in self.plain for fqn in whole.fqns]
+        tensors = [tensor for whole in self.plain for tensor in whole.tensors]
+        for holding in self.holdings:
+            fqns += [piece.fqn for piece in holding.pieces]
+            tensors += [local_view(holding, piece) for piece in holding.pieces]
+        if two := overlapping(fqns, tensors):
+            names = self.names
+            live = {names.rename(fqn): fqn for fqn in names.loaded_tensors}
+            one, other = (live.get(fqn, fqn) for fqn in two)
+            raise InvalidState(
+                [
+                    f"{other}: shares memory with {one}, so that a load would write one over the "
+                    "other; make one of them a clone(), or leave it out of the state"
+                    + names.call.or_skip
+                ]
+            )
 
     def result(self, state: Any, described: Described, strict: Strict) -> Binding:
         names = self.names

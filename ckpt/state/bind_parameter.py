@@ -32,7 +32,7 @@ from ckpt.state.optimizer_kinds import (
     number_suffix,
 )
 from ckpt.state.own import StateDeclaration, layout_of, resharded, why_not
-from ckpt.state.trees import BoundTree, bind_tree
+from ckpt.state.trees import BoundTree, bind_tree, fill_once
 from ckpt.state.types import PerRank, ProblemKind, TensorEntry
 from ckpt.state.values import (
     holds_objects,
@@ -282,9 +282,9 @@ class _ParameterBinding:
 
     def fill(self, name: str, saved: MemberState, target: torch.Tensor) -> None:
         """Load one tensor into `target`, which is laid out as it says itself."""
+        target, self.new[name] = fill_once(target, self.names)
         holdings = tensor_holdings(saved.fqn, target, Kind.OPTIMIZER, self.ranks)
         self.holdings.extend(holdings)
-        self.new[name] = _constant(target)
 
     def add_scalar(self, name: str, members: Sequence[MemberState]) -> None:
         live = self.live.get(name)
@@ -297,10 +297,13 @@ class _ParameterBinding:
                     return
                 usable = live if like.is_plain else None
         device = _scalar_device(name, self.hyper, self.owned)
-        filled: list[tuple[str, torch.Tensor]] = []
+        filled: list[tuple[str, Make]] = []
         for _, saved, entry in members:
-            target = torch.zeros((), dtype=entry.dtype, device=device) if usable is None else usable
-            filled.append((saved, target))
+            target = torch.zeros((), dtype=entry.dtype, device=device)
+            make = _constant(target)
+            if usable is not None:
+                target, make = fill_once(usable, self.names)
+            filled.append((saved, make))
             piece = scalar_piece(saved, entry.dtype, (self.ranks.rank,))
             self.holdings.append(
                 Holding(target.detach(), (piece,), Kind.OPTIMIZER, False, self.owned.owners)
@@ -336,11 +339,11 @@ class _ParameterBinding:
             target = live
         else:
             target = zeros_like(self.owned, dtype, local=shard is not None)
+        target, self.new[name] = fill_once(target, self.names)
         saved = {member.member.fqn: member.fqn for member in members}
         self.holdings.extend(
             holdings_of(self.owned, local_tensor(target), saved.get, kind=Kind.OPTIMIZER)
         )
-        self.new[name] = _constant(target)
 
 
 def _has_nothing_here(owned: Owned) -> bool:
@@ -365,10 +368,11 @@ def _scalar_device(name: str, hyper: Mapping[str, Any], owned: Owned) -> torch.d
     return owned.local.device
 
 
-def _common(filled: Sequence[tuple[str, torch.Tensor]]) -> torch.Tensor:
+def _common(filled: Sequence[tuple[str, Make]]) -> torch.Tensor:
     """The one scalar that all members of a parameter have."""
-    first_fqn, first = filled[0]
-    for fqn, scalar in filled[1:]:
+    made: list[tuple[str, torch.Tensor]] = [(fqn, make()) for fqn, make in filled]
+    (first_fqn, first), *others = made
+    for fqn, scalar in others:
         if not torch.equal(scalar, first):
             raise Mismatch(
                 [

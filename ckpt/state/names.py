@@ -7,6 +7,8 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import torch
+
 from ckpt.state.composites import unknown_types
 from ckpt.state.descriptions import is_description, shown_type
 from ckpt.state.requested import CHECKPOINT, CallArguments
@@ -16,11 +18,12 @@ from ckpt.state.values import references
 
 class Left(NamedTuple):
     """What the checkpoint has and this rank's state has no place for: names of leaves, and, by the
-    names of param groups, parameters.
+    names of param groups, parameters. `tied` are those that the state has no second place for.
     """
 
     names: Sequence[str]
     params: Mapping[str, Sequence[str]]
+    tied: Mapping[str, str] = {}
 
     def problems(self, call: CallArguments) -> list[Problem]:
         """That all of it is unexpected."""
@@ -40,8 +43,12 @@ class Left(NamedTuple):
                 ProblemKind.UNEXPECTED,
                 name,
                 f"{name}: is in the {call.source} and has no place in the state"
+                + (f", which ties it to {self.tied[name]}" if name in self.tied else "")
                 + call.moves(
-                    rename="pass rename= if the state calls it otherwise", leave="leave it out"
+                    rename="untie them"
+                    if name in self.tied
+                    else "pass rename= if the state calls it otherwise",
+                    leave="leave it out",
                 ),
             )
             for name in self.names
@@ -76,10 +83,14 @@ class Names:
         self.has_skip = bool(skip)
         self.problems: list[Problem] = []
         self.used: set[str] = set()
+        # Where memory of optimizers begins that is filled already.
+        self.filled: set[tuple[torch.device, int]] = set()
         self.loaded_tensors: list[str] = []
         self.missing_tensors: list[str] = []
         self.loaded_values: list[str] = []
         self.skipped: list[str] = []
+        # Names of the checkpoint of which the state has one tensor with another name: with that.
+        self.tied = {} if rename is not None else dict(aliases)
         # By the name of param groups: parameters of the checkpoint's that the state's lack.
         self.extra_params: dict[str, list[str]] = {}
         self._tied: dict[str, list[str]] | None = None
@@ -201,7 +212,7 @@ class Names:
         """What of the checkpoint was not requested, and how many names are under other entries."""
         unexpected, not_asked = self.unexpected(entries)
         params = {fqn: extra for fqn, extra in self.extra_params.items() if extra}
-        return Left(unexpected, params), not_asked
+        return Left(unexpected, params, self.tied), not_asked
 
     def skip(self, fqn: str) -> bool:
         """Whether the caller wants `fqn` left alone; the report then lists it."""

@@ -23,6 +23,7 @@ from ckpt.layout.kind import Kind
 from ckpt.layout.likeness import zeros_beside, zeros_like
 from ckpt.layout.piece import Holding, Owned
 from ckpt.layout.plain import Ranks, UnsupportedTensor
+from ckpt.layout.tensor import memory_of
 from ckpt.state.composites import unknown_types
 from ckpt.state.descriptions import TYPE_KEY, descriptions, shown_type
 from ckpt.state.names import Names
@@ -63,6 +64,7 @@ def bind_tree(
     # Problems of the live tree do not count here: it is replaced as a whole.
     live_tensors = dict(split_tree(live, saved, [])[1])
     tensors: dict[str, torch.Tensor] = {}
+    again: dict[str, Callable[[], torch.Tensor]] = {}
     holdings: list[Holding] = []
     unknown = unknown_types(value)
     for text in (*unknown, *unknown_leaves(value, live)):
@@ -90,7 +92,9 @@ def bind_tree(
                 target = _laid_out(beside, entry)
             else:
                 target = torch.zeros(entry.shape, dtype=entry.dtype, device=device)
-        elif not in_place:
+        elif in_place:
+            target, again[fqn] = fill_once(target, names)
+        else:
             # The live one keeps its value until its owner gets the whole tree.
             target = zeros_like_shard(target) if _is_shard(target) else torch.zeros_like(target)
         tensors[fqn] = target
@@ -101,7 +105,24 @@ def bind_tree(
     names.problems += [
         Problem(ProblemKind.VALUE, saved, text) for text in _not_made_of(value, tensors)
     ]
-    return BoundTree(holdings, lambda: join_tree(value, tensors.__getitem__, live))
+
+    def loaded(fqn: str) -> torch.Tensor:
+        return again[fqn]() if fqn in again else tensors[fqn]
+
+    return BoundTree(holdings, lambda: join_tree(value, loaded, live))
+
+
+def fill_once(live: torch.Tensor, names: Names) -> tuple[torch.Tensor, Callable[[], torch.Tensor]]:
+    """What to fill for a live tensor, and what then takes its place: itself, but for one that is
+    filled under another name already. That one gets memory of its own, unless both are equal.
+    """
+    memory = memory_of(live)
+    place = (memory.device, memory.data_ptr())
+    if place not in names.filled or not memory.numel():
+        names.filled.add(place)
+        return live, lambda: live
+    fresh = torch.zeros_like(live)
+    return fresh, lambda: live if torch.equal(memory, memory_of(fresh)) else fresh
 
 
 def _not_made_of(value: Any, tensors: Mapping[str, torch.Tensor]) -> list[str]:

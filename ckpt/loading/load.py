@@ -43,7 +43,7 @@ from ckpt.state.half_loaded import filling
 from ckpt.state.matching import Tally, total, with_nearest
 from ckpt.state.requested import CHECKPOINT
 from ckpt.state.stacks import Restacked, Stacks, restack, stack_rules
-from ckpt.state.types import Catalog, Loaded, ProblemKind, Strict, TensorEntry
+from ckpt.state.types import Catalog, Loaded, Problem, ProblemKind, Strict, TensorEntry
 from ckpt.telemetry.recorder import PhaseSpan, Recorder
 from ckpt.world.base import World, collectively
 from storage import StorageError, Store
@@ -306,7 +306,7 @@ def _refuse_left(binding: Binding, catalog: Catalog, world: World, where: str) -
 def warnings_of(
     binding: Binding, manifest: Manifest, world: World, tally: Tally, where: str
 ) -> tuple[str, ...]:
-    """The warning when the checkpoint has only a small share of the state's names.
+    """Those of the binding, and one when the checkpoint has only a small share of the names.
 
     `tally` counts the names of all ranks, so all of them raise Mismatch where nothing matched; the
     names of one rank alone would not do, because it may hold new ones only.
@@ -322,17 +322,24 @@ def warnings_of(
         )
         problems = [nothing, *(problem.text for problem in missing)]
         world.agree("compare", Mismatch(problems, where) if missing else None)
-    if not tally.is_small_share or not missing:
-        return ()
+    warnings = list(binding.warnings)
+    if tally.is_small_share and missing:
+        warnings.append(_few_names(missing, manifest, world, tally, where))
+    if world.rank == 0:
+        for warning in warnings:
+            logger.warning("%s", warning)
+    return tuple(warnings)
+
+
+def _few_names(
+    missing: Sequence[Problem], manifest: Manifest, world: World, tally: Tally, where: str
+) -> str:
     names = with_nearest([problem.fqn for problem in missing], manifest.fqns)
     of_all = " of all ranks" if world.size > 1 else ""
-    warning = (
+    return (
         f"only {tally.matched} of {tally.matched + tally.missing} names of the state{of_all} are "
         f"in {where}; the others were left unchanged: {names}; is a rename= missing?"
     )
-    if world.rank == 0:
-        logger.warning("%s", warning)
-    return (warning,)
 
 
 def _some(names: Sequence[str], shown_max: int = 5) -> str:

@@ -45,6 +45,7 @@ from ckpt.service.restore import RestoreReport, restore_latest
 from ckpt.service.retention import KeepRule, RetentionPlan
 from ckpt.service.stopping import LastSave
 from ckpt.service.target import Pending, Target, UrlTarget
+from ckpt.state.walk import refuse_snapshots
 from storage import StoreLike
 
 logger = logging.getLogger(__name__)
@@ -91,6 +92,9 @@ class Checkpointer:
       `process_group`, `storage_options` and `unsafe_single_writer` are those of `ckpt.async_save`.
       They go with a url; a `Target` saves in its own way.
 
+    The state has optimizers themselves: the state dict of one stays as it was, and is refused with
+    InvalidState.
+
     Errors: a save that fails is logged and the training continues; `alarm` says when it should not.
     InvalidState, Fenced and StoreRefused do not go away, so they are raised by the next call of
     `step` that all ranks agreed on. Once a rank was found dead, the next call raises RankFailed
@@ -136,6 +140,7 @@ class Checkpointer:
         tiers = near_tiers(near)
         if isinstance(target, Target) and line:
             raise TypeError(f"line={line!r} goes with a url; this Target names its own root")
+        refuse_snapshots(state)
         if not isinstance(target, Target):
             check_order(state, target, "Checkpointer(url, state)")
             target = UrlTarget(

@@ -48,8 +48,18 @@ from ckpt.state.types import (
     Strict,
     fatal_texts,
 )
-from ckpt.state.values import join_tree, references, unknown_leaves
-from ckpt.state.walk import Leaves, LocatedValue, Location, is_object, read_state, walk
+from ckpt.state.values import TENSOR_KEY, join_tree, references, unknown_leaves
+from ckpt.state.walk import (
+    EXTRA_STATE_KEY,
+    Leaves,
+    LocatedValue,
+    Location,
+    Replaced,
+    is_numbered,
+    is_object,
+    read_state,
+    walk,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +80,7 @@ class Binding:
     report: Loaded
     missing_tensors_count: int
     left: Left
+    warnings: Sequence[str] = ()
 
     @property
     def fatal_here(self) -> list[str]:
@@ -149,7 +160,13 @@ def bind_state(
             install = partial(set_extra_state, optimizer)
             binding.add_tree(f"{path}.{EXTRA_STATE}", extra.copy, install)
     for fqn, thing in leaves.objects:
-        binding.add_tree(fqn, thing.state_dict, thing.load_state_dict)
+        in_place = isinstance(thing, Replaced)
+        if in_place and is_numbered(thing.node) and not names.is_skipped(fqn):
+            binding.warnings.append(
+                f"{fqn} is the state dict of an optimizer, which has nothing of it before you call "
+                "optimizer.load_state_dict() with it; put the optimizer itself into the state"
+            )
+        binding.add_tree(fqn, thing.state_dict, thing.load_state_dict, in_place=in_place)
     for fqn, module in described.extra_states:
         binding.add_tree(fqn, module.get_extra_state, module.set_extra_state)
     binding.add_values(leaves)
@@ -167,6 +184,7 @@ class _Binder:
     holdings: list[Holding] = field(default_factory=list)
     steps: list[Callable[[], None]] = field(default_factory=list)
     new_items: dict[int, dict[Any, Any]] = field(default_factory=dict)
+    warnings: list[str] = field(default_factory=list)
 
     def add_tensors(self, tensors: Sequence[tuple[str, torch.Tensor]]) -> None:
         names = self.names
@@ -281,13 +299,30 @@ class _Binder:
             return False
         return True
 
-    def add_tree(self, fqn: str, read: Callable[[], Any], install: Callable[[Any], Any]) -> None:
+    def add_tree(
+        self,
+        fqn: str,
+        read: Callable[[], Any],
+        install: Callable[[Any], Any],
+        *,
+        in_place: bool = False,
+    ) -> None:
         names = self.names
-        if names.skip(fqn) or (saved := names.value(fqn)) is None:
+        if names.skip(fqn):
+            return
+        saved: tuple[str, Any] | None = (name := names.rename(fqn), {TENSOR_KEY: name})
+        # A state dict that a module gave, or an import, may have a tensor where a tree is expected.
+        is_tensor = fqn.endswith(EXTRA_STATE_KEY) and name in names.catalog.tensors
+        if name in names.catalog.values or not is_tensor:
+            saved = names.value(fqn)
+        if saved is None:
             return
         live = read_state(fqn, read)
-        tree = bind_tree(*saved, live, names, self.ranks)
+        tree = bind_tree(*saved, live, names, self.ranks, in_place=in_place)
         names.loaded_values.append(fqn)
+        if in_place:
+            tensors = [holding.pieces[0].fqn for holding in tree.holdings]
+            names.loaded_tensors += [fqn + name.removeprefix(saved[0]) for name in tensors]
         self.holdings.extend(tree.holdings)
         self.steps.append(lambda: install(tree.build()))
 
@@ -504,6 +539,7 @@ class _Binder:
             report,
             len(names.missing_tensors),
             left,
+            self.warnings,
         )
 
 

@@ -262,7 +262,8 @@ class _Building:
 
     def add_tree(self, fqn: str, read: Callable[[], Any], kind: Kind) -> None:
         value, tensors = split_tree(read_state(fqn, read), fqn, self.problems)
-        self.names += [fqn, *(name for name, _ in tensors)]
+        # A tree that is one tensor has the tensor's name.
+        self.names += [fqn, *(name for name, _ in tensors if name != fqn)]
         self.values[fqn] = value
         for name, tensor in tensors:
             self.add_tensor(name, tensor, kind)

@@ -20,6 +20,9 @@ from ckpt.state.typed_values import typed_of
 from ckpt.state.types import PerGroup, PerRank, Stages, StagesHere
 from ckpt.state.values import DEPTH_MAX, SCALARS, why_not_storable
 
+# The key in a module's state dict of what its `get_extra_state()` returns.
+EXTRA_STATE_KEY = "_extra_state"
+
 
 class Location(NamedTuple):
     """Where a leaf stands: `container[key]`. For the state itself `container` is None."""
@@ -34,6 +37,27 @@ class LocatedValue(NamedTuple):
     fqn: str
     value: Any
     place: Location
+
+
+class Replaced(NamedTuple):
+    """A part of the state that a load replaces as a whole, whatever was in it: of a state dict what
+    has another size or other entries at another time. As an object with a state, which it is.
+    """
+
+    node: Any
+    place: Location
+
+    def state_dict(self) -> Any:
+        """What is there now."""
+        return self.node
+
+    def load_state_dict(self, loaded: Any) -> None:
+        """Put `loaded` there. A dict stays the same object: others may hold on to it."""
+        if isinstance(self.node, dict) and isinstance(loaded, dict):
+            self.node.clear()
+            self.node.update(loaded)
+        else:
+            self.place.container[self.place.key] = loaded
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +95,39 @@ def is_object(leaf: Any) -> bool:
         return False
     return callable(getattr(leaf, "state_dict", None)) and callable(
         getattr(leaf, "load_state_dict", None)
+    )
+
+
+def is_numbered(node: Any) -> bool:
+    """Whether this is what `torch.optim.Optimizer.state_dict()` returns: parameters by number."""
+    if not isinstance(node, dict) or not isinstance(node.get("state"), dict):
+        return False
+    groups = node.get("param_groups")
+    return bool(groups) and all(
+        isinstance(group, dict)
+        and isinstance(group.get("params"), list)
+        and all(type(number) is int for number in group["params"])
+        for group in (groups if isinstance(groups, list) else [None])
+    )
+
+
+def refuse_snapshots(state: Any) -> None:
+    """Raise InvalidState where a state that is to be saved again and again has the state dict of an
+    optimizer, which stays as it is.
+    """
+    problems = [
+        f"{fqn}: is the state dict that an optimizer had when it was asked, which every save would "
+        "store again; pass the optimizer itself"
+        for fqn, thing in walk(state).objects
+        if isinstance(thing, Replaced) and is_numbered(thing.node)
+    ]
+    if problems:
+        raise InvalidState(problems)
+
+
+def _has_size(node: Any) -> bool:
+    return isinstance(node, torch.Tensor) or (
+        isinstance(node, (dict, list, tuple)) and not _is_pure(node, 0)
     )
 
 
@@ -117,14 +174,18 @@ def _walk_container(node: Any, path: str, place: Location, leaves: Leaves, depth
     prefix = f"{path}." if path else ""
     tensors = leaves.tensors
     for key, child in items:
-        if type(child) is torch.Tensor:  # a short way: states of tensors have thousands
-            tensors.append((f"{prefix}{key}", child))
+        fqn = f"{prefix}{key}"
+        # A short way: states of tensors have thousands.
+        if type(child) is torch.Tensor and not fqn.endswith(EXTRA_STATE_KEY):
+            tensors.append((fqn, child))
         else:
-            _visit(child, f"{prefix}{key}", Location(node, key), leaves, depth + 1)
+            _visit(child, fqn, Location(node, key), leaves, depth + 1)
 
 
 def _visit(node: Any, fqn: str, place: Location, leaves: Leaves, depth: int) -> None:
-    if type(node) in SCALARS or is_scalar(node):
+    if fqn.endswith(EXTRA_STATE_KEY) and isinstance(place.container, dict) and _has_size(node):
+        leaves.objects.append((fqn, Replaced(node, place)))
+    elif type(node) in SCALARS or is_scalar(node):
         leaves.values.append(LocatedValue(fqn, node, place))
     elif is_array(node):
         leaves.arrays.append((fqn, node))
@@ -147,6 +208,8 @@ def _visit(node: Any, fqn: str, place: Location, leaves: Leaves, depth: int) -> 
             _visit(part, fqn, place, leaves, depth)
     elif isinstance(node, PerRank | PerGroup):
         leaves.per_rank.append(LocatedValue(fqn, node, place))
+    elif is_numbered(node):
+        leaves.objects.append((fqn, Replaced(node, place)))
     elif isinstance(node, (dict, list, tuple)):
         if _is_pure(node, 0):
             leaves.values.append(LocatedValue(fqn, node, place))

@@ -44,10 +44,9 @@ def odd_dtypes(seed: int) -> State:
     """Each dtype whole, as a view with holes, transposed, empty, and without dims."""
     state = {}
     for name in SUBBYTE:
-        whole = of_dtype(name, seed, 6, 8)
         state[name] = {
-            "whole": whole,
-            "part": whole[1:5, 2:7],
+            "whole": of_dtype(name, seed, 6, 8),
+            "part": of_dtype(name, seed + 3, 6, 8)[1:5, 2:7],
             "turned": of_dtype(name, seed + 1, 4, 3).t(),
             "empty": of_dtype(name, seed, 0, 3),
             "one": of_dtype(name, seed + 2, 1)[0],

@@ -33,6 +33,7 @@ from ckpt.saving.staging import Snapshot, buffers_for
 from ckpt.saving.task import SaveTask
 from ckpt.saving.uploading import stage_or_share
 from ckpt.saving.write import Staging, WritePath
+from ckpt.state.names import GroupOptions
 from ckpt.world.base import collectively
 from storage import Store, StoreLike, open_store
 from storage.location import child_of, place_on_filesystem
@@ -252,6 +253,8 @@ def load(
     strict: bool | Literal["state"] = True,
     rename: Callable[[str], str] | Mapping[str, str] | None = None,
     skip: Callable[[str], bool] | Iterable[str] = (),
+    new: Callable[[str], bool] | Iterable[str] = (),
+    group_options: GroupOptions = None,
     stacks: Mapping[str, str] | None = None,
     cache: str | os.PathLike[str] | None = None,
     cache_bytes_max: SupportsIndex | None = None,
@@ -267,7 +270,15 @@ def load(
     more, such as one stage from that of a whole model. `strict=False` tolerates missing and
     unexpected names; shapes and dtypes never differ, and where no name matches it raises Mismatch
     all the same. When fewer names match than not, the report and the log warn, with the nearest
-    names. `rename` gives the checkpoint's name for a name of the state, `skip` leaves names out.
+    names. `rename` gives the checkpoint's name for a name of the state, `skip` leaves names out,
+    `new` names what the checkpoint cannot have: a layer, or `optimizer.state.layer` where only the
+    optimizer lacked it. Names in these three that match nothing are an error.
+
+    Options of an optimizer's groups are those that were saved for their parameters; groups that do
+    not correspond are an error where that would lose what live groups have differently.
+    `group_options={"lr": "saved", "weight_decay": "live"}` says whose value holds, "live" alone
+    keeps all.
+
     `stacks` does so where one has all experts in one tensor and the other has one for each:
     `{"experts.{}.weight": "experts.weight"}` loads one tensor for each from stacks, in every layer
     and in the optimizer too; the other way round, `{"experts.weight": "experts.{}.weight"}`.
@@ -304,7 +315,20 @@ def load(
                 context.world, "cache", lambda: BlockCache(cache, plain_int(cache_bytes_max))
             )
             path = replace(path, cache=kept)
-        options = LoadOptions(strict, rename, skip, dict(stacks or {}), path)
+        policies = (
+            [group_options] if isinstance(group_options, str) else (group_options or {}).values()
+        )
+        for policy in policies:
+            one_of("group_options", policy, ("saved", "live"))
+        options = LoadOptions(
+            strict,
+            rename,
+            skip,
+            dict(stacks or {}),
+            path,
+            new=new,
+            group_options=group_options,
+        )
         report = load_state(
             state,
             store=store,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -16,38 +16,55 @@ STEPS_MAX = 100_000
 NUMEL_MAX = 1 << 26
 
 
-class _Memory(NamedTuple):
-    """A tensor, and where its memory ends; `end` is one past the last byte."""
-
-    start: int
-    end: int
-    name: str
-    tensor: torch.Tensor
-
-
-def overlapping(names: Sequence[str], tensors: Sequence[torch.Tensor]) -> tuple[str, str] | None:
-    """The names of two of these tensors that have an element of memory in common, if any do.
-
-    Sorting by address finds those that may; views that interleave without a common element pass.
+class MemoryRanges:
+    """Memory of tensors by their names, as byte ranges; `add` is for few, `add_dense` for thousands
+    of contiguous ones, whose addresses are known.
     """
-    starts = np.array([tensor.data_ptr() for tensor in tensors], dtype=np.uint64)
-    ends = starts + np.array([_extent(tensor) for tensor in tensors], dtype=np.uint64)
-    order = np.lexsort((ends, starts))
-    starts, ends = starts[order], ends[order]
-    if not np.any(np.maximum.accumulate(ends)[:-1] > starts[1:]):
-        return None  # as good as always
-    before: dict[torch.device, list[_Memory]] = {}
-    for row, start, end in zip(order.tolist(), starts.tolist(), ends.tolist(), strict=True):
-        if start == end:
-            continue
-        one = _Memory(start, end, names[row], tensors[row])
-        device = one.tensor.device  # addresses of two devices may be the same numbers
-        before[device] = [other for other in before.get(device, ()) if other.end > start]
-        for other in before[device]:
-            if _share_an_element(other.tensor, one.tensor):
-                return other.name, one.name
-        before[device].append(one)
-    return None
+
+    def __init__(self) -> None:
+        self._names: list[str] = []
+        self._tensors: list[torch.Tensor] = []
+        self._starts: list[int] = []
+        self._extents: list[int] = []
+
+    def add(self, name: str, tensor: torch.Tensor) -> None:
+        """Add one tensor, whatever its strides."""
+        self._names.append(name)
+        self._tensors.append(tensor)
+        self._starts.append(tensor.data_ptr())
+        self._extents.append(_extent(tensor))
+
+    def add_dense(
+        self, names: Sequence[str], tensors: Sequence[torch.Tensor], starts: Sequence[int]
+    ) -> None:
+        """Add contiguous tensors. No call for each: loads of many small ones feel it."""
+        self._names += names
+        self._tensors += tensors
+        self._starts += starts
+        self._extents += [tensor.nbytes for tensor in tensors]
+
+    def overlapping(self) -> tuple[str, str] | None:
+        """The names of two of the tensors that have an element in common, if any have.
+
+        Sorting by address finds those that may; views that interleave without a common one pass.
+        """
+        starts = np.array(self._starts, dtype=np.uint64)
+        ends = starts + np.array(self._extents, dtype=np.uint64)
+        order = np.lexsort((ends, starts))
+        if not np.any(np.maximum.accumulate(ends[order])[:-1] > starts[order][1:]):
+            return None  # as good as always
+        before: dict[torch.device, list[int]] = {}
+        for row in order.tolist():
+            one = self._tensors[row]
+            if not self._extents[row]:
+                continue
+            # Addresses of two devices may be the same numbers.
+            near = [n for n in before.get(one.device, ()) if ends[n] > starts[row]]
+            for other in near:
+                if _share_an_element(self._tensors[other], one):
+                    return self._names[other], self._names[row]
+            before[one.device] = [*near, row]
+        return None
 
 
 def overlaps_itself(tensor: torch.Tensor) -> bool:
@@ -79,12 +96,12 @@ def _extent(tensor: torch.Tensor) -> int:
 
 def _share_an_element(a: torch.Tensor, b: torch.Tensor) -> bool:
     try:
-        return np.shares_memory(np.asarray(_Place(a)), np.asarray(_Place(b)), STEPS_MAX)  # type: ignore[arg-type]
+        return np.shares_memory(np.asarray(_Addresses(a)), np.asarray(_Addresses(b)), STEPS_MAX)  # type: ignore[arg-type]
     except np.exceptions.TooHardError:
         return False  # the checksums of what is read still tell
 
 
-class _Place:
+class _Addresses:
     """What numpy needs to know of memory that nothing reads here, on any device."""
 
     def __init__(self, tensor: torch.Tensor) -> None:

@@ -25,6 +25,7 @@ from ckpt.loading.load import (
     LoadSums,
     bind_to,
     groups_of_needs,
+    refuse_unmatched,
     transfer,
     warnings_of,
 )
@@ -33,7 +34,7 @@ from ckpt.loading.plan import ReadPlan, chunks_of, plan_reads
 from ckpt.loading.reader import Reader, may_write
 from ckpt.loading.shared_reads import Sharing, share
 from ckpt.loading.unchanged import Mask, unchanged_chunks
-from ckpt.state.bind import Binding
+from ckpt.state.binding import Binding
 from ckpt.state.half_loaded import filling
 from ckpt.world.base import World, collectively
 from storage import Store
@@ -150,7 +151,9 @@ def read_aside(
         return Reader(sums, reads, options.path, origins), choice, targets
 
     reader, choice, targets = collectively(world, "plan", plan)
-    groups, sums = groups_of_needs(reader, manifest, world, options, LoadSums(binding.tally))
+    mine = LoadSums(binding.tally, unmatched=tuple(binding.unmatched))
+    groups, sums = groups_of_needs(reader, manifest, world, options, mine)
+    refuse_unmatched(world, sums, text)
     warnings = warnings_of(binding, manifest, world, sums.tally, text)
 
     def prepare() -> Sharing:

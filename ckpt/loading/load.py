@@ -5,6 +5,7 @@ locate -> manifest -> bind state -> plan -> match needs -> private reads, shared
 
 from __future__ import annotations
 
+import json
 import logging
 import secrets
 import struct
@@ -37,10 +38,12 @@ from ckpt.loading.shared_reads import (
     weigh,
 )
 from ckpt.loading.unasked import left_by_all
-from ckpt.state.bind import Binding, bind_state
+from ckpt.state.bind import bind_state
 from ckpt.state.bind_stacks import in_stored_form
+from ckpt.state.binding import Binding
 from ckpt.state.half_loaded import filling
 from ckpt.state.matching import Tally, total, with_nearest
+from ckpt.state.names import GroupOptions
 from ckpt.state.requested import CHECKPOINT
 from ckpt.state.stacks import Restacked, Stacks, restack, stack_rules
 from ckpt.state.types import Catalog, Loaded, Problem, ProblemKind, Strict, TensorEntry
@@ -65,6 +68,8 @@ class LoadOptions:
     stacks: Stacks = field(default_factory=dict)
     path: ReadPath = field(default_factory=ReadPath)
     sharing: ShareLimits = field(default_factory=ShareLimits)
+    new: Callable[[str], bool] | Iterable[str] = ()
+    group_options: GroupOptions = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,8 +197,9 @@ def _fill(
         reader = collectively(world, "plan", plan)
         # Where one rank has a place for everything, no other has to be asked.
         has_left = options.strict is True and len(binding.fatal) > len(binding.fatal_here)
-        mine = LoadSums(binding.tally, has_left=has_left)
+        mine = LoadSums(binding.tally, has_left=has_left, unmatched=tuple(binding.unmatched))
         groups, sums = groups_of_needs(reader, manifest, world, options, mine)
+        refuse_unmatched(world, sums, where)
         if world.size > 1 and sums.has_left == world.size:
             _refuse_left(binding, _catalog(manifest, options, where).catalog, world, where)
         warnings = warnings_of(binding, manifest, world, sums.tally, where)
@@ -271,9 +277,11 @@ def bind_to(
         strict=options.strict,
         rename=options.rename,
         skip=options.skip,
+        new=options.new,
+        group_options=options.group_options,
     )
     # What is left over may have its place on another rank; see `_refuse_left`.
-    fatal = binding.fatal if world.size == 1 else binding.fatal_here
+    fatal = [*binding.fatal, *binding.unmatched] if world.size == 1 else binding.fatal_here
     if fatal:
         raise Mismatch(fatal, where)
     return in_stored_form(binding, restacked) if restacked.origins else binding
@@ -353,22 +361,25 @@ _NO_WEIGHT = Weight(0, 0, 0)
 class LoadSums(NamedTuple):
     """What all ranks together report before they read, and a name for this load.
 
-    `has_left` counts the ranks whose state has no place for something of the checkpoint.
+    `has_left` counts the ranks whose state has no place for something of the checkpoint,
+    `unmatched` are the caller's rules that match nothing on any of them.
     """
 
     tally: Tally
     weight: Weight = _NO_WEIGHT
     has_left: int = 0
     name: str = ""
+    unmatched: tuple[str, ...] = ()
 
     def encode(self) -> bytes:
-        return _SUMS.pack(*self.tally, *self.weight, self.has_left) + self.name.encode()
+        numbers = _SUMS.pack(*self.tally, *self.weight, self.has_left)
+        return numbers + json.dumps([self.name, *self.unmatched]).encode()
 
     @classmethod
     def decode(cls, data: bytes) -> LoadSums:
         *numbers, has_left = _SUMS.unpack_from(data)
-        name = data[_SUMS.size :].decode()
-        return cls(Tally(*numbers[:4]), Weight(*numbers[4:]), has_left, name)
+        name, *unmatched = json.loads(data[_SUMS.size :])
+        return cls(Tally(*numbers[:4]), Weight(*numbers[4:]), has_left, name, tuple(unmatched))
 
 
 def groups_of_needs(
@@ -391,6 +402,12 @@ def groups_of_needs(
     return groups, sums
 
 
+def refuse_unmatched(world: World, sums: LoadSums, where: str) -> None:
+    """Raise Mismatch on all ranks for rules of the caller's that match nothing on any of them."""
+    if sums.unmatched:
+        world.agree("compare", Mismatch(sums.unmatched, where))
+
+
 def _summed(world: World, mine: LoadSums) -> LoadSums:
     """The sums of what all ranks report, added up by rank 0 and broadcast."""
     reports = world.gather_to_coordinator("needs", mine.encode())
@@ -401,7 +418,9 @@ def _summed(world: World, mine: LoadSums) -> LoadSums:
         weight = Weight(*(sum(column) for column in weights))
         tally = total([one.tally for one in every])
         has_left = sum(one.has_left for one in every)
-        answer = LoadSums(tally, weight, has_left, secrets.token_hex(8)).encode()
+        by_all = set(every[0].unmatched).intersection(*(one.unmatched for one in every[1:]))
+        unmatched = tuple(sorted(by_all))
+        answer = LoadSums(tally, weight, has_left, secrets.token_hex(8), unmatched).encode()
     return LoadSums.decode(world.broadcast("sums of needs", answer))
 
 

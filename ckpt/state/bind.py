@@ -19,21 +19,21 @@ from ckpt.layout.composites import is_composite
 from ckpt.layout.holdings import WholeTensors, holdings_of, tensor_holdings, whole_tensors
 from ckpt.layout.kind import Kind
 from ckpt.layout.memory import local_view
-from ckpt.layout.overlaps import overlapping, overlaps_itself
+from ckpt.layout.overlaps import MemoryRanges, overlaps_itself
 from ckpt.layout.piece import Holding
 from ckpt.layout.plain import Ranks, UnsupportedTensor
 from ckpt.layout.region import Shape
 from ckpt.state.arrays import tensor_of, why_no_tensor
 from ckpt.state.bind_composite import bind_composite
 from ckpt.state.bind_optimizer import bind_optimizer
+from ckpt.state.binding import Binding
 from ckpt.state.describe import (
     Described,
     DescribedTensor,
     adopt_parameters,
     describe_modules,
 )
-from ckpt.state.matching import Tally
-from ckpt.state.names import Left, Names, Rename, Skip
+from ckpt.state.names import GroupOptions, Names, Rename, Skip
 from ckpt.state.optimizer import EXTRA_STATE, extra_state, set_extra_state
 from ckpt.state.per_group import NOT_IN_GROUP, GroupValue, group_of, group_values, value_for
 from ckpt.state.requested import CHECKPOINT, CallArguments
@@ -62,62 +62,6 @@ from ckpt.state.walk import (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class Binding:
-    """What to fill, what does not fit, and the two steps around the filling.
-
-    `plain` and `others` are live memory, or fresh memory that `finish()` installs; they bear the
-    checkpoint's names. `fatal` are the texts of the problems that forbid the load; what is `left`
-    does not, where another rank has a place for it.
-    """
-
-    plain: Sequence[WholeTensors]
-    others: Sequence[Holding]
-    problems: tuple[Problem, ...]
-    fatal: tuple[str, ...]
-    described: Described
-    steps: list[Callable[[], None]]
-    report: Loaded
-    missing_tensors_count: int
-    left: Left
-    warnings: Sequence[str] = ()
-
-    @property
-    def fatal_here(self) -> list[str]:
-        """Those of `fatal` that no other rank's state can make right."""
-        rest = [p for p in self.problems if p.kind is not ProblemKind.UNEXPECTED]
-        fatal = set(self.fatal)
-        return [problem.text for problem in rest if problem.text in fatal]
-
-    @property
-    def holdings(self) -> list[Holding]:
-        """All that is filled."""
-        plain = [holding for whole in self.plain for holding in whole.holdings(kept=False)]
-        return [*plain, *self.others]
-
-    @property
-    def tally(self) -> Tally:
-        """How much of the state the checkpoint has."""
-        report = self.report
-        matched = len(report.tensors) + len(report.values)
-        return Tally(matched, len(report.missing), len(report.tensors), self.missing_tensors_count)
-
-    def prepare(self) -> None:
-        """Make the engines drop gathered copies, so that what is filled is what they will use."""
-        for layout in self.described.layouts:
-            layout.reshard()
-
-    def finish(self) -> Loaded:
-        """Install what is not filled in place, once all of `holdings` is filled.
-
-        Optimizer state and param groups, objects and extra states, values, random states, in this
-        order. Raises Mismatch when members of one flat parameter have different scalar state.
-        """
-        for step in self.steps:
-            step()
-        return self.report
-
-
 def bind_state(
     state: Any,
     catalog: Catalog,
@@ -126,13 +70,17 @@ def bind_state(
     strict: Strict = True,
     rename: Rename = None,
     skip: Skip = None,
+    new: Skip = None,
+    group_options: GroupOptions = None,
     call: CallArguments = CHECKPOINT,
 ) -> Binding:
     """How `state` is to be filled from a checkpoint. Changes nothing; no rank waits for another.
 
     `rename` gives the checkpoint's name for a name of the state, or for a dotted prefix of names;
-    `skip` says which names to leave alone. With `strict=False`, missing and unexpected names are
-    not fatal, with "state" the unexpected ones; what has another shape or dtype always is. Raises
+    `skip` says which names to leave alone, `new` which of those the checkpoint does not have, and
+    `group_options` of options of param groups whether the saved or the live value holds. With
+    `strict=False`, missing and unexpected names are not fatal, with "state" the unexpected ones;
+    what has another shape or dtype always is. Raises
     InvalidState when `state` itself is unusable.
     """
     leaves = walk(state)
@@ -142,7 +90,15 @@ def bind_state(
     # What is wrong with the state itself is no question of strictness, and comes first.
     if leaves.problems or described.problems:
         raise InvalidState(leaves.problems + described.problems)
-    names = Names(catalog, rename, skip, aliases=described.aliases, call=call)
+    names = Names(
+        catalog,
+        rename,
+        skip,
+        aliases=described.aliases,
+        call=call,
+        new=new,
+        group_options=group_options,
+    )
     binding = _Binder(names, ranks)
     binding.add_tensors(leaves.tensors)
     binding.add_arrays(leaves.arrays)
@@ -176,11 +132,15 @@ def bind_state(
 
 @dataclass(frozen=True, slots=True)
 class _Binder:
-    """A Binding in the making. `new_items` has, by the id of a tuple, its new items by index."""
+    """A Binding in the making. `new_items` has, by the id of a tuple, its new items by index.
+
+    `strided` are those of `plain` that are not contiguous, by the checkpoint's names.
+    """
 
     names: Names
     ranks: Ranks
     plain: list[WholeTensors] = field(default_factory=list)
+    strided: dict[str, torch.Tensor] = field(default_factory=dict)
     holdings: list[Holding] = field(default_factory=list)
     steps: list[Callable[[], None]] = field(default_factory=list)
     new_items: dict[int, dict[Any, Any]] = field(default_factory=dict)
@@ -190,6 +150,7 @@ class _Binder:
         names = self.names
         bound = []
         loaded = []
+        strided = {}
         unchanged = names.unchanged_tensors()
         for fqn, tensor in tensors:
             # Thousands of tensors stand under their own names as they are: a short way for them.
@@ -204,7 +165,8 @@ class _Binder:
             else:
                 saved = fitting
             # Several elements of the checkpoint would be written to one place, the last one wins.
-            if not tensor.is_contiguous() and overlaps_itself(tensor):
+            is_strided = not tensor.is_contiguous()
+            if is_strided and overlaps_itself(tensor):
                 names.used.add(saved)
                 names.report(
                     ProblemKind.UNSUPPORTED,
@@ -212,6 +174,8 @@ class _Binder:
                     "is an expanded tensor whose elements share memory; make it contiguous() first",
                 )
                 continue
+            if is_strided:
+                strided[saved] = tensor
             loaded.append(fqn)
             bound.append((saved, tensor))
         plain, tied, others = whole_tensors(bound, self.ranks)
@@ -225,6 +189,8 @@ class _Binder:
             names.tied |= {saved: first for saved, first in tied.items() if saved in two}
         names.loaded_tensors += loaded
         self.plain.append(plain)
+        if strided:
+            self.strided.update((f, t) for f, t in strided.items() if f in set(plain.fqns))
         for saved, tensor in others:
             try:
                 self.holdings.extend(tensor_holdings(saved, tensor, Kind.OTHER, self.ranks))
@@ -500,12 +466,18 @@ class _Binder:
 
     def refuse_overlaps(self) -> None:
         """Raise InvalidState where two tensors would be loaded into the same memory."""
-        fqns = [fqn for whole in self.plain for fqn in whole.fqns]
-        tensors = [tensor for whole in self.plain for tensor in whole.tensors]
+        memory = MemoryRanges()
+        for whole in self.plain:
+            dense = whole
+            if self.strided:
+                dense = whole.only([n for n, f in enumerate(whole.fqns) if f not in self.strided])
+            memory.add_dense(dense.fqns, dense.tensors, dense.addresses)
+        for fqn, tensor in self.strided.items():
+            memory.add(fqn, tensor)
         for holding in self.holdings:
-            fqns += [piece.fqn for piece in holding.pieces]
-            tensors += [local_view(holding, piece) for piece in holding.pieces]
-        if two := overlapping(fqns, tensors):
+            for piece in holding.pieces:
+                memory.add(piece.fqn, local_view(holding, piece))
+        if two := memory.overlapping():
             names = self.names
             live = {names.rename(fqn): fqn for fqn in names.loaded_tensors}
             one, other = (live.get(fqn, fqn) for fqn in two)
@@ -528,6 +500,7 @@ class _Binder:
             unexpected=tuple(left.names),
             skipped=tuple(names.skipped),
             not_asked=not_asked,
+            new=tuple(names.new),
         )
         return Binding(
             self.plain,
@@ -540,6 +513,7 @@ class _Binder:
             len(names.missing_tensors),
             left,
             self.warnings,
+            names.unmatched(),
         )
 
 

@@ -10,7 +10,7 @@ import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -31,9 +31,22 @@ from ckpt.state.optimizer_kinds import SavedState, saved_states
 from ckpt.state.own import declared
 from ckpt.state.trees import bind_tree
 from ckpt.state.types import ProblemKind
-from ckpt.state.values import references
+from ckpt.state.values import join, references
 
 __all__ = ["bind_optimizer"]
+
+GROUPS_SHOWN_MAX = 8
+
+
+class Options(NamedTuple):
+    """What a live group takes: options of the saved group `number`; None for nothing.
+
+    `known` are the names of all that the saved group has.
+    """
+
+    number: int | None
+    values: Mapping[str, Any]
+    known: frozenset[str] = frozenset()
 
 
 def bind_optimizer(
@@ -97,14 +110,20 @@ class _OptimizerBinder:
         saved_groups: list[dict[str, Any]],
     ) -> None:
         binder = ParameterBinder(self.path, self.bound, self.names, self.ranks, declared(optimizer))
-        wanted = [[self.saved_names_of(named) for named in group] for group in groups]
-        matched = self.match(wanted, groups, saved_groups)
+        keeps_groups = self.names.skip(f"{self.path}.param_groups")
+        wanted = [
+            [self.saved_names_of(named, keeps_groups=keeps_groups) for named in group]
+            for group in groups
+        ]
+        self.leave_others(wanted, groups, keeps_groups=keeps_groups)
+        live_groups = optimizer.param_groups
+        options: list[Options] = [Options(None, {}) for _ in groups]
+        if not keeps_groups:
+            options = self.options_for(wanted, groups, live_groups, saved_groups)
         for index, group in enumerate(groups):
-            number = matched[index]
-            live = optimizer.param_groups[index]
-            hyper = live if number is None else saved_groups[number]
-            if number is not None:
-                self.add_group(live, number, hyper)
+            if options[index].number is not None:
+                self.add_group(live_groups[index], options[index])
+            hyper = {**live_groups[index], **options[index].values}
             for named, saved in zip(group, wanted[index], strict=True):
                 # One tensor holds the state of all members: without one of them it is left alone.
                 if None not in saved:
@@ -124,8 +143,29 @@ class _OptimizerBinder:
         self.bound.holdings.extend(tree.holdings)
         self.bound.user.append((optimizer, tree))
 
-    def saved_names_of(self, named: NamedParam) -> list[str | None]:
-        return [self.saved_name_of(fqn, named.source.path) for fqn in named.source.fqns]
+    def saved_names_of(self, named: NamedParam, *, keeps_groups: bool) -> list[str | None]:
+        saved = []
+        for fqn, own in zip(named.source.fqns, named.names, strict=True):
+            saved.append(name := self.saved_name_of(fqn, named.source.path))
+            state = f"{self.path}.state.{own}"
+            names = self.names
+            # All are asked, so that each rule counts as matched.
+            may_lack = [keeps_groups, names.is_skipped(fqn), names.is_new(fqn)]
+            may_lack.append(names.is_skipped(state) if name else names.skip(state))
+            if name is not None and names.is_new(state):
+                names.report_not_new(state)
+            elif name is None and not any(may_lack):
+                names.report(
+                    ProblemKind.MISSING,
+                    state,
+                    f"the {names.call.source}'s optimizer has no parameter {fqn}"
+                    + names.call.moves(
+                        rename="pass rename=",
+                        leave="leave the state of this parameter as it is",
+                        is_missing=True,
+                    ),
+                )
+        return saved
 
     def saved_name_of(self, fqn: str, path: str) -> str | None:
         """What the checkpoint's optimizer calls the parameter `fqn` of the module at `path`."""
@@ -139,14 +179,6 @@ class _OptimizerBinder:
                 return full
             if (name := self.name_under_other_path(full)) is not None:
                 return name
-        self.names.report(
-            ProblemKind.MISSING,
-            f"{self.path}.param_groups",
-            f"the {self.names.call.source}'s optimizer has no parameter {fqn}"
-            + self.names.call.moves(
-                rename="pass rename=", leave="leave the state of this parameter as it is"
-            ),
-        )
         return None
 
     def name_under_other_path(self, full: str) -> str | None:
@@ -174,79 +206,106 @@ class _OptimizerBinder:
             )
         return known
 
-    def match(
+    def leave_others(
         self,
         wanted: Sequence[Sequence[Sequence[str | None]]],
         groups: Sequence[Sequence[NamedParam]],
-        saved_groups: list[dict[str, Any]],
-    ) -> list[int | None]:
-        """For each live group the saved group of the same parameters, whatever their order."""
-        fqn = f"{self.path}.param_groups"
-        # By parameters, not by position: groups may have been made in another order.
-        live_sets = [{name for saved in group for name in saved if name} for group in wanted]
-        live_names = set().union(*live_sets)
-        extra = sorted(self.saved_names - live_names)
-        self.names.leave_params(f"{self.saved_path}.param_groups", extra)
-        for name in extra:  # covered by the one problem above
+        *,
+        keeps_groups: bool,
+    ) -> None:
+        """Note the parameters that the checkpoint's groups have and the state's have not."""
+        names = self.names
+        live = {name for group in wanted for saved in group for name in saved if name}
+        paths = sorted({named.source.path for group in groups for named in group})
+        extra = sorted(self.saved_names - live)
+        for name in extra:  # covered by the one problem of all of them
             if name in self.states:
-                self.names.used |= self.states[name].fqns
-        free = dict(enumerate(set(group["params"]) & live_names for group in saved_groups))
-        matched: list[int | None] = []
-        for index, live in enumerate(live_sets):
-            number = next((n for n, saved in free.items() if saved == live), None)
-            if number is not None:
-                del free[number]
-            elif (number := self.alike(live, saved_groups)) is not None:
-                pass
-            elif live or len(live_sets) == len(saved_groups):
-                # Else it is an empty group that the checkpoint lacks: it keeps its options.
-                self.names.report(
-                    ProblemKind.VALUE, fqn, self.difference(index, live, len(groups), saved_groups)
-                )
-            matched.append(number)
-        return matched
+                names.used |= self.states[name].fqns
+        skipped = [
+            keeps_groups
+            or any(names.is_skipped(join(path, name)) for path in ("", *paths))
+            or names.is_skipped(f"{self.saved_path}.state.{name}")
+            for name in extra
+        ]
+        left = [name for name, is_out in zip(extra, skipped, strict=True) if not is_out]
+        names.leave_params(f"{self.saved_path}.param_groups", left)
 
-    def alike(self, live: set[str], saved_groups: Sequence[Mapping[str, Any]]) -> int | None:
-        """The first of the saved groups that have the parameters of one live group, if all of these
-        have the same options: groups that stages had each for itself, or as one.
+    def options_for(
+        self,
+        wanted: Sequence[Sequence[Sequence[str | None]]],
+        groups: Sequence[Sequence[NamedParam]],
+        live_groups: Sequence[Mapping[str, Any]],
+        saved_groups: Sequence[Mapping[str, Any]],
+    ) -> list[Options]:
+        """What each live group takes from those saved groups that have its parameters.
+
+        Groups need not be the same, for stages may have had theirs each for itself: an option is
+        taken where each parameter then has what was saved for it, and no two live groups lose what
+        they have differently. Else it is a problem, unless the caller says whose value holds.
         """
-        having = [n for n, group in enumerate(saved_groups) if not live.isdisjoint(group["params"])]
-        if not having or not live <= set().union(*(saved_groups[n]["params"] for n in having)):
-            return None
-        first = options_of(saved_groups[having[0]])
-        is_same = all(options_of(saved_groups[n]) == first for n in having[1:])
-        return having[0] if is_same else None
+        numbers = _corresponding(wanted, groups, saved_groups)
+        conflicts: dict[str, str] = {}  # options, and what may be said of them
+        result = []
+        for index, mine in enumerate(numbers):
+            saved = [options_of(saved_groups[number]) for number in mine]
+            together = [n for n, others in enumerate(numbers) if set(mine) & set(others)]
+            values = {}
+            for key in dict.fromkeys(key for options in saved for key in options):
+                of_saved = [options.get(key, _ABSENT) for options in saved]
+                policy = self.names.group_option(key)
+                live = [live_groups[n].get(key, _ABSENT) for n in together]
+                if policy == "live":
+                    self.names.used.update(references(of_saved))
+                elif not _are_equal(of_saved):
+                    conflicts[key] = "'live'"
+                elif policy is None and not _are_equal(live):
+                    conflicts.setdefault(key, "'saved' or 'live'")
+                else:
+                    values[key] = of_saved[0]
+            for key in live_groups[index]:
+                self.names.group_option(key)
+            known = frozenset(key for options in saved for key in options)
+            result.append(Options(mine[0] if mine else None, values, known))
+        if conflicts:
+            self.names.report(
+                ProblemKind.VALUE,
+                f"{self.path}.param_groups",
+                self.difference(conflicts, groups, live_groups, saved_groups),
+            )
+        return result
 
     def difference(
-        self, index: int, live: set[str], count: int, saved_groups: list[dict[str, Any]]
+        self,
+        conflicts: Mapping[str, str],
+        groups: Sequence[Sequence[NamedParam]],
+        live_groups: Sequence[Mapping[str, Any]],
+        saved_groups: Sequence[Mapping[str, Any]],
     ) -> str:
-        """How group `index` differs from the saved group that has most of its parameters."""
-        best = max(
-            range(len(saved_groups)),
-            key=lambda n: len(live & set(saved_groups[n]["params"])),
-            default=None,
-        )
-        if best is None:
-            return f"checkpoint has no groups, state has {count}; build it as it was saved"
-        saved = set(saved_groups[best]["params"])
-        odd = sorted(live ^ saved)
+        """That groups do not correspond, with both lists and what to do."""
+        keys = list(conflicts)
+        live_names = [[name for named in group for name in named.names] for group in groups]
+        saved = _listed([(group["params"], group) for group in saved_groups], keys)
+        live = _listed(list(zip(live_names, live_groups, strict=True)), keys)
+        call = self.names.call
+        policy = ", ".join(f"{key!r}: {ways}" for key, ways in conflicts.items())
+        advice = f", or say whose value holds: group_options={{{policy}}}" if call.new else ""
         return (
-            f"group {index} of the state has other parameters than any of the checkpoint's "
-            f"{len(saved_groups)} groups: against group {best} it differs in {len(odd)}, "
-            f"{odd[:3]} the first; build the optimizer with the groups it was saved with"
+            f"the groups do not correspond, and {', '.join(keys)} would change for some "
+            f"parameters; the {call.source} has {saved}; the state has {live}; build the optimizer "
+            f"with the groups it was saved with{advice}"
         )
 
-    def add_group(self, group: dict[str, Any], number: int, saved: Mapping[str, Any]) -> None:
-        hyper, live = options_of(saved), options_of(group)
-        base = f"{self.saved_path}.param_groups.{number}"
+    def add_group(self, group: dict[str, Any], options: Options) -> None:
+        hyper, live = options.values, options_of(group)
+        base = f"{self.saved_path}.param_groups.{options.number}"
         gone = sorted((hyper.keys() - live.keys()) & _hyperparameters())
-        new = sorted((live.keys() - hyper.keys()) & _hyperparameters())
+        new = sorted((live.keys() - options.known) & _hyperparameters())
         if gone and new:
             # A newer version of an optimizer only adds names, and schedulers add theirs; another
             # optimizer has names of its own on both sides.
             self.names.report(
                 ProblemKind.VALUE,
-                f"{self.path}.param_groups.{number}",
+                f"{self.path}.param_groups.{options.number}",
                 f"is of another kind of optimizer: the {self.names.call.source} has {gone}, the "
                 f"state's optimizer has {new}; build the optimizer that was saved"
                 + (f", or skip={self.path!r}" if self.names.call.skip else ""),
@@ -257,6 +316,53 @@ class _OptimizerBinder:
         self.names.loaded_tensors.extend(references(hyper))
         self.bound.holdings.extend(tree.holdings)
         self.bound.groups.append((group, tree))
+
+
+def _corresponding(
+    wanted: Sequence[Sequence[Sequence[str | None]]],
+    groups: Sequence[Sequence[NamedParam]],
+    saved_groups: Sequence[Mapping[str, Any]],
+) -> list[list[int]]:
+    """For each live group the numbers of the saved groups that have its parameters. Of groups
+    without any, here and there, the first belongs to the first.
+    """
+    place = {name: n for n, group in enumerate(saved_groups) for name in group["params"]}
+    numbers = [
+        sorted({place[name] for saved in group for name in saved if name}) for group in wanted
+    ]
+    used = {number for mine in numbers for number in mine}
+    free = [number for number in range(len(saved_groups)) if number not in used]
+    for mine, group in zip(numbers, groups, strict=True):
+        if not group and free:
+            mine.append(free.pop(0))
+    return numbers
+
+
+_ABSENT = object()
+
+
+def _are_equal(values: Sequence[Any]) -> bool:
+    """Whether options of groups are all the same; tensors by their elements."""
+    first = values[0] if values else None
+    return all(one is first or _is_equal(one, first) for one in values[1:])
+
+
+def _is_equal(a: Any, b: Any) -> bool:
+    if isinstance(a, torch.Tensor) or isinstance(b, torch.Tensor):
+        both = isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor)
+        return both and a.dtype is b.dtype and torch.equal(a, b)
+    return type(a) is type(b) and bool(a == b)
+
+
+def _listed(groups: Sequence[tuple[Sequence[str], Mapping[str, Any]]], keys: Sequence[str]) -> str:
+    """Groups in words: their parameters, and these of their options."""
+    texts = []
+    for number, (names, options) in enumerate(groups[:GROUPS_SHOWN_MAX]):
+        shown = ", ".join(names[:2]) + (f" and {len(names) - 2} more" if len(names) > 2 else "")
+        values = "".join(f", {key}={options[key]!r:.40}" for key in keys if key in options)
+        texts.append(f"group {number} ({shown or 'no parameters'}{values})")
+    more = len(groups) - GROUPS_SHOWN_MAX
+    return ", ".join(texts) + (f" and {more} more" if more > 0 else "") if texts else "no groups"
 
 
 @cache

@@ -17,7 +17,7 @@ from ckpt.layout.holdings import WholeTensors
 from ckpt.layout.memory import local_view
 from ckpt.layout.piece import Holding, Piece
 from ckpt.layout.region import Box, Region, Shape, Span, whole
-from ckpt.state.bind import Binding
+from ckpt.state.binding import Binding
 from ckpt.state.stacks import Origin, Restacked
 
 

@@ -5,7 +5,7 @@ place.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 
@@ -57,6 +57,8 @@ class Left(NamedTuple):
 
 Rename = Mapping[str, str] | Callable[[str], str] | None
 Skip = Callable[[str], bool] | Iterable[str] | None
+# Of options of param groups: whose value holds, of each or of all.
+GroupOptions = Mapping[str, Literal["saved", "live"]] | Literal["saved", "live"] | None
 
 
 class Names:
@@ -73,14 +75,25 @@ class Names:
         *,
         aliases: Mapping[str, str],
         call: CallArguments = CHECKPOINT,
+        new: Skip = None,
+        group_options: GroupOptions = None,
     ) -> None:
         self.catalog = catalog
         self.call = call
         self.aliases = aliases
-        self.rename = _renamer(rename)
-        self.is_skipped = _skipper(skip)
+        self.rename, renames = _renamer(rename)
+        self.is_skipped, skips = _matcher(skip)
+        self.is_new, news = _matcher(new)
+        options = {} if isinstance(group_options, str) else dict(group_options or {})
+        self._rules = {
+            "rename": renames,
+            "skip": skips,
+            "new": news,
+            "group_options": Rules(options),
+        }
+        self._group_options = group_options if isinstance(group_options, str) else options
         self.has_rename = rename is not None
-        self.has_skip = bool(skip)
+        self.has_skip = bool(skip) or bool(new)
         self.problems: list[Problem] = []
         self.used: set[str] = set()
         # Where memory of optimizers begins that is filled already.
@@ -89,6 +102,7 @@ class Names:
         self.missing_tensors: list[str] = []
         self.loaded_values: list[str] = []
         self.skipped: list[str] = []
+        self.new: list[str] = []
         # Names of the checkpoint of which the state has one tensor with another name: with that.
         self.tied = {} if rename is not None else dict(aliases)
         # By the name of param groups: parameters of the checkpoint's that the state's lack.
@@ -215,11 +229,57 @@ class Names:
         return Left(unexpected, params, self.tied), not_asked
 
     def skip(self, fqn: str) -> bool:
-        """Whether the caller wants `fqn` left alone; the report then lists it."""
+        """Whether the caller wants `fqn` left alone; the report then lists it.
+
+        So it is with what is new; a problem where the checkpoint has it.
+        """
         if self.is_skipped(fqn):
             self.skipped.append(fqn)
             return True
-        return False
+        if not self.is_new(fqn):
+            return False
+        self.new.append(fqn)
+        name, catalog = self.rename(fqn), self.catalog
+        has = any(one in catalog.tensors or one in catalog.values for one in self.equivalents(fqn))
+        if (
+            has
+            or f"{name}.param_groups" in catalog.values
+            or any(name in o for o in catalog.per_rank)
+        ):
+            self.report_not_new(fqn)
+        return True
+
+    def report_not_new(self, fqn: str) -> None:
+        """Note that the checkpoint has what `new` says it cannot have."""
+        self.report(
+            ProblemKind.VALUE,
+            fqn,
+            f"is in the {self.call.source}, and new= says that it is not; load it, or skip= it",
+        )
+
+    def group_option(self, option: str) -> Literal["saved", "live"] | None:
+        """Which value of an option of param groups holds, where the caller says so."""
+        if isinstance(self._group_options, str):
+            return self._group_options
+        self._rules["group_options"](option)
+        return self._group_options.get(option)
+
+    def unmatched(self) -> list[str]:
+        """What is wrong with rules of the caller's that have matched nothing. Ranks that hold
+        different things may each have others; the texts are the same on all of them.
+        """
+        texts = []
+        for argument, rules in self._rules.items():
+            if argument == "skip" and rules.unmatched:
+                catalog = self.catalog
+                for known in (catalog.tensors, catalog.values, catalog.aliases, *catalog.per_rank):
+                    for name in known:
+                        rules(name)
+            texts += [
+                f"{argument}={name!r}: matches {_NOTHING[argument]}; correct it or leave it out"
+                for name in sorted(rules.unmatched)
+            ]
+        return texts
 
     def report(self, kind: ProblemKind, fqn: str, text: str) -> None:
         """Note that `fqn` cannot be loaded; `text` follows its name in the message."""
@@ -237,7 +297,9 @@ class Names:
             fqn,
             f"is not in the {self.call.source}{where}{there}"
             + self.call.moves(
-                rename="pass rename= if it has another name there", leave="leave it as it is"
+                rename="pass rename= if it has another name there",
+                leave="leave it as it is",
+                is_missing=True,
             ),
         )
 
@@ -297,36 +359,60 @@ def _words_of(name: str) -> tuple[str, int]:
     return ".".join(words), len(parts) - len(words)
 
 
-def _renamer(rename: Rename) -> Callable[[str], str]:
+class Rules:
+    """Names, each for itself and for all that begins with it and a dot; `unmatched` are those that
+    were given for nothing so far.
+    """
+
+    def __init__(self, names: Iterable[str] = ()) -> None:
+        self._names = frozenset(names)
+        self.unmatched = set(self._names)
+
+    def __call__(self, fqn: str) -> bool:
+        return self.longest(fqn) is not None
+
+    def longest(self, fqn: str) -> str | None:
+        """The longest of the names that matches; all that do are matched."""
+        longest = None
+        length = len(fqn)
+        while self._names and length > 0:
+            if fqn[:length] in self._names:
+                longest = longest or fqn[:length]
+                self.unmatched.discard(fqn[:length])
+            length = fqn.rfind(".", 0, length)
+        return longest
+
+
+_NOTHING = {
+    "rename": "no name of the state",
+    "skip": "no name of the state or the checkpoint",
+    "new": "no name of the state",
+    "group_options": "no option of a group",
+}
+
+
+def _renamer(rename: Rename) -> tuple[Callable[[str], str], Rules]:
     if rename is None:
-        return lambda fqn: fqn
+        return lambda fqn: fqn, Rules()
     if callable(rename):
-        return rename
+        return rename, Rules()
     table = dict(rename)
+    rules = Rules(table)
 
     def by_longest_prefix(fqn: str) -> str:
-        # The whole name first, then without its last part, and so on: the most specific rule wins.
-        head, tail = fqn, ""
-        while True:
-            if head in table:
-                return table[head] + tail
-            cut = head.rfind(".")
-            if cut < 0:
-                return fqn
-            head, tail = head[:cut], fqn[cut:]
+        # The most specific rule wins.
+        head = rules.longest(fqn)
+        return fqn if head is None else table[head] + fqn[len(head) :]
 
-    return by_longest_prefix
+    return by_longest_prefix, rules
 
 
-def _skipper(skip: Skip) -> Callable[[str], bool]:
-    if skip is None:
-        return lambda fqn: False
-    if callable(skip):
-        return skip
-    prefixes = frozenset([skip] if isinstance(skip, str) else skip)
-    if not prefixes:
-        return lambda fqn: False
-    return lambda fqn: _starts_with(fqn, prefixes)
+def _matcher(names: Skip) -> tuple[Callable[[str], bool], Rules]:
+    """A function of the caller's may rightly match nothing; names are meant to be there."""
+    if callable(names):
+        return names, Rules()
+    rules = Rules([names] if isinstance(names, str) else names or ())
+    return rules, rules
 
 
 def _starts_with(fqn: str, prefixes: Collection[str]) -> bool:

@@ -35,13 +35,19 @@ class CallArguments(NamedTuple):
     strict: bool = True
     rank0_only: bool = False
     cast: bool = False
+    new: bool = True
 
-    def moves(self, rename: str, leave: str) -> str:
+    def moves(self, rename: str, leave: str, *, is_missing: bool = False) -> str:
         """The end of a message about a name that one side lacks: what to pass to this call to give
         it its other name, or to leave it be.
         """
-        names = (("skip=", self.skip), ("strict=False", self.strict))
-        ways = " or ".join(name for name, has in names if has)
+        names = (
+            ("new=", self.new and is_missing),
+            ("skip=", self.skip),
+            ("strict=False", self.strict),
+        )
+        given = [name for name, has in names if has]
+        ways = " or ".join([", ".join(given[:-1]), given[-1]] if len(given) > 2 else given)
         moves = [rename] if self.rename else []
         moves += [f"{ways} to {leave}"] if ways else []
         return f"; {', '.join(moves)}" if moves else "; take it from a state with the same names"
@@ -53,7 +59,7 @@ class CallArguments(NamedTuple):
 
 
 CHECKPOINT = CallArguments()
-STATE_DICT = CallArguments("dict", rename=False, skip=False, rank0_only=True, cast=True)
+STATE_DICT = CallArguments("dict", rename=False, skip=False, rank0_only=True, cast=True, new=False)
 
 
 class LoadRequest(NamedTuple):

@@ -211,7 +211,8 @@ class Loaded:
 
     `missing` were left as they were, `unexpected` are names of the checkpoint that the state has no
     place for, `skipped` were dropped by `skip=`, and `not_asked` counts what the checkpoint has
-    under entries that the state does not have at all. Loads of state dicts have neither of the two.
+    under entries that the state does not have at all; `new` were left as they were by `new=`. Loads
+    of state dicts have none of the three.
     """
 
     tensors: tuple[str, ...]
@@ -220,3 +221,4 @@ class Loaded:
     unexpected: tuple[str, ...]
     skipped: tuple[str, ...] = ()
     not_asked: int = 0
+    new: tuple[str, ...] = ()

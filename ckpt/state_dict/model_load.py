@@ -17,7 +17,8 @@ from ckpt.layout.kind import Kind
 from ckpt.layout.piece import Holding
 from ckpt.layout.plain import Ranks, UnsupportedTensor
 from ckpt.layout.sharded_tensor import is_sharded_tensor, is_tensor
-from ckpt.state.bind import Binding, bind_state
+from ckpt.state.bind import bind_state
+from ckpt.state.binding import Binding
 from ckpt.state.describe import Described, LogicalTensor
 from ckpt.state.names import bare_names
 from ckpt.state.requested import LoadRequest

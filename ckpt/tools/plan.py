@@ -43,6 +43,7 @@ from ckpt.loading.reader import Reader, ReadRange
 from ckpt.loading.shared_reads import ShareLimits, Sharing, Weight, long_only, share, weigh
 from ckpt.state.bind import bind_state
 from ckpt.state.bind_stacks import in_stored_form
+from ckpt.state.names import GroupOptions
 from ckpt.state.types import TensorEntry
 from storage import Store, StoreLike, open_store
 
@@ -105,6 +106,8 @@ def plan_load(
     step: SupportsIndex | None = None,
     rename: Callable[[str], str] | Mapping[str, str] | None = None,
     skip: Callable[[str], bool] | Iterable[str] = (),
+    new: Callable[[str], bool] | Iterable[str] = (),
+    group_options: GroupOptions = None,
     stacks: Mapping[str, str] | None = None,
     storage_options: Mapping[str, Any] | None = None,
 ) -> LoadPlan:
@@ -121,8 +124,17 @@ def plan_load(
         manifest = located.manifest
         ranks = _ranks()
         restacked = in_form_of_state(manifest, stacks or {})
-        binding = bind_state(state, restacked.catalog, ranks, rename=rename, skip=skip)
-        fatal = (*(f"stacks=: {problem}" for problem in restacked.problems), *binding.fatal)
+        binding = bind_state(
+            state,
+            restacked.catalog,
+            ranks,
+            rename=rename,
+            skip=skip,
+            new=new,
+            group_options=group_options,
+        )
+        of_stacks = [f"stacks=: {problem}" for problem in restacked.problems]
+        fatal = (*of_stacks, *binding.fatal, *binding.unmatched)
         if restacked.origins:
             binding = in_stored_form(binding, restacked)
         planned = _RankNeeds.of(manifest, binding.holdings)

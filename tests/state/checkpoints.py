@@ -14,7 +14,8 @@ from ckpt.layout.kind import Kind
 from ckpt.layout.piece import Piece
 from ckpt.layout.plain import Ranks
 from ckpt.layout.region import Region, boxes_of
-from ckpt.state.bind import Binding, bind_state
+from ckpt.state.bind import bind_state
+from ckpt.state.binding import Binding
 from ckpt.state.flatten import flatten_state as flatten
 from ckpt.state.types import Catalog, FlatState, Loaded, TensorEntry
 

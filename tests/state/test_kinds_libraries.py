@@ -166,8 +166,9 @@ def test_quantized_weights_of_torchao_come_back(tmp_path: Path) -> None:
         tensors["int4"] = quantization.Int4Tensor(packed, *scales, [1, 32], torch.Size((8, 64)))
         words = packed[:, ::4].int()
         plain = quantization.Int4PlainInt32Tensor
-        tensors["plain"] = plain(words, *scales, [1, 32], torch.Size((8, 64)))
-        tiles, both = words.view(8, 1, 2, 4), torch.stack(scales, -1)
+        own = [scale.clone() for scale in scales]  # tensors that share memory are refused
+        tensors["plain"] = plain(words, *own, [1, 32], torch.Size((8, 64)))
+        tiles, both = words.clone().view(8, 1, 2, 4), torch.stack(scales, -1)
         tiled = quantization.Int4TilePackedTo4dTensor
         tensors["tiled"] = tiled(tiles, both, [1, 32], torch.Size((8, 64)))
         nf4 = importlib.import_module("torchao.quantization.quantize_.workflows.nf4.nf4_tensor")

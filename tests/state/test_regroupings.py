@@ -133,7 +133,7 @@ def conflicts(source: Training, target: Training, policy: Any) -> set[str]:
     saved, live = source.options(), target.options()
     groups, saved_groups = target.groups(), source.groups()
     both = [name for name in live if name in saved]
-    found = set()
+    differing = set()
     for key in KINDS_KEYS:
         says = policy if isinstance(policy, str) else policy.get(key)
         for p in both:
@@ -142,11 +142,11 @@ def conflicts(source: Training, target: Training, policy: Any) -> set[str]:
                     continue
                 is_joined = groups[p] == groups[q]
                 if is_joined and saved[p][key] != saved[q][key]:
-                    found.add(key)
+                    differing.add(key)
                 is_split = saved_groups[p] == saved_groups[q] and not is_joined
                 if is_split and says is None and live[p][key] != live[q][key]:
-                    found.add(key)
-    return found
+                    differing.add(key)
+    return differing
 
 
 KINDS_KEYS = ("lr", "weight_decay", "eps", "momentum")
@@ -280,9 +280,9 @@ def check(seed: int, url: str) -> str:
     return "loaded"
 
 
-def _groups_of(twin: Training, target: Training) -> list[Options]:
-    """The target's groups, of the twin's parameters."""
-    mine = {name: param for param, name in twin.names.items()}
+def _groups_of(duplicate: Training, target: Training) -> list[Options]:
+    """The target's groups, of the parameters of a duplicate."""
+    mine = {name: param for param, name in duplicate.names.items()}
     return [
         {**group, "params": [mine[target.names[param]] for param in group["params"]]}
         for group in target.optimizer.param_groups

@@ -46,8 +46,11 @@ class Assignment(NamedTuple):
     compared: list[tuple[Holding, Piece]]
 
 
-def assign(holdings: Iterable[Holding], rank: int) -> Assignment:
-    """The part of `holdings` that `rank` writes. Over all ranks every element is written once."""
+def assign(holdings: Iterable[Holding], rank: int, *, first_only: bool = False) -> Assignment:
+    """The part of `holdings` that `rank` writes. Over all ranks every element is written once.
+
+    With `first_only`, ranks that hold the same share no writing: the first of them writes all.
+    """
     shares: list[Share] = []
     compared: list[tuple[Holding, Piece]] = []
     groups: dict[tuple[int, ...], list[tuple[Holding, Piece]]] = defaultdict(list)
@@ -56,9 +59,9 @@ def assign(holdings: Iterable[Holding], rank: int) -> Assignment:
             numel = piece.local_region.numel
             if not numel:
                 continue
-            if len(piece.holders) == 1:
+            if len(piece.holders) == 1 or (first_only and piece.holders[0] == rank):
                 shares.append(Share(holding, piece, 0, numel, piece.region))
-            else:
+            elif not first_only:
                 groups[piece.holders].append((holding, piece))
             if _is_compared(holding, piece):
                 compared.append((holding, piece))

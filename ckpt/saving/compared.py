@@ -22,17 +22,21 @@ JOINED_NBYTES_MAX = 64 << 10
 
 def digests_of(compared: Sequence[tuple[Holding, Piece]]) -> npt.NDArray[np.uint32]:
     """The crc32c of each of these pieces, as its memory is now."""
-    digests = np.zeros(len(compared), dtype=np.uint32)
+    return checksums_of([local_view(holding, piece) for holding, piece in compared])
+
+
+def checksums_of(views: Sequence[torch.Tensor]) -> npt.NDArray[np.uint32]:
+    """The crc32c of the elements of each view, in row-major order."""
+    digests = np.zeros(len(views), dtype=np.uint32)
     joined: dict[torch.device, list[tuple[int, torch.Tensor]]] = defaultdict(list)
-    for index, (holding, piece) in enumerate(compared):
-        view = local_view(holding, piece)
+    for index, view in enumerate(views):
         if is_plain_memory(view):
             digests[index] = crc32c(host_bytes(view))
         elif _is_on_host(view) or view.numel() * view.element_size() > JOINED_NBYTES_MAX:
             host = torch.empty(view.shape, dtype=view.dtype).copy_(view)
             digests[index] = crc32c(host_bytes(host))
         else:
-            joined[view.device].append((index, _bytes_of(view)))
+            joined[view.device].append((index, bytes_in_order(view)))
     for members in joined.values():
         host = torch.cat([data for _, data in members]).cpu()
         sizes = [data.numel() for _, data in members]
@@ -44,6 +48,6 @@ def _is_on_host(view: torch.Tensor) -> bool:
     return view.is_cpu
 
 
-def _bytes_of(view: torch.Tensor) -> torch.Tensor:
+def bytes_in_order(view: torch.Tensor) -> torch.Tensor:
     """The elements in row-major order, as bytes on the same device."""
     return view.resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8)

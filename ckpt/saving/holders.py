@@ -53,22 +53,26 @@ class NamedValue(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Inventory:
-    """What one rank holds, by name. State of parameters is where the parameter is: without it."""
+    """What one rank holds, by name. State of parameters is where the parameter is: without it.
+
+    `is_replicated`: some of it is on other ranks as well, and an engine keeps it equal there.
+    """
 
     tensors: tuple[NamedTensor, ...]
     values: tuple[NamedValue, ...]
     modules: tuple[str, ...]
     stages: tuple[StagesHere, ...] = ()
     groups: tuple[tuple[int, ...], ...] = ()
+    is_replicated: bool = False
 
     def encode(self) -> bytes:
         """As JSON; equal inventories are equal bytes."""
         fields = (self.tensors, self.values, self.modules, self.stages, self.groups)
-        return json.dumps(fields).encode()
+        return json.dumps((*fields, self.is_replicated)).encode()
 
     @classmethod
     def decode(cls, data: bytes) -> Inventory:
-        tensors, values, modules, stages, groups = json.loads(data)
+        tensors, values, modules, stages, groups, is_replicated = json.loads(data)
         return cls(
             tuple(
                 NamedTensor(fqn, dtype, tuple(shape), is_plain, group)
@@ -78,6 +82,7 @@ class Inventory:
             tuple(modules),
             tuple(StagesHere(path, count, tuple(numbers)) for path, count, numbers in stages),
             tuple(map(tuple, groups)),
+            is_replicated,
         )
 
 
@@ -88,7 +93,8 @@ class Holders:
     `tensors` has the holders of plain tensors that not all ranks hold, `sends` the names of the
     values that this rank sends for all. `modules` are the paths of the modules of all ranks.
     `are_shared`: some tensors are on several ranks and must be equal there, though no engine keeps
-    them so. `copies` has the groups of ranks of which each has all of a tensor of one name.
+    them so; `are_replicated`: some are, and an engine does. `copies` has the groups of ranks of
+    which each has all of a tensor of one name.
     """
 
     of: Inventory
@@ -97,6 +103,7 @@ class Holders:
     modules: tuple[str, ...] = ()
     are_shared: bool = False
     copies: Mapping[str, tuple[tuple[int, ...], ...]] = field(default_factory=dict)
+    are_replicated: bool = False
 
 
 def inventory_of(contents: Contents, ranks: Ranks) -> Inventory:
@@ -111,7 +118,14 @@ def inventory_of(contents: Contents, ranks: Ranks) -> Inventory:
         )
         for fqn, value in flat.values.items()
     ]
-    return Inventory(tensors, tuple(sorted(values)), contents.modules, contents.stages, groups)
+    return Inventory(
+        tensors,
+        tuple(sorted(values)),
+        contents.modules,
+        contents.stages,
+        groups,
+        bool(contents.plan.replicated),
+    )
 
 
 def _tensors_of(
@@ -171,7 +185,8 @@ def report_names(
         if problems := _missing_stages({0: mine}, {0: range(world.size)}):
             raise InvalidState(problems)
         sends = frozenset(value.fqn for value in mine.values) if world.rank == 0 else frozenset()
-        return Holders(mine, {}, sends, mine.modules, answer["are_shared"])
+        are_replicated = mine.is_replicated
+        return Holders(mine, {}, sends, mine.modules, answer["are_shared"], {}, are_replicated)
     is_first = first_ranks[world.rank] == world.rank
     payload = zlib.compress(mine.encode(), level=1) if is_first else b""
     received = world.gather_to_coordinator("inventories", payload)
@@ -204,7 +219,15 @@ def _holders_of(mine: Inventory, answer: Mapping[str, Any], world: World) -> Hol
         for groups in [tuple(map(tuple, listed))]
         for fqn in fqns
     }
-    return Holders(mine, tensors, sends, tuple(answer["modules"]), answer["are_shared"], copies)
+    return Holders(
+        mine,
+        tensors,
+        sends,
+        tuple(answer["modules"]),
+        answer["are_shared"],
+        copies,
+        answer["are_replicated"],
+    )
 
 
 def _joined(received: Sequence[bytes], first_ranks: Sequence[int]) -> bytes:
@@ -236,6 +259,7 @@ def _joined(received: Sequence[bytes], first_ranks: Sequence[int]) -> bytes:
         "values": _senders(inventories),
         "modules": sorted(modules),
         "are_shared": are_shared or bool(copies),
+        "are_replicated": any(inventory.is_replicated for inventory in inventories.values()),
         "copies": list(copies.items()),
     }
     return zlib.compress(json.dumps(answer).encode(), level=1)

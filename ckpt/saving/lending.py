@@ -19,6 +19,7 @@ import numpy.typing as npt
 
 from ckpt.errors import CheckpointError
 from ckpt.saving.plan import Contents
+from ckpt.saving.replicas import ReplicaSums
 from ckpt.saving.staged_files import FilePlan, Hold
 
 COPY_SECONDS_MAX = 600.0  # no rank is waited for meanwhile, only memory is copied: a guess
@@ -34,6 +35,7 @@ class LentCopy:
 
     contents: Contents
     digests: npt.NDArray[np.uint32]
+    replicas: ReplicaSums
     files: tuple[FilePlan, ...]
     hold: Hold
     is_one_range: bool

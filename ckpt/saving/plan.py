@@ -64,8 +64,10 @@ class SavePlan:
     """Which tensors a state has and which parts of them this rank writes, from which memory.
 
     `compared` are the pieces of which every save reports digests, as no engine keeps them equal on
-    all ranks. `trainable` are the addresses of the memory of trainable parameters. `of_chunks` has
-    what follows from the chunks alone, `of_memory` what follows from where they lie as well.
+    all ranks; `replicated` are those that one keeps equal, of which the first rank alone writes all
+    where the plan `is_first_only`. `trainable` are the addresses of the memory of trainable
+    parameters. `of_chunks` has what follows from the chunks alone, `of_memory` what follows from
+    where they lie as well.
     """
 
     tensors: tuple[TensorRecord, ...]
@@ -73,6 +75,8 @@ class SavePlan:
     compared: tuple[tuple[Holding, Piece], ...]
     sources: tuple[Source, ...]
     trainable: frozenset[int]
+    replicated: tuple[tuple[Holding, Piece], ...] = ()
+    is_first_only: bool = False
     of_chunks: Memo = field(default_factory=Memo)
     of_memory: Memo = field(default_factory=Memo)
 
@@ -152,12 +156,19 @@ def contents_of(state: Any, ranks: Ranks, memory: PlanMemory) -> Contents:
 
 
 def _plan_of(flat: FlatState, ranks: Ranks, memory: PlanMemory) -> SavePlan:
-    assignment = assign(flat.holdings, ranks.rank)
+    assignment = assign(flat.holdings, ranks.rank, first_only=memory.first_only)
     sources = tuple(sources_of(assignment.shares))
     tensors = tuple(_tensors_of(flat))
     witnesses = [holding for holding in flat.witnesses if holding.must_agree]
     witnessed = [(holding, piece) for holding in witnesses for piece in holding.pieces]
     compared = [*assignment.compared, *witnessed] if len(ranks.global_ranks) > 1 else []
+    replicated = [
+        (holding, piece)
+        for holding in flat.holdings
+        if holding.synchronized
+        for piece in holding.pieces
+        if len(piece.holders) > 1 and piece.local_region.numel
+    ]
     chunks = [source.chunk for source in sources]
     trainable = {
         storage_of(owned.local)
@@ -170,6 +181,8 @@ def _plan_of(flat: FlatState, ranks: Ranks, memory: PlanMemory) -> SavePlan:
         tuple(compared),
         sources,
         frozenset(trainable),
+        tuple(replicated),
+        memory.first_only,
         memory.memo_of(chunks, tensors),
     )
 
@@ -195,9 +208,13 @@ class _Kept(NamedTuple):
 
 
 class PlanMemory:
-    """The plan of the last save of one session, until the state changes or goes away."""
+    """The plan of the last save of one session, until the state changes or goes away.
+
+    `first_only`: ranks were found to differ in replicas, so none is put together from several.
+    """
 
     def __init__(self) -> None:
+        self.first_only = False
         self._kept: _Kept | None = None
         self._chunks: tuple[Sequence[StoredChunk], tuple[TensorRecord, ...], Memo] = (
             (),
@@ -232,6 +249,12 @@ class PlanMemory:
     def forget_part(self) -> None:
         """After a failed save: the next one must not be compared with its part."""
         self._chunks[2].keep("part", None)
+
+    def take_from_first(self, first_only: bool) -> None:
+        """Make the next plans so."""
+        if self.first_only != first_only:
+            self.first_only = first_only
+            self.forget()
 
     def forget(self) -> None:
         """The next plan is made anew."""

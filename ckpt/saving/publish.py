@@ -368,7 +368,7 @@ def _problems(received: Received | JointReceived, task: SaveTask) -> tuple[list[
         problems = value_differences(parts) + failures
         own_warnings = [part.warnings for part in parts]
     problems += warnings if task.options.replicas == "strict" else []
-    return problems, warnings + _unchanged(own_warnings)
+    return problems, [*task.memory.differing, *warnings, *_unchanged(own_warnings)]
 
 
 def _stored(received: Received | JointReceived, task: SaveTask, header: Header) -> _Stored:

@@ -18,6 +18,7 @@ from ckpt.saving.compared import digests_of
 from ckpt.saving.holders import inventory_of, report_names
 from ckpt.saving.plan import Contents, contents_of
 from ckpt.saving.publish import TRIES, publish
+from ckpt.saving.replicas import ReplicasDrifted, differing_replicas, replica_sums
 from ckpt.saving.report import SaveOptions, SaveReport
 from ckpt.saving.task import (
     Attempt,
@@ -58,6 +59,8 @@ def save_state(
             return _save_once(state, task)
         except NamesChanged:
             memory.learn(None)
+        except ReplicasDrifted:
+            pass  # now the first replica is taken
     return _save_once(state, task)
 
 
@@ -120,15 +123,22 @@ def _flattened(state: Any, task: SaveTask) -> Contents | Exception:
 def _save_once(state: Any, task: SaveTask) -> SaveReport:
     contents = flattened(state, task)
     digests = np.zeros(0, dtype=np.uint32)
+    sums = None
     if not isinstance(contents, Exception):
         try:
             digests = digests_of(contents.plan.compared)
+            sums = replica_sums(contents.plan, task, copied=False)
+            sums.compute()
         except Exception as error:
             contents = error
     if isinstance(contents, Exception):
         difference_of(task, None, digests)  # the other ranks may wait for this one
     else:
         contents = difference_of(task, contents, digests) or contents
+    drifted = differing_replicas(task, None if isinstance(contents, Exception) else contents, sums)
+    if isinstance(drifted, ReplicasDrifted):
+        raise drifted
+    contents = drifted or contents
 
     def write(attempt: Attempt) -> Part:
         if isinstance(contents, Exception):

@@ -31,6 +31,7 @@ from ckpt.layout.tensor import local_tensor
 from ckpt.saving.compared import digests_of
 from ckpt.saving.lending import LentCopy
 from ckpt.saving.plan import Contents, PlanMemory, contents_of
+from ckpt.saving.replicas import ReplicaSums, replica_sums
 from ckpt.saving.save import write_sources
 from ckpt.saving.staged_files import CopyOrder, FilePlan, Image, copy_order, part_count, plan_files
 from ckpt.saving.step_gate import Gate, steps, storage_of
@@ -116,6 +117,7 @@ class Staged:
     image: Image
     gate: Gate
     digests: npt.NDArray[np.uint32]
+    replicas: ReplicaSums
     compared_later: Sequence[int]
     is_blocking: bool
     nbytes_later: int
@@ -128,7 +130,8 @@ class Staged:
     def lend(self, snapshot: Snapshot, *, is_one_range: bool) -> LentCopy:
         """Another save of the same state may use this copy, of which all fits into memory."""
         files, hold = self.image.files, self.image.lend()
-        copy = LentCopy(self.contents, self.digests, files, hold, is_one_range, snapshot)
+        sums = self.digests, self.replicas
+        copy = LentCopy(self.contents, *sums, files, hold, is_one_range, snapshot)
         self.lent = (*self.lent, copy)
         return copy
 
@@ -150,6 +153,7 @@ class Staged:
         with self.task.recorder.span("stage", self.nbytes_later):
             with self.reading.copying():
                 _digest(self.digests, self.contents, self.compared_later)
+                self.replicas.compute()
             self.image.copy()
         self._let_steps_pass()
 
@@ -238,8 +242,10 @@ def stage(state: Any, task: SaveTask, options: StageOptions, staging: Staging) -
         image = Image(files, sources, staging, order=order, buffers_max=room.buffers_max)
         digests = np.zeros(len(contents.plan.compared), dtype=np.uint32)
         _digest(digests, contents, split.compared_now)
-    compared_later = (contents.plan.compared[index] for index in split.compared_later)
-    reading = SideStreams(devices_of(holding.local for holding, _ in compared_later))
+        replicas = replica_sums(contents.plan, task, copied=True)
+    compared_later = [contents.plan.compared[index] for index in split.compared_later]
+    read_later = [holding for holding, _ in (*compared_later, *contents.plan.replicated)]
+    reading = SideStreams(devices_of(holding.local for holding in read_later))
     versions = _versions([contents.plan.sources[index] for index in split.later])
     gate = Gate(split.changes.storages, split.changes.parameters)
     try:
@@ -252,6 +258,7 @@ def stage(state: Any, task: SaveTask, options: StageOptions, staging: Staging) -
             image,
             gate,
             digests,
+            replicas,
             split.compared_later,
             is_blocking=not (room.fits or room.is_aside),
             nbytes_later=order.later_nbytes,

@@ -52,6 +52,7 @@ class PartMemory:
     this rank need not compute again, `evidence` which optimizers wait for saves in the background,
     `history` the reports of earlier saves. `holders` is what the ranks have told each other of what
     they hold; None until they have. `is_compared`: what they share was equal when they had.
+    `differing` says which replicas have drifted, as far as the save under way has compared them.
     """
 
     def __init__(self) -> None:
@@ -62,6 +63,7 @@ class PartMemory:
         self.history = SaveHistory()
         self.holders: Holders | None = None
         self.is_compared = False
+        self.differing: tuple[str, ...] = ()
 
     def learn(self, holders: Holders | None) -> None:
         """Keep what the ranks have told each other; plans that it makes wrong are forgotten."""

@@ -21,6 +21,7 @@ from ckpt.layout.buffers import address_of, bytes_at
 from ckpt.layout.memory import tensor_over
 from ckpt.saving.lending import LentCopy
 from ckpt.saving.plan import Contents, SavePlan, contents_of
+from ckpt.saving.replicas import ReplicaSums, compares_all
 from ckpt.saving.save import write_sources
 from ckpt.saving.staged_files import FilePlan, write_copied
 from ckpt.saving.staging import Snapshot, Staged, StageOptions, planned_files, stage
@@ -47,6 +48,11 @@ class BorrowedState:
     def digests(self) -> npt.NDArray[np.uint32]:
         """Those of `plan.compared`, once the state is copied."""
         return self.lent.digests
+
+    @property
+    def replicas(self) -> ReplicaSums:
+        """What the other save compares."""
+        return self.lent.replicas
 
     def copy(self) -> None:
         """Returns when the other save has copied the state. Raises its error."""
@@ -113,6 +119,7 @@ def stage_or_share(
                 contents = contents_of(state, task.ranks, task.memory.plans)
                 files = planned_files(contents, task)
                 are_alike = [file.first for file in files] == [file.first for file in how.files]
+                are_alike = are_alike and compares_all(task) == how.replicas.is_whole
                 if are_alike and _is_same(contents.plan, how.contents.plan):
                     task.recorder.count("blocking_bytes", 0)
                     return BorrowedState(task, contents, files, how)

@@ -1,0 +1,352 @@
+"""Replicas that an engine declares equal are compared before a save writes: a sample of their
+blocks, or all of them.
+
+Ranks share the writing of a replica, so what has drifted would be stored as a mixture. Each save
+compares another sample, which costs 1 % of what it writes; with `replicas="strict"`, and once ranks
+are known to differ, all is compared. Where ranks differ, they say where, in three rounds more.
+"""
+
+from __future__ import annotations
+
+import json
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from ckpt.errors import CheckpointError, InvalidState
+from ckpt.format.checksum import crc32c
+from ckpt.layout.memory import local_view
+from ckpt.layout.piece import Holding, Piece
+from ckpt.layout.region import Span
+from ckpt.saving.compared import bytes_in_order, checksums_of
+from ckpt.saving.holders import ranks_in_words
+from ckpt.saving.plan import Contents, SavePlan
+from ckpt.saving.task import SaveTask
+from ckpt.world.base import World
+
+SAMPLED_SHARE = 0.01  # of the bytes that a rank writes of its replicas
+SAMPLED_NBYTES_MAX = 8 << 20  # the call of an async save copies them
+BLOCK_NBYTES_MAX = 64 << 10
+BLOCK_NBYTES_MIN = 512
+BLOCKS_MIN = 8
+SHOWN_MAX = 20  # tensors whose difference is located
+GROUPS_SHOWN_MAX = 4  # of ranks that have the same
+DIFFERING_MAX = 10_000  # blocks of a group that are looked at for that
+
+Holders = tuple[int, ...]
+Uint32s = npt.NDArray[np.uint32]
+
+
+class ReplicasDrifted(CheckpointError):
+    """Ranks differ in what is declared equal. The save begins again and takes all of it from the
+    first replica, so that no caller meets this.
+    """
+
+
+class Block(NamedTuple):
+    """Elements of a piece from `start` on, in the piece's own row-major order."""
+
+    piece: Piece
+    start: int
+    view: torch.Tensor
+
+
+@dataclass
+class ReplicaSums:
+    """Checksums of this rank's replicas, by the ranks that hold the same.
+
+    `is_whole`: of all blocks, else of a sample. `is_copied`: the blocks are, or there are none:
+    what lies in live memory may have changed when they are looked at again.
+    """
+
+    is_whole: bool
+    is_copied: bool
+    blocks: dict[Holders, list[Block]]
+    sums: dict[Holders, Uint32s] = field(default_factory=dict)
+
+    @property
+    def nbytes(self) -> int:
+        """How much memory is read."""
+        every = (block.view for blocks in self.blocks.values() for block in blocks)
+        return sum(view.numel() * view.element_size() for view in every)
+
+    def compute(self) -> None:
+        """Read the blocks. Again without effect."""
+        for holders, blocks in self.blocks.items():
+            if holders not in self.sums:
+                self.sums[holders] = checksums_of([block.view for block in blocks])
+
+
+def replica_sums(plan: SavePlan, task: SaveTask, *, copied: bool) -> ReplicaSums:
+    """What this save compares, to be computed. With `copied`, a sample is copied now."""
+    is_whole = compares_all(task)
+    blocks: dict[Holders, list[Block]] = {}
+    for holders, members in replicas_of(plan).items():
+        blocks[holders] = [*_all_of(members)] if is_whole else _sample(members, holders, task.step)
+    if copied and not is_whole:
+        for those in blocks.values():
+            those[:] = [block._replace(view=block.view.clone()) for block in those]
+    sums = ReplicaSums(is_whole, copied, blocks)
+    if blocks:
+        task.recorder.count("replica_bytes", sums.nbytes)
+    if copied and is_whole:
+        sums.compute()  # not copied, so before the state changes
+    return sums
+
+
+def compares_all(task: SaveTask) -> bool:
+    """Whether a save of this task compares all replicas."""
+    return task.options.replicas == "strict" or task.memory.plans.first_only
+
+
+def replicas_of(plan: SavePlan) -> Mapping[Holders, Sequence[tuple[Holding, Piece]]]:
+    """The plan's replicas by the ranks that hold them, in the same order on each of these."""
+
+    def grouped() -> dict[Holders, list[tuple[Holding, Piece]]]:
+        groups: dict[Holders, list[tuple[Holding, Piece]]] = {}
+        for one in plan.replicated:
+            groups.setdefault(one[1].holders, []).append(one)
+        for members in groups.values():
+            members.sort(key=lambda member: (member[1].fqn, member[1].region))
+        return groups
+
+    return plan.of_memory.once("replicas", grouped)
+
+
+def _all_of(members: Sequence[tuple[Holding, Piece]]) -> Iterator[Block]:
+    for holding, piece in members:
+        view = local_view(holding, piece)
+        if not view.is_contiguous():
+            yield Block(piece, 0, view)
+            continue
+        flat, count = view.view(-1), BLOCK_NBYTES_MAX // view.element_size()
+        for start in range(0, flat.numel(), count):
+            yield Block(piece, start, flat[start : start + count])
+
+
+def _sample(members: Sequence[tuple[Holding, Piece]], holders: Holders, step: int) -> list[Block]:
+    """Blocks by a rule that all holders follow; at another step others."""
+    sizes = [piece.local_region.numel * piece.dtype.itemsize for _, piece in members]
+    ends = np.cumsum(sizes)
+    share = int(ends[-1]) * SAMPLED_SHARE / len(holders)
+    budget = min(share, SAMPLED_NBYTES_MAX)
+    block_nbytes = min(max(budget / BLOCKS_MIN, BLOCK_NBYTES_MIN), BLOCK_NBYTES_MAX)
+    generator = np.random.default_rng([step, *holders])
+    places = generator.integers(int(ends[-1]), size=max(1, int(budget / block_nbytes)))
+    blocks: dict[tuple[int, int], Block] = {}
+    for place in places.tolist():
+        index = int(np.searchsorted(ends, place, side="right"))
+        holding, piece = members[index]
+        itemsize = piece.dtype.itemsize
+        element = (place - int(ends[index]) + sizes[index]) // itemsize
+        count = max(1, int(block_nbytes) // itemsize)
+        start, view = _block_at(local_view(holding, piece), element, count)
+        blocks[index, start] = Block(piece, start, view)
+    return list(blocks.values())
+
+
+def _block_at(view: torch.Tensor, element: int, count: int) -> tuple[int, torch.Tensor]:
+    """About `count` elements around one: whole rows, or a part of one, and where they begin."""
+    start = 0
+    while view.ndim and view.numel() > count:
+        row = view.numel() // view.shape[0]
+        rows = max(1, count // row)
+        first = (element - start) // row // rows * rows
+        start += first * row
+        view = view[first : first + rows]
+        if row <= count:
+            break
+        view = view[0]
+    return start, view
+
+
+def differing_replicas(
+    task: SaveTask, contents: Contents | None, sums: ReplicaSums | None
+) -> CheckpointError | None:
+    """Why nothing may be written, on all ranks. Collective where ranks hold replicas; else nothing
+    is done. A rank without contents takes part without any.
+
+    What differs is left in `task.memory.differing`, as texts. ReplicasDrifted where another try, or
+    another save, takes all from the first replica.
+    """
+    memory = task.memory
+    memory.differing = ()
+    if memory.holders is None or not memory.holders.are_replicated:
+        return None
+    texts = _texts(task.session.world, contents, sums)
+    if texts is None:
+        return CheckpointError(
+            "the ranks found out at different saves that replicas differ; save again"
+        )
+    was_first_only = memory.plans.first_only
+    if not texts:
+        # All of it is equal again, if all was compared; ranks may share the writing from now on.
+        if was_first_only and sums is not None and sums.is_whole:
+            memory.plans.take_from_first(False)
+        return None
+    if task.options.replicas == "strict":
+        return InvalidState(texts)
+    memory.plans.take_from_first(True)
+    memory.differing = tuple(f"{text}; the first replica's is stored" for text in texts)
+    if was_first_only:
+        return None
+    return ReplicasDrifted(
+        "ranks differ in what is declared equal on them, and this save would mix what they have: "
+        f"{'; '.join(texts)}; the next save stores the first replica's. Make them equal"
+    )
+
+
+class _Located(NamedTuple):
+    """A block that differs, as one rank has it; `data` is None where it is not known any more."""
+
+    holders: list[int]
+    fqn: str
+    number: int  # of the block in its group
+    start: int
+    itemsize: int
+    offset: list[int]  # of the piece: its region
+    shape: list[int]
+    data: str | None
+
+
+def _texts(world: World, contents: Contents | None, sums: ReplicaSums | None) -> list[str] | None:
+    """What differs; None where ranks do not know alike whether they have differed."""
+    mine: dict[str, Any] = {}
+    own: dict[Holders, Uint32s] = {}
+    if contents is not None and sums is not None:
+        own = sums.sums
+        mine = {
+            "first_only": contents.plan.is_first_only,
+            "whole": sums.is_whole,
+            "sums": [(holders, crc32c(array.tobytes())) for holders, array in own.items()],
+        }
+    received = world.gather_to_coordinator("replicas", _packed(mine))
+    differing: list[Holders] | None = None
+    answer = None
+    if received is not None:
+        answer = json.dumps(_groups_that_differ([_unpacked(one) for one in received])).encode()
+    answered = json.loads(world.broadcast("replicas that differ", answer))
+    if answered is None:
+        return None
+    differing = [tuple(holders) for holders in answered]
+    if not differing:
+        return []
+    mine = {"sums": [(h, own[h].tolist()) for h in differing if h in own]}
+    received = world.gather_to_coordinator("sums of replicas", _packed(mine))
+    answer = None
+    if received is not None:
+        answer = json.dumps(_blocks_that_differ([_unpacked(one) for one in received])).encode()
+    blocks = json.loads(world.broadcast("blocks that differ", answer))
+    mine = {"blocks": _located(sums, blocks) if own and sums is not None else []}
+    received = world.gather_to_coordinator("differing blocks", _packed(mine))
+    answer = None
+    if received is not None:
+        answer = json.dumps(_in_words([_unpacked(one) for one in received])).encode()
+    texts: list[str] = json.loads(world.broadcast("differing replicas", answer))
+    return texts
+
+
+def _packed(message: Mapping[str, Any]) -> bytes:
+    return zlib.compress(json.dumps(message).encode(), level=1)
+
+
+def _unpacked(data: bytes) -> dict[str, Any]:
+    message: dict[str, Any] = json.loads(zlib.decompress(data))
+    return message
+
+
+def _groups_that_differ(received: Sequence[Mapping[str, Any]]) -> list[Holders] | None:
+    if len({(one["first_only"], one["whole"]) for one in received if one}) > 1:
+        return None
+    digests: dict[Holders, set[int]] = {}
+    for one in received:
+        for holders, digest in one.get("sums", ()):
+            digests.setdefault(tuple(holders), set()).add(digest)
+    return sorted(holders for holders, those in digests.items() if len(those) > 1)
+
+
+def _blocks_that_differ(received: Sequence[Mapping[str, Any]]) -> list[tuple[Holders, list[int]]]:
+    arrays: dict[Holders, list[Uint32s]] = {}
+    for one in received:
+        for holders, sums in one["sums"]:
+            arrays.setdefault(tuple(holders), []).append(np.array(sums, dtype=np.uint32))
+    differing = []
+    for holders, those in sorted(arrays.items()):
+        count = min(map(len, those))
+        table = np.stack([array[:count] for array in those])
+        indices = np.flatnonzero((table != table[0]).any(axis=0))[:DIFFERING_MAX]
+        differing.append((holders, indices.tolist()))
+    return differing
+
+
+def _located(sums: ReplicaSums, differing: Sequence[tuple[list[int], list[int]]]) -> list[_Located]:
+    """This rank's first differing block of each tensor."""
+    located: list[_Located] = []
+    for holders, indices in differing:
+        blocks = sums.blocks.get(tuple(holders), [])
+        known: set[str] = set()
+        # A sample is in no order; all holders have the same one.
+        rows = [(blocks[n].piece.fqn, blocks[n].start, n) for n in indices] if blocks else []
+        for fqn, start, index in sorted(rows):
+            if fqn in known or len(known) >= SHOWN_MAX:
+                continue
+            known.add(fqn)
+            piece, _, view = blocks[index]
+            offset, shape = _place_of(piece)
+            data = None
+            if not (sums.is_copied and sums.is_whole):
+                data = bytes_in_order(view).cpu().numpy().tobytes().hex()
+            itemsize = piece.dtype.itemsize
+            located.append(_Located(holders, fqn, index, start, itemsize, offset, shape, data))
+    return located
+
+
+def _place_of(piece: Piece) -> tuple[list[int], list[int]]:
+    """Where a piece begins, and its shape; of a run of elements its first, and the tensor's."""
+    region = piece.region
+    if isinstance(region, Span):
+        return [region.start], list(piece.global_shape)
+    return list(region.offset), list(region.shape)
+
+
+def _in_words(received: Sequence[Mapping[str, Any]]) -> list[str]:
+    """One text for each tensor: who differs, and where first."""
+    having: dict[tuple[str, Holders, int], dict[int, _Located]] = {}
+    for rank, one in enumerate(received):
+        for row in one["blocks"]:
+            block = _Located(*row)
+            key = block.fqn, tuple(block.holders), block.number
+            having.setdefault(key, {})[rank] = block
+    texts: dict[str, str] = {}
+    for (fqn, holders, _), by_rank in sorted(having.items()):
+        groups: dict[str | None, list[int]] = {}
+        for rank, block in sorted(by_rank.items()):
+            groups.setdefault(block.data, []).append(rank)
+        first = next(iter(by_rank.values()))
+        element, where = first.start, "at or after"
+        if None not in groups:
+            every = [np.frombuffer(bytes.fromhex(data), np.uint8) for data in groups if data]
+            table = np.stack(every)
+            byte = int(np.flatnonzero((table != table[0]).any(axis=0))[0])
+            element, where = first.start + byte // first.itemsize, "at"
+        on = " and on ".join(map(ranks_in_words, [*groups.values()][:GROUPS_SHOWN_MAX]))
+        texts.setdefault(
+            fqn,
+            f"{fqn}: declared equal on {ranks_in_words(holders)}, and different"
+            + ("" if None in groups else f" on {on}")
+            + f", first {where} index {_index(element, first)}",
+        )
+    return [texts[fqn] for fqn in sorted(texts)]
+
+
+def _index(element: int, block: _Located) -> list[int]:
+    """The index in the tensor of an element of a piece, from its place in the piece."""
+    if len(block.offset) != len(block.shape):  # a run of the tensor
+        return [int(i) for i in np.unravel_index(block.offset[0] + element, block.shape)]
+    place = np.unravel_index(element, block.shape) if block.shape else ()
+    return [int(i) + start for i, start in zip(place, block.offset, strict=True)]

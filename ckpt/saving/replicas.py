@@ -201,7 +201,7 @@ def differing_replicas(
     )
 
 
-class _Located(NamedTuple):
+class _DifferingBlock(NamedTuple):
     """A block that differs, as one rank has it; `data` is None where it is not known any more."""
 
     holders: list[int]
@@ -284,9 +284,11 @@ def _blocks_that_differ(received: Sequence[Mapping[str, Any]]) -> list[tuple[Hol
     return differing
 
 
-def _located(sums: ReplicaSums, differing: Sequence[tuple[list[int], list[int]]]) -> list[_Located]:
+def _located(
+    sums: ReplicaSums, differing: Sequence[tuple[list[int], list[int]]]
+) -> list[_DifferingBlock]:
     """This rank's first differing block of each tensor."""
-    located: list[_Located] = []
+    located: list[_DifferingBlock] = []
     for holders, indices in differing:
         blocks = sums.blocks.get(tuple(holders), [])
         known: set[str] = set()
@@ -302,7 +304,9 @@ def _located(sums: ReplicaSums, differing: Sequence[tuple[list[int], list[int]]]
             if not (sums.is_copied and sums.is_whole):
                 data = bytes_in_order(view).cpu().numpy().tobytes().hex()
             itemsize = piece.dtype.itemsize
-            located.append(_Located(holders, fqn, index, start, itemsize, offset, shape, data))
+            located.append(
+                _DifferingBlock(holders, fqn, index, start, itemsize, offset, shape, data)
+            )
     return located
 
 
@@ -316,10 +320,10 @@ def _place_of(piece: Piece) -> tuple[list[int], list[int]]:
 
 def _in_words(received: Sequence[Mapping[str, Any]]) -> list[str]:
     """One text for each tensor: who differs, and where first."""
-    having: dict[tuple[str, Holders, int], dict[int, _Located]] = {}
+    having: dict[tuple[str, Holders, int], dict[int, _DifferingBlock]] = {}
     for rank, one in enumerate(received):
         for row in one["blocks"]:
-            block = _Located(*row)
+            block = _DifferingBlock(*row)
             key = block.fqn, tuple(block.holders), block.number
             having.setdefault(key, {})[rank] = block
     texts: dict[str, str] = {}

@@ -117,7 +117,6 @@ class Staged:
     image: Image
     gate: Gate
     digests: npt.NDArray[np.uint32]
-    replicas: ReplicaSums
     compared_later: Sequence[int]
     is_blocking: bool
     nbytes_later: int
@@ -126,6 +125,7 @@ class Staged:
     reading: SideStreams = field(default_factory=lambda: SideStreams(()))
     """Made where the training runs: another thread's current stream knows nothing of it."""
     lent: tuple[LentCopy, ...] = ()
+    replicas: ReplicaSums = field(default_factory=lambda: ReplicaSums(False, True, {}))
 
     def lend(self, snapshot: Snapshot, *, is_one_range: bool) -> LentCopy:
         """Another save of the same state may use this copy, of which all fits into memory."""
@@ -258,13 +258,13 @@ def stage(state: Any, task: SaveTask, options: StageOptions, staging: Staging) -
             image,
             gate,
             digests,
-            replicas,
             split.compared_later,
             is_blocking=not (room.fits or room.is_aside),
             nbytes_later=order.later_nbytes,
             versions=versions,
             side=side,
             reading=reading,
+            replicas=replicas,
         )
     except BaseException:  # Ctrl-C too: no step may wait for a copy that is never made
         gate.open()

@@ -348,7 +348,7 @@ def _in_words(received: Sequence[Mapping[str, Any]]) -> list[str]:
     return [texts[fqn] for fqn in sorted(texts)]
 
 
-def _index(element: int, block: _Located) -> list[int]:
+def _index(element: int, block: _DifferingBlock) -> list[int]:
     """The index in the tensor of an element of a piece, from its place in the piece."""
     if len(block.offset) != len(block.shape):  # a run of the tensor
         return [int(i) for i in np.unravel_index(block.offset[0] + element, block.shape)]

@@ -23,7 +23,7 @@ SHELL := /bin/bash
 # The tests and the demo run several ranks on few cores: more threads per rank only slow them down.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help demo test quick soak test-gpu test-wild test-cluster mutants bench bench-gpu kit check format test-ceph examples docs dist clean
+.PHONY: help demo test quick soak test-gpu test-wild test-cluster judges mutants bench bench-gpu kit check format test-ceph examples docs dist clean
 .DEFAULT_GOAL := help
 
 help:
@@ -34,6 +34,7 @@ help:
 	@echo "make test-gpu    the tests of a device, on this machine's; DEVICE=cpu runs them without one"
 	@echo "make test-wild   models, optimizers and frameworks of other libraries, against docs/compatibility.md"
 	@echo "make test-cluster  jobs on hosts in network namespaces (needs root): links, disks and processes fail"
+	@echo "make judges      fsspec's and zarr's own tests and state machines, run over our stores"
 	@echo "make bench-gpu   time, memory and kernels on a device against torch's; BENCH_ARGS='--width 2048'"
 	@echo "make kit         tests and benchmarks of a device for a machine without a network: build/kit"
 	@echo "make mutants     mutation testing: a sample of small wrong changes, and those that no test sees"
@@ -73,6 +74,11 @@ test-gpu: $(INSTALLED)
 test-wild: $(INSTALLED)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[wild]'
 	$(BIN)/python -m pytest --soak --timeout=7200 tests/wild $(PYTEST_ARGS)
+
+# Tests that others wrote to test such things as ours.
+judges: $(INSTALLED)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[judges]'
+	$(BIN)/python -m pytest --judges -m judges -n $(WORKERS) --dist loadfile $(PYTEST_ARGS)
 
 test-cluster: $(INSTALLED)
 	$(BIN)/python -m pytest --cluster --results $(RESULTS) -s tests/cluster tests/model/test_power.py $(PYTEST_ARGS)

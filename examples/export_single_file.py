@@ -1,4 +1,4 @@
-"""Turn the latest sharded checkpoint into one safetensors file, and use it without this library.
+"""Turn the latest checkpoint into one file, used without us. Needs: pip install safetensors
 
 python examples/export_single_file.py runs/example model.safetensors
 """

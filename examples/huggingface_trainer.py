@@ -1,6 +1,6 @@
-"""Hugging Face's Trainer with checkpoints of this library: stop it, run it again, and it continues.
+"""Hugging Face's Trainer, stopped and continued. Needs: pip install transformers accelerate
 
-python examples/huggingface_trainer.py runs/trainer      (pip install '.[huggingface]')
+python examples/huggingface_trainer.py runs/trainer
 """
 
 import sys

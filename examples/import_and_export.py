@@ -1,4 +1,6 @@
-"""From torch's distributed checkpoint to one of ours, to one safetensors file, and back to torch.
+"""From torch's DCP to ours, to one file, and back to torch. Needs: pip install safetensors
+
+To one of ours, from there to one safetensors file, and as a distributed checkpoint to torch again.
 
 python examples/import_and_export.py runs/converted
 """

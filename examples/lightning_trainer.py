@@ -1,6 +1,6 @@
-"""Lightning's Trainer with its checkpoints in a root of this library, and resumed from there.
+"""Lightning's Trainer with its checkpoints in a root of ours. Needs: pip install lightning
 
-python examples/lightning_trainer.py runs/lightning      (pip install '.[lightning]')
+python examples/lightning_trainer.py runs/lightning
 """
 
 import sys

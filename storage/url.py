@@ -150,8 +150,12 @@ def _open_plain(
         _refuse_options(url, storage_options)
         return _open_memory(url, rest)
     if protocol in ("s3", "s3a"):
-        from storage.s3.open import open_s3  # s3fs takes half a second to import
-
+        try:
+            from storage.s3.open import open_s3  # s3fs takes half a second to import
+        except ImportError as error:
+            raise InvalidUrlError(
+                f"{redacted(url)}: s3:// needs s3fs ({error}); pip install s3fs"
+            ) from error
         options = dict(storage_options)
         spread = options.pop("spread", None)
         store = RetryingStore(open_s3(url, rest, options, policy), policy)

@@ -1,4 +1,4 @@
-"""A training on a Ray cluster: Ray starts the ranks, and starts all of them again when one is lost.
+"""Ray starts the ranks, and all of them again when one is lost. Needs: pip install 'ray[train]'
 
 ray job submit --working-dir . -- python examples/clusters/ray_job.py s3://bucket/ray --workers 16
 

@@ -34,6 +34,7 @@ from storage.local import LocalStore
 from storage.location import child_of, folder_of, url_of
 from storage.testing import StoreContract
 from storage.url import with_its_options
+from storage.wrap import WrappedStore
 from tests.servers import S3Server
 
 
@@ -128,6 +129,19 @@ def test_exclusive_create_is_proved_and_never_believed(
     store = FsspecStore(filesystem(), f"{tmp_path}/root")
     assert store.exclusive_create is expected
     assert list(store.list("")) == [] and store.abort_unfinished("") == 0
+
+
+def test_options_configuration_and_environment_are_fsspecs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    conf: dict[str, Any] = {}
+    fsspec.config.set_conf_env(conf, {"FSSPEC_OWNFS_REGION": "a", "FSSPEC_OWNFS_LABEL": "b"})
+    monkeypatch.setattr(fsspec.config, "conf", conf)
+    store = open_store(f"ownfs://{tmp_path}", label="mine")
+    while isinstance(store, WrappedStore):
+        store = store.inner
+    assert isinstance(store, FsspecStore)
+    assert store.filesystem.storage_options == {"region": "a", "label": "mine"}
 
 
 def test_two_writers_are_safe_on_a_filesystem_that_proves_it(tmp_path: Path) -> None:

@@ -165,13 +165,22 @@ class FsspecStore(Store):
                 if self.filesystem.info(path)["size"] < byte_range.start:
                     raise self._short(key, byte_range)
             else:
-                start, end = byte_range
-                data = bytes(self.filesystem.cat_file(path, start=start, end=end))
+                data = self._read_range(key, path, byte_range)
         if len(data) > byte_range.nbytes:
             raise self._ignores_ranges(key, byte_range.nbytes, len(data))
         if len(data) != byte_range.nbytes:
             raise self._short(key, byte_range)
         return data
+
+    def _read_range(self, key: str, path: str, wanted: ByteRange) -> bytes:
+        try:
+            return bytes(self.filesystem.cat_file(path, start=wanted.start, end=wanted.end))
+        except (FileNotFoundError, PermissionError, TimeoutError, ConnectionError):
+            raise
+        except Exception:  # each filesystem has its own for a range that begins behind the end
+            if self.filesystem.info(path)["size"] >= wanted.end:
+                raise
+            raise self._short(key, wanted) from None
 
     def _checked_for_ranges(self, key: str, path: str, data: bytes) -> bytes:
         """`data` of a whole object; the first time, one byte of it is requested as well.

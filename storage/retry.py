@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 from storage.errors import KeyExistsError, KeyNotFoundError, OutcomeUnknownError, TransientError
 from storage.forks import ForkSafeLock
 from storage.patience import Patience
-from storage.store import ByteRange, JointWriter, ObjectInfo, ObjectWriter, Store
+from storage.store import ByteRange, ExclusiveCreate, JointWriter, ObjectInfo, ObjectWriter, Store
 from storage.wrap import WrappedStore
 
 T = TypeVar("T")
@@ -182,6 +182,10 @@ class RetryingStore(WrappedStore):
     @property
     def patience(self) -> Patience:
         return self._policy.patience
+
+    @property
+    def exclusive_create(self) -> ExclusiveCreate:  # type: ignore[override]
+        return self._policy.run(lambda: self.inner.exclusive_create)  # may have to be proved
 
     def get(self, key: str, byte_range: ByteRange | None = None) -> bytes:
         return self._policy.run(lambda: self.inner.get(key, byte_range))

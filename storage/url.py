@@ -9,7 +9,6 @@ import re
 from collections.abc import Mapping
 from types import SimpleNamespace
 from typing import Any
-from weakref import WeakKeyDictionary
 
 from storage.encoding.store import ENCODING_OPTIONS, EncodedStore, EncodingOptions
 from storage.errors import InvalidUrlError
@@ -31,8 +30,7 @@ _CLOUDS = {"gs": "gs", "gcs": "gs", "az": "az", "abfs": "az", "abfss": "az"}
 # What `memory://NAME` finds again within this process: it is data, like a directory of a disk.
 _memory_buckets: dict[str, MemoryBucket] = {}
 
-# A new store for each call with one FSMap would have connections of its own.
-_stores_on: WeakKeyDictionary[Any, dict[tuple[int, str], Store]] = WeakKeyDictionary()
+_STORES = "shardpoint_stores"  # of a filesystem: a store for each call would connect anew
 # Arguments of fsspec's classes, which say how a filesystem is used, and not what it is.
 _OF_EVERY_FILESYSTEM = {
     *("use_listings_cache", "listings_expiry_time", "max_paths", "skip_instance_cache"),
@@ -105,7 +103,8 @@ def with_its_options(where: StoreLike) -> str | os.PathLike[str] | Store:
     place = place_on_filesystem(where)
     if place is None:
         return where if is_url(where) or isinstance(where, Store) else url_of(where)
-    known = _stores_on.setdefault(place.filesystem, {})
+    # Kept with the filesystem, so that both are forgotten together.
+    known: dict[tuple[int, str], Store] = vars(place.filesystem).setdefault(_STORES, {})
     key = (os.getpid(), place.path)
     if key not in known:
         known[key] = _open_place(*place)

@@ -17,6 +17,8 @@ from zarr.core.buffer import Buffer, BufferPrototype
 
 from storage import ByteRange, KeyExistsError, KeyNotFoundError, open_store
 
+_LEAF = "~"
+
 
 class JudgedStore(ZarrStore):  # type: ignore[misc]
     """zarr replaces values, which our stores never do: it deletes first, and creates then."""
@@ -57,8 +59,8 @@ class JudgedStore(ZarrStore):  # type: ignore[misc]
 
     def _read(self, key: str, wanted: ByteRequest | None) -> bytes:
         if wanted is None:
-            return self.inner.get(_ours(key))
-        nbytes = self.inner.info(_ours(key)).nbytes
+            return self.inner.get(ours(key))
+        nbytes = self.inner.info(ours(key)).nbytes
         if isinstance(wanted, RangeByteRequest):
             start, end = wanted.start, wanted.end
         elif isinstance(wanted, OffsetByteRequest):
@@ -68,7 +70,7 @@ class JudgedStore(ZarrStore):  # type: ignore[misc]
         else:
             raise ValueError(f"Unexpected byte_range, got {wanted}.")
         start = min(start, nbytes)
-        return self.inner.get(_ours(key), ByteRange(start, max(start, min(end, nbytes))))
+        return self.inner.get(ours(key), ByteRange(start, max(start, min(end, nbytes))))
 
     async def get_partial_values(
         self, prototype: BufferPrototype, key_ranges: Iterable[tuple[str, ByteRequest | None]]
@@ -76,7 +78,7 @@ class JudgedStore(ZarrStore):  # type: ignore[misc]
         return [await self.get(key, prototype, wanted) for key, wanted in key_ranges]
 
     async def exists(self, key: str) -> bool:
-        return self.inner.exists(_ours(key))
+        return self.inner.exists(ours(key))
 
     async def set(self, key: str, value: Buffer) -> None:
         self._check_writable()
@@ -84,43 +86,49 @@ class JudgedStore(ZarrStore):  # type: ignore[misc]
             await self._open()
         if not isinstance(value, Buffer):
             raise TypeError(f"JudgedStore.set(): `value` must be a Buffer, got {type(value)}")
-        self.inner.delete(_ours(key))
-        self.inner.put_if_absent(_ours(key), value.to_bytes())
+        self.inner.delete(ours(key))
+        self.inner.put_if_absent(ours(key), value.to_bytes())
 
     async def set_if_not_exists(self, key: str, value: Buffer) -> None:
         self._check_writable()
         try:
-            self.inner.put_if_absent(_ours(key), value.to_bytes())
+            self.inner.put_if_absent(ours(key), value.to_bytes())
         except KeyExistsError:
             return
 
     async def delete(self, key: str) -> None:
         self._check_writable()
-        self.inner.delete(_ours(key))
+        self.inner.delete(ours(key))
 
     async def list(self) -> AsyncIterator[str]:
         for entry in self.inner.list(""):
-            yield _theirs(entry.key)
+            yield theirs(entry.key)
 
     async def list_prefix(self, prefix: str) -> AsyncIterator[str]:
-        for entry in self.inner.list(_ours(prefix)):
-            yield _theirs(entry.key)
+        for entry in self.inner.list(prefix_of_ours(prefix)):
+            yield theirs(entry.key)
 
     async def list_dir(self, prefix: str) -> AsyncIterator[str]:
         below = prefix.rstrip("/") + "/" if prefix else ""
-        keys = [_theirs(entry.key) for entry in self.inner.list(_ours(below))]
+        keys = [theirs(entry.key) for entry in self.inner.list(prefix_of_ours(below))]
         names = {key[len(below) :].partition("/")[0] for key in keys}
         for name in sorted(names):
             yield name
 
 
-def _ours(key: str) -> str:
-    """`key`, with a dot more where a part has the beginning that our stores keep for themselves."""
-    return re.sub(r"(^|/)(\.+tmp-)", r"\1.\2", key)
+def ours(key: str) -> str:
+    """Our key for zarr's: as a disk, ours have no `a` next to `a/b`, nor parts like `.tmp-x`."""
+    return prefix_of_ours(key) + _LEAF
 
 
-def _theirs(key: str) -> str:
-    return re.sub(r"(^|/)\.(\.+tmp-)", r"\1\2", key)
+def prefix_of_ours(prefix: str) -> str:
+    """The same for the beginning of a key: a dot more before `.tmp-`."""
+    return re.sub(r"(^|/)(\.+tmp-)", r"\1.\2", prefix)
+
+
+def theirs(key: str) -> str:
+    """zarr's key for ours."""
+    return re.sub(r"(^|/)\.(\.+tmp-)", r"\1\2", key.removesuffix(_LEAF))
 
 
 def _again(url: str, options: dict[str, Any], read_only: bool) -> JudgedStore:

@@ -14,7 +14,7 @@ from zarr.core.buffer import Buffer, cpu
 from zarr.testing.stateful import ZarrStoreStateMachine
 from zarr.testing.store import StoreTests
 
-from tests.judges.as_zarr_store import JudgedStore
+from tests.judges.as_zarr_store import JudgedStore, ours
 
 pytestmark = pytest.mark.judges
 
@@ -40,10 +40,10 @@ class TestZarrStore(StoreTests[JudgedStore, cpu.Buffer]):
         return JudgedStore(**store_kwargs)
 
     async def set(self, store: JudgedStore, key: str, value: Buffer) -> None:
-        store.inner.put_if_absent(key, value.to_bytes())
+        store.inner.put_if_absent(ours(key), value.to_bytes())
 
     async def get(self, store: JudgedStore, key: str) -> Buffer:
-        return self.buffer_cls.from_bytes(store.inner.get(key))
+        return self.buffer_cls.from_bytes(store.inner.get(ours(key)))
 
     def test_store_repr(self, store: JudgedStore) -> None:
         assert "JudgedStore" in repr(store)

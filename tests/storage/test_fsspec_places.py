@@ -114,6 +114,28 @@ class TestFsspecStoreThatCreatesExclusively(StoreContract):
         return FsspecStore(OwnFileSystem(), f"{tmp_path}/root")
 
 
+@pytest.mark.server
+class TestFsspecStoreOnS3(StoreContract):
+    """By s3fs's own conditional writes, which the probe has to find."""
+
+    @pytest.fixture
+    def store(self, moto: S3Server) -> Store:
+        filesystem = fsspec.filesystem("s3", **moto.options)
+        # moto looks and writes without a lock: under load, two of the probe's writers may win.
+        for _ in range(5):
+            store = FsspecStore(filesystem, f"{moto.make_bucket()}/run")
+            if store.exclusive_create is ExclusiveCreate.CONDITIONAL:
+                return store
+        raise AssertionError("the probe finds no exclusive create")
+
+    def test_abort_unfinished_removes_what_died_and_nothing_else(self, store: Store) -> None:
+        """Nothing is there to remove: s3fs holds a small file in memory until it is closed."""
+        with pytest.raises(ZeroDivisionError), store.create("a", 9, part_nbytes=5) as writer:
+            writer.write_part(0, [memoryview(b"01234")])
+            raise ZeroDivisionError
+        assert store.abort_unfinished("") == 0 and list(store.list("")) == []
+
+
 @pytest.mark.parametrize(
     ("filesystem", "expected"),
     [
@@ -160,6 +182,20 @@ def test_a_filesystem_without_proof_needs_a_single_writer(tmp_path: Path) -> Non
     with pytest.raises(StoreRefused, match="unsafe_single_writer"):
         ckpt.save(state, f"looksfirst://{tmp_path}/run", step=1)
     ckpt.save(state, f"looksfirst://{tmp_path}/run", step=1, unsafe_single_writer=True)
+
+
+def test_a_probe_that_fails_once_is_repeated(tmp_path: Path) -> None:
+    class Stumbles(OwnFileSystem):
+        stumbled = False
+
+        def _open(self, path: str, mode: str = "rb", **options: Any) -> Any:
+            if "x" in mode and not self.stumbled:
+                self.stumbled = True
+                raise ConnectionResetError("once")
+            return super()._open(path, mode, **options)
+
+    store = open_store(FsspecStore(Stumbles(), str(tmp_path)))
+    assert store.exclusive_create is ExclusiveCreate.CONDITIONAL and store.retries == 1
 
 
 def test_a_lost_answer_is_an_unknown_outcome(tmp_path: Path) -> None:

@@ -20,8 +20,8 @@ from ckpt.cli.screen import (
     value_json,
 )
 from ckpt.errors import CheckpointError
-from ckpt.loading.checkpoint import open_checkpoint
-from ckpt.loading.contents import list_steps
+from ckpt.format.metadata_budget import MetadataBudget
+from ckpt.loading.contents import list_steps, open_contents
 from ckpt.tools.diff import DiffOptions, DiffReport, TensorChange, diff, renaming
 from ckpt.tools.plan import LoadPlan, RankPlan, RequestedNames, entry_for, plan_ranks, wanted_like
 from storage import options_of_other
@@ -167,7 +167,8 @@ def plan(arguments: argparse.Namespace) -> int:
     options = dict(arguments.option)
     ranks = arguments.ranks
     if ranks is None:
-        with open_checkpoint(arguments.url, arguments.step, options) as checkpoint:
+        budget = MetadataBudget(arguments.metadata_max)
+        with open_contents(arguments.url, arguments.step, options, budget=budget) as checkpoint:
             ranks = checkpoint.world_size
     load_plan = plan_ranks(
         arguments.url,
@@ -176,6 +177,7 @@ def plan(arguments: argparse.Namespace) -> int:
         wanted=_wanted(arguments),
         step=arguments.step,
         storage_options=options,
+        metadata_nbytes_max=arguments.metadata_max,
     )
     if arguments.json:
         show_json(_plan_json(load_plan))

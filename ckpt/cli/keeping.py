@@ -27,7 +27,13 @@ def verify_checkpoint(arguments: argparse.Namespace) -> int:
     """`ckpt verify`."""
     options = dict(arguments.option)
     with progress_bar("verifying") as progress:
-        report = verify(arguments.url, arguments.step, progress=progress, storage_options=options)
+        report = verify(
+            arguments.url,
+            arguments.step,
+            progress=progress,
+            storage_options=options,
+            metadata_nbytes_max=arguments.metadata_max,
+        )
     # By its attempt: a newer checkpoint may have become the latest while this one was read.
     if arguments.mark and report.ok:
         with closing(open_store(arguments.url, **options)) as store:

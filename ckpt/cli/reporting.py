@@ -15,7 +15,12 @@ from ckpt.tools.run import ReportedSave
 
 def report(arguments: argparse.Namespace) -> int:
     """`ckpt report`."""
-    result = report_of(arguments.url, storage_options=dict(arguments.option), near=arguments.near)
+    result = report_of(
+        arguments.url,
+        storage_options=dict(arguments.option),
+        near=arguments.near,
+        metadata_nbytes_max=arguments.metadata_max,
+    )
     if arguments.json:
         show_json(_report_json(result))
         return OK

@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import chain, islice
 from typing import Any
 
 from rich.cells import cell_len
@@ -29,6 +30,7 @@ from ckpt.errors import CheckpointError
 
 WIDTH_WITHOUT_TERMINAL = 200  # columns; rich would take 80 and fold most rows
 GAP = 2  # columns between those of a table
+ROWS_MEASURED = 10_000  # of a table, to find out how wide its columns are
 MINUTE, HOUR, DAY = 60, 3600, 86400
 
 
@@ -73,15 +75,22 @@ def show_table(
 
     Texts are what people copy: folded in a narrow terminal, never cut.
     """
-    cells = [[visible(cell) for cell in row] for row in rows]
+    rows = iter(rows)
+    cells = [_visible_row(row) for row in islice(rows, ROWS_MEASURED)]
     width = None if sys.stdout.isatty() else WIDTH_WITHOUT_TERMINAL
     console = _Console(width=width, file=below(sys.stdout))
     widths = [max(map(cell_len, column)) for column in zip(titles, *cells, strict=True)]
-    if sum(widths) + GAP * len(widths) <= console.width:
+    many = next(rows, None)
+    if many is not None or sum(widths) + GAP * len(widths) <= console.width:
         # rich takes half a millisecond for a row: a minute for the checkpoints of a large root.
         aligned = [(width, title in right) for width, title in zip(widths, titles, strict=True)]
         console.print(Text(_padded(titles, aligned), style="bold"))
-        below(sys.stdout).writelines(f"{_padded(row, aligned)}\n" for row in cells)
+        # Of a million rows the first ones say how wide columns are, and none is kept.
+        others = () if many is None else chain([many], rows)
+        further = (f"{_padded(_visible_row(row), aligned)}\n" for row in others)
+        below(sys.stdout).writelines(
+            chain((f"{_padded(row, aligned)}\n" for row in cells), further)
+        )
         return
     table = Table(box=None, pad_edge=False, padding=(0, GAP, 0, 0))
     for title in titles:
@@ -91,12 +100,17 @@ def show_table(
     console.print(table)
 
 
+def _visible_row(row: Sequence[str]) -> Sequence[str]:
+    return row if "".join(row).isprintable() else [visible(cell) for cell in row]
+
+
 def _padded(cells: Sequence[str], aligned: Sequence[tuple[int, bool]]) -> str:
     """One row; each cell has a width, in columns of a terminal, and may stand to the right."""
     padded = []
     for cell, (width, is_right) in zip(cells, aligned, strict=True):
-        space = " " * (width - cell_len(cell))
-        padded.append(space + cell if is_right else cell + space)
+        # rich's own measure takes longer than all else of a row.
+        wide = 0 if cell.isascii() else cell_len(cell) - len(cell)
+        padded.append(cell.rjust(width - wide) if is_right else cell.ljust(width - wide))
     return (" " * GAP).join(padded).rstrip()
 
 
@@ -146,10 +160,28 @@ def fields_json(value: Any) -> dict[str, Any]:
     return {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
 
 
-def show_json(value: Any) -> None:
-    """Print `value` for programs; the numbers that JSON lacks become null."""
-    text = json.dumps(_finite(value), indent=2, allow_nan=False)
-    print(text.replace("\x7f", "\\u007f"))  # the one control character that JSON lets through
+def show_json(value: Any, last: str = "", entries: Iterable[tuple[str, Any]] | None = None) -> None:
+    """Print `value` for programs; the numbers that JSON lacks become null.
+
+    `entries` are those of its dict `last`, without such numbers, a line each; only one of them is
+    in memory.
+    """
+    text = _json(value, 2)
+    if entries is None:
+        print(text)
+        return
+    out = below(sys.stdout)
+    out.write(f"{text.removesuffix('}').rstrip()},\n  {_json(last)}: {{")
+    between = ""
+    for name, entry in entries:
+        out.write(f"{between}\n    {_json(name)}: {json.dumps(entry)}")
+        between = ","
+    out.write("\n  }\n}\n")
+
+
+def _json(value: Any, indent: int | None = None) -> str:
+    text = json.dumps(_finite(value), indent=indent, allow_nan=False)
+    return text.replace("\x7f", "\\u007f")  # the one control character that JSON lets through
 
 
 def _finite(value: Any) -> Any:

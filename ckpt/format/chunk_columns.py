@@ -6,7 +6,7 @@ where its time goes. A chunk's position is not stored: only the gap to the chunk
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -25,9 +25,16 @@ from ckpt.format.manifest import (
     Header,
     Int64s,
     Manifest,
+    RuledChunks,
     starts_of,
 )
-from ckpt.format.progressions import pack_regular, unpack_regular
+from ckpt.format.progressions import (
+    Progressions,
+    is_below,
+    pack_regular,
+    unpack_regular,
+    unpack_rules,
+)
 from ckpt.layout.dtypes import DTYPES
 from ckpt.layout.region import Shape
 
@@ -85,7 +92,7 @@ def fields_of_sums(m: Manifest) -> dict[str, bytes]:
     }
 
 
-def _skips(chunks: ChunkTable) -> Int64s:
+def _skips(chunks: ChunkTable | RuledChunks) -> Int64s:
     """Elements between each span and the one before it in its tensor; zero for boxes."""
     skips = np.zeros(len(chunks), dtype=np.int64)
     spans = np.flatnonzero(chunks.box < 0)
@@ -142,6 +149,27 @@ class ChunkBounds(NamedTuple):
     fqns: Sequence[str]
     shapes: Sequence[Shape]
     numels: Int64s
+
+
+# Of each chunk of a table, and while it is made.
+CHUNK_NBYTES = 40
+
+
+def chunk_rules(
+    fields: Mapping[str, memoryview],
+    counts: Counts,
+    header: Header,
+    make: Callable[[], ChunkTable],
+) -> RuledChunks:
+    """The chunks as they are stored; `make` makes their table. Raises Corrupt naming the field."""
+    unpack = unpack_rules if header.has_progressions else unpack_ints
+    per_tensor = unpack(required_field(fields, "chunk_counts"), counts.tensors, "chunk_counts")
+    # Tensors have names, which are bytes that are there.
+    items = per_tensor.items() if isinstance(per_tensor, Progressions) else per_tensor
+    files = unpack(required_field(fields, "chunk_files"), counts.chunks, "chunk_files")
+    if not is_below(files, counts.files):
+        raise Corrupt(f"field 'chunk_files': an index beyond {counts.files}")
+    return RuledChunks(_decode_first(items, counts), files, make)
 
 
 def decode_chunks(

@@ -6,10 +6,11 @@ FORMAT.md, "Manifest", is the specification. `encode_manifest` writes one encodi
 
 from __future__ import annotations
 
+import threading
 from bisect import bisect_left, bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Annotated
+from typing import Annotated, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -19,6 +20,7 @@ from ckpt.format.blake3 import Digests, no_digests
 from ckpt.format.checksum_tables import CHECKSUM_TABLES, NO_SEALS, Seals
 from ckpt.format.columns import Ints
 from ckpt.format.datafile import BLOCK_BYTES
+from ckpt.format.progressions import Progressions, distinct_by_part
 from ckpt.format.references import REFERENCES, is_reference, parse_reference
 from ckpt.layout.dtypes import DTYPES
 from ckpt.layout.region import Box, Region, Shape, Span
@@ -120,6 +122,40 @@ class ChunkTable:
         """The chunks of a tensor, by its position in the manifest."""
         return range(int(self.first[tensor]), int(self.first[tensor + 1]))
 
+    def files_by_tensor(self) -> Iterator[tuple[int, list[int]]]:
+        """How many chunks each tensor has, and the files that they are in, each once."""
+        return distinct_by_part(self.file, np.diff(self.first).tolist())
+
+
+class RuledChunks:
+    """A `ChunkTable` that stays the rules that are stored, until a chunk is asked for.
+
+    Only then `make` makes it and checks it, and raises what it raises. How many chunks a tensor
+    has, and in which files, is known without it.
+    """
+
+    def __init__(
+        self, first: Int64s, files: Ints | Progressions, make: Callable[[], ChunkTable]
+    ) -> None:
+        self._first = first
+        self._files = files
+        self._make = make
+        self._lock = threading.Lock()
+        self._made: ChunkTable | None = None
+
+    def __len__(self) -> int:
+        return int(self._first[-1])
+
+    def files_by_tensor(self) -> Iterator[tuple[int, list[int]]]:
+        """How many chunks each tensor has, and the files that they are in, each once."""
+        return distinct_by_part(self._files, np.diff(self._first).tolist())
+
+    def __getattr__(self, name: str) -> Any:
+        with self._lock:
+            if self._made is None:
+                self._made = self._make()
+        return getattr(self._made, name)
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Manifest:
@@ -138,7 +174,7 @@ class Manifest:
     shapes: tuple[Shape, ...]
     kinds: Ints
     aliases: Mapping[str, str]  # tied name -> stored fqn
-    chunks: ChunkTable
+    chunks: ChunkTable | RuledChunks
     checksums: npt.NDArray[np.uint32]
     values: bytes
     per_rank: tuple[bytes, ...]  # of each rank of the saving world, or empty

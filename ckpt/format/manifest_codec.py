@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import operator
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
@@ -17,8 +18,10 @@ from ckpt.errors import Corrupt, UnsupportedFormat
 from ckpt.format.blake3 import DIGEST_NBYTES, Digests, digests_from, no_digests
 from ckpt.format.checksum_tables import CHECKSUM_TABLES, NO_SEALS, Seals, decode_seals
 from ckpt.format.chunk_columns import (
+    CHUNK_NBYTES,
     ChunkBounds,
     Counts,
+    chunk_rules,
     decode_chunks,
     fields_of_chunks,
     fields_of_sums,
@@ -48,6 +51,7 @@ from ckpt.format.manifest import (
     no_checksums,
     starts_of,
 )
+from ckpt.format.metadata_budget import MetadataBudget
 from ckpt.format.references import (
     REFERENCES,
     is_data_file_name,
@@ -205,17 +209,29 @@ def fields_of_values(m: Manifest) -> dict[str, bytes]:
     }
 
 
-def decode_manifest(data: bytes | memoryview) -> Manifest:
+# Of a tensor: its name, places in columns, and what a walk over all of them keeps.
+TENSOR_NBYTES = 400
+TEXT_NBYTES = 2  # of each byte, which lies in the input already
+
+
+def decode_manifest(
+    data: bytes | memoryview, budget: MetadataBudget | None = None, *, ruled: bool = False
+) -> Manifest:
     """The manifest that `data` encodes; its columns may be views of `data`.
 
-    Raises UnsupportedFormat when a newer version is needed, and Corrupt naming the field unless the
-    manifest is complete and consistent: every tensor is covered exactly once, and every chunk lies
-    inside its file.
+    Raises UnsupportedFormat when a newer version is needed, or more memory than `budget` has left;
+    and Corrupt naming the field unless the manifest is complete and consistent: every tensor is
+    covered exactly once, and every chunk lies inside its file. With `ruled`, chunks stay rules
+    until one is asked for, which checks all of them.
     """
+    budget = MetadataBudget(sys.maxsize) if budget is None else budget
+    budget.charge(TEXT_NBYTES * len(data), "a manifest")
     body = _open_envelope(memoryview(data).cast("B"))
     fields = unpack_map(body)
     header = _decode_header(required_field(fields, "header"))
     counts = _decode_counts(fields, header)
+    named = counts.files + counts.tensors + counts.shapes + counts.aliases + counts.ranks
+    budget.charge(TENSOR_NBYTES * named, f"a manifest of {counts.tensors} tensors")
     files = _decode_names(fields, "file_name", counts.files)
     _check_file_names(files, header)
     file_nbytes = as_int64s(
@@ -236,13 +252,15 @@ def decode_manifest(data: bytes | memoryview) -> Manifest:
         raise Corrupt(f"field 'kinds': {int(kinds.max())}, at most 15")
     itemsizes = np.array([DTYPES[name].itemsize for name in dtypes], dtype=np.uint8)
     checksums, digests, seals = _decode_sums(fields, counts, header, file_nbytes - data_start)
-    chunks = decode_chunks(
-        fields,
-        counts,
-        header,
-        ChunkBounds(file_nbytes, data_start, itemsizes, fqns, shapes, numels),
-    )
-    _check_references_used(files, chunks)
+    bounds = ChunkBounds(file_nbytes, data_start, itemsizes, fqns, shapes, numels)
+
+    def make() -> ChunkTable:
+        budget.charge(CHUNK_NBYTES * counts.chunks, f"a table of {counts.chunks} chunks")
+        chunks = decode_chunks(fields, counts, header, bounds)
+        _check_references_used(files, chunks)
+        return chunks
+
+    chunks = chunk_rules(fields, counts, header, make) if ruled else make()
     return Manifest(
         header=header,
         files=files,

@@ -6,6 +6,7 @@ In a table of chunks most columns count up or repeat over the ranks, tensor afte
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 import numpy as np
@@ -98,8 +99,14 @@ def _packed(items: _UInt64s, steps: _UInt64s, index: npt.NDArray[np.intp]) -> by
 def unpack_regular(data: memoryview, count: int, name: str) -> Ints:
     """The inverse of `pack_regular`; of progressions, all `count` items are new memory.
 
-    The caller bounds `count` by bytes that are there. Raises Corrupt.
+    The caller bounds `count`. Raises Corrupt.
     """
+    column = unpack_rules(data, count, name)
+    return column.items() if isinstance(column, Progressions) else column
+
+
+def unpack_rules(data: memoryview, count: int, name: str) -> Ints | Progressions:
+    """The inverse of `pack_regular`; progressions stay what they are. Raises Corrupt."""
     if not len(data) or data[0] != PROGRESSIONS_CODE:
         return unpack_ints(data, count, name)
     number = int.from_bytes(data[1:_HEAD_NBYTES], "little")
@@ -120,7 +127,59 @@ def unpack_regular(data: memoryview, count: int, name: str) -> Ints:
     total = int(lengths.sum(dtype=np.int64))
     if total != count:
         raise Corrupt(f"field {name!r}: progressions have {total} items, expected {count}")
-    return _items(lengths.astype(np.int64), firsts.astype(np.uint64), _unzigzag(steps))
+    return Progressions(lengths.astype(np.int64), firsts.astype(np.uint64), _unzigzag(steps))
+
+
+def is_below(column: Ints | Progressions, limit: int) -> bool:
+    """Whether all items are below `limit`, which is less than 2^32."""
+    if not isinstance(column, Progressions):
+        return not len(column) or int(column.max()) < limit
+    steps = column.steps.view(np.int64)
+    # Small steps first: only then can no last item wrap around.
+    longer = steps[column.lengths > 1]
+    if np.any(column.firsts >= limit) or np.any((longer >= limit) | (longer <= -limit)):
+        return False
+    lasts = column.firsts.astype(np.int64) + steps * (column.lengths - 1)
+    return bool(np.all((lasts >= 0) & (lasts < limit)))
+
+
+def distinct_by_part(
+    column: Ints | Progressions, counts: Iterable[int]
+) -> Iterator[tuple[int, list[int]]]:
+    """Of parts of a column that follow each other, with so many items each: how many, and their
+    values, each once and ascending. Progressions are not taken apart.
+    """
+    runs = _runs_of(column)
+    first = step = left = 0
+    for count in counts:
+        if count == 1:  # most often
+            if not left:
+                left, first, step = next(runs)
+            yield 1, [first]
+            first, left = first + step, left - 1
+            continue
+        values: set[int] = set()
+        missing = count
+        while missing:
+            if not left:
+                left, first, step = next(runs)
+            taken = min(missing, left)
+            stop = first + step * taken
+            values.update(range(first, stop, step) if step else (first,))
+            first, left, missing = stop, left - taken, missing - taken
+        yield count, sorted(values)
+
+
+def _runs_of(column: Ints | Progressions) -> Iterator[tuple[int, int, int]]:
+    """Lengths, first items and steps."""
+    if isinstance(column, Progressions):
+        steps = column.steps.view(np.int64)
+        yield from zip(column.lengths.tolist(), column.firsts.tolist(), steps.tolist(), strict=True)
+    elif len(column) and column.strides == (0,):
+        yield len(column), int(column[0]), 0
+    else:
+        for start in range(0, len(column), 1 << 14):
+            yield from ((1, item, 0) for item in column[start : start + (1 << 14)].tolist())
 
 
 def _begins(steps: _UInt64s) -> npt.NDArray[np.bool_]:

@@ -205,7 +205,7 @@ class BlockSums:
         if self._is_of_another(file):
             return self._of_another(file)
         place = self.table_of(file)
-        table = memoryview(bytearray(place.stop - place.start))
+        table = self._room(file, place.stop - place.start)
         cache, root = self._cache, self.manifest.header.root
         key = self._cache_key(file)
         if cache is not None and cache.fill(root, key, place.start, [table]):
@@ -222,6 +222,13 @@ class BlockSums:
         if cache is not None:
             cache.keep(root, key, place.start, [table])
         return self._own(file, table)
+
+    def _room(self, file: int, nbytes: int) -> memoryview:
+        try:
+            return memoryview(bytearray(nbytes))
+        except (MemoryError, OverflowError):
+            text = f"{self._where(file)}: MANIFEST says that {nbytes} bytes describe it"
+            raise Corrupt(text) from None
 
     def _own(self, file: int, table: memoryview) -> _FileSums:
         """The checksums in a checked table: the manifest has all chunks of the file."""
@@ -241,8 +248,8 @@ class BlockSums:
     def _of_another(self, file: int) -> _FileSums:
         """The checksums of a file that has other chunks besides: its header says which."""
         place = self.table_of(file)
-        header = memoryview(bytearray(int(self.manifest.file_data_start[file])))
-        table = memoryview(bytearray(place.stop - place.start))
+        header = self._room(file, int(self.manifest.file_data_start[file]))
+        table = self._room(file, place.stop - place.start)
         cache, root, key = self._cache, self.manifest.header.root, self._cache_key(file)
         parts = ((0, header), (place.start, table))
         if cache is not None and all(cache.fill(root, key, start, [data]) for start, data in parts):

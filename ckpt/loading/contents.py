@@ -22,6 +22,7 @@ from ckpt.errors import Corrupt, NoCheckpoint, UnsupportedFormat
 from ckpt.format.codec import decode_values
 from ckpt.format.manifest import MODULES, Manifest
 from ckpt.format.manifest_codec import decode_manifest
+from ckpt.format.metadata_budget import MetadataBudget
 from ckpt.layout.dtypes import DTYPES, torch_dtype
 from ckpt.layout.kind import Kind
 from ckpt.layout.region import Region, Shape
@@ -104,13 +105,16 @@ def open_contents(
     url: StoreLike,
     step: SupportsIndex | None = None,
     storage_options: Mapping[str, Any] | None = None,
+    *,
+    budget: MetadataBudget | None = None,
 ) -> CheckpointContents:
     """What the checkpoint of `step` has, by default the latest one. Takes and raises what
-    `open_checkpoint` does.
+    `open_checkpoint` does, and UnsupportedFormat beyond `budget`. Where its parts lie is checked
+    when the first of them is asked for.
     """
     store = open_store(url, **(storage_options or {}))
     try:
-        return CheckpointContents(store, find_checkpoint(store, step))
+        return CheckpointContents(store, find_checkpoint(store, step, budget=budget, ruled=True))
     except BaseException:
         store.close()
         raise
@@ -156,10 +160,15 @@ def _live_entries(store: Store) -> tuple[LiveEntry, ...]:
 
 
 def find_checkpoint(
-    store: Store, step: SupportsIndex | None = None, *, attempt: str = ""
+    store: Store,
+    step: SupportsIndex | None = None,
+    *,
+    attempt: str = "",
+    budget: MetadataBudget | None = None,
+    ruled: bool = False,
 ) -> LocatedCheckpoint:
     """The checkpoint of `step` or `attempt` in a root, by default the latest, or the one of a step
-    directory.
+    directory. `budget` and `ruled` are as in `decode_manifest`.
 
     Raises like `open_checkpoint`.
     """
@@ -167,7 +176,7 @@ def find_checkpoint(
     located = locate(store, number, attempt=attempt)
     where = f"{store.url}/{located.prefix}{MANIFEST_NAME}"
     try:
-        manifest = decode_manifest(located.data)
+        manifest = decode_manifest(located.data, budget, ruled=ruled)
     except (Corrupt, UnsupportedFormat) as error:
         raise type(error)(f"{where}: {error}") from error
     # A step directory has its own step only, whichever was requested.

@@ -17,6 +17,7 @@ import msgpack
 from ckpt.commit.names import TELEMETRY_NAME, step_prefix
 from ckpt.commit.records import LiveEntry
 from ckpt.errors import CheckpointError
+from ckpt.format.metadata_budget import MetadataBudget
 from ckpt.telemetry.record import (
     FAILURES_MAX,
     HISTORY_MAX,
@@ -28,6 +29,7 @@ from ckpt.telemetry.record import (
     Telemetry,
     decode_telemetry,
     encode_telemetry,
+    telemetry_memory,
 )
 from ckpt.telemetry.recorder import PhaseSpan
 from storage import KeyNotFoundError, StorageError, Store
@@ -217,13 +219,19 @@ def write_telemetry(store: Store, telemetry: Telemetry) -> None:
         logger.warning("step %d is saved, but its telemetry is not: %s", totals.step, error)
 
 
-def read_telemetry(store: Store, prefix: str) -> Telemetry | None:
+def read_telemetry(
+    store: Store, prefix: str, budget: MetadataBudget | None = None
+) -> Telemetry | None:
     """What lies beside the MANIFEST below `prefix`; None when nothing does, or nothing that can be
-    read: that is logged.
+    read: that is logged. With a `budget`, of which it takes, the rows of ranks are left out.
     """
     key = prefix + TELEMETRY_NAME
     try:
-        return decode_telemetry(store.get_bounded(key, TELEMETRY_NBYTES_MAX))
+        data = store.get_bounded(key, TELEMETRY_NBYTES_MAX)
+        if budget is None:
+            return decode_telemetry(data)
+        with budget.using(telemetry_memory(data), key):
+            return decode_telemetry(data).without_rows()
     except KeyNotFoundError:
         return None
     except (CheckpointError, StorageError, OSError) as error:

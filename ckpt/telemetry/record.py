@@ -7,13 +7,15 @@ nothing all the same, because reports show its texts.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, ValidationError, model_validator
 
 from ckpt.errors import Corrupt
 
 TELEMETRY_NBYTES_MAX = 16 * 1024 * 1024  # about 40,000 ranks; bounds what a hostile object costs
+RANKS_MAX = 1 << 17  # three rows each
+LISTS_MAX = 1000  # beside them; texts may have a bracket, too
 HISTORY_MAX = 200  # saves before this one whose totals are carried along
 FAILURES_MAX = 50
 TEXT_MAX = 500  # characters of a text that is kept
@@ -108,6 +110,11 @@ class Telemetry(_TelemetryModel):
             raise ValueError("rows have different numbers of phases")
         return self
 
+    def without_rows(self) -> Telemetry:
+        """The same without what each rank did."""
+        none: dict[str, list[Any]] = {name: [] for name in ("started_us", "took_us", "nbytes")}
+        return self.model_copy(update={**none, "blocked_us": [], "retries": []})
+
 
 def encode_telemetry(telemetry: Telemetry) -> bytes:
     """JSON in UTF-8. Raises ValueError when it is larger than a reader accepts."""
@@ -117,10 +124,18 @@ def encode_telemetry(telemetry: Telemetry) -> bytes:
     return data
 
 
+def telemetry_memory(data: bytes) -> int:
+    """Bytes of memory that decoding takes at most."""
+    return 2 * len(data) + 80 * data.count(b"[") + 40 * data.count(b",")
+
+
 def decode_telemetry(data: bytes) -> Telemetry:
     """The inverse of `encode_telemetry`. Raises Corrupt for everything else."""
     if len(data) > TELEMETRY_NBYTES_MAX:
         raise Corrupt(f"telemetry of {len(data)} bytes; at most {TELEMETRY_NBYTES_MAX} are read")
+    # Rows of no items are three bytes, and lists of 64 in memory.
+    if data.count(b"[") > 3 * RANKS_MAX + LISTS_MAX:
+        raise Corrupt(f"telemetry of more than {RANKS_MAX} ranks")
     try:
         return Telemetry.model_validate_json(data)
     except ValidationError as error:

@@ -25,6 +25,7 @@ from ckpt.convert.export import default_entry
 from ckpt.convert.sources.opening import SourceOptions, open_source
 from ckpt.format.manifest import Manifest
 from ckpt.format.manifest_codec import encode_manifest
+from ckpt.format.metadata_budget import MetadataBudget
 from ckpt.layout.dtypes import DTYPES, dtype_name, torch_dtype
 from ckpt.layout.even import LAYOUTS, EvenLayout, wanted_part
 from ckpt.layout.kind import Kind
@@ -34,7 +35,7 @@ from ckpt.layout.region import Box, Region, Shape, whole
 from ckpt.loading.block_sums import BlockSums
 from ckpt.loading.byte_line import NeededBlocks
 from ckpt.loading.checkpoint import Checkpoint
-from ckpt.loading.contents import find_checkpoint
+from ckpt.loading.contents import LocatedCheckpoint, find_checkpoint
 from ckpt.loading.exchange import nbytes_under_way
 from ckpt.loading.load import catalog_of, in_form_of_state
 from ckpt.loading.needs import all_together, needs_of
@@ -48,6 +49,9 @@ from ckpt.state.types import TensorEntry
 from storage import Store, StoreLike, open_store
 
 MANIFEST_MEMORY = 4  # a decoded manifest takes at most this many times the bytes of MANIFEST
+# Of memory for a plan, measured: of each chunk, on the rank that wants it, and of each block.
+NEED_NBYTES = 1000
+BLOCK_NBYTES = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,21 +178,28 @@ def plan_ranks(
     wanted: RequestedNames | None = None,
     step: SupportsIndex | None = None,
     storage_options: Mapping[str, Any] | None = None,
+    metadata_nbytes_max: SupportsIndex | None = None,
 ) -> LoadPlan:
     """What a load on `ranks` ranks with an even layout would do; reads MANIFEST and nothing else.
 
     `wanted` is what the state has, by default everything that the checkpoint has. Parameters and
     optimizer state are sharded by `layout`, all other tensors are whole on every rank. Blocks that
     several ranks need count once, as they are read by one and exchanged. Time and memory grow with
-    ranks times chunks. Raises like `plan_load`, and ValueError for no ranks or an unknown layout.
+    ranks times chunks: at most `metadata_nbytes_max` bytes of memory (None: 1 GiB), and 10 seconds
+    of a CPU for each GiB. Raises like `plan_load`, and ValueError for no ranks or an unknown
+    layout.
     """
     count = checked_ranks(ranks, layout)
     with closing(open_store(url, **(storage_options or {}))) as store:
-        located = find_checkpoint(store, step)
+        budget = MetadataBudget(plain_int(metadata_nbytes_max))
+        located = find_checkpoint(store, step, budget=budget)
         manifest = located.manifest
+        nbytes = NEED_NBYTES * len(manifest.chunks) + BLOCK_NBYTES * manifest.block_count
+        budget.charge(nbytes, f"a plan of {manifest.block_count} blocks")
         everything = wanted_of(manifest)
         names = _compared(everything, wanted or everything, manifest.aliases)
-        rank_plans = _plan_all(store, located.prefix, manifest, names.loaded, _Even(count, layout))
+        even = _Even(count, layout)
+        rank_plans = _plan_all(store, located, names.loaded, even, budget)
         return LoadPlan(
             url=Checkpoint(store, located).url,
             step=manifest.header.step,
@@ -346,29 +357,30 @@ class _Even(NamedTuple):
 
 def _plan_all(
     store: Store,
-    prefix: str,
-    manifest: Manifest,
+    located: LocatedCheckpoint,
     tensors: Mapping[str, TensorEntry],
     even: _Even,
+    budget: MetadataBudget,
 ) -> tuple[RankPlan, ...]:
-    path = read_path(store)
+    path, manifest = read_path(store), located.manifest
     limits = ShareLimits()
 
     def needed(rank: int) -> _RankNeeds:
         return _RankNeeds.of(manifest, _holdings(tensors, rank, even))
 
-    needs = [needs_of(rank, needed(rank).blocks.runs()) for rank in range(even.ranks)]
+    ranks = budget.timed(range(even.ranks), "a plan")
+    needs = [needs_of(rank, needed(rank).blocks.runs()) for rank in ranks]
     everybodys = all_together(needs)
     groups = [everybodys.shared_in(one).groups() for one in needs]
     weights = [weigh(one.runs, groups[rank], rank, limits) for rank, one in enumerate(needs)]
     if Weight(*(sum(column) for column in zip(*weights, strict=True))).is_little(limits):
         groups = [long_only(one, limits) for one in groups]
     plans = []
-    for rank in range(even.ranks):
+    for rank in budget.timed(range(even.ranks), "a plan"):
         # Made anew: the memory of all ranks at once would be that of the whole cluster.
         planned = needed(rank)
         sharing = share(planned.blocks, groups[rank], rank, limits)
-        plans.append(planned.plan(store, prefix, manifest, path, _RankReads(rank, sharing)))
+        plans.append(planned.plan(store, located.prefix, manifest, path, _RankReads(rank, sharing)))
     return tuple(plans)
 
 

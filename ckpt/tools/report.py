@@ -21,6 +21,7 @@ from ckpt.commit.records import LiveEntry
 from ckpt.errors import CheckpointError
 from ckpt.format.manifest import Manifest
 from ckpt.format.manifest_codec import decode_manifest
+from ckpt.format.metadata_budget import MetadataBudget
 from ckpt.layout.dtypes import DTYPES
 from ckpt.telemetry.record import SaveFailure, SaveTotals, Telemetry
 from ckpt.tools.near_tiers import TierView, tier_views
@@ -90,22 +91,27 @@ def report_of(
     now_unix: float | None = None,
     storage_options: Mapping[str, Any] | None = None,
     near: Sequence[str] = (),
+    metadata_nbytes_max: int | None = None,
 ) -> Report:
     """What is known of the root at `url`, from its log, listings, telemetry and newest manifest,
     and of its near checkpoints in the directories `near` of hosts.
 
     No tensor is read. Raises NoCheckpoint when `url` is no root, Corrupt when its log is damaged,
-    and the store's errors. Telemetry that is missing or damaged is left out.
+    and the store's errors. Telemetry that is missing or damaged is left out, and what would take
+    more than `metadata_nbytes_max` bytes of memory (None: 1 GiB) or 10 seconds of a CPU a GiB.
     """
     now = time.time() if now_unix is None else now_unix
+    budget = MetadataBudget(metadata_nbytes_max)
     events = history(url, count=RECORDS_MAX, storage_options=storage_options)
     usage = disk_usage(url, storage_options=storage_options)
     with closing(open_store(url, **(storage_options or {}))) as store:
         live = latest_last(Log(store).state().live)
         with ThreadPoolExecutor(READERS, thread_name_prefix="ckpt-report") as pool:
-            read = pool.map(lambda entry: telemetry_of(store, entry), live[-TELEMETRY_MAX:])
-            telemetries = [one for one in read if one is not None]
-        entries, problem = _entries_of(store, live)
+            few = live[: -TELEMETRY_MAX - 1 : -1]  # the newest first
+            read = list(pool.map(lambda entry: telemetry_of(store, entry, budget), few))
+        telemetries = [one for one in reversed(read) if one is not None]
+        slowest = _slowest_of(store, few, read)
+        entries, problem = _entries_of(store, live, budget)
         views = tier_views(near, read_format(store).root) if near else []
     run = run_of(
         usage.url,
@@ -126,7 +132,7 @@ def report_of(
         failures=run.measured.failures,
         sessions=run.sessions,
         is_whole_history=run.is_whole_history,
-        slowest=max(telemetries, key=lambda one: one.totals.seconds, default=None),
+        slowest=slowest,
         entries=entries,
         usage=usage,
         notices=tuple(sorted(notices, key=lambda one: SEVERITIES.index(one.severity))),
@@ -143,14 +149,24 @@ def _with_sizes(run: TrainingRun, usage: DiskUsage) -> tuple[ReportedSave, ...]:
     )
 
 
-def _entries_of(store: Store, live: Sequence[LiveEntry]) -> tuple[tuple[EntrySize, ...], str]:
+def _slowest_of(
+    store: Store, entries: Sequence[LiveEntry], read: Sequence[Telemetry | None]
+) -> Telemetry | None:
+    """The slowest save in full, which was read without its rows: those of all take too much."""
+    known = [(one.totals.seconds, number) for number, one in enumerate(read) if one is not None]
+    return telemetry_of(store, entries[max(known)[1]]) if known else None
+
+
+def _entries_of(
+    store: Store, live: Sequence[LiveEntry], budget: MetadataBudget
+) -> tuple[tuple[EntrySize, ...], str]:
     """Sizes of the newest checkpoint, and why there are none."""
     if not live:
         return (), ""
     newest = live[-1]
     try:
         located = locate(store, newest.step, attempt=newest.attempt)
-        return _sizes_of(decode_manifest(located.data)), ""
+        return _sizes_of(decode_manifest(located.data, budget, ruled=True)), ""
     except CheckpointError as error:
         return (), f"the newest checkpoint, step {newest.step}, cannot be opened: {error}"
 

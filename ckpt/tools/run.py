@@ -14,6 +14,7 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from ckpt.commit.records import LiveEntry
+from ckpt.format.metadata_budget import MetadataBudget
 from ckpt.telemetry.history import WORK, read_telemetry
 from ckpt.telemetry.record import SaveFailure, SaveTotals, Telemetry
 from ckpt.tools.overview import Event
@@ -125,11 +126,13 @@ def run_of(
     )
 
 
-def telemetry_of(store: Store, entry: LiveEntry) -> Telemetry | None:
+def telemetry_of(
+    store: Store, entry: LiveEntry, budget: MetadataBudget | None = None
+) -> Telemetry | None:
     """How the save of a live checkpoint went; None where nothing that is known to be its own says
-    so.
+    so. With a `budget`, what its ranks did is left out.
     """
-    telemetry = read_telemetry(store, entry.prefix)
+    telemetry = read_telemetry(store, entry.prefix, budget)
     # A copy of another directory's object, or a hostile one, must not speak for this save.
     if telemetry is None or telemetry.totals.attempt != entry.attempt:
         return None

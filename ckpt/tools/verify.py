@@ -7,9 +7,10 @@ both ways to the data (manifest, salvage) are known to work.
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass
+from itertools import islice
 from queue import SimpleQueue
 from typing import Any, NamedTuple, SupportsIndex, TypeAlias
 
@@ -22,7 +23,8 @@ from ckpt.format.checksum import crc32c_of_each
 from ckpt.format.damage import once_more, raising_corrupt
 from ckpt.format.datafile import DIGESTS
 from ckpt.format.datafile_index import read_data_file_index
-from ckpt.format.manifest import Manifest
+from ckpt.format.manifest import Int64s, Manifest
+from ckpt.format.metadata_budget import MetadataBudget
 from ckpt.format.references import is_reference
 from ckpt.format.stored_index import extra_of
 from ckpt.layout.buffers import aligned_buffer
@@ -83,16 +85,19 @@ def verify(
     threads: SupportsIndex = 3,
     progress: Progress | None = None,
     storage_options: Mapping[str, Any] | None = None,
+    metadata_nbytes_max: SupportsIndex | None = None,
 ) -> VerifyReport:
     """Read all bytes of a checkpoint and compare them with their checksums.
 
     Reports all damage instead of stopping at the first. `progress(done, total)` counts bytes.
+    What describes the checkpoint may take `metadata_nbytes_max` bytes of memory (None: 1 GiB).
     Raises NoCheckpoint, Corrupt when the log or the manifest itself is damaged (then there is
-    nothing to compare with: see `ckpt salvage`), and errors of the store that say nothing about the
-    bytes.
+    nothing to compare with: see `ckpt salvage`), UnsupportedFormat beyond the memory, and errors
+    of the store that say nothing about the bytes.
     """
     with closing(open_store(url, **(storage_options or {}))) as store:
-        located = find_checkpoint(store, step)
+        budget = MetadataBudget(plain_int(metadata_nbytes_max))
+        located = find_checkpoint(store, step, budget=budget)
         manifest = located.manifest
         sums = BlockSums(store, located.prefix, manifest)
         damage = _all_damage(sums, plain_int(threads), progress)
@@ -128,18 +133,19 @@ def _all_damage(sums: BlockSums, threads: int, progress: Progress | None) -> lis
     store, prefix, manifest = sums.store, sums.directory, sums.manifest
     damage: list[Damage] = []
     done, total = 0, _nbytes(manifest)
-    readable, known = [], []
+    lengths, known = [], []
     for file, name in enumerate(manifest.files):
         # Values in a file of another checkpoint are that one's; damage to them does no harm here.
         extras = {DIGESTS} if is_reference(name) else None
         nbytes = int(manifest.file_nbytes[file])
         key = file_key(prefix, name)
-        damaged, usable = _file_damage(store, key, nbytes, extras)
-        lost = _lost_table(sums, file) if usable else ""
+        damaged, length = _file_damage(store, key, nbytes, extras)
+        lost = _lost_table(sums, file) if length >= nbytes else "cut off"
         # Where the file's own header or end is damaged, that has been said.
         damage += damaged or ([Damage(key, "", -1, 0, nbytes, lost)] if lost else [])
-        readable.append(usable)
+        lengths.append(length)
         known.append(not lost)
+    damage += _cut_off(sums, np.array(lengths, dtype=np.int64))
     buffers: SimpleQueue[memoryview] = SimpleQueue()
     # A run ends with the block that goes beyond READ_NBYTES, so there is room for one block more.
     for _ in range(threads):
@@ -155,18 +161,16 @@ def _all_damage(sums: BlockSums, threads: int, progress: Progress | None) -> lis
             buffers.put(buffer)
 
     with ThreadPoolExecutor(threads, thread_name_prefix="ckpt-verify") as pool:
-        checks = [pool.submit(check, run) for run in _runs(manifest) if readable[run.file]]
-        try:
-            for finished in as_completed(checks):
-                nbytes, damaged = finished.result()
-                damage += damaged
-                done += nbytes
-                if progress is not None:
-                    progress(done, total)
-        except BaseException:
-            for waiting in checks:
-                waiting.cancel()
-            raise
+        # A few at a time: all runs of a large checkpoint would fill the memory.
+        submitted = (pool.submit(check, run) for run in _runs(manifest, lengths))
+        running = list(islice(submitted, 2 * threads))
+        while running:
+            nbytes, damaged = running.pop(0).result()
+            damage += damaged
+            done += nbytes
+            if progress is not None:
+                progress(done, total)
+            running += islice(submitted, 1)
     if progress is not None:
         progress(total, total)
     return damage
@@ -183,8 +187,8 @@ def _lost_table(sums: BlockSums, file: int) -> str:
 
 def _file_damage(
     store: Store, key: str, nbytes: int, extras: Container[str] | None
-) -> tuple[list[Damage], bool]:
-    """What is wrong with a file apart from its chunks, and whether these can be read at all.
+) -> tuple[list[Damage], int]:
+    """What is wrong with a file apart from its chunks, and how many bytes of it can be read.
 
     Of its reserved tensors `extras` are looked at; None stands for all.
     """
@@ -195,14 +199,14 @@ def _file_damage(
     try:
         found_nbytes = store.info(key).nbytes
     except KeyNotFoundError:
-        return [whole_file(f"{key}: the file is missing ({nbytes} bytes)")], False
+        return [whole_file(f"{key}: the file is missing ({nbytes} bytes)")], 0
     except CorruptObjectError as error:
-        return [whole_file(str(error))], True
+        return [whole_file(str(error))], nbytes
     damage = []
     if found_nbytes != nbytes:
         # Its blocks are still read: they say which tensors a cut file has lost.
         damage.append(whole_file(f"{key}: {found_nbytes} bytes long, written were {nbytes}"))
-        return damage, True
+        return damage, found_nbytes
 
     def read(start: int, stop: int) -> bytes:
         with raising_corrupt():
@@ -211,7 +215,7 @@ def _file_damage(
     try:
         index = once_more(lambda: read_data_file_index(read, nbytes, name=key))
     except (Corrupt, UnsupportedFormat, ShortReadError) as error:
-        return [whole_file(str(error))], True
+        return [whole_file(str(error))], nbytes
     for name, (offset, extra_nbytes) in index.extras.items():
         if extras is not None and name not in extras:
             continue
@@ -221,19 +225,46 @@ def _file_damage(
         except Corrupt as error:
             text = f"{error} (bytes {offset} to {stop})"
             damage.append(Damage(key, name, 0, offset, stop, text))
-    return damage, True
+    return damage, nbytes
 
 
-def _runs(manifest: Manifest) -> Iterator[_BlockRun]:
-    """All blocks of the checkpoint, file after file, in runs of about READ_NBYTES."""
+def _cut_off(sums: BlockSums, lengths: Int64s) -> list[Damage]:
+    """What lies behind the end of files that are shorter than written: an entry for each tensor
+    there, however many blocks it has.
+    """
+    manifest, chunks = sums.manifest, sums.manifest.chunks
+    # One that is missing has been reported as a whole.
+    short = (lengths < manifest.file_nbytes) & (lengths > 0)
+    behind = np.flatnonzero(short[chunks.file] & (chunks.byte_start >= lengths[chunks.file]))
+    tensors = np.searchsorted(chunks.first, behind, side="right") - 1
+    _, firsts, counts = np.unique(
+        np.stack([chunks.file[behind], tensors]), axis=1, return_index=True, return_counts=True
+    )
+    damage = []
+    for row, count in zip(firsts.tolist(), counts.tolist(), strict=True):
+        chunk, fqn = int(behind[row]), manifest.fqns[int(tensors[row])]
+        file, start = int(chunks.file[chunk]), int(chunks.byte_start[chunk])
+        key = file_key(sums.directory, manifest.files[file])
+        text = f"{key}: {count} chunks of {fqn!r} (from byte {start} on) are behind its end"
+        stop = start + manifest.chunk_nbytes(chunk)
+        damage.append(Damage(key, fqn, 0, start, stop, text))
+    return damage
+
+
+def _runs(manifest: Manifest, lengths: Sequence[int]) -> Iterator[_BlockRun]:
+    """All blocks of the checkpoint that begin within the `lengths` of files, file after file, in
+    runs of about READ_NBYTES.
+    """
     chunks = manifest.chunks
     block_nbytes = manifest.header.block_bytes
+    inside = np.flatnonzero(chunks.byte_start < np.array(lengths, dtype=np.int64)[chunks.file])
     # As bytes lie in files, and not by name: a request of 8 MiB then holds many small chunks.
-    order = np.lexsort((chunks.byte_start, chunks.file))
+    order = inside[np.lexsort((chunks.byte_start[inside], chunks.file[inside]))]
     run: _BlockRun | None = None
     for chunk in order.tolist():
         file, start = int(chunks.file[chunk]), int(chunks.byte_start[chunk])
-        end = start + manifest.chunk_nbytes(chunk)
+        # Of a tensor that is cut off, the first block behind the end says so.
+        end = min(start + manifest.chunk_nbytes(chunk), lengths[file] + block_nbytes)
         for number, offset in enumerate(range(start, end, block_nbytes)):
             stop = min(offset + block_nbytes, end)
             if run is not None:

@@ -43,6 +43,7 @@ from ckpt.format.datafile import CHECKSUMS, parse_entry_name
 from ckpt.format.datafile_index import read_data_file_index
 from ckpt.format.manifest_codec import MAGIC, decode_manifest, encode_manifest
 from ckpt.format.metadata import describe_file
+from ckpt.format.metadata_budget import MetadataBudget
 from ckpt.format.part_codec import decode_part, encode_part
 from ckpt.format.progressions import pack_regular, unpack_regular
 from ckpt.telemetry.record import decode_telemetry
@@ -114,8 +115,11 @@ def _sealed_manifest(body: bytes) -> bytes:
 
 
 def _read_manifest(data: bytes) -> None:
+    ruled = decode_manifest(data, MetadataBudget(1 << 28), ruled=True)
+    parts = list(ruled.chunks.files_by_tensor())
     manifest = decode_manifest(data)
     encode_manifest(manifest)
+    assert parts == list(manifest.chunks.files_by_tensor())
 
 
 def _targets_of_fields() -> list[Target]:

@@ -85,6 +85,12 @@ def add_output_max(command: Command) -> None:
     command.add_argument("--output-max", type=nbytes, metavar="SIZE", help=text)
 
 
+def add_metadata_max(command: Command) -> None:
+    """`--metadata-max`, for commands that use all that a root says of a checkpoint."""
+    text = "memory for what describes checkpoints, and 10 seconds of a CPU a GiB; default: 1GiB"
+    command.add_argument("--metadata-max", type=nbytes, metavar="SIZE", help=text)
+
+
 def add_options(command: Command, name: str, whose: str, *, short: str = "") -> None:
     """Repeatable options of a store, `KEY=VALUE` each."""
     command.add_argument(

@@ -8,6 +8,7 @@ from ckpt.cli.parsers.arguments import (
     add_key_file,
     add_layout,
     add_memory_max,
+    add_metadata_max,
     add_options,
     add_rename,
     add_stacks,
@@ -73,6 +74,7 @@ def add_plan(commands: Commands) -> None:
         help="with --like: the entry of the state that it is; default: the only model",
     )
     add_memory_max(command)
+    add_metadata_max(command)
     add_options(command, "--like-option", "of the store of --like (default: the same)")
     add_key_file(command, "--like-option", "of the root of --like (default: the same)")
     add_json(command)

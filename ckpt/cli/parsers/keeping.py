@@ -9,6 +9,7 @@ from ckpt.cli.parsers.arguments import (
     Command,
     Commands,
     add_json,
+    add_metadata_max,
     add_rules,
     add_step,
     add_url,
@@ -27,6 +28,7 @@ def add_verify(commands: Commands) -> None:
     add_url(command)
     add_step(command)
     command.add_argument("--mark", action="store_true", help="record success in the log")
+    add_metadata_max(command)
     add_json(command)
 
 

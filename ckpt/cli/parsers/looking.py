@@ -6,6 +6,7 @@ from ckpt.cli.parsers.arguments import (
     Command,
     Commands,
     add_json,
+    add_metadata_max,
     add_options,
     add_rules,
     add_step,
@@ -82,6 +83,7 @@ def add_show(commands: Commands) -> None:
     command.add_argument(
         "--output", metavar="FILE", help="with --map: write one self-contained HTML page"
     )
+    add_metadata_max(command)
     command.add_argument("--json", action="store_true", help="print JSON, with every stored part")
 
 
@@ -103,6 +105,7 @@ def add_report(commands: Commands) -> None:
         help="one self-contained HTML page; default: report.html",
     )
     add_near(command)
+    add_metadata_max(command)
     add_json(command)
 
 

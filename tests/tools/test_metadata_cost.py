@@ -1,0 +1,262 @@
+"""What a root says of its checkpoints costs commands no more than their budget, whatever it says.
+
+Method: manifests of a KiB whose rules stand for 2^26 chunks, or for a tensor of 2^50 bytes, and
+telemetry of nothing but empty rows, under every command that opens them; memory and CPU counted.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import random
+import time
+import tracemalloc
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import ckpt
+from ckpt.cli import main
+from ckpt.errors import Corrupt, UnsupportedFormat
+from ckpt.format.columns import pack_ints, pack_map, unpack_map
+from ckpt.format.manifest import BoxTable, ChunkTable, RuledChunks, starts_of
+from ckpt.format.manifest_codec import MAGIC, decode_manifest, encode_manifest
+from ckpt.format.metadata_budget import MetadataBudget
+from ckpt.format.progressions import (
+    Progressions,
+    distinct_by_part,
+    is_below,
+    pack_regular,
+    unpack_rules,
+)
+from ckpt.telemetry.record import decode_telemetry
+from tests.conftest import Scale
+from tests.format.sample import make_increments, make_sample
+
+MIB = 1 << 20
+
+
+def step_directory(folder: Path) -> Path:
+    ckpt.save({"model": {"w": torch.zeros(8, dtype=torch.uint8)}}, str(folder), step=1)
+    (step,) = (folder / "steps").iterdir()
+    return step
+
+
+def crafted(folder: Path, chunks: int, numel: int) -> Path:
+    """A step directory whose one tensor has so many chunks of `numel` bytes each."""
+    path = step_directory(folder) / "MANIFEST"
+    fields = {k: bytes(v) for k, v in unpack_map(path.read_bytes()[len(MAGIC) + 16 : -32]).items()}
+    header = json.loads(fields["header"])
+    header["required"] = ["progressions", "checksum_tables"]
+    counts = np.frombuffer(fields["counts"], "<u8").copy()
+    counts[3], counts[5] = chunks, chunks * -(-numel // header["block_bytes"])
+
+    def constant(value: int) -> bytes:
+        return pack_ints(np.array([value, value]))
+
+    fields |= {
+        "header": json.dumps(header).encode(),
+        "counts": counts.tobytes(),
+        "shape_dims": pack_ints(np.array([chunks * numel], dtype=np.uint64), constant=False),
+        "chunk_counts": constant(chunks),
+        "chunk_numels": constant(numel),
+        "file_nbytes": constant(1 << 61),
+        "table_nbytes": constant(4 * int(counts[5]) + 64),
+        "table_digests": bytes(32),
+    }
+    fields |= {name: constant(0) for name in ("chunk_files", "chunk_skips", "chunk_gaps")}
+    fields["chunk_boxes"] = constant(0)
+    del fields["checksums"]
+    body = pack_map(fields)
+    head = MAGIC + (1).to_bytes(4, "little") + bytes(4) + len(body).to_bytes(8, "little")
+    path.write_bytes(head + body + hashlib.sha256(head + body).digest())
+    return path.parent
+
+
+@contextmanager
+def cheaply(nbytes_max: int = 64 * MIB, seconds_max: float = 5.0) -> Iterator[None]:
+    tracemalloc.start()
+    began = time.process_time()
+    try:
+        yield
+        peak, seconds = tracemalloc.get_traced_memory()[1], time.process_time() - began
+    finally:
+        tracemalloc.stop()
+    assert peak < nbytes_max and seconds < seconds_max, f"{peak / MIB:.0f} MiB, {seconds:.1f} s"
+
+
+COMMANDS = (
+    ["show"],
+    ["show", "--json"],
+    ["show", "--map"],
+    ["verify"],
+    ["plan", "--ranks", "2"],
+)
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
+def test_rules_of_many_chunks_cost_no_command_much(
+    command: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    step = crafted(tmp_path, 1 << 26, 1)
+    assert (step / "MANIFEST").stat().st_size < 1024
+    with cheaply():
+        ended = main([command[0], str(step), *command[1:]])
+    out, err = capsys.readouterr()
+    if command == ["show"]:
+        assert ended == 0 and "0 (67108864 parts)" in out
+    else:
+        assert ended == 1 and not out and "67108864 chunks" in err and "--metadata-max" in err
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
+def test_a_tensor_of_2_to_the_50_bytes_costs_no_command_much(
+    command: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    step = crafted(tmp_path, 1, 1 << 50)
+    with cheaply():
+        ended = main([command[0], str(step), *command[1:]])
+    err = capsys.readouterr().err
+    assert ended == (0 if command[0] == "show" else 1)
+    assert command[0] != "plan" or "1073741824 blocks" in err
+
+
+def test_a_short_file_is_verified_by_what_it_has(tmp_path: Path) -> None:
+    step = crafted(tmp_path, 1 << 20, 1)
+    with cheaply(256 * MIB):
+        report = ckpt.verify(str(step))
+    assert not report.ok and len(report.damage) < 100
+    assert any("chunks of 'model.w'" in damage.text for damage in report.damage)
+
+
+def test_more_metadata_is_read_where_it_is_allowed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ckpt.save({f"w{n}": torch.ones(2) for n in range(50)}, str(tmp_path), step=1)
+    for command in (["show"], ["verify"], ["plan", "--ranks", "1"]):
+        few = [command[0], str(tmp_path), *command[1:], "--metadata-max"]
+        assert main([*few, "20KB"]) == 1
+        assert "--metadata-max" in capsys.readouterr().err
+        assert main([*few, "1MB"]) == 0
+
+
+def test_long_walks_end_where_the_budget_does() -> None:
+    budget = MetadataBudget(1 << 20)  # a hundredth of a second
+    with pytest.raises(UnsupportedFormat, match="seconds of a CPU"):
+        for _ in budget.timed(iter(int, 1), "a walk"):
+            pass
+
+
+def test_ruled_chunks_are_the_table(rng: random.Random) -> None:
+    for sample in (make_sample(), *make_increments()):
+        data = encode_manifest(sample.manifest)
+        table, ruled = decode_manifest(data).chunks, decode_manifest(data, ruled=True).chunks
+        assert isinstance(ruled, RuledChunks) and len(ruled) == len(table)
+        assert list(ruled.files_by_tensor()) == list(table.files_by_tensor())
+        assert [ruled.region(n) for n in range(len(table))] == [
+            table.region(n) for n in range(len(table))
+        ]
+    for _ in range(200):
+        steps = rng.choices((0, 1, 2), k=rng.randrange(1, 5))
+        items = [s * n for s in steps for n in range(rng.randrange(1, 30))]
+        column = unpack_rules(memoryview(pack_regular(np.array(items))), len(items), "x")
+        cuts = sorted(rng.choices(range(len(items) + 1), k=4))
+        counts = np.diff([0, *cuts, len(items)]).tolist()
+        parts = np.split(np.array(items), cuts)
+        expected = [(len(part), np.unique(part).tolist()) for part in parts]
+        assert list(distinct_by_part(column, counts)) == expected
+        assert is_below(column, max(items) + 1) and not is_below(column, max(items))
+    wrapping = Progressions(np.array([3]), np.array([5], np.uint64), np.array([1 << 63], np.uint64))
+    assert not is_below(wrapping, 10)
+
+
+def test_damage_behind_rules_is_found_when_chunks_are_read(tmp_path: Path) -> None:
+    data = encode_manifest(make_sample().manifest)
+    fields = {k: bytes(v) for k, v in unpack_map(data[len(MAGIC) + 16 : -32]).items()}
+    gaps = bytearray(fields["chunk_gaps"])
+    gaps[-1] ^= 0xFF
+    body = pack_map({**fields, "chunk_gaps": bytes(gaps)})
+    head = MAGIC + (1).to_bytes(4, "little") + bytes(4) + len(body).to_bytes(8, "little")
+    manifest = decode_manifest(head + body + hashlib.sha256(head + body).digest(), ruled=True)
+    with pytest.raises(Corrupt):
+        manifest.region(0)
+
+
+def test_a_million_tensors_are_shown_within_the_budget(
+    tmp_path: Path, scale: Scale, capsys: pytest.CaptureFixture[str]
+) -> None:
+    count = scale.count(20_000, 1_000_000)
+    path = step_directory(tmp_path) / "MANIFEST"
+    manifest = decode_manifest(path.read_bytes())
+    ids, ones, start = np.arange(count), np.ones(count, np.int64), int(manifest.file_data_start[0])
+    boxes, firsts = BoxTable.of([]), starts_of(ones)
+    zeros, places = np.zeros(count, np.int64), start + 64 * ids
+    made = replace(
+        manifest,
+        fqns=tuple(sorted(f"model.layers.{n}.self_attn.q_proj.weight" for n in range(count))),
+        dtypes=("float32",) * count,
+        shapes=((4, 4),) * count,
+        kinds=np.zeros(count, np.uint8),
+        chunks=ChunkTable(firsts, zeros, places, zeros, 16 * ones, zeros - 1, boxes, firsts),
+        checksums=np.zeros(count, np.uint32),
+        file_nbytes=np.array([start + 64 * count]),
+    )
+    path.write_bytes(encode_manifest(made))
+    assert main(["show", str(path.parent)]) == 0
+    assert capsys.readouterr().out.count("q_proj") == count
+    assert main(["show", str(path.parent), "--json"]) == 0
+    shown = json.loads(capsys.readouterr().out)["tensors"]
+    assert len(shown) == count and shown[made.fqns[7]]["parts"][0]["span"] == [0, 16]
+
+
+# Telemetry ---------------------------------------------------------------------------------------
+
+
+def empty_rows(attempt: str) -> bytes:
+    """16 MB of telemetry whose ranks have done nothing at all."""
+    totals = dict.fromkeys(
+        ("seconds", "blocked_seconds", "slowest_seconds", "committed_unix"), 1.0
+    ) | dict.fromkeys(
+        ("step", "nbytes", "nbytes_referenced", "staged_nbytes", "retries", "ranks"), 1
+    )
+    whole = {
+        "totals": totals | {"attempt": attempt, "slowest_rank": 0, "slowest_phase": "write"},
+        "begun_unix": 1.0,
+        "phases": [],
+        **{key: [] for key in ("started_us", "took_us", "nbytes", "blocked_us", "retries")},
+    }
+    count = 1_100_000
+    text = json.dumps(whole, separators=(",", ":"))
+    for name in ("started_us", "took_us", "nbytes"):
+        text = text.replace(f'"{name}":[]', f'"{name}":[{",".join(["[]"] * count)}]')
+    for name in ("blocked_us", "retries"):
+        text = text.replace(f'"{name}":[]', f'"{name}":[{",".join(["0"] * count)}]')
+    return text.encode()
+
+
+def test_rows_of_telemetry_are_counted_before_they_are_made() -> None:
+    data = empty_rows("x")
+    assert 14e6 < len(data) < 16 * MIB
+    with cheaply(), pytest.raises(Corrupt, match="ranks"):
+        decode_telemetry(data)
+
+
+def test_a_report_reads_telemetry_within_its_budget(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for step in range(1, 4):
+        ckpt.save({"w": torch.ones(2)}, str(tmp_path), step=step)
+    for folder in sorted((tmp_path / "steps").iterdir())[:2]:
+        attempt = folder.name.partition("-")[2]
+        (folder / "TELEMETRY").write_bytes(empty_rows(attempt))
+    with cheaply(192 * MIB):
+        assert main(["report", str(tmp_path), "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["slowest"]["took_us"] and report["slowest"]["totals"]["step"] == 3
+    assert main(["report", f"{tmp_path}", "--json", "--metadata-max", "1KB"]) == 0
+    assert json.loads(capsys.readouterr().out)["slowest"] is None

@@ -41,6 +41,7 @@ from torch.distributed.fsdp.wrap import (
 from sharding.comm_hooks import LowPrecisionState, bf16_compress_hook, fp16_compress_hook
 from sharding.dtensor.meshes import DataParallelMeshDims, ShardPlacementResult
 from sharding.engine.blocks import Blocks, Whole
+from sharding.engine.runtime import GradientReductionHandle
 from sharding.explaining import explain
 from sharding.flat.members import FlatParameter
 from sharding.fsdp import FullyShardedDataParallel
@@ -64,6 +65,7 @@ __all__ = [
     "FullOptimStateDictConfig",
     "FullStateDictConfig",
     "FullyShardedDataParallel",
+    "GradientReductionHandle",
     "LocalOptimStateDictConfig",
     "LocalStateDictConfig",
     "LowPrecisionState",

@@ -19,9 +19,9 @@ from ckpt.state.values import join
 from sharding.dtensor.store import DTensorStore
 from sharding.engine.collectives import all_global_ranks, separate_comm
 from sharding.engine.early_gather import UnshardHandle, start_early
-from sharding.engine.runtime import Runtime, check_no_inner_root
+from sharding.engine.runtime import GradientReductionHandle, Runtime, check_no_inner_root
 from sharding.engine.streams import Streams
-from sharding.engine.torch_seam import mark_fully_sharded
+from sharding.engine.torch_seam import is_in_backward, mark_fully_sharded
 from sharding.engine.unit import Phase, Root, Unit
 from sharding.sharded_group import ShardedGroup
 from sharding.torch_face import TorchModule, TorchUnit
@@ -49,6 +49,11 @@ class PipelineState:
         self._module = module
         self._state_ctx = self
         self.all_states: tuple[object, ...] = ()
+
+    @property
+    def _comm_ctx(self) -> Streams:
+        """What stages that were passed to `share_comm_ctx` have in common."""
+        return self._module.fsdp_group.streams
 
     def _root_post_backward_final_callback(self) -> None:
         _find_root(self._module).end_backward()
@@ -111,6 +116,82 @@ class FSDPModule(TorchUnit):
         for group in sharded_groups(_as_module(self)):
             group.waiting_for.clear()
         runtime.reset()
+
+    def set_keep_unsharded_storage(self, keep: bool, *, recurse: bool = True) -> None:
+        """Whether gathered parameters stay in memory when they are freed, at the same addresses, as
+        graphs of a device want it. They are gathered again all the same.
+        """
+        for group in self._own_or_all(recurse):
+            group.store.keeps_memory = keep
+
+    # --- the end of a backward by hand ----------------------------------------------------------
+
+    def set_manual_backward_finalization(self, enabled: bool) -> None:
+        """Whether the user ends backwards, by `finalize_backward`. On the root, before the forward.
+
+        Raises RuntimeError on another module, in a backward, and until the last one has been ended.
+        """
+        group = self.fsdp_group
+        runtime = group.unit.runtime
+        if runtime is not None:
+            self._check_root("set_manual_backward_finalization")
+            if enabled is not runtime.ends_by_hand and is_in_backward():
+                raise RuntimeError(
+                    "set_manual_backward_finalization cannot change mode during backward"
+                )
+            if runtime.is_ended_by_hand is not None and enabled is not runtime.is_ended_by_hand:
+                raise RuntimeError(
+                    "set_manual_backward_finalization cannot change mode after backward starts: "
+                    "call finalize_backward() or reset_iter_state() first"
+                )
+            runtime.ends_by_hand = enabled
+        group.ends_by_hand = enabled
+
+    def finalize_backward(self, *, async_op: bool = False) -> GradientReductionHandle | None:
+        """End the backwards since the last end: reduce what is left, free, wait for reductions.
+
+        Several backwards have one end where all but the last do not reduce: call
+        `set_requires_gradient_sync(True)` in between. Before the first forward nothing happens.
+        With `async_op` returns a handle, and the gradients are there after its `wait()`.
+
+        Raises RuntimeError on another module than the root, in a backward, without
+        `set_manual_backward_finalization(True)`, before an earlier handle was waited for, and where
+        sums wait for replicas (`set_requires_all_reduce(False)`).
+        """
+        runtime = self.fsdp_group.unit.runtime
+        if runtime is None:
+            return GradientReductionHandle(None) if async_op else None
+        runtime.check_nothing_awaited("finalizing backward again")
+        self._check_root("finalize_backward")
+        by_hand = runtime.is_ended_by_hand
+        if not (runtime.ends_by_hand if by_hand is None else by_hand):
+            raise RuntimeError(
+                "finalize_backward requires manual backward finalization: call "
+                "set_manual_backward_finalization(True) before forward"
+            )
+        if is_in_backward():
+            raise RuntimeError("finalize_backward must be called after backward completes")
+        for unit in runtime.units:
+            store, reduction = unit.store, unit.reduction
+            is_partial = store is not None and runtime.reductions.has_kept(store)
+            if is_partial or (
+                unit.must_reduce and reduction.replicate is not None and not reduction.all_reduces
+            ):
+                raise RuntimeError(
+                    f"finalize_backward requires all-reduce of {unit.ranges.fqn or 'the root'}: "
+                    "partial gradient reductions cannot be ended by hand; call "
+                    "set_requires_all_reduce(True) before the backward"
+                )
+        handle: GradientReductionHandle = runtime.end_by_hand()
+        if async_op:
+            return handle
+        handle.wait()
+        return None
+
+    def _check_root(self, what: str) -> None:
+        runtime = self.fsdp_group.unit.runtime
+        if runtime is not None and runtime.root is not self.fsdp_group.unit:
+            raise RuntimeError(f"{what} must be called on the root module")
 
     # --- what a backward does -------------------------------------------------------------------
 
@@ -319,12 +400,20 @@ class FSDPModule(TorchUnit):
 
     # --- as a module ----------------------------------------------------------------------------
 
+    def _get_fsdp_state(self) -> PipelineState:
+        """What torch's pipelines ask."""
+        return PipelineState(self)
+
     def _apply(self, *args: Any, **kwargs: Any) -> Any:
         self.reshard()
+        grads = [taken for group in self.fsdp_groups for taken in group.store.take_own_gradients()]
         # What comes after torch's class, which would look into its own state.
         applied = super(TorchModule, self)._apply(*args, **kwargs)  # type: ignore[misc]
         for group in self.fsdp_groups:
             group.store.adopt_values()
+        for param, grad in grads:
+            param.param.grad = grad.to(device=param.param.device)
+        for group in self.fsdp_groups:
             if group.unit.runtime is not None:
                 group.update_factors()  # the dtype may be another
         return applied
@@ -517,11 +606,14 @@ def _find_root(module: Any) -> Root:
     names = {id(group.unit): _text(group) for group in groups}
     # torch's class raises this type here, its wrapper an AssertionError.
     check_no_inner_root(unit, units, name_of=lambda one: names[id(one)], error=RuntimeError)
+    if any(group.ends_by_hand for group in groups if group not in module.fsdp_groups):
+        raise RuntimeError("set_manual_backward_finalization must be called on the root module")
     for group in groups:
         group.update_factors()
     _name_absolutely(module, groups)
     runtime = Runtime(unit, units, module.fsdp_group.streams)
     runtime.is_last_backward = module.fsdp_group.is_last_backward
+    runtime.ends_by_hand = module.fsdp_group.ends_by_hand
     # One number for the model: reductions of all units share memory and stream.
     wanted = [group.in_flight_max for group in groups if group.in_flight_max is not None]
     runtime.reductions.in_flight_max = max(wanted, default=runtime.reductions.in_flight_max)

@@ -35,7 +35,7 @@ from sharding.engine.store import ModuleParam
 from sharding.engine.unit import Schedule, Unit
 from sharding.fsdp_module import FSDPModule, become_sharded, managed_below
 from sharding.sharded_group import ShardedGroup
-from sharding.torch_face import check_known
+from sharding.torch_face import check_known, follows_grad_dtype
 from sharding.wrapping.init import Ignored, find_params, move_states
 
 __all__ = ["fully_shard"]
@@ -97,7 +97,7 @@ def fully_shard(
         )
         store.set_smaller_mesh(_smaller_mesh(part.data, reshard_after_forward))
         unit = _unit(store, mp_policy, reshard_after_forward)
-        groups.append(ShardedGroup(modules, unit, store, mp_policy))
+        groups.append(ShardedGroup(modules, unit, store))
     become_sharded(groups)
     return module
 
@@ -111,6 +111,7 @@ def _keeping(
         device=device,
         param_dtype=precision.param_dtype,
         reduce_dtype=precision.reduce_dtype,
+        follows_grad_dtype=follows_grad_dtype(),
         offload=offload,
         pin=isinstance(offloading, CPUOffloadPolicy)
         and offloading.pin_memory
@@ -131,7 +132,7 @@ def _unit(
         Reduction(
             data.shard,
             data.replicate,
-            precision.reduce_dtype or precision.param_dtype,
+            precision.reduce_dtype or (None if follows_grad_dtype() else precision.param_dtype),
             factors=(1.0, float(data.size)),
         ),
         device=store.device,

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from sharding.dtensor.store import DTensorStore
 from sharding.engine.collectives import Comm, CommMemory
@@ -28,13 +27,10 @@ _WIDE = (torch.float32, torch.bfloat16)
 class ShardedGroup:
     """Modules whose parameters are one unit."""
 
-    def __init__(
-        self, modules: Sequence[nn.Module], unit: Unit, store: DTensorStore, policy: Any
-    ) -> None:
+    def __init__(self, modules: Sequence[nn.Module], unit: Unit, store: DTensorStore) -> None:
         self.modules = tuple(modules)
         self.unit = unit
         self.store = store
-        self.policy: MixedPrecisionPolicy = policy
         self.streams: Streams = streams_for(store.device)
         store.streams = self.streams
         self.divide_factor: float | None = None
@@ -43,6 +39,7 @@ class ShardedGroup:
         self.in_flight_max: int | None = None
         """Reductions under way at once, of the whole model; None for the usual number."""
         self.is_last_backward = True
+        self.ends_by_hand = False
         """For the root to be: what it starts with."""
         self.waiting_for: set[int] = set()
         """Modules that are still to run before the unit's forward is over."""
@@ -60,7 +57,7 @@ class ShardedGroup:
     @property
     def reduces_in(self) -> torch.dtype:
         """The dtype of reductions."""
-        return self.policy.reduce_dtype or self.policy.param_dtype or self.store.dtype
+        return self.unit.reduction.dtype or self.store.reduces_in(None, fills=False)
 
     @property
     def strategy(self) -> str:

@@ -21,16 +21,20 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from torch.distributed import fsdp
 from torch.distributed.fsdp import FSDPModule as TorchModule
 from torch.distributed.fsdp import FullyShardedDataParallel as TorchClass
+from torch.distributed.fsdp import MixedPrecisionPolicy as Precision
 from torch.distributed.fsdp import UnshardHandle as TorchHandleClass
 
 __all__ = [
     "TorchHandle",
     "TorchModule",
+    "TorchReductionHandle",
     "TorchUnit",
     "TorchWrapper",
     "check_known",
+    "follows_grad_dtype",
     "redirect_static_methods",
 ]
 
@@ -56,7 +60,13 @@ _KNOWN = {
         "cast_root_forward_inputs",
         "_module_classes_to_ignore",
     },
-    "MixedPrecisionPolicy": {"param_dtype", "reduce_dtype", "output_dtype", "cast_forward_inputs"},
+    "MixedPrecisionPolicy": {
+        "param_dtype",
+        "reduce_dtype",
+        "output_dtype",
+        "cast_forward_inputs",
+        "param_dtype_override_fn",
+    },
     "OffloadPolicy": set(),
     "ShardedOptimStateDictConfig": _OFFLOADS | {"_use_dtensor"},
     "ShardedStateDictConfig": _OFFLOADS | {"_use_dtensor"},
@@ -69,6 +79,13 @@ _KNOWN = {
     },
 }
 """Fields and members of torch's classes of options that are implemented here."""
+
+
+def follows_grad_dtype() -> bool:
+    """Whether `fully_shard` of this torch sums gradients in the `grad_dtype` of parameters where
+    `reduce_dtype` is None: from 2.15 on. Before, it does in `param_dtype`.
+    """
+    return any(field.name == "param_dtype_override_fn" for field in dataclasses.fields(Precision))
 
 
 def check_known(*options: object) -> None:
@@ -137,10 +154,14 @@ if TYPE_CHECKING:
 
     class TorchHandle:
         """What `isinstance(handle, torch.distributed.fsdp.UnshardHandle)` holds for."""
+
+    class TorchReductionHandle:
+        """The same for torch's `GradientReductionHandle`, from torch 2.15 on."""
 else:
     TorchUnit = _refusing(TorchModule)
     TorchWrapper = _refusing(TorchClass)
     TorchHandle = _refusing(TorchHandleClass)
+    TorchReductionHandle = _refusing(getattr(fsdp, "GradientReductionHandle", object))
 
 
 def redirect_static_methods(ours: type[nn.Module]) -> None:

@@ -37,6 +37,7 @@ from sharding.engine.blocks import Blocks, Cutting, Whole
 from sharding.engine.collectives import Comm, RankParts
 from sharding.engine.store import ModuleParam, OutgoingForm
 from sharding.engine.streams import Streams
+from sharding.engine.torch_seam import grad_dtype_of, set_grad_dtype
 
 __all__ = ["DataAxes", "DataMesh", "Keeping", "ShardedParam"]
 
@@ -82,6 +83,9 @@ class Keeping:
     """Where they are gathered and computed with."""
     param_dtype: torch.dtype | None = None
     reduce_dtype: torch.dtype | None = None
+    follows_grad_dtype: bool = False
+    """Whether a parameter's `grad_dtype` says how its gradients are summed, as from torch 2.15 on.
+    """
     offload: bool = False
     """Whether shards live in the host's memory."""
     pin: bool = False
@@ -117,6 +121,7 @@ class ShardedParam:
         self.buffer = values.new_empty(0)
         local = self._padded(self._own_rows(values))
         self.param = nn.Parameter(self.to_dtensor(local), requires_grad=param.requires_grad)
+        set_grad_dtype(self.param, grad_dtype_of(param))
         # Not the original: its memory is to be freed with its last user.
         self.module_param = module_param._replace(param=self.param)
         self._adopted = local_of(self.param)
@@ -176,6 +181,29 @@ class ShardedParam:
         wanted = self.keeping.param_dtype
         return wanted if wanted is not None and self.dtype.is_floating_point else self.dtype
 
+    @property
+    def grad_dtype(self) -> torch.dtype | None:
+        """Of the shard's gradient; None for as it comes from the reduction."""
+        wanted = grad_dtype_of(self.param)
+        return self.dtype if wanted is None else wanted.dtype
+
+    @property
+    def summed_dtype(self) -> torch.dtype | None:
+        """Of gradients before they are reduced; None for as they come."""
+        return self.keeping.reduce_dtype or self.grad_dtype
+
+    @property
+    def view_grad_dtype(self) -> torch.dtype | None:
+        """What autograd brings gradients into. A wider dtype is left to the reduction, which casts
+        where it packs; but one that is summed over other axes of a mesh is summed in it.
+        """
+        summed = self.summed_dtype
+        if summed is None or self.tensor_parallel is not None:
+            return summed
+        computed = self.compute_dtype
+        both_float = summed.is_floating_point and computed.is_floating_point
+        return None if both_float and summed.itemsize > computed.itemsize else summed
+
     def _own_rows(self, values: torch.Tensor) -> torch.Tensor:
         first = min(self.data.shard.rank * self.chunk, self.shape[self.dim])
         return values.narrow(self.dim, first, self.own_shape[self.dim])
@@ -217,6 +245,8 @@ class ShardedParam:
                     f"{self.fqn}: was replaced by a {type(current).__name__}, expected a DTensor "
                     "parameter sharded like it; load a sharded state dict, or copy values into it"
                 )
+            if grad_dtype_of(current) is None:  # a load or a cast makes parameters without one
+                set_grad_dtype(current, grad_dtype_of(self.param))
             self.param = current
             self.show()
         local = local_of(self.param)
@@ -345,7 +375,9 @@ class ShardedParam:
             contiguous_strides(self.shape),
         )
         made = make_dtensor(local.view(shape), like)
-        return nn.Parameter(made, requires_grad=self.param.requires_grad)
+        shown = nn.Parameter(made, requires_grad=self.param.requires_grad)
+        set_grad_dtype(shown, grad_dtype_of(self.param))
+        return shown
 
 
 def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:

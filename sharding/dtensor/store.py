@@ -12,12 +12,15 @@ Which collectives serve that, and whether members have to be packed for them, is
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from sharding.dtensor.gathering import ByExtension, Gathering, gathering_for
 from sharding.dtensor.param import DataMesh, Keeping, ShardedParam
@@ -34,7 +37,7 @@ from sharding.engine.store import (
     State,
     call_accumulate_hooks,
 )
-from sharding.engine.torch_seam import foreach_copy
+from sharding.engine.torch_seam import foreach_copy, grad_dtype_of
 
 __all__ = ["DTensorStore", "SmallerMesh"]
 
@@ -76,18 +79,18 @@ class DTensorStore(ParameterStore):
         keeping: Keeping,
         *,
         placements: Sequence[object],
-        policy: object,
+        policy: MixedPrecisionPolicy,
     ) -> None:
         super().__init__(module_params, keeping.device)
         self.data = data
         self.keeping = keeping
+        self._policies = tuple(policy_for(item, policy) for item in module_params)
         self.params = tuple(
-            ShardedParam(item, data, keeping, placement)
-            for item, placement in zip(module_params, placements, strict=True)
+            ShardedParam(item, data, replace(keeping, param_dtype=own.param_dtype), placement)
+            for item, placement, own in zip(module_params, placements, self._policies, strict=True)
         )
         self.module_params = tuple(param.module_param for param in self.params)
-        self._policy = policy
-        self._gatherings = tuple(gathering_for(param, policy) for param in self.params)
+        self._gatherings = tuple(map(gathering_for, self.params, self._policies))
         self._counts = [1] * len(self.params)  # tensors in the unit's memory, by parameter
         self._smaller_mesh: SmallerMesh | None = None
         self._smaller: tuple[_Smaller, ...] = ()
@@ -140,6 +143,40 @@ class DTensorStore(ParameterStore):
     def compute_dtype(self) -> torch.dtype:
         """Of gathered parameters."""
         return self.keeping.param_dtype or self.dtype
+
+    def reduces_in(self, grads: Gradients | None, *, fills: bool) -> torch.dtype:
+        """What holds all gradients, as their parameters have it; `grads` None: of all parameters.
+
+        Raises ValueError, naming a parameter, where ranks could not agree on the dtype of zeros.
+        """
+        if not self.keeping.follows_grad_dtype:
+            return self.dtype
+        trained = [number for number, param in enumerate(self.params) if param.param.requires_grad]
+        for param in (self.params[number] for number in trained if fills):
+            if param.summed_dtype is None:
+                raise ValueError(
+                    f"{param.fqn}: gradients of any dtype (grad_dtype=None) cannot be reduced as "
+                    "zeros where there are none; set reduce_dtype of MixedPrecisionPolicy"
+                )
+        dtypes = []
+        for number in trained:
+            kept, grad = self._kept.get(number), None if grads is None else grads[number]
+            there = [one for one in (grad, None if kept is None else kept.grad) if one is not None]
+            if there or fills or grads is None:
+                param = self.params[number]
+                own = [one.dtype for one in there] or [param.compute_dtype]
+                dtypes += own if param.summed_dtype is None else [param.summed_dtype]
+        return functools.reduce(torch.promote_types, dtypes or [self.dtype])
+
+    def choose_grad_dtypes(self, *, reduces: bool) -> None:
+        """As the parameters' `grad_dtype` has it, and as torch does it, to the bit: of several
+        gradients of one parameter, only those that begin to add up are cast one by one.
+        """
+        if self.keeping.follows_grad_dtype:
+            self.view_grad_dtypes = tuple(
+                param.view_grad_dtype if reduces or number in self._kept else param.summed_dtype
+                for number, param in enumerate(self.params)
+            )
 
     @property
     def trainable(self) -> tuple[bool, ...]:
@@ -246,9 +283,9 @@ class DTensorStore(ParameterStore):
         self._smaller = ()
 
     def release(self) -> None:
-        """Give the gathered memory away."""
+        """Give the gathered memory away, unless it is kept."""
         super().release()
-        for gathering in self._gatherings:
+        for gathering in () if self.keeps_memory else self._gatherings:
             for tensor in gathering.own_memory:
                 self.streams.will_free(tensor)
             gathering.release()
@@ -300,7 +337,7 @@ class DTensorStore(ParameterStore):
         return not is_plain and not isinstance(self._gatherings[index], ByExtension)
 
     def _choose_again(self, index: int) -> None:
-        made = gathering_for(self.params[index], self._policy)
+        made = gathering_for(self.params[index], self._policies[index])
         if isinstance(made, ByExtension) or type(made) is not type(self._gatherings[index]):
             self._gatherings = (*self._gatherings[:index], made, *self._gatherings[index + 1 :])
             self.drop_views()
@@ -377,10 +414,11 @@ class DTensorStore(ParameterStore):
 
     def keep_unsharded_gradients(self, grads: Gradients) -> None:
         """Add gradients up on this rank, in the dtype of reductions."""
-        wanted = self.keeping.reduce_dtype
+        follows = self.keeping.follows_grad_dtype
         for number, (param, grad) in enumerate(zip(self.params, grads, strict=True)):
             if grad is None:
                 continue
+            wanted = param.summed_dtype if follows else self.keeping.reduce_dtype
             local = param.local_gradient(grad)
             kept = self._kept.get(number)
             if kept is not None:
@@ -404,9 +442,10 @@ class DTensorStore(ParameterStore):
     ) -> None:
         """Add reduced gradients, this rank's parts, to those of the sharded parameters."""
         params = [self.params[number] for number in outgoing.member_indices]
-        if any(one.dtype != param.dtype for one, param in zip(new, params, strict=True)):
+        wanted = [param.grad_dtype or one.dtype for one, param in zip(new, params, strict=True)]
+        if any(one.dtype != dtype for one, dtype in zip(new, wanted, strict=True)):
             cast = [
-                torch.empty_like(one, dtype=p.dtype) for one, p in zip(new, params, strict=True)
+                torch.empty_like(one, dtype=dtype) for one, dtype in zip(new, wanted, strict=True)
             ]
             foreach_copy(cast, new)
             new = cast
@@ -415,12 +454,48 @@ class DTensorStore(ParameterStore):
         shown = [param.param for param in params]
         call_accumulate_hooks(shown, self.streams if self.keeping.offload else None)
 
+    def take_own_gradients(self) -> list[tuple[ShardedParam, torch.Tensor]]:
+        """Take away the gradients that have a dtype of their own, which a cast of the module does
+        not change.
+        """
+        taken = []
+        for param in self.params:
+            grad = param.param.grad
+            if grad is not None and grad_dtype_of(param.param) is not None:
+                taken.append((param, grad))
+                param.param.grad = None
+        return taken
+
     def _with_kept(self, number: int, grad: torch.Tensor | None) -> torch.Tensor | None:
         kept = self._kept.pop(number, None)
         local = None if grad is None else self.params[number].local_gradient(grad)
         if kept is None:
             return local
         return kept.grad if local is None else _sum(kept, local)
+
+
+def policy_for(item: ModuleParam, policy: MixedPrecisionPolicy) -> MixedPrecisionPolicy:
+    """The policy with the dtype that its `param_dtype_override_fn` has for a parameter.
+
+    Raises ValueError, naming the parameter, for what is no dtype, or another than that of the
+    policy or the parameter.
+    """
+    override: Any = getattr(policy, "param_dtype_override_fn", None)
+    if override is None:
+        return policy
+    dtype = override(item.param)
+    given, own = policy.param_dtype, item.param.dtype
+    if dtype is not None and not isinstance(dtype, torch.dtype):
+        raise ValueError(
+            f"{item.fqn}: param_dtype_override_fn must return a torch.dtype or None, got {dtype!r}"
+        )
+    if dtype not in (None, given, own):
+        raise ValueError(
+            f"{item.fqn}: param_dtype_override_fn must return None, param_dtype ({given}), or the "
+            f"parameter's original dtype ({own}), got {dtype}"
+        )
+    options: Any = {"param_dtype": dtype or given, "param_dtype_override_fn": None}
+    return replace(policy, **options)
 
 
 def _sum(kept: _UnreducedGradient, grad: torch.Tensor) -> torch.Tensor:

@@ -66,7 +66,8 @@ class _Resized(GatheredMemory):
         return self.whole.untyped_storage().nbytes()
 
     def fetch(self) -> None:
-        self.whole.untyped_storage().resize_(self._size)
+        if not self.nbytes:  # what is there would be moved
+            self.whole.untyped_storage().resize_(self._size)
 
     def release(self) -> None:
         self.whole.untyped_storage().resize_(0)

@@ -15,6 +15,7 @@ before it uses the memory again. So there are never more such buffers than reduc
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -46,7 +47,7 @@ class Reduction:
     """None where parameters are not sharded."""
     replicate: Comm | None
     dtype: torch.dtype | None
-    """Of the collectives; None for the dtype of the shard."""
+    """Of the collectives; None for the store's `reduces_in`."""
     factors: tuple[float, float]
     """What to divide by before and after summing."""
     keep_dtype: bool = False
@@ -84,6 +85,8 @@ class _ReductionInFlight(NamedTuple):
     """Through which it was taken from the pool; None where it was not."""
     taken_on: object
     """The stream that this memory is of."""
+    keeps: int | None
+    """The tag of the store, where the sum will wait for the replicate group."""
 
 
 class Reductions:
@@ -108,7 +111,9 @@ class Reductions:
             self._end_oldest()
         self._drop_repeated(keep=1)
         casts = reduction.hook is not None and reduction.hook.casts
-        dtype = (store.compute_dtype if casts else reduction.dtype) or store.dtype
+        dtype = (store.compute_dtype if casts else reduction.dtype) or self._own_dtype(
+            store, reduction, grads
+        )
         shard = reduction.shard if reduction.hook is None else None
         form = OutgoingForm(
             dtype,
@@ -131,7 +136,17 @@ class Reductions:
             else:
                 started = self._start_replicated(store, reduction, outgoing)
         lent = shard if form.pool is not None else None
-        self._in_flight.append(_ReductionInFlight(started, outgoing, lent, taken_on))
+        waits = reduction.replicate is not None and not reduction.all_reduces
+        keeps = store.tag if waits else None
+        self._in_flight.append(_ReductionInFlight(started, outgoing, lent, taken_on, keeps))
+
+    def _own_dtype(
+        self, store: ParameterStore, reduction: Reduction, grads: Gradients | None
+    ) -> torch.dtype:
+        kept = self._kept.get(store.tag, {}).values()
+        dtype = store.reduces_in(grads, fills=reduction.fills_unused)
+        # Gradients may come in any dtype, and sums of earlier ones lose nothing.
+        return functools.reduce(torch.promote_types, (one.dtype for one in kept), dtype)
 
     def finish(self) -> None:
         """Wait for all of them."""
@@ -139,6 +154,11 @@ class Reductions:
             self._end_oldest()
         self.streams.compute_waits_for_reductions()
         self._drop_repeated(keep=0)
+
+    def has_kept(self, store: ParameterStore) -> bool:
+        """Whether sums of the store's gradients wait for the replicate group."""
+        tag = store.tag
+        return bool(self._kept.get(tag)) or any(one.keeps == tag for one in self._in_flight)
 
     def drop(self) -> None:
         """Forget what a failed backward has left, once its messages have come and gone: later ones

@@ -19,8 +19,9 @@ from sharding.engine.steps import StepLog
 from sharding.engine.streams import Streams
 from sharding.engine.torch_seam import call_after_backward, is_in_backward
 from sharding.engine.unit import Phase, Unit
+from sharding.torch_face import TorchReductionHandle
 
-__all__ = ["Runtime", "check_no_inner_root"]
+__all__ = ["GradientReductionHandle", "Runtime", "check_no_inner_root"]
 
 U = TypeVar("U", bound=Unit)
 
@@ -38,6 +39,10 @@ class Runtime:
         self.in_backward = False
         self.is_last_backward = True
         """Whether the next backward's reductions are waited for at its end."""
+        self.ends_by_hand = False
+        """Whether the user ends backwards, by `finish_by_hand`, from the next one on."""
+        self.is_ended_by_hand: bool | None = None
+        """The same of the backward that has not ended yet; None without one."""
         self.steps = StepLog()
         self.order_check: OrderCheck | None = None
         """Set where the user requested checks of the order."""
@@ -54,6 +59,7 @@ class Runtime:
 
     def share(self, streams: Streams) -> None:
         """Use these streams from now on, for what is under way on others too."""
+        streams.awaited = streams.awaited or self.streams.awaited
         self.streams = self.reductions.streams = streams
         for unit in self.units:
             if unit.store is not None:
@@ -63,6 +69,7 @@ class Runtime:
         """The root's forward starts: a new iteration, unless the last one is still to be run
         backward.
         """
+        self.check_nothing_awaited("forward")
         self.leave_failed_backward()
         self.steps.begin()
         # An optimizer may have written to the shards since, on the stream of compute.
@@ -80,6 +87,7 @@ class Runtime:
         """The unit's forward starts outside of the root's: an iteration for it alone."""
         if is_in_backward():
             return
+        self.check_nothing_awaited("forward")
         self.leave_failed_backward()
         self.streams.gathers_wait_for_compute()
         unit.abort_forward()
@@ -131,6 +139,8 @@ class Runtime:
             if self.order_check is not None:
                 self.order_check.begin_backward()
             self.in_backward = True
+            if self.is_ended_by_hand is None:
+                self.is_ended_by_hand = self.ends_by_hand
             self.streams.gathers_wait_for_compute()
             call_after_backward(self.end_backward)
 
@@ -146,13 +156,53 @@ class Runtime:
             self._end_backward()
 
     def _end_backward(self) -> None:
+        if self.is_ended_by_hand:
+            self.in_backward = False
+            for unit in self.units:
+                unit.end_backward(is_over=False)
+            self.streams.release_all()
+            return
+        self._reduce_rest(waits=self.is_last_backward)
+        if self.is_last_backward:
+            self.is_ended_by_hand = None
+            if any(unit.offload for unit in self.units):
+                self.streams.finish()
+
+    def end_by_hand(self) -> GradientReductionHandle:
+        """End the backwards since the last end: reduce what they have left to be reduced, and free.
+
+        Nothing else is to be started before the handle has been waited for.
+        """
+        with self.root.ranges(RangeName.END):
+            self._reduce_rest(waits=False)
+        handle = GradientReductionHandle(self)
+        self.streams.awaited = handle
+        return handle
+
+    def finish_by_hand(self) -> None:
+        """Let compute wait for all reductions: gradients are there."""
+        with self.root.ranges(RangeName.WAIT), torch.no_grad():
+            self.reductions.finish()
+        self.streams.awaited = self.is_ended_by_hand = None
+        if any(unit.offload for unit in self.units):
+            self.streams.finish()
+
+    def check_nothing_awaited(self, what: str) -> None:
+        """Raise RuntimeError when there are reductions that the user has to wait for first."""
+        if self.streams.awaited is not None:
+            raise RuntimeError(
+                f"the previous gradient reduction must be waited on before {what}: call wait() on "
+                "what finalize_backward(async_op=True) returned"
+            )
+
+    def _reduce_rest(self, *, waits: bool) -> None:
         try:
             if self.order_check is not None:
                 self.order_check.end_iteration()
             with torch.no_grad():
                 for unit in self.units:
                     unit.reduce_unused()
-                if self.is_last_backward:
+                if waits:
                     with self.root.ranges(RangeName.WAIT):
                         self.reductions.finish()
         except BaseException:
@@ -164,11 +214,19 @@ class Runtime:
                 unit.end_backward()
         self.streams.release_all()
         self.steps.end()
-        if self.is_last_backward and any(unit.offload for unit in self.units):
-            self.streams.finish()
 
     def reset(self) -> None:
-        """An iteration has raised: wait for what is under way, forget its gradients, free all."""
+        """An iteration has raised: wait for what is under way, forget its gradients, free all.
+
+        Raises RuntimeError while another root, which has the same streams, is to be waited for.
+        """
+        awaited = self.streams.awaited
+        if isinstance(awaited, GradientReductionHandle) and not awaited.is_of(self):
+            raise RuntimeError(
+                "reset_iter_state() cannot reset a gradient reduction of another root that shares "
+                "streams with this one: call wait() on its handle first"
+            )
+        self.streams.awaited = self.is_ended_by_hand = None
         self._abandon_backward()
         self._forward_order, self._ended_order = [], []
         for unit in self.units:
@@ -184,11 +242,40 @@ class Runtime:
     def _abandon_backward(self) -> None:
         """A backward raised half-way: forget what it has left."""
         self.in_backward = False  # first: dropping may raise, and the next forward starts anew
+        self.is_ended_by_hand = None
         try:
             self.reductions.drop()
         finally:
             for unit in self.units:
                 unit.end_backward()
+
+
+class GradientReductionHandle(TorchReductionHandle):
+    """Reductions at the end of a backward that `finalize_backward(async_op=True)` has ended."""
+
+    def __init__(self, runtime: Runtime | None) -> None:
+        self._runtime = runtime
+        """None once there is nothing to wait for."""
+
+    def is_of(self, runtime: Runtime) -> bool:
+        """Whether that root's reductions are meant."""
+        return self._runtime is runtime
+
+    def wait(self) -> None:
+        """Return when compute may read the gradients. Waiting twice is harmless.
+
+        Raises RuntimeError when `reset_iter_state` has dropped them.
+        """
+        runtime = self._runtime
+        if runtime is None:
+            return
+        if runtime.streams.awaited is not self:
+            raise RuntimeError(
+                "this gradient reduction handle was invalidated: reset_iter_state() has dropped "
+                "its gradients"
+            )
+        runtime.finish_by_hand()
+        self._runtime = None
 
 
 def check_no_inner_root(

@@ -32,7 +32,12 @@ from sharding.engine.memory import PagePool, TensorMemory, TensorSize
 from sharding.engine.pool import BufferPool
 from sharding.engine.ranges import IN_PLACE, RangeName, Ranges
 from sharding.engine.streams import Streams
-from sharding.engine.torch_seam import ParamPlace, number_as_newest, post_accumulate_hooks
+from sharding.engine.torch_seam import (
+    ParamPlace,
+    expect_gradients_in,
+    number_as_newest,
+    post_accumulate_hooks,
+)
 
 __all__ = [
     "Gradients",
@@ -103,6 +108,7 @@ class _Views(torch.autograd.Function):
         ctx.store = weakref.ref(store)
         ctx.set_materialize_grads(False)
         views = store.make_views()
+        expect_gradients_in(ctx, store.view_grad_dtypes)
         ctx.mark_non_differentiable(
             *(view for view, wants in zip(views, trainable, strict=True) if not wants)
         )
@@ -145,10 +151,18 @@ class ParameterStore(ABC):
         self.views: tuple[torch.Tensor, ...] = ()
         """What modules show while gathered: the same objects as long as nothing changes."""
         self.shows_views = False
+        self.view_grad_dtypes: tuple[torch.dtype | None, ...] | None = None
+        """What autograd brings the gradient of each view into, None for as it comes; None for all:
+        the views' own.
+        """
         self.shown_on: object = None
         """The stream of the forwards from now on. Autograd runs a node on the stream that it was
         made on, and a graph of the device cannot have one that was made on a stream of before.
         """
+        self.keeps_memory = False
+        """Whether gathered memory is not released, as a graph of the device may need it."""
+        self._kept_mark: object = None
+        """Behind the last use of memory that was kept."""
         self.gathers_on_compute = False
         """Whether gathers take their memory on the stream of compute, where they cast and pack too,
         rather than on one of their own.
@@ -170,6 +184,16 @@ class ParameterStore(ABC):
     @abstractmethod
     def compute_dtype(self) -> torch.dtype:
         """Of the gathered memory, and so of gradients before they are reduced."""
+
+    def reduces_in(self, grads: Gradients | None, *, fills: bool) -> torch.dtype:
+        """The dtype of reductions where none is configured. `fills`: with zeros for members without
+        a gradient.
+        """
+        return self.dtype
+
+    def choose_grad_dtypes(self, *, reduces: bool) -> None:
+        """A forward starts, whose backward reduces or only adds up: set `view_grad_dtypes`."""
+        return
 
     @property
     @abstractmethod
@@ -272,6 +296,9 @@ class ParameterStore(ABC):
     def fetch(self, sizes: Sequence[TensorSize]) -> tuple[torch.Tensor, ...]:
         """Have memory for gathered parameters, of the current stream; see `TensorMemory.fetch`."""
         self.streams.take_back(self.memory)
+        if self._kept_mark is not None:
+            self.streams.gathers_wait_for(self._kept_mark)
+            self._kept_mark = None
         self.memory.stream = self.streams.current()
         return self.memory.fetch(sizes, self.pages)
 
@@ -310,7 +337,10 @@ class ParameterStore(ABC):
         self.state = State.SHARDED
 
     def release(self) -> None:
-        """Give the gathered memory away."""
+        """Give the gathered memory away, unless it is kept."""
+        if self.keeps_memory:
+            self._kept_mark = self.streams.mark()
+            return
         self.streams.give_back(self.memory, limited=self._limit_gathers)
 
     def _wait(self) -> None:
@@ -355,7 +385,8 @@ class ParameterStore(ABC):
         # it anew when they change, else keep it, so that several forwards share it.
         trainable = self.trainable
         anchored = self.requires_grad
-        wanted = (self.memory_identity(), anchored, trainable, self.shown_on)
+        identity, dtypes = self.memory_identity(), self.view_grad_dtypes
+        wanted = (identity, anchored, trainable, self.shown_on, dtypes)
         if wanted == self._views_for and self.views:
             return
         with torch.inference_mode(False), torch.enable_grad():

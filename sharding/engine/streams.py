@@ -31,6 +31,9 @@ class Streams:
     """How many reductions are under way at once, unless the user says: while the host ends one, the
     other goes on."""
 
+    awaited: object = None
+    """The handle of reductions that a user has still to wait for."""
+
     def current(self) -> object:
         """The stream that the caller's work goes to."""
         return None

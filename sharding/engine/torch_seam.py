@@ -14,6 +14,7 @@ from torch.distributed.fsdp._common_utils import TrainingState
 
 __all__ = [
     "NO_BACKWARD",
+    "GradDtype",
     "GroupMemory",
     "ParamPlace",
     "SymmetricMemory",
@@ -21,10 +22,12 @@ __all__ = [
     "call_after_backward",
     "chunk_cat",
     "current_backward",
+    "expect_gradients_in",
     "foreach_copy",
     "foreach_mul",
     "foreach_mul_by",
     "foreach_norm",
+    "grad_dtype_of",
     "group_memory",
     "is_in_backward",
     "is_marked_replicate",
@@ -38,6 +41,7 @@ __all__ = [
     "post_accumulate_hooks",
     "premultiplied_sum",
     "run_policy",
+    "set_grad_dtype",
     "set_versions",
     "version_in",
     "versioned_dict",
@@ -77,6 +81,35 @@ class ParamPlace(NamedTuple):
         """Show nothing there."""
         self.module._parameters.pop(self.name, None)
         self.module.__dict__.pop(self.name, None)
+
+
+class GradDtype(NamedTuple):
+    """What the user has set as a tensor's `grad_dtype`; None takes any."""
+
+    dtype: torch.dtype | None
+
+
+def grad_dtype_of(tensor: torch.Tensor) -> GradDtype | None:
+    """What was set, from torch 2.15 on; None for nothing, which is the dtype of the tensor."""
+    given: Any = tensor
+    return (
+        GradDtype(given.grad_dtype) if getattr(given, "_has_grad_dtype_override", False) else None
+    )
+
+
+def set_grad_dtype(tensor: torch.Tensor, wanted: GradDtype | None) -> None:
+    """Let the tensor have what `grad_dtype_of` has returned for another; None changes nothing."""
+    if wanted is not None:
+        given: Any = tensor
+        given.grad_dtype = wanted.dtype
+
+
+def expect_gradients_in(ctx: Any, dtypes: Sequence[torch.dtype | None] | None) -> None:
+    """Have autograd bring the gradient of each output of a function into this dtype, or take it as
+    it comes where there is None. Without any, each output's own dtype is meant.
+    """
+    if dtypes is not None:
+        ctx.set_output_grad_dtype(*dtypes)
 
 
 def call_after_backward(callback: Callable[[], None]) -> None:

@@ -72,6 +72,8 @@ class Root(Protocol):
 
     in_backward: bool
     is_last_backward: bool
+    ends_by_hand: bool
+    is_ended_by_hand: bool | None
     streams: Streams
     reductions: Reductions
     steps: StepLog
@@ -113,6 +115,12 @@ class Root(Protocol):
 
     def end_backward(self) -> None:
         """All gradients have been computed: finish reductions, free what is left."""
+
+    def end_by_hand(self) -> Any:
+        """The user ends the backwards since the last end."""
+
+    def check_nothing_awaited(self, what: str) -> None:
+        """Raise RuntimeError when the user has to wait for reductions first."""
 
     def leave_failed_backward(self) -> None:
         """Clean up after a backward that raised half-way."""
@@ -201,6 +209,8 @@ class Unit:
             runtime.record_forward(self)
         with self.ranges(RangeName.PRE_FORWARD):
             if self.store is not None:
+                if not recomputes:
+                    self.store.choose_grad_dtypes(reduces=self.syncs_gradients)
                 self.gather()
                 if not recomputes:
                     self._order_backward(self.store)
@@ -462,12 +472,17 @@ class Unit:
         for module in modules:
             module.register_forward_pre_hook(before_module, prepend=True)
 
+    @property
+    def must_reduce(self) -> bool:
+        """Whether the last backward has not reduced what it may have to."""
+        return self.store is not None and self.syncs_gradients and not self._has_reduced
+
     def reduce_unused(self) -> None:
         """The backward has not reached this unit: reduce what earlier ones have added up without
         reducing; zeros where it may have reached the unit on other ranks.
         """
         store = self.store
-        if store is None or self._has_reduced or not self.syncs_gradients:
+        if store is None or not self.must_reduce:
             return
         store.adopt_gradients()  # they may have been set to None
         fills = self.reduction.fills_unused and store.requires_grad
@@ -476,12 +491,15 @@ class Unit:
         else:
             self.known_runtime().reductions.reduce_kept(store, self.reduction)
 
-    def end_backward(self) -> None:
-        """Free what the backward has left over (outputs that were not used, frozen members)."""
+    def end_backward(self, *, is_over: bool = True) -> None:
+        """Free what the backward has left over (outputs that were not used, frozen members).
+
+        `is_over`: unless the user is still to end it.
+        """
         self.phase = Phase.IDLE
         self.was_requested = False
         self._forget_inputs()
-        self._has_reduced = False
+        self._has_reduced = self._has_reduced and not is_over
         if self.store is None:
             return
         if self._frees_after_backward:

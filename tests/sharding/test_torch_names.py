@@ -155,9 +155,6 @@ def test_new_members_and_classes_are_refused_by_name() -> None:
 
 
 def added_methods_are_refused() -> None:
-    model: Any = sharding.fully_shard(nn.Linear(4, 4))
-    with pytest.raises(NotImplementedError, match=r"FSDPModule\._get_fsdp_state\(\) of torch"):
-        model._get_fsdp_state()
     wrapper: Any = sharding.FullyShardedDataParallel(nn.Linear(4, 4))
     with pytest.raises(NotImplementedError, match=r"FullyShardedDataParallel\._reset_lazy_init"):
         wrapper._reset_lazy_init()

@@ -962,6 +962,34 @@ def kept_after_backward(run: Run) -> None:
         run.train(model, steps=1, optimizer=optimizer)
 
 
+@scenario(FULLY, torchs=())
+def gathered_memory_kept(run: Run) -> None:
+    for mesh in ((8,), (8, 1)):
+        model = run.wrap(run.net(Twice), mesh=mesh, low=(BF16, FP32, None))
+        model.set_keep_unsharded_storage(True)
+        run.train(model, steps=3)
+        model.set_keep_unsharded_storage(False)
+        run.train(model)
+
+
+@scenario(FULLY, torchs=())
+def backwards_ended_by_hand(run: Run) -> None:
+    for mesh, offload in (((8,), False), ((8,), True), ((2, 4), False)):
+        model = run.wrap(run.net(), mesh=mesh, low=(BF16, FP32, None), offload=offload)
+        optimizer = run.sgd(model)
+        model.set_manual_backward_finalization(True)
+        for is_async in (False, True):
+            model.set_requires_gradient_sync(False)
+            model(run.batch()).sum().backward()
+            model.set_requires_gradient_sync(True)
+            model(run.batch()).sum().backward()
+            handle = model.finalize_backward(async_op=is_async)
+            if is_async:
+                handle.wait()
+            optimizer.step()
+            optimizer.zero_grad()
+
+
 @scenario(FLAT)
 def full_parameters_summoned(run: Run) -> None:
     kind = run.module.FullyShardedDataParallel

@@ -58,6 +58,8 @@ TRIES: tuple[Try, ...] = (
     HOOK_ASIDE,
     ("fully", "a_hook_on_a_stream_of_the_user_with_offload"),
     SHARED,
+    ("fully", "gathered_memory_kept"),
+    ("fully", "backwards_ended_by_hand"),
 )
 # By what is left out, or the function that it is left out of: where to look first.
 FIRST: dict[str, Try] = {
@@ -91,6 +93,8 @@ FIRST: dict[str, Try] = {
     "DTensorStore.release": TWO_STREAMS,
     "set_post_optim_event": STEP_ALONE,
     "follow": SHARED,
+    "_kept_mark": ("fully", "gathered_memory_kept"),
+    "by_hand": ("fully", "backwards_ended_by_hand"),
 }
 
 

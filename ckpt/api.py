@@ -80,7 +80,7 @@ def save(
     Replicas of buffers and plain tensors that differ between ranks are warned of, or refused
     (`replicas="strict"`); parameters that no engine shares, steps and small plain state of
     optimizers that differ are always refused. What an engine declares equal on several ranks (DDP,
-    HSDP, DTensors) is compared as well, in a sample of 1 % of what a rank writes, another one at
+    HSDP, DTensors) is compared as well, in a sample of 0.5 % of what a rank writes, another one at
     each step, or in full if "strict". Where it differs, the first rank's is stored, with a warning.
     `user` are notes to keep with the checkpoint, `metric` is how good it is. How the save went on
     every rank is kept for `ckpt report`, unless `telemetry=False`. A store that cannot refuse a

@@ -23,6 +23,7 @@ from ckpt.layout.overlaps import MemoryRanges, overlaps_itself
 from ckpt.layout.piece import Holding
 from ckpt.layout.plain import Ranks, UnsupportedTensor
 from ckpt.layout.region import Shape
+from ckpt.layout.tensor import is_dtensor
 from ckpt.state.arrays import tensor_of, why_no_tensor
 from ckpt.state.bind_composite import bind_composite
 from ckpt.state.bind_optimizer import bind_optimizer
@@ -122,6 +123,14 @@ def bind_state(
                 f"{fqn} is the state dict of an optimizer, which has nothing of it before you call "
                 "optimizer.load_state_dict() with it; put the optimizer itself into the state"
             )
+            if not thing.node["state"] and _is_sharded(leaves, described):
+                names.report(
+                    ProblemKind.VALUE,
+                    fqn,
+                    "is the state dict of an optimizer that has no state yet, and parameters are "
+                    "sharded, so that nothing says how its state would be; put the optimizer "
+                    f"itself into the state{call.or_skip}",
+                )
         binding.add_tree(fqn, thing.state_dict, thing.load_state_dict, in_place=in_place)
     for fqn, module in described.extra_states:
         binding.add_tree(fqn, module.get_extra_state, module.set_extra_state)
@@ -515,6 +524,13 @@ class _Binder:
             self.warnings,
             names.unmatched(),
         )
+
+
+def _is_sharded(leaves: Leaves, described: Described) -> bool:
+    """Whether tensors of a state are parts of larger ones on this rank."""
+    return any(is_dtensor(tensor) for _, tensor in leaves.tensors) or any(
+        not source.owned.is_whole for source in described.params
+    )
 
 
 def _live_of(marked: PerRank | PerGroup) -> Any:

@@ -13,9 +13,10 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 
 import ckpt
-from ckpt.errors import InvalidState
+from ckpt.errors import InvalidState, Mismatch
 from ckpt.service.policies import EverySteps
 from tests.ranks import run_ranks
 
@@ -129,6 +130,24 @@ def _on_ranks(root: str) -> None:
     state = state_of(*target)
     ckpt.load(state, root)
     assert repr(state["optimizer"]) == repr(source[1].state_dict())
+
+
+def _on_sharded_ranks(root: str) -> None:
+    def sharded(steps: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+        model = fully_shard(nn.Linear(3, 2))
+        optimizer = torch.optim.AdamW(model.parameters())
+        train(model, optimizer, steps)
+        return model, optimizer
+
+    ckpt.save(state_of(*sharded(1)), root, step=1)
+    with pytest.raises(Mismatch, match=r"optimizer: .* put the optimizer itself into the state"):
+        ckpt.load(state_of(*sharded(0)), root)
+    ckpt.load(state_of(*sharded(2)), root)
+
+
+def test_a_fresh_state_dict_of_sharded_state_is_refused(tmp_path: Path) -> None:
+    """What it got was whole tensors beside sharded parameters."""
+    run_ranks(2, _on_sharded_ranks, str(tmp_path))
 
 
 def test_ranks_load_the_state_dict_of_an_optimizer(tmp_path: Path) -> None:

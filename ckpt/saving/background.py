@@ -29,7 +29,7 @@ from ckpt.errors import Forked, NamesChanged, SaveDropped
 from ckpt.format.part import Part
 from ckpt.saving.alike import difference_of
 from ckpt.saving.publish import publish
-from ckpt.saving.replicas import differing_replicas
+from ckpt.saving.replicas import ReplicasDrifted, differing_replicas
 from ckpt.saving.report import SaveReport
 from ckpt.saving.save import report_names_of_copied
 from ckpt.saving.staging import BufferNeed, Staged
@@ -378,6 +378,8 @@ def _run(
             report_names_of_copied(staged.contents, task)
         difference: Exception | None = difference_of(task, staged.contents, staged.digests)
         drifted = differing_replicas(task, staged.contents, staged.replicas)
+        if isinstance(drifted, ReplicasDrifted):
+            raise drifted  # on all ranks
         difference = difference or drifted
         watched = replace(task, blocked_seconds=blocked_seconds)
         with pending._patient(task):

@@ -99,6 +99,10 @@ class FailedSaves:
         """Why the newest save failed."""
         return self._in_a_row[-1].error
 
+    def is_newest(self, kind: type[Exception]) -> bool:
+        """Whether the newest save failed with such an error."""
+        return bool(self._in_a_row) and isinstance(self.newest_error, kind)
+
     def note(self, step: int, error: Exception) -> None:
         """The save of `step` has failed. The coordinator proposes an alarm where one is due."""
         failure = Failure(step, error)

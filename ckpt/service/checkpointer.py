@@ -22,6 +22,7 @@ from ckpt.commit.numbers import plain_int
 from ckpt.commit.patience import BACKGROUND_SECONDS
 from ckpt.commit.records import STEP_MAX
 from ckpt.errors import CheckpointError, Forked, InvalidState, RankFailed
+from ckpt.saving.replicas import ReplicasDrifted
 from ckpt.saving.report import SaveReport
 from ckpt.saving.staging import Snapshot
 from ckpt.service.agreement import Decision, Pace
@@ -404,9 +405,12 @@ class Checkpointer:
             if self._near is not None:
                 self._near.collect(wait=True)
             reasons = self._schedule.reasons_at_exit(decision)
-            if reasons and self._saves.unsaved_calls():
+            while reasons and self._saves.unsaved_calls():
                 self._saves.begin(None, reasons)
                 self._saves.collect(wait=True)
+                # The one that finds drifted replicas stores nothing; the next one does.
+                if not self._failed.is_newest(ReplicasDrifted):
+                    break
             self._keeper.wait()
             self._wait_for_all_ranks()
         finally:

@@ -72,6 +72,19 @@ def test_a_restore_blames_the_state_for_overlapping_views(tmp_path: Path) -> Non
         checkpointer.restore()
 
 
+def test_a_near_restore_blames_the_state_too(tmp_path: Path) -> None:
+    near = ckpt.Near(str(tmp_path / "near"), every=EverySteps(1))
+    tensors = {"a": torch.arange(10.0), "b": torch.arange(10.0) + 100}
+    rule = EverySteps(10**6)
+    root = str(tmp_path / "run")
+    with ckpt.Checkpointer(root, {**tensors, "step": 0}, save=rule, near=near) as first:
+        first.step(1)
+    state = {**OVERLAPS["tensors"](), "step": 0}
+    checkpointer = ckpt.Checkpointer(root, state, save=rule, near=near)
+    with checkpointer, pytest.raises(InvalidState, match="shares memory"):
+        checkpointer.restore()
+
+
 def test_one_of_two_overlapping_views_loads_with_skip(tmp_path: Path) -> None:
     state = OVERLAPS["tensors"]()
     saved(str(tmp_path), state)

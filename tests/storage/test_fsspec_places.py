@@ -204,6 +204,9 @@ def test_a_lost_answer_is_an_unknown_outcome(tmp_path: Path) -> None:
         store.put_if_absent("a", b"x")
     with pytest.raises(KeyExistsError):
         FsspecStore(OwnFileSystem(), str(tmp_path)).put_if_absent("a", b"y")
+    # A save reads back what it may have written.
+    assert ckpt.save({"w": torch.arange(5.0)}, f"unanswered://{tmp_path}/run", step=1).step == 1
+    assert [entry.step for entry in ckpt.list_steps(f"ownfs://{tmp_path}/run")] == [1]
 
 
 def places(tmp_path: Path) -> dict[str, StoreLike]:

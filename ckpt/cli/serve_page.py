@@ -425,7 +425,7 @@ def _kept(look: PageMatter) -> Iterator[str]:
         LiveCheckpoint(e, math.inf if e.committed_unix is None else e.committed_unix)
         for e in look.chosen.entries
     ]
-    plan = plan_retention(candidates, rule or KeepAll(), now_unix=look.now_unix)
+    plan = plan_retention(candidates, KeepAll() if rule is None else rule, now_unix=look.now_unix)
     if rule is None:
         yield (
             '<p class="note">The rule of the training is its own and not in the root. With '

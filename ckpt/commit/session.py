@@ -42,6 +42,7 @@ class Session(LogWriter):
         self._leftovers: dict[str, int] = {}
         self._line = OwnLine()
         self._newest_own = ""
+        self._has_noticed = False
 
     @classmethod
     def claim(
@@ -172,6 +173,7 @@ class Session(LogWriter):
                     "was not committed: save again, writing everything"
                 )
             line = self._line.of_next(state) if commit.in_line else None
+            self._notice_start_over(state, commit.step, line)
             return RecordDraft("COMMIT", epoch, commit.entry(line=line))
 
         with self._lock:
@@ -181,6 +183,22 @@ class Session(LogWriter):
             record = self._append(build)
             assert record is not None
             return record.live[-1]
+
+    def _notice_start_over(self, state: LogState, step: int, line: int | None) -> None:
+        """Warn once of a step below the newest of its own line."""
+        # Of what the record itself lists: segments are worth no request here.
+        newest = next((e.step for e in reversed(state.entries.listed) if e.line == line), -1)
+        if line is None or step >= newest or self._has_noticed:
+            return
+        self._has_noticed = True
+        logger.warning(
+            "%s: step %d is saved after step %d of the same training, and restore() takes it from "
+            "now on: did the training start over? Begin at restore().step + 1; to go back on "
+            "purpose, restore(step=...)",
+            self.store.url,
+            step,
+            newest,
+        )
 
     def discard(self, attempt: str, *, step: int) -> int:
         """Delete the files of a failed attempt of this session; it can never be committed

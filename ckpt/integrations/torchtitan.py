@@ -163,6 +163,7 @@ class TorchtitanCheckpoints(BaseCheckpointManager):
                     _TitanTarget(self.url),
                     state,
                     save=EverySteps(self._config.interval) | OnPreemption(),
+                    only=True,  # the trainer saves its last step itself
                     keep=KeepLatest(kept) if kept else KeepAll(),
                 )
             ]

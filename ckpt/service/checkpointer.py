@@ -8,10 +8,12 @@ preempted job (`stopping`), agreement between ranks (`agreement`), missing ranks
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import logging
 import operator
 import os
+import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, SupportsIndex
 
@@ -39,6 +41,7 @@ from ckpt.service.policies import (
     OnPreemption,
     OnSignal,
     SavePolicy,
+    with_last_saves,
 )
 from ckpt.service.preemption import Preempted, Signals
 from ckpt.service.rejoining import meet, nothing_to_rejoin_with, rejoining_target
@@ -76,7 +79,8 @@ class Checkpointer:
     Arguments:
 
     - `target` is a url, a `storage.Store` or a `Target`, `state` what `ckpt.save` takes, `save`
-      when to save, `keep` which checkpoints stay.
+      when to save, `keep` which checkpoints stay. To `save` are added `OnSignal()`,
+      `OnPreemption()` and `AtExit()`, as far as it has none of its own, unless `only=True`.
     - While a save is in flight, the next one that is due waits for it, or is skipped with
       `when_busy="skip"`. A save waits for a store that is away until the next one has to wait for
       it (with "skip": none does), for `retry_seconds_max` at most, 10 minutes by default.
@@ -112,6 +116,7 @@ class Checkpointer:
         state: Any,
         *,
         save: SavePolicy = SAVE_DEFAULT,
+        only: bool = False,
         keep: KeepRule | None = None,
         alarm: Alarm | None = None,
         when_busy: Literal["wait", "skip"] = "wait",
@@ -138,6 +143,7 @@ class Checkpointer:
             raise TypeError(f"save={save!r}; expected a policy, such as ckpt.EverySteps(1000)")
         if not isinstance(keep, KeepRule | None):
             raise TypeError(f"keep={keep!r}; expected a rule, such as ckpt.KeepLatest(3)")
+        save = save if only else with_last_saves(save)
         tiers = near_tiers(near)
         if isinstance(target, Target) and line:
             raise TypeError(f"line={line!r} goes with a url; this Target names its own root")
@@ -175,6 +181,7 @@ class Checkpointer:
         self._pid = os.getpid()
         # Last, so that a constructor that fails leaves no handler behind.
         self._signals.install()
+        atexit.register(_left_open, weakref.ref(self))
 
     def __enter__(self) -> Checkpointer:
         return self
@@ -190,7 +197,7 @@ class Checkpointer:
         self._parts = parts
         self._training, self._agreement, self._keeper = parts[:3]
         self._watcher, self._schedule, self._failed = parts[3:6]
-        self._saves, self._near, self._timer, self._ahead = parts[6:10]
+        self._saves, self._near, self._timer, self._ahead, self._start_overs = parts[6:11]
 
     # what a training team wants to know
 
@@ -285,7 +292,7 @@ class Checkpointer:
             if training.is_coordinator:
                 log_restored(report, seconds)
             training.notify(Restored(report, seconds))
-        for part in (self._saves, self._schedule, self._failed, self._timer):
+        for part in (self._saves, self._schedule, self._failed, self._timer, self._start_overs):
             part.restored()
         return report
 
@@ -344,6 +351,7 @@ class Checkpointer:
         step = _whole_number(step)
         self._timer.entered(saving=bool(self.in_flight))
         self._training.progress.advance(step)
+        self._start_overs.stepped()
         self._watcher.called(step)
         try:
             begun = self._one_call(metric)
@@ -361,6 +369,7 @@ class Checkpointer:
         """
         self._check_open()
         self._saves.finish()
+        self._start_overs.saved()
         self._saves.begin(metric, ("save_now",))
         pending = self._saves.newest
         if pending is None:
@@ -406,11 +415,14 @@ class Checkpointer:
                 self._near.collect(wait=True)
             reasons = self._schedule.reasons_at_exit(decision)
             while reasons and self._saves.unsaved_calls():
+                self._start_overs.saved()
                 self._saves.begin(None, reasons)
                 self._saves.collect(wait=True)
                 # The one that finds drifted replicas stores nothing; the next one does.
                 if not self._failed.is_newest(ReplicasDrifted):
                     break
+            self._start_overs.ended()
+            self._say_unsaved("the training is over")
             self._keeper.wait()
             self._wait_for_all_ranks()
         finally:
@@ -435,6 +447,7 @@ class Checkpointer:
         self._saves.finish()
         self._failed.raise_alarm()
         copies = () if self._near is None else self._near.stepped(lends=True)
+        self._start_overs.saved()
         self._saves.begin(metric, reasons, copies)
         return True
 
@@ -468,6 +481,7 @@ class Checkpointer:
         self._keeper.end()
         self._agreement.rest()
         LastSave(self._training, self._saves, deadline_seconds).make(metric)
+        self._say_unsaved("the job is preempted")
         self._wait_for_all_ranks()
         self._leave()
         saved_step = -1 if self.last_saved is None else self.last_saved.step
@@ -475,7 +489,7 @@ class Checkpointer:
 
     def _abandon(self, error: BaseException) -> None:
         """The training has failed, on this rank at least: nothing that needs all ranks."""
-        logger.warning("the training ends by %s; no last save is made", type(error).__name__)
+        self._say_unsaved(f"the training ends by {type(error).__name__}, and no last save is made")
         self._agreement.leave()
         deadline = self._training.now_seconds() + ABANDON_SECONDS
         try:
@@ -491,6 +505,24 @@ class Checkpointer:
                 why = f"rank {rank} has left after {type(error).__name__}"
                 self._near.leave(RankFailed(why, rank=rank, phase="training"))
         self._leave()
+
+    def _say_unsaved(self, why: str) -> None:
+        """Log what is in no checkpoint, at the end."""
+        if (calls := self._saves.unsaved_calls()) and self._training.is_coordinator:
+            saved = self.last_saved
+            newest = (
+                "nothing was saved"
+                if saved is None
+                else f"the newest checkpoint is step {saved.step}"
+            )
+            logger.warning(
+                "%s: %s after step %d, and %s: what %d calls of step did is lost",
+                self._training.target.url,
+                why,
+                self._training.progress.step,
+                newest,
+                calls,
+            )
 
     def _wait_for_all_ranks(self) -> None:
         """The coordinator may host the store that the ranks talk through, so it leaves last."""
@@ -508,6 +540,10 @@ class Checkpointer:
         self._signals.restore()
         self._training.world.close()  # last: the others may still use it
 
+    def _ended_open(self) -> None:
+        if not self._is_closed and os.getpid() == self._pid:
+            self._say_unsaved("the program ends without close() (use `with`)")
+
     def _check_open(self) -> None:
         self._check_process()
         if self._is_apart:
@@ -524,6 +560,13 @@ class Checkpointer:
                 f"this Checkpointer belongs to process {self._pid}, which this one was forked "
                 "from: make one of its own here, for another url"
             )
+
+
+def _left_open(ref: weakref.ref[Checkpointer]) -> None:
+    """Say what is not saved where a program ends without `close`."""
+    checkpointer = ref()
+    if checkpointer is not None:
+        checkpointer._ended_open()
 
 
 def _whole_number(step: Any) -> int:

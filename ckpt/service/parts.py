@@ -26,7 +26,7 @@ from ckpt.service.preemption import Signals
 from ckpt.service.retention import KeepAll, KeepRule
 from ckpt.service.schedule import SaveSchedule
 from ckpt.service.target import Target, UrlTarget
-from ckpt.service.training import StepTimer, Training
+from ckpt.service.training import StartOvers, StepTimer, Training
 from ckpt.service.watching import Watcher
 
 logger = logging.getLogger(__name__)
@@ -61,6 +61,7 @@ class ServiceParts(NamedTuple):
     near: NearStack | None
     timer: StepTimer
     ahead: Ahead
+    start_overs: StartOvers
     end_world: EndWorld
 
 
@@ -79,7 +80,8 @@ def parts_of(
     end_world = target.leaving()
     # Of its own, because its rounds run in the background, at any time.
     agreement = StepAgreement(training.world.duplicate(), settings.signals, pace=settings.pace)
-    keeper = Keeper(target, settings.keep or KeepAll(), is_coordinator=training.is_coordinator)
+    keep = KeepAll() if settings.keep is None else settings.keep
+    keeper = Keeper(target, keep, is_coordinator=training.is_coordinator)
     watcher = Watcher(
         training.world,
         training.observers,
@@ -114,6 +116,7 @@ def parts_of(
         near,
         timer,
         ahead,
+        StartOvers(training),
         end_world,
     )
 

@@ -80,6 +80,12 @@ class SavePolicy(ABC):
     def __rand__(self, other: object) -> NoReturn:
         raise self._not_combined(f"{other!r} & {self}", "&")
 
+    def __bool__(self) -> NoReturn:
+        raise TypeError(
+            f"{self}: `or` and `and` take one of two policies and drop the other; write | and &, "
+            "such as ckpt.EverySteps(1000) | ckpt.AtExit()"
+        )
+
     def _check_combined(self, operator: str, other: object) -> None:
         if not isinstance(other, SavePolicy):
             raise self._not_combined(f"{self} {operator} {other!r}", operator)
@@ -138,7 +144,7 @@ class AllOf(CombinedPolicy):
 
 @dataclass(frozen=True, slots=True)
 class Never(SavePolicy):
-    """Only `save_now()` saves."""
+    """Only `save_now()` saves: not at exit, nor on a signal."""
 
     needs_clock = False
 
@@ -324,6 +330,20 @@ def are_multiples(policy: SavePolicy, other: SavePolicy) -> bool:
         and one.steps % other.steps == 0
         for one in regular
     )
+
+
+def with_last_saves(policy: SavePolicy) -> SavePolicy:
+    """`policy`, and saves on SIGUSR1, on SIGTERM and at exit, as far as it says nothing about these
+    itself. `Never` stays as it is.
+    """
+    if isinstance(policy, Never):
+        return policy
+    leaves = tuple(policy.leaves())
+    for last in (OnSignal(), OnPreemption(), AtExit()):
+        is_said = any(isinstance(leaf, type(last)) for leaf in leaves)
+        if not is_said and not signals_of(last) & signals_of(policy):
+            policy = policy | last
+    return policy
 
 
 def preemption_of(policy: SavePolicy) -> OnPreemption | None:

@@ -111,6 +111,12 @@ class KeepRule(ABC):
     def __rand__(self, other: object) -> NoReturn:
         raise self._not_combined(f"{other!r} & {self}", "&")
 
+    def __bool__(self) -> NoReturn:
+        raise TypeError(
+            f"{self}: `or` and `and` take one of two rules and drop the other; write | and &, such "
+            "as ckpt.KeepLatest(3) | ckpt.KeepEvery(1000)"
+        )
+
     def _check_combined(self, operator: str, other: object) -> None:
         if not isinstance(other, KeepRule):
             raise self._not_combined(f"{self} {operator} {other!r}", operator)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,6 +13,11 @@ from ckpt.service.target import Target
 from ckpt.state.walk import walk
 from ckpt.world.base import World
 
+logger = logging.getLogger(__name__)
+
+STILL_CALLS = 100  # of `step` with one number, before that is noticed
+COUNTERS = ("step", "global_step", "iteration")
+
 
 @dataclass
 class Progress:
@@ -19,15 +26,18 @@ class Progress:
     step: int = 0
     previous_step: int = 0
     calls: int = 0
+    resumed_step: int = -1  # -1 where nothing was restored
+    has_advanced: bool = False  # whether two calls named two steps
 
     def advance(self, step: int) -> None:
         """The training has done `step`."""
+        self.has_advanced = self.has_advanced or (self.calls > 0 and step != self.step)
         self.previous_step, self.step = self.step, step
         self.calls += 1
 
     def resume(self, step: int) -> None:
         """The state is that of `step`, which was done by an earlier process."""
-        self.previous_step = self.step = step
+        self.previous_step = self.step = self.resumed_step = step
 
 
 @dataclass(frozen=True)
@@ -59,6 +69,70 @@ class Training:
         modules = dict(walk(self.state).modules)
         # A state that is a module itself has it at the path "", and is saved without a name, too.
         return modules.get("", modules)
+
+
+class StartOvers:
+    """Notices a training that starts over without meaning to, as one warning for each way."""
+
+    def __init__(self, training: Training) -> None:
+        self._training = training
+        self._said: set[str] = set()
+        self._counters = _counters(training.state)
+
+    def stepped(self) -> None:
+        """A call of `step`."""
+        progress = self._training.progress
+        if progress.step < progress.resumed_step:
+            self._say(
+                "restored",
+                f"restore() returned step {progress.resumed_step}, and the loop is at step "
+                f"{progress.step}: it starts over with the restored state. Begin at "
+                "restore().step + 1",
+            )
+        if progress.calls >= STILL_CALLS:
+            self.ended()
+
+    def ended(self) -> None:
+        """The training is over, or has made many calls of `step`."""
+        progress = self._training.progress
+        if progress.calls > 1 and not progress.has_advanced:
+            self._say(
+                "still",
+                f"step({progress.step}) was called {progress.calls} times, and never with another "
+                "step: policies count steps, so pass the number of the step that was done",
+            )
+
+    def saved(self) -> None:
+        """A save begins."""
+        step = self._training.progress.step
+        for name, value in _counters(self._training.state).items():
+            if value == self._counters.get(name) and value != step:
+                self._say(
+                    "stale",
+                    f"the state that is saved as step {step} has {name} = {value}, as it had at "
+                    "the beginning: who continues from it starts over. Set it before step(), or "
+                    "begin at restore().step + 1",
+                )
+
+    def restored(self) -> None:
+        """The state is that of a checkpoint."""
+        self._counters = _counters(self._training.state)
+
+    def _say(self, what: str, text: str) -> None:
+        if what not in self._said and self._training.is_coordinator:
+            logger.warning("%s: %s", self._training.target.url, text)
+        self._said.add(what)
+
+
+def _counters(state: Any, path: str = "") -> dict[str, int]:
+    """The plain numbers of steps in nested dicts, by their paths."""
+    counters: dict[str, int] = {}
+    for name, value in state.items() if isinstance(state, Mapping) else ():
+        if isinstance(value, Mapping):
+            counters |= _counters(value, f"{path}[{name!r}]")
+        elif type(value) is int and name in COUNTERS:
+            counters[f"{path}[{name!r}]"] = value
+    return counters
 
 
 class StepTimer:

@@ -166,6 +166,7 @@ def live(start: Start, note: Note) -> None:
         observers=[observing(note)],
         storage_options=start.options,
         retry_seconds_max=start.patience_seconds,
+        only=True,
     ) as saver:
         first = restore(saver, state, start.rank, start.size, note)
         last, step = first + start.steps, first

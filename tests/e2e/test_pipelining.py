@@ -110,7 +110,7 @@ def killed(root: str) -> None:
     """Trains, saves, records what comes after the last save, and dies without a word."""
     pipeline = Pipeline(ScheduleGPipe, 2)
     checkpointer = ckpt.Checkpointer(
-        f"{root}/run", pipeline.state, save=ckpt.EverySteps(1), keep=ckpt.KeepLatest(2)
+        f"{root}/run", pipeline.state, save=ckpt.EverySteps(1), keep=ckpt.KeepLatest(2), only=True
     )
     checkpointer.restore()
     for step in range(1, SAVED + 1):

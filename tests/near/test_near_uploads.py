@@ -95,6 +95,7 @@ def saved(
             save=EverySteps(4),
             near=near(rank) if near else None,
             observers=[note] if rank == 0 else [],
+            only=True,
         ) as service:
             for step in range(1, 9):
                 if step in (4, 8):

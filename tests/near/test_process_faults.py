@@ -59,7 +59,12 @@ class Trainer:
         self.events: list[Any] = []
         near = ckpt.Near(hosts[self.rank], every=ckpt.EverySteps(2), replicas=1)
         self.service = ckpt.Checkpointer(
-            url, self.state, save=ckpt.EverySteps(1000), near=near, observers=[self.events.append]
+            url,
+            self.state,
+            save=ckpt.EverySteps(1000),
+            near=near,
+            observers=[self.events.append],
+            only=True,
         )
         report = self.service.restore()
         self.step = 0 if report is None else report.step

@@ -252,7 +252,9 @@ class Life:
         state = partly_frozen_at(0, world.rank, self.size)
         quiet = Alarm(after=1 << 30)
         policy = EverySteps(1) | AtExit()
-        with Checkpointer(target, state, save=policy, keep=self.keep, alarm=quiet) as service:
+        with Checkpointer(
+            target, state, save=policy, keep=self.keep, alarm=quiet, only=True
+        ) as service:
             report = service.restore()
             first = 1
             if report is not None:

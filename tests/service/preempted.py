@@ -41,7 +41,9 @@ def train(url: str, meeting_point: str, rank: int, size: int, say: Callable[[str
     state = {"model": model, "optimizer": optimizer, "step": 0}
     policy = ckpt.EverySteps(SAVE_EVERY) | ckpt.OnPreemption(grace_seconds=GRACE_SECONDS)
     try:
-        with ckpt.Checkpointer(url, state, save=policy, keep=ckpt.KeepLatest(2)) as checkpointer:
+        with ckpt.Checkpointer(
+            url, state, save=policy, keep=ckpt.KeepLatest(2), only=True
+        ) as checkpointer:
             say("ready")
             checkpointer.restore()
             assert torch.all(model.weight == state["step"])

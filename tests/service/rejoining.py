@@ -108,6 +108,7 @@ class Trainer:
             save=ckpt.EverySteps(self.save_every),
             near=near,
             observers=[self.events.append],
+            only=True,
         )
 
     def wrap(self) -> None:

@@ -272,7 +272,7 @@ def test_an_alarm_may_be_a_call_and_the_training_goes_on() -> None:
 def test_failures_that_do_not_go_away_are_raised_at_once(lasting: str) -> None:
     store = MemoryStore()
     state: dict[str, Any] = {"x": 1}
-    with alone(store, state, ckpt.EverySteps(1)) as checkpointer:
+    with alone(store, state, ckpt.EverySteps(1), only=True) as checkpointer:
         checkpointer.step(1)
         checkpointer.wait()
         if lasting == "fenced":

@@ -70,7 +70,9 @@ def _train(url: str, phase: str, victim: int) -> tuple[int, str, list[str]]:
     model = nn.Linear(64, 64)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     state = {"model": model, "optimizer": optimizer, "step": 0}
-    checkpointer = ckpt.Checkpointer(url, state, save=ckpt.EverySteps(5), keep=ckpt.KeepLatest(3))
+    checkpointer = ckpt.Checkpointer(
+        url, state, save=ckpt.EverySteps(5), keep=ckpt.KeepLatest(3), only=True
+    )
     try:
         if phase == "restore":
             armed.append(True)
@@ -101,7 +103,7 @@ def _train(url: str, phase: str, victim: int) -> tuple[int, str, list[str]]:
 
 def _go_on(url: str) -> int:
     state = {"model": nn.Linear(64, 64), "step": 0}
-    with ckpt.Checkpointer(url, state, save=ckpt.AtExit()) as checkpointer:
+    with ckpt.Checkpointer(url, state, save=ckpt.AtExit(), only=True) as checkpointer:
         report = ckpt.load(state, url)
         assert state["step"] == report.step
         state["step"] = report.step + 1

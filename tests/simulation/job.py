@@ -423,6 +423,7 @@ class Rank:
             when_busy="skip" if start.skips else "wait",
             observers=[self._observe],
             near=self._near(),
+            only=True,
         ) as saver:
             self._saver = saver
             report = saver.restore()

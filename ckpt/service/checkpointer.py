@@ -197,7 +197,8 @@ class Checkpointer:
         self._parts = parts
         self._training, self._agreement, self._keeper = parts[:3]
         self._watcher, self._schedule, self._failed = parts[3:6]
-        self._saves, self._near, self._timer, self._ahead, self._start_overs = parts[6:11]
+        self._saves, self._near, self._timer, self._ahead = parts[6:10]
+        self._start_overs = parts.start_overs
 
     # what a training team wants to know
 

@@ -117,6 +117,9 @@ class SessionRegistry:
         with self._lock:
             self._sessions.pop(store.place, None)
             self._restored.pop(store.place, None)
+            ref = self._holds.get(store.place)
+            if ref is not None and (hold := ref()) is not None:
+                hold.begin_anew = True  # it goes on with the state that it has
 
 
 class Beside(SessionRegistry):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -174,6 +175,25 @@ def test_unnamed_job_sees_named_lines(url: str) -> None:
         job(url, range(1, 3), restore=True)
     with pytest.raises(ckpt.NoCheckpoint, match="lines d, g"):
         ckpt.load({"weight": torch.zeros(4)}, url)
+
+
+def test_forget_lets_an_open_checkpointer_go_on(url: str, tmp_path: Path) -> None:
+    """As `LogDiverged` advises where a backup was restored under a running job."""
+    state = {"weight": torch.zeros(4)}
+    with ckpt.Checkpointer(url, state, save=ckpt.EverySteps(1)) as saver:
+        saver.step(1)
+        saver.wait()
+        shutil.copytree(url, tmp_path / "backup")
+        saver.step(2)
+        saver.wait()
+        shutil.rmtree(url)
+        shutil.copytree(tmp_path / "backup", url)
+        with pytest.raises(ckpt.LogDiverged, match=r"ckpt\.forget"):
+            saver.step(3)
+            saver.wait()
+        ckpt.forget(url)
+        saver.step(4)
+    assert steps_of(url) == [1, 4]
 
 
 def test_bad_names_of_lines_are_refused(url: str) -> None:

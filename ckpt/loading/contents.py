@@ -8,13 +8,16 @@ from __future__ import annotations
 import difflib
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NamedTuple, SupportsIndex, TypeVar
 
+from ckpt.commit.leases import LEASE_SECONDS_MAX, leased
 from ckpt.commit.lines import latest_last
 from ckpt.commit.locate import check_self_contained, live_entries, locate
+from ckpt.commit.log import Log
 from ckpt.commit.names import MANIFEST_NAME
 from ckpt.commit.numbers import plain_int
 from ckpt.commit.records import LiveEntry
@@ -184,6 +187,26 @@ def find_checkpoint(
         raise NoCheckpoint(f"{where} is of step {manifest.header.step}; step {number} is not here")
     check_self_contained(store, located.prefix, manifest)
     return LocatedCheckpoint(located.prefix, manifest, located.entry)
+
+
+@contextmanager
+def leased_checkpoint(
+    store: Store, step: SupportsIndex | None = None, *, budget: MetadataBudget | None = None
+) -> Iterator[LocatedCheckpoint]:
+    """`find_checkpoint`, with a lease until the block ends, for a day at most: retention by a rule
+    leaves it. Without one where the store may only be read.
+    """
+    while True:
+        located = find_checkpoint(store, step, budget=budget)
+        if located.entry is None:
+            yield located
+            return
+        attempt = located.entry.attempt
+        with leased(store, attempt, LEASE_SECONDS_MAX):
+            # Who had looked for leases before may have retired it all the same.
+            if Log(store).state().find(attempt) is not None:
+                yield located
+                return
 
 
 class CheckpointContents:

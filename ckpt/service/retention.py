@@ -399,7 +399,7 @@ def carry_out(
         if stop():
             break
         if entry.attempt in read:
-            stayed.append(f"{entry.attempt} (step {entry.step}) is read by a follower")
+            stayed.append(f"{entry.attempt} (step {entry.step}) is leased by a reader")
             continue
         try:
             if retire(entry.attempt) is not None:

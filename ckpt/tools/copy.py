@@ -21,6 +21,7 @@ from typing import Any, NamedTuple, SupportsIndex, TypeAlias
 
 import numpy as np
 
+from ckpt.commit.leases import LEASE_SECONDS_MAX, leased
 from ckpt.commit.live import LiveSet, Segments, with_live
 from ckpt.commit.locate import live_entries, locate, read_manifest
 from ckpt.commit.log import FORMAT_KEY, Log, encode_format, read_format
@@ -43,7 +44,7 @@ from ckpt.format.manifest_codec import decode_manifest, encode_manifest
 from ckpt.format.references import REFERENCES, is_reference
 from ckpt.format.stored_index import index_of
 from ckpt.loading.checkpoint import Checkpoint
-from ckpt.loading.contents import LocatedCheckpoint, find_checkpoint
+from ckpt.loading.contents import LocatedCheckpoint, leased_checkpoint
 from ckpt.saving.resumable import begin, end, is_another_file
 from ckpt.tools.relay import check_index, is_there, relay_file, tiles_of
 from ckpt.tools.rewrite import own_layout, rewrite
@@ -89,7 +90,7 @@ def copy(
 
     Every byte is compared with its checksum before it is published. Bytes that are there from an
     earlier run are not sent again. `progress(done, total)` counts bytes. `target_options` default
-    to `storage_options` when both urls have the same protocol.
+    to `storage_options` when both urls have the same protocol. Retention leaves what is copied.
 
     Raises NoCheckpoint, Corrupt when stored bytes were changed, CheckpointError when something else
     is at the target, and the stores' errors. The target then opens as it did before, and another
@@ -103,8 +104,10 @@ def copy(
         if whole_root:
             if step is not None:
                 raise ValueError("step= chooses one checkpoint; whole_root=True takes all")
+            for entry in live_entries(source):
+                stack.enter_context(leased(source, entry.attempt, LEASE_SECONDS_MAX))
             return copy_root(source, there, threads=count, progress=progress)
-        located = find_checkpoint(source, step)
+        located = stack.enter_context(leased_checkpoint(source, step))
         return copy_checkpoint(source, located, there, threads=count, progress=progress)
 
 

@@ -28,7 +28,7 @@ from ckpt.layout.even import EvenLayout, even_part
 from ckpt.layout.kind import Kind
 from ckpt.layout.region import Box, Region, Shape, span_of, whole
 from ckpt.loading.checkpoint import Checkpoint
-from ckpt.loading.contents import LocatedCheckpoint, find_checkpoint
+from ckpt.loading.contents import LocatedCheckpoint, leased_checkpoint
 from ckpt.loading.load import RETIRED_MAX
 from ckpt.tools.copy import CopyMeter, CopyReport, report_of_one
 from ckpt.tools.plan import checked_ranks
@@ -91,14 +91,14 @@ def reshard(
         # In another place lie files of the checkpoint that was begun with.
         tries_left = RETIRED_MAX if step is None and there is None else 1
         while True:
-            located = find_checkpoint(source, step)
-            try:
-                return _resharded(source, located, there, how)
-            except (CheckpointError, StorageError) as error:
-                tries_left -= 1
-                if not tries_left or not _was_retired(source, located):
-                    raise
-                logger.warning("begin again with what is the latest now: %s", error)
+            with leased_checkpoint(source, step) as located:
+                try:
+                    return _resharded(source, located, there, how)
+                except (CheckpointError, StorageError) as error:
+                    tries_left -= 1
+                    if not tries_left or not _was_retired(source, located):
+                        raise
+                    logger.warning("begin again with what is the latest now: %s", error)
 
 
 class _How(NamedTuple):

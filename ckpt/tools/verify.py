@@ -29,7 +29,7 @@ from ckpt.format.references import is_reference
 from ckpt.format.stored_index import extra_of
 from ckpt.layout.buffers import aligned_buffer
 from ckpt.loading.block_sums import BlockSums
-from ckpt.loading.contents import find_checkpoint
+from ckpt.loading.contents import leased_checkpoint
 from storage import (
     ByteRange,
     CorruptObjectError,
@@ -91,16 +91,17 @@ def verify(
 
     Reports all damage instead of stopping at the first. `progress(done, total)` counts bytes.
     What describes the checkpoint may take `metadata_nbytes_max` bytes of memory (None: 1 GiB).
+    Retention leaves the checkpoint meanwhile.
     Raises NoCheckpoint, Corrupt when the log or the manifest itself is damaged (then there is
     nothing to compare with: see `ckpt salvage`), UnsupportedFormat beyond the memory, and errors
     of the store that say nothing about the bytes.
     """
     with closing(open_store(url, **(storage_options or {}))) as store:
         budget = MetadataBudget(plain_int(metadata_nbytes_max))
-        located = find_checkpoint(store, step, budget=budget)
-        manifest = located.manifest
-        sums = BlockSums(store, located.prefix, manifest)
-        damage = _all_damage(sums, plain_int(threads), progress)
+        with leased_checkpoint(store, step, budget=budget) as located:
+            manifest = located.manifest
+            sums = BlockSums(store, located.prefix, manifest)
+            damage = _all_damage(sums, plain_int(threads), progress)
         damage.sort(key=lambda entry: (entry.file, entry.start, entry.block))
     return VerifyReport(
         url=f"{store.url.rstrip('/')}/{located.prefix}".rstrip("/"),

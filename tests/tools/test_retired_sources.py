@@ -1,11 +1,13 @@
-"""A training retires the checkpoint that is resharded in its root meanwhile.
+"""A training retires the checkpoint that a tool reads meanwhile.
 
-The latest is another one then, and this begins again with it; what was requested by its step is an
+Retention by a rule leaves it, because the tool has a lease. Resharding in a root also survives what
+no lease keeps: the latest is another one then, and this begins again with it; what was requested by its step is an
 error. Retirement comes before anything is read, or after all is written.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +16,12 @@ import torch
 
 import ckpt
 import ckpt.tools.reshard as resharding
+from ckpt.cli import main
+from ckpt.cli.commandline import OK, PROBLEM
 from ckpt.commit.maintenance import Maintenance
 from ckpt.errors import CheckpointError
 from storage import StorageError, open_store
+from storage.wrap import WrappedStore
 
 
 def _save(url: str, step: int) -> None:
@@ -77,3 +82,38 @@ def test_another_place_has_files_of_the_one_that_was_begun_with(
     with pytest.raises((CheckpointError, StorageError)):
         ckpt.reshard(url, str(tmp_path / "copy"), ranks=2)
     assert ckpt.list_steps(url)[-1].step == 2
+
+
+@pytest.mark.parametrize("operation", ["cp", "cp --root", "reshard", "verify"])
+def test_retention_leaves_what_a_tool_reads(tmp_path: Path, operation: str) -> None:
+    """A rule that keeps one checkpoint runs at every request of the tool to a data file."""
+    url = str(tmp_path / "run")
+    _save(url, 1)
+
+    class Training(WrappedStore):
+        saved = False
+
+        def get_into(self, key: str, start: int, buffers: Sequence[memoryview]) -> None:
+            if not self.saved:
+                self.saved = True
+                _save(url, 2)
+            _keep_one(url)
+            super().get_into(key, start, buffers)
+
+    store, there = Training(open_store(url)), str(tmp_path / "there")
+    if operation == "verify":
+        report: Any = ckpt.verify(store)
+        assert report.ok and report.step == 1
+    elif operation == "reshard":
+        assert ckpt.reshard(store, there, ranks=2).steps == (1,)
+    else:
+        report = ckpt.copy(store, there, whole_root="--root" in operation)
+        assert report.steps == (1,)
+    assert store.saved
+    _keep_one(url)
+    assert [info.step for info in ckpt.list_steps(url)] == [2], "the lease has ended"
+
+
+def _keep_one(url: str) -> None:
+    arguments = ["prune", url, "--keep-last", "1", "--yes"]
+    assert main(arguments) in (OK, PROBLEM)

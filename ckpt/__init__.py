@@ -98,6 +98,8 @@ if TYPE_CHECKING:
     from ckpt.tools.overview import Event as Event
     from ckpt.tools.overview import disk_usage as disk_usage
     from ckpt.tools.overview import history as history
+    from ckpt.tools.pins import pin as pin
+    from ckpt.tools.pins import unpin as unpin
     from ckpt.tools.plan import LoadPlan as LoadPlan
     from ckpt.tools.plan import plan_load as plan_load
     from ckpt.tools.plan import plan_ranks as plan_ranks
@@ -186,6 +188,7 @@ _HOMES = {
     "open": "ckpt.loading.checkpoint",
     "optimizer_state_dict": "ckpt.state_dict.api",
     "optimizer_state_dict_to_load": "ckpt.state_dict.api",
+    "pin": "ckpt.tools.pins",
     "plan_load": "ckpt.tools.plan",
     "plan_ranks": "ckpt.tools.plan",
     "register_store": "storage.schemes",
@@ -196,6 +199,7 @@ _HOMES = {
     "forget": "ckpt.api",
     "save": "ckpt.api",
     "shard_optimizer_state_dict": "ckpt.state_dict.api",
+    "unpin": "ckpt.tools.pins",
     "verify": "ckpt.tools.verify",
 }
 

@@ -11,7 +11,7 @@ from typing import Any, Literal, SupportsIndex, TypeVar
 import torch.distributed as dist
 
 from ckpt.commit.names import line_prefix
-from ckpt.commit.numbers import plain_int
+from ckpt.commit.numbers import plain_float, plain_int
 from ckpt.commit.patience import (
     BACKGROUND_SECONDS,
     BLOCKING_SECONDS,
@@ -82,10 +82,11 @@ def save(
     optimizers that differ are always refused. What an engine declares equal on several ranks (DDP,
     HSDP, DTensors) is compared as well, in a sample of 0.5 % of what a rank writes, another one at
     each step, or in full if "strict". Where it differs, the first rank's is stored, with a warning.
-    `user` are notes to keep with the checkpoint, `metric` is how good it is. How the save went on
-    every rank is kept for `ckpt report`, unless `telemetry=False`. A store that cannot refuse a
-    second writer is used only with `unsafe_single_writer=True`. `io="buffered"` writes local files
-    through the page cache, `"direct"` around it, and `"auto"` around it from 4 MiB on.
+    `user` are notes to keep with the checkpoint, `metric` is how good it is: a finite number, of
+    the first rank. How the save went on every rank is kept for `ckpt report`, unless
+    `telemetry=False`. A store that cannot refuse a second writer is used only with
+    `unsafe_single_writer=True`. `io="buffered"` writes local files through the page cache,
+    `"direct"` around it, and `"auto"` around it from 4 MiB on.
 
     Trainings that share a root have names: with `line="generator"` the root is that of this name,
     `<url>/lines/generator`. A first save to a root of a training that this process has neither
@@ -116,7 +117,7 @@ def save(
             one_of("replicas", replicas, ("warn", "strict")),
             _write_path(io, store, context.staging),
             dict(user or {}),
-            metric,
+            plain_float(metric),
             dedup,
             telemetry,
         )
@@ -199,7 +200,7 @@ def async_save(
             store,
             memory,
             plain_int(step),
-            SaveOptions(replicas, path, dict(user or {}), metric, dedup, telemetry),
+            SaveOptions(replicas, path, dict(user or {}), plain_float(metric), dedup, telemetry),
             retry_seconds_max=checked_seconds(retry_seconds_max),
         )
         if root is None:

@@ -101,5 +101,7 @@ _COMMANDS = (
     keeping.add_mend,
     keeping.add_prune,
     keeping.add_rm,
+    keeping.add_pin,
+    keeping.add_unpin,
     _add_completion,
 )

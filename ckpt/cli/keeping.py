@@ -1,4 +1,4 @@
-"""Commands that check and mend checkpoints and logs: verify, salvage, mend."""
+"""Commands that check, mend and keep checkpoints and logs: verify, salvage, mend, pin."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from ckpt.commit.maintenance import Maintenance
 from ckpt.commit.names import MANIFEST_NAME, STEPS_PREFIX, parse_step_key
 from ckpt.errors import NoCheckpoint
 from ckpt.tools.mend import MendReport, mend
+from ckpt.tools.pins import pin, unpin
 from ckpt.tools.salvage import SalvageReport, is_data_file, salvage, write_manifest
 from ckpt.tools.verify import VerifyReport, summary, verify
 from storage import Store, open_store
@@ -175,3 +176,20 @@ def _mend_json(report: MendReport) -> dict[str, Any]:
         "lost": [entry.attempt for entry in report.lost],
         "latest": report.latest.attempt if report.latest else None,
     }
+
+
+# pin -------------------------------------------------------------------------------------------
+
+
+def pin_checkpoint(arguments: argparse.Namespace) -> int:
+    """`ckpt pin` and `ckpt unpin`."""
+    change, done = (pin, "pinned") if arguments.pinned else (unpin, "unpinned")
+    options = dict(arguments.option)
+    attempt = change(
+        arguments.url, arguments.step, attempt=arguments.attempt, storage_options=options
+    )
+    if arguments.json:
+        show_json({"step": arguments.step, "attempt": attempt, "pinned": arguments.pinned})
+    else:
+        print(f"{done} step {arguments.step} ({attempt})")
+    return OK

@@ -13,7 +13,7 @@ from ckpt.cli.commandline import DIFFERENT, OK, PROBLEM
 from ckpt.cli.rules import rule_of
 from ckpt.cli.screen import confirmed, counted, show_json, size
 from ckpt.commit.leases import leases_of
-from ckpt.commit.lines import line_text, of_step, resumable
+from ckpt.commit.lines import line_text, resumable
 from ckpt.commit.log import Log, LogState
 from ckpt.commit.maintenance import Maintenance
 from ckpt.commit.records import LiveEntry
@@ -26,6 +26,7 @@ from ckpt.service.retention import (
     carry_out,
     plan_retention,
 )
+from ckpt.tools.pins import chosen
 from storage import Store, open_store
 
 DELETED_NOTHING = "nothing was deleted"
@@ -131,7 +132,7 @@ def rm(arguments: argparse.Namespace) -> int:
     with closing(open_store(arguments.url, **dict(arguments.option))) as store:
         maintenance = Maintenance.open(store)
         state = maintenance.state()
-        entry = _chosen(store, state, arguments.step, arguments.attempt)
+        entry = chosen(store, state, arguments.step, arguments.attempt)
         if problem := why_not_retire(state, entry):
             raise NotRetired(f"{DELETED_NOTHING}: {entry.attempt} (step {entry.step}) {problem}")
         nbytes = _nbytes(store, [entry])
@@ -152,25 +153,6 @@ def rm(arguments: argparse.Namespace) -> int:
     else:
         print(f"deleted step {entry.step} ({entry.attempt})")
     return OK
-
-
-def _chosen(store: Store, state: LogState, step: int, attempt: str) -> LiveEntry:
-    """The one checkpoint that is meant. Raises NoCheckpoint, and CheckpointError for several."""
-    of_it = of_step(state.live, step)
-    matching = [entry for entry in of_it if attempt in ("", entry.attempt)]
-    if not matching:
-        steps = sorted({entry.step for entry in state.live})
-        choices = [f"{entry.attempt} ({line_text(entry.line)})" for entry in of_it]
-        there = f"it has {', '.join(choices)}" if choices else f"the root has steps {steps[-10:]}"
-        wanted = f"checkpoint {attempt} of step {step}" if attempt else f"step {step}"
-        raise NoCheckpoint(f"{store.url} has no {wanted}; {there}")
-    if len(matching) > 1:
-        choices = [f"{entry.attempt} ({line_text(entry.line)})" for entry in matching]
-        raise CheckpointError(
-            f"{store.url} has {len(matching)} checkpoints of step {step}; say which one with "
-            f"--attempt: {', '.join(choices)}"
-        )
-    return matching[0]
 
 
 def _consequences(state: LogState, entry: LiveEntry, nbytes: int) -> str:

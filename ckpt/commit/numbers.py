@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import operator
 from typing import Any
 
@@ -26,3 +27,19 @@ def checked_count(value: Any, shown: str) -> int:
     if type(number) is not int or number < 1:
         raise ValueError(f"{shown}: expected an int of at least 1")
     return number
+
+
+def plain_float(value: Any) -> Any:
+    """`value` as a float where it stands for one, else as it is: for the check that refuses it.
+
+    A tensor may change later, so its value is taken now.
+    """
+    try:
+        return float(value.detach() if hasattr(value, "detach") else value)
+    except (TypeError, ValueError, RuntimeError):
+        return value
+
+
+def is_finite(value: Any) -> bool:
+    """Whether `value` is a finite number."""
+    return isinstance(value, int | float) and math.isfinite(value)

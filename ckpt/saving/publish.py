@@ -14,6 +14,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from ckpt.commit.names import MANIFEST_NAME, step_prefix
+from ckpt.commit.numbers import is_finite
 from ckpt.commit.ranked import RankedSession
 from ckpt.commit.records import LiveEntry
 from ckpt.commit.session import ReferenceRetired, Session
@@ -177,6 +178,9 @@ def _start(task: SaveTask, modules: Callable[[], Sequence[str]], *, may_refer: b
     error: BaseException | None = None
     if session is not None:
         try:
+            if (metric := task.options.metric) is not None and not is_finite(metric):
+                # Before any data: the log would refuse it after all is written.
+                raise InvalidState([f"metric={metric!r}: expected a finite number, or None"])
             header = header_of(task, session.new_attempt(), modules())
             is_large = task.session.world.size >= RULES_RANKS_MIN
             required = [PROGRESSIONS, CHECKSUM_TABLES] if is_large else []

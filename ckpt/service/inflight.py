@@ -8,6 +8,7 @@ import time
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+from ckpt.commit.numbers import is_finite, plain_float
 from ckpt.errors import CheckpointError, SaveDropped
 from ckpt.saving.lending import LentCopy
 from ckpt.saving.report import SaveReport
@@ -217,13 +218,8 @@ def _outcome(pending: Pending, timeout_seconds: float | None) -> SaveReport | Ex
 
 def _finite(metric: Any) -> float | None:
     """A metric as the log takes it: a training that diverges is still saved, without one."""
-    if metric is None:
-        return None
-    try:
-        number = float(metric.detach() if hasattr(metric, "detach") else metric)
-    except (TypeError, ValueError):
-        number = math.nan
-    if math.isfinite(number):
+    number = plain_float(metric)
+    if metric is None or is_finite(number):
         return number
     logger.warning("the metric is %s; it is saved as none", metric)
     return None

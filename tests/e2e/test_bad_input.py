@@ -431,3 +431,17 @@ def test_a_root_that_was_removed_under_a_running_job_is_reported(
         assert _bits(state) == _bits(_state(3))
     else:
         _refused(NoCheckpoint, url=root)
+
+
+@pytest.mark.parametrize("metric", [float("inf"), float("nan"), torch.tensor(-torch.inf), "high"])
+@pytest.mark.parametrize("way", ["save", "async_save"])
+def test_a_metric_that_is_no_number_writes_nothing(root: Path, metric: Any, way: str) -> None:
+    before = sorted(root.rglob("*"))
+    with pytest.raises(InvalidState, match=r"metric=.*expected a finite number"):
+        if way == "save":
+            ckpt.save(_state(3), str(root), step=3, metric=metric)
+        else:
+            ckpt.async_save(_state(3), str(root), step=3, metric=metric).result()
+    assert sorted(root.rglob("*")) == before
+    ckpt.save(_state(3), str(root), step=3, metric=torch.tensor(0.5))
+    assert ckpt.list_steps(str(root))[-1].metric == 0.5

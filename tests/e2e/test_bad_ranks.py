@@ -486,3 +486,16 @@ def test_a_damaged_block_marks_the_training_on_all_real_ranks(
     assert kind == "LoadInterrupted"
     assert "rank00001" in text
     assert "block 0" in text
+
+
+def test_a_metric_that_is_no_number_is_one_error(store: Store) -> None:
+    """The first rank's counts; it is refused before any rank has written."""
+    job = Job(SIZE, lambda rank: store)
+    error = _one_error(
+        lambda: job.save(
+            lambda rank: state_at(1, rank, SIZE), step=1, options=SaveOptions(metric=float("inf"))
+        )
+    )
+    assert "metric=inf" in str(error)
+    assert not list(store.list("steps/"))
+    _check_goes_on(job, [])

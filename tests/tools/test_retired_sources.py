@@ -1,8 +1,9 @@
 """A training retires the checkpoint that a tool reads meanwhile.
 
-Retention by a rule leaves it, because the tool has a lease. Resharding in a root also survives what
-no lease keeps: the latest is another one then, and this begins again with it; what was requested by its step is an
-error. Retirement comes before anything is read, or after all is written.
+Retention by a rule leaves it, because the tool has a lease. Where it is retired all the same while
+it is resharded in its root, the latest is another one then, and this begins again with it; what was
+requested by its step is an error. Retirement comes before anything is read, or after all is
+written.
 """
 
 from __future__ import annotations

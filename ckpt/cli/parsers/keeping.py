@@ -1,4 +1,4 @@
-"""Commands that keep a root sound and small: verify, salvage, mend, prune, rm."""
+"""Commands that keep a root sound and small: verify, salvage, mend, prune, rm, pin."""
 
 from __future__ import annotations
 
@@ -99,12 +99,41 @@ def add_rm(commands: Commands) -> None:
         "delete one checkpoint, unless another one needs it or it is the last",
         "ckpt rm runs/7b 1200\nckpt rm runs/7b 0 --attempt e000002-0123456789abcdef --yes",
     )
+    _add_one(command)
+    _add_consent(command)
+
+
+def add_pin(commands: Commands) -> None:
+    """`ckpt pin`."""
+    command = commands.add(
+        "pin",
+        "keeping:pin_checkpoint",
+        "keep one checkpoint, whatever rules say, until it is unpinned",
+        "ckpt pin runs/7b 1200\nckpt pin runs/7b 0 --attempt e000002-0123456789abcdef",
+    )
+    _add_one(command)
+    command.set_defaults(pinned=True)
+
+
+def add_unpin(commands: Commands) -> None:
+    """`ckpt unpin`."""
+    command = commands.add(
+        "unpin",
+        "keeping:pin_checkpoint",
+        "lift the pin of a checkpoint: rules decide about it again",
+        "ckpt unpin runs/7b 1200",
+    )
+    _add_one(command)
+    command.set_defaults(pinned=False)
+
+
+def _add_one(command: Command) -> None:
+    """One checkpoint of a root, by its step."""
     add_url(command, "a root: a path, s3://bucket/prefix, or any url of fsspec")
     command.add_argument("step", type=int, help="its step, as `ckpt ls` shows it")
     command.add_argument(
         "--attempt", default="", help="which one, if the root has several checkpoints of that step"
     )
-    _add_consent(command)
     add_json(command)
 
 

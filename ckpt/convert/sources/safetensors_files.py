@@ -83,7 +83,16 @@ def _parsed(store: Store, name: str, part: ByteRange, budget: MemoryBudget) -> A
     budget.charge(2 * part.nbytes)  # the bytes, and their text
     text = store.get(name, part)
     budget.charge(TOKEN_NBYTES * sum(text.count(token) for token in TOKENS))
-    return json.loads(text)
+    return json.loads(text, object_pairs_hook=_without_doubles)
+
+
+def _without_doubles(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    table = dict(pairs)
+    if len(table) < len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in table if names.count(name) > 1)
+        raise ValueError(f"{twice[:200]!r} is there twice")
+    return table
 
 
 def _header(store: Store, name: str, budget: MemoryBudget) -> tuple[dict[str, Any], int, int]:
@@ -127,6 +136,7 @@ class _HeaderTable:
             offsets = json.loads(notes.get(SHARDS, "{}"))
             for fqn, entry in header.items():
                 self.add_tensor(file, fqn, entry, data_start, offsets.get(fqn))
+            self.check_places(file, header, nbytes - data_start)
         except _UNREADABLE as error:
             raise Corrupt(f"{self.url}/{file}: no readable header: {error!r:.100}") from error
         # Tied names, as safetensors.torch.save_model notes them.
@@ -134,12 +144,32 @@ class _HeaderTable:
             if fqn in header and alias not in header:
                 self.aliases[alias] = fqn
 
+    def check_places(self, file: str, header: dict[str, Any], nbytes: int) -> None:
+        """Raise Corrupt unless the tensors fill the file's data without holes or overlaps, as the
+        format's specification demands: other bytes would be hidden, or read as two tensors.
+        """
+        stop = 0
+        for start, end, fqn in sorted(
+            (*entry["data_offsets"], fqn) for fqn, entry in header.items()
+        ):
+            if start != stop:
+                what = "a hole before" if start > stop else "bytes of another tensor in"
+                raise Corrupt(
+                    f"{self.url}/{file}: {what} {fqn!r}: its data begins at byte {start}, expected "
+                    f"{stop}"
+                )
+            stop = end
+        if stop != nbytes:
+            raise Corrupt(f"{self.url}/{file}: {nbytes} bytes of data, its tensors have {stop}")
+
     def add_tensor(
         self, file: str, fqn: str, entry: Any, data_start: int, shard: Mapping[str, Any] | None
     ) -> None:
         start, stop = (int(number) for number in entry["data_offsets"])
         shape = tuple(int(size) for size in entry["shape"])
         offset = tuple(int(number) for number in shard[OFFSETS]) if shard else (0,) * len(shape)
+        if ".." in fqn or "\0" in fqn:
+            raise Corrupt(f"{self.url}/{file}: {fqn[:200]!r} is no name of a tensor")
         self.places.add((fqn, file))
         known = NATIVE_BY_CODE.get(str(entry["dtype"]))
         if known is None:

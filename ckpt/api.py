@@ -11,7 +11,7 @@ from typing import Any, Literal, SupportsIndex, TypeVar
 import torch.distributed as dist
 
 from ckpt.commit.names import line_prefix
-from ckpt.commit.numbers import plain_float, plain_int
+from ckpt.commit.numbers import checked_count, plain_float, plain_int
 from ckpt.commit.patience import (
     BACKGROUND_SECONDS,
     BLOCKING_SECONDS,
@@ -63,6 +63,7 @@ def save(
     user: Mapping[str, str] | None = None,
     metric: float | None = None,
     dedup: bool = False,
+    full_every: SupportsIndex = 10,
     telemetry: bool = True,
     retry_seconds_max: float = BLOCKING_SECONDS,
     storage_options: Mapping[str, Any] | None = None,
@@ -97,7 +98,8 @@ def save(
 
     With `dedup=True`, what the previous checkpoint has with the same bytes is not written again but
     referred to, if that was saved with `dedup=True` too. Such a checkpoint loads through its root;
-    what it refers to is not retired before it.
+    what it refers to is not retired before it. Every save number `full_every` writes everything:
+    one damaged file ends that many checkpoints at most.
 
     Raises the same error on every rank, and the previous checkpoint is still the latest then:
     InvalidState, StoreRefused, Fenced, RankFailed, or the store's error on one rank. Two leave it
@@ -120,6 +122,7 @@ def save(
             plain_float(metric),
             dedup,
             telemetry,
+            full_every=checked_count(full_every, f"full_every={full_every!r}"),
         )
         with patience_for(store, context.world, checked_seconds(retry_seconds_max)):
             return save_state(
@@ -144,6 +147,7 @@ def async_save(
     replicas: Literal["warn", "strict"] = "warn",
     metric: float | None = None,
     dedup: bool = False,
+    full_every: SupportsIndex = 10,
     telemetry: bool = True,
     user: Mapping[str, str] | None = None,
     retry_seconds_max: float = BACKGROUND_SECONDS,
@@ -185,6 +189,7 @@ def async_save(
             one_of("snapshot", snapshot, ("step", "now"))
         one_of("when_busy", when_busy, ("wait", "skip", "replace"))
         one_of("replicas", replicas, ("warn", "strict"))
+        full = checked_count(full_every, f"full_every={full_every!r}")
         # Opening a root is collective; from the second call on, no rank waits for another here.
         root = context.known_root(url, storage_options, unsafe_single_writer)
         is_skipped = root is not None and when_busy == "skip" and context.background.is_busy()
@@ -200,7 +205,15 @@ def async_save(
             store,
             memory,
             plain_int(step),
-            SaveOptions(replicas, path, dict(user or {}), plain_float(metric), dedup, telemetry),
+            SaveOptions(
+                replicas,
+                path,
+                dict(user or {}),
+                plain_float(metric),
+                dedup,
+                telemetry,
+                full_every=full,
+            ),
             retry_seconds_max=checked_seconds(retry_seconds_max),
         )
         if root is None:

@@ -36,6 +36,7 @@ NUMEL_MAX = 1 << 58
 
 Int64s = npt.NDArray[np.int64]
 MODULES = "ckpt.modules"  # key of `Header.user`: the paths of the state's modules, a JSON list
+SINCE_FULL = "ckpt.since_full"  # another: saves with references since one without, their number
 
 
 class Header(BaseModel):

@@ -23,7 +23,7 @@ from ckpt.commit.numbers import plain_int
 from ckpt.commit.records import LiveEntry
 from ckpt.errors import Corrupt, NoCheckpoint, UnsupportedFormat
 from ckpt.format.codec import decode_values
-from ckpt.format.manifest import MODULES, Manifest
+from ckpt.format.manifest import MODULES, SINCE_FULL, Manifest
 from ckpt.format.manifest_codec import decode_manifest
 from ckpt.format.metadata_budget import MetadataBudget
 from ckpt.layout.dtypes import DTYPES, torch_dtype
@@ -238,7 +238,8 @@ class CheckpointContents:
     @property
     def user(self) -> Mapping[str, str]:
         """The notes that were given to the save as `user=`."""
-        return {k: note for k, note in self.manifest.header.user.items() if k != MODULES}
+        notes = self.manifest.header.user
+        return {name: note for name, note in notes.items() if name not in (MODULES, SINCE_FULL)}
 
     @property
     def aliases(self) -> Mapping[str, str]:

@@ -24,7 +24,7 @@ from ckpt.errors import CheckpointError
 from ckpt.format.blake3 import digest_of
 from ckpt.format.checksum import block_checksums
 from ckpt.format.datafile import DIGESTS, StoredChunk
-from ckpt.format.manifest import Header, Manifest
+from ckpt.format.manifest import SINCE_FULL, Header, Manifest
 from ckpt.format.manifest_codec import decode_manifest
 from ckpt.format.part import Part
 from ckpt.format.stored_index import check_seal, digests_in, extra_of, index_of
@@ -54,10 +54,13 @@ HASHED_NBYTES = 8 * MIB  # of memory that needs a copy to be hashed
 class Base(NamedTuple):
     """What a save may refer to, the same on all ranks: the attempts whose files it may name, and
     the newest checkpoint's manifest; empty where the ranks know that checkpoint as their own.
+
+    `since_full` says, on the coordinator, how many saves refer to others since one did not.
     """
 
     allowed: tuple[str, ...]
     manifest: bytes
+    since_full: int = 0
 
     def encode(self) -> bytes:
         """As bytes for the other ranks."""
@@ -91,30 +94,35 @@ class Previous:
     """
 
     attempt: str = ""
+    since_full: int = 0
     known: Known = field(default_factory=dict)
     held: Mapping[str, int] = field(default_factory=dict)
     nbytes: dict[str, int] = field(default_factory=dict)
     staging: Staging = field(default_factory=Staging)
 
-    def offer(self, session: Session, *, block_nbytes: int) -> Base:
-        """On the coordinator: what the next save may refer to. Raises Fenced and the store's
-        errors.
+    def offer(self, session: Session, *, block_nbytes: int, full_every: int) -> Base:
+        """On the coordinator: what the next save may refer to; nothing at every save number
+        `full_every`, so that damage to one file ends that many checkpoints at most. Raises Fenced
+        and the store's errors.
         """
         state = session.state()
         if state.latest is None:
             return NOTHING
-        data, held = b"", self.held
+        data, held, since_full = b"", self.held, self.since_full
         if state.latest.attempt != self.attempt:
             manifest, data = _read(session.store, state.latest)
             if manifest is None or not _can_be_base(manifest, state.latest, block_nbytes):
                 return NOTHING
-            held = nbytes_held(manifest)
+            held, since_full = nbytes_held(manifest), _since_full(manifest.header)
+        since_full = since_full + 1 if state.latest.references else 1
+        if since_full >= full_every:
+            return NOTHING
         live = {entry.attempt for entry in state.live}
         self.nbytes = {name: nbytes for name, nbytes in self.nbytes.items() if name in live}
         allowed = references_allowed(
             held, state.live, lambda entry: self._nbytes_of(session.store, entry)
         )
-        return Base(tuple(sorted(allowed)), data if allowed else b"")
+        return Base(tuple(sorted(allowed)), data if allowed else b"", since_full)
 
     def known_of(
         self, base: Base, chunks: Sequence[StoredChunk], header: Header, store: Store
@@ -138,6 +146,7 @@ class Previous:
         what the checkpoint holds.
         """
         self.attempt, self.known = header.attempt, known_of_part(part, header)
+        self.since_full = _since_full(header)
         if holdings is not None:
             self.held = holdings.held
             self.nbytes[header.attempt] = holdings.own_nbytes
@@ -147,6 +156,11 @@ class Previous:
             sizes = [i.nbytes for i in store.list(entry.prefix) if i.key.endswith(".safetensors")]
             self.nbytes[entry.attempt] = sum(sizes)
         return self.nbytes[entry.attempt]
+
+
+def _since_full(header: Header) -> int:
+    note = header.user.get(SINCE_FULL, "")
+    return int(note) if note.isdecimal() and len(note) < 10 else 0
 
 
 def _read(store: Store, entry: LiveEntry) -> tuple[Manifest | None, bytes]:

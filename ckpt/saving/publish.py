@@ -34,7 +34,7 @@ from ckpt.errors import (
 from ckpt.format.checksum_tables import CHECKSUM_TABLES
 from ckpt.format.datafile import BLOCK_BYTES
 from ckpt.format.joint_manifest import differing_values, warnings_of
-from ckpt.format.manifest import PROGRESSIONS, Header, Manifest
+from ckpt.format.manifest import PROGRESSIONS, SINCE_FULL, Header, Manifest
 from ckpt.format.manifest_codec import Encoded, ManifestEncoder
 from ckpt.format.merging import build_manifest, replica_differences, value_differences
 from ckpt.format.part import Part
@@ -187,9 +187,14 @@ def _start(task: SaveTask, modules: Callable[[], Sequence[str]], *, may_refer: b
             encoded_base = b""
             if task.options.dedup:
                 previous = task.memory.previous
-                base = previous.offer(session, block_nbytes=BLOCK_BYTES) if may_refer else NOTHING
+                every = task.options.full_every
+                base = NOTHING
+                if may_refer:
+                    base = previous.offer(session, block_nbytes=BLOCK_BYTES, full_every=every)
                 if base.allowed:
                     required.insert(0, REFERENCES)
+                    user = {**header.user, SINCE_FULL: str(base.since_full)}
+                    header = header.model_copy(update={"user": user})
                 encoded_base = base.encode()
             header = header.model_copy(update={"required": tuple(required)})
             message = joined(header.model_dump_json().encode(), encoded_base)

@@ -16,7 +16,8 @@ class SaveOptions:
     """How a save treats replicas that differ, how it writes, and what is kept with it.
 
     `metric` goes into the log, for retention by quality. With `dedup`, chunks whose bytes the
-    previous checkpoint has are referred to and not written. With `telemetry`, how the save went is
+    previous checkpoint has are referred to and not written, except at every save number
+    `full_every`, which writes everything. With `telemetry`, how the save went is
     kept beside the checkpoint, for `ckpt report`. `in_line` says that it is a state of the training
     that this process runs: see `ckpt.commit.lines`.
     """
@@ -28,6 +29,7 @@ class SaveOptions:
     dedup: bool = False
     telemetry: bool = False
     in_line: bool = True
+    full_every: int = 10
 
 
 @dataclass(frozen=True, slots=True)

@@ -93,9 +93,9 @@ class Checkpointer:
       `<url>/lines/generator`, a root of its own.
     - `observers` are notified of how saves and restores end; see `ckpt.service.events`. With
       `telemetry`, how every save went is kept beside the checkpoint, for `ckpt report`.
-    - `snapshot`, `host_bytes_max`, `replicas`, `dedup`, `user`, `retry_seconds_max`, `io`,
-      `process_group`, `storage_options` and `unsafe_single_writer` are those of `ckpt.async_save`.
-      They go with a url; a `Target` saves in its own way.
+    - `snapshot`, `host_bytes_max`, `replicas`, `dedup`, `full_every`, `user`, `retry_seconds_max`,
+      `io`, `process_group`, `storage_options` and `unsafe_single_writer` are those of
+      `ckpt.async_save`. They go with a url; a `Target` saves in its own way.
 
     The state has optimizers themselves: the state dict of one stays as it was, and is refused with
     InvalidState.
@@ -134,6 +134,7 @@ class Checkpointer:
         host_bytes_max: SupportsIndex | None = None,
         replicas: Literal["warn", "strict"] = "warn",
         dedup: bool = False,
+        full_every: SupportsIndex = 10,
         user: Mapping[str, str] | None = None,
         retry_seconds_max: float = BACKGROUND_SECONDS,
         io: Io = "auto",
@@ -160,6 +161,7 @@ class Checkpointer:
                     "host_bytes_max": host_bytes_max,
                     "replicas": replicas,
                     "dedup": dedup,
+                    "full_every": full_every,
                     "telemetry": telemetry,
                     "user": user,
                     "retry_seconds_max": retry_seconds_max,

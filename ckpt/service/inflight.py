@@ -218,8 +218,10 @@ def _outcome(pending: Pending, timeout_seconds: float | None) -> SaveReport | Ex
 
 def _finite(metric: Any) -> float | None:
     """A metric as the log takes it: a training that diverges is still saved, without one."""
+    if metric is None:
+        return None
     number = plain_float(metric)
-    if metric is None or is_finite(number):
-        return number
+    if is_finite(number):
+        return float(number)
     logger.warning("the metric is %s; it is saved as none", metric)
     return None

@@ -107,6 +107,10 @@ class Keeper:
 
     def _warn(self, plan: RetentionPlan) -> None:
         """Log once why checkpoints pile up."""
+        for jump in plan.jumps:
+            if jump not in self._warned:
+                self._warned.add(jump)
+                logger.warning("ages of checkpoints are counted without a jump: %s", jump)
         unmeasured = any(reasons == (UNMEASURED,) for _, reasons in plan.keep)
         if plan.refused and "refused" not in self._warned:
             self._warned.add("refused")

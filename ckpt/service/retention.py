@@ -6,7 +6,8 @@
 root (`ckpt.commit.lines`) is judged by itself, and a training judges none but its own. Whatever the
 rules, a plan keeps the latest checkpoint of each line, its newest verified one, pinned ones, what a
 kept one needs, and what no training has saved (imports, copies in another layout); so there is
-always one to load, and one of which every byte was once read back.
+always one to load, and one of which every byte was once read back. Where a rule keeps several, two
+of them share no file (`dedup`), as far as there are such: one damaged file does not end all.
 
 A rule that cannot be judged, or that keeps nothing at all, counts as a mistake: such a plan is
 refused and retires nothing.
@@ -19,6 +20,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Literal, NamedTuple, NoReturn
 
 from ckpt.commit.locate import commit_times
@@ -52,11 +54,13 @@ class RetentionPlan:
 
     `retire` is in the order in which to do it: a checkpoint goes before those whose files it needs.
     `refused` says why nothing is retired although rules would; "" when they are carried out.
+    `jumps` are those of the clocks by which checkpoints were committed, in words.
     """
 
     keep: tuple[Verdict, ...]
     retire: tuple[Verdict, ...]
     refused: str = ""
+    jumps: tuple[str, ...] = ()
 
     def describe(self) -> str:
         """The plan in words, a line for each checkpoint, oldest first."""
@@ -67,10 +71,13 @@ class RetentionPlan:
             + "; ".join(verdict.reasons)
             for _, what, verdict in sorted(rows, key=lambda row: row[0])
         ]
+        lines += [f"not counted: {jump}" for jump in self.jumps]
         return "\n".join([*lines, *([f"refused: {self.refused}"] if self.refused else [])])
 
 
 Reasons = dict[str, tuple[str, ...]]
+
+SKEW_SECONDS = 60.0  # by which the clocks of hosts may differ before that is named
 
 UNMEASURED = "it has no metric"
 EVERYTHING = "everything is kept"
@@ -89,6 +96,10 @@ class KeepRule(ABC):
     def unjudged(self, candidates: Sequence[LiveCheckpoint]) -> str:
         """Why this rule, or one that it consists of, has nothing to go by; "" when it has."""
         return ""
+
+    def jumps(self, candidates: Sequence[LiveCheckpoint]) -> tuple[str, ...]:
+        """Jumps of the clock among `candidates` that this rule leaves out of their ages."""
+        return ()
 
     @property
     def needs_ages(self) -> bool:
@@ -137,6 +148,10 @@ class CombinedRule(KeepRule):
 
     def unjudged(self, candidates: Sequence[LiveCheckpoint]) -> str:
         return "; ".join(filter(None, (rule.unjudged(candidates) for rule in self.rules)))
+
+    def jumps(self, candidates: Sequence[LiveCheckpoint]) -> tuple[str, ...]:
+        every = (jump for rule in self.rules for jump in rule.jumps(candidates))
+        return tuple(dict.fromkeys(every))
 
     @property
     def needs_ages(self) -> bool:
@@ -251,10 +266,13 @@ class KeepBest(KeepRule):
 
 @dataclass(frozen=True, slots=True)
 class KeepYounger(KeepRule):
-    """Those committed less than `seconds` ago, by the clocks of their writer and of this process.
+    """Those committed less than `seconds` ago, as far as the clocks of their writers can be
+    believed.
 
-    A clock that runs late keeps more: an age below zero is young. So is one that is unknown,
-    because the record of the commit is gone or damaged.
+    An age is the sum of the times between a commit, those after it, and now. Between two commits, a
+    time below zero counts as none, and so does one that is larger than both `seconds` and 10 times
+    the median of all others: a clock may have jumped, or nobody trained. So neither retires what
+    came before. What is unknown, because the record of the commit is gone, is young.
     """
 
     seconds: float
@@ -264,19 +282,48 @@ class KeepYounger(KeepRule):
             raise ValueError(f"KeepYounger({self.seconds!r}): expected seconds above 0")
 
     def kept(self, candidates: Sequence[LiveCheckpoint], now_unix: float) -> Reasons:
-        return {
-            entry.attempt: (_age_text(now_unix - committed),)
-            for entry, committed in candidates
-            if now_unix - committed < self.seconds
+        known = [one for one in candidates if math.isfinite(one.committed_unix)]
+        kept: Reasons = {
+            e.attempt: ("its age is unknown",) for e, unix in candidates if unix == math.inf
         }
+        age = max(0.0, now_unix - known[-1].committed_unix) if known else 0.0
+        counted = [gap if self._counts(gap, bound) else 0.0 for gap, bound in _gaps(known)]
+        for (entry, _), gap in zip(reversed(known), [*reversed(counted), 0.0], strict=True):
+            if age < self.seconds:
+                kept[entry.attempt] = (f"{age:.0f} s old",)
+            age += gap
+        return kept
+
+    def _counts(self, gap: float, bound: float) -> bool:
+        return 0.0 <= gap <= max(self.seconds, bound)
+
+    def jumps(self, candidates: Sequence[LiveCheckpoint]) -> tuple[str, ...]:
+        known = [one for one in candidates if math.isfinite(one.committed_unix)]
+        return tuple(
+            f"between steps {before.entry.step} and {after.entry.step} the clock went "
+            f"{abs(gap):.0f} s {'ahead, or nobody trained' if gap > 0 else 'back'}"
+            for (gap, bound), (before, after) in zip(_gaps(known), pairwise(known), strict=True)
+            if gap < -SKEW_SECONDS or (gap > 0 and not self._counts(gap, bound))
+        )
 
     @property
     def needs_ages(self) -> bool:
         return True
 
 
-def _age_text(seconds: float) -> str:
-    return f"{max(0.0, seconds):.0f} s old" if math.isfinite(seconds) else "its age is unknown"
+def _gaps(ordered: Sequence[LiveCheckpoint]) -> list[tuple[float, float]]:
+    """The seconds between each commit and the next one, and 10 times the median of all others."""
+    gaps = [after.committed_unix - before.committed_unix for before, after in pairwise(ordered)]
+    others = sorted(gap for gap in gaps if gap >= 0.0)
+    return [(gap, 10 * _median_without(others, gap)) for gap in gaps]
+
+
+def _median_without(ascending: Sequence[float], one: float) -> float:
+    """The lower median of all but one of them; 0 where there is no other."""
+    middle = (len(ascending) - 2) // 2
+    if middle < 0:
+        return 0.0
+    return ascending[middle + (one <= ascending[middle])]
 
 
 def plan_retention(
@@ -295,6 +342,7 @@ def plan_retention(
         by_line.setdefault(candidate.entry.line, []).append(candidate)
     reasons: Reasons = {}
     refused: list[str] = []
+    jumps: list[str] = []
     judged = 0
     for own, members in by_line.items():
         # What no training has saved is removed by name only, unless there is nothing else.
@@ -303,6 +351,7 @@ def plan_retention(
             reasons |= {entry.attempt: (text,) for entry, _ in members}
             continue
         judged += 1
+        jumps += rule.jumps(members)
         kept, problem = _judged(members, rule, now_unix)
         reasons |= kept
         refused += [problem] if problem else []
@@ -326,7 +375,7 @@ def plan_retention(
     ]
     # A line that cannot be judged stays; the others are pruned all the same.
     why = "; ".join(refused) if len(refused) == judged else ""
-    return RetentionPlan(tuple(keep), tuple(retire), why)
+    return RetentionPlan(tuple(keep), tuple(retire), why, tuple(jumps))
 
 
 def _judged(
@@ -343,7 +392,19 @@ def _judged(
         reasons = {entry.attempt: (NOTHING_RETIRED,) for entry, _ in members}
     for attempt, text in _protected([entry for entry, _ in members]):
         reasons[attempt] = (*reasons.get(attempt, ()), text)
-    return reasons, refused
+    return reasons | _independent([entry for entry, _ in members], reasons), refused
+
+
+def _independent(entries: Sequence[LiveEntry], kept: Reasons) -> Reasons:
+    """The newest entry that shares no file with the newest kept one, where several are kept and all
+    of them do.
+    """
+    newest = next(entry for entry in reversed(entries) if entry.attempt in kept)
+    files = {newest.attempt, *newest.references}
+    apart = [entry for entry in entries if files.isdisjoint({entry.attempt, *entry.references})]
+    if len(kept) < 2 or not apart or any(entry.attempt in kept for entry in apart):
+        return {}
+    return {apart[-1].attempt: (f"the newest that shares no file with step {newest.step}",)}
 
 
 def _protected(entries: Sequence[LiveEntry]) -> list[tuple[str, str]]:

@@ -47,6 +47,7 @@ class SaveArguments(TypedDict, total=False):
     host_bytes_max: SupportsIndex | None
     replicas: Literal["warn", "strict"]
     dedup: bool
+    full_every: SupportsIndex
     telemetry: bool
     user: Mapping[str, str] | None
     retry_seconds_max: float

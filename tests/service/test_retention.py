@@ -149,10 +149,72 @@ def test_what_no_training_saved_is_not_counted_and_stays() -> None:
     assert kept(plan(alone, KeepLatest(1))) == [3]
 
 
-def test_the_young_are_kept_and_so_are_those_from_the_future() -> None:
-    ages = {1: 500.0, 2: 99.0, 3: 100.0, 4: -50.0, 5: 700.0}
-    entries = [entry(slot) for slot in range(1, 6)]
-    assert kept(plan(entries, KeepYounger(100.0), ages)) == [2, 4, 5]
+DAY = 86_400.0
+WEEK_OR_LATEST = KeepYounger(7 * DAY) | KeepLatest(1)
+
+
+def days(*of_slots: float) -> dict[int, float]:
+    """Ages of slots 1, 2, ... that were committed on these days, looked at right after the last."""
+    return {slot: (of_slots[-1] - day) * DAY for slot, day in enumerate(of_slots, 1)}
+
+
+def of_days(*of_slots: float, rule: KeepRule = WEEK_OR_LATEST) -> RetentionPlan:
+    entries = [entry(slot) for slot in range(1, len(of_slots) + 1)]
+    return plan(entries, rule, days(*of_slots))
+
+
+def test_the_young_are_kept() -> None:
+    ages = {1: 230.0, 2: 160.0, 3: 100.0, 4: 99.0, 5: 20.0}
+    planned = plan([entry(slot) for slot in range(1, 6)], KeepYounger(100.0), ages)
+    assert kept(planned) == [4, 5] and not planned.jumps
+    assert why(planned, 4) == ("99 s old",)
+
+
+@pytest.mark.parametrize("year", [365.0, -365.0])
+@pytest.mark.parametrize("good", [(0,), (0, 1), (0, 1, 2, 3), (0, 0.1, 2, 2.5, 6)])
+def test_a_save_with_a_wrong_clock_retires_nothing(good: tuple[float, ...], year: float) -> None:
+    """By the plan of its own process, and by those of later saves with the right clock."""
+    wrong = good[-1] + year
+    planned = of_days(*good, wrong)
+    assert not planned.retire
+    (jump,) = planned.jumps
+    steps = f"between steps {10 * len(good)} and {10 * len(good) + 10}"
+    assert steps in jump and jump in planned.describe()
+    assert f"{365 * DAY:.0f} s {'ahead' if year > 0 else 'back'}" in jump
+    assert not of_days(*good, wrong, good[-1] + 0.1).retire
+
+
+def test_good_steps_age_on_after_a_jump_of_the_clock() -> None:
+    """The jump is left out of the ages; the time before and after it counts."""
+    assert kept(of_days(0, 1, 2, 365, 367, 369)) == [1, 2, 3, 4, 5, 6]
+    assert kept(of_days(0, 1, 2, 365, 367, 369, 371)) == [3, 4, 5, 6, 7]
+    assert not of_days(0, 1, 2, 3).jumps
+
+
+def test_saves_rarer_than_the_rule_are_no_jumps() -> None:
+    rule = KeepYounger(DAY) | KeepLatest(2)
+    assert kept(of_days(0, 2, 4, 6, rule=rule)) == [3, 4]
+    assert not of_days(0, 2, 4, 6, rule=rule).jumps
+
+
+def test_a_few_seconds_between_hosts_are_no_jump() -> None:
+    assert not of_days(0, 1, 1 - 30 / DAY, 2).jumps
+
+
+def test_two_of_several_share_no_file() -> None:
+    """As saves with dedup write them: number 4 was written anew."""
+    names = [entry(slot).attempt for slot in range(1, 8)]
+    bases = {2: 1, 3: 1, 5: 4, 6: 4, 7: 4}
+    entries = [
+        entry(slot, references=(names[bases[slot] - 1],) if slot in bases else ())
+        for slot in range(1, 8)
+    ]
+    assert kept(plan(entries, KeepLatest(2))) == [1, 3, 4, 6, 7]
+    assert why(plan(entries, KeepLatest(2)), 3) == ("the newest that shares no file with step 70",)
+    assert kept(plan(entries, KeepLatest(1))) == [4, 7], "one was asked for"
+    assert kept(plan(entries[:5], KeepLatest(2))) == [1, 3, 4, 5]
+    assert kept(plan(entries[:4], KeepLatest(2))) == [1, 3, 4]
+    assert kept(plan(entries[:3], KeepLatest(2))) == [1, 2, 3]
 
 
 def test_a_step_that_was_saved_again_counts_by_its_newest_commit() -> None:
@@ -173,8 +235,7 @@ def test_keeping_every_k_steps_is_stable_while_the_training_goes_on() -> None:
 
 @pytest.mark.parametrize("protected", ["latest", "verified", "pinned", "needed", "needed by those"])
 def test_no_rule_gives_up_what_is_protected(protected: str) -> None:
-    young = KeepYounger(1.0)  # keeps none of them but the third
-    ages = dict.fromkeys(range(1, 6), 9e9) | {3: 0.0}
+    best = KeepBest(1, unmeasured="retire")  # keeps none of them but the third
     names = [one.attempt for one in (entry(s) for s in range(1, 6))]
     changes: dict[str, dict[int, dict[str, object]]] = {
         "latest": {},
@@ -183,7 +244,10 @@ def test_no_rule_gives_up_what_is_protected(protected: str) -> None:
         "needed": {5: {"references": (names[1],)}},
         "needed by those": {5: {"references": (names[3],)}, 4: {"references": (names[1],)}},
     }
-    entries = [entry(slot, **changes[protected].get(slot, {})) for slot in range(1, 6)]
+    entries = [
+        entry(slot, metric=0.0 if slot == 3 else None, **changes[protected].get(slot, {}))
+        for slot in range(1, 6)
+    ]
     expected = {
         "latest": [3, 5],
         "verified": [2, 3, 5],
@@ -191,7 +255,7 @@ def test_no_rule_gives_up_what_is_protected(protected: str) -> None:
         "needed": [2, 3, 5],
         "needed by those": [2, 3, 4, 5],
     }
-    planned = plan(entries, young, ages)
+    planned = plan(entries, best)
     assert kept(planned) == expected[protected]
     if protected.startswith("needed"):
         assert why(planned, 2)[0].startswith("needed by step")

@@ -25,6 +25,7 @@ from ckpt.service.retention import (
     candidates_of,
     carry_out,
     plan_retention,
+    with_grace,
 )
 from ckpt.tools.pins import chosen
 from storage import Store, open_store
@@ -41,6 +42,7 @@ def prune(arguments: argparse.Namespace) -> int:
         maintenance = Maintenance.open(store)
         rule = rule_of(arguments)
         assert rule is not None, "the command line has made sure that there is one"
+        rule = with_grace(rule, arguments.retire_after)
         plan = _plan(store, maintenance, rule)
         if arguments.dry_run and arguments.json:
             show_json(_plan_json(store, plan))

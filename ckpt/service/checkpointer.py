@@ -46,7 +46,7 @@ from ckpt.service.policies import (
 from ckpt.service.preemption import Preempted, Signals
 from ckpt.service.rejoining import meet, nothing_to_rejoin_with, rejoining_target
 from ckpt.service.restore import RestoreReport, restore_latest
-from ckpt.service.retention import KeepRule, RetentionPlan
+from ckpt.service.retention import KeepAll, KeepRule, RetentionPlan, with_grace
 from ckpt.service.stopping import LastSave
 from ckpt.service.target import Pending, Target, UrlTarget
 from ckpt.state.walk import refuse_snapshots
@@ -80,7 +80,9 @@ class Checkpointer:
 
     - `target` is a url, a `storage.Store` or a `Target`, `state` what `ckpt.save` takes, `save`
       when to save, `keep` which checkpoints stay. To `save` are added `OnSignal()`,
-      `OnPreemption()` and `AtExit()`, as far as it has none of its own, unless `only=True`.
+      `OnPreemption()` and `AtExit()`, as far as it has none of its own, unless `only=True`. What
+      `keep` gives up is retired `retire_after` seconds later, by default at once; until then it
+      loads, and `ckpt pin` keeps it for good.
     - While a save is in flight, the next one that is due waits for it, or is skipped with
       `when_busy="skip"`. A save waits for a store that is away until the next one has to wait for
       it (with "skip": none does), for `retry_seconds_max` at most, 10 minutes by default.
@@ -118,6 +120,7 @@ class Checkpointer:
         save: SavePolicy = SAVE_DEFAULT,
         only: bool = False,
         keep: KeepRule | None = None,
+        retire_after: float | None = None,
         alarm: Alarm | None = None,
         when_busy: Literal["wait", "skip"] = "wait",
         pace: Pace | None = None,
@@ -144,6 +147,7 @@ class Checkpointer:
             raise TypeError(f"save={save!r}; expected a policy, such as ckpt.EverySteps(1000)")
         if not isinstance(keep, KeepRule | None):
             raise TypeError(f"keep={keep!r}; expected a rule, such as ckpt.KeepLatest(3)")
+        rule = with_grace(KeepAll() if keep is None else keep, retire_after)
         save = save if only else with_last_saves(save)
         tiers = near_tiers(near)
         if isinstance(target, Target) and line:
@@ -170,7 +174,7 @@ class Checkpointer:
             )
         self._signals = Signals(save)
         self._settings = ServiceSettings(
-            save, keep, alarm, pace, tiers, tuple(observers), silence_seconds_max, self._signals
+            save, rule, alarm, pace, tiers, tuple(observers), silence_seconds_max, self._signals
         )
         self._skips = when_busy == "skip"
         self._hold = target.hold(begin_anew=begin_anew)

@@ -23,7 +23,7 @@ from ckpt.service.near import Near
 from ckpt.service.near_stack import NearStack
 from ckpt.service.policies import SavePolicy, is_regular
 from ckpt.service.preemption import Signals
-from ckpt.service.retention import KeepAll, KeepRule
+from ckpt.service.retention import KeepRule
 from ckpt.service.schedule import SaveSchedule
 from ckpt.service.target import Target, UrlTarget
 from ckpt.service.training import StartOvers, StepTimer, Training
@@ -39,7 +39,7 @@ class ServiceSettings:
     """What the caller of a Checkpointer has chosen, in the words of its arguments."""
 
     save: SavePolicy
-    keep: KeepRule | None
+    keep: KeepRule
     alarm: Alarm | None
     pace: Pace | None
     near: tuple[Near, ...]
@@ -80,8 +80,7 @@ def parts_of(
     end_world = target.leaving()
     # Of its own, because its rounds run in the background, at any time.
     agreement = StepAgreement(training.world.duplicate(), settings.signals, pace=settings.pace)
-    keep = KeepAll() if settings.keep is None else settings.keep
-    keeper = Keeper(target, keep, is_coordinator=training.is_coordinator)
+    keeper = Keeper(target, settings.keep, is_coordinator=training.is_coordinator)
     watcher = Watcher(
         training.world,
         training.observers,

@@ -282,28 +282,21 @@ class KeepYounger(KeepRule):
             raise ValueError(f"KeepYounger({self.seconds!r}): expected seconds above 0")
 
     def kept(self, candidates: Sequence[LiveCheckpoint], now_unix: float) -> Reasons:
-        known = [one for one in candidates if math.isfinite(one.committed_unix)]
-        kept: Reasons = {
-            e.attempt: ("its age is unknown",) for e, unix in candidates if unix == math.inf
+        ages = _ages(candidates, now_unix, self.seconds)
+        return {
+            entry.attempt: (f"{ages[entry.attempt]:.0f} s old",)
+            if math.isfinite(committed)
+            else ("its age is unknown",)
+            for entry, committed in candidates
+            if ages[entry.attempt] < self.seconds
         }
-        age = max(0.0, now_unix - known[-1].committed_unix) if known else 0.0
-        counted = [gap if self._counts(gap, bound) else 0.0 for gap, bound in _gaps(known)]
-        for (entry, _), gap in zip(reversed(known), [*reversed(counted), 0.0], strict=True):
-            if age < self.seconds:
-                kept[entry.attempt] = (f"{age:.0f} s old",)
-            age += gap
-        return kept
-
-    def _counts(self, gap: float, bound: float) -> bool:
-        return 0.0 <= gap <= max(self.seconds, bound)
 
     def jumps(self, candidates: Sequence[LiveCheckpoint]) -> tuple[str, ...]:
-        known = [one for one in candidates if math.isfinite(one.committed_unix)]
         return tuple(
-            f"between steps {before.entry.step} and {after.entry.step} the clock went "
-            f"{abs(gap):.0f} s {'ahead, or nobody trained' if gap > 0 else 'back'}"
-            for (gap, bound), (before, after) in zip(_gaps(known), pairwise(known), strict=True)
-            if gap < -SKEW_SECONDS or (gap > 0 and not self._counts(gap, bound))
+            f"between steps {before.step} and {after.step} the clock went {abs(seconds):.0f} s "
+            f"{'ahead, or nobody trained' if seconds > 0 else 'back'}"
+            for before, after, seconds, counted in _gaps(candidates, self.seconds)
+            if counted < abs(seconds) and not -SKEW_SECONDS <= seconds <= 0
         )
 
     @property
@@ -311,11 +304,78 @@ class KeepYounger(KeepRule):
         return True
 
 
-def _gaps(ordered: Sequence[LiveCheckpoint]) -> list[tuple[float, float]]:
-    """The seconds between each commit and the next one, and 10 times the median of all others."""
-    gaps = [after.committed_unix - before.committed_unix for before, after in pairwise(ordered)]
-    others = sorted(gap for gap in gaps if gap >= 0.0)
-    return [(gap, 10 * _median_without(others, gap)) for gap in gaps]
+@dataclass(frozen=True, slots=True)
+class _Graced(CombinedRule):
+    """What its rule keeps, and what that has given up less than `seconds` ago: what it kept of the
+    checkpoints that were there then, and those that were committed since.
+    """
+
+    seconds: float = 0.0
+
+    def kept(self, candidates: Sequence[LiveCheckpoint], now_unix: float) -> Reasons:
+        (rule,) = self.rules
+        ages = _ages(candidates, now_unix, self.seconds)
+        then = [one for one in candidates if ages[one.entry.attempt] >= self.seconds]
+        stays = {name for name, age in ages.items() if age < self.seconds}
+        if then:
+            newest, committed_unix = then[-1]
+            then_unix = committed_unix + ages[newest.attempt] - self.seconds
+            stays |= _judged(then, rule, then_unix)[0].keys()
+        text = f"given up less than {self.seconds:.0f} s ago; `ckpt pin` keeps it"
+        return dict.fromkeys(stays, (text,)) | rule.kept(candidates, now_unix)
+
+    def jumps(self, candidates: Sequence[LiveCheckpoint]) -> tuple[str, ...]:
+        every = (*KeepYounger(self.seconds).jumps(candidates), *self.rules[0].jumps(candidates))
+        return tuple(dict.fromkeys(every))
+
+    @property
+    def needs_ages(self) -> bool:
+        return True
+
+
+def with_grace(rule: KeepRule, seconds: float | None) -> KeepRule:
+    """`rule`, which retires a checkpoint only `seconds` after it has given it up; None for at once.
+    Until then the checkpoint is live as before, and a pin keeps it for good. Raises ValueError.
+    """
+    if seconds is None:
+        return rule
+    if not (isinstance(plain_int(seconds), int | float) and 0.0 < seconds < math.inf):
+        raise ValueError(f"retire_after={seconds!r}: expected seconds above 0")
+    return _Graced((rule,), float(seconds))
+
+
+def _ages(
+    candidates: Sequence[LiveCheckpoint], now_unix: float, seconds: float
+) -> dict[str, float]:
+    """The age of each attempt, as `KeepYounger(seconds)` counts it; 0 where it is unknown."""
+    ages = dict.fromkeys((entry.attempt for entry, _ in candidates), 0.0)
+    known = [one for one in candidates if math.isfinite(one.committed_unix)]
+    if known:
+        newest, committed_unix = known[-1]
+        ages[newest.attempt] = max(0.0, now_unix - committed_unix)
+    for before, after, _, counted in reversed(_gaps(candidates, seconds)):
+        ages[before.attempt] = ages[after.attempt] + counted
+    return ages
+
+
+class _Gap(NamedTuple):
+    """Two commits, the seconds between them, and how many of these count."""
+
+    before: LiveEntry
+    after: LiveEntry
+    seconds: float
+    counted: float
+
+
+def _gaps(candidates: Sequence[LiveCheckpoint], bound: float) -> list[_Gap]:
+    known = [one for one in candidates if math.isfinite(one.committed_unix)]
+    gaps = [(one.entry, other.entry, other[1] - one[1]) for one, other in pairwise(known)]
+    others = sorted(seconds for _, _, seconds in gaps if seconds >= 0.0)
+    return [
+        _Gap(one, other, seconds, seconds if 0.0 <= seconds <= limit else 0.0)
+        for one, other, seconds in gaps
+        for limit in [max(bound, 10 * _median_without(others, seconds))]
+    ]
 
 
 def _median_without(ascending: Sequence[float], one: float) -> float:

@@ -34,6 +34,7 @@ from ckpt.service.retention import (
     candidates_of,
     carry_out,
     plan_retention,
+    with_grace,
 )
 from storage import Store, open_store
 from storage.memory import MemoryBucket, MemoryStore
@@ -215,6 +216,41 @@ def test_two_of_several_share_no_file() -> None:
     assert kept(plan(entries[:5], KeepLatest(2))) == [1, 3, 4, 5]
     assert kept(plan(entries[:4], KeepLatest(2))) == [1, 3, 4]
     assert kept(plan(entries[:3], KeepLatest(2))) == [1, 2, 3]
+
+
+@pytest.mark.parametrize(
+    ("rule", "now", "later"),
+    [
+        (KeepLatest(1), [4, 5, 6, 7, 8], [5, 6, 7, 8, 9]),
+        (KeepLatest(2), [3, 4, 5, 6, 7, 8], [4, 5, 6, 7, 8, 9]),
+        (KeepEvery(30), [1, 3, 4, 5, 6, 7, 8], [1, 3, 5, 6, 7, 8, 9]),
+        (KeepYounger(2.5 * DAY), [3, 4, 5, 6, 7, 8], [4, 5, 6, 7, 8, 9]),
+    ],
+    ids=repr,
+)
+def test_what_a_rule_gives_up_stays_for_a_grace_period(
+    rule: KeepRule, now: list[int], later: list[int]
+) -> None:
+    """A save every day, and a grace of three and a half: by plans of every day in turn."""
+    live = [entry(1)]
+    for slot in range(2, 10):
+        live.append(entry(slot))
+        ages = {one.slot: (slot - one.slot) * DAY for one in live}
+        live = [verdict.entry for verdict in plan(live, with_grace(rule, 3.5 * DAY), ages).keep]
+        if slot == 8:
+            assert [one.slot for one in live] == now
+    assert [one.slot for one in live] == later
+    planned = plan(live, with_grace(rule, 3.5 * DAY), ages)
+    assert "`ckpt pin` keeps it" in planned.describe()
+
+
+def test_a_rule_without_grace_is_itself() -> None:
+    assert with_grace(KeepLatest(1), None) == KeepLatest(1)
+    for wrong in (0, -1.0, math.inf, math.nan, "1d"):
+        with pytest.raises(ValueError, match="retire_after="):
+            with_grace(KeepLatest(1), wrong)  # type: ignore[arg-type]
+        with pytest.raises(ValueError, match="retire_after="):
+            ckpt.Checkpointer("memory://grace", {}, retire_after=wrong)  # type: ignore[arg-type]
 
 
 def test_a_step_that_was_saved_again_counts_by_its_newest_commit() -> None:

@@ -7,6 +7,7 @@ Method: pinned by the command and by the function, next to a training that saves
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -90,3 +91,31 @@ def test_what_is_not_there_or_not_one_is_refused(root: str) -> None:
     assert ckpt.pin(root, 1, attempt=attempt) == attempt
     with pytest.raises(NoCheckpoint):
         ckpt.pin(root + "-not-there", 1)
+
+
+def test_what_waits_loads_and_is_brought_back_by_a_pin(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """An hour of grace, which ends by a clock that is set on; then the pinned one is left."""
+    url, state = str(tmp_path / "run"), _state(0)
+    with ckpt.Checkpointer(
+        url, state, save=ckpt.EverySteps(1), keep=ckpt.KeepLatest(1), retire_after=3600.0
+    ) as saver:
+        for step in (1, 2, 3):
+            state.update(_state(step))
+            saver.step(step)
+            saver.wait()
+        assert _steps(url) == [1, 2, 3]
+        plan = saver.retention_plan()
+        assert plan is not None and not plan.retire
+        assert main(["prune", url, "--keep-last", "1", "--retire-after", "1h", "--yes"]) == 0
+        assert "0 checkpoints deleted, 3 kept" in capsys.readouterr().out
+        assert main(["pin", url, "2"]) == 0
+        now = time.time()
+        monkeypatch.setattr(time, "time", lambda: now + 3700)
+        saver.step(4)
+        saver.wait()
+        monkeypatch.undo()
+    assert _steps(url) == [2, 4]
+    ckpt.load(state, url, step=2)
+    assert state["step"] == 2

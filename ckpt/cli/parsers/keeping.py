@@ -14,6 +14,7 @@ from ckpt.cli.parsers.arguments import (
     add_step,
     add_url,
     rules_problem,
+    seconds,
 )
 
 
@@ -86,6 +87,12 @@ def add_prune(commands: Commands) -> None:
     )
     add_url(command, "a root: a path, s3://bucket/prefix, or any url of fsspec")
     add_rules(command)
+    command.add_argument(
+        "--retire-after",
+        type=seconds,
+        metavar="TIME",
+        help="only what these rules have given up for that long, e.g. 1d; default: at once",
+    )
     _add_consent(command)
     add_json(command)
     command.set_defaults(check=_some_rule)

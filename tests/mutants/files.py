@@ -365,14 +365,11 @@ CHECKSUMS = (
         test="tests/e2e/test_cache.py::test_damaged_blocks_are_read_again_and_put_right",
     ),
     Mutant(
-        "bytes are kept in a cache before they are checked",
+        "bytes of the store are not checked",
         _READER,
-        "        check()\n        if cache is not None:\n",
-        "        if cache is not None:\n",
-        equivalent=(
-            "what a cache has is checked whenever it is read, and read from the store where "
-            "it is damaged"
-        ),
+        "            check()\n\n        once_more(read)\n",
+        "\n        once_more(read)\n",
+        test="tests/e2e/test_flips_on_the_way.py::test_a_byte_flipped_on_its_way_is_read_again",
     ),
 )
 

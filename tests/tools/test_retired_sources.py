@@ -85,7 +85,7 @@ def test_another_place_has_files_of_the_one_that_was_begun_with(
     assert ckpt.list_steps(url)[-1].step == 2
 
 
-@pytest.mark.parametrize("operation", ["cp", "cp --root", "reshard", "verify"])
+@pytest.mark.parametrize("operation", ["cp", "cp --root", "reshard", "verify", "export"])
 def test_retention_leaves_what_a_tool_reads(tmp_path: Path, operation: str) -> None:
     """A rule that keeps one checkpoint runs at every request of the tool to a data file."""
     url = str(tmp_path / "run")
@@ -105,6 +105,9 @@ def test_retention_leaves_what_a_tool_reads(tmp_path: Path, operation: str) -> N
     if operation == "verify":
         report: Any = ckpt.verify(store)
         assert report.ok and report.step == 1
+    elif operation == "export":
+        ckpt.export(store, f"{there}.pt", selection=ckpt.Selection(optimizer=True))
+        assert torch.load(f"{there}.pt")["step"] == 1
     elif operation == "reshard":
         assert ckpt.reshard(store, there, ranks=2).steps == (1,)
     else:

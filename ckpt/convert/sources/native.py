@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from contextlib import ExitStack
 from typing import SupportsIndex
 
 from ckpt.convert.sources.source import CheckpointSource, ReadRequest, SourceContents, SourceTensor
 from ckpt.format.manifest import MODULES, Manifest
 from ckpt.layout.kind import Kind
 from ckpt.loading.checkpoint import Checkpoint, fill, piece_of
-from ckpt.loading.contents import StoredTensor, find_checkpoint
+from ckpt.loading.contents import StoredTensor, leased_checkpoint
 from ckpt.loading.plan import ReadPath
 from storage import Store
 
@@ -19,11 +20,14 @@ DCP_RECORD = "ckpt.dcp"
 
 
 def native_source(store: Store, step: SupportsIndex | None = None) -> NativeSource:
-    """The checkpoint of `step`, or the latest, in a root, or the one in a step directory.
+    """The checkpoint of `step`, or the latest, in a root, or the one in a step directory; leased
+    until it is closed.
 
     Raises like `ckpt.open`.
     """
-    return NativeSource(Checkpoint(store, find_checkpoint(store, step)))
+    with ExitStack() as stack:
+        located = stack.enter_context(leased_checkpoint(store, step))
+        return NativeSource(Checkpoint(store, located), stack.pop_all())
 
 
 class NativeSource(CheckpointSource):
@@ -31,7 +35,7 @@ class NativeSource(CheckpointSource):
 
     format = "checkpoint"
 
-    def __init__(self, checkpoint: Checkpoint) -> None:
+    def __init__(self, checkpoint: Checkpoint, lease: ExitStack | None = None) -> None:
         manifest = checkpoint.manifest
         kinds = {int(kind): kind for kind in Kind}
         tensors = {
@@ -54,6 +58,7 @@ class NativeSource(CheckpointSource):
         )
         super().__init__(checkpoint.url, contents, int(manifest.file_nbytes.sum()))
         self.checkpoint = checkpoint
+        self._lease = lease or ExitStack()
 
     def fill(self, wanted: Sequence[ReadRequest]) -> None:
         checkpoint, tensors = self.checkpoint, self.contents.tensors
@@ -65,6 +70,7 @@ class NativeSource(CheckpointSource):
         fill(checkpoint, holdings, ReadPath())
 
     def close(self) -> None:
+        self._lease.close()
         self.checkpoint.close()
 
 

@@ -20,7 +20,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import islice, pairwise
 from typing import Literal, NamedTuple, NoReturn
 
 from ckpt.commit.locate import commit_times
@@ -459,12 +459,16 @@ def _independent(entries: Sequence[LiveEntry], kept: Reasons) -> Reasons:
     """The newest entry that shares no file with the newest kept one, where several are kept and all
     of them do.
     """
-    newest = next(entry for entry in reversed(entries) if entry.attempt in kept)
+    newest, *older = [entry for entry in reversed(entries) if entry.attempt in kept]
     files = {newest.attempt, *newest.references}
-    apart = [entry for entry in entries if files.isdisjoint({entry.attempt, *entry.references})]
-    if len(kept) < 2 or not apart or any(entry.attempt in kept for entry in apart):
+
+    def is_apart(entry: LiveEntry) -> bool:
+        return files.isdisjoint((entry.attempt, *entry.references))
+
+    if not older or any(map(is_apart, older)):
         return {}
-    return {apart[-1].attempt: (f"the newest that shares no file with step {newest.step}",)}
+    text = f"the newest that shares no file with step {newest.step}"
+    return {entry.attempt: (text,) for entry in islice(filter(is_apart, reversed(entries)), 1)}
 
 
 def _protected(entries: Sequence[LiveEntry]) -> list[tuple[str, str]]:

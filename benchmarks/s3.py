@@ -2,6 +2,7 @@
 
     python -m benchmarks.s3 [--mib 256] [--rounds 5] [--endpoint URL]
     python -m benchmarks.s3 --disturbed
+    python -m benchmarks.s3 --cpu
     python -m benchmarks.s3 --delay 4 --gbit 0.125
 
 The server is a real Ceph RADOS gateway where its programs are installed (`make test-ceph` installs
@@ -12,6 +13,9 @@ many parts in flight, and ranged `get`s, 4 and 16 at once, copied into the memor
 With `--disturbed`, saves and loads go through a proxy that refuses a tenth of all requests with
 `SlowDown` and swallows the third part, or range, of each; compared with the same through a proxy
 that forwards everything.
+
+With `--cpu`, a server that keeps nothing (`benchmarks.bare_s3`): CPU seconds of putting and getting
+a GiB in parts and ranges, four at once, and of 1,000 small puts, beside obstore, boto3 and s3fs.
 
 With `--delay`, loads go through a proxy whose answers come so many seconds late, over a link of
 `--gbit` that all share: with as many requests in flight as a load finds right, with a fixed number,
@@ -26,8 +30,12 @@ import contextlib
 import itertools
 import random
 import shutil
+import socket
+import statistics
 import subprocess
+import sys
 import tempfile
+import time
 import uuid
 import warnings
 from collections.abc import Callable, Iterator
@@ -37,9 +45,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import boto3
 import obstore
+import s3fs
 import torch
 import torch.distributed.checkpoint as dcp
+from botocore.config import Config
 from obstore.store import S3Store
 from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader, FsspecWriter
 
@@ -47,6 +58,7 @@ import ckpt
 import ckpt.api as api
 from benchmarks.measure import extra_memory, interleaved, ratio, report, row, speed
 from ckpt.layout.memory import host_bytes
+from storage import Store, open_store
 from tests.fault_proxy import Request, Rule, fault_proxy
 from tests.servers import S3Server, free_port, moto_server
 
@@ -289,6 +301,123 @@ def disturbed(server: S3Server, *, mib: int, rounds: int) -> None:
     report(f"{mib} MiB, one process, behind proxies, median of {rounds}", rows)
 
 
+def cpu(*, mib: int, rounds: int) -> None:
+    """CPU seconds of this process, for the same requests by each client."""
+    parts = [memoryview(bytearray(PART_NBYTES)) for _ in range(max(1, mib // 16))]
+    gib, small = len(parts) * PART_NBYTES / (1 << 30), bytes(1000)
+    with bare_server() as server:
+        raw, theirs = Raw(server, "bucket").store, s3fs.S3FileSystem(**server.options)
+        stores = {
+            f"ours{name}": open_store(
+                "s3://bucket/run", **server.options, unsigned_payload=unsigned
+            )
+            for name, unsigned in (("", True), (", signed", False))
+        }
+        boto = boto3.client(
+            "s3",
+            endpoint_url=server.endpoint_url,
+            aws_access_key_id=server.key,
+            aws_secret_access_key=server.secret,
+            region_name="us-east-1",
+            config=Config(
+                request_checksum_calculation="when_required",
+                s3={"payload_signing_enabled": False},
+            ),
+        )
+        part = {"Bucket": "bucket", "Key": "k", "UploadId": "u"}
+
+        def put(store: Store) -> None:
+            nbytes = len(parts) * PART_NBYTES
+            with store.create("large", nbytes, part_nbytes=PART_NBYTES) as writer:
+                at_once(lambda index: writer.write_part(index, [parts[index]]))
+
+        def at_once(each: Callable[[int], object]) -> None:
+            with ThreadPoolExecutor(IN_FLIGHT) as pool:
+                list(pool.map(each, range(len(parts))))
+
+        def into(index: int, data: Any) -> None:
+            parts[index][:RANGE_NBYTES] = memoryview(data)
+
+        def span(index: int) -> tuple[int, int]:
+            return index * PART_NBYTES, index * PART_NBYTES + RANGE_NBYTES
+
+        def by_boto(index: int) -> None:
+            start, end = span(index)
+            got = boto.get_object(Bucket="bucket", Key="k", Range=f"bytes={start}-{end - 1}")
+            into(index, got["Body"].read())
+
+        ours = stores["ours"]
+        kinds: dict[str, dict[str, Callable[[], object]]] = {
+            "put of a GiB": {
+                **{name: partial(put, store) for name, store in stores.items()},
+                "obstore": lambda: obstore.put(
+                    raw, "k", iter(parts), chunk_size=PART_NBYTES, max_concurrency=IN_FLIGHT
+                ),
+                "boto3": lambda: at_once(
+                    lambda n: boto.upload_part(**part, PartNumber=n + 1, Body=bytes(parts[n]))
+                ),
+                "s3fs": lambda: at_once(
+                    lambda n: theirs.call_s3(
+                        "upload_part", **part, PartNumber=n + 1, Body=bytes(parts[n])
+                    )
+                ),
+            },
+            "get of a GiB": {
+                "ours": lambda: at_once(
+                    lambda n: ours.get_into("large", span(n)[0], [parts[n][:RANGE_NBYTES]])
+                ),
+                "obstore": lambda: at_once(
+                    lambda n: into(
+                        n, obstore.get_range(raw, "k", start=span(n)[0], length=RANGE_NBYTES)
+                    )
+                ),
+                "boto3": lambda: at_once(by_boto),
+                "s3fs": lambda: at_once(
+                    lambda n: into(n, theirs.cat_file("bucket/k", None, *span(n)))
+                ),
+            },
+            "1,000 small puts": {
+                "ours": lambda: [ours.put_if_absent(f"k{n}", small) for n in range(1000)],
+                "obstore": lambda: [obstore.put(raw, f"k{n}", small) for n in range(1000)],
+                "boto3": lambda: [
+                    boto.put_object(Bucket="bucket", Key=f"k{n}", Body=small) for n in range(1000)
+                ],
+                "s3fs": lambda: [theirs.pipe_file(f"bucket/k{n}", small) for n in range(1000)],
+            },
+        }
+        bars = {"put of a GiB": "<= 0.45, signed 1.0", "get of a GiB": "<= 0.35"}
+        rows = []
+        for kind, clients in kinds.items():
+            samples = interleaved(clients, rounds=rounds, between=lambda _: None)
+            per = {"put of a GiB": gib, "get of a GiB": gib / 2}.get(kind, 1.0)
+            seconds = {
+                name: statistics.median(sample.cpu_seconds for sample in some) / per
+                for name, some in samples.items()
+            }
+            shown = ", ".join(f"{name} {value:.2f}" for name, value in seconds.items())
+            rows.append(row(f"CPU seconds, {kind}", shown, bars.get(kind, "<= 0.4")))
+        for store in stores.values():
+            store.close()
+    report(f"CPU of clients, {mib} MiB, median of {rounds}", rows)
+
+
+@contextlib.contextmanager
+def bare_server() -> Iterator[S3Server]:
+    """`benchmarks.bare_s3` in a process of its own."""
+    port = free_port()
+    command = [sys.executable, "-m", "benchmarks.bare_s3", str(port)]
+    process = subprocess.Popen(command)
+    try:
+        for _ in range(200):
+            with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), 1):
+                break
+            time.sleep(0.05)
+        yield S3Server(f"http://127.0.0.1:{port}")
+    finally:
+        process.kill()
+        process.wait()
+
+
 def disturbing(method: str, what: str, rng: random.Random) -> Rule:
     """A tenth of all requests is refused, and the third of the kind swallowed."""
     numbers = itertools.count(1)
@@ -308,10 +437,14 @@ def main() -> None:
     parser.add_argument("--endpoint", default=None, help="an S3 server that is running")
     parser.add_argument("--delay", type=float, default=0.0, help="seconds; from a far server")
     parser.add_argument("--gbit", type=float, default=0.5, help="Gb/s of the link to it")
+    parser.add_argument("--cpu", action="store_true", help="CPU seconds beside other clients")
     parser.add_argument("--disturbed", action="store_true", help="behind a proxy that fails")
     arguments = parser.parse_args()
     warnings.filterwarnings("ignore")
     torch.set_num_threads(1)
+    if arguments.cpu:
+        cpu(mib=arguments.mib, rounds=arguments.rounds)
+        return
     with (
         tempfile.TemporaryDirectory() as directory,
         server(arguments.endpoint, Path(directory)) as (name, running),

@@ -8,10 +8,13 @@ import errno
 import functools
 import mmap
 import os
+import stat
 import sys
 from typing import Any
 
 import numpy as np
+
+from storage.errors import AccessDeniedError
 
 _AT_FDCWD = -100
 _RENAME_NOREPLACE = 1
@@ -124,3 +127,36 @@ def is_in_memory(path: str) -> bool:
     except OSError:
         return False
     return answer[0] & 0xFFFFFFFF in _IN_MEMORY
+
+
+def private_folder(path: str) -> None:
+    """Make a folder that other users of this host can neither read nor change; one that is there
+    becomes so.
+
+    Raises AccessDeniedError where it, or the folder that it is in, is a link, belongs to another
+    user, or can be changed by others: they could have put something into it, or take its place.
+    """
+    parent = os.path.dirname(path)
+    for place in (parent, path):
+        try:
+            os.makedirs(place, mode=0o700, exist_ok=True)
+            status = os.lstat(place)
+        except FileExistsError:
+            status = os.lstat(place)
+        except OSError:
+            return  # who writes there is told
+        # A folder for all, such as /tmp, lets nobody rename what is another's.
+        is_shared = place == parent and bool(status.st_mode & stat.S_ISVTX)
+        problem = ""
+        if not stat.S_ISDIR(status.st_mode):
+            problem = "a link" if stat.S_ISLNK(status.st_mode) else "no folder"
+        elif status.st_uid != os.geteuid() and not (is_shared and status.st_uid == 0):
+            problem = f"the folder of user {status.st_uid}"
+        elif status.st_mode & 0o022 and not is_shared:
+            problem = f"a folder that others can change (mode {status.st_mode & 0o777:o})"
+        if problem:
+            raise AccessDeniedError(
+                f"{place} is {problem}; name a folder that is this user's alone, or remove it"
+            )
+    if status.st_mode & 0o077:
+        os.chmod(path, 0o700)

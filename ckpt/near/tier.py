@@ -37,7 +37,7 @@ from storage import (
     Store,
     TooLargeError,
 )
-from storage.linux import is_in_memory
+from storage.linux import is_in_memory, private_folder
 from storage.local import LocalStore
 from storage.store import ByteRange
 
@@ -67,12 +67,14 @@ class Tier:
     """The tier of one host for the durable root `root`. Every method may be called by any rank of
     the host.
 
-    Methods raise the errors of the file system (StorageError).
+    Methods raise the errors of the file system (StorageError), among them AccessDeniedError for a
+    directory that others can change, or that is another user's.
     """
 
     def __init__(self, path: str | os.PathLike[str], root: str) -> None:
         self.path = os.path.abspath(os.fspath(path))
         self.root = root
+        private_folder(os.path.join(self.path, root))
         self.store = LocalStore(os.path.join(self.path, root))
         self.host = self._host()
         self.is_in_memory = is_in_memory(self.store.place)

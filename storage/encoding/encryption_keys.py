@@ -29,21 +29,31 @@ _HEX = re.compile(rb"\s*([0-9a-fA-F]{64})\s*")
 class EncryptionKey:
     """A key of 32 bytes. What is encrypted is encrypted with keys that are derived from it."""
 
+    __slots__ = ("_mac", "id")
+
     def __init__(self, secret: bytes) -> None:
-        self._secret = secret
+        # Not an attribute: debuggers and logs show attributes.
+        self._mac: Callable[[bytes], bytes] = lambda salt: hmac.digest(salt, secret, hashlib.sha256)
         self.id: str = self.derived(b"", b"shardpoint 1 key id").hex()[:16]
 
     def derived(self, salt: bytes, info: bytes) -> bytes:
         """32 bytes of HKDF with SHA-256 (RFC 5869) of this key."""
-        extracted = hmac.digest(salt or bytes(32), self._secret, hashlib.sha256)
         # One block of the expansion is as long as what is wanted.
-        return hmac.digest(extracted, info + b"\1", hashlib.sha256)
+        return hmac.digest(self._mac(salt or bytes(32)), info + b"\1", hashlib.sha256)
 
     def __repr__(self) -> str:
         return f"<key {self.id}>"
 
     def __reduce__(self) -> NoReturn:
         raise TypeError("a key is not pickled: pass where it comes from, such as a file's path")
+
+
+def out_of_sight(source: KeySource | None) -> KeySource | None:
+    """`source`, as a function where it is the key itself: no repr, log or attribute shows it."""
+    if not isinstance(source, bytes | bytearray):
+        return source
+    secret = bytes(source)
+    return lambda wanted_id: secret
 
 
 def read_key(source: KeySource, wanted_id: str, url: str) -> EncryptionKey:
@@ -76,6 +86,10 @@ def _secret(source: Any, wanted_id: str, url: str) -> bytes:
         secret = source(wanted_id)
     else:
         secret = source
+    if isinstance(secret, bytes | bytearray) and len(secret) == KEY_NBYTES and not any(secret):
+        raise InvalidUrlError(
+            f"{url}: {origin} gave 32 zeros, which is no secret; a key is os.urandom(32)"
+        )
     # Neither its bytes nor its repr: a key with one digit too few is nearly the key.
     if not isinstance(secret, bytes | bytearray) or len(secret) != KEY_NBYTES:
         what = f"{len(secret)} bytes" if isinstance(secret, bytes | bytearray) else "no bytes"
@@ -89,10 +103,16 @@ def _secret(source: Any, wanted_id: str, url: str) -> bytes:
 def _read_file(path: str | os.PathLike[str], url: str) -> bytes:
     try:
         with open(os.path.expanduser(path), "rb") as file:
+            mode = os.fstat(file.fileno()).st_mode
             data = file.read(_FILE_NBYTES_MAX)
     except OSError as error:
         raise InvalidUrlError(
             f"{url}: the key file {os.fspath(path)} cannot be read: {error.strerror}"
         ) from None
+    if mode & 0o007:
+        raise InvalidUrlError(
+            f"{url}: every user of this host may use the key file {os.fspath(path)} (mode "
+            f"{mode & 0o777:o}); make it your own with chmod 600"
+        )
     match = _HEX.fullmatch(data)
     return data if match is None else bytes.fromhex(match[1].decode())

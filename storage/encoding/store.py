@@ -14,7 +14,7 @@ from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 from storage.encoding.blocks import Zstd
-from storage.encoding.encryption_keys import KeySource, read_key
+from storage.encoding.encryption_keys import KeySource, out_of_sight, read_key
 from storage.encoding.layout import (
     BLOCK_NBYTES,
     FOOTER_NBYTES,
@@ -67,7 +67,7 @@ class EncodingOptions(NamedTuple):
     @classmethod
     def taken_from(cls, options: dict[str, Any]) -> EncodingOptions:
         """Take `encryption_key` and `compression` out of `options`. Raises InvalidUrlError."""
-        key = options.pop("encryption_key", None)
+        key = out_of_sight(options.pop("encryption_key", None))
         compression = options.pop("compression", None)
         if compression is None:
             return cls(key, None)

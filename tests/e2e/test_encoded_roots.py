@@ -44,6 +44,7 @@ def options_of(tmp_path: Path) -> list[str]:
     """As a command takes them."""
     file = tmp_path / "key"
     file.write_text(SECRET.hex())
+    file.chmod(0o600)
     return ["-o", f"encryption_key={file}"]
 
 
@@ -95,7 +96,7 @@ def test_readers_without_the_key_or_of_an_older_version_are_refused_clearly(root
     with pytest.raises(UnsupportedFormat, match="format version 2"):
         read_format(LocalStore(root))
     with pytest.raises(AccessDeniedError, match="is encrypted with the key") as wrong:
-        ckpt.load(state(), root, storage_options={"encryption_key": bytes(32)})
+        ckpt.load(state(), root, storage_options={"encryption_key": b"x" * 32})
     assert "pass the key that the root was made with" in str(wrong.value)
 
 
@@ -238,6 +239,7 @@ def test_commands_take_the_key(root: str, tmp_path: Path) -> None:
     file = key[1].partition("=")[2]
     new, plain = str(tmp_path / "new"), str(tmp_path / "plain")
     Path(file + "2").write_bytes(b"n" * 32)
+    Path(file + "2").chmod(0o600)
     for target, more in (
         (new, ["--target-key-file", file + "2"]),
         (plain, ["--target-option", "encryption_key=null"]),
@@ -273,7 +275,7 @@ class Asked(WrappedStore):
         return self.inner.get_bounded(key, nbytes_max)
 
 
-@pytest.mark.parametrize("options", [{}, {"encryption_key": bytes(32)}, {"compression": "zstd"}])
+@pytest.mark.parametrize("options", [{}, {"encryption_key": b"x" * 32}, {"compression": "zstd"}])
 def test_only_the_coordinator_of_a_load_asks_how_a_root_is_encoded(options: dict[str, Any]) -> None:
     bucket = MemoryBucket()
 

@@ -6,6 +6,7 @@ files that a save has written.
 
 from __future__ import annotations
 
+import os
 import random
 import struct
 from dataclasses import replace
@@ -24,6 +25,7 @@ from ckpt.near.records import (
     encode_near_record,
 )
 from ckpt.near.tier import Tier, newest_epoch, tiers_in
+from storage.errors import AccessDeniedError
 
 ROOT = "0123456789abcdef0123456789abcdef"
 
@@ -166,3 +168,32 @@ def test_a_directory_without_any_whole_name_is_refused(tmp_path: Path) -> None:
         (tmp_path / ROOT / (f"HOST-{number}" if number else "HOST")).write_bytes(b"")
     with pytest.raises(Corrupt, match="remove it"):
         Tier(tmp_path, ROOT)
+
+
+def test_a_tier_is_private_and_no_one_elses(tmp_path: Path) -> None:
+    tier = Tier(tmp_path / "near", ROOT)
+    tier.close()
+    assert (tmp_path / "near" / ROOT).stat().st_mode & 0o777 == 0o700
+    (tmp_path / "near" / ROOT).chmod(0o755)
+    Tier(tmp_path / "near", ROOT).close()
+    assert (tmp_path / "near" / ROOT).stat().st_mode & 0o777 == 0o700
+    (tmp_path / "near" / ROOT).chmod(0o777)
+    with pytest.raises(AccessDeniedError, match="others can change"):
+        Tier(tmp_path / "near", ROOT)
+    (tmp_path / "open").mkdir()
+    (tmp_path / "open").chmod(0o777)
+    with pytest.raises(AccessDeniedError, match="others can change"):
+        Tier(tmp_path / "open", ROOT)
+    (tmp_path / "open").chmod(0o1777)  # such as /dev/shm
+    Tier(tmp_path / "open", ROOT).close()
+    for place in (tmp_path / "link", tmp_path / "elsewhere" / ROOT):
+        place.parent.mkdir(exist_ok=True)
+        place.symlink_to(tmp_path / "near", target_is_directory=True)
+    for path in (tmp_path / "link", tmp_path / "elsewhere"):
+        with pytest.raises(AccessDeniedError, match="is a link"):
+            Tier(path, ROOT)
+    if os.geteuid() == 0:
+        (tmp_path / "theirs").mkdir(mode=0o700)
+        os.chown(tmp_path / "theirs", 12345, 12345)
+        with pytest.raises(AccessDeniedError, match="user 12345"):
+            Tier(tmp_path / "theirs", ROOT)

@@ -368,6 +368,8 @@ def test_keys_come_from_bytes_files_and_functions(tmp_path: Path) -> None:
     raw, digits = tmp_path / "raw", tmp_path / "hex"
     raw.write_bytes(SECRET)
     digits.write_text(SECRET.hex().upper() + "\n")
+    for file in (raw, digits):
+        file.chmod(0o600)
     asked: list[str] = []
 
     def function(key_id: str) -> bytes:
@@ -389,6 +391,7 @@ def test_no_message_repr_or_pickle_has_the_key(tmp_path: Path) -> None:
     secret = b"not-so-secret-31-bytes-of-a-key"
     file = tmp_path / "key"
     file.write_bytes(secret)
+    file.chmod(0o600)
     sources: list[Any] = [secret, file, lambda key_id: secret, secret.decode(), 5, secret.hex()]
     for source in sources:
         with pytest.raises(InvalidUrlError) as failed:
@@ -543,3 +546,33 @@ def test_the_examples_of_the_format_are_what_is_written(monkeypatch: pytest.Monk
     first, second = example("encoded-format").splitlines(keepends=True)
     both.put_if_absent("FORMAT", second.encode())
     assert inner.get("FORMAT") == (first + second).encode()
+
+
+def test_keys_that_are_none_or_anyones_are_refused(tmp_path: Path) -> None:
+    file = tmp_path / "run.key"
+    file.write_bytes(SECRET)
+    for mode in (0o604, 0o644, 0o602):
+        file.chmod(mode)
+        with pytest.raises(InvalidUrlError, match=f"mode {mode:o}.*chmod 600"):
+            encoded(MemoryStore(), encryption_key=str(file)).put_if_absent("a", b"x")
+    file.chmod(0o600)
+    encoded(MemoryStore(), encryption_key=str(file)).put_if_absent("a", b"x")
+    with pytest.raises(InvalidUrlError, match="32 zeros"):
+        encoded(MemoryStore(), encryption_key=bytes(32)).put_if_absent("a", b"x")
+
+
+def test_no_attribute_of_a_store_shows_its_key() -> None:
+    store = encoded(MemoryStore(), encryption_key=SECRET)
+    store.put_if_absent("a", b"x")
+    seen: set[int] = set()
+
+    def shown(thing: object, depth: int) -> Iterator[str]:
+        yield repr(thing)
+        own = [getattr(thing, name, None) for name in getattr(type(thing), "__slots__", ())]
+        for value in [*own, *getattr(thing, "__dict__", {}).values()]:
+            if depth and id(value) not in seen:
+                seen.add(id(value))
+                yield from shown(value, depth - 1)
+
+    text = " ".join(shown(store, 6))
+    assert repr(SECRET)[2:-1] not in text and SECRET.hex() not in text

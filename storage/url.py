@@ -112,11 +112,11 @@ def with_its_options(where: StoreLike) -> str | os.PathLike[str] | Store:
 
 
 def _open_place(filesystem: Any, path: str) -> Store:
-    names = filesystem.protocol
-    protocols = {names} if isinstance(names, str) else set(names)
-    if "file" in protocols:
+    # Exactly these classes: a subclass does something of its own, whatever its protocol.
+    made_by = f"{type(filesystem).__module__}.{type(filesystem).__name__}"
+    if made_by == "fsspec.implementations.local.LocalFileSystem":
         return _open_local(path)
-    if "s3" in protocols and not filesystem.storage_args:
+    if made_by == "s3fs.core.S3FileSystem" and not filesystem.storage_args:
         options = filesystem.storage_options.items()
         own = {name: value for name, value in options if name not in _OF_EVERY_FILESYSTEM}
         return _open_plain(f"s3://{path}", None, own)

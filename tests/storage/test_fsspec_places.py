@@ -260,6 +260,20 @@ def test_places_of_disks_and_s3_open_the_stores_of_ours(moto: S3Server, tmp_path
     assert place["a"] == b"x"
 
 
+def test_a_subclass_is_used_as_it_is(tmp_path: Path) -> None:
+    """Such as one that encrypts: the store of a disk would write around it, under its protocol."""
+
+    class Inverts(LocalFileSystem):  # type: ignore[misc]
+        cachable = False
+
+        def pipe_file(self, path: str, value: bytes, mode: str = "overwrite", **_: Any) -> None:
+            super().pipe_file(path, bytes(255 - byte for byte in value))
+
+    place = Inverts().get_mapper(str(tmp_path))
+    open_store(place).put_if_absent("a", b"\0\1")
+    assert (tmp_path / "a").read_bytes() == b"\xff\xfe"
+
+
 @pytest.mark.judges
 def test_universal_paths_are_places(tmp_path: Path) -> None:
     import upath

@@ -213,6 +213,9 @@ class S3Writer(ObjectWriter):
             is_certain = error is self._refusal or not self._is_sent_again
             if is_certain or not self._was_ours():
                 raise
+        except KeyNotFoundError:
+            if not self._was_ours():  # a proxy may answer 404 to what was carried out
+                raise
         except TransientError as error:
             # That one request was refused says nothing of the other.
             if self._is_sent_again or isinstance(error, NoAnswerError):

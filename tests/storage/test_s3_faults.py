@@ -126,6 +126,15 @@ def test_a_write_done_and_answered_404_or_412_is_ours(
         write_object(store, "a", bytes(nbytes), part_nbytes=5 * MiB)
 
 
+def test_a_record_stored_and_answered_404_is_ours(store: Store, proxy: FaultProxy) -> None:
+    """Of one that was answered 412, the log compares the bytes itself."""
+    proxy.rule = failing(1, "gone_reply", "PUT")
+    store.put_if_absent("log/1", b"x")
+    assert proxy.counts["gone_reply"] == 1 and store.get("log/1") == b"x"
+    with pytest.raises(KeyExistsError):
+        store.put_if_absent("log/1", b"x")
+
+
 def test_an_upload_that_cannot_be_finished_leaves_nothing(store: Store, proxy: FaultProxy) -> None:
     """No part ever gets through; then the network is well again."""
     proxy.rule = failing(10**6, "slow_down", "PUT", "partNumber")

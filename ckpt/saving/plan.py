@@ -21,7 +21,7 @@ from ckpt.format.checksum import block_count
 from ckpt.format.datafile import BLOCK_BYTES, FileEntries, StoredChunk, region_start
 from ckpt.format.manifest import int64s
 from ckpt.format.part import TensorRecord
-from ckpt.layout.assign import Assignment, assign
+from ckpt.layout.assign import Assignment, assign, is_small_and_agreed
 from ckpt.layout.dtypes import dtype_name
 from ckpt.layout.fingerprint import Fingerprint
 from ckpt.layout.piece import Holding, Piece
@@ -168,6 +168,7 @@ def _plan_of(flat: FlatState, ranks: Ranks, memory: PlanMemory) -> SavePlan:
         if holding.synchronized
         for piece in holding.pieces
         if len(piece.holders) > 1 and piece.local_region.numel
+        if not is_small_and_agreed(holding, piece)  # compared by every save
     ]
     chunks = [source.chunk for source in sources]
     trainable = {

@@ -181,7 +181,8 @@ def differing_replicas(
     texts = _texts(task.session.world, contents, sums)
     if texts is None:
         return CheckpointError(
-            "the ranks found out at different saves that replicas differ; save again"
+            "the ranks compare different replicas: pass the same replicas= on all of them, and "
+            "save again where one has failed alone"
         )
     was_first_only = memory.plans.first_only
     if not texts:
@@ -248,7 +249,8 @@ def _texts(world: World, contents: Contents | None, sums: ReplicaSums | None) ->
     if received is not None:
         answer = json.dumps(_in_words([_unpacked(one) for one in received])).encode()
     texts: list[str] = json.loads(world.broadcast("differing replicas", answer))
-    return texts
+    # Where ranks have no two blocks of one place, they do not hold the same tensors.
+    return texts or [f"{ranks_in_words(h)}: other tensors are declared equal" for h in differing]
 
 
 def _packed(message: Mapping[str, Any]) -> bytes:
@@ -331,6 +333,8 @@ def _in_words(received: Sequence[Mapping[str, Any]]) -> list[str]:
         groups: dict[str | None, list[int]] = {}
         for rank, block in sorted(by_rank.items()):
             groups.setdefault(block.data, []).append(rank)
+        if len(by_rank) < 2 or (len(groups) < 2 and None not in groups):
+            continue  # other ranks have another tensor there
         first = next(iter(by_rank.values()))
         element, where = first.start, "at or after"
         if None not in groups:

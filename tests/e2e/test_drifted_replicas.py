@@ -180,6 +180,21 @@ def test_each_save_compares_another_sample(tmp_path: Path) -> None:
     assert counts[-1] >= SIZE * 4
 
 
+def _unlike(root: str) -> None:
+    rank = dist.get_rank()
+    mesh = init_device_mesh("cpu", (2,))
+    names = ("a", "b") if rank else ("a",)
+    tensors = [distribute_tensor(torch.ones(2000), mesh, [Replicate()]) for _ in range(2)]
+    state = dict(zip(names, tensors, strict=False))
+    for step in (1, 2):
+        with pytest.raises(CheckpointError, match=r"b: |other tensors are declared"):
+            ckpt.save(state, root, step=step, replicas="strict")
+
+
+def test_replicas_that_a_rank_lacks_are_refused(tmp_path: Path) -> None:
+    run_ranks(2, _unlike, str(tmp_path))
+
+
 def _without(root: str) -> None:
     torch.manual_seed(dist.get_rank())
     mesh = init_device_mesh("cpu", (2,))

@@ -15,6 +15,8 @@ WORKERS ?= 2
 CEPH ?= $(CURDIR)/.ceph
 ROOMS ?= ckpt/commit ckpt/format ckpt/layout ckpt/loading ckpt/saving
 MUTANTS ?= 60
+# For versions: --pythons 3.12 --torches newest --checks import engine
+VERSIONS_ARGS ?=
 # What long tests count; `python docs/guarantee_counts.py FILE` takes it into docs/guarantees.md.
 RESULTS ?= build/results.jsonl
 
@@ -23,13 +25,14 @@ SHELL := /bin/bash
 # The tests and the demo run several ranks on few cores: more threads per rank only slow them down.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help demo test quick soak test-gpu test-wild test-cluster judges mutants bench bench-gpu kit check format test-ceph examples docs dist clean
+.PHONY: help demo test quick versions soak test-gpu test-wild test-cluster judges mutants bench bench-gpu kit check format test-ceph examples docs dist clean
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make demo        train, kill in the middle of a save, resume, export, look at it (about 3 minutes)"
 	@echo "                 make demo URL=s3://bucket/prefix runs it against S3"
 	@echo "make test        all tests          make quick   those without processes and servers"
+	@echo "make versions    Python 3.10 to 3.13 with the oldest, the pinned and the newest torch: docs/versioning.md"
 	@echo "make soak        full counts        make bench   benchmarks"
 	@echo "make test-gpu    the tests of a device, on this machine's; DEVICE=cpu runs them without one"
 	@echo "make test-wild   models, optimizers and frameworks of other libraries, against docs/compatibility.md"
@@ -63,6 +66,10 @@ test: $(INSTALLED)
 
 quick: $(INSTALLED)
 	$(BIN)/python -m pytest -m "not ranks and not server" -n $(WORKERS) --dist loadfile $(PYTEST_ARGS)
+
+# Many gigabytes: an environment for each Python and torch. LIBRARIES names a folder with CUDA's.
+versions:
+	$(PYTHON) -m tests.on_versions $(VERSIONS_ARGS)
 
 soak: $(INSTALLED)
 	$(BIN)/python -m pytest --soak --results $(RESULTS) --timeout=7200 -n $(WORKERS) --dist loadfile $(PYTEST_ARGS)

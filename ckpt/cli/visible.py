@@ -57,8 +57,9 @@ class VisibleStream(io.TextIOBase):
         return len(text)
 
     def flush(self) -> None:
-        """Flush the stream below."""
-        self.raw.flush()
+        """Flush the stream below, which may have been closed first when Python ends."""
+        if not self.raw.closed:
+            self.raw.flush()
 
     def isatty(self) -> bool:
         """Whether the stream below is a terminal."""

@@ -330,7 +330,7 @@ def test_renamed_models_keep_their_optimizer(tmp_path: Path) -> None:
         (lambda p: None, NoCheckpoint, "is not there"),
     ],
 )
-@pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.*torch.jit.*")  # of classes that differ by version
 def test_other_files_are_refused_with_a_reason(
     tmp_path: Path, make: Any, error: type[Exception], words: str
 ) -> None:

@@ -457,6 +457,8 @@ def _interrupted_at(number: int, call: Callable[[], object], function: str) -> b
         return trace(frame, event, arg) if after or frame.f_code.co_name == function else None
 
     before = sys.gettrace()
+    # Python 3.12 gives events of opcodes only where a frame has asked for them beforehand.
+    sys._getframe().f_trace_opcodes = True
     sys.settrace(begin)
     try:
         call()

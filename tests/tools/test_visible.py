@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import logging
 import re
@@ -13,7 +14,7 @@ import torch
 
 import ckpt
 from ckpt.cli import main
-from ckpt.cli.visible import visible
+from ckpt.cli.visible import VisibleStream, visible
 
 # Repaints a terminal, turns directions, hides, ends lines, is no character at all.
 HOSTILE = "a\x1b]0;t\x07\x1b[2J\u202e\u2066\x9b31m\x7f\u200b\u2028\ue000\rz"
@@ -116,3 +117,11 @@ def test_log_lines_and_unexpected_errors_are_shown_too(
 def test_what_has_a_shape_stays() -> None:
     assert visible("weights/é 模型 😀 \u00a0x") == "weights/é 模型 😀 \u00a0x"
     assert visible("a\nb\x1b\ud800\U000e0001", keep="\n") == "a\nb\\x1b\\ud800\\U000e0001"
+
+
+def test_a_stream_outlives_the_one_below() -> None:
+    below = io.StringIO()
+    stream = VisibleStream(below)
+    below.close()
+    stream.flush()
+    stream.close()

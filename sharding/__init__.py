@@ -52,6 +52,7 @@ from sharding.fsdp_module import (
     share_comm_ctx,
 )
 from sharding.fully_sharding import fully_shard
+from sharding.installing import install
 
 __all__ = [
     "BackwardPrefetch",
@@ -91,6 +92,7 @@ __all__ = [
     "explain",
     "fp16_compress_hook",
     "fully_shard",
+    "install",
     "lambda_auto_wrap_policy",
     "register_fsdp_forward_method",
     "share_comm_ctx",

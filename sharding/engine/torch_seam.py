@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.distributed import _symmetric_memory as symmetric_memory
 from torch.distributed import distributed_c10d
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.fsdp._common_utils import TrainingState
 
 __all__ = [
@@ -233,7 +234,6 @@ def mark_fully_sharded(module: nn.Module, state: object) -> None:
     `torch.distributed.fsdp.fully_shard.state(module)`, which pipelines ask, is `state`.
     """
     from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY, RegistryItem
-    from torch.distributed.fsdp import fully_shard
 
     applied: Any = fully_shard
     module.__dict__.setdefault(REGISTRY_KEY, OrderedDict())["fully_shard"] = RegistryItem()

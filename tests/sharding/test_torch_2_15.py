@@ -24,10 +24,9 @@ import sharding
 from sharding.torch_face import follows_grad_dtype
 from tests.ranks import run_ranks
 
-pytestmark = [
-    pytest.mark.ranks,
-    pytest.mark.skipif(not follows_grad_dtype(), reason="torch before 2.15 has none of it"),
-]
+pytestmark = pytest.mark.ranks
+if not follows_grad_dtype():
+    pytest.skip("torch before 2.15 has none of it", allow_module_level=True)
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 ENGINES: tuple[Any, ...] = (sharding, torch_fsdp)

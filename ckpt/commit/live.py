@@ -16,6 +16,7 @@ from functools import cached_property
 from ckpt.commit.records import LiveEntry, Record, SegmentRef, encode_record
 from ckpt.commit.segments import read_segment, segment_of
 from ckpt.errors import CheckpointError
+from ckpt.format.damage import once_more
 from storage.store import Store
 
 RECORD_NBYTES = 64 << 10  # of a record, before what it lists is folded into a segment
@@ -43,7 +44,7 @@ class Segments:
         with self._lock:
             known = self._known.get(ref.digest)
         if known is None:
-            known = read_segment(self._store(), ref)
+            known = once_more(lambda: read_segment(self._store(), ref))
             self.add(ref, known)
         return known
 

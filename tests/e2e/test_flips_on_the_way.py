@@ -14,16 +14,20 @@ import pytest
 import torch
 
 import ckpt
+import ckpt.commit.live
+from ckpt.commit.names import SEGMENTS_PREFIX
 from storage import ByteRange
 from storage.memory import MemoryBucket, MemoryStore
 
 
 class FlippingStore(MemoryStore):
-    """Flips the first byte of the answer number `nth`, counted from 1, about a step."""
+    """Flips the first byte of the answer number `nth`, counted from 1, about a step, or what else
+    has this prefix.
+    """
 
-    def __init__(self, bucket: MemoryBucket, nth: int = 0) -> None:
+    def __init__(self, bucket: MemoryBucket, nth: int = 0, prefix: str = "steps/") -> None:
         super().__init__(bucket)
-        self.nth, self.count = nth, 0
+        self.nth, self.count, self.prefix = nth, 0, prefix
 
     def get(self, key: str, byte_range: ByteRange | None = None) -> bytes:
         data = super().get(key, byte_range)
@@ -35,8 +39,8 @@ class FlippingStore(MemoryStore):
             buffers[-1][0] ^= 1
 
     def _strikes(self, key: str) -> bool:
-        self.count += key.startswith("steps/")
-        return key.startswith("steps/") and self.count == self.nth
+        self.count += key.startswith(self.prefix)
+        return key.startswith(self.prefix) and self.count == self.nth
 
 
 def _state(seed: int) -> dict[str, torch.Tensor]:
@@ -93,3 +97,14 @@ def test_a_byte_flipped_on_its_way_is_read_again(
         with caplog.at_level(logging.WARNING):
             operation(store)
         assert store.count > usual.count, "a flip that nobody noticed"
+
+
+def test_a_segment_flipped_on_its_way_is_read_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Records that are folded as early as they can be."""
+    monkeypatch.setattr(ckpt.commit.live, "RECORD_NBYTES", 100)
+    bucket = MemoryBucket()
+    for step in range(20):
+        ckpt.save(_state(step), MemoryStore(bucket), step=step)
+    store = FlippingStore(bucket, 1, SEGMENTS_PREFIX)
+    assert [info.step for info in ckpt.list_steps(store)] == list(range(20))
+    assert store.count > 1

@@ -159,6 +159,10 @@ def mend_log(arguments: argparse.Namespace) -> int:
     for slot, problem in sorted(report.breaks.items()):
         print(f"slot {slot}: {problem}")
     would = "would be " if arguments.dry_run else ""
+    if report.format_written:
+        print(f"{FORMAT_KEY} {would}written")
+    for entry in report.rebuilt:
+        print(f"MANIFEST of step {entry.step} ({entry.attempt}) {would}rebuilt")
     for entry in report.brought_back:
         print(f"step {entry.step} ({entry.attempt}) {would}brought back")
     for entry in report.lost:
@@ -172,6 +176,8 @@ def _mend_json(report: MendReport) -> dict[str, Any]:
     return {
         "breaks": {str(slot): problem for slot, problem in sorted(report.breaks.items())},
         "filled": list(report.filled),
+        "format_written": report.format_written,
+        "rebuilt": [entry.attempt for entry in report.rebuilt],
         "brought_back": [entry.attempt for entry in report.brought_back],
         "lost": [entry.attempt for entry in report.lost],
         "latest": report.latest.attempt if report.latest else None,

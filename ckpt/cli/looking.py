@@ -12,7 +12,7 @@ from ckpt.cli.commandline import OK, PROBLEM
 from ckpt.cli.rescuing import ls_near
 from ckpt.cli.screen import age, counted, date, fields_json, show_json, show_table, size
 from ckpt.commit.lines import latest_last
-from ckpt.commit.locate import commit_times, entry_by_path, live_entries
+from ckpt.commit.locate import commit_times, entry_by_path, state_of
 from ckpt.commit.log import Log
 from ckpt.commit.records import LiveEntry
 from ckpt.errors import Corrupt, NoCheckpoint
@@ -38,10 +38,13 @@ def ls(arguments: argparse.Namespace) -> int:
         return ls_near(arguments)
     with closing(open_store(arguments.url, **dict(arguments.option))) as store:
         try:
-            live = latest_last(live_entries(store))
+            state = state_of(store)
+            live = latest_last(state.live)
             times = commit_times(Log(store), live)
         except NoCheckpoint as no_root:
             return _ls_directory(entry_by_path(store, no_root), store.url, as_json=arguments.json)
+    if text := state.uncommitted_text(store.url):
+        print(text, file=sys.stderr)
     if arguments.json:
         show_json([_entry_json(entry, times[entry.attempt]) for entry in live])
         return OK

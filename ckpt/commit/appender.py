@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple, NoReturn
 
 from ckpt.commit.live import LiveSet, with_live
-from ckpt.commit.log import MENDED, UNDONE, Log, LogState, begins_row
+from ckpt.commit.log import UNDONE, Log, LogState, broken_log
 from ckpt.commit.names import MANIFEST_NAME, record_key, segment_key
 from ckpt.commit.patience import tries
 from ckpt.commit.records import (
@@ -161,16 +161,12 @@ class Appender:
             # unseen.
             self.prove()
             self._known = self.log.newest
+            if self._known is not None and self._known.slot != state.slot:
+                continue  # another thread has read a newer record meanwhile
             draft = build(state)
             if draft is None:
                 return None
-            try:
-                if state.void:
-                    self.log.check_void(state)
-                record = self._record(draft, state)
-            except KeyNotFoundError:
-                # What stands at the end counts for nothing, so nothing has proved it.
-                raise diverged(self.store.url, state.slot) from None
+            record = self._record(draft, state)
             if self._put(record, sent_before=False):
                 return record
         raise CheckpointError(
@@ -179,15 +175,20 @@ class Appender:
         )
 
     def prove(self) -> None:
-        """Raise LogDiverged unless the last record that this process built on still stands.
+        """Raise LogDiverged unless the last record that this process built on still stands, and
+        Corrupt where the first one of the log is missing: new readers would see neither.
 
-        What `Log` remembers is no proof: it follows any log that is there. Who has appended to
-        another log once stays refused, because its next record would follow that one.
+        What `Log` remembers is no proof: it follows any log that is there. A process that has
+        appended to another log once stays refused, because its next record would follow that one.
         """
         if self._diverged_at is not None:
             raise diverged(self.store.url, self._diverged_at)
-        if self._known is not None and not self.log.holds(self._known):
+        if self._known is None:
+            return
+        if not self.log.holds(self._known):
             raise diverged(self.store.url, self._known.slot)
+        if self._known.slot and not self.store.exists(record_key(0)):
+            raise broken_log(self.store.url, "slot 0: it is missing")
 
     def check_room(self) -> None:
         """Raise CheckpointError when the next records might be larger than a record may be.
@@ -231,18 +232,16 @@ class Appender:
         return self.append(build)
 
     def _record(self, draft: RecordDraft, state: LogState) -> Record:
-        slot = state.slot + 1
-        # Behind void records: whoever checks the links of the log does not look further back.
-        mark = MENDED if state.void else draft.mark
+        slot, newest = state.slot + 1, self._known
         bare = Record(
             kind=draft.kind,
             slot=slot,
             epoch=draft.epoch,
-            write_id=mark + self.sources.random_bytes(16 - len(mark)),
+            write_id=draft.mark + self.sources.random_bytes(16 - len(draft.mark)),
             time_unix=float(self.sources.clock()),
             attempt=None if draft.entry is None else draft.entry.attempt,
             live=(),
-            previous=self.log.digest_of(state),
+            previous=None if newest is None else record_digest(encode_record(newest)),
         )
         live = draft.live_after(state, bare.time_unix)
         try:
@@ -288,7 +287,13 @@ class Appender:
                 cause = error
                 break
             else:
-                return self._stands(record, data)
+                if self._stands(record, data):
+                    return True
+                # As after no answer: it may have been lost, or may come later.
+                cause = OutcomeUnknownError(
+                    f"{record_key(record.slot)} was created and is not there"
+                )
+                maybe_sent = True
         assert cause is not None
         # No try can have reached the store, so there is nothing to settle.
         if not maybe_sent:
@@ -305,15 +310,18 @@ class Appender:
         except Corrupt:
             occupant = b""  # too large to be ours; the next read of the log raises it
         if occupant == data:
-            return self._stands(record, data)
+            if self._stands(record, data):
+                return True
+            raise self._unknown(record)
         self._pending = None
         return False
 
     def _stands(self, record: Record, data: bytes) -> bool:
-        """True: `record` stands, and so do the one that it builds on and the MANIFEST of a COMMIT.
+        """Whether `record` stands, and so do the one that it builds on and the MANIFEST of a
+        COMMIT. False where its slot is free, and all else is as it was.
 
         Looked for after the append: if the root was exchanged before that, one of the three is gone
-        or has other bytes.
+        or has other bytes. Raises LogDiverged then.
         """
         lacks_manifest = False
         try:
@@ -324,6 +332,8 @@ class Appender:
                 # there by an earlier request of this process that got no answer: it is live then.
                 is_there = self._is_in_place(record, data)
                 lacks_manifest = self.log.state().find(record.live[-1].attempt) is not None
+            elif not is_there and self._was_not_stored(record):
+                return False
         except (KeyNotFoundError, Corrupt):
             is_there = False
         except StorageError as error:
@@ -339,20 +349,28 @@ class Appender:
         return True
 
     def _is_in_place(self, record: Record, data: bytes) -> bool:
-        """Whether `record` is in its slot, and below it the one that it was made for, which counts.
+        """Whether `record` is in its slot, its new segments are there, and below it the record that
+        it was made for.
 
         Its own slot is read last: of an older backup of the same log it is what lacks.
         """
-        before = None
-        if record.previous is not None:
-            before = self.log.raw(record.slot - 1)
-            if record_digest(before) != record.previous:
-                return False
-            # A late copy of what this process has appended before a backup was restored is there as
-            # it was, on nothing.
-            if not begins_row(record) and self.log.is_void(record.slot - 1, before):
-                return False
-        return self.log.raw(record.slot) == data and self.log.has_new_segments(record, before)
+        if not self._fits(record):
+            return False
+        named = {ref.digest for ref in self._known.segments} if self._known is not None else set()
+        new = (ref for ref in record.segments if ref.digest not in named)
+        has_segments = all(self.store.exists(segment_key(ref.digest)) for ref in new)
+        return has_segments and self.log.raw_if_there(record.slot) == data
+
+    def _fits(self, record: Record) -> bool:
+        """Whether the record that `record` builds on stands."""
+        return not record.slot or record_digest(self.log.raw(record.slot - 1)) == record.previous
+
+    def _was_not_stored(self, record: Record) -> bool:
+        """Whether the store has acknowledged `record`, which is not there, in a log that is as it
+        was: stores have done that.
+        """
+        is_free = not self.store.exists(record_key(record.slot))
+        return is_free and self._fits(record) and not self._manifest_is_gone(record)
 
     def _take_back_own(self, record: Record) -> NoReturn:
         """Raise LogDiverged for a COMMIT that stands without its MANIFEST, once it is retired."""

@@ -5,8 +5,7 @@ from __future__ import annotations
 from ckpt.commit.appender import Limits, Sources
 from ckpt.commit.lines import Beginning, check_new_root
 from ckpt.commit.log import DCP_KEY, FORMAT_KEY, encode_format, read_format
-from ckpt.commit.names import LOG_PREFIX
-from ckpt.errors import Corrupt, NoCheckpoint, StoreRefused
+from ckpt.errors import NoCheckpoint, StoreRefused
 from storage.errors import KeyExistsError, OutcomeUnknownError, StorageError, TransientError
 from storage.store import ExclusiveCreate, Store
 
@@ -18,12 +17,6 @@ def root_id(
     try:
         return read_format(store).root
     except NoCheckpoint:
-        # A new FORMAT would give the records of the old log another identity.
-        if next(iter(store.list(LOG_PREFIX)), None) is not None:
-            raise Corrupt(
-                f"{store.url} has a log but no {FORMAT_KEY} object: it was removed or the copy is "
-                "incomplete; save to a new url, load steps by their own paths"
-            ) from None
         if store.exists(DCP_KEY):
             raise StoreRefused(
                 f"{store.url} is a checkpoint of torch.distributed.checkpoint (it has {DCP_KEY}); "

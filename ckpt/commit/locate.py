@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
@@ -16,6 +17,8 @@ from ckpt.format.manifest import Manifest
 from ckpt.format.manifest_codec import decode_manifest
 from ckpt.format.references import PARENT, is_reference
 from storage import CorruptObjectError, KeyNotFoundError, Store, TooLargeError
+
+logger = logging.getLogger(__name__)
 
 READERS = 8  # records that are read at the same time
 
@@ -77,6 +80,8 @@ def locate(store: Store, step: int | None = None, *, attempt: str = "") -> Locat
         return _by_path(store, step, no_root)
     # The latest is found without reading what else there is.
     latest = state.latest if step is None and not attempt else None
+    if latest is not None and any(one.is_written for one in state.uncommitted):
+        logger.warning(state.uncommitted_text(store.url))
     entry = latest or _choose(store, state.live, step, attempt)
     try:
         return Located(entry.prefix, read_manifest(store, entry), entry)
@@ -92,7 +97,7 @@ def _missing(store: Store, live: tuple[LiveEntry, ...], entry: LiveEntry) -> str
     if next(iter(store.list(entry.prefix)), None) is not None:
         return (
             f"{store.url}/{entry.prefix}{MANIFEST_NAME} is missing, although step {entry.step} is "
-            "committed; `ckpt salvage` can rebuild it from the data files"
+            f"committed; `ckpt mend {store.url}` rebuilds it from the data files"
         )
     others = [other for other in resumable(live) if other is not entry]
     instead = f"the newest one before it is step {others[0].step} (pass step=)" if others else ""
@@ -148,7 +153,11 @@ def entry_by_path(store: Store, no_root: NoCheckpoint) -> LiveEntry:
     slot, and with the time at which its save began. Raises `no_root` where there is none.
     """
     data = _by_path(store, None, no_root).data
-    manifest = decode_manifest(data)
+    return entry_of_manifest(decode_manifest(data), data)
+
+
+def entry_of_manifest(manifest: Manifest, data: bytes) -> LiveEntry:
+    """What a MANIFEST of these bytes says of a checkpoint: without slot, line, marks and metric."""
     return LiveEntry(
         attempt=manifest.header.attempt,
         step=manifest.header.step,

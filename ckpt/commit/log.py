@@ -1,8 +1,11 @@
 """The log of a root: which checkpoints exist, as a dense row of small records that never change.
 
 Every record carries the live set, whole or as segments and changes to them, so the last one is
-enough to know everything. This file
-has the FORMAT object and the reading of records; `ckpt.commit.appender` appends.
+enough to know everything. This file has the FORMAT object and the reading of records;
+`ckpt.commit.appender` appends.
+
+Absence is no evidence: a log with a hole, or none where there are checkpoints, is damage that
+`ckpt mend` repairs, never an older state.
 """
 
 from __future__ import annotations
@@ -10,9 +13,11 @@ from __future__ import annotations
 import contextlib
 import itertools
 import re
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from ckpt.commit.live import LiveSet, Segments, live_of
 from ckpt.commit.names import (
@@ -21,10 +26,12 @@ from ckpt.commit.names import (
     MANIFEST_NAME,
     SEGMENTS_PREFIX,
     STEPS_PREFIX,
+    attempt_epoch,
     line_names,
+    parse_step_key,
     record_key,
     record_slot,
-    segment_key,
+    step_prefix,
 )
 from ckpt.commit.records import (
     RECORD_NBYTES_MAX,
@@ -47,12 +54,7 @@ DCP_KEY = ".metadata"  # makes a directory a checkpoint of torch.distributed.che
 FORMAT_NBYTES_MAX = 4096
 LISTED_MAX = 1000  # a page of S3
 LINKS_MAX = 16  # records whose links a claim compares where requests take long
-BEHIND_MAX = 16  # records behind a hole that a claim looks at: more than that is no accident
-# Late records in a row that are noticed, each at a request more. A writer acknowledges nothing that
-# a new reader would take for one of them.
-RUN_MAX = 3
-RUN_NEW_MAX = 2  # by who sees a log for the first time
-LOST_LOOKS = 16  # checkpoints of a void record that are looked for
+NEWER_MAX = 16  # step directories newer than the latest that are looked at
 MENDED = b"mended\0\0"  # how the write id begins of a record behind which links need not hold
 UNDONE = b"undone\0\0"  # how that of a RETIRE begins which takes back what nobody acknowledged
 
@@ -63,26 +65,37 @@ _FORMAT_START = re.compile(rb"shardpoint ([0-9]{1,9})[ \n]")
 # --- values ---------------------------------------------------------------------------------------
 
 
-def broken_log(url: str, slot: int, problem: str) -> Corrupt:
-    """The error for a log that is no row of records that build on each other."""
+def broken_log(url: str, problem: str) -> Corrupt:
+    """The error for a log that is not whole."""
     return Corrupt(
-        f"the log of {url} is broken at slot {slot}: {problem}. It was rolled back, restored or "
-        f"copied under a running job. `ckpt log {url}` shows it, and `ckpt mend {url}` makes it "
-        "whole: no checkpoint is lost by that"
+        f"the log of {url} is broken: {problem}. Records were lost or damaged, or the root was "
+        "rolled back, restored or copied under a running job. Stop what writes there, then run "
+        f"`ckpt mend {url}`: it brings back every checkpoint that is whole"
     )
+
+
+class Uncommitted(NamedTuple):
+    """A step directory newer than the latest checkpoint that has no COMMIT; whether it has a
+    MANIFEST, so that all of it was written.
+    """
+
+    step: int
+    attempt: str
+    is_written: bool = True
 
 
 @dataclass(frozen=True, slots=True)
 class LogState:
-    """What the newest record says that is not void. An empty log has slot -1 and epoch 0.
+    """What the newest record says. An empty log has slot -1 and epoch 0.
 
-    `slot` is the last one that is taken; the last `void` records up to there count for nothing.
+    `uncommitted` was found by the first look at the log: a save under way, one that died before its
+    commit, or a checkpoint whose COMMIT, the newest record, was lost.
     """
 
     slot: int
     epoch: int
     entries: LiveSet
-    void: int = 0
+    uncommitted: tuple[Uncommitted, ...] = ()
 
     @property
     def live(self) -> tuple[LiveEntry, ...]:
@@ -98,6 +111,17 @@ class LogState:
     def newest_first(self) -> Iterator[LiveEntry]:
         """Every checkpoint that exists, the newest commit first."""
         return self.entries.newest_first()
+
+    def uncommitted_text(self, url: str) -> str:
+        """What to tell somebody who opens the latest checkpoint; "" where there is none newer."""
+        if not self.uncommitted:
+            return ""
+        one = self.uncommitted[-1]
+        return (
+            f"{url}: step {one.step} ({one.attempt}) has no COMMIT: its save is under way or died, "
+            f"or the newest record of the log was lost. If no job is running, `ckpt mend {url}` "
+            "brings it back if it is whole; the next job that saves there deletes it"
+        )
 
     def find(self, attempt: str) -> LiveEntry | None:
         """The live entry of that attempt."""
@@ -150,22 +174,23 @@ def decode_format(data: bytes, *, where: str) -> RootFormat:
     if match is None:
         raise Corrupt(
             f"{where} is not a shardpoint FORMAT line (got {data[:60]!r}); if this is no "
-            "checkpoint root, choose another url; if it was damaged, load by a step directory's "
-            "own path, <url>/steps/<step>-<attempt>"
+            "checkpoint root, choose another url; if it was damaged, move it away, then run "
+            "`ckpt mend` on the root, which writes it again"
         )
     line = data[: match.end(2)]
     if crc32c(line) != int(match[3], 16):
         raise Corrupt(
             f"{where}: checksum {match[3].decode()} does not match its line (expected "
-            f"{crc32c(line):08x}); load by a step directory's own path, "
-            "<url>/steps/<step>-<attempt>"
+            f"{crc32c(line):08x}); move it away, then run `ckpt mend` on the root, which writes it "
+            "again"
         )
     return RootFormat(version=int(match[1]), root=match[2].decode())
 
 
 def read_format(store: Store) -> RootFormat:
-    """The identity of the root. Raises NoCheckpoint when there is no FORMAT object, with a guess at
-    what the caller may have meant."""
+    """The identity of the root. Raises Corrupt where FORMAT alone is missing, and NoCheckpoint
+    where there is no root, with a guess at what the caller may have meant.
+    """
     with contextlib.suppress(KeyNotFoundError):
         return _format_of(store)
     # One page: the url may be a bucket with millions of objects of somebody else.
@@ -174,7 +199,19 @@ def read_format(store: Store) -> RootFormat:
         # Another job has made the root since the first look.
         with contextlib.suppress(KeyNotFoundError):
             return _format_of(store)
+    if keys and has_remains(store):
+        raise Corrupt(
+            f"{store.url} has a log or checkpoints, but no {FORMAT_KEY} object. If it was removed, "
+            f"`ckpt mend {store.url}` writes it again; if a copy was interrupted, repeat that"
+        )
     raise _no_checkpoint(store, keys)
+
+
+def has_remains(store: Store) -> bool:
+    """Whether there is a record or a step directory of ours, so that there is or was a root."""
+    first = next(iter(store.list(LOG_PREFIX)), None)
+    is_log = first is not None and first.key.startswith(f"{LOG_PREFIX}0")
+    return is_log or next(attempts_on(store), None) is not None
 
 
 def _format_of(store: Store) -> RootFormat:
@@ -200,11 +237,6 @@ def _no_checkpoint(store: Store, keys: Sequence[str]) -> NoCheckpoint:
         )
     elif below:
         message += f"; did you mean {store.url.rstrip('/')}/{below[0]} ?"
-    elif any(key.startswith((LOG_PREFIX, STEPS_PREFIX)) for key in keys):
-        message += (
-            f", though there is a {LOG_PREFIX} or {STEPS_PREFIX} folder: the copy is incomplete or "
-            "FORMAT was removed; load by a step directory's own path, <url>/steps/<step>-<attempt>"
-        )
     elif MANIFEST_NAME in keys:
         root, steps, _ = store.url.rstrip("/").rpartition("/steps/")
         message += "; it is the directory of one checkpoint, which `ckpt show` and `ckpt.load` open"
@@ -223,26 +255,10 @@ def _no_checkpoint(store: Store, keys: Sequence[str]) -> NoCheckpoint:
 # --- reading --------------------------------------------------------------------------------------
 
 
-def begins_row(record: Record) -> bool:
-    """Whether a record counts whatever the ones before it are: its writer has examined them, or
-    knew of no digests (version 0.1).
-    """
-    return record.previous is None or record.write_id.startswith(MENDED)
-
-
-def is_follower(record: Record, before: bytes | None) -> bool:
-    """Whether `record` builds on the bytes in the slot before it (None: that is free)."""
-    # Version 0.1 kept no digest, and nothing else tells.
-    if record.previous is None:
-        return True
-    return before is not None and record_digest(before) == record.previous
-
-
 @dataclass(frozen=True, slots=True)
 class _LogEnd:
-    """The last slot of a log that is taken, and the newest record that counts, if any does."""
+    """The newest record, None in an empty log, and the state after it."""
 
-    slot: int
     newest: Record | None
     state: LogState = EMPTY_STATE
 
@@ -251,9 +267,7 @@ class Log:
     """Reads the log of one root. Remembers the newest record it saw, so that looking again is one
     request. Safe to use from several threads: a stale memory costs requests, nothing else.
 
-    A record that does not follow the one in the slot before is void: it was sent while the root was
-    exchanged, its writer found that out and reported an error. It counts for nothing, and so does
-    what stands behind a free slot, and what builds on a void record without saying so.
+    A log that is not one row of records, as far as a look goes, is refused: see `broken_log`.
     """
 
     def __init__(self, store: Store) -> None:
@@ -262,20 +276,23 @@ class Log:
         self._end: _LogEnd | None = None
 
     def state(self) -> LogState:
-        """What exists now. At most 50 requests for a million records, one or two when warm."""
+        """What exists now. At most 50 requests for a million records, one or two when warm.
+
+        The first look lists the last thousand slots, and what is in `steps/` from the latest
+        checkpoint on. Raises Corrupt where records are missing or do not follow each other.
+        """
         end = self._end
         if end is None:
             end = self._first_look()
             self._remember(end)
-        elif (last := self._last_slot(end.slot)) != end.slot:
-            unproved = last - end.slot + end.state.void
-            end = self._read_end(last, links=min(RUN_MAX, unproved))
+        elif (last := self._last_slot(end.state.slot)) != end.state.slot:
+            end = self._read_end(last)
             self._remember(end)
         return end.state
 
     @property
     def newest(self) -> Record | None:
-        """The newest record that counts of those seen so far; asks nobody."""
+        """The newest record of those seen so far; asks nobody."""
         return None if self._end is None else self._end.newest
 
     def holds(self, record: Record) -> bool:
@@ -286,92 +303,21 @@ class Log:
             return False
 
     def check_end(self) -> None:
-        """Raise Corrupt when the end of the log is not one row of records that build on each other.
-
-        Looks at the last thousand slots, and at everything behind the last one: who appends before
-        a hole would hide what is behind it. Void records are passed over where nothing is lost by
-        that: see `check_void`.
+        """Raise Corrupt when the newest records do not build on each other, back to where the log
+        was mended, or where one of the last slots is free: before a writer appends or deletes, and
+        so hides what another log says.
         """
-        state = self.state()
-        first = max(0, state.slot + 1 - LISTED_MAX)
-        expected = first
-        after = record_key(first - 1) if first else ""
-        behind: list[int] = []
-        for info in self.store.list(LOG_PREFIX, after=after):
-            if info.key.startswith(SEGMENTS_PREFIX):
-                break
-            slot = record_slot(info.key)
-            if slot is None:
-                continue
-            if slot != expected and (expected <= state.slot or len(behind) == BEHIND_MAX):
-                problem = f"it is missing, and slot {slot} is there"
-                raise broken_log(self.store.url, expected, problem)
-            if slot == expected:
-                expected += 1
-            else:
-                behind.append(slot)
-        for slot in behind:
-            problem = f"it is missing, and slot {slot} is there"
-            self._refuse_loss(self.record(slot), state, expected, problem)
-        self.check_void(state)
-        if (newest := self.newest) is not None:
-            self._check_links(newest, LISTED_MAX if self.store.part_nbytes_min == 1 else LINKS_MAX)
-
-    def check_void(self, state: LogState) -> None:
-        """Raise Corrupt when a void record at the end tells of a checkpoint that is whole here.
-
-        It would be deleted as a remain. Such a log is not of a backup that was restored, but two
-        logs in one.
-        """
-        for slot in range(state.slot - state.void + 1, state.slot + 1):
-            problem = "it does not follow the record before it"
-            self._refuse_loss(self.record(slot), state, slot, problem)
-
-    def _refuse_loss(self, record: Record, state: LogState, slot: int, problem: str) -> None:
-        # The newest are enough: who merges two logs has what the other one saved last.
-        listed = record.live[-LOST_LOOKS:]
-        unknown = [entry for entry in listed if state.find(entry.attempt) is None]
-        for entry in reversed(unknown):
-            if not self.store.exists(entry.prefix + MANIFEST_NAME):
-                continue
-            if entry.slot == record.slot or not self._was_retired(entry):
-                problem += f", with step {entry.step} ({entry.attempt}), which is here, too"
-                raise broken_log(self.store.url, slot, problem)
-
-    def _was_retired(self, entry: LiveEntry) -> bool:
-        """Whether this log has the commit of `entry`, which is not live: its files will go."""
-        try:
-            return self.record(entry.slot).attempt == entry.attempt
-        except (KeyNotFoundError, Corrupt):
-            return False
-
-    def _check_links(self, record: Record, count: int) -> None:
-        """Compare what the last `count` records keep of the one before, back to where the log was
-        mended.
-        """
-        for _ in range(count):
-            if begins_row(record):
-                return
-            data = self.raw(record.slot - 1)
-            if record_digest(data) != record.previous:
-                problem = "it builds on another record than is before it"
-                raise broken_log(self.store.url, record.slot, problem)
-            slot = record.slot - 1
-            record = decode_record(data, slot=slot, where=f"{self.store.url}/{record_key(slot)}")
-
-    def digest_of(self, state: LogState) -> bytes | None:
-        """What the record after `state`, which `state()` has returned last, keeps of the newest
-        one. None while the log is empty.
-        """
-        newest = self.newest
-        if newest is None or newest.slot != state.slot:
-            return None if state.slot < 0 else record_digest(self.raw(state.slot))
-        return record_digest(encode_record(newest))
+        if self._end is not None:  # else the first look does it
+            self._page(max(-1, self._end.state.slot - LISTED_MAX))
+        self.state()
+        record = self.newest
+        count = LISTED_MAX if self.store.part_nbytes_min == 1 else LINKS_MAX
+        while record is not None and count and not begins_chain(record):
+            record, count = self._before(record), count - 1
 
     def record(self, slot: int) -> Record:
         """One record. Raises Corrupt when it is damaged, KeyNotFoundError when the slot is free."""
-        key = record_key(slot)
-        return decode_record(self.raw(slot), slot=slot, where=f"{self.store.url}/{key}")
+        return self._decoded(slot, self.raw(slot))
 
     def raw(self, slot: int) -> bytes:
         """The bytes in a slot, whatever they are; no more than a record may have."""
@@ -381,27 +327,24 @@ class Log:
         except (CorruptObjectError, TooLargeError) as error:
             corrupt_record(f"{self.store.url}/{key}", str(error))
 
+    def raw_if_there(self, slot: int) -> bytes | None:
+        """As `raw`; None when the slot is free."""
+        try:
+            return self.raw(slot)
+        except KeyNotFoundError:
+            return None
+
     def history(self) -> Iterator[Record]:
-        """All records that count, from the first on: as many requests as records. Raises Corrupt at
-        a hole.
-        """
-        last = self.state().slot
-        before: bytes | None = None
-        is_row = True
-        for slot in range(last + 1):
+        """All records, from the first on: as many requests as records. Raises Corrupt at a hole."""
+        for slot in range(self.state().slot + 1):
             try:
-                data = self.raw(slot)
+                yield self.record(slot)
             except KeyNotFoundError:
-                corrupt_record(f"{self.store.url}/{record_key(slot)}", "it was removed")
-            record = self._decoded(slot, data)
-            is_row = is_follower(record, before) and (is_row or begins_row(record))
-            if is_row and self.has_new_segments(record, before):
-                yield record
-            before = data
+                raise self._broken(slot, "it is missing") from None
 
     def saw(self, record: Record) -> None:
         """Remember a record that is known to stand in the log, as an appender does with its own."""
-        self._remember(self._end_at(record.slot, record))
+        self._remember(self._end_at(record))
 
     def committed_unix(self, entry: LiveEntry) -> float | None:
         """When a checkpoint was committed, in seconds by its writer's clock. One request where its
@@ -420,161 +363,217 @@ class Log:
         """The live set after a record."""
         return live_of(record, self.segments)
 
-    def _end_at(self, slot: int, newest: Record) -> _LogEnd:
-        void = slot - newest.slot
-        return _LogEnd(slot, newest, LogState(slot, newest.epoch, self.live_of(newest), void=void))
+    def _end_at(self, newest: Record) -> _LogEnd:
+        return _LogEnd(newest, LogState(newest.slot, newest.epoch, self.live_of(newest)))
 
     def _remember(self, end: _LogEnd) -> None:
         # Never backwards: another thread may have seen a newer record meanwhile.
-        if self._end is None or end.slot > self._end.slot:
+        if self._end is None or end.state.slot > self._end.state.slot:
             self._end = end
             self.segments.keep(end.newest.segments if end.newest is not None else ())
 
     def _decoded(self, slot: int, data: bytes) -> Record:
         return decode_record(data, slot=slot, where=f"{self.store.url}/{record_key(slot)}")
 
+    def _broken(self, slot: int, problem: str) -> Corrupt:
+        return broken_log(self.store.url, f"slot {slot}: {problem}")
+
+    # The end of a log ---------------------------------------------------------------------------
+
     def _first_look(self) -> _LogEnd:
-        """The end of a log that nothing is known of."""
-        if self.store.part_nbytes_min == 1:
-            return self._read_end(self._last_slot(-1), links=RUN_NEW_MAX)
+        """The end of a log that nothing is known of, compared with what is in `steps/`."""
         listed = self._last_listed()
-        if not 0 <= listed < LISTED_MAX - 1:  # none, or a page of many
-            return self._read_end(self._last_of_many(listed))
-        # Mostly the listed record is the newest: it is read while that is being found out.
-        with ThreadPoolExecutor(1) as pool:
-            newer = pool.submit(self._last_slot, listed)
-            read = None
-            # Where a newer one stands behind it, a damaged record may still be passed over.
-            with contextlib.suppress(KeyNotFoundError, Corrupt):
-                read = self._with_the_one_before(listed)
-            last = newer.result()
-        return self._read_end(last, read if last == listed else None)
+        if self.store.part_nbytes_min == 1:
+            end = self._read_end(listed)
+        else:
+            # The listing may be older than the newest record, which mostly it shows.
+            with ThreadPoolExecutor(1) as pool:
+                newer = pool.submit(self._last_slot, listed)
+                end = self._read_end(listed)
+            if (last := newer.result()) != listed:
+                end = self._read_end(last)
+        newer_attempts = self._newer_on_store(end.state)
+        if not newer_attempts:
+            return end
+        # A commit, or a retirement, may have come between the two looks.
+        if (last := self._last_slot(end.state.slot)) != end.state.slot:
+            end = self._read_end(last)
+        uncommitted = self._uncommitted(newer_attempts, end.state)
+        return replace(end, state=replace(end.state, uncommitted=uncommitted))
 
-    def _read_end(
-        self, last: int, read: tuple[Record, bytes | None] | None = None, *, links: int = 1
-    ) -> _LogEnd:
-        """The newest record that counts, looking back from the occupied slot `last`; `read` is that
-        one with the one before it, where it was read already.
+    def _newer_on_store(self, state: LogState) -> list[Uncommitted]:
+        """Attempts from the latest checkpoint's step on that are not live."""
+        latest = state.latest
+        after = "" if latest is None else f"{STEPS_PREFIX}{latest.step:08d}-"
+        there = itertools.islice(attempts_on(self.store, after=after), NEWER_MAX)
+        return [
+            Uncommitted(step, attempt, first == MANIFEST_NAME)
+            for step, attempt, first in there
+            if state.find(attempt) is None
+        ]
 
-        It and up to `links - 1` records below it have to follow the ones before them: of several
-        late records in a row, only the first does not.
+    def _uncommitted(
+        self, candidates: Sequence[Uncommitted], state: LogState
+    ) -> tuple[Uncommitted, ...]:
+        """Those of `candidates` that have no COMMIT. Raises Corrupt where they prove that records
+        are lost: a session commits one save, or knows that it has failed, before the next.
         """
-        slot, left = last, links
-        newest: Record | None = None
-        before: bytes | None = None
-        while slot >= 0:
+        # Of an older epoch: a job that has been superseded leaves as many, and commits none.
+        unlisted = [
+            one
+            for one in candidates
+            if state.find(one.attempt) is None and attempt_epoch(one.attempt) >= state.epoch
+        ]
+        if not unlisted:
+            return ()
+        epochs = Counter(attempt_epoch(one.attempt) for one in unlisted)
+        if state.slot < 0:
+            problem = f"it is empty, and {STEPS_PREFIX} has checkpoints"
+        elif max(epochs) > state.epoch:
+            problem = f"its newest record is of epoch {state.epoch}, a checkpoint of {max(epochs)}"
+        elif lost := self.lost_of([one for one in unlisted if one.is_written], state.slot):
+            problem = f"{len(lost)} checkpoints newer than its latest have no COMMIT"
+            unlisted = lost
+        else:
+            return tuple(unlisted)
+        one = unlisted[-1]
+        raise broken_log(self.store.url, f"{problem}, such as step {one.step} ({one.attempt})")
+
+    def lost_of(self, attempts: Sequence[Uncommitted], last: int) -> list[Uncommitted]:
+        """Those of `attempts`, which have a MANIFEST and are not live, whose records were lost.
+
+        A session commits a save, or deletes it, before it begins the next. So of one epoch a second
+        one is no remain, unless the records up to slot `last` have its RETIRE, or were mended since
+        it was saved. They are read, back to that epoch, only where there are several.
+        """
+        left = _several_of_an_epoch({one.attempt: one for one in attempts})
+        slot = last
+        while left and slot >= 0:
             try:
-                record, before = read or self._with_the_one_before(slot, before)
-            except Corrupt:
-                if newest is None:
-                    raise
-                break  # damage below the newest record does not hide that
-            read = None
-            if newest is not None and record.previous is None:
-                break  # version 0.1 kept no digest, and nothing else tells
-            # Segments that a record below the newest lacks are damage, and named when needed.
-            is_whole = newest is not None or self.has_new_segments(record, before)
-            if is_follower(record, before) and is_whole:
-                newest, left = newest or record, left - 1
-                if not left or before is None or begins_row(record):
-                    break
-            else:
-                if newest is not None and self._is_damaged(slot - 1, before):
-                    break
-                newest, left = None, links
-            if before is None and slot:
-                # A free slot ends the log, and what is before the first one is dense.
-                last = slot = self._bisect(-1, slot - 1)
-            else:
-                slot -= 1
-        return _LogEnd(-1, None) if newest is None else self._end_at(last, newest)
-
-    def is_void(self, slot: int, data: bytes) -> bool:
-        """Whether the record of these bytes does not follow the one before it, damage apart."""
-        record, before = self._with_the_one_before(slot, data)
-        return not is_follower(record, before) and not self._is_damaged(slot - 1, before)
-
-    def _is_damaged(self, slot: int, data: bytes | None) -> bool:
-        try:
-            return data is not None and not self._decoded(slot, data)
-        except Corrupt:
-            return True
-
-    def _with_the_one_before(
-        self, slot: int, data: bytes | None = None
-    ) -> tuple[Record, bytes | None]:
-        """A record, and the bytes in the slot before it: None where that is free, or where nothing
-        depends on it. `data` are the record's bytes, where they were read already.
-        """
-        if slot == 0 or data is not None or self.store.part_nbytes_min == 1:
-            record = self.record(slot) if data is None else self._decoded(slot, data)
-            if slot == 0:
-                return record, None
-            # Asked for anew although it may be remembered: the log may have been exchanged since.
-            return record, None if record.previous is None else self._raw_if_there(slot - 1)
-        # Where requests take long, both are asked for at once.
-        with ThreadPoolExecutor(1) as pool:
-            before = pool.submit(self._raw_if_there, slot - 1)
-            return self.record(slot), before.result()
-
-    def has_new_segments(self, record: Record, before: bytes | None) -> bool:
-        """Whether the segments are there that the record before did not name. A backup that was
-        restored before the record was sent has taken them.
-        """
-        new = set(record.segments)
-        if new and before is not None:
-            with contextlib.suppress(Corrupt):  # all of them are looked for then
-                new -= set(self._decoded(record.slot - 1, before).segments)
-        return all(self.store.exists(segment_key(ref.digest)) for ref in new)
-
-    def _raw_if_there(self, slot: int) -> bytes | None:
-        try:
-            return self.raw(slot)
-        except KeyNotFoundError:
-            return None
-
-    def _last_listed(self, after: int = -1) -> int:
-        """The last of the slots behind `after` that follow each other, of one page of a listing: it
-        stands for a dozen requests. Others may follow, so nothing rests on its being fresh.
-        """
-        last = after
-        start = record_key(after) if after >= 0 else ""
-        for info in itertools.islice(self.store.list(LOG_PREFIX, after=start), LISTED_MAX):
-            if info.key != record_key(last + 1):
+                record = self.record(slot)
+            except KeyNotFoundError:
+                raise self._broken(slot, "it is missing") from None
+            if record.epoch < min(map(attempt_epoch, left)):
                 break
-            last += 1
-        return last
+            left.pop(record.attempt or "", None)
+            if record.write_id.startswith(MENDED):  # what was whole then is live since
+                left = {a: one for a, one in left.items() if attempt_epoch(a) >= record.epoch}
+            left, slot = _several_of_an_epoch(left), slot - 1
+        return list(left.values())
 
-    def _last_of_many(self, listed: int) -> int:
-        """The last slot behind the first page, by another page of the last ones: a free slot among
-        them is seen, and requests are saved.
+    def _last_listed(self) -> int:
+        """The last slot, by listings: one of a small log, and of a large one as many as it takes to
+        find the last page. Raises Corrupt where a slot of a page is free.
         """
-        low, high = self._gallop(listed)
-        low = self._bisect(low, high, apart=LISTED_MAX - BEHIND_MAX)
-        return self._last_slot(self._last_listed(max(-1, low - BEHIND_MAX - 1)))
+        if self.store.part_nbytes_min == 1:
+            # On a disk a listing reads all names, and looking for one costs nothing.
+            page, _ = self._page(max(-1, self._last_slot(-1) - LISTED_MAX))
+            return page[-1] if page else -1
+        page, is_last = self._page(-1)
+        stride, high = LISTED_MAX, -1
+        while not is_last and high != page[-1]:
+            low = page[-1]
+            if high < 0:
+                middle, stride = low + stride, 4 * stride
+            else:
+                middle = low if high - low <= LISTED_MAX else (low + high) // 2
+            behind, ends = self._page(middle)
+            if behind:
+                page, is_last = behind, ends
+            else:
+                high = middle
+        return page[-1] if page else -1
+
+    def _page(self, after: int) -> tuple[list[int], bool]:
+        """The slots behind `after` that one listing shows, and whether there are no others."""
+        count = None if self.store.part_nbytes_min == 1 else LISTED_MAX
+        listing = self.store.list(LOG_PREFIX, after=record_key(after) if after >= 0 else "")
+        keys = [info.key for info in itertools.islice(listing, count)]
+        slots = [slot for key in keys if (slot := record_slot(key)) is not None]
+        expected = after + 1
+        for slot in slots:
+            while expected < slot:
+                # Looked for, because a listing may be stale.
+                if not self.store.exists(record_key(expected)):
+                    raise self._broken(expected, f"it is missing, and slot {slot} is there")
+                expected += 1
+            expected = slot + 1
+        is_last = count is None or len(keys) < count or keys[-1].startswith(SEGMENTS_PREFIX)
+        return slots, is_last
+
+    def _read_end(self, slot: int) -> _LogEnd:
+        """The newest record, which stands in `slot`. Raises Corrupt unless it builds on the one
+        before.
+        """
+        if slot < 0:
+            return _LogEnd(None)
+        if slot == 0 or self.store.part_nbytes_min == 1:
+            record = self.record(slot)
+            before = self.raw_if_there(slot - 1) if slot else None
+        else:
+            # Where requests take long, both are asked for at once.
+            with ThreadPoolExecutor(1) as pool:
+                asked = pool.submit(self.raw_if_there, slot - 1)
+                record = self.record(slot)
+            before = asked.result()
+        self._check_link(record, before)
+        return self._end_at(record)
+
+    def _before(self, record: Record) -> Record:
+        """The record that another one builds on. Raises Corrupt where another stands there."""
+        before = self.raw_if_there(record.slot - 1)
+        self._check_link(record, before)
+        assert before is not None
+        return self._decoded(record.slot - 1, before)
+
+    def _check_link(self, record: Record, before: bytes | None) -> None:
+        if record.slot and before is None:
+            raise self._broken(record.slot - 1, f"it is missing, and slot {record.slot} is there")
+        if before is not None and record_digest(before) != record.previous:
+            raise self._broken(record.slot, "it builds on another record than is before it")
 
     def _last_slot(self, known: int) -> int:
         """The last occupied slot at or after `known`, which is occupied (or -1: none known).
 
         Slots are dense, so: gallop until a free slot, then bisect. Each step is one request.
         """
-        return self._bisect(*self._gallop(known))
-
-    def _gallop(self, known: int) -> tuple[int, int]:
-        """An occupied slot at or after `known` (or -1), and a free one behind it."""
         low, stride = known, 1
         while self.store.exists(record_key(low + stride)):
             low += stride
             # Mostly there is one new record or none, so look at the next one before taking off.
             stride = 1 if low == known + 1 else stride * 4
-        return low, low + stride
-
-    def _bisect(self, low: int, high: int, *, apart: int = 1) -> int:
-        """A slot that is occupied (or -1) as `low` is, with a free one at most `apart` behind it
-        as the free `high` is.
-        """
-        while high - low > apart:
+        high = low + stride
+        while high - low > 1:
             middle = (low + high) // 2
             is_taken = self.store.exists(record_key(middle))
             low, high = (middle, high) if is_taken else (low, middle)
         return low
+
+
+def _several_of_an_epoch(attempts: dict[str, Uncommitted]) -> dict[str, Uncommitted]:
+    counts = Counter(map(attempt_epoch, attempts))
+    return {name: one for name, one in attempts.items() if counts[attempt_epoch(name)] > 1}
+
+
+def begins_chain(record: Record) -> bool:
+    """Whether the records before it need not be one row: there are none, or it mended the log."""
+    return record.slot == 0 or record.write_id.startswith(MENDED)
+
+
+def attempts_on(store: Store, *, after: str = "") -> Iterator[tuple[int, str, str]]:
+    """Every step and attempt that has an object of ours, and the name of its first one (MANIFEST
+    comes before data files), at one listing request for each directory behind the key `after`.
+    """
+    cursor = after
+    while True:
+        first = next(iter(store.list(STEPS_PREFIX, after=cursor)), None)
+        if first is None:
+            return
+        parsed = parse_step_key(first.key)
+        directory = re.match(r"steps/[^/]+/", first.key)
+        if parsed is None or directory is None:
+            cursor = first.key
+            continue
+        yield parsed
+        # "0" is the character after "/": this key is greater than all keys in the directory.
+        cursor = step_prefix(parsed[0], parsed[1])[:-1] + "0"

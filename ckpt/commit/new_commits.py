@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from ckpt.commit.lines import of_step, resumable
 from ckpt.commit.log import Log, read_format
@@ -10,24 +10,24 @@ from ckpt.commit.records import LiveEntry
 from ckpt.errors import LogDiverged, NoCheckpoint
 from storage.store import Store
 
-# Looks that find nothing, of which one also looks whether the root is still the one it was.
-IDLE_LOOKS = 32
+AGAIN_MAX = 32  # looks between two tries of a checkpoint that could not be taken
 
 
 class NewCommits:
-    """Looks at the log of one root: one small request while nothing is new. Writes nothing.
+    """Looks at the log of one root: two small requests while nothing is new. Writes nothing.
 
     Commits count as seen once `seen` was called. What a training commits after it went back to an
-    older step is new, and so is the latest again, whatever the steps.
+    older step is new, and so is the latest again, whatever the steps. What could not be taken comes
+    again, after 1, 2, 4 and more looks: files of a mirror may arrive late, and damage is mended.
     """
 
     def __init__(self, store: Store) -> None:
         self.store = store
         self._log = Log(store)
         self._root = ""
-        self._seen_slot = self._last_slot = -1
-        self._all_seen = False
-        self._idle = 0
+        self._seen_slot = -1
+        self._again: frozenset[str] = frozenset()
+        self._idle, self._wait = 0, 1
 
     def look(self) -> list[LiveEntry]:
         """The unseen checkpoints, in the order in which to try them: see `resumable`.
@@ -38,28 +38,32 @@ class NewCommits:
         """
         if not self._root and not self._is_there():
             return []
-        before, state = self._last_slot, self._log.state()
-        self._last_slot = state.slot
-        if self._all_seen and state.slot == before:
+        # First of all: what another log says is no news of this root.
+        if (newest := self._log.newest) is not None and not self._log.holds(newest):
+            self._check_root()
+        state = self._log.state()
+        if state.slot <= self._seen_slot:
             self._idle += 1
-            # A root that was moved away, or that a job began anew, has no next slot either.
-            if self._idle < IDLE_LOOKS:
+            if not self._again or self._idle < self._wait:
                 return []
-        self._all_seen = False
-        self._check_root()
-        self._idle = 0
-        return [entry for entry in resumable(state.live) if entry.slot > self._seen_slot]
+            self._idle, self._wait = 0, min(2 * self._wait, AGAIN_MAX)
+        return [
+            entry
+            for entry in resumable(state.live)
+            if entry.slot > self._seen_slot or entry.attempt in self._again
+        ]
 
-    def seen(self) -> None:
-        """Everything that `look` or `of_step` knew of is seen."""
+    def seen(self, but: Iterable[str] = ()) -> None:
+        """Everything that `look` or `of_step` knew of is seen, but for these attempts."""
         newest = self._log.newest
         if newest is not None:
             self._seen_slot = max(self._seen_slot, newest.slot)
-            self._all_seen = True
+        if (again := frozenset(but)) != self._again:
+            self._again, self._idle, self._wait = again, 0, 1
 
     def look_again(self) -> None:
         """Nothing is seen any more: the next look gives the newest there is."""
-        self._seen_slot, self._all_seen = -1, False
+        self._seen_slot = -1
 
     def of_step(self, step: int, attempt: str) -> Sequence[LiveEntry]:
         """The checkpoints of one step, or the one that is called `attempt`, as `look` orders them.

@@ -80,8 +80,7 @@ class Record:
     The live set consists of `live` and the entries of `segments`, but for those that were committed
     in the slots `gone`: they are live no more, or are in `live` as they are now.
 
-    `previous` is the digest of the record in the slot before; None in slot 0, and in records of
-    0.1, which did not keep it.
+    `previous` is the digest of the record in the slot before; None in slot 0.
     """
 
     kind: Kind
@@ -262,8 +261,8 @@ def record_problem(record: Record, *, slot: int) -> str | None:
         return "epoch, write id or time is out of range"
     if (record.attempt is None) != (record.kind == "CLAIM"):
         return f"attempt of a {record.kind} is {record.attempt!r}"
-    if record.previous is not None and (slot == 0 or len(record.previous) != 32):
-        return "digest of the record before is out of range"
+    if (record.previous is None) != (slot == 0) or len(record.previous or bytes(32)) != 32:
+        return "digest of the record before is missing or out of range"
     names = {entry.attempt for entry in record.live}
     slots = [entry.slot for entry in record.live]
     if len(names) != len(slots) or slots != sorted(set(slots)) or any(s > slot for s in slots):
@@ -379,5 +378,5 @@ def corrupt_record(where: str, problem: str) -> NoReturn:
     """Raise Corrupt for a record that cannot be read: where it lies, and what is wrong."""
     raise Corrupt(
         f"log record {where} is damaged: {problem}. The checkpoints themselves are not affected: "
-        "load by a step directory's own path, <url>/steps/<step>-<attempt>"
+        "`ckpt mend` on the root makes its log whole"
     )

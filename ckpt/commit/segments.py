@@ -169,7 +169,7 @@ def _names(epochs: Sequence[int], uniques: bytes) -> list[str]:
 def _damaged(where: str, problem: str) -> Corrupt:
     return Corrupt(
         f"{where}, a part of the log, is damaged: {problem}. The checkpoints themselves are not "
-        "affected: load by a step directory's own path, <url>/steps/<step>-<attempt>"
+        "affected: `ckpt mend` on the root makes its log whole"
     )
 
 

@@ -289,10 +289,8 @@ class Session(LogWriter):
         """
         with self._lock:
             self.settle()
-            state = self.state()
-            # The live set of an exchanged log does not name what the checkpoints of ours need.
-            self._appender.prove()
-        return delete_orphans(self.store, state, before_epoch=self.epoch)
+            state = self._checked_state()
+        return delete_orphans(self.log, state, before_epoch=self.epoch)
 
     def sweep_unfinished(self) -> int:
         """Remove objects that dead writers left half written; returns how many.

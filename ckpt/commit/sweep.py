@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import logging
-import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 
-from ckpt.commit.log import LogState
+from ckpt.commit.log import Log, LogState, Uncommitted, attempts_on
 from ckpt.commit.names import (
     MANIFEST_NAME,
-    STEPS_PREFIX,
     attempt_epoch,
     is_our_name,
     parse_step_key,
@@ -115,22 +113,34 @@ def _files_listed(store: Store, prefix: str) -> frozenset[str]:
         return frozenset()
 
 
-def delete_orphans(store: Store, state: LogState, *, before_epoch: int) -> list[str]:
+def delete_orphans(log: Log, state: LogState, *, before_epoch: int) -> list[str]:
     """Delete what attempts of epochs before that one left behind and no live checkpoint needs.
 
     They can never become live: a commit of theirs would have to come before the CLAIM of a later
-    epoch, which stands. Step directories that are links stay, with a warning. Returns the attempts
-    of which something was deleted.
+    epoch, which stands. Step directories that are links stay, with a warning, and so do attempts
+    with a MANIFEST whose records were lost (`Log.lost_of`). Returns the attempts of which something
+    was deleted.
     """
+    store = log.store
     needed = {e.attempt for e in state.live}
     needed |= {name for e in state.live for name in e.references}
     orphans = [
-        (step, attempt)
-        for step, attempt in attempts_on(store)
+        Uncommitted(step, attempt, first == MANIFEST_NAME)
+        for step, attempt, first in attempts_on(store)
         if attempt_epoch(attempt) < before_epoch and attempt not in needed
     ]
+    lost = log.lost_of([one for one in orphans if one.is_written], state.slot)
+    if lost:
+        logger.warning(
+            "%s: %d checkpoints that the log does not know stay, such as step %d (%s): its records "
+            "were lost. `ckpt mend %s` brings them back",
+            store.url,
+            len(lost),
+            *lost[-1][:2],
+            store.url,
+        )
     swept = []
-    for step, attempt in orphans:
+    for step, attempt, _ in (orphan for orphan in orphans if orphan not in lost):
         if problem := store.why_not_delete(step_prefix(step, attempt)):
             logger.warning("%s: what is left of %s stays: %s", store.url, attempt, problem)
         elif delete_attempt(store, step=step, attempt=attempt):
@@ -148,23 +158,3 @@ def _all_results(results: Iterable[Callable[[], None]]) -> None:
             errors.append(error)
     if errors:
         raise errors[0]
-
-
-def attempts_on(store: Store) -> Iterator[tuple[int, str]]:
-    """Every (step, attempt) that has an object of ours, at one listing request for each
-    directory.
-    """
-    cursor = ""
-    while True:
-        first = next(iter(store.list(STEPS_PREFIX, after=cursor)), None)
-        if first is None:
-            return
-        parsed = parse_step_key(first.key)
-        directory = re.match(r"steps/[^/]+/", first.key)
-        if parsed is None or directory is None:
-            cursor = first.key
-            continue
-        step, attempt, _ = parsed
-        yield step, attempt
-        # "0" is the character after "/": this key is greater than all keys in the directory.
-        cursor = step_prefix(step, attempt)[:-1] + "0"

@@ -203,9 +203,18 @@ class LogWriter:
             ) from error
 
     def _sweep_dead(self) -> None:
+        state = self._checked_state()
+        delete_orphans(self.log, state, before_epoch=state.epoch)
+
+    def _checked_state(self) -> LogState:
+        """What exists now, before deleting what it does not list. Raises Corrupt where the log is
+        not whole, and LogDiverged where it is not the one that this writer appends to.
+        """
         state = self.state()
+        # After the look: an exchanged log does not name what the checkpoints of ours need.
         self._appender.prove()
-        delete_orphans(self.store, state, before_epoch=state.epoch)
+        self.log.check_end()
+        return state
 
     def _use_reserve(self) -> None:
         self._gave_up_reserve = give_up_reserve(self.store)

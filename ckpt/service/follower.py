@@ -209,12 +209,14 @@ class Follower:
         swap, or None.
 
         What was committed later is newer, whatever its step: a training that went back is
-        followed. While nothing is new, this is one small request by the coordinator. A checkpoint
-        that is damaged, or retired while it is read, is passed over for the one before it.
+        followed. While nothing is new, this is two small requests by the coordinator. A checkpoint
+        that is damaged or not all there is left for the one before it, and tried again by later
+        calls; None where nothing was ever saved, or what the model has is the newest that is whole.
 
-        Raises Mismatch when the model does not fit, LogDiverged when the root was moved or
-        exchanged, Corrupt when its log is damaged, UnsupportedFormat, NoCheckpoint when something
-        else is at the url, and StorageError or RankFailed when a store or rank fails.
+        Raises NoCheckpoint when the model has none and none can be loaded, or when something else
+        is at the url; Mismatch when the model does not fit, LogDiverged when the root was moved or
+        exchanged, Corrupt when its log is lost or damaged, UnsupportedFormat, and StorageError or
+        RankFailed when a store or rank fails.
         """
         with self._lock:
             self._world.begin_call("Follower.poll")
@@ -233,10 +235,7 @@ class Follower:
             look = self._agreed(lambda: self._commits.of_step(number, attempt), lambda: False)
             outcome = self._read_first(look.candidates, skipped)
             if not outcome.is_staged:
-                reasons = "".join(f"\n  - {one.attempt}: {one.reason}" for one in skipped)
-                raise NoCheckpoint(
-                    f"{self._store.url} has no checkpoint of step {number} that is whole{reasons}"
-                )
+                raise self._nothing_whole(f"checkpoint of step {number}", skipped)
             self._mark_seen()
             return self._staged[0][0]
 
@@ -322,13 +321,20 @@ class Follower:
             outcome = self._read_first(look.candidates, skipped)
             # Where retention was faster, there is something newer now.
             if outcome.is_staged or not outcome.was_retired:
-                self._mark_seen()
+                if skipped and not (self._staged or self._present):
+                    raise self._nothing_whole("checkpoint", skipped)
+                if look.candidates:
+                    self._mark_seen(skipped)
                 break
         return look.is_late
 
-    def _mark_seen(self) -> None:
+    def _mark_seen(self, skipped: Sequence[Skipped] = ()) -> None:
         if self._world.rank == 0:
-            self._commits.seen()
+            self._commits.seen(but=(one.attempt for one in skipped))
+
+    def _nothing_whole(self, what: str, skipped: Sequence[Skipped]) -> NoCheckpoint:
+        reasons = "".join(f"\n  - step {one.step} ({one.attempt}): {one.reason}" for one in skipped)
+        return NoCheckpoint(f"{self._store.url} has no {what} that is whole{reasons}")
 
     def _agreed(self, look: Callable[[], Sequence[Any]], is_late: Callable[[], bool]) -> _Look:
         """What the coordinator sees, on all ranks. Collective."""
@@ -364,8 +370,10 @@ class Follower:
             skip, is_retired = result
             was_retired |= is_retired
             skipped.append(skip)
-            self._skipped = [*self._skipped, skip][-SKIPPED_MAX:]
-            if self._world.rank == 0:
+            others = [one for one in self._skipped if one.attempt != skip.attempt]
+            is_known = len(others) < len(self._skipped)
+            self._skipped = [*others, skip][-SKIPPED_MAX:]
+            if self._world.rank == 0 and not is_known:
                 logger.warning("step %d (%s) is passed over: %s", *skip)
         return _Outcome(False, was_retired)
 

@@ -309,6 +309,8 @@ def _newest_first(store: Store, step: int | None, attempt: str) -> _Listing:
         root = read_format(store).root
     log = Log(store).state()
     is_latest = step is None and not attempt
+    if is_latest and (text := log.uncommitted_text(store.url)):
+        logger.warning(text)
     entries = resumable(log.live) if is_latest else of_step(log.live, step)
     rows = [
         (e.step, e.attempt, e.slot, e.committed_unix) for e in entries if attempt in ("", e.attempt)

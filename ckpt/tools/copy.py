@@ -24,7 +24,7 @@ import numpy as np
 from ckpt.commit.leases import LEASE_SECONDS_MAX, leased
 from ckpt.commit.live import LiveSet, Segments, with_live
 from ckpt.commit.locate import live_entries, locate, read_manifest
-from ckpt.commit.log import FORMAT_KEY, Log, encode_format, read_format
+from ckpt.commit.log import FORMAT_KEY, encode_format, read_format
 from ckpt.commit.names import MANIFEST_NAME, attempt_epoch, record_key, segment_key
 from ckpt.commit.numbers import plain_int
 from ckpt.commit.records import (
@@ -36,7 +36,7 @@ from ckpt.commit.records import (
     record_digest,
     record_problem,
 )
-from ckpt.errors import Corrupt, NoCheckpoint
+from ckpt.errors import NoCheckpoint
 from ckpt.format.damage import once_more
 from ckpt.format.datafile_index import DataFileIndex
 from ckpt.format.manifest import Manifest
@@ -230,7 +230,6 @@ def copy_root(
     if not live:
         raise NoCheckpoint(f"{source.url} has no checkpoint yet: there is nothing to copy")
     copied = [_CheckpointToCopy(entry, _manifest_of(source, entry)) for entry in live]
-    _check_epochs(source, live)
     root = _new_root(read_format(source).root, live)
     records, segments = _records(root, copied)
     meter = CopyMeter(sum(manifest.own_nbytes for _, manifest in copied), progress)
@@ -268,17 +267,6 @@ def _manifest_of(source: Store, entry: LiveEntry) -> Manifest:
     except KeyNotFoundError:
         # Only now the log is read again, which says why.
         return decode_manifest(locate(source, attempt=entry.attempt).data)
-
-
-def _check_epochs(source: Store, live: Sequence[LiveEntry]) -> None:
-    """Each epoch took a record of its own; a name that says otherwise would cost as many here."""
-    slot = Log(source).state().slot
-    for entry in live:
-        if attempt_epoch(entry.attempt) > slot + 1:
-            raise Corrupt(
-                f"{source.url}: {entry.attempt} is of a session that the log of {slot + 1} records "
-                "cannot have had; copy single checkpoints instead"
-            )
 
 
 def _new_root(root: str, live: Sequence[LiveEntry]) -> str:
@@ -322,9 +310,9 @@ def _records(
     epoch = 0
     for entry, manifest in copied:
         created_unix = float(manifest.header.created_unix)
-        # No checkpoint may be of a later epoch than its record, and each CLAIM begins one epoch.
-        while epoch < attempt_epoch(entry.attempt):
-            epoch += 1
+        # No checkpoint may be of a later epoch than its record.
+        if epoch < attempt_epoch(entry.attempt):
+            epoch = attempt_epoch(entry.attempt)
             live = append(live, "CLAIM", epoch, None, created_unix)
         slot = len(records)
         # What the source's log does not say, its manifest does.

@@ -1,9 +1,10 @@
-"""Repair a log whose records no longer follow each other, by appending: nothing is changed or
-deleted.
+"""Repair a root whose log, FORMAT or MANIFESTs were lost: nothing is changed or deleted.
 
-Such a log comes from a root that was rolled back, restored in part, or merged from two copies. It
-consists of several runs of records. The checkpoints that are live at the end of any run are
-collected, free slots are filled, and what the newest record does not list is committed again.
+    records + step directories -> what is whole -> MANIFESTs, FORMAT, free slots, a claim, commits
+
+A log is broken when records were lost, or when the root was rolled back, restored in part, or
+merged from two copies; then it consists of several runs of records. Every checkpoint that any
+record or step directory tells of, that is whole and was never retired, is live again.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import secrets
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
@@ -19,10 +21,30 @@ from typing import Any
 from ckpt.commit.appender import Limits
 from ckpt.commit.claim import must_look_first
 from ckpt.commit.live import LiveSet, live_of, with_live
-from ckpt.commit.locate import file_keys, read_manifest
-from ckpt.commit.log import MENDED, Log, broken_log, latest_of, read_format
-from ckpt.commit.names import LOG_PREFIX, record_key, record_slot, segment_key
+from ckpt.commit.locate import entry_of_manifest, file_keys, read_manifest
+from ckpt.commit.log import (
+    FORMAT_KEY,
+    MENDED,
+    Log,
+    attempts_on,
+    begins_chain,
+    broken_log,
+    encode_format,
+    has_remains,
+    latest_of,
+    read_format,
+)
+from ckpt.commit.names import (
+    LOG_PREFIX,
+    MANIFEST_NAME,
+    attempt_epoch,
+    record_key,
+    record_slot,
+    segment_key,
+    step_prefix,
+)
 from ckpt.commit.records import (
+    FIRST_LINE,
     Kind,
     LiveEntry,
     Record,
@@ -32,7 +54,10 @@ from ckpt.commit.records import (
     record_problem,
 )
 from ckpt.errors import CheckpointError, Corrupt, NoCheckpoint
-from ckpt.format.manifest_codec import decode_manifest
+from ckpt.format.damage import raising_corrupt
+from ckpt.format.manifest import Manifest
+from ckpt.format.manifest_codec import decode_manifest, encode_manifest
+from ckpt.tools.salvage import SalvageReport, salvage, write_manifest
 from storage import (
     CorruptObjectError,
     KeyExistsError,
@@ -46,6 +71,8 @@ Live = tuple[LiveEntry, ...]
 Body = tuple[Kind, int, str | None, Live]  # of a record: kind, epoch, attempt, live
 
 HOLES_MAX = 10_000  # slots to fill: more than that is no accident
+NO_SLOT = -1  # of a checkpoint that no record tells of
+IMPORTED = "imported_from"  # in the user map of an import, which is of no line
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,8 +80,9 @@ class MendReport:
     """What was found and done.
 
     `breaks` says what is wrong in each slot that does not follow the one before; `filled` are slots
-    that were free. `brought_back` are checkpoints that the newest record did not list.
-    `lost` are checkpoints whose files are not all there; they are left as they are.
+    that were free. `brought_back` are checkpoints that the newest record did not list, and
+    `rebuilt` those whose MANIFEST was written again. `lost` are checkpoints whose files are not all
+    there; they are left as they are. `format_written`: FORMAT was missing.
     """
 
     breaks: Mapping[int, str]
@@ -62,77 +90,60 @@ class MendReport:
     brought_back: tuple[LiveEntry, ...]
     lost: tuple[LiveEntry, ...]
     latest: LiveEntry | None
+    rebuilt: tuple[LiveEntry, ...] = ()
+    format_written: bool = False
 
 
 def mend(
     url: StoreLike, *, dry_run: bool = False, storage_options: Mapping[str, Any] | None = None
 ) -> MendReport:
-    """Make the log of a root one row again, so that a job can save there again.
+    """Make a root whole again, so that all its whole checkpoints can be loaded and a job can save.
 
-    Stop all writers first. Can be repeated; does nothing to a whole log, nor with `dry_run`. A
-    process that had saved there is fenced by it. Raises NoCheckpoint when `url` is no root, Corrupt
-    for holes beyond number, CheckpointError when another process appends meanwhile.
+    Lists all step directories, reads every record and MANIFEST, and all bytes of a checkpoint whose
+    MANIFEST is missing. Stop all writers first. Can be repeated; does nothing to a whole root, nor
+    with `dry_run`. A process that had saved there is fenced by it. Raises NoCheckpoint when `url`
+    is no root, Corrupt for holes beyond number, CheckpointError when another process appends
+    meanwhile.
     """
     with closing(open_store(url, **(storage_options or {}))) as store:
-        root = read_format(store).root
+        has_format = store.exists(FORMAT_KEY) or not has_remains(store)
+        if has_format:
+            read_format(store)
         log = _Survey(store)
-        wanted, lost = log.divided()
-        known = log.live_of(log.newest)
-        back = tuple(entry for entry in wanted if entry.attempt not in {e.attempt for e in known})
-        latest = _newest_last(wanted)
-        is_latest = latest is None or latest.attempt == getattr(latest_of(known), "attempt", None)
-        report = MendReport(log.breaks, log.holes, back, lost, latest)
-        if dry_run or not (log.holes or back or not is_latest or log.ends_damaged):
+        files = _Directories(log)
+        if not log.digests and not files.in_order:
+            raise NoCheckpoint(
+                f"{store.url} has no checkpoint yet, nor one that can be brought back"
+            )
+        if not (has_format or log.records or files.in_order):
+            raise Corrupt(
+                f"{store.url} has no {FORMAT_KEY} object, and no record or MANIFEST that can be "
+                "read: if the root is encrypted, pass its key"
+            )
+        listed = {entry.attempt for entry in log.known}
+        back = tuple(entry for entry in files.in_order if entry.attempt not in listed)
+        is_broken = bool(log.holes or back or log.is_refused())
+        report = MendReport(
+            log.breaks,
+            log.holes,
+            back,
+            files.lost,
+            latest_of(files.in_order if is_broken else log.known),
+            tuple(files.salvaged),
+            not has_format,
+        )
+        if dry_run:
             return report
+        root = read_format(store).root if has_format else files.root
+        if not has_format:
+            store.put_if_absent(FORMAT_KEY, encode_format(root))
         # Raises StoreRefused where an append could overwrite the record of another writer.
         must_look_first(store, root, False, Limits())
-        for slot in log.holes:
-            log.put(slot, log.filler(slot))
-        _append(log, known, back, latest)
+        for salvaged in files.salvaged.values():
+            write_manifest(store, salvaged)
+        if is_broken:
+            log.append(files.in_order, files.damaged, epoch=1 + max(log.epoch, files.epoch))
         return report
-
-
-def _append(
-    log: _Survey,
-    known: tuple[LiveEntry, ...],
-    back: tuple[LiveEntry, ...],
-    latest: LiveEntry | None,
-) -> None:
-    """A claim, the commits of what is brought back, and the latest as the last one."""
-    slot = max(log.digests) + 1
-    # A new epoch, so that a process that still believes in the old log cannot append after this.
-    epoch = log.epoch + 1
-    # Readers compare the links of records back to this mark, and no further.
-    log.put(slot, ("CLAIM", epoch, None, known), MENDED + secrets.token_bytes(8))
-    live = known
-    again = _references_first(back, known)
-    if latest is not None and again[-1:] != [latest]:
-        again.append(latest)
-    for entry in again:
-        slot += 1
-        others = tuple(e for e in live if e.attempt != entry.attempt)
-        live = (*others, replace(entry, slot=slot))
-        log.put(slot, ("COMMIT", epoch, entry.attempt, live))
-
-
-def _references_first(entries: Sequence[LiveEntry], known: Sequence[LiveEntry]) -> list[LiveEntry]:
-    """The entries such that each comes after those that it needs, by whatever clock they were
-    committed; else in the order given. No entry needs itself.
-    """
-    there = {entry.attempt for entry in known}
-    waiting, result = list(entries), []
-    while waiting:
-        ready = next(e for e in waiting if there.issuperset(e.references))
-        waiting.remove(ready)
-        there.add(ready.attempt)
-        result.append(ready)
-    return result
-
-
-def _newest_last(wanted: list[LiveEntry]) -> LiveEntry | None:
-    """What a training is to resume from: `wanted` is in the order of time."""
-    candidates = [entry for entry in wanted if entry.line is not None] or wanted
-    return candidates[-1] if candidates else None
 
 
 class _Survey:
@@ -153,91 +164,45 @@ class _Survey:
                 self.records[slot] = log.record(slot)
             except Corrupt as error:
                 self.breaks[slot] = str(error)
-        if not self.digests:
-            raise NoCheckpoint(f"{store.url} has no checkpoint yet: its log is empty")
-        count = max(self.digests) + 1
+        count = max(self.digests, default=-1) + 1
         if count - len(self.digests) > HOLES_MAX:
-            raise broken_log(store.url, count - 1, f"{count - len(self.digests)} slots are missing")
+            raise broken_log(store.url, f"{count - len(self.digests)} slots are missing")
         self.holes = tuple(slot for slot in range(count) if slot not in self.digests)
-        for slot in range(1, count):
+        for slot in range(count):
             if slot not in self.breaks and (problem := self._break_at(slot)):
                 self.breaks[slot] = problem
-        if self.holes[:1] == (0,):
-            self.breaks[0] = "missing"
-
-    @property
-    def newest(self) -> Record | None:
-        """The last record that counts: it can be read, and follows the one before it."""
-        counting = [slot for slot in self.records if slot not in self.breaks]
-        return self.records[max(counting or self.records)] if self.records else None
-
-    @property
-    def ends_damaged(self) -> bool:
-        """Whether readers cannot read the newest record."""
-        return max(self.digests) not in self.records
+        self.known = self.live_of(self.records[max(self.records)]) if self.records else ()
 
     @property
     def epoch(self) -> int:
         """The largest epoch of any record."""
         return max((record.epoch for record in self.records.values()), default=0)
 
+    @property
+    def ends(self) -> list[Record]:
+        """The last record of each run."""
+        return [
+            record
+            for slot, record in sorted(self.records.items())
+            if slot + 1 not in self.records or slot + 1 in self.breaks
+        ]
+
+    def is_refused(self) -> bool:
+        """Whether readers or writers refuse the log as it is, however far they look back."""
+        mark = max((s for s, r in self.records.items() if begins_chain(r)), default=-1)
+        if any(slot > mark for slot in self.breaks):
+            return True
+        try:
+            Log(self.store).check_end()
+        except Corrupt:
+            return True
+        return False
+
     def _break_at(self, slot: int) -> str:
         if slot not in self.digests:
             return "missing"
-        return broken_link(self.records.get(slot - 1), self.records[slot], self.digests)
-
-    def divided(self) -> tuple[list[LiveEntry], tuple[LiveEntry, ...]]:
-        """The checkpoints that were live at the end of any run and never retired: those that are
-        whole, in the order of their commits, and the others.
-        """
-        ends = [s for s in self.records if s + 1 not in self.records or s + 1 in self.breaks]
-        # Retired in any of the runs: its files may be gone, whatever another run says.
-        retired = {r.attempt for r in self.records.values() if r.kind == "RETIRE"}
-        entries = {
-            entry.attempt: entry
-            for slot in sorted(ends)
-            for entry in self.live_of(self.records[slot])
-            if entry.attempt not in retired
-        }
-        # A COMMIT may be missing; the first record that knows a checkpoint is never much later.
-        times: dict[str, float] = {}
-        for _, record in sorted(self.records.items()):
-            for entry in record.live:
-                times.setdefault(entry.attempt, record.time_unix)
-        for slot in sorted(ends):
-            for entry in self.live_of(self.records[slot]):
-                times.setdefault(entry.attempt, self.records[slot].time_unix)
-        whole = {name: entry for name, entry in entries.items() if self._is_whole(entry)}
-        # What is left out may be needed by others, which are left out in turn; so is what needs
-        # itself, which no writer of this library has made.
-        sound: dict[str, LiveEntry] = {}
-        count = -1
-        while count != len(sound):  # once more than needed, and needed once as a rule
-            count = len(sound)
-            for name, entry in whole.items():
-                if all(needed in sound for needed in entry.references):
-                    sound[name] = entry
-        in_order = sorted(sound.values(), key=lambda e: (times[e.attempt], e.slot))
-        return in_order, tuple(entry for name, entry in entries.items() if name not in sound)
-
-    def _is_whole(self, entry: LiveEntry) -> bool:
-        try:
-            manifest = decode_manifest(read_manifest(self.store, entry))
-            sizes = zip(file_keys(entry.prefix, manifest), manifest.file_nbytes, strict=True)
-            return all(self.store.info(key).nbytes == nbytes for key, nbytes in sizes)
-        except (CheckpointError, CorruptObjectError, KeyNotFoundError):
-            return False
-
-    def filler(self, slot: int) -> Body:
-        """A record for a free slot that changes nothing."""
-        before = next((self.records[s] for s in range(slot - 1, -1, -1) if s in self.records), None)
-        live = self.live_of(before)
-        if before is None or not live:
-            return "CLAIM", 1 if before is None else before.epoch, None, ()
-        last = live[-1]
-        # A record that says again what is so already changes nothing.
-        kind: Kind = "PIN" if last.pinned else "UNPIN"
-        return kind, before.epoch, last.attempt, live
+        before = self.records.get(slot - 1)
+        return broken_link(before, self.records[slot], self.digests) if slot else ""
 
     def live_of(self, record: Record | None) -> Live:
         """What is live after a record, as far as its segments are there."""
@@ -249,39 +214,234 @@ class _Survey:
             self.breaks.setdefault(record.slot, str(error))
             return record.live
 
+    # Appending ----------------------------------------------------------------------------------
+
+    def append(self, wanted: Live, damaged: Live, *, epoch: int) -> None:
+        """Fill the free slots; a claim that lists what may keep its slot, and commits of the rest
+        of `wanted`, so that these are the checkpoints in this order.
+        """
+        new = [self._made(slot, self._filler(slot)) for slot in self.holes]
+        slot = max(self.digests, default=-1) + 1
+        live = _kept(wanted, damaged)
+        # A new epoch, so that a process that still believes in the old log cannot append after
+        # this. Readers compare the links of records back to this mark, and no further.
+        mark = MENDED + secrets.token_bytes(8)
+        new.append(self._made(slot, ("CLAIM", epoch, None, live), mark))
+        names = {entry.attempt for entry in live}
+        again = _references_first([one for one in wanted if one.attempt not in names], live)
+        latest = latest_of(wanted)
+        if latest is not None and latest_of((*live, *again)) != latest:
+            again.append(latest)
+        for entry in again:
+            slot += 1
+            others = tuple(one for one in live if one.attempt != entry.attempt)
+            live = (*others, replace(entry, slot=slot))
+            new.append(self._made(slot, ("COMMIT", epoch, entry.attempt, live)))
+        # The first one last: a log that was mended in part has a hole, and is refused.
+        for record in reversed(new):
+            self._put(record)
+
+    def _filler(self, slot: int) -> Body:
+        """A record for a free slot that changes nothing."""
+        before = next((self.records[s] for s in range(slot - 1, -1, -1) if s in self.records), None)
+        live = self.live_of(before)
+        if before is None or not live:
+            return "CLAIM", 1 if before is None else before.epoch, None, ()
+        last = live[-1]
+        # A record that says again what is so already changes nothing.
+        kind: Kind = "PIN" if last.pinned else "UNPIN"
+        return kind, before.epoch, last.attempt, live
+
+    def _made(self, slot: int, body: Body, write_id: bytes = b"") -> Record:
+        """A record of this body; its segments are written."""
+        kind, epoch, attempt, live = body
+        write_id = write_id or secrets.token_bytes(16)
+        # In a free slot too, the digest of whatever bytes are before it, damaged ones included.
+        previous = self.digests[slot - 1] if slot else None
+        bare = Record(kind, slot, epoch, write_id, time.time(), attempt, (), previous)
+        record, _ = with_live(bare, LiveSet(live, segments=self._segments), self._write_segment)
+        problem = record_problem(record, slot=slot)
+        assert problem is None, f"a record that mends {problem}"
+        self.records[slot], self.digests[slot] = record, record_digest(encode_record(record))
+        return record
+
     def _write_segment(self, ref: SegmentRef, data: bytes) -> None:
         with contextlib.suppress(KeyExistsError):
             self.store.put_if_absent(segment_key(ref.digest), data)
 
-    def put(self, slot: int, body: Body, write_id: bytes = b"") -> None:
-        """Append a record, durable on return."""
-        kind, epoch, attempt, live = body
-        write_id = write_id or secrets.token_bytes(16)
-        now = time.time()
-        # In a free slot too, the digest of whatever bytes are before it, damaged ones included.
-        previous = self.digests[slot - 1] if slot else None
-        bare = Record(kind, slot, epoch, write_id, now, attempt, (), previous)
-        record, _ = with_live(bare, LiveSet(live, segments=self._segments), self._write_segment)
-        problem = record_problem(record, slot=slot)
-        assert problem is None, f"a record that mends {problem}"
-        data = encode_record(record)
+    def _put(self, record: Record) -> None:
+        """Write a record, durable on return."""
         try:
-            self.store.put_if_absent(record_key(slot), data)
+            self.store.put_if_absent(record_key(record.slot), encode_record(record))
         except KeyExistsError:
             raise CheckpointError(
-                f"{self.store.url}/{record_key(slot)} was written meanwhile: stop what writes "
-                "there, then run it again"
+                f"{self.store.url}/{record_key(record.slot)} was written meanwhile: stop what "
+                "writes there, then run it again"
             ) from None
-        self.records[slot], self.digests[slot] = record, record_digest(data)
+
+
+class _Directories:
+    """The checkpoints that records and step directories tell of, and which of them are whole.
+
+    `in_order` are those, in the order of their commits; `salvaged` those without a MANIFEST, by
+    their entry; `lost` those that are not whole, `damaged` the live ones of them of which something
+    is left.
+    """
+
+    def __init__(self, log: _Survey) -> None:
+        self.store, self._log = log.store, log
+        self.salvaged: dict[LiveEntry, SalvageReport] = {}
+        self._roots: Counter[str] = Counter()
+        self.epoch = 0
+        known = {e.attempt: e for _, r in sorted(log.records.items()) for e in r.live}
+        known.update({entry.attempt: entry for end in log.ends for entry in log.live_of(end)})
+        # Retired in any of the runs: its files may be gone, whatever another run says.
+        retired = {r.attempt for r in log.records.values() if r.kind == "RETIRE"}
+        whole: dict[str, LiveEntry] = {}
+        there = set()
+        for step, attempt, first in attempts_on(self.store):
+            there.add(attempt)
+            self.epoch = max(self.epoch, attempt_epoch(attempt))
+            if attempt not in retired:
+                entry = known.get(attempt)
+                checkpoint = self._whole(step, attempt, entry, has_manifest=first == MANIFEST_NAME)
+                whole.update({} if checkpoint is None else {attempt: checkpoint})
+        sound = _without_needy(whole)
+        self.in_order = self._ordered([*sound.values()])
+        listed = {entry.attempt for entry in log.known}
+        self.lost = tuple(
+            entry
+            for name, entry in known.items()
+            if name not in sound and name not in retired and name in there | listed
+        )
+        self.damaged = tuple(one for one in self.lost if one.attempt in there & listed)
+
+    @property
+    def root(self) -> str:
+        """The identity of the root that most of its checkpoints name; a new one where none does."""
+        return self._roots.most_common(1)[0][0] if self._roots else secrets.token_hex(16)
+
+    def _whole(
+        self, step: int, attempt: str, entry: LiveEntry | None, *, has_manifest: bool
+    ) -> LiveEntry | None:
+        """The entry of a checkpoint that is whole, None for one that is not."""
+        prefix = step_prefix(step, attempt)
+        try:
+            if not has_manifest:
+                return self._salvaged(prefix, entry)
+            if entry is None:
+                with raising_corrupt():
+                    data = self.store.get(prefix + MANIFEST_NAME)
+            else:
+                data = read_manifest(self.store, entry)
+            manifest = decode_manifest(data)
+            sizes = zip(file_keys(prefix, manifest), manifest.file_nbytes, strict=True)
+            if any(self.store.info(key).nbytes != nbytes for key, nbytes in sizes):
+                return None
+            return self._entry(prefix, manifest, data, entry)
+        except (CheckpointError, CorruptObjectError, KeyNotFoundError):
+            return None
+
+    def _salvaged(self, prefix: str, entry: LiveEntry | None) -> LiveEntry | None:
+        report = salvage(self.store, prefix)
+        if report.manifest is None:
+            return None
+        made = self._entry(prefix, report.manifest, encode_manifest(report.manifest), entry)
+        # Another MANIFEST than was committed would be refused by every reader.
+        if made is None or (entry is not None and entry.manifest_digest != made.manifest_digest):
+            return None
+        self.salvaged[made] = report
+        return made
+
+    def _entry(
+        self, prefix: str, manifest: Manifest, data: bytes, known: LiveEntry | None
+    ) -> LiveEntry | None:
+        """What the log says of a checkpoint, or is to say of one that no record tells of."""
+        is_import = IMPORTED in manifest.header.user
+        made = entry_of_manifest(manifest, data)
+        made = replace(made, slot=NO_SLOT, line=None if is_import else FIRST_LINE)
+        if made.prefix != prefix:
+            return None
+        self._roots[manifest.header.root] += 1
+        return known or made
+
+    def _ordered(self, entries: Sequence[LiveEntry]) -> Live:
+        """In the order of their commits: by slot, or by time where two logs have been merged, which
+        have two commits of one slot. What no record tells of comes in by epoch and time.
+        """
+        slots = Counter(entry.slot for entry in entries)
+        del slots[NO_SLOT]
+        is_merged = max(slots.values(), default=0) > 1
+        ordered = sorted(
+            (entry for entry in entries if entry.slot != NO_SLOT),
+            key=lambda entry: (is_merged and (entry.committed_unix or 0.0), entry.slot),
+        )
+        others = (entry for entry in entries if entry.slot == NO_SLOT)
+        for entry in sorted(others, key=lambda entry: (*_age(entry), entry.step)):
+            older = [place for place, one in enumerate(ordered, 1) if _age(one) <= _age(entry)]
+            place = older[-1] if older else 0
+            # It continues the line before it.
+            line = next(
+                (e.line for e in reversed(ordered[:place]) if e.line is not None), FIRST_LINE
+            )
+            ordered.insert(place, entry if entry.line is None else replace(entry, line=line))
+        return tuple(ordered)
+
+
+def _age(entry: LiveEntry) -> tuple[int, float]:
+    # A MANIFEST has the second in which its save began.
+    since = entry.committed_unix or 0.0
+    return attempt_epoch(entry.attempt), since + (entry.slot == NO_SLOT)
+
+
+def _without_needy(whole: Mapping[str, LiveEntry]) -> dict[str, LiveEntry]:
+    """Those whose references are whole, too. What needs itself, which no writer of this library has
+    made, is left out.
+    """
+    sound: dict[str, LiveEntry] = {}
+    count = -1
+    while count != len(sound):  # once more than needed, and needed once as a rule
+        count = len(sound)
+        for name, entry in whole.items():
+            if all(needed in sound for needed in entry.references):
+                sound[name] = entry
+    return sound
+
+
+def _kept(wanted: Live, damaged: Live) -> Live:
+    """The first of `wanted` whose slots are in this order, and what is damaged."""
+    kept: dict[int, LiveEntry] = {}
+    names: set[str] = set()
+    for entry in wanted:
+        if entry.slot <= max(kept, default=NO_SLOT) or not names.issuperset(entry.references):
+            break
+        kept[entry.slot] = entry
+        names.add(entry.attempt)
+    for entry in damaged:
+        if names.issuperset(entry.references) and entry.slot not in kept:
+            kept[entry.slot] = entry
+            names.add(entry.attempt)
+    return tuple(entry for _, entry in sorted(kept.items()))
+
+
+def _references_first(entries: Sequence[LiveEntry], known: Sequence[LiveEntry]) -> list[LiveEntry]:
+    """The entries such that each comes after those that it needs, by whatever clock they were
+    committed; else in the order given. No entry needs itself.
+    """
+    there = {entry.attempt for entry in known}
+    waiting, result = list(entries), []
+    while waiting:
+        ready = next(e for e in waiting if there.issuperset(e.references))
+        waiting.remove(ready)
+        there.add(ready.attempt)
+        result.append(ready)
+    return result
 
 
 def broken_link(before: Record | None, record: Record, digests: Mapping[int, bytes]) -> str:
     """Why `record` does not follow the one in the slot before; "" when it does."""
-    if record.previous is not None and record.previous != digests.get(record.slot - 1):
-        what = "missing or damaged" if before is None else "not the one that it builds on"
-        return f"void, it counts for nothing: the record before it is {what}"
     if before is None:
         return "the record before it is missing or damaged"
-    if record.previous is None and before.previous is not None:
-        return "it does not say which record it builds on"
+    if record.previous != digests.get(record.slot - 1):
+        return "it builds on another record than is before it"
     return "the epoch went back" if record.epoch < before.epoch else ""

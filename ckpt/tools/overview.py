@@ -6,19 +6,15 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass, replace
-from itertools import takewhile
 from typing import Any, SupportsIndex
 
 from ckpt.commit.locate import live_entries
-from ckpt.commit.log import FORMAT_KEY, UNDONE, Log, read_format
+from ckpt.commit.log import FORMAT_KEY, UNDONE, Log, broken_log, read_format
 from ckpt.commit.names import (
     LOG_PREFIX,
     MANIFEST_NAME,
     RESERVE_KEY,
-    SEGMENTS_PREFIX,
     parse_step_key,
-    record_key,
-    record_slot,
     step_prefix,
 )
 from ckpt.commit.numbers import plain_int
@@ -39,9 +35,9 @@ class Event:
     the checkpoint, None for a CLAIM; `step` is also None where the log does not have it.
     `epoch` is that of the session: every CLAIM begins a new one. `live` counts the checkpoints
     after it. `line` is that of the checkpoint, None where it has none or `step` is None.
-    `problem` says why the record does not follow the one before it, and whether it counts; "" where
-    all is well. `is_undone`: a RETIRE of what nobody acknowledged. `nbytes` is what the own files
-    of the checkpoint take, None where the log does not say.
+    `problem` says why the record does not follow the one before it, as in a log that was mended, ""
+    where all is well. `is_undone`: a RETIRE of what nobody acknowledged. `nbytes` is what the own
+    files of the checkpoint take, None where the log does not say.
     """
 
     slot: int
@@ -73,13 +69,9 @@ def history(
         read_format(store)
         log = Log(store)
         newest = log.state().slot
-        # Behind a free slot: records that were sent while the root was exchanged.
-        listed = store.list(LOG_PREFIX, after=record_key(newest))
-        records_listed = takewhile(lambda info: not info.key.startswith(SEGMENTS_PREFIX), listed)
-        behind = [record_slot(info.key) for info in records_listed]
         first = 0 if count is None else max(0, newest - plain_int(count) + 1)
         # The record before the first has the step of what the first may have retired.
-        slots = [*range(max(0, first - 1), newest + 1), *(slot for slot in behind if slot)]
+        slots = range(max(0, first - 1), newest + 1)
         with ThreadPoolExecutor(READERS, thread_name_prefix="ckpt-log") as pool:
             records = list(pool.map(lambda slot: record_of(log, slot), slots))
         events = events_of(log, records)
@@ -101,9 +93,8 @@ def events_of(log: Log, records: Sequence[Record]) -> list[Event]:
         known.update({entry.attempt: entry for entry in record.live})
         problem = ""
         if before is not None:
-            follows = before if before.slot == record.slot - 1 else None
             digests = {before.slot: record_digest(encode_record(before))}
-            problem = broken_link(follows, record, digests)
+            problem = broken_link(before, record, digests)
         events.append(replace(_event(record, known), problem=problem))
         before = record
     return events
@@ -122,10 +113,7 @@ def record_of(log: Log, slot: int) -> Record:
     try:
         return log.record(slot)
     except KeyNotFoundError:
-        raise Corrupt(
-            f"{log.store.url}/{record_key(slot)} was removed; the newest record still says which "
-            f"checkpoints exist: `ckpt ls`. `ckpt mend {log.store.url}` makes the log whole"
-        ) from None
+        raise broken_log(log.store.url, f"slot {slot}: it is missing") from None
 
 
 def _event(record: Record, known: Mapping[str, LiveEntry]) -> Event:

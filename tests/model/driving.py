@@ -19,13 +19,13 @@ from typing import Any
 from ckpt.commit.appender import Appender, Limits, Sources
 from ckpt.commit.leases import lease_key, leases_of
 from ckpt.commit.live import Segments
-from ckpt.commit.log import MENDED, Log, LogState
+from ckpt.commit.log import Log, LogState
 from ckpt.commit.maintenance import Maintenance
 from ckpt.commit.names import LOG_PREFIX, MANIFEST_NAME, parse_step_key, record_key, step_prefix
 from ckpt.commit.records import Record, decode_record, manifest_digest
 from ckpt.commit.session import Session
 from ckpt.commit.writer import Commit
-from ckpt.errors import CheckpointError
+from ckpt.errors import CheckpointError, Corrupt
 from ckpt.service.retention import KeepLatest, candidates_of, carry_out, plan_retention
 from storage.errors import KeyExistsError, OutcomeUnknownError, StorageError
 from storage.memory import MemoryBucket, MemoryStore
@@ -319,12 +319,18 @@ class Driven:
             if here != there:
                 problems.append(f"{what}: {here}, the model says {there}")
 
-        state, view = Log(self.store).state(), model.view()
-        same("last slot, void", (state.slot, state.void), (view.end, view.void))
-        same("epoch", state.epoch, view.epoch)
-        same("live", self._entries(state), [self._entry(entry) for entry in view.live])
-        latest = view.live[-1].attempt if view.live else None
-        same("latest", state.latest and state.latest.attempt, latest and self.names[latest])
+        try:
+            state = Log(self.store).state()
+            same("refused", False, model.is_refused())
+        except Corrupt as error:
+            same(f"refused ({error})", True, model.is_refused())
+        if not problems and not model.is_refused():
+            view = model.view()
+            same("last slot", state.slot, view.end)
+            same("epoch", state.epoch, view.epoch)
+            same("live", self._entries(state), [self._entry(entry) for entry in view.live])
+            latest = view.live[-1].attempt if view.live else None
+            same("latest", state.latest and state.latest.attempt, latest and self.names[latest])
         slots = [key for key in self.objects if key.startswith(f"{LOG_PREFIX}0")]
         same("slots", sorted(slots), [record_key(slot) for slot in sorted(model.slots)])
         if not problems:
@@ -365,14 +371,12 @@ class Driven:
             record.epoch,
             record.attempt,
             live,
-            record.write_id.startswith(MENDED),
         ) == (
             wanted.kind,
             wanted.slot,
             wanted.epoch,
             attempt,
             [self._entry(entry) for entry in wanted.live],
-            wanted.mended,
         )
 
     def _entries(self, state: LogState) -> list[tuple[Any, ...]]:

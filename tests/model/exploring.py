@@ -70,7 +70,7 @@ def _costs(action: Action) -> Iterator[str]:
 
 def actions(model: Model, scope: Scope) -> Iterator[Action]:
     """What may happen next. Some of it never meets its fault: see `Model.has_met_the_fault`."""
-    has_live = bool(model.view().live)
+    has_live = not model.is_refused() and bool(model.view().live)
     # Nothing tells two jobs apart before the first has done something: that is always A.
     is_begun = bool(model.slots or model.late or model.jobs or model.backup)
     for name in "AB"[: scope.jobs if is_begun else 1]:
@@ -162,24 +162,9 @@ def step(node: Node, action: Action) -> tuple[Node, list[str]] | None:
     model.jobs.pop("command", None)
     driven = node.driven.copy()
     outcome = driven.apply(action, node.model)
-    if _is_beyond(model):
-        return None
     problems = [] if outcome == expected else [f"it reports {outcome}, the model {expected}"]
     problems += driven.differences(model) or broken_promises(model)
     return Node(model, driven, left, (*node.path, action)), problems
-
-
-def _is_beyond(model: Model) -> bool:
-    """Whether more of a log is void than the product may see, which looks at a few links.
-
-    It takes an operator who copies another log over that of a running job, or a store that sends
-    three records in a row twice.
-    """
-    view = model.view()
-    tail = {model.slots[slot] for slot in range(view.end - view.void + 1, view.end + 1)}
-    jobs = [job for job in model.jobs.values() if not job.diverged]
-    built_on = {uid for job in jobs for uid in (job.known, (job.memory or view).newest)}
-    return view.void > 2 or (view.void == 2 and bool(tail & built_on))
 
 
 def _with_schedule(node: Node, problems: list[str]) -> list[str]:

@@ -38,7 +38,6 @@ class Rec(NamedTuple):
     attempt: Attempt | None
     live: tuple[Entry, ...]
     previous: Uid
-    mended: bool
 
 
 _uids: dict[Rec, Uid] = {}
@@ -58,7 +57,7 @@ def record_of(uid: Uid) -> Rec:
 
 
 class View(NamedTuple):
-    """What a reader is to see: the last slot of the row, and the newest record that counts."""
+    """What a reader is to see: the last slot, and the newest record."""
 
     end: int
     newest: Uid
@@ -70,10 +69,6 @@ class View(NamedTuple):
     @property
     def epoch(self) -> int:
         return 0 if self.newest == NONE else record_of(self.newest).epoch
-
-    @property
-    def void(self) -> int:
-        return self.end - (-1 if self.newest == NONE else record_of(self.newest).slot)
 
     def find(self, attempt: Attempt | None) -> Entry | None:
         return next((entry for entry in self.live if entry.attempt == attempt), None)
@@ -174,21 +169,55 @@ class Model:
     # --- reading ----------------------------------------------------------------------------------
 
     def view(self) -> View:
-        """What counts: see FORMAT.md, "The log"."""
-        slot, newest, is_row = 0, NONE, True
-        while slot in self.slots:
-            record = record_of(self.slots[slot])
-            before = self.slots.get(slot - 1, NONE)
-            is_row = record.previous == before and (is_row or record.mended)
-            newest = self.slots[slot] if is_row else newest
-            slot += 1
-        return View(slot - 1, newest)
+        """What counts: see FORMAT.md, "The log". Refused where records are missing, or the newest
+        two do not follow each other.
+        """
+        end = max(self.slots, default=-1)
+        if len(self.slots) != end + 1:
+            raise Refused("Corrupt")
+        view = self._ending(end)
+        # Attempts newer than the latest prove that records are lost at the end.
+        latest = max((entry.attempt[1] for entry in view.live[-1:]), default=0)
+        newer = [one for one in self.data | self.manifests if one[1] > latest]
+        of_this = [one for one in newer if one in self.manifests and one[0] == view.epoch]
+        if any(one[0] > view.epoch for one in newer) or self._lost(of_this):
+            raise Refused("Corrupt")
+        return view
+
+    def is_refused(self) -> bool:
+        """Whether a reader who knows nothing gets an error."""
+        try:
+            self.view()
+        except Refused:
+            return True
+        return False
+
+    def _lost(self, attempts: list[Attempt]) -> list[Attempt]:
+        """Those of some attempts that are not live and that no record tells of, where they are
+        several of an epoch: a job commits or deletes one before the next.
+        """
+        named = {record_of(uid).attempt for uid in self.slots.values()}
+        left = [one for one in attempts if one not in named]
+        return [one for one in left if sum(other[0] == one[0] for other in left) > 1]
+
+    def _ending(self, end: int) -> View:
+        """What a reader sees that finds the newest record in a slot."""
+        if end < 0:
+            return View(-1, NONE)
+        newest = self.slots[end]
+        if record_of(newest).previous != self.slots.get(end - 1, NONE):
+            raise Refused("Corrupt")
+        return View(end, newest)
 
     def _look(self, job: Job) -> tuple[Job, View]:
         """What a process sees that remembers the end of the log: it asks for the next slot."""
-        if job.memory is not None and job.memory.end + 1 not in self.slots:
-            return job, job.memory
-        view = self.view()
+        if job.memory is None:
+            view = self.view()
+        else:
+            end = job.memory.end
+            while end + 1 in self.slots:
+                end += 1
+            view = job.memory if end == job.memory.end else self._ending(end)
         if job.memory is None or view.end > job.memory.end:
             job = job._replace(memory=view)
         return job, view
@@ -198,31 +227,13 @@ class Model:
             raise Refused("LogDiverged")
         if job.known != NONE and self.slots.get(record_of(job.known).slot) != job.known:
             raise Refused("LogDiverged")
+        if job.known != NONE and 0 not in self.slots:
+            raise Refused("Corrupt")
 
     def _check_end(self, view: View) -> None:
         """What a writer looks at before its first append."""
-        for slot in [slot for slot in self.slots if slot > view.end]:
-            self._refuse_loss(slot, view)
-        self._check_void(view)
-        uid = view.newest
-        while uid != NONE and not record_of(uid).mended and record_of(uid).previous != NONE:
-            if self.slots.get(record_of(uid).slot - 1) != record_of(uid).previous:
-                raise Refused("Corrupt")
-            uid = record_of(uid).previous
-
-    def _check_void(self, view: View) -> None:
-        for slot in range(view.end - view.void + 1, view.end + 1):
-            if slot not in self.slots:
-                raise Refused("LogDiverged")
-            self._refuse_loss(slot, view)
-
-    def _refuse_loss(self, slot: int, view: View) -> None:
-        for entry in record_of(self.slots[slot]).live:
-            if view.find(entry.attempt) is not None or entry.attempt not in self.manifests:
-                continue
-            committed = self.slots.get(entry.slot, NONE)
-            was_here = committed != NONE and record_of(committed).attempt == entry.attempt
-            if entry.slot == slot or not was_here:
+        for slot in range(1, view.end + 1):
+            if record_of(self.slots[slot]).previous != self.slots[slot - 1]:
                 raise Refused("Corrupt")
 
     # --- appending --------------------------------------------------------------------------------
@@ -238,8 +249,6 @@ class Model:
             draft = build(view)
             if draft is None:
                 return job, NONE
-            if view.void:
-                self._check_void(view)
             uid = self._record(job, view, draft)
             if job.stalled is not None and job.stalled[2] == NONE:
                 attempt, references, _ = job.stalled
@@ -251,17 +260,10 @@ class Model:
 
     def _record(self, job: Job, view: View, draft: Draft) -> Uid:
         kind, epoch, attempt, live = draft
-        known = (job.memory or view).newest
-        previous = known if known != NONE and record_of(known).slot == view.end else NONE
-        if previous == NONE and view.end >= 0:
-            if view.end not in self.slots:
-                raise Refused("LogDiverged")
-            previous = self.slots[view.end]
         slot = view.end + 1
         live = tuple(e._replace(slot=slot) if e.slot < 0 else e for e in live)
-        mended = bool(view.void)
         nonce = self.exchanges
-        return uid_of(Rec(kind, slot, epoch, job.name, nonce, attempt, live, previous, mended))
+        return uid_of(Rec(kind, slot, epoch, job.name, nonce, attempt, live, view.newest))
 
     def _put(self, job: Job, uid: Uid) -> tuple[Job, bool]:
         job = self._keep(job._replace(pending=uid))
@@ -288,8 +290,11 @@ class Model:
         record, lacks_manifest = record_of(uid), False
         is_there = self._is_in_place(record)
         if is_there and self._manifest_is_gone(record):
-            job, view = self._look(job)
-            lacks_manifest = view.find(record.attempt) is not None
+            try:
+                job, view = self._look(job)
+                lacks_manifest = view.find(record.attempt) is not None
+            except Refused:
+                is_there = False
         job = self._keep(job._replace(pending=NONE, diverged=not is_there))
         if not is_there:
             raise Refused("LogDiverged")
@@ -303,17 +308,9 @@ class Model:
         return self._keep(job._replace(memory=memory, known=uid))
 
     def _is_in_place(self, record: Rec) -> bool:
-        """Whether the record that a job has appended counts, so that it may be acknowledged."""
-        view = self.view()
-        return view.newest != NONE and uid_of(record) in self._row(view)
-
-    def _row(self, view: View) -> set[Uid]:
-        """The records that count, up to the newest."""
-        row, uid = set(), view.newest
-        while uid != NONE:
-            row.add(uid)
-            uid = record_of(uid).previous
-        return row
+        """Whether the record that a job has appended stands on the one that it was made for."""
+        before = self.slots.get(record.slot - 1, NONE)
+        return before == record.previous and self.slots.get(record.slot) == uid_of(record)
 
     def _manifest_is_gone(self, record: Rec) -> bool:
         return record.kind == "COMMIT" and record.attempt not in self.manifests
@@ -457,12 +454,15 @@ class Model:
 
     def do_sweep(self, name: str) -> str:
         job, _ = self._settle(self.jobs[name])
-        job, view = self._seen(job)
+        job, _ = self._seen(job)
+        view = self.view()
+        self._check_end(view)
         self._prove(job)
         needed = {one for entry in view.live for one in (entry.attempt, *entry.references)}
-        for attempt in sorted(self.data | self.manifests, key=lambda one: one[1]):
-            if attempt[0] < job.epoch and attempt not in needed:
-                self._delete(attempt)
+        left = {one for one in self.data | self.manifests if one[0] < job.epoch} - needed
+        lost = self._lost([one for one in left if one in self.manifests])
+        for attempt in sorted(left.difference(lost), key=lambda one: one[1]):
+            self._delete(attempt)
         return "done"
 
     def do_sweep_failed(self, name: str) -> str:
@@ -643,23 +643,21 @@ def _with(names: tuple[Attempt, ...], name: Attempt) -> tuple[Attempt, ...]:
 
 def broken_promises(model: Model) -> list[str]:
     """What the world of a model must never be."""
-    view = model.view()
+    retired = {record_of(uid).attempt for uid in model.slots.values() if _is_retire(uid)}
+    try:
+        view = model.view()
+        model._check_end(view)
+    except Refused:
+        # Nobody writes before `ckpt mend`, which brings back what is whole.
+        lost = model.acknowledged - retired - (model.manifests & model.data)
+        return [f"{one} was acknowledged and cannot be brought back" for one in sorted(lost)]
     problems = [
         f"{one} is needed by {entry.attempt} and not live"
         for entry in view.live
         for one in entry.references
         if view.find(one) is None
     ]
-    retired = {record_of(uid).attempt for uid in model.slots.values() if _is_retire(uid)}
-    try:
-        model._check_end(view)
-    except Refused:
-        # Two logs in one: nobody writes before `ckpt mend`, which brings back what is whole.
-        whole = {e.attempt for uid in model.slots.values() for e in record_of(uid).live}
-        listed = whole & model.manifests
-    else:
-        listed = {entry.attempt for entry in view.live}
-    lost = model.acknowledged - retired - listed
+    lost = model.acknowledged - retired - {entry.attempt for entry in view.live}
     problems += [f"{one} was acknowledged and is not listed" for one in sorted(lost)]
     torn = {e.attempt for e in view.live if e.attempt in model.acknowledged}
     torn -= model.manifests & model.data

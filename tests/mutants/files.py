@@ -38,8 +38,8 @@ DELETION = (
     Mutant(
         "a full disk is swept by any log",
         _WRITER,
-        "        self._appender.prove()\n        delete_orphans",
-        "        delete_orphans",
+        "        self._appender.prove()\n        self.log.check_end()\n",
+        "        self.log.check_end()\n",
         test="tests/protocol/test_places.py::test_a_full_disk_is_not_swept_by_what_another_log_says",
     ),
     Mutant(

@@ -296,7 +296,7 @@ def _looks_once(self: Appender, build: Build) -> Record:
     draft = build(seen)
     assert draft is not None
     while True:
-        now = self.log.state()
+        now, self._known = self.log.state(), self.log.newest
         record = self._record(draft, replace(now, entries=seen.entries))
         if self._put(record, sent_before=False):
             return record
@@ -307,9 +307,9 @@ def _any_may_go(state: LogState, entry: LiveEntry) -> str:
     return ""
 
 
-def _all_epochs(store: Store, state: LogState, *, before_epoch: int) -> list[str]:
+def _all_epochs(log: Log, state: LogState, *, before_epoch: int) -> list[str]:
     """Bug: files of a save under way are taken for a dead job's."""
-    return _delete_orphans(store, state, before_epoch=state.epoch + 1)
+    return _delete_orphans(log, state, before_epoch=state.epoch + 1)
 
 
 def _never_fenced(self: LogWriter, state: LogState) -> int:

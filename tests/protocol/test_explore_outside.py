@@ -28,7 +28,7 @@ from ckpt.commit.invariants import (
 from ckpt.commit.ranked import SessionRegistry, open_session
 from ckpt.commit.records import Record
 from ckpt.commit.session import Session
-from ckpt.errors import CheckpointError, Fenced, OutcomeUnknown
+from ckpt.errors import CheckpointError, Corrupt, Fenced, OutcomeUnknown
 from ckpt.world.base import SoloWorld
 from storage.local import LocalStore
 from storage.memory import MemoryBucket, MemoryStore
@@ -138,9 +138,17 @@ class _Outside(Scenario):
             problems = problems or check_fresh_session(store)
             if not problems and self.copy is not None and self.then is not None:
                 problems = check_all(self.copy, self.then) or check_fresh_session(self.copy)
+        except Corrupt as error:
+            # A record of the former log stands in the restored one: everybody is asked to mend it,
+            # and nothing was deleted.
+            gone = self.history.acknowledged if "ckpt mend" in str(error) else ["mended"]
+            return [f"I2: {name} is gone: {error}" for name in gone if name not in self._there()]
         except CheckpointError as error:
             return [f"I9: {error}"]
         return problems
+
+    def _there(self) -> set[str]:
+        return {key[15:39] for key in self.bucket.keys_from("steps/", "") if "MANIFEST" in key}
 
     def _is_of_nobody(self, violation: str) -> bool:
         """A commit without files whose process was killed right behind it, got no answer when it

@@ -27,7 +27,14 @@ from ckpt.commit.invariants import (
 )
 from ckpt.commit.log import Log, LogState
 from ckpt.commit.names import MANIFEST_NAME, RESERVE_KEY, record_key
-from ckpt.commit.records import Kind, LiveEntry, Record, encode_record, manifest_digest
+from ckpt.commit.records import (
+    Kind,
+    LiveEntry,
+    Record,
+    encode_record,
+    manifest_digest,
+    record_digest,
+)
 from ckpt.commit.session import Session
 from ckpt.commit.writer import Commit
 from storage.memory import MemoryStore
@@ -43,13 +50,17 @@ def entry(attempt: str, slot: int, line: int | None = 0, *references: str) -> Li
 
 
 def record(slot: int, kind: Kind, attempt: str | None, *live: LiveEntry, epoch: int = 1) -> Record:
-    return Record(kind, slot, epoch, b"w" * 16, 0.0, attempt, live)
+    previous = b"p" * 32 if slot else None
+    return Record(kind, slot, epoch, b"w" * 16, 0.0, attempt, live, previous)
 
 
 def log_of(*records: Record) -> MemoryStore:
     store = MemoryStore()
+    previous = None
     for one in records:
-        store.put_if_absent(record_key(one.slot), encode_record(one))
+        data = encode_record(replace(one, previous=previous))
+        store.put_if_absent(record_key(one.slot), data)
+        previous = record_digest(data)
     return store
 
 
@@ -257,7 +268,7 @@ def test_i7_a_load_returns_bytes_of_its_attempt_alone() -> None:
 
 def test_i9_a_fresh_session_saves_and_loses_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     store = log_of(CLAIM, COMMIT_A)
-    assert "has a log but no FORMAT" in check_fresh_session(store)[0]
+    assert "no FORMAT object" in check_fresh_session(store)[0]
     store = MemoryStore()
     Session.claim(store)
     assert check_fresh_session(store, load=lambda state: [f"of slot {state.slot}"]) == ["of slot 0"]

@@ -20,7 +20,7 @@ import ckpt.commit.session as session_module
 from ckpt.cli import main
 from ckpt.commit.appender import Limits, Sources
 from ckpt.commit.locate import locate
-from ckpt.commit.log import BEHIND_MAX, Log
+from ckpt.commit.log import Log
 from ckpt.commit.maintenance import Maintenance
 from ckpt.commit.names import MANIFEST_NAME, record_key, step_prefix
 from ckpt.commit.ranked import SessionRegistry, open_session
@@ -236,7 +236,7 @@ def test_a_root_without_its_claim_or_its_format_is_not_the_one_that_was_claimed(
     session = claim(MemoryStore(bucket))
     session.check_root()
     bucket.remove("FORMAT")
-    with pytest.raises(LogDiverged, match="shows no root"):
+    with pytest.raises(Corrupt, match=r"no FORMAT.*ckpt mend"):
         session.check_root()
     _exchange(bucket, _objects(older))  # of the same beginning, longer, and of an older epoch
     with pytest.raises(LogDiverged):
@@ -354,25 +354,51 @@ def _first_two() -> tuple[MemoryBucket, dict[str, bytes]]:
     return bucket, backup
 
 
-def test_a_record_that_was_sent_into_another_log_counts_for_nobody(tmp_path: Path) -> None:
-    """Of its live set nothing is here. A job that holds the restored root goes on from its own."""
+@pytest.mark.parametrize("is_free", [False, True], ids=["on another record", "behind a free slot"])
+def test_a_record_sent_into_another_log_is_refused_by_all(is_free: bool) -> None:
     bucket, backup = _first_two()
-    _sent_into(backup, bucket)
+    if is_free:
+        del backup[record_key(2)]
+    _sent_into(backup, bucket)  # it acknowledges nothing
     store = MemoryStore(bucket)
-    assert [entry.slot for entry in Log(store).state().live] == [1]
-    assert Log(store).state().slot == 3 and Log(store).state().void == 1
-    events = ckpt.history(store)
-    assert [event.slot for event in events if "void" in event.problem] == [3]
-    save(claim(store), 9)
-    assert [event.slot for event in ckpt.history(store) if "void" in event.problem] == [3]
-    state = Log(store).state()
-    assert [entry.step for entry in state.live] == [1, 9] and state.void == 0
-    assert [record.slot for record in Log(store).history()] == [0, 1, 2, 4, 5]
-    Maintenance.open(store)
+    for open_root in (lambda store: Log(store).state(), claim, Maintenance.open):
+        with pytest.raises(Corrupt, match="ckpt mend"):
+            open_root(store)
 
 
-def test_a_running_job_does_not_pass_over_a_void_record_whose_checkpoint_is_here() -> None:
-    """Two logs in one: what the other has saved would be swept."""
+def test_a_claim_compares_more_links_than_a_reader() -> None:
+    """Several records in a row of another log are a row of their own."""
+    bucket = MemoryBucket()
+    session = claim(MemoryStore(bucket))
+    for step in range(1, 7):
+        save(session, step)
+    _other_branch(bucket, more=3)
+    for kind in (1, 5 << 20):
+        store = MemoryStore(bucket)
+        store.part_nbytes_min = kind
+        assert Log(store).state().slot == 9
+        with pytest.raises(Corrupt, match="ckpt mend"):
+            claim(store)
+
+
+def test_mend_takes_out_a_record_of_a_former_log(tmp_path: Path) -> None:
+    """A backup came back under a job, and one of its records arrived afterwards."""
+    url = _real_root(tmp_path / "run", range(1, 4))
+    shutil.copytree(url, backup := tmp_path / "backup")
+    _real_root(tmp_path / "run", range(4, 7))
+    late = (_slots(url) / f"{5:020d}").read_bytes()
+    shutil.rmtree(url)
+    shutil.copytree(backup, url)
+    (_slots(url) / f"{5:020d}").write_bytes(late)
+    with pytest.raises(Corrupt, match="ckpt mend"):
+        ckpt.list_steps(url)
+    mend(url)
+    assert steps_after_a_new_job(url) == [1, 2, 3]
+    assert ckpt.load({"x": torch.zeros(3)}, url).step == 3
+
+
+def test_a_running_job_does_not_append_to_two_logs_in_one() -> None:
+    """What the other has saved would be swept."""
     bucket, other = MemoryBucket(), MemoryBucket()
     session = claim(MemoryStore(bucket))
     _exchange(other, _objects(bucket))
@@ -381,25 +407,18 @@ def test_a_running_job_does_not_pass_over_a_void_record_whose_checkpoint_is_here
     save(foreign, 7)
     for key, data in _objects(other).items():
         bucket.add(key, data)
-    with pytest.raises(Corrupt, match=r"step 7 .*ckpt mend"):
+    with pytest.raises(Corrupt, match="ckpt mend"):
         save(session, 2)
-    assert [entry.step for entry in Log(MemoryStore(bucket)).state().live] == [1]
 
 
-def test_what_a_void_record_lists_beside_its_own_commit_is_no_remain() -> None:
-    """The other log had its first commit in a slot where ours has another: nobody retired it."""
-    bucket, other = MemoryBucket(), MemoryBucket()
-    ours = claim(MemoryStore(bucket))
-    _exchange(other, _objects(bucket))
-    theirs = claim(MemoryStore(other))
-    first, second = save(theirs, 7), save(theirs, 8)
-    for step in (1, 2):
-        save(ours, step)
-    objects = _objects(other)
-    for key in (record_key(second.slot), first.prefix + MANIFEST_NAME):
-        bucket.add(key, objects[key])
-    with pytest.raises(Corrupt, match=r"step 7 .*ckpt mend"):
-        save(ours, 3)
+def test_a_job_whose_first_record_is_gone_acknowledges_nothing() -> None:
+    """A new process would see none of it, if it looked from the beginning."""
+    bucket = MemoryBucket()
+    session = claim(MemoryStore(bucket))
+    save(session, 1)
+    bucket.remove(record_key(0))
+    with pytest.raises(Corrupt, match=r"slot 0.*ckpt mend"):
+        save(session, 2)
 
 
 def test_the_memory_of_a_log_never_goes_back() -> None:
@@ -408,21 +427,6 @@ def test_the_memory_of_a_log_never_goes_back() -> None:
     entry, newest = save(session, 1), save(session, 2)
     session.log.saw(session.log.record(entry.slot))
     assert session.log.newest is not None and session.log.newest.slot == newest.slot
-
-
-def test_a_record_behind_a_free_slot_counts_for_nobody_and_stops_nobody() -> None:
-    bucket, backup = _first_two()
-    for key in [record_key(2)]:
-        del backup[key]
-    _sent_into(backup, bucket)
-    store = MemoryStore(bucket)
-    assert Log(store).state().slot == 1
-    assert [event.slot for event in ckpt.history(store) if "void" in event.problem] == [3]
-    session = claim(store)
-    for step in (7, 8, 9):
-        save(session, step)
-    assert [entry.step for entry in Log(store).state().live] == [1, 7, 8, 9]
-    assert [record.slot for record in Log(store).history()] == [0, 1, 2, 4, 5, 6]
 
 
 def test_a_commit_without_its_manifest_is_taken_back_by_its_own_process() -> None:
@@ -464,13 +468,17 @@ def _hole(bucket: MemoryBucket) -> None:
     bucket.remove(record_key(4))
 
 
-def _other_branch(bucket: MemoryBucket) -> None:
+def _other_branch(bucket: MemoryBucket, *, more: int = 0) -> None:
     """As when two copies that went different ways are merged: the newest record is the other's."""
     other = MemoryBucket()
     _exchange(other, _objects(bucket))
     for last in (6, 5):
         other.remove(record_key(last))
-    save(claim(MemoryStore(other)), 99)
+        for key in other.keys_from(f"steps/{last:08d}", ""):
+            other.remove(key)
+    session = claim(MemoryStore(other))
+    for step in range(99, 100 + more):
+        save(session, step)
     bucket.remove(record_key(6))
     for key, data in _objects(other).items():
         bucket.add(key, data)
@@ -591,25 +599,4 @@ def test_nobody_writes_to_a_log_that_is_no_row(damage: Callable[[MemoryBucket], 
     for write in (claim, Maintenance.open):
         with pytest.raises(Corrupt, match="ckpt mend"):
             write(MemoryStore(bucket))
-    assert _objects(bucket) == before
-
-
-def test_many_records_behind_a_hole_are_no_accident_even_without_a_checkpoint_among_them() -> None:
-    """None of these records says that a checkpoint is lost, but a row of them is another log."""
-    bucket = MemoryBucket()
-    session = claim(MemoryStore(bucket))
-    for step in (1, 2):
-        save(session, step)
-    hole = session.state().slot + 1
-    attempt = session.state().live[0].attempt
-    for _ in range(BEHIND_MAX // 2 + 1):
-        session.pin(attempt)
-        session.unpin(attempt)
-    bucket.remove(record_key(hole))
-    before = _objects(bucket)
-    for write in (claim, Maintenance.open):
-        store = MemoryStore(bucket)
-        store.part_nbytes_min = 5 << 20  # then requests take long, and few links are compared
-        with pytest.raises(Corrupt, match=f"slot {hole}.*ckpt mend"):
-            write(store)
     assert _objects(bucket) == before

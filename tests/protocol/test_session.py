@@ -76,7 +76,7 @@ class Scripted(WrappedStore):
             raise TransientError("throttled")
         if order == "full":
             raise NoSpaceError("no space left")
-        if order != "done":
+        if order not in ("done", "answered"):  # answered: and nothing was stored
             raise OutcomeUnknownError(f"create {key}: no answer")
 
 
@@ -183,6 +183,27 @@ def test_definite_failure_leaves_nothing_unsettled(order: str, error: type[Excep
     assert save(session, 2).step == 2
 
 
+@pytest.mark.parametrize("times", [1, 50])
+def test_a_record_that_the_store_has_lost_is_sent_again(times: int) -> None:
+    """It answered 200 and stored nothing: no reason to refuse all saves of this process."""
+    store = Scripted(MemoryStore())
+    session = claim(store)
+    first = save(session, 1)
+    store.script = ["answered"] * times
+    if times == 1:
+        second = save(session, 2)
+    else:
+        with pytest.raises(OutcomeUnknown):
+            save(session, 2)
+        store.script = []
+        settled = session.settle()
+        assert settled is not None and settled.landed
+        second = settled.record.live[-1]
+    third = save(session, 3)
+    session.retire(first.attempt)
+    assert Log(store).state().live == (second, third)
+
+
 def test_definite_failure_after_an_unanswered_try_settles_nothing() -> None:
     store = Scripted(MemoryStore())
     session = claim(store)
@@ -263,7 +284,7 @@ def test_log_without_format_is_not_claimed_anew() -> None:
     store = MemoryStore()
     save(claim(store), 1)
     store.delete("FORMAT")
-    with pytest.raises(Corrupt, match="has a log but no FORMAT"):
+    with pytest.raises(Corrupt, match=r"no FORMAT object.*ckpt mend"):
         claim(store)
 
 

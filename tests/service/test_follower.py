@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import random
+import shutil
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -24,8 +25,15 @@ from ckpt.cli import main
 from ckpt.commit.leases import LEASE_SECONDS_MAX, lease_key, leased, leases_of
 from ckpt.commit.locate import live_entries
 from ckpt.commit.maintenance import Maintenance
-from ckpt.commit.new_commits import IDLE_LOOKS
-from ckpt.errors import CheckpointError, LoadInterrupted, LogDiverged, Mismatch, NoCheckpoint
+from ckpt.commit.new_commits import AGAIN_MAX
+from ckpt.errors import (
+    CheckpointError,
+    Corrupt,
+    LoadInterrupted,
+    LogDiverged,
+    Mismatch,
+    NoCheckpoint,
+)
 from ckpt.loading.load import LoadOptions
 from ckpt.loading.plan import ReadPath
 from ckpt.service.followed import followed
@@ -173,17 +181,16 @@ def test_digests_prove_what_was_written_again(store: CountingStore) -> None:
     assert is_at(net, 1)
 
 
-def test_an_idle_poll_is_one_small_request(store: CountingStore) -> None:
+def test_an_idle_poll_is_two_small_requests(store: CountingStore) -> None:
     save(store, 1)
     follower = follower_of(Net(), store)
     follower.poll()
     follower.swap()
     store.reset()
-    for _ in range(IDLE_LOOKS - 1):
+    for _ in range(5):
         assert follower.poll() is None
-    assert store.stats.requests == {"info": IDLE_LOOKS - 1}
-    follower.poll()  # and now and then it looks whether the root is still the one it was
-    assert store.stats.requests == {"info": IDLE_LOOKS + 2, "get": 2}
+    # Whether the newest record is still there, and whether another one is.
+    assert store.stats.requests == {"info": 10, "get": 5}
 
 
 def test_what_lies_elsewhere_now_is_read_again(store: CountingStore) -> None:
@@ -278,13 +285,10 @@ def test_a_damaged_step_is_passed_over_for_the_one_before(tmp_path: Path) -> Non
     assert "checksum" in update.skipped[0].reason and is_at(net, 1)
     follower.swap()
     assert is_at(net, 100)
-    store.reset()
-    assert follower.poll() is None
-    assert store.stats.requests == {"info": 1}, "what is damaged is not tried again"
     save(open_store(str(root)), 300)
     flip(root, 300)
     assert follower.poll() is None and is_at(net, 100)
-    assert [one.step for one in follower.skipped] == [200, 300]
+    assert {one.step for one in follower.skipped} == {200, 300}
     with pytest.raises(NoCheckpoint, match="no checkpoint of step 300 that is whole"):
         follower.go_to(300)
 
@@ -447,9 +451,6 @@ def test_a_root_that_moves_away_is_reported_and_found_again(tmp_path: Path) -> N
     follower.swap()
     root.rename(tmp_path / "elsewhere")
     with pytest.raises(LogDiverged, match="it is gone"):
-        for _ in range(IDLE_LOOKS):
-            follower.poll()
-    with pytest.raises(LogDiverged, match="it is gone"):
         follower.poll()
     assert is_at(net, 1)
     (tmp_path / "elsewhere").rename(root)
@@ -462,9 +463,88 @@ def test_a_root_that_moves_away_is_reported_and_found_again(tmp_path: Path) -> N
     for step in range(5):
         ckpt.save({"model": Net().set_to(step)}, open_store(str(root)), step=step)
     with pytest.raises(LogDiverged, match="another training"):
-        for _ in range(IDLE_LOOKS):
-            follower.poll()
+        follower.poll()
     assert is_at(net, 2)
+
+
+def test_a_root_replaced_by_its_backup_is_reported_at_once(tmp_path: Path) -> None:
+    """Whatever was saved there since: the log may even be longer than before."""
+    for later in (0, 1, 9):
+        root = tmp_path / f"run{later}"
+        save(open_store(str(root)), 1)
+        shutil.copytree(root, backup := tmp_path / f"backup{later}")
+        for step in (2, 3):
+            save(open_store(str(root)), step)
+        follower = follower_of(Net(), open_store(str(root)))
+        follower.poll()
+        shutil.rmtree(root)
+        shutil.copytree(backup, root)
+        ckpt.forget(str(root))
+        for step in range(100, 100 + later):
+            save(open_store(str(root)), step)
+        for _ in range(2):
+            with pytest.raises(LogDiverged, match="slot 3 of its log"):
+                follower.poll()
+
+
+def test_a_lost_log_is_reported_at_once(tmp_path: Path) -> None:
+    save(open_store(str(tmp_path)), 1)
+    follower = follower_of(Net(), open_store(str(tmp_path)))
+    follower.poll()
+    shutil.rmtree(tmp_path / "log")
+    with pytest.raises(LogDiverged):
+        follower.poll()
+    with pytest.raises(Corrupt, match="ckpt mend"):
+        follower_of(Net(), open_store(str(tmp_path))).poll()
+
+
+@pytest.mark.parametrize("what", ["MANIFEST", "*.safetensors"])
+def test_files_that_arrive_after_the_log_are_waited_for(tmp_path: Path, what: str) -> None:
+    """As in a mirror, or where a bucket is replicated; the last checkpoint of a training, too."""
+    save(open_store(str(tmp_path)), 1)
+    net = Net()
+    follower = follower_of(net, open_store(str(tmp_path)))
+    late = [*(tmp_path / "steps").glob(f"*/{what}")]
+    for path in late:
+        path.rename(tmp_path / path.name)
+    for _ in range(2):
+        with pytest.raises(NoCheckpoint, match="step 1 "):
+            follower.poll()  # there is nothing else
+    for path in late:
+        (tmp_path / path.name).rename(path)
+    assert follower.poll() is not None
+    follower.swap()
+    save(open_store(str(tmp_path)), 2)
+    (path,) = [*(tmp_path / "steps").glob(f"00000002-*/{what}")]
+    path.rename(tmp_path / path.name)
+    assert [follower.poll() for _ in range(4)] == [None] * 4
+    (tmp_path / path.name).rename(path)
+    updates = [follower.poll() for _ in range(AGAIN_MAX)]
+    assert any(update is not None and update.step == 2 for update in updates)
+    follower.swap()
+    assert is_at(net, 2)
+
+
+def test_damage_is_looked_at_again_and_ever_more_rarely(tmp_path: Path) -> None:
+    store = CountingStore(open_store(str(tmp_path)))
+    net = Net()
+    follower = follower_of(net, store)
+    for step in (1, 100):
+        save(open_store(str(tmp_path)), step)
+    flip(tmp_path, 100)
+    follower.poll()
+    follower.swap()
+    assert is_at(net, 1)
+    looks = []
+    for _ in range(100):
+        store.reset()
+        assert follower.poll() is None
+        looks.append(sum(store.stats.requests.values()) > 3)
+    assert [number for number, looked in enumerate(looks, 1) if looked] == [1, 3, 7, 15, 31, 63, 95]
+    flip(tmp_path, 100)  # back
+    assert any(follower.poll() is not None for _ in range(AGAIN_MAX))
+    follower.swap()
+    assert is_at(net, 100)
 
 
 # Leases ----------------------------------------------------------------------------------------

@@ -198,7 +198,7 @@ def test_salvage_rebuilds_the_manifest_to_the_byte(
     before = manifest.read_bytes()
     manifest.unlink()
     assert main(["verify", root]) == 1
-    assert "ckpt salvage" in capsys.readouterr().err
+    assert "ckpt mend" in capsys.readouterr().err
     assert main(["salvage", root, "--dry-run"]) == 0
     assert not manifest.exists()
     assert main(["salvage", root]) == 0

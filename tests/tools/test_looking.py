@@ -81,9 +81,8 @@ def test_log_command(root: str, capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_removed_record_is_named(root: str) -> None:
     (Path(root) / record_key(2)).unlink()
-    with pytest.raises(Corrupt, match=r"00002 was removed.*ckpt ls"):
+    with pytest.raises(Corrupt, match=r"slot 2.*ckpt mend"):
         ckpt.history(root)
-    assert len(ckpt.history(root, count=1)) == 1
 
 
 @pytest.mark.parametrize(

@@ -65,11 +65,11 @@ def add_mend(commands: Commands) -> None:
     command = commands.add(
         "mend",
         "keeping:mend_log",
-        "repair a log that was rolled back, restored in part or merged; nothing is removed",
+        "bring back every whole checkpoint where log, FORMAT or MANIFESTs were lost or damaged",
         "ckpt mend runs/7b --dry-run\nckpt mend runs/7b",
     )
     add_url(command, "a root: a path, s3://bucket/prefix, or any url of fsspec")
-    command.add_argument("--dry-run", action="store_true", help="report only; append nothing")
+    command.add_argument("--dry-run", action="store_true", help="report only; write nothing")
     add_json(command)
 
 

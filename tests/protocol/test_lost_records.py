@@ -1,0 +1,236 @@
+"""A root that has lost objects ends in an error with a command, which brings all of it back.
+
+Method: a root of twelve records (two sessions, retired, pinned and shared checkpoints, a live set
+in segments) is saved once. For each loss, a copy of it in memory without those objects is opened as
+restore, load, ls and a claim open it: the result is that of the whole root, or an error or a
+warning that names `ckpt mend`. Then that command runs, and every checkpoint is loaded.
+"""
+
+from __future__ import annotations
+
+import logging
+import shutil
+from collections.abc import Callable, Iterator
+from itertools import combinations
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import ckpt
+from ckpt.commit import live as live_module
+from ckpt.commit.appender import Limits, Sources
+from ckpt.commit.log import FORMAT_KEY, Log
+from ckpt.commit.maintenance import Maintenance
+from ckpt.commit.names import LOG_PREFIX, MANIFEST_NAME, record_key
+from ckpt.commit.session import Session
+from ckpt.errors import CheckpointError
+from ckpt.service.restore import _newest_first
+from ckpt.tools.mend import mend
+from storage.errors import StorageError
+from storage.memory import MemoryBucket, MemoryStore
+from storage.store import Store
+
+RECORDS = 12
+LIVE = (2, 4, 5, 6, 7)  # steps, in the order of their commits
+
+Objects = dict[str, bytes]
+
+
+def state_of_step(step: int) -> dict[str, torch.Tensor]:
+    return {"same": torch.ones(5000), "own": torch.arange(3) + step}
+
+
+def blank() -> dict[str, torch.Tensor]:
+    return {"same": torch.zeros(5000), "own": torch.zeros(3, dtype=torch.int64)}
+
+
+@pytest.fixture(scope="module")
+def whole() -> Objects:
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in {"RECORD_NBYTES": 600, "LISTED_MIN": 2, "MERGE_RATIO": 1}.items():
+            patch.setattr(live_module, name, value)
+        store = MemoryStore(bucket := MemoryBucket(), name="whole")
+        maintenance = None
+        for step in range(1, 8):
+            if step == 5:
+                ckpt.forget(store)
+            ckpt.save(state_of_step(step), store, step=step, dedup=step in (6, 7))
+            maintenance = maintenance or Maintenance.open(store)
+            attempts = {entry.step: entry.attempt for entry in maintenance.state().live}
+            if step == 3:
+                maintenance.retire(attempts[1])
+            if step == 4:
+                maintenance.pin(attempts[2])
+            if step == 5:
+                maintenance.retire(attempts[3])
+        ckpt.forget(store)
+    objects = {key: store.get(key) for key in bucket.keys_from("", "")}
+    assert sum(key.startswith(f"{LOG_PREFIX}0") for key in objects) == RECORDS
+    return objects
+
+
+def without(objects: Objects, *lost: str) -> Store:
+    bucket = MemoryBucket()
+    for key, data in objects.items():
+        if not key.startswith(lost) or not lost:
+            bucket.add(key, data)
+    return MemoryStore(bucket, name="root")
+
+
+def losable(objects: Objects) -> list[str]:
+    """FORMAT, all records and segments, and the MANIFESTs."""
+    ends = (FORMAT_KEY, MANIFEST_NAME)
+    return [key for key in objects if key.startswith(LOG_PREFIX) or key.endswith(ends)]
+
+
+def claimed(store: Store) -> list[int]:
+    """What a job finds that saves there; what it deletes, it deletes."""
+    no_pause = Sources(pause=lambda seconds: None)
+    session = Session.claim(store, sources=no_pause, limits=Limits(tries_max=2))
+    session.sweep()
+    return [entry.step for entry in session.state().live]
+
+
+OPENS: dict[str, Callable[[Store], object]] = {
+    "restore": lambda store: [row[0] for row in _newest_first(store, None, "").entries][:1],
+    "load": lambda store: ckpt.load(blank(), store).step,
+    "ls": lambda store: [entry.step for entry in ckpt.list_steps(store)],
+}
+
+
+def assert_reported(objects: Objects, lost: tuple[str, ...], log: pytest.LogCaptureFixture) -> None:
+    expected = {"restore": [7], "load": 7, "ls": list(LIVE)}
+    for name, opened in OPENS.items():
+        log.clear()
+        store = without(objects, *lost)
+        try:
+            seen = opened(store)
+        except CheckpointError as error:
+            assert "ckpt mend" in str(error), (name, lost, error)
+            continue
+        uncommitted = Log(store).state().uncommitted
+        # The command `ls` prints it. A load says nothing of a save that is being written.
+        if uncommitted and (name == "ls" or not uncommitted[-1].is_written):
+            assert name != "restore" or "ckpt mend" in log.text
+            continue
+        assert seen == expected[name] or "ckpt mend" in log.text, (name, lost, seen)
+
+
+def assert_all_is_back(store: Store, lost: tuple[str, ...]) -> None:
+    before = {key: store.get(key) for key in _keys(store)}
+    mend(store)
+    assert {key: store.get(key) for key in before} == before, "nothing is changed or deleted"
+    assert_loads(store, lost)
+    count = len(_keys(store))
+    report = mend(store)
+    assert len(_keys(store)) == count, f"{lost}: there is nothing to do a second time"
+    assert not report.brought_back and not report.lost, (lost, report)
+    assert claimed(store) == list(LIVE), lost
+
+
+def assert_loads(store: Store, lost: tuple[str, ...]) -> None:
+    assert [entry.step for entry in ckpt.list_steps(store)] == list(LIVE), lost
+    keys = _keys(store)
+    assert sum(key.endswith(MANIFEST_NAME) for key in keys) == len(LIVE)
+    # Nothing else is lost; of pairs, one load is enough.
+    for step in (None, *LIVE) if len(lost) == 1 else (LIVE[len(keys) % 5],):
+        state = blank()
+        assert ckpt.load(state, store, step=step).step == (step or 7), lost
+        assert torch.equal(state["own"], state_of_step(step or 7)["own"])
+    assert _newest_first(store, None, "").entries[0][0] == 7
+
+
+def _keys(store: Store) -> list[str]:
+    return [info.key for info in store.list("")]
+
+
+def losses(objects: Objects, count: int) -> Iterator[tuple[str, ...]]:
+    yield from combinations(losable(objects), count)
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_every_loss_is_reported_and_mended(
+    whole: Objects, count: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.WARNING)
+    for lost in losses(whole, count):
+        assert_reported(whole, lost, caplog)
+        assert_all_is_back(without(whole, *lost), lost)
+
+
+@pytest.mark.parametrize(
+    "lost",
+    [
+        (LOG_PREFIX,),
+        (LOG_PREFIX, FORMAT_KEY),
+        tuple(record_key(slot) for slot in range(6)),
+        tuple(record_key(slot) for slot in range(6, 12)),
+        tuple(record_key(slot) for slot in range(1, 12)),
+        (f"{LOG_PREFIX}live/", record_key(11)),
+    ],
+    ids=["log", "log and FORMAT", "the first half", "the second half", "all but one", "segments"],
+)
+def test_larger_losses_are_reported_and_mended(
+    whole: Objects, lost: tuple[str, ...], caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.WARNING)
+    assert_reported(whole, lost, caplog)
+    assert_all_is_back(without(whole, *lost), lost)
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_no_job_deletes_a_checkpoint_after_a_loss(whole: Objects, count: int) -> None:
+    """It is refused, or what it sweeps is no more than one save that may have died."""
+    manifests = {key for key in whole if key.endswith(MANIFEST_NAME)}
+    newest = record_key(RECORDS - 1)
+    for lost in [*losses(whole, count), (LOG_PREFIX,)]:
+        store = without(whole, *lost)
+        for _ in range(2):
+            try:
+                claimed(store)
+            except CheckpointError as error:
+                assert "ckpt mend" in str(error), lost
+        gone = {key for key in manifests if not key.startswith(lost)} - set(_keys(store))
+        assert len(gone) <= (newest in lost), (lost, gone)
+
+
+def test_what_mend_could_not_bring_back_is_refused_no_longer(whole: Objects) -> None:
+    """Two MANIFESTs whose COMMIT and data are lost: nobody has to do more than to mend."""
+    lost: tuple[str, ...] = (record_key(10), record_key(11))
+    data = tuple(key for key in whole if key.startswith(("steps/00000006", "steps/00000007")))
+    lost += tuple(key for key in data if not key.endswith(MANIFEST_NAME))
+    store = without(whole, *lost)
+    with pytest.raises(CheckpointError, match="ckpt mend"):
+        ckpt.list_steps(store)
+    mend(store)
+    assert [entry.step for entry in ckpt.list_steps(store)] == [2, 4, 5]
+    assert claimed(store) == [2, 4, 5]
+    assert not any(key in _keys(store) for key in data), "the next job deletes what is left"
+
+
+@pytest.mark.parametrize("options", [{"compression": "zstd"}, {"encryption_key": bytes(range(32))}])
+def test_an_encoded_root_gets_its_own_format_back(options: dict[str, Any], tmp_path: Path) -> None:
+    url = str(tmp_path / "run")
+    how: Any = {"storage_options": options}
+    for step in (1, 2):
+        ckpt.save(state_of_step(step), url, step=step, **how)
+    ckpt.forget(url)
+    before = (tmp_path / "run" / FORMAT_KEY).read_bytes()
+    shutil.rmtree(tmp_path / "run" / "log")
+    (tmp_path / "run" / FORMAT_KEY).unlink()
+    with pytest.raises((CheckpointError, StorageError)):
+        mend(url)  # without the key or the option: nothing is written
+    assert not (tmp_path / "run" / FORMAT_KEY).exists()
+    mend(url, **how)
+    assert (tmp_path / "run" / FORMAT_KEY).read_bytes() == before
+    assert ckpt.load(blank(), url, **how).step == 2
+
+
+def test_a_dry_run_writes_nothing(whole: Objects, capsys: pytest.CaptureFixture[str]) -> None:
+    store = without(whole, LOG_PREFIX, FORMAT_KEY)
+    before = _keys(store)
+    report = mend(store, dry_run=True)
+    assert [entry.step for entry in report.brought_back] == list(LIVE) and report.format_written
+    assert _keys(store) == before

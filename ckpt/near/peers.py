@@ -40,7 +40,6 @@ PART_NBYTES = 4 * MIB
 SEND_SECONDS_MAX = 300.0  # for one near save; less than ranks wait for each other in a round
 PEER_SECONDS = 20.0  # that requests to one peer are repeated
 PAUSES_SECONDS = (30.0, 600.0)  # before a peer that did not answer is tried again: first, longest
-_LOOPBACK = "127.0.0.1"
 
 
 @dataclass(frozen=True, slots=True)
@@ -240,7 +239,7 @@ def _address(networks: Sequence[Sequence[str]], rank: int) -> str:
     """By which the others reach this host: on one machine, the loopback. Raises StorageError."""
     network, address = networks[rank]
     if network and len({one for one, _ in networks}) == 1:
-        return _LOOPBACK
+        return _loopback()
     if address:
         return address
     # Where the rendezvous is on this machine, it says nothing of the way to others: they do.
@@ -253,6 +252,14 @@ def _address(networks: Sequence[Sequence[str]], rank: int) -> str:
         "copies of near checkpoints: no address is known by which other hosts reach this one; "
         "pass Near(..., address=...) with this host's own address on every host"
     )
+
+
+def _loopback() -> str:
+    """The loopback address of this host, which may have IPv6 alone."""
+    with suppress(OSError), socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return "127.0.0.1"
+    return "::1"
 
 
 def _family(address: str) -> socket.AddressFamily:

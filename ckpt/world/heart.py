@@ -85,6 +85,7 @@ class Heart:
         self._tasks: deque[Callable[[], None]] = deque()
         self._links: dict[Neighbour, Link] = {}
         self._nameless: dict[Link, None] = {}  # accepted, and have not said who they are
+        self._strangers = 0  # that have connected
         self._unsent: dict[Neighbour, list[bytes]] = {}  # for children that have not connected yet
         self._lost: dict[Neighbour, str] = {}
         self._worlds: dict[bytes, Receiver] = {}
@@ -337,7 +338,11 @@ class Heart:
         except ValueError as error:
             if link.neighbour is not None:
                 raise
-            logger.warning("a connection that is none of ours was ended: %s", error)
+            # A port scan must not fill the log: the first is told, the second, the fourth, ...
+            self._strangers += 1
+            if self._strangers & (self._strangers - 1) == 0:
+                text = "a connection that is none of ours was ended (%d so far): %s"
+                logger.warning(text, self._strangers, error)
             self._end(link)
 
     def _take(self, link: Link, frame: Frame) -> None:

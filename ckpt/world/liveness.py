@@ -141,7 +141,7 @@ class Card(NamedTuple):
         """A connection to that process, by its first address that answers. Raises OSError."""
         hosts = list(self.hosts)
         if self.network and self.network == this_network():
-            hosts = ["127.0.0.1"]
+            hosts = ["127.0.0.1", "::1"]  # a host may have one of them alone
         until = time.monotonic() + seconds
         error: OSError = OSError("it has no address")
         for index, host in enumerate(hosts):
@@ -149,7 +149,8 @@ class Card(NamedTuple):
             try:
                 return socket.create_connection((host, self.port), timeout=max(0.1, left))
             except OSError as failed:
-                error = failed
+                # A closed port says more than an address that is not there.
+                error = error if isinstance(error, ConnectionRefusedError) else failed
             except UnicodeError as failed:  # Python refuses to look up some names, as of 64 letters
                 error = OSError(f"host {host!r}: {failed}")
         raise error

@@ -403,6 +403,22 @@ PEERS = (
         test="tests/storage/test_peers.py::test_uploads_are_bounded",
     ),
     Mutant(
+        "ranks accept any token",
+        "ckpt/world/heart.py",
+        "        if greet is None or not secrets.compare_digest(\n"
+        "            frame.name.encode(), self.card.token.encode()\n"
+        "        ):\n",
+        "        if greet is None:\n",
+        test="tests/protocol/test_broken_connections.py::test_a_stranger_is_no_rank",
+    ),
+    Mutant(
+        "no time bound on a peer's body",
+        _SERVER,
+        "        self.server.allow(self.connection, HEAD_SECONDS + nbytes / RATE_MIN)\n",
+        "",
+        test="tests/storage/test_peers.py::test_a_body_that_does_not_come_ends",
+    ),
+    Mutant(
         "what a sender leaves behind stays",
         _SERVER,
         "if now > u.touched + UPLOAD_SECONDS]",

@@ -7,6 +7,8 @@ number of bytes, at every byte of a small exchange and of what a new connection 
 from __future__ import annotations
 
 import contextlib
+import errno
+import functools
 import itertools
 import os
 import selectors
@@ -25,7 +27,7 @@ import torch.distributed as dist
 from ckpt.errors import RankFailed
 from ckpt.world.frames import Frame, FrameKind, MiB
 from ckpt.world.heart import Heart
-from ckpt.world.link import Link, Neighbour
+from ckpt.world.link import Link, Neighbour, again, hello
 from ckpt.world.liveness import Card
 from ckpt.world.torch_world import TorchWorld
 from tests.protocol.test_world_counts import ranks_of
@@ -387,3 +389,42 @@ def test_processes_whose_connections_break_go_on_and_still_notice_a_death() -> N
     expected = [[b"%d" % number] * 3 for number in range(12)]
     for rank in (0, 2):
         assert results[rank] == (expected, "rank 1 has died in phase 'last'")
+
+
+def test_a_stranger_is_no_rank(caplog: pytest.LogCaptureFixture) -> None:
+    """Who greets without the token is sent away, however often; the log keeps a few lines of it."""
+    heart: Any = Heart(0, ())
+    stranger = Heart(1, ())
+    try:
+        guessed = heart.card._replace(token="0" * 32)
+        for greeting in (hello, functools.partial(again, number=1, received=0)):
+            for _ in range(20):
+                with heart.card.connect(GUARD_SECONDS) as sock:
+                    sock.settimeout(GUARD_SECONDS)
+                    sock.sendall(greeting(stranger.card, guessed))
+                    with contextlib.suppress(ConnectionError):
+                        assert sock.recv(100) == b""
+        assert not heart._links
+        lines = [record for record in caplog.records if "none of ours" in record.getMessage()]
+        assert 1 <= len(lines) <= 7
+    finally:
+        heart.stop()
+        stranger.stop()
+
+
+def test_a_rank_without_127_0_0_1_is_reached(monkeypatch: pytest.MonkeyPatch) -> None:
+    heart: Any = Heart(0, ())
+    connect = socket.create_connection
+
+    def without(address: tuple[str, int], *args: Any, **kwargs: Any) -> socket.socket:
+        if address[0] == "127.0.0.1":
+            raise OSError(errno.EADDRNOTAVAIL, "Cannot assign requested address")
+        return connect(address, *args, **kwargs)
+
+    monkeypatch.setattr(socket, "create_connection", without)
+    try:
+        if not socket.has_dualstack_ipv6():
+            pytest.skip("no IPv6 here")
+        heart.card.connect(GUARD_SECONDS).close()
+    finally:
+        heart.stop()

@@ -282,6 +282,18 @@ def test_connections_are_bounded_and_slow_ones_end(
     assert client(server).get("a") == b"x"
 
 
+def test_a_body_that_does_not_come_ends(
+    server: PeerServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(peer_server, "HEAD_SECONDS", 0.2)
+    with socket.create_connection(("127.0.0.1", server.port), 30) as sock:
+        sock.sendall(authorized("GET /o/a"))
+        assert b" 404 " in sock.recv(10_000)  # from now on the connection may be idle for long
+        sock.sendall(authorized("PUT /o/a", "Content-Length: 1000") + b"x")
+        assert b" 2" not in sock.recv(1000)[:13]
+    assert not client(server).exists("a")
+
+
 def test_uploads_are_bounded(server: PeerServer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(peer_server, "UPLOADS_MAX", 2)
     store = client(server, policy=NO_RETRY)

@@ -19,7 +19,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import botocore.loaders
 import botocore.session
 import s3fs
 from fsspec.asyn import sync
@@ -119,12 +118,12 @@ def regions() -> list[str]:
 @contextmanager
 def models_read_once() -> Iterator[None]:
     """Every session reads botocore's models of 10 MiB anew, and there are thousands of them."""
-    create = botocore.loaders.create_loader
-    botocore.loaders.create_loader = functools.cache(create)
+    create = botocore.session.create_loader
+    botocore.session.create_loader = functools.cache(create)
     try:
         yield
     finally:
-        botocore.loaders.create_loader = create
+        botocore.session.create_loader = create
 
 
 class _Stopped(BaseException):

@@ -108,7 +108,9 @@ class _Views(torch.autograd.Function):
         ctx.store = weakref.ref(store)
         ctx.set_materialize_grads(False)
         views = store.make_views()
-        expect_gradients_in(ctx, store.view_grad_dtypes)
+        if store.view_grad_dtypes is not None:
+            wanted = zip(store.view_grad_dtypes, trainable, strict=True)
+            expect_gradients_in(ctx, [dtype if trains else None for dtype, trains in wanted])
         ctx.mark_non_differentiable(
             *(view for view, wants in zip(views, trainable, strict=True) if not wants)
         )

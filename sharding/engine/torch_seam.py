@@ -105,12 +105,11 @@ def set_grad_dtype(tensor: torch.Tensor, wanted: GradDtype | None) -> None:
         given.grad_dtype = wanted.dtype
 
 
-def expect_gradients_in(ctx: Any, dtypes: Sequence[torch.dtype | None] | None) -> None:
+def expect_gradients_in(ctx: Any, dtypes: Sequence[torch.dtype | None]) -> None:
     """Have autograd bring the gradient of each output of a function into this dtype, or take it as
-    it comes where there is None. Without any, each output's own dtype is meant.
+    it comes where there is None, as it must be for outputs without a gradient.
     """
-    if dtypes is not None:
-        ctx.set_output_grad_dtype(*dtypes)
+    ctx.set_output_grad_dtype(*dtypes)
 
 
 def call_after_backward(callback: Callable[[], None]) -> None:

@@ -136,6 +136,19 @@ def two_backwards(model: Any, batch: torch.Tensor, number: int) -> None:
         model(batch * (1 + micro)).float().square().sum().backward()
 
 
+def freeze(model: Any) -> None:
+    model.second.weight.requires_grad_(False)
+    model.norm.weight.requires_grad_(False)
+
+
+def frozen_members(hybrid: bool) -> list[str]:
+    return [
+        f"{name}: {one}"
+        for name in ("bf16", "none")
+        for one in compare(POLICIES[name], change=freeze, hybrid=hybrid)
+    ]
+
+
 def keep_norms(param: nn.Parameter) -> torch.dtype | None:
     return param.dtype if param.dim() == 1 else None
 
@@ -194,7 +207,7 @@ def all_grad_dtypes(hybrid: bool) -> list[str]:
 
 
 @pytest.mark.parametrize("hybrid", [False, True])
-@pytest.mark.parametrize("draws", [all_policies, all_grad_dtypes])
+@pytest.mark.parametrize("draws", [frozen_members, all_policies, all_grad_dtypes])
 def test_dtypes_equal_torch_bit_for_bit(draws: Any, hybrid: bool) -> None:
     for found in run_ranks(4 if hybrid else 2, draws, hybrid):
         assert not found, "\n".join(found[:20])

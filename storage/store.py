@@ -126,6 +126,11 @@ class Store(ABC):
     def learn_encoding(self, known: bytes) -> None:  # noqa: B027 - most stores need not know
         """Take what `known_encoding` of another process gave. Raises as reading FORMAT does."""
 
+    def begin_root(self, root: str) -> None:  # noqa: B027 - most stores need not know
+        """What is written from now on belongs to the new root of this id (32 hex digits), whose
+        FORMAT comes last.
+        """
+
     @property
     def patience(self) -> Patience | None:
         """How long requests that fail are repeated here, and may be changed; None where nobody

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from types import SimpleNamespace
 from typing import Any
 
-from storage.encoding.store import ENCODING_OPTIONS, EncodedStore, EncodingOptions
+from storage.encoding.store import ENCODING_OPTIONS, EXPECT_ROOT, EncodedStore, EncodingOptions
 from storage.errors import InvalidUrlError
 from storage.keys import check_key, redacted
 from storage.local import LocalStore
@@ -56,7 +56,7 @@ def options_of_other(
     inherited = {
         name: value
         for name, value in (options or {}).items()
-        if is_same or name in ENCODING_OPTIONS
+        if (is_same or name in ENCODING_OPTIONS) and name != EXPECT_ROOT
     }
     return {**inherited, **own}
 
@@ -88,6 +88,7 @@ def open_store(
     the path of a file with them, or a function that returns them for the id of a key) and
     `compression` ("zstd", or with a level "zstd:3"). They say how a new root is encoded; of an
     existing one, only the key of an encrypted one has to be given. See `storage.encoding`.
+    `expect_root`, the id of a root (32 hex digits), refuses every other root at `url`.
 
     `retry` applies to stores behind a network, those of callers included unless they repeat what
     fails themselves; None means the usual policy. Raises InvalidUrlError.

@@ -47,6 +47,9 @@ class WrappedStore(Store):
     def learn_encoding(self, known: bytes) -> None:
         self.inner.learn_encoding(known)
 
+    def begin_root(self, root: str) -> None:
+        self.inner.begin_root(root)
+
     @property
     def patience(self) -> Patience | None:
         return self.inner.patience

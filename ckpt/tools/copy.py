@@ -231,6 +231,7 @@ def copy_root(
         raise NoCheckpoint(f"{source.url} has no checkpoint yet: there is nothing to copy")
     copied = [_CheckpointToCopy(entry, _manifest_of(source, entry)) for entry in live]
     root = _new_root(read_format(source).root, live)
+    target.begin_root(root)
     records, segments = _records(root, copied)
     meter = CopyMeter(sum(manifest.own_nbytes for _, manifest in copied), progress)
     # References lead to step directories that are copied too, under the names that they have.

@@ -137,6 +137,7 @@ def mend(
         root = read_format(store).root if has_format else files.root
         if not has_format:
             store.put_if_absent(FORMAT_KEY, encode_format(root))
+            read_format(store)
         # Raises StoreRefused where an append could overwrite the record of another writer.
         must_look_first(store, root, False, Limits())
         for salvaged in files.salvaged.values():

@@ -93,6 +93,7 @@ def _secret(source: Any, wanted_id: str, url: str) -> bytes:
     # Neither its bytes nor its repr: a key with one digit too few is nearly the key.
     if not isinstance(secret, bytes | bytearray) or len(secret) != KEY_NBYTES:
         what = f"{len(secret)} bytes" if isinstance(secret, bytes | bytearray) else "no bytes"
+        del secret, source  # pages of errors show the variables of a traceback
         raise InvalidUrlError(
             f"{url}: {origin} gave {what}; a key is {KEY_NBYTES} random bytes, such as "
             "os.urandom(32), and a file holds them as they are or as 64 hex digits"
@@ -104,7 +105,8 @@ def _read_file(path: str | os.PathLike[str], url: str) -> bytes:
     try:
         with open(os.path.expanduser(path), "rb") as file:
             mode = os.fstat(file.fileno()).st_mode
-            data = file.read(_FILE_NBYTES_MAX)
+            # Not read: pages of errors show the variables of a traceback.
+            data = b"" if mode & 0o007 else file.read(_FILE_NBYTES_MAX)
     except OSError as error:
         raise InvalidUrlError(
             f"{url}: the key file {os.fspath(path)} cannot be read: {error.strerror}"

@@ -21,10 +21,11 @@ END = b"SHPTEND1"
 BLOCK_NBYTES = 1 << 20  # and never more: what decoding one block may cost
 CIPHERS = ("none", "aes-256-gcm")
 COMPRESSIONS = ("none", "zstd")
-_FOOTER = struct.Struct("<BBHIQQI8s32s8s")
+_FOOTER = struct.Struct("<BBHIQQI8s16s32s8s")
 _ENTRY = struct.Struct("<QIB")  # where a block is stored, its bytes with the tag, how it is coded
 _INDEX_NUMBER = 0  # blocks have theirs and one more
 FOOTER_NBYTES = _FOOTER.size
+NO_ROOT = bytes(16)  # of an object that was written where there is no root
 
 
 class Grid(NamedTuple):
@@ -82,6 +83,7 @@ class Codec(NamedTuple):
 
     secret: EncryptionKey | None
     zstd: Zstd | None
+    root: bytes = NO_ROOT  # its id
 
 
 class ObjectEncoder:
@@ -114,7 +116,7 @@ class ObjectEncoder:
 
     def end(self, entries: Sequence[BlockPlace]) -> bytes:
         """What follows the last block; `entries` in the order of the blocks' numbers."""
-        secret, zstd = self._codec
+        secret, zstd, root = self._codec
         footer = _FOOTER.pack(
             CIPHERS.index("none" if secret is None else "aes-256-gcm"),
             COMPRESSIONS.index("none" if zstd is None else "zstd"),
@@ -124,6 +126,7 @@ class ObjectEncoder:
             self.grid.part_nbytes,
             self._index_nbytes,
             bytes(8) if secret is None else bytes.fromhex(secret.id),
+            root,
             self._salt,
             END,
         )
@@ -139,6 +142,7 @@ class Footer(NamedTuple):
     grid: Grid
     index_nbytes: int
     key_id: str  # "" without a cipher
+    root: bytes
     salt: bytes
     data: bytes
 
@@ -151,7 +155,7 @@ class Footer(NamedTuple):
                 f"{where} is not encoded, although its root is: it was cut, or put there by "
                 "something else than this library"
             )
-        cipher, compression, rest, block, nbytes, part, index_nbytes, key_id, salt, _ = (
+        cipher, compression, rest, block, nbytes, part, index_nbytes, key_id, root, salt, _ = (
             _FOOTER.unpack(data)
         )
         if cipher > 1 or compression > 1 or rest or not 0 < block <= BLOCK_NBYTES or not part:
@@ -162,6 +166,7 @@ class Footer(NamedTuple):
             Grid(nbytes, part, block),
             index_nbytes,
             key_id.hex() if cipher else "",
+            root,
             salt,
             data,
         )
@@ -175,12 +180,9 @@ class ObjectIndex:
         footer: Footer,
         tagged: bytes | memoryview,
         secret: EncryptionKey | None,
-        name: str,
         where: str,
     ) -> None:
-        """`tagged` is the index as stored. Raises CorruptObjectError unless it is that of the
-        object `name`, or one name ends with the other.
-        """
+        """`tagged` is the index as stored. Raises CorruptObjectError unless it is whole."""
         self.grid = footer.grid
         self._where = where
         self._tag: BlockTag = CrcTag() if secret is None else AesTag(secret, footer.salt)
@@ -190,15 +192,10 @@ class ObjectIndex:
         except BadTag:
             raise damaged(where, "its index does not match its tag") from None
         self._entries = index[: self.grid.blocks_count * _ENTRY.size]
-        stored_name = index[len(self._entries) :].decode("utf-8", "replace")
+        # What the object was written as: the key below its root.
+        self.name = index[len(self._entries) :].decode("utf-8", "replace")
         if len(self._entries) < self.grid.blocks_count * _ENTRY.size:
             raise damaged(where, "its index has fewer blocks than the object")
-        # A step's directory may have been written or read by itself.
-        shorter, longer = sorted((f"/{stored_name}", f"/{name}"), key=len)
-        if not longer.endswith(shorter):
-            raise CorruptObjectError(
-                f"{where} is the object {stored_name}: it was moved or exchanged; restore both"
-            )
 
     def entry(self, number: int) -> BlockPlace:
         """Where block `number` is stored."""

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import crc32c
 
 from storage.encoding.encryption_keys import EncryptionKey
-from storage.encoding.layout import CIPHERS, COMPRESSIONS, damaged
+from storage.encoding.layout import CIPHERS, COMPRESSIONS, NO_ROOT, damaged
 
 FORMAT_KEY = "FORMAT"
 FORMAT_NBYTES_MAX = 4096
@@ -21,6 +21,9 @@ _START = b"shardpoint 2 encoded "
 _LINE = re.compile(
     rb"(shardpoint 2 encoded ([a-z0-9-]+) ([a-z0-9-]+) ([0-9a-f]{16}|-)) ([0-9a-f]{32}|-)"
 )
+
+
+_ROOT = re.compile(rb"shardpoint [0-9]+ ([0-9a-f]{32}) [0-9a-f]{8}\n")
 
 
 class RootEncoding(NamedTuple):
@@ -56,6 +59,12 @@ def decode_root(stored: bytes, where: str) -> tuple[RootEncoding, bytes] | None:
     if cipher not in CIPHERS or compression not in COMPRESSIONS:
         return None
     return RootEncoding(cipher, compression, "" if cipher == "none" else key_id), data
+
+
+def root_of(data: bytes) -> bytes:
+    """The root's id, of the FORMAT of a plain root; zeros where that has none."""
+    match = _ROOT.fullmatch(data)
+    return NO_ROOT if match is None else bytes.fromhex(match[1].decode())
 
 
 def check_root(secret: EncryptionKey, stored: bytes, where: str) -> None:

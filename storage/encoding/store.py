@@ -8,6 +8,7 @@ once: a plain root costs one small request for each open store that has not read
 from __future__ import annotations
 
 import contextlib
+import re
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -19,6 +20,7 @@ from storage.encoding.layout import (
     BLOCK_NBYTES,
     FOOTER_NBYTES,
     MAGIC,
+    NO_ROOT,
     Codec,
     Footer,
     Grid,
@@ -34,10 +36,12 @@ from storage.encoding.root import (
     check_root,
     decode_root,
     encode_root,
+    root_of,
 )
 from storage.encoding.writer import EncodedWriter
 from storage.errors import (
     AccessDeniedError,
+    CorruptObjectError,
     InvalidUrlError,
     KeyNotFoundError,
     ShortReadError,
@@ -50,27 +54,45 @@ from storage.store import ByteRange, JointWriter, ObjectInfo, ObjectWriter, Stor
 from storage.wrap import WrappedStore
 
 ENCODING_OPTIONS = ("encryption_key", "compression")
+EXPECT_ROOT = "expect_root"  # an option of this one place, not of copies
 MANIFEST_KEY = "MANIFEST"
 PLAIN = b"plain"  # what processes say to each other of a root that is not encoded
 TAIL_NBYTES = 32 << 10  # read for an index: enough for an object of 2 GiB
 REQUEST_NBYTES = 16 << 20  # of neighbouring blocks that are read together
 INDEXES_MAX = 4096  # that are remembered: 13 bytes for each MiB of an object
 _PARTS_MAX = 10_000  # of one object, as S3 has it
+# The directory of one step, in a root: its objects have it in front of their keys.
+_STEP = re.compile(r"(?:.*/)?(steps/[0-9]{8,18}-e[0-9]{6,18}-[0-9a-f]{16}/)")
+_ROOT_ID = re.compile(r"[0-9a-f]{32}")
 
 
 class EncodingOptions(NamedTuple):
-    """What a caller wants: a key and a level of zstd, for new roots and to open encoded ones."""
+    """What a caller wants: a key and a level of zstd, for new roots and to open encoded ones; and
+    which root it must be.
+    """
 
     encryption_key: KeySource | None = None
     level: int | None = None
+    root: bytes = NO_ROOT
 
     @classmethod
     def taken_from(cls, options: dict[str, Any]) -> EncodingOptions:
-        """Take `encryption_key` and `compression` out of `options`. Raises InvalidUrlError."""
+        """Take `encryption_key`, `compression` and `expect_root` out of `options`.
+
+        Raises InvalidUrlError.
+        """
         key = out_of_sight(options.pop("encryption_key", None))
         compression = options.pop("compression", None)
+        expected = options.pop(EXPECT_ROOT, None)
+        if expected is not None and not (
+            isinstance(expected, str) and _ROOT_ID.fullmatch(expected)
+        ):
+            raise InvalidUrlError(
+                f"expect_root={expected!r}: expected the id of a root, the 32 hex digits in FORMAT"
+            )
+        root = NO_ROOT if expected is None else bytes.fromhex(expected)
         if compression is None:
-            return cls(key, None)
+            return cls(key, None, root)
         name, colon, level = str(compression).partition(":")
         if name != "zstd" or (colon and not level.lstrip("-").isdigit()):
             raise InvalidUrlError(
@@ -78,7 +100,7 @@ class EncodingOptions(NamedTuple):
             )
         if not -7 <= (number := int(level or 1)) <= 22:
             raise InvalidUrlError(f"compression={compression!r}: levels are -7 to 22")
-        return cls(key, number)
+        return cls(key, number, root)
 
 
 class EncodedStore(WrappedStore):
@@ -87,19 +109,24 @@ class EncodedStore(WrappedStore):
 
     With options, a new root is encoded as they say, and an existing one must be. Raises
     AccessDeniedError for a missing or wrong key, InvalidUrlError for options that do not fit the
-    root, CorruptObjectError for objects that were changed, exchanged or are not encoded.
+    root, CorruptObjectError for objects that were changed, exchanged, are of another root or are
+    not encoded.
     """
 
     def __init__(self, inner: Store, options: EncodingOptions | None = None) -> None:
         super().__init__(inner)
         self._options = options or EncodingOptions()
-        self._wants_encoding = self._options != EncodingOptions()
+        self._wants_encoding = self._options[:2] != (None, None)
         self._is_known = False  # what the root is; then:
         self._codec: Codec | None = None
         self._encoding: RootEncoding | None = None
         self._format = b""  # the FORMAT object that says so
         self._is_looked_for = False  # there was neither FORMAT nor MANIFEST
         self._new: Codec | None = None  # of a root that does not exist yet
+        self._new_root = NO_ROOT
+        match = _STEP.fullmatch(inner.url.rstrip("/") + "/")
+        # What keys have in front below their root, where there is no FORMAT; None: not known.
+        self._folder = None if match is None else match[1]
         self._indexes: OrderedDict[str, ObjectIndex] = OrderedDict()
         self._lock = ForkSafeLock()
 
@@ -116,6 +143,12 @@ class EncodedStore(WrappedStore):
             self._settle(None)
         elif known:
             self._opened(FORMAT_KEY, known)
+
+    def begin_root(self, root: str) -> None:
+        self._expect(bytes.fromhex(root))
+        with self._lock:
+            self._new_root, self._new = bytes.fromhex(root), None
+        self.inner.begin_root(root)
 
     # --- reading ----------------------------------------------------------------------------------
 
@@ -169,13 +202,17 @@ class EncodedStore(WrappedStore):
     # --- writing ----------------------------------------------------------------------------------
 
     def put_if_absent(self, key: str, data: bytes) -> None:
+        if key == FORMAT_KEY:
+            self._expect(root_of(bytes(data)))
         codec = self._write_codec(check_key(key))
         if codec is not None and key == FORMAT_KEY:
             compression = "none" if codec.zstd is None else "zstd"
             self.inner.put_if_absent(key, encode_root(codec.secret, compression, bytes(data)))
+            with self._lock:
+                self._new_root, self._new = root_of(bytes(data)), None
         elif codec is not None:
             self._forget(key)
-            self.inner.put_if_absent(key, encode_object(codec, key, bytes(data)))
+            self.inner.put_if_absent(key, encode_object(codec, self._name(key), bytes(data)))
         else:
             self.inner.put_if_absent(key, data)
 
@@ -195,7 +232,7 @@ class EncodedStore(WrappedStore):
             )
         self._forget(key)
         encoder = ObjectEncoder(
-            codec, key, Grid(nbytes, part_nbytes, min(BLOCK_NBYTES, part_nbytes))
+            codec, self._name(key), Grid(nbytes, part_nbytes, min(BLOCK_NBYTES, part_nbytes))
         )
         longest = encoder.nbytes_max
         # One part stays one; of more there may be one more, which may be too many.
@@ -250,7 +287,7 @@ class EncodedStore(WrappedStore):
         with self._lock:
             if self._new is None and self._wants_encoding:
                 secret = None if source is None else read_key(source, "", self.url)
-                self._new = Codec(secret, None if level is None else Zstd(level))
+                self._new = Codec(secret, None if level is None else Zstd(level), self._new_root)
             return self._new
 
     def _look(self, key: str) -> None:
@@ -268,31 +305,44 @@ class EncodedStore(WrappedStore):
     def _settle_by(self, key: str, start: bytes) -> None:
         """The root is what this object of a step is, which begins with `start`."""
         if start != MAGIC:
+            if self._options.root != NO_ROOT:
+                raise InvalidUrlError(
+                    f"{self.url} is a step's directory that does not say of which root it is, and "
+                    f"expect_root is {self._options.root.hex()}; open the root, or leave it out"
+                )
             self._settle(None)
             return
         nbytes = self.inner.info(key).nbytes
         footer = Footer.read(self._tail(key, nbytes, min(nbytes, FOOTER_NBYTES)), self._where(key))
-        self._settle(RootEncoding(footer.cipher, footer.compression, footer.key_id))
+        encoding = RootEncoding(footer.cipher, footer.compression, footer.key_id)
+        self._settle(encoding, root=footer.root)
 
     def _opened(self, key: str, stored: bytes, nbytes_max: int | None = None) -> bytes:
         """An object that was read whole. FORMAT, and what is encoded, say what the root is."""
         if key == FORMAT_KEY:
             root = decode_root(stored, self._where(key))
-            self._settle(None if root is None else root[0], stored)
-            return stored if root is None else root[1]
-        if not self._is_known and (stored.startswith(MAGIC) or self._wants_encoding):
+            data = stored if root is None else root[1]
+            self._settle(None if root is None else root[0], stored, root_of(data))
+            return data
+        wants = self._wants_encoding or self._options.root != NO_ROOT
+        if not self._is_known and (stored.startswith(MAGIC) or wants):
             self._look(key)
         codec = self._codec if self._is_known else self._new_codec()
         return stored if codec is None else self._decoded(key, stored, codec, nbytes_max)
 
-    def _settle(self, encoding: RootEncoding | None, stored: bytes = b"") -> None:
+    def _settle(
+        self, encoding: RootEncoding | None, stored: bytes = b"", root: bytes = NO_ROOT
+    ) -> None:
         """The root is that, as its FORMAT `stored` says. Raises when the options do not fit."""
+        if root != NO_ROOT or encoding is not None:
+            self._expect(root)
         with self._lock:
-            if self._is_known and self._encoding == encoding:
+            is_of_root = self._codec is None or self._codec.root == root
+            if self._is_known and self._encoding == encoding and is_of_root:
                 return
         if encoding is None and self._wants_encoding:
             raise self._misfit("encoded")
-        codec = None if encoding is None else self._codec_of(encoding)
+        codec = None if encoding is None else self._codec_of(encoding, root)
         if codec is not None and codec.secret is not None and stored:
             check_root(codec.secret, stored, self._where(FORMAT_KEY))
         with self._lock:
@@ -300,13 +350,22 @@ class EncodedStore(WrappedStore):
             self._format = stored
             self._indexes.clear()
 
+    def _expect(self, root: bytes) -> None:
+        """Raises InvalidUrlError unless `root` is the root that the caller expects, if any."""
+        expected = self._options.root
+        if expected not in (NO_ROOT, root):
+            raise InvalidUrlError(
+                f"{self.url} is the root {root.hex()}, and expect_root is {expected.hex()}: "
+                "another root lies there. Put the expected one back, or leave expect_root out"
+            )
+
     def _misfit(self, what: str) -> InvalidUrlError:
         return InvalidUrlError(
             f"{self.url} is not {what}, as encryption_key or compression ask for; a root stays as "
             "it was made: leave them out, or begin a new root (`ckpt cp` copies this one into it)"
         )
 
-    def _codec_of(self, encoding: RootEncoding) -> Codec:
+    def _codec_of(self, encoding: RootEncoding, root: bytes) -> Codec:
         source, level = self._options.encryption_key, self._options.level
         secret = None
         if encoding.cipher != "none":
@@ -320,7 +379,7 @@ class EncodedStore(WrappedStore):
             raise self._misfit("encrypted")
         if encoding.compression == "none" and level is not None:
             raise self._misfit("compressed")
-        return Codec(secret, None if encoding.compression == "none" else Zstd(level or 1))
+        return Codec(secret, None if encoding.compression == "none" else Zstd(level or 1), root)
 
     # --- objects ----------------------------------------------------------------------------------
 
@@ -332,7 +391,7 @@ class EncodedStore(WrappedStore):
         if stored[: len(MAGIC)] != MAGIC or not 0 < footer.index_nbytes <= end - len(MAGIC):
             raise damaged(where, "it does not begin as an encoded object, or was cut")
         tagged = stored[end - footer.index_nbytes : end]
-        index = ObjectIndex(footer, tagged, codec.secret, key, where)
+        index = self._checked(key, ObjectIndex(footer, tagged, codec.secret, where))
         entries = [index.entry(number) for number in range(index.grid.blocks_count)]
         return b"".join(
             index.decode(number, stored[entry.start : entry.end])
@@ -378,7 +437,7 @@ class EncodedStore(WrappedStore):
         if wanted > len(tail):
             tail = self._tail(key, stored_nbytes, wanted)
         tagged = memoryview(tail)[len(tail) - wanted : len(tail) - FOOTER_NBYTES]
-        index = ObjectIndex(footer, tagged, codec.secret, key, where)
+        index = self._checked(key, ObjectIndex(footer, tagged, codec.secret, where))
         with self._lock:
             self._indexes[key] = index
             while len(self._indexes) > INDEXES_MAX:
@@ -394,7 +453,34 @@ class EncodedStore(WrappedStore):
         if footer.key_id != expected:
             # Of the cipher, too: an object that is only compressed anybody could have made.
             raise damaged(where, f"it says that its key is {footer.key_id!r}, not {expected!r}")
+        # A root that does not say what it is: one whose FORMAT is lost, or that is being made.
+        if footer.root != codec.root and (self._is_known or codec.root != NO_ROOT):
+            raise CorruptObjectError(
+                f"{where} is an object of the root {footer.root.hex()}, and this is "
+                f"{codec.root.hex()}: it was put there from another root; restore its own from a "
+                "copy, or load an older step"
+            )
         return footer
+
+    def _name(self, key: str) -> str:
+        """What an object at `key` is called below its root."""
+        return key if self._format else f"{self._folder or ''}{key}"
+
+    def _checked(self, key: str, index: ObjectIndex) -> ObjectIndex:
+        """`index`, if it is that of the object `key`. Raises CorruptObjectError."""
+        name = index.name
+        is_right = name == self._name(key)
+        if not self._format and self._folder is None:
+            # A step's directory that was written, or is read, by itself under another name.
+            with self._lock:
+                is_right = f"/{key}".endswith(f"/{name}")
+                if not is_right and f"/{name}".endswith(f"/{key}"):
+                    self._folder, is_right = name.removesuffix(key), True
+        if not is_right:
+            raise CorruptObjectError(
+                f"{self._where(key)} is the object {name}: it was moved or exchanged; restore both"
+            )
+        return index
 
     def _forget(self, key: str) -> None:
         with self._lock:

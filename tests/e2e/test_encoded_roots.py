@@ -7,7 +7,8 @@ beneath. What must not be readable there is a text that the state has as a value
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+import shutil
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -290,3 +291,90 @@ def test_only_the_coordinator_of_a_load_asks_how_a_root_is_encoded(options: dict
     for rank, one in enumerate(loaded):
         assert_is_step(one, 1, rank, 4)
     assert [one.keys.count("FORMAT") > 0 for one in asked] == [True, False, False, False]
+
+
+# --- keys are bound to root and step ----------------------------------------------------------
+
+
+def exchange(here: Path, other: Path, names: Iterable[str]) -> None:
+    """What `other` has under these names lies in `here` as well."""
+    for name in names:
+        shutil.rmtree(here / name, ignore_errors=True)
+        if (other / name).is_dir():
+            shutil.copytree(other / name, here / name)
+        else:
+            shutil.copy(other / name, here / name)
+
+
+def step_folder(root: str, step: int) -> Path:
+    return next(Path(root, "steps").glob(f"{step:08d}-*"))
+
+
+@pytest.mark.parametrize("options", [BOTH, {"compression": "zstd"}])
+def test_a_step_in_place_of_another_is_refused(tmp_path: Path, options: dict[str, Any]) -> None:
+    url = str(tmp_path / "run")
+    for step in (1, 2):
+        ckpt.save(state(float(step)), url, step=step, storage_options=options)
+    ckpt.forget(url)
+    old, new = step_folder(url, 1), step_folder(url, 2)
+    shutil.copytree(old, tmp_path / "renamed")
+    shutil.rmtree(new)
+    shutil.copytree(old, new)
+    with pytest.raises(Corrupt, match=f"is the object steps/{old.name}"):
+        ckpt.load(state(), str(new), storage_options=options)
+    with pytest.raises(Corrupt):
+        ckpt.load(state(), url, step=2, storage_options=options)
+    # A name that is no step's says of no step that it is this one.
+    assert ckpt.load(state(), str(tmp_path / "renamed"), storage_options=options).step == 1
+
+
+@pytest.mark.parametrize("options", [BOTH, {"compression": "zstd"}])
+def test_another_root_of_the_same_key_is_refused(tmp_path: Path, options: dict[str, Any]) -> None:
+    here, other = tmp_path / "here", tmp_path / "other"
+    for root, value in ((here, 1.0), (other, 2.0)):
+        ckpt.save(state(value), root, step=1, storage_options=options)
+    ids = [read_format(open_store(root, **options)).root for root in (here, other)]
+    exchange(here, other, ["log", "steps"])
+    ckpt.forget(str(here))
+    with pytest.raises(Corrupt, match=f"of the root {ids[1]}, and this is {ids[0]}"):
+        ckpt.load(state(), here, storage_options=options)
+
+
+@pytest.mark.parametrize("options", [BOTH, {"compression": "zstd"}, {}])
+def test_expect_root_refuses_every_other_root(tmp_path: Path, options: dict[str, Any]) -> None:
+    here, other = tmp_path / "here", tmp_path / "other"
+    for root, value in ((here, 1.0), (other, 2.0)):
+        ckpt.save(state(value), root, step=1, storage_options=options)
+    ids = [read_format(open_store(root, **options)).root for root in (here, other)]
+    own = {**options, "expect_root": ids[0]}
+    assert ckpt.load(state(), here, storage_options=own).step == 1
+    ckpt.save(state(3.0), here, step=2, storage_options=own)
+    copied = ckpt.copy(here, tmp_path / "copy", whole_root=True, storage_options=own)
+    assert copied.steps == (1, 2), "a copy is a root of its own"
+    exchange(here, other, ["FORMAT", "log", "steps"])
+    ckpt.forget(str(here))
+    uses: list[Callable[[], object]] = [
+        lambda: ckpt.load(state(), here, storage_options=own),
+        lambda: ckpt.save(state(), here, step=9, storage_options=own),
+        lambda: ckpt.save(state(), tmp_path / "new", step=9, storage_options=own),
+        lambda: ckpt.load(state(), step_folder(str(here), 1), storage_options=own),
+    ]
+    for use in uses:
+        with pytest.raises(InvalidUrlError, match=f"expect_root is {ids[0]}"):
+            use()
+    assert not (tmp_path / "new" / "FORMAT").exists()
+    assert ckpt.load(state(), here, storage_options=options).step == 1, "unless nobody asks"
+    for bad in (ids[0][:-1], 5, ""):
+        with pytest.raises(InvalidUrlError, match="32 hex digits"):
+            open_store(here, **options, expect_root=bad)
+
+
+def test_copies_of_encrypted_roots_load_and_go_on(root: str, tmp_path: Path) -> None:
+    target = str(tmp_path / "copy")
+    ckpt.copy(root, target, whole_root=True, storage_options=BOTH)
+    assert ckpt.verify(target, storage_options=BOTH).ok
+    ckpt.save(state(3.0), target, step=3, line=None, storage_options=BOTH)
+    assert [info.step for info in ckpt.list_steps(target, BOTH)] == [1, 2, 3]
+    single = tmp_path / step_folder(root, 1).name
+    ckpt.copy(root, single, step=1, storage_options=BOTH)
+    assert ckpt.load(state(), single, storage_options=BOTH).step == 1

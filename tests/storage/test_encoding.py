@@ -537,6 +537,7 @@ def test_the_examples_of_the_format_are_what_is_written(monkeypatch: pytest.Monk
     monkeypatch.setattr("os.urandom", salt)
     for codec, name in (("zstd", "encoded"), ("aes", "encrypted")):
         store = encoded(inner := MemoryStore(), codec)
+        store.begin_root("00112233445566778899aabbccddeeff")
         store.put_if_absent("log/7", b"hello")
         lines = example(name).splitlines()
         assert inner.get("log/7") == bytes.fromhex(" ".join(line[8:] for line in lines))
@@ -576,3 +577,24 @@ def test_no_attribute_of_a_store_shows_its_key() -> None:
 
     text = " ".join(shown(store, 6))
     assert repr(SECRET)[2:-1] not in text and SECRET.hex() not in text
+
+
+def test_no_variable_of_a_traceback_shows_a_key(tmp_path: Path) -> None:
+    """Pages of errors show the variables of every frame."""
+    nearly = b"thirty-one-bytes-that-are-a-key"
+    short, open_to_all = tmp_path / "short", tmp_path / "open"
+    short.write_bytes(nearly)
+    open_to_all.write_bytes(nearly + b"s")
+    short.chmod(0o600)
+    open_to_all.chmod(0o644)
+    wrong = tmp_path / "wrong"
+    wrong.write_bytes(nearly + b"s")
+    wrong.chmod(0o600)
+    made(inner := MemoryStore(), "aes", b"x")
+    for source in (short, open_to_all, wrong, nearly):
+        with pytest.raises((InvalidUrlError, AccessDeniedError)) as failed:
+            encoded(inner, "aes", encryption_key=source).get("FORMAT")
+        assert "31 bytes" in str(failed.value) or source not in (short, nearly)
+        own = [entry for entry in failed.traceback if "storage/encoding" in str(entry.path)]
+        shown = repr([entry.locals for entry in own])
+        assert own and "thirty-one" not in shown, source

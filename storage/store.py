@@ -117,6 +117,11 @@ class Store(ABC):
         return 0
 
     @property
+    def encrypts(self) -> bool:
+        """Whether all that is written here is encrypted before it is sent."""
+        return False
+
+    @property
     def known_encoding(self) -> bytes:
         """What this store has found out of how its objects are encoded, for other processes with
         the same store, which then need not ask; b"" for nothing.

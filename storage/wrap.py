@@ -41,6 +41,10 @@ class WrappedStore(Store):
         return self.inner.retries
 
     @property
+    def encrypts(self) -> bool:
+        return self.inner.encrypts
+
+    @property
     def known_encoding(self) -> bytes:
         return self.inner.known_encoding
 

@@ -62,6 +62,9 @@ class Near:
     Each host serves its directory to the others, at `address` or at the address that the job uses,
     to those who have a token that only its ranks know. With `certificate`, the path of a PEM file
     with a key and its certificate, the same on all hosts, what is sent is encrypted.
+
+    The files in `path` are not encrypted. Where the root is, a Checkpointer refuses the tier,
+    unless `plaintext` says that the state may lie there in clear text.
     """
 
     path: str | os.PathLike[str]
@@ -71,6 +74,7 @@ class Near:
     rack: str = ""
     address: str = ""
     certificate: str | os.PathLike[str] = ""
+    plaintext: bool = False
 
     def __post_init__(self) -> None:
         if not isinstance(self.path, str | os.PathLike) or not os.fspath(self.path):
@@ -89,6 +93,8 @@ class Near:
         for name in ("rack", "address"):
             if not isinstance(value := getattr(self, name), str):
                 raise TypeError(f"Near({name}={value!r}): expected a string")
+        if not isinstance(self.plaintext, bool):
+            raise TypeError(f"Near(plaintext={self.plaintext!r}): expected True or False")
         if not isinstance(self.certificate, str | os.PathLike):
             raise TypeError(f"Near(certificate={self.certificate!r}): expected the path of a file")
 

@@ -131,6 +131,11 @@ class EncodedStore(WrappedStore):
         self._lock = ForkSafeLock()
 
     @property
+    def encrypts(self) -> bool:
+        # A plain root refuses a key, and an encrypted one needs it.
+        return self._options.encryption_key is not None or self.inner.encrypts
+
+    @property
     def known_encoding(self) -> bytes:
         """FORMAT of an encoded root, `PLAIN` for a root that is not encoded, b"" for neither."""
         with self._lock:

@@ -427,10 +427,10 @@ class Log:
         if not unlisted:
             return ()
         epochs = Counter(attempt_epoch(one.attempt) for one in unlisted)
-        if state.slot < 0:
-            problem = f"it is empty, and {STEPS_PREFIX} has checkpoints"
-        elif max(epochs) > state.epoch:
+        if max(epochs) > state.epoch:
             problem = f"its newest record is of epoch {state.epoch}, a checkpoint of {max(epochs)}"
+            if state.slot < 0:
+                problem = f"it is empty, and {STEPS_PREFIX} has checkpoints"
         elif lost := self.lost_of([one for one in unlisted if one.is_written], state.slot):
             problem = f"{len(lost)} checkpoints newer than its latest have no COMMIT"
             unlisted = lost

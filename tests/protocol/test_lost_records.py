@@ -196,6 +196,18 @@ def test_no_job_deletes_a_checkpoint_after_a_loss(whole: Objects, count: int) ->
         assert len(gone) <= (newest in lost), (lost, gone)
 
 
+@pytest.mark.parametrize(
+    ("lost", "kept"), [((LOG_PREFIX,), "2"), (tuple(map(record_key, range(7, 12))), "5")]
+)
+def test_one_checkpoint_tells_of_a_lost_log(
+    whole: Objects, lost: tuple[str, ...], kept: str
+) -> None:
+    """All of it, or all that the session has written which saved this checkpoint."""
+    gone = (*lost, *(f"steps/0000000{step}" for step in LIVE if f"{step}" != kept))
+    with pytest.raises(CheckpointError, match="ckpt mend"):
+        ckpt.list_steps(without(whole, *gone))
+
+
 def test_what_mend_could_not_bring_back_is_refused_no_longer(whole: Objects) -> None:
     """Two MANIFESTs whose COMMIT and data are lost: nobody has to do more than to mend."""
     lost: tuple[str, ...] = (record_key(10), record_key(11))

@@ -7,7 +7,9 @@ comes back is compared bit for bit with that of its step.
 
 from __future__ import annotations
 
+import errno
 import shutil
+import socket
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -318,6 +320,28 @@ def test_servers_are_closed_when_one_host_cannot_serve(
         run_ranks(3, rank_main)
     assert all("planted" in str(error) for error in failed.value.errors.values())
     assert len(closed) == 2
+
+
+def test_copies_are_made_on_a_host_with_ipv6_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class WithoutIPv4(socket.socket):
+        """The system has no 127.0.0.1."""
+
+        def bind(self, address: Any) -> None:
+            if address[0] == "127.0.0.1":
+                raise OSError(errno.EADDRNOTAVAIL, "Cannot assign requested address")
+            super().bind(address)
+
+    if not socket.has_dualstack_ipv6():
+        pytest.skip("no IPv6 here")
+    monkeypatch.setattr(socket, "socket", WithoutIPv4)
+    store, hosts = MemoryStore(), folders(tmp_path, 0, 1)
+    life(store, hosts).run(2)
+    shutil.rmtree(hosts[0])
+    again = life(store, hosts)
+    again.run(0)
+    assert origins(again) == {("near", 2)}
 
 
 def test_with_a_certificate_copies_are_encrypted(

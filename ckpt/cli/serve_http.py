@@ -15,10 +15,11 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler
 from importlib import resources
+from typing import Any
 from urllib.parse import SplitResult, parse_qs, urlsplit
 
 from ckpt.cli.ending import Ending
@@ -31,6 +32,7 @@ LOOPBACK = ("localhost", "127.0.0.1", "::1")
 STREAMS_MAX = 32  # pages that are kept up to date at the same time; each has a thread
 TICK_SECONDS = 10.0  # between signs of life on a stream where nothing happens
 RETRY_MILLISECONDS = 2000  # after which a browser connects again
+HALF_MAX = 64  # requests that are not whole yet; each has a thread
 REQUEST_SECONDS = 30.0  # for a client to send its request, and to take what it is sent
 FIELDS_MAX = 8
 POLICY = (
@@ -76,6 +78,9 @@ class PageServer(socketserver.ThreadingTCPServer):
         self.clock = clock
         self.names = {name.lower() for name in (*LOOPBACK, address[0], *names)}
         self._streams = threading.BoundedSemaphore(STREAMS_MAX)
+        self._lock = threading.Lock()
+        # Connections whose request is not whole, and until when it may be so.
+        self._half: dict[socket.socket, float] = {}
         if ":" in address[0]:
             self.address_family = socket.AF_INET6
         try:
@@ -97,6 +102,33 @@ class PageServer(socketserver.ThreadingTCPServer):
         """Called by `serve_forever` twice a second."""
         self._ending.check()
         self.following.check()
+        now = time.monotonic()
+        with self._lock:
+            for connection in [one for one, due in self._half.items() if now > due]:
+                self._give_up(connection)
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        """Begin with a connection. Of too many half requests, the oldest makes room for it."""
+        with self._lock:
+            if len(self._half) >= HALF_MAX:
+                self._give_up(next(iter(self._half)))
+            self._half[request] = time.monotonic() + REQUEST_SECONDS
+        super().process_request(request, client_address)
+
+    def shutdown_request(self, request: Any) -> None:
+        """A connection has ended."""
+        self.head_came(request)
+        super().shutdown_request(request)
+
+    def head_came(self, connection: socket.socket) -> None:
+        """Count `connection` as half a request no more."""
+        with self._lock:
+            self._half.pop(connection, None)
+
+    def _give_up(self, connection: socket.socket) -> None:
+        del self._half[connection]
+        with suppress(OSError):
+            connection.shutdown(socket.SHUT_RDWR)
 
     def handle_error(self, request: object, client_address: object) -> None:
         """A client that goes away, or does not go on, is no error."""
@@ -130,6 +162,12 @@ class _Handler(BaseHTTPRequestHandler):
     server_version = "ckpt"
     sys_version = ""
     timeout = REQUEST_SECONDS
+
+    def parse_request(self) -> bool:
+        """What the head of a request says; the request is not half any more."""
+        is_valid = super().parse_request()
+        self.server.head_came(self.connection)
+        return is_valid
 
     def do_GET(self) -> None:
         """Everything that there is."""

@@ -44,6 +44,7 @@ from ckpt.world.link import (
     welcome,
 )
 from ckpt.world.liveness import CONNECT_SECONDS, Card, ProcessIdentity, this_network
+from storage.strangers import to_end
 
 logger = logging.getLogger(__name__)
 
@@ -51,6 +52,7 @@ _T = TypeVar("_T")
 FLUSH_SECONDS = 5.0
 UNREAD_SECONDS = 1.0
 NAMELESS_MAX = 256  # connections of strangers, or of ranks that connect just now
+NAMELESS_PER_ADDRESS = 64
 FULL = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 FULL_SECONDS = 0.5
 MEND_SECONDS = 30.0
@@ -84,7 +86,8 @@ class Heart:
         self._lock = threading.RLock()
         self._tasks: deque[Callable[[], None]] = deque()
         self._links: dict[Neighbour, Link] = {}
-        self._nameless: dict[Link, None] = {}  # accepted, and have not said who they are
+        # Accepted, and have not said who they are: from which address.
+        self._nameless: dict[Link, str] = {}
         self._strangers = 0  # that have connected
         self._unsent: dict[Neighbour, list[bytes]] = {}  # for children that have not connected yet
         self._lost: dict[Neighbour, str] = {}
@@ -296,7 +299,7 @@ class Heart:
 
     def _accept(self) -> None:
         try:
-            sock, _ = self._listener.accept()
+            sock, (address, *_) = self._listener.accept()
         except OSError as error:
             if error.errno in FULL:
                 logger.warning("no rank can connect to this process now: %s", error)
@@ -304,10 +307,11 @@ class Heart:
                 self._selector.unregister(self._listener)
                 self.begin(self._listen_later)
             return  # or it has gone again
-        if len(self._nameless) >= NAMELESS_MAX:
-            self._end(next(iter(self._nameless)))
+        late = to_end(self._nameless, address, NAMELESS_MAX, NAMELESS_PER_ADDRESS)
+        if late is not None:
+            self._end(late)
         link = Link(sock, None, None)
-        self._nameless[link] = None
+        self._nameless[link] = address
         self._watch(link)
 
     def _listen_later(self) -> None:

@@ -2,8 +2,8 @@
 
 It answers who has the token, and nobody else. What it is sent is visible once every part has the
 length and the checksum that its sender stated, and is on the disk. Whoever sends nonsense, or
-nothing, or slowly, gets an error or a closed connection: requests, bodies, connections, uploads
-and the time of each are bounded.
+nothing, or slowly, gets an error or a closed connection: requests, bodies, uploads, connections
+that have not shown the token, and the time of each are bounded.
 """
 
 from __future__ import annotations
@@ -47,8 +47,10 @@ from storage.peers.wire import (
     status_of,
 )
 from storage.store import ObjectWriter, Store
+from storage.strangers import to_end
 
-CONNECTIONS_MAX = 128
+STRANGERS_MAX = 128  # connections that have not shown the token
+STRANGERS_PER_ADDRESS = 64
 UPLOADS_MAX = 256
 BODIES_MAX = 16  # in memory at the same time
 HEAD_SECONDS = 10.0  # for a client to shake hands, and to send the head of a request
@@ -126,10 +128,10 @@ class PeerServer(socketserver.ThreadingTCPServer):
         self.store = store
         self._token = token.encode()
         self._tls = tls
-        self._free = threading.BoundedSemaphore(CONNECTIONS_MAX)
         self._lock = threading.Lock()
         self.bodies = threading.BoundedSemaphore(BODIES_MAX)
         self._due: dict[socket.socket, float] = {}  # when a connection is given up
+        self._strangers: dict[socket.socket, str] = {}  # and their addresses
         self._uploads: dict[str, _PeerUpload] = {}
         if ":" in host:
             self.address_family = socket.AF_INET6
@@ -164,23 +166,35 @@ class PeerServer(socketserver.ThreadingTCPServer):
 
     # connections
 
-    def process_request(self, request: Any, client_address: Any) -> None:
-        """Begin with a connection, if there is room for one more."""
-        if not self._free.acquire(blocking=False):
-            self.shutdown_request(request)
-            return
-        try:
-            super().process_request(request, client_address)
-        except BaseException:
-            self._free.release()
-            raise
+    def get_request(self) -> tuple[Any, Any]:
+        """A connection. Where there is TLS, its own thread shakes hands: nobody waits for it."""
+        request, address = super().get_request()
+        if self._tls is not None:
+            request = self._tls.wrap_socket(
+                request, server_side=True, do_handshake_on_connect=False
+            )
+        return request, address
 
-    def process_request_thread(self, request: Any, client_address: Any) -> None:
-        """One connection, in a thread of its own."""
-        try:
-            super().process_request_thread(request, client_address)
-        finally:
-            self._free.release()
+    def process_request(self, request: Any, client_address: Any) -> None:
+        """Begin with a connection; it is a stranger's until it shows the token."""
+        address = client_address[0]
+        with self._lock:
+            late = to_end(self._strangers, address, STRANGERS_MAX, STRANGERS_PER_ADDRESS)
+            if late is not None:
+                del self._strangers[late]
+                _shut(late)
+            self._strangers[request] = address
+        super().process_request(request, client_address)
+
+    def shutdown_request(self, request: Any) -> None:
+        """A connection has ended."""
+        self.trust(request)  # it takes no room any more
+        super().shutdown_request(request)
+
+    def trust(self, connection: socket.socket) -> None:
+        """Count `connection` as a stranger's no more."""
+        with self._lock:
+            self._strangers.pop(connection, None)
 
     def allow(self, connection: socket.socket, seconds: float) -> None:
         """`connection` may take so long for what comes next."""
@@ -188,22 +202,15 @@ class PeerServer(socketserver.ThreadingTCPServer):
             self._due[connection] = time.monotonic() + seconds
 
     def finish_request(self, request: Any, client_address: Any) -> None:
-        """Shake hands first, where there is TLS: here, so that nobody else waits for it."""
-        connection = request
-        if self._tls is not None:
-            connection = self._tls.wrap_socket(
-                request, server_side=True, do_handshake_on_connect=False
-            )
-        self.allow(connection, HEAD_SECONDS)
+        """Shake hands first, where there is TLS."""
+        self.allow(request, HEAD_SECONDS)
         try:
             if self._tls is not None:
-                connection.do_handshake()
-            _PeerHandler(connection, client_address, self)
+                request.do_handshake()
+            _PeerHandler(request, client_address, self)
         finally:
             with self._lock:
-                self._due.pop(connection, None)
-            if connection is not request:
-                connection.close()
+                self._due.pop(request, None)
 
     def service_actions(self) -> None:
         """Give up who is late: called by `serve_forever` again and again."""
@@ -295,6 +302,7 @@ class _PeerHandler(BaseHTTPRequestHandler):
         if len(given) != 1 or not self.server.is_known(given[0]):
             self.close_connection = True  # its body is not read
             raise _Refused(HTTPStatus.UNAUTHORIZED, "this server has another token")
+        self.server.trust(self.connection)
 
     def _answer(self) -> None:
         url = urlsplit(self.path)
@@ -490,4 +498,5 @@ def _number(text: str) -> int:
 
 def _shut(connection: socket.socket) -> None:
     with suppress(OSError):
-        connection.shutdown(socket.SHUT_RDWR)
+        # Not as TLS does it, which takes away what the connection's thread uses just now.
+        socket.socket.shutdown(connection, socket.SHUT_RDWR)

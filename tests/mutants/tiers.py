@@ -419,6 +419,27 @@ PEERS = (
         test="tests/storage/test_peers.py::test_a_body_that_does_not_come_ends",
     ),
     Mutant(
+        "strangers of one address take all the room",
+        "storage/strangers.py",
+        "    if counts[address] < most_of_one:\n",
+        "    if True:\n",
+        test="tests/storage/test_peers.py::test_strangers_take_no_room_of_ranks",
+    ),
+    Mutant(
+        "a flood ends those who came before it",
+        "storage/strangers.py",
+        "counts.most_common(1)[0][0]",
+        "next(iter(strangers.values()))",
+        test="tests/protocol/test_broken_connections.py::test_strangers_of_one_address_end_no_rank",
+    ),
+    Mutant(
+        "holders of the token count as strangers",
+        _SERVER,
+        "        self.server.trust(self.connection)\n",
+        "",
+        test="tests/storage/test_peers.py::test_who_has_shown_the_token_is_no_stranger",
+    ),
+    Mutant(
         "what a sender leaves behind stays",
         _SERVER,
         "if now > u.touched + UPLOAD_SECONDS]",

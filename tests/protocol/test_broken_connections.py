@@ -412,6 +412,36 @@ def test_a_stranger_is_no_rank(caplog: pytest.LogCaptureFixture) -> None:
         stranger.stop()
 
 
+def test_strangers_of_one_address_end_no_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank that has sent half of its greeting is let in, though strangers came after it."""
+    monkeypatch.setattr("ckpt.world.heart.NAMELESS_MAX", 8)
+    monkeypatch.setattr("ckpt.world.heart.NAMELESS_PER_ADDRESS", 6, raising=False)
+    heart: Any = Heart(0, ())
+    rank = Heart(1, ())
+    try:
+        with contextlib.ExitStack() as stack:
+            sock = stack.enter_context(heart.card.connect(GUARD_SECONDS))
+            greeting = hello(rank.card, heart.card)
+            sock.sendall(greeting[:20])
+            for address in ["127.0.0.2"] * 20 + ["127.0.0.3"] * 20:
+                stranger = stack.enter_context(
+                    socket.create_connection(
+                        ("127.0.0.1", heart.card.port), GUARD_SECONDS, source_address=(address, 0)
+                    )
+                )
+            stranger.sendall(bytes(100))
+            assert stranger.recv(1) == b""  # so all before it were accepted
+            sock.sendall(greeting[20:])
+            until = time.monotonic() + 5.0
+            while not heart._links and time.monotonic() < until:
+                time.sleep(0.01)
+            assert list(heart._links) == [Neighbour(False, 1)]
+            assert len(heart._nameless) <= 8
+    finally:
+        heart.stop()
+        rank.stop()
+
+
 def test_a_rank_without_127_0_0_1_is_reached(monkeypatch: pytest.MonkeyPatch) -> None:
     heart: Any = Heart(0, ())
     connect = socket.create_connection

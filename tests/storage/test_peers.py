@@ -10,6 +10,7 @@ import socket
 import ssl
 import subprocess
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -282,6 +283,67 @@ def test_connections_are_bounded_and_slow_ones_end(
     assert client(server).get("a") == b"x"
 
 
+REST = f"P/1.1\r\nAuthorization: Bearer {TOKEN}\r\n\r\n".encode()
+
+
+def half(
+    server: PeerServer, address: str = "127.0.0.1", said: bytes = b"GET /o/a HTT"
+) -> socket.socket:
+    """A connection that has not shown the token; `REST` does."""
+    sock = socket.create_connection(
+        ("127.0.0.1", server.port), timeout=30, source_address=(address, 0)
+    )
+    sock.sendall(said)
+    return sock
+
+
+def is_open(sock: socket.socket) -> bool:
+    sock.setblocking(False)
+    try:
+        return sock.recv(1) != b""
+    except BlockingIOError:
+        return True
+    except ConnectionError:
+        return False
+
+
+@pytest.mark.parametrize("is_encrypted", [False, True], ids=["plain", "TLS"])
+def test_strangers_take_no_room_of_ranks(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], is_encrypted: bool
+) -> None:
+    inside, outside = tls_of(tmp_path) if is_encrypted else (None, None)
+    server = PeerServer(LocalStore(str(tmp_path / "tier")), TOKEN, "127.0.0.1", tls=inside)
+    with ExitStack() as stack:
+        stack.callback(server.close)
+        server.store.put_if_absent("a", b"x")
+        said = b"\x16\x03\x01" if is_encrypted else b"GET"
+        ours = stack.enter_context(half(server)) if not is_encrypted else None
+        strangers = [stack.enter_context(half(server, "127.0.0.2", said)) for _ in range(300)]
+        # At once: no stranger has had the time to be late.
+        assert client(server, tls=outside, policy=NO_RETRY).get("a") == b"x"
+        count = sum(is_open(sock) for sock in strangers)
+        assert 0 < count <= peer_server.STRANGERS_PER_ADDRESS
+        if ours is not None:
+            ours.sendall(REST)
+            assert b" 200 " in ours.recv(1000)
+    assert "Traceback" not in capsys.readouterr().err
+
+
+def test_who_has_shown_the_token_is_no_stranger(server: PeerServer) -> None:
+    with ExitStack() as stack:
+        ranks = []
+        for _ in range(140):
+            ranks.append(stack.enter_context(half(server)))
+            ranks[-1].sendall(REST)
+            assert b" 404 " in ranks[-1].recv(1000)
+        for _ in range(140):
+            stack.enter_context(half(server))
+        assert not client(server, policy=NO_RETRY).exists("a")
+        for rank in ranks:
+            rank.sendall(authorized("GET /o/a"))
+            assert b" 404 " in rank.recv(1000)
+
+
 def test_a_body_that_does_not_come_ends(
     server: PeerServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -320,11 +382,7 @@ def test_the_token_is_in_no_message(server: PeerServer) -> None:
 
 
 def test_with_a_certificate_everything_is_encrypted(tmp_path: Path) -> None:
-    certificate, key = certificate_of(tmp_path)
-    inside = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    inside.load_cert_chain(certificate, key)
-    outside = ssl.create_default_context(cafile=str(certificate))
-    outside.check_hostname = False
+    inside, outside = tls_of(tmp_path)
     server = PeerServer(LocalStore(str(tmp_path / "tier")), TOKEN, "127.0.0.1", tls=inside)
     try:
         store, data = client(server, tls=outside), bytes(range(256)) * 1000
@@ -337,6 +395,16 @@ def test_with_a_certificate_everything_is_encrypted(tmp_path: Path) -> None:
             client(server, policy=NO_RETRY).get("a")
     finally:
         server.close()
+
+
+def tls_of(folder: Path) -> tuple[ssl.SSLContext, ssl.SSLContext]:
+    """Of a server, and of a client that trusts it."""
+    certificate, key = certificate_of(folder)
+    inside = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    inside.load_cert_chain(certificate, key)
+    outside = ssl.create_default_context(cafile=str(certificate))
+    outside.check_hostname = False
+    return inside, outside
 
 
 def certificate_of(folder: Path) -> tuple[Path, Path]:

@@ -10,13 +10,15 @@ from __future__ import annotations
 import http.client
 import json
 import os
+import select
 import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -327,6 +329,31 @@ def test_streams_are_bounded_and_end_with_the_server(
     for stream in streams:
         with stream:
             assert b"event: sections" not in stream.answer.read()
+
+
+def test_half_requests_are_few_and_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with serving(str(tmp_path / "run")) as server, ExitStack() as stack:
+        address = ("127.0.0.1", int(server.server_address[1]))
+
+        def half() -> socket.socket:
+            sock = stack.enter_context(socket.create_connection(address, GUARD_SECONDS))
+            sock.sendall(b"GET / HTTP/1.0\r\nA: ")
+            return sock
+
+        hanging = [half() for _ in range(200)]
+        assert request(server, "/")[0] == 200
+        for sock in hanging[:100]:  # the oldest made room
+            sock.settimeout(5.0)
+            with suppress(ConnectionError):
+                assert sock.recv(1) == b""
+        # One that sends a byte now and then is late like any other.
+        monkeypatch.setattr(serve_http, "REQUEST_SECONDS", 0.3)
+        sock = half()
+        until = time.monotonic() + 5.0
+        with suppress(ConnectionError):
+            while not select.select([sock], [], [], 0.05)[0]:
+                assert time.monotonic() < until, "it may send its head for ever"
+                sock.sendall(b"x")
 
 
 # The command ------------------------------------------------------------------------------------

@@ -120,7 +120,7 @@ class Reductions:
             scale=1.0 if reduction.hook is not None else 1.0 / reduction.factors[0],
             fills=reduction.fills_unused,
             # Otherwise the buffer becomes the gradient, or is the hook's own.
-            pool=self._pool if shard is not None and shard.size > 1 else None,
+            pool=None if shard is None or _is_alone(reduction) else self._pool,
             comm=shard,
         )
         outgoing = store.outgoing_gradients(grads, form)
@@ -197,7 +197,7 @@ class Reductions:
         # One tensor behind all parts, so that summing over replicas and dividing are one call each.
         # New memory: it becomes the gradient.
         total = sum(outgoing.own_numels)
-        is_own = shard.size == 1 and len(outgoing.scratch) == len(members) == 1
+        is_own = _is_alone(reduction) and len(outgoing.scratch) == len(members) == 1
         out = first if is_own else shard.buffer(total, first.dtype, first.device, None)
         outs = torch.split(out, list(outgoing.own_numels))
         targets = [out] if len(members) == 1 else outs
@@ -302,6 +302,14 @@ class Reductions:
             store.add_gradients(outgoing, [out], keep_dtype=reduction.keep_dtype)
 
         return _Started(PendingCollective(()), end)
+
+
+def _is_alone(reduction: Reduction) -> bool:
+    """Whether this rank's gradient is the sum, and no stream but that of reductions uses it: it
+    lies in memory of compute, which waits for that stream alone.
+    """
+    no_more = reduction.replicate is None and reduction.summed_hook is None
+    return no_more and reduction.shard is not None and reduction.shard.size == 1
 
 
 def _equal_parts(member: RankParts, ranks: int) -> torch.Tensor:

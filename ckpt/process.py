@@ -24,7 +24,7 @@ from ckpt.world.torch_world import current_world
 from ckpt.world.torch_world import world_of_members as new_world_of_members
 from storage import Store, StoreLike, open_store
 from storage.location import is_borrowed_from, url_of
-from storage.url import with_its_options
+from storage.url import with_its_options, without_secrets
 
 _SessionKey = tuple[str, str, bool]
 EndWorld = Callable[[RankFailed], None]
@@ -152,7 +152,7 @@ def _session_key(
 
 def _store_key(url: StoreLike, storage_options: Mapping[str, Any] | None) -> tuple[str, str]:
     # A digest: options may hold secrets, and what remembers stores may be shown.
-    shown = repr(sorted((storage_options or {}).items()))
+    shown = repr(sorted(without_secrets(storage_options).items()))
     options = hashlib.sha256(shown.encode("utf-8", "backslashreplace")).hexdigest()
     url = with_its_options(url)
     if isinstance(url, Store):

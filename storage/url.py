@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from types import SimpleNamespace
 from typing import Any
 
+from storage.encoding.encryption_keys import out_of_sight
 from storage.encoding.store import ENCODING_OPTIONS, EXPECT_ROOT, EncodedStore, EncodingOptions
 from storage.errors import InvalidUrlError
 from storage.keys import check_key, redacted
@@ -59,6 +60,14 @@ def options_of_other(
         if (is_same or name in ENCODING_OPTIONS) and name != EXPECT_ROOT
     }
     return {**inherited, **own}
+
+
+def without_secrets(options: Mapping[str, Any] | None) -> dict[str, Any]:
+    """`options`, which open the same store; no repr or attribute of them shows a key."""
+    options = dict(options or {})
+    if (key := options.get("encryption_key")) is not None:
+        options["encryption_key"] = out_of_sight(key)
+    return options
 
 
 def open_store(

@@ -36,6 +36,7 @@ from ckpt.state.stacks import Stacks
 from ckpt.world.base import World
 from storage import Store, StoreLike
 from storage.location import child_of, url_of
+from storage.url import without_secrets
 
 MODEL_FIRST = "model-first"
 
@@ -176,6 +177,11 @@ class UrlTarget(Target):
     storage_options: Mapping[str, Any] | None = None
     unsafe_single_writer: bool = False
     saving: SaveArguments = field(default_factory=lambda: SaveArguments())
+
+    def __post_init__(self) -> None:
+        if self.storage_options is not None:
+            # Kept for as long as a training, and shown by every debugger.
+            object.__setattr__(self, "storage_options", without_secrets(self.storage_options))
 
     @property
     def url(self) -> str:  # type: ignore[override]

@@ -48,12 +48,25 @@ class EncryptionKey:
         raise TypeError("a key is not pickled: pass where it comes from, such as a file's path")
 
 
+class _OutOfSight:
+    """A function that returns a key. Its repr is that of every other one with the same key."""
+
+    __slots__ = ("_give", "_id")
+
+    def __init__(self, secret: bytes) -> None:
+        self._give: Callable[[], bytes] = lambda: secret
+        self._id = EncryptionKey(secret).id
+
+    def __call__(self, wanted_id: str) -> bytes:
+        return self._give()
+
+    def __repr__(self) -> str:
+        return f"<key {self._id}>"
+
+
 def out_of_sight(source: KeySource | None) -> KeySource | None:
     """`source`, as a function where it is the key itself: no repr, log or attribute shows it."""
-    if not isinstance(source, bytes | bytearray):
-        return source
-    secret = bytes(source)
-    return lambda wanted_id: secret
+    return _OutOfSight(bytes(source)) if isinstance(source, bytes | bytearray) else source
 
 
 def read_key(source: KeySource, wanted_id: str, url: str) -> EncryptionKey:

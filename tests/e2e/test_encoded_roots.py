@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -403,3 +403,44 @@ def test_near_tiers_of_encrypted_roots_need_plaintext(tmp_path: Path) -> None:
     assert trained(str(tmp_path / "c"), 1, near=near, storage_options=compressed) == (0, 1.0)
     with pytest.raises(TypeError, match="plaintext='no'"):
         replace(near, plaintext="no")  # type: ignore[arg-type]
+
+
+def shown_by(thing: object, seen: set[int], depth: int = 8) -> Iterator[str]:
+    """The reprs of `thing` and of its attributes, as a debugger shows them."""
+    if not depth or id(thing) in seen:
+        return
+    seen.add(id(thing))
+    yield repr(thing)
+    own = [getattr(thing, name, None) for name in getattr(type(thing), "__slots__", ())]
+    own += getattr(thing, "__dict__", {}).values()
+    own += thing.values() if isinstance(thing, dict) else ()
+    own += thing if isinstance(thing, tuple | list) else ()
+    for value in own:
+        yield from shown_by(value, seen, depth - 1)
+
+
+def test_no_attribute_of_a_checkpointer_shows_a_key(tmp_path: Path) -> None:
+    url = str(tmp_path / "run")
+    for key in (SECRET, bytearray(SECRET)):
+        model = nn.Linear(2, 2)
+        options = {"encryption_key": key}
+        checkpointer = ckpt.Checkpointer(url, {"model": model}, storage_options=options)
+        with checkpointer:
+            text = " ".join(shown_by(checkpointer, set()))
+        assert url in text and repr(SECRET)[2:-1] not in text
+        assert options == {"encryption_key": key}, "the caller's own stay as they are"
+
+
+def test_calls_with_a_key_share_the_session(tmp_path: Path) -> None:
+    """A Checkpointer hides the key that it was given; it is the same root as before to others."""
+    url, key = str(tmp_path / "run"), {"encryption_key": SECRET}
+    model = nn.Linear(2, 2)
+    with ckpt.Checkpointer(
+        url, {"model": model}, save=ckpt.EverySteps(1), storage_options=key
+    ) as checkpointer:
+        for step in (1, 2):
+            checkpointer.step(step)
+            ckpt.save({"w": torch.zeros(3)}, url, step=step + 10, storage_options=key)
+    assert not checkpointer.failures
+    epochs = {entry.attempt.split("-")[0] for entry in ckpt.list_steps(url, key)}
+    assert len(epochs) == 1, "one claim"

@@ -163,7 +163,7 @@ def test_a_damaged_manifest_is_reported_and_the_older_step_loads(
 
 def test_a_missing_manifest_is_reported(root: Path, newest: Path) -> None:
     (newest / "MANIFEST").unlink()
-    _refused(Corrupt, "MANIFEST", "missing", "salvage", url=root)
+    _refused(Corrupt, "MANIFEST", "missing", "ckpt mend", url=root)
 
 
 def _data_file(newest: Path) -> Path:

@@ -17,8 +17,9 @@ from torch import nn
 from sharding.engine.steps import Noted
 from sharding.engine.unit import Unit
 from sharding.flat.tree import clean_name
+from sharding.forward_hooks import sharded_groups
 from sharding.fsdp import FullyShardedDataParallel, fsdp_units
-from sharding.fsdp_module import ShardedGroup, sharded_groups
+from sharding.sharded_group import ShardedGroup
 
 __all__ = ["Explanation", "StepEvent", "UnitFacts", "explain"]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import types
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, Literal, cast
 
@@ -19,10 +19,16 @@ from ckpt.state.values import join
 from sharding.dtensor.store import DTensorStore
 from sharding.engine.collectives import all_global_ranks, separate_comm
 from sharding.engine.early_gather import UnshardHandle, start_early
-from sharding.engine.runtime import GradientReductionHandle, Runtime, check_no_inner_root
+from sharding.engine.runtime import GradientReductionHandle
 from sharding.engine.streams import Streams
 from sharding.engine.torch_seam import is_in_backward, mark_fully_sharded
-from sharding.engine.unit import Phase, Root, Unit
+from sharding.engine.unit import Unit
+from sharding.forward_hooks import (
+    PipelineState,
+    after_forward,
+    before_forward,
+    sharded_groups,
+)
 from sharding.sharded_group import ShardedGroup
 from sharding.torch_face import TorchModule, TorchUnit
 
@@ -31,32 +37,9 @@ __all__ = [
     "ShardedGroup",
     "UnshardHandle",
     "become_sharded",
-    "managed_below",
     "register_fsdp_forward_method",
-    "sharded_groups",
     "share_comm_ctx",
 ]
-
-
-class PipelineState:
-    """What torch's pipelines ask of a stage after its last microbatch: reduce what was added up.
-
-    They call `post_backward` of all groups of `_state_ctx.all_states`, none here,
-    and then the final callback, which does everything at once.
-    """
-
-    def __init__(self, module: FSDPModule) -> None:
-        self._module = module
-        self._state_ctx = self
-        self.all_states: tuple[object, ...] = ()
-
-    @property
-    def _comm_ctx(self) -> Streams:
-        """What stages that were passed to `share_comm_ctx` have in common."""
-        return self._module.fsdp_group.streams
-
-    def _root_post_backward_final_callback(self) -> None:
-        _find_root(self._module).end_backward()
 
 
 class FSDPModule(TorchUnit):
@@ -491,8 +474,8 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
 
     @functools.wraps(method)
     def around(self: Any, *args: Any, **kwargs: Any) -> Any:
-        args, kwargs = _before_forward(self, args, kwargs)
-        return _after_forward(self, args, method(*args, **kwargs))
+        args, kwargs = before_forward(self, args, kwargs)
+        return after_forward(self, args, method(*args, **kwargs))
 
     setattr(module, method_name, types.MethodType(around, module))
 
@@ -533,102 +516,10 @@ def become_sharded(groups: Sequence[ShardedGroup]) -> None:
         sharded.__class__ = _sharded_class(cast(Any, type(module)))
         sharded.fsdp_groups = tuple(groups)
         mark_fully_sharded(module, PipelineState(sharded))
-        module.register_forward_pre_hook(_before_forward, prepend=True, with_kwargs=True)
-        module.register_forward_hook(_after_forward, prepend=False)
+        module.register_forward_pre_hook(before_forward, prepend=True, with_kwargs=True)
+        module.register_forward_hook(after_forward, prepend=False)
     for group in groups:
         _follow_state_dicts(group.store)
-
-
-@torch.compiler.disable  # type: ignore[untyped-decorator]
-def _before_forward(
-    module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    runtime = _find_root(module)
-    for group in module.fsdp_groups:
-        args, kwargs = _before_forward_of(group, runtime, module, args, kwargs)
-    return args, kwargs
-
-
-def _before_forward_of(
-    group: ShardedGroup,
-    runtime: Root,
-    module: nn.Module,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    unit = group.unit
-    if len(group.modules) == 1 or unit.recomputes:
-        return unit.before_forward(args, kwargs)
-    # Several modules are one unit: the first gathers, the others only cast their inputs.
-    if unit.phase is Phase.FORWARD and group.waiting_for and group.store.is_current():
-        return unit.cast_inputs(args, kwargs)
-    # Outside of the root's forward a module of several is called by itself.
-    together = runtime.root.phase is Phase.FORWARD or runtime.root is (unit.leader or unit)
-    group.waiting_for = {id(one) for one in group.modules} if together else {id(module)}
-    return unit.before_forward(args, kwargs)
-
-
-@torch.compiler.disable  # type: ignore[untyped-decorator]
-def _after_forward(module: Any, args: Any, output: Any) -> Any:
-    # The leader last: with it the forward of a root is over.
-    for group in reversed(module.fsdp_groups):
-        output = _after_forward_of(group, module, output)
-    return output
-
-
-def _after_forward_of(group: ShardedGroup, module: nn.Module, output: Any) -> Any:
-    unit = group.unit
-    group.waiting_for.discard(id(module))
-    if group.waiting_for and unit.phase is Phase.FORWARD:
-        # The last module frees. A backward may begin with the output of any of them.
-        output = unit.cast_output(output)
-        unit.watch(output)
-        return output
-    output = unit.after_forward(output)
-    if unit.known_runtime().root is unit and unit.phase is Phase.IDLE:
-        for other in sharded_groups(module):
-            if other.waiting_for:  # some of its modules were not called this time
-                other.waiting_for.clear()
-                other.unit.abort_forward()
-    return output
-
-
-def _find_root(module: Any) -> Root:
-    """Make the module the root of everything below it, unless it belongs to a root already.
-
-    Raises RuntimeError when a module below has run as a root of its own.
-    """
-    unit: Unit = module.fsdp_group.unit
-    if unit.runtime is not None:
-        return unit.runtime
-    groups = sharded_groups(module)
-    units = [group.unit for group in groups]
-    names = {id(group.unit): _text(group) for group in groups}
-    # torch's class raises this type here, its wrapper an AssertionError.
-    check_no_inner_root(unit, units, name_of=lambda one: names[id(one)], error=RuntimeError)
-    if any(group.ends_by_hand for group in groups if group not in module.fsdp_groups):
-        raise RuntimeError("set_manual_backward_finalization must be called on the root module")
-    for group in groups:
-        group.update_factors()
-    _name_absolutely(module, groups)
-    runtime = Runtime(unit, units, module.fsdp_group.streams)
-    runtime.is_last_backward = module.fsdp_group.is_last_backward
-    runtime.ends_by_hand = module.fsdp_group.ends_by_hand
-    # One number for the model: reductions of all units share memory and stream.
-    wanted = [group.in_flight_max for group in groups if group.in_flight_max is not None]
-    runtime.reductions.in_flight_max = max(wanted, default=runtime.reductions.in_flight_max)
-    return runtime
-
-
-def _name_absolutely(root: nn.Module, groups: Iterable[ShardedGroup]) -> None:
-    """Let errors name parameters as the root does."""
-    prefixes = {id(module): name for name, module in root.named_modules()}
-    for group in groups:
-        group.unit.ranges.fqn = ", ".join(prefixes.get(id(module), "") for module in group.modules)
-        for param in group.store.params:
-            place = param.module_param.places[0]
-            prefix = prefixes.get(id(place.module), "")
-            param.module_param = param.module_param._replace(fqn=join(prefix, place.name))
 
 
 def _follow_state_dicts(store: DTensorStore) -> None:
@@ -661,19 +552,6 @@ def _as_module(module: object) -> nn.Module:
     return module
 
 
-def sharded_groups(module: nn.Module) -> list[ShardedGroup]:
-    """What `fully_shard` made of the module and below it, each once, in walk order."""
-    kind = FSDPModule
-    inner = (one for one in module.modules() if isinstance(one, kind))
-    groups = [group for one in inner for group in one.fsdp_groups]
-    return list({id(group): group for group in groups}.values())
-
-
-def managed_below(module: nn.Module) -> set[int]:
-    """Identities of the parameters that `fully_shard` has made below the module."""
-    return {id(param.param) for group in sharded_groups(module) for param in group.store.params}
-
-
 def _units_of(modules: Sequence[FSDPModule]) -> tuple[Unit, ...]:
     _check_sharded("prefetching", modules)
     return tuple(module.fsdp_group.unit for module in modules)
@@ -685,7 +563,3 @@ def _check_sharded(what: str, modules: Sequence[object]) -> None:
             raise ValueError(
                 f"{what} takes modules that fully_shard was called on, got {type(module).__name__}"
             )
-
-
-def _text(group: ShardedGroup) -> str:
-    return " and ".join(type(module).__name__ for module in group.modules)

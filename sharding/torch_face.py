@@ -68,6 +68,7 @@ _KNOWN = {
         "param_dtype_override_fn",
     },
     "OffloadPolicy": set(),
+    "OptimStateDictConfig": _OFFLOADS,
     "ShardedOptimStateDictConfig": _OFFLOADS | {"_use_dtensor"},
     "ShardedStateDictConfig": _OFFLOADS | {"_use_dtensor"},
     "ShardingStrategy": {
@@ -77,6 +78,7 @@ _KNOWN = {
         "HYBRID_SHARD",
         "_HYBRID_SHARD_ZERO2",
     },
+    "StateDictConfig": _OFFLOADS,
 }
 """Fields and members of torch's classes of options that are implemented here."""
 

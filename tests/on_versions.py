@@ -1,7 +1,7 @@
 """Which versions of Python and torch work: `make versions` tries them and writes the table of
 docs/versioning.md.
 
-Every interpreter that is found (3.10 to 3.13, on PATH and under pyenv), with the oldest torch that
+Every interpreter that is seen (3.10 to 3.13, on PATH and under pyenv), with the oldest torch that
 pyproject.toml allows, the pinned one and the newest, gets an environment in build/versions and runs
 the checks below. An environment stays and is used again. With LIBRARIES=FOLDER, CUDA's libraries in
 `FOLDER/cu12` and `FOLDER/cu13` are linked, rather than installed once for each environment.
@@ -63,16 +63,16 @@ class Version(NamedTuple):
 def interpreters() -> dict[str, str]:
     """By version, what runs it."""
     pyenv = Path(os.environ.get("PYENV_ROOT", "~/.pyenv")).expanduser() / "versions"
-    found = {}
+    seen = {}
     for version in PYTHONS:
         under = sorted(pyenv.glob(f"{version}.*/bin/python{version}"))
         command = shutil.which(f"python{version}") or (str(under[-1]) if under else None)
         # A shim of pyenv is there for what is not chosen, too.
         for one in (*map(str, reversed(under)), command):
             if one and subprocess.run([one, "-c", ""], capture_output=True).returncode == 0:
-                found[version] = one
+                seen[version] = one
                 break
-    return found
+    return seen
 
 
 def torches() -> tuple[str, ...]:
@@ -136,18 +136,18 @@ def _counts(log: Path) -> str:
 
 def versions_of(version: Version) -> tuple[str, str]:
     code = "import sys, torch; print(sys.version.split()[0], torch.__version__)"
-    told = subprocess.run(
+    reported = subprocess.run(
         [str(version.interpreter), "-c", code], capture_output=True, text=True, check=True
     )
-    python, torch = told.stdout.split()[-2:]
+    python, torch = reported.stdout.split()[-2:]
     return python, torch
 
 
 def write() -> list[list[str]]:
     """Put the table of all that was ever run in these environments into the page; its cells."""
     rows = []
-    for told in sorted(REPOSITORY.glob("build/versions/*/results.json")):
-        results = json.loads(told.read_text())
+    for reported in sorted(REPOSITORY.glob("build/versions/*/results.json")):
+        results = json.loads(reported.read_text())
         rows.append([results.pop("python"), results.pop("torch"), *map(results.get, CHECKS)])
     rows.sort(key=lambda row: [[int(n) for n in re.findall(r"\d+", one)] for one in row[:2]])
     cells = [[cell or "not run" for cell in row] for row in rows]
@@ -170,17 +170,17 @@ def main() -> int:
     for python, interpreter in interpreters().items():
         for torch in given.torches if python in given.pythons else ():
             version = Version(python, torch)
-            told = version.folder / "results.json"
+            reported = version.folder / "results.json"
             try:
                 prepare(version, interpreter, Path(libraries) if libraries else None)
-                results = json.loads(told.read_text()) if told.exists() else {}
+                results = json.loads(reported.read_text()) if reported.exists() else {}
                 results["python"], results["torch"] = versions_of(version)
                 for check in given.checks:
                     results[check] = run(version, check, given.seconds)
                     print(python, torch, check, results[check], sep=" | ", flush=True)
             except subprocess.CalledProcessError as error:
                 results = {"python": python, "torch": torch, "import": f"not installed: {error}"}
-            told.write_text(json.dumps(results))
+            reported.write_text(json.dumps(results))
     bad = re.compile("fail|error|not |[1-9][0-9]* draws with")
     return int(any(bad.search(cell) for row in write() for cell in row))
 

@@ -68,13 +68,13 @@ def state_of(model: nn.Module) -> list[tuple[str, torch.Tensor | None, torch.Ten
 
 def difference(ours: nn.Module, theirs: nn.Module) -> list[str]:
     """What is not the same, bit for bit and in dtype."""
-    found = []
+    seen = []
     for (name, *mine), (_, *others) in zip(state_of(ours), state_of(theirs), strict=True):
         for what, a, b in zip(("value", "gradient"), mine, others, strict=True):
             is_same = a is b if a is None or b is None else a.dtype == b.dtype and torch.equal(a, b)
             if not is_same:
-                found.append(f"{name}: {what} {a} is not torch's {b}")
-    return found
+                seen.append(f"{name}: {what} {a} is not torch's {b}")
+    return seen
 
 
 def compare(
@@ -102,7 +102,7 @@ def compare(
             engine.fully_shard(model.second, mesh=mesh, **options)
         models.append(engine.fully_shard(model, mesh=mesh, **options))
         prepare(model)
-    found = []
+    seen = []
     optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
     for number in range(3):
         for model in models:
@@ -112,7 +112,7 @@ def compare(
                 model(batch).float().square().sum().backward()
             else:
                 step(model, batch, number)
-        found += [f"step {number}: {one}" for one in difference(*models)]
+        seen += [f"step {number}: {one}" for one in difference(*models)]
         for model, optimizer in zip(models, optimizers, strict=True):
             for param in model.parameters():
                 if param.grad is not None and param.grad.dtype != param.dtype:
@@ -121,7 +121,7 @@ def compare(
                     param.grad = None
             optimizer.step()
             optimizer.zero_grad()
-    return found
+    return seen
 
 
 def accumulate(model: Any, batch: torch.Tensor, number: int) -> None:
@@ -184,17 +184,17 @@ GRADS: dict[str, tuple[torch.dtype | None, ...]] = {
 
 
 def all_policies(hybrid: bool) -> list[str]:
-    found = []
+    seen = []
     for name, options in POLICIES.items():
         for step in (None, accumulate, two_backwards) if hybrid else (None, accumulate):
             for inner in (True, False):
                 result = compare(options, step=step, hybrid=hybrid, inner=inner)
-                found += [f"{name}, {step and step.__name__}: {one}" for one in result]
-    return found
+                seen += [f"{name}, {step and step.__name__}: {one}" for one in result]
+    return seen
 
 
 def all_grad_dtypes(hybrid: bool) -> list[str]:
-    found = []
+    seen = []
     for name, dtypes in GRADS.items():
         for policy_name in ("bf16", "none", "bf16 and fp32"):
             for when in ("change", "prepare"):
@@ -202,15 +202,15 @@ def all_grad_dtypes(hybrid: bool) -> list[str]:
                     how: Any = {when: set_dtypes(*dtypes)}
                     result = compare(POLICIES[policy_name], step=step, hybrid=hybrid, **how)
                     where = f"{name}, {policy_name}, {when}, {step and step.__name__}"
-                    found += [f"{where}: {one}" for one in result]
-    return found
+                    seen += [f"{where}: {one}" for one in result]
+    return seen
 
 
 @pytest.mark.parametrize("hybrid", [False, True])
 @pytest.mark.parametrize("draws", [frozen_members, all_policies, all_grad_dtypes])
 def test_dtypes_equal_torch_bit_for_bit(draws: Any, hybrid: bool) -> None:
-    for found in run_ranks(4 if hybrid else 2, draws, hybrid):
-        assert not found, "\n".join(found[:20])
+    for seen in run_ranks(4 if hybrid else 2, draws, hybrid):
+        assert not seen, "\n".join(seen[:20])
 
 
 # --- backwards that the user ends ----------------------------------------------------------------
@@ -245,19 +245,19 @@ def unused_as_zeros(model: Any) -> None:
 
 
 def ended_by_hand(hybrid: bool) -> list[str]:
-    found = []
+    seen = []
     for name in ("bf16", "none", "norms apart"):
         for step in (one_backward, several_backwards):
             for prepare in (ends_by_hand, unused_as_zeros):
                 result = compare(POLICIES[name], step=step, prepare=prepare, hybrid=hybrid)
-                found += [f"{name}, {step.__name__}, {prepare.__name__}: {one}" for one in result]
-    return found
+                seen += [f"{name}, {step.__name__}, {prepare.__name__}: {one}" for one in result]
+    return seen
 
 
 @pytest.mark.parametrize("hybrid", [False, True])
 def test_backwards_ended_by_hand_equal_torch(hybrid: bool) -> None:
-    for found in run_ranks(4 if hybrid else 2, ended_by_hand, hybrid):
-        assert not found, "\n".join(found[:20])
+    for seen in run_ranks(4 if hybrid else 2, ended_by_hand, hybrid):
+        assert not seen, "\n".join(seen[:20])
 
 
 def misuse(engine: Any, hybrid: bool) -> list[str]:
@@ -282,9 +282,9 @@ def misuse(engine: Any, hybrid: bool) -> list[str]:
 
     other: Any = engine.fully_shard(nn.Sequential(engine.fully_shard(nn.Linear(5, 5))))
     other[0].set_manual_backward_finalization(True)
-    found = [refused(lambda: other(batch), "must be called on the root")]
+    seen = [refused(lambda: other(batch), "must be called on the root")]
     model(batch).sum().backward()
-    found += [
+    seen += [
         refused(model.finalize_backward, "requires manual backward finalization"),
         refused(inner.finalize_backward, "must be called on the root"),
         refused(lambda: inner.set_manual_backward_finalization(True), "called on the root"),
@@ -301,28 +301,28 @@ def misuse(engine: Any, hybrid: bool) -> list[str]:
 
     loss.register_hook(in_backward)
     loss.backward()
-    found += seen
+    seen += seen
     call = functools.partial(model.set_manual_backward_finalization, False)
-    found.append(refused(call, "cannot change mode after backward starts"))
+    seen.append(refused(call, "cannot change mode after backward starts"))
     handle = model.finalize_backward(async_op=True)
-    found += [
+    seen += [
         refused(lambda: model(batch), "must be waited on before forward"),
         refused(model.finalize_backward, "must be waited on before"),
     ]
     model.reset_iter_state()
-    found.append(refused(handle.wait, "was invalidated"))
+    seen.append(refused(handle.wait, "was invalidated"))
     if hybrid:
         model.set_requires_all_reduce(False)
         model(batch).sum().backward()
-        found.append(refused(model.finalize_backward, "partial gradient reductions"))
+        seen.append(refused(model.finalize_backward, "partial gradient reductions"))
         model.reset_iter_state()
         model.set_requires_all_reduce(True)
     model(batch).sum().backward()
     model.finalize_backward()
     model.set_manual_backward_finalization(False)
     if any(param.grad is None for name, param in model.named_parameters() if "other" not in name):
-        found.append("no gradient")
-    return [one for one in (*found, *seen) if one]
+        seen.append("no gradient")
+    return [one for one in (*seen, *seen) if one]
 
 
 def misused_by_both() -> list[str]:
@@ -335,12 +335,12 @@ def misused_by_both() -> list[str]:
 
 
 def test_ends_by_hand_in_the_wrong_place_are_refused() -> None:
-    for found in run_ranks(4, misused_by_both):
-        assert not found, "\n".join(found)
+    for seen in run_ranks(4, misused_by_both):
+        assert not seen, "\n".join(seen)
 
 
 def kept_addresses() -> list[str]:
-    found = []
+    seen = []
     for engine in ENGINES:
         model: Any = engine.fully_shard(Net())
         model.set_keep_unsharded_storage(True)
@@ -351,20 +351,20 @@ def kept_addresses() -> list[str]:
             model(torch.ones(2, 5)).sum().backward()
             model.reshard()
         if addresses[1:] != addresses[:-1]:
-            found.append(f"{engine.__name__}: memory has moved")
+            seen.append(f"{engine.__name__}: memory has moved")
         if engine is sharding and not model.fsdp_group.store.gathered_nbytes:
-            found.append("memory was released")
+            seen.append("memory was released")
         model.set_keep_unsharded_storage(False)
         model.unshard()
         model.reshard()
         if engine is sharding and model.fsdp_group.store.gathered_nbytes:
-            found.append("memory is kept")
-    return found
+            seen.append("memory is kept")
+    return seen
 
 
 def test_gathered_memory_is_kept_on_request() -> None:
-    for found in run_ranks(2, kept_addresses):
-        assert not found
+    for seen in run_ranks(2, kept_addresses):
+        assert not seen
 
 
 # --- pipelines -----------------------------------------------------------------------------------
@@ -408,15 +408,15 @@ def pipelined(engine: Any, schedule: str) -> list[Any]:
 
 
 def all_pipelines() -> list[str]:
-    found = []
+    seen = []
     for schedule in ("ScheduleGPipe", "Schedule1F1B", "ScheduleInterleaved1F1B"):
         ours, theirs = (pipelined(engine, schedule) for engine in ENGINES)
         for number, (a, b) in enumerate(zip(ours, theirs, strict=True)):
             if not torch.equal(a, b):
-                found.append(f"{schedule}: {number}: {a} is not torch's {b}")
-    return found
+                seen.append(f"{schedule}: {number}: {a} is not torch's {b}")
+    return seen
 
 
 def test_pipelines_of_stages_equal_torchs() -> None:
-    for found in run_ranks(4, all_pipelines):
-        assert not found, "\n".join(found[:10])
+    for seen in run_ranks(4, all_pipelines):
+        assert not seen, "\n".join(seen[:10])

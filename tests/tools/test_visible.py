@@ -63,7 +63,7 @@ def test_no_command_prints_what_steers_a_terminal(
         ["export", a, str(tmp_path / "out.pt")], ["export", a, str(tmp_path / "o.safetensors")],
         ["import", str(tmp_path / "bad.pt"), str(tmp_path / "in")],
         ["import", str(tmp_path / "fine.pt"), str(tmp_path / "in"), "--step", "1"],
-        ["salvage", step], ["mend", a], ["show", a, HOSTILE], ["show", a + HOSTILE],
+        ["pin", a, "1"], ["unpin", a, "1"], ["salvage", step], ["mend", a], ["show", a, HOSTILE], ["show", a + HOSTILE],
         ["verify", a + HOSTILE], ["prune", a, "--keep-last", "1", "--yes"], ["rm", b, "1", "--yes"],
         ["completion", "bash"], ["cost", a], ["watch", a, "--once"],
         ["rescue", str(tmp_path / HOSTILE), str(tmp_path / "rescued")],

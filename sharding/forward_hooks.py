@@ -1,4 +1,4 @@
-"""Before and after the forward of what `fully_shard` took, and the root that is found at the first."""
+"""Before and after the forward of what `fully_shard` took; the root is found at the first."""
 
 from __future__ import annotations
 
@@ -119,9 +119,8 @@ def _name_absolutely(root: nn.Module, groups: Iterable[ShardedGroup]) -> None:
 
 def sharded_groups(module: nn.Module) -> list[ShardedGroup]:
     """What `fully_shard` made of the module and below it, each once, in walk order."""
-    groups = [
-        group for one in module.modules() if isinstance(one, TorchUnit) for group in one.fsdp_groups
-    ]
+    inner: list[Any] = [one for one in module.modules() if isinstance(one, TorchUnit)]
+    groups = [group for one in inner for group in one.fsdp_groups]
     return list({id(group): group for group in groups}.values())
 
 
@@ -149,7 +148,8 @@ class PipelineState:
     @property
     def _comm_ctx(self) -> Streams:
         """What stages that were passed to `share_comm_ctx` have in common."""
-        return self._module.fsdp_group.streams
+        streams: Streams = self._module.fsdp_group.streams
+        return streams
 
     def _root_post_backward_final_callback(self) -> None:
         find_root(self._module).end_backward()

@@ -6,6 +6,7 @@ import random
 import shutil
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -188,8 +189,8 @@ def test_a_kind_of_a_later_version_is_loaded_and_shown_as_any_other_tensor(
     """FORMAT.md, section 4: kinds 4 to 15 are for later versions."""
     ckpt.save({"x": torch.arange(5.0)}, str(tmp_path), step=1)
 
-    def of_a_later_version(data: bytes) -> Manifest:
-        manifest = decode_manifest(data)
+    def of_a_later_version(data: bytes, *more: Any, **options: Any) -> Manifest:
+        manifest = decode_manifest(data, *more, **options)
         return replace(manifest, kinds=np.full_like(manifest.kinds, 9))
 
     monkeypatch.setattr("ckpt.loading.load.decode_manifest", of_a_later_version)

@@ -29,6 +29,7 @@ __all__ = [
 def before_forward(
     module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Gather the units of a module and cast its inputs; a hook of `nn.Module`."""
     runtime = find_root(module)
     for group in module.fsdp_groups:
         args, kwargs = _before_forward_of(group, runtime, module, args, kwargs)
@@ -56,6 +57,7 @@ def _before_forward_of(
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def after_forward(module: Any, args: Any, output: Any) -> Any:
+    """Free the units of a module and cast its output; a hook of `nn.Module`."""
     # The leader last: with it the forward of a root is over.
     for group in reversed(module.fsdp_groups):
         output = _after_forward_of(group, module, output)

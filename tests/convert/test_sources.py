@@ -101,7 +101,7 @@ def test_random_runs_of_random_layouts(
         info = SourceTensor("t", str(dtype).removeprefix("torch."), shape)
         check_chunks(info, chunks, {"file": len(building.data)})
         store = store_of(building.data, f"{tmp_path.name}-{number}")
-        source = FileSource(store, "test", SourceContents({"t": info}), {"t": chunks})
+        source = FileSource(store, "test", SourceContents({"t": info}), {"t": chunks}, 0)
         assert torch.equal(source.read("t"), tensor)
         for _ in range(3):
             low = rng.randrange(tensor.numel())
@@ -118,7 +118,7 @@ def test_neighbours_are_read_together(tmp_path: Path) -> None:
     infos = {name: SourceTensor(name, "float32", (20,)) for name in tensors}
     chunks = {name: [building.add(t, Span(0, 20))] for name, t in tensors.items()}
     store = CountingStore(store_of(building.data, tmp_path.name))
-    source = FileSource(store, "test", SourceContents(infos), chunks)
+    source = FileSource(store, "test", SourceContents(infos), chunks, 0)
     targets = {name: torch.empty(20) for name in tensors}
     source.fill([ReadRequest(name, Span(0, 20), target) for name, target in targets.items()])
     assert all(torch.equal(targets[name], tensors[name]) for name in tensors)

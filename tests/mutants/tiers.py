@@ -298,11 +298,10 @@ ENCODING = (
     ),
     Mutant(
         "objects can be exchanged for each other",
-        _LAYOUT,
-        "        if not longer.endswith(shorter):\n",
-        "        if False:\n",
-        test="tests/storage/test_encoding.py"
-        "::test_what_was_cut_exchanged_or_put_there_plain_is_found",
+        _ENCODING,
+        "        is_right = name == self._name(key)\n",
+        "        is_right = True\n",
+        test="tests/e2e/test_encoded_roots.py::test_a_step_in_place_of_another_is_refused",
     ),
     Mutant(
         "all objects are encrypted with one salt",

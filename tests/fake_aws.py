@@ -559,8 +559,9 @@ class Operations:
 
 
 def _xml(name: str, text: str) -> bytes:
-    space = "http://s3.amazonaws.com/doc/2006-03-01/"
-    return f"<?xml version='1.0'?><{name} xmlns='{space}'>{text}</{name}>".encode()
+    space = " xmlns='http://s3.amazonaws.com/doc/2006-03-01/'"
+    space *= name != "Error"  # AWS's errors have none, and botocore reads none that has one
+    return f"<?xml version='1.0'?><{name}{space}>{text}</{name}>".encode()
 
 
 def _iso(seconds: float) -> str:

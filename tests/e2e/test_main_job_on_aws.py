@@ -119,13 +119,7 @@ def run_main_job(url: str, options: dict[str, Any], folder: Path) -> None:
     assert torch.equal(exported["weight"], state_at(3, 0, 1)["model"].weight)
 
 
-# Open: the second block's first listing is refused with 400 and not sent to the region.
-NOT_FOLLOWED = pytest.mark.xfail(
-    reason="a listing in a late region is not redirected", strict=False
-)
-
-
-@pytest.mark.parametrize("region", ["eu-central-1", pytest.param("ap-east-1", marks=NOT_FOLLOWED)])
+@pytest.mark.parametrize("region", ["eu-central-1", "ap-east-1"])
 def test_the_first_lines_of_the_readme_run(
     aws: FakeAws, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, region: str
 ) -> None:

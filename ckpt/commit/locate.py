@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from typing import NamedTuple
 
 from ckpt.commit.lines import of_step, resumable
@@ -40,14 +41,17 @@ def live_entries(store: Store) -> tuple[LiveEntry, ...]:
     return state_of(store).live
 
 
-def state_of(store: Store) -> LogState:
-    """What the log of a root says. Raises NoCheckpoint when it is no root."""
+def state_of(store: Store, meanwhile: Callable[[LogState], None] | None = None) -> LogState:
+    """What the log of a root says. Raises NoCheckpoint when it is no root.
+
+    Where requests take long, `meanwhile` gets what `Log.state` gives it.
+    """
     if store.part_nbytes_min == 1:
         read_format(store)
         return Log(store).state()
     # Where requests take long, what does not need each other's answer is asked at once.
     with ThreadPoolExecutor(1) as pool:
-        log = pool.submit(Log(store).state)
+        log = pool.submit(Log(store).state, meanwhile)
         read_format(store)
         return log.result()
 
@@ -74,17 +78,29 @@ def locate(store: Store, step: int | None = None, *, attempt: str = "") -> Locat
     """
     if step is not None and type(step) is not int:
         raise ValueError(f"step={step!r}: expected an int")
+    is_latest = step is None and not attempt
+
+    def chosen(state: LogState) -> LiveEntry:
+        # The latest is found without reading what else there is.
+        latest = state.latest if is_latest else None
+        return latest or _choose(store, state.live, step, attempt)
+
+    early: dict[LiveEntry, bytes] = {}
+
+    def read_early(state: LogState) -> None:
+        with suppress(NoCheckpoint, KeyNotFoundError, Corrupt):
+            entry = chosen(state)
+            early[entry] = read_manifest(store, entry)
+
     try:
-        state = state_of(store)
+        state = state_of(store, read_early)
     except NoCheckpoint as no_root:
         return _by_path(store, step, no_root)
-    # The latest is found without reading what else there is.
-    latest = state.latest if step is None and not attempt else None
-    if latest is not None and any(one.is_written for one in state.uncommitted):
+    if is_latest and any(one.is_written for one in state.uncommitted):
         logger.warning(state.uncommitted_text(store.url))
-    entry = latest or _choose(store, state.live, step, attempt)
+    entry = chosen(state)
     try:
-        return Located(entry.prefix, read_manifest(store, entry), entry)
+        return Located(entry.prefix, early.get(entry) or read_manifest(store, entry), entry)
     except KeyNotFoundError:
         if entry not in live_entries(store):
             # Retired while we looked; the log knows the rest.

@@ -14,7 +14,7 @@ import contextlib
 import itertools
 import re
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import NamedTuple
@@ -275,15 +275,16 @@ class Log:
         self.segments = Segments(lambda: self.store)
         self._end: _LogEnd | None = None
 
-    def state(self) -> LogState:
+    def state(self, meanwhile: Callable[[LogState], None] | None = None) -> LogState:
         """What exists now. At most 50 requests for a million records, one or two when warm.
 
         The first look lists the last thousand slots, and what is in `steps/` from the latest
-        checkpoint on. Raises Corrupt where records are missing or do not follow each other.
+        checkpoint on; `meanwhile` is called with what the newest record says while the store lists
+        the latter. Raises Corrupt where records are missing or do not follow each other.
         """
         end = self._end
         if end is None:
-            end = self._first_look()
+            end = self._first_look(meanwhile)
             self._remember(end)
         elif (last := self._last_slot(end.state.slot)) != end.state.slot:
             end = self._read_end(last)
@@ -380,7 +381,7 @@ class Log:
 
     # The end of a log ---------------------------------------------------------------------------
 
-    def _first_look(self) -> _LogEnd:
+    def _first_look(self, meanwhile: Callable[[LogState], None] | None) -> _LogEnd:
         """The end of a log that nothing is known of, compared with what is in `steps/`."""
         listed = self._last_listed()
         if self.store.part_nbytes_min == 1:
@@ -392,7 +393,13 @@ class Log:
                 end = self._read_end(listed)
             if (last := newer.result()) != listed:
                 end = self._read_end(last)
-        newer_attempts = self._newer_on_store(end.state)
+        if meanwhile is None:
+            newer_attempts = self._newer_on_store(end.state)
+        else:
+            with ThreadPoolExecutor(1) as pool:
+                asked = pool.submit(self._newer_on_store, end.state)
+                meanwhile(end.state)
+            newer_attempts = asked.result()
         if not newer_attempts:
             return end
         # A commit, or a retirement, may have come between the two looks.
@@ -561,19 +568,18 @@ def begins_chain(record: Record) -> bool:
 
 
 def attempts_on(store: Store, *, after: str = "") -> Iterator[tuple[int, str, str]]:
-    """Every step and attempt that has an object of ours, and the name of its first one (MANIFEST
-    comes before data files), at one listing request for each directory behind the key `after`.
+    """Every step and attempt that has an object of ours behind the key `after`, and the name of its
+    first one (MANIFEST comes before data files): one listing, and one more for each directory with
+    more than a page of them.
     """
-    cursor = after
-    while True:
-        first = next(iter(store.list(STEPS_PREFIX, after=cursor)), None)
-        if first is None:
-            return
-        parsed = parse_step_key(first.key)
-        directory = re.match(r"steps/[^/]+/", first.key)
-        if parsed is None or directory is None:
-            cursor = first.key
-            continue
-        yield parsed
-        # "0" is the character after "/": this key is greater than all keys in the directory.
-        cursor = step_prefix(parsed[0], parsed[1])[:-1] + "0"
+    listing = store.list(STEPS_PREFIX, after=after)
+    directory, count = "", 0
+    while (info := next(listing, None)) is not None:
+        if directory and info.key.startswith(directory):
+            count += 1
+            if count == LISTED_MAX:
+                # "0" is the character after "/": this key is greater than all keys in it.
+                listing = store.list(STEPS_PREFIX, after=directory[:-1] + "0")
+        elif (parsed := parse_step_key(info.key)) is not None:
+            directory, count = step_prefix(parsed[0], parsed[1]), 0
+            yield parsed

@@ -58,8 +58,8 @@ class Rounds(WrappedStore):
 
 
 def test_a_load_sends_three_rounds_before_the_first_tensor() -> None:
-    """The listing and FORMAT; the newest record, the one before it, and a look behind it; the
-    manifest. Then tensor bytes come.
+    """The log's listing and FORMAT; the newest record, the one before it, and a look behind it; the
+    manifest, and a listing of what is newer. Then tensor bytes come.
     """
     inner = MemoryStore()
     state = {"weight": torch.arange(8.0)}
@@ -73,7 +73,7 @@ def test_a_load_sends_three_rounds_before_the_first_tensor() -> None:
     rounds = [
         ["list log/", "get FORMAT"],
         [f"get {last}", f"get {before}", f"info {behind}"],
-        [f"get {manifest}"],
+        [f"get {manifest}", "list steps/"],
         [f"read {data}"],
     ]
     far = Rounds(inner, rounds)

@@ -504,6 +504,10 @@ class FullyShardedDataParallel(UnitAttributes, StatefulUnit):
 
     # --- checkpoints ----------------------------------------------------------------------------
 
+    def managed_params(self) -> set[int]:
+        """Identities of the parameters that this unit and those below hold."""
+        return managed_below(self)
+
     def live_shards(self) -> set[int]:
         """Identities of the sharded parameters of this unit and those below."""
         return set().union(*(managed_below(w) for w in fsdp_units(self) if w.is_sharded))

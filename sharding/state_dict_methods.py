@@ -149,7 +149,10 @@ class StatefulUnit(TorchWrapper):
     # --- models ---------------------------------------------------------------------------------
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """Everything below this unit by bare name, in the chosen form. Collective."""
+        """Everything below this unit by bare name, in the chosen form. Collective.
+
+        As from torch's class, what is ignored and buffers are live memory.
+        """
         # `nn.Module` still takes them by position, too.
         names = ("destination", "prefix", "keep_vars")
         given = {**dict(zip(names, args, strict=False)), **kwargs}
@@ -158,7 +161,7 @@ class StatefulUnit(TorchWrapper):
         _warn_of_unsharded(self)
         form, config = model_form(_servable(self))
         with _as_torch_raises():
-            state = state_dicts.model_state_dict(self, form, config)
+            state = state_dicts.take_model_dict(self, form, config, copied=self.managed_params())
         prefix = given.get("prefix", "")
         set_versions(self, prefix, destination)
         for name in self._in_order(state):
@@ -177,6 +180,10 @@ class StatefulUnit(TorchWrapper):
         _warn_of_unsharded(self)
         missing, unexpected = self._load(state_dict, strict=strict)
         return _Keys(missing, unexpected)
+
+    def managed_params(self) -> set[int]:
+        """Identities of the parameters that this unit and those below hold."""
+        return set()
 
     def live_shards(self) -> set[int]:
         """Identities of the sharded parameters below: parts of tensors, values for none of them."""

@@ -10,7 +10,7 @@ Errors are the same on all ranks that take part, with every problem named.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -73,10 +73,24 @@ def model_state_dict(
     memory.
     Tied tensors appear under all their names. Raises InvalidState for what has no such form.
     """
+    return take_model_dict(model, type, config, process_group)
+
+
+def take_model_dict(
+    model: nn.Module,
+    type: StateDictType,
+    config: StateDictConfig | None,
+    process_group: dist.ProcessGroup | None = None,
+    copied: Container[int] | None = None,
+) -> dict[str, Any]:
+    """`model_state_dict`; with `copied`, identities of parameters, all other tensors of the model
+    are in the dict as they are: live memory, each rank's own.
+    """
     config = model_config(type, config)
     place = _taking_place(model, process_group)
+    output = place.output(type, config)._replace(copied=copied)
     with gc_paused():
-        return take_model(model, place.output(type, config), place.world, _ranks(place.world))
+        return take_model(model, output, place.world, _ranks(place.world))
 
 
 def load_model_state_dict(

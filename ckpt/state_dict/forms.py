@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Container, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -35,7 +35,8 @@ class DictForm(NamedTuple):
     """What a state dict shall be: its form, where its tensors lie, and whether this rank gets any.
 
     `use_dtensor` is that of `ShardedStateDictConfig`, `group` the ranks of the world as torch knows
-    them (None for all), `beside` is for optimizers.
+    them (None for all), `beside` is for optimizers. With `copied`, identities of parameters, a
+    model's other tensors are given as they are.
     """
 
     form: StateDictType
@@ -44,6 +45,7 @@ class DictForm(NamedTuple):
     use_dtensor: bool | None
     group: dist.ProcessGroup | None
     beside: Unshared = Unshared.COMPARED
+    copied: Container[int] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,12 +54,14 @@ class LiveTensors:
 
     `models` are DTensors that a tensor is laid out like, `sharding_of` gives the group or mesh that
     the unit of a tensor reports, `dtypes` the dtype in the dict where the live tensor has another.
+    `as_is` are not exchanged: each rank gives its own.
     """
 
     holdings: list[Holding]
     models: Mapping[str, torch.Tensor]
     sharding_of: Callable[[str], UnitSharding | None]
     dtypes: Mapping[str, torch.dtype]
+    as_is: Mapping[str, torch.Tensor] = field(default_factory=dict)
 
 
 class _Made(NamedTuple):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -10,9 +10,10 @@ from torch import nn
 
 from ckpt.errors import InvalidState, Mismatch
 from ckpt.format.codec import decode_values, encode_values
+from ckpt.layout.kind import Kind
 from ckpt.layout.plain import Ranks
 from ckpt.layout.sharded_tensor import UnitSharding, sharding_of
-from ckpt.state.describe import Described, describe_modules
+from ckpt.state.describe import Described, DescribedTensor, describe_modules
 from ckpt.state.requested import CallArguments
 from ckpt.state.values import join, split_tree
 from ckpt.state.walk import Leaves
@@ -33,6 +34,7 @@ def take_model(model: nn.Module, output: DictForm, world: World, ranks: Ranks) -
     tensors = take_out(live, output, world, ranks)
     if not output.is_wanted:
         return {}
+    tensors.update(live.as_is)
     tensors.update(composites.joined(tensors, to_cpu=output.offload_to_cpu))
     # In the order of the module; the exchange has one of its own.
     names = composites.names(names_of(described))
@@ -53,6 +55,16 @@ def describe_live(
     composites = composites_of(described, output.form)
     left = composites.not_exchanged
     tensors = [each for each in described.tensors() if left.isdisjoint(each[0].fqns)]
+    buffers = {fqn for source in described.buffers for fqn in source.fqns}
+    # LOCAL dicts are live memory, in whatever dtype it has.
+    keeps_low = output.form is StateDictType.LOCAL
+    dtypes = {} if keeps_low else buffer_dtypes(described, buffers)
+    as_is = {
+        fqn: given.cpu() if output.offload_to_cpu else given
+        for fqn, given in _not_copied(tensors, output.copied)
+        if fqn not in dtypes
+    }
+    tensors = [each for each in tensors if as_is.keys().isdisjoint(each[0].fqns)]
     holdings = [holding for source, kind in tensors for holding in source.holdings(kind)]
     models = {
         fqn: template
@@ -60,12 +72,17 @@ def describe_live(
         if (template := source.owned.template) is not None
         for fqn in source.fqns
     }
-    buffers = {fqn for source in described.buffers for fqn in source.fqns}
-    # LOCAL dicts are live memory, in whatever dtype it has.
-    keeps_low = output.form is StateDictType.LOCAL
-    dtypes = {} if keeps_low else buffer_dtypes(described, buffers)
-    live = LiveTensors(holdings, models, shardings(described, names_of(described)).get, dtypes)
-    return described, live, composites
+    sharding = shardings(described, names_of(described)).get
+    return described, LiveTensors(holdings, models, sharding, dtypes, as_is), composites
+
+
+def _not_copied(
+    tensors: Sequence[tuple[DescribedTensor, Kind]], copied: Container[int] | None
+) -> Iterator[tuple[str, torch.Tensor]]:
+    for source, _ in tensors:
+        owned = source.owned
+        if copied is not None and owned.is_whole and id(owned.param) not in copied:
+            yield source.fqns[0], owned.param.detach()
 
 
 def describe_model(model: nn.Module, ranks: Ranks, *, loading: bool) -> Described:

@@ -106,6 +106,43 @@ def shards_have_the_sizes_of_torchs() -> None:
         assert ours == torchs, (orig, low, ignores)
 
 
+class Partly(nn.Module):
+    """Two layers with a buffer each, one of them ignored, in a model with a buffer of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kept, self.left = nn.Linear(3, 3), nn.Linear(3, 3)
+        for each in (self, self.kept, self.left):
+            each.register_buffer("seen", torch.ones(2))
+        self.register_buffer("count", torch.ones(1, dtype=torch.int64))
+
+
+def live_entries(name: str, form: StateDictType, **options: Any) -> set[str]:
+    """Keys of a state dict whose tensors are the memory of the model itself."""
+    bare = Partly()
+    tensors = [bare.left.weight, bare.left.bias, *bare.buffers()]
+    model = engine(name)(bare, ignored_modules=[bare.left], **options)
+    with type(model).state_dict_type(model, form):
+        state = model.state_dict(prefix="pre.")
+    live = {tensor.untyped_storage().data_ptr() for tensor in tensors}
+    return {
+        key
+        for key, value in state.items()
+        if not isinstance(value, ShardedTensor) and value.untyped_storage().data_ptr() in live
+    }
+
+
+def ignored_states_and_buffers_are_live_in_dicts() -> None:
+    for form, orig, low in itertools.product(
+        (StateDictType.FULL_STATE_DICT, StateDictType.SHARDED_STATE_DICT),
+        (False, True),
+        (None, MixedPrecision(torch.bfloat16, buffer_dtype=torch.bfloat16)),
+    ):
+        options = {"use_orig_params": orig, "mixed_precision": low}
+        torchs, ours = (live_entries(name, form, **options) for name in BOTH)
+        assert len(torchs) >= 3 and ours == torchs, (form, orig, low, torchs, ours)
+
+
 def ranges_seen(run: Any) -> set[str]:
     with profile(activities=[ProfilerActivity.CPU]) as profiled:
         run()
@@ -142,6 +179,7 @@ test_on_two_ranks = claims(
     [
         what_is_saved_loads_with_weights_alone,
         shards_have_the_sizes_of_torchs,
+        ignored_states_and_buffers_are_live_in_dicts,
         profilers_see_the_ranges_of_torchs_classes,
     ],
 )

@@ -116,10 +116,11 @@ class Store(ABC):
         """Requests that were repeated so far because they had failed; 0 where nobody repeats."""
         return 0
 
-    @property
-    def encrypts(self) -> bool:
-        """Whether all that is written here is encrypted before it is sent."""
-        return False
+    def encrypting(self, other: Store) -> Store:
+        """`other` with its objects encrypted by the key of the root that is here; `other` itself
+        where this root is not encrypted. Raises as reading FORMAT does.
+        """
+        return other
 
     @property
     def known_encoding(self) -> bytes:

@@ -40,9 +40,8 @@ class WrappedStore(Store):
     def retries(self) -> int:
         return self.inner.retries
 
-    @property
-    def encrypts(self) -> bool:
-        return self.inner.encrypts
+    def encrypting(self, other: Store) -> Store:
+        return self.inner.encrypting(other)
 
     @property
     def known_encoding(self) -> bytes:

@@ -141,8 +141,10 @@ class Copies:
                     "this one should, stop the other job and restart this one"
                 )
             for file in files:
-                self._put(peer.store, prefix + file.name, file.nbytes, until)
-                if not has_file(peer.store, prefix, file):
+                # As they lie here: an encrypted one stays so.
+                stored = self._tier.store.info(prefix + file.name)
+                self._put(peer.store, stored.key, stored.nbytes, until)
+                if not has_file(self._tier.files_in(peer.store), prefix, file):
                     raise Corrupt(
                         f"{peer.store.url}: the copy of {prefix}{file.name} differs from what was "
                         "sent; check that host's memory or disk"

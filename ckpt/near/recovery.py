@@ -168,10 +168,10 @@ def _load(
         for number, rank in enumerate(ranks)
         if own_host not in candidate.homes[rank]
     }
-    path = read_path(tier.store, "buffered" if tier.is_in_memory else "auto")
+    path = read_path(tier.files, "buffered" if tier.is_in_memory else "auto")
     return load_located(
         state,
-        store=tier.store,
+        store=tier.files,
         world=world,
         located=(record.prefix, manifest),
         options=LoadOptions(stacks=stacks, path=path),
@@ -253,7 +253,7 @@ def _part(
     opened = []
     for file in record.files:
         if file.rank == rank:
-            one = open_file(tier.store, record.prefix + file.name, file.name, file.nbytes)
+            one = open_file(tier.files, record.prefix + file.name, file.name, file.nbytes)
             header = one.place.header
             named = (header.root, header.attempt, header.step, header.world_size, one.place.rank)
             head = record.head
@@ -262,7 +262,7 @@ def _part(
             if one.described.seal != file.seal:
                 raise Corrupt(f"{tier.store.url}/{record.prefix}{file.name}: has another seal")
             if with_blocks:
-                check_blocks(tier.store, record.prefix + file.name, one.described)
+                check_blocks(tier.files, record.prefix + file.name, one.described)
             opened.append(one)
     if problems := contradictions(opened):
         raise Corrupt("; ".join(problems))

@@ -48,7 +48,7 @@ from ckpt.saving.write import MIB, Staging, WritePath
 from ckpt.telemetry.history import CommittedSave, RankReport, totals_of
 from ckpt.telemetry.record import SaveTotals
 from ckpt.world.base import collectively
-from storage import StorageError, Store
+from storage import StorageError
 
 logger = logging.getLogger(__name__)
 
@@ -116,7 +116,7 @@ class NearSaves:
         self._memory = PartMemory()
         self._mapped: TierMemory | None = None
         self._staging = Staging()
-        self._store: Store = tier.store
+        self._store = tier.files
         # Memory has no page cache to go around.
         is_disk = not tier.is_in_memory
         self._path = WritePath(
@@ -289,7 +289,9 @@ class NearSaves:
         self._after_slot = reports[0][4]
         if any(copies.values()):
             self._copies = open_copies(world, self.tier, self.hosts, copies, options)
-        if self.tier.is_in_memory and not isinstance(contents, Exception):
+        # What is encrypted is copied elsewhere first: no clear text may lie in the tier.
+        in_place = self.tier.is_in_memory and self.tier.files is self.tier.store
+        if in_place and not isinstance(contents, Exception):
             sources = contents.plan.sources
             # Copies from a device need pinned memory, which that of a file is not.
             if not devices_of(one.view for one in sources if not one.address):

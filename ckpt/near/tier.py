@@ -30,6 +30,7 @@ from ckpt.near.records import (
     encode_near_record,
 )
 from storage import (
+    CorruptObjectError,
     KeyExistsError,
     KeyNotFoundError,
     ShortReadError,
@@ -65,19 +66,28 @@ def near_key(record: NearRecord) -> str:
 
 class Tier:
     """The tier of one host for the durable root `root`. Every method may be called by any rank of
-    the host.
+    the host. `store` has its objects as they lie there; `files` has the data files as they were
+    written, which are encrypted where the root in `durable` is.
 
     Methods raise the errors of the file system (StorageError), among them AccessDeniedError for a
     directory that others can change, or that is another user's.
     """
 
-    def __init__(self, path: str | os.PathLike[str], root: str) -> None:
+    def __init__(
+        self, path: str | os.PathLike[str], root: str, durable: Store | None = None
+    ) -> None:
         self.path = os.path.abspath(os.fspath(path))
         self.root = root
         private_folder(os.path.join(self.path, root))
         self.store = LocalStore(os.path.join(self.path, root))
         self.host = self._host()
+        self._durable = durable
+        self.files = self.files_in(self.store)
         self.is_in_memory = is_in_memory(self.store.place)
+
+    def files_in(self, store: Store) -> Store:
+        """The data files in the tier `store` of this root, this one or another host's."""
+        return store if self._durable is None else self._durable.encrypting(store)
 
     def _host(self) -> str:
         """The name of this directory. Two hosts have two, where file numbers may be the same.
@@ -160,7 +170,7 @@ class Tier:
 
     def has(self, record: NearRecord, file: NearFile) -> bool:
         """Whether a file of a record is here, as `has_file` says."""
-        return has_file(self.store, record.prefix, file)
+        return has_file(self.files, record.prefix, file)
 
     def whole_ranks(self, record: NearRecord) -> list[int]:
         """The ranks of which all files that a record names are here."""
@@ -227,16 +237,20 @@ def newest_epoch(store: Store) -> int:
     return max((int(match[1]) for match in matches if match), default=0)
 
 
-def has_file(store: Store, prefix: str, file: NearFile) -> bool:
-    """Whether a tier has a file of a record below `prefix`, in full length and with the checksum
-    table that the record has the seal of. Blocks are compared with that table when they are read.
+def has_file(files: Store, prefix: str, file: NearFile) -> bool:
+    """Whether the `files` of a tier have that of a record below `prefix`, in full length and with
+    the checksum table that the record has the seal of. Blocks are compared with it when they are
+    read.
     """
     table = ByteRange(file.nbytes - file.seal.nbytes, file.nbytes)
     try:
-        if store.info(prefix + file.name).nbytes != file.nbytes:
+        if files.info(prefix + file.name).nbytes != file.nbytes:
             return False
-        return seal_of(store.get(prefix + file.name, table)) == file.seal
+        return seal_of(files.get(prefix + file.name, table)) == file.seal
     except (KeyNotFoundError, ShortReadError):
+        return False
+    except CorruptObjectError as error:
+        logger.warning("a near file does not count: %s", error)
         return False
 
 
@@ -251,9 +265,10 @@ def tier_roots(path: str | os.PathLike[str]) -> list[str]:
     return [name for name in names if os.path.exists(os.path.join(path, name, HOST_KEY))]
 
 
-def tiers_in(path: str | os.PathLike[str]) -> list[Tier]:
-    """The tiers below a directory, one for each durable root that saved there.
+def tiers_in(path: str | os.PathLike[str], durable: Store | None = None) -> list[Tier]:
+    """The tiers below a directory, one for each durable root that saved there. That of `durable` is
+    needed for `files` that are encrypted.
 
     Raises NoCheckpoint where there is no such directory.
     """
-    return [Tier(path, name) for name in tier_roots(path)]
+    return [Tier(path, name, durable) for name in tier_roots(path)]

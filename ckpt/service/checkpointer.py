@@ -32,7 +32,7 @@ from ckpt.service.alarm import Alarm, Failure
 from ckpt.service.events import Observer, Restored, SaveSkipped, log_restored
 from ckpt.service.inflight import Saved
 from ckpt.service.near import Near
-from ckpt.service.near_stack import near_tiers, refuse_clear_text
+from ckpt.service.near_stack import near_tiers
 from ckpt.service.parts import ServiceParts, ServiceSettings, leave, parts_of
 from ckpt.service.policies import (
     AtExit,
@@ -172,7 +172,6 @@ class Checkpointer:
                     "io": io,
                 },
             )
-        refuse_clear_text(tiers, target)
         self._signals = Signals(save)
         self._settings = ServiceSettings(
             save, rule, alarm, pace, tiers, tuple(observers), silence_seconds_max, self._signals

@@ -63,8 +63,7 @@ class Near:
     to those who have a token that only its ranks know. With `certificate`, the path of a PEM file
     with a key and its certificate, the same on all hosts, what is sent is encrypted.
 
-    The files in `path` are not encrypted. Where the root is, a Checkpointer refuses the tier,
-    unless `plaintext` says that the state may lie there in clear text.
+    Where the root is encrypted, so are the files in `path` and their copies, with the root's key.
     """
 
     path: str | os.PathLike[str]
@@ -74,7 +73,6 @@ class Near:
     rack: str = ""
     address: str = ""
     certificate: str | os.PathLike[str] = ""
-    plaintext: bool = False
 
     def __post_init__(self) -> None:
         if not isinstance(self.path, str | os.PathLike) or not os.fspath(self.path):
@@ -93,8 +91,6 @@ class Near:
         for name in ("rack", "address"):
             if not isinstance(value := getattr(self, name), str):
                 raise TypeError(f"Near({name}={value!r}): expected a string")
-        if not isinstance(self.plaintext, bool):
-            raise TypeError(f"Near(plaintext={self.plaintext!r}): expected True or False")
         if not isinstance(self.certificate, str | os.PathLike):
             raise TypeError(f"Near(certificate={self.certificate!r}): expected the path of a file")
 
@@ -326,6 +322,6 @@ class NearTraining:
         """The tier of this host, and who shares it. Collective."""
         if self._tier is not None and self._tier.root == root:
             return
-        world = self._training.world
-        self._tier = collectively(world, "near tier", lambda: Tier(self._near.path, root))
+        world, path, durable = self._training.world, self._near.path, self._training.target.store()
+        self._tier = collectively(world, "near tier", lambda: Tier(path, root, durable))
         self._hosts = Hosts.of(world, self._tier)

@@ -26,7 +26,6 @@ from ckpt.saving.report import SaveReport
 from ckpt.service.alarm import Failure
 from ckpt.service.near import FAILURES_MAX, Near, NearTraining
 from ckpt.service.policies import Never, SavePolicy
-from ckpt.service.target import Target
 from ckpt.service.training import Training
 from ckpt.state.stacks import Stacks
 
@@ -53,19 +52,6 @@ def near_tiers(near: object) -> tuple[Near, ...]:
                 f"near= has {other!r} and {path!r}, which are one directory: give each tier its own"
             )
     return tuple(tiers)
-
-
-def refuse_clear_text(tiers: Sequence[Near], target: Target) -> None:
-    """Raises ValueError for tiers that would hold the state of an encrypted root in clear text."""
-    plain = [os.fspath(one.path) for one in tiers if not one.plaintext]
-    if plain and target.encrypts:
-        raise ValueError(
-            f"near= with the encrypted root {target.url}: near tiers are memory or files of the "
-            f"host that training writes into directly, so {', '.join(map(repr, plain))} would hold "
-            "the state in clear text. Leave near= out, or say that this may be: "
-            f"ckpt.Near({plain[0]!r}, plaintext=True), with certificate= where copies go to other "
-            "hosts"
-        )
 
 
 class NearStack:

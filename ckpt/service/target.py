@@ -75,11 +75,6 @@ class Target(ABC):
 
     url: str
 
-    @property
-    def encrypts(self) -> bool:
-        """Whether saves are encrypted there, as far as this is known without asking."""
-        return False
-
     def now_seconds(self) -> float:
         """A monotonic clock, by which saves are due and deadlines pass. Tests bring another one."""
         return time.monotonic()
@@ -187,12 +182,6 @@ class UrlTarget(Target):
     def url(self) -> str:  # type: ignore[override]
         """The url, also that of a store."""
         return url_of(self.where)
-
-    @property
-    def encrypts(self) -> bool:
-        if isinstance(self.where, Store) and self.where.encrypts:
-            return True
-        return (self.storage_options or {}).get("encryption_key") is not None
 
     def world(self) -> World:
         # A duplicate: the worker of a save holds rounds in the other one at any time.

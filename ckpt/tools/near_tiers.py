@@ -118,7 +118,8 @@ def _view(path: str, root: str) -> TierView:
 def _step(record: NearRecord, files: dict[str, int]) -> NearStep:
     lacking, nbytes = set(), 0
     for file in record.files:
-        if files.get(record.prefix + file.name) == file.nbytes:
+        # An encrypted one is longer.
+        if files.get(record.prefix + file.name, 0) >= file.nbytes:
             nbytes += file.nbytes
         else:
             lacking.add(file.rank)

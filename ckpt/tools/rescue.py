@@ -63,7 +63,7 @@ def rescue(
     with ExitStack() as stack:
         store = stack.enter_context(closing(open_store(url, **(storage_options or {}))))
         maintenance = Maintenance.open(store)
-        tiers = [tier for path in near for tier in tiers_in(path)]
+        tiers = [tier for path in near for tier in tiers_in(path, store)]
         for tier in tiers:
             stack.callback(tier.close)
         own = [tier for tier in tiers if tier.root == maintenance.root]
@@ -155,7 +155,7 @@ def _opened(
             for file in record.files:
                 if file.rank == rank:
                     key = record.prefix + file.name
-                    opened.append(open_file(tier.store, key, file.name, file.nbytes))
+                    opened.append(open_file(tier.files, key, file.name, file.nbytes))
                     _refuse_other(opened[-1], record, file.seal, f"{tier.store.url}/{key}")
             return opened, [tier, *tiers[number + 1 :]]
         except (Corrupt, KeyNotFoundError) as error:
@@ -170,7 +170,7 @@ def _relay(tiers: Sequence[Tier], key: str, store: Store, file: OpenedFile) -> N
     for number, tier in enumerate(tiers):
         try:
             relay_file(
-                tier.store,
+                tier.files,
                 key,
                 store,
                 key,

@@ -130,10 +130,14 @@ class EncodedStore(WrappedStore):
         self._indexes: OrderedDict[str, ObjectIndex] = OrderedDict()
         self._lock = ForkSafeLock()
 
-    @property
-    def encrypts(self) -> bool:
-        # A plain root refuses a key, and an encrypted one needs it.
-        return self._options.encryption_key is not None or self.inner.encrypts
+    def encrypting(self, other: Store) -> Store:
+        codec = self._write_codec("steps/")
+        if codec is None or codec.secret is None:
+            return other
+        store = EncodedStore(other)
+        store._codec, store._encoding = codec._replace(zstd=None), self._encoding
+        store._format, store._is_known = self._format, True
+        return store
 
     @property
     def known_encoding(self) -> bytes:

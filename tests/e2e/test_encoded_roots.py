@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -379,30 +378,6 @@ def test_copies_of_encrypted_roots_load_and_go_on(root: str, tmp_path: Path) -> 
     single = tmp_path / step_folder(root, 1).name
     ckpt.copy(root, single, step=1, storage_options=BOTH)
     assert ckpt.load(state(), single, storage_options=BOTH).step == 1
-
-
-def test_near_tiers_of_encrypted_roots_need_plaintext(tmp_path: Path) -> None:
-    url, tier = str(tmp_path / "run"), tmp_path / "tier"
-    near = ckpt.Near(tier, every=ckpt.EverySteps(1))
-    key: dict[str, Any] = {"encryption_key": SECRET}
-    uses: list[dict[str, Any]] = [
-        {"target": url, "storage_options": key},
-        {"target": open_store(url, **key)},
-    ]
-    for use in uses:
-        with pytest.raises(
-            ValueError, match=r"encrypted root.*clear text.*plaintext=True"
-        ) as failed:
-            ckpt.Checkpointer(state={"w": torch.zeros(3)}, near=[near], **use)
-        assert url in str(failed.value) and str(tier) in str(failed.value)
-    assert not tier.exists() and not Path(url).exists()
-    said = replace(near, plaintext=True)
-    assert trained(url, 2, near=said, storage_options=key) == (0, 2.0)
-    assert trained(url, 1, near=said, storage_options=key) == (2, 3.0)
-    compressed = {"compression": "zstd"}
-    assert trained(str(tmp_path / "c"), 1, near=near, storage_options=compressed) == (0, 1.0)
-    with pytest.raises(TypeError, match="plaintext='no'"):
-        replace(near, plaintext="no")  # type: ignore[arg-type]
 
 
 def shown_by(thing: object, seen: set[int], depth: int = 8) -> Iterator[str]:

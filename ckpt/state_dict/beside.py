@@ -33,13 +33,9 @@ class Rest:
     state: dict[str, dict[Any, Any]]
     groups: list[dict[str, Any]]
 
-    def added_to(self, state: Mapping[str, Any], *, to_cpu: bool) -> dict[str, Any]:
-        """`state`, which ranks share, and a copy of this rank's own, in the order of the groups."""
-        names = [name for group in self.groups for name in group["params"]]
-        own = {name: copied(self.state[name], to_cpu=to_cpu) for name in self.state}
-        both = {**state, **own}
-        # In the order of the optimizer, whoever shares what.
-        return {name: both[name] for name in names if name in both}
+    def copied_state(self, *, to_cpu: bool) -> dict[str, Any]:
+        """The state by parameter, in memory of its own."""
+        return {name: copied(self.state[name], to_cpu=to_cpu) for name in self.state}
 
     def copied_groups(self) -> list[dict[str, Any]]:
         """The groups with copies of what is in them."""

@@ -122,7 +122,8 @@ class _Taken:
     """What this rank holds of optimizers, and the values that all ranks have alike.
 
     `witnesses` are scalars that other ranks hold, as this one has them. `agreed` is compared.
-    `shards` are parts of composites that no other rank gives anything for.
+    `shards` are parts of composites that no other rank gives anything for. `place` is that of a
+    parameter in the model: this order is the same on all ranks, that of the groups need not be.
     """
 
     live: LiveTensors
@@ -134,6 +135,7 @@ class _Taken:
     own: Mapping[str, PerRankState]
     rest: Rest | None
     shards: Mapping[str, ComponentShard]
+    place: Callable[[str], int]
 
 
 def take_optimizer(
@@ -166,10 +168,10 @@ def take_optimizer(
     if _keeps_own_scalars(output):
         tensors.update(_own_scalars(taken.witnesses, to_cpu=to_cpu))
     groups = taken.values[GROUPS]
-    names = [name for group in groups for name in group["params"]]
-    result: dict[str, Any] = {"state": _state(names, tensors, taken.values)}
+    state = _state([name for group in groups for name in group["params"]], tensors, taken.values)
     if taken.rest is not None:
-        result["state"] = taken.rest.added_to(result["state"], to_cpu=to_cpu)
+        state |= taken.rest.copied_state(to_cpu=to_cpu)
+    result: dict[str, Any] = {"state": {fqn: state[fqn] for fqn in sorted(state, key=taken.place)}}
     for key, value in taken.user.items():
         logger.warning("state %r belongs to no parameter; it is handed on as it is", key)
         result["state"][key] = value
@@ -234,8 +236,10 @@ def _taken(
     keeps_own = _keeps_own_scalars(output)
     is_alone = len(ranks.everyone) == 1
     agreed = NOTHING if keeps_own or is_alone else agreed_state(flat.holdings, flat.witnesses)
+    order = {fqn: i for i, one in enumerate(described.by_param.values()) for fqn in one.fqns}
+    place = order.__getitem__
     return _Taken(
-        live, flat.witnesses, agreed, flat.values, user, has_groups, flat.own, rest, shards
+        live, flat.witnesses, agreed, flat.values, user, has_groups, flat.own, rest, shards, place
     )
 
 
@@ -324,7 +328,7 @@ def by_parameter(fqns: Collection[str], params: Collection[str]) -> Iterator[tup
 def _state(
     names: Sequence[str], tensors: Mapping[str, Any], values: Mapping[str, Any]
 ) -> dict[str, dict[str, Any]]:
-    """The states by parameter, in the order of the groups."""
+    """The states by parameter."""
     states: dict[str, dict[str, Any]] = {name: {} for name in names}
     inside = {fqn for value in values.values() for fqn in references(value)}
     for param, name, fqn in by_parameter(tensors, names):

@@ -10,6 +10,7 @@ import itertools
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.distributed.fsdp as torch_fsdp
 from torch import nn
 from torch.distributed._shard.sharded_tensor import ShardedTensor
@@ -143,6 +144,29 @@ def ignored_states_and_buffers_are_live_in_dicts() -> None:
         assert len(torchs) >= 3 and ours == torchs, (form, orig, low, torchs, ours)
 
 
+def state_names(name: str, form: StateDictType, turned: bool, orig: bool) -> list[str]:
+    """The keys of an optimizer dict; `turned`: odd ranks list their parameters the other way."""
+    model = wrapped(name, build("uneven"), use_orig_params=orig)
+    model.register_parameter("alone", nn.Parameter(torch.ones(3)))
+    params = list(model.parameters())
+    optimizer = torch.optim.AdamW(params[::-1] if turned and dist.get_rank() % 2 else params)
+    (model(torch.ones(4, 6)).sum() * model.alone.sum()).backward()
+    optimizer.step()
+    with type(model).state_dict_type(model, form):
+        return list(type(model).optim_state_dict(model, optimizer)["state"])
+
+
+def optimizer_dicts_have_one_order_on_all_ranks() -> None:
+    for form, orig in itertools.product(
+        (StateDictType.FULL_STATE_DICT, StateDictType.SHARDED_STATE_DICT), (False, True)
+    ):
+        straight = state_names("ours", form, False, orig)
+        assert set(straight) == set(state_names("torch", form, True, orig)), (form, orig)
+        turned: list[Any] = [None, None]
+        dist.all_gather_object(turned, state_names("ours", form, True, orig))
+        assert turned == [straight, straight], (form, orig, turned, straight)
+
+
 def ranges_seen(run: Any) -> set[str]:
     with profile(activities=[ProfilerActivity.CPU]) as profiled:
         run()
@@ -180,6 +204,7 @@ test_on_two_ranks = claims(
         what_is_saved_loads_with_weights_alone,
         shards_have_the_sizes_of_torchs,
         ignored_states_and_buffers_are_live_in_dicts,
+        optimizer_dicts_have_one_order_on_all_ranks,
         profilers_see_the_ranges_of_torchs_classes,
     ],
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -22,6 +23,7 @@ from storage import CorruptObjectError, KeyNotFoundError, Store, TooLargeError
 logger = logging.getLogger(__name__)
 
 READERS = 8  # records that are read at the same time
+UNDER_WAY_SECONDS = 600  # for which a step directory without MANIFEST and COMMIT is no surprise
 
 
 class Located(NamedTuple):
@@ -96,7 +98,9 @@ def locate(store: Store, step: int | None = None, *, attempt: str = "") -> Locat
         state = state_of(store, read_early)
     except NoCheckpoint as no_root:
         return _by_path(store, step, no_root)
-    if is_latest and any(one.is_written for one in state.uncommitted):
+    # A younger one is the save of a training that runs.
+    old = time.time() - UNDER_WAY_SECONDS
+    if is_latest and any(one.is_written or one.modified_unix < old for one in state.uncommitted):
         logger.warning(state.uncommitted_text(store.url))
     entry = chosen(state)
     try:

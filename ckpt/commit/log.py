@@ -74,28 +74,30 @@ def broken_log(url: str, problem: str) -> Corrupt:
     )
 
 
-class Uncommitted(NamedTuple):
-    """A step directory newer than the latest checkpoint that has no COMMIT; whether it has a
-    MANIFEST, so that all of it was written.
+class StepDirectory(NamedTuple):
+    """One attempt as a listing shows it: whether it has a MANIFEST, so that all of it was written,
+    and when its first object was.
     """
 
     step: int
     attempt: str
-    is_written: bool = True
+    is_written: bool
+    modified_unix: float
 
 
 @dataclass(frozen=True, slots=True)
 class LogState:
     """What the newest record says. An empty log has slot -1 and epoch 0.
 
-    `uncommitted` was found by the first look at the log: a save under way, one that died before its
-    commit, or a checkpoint whose COMMIT, the newest record, was lost.
+    `uncommitted` are step directories newer than the latest checkpoint without a COMMIT, as the
+    first look found them: a save under way, one that died before its commit, or a checkpoint whose
+    COMMIT, the newest record, was lost.
     """
 
     slot: int
     epoch: int
     entries: LiveSet
-    uncommitted: tuple[Uncommitted, ...] = ()
+    uncommitted: tuple[StepDirectory, ...] = ()
 
     @property
     def live(self) -> tuple[LiveEntry, ...]:
@@ -311,10 +313,19 @@ class Log:
         if self._end is not None:  # else the first look does it
             self._page(max(-1, self._end.state.slot - LISTED_MAX))
         self.state()
+        for _ in self.last_records():
+            pass
+
+    def last_records(self) -> Iterator[Record]:
+        """The newest records, the newest first: few where requests take long. Raises Corrupt where
+        they do not build on each other.
+        """
         record = self.newest
         count = LISTED_MAX if self.store.part_nbytes_min == 1 else LINKS_MAX
-        while record is not None and count and not begins_chain(record):
-            record, count = self._before(record), count - 1
+        while record is not None:
+            yield record
+            is_last = not count or begins_chain(record)
+            record, count = None if is_last else self._before(record), count - 1
 
     def record(self, slot: int) -> Record:
         """One record. Raises Corrupt when it is damaged, KeyNotFoundError when the slot is free."""
@@ -408,20 +419,16 @@ class Log:
         uncommitted = self._uncommitted(newer_attempts, end.state)
         return replace(end, state=replace(end.state, uncommitted=uncommitted))
 
-    def _newer_on_store(self, state: LogState) -> list[Uncommitted]:
+    def _newer_on_store(self, state: LogState) -> list[StepDirectory]:
         """Attempts from the latest checkpoint's step on that are not live."""
         latest = state.latest
         after = "" if latest is None else f"{STEPS_PREFIX}{latest.step:08d}-"
         there = itertools.islice(attempts_on(self.store, after=after), NEWER_MAX)
-        return [
-            Uncommitted(step, attempt, first == MANIFEST_NAME)
-            for step, attempt, first in there
-            if state.find(attempt) is None
-        ]
+        return [one for one in there if state.find(one.attempt) is None]
 
     def _uncommitted(
-        self, candidates: Sequence[Uncommitted], state: LogState
-    ) -> tuple[Uncommitted, ...]:
+        self, candidates: Sequence[StepDirectory], state: LogState
+    ) -> tuple[StepDirectory, ...]:
         """Those of `candidates` that have no COMMIT. Raises Corrupt where they prove that records
         are lost: a session commits one save, or knows that it has failed, before the next.
         """
@@ -446,7 +453,7 @@ class Log:
         one = unlisted[-1]
         raise broken_log(self.store.url, f"{problem}, such as step {one.step} ({one.attempt})")
 
-    def lost_of(self, attempts: Sequence[Uncommitted], last: int) -> list[Uncommitted]:
+    def lost_of(self, attempts: Sequence[StepDirectory], last: int) -> list[StepDirectory]:
         """Those of `attempts`, which have a MANIFEST and are not live, whose records were lost.
 
         A session commits a save, or deletes it, before it begins the next. So of one epoch a second
@@ -557,7 +564,7 @@ class Log:
         return low
 
 
-def _several_of_an_epoch(attempts: dict[str, Uncommitted]) -> dict[str, Uncommitted]:
+def _several_of_an_epoch(attempts: dict[str, StepDirectory]) -> dict[str, StepDirectory]:
     counts = Counter(map(attempt_epoch, attempts))
     return {name: one for name, one in attempts.items() if counts[attempt_epoch(name)] > 1}
 
@@ -567,10 +574,10 @@ def begins_chain(record: Record) -> bool:
     return record.slot == 0 or record.write_id.startswith(MENDED)
 
 
-def attempts_on(store: Store, *, after: str = "") -> Iterator[tuple[int, str, str]]:
-    """Every step and attempt that has an object of ours behind the key `after`, and the name of its
-    first one (MANIFEST comes before data files): one listing, and one more for each directory with
-    more than a page of them.
+def attempts_on(store: Store, *, after: str = "") -> Iterator[StepDirectory]:
+    """Every attempt that has an object of ours behind the key `after`, by its first one (MANIFEST
+    comes before data files): one listing, and one more for each directory with more than a page of
+    them.
     """
     listing = store.list(STEPS_PREFIX, after=after)
     directory, count = "", 0
@@ -581,5 +588,6 @@ def attempts_on(store: Store, *, after: str = "") -> Iterator[tuple[int, str, st
                 # "0" is the character after "/": this key is greater than all keys in it.
                 listing = store.list(STEPS_PREFIX, after=directory[:-1] + "0")
         elif (parsed := parse_step_key(info.key)) is not None:
-            directory, count = step_prefix(parsed[0], parsed[1]), 0
-            yield parsed
+            step, attempt, name = parsed
+            directory, count = step_prefix(step, attempt), 0
+            yield StepDirectory(step, attempt, name == MANIFEST_NAME, info.modified_unix)

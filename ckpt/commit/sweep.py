@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
-from ckpt.commit.log import Log, LogState, Uncommitted, attempts_on
+from ckpt.commit.log import MENDED, Log, LogState, StepDirectory, attempts_on
 from ckpt.commit.names import (
     MANIFEST_NAME,
     attempt_epoch,
@@ -118,18 +118,19 @@ def delete_orphans(log: Log, state: LogState, *, before_epoch: int) -> list[str]
 
     They can never become live: a commit of theirs would have to come before the CLAIM of a later
     epoch, which stands. Step directories that are links stay, with a warning, and so do attempts
-    with a MANIFEST whose records were lost (`Log.lost_of`). Returns the attempts of which something
-    was deleted.
+    with a MANIFEST whose records were lost (`Log.lost_of`), or may have been. Returns the attempts
+    of which something was deleted.
     """
     store = log.store
     needed = {e.attempt for e in state.live}
     needed |= {name for e in state.live for name in e.references}
     orphans = [
-        Uncommitted(step, attempt, first == MANIFEST_NAME)
-        for step, attempt, first in attempts_on(store)
-        if attempt_epoch(attempt) < before_epoch and attempt not in needed
+        one
+        for one in attempts_on(store)
+        if attempt_epoch(one.attempt) < before_epoch and one.attempt not in needed
     ]
-    lost = log.lost_of([one for one in orphans if one.is_written], state.slot)
+    written = [one for one in orphans if one.is_written]
+    lost = log.lost_of(written, state.slot)
     if lost:
         logger.warning(
             "%s: %d checkpoints that the log does not know stay, such as step %d (%s): its records "
@@ -139,13 +140,40 @@ def delete_orphans(log: Log, state: LogState, *, before_epoch: int) -> list[str]
             *lost[-1][:2],
             store.url,
         )
+    doubtful = _in_doubt(log, state, [one for one in written if one not in lost])
+    for one in doubtful:
+        logger.warning(
+            "%s: step %d (%s) stays, which was written whole and has no COMMIT: its job died "
+            "before that, or the newest record of the log was lost. `ckpt mend %s` brings it back; "
+            "else it is deleted once a later job has saved here",
+            store.url,
+            *one[:2],
+            store.url,
+        )
     swept = []
-    for step, attempt, _ in (orphan for orphan in orphans if orphan not in lost):
+    for step, attempt, *_ in (one for one in orphans if one not in lost and one not in doubtful):
         if problem := store.why_not_delete(step_prefix(step, attempt)):
             logger.warning("%s: what is left of %s stays: %s", store.url, attempt, problem)
         elif delete_attempt(store, step=step, attempt=attempt):
             swept.append(attempt)
     return swept
+
+
+def _in_doubt(
+    log: Log, state: LogState, written: Sequence[StepDirectory]
+) -> tuple[StepDirectory, ...]:
+    """Those of `written`, which have a MANIFEST and are not live, whose COMMIT may have been the
+    newest record, and lost: no job after theirs has committed, and none of the last records tells
+    of them. A job that died while it deleted had retired just before.
+    """
+    newest = next(state.newest_first(), None)
+    since = 0 if newest is None else attempt_epoch(newest.attempt)
+    left = {one.attempt: one for one in written if attempt_epoch(one.attempt) >= since}
+    for record in log.last_records() if left else ():
+        left.pop(record.attempt or "", None)
+        if record.write_id.startswith(MENDED):  # what was whole then is live since
+            left = {a: one for a, one in left.items() if attempt_epoch(a) >= record.epoch}
+    return tuple(left.values())
 
 
 def _all_results(results: Iterable[Callable[[], None]]) -> None:

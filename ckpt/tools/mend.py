@@ -300,12 +300,12 @@ class _Directories:
         retired = {r.attempt for r in log.records.values() if r.kind == "RETIRE"}
         whole: dict[str, LiveEntry] = {}
         there = set()
-        for step, attempt, first in attempts_on(self.store):
+        for step, attempt, is_written, _ in attempts_on(self.store):
             there.add(attempt)
             self.epoch = max(self.epoch, attempt_epoch(attempt))
             if attempt not in retired:
                 entry = known.get(attempt)
-                checkpoint = self._whole(step, attempt, entry, has_manifest=first == MANIFEST_NAME)
+                checkpoint = self._whole(step, attempt, entry, has_manifest=is_written)
                 whole.update({} if checkpoint is None else {attempt: checkpoint})
         sound = _without_needy(whole)
         self.in_order = self._ordered([*sound.values()])

@@ -460,8 +460,15 @@ class Model:
         self._prove(job)
         needed = {one for entry in view.live for one in (entry.attempt, *entry.references)}
         left = {one for one in self.data | self.manifests if one[0] < job.epoch} - needed
-        lost = self._lost([one for one in left if one in self.manifests])
-        for attempt in sorted(left.difference(lost), key=lambda one: one[1]):
+        written = [one for one in left if one in self.manifests]
+        # A dead save, or a checkpoint whose COMMIT was the newest record.
+        since = max((entry.attempt[0] for entry in view.live[-1:]), default=0)
+        named = {
+            record_of(uid).attempt for slot, uid in self.slots.items() if slot >= view.end - 16
+        }
+        doubtful = [one for one in written if one[0] >= since and one not in named]
+        stay = {*self._lost(written), *doubtful}
+        for attempt in sorted(left - stay, key=lambda one: one[1]):
             self._delete(attempt)
         return "done"
 

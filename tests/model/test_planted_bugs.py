@@ -14,7 +14,7 @@ import pytest
 
 from ckpt.commit import session, sweep, writer
 from ckpt.commit.appender import Appender, Build
-from ckpt.commit.log import Log, LogState, Uncommitted
+from ckpt.commit.log import Log, LogState, StepDirectory
 from ckpt.commit.records import LiveEntry, Record
 from ckpt.commit.session import Session
 from tests.model import driving
@@ -92,7 +92,9 @@ def _compares_no_links(self: Log) -> None:
     self.state()
 
 
-def _nothing_is_lost(self: Log, attempts: Sequence[Uncommitted], last: int) -> list[Uncommitted]:
+def _nothing_is_lost(
+    self: Log, attempts: Sequence[StepDirectory], last: int
+) -> list[StepDirectory]:
     return []
 
 
@@ -159,7 +161,14 @@ SCHEDULES: dict[str, tuple[object, str, object, str]] = {
         Log,
         "lost_of",
         _nothing_is_lost,
-        "claim A; back_up; save A; save A; go_on_elsewhere; copy_over; claim B; sweep B",
+        "claim A; back_up; save A; save A; go_on_elsewhere; copy_over; claim B; save B; claim B; "
+        "sweep B",
+    ),
+    "a sweep takes what may have lost its COMMIT": (
+        sweep,
+        "_in_doubt",
+        lambda log, state, written: (),
+        "claim A; claim B; save A; sweep B",
     ),
 }
 

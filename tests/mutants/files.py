@@ -90,8 +90,8 @@ DELETION = (
     Mutant(
         "a sweep takes saves that are under way",
         _SWEEP,
-        "attempt_epoch(attempt) < before_epoch",
-        "attempt_epoch(attempt) <= before_epoch",
+        "attempt_epoch(one.attempt) < before_epoch",
+        "attempt_epoch(one.attempt) <= before_epoch",
         test="tests/protocol/test_session.py::test_sweep_removes_orphans_of_older_epochs_and_nothing_else",
     ),
     Mutant(

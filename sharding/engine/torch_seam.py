@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.distributed import _symmetric_memory as symmetric_memory
 from torch.distributed import distributed_c10d
+from torch.distributed._shard.sharding_spec import EnumerableShardingSpec
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.fsdp._common_utils import TrainingState
 
@@ -47,6 +48,10 @@ __all__ = [
     "version_in",
     "versioned_dict",
 ]
+
+# Parts of LOCAL dicts have any lengths, where torch's are chunks: of the classes in them, scripts
+# that load torch's with `weights_only` do not list this one. It holds numbers and ranks.
+torch.serialization.add_safe_globals([EnumerableShardingSpec])
 
 F = TypeVar("F", bound=Callable[..., Any])
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import io
 import itertools
+import pydoc
 from typing import Any
 
 import torch
@@ -64,6 +65,25 @@ def what_is_saved_loads_with_weights_alone() -> None:
         KITS[name].fully_shard(bare, mesh=whole_mesh())
         optimizer = stepped(bare)
         assert loads(bare.state_dict()) and loads(optimizer.state_dict()), name
+
+
+def local_dicts_load_where_torchs_do() -> None:
+    for orig in (False, True):
+        files = {name: io.BytesIO() for name in BOTH}
+        for name, file in files.items():
+            model = wrapped(name, build("uneven"), use_orig_params=orig)
+            with type(model).state_dict_type(model, StateDictType.LOCAL_STATE_DICT):
+                state = model.state_dict()
+            torch.save(state, file)
+            file.seek(0)
+        torchs, ours = map(torch.serialization.get_unsafe_globals_in_checkpoint, files.values())
+        assert set(ours) <= set(torchs), ours
+        files["ours"].seek(0)
+        listed = [*map(pydoc.locate, torchs), ShardedTensor.ProcessGroupState]
+        with torch.serialization.safe_globals(listed):
+            loaded = torch.load(files["ours"], weights_only=True)
+        for one, other in zip(loaded.values(), state.values(), strict=True):
+            assert parts_of(one) == parts_of(other)
 
 
 def parts_of(value: Any) -> Any:
@@ -202,6 +222,7 @@ test_on_two_ranks = claims(
     2,
     [
         what_is_saved_loads_with_weights_alone,
+        local_dicts_load_where_torchs_do,
         shards_have_the_sizes_of_torchs,
         ignored_states_and_buffers_are_live_in_dicts,
         optimizer_dicts_have_one_order_on_all_ranks,

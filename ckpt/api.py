@@ -6,12 +6,13 @@ import os
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
+from datetime import timedelta
 from typing import Any, Literal, SupportsIndex, TypeVar
 
 import torch.distributed as dist
 
 from ckpt.commit.names import line_prefix
-from ckpt.commit.numbers import checked_count, plain_float, plain_int
+from ckpt.commit.numbers import checked_period, plain_float, plain_int
 from ckpt.commit.patience import (
     BACKGROUND_SECONDS,
     BLOCKING_SECONDS,
@@ -63,7 +64,7 @@ def save(
     user: Mapping[str, str] | None = None,
     metric: float | None = None,
     dedup: bool = False,
-    full_every: SupportsIndex = 10,
+    full_every: SupportsIndex | timedelta = 10,
     telemetry: bool = True,
     retry_seconds_max: float = BLOCKING_SECONDS,
     storage_options: Mapping[str, Any] | None = None,
@@ -98,8 +99,10 @@ def save(
 
     With `dedup=True`, what the previous checkpoint has with the same bytes is not written again but
     referred to, if that was saved with `dedup=True` too. Such a checkpoint loads through its root;
-    what it refers to is not retired before it. Every save number `full_every` writes everything:
-    one damaged file ends that many checkpoints at most.
+    what it refers to is not retired before it. Every save number `full_every` writes everything,
+    or with a `timedelta` each one that would refer to older files, so that one damaged file does
+    not end more checkpoints. So does one before which all live checkpoints of the training share a
+    file with the newest, such as the fourth of a root.
 
     Raises the same error on every rank, and the previous checkpoint is still the latest then:
     InvalidState, StoreRefused, Fenced, RankFailed, or the store's error on one rank. Two leave it
@@ -122,7 +125,7 @@ def save(
             plain_float(metric),
             dedup,
             telemetry,
-            full_every=checked_count(full_every, f"full_every={full_every!r}"),
+            full_every=checked_period(full_every, f"full_every={full_every!r}"),
         )
         with patience_for(store, context.world, checked_seconds(retry_seconds_max)):
             return save_state(
@@ -147,7 +150,7 @@ def async_save(
     replicas: Literal["warn", "strict"] = "warn",
     metric: float | None = None,
     dedup: bool = False,
-    full_every: SupportsIndex = 10,
+    full_every: SupportsIndex | timedelta = 10,
     telemetry: bool = True,
     user: Mapping[str, str] | None = None,
     retry_seconds_max: float = BACKGROUND_SECONDS,
@@ -189,7 +192,7 @@ def async_save(
             one_of("snapshot", snapshot, ("step", "now"))
         one_of("when_busy", when_busy, ("wait", "skip", "replace"))
         one_of("replicas", replicas, ("warn", "strict"))
-        full = checked_count(full_every, f"full_every={full_every!r}")
+        full = checked_period(full_every, f"full_every={full_every!r}")
         # Opening a root is collective; from the second call on, no rank waits for another here.
         root = context.known_root(url, storage_options, unsafe_single_writer)
         is_skipped = root is not None and when_busy == "skip" and context.background.is_busy()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import operator
+from datetime import timedelta
 from typing import Any
 
 
@@ -27,6 +28,16 @@ def checked_count(value: Any, shown: str) -> int:
     if type(number) is not int or number < 1:
         raise ValueError(f"{shown}: expected an int of at least 1")
     return number
+
+
+def checked_period(value: Any, shown: str) -> int | timedelta:
+    """A period as a count of saves, or as a time. Raises ValueError, which begins with `shown`."""
+    if isinstance(value, timedelta) and value > timedelta(0):
+        return value
+    try:
+        return checked_count(value, shown)
+    except ValueError as error:
+        raise ValueError(f"{error}, or a timedelta above 0") from None
 
 
 def plain_float(value: Any) -> Any:

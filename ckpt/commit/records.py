@@ -60,6 +60,10 @@ class LiveEntry:
         """The step directory, with the closing slash."""
         return step_prefix(self.step, self.attempt)
 
+    def is_apart_from(self, other: LiveEntry) -> bool:
+        """Whether the two share no file."""
+        return {self.attempt, *self.references}.isdisjoint((other.attempt, *other.references))
+
 
 @dataclass(frozen=True, slots=True)
 class SegmentRef:

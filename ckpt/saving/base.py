@@ -10,13 +10,16 @@ from __future__ import annotations
 
 import json
 import logging
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from datetime import timedelta
 from typing import NamedTuple
 
 import numpy as np
 
 from ckpt.commit.locate import file_key, read_manifest
+from ckpt.commit.log import LogState
 from ckpt.commit.names import step_prefix
 from ckpt.commit.records import LiveEntry
 from ckpt.commit.session import Session
@@ -100,10 +103,11 @@ class Previous:
     nbytes: dict[str, int] = field(default_factory=dict)
     staging: Staging = field(default_factory=Staging)
 
-    def offer(self, session: Session, *, block_nbytes: int, full_every: int) -> Base:
-        """On the coordinator: what the next save may refer to; nothing at every save number
-        `full_every`, so that damage to one file ends that many checkpoints at most. Raises Fenced
-        and the store's errors.
+    def offer(self, session: Session, *, block_nbytes: int, full_every: int | timedelta) -> Base:
+        """On the coordinator: what the next save may refer to. Nothing at every save number
+        `full_every`, or where files would be older than that, or all live checkpoints of the
+        training share one: damage to one file must not end many. Raises Fenced and the store's
+        errors.
         """
         state = session.state()
         if state.latest is None:
@@ -115,7 +119,11 @@ class Previous:
                 return NOTHING
             held, since_full = nbytes_held(manifest), _since_full(manifest.header)
         since_full = since_full + 1 if state.latest.references else 1
-        if since_full >= full_every:
+        if isinstance(full_every, timedelta):
+            is_due = not 0.0 <= _age_seconds(state) < full_every.total_seconds()
+        else:
+            is_due = since_full >= full_every
+        if is_due or _all_share_files(state):
             return NOTHING
         live = {entry.attempt for entry in state.live}
         self.nbytes = {name: nbytes for name, nbytes in self.nbytes.items() if name in live}
@@ -156,6 +164,27 @@ class Previous:
             sizes = [i.nbytes for i in store.list(entry.prefix) if i.key.endswith(".safetensors")]
             self.nbytes[entry.attempt] = sum(sizes)
         return self.nbytes[entry.attempt]
+
+
+def _age_seconds(state: LogState) -> float:
+    """Since the first commit among those whose files the newest checkpoint needs; below 0 where a
+    clock was ahead.
+    """
+    assert state.latest is not None
+    needed = (state.latest.attempt, *state.latest.references)
+    times = [entry.committed_unix or 0.0 for entry in state.live if entry.attempt in needed]
+    return time.time() - min(times)
+
+
+def _all_share_files(state: LogState) -> bool:
+    """Whether the newest checkpoint shares a file with each older one of its training, and not all
+    of these are there for its sake: several are kept, and one damaged file would end them all.
+    """
+    latest = state.latest
+    assert latest is not None
+    line = [entry for entry in state.live if entry.line == latest.line]
+    is_kept = any(entry.attempt not in (latest.attempt, *latest.references) for entry in line)
+    return is_kept and not any(map(latest.is_apart_from, line))
 
 
 def _since_full(header: Header) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from datetime import timedelta
 from typing import Literal
 
 from ckpt.saving.write import WritePath
@@ -16,10 +17,10 @@ class SaveOptions:
     """How a save treats replicas that differ, how it writes, and what is kept with it.
 
     `metric` goes into the log, for retention by quality. With `dedup`, chunks whose bytes the
-    previous checkpoint has are referred to and not written, except at every save number
-    `full_every`, which writes everything. With `telemetry`, how the save went is
-    kept beside the checkpoint, for `ckpt report`. `in_line` says that it is a state of the training
-    that this process runs: see `ckpt.commit.lines`.
+    previous checkpoint has are referred to and not written, unless `full_every` is over: so many
+    saves, or so much time. With `telemetry`, how the save went is kept beside the checkpoint, for
+    `ckpt report`. `in_line` says that it is a state of the training that this process runs: see
+    `ckpt.commit.lines`.
     """
 
     replicas: Literal["warn", "strict"] = "warn"
@@ -29,7 +30,7 @@ class SaveOptions:
     dedup: bool = False
     telemetry: bool = False
     in_line: bool = True
-    full_every: int = 10
+    full_every: int | timedelta = 10
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,6 +15,7 @@ import operator
 import os
 import weakref
 from collections.abc import Mapping, Sequence
+from datetime import timedelta
 from typing import Any, Literal, SupportsIndex
 
 import torch.distributed as dist
@@ -137,7 +138,7 @@ class Checkpointer:
         host_bytes_max: SupportsIndex | None = None,
         replicas: Literal["warn", "strict"] = "warn",
         dedup: bool = False,
-        full_every: SupportsIndex = 10,
+        full_every: SupportsIndex | timedelta = 10,
         user: Mapping[str, str] | None = None,
         retry_seconds_max: float = BACKGROUND_SECONDS,
         io: Io = "auto",

@@ -460,15 +460,11 @@ def _independent(entries: Sequence[LiveEntry], kept: Reasons) -> Reasons:
     of them do.
     """
     newest, *older = [entry for entry in reversed(entries) if entry.attempt in kept]
-    files = {newest.attempt, *newest.references}
-
-    def is_apart(entry: LiveEntry) -> bool:
-        return files.isdisjoint((entry.attempt, *entry.references))
-
-    if not older or any(map(is_apart, older)):
+    if not older or any(map(newest.is_apart_from, older)):
         return {}
     text = f"the newest that shares no file with step {newest.step}"
-    return {entry.attempt: (text,) for entry in islice(filter(is_apart, reversed(entries)), 1)}
+    apart = filter(newest.is_apart_from, reversed(entries))
+    return {entry.attempt: (text,) for entry in islice(apart, 1)}
 
 
 def _protected(entries: Sequence[LiveEntry]) -> list[tuple[str, str]]:

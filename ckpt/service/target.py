@@ -10,6 +10,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from datetime import timedelta
 from typing import Any, Literal, Protocol, SupportsIndex, TypedDict
 
 import torch.distributed as dist
@@ -48,7 +49,7 @@ class SaveArguments(TypedDict, total=False):
     host_bytes_max: SupportsIndex | None
     replicas: Literal["warn", "strict"]
     dedup: bool
-    full_every: SupportsIndex
+    full_every: SupportsIndex | timedelta
     telemetry: bool
     user: Mapping[str, str] | None
     retry_seconds_max: float

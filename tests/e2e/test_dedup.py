@@ -85,7 +85,7 @@ def _manifest(store: Store, entry: LiveEntry) -> Manifest:
 
 @pytest.mark.parametrize("remembers", [True, False], ids=["same-process", "new-process"])
 def test_a_training_with_frozen_weights_writes_what_changed(store: Store, remembers: bool) -> None:
-    """The tensors are 95 % frozen: at most 6 % of the state for every save but the first.
+    """The tensors are 95 % frozen: at most 6 % of the state, but for the first and fourth save.
 
     A state of 7 MiB, so that headers, manifest and checksums of small files do not hide it.
     """
@@ -101,10 +101,11 @@ def test_a_training_with_frozen_weights_writes_what_changed(store: Store, rememb
         entry = live_entries(store)[-1]
         written.append(sum(info.nbytes for info in store.list(entry.prefix)))
         assert report.nbytes == written[-1]
-        assert report.nbytes_referenced == (0 if step == 1 else frozen)
+        assert report.nbytes_referenced == (0 if step in (1, 4) else frozen)
     total = nbytes_at(rows)
-    assert written[0] > total
-    assert all(nbytes <= 0.06 * total for nbytes in written[1:]), [n / total for n in written]
+    assert min(written[0], written[3]) > total
+    few = [*written[1:3], *written[4:]]
+    assert all(nbytes <= 0.06 * total for nbytes in few), [n / total for n in written]
     states = [lora_at(0, rank, 2, rows) for rank in range(2)]
     Job(2, lambda rank: store).load(lambda rank: states[rank])
     for rank, state in enumerate(states):
@@ -115,10 +116,11 @@ def test_references_are_flat_however_many_saves_lie_between(store: Store) -> Non
     job = _job(2, store)
     for step in range(1, 8):
         _save(job, step)
-    first, *later = live_entries(store)
-    assert first.references == ()
-    assert all(entry.references == (first.attempt,) for entry in later)
-    for entry in later:
+    live = live_entries(store)
+    assert [entry.step for entry in live if not entry.references] == [1, 4]
+    assert all(entry.references == (live[0].attempt,) for entry in live[1:3])
+    assert all(entry.references == (live[3].attempt,) for entry in live[4:])
+    for entry in (*live[1:3], *live[4:]):
         manifest = _manifest(store, entry)
         assert manifest.references == entry.references
         assert manifest.header.required == ("references",)
@@ -191,14 +193,14 @@ def _save_with(job: Job, step: int, options_of: Callable[[int], SaveOptions]) ->
 def test_a_tensor_that_changes_and_changes_back_is_right_every_time(store: Store) -> None:
     """What was written at step 2 is not mistaken for what was written at step 1."""
     job = _job(1, store)
-    for step, value in ((1, 1.0), (2, 2.0), (3, 2.0), (4, 1.0), (5, 1.0)):
+    for step, value in ((1, 1.0), (2, 2.0), (3, 1.0), (4, 2.0), (5, 1.0), (6, 1.0)):
         state = {"w": torch.full((64, 64), value), "v": torch.ones(8)}
         job.save(lambda rank, state=state: state, step=step, options=DEDUP)
         loaded = {"w": torch.zeros(64, 64), "v": torch.zeros(8)}
         job.load(lambda rank, loaded=loaded: loaded)
         assert torch.equal(loaded["w"], state["w"]) and torch.equal(loaded["v"], state["v"])
     held = [_manifest(store, entry).nbytes_referenced() for entry in live_entries(store)]
-    assert [sum(one.values()) for one in held] == [0, 32, 64 * 64 * 4 + 32, 32, 64 * 64 * 4 + 32]
+    assert [sum(one.values()) for one in held] == [0, 32, 32, 0, 32, 64 * 64 * 4 + 32]
 
 
 def test_views_that_are_no_plain_memory_are_recognised_too(store: Store) -> None:
@@ -498,7 +500,8 @@ def test_a_copied_root_keeps_its_references_and_goes_on(root: Path, tmp_path: Pa
     full = sum(info.nbytes for info in store.list(live_entries(store)[0].prefix))
     for step in (1, 2, 3):
         _check(store, step, 2, step)
-    assert _save(_job(2, store), 4) < full / 2
+    assert _save(_job(2, store), 4) >= full  # the three before hang on one file
+    assert _save(_job(2, store), 5) < full / 2
     assert check_references(store) == [] and ckpt.verify(str(target)).ok
 
 

@@ -89,9 +89,10 @@ def test_every_save_under_training_is_the_state_at_its_call_and_writes_little(ro
     reports = [save.result() for save in pending]
     total = reports[0].nbytes
     # Headers, manifest and checksums of a state of 2 MiB count for a good part of what is written.
-    assert all(report.nbytes < 0.12 * total for report in reports[1:])
+    few = [report for report in reports if report.step not in (1, 4)]
+    assert all(report.nbytes < 0.12 * total for report in few)
     frozen = 8 * (WIDTH * WIDTH + WIDTH) * 4
-    assert all(report.nbytes_referenced >= frozen for report in reports[1:])
+    assert all(report.nbytes_referenced >= frozen for report in few)
     for number in range(1, 7):
         training.check(root, number)
     assert ckpt.verify(root).ok
@@ -99,16 +100,16 @@ def test_every_save_under_training_is_the_state_at_its_call_and_writes_little(ro
 
 def test_saves_in_the_foreground_and_in_the_background_refer_to_each_other(root: str) -> None:
     training = Training()
-    for number in range(1, 5):
+    for number in range(1, 7):
         training.step(number)
         if number % 2:
             training.save(root, number).result()
         else:
-            report = ckpt.save(training.state(number), root, step=number, dedup=True)
-            assert report.nbytes_referenced > 0
-    first, *later = live_entries(open_store(root))
-    assert all(entry.references == (first.attempt,) for entry in later)
-    for number in range(1, 5):
+            ckpt.save(training.state(number), root, step=number, dedup=True)
+    first, *then, base, after, last = live_entries(open_store(root))
+    assert all(entry.references == (first.attempt,) for entry in then)
+    assert base.references == () and after.references == last.references == (base.attempt,)
+    for number in range(1, 7):
         training.check(root, number)
 
 
@@ -169,23 +170,23 @@ def test_a_budget_that_cannot_hold_the_state_is_refused_before_anything_is_stage
 
 
 def test_a_checkpointer_keeps_the_latest_and_what_they_refer_to(root: str) -> None:
-    """Twelve saves of which two are kept. Number 11 wrote everything and 12 refers to it: so 10
-    stays, which shares no file with them, and the first, which 10 refers to.
+    """Fifteen saves of which two are kept. Number 14 wrote everything and 15 refers to it: so 13
+    stays, which shares no file with them, and the fourth, which 13 refers to.
     """
     training = Training()
     state = training.state(0)
     with ckpt.Checkpointer(
         root, state, save=ckpt.EverySteps(1), keep=ckpt.KeepLatest(2), dedup=True
     ) as checkpointer:
-        for number in range(1, 13):
+        for number in range(1, 16):
             training.step(number)
             state["step"] = number
             checkpointer.step(number)
         checkpointer.wait()
     store = open_store(root)
     live = live_entries(store)
-    assert [live[0].step, live[-2].step, live[-1].step] == [1, 11, 12] and len(live) < 6
-    kept = [entry.attempt for entry in live if entry.step >= 10]
+    assert [live[0].step, live[-2].step, live[-1].step] == [4, 14, 15] and len(live) < 6
+    kept = [entry.attempt for entry in live if entry.step >= 13]
     assert {entry.attempt for entry in live} == kept_alive(kept, live)
     directories = {info.key.split("/")[1] for info in store.list("steps/")}
     assert directories == {entry.prefix.split("/")[1] for entry in live}
@@ -196,4 +197,4 @@ def test_a_checkpointer_keeps_the_latest_and_what_they_refer_to(root: str) -> No
         restored = checkpointer.restore()
     assert restored is not None
     for name, tensor in resumed.model.state_dict().items():
-        assert torch.equal(tensor, training.seen[12][name])
+        assert torch.equal(tensor, training.seen[15][name])

@@ -98,15 +98,16 @@ def _resume_and_save(root: str, step: int) -> None:
 def test_adapters_on_a_frozen_model_write_at_most_6_percent(tmp_path: Path) -> None:
     root = str(tmp_path / "root")
     trained = run_ranks(2, _train, root, 3)[0]
-    run_ranks(2, _resume_and_save, root, 4)
+    for step in (4, 5):
+        run_ranks(2, _resume_and_save, root, step)
     frozen = LAYERS * (WIDTH * WIDTH + WIDTH) * 4
     adapters = LAYERS * 2 * WIDTH * RANK * 4 * 3  # weights and two moments
     written = {
         entry.step: sum(path.stat().st_size for path in Path(entry.url.split("//")[-1]).iterdir())
         for entry in ckpt.list_steps(root)
     }
-    assert written[1] > frozen + adapters
-    for step in (2, 3, 4):
+    assert min(written[1], written[4]) > frozen + adapters
+    for step in (2, 3, 5):
         assert adapters < written[step] <= 0.06 * (frozen + adapters), written
     for size, step in ((1, 2), (2, 3), (3, 1)):
         loaded = run_ranks(size, _resume, root, step)[0]

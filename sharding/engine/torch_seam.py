@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.distributed import _symmetric_memory as symmetric_memory
 from torch.distributed import distributed_c10d
-from torch.distributed._shard.sharding_spec import EnumerableShardingSpec
+from torch.distributed._shard.sharding_spec.api import EnumerableShardingSpec
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.fsdp._common_utils import TrainingState
 

@@ -46,11 +46,7 @@ from sharding.engine.runtime import Runtime, check_no_inner_root
 from sharding.engine.streams import streams_for
 from sharding.engine.torch_seam import larger_mesh, passed_over
 from sharding.engine.unit import Phase, Root
-from sharding.flat.agreement import (
-    cast_all_buffers,
-    check_agreement,
-    members_text,
-)
+from sharding.flat.agreement import cast_all_buffers, check_agreement, members_text, not_to_move
 from sharding.flat.construction import Values, check_kinds, clamped, make_unit, prepare_params
 from sharding.flat.tree import clean_name, ignored_below, managed_below, state_names, wrappers_below
 from sharding.flat.unit import FlatUnit, Settings
@@ -272,11 +268,11 @@ class FullyShardedDataParallel(UnitAttributes, StatefulUnit):
             return self.fsdp_unit.runtime
         wrappers = fsdp_units(self)
         units = [wrapper.fsdp_unit for wrapper in wrappers]
-        check_no_inner_root(self.fsdp_unit, units, name_of=members_text, error=AssertionError)
+        held = not_to_move(units)
+        check_no_inner_root(self.fsdp_unit, held, name_of=members_text, error=AssertionError)
         check_agreement(wrappers)
         # What checks is done before what changes: a root that is refused leaves no unit with one.
-        device = self.fsdp_unit.settings.device
-        runtime = Runtime(self.fsdp_unit, units, streams_for(device))
+        runtime = Runtime(self.fsdp_unit, units, streams_for(self.fsdp_unit.settings.device))
         if wants_details():
             comms = self.fsdp_groups.comms
             runtime.order_check = OrderCheck(comms, lambda number: members_text(units[number]))
@@ -413,7 +409,7 @@ class FullyShardedDataParallel(UnitAttributes, StatefulUnit):
         wrappers = fsdp_units(module)
         if not recurse:
             wrappers = [wrapper for wrapper in wrappers if wrapper is module]
-        # Often the first call of all. A root that is found at an inner unit would be a wrong one.
+        # Often the first call of all: a root that is found at an inner unit would be a wrong one.
         for wrapper in fsdp_units(module, root_only=True) if recurse else wrappers:
             wrapper._find_root()
         units = [wrapper.fsdp_unit for wrapper in wrappers]

@@ -8,10 +8,11 @@ import torch
 
 from sharding.attributes import UnitAttributes
 from sharding.engine.precision import cast_buffers
+from sharding.engine.unit import Phase
 from sharding.flat.tree import clean_name
 from sharding.flat.unit import FlatUnit
 
-__all__ = ["cast_all_buffers", "check_agreement", "members_text"]
+__all__ = ["cast_all_buffers", "check_agreement", "members_text", "not_to_move"]
 
 
 def check_agreement(wrappers: Sequence[UnitAttributes]) -> None:
@@ -42,6 +43,20 @@ def members_text(unit: FlatUnit) -> str:
     """The unit by its module and members, for errors."""
     fqns = [] if unit.store is None else [clean_name(item.fqn) for item in unit.store.module_params]
     return f"{type(unit.wrapped).__name__} with {', '.join(fqns)}"
+
+
+def not_to_move(units: Sequence[FlatUnit]) -> list[FlatUnit]:
+    """Those of `units` whose root is one of them, or in an iteration. Others may get another root:
+    a module that was trained is wrapped again.
+    """
+    held = []
+    for unit in units:
+        if unit.runtime is not None:
+            unit.runtime.leave_failed_backward()
+            root = unit.runtime.root
+            if root in units or root.phase is not Phase.IDLE:
+                held.append(unit)
+    return held
 
 
 def cast_all_buffers(wrappers: Sequence[UnitAttributes], *, low: bool) -> None:

@@ -7,6 +7,7 @@ cannot run on CPU, against what it promises.
 from __future__ import annotations
 
 import functools
+import itertools
 import logging
 import re
 import types
@@ -101,6 +102,62 @@ class Grouplike:
 
     def size(self) -> int:
         return int(self.group.size())
+
+
+def trained_twice(name: str, strategy: ShardingStrategy, orig: bool, keeps: bool) -> list[Any]:
+    """What a model computes whose units get another root after training; `keeps`: while a unit
+    still shows what it gathered.
+    """
+    torch.manual_seed(0)
+    options = {"use_orig_params": orig, "sharding_strategy": strategy}
+    inner = nn.Sequential(*(engine(name)(nn.Linear(6, 6), **options) for _ in range(2)))
+    x = torch.randn(4, 6) + dist.get_rank()
+    seen: list[Any] = []
+    for _ in range(2):
+        root: Any = engine(name)(inner, **options)
+        optimizer = torch.optim.SGD(root.parameters(), lr=0.1)
+        for _ in range(2):
+            root(x).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        seen.append(root(x).detach())
+        if not keeps:
+            root(x).sum().backward()
+            optimizer.zero_grad()
+    seen.append(root(x).detach())
+    return seen
+
+
+def units_get_another_root_after_training() -> None:
+    strategies = (ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP)
+    for strategy, orig in itertools.product(strategies, (False, True)):
+        torchs = trained_twice("torch", strategy, orig, keeps=False)  # it fails with some kept
+        for keeps in (False, True):
+            ours = trained_twice("ours", strategy, orig, keeps)
+            assert all(map(torch.equal, torchs, ours)), (strategy, orig, keeps)
+
+
+def a_root_after_a_failed_backward_of_another_computes() -> None:
+    class Failing(nn.Linear):
+        fails = True
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            output = super().forward(x)
+            output.register_hook(lambda grad: 1 // 0 if self.fails else grad)  # type: ignore
+            return output
+
+    first, x = Failing(6, 6), torch.ones(2, 6)
+    inner = nn.Sequential(Ours(first), Ours(nn.Linear(6, 6)))
+    root: Any = Ours(inner)
+    with pytest.raises(ZeroDivisionError):
+        root(x).sum().backward()
+    Failing.fails = False
+    other: Any = Ours(inner)
+    other(x).sum().backward()
+    grads = [param.grad.clone() for param in other.parameters()]
+    other.zero_grad()
+    other(x).sum().backward()
+    assert all(torch.equal(p.grad, g) for p, g in zip(other.parameters(), grads, strict=True))
 
 
 def what_acts_as_a_process_group_is_one() -> None:
@@ -401,6 +458,8 @@ test_on_two_ranks = claims(
     [
         buffers_of_inner_units_that_were_not_synced_are,
         inner_units_that_have_run_are_refused_as_torch_does,
+        units_get_another_root_after_training,
+        a_root_after_a_failed_backward_of_another_computes,
         what_acts_as_a_process_group_is_one,
         wrapping_on_the_host_for_a_device_warns,
         gradients_that_users_write_reach_the_shards,

@@ -851,6 +851,19 @@ def by_hand_before_the_first_forward(run: Run) -> None:
     _by_hand_first(run, (8,))
 
 
+@scenario(FLAT, torchs=())
+def wrapped_again_after_training(run: Run) -> None:
+    for strategy in (ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP):
+        options: dict[str, Any] = {"sharding_strategy": strategy}
+        names = ("first", "last", "blocks.0", "blocks.1")
+        model = run.wrap(run.net(), inner=names, **options)
+        for _ in range(2):
+            run.train(model, steps=2)
+            model(run.batch())
+            model = run.wrap(model.module, inner=(), **options)
+        run.train(model, steps=2)
+
+
 @scenario()
 def unshard_before_values_are_written(run: Run) -> None:
     model = run.wrap(run.net())

@@ -30,23 +30,26 @@ def before_forward(
     module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Gather the units of a module and cast its inputs; a hook of `nn.Module`."""
-    runtime = find_root(module)
+    runtime = module.fsdp_groups[0].unit.runtime or find_root(module)
     for group in module.fsdp_groups:
-        args, kwargs = _before_forward_of(group, runtime, module, args, kwargs)
+        if len(group.modules) == 1:
+            args, kwargs = group.unit.before_forward(args, kwargs)
+        else:
+            args, kwargs = _before_forward_together(group, runtime, module, args, kwargs)
     return args, kwargs
 
 
-def _before_forward_of(
+def _before_forward_together(
     group: ShardedGroup,
     runtime: Root,
     module: nn.Module,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Several modules are one unit: the first gathers, the others only cast their inputs."""
     unit = group.unit
-    if len(group.modules) == 1 or unit.recomputes:
+    if unit.recomputes:
         return unit.before_forward(args, kwargs)
-    # Several modules are one unit: the first gathers, the others only cast their inputs.
     if unit.phase is Phase.FORWARD and group.waiting_for and group.store.is_current():
         return unit.cast_inputs(args, kwargs)
     # Outside of the root's forward a module of several is called by itself.
@@ -73,7 +76,7 @@ def _after_forward_of(group: ShardedGroup, module: nn.Module, output: Any) -> An
         unit.watch(output)
         return output
     output = unit.after_forward(output)
-    if unit.known_runtime().root is unit and unit.phase is Phase.IDLE:
+    if unit.known_runtime.root is unit and unit.phase is Phase.IDLE:
         for other in sharded_groups(module):
             if other.waiting_for:  # some of its modules were not called this time
                 other.waiting_for.clear()
@@ -112,7 +115,9 @@ def _name_absolutely(root: nn.Module, groups: Iterable[ShardedGroup]) -> None:
     """Let errors name parameters as the root does."""
     prefixes = {id(module): name for name, module in root.named_modules()}
     for group in groups:
-        group.unit.ranges.fqn = ", ".join(prefixes.get(id(module), "") for module in group.modules)
+        group.unit.named_ranges.fqn = ", ".join(
+            prefixes.get(id(module), "") for module in group.modules
+        )
         for param in group.store.params:
             place = param.module_param.places[0]
             prefix = prefixes.get(id(place.module), "")

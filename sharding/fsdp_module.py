@@ -160,8 +160,9 @@ class FSDPModule(TorchUnit):
             if is_partial or (
                 unit.must_reduce and reduction.replicate is not None and not reduction.all_reduces
             ):
+                name = unit.named_ranges.fqn or "the root"
                 raise RuntimeError(
-                    f"finalize_backward requires all-reduce of {unit.ranges.fqn or 'the root'}: "
+                    f"finalize_backward requires all-reduce of {name}: "
                     "partial gradient reductions cannot be ended by hand; call "
                     "set_requires_all_reduce(True) before the backward"
                 )

@@ -55,8 +55,8 @@ def summon_units(units: Sequence[FlatUnit], options: SummonOptions) -> Iterator[
     Raises AssertionError inside forward, backward or another such context.
     """
     for unit in units:
-        unit.known_runtime().leave_failed_backward()
-        if unit.phase is not Phase.IDLE or unit.known_runtime().in_backward:
+        unit.known_runtime.leave_failed_backward()
+        if unit.phase is not Phase.IDLE or unit.known_runtime.in_backward:
             raise AssertionError(
                 "full parameters can only be summoned outside of forward, backward and another "
                 f"summon_full_params(); a unit is in {unit.phase.name}"

@@ -36,7 +36,6 @@ class Gathering:
 
     def __init__(self, param: ShardedParam) -> None:
         self.param = param
-        self._targets: list[RankParts] = []
 
     def prepare(self) -> list[TensorSize]:
         """What memory of the unit it needs this time: for as many parts as there are ranks, the
@@ -51,11 +50,8 @@ class Gathering:
 
     def targets(self, wholes: Sequence[torch.Tensor], pool: BufferPool) -> list[RankParts]:
         """Where the parts are to land, side by side: in the unit's memory, if they belong so."""
-        # Memory stays where it is from step to step, so views of it are made once.
-        if [id(one.whole) for one in self._targets] != [id(whole) for whole in wholes]:
-            ranks = self.param.data.shard.size
-            self._targets = [RankParts(whole, whole.numel() // ranks) for whole in wholes]
-        return self._targets
+        ranks = self.param.data.shard.size
+        return [RankParts(whole, whole.numel() // ranks) for whole in wholes]
 
     def finish(
         self, wholes: Sequence[torch.Tensor], landed: Sequence[RankParts], pool: BufferPool

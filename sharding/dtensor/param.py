@@ -11,6 +11,7 @@ local tensor is cut; "whole" is that local tensor then.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -23,6 +24,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from sharding.dtensor.seam import (
     DTensorLike,
+    Known,
     concatenated,
     dtensor_over,
     joined_mesh,
@@ -37,7 +39,7 @@ from sharding.engine.blocks import Blocks, Cutting, Whole
 from sharding.engine.collectives import Comm, RankParts
 from sharding.engine.store import ModuleParam, OutgoingForm
 from sharding.engine.streams import Streams
-from sharding.engine.torch_seam import grad_dtype_of, set_grad_dtype
+from sharding.engine.torch_seam import grad_dtype_of, put_all, set_grad_dtype
 
 __all__ = ["DataAxes", "DataMesh", "Keeping", "ShardedParam"]
 
@@ -129,7 +131,7 @@ class ShardedParam:
             if not name.startswith("_"):  # a user's own marks, not torch's
                 setattr(self.param, name, value)
         mark_sharded(param, module_param.fqn)
-        self.show()
+        put_all([module_param.places], [self.param])
 
     # --- geometry -------------------------------------------------------------------------------
 
@@ -138,32 +140,32 @@ class ShardedParam:
         """Its first name."""
         return self.module_param.fqn
 
-    @property
+    @functools.cached_property
     def chunk(self) -> int:
         """Rows (indices of `dim`) of the first rank's part, the largest."""
         return -(-self.shape[self.dim] // self.data.shard.size)
 
-    @property
+    @functools.cached_property
     def row_numel(self) -> int:
         """Elements of one index of `dim`."""
         return math.prod(self.shape[: self.dim]) * math.prod(self.shape[self.dim + 1 :])
 
-    @property
+    @functools.cached_property
     def numel(self) -> int:
         """Elements of the whole parameter."""
         return math.prod(self.shape)
 
-    @property
+    @functools.cached_property
     def part_numel(self) -> int:
         """Elements of the first rank's part, the largest."""
         return self.chunk * self.row_numel
 
-    @property
+    @functools.cached_property
     def is_even(self) -> bool:
         """Whether all ranks' parts are equally long."""
         return self.part_numel * self.data.shard.size == self.numel
 
-    @property
+    @functools.cached_property
     def own_shape(self) -> Shape:
         """Of this rank's part."""
         first = min(self.data.shard.rank * self.chunk, self.shape[self.dim])
@@ -226,10 +228,11 @@ class ShardedParam:
             self._spec = spec_of(self.like, local.dtype)
         return dtensor_over(local, self._spec)
 
-    def show(self) -> None:
-        """Let all places show the sharded parameter."""
-        for place in self.module_param.places:
-            place.put(self.param)
+    @property
+    def known(self) -> Known:
+        """As the first place shows it."""
+        module, name = self.module_param.places[0]
+        return Known(module, name, self.param, self._adopted)
 
     def adopt(self) -> bool:
         """Follow what was put in place of the sharded parameter, or of its memory; whether anything
@@ -248,7 +251,7 @@ class ShardedParam:
             if grad_dtype_of(current) is None:  # a load or a cast makes parameters without one
                 set_grad_dtype(current, grad_dtype_of(self.param))
             self.param = current
-            self.show()
+            put_all([self.module_param.places], [current])
         local = local_of(self.param)
         if local is self._adopted:
             return False
@@ -273,7 +276,7 @@ class ShardedParam:
         self.buffer = padded.view(-1)
         return kept
 
-    @property
+    @functools.cached_property
     def padded_shape(self) -> Shape:
         """Of the largest rank's part."""
         return (*self.shape[: self.dim], self.chunk, *self.shape[self.dim + 1 :])

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import torch
+from torch import nn
 from torch.distributed import device_mesh
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
@@ -14,6 +16,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 __all__ = [
     "DTensorLike",
     "DTensorSpec",
+    "Known",
     "as_parameter",
     "concatenated",
     "dtensor_over",
@@ -23,10 +26,11 @@ __all__ = [
     "make_dtensor",
     "mark_sharded",
     "replace_local",
+    "replaced",
     "sharded_before_as",
     "spec_of",
     "strided_shard",
-    "version_of",
+    "versions_of",
 ]
 
 
@@ -37,6 +41,16 @@ class DTensorLike(NamedTuple):
     placements: tuple[Placement, ...]
     shape: torch.Size
     stride: tuple[int, ...]
+
+
+class Known(NamedTuple):
+    """A sharded parameter that a module shows, as it is known."""
+
+    module: nn.Module
+    name: str
+    param: nn.Parameter
+    local: torch.Tensor
+    """Its memory on this rank."""
 
 
 class DTensorSpec(NamedTuple):
@@ -151,6 +165,24 @@ def _root(mesh: DeviceMesh) -> DeviceMesh:
     return older
 
 
-def version_of(tensor: torch.Tensor) -> int:
-    """How often the tensor's memory was written in place, as autograd counts."""
-    return int(tensor._version)
+def versions_of(known: Iterable[Known]) -> list[int]:
+    """How often each was written in place, as autograd counts: operations on a DTensor count at the
+    DTensor, those on its memory at the memory.
+    """
+    versions: list[int] = []
+    for _, _, param, local in known:
+        versions += (param._version, local._version)
+    return versions
+
+
+def replaced(known: Iterable[Known]) -> list[int]:
+    """Which of them, by number, are others now: another object, other memory, or memory that was
+    given attributes.
+    """
+    numbers = []
+    for number, (module, name, param, local) in enumerate(known):
+        shown: Any = module._parameters.get(name)
+        is_other = shown is not param or shown._local_tensor is not local
+        if is_other or (type(local) is torch.Tensor and vars(local)):
+            numbers.append(number)
+    return numbers

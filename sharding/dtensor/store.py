@@ -13,18 +13,18 @@ Which collectives serve that, and whether members have to be packed for them, is
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from sharding.dtensor.gathering import ByExtension, Gathering, gathering_for
+from sharding.dtensor.gathering import AlongFirst, ByExtension, Gathering, gathering_for
 from sharding.dtensor.param import DataMesh, Keeping, ShardedParam
-from sharding.dtensor.seam import as_parameter, version_of
+from sharding.dtensor.seam import Known, as_parameter, replaced, versions_of
 from sharding.engine.collectives import Comm, PendingCollective, RankParts
 from sharding.engine.memory import TensorSize
 from sharding.engine.packing import PackedGather, pack_gradients
@@ -37,7 +37,7 @@ from sharding.engine.store import (
     State,
     call_accumulate_hooks,
 )
-from sharding.engine.torch_seam import foreach_copy, grad_dtype_of
+from sharding.engine.torch_seam import foreach_copy, grad_dtype_of, put_all
 
 __all__ = ["DTensorStore", "SmallerMesh"]
 
@@ -59,6 +59,17 @@ class _Smaller:
     part: torch.Tensor
     """This rank's, 1-D, as long as the largest rank's."""
     param: nn.Parameter
+
+
+class _Parts(NamedTuple):
+    """What one gather sends of this rank, 1-D each, and what memory all ranks' parts need."""
+
+    own: list[torch.Tensor]
+    sizes: list[TensorSize]
+    apart: list[int]
+    """Those that are gathered as they are, by number."""
+    packed: list[int]
+    """Those that are packed into one first."""
 
 
 @dataclass(frozen=True)
@@ -92,12 +103,19 @@ class DTensorStore(ParameterStore):
         self.module_params = tuple(param.module_param for param in self.params)
         self._gatherings = tuple(map(gathering_for, self.params, self._policies))
         self._counts = [1] * len(self.params)  # tensors in the unit's memory, by parameter
+        self._known: tuple[Known, ...] = ()
+        """What modules show; empty when that has to be looked up."""
+        self._fixed: _Parts | None = None
+        """What to gather where it is the same each time."""
+        self._landing: tuple[int, list[list[RankParts]]] = (0, [])
+        """Where that lands, and the generation of the memory."""
+        self.chooses_grad_dtypes = keeping.follows_grad_dtype
         self._smaller_mesh: SmallerMesh | None = None
         self._smaller: tuple[_Smaller, ...] = ()
         self._smaller_mark: object = None
         """Behind the copies in `_smaller`, which compute has made and gathers read."""
         self._kept: dict[int, _UnreducedGradient] = {}
-        self._versions: tuple[int, ...] = ()
+        self._versions: list[int] = []
 
     def set_smaller_mesh(self, mesh: SmallerMesh | None) -> None:
         """Where to keep shards after the forward; None: everything is freed.
@@ -172,69 +190,93 @@ class DTensorStore(ParameterStore):
         """As the parameters' `grad_dtype` has it, and as torch does it, to the bit: of several
         gradients of one parameter, only those that begin to add up are cast one by one.
         """
-        if self.keeping.follows_grad_dtype:
-            self.view_grad_dtypes = tuple(
-                param.view_grad_dtype if reduces or number in self._kept else param.summed_dtype
-                for number, param in enumerate(self.params)
-            )
+        self.view_grad_dtypes = tuple(
+            param.view_grad_dtype if reduces or number in self._kept else param.summed_dtype
+            for number, param in enumerate(self.params)
+        )
 
     @property
     def trainable(self) -> tuple[bool, ...]:
         """Which members want gradients, as the user has it now."""
-        return tuple(p.param.requires_grad for p in self.params)
+        return tuple([p.param.requires_grad for p in self.params])
 
     # --- gathering ------------------------------------------------------------------------------
 
     def start_gather(self) -> PendingCollective:
         """Put the own parts into place and start; they come from the shards, or the larger ones."""
-        if self.state is State.SHARDED:
-            self.adopt_values()
-            self._check_not_meta()
         if self.state is State.SHARDED_POST_FORWARD:
             return self._start_smaller()
+        self.adopt_values()
+        parts = self._fixed or self._parts()
+        self._versions = versions_of(self._known)
+        return self._gather(self.data.shard, parts, self._targets, self._finish)
+
+    def _parts(self) -> _Parts:
+        self._check_not_meta()
         prepared = [gathering.prepare() for gathering in self._gatherings]
         self._counts = [len(sizes) for sizes in prepared]
-        self._versions = self._versions_now()
-        landed: list[list[RankParts]] = []
-
-        def targets() -> list[RankParts]:
-            landed.extend(g.targets(wholes, self.pool) for g, wholes in self._with_memory())
-            return [parts for of_one in landed for parts in of_one]
-
-        def finish() -> None:
-            for (gathering, wholes), parts in zip(self._with_memory(), landed, strict=True):
-                gathering.finish(wholes, parts, self.pool)
-
         own = [part for gathering in self._gatherings for part in gathering.own()]
-        sizes = [size for of_one in prepared for size in of_one]
-        return self._gather(self.data.shard, own, sizes, targets, finish)
+        parts = _parts_of(self.data.shard, own, [size for of_one in prepared for size in of_one])
+        self._landing = (0, [])
+        if all(type(gathering) is AlongFirst for gathering in self._gatherings):
+            self._fixed = parts
+        return parts
+
+    def _targets(self) -> list[RankParts]:
+        # Memory stays where it is from step to step, so views of it are made once.
+        if self._fixed is None or self._landing[0] != self.memory.generation:
+            landing = [g.targets(wholes, self.pool) for g, wholes in self._with_memory()]
+            self._landing = (self.memory.generation, landing)
+        return [parts for of_one in self._landing[1] for parts in of_one]
+
+    def _finish(self) -> None:
+        if self._fixed is None:
+            for (gathering, wholes), parts in zip(
+                self._with_memory(), self._landing[1], strict=True
+            ):
+                gathering.finish(wholes, parts, self.pool)
 
     def _gather(
         self,
         comm: Comm,
-        own: Sequence[torch.Tensor],
-        sizes: Sequence[TensorSize],
+        parts: _Parts,
         targets: Callable[[], list[RankParts]],
         finish: Callable[[], None],
     ) -> PendingCollective:
-        """Gather all parts into `targets`, for which there is memory of these sizes when it is
-        called, and then `finish`.
+        """Gather all parts into `targets`, for which there is memory when it is called, and then
+        `finish`.
         """
-        if not comm.packs(len(own), even=True):
+        pool, tag = self.pool, 2 * self.tag
+        own, sizes, apart, packed = parts
+        members: list[RankParts] = []
+        if apart:
             self.fetch(sizes)
             members = targets()
-            pending = comm.all_gather(members, own, pool=self.pool, tag=2 * self.tag)
-            return PendingCollective([pending], finish)
-        packed = PackedGather(comm, own, [size.dtype for size in sizes], self.device, self.pool)
-        pending = comm.all_gather([packed.whole], [packed.own], pool=self.pool, tag=2 * self.tag)
+        if not packed:
+            pending = comm.all_gather(members, own, pool=pool, tag=tag)
+            pending.then = finish
+            return pending
+        dtypes = [sizes[number].dtype for number in packed]
+        pack = PackedGather(comm, [*map(own.__getitem__, packed)], dtypes, self.device, pool)
+        pending = comm.all_gather(
+            [*map(members.__getitem__, apart), pack.whole],
+            [*map(own.__getitem__, apart), pack.own],
+            pool=pool,
+            tag=tag,
+        )
 
         def copy_out() -> None:
-            # Not before: until the parts are there, compute can use the memory for the unit ahead.
-            self.fetch(sizes)
-            packed.copy_out(targets())
+            there = members
+            if not apart:
+                # Not before: until the parts are there, compute can use the memory for the unit
+                # ahead.
+                self.fetch(sizes)
+                there = targets()
+            pack.copy_out([*map(there.__getitem__, packed)])
             finish()
 
-        return PendingCollective([pending], copy_out)
+        pending.then = copy_out
+        return pending
 
     def _with_memory(self) -> Iterator[tuple[Gathering, Sequence[torch.Tensor]]]:
         """Each parameter's gathering with its tensors in the unit's memory."""
@@ -254,38 +296,37 @@ class DTensorStore(ParameterStore):
                 for param, whole in zip(self.params, self.memory.tensors, strict=True)
             ]
 
+        def finish() -> None:
+            self._smaller = ()
+
         # The same sizes as ever, so that what autograd remembers of the memory stays valid.
         sizes = [size for gathering in self._gatherings for size in gathering.prepare()]
         own = [smaller.part for smaller in self._smaller]
-        return self._gather(comm, own, sizes, targets, lambda: None)
-
-    def finish_unshard(self) -> None:
-        """Gather unless that has been started, and return when compute may read the parameters."""
-        super().finish_unshard()
-        self._smaller = ()
+        return self._gather(comm, _parts_of(comm, own, sizes), targets, finish)
 
     def make_views(self) -> tuple[torch.Tensor, ...]:
         """New tensors over the gathered memory, one for each parameter."""
         return tuple(gathering.view(wholes) for gathering, wholes in self._with_memory())
 
-    def show_views(self) -> None:
-        """Let the modules show the gathered parameters, tracked by autograd."""
-        super().show_views()
-        for view in self.views:
+    def wrap_views(self, views: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+        """Views that are parameters, too."""
+        for view in views:
             as_parameter(view)
+        return views
 
     def hide_views(self) -> None:
         """Let the modules show what is sharded."""
         if self.shows_views or self._smaller:
-            for param in self.params:
-                param.show()
+            put_all(self.places, [param.param for param in self.params])
         self.shows_views = False
         self._smaller = ()
 
     def release(self) -> None:
         """Give the gathered memory away, unless it is kept."""
         super().release()
-        for gathering in () if self.keeps_memory else self._gatherings:
+        if self._fixed is not None or self.keeps_memory:
+            return  # all of it is the unit's
+        for gathering in self._gatherings:
             for tensor in gathering.own_memory:
                 self.streams.will_free(tensor)
             gathering.release()
@@ -320,15 +361,22 @@ class DTensorStore(ParameterStore):
 
         `torch._foreach` functions leave no trace: call `reshard()` after writing by them.
         """
-        return self.state is State.UNSHARDED and self._versions == self._versions_now()
+        known = self._known
+        is_there = self.state is State.UNSHARDED and self._versions == versions_of(known)
+        pairs = zip(self.params, known, strict=True)
+        return is_there and all(param.local_as_is is one.local for param, one in pairs)
 
     def adopt_values(self) -> None:
         """Follow what the user put in place of the sharded parameters; see `ShardedParam.adopt`."""
         if self.state is not State.SHARDED:
             return
-        for index, param in enumerate(self.params):
-            if param.adopt() or self._is_extended(index):
+        others = replaced(self._known) if self._known else range(len(self.params))
+        for index in others:
+            self._fixed = None
+            if self.params[index].adopt() or self._is_extended(index):
                 self._choose_again(index)
+        if others:
+            self._known = tuple(param.known for param in self.params)
 
     def _is_extended(self, index: int) -> bool:
         """Whether an extension was put on the sharded tensor since."""
@@ -341,15 +389,6 @@ class DTensorStore(ParameterStore):
         if isinstance(made, ByExtension) or type(made) is not type(self._gatherings[index]):
             self._gatherings = (*self._gatherings[:index], made, *self._gatherings[index + 1 :])
             self.drop_views()
-
-    def _versions_now(self) -> tuple[int, ...]:
-        # Operations on a DTensor count at the DTensor, those on its memory at the memory. Fused
-        # steps do not count, but they come with a backward, which frees.
-        return tuple(
-            version_of(tensor)
-            for param in self.params
-            for tensor in (param.param, param.local_as_is)
-        )
 
     def _check_not_meta(self) -> None:
         meta = [param.fqn for param in self.params if param.buffer.is_meta]
@@ -371,46 +410,64 @@ class DTensorStore(ParameterStore):
         """
         leaving: dict[int, torch.Tensor] = {}
         for number, param in enumerate(self.params):
-            grad = self._with_kept(number, None if grads is None else grads[number])
+            grad = None if grads is None else grads[number]
+            if grad is not None:
+                grad = param.local_gradient(grad)
+            if self._kept:
+                grad = self._with_kept(number, grad)
             if grad is None and form.fills and param.param.requires_grad:
                 grad = torch.zeros(param.shape, dtype=form.dtype, device=self.device)
             if grad is not None:
                 leaving[number] = grad
-        comm = form.comm
-        even = all(self.params[number].is_even for number in leaving)
-        # One rank by itself sends nothing, and what its gradients are packed into is the sum.
-        if (
-            comm is not None
-            and leaving
-            and (comm.packs(len(leaving), even=even) or (comm.size == 1 and even))
-        ):
-            return self._packed(leaving, form, comm)
+        apart, packed = list(leaving), list[int]()
+        if form.comm is not None and leaving:
+            apart, packed = self._divided(apart, form.dtype, form.comm)
+        rank = self.data.shard.rank
         members: list[RankParts] = []
+        numels: list[int] = []
         scratch: list[torch.Tensor] = []
-        for number, grad in leaving.items():
-            parts, buffer = self.params[number].gradient_parts(grad, form)
+        for number in apart:
+            parts, buffer = self.params[number].gradient_parts(leaving[number], form)
             members.append(parts)
+            numels.append(parts.of(rank).numel())
             if buffer is not None:
                 scratch.append(buffer)
-        rank = self.data.shard.rank
-        numels = tuple(member.of(rank).numel() for member in members)
-        return Outgoing(tuple(members), tuple(leaving), numels, tuple(scratch))
+        if packed:
+            assert form.comm is not None
+            members.append(self._packed([(n, leaving[n]) for n in packed], form, form.comm))
+            numels += [self.params[number].part_numel for number in packed]
+            scratch.append(members[-1].whole)
+        return Outgoing(tuple(members), (*apart, *packed), tuple(numels), tuple(scratch))
+
+    def _divided(
+        self, numbers: list[int], dtype: torch.dtype, comm: Comm
+    ) -> tuple[list[int], list[int]]:
+        """Members whose gradients are reduced as they are, and those that are packed into one."""
+        even, nbytes = True, []
+        for number in numbers:
+            param = self.params[number]
+            even = even and param.is_even
+            nbytes.append(param.part_numel * dtype.itemsize)
+        if comm.size == 1 and even:
+            # One rank by itself sends nothing, and what its gradients are packed into is the sum.
+            return [], numbers
+        apart = [numbers[index] for index in comm.apart(nbytes, even=even)]
+        return apart, [number for number in numbers if number not in apart]
 
     def _packed(
-        self, grads: Mapping[int, torch.Tensor], form: OutgoingForm, comm: Comm
-    ) -> Outgoing:
+        self, grads: Sequence[tuple[int, torch.Tensor]], form: OutgoingForm, comm: Comm
+    ) -> RankParts:
         """The gradients, by number of the member, in one buffer."""
-        params = [self.params[number] for number in grads]
-        numels = tuple(param.part_numel for param in params)
-        width = sum(numels)
+        width = 0
+        cut = []
+        for number, grad in grads:
+            width += self.params[number].part_numel
+            cut.append(self.params[number].cut_along_first(grad))
         buffer = comm.buffer(comm.size * width, form.dtype, self.device, form.pool)
-        cut = [
-            param.cut_along_first(grad) for param, grad in zip(params, grads.values(), strict=True)
-        ]
         pack_gradients(cut, buffer.view(comm.size, width))
         if form.scale != 1.0:
             buffer.mul_(form.scale)
-        return Outgoing((RankParts(buffer, width),), tuple(grads), numels, (buffer,))
+        return RankParts(buffer, width)
 
     def keep_unsharded_gradients(self, grads: Gradients) -> None:
         """Add gradients up on this rank, in the dtype of reductions."""
@@ -442,8 +499,11 @@ class DTensorStore(ParameterStore):
     ) -> None:
         """Add reduced gradients, this rank's parts, to those of the sharded parameters."""
         params = [self.params[number] for number in outgoing.member_indices]
-        wanted = [param.grad_dtype or one.dtype for one, param in zip(new, params, strict=True)]
-        if any(one.dtype != dtype for one, dtype in zip(new, wanted, strict=True)):
+        wanted = []
+        for one, param in zip(new, params, strict=True):
+            own = param.grad_dtype if self.keeping.follows_grad_dtype else param.param.dtype
+            wanted.append(own or one.dtype)
+        if [one.dtype for one in new] != wanted:
             cast = [
                 torch.empty_like(one, dtype=dtype) for one, dtype in zip(new, wanted, strict=True)
             ]
@@ -468,10 +528,9 @@ class DTensorStore(ParameterStore):
 
     def _with_kept(self, number: int, grad: torch.Tensor | None) -> torch.Tensor | None:
         kept = self._kept.pop(number, None)
-        local = None if grad is None else self.params[number].local_gradient(grad)
         if kept is None:
-            return local
-        return kept.grad if local is None else _sum(kept, local)
+            return grad
+        return kept.grad if grad is None else _sum(kept, grad)
 
 
 def policy_for(item: ModuleParam, policy: MixedPrecisionPolicy) -> MixedPrecisionPolicy:
@@ -496,6 +555,12 @@ def policy_for(item: ModuleParam, policy: MixedPrecisionPolicy) -> MixedPrecisio
         )
     options: Any = {"param_dtype": dtype or given, "param_dtype_override_fn": None}
     return replace(policy, **options)
+
+
+def _parts_of(comm: Comm, own: list[torch.Tensor], sizes: list[TensorSize]) -> _Parts:
+    nbytes = [part.numel() * size.dtype.itemsize for part, size in zip(own, sizes, strict=True)]
+    apart = comm.apart(nbytes, even=True)
+    return _Parts(own, sizes, apart, [n for n in range(len(own)) if n not in apart])
 
 
 def _sum(kept: _UnreducedGradient, grad: torch.Tensor) -> torch.Tensor:

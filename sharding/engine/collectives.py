@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import functools
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -53,16 +53,17 @@ class PendingCollective:
     """A collective under way; `wait` ends it. Waiting twice is harmless."""
 
     def __init__(self, works: Sequence[Any], then: Callable[[], None] | None = None) -> None:
-        self._works = list(works)
-        self._then = then
+        self._works = works
+        self.then = then
+        """What is left to be done when it has ended."""
 
     def wait(self) -> None:
         """Return when the result is there (on CUDA: when the current stream will see it)."""
-        works, self._works = self._works, []
+        works, self._works = self._works, ()
         for work in works:
             if work is not None:
                 work.wait()
-        then, self._then = self._then, None
+        then, self.then = self.then, None
         if then is not None:
             then()
 
@@ -83,13 +84,6 @@ class RankParts:
     def of(self, rank: int) -> torch.Tensor:
         """That rank's part."""
         return self._cut[rank] if rank < len(self._cut) else self.whole[:0]
-
-    @functools.cached_property
-    def as_bytes(self) -> RankParts:
-        """The same memory, counted in bytes."""
-        size = self.whole.element_size()
-        ranges = tuple((start * size, stop * size) for start, stop in self.ranges)
-        return RankParts(self.whole.view(torch.uint8), self.part_numel * size, ranges)
 
     @functools.cached_property
     def _cut(self) -> tuple[torch.Tensor, ...]:
@@ -128,11 +122,12 @@ class Comm(ABC):
         self.size: int = group.size()
         self.global_ranks: tuple[int, ...] = _global_ranks(group)
 
-    def packs(self, count: int, *, even: bool) -> bool:
-        """Whether so many members have to be packed into one before they are gathered or reduced
-        (`sharding.engine.packing`). `even`: their parts are equally long.
+    def apart(self, nbytes: Sequence[int], *, even: bool) -> list[int]:
+        """Which members, by number, are gathered or reduced as they are; all others have to be
+        packed into one before (`sharding.engine.packing`). `nbytes`: of the first rank's part of
+        each. `even`: all parts of a member are equally long.
         """
-        return False
+        return list(range(len(nbytes)))
 
     def buffer(
         self, numel: int, dtype: torch.dtype, device: torch.device, pool: BufferPool | None
@@ -167,7 +162,9 @@ class Comm(ABC):
 
     def _put_in_place(self, members: Members, own: Tensors) -> None:
         for member, part in zip(members, own, strict=True):
-            member.of(self.rank).copy_(part, non_blocking=True)
+            place = member.of(self.rank)
+            if place.data_ptr() != part.data_ptr():
+                place.copy_(part, non_blocking=True)
 
     def all_reduce(self, tensor: torch.Tensor, *, maximum: bool = False) -> PendingCollective:
         """Sum (or maximum) over all ranks, in place, the same bits everywhere."""
@@ -207,8 +204,8 @@ class _Native(Comm):
         super().__init__(group)
         self._memory = memory
 
-    def packs(self, count: int, *, even: bool) -> bool:
-        return count != 1 or not even or self._memory is not None
+    def apart(self, nbytes: Sequence[int], *, even: bool) -> list[int]:
+        return [0] if len(nbytes) == 1 and even and self._memory is None else []
 
     def buffer(
         self, numel: int, dtype: torch.dtype, device: torch.device, pool: BufferPool | None
@@ -260,141 +257,75 @@ class _Native(Comm):
         return _reduce_scatter_single()(out, full, group=self.group, async_op=True)
 
 
-class _SmallParts:
-    """Small members side by side in one buffer with a row for each rank, so that one message serves
-    all.
-
-    Ranks' rows are equally long; where a member's part is short, the rest of it is undefined.
-    """
-
-    def __init__(self, members: Sequence[RankParts], size: int, pool: BufferPool) -> None:
-        self.members = tuple(members)
-        self._pool = pool
-        width = sum(member.part_numel for member in self.members)
-        first = self.members[0].whole
-        self.rows = pool.take(width * size, first.dtype, first.device).view(size, width)
-
-    def parts(self) -> RankParts:
-        """The buffer as one member."""
-        return RankParts(self.rows.view(-1), self.rows.shape[1])
-
-    def put(self, rank: int) -> None:
-        """Copy that rank's parts into its row."""
-        for slot, part in self._slots(self.rows[rank], rank):
-            slot.copy_(part)
-
-    def take(self, rank: int) -> None:
-        """Copy that rank's row into the members."""
-        for slot, part in self._slots(self.rows[rank], rank):
-            part.copy_(slot)
-
-    def split(self, row: torch.Tensor, outs: Sequence[torch.Tensor]) -> None:
-        """Copy a row into tensors as long as a rank's parts."""
-        offset = 0
-        for member, out in zip(self.members, outs, strict=True):
-            out.copy_(row[offset : offset + out.numel()])
-            offset += member.part_numel
-
-    def give_back(self) -> None:
-        """The buffer is not needed any more."""
-        self._pool.give_back(self.rows.view(-1))
-
-    def _slots(self, row: torch.Tensor, rank: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        offset = 0
-        for member in self.members:
-            part = member.of(rank)
-            if part.numel():
-                yield row[offset : offset + part.numel()], part
-            offset += member.part_numel
-
-
 class _Pairwise(Comm):
-    """Direct sends and receives between all pairs of ranks.
-
-    Large members go from memory to memory without a copy, small ones travel together.
+    """Direct sends and receives between all pairs of ranks, from memory to memory without a copy.
+    Small members are to travel together.
     """
+
+    def __init__(self, group: Group) -> None:
+        super().__init__(group)
+        steps = range(1, self.size)
+        self._sources = tuple((self.rank - step) % self.size for step in steps)
+        self._targets = tuple((self.rank + step) % self.size for step in steps)
+
+    def apart(self, nbytes: Sequence[int], *, even: bool) -> list[int]:
+        large = [number for number, of_one in enumerate(nbytes) if of_one >= _DIRECT_BYTES_MIN]
+        return large if len(large) < len(nbytes) - 1 else list(range(len(nbytes)))
 
     def all_gather(
         self, members: Members, own: Tensors, *, pool: BufferPool, tag: int
     ) -> PendingCollective:
         self._put_in_place(members, own)
-        direct, packed = _by_size(members)
-        pack = None
-        if packed:
-            pack = _SmallParts([member.as_bytes for member in packed], self.size, pool)
-            pack.put(self.rank)
-            direct.append(pack.parts())
         works: list[Any] = []
-        for source in self._others(-1):
-            works += [self._receive(member.of(source), source, tag) for member in direct]
-        for target in self._others(1):
-            works += [self._send(member.of(self.rank), target, tag) for member in direct]
-
-        def unpack() -> None:
-            if pack is not None:
-                for source in self._others(-1):
-                    pack.take(source)
-                pack.give_back()
-
-        return PendingCollective(works, unpack)
+        for source in self._sources:
+            for member in members:
+                works.append(self._receive(member.of(source), source, tag))
+        for target in self._targets:
+            for member in members:
+                works.append(self._send(member.of(self.rank), target, tag))
+        return PendingCollective(works)
 
     def reduce_scatter(
         self, members: Members, outs: Tensors, *, pool: BufferPool, tag: int
     ) -> PendingCollective:
         if not members:
             return PendingCollective(())
-        direct, packed = _by_size(members)
-        out_of = {id(member.whole): out for member, out in zip(members, outs, strict=True)}
-        targets = [out_of[id(member.whole)] for member in direct]
-        pack = None
-        if packed:
-            pack = _SmallParts(packed, self.size, pool)
-            for rank in range(self.size):
-                pack.put(rank)
-            direct.append(pack.parts())
-            targets.append(pool.take(pack.rows.shape[1], pack.rows.dtype, pack.rows.device))
-        sizes = [out.numel() for out in targets]
-        first = direct[0].whole
+        sizes = list(map(torch.Tensor.numel, outs))
+        first = members[0].whole
         received = pool.take(sum(sizes) * (self.size - 1), first.dtype, first.device)
-        rows = iter(received.view(self.size - 1, sum(sizes)))
         slots: dict[int, Sequence[torch.Tensor]] = {}
         works: list[Any] = []
-        for source in self._others(-1):
-            slots[source] = next(rows).split(sizes)
-            works += [self._receive(slot, source, tag) for slot in slots[source]]
-        for target in self._others(1):
-            works += [self._send(member.of(target), target, tag) for member in direct]
+        for source, row in zip(self._sources, received.view(self.size - 1, -1), strict=True):
+            slots[source] = row.split(sizes)
+            for slot in slots[source]:
+                works.append(self._receive(slot, source, tag))
+        for target in self._targets:
+            for member in members:
+                works.append(self._send(member.of(target), target, tag))
 
         def add_up() -> None:
-            for index, (member, out) in enumerate(zip(direct, targets, strict=True)):
-                parts = [
-                    member.of(rank) if rank == self.rank else slots[rank][index]
-                    for rank in range(self.size)
-                ]
+            for index, (member, out) in enumerate(zip(members, outs, strict=True)):
+                parts = []
+                for rank in range(self.size):
+                    parts.append(member.of(rank) if rank == self.rank else slots[rank][index])
                 _sum_in_order(parts, out)  # by rank, so that all ranks would get the same bits
             pool.give_back(received)
-            if pack is not None:
-                pack.split(targets[-1], [out_of[id(member.whole)] for member in packed])
-                pool.give_back(targets[-1])
-                pack.give_back()
 
         return PendingCollective(works, add_up)
-
-    def _others(self, step: int) -> Iterator[int]:
-        """The other ranks, from the next in that direction on."""
-        return ((self.rank + step * distance) % self.size for distance in range(1, self.size))
 
     def _send(self, tensor: torch.Tensor, rank: int, tag: int) -> Any:
         if not tensor.numel():
             return None
-        target = self.global_ranks[rank]
-        return dist.isend(_as_gloo_has_it(tensor), target, group=self.group, tag=_FIRST_TAG + tag)
+        if tensor.dtype.itemsize == 1:  # gloo has no floats of 8 bits
+            tensor = tensor.view(torch.uint8)
+        return dist.isend(tensor, self.global_ranks[rank], group=self.group, tag=_FIRST_TAG + tag)
 
     def _receive(self, tensor: torch.Tensor, rank: int, tag: int) -> Any:
         if not tensor.numel():
             return None
-        source = self.global_ranks[rank]
-        return dist.irecv(_as_gloo_has_it(tensor), source, group=self.group, tag=_FIRST_TAG + tag)
+        if tensor.dtype.itemsize == 1:
+            tensor = tensor.view(torch.uint8)
+        return dist.irecv(tensor, self.global_ranks[rank], group=self.group, tag=_FIRST_TAG + tag)
 
 
 class _Alone(Comm):
@@ -499,23 +430,6 @@ def new_groups(ranks_of_groups: Sequence[Sequence[int]]) -> Group:
             own = group
     assert isinstance(own, Group)
     return own
-
-
-def _by_size(members: Sequence[RankParts]) -> tuple[list[RankParts], list[RankParts]]:
-    """Members that are worth a message of their own, and those that travel together."""
-    direct: list[RankParts] = []
-    packed: list[RankParts] = []
-    for member in members:
-        nbytes = member.part_numel * member.whole.element_size()
-        (direct if nbytes >= _DIRECT_BYTES_MIN else packed).append(member)
-    if len(packed) == 1:
-        return list(members), []
-    return direct, packed
-
-
-def _as_gloo_has_it(tensor: torch.Tensor) -> torch.Tensor:
-    """The same memory in a dtype that gloo knows: it has no floats of 8 bits."""
-    return tensor.view(torch.uint8) if tensor.dtype.itemsize == 1 else tensor
 
 
 def _sum_in_order(parts: Sequence[torch.Tensor], out: torch.Tensor) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -27,8 +28,8 @@ class CustomComm(Comm):
         self._base = base
         self._custom = custom
 
-    def packs(self, count: int, *, even: bool) -> bool:
-        return True  # buffers are to be the user's
+    def apart(self, nbytes: Sequence[int], *, even: bool) -> list[int]:
+        return []  # buffers are to be the user's
 
     def buffer(
         self, numel: int, dtype: torch.dtype, device: torch.device, pool: BufferPool | None

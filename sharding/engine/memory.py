@@ -66,8 +66,9 @@ class _Resized(GatheredMemory):
         return self.whole.untyped_storage().nbytes()
 
     def fetch(self) -> None:
-        if not self.nbytes:  # what is there would be moved
-            self.whole.untyped_storage().resize_(self._size)
+        storage = self.whole.untyped_storage()
+        if not storage.nbytes():  # what is there would be moved
+            storage.resize_(self._size)
 
     def release(self) -> None:
         self.whole.untyped_storage().resize_(0)
@@ -161,6 +162,8 @@ class TensorMemory:
         self.stream: object = None
         """The stream that the memory was taken on, and which it goes back to; None on CPU."""
         self.tensors: tuple[torch.Tensor, ...] = ()
+        self.generation = 0
+        """Another number when the tensors are new ones."""
         self._sizes: tuple[TensorSize, ...] = ()
         self._memories: tuple[GatheredMemory, ...] = ()
         self._device = device
@@ -177,7 +180,7 @@ class TensorMemory:
 
     def fetch(self, sizes: Sequence[TensorSize], pages: PagePool) -> tuple[torch.Tensor, ...]:
         """Have the memory; returns the tensors, which are new ones if the sizes have changed."""
-        if tuple(sizes) == self._sizes and self.tensors:
+        if self.tensors and tuple(sizes) == self._sizes:
             for memory in self._memories:
                 memory.fetch()
             return self.tensors
@@ -197,6 +200,7 @@ class TensorMemory:
             tensors.append(whole[start : start + nbytes].view(dtype))
         self.tensors, self._memories = tuple(tensors), tuple(memories)
         self._sizes = tuple(sizes)
+        self.generation += 1
         return self.tensors
 
     def release(self) -> None:

@@ -42,7 +42,7 @@ class PackedGather:
         if self._as_bytes:
             cast = [one.to(dtype=dtype) for one, dtype in zip(own, dtypes, strict=True)]
             own = [one.view(torch.uint8) for one in cast]
-        self._sizes = [one.numel() for one in own]
+        self._sizes = list(map(torch.Tensor.numel, own))
         width = sum(self._sizes)
         dtype = torch.uint8 if self._as_bytes else dtypes[0]
         buffer = comm.buffer(width * comm.size, dtype, device, pool)
@@ -57,9 +57,12 @@ class PackedGather:
         """All parts have come: copy them to the members, which are as many as `own` was, of the
         dtypes given. Gives the buffer back.
         """
-        wholes = [one.whole.view(torch.uint8) if self._as_bytes else one.whole for one in members]
-        targets = [whole.view(self._comm.size, -1) for whole in wholes if whole.numel()]
-        sizes = [size for size in self._sizes if size]
+        targets, sizes = [], []
+        for member, size in zip(members, self._sizes, strict=True):
+            if size:
+                whole = member.whole.view(torch.uint8) if self._as_bytes else member.whole
+                targets.append(whole.view(self._comm.size, -1))
+                sizes.append(size)
         torch.split_with_sizes_copy(self._rows, sizes, dim=1, out=targets)
         self._comm.give_back(self.whole.whole, self._pool)
 

@@ -24,13 +24,13 @@ class BufferPool:
         nbytes = numel * dtype.itemsize
         if device.type != "cpu":
             return torch.empty(numel, dtype=dtype, device=device)
-        fitting = [buffer for buffer in self._free if buffer.numel() >= nbytes]
-        if not fitting:
+        best, size = -1, 0
+        for index, buffer in enumerate(self._free):
+            if buffer.numel() >= nbytes and (best < 0 or buffer.numel() < size):
+                best, size = index, buffer.numel()
+        if best < 0:
             return torch.empty(nbytes, dtype=torch.uint8, device=device).view(dtype)
-        best = min(fitting, key=torch.Tensor.numel)
-        # By identity: `list.remove` would compare the bytes.
-        self._free = [buffer for buffer in self._free if buffer is not best]
-        return best[:nbytes].view(dtype)
+        return self._free.pop(best)[:nbytes].view(dtype)
 
     def give_back(self, buffer: torch.Tensor) -> None:
         """Return a buffer of `take`. It must not be used any more."""

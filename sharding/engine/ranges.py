@@ -1,71 +1,72 @@
-"""Ranges for profilers, with the names that torch's classes give them: tools look for those."""
+"""Ranges for profilers, with the names that torch's classes give them: tools look for those.
+
+A unit shows `NO_RANGES` until the runtime sees a profiler, once in each forward and backward, so
+that without one nothing is asked and nothing is made.
+"""
 
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
-from enum import Enum
 from typing import Any
 
 from torch.profiler import record_function
 
-from sharding.engine.torch_seam import is_profiling
+__all__ = ["FLAT", "IN_PLACE", "NO_RANGES", "Ranges"]
 
-__all__ = ["FLAT", "IN_PLACE", "RangeName", "Ranges"]
-
-
-class RangeName(Enum):
-    """What a unit does, by the names of the flat wrapper and of `fully_shard`; "" has none."""
-
-    FORWARD = ("forward", "")
-    ROOT_PRE_FORWARD = ("_root_pre_forward", "root_pre_forward")
-    INPUTS = ("_to_kwargs", "")
-    PRE_FORWARD = ("_pre_forward", "pre_forward")
-    FORWARD_PREFETCH = ("_pre_forward_prefetch", "")
-    POST_FORWARD = ("_post_forward", "post_forward")
-    PRE_BACKWARD = ("_pre_backward_hook", "pre_backward")
-    BACKWARD_PREFETCH = ("_pre_backward_prefetch", "")
-    POST_BACKWARD = ("_post_backward_hook", "")
-    LATE_PREFETCH = ("_post_backward_prefetch", "")
-    LIMIT = ("rate_limiter", "")
-    GATHER = ("", "all_gather")
-    GATHERED = ("", "all_gather_copy_out")
-    RESHARD = ("", "post_backward_reshard")
-    ACCUMULATE = ("", "post_backward_accumulate")
-    REDUCE = ("", "post_backward_reduce")
-    END = ("", "root_post_backward_callback")
-    WAIT = ("", "post_backward_rs_wait ()")
-
-
-# Parts that belong to the whole model carry no name of a unit.
-_OF_ALL = (RangeName.ROOT_PRE_FORWARD, RangeName.END, RangeName.WAIT)
 FLAT, IN_PLACE = 0, 1
+# What a unit does, by the names of the flat wrapper and of `fully_shard`; "" has none.
+_NAMES = {
+    "forward": ("forward", ""),
+    "root_pre_forward": ("_root_pre_forward", "root_pre_forward"),
+    "inputs": ("_to_kwargs", ""),
+    "pre_forward": ("_pre_forward", "pre_forward"),
+    "forward_prefetch": ("_pre_forward_prefetch", ""),
+    "post_forward": ("_post_forward", "post_forward"),
+    "pre_backward": ("_pre_backward_hook", "pre_backward"),
+    "backward_prefetch": ("_pre_backward_prefetch", ""),
+    "post_backward": ("_post_backward_hook", ""),
+    "late_prefetch": ("_post_backward_prefetch", ""),
+    "limit": ("rate_limiter", ""),
+    "gather": ("", "all_gather"),
+    "gathered": ("", "all_gather_copy_out"),
+    "reshard": ("", "post_backward_reshard"),
+    "accumulate": ("", "post_backward_accumulate"),
+    "reduce": ("", "post_backward_reduce"),
+    "end": ("", "root_post_backward_callback"),
+    "wait": ("", "post_backward_rs_wait ()"),
+}
+# Parts that belong to the whole model carry no name of a unit.
+_OF_ALL = ("end", "wait")
 
 
 class Ranges:
-    """The ranges of one unit. `face` selects whose names they have, `fqn` is the unit's name, ""
-    for the root.
+    """The ranges of one unit; each attribute, of the names above, is a new context that profilers
+    show. `face` selects whose names they have, `fqn` is the unit's name, "" for the root.
     """
 
     def __init__(self, face: int, fqn: str = "") -> None:
         self.face = face
         self.fqn = fqn
 
-    def __call__(self, part: RangeName) -> AbstractContextManager[Any]:
-        """A context that profilers show; nothing without one, or where torch has no such range."""
-        name = part.value[self.face]
-        if not name or not is_profiling():
-            return nullcontext()
+    def __getattr__(self, part: str) -> AbstractContextManager[Any]:
+        if part not in _NAMES:
+            raise AttributeError(part)
+        name = _NAMES[part][self.face]
         if self.face == FLAT:
-            return record_function(f"FullyShardedDataParallel.{name}")
+            return record_function(f"FullyShardedDataParallel.{name}") if name else nullcontext()
+        # The flat wrapper of torch asks every unit whether it is the root, inside of the range.
+        if not name or (part == "root_pre_forward" and self.fqn):
+            return nullcontext()
         of = f" ({self.fqn})" if self.fqn and part not in _OF_ALL else ""
         return record_function(f"FSDP::{name}{of}")
 
-    def of_flat(self, part: RangeName) -> AbstractContextManager[Any]:
-        """The same, for the flat wrapper alone."""
-        return self(part) if self.face == FLAT else nullcontext()
-
     def prefetching(self, other: Ranges) -> AbstractContextManager[Any]:
         """For gathering another unit early in the backward, which `fully_shard` names by it."""
-        if self.face == FLAT or not is_profiling():
+        if self.face == FLAT:
             return nullcontext()
         return record_function(f"FSDP::backward_prefetch for {other.fqn}")
+
+
+NO_RANGES = Ranges(FLAT)
+"""Those that nobody sees."""
+vars(NO_RANGES).update(dict.fromkeys(_NAMES, nullcontext()))

@@ -15,7 +15,6 @@ before it uses the memory again. So there are never more such buffers than reduc
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -143,10 +142,11 @@ class Reductions:
     def _own_dtype(
         self, store: ParameterStore, reduction: Reduction, grads: Gradients | None
     ) -> torch.dtype:
-        kept = self._kept.get(store.tag, {}).values()
         dtype = store.reduces_in(grads, fills=reduction.fills_unused)
         # Gradients may come in any dtype, and sums of earlier ones lose nothing.
-        return functools.reduce(torch.promote_types, (one.dtype for one in kept), dtype)
+        for kept in self._kept.get(store.tag, {}).values():
+            dtype = torch.promote_types(dtype, kept.dtype)
+        return dtype
 
     def finish(self) -> None:
         """Wait for all of them."""
@@ -200,7 +200,10 @@ class Reductions:
         is_own = _is_alone(reduction) and len(outgoing.scratch) == len(members) == 1
         out = first if is_own else shard.buffer(total, first.dtype, first.device, None)
         outs = torch.split(out, list(outgoing.own_numels))
-        targets = [out] if len(members) == 1 else outs
+        targets = outs
+        if len(members) < len(outs):  # the last is several, packed
+            apart = len(members) - 1
+            targets = (*outs[:apart], out[sum(outgoing.own_numels[:apart]) :])
         pending = (
             PendingCollective(())
             if is_own

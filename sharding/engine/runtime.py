@@ -13,11 +13,10 @@ import torch
 from sharding.engine.memory import PagePool
 from sharding.engine.order import OrderCheck
 from sharding.engine.pool import BufferPool
-from sharding.engine.ranges import RangeName
 from sharding.engine.reduction import Reductions
 from sharding.engine.steps import StepLog
 from sharding.engine.streams import Streams
-from sharding.engine.torch_seam import call_after_backward, is_in_backward
+from sharding.engine.torch_seam import call_after_backward, is_in_backward, is_profiling
 from sharding.engine.unit import Phase, Unit
 from sharding.torch_face import TorchReductionHandle
 
@@ -46,11 +45,13 @@ class Runtime:
         self.steps = StepLog()
         self.order_check: OrderCheck | None = None
         """Set where the user requested checks of the order."""
+        self._shows_ranges = False
         self._forward_order: list[Unit] = []
         self._first_order: tuple[Unit, ...] = ()
         self._ended_order: list[Unit] = []
         for number, unit in enumerate(self.units):
-            unit.runtime, unit.number = self, number
+            unit.runtime = unit.known_runtime = self
+            unit.number = number
             if unit.store is not None:
                 unit.store.tag = number
                 unit.store.pages = self.pages
@@ -64,6 +65,13 @@ class Runtime:
         for unit in self.units:
             if unit.store is not None:
                 unit.store.use(streams)
+
+    def look_for_profiler(self) -> None:
+        """Show ranges from now on, if a profiler records them."""
+        if is_profiling() is not self._shows_ranges:
+            self._shows_ranges = not self._shows_ranges
+            for unit in self.units:
+                unit.show_ranges(shows=self._shows_ranges)
 
     def begin_forward(self) -> None:
         """The root's forward starts: a new iteration, unless the last one is still to be run
@@ -80,7 +88,8 @@ class Runtime:
         self._forward_order = []
         self._ended_order = []
         for unit in self.units:
-            unit.abort_forward()  # of an iteration that has raised
+            if unit.phase is Phase.FORWARD:
+                unit.abort_forward()  # of an iteration that has raised
             unit.refresh()
 
     def begin_alone(self, unit: Unit) -> None:
@@ -129,20 +138,21 @@ class Runtime:
             if order[position] is unit:
                 target = order[position - 1]
                 if target.phase is Phase.IDLE and target.schedule.gathers_in_backward:
-                    with unit.ranges.prefetching(target.ranges):
+                    with unit.ranges.prefetching(target.named_ranges):
                         _gather_early((target,))
                 return
 
     def begin_backward(self) -> None:
         """The first gradient of a backward arrives: arrange for its end."""
-        if not self.in_backward:
-            if self.order_check is not None:
-                self.order_check.begin_backward()
-            self.in_backward = True
-            if self.is_ended_by_hand is None:
-                self.is_ended_by_hand = self.ends_by_hand
-            self.streams.gathers_wait_for_compute()
-            call_after_backward(self.end_backward)
+        if self.in_backward:
+            return
+        if self.order_check is not None:
+            self.order_check.begin_backward()
+        self.in_backward = True
+        if self.is_ended_by_hand is None:
+            self.is_ended_by_hand = self.ends_by_hand
+        self.streams.gathers_wait_for_compute()
+        call_after_backward(self.end_backward)
 
     def end_forward_alone(self) -> None:
         """A forward has ended that no backward follows: the host may write to its shards now."""
@@ -152,7 +162,7 @@ class Runtime:
 
     def end_backward(self) -> None:
         """All gradients have been computed: finish reductions, free what is left."""
-        with self.root.ranges(RangeName.END):
+        with self.root.ranges.end:
             self._end_backward()
 
     def _end_backward(self) -> None:
@@ -173,7 +183,7 @@ class Runtime:
 
         Nothing else is to be started before the handle has been waited for.
         """
-        with self.root.ranges(RangeName.END):
+        with self.root.ranges.end:
             self._reduce_rest(waits=False)
         handle = GradientReductionHandle(self)
         self.streams.awaited = handle
@@ -181,7 +191,7 @@ class Runtime:
 
     def finish_by_hand(self) -> None:
         """Let compute wait for all reductions: gradients are there."""
-        with self.root.ranges(RangeName.WAIT), torch.no_grad():
+        with self.root.ranges.wait, torch.no_grad():
             self.reductions.finish()
         self.streams.awaited = self.is_ended_by_hand = None
         if any(unit.offload for unit in self.units):
@@ -201,9 +211,10 @@ class Runtime:
                 self.order_check.end_iteration()
             with torch.no_grad():
                 for unit in self.units:
-                    unit.reduce_unused()
+                    if unit.must_reduce:
+                        unit.reduce_unused()
                 if waits:
-                    with self.root.ranges(RangeName.WAIT):
+                    with self.root.ranges.wait:
                         self.reductions.finish()
         except BaseException:
             self._abandon_backward()  # a user's hook, or a rank that is gone

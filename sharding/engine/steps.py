@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from typing import NamedTuple
 
 __all__ = ["Noted", "StepLog"]
@@ -20,25 +21,34 @@ class Noted(NamedTuple):
     at_seconds: float
 
 
+Entry = tuple[str, int, float]
+"""What a unit did, its number, and `time.perf_counter()`."""
+
+
 class StepLog:
     """What units did in the last forward that a backward followed: when, by the host's clock."""
 
+    note: Callable[[Entry], None]
+    """A unit does something."""
+
     def __init__(self) -> None:
-        self.last: tuple[Noted, ...] = ()
-        self._now: list[Noted] = []
-        self._start = 0.0
+        self._last: tuple[list[Entry], float] = ([], 0.0)
+        self.begin()
 
     def begin(self) -> None:
         """The root's forward starts."""
-        self._now = []
+        self._now: list[Entry] = []
+        self.note = self._now.append
         self._start = time.perf_counter()
-
-    def note(self, what: str, unit: int) -> None:
-        """The unit of this number does something."""
-        self._now.append(Noted(what, unit, time.perf_counter() - self._start))
 
     def end(self) -> None:
         """The backward has ended."""
-        end = Noted("end", 0, time.perf_counter() - self._start)
-        self.last = (*self._now, end)
-        self._now = []
+        self.note(("end", 0, time.perf_counter()))
+        self._last = self._now, self._start
+        self.begin()
+
+    @property
+    def last(self) -> tuple[Noted, ...]:
+        """The last step; empty before the first has ended."""
+        entries, start = self._last
+        return tuple(Noted(what, unit, at - start) for what, unit, at in entries)

@@ -30,16 +30,18 @@ from torch import nn
 from sharding.engine.collectives import Comm, PendingCollective, RankParts
 from sharding.engine.memory import PagePool, TensorMemory, TensorSize
 from sharding.engine.pool import BufferPool
-from sharding.engine.ranges import IN_PLACE, RangeName, Ranges
+from sharding.engine.ranges import NO_RANGES
 from sharding.engine.streams import Streams
 from sharding.engine.torch_seam import (
     ParamPlace,
     expect_gradients_in,
     number_as_newest,
     post_accumulate_hooks,
+    put_all,
 )
 
 __all__ = [
+    "WAITING",
     "Gradients",
     "ModuleParam",
     "Outgoing",
@@ -59,6 +61,10 @@ class State(enum.Enum):
     GATHERING = "gathering"
     UNSHARDED = "unsharded"
     SHARDED_POST_FORWARD = "sharded post forward"
+
+
+WAITING = (State.SHARDED, State.SHARDED_POST_FORWARD)
+"""Where a gather has something to do."""
 
 
 class ModuleParam(NamedTuple):
@@ -138,12 +144,13 @@ class ParameterStore(ABC):
         limit_gathers: bool = True,
     ) -> None:
         self.module_params = tuple(module_params)
+        self.places = tuple(item.places for item in module_params)
         self.device = device
         """Where parameters are gathered and computed with."""
         self.state = State.SHARDED
         self.tag = 0
         """Tells the collectives of a model's units apart; set by the runtime, like what follows."""
-        self.ranges = Ranges(IN_PLACE)
+        self.ranges = NO_RANGES
         self.streams = Streams()
         self.pages = PagePool()
         self.pool = BufferPool()
@@ -153,6 +160,10 @@ class ParameterStore(ABC):
         self.views: tuple[torch.Tensor, ...] = ()
         """What modules show while gathered: the same objects as long as nothing changes."""
         self.shows_views = False
+        self.is_anchored = False
+        """Whether the views want gradients."""
+        self.chooses_grad_dtypes = False
+        """Whether `choose_grad_dtypes` is to be called before each forward."""
         self.view_grad_dtypes: tuple[torch.dtype | None, ...] | None = None
         """What autograd brings the gradient of each view into, None for as it comes; None for all:
         the views' own.
@@ -224,9 +235,9 @@ class ParameterStore(ABC):
     def adopt_values(self) -> None:
         """Follow what the user put in place of shards."""
 
-    def put(self, place: ParamPlace, view: torch.Tensor) -> None:
-        """Show a view at one place."""
-        place.put(view)
+    def put_views(self) -> None:
+        """Show the views where the parameters belong."""
+        put_all(self.places, self.views)
 
     @abstractmethod
     def keep_after_forward(self) -> None:
@@ -281,7 +292,11 @@ class ParameterStore(ABC):
     @property
     def requires_grad(self) -> bool:
         """Whether any member is trainable, as the user has it now."""
-        return any(self.trainable)
+        return self.anchors(self.trainable)
+
+    def anchors(self, trainable: tuple[bool, ...]) -> bool:
+        """Whether views want gradients, of which these are trainable."""
+        return any(trainable)
 
     @property
     def gathered_nbytes(self) -> int:
@@ -308,24 +323,25 @@ class ParameterStore(ABC):
         """Start gathering; nothing happens unless the state is a sharded one. `is_early`: before
         what comes ahead of the parameters' use has been given to the device.
         """
-        if self.state in (State.GATHERING, State.UNSHARDED):
+        if self.state not in WAITING:
             return
         if self._limit_gathers:
-            with self.ranges(RangeName.LIMIT):
+            with self.ranges.limit:
                 # What was given back was read before the compute that an early gather overlaps.
                 if is_early:
                     self.streams.release_all()
         # Memory that is made in inference mode could never be written outside of it again.
         on_stream = nullcontext() if self.gathers_on_compute else self.streams.gathering()
-        with torch.inference_mode(False), torch.no_grad(), on_stream, self.ranges(RangeName.GATHER):
+        with torch.inference_mode(False), torch.no_grad(), on_stream, self.ranges.gather:
             self._pending = self.start_gather()
         self.state = State.GATHERING
 
     def finish_unshard(self) -> None:
         """Gather unless that has been started, and return when compute may read the parameters."""
-        self.start_unshard(is_early=False)
+        if self.state in WAITING:
+            self.start_unshard(is_early=False)
         if self.state is State.GATHERING:
-            with self.ranges(RangeName.GATHERED):
+            with self.ranges.gathered:
                 self._wait()
             self.state = State.UNSHARDED
 
@@ -334,7 +350,7 @@ class ParameterStore(ABC):
         if self.state is State.GATHERING:
             self._wait()  # a gather still under way would write into memory that is freed
         self.hide_views()
-        if self.state in (State.GATHERING, State.UNSHARDED):
+        if self.state not in WAITING:
             self.release()
         self.state = State.SHARDED
 
@@ -360,9 +376,7 @@ class ParameterStore(ABC):
         self._update_views()
         if self.shows_views:
             return
-        for item, view in zip(self.module_params, self.views, strict=True):
-            for place in item.places:
-                self.put(place, view)
+        self.put_views()
         self.shows_views = True
 
     def number_views(self) -> None:
@@ -375,7 +389,7 @@ class ParameterStore(ABC):
 
     def memory_identity(self) -> object:
         """Changes whenever views have to be made anew."""
-        return tuple(id(tensor) for tensor in self.memory.tensors)
+        return self.memory.generation
 
     def drop_views(self) -> None:
         """Make views anew at the next gather."""
@@ -386,7 +400,7 @@ class ParameterStore(ABC):
         # The node depends on what is trainable, where the memory is and which stream computes: make
         # it anew when they change, else keep it, so that several forwards share it.
         trainable = self.trainable
-        anchored = self.requires_grad
+        self.is_anchored = anchored = self.anchors(trainable)
         identity, dtypes = self.memory_identity(), self.view_grad_dtypes
         wanted = (identity, anchored, trainable, self.shown_on, dtypes)
         if wanted == self._views_for and self.views:
@@ -405,12 +419,11 @@ def call_accumulate_hooks(showers: Sequence[torch.Tensor], offloaded: Streams | 
 
     `offloaded`: the streams that copy the gradients to the host, where hooks look at them.
     """
-    hooks = [(shower, post_accumulate_hooks(shower)) for shower in showers]
-    if offloaded is not None and any(of_one for _, of_one in hooks):
+    hooks = post_accumulate_hooks(showers)
+    if hooks and offloaded is not None:
         offloaded.finish()
-    for shower, of_one in hooks:
-        for hook in of_one:
-            hook(shower)
+    for shower, hook in hooks:
+        hook(shower)
 
 
 def _without_unit(grads: Gradients) -> None:

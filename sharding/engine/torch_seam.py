@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -42,6 +43,7 @@ __all__ = [
     "persistent_buffers",
     "post_accumulate_hooks",
     "premultiplied_sum",
+    "put_all",
     "run_policy",
     "set_grad_dtype",
     "set_versions",
@@ -73,7 +75,10 @@ class ParamPlace(NamedTuple):
         else:
             # Some modules keep lists of their weights up to date when they are set (RNNs).
             self.take()
+            is_marked = not tensor.is_leaf and vars(tensor).pop("_is_param", False)
             setattr(self.module, self.name, tensor)
+            if is_marked:  # no module takes a parameter that is no leaf
+                vars(tensor)["_is_param"] = True
 
     def put_plain(self, tensor: torch.Tensor) -> None:
         """Show the tensor as a plain attribute: the module has no such parameter any more."""
@@ -87,6 +92,17 @@ class ParamPlace(NamedTuple):
         """Show nothing there."""
         self.module._parameters.pop(self.name, None)
         self.module.__dict__.pop(self.name, None)
+
+
+def put_all(places: Sequence[Sequence[ParamPlace]], tensors: Sequence[torch.Tensor]) -> None:
+    """Show each tensor at all places of its own."""
+    for of_one, tensor in zip(places, tensors, strict=True):
+        for place in of_one:
+            module = place.module
+            if type(module).__setattr__ is nn.Module.__setattr__:
+                module._parameters[place.name] = tensor  # type: ignore[assignment]
+            else:
+                place.put(tensor)
 
 
 class GradDtype(NamedTuple):
@@ -201,23 +217,27 @@ def is_in_backward() -> bool:
     return current_backward() != NO_BACKWARD
 
 
-def post_accumulate_hooks(tensor: torch.Tensor) -> list[Callable[[torch.Tensor], None]]:
-    """What is to be called when a tensor has its gradient: hooks that were registered for that, and
-    optimizers that torch's `_apply_optimizer_in_backward` has attached.
+def post_accumulate_hooks(
+    tensors: Iterable[torch.Tensor],
+) -> list[tuple[torch.Tensor, Callable[[torch.Tensor], None]]]:
+    """What is to be called when tensors have their gradients: hooks that were registered for that,
+    and optimizers that torch's `_apply_optimizer_in_backward` has attached.
     """
-    registered: Any = tensor._post_accumulate_grad_hooks
-    hooks = list(registered.values()) if registered else []
-    optimizers = getattr(tensor, "_in_backward_optimizers", ())
-    if optimizers:
-
-        def step(_: torch.Tensor) -> None:
-            for optimizer in optimizers:
-                optimizer.step()
-            for optimizer in optimizers:
-                optimizer.zero_grad(set_to_none=True)
-
-        hooks.append(step)
+    hooks: list[tuple[torch.Tensor, Callable[[torch.Tensor], None]]] = []
+    for tensor in tensors:
+        registered: Any = tensor._post_accumulate_grad_hooks
+        for hook in registered.values() if registered else ():
+            hooks.append((tensor, hook))
+        if optimizers := getattr(tensor, "_in_backward_optimizers", ()):
+            hooks.append((tensor, partial(_step, optimizers)))
     return hooks
+
+
+def _step(optimizers: Iterable[torch.optim.Optimizer], _: torch.Tensor) -> None:
+    for optimizer in optimizers:
+        optimizer.step()
+    for optimizer in optimizers:
+        optimizer.zero_grad(set_to_none=True)
 
 
 def run_policy(

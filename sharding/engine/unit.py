@@ -17,8 +17,8 @@ import enum
 import functools
 import weakref
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from time import perf_counter as now
 from typing import Any, Protocol
 
 import torch
@@ -28,10 +28,10 @@ from torch.distributed.fsdp import BackwardPrefetch
 from torch.utils.hooks import RemovableHandle
 
 from sharding.engine.precision import Casts, cast_floating, map_tensors
-from sharding.engine.ranges import FLAT, IN_PLACE, RangeName, Ranges
+from sharding.engine.ranges import IN_PLACE, NO_RANGES, Ranges
 from sharding.engine.reduction import Reduction, Reductions
 from sharding.engine.steps import StepLog
-from sharding.engine.store import ParameterStore, State
+from sharding.engine.store import WAITING, ParameterStore, State
 from sharding.engine.streams import Streams
 from sharding.engine.torch_seam import NO_BACKWARD, current_backward, is_in_backward
 
@@ -91,6 +91,9 @@ class Root(Protocol):
 
     def reset(self) -> None:
         """Forget an iteration that has raised."""
+
+    def look_for_profiler(self) -> None:
+        """Show ranges from now on, if a profiler records them."""
 
     def begin_forward(self) -> None:
         """The root's forward starts."""
@@ -171,6 +174,8 @@ class Unit:
         """The others; where the schedule gathers the leader early, it gathers them too."""
         self.runtime: Root | None = None
         """Set when the root has been found, at the first forward."""
+        self.known_runtime: Root
+        """The same, for what happens only afterwards."""
         self.number = 0
         """Where it comes in the walk over the model; given by the runtime."""
         self._backward = NO_BACKWARD
@@ -180,10 +185,11 @@ class Unit:
         self._has_reduced = False
         self._is_kept_without_grad = False
         self._forwards: list[weakref.ref[_Forward]] = []
-        self.ranges = Ranges(face)
+        self.named_ranges = Ranges(face)
+        self.ranges = NO_RANGES
+        """Those that are shown now: the named ones while there is a profiler."""
         if store is not None:
             store.on_gradients = self.gradients_ready
-            store.ranges = self.ranges
 
     # --- forward --------------------------------------------------------------------------------
 
@@ -191,34 +197,38 @@ class Unit:
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Gather; returns the inputs in the dtype and on the device that the module computes in."""
-        runtime = self.known_runtime()
+        runtime = self.known_runtime
         if self.phase is Phase.SUMMON:
             raise RuntimeError(
                 "a forward inside summon_full_params() would compute with parameters that may be "
                 "written at any time; leave that context first"
             )
-        recomputes = self.recomputes
+        # A backward that raised has left the phase as it was.
+        recomputes = self.phase is Phase.BACKWARD and is_in_backward()
         # A forward that is recomputed belongs to the iteration under way and begins nothing.
         if not recomputes:
-            with self._at_the_root(RangeName.ROOT_PRE_FORWARD):
+            if runtime.root is self:
+                runtime.look_for_profiler()
+            with self.ranges.root_pre_forward:
                 if runtime.root is self:
                     runtime.begin_forward()
                 elif runtime.root.phase is not Phase.FORWARD:
                     runtime.begin_alone(self)
             self.phase = Phase.FORWARD
             runtime.record_forward(self)
-        with self.ranges(RangeName.PRE_FORWARD):
-            if self.store is not None:
-                if not recomputes:
-                    self.store.choose_grad_dtypes(reduces=self.syncs_gradients)
+        with self.ranges.pre_forward:
+            store = self.store
+            if store is not None:
+                if not recomputes and store.chooses_grad_dtypes:
+                    store.choose_grad_dtypes(reduces=self.syncs_gradients)
                 self.gather()
                 if not recomputes:
-                    self._order_backward(self.store)
-                    with self.ranges(RangeName.FORWARD_PREFETCH):
+                    self._order_backward(store)
+                    with self.ranges.forward_prefetch:
                         runtime.prefetch_forward(self)
-                    runtime.steps.note("forward", self.number)
+                    runtime.steps.note(("forward", self.number, now()))
             args, kwargs = self.cast_inputs(args, kwargs)
-        if self.store is not None and not self.store.requires_grad:
+        if store is not None and not store.is_anchored:
             self._reshard_after_inputs((args, kwargs))
         return args, kwargs
 
@@ -230,41 +240,36 @@ class Unit:
         """
         if not torch.is_grad_enabled():
             return
-        forwards = [one() for one in self._forwards]
-        awaited = [one for one in forwards if one is not None and not one.is_backward]
-        self._forwards = [weakref.ref(one) for one in awaited]
+        awaited = []
+        for known in self._forwards:
+            forward = known()
+            if forward is not None and not forward.is_backward:
+                awaited.append(known)
+        self._forwards = awaited
         if not awaited or all(store.trainable):
             store.number_views()
 
-    def _at_the_root(self, part: RangeName) -> AbstractContextManager[Any]:
-        # The flat wrapper of torch asks every unit whether it is the root, inside of the range.
-        is_shown = self.ranges.face == FLAT or self.known_runtime().root is self
-        return self.ranges(part) if is_shown else nullcontext()
-
     def after_forward(self, output: Any) -> Any:
         """Free, and arrange for the backward; returns the output."""
-        with self.ranges(RangeName.POST_FORWARD):
-            return self._after_forward(output)
-
-    def _after_forward(self, output: Any) -> Any:
-        runtime = self.known_runtime()
-        output = self.cast_output(output)
-        if self.phase is Phase.BACKWARD:
-            return output  # recomputed: the parameters are needed on
-        watched = self.watch(output)
-        runtime.record_forward_end(self)
-        if self.store is not None:
-            runtime.steps.note("forward end", self.number)
-        self.phase = Phase.IDLE
-        if self.store is not None and not runtime.in_backward:
-            self._free_after_forward(self.store, watched=watched)
-        if not watched and runtime.root.phase is Phase.IDLE:
-            runtime.end_forward_alone()
-        return output
+        with self.ranges.post_forward:
+            runtime, store = self.known_runtime, self.store
+            output = self.cast_output(output)
+            if self.phase is Phase.BACKWARD:
+                return output  # recomputed: the parameters are needed on
+            watched = self.watch(output)
+            runtime.record_forward_end(self)
+            if store is not None:
+                runtime.steps.note(("forward end", self.number, now()))
+            self.phase = Phase.IDLE
+            if store is not None and not runtime.in_backward:
+                self._free_after_forward(store, watched=watched)
+            if not watched and runtime.root.phase is Phase.IDLE:
+                runtime.end_forward_alone()
+            return output
 
     def _free_after_forward(self, store: ParameterStore, *, watched: bool) -> None:
         """`watched`: whether a backward may follow."""
-        runtime = self.known_runtime()
+        runtime = self.known_runtime
         frees = self.schedule.frees_after_forward
         keeps_always = frees is False and self.schedule.keeps_without_grad
         if frees is None:
@@ -272,13 +277,13 @@ class Unit:
         if not frees and (watched or keeps_always):
             self._is_kept_without_grad = not watched
             store.keep_after_forward()
-        elif watched:
+            return
+        if watched:
             store.free_after_forward()
-            runtime.steps.note("free", self.number)
         else:
             # No backward follows that could use a larger shard: all of it is freed.
             store.reshard()
-            runtime.steps.note("free", self.number)
+        runtime.steps.note(("free", self.number, now()))
 
     @property
     def recomputes(self) -> bool:
@@ -296,46 +301,50 @@ class Unit:
 
     def gather(self) -> None:
         """Have the parameters gathered and shown as views."""
-        if self.store is None:
+        store = self.store
+        if store is None:
             return
-        steps = self.known_runtime().steps
-        was_there = self.store.state is State.UNSHARDED
-        if self.needs_gather:
-            steps.note("gather", self.number)
-        self.store.finish_unshard()
-        if not was_there:
-            steps.note("gathered", self.number)
-        self.store.show_views()
+        steps = self.known_runtime.steps
+        if store.state is not State.UNSHARDED:
+            if store.state is not State.GATHERING:
+                steps.note(("gather", self.number, now()))
+            store.finish_unshard()
+            steps.note(("gathered", self.number, now()))
+        store.show_views()
         self.was_requested = False
 
     def gather_early(self) -> None:
         """Start gathering before it is needed; nothing happens where it has been started."""
-        if self.store is not None and self.needs_gather:
+        store = self.store
+        if store is not None and store.state in WAITING:
             if self.runtime is not None:  # the user may start a gather before the first forward
-                self.runtime.steps.note("gather", self.number)
-            self.store.start_unshard()
+                self.runtime.steps.note(("gather", self.number, now()))
+            store.start_unshard()
 
     def refresh(self) -> None:
         """A new iteration starts: free what an earlier one left, which may be out of date."""
-        if self.store is None:
+        store = self.store
+        if store is None:
             return
-        self.store.adopt_gradients()
-        self.store.shown_on = self.store.streams.current()
+        store.adopt_gradients()
+        store.shown_on = store.streams.current()
         self._forget_inputs()
         kept, self._is_kept_without_grad = self._is_kept_without_grad, False
-        if kept and not torch.is_grad_enabled() and self.store.is_current():
+        if store.state is State.SHARDED:
+            return
+        if kept and not torch.is_grad_enabled() and store.is_current():
             return
         if self.syncs_gradients and not self.was_requested and self._frees_after_backward:
             # The shards may have been stepped since.
-            self.store.reshard()
+            store.reshard()
 
     def cast_inputs(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The inputs in the dtype that the module computes in; the root's on its device too."""
-        is_root, device = self.known_runtime().root is self, self.device
+        is_root, device = self.known_runtime.root is self, self.device
         if is_root:
-            with self.ranges(RangeName.INPUTS):
+            with self.ranges.inputs:
                 if device.type != "cpu":
                     args, kwargs = map_tensors(
                         lambda tensor: tensor.to(device, non_blocking=True), (args, kwargs)
@@ -356,15 +365,16 @@ class Unit:
 
     def watch(self, output: Any) -> bool:
         """Ask for `before_backward` at every output with a gradient; whether there is any."""
-        # No gradient of a leaf comes here, and its hooks would outlive the iteration.
-        tensors = [one for one in _tensors_with_gradients(output) if not one.is_leaf]
-        forward = _Forward()
-        for tensor in tensors:
+        forward = None
+        for tensor in _tensors_with_gradients(output):
+            if tensor.is_leaf:  # no gradient of one comes here, and its hooks would outlive us
+                continue
+            forward = forward or _Forward()
             hook = functools.partial(self._on_output_gradient, forward)
             tensor.register_hook(hook)  # type: ignore[no-untyped-call]
-        if tensors:
+        if forward is not None:
             self._forwards.append(weakref.ref(forward))
-        return bool(tensors)
+        return forward is not None
 
     def _reshard_after_inputs(self, inputs: Any) -> None:
         """A frozen unit sees no gradients of its own: free it when those of its inputs are done."""
@@ -394,26 +404,26 @@ class Unit:
 
     def before_backward(self) -> None:
         """Gather again; the first unit of a backward also arranges for its end."""
-        with self.ranges(RangeName.PRE_BACKWARD):
-            self._before_backward()
-
-    def _before_backward(self) -> None:
-        runtime = self.known_runtime()
-        runtime.begin_backward()
-        first = self.phase is not Phase.BACKWARD
-        if first:
-            self._backward = current_backward()
-        self.phase = Phase.BACKWARD
-        if self.store is None:
-            return
-        if self.schedule.gathers_in_backward:
-            self.gather()
-        if first:
-            runtime.steps.note("backward", self.number)
-        with self.ranges.of_flat(RangeName.BACKWARD_PREFETCH):
-            early = self.schedule.backward_prefetch is BackwardPrefetch.BACKWARD_PRE
-            if first and (self.backward_targets or early):
-                runtime.prefetch_backward(self)
+        runtime = self.known_runtime
+        if not runtime.in_backward:
+            runtime.look_for_profiler()
+        with self.ranges.pre_backward:
+            if not runtime.in_backward:
+                runtime.begin_backward()
+            first = self.phase is not Phase.BACKWARD
+            if first:
+                self._backward = current_backward()
+            self.phase = Phase.BACKWARD
+            if self.store is None:
+                return
+            if self.schedule.gathers_in_backward:
+                self.gather()
+            if first:
+                runtime.steps.note(("backward", self.number, now()))
+            with self.ranges.backward_prefetch:
+                early = self.schedule.backward_prefetch is BackwardPrefetch.BACKWARD_PRE
+                if first and (self.backward_targets or early):
+                    runtime.prefetch_backward(self)
 
     def gradients_ready(self, grads: Sequence[torch.Tensor | None]) -> None:
         """All gradients of the unit are there: free the parameters and start reducing.
@@ -425,34 +435,31 @@ class Unit:
                 "gradients of sharded parameters cannot be differentiated again: call backward() "
                 "without create_graph=True"
             )
-        with self.ranges(RangeName.POST_BACKWARD):
-            self._reduce(grads)
-
-    def _reduce(self, grads: Sequence[torch.Tensor | None]) -> None:
-        runtime = self.known_runtime()
-        runtime.begin_backward()
-        store = self.store
+        runtime, store = self.known_runtime, self.store
         assert store is not None
-        if current_backward() != self._backward and not self._watches_recomputes:
-            self._watch_recomputes(store)
-        with self.ranges(RangeName.ACCUMULATE):
-            store.adopt_gradients()
-        runtime.steps.note("backward end", self.number)
-        if self._frees_after_backward:
-            with self.ranges(RangeName.RESHARD):
-                store.reshard()
-            runtime.steps.note("free", self.number)
-            self.phase = Phase.IDLE
-        with self.ranges(RangeName.LATE_PREFETCH):
-            if self.schedule.backward_prefetch is BackwardPrefetch.BACKWARD_POST:
-                runtime.prefetch_backward(self)
-        if self.syncs_gradients:
-            self._has_reduced = True
-            runtime.steps.note("reduce", self.number)
-            with self.ranges(RangeName.REDUCE):
-                runtime.reductions.start(store, self.reduction, grads)
-        else:
-            store.keep_unsharded_gradients(grads)
+        with self.ranges.post_backward:
+            if not runtime.in_backward:
+                runtime.begin_backward()
+            if current_backward() != self._backward and not self._watches_recomputes:
+                self._watch_recomputes(store)
+            with self.ranges.accumulate:
+                store.adopt_gradients()
+            runtime.steps.note(("backward end", self.number, now()))
+            if self._frees_after_backward:
+                with self.ranges.reshard:
+                    store.reshard()
+                runtime.steps.note(("free", self.number, now()))
+                self.phase = Phase.IDLE
+            with self.ranges.late_prefetch:
+                if self.schedule.backward_prefetch is BackwardPrefetch.BACKWARD_POST:
+                    runtime.prefetch_backward(self)
+            if self.syncs_gradients:
+                self._has_reduced = True
+                runtime.steps.note(("reduce", self.number, now()))
+                with self.ranges.reduce:
+                    runtime.reductions.start(store, self.reduction, grads)
+            else:
+                store.keep_unsharded_gradients(grads)
 
     def _watch_recomputes(self, store: ParameterStore) -> None:
         """Have parameters gathered again whenever a module of this unit runs in a backward.
@@ -486,10 +493,11 @@ class Unit:
             return
         store.adopt_gradients()  # they may have been set to None
         fills = self.reduction.fills_unused and store.requires_grad
+        reductions = self.known_runtime.reductions
         if fills or store.has_unsharded_gradients:
-            self.known_runtime().reductions.start(store, self.reduction, None)
+            reductions.start(store, self.reduction, None)
         else:
-            self.known_runtime().reductions.reduce_kept(store, self.reduction)
+            reductions.reduce_kept(store, self.reduction)
 
     def end_backward(self, *, is_over: bool = True) -> None:
         """Free what the backward has left over (outputs that were not used, frozen members).
@@ -500,12 +508,13 @@ class Unit:
         self.was_requested = False
         self._forget_inputs()
         self._has_reduced = self._has_reduced and not is_over
-        if self.store is None:
+        store = self.store
+        if store is None or store.state is State.SHARDED:
             return
         if self._frees_after_backward:
-            self.store.reshard()
-        elif self.store.state is State.UNSHARDED:
-            self.store.keep_after_backward()
+            store.reshard()
+        elif store.state is State.UNSHARDED:
+            store.keep_after_backward()
 
     @property
     def _frees_after_backward(self) -> bool:
@@ -514,11 +523,11 @@ class Unit:
 
     # --- state ----------------------------------------------------------------------------------
 
-    def known_runtime(self) -> Root:
-        """What the model's units share. Set before any of them runs."""
-        if self.runtime is None:
-            raise AssertionError("the root of this unit has not been found yet")
-        return self.runtime
+    def show_ranges(self, *, shows: bool) -> None:
+        """Let profilers see what the unit does from now on, or not."""
+        self.ranges = self.named_ranges if shows else NO_RANGES
+        if self.store is not None:
+            self.store.ranges = self.ranges
 
     @property
     def is_gathering(self) -> bool:
@@ -528,8 +537,7 @@ class Unit:
     @property
     def needs_gather(self) -> bool:
         """Whether a prefetch would do anything."""
-        waiting = (State.SHARDED, State.SHARDED_POST_FORWARD)
-        return self.store is not None and self.store.state in waiting
+        return self.store is not None and self.store.state in WAITING
 
 
 def _tensors_with_gradients(value: Any) -> list[torch.Tensor]:

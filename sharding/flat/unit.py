@@ -12,7 +12,7 @@ from torch.distributed.fsdp import BackwardPrefetch, MixedPrecision, ShardingStr
 
 from sharding.engine.groups import HYBRID, HYBRID_ZERO2
 from sharding.engine.precision import Casts
-from sharding.engine.ranges import FLAT, RangeName
+from sharding.engine.ranges import FLAT
 from sharding.engine.reduction import Reduction
 from sharding.engine.torch_seam import ParamPlace
 from sharding.engine.unit import Schedule, Unit
@@ -101,7 +101,10 @@ class FlatUnit(Unit):
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def forward_range(self) -> AbstractContextManager[Any]:
         """What profilers show around the wrapper's forward."""
-        return self.ranges(RangeName.FORWARD)
+        if self.runtime is not None and self.runtime.root is self:
+            self.runtime.look_for_profiler()
+        context: AbstractContextManager[Any] = self.ranges.forward
+        return context
 
     def refresh(self) -> None:
         """A new iteration starts: free what is out of date, and see which dtype is in force."""

@@ -19,7 +19,7 @@ from sharding.engine.collectives import Comm, PendingCollective, RankParts
 from sharding.engine.memory import TensorSize
 from sharding.engine.store import ModuleParam, ParameterStore, State
 from sharding.engine.streams import Streams
-from sharding.engine.torch_seam import ParamPlace
+from sharding.engine.torch_seam import put_all
 from sharding.flat.layout import FlatLayout, LocalPart, alignment, plan_flat_layout
 from sharding.flat.members import (
     FlatParameter,
@@ -113,11 +113,10 @@ class FlatValues(ParameterStore):
         low = self.options.param_dtype if self.computes_low else None
         return low or self.flat.dtype
 
-    @property
-    def requires_grad(self) -> bool:
-        """Whether any member is trainable, as the user has it now."""
+    def anchors(self, trainable: tuple[bool, ...]) -> bool:
+        """Whether views want gradients, of which these are trainable."""
         if self.options.use_orig_params:
-            self.flat.requires_grad_(self._any_trainable())
+            self.flat.requires_grad_(any(trainable))
         return self.flat.requires_grad
 
     @property
@@ -132,7 +131,7 @@ class FlatValues(ParameterStore):
     @property
     def trainable(self) -> tuple[bool, ...]:
         """Which members want gradients, as the user has it now."""
-        return tuple(param.requires_grad for param in self.params)
+        return tuple([param.requires_grad for param in self.params])
 
     # --- gathering ------------------------------------------------------------------------------
 
@@ -205,22 +204,23 @@ class FlatValues(ParameterStore):
 
     # --- what modules show ----------------------------------------------------------------------
 
-    def put(self, place: ParamPlace, view: torch.Tensor) -> None:
-        """Show a view: as a parameter in original-parameter mode, else as a plain attribute."""
-        put = ParamPlace.put if self.options.use_orig_params else ParamPlace.put_plain
-        put(place, view)
+    def put_views(self) -> None:
+        """Show the views: as parameters in original-parameter mode, else as plain attributes."""
+        if self.options.use_orig_params:
+            super().put_views()
+            return
+        for places, view in zip(self.places, self.views, strict=True):
+            for place in places:
+                place.put_plain(view)
 
     def show_params(self) -> None:
         """Let the modules show the user's Parameter objects, with the shards they have."""
-        if not self.shows_views or not self.options.use_orig_params:
-            return
-        self.put_params()
+        if self.shows_views and self.options.use_orig_params:
+            self.put_params()
 
     def put_params(self) -> None:
         """Put the user's Parameter objects back to where they belong."""
-        for item, param in zip(self.module_params, self.params, strict=True):
-            for place in item.places:
-                place.put(param)
+        put_all(self.places, self.params)
         self.shows_views = False
 
     @property

@@ -87,7 +87,7 @@ def check_flat(strategy: ShardingStrategy, orig: bool, low: bool) -> None:
         )
         wrapped.check_is_root()
         seam = Late()
-        wrapped.fsdp_unit.known_runtime().share(seam)
+        wrapped.fsdp_unit.known_runtime.share(seam)
         seen: list[torch.Tensor] = []
 
         def hook(param: Any, seam: Late = seam, seen: list[torch.Tensor] = seen) -> None:
@@ -269,7 +269,7 @@ def values_put_in_place_of_parameters_are_there_before_gathers_read_them() -> No
     root: Any = engine("ours")(bare, use_orig_params=True)
     root.check_is_root()
     seam = Ordered()
-    root.fsdp_unit.known_runtime().share(seam)
+    root.fsdp_unit.known_runtime.share(seam)
     param = wrapped.module.weight
 
     def replace(*args: Any) -> None:

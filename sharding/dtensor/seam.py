@@ -181,8 +181,9 @@ def replaced(known: Iterable[Known]) -> list[int]:
     """
     numbers = []
     for number, (module, name, param, local) in enumerate(known):
-        shown: Any = module._parameters.get(name)
-        is_other = shown is not param or shown._local_tensor is not local
+        shown = module._parameters.get(name)
+        dtensor: Any = param
+        is_other = shown is not param or dtensor._local_tensor is not local
         if is_other or (type(local) is torch.Tensor and vars(local)):
             numbers.append(number)
     return numbers

@@ -47,25 +47,18 @@ class FlatParam(FlatValues):
         self._shown_grads: dict[int, torch.Tensor] = {}
         """What was put at `.grad`, by member; the flat parameter's is at -1."""
         self._shows_unsharded_grad = False
-        self._orig_grad: torch.Tensor | None = None
         self.unsharded_grad: torch.Tensor | None = None
 
     # --- gradients ------------------------------------------------------------------------------
 
     @property
     def grad(self) -> torch.Tensor | None:
-        """The sharded gradient, as long as the shard; None when there is none."""
-        return self._orig_grad if self.options.use_orig_params else self._flat_grad()
+        """The sharded gradient, as long as the shard, that of the flat parameter; None without."""
+        return None if self._shows_unsharded_grad else self.flat.grad
 
     @grad.setter
     def grad(self, value: torch.Tensor | None) -> None:
-        if self.options.use_orig_params:
-            self._orig_grad = value
-        else:
-            assign_grad(self.flat, value)
-
-    def _flat_grad(self) -> torch.Tensor | None:
-        return None if self._shows_unsharded_grad else self.flat.grad
+        assign_grad(self.flat, value)
 
     def outgoing_gradients(self, grads: Gradients | None, form: OutgoingForm) -> Outgoing:
         """One padded buffer with the gradients of all members, zeros where there is none."""
@@ -140,6 +133,7 @@ class FlatParam(FlatValues):
         if self._shows_unsharded_grad:
             for index in self._shown_grads:
                 self._shower(index).grad = None
+            self.flat.grad = None
             self._shown_grads, self._shows_unsharded_grad = {}, False
         self.unsharded_grad = None
 
@@ -192,7 +186,7 @@ class FlatParam(FlatValues):
         if not shown:
             return
         if all(self._shower(index).grad is None for index in shown):
-            self._orig_grad = self.unsharded_grad = None
+            self.flat.grad = self.unsharded_grad = None
             self._shown_grads = {}
             self._shows_unsharded_grad = False
             return
@@ -220,7 +214,7 @@ class FlatParam(FlatValues):
             grad = self.params[index].grad
             assert grad is not None
             self._copy_gradient(index, grad, slices[index])
-        self._orig_grad = flat
+        self.grad = flat
         self._show_gradient_slices(flat)
 
     def _copy_gradient(self, index: int, grad: torch.Tensor, into: torch.Tensor) -> None:
@@ -234,8 +228,8 @@ class FlatParam(FlatValues):
 
     def show_gradients(self) -> None:
         """Let original parameters have their parts of the gradient again."""
-        if self._orig_grad is not None and self.options.use_orig_params:
-            self._show_gradient_slices(self._orig_grad)
+        if self.grad is not None and self.options.use_orig_params:
+            self._show_gradient_slices(self.grad)
 
     def _shower(self, index: int) -> torch.Tensor:
         return self.flat if index < 0 else self.params[index]
@@ -256,9 +250,9 @@ class FlatParam(FlatValues):
             return  # a reduced gradient is there: it stays shown, and is added to
         self._shown_grads = {}
         self._shows_unsharded_grad = True
+        assign_grad(self.flat, kept[: self.layout.numel])
         if not self.options.use_orig_params:
             self._shown_grads[-1] = kept[: self.layout.numel]
-            assign_grad(self.flat, self._shown_grads[-1])
             return
         for index, (param, view) in enumerate(
             zip(self.params, self.member_views(kept), strict=True)
@@ -287,12 +281,10 @@ class FlatParam(FlatValues):
             for param in self.params:
                 param.grad = None
             self.show_shards()
-        else:
-            self.flat.grad = None
+        self.flat.grad = None
         if grad is not None:
             self.grad = fn(grad)
-            if self.options.use_orig_params:
-                self._show_gradient_slices(fn(grad))
+            self.show_gradients()
 
 
 def assign_grad(param: torch.Tensor, grad: torch.Tensor | None) -> None:

@@ -37,6 +37,7 @@ from ckpt.saving.write import Staging, WritePath
 from ckpt.state.names import GroupOptions
 from ckpt.world.base import collectively
 from storage import Store, StoreLike, open_store
+from storage.hidden import hides_secrets
 from storage.location import child_of, place_on_filesystem
 
 MIB = 1 << 20
@@ -51,6 +52,7 @@ DIRECT_LOAD_NBYTES_MIN = 16 * MIB
 Io = Literal["auto", "buffered", "direct"]
 
 
+@hides_secrets
 def save(
     state: Any,
     url: StoreLike,
@@ -138,6 +140,7 @@ def save(
             )
 
 
+@hides_secrets
 def async_save(
     state: Any,
     url: StoreLike,
@@ -240,6 +243,7 @@ def async_save(
     return pending
 
 
+@hides_secrets
 def make_ready(
     state: Any,
     url: StoreLike,
@@ -262,6 +266,7 @@ def make_ready(
         return context.background.make_ready(context.staging, need)
 
 
+@hides_secrets
 def load(
     state: Any,
     url: StoreLike,
@@ -362,6 +367,7 @@ def load(
         return report
 
 
+@hides_secrets
 def forget(url: StoreLike, *, storage_options: Mapping[str, Any] | None = None) -> None:
     """Forget what this process remembers of the root at `url`: the next save claims it as a new job
     does, or begins a new root where none is.
@@ -435,6 +441,7 @@ def read_path(store: Store, io: Io = "auto") -> ReadPath:
     return replace(path, direct_readers=DISK_REQUESTS, direct_nbytes_min=DIRECT_LOAD_NBYTES_MIN)
 
 
+@hides_secrets
 def resumed(
     url: StoreLike,
     attempt: str,

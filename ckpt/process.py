@@ -23,8 +23,9 @@ from ckpt.world.base import World, collectively
 from ckpt.world.torch_world import current_world
 from ckpt.world.torch_world import world_of_members as new_world_of_members
 from storage import Store, StoreLike, open_store
+from storage.hidden import without_secrets
 from storage.location import is_borrowed_from, url_of
-from storage.url import with_its_options, without_secrets
+from storage.url import with_its_options
 
 _SessionKey = tuple[str, str, bool]
 EndWorld = Callable[[RankFailed], None]

@@ -10,9 +10,9 @@ from collections.abc import Mapping
 from types import SimpleNamespace
 from typing import Any
 
-from storage.encoding.encryption_keys import out_of_sight
 from storage.encoding.store import ENCODING_OPTIONS, EXPECT_ROOT, EncodedStore, EncodingOptions
 from storage.errors import InvalidUrlError
+from storage.hidden import without_secrets
 from storage.keys import check_key, redacted
 from storage.local import LocalStore
 from storage.location import BorrowedStore, StoreLike, is_url, place_on_filesystem, url_of
@@ -62,14 +62,6 @@ def options_of_other(
     return {**inherited, **own}
 
 
-def without_secrets(options: Mapping[str, Any] | None) -> dict[str, Any]:
-    """`options`, which open the same store; no repr or attribute of them shows a key."""
-    options = dict(options or {})
-    if (key := options.get("encryption_key")) is not None:
-        options["encryption_key"] = out_of_sight(key)
-    return options
-
-
 def open_store(
     url: StoreLike, *, retry: RetryPolicy | None = None, **storage_options: Any
 ) -> Store:
@@ -99,9 +91,13 @@ def open_store(
     existing one, only the key of an encrypted one has to be given. See `storage.encoding`.
     `expect_root`, the id of a root (32 hex digits), refuses every other root at `url`.
 
+    No repr, attribute or variable of a frame of ours shows a key or a credential in the options;
+    the mapping that a caller keeps, and passes, is his own and shows what it holds.
+
     `retry` applies to stores behind a network, those of callers included unless they repeat what
     fails themselves; None means the usual policy. Raises InvalidUrlError.
     """
+    storage_options = without_secrets(storage_options)
     encoding = EncodingOptions.taken_from(storage_options)
     return EncodedStore(_open_plain(url, retry, storage_options), encoding)
 

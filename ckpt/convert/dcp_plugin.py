@@ -70,6 +70,7 @@ from ckpt.process import claimed, this_process
 from ckpt.saving.publish import store_manifest
 from ckpt.saving.write import Source, WritePath, entries_of, write_files
 from storage import Store, StoreLike, open_store
+from storage.hidden import hides_secrets
 from storage.location import url_of
 
 PART = "ckpt.part"
@@ -86,6 +87,7 @@ class DcpWriter(StorageWriter):
     (`enable_plan_caching`) are refused.
     """
 
+    @hides_secrets
     def __init__(
         self,
         url: StoreLike,
@@ -353,6 +355,7 @@ class DcpReader(StorageReader):
     Reads the bytes that a rank needs and no others, each checked.
     """
 
+    @hides_secrets
     def __init__(
         self,
         url: StoreLike,

@@ -51,6 +51,7 @@ from ckpt.state.values import references
 from ckpt.world.base import collectively
 from storage import InvalidUrlError, Store, StoreLike, open_store, options_of_other
 from storage.encoding.store import ENCODING_OPTIONS
+from storage.hidden import hides_secrets
 from storage.location import folder_of, is_url, url_of
 
 Format: TypeAlias = Literal["safetensors", "torch", "dcp", "hf"]
@@ -121,6 +122,7 @@ class ExportSelection(NamedTuple):
     values: Mapping[str, Any]
 
 
+@hides_secrets
 def export(
     url: StoreLike,
     target: StoreLike,

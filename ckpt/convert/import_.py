@@ -57,6 +57,7 @@ from ckpt.state.stacks import Stacks
 from ckpt.state.values import is_reference, join
 from ckpt.world.base import collectively
 from storage import PrefixStore, Store, StoreLike, open_store
+from storage.hidden import hides_secrets
 
 MIB = 1 << 20
 CUT_NBYTES = 4 * MIB  # shares of ranks end at multiples of it within a tensor
@@ -86,6 +87,7 @@ class ImportReport:
     left_out: tuple[str, ...] = ()
 
 
+@hides_secrets
 def import_checkpoint(
     source: StoreLike,
     url: StoreLike,

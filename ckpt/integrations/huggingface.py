@@ -29,6 +29,7 @@ from ckpt.service.checkpointer import SAVE_DEFAULT, Checkpointer
 from ckpt.service.policies import SavePolicy
 from ckpt.state.rng import RandomStates
 from ckpt.state.types import PerRank
+from storage.hidden import hides_secrets
 
 _TRAINER_STATE_FILE = "trainer_state.json"  # as the trainer looks for it
 _TRAINER = "trainer"
@@ -42,6 +43,7 @@ class TrainerCheckpoints(TrainerCallback):
     the end of the process; use the callback in a `with` block to have that done at once.
     """
 
+    @hides_secrets
     def __init__(self, url: str, *, save: SavePolicy = SAVE_DEFAULT, **options: Any) -> None:
         self.url = url
         self._save = save

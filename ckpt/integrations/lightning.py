@@ -52,6 +52,7 @@ from ckpt.process import session_of
 from ckpt.saving.background import PendingSave
 from ckpt.state.types import PerRank
 from ckpt.world.torch_world import group_of_this_process
+from storage.hidden import hides_secrets
 
 logger = logging.getLogger(__name__)
 
@@ -67,6 +68,7 @@ class LightningCheckpoints(CheckpointIO):
     a failure is raised by the next save, load, removal, or at the end of the training.
     """
 
+    @hides_secrets
     def __init__(
         self, url: str, *, storage_options: Mapping[str, Any] | None = None, **saving: Any
     ) -> None:
@@ -259,6 +261,7 @@ class _ShardedCheckpoints(LightningCheckpoints):
 class _SavesShards(Strategy):
     """What the strategies below have in common; put it before another strategy of Lightning's."""
 
+    @hides_secrets
     def __init__(
         self,
         url: str,

@@ -28,10 +28,12 @@ from ckpt.loading.contents import (
 from ckpt.loading.plan import ReadPath, plan_reads
 from ckpt.loading.reader import Reader
 from storage import KeyNotFoundError, Store, StoreLike, open_store
+from storage.hidden import hides_secrets
 
 Index: TypeAlias = int | slice | EllipsisType
 
 
+@hides_secrets
 def open_checkpoint(
     url: StoreLike,
     step: SupportsIndex | None = None,

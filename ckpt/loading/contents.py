@@ -30,6 +30,7 @@ from ckpt.layout.dtypes import DTYPES, torch_dtype
 from ckpt.layout.kind import Kind
 from ckpt.layout.region import Region, Shape
 from storage import Store, StoreLike, open_store
+from storage.hidden import hides_secrets
 
 if TYPE_CHECKING:
     import torch
@@ -104,6 +105,7 @@ class StoredTensor(NamedTuple):
     shape: Shape
 
 
+@hides_secrets
 def open_contents(
     url: StoreLike,
     step: SupportsIndex | None = None,
@@ -123,6 +125,7 @@ def open_contents(
         raise
 
 
+@hides_secrets
 def list_steps(
     url: StoreLike, storage_options: Mapping[str, Any] | None = None
 ) -> tuple[StepInfo, ...]:

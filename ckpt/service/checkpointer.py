@@ -52,6 +52,7 @@ from ckpt.service.stopping import LastSave
 from ckpt.service.target import Pending, Target, UrlTarget
 from ckpt.state.walk import refuse_snapshots
 from storage import StoreLike
+from storage.hidden import hides_secrets
 
 logger = logging.getLogger(__name__)
 
@@ -113,6 +114,7 @@ class Checkpointer:
     `silence_seconds_max`, `step` raises RankFailed after a silence of so many seconds.
     """
 
+    @hides_secrets
     def __init__(
         self,
         target: StoreLike | Target,

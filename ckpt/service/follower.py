@@ -33,6 +33,7 @@ from ckpt.service.followed import Followed, followed
 from ckpt.service.restore import Skipped, condition_of
 from ckpt.world.base import World, collectively
 from storage import StorageError, Store, StoreLike
+from storage.hidden import hides_secrets
 
 logger = logging.getLogger(__name__)
 
@@ -87,6 +88,7 @@ class _Outcome(NamedTuple):
     was_retired: bool
 
 
+@hides_secrets
 def follow(
     url: StoreLike,
     model_or_names: Any,

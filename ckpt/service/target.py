@@ -36,8 +36,8 @@ from ckpt.saving.staging import Snapshot
 from ckpt.state.stacks import Stacks
 from ckpt.world.base import World
 from storage import Store, StoreLike
+from storage.hidden import without_secrets
 from storage.location import child_of, url_of
-from storage.url import without_secrets
 
 MODEL_FIRST = "model-first"
 

@@ -49,6 +49,7 @@ from ckpt.saving.resumable import begin, end, is_another_file
 from ckpt.tools.relay import check_index, is_there, relay_file, tiles_of
 from ckpt.tools.rewrite import own_layout, rewrite
 from storage import KeyNotFoundError, Store, StoreLike, open_store, options_of_other
+from storage.hidden import hides_secrets
 from storage.memory import MemoryStore
 
 Progress: TypeAlias = Callable[[int, int], None]
@@ -71,6 +72,7 @@ class CopyReport:
     attempt: str = ""
 
 
+@hides_secrets
 def copy(
     url: StoreLike,
     target: StoreLike,

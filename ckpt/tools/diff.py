@@ -38,6 +38,7 @@ from ckpt.loading.plan import ReadPath
 from ckpt.state.stacks import Stacks
 from ckpt.tools.pipeline import in_order
 from storage import StoreLike, open_store, options_of_other
+from storage.hidden import hides_secrets
 
 BAND_NUMEL = 1 << 19  # elements read together
 LOOK_NUMEL = 1 << 15  # elements looked at together: all that is computed of them stays in the cache
@@ -150,6 +151,7 @@ class DiffOptions:
     threads: int = 3
 
 
+@hides_secrets
 def diff(
     url_a: StoreLike,
     url_b: StoreLike,

@@ -66,6 +66,7 @@ from storage import (
     StoreLike,
     open_store,
 )
+from storage.hidden import hides_secrets
 
 Live = tuple[LiveEntry, ...]
 Body = tuple[Kind, int, str | None, Live]  # of a record: kind, epoch, attempt, live
@@ -94,6 +95,7 @@ class MendReport:
     format_written: bool = False
 
 
+@hides_secrets
 def mend(
     url: StoreLike, *, dry_run: bool = False, storage_options: Mapping[str, Any] | None = None
 ) -> MendReport:

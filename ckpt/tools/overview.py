@@ -23,6 +23,7 @@ from ckpt.errors import Corrupt, NoCheckpoint
 from ckpt.format.manifest_codec import decode_manifest
 from ckpt.tools.mend import broken_link
 from storage import KeyNotFoundError, Store, StoreLike, open_store
+from storage.hidden import hides_secrets
 
 READERS = 8  # records or reports that are read at the same time
 
@@ -54,6 +55,7 @@ class Event:
     nbytes: int | None = None
 
 
+@hides_secrets
 def history(
     url: StoreLike,
     *,
@@ -181,6 +183,7 @@ class DiskUsage:
         return sum(a.nbytes for a in self.attempts if not a.is_live)
 
 
+@hides_secrets
 def disk_usage(url: StoreLike, *, storage_options: Mapping[str, Any] | None = None) -> DiskUsage:
     """What every checkpoint of a root takes, by listing it once; no object is read but the log.
 

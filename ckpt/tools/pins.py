@@ -13,8 +13,10 @@ from ckpt.commit.numbers import plain_int
 from ckpt.commit.records import LiveEntry
 from ckpt.errors import CheckpointError, NoCheckpoint
 from storage import Store, StoreLike, open_store
+from storage.hidden import hides_secrets
 
 
+@hides_secrets
 def pin(
     url: StoreLike,
     step: SupportsIndex,
@@ -31,6 +33,7 @@ def pin(
     return _marked(url, step, attempt, storage_options, pinned=True)
 
 
+@hides_secrets
 def unpin(
     url: StoreLike,
     step: SupportsIndex,

@@ -47,6 +47,7 @@ from ckpt.state.bind_stacks import in_stored_form
 from ckpt.state.names import GroupOptions
 from ckpt.state.types import TensorEntry
 from storage import Store, StoreLike, open_store
+from storage.hidden import hides_secrets
 
 MANIFEST_MEMORY = 4  # a decoded manifest takes at most this many times the bytes of MANIFEST
 # Of memory for a plan, measured: of each chunk, on the rank that wants it, and of each block.
@@ -103,6 +104,7 @@ class LoadPlan:
         return sum(rank.nbytes_read for rank in self.ranks)
 
 
+@hides_secrets
 def plan_load(
     state: Any,
     url: StoreLike,
@@ -170,6 +172,7 @@ class RequestedNames(NamedTuple):
     values: frozenset[str] = frozenset()
 
 
+@hides_secrets
 def plan_ranks(
     url: StoreLike,
     *,
@@ -240,6 +243,7 @@ def wanted_of(manifest: Manifest) -> RequestedNames:
     return RequestedNames(catalog.tensors, frozenset(catalog.values) | per_rank)
 
 
+@hides_secrets
 def wanted_like(
     url: StoreLike,
     *,
@@ -274,6 +278,7 @@ def wanted_like(
     )
 
 
+@hides_secrets
 def entry_for(
     url: StoreLike,
     like: StoreLike,

@@ -22,6 +22,7 @@ from ckpt.tools.near_tiers import TierView, tier_views
 from ckpt.tools.overview import READERS, Event, events_of, record_of
 from ckpt.tools.run import Measurements, TrainingRun, run_of, telemetry_of
 from storage import RetryPolicy, StorageError, Store, StoreLike, TransientError, open_store
+from storage.hidden import hides_secrets
 
 RECORDS_MAX = 1000  # newest of the log, read at the first look and never again
 EVENTS_MAX = 4000  # that are kept: a week of a save and a retirement in five minutes
@@ -63,6 +64,7 @@ def next_pause(pause_seconds: float, *, shortest_seconds: float, has_changed: bo
 class RunPoller:
     """Looks at one root. `poll` is called by one thread at a time, everything else by any."""
 
+    @hides_secrets
     def __init__(
         self,
         url: StoreLike,

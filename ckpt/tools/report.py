@@ -36,6 +36,7 @@ from ckpt.tools.run import (
     telemetry_of,
 )
 from storage import Store, StoreLike, open_store
+from storage.hidden import hides_secrets
 
 RECORDS_MAX = 5000  # of the log, newest first; each is a request
 TELEMETRY_MAX = 100  # newest live checkpoints whose telemetry is read
@@ -85,6 +86,7 @@ class Report:
         return tuple(save.totals for save in self.saves if save.totals is not None)
 
 
+@hides_secrets
 def report_of(
     url: StoreLike,
     *,

@@ -29,6 +29,7 @@ from ckpt.near.records import NearRecord
 from ckpt.near.tier import Tier, tiers_in
 from ckpt.tools.relay import is_there, relay_file, tiles_of
 from storage import KeyExistsError, KeyNotFoundError, Store, StoreLike, open_store
+from storage.hidden import hides_secrets
 
 logger = logging.getLogger(__name__)
 
@@ -52,6 +53,7 @@ class _Rescued(NamedTuple):
     homes: Mapping[int, Sequence[Tier]]  # by rank: those with all its files
 
 
+@hides_secrets
 def rescue(
     near: Sequence[str], url: StoreLike, *, storage_options: Mapping[str, Any] | None = None
 ) -> RescueReport:

@@ -34,6 +34,7 @@ from ckpt.tools.copy import CopyMeter, CopyReport, report_of_one
 from ckpt.tools.plan import checked_ranks
 from ckpt.tools.rewrite import Layout, chunk_of, rewrite
 from storage import PrefixStore, StorageError, Store, StoreLike, open_store, options_of_other
+from storage.hidden import hides_secrets
 
 logger = logging.getLogger(__name__)
 
@@ -54,6 +55,7 @@ class NewLayout:
     layout: EvenLayout = "fsdp2"
 
 
+@hides_secrets
 def reshard(
     url: StoreLike,
     target: StoreLike | None = None,

@@ -39,6 +39,7 @@ from storage import (
     StoreLike,
     open_store,
 )
+from storage.hidden import hides_secrets
 
 MIB = 1 << 20
 READ_NBYTES = 8 * MIB
@@ -78,6 +79,7 @@ class VerifyReport:
         return not self.damage
 
 
+@hides_secrets
 def verify(
     url: StoreLike,
     step: SupportsIndex | None = None,

@@ -10,6 +10,7 @@ import os
 import shutil
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+from types import FunctionType, ModuleType
 from typing import Any
 
 import pytest
@@ -382,7 +383,7 @@ def test_copies_of_encrypted_roots_load_and_go_on(root: str, tmp_path: Path) -> 
 
 def shown_by(thing: object, seen: set[int], depth: int = 8) -> Iterator[str]:
     """The reprs of `thing` and of its attributes, as a debugger shows them."""
-    if not depth or id(thing) in seen:
+    if not depth or id(thing) in seen or isinstance(thing, ModuleType | type | FunctionType):
         return
     seen.add(id(thing))
     yield repr(thing)

@@ -8,7 +8,10 @@ from __future__ import annotations
 import argparse
 import json
 import re
+from contextlib import suppress
 from typing import Any
+
+from storage.hidden import without_secrets
 
 
 class Command:
@@ -197,10 +200,9 @@ def _key_value(text: str) -> tuple[str, Any]:
     key, equals, value = text.partition("=")
     if not key or not equals:
         raise argparse.ArgumentTypeError(f"{text!r} is not KEY=VALUE")
-    try:
-        return key, json.loads(value)  # numbers, true, {"nested": "options"}
-    except ValueError:
-        return key, value
+    with suppress(ValueError):
+        value = json.loads(value)  # numbers, true, {"nested": "options"}
+    return key, without_secrets({key: value})[key]
 
 
 def _names(text: str) -> tuple[str, str]:

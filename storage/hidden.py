@@ -1,0 +1,76 @@
+"""Options of stores whose secrets no repr shows: tools that report errors show the variables of
+every frame, and debuggers show attributes.
+
+Only copies are hidden. The mapping that a caller passes, and his own frames, stay as they are.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import os
+import re
+from collections.abc import Callable, Mapping
+from functools import wraps
+from typing import Any, TypeVar, cast
+
+from storage.encoding.encryption_keys import out_of_sight
+from storage.keys import redacted
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+_SECRETS = re.compile(
+    r"key|secret|token|pass|cred|sas|sign|auth|header|cookie|connection_string", re.IGNORECASE
+)
+_SALT = os.urandom(16)
+
+
+class HiddenText(str):
+    """A string whose repr shows only whether it is equal to another one in this process."""
+
+    __slots__ = ()
+
+    def __repr__(self) -> str:
+        digest = hmac.digest(_SALT, self.encode("utf-8", "backslashreplace"), hashlib.sha256)
+        return f"<hidden {digest.hex()[:16]}>"
+
+
+def without_secrets(options: Mapping[str, Any] | None) -> dict[str, Any]:
+    """`options`, which open the same store; no repr of them shows a key or a credential, which are
+    told by the names of options.
+    """
+    return {name: _hidden(name, value) for name, value in (options or {}).items()}
+
+
+def hides_secrets(function: F) -> F:
+    """`function` with its `*options` hidden, so that its frames, those below and what it keeps show
+    no secret.
+    """
+    names = function.__code__.co_varnames
+
+    def seen(name: str, value: Any) -> Any:
+        is_options = "options" in name and isinstance(value, Mapping)
+        return without_secrets(value) if is_options else value
+
+    @wraps(function)
+    def call(*args: Any, **named: Any) -> Any:
+        args = tuple(seen(*pair) for pair in zip(names, args, strict=False))
+        named = {name: seen(name, value) for name, value in named.items()}
+        return function(*args, **named)
+
+    return cast(F, call)
+
+
+def _hidden(name: str, value: Any, *, is_secret: bool = False) -> Any:
+    """`value`, that of the option `name`, with what in it is a secret, or all of it, hidden."""
+    is_secret = is_secret or _SECRETS.search(name) is not None
+    if name == "encryption_key" and isinstance(value, bytes | bytearray):
+        return out_of_sight(value)
+    if isinstance(value, str):
+        is_hidden = isinstance(value, HiddenText) or not (is_secret or redacted(value) != value)
+        return value if is_hidden else HiddenText(value)
+    if isinstance(value, dict):
+        return {key: _hidden(str(key), one, is_secret=is_secret) for key, one in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(_hidden("", one, is_secret=is_secret) for one in value)
+    return value

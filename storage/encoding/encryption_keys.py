@@ -64,7 +64,7 @@ class _OutOfSight:
         return f"<key {self._id}>"
 
 
-def out_of_sight(source: KeySource | None) -> KeySource | None:
+def out_of_sight(source: KeySource | bytearray | None) -> KeySource | None:
     """`source`, as a function where it is the key itself: no repr, log or attribute shows it."""
     return _OutOfSight(bytes(source)) if isinstance(source, bytes | bytearray) else source
 

@@ -12,6 +12,9 @@ torch.
 
 from __future__ import annotations
 
+import atexit
+import os
+import sys
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -214,6 +217,19 @@ def __getattr__(name: str) -> Any:
     value = getattr(import_module(home), "open_checkpoint" if name == "open" else name)
     globals()[name] = value
     return value
+
+
+def _leave(pid: int) -> None:
+    """Ranks that wait in a call which this process never makes learn that it ends."""
+    dist = sys.modules.get("torch.distributed")
+    # What a fork inherits is its parent's.
+    if dist is None or os.getpid() != pid or not dist.is_available():
+        return
+    if dist.is_initialized() or os.environ.get("WORLD_SIZE", "1") != "1":
+        import_module("ckpt.world.torch_world").leave_uncalled()
+
+
+atexit.register(_leave, os.getpid())
 
 
 def __dir__() -> list[str]:

@@ -190,7 +190,8 @@ class Heart:
                 if not is_sent:
                     self._later(lambda: self._flush(link))
 
-    def aside(self, run: Callable[[], _T], seconds: float) -> _T | None:
+    @staticmethod
+    def aside(run: Callable[[], _T], seconds: float) -> _T | None:
         """`run()` in a thread of its own; None when it raised or takes longer.
 
         For requests to a store that may never answer, because its host is stopped.

@@ -107,7 +107,8 @@ def this_network() -> str:
 class Card(NamedTuple):
     """What the others need to know of a process: who it is and where it listens.
 
-    `token` is known to those only who can read the rendezvous store.
+    `token` is known to those only who can read the rendezvous store. One of port 0 is left by a
+    process that ends without having joined the job.
     """
 
     rank: int
@@ -162,28 +163,34 @@ class Card(NamedTuple):
         `refusal` is why it could not be connected to. Only where its pid cannot be looked up does a
         closed port count; one that is closed although the process runs may be open again.
         """
+        if not self.port:
+            return ENDED_UNCALLED
         runs = self.process.runs()
         if runs is None and isinstance(refusal, ConnectionRefusedError):
             return "has died (its port is closed)"
         return "has died" if runs is False else ""
 
 
+def address_of(store: Any) -> tuple[str, int]:
+    """Host and port of a rendezvous store. Raises AttributeError where it has none."""
+    while hasattr(store, "underlying_store"):
+        store = store.underlying_store
+    return store.host, store.port
+
+
 def hosts_of(store: Any) -> tuple[str, ...]:
     """By which addresses other machines may reach this one: that of the way to the rendezvous
     store first, then by name.
     """
-    while hasattr(store, "underlying_store"):
-        store = store.underlying_store
     hosts = []
     with contextlib.suppress(AttributeError, OSError):  # a FileStore has no host
-        family, kind, _, _, address = socket.getaddrinfo(
-            store.host, store.port, type=socket.SOCK_DGRAM
-        )[0]
+        host, port = address_of(store)
+        family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, kind) as probe:
             probe.connect(address)  # sends nothing; the system chooses the way
             hosts.append(str(probe.getsockname()[0]))
         if _is_loopback(hosts[0]):  # the store is here: others reach this machine as they do it
-            hosts.append(store.host)
+            hosts.append(host)
     hosts.append(socket.gethostname())
     return tuple(host for host in hosts if not _is_loopback(host))
 

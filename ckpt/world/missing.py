@@ -2,8 +2,10 @@
 
 A process leaves its card in the rendezvous store before it connects to anybody. The parent of a
 rank that does not come reads that card and asks for the process in a second way, as for one whose
-connection has ended. A rank without a card may be late, or never come: where torchrun's variables
-do not say that it has ended on this machine, only a deadline tells.
+connection has ended. One that ends without a call of this library leaves a card that says so
+(`torch_world.leave_uncalled`), where it still can. A rank without a card may be late, or never
+come: where torchrun's variables do not say that it has ended on this machine, only a deadline
+tells.
 
 Note "one request": while ranks are missing, a process asks the store once in `LOOK_SECONDS` whether
 all of a group have left their cards; the cards are read when they have, and the group is halved
@@ -97,8 +99,8 @@ class Missing:
         for rank, card in list(self._cards.items()):
             if not self._lacks(rank):
                 del self._cards[rank]
-            elif death := _death(card):
-                how = f"{death} before its first connection"
+            elif how := _death(card):
+                how += "" if how == ENDED_UNCALLED else " before its first connection"
                 self._heart.give_up(Neighbour(False, rank), how)
 
     def _ask_again(self, *groups: list[int]) -> None:

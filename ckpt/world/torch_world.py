@@ -12,6 +12,7 @@ import itertools
 import json
 import os
 import secrets
+import socket
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -29,7 +30,7 @@ from ckpt.world.board import ProcessBoard, WorldBoard
 from ckpt.world.failures import copied
 from ckpt.world.frames import WORLD_NBYTES, MiB, unpack
 from ckpt.world.heart import Heart
-from ckpt.world.liveness import hosts_of
+from ckpt.world.liveness import Card, ProcessIdentity, address_of, hosts_of
 from ckpt.world.missing import Missing, card_key, connect_to_parent
 from ckpt.world.rounds import STORE_SECONDS, Deadlines, Rounds
 from ckpt.world.tree import family
@@ -532,6 +533,11 @@ class _ThisProcess:
         self._process: Process | None = None
         self._group: Callable[[], object] = lambda: None
 
+    @property
+    def has_joined(self) -> bool:
+        """Whether this process has been in any job."""
+        return self._process is not None
+
     def in_job(self) -> Process:
         """This process in the job that torch.distributed is initialised for."""
         group = dist.group.WORLD
@@ -569,6 +575,35 @@ class _ThisProcess:
         heart = Heart(rank, hosts)
         base.set(card_key(rank), heart.card.encode())
         return Process(rank, base, heart, job)
+
+
+def leave_uncalled() -> None:
+    """Leave a card that says that this process ends, for ranks that wait for it, unless it has
+    joined a job. Waits some seconds at most.
+    """
+
+    def leave() -> None:
+        from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
+
+        # A store that is gone is no news; torch would print so.
+        if dist.is_initialized():
+            rank, store = dist.get_rank(), dist.distributed_c10d._get_default_store()
+            with contextlib.suppress(AttributeError):  # a FileStore has no address
+                socket.create_connection(address_of(store), timeout=1.0).close()
+        elif dist.distributed_c10d._default_pg_init_method == "env://":
+            # The group was destroyed, and its store forgotten.
+            rank = int(os.environ["RANK"])
+            place = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+            socket.create_connection(place, timeout=1.0).close()
+            store = TCPStore(*place, is_master=False, timeout=timedelta(seconds=STORE_SECONDS))
+            store = PrefixStore("0/", PrefixStore("default_pg", store))
+        else:
+            return
+        card = Card(rank, "", (), 0, "", ProcessIdentity.this())
+        store.compare_set(card_key(rank), "", card.encode().decode())
+
+    if not _this_process.has_joined:
+        Heart.aside(leave, STORE_SECONDS)
 
 
 _this_process = _ThisProcess()

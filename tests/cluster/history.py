@@ -22,7 +22,7 @@ from ckpt.testing import run_ranks
 from ckpt.world.base import World
 from storage import Store
 from tests.cluster.agent import is_step, state_of
-from tests.e2e.job import NO_WAITING
+from tests.e2e.job import NO_WAITING, left_by_sweep
 
 # How a rank may end: by itself; fenced; because others are gone, which we find, or gloo
 # (RuntimeError), or torch's store (Dist...); as the store says, where that does not come back: a
@@ -342,9 +342,8 @@ def left_behind(store: Store) -> list[str]:
     session = Session.claim(store, sources=NO_WAITING)
     session.sweep_unfinished()
     session.sweep()
-    live = {entry.attempt for entry in session.state().live}
-    parsed = [(info.key, parse_step_key(info.key)) for info in store.list("steps/")]
-    left = [key for key, name in parsed if name is None or name[1] not in live]
+    left = [info.key for info in store.list("steps/") if parse_step_key(info.key) is None]
+    left += left_by_sweep(store, session.state())
     uploads = store.abort_unfinished("steps/")
     return left + [f"{uploads} uploads"] * (uploads > 0)
 

@@ -15,6 +15,8 @@ import torch
 from torch import nn
 
 from ckpt.commit.appender import Limits, Sources
+from ckpt.commit.log import LogState, attempts_on
+from ckpt.commit.names import attempt_epoch
 from ckpt.commit.ranked import SessionRegistry, open_session
 from ckpt.layout.piece import Owned, Piece, View
 from ckpt.layout.region import Box, Span, whole
@@ -147,3 +149,16 @@ def assert_is_step(state: dict[str, Any], step: int, rank: int, size: int) -> No
 
 
 __all__ = ["NO_WAITING", "Job", "Limits", "Sharded", "assert_is_step", "state_at", "tensors_at"]
+
+
+def left_by_sweep(store: Store, state: LogState) -> list[str]:
+    """The attempts that a sweep has left without need: but for what is live, and what was written
+    whole and may have lost its COMMIT, because no later job has committed.
+    """
+    since = max((attempt_epoch(one.attempt) for one in state.live[-1:]), default=0)
+    return [
+        one.attempt
+        for one in attempts_on(store)
+        if state.find(one.attempt) is None
+        and not (one.is_written and attempt_epoch(one.attempt) >= since)
+    ]

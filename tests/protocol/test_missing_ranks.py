@@ -9,8 +9,11 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -183,3 +186,54 @@ def _die_in_connecting() -> str:
 def test_a_process_killed_before_its_first_connection_is_named() -> None:
     results = run_ranks(3, _die_in_connecting, allow_dead=[2])
     assert set(results[:2]) == {"rank 2 has died before its first connection in phase 'parts'"}
+
+
+SCRIPT = """
+import os, sys
+import torch
+import torch.distributed as dist
+import ckpt
+import ckpt.world.missing
+
+ckpt.world.missing.LOOK_SECONDS = 0.2
+dist.init_process_group("gloo")
+if os.environ["RANK"] == sys.argv[2]:
+    try:
+        ckpt.save({"x": torch.ones(2)}, sys.argv[1], step=1)
+    except ckpt.RankFailed as error:
+        print(error)
+elif sys.argv[3] == "destroys its group":
+    dist.destroy_process_group()
+elif sys.argv[3] == "fails":
+    raise SystemExit(1)
+"""
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(
+    ("caller", "end"), [(0, "returns"), (0, "destroys its group"), (1, "fails")]
+)
+def test_a_rank_that_ends_uncalled_is_named_at_once(caller: int, end: str, tmp_path: Path) -> None:
+    """`if rank == 0: ckpt.save(...)`, with a launcher of which no trace is known."""
+    server = TCP_STORE("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    ranks: list[subprocess.Popen[str]] = []
+    for rank in range(2):
+        environment = {
+            **os.environ,
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(server.port),
+            "TORCHELASTIC_USE_AGENT_STORE": "True",
+            "RANK": str(rank),
+            "WORLD_SIZE": "2",
+        }
+        command = [sys.executable, "-c", SCRIPT, str(tmp_path / "run"), str(caller), end]
+        ranks.append(subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True))
+    try:
+        said = ranks[caller].communicate(timeout=60)[0]
+        ranks[1 - caller].communicate(timeout=60)
+    finally:
+        for process in ranks:
+            process.kill()
+            process.wait()
+    assert f"rank {1 - caller} has ended without a call of this library in phase" in said
+    assert not (tmp_path / "run").exists()

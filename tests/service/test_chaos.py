@@ -23,15 +23,14 @@ from ckpt.commit.invariants import (
     check_references,
     files_needed,
 )
-from ckpt.commit.log import Log, attempts_on
-from ckpt.commit.names import attempt_epoch
+from ckpt.commit.log import Log
 from ckpt.commit.session import Session
 from ckpt.service.retention import KeepBest, KeepEvery, KeepLatest
 from storage import Store
 from storage.memory import MemoryStore
 from storage.retry import RetryingStore, RetryPolicy
 from tests.conftest import Scale
-from tests.e2e.job import NO_WAITING, Job
+from tests.e2e.job import NO_WAITING, Job, left_by_sweep
 from tests.results import Counted
 from tests.service.chaos import (
     Faults,
@@ -97,18 +96,12 @@ class Root:
                 assert_is_partly_frozen(one, entry.step, rank, SIZE)
 
     def check_leftovers(self) -> None:
-        """After a fresh claim has swept: no upload, and nothing but live checkpoints and what was
-        written whole since the last commit.
-        """
+        """After a fresh claim has swept: no upload, and no attempt without need."""
         session = Session.claim(self.store, sources=NO_WAITING)
         session.sweep_unfinished()
         session.sweep()
         assert not self.uploads.uploads
-        state = session.state()
-        since = max((attempt_epoch(one.attempt) for one in state.live[-1:]), default=0)
-        for one in attempts_on(self.store):
-            in_doubt = one.is_written and attempt_epoch(one.attempt) >= since
-            assert in_doubt or state.find(one.attempt) is not None, one
+        assert not left_by_sweep(self.store, session.state())
 
 
 def _live_under_faults(

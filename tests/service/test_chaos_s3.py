@@ -15,13 +15,12 @@ from collections.abc import Iterator
 import pytest
 
 from ckpt.commit.log import Log
-from ckpt.commit.names import parse_step_key
 from ckpt.commit.session import Session
 from ckpt.service.retention import KeepLatest
 from storage import Store, open_store
 from storage.retry import RetryPolicy
 from tests.conftest import Scale
-from tests.e2e.job import NO_WAITING, Job, assert_is_step, state_at
+from tests.e2e.job import NO_WAITING, Job, assert_is_step, left_by_sweep, state_at
 from tests.fault_proxy import fault_proxy
 from tests.results import Counted
 from tests.servers import S3Server, moto_server
@@ -110,7 +109,5 @@ def test_saves_to_s3_under_faults_and_deaths_lose_nothing(
     session.sweep_unfinished()
     session.sweep()
     assert direct.abort_unfinished("steps/") == 0
-    parsed = [parse_step_key(info.key) for info in direct.list("steps/")]
-    live = {entry.attempt for entry in session.state().live}
-    assert {name[1] for name in parsed if name is not None} == live
+    assert not left_by_sweep(direct, session.state())
     direct.close()

@@ -125,8 +125,8 @@ NEAR = (
     Mutant(
         "the seal of a near file is not compared",
         _TIER,
-        "        return seal_of(store.get(prefix + file.name, table)) == file.seal\n",
-        "        return bool(store.get(prefix + file.name, table))\n",
+        "        return seal_of(files.get(prefix + file.name, table)) == file.seal\n",
+        "        return bool(files.get(prefix + file.name, table))\n",
         test="tests/near/test_records.py::test_a_file_of_another_length_or_seal_does_not_count",
     ),
     Mutant(

@@ -223,9 +223,7 @@ def _leave(pid: int) -> None:
     """Ranks that wait in a call which this process never makes learn that it ends."""
     dist = sys.modules.get("torch.distributed")
     # What a fork inherits is its parent's.
-    if dist is None or os.getpid() != pid or not dist.is_available():
-        return
-    if dist.is_initialized() or os.environ.get("WORLD_SIZE", "1") != "1":
+    if dist is not None and dist.is_available() and os.getpid() == pid:
         import_module("ckpt.world.torch_world").leave_uncalled()
 
 

@@ -590,19 +590,19 @@ def leave_uncalled() -> None:
             rank, store = dist.get_rank(), dist.distributed_c10d._get_default_store()
             with contextlib.suppress(AttributeError):  # a FileStore has no address
                 socket.create_connection(address_of(store), timeout=1.0).close()
-        elif dist.distributed_c10d._default_pg_init_method == "env://":
+        else:
             # The group was destroyed, and its store forgotten.
             rank = int(os.environ["RANK"])
             place = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
             socket.create_connection(place, timeout=1.0).close()
             store = TCPStore(*place, is_master=False, timeout=timedelta(seconds=STORE_SECONDS))
             store = PrefixStore("0/", PrefixStore("default_pg", store))
-        else:
-            return
         card = Card(rank, "", (), 0, "", ProcessIdentity.this())
         store.compare_set(card_key(rank), "", card.encode().decode())
 
-    if not _this_process.has_joined:
+    c10d: Any = dist.distributed_c10d
+    is_known = dist.is_initialized() or getattr(c10d, "_default_pg_init_method", "") == "env://"
+    if is_known and not _this_process.has_joined:
         Heart.aside(leave, STORE_SECONDS)
 
 

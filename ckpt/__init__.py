@@ -224,7 +224,7 @@ def _leave(pid: int) -> None:
     dist = sys.modules.get("torch.distributed")
     # What a fork inherits is its parent's.
     if dist is not None and dist.is_available() and os.getpid() == pid:
-        import_module("ckpt.world.torch_world").leave_uncalled()
+        import_module("ckpt.world.job").leave_uncalled()
 
 
 atexit.register(_leave, os.getpid())

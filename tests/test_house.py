@@ -132,6 +132,7 @@ ADAPTERS = (
     "ckpt/layout/torch_composites.py",
     "sharding/engine/torch_seam.py",
     "sharding/dtensor/seam.py",
+    "ckpt/world/job.py",
     "ckpt/world/torch_world.py",
     "ckpt/convert/targets/dcp_metadata.py",
 )
@@ -205,6 +206,7 @@ BANS = (
         lambda name: name in ("os.environ", "os.getenv", "os.putenv"),
         # sharding/fsdp.py: a public constructor that honours what torch's class of that name does.
         (
+            "ckpt/world/job.py",
             "ckpt/world/torch_world.py",
             "ckpt/cli/ranks.py",
             "sharding/fsdp.py",

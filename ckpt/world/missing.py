@@ -3,7 +3,7 @@
 A process leaves its card in the rendezvous store before it connects to anybody. The parent of a
 rank that does not come reads that card and asks for the process in a second way, as for one whose
 connection has ended. One that ends without a call of this library leaves a card that says so
-(`torch_world.leave_uncalled`), where it still can. A rank without a card may be late, or never
+(`job.leave_uncalled`), where it still can. A rank without a card may be late, or never
 come: where torchrun's variables do not say that it has ended on this machine, only a deadline
 tells.
 

@@ -11,10 +11,7 @@ import hashlib
 import itertools
 import json
 import os
-import secrets
-import socket
 import threading
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any, NamedTuple, cast
@@ -26,12 +23,11 @@ from ckpt.errors import CheckpointError, RankFailed
 from ckpt.world.agreement import encode_error, encode_failures, error_of_failures
 from ckpt.world.attendance import Board
 from ckpt.world.base import Message, SoloWorld, Transfers, World, check_all_to_all
-from ckpt.world.board import ProcessBoard, WorldBoard
+from ckpt.world.board import WorldBoard
 from ckpt.world.failures import copied
-from ckpt.world.frames import WORLD_NBYTES, MiB, unpack
-from ckpt.world.heart import Heart
-from ckpt.world.liveness import Card, ProcessIdentity, address_of, hosts_of
-from ckpt.world.missing import Missing, card_key, connect_to_parent
+from ckpt.world.frames import MiB, unpack
+from ckpt.world.job import Process, own_prefix, this_process
+from ckpt.world.missing import connect_to_parent
 from ckpt.world.rounds import STORE_SECONDS, Deadlines, Rounds
 from ckpt.world.tree import family
 
@@ -69,25 +65,6 @@ def group_of_this_process() -> dist.ProcessGroup | None:
     return group
 
 
-class Process:
-    """What this process is in its job: its rank in torch.distributed, the rendezvous store that
-    all share, the heart that carries its messages, what tells this job from others, and where it
-    posts what its worlds have to report.
-    """
-
-    def __init__(self, rank: int, store: Any, heart: Heart, job: str = "") -> None:
-        self.rank = rank
-        self.store = store
-        self.heart = heart
-        self.job = job
-        self.missing = Missing(heart, lambda: self.store)
-        self.board = ProcessBoard(store, rank)
-
-    def use(self, store: Any) -> None:
-        """Another way to the same store."""
-        self.store = self.board.store = store
-
-
 class TorchWorld(World):
     """The ranks of a torch process group, or some `members` of all ranks. All ranks of it must
     create it together, in the same order when there are several.
@@ -108,12 +85,12 @@ class TorchWorld(World):
         process: Process | None = None,
     ) -> None:
         group = process_group or dist.group.WORLD
-        self._process = process or _this_process.in_job()
+        self._process = process or this_process.in_job()
         self.global_ranks = members or tuple(dist.get_process_group_ranks(group))
         self.rank = self.global_ranks.index(self._process.rank)
         self.size = len(self.global_ranks)
         self._deadlines = deadlines or Deadlines()
-        self._store, self._key = _own_prefix(self._process, self.global_ranks, self.rank)
+        self._store, self._key = own_prefix(self._process, self.global_ranks, self.rank)
         heart = self._process.heart
         self._rounds = Rounds(
             heart, self._key, self.global_ranks, self.rank, self._store, self._deadlines
@@ -508,104 +485,3 @@ def _tensors(view: memoryview, nbytes_max: int = 64 * MiB) -> list[torch.Tensor]
         return []
     whole = torch.frombuffer(bytearray(view) if view.readonly else view, dtype=torch.uint8)
     return [whole[i : i + nbytes_max] for i in range(0, view.nbytes, nbytes_max)]
-
-
-def _own_prefix(process: Process, ranks: tuple[int, ...], rank: int) -> tuple[Any, bytes]:
-    """A part of the store that no other world uses, and a key of that world.
-
-    Each rank counts the worlds it made over these ranks, in the store itself; the counts agree
-    because all ranks make them in the same order.
-    """
-    from torch.distributed import PrefixStore  # type: ignore[attr-defined]  # not in every torch
-
-    group = hashlib.sha256(repr(ranks).encode()).hexdigest()[:16]
-    home = PrefixStore(f"shardpoint/{group}", process.store)
-    number = home.add(f"worlds/{rank}", 1)
-    key = hashlib.sha256(f"{process.job} {group} {number}".encode()).digest()[:WORLD_NBYTES]
-    return PrefixStore(f"{number}", home), key
-
-
-class _ThisProcess:
-    """This process in its job; its heart lives as long as the job that the store is for."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._process: Process | None = None
-        self._group: Callable[[], object] = lambda: None
-
-    @property
-    def has_joined(self) -> bool:
-        """Whether this process has been in any job."""
-        return self._process is not None
-
-    def in_job(self) -> Process:
-        """This process in the job that torch.distributed is initialised for."""
-        group = dist.group.WORLD
-        with self._lock:
-            if (
-                self._process is None
-                or self._process.heart.is_stopped
-                or self._group() is not group
-            ):
-                self._process, self._group = self._taken(self._process), weakref.ref(group)
-            return self._process
-
-    def forked(self) -> None:
-        """In a forked child: another thread may have held the lock."""
-        self._lock, self._process = threading.Lock(), None
-
-    def _taken(self, before: Process | None) -> Process:
-        # There is no public way to the store that all ranks share already.
-        base: Any = dist.distributed_c10d._get_default_store()
-        hosts = hosts_of(base)
-        # An own connection, so that nothing waits behind the user's requests, nor they behind
-        # these. Where it cannot be had (older torch) the store is shared.
-        with contextlib.suppress(AttributeError, NotImplementedError, RuntimeError):
-            base = base.clone()
-        rank = dist.get_rank()
-        job = base.compare_set("shardpoint/job", "", secrets.token_hex(16)).decode()
-        is_same = before is not None and (before.job, before.rank) == (job, rank)
-        if before is not None and is_same and not before.heart.is_stopped:
-            # torch was initialised once more with the same store: what the others read there of
-            # this process stays true.
-            before.use(base)
-            return before
-        if before is not None:
-            before.heart.retire()
-        heart = Heart(rank, hosts)
-        base.set(card_key(rank), heart.card.encode())
-        return Process(rank, base, heart, job)
-
-
-def leave_uncalled() -> None:
-    """Leave a card that says that this process ends, for ranks that wait for it, unless it has
-    joined a job. Waits some seconds at most.
-    """
-
-    def leave() -> None:
-        from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
-
-        # A store that is gone is no news; torch would print so.
-        if dist.is_initialized():
-            rank, store = dist.get_rank(), dist.distributed_c10d._get_default_store()
-            with contextlib.suppress(AttributeError):  # a FileStore has no address
-                socket.create_connection(address_of(store), timeout=1.0).close()
-        else:
-            # The group was destroyed, and its store forgotten.
-            rank = int(os.environ["RANK"])
-            place = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-            socket.create_connection(place, timeout=1.0).close()
-            store = TCPStore(*place, is_master=False, timeout=timedelta(seconds=STORE_SECONDS))
-            store = PrefixStore("0/", PrefixStore("default_pg", store))
-        card = Card(rank, "", (), 0, "", ProcessIdentity.this())
-        store.compare_set(card_key(rank), "", card.encode().decode())
-
-    c10d: Any = dist.distributed_c10d
-    is_known = dist.is_initialized() or getattr(c10d, "_default_pg_init_method", "") == "env://"
-    if is_known and not _this_process.has_joined:
-        Heart.aside(leave, STORE_SECONDS)
-
-
-_this_process = _ThisProcess()
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_this_process.forked)

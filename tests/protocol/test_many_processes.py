@@ -21,7 +21,7 @@ import ckpt
 import tests.ranks
 from benchmarks.scale import LAYOUTS, Model
 from ckpt.errors import RankFailed
-from ckpt.world import torch_world
+from ckpt.world import job
 from tests.protocol.test_world_counts import TCP_STORE, CountingStore
 from tests.ranks import run_ranks
 
@@ -54,7 +54,7 @@ def _join(port: int, size: int) -> CountingStore:
     rank, timeout = int(os.environ["RANK"]), timedelta(seconds=SECONDS_MAX)
     store = TCP_STORE("127.0.0.1", port, None, False, timeout=timeout)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timeout)
-    process = torch_world._this_process.in_job()
+    process = job.this_process.in_job()
     counting = CountingStore(process.store)
     process.use(counting)
     return counting

@@ -22,11 +22,12 @@ import ckpt.world.missing
 from ckpt.errors import RankFailed
 from ckpt.world.frames import Frame
 from ckpt.world.heart import Heart
+from ckpt.world.job import Process
 from ckpt.world.link import Neighbour
 from ckpt.world.liveness import Card, ProcessIdentity
 from ckpt.world.missing import Missing, card_key
 from ckpt.world.rounds import Deadlines
-from ckpt.world.torch_world import Process, TorchWorld
+from ckpt.world.torch_world import TorchWorld
 from tests.protocol.test_world_counts import TCP_STORE, CountingStore
 from tests.ranks import run_ranks
 

@@ -27,10 +27,11 @@ import torch.distributed as dist
 from ckpt.errors import RankFailed
 from ckpt.world.frames import Frame, FrameKind
 from ckpt.world.heart import Heart, _listening
+from ckpt.world.job import Process
 from ckpt.world.link import NOBODY, Link, Neighbour
 from ckpt.world.liveness import Card, hosts_of
 from ckpt.world.rounds import Deadlines, Rounds, _Wait
-from ckpt.world.torch_world import Process, TorchWorld
+from ckpt.world.torch_world import TorchWorld
 from ckpt.world.tree import CHILDREN_MAX, family
 
 SIZES = (16, 32, 64)

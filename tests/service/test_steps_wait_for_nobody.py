@@ -18,7 +18,7 @@ import torch.distributed as dist
 import ckpt
 import ckpt.world.attendance
 import ckpt.world.board
-from ckpt.world import torch_world
+from ckpt.world import job
 from ckpt.world.torch_world import TorchWorld
 from tests.ranks import run_ranks
 
@@ -69,7 +69,7 @@ def _steps(scratch: str) -> list[Free]:
     ckpt.world.attendance.PERIOD_SECONDS = ckpt.world.board.POST_SECONDS = 0.1
     rank, rounds, results = dist.get_rank(), list[str](), []
     _count_rounds(rounds)
-    board = torch_world._this_process.in_job().board
+    board = job.this_process.in_job().board
     with ckpt.Checkpointer(
         f"{scratch}/root", {"x": torch.zeros(8)}, save=ckpt.EverySteps(4), only=True
     ) as saver:

@@ -1,14 +1,13 @@
 """What ranks do with the parts of a save on their way to the coordinator, and what it does then.
 
-    python -m benchmarks.coordinator [--ranks 64 256 1024] [--flat]
+    python -m benchmarks.coordinator [--ranks 64 256 1024]
 
 The parts of a Llama-70B with AdamW (2,892 tensors) in even shards are made by arithmetic, without
 processes, and pass through the code of a save: every rank of the tree merges its part with what
 comes from below and encodes that; rank 0 compares, proves and encodes the manifest. Two saves, in
 the second of which only values changed. Prints CPU seconds of rank 0, and of the ranks at each
 level; what rank 0 received, the rules that it decoded, by how much the process grew while it
-worked, and the manifest's bytes. `--flat` adds a save with checksums, whose parts come to rank 0
-one by one, as with few ranks. Asserts what is a count.
+worked, and the manifest's bytes. Asserts what is a count.
 """
 
 from __future__ import annotations
@@ -26,16 +25,14 @@ import numpy as np
 from benchmarks.measure import report, row
 from benchmarks.simulation import resident
 from ckpt.format.checksum import crc32c
-from ckpt.format.checksum_tables import CHECKSUM_TABLES, Seals, seal_of
+from ckpt.format.checksum_tables import Seals, seal_of
 from ckpt.format.chunk_rules import chunk_total
 from ckpt.format.codec import encode_values
 from ckpt.format.joint_manifest import differing_values
-from ckpt.format.manifest import PROGRESSIONS, Header, int64s
-from ckpt.format.merging import build_manifest, replica_differences, value_differences
+from ckpt.format.manifest import Header, int64s
 from ckpt.format.part import Part, ReplicaColumns, TensorRecord
 from ckpt.layout.memory import gc_paused
 from ckpt.saving.joint_parts import JointParts
-from ckpt.saving.parts import Structures
 from ckpt.telemetry.history import PHASES, RankReport
 from ckpt.telemetry.recorder import PhaseSpan
 from ckpt.world.tree import family
@@ -52,10 +49,9 @@ def main() -> None:
     """Measure every number of ranks that was asked for."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--ranks", type=int, nargs="+", default=[64, 256])
-    parser.add_argument("--flat", action="store_true", help="saves without a tree, too")
     options = parser.parse_args()
     for ranks in options.ranks:
-        report(f"a save of {ranks} ranks", [*_rows_of(ranks), *(_flat(ranks) * options.flat)])
+        report(f"a save of {ranks} ranks", _rows_of(ranks))
 
 
 class Coordinator(NamedTuple):
@@ -82,8 +78,6 @@ class Tree:
         """What rank 0 does in each save."""
         known, below, _ = JointParts(), *self._below(0)
         header = header_of(self.ranks)
-        required = (PROGRESSIONS, CHECKSUM_TABLES)
-        header = header.model_copy(update={"required": required})
         saves = []
         for save in range(len(SAVES)):
             part = self.model.part(0, self.ranks, save)
@@ -164,22 +158,6 @@ def _rows_of(ranks: int) -> list[str]:
         row("rules decoded by rank 0, chunks", f"{one.rules} for {one.chunks}", "-"),
         row("manifest", f"{one.manifest_nbytes / MIB:.2f} MiB", "<= 32 MiB"),
     ]
-
-
-def _flat(ranks: int) -> list[str]:
-    """Parts with checksums, one by one."""
-    model, known = Model(), Structures()
-    rows = []
-    for save, name in enumerate(SAVES):
-        parts = (model.part(rank, ranks, save) for rank in range(ranks))
-        sent = [(b"" if save else part.structure(), part.variable()) for part in parts]
-        begun = time.process_time()
-        got = known.parts(sent)
-        assert not value_differences(got) and replica_differences(got, known.kept) == ([], [])
-        known.encoder.encode(build_manifest(header_of(ranks), got, known.kept))
-        seconds = time.process_time() - begun
-        rows.append(row(f"{name}, flat, with checksums: CPU", f"{seconds:.2f} s", "-"))
-    return rows
 
 
 def header_of(ranks: int) -> Header:

@@ -1,8 +1,7 @@
 """Checksum tables: the last tensor of each data file, which holds the checksums of its blocks.
 
-Of a checkpoint of many ranks these words would be nearly all of the manifest. There it has a seal
-per file instead, and who reads blocks of a file reads the file's table first. FORMAT.md, "Checksum
-tables", is the specification.
+In a manifest these words would be nearly all of it. It has a seal per file instead, and a reader of
+blocks of a file reads the file's table first. FORMAT.md, "Checksum tables", is the specification.
 """
 
 from __future__ import annotations
@@ -15,10 +14,9 @@ import numpy as np
 import numpy.typing as npt
 
 from ckpt.errors import Corrupt
-from ckpt.format.blake3 import DIGEST_NBYTES, Digests, digests_from, no_digests
+from ckpt.format.blake3 import DIGEST_NBYTES, Digests, digests_from
 from ckpt.format.columns import as_int64s, pack_ints, required_field, unpack_ints
 
-CHECKSUM_TABLES = "checksum_tables"  # the feature in `Header.required`
 _WORDS_MIN = 3  # magic, checksum of the header, checksum of the table
 
 Int64s = npt.NDArray[np.int64]
@@ -38,21 +36,16 @@ def seal_of(table: bytes | memoryview) -> Seal:
 
 
 class Seals(NamedTuple):
-    """The seals of data files, as columns with an item per file; without items where they are not
-    known.
-    """
+    """The seals of data files, as columns with an item per file."""
 
     nbytes: Int64s
     digests: Digests
 
     @classmethod
-    def of(cls, seals: Sequence[Seal | None]) -> Seals:
-        """The seals as columns; no items unless all are known."""
-        known = [seal for seal in seals if seal is not None]
-        if len(known) != len(seals) or not known:
-            return NO_SEALS
-        nbytes = np.array([seal.nbytes for seal in known], dtype=np.int64)
-        return cls(nbytes, digests_from(b"".join([seal.digest for seal in known])))
+    def of(cls, seals: Sequence[Seal]) -> Seals:
+        """The seals as columns."""
+        nbytes = np.array([seal.nbytes for seal in seals], dtype=np.int64)
+        return cls(nbytes, digests_from(b"".join([seal.digest for seal in seals])))
 
     def of_file(self, file: int) -> Seal:
         """The seal of one file."""
@@ -61,9 +54,6 @@ class Seals(NamedTuple):
     def word_counts(self) -> Int64s:
         """The words of each table."""
         return self.nbytes // 4
-
-
-NO_SEALS = Seals(np.zeros(0, dtype=np.int64), no_digests())
 
 
 def fields_of_seals(seals: Seals) -> dict[str, bytes]:

@@ -14,7 +14,6 @@ import numpy as np
 import numpy.typing as npt
 
 from ckpt.errors import Corrupt
-from ckpt.format.checksum_tables import fields_of_seals
 from ckpt.format.columns import Ints, checked_indexes, pack_ints, required_field, unpack_ints
 from ckpt.format.coverage import check_cover
 from ckpt.format.datafile import NDIM_MAX
@@ -59,14 +58,14 @@ def fields_of_chunks(m: Manifest) -> dict[str, bytes]:
     counts = np.diff(chunks.first)
     nbytes = chunks.numel.astype(np.int64) * np.repeat(itemsizes, counts)
     positions = chunks.byte_start.astype(np.int64) - m.file_data_start[chunks.file]
-    pack = pack_regular if m.header.has_progressions else pack_ints
+    gaps = gaps_of(chunks.file, positions, nbytes, np.repeat(itemsizes, counts))
     return {
-        "chunk_counts": pack(counts),
-        "chunk_files": pack(chunks.file),
-        "chunk_numels": pack(chunks.numel),
-        "chunk_skips": pack(_skips(chunks)),
-        "chunk_gaps": pack(gaps_of(chunks.file, positions, nbytes, np.repeat(itemsizes, counts))),
-        "chunk_boxes": pack(chunks.box.astype(np.int64) + 1),
+        "chunk_counts": pack_regular(counts),
+        "chunk_files": pack_regular(chunks.file),
+        "chunk_numels": pack_regular(chunks.numel),
+        "chunk_skips": pack_regular(_skips(chunks)),
+        "chunk_gaps": pack_regular(gaps),
+        "chunk_boxes": pack_regular(chunks.box.astype(np.int64) + 1),
         **fields_of_boxes(chunks.boxes),
     }
 
@@ -77,18 +76,6 @@ def fields_of_boxes(boxes: BoxTable) -> dict[str, bytes]:
         "box_ndims": pack_ints(np.diff(boxes.first), constant=False),
         "box_offsets": pack_ints(boxes.offsets, constant=False),
         "box_sizes": pack_ints(boxes.sizes, constant=False),
-    }
-
-
-def fields_of_sums(m: Manifest) -> dict[str, bytes]:
-    """The fields with the checksums and digests of the chunks, or with the seals of the tables that
-    hold them, encoded.
-    """
-    if m.header.has_checksum_tables:
-        return fields_of_seals(m.seals)
-    return {
-        "checksums": m.checksums.astype("<u4").tobytes(),
-        **({"blake3": m.digests.tobytes()} if len(m.digests) else {}),
     }
 
 
@@ -156,17 +143,15 @@ CHUNK_NBYTES = 40
 
 
 def chunk_rules(
-    fields: Mapping[str, memoryview],
-    counts: Counts,
-    header: Header,
-    make: Callable[[], ChunkTable],
+    fields: Mapping[str, memoryview], counts: Counts, make: Callable[[], ChunkTable]
 ) -> RuledChunks:
     """The chunks as they are stored; `make` makes their table. Raises Corrupt naming the field."""
-    unpack = unpack_rules if header.has_progressions else unpack_ints
-    per_tensor = unpack(required_field(fields, "chunk_counts"), counts.tensors, "chunk_counts")
+    per_tensor = unpack_rules(
+        required_field(fields, "chunk_counts"), counts.tensors, "chunk_counts"
+    )
     # Tensors have names, which are bytes that are there.
     items = per_tensor.items() if isinstance(per_tensor, Progressions) else per_tensor
-    files = unpack(required_field(fields, "chunk_files"), counts.chunks, "chunk_files")
+    files = unpack_rules(required_field(fields, "chunk_files"), counts.chunks, "chunk_files")
     if not is_below(files, counts.files):
         raise Corrupt(f"field 'chunk_files': an index beyond {counts.files}")
     return RuledChunks(_decode_first(items, counts), files, make)
@@ -179,10 +164,9 @@ def decode_chunks(
 
     Raises Corrupt naming the field, or the tensors that are not covered.
     """
-    unpack = unpack_regular if header.has_progressions else unpack_ints
 
     def column(name: str, count: int = counts.chunks) -> Ints:
-        return unpack(required_field(fields, name), count, name)
+        return unpack_regular(required_field(fields, name), count, name)
 
     first = _decode_first(column("chunk_counts", counts.tensors), counts)
     files = checked_indexes(column("chunk_files"), "chunk_files", counts.files)

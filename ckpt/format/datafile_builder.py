@@ -68,4 +68,4 @@ class DataFileBuilder:
         file = self._file
         checksums = self._checksums.result()
         chunks, seal = file.entries.chunks, seal_of(self._table)
-        return PartFile(file.name, file.layout, chunks, checksums, file.digests, seal)
+        return PartFile(file.name, file.layout, chunks, checksums, seal, file.digests)

@@ -23,10 +23,17 @@ from ckpt.format.columns import (
     unpack_map,
 )
 from ckpt.format.datafile import NDIM_MAX
-from ckpt.format.joint_part import FileSizes, JointRest, JointStructure, RankGroup, ReplicaList
+from ckpt.format.joint_part import (
+    FileSizes,
+    JointRest,
+    JointStructure,
+    RankGroup,
+    ReplicaList,
+    rest_of,
+    structure_of,
+)
 from ckpt.format.manifest import BoxTable, Int64s, int64s, starts_of
-from ckpt.format.part import TensorRecord
-from ckpt.format.part_codec import decode_tensors
+from ckpt.format.part import Part, TensorRecord, decode_tensors
 from ckpt.format.progressions import pack_regular, unpack_regular
 from ckpt.format.uniting import EncodedValues
 
@@ -67,6 +74,20 @@ class SentStructure(NamedTuple):
 
     structure: JointStructure
     digest: bytes
+
+
+def encode_part(part: Part) -> bytes:
+    """The part of one rank as bytes for the coordinator."""
+    structure = encode_structure(structure_of(part))
+    rest = encode_rest(rest_of(part), digest_of_structure(structure))
+    return len(structure).to_bytes(8, "little") + structure + rest
+
+
+def decode_part(data: bytes) -> tuple[JointStructure, JointRest]:
+    """What `encode_part` gave. Raises Corrupt."""
+    size = int.from_bytes(data[:8], "little")
+    known = StructureReader().read(data[8 : 8 + size])
+    return known.structure, decode_rest(data[8 + size :], known)
 
 
 class StructureReader:

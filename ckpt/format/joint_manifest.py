@@ -1,14 +1,14 @@
 """From the joint part of all ranks to the manifest, and where ranks contradict each other.
 
-The bytes and the texts are those that `merging` makes of the single parts. What regular layouts
-have cut stays as rules from the ranks to the manifest: no table of all chunks is made.
+What regular layouts have cut stays as rules from the ranks to the manifest: no table of all chunks
+is made. `merging` has the texts about ranks that contradict each other.
 """
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -30,19 +30,26 @@ from ckpt.format.chunk_rules import (
 )
 from ckpt.format.codec import encode_values
 from ckpt.format.coverage import check_rules
-from ckpt.format.joint_part import JointRest, JointStructure, joined_sizes
+from ckpt.format.joint_part import (
+    JointRest,
+    JointStructure,
+    joined_sizes,
+    merge_structures,
+    rest_of,
+    structure_of,
+)
 from ckpt.format.manifest import (
     BoxTable,
     Header,
     Int64s,
     Manifest,
     int64s,
-    no_checksums,
     no_chunks,
     starts_of,
 )
 from ckpt.format.manifest_codec import (
     Encoded,
+    decode_manifest,
     enveloped,
     fields_of_files,
     fields_of_header,
@@ -60,6 +67,7 @@ from ckpt.format.merging import (
     texts_of_values,
     with_writers,
 )
+from ckpt.format.part import Part
 from ckpt.format.progressions import Progressions, pack_progressions, pack_regular
 from ckpt.format.references import parse_reference
 from ckpt.format.uniting import united_values
@@ -123,8 +131,6 @@ class JointTable:
         structure = self._structure
         if (structure.first_rank, structure.rank_count) != (0, header.world_size):
             raise ValueError(f"{structure.rank_count} ranks from {structure.first_rank} on")
-        if not (header.has_progressions and header.has_checksum_tables):
-            raise ValueError("a joint part is for manifests with rules and seals")
         check_names(structure.files, sorted([*structure.shared, *rest.differing]), header)
         sizes = joined_sizes([rest.own, rest.shared])
         nothing = encode_values({})
@@ -140,7 +146,6 @@ class JointTable:
             kinds=np.array([tensor.kind for tensor in self._tensors], dtype=np.uint8),
             aliases=self._aliases,
             chunks=no_chunks(),
-            checksums=no_checksums(),
             values=united_values(rest.values),
             per_rank=tuple([data or nothing for data in rest.per_rank]),
             seals=sizes.seals,
@@ -314,3 +319,18 @@ def warnings_of(rest: JointRest) -> list[list[str]]:
 def _digests_of(texts: bytes) -> dict[str, int]:
     digests: dict[str, int] = json.loads(texts)[0]
     return digests
+
+
+def build_manifest(header: Header, parts: Sequence[Part]) -> Manifest:
+    """The manifest of all parts, in rank order, one per rank of `header.world_size`.
+
+    Raises InvalidState like `JointTable`.
+    """
+    return joint_manifest(header, [(structure_of(part), rest_of(part)) for part in parts])
+
+
+def joint_manifest(header: Header, parts: Sequence[tuple[JointStructure, JointRest]]) -> Manifest:
+    """`build_manifest` of parts that have been sent."""
+    merged = merge_structures([structure for structure, _ in parts])
+    rest = merged.rest([rest for _, rest in parts])
+    return decode_manifest(JointTable(merged.structure).manifest(header, rest).encoded.data)

@@ -3,9 +3,9 @@
 On its way to the coordinator a part is merged with those of the ranks below, so that nobody gets
 more than a few, and regular layouts stay as small as one rank's. Merging is associative, and
 refuses nothing: where ranks contradict each other, a joint part says which do, and the coordinator
-makes of it what it would have made of the single parts (`joint_manifest`).
+makes an error of it (`joint_manifest`).
 
-Like a part, a joint part has a structure, which repeats while only values change, and a rest.
+A joint part has a structure, which repeats while only values change, and a rest.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import NamedTuple, TypeVar
 
 import numpy as np
 
-from ckpt.format.checksum_tables import NO_SEALS, Seals
+from ckpt.format.checksum_tables import Seals
 from ckpt.format.chunk_columns import gaps_of
 from ckpt.format.chunk_rules import BOXED, SHARED, Of, Rules, joined_rules, renamed, single_rules
 from ckpt.format.manifest import Int64s, int64s, starts_of
@@ -152,9 +152,7 @@ def structure_of(part: Part) -> JointStructure:
 
 
 def rest_of(part: Part) -> JointRest:
-    """The rest of one rank's part. Raises ValueError when it has no seals."""
-    if len(part.seals.nbytes) != len(part.files):
-        raise ValueError("a manifest with checksum tables needs the seals of all files")
+    """The rest of one rank's part."""
     sizes = FileSizes(part.file_nbytes, part.file_data_start, part.seals)
     own = [index for index, name in enumerate(part.files) if not is_reference(name)]
     index = {name: number for number, name in enumerate(part.files) if is_reference(name)}
@@ -328,7 +326,7 @@ def joined_sizes(sizes: Sequence[FileSizes]) -> FileSizes:
         np.concatenate([one.nbytes for one in sizes]),
         np.concatenate([one.data_start for one in sizes]),
         Seals(
-            np.concatenate([NO_SEALS.nbytes, *(one.nbytes for one in seals)]),
-            np.concatenate([NO_SEALS.digests, *(one.digests for one in seals)]),
+            np.concatenate([one.nbytes for one in seals]),
+            np.concatenate([one.digests for one in seals]),
         ),
     )

@@ -9,15 +9,14 @@ from __future__ import annotations
 import threading
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Annotated, Any
 
 import numpy as np
 import numpy.typing as npt
 from pydantic import BaseModel, ConfigDict, Field
 
-from ckpt.format.blake3 import Digests, no_digests
-from ckpt.format.checksum_tables import CHECKSUM_TABLES, NO_SEALS, Seals
+from ckpt.format.checksum_tables import Seals
 from ckpt.format.columns import Ints
 from ckpt.format.datafile import BLOCK_BYTES
 from ckpt.format.progressions import Progressions, distinct_by_part
@@ -27,10 +26,9 @@ from ckpt.layout.region import Box, Region, Shape, Span
 
 VERSION = 1
 # The names in `required` that this version can read.
-PROGRESSIONS = "progressions"  # columns of chunks may be progressions
-FEATURES: frozenset[str] = frozenset({REFERENCES, PROGRESSIONS, CHECKSUM_TABLES})
-# Of a manifest without checksums, whose bytes say nothing of how many chunks there can be.
-SEALED_CHUNKS_MAX = 1 << 26
+FEATURES: frozenset[str] = frozenset({REFERENCES})
+# The bytes of a manifest say nothing of how many chunks there can be.
+CHUNKS_MAX = 1 << 26
 # Far beyond any checkpoint; sums of element and byte counts below it cannot wrap around.
 NUMEL_MAX = 1 << 58
 
@@ -53,16 +51,6 @@ class Header(BaseModel):
     created_unix: Annotated[int, Field(ge=0, lt=1 << 63)]
     required: tuple[str, ...] = ()
     user: dict[str, str] = Field(default_factory=dict)
-
-    @property
-    def has_progressions(self) -> bool:
-        """Whether regular columns of the manifest are stored as their rules."""
-        return PROGRESSIONS in self.required
-
-    @property
-    def has_checksum_tables(self) -> bool:
-        """Whether checksums and digests of chunks are in the data files alone."""
-        return CHECKSUM_TABLES in self.required
 
 
 class BoxTable:
@@ -106,7 +94,7 @@ class ChunkTable:
     numel: Ints
     box: Ints
     boxes: BoxTable
-    first_block: Ints  # [chunks + 1] checksums of chunk i are first_block[i]:first_block[i + 1]
+    first_block: Ints  # [chunks + 1] blocks of chunk i are first_block[i]:first_block[i + 1]
 
     def __len__(self) -> int:
         return len(self.file)
@@ -162,8 +150,8 @@ class RuledChunks:
 class Manifest:
     """One checkpoint. Two manifests are the same when their encodings are.
 
-    Where the header has checksum tables, there are `seals` of them, and no `checksums` and
-    `digests`: `ckpt.loading.block_sums` reads them.
+    Checksums and digests of chunks are in the data files, and here are the `seals` of the tables
+    there: `ckpt.loading.block_sums` reads them.
     """
 
     header: Header
@@ -176,11 +164,9 @@ class Manifest:
     kinds: Ints
     aliases: Mapping[str, str]  # tied name -> stored fqn
     chunks: ChunkTable | RuledChunks
-    checksums: npt.NDArray[np.uint32]
     values: bytes
     per_rank: tuple[bytes, ...]  # of each rank of the saving world, or empty
-    digests: Digests = field(default_factory=no_digests)  # a row per chunk, or no rows
-    seals: Seals = NO_SEALS
+    seals: Seals
 
     @property
     def own_nbytes(self) -> int:
@@ -231,11 +217,6 @@ class Manifest:
         """How many blocks all chunks have together."""
         return int(self.chunks.first_block[-1])
 
-    def chunk_checksums(self, chunk: int) -> npt.NDArray[np.uint32]:
-        """crc32c of each block of `chunk`, of a manifest that holds them."""
-        first = self.chunks.first_block
-        return self.checksums[int(first[chunk]) : int(first[chunk + 1])]
-
 
 def starts_of(counts: Ints | Sequence[int]) -> Int64s:
     """Where runs of these lengths start, and where the last one ends: one more than counts."""
@@ -252,11 +233,6 @@ def int64s(values: Sequence[int]) -> Int64s:
 def narrowed(values: Int64s) -> Ints:
     """`values`, none negative, in 32 bits each where they fit: tables have millions of rows."""
     return values.astype(np.uint32) if not len(values) or values.max() < 1 << 32 else values
-
-
-def no_checksums() -> npt.NDArray[np.uint32]:
-    """The checksums of no blocks."""
-    return np.zeros(0, dtype=np.uint32)
 
 
 def no_chunks() -> ChunkTable:

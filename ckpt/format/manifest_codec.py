@@ -6,17 +6,14 @@ import hashlib
 import operator
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 from pydantic import ValidationError
 
 from ckpt.errors import Corrupt, UnsupportedFormat
-from ckpt.format.blake3 import DIGEST_NBYTES, Digests, digests_from, no_digests
-from ckpt.format.checksum_tables import CHECKSUM_TABLES, NO_SEALS, Seals, decode_seals
+from ckpt.format.checksum_tables import decode_seals, fields_of_seals
 from ckpt.format.chunk_columns import (
     CHUNK_NBYTES,
     ChunkBounds,
@@ -24,7 +21,6 @@ from ckpt.format.chunk_columns import (
     chunk_rules,
     decode_chunks,
     fields_of_chunks,
-    fields_of_sums,
 )
 from ckpt.format.columns import (
     as_int64s,
@@ -40,15 +36,14 @@ from ckpt.format.columns import (
 from ckpt.format.datafile import NDIM_MAX
 from ckpt.format.datafile_index import bounded_numel
 from ckpt.format.manifest import (
+    CHUNKS_MAX,
     FEATURES,
     NUMEL_MAX,
-    SEALED_CHUNKS_MAX,
     VERSION,
     ChunkTable,
     Header,
     Int64s,
     Manifest,
-    no_checksums,
     starts_of,
 )
 from ckpt.format.metadata_budget import MetadataBudget
@@ -64,14 +59,12 @@ from ckpt.layout.region import Shape
 
 MAGIC = b"\x93CKPTMF\n"
 DIGEST_BYTES = 32
-SUM_FIELDS = ("checksums", "blake3")
-SEAL_FIELDS = ("table_nbytes", "table_digests")
 BLOCKS_MAX = 1 << 62
 
 
 def encode_manifest(manifest: Manifest) -> bytes:
     """The bytes of a MANIFEST object: one encoding per manifest."""
-    return ManifestEncoder().encode(manifest).data
+    return encode(manifest).data
 
 
 class Encoded(NamedTuple):
@@ -81,39 +74,18 @@ class Encoded(NamedTuple):
     digest: bytes
 
 
-class ManifestEncoder:
-    """Encodes one manifest after the other. What the last one had, too, is not encoded again."""
-
-    def __init__(self) -> None:
-        self._last: tuple[Manifest, dict[str, bytes]] | None = None
-
-    def encode(self, manifest: Manifest) -> Encoded:
-        """The bytes of a MANIFEST object: one encoding per manifest."""
-        fields = self._fields(manifest)
-        if not len(manifest.digests):
-            # Without what no later manifest has: the checksums.
-            kept = {name: data for name, data in fields.items() if name != "checksums"}
-            self._last = (replace(manifest, checksums=no_checksums()), kept)
-        return enveloped(fields)
-
-    def _fields(self, m: Manifest) -> dict[str, bytes]:
-        if self._last is not None and _has_same_table(m, self._last[0]):
-            same = self._last[1]
-            return {
-                **same,
-                **_fields_of_header(m),
-                **fields_of_files(m),
-                **fields_of_values(m),
-                **fields_of_sums(m),
-            }
-        return {
+def encode(m: Manifest) -> Encoded:
+    """`encode_manifest`, with the digest."""
+    return enveloped(
+        {
             **_fields_of_header(m),
             **fields_of_files(m),
             **fields_of_tensors(m),
             **fields_of_values(m),
             **fields_of_chunks(m),
-            **fields_of_sums(m),
+            **fields_of_seals(m.seals),
         }
+    )
 
 
 def enveloped(fields: Mapping[str, bytes]) -> Encoded:
@@ -125,17 +97,6 @@ def enveloped(fields: Mapping[str, bytes]) -> Encoded:
     end = digest.digest()
     digest.update(end)
     return Encoded(b"".join([head, body, end]), digest.digest())
-
-
-def _has_same_table(one: Manifest, other: Manifest) -> bool:
-    """Whether tensors and chunks are the very same objects, in files with headers of one length."""
-    names = ("fqns", "dtypes", "shapes", "kinds", "aliases", "chunks")
-    return (
-        all(getattr(one, name) is getattr(other, name) for name in names)
-        and np.array_equal(one.file_data_start, other.file_data_start)
-        and one.header.required == other.header.required
-        and not len(one.digests)
-    )
 
 
 def _fields_of_header(m: Manifest) -> dict[str, bytes]:
@@ -251,7 +212,9 @@ def decode_manifest(
     if counts.tensors and int(kinds.max()) > 15:
         raise Corrupt(f"field 'kinds': {int(kinds.max())}, at most 15")
     itemsizes = np.array([DTYPES[name].itemsize for name in dtypes], dtype=np.uint8)
-    checksums, digests, seals = _decode_sums(fields, counts, header, file_nbytes - data_start)
+    seals = decode_seals(fields, file_nbytes - data_start)
+    if counts.blocks > int(seals.word_counts().sum(dtype=np.float64)):
+        raise Corrupt(f"field 'table_nbytes': tables too small for {counts.blocks} blocks")
     bounds = ChunkBounds(file_nbytes, data_start, itemsizes, fqns, shapes, numels)
 
     def make() -> ChunkTable:
@@ -260,7 +223,7 @@ def decode_manifest(
         _check_references_used(files, chunks)
         return chunks
 
-    chunks = chunk_rules(fields, counts, header, make) if ruled else make()
+    chunks = chunk_rules(fields, counts, make) if ruled else make()
     return Manifest(
         header=header,
         files=files,
@@ -272,10 +235,8 @@ def decode_manifest(
         kinds=kinds,
         aliases=_decode_aliases(fields, counts, fqns),
         chunks=chunks,
-        checksums=checksums,
         values=bytes(required_field(fields, "values")),
         per_rank=_decode_per_rank(fields, counts),
-        digests=digests,
         seals=seals,
     )
 
@@ -335,25 +296,20 @@ def _decode_counts(fields: Mapping[str, memoryview], header: Header) -> Counts:
     if len(raw) != 8 * len(Counts._fields):
         raise Corrupt(f"field 'counts': {len(raw)} bytes, expected {8 * len(Counts._fields)}")
     counts = Counts(*np.frombuffer(raw, dtype="<u8").tolist())
-    is_sealed = header.has_checksum_tables
     bounds = Counts(
         files=len(required_field(fields, "file_names")),
         tensors=len(required_field(fields, "fqns")) + 1,
         shapes=counts.tensors,
-        chunks=min(counts.blocks, SEALED_CHUNKS_MAX) if is_sealed else counts.blocks,
+        chunks=min(counts.blocks, CHUNKS_MAX),
         boxes=counts.chunks,
         # Of more blocks than that nothing is made; their number is compared with the chunks.
-        blocks=BLOCKS_MAX if is_sealed else len(required_field(fields, "checksums")) // 4,
+        blocks=BLOCKS_MAX,
         aliases=len(required_field(fields, "alias_names")) + 1,
         ranks=len(required_field(fields, "per_rank")),
     )
     for name, count, bound in zip(Counts._fields, counts, bounds, strict=True):
         if count > bound:
             raise Corrupt(f"field 'counts': {count} {name}, there can be at most {bound}")
-    if not is_sealed and 4 * counts.blocks != len(required_field(fields, "checksums")):
-        raise Corrupt(
-            f"field 'checksums': {len(fields['checksums'])} bytes for {counts.blocks} blocks"
-        )
     if counts.ranks not in (0, header.world_size):
         raise Corrupt(f"field 'counts': values of {counts.ranks} of {header.world_size} ranks")
     return counts
@@ -397,38 +353,6 @@ def _check_references_used(files: Sequence[str], chunks: ChunkTable) -> None:
     for name, count in zip(files, used, strict=True):
         if is_reference(name) and not count:
             raise Corrupt(f"field 'file_names': {name!r:.300} holds no chunk of this checkpoint")
-
-
-class _SumsOrSeals(NamedTuple):
-    checksums: npt.NDArray[np.uint32]
-    digests: Digests
-    seals: Seals
-
-
-def _decode_sums(
-    fields: Mapping[str, memoryview], counts: Counts, header: Header, rooms: Int64s
-) -> _SumsOrSeals:
-    """Checksums and digests of chunks, or the seals of the tables that hold them."""
-    elsewhere = SUM_FIELDS if header.has_checksum_tables else SEAL_FIELDS
-    if wrong := [name for name in elsewhere if name in fields]:
-        word = "with" if header.has_checksum_tables else "without"
-        raise Corrupt(f"field {wrong[0]!r}: in a manifest {word} {CHECKSUM_TABLES!r}")
-    if header.has_checksum_tables:
-        seals = decode_seals(fields, rooms)
-        if counts.blocks > int(seals.word_counts().sum(dtype=np.float64)):
-            raise Corrupt(f"field 'table_nbytes': tables too small for {counts.blocks} blocks")
-        return _SumsOrSeals(no_checksums(), no_digests(), seals)
-    checksums = np.frombuffer(required_field(fields, "checksums"), dtype="<u4")
-    return _SumsOrSeals(checksums, _decode_digests(fields, counts), NO_SEALS)
-
-
-def _decode_digests(fields: Mapping[str, memoryview], counts: Counts) -> Digests:
-    data = fields.get("blake3")
-    if data is None:
-        return no_digests()
-    if not len(data) or len(data) != DIGEST_NBYTES * counts.chunks:
-        raise Corrupt(f"field 'blake3': {len(data)} bytes for {counts.chunks} chunks")
-    return digests_from(data)
 
 
 def _decode_dtypes(fields: Mapping[str, memoryview], counts: Counts) -> tuple[str, ...]:

@@ -1,13 +1,10 @@
-"""Parts: what one rank contributes to a checkpoint. `merging` makes the manifest of them.
+"""Parts: what one rank contributes to a checkpoint. `joint_manifest` makes the manifest of them.
 
-Every rank sends its part to the coordinator. `structure` is what repeats from save to save while
-only values change; `variable` is the rest, so that later saves can send that alone. `part_codec`
-reads both.
+On its way to the coordinator a part is merged with those of other ranks (`joint_part`).
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
 import zlib
 from collections.abc import Mapping, Sequence
@@ -21,11 +18,11 @@ import numpy.typing as npt
 from ckpt.errors import Corrupt, InvalidState
 from ckpt.format.blake3 import Digests, no_digests
 from ckpt.format.checksum import crc32c
-from ckpt.format.checksum_tables import NO_SEALS, Seal, Seals
+from ckpt.format.checksum_tables import Seal, Seals
 from ckpt.format.codec import decode_values, encode_values
-from ckpt.format.columns import Ints, pack_ints, pack_map
-from ckpt.format.datafile import DataFileLayout, StoredChunk, region_start
-from ckpt.format.manifest import BoxTable, Int64s, Manifest, int64s
+from ckpt.format.columns import Ints, pack_ints, pack_map, unpack_ints, unpack_map
+from ckpt.format.datafile import NDIM_MAX, DataFileLayout, StoredChunk, region_start
+from ckpt.format.manifest import Int64s, Manifest, int64s, starts_of
 from ckpt.layout.dtypes import DTYPES
 from ckpt.layout.region import Box, Shape, Span, span_of
 
@@ -50,8 +47,8 @@ class PartFile(NamedTuple):
     layout: DataFileLayout
     chunks: Sequence[StoredChunk]
     block_checksums: npt.NDArray[np.uint32]
+    seal: Seal
     digests: Digests = no_digests()
-    seal: Seal | None = None
 
 
 class ReplicaColumns(NamedTuple):
@@ -95,36 +92,10 @@ class Part:
     values: bytes  # encoded {fqn: value} on the coordinator, empty on the others
     value_digests: Mapping[str, int]  # fqn -> crc32c of the encoded value, on every rank
     per_rank: bytes  # encoded {fqn: value} of this rank; empty when it has none
+    seals: Seals  # of the files' checksum tables
     replicas: ReplicaColumns = NO_REPLICAS
     warnings: tuple[str, ...] = field(default=())
     digests: Digests = field(default_factory=no_digests)  # a row per chunk, or no rows
-    seals: Seals = NO_SEALS  # of the files' checksum tables
-
-    def structure(self) -> bytes:
-        """All but checksums, digests, seals, values, warnings and sizes of files, encoded."""
-        boxes = BoxTable.of(self.boxes)
-        # Plain JSON for the few texts: fqns of a rank are read by one reader, our own.
-        texts = [self.rank, list(self.files), dict(sorted(self.aliases.items()))]
-        return pack_map(
-            {
-                "texts": _json(texts),
-                "tensors": encode_tensors(self.tensors),
-                "counts": np.array(self._counts, dtype="<u8").tobytes(),
-                "chunk_tensors": pack_ints(self.chunk_tensor),
-                "chunk_files": pack_ints(self.chunk_file),
-                "chunk_positions": pack_ints(self.chunk_position),
-                "chunk_starts": pack_ints(self.chunk_start),
-                "chunk_numels": pack_ints(self.chunk_numel),
-                "chunk_boxes": pack_ints(np.asarray(self.chunk_box, dtype=np.int64) + 1),
-                "block_counts": pack_ints(self.block_counts),
-                "box_ndims": pack_ints(np.diff(boxes.first)),
-                "box_offsets": pack_ints(boxes.offsets),
-                "box_sizes": pack_ints(boxes.sizes),
-                "replica_tensors": pack_ints(self.replicas.tensor),
-                "replica_starts": pack_ints(self.replicas.start),
-                "replica_must_agree": pack_ints(self.replicas.must_agree),
-            }
-        )
 
     @property
     def chunk_position(self) -> Int64s:
@@ -132,12 +103,8 @@ class Part:
         starts = np.asarray(self.chunk_byte_start, dtype=np.int64)
         return starts - self.file_data_start[self.chunk_file]
 
-    @property
-    def _counts(self) -> tuple[int, int, int]:
-        return len(self.chunk_file), len(self.boxes), len(self.replicas.tensor)
-
     def is_like(self, other: Part) -> bool:
-        """Whether `structure()` of both is the same, as far as that shows without encoding them: in
+        """Whether the structures of both are the same, as far as that shows without making them: in
         parts that share what follows from the chunks (`part_again`). False where it does not.
         """
         shared = (
@@ -155,28 +122,6 @@ class Part:
             and (self.rank, self.files, self.aliases) == (other.rank, other.files, other.aliases)
             and np.array_equal(self.chunk_position, other.chunk_position)
             and all(map(np.array_equal, self.replicas[:3], other.replicas[:3]))
-        )
-
-    def structure_digest(self) -> bytes:
-        """sha256 of `structure()`: 32 bytes."""
-        return hashlib.sha256(self.structure()).digest()
-
-    def variable(self) -> bytes:
-        """What differs from save to save, encoded. Seals are left out: of manifests with checksum
-        tables, joint parts have them.
-        """
-        return pack_map(
-            {
-                "structure_digest": self.structure_digest(),
-                "file_nbytes": pack_ints(self.file_nbytes),
-                "file_data_starts": pack_ints(self.file_data_start),
-                "values": self.values,
-                "per_rank": self.per_rank,
-                "checksums": self.checksums.astype("<u4").tobytes(),
-                "digests": self.digests.tobytes(),
-                "replica_digests": self.replicas.digests.astype("<u4").tobytes(),
-                "texts": self.texts(),
-            }
         )
 
     def texts(self) -> bytes:
@@ -198,6 +143,21 @@ def encode_tensors(tensors: Sequence[TensorRecord]) -> bytes:
         "dims": pack_ints([size for tensor in tensors for size in tensor.shape]),
     }
     return zlib.compress(pack_map(fields), level=1)
+
+
+def decode_tensors(data: bytes) -> tuple[TensorRecord, ...]:
+    """The inverse of `encode_tensors`."""
+    fields = unpack_map(zlib.decompress(data))
+    dtype_names, fqns = json.loads(bytes(fields["texts"]))
+    counts = unpack_ints(fields["ndims"], len(fqns), "ndims")
+    if len(counts) and int(counts.max()) > NDIM_MAX:
+        raise Corrupt(f"a tensor of {int(counts.max())} dims, at most {NDIM_MAX}")
+    ndims = starts_of(counts).tolist()
+    dims = unpack_ints(fields["dims"], ndims[-1], "dims").tolist()
+    shapes = [tuple(dims[a:b]) for a, b in pairwise(ndims)]
+    ids = unpack_ints(fields["dtype_ids"], len(fqns), "dtype_ids").tolist()
+    kinds = unpack_ints(fields["kinds"], len(fqns), "kinds").tolist()
+    return tuple(map(TensorRecord, fqns, [dtype_names[index] for index in ids], shapes, kinds))
 
 
 def make_part(
@@ -270,8 +230,8 @@ class FileColumns(NamedTuple):
     offsets: Int64s
     block_counts: Int64s
     checksums: npt.NDArray[np.uint32]
+    seal: Seal
     digests: Digests = no_digests()
-    seal: Seal | None = None
 
 
 def columns_of(file: PartFile) -> FileColumns:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 
@@ -13,6 +14,7 @@ from ckpt.format.checksum_tables import Seal, seal_of
 from ckpt.format.damage import once_more, raising_corrupt
 from ckpt.format.datafile import DIGESTS
 from ckpt.format.datafile_index import DataFileIndex, read_data_file_index
+from ckpt.format.manifest import Manifest
 from storage import ShortReadError, Store
 
 READ_NBYTES = 8 << 20
@@ -41,15 +43,21 @@ def read_bytes(store: Store, key: str, start: int, stop: int) -> bytes:
     return bytes(data)
 
 
-def index_of(store: Store, key: str, nbytes: int) -> DataFileIndex:
-    """The index in a data file's header. Raises Corrupt, UnsupportedFormat, the store's errors."""
-    return once_more(
-        lambda: read_data_file_index(
-            lambda start, stop: read_bytes(store, key, start, stop),
-            nbytes,
-            name=f"{store.url}/{key}",
-        )
-    )
+def index_of(store: Store, key: str, nbytes: int, header_nbytes: int = 0) -> DataFileIndex:
+    """The index in a data file's header. `header_nbytes`, where they are known, are read at once.
+
+    Raises Corrupt, UnsupportedFormat, the store's errors.
+    """
+
+    def index() -> DataFileIndex:
+        head = read_bytes(store, key, 0, header_nbytes)
+
+        def read(start: int, stop: int) -> bytes:
+            return head[start:stop] if stop <= len(head) else read_bytes(store, key, start, stop)
+
+        return read_data_file_index(read, nbytes, name=f"{store.url}/{key}")
+
+    return once_more(index)
 
 
 def check_seal(actual: Seal, expected: Seal, where: str) -> None:
@@ -102,6 +110,26 @@ def extra_of(store: Store, key: str, index: DataFileIndex, extra: str) -> bytes:
         return data
 
     return once_more(read)
+
+
+class StoredSums(NamedTuple):
+    """What a data file says of its chunks' bytes: its index, and a digest per chunk."""
+
+    described: DataFileIndex
+    digests: Digests
+
+
+def stored_sums(store: Store, key: str, manifest: Manifest, file: int) -> StoredSums | None:
+    """What data file number `file` of a manifest, at `key`, says of its chunks; None without
+    digests. Raises Corrupt unless it is the file that the manifest has the seal of, and the store's
+    errors.
+    """
+    nbytes, header_nbytes = int(manifest.file_nbytes[file]), int(manifest.file_data_start[file])
+    index = index_of(store, key, nbytes, header_nbytes)
+    check_seal(index.seal, manifest.seals.of_file(file), f"{store.url}/{key}")
+    if DIGESTS not in index.extras:
+        return None
+    return StoredSums(index, digests_in(key, index, extra_of(store, key, index, DIGESTS)))
 
 
 def digests_in(key: str, index: DataFileIndex, data: bytes | None) -> Digests:

@@ -10,11 +10,17 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
+from itertools import chain
 from typing import Any, Literal, NamedTuple
 
 import torch
 
+from ckpt.commit.locate import file_key
+from ckpt.commit.names import step_prefix
+from ckpt.errors import CheckpointError
 from ckpt.format.manifest import Manifest
+from ckpt.format.stored_index import StoredSums, stored_sums
 from ckpt.layout.kind import Kind
 from ckpt.layout.memory import is_accelerator, local_view
 from ckpt.layout.piece import Holding, Piece
@@ -37,7 +43,7 @@ from ckpt.loading.unchanged import Mask, unchanged_chunks
 from ckpt.state.binding import Binding
 from ckpt.state.half_loaded import filling
 from ckpt.world.base import World, collectively
-from storage import Store
+from storage import KeyNotFoundError, Store
 
 Where = Literal["host", "device"]
 
@@ -144,7 +150,7 @@ def read_aside(
 
     def plan() -> tuple[Reader, _Choice, tuple[LivePiece, ...]]:
         targets = tuple(_targets(binding.holdings))
-        choice = _choose(manifest, targets, known, where)
+        choice = _choose(store, manifest, targets, known, where)
         reads = _without(plan_reads(manifest, choice.holdings), choice.kept_chunks)
         sums = BlockSums(store, prefix, manifest, options.path.cache)
         origins = OneStore(world.size, len(manifest.files))
@@ -186,11 +192,19 @@ def _targets(holdings: Sequence[Holding]) -> Iterator[LivePiece]:
 
 
 def _choose(
-    manifest: Manifest, targets: Sequence[LivePiece], known: Present | None, where: Where
+    store: Store,
+    manifest: Manifest,
+    targets: Sequence[LivePiece],
+    known: Present | None,
+    where: Where,
 ) -> _Choice:
     """The pieces that have to be read, with memory aside for them."""
-    unchanged: Mask | None = None if known is None else unchanged_chunks(known.manifest, manifest)
     chunks = chunks_of(manifest, [target.piece for target in targets])
+    unchanged: Mask | None = None
+    if known is not None:
+        wanted = set(chain.from_iterable(chunks))
+        sums_of = partial(_sums_of, store)
+        unchanged = unchanged_chunks(known.manifest, manifest, wanted, sums_of)
     choice, fresh = _Choice(), set[int]()
     for target, own in zip(targets, chunks, strict=True):
         is_known = known is not None and target.key in known.views
@@ -212,6 +226,15 @@ def _choose(
     # A chunk that goes to memory of which nothing is known is read, whoever else has it.
     choice.kept_chunks -= fresh
     return choice
+
+
+def _sums_of(store: Store, manifest: Manifest, file: int) -> StoredSums | None:
+    """What a data file says of its chunks; None where it is gone or damaged, and proves nothing."""
+    prefix = step_prefix(manifest.header.step, manifest.header.attempt)
+    try:
+        return stored_sums(store, file_key(prefix, manifest.files[file]), manifest, file)
+    except (CheckpointError, KeyNotFoundError):
+        return None
 
 
 def _aside(view: torch.Tensor, where: Where) -> torch.Tensor:

@@ -1,7 +1,7 @@
-"""The checksums of a checkpoint's blocks: from its manifest, or from the tables in its data files.
+"""The checksums of a checkpoint's blocks, from the tables in its data files.
 
-A manifest with checksum tables has a seal per file. The table itself, a few bytes per block at the
-end of the file, is read once, before or with the first blocks of that file, and checked.
+A manifest has a seal per file. The table itself, a few bytes per block at the end of the file, is
+read once, before or with the first blocks of that file, and checked.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from ckpt.format.checksum import crc32c_of_each
 from ckpt.format.checksum_tables import Uint32s
 from ckpt.format.columns import Ints
 from ckpt.format.damage import once_more
-from ckpt.format.datafile_index import read_data_file_index
+from ckpt.format.datafile_index import DataFileIndex, read_data_file_index
 from ckpt.format.manifest import Int64s, Manifest
 from ckpt.format.references import is_reference
-from ckpt.format.stored_index import check_table, read_into
+from ckpt.format.stored_index import check_seal, check_table, read_into
 from ckpt.loading.cache import BlockCache
 from storage import Store
 
@@ -66,18 +66,9 @@ class BlockSums:
         self._sums: dict[int, Future[_FileSums]] = {}
         self._lock = threading.Lock()
 
-    @property
-    def in_files(self) -> bool:
-        """Whether the data files have the checksums, and not the manifest."""
-        return self.manifest.header.has_checksum_tables
-
     def of_blocks(self, chunks: Ints, numbers: Ints) -> Uint32s:
         """The checksums of blocks: `numbers[i]` of chunk `chunks[i]`."""
-        table = self.manifest.chunks
-        if not self.in_files:
-            inline: Uint32s = self.manifest.checksums[table.first_block[chunks] + numbers]
-            return inline
-        files = table.file[chunks]
+        files = self.manifest.chunks.file[chunks]
         sums = np.empty(len(chunks), dtype=np.uint32)
         for file in np.unique(files).tolist():
             rows = np.flatnonzero(files == file)
@@ -89,27 +80,15 @@ class BlockSums:
     def of_chunks(self, chunks: range) -> Uint32s:
         """The checksums of all blocks of chunks that follow each other in the manifest."""
         first = self.manifest.chunks.first_block
-        if not self.in_files:
-            return self.manifest.checksums[int(first[chunks.start]) : int(first[chunks.stop])]
         counts = np.diff(first[chunks.start : chunks.stop + 1]).astype(np.int64)
         ends = np.cumsum(counts)
         numbers = np.arange(int(counts.sum())) - np.repeat(ends - counts, counts)
         return self.of_blocks(np.repeat(np.arange(chunks.start, chunks.stop), counts), numbers)
 
-    def check(
-        self,
-        data: memoryview,
-        sizes: Ints,
-        chunks: Ints,
-        numbers: Ints,
-        known: Uint32s | None = None,
-    ) -> None:
-        """Raise Corrupt unless `data` are these blocks, one after the other, of these sizes.
-
-        `known` are their checksums, if the caller has them already.
-        """
-        sums = self.of_blocks(chunks, numbers) if known is None else known
-        expected, actual = sums.tolist(), crc32c_of_each(data, sizes.tolist())
+    def check(self, data: memoryview, sizes: Ints, chunks: Ints, numbers: Ints) -> None:
+        """Raise Corrupt unless `data` are these blocks, one after the other, of these sizes."""
+        expected = self.of_blocks(chunks, numbers).tolist()
+        actual = crc32c_of_each(data, sizes.tolist())
         if actual != expected:
             row = next(compress(count(), map(ne, actual, expected)))
             raise self._corrupt_block(int(chunks[row]), int(numbers[row]))
@@ -132,22 +111,23 @@ class BlockSums:
 
     def read(self, file: int) -> None:
         """Read the table of a file, unless that was done."""
-        if self.in_files:
-            self._of_file(file)
+        self._of_file(file)
+
+    def describe(self, file: int, index: DataFileIndex) -> None:
+        """The index of a file as it was read by the caller. Raises Corrupt."""
+        self.expect(np.array([file]))
+        self._note(file, self._described(file, index))
 
     def read_all(self, threads: int) -> None:
         """Read the tables of all files, several at once."""
-        if self.in_files:
-            files = range(len(self.manifest.files))
-            self.expect(np.arange(len(files)))
-            with ThreadPoolExecutor(threads, thread_name_prefix="ckpt-sums") as pool:
-                for _ in pool.map(self._of_file, files):
-                    pass
+        files = range(len(self.manifest.files))
+        self.expect(np.arange(len(files)))
+        with ThreadPoolExecutor(threads, thread_name_prefix="ckpt-sums") as pool:
+            for _ in pool.map(self._of_file, files):
+                pass
 
     def expect(self, files: Ints) -> None:
         """Blocks of these files will be asked for: find their chunks now, in one pass."""
-        if not self.in_files:
-            return
         with self._lock:
             new = np.array([file for file in files.tolist() if file not in self._chunks], dtype=int)
             if not len(new):
@@ -171,14 +151,17 @@ class BlockSums:
 
     def may_join(self, file: int) -> bool:
         """Whether a request for blocks of this file can fetch its table, too, and nothing has."""
-        return self.in_files and file not in self._sums and not self._is_of_another(file)
+        return file not in self._sums and not self._is_of_another(file)
 
     def take(self, file: int, table: memoryview) -> None:
         """The table of a file as it was read with blocks of the file. Raises Corrupt."""
         self._check(file, table)
         self.expect(np.array([file]))
+        self._note(file, self._own(file, table))
+
+    def _note(self, file: int, sums: _FileSums) -> None:
         future: Future[_FileSums] = Future()
-        future.set_result(self._own(file, table))
+        future.set_result(sums)
         with self._lock:
             self._sums.setdefault(file, future)
 
@@ -254,12 +237,12 @@ class BlockSums:
         parts = ((0, header), (place.start, table))
         if cache is not None and all(cache.fill(root, key, start, [data]) for start, data in parts):
             with contextlib.suppress(Corrupt):
-                return self._described(file, header, table)
+                return self._described(file, self._index(file, header, table))
 
         def read() -> _FileSums:
             for start, data in parts:
                 read_into(self.store, self._key(file), start, [data])
-            return self._described(file, header, table)
+            return self._described(file, self._index(file, header, table))
 
         sums = once_more(read)
         if cache is not None:
@@ -267,24 +250,27 @@ class BlockSums:
                 cache.keep(root, key, start, [data])
         return sums
 
-    def _described(self, file: int, header: memoryview, table: memoryview) -> _FileSums:
-        """The checksums in the table of a file with this header. Raises Corrupt."""
-        self._check(file, table)
-        nbytes, chunks = int(self.manifest.file_nbytes[file]), self._chunks[file]
+    def _index(self, file: int, header: memoryview, table: memoryview) -> DataFileIndex:
+        nbytes = int(self.manifest.file_nbytes[file])
 
         def read(start: int, stop: int) -> bytes:
             if stop <= len(header):
                 return bytes(header[start:stop])
             return bytes(table) if start == nbytes - len(table) and stop == nbytes else b""
 
-        index = read_data_file_index(read, nbytes, name=self._where(file))
+        return read_data_file_index(read, nbytes, name=self._where(file))
+
+    def _described(self, file: int, index: DataFileIndex) -> _FileSums:
+        """The checksums of a file with this index. Raises Corrupt unless it is the manifest's."""
+        check_seal(index.seal, self.manifest.seals.of_file(file), self._where(file))
+        chunks = self._chunks[file]
         starts = self.manifest.chunks.byte_start[chunks]
         places = np.searchsorted(index.offsets, starts)
         first = self.manifest.chunks.first_block
         counts = first[chunks + 1] - first[chunks]
         inside = np.minimum(places, len(index.offsets) - 1)
         if (
-            not len(index.offsets)
+            (len(chunks) and not len(index.offsets))
             or index.block_bytes != self.manifest.header.block_bytes
             or np.any(index.offsets[inside] != starts)
             or np.any(np.diff(index.first_block)[inside] != counts)

@@ -130,9 +130,6 @@ class Reader:
             self.blocks.chunk, np.fromiter(plan.packed, np.int64, len(plan.packed))
         )
         self._cuts = self._cut_rows(np.arange(len(self._sizes)))
-        self._expected = (
-            None if sums.in_files else sums.of_blocks(self.blocks.chunk, self.blocks.number)
-        )
         self._cache_keys = file_keys(cache_prefix(manifest), manifest)
         self._counting = threading.Lock()
         self.nbytes_read = 0
@@ -158,6 +155,7 @@ class Reader:
             readers = self._path.readers
             window = RequestWindow(readers, self._path.in_flight_max, first=2 * readers)
             sized = [
+                *self._tables(requests),
                 *map(Read, reads, map(self._nbytes_of, requests)),
                 *(Read(fetch, length(fetch.args[1])) for fetch in fetches),
             ]
@@ -230,7 +228,7 @@ class Reader:
         for rows, table in self._requests(runs):
             file, start, stop = self._range(rows)
             nbytes = int((self.blocks.stop[rows] - self.blocks.start[rows]).sum())
-            if self._sums.in_files and file not in self._listed:
+            if file not in self._listed:
                 self._listed.add(file)
                 if table is None:
                     ranges.append(ReadRange(*self._sums.table_of(file), 0))
@@ -264,8 +262,6 @@ class Reader:
         path = self._path
         reads = requests(wanted, self._files, path.request_nbytes_max, path.gap_nbytes_max)
         together = [rows[one.start : one.stop] for one in reads]
-        if not self._sums.in_files:
-            return [_Request(rows, None) for rows in together]
         files = [self._place(int(rows[0]))[0] for rows in together]
         self._sums.expect(np.unique(files))
         counts = np.bincount(files, minlength=1)
@@ -281,6 +277,15 @@ class Reader:
         table = self._sums.table_of(file)
         gap = table.start - self._range(rows)[2]
         return table if gap <= self._path.gap_nbytes_max else None
+
+    def _tables(self, requests: Sequence[_Request]) -> list[Read]:
+        """Reads of the checksum tables that come with none of these requests, to be in flight with
+        them.
+        """
+        files = {self._place(int(one.rows[0]))[0] for one in requests}
+        files -= {one.table.file for one in requests if one.table is not None}
+        places = map(self._sums.table_of, sorted(files))
+        return [Read(partial(self._sums.read, file), stop - start) for file, start, stop in places]
 
     def _place(self, row: int) -> tuple[int, int]:
         """The file of a block, and where the block starts in it."""
@@ -491,8 +496,7 @@ class Reader:
         """Raise Corrupt unless `data` are the blocks `first` to `last`."""
         rows = slice(first, last)
         chunk, number = self.blocks.chunk[rows], self.blocks.number[rows]
-        known = None if self._expected is None else self._expected[rows]
-        self._sums.check(data, self._sizes[rows], chunk, number, known)
+        self._sums.check(data, self._sizes[rows], chunk, number)
 
     def _deliver(self, segment: Segment, data: memoryview) -> None:
         """Copy the bytes of a segment to every target that does not have them yet."""

@@ -1,32 +1,49 @@
 """Which chunks of a checkpoint are proved to have the bytes that another one of the same root has.
 
 Two things prove it. The chunk lies at the same place of the same data file, which is written once
-and never again. Or both manifests have its BLAKE3 digest, and block checksums, and they are the
+and never again. Or the files of both have its BLAKE3 digest, and block checksums, and they are the
 same. Equal checksums alone prove nothing: one change in four billion has the same crc32c. So saves
 without `dedup`, which take no digests, share nothing with each other.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_left
+from collections.abc import Callable, Collection
+from typing import TypeAlias
+
 import numpy as np
 import numpy.typing as npt
 
-from ckpt.format.manifest import BoxTable, Manifest
+from ckpt.format.manifest import SINCE_FULL, BoxTable, Manifest
 from ckpt.format.references import is_reference, reference_to
+from ckpt.format.stored_index import StoredSums
 from ckpt.loading.byte_line import Ints, expanded
 
 Mask = npt.NDArray[np.bool_]
 
 
-def unchanged_chunks(old: Manifest, new: Manifest) -> Mask:
+SumsOf: TypeAlias = Callable[[Manifest, int], StoredSums | None]
+
+
+def unchanged_chunks(
+    old: Manifest, new: Manifest, wanted: Collection[int], sums_of: SumsOf
+) -> Mask:
     """A bool for each chunk of `new`: whether `old` has the same region of a tensor of the same
     name, dtype and shape, with bytes that are proved to be equal.
+
+    `sums_of(manifest, file)` is what a data file says of its chunks, or None. It is called for the
+    files of `wanted` chunks at another place, in checkpoints that were saved with digests.
     """
     equal = np.zeros(len(new.chunks), dtype=np.bool_)
     olds, news = _of_same_regions(old, new)
     is_proved = _is_same_place(old, new, olds, news)
-    rest = np.flatnonzero(~is_proved)
-    is_proved[rest] = _is_same_digest(old, new, olds[rest], news[rest])
+    rest = np.flatnonzero(~is_proved & np.isin(news, list(wanted)))
+    if SINCE_FULL in old.header.user and SINCE_FULL in new.header.user:
+        pairs = zip(
+            _contents(old, olds[rest], sums_of), _contents(new, news[rest], sums_of), strict=True
+        )
+        is_proved[rest] = [before is not None and before == after for before, after in pairs]
     equal[news[is_proved]] = True
     return equal
 
@@ -91,17 +108,20 @@ def _names(manifest: Manifest) -> list[str]:
     ]
 
 
-def _is_same_digest(old: Manifest, new: Manifest, olds: Ints, news: Ints) -> Mask:
-    if not len(old.digests) or not len(new.digests):
-        return np.zeros(len(olds), dtype=np.bool_)
-    is_same: Mask = (old.digests[olds] == new.digests[news]).all(axis=1)
-    # A block whose checksum differs from what was hashed had changed before it was written.
-    a, b = old.chunks.first_block, new.chunks.first_block
-    counts = (b[news + 1] - b[news]).astype(np.int64)
-    is_same &= counts == (a[olds + 1] - a[olds])
-    rows = np.flatnonzero(is_same)
-    before = old.checksums[expanded(a[olds[rows]], a[olds[rows] + 1])]
-    after = new.checksums[expanded(b[news[rows]], b[news[rows] + 1])]
-    differing = np.repeat(rows, counts[rows])[before != after]
-    is_same[differing] = False
-    return is_same
+def _contents(manifest: Manifest, chunks: Ints, sums_of: SumsOf) -> list[bytes | None]:
+    """Per chunk its digest and the checksums of its blocks, as its file has them: a block whose
+    checksum differs from what was hashed had changed before it was written.
+    """
+    files = manifest.chunks.file[chunks].tolist()
+    opened = {file: sums_of(manifest, file) for file in sorted(set(files))}
+    contents: list[bytes | None] = []
+    for file, start in zip(files, manifest.chunks.byte_start[chunks].tolist(), strict=True):
+        content = None
+        if (sums := opened[file]) is not None:
+            index, digests = sums
+            place = bisect_left(index.offsets, start)
+            if place < len(index.offsets) and index.offsets[place] == start:
+                blocks = index.checksums[index.first_block[place] : index.first_block[place + 1]]
+                content = digests[place].tobytes() + blocks.tobytes()
+        contents.append(content)
+    return contents

@@ -14,12 +14,12 @@ from typing import Any, NamedTuple
 
 from ckpt.api import read_path
 from ckpt.errors import CheckpointError, Corrupt, InvalidState, Mismatch
+from ckpt.format.joint_codec import decode_part, encode_part
+from ckpt.format.joint_manifest import joint_manifest
 from ckpt.format.manifest import Header, Manifest
 from ckpt.format.manifest_codec import decode_manifest, encode_manifest
-from ckpt.format.merging import build_manifest
 from ckpt.format.opened_files import contradictions, open_file, part_of_rank
 from ckpt.format.part import Part
-from ckpt.format.part_codec import decode_part, encode_part
 from ckpt.format.stored_index import check_blocks
 from ckpt.loading.load import LoadOptions, LoadReport, load_located
 from ckpt.near.files import NearFiles
@@ -235,9 +235,9 @@ def _manifest(world: World, tier: Tier, hosts: Hosts, candidate: NearCandidate) 
         headers = {header for header, _ in pairs}
         if len(headers) != 1:
             raise Corrupt(f"near files of step {record.head.step} are of {len(headers)} attempts")
-        parts = sorted((decode_part(data) for _, data in pairs), key=lambda part: part.rank)
+        parts = sorted((decode_part(data) for _, data in pairs), key=lambda one: one[0].first_rank)
         header = Header.model_validate_json(headers.pop())
-        return encode_manifest(build_manifest(header, parts))
+        return encode_manifest(joint_manifest(header, parts))
 
     encoded = collectively(world, "near manifest", merged)
     sent = world.broadcast("near manifest", encoded if world.rank == 0 else None)

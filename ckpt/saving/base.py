@@ -26,21 +26,19 @@ from ckpt.commit.session import Session
 from ckpt.errors import CheckpointError
 from ckpt.format.blake3 import digest_of
 from ckpt.format.checksum import block_checksums
-from ckpt.format.datafile import DIGESTS, StoredChunk
+from ckpt.format.datafile import StoredChunk
 from ckpt.format.manifest import SINCE_FULL, Header, Manifest
 from ckpt.format.manifest_codec import decode_manifest
 from ckpt.format.part import Part
-from ckpt.format.stored_index import check_seal, digests_in, extra_of, index_of
+from ckpt.format.stored_index import StoredSums, stored_sums
 from ckpt.layout.buffers import bytes_at
 from ckpt.layout.memory import is_plain_memory
 from ckpt.saving.dedup import (
     Checksums,
     Division,
     Known,
-    StoredSums,
     divide,
     known_of_files,
-    known_of_manifest,
     known_of_part,
     nbytes_held,
     references_allowed,
@@ -132,11 +130,8 @@ class Previous:
         )
         return Base(tuple(sorted(allowed)), data if allowed else b"", since_full)
 
-    def known_of(
-        self, base: Base, chunks: Sequence[StoredChunk], header: Header, store: Store
-    ) -> Known:
-        """Where the bytes of `chunks` are stored, as far as this rank knows, for a checkpoint with
-        that header.
+    def known_of(self, base: Base, chunks: Sequence[StoredChunk], store: Store) -> Known:
+        """Where the bytes of `chunks` are stored, as far as this rank knows.
 
         Ranks may know different checkpoints, and one rank an older one. That does no harm: only
         files of allowed attempts are referred to, those are live, and bytes are compared.
@@ -144,8 +139,6 @@ class Previous:
         if not base.manifest:
             return self.known
         manifest = decode_manifest(base.manifest)
-        if not header.has_checksum_tables and not manifest.header.has_checksum_tables:
-            return known_of_manifest(manifest, chunks)
         # This rank reads what the files say that have its own chunks, and no others.
         return known_of_files(manifest, chunks, lambda file: _sums_of(store, manifest, file))
 
@@ -211,12 +204,7 @@ def _sums_of(store: Store, manifest: Manifest, file: int) -> StoredSums | None:
     prefix = step_prefix(manifest.header.step, manifest.header.attempt)
     key = file_key(prefix, manifest.files[file])
     try:
-        index = index_of(store, key, int(manifest.file_nbytes[file]))
-        if manifest.header.has_checksum_tables:
-            check_seal(index.seal, manifest.seals.of_file(file), f"{store.url}/{key}")
-        if DIGESTS not in index.extras:
-            return None
-        return StoredSums(index, digests_in(key, index, extra_of(store, key, index, DIGESTS)))
+        return stored_sums(store, key, manifest, file)
     except (CheckpointError, KeyNotFoundError) as error:
         logger.warning(
             "this save writes again what is in %s, because that cannot be read: %s", key, error
@@ -225,16 +213,14 @@ def _sums_of(store: Store, manifest: Manifest, file: int) -> StoredSums | None:
 
 
 def _can_be_base(manifest: Manifest, entry: LiveEntry, block_nbytes: int) -> bool:
-    """Whether the next checkpoint may refer to its files: by its manifest, it has blocks of this
-    size, and digests unless these are in the files.
+    """Whether the next checkpoint may refer to its files: it was saved with digests, in blocks of
+    this size.
 
     Its root is not compared: a copied root has a new name, but its checkpoints keep the old one.
     """
     header = manifest.header
     is_named_right = (header.step, header.attempt) == (entry.step, entry.attempt)
-    # With checksum tables, digests are in the files, and each rank looks into its own.
-    may_have_digests = header.has_checksum_tables or len(manifest.digests) > 0
-    return is_named_right and header.block_bytes == block_nbytes and may_have_digests
+    return is_named_right and header.block_bytes == block_nbytes and SINCE_FULL in header.user
 
 
 class Referred(NamedTuple):
@@ -261,7 +247,7 @@ def refer(
     chunks = [source.chunk for source in sources]
     digests = [digest_of(_bytes_of(source, HASHED_NBYTES)) for source in sources]
 
-    known = previous.known_of(base, chunks, header, store) if base.allowed else {}
+    known = previous.known_of(base, chunks, store) if base.allowed else {}
     division = divide(
         chunks,
         digests,

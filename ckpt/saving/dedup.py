@@ -16,22 +16,21 @@ few and hold no more than a fixed multiple of its own bytes: see `references_all
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from itertools import zip_longest
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
 from ckpt.commit.records import LiveEntry
-from ckpt.format.blake3 import Digests, digests_from
+from ckpt.format.blake3 import digests_from
 from ckpt.format.checksum_tables import Seal
 from ckpt.format.datafile import StoredChunk
-from ckpt.format.datafile_index import DataFileIndex
 from ckpt.format.manifest import Header, Manifest
 from ckpt.format.metadata import FileRange
 from ckpt.format.part import FileColumns, Part
 from ckpt.format.references import parse_reference, reference_to
+from ckpt.format.stored_index import StoredSums
 from ckpt.layout.dtypes import DTYPES
 from ckpt.layout.region import Region, Shape, Span, span_of
 
@@ -50,7 +49,7 @@ class SharedFile(NamedTuple):
     attempt: str
     nbytes: int
     data_start: int
-    seal: Seal | None = None
+    seal: Seal
 
 
 class KnownChunk(NamedTuple):
@@ -102,8 +101,7 @@ def known_of_part(part: Part, header: Header) -> dict[Identity, KnownChunk]:
     """The chunks of one rank's part of a checkpoint that was committed. Empty without digests."""
     if not len(part.digests):
         return {}
-    seals = [part.seals.of_file(file) for file in range(len(part.seals.nbytes))]
-    files = _shared_files(header, part, seals)
+    files = _shared_files(header, part)
     first_block = np.concatenate([[0], np.cumsum(part.block_counts)]).tolist()
     known = {}
     rows = zip(
@@ -124,43 +122,21 @@ def known_of_part(part: Part, header: Header) -> dict[Identity, KnownChunk]:
     return known
 
 
-def known_of_manifest(
-    manifest: Manifest, wanted: Iterable[StoredChunk]
-) -> dict[Identity, KnownChunk]:
-    """Those of the `wanted` chunks that a checkpoint has. Empty when it has no digests."""
-    if not len(manifest.digests):
-        return {}
-    files = _shared_files(manifest.header, manifest, ())
-    return {
-        chunk: KnownChunk(
-            files[int(manifest.chunks.file[number])],
-            int(manifest.chunks.byte_start[number]),
-            manifest.digests[number].tobytes(),
-            manifest.chunk_checksums(number),
-        )
-        for chunk, number in _matches(manifest, wanted)
-    }
-
-
-class StoredSums(NamedTuple):
-    """What a data file says of its chunks' bytes: its index, and a digest per chunk."""
-
-    described: DataFileIndex
-    digests: Digests
-
-
 def known_of_files(
     manifest: Manifest,
     wanted: Iterable[StoredChunk],
     sums_of: Callable[[int], StoredSums | None],
 ) -> dict[Identity, KnownChunk]:
-    """As `known_of_manifest`, by what the data files themselves say: `sums_of(file)`, None for one
-    that cannot be referred to.
+    """Those of the `wanted` chunks that a checkpoint has, by what its data files say:
+    `sums_of(file)`, None for one that cannot be referred to.
     """
     known = {}
-    files = _shared_files(manifest.header, manifest, ())
+    files = _shared_files(manifest.header, manifest)
     opened: dict[int, StoredSums | None] = {}
-    for chunk, number in _matches(manifest, wanted):
+    for chunk in map(identity, wanted):
+        number = _find(manifest, chunk)
+        if number < 0:
+            continue
         file = int(manifest.chunks.file[number])
         if file not in opened:
             opened[file] = sums_of(file)
@@ -168,38 +144,28 @@ def known_of_files(
         if there is None:
             continue
         index, digests = there
-        shared = files[file]._replace(seal=index.seal)
         byte_start = int(manifest.chunks.byte_start[number])
         position = int(np.searchsorted(index.offsets, byte_start))
         if position < len(index.offsets) and identity(index.chunks[position]) == chunk:
             first, last = index.first_block[position : position + 2].tolist()
             known[chunk] = KnownChunk(
-                shared, byte_start, digests[position].tobytes(), index.checksums[first:last]
+                files[file], byte_start, digests[position].tobytes(), index.checksums[first:last]
             )
     return known
 
 
-def _matches(manifest: Manifest, wanted: Iterable[StoredChunk]) -> Iterator[tuple[Identity, int]]:
-    """Those of the `wanted` chunks that a manifest has, with their numbers in it."""
-    for chunk in map(identity, wanted):
-        number = _find(manifest, chunk)
-        if number >= 0:
-            yield chunk, number
-
-
-def _shared_files(
-    header: Header, files: Part | Manifest, seals: Sequence[Seal]
-) -> list[SharedFile]:
+def _shared_files(header: Header, files: Part | Manifest) -> list[SharedFile]:
     """All files of a checkpoint, or of one rank's part of it, as a later one would name them."""
-    columns = zip_longest(
-        files.files, files.file_nbytes.tolist(), files.file_data_start.tolist(), seals
+    columns = zip(
+        files.files, files.file_nbytes.tolist(), files.file_data_start.tolist(), strict=True
     )
     shared = []
-    for name, nbytes, data_start, seal in columns:
+    for number, (name, nbytes, data_start) in enumerate(columns):
         reference = parse_reference(name)
         attempt = header.attempt if reference is None else reference.attempt
         if reference is None:
             name = reference_to(header.step, header.attempt, name)
+        seal = files.seals.of_file(number)
         shared.append(SharedFile(name, attempt, nbytes, data_start, seal))
     return shared
 

@@ -1,8 +1,11 @@
 """The joint parts of a save, on their way up the tree of ranks.
 
-Every rank merges its part with what those right below it have sent, and sends that on. While only
-values change, no structure is sent, and none is merged anew: see note "known structures" in
-`ckpt.saving.parts`.
+Every rank merges its part with what those right below it have sent, and sends that on.
+
+Note "known structures": while only values change, the structure of a part stays the same from save
+to save, and so does all that follows from the structures of all: the rules of chunks, the proof
+that they cover every tensor, and most of the manifest's bytes. A rank sends its structure when it
+has changed, and forgets it with the ranks above: a round that fails on one rank fails on all.
 """
 
 from __future__ import annotations

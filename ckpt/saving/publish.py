@@ -31,19 +31,15 @@ from ckpt.errors import (
     RankFailedInCommit,
     SaveDropped,
 )
-from ckpt.format.checksum_tables import CHECKSUM_TABLES
 from ckpt.format.datafile import BLOCK_BYTES
 from ckpt.format.joint_manifest import differing_values, warnings_of
-from ckpt.format.manifest import PROGRESSIONS, SINCE_FULL, Header, Manifest
-from ckpt.format.manifest_codec import Encoded, ManifestEncoder
-from ckpt.format.merging import build_manifest, replica_differences, value_differences
+from ckpt.format.manifest import SINCE_FULL, Header, Manifest
+from ckpt.format.manifest_codec import Encoded, encode
 from ckpt.format.part import Part
 from ckpt.format.references import REFERENCES
 from ckpt.saving.base import NOTHING, Holdings, decode_base
-from ckpt.saving.dedup import nbytes_held
 from ckpt.saving.joint_parts import PARTS, JointReceived, gather_joint_parts
 from ckpt.saving.messages import joined, split
-from ckpt.saving.parts import Received, gather_parts
 from ckpt.saving.report import SaveReport
 from ckpt.saving.task import NONE_HERE, UNCHANGED, Attempt, SaveTask, header_of
 from ckpt.telemetry.history import CommittedSave, RankReport, log_saved, totals_of, write_telemetry
@@ -54,9 +50,6 @@ from storage import KeyExistsError, Store
 logger = logging.getLogger(__name__)
 
 
-# From that many ranks on, manifests hold the rules of regular layouts, and seals of the files'
-# checksums; with fewer, older versions can read them.
-RULES_RANKS_MIN = 128
 TRIES = 3  # of a save that refers to other checkpoints, each time that one of them is retired
 
 
@@ -112,7 +105,8 @@ def _publish(task: SaveTask, attempt: Attempt, write: Callable[[Attempt], Part])
 
             part = collectively(session.world, "write", run)
         with task.recorder.span("parts"):
-            parts = _gathered(part, task, header)
+            known, own = task.memory.structures, task.rank_report()
+            parts = gather_joint_parts(part, own, session.world, known)
         report, committed = _commit(parts, task, header)
     except (Fenced, LogDiverged, OutcomeUnknown):
         # Delete nothing: the root belongs to another session now, or the commit may have happened.
@@ -131,18 +125,6 @@ def _publish(task: SaveTask, attempt: Attempt, write: Callable[[Attempt], Part])
     if session.session is not None:
         _record(report, committed.reports, task)
     return report
-
-
-def _gathered(
-    part: Part, task: SaveTask, header: Header
-) -> Callable[[], Received | JointReceived | None]:
-    """Send this rank's part to the coordinator; of many ranks, merged on the way. Returns a
-    function that decodes, on the coordinator, what came there.
-    """
-    world, known, report = task.session.world, task.memory.structures, task.rank_report()
-    if header.has_checksum_tables:
-        return gather_joint_parts(part, report, world, known.joint)
-    return gather_parts(part, report, world, known)
 
 
 def _record(report: SaveReport, reports: Sequence[RankReport], task: SaveTask) -> None:
@@ -182,8 +164,6 @@ def _start(task: SaveTask, modules: Callable[[], Sequence[str]], *, may_refer: b
                 # Before any data: the log would refuse it after all is written.
                 raise InvalidState([f"metric={metric!r}: expected a finite number, or None"])
             header = header_of(task, session.new_attempt(), modules())
-            is_large = task.session.world.size >= RULES_RANKS_MIN
-            required = [PROGRESSIONS, CHECKSUM_TABLES] if is_large else []
             encoded_base = b""
             if task.options.dedup:
                 previous = task.memory.previous
@@ -191,12 +171,11 @@ def _start(task: SaveTask, modules: Callable[[], Sequence[str]], *, may_refer: b
                 base = NOTHING
                 if may_refer:
                     base = previous.offer(session, block_nbytes=BLOCK_BYTES, full_every=every)
-                if base.allowed:
-                    required.insert(0, REFERENCES)
-                    user = {**header.user, SINCE_FULL: str(base.since_full)}
-                    header = header.model_copy(update={"user": user})
+                since_full = base.since_full if base.allowed else 0
+                user = {**header.user, SINCE_FULL: str(since_full)}
+                required = (REFERENCES,) if base.allowed else ()
+                header = header.model_copy(update={"user": user, "required": required})
                 encoded_base = base.encode()
-            header = header.model_copy(update={"required": tuple(required)})
             message = joined(header.model_dump_json().encode(), encoded_base)
         except Exception as caught:
             # Broadcast nothing instead of raising here: the other ranks wait in the broadcast, and
@@ -250,7 +229,7 @@ class _Committed(NamedTuple):
 
 
 def _commit(
-    received_of: Callable[[], Received | JointReceived | None], task: SaveTask, header: Header
+    received_of: Callable[[], JointReceived | None], task: SaveTask, header: Header
 ) -> tuple[SaveReport, _Committed]:
     """The coordinator checks that the parts are one whole checkpoint and commits it.
 
@@ -344,7 +323,7 @@ class _Stored(NamedTuple):
 
 
 def _commit_received(
-    received: Received | JointReceived, task: SaveTask, header: Header, session: Session
+    received: JointReceived, task: SaveTask, header: Header, session: Session
 ) -> _Committed:
     problems, warnings = _problems(received, task)
     if problems:
@@ -365,44 +344,28 @@ def _commit_received(
     return _Committed(answer, stored.holdings, received.reports)
 
 
-def _problems(received: Received | JointReceived, task: SaveTask) -> tuple[list[str], list[str]]:
+def _problems(received: JointReceived, task: SaveTask) -> tuple[list[str], list[str]]:
     """Where ranks differ: what fails the save, and what it warns of."""
-    if isinstance(received, JointReceived):
-        failures, warnings = received.regions.differences(received.rest)
-        problems = differing_values(received.rest) + failures
-        own_warnings: Iterable[Sequence[str]] = warnings_of(received.rest)
-    else:
-        parts = received.parts
-        failures, warnings = replica_differences(parts, task.memory.structures.kept)
-        problems = value_differences(parts) + failures
-        own_warnings = [part.warnings for part in parts]
+    failures, warnings = received.regions.differences(received.rest)
+    problems = differing_values(received.rest) + failures
     problems += warnings if task.options.replicas == "strict" else []
-    return problems, [*task.memory.differing, *warnings, *_unchanged(own_warnings)]
+    unchanged = _unchanged(warnings_of(received.rest))
+    return problems, [*task.memory.differing, *warnings, *unchanged]
 
 
-def _stored(received: Received | JointReceived, task: SaveTask, header: Header) -> _Stored:
+def _stored(received: JointReceived, task: SaveTask, header: Header) -> _Stored:
     """The manifest of what all ranks have written. Raises InvalidState."""
-    known, keeps_holdings = task.memory.structures, task.options.dedup
-    if isinstance(received, JointReceived):
-        made = received.table().manifest(header, received.rest)
-        encoded, own_nbytes, nbytes, of_others = made
-        commit = _create_manifest(task.store, header, encoded, own_nbytes, of_others)
-        referenced = sum(of_others.values())
-        held = {header.attempt: nbytes - referenced, **of_others}
-        return _Stored(commit, own_nbytes, referenced, Holdings(held, own_nbytes))
-    manifest = build_manifest(header, received.parts, known.kept)
-    commit = store_manifest(task.store, manifest, known.encoder)
-    own_nbytes = manifest.own_nbytes
-    held = nbytes_held(manifest) if keeps_holdings else {}
-    referenced = sum(manifest.nbytes_referenced().values())
+    made = received.table().manifest(header, received.rest)
+    encoded, own_nbytes, nbytes, of_others = made
+    commit = _create_manifest(task.store, header, encoded, own_nbytes, of_others)
+    referenced = sum(of_others.values())
+    held = {header.attempt: nbytes - referenced, **of_others}
     return _Stored(commit, own_nbytes, referenced, Holdings(held, own_nbytes))
 
 
-def store_manifest(
-    store: Store, manifest: Manifest, encoder: ManifestEncoder | None = None
-) -> Commit:
+def store_manifest(store: Store, manifest: Manifest) -> Commit:
     """Create the MANIFEST of an attempt in its root, durable on return; returns its commit."""
-    encoded = (encoder or ManifestEncoder()).encode(manifest)
+    encoded = encode(manifest)
     referenced = manifest.nbytes_referenced()
     return _create_manifest(store, manifest.header, encoded, manifest.own_nbytes, referenced)
 

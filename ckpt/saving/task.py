@@ -33,7 +33,7 @@ from ckpt.format.rank_files import RankContents
 from ckpt.layout.plain import Ranks
 from ckpt.saving.base import Base, Previous, Referred
 from ckpt.saving.holders import Holders, inventory_of, refuse_missing_stages
-from ckpt.saving.parts import Structures
+from ckpt.saving.joint_parts import JointParts
 from ckpt.saving.plan import Contents, PlanMemory, SavePlan
 from ckpt.saving.report import SaveOptions
 from ckpt.saving.step_gate import Evidence
@@ -56,7 +56,7 @@ class PartMemory:
     """
 
     def __init__(self) -> None:
-        self.structures = Structures()
+        self.structures = JointParts()
         self.previous = Previous()
         self.plans = PlanMemory()
         self.evidence = Evidence()

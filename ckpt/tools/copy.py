@@ -41,13 +41,13 @@ from ckpt.format.damage import once_more
 from ckpt.format.datafile_index import DataFileIndex
 from ckpt.format.manifest import Manifest
 from ckpt.format.manifest_codec import decode_manifest, encode_manifest
-from ckpt.format.references import REFERENCES, is_reference
-from ckpt.format.stored_index import index_of
+from ckpt.format.references import is_reference
+from ckpt.format.stored_index import check_seal, index_of
 from ckpt.loading.checkpoint import Checkpoint
 from ckpt.loading.contents import LocatedCheckpoint, leased_checkpoint
 from ckpt.saving.resumable import begin, end, is_another_file
-from ckpt.tools.relay import check_index, is_there, relay_file, tiles_of
-from ckpt.tools.rewrite import own_layout, rewrite
+from ckpt.tools.relay import is_there, relay_file, tiles_of
+from ckpt.tools.rewrite import own_layout, rewrite, written_whole
 from storage import KeyNotFoundError, Store, StoreLike, open_store, options_of_other
 from storage.hidden import hides_secrets
 from storage.memory import MemoryStore
@@ -157,9 +157,7 @@ def copy_checkpoint(
     if any(map(is_reference, manifest.files)):
         # Its own files alone would not open by their path: some bytes lie beside them in the root.
         checkpoint = Checkpoint(source, located)
-        required = tuple(name for name in manifest.header.required if name != REFERENCES)
-        header = manifest.header.model_copy(update={"required": required})
-        layout = own_layout(manifest)
+        header, layout = written_whole(manifest.header), own_layout(manifest)
         made = rewrite(checkpoint, header, layout, target, threads=threads, add=meter)
         return report_of_one(source, target.url, made, meter)
     data, files = encode_manifest(manifest), manifest.files
@@ -198,7 +196,7 @@ def _relay_files(
             continue
         key, nbytes = prefix + name, int(manifest.file_nbytes[file])
         index = index_of(source, key, nbytes)
-        check_index(index, manifest, file, f"{source.url}/{key}")
+        check_seal(index.seal, manifest.seals.of_file(file), f"{source.url}/{key}")
         target_key = target_prefix + name
         there = is_there(target, target_key, index.header, nbytes)
         if there is None:

@@ -19,9 +19,8 @@ from ckpt.format.checksum import crc32c
 from ckpt.format.crc_combine import joined_crc32c
 from ckpt.format.datafile import CHECKSUM_MAGIC
 from ckpt.format.datafile_index import DataFileIndex
-from ckpt.format.manifest import Manifest
 from ckpt.format.object_parts import PART_NBYTES, fill_and_send, sending
-from ckpt.format.stored_index import check_seal, index_of, read_into
+from ckpt.format.stored_index import index_of, read_into
 from ckpt.layout.buffers import aligned_buffer
 from ckpt.saving.resumable import is_written
 from storage import CorruptObjectError, Store
@@ -42,27 +41,6 @@ class Fragment(NamedTuple):
     tile: int
     checksum: int
     nbytes: int
-
-
-def check_index(index: DataFileIndex, manifest: Manifest, file: int, key: str) -> None:
-    """Raises Corrupt unless a file and the manifest agree on every checksum of file `file`."""
-    if manifest.header.has_checksum_tables:
-        check_seal(index.seal, manifest.seals.of_file(file), key)
-        return
-    chunks = manifest.chunks
-    place = {start: position for position, start in enumerate(index.offsets.tolist())}
-    for chunk in np.flatnonzero(chunks.file == file).tolist():
-        position = place.get(int(chunks.byte_start[chunk]), -1)
-        first, last = (
-            (0, 0) if position < 0 else index.first_block[position : position + 2].tolist()
-        )
-        # Every byte of the file matches its own header, so this is what ties the two together.
-        if not np.array_equal(index.checksums[first:last], manifest.chunk_checksums(chunk)):
-            fqn = manifest.fqns[manifest.tensor_of(chunk)]
-            raise Corrupt(
-                f"{key}: its checksums of {fqn!r} are not those of MANIFEST; the file belongs to "
-                "another checkpoint or was damaged: restore it, or copy another step"
-            )
 
 
 def tiles_of(index: DataFileIndex) -> list[Tile]:

@@ -21,9 +21,9 @@ from ckpt.commit.records import manifest_digest
 from ckpt.commit.writer import Commit
 from ckpt.errors import CheckpointError, Corrupt, InvalidState, NoCheckpoint
 from ckpt.format.checksum_tables import Seal
+from ckpt.format.joint_manifest import build_manifest
 from ckpt.format.manifest import Manifest
 from ckpt.format.manifest_codec import encode_manifest
-from ckpt.format.merging import build_manifest
 from ckpt.format.opened_files import OpenedFile, contradictions, open_file, part_of_rank
 from ckpt.near.records import NearRecord
 from ckpt.near.tier import Tier, tiers_in

@@ -23,7 +23,6 @@ from ckpt.errors import CheckpointError
 from ckpt.format.datafile import StoredChunk
 from ckpt.format.manifest import Header, Manifest
 from ckpt.format.manifest_codec import encode_manifest
-from ckpt.format.references import REFERENCES
 from ckpt.layout.even import EvenLayout, even_part
 from ckpt.layout.kind import Kind
 from ckpt.layout.region import Box, Region, Shape, span_of, whole
@@ -32,7 +31,7 @@ from ckpt.loading.contents import LocatedCheckpoint, leased_checkpoint
 from ckpt.loading.load import RETIRED_MAX
 from ckpt.tools.copy import CopyMeter, CopyReport, report_of_one
 from ckpt.tools.plan import checked_ranks
-from ckpt.tools.rewrite import Layout, chunk_of, rewrite
+from ckpt.tools.rewrite import Layout, chunk_of, rewrite, written_whole
 from storage import PrefixStore, StorageError, Store, StoreLike, open_store, options_of_other
 from storage.hidden import hides_secrets
 
@@ -195,7 +194,7 @@ def new_header(manifest: Manifest, new: NewLayout, *, epoch: int | None = None) 
 
     Values of single ranks belong to the ranks that saved; with any, their number stays.
     """
-    old = manifest.header
+    old = written_whole(manifest.header)
     note = f"{old.attempt} {_described(new)}"
     # Not random: a run that is repeated has to recognise the files of the one that died.
     unique = hashlib.sha256(note.encode()).digest()[:8]
@@ -203,7 +202,6 @@ def new_header(manifest: Manifest, new: NewLayout, *, epoch: int | None = None) 
         update={
             "attempt": attempt_name(_epoch(old.attempt) if epoch is None else epoch, unique),
             "world_size": old.world_size if manifest.per_rank else new.ranks,
-            "required": tuple(name for name in old.required if name != REFERENCES),
             "user": {**old.user, RESHARDED: note},
         }
     )

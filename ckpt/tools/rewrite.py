@@ -19,9 +19,9 @@ from ckpt.commit.names import MANIFEST_NAME
 from ckpt.errors import Corrupt
 from ckpt.format.datafile import StoredChunk, file_entries, order_key, split_into_files
 from ckpt.format.datafile_builder import DataFileBuilder
-from ckpt.format.manifest import Header, Manifest
+from ckpt.format.joint_manifest import build_manifest
+from ckpt.format.manifest import SINCE_FULL, Header, Manifest
 from ckpt.format.manifest_codec import decode_manifest, encode_manifest
-from ckpt.format.merging import build_manifest
 from ckpt.format.object_parts import PART_NBYTES, sending
 from ckpt.format.part import (
     FileColumns,
@@ -83,6 +83,12 @@ def _rank_of(file: str, ranks: int) -> int:
     digits = file.rpartition("/")[2].removeprefix("rank").partition("-")[0]
     rank = int(digits) if digits.isascii() and digits.isdigit() else 0
     return rank if rank < ranks else 0
+
+
+def written_whole(header: Header) -> Header:
+    """The header of a copy that refers to no other attempt, and has no digests."""
+    user = {name: note for name, note in header.user.items() if name != SINCE_FULL}
+    return header.model_copy(update={"required": (), "user": user})
 
 
 def chunk_of(manifest: Manifest, tensor: int, region: Region) -> StoredChunk:
@@ -205,7 +211,7 @@ def _written(checkpoint: Checkpoint, target: Store, file: DataFile, add: Counter
     if there is None:
         return _write(checkpoint, target, file, add)
     add.skip(layout.nbytes)
-    return PartFile(file.name, layout, file.entries.chunks, there.checksums, seal=there.seal)
+    return PartFile(file.name, layout, file.entries.chunks, there.checksums, there.seal)
 
 
 def _write(checkpoint: Checkpoint, target: Store, file: DataFile, add: Counter) -> PartFile:

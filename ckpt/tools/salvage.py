@@ -21,9 +21,9 @@ from ckpt.format.checksum import crc32c
 from ckpt.format.damage import raising_corrupt
 from ckpt.format.datafile import DIGESTS
 from ckpt.format.datafile_index import DataFileIndex
+from ckpt.format.joint_manifest import build_manifest
 from ckpt.format.manifest import Manifest
 from ckpt.format.manifest_codec import encode_manifest
-from ckpt.format.merging import build_manifest
 from ckpt.format.metadata import FileDescription, data_file_name
 from ckpt.format.opened_files import (
     OpenedFile,

@@ -22,7 +22,7 @@ from ckpt.errors import Corrupt, UnsupportedFormat
 from ckpt.format.checksum import crc32c_of_each
 from ckpt.format.damage import once_more, raising_corrupt
 from ckpt.format.datafile import DIGESTS
-from ckpt.format.datafile_index import read_data_file_index
+from ckpt.format.datafile_index import DataFileIndex, read_data_file_index
 from ckpt.format.manifest import Int64s, Manifest
 from ckpt.format.metadata_budget import MetadataBudget
 from ckpt.format.references import is_reference
@@ -142,8 +142,8 @@ def _all_damage(sums: BlockSums, threads: int, progress: Progress | None) -> lis
         extras = {DIGESTS} if is_reference(name) else None
         nbytes = int(manifest.file_nbytes[file])
         key = file_key(prefix, name)
-        damaged, length = _file_damage(store, key, nbytes, extras)
-        lost = _lost_table(sums, file) if length >= nbytes else "cut off"
+        damaged, length, index = _file_damage(store, key, nbytes, extras)
+        lost = _lost_table(sums, file, index) if length >= nbytes else "cut off"
         # Where the file's own header or end is damaged, that has been said.
         damage += damaged or ([Damage(key, "", -1, 0, nbytes, lost)] if lost else [])
         lengths.append(length)
@@ -179,10 +179,15 @@ def _all_damage(sums: BlockSums, threads: int, progress: Progress | None) -> lis
     return damage
 
 
-def _lost_table(sums: BlockSums, file: int) -> str:
-    """Why the checksums of the blocks in a file are not known; "" when they are."""
+def _lost_table(sums: BlockSums, file: int, index: DataFileIndex | None) -> str:
+    """Why the checksums of the blocks in a file are not known; "" when they are. `index` is that of
+    the file, None where it is damaged.
+    """
     try:
-        sums.read(file)
+        if index is None:
+            sums.read(file)
+        else:
+            sums.describe(file, index)
     except (Corrupt, UnsupportedFormat) as error:
         return str(error)
     return ""
@@ -190,8 +195,9 @@ def _lost_table(sums: BlockSums, file: int) -> str:
 
 def _file_damage(
     store: Store, key: str, nbytes: int, extras: Container[str] | None
-) -> tuple[list[Damage], int]:
-    """What is wrong with a file apart from its chunks, and how many bytes of it can be read.
+) -> tuple[list[Damage], int, DataFileIndex | None]:
+    """What is wrong with a file apart from its chunks, how many bytes of it can be read, and its
+    index.
 
     Of its reserved tensors `extras` are looked at; None stands for all.
     """
@@ -202,14 +208,14 @@ def _file_damage(
     try:
         found_nbytes = store.info(key).nbytes
     except KeyNotFoundError:
-        return [whole_file(f"{key}: the file is missing ({nbytes} bytes)")], 0
+        return [whole_file(f"{key}: the file is missing ({nbytes} bytes)")], 0, None
     except CorruptObjectError as error:
-        return [whole_file(str(error))], nbytes
+        return [whole_file(str(error))], nbytes, None
     damage = []
     if found_nbytes != nbytes:
         # Its blocks are still read: they say which tensors a cut file has lost.
         damage.append(whole_file(f"{key}: {found_nbytes} bytes long, written were {nbytes}"))
-        return damage, found_nbytes
+        return damage, found_nbytes, None
 
     def read(start: int, stop: int) -> bytes:
         with raising_corrupt():
@@ -218,7 +224,7 @@ def _file_damage(
     try:
         index = once_more(lambda: read_data_file_index(read, nbytes, name=key))
     except (Corrupt, UnsupportedFormat, ShortReadError) as error:
-        return [whole_file(str(error))], nbytes
+        return [whole_file(str(error))], nbytes, None
     for name, (offset, extra_nbytes) in index.extras.items():
         if extras is not None and name not in extras:
             continue
@@ -228,7 +234,7 @@ def _file_damage(
         except Corrupt as error:
             text = f"{error} (bytes {offset} to {stop})"
             damage.append(Damage(key, name, 0, offset, stop, text))
-    return damage, nbytes
+    return damage, nbytes, index
 
 
 def _cut_off(sums: BlockSums, lengths: Int64s) -> list[Damage]:

@@ -330,14 +330,14 @@ def _state(value: int) -> dict[str, Any]:
 
 def _with_broken_coordinator(call: Callable[[], object]) -> None:
     """`call`, while the coordinator cannot read what the others send it."""
-    from ckpt.saving import parts
+    from ckpt.saving import joint_parts
 
     def fails(*args: Any) -> Any:
         raise MemoryError("no room for the parts")
 
     with pytest.MonkeyPatch.context() as patch:
         if dist.get_rank() == 0:
-            patch.setattr(parts, "PartReader", fails)
+            patch.setattr(joint_parts, "StructureReader", fails)
         call()
 
 
@@ -398,7 +398,7 @@ def _die_in_a_save(root: str, victim: int, phase: str) -> tuple[str, str]:
     """All ranks save step 2; the victim kills itself when it begins `phase`."""
     from ckpt.saving import publish, save
 
-    module = publish if phase == "build_manifest" else save
+    module = publish if phase == "_stored" else save
 
     ckpt.save(_state(1), root, step=1)
     dist.barrier()
@@ -426,7 +426,7 @@ def _go_on(root: str) -> int:
 
 @pytest.mark.ranks
 @pytest.mark.parametrize(
-    ("victim", "phase"), [(2, "contents_of"), (1, "write_files"), (0, "build_manifest")]
+    ("victim", "phase"), [(2, "contents_of"), (1, "write_files"), (0, "_stored")]
 )
 def test_a_killed_rank_is_named_and_the_next_job_goes_on(
     tmp_path: Path, victim: int, phase: str

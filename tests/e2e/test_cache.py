@@ -65,8 +65,10 @@ class Cached:
                 if isinstance(value, Sharded):
                     value, wanted = value.local, wanted.local
                 assert torch.equal(value, wanted)
-        assert self.store.stats.nbytes.get("get_into", 0) == sum(r.nbytes_read for r in reports)
-        return sum(report.nbytes_read for report in reports)
+        nbytes = sum(report.nbytes_read for report in reports)
+        # And the checksums of each file, unless the cache has them.
+        assert 0 <= self.store.stats.nbytes.get("get_into", 0) - nbytes < 1000
+        return nbytes
 
     def files(self) -> list[Path]:
         return sorted(self.directory.iterdir())

@@ -1,11 +1,8 @@
-"""Checkpoints whose manifest leaves the checksums to the data files: every reader, dedup, requests.
-
-Two ranks count as many here.
-"""
+"""The checksums are in the data files: every reader, dedup, requests."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -20,7 +17,6 @@ from ckpt.format.manifest_codec import decode_manifest
 from ckpt.loading.cache import BlockCache
 from ckpt.loading.load import LoadOptions
 from ckpt.loading.plan import ReadPath
-from ckpt.saving import publish
 from ckpt.tools.salvage import matches_manifest, salvage
 from storage import Store, open_store
 from storage.wrap import WrappedStore
@@ -34,17 +30,13 @@ class ReadKeys(WrappedStore):
     def __init__(self, inner: Store) -> None:
         super().__init__(inner)
         self.names: list[str] = []
+        self.ends: list[tuple[str, int]] = []
 
     def get_into(self, key: str, start: int, buffers: Sequence[memoryview]) -> None:
         if key.endswith(".safetensors"):
             self.names.append(key.rpartition("/")[2])
+            self.ends.append((key, start + sum(buffer.nbytes for buffer in buffers)))
         self.inner.get_into(key, start, buffers)
-
-
-@pytest.fixture(autouse=True)
-def sealed(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(publish, "RULES_RANKS_MIN", 2)
-    yield
 
 
 @pytest.fixture
@@ -53,10 +45,7 @@ def store(request: pytest.FixtureRequest) -> Store:
 
 
 def manifest_of(store: Store) -> Manifest:
-    manifest = decode_manifest(read_manifest(store, live_entries(store)[-1]))
-    assert manifest.header.has_checksum_tables
-    assert not len(manifest.checksums) and not len(manifest.digests)
-    return manifest
+    return decode_manifest(read_manifest(store, live_entries(store)[-1]))
 
 
 def job_of(size: int, store: Store, *, remembers: bool = True) -> Job:
@@ -81,22 +70,21 @@ def check(store: Store, size: int, step: int, path: ReadPath | None = None) -> i
 
 @pytest.mark.parametrize("remembers", [True, False], ids=["same-process", "new-process"])
 def test_saves_refer_to_what_files_say(store: Store, remembers: bool) -> None:
-    """The same bytes are left out as with checksums in manifests; the manifest rebuilt from the
-    files is the stored one; it loads on any number of ranks.
+    """What is frozen is not written again; the manifest rebuilt from the files is the stored one;
+    it loads on any number of ranks.
     """
     job = job_of(2, store, remembers=remembers)
     assert save(job, 1) == 0
     frozen = sum(t.nbytes for name, t in full_at(0).items() if name.startswith("frozen"))
-    for step in (2, 3):
-        assert save(job, step) == frozen
-        manifest = manifest_of(store)
-        assert manifest.references == (live_entries(store)[0].attempt,)
-        assert matches_manifest(store, salvage(store, live_entries(store)[-1].prefix))
+    assert save(job, 2) == frozen
+    manifest = manifest_of(store)
+    assert manifest.references == (live_entries(store)[0].attempt,)
+    assert matches_manifest(store, salvage(store, live_entries(store)[-1].prefix))
     for size in (1, 2, 3):
-        check(store, size, 3)
+        check(store, size, 2)
     # What the other ranks wrote, a rank needs only where it has the same regions now.
-    assert 0 < save(job_of(3, store), 4) < frozen
-    check(store, 2, 4)
+    assert 0 < save(job_of(3, store), 3) < frozen
+    check(store, 2, 3)
 
 
 def test_a_new_process_reads_the_tables_of_its_own_files_alone(store: Store) -> None:
@@ -104,30 +92,12 @@ def test_a_new_process_reads_the_tables_of_its_own_files_alone(store: Store) -> 
     save(job_of(2, store), 1)
     seen = [ReadKeys(store) for _ in range(2)]
     assert save(Job(2, seen.__getitem__), 2)
-    # The replica is rank 0's; each rank opens one file: header twice, table, digests.
+    # The replica is rank 0's; each rank opens one file: header, table, digests.
     assert [set(one.names) for one in seen] == [
         {"rank00000-000.safetensors"},
         {"rank00001-000.safetensors"},
     ]
-    assert [len(one.names) for one in seen] == [4, 4]
-
-
-@pytest.mark.parametrize("first", [2, 9], ids=["few-after-many", "many-after-few"])
-def test_one_form_after_the_other(
-    store: Store, monkeypatch: pytest.MonkeyPatch, first: int
-) -> None:
-    """A manifest with checksums refers to files of one with seals, and the other way round."""
-    referenced = []
-    for step, ranks_min in enumerate((first, 11 - first, first), 1):
-        monkeypatch.setattr(publish, "RULES_RANKS_MIN", ranks_min)
-        referenced.append(save(job_of(2, store, remembers=False), step))
-        entry = live_entries(store)[-1]
-        manifest = decode_manifest(read_manifest(store, entry))
-        assert manifest.header.has_checksum_tables == (ranks_min == 2)
-        assert bool(len(manifest.checksums)) == bool(len(manifest.digests)) == (ranks_min != 2)
-        assert matches_manifest(store, salvage(store, entry.prefix))
-        check(store, 2, step)
-    assert referenced[0] == 0 < referenced[1] == referenced[2]
+    assert [len(one.names) for one in seen] == [3, 3]
 
 
 def test_a_damaged_table_is_not_referred_to(store: Store, tmp_path: Path) -> None:
@@ -151,9 +121,7 @@ def spoil(path: Path) -> None:
     path.write_bytes(data)
 
 
-def test_tables_come_with_the_last_blocks_or_by_a_request_of_their_own(
-    store: Store, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_tables_come_with_the_last_blocks_or_by_a_request_of_their_own(store: Store) -> None:
     """One more request per file, and none where the table is near."""
     job_of(2, store).save(lambda rank: lora_at(1, rank, 2), step=1)
     counts = []
@@ -166,15 +134,11 @@ def test_tables_come_with_the_last_blocks_or_by_a_request_of_their_own(
     # Rank 0's has the values between blocks and table; in rank 1's nothing is between them.
     assert counts[1] == counts[2] == [names[0], *names]
     # Many requests for a file share the one table.
-    monkeypatch.setattr(publish, "RULES_RANKS_MIN", 9)
-    plain = open_store(f"{store.url}-plain")
-    job_of(2, plain).save(lambda rank: lora_at(1, rank, 2), step=1)
-    many = []
-    for one in (plain, store):
-        seen = ReadKeys(one)
-        check(seen, 1, 1, ReadPath(request_nbytes_max=4096, readers=3))
-        many.append(sorted(seen.names))
-    assert len(many[0]) > 10 and many[1] == sorted([*many[0], *names])
+    seen = ReadKeys(store)
+    check(seen, 1, 1, ReadPath(request_nbytes_max=4096, readers=3))
+    keys = [f"{live_entries(store)[0].prefix}{name}" for name in names]
+    tables = [end for end in seen.ends if end[1] == store.info(end[0]).nbytes]
+    assert len(seen.names) > 10 and sorted(tables) == [(k, store.info(k).nbytes) for k in keys]
 
 
 def test_a_plan_lists_the_requests_that_a_load_makes(store: Store, tmp_path: Path) -> None:

@@ -14,7 +14,6 @@ from benchmarks.scale import LAYOUTS, Model
 from ckpt.commit.locate import live_entries
 from ckpt.errors import Corrupt
 from ckpt.format.joint_part import JointMerge, JointStructure, merge_structures
-from ckpt.saving import publish
 from ckpt.saving.report import SaveOptions
 from ckpt.state.types import PerRank
 from ckpt.testing import RanksFailed
@@ -28,7 +27,6 @@ INNER = 3  # below rank 1, which is below rank 0; rank 4 is below it
 
 @pytest.fixture(autouse=True)
 def deep(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(publish, "RULES_RANKS_MIN", 2)
     monkeypatch.setattr(ckpt.world.tree, "CHILDREN_MAX", 2)
     yield
 
@@ -96,11 +94,11 @@ def test_all_ranks_raise_what_they_raise_without_a_tree(
     job, store = job_of(f"differing-{what}")
     texts = texts_of(job, DIFFERENCES[what], options)
     assert len(texts) == 1
-    monkeypatch.setattr(publish, "RULES_RANKS_MIN", RANKS + 1)
+    monkeypatch.setattr(ckpt.world.tree, "CHILDREN_MAX", RANKS)
     flat, _ = job_of(f"differing-{what}-flat")
     assert texts_of(flat, DIFFERENCES[what], options) == texts
     assert not live_entries(store)
-    monkeypatch.setattr(publish, "RULES_RANKS_MIN", 2)
+    monkeypatch.setattr(ckpt.world.tree, "CHILDREN_MAX", 2)
     job.save(lambda rank: state_of(rank, 1), step=8)
     assert len(live_entries(store)) == 1
 

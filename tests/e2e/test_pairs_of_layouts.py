@@ -20,7 +20,6 @@ from torch import nn
 import ckpt
 from ckpt.layout.piece import Owned, Piece, View
 from ckpt.layout.region import Box, whole
-from ckpt.saving import publish
 from ckpt.tools.salvage import matches_manifest, salvage
 from storage import Store, open_store
 from tests.e2e.job import Job
@@ -192,10 +191,7 @@ def saved(layout: str) -> Store:
     """A store with a checkpoint of that layout."""
     store = open_store(f"memory://pairs-{layout.replace(' ', '-')}")
     states = [state_of(layout, rank, seed=3) for rank in range(RANKS)]
-    with pytest.MonkeyPatch.context() as patch:
-        if list(LAYOUTS).index(layout) % 2:  # every second one as many ranks are: merged on the way
-            patch.setattr(publish, "RULES_RANKS_MIN", 2)
-        Job(RANKS, lambda rank: store).save(states.__getitem__, step=3)
+    Job(RANKS, lambda rank: store).save(states.__getitem__, step=3)
     return store
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
 
 import numpy as np
@@ -13,7 +13,10 @@ from ckpt.format.checksum import block_count
 from ckpt.format.checksum_tables import seal_of
 from ckpt.format.codec import encode_values
 from ckpt.format.datafile import StoredChunk, order_key
-from ckpt.format.manifest import Header, int64s
+from ckpt.format.joint_manifest import ReplicaRegions, differing_values
+from ckpt.format.joint_part import JointRest, JointStructure, merge_structures
+from ckpt.format.manifest import Header, Manifest, int64s
+from ckpt.format.merging import ReplicaDifferences
 from ckpt.format.part import (
     FileColumns,
     Part,
@@ -82,6 +85,64 @@ def saved_again(parts: list[Part], seed: int, *, longer_headers: bool = False) -
         }
         again.append(Part(**fields))
     return again
+
+
+Joint = tuple[JointStructure, JointRest]
+
+
+def merged_of(parts: Sequence[Joint]) -> Joint:
+    """The parts of all ranks as one, merged at once."""
+    merged = merge_structures([structure for structure, _ in parts])
+    return merged.structure, merged.rest([rest for _, rest in parts])
+
+
+def differences_of(parts: Sequence[Joint]) -> tuple[ReplicaDifferences, list[str]]:
+    """Where ranks differ, in replicas and in values."""
+    structure, rest = merged_of(parts)
+    return ReplicaRegions(structure).differences(rest), differing_values(rest)
+
+
+Place = tuple[str, Region, str, int]
+
+
+def places_of(parts: Sequence[Part]) -> set[Place]:
+    """Every chunk of the parts: tensor, region, file, first byte."""
+    rows = [
+        (part, *row)
+        for part in parts
+        for row in zip(
+            part.chunk_tensor.tolist(),
+            part.chunk_start.tolist(),
+            part.chunk_numel.tolist(),
+            part.chunk_box.tolist(),
+            part.chunk_file.tolist(),
+            part.chunk_byte_start.tolist(),
+            strict=True,
+        )
+    ]
+    return {
+        (
+            part.tensors[tensor].fqn,
+            part.boxes[box] if box >= 0 else Span(start, start + numel),
+            part.files[file],
+            byte,
+        )
+        for part, tensor, start, numel, box, file, byte in rows
+    }
+
+
+def places_in(manifest: Manifest) -> set[Place]:
+    """Every chunk of a manifest, likewise."""
+    chunks = manifest.chunks
+    return {
+        (
+            manifest.fqns[manifest.tensor_of(chunk)],
+            manifest.region(chunk),
+            manifest.files[int(chunks.file[chunk])],
+            int(chunks.byte_start[chunk]),
+        )
+        for chunk in range(len(chunks))
+    }
 
 
 def _has(chunks: list[StoredChunk], record: TensorRecord) -> bool:

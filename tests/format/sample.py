@@ -11,8 +11,8 @@ from ckpt.format.checksum import block_checksums
 from ckpt.format.checksum_tables import seal_of
 from ckpt.format.codec import encode_values
 from ckpt.format.datafile import StoredChunk, checksum_tensor, layout_data_file, order_key
+from ckpt.format.joint_manifest import build_manifest
 from ckpt.format.manifest import Header, Manifest
-from ckpt.format.merging import build_manifest
 from ckpt.format.metadata import data_file_name, digest_extras, file_extras, file_metadata
 from ckpt.format.part import Part, PartFile, TensorRecord, make_part
 from ckpt.layout.dtypes import DTYPES
@@ -188,7 +188,7 @@ def _rank(
     name = data_file_name(rank, 0)
     part = make_part(
         rank=rank,
-        files=[PartFile(name, layout, chunks, sums, digests, seal_of(table))],
+        files=[PartFile(name, layout, chunks, sums, seal_of(table), digests)],
         tensors=TENSORS,
         aliases=ALIASES,
         values=VALUES,

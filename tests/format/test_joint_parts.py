@@ -1,7 +1,8 @@
 """Parts that are merged on their way give the manifest, and the errors, of all parts at once.
 
 Whatever the tree: joint parts are merged in random ones, through the bytes that ranks send, and
-compared with `merging`, which has all parts in one place.
+compared with all parts merged in one place. The manifest has the chunks of the parts, and their
+table has its bytes.
 """
 
 from __future__ import annotations
@@ -20,15 +21,23 @@ import ckpt.world.tree
 from benchmarks.scale import LAYOUTS
 from ckpt.errors import Corrupt, InvalidState
 from ckpt.format.checksum import crc32c
-from ckpt.format.checksum_tables import CHECKSUM_TABLES, Seals
+from ckpt.format.checksum_tables import Seals
 from ckpt.format.chunk_rules import chunk_total
 from ckpt.format.codec import encode_values
+from ckpt.format.columns import pack_map, unpack_map
+from ckpt.format.coverage import check_rules
 from ckpt.format.datafile import StoredChunk, order_key
-from ckpt.format.joint_manifest import differing_values
-from ckpt.format.joint_part import JointMerge, JointStructure, merge_structures, structure_of
-from ckpt.format.manifest import PROGRESSIONS, Header, int64s
+from ckpt.format.joint_codec import StructureReader, encode_rest, encode_structure
+from ckpt.format.joint_manifest import build_manifest, differing_values
+from ckpt.format.joint_part import (
+    JointMerge,
+    JointStructure,
+    merge_structures,
+    rest_of,
+    structure_of,
+)
+from ckpt.format.manifest import Header, int64s
 from ckpt.format.manifest_codec import encode_manifest
-from ckpt.format.merging import build_manifest, replica_differences, value_differences
 from ckpt.format.part import (
     FileColumns,
     Part,
@@ -45,16 +54,23 @@ from ckpt.saving.messages import split
 from ckpt.telemetry.history import RankReport
 from ckpt.world.tree import family
 from tests.conftest import Scale
-from tests.format.many_parts import data_file, header_of, random_parts, saved_again
+from tests.format.many_parts import (
+    data_file,
+    differences_of,
+    header_of,
+    places_in,
+    places_of,
+    random_parts,
+    saved_again,
+)
 
 BEFORE = "e000001-" + "f" * 16
 Known = dict[int, JointParts]
 
 
 def sealed(ranks: int, step: int = 1) -> Header:
-    """The header of a save of so many ranks that parts are merged on their way."""
-    required = (REFERENCES, PROGRESSIONS, CHECKSUM_TABLES)
-    return header_of(ranks, step).model_copy(update={"required": required})
+    """The header of a save that may refer to others."""
+    return header_of(ranks, step).model_copy(update={"required": (REFERENCES,)})
 
 
 def report_of(rank: int) -> RankReport:
@@ -99,11 +115,13 @@ def outcome(make: Callable[[], bytes]) -> bytes | str:
 
 
 def of_all_parts(header: Header, parts: Sequence[Part]) -> list[Any]:
-    return [
-        replica_differences(parts),
-        value_differences(parts),
-        outcome(lambda: encode_manifest(build_manifest(header, parts))),
-    ]
+    def made() -> bytes:
+        manifest = build_manifest(header, parts)
+        assert places_in(manifest) == places_of(parts)
+        return encode_manifest(manifest)
+
+    pairs = [(structure_of(part), rest_of(part)) for part in parts]
+    return [*differences_of(pairs), outcome(made)]
 
 
 def of_joint_parts(
@@ -424,13 +442,6 @@ def test_damaged_messages_are_refused() -> None:
         JointParts().received(parts[0], report_of(0), [alone.payload(parts[1], report_of(1), [])])
 
 
-def test_a_part_without_seals_is_refused() -> None:
-    part = random_parts(4, 2)[1]
-    unsealed = replace(part, seals=Seals(part.seals.nbytes[:0], part.seals.digests[:0]))
-    with pytest.raises(ValueError, match="needs the seals of all files"):
-        JointParts().payload(unsealed, report_of(1), [])
-
-
 def test_ranks_that_take_turns_in_a_tensor_give_the_same_manifest() -> None:
     """Chunks of one rule lie between those of another: ranks by columns, not by rows."""
     ranks, groups = 12, 3
@@ -447,3 +458,57 @@ def test_ranks_that_take_turns_in_a_tensor_give_the_same_manifest() -> None:
         parts.append(part_of_files([file], rank=rank, tensors=records, texts=texts))
     for seed in range(8):
         assert isinstance(agrees(parts, seed), bytes)
+
+
+def test_saves_that_change_values_only_check_the_cover_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Their manifests are those of parts sent anew."""
+    checked = []
+
+    def counted(*args: Any) -> list[str]:
+        checked.append(1)
+        return check_rules(*args)
+
+    monkeypatch.setattr("ckpt.format.joint_manifest.check_rules", counted)
+    for seed in range(12):
+        ranks = 1 + seed
+        known, tree = kept_by(ranks), random_tree(seed, ranks)
+        parts = random_parts(seed, ranks)
+        for step in range(1, 5):
+            own = saved_again(parts, step, longer_headers=step > 2)
+            got = received(known, own, tree)
+            made = got.table().manifest(header_of(ranks, step), got.rest).encoded.data
+            assert len(checked) == seed + 1
+            with monkeypatch.context() as patch:
+                patch.setattr("ckpt.format.joint_manifest.check_rules", check_rules)
+                assert encode_manifest(build_manifest(header_of(ranks, step), own)) == made
+
+
+def test_what_is_sent_again_does_not_grow_with_the_names_of_tensors() -> None:
+    for tensors in (4, 40):
+        for part in random_parts(4, 3, tensors=tensors):
+            rest = rest_of(part)
+            nbytes = len(encode_rest(rest, bytes(32))) - part.replicas.digests.nbytes
+            assert nbytes < 600
+
+
+def test_tensors_that_ranks_have_in_common_are_decoded_once() -> None:
+    parts, reader = random_parts(5, 12), StructureReader()
+    structures = [reader.read(encode_structure(structure_of(part))).structure for part in parts]
+    tables = {part.tensors for part in parts}
+    assert len({id(one.tensors) for one in structures}) == len(tables) < len(parts)
+
+
+def test_names_that_all_ranks_have_take_a_fraction_of_their_length() -> None:
+    """The coordinator gets them from the ranks below; damaged ones are refused."""
+    names = [f"model.layers.{number}.feed_forward.gate_proj.weight" for number in range(1000)]
+    records = [TensorRecord(name, "float32", (64, 32), 0) for name in names]
+    part = part_of_files([], rank=0, tensors=records, texts=PartTexts({}))
+    data = encode_structure(structure_of(part))
+    assert 8 * len(data) < sum(map(len, names))
+    assert list(StructureReader().read(data).structure.tensors) == sorted(records)
+    fields = {name: bytes(view) for name, view in unpack_map(data).items()}
+    for wrong in (fields["tensors"][:-9], b"", b"\x78\x9c" + bytes(20)):
+        with pytest.raises(Corrupt, match="not readable"):
+            StructureReader().read(pack_map({**fields, "tensors": wrong}))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from contextlib import closing
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -11,25 +10,16 @@ import pytest
 import torch
 
 import ckpt
-from ckpt.errors import Corrupt, UnsupportedFormat
-from ckpt.format.checksum_tables import CHECKSUM_TABLES
-from ckpt.format.columns import pack_ints, pack_map, unpack_map
-from ckpt.format.manifest import PROGRESSIONS, ChunkTable, Manifest
-from ckpt.format.manifest_codec import decode_manifest, encode_manifest
-from ckpt.format.merging import build_manifest
+from ckpt.errors import Corrupt
+from ckpt.format.columns import pack_ints, unpack_map
+from ckpt.format.manifest import ChunkTable
+from ckpt.format.manifest_codec import encode_manifest
 from ckpt.format.progressions import pack_regular, unpack_regular
 from ckpt.tools.salvage import salvage
 from storage import open_store
-from tests.format.many_parts import header_of, random_parts
-from tests.format.test_manifest import envelope, grid_manifest
+from tests.format.test_manifest import grid_manifest
 
 COLUMNS = tuple(name for name in ChunkTable.__slots__ if name != "boxes")
-
-
-def ruled(manifest: Manifest) -> Manifest:
-    return replace(
-        manifest, header=manifest.header.model_copy(update={"required": (PROGRESSIONS,)})
-    )
 
 
 def test_the_bytes_of_progressions_are_those_of_the_format() -> None:
@@ -98,26 +88,11 @@ def test_progressions_that_lie_are_corrupt(data: memoryview, message: str) -> No
         unpack_regular(data, 100, "x")
 
 
-@pytest.mark.parametrize("seed", range(8))
-def test_a_manifest_of_rules_is_the_manifest_of_their_results(seed: int) -> None:
-    """Random parts, and the benchmark's layouts."""
-    plain = build_manifest(header_of(9), random_parts(seed, 9))
-    if seed < 3:
-        options: tuple[dict[str, bool], ...] = ({}, {"uneven": True}, {"by_columns": True})
-        plain = grid_manifest(20, 200, **options[seed])
-    data = encode_manifest(ruled(plain))
-    there = decode_manifest(data)
-    assert encode_manifest(there) == data
-    assert encode_manifest(replace(there, header=plain.header)) == encode_manifest(plain)
-    for name in COLUMNS:
-        assert np.array_equal(getattr(there.chunks, name), getattr(plain.chunks, name)), name
-
-
 def test_regular_layouts_take_the_same_bytes_for_any_number_of_ranks() -> None:
     """Per rank a manifest grows by its files' names and sizes and the checksums of blocks."""
 
     def nbytes(ranks: int) -> int:
-        manifest = ruled(grid_manifest(50, ranks, mixed=True))
+        manifest = grid_manifest(50, ranks, mixed=True)
         fields = unpack_map(encode_manifest(manifest)[24:-32])
         return sum(len(data) for name, data in fields.items() if name.startswith("chunk_"))
 
@@ -125,31 +100,14 @@ def test_regular_layouts_take_the_same_bytes_for_any_number_of_ranks() -> None:
     assert many <= few + 4 * 50 and many < 40 * 50
 
 
-def test_readers_that_do_not_know_rules_refuse_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    data = encode_manifest(ruled(grid_manifest(5, 100)))
-    # One that does not announce them must not have them.
-    fields = {name: bytes(value) for name, value in unpack_map(data[24:-32]).items()}
-    fields["header"] = fields["header"].replace(b'["progressions"]', b"[]")
-    with pytest.raises(Corrupt, match="unknown column code"):
-        decode_manifest(envelope(pack_map(fields)))
-    monkeypatch.setattr("ckpt.format.manifest_codec.FEATURES", frozenset({"references"}))
-    with pytest.raises(UnsupportedFormat, match=r"progressions.*install a newer one"):
-        decode_manifest(data)
-
-
-def test_saves_of_many_ranks_hold_rules_and_are_salvaged_as_they_were(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """One rank counts as many here: save twice, load, verify, lose the manifest, salvage it."""
-    monkeypatch.setattr("ckpt.saving.publish.RULES_RANKS_MIN", 1)
+def test_saves_are_salvaged_as_they_were(tmp_path: Path) -> None:
+    """Save twice, load, lose the manifest, salvage it."""
     state = {f"t{number:03d}": torch.full((7,), float(number)) for number in range(50)}
     for step in (1, 2):
         report = ckpt.save(state, str(tmp_path), step=step)
     loaded = {name: torch.zeros(7) for name in state}
     ckpt.load(loaded, str(tmp_path))
     assert all(torch.equal(loaded[name], state[name]) for name in state)
-    with ckpt.open(str(tmp_path)) as opened:
-        assert opened.manifest.header.required == (PROGRESSIONS, CHECKSUM_TABLES)
     path = Path(report.path.removeprefix("file://")) / "MANIFEST"
     before = path.read_bytes()
     path.unlink()

@@ -19,8 +19,8 @@ from ckpt.commit.names import parse_step_key
 from ckpt.errors import Corrupt, NoCheckpoint
 from ckpt.format.columns import pack_ints, pack_map, pack_strings, unpack_map
 from ckpt.format.datafile_index import read_data_file_index
+from ckpt.format.joint_manifest import build_manifest
 from ckpt.format.manifest_codec import decode_manifest, encode_manifest
-from ckpt.format.merging import build_manifest
 from ckpt.format.metadata import FileRange, describe_file
 from ckpt.format.references import parse_reference, reference_to
 from ckpt.loading.contents import find_checkpoint
@@ -111,6 +111,8 @@ def test_a_reference_that_no_chunk_lies_in_is_refused() -> None:
         "counts": counts.tobytes(),
         "file_nbytes": pack_ints(sizes),
         "file_data_starts": pack_ints(starts),
+        "table_nbytes": pack_ints([*SAMPLES[-1].manifest.seals.nbytes.tolist(), 12]),
+        "table_digests": SAMPLES[-1].manifest.seals.digests.tobytes() + bytes(32),
     }
     with pytest.raises(Corrupt, match="holds no chunk"):
         decode_manifest(_with_files(names, **fields))
@@ -122,17 +124,6 @@ def test_references_must_be_required_so_that_older_readers_refuse() -> None:
         decode_manifest(_with_files([*OWN, *SHARED], header=header))
     with pytest.raises(ValueError, match="must require"):
         build_manifest(LAST.model_copy(update={"required": ()}), SAMPLES[-1].parts)
-
-
-@pytest.mark.parametrize("nbytes", [0, 32, 32 * 8 - 1, 32 * 9])
-def test_digests_are_one_per_chunk(nbytes: int) -> None:
-    with pytest.raises(Corrupt, match="blake3"):
-        decode_manifest(_with_files([*OWN, *SHARED], blake3=bytes(nbytes)))
-
-
-def test_a_manifest_without_digests_is_whole() -> None:
-    manifest = decode_manifest(_with_files([*OWN, *SHARED], blake3=None))
-    assert manifest.digests.shape == (0, 32)
 
 
 def test_names_of_directories_are_those_that_the_log_knows() -> None:

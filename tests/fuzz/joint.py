@@ -29,10 +29,7 @@ from ckpt.format.joint_part import (
     rest_of,
     structure_of,
 )
-from ckpt.format.manifest_codec import encode_manifest
-from ckpt.format.merging import build_manifest, replica_differences, value_differences
 from ckpt.format.part import Part
-from ckpt.format.part_codec import decode_part, encode_part
 from ckpt.saving.joint_parts import JointParts
 from ckpt.saving.messages import joined, split
 from ckpt.telemetry.history import RankReport
@@ -40,7 +37,6 @@ from ckpt.world.frames import Frame, FrameKind, FrameReader
 from ckpt.world.link import card_of
 from ckpt.world.liveness import Card, ProcessIdentity
 from tests.format.many_parts import random_parts
-from tests.format.sample import HEADER, make_sample
 from tests.fuzz.target import Target
 
 RANKS = 3
@@ -121,14 +117,6 @@ def sealed_part(data: bytes) -> bytes:
     return joined(structure, _with_digest(rest, digest))
 
 
-def _read_merged(data: bytes) -> None:
-    """A part beside that of another rank."""
-    parts = [make_sample().parts[0], decode_part(data)]
-    replica_differences(parts)
-    value_differences(parts)
-    encode_manifest(build_manifest(HEADER, parts))
-
-
 def _cards() -> list[bytes]:
     who = ProcessIdentity("machine", 7, "123")
     card = Card(3, "token", ("10.0.0.3", "host"), 4711, "network", who).encode()
@@ -147,6 +135,5 @@ TARGETS = (
     Target("joint.structure", _read_structure, _structures, _sealed_structure),
     Target("joint.rest", _read_rest, _rests),
     Target("joint.message", _read_message, _messages, _sealed_message),
-    Target("part.merged", _read_merged, lambda: [encode_part(make_sample().parts[1])], sealed_part),
     Target("greeting", _read_greeting, _cards, refusals=(ValueError,)),
 )

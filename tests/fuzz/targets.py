@@ -41,10 +41,10 @@ from ckpt.format.codec import decode_values, encode_values
 from ckpt.format.columns import pack_map, unpack_map
 from ckpt.format.datafile import CHECKSUMS, parse_entry_name
 from ckpt.format.datafile_index import read_data_file_index
+from ckpt.format.joint_codec import decode_part, encode_part
 from ckpt.format.manifest_codec import MAGIC, decode_manifest, encode_manifest
 from ckpt.format.metadata import describe_file
 from ckpt.format.metadata_budget import MetadataBudget
-from ckpt.format.part_codec import decode_part, encode_part
 from ckpt.format.progressions import pack_regular, unpack_regular
 from ckpt.telemetry.record import decode_telemetry
 from ckpt.world.frames import Frame, FrameKind, FrameReader
@@ -123,16 +123,9 @@ def _read_manifest(data: bytes) -> None:
 
 
 def _targets_of_fields() -> list[Target]:
-    """One for each field of a manifest with digests, and of one with seals in their place:
-    mutations of a whole manifest mostly break its map.
-    """
-    return [
-        _target_of_field(f"{kind}.{name}", name, unpack_map(body))
-        for kind, body in zip(
-            ("digests", "seals"), (_manifests()[-2], _manifests()[-1]), strict=True
-        )
-        for name in unpack_map(body)
-    ]
+    """One for each field of a manifest: mutations of a whole one mostly break its map."""
+    fields = unpack_map(_manifests()[-1])
+    return [_target_of_field(f"manifest.{name}", name, fields) for name in fields]
 
 
 def _target_of_field(target: str, name: str, others: Mapping[str, memoryview]) -> Target:

@@ -96,9 +96,9 @@ ALL = (
     ),
     Mutant(
         "a part may name tensors that it has not",
-        "ckpt/format/part_codec.py",
-        '            ("replica of tensor", part.replicas.tensor, len(tensors)),\n',
-        "",
+        _JOINT,
+        '        checked_indexes(of_list, "replica_tensor", len(tensors))\n',
+        "        pass\n",
         test="tests/format/test_manifest.py::"
         "test_digests_that_do_not_belong_to_the_replicas_are_refused",
     ),

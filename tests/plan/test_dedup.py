@@ -9,14 +9,19 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 import pytest
 
+from ckpt.commit.locate import file_key
 from ckpt.commit.names import attempt_name
 from ckpt.commit.records import LiveEntry
+from ckpt.format.checksum_tables import Seal
 from ckpt.format.datafile import StoredChunk
+from ckpt.format.manifest import Manifest
 from ckpt.format.metadata import FileRange
+from ckpt.format.stored_index import StoredSums, stored_sums
 from ckpt.layout.region import Box, Span, whole
 from ckpt.saving import dedup
 from ckpt.saving.dedup import (
@@ -28,17 +33,20 @@ from ckpt.saving.dedup import (
     divide,
     identity,
     kept_alive,
-    known_of_manifest,
+    known_of_files,
     known_of_part,
     nbytes_held,
     references_allowed,
 )
+from storage import Store
+from storage.memory import MemoryStore
 from tests.conftest import Scale
-from tests.format.sample import INCREMENTS, make_increments
+from tests.format.sample import INCREMENTS, increment_dir, make_increments
 
 SHAPE = (4, 6)
 BASE = attempt_name(1, bytes(8))
-FILE = SharedFile(f"../00000001-{BASE}/rank00000-000.safetensors", BASE, 9000, 4096)
+SEAL = Seal(12, bytes(32))
+FILE = SharedFile(f"../00000001-{BASE}/rank00000-000.safetensors", BASE, 9000, 4096, SEAL)
 SUMS = np.array([1, 2], dtype=np.uint32)
 
 
@@ -141,9 +149,14 @@ def test_what_is_too_scattered_is_written(monkeypatch: pytest.MonkeyPatch) -> No
     assert division.written == () and len(division.ranges) == 2
 
 
-def test_a_rank_remembers_of_its_part_what_the_manifest_would_tell_it() -> None:
+def test_a_rank_remembers_of_its_part_what_the_files_would_tell_it() -> None:
     """Own chunks and referenced ones, spans and boxes, of all three increments and both ranks."""
+    store = MemoryStore()
     for header, sample in zip(INCREMENTS, make_increments(), strict=True):
+        prefix = increment_dir(header) + "/"
+        for name, data in sample.files.items():
+            store.put_if_absent(prefix + name, data)
+        sums_of = partial(_sums_of, store, prefix, sample.manifest)
         together: dict[Identity, KnownChunk] = {}
         for part in sample.parts:
             together |= known_of_part(part, header)
@@ -151,21 +164,24 @@ def test_a_rank_remembers_of_its_part_what_the_manifest_would_tell_it() -> None:
             StoredChunk(fqn, dtype, shape, region, -1, kind)
             for fqn, dtype, shape, kind, region in together
         ]
-        known_here = known_of_manifest(sample.manifest, wanted)
+        known_here = known_of_files(sample.manifest, wanted, sums_of)
         assert known_here.keys() == together.keys() and len(known_here) == len(
             sample.manifest.chunks
         )
         for key, there in together.items():
-            # Of the tables in files, a manifest with all checksums says nothing.
-            assert known_here[key][:3] == (there.file._replace(seal=None), *there[1:3])
+            assert known_here[key][:3] == there[:3]
             assert np.array_equal(known_here[key].checksums, there.checksums)
             attempt = header.attempt if key.fqn in ("phase", "weight.columns") else None
             assert there.file.attempt == (attempt or INCREMENTS[0].attempt)
         absent = [one._replace(fqn="no such") for one in wanted]
         absent += [one._replace(kind=9) for one in wanted]
         absent += [one._replace(region=Span(1, 2)) for one in wanted]
-        assert known_of_manifest(sample.manifest, absent) == {}
+        assert known_of_files(sample.manifest, absent, sums_of) == {}
         assert sum(nbytes_held(sample.manifest).values()) == 456
+
+
+def _sums_of(store: Store, prefix: str, manifest: Manifest, file: int) -> StoredSums | None:
+    return stored_sums(store, file_key(prefix, manifest.files[file]), manifest, file)
 
 
 # Growth -------------------------------------------------------------------------------------------

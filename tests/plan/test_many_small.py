@@ -191,4 +191,6 @@ def test_small_tensors_between_large_ones_are_read_by_one_request(
     target = {fqn: torch.zeros(()) for fqn in steps}
     ckpt.load(target, url, strict=False)
     assert all(torch.equal(target[fqn], steps[fqn]) for fqn in steps)
-    assert [nbytes for key, nbytes in requests if key.endswith(".safetensors")] == [400]
+    # With the values and the checksums of all 200 behind them.
+    (nbytes,) = [nbytes for key, nbytes in requests if key.endswith(".safetensors")]
+    assert nbytes < 400 + 4 * 200 + 100

@@ -5,16 +5,19 @@ Method: checkpoints of small jobs; what a manifest says is then changed by hand.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
+from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
-from ckpt.commit.locate import live_entries, read_manifest
-from ckpt.format.blake3 import digests_from
+from ckpt.commit.locate import file_key, live_entries, read_manifest
+from ckpt.commit.names import step_prefix
 from ckpt.format.manifest import BoxTable, Manifest
 from ckpt.format.manifest_codec import decode_manifest
+from ckpt.format.stored_index import StoredSums, stored_sums
 from ckpt.loading.unchanged import unchanged_chunks
 from ckpt.saving.report import SaveOptions
 from storage import Store, open_store
@@ -47,41 +50,65 @@ def save(
     return manifests(store)[-1]
 
 
+def _sums_of(stores: Sequence[Store], manifest: Manifest, file: int) -> StoredSums | None:
+    prefix = step_prefix(manifest.header.step, manifest.header.attempt)
+    key = file_key(prefix, manifest.files[file])
+    for store in stores:
+        if store.exists(key):
+            return stored_sums(store, key, manifest, file)
+    return None
+
+
+def unchanged(old: Manifest, new: Manifest, *stores: Store, wanted: Any = None) -> list[bool]:
+    """All that is proved by place and, with the stores that have their files, by digests."""
+    wanted = range(len(new.chunks)) if wanted is None else wanted
+    return unchanged_chunks(old, new, wanted, partial(_sums_of, stores)).tolist()
+
+
 @pytest.mark.parametrize("dim", [1, None])
 def test_the_same_place_of_a_file_is_proof_and_equal_checksums_are_none(
     store: Store, dim: int | None
 ) -> None:
     first = save(store, 1, 2, dim=dim)
     second = save(store, 2, 2, dim=dim, add=1)
-    assert unchanged_chunks(first, second).tolist() == [True, False, True]
-    assert unchanged_chunks(second, second).all()
-    without = replace(second, digests=digests_from(b""))
-    assert unchanged_chunks(first, without).tolist() == [True, False, True], "by place alone"
+    assert unchanged(first, second, store) == [True, False, True]
+    assert all(unchanged(second, second, store))
+    assert unchanged(first, second) == [True, False, True], "by place alone"
 
-    moved = replace(without.chunks, byte_start=without.chunks.byte_start + 4)
-    assert not unchanged_chunks(first, replace(without, chunks=moved)).any()
+    moved = replace(second.chunks, byte_start=second.chunks.byte_start + 4)
+    assert not any(unchanged(first, replace(second, chunks=moved), store))
 
     plain = [save(store, step, 2, dim=dim, dedup=False) for step in (3, 4)]
-    assert np.array_equal(plain[0].checksums, plain[1].checksums)
-    assert not unchanged_chunks(*plain).any()
+    assert not any(unchanged(*plain, store))
 
 
 def test_digests_prove_it_where_block_checksums_are_the_same(store: Store) -> None:
-    first, again = save(store, 1, 2), save(open_store("memory://elsewhere"), 7, 2)
-    assert unchanged_chunks(first, again).all(), "written twice, with the same digests"
-    checksums = again.checksums.copy()
-    checksums[0] ^= 1  # what was hashed is not what was written
-    assert unchanged_chunks(first, replace(again, checksums=checksums)).tolist() == [
-        False,
-        True,
-        True,
-    ]
+    other = open_store("memory://elsewhere")
+    first, again = save(store, 1, 2), save(other, 7, 2)
+    assert all(unchanged(first, again, store, other)), "written twice, with the same digests"
+    assert unchanged(first, again, store, other, wanted=[2]) == [False, False, True], (
+        "as far as wanted"
+    )
+
+    def changed(sums: StoredSums | None) -> StoredSums | None:
+        """What was hashed is not what was written."""
+        assert sums is not None
+        checksums = sums.described.checksums.copy()
+        checksums[sums.described.first_block[0]] ^= 1
+        return sums._replace(described=replace(sums.described, checksums=checksums))
+
+    def sums_of(manifest: Manifest, file: int) -> StoredSums | None:
+        there = _sums_of((store, other), manifest, file)
+        return changed(there) if manifest is again and file == 0 else there
+
+    proved = unchanged_chunks(first, again, range(3), sums_of)
+    assert proved.sum() == 2 and not proved[again.chunks.file == 0].all()
 
 
 def test_another_cut_shape_dtype_or_name_proves_nothing(store: Store) -> None:
     first = save(store, 1, 2)
-    assert unchanged_chunks(first, save(store, 2, 3)).tolist() == [False] * 3 + [True]
-    assert unchanged_chunks(first, save(store, 3, 2, dim=0)).tolist() == [False, False, True]
+    assert unchanged(first, save(store, 2, 3), store) == [False] * 3 + [True]
+    assert unchanged(first, save(store, 3, 2, dim=0), store) == [False, False, True]
     boxes = first.chunks.boxes
     swapped = BoxTable.of([boxes[1], boxes[0]])
     for other in (
@@ -90,4 +117,4 @@ def test_another_cut_shape_dtype_or_name_proves_nothing(store: Store) -> None:
         replace(first, fqns=("other", "same")),
         replace(first, chunks=replace(first.chunks, boxes=swapped)),
     ):
-        assert unchanged_chunks(first, other).tolist() == [False, False, True]
+        assert unchanged(first, other, store) == [False, False, True]

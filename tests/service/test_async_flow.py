@@ -358,7 +358,7 @@ def test_weights_are_not_compared_with_a_save_that_failed(
         raise OSError("planted: no manifest")
 
     with monkeypatch.context() as patch:
-        patch.setattr("ckpt.saving.publish.build_manifest", failing)
+        patch.setattr("ckpt.saving.publish._stored", failing)
         with pytest.raises(OSError, match="planted"):
             ckpt.async_save(state, url, step=1).result()
     report = getattr(ckpt, again)(state, url, step=1)

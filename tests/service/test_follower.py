@@ -131,7 +131,8 @@ def test_only_what_is_not_proved_to_be_in_memory_is_read(store: CountingStore, d
     changed = 1 if dedup else TENSORS
     assert update.nbytes == update.nbytes_read == changed * NUMEL * 4
     assert update.nbytes_total == first.nbytes_total and len(update.names) == changed
-    assert store.stats.nbytes["get_into"] == changed * NUMEL * 4
+    # And headers, checksums and digests of the files in question.
+    assert 0 < store.stats.nbytes["get_into"] - changed * NUMEL * 4 < 10_000
     store.reset()
     swapped = follower.swap()
     assert swapped is not None and swapped.nbytes == changed * NUMEL * 4

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -18,8 +18,8 @@ import torch
 from torch import nn
 
 import ckpt
-from ckpt.format import merging
-from ckpt.format.part import Part
+from ckpt.format.joint_manifest import JointTable
+from ckpt.format.joint_part import JointStructure
 from ckpt.process import open_root
 from ckpt.saving import plan as contents
 from ckpt.saving import publish
@@ -182,17 +182,16 @@ def test_steps_of_training_use_the_plan_again(monkeypatch: pytest.MonkeyPatch) -
 def test_a_process_alone_merges_again_only_what_has_changed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The table of chunks and its proof are kept while values change, and are anew with
-    another type, a tensor more, an alias more, and after a save that failed.
+    """The rules of chunks and their proof are kept while values change, and are anew with
+    another type, a tensor more, and an alias more.
     """
     merged: list[int] = []
-    init = merging._Merged.__init__
 
-    def noted(self: merging._Merged, parts: Sequence[Part]) -> None:
+    def noted(structure: JointStructure) -> JointTable:
         merged.append(1)
-        init(self, parts)
+        return JointTable(structure)
 
-    monkeypatch.setattr(merging._Merged, "__init__", noted)
+    monkeypatch.setattr("ckpt.saving.joint_parts.JointTable", noted)
     url = f"{URL}-alone"
     state: State = {"a": torch.randn(3), "b": torch.randn(4)}
     for step in range(9):
@@ -204,7 +203,7 @@ def test_a_process_alone_merges_again_only_what_has_changed(
             state["d"] = state["c"]
         if step == 7:
             with monkeypatch.context() as patch, pytest.raises(OSError, match="planted"):
-                patch.setattr(publish, "store_manifest", _fail)
+                patch.setattr(publish, "_create_manifest", _fail)
                 ckpt.save(state, url, step=100)
         state["a"].add_(1)
         expected = tensors_now(state)
@@ -214,7 +213,7 @@ def test_a_process_alone_merges_again_only_what_has_changed(
         saved.pop("d", None)  # a name of "c", and no tensor of its own
         assert differing(saved, expected) == []
     # The failed save had the structure of the ones before it.
-    assert len(merged) == 5
+    assert len(merged) == 4
 
 
 def _fail(*_: Any) -> None:

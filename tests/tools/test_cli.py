@@ -23,7 +23,6 @@ from ckpt.cli import main
 from ckpt.cli.screen import size
 from ckpt.commit.maintenance import Maintenance
 from storage import open_store
-from tests.golden.test_root_v1 import ROOT as ROOT_V1
 from tests.servers import free_port
 from tests.tools.conftest import data_files, sliced_net, stepped
 
@@ -59,16 +58,6 @@ def test_ls_has_times_of_the_log_and_sizes_of_the_files(
     assert main(["ls", root]) == 0
     out = capsys.readouterr().out
     assert "1970" not in out and size(listed[0]["nbytes"]) in out
-
-
-def test_ls_of_a_root_of_version_0_1_reads_the_times_from_its_commits(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    assert main(["ls", str(ROOT_V1), "--json"]) == 0
-    listed = json.loads(capsys.readouterr().out)
-    saved = [event for event in reversed(ckpt.history(str(ROOT_V1))) if event.kind == "COMMIT"]
-    assert [one["committed_unix"] for one in listed] == [event.time_unix for event in saved]
-    assert [one["nbytes"] for one in listed] == [None, None]
 
 
 def test_a_steps_directory_is_listed_and_opened_by_its_own_path(

@@ -168,7 +168,8 @@ def test_own_layout_gives_the_same_chunks(sliced_root: str) -> None:
     target = MemoryStore()
     old = checkpoint.manifest
     new = rewrite(checkpoint, old.header, own_layout(old), target, threads=2, add=Count())
-    assert encode_manifest(new) == encode_manifest(old)
+    # The tables hold checksums of headers, and only rank 0 lists empty tensors in the new ones.
+    assert encode_manifest(replace(new, seals=old.seals)) == encode_manifest(old)
 
 
 def test_even_parts_are_those_of_torch_and_cover_everything() -> None:

@@ -116,7 +116,7 @@ def test_what_is_not_finite_is_counted_and_spoils_no_number(tmp_path: Path) -> N
 
 
 def test_only_blocks_that_differ_are_read(tmp_path: Path) -> None:
-    """16 blocks, two of which differ: four blocks are read, two of each side."""
+    """16 blocks, two of which differ: four blocks are read, two of each side, and the checksums."""
     torch.manual_seed(0)
     one = {"x": torch.randn(4 * MIB)}
     two = {"x": one["x"].clone()}
@@ -127,7 +127,8 @@ def test_only_blocks_that_differ_are_read(tmp_path: Path) -> None:
         opened.append((store, Checkpoint(store, find_checkpoint(store))))
     before = sum(store.stats.bytes_read for store, _ in opened)
     report = diff_checkpoints(opened[0][1], opened[1][1], DiffOptions())
-    assert sum(store.stats.bytes_read for store, _ in opened) - before == 4 * MIB
+    tables = sum(int(one.manifest.seals.nbytes.sum()) for _, one in opened)
+    assert sum(store.stats.bytes_read for store, _ in opened) - before == 4 * MIB + tables
     assert report.nbytes_read == 4 * MIB
     assert report.changed[0].amount is not None and report.changed[0].amount.changed == 2
 

@@ -23,6 +23,7 @@ import torch
 import ckpt
 from ckpt.cli import main
 from ckpt.errors import Corrupt, UnsupportedFormat
+from ckpt.format.checksum_tables import Seal, Seals
 from ckpt.format.columns import pack_ints, pack_map, unpack_map
 from ckpt.format.manifest import BoxTable, ChunkTable, RuledChunks, starts_of
 from ckpt.format.manifest_codec import MAGIC, decode_manifest, encode_manifest
@@ -52,7 +53,6 @@ def crafted(folder: Path, chunks: int, numel: int) -> Path:
     path = step_directory(folder) / "MANIFEST"
     fields = {k: bytes(v) for k, v in unpack_map(path.read_bytes()[len(MAGIC) + 16 : -32]).items()}
     header = json.loads(fields["header"])
-    header["required"] = ["progressions", "checksum_tables"]
     counts = np.frombuffer(fields["counts"], "<u8").copy()
     counts[3], counts[5] = chunks, chunks * -(-numel // header["block_bytes"])
 
@@ -71,7 +71,6 @@ def crafted(folder: Path, chunks: int, numel: int) -> Path:
     }
     fields |= {name: constant(0) for name in ("chunk_files", "chunk_skips", "chunk_gaps")}
     fields["chunk_boxes"] = constant(0)
-    del fields["checksums"]
     body = pack_map(fields)
     head = MAGIC + (1).to_bytes(4, "little") + bytes(4) + len(body).to_bytes(8, "little")
     path.write_bytes(head + body + hashlib.sha256(head + body).digest())
@@ -203,8 +202,8 @@ def test_a_million_tensors_are_shown_within_the_budget(
         shapes=((4, 4),) * count,
         kinds=np.zeros(count, np.uint8),
         chunks=ChunkTable(firsts, zeros, places, zeros, 16 * ones, zeros - 1, boxes, firsts),
-        checksums=np.zeros(count, np.uint32),
-        file_nbytes=np.array([start + 64 * count]),
+        file_nbytes=np.array([start + 64 * count + 4 * (count + 3)]),
+        seals=Seals.of([Seal(4 * (count + 3), bytes(32))]),
     )
     path.write_bytes(encode_manifest(made))
     assert main(["show", str(path.parent)]) == 0

@@ -60,12 +60,11 @@ class Block(NamedTuple):
 class ReplicaSums:
     """Checksums of this rank's replicas, by the ranks that hold the same.
 
-    `is_whole`: of all blocks, else of a sample. `is_copied`: the blocks are, or there are none:
-    what lies in live memory may have changed when they are looked at again.
+    `is_whole`: of all blocks, else of a sample. Blocks in live memory may have changed when they
+    are looked at again.
     """
 
     is_whole: bool
-    is_copied: bool
     blocks: dict[Holders, list[Block]]
     sums: dict[Holders, Uint32s] = field(default_factory=dict)
 
@@ -91,7 +90,7 @@ def replica_sums(plan: SavePlan, task: SaveTask, *, copied: bool) -> ReplicaSums
     if copied and not is_whole:
         for those in blocks.values():
             those[:] = [block._replace(view=block.view.clone()) for block in those]
-    sums = ReplicaSums(is_whole, copied, blocks)
+    sums = ReplicaSums(is_whole, blocks)
     if blocks:
         task.recorder.count("replica_bytes", sums.nbytes)
     if copied and is_whole:
@@ -203,7 +202,7 @@ def differing_replicas(
 
 
 class _DifferingBlock(NamedTuple):
-    """A block that differs, as one rank has it; `data` is None where it is not known any more."""
+    """A block that differs, as one rank had it; `data` is None where it has changed since."""
 
     holders: list[int]
     fqn: str
@@ -212,6 +211,7 @@ class _DifferingBlock(NamedTuple):
     itemsize: int
     offset: list[int]  # of the piece: its region
     shape: list[int]
+    checksum: int
     data: str | None
 
 
@@ -293,6 +293,7 @@ def _located(
     located: list[_DifferingBlock] = []
     for holders, indices in differing:
         blocks = sums.blocks.get(tuple(holders), [])
+        own = sums.sums.get(tuple(holders), ())
         known: set[str] = set()
         # A sample is in no order; all holders have the same one.
         rows = [(blocks[n].piece.fqn, blocks[n].start, n) for n in indices] if blocks else []
@@ -302,12 +303,12 @@ def _located(
             known.add(fqn)
             piece, _, view = blocks[index]
             offset, shape = _place_of(piece)
-            data = None
-            if not (sums.is_copied and sums.is_whole):
-                data = bytes_in_order(view).cpu().numpy().tobytes().hex()
-            itemsize = piece.dtype.itemsize
+            data, checksum = bytes_in_order(view).cpu().numpy().tobytes(), int(own[index])
             located.append(
-                _DifferingBlock(holders, fqn, index, start, itemsize, offset, shape, data)
+                _DifferingBlock(
+                    *(holders, fqn, index, start, piece.dtype.itemsize, offset, shape, checksum),
+                    data.hex() if crc32c(data) == checksum else None,
+                )
             )
     return located
 
@@ -330,24 +331,25 @@ def _in_words(received: Sequence[Mapping[str, Any]]) -> list[str]:
             having.setdefault(key, {})[rank] = block
     texts: dict[str, str] = {}
     for (fqn, holders, _), by_rank in sorted(having.items()):
-        groups: dict[str | None, list[int]] = {}
+        groups: dict[int, list[int]] = {}
+        known: dict[int, str] = {}
         for rank, block in sorted(by_rank.items()):
-            groups.setdefault(block.data, []).append(rank)
-        if len(by_rank) < 2 or (len(groups) < 2 and None not in groups):
+            groups.setdefault(block.checksum, []).append(rank)
+            if block.data is not None:
+                known[block.checksum] = block.data
+        if len(groups) < 2:
             continue  # other ranks have another tensor there
         first = next(iter(by_rank.values()))
         element, where = first.start, "at or after"
-        if None not in groups:
-            every = [np.frombuffer(bytes.fromhex(data), np.uint8) for data in groups if data]
-            table = np.stack(every)
+        if len(known) == len(groups):
+            table = np.stack([np.frombuffer(bytes.fromhex(d), np.uint8) for d in known.values()])
             byte = int(np.flatnonzero((table != table[0]).any(axis=0))[0])
             element, where = first.start + byte // first.itemsize, "at"
         on = " and on ".join(map(ranks_in_words, [*groups.values()][:GROUPS_SHOWN_MAX]))
         texts.setdefault(
             fqn,
-            f"{fqn}: declared equal on {ranks_in_words(holders)}, and different"
-            + ("" if None in groups else f" on {on}")
-            + f", first {where} index {_index(element, first)}",
+            f"{fqn}: declared equal on {ranks_in_words(holders)}, and different on {on}, first "
+            f"{where} index {_index(element, first)}",
         )
     return [texts[fqn] for fqn in sorted(texts)]
 

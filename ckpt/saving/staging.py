@@ -125,7 +125,7 @@ class Staged:
     reading: SideStreams = field(default_factory=lambda: SideStreams(()))
     """Made where the training runs: another thread's current stream knows nothing of it."""
     lent: tuple[LentCopy, ...] = ()
-    replicas: ReplicaSums = field(default_factory=lambda: ReplicaSums(False, True, {}))
+    replicas: ReplicaSums = field(default_factory=lambda: ReplicaSums(False, {}))
 
     def lend(self, snapshot: Snapshot, *, is_one_range: bool) -> LentCopy:
         """Another save of the same state may use this copy, of which all fits into memory."""

@@ -20,6 +20,9 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 import ckpt
 from ckpt.errors import CheckpointError, InvalidState, RankFailed
+from ckpt.layout.piece import Piece
+from ckpt.layout.region import Box, Span
+from ckpt.saving.replicas import Block, ReplicaSums, _in_words, _located
 from tests.ranks import run_ranks
 
 SIZE = 1 << 20  # elements: 4 MiB
@@ -120,9 +123,21 @@ def _strict(root: str) -> None:
     state["run"].to_local().copy_(torch.arange(float(SIZE)))
     drift(state["box"], 10 * 150 + 7, ranks=(1,))
     save(3)
+    # In the background: the same words, and the next save is judged anew.
     drift(state["box"], 5, ranks=(2,))
-    with pytest.raises(InvalidState, match=r"box: .* first at or after index"):
-        ckpt.async_save(state, root, step=4, replicas="strict").result()
+    said = (
+        r"box: declared equal on ranks 0, 2, and different on rank 0 and on rank 2, first at index"
+    )
+    for step in (4, 5):
+        with pytest.raises(InvalidState, match=rf"{said} \[0, 5\]"):
+            ckpt.async_save(state, root, step=step, replicas="strict").result()
+    with pytest.raises(InvalidState, match=rf"{said} \[0, 5\]"):
+        save(6)
+    drift(state["box"], 5, ranks=(0,))
+    assert not ckpt.async_save(state, root, step=7, replicas="strict").result().warnings
+    drift(state["run"], 99, ranks=(1,))
+    with pytest.raises(InvalidState, match=r"run: .* on ranks 0, 2, 3 and on rank 1, .*\[99\]"):
+        ckpt.async_save(state, root, step=8, replicas="strict").result()
 
 
 def test_strict_compares_all_replicas(tmp_path: Path) -> None:
@@ -138,13 +153,43 @@ def _async(root: str) -> None:
         ckpt.async_save(state, root, step=2).result()
     assert not isinstance(raised.value, (InvalidState, RankFailed))  # a training goes on
     report = ckpt.async_save(state, root, step=3).result()
-    assert "w: declared equal" in report.warnings[0]
+    assert "on ranks 0, 1, 3 and on rank 2, first at index [0]" in report.warnings[0]
     assert torch.equal(stored(root, 3, "w")[0], torch.arange(float(SIZE)))
+    tensor.to_local().copy_(torch.arange(float(SIZE)))
+    for step in (4, 5):
+        assert not ckpt.async_save(state, root, step=step).result().warnings
+    drift(tensor, ranks=(1,))
+    with pytest.raises(CheckpointError, match="on ranks 0, 2, 3 and on rank 1, first at index"):
+        ckpt.async_save(state, root, step=6).result()
 
 
 def test_a_save_in_the_background_mixes_nothing(tmp_path: Path) -> None:
     """What it has copied is shares of a mixture, so that the next save is the first whole one."""
     run_ranks(4, _async, str(tmp_path))
+
+
+def test_where_bytes_have_changed_since_the_ranks_are_named() -> None:
+    """A training may have changed them since: the checksums are those of the save."""
+    blocks, sums = [], []
+    for rank in range(3):
+        tensor = torch.arange(100.0)
+        tensor[7] += rank == 2
+        piece = Piece("w", (100,), tensor.dtype, Span(0, 100), Box((0,), (100,)), (0, 1, 2))
+        sums.append(ReplicaSums(True, {(0, 1, 2): [Block(piece, 0, tensor)]}))
+        sums[-1].compute()
+        blocks.append(tensor)
+    differing = [([0, 1, 2], [0])]
+
+    def text() -> str:
+        (only,) = _in_words([{"blocks": _located(each, differing)} for each in sums])
+        return only
+
+    said = "w: declared equal on ranks 0 to 2, and different on ranks 0, 1 and on rank 2, first"
+    assert text() == f"{said} at index [7]"
+    blocks[0][3] += 1  # rank 1 has the bytes still
+    assert text() == f"{said} at index [7]"
+    blocks[1][3] += 1
+    assert text() == f"{said} at or after index [0]"
 
 
 def _at_exit(root: str) -> None:

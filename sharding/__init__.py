@@ -51,7 +51,7 @@ from sharding.fsdp_module import (
     register_fsdp_forward_method,
     share_comm_ctx,
 )
-from sharding.fully_sharding import fully_shard
+from sharding.fully_sharding import fully_shard, replicate
 from sharding.installing import install
 
 __all__ = [
@@ -95,6 +95,7 @@ __all__ = [
     "install",
     "lambda_auto_wrap_policy",
     "register_fsdp_forward_method",
+    "replicate",
     "share_comm_ctx",
     "size_based_auto_wrap_policy",
     "transformer_auto_wrap_policy",

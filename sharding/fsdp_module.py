@@ -21,7 +21,7 @@ from sharding.engine.collectives import all_global_ranks, separate_comm
 from sharding.engine.early_gather import UnshardHandle, start_early
 from sharding.engine.runtime import GradientReductionHandle
 from sharding.engine.streams import Streams
-from sharding.engine.torch_seam import is_in_backward, mark_fully_sharded
+from sharding.engine.torch_seam import is_in_backward, mark_applied
 from sharding.engine.unit import Unit
 from sharding.forward_hooks import (
     PipelineState,
@@ -504,9 +504,9 @@ def _sharded_class(kind: Any) -> type:
     return type(f"FSDP{kind.__name__}", (FSDPModule, kind), {})
 
 
-def become_sharded(groups: Sequence[ShardedGroup]) -> None:
+def become_sharded(groups: Sequence[ShardedGroup], function: str) -> None:
     """Make the modules, the same of all groups, gather and free around their forwards, and offer
-    methods.
+    methods. `function` is what the user called.
     """
     leader, *followers = [group.unit for group in groups]
     leader.followers = tuple(followers)
@@ -516,7 +516,7 @@ def become_sharded(groups: Sequence[ShardedGroup]) -> None:
         sharded: Any = module
         sharded.__class__ = _sharded_class(cast(Any, type(module)))
         sharded.fsdp_groups = tuple(groups)
-        mark_fully_sharded(module, PipelineState(sharded))
+        mark_applied(function, module, PipelineState(sharded))
         module.register_forward_pre_hook(before_forward, prepend=True, with_kwargs=True)
         module.register_forward_hook(after_forward, prepend=False)
     for group in groups:

@@ -24,7 +24,7 @@ from torch.distributed.fsdp import (
     OffloadPolicy,
 )
 
-from sharding.dtensor.meshes import DataParallelMeshDims, data_mesh, parts_by_mesh
+from sharding.dtensor.meshes import DataParallelMeshDims, MeshPart, data_mesh, parts_by_mesh
 from sharding.dtensor.param import DataAxes, DataMesh, Keeping
 from sharding.dtensor.seam import concatenated, flattened, sharded_before_as
 from sharding.dtensor.store import DTensorStore, SmallerMesh
@@ -32,6 +32,7 @@ from sharding.engine.collectives import all_global_ranks, comm_of
 from sharding.engine.precision import Casts
 from sharding.engine.reduction import Reduction
 from sharding.engine.store import ModuleParam
+from sharding.engine.torch_seam import is_marked_replicate
 from sharding.engine.unit import Schedule, Unit
 from sharding.forward_hooks import managed_below
 from sharding.fsdp_module import FSDPModule, become_sharded
@@ -39,7 +40,7 @@ from sharding.sharded_group import ShardedGroup
 from sharding.torch_face import check_known, follows_grad_dtype
 from sharding.wrapping.init import Ignored, find_params, move_states
 
-__all__ = ["fully_shard"]
+__all__ = ["fully_shard", "replicate"]
 
 M = TypeVar("M", bound=nn.Module | list[Any])
 Placing = Callable[[nn.Parameter], object]
@@ -82,25 +83,70 @@ def fully_shard(
     `sharding.dtensor.param` raises for parameters that cannot be sharded.
     """
     check_known(mp_policy, offload_policy, dp_mesh_dims)
-    modules = _outermost(module if isinstance(module, list) else [module])
+    modules = _outermost("fully_shard", module if isinstance(module, list) else [module])
     within = None
     if dp_mesh_dims is not None:
         mesh, within = _data_part(mesh, dp_mesh_dims, reshard_after_forward)
-    mesh = _checked_mesh(mesh)
-    data = data_mesh(mesh, within)
-    keeping = _keeping(mesh, mp_policy, offload_policy)
+    data = data_mesh(_checked_mesh(mesh), within)
+    keeping = _keeping(data.mesh, mp_policy, offload_policy)
     module_params = _module_params(modules, frozenset(ignored_params or ()), keeping.device)
-    placing = shard_placement_fn or _along_dim_0
     groups = []
-    for part in parts_by_mesh(module_params, data, placing):
-        store = DTensorStore(
-            part.module_params, part.data, keeping, placements=part.placements, policy=mp_policy
-        )
-        store.set_smaller_mesh(_smaller_mesh(part.data, reshard_after_forward))
-        unit = _unit(store, mp_policy, reshard_after_forward)
-        groups.append(ShardedGroup(modules, unit, store))
-    become_sharded(groups)
+    for part in parts_by_mesh(module_params, data, shard_placement_fn or _along_dim_0):
+        groups.append(_group(modules, part, keeping, mp_policy, reshard_after_forward))
+    become_sharded(groups, "fully_shard")
     return module
+
+
+def replicate(
+    module: M,
+    *,
+    mesh: DeviceMesh | None = None,
+    mp_policy: MixedPrecisionPolicy = _SAME_PRECISION,
+    offload_policy: OffloadPolicy = _NO_OFFLOAD,
+    ignored_params: set[nn.Parameter] | None = None,
+    dp_mesh_dims: DataParallelMeshDims | None = None,
+) -> M:
+    """Keep the parameters of a module whole on every rank and average their gradients.
+
+    As torch's function of that name (`torch.distributed._composable.replicate_with_fsdp`): what
+    `fully_shard` makes of a module, with nothing to shard over. Parameters become DTensors that are
+    `Replicate()` over `mesh`, of one axis, by default all ranks. What it returns, the arguments and
+    the errors are those of `fully_shard`.
+    """
+    check_known(mp_policy, offload_policy, dp_mesh_dims)
+    modules = _outermost("replicate", module if isinstance(module, list) else [module])
+    within = None
+    if dp_mesh_dims is not None:
+        if dp_mesh_dims.shard_names:
+            raise ValueError(
+                f"replicate: dp_mesh_dims names axes to shard over, {dp_mesh_dims.shard_names}; "
+                "call fully_shard, or name axes to replicate over alone"
+            )
+        mesh, within = _data_part(mesh, dp_mesh_dims, False)
+    elif mesh is not None and mesh.ndim != 1:
+        raise ValueError(
+            f"replicate needs a mesh of one axis, got {mesh.ndim}; pass part of it: mesh['dp']"
+        )
+    data = data_mesh(_checked_mesh(mesh, ("replicate",)), within, repeats=True)
+    keeping = _keeping(data.mesh, mp_policy, offload_policy)
+    module_params = _module_params(modules, frozenset(ignored_params or ()), keeping.device)
+    (part,) = parts_by_mesh(module_params, data, _along_dim_0)
+    become_sharded([_group(modules, part, keeping, mp_policy, False)], "replicate")
+    return module
+
+
+def _group(
+    modules: Sequence[nn.Module],
+    part: MeshPart,
+    keeping: Keeping,
+    policy: MixedPrecisionPolicy,
+    reshard_after_forward: bool | int | None,
+) -> ShardedGroup:
+    store = DTensorStore(
+        part.module_params, part.data, keeping, placements=part.placements, policy=policy
+    )
+    store.set_smaller_mesh(_smaller_mesh(part.data, reshard_after_forward))
+    return ShardedGroup(modules, _unit(store, policy, reshard_after_forward), store)
 
 
 def _keeping(
@@ -143,21 +189,22 @@ def _unit(
     )
 
 
-def _outermost(given: Sequence[Any]) -> list[nn.Module]:
+def _outermost(function: str, given: Sequence[Any]) -> list[nn.Module]:
     """The modules, without those that are inside others. Raises ValueError for what cannot be."""
     if not given:
-        raise ValueError("fully_shard needs at least one module, got an empty list")
+        raise ValueError(f"{function} needs at least one module, got an empty list")
     for one in given:
         if not isinstance(one, nn.Module):
-            raise ValueError(f"fully_shard takes modules, got {type(one).__name__}")
-        if isinstance(one, FSDPModule):
+            raise ValueError(f"{function} takes modules, got {type(one).__name__}")
+        if is_marked_replicate(one) or isinstance(one, FSDPModule):
+            before = "replicate" if is_marked_replicate(one) else "fully_shard"
             raise ValueError(
-                f"{type(one).__name__}: fully_shard was called on it before; call it once for "
-                "each module, inner ones first"
+                f"{type(one).__name__}: {before} was called on it before; call one of them once "
+                "for each module, inner ones first"
             )
         if isinstance(one, nn.ModuleList | nn.ModuleDict) and len(given) == 1:
             raise ValueError(
-                f"{type(one).__name__} has no forward of its own: call fully_shard on what is "
+                f"{type(one).__name__} has no forward of its own: call {function} on what is "
                 "inside it, or on a list of that"
             )
     inside = {id(child) for one in given for child in one.modules() if child is not one}
@@ -165,13 +212,13 @@ def _outermost(given: Sequence[Any]) -> list[nn.Module]:
     return list({id(one): one for one in outermost}.values())
 
 
-def _checked_mesh(mesh: DeviceMesh | None) -> DeviceMesh:
+def _checked_mesh(mesh: DeviceMesh | None, names: tuple[str] | None = None) -> DeviceMesh:
     if mesh is None:
         device = (
             torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
         )
         kind = "cpu" if device is None else device.type
-        return init_device_mesh(kind, (len(all_global_ranks()),))
+        return init_device_mesh(kind, (len(all_global_ranks()),), mesh_dim_names=names)
     if mesh.ndim not in (1, 2):
         raise ValueError(
             f"fully_shard needs a mesh of one axis (shard) or two (replicate, shard), got "
@@ -275,4 +322,5 @@ def _along_dim_0(param: nn.Parameter) -> None:
 
 
 def _is_unit(module: nn.Module) -> bool:
-    return isinstance(module, FSDPModule)
+    # torch's `replicate` reduces the gradients of what it took itself.
+    return isinstance(module, FSDPModule) or is_marked_replicate(module)

@@ -12,6 +12,7 @@ from typing import Any
 from torch.distributed import fsdp
 
 from sharding import fsdp_module, fully_sharding
+from sharding.engine.torch_seam import torch_replicate
 from sharding.fsdp import FullyShardedDataParallel
 
 __all__ = ["install"]
@@ -27,18 +28,22 @@ _THEIRS: dict[str, Any] = {
     if hasattr(fsdp, name)
 }
 """What is replaced. `FSDPModule` is not: our modules are instances of torch's."""
+if torch_replicate is not None:
+    _THEIRS["replicate"] = torch_replicate
 _OURS: dict[str, Any] = {
     "FullyShardedDataParallel": FullyShardedDataParallel,
     "fully_shard": fully_sharding.fully_shard,
+    "replicate": fully_sharding.replicate,
     "register_fsdp_forward_method": fsdp_module.register_fsdp_forward_method,
     "share_comm_ctx": fsdp_module.share_comm_ctx,
 }
 # torch's pipelines ask it for the state of a module.
-_OURS["fully_shard"].state = _THEIRS["fully_shard"].state
+_OURS["fully_shard"].state = _OURS["replicate"].state = _THEIRS["fully_shard"].state
 
 
 def install() -> AbstractContextManager[None]:
-    """Have everybody who uses torch's `FullyShardedDataParallel` or `fully_shard` use ours.
+    """Have everybody who uses torch's `FullyShardedDataParallel`, `fully_shard` or `replicate`
+    (that of `replicate_with_fsdp`) use ours.
 
     Takes effect at once, in torch's public modules and in every other module that has imported the
     names: Accelerate, Lightning, torchtitan, before or after they are imported. For good, or until

@@ -27,12 +27,14 @@ from ckpt.cli.following import Following, versions_of
 from ckpt.cli.serve_page import PageChoice, PageMatter, page_of, sections_of, style
 from ckpt.errors import CheckpointError
 from ckpt.service.retention import KeepRule
+from storage.strangers import to_end
 
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
 STREAMS_MAX = 32  # pages that are kept up to date at the same time; each has a thread
 TICK_SECONDS = 10.0  # between signs of life on a stream where nothing happens
 RETRY_MILLISECONDS = 2000  # after which a browser connects again
 HALF_MAX = 64  # requests that are not whole yet; each has a thread
+HALF_PER_ADDRESS = 32
 REQUEST_SECONDS = 30.0  # for a client to send its request, and to take what it is sent
 FIELDS_MAX = 8
 POLICY = (
@@ -79,8 +81,9 @@ class PageServer(socketserver.ThreadingTCPServer):
         self.names = {name.lower() for name in (*LOOPBACK, address[0], *names)}
         self._streams = threading.BoundedSemaphore(STREAMS_MAX)
         self._lock = threading.Lock()
-        # Connections whose request is not whole, and until when it may be so.
-        self._half: dict[socket.socket, float] = {}
+        # Connections whose request is not whole: their addresses, and until when it may be so.
+        self._half: dict[socket.socket, str] = {}
+        self._due: dict[socket.socket, float] = {}
         if ":" in address[0]:
             self.address_family = socket.AF_INET6
         try:
@@ -104,15 +107,18 @@ class PageServer(socketserver.ThreadingTCPServer):
         self.following.check()
         now = time.monotonic()
         with self._lock:
-            for connection in [one for one, due in self._half.items() if now > due]:
+            for connection in [one for one, due in self._due.items() if now > due]:
                 self._give_up(connection)
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        """Begin with a connection. Of too many half requests, the oldest makes room for it."""
+        """Begin with a connection. Of too many half requests, one makes room for it."""
+        address = client_address[0]
         with self._lock:
-            if len(self._half) >= HALF_MAX:
-                self._give_up(next(iter(self._half)))
-            self._half[request] = time.monotonic() + REQUEST_SECONDS
+            late = to_end(self._half, address, HALF_MAX, HALF_PER_ADDRESS)
+            if late is not None:
+                self._give_up(late)
+            self._half[request] = address
+            self._due[request] = time.monotonic() + REQUEST_SECONDS
         super().process_request(request, client_address)
 
     def shutdown_request(self, request: Any) -> None:
@@ -124,9 +130,10 @@ class PageServer(socketserver.ThreadingTCPServer):
         """Count `connection` as half a request no more."""
         with self._lock:
             self._half.pop(connection, None)
+            self._due.pop(connection, None)
 
     def _give_up(self, connection: socket.socket) -> None:
-        del self._half[connection]
+        del self._half[connection], self._due[connection]
         with suppress(OSError):
             connection.shutdown(socket.SHUT_RDWR)
 

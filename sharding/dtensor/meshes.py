@@ -70,9 +70,13 @@ class MeshPart(NamedTuple):
     """Of each, a `Shard` or None."""
 
 
-def data_mesh(mesh: DeviceMesh, within: DataAxes | None = None) -> DataMesh:
-    """The groups of a mesh of one axis (shard, or replicate where `within` has no other) or two."""
-    if within is not None and not within.shard:
+def data_mesh(
+    mesh: DeviceMesh, within: DataAxes | None = None, *, repeats: bool = False
+) -> DataMesh:
+    """The groups of a mesh of one axis (shard, or replicate where `repeats`, or where `within` has
+    no other) or two.
+    """
+    if repeats or (within is not None and not within.shard):
         return DataMesh(mesh, alone(), comm_of(mesh.get_group(0)), within)
     groups = groups_of(mesh)
     return DataMesh(mesh, groups.shard, groups.replicate, within)

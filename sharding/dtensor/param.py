@@ -69,7 +69,7 @@ class DataMesh:
     @property
     def is_repeated_only(self) -> bool:
         """Whether every rank holds whole parameters, so that only gradients are exchanged."""
-        return self.within is not None and not self.within.shard
+        return self.replicate is not None and self.mesh.ndim == 1
 
     @property
     def size(self) -> int:
@@ -116,7 +116,7 @@ class ShardedParam:
         """Of the mesh in `like`, along which the parameter is cut; None where it is not."""
         if within is None:
             self.like = _sharded_like(module_param.fqn, param, self.dim, data)
-            self.axis = 0 if data.replicate is None else 1
+            self.axis = None if data.is_repeated_only else data.mesh.ndim - 1
         else:
             self.like, self.axis = _like_within(module_param.fqn, param, self.dim, data, within)
         self._spec = spec_of(self.like, values.dtype)
@@ -447,7 +447,8 @@ def _sharded_like(fqn: str, param: nn.Parameter, dim: int, data: DataMesh) -> DT
     shape, stride = param.shape, contiguous_strides(param.shape)
     repeated: tuple[Placement, ...] = () if data.replicate is None else (Replicate(),)
     if not isinstance(param, DTensor):
-        return DTensorLike(data.mesh, (*repeated, Shard(dim)), shape, stride)
+        cut = () if data.is_repeated_only else (Shard(dim),)
+        return DTensorLike(data.mesh, (*repeated, *cut), shape, stride)
     inner = _like(param)
     mesh = joined_mesh(data.mesh, inner.mesh)
     if mesh is None:
@@ -456,8 +457,8 @@ def _sharded_like(fqn: str, param: nn.Parameter, dim: int, data: DataMesh) -> DT
             f"{data.mesh}, other than those of fully_shard: pass init_device_mesh(..., "
             "mesh_dim_names=...)['dp'] and parallelize over [...]['tp']"
         )
-    own = _cut_before(inner, dim)
-    return DTensorLike(mesh, (*repeated, own, *inner.placements), shape, tuple(inner.stride))
+    own = () if data.is_repeated_only else (_cut_before(inner, dim),)
+    return DTensorLike(mesh, (*repeated, *own, *inner.placements), shape, tuple(inner.stride))
 
 
 def _cut_before(inner: DTensorLike, dim: int, first: int = 0) -> Placement:

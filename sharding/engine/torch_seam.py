@@ -15,6 +15,12 @@ from torch.distributed._shard.sharding_spec.api import EnumerableShardingSpec
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.fsdp._common_utils import TrainingState
 
+torch_replicate: Any
+try:
+    from torch.distributed._composable.replicate_with_fsdp import replicate as torch_replicate
+except ImportError:  # before torch 2.9
+    torch_replicate = None
+
 __all__ = [
     "NO_BACKWARD",
     "GradDtype",
@@ -36,7 +42,7 @@ __all__ = [
     "is_marked_replicate",
     "is_profiling",
     "larger_mesh",
-    "mark_fully_sharded",
+    "mark_applied",
     "norm_counters",
     "number_as_newest",
     "passed_over",
@@ -47,6 +53,7 @@ __all__ = [
     "run_policy",
     "set_grad_dtype",
     "set_versions",
+    "torch_replicate",
     "version_in",
     "versioned_dict",
 ]
@@ -253,14 +260,15 @@ def is_policy_object(policy: Any) -> bool:
     return hasattr(policy, "_run_policy")
 
 
-def mark_fully_sharded(module: nn.Module, state: object) -> None:
-    """Let torch know that the module is fully sharded: `replicate` refuses it, and
-    `torch.distributed.fsdp.fully_shard.state(module)`, which pipelines ask, is `state`.
+def mark_applied(function: str, module: nn.Module, state: object) -> None:
+    """Let torch know that `fully_shard` or `replicate` was applied to the module: the other one
+    refuses it, and `torch.distributed.fsdp.fully_shard.state(module)`, which pipelines ask, is
+    `state`.
     """
     from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY, RegistryItem
 
     applied: Any = fully_shard
-    module.__dict__.setdefault(REGISTRY_KEY, OrderedDict())["fully_shard"] = RegistryItem()
+    module.__dict__.setdefault(REGISTRY_KEY, OrderedDict())[function] = RegistryItem()
     module.__dict__.setdefault(STATE_KEY, OrderedDict())[applied.__wrapped__] = state
 
 

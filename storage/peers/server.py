@@ -51,6 +51,8 @@ from storage.strangers import to_end
 
 STRANGERS_MAX = 128  # connections that have not shown the token
 STRANGERS_PER_ADDRESS = 64
+KNOWN_MAX = 1024  # connections that have shown it; each has a thread
+KNOWN_PER_ADDRESS = 256
 UPLOADS_MAX = 256
 BODIES_MAX = 16  # in memory at the same time
 HEAD_SECONDS = 10.0  # for a client to shake hands, and to send the head of a request
@@ -132,6 +134,7 @@ class PeerServer(socketserver.ThreadingTCPServer):
         self.bodies = threading.BoundedSemaphore(BODIES_MAX)
         self._due: dict[socket.socket, float] = {}  # when a connection is given up
         self._strangers: dict[socket.socket, str] = {}  # and their addresses
+        self._known: dict[socket.socket, str] = {}  # likewise, once they have shown the token
         self._uploads: dict[str, _PeerUpload] = {}
         if ":" in host:
             self.address_family = socket.AF_INET6
@@ -177,24 +180,23 @@ class PeerServer(socketserver.ThreadingTCPServer):
 
     def process_request(self, request: Any, client_address: Any) -> None:
         """Begin with a connection; it is a stranger's until it shows the token."""
-        address = client_address[0]
         with self._lock:
-            late = to_end(self._strangers, address, STRANGERS_MAX, STRANGERS_PER_ADDRESS)
-            if late is not None:
-                del self._strangers[late]
-                _shut(late)
-            self._strangers[request] = address
+            _add(self._strangers, request, client_address[0], STRANGERS_MAX, STRANGERS_PER_ADDRESS)
         super().process_request(request, client_address)
 
     def shutdown_request(self, request: Any) -> None:
         """A connection has ended."""
-        self.trust(request)  # it takes no room any more
+        with self._lock:
+            self._strangers.pop(request, None)
+            self._known.pop(request, None)
         super().shutdown_request(request)
 
     def trust(self, connection: socket.socket) -> None:
-        """Count `connection` as a stranger's no more."""
+        """Count `connection` as a stranger's no more, from its first request with the token on."""
         with self._lock:
-            self._strangers.pop(connection, None)
+            address = self._strangers.pop(connection, None)
+            if address is not None:
+                _add(self._known, connection, address, KNOWN_MAX, KNOWN_PER_ADDRESS)
 
     def allow(self, connection: socket.socket, seconds: float) -> None:
         """`connection` may take so long for what comes next."""
@@ -494,6 +496,17 @@ def _number(text: str) -> int:
     if _NUMBER.fullmatch(text) is None:
         raise ValueError("expected a number")
     return int(text)
+
+
+def _add(
+    connections: dict[socket.socket, str], one: socket.socket, address: str, most: int, each: int
+) -> None:
+    """One more connection, from `address`; where there are too many, another ends."""
+    late = to_end(connections, address, most, each)
+    if late is not None:
+        del connections[late]
+        _shut(late)
+    connections[one] = address
 
 
 def _shut(connection: socket.socket) -> None:

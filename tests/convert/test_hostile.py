@@ -318,3 +318,32 @@ def test_shared_parts_of_usual_states_are_taken(tmp_path: Path) -> None:
     torch.save({"w": torch.ones(2), "groups": groups}, tmp_path / "m.pt")
     report = ckpt.import_checkpoint(str(tmp_path / "m.pt"), str(tmp_path / "root"))
     assert "groups" in report.values
+
+
+UNSAFE = ("../w", "a/../../w", "a\\..\\w", "..", "a\0w")
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.parametrize("name", UNSAFE, ids=repr)
+def test_names_that_lead_out_of_a_folder_are_refused(tmp_path: Path, name: str) -> None:
+    """As in safetensors files: other programs take names for paths, or end them at a NUL."""
+    tensor = torch.arange(6.0)
+    nested = {"model": {name: tensor, "b": tensor + 1}}  # an export may leave "model." out
+    states = [{name: tensor}, {"tied": tensor, name: tensor}, nested]
+    for number, state in enumerate(states):
+        file, folder = tmp_path / f"{number}.pt", tmp_path / f"{number}"
+        torch.save(state, file)
+        dcp.save(state, checkpoint_id=folder)
+        for source in (file, folder):
+            with pytest.raises(Corrupt, match="is no name of a tensor"):
+                open_source(str(source))
+            with pytest.raises(Corrupt, match="is no name of a tensor"):
+                ckpt.import_checkpoint(str(source), tmp_path / "root")
+    assert not (tmp_path / "root" / "log").exists()
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_names_with_dots_are_no_paths(tmp_path: Path) -> None:
+    for name in ("a..w", "a.b/c..d", "ü"):
+        torch.save({name: torch.arange(6.0)}, tmp_path / "x.pt")
+        assert [*open_source(str(tmp_path / "x.pt")).contents.tensors] == [name]

@@ -39,7 +39,7 @@ OPTIONS: dict[str, Any] = {
     "token": {"private": [WORD]},
     "headers": {"Authorization": f"Bearer {WORD}"},
 }
-OF_STORES = {f"{of}_options" for of in ("storage", "target", "config", "like")} | {
+OF_STORES = {f"{of}_options" for of in ("storage", "source", "target", "config", "like")} | {
     "storage_options_b"
 }
 HERE = str(Path(__file__).parents[2])

@@ -439,6 +439,20 @@ PEERS = (
         test="tests/storage/test_peers.py::test_who_has_shown_the_token_is_no_stranger",
     ),
     Mutant(
+        "any number of connections have shown the token",
+        _SERVER,
+        "_add(self._known, connection, address, KNOWN_MAX, KNOWN_PER_ADDRESS)",
+        "self._known[connection] = address",
+        test="tests/storage/test_peers.py::test_connections_of_those_with_the_token_are_bounded",
+    ),
+    Mutant(
+        "half requests of one address take all the room",
+        "ckpt/cli/serve_http.py",
+        "to_end(self._half, address, HALF_MAX, HALF_PER_ADDRESS)",
+        "next(iter(self._half)) if len(self._half) >= HALF_MAX else None",
+        test="tests/tools/test_serving.py::test_half_requests_are_few_and_end",
+    ),
+    Mutant(
         "what a sender leaves behind stays",
         _SERVER,
         "if now > u.touched + UPLOAD_SECONDS]",

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed._composable.replicate_with_fsdp import replicate as torch_replicate
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
@@ -74,10 +75,16 @@ def trained(
 def _both(dims: str) -> list[str]:
     names, shape, chosen = DIMS[dims]
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
-    ours = trained(sharding.fully_shard, mesh, chosen)
-    theirs = trained(torch_fully_shard, mesh, chosen)
-    problems = differences(ours[0], theirs[0])
-    return problems if ours[1] == theirs[1] else [*problems, f"losses {ours[1]}, torch {theirs[1]}"]
+    problems = []
+    functions = [(sharding.fully_shard, torch_fully_shard)]
+    if not chosen.shard_names:
+        functions.append((sharding.replicate, torch_replicate))
+    for function, torchs in functions:
+        ours, theirs = trained(function, mesh, chosen), trained(torchs, mesh, chosen)
+        problems += differences(ours[0], theirs[0])
+        if ours[1] != theirs[1]:
+            problems.append(f"losses {ours[1]}, torch {theirs[1]}")
+    return problems
 
 
 @pytest.mark.sampled(2)

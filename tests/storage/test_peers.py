@@ -344,6 +344,32 @@ def test_who_has_shown_the_token_is_no_stranger(server: PeerServer) -> None:
             assert b" 404 " in rank.recv(1000)
 
 
+def test_connections_of_those_with_the_token_are_bounded(
+    server: PeerServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of an address with many, the oldest ends; another address keeps its own, and is served."""
+    monkeypatch.setattr(peer_server, "KNOWN_MAX", 20)
+    monkeypatch.setattr(peer_server, "KNOWN_PER_ADDRESS", 12)
+    with ExitStack() as stack:
+
+        def known(address: str) -> socket.socket:
+            sock = stack.enter_context(half(server, address))
+            sock.sendall(REST)
+            assert b" 404 " in sock.recv(1000)
+            return sock
+
+        few = [known("127.0.0.2") for _ in range(4)]
+        many = [known("127.0.0.3") for _ in range(40)]
+        more = [known("127.0.0.4") for _ in range(9)]
+        assert sum(map(is_open, [*few, *many, *more])) == 20
+        assert all(map(is_open, [*few, *more])) and is_open(many[-1]) and not is_open(many[0])
+        assert not client(server).exists("a"), "a client whose connection ended comes again"
+        for sock in few:
+            sock.setblocking(True)
+            sock.sendall(authorized("GET /o/a"))
+            assert b" 404 " in sock.recv(1000)
+
+
 def test_a_body_that_does_not_come_ends(
     server: PeerServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -335,13 +335,18 @@ def test_half_requests_are_few_and_end(tmp_path: Path, monkeypatch: pytest.Monke
     with serving(str(tmp_path / "run")) as server, ExitStack() as stack:
         address = ("127.0.0.1", int(server.server_address[1]))
 
-        def half() -> socket.socket:
-            sock = stack.enter_context(socket.create_connection(address, GUARD_SECONDS))
+        def half(source: str = "127.0.0.1") -> socket.socket:
+            connection = socket.create_connection(address, GUARD_SECONDS, (source, 0))
+            sock = stack.enter_context(connection)
             sock.sendall(b"GET / HTTP/1.0\r\nA: ")
             return sock
 
+        ours = half("127.0.0.2")
         hanging = [half() for _ in range(200)]
         assert request(server, "/")[0] == 200
+        # What one address sends ends no other's request.
+        ours.sendall(b"x\r\nHost: localhost\r\n\r\n")
+        assert b" 200 " in ours.recv(100)
         for sock in hanging[:100]:  # the oldest made room
             sock.settimeout(5.0)
             with suppress(ConnectionError):

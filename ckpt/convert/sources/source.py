@@ -7,6 +7,7 @@ the same for all. Exports, imports and comparisons see a `CheckpointSource` and 
 from __future__ import annotations
 
 import math
+import re
 from abc import ABC, abstractmethod
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -30,6 +31,7 @@ SCRATCH_NBYTES = 8 * MIB
 JOINED_GAP_MAX = 64 << 10  # bytes that are read and discarded, to save a request
 JOINED_NBYTES_MAX = 8 * MIB
 JOINED_EACH_MAX = MIB
+_UNSAFE = re.compile(r"\.\.(?:[/\\]|\Z)|\0")
 
 
 class SourceTensor(NamedTuple):
@@ -133,6 +135,7 @@ class FileSource(CheckpointSource):
     """A checkpoint of another format: chunks of tensors in files of one store.
 
     Its files carry no checksums that a partial read could compare: bytes are taken as they are.
+    Raises Corrupt for names that lead out of a folder.
     """
 
     def __init__(
@@ -144,6 +147,12 @@ class FileSource(CheckpointSource):
         stored_nbytes: int,
     ) -> None:
         super().__init__(store.url, contents, stored_nbytes)
+        for fqn in (*contents.tensors, *contents.aliases, *contents.refused):
+            # Other programs take names for paths, or end them at a NUL.
+            if _UNSAFE.search(fqn):
+                files = [one.file for one in chunks.get(contents.aliases.get(fqn, fqn), ())]
+                where = "/".join([store.url, *files[:1]])
+                raise Corrupt(f"{where}: {fqn[:200]!r} is no name of a tensor")
         self.format = format
         self.store = store
         self.files = frozenset(

@@ -26,6 +26,7 @@ import torch
 import torch.distributed as dist
 
 from sharding.engine.pool import BufferPool
+from sharding.engine.torch_seam import shown_as
 
 __all__ = [
     "Comm",
@@ -277,12 +278,13 @@ class _Pairwise(Comm):
     ) -> PendingCollective:
         self._put_in_place(members, own)
         works: list[Any] = []
-        for source in self._sources:
-            for member in members:
-                works.append(self._receive(member.of(source), source, tag))
-        for target in self._targets:
-            for member in members:
-                works.append(self._send(member.of(self.rank), target, tag))
+        with shown_as("_allgather_base_"):
+            for source in self._sources:
+                for member in members:
+                    works.append(self._receive(member.of(source), source, tag))
+            for target in self._targets:
+                for member in members:
+                    works.append(self._send(member.of(self.rank), target, tag))
         return PendingCollective(works)
 
     def reduce_scatter(
@@ -295,13 +297,14 @@ class _Pairwise(Comm):
         received = pool.take(sum(sizes) * (self.size - 1), first.dtype, first.device)
         slots: dict[int, Sequence[torch.Tensor]] = {}
         works: list[Any] = []
-        for source, row in zip(self._sources, received.view(self.size - 1, -1), strict=True):
-            slots[source] = row.split(sizes)
-            for slot in slots[source]:
-                works.append(self._receive(slot, source, tag))
-        for target in self._targets:
-            for member in members:
-                works.append(self._send(member.of(target), target, tag))
+        with shown_as("_reduce_scatter_base_"):
+            for source, row in zip(self._sources, received.view(self.size - 1, -1), strict=True):
+                slots[source] = row.split(sizes)
+                for slot in slots[source]:
+                    works.append(self._receive(slot, source, tag))
+            for target in self._targets:
+                for member in members:
+                    works.append(self._send(member.of(target), target, tag))
 
         def add_up() -> None:
             for index, (member, out) in enumerate(zip(members, outs, strict=True)):

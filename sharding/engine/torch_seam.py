@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
@@ -14,6 +15,7 @@ from torch.distributed import distributed_c10d
 from torch.distributed._shard.sharding_spec.api import EnumerableShardingSpec
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.fsdp._common_utils import TrainingState
+from torch.profiler import record_function
 
 torch_replicate: Any
 try:
@@ -53,6 +55,7 @@ __all__ = [
     "run_policy",
     "set_grad_dtype",
     "set_versions",
+    "shown_as",
     "torch_replicate",
     "version_in",
     "versioned_dict",
@@ -217,6 +220,34 @@ def is_profiling() -> bool:
     """Whether a profiler records this thread. Without one, ranges would only cost time."""
     autograd: Any = torch.autograd
     return bool(autograd._profiler_enabled())
+
+
+class _Collective:
+    """What a `CommDebugMode` takes for an operation of torch's; it has run elsewhere."""
+
+    def __init__(self, name: str) -> None:
+        self._overloadpacket = getattr(torch.ops.c10d, name)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> None:
+        pass
+
+    def __repr__(self) -> str:
+        return f"{self._overloadpacket}.default"
+
+
+def shown_as(name: str) -> AbstractContextManager[Any]:
+    """Messages sent inside are torch's collective of that name, as profilers and `CommDebugMode`
+    see it.
+    """
+    if torch._C._len_torch_dispatch_stack():
+        from torch.distributed.tensor.debug import CommDebugMode
+        from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+
+        for mode in _get_current_dispatch_mode_stack():
+            if isinstance(mode, CommDebugMode):
+                counting: Any = mode
+                counting.__torch_dispatch__(_Collective(name), ())
+    return record_function(f"c10d::{name}") if is_profiling() else nullcontext()
 
 
 def is_in_backward() -> bool:

@@ -16,6 +16,7 @@ import torch.distributed.fsdp as torch_fsdp
 from torch import nn
 from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.distributed.fsdp import BackwardPrefetch, MixedPrecision, StateDictType
+from torch.distributed.tensor.debug import CommDebugMode
 from torch.profiler import ProfilerActivity, profile
 
 import sharding
@@ -218,6 +219,37 @@ def profilers_see_the_ranges_of_torchs_classes() -> None:
     assert len(ranges[0]) > 8 and ranges[1] == ranges[0], ranges[0] ^ ranges[1]
 
 
+def counted(name: str, kind: str) -> tuple[dict[str, int], set[str]]:
+    """Collectives of a step: what `CommDebugMode` counts, and what a profiler calls them."""
+    model: Any = build("uneven")
+    if kind == "fully":
+        KITS[name].fully_shard(model[1], mesh=whole_mesh())
+        KITS[name].fully_shard(model, mesh=whole_mesh())
+    else:
+        model = wrapped(name, model)
+    train_twice(model)
+    with CommDebugMode() as mode:
+        model(torch.ones(2, 6)).sum().backward()
+    with profile(activities=[ProfilerActivity.CPU]) as profiled:
+        train_twice(model)
+    counts = {str(op): count for op, count in mode.get_comm_counts().items()}
+    # torch's wrapper has no single tensor for gathers on CPU.
+    counts = {
+        op.replace("allgather_", "_allgather_base_") if op == "c10d.allgather_" else op: count
+        for op, count in counts.items()
+    }
+    names = {event.name for event in profiled.events()}
+    return counts, {op for op in names if op.startswith("c10d::") and "base" in op}
+
+
+def collectives_have_the_names_of_torchs() -> None:
+    wanted = {"c10d::_allgather_base_", "c10d::_reduce_scatter_base_"}
+    for kind in ("fully", "flat"):
+        torchs, ours = (counted(name, kind) for name in BOTH)
+        assert len(torchs[0]) == 2 and ours[0] == torchs[0], (kind, torchs, ours)
+        assert torchs[1] <= ours[1] == wanted, (kind, ours)
+
+
 test_on_two_ranks = claims(
     2,
     [
@@ -227,5 +259,6 @@ test_on_two_ranks = claims(
         ignored_states_and_buffers_are_live_in_dicts,
         optimizer_dicts_have_one_order_on_all_ranks,
         profilers_see_the_ranges_of_torchs_classes,
+        collectives_have_the_names_of_torchs,
     ],
 )

@@ -383,12 +383,23 @@ class _Directories:
         for entry in sorted(others, key=lambda entry: (*_age(entry), entry.step)):
             older = [place for place, one in enumerate(ordered, 1) if _age(one) <= _age(entry)]
             place = older[-1] if older else 0
-            # It continues the line before it.
-            line = next(
-                (e.line for e in reversed(ordered[:place]) if e.line is not None), FIRST_LINE
-            )
-            ordered.insert(place, entry if entry.line is None else replace(entry, line=line))
+            if entry.line is not None:
+                before = next((e for e in reversed(ordered[:place]) if e.line is not None), None)
+                entry = replace(entry, line=_line_after(before, entry, ordered))
+            ordered.insert(place, entry)
         return tuple(ordered)
+
+
+def _line_after(before: LiveEntry | None, entry: LiveEntry, others: Sequence[LiveEntry]) -> int:
+    """The line of a checkpoint that no record tells of: that of the one before it, or a new one
+    where another job began, or went back to, an earlier step: rules must not take one for both.
+    """
+    if before is None or before.line is None:
+        return FIRST_LINE
+    is_other_job = attempt_epoch(before.attempt) < attempt_epoch(entry.attempt)
+    if is_other_job and entry.step <= before.step:
+        return 1 + max(one.line or FIRST_LINE for one in others)
+    return before.line
 
 
 def _age(entry: LiveEntry) -> tuple[int, float]:

@@ -303,3 +303,22 @@ def test_a_dry_run_writes_nothing(whole: Objects, capsys: pytest.CaptureFixture[
     report = mend(store, dry_run=True)
     assert [entry.step for entry in report.brought_back] == list(LIVE) and report.format_written
     assert _keys(store) == before
+
+
+def test_trainings_stay_apart_when_a_lost_log_is_mended(tmp_path: Path) -> None:
+    """A second job that began anew at step 1 keeps a line of its own; one that went on does not."""
+    url = str(tmp_path / "run")
+    for begins_anew, steps in ((False, (2, 4)), (True, (1, 3)), (False, (5,))):
+        state = {"step": torch.tensor(0)}
+        with ckpt.Checkpointer(url, state, save=ckpt.EverySteps(1), begin_anew=begins_anew) as job:
+            if not begins_anew:
+                job.restore()
+            for step in steps:
+                state["step"] = torch.tensor(step)
+                job.step(step)
+                job.wait()
+        ckpt.forget(url)
+    shutil.rmtree(tmp_path / "run" / "log")
+    mend(url)
+    lines = [(info.step, info.line) for info in ckpt.list_steps(url)]
+    assert lines == [(2, 0), (4, 0), (1, 1), (3, 1), (5, 1)]

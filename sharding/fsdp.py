@@ -274,8 +274,9 @@ class FullyShardedDataParallel(UnitAttributes, StatefulUnit):
         # What checks is done before what changes: a root that is refused leaves no unit with one.
         runtime = Runtime(self.fsdp_unit, units, streams_for(self.fsdp_unit.settings.device))
         if wants_details():
-            comms = self.fsdp_groups.comms
-            runtime.order_check = OrderCheck(comms, lambda number: members_text(units[number]))
+            paths = {id(module): name for name, module in self.named_modules()}
+            names = [members_text(one.fsdp_unit, paths[id(one)]) for one in wrappers]
+            runtime.order_check = OrderCheck(self.fsdp_groups.comms, names)
         cast_all_buffers(wrappers, low=True)
         return runtime
 

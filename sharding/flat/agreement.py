@@ -39,9 +39,10 @@ def _check_device(unit: FlatUnit) -> None:
         )
 
 
-def members_text(unit: FlatUnit) -> str:
-    """The unit by its module and members, for errors."""
-    fqns = [] if unit.store is None else [clean_name(item.fqn) for item in unit.store.module_params]
+def members_text(unit: FlatUnit, path: str = "") -> str:
+    """The unit by its module, at `path`, and members, for errors."""
+    items = () if unit.store is None else unit.store.module_params
+    fqns = [clean_name(f"{path}.{item.fqn}" if path else item.fqn) for item in items]
     return f"{type(unit.wrapped).__name__} with {', '.join(fqns)}"
 
 

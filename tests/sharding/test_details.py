@@ -55,18 +55,45 @@ def different_orders() -> None:
         model = Ours(bare, auto_wrap_policy=ModuleWrapPolicy([nn.Linear]))
         if not turned_later:
             bare.turned = dist.get_rank() == 1
-            with pytest.raises(RuntimeError, match=r"different units.*rank 0.*rank 1"):
+            with pytest.raises(RuntimeError, match=r"^Forward order differs.*rank 0.*rank 1"):
                 model(torch.ones(2, 6))
             continue
         model(torch.ones(2, 6)).sum().backward()
         model(torch.ones(2, 6)).sum().backward()
         bare.turned = True
-        with pytest.warns(UserWarning, match="order of forwards") as caught:
+        changed = (
+            "^Forward order differs from that of the first iteration on rank "
+            f"{dist.get_rank()}: Linear with second.weight, second.bias instead of Linear with "
+            "first.weight, first.bias"
+        )
+        with pytest.warns(UserWarning, match=changed) as caught:
             model(torch.ones(2, 6)).sum().backward()
         assert len(caught) == 1
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             model(torch.ones(2, 6)).sum().backward()
+
+
+def orders_that_differ_later() -> None:
+    """Gathers of different units would wait for each other until the group's deadline."""
+    dist.set_debug_level(dist.DebugLevel.DETAIL)
+    bare = Either()
+    model = Ours(bare, auto_wrap_policy=ModuleWrapPolicy([nn.Linear]))
+    for _ in range(2):
+        model(torch.ones(2, 6)).sum().backward()
+    bare.turned = dist.get_rank() == 1
+    names = "rank 0: Linear with first.weight, first.bias; rank 1: Linear with second.weight"
+    for _ in range(2):  # the model is usable in between
+        with pytest.raises(RuntimeError, match=f"^Forward order differs across ranks.*{names}"):
+            model(torch.ones(2, 6)).sum().backward()
+        bare.turned = False
+        model(torch.ones(2, 6)).sum().backward()
+        bare.turned = dist.get_rank() == 1
+
+
+@pytest.mark.ranks
+def test_orders_that_differ_later_name_both_units() -> None:
+    run_ranks(2, orders_that_differ_later)
 
 
 @pytest.mark.ranks

@@ -11,7 +11,7 @@ from __future__ import annotations
 import copy
 import logging
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -205,10 +205,19 @@ class StatefulUnit(TorchWrapper):
         }
         given = {**old, **bare_names(state_dict, self.fsdp_names)} if state_dict else state_dict
         request = LoadRequest(strict, cast=True, every_name=True, call=_LOAD_CALL)
-        with _as_torch_raises():
+        with _as_torch_raises(text=self._text_of):
             loaded = state_dicts.load_model(self, given, request)
         missing = [name for name in self._in_order(loaded.missing) if name not in old]
         return missing, list(loaded.unexpected)
+
+    def _text_of(self, error: Mismatch) -> str:
+        """The error behind torch's words for keys that one side lacks: tools look for those."""
+        lines = [f"Error(s) in loading state_dict for {type(self).__name__}:"]
+        for word, what in (("Missing", "is not in the dict"), ("Unexpected", "is in the dict and")):
+            problems = [problem.partition(": ") for problem in error.problems]
+            keys = [f'"{key}"' for key, _, problem in problems if problem.startswith(what)]
+            lines += [f"\t{word} key(s) in state_dict: {', '.join(keys)}. "] if keys else []
+        return "\n".join([*lines, str(error)] if len(lines) > 1 else [str(error)])
 
     def _in_order(self, names: Iterable[str]) -> list[str]:
         """`names` as the bare module's state dict has them; what it does not list comes last."""
@@ -501,12 +510,14 @@ def _taken(
 
 
 @contextmanager
-def _as_torch_raises(mismatch: type[Exception] = RuntimeError) -> Iterator[None]:
+def _as_torch_raises(
+    mismatch: type[Exception] = RuntimeError, text: Callable[[Mismatch], str] = str
+) -> Iterator[None]:
     """What `ckpt` raises inside becomes what torch's class raises: scripts catch that."""
     try:
         yield
     except Mismatch as error:
-        raise mismatch(str(error)) from error
+        raise mismatch(text(error)) from error
     except InvalidState as error:
         raise RuntimeError(str(error)) from error
 

@@ -188,6 +188,29 @@ def optimizer_dicts_have_one_order_on_all_ranks() -> None:
         assert turned == [straight, straight], (form, orig, turned, straight)
 
 
+def refused(call: Any) -> str:
+    try:
+        call()
+    except RuntimeError as error:
+        return str(error)
+    raise AssertionError("nothing was refused")
+
+
+def keys_that_do_not_fit_are_named_as_torch_does() -> None:
+    forms = (StateDictType.FULL_STATE_DICT, StateDictType.SHARDED_STATE_DICT)
+    for form, lacks, has in itertools.product(forms, ("0.weight", "1.1.running_mean"), ("", "a")):
+        texts = []
+        for name in BOTH:
+            model = wrapped(name, build("batch_norm"))
+            with type(model).state_dict_type(model, form):
+                state = {key: value for key, value in model.state_dict().items() if key != lacks}
+                if has:
+                    state |= {has: torch.ones(2), "b": torch.ones(2)}
+                texts.append(refused(lambda m=model, s=state: m.load_state_dict(s)))
+        assert "Missing key(s)" in texts[0] and texts[1].startswith(texts[0]), texts
+        assert f"{lacks}: is not in the dict" in texts[1]  # and what to do about it
+
+
 def ranges_seen(run: Any) -> set[str]:
     with profile(activities=[ProfilerActivity.CPU]) as profiled:
         run()
@@ -256,6 +279,7 @@ test_on_two_ranks = claims(
         what_is_saved_loads_with_weights_alone,
         local_dicts_load_where_torchs_do,
         shards_have_the_sizes_of_torchs,
+        keys_that_do_not_fit_are_named_as_torch_does,
         ignored_states_and_buffers_are_live_in_dicts,
         optimizer_dicts_have_one_order_on_all_ranks,
         profilers_see_the_ranges_of_torchs_classes,

@@ -37,6 +37,7 @@ from ckpt.commit.records import (
     RECORD_NBYTES_MAX,
     LiveEntry,
     Record,
+    check_record_sum,
     corrupt_record,
     decode_record,
     encode_record,
@@ -44,7 +45,7 @@ from ckpt.commit.records import (
 )
 from ckpt.errors import Corrupt, NoCheckpoint, UnsupportedFormat
 from ckpt.format.checksum import crc32c
-from ckpt.format.damage import raising_corrupt
+from ckpt.format.damage import once_more, raising_corrupt
 from storage.errors import CorruptObjectError, KeyNotFoundError, TooLargeError
 from storage.store import Store
 
@@ -217,15 +218,18 @@ def has_remains(store: Store) -> bool:
 
 
 def _format_of(store: Store) -> RootFormat:
-    try:
+    def read() -> RootFormat:
         with raising_corrupt():
             data = store.get_bounded(FORMAT_KEY, FORMAT_NBYTES_MAX)
+        return decode_format(data, where=f"{store.url}/{FORMAT_KEY}")
+
+    try:
+        return once_more(read)
     except TooLargeError as error:
         raise Corrupt(
             f"{error}: a FORMAT object has one line; this is not a shardpoint root, choose another "
             "url"
         ) from None
-    return decode_format(data, where=f"{store.url}/{FORMAT_KEY}")
 
 
 def _no_checkpoint(store: Store, keys: Sequence[str]) -> NoCheckpoint:
@@ -332,12 +336,25 @@ class Log:
         return self._decoded(slot, self.raw(slot))
 
     def raw(self, slot: int) -> bytes:
-        """The bytes in a slot, whatever they are; no more than a record may have."""
-        key = record_key(slot)
+        """The bytes in a slot, whatever they are; no more than a record may have. Requested once
+        more where they do not match their checksum.
+        """
+        key, answers = record_key(slot), list[bytes]()
+
+        def read() -> None:
+            answers.clear()
+            try:
+                answers.append(self.store.get_bounded(key, RECORD_NBYTES_MAX))
+            except (CorruptObjectError, TooLargeError) as error:
+                corrupt_record(f"{self.store.url}/{key}", str(error))
+            check_record_sum(answers[0], key)
+
         try:
-            return self.store.get_bounded(key, RECORD_NBYTES_MAX)
-        except (CorruptObjectError, TooLargeError) as error:
-            corrupt_record(f"{self.store.url}/{key}", str(error))
+            once_more(read)
+        except Corrupt:
+            if not answers:
+                raise
+        return answers[0]
 
     def raw_if_there(self, slot: int) -> bytes | None:
         """As `raw`; None when the slot is free."""

@@ -170,12 +170,8 @@ def decode_record(data: bytes, *, slot: int, where: str) -> Record:
     """
     if len(data) > RECORD_NBYTES_MAX:
         corrupt_record(where, f"{len(data)} bytes, at most {RECORD_NBYTES_MAX} are allowed")
-    if len(data) < len(RECORD_MAGIC) + 4 or not data.startswith(RECORD_MAGIC):
-        corrupt_record(where, f"no record starts with {data[:8]!r}")
     # Before the parser, which then only sees what some writer has made: damage is named as damage.
-    (stored,) = struct.unpack("<I", data[-4:])
-    if crc32c(data[:-4]) != stored:
-        corrupt_record(where, f"checksum is {crc32c(data[:-4]):08x}, {stored:08x} was written")
+    check_record_sum(data, where)
     try:
         body = msgpack.unpackb(
             data[len(RECORD_MAGIC) : -4], raw=False, strict_map_key=True, use_list=True
@@ -187,6 +183,15 @@ def decode_record(data: bytes, *, slot: int, where: str) -> Record:
     if encode_record(record) != data:
         corrupt_record(where, "not in canonical form")
     return record
+
+
+def check_record_sum(data: bytes, where: str) -> None:
+    """Raises Corrupt unless some writer has made a record of these bytes."""
+    if len(data) < len(RECORD_MAGIC) + 4 or not data.startswith(RECORD_MAGIC):
+        corrupt_record(where, f"no record starts with {data[:8]!r}")
+    (stored,) = struct.unpack("<I", data[-4:])
+    if crc32c(data[:-4]) != stored:
+        corrupt_record(where, f"checksum is {crc32c(data[:-4]):08x}, {stored:08x} was written")
 
 
 def _record_of(body: Any, *, slot: int, where: str) -> Record:

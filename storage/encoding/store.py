@@ -331,7 +331,9 @@ class EncodedStore(WrappedStore):
         if key == FORMAT_KEY:
             root = decode_root(stored, self._where(key))
             data = stored if root is None else root[1]
-            self._settle(None if root is None else root[0], stored, root_of(data))
+            # Of no form that is known: damage, or a newer version, which the reader finds.
+            if root is not None or root_of(data) != NO_ROOT:
+                self._settle(None if root is None else root[0], stored, root_of(data))
             return data
         wants = self._wants_encoding or self._options.root != NO_ROOT
         if not self._is_known and (stored.startswith(MAGIC) or wants):

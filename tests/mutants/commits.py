@@ -125,9 +125,17 @@ READING = (
     Mutant(
         "a record of any size is read",
         _LOG,
-        "return self.store.get_bounded(key, RECORD_NBYTES_MAX)",
-        "return self.store.get(key)",
+        "answers.append(self.store.get_bounded(key, RECORD_NBYTES_MAX))",
+        "answers.append(self.store.get(key))",
         test="tests/protocol/test_session.py::test_a_taken_slot_that_cannot_be_read_stays_unsettled",
+    ),
+    Mutant(
+        "a record is requested once, whatever comes",
+        _LOG,
+        "            once_more(read)\n",
+        "            read()\n",
+        test="tests/e2e/test_flips_on_the_way.py::"
+        "test_a_record_or_format_flipped_on_its_way_is_read_again",
     ),
     Mutant(
         "a manifest that is not the committed one is read",

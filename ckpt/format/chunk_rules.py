@@ -127,6 +127,9 @@ def in_order(rules: Rules) -> Rules:
 
 
 def _sorted(rules: Rules) -> Rules:
+    tensor, start = np.diff(rules[Of.TENSOR]), np.diff(rules[Of.START])
+    if np.all((tensor > 0) | ((tensor == 0) & (start >= 0))):
+        return rules
     return rules[:, np.lexsort((rules[Of.START], rules[Of.TENSOR]))]
 
 

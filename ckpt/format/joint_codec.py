@@ -155,13 +155,13 @@ def _structure(
         shared=tuple(shared),
         several=tuple(several),
         tensors=tensors,
-        encoded_tensors=encoded,
         tensor_ranks=_int64s(fields["tensor_ranks"], len(tensors), "tensor_ranks"),
         aliases={(name, target): rank for name, target, rank in aliases},
         rules=rules,
         boxes=tuple([boxes[index] for index in range(len(boxes))]),
         blocks=blocks,
         replicas=tuple([ReplicaList(*lists) for lists in zip(*columns, strict=True)]),
+        sent_tensors=encoded,
     )
 
 

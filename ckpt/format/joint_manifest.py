@@ -94,16 +94,18 @@ class JointTable:
 
     def __init__(self, structure: JointStructure) -> None:
         self._structure = structure
-        lowest = zip(structure.tensors, structure.tensor_ranks.tolist(), strict=True)
-        self._tensors = agreed_tensors(dict(lowest))
+        self._tensors = agreed_tensors(structure.tensors, structure.tensor_ranks.tolist())
         self._aliases = agreed_aliases(structure.aliases, self._tensors)
         self._fqns = tuple([tensor.fqn for tensor in self._tensors])
-        itemsizes = int64s([DTYPES[tensor.dtype].itemsize for tensor in self._tensors])
+        self._dtypes = tuple([tensor.dtype for tensor in self._tensors])
+        self._shapes = tuple([tensor.shape for tensor in self._tensors])
+        self._kinds = np.array([tensor.kind for tensor in self._tensors], dtype=np.uint8)
+        self._shape_count = len(set(self._shapes))
+        itemsizes = int64s([DTYPES[dtype].itemsize for dtype in self._dtypes])
         rules = structure.rules
-        shapes = [tensor.shape for tensor in self._tensors]
-        numels = int64s([math.prod(shape) for shape in shapes])
+        numels = int64s([math.prod(shape) for shape in self._shapes])
         boxes = BoxTable.of(structure.boxes)
-        if problems := check_rules(rules, boxes, self._fqns, shapes, numels):
+        if problems := check_rules(rules, boxes, self._fqns, self._shapes, numels):
             raise InvalidState(
                 [with_writers(text, self._fqns, self._writers_of) for text in problems]
             )
@@ -141,9 +143,9 @@ class JointTable:
             file_nbytes=sizes.nbytes,
             file_data_start=sizes.data_start,
             fqns=self._fqns,
-            dtypes=tuple([tensor.dtype for tensor in self._tensors]),
-            shapes=tuple([tensor.shape for tensor in self._tensors]),
-            kinds=np.array([tensor.kind for tensor in self._tensors], dtype=np.uint8),
+            dtypes=self._dtypes,
+            shapes=self._shapes,
+            kinds=self._kinds,
             aliases=self._aliases,
             chunks=no_chunks(),
             values=united_values(rest.values),
@@ -166,7 +168,7 @@ class JointTable:
         return Counts(
             files=len(head.files),
             tensors=len(head.fqns),
-            shapes=len(set(head.shapes)),
+            shapes=self._shape_count,
             chunks=self._chunks,
             boxes=len(self._boxes),
             blocks=self._structure.blocks,
@@ -263,8 +265,8 @@ class ReplicaRegions:
     """The regions that ranks may have in common, numbered: what stays from save to save."""
 
     def __init__(self, structure: JointStructure) -> None:
-        fqns = [tensor.fqn for tensor in structure.tensors]
         self._lists = structure.replicas
+        fqns = [tensor.fqn for tensor in structure.tensors] if self._lists else []
         tensor = np.concatenate([int64s([]), *(one.tensor for one in self._lists)])
         start = np.concatenate([int64s([]), *(one.start for one in self._lists)])
         # By name: where ranks describe a tensor in two ways, that is said elsewhere.

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import chain
 from typing import NamedTuple, TypeVar
 
@@ -42,7 +43,7 @@ class ReplicaList(NamedTuple):
     ranks: Int64s
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, eq=False)
 class JointStructure:
     """What stays the same from save to save of `rank_count` ranks from `first_rank` on.
 
@@ -58,13 +59,29 @@ class JointStructure:
     shared: tuple[str, ...]
     several: tuple[bool, ...]
     tensors: tuple[TensorRecord, ...]
-    encoded_tensors: bytes
     tensor_ranks: Int64s
     aliases: Mapping[tuple[str, str], int]
     rules: Rules
     boxes: tuple[Box, ...]
     blocks: int  # of all chunks together
     replicas: tuple[ReplicaList, ...]
+    sent_tensors: bytes = b""  # as they were received, if they were
+
+    @cached_property
+    def encoded_tensors(self) -> bytes:
+        """The tensors as they are sent: made for that alone."""
+        return self.sent_tensors or encode_tensors(self.tensors)
+
+    def is_like(self, other: JointStructure) -> bool:
+        """Whether both are the same, of one rank."""
+        ours, theirs = (
+            [one.tensors, one.files, one.shared, one.aliases, one.boxes, len(one.replicas)]
+            for one in (self, other)
+        )
+        mine = [self.rules, *chain(*self.replicas)]
+        return ours == theirs and all(
+            map(np.array_equal, mine, [other.rules, *chain(*other.replicas)])
+        )
 
     @property
     def ranks(self) -> Int64s:
@@ -141,7 +158,6 @@ def structure_of(part: Part) -> JointStructure:
         shared=shared,
         several=(False,) * len(shared),
         tensors=part.tensors,
-        encoded_tensors=encode_tensors(part.tensors),
         tensor_ranks=np.full(len(part.tensors), part.rank),
         aliases=dict.fromkeys(sorted(part.aliases.items()), part.rank),
         rules=joined_rules([single_rules(columns)]),
@@ -221,10 +237,14 @@ def merge_structures(parts: Sequence[JointStructure]) -> JointMerge:
 
     Raises ValueError when ranks are missing between them.
     """
+    if len(parts) == 1:
+        one = parts[0]
+        lists = tuple(range(len(one.replicas)))
+        return JointMerge(one, (one.rank_count,), (np.arange(len(one.shared)),), (lists,))
     ends = [one.first_rank + one.rank_count for one in parts]
     if ends[:-1] != [one.first_rank for one in parts[1:]]:
         raise ValueError(f"joint parts that begin at ranks {[one.first_rank for one in parts]}")
-    tensors, encoded, tensor_ranks, tensor_of = _merged_tensors(parts)
+    tensors, sent, tensor_ranks, tensor_of = _merged_tensors(parts)
     shared = sorted({name for one in parts for name in one.shared})
     shared_of = tuple(_numbers_of(shared, [one.shared for one in parts]))
     several = np.zeros(len(shared), dtype=np.int64)
@@ -248,13 +268,13 @@ def merge_structures(parts: Sequence[JointStructure]) -> JointMerge:
         shared=tuple(shared),
         several=tuple((several > 1).tolist()),
         tensors=tensors,
-        encoded_tensors=encoded,
         tensor_ranks=tensor_ranks,
         aliases=_lowest([one.aliases.items() for one in parts]),
         rules=joined_rules(tables),
         boxes=tuple(boxes),
         blocks=sum(one.blocks for one in parts),
         replicas=replicas,
+        sent_tensors=sent,
     )
     return JointMerge(structure, tuple([one.rank_count for one in parts]), shared_of, lists_of)
 
@@ -262,17 +282,20 @@ def merge_structures(parts: Sequence[JointStructure]) -> JointMerge:
 def _merged_tensors(
     parts: Sequence[JointStructure],
 ) -> tuple[tuple[TensorRecord, ...], bytes, Int64s, list[Int64s]]:
-    """All records, encoded as well, the lowest rank of each, and the new numbers of each part's."""
+    """All records, as sent where a part has all of them, the lowest rank of each, and the new
+    numbers of each part's.
+    """
     first = parts[0]
     if all(one.tensors is first.tensors or one.tensors == first.tensors for one in parts[1:]):
         ranks = np.minimum.reduce([one.tensor_ranks for one in parts])
         same = np.arange(len(first.tensors))
-        return first.tensors, first.encoded_tensors, ranks, [same] * len(parts)
+        sent = next((one.sent_tensors for one in parts if one.sent_tensors), b"")
+        return first.tensors, sent, ranks, [same] * len(parts)
     lowest = _lowest([zip(one.tensors, one.tensor_ranks.tolist(), strict=True) for one in parts])
     tensors = tuple(sorted(lowest))
     ranks = int64s([lowest[record] for record in tensors])
     tensor_of = _numbers_of(tensors, [one.tensors for one in parts])
-    return tensors, encode_tensors(tensors), ranks, tensor_of
+    return tensors, b"", ranks, tensor_of
 
 
 def _lowest(ranked: Iterable[Iterable[tuple[_Key, int]]]) -> dict[_Key, int]:

@@ -66,22 +66,25 @@ def check_names(own: Sequence[str], shared: Sequence[str], header: Header) -> No
         raise ValueError(f"{wrong[0]} is not a data file of another attempt")
 
 
-def agreed_tensors(lowest: Mapping[TensorRecord, int]) -> list[TensorRecord]:
-    """The records by fqn, given the lowest rank that has each. Raises InvalidState where ranks
+def agreed_tensors(
+    records: Sequence[TensorRecord], lowest: Sequence[int]
+) -> Sequence[TensorRecord]:
+    """The sorted records, given the lowest rank that has each. Raises InvalidState where ranks
     describe a tensor in several ways.
     """
+    if len({info.fqn for info in records}) == len(records):
+        return records
     merged: dict[str, tuple[TensorRecord, int]] = {}
     problems = []
-    for info, rank in sorted(lowest.items(), key=lambda item: (item[0].fqn, item[1], item[0])):
+    pairs = zip(records, lowest, strict=True)
+    for info, rank in sorted(pairs, key=lambda item: (item[0].fqn, item[1], item[0])):
         known, first_rank = merged.setdefault(info.fqn, (info, rank))
         if known != info:
             problems.append(
                 f"{info.fqn}: {info.dtype}{list(info.shape)} of kind {info.kind} on rank {rank}, "
                 f"{known.dtype}{list(known.shape)} of kind {known.kind} on rank {first_rank}"
             )
-    if problems:
-        raise InvalidState(problems)
-    return [info for info, _ in merged.values()]
+    raise InvalidState(problems)
 
 
 def agreed_aliases(

@@ -59,7 +59,7 @@ class JointParts:
     def __init__(self) -> None:
         self._sent = b""  # digest of the structure that the rank above knows
         self._last: Part | None = None
-        self._own: SentStructure | None = None
+        self._own: JointStructure | None = None
         self.below: list[SentStructure] = []
         self._merged: JointMerge | None = None
         self._encoded: tuple[bytes, bytes] | None = None  # the merged structure, and its digest
@@ -112,7 +112,7 @@ class JointParts:
         changed |= self._note_below([structure for structure, _ in sent])
         if changed or self._merged is None:
             assert self._own is not None
-            structures = [self._own.structure, *(one.structure for one in self.below)]
+            structures = [self._own, *(one.structure for one in self.below)]
             self._merged = None  # what this replaces need not be in memory beside it
             self._encoded = self._table = self._regions = None
             self._merged = merge_structures(structures)
@@ -127,18 +127,16 @@ class JointParts:
         if same:
             return False
         structure = structure_of(part)
-        digest = digest_of_structure(encode_structure(structure))
-        if self._own is not None and digest == self._own.digest:
+        if self._own is not None and structure.is_like(self._own):
             return False
-        self._own = SentStructure(structure, digest)
+        self._own = structure
         return True
 
     def _note_below(self, structures: Sequence[bytes]) -> bool:
         """Keep the structures that were sent, empty ones being known; whether any has changed."""
         known: dict[int, SentStructure] = dict(enumerate(self.below))
         new: dict[int, SentStructure] = {}
-        own: list[JointStructure] = [] if self._own is None else [self._own.structure]
-        reader = StructureReader(own)
+        reader = StructureReader([self._own] if self._own and structures else ())
         for index, data in enumerate(structures):
             if data and (index not in known or digest_of_structure(data) != known[index].digest):
                 new[index] = reader.read(data)

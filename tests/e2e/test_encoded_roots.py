@@ -381,6 +381,19 @@ def test_copies_of_encrypted_roots_load_and_go_on(root: str, tmp_path: Path) -> 
     assert ckpt.load(state(), single, storage_options=BOTH).step == 1
 
 
+def test_near_tiers_of_an_encrypted_root_are_hidden(tmp_path: Path) -> None:
+    tier = tmp_path / "tier"
+    near = ckpt.Near(tier, every=ckpt.EverySteps(1))
+    for key in (SECRET, lambda wanted: SECRET):
+        more: dict[str, Any] = {"near": near, "storage_options": {"encryption_key": key}}
+        url = str(tmp_path / type(key).__name__)
+        assert trained(url, 2, **more) == (0, 2.0)
+        shutil.rmtree(step_folder(url, 2))  # the near one is newer than what is left
+        assert trained(url, 1, **more) == (2, 3.0)
+    assert len([*tier.rglob("*.safetensors")]) >= 2
+    assert_hidden(tier)
+
+
 def shown_by(thing: object, seen: set[int], depth: int = 8) -> Iterator[str]:
     """The reprs of `thing` and of its attributes, as a debugger shows them."""
     if not depth or id(thing) in seen or isinstance(thing, ModuleType | type | FunctionType):

@@ -85,10 +85,20 @@ class BlockSums:
         numbers = np.arange(int(counts.sum())) - np.repeat(ends - counts, counts)
         return self.of_blocks(np.repeat(np.arange(chunks.start, chunks.stop), counts), numbers)
 
-    def check(self, data: memoryview, sizes: Ints, chunks: Ints, numbers: Ints) -> None:
-        """Raise Corrupt unless `data` are these blocks, one after the other, of these sizes."""
-        expected = self.of_blocks(chunks, numbers).tolist()
-        actual = crc32c_of_each(data, sizes.tolist())
+    def check(
+        self,
+        data: memoryview,
+        sizes: Ints,
+        chunks: Ints,
+        numbers: Ints,
+        known: Uint32s | None = None,
+    ) -> None:
+        """Raise Corrupt unless `data` are these blocks, one after the other, of these sizes.
+
+        `known` are their checksums, if the caller has them already.
+        """
+        sums = self.of_blocks(chunks, numbers) if known is None else known
+        expected, actual = sums.tolist(), crc32c_of_each(data, sizes.tolist())
         if actual != expected:
             row = next(compress(count(), map(ne, actual, expected)))
             raise self._corrupt_block(int(chunks[row]), int(numbers[row]))

@@ -17,8 +17,8 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from typing import NamedTuple
 
+from ckpt.commit.attempts import LISTED_MAX, StepDirectory, attempts_on
 from ckpt.commit.live import LiveSet, Segments, live_of
 from ckpt.commit.names import (
     LINES_PREFIX,
@@ -28,10 +28,8 @@ from ckpt.commit.names import (
     STEPS_PREFIX,
     attempt_epoch,
     line_names,
-    parse_step_key,
     record_key,
     record_slot,
-    step_prefix,
 )
 from ckpt.commit.records import (
     RECORD_NBYTES_MAX,
@@ -53,7 +51,6 @@ FORMAT_KEY = "FORMAT"
 FORMAT_VERSION = 1
 DCP_KEY = ".metadata"  # makes a directory a checkpoint of torch.distributed.checkpoint
 FORMAT_NBYTES_MAX = 4096
-LISTED_MAX = 1000  # a page of S3
 LINKS_MAX = 16  # records whose links a claim compares where requests take long
 NEWER_MAX = 16  # step directories newer than the latest that are looked at
 MENDED = b"mended\0\0"  # how the write id begins of a record behind which links need not hold
@@ -73,17 +70,6 @@ def broken_log(url: str, problem: str) -> Corrupt:
         "rolled back, restored or copied under a running job. Stop what writes there, then run "
         f"`ckpt mend {url}`: it brings back every checkpoint that is whole"
     )
-
-
-class StepDirectory(NamedTuple):
-    """One attempt as a listing shows it: whether it has a MANIFEST, so that all of it was written,
-    and when its first object was.
-    """
-
-    step: int
-    attempt: str
-    is_written: bool
-    modified_unix: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -589,22 +575,3 @@ def _several_of_an_epoch(attempts: dict[str, StepDirectory]) -> dict[str, StepDi
 def begins_chain(record: Record) -> bool:
     """Whether the records before it need not be one row: there are none, or it mended the log."""
     return record.slot == 0 or record.write_id.startswith(MENDED)
-
-
-def attempts_on(store: Store, *, after: str = "") -> Iterator[StepDirectory]:
-    """Every attempt that has an object of ours behind the key `after`, by its first one (MANIFEST
-    comes before data files): one listing, and one more for each directory with more than a page of
-    them.
-    """
-    listing = store.list(STEPS_PREFIX, after=after)
-    directory, count = "", 0
-    while (info := next(listing, None)) is not None:
-        if directory and info.key.startswith(directory):
-            count += 1
-            if count == LISTED_MAX:
-                # "0" is the character after "/": this key is greater than all keys in it.
-                listing = store.list(STEPS_PREFIX, after=directory[:-1] + "0")
-        elif (parsed := parse_step_key(info.key)) is not None:
-            step, attempt, name = parsed
-            directory, count = step_prefix(step, attempt), 0
-            yield StepDirectory(step, attempt, name == MANIFEST_NAME, info.modified_unix)

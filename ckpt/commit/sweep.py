@@ -6,7 +6,8 @@ import logging
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
-from ckpt.commit.log import MENDED, Log, LogState, StepDirectory, attempts_on
+from ckpt.commit.attempts import StepDirectory, attempts_on
+from ckpt.commit.log import MENDED, Log, LogState
 from ckpt.commit.names import (
     MANIFEST_NAME,
     attempt_epoch,

@@ -19,6 +19,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ckpt.commit.appender import Limits
+from ckpt.commit.attempts import attempts_on
 from ckpt.commit.claim import must_look_first
 from ckpt.commit.live import LiveSet, live_of, with_live
 from ckpt.commit.locate import entry_of_manifest, file_keys, read_manifest
@@ -26,7 +27,6 @@ from ckpt.commit.log import (
     FORMAT_KEY,
     MENDED,
     Log,
-    attempts_on,
     begins_chain,
     broken_log,
     encode_format,

@@ -325,7 +325,7 @@ UNSAFE = ("../w", "a/../../w", "a\\..\\w", "..", "a\0w")
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 @pytest.mark.parametrize("name", UNSAFE, ids=repr)
-def test_names_that_lead_out_of_a_folder_are_refused(tmp_path: Path, name: str) -> None:
+def test_names_that_leave_a_folder_are_refused(tmp_path: Path, name: str) -> None:
     """As in safetensors files: other programs take names for paths, or end them at a NUL."""
     tensor = torch.arange(6.0)
     nested = {"model": {name: tensor, "b": tensor + 1}}  # an export may leave "model." out

@@ -6,7 +6,8 @@
 
 A gather is `prepare` (what memory is needed), `own` (this rank's parts), `targets` (where all parts
 land side by side), the collective, and `finish`. Extensions: a tensor with `fsdp_pre_all_gather`
-and `fsdp_post_all_gather`, as torch's `fully_shard` has them.
+and `fsdp_post_all_gather`, as torch's `fully_shard` has them, and maybe
+`fsdp_should_release_all_gather_outputs_after_post_all_gather`, as that of later versions has it.
 """
 
 from __future__ import annotations
@@ -27,12 +28,16 @@ from sharding.engine.pool import BufferPool
 __all__ = ["AlongFirst", "AlongOther", "ByExtension", "Gathering", "gathering_for"]
 
 _PRE, _POST = "fsdp_pre_all_gather", "fsdp_post_all_gather"
+_RELEASES = "fsdp_should_release_all_gather_outputs_after_post_all_gather"
 
 
 class Gathering:
     """How one parameter is gathered, in the simplest case. `wholes` are its tensors in the unit's
     memory, 1-D.
     """
+
+    releases = False
+    """Whether its tensors in the unit's memory may be given away after `finish`."""
 
     def __init__(self, param: ShardedParam) -> None:
         self.param = param
@@ -109,6 +114,11 @@ class ByExtension(Gathering):
         super().__init__(param)
         self._policy = policy
         self._mesh = mesh
+        self.releases = getattr(param.local_as_is, _RELEASES, bool)()
+        if not isinstance(self.releases, bool):
+            raise AssertionError(
+                f"{param.fqn}: {_RELEASES} returned {self.releases!r}, expected a bool"
+            )
         self._inputs: tuple[torch.Tensor, ...] = ()
         self._metadata: Any = None
         self._made: tuple[torch.Tensor, ...] = ()  # what the extension made, once it has
@@ -166,6 +176,11 @@ class ByExtension(Gathering):
         made, inner = post(outputs, metadata, dtype)
         self._made, self._filled = (made,), made
         ours = {whole.untyped_storage().data_ptr() for whole in wholes}
+        if self.releases and any(one.untyped_storage().data_ptr() in ours for one in inner):
+            raise AssertionError(
+                f"{self.param.fqn}: {_RELEASES} says that gathered tensors may be released, but "
+                f"{_POST} has made one that shares their memory; return False, or a copy"
+            )
         self._inner = tuple(
             (tensor, tensor.untyped_storage().nbytes())
             for tensor in inner
@@ -203,6 +218,8 @@ def gathering_for(param: ShardedParam, policy: Any) -> Gathering:
     """
     local = param.local_as_is
     has = [hasattr(local, name) for name in (_PRE, _POST)]
+    if not has[1] and hasattr(local, _RELEASES):
+        raise AssertionError(f"{param.fqn}: has {_RELEASES} but not {_POST}; define both")
     if all(has):
         mesh = param.data.mesh
         axis = mesh.mesh_dim_names[-1] if mesh.ndim == 2 and mesh.mesh_dim_names else None

@@ -23,6 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from sharding.dtensor.seam import (
+    KNOWN_PLACEMENTS,
     DTensorLike,
     Known,
     concatenated,
@@ -402,6 +403,12 @@ def _checked_dim(
         raise ValueError(
             f"{fqn}: scalar parameters cannot be sharded; make it a 1-D tensor with one element"
         )
+    for one in param.placements if isinstance(param, DTensor) else ():
+        if type(one) not in KNOWN_PLACEMENTS:
+            raise NotImplementedError(
+                f"{fqn}: has the placement {one!r}, which is not implemented by this version of "
+                "sharding; redistribute() it with Shard(dim) or Replicate()"
+            )
     if not values.is_contiguous():
         raise NotImplementedError(
             f"{fqn}: is not contiguous (strides {tuple(values.stride())} of shape "
@@ -411,7 +418,7 @@ def _checked_dim(
         _check_chunks(fqn, placement, param, ranks)
         placement = None
     placement = Shard(0) if placement is None else placement
-    if not isinstance(placement, Shard):
+    if type(placement) is not Shard:  # what derives from it cuts in another way
         raise ValueError(
             f"{fqn}: shard_placement_fn returned {placement!r}, expected Shard(dim) or None"
         )

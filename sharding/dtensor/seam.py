@@ -9,11 +9,12 @@ import torch
 from torch import nn
 from torch.distributed import device_mesh
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 from torch.distributed.tensor import _dtensor_spec as spec_types
 from torch.distributed.tensor.placement_types import _StridedShard
 
 __all__ = [
+    "KNOWN_PLACEMENTS",
     "DTensorLike",
     "DTensorSpec",
     "Known",
@@ -32,6 +33,10 @@ __all__ = [
     "strided_shard",
     "versions_of",
 ]
+
+
+KNOWN_PLACEMENTS = (Replicate, Shard, Partial, _StridedShard)
+"""By class: what derives from one of them lies in another way."""
 
 
 class DTensorLike(NamedTuple):

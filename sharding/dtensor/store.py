@@ -235,6 +235,10 @@ class DTensorStore(ParameterStore):
                 self._with_memory(), self._landing[1], strict=True
             ):
                 gathering.finish(wholes, parts, self.pool)
+                if gathering.releases:
+                    for memory in map(self.memory.alone, wholes):
+                        self.streams.will_free(memory.whole)
+                        memory.release()
 
     def _gather(
         self,

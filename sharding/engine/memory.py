@@ -166,6 +166,7 @@ class TensorMemory:
         """Another number when the tensors are new ones."""
         self._sizes: tuple[TensorSize, ...] = ()
         self._memories: tuple[GatheredMemory, ...] = ()
+        self._alone: dict[int, GatheredMemory] = {}  # by identity of a tensor that is alone
         self._device = device
 
     @property
@@ -177,6 +178,10 @@ class TensorMemory:
     def storages(self) -> tuple[GatheredMemory, ...]:
         """What the tensors lie in."""
         return self._memories
+
+    def alone(self, tensor: torch.Tensor) -> GatheredMemory:
+        """What a tensor lies in that is to be alone."""
+        return self._alone[id(tensor)]
 
     def fetch(self, sizes: Sequence[TensorSize], pages: PagePool) -> tuple[torch.Tensor, ...]:
         """Have the memory; returns the tensors, which are new ones if the sizes have changed."""
@@ -192,12 +197,15 @@ class TensorMemory:
         shared = gathered_memory(together, self._device, pages)
         memories = [shared]
         tensors = []
+        self._alone = {}
         for start, (numel, dtype, alone) in zip(starts, sizes, strict=True):
             nbytes = numel * dtype.itemsize
             if alone:
                 memories.append(gathered_memory(nbytes, self._device, pages))
             whole = memories[-1].whole if alone else shared.whole
             tensors.append(whole[start : start + nbytes].view(dtype))
+            if alone:
+                self._alone[id(tensors[-1])] = memories[-1]
         self.tensors, self._memories = tuple(tensors), tuple(memories)
         self._sizes = tuple(sizes)
         self.generation += 1

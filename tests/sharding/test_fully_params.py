@@ -371,7 +371,66 @@ class HalvedWithContext(Halved):
         return (self.data_.half(),), ("told", self.data_.shape)
 
 
+class Released(Halved):
+    """The same, which has no need of what was gathered once it has made a tensor of it."""
+
+    answer: Any = True
+
+    def fsdp_should_release_all_gather_outputs_after_post_all_gather(self) -> Any:
+        return self.answer
+
+
 calls: list[str] = []
+
+
+def extensions_may_release_what_was_gathered() -> None:
+    class Seeing(Plain):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            taken.append(store_of(self).gathered_nbytes)
+            return super().forward(x)
+
+    size, taken = dist.get_world_size(), []
+    results = []
+    for kind in (Released, Halved):
+        module: Any = Seeing(2 * size, 3)
+        module.weight = nn.Parameter(kind(module.weight.detach()), requires_grad=True)
+        sharding.fully_shard(module, reshard_after_forward=False)
+        for _ in range(2):
+            out = module(torch.ones(()))
+            out.backward()
+        results.append((float(out), module.weight.grad.to_local().tolist()))
+    assert results[0] == results[1]
+    assert taken == [0, 0, 12 * size, 12 * size], taken  # two bytes each of what is sent
+
+    class Sharing(Released):
+        def fsdp_post_all_gather(self, outputs: Any, *args: Any, out: Any = None) -> Any:
+            return outputs[0], outputs
+
+    module = Plain(2 * size, 3)
+    module.weight = nn.Parameter(Sharing(module.weight.detach()))
+    sharding.fully_shard(module)
+    with pytest.raises(AssertionError, match=r"weight: .*shares their memory; return False"):
+        module(torch.ones(()))
+    Wrong = type("Wrong", (Released,), {"answer": 1})
+    module = Plain(2 * size, 3)
+    module.weight = nn.Parameter(Wrong(module.weight.detach()))
+    with pytest.raises(AssertionError, match=r"weight: fsdp_should_release.* returned 1, expected"):
+        sharding.fully_shard(module)
+
+
+def placements_of_a_newer_torch_are_refused_by_name() -> None:
+    class BlockShard(Shard):
+        def __repr__(self) -> str:
+            return "BlockShard((4,))"
+
+    module = nn.Linear(4, 4)
+    with pytest.raises(ValueError, match=r"weight: shard_placement_fn returned BlockShard"):
+        sharding.fully_shard(module, shard_placement_fn=lambda param: BlockShard(0))
+    mesh = init_device_mesh("cpu", (1, dist.get_world_size()), mesh_dim_names=("dp", "ep"))
+    spread: Any = DTensor.from_local(torch.ones(2, 4), mesh["ep"], [BlockShard(0)], run_check=False)
+    module.weight = nn.Parameter(spread)
+    with pytest.raises(NotImplementedError, match=r"weight: has the placement BlockShard"):
+        sharding.fully_shard(module, mesh=mesh["dp"])
 
 
 def extensions_say_what_is_gathered_and_what_comes_of_it() -> None:
@@ -655,6 +714,8 @@ test_on_two_ranks = claims(
         trainable_parameters_of_two_dtypes_need_a_dtype_for_reductions,
         offloaded_shards_lie_in_the_hosts_memory,
         extensions_say_what_is_gathered_and_what_comes_of_it,
+        extensions_may_release_what_was_gathered,
+        placements_of_a_newer_torch_are_refused_by_name,
         what_an_extension_has_beside_memory_is_that_of_the_last_gather,
         halves_of_extensions_and_wrong_sizes_are_refused,
         extensions_may_be_put_on_shards_later,

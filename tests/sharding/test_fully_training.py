@@ -21,6 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.profiler import ProfilerActivity, profile
 from torch.utils.checkpoint import checkpoint
 
 import sharding
@@ -395,9 +396,42 @@ def ranks_that_use_different_parameters() -> None:
             torch.testing.assert_close(part.weight.grad.full_tensor(), wanted)
 
 
+class Twice(nn.Module):
+    """Calls a layer on what it gave."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        output: torch.Tensor = self.last(self.layer(torch.tanh(self.layer(x))))
+        return output
+
+
+def a_unit_called_twice_reduces_earlier_sums_once() -> None:
+    """docs/engine.md has this difference: torch reduces them in the middle of the backward."""
+    grads, reductions = [], []
+    for engine in ("torch", "ours"):
+        model = sharded(engine, Twice(), inner="layer")  # type: ignore[arg-type]
+        (_, first), (_, second) = batches(2)
+        model.set_requires_gradient_sync(False)
+        loss_of(model, first).backward()
+        model.set_requires_gradient_sync(True)
+        with profile(activities=[ProfilerActivity.CPU]) as profiled:
+            loss_of(model, second).backward()
+        names = [event.name for event in profiled.events()]
+        reductions.append(names.count("c10d::_reduce_scatter_base_"))
+        grads.append([param.grad.full_tensor() for param in model.parameters()])
+    assert reductions == [3, 2]
+    for ours, torchs in zip(*grads, strict=True):
+        torch.testing.assert_close(ours, torchs)
+
+
 test_on_two_ranks = claims(
     2,
     [
+        a_unit_called_twice_reduces_earlier_sums_once,
         all_kinds_of_models,
         freeing_or_keeping_after_the_forward,
         bfloat16_with_reductions_in_float32_or_not,

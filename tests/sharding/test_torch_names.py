@@ -21,7 +21,7 @@ from torch.distributed._composable import replicate
 
 import ckpt.state_dict.like_torch as our_state_dicts
 import sharding
-from sharding.torch_face import check_known
+from sharding.torch_face import _refusing, check_known
 from tests.ranks import run_ranks
 from tests.versions import TORCH
 
@@ -177,6 +177,15 @@ def added_methods_are_refused() -> None:
     wrapper: Any = sharding.FullyShardedDataParallel(nn.Linear(4, 4))
     with pytest.raises(NotImplementedError, match=r"FullyShardedDataParallel\._reset_lazy_init"):
         wrapper._reset_lazy_init()
+
+
+def test_methods_of_modules_of_a_newer_torch_are_refused_by_name() -> None:
+    names = ("get_pending_gradients", "set_all_gather_layout", "synchronize_gradients")
+    newest = type("FSDPModule", (torch_fsdp.FSDPModule,), dict.fromkeys(names, lambda self: 0))
+    module = object.__new__(_refusing(newest))
+    for name in names:
+        with pytest.raises(NotImplementedError, match=rf"FSDPModule\.{name}\(\) of torch"):
+            getattr(module, name)()
 
 
 @pytest.mark.ranks

@@ -923,8 +923,8 @@ def values_written_between_forward_and_backward(run: Run) -> None:
         loss.backward()
 
 
-def _extended(run: Run) -> Any:
-    """A model with an extension that makes a tensor of its own."""
+def _extended(run: Run, *, releases: bool = False) -> Any:
+    """A model with an extension that makes a tensor of its own; `releases` what was gathered."""
     run.dtypes.add(BF16)
 
     def before(mesh: Any) -> Any:
@@ -943,12 +943,14 @@ def _extended(run: Run) -> Any:
     model = run.wrap(model)
     local: Any = model.blocks[0].up.weight._local_tensor
     local.fsdp_pre_all_gather, local.fsdp_post_all_gather = before, after
+    local.fsdp_should_release_all_gather_outputs_after_post_all_gather = lambda: releases
     return model
 
 
 @scenario(FULLY, torchs=())
 def what_an_extension_makes(run: Run) -> None:
-    run.train(_extended(run), steps=3)
+    for releases in (False, True):
+        run.train(_extended(run, releases=releases), steps=3)
 
 
 class Wide(Net):

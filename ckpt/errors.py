@@ -1,18 +1,15 @@
 """Errors of the checkpoint layer, grouped by what a handler can do next.
 
-Failures of a store itself are `storage.StorageError`s; on one rank of several they arrive on every
-rank as a `RankFailed` that names the rank and carries the text of the cause.
+All are CheckpointErrors, `storage.StorageError`s included: failures of a store itself. On one rank
+of several these arrive on every rank as a `RankFailed` that names the rank and carries the text of
+the cause.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-
-class CheckpointError(Exception):
-    """Any failure of this library. Nothing was committed and nothing was overwritten unless it says
-    so.
-    """
+from storage.errors import CheckpointError as CheckpointError
 
 
 class InvalidState(CheckpointError):

@@ -17,6 +17,7 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
 
 import ckpt
+from ckpt.integrations.dcp import DcpReader, DcpWriter
 
 
 def make_training() -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -52,8 +53,8 @@ def main(folder: Path) -> None:
     assert torch.equal(load_file(file)["0.weight"], model[0].weight)
 
     # Code that is written for torch's functions reads and writes our roots by one argument.
-    dcp.load(state_dicts(*make_training()), storage_reader=ckpt.DcpReader(root))
-    dcp.save(state_dicts(model, optimizer), storage_writer=ckpt.DcpWriter(root, step=1300))
+    dcp.load(state_dicts(*make_training()), storage_reader=DcpReader(root))
+    dcp.save(state_dicts(model, optimizer), storage_writer=DcpWriter(root, step=1300))
     print("steps:", [info.step for info in ckpt.list_steps(root)])
 
 

@@ -59,7 +59,7 @@ def protected(url: str, first: int, call: str) -> str:
             restores=call in ("restores", "does both"),
             begin_anew=call in ("begins anew", "does both"),
         )
-    except ckpt.StoreRefused:
+    except ckpt.errors.StoreRefused:
         outcome = "is refused"
     else:
         outcome = f"{call} and saves line {ckpt.list_steps(url)[-1].line}"

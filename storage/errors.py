@@ -3,7 +3,13 @@
 from __future__ import annotations
 
 
-class StorageError(Exception):
+class CheckpointError(Exception):
+    """Any failure of this library. Nothing was committed and nothing was overwritten unless it says
+    so.
+    """
+
+
+class StorageError(CheckpointError):
     """Any failure of a store. The message names the operation, the key and the store's url."""
 
 

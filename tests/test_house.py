@@ -17,6 +17,8 @@ from typing import NamedTuple
 import pytest
 from vulture import Vulture  # type: ignore[import-untyped]
 
+import ckpt
+
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("storage", "ckpt", "sharding")
 
@@ -285,7 +287,8 @@ def _defined_privates(node: ast.AST) -> Iterator[str]:
 # A room is a folder of `ckpt`, a file at its root, or one of the other packages. Each line is a
 # floor, the ground first; an import goes to a lower floor or stays in its room.
 LADDER = (
-    ("storage", "ckpt/errors.py", "ckpt/version.py"),
+    ("storage", "ckpt/version.py"),
+    ("ckpt/errors.py",),
     ("ckpt/layout", "ckpt/world"),
     ("ckpt/state", "ckpt/format", "ckpt/testing.py"),
     ("ckpt/commit",),
@@ -295,7 +298,7 @@ LADDER = (
     ("ckpt/api.py", "ckpt/state_dict"),
     ("ckpt/convert", "ckpt/near"),
     ("ckpt/tools", "ckpt/service", "sharding"),
-    ("ckpt/integrations", "ckpt/cli"),
+    ("ckpt/integrations", "ckpt/cli", "ckpt/reports.py"),
     ("ckpt/__init__.py",),
     ("ckpt/__main__.py",),
 )
@@ -495,7 +498,7 @@ def test_planted_second_meaning_is_found() -> None:
 USED_FROM_OUTSIDE = (
     ("ckpt/__init__.py", "__dir__", "the interpreter"),
     ("ckpt/cli/", "*", "the table of commands names functions as strings"),
-    ("ckpt/convert/dcp_plugin.py", "*", "torch calls planners and storages by these names"),
+    ("ckpt/integrations/dcp.py", "*", "torch calls planners and storages by these names"),
     ("ckpt/integrations/", "*", "trainers of other libraries call hooks by these names"),
     ("ckpt/service/checkpointer.py", "is_preempted costs", "training loops"),
     ("ckpt/telemetry/record.py", "_check_shapes", "pydantic"),
@@ -713,3 +716,7 @@ def test_rule_for_documents_finds_planted_violation() -> None:
         "X.md: names ckpt/nowhere.py, which is not there",
         "X.md: names docs/none.md, which is not there",
     ]
+
+
+def test_the_front_door_stays_small() -> None:
+    assert len(ckpt.__all__) <= 48

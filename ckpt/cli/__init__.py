@@ -64,11 +64,11 @@ def _code_of(error: Exception) -> int:
     """The exit code of a failure that a user can do something about; 0 for any other."""
     # Here and not above: help and completion do without.
     from ckpt.errors import CheckpointError
-    from storage import InvalidUrlError, StorageError
+    from storage import InvalidUrlError
 
     if isinstance(error, InvalidUrlError):
         return USAGE
-    return PROBLEM if isinstance(error, (CheckpointError, StorageError, OSError)) else 0
+    return PROBLEM if isinstance(error, (CheckpointError, OSError)) else 0
 
 
 def _failed(error: object, code: int) -> int:

@@ -376,7 +376,7 @@ class Appender:
         """Raise LogDiverged for a COMMIT that stands without its MANIFEST, once it is retired."""
         try:
             self.take_back(record.live[-1].attempt)
-        except (CheckpointError, StorageError) as error:
+        except CheckpointError as error:
             more = (
                 f"Its COMMIT stands in slot {record.slot}; the next job that saves there retires it"
             )

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from typing import TypeVar
 
 from ckpt.errors import Corrupt
-from storage.errors import CorruptObjectError
+from storage.errors import CorruptObjectError, KeyNotFoundError, StorageError
 
 logger = logging.getLogger(__name__)
 
@@ -22,6 +22,12 @@ def raising_corrupt() -> Iterator[None]:
         yield
     except CorruptObjectError as error:
         raise Corrupt(str(error)) from error
+
+
+def is_outage(error: Exception) -> bool:
+    """Whether a store has failed, rather than what lies in it."""
+    is_damage = isinstance(error, (KeyNotFoundError, CorruptObjectError))
+    return isinstance(error, StorageError) and not is_damage
 
 
 def once_more(read: Callable[[], T]) -> T:

@@ -3,7 +3,8 @@
 An engine is whatever holds parameters in a way of its own. It imports nothing and inherits nothing:
 a save, a load and a state dict look for methods of these names. One of them is enough
 (`OffersPieces`); each of the others is for engines that need it. docs/howto/own_engine.md makes an
-engine of 80 lines saveable. What an optimizer says of its state is `ckpt.declare_optimizer_state`.
+engine of 80 lines saveable. What an optimizer says of its state is
+`ckpt.state_dict.declare_optimizer_state`.
 
 The values that the methods return are offered here as well:
 

@@ -19,6 +19,7 @@ import torch
 from ckpt.commit.locate import file_key
 from ckpt.commit.names import step_prefix
 from ckpt.errors import CheckpointError
+from ckpt.format.damage import is_outage
 from ckpt.format.manifest import Manifest
 from ckpt.format.stored_index import StoredSums, stored_sums
 from ckpt.layout.kind import Kind
@@ -43,7 +44,7 @@ from ckpt.loading.unchanged import Mask, unchanged_chunks
 from ckpt.state.binding import Binding
 from ckpt.state.half_loaded import filling
 from ckpt.world.base import World, collectively
-from storage import KeyNotFoundError, Store
+from storage import Store
 
 Where = Literal["host", "device"]
 
@@ -233,7 +234,9 @@ def _sums_of(store: Store, manifest: Manifest, file: int) -> StoredSums | None:
     prefix = step_prefix(manifest.header.step, manifest.header.attempt)
     try:
         return stored_sums(store, file_key(prefix, manifest.files[file]), manifest, file)
-    except (CheckpointError, KeyNotFoundError):
+    except CheckpointError as error:
+        if is_outage(error):
+            raise
         return None
 
 

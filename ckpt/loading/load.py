@@ -49,7 +49,7 @@ from ckpt.state.stacks import Restacked, Stacks, restack, stack_rules
 from ckpt.state.types import Catalog, Loaded, Problem, ProblemKind, Strict, TensorEntry
 from ckpt.telemetry.recorder import PhaseSpan, Recorder
 from ckpt.world.base import World, collectively
-from storage import StorageError, Store
+from storage import Store
 
 logger = logging.getLogger(__name__)
 
@@ -161,7 +161,7 @@ def _was_retired(store: Store, world: World, attempt: str) -> bool:
     if world.rank == 0:
         try:
             answer = b"" if any(e.attempt == attempt for e in live_entries(store)) else b"retired"
-        except (CheckpointError, StorageError):
+        except CheckpointError:
             answer = b""  # the caller should see what interrupted the load, not this error
     try:
         return bool(world.broadcast("retired", answer if world.rank == 0 else None))

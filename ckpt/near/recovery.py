@@ -31,7 +31,6 @@ from ckpt.saving.messages import joined, split
 from ckpt.state.stacks import Stacks
 from ckpt.world.base import World, collectively
 from ckpt.world.frames import pack, unpack
-from storage import StorageError
 
 logger = logging.getLogger(__name__)
 
@@ -142,7 +141,7 @@ def load_near(
         return _load(state, world, tier, hosts, candidate, stacks or {})
     except (InvalidState, Mismatch):
         raise
-    except (CheckpointError, StorageError) as error:
+    except CheckpointError as error:
         if world.failure is not None or not any(len(homes) > 1 for homes in candidate.homes):
             raise
         sound = _checked(world, tier, hosts, candidate)
@@ -191,7 +190,7 @@ def _checked(world: World, tier: Tier, hosts: Hosts, candidate: NearCandidate) -
     for rank in mine:
         try:
             _part(tier, candidate.record, rank, with_blocks=True)
-        except (CheckpointError, StorageError) as error:
+        except CheckpointError as error:
             logger.warning("a copy of near files of rank %d does not count: %s", rank, error)
             damaged.append(rank)
     bad = {

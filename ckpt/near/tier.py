@@ -22,6 +22,7 @@ from typing import NamedTuple
 from ckpt.commit.names import STEPS_PREFIX, attempt_epoch, parse_step_key
 from ckpt.errors import CheckpointError, Corrupt, Fenced, NoCheckpoint
 from ckpt.format.checksum_tables import seal_of
+from ckpt.format.damage import is_outage
 from ckpt.near.records import (
     NEAR_NBYTES_MAX,
     NearFile,
@@ -140,6 +141,8 @@ class Tier:
             except KeyNotFoundError:
                 continue  # another rank has dropped it
             except CheckpointError as error:
+                if is_outage(error):
+                    raise
                 logger.warning("a near record does not count: %s", error)
                 continue
             records.append(record)

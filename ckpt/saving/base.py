@@ -26,6 +26,7 @@ from ckpt.commit.session import Session
 from ckpt.errors import CheckpointError
 from ckpt.format.blake3 import digest_of
 from ckpt.format.checksum import block_checksums
+from ckpt.format.damage import is_outage
 from ckpt.format.datafile import StoredChunk
 from ckpt.format.manifest import SINCE_FULL, Header, Manifest
 from ckpt.format.manifest_codec import decode_manifest
@@ -44,7 +45,7 @@ from ckpt.saving.dedup import (
     references_allowed,
 )
 from ckpt.saving.write import Source, Staging, copy_elements
-from storage import KeyNotFoundError, Store
+from storage import Store
 
 logger = logging.getLogger(__name__)
 
@@ -189,7 +190,9 @@ def _read(store: Store, entry: LiveEntry) -> tuple[Manifest | None, bytes]:
     try:
         data = read_manifest(store, entry)
         return decode_manifest(data), data
-    except (CheckpointError, KeyNotFoundError) as error:
+    except CheckpointError as error:
+        if is_outage(error):
+            raise
         # A load of that checkpoint raises this error; this save can do without it.
         logger.warning(
             "this save writes everything, because the previous checkpoint cannot be read: %s", error
@@ -205,7 +208,9 @@ def _sums_of(store: Store, manifest: Manifest, file: int) -> StoredSums | None:
     key = file_key(prefix, manifest.files[file])
     try:
         return stored_sums(store, key, manifest, file)
-    except (CheckpointError, KeyNotFoundError) as error:
+    except CheckpointError as error:
+        if is_outage(error):
+            raise
         logger.warning(
             "this save writes again what is in %s, because that cannot be read: %s", key, error
         )

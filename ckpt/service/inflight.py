@@ -19,7 +19,6 @@ from ckpt.service.schedule import SaveSchedule
 from ckpt.service.target import Pending
 from ckpt.service.training import Training
 from ckpt.service.watching import Watcher
-from storage import StorageError
 
 logger = logging.getLogger(__name__)
 
@@ -109,7 +108,7 @@ class SavesInFlight:
             is_used = target is not self._training.target
         except LASTING:
             raise
-        except (CheckpointError, StorageError, OSError) as error:
+        except (CheckpointError, OSError) as error:
             self._failed.note(step, error)
             self._raise_if_rank_lost()
             self._failed.raise_alarm()

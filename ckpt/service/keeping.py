@@ -17,7 +17,6 @@ from ckpt.service.retention import (
     plan_retention,
 )
 from ckpt.service.target import Target
-from storage import StorageError
 
 logger = logging.getLogger(__name__)
 
@@ -102,7 +101,7 @@ class Keeper:
                 logger.info("retired step %d (%s)", entry.step, entry.attempt)
             for text in stayed:
                 logger.info("not retired: %s", text)
-        except (CheckpointError, StorageError, OSError) as error:
+        except (CheckpointError, OSError) as error:
             logger.warning("retention is put off to the next save: %s", error)
 
     def _warn(self, plan: RetentionPlan) -> None:

@@ -246,7 +246,7 @@ def _try_near(
         return near.load(candidate, stacks)
     except (InvalidState, Mismatch):
         raise  # the state is another one, as it is to older checkpoints
-    except (CheckpointError, StorageError) as error:
+    except CheckpointError as error:
         # A host that cannot read its tier is as good as one that has none: there are others.
         if world.failure is not None:
             raise
@@ -338,7 +338,7 @@ def examine(store: Store, attempt: str) -> Condition:
         return "unknown" if _has_all_files(store, entry) else "damaged"
     except (Corrupt, CorruptObjectError):
         return "damaged"
-    except (CheckpointError, StorageError):
+    except CheckpointError:
         return "unknown"
 
 

@@ -11,7 +11,6 @@ from ckpt.service.inflight import SavesInFlight
 from ckpt.service.preemption import LEAVING_SECONDS, StopFacts, plan_stop
 from ckpt.service.training import Training
 from ckpt.state.flatten import nbytes_of
-from storage import StorageError
 
 logger = logging.getLogger(__name__)
 
@@ -90,5 +89,5 @@ class LastSave:
             report = pending.result(max(0.0, self._deadline_seconds - training.now_seconds()))
             if training.is_coordinator:
                 logger.warning("time is short: the model alone is safe in %s", report.path)
-        except (CheckpointError, StorageError, OSError, TimeoutError) as error:
+        except (CheckpointError, OSError, TimeoutError) as error:
             logger.error("the model alone could not be saved: %s", error)

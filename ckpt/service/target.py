@@ -57,7 +57,7 @@ class SaveArguments(TypedDict, total=False):
 
 
 class Pending(Protocol):
-    """A save under way; `ckpt.PendingSave` is one."""
+    """A save under way; `ckpt.reports.PendingSave` is one."""
 
     def done(self) -> bool:
         """Whether `result` returns or raises at once."""

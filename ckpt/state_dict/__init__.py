@@ -1,5 +1,15 @@
 """State dicts in torch's forms: full, sharded and local, of models and optimizers."""
 
+from ckpt.state.own import declare_optimizer_state
+from ckpt.state_dict.api import (
+    load_model_state_dict,
+    load_optimizer_state_dict,
+    model_state_dict,
+    optimizer_state_dict,
+    optimizer_state_dict_to_load,
+    rekey_optimizer_state_dict,
+    shard_optimizer_state_dict,
+)
 from ckpt.state_dict.config import (
     FullOptimStateDictConfig,
     FullStateDictConfig,
@@ -22,4 +32,12 @@ __all__ = [
     "ShardedStateDictConfig",
     "StateDictConfig",
     "StateDictType",
+    "declare_optimizer_state",
+    "load_model_state_dict",
+    "load_optimizer_state_dict",
+    "model_state_dict",
+    "optimizer_state_dict",
+    "optimizer_state_dict_to_load",
+    "rekey_optimizer_state_dict",
+    "shard_optimizer_state_dict",
 ]

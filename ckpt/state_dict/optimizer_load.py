@@ -273,7 +273,7 @@ class OptimizerLoad:
                 home["params"] += absent
             logger.warning(
                 "%s: not in the dict, which leaves %s; take it from the same model, or load it "
-                "with ckpt.load_optimizer_state_dict, which refuses it",
+                "with ckpt.state_dict.load_optimizer_state_dict, which refuses it",
                 ", ".join(absent),
                 "out what the optimizer has of it" if home is None else "zeros in its place",
             )

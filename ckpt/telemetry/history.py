@@ -32,7 +32,7 @@ from ckpt.telemetry.record import (
     telemetry_memory,
 )
 from ckpt.telemetry.recorder import PhaseSpan
-from storage import KeyNotFoundError, StorageError, Store
+from storage import KeyNotFoundError, Store
 
 logger = logging.getLogger(__name__)
 
@@ -215,7 +215,7 @@ def write_telemetry(store: Store, telemetry: Telemetry) -> None:
         # Not durable: no checkpoint needs it, and the training would pay for the sync.
         with store.create(key, len(data), part_nbytes=len(data), durable=False) as writer:
             writer.write_part(0, [memoryview(data)])
-    except (CheckpointError, StorageError, OSError, ValueError) as error:
+    except (CheckpointError, OSError, ValueError) as error:
         logger.warning("step %d is saved, but its telemetry is not: %s", totals.step, error)
 
 
@@ -234,6 +234,6 @@ def read_telemetry(
             return decode_telemetry(data).without_rows()
     except KeyNotFoundError:
         return None
-    except (CheckpointError, StorageError, OSError) as error:
+    except (CheckpointError, OSError) as error:
         logger.warning("%s/%s cannot be read: %s", store.url, key, error)
         return None

@@ -54,14 +54,12 @@ from ckpt.commit.records import (
     record_problem,
 )
 from ckpt.errors import CheckpointError, Corrupt, NoCheckpoint
-from ckpt.format.damage import raising_corrupt
+from ckpt.format.damage import is_outage, raising_corrupt
 from ckpt.format.manifest import Manifest
 from ckpt.format.manifest_codec import decode_manifest, encode_manifest
 from ckpt.tools.salvage import SalvageReport, salvage, write_manifest
 from storage import (
-    CorruptObjectError,
     KeyExistsError,
-    KeyNotFoundError,
     Store,
     StoreLike,
     open_store,
@@ -342,7 +340,9 @@ class _Directories:
             if any(self.store.info(key).nbytes != nbytes for key, nbytes in sizes):
                 return None
             return self._entry(prefix, manifest, data, entry)
-        except (CheckpointError, CorruptObjectError, KeyNotFoundError):
+        except CheckpointError as error:
+            if is_outage(error):
+                raise
             return None
 
     def _salvaged(self, prefix: str, entry: LiveEntry | None) -> LiveEntry | None:

@@ -15,7 +15,6 @@ from ckpt.errors import CheckpointError
 from ckpt.near.records import NearRecord
 from ckpt.near.status import TierStatus, WorkAtRisk, read_status
 from ckpt.near.tier import Tier, tier_roots
-from storage import StorageError
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +87,7 @@ def newest_status_of(views: Sequence[TierView]) -> TierStatus | None:
 def _view(path: str, root: str) -> TierView:
     try:
         tier = Tier(path, root)
-    except (CheckpointError, StorageError, OSError) as error:
+    except (CheckpointError, OSError) as error:
         return TierView(path, root, problem=str(error))
     problem, status = "", None
     try:
@@ -109,7 +108,7 @@ def _view(path: str, root: str) -> TierView:
             status=status,
             problem=problem,
         )
-    except (CheckpointError, StorageError, OSError) as error:
+    except (CheckpointError, OSError) as error:
         return TierView(path, root, tier.host, tier.is_in_memory, problem=str(error))
     finally:
         tier.close()

@@ -106,7 +106,7 @@ class RunPoller:
             known = self._look()
         except NoCheckpoint as error:
             return self._without_root(error)
-        except (CheckpointError, StorageError, OSError) as error:
+        except (CheckpointError, OSError) as error:
             if not self._was_answered and not isinstance(error, TransientError):
                 raise
             return self._became("away", str(error))

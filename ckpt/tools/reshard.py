@@ -32,7 +32,7 @@ from ckpt.loading.load import RETIRED_MAX
 from ckpt.tools.copy import CopyMeter, CopyReport, report_of_one
 from ckpt.tools.plan import checked_ranks
 from ckpt.tools.rewrite import Layout, chunk_of, rewrite, written_whole
-from storage import PrefixStore, StorageError, Store, StoreLike, open_store, options_of_other
+from storage import PrefixStore, Store, StoreLike, open_store, options_of_other
 from storage.hidden import hides_secrets
 
 logger = logging.getLogger(__name__)
@@ -95,7 +95,7 @@ def reshard(
             with leased_checkpoint(source, step) as located:
                 try:
                     return _resharded(source, located, there, how)
-                except (CheckpointError, StorageError) as error:
+                except CheckpointError as error:
                     tries_left -= 1
                     if not tries_left or not _was_retired(source, located):
                         raise

@@ -18,7 +18,7 @@ from ckpt.commit.names import MANIFEST_NAME
 from ckpt.errors import CheckpointError, Corrupt, InvalidState
 from ckpt.format.blake3 import Digests
 from ckpt.format.checksum import crc32c
-from ckpt.format.damage import raising_corrupt
+from ckpt.format.damage import is_outage, raising_corrupt
 from ckpt.format.datafile import DIGESTS
 from ckpt.format.datafile_index import DataFileIndex
 from ckpt.format.joint_manifest import build_manifest
@@ -86,6 +86,8 @@ def salvage(store: Store, prefix: str, *, verify: bool = True) -> SalvageReport:
             checked += _check_chunks(store, info.key, index, range(len(index.chunks)), verify)
             files.append(file)
         except CheckpointError as error:
+            if is_outage(error):
+                raise
             problems.append(str(error))
     missing = _missing(files)
     shared = _Shared(store, prefix, verify)
@@ -210,6 +212,8 @@ class _Shared:
                 )
                 chosen.setdefault(name, []).extend(chunks)
             except CheckpointError as error:
+                if is_outage(error):
+                    raise
                 self.problems.append(str(error))
         files = [(name, self._open(name, file.place), chunks) for name, chunks in chosen.items()]
         columns = [_some_chunks(name, opened, chunks) for name, opened, chunks in files if opened]
@@ -224,6 +228,8 @@ class _Shared:
             except KeyNotFoundError:
                 self.missing.append(name)
             except CheckpointError as error:
+                if is_outage(error):
+                    raise
                 self.problems.append(str(error))
         return self._opened[name]
 

@@ -96,7 +96,7 @@ def main() -> None:
             checkpointer.step(step, metric=total.item())
 
 
-def note_restore(report: ckpt.RestoreReport, file: str) -> None:
+def note_restore(report: ckpt.reports.RestoreReport, file: str) -> None:
     """Write down where a state came from, for the demo."""
     sources = dict(report.nbytes_by_source)
     facts = {"step": report.step, "origin": report.origin, "nbytes": sources}

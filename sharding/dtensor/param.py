@@ -25,7 +25,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from sharding.dtensor.seam import (
     KNOWN_PLACEMENTS,
     DTensorLike,
-    Known,
+    ShownParam,
     concatenated,
     dtensor_over,
     joined_mesh,
@@ -230,10 +230,10 @@ class ShardedParam:
         return dtensor_over(local, self._spec)
 
     @property
-    def known(self) -> Known:
+    def known(self) -> ShownParam:
         """As the first place shows it."""
         module, name = self.module_param.places[0]
-        return Known(module, name, self.param, self._adopted)
+        return ShownParam(module, name, self.param, self._adopted)
 
     def adopt(self) -> bool:
         """Follow what was put in place of the sharded parameter, or of its memory; whether anything

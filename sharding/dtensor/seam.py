@@ -17,7 +17,7 @@ __all__ = [
     "KNOWN_PLACEMENTS",
     "DTensorLike",
     "DTensorSpec",
-    "Known",
+    "ShownParam",
     "as_parameter",
     "concatenated",
     "dtensor_over",
@@ -48,7 +48,7 @@ class DTensorLike(NamedTuple):
     stride: tuple[int, ...]
 
 
-class Known(NamedTuple):
+class ShownParam(NamedTuple):
     """A sharded parameter that a module shows, as it is known."""
 
     module: nn.Module
@@ -170,7 +170,7 @@ def _root(mesh: DeviceMesh) -> DeviceMesh:
     return older
 
 
-def versions_of(known: Iterable[Known]) -> list[int]:
+def versions_of(known: Iterable[ShownParam]) -> list[int]:
     """How often each was written in place, as autograd counts: operations on a DTensor count at the
     DTensor, those on its memory at the memory.
     """
@@ -180,7 +180,7 @@ def versions_of(known: Iterable[Known]) -> list[int]:
     return versions
 
 
-def replaced(known: Iterable[Known]) -> list[int]:
+def replaced(known: Iterable[ShownParam]) -> list[int]:
     """Which of them, by number, are others now: another object, other memory, or memory that was
     given attributes.
     """

@@ -24,7 +24,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from sharding.dtensor.gathering import AlongFirst, ByExtension, Gathering, gathering_for
 from sharding.dtensor.param import DataMesh, Keeping, ShardedParam
-from sharding.dtensor.seam import Known, as_parameter, replaced, versions_of
+from sharding.dtensor.seam import ShownParam, as_parameter, replaced, versions_of
 from sharding.engine.collectives import Comm, PendingCollective, RankParts
 from sharding.engine.memory import TensorSize
 from sharding.engine.packing import PackedGather, pack_gradients
@@ -61,7 +61,7 @@ class _Smaller:
     param: nn.Parameter
 
 
-class _Parts(NamedTuple):
+class _OwnParts(NamedTuple):
     """What one gather sends of this rank, 1-D each, and what memory all ranks' parts need."""
 
     own: list[torch.Tensor]
@@ -103,9 +103,9 @@ class DTensorStore(ParameterStore):
         self.module_params = tuple(param.module_param for param in self.params)
         self._gatherings = tuple(map(gathering_for, self.params, self._policies))
         self._counts = [1] * len(self.params)  # tensors in the unit's memory, by parameter
-        self._known: tuple[Known, ...] = ()
+        self._known: tuple[ShownParam, ...] = ()
         """What modules show; empty when that has to be looked up."""
-        self._fixed: _Parts | None = None
+        self._fixed: _OwnParts | None = None
         """What to gather where it is the same each time."""
         self._landing: tuple[int, list[list[RankParts]]] = (0, [])
         """Where that lands, and the generation of the memory."""
@@ -211,7 +211,7 @@ class DTensorStore(ParameterStore):
         self._versions = versions_of(self._known)
         return self._gather(self.data.shard, parts, self._targets, self._finish)
 
-    def _parts(self) -> _Parts:
+    def _parts(self) -> _OwnParts:
         self._check_not_meta()
         prepared = [gathering.prepare() for gathering in self._gatherings]
         self._counts = [len(sizes) for sizes in prepared]
@@ -243,7 +243,7 @@ class DTensorStore(ParameterStore):
     def _gather(
         self,
         comm: Comm,
-        parts: _Parts,
+        parts: _OwnParts,
         targets: Callable[[], list[RankParts]],
         finish: Callable[[], None],
     ) -> PendingCollective:
@@ -561,10 +561,10 @@ def policy_for(item: ModuleParam, policy: MixedPrecisionPolicy) -> MixedPrecisio
     return replace(policy, **options)
 
 
-def _parts_of(comm: Comm, own: list[torch.Tensor], sizes: list[TensorSize]) -> _Parts:
+def _parts_of(comm: Comm, own: list[torch.Tensor], sizes: list[TensorSize]) -> _OwnParts:
     nbytes = [part.numel() * size.dtype.itemsize for part, size in zip(own, sizes, strict=True)]
     apart = comm.apart(nbytes, even=True)
-    return _Parts(own, sizes, apart, [n for n in range(len(own)) if n not in apart])
+    return _OwnParts(own, sizes, apart, [n for n in range(len(own)) if n not in apart])
 
 
 def _sum(kept: _UnreducedGradient, grad: torch.Tensor) -> torch.Tensor:

@@ -51,4 +51,4 @@ class StepLog:
     def last(self) -> tuple[Noted, ...]:
         """The last step; empty before the first has ended."""
         entries, start = self._last
-        return tuple(Noted(what, unit, at - start) for what, unit, at in entries)
+        return tuple(Noted(what, unit, seconds - start) for what, unit, seconds in entries)

@@ -83,7 +83,7 @@ def test_weights_come_as_the_numbers_they_stand_for(
     ckpt.import_checkpoint(
         str(tmp_path / "model.safetensors"),
         str(tmp_path / "run"),
-        dequantize=ckpt.Dequantize(dtype, BLOCK),
+        dequantize=ckpt.convert.Dequantize(dtype, BLOCK),
         verify=True,
     )
     assert asked and max(asked) <= 13
@@ -137,6 +137,6 @@ def test_what_does_not_fit_is_refused_by_name(
         ckpt.import_checkpoint(
             str(tmp_path / "odd.safetensors"),
             str(tmp_path / "run"),
-            dequantize=ckpt.Dequantize("float32", BLOCK),
+            dequantize=ckpt.convert.Dequantize("float32", BLOCK),
         )
     assert not (tmp_path / "run").exists()

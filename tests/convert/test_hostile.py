@@ -89,7 +89,7 @@ def test_code_beside_tensors_costs_only_itself(tmp_path: Path) -> None:
     canary = tmp_path / "canary"
     torch.save({"w": torch.ones(3), "bad": Runs(canary), "fine": 5}, tmp_path / "m.pt")
     ckpt.export(str(tmp_path / "m.pt"), str(tmp_path / "m.safetensors"))
-    with pytest.raises(ckpt.InvalidState, match=r"bad: it is a posix\.mkdir.*skip="):
+    with pytest.raises(ckpt.errors.InvalidState, match=r"bad: it is a posix\.mkdir.*skip="):
         ckpt.import_checkpoint(str(tmp_path / "m.pt"), str(tmp_path / "root"))
     report = ckpt.import_checkpoint(str(tmp_path / "m.pt"), str(tmp_path / "root"), skip=["bad"])
     assert report.values == ("fine",) and not canary.exists()

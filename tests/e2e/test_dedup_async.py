@@ -62,7 +62,7 @@ class Training:
     def state(self, number: int) -> dict[str, Any]:
         return {"model": self.model, "optimizer": self.optimizer, "step": number}
 
-    def save(self, root: str, number: int, **options: Any) -> ckpt.PendingSave:
+    def save(self, root: str, number: int, **options: Any) -> ckpt.reports.PendingSave:
         return ckpt.async_save(self.state(number), root, step=number, dedup=True, **options)
 
     def check(self, root: str, number: int) -> None:

@@ -155,7 +155,7 @@ if dist.get_rank() == 0:
     began = time.monotonic()
     try:
         ckpt.save(state, sys.argv[1], step=2)
-    except ckpt.RankFailed as failure:
+    except ckpt.errors.RankFailed as failure:
         print(time.monotonic() - began, failure.rank, failure)
 """
 

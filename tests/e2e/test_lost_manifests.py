@@ -20,11 +20,13 @@ from ckpt.cli import main
 from ckpt.commit.locate import live_entries, locate
 from ckpt.commit.names import MANIFEST_NAME
 from ckpt.commit.ranked import SessionRegistry, open_session
-from ckpt.convert import dcp_plugin, import_
+from ckpt.convert import import_
 from ckpt.format.datafile import PER_RANK, VALUES
 from ckpt.format.datafile_index import read_data_file_index
 from ckpt.format.manifest_codec import decode_manifest
 from ckpt.format.metadata import describe_file
+from ckpt.integrations import dcp as dcp_plugin
+from ckpt.integrations.dcp import DcpWriter
 from ckpt.saving.background import Background
 from ckpt.saving.publish import store_manifest
 from ckpt.saving.report import SaveOptions
@@ -235,7 +237,7 @@ def test_files_of_a_save_by_dcp_say_what_its_manifest_says(
     large = torch.arange(8192.0).view(64, 128)  # too large to be packed with others
     tensors = {"nothing": torch.empty(0, 4), "large": large, "strided": large.t(), **own}
     state = {"step": 7, "words": ["a", {"b": 1}], "tensors": tensors}
-    dcp.save(state, storage_writer=ckpt.DcpWriter(str(root), step=3))
+    dcp.save(state, storage_writer=DcpWriter(str(root), step=3))
     assert files_of(directory_of(root), 0) > 1
     lose_and_find(directory_of(root))
     loaded: dict[str, Any] = {

@@ -63,6 +63,6 @@ def test_a_directory_of_dcp_is_imported_and_never_saved_into(tmp_path: Path) -> 
     before = entries(tmp_path)
     with pytest.raises(ckpt.NoCheckpoint, match="`ckpt import`"):
         ckpt.load({"weight": torch.zeros(2)}, url)
-    with pytest.raises(ckpt.StoreRefused, match="`ckpt import`"):
+    with pytest.raises(ckpt.errors.StoreRefused, match="`ckpt import`"):
         ckpt.save({"weight": torch.zeros(2)}, url, step=1)
     assert entries(tmp_path) == before

@@ -19,6 +19,7 @@ import torch
 
 import ckpt
 from ckpt.cli.parsers.arguments import Command, add_options
+from ckpt.integrations.dcp import DcpReader, DcpWriter
 from ckpt.integrations.lightning import LightningCheckpoints
 from ckpt.tools.mend import mend
 from ckpt.tools.polling import RunPoller
@@ -83,7 +84,8 @@ def takes_options(thing: object) -> list[str]:
 def public() -> list[tuple[str, Callable[..., Any]]]:
     things = {name: getattr(ckpt, name) for name in dir(ckpt) if not name.startswith("_")}
     things |= {
-        one.__name__: one for one in (mend, report_of, rescue, RunPoller, LightningCheckpoints)
+        one.__name__: one
+        for one in (mend, report_of, rescue, RunPoller, LightningCheckpoints, DcpReader, DcpWriter)
     }
     return [(name, thing) for name, thing in sorted(things.items()) if takes_options(thing)]
 

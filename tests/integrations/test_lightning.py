@@ -120,7 +120,7 @@ def test_a_path_is_the_name_of_one_checkpoint(tmp_path: Path) -> None:
 
 def test_what_needs_pickle_is_refused_and_nothing_is_saved(tmp_path: Path) -> None:
     io = LightningCheckpoints(str(tmp_path / "run"))
-    with pytest.raises(ckpt.InvalidState, match=r"hyper_parameters\.kind"):
+    with pytest.raises(ckpt.errors.InvalidState, match=r"hyper_parameters\.kind"):
         io.save_checkpoint({"hyper_parameters": {"kind": nn.Linear}}, "a.ckpt")
         io.teardown()
     assert io.latest() is None

@@ -226,7 +226,7 @@ def test_subclasses_without_memory_are_refused_by_name() -> None:
     for member in (module, OwnerWithoutMemory()):
         (problem,) = describe_module(nn.Sequential(member), ALONE).problems
         assert problem.startswith(f"0.w: {refused}")
-        with pytest.raises(ckpt.InvalidState, match=rf"net\.0\.w: {refused}"):
+        with pytest.raises(ckpt.errors.InvalidState, match=rf"net\.0\.w: {refused}"):
             ckpt.save({"net": nn.Sequential(member)}, "memory://without-memory", step=1)
 
 

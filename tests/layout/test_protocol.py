@@ -23,7 +23,7 @@ PROTOCOLS = {
     "__ckpt_wraps__": protocol.WrapsChild,
     "__ckpt_neutral__": protocol.NeutralHook,
 }
-# Of optimizers, not of engines: `ckpt.declare_optimizer_state`.
+# Of optimizers, not of engines: `ckpt.state_dict.declare_optimizer_state`.
 ELSEWHERE = {"__ckpt_state__"}
 
 

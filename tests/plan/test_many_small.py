@@ -168,7 +168,7 @@ def test_a_changed_bit_in_a_small_tensor_is_found_and_named(tmp_path: Path) -> N
     data[offset] ^= 1
     file.chmod(0o644)
     file.write_bytes(data)
-    with pytest.raises(ckpt.LoadInterrupted, match="a013"):
+    with pytest.raises(ckpt.errors.LoadInterrupted, match="a013"):
         ckpt.load(_blank(state), str(tmp_path / "run"))
 
 

@@ -201,7 +201,7 @@ dist.init_process_group("gloo")
 if os.environ["RANK"] == sys.argv[2]:
     try:
         ckpt.save({"x": torch.ones(2)}, sys.argv[1], step=1)
-    except ckpt.RankFailed as error:
+    except ckpt.errors.RankFailed as error:
         print(error)
 elif sys.argv[3] == "destroys its group":
     dist.destroy_process_group()

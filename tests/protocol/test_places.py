@@ -513,7 +513,7 @@ def test_mend_makes_a_log_with_a_hole_one_row_and_loses_nothing(
     count = len(list(_slots(url).iterdir()))
     assert main(["mend", url]) == 0
     assert len(list(_slots(url).iterdir())) == count, "there is nothing to do a second time"
-    with pytest.raises(ckpt.Fenced):
+    with pytest.raises(ckpt.errors.Fenced):
         ckpt.save({"x": 1}, url, step=6)
     ckpt.forget(url)
     ckpt.save({"x": 1}, url, step=6)

@@ -72,7 +72,7 @@ def test_a_busy_worker_skips(monkeypatch: pytest.MonkeyPatch) -> None:
         first = ckpt.async_save(state, url, step=1)
         second = ckpt.async_save(state, url, step=2, when_busy="skip")
         assert not first.done() and first.attempt == second.attempt == ""
-    with pytest.raises(ckpt.SaveDropped, match="step 2"):
+    with pytest.raises(ckpt.errors.SaveDropped, match="step 2"):
         second.result()
     assert second.skipped and not first.skipped and first.result().step == 1
     assert first.attempt == first.result().attempt
@@ -138,7 +138,7 @@ def test_a_failure_that_nobody_asked_about_is_raised_by_the_next_save(
 
 def test_a_bad_state_fails_in_result_and_not_in_the_call() -> None:
     pending = ckpt.async_save({"what": object()}, f"{URL}-bad", step=1)
-    with pytest.raises(ckpt.InvalidState, match="what"):
+    with pytest.raises(ckpt.errors.InvalidState, match="what"):
         pending.result()
     with pytest.raises(ValueError, match="when_busy"):
         ckpt.async_save({}, f"{URL}-bad", step=1, when_busy="maybe")  # type: ignore[arg-type]
@@ -480,7 +480,7 @@ def test_a_save_that_one_rank_skips_is_skipped_on_all() -> None:
     def main(world: World) -> list[str]:
         rank = Rank(world, "flow-skip")
         if world.rank == 1:
-            second = rank.background.refuse(rank.task(1), ckpt.SaveDropped("busy"))
+            second = rank.background.refuse(rank.task(1), ckpt.errors.SaveDropped("busy"))
         else:
             second = rank.start(1)
         outcomes = [outcome(second)]
@@ -549,7 +549,7 @@ def test_a_failure_that_one_rank_does_not_know_of_yet_keeps_no_rank_out_of_step(
         try:
             rank.background.settle_before(rank.task(2))
             outcomes.append(outcome(rank.start(2)))
-        except ckpt.RankFailed as error:
+        except ckpt.errors.RankFailed as error:
             outcomes.append(f"at once: {error}")
         rank.background.settle()
         outcomes.append(outcome(rank.start(3)))

@@ -114,7 +114,7 @@ def _save_while_one_dies(directory: str) -> tuple[str, float, list[int]]:
     try:
         pending.result(60)
         outcome = "saved"
-    except ckpt.RankFailed as error:
+    except ckpt.errors.RankFailed as error:
         outcome = f"rank {error.rank}: {error}"
     return outcome, [s.step for s in ckpt.list_steps(directory)]
 
@@ -147,15 +147,15 @@ def _ask_on_rank_0_alone(directory: str) -> list[str]:
         first.wait()
         Staged.write = write  # type: ignore[method-assign]
         if dist.get_rank() == 0:
-            with pytest.raises(ckpt.RankFailed, match="planted"):
+            with pytest.raises(ckpt.errors.RankFailed, match="planted"):
                 first.result()
         dist.barrier()
         try:
             pending: Any = save(state, directory, step=step + 1)
-            if isinstance(pending, ckpt.PendingSave):
+            if isinstance(pending, ckpt.reports.PendingSave):
                 pending.result()
             outcomes.append("saved")
-        except (ckpt.RankFailed, OSError) as error:
+        except (ckpt.errors.RankFailed, OSError) as error:
             outcomes.append(str(error))
         outcomes.append(f"saved {ckpt.save(state, directory, step=step + 2).step}")
     return outcomes

@@ -240,7 +240,7 @@ def test_after_n_failures_in_a_row_the_training_hears_of_them() -> None:
         checkpointer.step(1)
         checkpointer.wait()
         store.refuses = True
-        with pytest.raises(ckpt.SavesFailed, match="3 saves in a row") as caught:
+        with pytest.raises(ckpt.errors.SavesFailed, match="3 saves in a row") as caught:
             for step in range(2, 20):
                 checkpointer.step(step)
         assert [one.step for one in caught.value.failures] == [2, 3, 4]
@@ -310,7 +310,7 @@ def test_ranks_hear_of_an_alarm_at_the_same_step() -> None:
                     stores[2].refuses = step > 4
                     reached = step
                     it.step(step)
-        except ckpt.SavesFailed as failed:
+        except ckpt.errors.SavesFailed as failed:
             return reached, str(failed)
         raise AssertionError("no alarm")
 

@@ -681,7 +681,7 @@ def test_ranks_that_swap_different_things_get_an_error(store: CountingStore) -> 
 
     with pytest.raises(RanksFailed) as failed:
         run_threads(2, rank_main, deadline_seconds=120.0)
-    assert {type(error) for error in failed.value.errors.values()} <= {ckpt.RankFailed}
+    assert {type(error) for error in failed.value.errors.values()} <= {ckpt.errors.RankFailed}
     assert len(failed.value.errors) == 2 and not any(part.local.any() for part in parts)
 
 

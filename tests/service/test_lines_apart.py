@@ -30,7 +30,7 @@ def url(tmp_path: Path) -> Iterator[str]:
 
 def job(
     url: str, steps: range, *, restore: bool = False, **options: Any
-) -> ckpt.RestoreReport | None:
+) -> ckpt.reports.RestoreReport | None:
     """A job of its own, which saves at every step and keeps two."""
     ckpt.forget(url)
     if name := options.get("line"):
@@ -54,7 +54,7 @@ def test_job_without_restore_is_refused(url: str) -> None:
     job(url, range(1, 11))
     before = steps_of(url)
     epoch = Log(open_store(url)).state().epoch
-    with pytest.raises(ckpt.StoreRefused) as refused:
+    with pytest.raises(ckpt.errors.StoreRefused) as refused:
         job(url, range(1, 4))
     assert "line 0, whose newest checkpoint is step 10" in str(refused.value)
     for way in ("restore()", "begin_anew=True", "another url"):
@@ -106,7 +106,7 @@ def test_no_order_of_calls_loses_a_commit(url: str, first: str) -> None:
             options["begin_anew"] = call in ("anew", "both")
             try:
                 job(root, range(10 * place + 6, 10 * place + 9), **options)
-            except ckpt.StoreRefused:
+            except ckpt.errors.StoreRefused:
                 assert call == ""
             state = Log(open_store(root)).state()
             assert state.latest is not None
@@ -159,7 +159,7 @@ def test_second_checkpointer_is_refused(url: str, first: str, second: str) -> No
     state = {"weight": torch.zeros(4)}
     with ckpt.Checkpointer(url, state, line=first, save=ckpt.EverySteps(1)) as saver:
         place, name = (f"{url}/lines/g", "") if second == "by its url" else (url, second)
-        with pytest.raises(ckpt.StoreRefused, match="line='generator'"):
+        with pytest.raises(ckpt.errors.StoreRefused, match="line='generator'"):
             ckpt.Checkpointer(place, state, line=name)
         saver.step(1)
     with ckpt.Checkpointer(url, state, line=first) as saver:
@@ -169,7 +169,7 @@ def test_second_checkpointer_is_refused(url: str, first: str, second: str) -> No
 def test_unnamed_job_sees_named_lines(url: str) -> None:
     job(url, range(1, 3), line="g")
     job(url, range(1, 3), line="d")
-    with pytest.raises(ckpt.StoreRefused, match="the named lines d, g"):
+    with pytest.raises(ckpt.errors.StoreRefused, match="the named lines d, g"):
         job(url, range(1, 3))
     with pytest.raises(ckpt.NoCheckpoint, match="lines d, g"):
         job(url, range(1, 3), restore=True)
@@ -188,7 +188,7 @@ def test_forget_lets_an_open_checkpointer_go_on(url: str, tmp_path: Path) -> Non
         saver.wait()
         shutil.rmtree(url)
         shutil.copytree(tmp_path / "backup", url)
-        with pytest.raises(ckpt.LogDiverged, match=r"ckpt\.forget"):
+        with pytest.raises(ckpt.errors.LogDiverged, match=r"ckpt\.forget"):
             saver.step(3)
             saver.wait()
         ckpt.forget(url)

@@ -97,7 +97,7 @@ def test_saves_without_end_that_fail_end_the_training_after_half_an_hour() -> No
         checkpointer.wait()
         away.back_at = began = fast_clock() + 1e9
         began -= 1e9
-        with pytest.raises(ckpt.SavesFailed):
+        with pytest.raises(ckpt.errors.SavesFailed):
             for step in range(2, 1000):
                 checkpointer.step(step)
                 fast_sleep(40.0)

@@ -105,7 +105,7 @@ def test_a_load_of_a_step_that_is_retired_says_so(tmp_path: Path, asked_for: str
     advance()
     store = RetiredWhileRead(open_store(str(tmp_path)), {1}, advance)
     (entry,) = live_entries(store)
-    with pytest.raises(ckpt.LoadInterrupted, match=r"Step 1 \(e\w*-\w*\) was retired"):
+    with pytest.raises(ckpt.errors.LoadInterrupted, match=r"Step 1 \(e\w*-\w*\) was retired"):
         load_state(
             state_of(-1),
             store=store,
@@ -131,9 +131,9 @@ def test_a_load_that_cannot_begin_anew_does_not_say_that_the_state_is_as_it_was(
     state = state_of(-1)
     store = RetiredWhileRead(reader, {2}, damage)
     options = LoadOptions(path=ReadPath(request_nbytes_max=1 << 17))
-    with pytest.raises(ckpt.LoadInterrupted, match="MANIFEST"):
+    with pytest.raises(ckpt.errors.LoadInterrupted, match="MANIFEST"):
         load_state(state, store=store, world=SoloWorld(), step=None, options=options)
-    with pytest.raises(ckpt.LoadInterrupted):
+    with pytest.raises(ckpt.errors.LoadInterrupted):
         ckpt.save(state, str(tmp_path / "other"), step=1)
 
 
@@ -209,5 +209,5 @@ def test_a_store_error_of_a_reader_is_not_mistaken_for_retirement(tmp_path: Path
         raise StorageError("the disk is gone")
 
     store = RetiredWhileRead(open_store(str(tmp_path)), {1}, fail)
-    with pytest.raises(ckpt.LoadInterrupted, match="disk is gone"):
+    with pytest.raises(ckpt.errors.LoadInterrupted, match="disk is gone"):
         load_state(state_of(-1), store=store, world=SoloWorld(), step=None, options=LoadOptions())

@@ -195,12 +195,12 @@ def shards_without_memory_are_refused_by_name() -> None:
     refused = r"net\.1\.weight: is of class Halved, .* __ckpt_pieces__"
     root = shared_folder()
     for _ in range(2):  # a second save would know the state of the first
-        with pytest.raises(ckpt.InvalidState, match=refused) as caught:
+        with pytest.raises(ckpt.errors.InvalidState, match=refused) as caught:
             ckpt.save({"net": model}, root, step=1)
         assert "1 problem" in str(caught.value)
     plain = sharding.fully_shard(nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2)))
     ckpt.save({"net": plain}, root, step=1)
-    with pytest.raises(ckpt.InvalidState, match=refused):
+    with pytest.raises(ckpt.errors.InvalidState, match=refused):
         ckpt.load({"net": model}, root)
     dist.barrier()
     if dist.get_rank() == 0:

@@ -17,7 +17,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel as Theirs
 
-from ckpt import CheckpointError, load_optimizer_state_dict
+from ckpt import CheckpointError
+from ckpt.state_dict import load_optimizer_state_dict
 from sharding import FullyShardedDataParallel as Ours
 from sharding import OptimStateKeyType
 from tests.ranks import run_ranks
@@ -343,7 +344,7 @@ def partly(caught: Any) -> None:
         caught.clear()
         ready = quiet(Ours.optim_state_dict_to_load, model, optimizer, lacking)
         (message,) = caught
-        assert "1.0.bias" in message and "ckpt.load_optimizer_state_dict" in message
+        assert "1.0.bias" in message and "ckpt.state_dict.load_optimizer_state_dict" in message
         assert "1.0.weight" not in message
         with pytest.raises(CheckpointError, match=r"no parameter 1\.0\.bias"):
             load_optimizer_state_dict(model, optimizer, lacking)

@@ -118,7 +118,7 @@ def trained_by_own(engine: str) -> dict[str, Any]:
 
 def refusal(call: Callable[[], Any]) -> list[str]:
     """The problems that end the call in InvalidState, the same on all ranks."""
-    with pytest.raises(ckpt.InvalidState) as caught:
+    with pytest.raises(ckpt.errors.InvalidState) as caught:
         call()
     same_on_all_ranks(caught.value)
     return list(caught.value.problems)

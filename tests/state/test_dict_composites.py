@@ -38,7 +38,7 @@ def test_each_kind_is_taken_and_loaded_as_it_is() -> None:
     taken = {}
     for form in FORMS:
         model = Holder(composites(1))
-        taken[form] = ckpt.model_state_dict(model, form)
+        taken[form] = ckpt.state_dict.model_state_dict(model, form)
         assert list(taken[form]) == list(model.state_dict())
         assert_alike(taken[form], expected)
     is_live = {
@@ -48,11 +48,11 @@ def test_each_kind_is_taken_and_loaded_as_it_is() -> None:
     assert is_live == {form: form is StateDictType.LOCAL for form in FORMS}
     for form in FORMS:
         other = Holder(composites(2))
-        ckpt.load_model_state_dict(other, taken[form])
+        ckpt.state_dict.load_model_state_dict(other, taken[form])
         assert_alike(dict(other.named_buffers()), expected)
     # torch's own dict, too.
     other = Holder(composites(3))
-    ckpt.load_model_state_dict(other, Holder(composites(1)).state_dict())
+    ckpt.state_dict.load_model_state_dict(other, Holder(composites(1)).state_dict())
     assert_alike(dict(other.named_buffers()), expected)
 
 
@@ -68,16 +68,16 @@ class Tied(nn.Module):
 
 def test_tied_names_and_the_optimizer_beside() -> None:
     model, other = Tied(1), Tied(2)
-    taken = ckpt.model_state_dict(model)
+    taken = ckpt.state_dict.model_state_dict(model)
     assert list(taken) == ["first.w", "plain.weight", "plain.bias", "second.w"]
     assert taken["first.w"] is taken["second.w"]
     assert torch.equal(taken["first.w"].a, model.first.w.a)
-    ckpt.load_model_state_dict(other, taken)
+    ckpt.state_dict.load_model_state_dict(other, taken)
     assert torch.equal(other.first.w.b, model.first.w.b)
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad])
     model.plain(torch.ones(1, 2)).sum().backward()
     optimizer.step()
-    state = ckpt.optimizer_state_dict(model, optimizer)["state"]
+    state = ckpt.state_dict.optimizer_state_dict(model, optimizer)["state"]
     assert set(state) == {"plain.weight", "plain.bias"}
     for bad, said in (
         ({**taken, "first.w": torch.zeros(6, 4)}, r"first\.w"),
@@ -85,7 +85,7 @@ def test_tied_names_and_the_optimizer_beside() -> None:
         ({name: part for name, part in taken.items() if name != "first.w"}, r"first\.w"),
     ):
         with pytest.raises(Mismatch, match=said):
-            ckpt.load_model_state_dict(other, bad)
+            ckpt.state_dict.load_model_state_dict(other, bad)
 
 
 def sharded(seed: int) -> Any:
@@ -106,24 +106,24 @@ def is_pair(tensor: Any, wanted: Any) -> bool:
 
 def on_two_ranks() -> None:
     model = sharded(1)
-    full = ckpt.model_state_dict(model)
+    full = ckpt.state_dict.model_state_dict(model)
     assert is_pair(full["w"], pair(1)) and is_pair(full["whole"], pair(11))
     config = FullStateDictConfig(rank0_only=True, offload_to_cpu=True)
-    first = ckpt.model_state_dict(model, StateDictType.FULL, config)
+    first = ckpt.state_dict.model_state_dict(model, StateDictType.FULL, config)
     assert bool(first) is (dist.get_rank() == 0)
-    parts = ckpt.model_state_dict(model, StateDictType.SHARDED)
+    parts = ckpt.state_dict.model_state_dict(model, StateDictType.SHARDED)
     assert isinstance(parts["w"], DTensor) and parts["w"].placements == model.w.placements
     local = parts["w"].to_local()
     assert is_pair(local, model.w.to_local()) and local.a is not model.w.to_local().a
     on_host = ShardedStateDictConfig(offload_to_cpu=True)
-    parts = ckpt.model_state_dict(model, StateDictType.SHARDED, on_host)
+    parts = ckpt.state_dict.model_state_dict(model, StateDictType.SHARDED, on_host)
     for given, first_only in ((full, False), (first, True), (parts, False)):
         other = sharded(2)
-        ckpt.load_model_state_dict(other, given, rank0_only=first_only)
+        ckpt.state_dict.load_model_state_dict(other, given, rank0_only=first_only)
         assert is_pair(other.w.to_local(), model.w.to_local())
         assert is_pair(other.whole, model.whole)
     with pytest.raises(InvalidState, match=r"w: is a DTensor, which has no LOCAL form"):
-        ckpt.model_state_dict(model, StateDictType.LOCAL)
+        ckpt.state_dict.model_state_dict(model, StateDictType.LOCAL)
 
 
 @pytest.mark.ranks

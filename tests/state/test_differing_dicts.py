@@ -124,7 +124,7 @@ def declared() -> None:
         state = trained(engine)
         for held in state["optim"].state.values():
             held["step"].fill_(10.0 + dist.get_rank())
-        ckpt.declare_optimizer_state(state["optim"], {"step": ckpt.PerRank(None)})
+        ckpt.state_dict.declare_optimizer_state(state["optim"], {"step": ckpt.PerRank(None)})
         taken = optimizer_state_dict(state["model"], state["optim"])
         # A flat parameter has one, and its first member has that.
         steps = {float(held["step"]) for held in taken["state"].values() if "step" in held}

@@ -19,10 +19,12 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
 import ckpt
+from ckpt.errors import InvalidState
 from ckpt.format.joint_codec import encode_rest
 from ckpt.format.joint_part import rest_of
 from ckpt.format.part import NO_REPLICAS, Part
 from ckpt.saving import task as saving_task
+from ckpt.state_dict import declare_optimizer_state, optimizer_state_dict
 from sharding import fully_shard
 from tests.ranks import run_ranks
 from tests.state.differing import (
@@ -117,7 +119,7 @@ def other_state(root: str) -> None:
         ckpt.save(state, url, step=9)
     model = DistributedDataParallel(nn.Linear(2, 2))
     optimizer = torch.optim.SGD(model.parameters(), lr=torch.tensor(0.1 + dist.get_rank()))
-    with pytest.raises(ckpt.InvalidState, match=r"param_groups\.0\.lr: the ranks have different"):
+    with pytest.raises(InvalidState, match=r"param_groups\.0\.lr: the ranks have different"):
         ckpt.save({"model": model, "optim": optimizer}, f"{root}/lr", step=1)
 
 
@@ -174,10 +176,10 @@ def really_own(root: str) -> None:
         rank = dist.get_rank()
         for held in state["optim"].state.values():
             held["step"].fill_(10.0 + rank)
-        ckpt.declare_optimizer_state(state["optim"], {"step": ckpt.PerRank(None)})
+        declare_optimizer_state(state["optim"], {"step": ckpt.PerRank(None)})
         ckpt.save(state, url, step=1)
         other = trained(engine)
-        ckpt.declare_optimizer_state(other["optim"], {"step": ckpt.PerRank(None)})
+        declare_optimizer_state(other["optim"], {"step": ckpt.PerRank(None)})
         ckpt.load(other, url)
         assert {float(held["step"]) for held in other["optim"].state.values()} == {10.0 + rank}
 
@@ -237,7 +239,7 @@ def followed_literally(root: str) -> None:
             calls = [lambda state=state, url=url: ckpt.save(state, url, step=1)]
             if engine != "their_orig":
                 calls.append(
-                    lambda state=state: ckpt.optimizer_state_dict(state["model"], state["optim"])
+                    lambda state=state: optimizer_state_dict(state["model"], state["optim"])
                 )
             said = 'declare_optimizer_state(optimizer, {"own": PerRank(None, on_reshard)})'
             # Of a sharded parameter, a value with tensors is each rank's own as it is; of a flat
@@ -248,7 +250,7 @@ def followed_literally(root: str) -> None:
                     call()
                 assert said in str(caught.value), (engine, name, caught.value)
             scope = {"on_reshard": None, "PerRank": ckpt.PerRank}
-            scope["declare_optimizer_state"] = ckpt.declare_optimizer_state
+            scope["declare_optimizer_state"] = declare_optimizer_state
             other = kept(engine, "state", lambda rank: None)
             for one in (state, other):
                 eval(said, {**scope, "optimizer": one["optim"]})
@@ -306,7 +308,7 @@ def losses_of_its_own(root: str) -> list[torch.Tensor]:
     state = by_lbfgs()
     closure = state.pop("closure")
     ckpt.save(state, root, step=1)
-    ckpt.optimizer_state_dict(state["model"], state["optim"])
+    optimizer_state_dict(state["model"], state["optim"])
     other = by_lbfgs()
     resume = other.pop("closure")
     ckpt.load(other, root)
@@ -342,7 +344,7 @@ def in_the_background(root: str) -> None:
         pending = None
         with on_the_last(state, one_more):
             pending = ckpt.async_save(state, url, step=2)
-        with pytest.raises(ckpt.InvalidState, match="step: the ranks have different values"):
+        with pytest.raises(InvalidState, match="step: the ranks have different values"):
             pending.result()
         pending = ckpt.async_save(state, url, step=3)
         with on_the_last(state, one_more):  # after the call the state is the training's again
@@ -410,7 +412,7 @@ def _steps_of_the_tiny(directory: str) -> dict[str, float]:
         ckpt.save(state, f"{directory}/{engine}", step=1)
         with ckpt.open(f"{directory}/{engine}") as checkpoint:
             steps[engine] = float(checkpoint["optim.state.1.bias.step"])
-        taken = ckpt.optimizer_state_dict(model, optimizer)
+        taken = optimizer_state_dict(model, optimizer)
         steps[f"{engine}, dict"] = float(taken["state"]["1.bias"]["step"])
     return steps
 

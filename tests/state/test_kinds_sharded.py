@@ -160,10 +160,10 @@ def _odd(folder: str) -> None:
     fully_shard(model, mesh=mesh)
     optimizer = torch.optim.AdamW(model.parameters())
     optimizer.state[model.weight]["exp_avg"] = good["w"]
-    whole = ckpt.optimizer_state_dict(model, optimizer)["state"]["weight"]["exp_avg"]
+    whole = ckpt.state_dict.optimizer_state_dict(model, optimizer)["state"]["weight"]["exp_avg"]
     assert torch.equal(whole.matrix, torch.cat([rows - 8 * rank, rows - 8 * rank + 8]))
     with pytest.raises(InvalidState, match=r"exp_avg: .* of a mine.Shared .* no LOCAL form"):
-        ckpt.optimizer_state_dict(model, optimizer, ckpt.StateDictType.LOCAL)
+        ckpt.state_dict.optimizer_state_dict(model, optimizer, ckpt.state_dict.StateDictType.LOCAL)
     _by_dicts(model, optimizer)
     # Each rank quantized its own shard: there is no one scale.
     with pytest.raises(ckpt.CheckpointError, match=r"w\.scale: .*rank"):
@@ -182,15 +182,15 @@ def _by_dicts(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     """State dicts with such state go back into the optimizer, and into one that has none."""
     [param] = model.parameters()
     wanted = optimizer.state[param]["exp_avg"]
-    for form in (ckpt.StateDictType.FULL, ckpt.StateDictType.SHARDED):
-        taken = ckpt.optimizer_state_dict(model, optimizer, form)
+    for form in (ckpt.state_dict.StateDictType.FULL, ckpt.state_dict.StateDictType.SHARDED):
+        taken = ckpt.state_dict.optimizer_state_dict(model, optimizer, form)
         got = taken["state"]["weight"]["exp_avg"]
-        assert isinstance(got, DTensor) is (form is ckpt.StateDictType.SHARDED)
+        assert isinstance(got, DTensor) is (form is ckpt.state_dict.StateDictType.SHARDED)
         fresh = torch.optim.AdamW(model.parameters())
         for target in (optimizer, fresh):
             if target is optimizer:
                 optimizer.state[param]["exp_avg"] = torch.zeros_like(param)
-            ckpt.load_optimizer_state_dict(model, target, taken)
+            ckpt.state_dict.load_optimizer_state_dict(model, target, taken)
             assert same(target.state[param]["exp_avg"], wanted)
 
 

@@ -16,6 +16,12 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import ckpt
+from ckpt.state_dict import (
+    load_model_state_dict,
+    load_optimizer_state_dict,
+    model_state_dict,
+    optimizer_state_dict,
+)
 from tests.ranks import run_ranks
 
 pytestmark = pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="this torch has no Muon")
@@ -41,8 +47,8 @@ def test_muon_goes_out_and_in_unsharded() -> None:
     model, again = _model(0), _model(1)
     optimizer, other = _muon(model), _muon(again)
     _step(model, optimizer, 0)
-    ckpt.load_model_state_dict(again, ckpt.model_state_dict(model))
-    ckpt.load_optimizer_state_dict(again, other, ckpt.optimizer_state_dict(model, optimizer))
+    load_model_state_dict(again, model_state_dict(model))
+    load_optimizer_state_dict(again, other, optimizer_state_dict(model, optimizer))
     for seed in (1, 2):
         _step(model, optimizer, seed)
         _step(again, other, seed)
@@ -59,7 +65,7 @@ def _shard_and_save(root: str) -> tuple[dict[str, Any], dict[str, Any]]:
         parameter.grad = torch.randn_like(parameter)
         optimizer.state[parameter]["momentum_buffer"] = torch.randn_like(parameter)
     ckpt.save({"model": model, "optim": optimizer}, root, step=1)
-    return ckpt.model_state_dict(model), ckpt.optimizer_state_dict(model, optimizer)
+    return model_state_dict(model), optimizer_state_dict(model, optimizer)
 
 
 @pytest.mark.ranks

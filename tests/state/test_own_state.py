@@ -21,8 +21,15 @@ from torch.distributed.fsdp import fully_shard as their_fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 import ckpt
+from ckpt.errors import InvalidState
 from ckpt.layout.tensor import is_dtensor, local_tensor
-from ckpt.state_dict import FullOptimStateDictConfig, StateDictType
+from ckpt.state_dict import (
+    FullOptimStateDictConfig,
+    StateDictType,
+    declare_optimizer_state,
+    load_optimizer_state_dict,
+    optimizer_state_dict,
+)
 from sharding import FullyShardedDataParallel, fully_shard
 from tests.ranks import run_ranks
 
@@ -130,7 +137,7 @@ def by_dicts() -> None:
         model, optimizer = made(source)
         optimizer.step()
         for form in (StateDictType.FULL, StateDictType.SHARDED):
-            taken = ckpt.optimizer_state_dict(model, optimizer, form)
+            taken = optimizer_state_dict(model, optimizer, form)
             [(name, own)] = taken["per_rank"].items()
             assert {"like_shard", "like_param", "factors"} <= set(own)
             assert ("moment" in own) is (source in ("fully", "their_fully", "parallel"))
@@ -138,9 +145,9 @@ def by_dicts() -> None:
             assert same(taken["state"][name]["factors"], wanted)
             assert taken["state"][name]["factors"][0] is not wanted[0]
             other, its = made(target)
-            ckpt.load_optimizer_state_dict(other, its, taken)
+            load_optimizer_state_dict(other, its, taken)
             assert same(state_of(its), state_of(optimizer)), (source, target, form)
-            its.load_state_dict(ckpt.optimizer_state_dict_to_load(other, its, taken))
+            its.load_state_dict(ckpt.state_dict.optimizer_state_dict_to_load(other, its, taken))
             assert same(state_of(its), state_of(optimizer)), (source, target, form)
 
 
@@ -189,17 +196,17 @@ def of_the_first() -> None:
     model, optimizer = made("fully")
     optimizer.step()
     config = FullOptimStateDictConfig(True, True)
-    on_coordinator = ckpt.optimizer_state_dict(model, optimizer, StateDictType.FULL, config)
+    on_coordinator = optimizer_state_dict(model, optimizer, StateDictType.FULL, config)
     other, its = made("fully")
     with pytest.raises(ckpt.Mismatch, match=r"like_shard: .* only that of ranks \[0\] is given"):
-        ckpt.load_optimizer_state_dict(other, its, on_coordinator, rank0_only=True)
+        load_optimizer_state_dict(other, its, on_coordinator, rank0_only=True)
     copies = [on_coordinator]
     dist.broadcast_object_list(copies)
     with pytest.raises(ckpt.Mismatch, match=r"like_shard: .* only that of ranks \[0\] is given"):
-        ckpt.load_optimizer_state_dict(other, its, copies[0])
+        load_optimizer_state_dict(other, its, copies[0])
     unmarked = {"state": {"0.weight": {"own": torch.full((3,), float(dist.get_rank()))}}}
     with pytest.raises(ckpt.Mismatch, match=r"0.weight.own: is a plain tensor of another shape"):
-        ckpt.load_optimizer_state_dict(other, its, unmarked, strict=False)
+        load_optimizer_state_dict(other, its, unmarked, strict=False)
 
 
 def test_one_ranks_own_is_not_taken_for_anothers() -> None:
@@ -216,7 +223,7 @@ def summed(values: list[Any], rank: int, size: int) -> Any:
 def declared(optimizer: Odd) -> Odd:
     own = ckpt.PerRank(None, summed)
     lists = ckpt.PerRank(None, lambda values, rank, size: [len(values), rank, size])
-    ckpt.declare_optimizer_state(
+    declare_optimizer_state(
         optimizer,
         {"moment": "shard", "like_shard": own, "like_param": own, "factors": lists},
     )
@@ -230,15 +237,15 @@ def save_declared(root: str) -> None:
     back = made("fully")
     ckpt.load({"model": back[0], "optim": declared(back[1])}, root)
     assert same(state_of(back[1]), state_of(optimizer))
-    full = ckpt.optimizer_state_dict(model, optimizer)
+    full = optimizer_state_dict(model, optimizer)
     assert full["state"]["0.weight"]["moment"].shape == (4, 4)
-    ckpt.load_optimizer_state_dict(back[0], declared(back[1]), full)
+    load_optimizer_state_dict(back[0], declared(back[1]), full)
     assert same(state_of(back[1]), state_of(optimizer))
     wrong = Odd(model.parameters(), lr=0.1)
     wrong.step()
-    ckpt.declare_optimizer_state(wrong, {"like_param": "shard"})
-    with pytest.raises(ckpt.InvalidState, match=r"like_param: is declared a shard and has shape"):
-        ckpt.optimizer_state_dict(model, wrong)
+    declare_optimizer_state(wrong, {"like_param": "shard"})
+    with pytest.raises(InvalidState, match=r"like_param: is declared a shard and has shape"):
+        optimizer_state_dict(model, wrong)
 
 
 def load_declared(root: str) -> None:
@@ -263,4 +270,4 @@ def test_what_is_declared_moves_between_layouts(tmp_path: Path) -> None:
 def test_declarations_are_checked() -> None:
     optimizer = Odd([nn.Parameter(torch.zeros(2))], lr=0.1)
     with pytest.raises(ValueError, match=r"state 'a' cannot be 'whole'"):
-        ckpt.declare_optimizer_state(optimizer, {"a": "whole"})  # type: ignore[dict-item]
+        declare_optimizer_state(optimizer, {"a": "whole"})  # type: ignore[dict-item]

@@ -79,12 +79,12 @@ def by_dicts(model: nn.Module, optimizer: Queued, engine: str) -> None:
     forms = [StateDictType.FULL, StateDictType.SHARDED]
     before = contents(optimizer)
     for form in forms:
-        taken = ckpt.optimizer_state_dict(model, optimizer, form)
+        taken = ckpt.state_dict.optimizer_state_dict(model, optimizer, form)
         queue = taken["state"]["0.weight"]["queue"]
         # Beside flat shards, each rank's dict has its own.
         assert type(queue) is deque and queue[0].ndim == (2 if engine == "fully" else 1)
         other, its = made(engine, seed=8)
-        ckpt.load_optimizer_state_dict(other, its, taken)
+        ckpt.state_dict.load_optimizer_state_dict(other, its, taken)
         assert contents(its) == before, (engine, form)
 
 

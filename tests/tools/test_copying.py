@@ -378,7 +378,7 @@ def test_damaged_source_is_not_resharded(plain_root: str, tmp_path: Path) -> Non
 def test_a_copy_that_has_ended_can_be_repeated_whatever_else_is_there(
     plain_root: str, tmp_path: Path, command: str
 ) -> None:
-    def run() -> ckpt.CopyReport:
+    def run() -> ckpt.reports.CopyReport:
         if command == "copy":
             return ckpt.copy(plain_root, str(tmp_path / "copy"))
         return ckpt.reshard(plain_root, str(tmp_path / "copy"), ranks=2)

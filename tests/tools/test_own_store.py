@@ -14,6 +14,7 @@ from torch import nn
 
 import ckpt
 from ckpt.cli import main
+from ckpt.integrations.dcp import DcpReader, DcpWriter
 from ckpt.tools.mend import mend
 from ckpt.tools.report import report_of
 from storage import InvalidUrlError, PrefixStore, Store, StoreLike, schemes
@@ -133,9 +134,9 @@ def test_dcp_plugins_take_a_store() -> None:
 
     own = own_store()
     tensors = {"w": torch.arange(6.0)}
-    dcp.save(tensors, storage_writer=ckpt.DcpWriter(own, step=np.int64(1)), no_dist=True)
+    dcp.save(tensors, storage_writer=DcpWriter(own, step=np.int64(1)), no_dist=True)
     target = {"w": torch.zeros(6)}
-    dcp.load(target, storage_reader=ckpt.DcpReader(own, step=np.int64(1)), no_dist=True)
+    dcp.load(target, storage_reader=DcpReader(own, step=np.int64(1)), no_dist=True)
     assert torch.equal(target["w"], tensors["w"])
 
 
@@ -163,7 +164,7 @@ def test_counts_of_policies_are_numbers_and_no_bools() -> None:
                 rule(bad)
     assert ckpt.EverySeconds(np.int64(2)) == ckpt.EverySeconds(2)
     assert ckpt.KeepYounger(np.int64(2)) == ckpt.KeepYounger(2)
-    with pytest.raises(ckpt.InvalidState, match="step=True"):
+    with pytest.raises(ckpt.errors.InvalidState, match="step=True"):
         ckpt.save(state(), own_store(), step=True)
 
 

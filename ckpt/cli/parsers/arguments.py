@@ -11,8 +11,6 @@ import re
 from contextlib import suppress
 from typing import Any
 
-from storage.hidden import without_secrets
-
 
 class Command:
     """One command: its parser, and what was added to it, for help and for completion.
@@ -202,6 +200,8 @@ def _key_value(text: str) -> tuple[str, Any]:
         raise argparse.ArgumentTypeError(f"{text!r} is not KEY=VALUE")
     with suppress(ValueError):
         value = json.loads(value)  # numbers, true, {"nested": "options"}
+    from storage.hidden import without_secrets  # here: help and completion do without
+
     return key, without_secrets({key: value})[key]
 
 

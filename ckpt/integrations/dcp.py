@@ -1,7 +1,7 @@
 """Our storage under torch's `dcp.save` and `dcp.load`: one argument, no other change of code.
 
-    dcp.save(state_dict, storage_writer=ckpt.DcpWriter("s3://bucket/run", step=100))
-    dcp.load(state_dict, storage_reader=ckpt.DcpReader("s3://bucket/run"))
+    dcp.save(state_dict, storage_writer=DcpWriter("s3://bucket/run", step=100))
+    dcp.load(state_dict, storage_reader=DcpReader("s3://bucket/run"))
 
 DCP plans who writes what; data files, checksums, manifest and commit are those of `ckpt.save`, so
 the checkpoint is one like all others: `ckpt.load`, `ckpt verify` and `ckpt export` work on it.

@@ -17,6 +17,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 import ckpt
+from ckpt.integrations.dcp import DcpReader, DcpWriter
 from tests.convert.jobs import ENGINES, assert_same, fresh, full_of, optimizer_of, train
 from tests.ranks import run_ranks
 
@@ -41,7 +42,7 @@ def save_by_dcp(root: str, step: int = 1, extra: dict[str, Any] | None = None) -
         "words": ["a", {"b": 1}],
         **(extra or {}),
     }
-    dcp.save(state, storage_writer=ckpt.DcpWriter(root, step=step, user={"by": "dcp"}))
+    dcp.save(state, storage_writer=DcpWriter(root, step=step, user={"by": "dcp"}))
     return full_of(model, optimizer)
 
 
@@ -74,7 +75,7 @@ def test_dcp_load_reads_checkpoints_of_ours(tmp_path: Path, saved_by: str) -> No
     optimizer = optimizer_of(model)
     model_dict, optim = get_state_dict(model, optimizer)
     wanted = {"model": model_dict, "optim": optim, "step": 0, "words": ["", {"b": 0}]}
-    dcp.load(wanted, storage_reader=ckpt.DcpReader(root))
+    dcp.load(wanted, storage_reader=DcpReader(root))
     assert wanted["step"] == 7 and wanted["words"] == ["a", {"b": 1}]
     set_state_dict(model, optimizer, model_state_dict=model_dict, optim_state_dict=wanted["optim"])
     assert_same(full_of(model, optimizer), full)
@@ -98,12 +99,12 @@ def save_and_load(root: str, saved: str, loaded: str) -> list[dict[str, Any]]:
         train(model, optimizer)
         model_dict, optim = get_state_dict(model, optimizer)
         state = {"model": model_dict, "optim": optim, "step": 2}
-        dcp.save(state, storage_writer=ckpt.DcpWriter(root, step=1))
+        dcp.save(state, storage_writer=DcpWriter(root, step=1))
         before = full_of(model, optimizer)
         model, optimizer = ENGINES[loaded]()
         model_dict, optim = get_state_dict(model, optimizer)
         state = {"model": model_dict, "optim": optim, "step": 0}
-        dcp.load(state, storage_reader=ckpt.DcpReader(root))
+        dcp.load(state, storage_reader=DcpReader(root))
         set_state_dict(
             model, optimizer, model_state_dict=model_dict, optim_state_dict=state["optim"]
         )
@@ -116,9 +117,9 @@ def own_value_per_rank(root: str) -> Any:
     """Keys that only one rank has, as data loaders make them."""
     rank = torch.distributed.get_rank()
     state = {"w": torch.ones(3), "loader": {f"rank{rank}": {"at": rank * 10}}}
-    dcp.save(state, storage_writer=ckpt.DcpWriter(root, step=1))
+    dcp.save(state, storage_writer=DcpWriter(root, step=1))
     wanted = {"w": torch.zeros(3), "loader": {f"rank{rank}": {"at": -1}}}
-    dcp.load(wanted, storage_reader=ckpt.DcpReader(root))
+    dcp.load(wanted, storage_reader=DcpReader(root))
     return wanted["loader"]
 
 

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.distributed._composable.replicate_with_fsdp import replicate as torch_replicate
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
@@ -19,6 +18,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 import ckpt
 import sharding
 from sharding import DataParallelMeshDims
+from sharding.engine.torch_seam import torch_replicate
 from tests.ranks import run_ranks
 from tests.state.test_dicts_against_torch import differences
 
@@ -77,7 +77,7 @@ def _both(dims: str) -> list[str]:
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
     problems = []
     functions = [(sharding.fully_shard, torch_fully_shard)]
-    if not chosen.shard_names:
+    if not chosen.shard_names and torch_replicate is not None:
         functions.append((sharding.replicate, torch_replicate))
     for function, torchs in functions:
         ours, theirs = trained(function, mesh, chosen), trained(torchs, mesh, chosen)

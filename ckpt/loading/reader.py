@@ -222,12 +222,12 @@ class Reader:
         file, start, stop = self._range(rows)
         return path.direct_always or self._store.is_cold(self._keys[file], ByteRange(start, stop))
 
-    def requests(self, runs: Ints) -> list[ReadRange]:
+    def requests(self, runs: Ints, *, joins: bool) -> list[ReadRange]:
         """The ranges that reading `runs` requests from the store; nothing is read. Tables that
-        earlier calls have listed are left out.
+        earlier calls have listed are left out. `joins`: not of shared runs, see `read_run`.
         """
         ranges = []
-        for rows, table in self._requests(runs):
+        for rows, table in self._requests(runs, joins=joins):
             file, start, stop = self._range(rows)
             nbytes = int((self.blocks.stop[rows] - self.blocks.start[rows]).sum())
             if file not in self._listed:
@@ -257,8 +257,8 @@ class Reader:
         _, start, stop = self._range(request.rows)
         return (stop if request.table is None else request.table.stop) - start
 
-    def _requests(self, runs: Ints) -> list[_Request]:
-        """The blocks in `runs`, those of one request together."""
+    def _requests(self, runs: Ints, *, joins: bool = True) -> list[_Request]:
+        """The blocks in `runs`, those of one request together; `joins`: with their tables."""
         rows = self.blocks.within(runs)
         wanted = NeededBlocks(*(column[rows] for column in self.blocks))
         path = self._path
@@ -268,7 +268,7 @@ class Reader:
         self._sums.expect(np.unique(files))
         counts = np.bincount(files, minlength=1)
         return [
-            _Request(rows, self._table_behind(file, rows) if counts[file] == 1 else None)
+            _Request(rows, self._table_behind(file, rows) if joins and counts[file] == 1 else None)
             for file, rows in zip(files, together, strict=True)
         ]
 
@@ -400,7 +400,8 @@ class Reader:
         if self.origins.is_away[file]:
             return self._fetch(file, run.runs())
         buffer = memoryview(bytearray(run.stop - run.start))
-        for request in self._requests(np.array([[run.start, run.stop]])):
+        # Other runs of a file may be read before or after: its table comes with none of them.
+        for request in self._requests(np.array([[run.start, run.stop]]), joins=False):
             first, last = int(request.rows[0]), int(request.rows[-1]) + 1
             start, stop = self.blocks.start[first], self.blocks.stop[last - 1]
             data = buffer[int(start) - run.start : int(stop) - run.start]

@@ -446,12 +446,12 @@ class _RankNeeds(NamedTuple):
         """The plan of this rank among others."""
         sharing = part.sharing
         reader = Reader(BlockSums(store, prefix, manifest, path.cache), self.reads, path)
-        requests = reader.requests(sharing.private)
+        requests = reader.requests(sharing.private, joins=True)
         private_max = max((_length(request) for request in requests), default=0)
         received = 0
         for run in sharing.shared:
             if run.source is None:
-                requests += reader.requests(np.array([[run.start, run.stop]]))
+                requests += reader.requests(np.array([[run.start, run.stop]]), joins=False)
             else:
                 received += run.nbytes
         window = nbytes_under_way(sharing.shared, ShareLimits(), path)

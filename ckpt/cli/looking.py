@@ -12,7 +12,7 @@ from ckpt.cli.commandline import OK, PROBLEM
 from ckpt.cli.rescuing import ls_near
 from ckpt.cli.screen import age, counted, date, fields_json, show_json, show_table, size
 from ckpt.commit.lines import latest_last
-from ckpt.commit.locate import commit_times, entry_by_path, state_of
+from ckpt.commit.locate import entry_by_path, state_of
 from ckpt.commit.log import Log
 from ckpt.commit.records import LiveEntry
 from ckpt.errors import Corrupt, NoCheckpoint
@@ -40,13 +40,12 @@ def ls(arguments: argparse.Namespace) -> int:
         try:
             state = state_of(store)
             live = latest_last(state.live)
-            times = commit_times(Log(store), live)
         except NoCheckpoint as no_root:
             return _ls_directory(entry_by_path(store, no_root), store.url, as_json=arguments.json)
     if text := state.uncommitted_text(store.url):
         print(text, file=sys.stderr)
     if arguments.json:
-        show_json([_entry_json(entry, times[entry.attempt]) for entry in live])
+        show_json([_entry_json(entry, entry.committed_unix) for entry in live])
         return OK
     print(f"{store.url}: {counted(len(live), 'checkpoint')}")
     shown = []
@@ -56,8 +55,8 @@ def ls(arguments: argparse.Namespace) -> int:
         notes += ["latest"] if entry is live[-1] else []
         notes += [f"metric {entry.metric:g}"] if entry.metric is not None else []
         notes += _needs(entry)
-        committed, line = date(times[entry.attempt]), _line_cell(entry.line)
-        nbytes = "" if entry.nbytes is None else size(entry.nbytes)
+        committed, line = date(entry.committed_unix), _line_cell(entry.line)
+        nbytes = size(entry.nbytes)
         shown.append((f"{entry.step}", committed, nbytes, line, entry.attempt, ", ".join(notes)))
     show_table(
         ("step", "committed", "size", "line", "attempt", "notes"),
@@ -74,7 +73,6 @@ def _ls_directory(entry: LiveEntry, url: str, *, as_json: bool) -> int:
         show_json([{**_entry_json(entry, None), **known}])
         return OK
     print(f"{url}: the directory of 1 checkpoint")
-    assert entry.nbytes is not None
     row = (f"{entry.step}", date(entry.committed_unix), size(entry.nbytes), entry.attempt)
     titles = ("step", "begun", "size", "attempt", "notes")
     show_table(titles, [(*row, ", ".join(_needs(entry)))], right=("step", "size"))

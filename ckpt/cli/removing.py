@@ -14,7 +14,7 @@ from ckpt.cli.rules import rule_of
 from ckpt.cli.screen import confirmed, counted, show_json, size
 from ckpt.commit.leases import leases_of
 from ckpt.commit.lines import line_text, resumable
-from ckpt.commit.log import Log, LogState
+from ckpt.commit.log import LogState
 from ckpt.commit.maintenance import Maintenance
 from ckpt.commit.records import LiveEntry
 from ckpt.commit.sweep import NotRetired, why_not_retire
@@ -45,9 +45,9 @@ def prune(arguments: argparse.Namespace) -> int:
         rule = with_grace(rule, arguments.retire_after)
         plan = _plan(store, maintenance, rule)
         if arguments.dry_run and arguments.json:
-            show_json(_plan_json(store, plan))
+            show_json(_plan_json(plan))
             return OK
-        _show_plan(store, plan, to_stderr=arguments.json)
+        _show_plan(plan, to_stderr=arguments.json)
         if (code := _stopped(arguments, len(plan.retire))) is not None:
             return code
         # Somebody may have saved, or gone back to an older one, while we waited for the answer.
@@ -73,41 +73,29 @@ def prune(arguments: argparse.Namespace) -> int:
 
 def _plan(store: Store, maintenance: Maintenance, rule: KeepRule) -> RetentionPlan:
     """Raises CheckpointError for a rule that matches nothing."""
-    candidates = candidates_of(Log(store), maintenance.state(), rule, {})
+    candidates = candidates_of(maintenance.state())
     plan = plan_retention(candidates, rule, now_unix=time.time())
     if plan.refused:
         raise CheckpointError(f"{store.url}: {DELETED_NOTHING}: {plan.refused}")
     return plan
 
 
-def _show_plan(store: Store, plan: RetentionPlan, *, to_stderr: bool) -> None:
+def _show_plan(plan: RetentionPlan, *, to_stderr: bool) -> None:
     # With --json, stdout is for the answer alone.
     file = sys.stderr if to_stderr else sys.stdout
     victims = [verdict.entry for verdict in plan.retire]
     print(plan.describe(), file=file)
-    print(
-        f"{counted(len(victims), 'checkpoint')} to delete, {size(_nbytes(store, victims))}",
-        file=file,
-    )
+    nbytes = sum(one.nbytes for one in victims)
+    print(f"{counted(len(victims), 'checkpoint')} to delete, {size(nbytes)}", file=file)
 
 
-def _plan_json(store: Store, plan: RetentionPlan) -> dict[str, Any]:
+def _plan_json(plan: RetentionPlan) -> dict[str, Any]:
     victims = [verdict.entry for verdict in plan.retire]
     return {
         "would_delete": _entries_json(victims),
         "would_keep": _entries_json([verdict.entry for verdict in plan.keep]),
-        "nbytes": _nbytes(store, victims),
+        "nbytes": sum(one.nbytes for one in victims),
     }
-
-
-def _nbytes(store: Store, entries: Sequence[LiveEntry]) -> int:
-    """What their own files take: as the log says, or as a listing of each that it says nothing of
-    shows.
-    """
-    listed = (entry.prefix for entry in entries if entry.nbytes is None)
-    return sum(entry.nbytes or 0 for entry in entries) + sum(
-        info.nbytes for prefix in listed for info in store.list(prefix)
-    )
 
 
 def _stopped(arguments: argparse.Namespace, count: int) -> int | None:
@@ -137,7 +125,7 @@ def rm(arguments: argparse.Namespace) -> int:
         entry = chosen(store, state, arguments.step, arguments.attempt)
         if problem := why_not_retire(state, entry):
             raise NotRetired(f"{DELETED_NOTHING}: {entry.attempt} (step {entry.step}) {problem}")
-        nbytes = _nbytes(store, [entry])
+        nbytes = entry.nbytes
         if arguments.dry_run and arguments.json:
             show_json({"would_delete": _entries_json([entry]), "nbytes": nbytes})
             return OK

@@ -6,7 +6,6 @@ that comes from storage is escaped.
 
 from __future__ import annotations
 
-import math
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -420,11 +419,7 @@ def _retention(look: PageMatter) -> Iterator[str]:
 
 def _kept(look: PageMatter) -> Iterator[str]:
     rule = look.rule
-    # A time that cannot be told counts as young, as for every rule.
-    candidates = [
-        LiveCheckpoint(e, math.inf if e.committed_unix is None else e.committed_unix)
-        for e in look.chosen.entries
-    ]
+    candidates = [LiveCheckpoint(e, e.committed_unix) for e in look.chosen.entries]
     plan = plan_retention(candidates, KeepAll() if rule is None else rule, now_unix=look.now_unix)
     if rule is None:
         yield (
@@ -443,7 +438,7 @@ def _kept(look: PageMatter) -> Iterator[str]:
         text = "; ".join(reasons) or "nothing but its training's rule"
         if rule is not None:
             text = text if stays else f"would be retired: {text}"
-        nbytes = "" if verdict.entry.nbytes is None else size(verdict.entry.nbytes)
+        nbytes = size(verdict.entry.nbytes)
         yield (
             f'<tr><td class="number">{verdict.entry.step}</td><td>{nbytes}</td>'
             f'<td class="why">{page_text(text)}</td></tr>\n'

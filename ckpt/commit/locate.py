@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import NamedTuple
@@ -56,17 +56,6 @@ def state_of(store: Store, meanwhile: Callable[[LogState], None] | None = None) 
         log = pool.submit(Log(store).state, meanwhile)
         read_format(store)
         return log.result()
-
-
-def commit_times(log: Log, entries: Sequence[LiveEntry]) -> dict[str, float | None]:
-    """When each checkpoint was committed, by attempt: see `Log.committed_unix`."""
-    times = {entry.attempt: entry.committed_unix for entry in entries}
-    unsaid = [entry for entry in entries if entry.committed_unix is None]
-    if unsaid:
-        with ThreadPoolExecutor(READERS) as pool:
-            read = pool.map(log.committed_unix, unsaid)
-            times.update(zip((entry.attempt for entry in unsaid), read, strict=True))
-    return times
 
 
 def locate(store: Store, step: int | None = None, *, attempt: str = "") -> Located:

@@ -361,19 +361,6 @@ class Log:
         """Remember a record that is known to stand in the log, as an appender does with its own."""
         self._remember(self._end_at(record))
 
-    def committed_unix(self, entry: LiveEntry) -> float | None:
-        """When a checkpoint was committed, in seconds by its writer's clock. One request where its
-        entry does not say; None where its COMMIT cannot be read any more.
-        """
-        if entry.committed_unix is not None:
-            return entry.committed_unix
-        try:
-            record = self.record(entry.slot)
-        except (KeyNotFoundError, Corrupt):
-            return None
-        # Another record stands there where a hole was filled.
-        return record.time_unix if record.attempt == entry.attempt else None
-
     def live_of(self, record: Record) -> LiveSet:
         """The live set after a record."""
         return live_of(record, self.segments)

@@ -5,8 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 import struct
-from dataclasses import MISSING, asdict, dataclass, fields
-from functools import cache
+from dataclasses import asdict, dataclass, fields
 from typing import Any, Literal, NoReturn, get_args
 
 import msgpack
@@ -23,7 +22,8 @@ STEP_MAX = 10**18 - 1
 EPOCH_MAX = 10**18 - 1  # what the name of an attempt has room for
 UNIX_MAX = 1e11  # of a time: about the year 5000
 INTEGER_MAX = 2**63 - 1
-FIRST_LINE = 0  # of every commit whose record does not name its line
+FIRST_LINE = 0
+_OPTIONAL = ("previous", "segments", "gone")  # fields of a record
 
 Kind = Literal["CLAIM", "COMMIT", "RETIRE", "PIN", "UNPIN", "VERIFIED"]
 KINDS: tuple[str, ...] = get_args(Kind)
@@ -38,8 +38,7 @@ class LiveEntry:
     what no training has saved: imports, and copies in another layout.
 
     `committed_unix` is when it was first committed, in seconds since 1970 by its writer's clock,
-    and `nbytes` what its own data files and its MANIFEST take. Both are None where the record was
-    written before 0.2, or by a writer that did not say: see `Log.committed_unix`.
+    and `nbytes` what its own data files and its MANIFEST take.
     """
 
     attempt: str
@@ -52,8 +51,8 @@ class LiveEntry:
     metric: float | None
     references: tuple[str, ...]
     line: int | None = FIRST_LINE
-    committed_unix: float | None = None
-    nbytes: int | None = None
+    committed_unix: float = 0.0
+    nbytes: int = 0
 
     @property
     def prefix(self) -> str:
@@ -118,7 +117,7 @@ def encode_record(record: Record) -> bytes:
         "write_id": record.write_id,
         "time_unix": record.time_unix,
         "attempt": record.attempt,
-        "live": [_entry_map(entry) for entry in record.live],
+        "live": [asdict(entry) for entry in record.live],
     }
     if record.previous is not None:
         body["previous"] = record.previous
@@ -139,27 +138,6 @@ def encode_record(record: Record) -> bytes:
 def record_digest(encoded: bytes) -> bytes:
     """The digest of a record as the record after it keeps it: SHA-256, 32 bytes."""
     return hashlib.sha256(encoded).digest()
-
-
-def _entry_map(entry: LiveEntry) -> dict[str, Any]:
-    # The first line is not written: a root with one line has records as before there were lines.
-    optional: dict[str, Any] = {} if entry.line == FIRST_LINE else {"line": entry.line}
-    if entry.committed_unix is not None:
-        optional["committed_unix"] = entry.committed_unix
-    if entry.nbytes is not None:
-        optional["nbytes"] = entry.nbytes
-    return {
-        "attempt": entry.attempt,
-        "step": entry.step,
-        "slot": entry.slot,
-        "manifest_nbytes": entry.manifest_nbytes,
-        "manifest_digest": entry.manifest_digest,
-        "pinned": entry.pinned,
-        "verified": entry.verified,
-        "metric": entry.metric,
-        "references": list(entry.references),
-        **optional,
-    }
 
 
 def decode_record(data: bytes, *, slot: int, where: str) -> Record:
@@ -236,7 +214,7 @@ def _segment_of(body: Any, where: str) -> SegmentRef:
 def _entry_of(body: Any, where: str) -> LiveEntry:
     got = _typed(body, LiveEntry, where)
     references = _checked(got["references"], list, where, "references")
-    metric, line = got["metric"], got.get("line", FIRST_LINE)
+    metric, line = got["metric"], got["line"]
     return LiveEntry(
         attempt=_attempt(got["attempt"], where),
         step=_integer(got["step"], where, "step"),
@@ -248,10 +226,8 @@ def _entry_of(body: Any, where: str) -> LiveEntry:
         metric=None if metric is None else _checked(metric, float, where, "metric"),
         references=tuple(_attempt(name, where) for name in references),
         line=None if line is None else _integer(line, where, "line"),
-        committed_unix=_checked(got["committed_unix"], float, where, "committed_unix")
-        if "committed_unix" in got
-        else None,
-        nbytes=_integer(got["nbytes"], where, "nbytes") if "nbytes" in got else None,
+        committed_unix=_checked(got["committed_unix"], float, where, "committed_unix"),
+        nbytes=_integer(got["nbytes"], where, "nbytes"),
     )
 
 
@@ -313,7 +289,7 @@ def entry_problem(entry: LiveEntry) -> str | None:
     if entry.metric is not None and not math.isfinite(entry.metric):
         return "metric is not a finite number"
     # Not `math.isfinite`: commands show it as a date, and no calendar has all of those.
-    if entry.committed_unix is not None and not 0 <= entry.committed_unix <= UNIX_MAX:
+    if not 0 <= entry.committed_unix <= UNIX_MAX:
         return "the time of its commit is out of range"
     if entry.line is not None and entry.line > entry.slot:
         return f"is of line {entry.line}, which begins after its commit"
@@ -338,11 +314,11 @@ def _kind_problem(record: Record) -> str | None:
 
 
 def _typed(body: Any, cls: type, where: str) -> dict[str, Any]:
-    """The map's fields, which must be those of `cls`, no more; those with a default may lack."""
-    expected, optional = _field_names(cls)
+    """The map's fields, which must be those of `cls`, no more; some of a record may lack."""
+    expected = tuple(field.name for field in fields(cls))
     if not isinstance(body, dict):
         corrupt_record(where, f"expected a map, got {type(body).__name__}")
-    missing = [name for name in expected if name not in body and name not in optional]
+    missing = [name for name in expected if name not in body and name not in _OPTIONAL]
     if missing:
         corrupt_record(where, f"field {missing[0]!r} is missing")
     extra = [name for name in body if name not in expected]
@@ -353,13 +329,6 @@ def _typed(body: Any, cls: type, where: str) -> dict[str, Any]:
             "shardpoint"
         )
     return body
-
-
-@cache
-def _field_names(cls: type) -> tuple[tuple[str, ...], frozenset[str]]:
-    """All fields of a dataclass in their order, and those with a default."""
-    optional = frozenset(field.name for field in fields(cls) if field.default is not MISSING)
-    return tuple(field.name for field in fields(cls)), optional
 
 
 def _checked(value: Any, cls: type, where: str, name: str) -> Any:

@@ -25,12 +25,12 @@ SEGMENT_MAGIC = b"SHPTLIV1"
 
 T = TypeVar("T")
 
-_PINNED, _VERIFIED, _METRIC, _NO_LINE, _TIME, _NBYTES = 1, 2, 4, 8, 16, 32
-_FLAGS_MAX = 63
+_PINNED, _VERIFIED, _METRIC, _NO_LINE = 1, 2, 4, 8
+_FLAGS_MAX = 15
 _NUMBERS = ("count", "epochs", "uniques", "steps", "slots", "manifest_nbytes")
 _REST = ("digest_sizes", "digests", "flags", "metrics", "lines")
-_FIELDS = (*_NUMBERS, *_REST, "reference_counts", "reference_epochs", "reference_uniques")
-_OPTIONAL = ("committed_unix", "nbytes")  # absent where no entry has one
+_USES = ("reference_counts", "reference_epochs", "reference_uniques")
+_FIELDS = (*_NUMBERS, *_REST, *_USES, "committed_unix", "nbytes")
 
 
 def encode_segment(entries: Sequence[LiveEntry]) -> bytes:
@@ -53,13 +53,10 @@ def encode_segment(entries: Sequence[LiveEntry]) -> bytes:
         pack_ints([len(entry.references) for entry in entries]),
         pack_ints([attempt_epoch(name) for name in references]),
         _uniques(references),
+        np.array([entry.committed_unix for entry in entries], "<f8").tobytes(),
+        pack_ints([entry.nbytes for entry in entries]),
     )
-    fields = dict(zip(_FIELDS, columns, strict=True))
-    if times := [e.committed_unix for e in entries if e.committed_unix is not None]:
-        fields["committed_unix"] = np.asarray(times, "<f8").tobytes()
-    if sizes := [entry.nbytes for entry in entries if entry.nbytes is not None]:
-        fields["nbytes"] = pack_ints(sizes)
-    return SEGMENT_MAGIC + pack_map(fields)
+    return SEGMENT_MAGIC + pack_map(dict(zip(_FIELDS, columns, strict=True)))
 
 
 def _uniques(names: Sequence[str]) -> bytes:
@@ -68,8 +65,7 @@ def _uniques(names: Sequence[str]) -> bytes:
 
 def _flags(entry: LiveEntry) -> int:
     flags = _PINNED * entry.pinned + _VERIFIED * entry.verified
-    flags += _METRIC * (entry.metric is not None) + _NO_LINE * (entry.line is None)
-    return flags + _TIME * (entry.committed_unix is not None) + _NBYTES * (entry.nbytes is not None)
+    return flags + _METRIC * (entry.metric is not None) + _NO_LINE * (entry.line is None)
 
 
 def decode_segment(data: bytes, *, where: str) -> tuple[LiveEntry, ...]:
@@ -78,7 +74,7 @@ def decode_segment(data: bytes, *, where: str) -> tuple[LiveEntry, ...]:
         raise _damaged(where, f"no segment starts with {data[:8]!r}")
     try:
         fields = unpack_map(data[len(SEGMENT_MAGIC) :])
-        if unknown := set(fields) - {*_FIELDS, *_OPTIONAL}:
+        if unknown := set(fields) - set(_FIELDS):
             raise UnsupportedFormat(
                 f"{where}: field {min(unknown)[:40]!r} is not known to this version; upgrade "
                 "shardpoint"
@@ -111,7 +107,10 @@ def _entries(fields: dict[str, memoryview]) -> tuple[LiveEntry, ...]:
     digests, ends, until = fields["digests"], list(accumulate(sizes)), list(accumulate(uses))
     if ends[-1] != len(digests):
         raise Corrupt("digests have another length than their entries")
-    own_nbytes = ints("nbytes", sum(bool(f & _NBYTES) for f in flags)) if "nbytes" in fields else []
+    metrics, times = (_floats(fields[name]) for name in ("metrics", "committed_unix"))
+    if len(times) != count or len(metrics) != sum(bool(flag & _METRIC) for flag in flags):
+        raise Corrupt(f"{len(times)} times and {len(metrics)} metrics, more or fewer have one")
+    metric_of = iter(metrics)
     rows = zip(
         names,
         ints("steps"),
@@ -119,9 +118,9 @@ def _entries(fields: dict[str, memoryview]) -> tuple[LiveEntry, ...]:
         ints("manifest_nbytes"),
         flags,
         ints("lines"),
-        _given(flags, _METRIC, _floats(fields["metrics"]), "metrics"),
-        _given(flags, _TIME, _floats(fields.get("committed_unix", b"")), "committed_unix"),
-        _given(flags, _NBYTES, own_nbytes, "nbytes"),
+        [next(metric_of) if flag & _METRIC else None for flag in flags],
+        times,
+        ints("nbytes"),
         strict=True,
     )
     entries = tuple(
@@ -149,14 +148,6 @@ def _entries(fields: dict[str, memoryview]) -> tuple[LiveEntry, ...]:
 
 def _floats(column: memoryview | bytes) -> list[float]:
     return [float(value) for value in np.frombuffer(column, "<f8").tolist()]
-
-
-def _given(flags: Sequence[int], flag: int, values: Sequence[T], name: str) -> list[T | None]:
-    """A value for each entry that has this flag, None for the others."""
-    if sum(bool(each & flag) for each in flags) != len(values):
-        raise Corrupt(f"{len(values)} values in {name}, more or fewer entries have one")
-    given = iter(values)
-    return [next(given) if each & flag else None for each in flags]
 
 
 def _names(epochs: Sequence[int], uniques: bytes) -> list[str]:

@@ -31,7 +31,7 @@ class Commit(NamedTuple):
     """What a save wants to commit. Its data and manifest must be durable already.
 
     With `in_line` it is a state of the training that this session saves; imports are not. `nbytes`
-    are those of its own data files and its MANIFEST, None where the caller does not know.
+    are those of its own data files and its MANIFEST.
     """
 
     attempt: str
@@ -41,7 +41,7 @@ class Commit(NamedTuple):
     metric: float | None = None
     references: tuple[str, ...] = ()
     in_line: bool = True
-    nbytes: int | None = None
+    nbytes: int = 0
 
     def entry(self, *, line: int | None) -> LiveEntry:
         """Its entry in the log, without the slot and the time, which only the record has."""

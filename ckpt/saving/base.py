@@ -166,7 +166,7 @@ def _age_seconds(state: LogState) -> float:
     """
     assert state.latest is not None
     needed = (state.latest.attempt, *state.latest.references)
-    times = [entry.committed_unix or 0.0 for entry in state.live if entry.attempt in needed]
+    times = [entry.committed_unix for entry in state.live if entry.attempt in needed]
     return time.time() - min(times)
 
 

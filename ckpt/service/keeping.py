@@ -37,7 +37,6 @@ class Keeper:
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="ckpt-keep")
         self._running: list[Future[None]] = []
         # By attempt, of those whose entries do not say: each is one request, and stays.
-        self._commit_times: dict[str, float] = {}
         self._warned: set[str] = set()
 
     def after_commit(self) -> None:
@@ -54,13 +53,7 @@ class Keeper:
         if session is None:
             return None
         state = session.state()
-        candidates = candidates_of(session.log, state, self._rule, self._commit_times)
-        # Made anew, so that it forgets what is retired; 0 stands for a time that was not read.
-        self._commit_times = {
-            entry.attempt: committed
-            for entry, committed in candidates
-            if committed and entry.committed_unix is None
-        }
+        candidates = candidates_of(state)
         line = session.line(state)
         if line is None:
             return None

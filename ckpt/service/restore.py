@@ -295,7 +295,7 @@ class _Listing(NamedTuple):
 
     root: str
     epoch: int
-    entries: list[tuple[int, str, int, float | None]]
+    entries: list[tuple[int, str, int, float]]
 
 
 def _newest_first(store: Store, step: int | None, attempt: str) -> _Listing:

@@ -23,19 +23,14 @@ from dataclasses import dataclass
 from itertools import islice, pairwise
 from typing import Literal, NamedTuple, NoReturn
 
-from ckpt.commit.locate import commit_times
-from ckpt.commit.log import Log, LogState, latest_of
+from ckpt.commit.log import LogState, latest_of
 from ckpt.commit.numbers import checked_count, plain_int
 from ckpt.commit.records import LiveEntry, Record
 from ckpt.commit.sweep import NotRetired
 
 
 class LiveCheckpoint(NamedTuple):
-    """A live checkpoint, and when it was committed (seconds since 1970 by its writer's clock).
-
-    The time is infinite where it cannot be told, and 0 where no rule asks and the log's newest
-    record does not say.
-    """
+    """A live checkpoint, and when it was committed (seconds since 1970 by its writer's clock)."""
 
     entry: LiveEntry
     committed_unix: float
@@ -101,13 +96,6 @@ class KeepRule(ABC):
         """Jumps of the clock among `candidates` that this rule leaves out of their ages."""
         return ()
 
-    @property
-    def needs_ages(self) -> bool:
-        """Whether `committed_unix` matters. Reading it is one request for each checkpoint that was
-        saved by a version before 0.2; for others the newest record says it.
-        """
-        return False
-
     def __or__(self, other: KeepRule) -> KeepRule:
         self._check_combined("|", other)
         return _Either((self, other))
@@ -152,10 +140,6 @@ class CombinedRule(KeepRule):
     def jumps(self, candidates: Sequence[LiveCheckpoint]) -> tuple[str, ...]:
         every = (jump for rule in self.rules for jump in rule.jumps(candidates))
         return tuple(dict.fromkeys(every))
-
-    @property
-    def needs_ages(self) -> bool:
-        return any(rule.needs_ages for rule in self.rules)
 
 
 class _Either(CombinedRule):
@@ -272,7 +256,7 @@ class KeepYounger(KeepRule):
     An age is the sum of the times between a commit, those after it, and now. Between two commits, a
     time below zero counts as none, and so does one that is larger than both `seconds` and 10 times
     the median of all others: a clock may have jumped, or nobody trained. So neither retires what
-    came before. What is unknown, because the record of the commit is gone, is young.
+    came before.
     """
 
     seconds: float
@@ -285,9 +269,7 @@ class KeepYounger(KeepRule):
         ages = _ages(candidates, now_unix, self.seconds)
         return {
             entry.attempt: (f"{ages[entry.attempt]:.0f} s old",)
-            if math.isfinite(committed)
-            else ("its age is unknown",)
-            for entry, committed in candidates
+            for entry, _ in candidates
             if ages[entry.attempt] < self.seconds
         }
 
@@ -298,10 +280,6 @@ class KeepYounger(KeepRule):
             for before, after, seconds, counted in _gaps(candidates, self.seconds)
             if counted < abs(seconds) and not -SKEW_SECONDS <= seconds <= 0
         )
-
-    @property
-    def needs_ages(self) -> bool:
-        return True
 
 
 @dataclass(frozen=True, slots=True)
@@ -328,10 +306,6 @@ class _Graced(CombinedRule):
         every = (*KeepYounger(self.seconds).jumps(candidates), *self.rules[0].jumps(candidates))
         return tuple(dict.fromkeys(every))
 
-    @property
-    def needs_ages(self) -> bool:
-        return True
-
 
 def with_grace(rule: KeepRule, seconds: float | None) -> KeepRule:
     """`rule`, which retires a checkpoint only `seconds` after it has given it up; None for at once.
@@ -347,11 +321,10 @@ def with_grace(rule: KeepRule, seconds: float | None) -> KeepRule:
 def _ages(
     candidates: Sequence[LiveCheckpoint], now_unix: float, seconds: float
 ) -> dict[str, float]:
-    """The age of each attempt, as `KeepYounger(seconds)` counts it; 0 where it is unknown."""
-    ages = dict.fromkeys((entry.attempt for entry, _ in candidates), 0.0)
-    known = [one for one in candidates if math.isfinite(one.committed_unix)]
-    if known:
-        newest, committed_unix = known[-1]
+    """The age of each attempt, as `KeepYounger(seconds)` counts it."""
+    ages: dict[str, float] = {}
+    if candidates:
+        newest, committed_unix = candidates[-1]
         ages[newest.attempt] = max(0.0, now_unix - committed_unix)
     for before, after, _, counted in reversed(_gaps(candidates, seconds)):
         ages[before.attempt] = ages[after.attempt] + counted
@@ -368,8 +341,7 @@ class _Gap(NamedTuple):
 
 
 def _gaps(candidates: Sequence[LiveCheckpoint], bound: float) -> list[_Gap]:
-    known = [one for one in candidates if math.isfinite(one.committed_unix)]
-    gaps = [(one.entry, other.entry, other[1] - one[1]) for one, other in pairwise(known)]
+    gaps = [(one.entry, other.entry, other[1] - one[1]) for one, other in pairwise(candidates)]
     others = sorted(seconds for _, _, seconds in gaps if seconds >= 0.0)
     return [
         _Gap(one, other, seconds, seconds if 0.0 <= seconds <= limit else 0.0)
@@ -479,24 +451,9 @@ def _protected(entries: Sequence[LiveEntry]) -> list[tuple[str, str]]:
     return protected
 
 
-def candidates_of(
-    log: Log, state: LogState, rule: KeepRule, known: Mapping[str, float]
-) -> list[LiveCheckpoint]:
-    """The live checkpoints with the times of their commits.
-
-    `known` are times that were read before, by attempt.
-    """
-    live = state.live
-    unsaid = [e for e in live if e.committed_unix is None and e.attempt not in known]
-    # One request each, so only where a rule looks at ages, and once: a commit's time stays.
-    read = commit_times(log, unsaid) if rule.needs_ages else {}
-    times = {name: math.inf if unix is None else unix for name, unix in read.items()}
-    return [
-        LiveCheckpoint(entry, entry.committed_unix)
-        if entry.committed_unix is not None
-        else LiveCheckpoint(entry, known.get(entry.attempt, times.get(entry.attempt, 0.0)))
-        for entry in live
-    ]
+def candidates_of(state: LogState) -> list[LiveCheckpoint]:
+    """The live checkpoints with the times of their commits."""
+    return [LiveCheckpoint(entry, entry.committed_unix) for entry in state.live]
 
 
 def carry_out(

@@ -316,11 +316,9 @@ def _records(
             epoch = attempt_epoch(entry.attempt)
             live = append(live, "CLAIM", epoch, None, created_unix)
         slot = len(records)
-        # What the source's log does not say, its manifest does.
-        since = created_unix if entry.committed_unix is None else entry.committed_unix
         nbytes = manifest.own_nbytes + entry.manifest_nbytes
         line = lines.setdefault(entry.line, slot)
-        entry = replace(entry, slot=slot, line=line, committed_unix=since, nbytes=nbytes)
+        entry = replace(entry, slot=slot, line=line, nbytes=nbytes)
         live = live.put(entry)
         live = append(live, "COMMIT", epoch, entry.attempt, created_unix)
     return records, list(segments.items())

@@ -377,7 +377,7 @@ class _Directories:
         is_merged = max(slots.values(), default=0) > 1
         ordered = sorted(
             (entry for entry in entries if entry.slot != NO_SLOT),
-            key=lambda entry: (is_merged and (entry.committed_unix or 0.0), entry.slot),
+            key=lambda entry: (is_merged and entry.committed_unix, entry.slot),
         )
         others = (entry for entry in entries if entry.slot == NO_SLOT)
         for entry in sorted(others, key=lambda entry: (*_age(entry), entry.step)):
@@ -404,8 +404,7 @@ def _line_after(before: LiveEntry | None, entry: LiveEntry, others: Sequence[Liv
 
 def _age(entry: LiveEntry) -> tuple[int, float]:
     # A MANIFEST has the second in which its save began.
-    since = entry.committed_unix or 0.0
-    return attempt_epoch(entry.attempt), since + (entry.slot == NO_SLOT)
+    return attempt_epoch(entry.attempt), entry.committed_unix + (entry.slot == NO_SLOT)
 
 
 def _without_needy(whole: Mapping[str, LiveEntry]) -> dict[str, LiveEntry]:

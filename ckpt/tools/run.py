@@ -149,7 +149,7 @@ def _saves_of(
     saves = [
         (entry.slot, _save_of_entry(entry, totals.get(entry.attempt)))
         for entry in live
-        if entry.attempt not in committed and entry.committed_unix is not None
+        if entry.attempt not in committed
     ]
     for attempt, event in committed.items():
         is_void = event.problem and attempt not in retired
@@ -183,7 +183,6 @@ def _save_of_entry(
     entry: LiveEntry, totals: SaveTotals | None, event: Event | None = None
 ) -> ReportedSave:
     committed = entry.committed_unix if event is None else event.time_unix
-    assert committed is not None
     return ReportedSave(
         step=entry.step,
         attempt=entry.attempt,

@@ -250,7 +250,7 @@ class Driven:
 
     def _prune(self, name: str, model: Model) -> str:
         writer = self._writer(name)
-        candidates = candidates_of(writer.log, writer.state(), KeepLatest(1), {})
+        candidates = candidates_of(writer.state())
         plan = plan_retention(candidates, KeepLatest(1), now_unix=0.0)
         leases = lambda: leases_of(self.store, now_unix=time.time())  # noqa: E731
         carry_out(plan, writer.retire, leases=leases)

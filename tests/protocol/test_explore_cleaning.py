@@ -113,7 +113,7 @@ class Cleaning:
 
     def prunes(self, store: Store) -> None:
         keeper = self._keeper(store)
-        candidates = candidates_of(keeper.log, keeper.state(), KeepLatest(1), {})
+        candidates = candidates_of(keeper.state())
         plan = plan_retention(candidates, KeepLatest(1), now_unix=0.0)
         self._quietly(lambda: carry_out(plan, keeper.retire))
 

@@ -135,15 +135,9 @@ def test_of_one_step_the_training_s_own_comes_first() -> None:
 # --- records --------------------------------------------------------------------------------------
 
 
-def test_record_of_one_line_is_as_before_there_were_lines() -> None:
-    store = MemoryStore()
-    saved(new_process(store), 10)
-    assert b"line" not in store.get("log/" + "0" * 19 + "1")
-
-
-@pytest.mark.parametrize("line", [b"\x01", b"\x00", b"\xff", b"\xc2", b"\xa1x"])
+@pytest.mark.parametrize("line", [b"\x01", b"\xff", b"\xc2", b"\xa1x"])
 def test_record_with_a_line_that_makes_no_sense_is_refused(line: bytes) -> None:
-    """A later slot, 0 in writing, below zero, a bool, a text."""
+    """A later slot, below zero, a bool, a text."""
     store = MemoryStore()
     session = new_process(store)
     saved(session, 10, in_line=False)

@@ -44,7 +44,6 @@ from ckpt.commit.session import Session
 from ckpt.commit.sweep import NotRetired
 from ckpt.commit.writer import Commit
 from ckpt.errors import CheckpointError, Corrupt, UnsupportedFormat
-from ckpt.format.columns import unpack_map
 from ckpt.tools.copy import copy
 from ckpt.tools.mend import mend
 from ckpt.world.base import SoloWorld
@@ -398,15 +397,10 @@ def test_a_checkpoint_keeps_the_time_of_its_commit_whatever_is_done_to_it() -> N
         assert one.committed_unix == times[one.attempt] and one.nbytes == 500 + one.step
 
 
-def test_a_record_without_times_and_sizes_is_written_and_read_as_before() -> None:
-    """Bytes of a record of before; one of a time that no calendar has is refused."""
-    older = replace(entry(1), committed_unix=None, nbytes=None)
-    for known in (older, replace(older, committed_unix=5.5), replace(older, nbytes=7), entry(1)):
-        record = Record("COMMIT", 1, 1, b"w" * 16, 0.0, known.attempt, (known,), b"p" * 32)
-        body = fields_of(encode_record(record))["live"][0]
-        given = {name for name in ("committed_unix", "nbytes") if getattr(known, name) is not None}
-        assert set(body) & {"committed_unix", "nbytes"} == given
-        assert decode_record(encode_record(record), slot=1, where="log") == record
+def test_times_and_sizes_of_no_calendar_and_no_disk_are_refused() -> None:
+    known = entry(1)
+    record = Record("COMMIT", 1, 1, b"w" * 16, 0.0, known.attempt, (known,), b"p" * 32)
+    assert decode_record(encode_record(record), slot=1, where="log") == record
     whole = fields_of(encode_record(record))
     changes: list[dict[str, Any]] = [{"committed_unix": -1.0}, {"committed_unix": 2e11}]
     changes += [{"committed_unix": float("nan")}, {"committed_unix": 5}, {"committed_unix": None}]
@@ -415,6 +409,10 @@ def test_a_record_without_times_and_sizes_is_written_and_read_as_before() -> Non
         live = [{**whole["live"][0], **change}]
         with pytest.raises(Corrupt):
             decode_record(sealed({**whole, "live": live}), slot=1, where="log")
+    for name in ("line", "committed_unix", "nbytes"):
+        lacking = {key: value for key, value in whole["live"][0].items() if key != name}
+        with pytest.raises(Corrupt, match=f"field '{name}' is missing"):
+            decode_record(sealed({**whole, "live": [lacking]}), slot=1, where="log")
 
 
 def test_a_retirement_among_many_takes_no_longer_than_among_few() -> None:
@@ -440,8 +438,8 @@ def test_a_retirement_among_many_takes_no_longer_than_among_few() -> None:
 
 def test_a_segment_comes_back_equal() -> None:
     entries = (
-        entry(2, committed_unix=None),
-        entry(3, metric=0.25, pinned=True, nbytes=None),
+        entry(2, committed_unix=7.5),
+        entry(3, metric=0.25, pinned=True, nbytes=2**40),
         entry(9, references=(entry(3).attempt,), line=None),
         entry(
             10**12,
@@ -456,10 +454,6 @@ def test_a_segment_comes_back_equal() -> None:
     assert decode_segment(encode_segment(entries), where="s") == entries
     ref, data = segment_of(entries)
     assert (ref.count, ref.last_slot, ref.nbytes) == (4, 10**12, len(data))
-    older = tuple(replace(one, committed_unix=None, nbytes=None) for one in entries)
-    data = encode_segment(older)
-    assert b"committed_unix" not in data and not {"nbytes"} & set(unpack_map(data[8:]))
-    assert decode_segment(data, where="s") == older
 
 
 def test_a_changed_or_short_segment_is_damaged(seed: int) -> None:

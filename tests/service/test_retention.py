@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 import math
 import random
-from dataclasses import replace
 from typing import Literal
 
 import pytest
@@ -18,7 +17,7 @@ import ckpt
 from ckpt.commit.appender import Sources
 from ckpt.commit.log import Log
 from ckpt.commit.maintenance import Maintenance
-from ckpt.commit.names import attempt_name, record_key
+from ckpt.commit.names import attempt_name
 from ckpt.commit.records import LiveEntry
 from ckpt.commit.session import Session
 from ckpt.commit.writer import Commit
@@ -36,10 +35,9 @@ from ckpt.service.retention import (
     plan_retention,
     with_grace,
 )
-from storage import Store, open_store
-from storage.memory import MemoryBucket, MemoryStore
+from storage import Store
+from storage.memory import MemoryStore
 from storage.wrap import WrappedStore
-from tests.golden.test_root_v1 import ROOT as ROOT_V1
 
 NOW = 1_000_000.0
 
@@ -375,7 +373,7 @@ def root_with(steps: int, clock: list[float]) -> tuple[MemoryStore, Session]:
 def test_a_plan_is_carried_out_and_only_then_anything_is_deleted() -> None:
     store, session = root_with(5, [100.0])
     before = [info.key for info in store.list("")]
-    candidates = candidates_of(session.log, session.state(), KeepLatest(2), {})
+    candidates = candidates_of(session.state())
     planned = plan_retention(candidates, KeepLatest(2), now_unix=0.0)
     assert planned.describe().splitlines()[0].startswith("retire step 1 (e000001-")
     assert [info.key for info in store.list("")] == before
@@ -387,7 +385,7 @@ def test_a_plan_is_carried_out_and_only_then_anything_is_deleted() -> None:
 
 def test_what_was_pinned_after_the_plan_was_made_stays() -> None:
     store, session = root_with(4, [100.0])
-    candidates = candidates_of(session.log, session.state(), KeepLatest(1), {})
+    candidates = candidates_of(session.state())
     planned = plan_retention(candidates, KeepLatest(1), now_unix=0.0)
     Maintenance.open(store).pin(candidates[1].entry.attempt)
     gone, stayed = carry_out(planned, session.retire)
@@ -396,7 +394,7 @@ def test_what_was_pinned_after_the_plan_was_made_stays() -> None:
 
 def test_carrying_out_stops_on_request() -> None:
     _, session = root_with(4, [100.0])
-    candidates = candidates_of(session.log, session.state(), KeepLatest(1), {})
+    candidates = candidates_of(session.state())
     planned = plan_retention(candidates, KeepLatest(1), now_unix=0.0)
     answers = iter([False, True])
     gone, _ = carry_out(planned, session.retire, stop=lambda: next(answers))
@@ -421,48 +419,9 @@ def test_ages_are_in_the_newest_record() -> None:
     log = Log(store)
     state = log.state()
     store.keys.clear()
-    candidates = candidates_of(log, state, KeepYounger(5.0), {})
+    candidates = candidates_of(state)
     assert [committed for _, committed in candidates] == [110.0, 120.0, 130.0]
     assert not store.keys
-
-
-def test_ages_of_older_records_are_read_from_the_log_once_and_only_where_they_matter() -> None:
-    """A root of version 0.1: a checkpoint's age is in the record of its commit alone."""
-    store = _Asked(open_store(str(ROOT_V1)))
-    log = Log(store)
-    state = log.state()
-    assert [c for _, c in candidates_of(log, state, KeepLatest(1), {})] == [0.0] * 2
-    store.keys.clear()
-    rule = KeepLatest(1) | KeepYounger(5.0)
-    candidates = candidates_of(log, state, rule, {})
-    assert [c for _, c in candidates] == [log.record(e.slot).time_unix for e, _ in candidates]
-    known = {one.attempt: 7.0 for one, _ in candidates}
-    assert sorted(store.keys[:2]) == [record_key(one.slot) for one, _ in candidates]
-    store.keys.clear()
-    assert [c for _, c in candidates_of(log, state, rule, known)] == [7.0] * 2 and not store.keys
-
-
-def test_what_has_an_age_that_nobody_knows_is_kept() -> None:
-    """The record in the slot of its commit is damaged, or another one since the log was mended."""
-    _, session = root_with(3, [100.0])
-    state = session.state()
-    older = [replace(one, committed_unix=None) for one in state.live]
-    others = replace(older[0], slot=older[1].slot)
-    bucket = MemoryBucket()
-    log = Log(MemoryStore(bucket))
-    for slot in range(2):
-        bucket.add(record_key(slot), session.log.raw(slot) if slot else b"damaged")
-    bucket.add(record_key(2), session.log.raw(2))
-    assert log.committed_unix(older[1]) == 120.0
-    for one in (others, replace(older[0], slot=0), replace(older[0], slot=9)):
-        assert log.committed_unix(one) is None
-        planned = plan_retention(
-            [LiveCheckpoint(one, math.inf), LiveCheckpoint(state.live[2], 0.0)],
-            KeepYounger(1.0),
-            now_unix=1e6,
-        )
-        kept_of = {verdict.entry.attempt: verdict.reasons for verdict in planned.keep}
-        assert "its age is unknown" in kept_of[one.attempt]
 
 
 def test_a_training_keeps_what_its_rule_keeps() -> None:

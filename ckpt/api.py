@@ -285,6 +285,7 @@ def load(
     process_group: dist.ProcessGroup | None = None,
     storage_options: Mapping[str, Any] | None = None,
     io: Io = "auto",
+    metadata_nbytes_max: SupportsIndex | None = None,
 ) -> LoadReport:
     """Load the checkpoint of `step`, or the latest, into `state`, in place and bit for bit.
 
@@ -321,6 +322,9 @@ def load(
     `io="buffered"` reads local files through the page cache, `"direct"` around it. `"auto"` reads
     around it what is not in it, where a rank reads 16 MiB or more.
 
+    What describes the checkpoint may take `metadata_nbytes_max` bytes of memory (None: 1 GiB, as 25
+    million parts do).
+
     Raises the same error on every rank: NoCheckpoint, Mismatch (with every problem), Corrupt,
     UnsupportedFormat with the state unchanged; LoadInterrupted when it is half-loaded.
     """
@@ -352,6 +356,7 @@ def load(
             path,
             new=new,
             group_options=group_options,
+            metadata_nbytes_max=plain_int(metadata_nbytes_max),
         )
         report = load_state(
             state,

@@ -49,6 +49,7 @@ def diff_checkpoints(arguments: argparse.Namespace) -> int:
             progress=progress,
             storage_options=dict(arguments.option),
             storage_options_b=dict(arguments.other_option) or None,
+            metadata_nbytes_max=arguments.metadata_max,
         )
     if arguments.json:
         show_json(_report_json(report))

@@ -27,6 +27,7 @@ def cp(arguments: argparse.Namespace) -> int:
             progress=progress,
             storage_options=dict(arguments.option),
             target_options=dict(arguments.target_option) or None,
+            metadata_nbytes_max=arguments.metadata_max,
         )
     return _show(report, time.monotonic() - started, as_json=arguments.json)
 
@@ -45,6 +46,7 @@ def reshard_checkpoint(arguments: argparse.Namespace) -> int:
             progress=progress,
             storage_options=dict(arguments.option),
             target_options=dict(arguments.target_option) or None,
+            metadata_nbytes_max=arguments.metadata_max,
         )
     code = _show(report, time.monotonic() - started, as_json=arguments.json)
     if arguments.target is None and not arguments.json:

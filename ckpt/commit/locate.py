@@ -162,7 +162,7 @@ def entry_by_path(store: Store, no_root: NoCheckpoint) -> LiveEntry:
     slot, and with the time at which its save began. Raises `no_root` where there is none.
     """
     data = _by_path(store, None, no_root).data
-    return entry_of_manifest(decode_manifest(data), data)
+    return entry_of_manifest(decode_manifest(data, ruled=True), data)
 
 
 def entry_of_manifest(manifest: Manifest, data: bytes) -> LiveEntry:

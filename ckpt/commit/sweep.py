@@ -102,7 +102,7 @@ def _files_listed(store: Store, prefix: str) -> frozenset[str]:
     from ckpt.format.manifest_codec import decode_manifest
 
     try:
-        return frozenset(decode_manifest(store.get(prefix + MANIFEST_NAME)).files)
+        return frozenset(decode_manifest(store.get(prefix + MANIFEST_NAME), ruled=True).files)
     except (Corrupt, UnsupportedFormat, KeyNotFoundError) as error:
         logger.warning(
             "%s/%s: its MANIFEST does not say which files are its own (%s); files that this "

@@ -19,6 +19,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from ckpt.format.checksum_tables import Seals
 from ckpt.format.columns import Ints
 from ckpt.format.datafile import BLOCK_BYTES
+from ckpt.format.metadata_budget import MetadataBudget, unlimited
 from ckpt.format.progressions import Progressions, distinct_by_part
 from ckpt.format.references import REFERENCES, is_reference, parse_reference
 from ckpt.layout.dtypes import DTYPES
@@ -151,7 +152,8 @@ class Manifest:
     """One checkpoint. Two manifests are the same when their encodings are.
 
     Checksums and digests of chunks are in the data files, and here are the `seals` of the tables
-    there: `ckpt.loading.block_sums` reads them.
+    there: `ckpt.loading.block_sums` reads them. What is made of a manifest later is charged to its
+    `budget`.
     """
 
     header: Header
@@ -167,6 +169,7 @@ class Manifest:
     values: bytes
     per_rank: tuple[bytes, ...]  # of each rank of the saving world, or empty
     seals: Seals
+    budget: MetadataBudget = field(default_factory=unlimited, repr=False)
 
     @property
     def own_nbytes(self) -> int:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import operator
-import sys
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import NamedTuple
@@ -183,9 +182,9 @@ def decode_manifest(
     Raises UnsupportedFormat when a newer version is needed, or more memory than `budget` has left;
     and Corrupt naming the field unless the manifest is complete and consistent: every tensor is
     covered exactly once, and every chunk lies inside its file. With `ruled`, chunks stay rules
-    until one is asked for, which checks all of them.
+    until one is asked for, which checks all of them. Without a `budget` it has one of its own.
     """
-    budget = MetadataBudget(sys.maxsize) if budget is None else budget
+    budget = budget or MetadataBudget()
     budget.charge(TEXT_NBYTES * len(data), "a manifest")
     body = _open_envelope(memoryview(data).cast("B"))
     fields = unpack_map(body)
@@ -238,6 +237,7 @@ def decode_manifest(
         values=bytes(required_field(fields, "values")),
         per_rank=_decode_per_rank(fields, counts),
         seals=seals,
+        budget=budget,
     )
 
 

@@ -2,11 +2,12 @@
 
 A few hundred bytes of rules may describe tens of millions of chunks. So what is made of metadata is
 charged before it is made, at what it takes from then on, and long walks over it are timed. One
-command has one budget for all that it opens.
+command has one budget for all that it opens; each manifest has the one that it was decoded with.
 """
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
 from collections.abc import Iterable, Iterator
@@ -90,6 +91,11 @@ class MetadataBudget:
                 f"{what}: metadata has taken {taken:.1f} seconds of a CPU; at most "
                 f"{self.seconds_max:.1f} are allowed; {_ALLOW}"
             )
+
+
+def unlimited() -> MetadataBudget:
+    """For what this process has made itself, and only decodes again."""
+    return MetadataBudget(sys.maxsize)
 
 
 _ALLOW = "if you trust the store, pass metadata_nbytes_max= (--metadata-max)"

@@ -39,7 +39,6 @@ from ckpt.service.policies import EverySteps, Never, OnPreemption
 from ckpt.service.restore import RestoreReport
 from ckpt.service.retention import KeepAll, KeepLatest
 from ckpt.service.target import Pending, UrlTarget
-from ckpt.state.stacks import Stacks
 from ckpt.state.types import PerRank
 
 _NAMED = frozenset((MODEL, OPTIMIZER))
@@ -200,11 +199,9 @@ class _TitanTarget(UrlTarget):
     def make_ready(self, state: dict[str, Any]) -> Callable[[], object]:
         return super().make_ready(_named(state))
 
-    def load(
-        self, state: dict[str, Any], *, step: int, attempt: str, stacks: Stacks | None = None
-    ) -> LoadReport:
+    def load(self, state: dict[str, Any], **options: Any) -> LoadReport:
         named = _named(state)
-        report = super().load(named, step=step, attempt=attempt, stacks=stacks)
+        report = super().load(named, **options)
         for name in _NAMED & state.keys():
             state[name].load_state_dict(named[name])
         return report

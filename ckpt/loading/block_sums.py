@@ -217,6 +217,7 @@ class BlockSums:
         return self._own(file, table)
 
     def _room(self, file: int, nbytes: int) -> memoryview:
+        self.manifest.budget.charge(nbytes, f"what {self._where(file)} says of its blocks")
         try:
             return memoryview(bytearray(nbytes))
         except (MemoryError, OverflowError):

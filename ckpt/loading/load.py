@@ -14,10 +14,20 @@ from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from ckpt.commit.locate import check_self_contained, live_entries, locate
-from ckpt.errors import CheckpointError, LoadInterrupted, Mismatch, NoCheckpoint, RankFailed
+from ckpt.commit.names import MANIFEST_NAME
+from ckpt.errors import (
+    CheckpointError,
+    Corrupt,
+    LoadInterrupted,
+    Mismatch,
+    NoCheckpoint,
+    RankFailed,
+    UnsupportedFormat,
+)
 from ckpt.format.codec import decode_values
 from ckpt.format.manifest import Manifest
 from ckpt.format.manifest_codec import decode_manifest
+from ckpt.format.metadata_budget import MetadataBudget
 from ckpt.layout.dtypes import torch_dtype
 from ckpt.layout.kind import Kind
 from ckpt.layout.plain import Ranks
@@ -70,6 +80,7 @@ class LoadOptions:
     sharing: ShareLimits = field(default_factory=ShareLimits)
     new: Callable[[str], bool] | Iterable[str] = ()
     group_options: GroupOptions = None
+    metadata_nbytes_max: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +122,8 @@ def load_state(
     for _ in range(RETIRED_MAX):
         try:
             with recorder.span("manifest"):
-                prefix, manifest = broadcast_manifest(store, world, step, attempt)
+                nbytes_max = options.metadata_nbytes_max
+                prefix, manifest = broadcast_manifest(store, world, step, attempt, nbytes_max)
             report = _fill(state, store, world, (prefix, manifest), (options, recorder))
             return replace(report, spans=recorder.spans(), counters=recorder.counters())
         except LoadInterrupted as interrupted:
@@ -234,9 +246,15 @@ def _fill(
 
 
 def broadcast_manifest(
-    store: Store, world: World, step: int | None, attempt: str
+    store: Store,
+    world: World,
+    step: int | None,
+    attempt: str,
+    metadata_nbytes_max: int | None = None,
 ) -> tuple[str, Manifest]:
-    """The coordinator reads the manifest and broadcasts it; every rank decodes it."""
+    """The coordinator reads the manifest and broadcasts it; every rank decodes it, in that memory
+    (None: 1 GiB).
+    """
 
     def read() -> bytes:
         located = locate(store, step, attempt=attempt)
@@ -256,7 +274,11 @@ def broadcast_manifest(
                 [f"step={step} was passed where rank 0 passed step={requested}; pass the same"]
             )
         store.learn_encoding(bytes.fromhex(encoding.decode()))
-        manifest = decode_manifest(encoded)
+        try:
+            manifest = decode_manifest(encoded, MetadataBudget(metadata_nbytes_max))
+        except (Corrupt, UnsupportedFormat) as error:
+            where = f"{store.url}/{prefix.decode()}{MANIFEST_NAME}"
+            raise type(error)(f"{where}: {error}") from error
         if step is not None and manifest.header.step != step:
             raise NoCheckpoint(f"{store.url} is step {manifest.header.step}, not step {step}")
         check_self_contained(store, prefix.decode(), manifest)

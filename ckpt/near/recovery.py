@@ -18,6 +18,7 @@ from ckpt.format.joint_codec import decode_part, encode_part
 from ckpt.format.joint_manifest import joint_manifest
 from ckpt.format.manifest import Header, Manifest
 from ckpt.format.manifest_codec import decode_manifest, encode_manifest
+from ckpt.format.metadata_budget import unlimited
 from ckpt.format.opened_files import contradictions, open_file, part_of_rank
 from ckpt.format.part import Part
 from ckpt.format.stored_index import check_blocks
@@ -240,7 +241,7 @@ def _manifest(world: World, tier: Tier, hosts: Hosts, candidate: NearCandidate) 
 
     encoded = collectively(world, "near manifest", merged)
     sent = world.broadcast("near manifest", encoded if world.rank == 0 else None)
-    return collectively(world, "decode", lambda: decode_manifest(sent))
+    return collectively(world, "decode", lambda: decode_manifest(sent, unlimited()))
 
 
 def _part(

@@ -30,6 +30,7 @@ from ckpt.format.damage import is_outage
 from ckpt.format.datafile import StoredChunk
 from ckpt.format.manifest import SINCE_FULL, Header, Manifest
 from ckpt.format.manifest_codec import decode_manifest
+from ckpt.format.metadata_budget import unlimited
 from ckpt.format.part import Part
 from ckpt.format.stored_index import StoredSums, stored_sums
 from ckpt.layout.buffers import bytes_at
@@ -139,7 +140,7 @@ class Previous:
         """
         if not base.manifest:
             return self.known
-        manifest = decode_manifest(base.manifest)
+        manifest = decode_manifest(base.manifest, unlimited())
         # This rank reads what the files say that have its own chunks, and no others.
         return known_of_files(manifest, chunks, lambda file: _sums_of(store, manifest, file))
 

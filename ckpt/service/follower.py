@@ -102,6 +102,7 @@ def follow(
     process_group: dist.ProcessGroup | None = None,
     storage_options: Mapping[str, Any] | None = None,
     io: Io = "auto",
+    metadata_nbytes_max: SupportsIndex | None = None,
 ) -> Follower:
     """Follow the training that saves at `url`: each of its checkpoints can be taken into a model.
 
@@ -115,7 +116,7 @@ def follow(
     or names of tensors (or patterns such as `"model.layers.*"`), which `Follower.tensors` then has
     as plain tensors. A model alone is filled from the only model of the checkpoint. Everything in
     it has to be in the checkpoint, unless `strict=False`; the checkpoint may have more. `rename`,
-    `skip` and `stacks` are those of `ckpt.load`.
+    `skip`, `stacks` and `metadata_nbytes_max` are those of `ckpt.load`.
 
     Nothing is read yet, and there need be no checkpoint. Of a later one only chunks are read that
     are not proved to be in memory: a training that saves with `dedup=True` gives the proof. Nobody
@@ -137,7 +138,12 @@ def follow(
     )
     seconds = plain_int(lease_seconds)
     options = LoadOptions(
-        "state" if strict else False, rename, skip, dict(stacks or {}), read_path(store, io)
+        "state" if strict else False,
+        rename,
+        skip,
+        dict(stacks or {}),
+        read_path(store, io),
+        metadata_nbytes_max=plain_int(metadata_nbytes_max),
     )
     # A duplicate: saves and loads of this process hold rounds in the other one.
     world = world_of(process_group).duplicate()
@@ -386,7 +392,9 @@ class Follower:
         seconds = options.lease_seconds if world.rank == 0 else 0
         try:
             with leased(self._store, candidate.attempt, seconds), gc_paused():
-                located = broadcast_manifest(self._store, world, *candidate)
+                located = broadcast_manifest(
+                    self._store, world, *candidate, options.load.metadata_nbytes_max
+                )
                 state = collectively(world, "names", lambda: self._target.state_for(located[1]))
                 how = (options.load, known, options.aside)
                 return read_aside(state, self._store, located, world, how)

@@ -129,10 +129,11 @@ def restore_latest(
     attempt: str = "",
     near: NearSource | None = None,
     stacks: Stacks | None = None,
+    metadata_nbytes_max: int | None = None,
 ) -> RestoreReport | None:
     """Fill `state` from the newest checkpoint, or the newest of `step`, that can be loaded whole,
     or from `attempt`. Without either, only what `ckpt.commit.lines.resumable` gives is tried, and
-    what `near` has. `stacks` are those of `ckpt.load`.
+    what `near` has. `stacks` and `metadata_nbytes_max` are those of `ckpt.load`.
 
     Collective; all ranks take the same one. None when nothing was ever saved there and none
     was requested: the state is as it was. Raises NoCheckpoint when none can be loaded, with what is
@@ -145,11 +146,14 @@ def restore_latest(
     is_empty, looks = not candidates, 1
     skipped: list[Skipped] = []
     any_durable = False
+    # Targets from before know nothing of them.
+    options = {"stacks": stacks, "metadata_nbytes_max": metadata_nbytes_max}
+    options = {name: value for name, value in options.items() if value is not None}
     while candidates:
         candidate = candidates.pop(0)
         any_durable = any_durable or candidate.near is None
         if candidate.near is None:
-            result = _try(state, target, world, candidate, stacks)
+            result = _try(state, target, world, candidate, options)
         else:
             assert near is not None, "near ones come from there"
             result = _try_near(near, world, candidate.near, stacks or {})
@@ -211,16 +215,14 @@ def _report(
 
 
 def _try(
-    state: Any, target: Target, world: World, candidate: _Restorable, stacks: Stacks | None
+    state: Any, target: Target, world: World, candidate: _Restorable, options: Mapping[str, Any]
 ) -> LoadReport | str:
     """The report of a load, or why this checkpoint has to be passed over."""
     # Trying again is cheap where a store has failed for a moment; going back loses work.
     for left in reversed(range(TRIES_MAX)):
         try:
             step, attempt = candidate.step, candidate.attempt
-            if stacks is None:  # which targets from before know nothing of
-                return target.load(state, step=step, attempt=attempt)
-            return target.load(state, step=step, attempt=attempt, stacks=stacks)
+            return target.load(state, step=step, attempt=attempt, **options)
         except (Corrupt, NoCheckpoint) as error:
             return str(error)
         except (LoadInterrupted, RankFailed, StorageError) as error:
@@ -344,7 +346,7 @@ def examine(store: Store, attempt: str) -> Condition:
 
 def _has_all_files(store: Store, entry: LiveEntry) -> bool:
     located = locate(store, entry.step, attempt=entry.attempt)
-    manifest = decode_manifest(located.data)
+    manifest = decode_manifest(located.data, ruled=True)
     sizes = manifest.file_nbytes.tolist()
     try:
         return all(

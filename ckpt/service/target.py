@@ -114,9 +114,15 @@ class Target(ABC):
 
     @abstractmethod
     def load(
-        self, state: Any, *, step: int, attempt: str, stacks: Stacks | None = None
+        self,
+        state: Any,
+        *,
+        step: int,
+        attempt: str,
+        stacks: Stacks | None = None,
+        metadata_nbytes_max: int | None = None,
     ) -> LoadReport:
-        """Fill `state` from that attempt; `stacks` are those of `ckpt.load`."""
+        """Fill `state` from that attempt; the last two are those of `ckpt.load`."""
 
     def resumed(self, attempt: str, *, on_purpose: bool = False) -> None:
         """What was loaded from `attempt` was the newest that is whole: training continues there.
@@ -233,7 +239,13 @@ class UrlTarget(Target):
         ).stop
 
     def load(
-        self, state: Any, *, step: int, attempt: str, stacks: Stacks | None = None
+        self,
+        state: Any,
+        *,
+        step: int,
+        attempt: str,
+        stacks: Stacks | None = None,
+        metadata_nbytes_max: int | None = None,
     ) -> LoadReport:
         return api.load(
             state,
@@ -241,6 +253,7 @@ class UrlTarget(Target):
             step=step,
             attempt=attempt,
             stacks=stacks,
+            metadata_nbytes_max=metadata_nbytes_max,
             process_group=self.process_group,
             storage_options=self.storage_options,
             io=self.saving.get("io", "auto"),

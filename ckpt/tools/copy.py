@@ -41,6 +41,7 @@ from ckpt.format.damage import once_more
 from ckpt.format.datafile_index import DataFileIndex
 from ckpt.format.manifest import Manifest
 from ckpt.format.manifest_codec import decode_manifest, encode_manifest
+from ckpt.format.metadata_budget import MetadataBudget
 from ckpt.format.references import is_reference
 from ckpt.format.stored_index import check_seal, index_of
 from ckpt.loading.checkpoint import Checkpoint
@@ -83,6 +84,7 @@ def copy(
     progress: Progress | None = None,
     storage_options: Mapping[str, Any] | None = None,
     target_options: Mapping[str, Any] | None = None,
+    metadata_nbytes_max: SupportsIndex | None = None,
 ) -> CopyReport:
     """Copy the checkpoint of `step`, by default the latest, to the directory `target`.
 
@@ -93,12 +95,13 @@ def copy(
     Every byte is compared with its checksum before it is published. Bytes that are there from an
     earlier run are not sent again. `progress(done, total)` counts bytes. `target_options` default
     to `storage_options` when both urls have the same protocol. Retention leaves what is copied.
+    What describes it may take `metadata_nbytes_max` bytes of memory (None: 1 GiB).
 
-    Raises NoCheckpoint, Corrupt when stored bytes were changed, CheckpointError when something else
-    is at the target, and the stores' errors. The target then opens as it did before, and another
-    run continues the copy.
+    Raises NoCheckpoint, UnsupportedFormat beyond that memory, Corrupt when stored bytes were
+    changed, CheckpointError when something else is at the target, and the stores' errors. The
+    target then opens as it did before, and another run continues the copy.
     """
-    count = plain_int(threads)
+    count, budget = plain_int(threads), MetadataBudget(plain_int(metadata_nbytes_max))
     target_options = options_of_other(url, storage_options, target, target_options)
     with ExitStack() as stack:
         source = stack.enter_context(closing(open_store(url, **(storage_options or {}))))
@@ -108,8 +111,8 @@ def copy(
                 raise ValueError("step= chooses one checkpoint; whole_root=True takes all")
             for entry in live_entries(source):
                 stack.enter_context(leased(source, entry.attempt, LEASE_SECONDS_MAX))
-            return copy_root(source, there, threads=count, progress=progress)
-        located = stack.enter_context(leased_checkpoint(source, step))
+            return copy_root(source, there, threads=count, progress=progress, budget=budget)
+        located = stack.enter_context(leased_checkpoint(source, step, budget=budget))
         return copy_checkpoint(source, located, there, threads=count, progress=progress)
 
 
@@ -223,13 +226,19 @@ class _CheckpointToCopy(NamedTuple):
 
 
 def copy_root(
-    source: Store, target: Store, *, threads: int = 4, progress: Progress | None = None
+    source: Store,
+    target: Store,
+    *,
+    threads: int = 4,
+    progress: Progress | None = None,
+    budget: MetadataBudget | None = None,
 ) -> CopyReport:
     """Copy all checkpoints of a root into the new root `target`. Raises like `copy`."""
+    budget = budget or MetadataBudget()
     live = live_entries(source)
     if not live:
         raise NoCheckpoint(f"{source.url} has no checkpoint yet: there is nothing to copy")
-    copied = [_CheckpointToCopy(entry, _manifest_of(source, entry)) for entry in live]
+    copied = [_CheckpointToCopy(entry, _manifest_of(source, entry, budget)) for entry in live]
     root = _new_root(read_format(source).root, live)
     target.begin_root(root)
     records, segments = _records(root, copied)
@@ -262,12 +271,13 @@ def copy_root(
     )
 
 
-def _manifest_of(source: Store, entry: LiveEntry) -> Manifest:
+def _manifest_of(source: Store, entry: LiveEntry, budget: MetadataBudget) -> Manifest:
     try:
-        return decode_manifest(read_manifest(source, entry))
+        data = read_manifest(source, entry)
     except KeyNotFoundError:
         # Only now the log is read again, which says why.
-        return decode_manifest(locate(source, attempt=entry.attempt).data)
+        data = locate(source, attempt=entry.attempt).data
+    return decode_manifest(data, budget)
 
 
 def _new_root(root: str, live: Sequence[LiveEntry]) -> str:

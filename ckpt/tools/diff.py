@@ -24,12 +24,14 @@ from typing import Any, NamedTuple, SupportsIndex, TypeAlias
 import numpy as np
 import torch
 
+from ckpt.commit.numbers import plain_int
 from ckpt.convert.sources.native import NativeSource
 from ckpt.convert.sources.restacked import RestackedSource
 from ckpt.convert.sources.source import ReadRequest, SourceTensor
 from ckpt.format.codec import encode_values
 from ckpt.format.crc_combine import joined_crc32c
 from ckpt.format.manifest import Manifest
+from ckpt.format.metadata_budget import MetadataBudget
 from ckpt.layout.dtypes import DTYPES, torch_dtype
 from ckpt.layout.region import Shape, Span
 from ckpt.loading.checkpoint import Checkpoint
@@ -162,23 +164,26 @@ def diff(
     progress: Progress | None = None,
     storage_options: Mapping[str, Any] | None = None,
     storage_options_b: Mapping[str, Any] | None = None,
+    metadata_nbytes_max: SupportsIndex | None = None,
 ) -> DiffReport:
     """How the checkpoint at `url_b` differs from the one at `url_a`.
 
     Both are roots or single steps' directories; steps default to the latest. Memory is bounded by
     the number of threads, whatever the size of tensors. `progress(done, total)` counts bytes read.
-    `storage_options_b` default to `storage_options` when both urls have the same protocol. Raises
-    NoCheckpoint, Corrupt, CheckpointError for `stacks` that a does not fit, ValueError when
-    `rename` gives two tensors one name, and the stores' errors.
+    `storage_options_b` default to `storage_options` when both urls have the same protocol. What
+    describes both may take `metadata_nbytes_max` bytes of memory (None: 1 GiB). Raises
+    NoCheckpoint, UnsupportedFormat beyond that, Corrupt, CheckpointError for `stacks` that a does
+    not fit, ValueError when `rename` gives two tensors one name, and the stores' errors.
     """
     options = options or DiffOptions()
     other = options_of_other(url_a, storage_options, url_b, storage_options_b)
+    budget = MetadataBudget(plain_int(metadata_nbytes_max))
     with ExitStack() as stack:
         opened = []
         for url, step, store_options in ((url_a, step_a, storage_options), (url_b, step_b, other)):
             store = stack.enter_context(closing(open_store(url, **(store_options or {}))))
             # Bands are read by several threads, each with one request.
-            located = find_checkpoint(store, step)
+            located = find_checkpoint(store, step, budget=budget)
             opened.append(Checkpoint(store, located, path=ReadPath()))
         return diff_checkpoints(opened[0], opened[1], options, progress)
 

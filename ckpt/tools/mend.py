@@ -335,7 +335,7 @@ class _Directories:
                     data = self.store.get(prefix + MANIFEST_NAME)
             else:
                 data = read_manifest(self.store, entry)
-            manifest = decode_manifest(data)
+            manifest = decode_manifest(data, ruled=True)
             sizes = zip(file_keys(prefix, manifest), manifest.file_nbytes, strict=True)
             if any(self.store.info(key).nbytes != nbytes for key, nbytes in sizes):
                 return None

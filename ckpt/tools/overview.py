@@ -239,7 +239,7 @@ def _of_root(store: Store, live: Sequence[LiveEntry]) -> DiskUsage:
 def _of_directory(store: Store, no_root: NoCheckpoint) -> DiskUsage:
     """One step's directory by itself; its manifest says of which step."""
     try:
-        header = decode_manifest(store.get(MANIFEST_NAME)).header
+        header = decode_manifest(store.get(MANIFEST_NAME), ruled=True).header
     except KeyNotFoundError:
         raise no_root from None
     objects = list(store.list(""))

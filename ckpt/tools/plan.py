@@ -116,6 +116,7 @@ def plan_load(
     group_options: GroupOptions = None,
     stacks: Mapping[str, str] | None = None,
     storage_options: Mapping[str, Any] | None = None,
+    metadata_nbytes_max: SupportsIndex | None = None,
 ) -> LoadPlan:
     """What `ckpt.load` with these arguments would do on this rank; reads MANIFEST, changes nothing.
 
@@ -126,7 +127,8 @@ def plan_load(
     errors.
     """
     with closing(open_store(url, **(storage_options or {}))) as store:
-        located = find_checkpoint(store, step)
+        budget = MetadataBudget(plain_int(metadata_nbytes_max))
+        located = find_checkpoint(store, step, budget=budget)
         manifest = located.manifest
         ranks = _ranks()
         restacked = in_form_of_state(manifest, stacks or {})

@@ -23,6 +23,7 @@ from ckpt.errors import CheckpointError
 from ckpt.format.datafile import StoredChunk
 from ckpt.format.manifest import Header, Manifest
 from ckpt.format.manifest_codec import encode_manifest
+from ckpt.format.metadata_budget import MetadataBudget
 from ckpt.layout.even import EvenLayout, even_part
 from ckpt.layout.kind import Kind
 from ckpt.layout.region import Box, Region, Shape, span_of, whole
@@ -66,6 +67,7 @@ def reshard(
     progress: Progress | None = None,
     storage_options: Mapping[str, Any] | None = None,
     target_options: Mapping[str, Any] | None = None,
+    metadata_nbytes_max: SupportsIndex | None = None,
 ) -> CopyReport:
     """Write a checkpoint anew, laid out for loads on `ranks` ranks.
 
@@ -79,8 +81,9 @@ def reshard(
     new job begins to save there meanwhile, nothing is committed and this raises. When the training
     retires the latest meanwhile, this begins again with the one that is the latest then.
 
-    Every byte is checked on the way. After a run that died, run it again: it continues. Raises like
-    `ckpt.copy`, and ValueError for no ranks or an unknown layout.
+    Every byte is checked on the way. After a run that died, run it again: it continues. What
+    describes the checkpoint may take `metadata_nbytes_max` bytes of memory (None: 1 GiB). Raises
+    like `ckpt.copy`, and ValueError for no ranks or an unknown layout.
     """
     how = _How(NewLayout(checked_ranks(ranks, layout), layout), plain_int(threads), progress)
     with ExitStack() as stack:
@@ -92,7 +95,8 @@ def reshard(
         # In another place lie files of the checkpoint that was begun with.
         tries_left = RETIRED_MAX if step is None and there is None else 1
         while True:
-            with leased_checkpoint(source, step) as located:
+            budget = MetadataBudget(plain_int(metadata_nbytes_max))
+            with leased_checkpoint(source, step, budget=budget) as located:
                 try:
                     return _resharded(source, located, there, how)
                 except CheckpointError as error:

@@ -49,6 +49,7 @@ MIB = 1 << 20
 BAND_NBYTES = 4 * MIB
 BANDS_AHEAD = 3
 FILE_NBYTES_MAX = 4 << 30
+BLOCK_NBYTES = 32  # for each block of what is rewritten, while its files are planned
 
 # By rank of the new checkpoint: groups of chunks that go to files of their own, in any order.
 Layout = Sequence[Sequence[Sequence[StoredChunk]]]
@@ -119,6 +120,8 @@ def rewrite(
     something else is at the target, Corrupt when stored bytes were changed, and the stores' errors;
     running again continues.
     """
+    blocks = checkpoint.manifest.block_count
+    checkpoint.manifest.budget.charge(BLOCK_NBYTES * blocks, f"files of {blocks} blocks")
     files = _plan(checkpoint.manifest, header, layout)
     names = [file.name for file in files]
     ended = begin(

@@ -11,10 +11,11 @@ import json
 import random
 import time
 import tracemalloc
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -40,6 +41,7 @@ from tests.conftest import Scale
 from tests.format.sample import make_increments, make_sample
 
 MIB = 1 << 20
+State = dict[str, torch.Tensor]
 
 
 def step_directory(folder: Path) -> Path:
@@ -89,40 +91,102 @@ def cheaply(nbytes_max: int = 64 * MIB, seconds_max: float = 5.0) -> Iterator[No
     assert peak < nbytes_max and seconds < seconds_max, f"{peak / MIB:.0f} MiB, {seconds:.1f} s"
 
 
+# STEP is the crafted directory, and OTHER a new place beside it.
 COMMANDS = (
-    ["show"],
-    ["show", "--json"],
-    ["show", "--map"],
-    ["verify"],
-    ["plan", "--ranks", "2"],
+    "ls STEP",
+    "du STEP",
+    "show STEP",
+    "show STEP --json",
+    "show STEP --map",
+    "verify STEP",
+    "plan STEP --ranks 2",
+    "diff STEP STEP",
+    "cp STEP OTHER",
+    "reshard STEP OTHER --ranks 2",
+    "export STEP OTHER.safetensors --entry model",
 )
+HEADERS_ALONE = ("ls STEP", "du STEP", "show STEP")  # their other numbers cost nothing
 
 
-@pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
+def run(command: str, step: Path) -> int:
+    places = command.replace("STEP", str(step)).replace("OTHER", str(step.parent / "other"))
+    return main(places.split())
+
+
+@pytest.mark.parametrize("command", COMMANDS)
 def test_rules_of_many_chunks_cost_no_command_much(
-    command: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     step = crafted(tmp_path, 1 << 26, 1)
     assert (step / "MANIFEST").stat().st_size < 1024
     with cheaply():
-        ended = main([command[0], str(step), *command[1:]])
+        ended = run(command, step)
     out, err = capsys.readouterr()
-    if command == ["show"]:
-        assert ended == 0 and "0 (67108864 parts)" in out
+    if command in HEADERS_ALONE:
+        assert ended == 0
+        assert command != "show STEP" or "0 (67108864 parts)" in out
     else:
         assert ended == 1 and not out and "67108864 chunks" in err and "--metadata-max" in err
+        assert not list(step.parent.glob("other*"))
 
 
-@pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
+@pytest.mark.parametrize("command", COMMANDS)
 def test_a_tensor_of_2_to_the_50_bytes_costs_no_command_much(
-    command: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     step = crafted(tmp_path, 1, 1 << 50)
     with cheaply():
-        ended = main([command[0], str(step), *command[1:]])
+        ended = run(command, step)
     err = capsys.readouterr().err
-    assert ended == (0 if command[0] == "show" else 1)
-    assert command[0] != "plan" or "1073741824 blocks" in err
+    if command.startswith(("plan", "reshard")):
+        assert "1073741824 blocks" in err
+    if command.startswith("diff"):
+        assert "says of its blocks" in err and "--metadata-max" in err
+    assert ended == (0 if command in HEADERS_ALONE or command.startswith("show") else 1)
+    assert not list(step.parent.glob("other*"))
+
+
+def _restored(state: State, url: str, **options: Any) -> object:
+    with ckpt.Checkpointer(url, state, save=ckpt.Never()) as checkpointer:
+        return checkpointer.restore(**options)
+
+
+def _polled(state: State, url: str, **options: Any) -> object:
+    with ckpt.follow(url, state, **options) as follower:
+        return follower.poll()
+
+
+def _planned(state: State, url: str, **options: Any) -> object:
+    return ckpt.plan_load(state, url, **options)
+
+
+def _opened(state: State, url: str, **options: Any) -> object:
+    with ckpt.open(url, **options) as checkpoint:
+        return len(checkpoint)
+
+
+CALLS = (ckpt.load, _restored, _polled, _planned, _opened)
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_calls_bound_what_a_root_describes(call: Callable[..., object], tmp_path: Path) -> None:
+    """A manifest that is committed, as one of a hostile root is: its size is not all it costs."""
+    state = {f"w{n}": torch.ones(2) for n in range(50)}
+    url = str(tmp_path)
+    ckpt.save(state, url, step=1)
+    ckpt.forget(url)
+    with pytest.raises(UnsupportedFormat, match=r"MANIFEST: .*metadata_nbytes_max="):
+        call(state, url, metadata_nbytes_max=20_000)
+    assert call(state, url, metadata_nbytes_max=100_000) is not None
+
+
+@pytest.mark.parametrize("call", [ckpt.load, _planned, _opened])
+def test_rules_of_many_chunks_cost_no_call_much(
+    call: Callable[..., object], tmp_path: Path
+) -> None:
+    step = crafted(tmp_path, 1 << 26, 1)
+    with cheaply(), pytest.raises(UnsupportedFormat, match="67108864 chunks"):
+        call({"model": {"w": torch.zeros(8, dtype=torch.uint8)}}, str(step))
 
 
 def test_a_short_file_is_verified_by_what_it_has(tmp_path: Path) -> None:
@@ -136,9 +200,13 @@ def test_a_short_file_is_verified_by_what_it_has(tmp_path: Path) -> None:
 def test_more_metadata_is_read_where_it_is_allowed(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    ckpt.save({f"w{n}": torch.ones(2) for n in range(50)}, str(tmp_path), step=1)
-    for command in (["show"], ["verify"], ["plan", "--ranks", "1"]):
-        few = [command[0], str(tmp_path), *command[1:], "--metadata-max"]
+    ckpt.save({f"w{n}": torch.ones(2) for n in range(50)}, str(tmp_path / "run"), step=1)
+    commands = ("show ROOT", "verify ROOT", "plan ROOT --ranks 1", "diff ROOT ROOT")
+    moving = ("cp ROOT ONE", "cp --root ROOT ALL", "reshard ROOT NEW --ranks 2")
+    for command in (*commands, *moving):
+        words = command.replace("ROOT", str(tmp_path / "run")).split()
+        few = [str(tmp_path / word) if word.isupper() else word for word in words]
+        few.append("--metadata-max")
         assert main([*few, "20KB"]) == 1
         assert "--metadata-max" in capsys.readouterr().err
         assert main([*few, "1MB"]) == 0

@@ -46,6 +46,7 @@ def add_diff(commands: Commands) -> None:
     )
     add_options(command, "--other-option", "of the other store (default: the same)")
     add_key_file(command, "--other-option", "of the other root (default: the same)")
+    add_metadata_max(command)
     add_json(command)
 
 

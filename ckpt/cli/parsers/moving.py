@@ -10,6 +10,7 @@ from ckpt.cli.parsers.arguments import (
     add_key_file,
     add_layout,
     add_memory_max,
+    add_metadata_max,
     add_options,
     add_output_max,
     add_rename,
@@ -41,6 +42,7 @@ def add_cp(commands: Commands) -> None:
     command.add_argument("--threads", type=count, default=4, metavar="N", help="default: 4")
     add_options(command, "--target-option", "of the target's store (default: the source's)")
     add_key_file(command, "--target-option", "of the target (default: the source's)")
+    add_metadata_max(command)
     add_json(command)
     command.set_defaults(after_interrupt="the target is as it was; run again to continue")
 
@@ -70,6 +72,7 @@ def add_reshard(commands: Commands) -> None:
     command.add_argument("--threads", type=count, default=3, metavar="N", help="default: 3")
     add_options(command, "--target-option", "of the target's store (default: the source's)")
     add_key_file(command, "--target-option", "of the target (default: the source's)")
+    add_metadata_max(command)
     add_json(command)
     command.set_defaults(after_interrupt="the target is as it was; run again to continue")
 

@@ -9,6 +9,7 @@ from typing import SupportsIndex
 
 from ckpt.convert.sources.source import CheckpointSource, ReadRequest, SourceContents, SourceTensor
 from ckpt.format.manifest import MODULES, Manifest
+from ckpt.format.metadata_budget import MetadataBudget
 from ckpt.layout.kind import Kind
 from ckpt.loading.checkpoint import Checkpoint, fill, piece_of
 from ckpt.loading.contents import StoredTensor, leased_checkpoint
@@ -19,14 +20,16 @@ from storage import Store
 DCP_RECORD = "ckpt.dcp"
 
 
-def native_source(store: Store, step: SupportsIndex | None = None) -> NativeSource:
+def native_source(
+    store: Store, step: SupportsIndex | None = None, budget: MetadataBudget | None = None
+) -> NativeSource:
     """The checkpoint of `step`, or the latest, in a root, or the one in a step directory; leased
-    until it is closed.
+    until it is closed. What describes it is charged to `budget`, or one of its own.
 
     Raises like `ckpt.open`.
     """
     with ExitStack() as stack:
-        located = stack.enter_context(leased_checkpoint(store, step))
+        located = stack.enter_context(leased_checkpoint(store, step, budget=budget))
         return NativeSource(Checkpoint(store, located), stack.pop_all())
 
 

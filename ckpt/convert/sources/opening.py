@@ -32,6 +32,7 @@ from ckpt.convert.sources.training_folder import (
     training_files,
 )
 from ckpt.errors import NoCheckpoint, UnsupportedFormat
+from ckpt.format.metadata_budget import NBYTES_MAX, MetadataBudget
 from storage import Store, StoreLike, open_store
 from storage.location import folder_of, url_of
 
@@ -112,7 +113,8 @@ class _FolderSource(NamedTuple):
 
 def _open_folder(store: Store, options: SourceOptions) -> CheckpointSource:
     if store.exists(FORMAT_KEY) or store.exists(MANIFEST_NAME):
-        return native_source(store, options.step)
+        nbytes_max = max(options.memory_nbytes_max or 0, NBYTES_MAX)
+        return native_source(store, options.step, MetadataBudget(nbytes_max))
     keys = [info.key for info in islice(store.list(""), LISTED_MAX)]
     opened = _read_folder(store, options, keys)
     opened.source.left_out = tuple(

@@ -76,7 +76,7 @@ def show_table(
     Texts are what people copy: folded in a narrow terminal, never cut.
     """
     rows = iter(rows)
-    cells = [_visible_row(row) for row in islice(rows, ROWS_MEASURED)]
+    cells = [[visible(cell) for cell in row] for row in islice(rows, ROWS_MEASURED)]
     width = None if sys.stdout.isatty() else WIDTH_WITHOUT_TERMINAL
     console = _Console(width=width, file=below(sys.stdout))
     widths = [max(map(cell_len, column)) for column in zip(titles, *cells, strict=True)]
@@ -84,13 +84,10 @@ def show_table(
     if many is not None or sum(widths) + GAP * len(widths) <= console.width:
         # rich takes half a millisecond for a row: a minute for the checkpoints of a large root.
         aligned = [(width, title in right) for width, title in zip(widths, titles, strict=True)]
-        console.print(Text(_padded(titles, aligned), style="bold"))
+        console.print(Text(_padded(titles, aligned).rstrip(), style="bold"))
         # Of a million rows the first ones say how wide columns are, and none is kept.
         others = () if many is None else chain([many], rows)
-        further = (f"{_padded(_visible_row(row), aligned)}\n" for row in others)
-        below(sys.stdout).writelines(
-            chain((f"{_padded(row, aligned)}\n" for row in cells), further)
-        )
+        below(sys.stdout).writelines(_lines(map(tuple, chain(cells, others)), aligned))
         return
     table = Table(box=None, pad_edge=False, padding=(0, GAP, 0, 0))
     for title in titles:
@@ -100,18 +97,33 @@ def show_table(
     console.print(table)
 
 
-def _visible_row(row: Sequence[str]) -> Sequence[str]:
-    return row if "".join(row).isprintable() else [visible(cell) for cell in row]
+def _lines(rows: Iterable[Sequence[str]], aligned: Sequence[tuple[int, bool]]) -> Iterator[str]:
+    """The rows as lines. What follows the first cell is mostly one of a few, and made once."""
+    ends: dict[Sequence[str], str] = {}
+    width, is_right = aligned[0]
+    for row in rows:
+        rest = row[1:]
+        end = ends.get(rest)
+        if end is None:
+            end = _padded(["", *rest], [(0, False), *aligned[1:]]).rstrip() + "\n"
+            if len(ends) < ROWS_MEASURED:
+                ends[rest] = end
+        name = row[0]
+        if not is_right and end != "\n" and name.isascii() and name.isprintable():
+            yield name.ljust(width) + end
+        else:
+            yield (_padded(row[:1], aligned[:1]) + end).rstrip() + "\n"
 
 
 def _padded(cells: Sequence[str], aligned: Sequence[tuple[int, bool]]) -> str:
     """One row; each cell has a width, in columns of a terminal, and may stand to the right."""
     padded = []
     for cell, (width, is_right) in zip(cells, aligned, strict=True):
+        text = visible(cell)
         # rich's own measure takes longer than all else of a row.
-        wide = 0 if cell.isascii() else cell_len(cell) - len(cell)
-        padded.append(cell.rjust(width - wide) if is_right else cell.ljust(width - wide))
-    return (" " * GAP).join(padded).rstrip()
+        wide = 0 if text.isascii() else cell_len(text) - len(text)
+        padded.append(text.rjust(width - wide) if is_right else text.ljust(width - wide))
+    return (" " * GAP).join(padded)
 
 
 def confirmed(question: str, *, yes: bool) -> bool:
@@ -160,11 +172,10 @@ def fields_json(value: Any) -> dict[str, Any]:
     return {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
 
 
-def show_json(value: Any, last: str = "", entries: Iterable[tuple[str, Any]] | None = None) -> None:
+def show_json(value: Any, last: str = "", entries: Iterable[tuple[str, str]] | None = None) -> None:
     """Print `value` for programs; the numbers that JSON lacks become null.
 
-    `entries` are those of its dict `last`, without such numbers, a line each; only one of them is
-    in memory.
+    `entries` are those of its dict `last`, each as JSON in a line; only one of them is in memory.
     """
     text = _json(value, 2)
     if entries is None:
@@ -174,13 +185,16 @@ def show_json(value: Any, last: str = "", entries: Iterable[tuple[str, Any]] | N
     out.write(f"{text.removesuffix('}').rstrip()},\n  {_json(last)}: {{")
     between = ""
     for name, entry in entries:
-        out.write(f"{between}\n    {_json(name)}: {json.dumps(entry)}")
+        out.write(f"{between}\n    {_plain(json.dumps(name))}: {entry}")
         between = ","
     out.write("\n  }\n}\n")
 
 
 def _json(value: Any, indent: int | None = None) -> str:
-    text = json.dumps(_finite(value), indent=indent, allow_nan=False)
+    return _plain(json.dumps(_finite(value), indent=indent, allow_nan=False))
+
+
+def _plain(text: str) -> str:
     return text.replace("\x7f", "\\u007f")  # the one control character that JSON lets through
 
 

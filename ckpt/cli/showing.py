@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import argparse
 import fnmatch
+import json
 import math
 from collections import Counter
 from collections.abc import Iterator, Sequence, Set
 from typing import Any
+
+import numpy as np
 
 from ckpt.cli.commandline import OK
 from ckpt.cli.picture import show_map
@@ -26,14 +29,13 @@ from ckpt.errors import CheckpointError
 from ckpt.format.metadata_budget import MetadataBudget
 from ckpt.layout.dtypes import DTYPES
 from ckpt.layout.kind import Kind
-from ckpt.layout.region import Box, Region
+from ckpt.layout.region import Box, Shape
 from ckpt.loading.contents import CheckpointContents, open_contents
 from ckpt.state.descriptions import is_description, shown_type
 from ckpt.tools.shard_map import rank_of, rank_order
 
 PART_NBYTES = 2000  # of a stored part, as it is shown
-PARTS_USUAL = 64  # of a tensor
-
+CHUNKS_READ = 4096  # rows of the table that are made at once
 
 def show(arguments: argparse.Namespace) -> int:
     """`ckpt show`."""
@@ -41,7 +43,9 @@ def show(arguments: argparse.Namespace) -> int:
         raise CheckpointError("--output is for --map; send other output to a file with >")
     budget, options = MetadataBudget(arguments.metadata_max), dict(arguments.option)
     with open_contents(arguments.url, arguments.step, options, budget=budget) as checkpoint:
-        names = fnmatch.filter(checkpoint.keys(), arguments.pattern)
+        names: Sequence[str] = checkpoint.keys()
+        if arguments.pattern != "*":
+            names = fnmatch.filter(names, arguments.pattern)
         if not names and len(checkpoint):
             raise CheckpointError(
                 f"no name matches {arguments.pattern!r}; quote patterns, as in 'model.*'; "
@@ -54,9 +58,7 @@ def show(arguments: argparse.Namespace) -> int:
             return OK
         if arguments.json:
             checkpoint.manifest.chunks.first  # noqa: B018  # is refused before anything is printed
-            tensors = _tensors_json(checkpoint, names, budget)
-            if len(checkpoint.manifest.chunks) > PARTS_USUAL * len(checkpoint):
-                tensors = budget.timed(tensors, "tensors")  # others are as many as their names
+            tensors = budget.timed(_tensors_json(checkpoint, names, budget), "tensors")
             show_json(_checkpoint_json(checkpoint), "tensors", tensors)
         else:
             _show_tables(checkpoint, names, budget)
@@ -86,22 +88,26 @@ def _rows(checkpoint: CheckpointContents, names: Sequence[str]) -> Iterator[tupl
     manifest, aliases = checkpoint.manifest, checkpoint.aliases
     ranks = [rank_of(file) for file in manifest.files]
     writers: dict[tuple[int, ...], str] = {}
-    stored_by: list[str] = []  # mostly the same few texts
+    stored_by: list[str] = []
     for count, files in manifest.chunks.files_by_tensor():
         key = (count, *files)
         if key not in writers:
             writers[key] = _writers({ranks[file] for file in files}, count)
         stored_by.append(writers[key])
-    kind_names = {kind: Kind.of(kind).name.lower() for kind in set(manifest.kinds.tolist())}
-    kinds = [kind_names[kind] for kind in manifest.kinds.tolist()]
-    shapes = {shape: shape_text(shape) for shape in set(manifest.shapes)}
-    numbers = {fqn: number for number, fqn in enumerate(manifest.fqns)}
+    columns = (manifest.kinds.tolist(), manifest.dtypes, manifest.shapes, stored_by)
+    # What follows a name is mostly one of a few.
+    rests = {one: _described(*one) for one in set(zip(*columns, strict=True))}
+    rest_of = dict(zip(manifest.fqns, map(rests.__getitem__, zip(*columns, strict=True))))
     for name in names:
-        number = numbers[aliases.get(name, name)]
-        kind = f"= {aliases[name]}" if name in aliases else kinds[number]
-        shape, dtype = manifest.shapes[number], manifest.dtypes[number]
-        nbytes = math.prod(shape) * DTYPES[dtype].itemsize
-        yield name, kind, dtype, shapes[shape], size(nbytes), stored_by[number]
+        if name in aliases:
+            yield name, f"= {aliases[name]}", *rest_of[aliases[name]][1:]
+        else:
+            yield name, *rest_of[name]
+
+
+def _described(kind: int, dtype: str, shape: Shape, stored_by: str) -> tuple[str, ...]:
+    nbytes = math.prod(shape) * DTYPES[dtype].itemsize
+    return Kind.of(kind).name.lower(), dtype, shape_text(shape), size(nbytes), stored_by
 
 
 def _shown_value(value: Any) -> str:
@@ -153,42 +159,43 @@ def _checkpoint_json(checkpoint: CheckpointContents) -> dict[str, Any]:
 
 def _tensors_json(
     checkpoint: CheckpointContents, names: Sequence[str], budget: MetadataBudget
-) -> Iterator[tuple[str, Any]]:
-    """One tensor after the other; only its parts are in memory."""
-    manifest, aliases = checkpoint.manifest, checkpoint.aliases
-    chunks, first = manifest.chunks, manifest.chunks.first.tolist()
+) -> Iterator[tuple[str, str]]:
+    """One tensor after the other, as JSON; few parts are in memory."""
+    manifest, aliases, chunks = checkpoint.manifest, checkpoint.aliases, checkpoint.manifest.chunks
+    counts = np.diff(chunks.first)
+    if len(counts):
+        most = int(counts.argmax())
+        budget.charge(PART_NBYTES * int(counts[most]), f"the parts of {manifest.fqns[most]}")
+    first, boxes, kinds = chunks.first.tolist(), chunks.boxes, manifest.kinds.tolist()
+    columns = (chunks.file, chunks.byte_start, chunks.numel, chunks.span_start, chunks.box)
+    files = [json.dumps(file) for file in manifest.files]
     numbers = {fqn: number for number, fqn in enumerate(manifest.fqns)}
-    kinds = {kind: Kind.of(kind).name.lower() for kind in range(16)}
+    texts: dict[tuple[str, Shape, int], str] = {}  # mostly the same few
+    low, rows = 0, list[tuple[int, ...]]()  # chunks that follow each other, from that one on
     for name in names:
         number = numbers[aliases.get(name, name)]
-        shape, dtype = manifest.shapes[number], manifest.dtypes[number]
+        key = dtype, shape, kind = manifest.dtypes[number], manifest.shapes[number], kinds[number]
         itemsize = DTYPES[dtype].itemsize
-        inside = range(first[number], first[number + 1])
-        budget.charge(PART_NBYTES * len(inside), f"the parts of {name}")
-        parts = [
-            {
-                "file": manifest.files[chunks.file[chunk]],
-                "byte_start": int(chunks.byte_start[chunk]),
-                "nbytes": int(chunks.numel[chunk]) * itemsize,
-                **_region_json(chunks.region(chunk)),
-            }
-            for chunk in inside
-        ]
-        yield (
-            name,
-            {
+        if key not in texts:
+            described = {
                 "dtype": dtype,
                 "shape": shape,
-                "kind": kinds[int(manifest.kinds[number])],
+                "kind": Kind.of(kind).name.lower(),
                 "nbytes": math.prod(shape) * itemsize,
-                "alias_of": aliases.get(name),
-                "parts": parts,
-            },
-        )
-        budget.release(PART_NBYTES * len(inside))
+            }
+            texts[key] = json.dumps(described)[:-1]
+        start, stop = first[number], first[number + 1]
+        if start < low or stop > low + len(rows):
+            low, until = start, max(stop, start + CHUNKS_READ)
+            rows = list(zip(*(column[low:until].tolist() for column in columns), strict=True))
+        parts = [
+            f'{{"file": {files[file]}, "byte_start": {byte_start}, "nbytes": {numel * itemsize}, '
+            + (_box_json(boxes[box]) if box >= 0 else f'"span": [{span}, {span + numel}]}}')
+            for file, byte_start, numel, span, box in rows[start - low : stop - low]
+        ]
+        alias_of = json.dumps(aliases[name]) if name in aliases else "null"
+        yield name, f'{texts[key]}, "alias_of": {alias_of}, "parts": [{", ".join(parts)}]}}'
 
 
-def _region_json(region: Region) -> dict[str, Any]:
-    if isinstance(region, Box):
-        return {"box": {"offset": list(region.offset), "shape": list(region.shape)}}
-    return {"span": [region.start, region.stop]}
+def _box_json(box: Box) -> str:
+    return f'"box": {json.dumps({"offset": box.offset, "shape": box.shape})}}}'

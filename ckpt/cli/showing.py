@@ -37,6 +37,7 @@ from ckpt.tools.shard_map import rank_of, rank_order
 PART_NBYTES = 2000  # of a stored part, as it is shown
 CHUNKS_READ = 4096  # rows of the table that are made at once
 
+
 def show(arguments: argparse.Namespace) -> int:
     """`ckpt show`."""
     if arguments.output and not arguments.map:
@@ -97,7 +98,8 @@ def _rows(checkpoint: CheckpointContents, names: Sequence[str]) -> Iterator[tupl
     columns = (manifest.kinds.tolist(), manifest.dtypes, manifest.shapes, stored_by)
     # What follows a name is mostly one of a few.
     rests = {one: _described(*one) for one in set(zip(*columns, strict=True))}
-    rest_of = dict(zip(manifest.fqns, map(rests.__getitem__, zip(*columns, strict=True))))
+    each = map(rests.__getitem__, zip(*columns, strict=True))
+    rest_of = dict(zip(manifest.fqns, each, strict=True))
     for name in names:
         if name in aliases:
             yield name, f"= {aliases[name]}", *rest_of[aliases[name]][1:]

@@ -30,6 +30,7 @@ from ckpt.errors import CheckpointError
 
 WIDTH_WITHOUT_TERMINAL = 200  # columns; rich would take 80 and fold most rows
 GAP = 2  # columns between those of a table
+LINES_WRITTEN = 256  # at once
 ROWS_MEASURED = 10_000  # of a table, to find out how wide its columns are
 MINUTE, HOUR, DAY = 60, 3600, 86400
 
@@ -87,7 +88,9 @@ def show_table(
         console.print(Text(_padded(titles, aligned).rstrip(), style="bold"))
         # Of a million rows the first ones say how wide columns are, and none is kept.
         others = () if many is None else chain([many], rows)
-        below(sys.stdout).writelines(_lines(map(tuple, chain(cells, others)), aligned))
+        lines = _lines(map(tuple, chain(cells, others)), aligned)
+        while text := "".join(islice(lines, LINES_WRITTEN)):
+            below(sys.stdout).write(text)
         return
     table = Table(box=None, pad_edge=False, padding=(0, GAP, 0, 0))
     for title in titles:

@@ -537,13 +537,4 @@ def _check_dtypes(outputs: Iterable[Output]) -> None:
         raise InvalidState(problems)
 
 
-def parse_nbytes(text: str) -> int:
-    """A size such as 5GB, 500MB, 2GiB or 1048576. Raises ValueError."""
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(I?)B?", text.strip().upper())
-    if match is None:
-        raise ValueError(f"{text!r} is not a size; write e.g. 5GB, 500MB or 2GiB")
-    base = 1024 if match[3] else 1000
-    return int(float(match[1]) * base ** " KMGT".index(match[2] or " "))
-
-
-__all__ = ["PART_NBYTES", "ExportReport", "Selection", "export", "parse_nbytes"]
+__all__ = ["PART_NBYTES", "ExportReport", "Selection", "export"]

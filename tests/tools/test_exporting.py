@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import shutil
 import struct
+from argparse import ArgumentTypeError
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,7 @@ from safetensors.torch import load_file, load_model
 
 import ckpt
 import ckpt.convert.export
-from ckpt.convert.export import parse_nbytes
+from ckpt.cli.parsers.arguments import nbytes as parse_nbytes
 from storage import open_store
 from storage.testing import CountingStore
 from tests.tools.conftest import data_files, make_net, sliced_net, stepped
@@ -235,5 +236,5 @@ def test_sizes_are_parsed(text: str, nbytes: int) -> None:
 
 @pytest.mark.parametrize("text", ["", "GB", "-5GB", "5XB", "five"])
 def test_no_size_is_refused(text: str) -> None:
-    with pytest.raises(ValueError, match="not a size"):
+    with pytest.raises(ArgumentTypeError, match="not a size"):
         parse_nbytes(text)

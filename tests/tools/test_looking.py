@@ -342,7 +342,7 @@ def to_look_at(root: str) -> str:
     "commands",
     [
         ["ls", "log", "du", "report", "watch --once", "cost", "rm 3 --dry-run"],
-        ["show", "show --json", "show --map"],
+        ["show", "show --json", "show --map", "show --metadata-max 1GB"],
         ["verify"],
         ["prune --keep-last 1 --dry-run"],
         ["salvage --step 4 --dry-run", "salvage", "mend --dry-run"],

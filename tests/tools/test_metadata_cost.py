@@ -9,8 +9,10 @@ from __future__ import annotations
 import hashlib
 import json
 import random
+import sys
 import time
 import tracemalloc
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -26,7 +28,7 @@ from ckpt.cli import main
 from ckpt.errors import Corrupt, UnsupportedFormat
 from ckpt.format.checksum_tables import Seal, Seals
 from ckpt.format.columns import pack_ints, pack_map, unpack_map
-from ckpt.format.manifest import BoxTable, ChunkTable, RuledChunks, starts_of
+from ckpt.format.manifest import BoxTable, ChunkTable, Manifest, RuledChunks, starts_of
 from ckpt.format.manifest_codec import MAGIC, decode_manifest, encode_manifest
 from ckpt.format.metadata_budget import MetadataBudget
 from ckpt.format.progressions import (
@@ -254,11 +256,9 @@ def test_damage_behind_rules_is_found_when_chunks_are_read(tmp_path: Path) -> No
         manifest.region(0)
 
 
-def test_a_million_tensors_are_shown_within_the_budget(
-    tmp_path: Path, scale: Scale, capsys: pytest.CaptureFixture[str]
-) -> None:
-    count = scale.count(20_000, 1_000_000)
-    path = step_directory(tmp_path) / "MANIFEST"
+def of_many_tensors(folder: Path, count: int) -> Manifest:
+    """The manifest of a step directory that has so many tensors."""
+    path = step_directory(folder) / "MANIFEST"
     manifest = decode_manifest(path.read_bytes())
     ids, ones, start = np.arange(count), np.ones(count, np.int64), int(manifest.file_data_start[0])
     boxes, firsts = BoxTable.of([]), starts_of(ones)
@@ -274,11 +274,40 @@ def test_a_million_tensors_are_shown_within_the_budget(
         seals=Seals.of([Seal(4 * (count + 3), bytes(32))]),
     )
     path.write_bytes(encode_manifest(made))
-    assert main(["show", str(path.parent)]) == 0
+    return made
+
+
+def test_a_million_tensors_are_shown_within_the_budget(
+    tmp_path: Path, scale: Scale, capsys: pytest.CaptureFixture[str]
+) -> None:
+    count = scale.count(20_000, 1_000_000)
+    made = of_many_tensors(tmp_path, count)
+    (step,) = map(str, (tmp_path / "steps").iterdir())
+    assert main(["show", step]) == 0
     assert capsys.readouterr().out.count("q_proj") == count
-    assert main(["show", str(path.parent), "--json"]) == 0
+    assert main(["show", step, "--json"]) == 0
     shown = json.loads(capsys.readouterr().out)["tensors"]
     assert len(shown) == count and shown[made.fqns[7]]["parts"][0]["span"] == [0, 16]
+
+
+@pytest.mark.parametrize(("options", "calls_max"), [([], 5), (["--json"], 10)])
+def test_a_tensor_that_is_shown_costs_few_calls(
+    options: list[str], calls_max: int, tmp_path: Path
+) -> None:
+    """Of functions of Python, which is where the time of a million rows goes."""
+    calls = []
+    for count in (1000, 15_000, 25_000):  # the first imports, and the first rows are measured
+        of_many_tensors(tmp_path / f"{count}", count)
+        (step,) = map(str, (tmp_path / f"{count}" / "steps").iterdir())
+        events: Counter[str] = Counter()
+        sys.setprofile(lambda frame, event, argument, events=events: events.update([event]))
+        try:
+            assert main(["show", step, *options]) == 0
+        finally:
+            sys.setprofile(None)
+        calls.append(events["call"])
+    print(per_tensor := (calls[2] - calls[1]) / 10_000)
+    assert per_tensor < calls_max
 
 
 # Telemetry ---------------------------------------------------------------------------------------

@@ -230,13 +230,12 @@ def _substitution(text: str) -> tuple[re.Pattern[str], str]:
 
 
 def nbytes(text: str) -> int:
-    """The argument SIZE, such as 5GB."""
-    from ckpt.convert.export import parse_nbytes  # slow to import, and seldom needed
-
-    try:
-        return parse_nbytes(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from error
+    """The argument SIZE, such as 5GB, 500MB, 2GiB or 1048576."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(I?)B?", text.strip().upper())
+    if match is None:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a size; write e.g. 5GB, 500MB or 2GiB")
+    base = 1024 if match[3] else 1000
+    return int(float(match[1]) * base ** " KMGT".index(match[2] or " "))
 
 
 def count(text: str) -> int:

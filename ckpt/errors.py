@@ -8,6 +8,7 @@ the cause.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from storage.errors import CheckpointError as CheckpointError
 
@@ -112,6 +113,22 @@ class LoadInterrupted(CheckpointError):
 
     Stepping or saving the target raises this again until a load into it succeeds.
     """
+
+
+class Failure(NamedTuple):
+    """A save that failed."""
+
+    step: int
+    error: Exception
+
+
+class SavesFailed(CheckpointError):
+    """So many saves in a row have failed that the training should not go on unnoticed."""
+
+    def __init__(self, failures: tuple[Failure, ...]) -> None:
+        lines = "".join(f"\n  - step {one.step}: {one.error}" for one in failures[-5:])
+        super().__init__(f"{len(failures)} saves in a row have failed; the newest ones:{lines}")
+        self.failures = failures
 
 
 def _listed(summary: str, problems: Sequence[str], shown_max: int = 20) -> str:

@@ -12,10 +12,9 @@ import logging
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from ckpt.commit.numbers import checked_count
-from ckpt.errors import CheckpointError, Fenced, InvalidState, StoreRefused
+from ckpt.errors import Failure, Fenced, InvalidState, SavesFailed, StoreRefused
 from ckpt.service.agreement import StepAgreement
 from ckpt.service.events import SaveFailed
 from ckpt.service.training import Training
@@ -26,25 +25,6 @@ logger = logging.getLogger(__name__)
 LASTING = (InvalidState, Fenced, StoreRefused)
 
 FAILURES_KEPT_MAX = 100
-FAILURES_SHOWN_MAX = 5
-
-
-class Failure(NamedTuple):
-    """A save that failed."""
-
-    step: int
-    error: Exception
-
-
-class SavesFailed(CheckpointError):
-    """So many saves in a row have failed that the training should not go on unnoticed."""
-
-    def __init__(self, failures: tuple[Failure, ...]) -> None:
-        lines = "".join(
-            f"\n  - step {one.step}: {one.error}" for one in failures[-FAILURES_SHOWN_MAX:]
-        )
-        super().__init__(f"{len(failures)} saves in a row have failed; the newest ones:{lines}")
-        self.failures = failures
 
 
 @dataclass(frozen=True, slots=True)

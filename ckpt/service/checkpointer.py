@@ -24,12 +24,12 @@ from ckpt.api import Io, check_order, line_of, one_of
 from ckpt.commit.numbers import plain_int
 from ckpt.commit.patience import BACKGROUND_SECONDS
 from ckpt.commit.records import STEP_MAX
-from ckpt.errors import CheckpointError, Forked, InvalidState, RankFailed
+from ckpt.errors import CheckpointError, Failure, Forked, InvalidState, RankFailed
 from ckpt.saving.replicas import ReplicasDrifted
 from ckpt.saving.report import SaveReport
 from ckpt.saving.staging import Snapshot
 from ckpt.service.agreement import Decision, Pace
-from ckpt.service.alarm import Alarm, Failure
+from ckpt.service.alarm import Alarm
 from ckpt.service.events import Observer, Restored, SaveSkipped, log_restored
 from ckpt.service.inflight import Saved
 from ckpt.service.near import Near

@@ -15,7 +15,7 @@ from time import perf_counter
 from typing import Any, NamedTuple, SupportsIndex
 
 from ckpt.commit.numbers import plain_int
-from ckpt.errors import Fenced, RankFailed
+from ckpt.errors import Failure, Fenced, RankFailed
 from ckpt.layout.memory import gc_paused
 from ckpt.loading.load import LoadReport
 from ckpt.near.hosts import Hosts
@@ -29,7 +29,6 @@ from ckpt.saving.background import PendingSave
 from ckpt.saving.lending import LentCopy
 from ckpt.saving.report import SaveReport
 from ckpt.saving.staging import Snapshot
-from ckpt.service.alarm import Failure
 from ckpt.service.events import NearFailed, NearSaved
 from ckpt.service.policies import EverySteps, Observation, SavePolicy, are_multiples
 from ckpt.service.training import Training

@@ -16,14 +16,13 @@ from collections.abc import Mapping, Sequence
 from itertools import groupby
 from typing import Any
 
-from ckpt.errors import RankFailed
+from ckpt.errors import Failure, RankFailed
 from ckpt.loading.load import LoadReport
 from ckpt.near.recovery import NearCandidate
 from ckpt.near.saving import RecordNumbers
 from ckpt.near.status import TierStatus
 from ckpt.saving.lending import LentCopy
 from ckpt.saving.report import SaveReport
-from ckpt.service.alarm import Failure
 from ckpt.service.near import FAILURES_MAX, Near, NearTraining
 from ckpt.service.policies import Never, SavePolicy
 from ckpt.service.training import Training

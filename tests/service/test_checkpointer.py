@@ -19,8 +19,15 @@ import ckpt
 from ckpt.commit.locate import live_entries
 from ckpt.commit.ranked import SessionRegistry
 from ckpt.commit.session import Session
-from ckpt.errors import Corrupt, Fenced, InvalidState, LoadInterrupted, Mismatch, NoCheckpoint
-from ckpt.service.alarm import Failure
+from ckpt.errors import (
+    Corrupt,
+    Failure,
+    Fenced,
+    InvalidState,
+    LoadInterrupted,
+    Mismatch,
+    NoCheckpoint,
+)
 from ckpt.service.checkpointer import Checkpointer
 from ckpt.service.policies import SavePolicy
 from ckpt.testing import run_ranks

@@ -13,6 +13,7 @@ import threading
 
 _ZEROS = memoryview(bytes(64 << 20))
 _ETAG = b'ETag: "e"\r\nLast-Modified: Thu, 26 Nov 2026 10:00:00 GMT\r\n'
+_NOTHING = b"<Error><Code>NoSuchKey</Code></Error>"
 _UPLOAD = b"<R><UploadId>u</UploadId><ETag>e</ETag></R>"
 
 
@@ -34,7 +35,9 @@ def _serve(client: socket.socket) -> None:
         while left > 0:
             left -= client.recv_into(scratch, min(left, len(scratch)))
         asked = re.search(rb"(?i)\r\nrange: *bytes=(\d+)-(\d+)", head)
-        if asked:
+        if re.match(rb"GET \S*/(FORMAT|MANIFEST)[ ?]", head):
+            client.sendall(_head(404, len(_NOTHING), b"") + _NOTHING)  # a place without a root
+        elif asked:
             nbytes = int(asked[2]) - int(asked[1]) + 1
             covered = b"Content-Range: bytes %s-%s/1073741824\r\n" % (asked[1], asked[2])
             client.sendall(_head(206, nbytes, _ETAG + covered))

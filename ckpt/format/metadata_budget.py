@@ -8,13 +8,13 @@ command has one budget for all that it opens; each manifest has the one that it 
 from __future__ import annotations
 
 import sys
-import threading
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import TypeVar
 
 from ckpt.errors import UnsupportedFormat
+from storage.forks import ForkSafeLock
 
 NBYTES_MAX = 1 << 30
 SECONDS_PER_GIB = 10.0
@@ -33,8 +33,8 @@ class MetadataBudget:
         self.seconds_max = SECONDS_PER_GIB * self.nbytes_max / (1 << 30)
         self._nbytes = 0
         self._seconds = 0.0
-        self._lock = threading.Lock()
-        self._turn = threading.Lock()
+        self._lock = ForkSafeLock()
+        self._turn = ForkSafeLock()
 
     def charge(self, nbytes: int, what: str) -> None:
         """Count memory that is about to be taken. Raises UnsupportedFormat beyond the budget."""

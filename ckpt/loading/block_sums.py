@@ -7,7 +7,7 @@ read once, before or with the first blocks of that file, and checked.
 from __future__ import annotations
 
 import contextlib
-import threading
+import os
 from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import compress, count, pairwise
 from operator import ne
@@ -28,6 +28,7 @@ from ckpt.format.references import is_reference
 from ckpt.format.stored_index import check_seal, check_table, read_into
 from ckpt.loading.cache import BlockCache
 from storage import Store
+from storage.forks import ForkSafeLock
 
 
 class TableRange(NamedTuple):
@@ -48,6 +49,13 @@ class _FileSums(NamedTuple):
     first: Int64s
 
 
+class _Reading(NamedTuple):
+    """A thread of this process reads them; of another process nothing comes, after a fork."""
+
+    process: int
+    future: Future[_FileSums]
+
+
 class BlockSums:
     """What the blocks of one checkpoint must have as checksums. Safe to use from several threads.
 
@@ -63,8 +71,8 @@ class BlockSums:
         self.manifest = manifest
         self._cache = cache
         self._chunks: dict[int, Ints] = {}  # by file, ascending as their bytes
-        self._sums: dict[int, Future[_FileSums]] = {}
-        self._lock = threading.Lock()
+        self._sums: dict[int, _FileSums | _Reading] = {}
+        self._lock = ForkSafeLock()
 
     def of_blocks(self, chunks: Ints, numbers: Ints) -> Uint32s:
         """The checksums of blocks: `numbers[i]` of chunk `chunks[i]`."""
@@ -170,28 +178,30 @@ class BlockSums:
         self._note(file, self._own(file, table))
 
     def _note(self, file: int, sums: _FileSums) -> None:
-        future: Future[_FileSums] = Future()
-        future.set_result(sums)
         with self._lock:
-            self._sums.setdefault(file, future)
+            self._sums[file] = sums
 
     def _is_of_another(self, file: int) -> bool:
         return is_reference(self.manifest.files[file])
 
     def _of_file(self, file: int) -> _FileSums:
         with self._lock:
-            future = self._sums.get(file)
-            is_mine = future is None
-            if future is None:
-                future = self._sums[file] = Future()
+            known = self._sums.get(file)
+            if isinstance(known, _FileSums):
+                return known
+            is_mine = known is None or known.process != os.getpid()
+            if known is None or is_mine:
+                known = self._sums[file] = _Reading(os.getpid(), Future())
         if is_mine:
             try:
-                future.set_result(self._read(file))
+                sums = self._read(file)
+                self._note(file, sums)
+                known.future.set_result(sums)
             except BaseException as error:
                 with self._lock:
                     del self._sums[file]  # a store that failed once may answer the next time
-                future.set_exception(error)
-        return future.result()
+                known.future.set_exception(error)
+        return known.future.result()
 
     def _read(self, file: int) -> _FileSums:
         self.expect(np.array([file]))

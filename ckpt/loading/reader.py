@@ -16,6 +16,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from bisect import bisect_left, bisect_right
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from functools import partial
@@ -144,6 +145,8 @@ class Reader:
         self.needs = united(np.concatenate([here, self._away]))
         self.nbytes_away = 0
         self._listed: set[int] = set()  # files whose tables `requests` has listed
+        self._shared: set[int] = set()  # files of shared runs, and those with one run and no more
+        self._shared_once: set[int] = set()
 
     def read_private(self, runs: Ints) -> None:
         """Read the blocks of `runs` and put them where the plan says."""
@@ -222,12 +225,12 @@ class Reader:
         file, start, stop = self._range(rows)
         return path.direct_always or self._store.is_cold(self._keys[file], ByteRange(start, stop))
 
-    def requests(self, runs: Ints, *, joins: bool) -> list[ReadRange]:
+    def requests(self, runs: Ints, *, shared: bool = False) -> list[ReadRange]:
         """The ranges that reading `runs` requests from the store; nothing is read. Tables that
-        earlier calls have listed are left out. `joins`: not of shared runs, see `read_run`.
+        earlier calls have listed are left out. `shared`: by `read_run`.
         """
         ranges = []
-        for rows, table in self._requests(runs, joins=joins):
+        for rows, table in self._requests(runs, shared=shared):
             file, start, stop = self._range(rows)
             nbytes = int((self.blocks.stop[rows] - self.blocks.start[rows]).sum())
             if file not in self._listed:
@@ -242,11 +245,19 @@ class Reader:
     def files_of(self, sharing: Sharing) -> list[int]:
         """The files that this rank itself reads, of what `sharing` gives it, ascending."""
         own = [(run.start, run.stop) for run in sharing.shared if run.source is None]
-        runs = np.concatenate([sharing.private, np.array(own, dtype=np.int64).reshape(-1, 2)])
+        shared = self._files_of(np.array(own, dtype=np.int64).reshape(-1, 2))
+        private = set(self._files_of(sharing.private))
+        self._shared = set(shared)
+        self._shared_once = {file for file, count in Counter(shared).items() if count == 1}
+        self._shared_once -= private
+        return sorted(private | self._shared)
+
+    def _files_of(self, runs: Ints) -> list[int]:
         # A run may go over the end of a file, where blocks of the next one follow at once.
         first = np.searchsorted(self._files, runs[:, 0], side="right") - 1
         last = np.searchsorted(self._files, runs[:, 1], side="left")
-        return sorted(set(expanded(first, last).tolist()))
+        files: list[int] = expanded(first, last).tolist()
+        return files
 
     def _range(self, rows: Ints) -> tuple[int, int, int]:
         """The file of a request, and where it starts and stops in it."""
@@ -257,8 +268,10 @@ class Reader:
         _, start, stop = self._range(request.rows)
         return (stop if request.table is None else request.table.stop) - start
 
-    def _requests(self, runs: Ints, *, joins: bool = True) -> list[_Request]:
-        """The blocks in `runs`, those of one request together; `joins`: with their tables."""
+    def _requests(self, runs: Ints, *, shared: bool = False) -> list[_Request]:
+        """The blocks in `runs`, those of one request together. The table of a file comes with them
+        where this rank makes no other request for its blocks: which would be first is chance.
+        """
         rows = self.blocks.within(runs)
         wanted = NeededBlocks(*(column[rows] for column in self.blocks))
         path = self._path
@@ -267,8 +280,13 @@ class Reader:
         files = [self._place(int(rows[0]))[0] for rows in together]
         self._sums.expect(np.unique(files))
         counts = np.bincount(files, minlength=1)
+
+        def is_only(file: int) -> bool:
+            alone = file in self._shared_once if shared else file not in self._shared
+            return alone and bool(counts[file] == 1)
+
         return [
-            _Request(rows, self._table_behind(file, rows) if joins and counts[file] == 1 else None)
+            _Request(rows, self._table_behind(file, rows) if is_only(file) else None)
             for file, rows in zip(files, together, strict=True)
         ]
 
@@ -400,8 +418,7 @@ class Reader:
         if self.origins.is_away[file]:
             return self._fetch(file, run.runs())
         buffer = memoryview(bytearray(run.stop - run.start))
-        # Other runs of a file may be read before or after: its table comes with none of them.
-        for request in self._requests(np.array([[run.start, run.stop]]), joins=False):
+        for request in self._requests(np.array([[run.start, run.stop]]), shared=True):
             first, last = int(request.rows[0]), int(request.rows[-1]) + 1
             start, stop = self.blocks.start[first], self.blocks.stop[last - 1]
             data = buffer[int(start) - run.start : int(stop) - run.start]

@@ -448,12 +448,13 @@ class _RankNeeds(NamedTuple):
         """The plan of this rank among others."""
         sharing = part.sharing
         reader = Reader(BlockSums(store, prefix, manifest, path.cache), self.reads, path)
-        requests = reader.requests(sharing.private, joins=True)
+        reader.files_of(sharing)
+        requests = reader.requests(sharing.private)
         private_max = max((_length(request) for request in requests), default=0)
         received = 0
         for run in sharing.shared:
             if run.source is None:
-                requests += reader.requests(np.array([[run.start, run.stop]]), joins=False)
+                requests += reader.requests(np.array([[run.start, run.stop]]), shared=True)
             else:
                 received += run.nbytes
         window = nbytes_under_way(sharing.shared, ShareLimits(), path)

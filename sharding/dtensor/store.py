@@ -235,9 +235,8 @@ class DTensorStore(ParameterStore):
                 self._with_memory(), self._landing[1], strict=True
             ):
                 gathering.finish(wholes, parts, self.pool)
-                if gathering.releases:
+                if gathering.releases:  # the next gather waits for what has read it: see `_wait`
                     for memory in map(self.memory.alone, wholes):
-                        self.streams.will_free(memory.whole)
                         memory.release()
 
     def _gather(

@@ -30,9 +30,7 @@ ckpt.verify(url)
 assert main(["ls", url]) == 0
 try:
     ckpt.load({"model": model}, "s3://bucket/run")
-except ckpt.CheckpointError:
-    raise
-except Exception as error:
+except ckpt.CheckpointError as error:
     print(type(error).__name__, error)
 """
 

@@ -6,6 +6,7 @@ run_one("plain", "ours", "fully") -> Report
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -923,8 +924,10 @@ def values_written_between_forward_and_backward(run: Run) -> None:
         loss.backward()
 
 
-def _extended(run: Run, *, releases: bool = False) -> Any:
-    """A model with an extension that makes a tensor of its own; `releases` what was gathered."""
+def _extended(run: Run, *, releases: bool = False, alone: bool = False) -> Any:
+    """A model with an extension that makes a tensor of its own; `releases` what was gathered.
+    `alone`: it is all of its unit, so that nothing is packed.
+    """
     run.dtypes.add(BF16)
 
     def before(mesh: Any) -> Any:
@@ -938,10 +941,13 @@ def _extended(run: Run, *, releases: bool = False) -> Any:
         return None
 
     model = run.net()
-    model.blocks[0].up = run.net(nn.Linear, WIDTH, 24)
-    model.blocks[0].down = run.net(nn.Linear, 24, WIDTH)
+    if alone:
+        model.blocks[0] = run.net(functools.partial(nn.Linear, bias=False), WIDTH, WIDTH)
+    else:
+        model.blocks[0].up = run.net(nn.Linear, WIDTH, 24)
+        model.blocks[0].down = run.net(nn.Linear, 24, WIDTH)
     model = run.wrap(model)
-    local: Any = model.blocks[0].up.weight._local_tensor
+    local: Any = (model.blocks[0] if alone else model.blocks[0].up).weight._local_tensor
     local.fsdp_pre_all_gather, local.fsdp_post_all_gather = before, after
     local.fsdp_should_release_all_gather_outputs_after_post_all_gather = lambda: releases
     return model
@@ -949,8 +955,8 @@ def _extended(run: Run, *, releases: bool = False) -> Any:
 
 @scenario(FULLY, torchs=())
 def what_an_extension_makes(run: Run) -> None:
-    for releases in (False, True):
-        run.train(_extended(run, releases=releases), steps=3)
+    for releases, alone in ((False, False), (True, False), (True, True)):
+        run.train(_extended(run, releases=releases, alone=alone), steps=3)
 
 
 class Wide(Net):

@@ -10,7 +10,6 @@ import hashlib
 import struct
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
-from typing import TypeVar
 
 import numpy as np
 
@@ -22,8 +21,6 @@ from storage.errors import CorruptObjectError, KeyNotFoundError, TooLargeError
 from storage.store import Store
 
 SEGMENT_MAGIC = b"SHPTLIV1"
-
-T = TypeVar("T")
 
 _PINNED, _VERIFIED, _METRIC, _NO_LINE = 1, 2, 4, 8
 _FLAGS_MAX = 15

@@ -1,7 +1,7 @@
 """From the joint part of all ranks to the manifest, and where ranks contradict each other.
 
 What regular layouts have cut stays as rules from the ranks to the manifest: no table of all chunks
-is made. `merging` has the texts about ranks that contradict each other.
+is made. `contradictions` has the texts about ranks that contradict each other.
 """
 
 from __future__ import annotations
@@ -29,6 +29,17 @@ from ckpt.format.chunk_rules import (
     sums_by_file,
 )
 from ckpt.format.codec import encode_values
+from ckpt.format.contradictions import (
+    DifferingRegion,
+    ReplicaDifferences,
+    agreed_aliases,
+    agreed_tensors,
+    check_count,
+    check_names,
+    texts_of_regions,
+    texts_of_values,
+    with_writers,
+)
 from ckpt.format.coverage import check_rules
 from ckpt.format.joint_part import (
     JointRest,
@@ -55,17 +66,6 @@ from ckpt.format.manifest_codec import (
     fields_of_header,
     fields_of_tensors,
     fields_of_values,
-)
-from ckpt.format.merging import (
-    DifferingRegion,
-    ReplicaDifferences,
-    agreed_aliases,
-    agreed_tensors,
-    check_count,
-    check_names,
-    texts_of_regions,
-    texts_of_values,
-    with_writers,
 )
 from ckpt.format.part import Part
 from ckpt.format.progressions import Progressions, pack_progressions, pack_regular

@@ -53,7 +53,7 @@ def united_values(encoded: Sequence[EncodedValues]) -> bytes:
         if len(of_ranks) > 1 and all(is_groups(value, fqn) for _, value in of_ranks):
             united[fqn] = _united_groups(fqn, of_ranks, problems)
         else:
-            # What differs between ranks was refused before; see `value_differences`.
+            # What differs between ranks was refused before; see `texts_of_values`.
             united[fqn] = first
     if problems:
         raise InvalidState(problems)

@@ -17,9 +17,9 @@ import numpy as np
 import numpy.typing as npt
 
 from ckpt.errors import InvalidState
+from ckpt.format.contradictions import DifferingRegion, texts_of_regions
 from ckpt.format.datafile import region_start
 from ckpt.format.disagreement import BY_NUMBER, TWO_MODELS
-from ckpt.format.merging import DifferingRegion, texts_of_regions
 from ckpt.layout.kind import Kind, is_numbered
 from ckpt.layout.piece import Holding, Piece
 from ckpt.layout.region import Box, span_of

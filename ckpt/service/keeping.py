@@ -36,7 +36,6 @@ class Keeper:
         self._is_ending = False
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="ckpt-keep")
         self._running: list[Future[None]] = []
-        # By attempt, of those whose entries do not say: each is one request, and stays.
         self._warned: set[str] = set()
 
     def after_commit(self) -> None:

@@ -62,7 +62,9 @@ def main() -> None:
     options: dict[str, Any] = {"storage_options": json.loads(arguments.storage_options)}
 
     if arguments.straggle_at:
-        store = store_of(arguments.url, call="store_of", **options)
+        store = store_of(
+            arguments.url, storage_options=options["storage_options"], call="Checkpointer"
+        )
         if rank == world_size - 1:
             never_store(store, arguments.straggle_at)
     every = arguments.save_every

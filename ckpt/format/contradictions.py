@@ -172,7 +172,9 @@ def _region_name(region: _ReplicaRegion) -> str:
 def texts_of_values(
     digests: Mapping[int, Mapping[str, int]], values: Sequence[EncodedValues]
 ) -> list[str]:
-    """`value_differences` of digests by rank, and of the values that ranks have sent."""
+    """The values that differ between ranks, by their `digests` per rank, and are not to be united:
+    groups of ranks may have `values` of their own.
+    """
     names = {name for of_rank in digests.values() for name in of_rank}
     problems = []
     sent = sent_by(values)

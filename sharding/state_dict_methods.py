@@ -31,10 +31,11 @@ from ckpt.layout.tensor import local_tensor
 from ckpt.state.names import bare_names
 from ckpt.state.requested import STATE_DICT, LoadRequest, Unshared
 from ckpt.state_dict import api as state_dicts
+from ckpt.state_dict.api import TakeRequest
 from ckpt.state_dict.config import FullOptimStateDictConfig, ShardedOptimStateDictConfig
 from ckpt.state_dict.config import OptimStateDictConfig as OurOptimConfig
 from ckpt.state_dict.config import StateDictType as Form
-from ckpt.state_dict.listed import ListedParams
+from ckpt.state_dict.keys import ListedParams
 from sharding.engine.torch_seam import (
     norm_counters,
     set_versions,
@@ -161,7 +162,8 @@ class StatefulUnit(TorchWrapper):
         _warn_of_unsharded(self)
         form, config = model_form(_servable(self))
         with _as_torch_raises():
-            state = state_dicts.take_model_dict(self, form, config, copied=self.managed_params())
+            copied = self.managed_params()
+            state = state_dicts.take(self, None, TakeRequest(form, config, copied=copied))
         prefix = given.get("prefix", "")
         set_versions(self, prefix, destination)
         for name in self._in_order(state):
@@ -341,7 +343,8 @@ class StatefulUnit(TorchWrapper):
         _check_one_mode(model)
         request = LoadRequest(call=_OPTIM_CALL, beside=Unshared.OWN)
         with _as_torch_raises(ValueError):
-            return state_dicts.shard_optimizer(model, optimizer, full_optim_state_dict, request)
+            given = full_optim_state_dict
+            return state_dicts.optimizer_to_load(model, optimizer, given, request, alone=True)
 
     @staticmethod
     def scatter_full_optim_state_dict(
@@ -504,9 +507,9 @@ def _taken(
     group: Any,
 ) -> dict[str, Any]:
     """The optimizer's state, or that of `given` in its place. Collective."""
-    request = state_dicts.TakeRequest(form, config, given, _beside(model))
+    request = TakeRequest(form, config, given, _beside(model))
     with _as_torch_raises():
-        return state_dicts.take_optimizer_dict(model, optim, request, group)
+        return state_dicts.take(model, optim, request, group)
 
 
 @contextmanager

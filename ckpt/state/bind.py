@@ -105,7 +105,7 @@ def bind_state(
     binding.add_arrays(leaves.arrays)
     for source, kind in described.tensors():
         # Components follow their composite.
-        if described.components.isdisjoint(source.fqns):
+        if described.components.keys().isdisjoint(source.fqns):
             binding.add_source(source, kind)
     for fqn, tensor in described.composites.items():
         binding.add_composite(fqn, tensor, Kind.OTHER)

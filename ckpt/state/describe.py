@@ -60,8 +60,8 @@ class DescribedTensor(NamedTuple):
 class Described:
     """All modules of a state. `by_param` is keyed by the id of an object that optimizers know.
 
-    `composites` are by name; the names of what they consist of, which `params` and `buffers` have,
-    are in `components`.
+    `composites` are by name; `components` has, by the names that `params` and `buffers` have, the
+    composite that each belongs to.
     """
 
     params: list[DescribedTensor] = field(default_factory=list)
@@ -71,12 +71,17 @@ class Described:
     extra_states: list[tuple[str, nn.Module]] = field(default_factory=list)
     layouts: list[ModuleLayout] = field(default_factory=list)
     composites: dict[str, torch.Tensor] = field(default_factory=dict)
-    components: set[str] = field(default_factory=set)
+    components: dict[str, str] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
 
-    def components_of(self, composite: str) -> list[str]:
-        """The names of what the composite consists of."""
-        return [name for name in self.components if name.startswith(f"{composite}.")]
+    @property
+    def tied(self) -> dict[str, str]:
+        """The aliases, and further names of composites, of which `aliases` has the components."""
+        return self.aliases | {
+            alias.removesuffix(stored.removeprefix(fqn)): fqn
+            for alias, stored in self.aliases.items()
+            if (fqn := self.components.get(stored)) is not None
+        }
 
     def tensors(self) -> Iterator[tuple[DescribedTensor, Kind]]:
         """Parameters, then buffers, each with what it is."""
@@ -110,8 +115,9 @@ def _add_module(described: Described, path: str, layout: ModuleLayout, ranks: Ra
         full = join(path, stored)
         described.aliases[join(path, tied)] = described.aliases.get(full, full)
     for composite in layout.composites.values():
-        described.composites[join(path, composite.fqn)] = composite.tensor
-        described.components.update(join(path, name) for name in composite.components)
+        fqn = join(path, composite.fqn)
+        described.composites[fqn] = composite.tensor
+        described.components.update({join(path, name): fqn for name in composite.components})
     known = {id(module): fqn for fqn, module in described.extra_states}
     for fqn, module in layout.extra_states.items():
         first = known.setdefault(id(module), join(path, fqn))

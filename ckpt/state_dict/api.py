@@ -19,29 +19,20 @@ from torch import nn
 
 from ckpt.layout.memory import gc_paused
 from ckpt.layout.plain import Ranks
-from ckpt.process import world_of, world_of_members
 from ckpt.state.half_loaded import filling
 from ckpt.state.requested import STATE_DICT, LoadRequest, Unshared
 from ckpt.state.types import Loaded
 from ckpt.state_dict.config import (
-    FullOptimStateDictConfig,
-    FullStateDictConfig,
     OptimStateDictConfig,
-    ShardedOptimStateDictConfig,
-    ShardedStateDictConfig,
     StateDictConfig,
     StateDictType,
-    model_config,
-    optim_config,
+    config_of,
 )
 from ckpt.state_dict.forms import DictForm
-from ckpt.state_dict.listed import ListedParams
-from ckpt.state_dict.model import take_model
-from ckpt.state_dict.model_load import put_model
-from ckpt.state_dict.optimizer_load import OptimizerTarget, prepare_load
-from ckpt.state_dict.optimizers import take_optimizer
-from ckpt.state_dict.rekey import rekey_optimizer_state_dict
-from ckpt.state_dict.sharing import ranks_that_share
+from ckpt.state_dict.into import OptimizerTarget, put_model, put_optimizer
+from ckpt.state_dict.keys import ListedParams, rekey_optimizer_state_dict
+from ckpt.state_dict.model import world_to_load, world_to_take
+from ckpt.state_dict.out import take_model, take_optimizer
 from ckpt.world.base import SoloWorld, World
 
 __all__ = [
@@ -73,24 +64,42 @@ def model_state_dict(
     memory.
     Tied tensors appear under all their names. Raises InvalidState for what has no such form.
     """
-    return take_model_dict(model, type, config, process_group)
+    return take(model, None, TakeRequest(type, config), process_group)
 
 
-def take_model_dict(
-    model: nn.Module,
-    type: StateDictType,
-    config: StateDictConfig | None,
-    process_group: dist.ProcessGroup | None = None,
-    copied: Container[int] | None = None,
-) -> dict[str, Any]:
-    """`model_state_dict`; with `copied`, identities of parameters, all other tensors of the model
-    are in the dict as they are: live memory, each rank's own.
+class TakeRequest(NamedTuple):
+    """Which state dict is requested, of a model or of its optimizers: see the functions for each.
+
+    With `copied`, identities of parameters, all other tensors of the model are in the dict as they
+    are: live memory, each rank's own. `state_dict` and `beside` are for optimizers.
     """
-    config = model_config(type, config)
-    place = _taking_place(model, process_group)
-    output = place.output(type, config)._replace(copied=copied)
+
+    type: StateDictType
+    config: StateDictConfig | OptimStateDictConfig | None
+    state_dict: Mapping[str, Any] | None = None
+    beside: Unshared = Unshared.COMPARED
+    copied: Container[int] | None = None
+
+
+def take(
+    model: nn.Module,
+    optimizer: Optimizer | Sequence[Optimizer] | None,
+    request: TakeRequest,
+    process_group: dist.ProcessGroup | None = None,
+) -> dict[str, Any]:
+    """The state dict of `model`, or of optimizers of it, for a caller with requests of its own."""
+    config: Any = config_of(request.type, request.config, is_model=optimizer is None)
+    world, is_first = world_to_take(model, process_group)
+    ranks = _ranks(world)
+    is_wanted = is_first or not getattr(config, "rank0_only", False)
+    form = request.type, config.offload_to_cpu, is_wanted, getattr(config, "use_dtensor", None)
+    output = DictForm(*form, process_group, request.beside, request.copied)
     with gc_paused():
-        return take_model(model, output, place.world, _ranks(place.world))
+        if optimizer is None:
+            return take_model(model, output, world, ranks)
+        several = _several(optimizer)
+        given = request.state_dict
+        return take_optimizer(model, several, output, world, ranks, state_dict=given)
 
 
 def load_model_state_dict(
@@ -120,7 +129,7 @@ def load_model(
     process_group: dist.ProcessGroup | None = None,
 ) -> Loaded:
     """`load_model_state_dict` for a caller with other arguments, which its errors advise."""
-    world = _loading_world(model, process_group)
+    world = world_to_load(model, process_group)
     with gc_paused():
         loading = put_model(model, state_dict, world, _ranks(world), request)
         with filling(model, "a state dict"):
@@ -144,34 +153,7 @@ def optimizer_state_dict(
     Raises InvalidState for state that belongs to no parameter, and for steps and small plain state
     that differ between ranks, except in LOCAL form, where each rank has its own.
     """
-    request = TakeRequest(type, config, state_dict)
-    return take_optimizer_dict(model, optimizer, request, process_group)
-
-
-class TakeRequest(NamedTuple):
-    """Which state dict of an optimizer is requested, see `optimizer_state_dict`."""
-
-    type: StateDictType
-    config: OptimStateDictConfig | None
-    state_dict: Mapping[str, Any] | None = None
-    beside: Unshared = Unshared.COMPARED
-
-
-def take_optimizer_dict(
-    model: nn.Module,
-    optimizer: Optimizer | Sequence[Optimizer],
-    request: TakeRequest,
-    process_group: dist.ProcessGroup | None = None,
-) -> dict[str, Any]:
-    """`optimizer_state_dict` for a caller under whom ranks may have parameters of their own."""
-    config = optim_config(request.type, request.config)
-    place = _taking_place(model, process_group)
-    world, output = place.world, place.output(request.type, config)
-    output = output._replace(beside=request.beside)
-    with gc_paused():
-        return take_optimizer(
-            model, _several(optimizer), output, world, _ranks(world), state_dict=request.state_dict
-        )
+    return take(model, optimizer, TakeRequest(type, config, state_dict), process_group)
 
 
 def load_optimizer_state_dict(
@@ -189,11 +171,11 @@ def load_optimizer_state_dict(
     members of a flat parameter that have none get zeros. State under keys that are no parameters
     goes into the (first) optimizer as it is. The rest is as for `load_model_state_dict`.
     """
-    world = _loading_world(model, process_group)
+    world = world_to_load(model, process_group)
     optimizers = _several(optimizer)
     target = OptimizerTarget(model, optimizers, world, _ranks(world), fresh=False)
     with gc_paused():
-        loading = prepare_load(target, state_dict, LoadRequest(strict, rank0_only))
+        loading = put_optimizer(target, state_dict, LoadRequest(strict, rank0_only))
         # What fails before here has changed nothing, and leaves no mark.
         with filling(optimizers, "a state dict"):
             loading.fill()
@@ -213,21 +195,8 @@ def optimizer_state_dict_to_load(
 
     The optimizer is left as it is. Without "param_groups" in `state_dict` the result has none.
     """
-    return optimizer_to_load(
-        model, optimizer, state_dict, LoadRequest(strict, rank0_only), process_group
-    )
-
-
-def optimizer_to_load(
-    model: nn.Module,
-    optimizer: Optimizer,
-    state_dict: Mapping[str, Any],
-    request: LoadRequest,
-    process_group: dist.ProcessGroup | None = None,
-) -> dict[str, Any]:
-    """`optimizer_state_dict_to_load` for a caller with arguments of its own."""
-    world = _loading_world(model, process_group)
-    return _to_load(model, optimizer, state_dict, request, world, _ranks(world))
+    request = LoadRequest(strict, rank0_only)
+    return optimizer_to_load(model, optimizer, state_dict, request, process_group)
 
 
 def shard_optimizer_state_dict(
@@ -241,93 +210,38 @@ def shard_optimizer_state_dict(
 
     Errors are then each rank's own.
     """
-    call = STATE_DICT._replace(strict=False, rank0_only=False)
-    return shard_optimizer(model, optimizer, state_dict, LoadRequest(call=call), process_group)
+    request = LoadRequest(call=STATE_DICT._replace(strict=False, rank0_only=False))
+    return optimizer_to_load(model, optimizer, state_dict, request, process_group, alone=True)
 
 
-def shard_optimizer(
+def optimizer_to_load(
     model: nn.Module,
     optimizer: Optimizer,
     state_dict: Mapping[str, Any],
     request: LoadRequest,
     process_group: dist.ProcessGroup | None = None,
+    *,
+    alone: bool = False,
 ) -> dict[str, Any]:
-    """`shard_optimizer_state_dict` for a caller with arguments of its own."""
-    ranks = Ranks.alone()
-    if dist.is_available() and dist.is_initialized():
-        members = dist.get_process_group_ranks(process_group or dist.group.WORLD)
-        ranks = Ranks(dist.get_rank(process_group), tuple(members))
-    # The world is this rank alone, so that nothing is sent; the ranks are those of the layout.
-    world = SoloWorld(ranks.global_ranks[ranks.rank])
-    return _to_load(model, optimizer, state_dict, request, world, ranks)
-
-
-def _to_load(
-    model: nn.Module,
-    optimizer: Optimizer,
-    state_dict: Mapping[str, Any],
-    request: LoadRequest,
-    world: World,
-    ranks: Ranks,
-) -> dict[str, Any]:
+    """`optimizer_state_dict_to_load` for a caller with requests of its own; with `alone`,
+    `shard_optimizer_state_dict`.
+    """
+    world: World
+    if not alone:
+        world = world_to_load(model, process_group)
+        ranks = _ranks(world)
+    else:
+        ranks = Ranks.alone()
+        if dist.is_available() and dist.is_initialized():
+            members = dist.get_process_group_ranks(process_group or dist.group.WORLD)
+            ranks = Ranks(dist.get_rank(process_group), tuple(members))
+        # The world is this rank alone, so that nothing is sent; the ranks are those of the layout.
+        world = SoloWorld(ranks.global_ranks[ranks.rank])
     target = OptimizerTarget(model, [optimizer], world, ranks, fresh=True)
     with gc_paused():
-        loading = prepare_load(target, state_dict, request)
+        loading = put_optimizer(target, state_dict, request)
         loading.fill()
         return loading.to_load()
-
-
-class _Place(NamedTuple):
-    """The ranks among which a state dict is taken; `group` is theirs if the caller gave one."""
-
-    world: World
-    is_first: bool
-    group: dist.ProcessGroup | None
-
-    def output(
-        self, form: StateDictType, config: StateDictConfig | OptimStateDictConfig
-    ) -> DictForm:
-        """What `config` asks of this rank."""
-        rank0_only, use_dtensor = False, None
-        if isinstance(config, FullStateDictConfig | FullOptimStateDictConfig):
-            rank0_only = config.rank0_only
-        elif isinstance(config, ShardedStateDictConfig | ShardedOptimStateDictConfig):
-            use_dtensor = config.use_dtensor
-        is_wanted = self.is_first or not rank0_only
-        return DictForm(form, config.offload_to_cpu, is_wanted, use_dtensor, self.group)
-
-
-def _taking_place(model: nn.Module, group: dist.ProcessGroup | None) -> _Place:
-    members = _members(model, group, "describe")
-    if members == ():
-        # No engine shares it, so each rank takes its own alone; with `rank0_only` it is still the
-        # first of all ranks that gets a dict.
-        me = dist.get_rank()
-        return _Place(world_of_members((me,)), me == 0, group)
-    world = world_of(group) if members is None else world_of_members(members)
-    world.begin_call("a call for state dicts")
-    return _Place(world, world.rank == 0, group)
-
-
-def _loading_world(model: nn.Module, group: dist.ProcessGroup | None) -> World:
-    members = _members(model, group, "read")
-    # A model that no engine shares may be loaded from the dict of another rank: all take part.
-    world = world_of_members(members) if members else world_of(group)
-    world.begin_call("a load of state dicts")
-    return world
-
-
-def _members(
-    model: nn.Module, group: dist.ProcessGroup | None, phase: str
-) -> tuple[int, ...] | None:
-    """The ranks that share `model`, () if no engine shares it. None where `group` says them, and
-    where there are no other ranks.
-
-    `phase` is the first phase of the call that these ranks agree on.
-    """
-    if group is not None or not (dist.is_available() and dist.is_initialized()):
-        return None
-    return ranks_that_share(model, phase)
 
 
 def _several(optimizer: Optimizer | Sequence[Optimizer]) -> list[Optimizer]:

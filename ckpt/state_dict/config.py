@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TypeVar
 
 
 class StateDictType(enum.Enum):
@@ -78,46 +76,28 @@ class ShardedOptimStateDictConfig(OptimStateDictConfig):
     use_dtensor: bool | None = None
 
 
-_Config = TypeVar("_Config", StateDictConfig, OptimStateDictConfig)
-
-_MODEL_CONFIGS: dict[StateDictType, type[StateDictConfig]] = {
-    StateDictType.FULL: FullStateDictConfig,
-    StateDictType.LOCAL: LocalStateDictConfig,
-    StateDictType.SHARDED: ShardedStateDictConfig,
-}
-_OPTIM_CONFIGS: dict[StateDictType, type[OptimStateDictConfig]] = {
-    StateDictType.FULL: FullOptimStateDictConfig,
-    StateDictType.LOCAL: LocalOptimStateDictConfig,
-    StateDictType.SHARDED: ShardedOptimStateDictConfig,
+_CONFIGS: dict[StateDictType, tuple[type[StateDictConfig], type[OptimStateDictConfig]]] = {
+    StateDictType.FULL: (FullStateDictConfig, FullOptimStateDictConfig),
+    StateDictType.LOCAL: (LocalStateDictConfig, LocalOptimStateDictConfig),
+    StateDictType.SHARDED: (ShardedStateDictConfig, ShardedOptimStateDictConfig),
 }
 
 
-def model_config(form: StateDictType, config: StateDictConfig | None = None) -> StateDictConfig:
-    """`config`, or the default of `form`. Raises TypeError when it is that of another form."""
-    return _config_of(form, config, _MODEL_CONFIGS)
-
-
-def optim_config(
-    form: StateDictType, config: OptimStateDictConfig | None = None
-) -> OptimStateDictConfig:
-    """`config`, or the default of `form`. Raises TypeError when it is that of another form."""
-    return _config_of(form, config, _OPTIM_CONFIGS)
-
-
-def _config_of(
-    form: StateDictType, config: _Config | None, kinds: Mapping[StateDictType, type[_Config]]
-) -> _Config:
+def config_of(
+    form: StateDictType, config: StateDictConfig | OptimStateDictConfig | None, *, is_model: bool
+) -> StateDictConfig | OptimStateDictConfig:
+    """`config`, or the default of `form`, of a model or of optimizers. Raises TypeError when it is
+    that of another form.
+    """
     # torch's enumeration of that name is another class, and no key of the table.
     if not isinstance(form, StateDictType):
         raise TypeError(
             f"the type of a state dict is {form!r}; expected StateDictType.FULL, LOCAL or SHARDED"
         )
-    kind = kinds[form]
-    if config is None:
-        return kind()
-    if type(config) is not kind:
+    kind = _CONFIGS[form][0 if is_model else 1]
+    if config is not None and type(config) is not kind:
         raise TypeError(
             f"{form} takes a {kind.__name__}, not a {type(config).__name__}; leave the config out "
             "for its defaults"
         )
-    return config
+    return config or kind()

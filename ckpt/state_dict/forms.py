@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -48,20 +47,17 @@ class DictForm(NamedTuple):
     copied: Container[int] | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class LiveTensors:
+class LiveTensors(NamedTuple):
     """The tensors of a state as this rank holds them, and what is known of some by name.
 
     `models` are DTensors that a tensor is laid out like, `sharding_of` gives the group or mesh that
     the unit of a tensor reports, `dtypes` the dtype in the dict where the live tensor has another.
-    `as_is` are not exchanged: each rank gives its own.
     """
 
     holdings: list[Holding]
     models: Mapping[str, torch.Tensor]
     sharding_of: Callable[[str], UnitSharding | None]
     dtypes: Mapping[str, torch.dtype]
-    as_is: Mapping[str, torch.Tensor] = field(default_factory=dict)
 
 
 class _Made(NamedTuple):

@@ -34,14 +34,11 @@ from ckpt.state_dict.api import (
 from ckpt.state_dict.config import (
     FullOptimStateDictConfig,
     FullStateDictConfig,
-    OptimStateDictConfig,
     ShardedOptimStateDictConfig,
     ShardedStateDictConfig,
-    StateDictConfig,
     StateDictType,
 )
 from ckpt.state_dict.model import describe_model, names_of
-from ckpt.state_dict.model_composites import tied_composites
 
 __all__ = [
     "FQNS_T",
@@ -109,7 +106,7 @@ def get_model_state_dict(
     """
     chosen = _checked(model, options)
     prefixes = _prefixes(model, submodules)
-    state_dict = model_state_dict(model, *_model_form(chosen))
+    state_dict = model_state_dict(model, *_form(chosen, is_model=True))
     if chosen.ignore_frozen_params:
         frozen = _frozen(model)
         state_dict = {name: value for name, value in state_dict.items() if name not in frozen}
@@ -141,7 +138,7 @@ def get_optimizer_state_dict(
     if not several:
         raise RuntimeError("get_optimizer_state_dict needs an optimizer, got none; pass it")
     with _with_state(several):
-        state_dict = optimizer_state_dict(model, several, *_optimizer_form(chosen))
+        state_dict = optimizer_state_dict(model, several, *_form(chosen, is_model=False))
     return _flattened(state_dict) if chosen.flatten_optimizer_state_dict else state_dict
 
 
@@ -260,18 +257,13 @@ def _known(options: Any) -> StateDictOptions:
     return StateDictOptions(**known)
 
 
-def _model_form(options: StateDictOptions) -> tuple[StateDictType, StateDictConfig]:
+def _form(options: StateDictOptions, *, is_model: bool) -> tuple[StateDictType, Any]:
     offload = options.cpu_offload
     if options.full_state_dict:
-        return StateDictType.FULL, FullStateDictConfig(offload, rank0_only=offload)
-    return StateDictType.SHARDED, ShardedStateDictConfig(offload)
-
-
-def _optimizer_form(options: StateDictOptions) -> tuple[StateDictType, OptimStateDictConfig]:
-    offload = options.cpu_offload
-    if options.full_state_dict:
-        return StateDictType.FULL, FullOptimStateDictConfig(offload, rank0_only=offload)
-    return StateDictType.SHARDED, ShardedOptimStateDictConfig(offload)
+        full = FullStateDictConfig if is_model else FullOptimStateDictConfig
+        return StateDictType.FULL, full(offload, rank0_only=offload)
+    sharded = ShardedStateDictConfig if is_model else ShardedOptimStateDictConfig
+    return StateDictType.SHARDED, sharded(offload)
 
 
 def _several(optimizers: Optimizers) -> list[Optimizer]:
@@ -331,8 +323,7 @@ def _frozen(model: nn.Module) -> set[str]:
         for fqn, tensor in described.composites.items()
         if isinstance(tensor, nn.Parameter) and not tensor.requires_grad
     }
-    tied = described.aliases | tied_composites(described)
-    return frozen | {name for name, stored in tied.items() if stored in frozen}
+    return frozen | {name for name, stored in described.tied.items() if stored in frozen}
 
 
 # --- optimizers ----------------------------------------------------------------------------------

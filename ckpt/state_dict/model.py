@@ -1,88 +1,37 @@
-"""State dicts of models: names of the bare module, tensors in the requested form."""
+"""What state dicts ask of a model: its tensors by bare name, its units, the ranks that share it."""
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+import json
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple, NoReturn
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
-from ckpt.errors import InvalidState, Mismatch
-from ckpt.format.codec import decode_values, encode_values
-from ckpt.layout.kind import Kind
+from ckpt.errors import CheckpointError, InvalidState
+from ckpt.layout.modules import ModuleLayout, describe_module
+from ckpt.layout.piece import Owned
 from ckpt.layout.plain import Ranks
 from ckpt.layout.sharded_tensor import UnitSharding, sharding_of
-from ckpt.state.describe import Described, DescribedTensor, describe_modules
-from ckpt.state.requested import CallArguments
-from ckpt.state.values import join, split_tree
+from ckpt.layout.tensor import is_dtensor
+from ckpt.layout.torch_fsdp import is_fsdp1
+from ckpt.process import world_of, world_of_members
+from ckpt.state.describe import Described, describe_modules
+from ckpt.state.values import join
 from ckpt.state.walk import Leaves
-from ckpt.state_dict.config import StateDictType
-from ckpt.state_dict.forms import DictForm, LiveTensors, take_out
-from ckpt.state_dict.model_composites import ModelComposites, composites_of, tied_composites
-from ckpt.world.base import World, collectively
+from ckpt.world.base import World
 
-
-def take_model(model: nn.Module, output: DictForm, world: World, ranks: Ranks) -> dict[str, Any]:
-    """The state dict of `model`; collective over `world`. Only what is requested is gathered.
-
-    Raises InvalidState, the same on all ranks, for what has no such form.
-    """
-    described, live, composites = collectively(
-        world, "describe", lambda: describe_live(model, ranks, output)
-    )
-    tensors = take_out(live, output, world, ranks)
-    if not output.is_wanted:
-        return {}
-    tensors.update(live.as_is)
-    tensors.update(composites.joined(tensors, to_cpu=output.offload_to_cpu))
-    # In the order of the module; the exchange has one of its own.
-    names = composites.names(names_of(described))
-    state_dict = {name: tensors[name] for name in names if name in tensors}
-    for fqn, module in described.extra_states:
-        state_dict[fqn] = module.get_extra_state()
-    for tied, stored in (described.aliases | tied_composites(described)).items():
-        if stored in state_dict:
-            state_dict[tied] = state_dict[stored]
-    return state_dict
-
-
-def describe_live(
-    model: nn.Module, ranks: Ranks, output: DictForm
-) -> tuple[Described, LiveTensors, ModelComposites]:
-    """What this rank holds of `model`. Raises InvalidState with all that cannot take part."""
-    described = describe_model(model, ranks, loading=False)
-    composites = composites_of(described, output.form)
-    left = composites.not_exchanged
-    tensors = [each for each in described.tensors() if left.isdisjoint(each[0].fqns)]
-    buffers = {fqn for source in described.buffers for fqn in source.fqns}
-    # LOCAL dicts are live memory, in whatever dtype it has.
-    keeps_low = output.form is StateDictType.LOCAL
-    dtypes = {} if keeps_low else buffer_dtypes(described, buffers)
-    as_is = {
-        fqn: given.cpu() if output.offload_to_cpu else given
-        for fqn, given in _not_copied(tensors, output.copied)
-        if fqn not in dtypes
-    }
-    tensors = [each for each in tensors if as_is.keys().isdisjoint(each[0].fqns)]
-    holdings = [holding for source, kind in tensors for holding in source.holdings(kind)]
-    models = {
-        fqn: template
-        for source, _ in tensors
-        if (template := source.owned.template) is not None
-        for fqn in source.fqns
-    }
-    sharding = shardings(described, names_of(described)).get
-    return described, LiveTensors(holdings, models, sharding, dtypes, as_is), composites
-
-
-def _not_copied(
-    tensors: Sequence[tuple[DescribedTensor, Kind]], copied: Container[int] | None
-) -> Iterator[tuple[str, torch.Tensor]]:
-    for source, _ in tensors:
-        owned = source.owned
-        if copied is not None and owned.is_whole and id(owned.param) not in copied:
-            yield source.fqns[0], owned.param.detach()
+__all__ = [
+    "buffer_dtypes",
+    "describe_model",
+    "is_beside",
+    "names_of",
+    "shardings",
+    "world_to_load",
+    "world_to_take",
+]
 
 
 def describe_model(model: nn.Module, ranks: Ranks, *, loading: bool) -> Described:
@@ -98,13 +47,19 @@ def names_of(described: Described) -> list[str]:
     return [fqn for source, _ in described.tensors() for fqn in source.fqns]
 
 
-def shardings(described: Described, names: Iterable[str]) -> dict[str, UnitSharding]:
-    """The sharding that the innermost unit above a tensor reports, for each tensor below one."""
+def is_beside(owned: Owned) -> bool:
+    """Whether a parameter is whole here, and no engine shares it with another rank."""
+    return owned.owners == () and owned.is_whole
+
+
+# --- units ---------------------------------------------------------------------------------------
+
+
+def shardings(described: Described) -> dict[str, UnitSharding]:
+    """What the innermost unit above a tensor says of itself, for each tensor below one."""
     by_path = _unit_shardings(described)
-    if not by_path:
-        return {}
     sharding_of = {}
-    for name in names:
+    for name in names_of(described) if by_path else ():
         path = name
         while path:  # from the module that has the tensor upwards
             path = path.rpartition(".")[0]
@@ -114,14 +69,14 @@ def shardings(described: Described, names: Iterable[str]) -> dict[str, UnitShard
     return sharding_of
 
 
-def buffer_dtypes(described: Described, buffers: Iterable[str]) -> dict[str, torch.dtype]:
-    """The dtype of each of `buffers` in state dicts, where its unit lets it live in another."""
-    by_path = _unit_shardings(described)
+def buffer_dtypes(described: Described) -> dict[str, torch.dtype]:
+    """The dtype of buffers in state dicts, where their unit lets them live in another."""
     named = {
         join(path, name): dtype
-        for path, sharding in by_path.items()
+        for path, sharding in _unit_shardings(described).items()
         for name, dtype in sharding.buffer_dtypes.items()
     }
+    buffers = [fqn for source in described.buffers for fqn in source.fqns]
     return {name: named[name] for name in buffers if name in named}
 
 
@@ -134,51 +89,144 @@ def _unit_shardings(described: Described) -> dict[str, UnitSharding]:
     }
 
 
-# --- what loads of models and of optimizers share ------------------------------------------------
+# --- the ranks that share a model ----------------------------------------------------------------
 
 
-def check_names(world: World, names: list[str], has_any: bool, call: CallArguments) -> list[int]:
-    """The ranks that have a dict. Raises Mismatch on all ranks when theirs have different names."""
-    # Nothing at all from a rank without a dict: the names of a dict may be an empty list.
-    lists_sent = world.gather("names", encode_values(names) if has_any else b"")
-    givers = [rank for rank, part in enumerate(lists_sent) if part]
-    # As bytes: encoding is the same for the same names, and only a refusal decodes them.
-    if len({lists_sent[rank] for rank in givers}) <= 1:
-        return givers
-    lists = {rank: set(decode_values(lists_sent[rank])) for rank in givers}
-    rank0_only = ", or rank0_only=True" if call.rank0_only else ""
-    raise Mismatch(
+def world_to_take(model: nn.Module, group: dist.ProcessGroup | None) -> tuple[World, bool]:
+    """The ranks that take a state dict of `model` together, and whether this one is the first."""
+    members = _members(model, group, "describe")
+    if members == ():
+        # No engine shares it, so each rank takes its own alone; with `rank0_only` it is still the
+        # first of all ranks that gets a dict.
+        me = dist.get_rank()
+        return world_of_members((me,)), me == 0
+    world = world_of(group) if members is None else world_of_members(members)
+    world.begin_call("a call for state dicts")
+    return world, world.rank == 0
+
+
+def world_to_load(model: nn.Module, group: dist.ProcessGroup | None) -> World:
+    """The ranks that load state dicts into `model` together."""
+    members = _members(model, group, "read")
+    # A model that no engine shares may be loaded from the dict of another rank: all take part.
+    world = world_of_members(members) if members else world_of(group)
+    world.begin_call("a load of state dicts")
+    return world
+
+
+def _members(
+    model: nn.Module, group: dist.ProcessGroup | None, phase: str
+) -> tuple[int, ...] | None:
+    """The global ranks over which units, meshes and DDP lay out `model`, ascending.
+
+    Empty for a model that no engine shares with another rank, all ranks where an engine does not
+    say. None where `group` says them, and where there are no other ranks. All ranks that share the
+    model find the same without a round; but where a unit is repeated over ranks and knows the shard
+    group of this rank only, these ranks exchange theirs.
+
+    Raises InvalidState where groups of units overlap and no unit is laid out over both: then the
+    ranks would wait for different ones. The ranks of those groups get the error in `phase`, the
+    first that they agree on.
+    """
+    if group is not None or not (dist.is_available() and dist.is_initialized()):
+        return None
+    everyone = tuple(range(dist.get_world_size()))
+    me = dist.get_rank()
+    try:
+        layout = describe_module(model, Ranks(me, everyone))
+    except Exception:
+        # An engine that fails to describe itself: raised again where all ranks see it.
+        return everyone
+    declared = _declared_groups(layout)
+    if declared is None:
+        return everyone
+    # Those of the groups that are in no other one. In one order on all ranks, so that ranks in two
+    # groups do not wait for each other crosswise.
+    groups = declared.of_units
+    widest = sorted((one for one in groups if not any(one < other for other in groups)), key=sorted)
+    if len(widest) > 1:
+        _refuse_overlap(widest, groups, phase)
+    together = frozenset().union(*declared.groups)
+    # A rank may describe a mesh that it is not in: what it has of such a model is its own.
+    return tuple(sorted(together)) if me in together else ()
+
+
+class _Declared(NamedTuple):
+    """Groups of ranks that tensors are laid out over. `of_units` are those that this rank is in and
+    that only their own ranks know, each with the name of a tensor.
+    """
+
+    groups: set[frozenset[int]]
+    of_units: dict[frozenset[int], str]
+
+
+def _declared_groups(layout: ModuleLayout) -> _Declared | None:
+    """None where an engine does not say over which ranks a tensor is laid out."""
+    declared = _Declared(set(), {})
+    units = dict(layout.units)
+    # One round for the tensors of equal ranks, not one for each: all find them in one order.
+    asked: dict[frozenset[int], frozenset[int]] = {}
+    for owned in (*layout.params, *layout.buffers):
+        unit = _unit_around(owned, units)
+        if owned.owners is not None:
+            group = frozenset(owned.owners)
+        elif unit is not None and is_fsdp1(units[unit]):
+            group = _group_of_hybrid(owned, units[unit], asked)
+        else:
+            return None
+        declared.groups.add(group)
+        # Of meshes without units all ranks may know, also those that are not in them.
+        if dist.get_rank() in group and (unit is not None or not is_dtensor(owned.param)):
+            declared.of_units.setdefault(group, owned.fqns[0])
+    for module in units.values():  # also of those whose tensors were refused
+        sharding = sharding_of(module)
+        if sharding is not None and sharding.process_group is not None:
+            declared.groups.add(frozenset(dist.get_process_group_ranks(sharding.process_group)))
+    return None if layout.problems and not any(declared.groups) else declared
+
+
+def _unit_around(owned: Owned, names: Iterable[str]) -> str | None:
+    """The name of the innermost unit around a tensor."""
+    around = [name for name in names if not name or f"{owned.fqns[0]}.".startswith(f"{name}.")]
+    return max(around, key=len) if around else None
+
+
+def _group_of_hybrid(
+    owned: Owned, unit: nn.Module, asked: dict[frozenset[int], frozenset[int]]
+) -> frozenset[int]:
+    """The ranks of a unit of torch's that is repeated over the holders of its pieces.
+
+    Each of them knows the ranks that it shards with itself. `asked` has the answers, by the ranks.
+    """
+    holders = frozenset(
+        rank for view in owned.views for piece in view.pieces for rank in piece.holders
+    )
+    if holders not in asked:
+        sharding = sharding_of(unit)
+        assert sharding is not None and sharding.process_group is not None
+        group = dist.get_process_group_ranks(sharding.process_group)
+        world = world_of_members(tuple(sorted(holders)))
+        reports = world.gather("shard groups", json.dumps(group).encode())
+        asked[holders] = frozenset(rank for part in reports for rank in json.loads(part))
+    return asked[holders]
+
+
+def _refuse_overlap(
+    widest: Sequence[frozenset[int]], names: dict[frozenset[int], str], phase: str
+) -> NoReturn:
+    """Raise on all ranks of the groups that this rank is in, which all call, each among its own."""
+    one, other = (f"{names[group]} over ranks {sorted(group)}" for group in widest[:2])
+    error = InvalidState(
         [
-            f"{name}: is in the dicts of ranks {sorted(r for r in lists if name in lists[r])}, "
-            f"not of ranks {sorted(r for r in lists if name not in lists[r])}; pass the same "
-            f"dict on all ranks{rank0_only}"
-            for name in sorted(set().union(*lists.values()))
-            if not all(name in theirs for theirs in lists.values())
+            f"{one} and {other}: the groups overlap at rank {dist.get_rank()}, and no unit is laid "
+            "out over both, so that ranks would wait for different ones. Pass process_group= with "
+            "all ranks that share the model"
         ]
     )
-
-
-def share_values(world: World, tree: Mapping[str, Any], givers: Sequence[int]) -> Any:
-    """`tree`; on ranks that have no dict, that of the first one that does. Collective.
-
-    Raises Mismatch on all ranks when it has something that cannot be sent.
-    """
-    if not givers or len(givers) == world.size:
-        return tree
-    is_first = world.rank == givers[0]
-
-    def encoded() -> bytes:
-        problems: list[str] = []
-        value, tensors = split_tree(dict(tree), "", problems)
-        problems += [
-            f"{fqn}: a tensor that belongs to no parameter; pass the dict on every rank"
-            for fqn, _ in tensors
-        ]
-        if problems:
-            raise Mismatch(problems)
-        return encode_values(value)
-
-    # What fails on the first rank has to reach the others, which wait for its values.
-    data = collectively(world, "values", encoded if is_first else lambda: b"")
-    shared = world.gather("values", data)[givers[0]]
-    return tree if world.rank in givers else decode_values(shared)
+    agreed: list[CheckpointError] = []
+    for group in widest:
+        try:
+            world_of_members(tuple(sorted(group))).agree(phase, error)
+        except CheckpointError as raised:
+            agreed.append(raised)
+    raise agreed[0]

@@ -39,9 +39,8 @@ from ckpt.state_dict.config import (
     ShardedStateDictConfig,
     StateDictType,
 )
-from ckpt.state_dict.model_load import put_model
-from ckpt.state_dict.optimizer_load import OptimizerTarget, prepare_load
-from ckpt.state_dict.rekey import rekey_optimizer_state_dict
+from ckpt.state_dict.into import OptimizerTarget, put_model, put_optimizer
+from ckpt.state_dict.keys import rekey_optimizer_state_dict
 from ckpt.testing import RanksFailed
 from ckpt.testing import run_ranks as run_threads
 from ckpt.world.base import World
@@ -368,7 +367,7 @@ def load_optimizer_threads(world: World, taken: Any) -> None:
     module = small(2)
     optimizer = stepped(module, steps=0)
     target = OptimizerTarget(module, [optimizer], world, ranks_of(world), fresh=False)
-    loading = prepare_load(target, taken, LoadRequest())
+    loading = put_optimizer(target, taken, LoadRequest())
     loading.fill()
     loading.install()
 

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from ckpt.errors import Mismatch
-from ckpt.state_dict.rekey import rekey_optimizer_state_dict
+from ckpt.state_dict.keys import rekey_optimizer_state_dict
 
 
 def trained(seed: int, *, reverse: bool = False) -> tuple[nn.Module, torch.optim.Optimizer]:

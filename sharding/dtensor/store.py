@@ -216,7 +216,8 @@ class DTensorStore(ParameterStore):
         prepared = [gathering.prepare() for gathering in self._gatherings]
         self._counts = [len(sizes) for sizes in prepared]
         own = [part for gathering in self._gatherings for part in gathering.own()]
-        parts = _parts_of(self.data.shard, own, [size for of_one in prepared for size in of_one])
+        sizes = [size for of_one in prepared for size in of_one]
+        parts = _parts_of(self.data.shard, own, sizes, self.device)
         self._landing = (0, [])
         if all(type(gathering) is AlongFirst for gathering in self._gatherings):
             self._fixed = parts
@@ -305,7 +306,7 @@ class DTensorStore(ParameterStore):
         # The same sizes as ever, so that what autograd remembers of the memory stays valid.
         sizes = [size for gathering in self._gatherings for size in gathering.prepare()]
         own = [smaller.part for smaller in self._smaller]
-        return self._gather(comm, _parts_of(comm, own, sizes), targets, finish)
+        return self._gather(comm, _parts_of(comm, own, sizes, self.device), targets, finish)
 
     def make_views(self) -> tuple[torch.Tensor, ...]:
         """New tensors over the gathered memory, one for each parameter."""
@@ -454,7 +455,7 @@ class DTensorStore(ParameterStore):
         if comm.size == 1 and even:
             # One rank by itself sends nothing, and what its gradients are packed into is the sum.
             return [], numbers
-        apart = [numbers[index] for index in comm.apart(nbytes, even=even)]
+        apart = [numbers[index] for index in comm.apart(nbytes, even=even, device=self.device)]
         return apart, [number for number in numbers if number not in apart]
 
     def _packed(
@@ -560,9 +561,11 @@ def policy_for(item: ModuleParam, policy: MixedPrecisionPolicy) -> MixedPrecisio
     return replace(policy, **options)
 
 
-def _parts_of(comm: Comm, own: list[torch.Tensor], sizes: list[TensorSize]) -> _OwnParts:
+def _parts_of(
+    comm: Comm, own: list[torch.Tensor], sizes: list[TensorSize], device: torch.device
+) -> _OwnParts:
     nbytes = [part.numel() * size.dtype.itemsize for part, size in zip(own, sizes, strict=True)]
-    apart = comm.apart(nbytes, even=True)
+    apart = comm.apart(nbytes, even=True, device=device)
     return _OwnParts(own, sizes, apart, [n for n in range(len(own)) if n not in apart])
 
 

@@ -6,8 +6,9 @@ raises on the others, at once where the backend sees the connection break, else 
 
 gloo, 32 MiB of float32, two ranks on two cores, CPU ms per rank in brackets: native all-gather 90
 [39], native reduce-scatter 65 [32], all-to-all 14 [6], direct sends and receives 17 [7]. So on gloo
-gathers and reduce-scatters are direct sends between all pairs, straight out of and into the
-buffers; on 4 ranks the ratio is the same. Other backends use their own primitives.
+gathers and reduce-scatters of the CPU's tensors are direct sends between all pairs, straight out of
+and into the buffers; on 4 ranks the ratio is the same. Everything else uses the backend's own
+primitives; gloo has none for parts of several lengths, which it gets one by one.
 
 Order of reduction: `reduce_scatter` on gloo adds the ranks' contributions in the order of their
 group ranks, from 0 on, whoever holds the result; with two ranks that is bit for bit what the
@@ -123,10 +124,10 @@ class Comm(ABC):
         self.size: int = group.size()
         self.global_ranks: tuple[int, ...] = _global_ranks(group)
 
-    def apart(self, nbytes: Sequence[int], *, even: bool) -> list[int]:
+    def apart(self, nbytes: Sequence[int], *, even: bool, device: torch.device) -> list[int]:
         """Which members, by number, are gathered or reduced as they are; all others have to be
         packed into one before (`sharding.engine.packing`). `nbytes`: of the first rank's part of
-        each. `even`: all parts of a member are equally long.
+        each. `even`: all parts of a member are equally long. `device`: where the members are.
         """
         return list(range(len(nbytes)))
 
@@ -205,7 +206,7 @@ class _Native(Comm):
         super().__init__(group)
         self._memory = memory
 
-    def apart(self, nbytes: Sequence[int], *, even: bool) -> list[int]:
+    def apart(self, nbytes: Sequence[int], *, even: bool, device: torch.device) -> list[int]:
         return [0] if len(nbytes) == 1 and even and self._memory is None else []
 
     def buffer(
@@ -227,6 +228,9 @@ class _Native(Comm):
         (member,), (part,) = members, own
         if part.dtype != member.whole.dtype or part.device != member.whole.device:
             part = member.of(self.rank).copy_(part, non_blocking=True)
+        if member.ranges and _has_gloo(self.group, part.device):
+            self._put_in_place(members, [part])
+            return PendingCollective(self._one_by_one(dist.broadcast, member))
         if member.ranges:
             work = dist.all_gather(self._parts(member), part, group=self.group, async_op=True)
             return PendingCollective([work])
@@ -238,6 +242,13 @@ class _Native(Comm):
         if not members:
             return PendingCollective(())
         (member,), (out,) = members, outs
+        if member.ranges and _has_gloo(self.group, out.device):
+            works = self._one_by_one(dist.reduce, member)
+
+            def take() -> None:
+                out.copy_(member.of(self.rank))
+
+            return PendingCollective(works, take)
         if member.ranges:
             work = dist.reduce_scatter(out, self._parts(member), group=self.group, async_op=True)
             return PendingCollective([work])
@@ -245,6 +256,15 @@ class _Native(Comm):
 
     def _parts(self, member: RankParts) -> list[torch.Tensor]:
         return [member.of(rank) for rank in range(self.size)]
+
+    def _one_by_one(self, collective: Callable[..., Any], member: RankParts) -> list[Any]:
+        """A collective for each rank's part, which that rank sends or gets."""
+        parts = zip(self._parts(member), self.global_ranks, strict=True)
+        return [
+            collective(part, rank, group=self.group, async_op=True)
+            for part, rank in parts
+            if part.numel()
+        ]
 
     def _gather(self, full: torch.Tensor, own: torch.Tensor) -> Any:
         if self._memory is not None:
@@ -258,9 +278,9 @@ class _Native(Comm):
         return _reduce_scatter_single()(out, full, group=self.group, async_op=True)
 
 
-class _Pairwise(Comm):
+class _Pairwise(_Native):
     """Direct sends and receives between all pairs of ranks, from memory to memory without a copy.
-    Small members are to travel together.
+    Small members are to travel together. What is not in the CPU's memory goes the backend's way.
     """
 
     def __init__(self, group: Group) -> None:
@@ -269,13 +289,17 @@ class _Pairwise(Comm):
         self._sources = tuple((self.rank - step) % self.size for step in steps)
         self._targets = tuple((self.rank + step) % self.size for step in steps)
 
-    def apart(self, nbytes: Sequence[int], *, even: bool) -> list[int]:
+    def apart(self, nbytes: Sequence[int], *, even: bool, device: torch.device) -> list[int]:
+        if device.type != "cpu":
+            return super().apart(nbytes, even=even, device=device)
         large = [number for number, of_one in enumerate(nbytes) if of_one >= _DIRECT_BYTES_MIN]
         return large if len(large) < len(nbytes) - 1 else list(range(len(nbytes)))
 
     def all_gather(
         self, members: Members, own: Tensors, *, pool: BufferPool, tag: int
     ) -> PendingCollective:
+        if members and members[0].whole.device.type != "cpu":
+            return super().all_gather(members, own, pool=pool, tag=tag)
         self._put_in_place(members, own)
         works: list[Any] = []
         with shown_as("_allgather_base_"):
@@ -292,8 +316,10 @@ class _Pairwise(Comm):
     ) -> PendingCollective:
         if not members:
             return PendingCollective(())
-        sizes = list(map(torch.Tensor.numel, outs))
         first = members[0].whole
+        if first.device.type != "cpu":
+            return super().reduce_scatter(members, outs, pool=pool, tag=tag)
+        sizes = list(map(torch.Tensor.numel, outs))
         received = pool.take(sum(sizes) * (self.size - 1), first.dtype, first.device)
         slots: dict[int, Sequence[torch.Tensor]] = {}
         works: list[Any] = []
@@ -355,9 +381,16 @@ def comm_of(group: Group) -> Comm:
     """The `Comm` for a group, by the backend that serves it."""
     if group.size() == 1:
         return _Alone(group)
-    if _is_torchs(group) and dist.get_backend(group) == "gloo":
+    if _has_gloo(group, torch.device("cpu")):
         return _Pairwise(group)
     return _Native(group)
+
+
+def _has_gloo(group: Group, device: torch.device) -> bool:
+    """Whether gloo moves the group's tensors of a device."""
+    if not _is_torchs(group):
+        return False
+    return f"{device.type}:gloo" in dist.get_backend_config(group).split(",")
 
 
 class _GroupOfOne:

@@ -28,7 +28,7 @@ class CustomComm(Comm):
         self._base = base
         self._custom = custom
 
-    def apart(self, nbytes: Sequence[int], *, even: bool) -> list[int]:
+    def apart(self, nbytes: Sequence[int], *, even: bool, device: torch.device) -> list[int]:
         return []  # buffers are to be the user's
 
     def buffer(

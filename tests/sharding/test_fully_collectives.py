@@ -13,7 +13,14 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from sharding.engine.collectives import Comm, RankParts, _Native, _Pairwise, default_group
+from sharding.engine.collectives import (
+    Comm,
+    RankParts,
+    _Native,
+    _Pairwise,
+    comm_of,
+    default_group,
+)
 from sharding.engine.packing import PackedGather, pack_gradients
 from sharding.engine.pool import BufferPool
 from tests.sharding.fully_scenarios import claims
@@ -33,7 +40,7 @@ def gather(comm: Comm, wanted: list[RankParts], pool: BufferPool, tag: int) -> l
     """Everyone's parts of what is wanted, of which this rank gives its own."""
     own = [parts.of(comm.rank) for parts in wanted]
     even = all(one.whole.numel() == comm.size * one.part_numel for one in wanted)
-    if isinstance(comm, _Pairwise) or comm.apart([0] * len(wanted), even=even):
+    if isinstance(comm, _Pairwise) or comm.apart([0] * len(wanted), even=even, device=CPU):
         members = [
             RankParts(torch.full_like(parts.whole, 99), parts.part_numel) for parts in wanted
         ]
@@ -96,7 +103,7 @@ def everyone_gets_the_sum_of_its_parts() -> None:
         sizes = random_sizes(rng, size)
         dtype = rng.choice((torch.float32, torch.bfloat16))
         for comm in comms():
-            if isinstance(comm, _Native):
+            if not isinstance(comm, _Pairwise):
                 continue  # see below
             members = [
                 RankParts(values_of(rank, index, numel, dtype), part)
@@ -144,6 +151,29 @@ def packed_gradients_are_summed_into_one_row() -> None:
             assert not part[wanted.numel() :].any(), (seed, index)
 
 
+def parts_of_unlike_lengths_go_over_the_backend() -> None:
+    """As `Whole` and `Blocks` cut a unit: gloo's own gather and reduction refuse such parts."""
+    comm = _Native(dist.new_group(backend="cpu:gloo"))
+    ranges = ((0, 5), (5, 5), (5, 12))
+    wanted, got = torch.arange(12.0), RankParts(torch.zeros(12), 7, ranges)
+    own = wanted[slice(*ranges[comm.rank])]
+    out = torch.zeros_like(own)
+    comm.all_gather([got], [own], pool=BufferPool(), tag=0).wait()
+    assert torch.equal(got.whole, wanted)
+    comm.reduce_scatter([got], [out], pool=BufferPool(), tag=0).wait()
+    assert torch.equal(out, 3 * own)
+
+
+def the_backend_of_each_device_is_asked_for() -> None:
+    """A group as `init_process_group()` makes it names a backend for each kind of device."""
+    comm = comm_of(dist.new_group(backend="cpu:gloo"))
+    assert isinstance(comm, _Pairwise)
+    sizes, cuda = [1 << 20, 1 << 20, 1], torch.device("cuda")
+    assert comm.apart(sizes, even=True, device=CPU) == [0, 1, 2]
+    assert comm.apart(sizes, even=True, device=cuda) == []
+    assert comm.apart(sizes[:1], even=True, device=cuda) == [0]
+
+
 def calls_of_several_units_pass_each_other() -> None:
     rank = dist.get_rank()
     comm, pool = comms()[0], BufferPool()
@@ -167,6 +197,8 @@ test_on_three_ranks = claims(
         everyone_gets_everyones_parts,
         everyone_gets_the_sum_of_its_parts,
         packed_gradients_are_summed_into_one_row,
+        parts_of_unlike_lengths_go_over_the_backend,
+        the_backend_of_each_device_is_asked_for,
         calls_of_several_units_pass_each_other,
     ],
 )

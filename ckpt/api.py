@@ -417,7 +417,7 @@ def one_of(name: str, value: _Choice, choices: tuple[_Choice, ...]) -> _Choice:
 def _write_path(io: Io, store: Store, staging: Staging) -> WritePath:
     """Object stores get larger parts, several at once; files are written around the page cache.
 
-    See DECISIONS.md for the numbers.
+    The numbers are in DECISIONS.md S1.
     """
     one_of("io", io, ("auto", "buffered", "direct"))
     if store.part_nbytes_min > 1:
@@ -431,7 +431,7 @@ def _write_path(io: Io, store: Store, staging: Staging) -> WritePath:
 
 def read_path(store: Store, io: Io = "auto") -> ReadPath:
     """How loads read from `store`: object stores and disks get several requests at once, memory
-    one. See DECISIONS.md for the numbers.
+    one. The numbers are in DECISIONS.md S2 and S10.
     """
     one_of("io", io, ("auto", "buffered", "direct"))
     if store.part_nbytes_min > 1:

@@ -20,7 +20,7 @@ from storage.ranges import drop_front
 
 # What O_DIRECT requires of addresses, offsets and lengths: the largest usual logical block.
 ALIGNMENT_BYTES = 4096
-# O_DIRECT writes of this size reached the speed of the disk with one thread (DECISIONS.md).
+# O_DIRECT writes of this size reached the speed of the disk with one thread (DECISIONS.md S1).
 DIRECT_WRITE_BYTES = 16 * 1024 * 1024
 # Vectors per preadv/pwritev: IOV_MAX of Linux.
 _VECTORS_MAX = 1024

@@ -222,7 +222,7 @@ def _checked(model: nn.Module, options: StateDictOptions | None) -> StateDictOpt
     chosen = _known(options)
     if chosen.broadcast_from_rank0 and not chosen.full_state_dict:
         raise ValueError("broadcast_from_rank0=True needs full_state_dict=True as well; pass both")
-    # What such a module's hooks do to a dict shows only in running them on one, see DECISIONS.md.
+    # What such a module's hooks do to a dict shows only in running them on one (DECISIONS.md G12).
     renaming = [
         name for name, module in model.named_modules() if hasattr(module, chosen.dsd_fqn_modifiers)
     ]

@@ -31,7 +31,7 @@ WHOLE_FILES = {"format.md", "architecture.md", "decisions.md", "changes.md"}  # 
 PAGES = [
     path.relative_to(ROOT).as_posix()
     for path in [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
-    if path.name not in WHOLE_FILES
+    if path.name not in WHOLE_FILES and path.parent.name != "history"
 ]
 FENCE = re.compile(r"^```(\w*)[^\n]*\n(.*?)^```", re.M | re.S)
 

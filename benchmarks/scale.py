@@ -29,8 +29,8 @@ from ckpt.commit.ranked import SessionRegistry, open_session
 from ckpt.layout.even import even_part
 from ckpt.layout.piece import Owned, Piece, View
 from ckpt.layout.region import Box, Region, Shape, Span, whole
+from ckpt.loading.exchange import ShareLimits
 from ckpt.loading.load import LoadOptions, load_state
-from ckpt.loading.shared_reads import ShareLimits
 from ckpt.saving.report import SaveOptions
 from ckpt.saving.save import save_state
 from ckpt.saving.task import PartMemory

@@ -27,6 +27,7 @@ from ckpt.layout.memory import is_accelerator, local_view
 from ckpt.layout.piece import Holding, Piece
 from ckpt.layout.region import whole
 from ckpt.loading.block_sums import BlockSums
+from ckpt.loading.exchange import Sharing, share
 from ckpt.loading.load import (
     LoadOptions,
     LoadSums,
@@ -36,10 +37,8 @@ from ckpt.loading.load import (
     transfer,
     warnings_of,
 )
-from ckpt.loading.origins import OneStore
 from ckpt.loading.plan import ReadPlan, chunks_of, plan_reads
 from ckpt.loading.reader import Reader, may_write
-from ckpt.loading.shared_reads import Sharing, share
 from ckpt.loading.unchanged import Mask, unchanged_chunks
 from ckpt.state.binding import Binding
 from ckpt.state.half_loaded import filling
@@ -154,12 +153,11 @@ def read_aside(
         choice = _choose(store, manifest, targets, known, where)
         reads = _without(plan_reads(manifest, choice.holdings), choice.kept_chunks)
         sums = BlockSums(store, prefix, manifest, options.path.cache)
-        origins = OneStore(world.size, len(manifest.files))
-        return Reader(sums, reads, options.path, origins), choice, targets
+        return Reader(sums, reads, options.path), choice, targets
 
     reader, choice, targets = collectively(world, "plan", plan)
     mine = LoadSums(binding.tally, unmatched=tuple(binding.unmatched))
-    groups, sums = groups_of_needs(reader, manifest, world, options, mine)
+    groups, sums = groups_of_needs(reader, world, range(world.size), options, mine)
     refuse_unmatched(world, sums, text)
     warnings = warnings_of(binding, manifest, world, sums.tally, text)
 

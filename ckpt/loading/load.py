@@ -32,21 +32,22 @@ from ckpt.layout.dtypes import torch_dtype
 from ckpt.layout.kind import Kind
 from ckpt.layout.plain import Ranks
 from ckpt.loading.block_sums import BlockSums
-from ckpt.loading.byte_line import file_starts
-from ckpt.loading.exchange import Exchange
-from ckpt.loading.matching import match
-from ckpt.loading.origins import OneStore, Origins
-from ckpt.loading.plan import ReadPath, plan_reads
-from ckpt.loading.reader import Reader
-from ckpt.loading.shared_reads import (
+from ckpt.loading.byte_line import length
+from ckpt.loading.exchange import (
+    Exchange,
     Group,
+    Origins,
     ShareLimits,
     Sharing,
     Weight,
+    fetched,
     long_only,
     share,
     weigh,
 )
+from ckpt.loading.matching import match
+from ckpt.loading.plan import ReadPath, plan_reads
+from ckpt.loading.reader import Reader
 from ckpt.loading.unasked import left_by_all
 from ckpt.state.bind import bind_state
 from ckpt.state.bind_stacks import in_stored_form
@@ -63,7 +64,7 @@ from storage import Store
 
 logger = logging.getLogger(__name__)
 
-_SUMS = struct.Struct("<8Q")
+_SUMS = struct.Struct("<9Q")
 BYTES_AWAY = "away_bytes"  # the counter of what came from ranks that have other files
 RETIRED_MAX = 20  # times in a row that retention may be faster than one load
 
@@ -190,7 +191,7 @@ def _fill(
     origins: Origins | None = None,
 ) -> LoadReport:
     prefix, manifest = located
-    origins = origins or OneStore(world.size, len(manifest.files))
+    origins = origins or Origins(tuple(range(world.size)), {})
     options, recorder = how
     header = manifest.header
     path = f"{store.url.rstrip('/')}/{prefix}".rstrip("/")
@@ -204,20 +205,22 @@ def _fill(
 
         def plan() -> Reader:
             reads = plan_reads(manifest, binding.others, binding.plain)
-            return Reader(block_sums, reads, options.path, origins)
+            return Reader(block_sums, reads, options.path, origins.owners)
 
         reader = collectively(world, "plan", plan)
         # Where one rank has a place for everything, no other has to be asked.
         has_left = options.strict is True and len(binding.fatal) > len(binding.fatal_here)
         mine = LoadSums(binding.tally, has_left=has_left, unmatched=tuple(binding.unmatched))
-        groups, sums = groups_of_needs(reader, manifest, world, options, mine)
+        groups, sums = groups_of_needs(reader, world, origins.ranks, options, mine)
         refuse_unmatched(world, sums, where)
         if world.size > 1 and sums.has_left == world.size:
             _refuse_left(binding, _catalog(manifest, options, where).catalog, world, where)
         warnings = warnings_of(binding, manifest, world, sums.tally, where)
 
     def prepare() -> Sharing:
-        sharing = share(reader.blocks, groups, world.rank, options.sharing, reader.needs)
+        limits = options.sharing
+        sharing = share(reader.blocks, groups, world.rank, limits, reader.needs)
+        sharing = fetched(sharing, reader.blocks, reader.files, origins.owners, limits)
         binding.prepare()
         return sharing
 
@@ -225,21 +228,20 @@ def _fill(
     # Everything that can be refused was refused: from here on a failure leaves a state of two
     # checkpoints.
     with filling(state, f"step {manifest.header.step} ({manifest.header.attempt})"):
-        files = reader.files_of(sharing)
-        with recorder.span("read"), origins.reading(block_sums, files):
-            transfer(reader, sharing, world, options, sums)
+        with recorder.span("read"):
+            nbytes_away = transfer(reader, sharing, world, options, sums, origins)
         with recorder.span("finish"):
             loaded = collectively(world, "finish", binding.finish)
-    recorder.count("read_bytes", reader.nbytes_read)
+    recorder.count("read_bytes", reader.nbytes_read + nbytes_away)
     recorder.count("passed_bytes", reader.nbytes_passed)
     recorder.count("cached_bytes", reader.nbytes_cached)
     recorder.count("direct_bytes", reader.nbytes_direct)
-    recorder.count(BYTES_AWAY, reader.nbytes_away)
+    recorder.count(BYTES_AWAY, nbytes_away)
     return LoadReport(
         manifest.header.step,
         manifest.header.attempt,
         loaded,
-        reader.nbytes_read,
+        reader.nbytes_read + nbytes_away,
         reader.nbytes_cached,
         warnings=warnings,
     )
@@ -383,42 +385,45 @@ _NO_WEIGHT = Weight(0, 0, 0)
 class LoadSums(NamedTuple):
     """What all ranks together report before they read, and a name for this load.
 
-    `has_left` counts the ranks whose state has no place for something of the checkpoint,
-    `unmatched` are the caller's rules that match nothing on any of them.
+    `away` are bytes that come from ranks of other hosts. `has_left` counts the ranks whose state
+    has no place for something of the checkpoint, `unmatched` are the caller's rules that match
+    nothing on any of them.
     """
 
     tally: Tally
     weight: Weight = _NO_WEIGHT
+    away: int = 0
     has_left: int = 0
     name: str = ""
     unmatched: tuple[str, ...] = ()
 
     def encode(self) -> bytes:
-        numbers = _SUMS.pack(*self.tally, *self.weight, self.has_left)
+        numbers = _SUMS.pack(*self.tally, *self.weight, self.away, self.has_left)
         return numbers + json.dumps([self.name, *self.unmatched]).encode()
 
     @classmethod
     def decode(cls, data: bytes) -> LoadSums:
-        *numbers, has_left = _SUMS.unpack_from(data)
+        *numbers, away, has_left = _SUMS.unpack_from(data)
         name, *unmatched = json.loads(data[_SUMS.size :])
-        return cls(Tally(*numbers[:4]), Weight(*numbers[4:]), has_left, name, tuple(unmatched))
+        tally, weight = Tally(*numbers[:4]), Weight(*numbers[4:])
+        return cls(tally, weight, away, has_left, name, tuple(unmatched))
 
 
 def groups_of_needs(
     reader: Reader,
-    manifest: Manifest,
     world: World,
+    ranks: Sequence[int],
     options: LoadOptions,
     mine: LoadSums,
 ) -> tuple[list[Group], LoadSums]:
-    """With whom this rank shares what it needs, and the sums over all ranks."""
+    """With whom of `ranks` this rank shares what it needs, and the sums over all ranks."""
     needs, limits = reader.needs, options.sharing
     groups: list[Group] = []
     if world.size > 1:
-        line = int(file_starts(manifest.file_nbytes)[-1])
         with world.transfers("needs") as wires:
-            groups = match(wires, world.rank, reader.origins.ranks, needs, line)
-    sums = _summed(world, mine._replace(weight=weigh(needs, groups, world.rank, limits)))
+            groups = match(wires, world.rank, ranks, needs, int(reader.files[-1]))
+    weight = weigh(needs, groups, world.rank, limits)
+    sums = _summed(world, mine._replace(weight=weight, away=length(reader.away)))
     if sums.weight.is_little(limits):
         groups = long_only(groups, limits)
     return groups, sums
@@ -439,25 +444,41 @@ def _summed(world: World, mine: LoadSums) -> LoadSums:
         weights = zip(*(one.weight for one in every), strict=True)
         weight = Weight(*(sum(column) for column in weights))
         tally = total([one.tally for one in every])
-        has_left = sum(one.has_left for one in every)
+        away, has_left = sum(one.away for one in every), sum(one.has_left for one in every)
         by_all = set(every[0].unmatched).intersection(*(one.unmatched for one in every[1:]))
         unmatched = tuple(sorted(by_all))
-        answer = LoadSums(tally, weight, has_left, secrets.token_hex(8), unmatched).encode()
+        name = secrets.token_hex(8)
+        answer = LoadSums(tally, weight, away, has_left, name, unmatched).encode()
     return LoadSums.decode(world.broadcast("sums of needs", answer))
 
 
 def transfer(
-    reader: Reader, sharing: Sharing, world: World, options: LoadOptions, sums: LoadSums
-) -> None:
-    """Read, exchange and deliver all bytes. A failure on one rank is raised on all of them."""
+    reader: Reader,
+    sharing: Sharing,
+    world: World,
+    options: LoadOptions,
+    sums: LoadSums,
+    origins: Origins | None = None,
+) -> int:
+    """Read, exchange and deliver all bytes. A failure on one rank is raised on all of them.
+
+    Returns the bytes that came from ranks of other hosts, which `origins` names.
+    """
+    moves = sharing.moves
+    reader.expect(sharing.private, [move.runs for move in moves if move.source is None])
     # Private blocks first: a damaged one ends the load before any bytes are sent between ranks.
     collectively(world, "read", lambda: reader.read_private(sharing.private))
     weight, limits = sums.weight, options.sharing
-    if not weight.long and (not weight.repeated or weight.is_little(limits)):
-        return  # nobody shares anything
+    is_shared = bool(weight.long or (weight.repeated and not weight.is_little(limits)))
+    if not is_shared and not sums.away:
+        return 0
     exchange = Exchange(reader, world, f"load {sums.name} failed")
-    exchange.move(sharing.shared, limits, options.path)
+    owners = None
+    if origins is not None and sums.away:
+        owners = frozenset(origins.owners.values()).intersection(move.source for move in moves)
+    exchange.run(moves, limits, options.path, owners)
     world.agree("read", exchange.error)
+    return exchange.nbytes_away
 
 
 def catalog_of(manifest: Manifest) -> Catalog:

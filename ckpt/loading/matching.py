@@ -10,16 +10,139 @@ one run in them. This is a reduce-scatter by recursive halving and the all-gathe
 
 from __future__ import annotations
 
-import struct
+import zlib
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from ckpt.loading.byte_line import Ints
-from ckpt.loading.needs import NeedMap, needs_of, side_by_side, together
-from ckpt.loading.shared_reads import Group
-from ckpt.world.base import Message, Transfers
+import numpy as np
 
-_LENGTH = struct.Struct("<Q")
+from ckpt.loading.byte_line import Ints
+from ckpt.loading.exchange import Group
+from ckpt.world.base import Transfers
+
+
+class NeedMap(NamedTuple):
+    """Ascending disjoint `runs` of the byte line, an (n, 2) array; `sets[which[i]]` are the ranks
+    that need run i, ascending.
+
+    Canonical: sets are distinct, and runs that touch have different ones.
+    """
+
+    runs: Ints
+    which: Ints
+    sets: tuple[Ints, ...]
+
+    def part(self, start: int, stop: int) -> NeedMap:
+        """What lies between `start` and `stop`; runs are cut there."""
+        runs = np.clip(self.runs, start, stop)
+        return _of(runs, self.which, self.sets, runs[:, 0] < runs[:, 1])
+
+    def shared_in(self, needed: NeedMap) -> NeedMap:
+        """The runs that several ranks need and that lie in runs of `needed`, which cuts none."""
+        counts = np.array([len(ranks) for ranks in self.sets], dtype=np.int64)
+        is_asked = needed.sets_at(self.runs[:, 0]) >= 0
+        return _of(self.runs, self.which, self.sets, is_asked & (counts[self.which] > 1))
+
+    def sets_at(self, places: Ints) -> Ints:
+        """The number of the set at each of `places`, -1 where there is none."""
+        if len(self.runs) == 0:
+            return np.full(len(places), -1, dtype=np.int64)
+        row = np.searchsorted(self.runs[:, 0], places, side="right") - 1
+        is_there = (row >= 0) & (places < self.runs[row, 1])
+        return np.where(is_there, self.which[row], -1)
+
+    def groups(self) -> list[Group]:
+        """The runs by their set of ranks, in the order of their first runs."""
+        first = {number: row for row, number in reversed([*enumerate(self.which.tolist())])}
+        numbers = sorted(first, key=first.__getitem__)
+        return [Group(self.sets[number], self.runs[self.which == number]) for number in numbers]
+
+    def encode(self) -> bytes:
+        """As bytes: about one per run and set where these are regular."""
+        counts = [len(ranks) for ranks in self.sets]
+        sets = [np.diff(ranks, prepend=0) for ranks in self.sets]
+        edges = np.diff(self.runs.reshape(-1), prepend=0)
+        head = [len(self.runs), len(self.sets)]
+        numbers = [np.array([*head, *counts], dtype=np.int64), edges, self.which, *sets]
+        return zlib.compress(np.concatenate(numbers).astype("<i8").tobytes(), 1)
+
+    @classmethod
+    def decode(cls, data: bytes | memoryview) -> NeedMap:
+        """What `encode` gave."""
+        numbers = np.frombuffer(zlib.decompress(data), dtype="<i8").astype(np.int64)
+        runs, sets = numbers[:2].tolist()
+        counts, edges, which, members = np.split(
+            numbers[2:], np.cumsum([sets, 2 * runs, runs]).tolist()
+        )
+        ends = np.cumsum(counts)
+        ranks = np.split(members, ends[:-1].tolist()) if sets else []
+        return cls(np.cumsum(edges).reshape(-1, 2), which, tuple(np.cumsum(one) for one in ranks))
+
+
+def needs_of(rank: int, runs: Ints) -> NeedMap:
+    """The map of one rank."""
+    sets = (np.array([rank], dtype=np.int64),) if len(runs) else ()
+    return NeedMap(runs, np.zeros(len(runs), dtype=np.int64), sets)
+
+
+def together(first: NeedMap, second: NeedMap) -> NeedMap:
+    """The sum of two maps of different ranks."""
+    points = np.unique(np.concatenate([first.runs.reshape(-1), second.runs.reshape(-1)]))
+    if len(points) == 0:
+        return first
+    runs = np.stack([points[:-1], points[1:]], axis=1)
+    a, b = first.sets_at(runs[:, 0]), second.sets_at(runs[:, 0])
+    pairs, which = np.unique((a + 1) * (len(second.sets) + 1) + b + 1, return_inverse=True)
+    sets = tuple(
+        np.sort(np.concatenate([_set(first, i - 1), _set(second, j - 1)]))
+        for i, j in (divmod(pair, len(second.sets) + 1) for pair in pairs.tolist())
+    )
+    return _of(runs, which.astype(np.int64), sets, (a >= 0) | (b >= 0))
+
+
+def all_together(maps: Sequence[NeedMap]) -> NeedMap:
+    """The sum of maps of different ranks, at least one."""
+    while len(maps) > 1:
+        pairs = [maps[index : index + 2] for index in range(0, len(maps), 2)]
+        maps = [together(*pair) if len(pair) == 2 else pair[0] for pair in pairs]
+    return maps[0]
+
+
+def side_by_side(maps: Sequence[NeedMap]) -> NeedMap:
+    """Maps of parts of the line, ascending, as one; equal sets on both sides become one."""
+    known: dict[bytes, int] = {}
+    sets: list[Ints] = []
+    which = []
+    for one in maps:
+        numbers = []
+        for ranks in one.sets:
+            key = ranks.tobytes()
+            if key not in known:
+                known[key] = len(sets)
+                sets.append(ranks)
+            numbers.append(known[key])
+        which.append(np.array(numbers, dtype=np.int64)[one.which])
+    runs = np.concatenate([one.runs for one in maps])
+    return _of(runs, np.concatenate(which), tuple(sets), np.ones(len(runs), dtype=np.bool_))
+
+
+def _set(needs: NeedMap, number: int) -> Ints:
+    return needs.sets[number] if number >= 0 else np.empty(0, dtype=np.int64)
+
+
+def _of(runs: Ints, which: Ints, sets: Sequence[Ints], is_kept: np.ndarray) -> NeedMap:
+    """A canonical map of the runs that are kept."""
+    runs, which = runs[is_kept], which[is_kept]
+    used, which = np.unique(which, return_inverse=True)
+    is_new = np.append(True, (which[1:] != which[:-1]) | (runs[1:, 0] != runs[:-1, 1]))
+    first = np.flatnonzero(is_new)[: len(runs)]
+    last = np.append(first[1:], len(runs)) - 1
+    merged = np.stack([runs[first, 0], runs[last, 1]], axis=1) if len(runs) else runs
+    return NeedMap(
+        merged.astype(np.int64),
+        which[first].astype(np.int64) if len(runs) else which.astype(np.int64),
+        tuple(sets[number] for number in used.tolist()),
+    )
 
 
 class Half(NamedTuple):
@@ -64,7 +187,8 @@ def match(wires: Transfers, rank: int, ranks: Sequence[int], needs: Ints, stop: 
     asked: list[tuple[Half, list[NeedMap]]] = []
     for level, half in enumerate(halvings(rank, ranks, stop)):
         theirs = known.part(half.theirs.start, half.theirs.stop)
-        received = _swap(wires, 4 * level, {half.partner: theirs}, half.senders)
+        sent = wires.swap(4 * level, {half.partner: theirs.encode()}, half.senders)
+        received = [NeedMap.decode(one) for one in sent]
         asked.append((half, received))
         known = known.part(half.mine.start, half.mine.stop)
         for one in received:
@@ -72,26 +196,10 @@ def match(wires: Transfers, rank: int, ranks: Sequence[int], needs: Ints, stop: 
     answer = known.shared_in(known)
     for level, (half, received) in reversed([*enumerate(asked)]):
         pairs = zip(half.senders, received, strict=True)
-        answers = {sender: answer.shared_in(one) for sender, one in pairs}
-        heard = _swap(wires, 4 * level + 2, answers, (half.partner,))
-        both = [answer, *heard] if half.mine.start < half.theirs.start else [*heard, answer]
+        answers = {sender: answer.shared_in(one).encode() for sender, one in pairs}
+        (heard,) = wires.swap(4 * level + 2, answers, (half.partner,))
+        both = [answer, NeedMap.decode(heard)]
+        if half.mine.start > half.theirs.start:
+            both.reverse()
         answer = side_by_side(both)
     return answer.shared_in(needs_of(rank, needs)).groups()
-
-
-def _swap(
-    wires: Transfers, tag: int, send: dict[int, NeedMap], senders: Sequence[int]
-) -> list[NeedMap]:
-    """Send a map to each of some ranks, and receive one from each of `senders`."""
-    data = {rank: needs.encode() for rank, needs in send.items()}
-    lengths = [memoryview(bytearray(_LENGTH.size)) for _ in senders]
-    wires.move(
-        [Message(rank, tag, memoryview(_LENGTH.pack(len(one)))) for rank, one in data.items()],
-        [Message(rank, tag, one) for rank, one in zip(senders, lengths, strict=True)],
-    )
-    room = [memoryview(bytearray(_LENGTH.unpack(one)[0])) for one in lengths]
-    wires.move(
-        [Message(rank, tag + 1, memoryview(one)) for rank, one in data.items()],
-        [Message(rank, tag + 1, one) for rank, one in zip(senders, room, strict=True)],
-    )
-    return [NeedMap.decode(one) for one in room]

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from ckpt.format.datafile import SMALL_NBYTES_MAX
@@ -19,7 +18,15 @@ from ckpt.layout.memory import is_plain_memory, local_view, narrowed
 from ckpt.layout.piece import Holding, Piece
 from ckpt.layout.region import Box, Region, Shape, Span, boxes_of, row_major_strides, span_of, whole
 from ckpt.layout.reshard import Copy, Patch, Run, copies, touched
-from ckpt.loading.byte_line import Ints, NeededBlocks, expanded, file_starts, united
+from ckpt.loading.byte_line import (
+    Ints,
+    NeededBlocks,
+    expanded,
+    file_starts,
+    length,
+    pieces_of,
+    united,
+)
 from ckpt.loading.cache import BlockCache
 
 MIB = 1 << 20
@@ -134,10 +141,11 @@ class ReadPlan(NamedTuple):
         columns = base + start, base + stop, chunk[which], number
         return NeededBlocks(*(column[order] for column in columns))
 
-    def wanted(self, manifest: Manifest, is_away: npt.NDArray[np.bool_]) -> Ints:
-        """Exactly what is wanted of the files that `is_away` says, as ascending disjoint runs of
-        the byte line; only short gaps inside of blocks are taken in.
+    def wanted(self, manifest: Manifest, files: Collection[int]) -> Ints:
+        """Exactly what is wanted of these data files, as ascending disjoint runs of the byte line;
+        only short gaps inside of blocks are taken in.
         """
+        is_away = np.isin(np.arange(len(manifest.files)), list(files))
         chunks = np.array([c for c, need in self.needs.items() if is_away[need.file]], np.int64)
         # Shorter than a block, so that none is taken in of which nothing is wanted.
         gap_max = min(GAP_NBYTES_MAX, manifest.header.block_bytes // 16)
@@ -152,17 +160,29 @@ class ReadPlan(NamedTuple):
         return united(np.concatenate(runs))
 
 
-def blocks_in(manifest: Manifest, file: int) -> NeededBlocks:
-    """All blocks of a data file, in their order."""
-    block_nbytes = manifest.header.block_bytes
-    chunks = np.flatnonzero(manifest.chunks.file == file)
-    chunks = chunks[np.argsort(manifest.chunks.byte_start[chunks], kind="stable")]
-    base, nbytes = _bases(manifest, chunks), _sizes(manifest, chunks)
-    counts = -(-nbytes // block_nbytes)
-    which, number = np.repeat(np.arange(len(chunks)), counts), expanded(counts * 0, counts)
-    start = number * block_nbytes
-    stop = np.minimum(start + block_nbytes, nbytes[which])
-    return NeededBlocks(base[which] + start, base[which] + stop, chunks[which], number)
+def plan_for_others(manifest: Manifest, some: Sequence[Ints]) -> ReadPlan:
+    """Reads the blocks that have bytes in `some` runs of the byte line, and fills no memory."""
+    runs = united(np.concatenate(some))
+    starts, block_nbytes = file_starts(manifest.file_nbytes), manifest.header.block_bytes
+    files = np.unique(np.searchsorted(starts, runs[:, 0], side="right") - 1)
+    chunks = np.flatnonzero(np.isin(manifest.chunks.file, files))
+    base = _bases(manifest, chunks)
+    order = np.argsort(base)
+    chunks, base = chunks[order], base[order]
+    pieces, row = pieces_of(runs, base, base + _sizes(manifest, chunks))
+    assert length(pieces) == length(runs), "a rank asks for bytes of blocks"
+    needs: dict[int, Need] = {}
+    rounded = np.array([0, block_nbytes - 1], dtype=np.int64)
+    numbers = (pieces - base[row, None] + rounded) // block_nbytes
+    # On a line on which no two chunks touch.
+    apart = int(numbers.max(initial=0)) + 1
+    for first, last in united(numbers + row[:, None] * apart).tolist():
+        index, first = divmod(first, apart)
+        chunk = int(chunks[index])
+        if chunk not in needs:
+            needs[chunk] = whole_need(manifest, chunk, 0)._replace(blocks=[], directs=[])
+        needs[chunk].blocks.append((first, last - index * apart))
+    return ReadPlan(needs, {}, ((), ()))
 
 
 def _bases(manifest: Manifest, chunks: Ints) -> Ints:

@@ -7,8 +7,8 @@ together, and small gaps between them are read over.
 
 A block that only this rank needs is read by it, straight into the target where the target's memory
 allows. A block that several ranks need is read by one of them and exchanged. Of a file that is not
-in this rank's store only the wanted bytes are needed, whoever has it checks the blocks that these
-are of (`loading/checked_parts`).
+in this rank's store only the wanted bytes are needed: a rank that has it checks the blocks that
+these are of (`loading/exchange`).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import contextlib
 import threading
 from bisect import bisect_left, bisect_right
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from functools import partial
 from itertools import compress, pairwise
@@ -49,12 +49,16 @@ from ckpt.loading.byte_line import (
     united,
 )
 from ckpt.loading.in_flight import Read, RequestWindow, run_within
-from ckpt.loading.origins import OneStore, Origins
-from ckpt.loading.plan import PACKED_COUNT_MIN, Need, ReadPath, ReadPlan, Scatter, whole_need
-from ckpt.loading.shared_reads import SharedRun, Sharing
+from ckpt.loading.plan import (
+    PACKED_COUNT_MIN,
+    Need,
+    ReadPath,
+    ReadPlan,
+    Scatter,
+    plan_for_others,
+    whole_need,
+)
 from storage import ByteRange
-
-FETCHES = 4  # requests for bytes of files that are away, in flight at once
 
 
 class ReadPart(NamedTuple):
@@ -101,16 +105,15 @@ class Reader:
     """Executes a plan: reads runs of blocks, checks every block, delivers the bytes.
 
     `blocks` are all blocks that the plan needs some of, `needs` what it needs: these blocks, and of
-    files that are away exactly the wanted bytes. The runs are some of them. Every method raises
-    Corrupt when bytes differ from what was written, and the store's errors. Without `origins`, this
-    rank alone reads from one store.
+    the files that are `away`, by their numbers, exactly the wanted bytes. The runs are some of
+    them. Every method raises Corrupt when bytes differ from what was written, and the store's
+    errors.
     """
 
     def __init__(
-        self, sums: BlockSums, plan: ReadPlan, path: ReadPath, origins: Origins | None = None
+        self, sums: BlockSums, plan: ReadPlan, path: ReadPath, away: Collection[int] = ()
     ) -> None:
         manifest = sums.manifest
-        self.origins = origins or OneStore(1, len(manifest.files))
         self._sums = sums
         self._store = sums.store
         self._keys = file_keys(sums.directory, manifest)
@@ -122,8 +125,8 @@ class Reader:
             devices_of(one.target for need in plan.needs.values() for one in need.scatters)
         )
         self._block_nbytes = manifest.header.block_bytes
-        self._files = file_starts(manifest.file_nbytes)
-        self._starts: list[int] = self._files.tolist()
+        self.files = file_starts(manifest.file_nbytes)
+        self._starts: list[int] = self.files.tolist()
         self.blocks = plan.blocks(manifest)
         # For all blocks at once, here: after a request of megabytes little of this program is left
         # in the CPU's cache, and the same for each request took a third of a load from memory.
@@ -139,19 +142,19 @@ class Reader:
         self.nbytes_passed = 0  # read over, between what is needed
         self.nbytes_cached = 0
         self.nbytes_direct = 0  # of those of the store, around the page cache
-        self._away = plan.wanted(manifest, self.origins.is_away)
-        here, _ = self._divided(self.blocks.runs())
-        self._nbytes = length(here)
-        self.needs = united(np.concatenate([here, self._away]))
-        self.nbytes_away = 0
+        self.needs, self.away = self.blocks.runs(), np.empty((0, 2), dtype=np.int64)
+        if away:
+            pieces, file = pieces_of(self.needs, self.files[:-1], self.files[1:])
+            self.away = plan.wanted(manifest, away)
+            here = pieces[~np.isin(file, list(away))]
+            self.needs = united(np.concatenate([here, self.away]))
+        self._nbytes = length(self.needs) - length(self.away)
         self._listed: set[int] = set()  # files whose tables `requests` has listed
         self._shared: set[int] = set()  # files of shared runs, and those with one run and no more
         self._shared_once: set[int] = set()
 
     def read_private(self, runs: Ints) -> None:
         """Read the blocks of `runs` and put them where the plan says."""
-        runs, away = self._divided(runs)
-        fetches = [partial(self._fetch_and_deliver, *one) for one in self._fetches(away)]
         requests = self._requests(runs)
         cold = [self._is_cold(request.rows) for request in requests]
         reads = [partial(self._read_and_deliver, *one) for one in zip(requests, cold, strict=True)]
@@ -162,56 +165,25 @@ class Reader:
             sized = [
                 *self._tables(requests),
                 *map(Read, reads, map(self._nbytes_of, requests)),
-                *(Read(fetch, length(fetch.args[1])) for fetch in fetches),
             ]
             run_within(window, sized, repeated=lambda: self._store.retries)
         else:
             # What is in memory is only copied: a second thread would cost more than it gains.
             pieces = [piece for request in compress(requests, cold) for piece in self._cut(request)]
             beside = [partial(self._read_and_deliver, piece, is_cold=True) for piece in pieces]
-            threads = self._path.direct_readers + FETCHES * bool(fetches)
-            _run_all([*fetches, *beside], compress(reads, map(not_, cold)), threads)
+            _run_all(beside, compress(reads, map(not_, cold)), self._path.direct_readers)
 
-    def _divided(self, runs: Ints) -> tuple[Ints, Ints]:
-        """What of `runs` is in files of the store, and what in those that are away."""
-        is_away = self.origins.is_away
-        if not is_away.any():
-            return runs, runs[:0]
-        pieces, file = pieces_of(runs, self._files[:-1], self._files[1:])
-        return joined(pieces[~is_away[file]]), pieces[is_away[file]]
-
-    def _fetches(self, runs: Ints) -> list[tuple[int, Ints]]:
-        """Runs of files that are away by what is fetched at once: of which file, and what."""
-        rows = self.blocks.within(runs)
-        wanted = NeededBlocks(*(column[rows] for column in self.blocks))
-        # Whoever sends it reads its blocks alone: a gap between them costs nothing.
-        reads = requests(wanted, self._files, self._path.request_nbytes_max, 1 << 62)
-        fetches = []
-        for one in reads:
-            start, stop = wanted.start[one.start], wanted.stop[one.stop - 1]
-            first = np.searchsorted(runs[:, 1], start, side="right")
-            last = np.searchsorted(runs[:, 0], stop, side="left")
-            part = np.clip(runs[first:last], start, stop)
-            fetches.append((self._place(int(rows[one.start]))[0], part))
-        return fetches
-
-    def _fetch_and_deliver(self, file: int, runs: Ints) -> None:
-        data = self._fetch(file, runs)
-        with self._streams.entered():
-            self._put(runs, data)
-
-    def _fetch(self, file: int, runs: Ints) -> memoryview:
-        data = self.origins.fetch(file, runs)
-        with self._counting:
-            self.nbytes_read += data.nbytes
-            self.nbytes_away += data.nbytes
-        return data
+    def for_others(self, some: Sequence[Ints]) -> Reader:
+        """What reads runs of the same checkpoint for ranks that ask for them."""
+        reader = Reader(self._sums, plan_for_others(self._manifest, some), self._path)
+        reader.expect(self.away[:0], some)
+        return reader
 
     def _cut(self, request: _Request) -> list[_Request]:
         """A request around the page cache as several, which are in flight at once."""
         path = self._path
         blocks = NeededBlocks(*(column[request.rows] for column in self.blocks))
-        cuts = requests(blocks, self._files, path.direct_request_nbytes_max, path.gap_nbytes_max)
+        cuts = requests(blocks, self.files, path.direct_request_nbytes_max, path.gap_nbytes_max)
         if len(cuts) == 1:
             return [request]
         # The table is read alone: it would come with the last, and the first may be there before.
@@ -242,20 +214,17 @@ class Reader:
             ranges.append(ReadRange(file, start, stop, nbytes))
         return ranges
 
-    def files_of(self, sharing: Sharing) -> list[int]:
-        """The files that this rank itself reads, of what `sharing` gives it, ascending."""
-        own = [(run.start, run.stop) for run in sharing.shared if run.source is None]
-        shared = self._files_of(np.array(own, dtype=np.int64).reshape(-1, 2))
-        private = set(self._files_of(sharing.private))
-        self._shared = set(shared)
-        self._shared_once = {file for file, count in Counter(shared).items() if count == 1}
-        self._shared_once -= private
-        return sorted(private | self._shared)
+    def expect(self, private: Ints, shared: Sequence[Ints]) -> None:
+        """What this rank will read by `read_private`, and by each `read_run`."""
+        files = self._files_of(np.concatenate([self.away[:0], *shared]))
+        self._shared = set(files)
+        self._shared_once = {file for file, count in Counter(files).items() if count == 1}
+        self._shared_once -= set(self._files_of(private))
 
     def _files_of(self, runs: Ints) -> list[int]:
         # A run may go over the end of a file, where blocks of the next one follow at once.
-        first = np.searchsorted(self._files, runs[:, 0], side="right") - 1
-        last = np.searchsorted(self._files, runs[:, 1], side="left")
+        first = np.searchsorted(self.files, runs[:, 0], side="right") - 1
+        last = np.searchsorted(self.files, runs[:, 1], side="left")
         files: list[int] = expanded(first, last).tolist()
         return files
 
@@ -275,7 +244,7 @@ class Reader:
         rows = self.blocks.within(runs)
         wanted = NeededBlocks(*(column[rows] for column in self.blocks))
         path = self._path
-        reads = requests(wanted, self._files, path.request_nbytes_max, path.gap_nbytes_max)
+        reads = requests(wanted, self.files, path.request_nbytes_max, path.gap_nbytes_max)
         together = [rows[one.start : one.stop] for one in reads]
         files = [self._place(int(rows[0]))[0] for rows in together]
         self._sums.expect(np.unique(files))
@@ -412,25 +381,26 @@ class Reader:
             self._needs[chunk] = whole_need(self._manifest, chunk, self._packed[chunk])
         return self._needs[chunk]
 
-    def read_run(self, run: SharedRun) -> memoryview:
-        """The checked bytes of a run, in the order of the line."""
-        file = bisect_right(self._starts, run.start) - 1
-        if self.origins.is_away[file]:
-            return self._fetch(file, run.runs())
-        buffer = memoryview(bytearray(run.stop - run.start))
-        for request in self._requests(np.array([[run.start, run.stop]]), shared=True):
-            first, last = int(request.rows[0]), int(request.rows[-1]) + 1
-            start, stop = self.blocks.start[first], self.blocks.stop[last - 1]
-            data = buffer[int(start) - run.start : int(stop) - run.start]
-            check = partial(self._check, first, last, data)
-            is_cold = self._is_cold(request.rows)
-            self._get(request, [data], data.nbytes, check, direct=is_cold)
-        return buffer
+    def read_run(self, runs: Ints) -> memoryview:
+        """The bytes of `runs`, one after the other, of blocks that are checked."""
+        blocks, requests = self.blocks, self._requests(runs, shared=True)
+        begin = int(blocks.start[requests[0].rows[0]])
+        buffer = memoryview(bytearray(int(blocks.stop[requests[-1].rows[-1]]) - begin))
+        for request in requests:
+            rows = request.rows
+            start, stop = int(blocks.start[rows[0]]), int(blocks.stop[rows[-1]])
+            data = buffer[start - begin : stop - begin]
+            check = partial(self._check_all, rows, data)
+            self._get(request, [data], data.nbytes, check, direct=self._is_cold(rows))
+        if length(runs) == len(buffer):
+            return buffer
+        parts = [buffer[start:stop] for start, stop in (runs - begin).tolist()]
+        return memoryview(bytearray().join(parts))
 
-    def deliver_run(self, run: SharedRun, data: memoryview) -> None:
-        """Put the bytes of a run, as `read_run` returns them, where this rank wants them."""
+    def deliver_run(self, runs: Ints, data: memoryview) -> None:
+        """Put the bytes of `runs`, as `read_run` returns them, where this rank wants them."""
         with self._streams.entered():
-            self._put(run.runs(), data)
+            self._put(runs, data)
 
     def _put(self, runs: Ints, data: memoryview) -> None:
         """Put the bytes of `runs`, which are in `data` one after the other, where this rank wants
@@ -451,7 +421,7 @@ class Reader:
         chunk = int(self.blocks.chunk[first])
         sizes = (pieces[:, 1] - pieces[:, 0]).tolist()
         blocks = np.array([[self.blocks.start[first], self.blocks.stop[last]]])
-        wanted, _ = pieces_of(blocks, self._away[:, 0], self._away[:, 1])
+        wanted, _ = pieces_of(blocks, self.away[:, 0], self.away[:, 1])
         if len(pieces) > 1 and length(wanted) == len(data):
             # All that is wanted of these blocks. Put where they lie in them, thousands of pieces
             # are delivered at once; what is between them is not looked at.
@@ -512,13 +482,20 @@ class Reader:
             # again.
             cache.keep(root, self._cache_keys[file], start, buffers)
 
+    def _check_all(self, rows: Ints, data: memoryview) -> None:
+        """Raise Corrupt unless `data` are the blocks `rows`, with what lies between them."""
+        begin = int(self.blocks.start[rows[0]])
+        for group in self._groups(rows):
+            start, stop = self.blocks.start[group.start], self.blocks.stop[group.stop - 1]
+            self._check(group.start, group.stop, data[int(start) - begin : int(stop) - begin])
+
     def _check(self, first: int, last: int, data: memoryview) -> None:
         """Raise Corrupt unless `data` are the blocks `first` to `last`."""
         rows = slice(first, last)
         chunk, number = self.blocks.chunk[rows], self.blocks.number[rows]
         file = self._place(first)[0]
         if file not in self._expected:
-            low, high = np.searchsorted(self.blocks.start, self._files[file : file + 2]).tolist()
+            low, high = np.searchsorted(self.blocks.start, self.files[file : file + 2]).tolist()
             chunks, numbers = self.blocks.chunk[low:high], self.blocks.number[low:high]
             self._expected[file] = low, self._sums.of_blocks(chunks, numbers)
         low, sums = self._expected[file]

@@ -22,8 +22,8 @@ from ckpt.format.metadata_budget import unlimited
 from ckpt.format.opened_files import contradictions, open_file, part_of_rank
 from ckpt.format.part import Part
 from ckpt.format.stored_index import check_blocks
+from ckpt.loading.exchange import Origins
 from ckpt.loading.load import LoadOptions, LoadReport, load_located
-from ckpt.near.files import NearFiles
 from ckpt.near.hosts import Hosts
 from ckpt.near.records import NearRecord, decode_near_record, encode_near_record, near_digest
 from ckpt.near.status import TierStatus, read_status
@@ -175,7 +175,7 @@ def _load(
         world=world,
         located=(record.prefix, manifest),
         options=LoadOptions(stacks=stacks, path=path),
-        origins=NearFiles(world, hosts.ranks_of(own_host), owners, len(ranks)),
+        origins=Origins(hosts.ranks_of(own_host), owners),
     )
 
 

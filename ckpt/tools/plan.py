@@ -15,7 +15,6 @@ from contextlib import closing
 from dataclasses import dataclass
 from typing import Any, NamedTuple, SupportsIndex
 
-import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -36,12 +35,19 @@ from ckpt.loading.block_sums import BlockSums
 from ckpt.loading.byte_line import NeededBlocks
 from ckpt.loading.checkpoint import Checkpoint
 from ckpt.loading.contents import LocatedCheckpoint, find_checkpoint
-from ckpt.loading.exchange import nbytes_under_way
+from ckpt.loading.exchange import (
+    ShareLimits,
+    Sharing,
+    Weight,
+    long_only,
+    nbytes_under_way,
+    share,
+    weigh,
+)
 from ckpt.loading.load import catalog_of, in_form_of_state
-from ckpt.loading.needs import all_together, needs_of
+from ckpt.loading.matching import all_together, needs_of
 from ckpt.loading.plan import ReadPath, ReadPlan, plan_reads
 from ckpt.loading.reader import Reader, ReadRange
-from ckpt.loading.shared_reads import ShareLimits, Sharing, Weight, long_only, share, weigh
 from ckpt.state.bind import bind_state
 from ckpt.state.bind_stacks import in_stored_form
 from ckpt.state.names import GroupOptions
@@ -448,16 +454,14 @@ class _RankNeeds(NamedTuple):
         """The plan of this rank among others."""
         sharing = part.sharing
         reader = Reader(BlockSums(store, prefix, manifest, path.cache), self.reads, path)
-        reader.files_of(sharing)
+        own = [move.runs for move in sharing.moves if move.source is None]
+        reader.expect(sharing.private, own)
         requests = reader.requests(sharing.private)
         private_max = max((_length(request) for request in requests), default=0)
-        received = 0
-        for run in sharing.shared:
-            if run.source is None:
-                requests += reader.requests(np.array([[run.start, run.stop]]), shared=True)
-            else:
-                received += run.nbytes
-        window = nbytes_under_way(sharing.shared, ShareLimits(), path)
+        for runs in own:
+            requests += reader.requests(runs, shared=True)
+        received = sum(move.nbytes for move in sharing.moves if move.source is not None)
+        window = nbytes_under_way(sharing.moves, ShareLimits(), path)
         # Each reader has one request under way.
         in_flight = private_max * min(path.in_flight_max, max(len(requests), 1))
         return RankPlan(

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import struct
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import NamedTuple, TypeVar
 
@@ -11,6 +12,7 @@ from ckpt.errors import RankFailed
 from ckpt.world.attendance import Board
 
 _Result = TypeVar("_Result")
+_LENGTH = struct.Struct("<Q")
 
 
 class Message(NamedTuple):
@@ -35,6 +37,22 @@ class Transfers(ABC):
         rank is gone or does not answer; the world has then come to its end. Buffers must not change
         meanwhile; after an error those of `receive` are undefined.
         """
+
+    def swap(self, tag: int, send: Mapping[int, bytes], sources: Sequence[int]) -> list[bytes]:
+        """Send bytes of any length to some ranks, and receive from each of `sources`. Takes two
+        tags, from `tag` on.
+        """
+        lengths = [memoryview(bytearray(_LENGTH.size)) for _ in sources]
+        self.move(
+            [Message(to, tag, memoryview(_LENGTH.pack(len(data)))) for to, data in send.items()],
+            [Message(source, tag, room) for source, room in zip(sources, lengths, strict=True)],
+        )
+        rooms = [memoryview(bytearray(*_LENGTH.unpack(length))) for length in lengths]
+        self.move(
+            [Message(to, tag + 1, memoryview(data)) for to, data in send.items()],
+            [Message(source, tag + 1, room) for source, room in zip(sources, rooms, strict=True)],
+        )
+        return [bytes(room) for room in rooms]
 
     @abstractmethod
     def abort(self) -> None:

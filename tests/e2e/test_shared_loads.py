@@ -20,11 +20,10 @@ import torch
 from torch import nn
 
 from ckpt.errors import Corrupt, LoadInterrupted, RankFailed
-from ckpt.loading.exchange import Exchange
+from ckpt.loading.exchange import Exchange, Move, ShareLimits
 from ckpt.loading.load import LoadOptions
 from ckpt.loading.plan import ReadPath
 from ckpt.loading.reader import Reader
-from ckpt.loading.shared_reads import SharedRun, ShareLimits
 from ckpt.testing import RanksFailed, ThreadWorld, _ThreadTransfers
 from ckpt.world.base import Message, Transfers
 from storage import open_store
@@ -234,7 +233,7 @@ def test_replicas_are_read_once_and_passed_on_within_any_window(
     most: Counter[int] = Counter()
     lock, move = threading.Lock(), Exchange._move
 
-    def watched(self: Exchange, wires: Transfers, run: SharedRun, *tags: Any) -> None:
+    def watched(self: Exchange, wires: Transfers, run: Move, *tags: Any) -> None:
         with lock:
             under_way[id(self)] += run.nbytes
             most[id(self)] = max(most[id(self)], under_way[id(self)])
@@ -279,7 +278,7 @@ def _failing(
     calls: Counter[int] = Counter()
     real, lock = getattr(Reader, what), threading.Lock()
 
-    def failing(self: Reader, run: SharedRun, *data: Any) -> Any:
+    def failing(self: Reader, run: Move, *data: Any) -> Any:
         number = int(threading.current_thread().name.removeprefix("of rank ").partition(" ")[0])
         with lock:
             calls[number] += 1

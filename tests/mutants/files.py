@@ -346,8 +346,8 @@ CHECKSUMS = (
     Mutant(
         "what is read for other ranks is not checked",
         _READER,
-        "            check = partial(self._check, first, last, data)\n",
-        "            check = partial(self._check, first, first, data[:0])\n",
+        "            check = partial(self._check_all, rows, data)\n",
+        "            check = partial(self._check_all, rows[:0], data)\n",
         test="tests/e2e/test_flips.py::test_every_block_is_checked_by_loads_of_parts_and_of_shared_blocks",
     ),
     Mutant(

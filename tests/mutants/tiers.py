@@ -48,10 +48,9 @@ NEAR = (
     ),
     Mutant(
         "a block is sent to another host unchecked",
-        "ckpt/loading/checked_parts.py",
-        "            self._sums.check(data, stop - start, blocks.chunk[rows], "
-        "blocks.number[rows])\n",
-        "",
+        "ckpt/loading/reader.py",
+        "        for group in self._groups(rows):\n            start, stop",
+        "        for group in ():\n            start, stop",
         test="tests/near/test_bytes_received.py::test_damage_is_found_by_whoever_has_the_file",
     ),
     Mutant(

@@ -13,11 +13,9 @@ import numpy as np
 import pytest
 
 from ckpt.loading.byte_line import Ints, NeededBlocks
-from ckpt.loading.matching import halvings, match
-from ckpt.loading.needs import NeedMap, all_together, needs_of
-from ckpt.loading.shared_reads import (
+from ckpt.loading.exchange import (
     Group,
-    SharedRun,
+    Move,
     ShareLimits,
     Sharing,
     Weight,
@@ -26,6 +24,7 @@ from ckpt.loading.shared_reads import (
     share,
     weigh,
 )
+from ckpt.loading.matching import NeedMap, all_together, halvings, match, needs_of
 from ckpt.testing import run_ranks
 
 LIMITS = ShareLimits(12, 6, 30, repeated_nbytes_max=0)
@@ -148,9 +147,9 @@ def test_every_needed_block_is_read_once_in_the_whole_job() -> None:
         for sharing in case.sharings():
             for start, stop in sharing.private.tolist():
                 reads += case.blocks_in(start, stop)
-            for run in sharing.shared:
+            for run in sharing.moves:
                 if run.source is None:
-                    reads += case.blocks_in(run.start, run.stop)
+                    reads += case.blocks_in(*run.runs[0].tolist())
         assert sorted(reads) == sorted(set.union(*case.wanted))
 
 
@@ -158,7 +157,7 @@ def test_every_rank_gets_exactly_the_blocks_it_needs() -> None:
     for seed in range(200):
         case = Case.drawn(seed)
         for rank, sharing in enumerate(case.sharings()):
-            runs = [*sharing.private.tolist(), *((run.start, run.stop) for run in sharing.shared)]
+            runs = [*sharing.private.tolist(), *(run.runs[0].tolist() for run in sharing.moves)]
             got = [block for start, stop in runs for block in case.blocks_in(start, stop)]
             assert sorted(got) == sorted(case.wanted[rank])
 
@@ -168,30 +167,31 @@ def test_what_one_rank_passes_on_the_other_expects() -> None:
         case = Case.drawn(seed)
         sharings = case.sharings()
         sent = Counter(
-            (rank, target, run.start, run.stop)
+            (rank, target, *run.runs[0].tolist())
             for rank, sharing in enumerate(sharings)
-            for run in sharing.shared
+            for run in sharing.moves
             for target in run.targets
         )
         expected = Counter(
-            (run.source, rank, run.start, run.stop)
+            (run.source, rank, *run.runs[0].tolist())
             for rank, sharing in enumerate(sharings)
-            for run in sharing.shared
+            for run in sharing.moves
             if run.source is not None
         )
         assert sent == expected
         for sharing in sharings:
-            assert sharing.shared == sorted(sharing.shared, key=lambda run: run.start)
-            assert all(run.nbytes <= 12 for run in sharing.shared)
+            starts = [run.start for run in sharing.moves]
+            assert starts == sorted(starts)
+            assert all(run.nbytes <= 12 for run in sharing.moves)
 
 
-def _one_group(ranks: int, sizes: list[int], limits: ShareLimits) -> list[list[SharedRun]]:
+def _one_group(ranks: int, sizes: list[int], limits: ShareLimits) -> list[list[Move]]:
     edges = np.cumsum([0, *sizes])
     blocks = NeededBlocks(
         edges[:-1], edges[1:], np.arange(len(sizes)), np.zeros(len(sizes), np.int64)
     )
     group = Group(np.arange(ranks), np.array([[0, edges[-1]]]))
-    return [share(blocks, [group], rank, limits).shared for rank in range(ranks)]
+    return [share(blocks, [group], rank, limits).moves for rank in range(ranks)]
 
 
 def test_replicas_divide_the_reading_evenly_and_the_passing_on() -> None:
@@ -222,7 +222,7 @@ def test_groups_of_one_run_do_not_all_fall_to_their_first_rank() -> None:
         blocks = NeededBlocks(*(np.array([x]) for x in (start, start + mib, 0, 0)))
         group = Group(np.array([0, 1 + index % 3]), np.array([[start, start + mib]]))
         for rank in group.ranks.tolist():
-            (run,) = share(blocks, [group], rank, ShareLimits()).shared
+            (run,) = share(blocks, [group], rank, ShareLimits()).moves
             readers[rank] += run.source is None
     assert sum(readers.values()) == 60
     assert readers[0] <= 40
@@ -260,5 +260,5 @@ def test_what_is_long_is_shared_however_little_it_is_of_all() -> None:
 def test_ranks_that_need_nothing_share_nothing() -> None:
     case = Case([0, 1], [set(), set()])
     for rank, sharing in enumerate(case.sharings()):
-        assert sharing.private.tolist() == [] and sharing.shared == []
+        assert sharing.private.tolist() == [] and sharing.moves == []
         assert weigh(case.needs(rank), [], rank, LIMITS) == Weight(0, 0, 0)

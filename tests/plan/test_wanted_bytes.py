@@ -11,8 +11,8 @@ import pytest
 from ckpt.layout.region import Box
 from ckpt.layout.reshard import Patch
 from ckpt.loading.byte_line import NeededBlocks, length, pieces_of, united
+from ckpt.loading.exchange import Group, ShareLimits, share
 from ckpt.loading.plan import element_runs
-from ckpt.loading.shared_reads import Group, ShareLimits, share
 
 Ints = np.ndarray
 
@@ -83,16 +83,15 @@ def test_what_ranks_share_of_blocks_is_divided_by_blocks_and_nothing_twice(seed:
         number = np.array(rows, dtype=np.int64)
         blocks = NeededBlocks(edges[number], edges[number + 1], number, number * 0)
         sharing = share(blocks, group, rank, ShareLimits(40, 10, 100), needs)
-        runs = [run.runs() for run in sharing.shared]
+        runs = [run.runs for run in sharing.moves]
         assert sorted(_bytes(np.concatenate([sharing.private, *runs]))) == _bytes(needs)
-        for run in sharing.shared:
-            touched = pieces_of(run.runs(), edges[:-1], edges[1:])[1]
-            assert run.nbytes == length(run.runs())
+        for run in sharing.moves:
+            touched = pieces_of(run.runs, edges[:-1], edges[1:])[1]
+            assert run.nbytes == length(run.runs)
             assert run.nbytes <= 40 or len(set(touched.tolist())) == 1
         of_blocks = [set(pieces_of(one, edges[:-1], edges[1:])[1].tolist()) for one in runs]
         assert sum(map(len, of_blocks)) == len(set().union(*of_blocks))
-        made.append(sharing.shared)
-    assert [run[:2] for run in made[0]] == [run[:2] for run in made[1]]
-    assert [run.parts for run in made[0]] == [run.parts for run in made[1]]
+        made.append(sharing.moves)
+    assert [run.runs.tolist() for run in made[0]] == [run.runs.tolist() for run in made[1]]
     for here, there in zip(*made, strict=True):
         assert {here.source, there.source} in ({None, 0}, {None, 1})

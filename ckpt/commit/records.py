@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 import struct
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields
 from typing import Any, Literal, NoReturn, get_args
 
 import msgpack
@@ -103,6 +103,11 @@ class Record:
         return len(self.live) + sum(ref.count for ref in self.segments) - len(self.gone)
 
 
+FIELDS: dict[type, tuple[str, ...]] = {
+    cls: tuple(field.name for field in fields(cls)) for cls in (LiveEntry, SegmentRef, Record)
+}
+
+
 def manifest_digest(encoded_manifest: bytes | memoryview) -> bytes:
     """The digest of a manifest as the log keeps it: SHA-256, 32 bytes."""
     return hashlib.sha256(encoded_manifest).digest()
@@ -117,12 +122,12 @@ def encode_record(record: Record) -> bytes:
         "write_id": record.write_id,
         "time_unix": record.time_unix,
         "attempt": record.attempt,
-        "live": [asdict(entry) for entry in record.live],
+        "live": [_map_of(entry) for entry in record.live],
     }
     if record.previous is not None:
         body["previous"] = record.previous
     if record.segments:
-        body["segments"] = [asdict(ref) for ref in record.segments]
+        body["segments"] = [_map_of(ref) for ref in record.segments]
         body["gone"] = list(record.gone)
     data = RECORD_MAGIC + bytes(msgpack.packb(body, use_bin_type=True))
     data += struct.pack("<I", crc32c(data))
@@ -133,6 +138,11 @@ def encode_record(record: Record) -> bytes:
             "retire old checkpoints (ckpt prune), or save without dedup"
         )
     return data
+
+
+def _map_of(item: LiveEntry | SegmentRef) -> dict[str, Any]:
+    # Not `asdict`, which copies each value: a writer and a reader make thousands.
+    return {name: getattr(item, name) for name in FIELDS[type(item)]}
 
 
 def record_digest(encoded: bytes) -> bytes:
@@ -315,7 +325,7 @@ def _kind_problem(record: Record) -> str | None:
 
 def _typed(body: Any, cls: type, where: str) -> dict[str, Any]:
     """The map's fields, which must be those of `cls`, no more; some of a record may lack."""
-    expected = tuple(field.name for field in fields(cls))
+    expected = FIELDS[cls]
     if not isinstance(body, dict):
         corrupt_record(where, f"expected a map, got {type(body).__name__}")
     missing = [name for name in expected if name not in body and name not in _OPTIONAL]

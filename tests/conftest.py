@@ -6,6 +6,7 @@ seed.
 
 from __future__ import annotations
 
+import gc
 import os
 
 # Before torch and numpy start their pools: tests run several ranks on few cores.
@@ -106,6 +107,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if not config.getoption("soak"):
         for item in left_out(items, config.stash[_SEED]):
             item.add_marker(pytest.mark.skip(reason=skipped["soak"][1]))
+
+
+def pytest_collection_finish() -> None:
+    # Full collections, which run often, would look through all of torch and thousands of tests.
+    gc.collect()
+    gc.freeze()
 
 
 def left_out(items: Sequence[pytest.Item], seed: int) -> Iterator[pytest.Item]:

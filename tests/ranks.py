@@ -11,6 +11,7 @@ pickles.
 
 from __future__ import annotations
 
+import gc
 import os
 import pickle
 import shutil
@@ -136,6 +137,7 @@ def _fork_server() -> ForkServerContext:
 
 
 def _rank_main(spec: _Spec, job: bytes, answers: Connection) -> None:
+    gc.freeze()  # each full collection would look through all of torch
     sys.path[:] = spec.sys_path
     os.environ.update(RANK=str(spec.rank), LOCAL_RANK=str(spec.rank), WORLD_SIZE=str(spec.size))
     try:

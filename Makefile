@@ -17,7 +17,7 @@ ROOMS ?= ckpt/commit ckpt/format ckpt/layout ckpt/loading ckpt/saving
 MUTANTS ?= 60
 # For versions: --pythons 3.12 --torches newest --checks import engine
 VERSIONS_ARGS ?=
-# What long tests count; `python docs/guarantee_counts.py FILE` takes it into docs/guarantees.md.
+# What long tests count; `python docs/guarantee_counts.py FILE` takes it into docs/guarantee_tests.md.
 RESULTS ?= build/results.jsonl
 
 SHELL := /bin/bash

@@ -42,7 +42,7 @@ from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import ckpt
-from benchmarks.measure import clear, extra_memory, most_of, report, row
+from benchmarks.measure import clear, extra_memory, most_of, report, row, spread
 from benchmarks.save_load import GIB, WIDTH, Trained
 from ckpt.layout.buffers import address_of, aligned_buffer, copy_bytes
 from ckpt.process import this_process
@@ -159,6 +159,7 @@ def measure_blocked(training: Training, rounds: int) -> list[str]:
         "DCP, a stager kept": lambda: training.dcp(stager=training.stager),
     }
     ratios: dict[str, list[float]] = {name: [] for name in candidates}
+    times: dict[str, list[float]] = {name: [] for name in candidates}
     for number in range(rounds + 2):  # two that do not count: buffers, plans, stagers
         for name, start in candidates.items():
             training.step()
@@ -172,9 +173,14 @@ def measure_blocked(training: Training, rounds: int) -> list[str]:
             training.clear()
             if number > 1:
                 ratios[name].append(blocked / one_copy)
+                times[name].append(blocked)
     bars = {"ours": "<= 0.05", "DCP, its default": "5 to 10", "DCP, a stager kept": "1.5 to 2"}
     return [
-        row(f"blocked, {name}", f"{most_of(statistics.median(measured)):.3f} memcpy", bars[name])
+        row(
+            f"blocked, {name}",
+            f"{most_of(statistics.median(measured)):.3f} memcpy, {spread(times[name])}",
+            bars[name],
+        )
         for name, measured in ratios.items()
     ]
 

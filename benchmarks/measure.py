@@ -83,6 +83,17 @@ def speed(samples: dict[str, list[Sample]], name: str, peer: str) -> float:
     return 1 / ratio(samples, name, peer)
 
 
+def spread(times: Sequence[float]) -> str:
+    """The median and the range of `times`."""
+    low, high = min(times), max(times)
+    return f"{statistics.median(times):.3g} s ({low:.3g} to {high:.3g})"
+
+
+def wall(samples: dict[str, list[Sample]], name: str) -> str:
+    """The wall seconds of `name`: median and range over rounds."""
+    return spread([sample.wall_seconds for sample in samples[name]])
+
+
 def on_two_ranks(
     rank_main: Callable[[float, int, str], None], about: str | None, *, gib: float
 ) -> None:

@@ -56,7 +56,7 @@ from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader, Fsspec
 
 import ckpt
 import ckpt.api as api
-from benchmarks.measure import extra_memory, interleaved, ratio, report, row, speed
+from benchmarks.measure import extra_memory, interleaved, ratio, report, row, speed, wall
 from ckpt.layout.memory import host_bytes
 from storage import Store, open_store
 from tests.fault_proxy import Request, Rule, fault_proxy
@@ -199,6 +199,7 @@ def measure(name: str, server: S3Server, *, mib: int, rounds: int) -> None:
                 f"{ratio(saved, 'ours', 'dcp', 'cpu_seconds'):.2f}x",
                 "none",
             ),
+            row("upload, DCP's; ours", f"{wall(saved, 'dcp')}; {wall(saved, 'ours')}", "none"),
             row("upload, extra memory", f"{save_memory // MIB} MiB", "none"),
             row(
                 f"download, speed over {best} obstore",
@@ -213,6 +214,7 @@ def measure(name: str, server: S3Server, *, mib: int, rounds: int) -> None:
                 f"{ratio(loaded, 'ours', 'dcp', 'cpu_seconds'):.2f}x",
                 "none",
             ),
+            row("download, DCP's; ours", f"{wall(loaded, 'dcp')}; {wall(loaded, 'ours')}", "none"),
             row("download, extra memory", f"{load_memory // MIB} MiB", "none"),
         ],
     )
@@ -285,6 +287,8 @@ def disturbed(server: S3Server, *, mib: int, rounds: int) -> None:
             )
             longer = ratio(times, "disturbed", "undisturbed")
             rows.append(row(f"{what}, time over an undisturbed one", f"{longer:.2f}x", "<= 1.3x"))
+            both = f"{wall(times, 'undisturbed')}; {wall(times, 'disturbed')}"
+            rows.append(row(f"{what}, undisturbed; disturbed", both, "none"))
         counts = rough.counts
         rows.append(
             row(

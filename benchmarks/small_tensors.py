@@ -14,7 +14,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 import ckpt
-from benchmarks.measure import clear, interleaved, report, row, speed
+from benchmarks.measure import clear, interleaved, report, row, speed, wall
 
 
 def main() -> None:
@@ -55,6 +55,8 @@ def main() -> None:
         [
             row("save, speed over DCP", f"{speed(saved, 'ours', 'dcp'):.1f}x", ">= 30x"),
             row("load, speed over DCP", f"{speed(loaded, 'ours', 'dcp'):.1f}x", ">= 30x"),
+            row("save, DCP's then ours", f"{wall(saved, 'dcp')}; {wall(saved, 'ours')}", "none"),
+            row("load, DCP's then ours", f"{wall(loaded, 'dcp')}; {wall(loaded, 'ours')}", "none"),
         ],
     )
 

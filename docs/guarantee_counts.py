@@ -1,4 +1,4 @@
-"""Writes the counts of the last full runs into docs/guarantees.md.
+"""Writes the counts of the last full runs into docs/guarantee_tests.md.
 
     make soak                                                appends to build/results.jsonl
     python docs/guarantee_counts.py build/results.jsonl      keeps what is new, rewrites the page
@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).resolve().parent
-KEPT, PAGE = HERE / "full_runs.jsonl", HERE / "guarantees.md"
+KEPT, PAGE = HERE / "full_runs.jsonl", HERE / "guarantee_tests.md"
 EVERYDAY = "make test"
 HEAD = "| test | counted | last full run | passed |\n| --- | --- | --- | --- |\n"
 

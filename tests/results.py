@@ -1,4 +1,4 @@
-"""What long tests counted, as lines of a file: docs/guarantees.md quotes them.
+"""What long tests counted, as lines of a file: docs/guarantee_tests.md quotes them.
 
     def test_saves_lose_nothing(counted: Counted) -> None:
         ...

@@ -1,4 +1,4 @@
-"""Differences that are meant, as data: where they show, why, and where docs/engine.md says so."""
+"""Differences that are meant, as data: where they show, why, and where docs/engine_differences.md says so."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Listed:
 
     `matches(draw, op, difference)` finds it. `skips(draw, op)` is for calls that torch does not
     survive on the CPU (it crashes, hangs or gives wrong values): they are played on our side only.
-    `page` is text of docs/engine.md.
+    `page` is text of docs/engine_differences.md.
     """
 
     page: str

@@ -2,7 +2,7 @@
 
 Method: a seed decides on a draw (`draws`); both classes play it on the same ranks, and what each
 call gives is compared: values, keys, shapes, dtypes, exception or not. Differences that are meant
-are data (`listed`) and stand in docs/engine.md. `python -m tests.differential SEED --ranks N`
+are data (`listed`) and stand in docs/engine_differences.md. `python -m tests.differential SEED --ranks N`
 replays one draw.
 """
 
@@ -95,7 +95,7 @@ def test_every_plant_is_tried() -> None:
 
 @pytest.mark.parametrize("entry", LISTED, ids=lambda entry: entry.reason)
 def test_what_is_listed_stands_on_the_page(entry: Listed) -> None:
-    page = (ROOT / "docs" / "engine.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "engine_differences.md").read_text(encoding="utf-8")
     table = [line for line in page.splitlines() if line.startswith("|")]
     assert any(line.startswith(f"| {entry.page}") for line in table)
 

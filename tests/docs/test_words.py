@@ -42,3 +42,11 @@ def test_references_name_decisions_that_are_there() -> None:
     ]
     assert named
     assert not [where for where in named if where[1] not in decisions()]
+
+
+def test_each_promise_has_its_row_of_tests() -> None:
+    promises = re.findall(r"^- \*\*(.+?)\*\*", text_of("docs/guarantees.md"), re.M | re.S)
+    page = text_of("docs/guarantee_tests.md").partition("\n## Stores")[0]
+    rows = re.findall(r"^\| ([^|]+?\.) \| (.*) \|$", page, re.M)
+    assert [" ".join(promise.split()) for promise in promises] == [promise for promise, _ in rows]
+    assert all("tests/" in tests for _, tests in rows)

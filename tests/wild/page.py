@@ -20,41 +20,31 @@ PACKAGES = (
 )  # fmt: skip
 # What cannot be imported where the page is written has no rows, and the page says why.
 WANTED = ("timm", "torchvision", "torchtitan.trainer", "ray.train", "dion", "heavyball")
-CELL_MAX = 260
-ROW = re.compile(r"\| `([^`]+)` \| .*? \| (pass|fails|-) \| (pass|fails|-) \|")
+CELL_MAX = 80
+ROW = re.compile(r"- `([^`]+)`(.*)")
+
+FOLDED = re.compile(r"- both pass[^:]*: (.*)")
+# What is said of a row that passes, unless it only says where others' optimizers cannot step.
+SAID_NOWHERE = ("cannot step here", "steps ")
+ROUNDED = "engines round differently here"
 
 HEAD = """# Tried with other libraries
 
-Models, optimizers and frameworks of other libraries are trained for a few steps with tiny
-configurations and random weights, saved, and resumed. `python -m tests.wild --table
-docs/compatibility.md` writes this page; `make test-wild` installs the libraries, tries everything
-again and compares the results with it. The column DCP is torch's own
-`torch.distributed.checkpoint`, used as torch's documents say, with `get_state_dict` and
-`set_state_dict`.
+Models, optimizers and frameworks of other libraries train a few steps with tiny configurations and
+random weights, save, and resume. `python -m tests.wild --table docs/compatibility.md` writes this
+page, `make test-wild` tries everything again. DCP is torch's own, used as its documents say.
 
-- **A model** passes through {links}: it trains one step under each and is saved; the next one
-  resumes it on its own number of ranks. It passes when every loss, and at the end every bit of the
-  model and of AdamW's state, equals that of an uninterrupted training in one process, and when the
-  library's own `from_pretrained` opens what `ckpt.export` writes, with the same bits. DCP passes
+- **A model** trains one step under each of {links}, each from what the one before saved. It passes
+  when every loss and bit equals an uninterrupted training's, and the library's `from_pretrained`
+  opens what `ckpt.export` writes. Within rounding: losses to 1e-06, tensors to 0.001. DCP passes
   through torch's engines only.
-- **An optimizer** passes when two trainings, one that continues after a save and one that starts
-  from other weights and loads that save, have the same losses and, two steps later, the same bits
-  in the model and in the optimizer's state. This is tried under each engine that the row names,
-  in one process and on two ranks; under the others the optimizer itself cannot step. Then each of
-  these engines loads on two ranks what one process saved, saves it as it is and after one more
-  step, and one process loads both. Nothing may be lost on the way, and the training must end as one
-  without interruption does, unless the steps of the optimizer depend on the layout (the row says
-  so). DCP is tried under torch's engines only.
-- **A trainer** of another library trains a step in each layout that its row names, on that number
-  of ranks, in fresh processes, from what the one before saved. It passes when every loss, and at
-  the end every bit, equals that of the same trainer in one process without interruption. "Ours"
-  is our integration for it, "DCP" the library's own checkpoints.
+- **An optimizer** passes when a resumed training has the losses and bits of one that continues,
+  under each engine named, on one and two ranks and between these, unless its steps depend on the
+  layout. Under engines that are not named the optimizer itself cannot step.
+- **A trainer** passes when a training that moves between its layouts has the losses and bits of one
+  in one process. "Ours" is our integration, "DCP" the library's own checkpoints.
 
-Schedules of torch's pipelines and products of layouts are in [a page of their own](layouts.md).
-torchvision and timm come in by `pip install --no-deps torchvision timm`; where their build does not
-fit torch's (one for CUDA, the other for the CPU), the tests declare two operators that torchvision
-has to have to be imported, and that no row calls. All ranks train on the same batches, on the CPU,
-with gloo, and with kernels whose rounding does not depend on where their operands lie.
+All runs are on the CPU with gloo. Pipelines and products of layouts: [layouts](layouts.md).
 
 Tried with Python {python} and {versions}; this page is of {date}.
 """
@@ -72,7 +62,9 @@ def sections_of(page: str) -> dict[str, Section]:
     sections: dict[str, Section] = {}
     of_page = re.search(r"this page is of ([\d-]+)", page)
     for part in page.split("\n## ")[1:]:
-        lines = tuple(line + "\n" for line in part.splitlines() if line.startswith("| `"))
+        lines = tuple(
+            line + "\n" for line in part.splitlines() if ROW.match(line) or FOLDED.match(line)
+        )
         own = re.search(r"^Tried on ([\d-]+)\.$", part, re.MULTILINE) or of_page
         if lines and own:
             sections[part.partition("\n")[0]] = Section(lines, own[1])
@@ -83,7 +75,7 @@ def sections_now(results: Sequence[Result]) -> dict[str, Section]:
     """The groups of results of today."""
     today = datetime.date.today().isoformat()
     return {
-        title: Section(tuple(map(line_of, rows)), today)
+        title: Section(lines_of(list(rows)), today)
         for title, rows in groupby(results, key=lambda result: result.group)
     }
 
@@ -100,8 +92,7 @@ def page_of(sections: Mapping[str, Section], absent: Mapping[str, str], links: s
     text += "\n" + summary(sections.values())
     for title, section in sections.items():
         date = f"\n\nTried on {section.date}." if len(dates) > 1 else ""
-        text += f"\n## {title}{date}\n\n| | | ours | DCP | why |\n| --- | --- | --- | --- | --- |\n"
-        text += "".join(section.lines)
+        text += f"\n## {title}{date}\n\n" + "".join(section.lines)
     if absent:
         text += "\n## Not tried here\n\n"
         text += "".join(f"- {title}: {cell(why)}\n" for title, why in absent.items())
@@ -109,19 +100,56 @@ def page_of(sections: Mapping[str, Section], absent: Mapping[str, str], links: s
 
 
 def summary(sections: Iterable[Section]) -> str:
-    rows = [row for each in sections for row in map(ROW.match, each.lines) if row and row[2] != "-"]
-    passed = [sum(row[number] == "pass" for row in rows) for number in (2, 3)]
-    return f"Of {len(rows)} rows, {passed[0]} pass with this library and {passed[1]} with DCP.\n"
+    verdicts = [each for section in sections for each in _verdicts(section.lines)]
+    tried = [each for each in verdicts if each[1] != "-"]
+    passed = [sum(each[number] == "pass" for each in tried) for number in (1, 2)]
+    return f"Of {len(tried)} rows, {passed[0]} pass with this library and {passed[1]} with DCP.\n"
+
+
+def _verdicts(lines: Iterable[str]) -> list[tuple[str, str, str]]:
+    """Name, and what came out with this library and with DCP, of each row."""
+    outcomes = []
+    for line in lines:
+        if row := ROW.match(line):
+            ours, dcp = (
+                "-"
+                if row[2].startswith(" steps nowhere.")
+                else "fails"
+                if f"{who} fails" in row[2]
+                else "pass"
+                for who in ("ours", "DCP")
+            )
+            outcomes.append((row[1], ours, dcp))
+        elif folded := FOLDED.match(line):
+            outcomes += [(name, "pass", "pass") for name in re.findall(r"`([^`]+)`", folded[1])]
+    return outcomes
+
+
+def lines_of(rows: Sequence[Result]) -> tuple[str, ...]:
+    """One line for all that pass with both and need no remark, and one for each other row."""
+    folded: dict[str, list[str]] = {}
+    table = []
+    for row in rows:
+        said = row.remark and not row.remark.startswith((*SAID_NOWHERE, ROUNDED))
+        if verdicts_of(row) == ("pass", "pass") and not said:
+            engines = f" ({cell(row.what)})" if row.group.startswith("Optimizers") else ""
+            engines += " (within rounding)" if row.remark.startswith(ROUNDED) else ""
+            folded.setdefault(engines, []).append(f"`{row.name}`")
+        else:
+            table.append(line_of(row))
+    both = [f"- both pass{engines}: {', '.join(names)}\n" for engines, names in folded.items()]
+    return (*both, *table)
 
 
 def line_of(result: Result) -> str:
     why = [
-        f"{who}: {cell(text)}" for who, text in (("ours", result.ours), ("DCP", result.dcp)) if text
+        f"{who} fails: {cell(text)}"
+        for who, text in (("ours", result.ours), ("DCP", result.dcp))
+        if text
     ]
-    if result.remark:
-        why.append(cell(result.remark))
-    name = f"`{result.name}`"
-    return f"| {' | '.join([name, cell(result.what), *verdicts_of(result), '. '.join(why)])} |\n"
+    why += [cell(result.remark)] if result.remark else []
+    what = f" ({cell(result.what)})" if result.what else " steps nowhere."
+    return f"- `{result.name}`{what}{': ' if why else ''}{'. '.join(why)}\n"
 
 
 def verdicts_of(result: Result) -> tuple[str, str]:
@@ -132,7 +160,7 @@ def verdicts_of(result: Result) -> tuple[str, str]:
 
 
 def cell(text: str) -> str:
-    """`text` in a line of a table: no marks of Markdown, no paths of this machine, not too long."""
+    """`text` in a line of a list: no marks of Markdown, no paths of this machine, not too long."""
     text = re.sub(r"/\S*/(?=[\w.-]+)", "", " ".join(text.split()))
     text = text.replace("|", "/").replace("<", "(").replace(">", ")").replace("`", "'")
     text = re.sub(r"([*_\[\]])", r"\\\1", text)
@@ -166,6 +194,6 @@ def expected(page: str) -> dict[tuple[str, str], str]:
     for line in page.splitlines():
         if line.startswith("## "):
             title = line[3:]
-        elif row := ROW.match(line):
-            outcomes[title, row[1]] = row[2]
+        for name, ours, _ in _verdicts([line]):
+            outcomes[title, name] = ours
     return outcomes

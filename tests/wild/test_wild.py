@@ -103,15 +103,17 @@ def test_groups_of_another_run_stay_on_the_page_with_their_date() -> None:
     older = sections_of(old)
     assert {title for title, _ in expected(old)} == older.keys()
     new = Result("Optimizers of torch", "torch", "Adam", "plain", "", "ddp: lost")
-    sections = {**older, **sections_now([new])}
+    passes = Result("Optimizers of torch", "torch", "SGD", "plain", "", "", "steps depend")
+    sections = {**older, **sections_now([new, passes])}
     page = page_of(sections, {}, "plain@1")
     now = sections_of(page)
     assert now == sections, "what a page says is what it was made of"
     assert now["Optimizers of torch"].lines == (
-        "| `Adam` | plain | pass | fails | DCP: ddp: lost |\n",
+        "- both pass (plain): `SGD`\n",
+        "- `Adam` (plain): DCP fails: ddp: lost\n",
     )
-    alone = page_of(sections_now([new]), {}, "plain@1")
-    assert "Of 1 rows, 1 pass with this library and 0 with DCP." in alone
+    alone = page_of(sections_now([new, passes]), {}, "plain@1")
+    assert "Of 2 rows, 2 pass with this library and 1 with DCP." in alone
     assert "Tried on" not in alone and sections_of(alone).keys()
 
 

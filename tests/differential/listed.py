@@ -1,4 +1,4 @@
-"""Differences that are meant, as data: where they show, why, and where docs/engine_differences.md says so."""
+"""Differences that are meant, as data: where they show, why, and their row of the page."""
 
 from __future__ import annotations
 

@@ -2,8 +2,8 @@
 
 Method: a seed decides on a draw (`draws`); both classes play it on the same ranks, and what each
 call gives is compared: values, keys, shapes, dtypes, exception or not. Differences that are meant
-are data (`listed`) and stand in docs/engine_differences.md. `python -m tests.differential SEED --ranks N`
-replays one draw.
+are data (`listed`) and stand in docs/engine_differences.md. `python -m tests.differential SEED
+--ranks N` replays one draw.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The counts of docs/guarantee_tests.md are those of the runs that are kept, and the runs write them.
+"""The counts of docs/guarantee_tests.md are those of the runs that are kept; the runs write them.
 
 Method: the page against docs/full_runs.jsonl; small runs of pytest on a test file, which pass,
 fail or skip, in one process and in two; tables of made-up lines.

@@ -410,7 +410,7 @@ class Twice(nn.Module):
 
 
 def a_unit_called_twice_reduces_earlier_sums_once() -> None:
-    """docs/engine_differences.md has this difference: torch reduces them in the middle of the backward."""
+    """docs/engine_differences.md has this: torch reduces them in the middle of the backward."""
     grads, reductions = [], []
     for engine in ("torch", "ours"):
         model = sharded(engine, Twice(), inner="layer")  # type: ignore[arg-type]

@@ -484,7 +484,7 @@ def flat_parameters_have_gradients_as_torchs_do() -> None:
         torchs, ours = (flat_gradients(name, parallel, orig) for name in BOTH)
         for step, (one, other) in enumerate(zip(torchs, ours, strict=True)):
             if step == 3 and not parallel:
-                continue  # a reduced gradient stays shown in no_sync here, see docs/engine_differences.md
+                continue  # a reduced gradient stays shown here: docs/engine_differences.md
             same = one is other if one is None else torch.equal(one, other)
             assert same, (parallel, orig, step, one, other)
 

@@ -421,7 +421,7 @@ def _write_path(io: Io, store: Store, staging: Staging) -> WritePath:
     """
     one_of("io", io, ("auto", "buffered", "direct"))
     if store.part_nbytes_min > 1:
-        return WritePath(part_nbytes=16 * MIB, writers=REMOTE_REQUESTS)
+        return WritePath(part_nbytes=16 * MIB, writers=REMOTE_REQUESTS, staging=staging)
     if io == "buffered":
         return WritePath(staging=staging)
     # One part is checksummed while the one before it is on its way to the disk.

@@ -32,8 +32,7 @@ from ckpt.format.datafile import (
     order_key,
     split_into_files,
 )
-from ckpt.format.datafile_builder import DataFileBuilder
-from ckpt.format.object_parts import PART_NBYTES, fill_and_send, sending
+from ckpt.format.object_parts import DataFileBuilder, write_filled
 from ckpt.format.part import (
     Part,
     PartFile,
@@ -408,20 +407,15 @@ class _Importing:
         """One data file, read from the source part by part."""
         nbytes, pieces = file.layout.nbytes, self.pieces_of(file)
         builder = DataFileBuilder(file)
-        with sending(
+        write_filled(
             self.store,
             directory + file.name,
             nbytes,
-            part_nbytes=PART_NBYTES,
-            threads=max(1, self.threads),
-            direct=nbytes >= PART_NBYTES,
+            fill=lambda start, part: fill_part(self.source, pieces, start, part),
+            finish=lambda start, part, _: builder.complete(start, part),
+            threads=self.threads,
             add=meter.add,
-        ) as sender:
-            fill_and_send(
-                sender,
-                fill=lambda start, part: fill_part(self.source, pieces, start, part),
-                finish=lambda start, part, _: builder.complete(start, part),
-            )
+        )
         return builder.result()
 
     def pieces_of(self, file: DataFile) -> list[Data]:

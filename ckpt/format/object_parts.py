@@ -1,29 +1,37 @@
-"""One object of a store, cut into parts that several threads write: whole or not at all.
+"""The only way by which bytes leave: an object of a store, cut into parts, whole or not at all.
 
     fill (in any order) -> finish (in order) -> send (in order) -> written (in any order)
 
 Everything that is too large to be written in one go comes here: data files of saves, copies and
-imports, and files of other libraries. What the bytes mean is not known here.
+imports, and files of other libraries. Writers differ in where the bytes come from. Of a data file
+they bring those of its chunks, and `DataFileBuilder` makes all others.
 """
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from contextlib import contextmanager
-from functools import partial
-from typing import TypeVar
+import threading
+from collections.abc import Callable, Generator, Iterable, Sequence
+from contextlib import closing
+from functools import cached_property, partial
+from typing import TypeAlias, TypeVar
 
+from ckpt.format.checksum import BlockChecksums
+from ckpt.format.checksum_tables import seal_of
+from ckpt.format.datafile import checksum_tensor
+from ckpt.format.part import PartFile
+from ckpt.format.rank_files import DataFile
 from ckpt.layout.buffers import aligned_buffer
 from storage import ObjectWriter, Store
 from storage.store import JointWriter
+from storage.threads import as_done, in_order
 
 MIB = 1 << 20
 PARTS_MAX = 10_000  # S3's limit for one object
 PART_NBYTES = 16 * MIB  # of what is read from storage and written: one request each
 
 Filled = TypeVar("Filled")
+Part: TypeAlias = tuple[Sequence[memoryview], Callable[[], object]]
+"""The bytes of a part, and what is called when they may change, in any thread."""
 
 
 def part_nbytes_for(nbytes: int, wanted: int) -> int:
@@ -34,149 +42,201 @@ def part_nbytes_for(nbytes: int, wanted: int) -> int:
     return wanted if needed <= wanted else -(-needed // MIB) * MIB
 
 
-@contextmanager
-def sending(
+def write_parts(
     store: Store,
     key: str,
     nbytes: int,
+    parts: Generator[Part, None, None],
     *,
     part_nbytes: int,
-    threads: int = 0,
+    threads: int,
     durable: bool = False,
     direct: bool = False,
-    add: Callable[[int], None] | None = None,
-) -> Iterator[PartSender]:
-    """A new object of `nbytes`, published when the block ends without an error and all is written.
+    add: Callable[[int], object] = lambda nbytes: None,
+) -> None:
+    """Create an object of `nbytes` from its parts, all of `part_nbytes` but the last.
 
-    After an error nothing is visible, and no thread writes any more. Parts are of `part_nbytes`, or
-    larger where there would be too many. `add(nbytes)` counts what was written. Other arguments are
-    those of `Store.create` and `PartSender`.
+    After an error, of the `parts` too, nothing is visible and no thread writes any more. `durable`
+    and `direct` are those of `Store.create`, the rest is as for `send_parts`.
     """
-    part_nbytes = part_nbytes_for(nbytes, part_nbytes)
     with (
         store.create(
             key, nbytes, part_nbytes=part_nbytes, durable=durable, direct=direct
         ) as writer,
-        PartSender(writer, nbytes, part_nbytes, threads=threads, add=add) as sender,
+        closing(parts),
     ):
-        yield sender
+        send_parts(writer, parts, threads=threads, add=add)
 
 
-class PartSender:
-    """Writes parts in order of `send`, up to `threads` at once; without threads, `send` writes.
-
-    Used by one thread. A failed write is raised by a later method, or at the end of the block.
-    """
-
-    def __init__(
-        self,
-        writer: ObjectWriter | JointWriter,
-        nbytes: int,
-        part_nbytes: int,
-        *,
-        threads: int,
-        add: Callable[[int], None] | None = None,
-        first: int = 0,
-    ) -> None:
-        self.nbytes, self.part_nbytes, self.threads = nbytes, part_nbytes, threads
-        self.index = first  # of the part that is sent next
-        self._writer = writer
-        self._add = add
-        self._pool = ThreadPoolExecutor(threads, "ckpt-write") if threads else None
-        self._in_flight: dict[Future[None], Callable[[], None]] = {}
-
-    def __enter__(self) -> PartSender:
-        return self
-
-    def __exit__(self, kind: object, error: object, trace: object) -> None:
-        try:
-            if kind is None:
-                self.wait_for_all()
-        finally:
-            if self._pool is not None:
-                self._pool.shutdown(wait=True, cancel_futures=True)
-
-    @property
-    def is_busy(self) -> bool:
-        """Whether one more part would wait for a thread."""
-        return 0 < self.threads <= len(self._in_flight)
-
-    def send(self, buffers: Sequence[memoryview], after: Callable[[], None] = lambda: None) -> None:
-        """Write `buffers` together as the next part.
-
-        They must not change before it is written; `after` is called then, by a method of this
-        object.
-        """
-        index, nbytes = self.index, sum(len(buffer) for buffer in buffers)
-        self.index += 1
-        done = partial(self._written, nbytes, after)
-        if self._pool is None:
-            self._writer.write_part(index, buffers)
-            done()
-        else:
-            self._in_flight[self._pool.submit(self._writer.write_part, index, buffers)] = done
-
-    def wait_for_one(self) -> None:
-        """Returns when any part in flight is written: one that stalls does not hold the others."""
-        assert self._in_flight, "nothing is in flight"
-        self._finish(wait(self._in_flight, return_when=FIRST_COMPLETED).done)
-
-    def wait_for_all(self) -> None:
-        """Returns when every part that was sent is written."""
-        while self._in_flight:
-            self.wait_for_one()
-
-    def collect(self) -> None:
-        """Call `after` of the parts that are written already, without waiting."""
-        self._finish([future for future in self._in_flight if future.done()])
-
-    def _finish(self, futures: Iterable[Future[None]]) -> None:
-        """Call `after` of parts that are written; raises what failed."""
-        for future in futures:
-            done = self._in_flight.pop(future)
-            future.result()
-            done()
-
-    def _written(self, nbytes: int, after: Callable[[], None]) -> None:
-        after()
-        if self._add is not None:
-            self._add(nbytes)
-
-
-def fill_and_send(
-    sender: PartSender,
+def write_filled(
+    store: Store,
+    key: str,
+    nbytes: int,
     *,
     fill: Callable[[int, memoryview], Filled],
-    finish: Callable[[int, memoryview, Filled], None],
-    stop: int | None = None,
+    finish: Callable[[int, memoryview, Filled], object],
+    threads: int,
+    part_nbytes: int = PART_NBYTES,
+    durable: bool = False,
+    add: Callable[[int], object] = lambda nbytes: None,
 ) -> None:
-    """Fill and send parts up to part `stop`, by default all; they are written when this returns.
-
-    `fill` runs in threads, as many as write. `finish` gets what it returned, in order and in this
-    thread, and may still change the part. Both get the part's first byte in the object and its
-    memory. Memory is a buffer per thread. The first error of any is raised when all threads are
-    done.
+    """Create an object of `nbytes` from parts of about `part_nbytes` as `filled_parts` makes them;
+    large ones around the page cache, which costs a third of the CPU seconds, and what others have
+    cached stays. The rest is as for `write_parts`.
     """
-    nbytes, part_nbytes = sender.nbytes, sender.part_nbytes
-    following = sender.index
-    count = -(-nbytes // part_nbytes) if stop is None else stop
-    threads = max(1, min(sender.threads, count - following))
-    # Buffers are used again for every part: fresh memory costs more than the copy. They are given
-    # out here, in the order of the parts, so that no part waits for a later one.
+    part_nbytes = part_nbytes_for(nbytes, part_nbytes)
+    parts = filled_parts(nbytes, part_nbytes, fill=fill, finish=finish, threads=threads)
+    write_parts(
+        store,
+        key,
+        nbytes,
+        parts,
+        part_nbytes=part_nbytes,
+        threads=max(1, threads),
+        durable=durable,
+        direct=nbytes >= PART_NBYTES,
+        add=add,
+    )
+
+
+def send_parts(
+    writer: ObjectWriter | JointWriter,
+    parts: Iterable[Part],
+    *,
+    threads: int,
+    add: Callable[[int], object],
+    first: int = 0,
+) -> None:
+    """Write `parts`, numbered from `first` on, up to `threads` at once; without threads the
+    caller's writes. One more is made meanwhile. `add(nbytes)` counts what was written.
+    """
+
+    def write(numbered: tuple[int, Part]) -> int:
+        index, (buffers, release) = numbered
+        try:
+            writer.write_part(index, buffers)
+            return sum(map(len, buffers))
+        finally:
+            release()
+
+    for nbytes in as_done(write, enumerate(parts, first), threads=threads, name="ckpt-write"):
+        add(nbytes)
+
+
+def filled_parts(
+    nbytes: int,
+    part_nbytes: int,
+    *,
+    fill: Callable[[int, memoryview], Filled],
+    finish: Callable[[int, memoryview, Filled], object],
+    threads: int,
+    first: int = 0,
+    stop: int | None = None,
+) -> Generator[Part, None, None]:
+    """Parts `first` to `stop` of an object, by default all, in buffers that are used again.
+
+    `fill` runs in threads, `finish` gets what it returned, in order and in the thread that takes
+    the parts, and may still change the part. Both get the part's first byte in the object and its
+    memory. Memory is a buffer per thread.
+    """
+    stop = -(-nbytes // part_nbytes) if stop is None else stop
+    threads = max(1, min(threads, stop - first))
+    # Fresh memory costs more than the copy.
     free = [aligned_buffer(min(part_nbytes, nbytes)) for _ in range(threads)]
-    filling: deque[tuple[int, memoryview, memoryview, Future[Filled]]] = deque()
-    with ThreadPoolExecutor(threads, "ckpt-fill") as fillers:
-        while following < count or filling:
-            sender.collect()
-            while not free and not filling:
-                sender.wait_for_one()
-            while free and following < count:
-                buffer, start = free.pop(), following * part_nbytes
-                part = buffer[: min(part_nbytes, nbytes - start)]
-                filling.append((start, buffer, part, fillers.submit(fill, start, part)))
-                following += 1
-            if filling:
-                start, buffer, part, filled = filling.popleft()
-                finish(start, part, filled.result())
-                sender.send([part], partial(free.append, buffer))
-        sender.wait_for_all()
+    changed, following = threading.Condition(), first * part_nbytes
+
+    def fill_one(start: int) -> tuple[int, memoryview, memoryview, Filled]:
+        nonlocal following
+        with changed:
+            # In the order of the parts, so that none waits for a later one.
+            changed.wait_for(lambda: free and following == start)
+            buffer, following = free.pop(), start + part_nbytes
+            changed.notify_all()
+        part = buffer[: min(part_nbytes, nbytes - start)]
+        return start, buffer, part, fill(start, part)
+
+    def give_back(buffer: memoryview) -> None:
+        with changed:
+            free.append(buffer)
+            changed.notify_all()
+
+    starts = range(first * part_nbytes, stop * part_nbytes, part_nbytes)
+    for start, buffer, part, filled in in_order(
+        fill_one, starts, threads=threads, name="ckpt-fill"
+    ):
+        finish(start, part, filled)
+        yield [part], partial(give_back, buffer)
+
+
+def cut_into_parts(runs: Iterable[memoryview], part_nbytes: int) -> Generator[Part, None, None]:
+    """Runs of bytes, which stay as they are until all is written, as parts of `part_nbytes`."""
+    part: list[memoryview] = []
+    room = part_nbytes
+    for run in runs:
+        while len(run):
+            part.append(run[:room])
+            run, room = run[room:], room - len(part[-1])
+            if not room:
+                yield part, _nothing
+                part, room = [], part_nbytes
+    if part:
+        yield part, _nothing
+
+
+def _nothing() -> None:
+    pass
+
+
+class DataFileBuilder:
+    """Takes the bytes of one file's chunks, in file order, and makes all its other bytes.
+
+    They come either as runs of any length, between `header` and `tail`, or as parts of the file in
+    memory, to be completed there.
+    """
+
+    def __init__(self, file: DataFile) -> None:
+        self._file = file
+        self._checksums = BlockChecksums(file.entries.block_ends)
+
+    @property
+    def header(self) -> memoryview:
+        """The bytes before the chunks."""
+        return memoryview(self._file.layout.header)
+
+    def add(self, data: memoryview) -> None:
+        """The next bytes of the chunks."""
+        self._checksums.add(data)
+
+    @cached_property
+    def tail(self) -> memoryview:
+        """The bytes after the chunks, which must all have passed: reserved tensors, checksums."""
+        return memoryview(b"".join([*self._file.extras.values(), self._table]))
+
+    @cached_property
+    def _table(self) -> bytes:
+        return checksum_tensor(self._file.layout, self._checksums.result(), self._file.extras)
+
+    def complete(self, start: int, part: memoryview) -> None:
+        """Fill in what a part lacks that holds the bytes of chunks and begins at byte `start`.
+
+        Parts come in file order.
+        """
+        stop = start + len(part)
+        first = len(self.header)
+        last = first + self._file.entries.nbytes
+        if start < first:
+            here = self.header[start:stop]
+            part[: len(here)] = here
+        low, high = max(start, first), min(stop, last)
+        if low < high:
+            self.add(part[low - start : high - start])
+        if stop > last:
+            here = self.tail[max(start - last, 0) : stop - last]
+            part[len(part) - len(here) :] = here
+
+    def result(self) -> PartFile:
+        """The file as its rank's part lists it, once all chunks have passed."""
+        file = self._file
+        checksums = self._checksums.result()
+        chunks, seal = file.entries.chunks, seal_of(self._table)
+        return PartFile(file.name, file.layout, chunks, checksums, seal, file.digests)

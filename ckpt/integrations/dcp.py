@@ -273,8 +273,7 @@ def _tensors(plan: SavePlan, planner: SavePlanner) -> tuple[dict[str, TensorReco
         chunk = StoredChunk(
             fqn, dtype_name(dtype), shape, box, view.numel() * view.element_size(), Kind.OTHER
         )
-        plain = is_plain_memory(view) and chunk.nbytes > 16 << 10
-        sources.append(Source(chunk, view, 0, view.data_ptr() if plain else 0))
+        sources.append(Source(chunk, view, 0, view.data_ptr() if is_plain_memory(view) else 0))
     if problems:
         raise InvalidState(problems)
     return infos, sorted(sources, key=lambda source: order_key(source.chunk))

@@ -34,7 +34,6 @@ from ckpt.saving.lending import LentCopy
 from ckpt.saving.messages import joined, split
 from ckpt.saving.report import SaveOptions, SaveReport
 from ckpt.saving.save import flattened
-from ckpt.saving.staged_files import FilePlan, part_count
 from ckpt.saving.staging import (
     BufferNeed,
     Snapshot,
@@ -44,7 +43,7 @@ from ckpt.saving.staging import (
     stage,
 )
 from ckpt.saving.task import Attempt, PartMemory, SaveTask, header_of
-from ckpt.saving.write import MIB, Staging, WritePath
+from ckpt.saving.write import MIB, FilePlan, Staging, WritePath, part_count
 from ckpt.telemetry.history import CommittedSave, RankReport, totals_of
 from ckpt.telemetry.record import SaveTotals
 from ckpt.world.base import collectively
@@ -119,9 +118,7 @@ class NearSaves:
         self._store = tier.files
         # Memory has no page cache to go around.
         is_disk = not tier.is_in_memory
-        self._path = WritePath(
-            staging=self._staging, direct=is_disk, writers=int(is_disk), direct_nbytes_min=4 * MIB
-        )
+        self._path = WritePath(staging=self._staging, direct=is_disk, direct_nbytes_min=4 * MIB)
         self._copies: Copies | None = None
         self._copied_nbytes = 0  # in the newest save that had all its copies
         self._began = 0.0  # the newest save, by the monotonic clock

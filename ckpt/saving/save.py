@@ -16,7 +16,7 @@ from ckpt.saving.alike import difference_of, is_shared
 from ckpt.saving.base import everything, refer
 from ckpt.saving.compared import digests_of
 from ckpt.saving.holders import inventory_of, report_names
-from ckpt.saving.plan import Contents, contents_of
+from ckpt.saving.plan import Contents, Memo, contents_of
 from ckpt.saving.publish import TRIES, publish
 from ckpt.saving.replicas import ReplicasDrifted, differing_replicas, replica_sums
 from ckpt.saving.report import SaveOptions, SaveReport
@@ -31,7 +31,7 @@ from ckpt.saving.task import (
     refuse_other_names,
     texts_of,
 )
-from ckpt.saving.write import Source, entries_of, write_files
+from ckpt.saving.write import Source, entries_of, plan_files, write_files
 from storage import Store
 
 
@@ -165,11 +165,17 @@ def write_sources(
         entries = entries_of(referred.sources, path.file_nbytes_max, header.block_bytes)
     with recorder.span("write", sum(file.nbytes for file in entries)):
         texts = texts_of(contents, task)
-        files = write_files(
+        files = rank_files(entries, rank_contents(contents, texts, header, task, referred))
+        starts = tuple(len(file.layout.header) for file in files)
+        least = task.store.part_nbytes_min
+        key = ("parts", path.part_nbytes, path.file_nbytes_max, least, starts)
+        memo = contents.plan.of_chunks if attempt.base is None else Memo()
+        written = write_files(
             task.store,
             step_prefix(header.step, header.attempt),
             referred.sources,
-            files=rank_files(entries, rank_contents(contents, texts, header, task, referred)),
+            files=files,
             path=path,
+            plans=memo.once(key, lambda: plan_files(entries, starts, path, least)),
         )
-    return Written(files, texts, referred.division.referenced)
+    return Written(written, texts, referred.division.referenced)

@@ -23,6 +23,7 @@ from ckpt.commit.names import attempt_name, step_prefix
 from ckpt.errors import CheckpointError
 from ckpt.format.datafile import BLOCK_BYTES
 from ckpt.format.part import Part, PartTexts
+from ckpt.format.rank_files import rank_files
 from ckpt.layout.buffers import address_of, aligned_buffer, copy_bytes
 from ckpt.layout.kind import Kind
 from ckpt.layout.memory import SideStreams, devices_of
@@ -33,7 +34,6 @@ from ckpt.saving.lending import LentCopy
 from ckpt.saving.plan import Contents, PlanMemory, contents_of
 from ckpt.saving.replicas import ReplicaSums, replica_sums
 from ckpt.saving.save import write_sources
-from ckpt.saving.staged_files import CopyOrder, FilePlan, Image, copy_order, part_count, plan_files
 from ckpt.saving.step_gate import Gate, steps, storage_of
 from ckpt.saving.task import (
     Attempt,
@@ -44,7 +44,19 @@ from ckpt.saving.task import (
     rank_contents,
     texts_of,
 )
-from ckpt.saving.write import Source, Staging, WritePath, copy_elements
+from ckpt.saving.write import (
+    HEADER_SLACK_NBYTES,
+    CopyOrder,
+    FilePlan,
+    Image,
+    Source,
+    Staging,
+    WritePath,
+    copy_elements,
+    copy_order,
+    part_count,
+    plan_files,
+)
 from ckpt.state.types import FlatState
 
 logger = logging.getLogger(__name__)
@@ -175,11 +187,13 @@ class Staged:
 
         with task.recorder.span("write", sum(file.entries.nbytes for file in self.image.files)):
             texts = texts_of(self.contents, task)
+            entries = [file.entries for file in self.image.files]
             files = self.image.write(
                 task.store,
                 step_prefix(header.step, header.attempt),
-                contents=rank_contents(self.contents, texts, header, task),
+                files=rank_files(entries, rank_contents(self.contents, texts, header, task)),
                 path=task.options.path,
+                writers=max(1, task.options.path.writers),
                 between_parts=between_parts,
             )
         task.recorder.count("step_wait_seconds", self.gate.waited_seconds)
@@ -349,15 +363,14 @@ def planned_files(contents: Contents, task: SaveTask) -> tuple[FilePlan, ...]:
     entries = contents.plan.entries(path.file_nbytes_max, header.block_bytes)
     # The slack in headers covers what differs from save to save: digits of steps and seconds.
     key = ("files", path.part_nbytes, least, path.file_nbytes_max, len(str(header.user)))
-    return contents.plan.of_chunks.once(
-        key,
-        lambda: plan_files(
-            entries,
-            contents=rank_contents(contents, PartTexts(contents.flat.aliases), header, task),
-            path=path,
-            part_nbytes_min=least,
-        ),
-    )
+
+    def planned() -> tuple[FilePlan, ...]:
+        texts = PartTexts(contents.flat.aliases)
+        files = rank_files(entries, rank_contents(contents, texts, header, task))
+        starts = [len(file.layout.header) + HEADER_SLACK_NBYTES for file in files]
+        return plan_files(entries, starts, path, least)
+
+    return contents.plan.of_chunks.once(key, planned)
 
 
 def _report(split: _Split, snapshot: Snapshot, task: SaveTask) -> None:

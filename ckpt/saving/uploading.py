@@ -17,17 +17,17 @@ import numpy.typing as npt
 
 from ckpt.commit.names import step_prefix
 from ckpt.format.part import Part
+from ckpt.format.rank_files import rank_files
 from ckpt.layout.buffers import address_of, bytes_at
 from ckpt.layout.memory import tensor_over
 from ckpt.saving.lending import LentCopy
 from ckpt.saving.plan import Contents, SavePlan, contents_of
 from ckpt.saving.replicas import ReplicaSums, compares_all
 from ckpt.saving.save import write_sources
-from ckpt.saving.staged_files import FilePlan, write_copied
 from ckpt.saving.staging import Snapshot, Staged, StageOptions, planned_files, stage
 from ckpt.saving.step_gate import Gate
 from ckpt.saving.task import Attempt, SaveTask, Written, part_of, rank_contents, texts_of
-from ckpt.saving.write import Source, Staging
+from ckpt.saving.write import FilePlan, Source, Staging, placed_files, write_copied
 
 
 @dataclass
@@ -71,16 +71,19 @@ class BorrowedState:
             return part_of(self.contents, written, self.digests, task)
         with task.recorder.span("write", nbytes):
             texts = texts_of(self.contents, task)
-            files = write_copied(
+            entries = [file.entries for file in self.files]
+            files = rank_files(entries, rank_contents(self.contents, texts, header, task))
+            parts = write_copied(
                 task.store,
                 step_prefix(header.step, header.attempt),
-                self.files,
                 self.lent.tensor_bytes(),
-                contents=rank_contents(self.contents, texts, header, task),
+                files=placed_files(self.files, files),
                 path=task.options.path,
+                part_nbytes=self.files[0].part_nbytes,
+                writers=max(1, task.options.path.writers),
                 between_parts=give_up,
             )
-        return part_of(self.contents, Written(files, texts), self.digests, task)
+        return part_of(self.contents, Written(parts, texts), self.digests, task)
 
     def _sources(self) -> list[Source]:
         """The sources, each where it was copied to, in files that are one range of memory each."""

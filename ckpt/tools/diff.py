@@ -13,7 +13,6 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
@@ -38,9 +37,9 @@ from ckpt.loading.checkpoint import Checkpoint
 from ckpt.loading.contents import find_checkpoint
 from ckpt.loading.plan import ReadPath
 from ckpt.state.stacks import Stacks
-from ckpt.tools.pipeline import in_order
 from storage import StoreLike, open_store, options_of_other
 from storage.hidden import hides_secrets
+from storage.threads import in_order
 
 BAND_NUMEL = 1 << 19  # elements read together
 LOOK_NUMEL = 1 << 15  # elements looked at together: all that is computed of them stays in the cache
@@ -440,13 +439,13 @@ def _amounts(
         ]
         return band, reduce(_sum, parts)
 
-    with ThreadPoolExecutor(threads, thread_name_prefix="ckpt-diff") as pool:
-        for (pair, span), amount in in_order(pool, look, _bands(pairs), in_flight_max=2 * threads):
-            known = amounts.get(pair.fqn_b)
-            amounts[pair.fqn_b] = amount if known is None else _sum(known, amount)
-            done += span.numel * _itemsizes(pair)
-            if progress is not None:
-                progress(done, total)
+    looked = in_order(look, _bands(pairs), threads=threads, name="ckpt-diff", ahead=2 * threads)
+    for (pair, span), amount in looked:
+        known = amounts.get(pair.fqn_b)
+        amounts[pair.fqn_b] = amount if known is None else _sum(known, amount)
+        done += span.numel * _itemsizes(pair)
+        if progress is not None:
+            progress(done, total)
     return amounts, total
 
 

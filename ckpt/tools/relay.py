@@ -19,7 +19,7 @@ from ckpt.format.checksum import crc32c
 from ckpt.format.crc_combine import joined_crc32c
 from ckpt.format.datafile import CHECKSUM_MAGIC
 from ckpt.format.datafile_index import DataFileIndex
-from ckpt.format.object_parts import PART_NBYTES, fill_and_send, sending
+from ckpt.format.object_parts import PART_NBYTES, write_filled
 from ckpt.format.stored_index import index_of, read_into
 from ckpt.layout.buffers import aligned_buffer
 from ckpt.saving.resumable import is_written
@@ -87,18 +87,12 @@ def relay_file(
         read_into(source, source_key, start, [part])
         return _fragments(tiles, starts, start, part)
 
-    with sending(
-        target,
-        target_key,
-        nbytes,
-        part_nbytes=PART_NBYTES,
-        threads=threads,
-        direct=nbytes >= PART_NBYTES,
-        add=add,
-    ) as sender:
-        fill_and_send(sender, fill=fill, finish=lambda start, part, own: fragments.extend(own))
-        # Inside of the block: leaving it publishes the file, and a damaged one must never appear.
-        _check(tiles, fragments, f"{source.url}/{source_key}")
+    def finish(start: int, part: memoryview, own: Sequence[Fragment]) -> None:
+        fragments.extend(own)
+        if start + len(part) == nbytes:  # before the last part is sent: the file appears with it
+            _check(tiles, fragments, f"{source.url}/{source_key}")
+
+    write_filled(target, target_key, nbytes, fill=fill, finish=finish, threads=threads, add=add)
 
 
 def _fragments(

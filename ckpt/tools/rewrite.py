@@ -10,19 +10,18 @@ bands and one part of a file per thread, whatever the size of the checkpoint.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import closing
 from queue import SimpleQueue
 from typing import NamedTuple, Protocol
 
 from ckpt.commit.names import MANIFEST_NAME
 from ckpt.errors import Corrupt
 from ckpt.format.datafile import StoredChunk, file_entries, order_key, split_into_files
-from ckpt.format.datafile_builder import DataFileBuilder
 from ckpt.format.joint_manifest import build_manifest
 from ckpt.format.manifest import SINCE_FULL, Header, Manifest
 from ckpt.format.manifest_codec import decode_manifest, encode_manifest
-from ckpt.format.object_parts import PART_NBYTES, sending
+from ckpt.format.object_parts import DataFileBuilder, write_filled
 from ckpt.format.part import (
     FileColumns,
     PartFile,
@@ -40,10 +39,9 @@ from ckpt.loading.checkpoint import Checkpoint, fill, piece_of
 from ckpt.loading.contents import StoredTensor
 from ckpt.loading.plan import ReadPath
 from ckpt.saving.resumable import begin, end
-from ckpt.saving.write import PartStream, Staging
-from ckpt.tools.pipeline import in_order
 from ckpt.tools.relay import is_there
 from storage import Store
+from storage.threads import in_order
 
 MIB = 1 << 20
 BAND_NBYTES = 4 * MIB
@@ -132,15 +130,14 @@ def rewrite(
     )
     if ended is not None:
         return decode_manifest(ended)
-    with ThreadPoolExecutor(threads, thread_name_prefix="ckpt-rewrite") as pool:
-        written = list(
-            in_order(
-                pool,
-                lambda file: _written(checkpoint, target, file, add),
-                files,
-                in_flight_max=threads,
-            )
+    written = [
+        *in_order(
+            lambda file: _written(checkpoint, target, file, add),
+            files,
+            threads=threads,
+            name="ckpt-rewrite",
         )
+    ]
     manifest = _manifest(checkpoint.manifest, header, files, written)
     end(target, names, [(MANIFEST_NAME, encode_manifest(manifest))])
     return manifest
@@ -218,25 +215,31 @@ def _written(checkpoint: Checkpoint, target: Store, file: DataFile, add: Counter
 
 
 def _write(checkpoint: Checkpoint, target: Store, file: DataFile, add: Counter) -> PartFile:
-    builder, nbytes = DataFileBuilder(file), file.layout.nbytes
-    with (
-        sending(
+    builder, layout = DataFileBuilder(file), file.layout
+    with closing(_bytes_of(checkpoint, file.entries.chunks)) as bands:
+        band = memoryview(b"")
+        first = len(layout.header)
+
+        def fill(start: int, part: memoryview) -> None:
+            nonlocal band
+            position = max(first - start, 0)
+            end = min(len(part), first + file.entries.nbytes - start)
+            while position < end:
+                band = band or next(bands)
+                here = band[: end - position]
+                part[position : position + len(here)] = here
+                band, position = band[len(here) :], position + len(here)
+
+        # One thread, so the parts are filled in order.
+        write_filled(
             target,
             file.name,
-            nbytes,
-            part_nbytes=PART_NBYTES,
-            direct=nbytes >= PART_NBYTES,
+            layout.nbytes,
+            fill=fill,
+            finish=lambda start, part, _: builder.complete(start, part),
+            threads=1,
             add=add.add,
-        ) as sender,
-        # Gathered, because the memory of a band is filled again as soon as it was passed on.
-        PartStream(sender, Staging(), gathers=True) as stream,
-        ThreadPoolExecutor(BANDS_AHEAD, thread_name_prefix="ckpt-read") as pool,
-    ):
-        stream.add(builder.header)
-        for data in _bytes_of(checkpoint, file.entries.chunks, pool):
-            builder.add(data)
-            stream.add(data)
-        stream.add(builder.tail)
+        )
     return builder.result()
 
 
@@ -246,8 +249,8 @@ class _Band(NamedTuple):
 
 
 def _bytes_of(
-    checkpoint: Checkpoint, chunks: Sequence[StoredChunk], pool: ThreadPoolExecutor
-) -> Iterator[memoryview]:
+    checkpoint: Checkpoint, chunks: Sequence[StoredChunk]
+) -> Generator[memoryview, None, None]:
     """The bytes of all chunks, in order; each run of them is valid until the next is taken."""
 
     def read(band: _Band) -> tuple[_Band, memoryview]:
@@ -268,7 +271,7 @@ def _bytes_of(
     # One more than are read ahead: the caller still has the band that it took last.
     for _ in range(BANDS_AHEAD + 1):
         buffers.put(aligned_buffer(BAND_NBYTES))
-    for band, buffer in in_order(pool, read, _bands(chunks), in_flight_max=BANDS_AHEAD):
+    for band, buffer in in_order(read, _bands(chunks), threads=BANDS_AHEAD, name="ckpt-read"):
         yield buffer[: band.region.numel * DTYPES[chunks[band.chunk].dtype].itemsize]
         buffers.put(buffer)
 

@@ -13,7 +13,7 @@ import pytest
 
 from ckpt.format.checksum import block_checksums
 from ckpt.format.datafile import StoredChunk, checksum_tensor, file_entries
-from ckpt.format.datafile_builder import DataFileBuilder
+from ckpt.format.object_parts import DataFileBuilder
 from ckpt.format.part import PartTexts
 from ckpt.format.rank_files import DataFile, RankContents, rank_files
 from ckpt.layout.region import Span

@@ -18,15 +18,17 @@ import torch
 
 import ckpt
 from ckpt.format.datafile import BLOCK_BYTES, StoredChunk, file_entries
-from ckpt.format.object_parts import PARTS_MAX, fill_and_send, part_nbytes_for, sending
-from ckpt.format.part import PartTexts
-from ckpt.format.rank_files import RankContents
+from ckpt.format.object_parts import (
+    PARTS_MAX,
+    cut_into_parts,
+    part_nbytes_for,
+    write_filled,
+    write_parts,
+)
 from ckpt.layout.region import Span
-from ckpt.saving.staged_files import plan_files
-from ckpt.saving.write import WritePath
+from ckpt.saving.write import WritePath, plan_files
 from storage import Store, open_store
 from storage.memory import MemoryStore
-from tests.format.sample import HEADER
 
 MIB = 1 << 20
 NBYTES, PART_NBYTES = 1000, 64
@@ -43,22 +45,35 @@ def store(request: pytest.FixtureRequest) -> Store:
     return open_store(f"memory://parts-{request.node.name}")
 
 
-@pytest.mark.parametrize("threads", [0, 1, 3, 50])
-def test_parts_are_finished_in_order_and_counted_once_they_are_written(
-    store: Store, threads: int
-) -> None:
+@pytest.mark.parametrize("threads", [1, 3, 50])
+def test_parts_are_finished_in_order_and_counted_when_written(store: Store, threads: int) -> None:
     finished: list[int] = []
     counted: list[int] = []
-    with sending(
-        store, "k", NBYTES, part_nbytes=PART_NBYTES, threads=threads, add=counted.append
-    ) as sender:
-        fill_and_send(sender, fill=fill, finish=lambda start, part, filled: finished.append(filled))
-        assert sum(counted) == NBYTES
+    write_filled(
+        store,
+        "k",
+        NBYTES,
+        fill=fill,
+        finish=lambda start, part, filled: finished.append(filled),
+        threads=threads,
+        part_nbytes=PART_NBYTES,
+        add=counted.append,
+    )
+    assert sum(counted) == NBYTES
     assert finished == list(range(0, NBYTES, PART_NBYTES))
     assert store.get("k") == EXPECTED
 
 
-@pytest.mark.parametrize("where", ["fill", "finish", "write", "after the parts"])
+@pytest.mark.parametrize("threads", [0, 1, 3])
+@pytest.mark.parametrize("size", [1, 63, 64, 65, 1000])
+def test_runs_of_any_length_are_cut_into_parts(store: Store, size: int, threads: int) -> None:
+    runs = [memoryview(EXPECTED[start : start + size]) for start in range(0, NBYTES, size)]
+    parts = cut_into_parts([memoryview(b""), *runs], PART_NBYTES)
+    write_parts(store, "k", NBYTES, parts, part_nbytes=PART_NBYTES, threads=threads)
+    assert store.get("k") == EXPECTED
+
+
+@pytest.mark.parametrize("where", ["fill", "finish", "write"])
 def test_nothing_is_visible_and_no_thread_writes_after_a_failure(
     store: Store, where: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -88,16 +103,16 @@ def test_nothing_is_visible_and_no_thread_writes_after_a_failure(
         return writer
 
     monkeypatch.setattr(MemoryStore, "create", create)
-    with (
-        pytest.raises(OSError, match="planned"),
-        sending(store, "k", NBYTES, part_nbytes=PART_NBYTES, threads=2) as sender,
-    ):
-        fill_and_send(
-            sender,
+    with pytest.raises(OSError, match="planned"):
+        write_filled(
+            store,
+            "k",
+            NBYTES,
             fill=filling,
             finish=lambda start, part, filled: failing_at("finish", start),
+            threads=2,
+            part_nbytes=PART_NBYTES,
         )
-        failing_at("after the parts", 5 * PART_NBYTES)
     assert list(store.list("")) == []
     names = {thread.name for thread in threading.enumerate()}
     assert running and names.isdisjoint(set(running) - {threading.current_thread().name})
@@ -123,19 +138,23 @@ def test_a_part_that_stalls_holds_no_other(store: Store, monkeypatch: pytest.Mon
         return writer
 
     monkeypatch.setattr(MemoryStore, "create", create)
-    with sending(store, "k", NBYTES, part_nbytes=PART_NBYTES, threads=2) as sender:
-        fill_and_send(sender, fill=fill, finish=lambda start, part, filled: None)
+    write_filled(
+        store,
+        "k",
+        NBYTES,
+        fill=fill,
+        finish=lambda start, part, filled: None,
+        threads=2,
+        part_nbytes=PART_NBYTES,
+    )
     assert store.get("k") == EXPECTED
 
 
-def test_the_end_of_the_block_waits_for_parts_and_raises_what_failed(store: Store) -> None:
-    """The last of them are in flight then: a part that is too short is refused by the writer."""
-    with (
-        pytest.raises(ValueError, match=r"part 15 has 40 bytes, got 39"),
-        sending(store, "k", NBYTES, part_nbytes=PART_NBYTES, threads=3) as sender,
-    ):
-        for start in range(0, NBYTES, PART_NBYTES):
-            sender.send([memoryview(EXPECTED[start : min(start + PART_NBYTES, NBYTES - 1)])])
+def test_a_part_of_another_length_is_refused(store: Store) -> None:
+    """The last of them are in flight then."""
+    parts = cut_into_parts([memoryview(EXPECTED[:-1])], PART_NBYTES)
+    with pytest.raises(ValueError, match=r"part 15 has 40 bytes, got 39"):
+        write_parts(store, "k", NBYTES, parts, part_nbytes=PART_NBYTES, threads=3)
     assert list(store.list("")) == []
 
 
@@ -184,8 +203,7 @@ def test_a_staged_file_is_planned_in_as_many_parts_as_object_stores_take() -> No
     entries = file_entries(
         [StoredChunk("t", "uint8", (nbytes,), Span(0, nbytes), nbytes, 0)], BLOCK_BYTES
     )
-    contents = RankContents(HEADER, 0, PartTexts({}))
-    (plan,) = plan_files([entries], contents=contents, path=WritePath(), part_nbytes_min=1)
+    (plan,) = plan_files([entries], [4096], WritePath(), 1)
     assert len(plan.parts) <= PARTS_MAX
     assert plan.part_nbytes == part_nbytes_for(nbytes, plan.part_nbytes)
 

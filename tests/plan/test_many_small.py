@@ -19,7 +19,6 @@ from ckpt.layout.plain import Ranks
 from ckpt.loading.checkpoint import find_checkpoint
 from ckpt.loading.load import catalog_of
 from ckpt.loading.plan import plan_reads
-from ckpt.saving.write import PartStream, Source
 from ckpt.state.bind import bind_state
 from storage.local import LocalStore
 from tests.counting import python_calls
@@ -55,21 +54,6 @@ def test_small_tensors_of_any_kind_come_back(tmp_path: Path, io: str, count: int
     ckpt.load(target, str(tmp_path / "run"))
     for fqn, tensor in state.items():
         assert torch.equal(target[fqn], tensor), fqn
-
-
-def test_small_tensors_are_copied_by_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
-    packed: list[list[str]] = []
-    push_pack = PartStream.push_pack
-
-    def noted(self: PartStream, pack: Sequence[Source], nbytes: int) -> memoryview:
-        packed.append([source.chunk.fqn for source in pack])
-        return push_pack(self, pack, nbytes)
-
-    monkeypatch.setattr(PartStream, "push_pack", noted)
-    state = {f"small{index:03d}": torch.full((3,), float(index)) for index in range(100)}
-    state["large"] = torch.randn(50_000)
-    ckpt.save(state, "memory://one-call", step=1)
-    assert packed == [sorted(state.keys() - {"large"})]
 
 
 def test_a_file_of_one_part_is_written_by_the_thread_that_saves(

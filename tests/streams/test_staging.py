@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch import nn
 
-import ckpt.saving.staged_files as staged_files
+import ckpt.format.object_parts as object_parts
 import ckpt.saving.write as writing
 from ckpt.commit.ranked import SessionRegistry, open_session
 from ckpt.layout.buffers import address_of, aligned_buffer
@@ -156,9 +156,9 @@ def training(*, saves_all: bool) -> list[int]:
 def run() -> list[str]:
     memory = StagedMemory()
     write: Any = writing
-    files: Any = staged_files
+    files: Any = object_parts
     write.staging_buffer, write.tensor_over = memory.take, memory.over
-    complete = staged_files.DataFileBuilder.complete
+    complete = object_parts.DataFileBuilder.complete
 
     def read_and_complete(self: Any, start: int, buffer: memoryview) -> Any:
         memory.behind(buffer).sum()  # by the host, which writes it

@@ -11,6 +11,7 @@ from __future__ import annotations
 import zlib
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from itertools import islice
 from typing import NamedTuple, TypeAlias
 
@@ -19,13 +20,7 @@ import torch
 from ckpt.convert.sources.source import CheckpointSource, ReadRequest
 from ckpt.convert.targets.files import Data, FilePiece, Fixed, Late, PlannedFile
 from ckpt.format.crc_combine import joined_crc32
-from ckpt.format.object_parts import (
-    PART_NBYTES,
-    PartSender,
-    fill_and_send,
-    part_nbytes_for,
-    sending,
-)
+from ckpt.format.object_parts import filled_parts, part_nbytes_for, send_parts, write_filled
 from ckpt.layout.dtypes import torch_dtype
 from ckpt.layout.memory import tensor_over
 from ckpt.layout.region import Span
@@ -72,23 +67,17 @@ def write_file(writing: Writing, file: PlannedFile, meter: Meter) -> None:
     if file.nbytes == 0:
         writing.store.put_if_absent(file.key, b"")
         return
-    finishing = Finishing(file)
-    with sending(
+    write_filled(
         writing.store,
         file.key,
         file.nbytes,
+        fill=lambda start, part: fill_part(writing.source, file.pieces, start, part),
+        finish=Finishing(file).finish,
+        threads=writing.threads,
         part_nbytes=writing.part_nbytes,
-        threads=max(1, writing.threads),
         durable=True,
-        # Around the page cache: a third of the CPU seconds, and what others have cached stays.
-        direct=file.nbytes >= PART_NBYTES,
         add=meter.add,
-    ) as sender:
-        fill_and_send(
-            sender,
-            fill=lambda start, part: fill_part(writing.source, file.pieces, start, part),
-            finish=finishing.finish,
-        )
+    )
 
 
 def write_share(
@@ -100,15 +89,17 @@ def write_share(
     writer = writing.store.joint(file.key, file.nbytes, part_nbytes=part_nbytes, token=token)
     threads = max(1, writing.threads)
     try:
-        with PartSender(
-            writer, file.nbytes, part_nbytes, threads=threads, add=meter.add, first=first
-        ) as sender:
-            fill_and_send(
-                sender,
-                fill=lambda start, part: fill_part(writing.source, file.pieces, start, part),
-                finish=lambda start, part, counted: None,
-                stop=stop,
-            )
+        parts = filled_parts(
+            file.nbytes,
+            part_nbytes,
+            fill=lambda start, part: fill_part(writing.source, file.pieces, start, part),
+            finish=lambda start, part, counted: None,
+            threads=threads,
+            first=first,
+            stop=stop,
+        )
+        with closing(parts):
+            send_parts(writer, parts, threads=threads, add=meter.add, first=first)
     finally:
         writer.close()
     return writer.receipts

@@ -30,6 +30,7 @@ from ckpt.near.placement import placed_copies
 from ckpt.near.records import NearFile, NearHead, NearRecord, decode_near_record, encode_near_record
 from ckpt.near.tier import Tier
 from ckpt.saving.background import Background, PendingSave
+from ckpt.saving.image import FilePlan, part_count
 from ckpt.saving.lending import LentCopy
 from ckpt.saving.messages import joined, split
 from ckpt.saving.report import SaveOptions, SaveReport
@@ -43,7 +44,7 @@ from ckpt.saving.staging import (
     stage,
 )
 from ckpt.saving.task import Attempt, PartMemory, SaveTask, header_of
-from ckpt.saving.write import MIB, FilePlan, Staging, WritePath, part_count
+from ckpt.saving.write import MIB, Staging, WritePath
 from ckpt.telemetry.history import CommittedSave, RankReport, totals_of
 from ckpt.telemetry.record import SaveTotals
 from ckpt.world.base import collectively

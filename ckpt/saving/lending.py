@@ -18,9 +18,9 @@ import numpy as np
 import numpy.typing as npt
 
 from ckpt.errors import CheckpointError
+from ckpt.saving.image import FilePlan, Hold
 from ckpt.saving.plan import Contents
 from ckpt.saving.replicas import ReplicaSums
-from ckpt.saving.write import FilePlan, Hold
 
 COPY_SECONDS_MAX = 600.0  # no rank is waited for meanwhile, only memory is copied: a guess
 

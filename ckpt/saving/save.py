@@ -16,6 +16,7 @@ from ckpt.saving.alike import difference_of, is_shared
 from ckpt.saving.base import everything, refer
 from ckpt.saving.compared import digests_of
 from ckpt.saving.holders import inventory_of, report_names
+from ckpt.saving.image import plan_files, write_files
 from ckpt.saving.plan import Contents, Memo, contents_of
 from ckpt.saving.publish import TRIES, publish
 from ckpt.saving.replicas import ReplicasDrifted, differing_replicas, replica_sums
@@ -31,7 +32,7 @@ from ckpt.saving.task import (
     refuse_other_names,
     texts_of,
 )
-from ckpt.saving.write import Source, entries_of, plan_files, write_files
+from ckpt.saving.write import Source, entries_of
 from storage import Store
 
 

@@ -30,6 +30,15 @@ from ckpt.layout.memory import SideStreams, devices_of
 from ckpt.layout.plain import Ranks, times_changed
 from ckpt.layout.tensor import local_tensor
 from ckpt.saving.compared import digests_of
+from ckpt.saving.image import (
+    HEADER_SLACK_NBYTES,
+    CopyOrder,
+    FilePlan,
+    Image,
+    copy_order,
+    part_count,
+    plan_files,
+)
 from ckpt.saving.lending import LentCopy
 from ckpt.saving.plan import Contents, PlanMemory, contents_of
 from ckpt.saving.replicas import ReplicaSums, replica_sums
@@ -44,19 +53,7 @@ from ckpt.saving.task import (
     rank_contents,
     texts_of,
 )
-from ckpt.saving.write import (
-    HEADER_SLACK_NBYTES,
-    CopyOrder,
-    FilePlan,
-    Image,
-    Source,
-    Staging,
-    WritePath,
-    copy_elements,
-    copy_order,
-    part_count,
-    plan_files,
-)
+from ckpt.saving.write import Source, Staging, WritePath, copy_elements
 from ckpt.state.types import FlatState
 
 logger = logging.getLogger(__name__)

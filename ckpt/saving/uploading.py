@@ -20,6 +20,7 @@ from ckpt.format.part import Part
 from ckpt.format.rank_files import rank_files
 from ckpt.layout.buffers import address_of, bytes_at
 from ckpt.layout.memory import tensor_over
+from ckpt.saving.image import FilePlan, placed_files, write_copied
 from ckpt.saving.lending import LentCopy
 from ckpt.saving.plan import Contents, SavePlan, contents_of
 from ckpt.saving.replicas import ReplicaSums, compares_all
@@ -27,7 +28,7 @@ from ckpt.saving.save import write_sources
 from ckpt.saving.staging import Snapshot, Staged, StageOptions, planned_files, stage
 from ckpt.saving.step_gate import Gate
 from ckpt.saving.task import Attempt, SaveTask, Written, part_of, rank_contents, texts_of
-from ckpt.saving.write import FilePlan, Source, Staging, placed_files, write_copied
+from ckpt.saving.write import Source, Staging
 
 
 @dataclass

@@ -19,8 +19,8 @@ import torch
 from ckpt.commit.ranked import SessionRegistry
 from ckpt.errors import SaveDropped
 from ckpt.near.memory import TierMemory
-from ckpt.saving import write
-from ckpt.saving.write import StagedRange
+from ckpt.saving import image
+from ckpt.saving.image import StagedRange
 from ckpt.service.checkpointer import Checkpointer
 from ckpt.service.events import NearFailed, SaveSucceeded
 from ckpt.service.near import Near
@@ -45,13 +45,13 @@ def in_memory(monkeypatch: pytest.MonkeyPatch) -> None:
 def copied(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """How many bytes each call copies into buffers of saves."""
     sizes: list[int] = []
-    fill = write.Image._fill
+    fill = image.Image._fill
 
     def counting(self: Any, part: Any, ranges: list[StagedRange], **how: Any) -> None:
         sizes.extend(one.stop - one.start for one in ranges)
         fill(self, part, ranges, **how)
 
-    monkeypatch.setattr(write.Image, "_fill", counting)
+    monkeypatch.setattr(image.Image, "_fill", counting)
     return sizes
 
 

@@ -25,7 +25,7 @@ pytestmark = pytest.mark.ranks
 
 SAVE_AND_END = """
 import sys, torch, ckpt
-from ckpt.saving.write import Image
+from ckpt.saving.image import Image
 def failing(self, *args, **kwargs):
     self.release()
     raise OSError("planted: the disk is gone")
@@ -37,7 +37,7 @@ ckpt.async_save(state, sys.argv[1], step=7)
 
 FORK_WHILE_SAVING = """
 import multiprocessing, sys, threading, torch, ckpt
-from ckpt.saving.write import Image
+from ckpt.saving.image import Image
 child_is_over, write = threading.Event(), Image.write
 def waiting(self, *args, **kwargs):
     child_is_over.wait()

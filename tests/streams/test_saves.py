@@ -21,8 +21,8 @@ from ckpt.layout.kind import Kind
 from ckpt.layout.memory import SideStreams, devices_of, is_accelerator
 from ckpt.layout.piece import Holding, Piece
 from ckpt.layout.region import whole
+from ckpt.saving.image import copy_order
 from ckpt.saving.staging import Staged
-from ckpt.saving.write import copy_order
 from tests.ranks import run_ranks
 from tests.streams.device import NAME, Stream, using
 from tests.streams.groups import world

@@ -7,9 +7,11 @@ violation per rule shows that the rule bites.
 from __future__ import annotations
 
 import ast
+import functools
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import NamedTuple
@@ -21,23 +23,36 @@ ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("storage", "ckpt", "sharding")
 
 
-class Source(NamedTuple):
+@dataclass
+class Source:
     """One parsed file; `path` is relative to the repository, with forward slashes."""
 
     path: str
     tree: ast.Module
+
+    @functools.cached_property
+    def nodes(self) -> list[ast.AST]:
+        return list(ast.walk(self.tree))
 
     @property
     def package(self) -> str:
         return self.path.split("/")[0]
 
 
+@functools.lru_cache(maxsize=2)
 def sources(*folders: str) -> list[Source]:
+    """Parsed once for all rules of this file; `_sources_are_forgotten` frees them."""
     return [
         Source(path.relative_to(ROOT).as_posix(), ast.parse(path.read_text(encoding="utf-8")))
         for folder in folders
         for path in sorted((ROOT / folder).rglob("*.py"))
     ]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _sources_are_forgotten() -> Iterator[None]:
+    yield
+    sources.cache_clear()
 
 
 # Imports -----------------------------------------------------------------------------------------
@@ -89,8 +104,8 @@ ONE_FILE_EACH = {
 }
 
 
-def imported_roots(tree: ast.Module) -> Iterator[tuple[int, str]]:
-    for node in ast.walk(tree):
+def imported_roots(source: Source) -> Iterator[tuple[int, str]]:
+    for node in source.nodes:
         if isinstance(node, ast.Import):
             yield from ((node.lineno, alias.name.split(".")[0]) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -99,7 +114,7 @@ def imported_roots(tree: ast.Module) -> Iterator[tuple[int, str]]:
 
 def bad_imports(source: Source) -> list[str]:
     problems = []
-    for line, name in imported_roots(source.tree):
+    for line, name in imported_roots(source):
         where = f"{source.path}:{line}"
         if name == source.package or name in sys.stdlib_module_names:
             continue
@@ -221,10 +236,10 @@ BANS = (
 )
 
 
-def dotted_names(tree: ast.Module) -> Iterator[tuple[int, str]]:
+def dotted_names(source: Source) -> Iterator[tuple[int, str]]:
     """Every dotted name, imports resolved: `dist.barrier` gives `torch.distributed.barrier`."""
     known: dict[str, str] = {}
-    for node in ast.walk(tree):
+    for node in source.nodes:
         if isinstance(node, ast.Import):
             for alias in node.names:
                 yield node.lineno, alias.name
@@ -234,7 +249,7 @@ def dotted_names(tree: ast.Module) -> Iterator[tuple[int, str]]:
             for alias in node.names:
                 yield node.lineno, f"{node.module}.{alias.name}"
                 known[alias.asname or alias.name] = f"{node.module}.{alias.name}"
-    for node in ast.walk(tree):
+    for node in source.nodes:
         if isinstance(node, ast.Attribute):
             parts = [node.attr]
             inner = node.value
@@ -247,7 +262,7 @@ def dotted_names(tree: ast.Module) -> Iterator[tuple[int, str]]:
 
 def banned_names(source: Source) -> list[str]:
     problems = set()
-    for line, name in dotted_names(source.tree):
+    for line, name in dotted_names(source):
         for ban in BANS:
             if ban.matches(name) and source.path not in ban.allowed:
                 problems.add(f"{source.path}:{line}: {name}; use {ban.instead}")
@@ -256,9 +271,9 @@ def banned_names(source: Source) -> list[str]:
 
 def foreign_privates(source: Source) -> list[str]:
     """Private attributes of objects whose class is not in this file: torch hides state in them."""
-    own = {name for node in ast.walk(source.tree) for name in _defined_privates(node)}
+    own = {name for node in source.nodes for name in _defined_privates(node)}
     problems = []
-    for node in ast.walk(source.tree):
+    for node in source.nodes:
         if not isinstance(node, ast.Attribute) or not re.match(r"_[^_]", node.attr):
             continue
         if isinstance(node.value, ast.Name) and node.value.id in ("self", "cls"):
@@ -319,7 +334,7 @@ def arrows(all_sources: Sequence[Source]) -> list[Arrow]:
     paths = frozenset(source.path for source in all_sources)
     all_arrows = set()
     for source in all_sources:
-        for node in ast.walk(source.tree):
+        for node in source.nodes:
             names: list[str] = []
             if isinstance(node, ast.Import):
                 names = [alias.name for alias in node.names]
@@ -393,7 +408,7 @@ def climbing(all_arrows: Iterable[Arrow]) -> list[str]:
 def long_functions(source: Source, lines_max: int = 60) -> list[str]:
     """Functions whose body has more lines; signature and docstring are for the caller."""
     problems = []
-    for node in ast.walk(source.tree):
+    for node in source.nodes:
         if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             continue
         body = node.body[1:] if ast.get_docstring(node) is not None else node.body
@@ -452,9 +467,9 @@ RETIRED_ALONE = {
 }
 
 
-def identifiers(tree: ast.Module) -> Iterator[tuple[int, str]]:
+def identifiers(source: Source) -> Iterator[tuple[int, str]]:
     """Every name that this file gives or uses: of classes, functions, arguments, variables."""
-    for node in ast.walk(tree):
+    for node in source.nodes:
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
             yield node.lineno, node.name
         elif isinstance(node, ast.arg):
@@ -468,7 +483,7 @@ def identifiers(tree: ast.Module) -> Iterator[tuple[int, str]]:
 def retired_words(source: Source) -> list[str]:
     """Identifiers that have a retired word in them."""
     problems = set()
-    for line, name in identifiers(source.tree):
+    for line, name in identifiers(source):
         alone = name.strip("_").lower()
         words = {*re.sub(r"([a-z])([A-Z])", r"\1_\2", name).lower().split("_")} & RETIRED.keys()
         for word in words | ({alone} & RETIRED_ALONE.keys()):

@@ -29,8 +29,9 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Protocol, TypeVar
+from typing import NamedTuple, Protocol, TypeVar
 
+from ckpt.errors import CheckpointError
 from ckpt.world.frames import Frame, FrameKind, MiB
 from ckpt.world.link import (
     NOBODY,
@@ -72,14 +73,26 @@ class Receiver(Protocol):
         """
 
 
+class Place(NamedTuple):
+    """Where a process listens: on one address ("" for all), at the first free one of some ports
+    (0: the system chooses).
+    """
+
+    address: str = ""
+    ports: range = range(1)
+
+
 class Heart:
     """The connections of one process. `hosts` are the addresses by which others may reach it."""
 
-    def __init__(self, rank: int, hosts: Sequence[str]) -> None:
-        self._listener = _listening()
+    def __init__(self, rank: int, hosts: Sequence[str], place: Place | None = None) -> None:
+        place = place or Place()
+        self._listener = _listening(place)
         port = int(self._listener.getsockname()[1])
         who = ProcessIdentity.this()
-        self.card = Card(rank, secrets.token_hex(16), tuple(hosts), port, this_network(), who)
+        # One that listens on an interface of its own is not reached by the loopback address.
+        network = "" if place.address else this_network()
+        self.card = Card(rank, secrets.token_hex(16), tuple(hosts), port, network, who)
         self.sent = 0  # messages
         self._selector = selectors.DefaultSelector()
         self._woken, self._wake = socket.socketpair()
@@ -520,14 +533,26 @@ class Heart:
         self._later(lambda: self._flush(link))
 
 
-def _listening() -> socket.socket:
-    """On all addresses, at a port that the system chooses."""
-    if socket.has_dualstack_ipv6():
-        with contextlib.suppress(OSError):  # no IPv6 in this container
-            return socket.create_server(
-                ("", 0), family=socket.AF_INET6, dualstack_ipv6=True, backlog=128
-            )
-    return socket.create_server(("", 0), backlog=128)
+def _listening(place: Place) -> socket.socket:
+    """Raises CheckpointError where no port of the place is free."""
+    error: OSError | None = None
+    for port in place.ports:
+        try:
+            if place.address:
+                family = socket.AF_INET6 if ":" in place.address else socket.AF_INET
+                return socket.create_server((place.address, port), family=family, backlog=128)
+            if socket.has_dualstack_ipv6():
+                with contextlib.suppress(OSError):  # no IPv6 in this container
+                    return socket.create_server(
+                        ("", port), family=socket.AF_INET6, dualstack_ipv6=True, backlog=128
+                    )
+            return socket.create_server(("", port), backlog=128)
+        except OSError as failed:
+            error = failed
+    raise CheckpointError(
+        f"cannot listen for other ranks on {place.address or 'any address'}, ports "
+        f"{place.ports[0]} to {place.ports[-1]}: {error}. Each process of a host needs a port"
+    ) from error
 
 
 _all_hearts: weakref.WeakSet[Heart] = weakref.WeakSet()

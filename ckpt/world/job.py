@@ -15,12 +15,21 @@ from typing import Any
 
 import torch.distributed as dist
 
+from ckpt.errors import CheckpointError
 from ckpt.world.board import ProcessBoard
 from ckpt.world.frames import WORLD_NBYTES
-from ckpt.world.heart import Heart
-from ckpt.world.liveness import Card, ProcessIdentity, address_of, hosts_of
+from ckpt.world.heart import Heart, Place
+from ckpt.world.liveness import (
+    Card,
+    ProcessIdentity,
+    address_of,
+    address_of_interface,
+    hosts_of,
+)
 from ckpt.world.missing import Missing, card_key
 from ckpt.world.rounds import STORE_SECONDS
+
+PORTS_VARIABLE = "SHARDPOINT_PORTS"
 
 
 class Process:
@@ -40,6 +49,22 @@ class Process:
     def use(self, store: Any) -> None:
         """Another way to the same store."""
         self.store = self.board.store = store
+
+
+def place_of_environment() -> Place:
+    """Where ranks listen for each other: on the first interface of GLOO_SOCKET_IFNAME, as gloo
+    does, and at a port of SHARDPOINT_PORTS, such as `29600-29699`. Raises CheckpointError for
+    anything else.
+    """
+    name, ports = (os.environ.get(key, "") for key in ("GLOO_SOCKET_IFNAME", PORTS_VARIABLE))
+    low, _, high = ports.partition("-")
+    if ports and not (low.isdigit() and (high or low).isdigit()):
+        raise CheckpointError(f"{PORTS_VARIABLE}={ports!r}: expected a range such as 29600-29699")
+    numbers = range(int(low), int(high or low) + 1) if ports else range(1)
+    if ports and not (numbers and numbers[0] and numbers[-1] < 1 << 16):
+        raise CheckpointError(f"{PORTS_VARIABLE}={ports!r}: ports are 1 to 65535, ascending")
+    address = address_of_interface(name.partition(",")[0]) if name else ""
+    return Place(address, numbers)
 
 
 def own_prefix(process: Process, ranks: tuple[int, ...], rank: int) -> tuple[Any, bytes]:
@@ -89,13 +114,23 @@ class ThisProcess:
     def _taken(self, before: Process | None) -> Process:
         # There is no public way to the store that all ranks share already.
         base: Any = dist.distributed_c10d._get_default_store()
-        hosts = hosts_of(base)
+        place = place_of_environment()
+        hosts = (place.address,) if place.address else hosts_of(base)
         # An own connection, so that nothing waits behind the user's requests, nor they behind
         # these. Where it cannot be had (older torch) the store is shared.
         with contextlib.suppress(AttributeError, NotImplementedError, RuntimeError):
             base = base.clone()
         rank = dist.get_rank()
-        job = base.compare_set("shardpoint/job", "", secrets.token_hex(16)).decode()
+        try:
+            job = base.compare_set("shardpoint/job", "", secrets.token_hex(16)).decode()
+        except dist.DistError:
+            raise  # the store is away
+        except (RuntimeError, AttributeError) as error:
+            raise CheckpointError(
+                f"rank {rank} cannot find the other ranks: the rendezvous store of this job has no "
+                "`compare_set`. Fake process groups cannot save or load; otherwise initialise "
+                "torch.distributed with a TCPStore or a FileStore, as its `init_method` does"
+            ) from error
         is_same = before is not None and (before.job, before.rank) == (job, rank)
         if before is not None and is_same and not before.heart.is_stopped:
             # torch was initialised once more with the same store: what the others read there of
@@ -104,7 +139,7 @@ class ThisProcess:
             return before
         if before is not None:
             before.heart.retire()
-        heart = Heart(rank, hosts)
+        heart = Heart(rank, hosts, place)
         base.set(card_key(rank), heart.card.encode())
         return Process(rank, base, heart, job)
 

@@ -669,7 +669,7 @@ def test_the_readme_has_the_numbers_of_the_page_about_performance() -> None:
         (ROOT / name).read_text(encoding="utf-8") for name in ("README.md", "docs/performance.md")
     )
     assert filled(readme, performance) == readme, "run: python docs/readme_numbers.py"
-    changed = performance.replace("| DCP | ", "| DCP | 9")
+    changed = performance.replace("| DCP: ", "| DCP: 9")
     assert filled(readme, changed) != readme
     with pytest.raises(ValueError, match="0 rows below 'Tools'"):
         filled(readme, performance.replace("`dcp_to_torch_save`", "`dcp`"))

@@ -78,16 +78,16 @@ WORDS_MAX = {
     "docs/howto/checkpointer.md": 1400,
     "docs/howto/near.md": 1050,  # the aim is 1,000
     "docs/limits.md": 900,
-    "docs/performance.md": 1400,  # the aim is 1,300
+    "docs/performance.md": 1300,
     "docs/troubleshooting.md": 1750,  # made from the errors
 }
-ALL_WORDS_MAX = 62_500  # the aim is 50,000
+ALL_WORDS_MAX = 62_000  # the aim is 50,000
 
 
 def pages() -> dict[str, int]:
     """The words of each page, the diary in docs/history left out."""
-    found = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]
-    names = {path.relative_to(ROOT).as_posix() for path in found if path.parent.name != "history"}
+    files = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]
+    names = {path.relative_to(ROOT).as_posix() for path in files if path.parent.name != "history"}
     return {name: len(text_of(name).split()) for name in sorted(names)}
 
 
@@ -102,8 +102,8 @@ def test_pages_keep_their_budget_of_words() -> None:
 def navigation() -> dict[str, str]:
     """The name of each page in the navigation, by its file."""
     nav = text_of("mkdocs.yml").partition("\nnav:\n")[2]
-    found = re.findall(r'^ +- "?(.+?)"?: ([\w/]+\.md)$', nav, re.M)
-    return {file: title for title, file in found}
+    titles = re.findall(r'^ +- "?(.+?)"?: ([\w/]+\.md)$', nav, re.M)
+    return {file: title for title, file in titles}
 
 
 def heading(file: str) -> str:

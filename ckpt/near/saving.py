@@ -31,12 +31,11 @@ from ckpt.near.records import NearFile, NearHead, NearRecord, decode_near_record
 from ckpt.near.tier import Tier
 from ckpt.saving.background import Background, PendingSave
 from ckpt.saving.image import FilePlan, part_count
-from ckpt.saving.lending import LentCopy
-from ckpt.saving.messages import joined, split
 from ckpt.saving.report import SaveOptions, SaveReport
 from ckpt.saving.save import flattened
 from ckpt.saving.staging import (
     BufferNeed,
+    LentCopy,
     Snapshot,
     Staged,
     StageOptions,
@@ -48,6 +47,7 @@ from ckpt.saving.write import MIB, Staging, WritePath
 from ckpt.telemetry.history import CommittedSave, RankReport, totals_of
 from ckpt.telemetry.record import SaveTotals
 from ckpt.world.base import collectively
+from ckpt.world.frames import joined, split
 from storage import StorageError
 
 logger = logging.getLogger(__name__)
@@ -157,7 +157,7 @@ class NearSaves:
                     self._make_room(self._mapped)
                 staged = stage(state, task, StageOptions(snapshot), staging)
                 if copies is not None:
-                    copies.append(staged.lend(snapshot, is_one_range=staging.is_one_range))
+                    copies.append(staged.lend(snapshot))
                 return staged
 
             return self._background.start(task, begin, publish=self._publish)

@@ -35,7 +35,6 @@ from ckpt.saving.save import report_names_of_copied
 from ckpt.saving.staging import BufferNeed, Staged
 from ckpt.saving.step_gate import Gate
 from ckpt.saving.task import Attempt, SaveTask, refuse_other_names
-from ckpt.saving.uploading import BorrowedState
 from ckpt.saving.write import Staging
 from ckpt.world.base import World
 
@@ -255,7 +254,7 @@ class Background:
     def start(
         self,
         task: SaveTask,
-        begin: Callable[[], Staged | BorrowedState],
+        begin: Callable[[], Staged],
         *,
         publish: Publish = publish,
     ) -> PendingSave:
@@ -348,9 +347,7 @@ def _answer(future: Future[SaveReport], run: Callable[[], SaveReport]) -> None:
         future.set_result(report)
 
 
-def _run(
-    pending: PendingSave, task: SaveTask, staged: Staged | BorrowedState, publish: Publish
-) -> SaveReport:
+def _run(pending: PendingSave, task: SaveTask, staged: Staged, publish: Publish) -> SaveReport:
     def give_up() -> None:
         if pending._is_dropped.is_set():
             raise SaveDropped(f"the save of step {task.step} was dropped for a newer one")

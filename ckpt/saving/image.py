@@ -14,7 +14,7 @@ import threading
 from collections.abc import Callable, Collection, Generator, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import accumulate, count
+from itertools import accumulate, count, pairwise
 from typing import NamedTuple
 
 import torch
@@ -26,7 +26,7 @@ from ckpt.format.part import PartFile
 from ckpt.format.rank_files import DataFile
 from ckpt.layout.buffers import address_of, bytes_at, copy_bytes
 from ckpt.layout.memory import SideStreams, devices_of, tensor_over
-from ckpt.saving.write import MIB, Source, Staging, WritePath, copy_elements
+from ckpt.saving.write import MIB, Parts, Source, Staging, WritePath, copy_elements
 from storage import Store
 from storage.forks import ForkSafeLock
 
@@ -163,35 +163,28 @@ def write_files(
         starts = [len(file.layout.header) for file in files]
         entries = [file.entries for file in files]
         plans = plan_files(entries, starts, path, store.part_nbytes_min)
+    part_nbytes, writers = plans[0].part_nbytes, path.writers
     nbytes = sum([plan.entries.nbytes for plan in plans])
     is_large = nbytes >= COPIED_NBYTES_MAX * len(sources)
     if is_large and not path.direct and all([source.address for source in sources]):
-        runs = [
-            [
-                bytes_at(one.address, one.chunk.nbytes)
-                for one in sources[plan.first :][: len(plan.entries.chunks)]
-            ]
-            for plan in plans
-        ]
-        return write_copied(
-            store,
-            directory,
-            runs,
-            files=files,
-            path=path,
-            part_nbytes=plans[0].part_nbytes,
-            writers=path.writers,
-        )
-    order, buffers_max = copy_order(plans, sources, ()), max(2, path.writers + 1)
+        runs = [bytes_at(one.address, one.chunk.nbytes) for one in sources]
+        firsts = [*(plan.first for plan in plans), len(runs)]
+        parts = [copied_parts(runs[low:high], part_nbytes) for low, high in pairwise(firsts)]
+        return path.write(store, directory, files, parts, part_nbytes=part_nbytes, writers=writers)
+    order = copy_order(plans, sources, ())
     image = Image(
         plans,
         sources,
         path.staging,
         order=order,
-        buffers_max=buffers_max,
+        buffers_max=max(2, writers + 1),
         is_ahead=bool(order.devices),
     )
-    return image.write(store, directory, files=files, path=path, writers=path.writers)
+    try:
+        parts = image.parts(files)
+        return path.write(store, directory, files, parts, part_nbytes=part_nbytes, writers=writers)
+    finally:
+        image.release()
 
 
 def _nothing() -> None:
@@ -199,35 +192,6 @@ def _nothing() -> None:
 
 
 _NO_BUFFER = memoryview(b"")
-
-
-class Hold:
-    """Keeps the memory of one save from being used again until `end`. Thread-safe."""
-
-    def __init__(self, staging: Staging) -> None:
-        self._staging = staging
-        self._release = staging.hold()
-        self._kept: list[memoryview] = []
-        self._is_over = False
-        self._lock = ForkSafeLock()
-
-    def give_back(self, buffer: memoryview) -> None:
-        """The save itself needs this buffer no more."""
-        with self._lock:
-            if not self._is_over:
-                self._kept.append(buffer)
-                return
-        self._staging.give_back(buffer)
-
-    def end(self) -> None:
-        """Give everything back that was kept. May be repeated."""
-        with self._lock:
-            was_over, self._is_over = self._is_over, True
-            kept, self._kept = self._kept, []
-        if not was_over:
-            self._release()
-        for buffer in kept:
-            self._staging.give_back(buffer)
 
 
 @dataclass(slots=True)
@@ -263,7 +227,9 @@ class Image:
         self.files = tuple(files)
         self.sources = sources
         self._staging = staging
-        self._give_back = staging.give_back
+        self._users = 1  # saves that need the memory
+        self._let_go: Callable[[], None] = _nothing
+        self._lock = ForkSafeLock()
         self._room = threading.Semaphore(buffers_max)
         self._is_ahead = is_ahead
         self._is_pinned = bool(order.devices)
@@ -285,16 +251,31 @@ class Image:
         """Whether nothing is left to copy."""
         return self._unfinished == len(self._parts)
 
-    def lend(self) -> Hold:
-        """Keep the memory of all parts until the hold ends: another save reads it, too."""
-        hold = Hold(self._staging)
-        self._give_back = hold.give_back
-        return hold
+    @property
+    def is_one_range(self) -> bool:
+        """Whether each file is one range of memory."""
+        return self._staging.is_one_range
 
-    def buffers(self) -> list[memoryview]:
-        """The memory of all parts, of an image that is whole and not written yet."""
+    def lend(self) -> None:
+        """Another save reads the memory, too: it calls `release` as well."""
+        self._users, self._let_go = 2, self._staging.hold()
+
+    def tensor_bytes(self) -> list[list[memoryview]]:
+        """The bytes of all chunks of each file, in order, of an image that is whole."""
         assert self.is_whole, "every part has a buffer then"
-        return [part.buffer for part in self._parts]
+        runs, first = [], 0
+        for file in self.files:
+            own = self._parts[first : first + len(file.parts)]
+            first += len(own)
+            start, stop = file.data_start, file.data_start + file.entries.nbytes
+            cut = []
+            for part in own:
+                low, high = max(start, 0), min(stop, file.part_nbytes)
+                if low < high:
+                    cut.append(part.buffer[low:high])
+                start, stop = start - file.part_nbytes, stop - file.part_nbytes
+            runs.append(cut)
+        return runs
 
     def copy(self) -> None:
         """Copy what is left, as far as there are buffers."""
@@ -310,39 +291,16 @@ class Image:
                 copied += 1
         self._unfinished = copied
 
-    def write(
-        self,
-        store: Store,
-        directory: str,
-        *,
-        files: Sequence[DataFile],
-        path: WritePath,
-        writers: int,
-        between_parts: Callable[[], None] = _nothing,
-    ) -> list[PartFile]:
-        """Write `files`, which were planned, below `directory` and copy the rest on the way.
-
-        They are durable when this returns. Calls `between_parts` often, which may raise to give up.
-        All buffers are given back, on failure too. Raises the store's errors; then no incomplete
-        file is visible.
+    def parts(
+        self, files: Sequence[DataFile], between_parts: Callable[[], None] = _nothing
+    ) -> list[Parts]:
+        """Those of `files`, which were planned; the rest is copied on the way. `between_parts` is
+        called often, and may raise to give up.
         """
-        try:
-            written = [
-                path.write(
-                    store,
-                    directory + file.name,
-                    file,
-                    partial(self._file_parts, index, file, between_parts),
-                    part_nbytes=self._part_nbytes,
-                    writers=writers,
-                )
-                for index, file in enumerate(placed_files(self.files, files))
-            ]
-            # One sync for all files: each on its own would wait for the disk once per file.
-            store.sync([directory + file.name for file in files])
-        finally:
-            self.release()
-        return written
+        return [
+            partial(self._file_parts, index, file, between_parts)
+            for index, file in enumerate(files)
+        ]
 
     def _file_parts(
         self,
@@ -365,7 +323,7 @@ class Image:
                 done = self._copy_on_the_way(part, start, builder)
             between_parts()
             builder.complete(start + done, memory[done:])
-            yield [memory], partial(self._free, part)
+            yield [memory], partial(self._written, part)
             start += part_nbytes
         # Values and checksums may need more parts than the chunks, which have no buffers.
         for first in range(start, nbytes, part_nbytes):
@@ -374,23 +332,29 @@ class Image:
             yield [memory], _nothing
 
     def staged(self) -> list[Source]:
-        """The sources, each with its staged copy in place of live memory.
-
-        For whole images with one part per file; valid until `release`.
+        """The sources, each with its staged copy in place of live memory, of an image that is whole
+        and has each file in one range of memory; valid until `release`.
         """
         moved = list(self.sources)
         for part in self._parts:
-            for index, _, nbytes, offset in part.ranges:
-                source = self.sources[index]
-                memory, dtype = part.buffer[offset : offset + nbytes], source.view.dtype
-                view = tensor_over(memory, dtype, (nbytes // dtype.itemsize,))
-                moved[index] = Source(source.chunk, view, 0, address_of(memory))
+            for index, start, _, offset in part.ranges:
+                if start == 0:
+                    chunk, dtype = self.sources[index].chunk, self.sources[index].view.dtype
+                    address = address_of(part.buffer) + offset
+                    shape = (chunk.nbytes // dtype.itemsize,)
+                    view = tensor_over(bytes_at(address, chunk.nbytes), dtype, shape)
+                    moved[index] = Source(chunk, view, 0, address)
         return moved
 
     def release(self) -> None:
-        """Give all buffers back."""
-        for part in self._parts:
-            self._free(part)
+        """A save needs the memory no more: once for each. All buffers are given back then."""
+        with self._lock:
+            self._users -= 1
+            is_over = self._users == 0
+        if is_over:
+            self._let_go()
+            for part in self._parts:
+                self._free(part)
 
     def _copy_on_the_way(self, part: _StagedPart, start: int, builder: DataFileBuilder) -> int:
         """Copy a part that begins at byte `start`, and take checksums while the CPU's cache has the
@@ -418,10 +382,14 @@ class Image:
             )
         return bool(part.buffer)
 
+    def _written(self, part: _StagedPart) -> None:
+        if self._users == 1:
+            self._free(part)
+
     def _free(self, part: _StagedPart) -> None:
         """In any thread, of one that is written."""
         if part.buffer:
-            self._give_back(part.buffer)
+            self._staging.give_back(part.buffer)
             part.buffer = _NO_BUFFER
             self._room.release()
 
@@ -439,44 +407,18 @@ class Image:
                 copy_elements(source, start, target, non_blocking=non_blocking)
 
 
-def write_copied(
-    store: Store,
-    directory: str,
-    runs_of_files: Sequence[Sequence[memoryview]],
-    *,
-    files: Sequence[DataFile],
-    path: WritePath,
-    part_nbytes: int,
-    writers: int,
-    between_parts: Callable[[], None] = _nothing,
-) -> list[PartFile]:
-    """Write `files` from a copy that stays as it is: the bytes of the chunks of each, in runs.
+def copied_parts(
+    runs: Sequence[memoryview], part_nbytes: int, between_parts: Callable[[], None] = _nothing
+) -> Parts:
+    """A file's parts from a copy of the bytes of its chunks that stays as it is."""
 
-    Raises, and calls `between_parts`, as `Image.write` does.
-    """
+    def all_runs(builder: DataFileBuilder) -> Iterator[memoryview]:
+        yield builder.header
+        for run in runs:
+            for start in range(0, len(run), MIB):  # which the CPU's cache has when it is sent
+                between_parts()
+                builder.add(run[start : start + MIB])
+                yield run[start : start + MIB]
+        yield builder.tail
 
-    def parts(runs: Sequence[memoryview], builder: DataFileBuilder) -> Generator[Part, None, None]:
-        def all_runs() -> Iterator[memoryview]:
-            yield builder.header
-            for run in runs:
-                for start in range(0, len(run), MIB):  # which the CPU's cache has when it is sent
-                    between_parts()
-                    builder.add(run[start : start + MIB])
-                    yield run[start : start + MIB]
-            yield builder.tail
-
-        return cut_into_parts(all_runs(), part_nbytes)
-
-    written = [
-        path.write(
-            store,
-            directory + file.name,
-            file,
-            partial(parts, runs),
-            part_nbytes=part_nbytes,
-            writers=writers,
-        )
-        for file, runs in zip(files, runs_of_files, strict=True)
-    ]
-    store.sync([directory + file.name for file in files])
-    return written
+    return lambda builder: cut_into_parts(all_runs(builder), part_nbytes)

@@ -32,10 +32,9 @@ from ckpt.format.joint_part import (
     structure_of,
 )
 from ckpt.format.part import Part
-from ckpt.saving.messages import joined, split
 from ckpt.telemetry.history import RankReport
 from ckpt.world.base import World
-from ckpt.world.frames import pack, unpack
+from ckpt.world.frames import joined, pack, split, unpack
 
 PARTS = "parts"  # the round in which parts go to the coordinator
 

@@ -39,12 +39,12 @@ from ckpt.format.part import Part
 from ckpt.format.references import REFERENCES
 from ckpt.saving.base import NOTHING, Holdings, decode_base
 from ckpt.saving.joint_parts import PARTS, JointReceived, gather_joint_parts
-from ckpt.saving.messages import joined, split
 from ckpt.saving.report import SaveReport
 from ckpt.saving.task import NONE_HERE, UNCHANGED, Attempt, SaveTask, header_of
 from ckpt.telemetry.history import CommittedSave, RankReport, log_saved, totals_of, write_telemetry
 from ckpt.telemetry.record import SaveTotals
 from ckpt.world.base import collectively
+from ckpt.world.frames import joined, split
 from storage import KeyExistsError, Store
 
 logger = logging.getLogger(__name__)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple
 
@@ -35,13 +36,14 @@ from ckpt.saving.image import (
     CopyOrder,
     FilePlan,
     Image,
+    copied_parts,
     copy_order,
     part_count,
+    placed_files,
     plan_files,
 )
-from ckpt.saving.lending import LentCopy
-from ckpt.saving.plan import Contents, PlanMemory, contents_of
-from ckpt.saving.replicas import ReplicaSums, replica_sums
+from ckpt.saving.plan import Contents, PlanMemory, SavePlan, contents_of
+from ckpt.saving.replicas import ReplicaSums, compares_all, replica_sums
 from ckpt.saving.save import write_sources
 from ckpt.saving.step_gate import Gate, steps, storage_of
 from ckpt.saving.task import (
@@ -114,35 +116,68 @@ def _shaped_like(shape: torch.Size, state: Iterable[Any]) -> Iterable[int]:
                 yield storage_of(local)
 
 
+COPY_SECONDS_MAX = 600.0  # no rank is waited for meanwhile, only memory is copied: a guess
+
+
+@dataclass(eq=False)
+class LentCopy:
+    """The copy of one save, lent to another save of the same state on this rank, which reads it.
+
+    Each makes headers and checksums of its own, and the memory is used again when both are done
+    with it. Whoever is given it calls `end`, as often as it likes. `snapshot` is how a copy of
+    one's own would be made.
+    """
+
+    staged: Staged
+    snapshot: Snapshot
+    _is_over: bool = False
+
+    def wait(self) -> None:
+        """Returns when all is copied. Raises the error that has prevented that."""
+        try:
+            self.staged.copied.result(COPY_SECONDS_MAX)
+        except TimeoutError as error:
+            seconds = f"{COPY_SECONDS_MAX:.0f} s"
+            raise CheckpointError(f"the near save has copied nothing for {seconds}") from error
+
+    def end(self) -> None:
+        """The borrower needs the copy no more."""
+        if not self._is_over:
+            self._is_over = True
+            self.staged.image.release()
+
+
 @dataclass
 class Staged:
     """A state that is partly copied; the rest is copied before the next step of an optimizer.
 
-    With `is_blocking`, the call may return only when everything is copied.
+    With `is_blocking`, the call may return only when everything is copied. `files` are those that
+    this save writes. With a `lent` copy, which another save makes, this one only waits for it: a
+    durable save at the step of a near save sends the bytes of the near save's files. What it
+    commits is what it would have committed without.
     """
 
     task: SaveTask
     contents: Contents
+    files: Sequence[FilePlan]
     image: Image
     gate: Gate
     digests: npt.NDArray[np.uint32]
-    compared_later: Sequence[int]
-    is_blocking: bool
-    nbytes_later: int
+    replicas: ReplicaSums
+    compared_later: Sequence[int] = ()
+    is_blocking: bool = False
+    nbytes_later: int = 0
     versions: Sequence[tuple[Source, int | None]] = ()
     side: memoryview = field(default_factory=lambda: memoryview(b""))
     reading: SideStreams = field(default_factory=lambda: SideStreams(()))
     """Made where the training runs: another thread's current stream knows nothing of it."""
-    lent: tuple[LentCopy, ...] = ()
-    replicas: ReplicaSums = field(default_factory=lambda: ReplicaSums(False, {}))
+    lent: LentCopy | None = None
+    copied: Future[None] = field(default_factory=Future)
 
-    def lend(self, snapshot: Snapshot, *, is_one_range: bool) -> LentCopy:
+    def lend(self, snapshot: Snapshot) -> LentCopy:
         """Another save of the same state may use this copy, of which all fits into memory."""
-        files, hold = self.image.files, self.image.lend()
-        sums = self.digests, self.replicas
-        copy = LentCopy(self.contents, *sums, files, hold, is_one_range, snapshot)
-        self.lent = (*self.lent, copy)
-        return copy
+        self.image.lend()
+        return LentCopy(self, snapshot)
 
     def copy(self) -> None:
         """Copy the rest, as far as there is room for it.
@@ -150,51 +185,63 @@ class Staged:
         Raises CheckpointError when something else than an optimizer has changed it meanwhile.
         """
         try:
-            self._copy()
+            with self.task.recorder.span("stage", self.nbytes_later):
+                if self.lent is not None:
+                    self.lent.wait()
+                else:
+                    with self.reading.copying():
+                        _digest(self.digests, self.contents, self.compared_later)
+                        self.replicas.compute()
+                    self.image.copy()
+            self._let_steps_pass()
         except BaseException as error:
-            for copy in self.lent:
-                copy.failed(error)
+            self.copied.set_exception(error)
             raise
-        for copy in self.lent:
-            copy.made(self.image.buffers())
-
-    def _copy(self) -> None:
-        with self.task.recorder.span("stage", self.nbytes_later):
-            with self.reading.copying():
-                _digest(self.digests, self.contents, self.compared_later)
-                self.replicas.compute()
-            self.image.copy()
-        self._let_steps_pass()
+        self.copied.set_result(None)
 
     def write(self, attempt: Attempt, give_up: Callable[[], None]) -> Part:
         """Write the files of this rank and copy the rest on the way. Calls `give_up` often.
 
         A save with `dedup` is copied as a whole before, and may be written several times.
         """
-        task, header = self.task, attempt.header
+        task, header, path = self.task, attempt.header, self.task.options.path
+        nbytes = sum(file.entries.nbytes for file in self.files)
+        if self.lent is not None:
+            task.recorder.count("near_bytes", nbytes)
         if attempt.base is not None:
             give_up()
             written = write_sources(self.image.staged(), self.contents, attempt, task)
+        else:
+
+            def between_parts() -> None:
+                self._let_steps_pass()
+                give_up()
+
+            with task.recorder.span("write", nbytes):
+                texts = texts_of(self.contents, task)
+                contents = rank_contents(self.contents, texts, header, task)
+                files = rank_files([file.entries for file in self.files], contents)
+                files = placed_files(self.files, files)
+                part_nbytes = self.files[0].part_nbytes
+                if self.lent is None:
+                    parts = self.image.parts(files, between_parts)
+                else:
+                    runs = self.image.tensor_bytes()
+                    parts = [copied_parts(of_file, part_nbytes, between_parts) for of_file in runs]
+                written = Written(
+                    path.write(
+                        task.store,
+                        step_prefix(header.step, header.attempt),
+                        files,
+                        parts,
+                        part_nbytes=part_nbytes,
+                        writers=max(1, path.writers),
+                    ),
+                    texts,
+                )
+        if self.lent is None:
             task.recorder.count("step_wait_seconds", self.gate.waited_seconds)
-            return part_of(self.contents, written, self.digests, task)
-
-        def between_parts() -> None:
-            self._let_steps_pass()
-            give_up()
-
-        with task.recorder.span("write", sum(file.entries.nbytes for file in self.image.files)):
-            texts = texts_of(self.contents, task)
-            entries = [file.entries for file in self.image.files]
-            files = self.image.write(
-                task.store,
-                step_prefix(header.step, header.attempt),
-                files=rank_files(entries, rank_contents(self.contents, texts, header, task)),
-                path=task.options.path,
-                writers=max(1, task.options.path.writers),
-                between_parts=between_parts,
-            )
-        task.recorder.count("step_wait_seconds", self.gate.waited_seconds)
-        return part_of(self.contents, Written(files, texts), self.digests, task)
+        return part_of(self.contents, written, self.digests, task)
 
     def _let_steps_pass(self) -> None:
         """Open the gate once all is copied. Raises CheckpointError when something has changed."""
@@ -213,8 +260,12 @@ class Staged:
     def release(self) -> None:
         """Let steps pass and give all buffers back."""
         self.gate.open()
-        for copy in self.lent:
-            copy.failed(CheckpointError("the near save has ended before it copied the state"))
+        if self.lent is not None:
+            self.lent.end()
+            return
+        if not self.copied.done():
+            error = CheckpointError("the near save has ended before it copied the state")
+            self.copied.set_exception(error)
         self.image.release()
         self.side = memoryview(b"")  # a kept exception keeps its frames, and so this buffer
 
@@ -266,16 +317,17 @@ def stage(state: Any, task: SaveTask, options: StageOptions, staging: Staging) -
         return Staged(
             task,
             contents,
+            files,
             image,
             gate,
             digests,
+            replicas,
             split.compared_later,
             is_blocking=not (room.fits or room.is_aside),
             nbytes_later=order.later_nbytes,
             versions=versions,
             side=side,
             reading=reading,
-            replicas=replicas,
         )
     except BaseException:  # Ctrl-C too: no step may wait for a copy that is never made
         gate.open()
@@ -483,3 +535,50 @@ def _copied_aside(
         moved[index] = source._replace(address=address_of(target))
         offset += len(target)
     return moved, side
+
+
+def stage_or_share(
+    state: Any,
+    task: SaveTask,
+    how: Snapshot | LentCopy,
+    host_bytes_max: int | None,
+    staging: Staging,
+) -> Staged:
+    """Stage `state`, or use the copy that another save makes of it, if `how` is one and serves.
+
+    Each rank decides that alone: it cannot be seen in the files. Raises like `stage`.
+    """
+    if not isinstance(how, LentCopy):
+        return stage(state, task, StageOptions(how, host_bytes_max), staging)
+    other = how.staged
+    try:
+        if other.image.is_one_range or not task.options.dedup:
+            with task.recorder.span("flatten"):
+                contents = contents_of(state, task.ranks, task.memory.plans)
+                files = planned_files(contents, task)
+                are_alike = [file.first for file in files] == [f.first for f in other.files]
+                are_alike = are_alike and compares_all(task) == other.replicas.is_whole
+                if are_alike and _is_same(contents.plan, other.contents.plan):
+                    task.recorder.count("blocking_bytes", 0)
+                    gate = Gate(frozenset(), frozenset())  # the other save's holds steps back
+                    sums = other.digests, other.replicas
+                    return Staged(task, contents, files, other.image, gate, *sums, lent=how)
+        own = stage(state, task, StageOptions(how.snapshot, host_bytes_max), staging)
+    except BaseException:
+        how.end()
+        raise
+    how.end()
+    return own
+
+
+def _is_same(own: SavePlan, other: SavePlan) -> bool:
+    """Whether two plans, of the same state, write the same chunks and compare the same pieces."""
+    # Thousands of chunks are compared once: the results of a plan live as long as it holds.
+    if own.of_memory.last("copied by") is other.of_memory:
+        return True
+    is_same = [one.chunk for one in own.sources] == [one.chunk for one in other.sources] and [
+        (holding.must_agree, piece) for holding, piece in own.compared
+    ] == [(holding.must_agree, piece) for holding, piece in other.compared]
+    if is_same:
+        own.of_memory.keep("copied by", other.of_memory)
+    return is_same

@@ -45,9 +45,12 @@ class Gate:
     parameters: frozenset[int]
     opened: threading.Event = field(default_factory=threading.Event)
     waited_seconds: float = 0.0
+    _waits_since: float = 0.0
 
     def open(self) -> None:
         """Let steps pass, now and from now on."""
+        if self._waits_since and not self.opened.is_set():
+            self.waited_seconds = time.perf_counter() - self._waits_since
         self.opened.set()
         steps.forget(self)
 
@@ -55,9 +58,8 @@ class Gate:
         """Returns when the gate is open, or at once when `optimizer` changes nothing behind it."""
         if self.opened.is_set() or not self.is_behind(optimizer):
             return
-        started = time.perf_counter()
+        self._waits_since = self._waits_since or time.perf_counter()
         self.opened.wait()
-        self.waited_seconds += time.perf_counter() - started
 
     def is_behind(self, optimizer: torch.optim.Optimizer) -> bool:
         """Whether a step of `optimizer` changes what this gate guards."""

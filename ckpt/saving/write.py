@@ -138,30 +138,39 @@ class WritePath:
     def write(
         self,
         store: Store,
-        key: str,
-        file: DataFile,
-        parts: Parts,
+        directory: str,
+        files: Sequence[DataFile],
+        parts: Sequence[Parts],
         *,
         part_nbytes: int,
         writers: int,
-    ) -> PartFile:
-        """Create `file` from the `parts` that a builder completes. A small one goes through the
-        page cache, and one of one part is written by the caller's thread, which would only wait
-        for another: direct writes and threads would cost more than they save.
+    ) -> list[PartFile]:
+        """Create `files` below `directory`, "" or with a `/` at its end, from the `parts` of each,
+        which a builder completes.
+
+        Durable when this returns. Raises the store's errors; then no incomplete file is visible.
         """
-        builder, nbytes = DataFileBuilder(file), file.layout.nbytes
-        direct = self.direct and nbytes >= self.direct_nbytes_min
-        is_alone = nbytes <= part_nbytes or direct is not self.direct
-        write_parts(
-            store,
-            key,
-            nbytes,
-            parts(builder),
-            part_nbytes=part_nbytes,
-            threads=0 if is_alone else writers,
-            direct=direct,
-        )
-        return builder.result()
+        written = []
+        for file, parts_of in zip(files, parts, strict=True):
+            builder, nbytes = DataFileBuilder(file), file.layout.nbytes
+            # A small file goes through the page cache, and one of one part is written by the
+            # caller's thread, which would only wait for another: direct writes and threads would
+            # cost more than they save.
+            direct = self.direct and nbytes >= self.direct_nbytes_min
+            is_alone = nbytes <= part_nbytes or direct is not self.direct
+            write_parts(
+                store,
+                directory + file.name,
+                nbytes,
+                parts_of(builder),
+                part_nbytes=part_nbytes,
+                threads=0 if is_alone else writers,
+                direct=direct,
+            )
+            written.append(builder.result())
+        # One sync for all files: each on its own would wait for the disk once per file.
+        store.sync([directory + file.name for file in files])
+        return written
 
 
 class Source(NamedTuple):

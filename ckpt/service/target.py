@@ -30,9 +30,8 @@ from ckpt.process import (
     store_of,
     world_of,
 )
-from ckpt.saving.lending import LentCopy
 from ckpt.saving.report import SaveReport
-from ckpt.saving.staging import Snapshot
+from ckpt.saving.staging import LentCopy, Snapshot
 from ckpt.state.stacks import Stacks
 from ckpt.world.base import World
 from storage import Store, StoreLike

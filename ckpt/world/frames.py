@@ -102,3 +102,14 @@ def unpack(data: bytes) -> list[bytes]:
         parts.append(data[offset + 8 : offset + 8 + nbytes])
         offset += 8 + nbytes
     return parts
+
+
+def joined(first: bytes, second: bytes) -> bytes:
+    """Two messages as one; see `split`."""
+    return len(first).to_bytes(8, "little") + first + second
+
+
+def split(data: bytes) -> tuple[bytes, bytes]:
+    """The two messages that were joined."""
+    size = int.from_bytes(data[:8], "little")
+    return data[8 : 8 + size], data[8 + size :]

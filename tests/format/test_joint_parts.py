@@ -50,8 +50,8 @@ from ckpt.format.progressions import Progressions, pack_progressions, pack_regul
 from ckpt.format.references import REFERENCES, reference_to
 from ckpt.layout.region import Box, Region, Span, span_of
 from ckpt.saving.joint_parts import JointParts, JointReceived
-from ckpt.saving.messages import split
 from ckpt.telemetry.history import RankReport
+from ckpt.world.frames import split
 from ckpt.world.tree import family
 from tests.conftest import Scale
 from tests.format.many_parts import (

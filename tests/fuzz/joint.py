@@ -31,9 +31,8 @@ from ckpt.format.joint_part import (
 )
 from ckpt.format.part import Part
 from ckpt.saving.joint_parts import JointParts
-from ckpt.saving.messages import joined, split
 from ckpt.telemetry.history import RankReport
-from ckpt.world.frames import Frame, FrameKind, FrameReader
+from ckpt.world.frames import Frame, FrameKind, FrameReader, joined, split
 from ckpt.world.link import card_of
 from ckpt.world.liveness import Card, ProcessIdentity
 from tests.format.many_parts import random_parts

@@ -26,7 +26,7 @@ from ckpt.saving.report import SaveOptions
 from ckpt.saving.staging import Staged, StageOptions, stage
 from ckpt.saving.step_gate import Gate, Steps
 from ckpt.saving.task import PartMemory, SaveTask
-from ckpt.saving.write import Staging
+from ckpt.saving.write import Staging, WritePath
 from ckpt.testing import run_ranks
 from ckpt.world.base import World
 from storage import open_store
@@ -98,8 +98,7 @@ def test_a_newer_save_replaces_one_that_is_not_written(monkeypatch: pytest.Monke
     assert steps_at(url) == [2]
 
 
-def failing_write(self: Image, *args: Any, **kwargs: Any) -> Any:
-    self.release()
+def failing_write(self: WritePath, *args: Any, **kwargs: Any) -> Any:
     raise OSError("planted: the disk is gone")
 
 
@@ -109,7 +108,7 @@ def test_a_failure_surfaces_in_result(monkeypatch: pytest.MonkeyPatch) -> None:
     ckpt.async_save(state, url, step=1).result()
     expected = tensors_now(state)
     with monkeypatch.context() as patch:
-        patch.setattr(Image, "write", failing_write)
+        patch.setattr(WritePath, "write", failing_write)
         pending = ckpt.async_save(state, url, step=2)
         with pytest.raises(OSError, match="planted"):
             pending.result()
@@ -126,7 +125,7 @@ def test_a_failure_that_nobody_asked_about_is_raised_by_the_next_save(
     url = f"{URL}-untold-{again}"
     state, _ = trained()
     with monkeypatch.context() as patch:
-        patch.setattr(Image, "write", failing_write)
+        patch.setattr(WritePath, "write", failing_write)
         ckpt.async_save(state, url, step=1)
         with pytest.raises(OSError, match="planted"):
             getattr(ckpt, again)(state, url, step=2)
@@ -178,7 +177,7 @@ def test_what_was_copied_aside_goes_with_a_failed_save(monkeypatch: pytest.Monke
     optimizer.step()
     monkeypatch.setattr("ckpt.saving.staging.aligned_buffer", noted)
     with monkeypatch.context() as patch:
-        patch.setattr(Image, "write", failing_write)
+        patch.setattr(WritePath, "write", failing_write)
         pending = ckpt.async_save(state, url, step=2, host_bytes_max=18 * MIB)
         with pytest.raises(OSError, match="planted") as kept:
             pending.result()

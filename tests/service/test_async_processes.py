@@ -25,24 +25,23 @@ pytestmark = pytest.mark.ranks
 
 SAVE_AND_END = """
 import sys, torch, ckpt
-from ckpt.saving.image import Image
+from ckpt.saving.write import WritePath
 def failing(self, *args, **kwargs):
-    self.release()
     raise OSError("planted: the disk is gone")
 if sys.argv[2] == "failing":
-    Image.write = failing
+    WritePath.write = failing
 state = {"model": torch.nn.Linear(2000, 2000), "big": torch.zeros(1 << 22)}
 ckpt.async_save(state, sys.argv[1], step=7)
 """
 
 FORK_WHILE_SAVING = """
 import multiprocessing, sys, threading, torch, ckpt
-from ckpt.saving.image import Image
-child_is_over, write = threading.Event(), Image.write
+from ckpt.saving.write import WritePath
+child_is_over, write = threading.Event(), WritePath.write
 def waiting(self, *args, **kwargs):
     child_is_over.wait()
     return write(self, *args, **kwargs)
-Image.write = waiting
+WritePath.write = waiting
 pending = ckpt.async_save({"t": torch.ones(8)}, sys.argv[1], step=7)
 child = multiprocessing.get_context("fork").Process(target=int)
 child.start()

@@ -16,7 +16,6 @@ import socket
 import ssl
 import time
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import NamedTuple
@@ -32,6 +31,7 @@ from storage import StorageError, Store, TransientError
 from storage.peers.server import PeerServer
 from storage.peers.store import PeerStore
 from storage.retry import RetryPolicy
+from storage.threads import in_order
 
 logger = logging.getLogger(__name__)
 
@@ -122,12 +122,14 @@ class Copies:
         by a later epoch than `epoch`, Corrupt when one has other bytes than it was sent.
         """
         until = time.monotonic() + SEND_SECONDS_MAX
-        with ThreadPoolExecutor(len(self._peers), thread_name_prefix="ckpt-copies") as pool:
-            sent = [
-                pool.submit(self._send_to, peer, prefix, files, epoch, until)
-                for peer in self._peers
-            ]
-        return sum(future.result() for future in sent)
+        return sum(
+            in_order(
+                lambda peer: self._send_to(peer, prefix, files, epoch, until),
+                self._peers,
+                threads=len(self._peers),
+                name="ckpt-copies",
+            )
+        )
 
     def _send_to(
         self, peer: _Peer, prefix: str, files: Sequence[NearFile], epoch: int, until: float

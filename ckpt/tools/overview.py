@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, SupportsIndex
 
 from ckpt.commit.locate import live_entries
@@ -24,6 +24,7 @@ from ckpt.format.manifest_codec import decode_manifest
 from ckpt.tools.mend import broken_link
 from storage import KeyNotFoundError, Store, StoreLike, open_store
 from storage.hidden import hides_secrets
+from storage.threads import in_order
 
 READERS = 8  # records or reports that are read at the same time
 
@@ -74,8 +75,8 @@ def history(
         first = 0 if count is None else max(0, newest - plain_int(count) + 1)
         # The record before the first has the step of what the first may have retired.
         slots = range(max(0, first - 1), newest + 1)
-        with ThreadPoolExecutor(READERS, thread_name_prefix="ckpt-log") as pool:
-            records = list(pool.map(lambda slot: record_of(log, slot), slots))
+        look = partial(record_of, log)
+        records = [*in_order(look, slots, threads=READERS, name="ckpt-log")]
         events = events_of(log, records)
     return tuple(event for event in reversed(events) if event.slot >= first)
 

@@ -10,8 +10,8 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, Literal
 
 from ckpt.commit.log import Log, read_format
@@ -23,6 +23,7 @@ from ckpt.tools.overview import READERS, Event, events_of, record_of
 from ckpt.tools.run import Measurements, TrainingRun, run_of, telemetry_of
 from storage import RetryPolicy, StorageError, Store, StoreLike, TransientError, open_store
 from storage.hidden import hides_secrets
+from storage.threads import in_order
 
 RECORDS_MAX = 1000  # newest of the log, read at the first look and never again
 EVENTS_MAX = 4000  # that are kept: a week of a save and a retirement in five minutes
@@ -211,8 +212,8 @@ class _ReadSoFar:
         # The record before the first has the step of what the first may have retired.
         before = [self.last] if self.last is not None and not is_anew else []
         slots = range(first if before else max(0, first - 1), slot + 1)
-        with ThreadPoolExecutor(READERS, thread_name_prefix="ckpt-poll") as pool:
-            records = [*before, *pool.map(lambda slot: record_of(self.log, slot), slots)]
+        look = partial(record_of, self.log)
+        records = [*before, *in_order(look, slots, threads=READERS, name="ckpt-poll")]
         new = tuple(event for event in events_of(self.log, records) if event.slot >= first)
         events = (*(() if is_anew else self.events), *new)[-EVENTS_MAX:]
         seen = {entry.attempt for entry in self.live}
@@ -235,8 +236,9 @@ class _ReadSoFar:
         missing = [(entry, left) for entry, left in self.tries if entry.attempt in alive]
         if not missing:
             return self
-        with ThreadPoolExecutor(READERS, thread_name_prefix="ckpt-poll") as pool:
-            read = list(pool.map(lambda pair: telemetry_of(store, pair[0]), missing))
+        entries = [entry for entry, _ in missing]
+        look = partial(telemetry_of, store)
+        read = [*in_order(look, entries, threads=READERS, name="ckpt-poll")]
         pairs = zip(missing, read, strict=True)
         left = tuple((entry, left - 1) for (entry, left), one in pairs if one is None and left > 1)
         measured = self._bounded(one for one in read if one is not None)

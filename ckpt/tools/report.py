@@ -9,9 +9,9 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from ckpt.commit.lines import latest_last
@@ -37,6 +37,7 @@ from ckpt.tools.run import (
 )
 from storage import Store, StoreLike, open_store
 from storage.hidden import hides_secrets
+from storage.threads import in_order
 
 RECORDS_MAX = 5000  # of the log, newest first; each is a request
 TELEMETRY_MAX = 100  # newest live checkpoints whose telemetry is read
@@ -108,9 +109,9 @@ def report_of(
     usage = disk_usage(url, storage_options=storage_options)
     with closing(open_store(url, **(storage_options or {}))) as store:
         live = latest_last(Log(store).state().live)
-        with ThreadPoolExecutor(READERS, thread_name_prefix="ckpt-report") as pool:
-            few = live[: -TELEMETRY_MAX - 1 : -1]  # the newest first
-            read = list(pool.map(lambda entry: telemetry_of(store, entry, budget), few))
+        few = live[: -TELEMETRY_MAX - 1 : -1]  # the newest first
+        look = partial(telemetry_of, store, budget=budget)
+        read = [*in_order(look, few, threads=READERS, name="ckpt-report")]
         telemetries = [one for one in reversed(read) if one is not None]
         slowest = _slowest_of(store, few, read)
         entries, problem = _entries_of(store, live, budget)

@@ -7,10 +7,8 @@ both ways to the data (manifest, salvage) are known to work.
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass
-from itertools import islice
 from queue import SimpleQueue
 from typing import Any, NamedTuple, SupportsIndex, TypeAlias
 
@@ -40,6 +38,7 @@ from storage import (
     open_store,
 )
 from storage.hidden import hides_secrets
+from storage.threads import in_order
 
 MIB = 1 << 20
 READ_NBYTES = 8 * MIB
@@ -163,17 +162,15 @@ def _all_damage(sums: BlockSums, threads: int, progress: Progress | None) -> lis
         finally:
             buffers.put(buffer)
 
-    with ThreadPoolExecutor(threads, thread_name_prefix="ckpt-verify") as pool:
-        # A few at a time: all runs of a large checkpoint would fill the memory.
-        submitted = (pool.submit(check, run) for run in _runs(manifest, lengths))
-        running = list(islice(submitted, 2 * threads))
-        while running:
-            nbytes, damaged = running.pop(0).result()
-            damage += damaged
-            done += nbytes
-            if progress is not None:
-                progress(done, total)
-            running += islice(submitted, 1)
+    # A few at a time: all runs of a large checkpoint would fill the memory.
+    runs = _runs(manifest, lengths)
+    for nbytes, damaged in in_order(
+        check, runs, threads=threads, name="ckpt-verify", ahead=2 * threads
+    ):
+        damage += damaged
+        done += nbytes
+        if progress is not None:
+            progress(done, total)
     if progress is not None:
         progress(total, total)
     return damage

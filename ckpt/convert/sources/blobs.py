@@ -7,9 +7,7 @@ its tensors are never read to find out where they are.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
-from itertools import islice
 from typing import Any, NamedTuple
 
 from ckpt.convert.sources.budget import FIXED_NBYTES, Account, MemoryBudget
@@ -18,6 +16,7 @@ from ckpt.convert.sources.zips import ZipEntry, data_start, read_directory
 from ckpt.errors import Corrupt, UnsupportedFormat
 from ckpt.layout.dtypes import DTYPES
 from storage import ShortReadError, Store
+from storage.threads import in_order
 
 HEAD_NBYTES = 2048  # usually with the whole pickle of a tensor
 TAIL_NBYTES = 1024  # usually with the whole directory
@@ -74,12 +73,14 @@ def open_blobs(
     Raises Corrupt or UnsupportedFormat naming file and bytes, and the store's errors.
     """
     batches = _batches(sorted(set(blobs)))
-    with ThreadPoolExecutor(READERS, thread_name_prefix="ckpt-open") as pool:
-        opening = (pool.submit(_open_batch, store, batch, budget) for batch in batches)
-        running = list(islice(opening, 2 * READERS))
-        while running:
-            yield from running.pop(0).result()
-            running += islice(opening, 1)
+    for opened in in_order(
+        lambda batch: _open_batch(store, batch, budget),
+        batches,
+        threads=READERS,
+        name="ckpt-open",
+        ahead=2 * READERS,
+    ):
+        yield from opened
 
 
 def open_blob(

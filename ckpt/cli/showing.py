@@ -27,11 +27,11 @@ from ckpt.cli.screen import (
 from ckpt.commit.lines import line_text
 from ckpt.errors import CheckpointError
 from ckpt.format.metadata_budget import MetadataBudget
+from ckpt.layout.descriptions import is_description, shown_type
 from ckpt.layout.dtypes import DTYPES
 from ckpt.layout.kind import Kind
 from ckpt.layout.region import Box, Shape
 from ckpt.loading.contents import CheckpointContents, open_contents
-from ckpt.state.descriptions import is_description, shown_type
 from ckpt.tools.shard_map import rank_of, rank_order
 
 PART_NBYTES = 2000  # of a stored part, as it is shown

@@ -42,10 +42,10 @@ from ckpt.convert.targets.nesting import Nested, nested_files
 from ckpt.convert.targets.writing import Progress
 from ckpt.errors import CheckpointError, InvalidState
 from ckpt.format.object_parts import PART_NBYTES
+from ckpt.layout.descriptions import is_description
 from ckpt.layout.dtypes import DTYPES, dtype_name, torch_dtype
 from ckpt.layout.kind import Kind
 from ckpt.process import world_of
-from ckpt.state.descriptions import is_description
 from ckpt.state.stacks import Stacks
 from ckpt.state.values import references
 from ckpt.world.base import collectively

@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ckpt.layout.component_shards import is_repeated
 from ckpt.layout.copies import with_copies
 from ckpt.layout.kind import Kind
 from ckpt.layout.modules import describe_tensor
@@ -36,6 +35,7 @@ def holdings_of(
     gives None are left out.
     """
     dtype = local.dtype
+    must_agree = must_agree or owned.must_agree
     for view in owned.views:
         pieces = []
         for piece in view.pieces:
@@ -90,7 +90,7 @@ def tensor_holdings(
             synchronized=like.synchronized,
             owners=like.owners or (),
         )
-    must_agree = (must_agree and is_plain(tensor)) or is_repeated(tensor)
+    must_agree = must_agree and is_plain(tensor)
     names = owned, owned.local, lambda name: name
     return list(holdings_of(*names, kind=kind, must_agree=must_agree))
 

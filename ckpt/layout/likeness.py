@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 
-from ckpt.layout.component_shards import ComponentShard
 from ckpt.layout.piece import Owned
 from ckpt.layout.region import Shape
 from ckpt.layout.tensor import is_dtensor, is_plain, same_layout
@@ -17,7 +16,7 @@ class Likeness(enum.Enum):
     """How a tensor lies compared with a parameter."""
 
     SAME = "a DTensor of the parameter's shape, mesh and placements"
-    OTHER = "a DTensor with a layout of its own, or a component of one"
+    OTHER = "a DTensor with a layout of its own, or what says its pieces itself"
     LOCAL = "plain memory of the shape of the parameter's local tensor"
     PLAIN = "plain memory of another shape"
     SPECIAL = "neither plain nor a DTensor: an adapter describes or refuses it"
@@ -37,7 +36,7 @@ def likeness(tensor: torch.Tensor, owned: Owned) -> Likeness:
     """How `tensor` lies compared with the parameter that is `owned`."""
     if is_dtensor(tensor):
         return Likeness.SAME if same_layout(tensor, owned.param) else Likeness.OTHER
-    if isinstance(tensor, ComponentShard):
+    if hasattr(tensor, "__ckpt_pieces__"):
         return Likeness.OTHER
     if not is_plain(tensor):
         return Likeness.SPECIAL

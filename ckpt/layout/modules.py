@@ -22,10 +22,9 @@ from torch import nn
 
 from ckpt.errors import InvalidState
 from ckpt.layout import torch_fsdp
-from ckpt.layout.composites import Composite, composite_at, stand_in
+from ckpt.layout.composites import Composite, composite_at, extra_buffers, stand_in
 from ckpt.layout.confine import held_where_shared, shared_by
 from ckpt.layout.dtensor import describe_dtensor, repeated_over_wider_meshes
-from ckpt.layout.foreign_composites import library_buffers
 from ckpt.layout.piece import Owned, Piece
 from ckpt.layout.plain import Ranks, UnsupportedTensor, refuse_unstorable, whole_tensor
 from ckpt.layout.state_dict_hooks import CANNOT, load_changes, overrides, save_changes
@@ -478,7 +477,7 @@ def _settle_holders(builder: _LayoutBuilder) -> None:
 
 def _add_buffers(builder: _LayoutBuilder, visit: _Visit) -> None:
     skipped = visit.module._non_persistent_buffers_set
-    for name, buffer in (*visit.module._buffers.items(), *library_buffers(visit.module).items()):
+    for name, buffer in (*visit.module._buffers.items(), *extra_buffers(visit.module).items()):
         if buffer is None or name in skipped or id(buffer) in builder.hidden:
             continue
         fqn = visit.fqn_of(name)

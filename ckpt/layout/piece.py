@@ -80,7 +80,8 @@ class Owned(NamedTuple):
 
     `owners` are the ranks that together have the tensor: of a group, of a mesh. Its bytes are
     exchanged only among them. Empty: this rank's own, which no engine shares with any other. None:
-    not known, so all ranks of the world may have parts of it.
+    not known, so all ranks of the world may have parts of it. `must_agree`: holders have copies
+    that no engine keeps equal, and a save fails where they differ.
     """
 
     param: torch.Tensor
@@ -88,6 +89,7 @@ class Owned(NamedTuple):
     views: tuple[View, ...]
     synchronized: bool
     owners: tuple[int, ...] | None = None
+    must_agree: bool = False
 
     @property
     def fqns(self) -> tuple[str, ...]:

@@ -28,7 +28,7 @@ _RENAMING = (
     ("torchvision.ops.misc", "FrozenBatchNorm2d"),
     ("timm.layers.norm_act", "FrozenBatchNormAct2d"),
 )
-# Most add what a parameter consists of, which is stored with it: see `foreign_composites`.
+# Most add what a parameter consists of, which is stored with it: see `ckpt.composites`.
 _HARMLESS_FUNCTIONS = frozenset(
     {
         ("bitsandbytes.nn.modules", "Linear4bit._save_to_state_dict"),

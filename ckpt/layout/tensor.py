@@ -97,6 +97,11 @@ def memory_of(tensor: torch.Tensor) -> torch.Tensor:
     return getattr(tensor, "_local_tensor", tensor)
 
 
+def global_shape(tensor: torch.Tensor) -> tuple[int, ...]:
+    """The shape of the whole tensor, of which `tensor` may be a shard that says so."""
+    return tuple(getattr(tensor, "global_shape", tensor.shape))
+
+
 def same_layout(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Whether two DTensors lie alike: shape, mesh and placements. A plain tensor lies like none."""
     mesh_a, mesh_b = getattr(a, "device_mesh", None), getattr(b, "device_mesh", None)

@@ -11,13 +11,13 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ckpt.layout.component_shards import global_shape
 from ckpt.layout.composites import type_of
+from ckpt.layout.descriptions import TYPE_KEY, shown_type
 from ckpt.layout.holdings import tensor_holdings
 from ckpt.layout.kind import Kind
 from ckpt.layout.piece import Holding
 from ckpt.layout.plain import Ranks
-from ckpt.state.descriptions import TYPE_KEY, shown_type
+from ckpt.layout.tensor import global_shape
 from ckpt.state.names import Names
 from ckpt.state.trees import bind_tree
 from ckpt.state.types import Problem, ProblemKind

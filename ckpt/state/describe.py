@@ -13,7 +13,6 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from ckpt.layout.component_shards import is_repeated
 from ckpt.layout.copies import with_copies
 from ckpt.layout.holdings import holdings_of
 from ckpt.layout.kind import Kind
@@ -50,10 +49,8 @@ class DescribedTensor(NamedTuple):
 
     def holdings(self, kind: Kind) -> Iterator[Holding]:
         """What this rank has of it, under full names; live memory."""
-        owned = self.owned
-        must_agree = is_repeated(owned.param)
-        names = owned, owned.local, lambda fqn: join(self.path, fqn)
-        return holdings_of(*names, kind=kind, must_agree=must_agree)
+        names = self.owned, self.owned.local, lambda fqn: join(self.path, fqn)
+        return holdings_of(*names, kind=kind)
 
 
 @dataclass(frozen=True, slots=True)

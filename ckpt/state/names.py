@@ -9,8 +9,8 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 
-from ckpt.state.composites import unknown_types
-from ckpt.state.descriptions import is_description, shown_type
+from ckpt.layout.composites import unknown_types
+from ckpt.layout.descriptions import is_description, shown_type
 from ckpt.state.requested import CHECKPOINT, CallArguments
 from ckpt.state.types import Catalog, Problem, ProblemKind, TensorEntry
 from ckpt.state.values import references

@@ -17,8 +17,8 @@ from typing import Any, Literal, NamedTuple, TypeGuard
 import torch
 
 from ckpt.errors import Mismatch
-from ckpt.layout.foreign_composites import name_in
 from ckpt.layout.kind import Kind
+from ckpt.layout.library_classes import name_in
 from ckpt.layout.piece import Holding, Owned, Piece
 from ckpt.layout.plain import Ranks
 from ckpt.layout.region import Region, Span, whole
@@ -65,7 +65,8 @@ class PerRankState(NamedTuple):
 def copy_of(tensor: torch.Tensor, *, to_cpu: bool) -> torch.Tensor:
     """The values of `tensor` in memory of their own."""
     copy = tensor.detach().clone()
-    return copy.cpu() if to_cpu else copy
+    # What says its pieces is a part of a tensor, and stays on the device of its mesh.
+    return copy.cpu() if to_cpu and not hasattr(copy, "__ckpt_pieces__") else copy
 
 
 def declare_optimizer_state(

@@ -5,27 +5,19 @@ hyperparameters.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple, TypeGuard
+from typing import Any, NamedTuple
 
 import torch
 
 from ckpt.errors import Mismatch
-from ckpt.layout.component_shards import (
-    ComponentShard,
-    global_shape,
-    laid_out_like,
-    zeros_like_shard,
-)
-from ckpt.layout.composites import type_named
-from ckpt.layout.cutting import WholeParts
+from ckpt.layout.composites import type_named, unknown_types, zeros
+from ckpt.layout.descriptions import TYPE_KEY, descriptions, shown_type
 from ckpt.layout.holdings import holdings_of, tensor_holdings
 from ckpt.layout.kind import Kind
 from ckpt.layout.likeness import zeros_beside, zeros_like
 from ckpt.layout.piece import Holding, Owned
 from ckpt.layout.plain import Ranks, UnsupportedTensor
-from ckpt.layout.tensor import memory_of
-from ckpt.state.composites import unknown_types
-from ckpt.state.descriptions import TYPE_KEY, descriptions, shown_type
+from ckpt.layout.tensor import global_shape, memory_of
 from ckpt.state.names import Names
 from ckpt.state.types import Problem, ProblemKind, TensorEntry
 from ckpt.state.values import (
@@ -96,7 +88,7 @@ def bind_tree(
             target, again[fqn] = fill_once(target, names)
         else:
             # The live one keeps its value until its owner gets the whole tree.
-            target = zeros_like_shard(target) if _is_shard(target) else torch.zeros_like(target)
+            target = torch.zeros_like(target)
         tensors[fqn] = target
         try:
             holdings += tensor_holdings(fqn, target, Kind.OTHER, ranks)
@@ -141,10 +133,6 @@ def _not_made_of(value: Any, tensors: Mapping[str, torch.Tensor]) -> list[str]:
             if isinstance(refused.__cause__, (KeyError, TypeError, IndexError)):
                 problems |= dict.fromkeys(refused.problems)
     return list(problems)
-
-
-def _is_shard(tensor: torch.Tensor) -> TypeGuard[ComponentShard]:
-    return isinstance(tensor, ComponentShard)
 
 
 def _is_of_flat_shards(entry: TensorEntry, beside: Owned) -> bool:
@@ -202,15 +190,8 @@ def _sharded_like(
             raise UnsupportedTensor(f"its component {name} consists of others")
         fqns[name] = item[TENSOR_KEY]
     entries = {name: names.catalog.tensors[fqn] for name, fqn in fqns.items()}
-    whole = WholeParts(
-        {name: entry.shape for name, entry in entries.items()},
-        {name: entry.dtype for name, entry in entries.items()},
-        described["context"],
-    )
-    kind, dtype = type_named(described[TYPE_KEY]), getattr(torch, str(described["dtype"]), None)
-    if kind is None or not isinstance(dtype, torch.dtype):
-        raise UnsupportedTensor("its description is damaged")
-    parts = laid_out_like(template, kind, whole, dtype)
+    shapes = {name: (entry.shape, entry.dtype) for name, entry in entries.items()}
+    parts = zeros(described, shapes, template)
     return {fqns[name]: part for name, part in parts.items()}
 
 

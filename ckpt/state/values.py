@@ -2,8 +2,8 @@
 
 A value is None, bool, int, float, str, bytes, or a list, tuple or dict of values. A tree that also
 has tensors is stored as one value, in which `{"$tensor": fqn}` stands for each tensor, and a
-description, see `composites`, for each tensor that consists of others. A named tuple is stored with
-the names of its fields, and comes back as one of the live state's class, or of a class of its own.
+description for each tensor that consists of others. A named tuple is stored with the names of its
+fields, and comes back as one of the live state's class, or of a class of its own.
 Some other types have a tagged form, see `typed_values`.
 """
 
@@ -16,14 +16,17 @@ from typing import Any
 
 import torch
 
-from ckpt.layout.composite import CompositeType
-from ckpt.layout.composites import take_apart, type_of
+from ckpt.layout.composites import (
+    DATA_KEY,
+    CompositeType,
+    description,
+    put_together,
+    take_apart,
+    type_of,
+)
+from ckpt.layout.descriptions import TYPE_KEY, is_description, with_names
 from ckpt.layout.plain import UnsupportedTensor
-from ckpt.layout.plain_context import DATA_KEY
-from ckpt.layout.torch_composites import outer_shape
 from ckpt.state.arrays import is_array, is_scalar, scalar_like, tensor_of, why_no_tensor
-from ckpt.state.composites import composite_of, description
-from ckpt.state.descriptions import TYPE_KEY, is_description, with_names
 from ckpt.state.typed_values import (
     Typed,
     inside,
@@ -78,7 +81,7 @@ def join_tree(value: Any, tensor_of: Callable[[str], Any], like: Any = None) -> 
         if is_description(value):
             components = join_tree(value["components"], tensor_of)
             fqn = next(iter(references(value)), "").rpartition(".")[0]
-            return composite_of(value, fqn, components)
+            return put_together(value, fqn, components)
         if is_tagged(value):
             return leaf_of(value, like, lambda held, live: join_tree(held, tensor_of, live))
         if value.keys() == {FIELDS_KEY, "items"}:
@@ -212,15 +215,14 @@ class _Splitter:
     ) -> Any:
         try:
             parts = take_apart(path, tensor, type_)
-            components = {
-                name: self.split(item, f"{path}.{name}", depth + 1)
-                for name, item in parts.components.items()
-            }
-            inside = {"context": parts.context, "components": components}
-            return description(path, type_, outer_shape(tensor), tensor.dtype, inside)
         except UnsupportedTensor as refused:
             self.problems.append(refused.problem)
             return None
+        components = {
+            name: self.split(item, f"{path}.{name}", depth + 1)
+            for name, item in parts.components.items()
+        }
+        return description(tensor, type_, parts.context, components)
 
     def split_dict(self, tree: dict[Any, Any], path: str, depth: int) -> Any:
         if reserved := [key for key in _RESERVED if key in tree]:

@@ -23,14 +23,13 @@ from torch import nn
 
 from ckpt.errors import InvalidState, Mismatch
 from ckpt.format.codec import decode_values, encode_values
-from ckpt.layout.component_shards import ComponentShard, copy_of_shard
 from ckpt.layout.composites import is_composite
+from ckpt.layout.descriptions import descriptions, shown_type
 from ckpt.layout.piece import Holding
 from ckpt.layout.plain import Ranks
 from ckpt.layout.sharded_tensor import UnitSharding
 from ckpt.layout.tensor import template_of
 from ckpt.state.describe import Described
-from ckpt.state.descriptions import descriptions, shown_type
 from ckpt.state.names import split_state_name
 from ckpt.state.optimizer import (
     FlatOptimizer,
@@ -138,19 +137,15 @@ def _composites(
         description, components = split_tree(tensor, fqn, problems)
         if output.form is FULL:
             exchanged[fqn] = description
-        elif output.form is LOCAL and any(isinstance(c, ComponentShard) for _, c in components):
+        elif output.form is LOCAL and any(map(_is_shard, dict(components).values())):
             problems.append(
                 f"{fqn}: is a DTensor, which has no LOCAL form; use StateDictType.SHARDED"
             )
         elif output.form is LOCAL and not output.offload_to_cpu:
             as_is[fqn] = tensor.detach()  # live memory, as all of that form
         elif not problems:
-            copies = {
-                name: copy_of_shard(part)
-                if isinstance(part, ComponentShard)
-                else copy_of(part, to_cpu=output.offload_to_cpu)
-                for name, part in components
-            }
+            to_cpu = output.offload_to_cpu
+            copies = {name: copy_of(part, to_cpu=to_cpu) for name, part in components}
             as_is[fqn] = join_tree(description, copies.__getitem__)
     if problems:
         raise InvalidState(problems)
@@ -232,7 +227,7 @@ class _Taken(NamedTuple):
     agreed: Agreed
     user: dict[str, Any]
     rest: _Rest | None
-    shards: Mapping[str, ComponentShard]
+    shards: Mapping[str, torch.Tensor]
     place: Mapping[str, int]
 
 
@@ -263,7 +258,7 @@ def take_optimizer(
     if not output.is_wanted:
         return {}
     to_cpu = output.offload_to_cpu
-    tensors |= {fqn: copy_of_shard(shard) for fqn, shard in taken.shards.items()}
+    tensors |= {fqn: copy_of(shard, to_cpu=to_cpu) for fqn, shard in taken.shards.items()}
     if _keeps_own_scalars(output):
         tensors |= {
             piece.fqn: copy_of(holding.local, to_cpu=to_cpu)
@@ -395,7 +390,7 @@ def copied(state: Mapping[Any, Any], *, to_cpu: bool = False) -> dict[Any, Any]:
     }
 
 
-def _component_shards(view: Any, described: Described) -> dict[str, ComponentShard]:
+def _component_shards(view: Any, described: Described) -> dict[str, torch.Tensor]:
     """The parts that this rank has of composites of which others have other shards, by name."""
     shards = {}
     for group in named_groups(view, described):
@@ -403,8 +398,12 @@ def _component_shards(view: Any, described: Described) -> dict[str, ComponentSha
             for name, content in view.state.get(named.param, {}).items():
                 if not isinstance(content, torch.Tensor) or is_composite(content):
                     _, tensors = split_tree(content, f"{STATE}{named.names[0]}.{name}", [])
-                    shards.update({n: t for n, t in tensors if isinstance(t, ComponentShard)})
+                    shards.update({n: one for n, one in tensors if _is_shard(one)})
     return shards
+
+
+def _is_shard(component: torch.Tensor) -> bool:
+    return hasattr(component, "__ckpt_pieces__")
 
 
 def _without_local_form(flat: FlatOptimizer) -> list[str]:

@@ -20,13 +20,11 @@ from ckpt.convert.sources.source import (
     SourceTensor,
 )
 from ckpt.errors import CheckpointError
-from ckpt.layout.composites import dense_form, type_named
+from ckpt.layout.composites import dense_form, type_named, unknown_types
+from ckpt.layout.descriptions import TYPE_KEY, is_description, shown_type
 from ckpt.layout.dtypes import dtype_name, torch_dtype
 from ckpt.layout.kind import Kind
-from ckpt.layout.plain_context import context_of
 from ckpt.layout.region import Shape
-from ckpt.state.composites import unknown_types
-from ckpt.state.descriptions import TYPE_KEY, is_description, shown_type
 from ckpt.state.values import join_tree, references
 
 
@@ -121,6 +119,6 @@ def _outline(value: Mapping[str, Any]) -> tuple[str, Shape]:
     kind = type_named(str(value[TYPE_KEY]))
     dtype, shape = str(value["dtype"]), tuple(value["shape"])
     if kind is not None and kind.outline is not None:
-        other, into = kind.outline(context_of(value["context"], torch.device("cpu")))
+        other, into = kind.outline(value["context"])
         return dtype_name(into), shape if other is None else other
     return dtype, shape

@@ -17,8 +17,8 @@ from ckpt.convert.targets.dcp_metadata import DcpEntry, DcpPart, DcpValue, encod
 from ckpt.convert.targets.files import Output, PlannedFile, ZipBuilding, known_file, torch_file
 from ckpt.convert.targets.pickled_composites import composite_out
 from ckpt.errors import CheckpointError
+from ckpt.layout.descriptions import is_description
 from ckpt.layout.region import Shape, Span
-from ckpt.state.descriptions import is_description
 from ckpt.state.names import split_state_name
 from ckpt.state.optimizer_kinds import NUMBER_OF_SUFFIX
 from ckpt.state.values import TENSOR_KEY, is_reference, references, renamed_tree

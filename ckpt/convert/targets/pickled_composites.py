@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ckpt.convert.sources.torch_pickle import CallOut, GlobalOut, StorageOut, TensorOut
-from ckpt.state.descriptions import TYPE_KEY
+from ckpt.layout.descriptions import TYPE_KEY
 from ckpt.state.values import TENSOR_KEY, is_reference
 
 _POINTERS = {

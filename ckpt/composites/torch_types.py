@@ -10,14 +10,14 @@ from typing import Any
 
 import torch
 
-from ckpt.layout.composite import CompositeType, Parts
+from ckpt.layout.composites import CompositeType, Parts
 from ckpt.layout.plain import UnsupportedTensor
 from ckpt.layout.region import Shape
 
-__all__ = ["outer_shape", "torch_type_named", "torch_type_of"]
+__all__ = ["type_named", "type_of"]
 
 
-def torch_type_of(tensor: torch.Tensor) -> CompositeType | None:
+def type_of(tensor: torch.Tensor) -> CompositeType | None:
     """The type of a tensor that is none of one strided memory; None for others."""
     if tensor.is_nested:
         return _NESTED if tensor.layout is torch.strided else _JAGGED
@@ -26,16 +26,9 @@ def torch_type_of(tensor: torch.Tensor) -> CompositeType | None:
     return None if tensor.layout is torch.strided else _OF_LAYOUT.get(tensor.layout)
 
 
-def torch_type_named(name: str) -> CompositeType | None:
+def type_named(name: str) -> CompositeType | None:
     """The type that is called `name` in checkpoints."""
     return _OF_NAME.get(name)
-
-
-def outer_shape(tensor: torch.Tensor) -> Shape:
-    """The shape of a composite. What differs along a nested tensor is -1."""
-    if tensor.is_nested and tensor.layout is torch.strided:
-        return (tensor.size(0), *(-1 for _ in range(tensor.dim() - 1)))
-    return tuple(size if type(size) is int else -1 for size in tensor.shape)
 
 
 # --- sparse --------------------------------------------------------------------------------------
@@ -92,8 +85,8 @@ def _compressed(layout: torch.layout, *names: str) -> CompositeType:
         str(layout),
         partial(_take_compressed, first, second),
         partial(_build_compressed, (first, second), layout),
-        _replace_compressed,
-        torch.Tensor.to_dense,
+        replace=_replace_compressed,
+        dense=torch.Tensor.to_dense,
     )
 
 
@@ -101,7 +94,11 @@ _BY_ROWS = ("crow_indices", "col_indices")
 _BY_COLUMNS = ("ccol_indices", "row_indices")
 _OF_LAYOUT: dict[torch.layout, CompositeType] = {
     torch.sparse_coo: CompositeType(
-        "torch.sparse_coo", _take_coo, _build_coo, _replace_coo, torch.Tensor.to_dense
+        "torch.sparse_coo",
+        _take_coo,
+        _build_coo,
+        replace=_replace_coo,
+        dense=torch.Tensor.to_dense,
     ),
     torch.sparse_csr: _compressed(torch.sparse_csr, *_BY_ROWS),
     torch.sparse_bsr: _compressed(torch.sparse_bsr, *_BY_ROWS),
@@ -186,9 +183,9 @@ _QUANTIZED = CompositeType(
     "torch.quantized",
     _take_quantized,
     _build_quantized,
-    _replace_quantized,
-    torch.Tensor.dequantize,
-    lambda context: (None, torch.float32),
+    replace=_replace_quantized,
+    dense=torch.Tensor.dequantize,
+    outline=lambda context: (None, torch.float32),
 )
 
 

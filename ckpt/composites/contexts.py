@@ -12,16 +12,25 @@ from typing import Any
 
 import torch
 
+from ckpt.layout.composites import DATA_KEY, NoPlainForm
 from ckpt.layout.dtypes import dtype_name
-from ckpt.layout.foreign_composites import class_named, name_of_class
+from ckpt.layout.library_classes import class_at, name_in
 
-# The key that marks what is no plain data; the other key is "value".
-DATA_KEY = "$data"
+_AO_QUANTIZATION = "torchao.quantization"
+
+# What stands in the contexts of types of libraries: enums, dataclasses and named tuples.
+_CLASSES: dict[str, str] = {
+    "torchao.PerRow": _AO_QUANTIZATION,
+    "torchao.PerTensor": _AO_QUANTIZATION,
+    "torchao.PerGroup": _AO_QUANTIZATION,
+    "torchao.MappingType": _AO_QUANTIZATION,
+    "torchao.KernelPreference": f"{_AO_QUANTIZATION}.quantize_.common",
+    "torchao.QuantizeTensorToFloat8Kwargs": f"{_AO_QUANTIZATION}.quantize_.workflows",
+    "torchao.QuantizeTensorToInt8Kwargs": f"{_AO_QUANTIZATION}.quantize_.workflows",
+    "torchao.Float8MMConfig": "torchao.float8.inference",
+    "torchao.SubclassTensorArgs": f"{_AO_QUANTIZATION}.quantize_.workflows.nf4.nf4_tensor",
+}
 _SCALARS = (type(None), bool, int, float, str, bytes)
-
-
-class NoPlainForm(Exception):
-    """Something in a context that cannot be stored."""
 
 
 def plain_of(context: Any) -> Any:
@@ -40,7 +49,7 @@ def plain_of(context: Any) -> Any:
         return kind(plain_of(item) for item in context)
     if kind is dict and all(type(key) is str for key in context) and DATA_KEY not in context:
         return {key: plain_of(item) for key, item in context.items()}
-    name = name_of_class(kind)
+    name = name_in(_CLASSES, kind)
     if name is None:
         raise NoPlainForm(f"a {kind.__module__}.{kind.__qualname__} in its context")
     if isinstance(context, enum.Enum):
@@ -72,7 +81,7 @@ def _special(name: Any, value: Any, device: torch.device) -> Any:
         return dtype
     if name == "device":
         return device
-    kind: Any = class_named(name) if isinstance(name, str) else None
+    kind: Any = class_at(_CLASSES[name], name) if name in _CLASSES else None
     if kind is None:
         raise NoPlainForm(f"its context has a {name!r:.100}, which is not known here")
     if issubclass(kind, enum.Enum):

@@ -1,11 +1,8 @@
-"""Composites of other libraries, by names that are the same whatever module a class moves to.
-
-A library is imported only where one of its tensors is loaded, and only from the places listed here.
-"""
+"""Composites of libraries. A library is imported only where one of its tensors is loaded."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 from importlib import import_module
@@ -13,18 +10,12 @@ from typing import Any
 
 import torch
 
-from ckpt.layout.composite import CompositeType, Parts, wrapper_type
+from ckpt.composites.contexts import context_of, plain_of
+from ckpt.layout.composites import CompositeType, Cut, Parts
+from ckpt.layout.library_classes import class_at, name_in
 from ckpt.layout.region import Shape
 
-__all__ = [
-    "class_at",
-    "class_named",
-    "library_buffers",
-    "library_type_named",
-    "library_type_of",
-    "name_in",
-    "name_of_class",
-]
+__all__ = ["buffers_of", "type_named", "type_of", "wrapper_type"]
 
 _AO_QUANTIZATION = "torchao.quantization"
 _AO_OPTIM = "torchao.optim"
@@ -48,34 +39,38 @@ _TYPES: dict[str, str] = {
     "bitsandbytes.Params4bit": "bitsandbytes.nn",
 }
 
-# What stands in the contexts of these: enums, dataclasses and named tuples.
-_CLASSES: dict[str, str] = {
-    "torchao.PerRow": _AO_QUANTIZATION,
-    "torchao.PerTensor": _AO_QUANTIZATION,
-    "torchao.PerGroup": _AO_QUANTIZATION,
-    "torchao.MappingType": _AO_QUANTIZATION,
-    "torchao.KernelPreference": f"{_AO_QUANTIZATION}.quantize_.common",
-    "torchao.QuantizeTensorToFloat8Kwargs": f"{_AO_QUANTIZATION}.quantize_.workflows",
-    "torchao.QuantizeTensorToInt8Kwargs": f"{_AO_QUANTIZATION}.quantize_.workflows",
-    "torchao.Float8MMConfig": "torchao.float8.inference",
-    "torchao.SubclassTensorArgs": f"{_AO_QUANTIZATION}.quantize_.workflows.nf4.nf4_tensor",
+# How DTensors over these are cut: what one dim of the tensor cuts, as `Cut` says it. The others are
+# not cut with the tensor, or their shards say nothing that is the same for all.
+_ROWS = 0
+_CUTS: dict[str, Cut] = {
+    "torch.TwoTensor": {dim: {"a": dim, "b": dim} for dim in range(8)},
+    "torchao.OptimState8bit": {_ROWS: {"codes": 0, "scale": 0}},
+    "torchao.OptimState4bit": {_ROWS: {"codes": 0, "scale": 0}},
+    "torchao.OptimStateFp8": {_ROWS: {"codes": 0, "scale": 0}},
+    "torchao.Float8Tensor": {_ROWS: {"qdata": 0, "scale": 0}},
+    "torchao.Int8Tensor": {_ROWS: {"qdata": 0, "scale": 0, "zero_point": 0}},
+    "torchao.IntxUnpackedToInt8Tensor": {
+        dim: dict.fromkeys(("qdata", "scale", "zero_point"), dim) for dim in (0, 1)
+    },
+    _NF4: {_ROWS: dict.fromkeys(("quantized_data", "quantization_factor", "quantized_scalers"), 0)},
 }
+
 
 # Modules with tensors of their own that are no buffers.
 _MODULES: dict[str, str] = {"bitsandbytes.Linear8bitLt": "bitsandbytes.nn"}
 
 
-def library_type_of(tensor: Any) -> CompositeType | None:
+def type_of(tensor: Any) -> CompositeType | None:
     """The type of a tensor, if its class is one of a known library."""
     name = name_in(_TYPES, type(tensor))
     # Before it is quantized, it is a parameter like others.
     if name is None or (name == _PARAMS_4BIT and tensor.quant_state is None):
         return None
-    return library_type_named(name)
+    return type_named(name)
 
 
 @cache
-def library_type_named(name: str) -> CompositeType | None:
+def type_named(name: str) -> CompositeType | None:
     """The type that is called `name` in checkpoints; None when its library is not installed."""
     kind = class_at(_TYPES[name], name) if name in _TYPES else None
     if kind is None:
@@ -84,46 +79,49 @@ def library_type_named(name: str) -> CompositeType | None:
         return CompositeType(
             name, _take_4bit, _build_4bit, dense=_dense_4bit, outline=_outline_4bit
         )
-    made = wrapper_type(kind, name)
+    made = wrapper_type(kind, name, lambda context: _cut_of(name, context))
     if name == _NF4:  # its `dequantize` is a function of parts of it
         made = replace(made, dense=lambda tensor: tensor.get_original_weight())
     return made
 
 
-def name_of_class(kind: type) -> str | None:
-    """What a class that may stand in contexts is called in checkpoints."""
-    return name_in(_CLASSES, kind)
+def _cut_of(name: str, context: Any) -> Cut:
+    if name in ("torchao.Float8Tensor", "torchao.Int8Tensor") and context["block_size"][0] != 1:
+        return {}  # one scale for several rows, or for all: shards do not show which
+    return _CUTS.get(name, {})
 
 
-def class_named(name: str) -> type | None:
-    """The inverse of `name_of_class`; None when its library is not installed."""
-    return class_at(_CLASSES[name], name) if name in _CLASSES else None
+def wrapper_type(kind: Any, name: str, cut: Callable[[Any], Cut]) -> CompositeType:
+    """The type of a traceable wrapper subclass, by torch's protocol of them."""
+
+    def take(tensor: Any) -> Parts:
+        names, context = tensor.__tensor_flatten__()
+        return Parts({name: getattr(tensor, name) for name in names}, plain_of(context))
+
+    def build(parts: Parts, shape: Shape, dtype: torch.dtype) -> torch.Tensor:
+        strides = torch.empty(shape, device="meta").stride()
+        context, size = context_of(parts.context, _device_of(parts)), torch.Size(shape)
+        made: torch.Tensor = kind.__tensor_unflatten__(
+            dict(parts.components), context, size, strides
+        )
+        return made
+
+    own = getattr(kind, "dequantize", None)
+    # Every tensor has one of torch's, for torch's own quantized tensors.
+    has_own = callable(own) and own is not torch.Tensor.dequantize
+    dense = (lambda tensor: tensor.dequantize()) if has_own else None
+    return CompositeType(name, take, build, cut, dense=dense, is_wrapper=True)
 
 
-def name_in(table: Mapping[str, str], kind: type) -> str | None:
-    """What `table`, of names and the modules that have them, calls a class; None if it has not."""
-    library = kind.__module__.partition(".")[0]
-    name = f"{library}.{kind.__name__}"
-    if name not in table:
-        return None
-    # Its own library has it by then; another class of the same name is another type.
-    return name if class_at(table[name], name) is kind else None
-
-
-@cache
-def class_at(module: str, name: str) -> type | None:
-    """The class `name`, which begins with its library; None when that is not installed."""
-    try:
-        kind = getattr(import_module(module), name.partition(".")[2], None)
-    except ImportError:
-        return None
-    return kind if isinstance(kind, type) else None
+def _device_of(parts: Parts) -> torch.device:
+    first = next(iter(parts.components.values()), None)
+    return torch.device("cpu") if first is None else first.device
 
 
 # --- bitsandbytes --------------------------------------------------------------------------------
 
 
-def library_buffers(module: Any) -> dict[str, torch.Tensor]:
+def buffers_of(module: Any) -> dict[str, torch.Tensor]:
     """Tensors of a library's module that are no buffers of it and belong to its weights, by the
     names that the library's own state dicts give them.
     """
@@ -142,7 +140,8 @@ def _dense_4bit(tensor: Any) -> torch.Tensor:
 
 
 def _outline_4bit(context: Any) -> tuple[Shape, torch.dtype]:
-    return tuple(context["shape"]), context["dtype"]
+    plain = context_of(context, torch.device("cpu"))
+    return tuple(plain["shape"]), plain["dtype"]
 
 
 def _take_4bit(tensor: Any) -> Parts:
@@ -162,11 +161,11 @@ def _take_4bit(tensor: Any) -> Parts:
         nested = {"nested_absmax": inner.absmax, "nested_quant_map": inner.code}
         components |= {**nested, "nested_offset": state.offset}
         context |= {"nested_blocksize": inner.blocksize, "nested_dtype": inner.dtype}
-    return Parts(components, context)
+    return Parts(components, plain_of(context))
 
 
 def _build_4bit(parts: Parts, shape: Shape, dtype: torch.dtype) -> torch.Tensor:
-    components, context = parts
+    components, context = parts.components, context_of(parts.context, _device_of(parts))
     make_state: Any = class_at("bitsandbytes.functional", "bitsandbytes.QuantState")
     make: Any = class_at(_TYPES[_PARAMS_4BIT], _PARAMS_4BIT)
     inner = None

@@ -1,0 +1,202 @@
+"""How DTensors of a type are cut is declared; here the type's own slices prove each declaration.
+
+Method: a tensor of random bytes is cut by its library, and what the slices consist of has to be
+what the declaration says of the whole. What is not declared is refused.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+
+import ckpt
+from ckpt.composites.library_types import _CUTS, _cut_of
+from ckpt.composites.shards import _of_shape
+from ckpt.layout.composites import Parts, composite_at, type_of
+from ckpt.layout.plain import UnsupportedTensor
+from ckpt.layout.tensor import copyable
+from tests.ranks import run_ranks
+
+OPTIM, QUANTIZATION = "torchao.optim", "torchao.quantization"
+ROWS, COLUMNS = 96, 512
+
+
+def state_of(name: str) -> Any:
+    kind: Any = getattr(importlib.import_module(OPTIM), name)
+    return kind(nn.Linear(COLUMNS, ROWS).parameters())._new_buffer(torch.zeros(ROWS, COLUMNS), True)
+
+
+def quantized(config: str, **arguments: Any) -> Any:
+    library: Any = importlib.import_module(QUANTIZATION)
+    linear: Any = nn.Sequential(nn.Linear(COLUMNS, ROWS, bias=False)).to(torch.bfloat16)
+    library.quantize_(linear, getattr(library, config)(**arguments))
+    return linear[0].weight.detach()
+
+
+def nf4() -> Any:
+    module: Any = importlib.import_module(f"{QUANTIZATION}.quantize_.workflows.nf4.nf4_tensor")
+    return module.to_nf4(torch.randn(ROWS, COLUMNS), 64, 4)
+
+
+def pair() -> Any:
+    two: Any = importlib.import_module("torch.testing._internal.two_tensor").TwoTensor
+    return two(torch.randn(ROWS, COLUMNS), torch.randn(ROWS, COLUMNS))
+
+
+MAKERS: dict[str, Callable[[], Any]] = {
+    "torch.TwoTensor": pair,
+    "torchao.OptimState8bit": lambda: state_of("AdamW8bit"),
+    "torchao.OptimState4bit": lambda: state_of("AdamW4bit"),
+    "torchao.OptimStateFp8": lambda: state_of("AdamWFp8"),
+    "torchao.Float8Tensor": lambda: quantized("Float8WeightOnlyConfig"),
+    "torchao.Int8Tensor": lambda: quantized("Int8WeightOnlyConfig", version=2),
+    "torchao.IntxUnpackedToInt8Tensor": lambda: quantized(
+        "IntxWeightOnlyConfig",
+        granularity=importlib.import_module(QUANTIZATION).PerGroup(32),
+    ),
+    "torchao.NF4Tensor": nf4,
+}
+
+
+def made(name: str) -> Any:
+    if name.startswith("torchao."):
+        pytest.importorskip("torchao")
+    torch.manual_seed(0)
+    return MAKERS[name]()
+
+
+def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    return copyable(tensor.contiguous()).reshape(-1).view(torch.uint8)
+
+
+def slices(tensor: Any, dim: int, size: int) -> list[Any]:
+    aten = torch.ops.aten
+    try:
+        return [aten.slice.Tensor(tensor, dim, at * size, (at + 1) * size) for at in (0, 1, 2)]
+    except (NotImplementedError, TypeError, AssertionError):
+        return list(aten.split.Tensor(tensor, size, dim))  # of NF4 tensors, which have no slices
+
+
+def taken(tensor: Any) -> Parts:
+    kind = type_of(tensor)
+    assert kind is not None
+    return kind.take(tensor)
+
+
+def without(context: Any, dtype: torch.dtype) -> Any:
+    """A context without the dtype that a tensor pretends to have: some slices forget it."""
+    plain = {"$data": "dtype", "value": str(dtype).removeprefix("torch.")}
+    if isinstance(context, dict):
+        return None if context == plain else {k: without(v, dtype) for k, v in context.items()}
+    return [without(v, dtype) for v in context] if isinstance(context, list | tuple) else context
+
+
+CASES = [(name, dim) for name, cut in _CUTS.items() for dim in cut if dim < 2]
+
+
+@pytest.mark.parametrize(("name", "dim"), CASES)
+def test_slices_of_a_type_are_what_it_declares(name: str, dim: int) -> None:
+    whole = made(name)
+    parts = taken(whole)
+    for component in parts.components.values():
+        bytes_of(component).random_()
+    cut = _cut_of(name, parts.context)[dim]
+    assert cut.keys() <= parts.components.keys()
+    size = whole.shape[dim] // 4
+    for index, part in enumerate(slices(whole, dim, size)[:3]):
+        mine = taken(part)
+        assert mine.components.keys() == parts.components.keys()
+        for component, memory in parts.components.items():
+            expected = memory
+            if component in cut:
+                length, rest = divmod(memory.shape[cut[component]], 4)
+                assert not rest
+                expected = memory.narrow(cut[component], index * length, length)
+            assert torch.equal(bytes_of(mine.components[component]), bytes_of(expected)), component
+        shape, of_slice = tuple(whole.shape), tuple(part.shape)
+        context = _of_shape(parts.context, shape, of_slice)
+        for dtype in (whole.dtype, torch.float32):
+            context, mine = (
+                without(context, dtype),
+                mine._replace(context=without(mine.context, dtype)),
+            )
+        assert context == mine.context
+
+
+class Blocks(torch.Tensor):
+    """Rows of codes in one dim, a scale for each `block` elements, and its shape."""
+
+    def __new__(cls, codes: torch.Tensor, scale: torch.Tensor, shape: Any, block: int) -> Any:
+        made: Any = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=torch.float32)
+        made.codes, made.scale, made.sizes, made.block = codes, scale, torch.Size(shape), block
+        return made
+
+    def __tensor_flatten__(self) -> Any:
+        me: Any = self
+        return ["codes", "scale"], [me.sizes, me.block]
+
+    @staticmethod
+    def __tensor_unflatten__(parts: Any, context: Any, shape: Any, strides: Any) -> Any:
+        return Blocks(parts["codes"], parts["scale"], *context)
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        if func in (torch.ops.aten.view.default, torch.ops.aten.detach.default):
+            me = args[0]
+            return Blocks(me.codes, me.scale, me.sizes, me.block)
+        raise NotImplementedError(f"{func}")
+
+
+def shard_of(rows: int, dim: int = 0) -> Any:
+    """This rank's shard of a DTensor of `rows` rows of 6 elements, in blocks of 8."""
+    size, rank = dist.get_world_size(), dist.get_rank()
+    mine = [len(part) for part in torch.arange(rows).chunk(size)] + [0] * size
+    local = Blocks(torch.zeros(mine[rank] * 6), torch.ones(mine[rank] * 6 // 8), (mine[rank], 6), 8)
+    shape = (rows, 6) if dim == 0 else (mine[rank], 12)
+    mesh = init_device_mesh("cpu", (size,))
+    return DTensor.from_local(
+        local, mesh, [Shard(dim)], run_check=False, shape=torch.Size(shape), stride=(shape[1], 1)
+    )
+
+
+def _refused(tensor: Any) -> str:
+    try:
+        composite_at("w", tensor)
+    except UnsupportedTensor as refused:
+        return refused.problem
+    return ""
+
+
+def _cases() -> Any:
+    ckpt.register_tensor_type(Blocks, "mine.Blocks")
+    undeclared = _refused(shard_of(8))
+    ckpt.register_tensor_type(Blocks, "mine.Blocks", cut={0: {"codes": 0, "scale": 0}})
+    composite = composite_at("w", shard_of(8))
+    assert composite is not None
+    shapes = {
+        name: (tuple(part.shape), part.global_shape)
+        for name, part in composite.components.items()
+        if hasattr(part, "global_shape")
+    }
+    copied = {name: type(part.clone()) is type(part) for name, part in composite.components.items()}
+    assert all(copied.values())  # copies know their place
+    return undeclared, shapes, [_refused(shard_of(*one)) for one in ((8, 1), (5,), (1,))]
+
+
+def test_what_is_not_declared_or_ends_inside_of_blocks_is_refused() -> None:
+    for rank, (undeclared, shapes, refused) in enumerate(run_ranks(2, _cases)):
+        assert "mine.Blocks declares no cut along dim 0" in undeclared
+        assert shapes == {"w.codes": ((24,), (48,)), "w.scale": ((3,), (6,))}
+        assert "declares no cut along dim 1" in refused[0]
+        assert rank or "ends inside of a block" in refused[1]
+        assert not rank or "has no elements" in refused[2]

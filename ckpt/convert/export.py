@@ -46,7 +46,7 @@ from ckpt.layout.descriptions import is_description
 from ckpt.layout.dtypes import DTYPES, dtype_name, torch_dtype
 from ckpt.layout.kind import Kind
 from ckpt.process import world_of
-from ckpt.state.stacks import Stacks
+from ckpt.state.types import Stacks
 from ckpt.state.values import references
 from ckpt.world.base import collectively
 from storage import InvalidUrlError, Store, StoreLike, open_store, options_of_other

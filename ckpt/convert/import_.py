@@ -52,7 +52,7 @@ from ckpt.saving.publish import publish
 from ckpt.saving.report import SaveOptions
 from ckpt.saving.task import Attempt, SaveTask
 from ckpt.state.names import split_state_name
-from ckpt.state.stacks import Stacks
+from ckpt.state.types import Stacks
 from ckpt.state.values import is_reference, join
 from ckpt.world.base import collectively
 from storage import PrefixStore, Store, StoreLike, open_store

@@ -11,8 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
-from importlib import import_module
 from typing import Any, NamedTuple
 
 import torch
@@ -24,6 +22,7 @@ from ckpt.layout.piece import Owned
 from ckpt.layout.plain import UnsupportedTensor, whole_tensor
 from ckpt.layout.region import Shape
 from ckpt.layout.tensor import PLAIN_CLASSES, is_dtensor, memory_of
+from ckpt.wings import wing
 
 DATA_KEY = "$data"
 """Marks, in values, what is no plain data; the other key is "value"."""
@@ -73,12 +72,6 @@ _of_class: dict[type, CompositeType] = {}
 _of_name: dict[str, CompositeType] = {}
 
 
-@cache
-def _room(name: str) -> Any:
-    """A module of the room of types: by name, so that nothing here depends on what is there."""
-    return import_module(f"ckpt.composites.{name}")
-
-
 def register_tensor_type(kind: type[torch.Tensor], name: str, cut: Cut | None = None) -> None:
     """Let tensors of class `kind` be saved and loaded under `name`, by `__tensor_flatten__` and
     `__tensor_unflatten__`, torch's protocol of traceable wrapper subclasses.
@@ -100,7 +93,9 @@ def register_tensor_type(kind: type[torch.Tensor], name: str, cut: Cut | None = 
     if known is not None and _of_class.get(kind) is not known:
         raise ValueError(f"{name!r} is the name of another type of tensors; choose one of your own")
     of_context = (lambda context: cut) if cut else (lambda context: {})
-    _of_class[kind] = _of_name[name] = _room("library_types").wrapper_type(kind, name, of_context)
+    _of_class[kind] = _of_name[name] = wing("composites.library_types").wrapper_type(
+        kind, name, of_context
+    )
 
 
 def type_of(tensor: torch.Tensor) -> CompositeType | None:
@@ -112,7 +107,7 @@ def type_of(tensor: torch.Tensor) -> CompositeType | None:
         if is_dtensor(tensor):
             local = memory_of(tensor)
             inner = None if type(local) in PLAIN_CLASSES else type_of(local)
-            made: CompositeType | None = inner and _room("shards").sharded_type(inner)
+            made: CompositeType | None = inner and wing("composites.shards").sharded_type(inner)
             return made
         if hasattr(tensor, "__ckpt_pieces__"):
             return None
@@ -120,16 +115,16 @@ def type_of(tensor: torch.Tensor) -> CompositeType | None:
         return None
     if (known := _of_class.get(kind)) is not None:
         return known
-    other: CompositeType | None = _room("torch_types").type_of(tensor)
-    return other or _room("library_types").type_of(tensor)
+    other: CompositeType | None = wing("composites.torch_types").type_of(tensor)
+    return other or wing("composites.library_types").type_of(tensor)
 
 
 def type_named(name: str) -> CompositeType | None:
     """The type of a name; None when nobody registered it or its library is not installed."""
     if (known := _of_name.get(name)) is not None:
         return known
-    other: CompositeType | None = _room("torch_types").type_named(name)
-    return other or _room("library_types").type_named(name)
+    other: CompositeType | None = wing("composites.torch_types").type_named(name)
+    return other or wing("composites.library_types").type_named(name)
 
 
 def is_composite(tensor: torch.Tensor) -> bool:
@@ -141,7 +136,7 @@ def extra_buffers(module: Any) -> dict[str, torch.Tensor]:
     """Tensors of a library's module that are no buffers of it and belong to its weights, by the
     names that the library's own state dicts give them.
     """
-    buffers: dict[str, torch.Tensor] = _room("library_types").buffers_of(module)
+    buffers: dict[str, torch.Tensor] = wing("composites.library_types").buffers_of(module)
     return buffers
 
 
@@ -238,7 +233,7 @@ def stand_in(composite: Composite, components: Sequence[Owned]) -> Owned:
     dtype = tensor.dtype if tensor.dtype.is_floating_point else torch.uint8
     one = torch.zeros((), dtype=dtype, device=tensor.device)
     if is_dtensor(tensor):
-        made: Owned = _room("shards").stand_in(composite.fqn, tensor, one)
+        made: Owned = wing("composites.shards").stand_in(composite.fqn, tensor, one)
         return made
     # No state is shaped like a nested tensor, which has no shape.
     local = one.expand((0,) if -1 in shape else shape)
@@ -273,7 +268,7 @@ def put_together(
     if kind is None:
         raise InvalidState([f"{fqn}: {_why_unknown(name)}"])
     if any(hasattr(item, "__ckpt_pieces__") for item in components.values()):
-        kind = _room("shards").sharded_type(kind)
+        kind = wing("composites.shards").sharded_type(kind)
     try:
         return kind.build(Parts(components, described["context"]), shape, dtype)
     except NoPlainForm as odd:
@@ -297,7 +292,7 @@ def zeros(
     kind = type_named(str(described[TYPE_KEY]))
     if kind is None:
         raise UnsupportedTensor("its type is not known here")
-    made: Mapping[str, torch.Tensor] = _room("shards").zeros(
+    made: Mapping[str, torch.Tensor] = wing("composites.shards").zeros(
         kind, described["context"], shapes, template
     )
     return made

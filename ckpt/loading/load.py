@@ -50,15 +50,14 @@ from ckpt.loading.plan import ReadPath, plan_reads
 from ckpt.loading.reader import Reader
 from ckpt.loading.unasked import left_by_all
 from ckpt.state.bind import bind_state
-from ckpt.state.bind_stacks import in_stored_form
 from ckpt.state.binding import Binding
 from ckpt.state.half_loaded import filling
 from ckpt.state.matching import Tally, total, with_nearest
 from ckpt.state.names import GroupOptions
 from ckpt.state.requested import CHECKPOINT
-from ckpt.state.stacks import Restacked, Stacks, restack, stack_rules
-from ckpt.state.types import Catalog, Loaded, Problem, ProblemKind, Strict, TensorEntry
+from ckpt.state.types import Catalog, Loaded, Problem, ProblemKind, Stacks, Strict, TensorEntry
 from ckpt.telemetry.recorder import PhaseSpan, Recorder
+from ckpt.wings import wing
 from ckpt.world.base import World, collectively
 from storage import Store
 
@@ -214,7 +213,7 @@ def _fill(
         groups, sums = groups_of_needs(reader, world, origins.ranks, options, mine)
         refuse_unmatched(world, sums, where)
         if world.size > 1 and sums.has_left == world.size:
-            _refuse_left(binding, _catalog(manifest, options, where).catalog, world, where)
+            _refuse_left(binding, in_form_of_state(manifest, options.stacks).catalog, world, where)
         warnings = warnings_of(binding, manifest, world, sums.tally, where)
 
     def prepare() -> Sharing:
@@ -293,10 +292,12 @@ def bind_to(
     state: Any, manifest: Manifest, world: World, options: LoadOptions, where: str
 ) -> Binding:
     """The live memory that the checkpoint fills. Raises Mismatch with everything that is wrong."""
-    restacked = _catalog(manifest, options, where)
+    form = in_form_of_state(manifest, options.stacks)
+    if form.problems:
+        raise Mismatch([f"stacks=: {problem}" for problem in form.problems], where)
     binding = bind_state(
         state,
-        restacked.catalog,
+        form.catalog,
         Ranks(world.rank, world.global_ranks),
         strict=options.strict,
         rename=options.rename,
@@ -308,25 +309,27 @@ def bind_to(
     fatal = [*binding.fatal, *binding.unmatched] if world.size == 1 else binding.fatal_here
     if fatal:
         raise Mismatch(fatal, where)
-    return in_stored_form(binding, restacked) if restacked.origins else binding
+    return form.stored(binding)
 
 
-def _catalog(manifest: Manifest, options: LoadOptions, where: str) -> Restacked:
-    """What the checkpoint has, in the form that `stacks` says. Raises Mismatch for rules that it
-    does not fit.
+class FormOfState(NamedTuple):
+    """What a checkpoint has as the state has it, why that cannot be, and what a binding to it fills
+    of what is stored.
     """
-    restacked = in_form_of_state(manifest, options.stacks)
-    if restacked.problems:
-        raise Mismatch([f"stacks=: {problem}" for problem in restacked.problems], where)
-    return restacked
+
+    catalog: Catalog
+    problems: Sequence[str] = ()
+    stored: Callable[[Binding], Binding] = lambda binding: binding
 
 
-def in_form_of_state(manifest: Manifest, stacks: Stacks) -> Restacked:
+def in_form_of_state(manifest: Manifest, stacks: Stacks) -> FormOfState:
     """What the checkpoint has, in the form that `stacks` says, from names of a state to names of
     the checkpoint. Raises CheckpointError for what is no rule.
     """
-    rules = stack_rules((old, new) for new, old in stacks.items())
-    return restack(catalog_of(manifest), rules)
+    catalog = catalog_of(manifest)
+    if not stacks:
+        return FormOfState(catalog)
+    return FormOfState(*wing("stacks.moving").in_form_of_state(catalog, stacks))
 
 
 def _refuse_left(binding: Binding, catalog: Catalog, world: World, where: str) -> None:

@@ -28,7 +28,7 @@ from ckpt.near.hosts import Hosts
 from ckpt.near.records import NearRecord, decode_near_record, encode_near_record, near_digest
 from ckpt.near.status import TierStatus, read_status
 from ckpt.near.tier import Tier
-from ckpt.state.stacks import Stacks
+from ckpt.state.types import Stacks
 from ckpt.world.base import World, collectively
 from ckpt.world.frames import joined, pack, split, unpack
 

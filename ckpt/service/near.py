@@ -31,7 +31,7 @@ from ckpt.saving.staging import LentCopy, Snapshot
 from ckpt.service.events import NearFailed, NearSaved
 from ckpt.service.policies import EverySteps, Observation, SavePolicy, are_multiples
 from ckpt.service.training import Training
-from ckpt.state.stacks import Stacks
+from ckpt.state.types import Stacks
 from ckpt.world.base import collectively
 
 logger = logging.getLogger(__name__)

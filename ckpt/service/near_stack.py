@@ -26,7 +26,7 @@ from ckpt.saving.staging import LentCopy
 from ckpt.service.near import FAILURES_MAX, Near, NearTraining
 from ckpt.service.policies import Never, SavePolicy
 from ckpt.service.training import Training
-from ckpt.state.stacks import Stacks
+from ckpt.state.types import Stacks
 
 TIERS_MAX = 8
 

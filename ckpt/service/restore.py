@@ -30,8 +30,7 @@ from ckpt.loading.load import BYTES_AWAY, LoadReport
 from ckpt.near.recovery import NearCandidate
 from ckpt.near.status import TierStatus
 from ckpt.service.target import Target
-from ckpt.state.stacks import Stacks
-from ckpt.state.types import Loaded
+from ckpt.state.types import Loaded, Stacks
 from ckpt.telemetry.recorder import PhaseSpan
 from ckpt.world.base import World, collectively
 from storage import CorruptObjectError, KeyNotFoundError, StorageError, Store

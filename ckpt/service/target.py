@@ -32,7 +32,7 @@ from ckpt.process import (
 )
 from ckpt.saving.report import SaveReport
 from ckpt.saving.staging import LentCopy, Snapshot
-from ckpt.state.stacks import Stacks
+from ckpt.state.types import Stacks
 from ckpt.world.base import World
 from storage import Store, StoreLike
 from storage.hidden import without_secrets

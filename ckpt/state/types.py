@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple, Protocol, TypeGuard
+from typing import Any, Literal, NamedTuple, Protocol, TypeAlias, TypeGuard
 
 import torch
 from torch import nn
@@ -134,6 +134,11 @@ class TensorEntry(NamedTuple):
     dtype: torch.dtype
     shape: Shape
     kind: Kind = Kind.OTHER
+
+
+Stacks: TypeAlias = Mapping[str, str]
+"""Names to names, one with `{}` for the number of a slice: `{"experts.weight":
+"experts.{}.weight"}`. They stand anywhere in a name, between dots: a rule holds in every layer."""
 
 
 @dataclass(frozen=True, slots=True)

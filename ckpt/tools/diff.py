@@ -36,7 +36,7 @@ from ckpt.layout.region import Shape, Span
 from ckpt.loading.checkpoint import Checkpoint
 from ckpt.loading.contents import find_checkpoint
 from ckpt.loading.plan import ReadPath
-from ckpt.state.stacks import Stacks
+from ckpt.state.types import Stacks
 from storage import StoreLike, open_store, options_of_other
 from storage.hidden import hides_secrets
 from storage.threads import in_order

@@ -49,7 +49,6 @@ from ckpt.loading.matching import all_together, needs_of
 from ckpt.loading.plan import ReadPath, ReadPlan, plan_reads
 from ckpt.loading.reader import Reader, ReadRange
 from ckpt.state.bind import bind_state
-from ckpt.state.bind_stacks import in_stored_form
 from ckpt.state.names import GroupOptions
 from ckpt.state.types import TensorEntry
 from storage import Store, StoreLike, open_store
@@ -137,21 +136,19 @@ def plan_load(
         located = find_checkpoint(store, step, budget=budget)
         manifest = located.manifest
         ranks = _ranks()
-        restacked = in_form_of_state(manifest, stacks or {})
+        form = in_form_of_state(manifest, stacks or {})
         binding = bind_state(
             state,
-            restacked.catalog,
+            form.catalog,
             ranks,
             rename=rename,
             skip=skip,
             new=new,
             group_options=group_options,
         )
-        of_stacks = [f"stacks=: {problem}" for problem in restacked.problems]
+        of_stacks = [f"stacks=: {problem}" for problem in form.problems]
         fatal = (*of_stacks, *binding.fatal, *binding.unmatched)
-        if restacked.origins:
-            binding = in_stored_form(binding, restacked)
-        planned = _RankNeeds.of(manifest, binding.holdings)
+        planned = _RankNeeds.of(manifest, form.stored(binding).holdings)
         path = read_path(store)
         report = binding.report
         return LoadPlan(

@@ -32,7 +32,7 @@ from ckpt.service.inflight import Saved
 from ckpt.service.policies import AtExit, EverySteps
 from ckpt.service.retention import KeepRule
 from ckpt.service.target import Pending, Target
-from ckpt.state.stacks import Stacks
+from ckpt.state.types import Stacks
 from ckpt.testing import RankKilled, RanksFailed, run_ranks
 from ckpt.world.base import World
 from storage import StorageError, Store, TransientError

@@ -16,8 +16,8 @@ from ckpt.convert.sources.source import (
 from ckpt.errors import CheckpointError
 from ckpt.layout.dtypes import dtype_name, torch_dtype
 from ckpt.layout.region import Span
-from ckpt.state.stacks import Origin, Stacks, restack, stack_rules
-from ckpt.state.types import Catalog, TensorEntry
+from ckpt.stacks.rules import Origin, restack
+from ckpt.state.types import Catalog, Stacks, TensorEntry
 
 
 class RestackedSource(CheckpointSource):
@@ -40,7 +40,7 @@ class RestackedSource(CheckpointSource):
             contents.aliases,
             contents.per_rank,
         )
-        restacked = restack(catalog, stack_rules(stacks.items()))
+        restacked = restack(catalog, stacks.items())
         if restacked.problems:
             problems = "".join(f"\n- {problem}" for problem in restacked.problems)
             raise CheckpointError(f"stacks= does not fit {source!r}:{problems}")

@@ -15,16 +15,12 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 from ckpt.errors import CheckpointError
 from ckpt.state.names import split_state_name
 from ckpt.state.types import Catalog, TensorEntry
 from ckpt.state.values import references
-
-Stacks: TypeAlias = Mapping[str, str]
-"""Names to names, one with `{}` for the number of a slice: `{"experts.weight":
-"experts.{}.weight"}`. They stand anywhere in a name, between dots: a rule holds in every layer."""
 
 NUMBER = "{}"
 GROUPS = "param_groups"
@@ -94,8 +90,7 @@ def _pattern(form: str) -> re.Pattern[str]:
     return re.compile(rf"(?P<head>(?:.*?\.)?){middle}(?P<tail>(?:\..*)?)", re.DOTALL)
 
 
-def stack_rules(pairs: Iterable[tuple[str, str]]) -> list[StackRule]:
-    """Rules from old names to new ones. Raises CheckpointError for what is none."""
+def _rules(pairs: Iterable[tuple[str, str]]) -> list[StackRule]:
     rules = [StackRule(old, new) for old, new in pairs]
     problems = [
         f"{rule.text}: {problem}"
@@ -131,10 +126,12 @@ class Restacked:
     problems: Sequence[str]
 
 
-def restack(catalog: Catalog, rules: Sequence[StackRule]) -> Restacked:
-    """`catalog` as `rules` change it. A rule of which it has the new form already changes nothing;
-    one of which it has neither is a problem.
+def restack(catalog: Catalog, pairs: Iterable[tuple[str, str]]) -> Restacked:
+    """`catalog` as rules from its names to new ones change it. A rule of which it has the new form
+    already changes nothing; one of which it has neither is a problem. Raises CheckpointError for
+    what is no rule.
     """
+    rules = _rules(pairs)
     restacking = _Restacking(
         catalog, dict(catalog.tensors), dict(catalog.values), dict(catalog.aliases)
     )

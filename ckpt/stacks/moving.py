@@ -7,40 +7,49 @@ into pieces of its slices: a box at every index of its first dim, a span where a
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 
 from ckpt.errors import Mismatch
-from ckpt.layout.holdings import WholeTensors
 from ckpt.layout.memory import local_view
 from ckpt.layout.piece import Holding, Piece
 from ckpt.layout.region import Box, Region, Shape, Span, whole
+from ckpt.stacks.rules import Origin, restack
 from ckpt.state.binding import Binding
-from ckpt.state.stacks import Origin, Restacked
+from ckpt.state.types import Catalog, Stacks
 
 
-def in_stored_form(binding: Binding, restacked: Restacked) -> Binding:
+def in_form_of_state(
+    catalog: Catalog, stacks: Stacks
+) -> tuple[Catalog, Sequence[str], Callable[[Binding], Binding]]:
+    """`catalog` in the form that `stacks` says, from names of a state to its names; why it cannot
+    be, and what a binding to it fills of what is stored. Raises CheckpointError for what is no
+    rule.
+    """
+    restacked = restack(catalog, ((old, new) for new, old in stacks.items()))
+    stored = partial(_in_stored_form, origins=restacked.origins)
+    return restacked.catalog, restacked.problems, stored
+
+
+def _in_stored_form(binding: Binding, origins: Mapping[str, Origin]) -> Binding:
     """`binding`, of the catalog that was restacked, with what the checkpoint really has.
 
     What is common to all slices is compared, and given to the stack, before anything is installed.
     """
-    moving = _Moving(restacked.origins)
+    moving = _Moving(origins)
     plain, others = [], []
     for some in binding.plain:
-        rows = [row for row, fqn in enumerate(some.fqns) if fqn in restacked.origins]
+        rows = [row for row, fqn in enumerate(some.fqns) if fqn in origins]
         if rows:
             others += some.only(rows).holdings(kept=False)
-            some = _without(some, set(rows))
+            some = some.only(sorted({*range(len(some.fqns))} - {*rows}))
         plain.append(some)
     others += binding.others
     moved = [stored for holding in others for stored in moving.moved(holding)]
     return replace(binding, plain=plain, others=moved, steps=[*moving.steps, *binding.steps])
-
-
-def _without(some: WholeTensors, rows: set[int]) -> WholeTensors:
-    return some.only([row for row in range(len(some.fqns)) if row not in rows])
 
 
 class _Moving:

@@ -141,7 +141,7 @@ ADAPTERS = (
     "ckpt/layout/torch_fsdp.py",
     "ckpt/layout/plain.py",
     "ckpt/layout/modules.py",
-    "ckpt/layout/fingerprint.py",
+    "ckpt/state/fingerprint.py",
     "ckpt/layout/state_dict_hooks.py",
     "ckpt/layout/tensor.py",
     "ckpt/composites/torch_types.py",

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ckpt.layout.copies import with_copies
+from ckpt.layout.holders import with_copies
 from ckpt.layout.kind import Kind
 from ckpt.layout.modules import describe_tensor
 from ckpt.layout.piece import Holding, Owned, Piece, View

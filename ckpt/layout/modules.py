@@ -23,8 +23,8 @@ from torch import nn
 from ckpt.errors import InvalidState
 from ckpt.layout import torch_fsdp
 from ckpt.layout.composites import Composite, composite_at, extra_buffers, stand_in
-from ckpt.layout.confine import held_where_shared, shared_by
 from ckpt.layout.dtensor import describe_dtensor, repeated_over_wider_meshes
+from ckpt.layout.holders import held_where_shared, shared_by
 from ckpt.layout.piece import Owned, Piece
 from ckpt.layout.plain import Ranks, UnsupportedTensor, refuse_unstorable, whole_tensor
 from ckpt.layout.state_dict_hooks import CANNOT, load_changes, overrides, save_changes

@@ -23,12 +23,11 @@ from ckpt.format.manifest import int64s
 from ckpt.format.part import TensorRecord
 from ckpt.layout.assign import Assignment, assign, is_small_and_agreed
 from ckpt.layout.dtypes import dtype_name
-from ckpt.layout.fingerprint import Fingerprint
 from ckpt.layout.piece import Holding, Piece
 from ckpt.layout.plain import Ranks
 from ckpt.saving.step_gate import storage_of
 from ckpt.saving.write import Source, entries_of, sources_of
-from ckpt.state.fingerprint import Remembered, fingerprint_of
+from ckpt.state.fingerprint import Fingerprint, Remembered, fingerprint_of
 from ckpt.state.flatten import Structure, structure_of, values_of
 from ckpt.state.half_loaded import refuse_interrupted
 from ckpt.state.types import FlatState, StagesHere

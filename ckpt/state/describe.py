@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from ckpt.layout.copies import with_copies
+from ckpt.layout.holders import with_copies
 from ckpt.layout.holdings import holdings_of
 from ckpt.layout.kind import Kind
 from ckpt.layout.modules import ModuleLayout, UnsupportedTensor, describe_module, describe_tensor

@@ -17,13 +17,13 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy, fully_shard
 
-from ckpt.layout.fingerprint import Fingerprint, add_module
 from ckpt.layout.holdings import tensor_holdings
 from ckpt.layout.kind import Kind
 from ckpt.layout.modules import Ranks, UnsupportedTensor, describe_module, describe_tensor
 from ckpt.layout.piece import Owned, Piece, View
 from ckpt.layout.region import Span
 from ckpt.layout.sharded_tensor import sharding_of
+from ckpt.state.fingerprint import Fingerprint, add_module
 from tests.layout.models import Awkward, awkward
 from tests.layout.rebuilding import assembled, held, world
 from tests.streams import groups

@@ -175,15 +175,11 @@ def _build_quantized(parts: Parts, shape: Shape, dtype: torch.dtype) -> torch.Te
     return made  # type: ignore[no-any-return]
 
 
-def _replace_quantized(live: Any, new: Any) -> None:
-    live.copy_(new)  # takes over scales and zero points as well
-
-
 _QUANTIZED = CompositeType(
     "torch.quantized",
     _take_quantized,
     _build_quantized,
-    replace=_replace_quantized,
+    replace=lambda live, new: live.copy_(new),  # scales and zero points as well
     dense=torch.Tensor.dequantize,
     outline=lambda context: (None, torch.float32),
 )

@@ -63,18 +63,13 @@ def assign(holdings: Iterable[Holding], rank: int, *, first_only: bool = False) 
                 shares.append(Share(holding, piece, 0, numel, piece.region))
             elif not first_only:
                 groups[piece.holders].append((holding, piece))
-            if _is_compared(holding, piece):
+            # Other ranks may have what only one holds for storing: the step of a sharded parameter.
+            is_repeated = len(piece.holders) > 1 and not holding.synchronized
+            if is_repeated or is_small_and_agreed(holding, piece):
                 compared.append((holding, piece))
     for holders, members in sorted(groups.items()):
         shares += _share_of(members, holders.index(rank), len(holders))
     return Assignment(shares, compared)
-
-
-def _is_compared(holding: Holding, piece: Piece) -> bool:
-    # Other ranks may have what only one holds for storing: the step of a sharded parameter.
-    if is_small_and_agreed(holding, piece):
-        return True
-    return len(piece.holders) > 1 and not holding.synchronized
 
 
 def is_small_and_agreed(holding: Holding, piece: Piece) -> bool:

@@ -189,13 +189,10 @@ def _untied(tensors: WholeTensors) -> tuple[list[int], dict[str, str]]:
         if first is tensor:
             is_tied = first_row != row
         else:
-            is_tied = bool(tensor.numel()) and _same_elements(first, tensor)
+            like = tensor.shape, tensor.stride(), tensor.dtype
+            is_tied = tensor.numel() > 0 and like == (first.shape, first.stride(), first.dtype)
         if is_tied:
             aliases[fqn] = first_fqn
         else:
             rows.append(row)
     return rows, aliases
-
-
-def _same_elements(a: torch.Tensor, b: torch.Tensor) -> bool:
-    return a.shape == b.shape and a.stride() == b.stride() and a.dtype == b.dtype

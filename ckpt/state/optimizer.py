@@ -236,12 +236,6 @@ def first_piece(owned: Owned, fqn: str) -> Piece | None:
     return None
 
 
-def has_elements(owned: Owned, fqn: str) -> bool:
-    """Whether this rank holds anything of member `fqn`."""
-    pieces = (piece for view in owned.views for piece in view.pieces)
-    return any(piece.fqn == fqn and piece.region.numel for piece in pieces)
-
-
 @dataclass(frozen=True, slots=True)
 class _Saving:
     """Adds the parts of the optimizer at `path` to `flat`."""
@@ -339,7 +333,10 @@ class _Saving:
             owned = named.owned
             kept_equal = owned.synchronized, owned.owners
             # Optimizers do not step, and so do not count, where a rank has nothing of a parameter.
-            counts = bool(holders) or has_elements(owned, member.fqn)
+            pieces = (piece for view in owned.views for piece in view.pieces)
+            counts = bool(holders) or any(
+                piece.fqn == member.fqn and piece.region.numel for piece in pieces
+            )
             holding = Holding(tensor.detach(), (piece,), Kind.OPTIMIZER, *kept_equal, counts)
             (self.flat.holdings if holders else self.flat.witnesses).append(holding)
 

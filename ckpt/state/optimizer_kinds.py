@@ -80,7 +80,9 @@ def kind_of(
         return _kind_of_tensor(content, owned, declaration)
     if keeps_own(declaration, owned):
         return StateKind.OWN
-    if type(content) in NUMBERS and not is_known_everywhere(owned, ranks):
+    # Where not all ranks have state of the parameter, a value of it cannot be common.
+    is_everywhere = owned.is_whole_on(ranks.everyone) or owned.template is not None
+    if type(content) in NUMBERS and not is_everywhere:
         return StateKind.NUMBER
     value, named = split_tree(content, "", [])
     tensors = [tensor for _, tensor in named]
@@ -131,11 +133,6 @@ def _kind_of_tensor(
     if like.is_plain and not owned.is_whole:
         return StateKind.OWN
     return StateKind.TENSOR
-
-
-def is_known_everywhere(owned: Owned, ranks: Ranks) -> bool:
-    """Whether all ranks have state of the parameter, so that a value of it can be common."""
-    return owned.is_whole_on(ranks.everyone) or owned.template is not None
 
 
 # --- as a checkpoint has it ----------------------------------------------------------------------

@@ -7,7 +7,7 @@ a group are compared like those of the world are in other values.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -49,16 +49,14 @@ def entry_of(fqn: str, group: tuple[int, ...], value: Any, ranks: Ranks) -> tupl
 
 def group_values(values: Mapping[str, Any], name: str) -> list[GroupValue]:
     """The values of all groups that a checkpoint has for `name`, by their lowest ranks."""
-    return sorted(_group_values(values, name), key=lambda one: one.group)
-
-
-def _group_values(values: Mapping[str, Any], name: str) -> Iterator[GroupValue]:
     prefix = f"{name}{_SUFFIX}"
-    for fqn, entry in values.items():
-        if not fqn.startswith(prefix) or not fqn[len(prefix) :].isdecimal():
-            continue
-        if isinstance(entry, dict) and entry.keys() == {"group", "world_size", "value"}:
-            yield GroupValue(fqn, tuple(entry["group"]), entry["world_size"], entry["value"])
+    saved = [
+        GroupValue(fqn, tuple(entry["group"]), entry["world_size"], entry["value"])
+        for fqn, entry in values.items()
+        if fqn.startswith(prefix) and fqn[len(prefix) :].isdecimal()
+        if isinstance(entry, dict) and entry.keys() == {"group", "world_size", "value"}
+    ]
+    return sorted(saved, key=lambda one: one.group)
 
 
 def value_for(saved: Sequence[GroupValue], group: tuple[int, ...], size: int) -> tuple[Any] | None:

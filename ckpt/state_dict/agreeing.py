@@ -146,7 +146,11 @@ def _problems(
     for key, by_digest in ranks_of.items():
         fqn = key[0]
         if key not in given:
-            problems.append(_unclaimed(fqn, sorted(chain.from_iterable(by_digest.values()))))
+            problems.append(
+                f"{fqn}: ranks {sorted(chain.from_iterable(by_digest.values()))} have it, and the "
+                "rank that holds the parameter's first element, which gives it to the dict, has "
+                "none; set it on all ranks that have state of the parameter" + or_per_rank(fqn)
+            )
         elif len(by_digest) > 1 and (key in witnessed or not each_has_its_own):
             groups = {digest: sorted(ranks) for digest, ranks in by_digest.items()}
             problems.append(disagreement(fqn, groups, _IN_A_DICT) + or_per_rank(fqn, values))
@@ -154,11 +158,3 @@ def _problems(
 
 
 _IN_A_DICT = "a state dict has one for all"
-
-
-def _unclaimed(fqn: str, ranks: Sequence[int]) -> str:
-    return (
-        f"{fqn}: ranks {list(ranks)} have it, and the rank that holds the parameter's first "
-        "element, which gives it to the dict, has none; set it on all ranks that have state of "
-        f"the parameter{or_per_rank(fqn)}"
-    )

@@ -80,7 +80,7 @@ def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
 def slices(tensor: Any, dim: int, size: int) -> list[Any]:
     aten = torch.ops.aten
     try:
-        return [aten.slice.Tensor(tensor, dim, at * size, (at + 1) * size) for at in (0, 1, 2)]
+        return [aten.slice.Tensor(tensor, dim, nth * size, (nth + 1) * size) for nth in (0, 1, 2)]
     except (NotImplementedError, TypeError, AssertionError):
         return list(aten.split.Tensor(tensor, size, dim))  # of NF4 tensors, which have no slices
 

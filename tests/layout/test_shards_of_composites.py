@@ -106,8 +106,8 @@ CASES = [(name, dim) for name, cut in _CUTS.items() for dim in cut if dim < 2]
 def test_slices_of_a_type_are_what_it_declares(name: str, dim: int) -> None:
     whole = made(name)
     parts = taken(whole)
-    for component in parts.components.values():
-        bytes_of(component).random_()
+    for memory in parts.components.values():
+        bytes_of(memory).random_()
     cut = _cut_of(name, parts.context)[dim]
     assert cut.keys() <= parts.components.keys()
     size = whole.shape[dim] // 4

@@ -143,7 +143,11 @@ if not TYPE_CHECKING:
             return import_module(f"ckpt.{name}")
         home = _HOMES.get(name)
         if home is None:
-            raise AttributeError(f"module 'ckpt' has no attribute {name!r}")
+            words = sorted(name.split("_"))
+            close = [one for one in _HOMES if sorted(one.split("_")) == words]
+            close = close or import_module("difflib").get_close_matches(name, _HOMES, n=1)
+            hint = f"; did you mean ckpt.{close[0]}?" if close else ""
+            raise AttributeError(f"module 'ckpt' has no attribute {name!r}{hint}")
         # `open` is the only name that would hide a builtin in its own file.
         value = getattr(import_module(home), "open_checkpoint" if name == "open" else name)
         globals()[name] = value

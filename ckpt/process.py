@@ -159,7 +159,9 @@ def _store_key(url: StoreLike, storage_options: Mapping[str, Any] | None) -> tup
     if isinstance(url, Store):
         # Its url is for messages: two stores in memory may well have the same one.
         return url.url, f"Store {url.place} {options}"
-    return url_of(url), options
+    text = url_of(url)
+    # After a chdir, a relative path is another place.
+    return (text if "://" in text or "::" in text else os.path.abspath(text)), options
 
 
 def world_of(process_group: dist.ProcessGroup | None = None) -> World:
@@ -337,6 +339,11 @@ class ProcessMemory:
 
     def of_group(self, group: dist.ProcessGroup | None) -> GroupContext:
         """The context of `group`, created at its first use; that is collective over the group."""
+        if isinstance(group, (str, int, list, tuple)):
+            raise TypeError(
+                f"process_group={group!r}; expected a group, as dist.new_group() returns, or None "
+                "for all ranks"
+            )
         if dist.is_available() and dist.is_initialized():
             # A child that has called `destroy_process_group` and joined a job of its own may.
             if self._inherited is not None and dist.group.WORLD is self._inherited:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import inspect
+import re
 import threading
 import uuid
 from collections.abc import Iterable, Iterator, Sequence
@@ -365,6 +366,9 @@ class FsspecStore(Store):
     def _translated(self, error: Exception, operation: str, key: str) -> StorageError:
         error = _reason(error)
         where = f"{operation} {key} in {self.url}: {type(error).__name__}: {error}"
+        if bucket := re.match(r"https?://[^/]*\.(amazonaws|googleapis)\.com", self.url):
+            scheme = {"amazonaws": "s3", "googleapis": "gs"}[bucket[1]]
+            where += f"; a bucket is opened as {scheme}://bucket/prefix"
         if isinstance(error, (FileNotFoundError, IsADirectoryError)) and operation != "create":
             return KeyNotFoundError(where)
         if isinstance(error, PermissionError):

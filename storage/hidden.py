@@ -39,6 +39,9 @@ def without_secrets(options: Mapping[str, Any] | None) -> dict[str, Any]:
     """`options`, which open the same store; no repr of them shows a key or a credential, which are
     told by the names of options.
     """
+    if not hasattr(options or {}, "items"):
+        kind = type(options).__name__  # the value may be a secret
+        raise TypeError(f"storage_options is a {kind}; expected a mapping of names to values")
     return {name: _hidden(name, value) for name, value in (options or {}).items()}
 
 

@@ -282,7 +282,8 @@ def _check_protocol(url: str, protocol: str) -> None:
     if protocol in own:
         return
     known = {*own, "s3", "file", "memory", *registered}
-    close = difflib.get_close_matches(protocol, sorted(known), n=1, cutoff=0.5)
+    alike = sorted(name for name in known if name[:1] == protocol[:1])
+    close = difflib.get_close_matches(protocol, alike, n=1, cutoff=0.5)
     hint = f"did you mean {close[0]}://?" if close else "write a path, s3://bucket/prefix, or"
     raise InvalidUrlError(
         f"{redacted(url)}: unknown protocol {protocol!r}; {hint} "

@@ -31,9 +31,11 @@ def _main(argv: Sequence[str] | None) -> int:
     parser = build_parser()
     given = sys.argv[1:] if argv is None else argv
     # Without a command there is nothing to do but to say what there is.
-    arguments = parser.parse_args(given or ["--help"])
+    arguments, unknown = parser.parse_known_args(given or ["--help"])
+    if unknown:
+        arguments.refuse(f"unknown: {' '.join(unknown)}")
     if problem := arguments.check(arguments):
-        parser.error(problem)
+        arguments.refuse(problem)
     home, _, name = arguments.command.partition(":")
     try:
         command: Callable[[Any], int] = getattr(import_module(home), name)

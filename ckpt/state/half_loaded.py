@@ -18,6 +18,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from ckpt.errors import LoadInterrupted
 from ckpt.state.optimizer import params_of
 from ckpt.state.walk import walk
+from storage import KeyNotFoundError
 
 _marked: dict[int, tuple[weakref.ref[Any], str]] = {}  # by id of what is half-loaded
 _hooked: list[Any] = []  # torch's handle of the hook on steps, once there is one
@@ -37,9 +38,12 @@ def filling(state: Any, what: str) -> Iterator[None]:
         # A KeyboardInterrupt leaves a mixture as well, and stays what it is for those above.
         if not isinstance(error, Exception):
             raise
+        move = "Load again, or load another checkpoint"
+        if isinstance(error, KeyNotFoundError):
+            move = "Load an older checkpoint (step=); `ckpt verify` lists all that is missing"
         raise LoadInterrupted(
             f"loading {what} failed after it had begun to write into the state, which is now a "
-            f"mixture: {error}\nLoad again, or load another checkpoint, before the state is used."
+            f"mixture: {error}\n{move}, before the state is used."
         ) from error
     if _marked:
         for item in _objects_of(state):

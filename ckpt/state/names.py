@@ -396,6 +396,8 @@ def _renamer(rename: Rename) -> tuple[Callable[[str], str], Rules]:
         return lambda fqn: fqn, Rules()
     if callable(rename):
         return rename, Rules()
+    if not isinstance(rename, Mapping):
+        raise TypeError(f"rename={rename!r}; expected a mapping, as {{'a': 'b'}}, or a function")
     table = dict(rename)
     rules = Rules(table)
 

@@ -58,6 +58,7 @@ class Commands:
             command=f"ckpt.cli.{run}",
             after_interrupt="nothing half-done was published",
             check=lambda arguments: "",
+            refuse=parser.error,
         )
         self.all.append(command)
         return command

@@ -12,7 +12,7 @@ import torch
 from ckpt.layout.holders import with_copies
 from ckpt.layout.kind import Kind
 from ckpt.layout.modules import describe_tensor
-from ckpt.layout.piece import Holding, Owned, Piece, View
+from ckpt.layout.piece import Holding, Owned, Piece
 from ckpt.layout.plain import Ranks
 from ckpt.layout.region import Box, Shape, whole
 from ckpt.layout.sharded_tensor import describe_sharded_tensor, is_sharded_tensor
@@ -53,16 +53,11 @@ def holdings_of(
                     )
                 )
         if pieces:
-            shown = _seen_through(view, local)
+            shown = local
+            if view.window is not None:  # the part that the pieces lie in, the same memory
+                shape, stride, offset = view.window
+                shown = local.as_strided(shape, stride, local.storage_offset() + offset)
             yield Holding(shown, tuple(pieces), kind, owned.synchronized, owned.owners, must_agree)
-
-
-def _seen_through(view: View, local: torch.Tensor) -> torch.Tensor:
-    """The part of `local` that the pieces of `view` lie in, the same memory."""
-    if view.window is None:
-        return local
-    shape, stride, offset = view.window
-    return local.as_strided(shape, stride, local.storage_offset() + offset)
 
 
 def tensor_holdings(

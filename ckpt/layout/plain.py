@@ -118,24 +118,17 @@ def _refusal(tensor: torch.Tensor) -> str | None:
         return "is a nested tensor: save tensor.values() and tensor.offsets() instead"
     if tensor.layout != torch.strided:
         return f"has layout {tensor.layout}: save its dense form or its indices and values instead"
-    if not _has_memory(tensor):
-        return (
-            f"is of class {type(tensor).__name__}, which has no memory of its own, and nothing "
-            "says what it consists of; keep a plain tensor, or let the class offer "
-            "__ckpt_pieces__()"
-        )
+    # Of tensors that say what they consist of others than this decide.
+    if type(tensor) not in PLAIN_CLASSES and not hasattr(tensor, "__tensor_flatten__"):
+        try:
+            tensor.untyped_storage().data_ptr()
+        except RuntimeError:  # torch has no other way to ask a wrapper
+            return (
+                f"is of class {type(tensor).__name__}, which has no memory of its own, and nothing "
+                "says what it consists of; keep a plain tensor, or let the class offer "
+                "__ckpt_pieces__()"
+            )
     return _dtype_refusal(tensor.dtype)
-
-
-def _has_memory(tensor: torch.Tensor) -> bool:
-    """Whether it has; of tensors that say what they consist of others than this decide."""
-    if type(tensor) in PLAIN_CLASSES or hasattr(tensor, "__tensor_flatten__"):
-        return True
-    try:
-        tensor.untyped_storage().data_ptr()
-    except RuntimeError:  # torch has no other way to ask a wrapper
-        return False
-    return True
 
 
 @lru_cache(maxsize=64)

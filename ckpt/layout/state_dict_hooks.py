@@ -5,7 +5,7 @@ A state is read where it lies, so such changes would be lost; they are refused b
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any
 
@@ -46,22 +46,13 @@ _HARMLESS_FUNCTIONS = frozenset(
 
 def save_changes(module: nn.Module) -> list[str]:
     """The hooks and replaced methods of the module object that change its state dict."""
-    return [
-        *_replaced(module),
-        *_hook_names(module._state_dict_hooks, module._state_dict_pre_hooks),
-    ]
+    return _changes(module, module._state_dict_hooks, module._state_dict_pre_hooks)
 
 
 def load_changes(module: nn.Module) -> list[str]:
     """The hooks and replaced methods of the module object that change a load of a state dict."""
-    return [
-        *_replaced(module),
-        *_hook_names(module._load_state_dict_pre_hooks, module._load_state_dict_post_hooks),
-    ]
-
-
-def _replaced(module: nn.Module) -> list[str]:
-    return [f"method {name}" for name in _METHODS if name in module.__dict__]
+    hooks = module._load_state_dict_pre_hooks, module._load_state_dict_post_hooks
+    return _changes(module, *hooks)
 
 
 _METHODS = ("state_dict", "load_state_dict", "_save_to_state_dict", "_load_from_state_dict")
@@ -71,16 +62,18 @@ CANNOT = (
 )
 
 
-def _hook_names(*tables: Mapping[int, Callable[..., Any]]) -> Iterator[str]:
+def _changes(module: nn.Module, *tables: Mapping[int, Callable[..., Any]]) -> list[str]:
+    names = [f"method {name}" for name in _METHODS if name in module.__dict__]
     for table in tables:
         for hook in table.values():
             function = _function_of(hook)
             if getattr(function, "__ckpt_neutral__", False):
                 continue
-            module = str(getattr(function, "__module__", ""))
+            place = str(getattr(function, "__module__", ""))
             name = str(getattr(function, "__qualname__", type(function).__qualname__))
-            if not module.startswith(_HARMLESS) and (module, name) not in _HARMLESS_FUNCTIONS:
-                yield f"hook {name}"
+            if not place.startswith(_HARMLESS) and (place, name) not in _HARMLESS_FUNCTIONS:
+                names.append(f"hook {name}")
+    return names
 
 
 def _function_of(hook: Any) -> Any:

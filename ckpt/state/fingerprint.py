@@ -102,15 +102,12 @@ def add_module(root: nn.Module, fingerprint: Fingerprint) -> None:
             stack += [child for child in children.values() if child is not None]
         is_unit = unit_classes.get(kind)
         if is_unit is None:
-            is_unit = unit_classes[kind] = _is_unit(module)
+            # FSDP2 adds nothing: its sharded parameters are where modules show parameters; where
+            # others are shown there, the fingerprint is another one already.
+            is_unit = torch_fsdp.is_fsdp1(module) or hasattr(module, "__ckpt_pieces__")
+            unit_classes[kind] = is_unit
         if is_unit:
             _add_unit(module, fingerprint)
-
-
-def _is_unit(module: nn.Module) -> bool:
-    # FSDP2 adds nothing: its sharded parameters are where modules show parameters; where others are
-    # shown there, the fingerprint is another one already.
-    return torch_fsdp.is_fsdp1(module) or hasattr(module, "__ckpt_pieces__")
 
 
 def _add_unit(module: Any, fingerprint: Fingerprint) -> None:

@@ -112,9 +112,16 @@ def flatten_groups(
     """
     flat = FlatOptimizer()
     saving = _Saving(path, flat, ranks)
-    saving.add_groups(optimizer, groups)
+    fqn = f"{path}.param_groups"
+    flat.names.append(fqn)
+    flat.values[fqn] = [
+        {"params": list(names), **saving.split(options_of(group), f"{fqn}.{index}")}
+        for index, (group, names) in enumerate(zip(optimizer.param_groups, groups, strict=True))
+    ]
     if user := user_state(optimizer.state):
-        saving.add_user_state(user)
+        fqn = f"{path}.{USER_STATE}"
+        flat.names.append(fqn)
+        flat.values[fqn] = saving.split(user, fqn)
     return flat
 
 
@@ -245,20 +252,6 @@ class _Saving:
     ranks: Ranks
     declared: Mapping[str, StateDeclaration] = field(default_factory=dict)
     splits_containers: bool = True
-
-    def add_groups(self, optimizer: torch.optim.Optimizer, groups: list[list[str]]) -> None:
-        fqn = f"{self.path}.param_groups"
-        stored = []
-        for index, (group, names) in enumerate(zip(optimizer.param_groups, groups, strict=True)):
-            options = self.split(options_of(group), f"{fqn}.{index}")
-            stored.append({"params": list(names), **options})
-        self.flat.names.append(fqn)
-        self.flat.values[fqn] = stored
-
-    def add_user_state(self, user: dict[Any, Any]) -> None:
-        fqn = f"{self.path}.{USER_STATE}"
-        self.flat.values[fqn] = self.split(user, fqn)
-        self.flat.names.append(fqn)
 
     def split(self, tree: Any, fqn: str, beside: NamedParam | None = None) -> Any:
         """`tree` as a value with references; the tensors that they refer to are added."""

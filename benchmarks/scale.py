@@ -31,9 +31,8 @@ from ckpt.layout.piece import Owned, Piece, View
 from ckpt.layout.region import Box, Region, Shape, Span, whole
 from ckpt.loading.exchange import ShareLimits
 from ckpt.loading.load import LoadOptions, load_state
-from ckpt.saving.report import SaveOptions
 from ckpt.saving.save import save_state
-from ckpt.saving.task import PartMemory
+from ckpt.saving.task import PartMemory, SaveOptions
 from storage.memory import MemoryBucket
 
 ROWS = 32_768

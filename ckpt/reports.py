@@ -7,7 +7,7 @@ from ckpt.convert.import_ import ImportReport
 from ckpt.loading.contents import StepInfo
 from ckpt.loading.load import LoadReport
 from ckpt.saving.background import PendingSave
-from ckpt.saving.report import SaveReport
+from ckpt.saving.task import SaveReport
 from ckpt.service.follower import Follower, Swapped, Update
 from ckpt.service.inflight import Saved
 from ckpt.service.restore import RestoreReport

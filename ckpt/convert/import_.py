@@ -49,8 +49,7 @@ from ckpt.layout.region import Region, Span
 from ckpt.loading.checkpoint import open_checkpoint
 from ckpt.process import open_beside, world_of
 from ckpt.saving.publish import publish
-from ckpt.saving.report import SaveOptions
-from ckpt.saving.task import Attempt, SaveTask
+from ckpt.saving.task import Attempt, SaveOptions, SaveTask
 from ckpt.state.names import split_state_name
 from ckpt.state.types import Stacks
 from ckpt.state.values import is_reference, join

@@ -31,7 +31,6 @@ from ckpt.near.records import NearFile, NearHead, NearRecord, decode_near_record
 from ckpt.near.tier import Tier
 from ckpt.saving.background import Background, PendingSave
 from ckpt.saving.image import FilePlan, part_count
-from ckpt.saving.report import SaveOptions, SaveReport
 from ckpt.saving.save import flattened
 from ckpt.saving.staging import (
     BufferNeed,
@@ -42,7 +41,7 @@ from ckpt.saving.staging import (
     planned_files,
     stage,
 )
-from ckpt.saving.task import Attempt, PartMemory, SaveTask, header_of
+from ckpt.saving.task import Attempt, PartMemory, SaveOptions, SaveReport, SaveTask, header_of
 from ckpt.saving.write import MIB, Staging, WritePath
 from ckpt.telemetry.history import CommittedSave, RankReport, totals_of
 from ckpt.telemetry.record import SaveTotals

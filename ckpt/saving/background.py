@@ -27,14 +27,12 @@ from typing import Literal
 from ckpt.commit.patience import HURRIED_SECONDS, patience_for
 from ckpt.errors import Forked, NamesChanged, SaveDropped
 from ckpt.format.part import Part
-from ckpt.saving.alike import difference_of
+from ckpt.saving.compared import ReplicasDrifted, difference_of, differing_replicas
 from ckpt.saving.publish import publish
-from ckpt.saving.replicas import ReplicasDrifted, differing_replicas
-from ckpt.saving.report import SaveReport
 from ckpt.saving.save import report_names_of_copied
 from ckpt.saving.staging import BufferNeed, Staged
 from ckpt.saving.step_gate import Gate
-from ckpt.saving.task import Attempt, SaveTask, refuse_other_names
+from ckpt.saving.task import Attempt, SaveReport, SaveTask, refuse_other_names
 from ckpt.saving.write import Staging
 from ckpt.world.base import World
 

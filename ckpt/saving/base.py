@@ -233,13 +233,8 @@ class Referred(NamedTuple):
     """The sources to be written, with the digest of each, and what stands for the others."""
 
     sources: Sequence[Source]
-    digests: tuple[bytes, ...] | None  # None without digests
+    digests: tuple[bytes, ...]
     division: Division
-
-
-def everything(sources: Sequence[Source]) -> Referred:
-    """All sources are to be written, without digests."""
-    return Referred(sources, None, Division(tuple(range(len(sources))), (), ()))
 
 
 def refer(

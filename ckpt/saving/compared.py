@@ -1,23 +1,58 @@
-"""Digests of what ranks have in common and no engine keeps equal, taken from memory at each save.
+"""What several ranks hold under one name is compared, before anything is written.
 
-Never kept from one save to the next: the memory is the same, what lies in it is not.
+Taken from memory at each save and never kept: the memory is the same, what lies in it is not.
+
+What no engine keeps equal has to be: every save reports digests of it with what it has written, and
+fails where they differ. Two ranks that hold different tensors of one name have made a mistake in
+how they name things, which the first save shows, and every later one would. So the same digests are
+compared in a round, once for every set of names that the ranks have told each other.
+
+Replicas that an engine declares equal are compared by a sample of their blocks, or all of them.
+Ranks share the writing of a replica, so what has drifted would be stored as a mixture. Each save
+compares another sample, 0.5 % of what it writes; with `replicas="strict"`, and once ranks are known
+to differ, all is compared. Where ranks differ, they say where, in three rounds more.
 """
 
 from __future__ import annotations
 
+import json
+import zlib
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
+from ckpt.errors import CheckpointError, InvalidState
 from ckpt.format.checksum import crc32c, crc32c_of_each
+from ckpt.format.contradictions import DifferingRegion, texts_of_regions
+from ckpt.format.datafile import region_start
+from ckpt.format.disagreement import BY_NUMBER, TWO_MODELS
+from ckpt.layout.kind import Kind, is_numbered
 from ckpt.layout.memory import host_bytes, is_plain_memory, local_view
 from ckpt.layout.piece import Holding, Piece
+from ckpt.layout.region import Box, Span, span_of
+from ckpt.saving.holders import ranks_in_words
+from ckpt.saving.plan import Contents, SavePlan
+from ckpt.saving.task import SaveTask
+from ckpt.world.base import World
 
 # Tensors on a device up to this size are copied to the host together: each copy is a wait.
 JOINED_NBYTES_MAX = 64 << 10
+SAMPLED_SHARE = 0.005  # of the bytes that a rank writes of its replicas: 1 % of its CPU seconds
+SAMPLED_NBYTES_MAX = 8 << 20  # the call of an async save copies them
+BLOCK_NBYTES_MAX = 64 << 10
+BLOCK_NBYTES_MIN = 512
+BLOCKS_MIN = 8
+SHOWN_MAX = 20  # tensors whose difference is located
+GROUPS_SHOWN_MAX = 4  # of ranks that have the same
+DIFFERING_MAX = 10_000  # blocks of a group that are looked at for that
+
+Holders = tuple[int, ...]
+Uint32s = npt.NDArray[np.uint32]
 
 
 def digests_of(compared: Sequence[tuple[Holding, Piece]]) -> npt.NDArray[np.uint32]:
@@ -32,7 +67,7 @@ def checksums_of(views: Sequence[torch.Tensor]) -> npt.NDArray[np.uint32]:
     for index, view in enumerate(views):
         if is_plain_memory(view):
             digests[index] = crc32c(host_bytes(view))
-        elif _is_on_host(view) or view.numel() * view.element_size() > JOINED_NBYTES_MAX:
+        elif view.is_cpu or view.numel() * view.element_size() > JOINED_NBYTES_MAX:
             host = torch.empty(view.shape, dtype=view.dtype).copy_(view)
             digests[index] = crc32c(host_bytes(host))
         else:
@@ -44,10 +79,435 @@ def checksums_of(views: Sequence[torch.Tensor]) -> npt.NDArray[np.uint32]:
     return digests
 
 
-def _is_on_host(view: torch.Tensor) -> bool:
-    return view.is_cpu
-
-
 def bytes_in_order(view: torch.Tensor) -> torch.Tensor:
     """The elements in row-major order, as bytes on the same device."""
     return view.resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8)
+
+
+# What has to be equal --------------------------------------------------------------------------
+
+
+def is_shared(holding: Holding, piece: Piece) -> bool:
+    """Whether a tensor is on several ranks that have to agree on it, whatever optimizers have."""
+    return holding.must_agree and holding.kind is not Kind.OPTIMIZER and len(piece.holders) > 1
+
+
+def difference_of(
+    task: SaveTask, contents: Contents | None, digests: npt.NDArray[np.uint32]
+) -> InvalidState | None:
+    """Why nothing may be written, on all ranks: tensors differ that are to be equal. Collective,
+    where the ranks have told each other names since the last comparison; else nothing is done.
+
+    `digests` are those of the plan's `compared`. A rank without contents cannot save, and says so
+    later.
+    """
+    world, holders = task.session.world, task.memory.holders
+    if holders is None or not holders.are_shared or task.memory.is_compared:
+        return None
+    rows = [
+        (piece.fqn, *_place(piece), digest, piece.holders)
+        for (holding, piece), digest in zip(
+            contents.plan.compared if contents else (), digests.tolist(), strict=True
+        )
+        if is_shared(holding, piece)
+    ]
+    # A rank without contents sends nothing, and then nobody has to have what it should have.
+    mine = zlib.compress(json.dumps(rows).encode()) if contents else b""
+    received = world.gather_to_coordinator("digests", mine)
+    texts = None
+    if received is not None:
+        names = _NamesInText(contents.flat.values if contents else (), holders.copies)
+        texts = json.dumps(_differences(received, names)).encode()
+    if problems := json.loads(world.broadcast("differences", texts)):
+        return InvalidState(problems)
+    task.memory.is_compared = True
+    return None
+
+
+_Place = tuple[int, tuple[int, ...]]
+
+
+def _place(piece: Piece) -> _Place:
+    """Where a piece begins in its tensor, and its shape, or its length where it is one run."""
+    region = piece.region
+    if isinstance(region, Box) and span_of(region, piece.global_shape) is None:
+        return region_start(region, piece.global_shape), region.shape
+    return region_start(region, piece.global_shape), (region.numel,)
+
+
+class _Copy(NamedTuple):
+    """What a rank has of a region, and who has to have it as well."""
+
+    rank: int
+    digest: int
+    holders: tuple[int, ...]
+
+
+class _NamesInText(NamedTuple):
+    """Of values, which tell what is an optimizer's, and of what several groups of ranks have."""
+
+    values: Collection[str]
+    copies: Mapping[str, Sequence[Sequence[int]]]
+
+
+def _differences(received: Sequence[bytes], names: _NamesInText) -> list[str]:
+    """One text for each tensor of which not all that have it have the same."""
+    having: dict[tuple[str, _Place], list[_Copy]] = {}
+    for rank, data in enumerate(received):
+        for fqn, start, shape, digest, holders in json.loads(zlib.decompress(data)) if data else ():
+            copies = having.setdefault((fqn, (start, tuple(shape))), [])
+            copies.append(_Copy(rank, digest, tuple(holders)))
+    if all(received) and (problems := _otherwise_cut(having)):
+        return problems
+    differing = {
+        place: copies for place, copies in having.items() if len({one.digest for one in copies}) > 1
+    }
+    problems = [
+        f"{fqn}: {' and '.join(map(ranks_in_words, names.copies[fqn]))} have different values of "
+        f"it, and {TWO_MODELS}{BY_NUMBER if is_numbered(fqn) else ''}"
+        for fqn in sorted({fqn for fqn, _ in differing})
+        if fqn in names.copies
+    ]
+    unequal = [
+        DifferingRegion((fqn, start), [(one.rank, one.digest) for one in copies], True)
+        for (fqn, (start, _)), copies in differing.items()
+        if fqn not in names.copies
+    ]
+    return problems + texts_of_regions(unequal, names.values).failures
+
+
+def _otherwise_cut(having: Mapping[tuple[str, _Place], Sequence[_Copy]]) -> list[str]:
+    """That groups of ranks that have one tensor cut it differently, and what to do."""
+    holders: dict[str, set[int]] = {}
+    for (fqn, _), copies in having.items():
+        ranks = tuple(one.rank for one in copies)
+        if any(one.holders != ranks for one in copies):
+            holders.setdefault(fqn, set()).update(*(one.holders for one in copies), ranks)
+    return [
+        f"{fqn}: {ranks_in_words(ranks)} hold it and cut it differently; cut it over the same dims "
+        "of ranks in the same order in each of their meshes, or give each a name of its own"
+        for fqn, ranks in sorted(holders.items())
+    ]
+
+
+# What is declared equal -------------------------------------------------------------------------
+
+
+class ReplicasDrifted(CheckpointError):
+    """Ranks differ in what is declared equal. The save begins again and takes all of it from the
+    first replica, so that no caller meets this.
+    """
+
+
+class Block(NamedTuple):
+    """Elements of a piece from `start` on, in the piece's own row-major order."""
+
+    piece: Piece
+    start: int
+    view: torch.Tensor
+
+
+@dataclass
+class ReplicaSums:
+    """Checksums of this rank's replicas, by the ranks that hold the same.
+
+    `is_whole`: of all blocks, else of a sample. Blocks in live memory may have changed when they
+    are looked at again.
+    """
+
+    is_whole: bool
+    blocks: dict[Holders, list[Block]]
+    sums: dict[Holders, Uint32s] = field(default_factory=dict)
+
+    @property
+    def nbytes(self) -> int:
+        """How much memory is read."""
+        every = (block.view for blocks in self.blocks.values() for block in blocks)
+        return sum(view.numel() * view.element_size() for view in every)
+
+    def compute(self) -> None:
+        """Read the blocks. Again without effect."""
+        for holders, blocks in self.blocks.items():
+            if holders not in self.sums:
+                self.sums[holders] = checksums_of([block.view for block in blocks])
+
+
+def replica_sums(plan: SavePlan, task: SaveTask, *, copied: bool) -> ReplicaSums:
+    """What this save compares, to be computed. With `copied`, a sample is copied now."""
+    is_whole = compares_all(task)
+    blocks: dict[Holders, list[Block]] = {}
+    for holders, members in replicas_of(plan).items():
+        blocks[holders] = [*_all_of(members)] if is_whole else _sample(members, holders, task.step)
+    if copied and not is_whole:
+        for those in blocks.values():
+            those[:] = [block._replace(view=block.view.clone()) for block in those]
+    sums = ReplicaSums(is_whole, blocks)
+    if blocks:
+        task.recorder.count("replica_bytes", sums.nbytes)
+    if copied and is_whole:
+        sums.compute()  # not copied, so before the state changes
+    return sums
+
+
+def compares_all(task: SaveTask) -> bool:
+    """Whether a save of this task compares all replicas."""
+    return task.options.replicas == "strict" or task.memory.plans.first_only
+
+
+def replicas_of(plan: SavePlan) -> Mapping[Holders, Sequence[tuple[Holding, Piece]]]:
+    """The plan's replicas by the ranks that hold them, in the same order on each of these."""
+
+    def grouped() -> dict[Holders, list[tuple[Holding, Piece]]]:
+        groups: dict[Holders, list[tuple[Holding, Piece]]] = {}
+        for one in plan.replicated:
+            groups.setdefault(one[1].holders, []).append(one)
+        for members in groups.values():
+            members.sort(key=lambda member: (member[1].fqn, member[1].region))
+        return groups
+
+    return plan.of_memory.once("replicas", grouped)
+
+
+def _all_of(members: Sequence[tuple[Holding, Piece]]) -> Iterator[Block]:
+    for holding, piece in members:
+        view = local_view(holding, piece)
+        if not view.is_contiguous():
+            yield Block(piece, 0, view)
+            continue
+        flat, count = view.view(-1), BLOCK_NBYTES_MAX // view.element_size()
+        for start in range(0, flat.numel(), count):
+            yield Block(piece, start, flat[start : start + count])
+
+
+def _sample(members: Sequence[tuple[Holding, Piece]], holders: Holders, step: int) -> list[Block]:
+    """Blocks by a rule that all holders follow; at another step others."""
+    sizes = [piece.local_region.numel * piece.dtype.itemsize for _, piece in members]
+    ends = np.cumsum(sizes)
+    share = int(ends[-1]) * SAMPLED_SHARE / len(holders)
+    budget = min(share, SAMPLED_NBYTES_MAX)
+    block_nbytes = min(max(budget / BLOCKS_MIN, BLOCK_NBYTES_MIN), BLOCK_NBYTES_MAX)
+    generator = np.random.default_rng([step, *holders])
+    places = generator.integers(int(ends[-1]), size=max(1, int(budget / block_nbytes)))
+    blocks: dict[tuple[int, int], Block] = {}
+    for place in places.tolist():
+        index = int(np.searchsorted(ends, place, side="right"))
+        holding, piece = members[index]
+        itemsize = piece.dtype.itemsize
+        element = (place - int(ends[index]) + sizes[index]) // itemsize
+        count = max(1, int(block_nbytes) // itemsize)
+        start, view = _block_at(local_view(holding, piece), element, count)
+        blocks[index, start] = Block(piece, start, view)
+    return list(blocks.values())
+
+
+def _block_at(view: torch.Tensor, element: int, count: int) -> tuple[int, torch.Tensor]:
+    """About `count` elements around one: whole rows, or a part of one, and where they begin."""
+    start = 0
+    while view.ndim and view.numel() > count:
+        row = view.numel() // view.shape[0]
+        rows = max(1, count // row)
+        first = (element - start) // row // rows * rows
+        start += first * row
+        view = view[first : first + rows]
+        if row <= count:
+            break
+        view = view[0]
+    return start, view
+
+
+def differing_replicas(
+    task: SaveTask, contents: Contents | None, sums: ReplicaSums | None
+) -> CheckpointError | None:
+    """Why nothing may be written, on all ranks. Collective where ranks hold replicas; else nothing
+    is done. A rank without contents takes part without any.
+
+    What differs is left in `task.memory.differing`, as texts. ReplicasDrifted where another try, or
+    another save, takes all from the first replica.
+    """
+    memory = task.memory
+    memory.differing = ()
+    if memory.holders is None or not memory.holders.are_replicated:
+        return None
+    texts = _texts(task.session.world, contents, sums)
+    if texts is None:
+        return CheckpointError(
+            "the ranks compare different replicas: pass the same replicas= on all of them, and "
+            "save again where one has failed alone"
+        )
+    was_first_only = memory.plans.first_only
+    if not texts:
+        # All of it is equal again, if all was compared; ranks may share the writing from now on.
+        if was_first_only and sums is not None and sums.is_whole:
+            memory.plans.take_from_first(False)
+        return None
+    if task.options.replicas == "strict":
+        return InvalidState(texts)
+    memory.plans.take_from_first(True)
+    memory.differing = tuple(f"{text}; the first replica's is stored" for text in texts)
+    if was_first_only:
+        return None
+    return ReplicasDrifted(
+        "ranks differ in what is declared equal on them, and this save would mix what they have: "
+        f"{'; '.join(texts)}; the next save stores the first replica's. Make them equal"
+    )
+
+
+class _DifferingBlock(NamedTuple):
+    """A block that differs, as one rank had it; `data` is None where it has changed since."""
+
+    holders: list[int]
+    fqn: str
+    number: int  # of the block in its group
+    start: int
+    itemsize: int
+    offset: list[int]  # of the piece: its region
+    shape: list[int]
+    checksum: int
+    data: str | None
+
+
+def _texts(world: World, contents: Contents | None, sums: ReplicaSums | None) -> list[str] | None:
+    """What differs; None where ranks do not know alike whether they have differed."""
+    mine: dict[str, Any] = {}
+    own: dict[Holders, Uint32s] = {}
+    if contents is not None and sums is not None:
+        own = sums.sums
+        mine = {
+            "first_only": contents.plan.is_first_only,
+            "whole": sums.is_whole,
+            "sums": [(holders, crc32c(array.tobytes())) for holders, array in own.items()],
+        }
+    received = world.gather_to_coordinator("replicas", _packed(mine))
+    differing: list[Holders] | None = None
+    answer = None
+    if received is not None:
+        answer = json.dumps(_groups_that_differ([_unpacked(one) for one in received])).encode()
+    answered = json.loads(world.broadcast("replicas that differ", answer))
+    if answered is None:
+        return None
+    differing = [tuple(holders) for holders in answered]
+    if not differing:
+        return []
+    mine = {"sums": [(h, own[h].tolist()) for h in differing if h in own]}
+    received = world.gather_to_coordinator("sums of replicas", _packed(mine))
+    answer = None
+    if received is not None:
+        answer = json.dumps(_blocks_that_differ([_unpacked(one) for one in received])).encode()
+    blocks = json.loads(world.broadcast("blocks that differ", answer))
+    mine = {"blocks": _located(sums, blocks) if own and sums is not None else []}
+    received = world.gather_to_coordinator("differing blocks", _packed(mine))
+    answer = None
+    if received is not None:
+        answer = json.dumps(_in_words([_unpacked(one) for one in received])).encode()
+    texts: list[str] = json.loads(world.broadcast("differing replicas", answer))
+    # Where ranks have no two blocks of one place, they do not hold the same tensors.
+    return texts or [f"{ranks_in_words(h)}: other tensors are declared equal" for h in differing]
+
+
+def _packed(message: Mapping[str, Any]) -> bytes:
+    return zlib.compress(json.dumps(message).encode(), level=1)
+
+
+def _unpacked(data: bytes) -> dict[str, Any]:
+    message: dict[str, Any] = json.loads(zlib.decompress(data))
+    return message
+
+
+def _groups_that_differ(received: Sequence[Mapping[str, Any]]) -> list[Holders] | None:
+    if len({(one["first_only"], one["whole"]) for one in received if one}) > 1:
+        return None
+    digests: dict[Holders, set[int]] = {}
+    for one in received:
+        for holders, digest in one.get("sums", ()):
+            digests.setdefault(tuple(holders), set()).add(digest)
+    return sorted(holders for holders, those in digests.items() if len(those) > 1)
+
+
+def _blocks_that_differ(received: Sequence[Mapping[str, Any]]) -> list[tuple[Holders, list[int]]]:
+    arrays: dict[Holders, list[Uint32s]] = {}
+    for one in received:
+        for holders, sums in one["sums"]:
+            arrays.setdefault(tuple(holders), []).append(np.array(sums, dtype=np.uint32))
+    differing = []
+    for holders, those in sorted(arrays.items()):
+        count = min(map(len, those))
+        table = np.stack([array[:count] for array in those])
+        indices = np.flatnonzero((table != table[0]).any(axis=0))[:DIFFERING_MAX]
+        differing.append((holders, indices.tolist()))
+    return differing
+
+
+def _located(
+    sums: ReplicaSums, differing: Sequence[tuple[list[int], list[int]]]
+) -> list[_DifferingBlock]:
+    """This rank's first differing block of each tensor."""
+    located: list[_DifferingBlock] = []
+    for holders, indices in differing:
+        blocks = sums.blocks.get(tuple(holders), [])
+        own = sums.sums.get(tuple(holders), ())
+        known: set[str] = set()
+        # A sample is in no order; all holders have the same one.
+        rows = [(blocks[n].piece.fqn, blocks[n].start, n) for n in indices] if blocks else []
+        for fqn, start, index in sorted(rows):
+            if fqn in known or len(known) >= SHOWN_MAX:
+                continue
+            known.add(fqn)
+            piece, _, view = blocks[index]
+            offset, shape = _place_of(piece)
+            data, checksum = bytes_in_order(view).cpu().numpy().tobytes(), int(own[index])
+            located.append(
+                _DifferingBlock(
+                    *(holders, fqn, index, start, piece.dtype.itemsize, offset, shape, checksum),
+                    data.hex() if crc32c(data) == checksum else None,
+                )
+            )
+    return located
+
+
+def _place_of(piece: Piece) -> tuple[list[int], list[int]]:
+    """Where a piece begins, and its shape; of a run of elements its first, and the tensor's."""
+    region = piece.region
+    if isinstance(region, Span):
+        return [region.start], list(piece.global_shape)
+    return list(region.offset), list(region.shape)
+
+
+def _in_words(received: Sequence[Mapping[str, Any]]) -> list[str]:
+    """One text for each tensor: who differs, and where first."""
+    having: dict[tuple[str, Holders, int], dict[int, _DifferingBlock]] = {}
+    for rank, one in enumerate(received):
+        for row in one["blocks"]:
+            block = _DifferingBlock(*row)
+            key = block.fqn, tuple(block.holders), block.number
+            having.setdefault(key, {})[rank] = block
+    texts: dict[str, str] = {}
+    for (fqn, holders, _), by_rank in sorted(having.items()):
+        groups: dict[int, list[int]] = {}
+        known: dict[int, str] = {}
+        for rank, block in sorted(by_rank.items()):
+            groups.setdefault(block.checksum, []).append(rank)
+            if block.data is not None:
+                known[block.checksum] = block.data
+        if len(groups) < 2:
+            continue  # other ranks have another tensor there
+        first = next(iter(by_rank.values()))
+        element, where = first.start, "at or after"
+        if len(known) == len(groups):
+            table = np.stack([np.frombuffer(bytes.fromhex(d), np.uint8) for d in known.values()])
+            byte = int(np.flatnonzero((table != table[0]).any(axis=0))[0])
+            element, where = first.start + byte // first.itemsize, "at"
+        on = " and on ".join(map(ranks_in_words, [*groups.values()][:GROUPS_SHOWN_MAX]))
+        texts.setdefault(
+            fqn,
+            f"{fqn}: declared equal on {ranks_in_words(holders)}, and different on {on}, first "
+            f"{where} index {_index(element, first)}",
+        )
+    return [texts[fqn] for fqn in sorted(texts)]
+
+
+def _index(element: int, block: _DifferingBlock) -> list[int]:
+    """The index in the tensor of an element of a piece, from its place in the piece."""
+    if len(block.offset) != len(block.shape):  # a run of the tensor
+        return [int(i) for i in np.unravel_index(block.offset[0] + element, block.shape)]
+    place = np.unravel_index(element, block.shape) if block.shape else ()
+    return [int(i) + start for i, start in zip(place, block.offset, strict=True)]

@@ -39,8 +39,7 @@ from ckpt.format.part import Part
 from ckpt.format.references import REFERENCES
 from ckpt.saving.base import NOTHING, Holdings, decode_base
 from ckpt.saving.joint_parts import PARTS, JointReceived, gather_joint_parts
-from ckpt.saving.report import SaveReport
-from ckpt.saving.task import NONE_HERE, UNCHANGED, Attempt, SaveTask, header_of
+from ckpt.saving.task import NONE_HERE, UNCHANGED, Attempt, SaveReport, SaveTask, header_of
 from ckpt.telemetry.history import CommittedSave, RankReport, log_saved, totals_of, write_telemetry
 from ckpt.telemetry.record import SaveTotals
 from ckpt.world.base import collectively

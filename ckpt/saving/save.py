@@ -12,18 +12,24 @@ from ckpt.commit.ranked import RankedSession
 from ckpt.errors import InvalidState, NamesChanged
 from ckpt.format.part import Part
 from ckpt.format.rank_files import rank_files
-from ckpt.saving.alike import difference_of, is_shared
-from ckpt.saving.base import everything, refer
-from ckpt.saving.compared import digests_of
+from ckpt.saving.base import Referred, refer
+from ckpt.saving.compared import (
+    ReplicasDrifted,
+    difference_of,
+    differing_replicas,
+    digests_of,
+    is_shared,
+    replica_sums,
+)
 from ckpt.saving.holders import inventory_of, report_names
 from ckpt.saving.image import plan_files, write_files
 from ckpt.saving.plan import Contents, Memo, contents_of
 from ckpt.saving.publish import TRIES, publish
-from ckpt.saving.replicas import ReplicasDrifted, differing_replicas, replica_sums
-from ckpt.saving.report import SaveOptions, SaveReport
 from ckpt.saving.task import (
     Attempt,
     PartMemory,
+    SaveOptions,
+    SaveReport,
     SaveTask,
     Written,
     modules_of,
@@ -157,13 +163,14 @@ def write_sources(
 ) -> Written:
     """Write this rank's `sources`, or refer to them; durable when this returns."""
     header, recorder, path = attempt.header, task.recorder, task.options.path
-    referred = everything(sources)
+    referred: Referred | None = None
     entries = contents.plan.entries(path.file_nbytes_max, header.block_bytes)
     if attempt.base is not None:
         with recorder.span("digest", sum(source.chunk.nbytes for source in sources)):
             previous = task.memory.previous
             referred = refer(sources, attempt.base, previous, header=header, store=task.store)
-        entries = entries_of(referred.sources, path.file_nbytes_max, header.block_bytes)
+        sources = referred.sources
+        entries = entries_of(sources, path.file_nbytes_max, header.block_bytes)
     with recorder.span("write", sum(file.nbytes for file in entries)):
         texts = texts_of(contents, task)
         files = rank_files(entries, rank_contents(contents, texts, header, task, referred))
@@ -174,9 +181,9 @@ def write_sources(
         written = write_files(
             task.store,
             step_prefix(header.step, header.attempt),
-            referred.sources,
+            sources,
             files=files,
             path=path,
             plans=memo.once(key, lambda: plan_files(entries, starts, path, least)),
         )
-    return Written(written, texts, referred.division.referenced)
+    return Written(written, texts, referred.division.referenced if referred else ())

@@ -30,7 +30,7 @@ from ckpt.layout.kind import Kind
 from ckpt.layout.memory import SideStreams, devices_of
 from ckpt.layout.plain import Ranks, times_changed
 from ckpt.layout.tensor import local_tensor
-from ckpt.saving.compared import digests_of
+from ckpt.saving.compared import ReplicaSums, compares_all, digests_of, replica_sums
 from ckpt.saving.image import (
     HEADER_SLACK_NBYTES,
     CopyOrder,
@@ -43,7 +43,6 @@ from ckpt.saving.image import (
     plan_files,
 )
 from ckpt.saving.plan import Contents, PlanMemory, SavePlan, contents_of
-from ckpt.saving.replicas import ReplicaSums, compares_all, replica_sums
 from ckpt.saving.save import write_sources
 from ckpt.saving.step_gate import Gate, steps, storage_of
 from ckpt.saving.task import (

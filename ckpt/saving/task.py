@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+from datetime import timedelta
+from typing import Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -35,13 +36,54 @@ from ckpt.saving.base import Base, Previous, Referred
 from ckpt.saving.holders import Holders, inventory_of, refuse_missing_stages
 from ckpt.saving.joint_parts import JointParts
 from ckpt.saving.plan import Contents, PlanMemory, SavePlan
-from ckpt.saving.report import SaveOptions
 from ckpt.saving.step_gate import Evidence
+from ckpt.saving.write import WritePath
 from ckpt.telemetry.history import RankReport, SaveHistory
-from ckpt.telemetry.recorder import Recorder, stopwatch
+from ckpt.telemetry.record import SaveTotals
+from ckpt.telemetry.recorder import PhaseSpan, Recorder, stopwatch
 from storage import Store
 
 Uint32s = npt.NDArray[np.uint32]
+
+
+@dataclass(frozen=True, slots=True)
+class SaveOptions:
+    """How a save treats replicas that differ, how it writes, and what is kept with it.
+
+    `metric` goes into the log, for retention by quality. With `dedup`, chunks whose bytes the
+    previous checkpoint has are referred to and not written, unless `full_every` is over: so many
+    saves, or so much time. With `telemetry`, how the save went is kept beside the checkpoint, for
+    `ckpt report`. `in_line` says that it is a state of the training that this process runs: see
+    `ckpt.commit.lines`.
+    """
+
+    replicas: Literal["warn", "strict"] = "warn"
+    path: WritePath = field(default_factory=WritePath)
+    user: Mapping[str, str] = field(default_factory=dict)
+    metric: float | None = None
+    dedup: bool = False
+    telemetry: bool = False
+    in_line: bool = True
+    full_every: int | timedelta = 10
+
+
+@dataclass(frozen=True, slots=True)
+class SaveReport:
+    """A checkpoint that exists. `nbytes` are the bytes of all its objects together, as written by
+    this save; `nbytes_referenced` are those of its chunks that lie in files of older ones.
+
+    `spans` and `counters` are this rank's own, `totals` are of all ranks together.
+    """
+
+    step: int
+    attempt: str
+    path: str
+    nbytes: int
+    warnings: tuple[str, ...]
+    totals: SaveTotals = field(compare=False)
+    nbytes_referenced: int = 0
+    spans: tuple[PhaseSpan, ...] = field(default=(), compare=False)
+    counters: Mapping[str, float] = field(default_factory=dict, compare=False)
 
 
 class PartMemory:

@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from ckpt.saving.report import SaveReport
+from ckpt.saving.task import SaveReport
 from ckpt.service.restore import RestoreReport
 from ckpt.telemetry.history import MIB, RankReport
 from ckpt.world.attendance import Concern

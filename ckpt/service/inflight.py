@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 
 from ckpt.commit.numbers import is_finite, plain_float
 from ckpt.errors import CheckpointError, SaveDropped
-from ckpt.saving.report import SaveReport
 from ckpt.saving.staging import LentCopy
+from ckpt.saving.task import SaveReport
 from ckpt.service.alarm import LASTING, FailedSaves
 from ckpt.service.events import SaveSkipped, SaveSucceeded
 from ckpt.service.keeping import Keeper

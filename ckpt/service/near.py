@@ -26,8 +26,8 @@ from ckpt.near.saving import NearOptions, NearSaves, RecordNumbers, open_near_sa
 from ckpt.near.status import StatusNotes, TierStatus
 from ckpt.near.tier import Tier
 from ckpt.saving.background import PendingSave
-from ckpt.saving.report import SaveReport
 from ckpt.saving.staging import LentCopy, Snapshot
+from ckpt.saving.task import SaveReport
 from ckpt.service.events import NearFailed, NearSaved
 from ckpt.service.policies import EverySteps, Observation, SavePolicy, are_multiples
 from ckpt.service.training import Training

@@ -21,8 +21,8 @@ from ckpt.loading.load import LoadReport
 from ckpt.near.recovery import NearCandidate
 from ckpt.near.saving import RecordNumbers
 from ckpt.near.status import TierStatus
-from ckpt.saving.report import SaveReport
 from ckpt.saving.staging import LentCopy
+from ckpt.saving.task import SaveReport
 from ckpt.service.near import FAILURES_MAX, Near, NearTraining
 from ckpt.service.policies import Never, SavePolicy
 from ckpt.service.training import Training

@@ -30,8 +30,8 @@ from ckpt.process import (
     store_of,
     world_of,
 )
-from ckpt.saving.report import SaveReport
 from ckpt.saving.staging import LentCopy, Snapshot
+from ckpt.saving.task import SaveReport
 from ckpt.state.types import Stacks
 from ckpt.world.base import World
 from storage import Store, StoreLike

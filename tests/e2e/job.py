@@ -22,9 +22,8 @@ from ckpt.commit.ranked import SessionRegistry, open_session
 from ckpt.layout.piece import Owned, Piece, View
 from ckpt.layout.region import Box, Span, whole
 from ckpt.loading.load import LoadOptions, LoadReport, load_state
-from ckpt.saving.report import SaveOptions, SaveReport
 from ckpt.saving.save import save_state
-from ckpt.saving.task import PartMemory
+from ckpt.saving.task import PartMemory, SaveOptions, SaveReport
 from ckpt.testing import run_ranks
 from ckpt.world.base import World
 from storage import Store

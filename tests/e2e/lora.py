@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from ckpt.saving.report import SaveOptions
+from ckpt.saving.task import SaveOptions
 from tests.e2e.job import Sharded
 
 DEDUP = SaveOptions(dedup=True)

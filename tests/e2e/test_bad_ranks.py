@@ -24,9 +24,8 @@ import ckpt
 from ckpt.commit.locate import live_entries
 from ckpt.commit.ranked import SessionRegistry, open_session
 from ckpt.errors import CheckpointError, InvalidState, Mismatch, RankFailed, StoreRefused
-from ckpt.saving.report import SaveOptions, SaveReport
 from ckpt.saving.save import save_state
-from ckpt.saving.task import PartMemory
+from ckpt.saving.task import PartMemory, SaveOptions, SaveReport
 from ckpt.state.types import PerRank
 from ckpt.testing import RanksFailed
 from ckpt.testing import run_ranks as run_threads

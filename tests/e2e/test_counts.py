@@ -18,7 +18,7 @@ from ckpt.layout.piece import Owned, Piece, View
 from ckpt.layout.region import whole
 from ckpt.loading.load import LoadOptions
 from ckpt.loading.plan import ReadPath
-from ckpt.saving.report import SaveOptions
+from ckpt.saving.task import SaveOptions
 from ckpt.saving.write import WritePath
 from storage import open_store
 from storage.testing import CountingStore

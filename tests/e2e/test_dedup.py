@@ -40,9 +40,8 @@ from ckpt.format.manifest_codec import decode_manifest
 from ckpt.loading.contents import find_checkpoint
 from ckpt.saving import base as previous
 from ckpt.saving.dedup import ATTEMPTS_MAX, NBYTES_MULTIPLE_MAX
-from ckpt.saving.report import SaveOptions
 from ckpt.saving.save import save_state
-from ckpt.saving.task import PartMemory
+from ckpt.saving.task import PartMemory, SaveOptions
 from ckpt.service.retention import KeepLatest, LiveCheckpoint, carry_out, plan_retention
 from ckpt.testing import RanksFailed, run_ranks
 from ckpt.tools import copy as copying

@@ -22,7 +22,7 @@ import ckpt
 from ckpt.cli import main
 from ckpt.commit.log import read_format
 from ckpt.errors import Corrupt, LoadInterrupted, UnsupportedFormat
-from ckpt.saving.report import SaveOptions
+from ckpt.saving.task import SaveOptions
 from storage import AccessDeniedError, ByteRange, InvalidUrlError, Store, open_store
 from storage.encoding.store import EncodedStore, EncodingOptions
 from storage.local import LocalStore

@@ -14,7 +14,7 @@ from benchmarks.scale import LAYOUTS, Model
 from ckpt.commit.locate import live_entries
 from ckpt.errors import Corrupt
 from ckpt.format.joint_part import JointMerge, JointStructure, merge_structures
-from ckpt.saving.report import SaveOptions
+from ckpt.saving.task import SaveOptions
 from ckpt.state.types import PerRank
 from ckpt.testing import RanksFailed
 from ckpt.tools.salvage import matches_manifest, salvage

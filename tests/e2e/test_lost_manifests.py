@@ -29,9 +29,8 @@ from ckpt.integrations import dcp as dcp_plugin
 from ckpt.integrations.dcp import DcpWriter
 from ckpt.saving.background import Background
 from ckpt.saving.publish import store_manifest
-from ckpt.saving.report import SaveOptions
 from ckpt.saving.staging import StageOptions, stage
-from ckpt.saving.task import PartMemory, SaveTask
+from ckpt.saving.task import PartMemory, SaveOptions, SaveTask
 from ckpt.saving.write import MIB, Staging, WritePath
 from ckpt.testing import run_ranks
 from ckpt.tools import rewrite

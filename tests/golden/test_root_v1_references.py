@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 import ckpt
-from ckpt.saving.report import SaveOptions
+from ckpt.saving.task import SaveOptions
 from ckpt.tools.salvage import matches_manifest, salvage
 from storage import open_store
 from tests.e2e.job import Job, Sharded

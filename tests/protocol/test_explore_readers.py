@@ -27,9 +27,8 @@ from ckpt.commit.writer import LogWriter
 from ckpt.errors import LoadInterrupted, NoCheckpoint, OutcomeUnknown
 from ckpt.loading.load import LoadOptions, load_state
 from ckpt.loading.reader import Reader
-from ckpt.saving.report import SaveOptions
 from ckpt.saving.save import save_state
-from ckpt.saving.task import PartMemory
+from ckpt.saving.task import PartMemory, SaveOptions
 from ckpt.service.followed import followed
 from ckpt.service.follower import Follower, FollowOptions
 from ckpt.testing import run_ranks

@@ -18,9 +18,8 @@ from benchmarks.scale import LAYOUTS, Model
 from ckpt.commit.appender import Sources
 from ckpt.commit.ranked import SessionRegistry, open_session
 from ckpt.loading.load import LoadOptions, load_state
-from ckpt.saving.report import SaveOptions
 from ckpt.saving.save import save_state
-from ckpt.saving.task import PartMemory
+from ckpt.saving.task import PartMemory, SaveOptions
 from ckpt.world.torch_world import TorchWorld
 from storage.memory import MemoryBucket, MemoryStore
 from tests.conftest import Scale

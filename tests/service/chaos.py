@@ -23,9 +23,8 @@ from ckpt.commit.session import Session
 from ckpt.errors import CheckpointError, RankFailed
 from ckpt.loading.load import LoadOptions, LoadReport, load_state
 from ckpt.saving.background import Background
-from ckpt.saving.report import SaveOptions
 from ckpt.saving.staging import LentCopy, Snapshot, Staging, stage_or_share
-from ckpt.saving.task import PartMemory, SaveTask
+from ckpt.saving.task import PartMemory, SaveOptions, SaveTask
 from ckpt.service.alarm import Alarm
 from ckpt.service.checkpointer import Checkpointer
 from ckpt.service.inflight import Saved

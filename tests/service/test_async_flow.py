@@ -22,10 +22,9 @@ from ckpt.commit.ranked import SessionRegistry, open_session
 from ckpt.layout.buffers import aligned_buffer
 from ckpt.saving.background import Background, PendingSave
 from ckpt.saving.image import Image
-from ckpt.saving.report import SaveOptions
 from ckpt.saving.staging import Staged, StageOptions, stage
 from ckpt.saving.step_gate import Gate, Steps
-from ckpt.saving.task import PartMemory, SaveTask
+from ckpt.saving.task import PartMemory, SaveOptions, SaveTask
 from ckpt.saving.write import Staging, WritePath
 from ckpt.testing import run_ranks
 from ckpt.world.base import World

@@ -26,7 +26,7 @@ from ckpt.commit.names import TELEMETRY_NAME
 from ckpt.commit.ranked import SessionRegistry
 from ckpt.commit.session import Session
 from ckpt.errors import Corrupt
-from ckpt.saving.report import SaveOptions
+from ckpt.saving.task import SaveOptions
 from ckpt.service.checkpointer import Checkpointer
 from ckpt.service.events import Restored, SaveEvent, SaveFailed, SaveSucceeded
 from ckpt.telemetry.history import CommittedSave, RankReport, SaveHistory, read_telemetry, totals_of

@@ -38,7 +38,7 @@ from ckpt.near.saving import NearSaves
 from ckpt.near.tier import Tier
 from ckpt.saving import staging
 from ckpt.saving.background import PendingSave
-from ckpt.saving.report import SaveReport
+from ckpt.saving.task import SaveReport
 from ckpt.service import restore
 from ckpt.state.flatten import FlatState
 from ckpt.world.base import World

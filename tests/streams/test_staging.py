@@ -21,10 +21,9 @@ import ckpt.saving.write as writing
 from ckpt.commit.ranked import SessionRegistry, open_session
 from ckpt.layout.buffers import address_of, aligned_buffer
 from ckpt.saving.background import Background
-from ckpt.saving.report import SaveOptions
 from ckpt.saving.staging import Staged, StageOptions, stage
 from ckpt.saving.step_gate import steps
-from ckpt.saving.task import PartMemory, SaveTask
+from ckpt.saving.task import PartMemory, SaveOptions, SaveTask
 from ckpt.saving.write import Staging
 from ckpt.world.base import SoloWorld
 from storage.memory import MemoryStore

@@ -45,7 +45,7 @@ from ckpt.saving.task import Attempt, PartMemory, SaveOptions, SaveReport, SaveT
 from ckpt.saving.write import MIB, Staging, WritePath
 from ckpt.telemetry.history import CommittedSave, RankReport, totals_of
 from ckpt.telemetry.record import SaveTotals
-from ckpt.world.base import collectively
+from ckpt.world.base import collectively, from_coordinator
 from ckpt.world.frames import joined, split
 from storage import StorageError
 
@@ -409,18 +409,12 @@ class NearSaves:
             raise
 
     def _attempt(self, task: SaveTask, modules: Callable[[], Sequence[str]]) -> Header:
-        session, world = task.session.session, task.session.world
-        message, error = None, None
-        if session is not None:
-            try:
-                header = header_of(task, session.new_attempt(), modules())
-                message = header.model_dump_json().encode()
-            except Exception as caught:
-                # The others wait in the broadcast; all then agree on this error.
-                message, error = b"", caught
-        received = world.broadcast("near attempt", message)
-        if not received:
-            world.agree("near attempt", error)
+        def made() -> bytes:
+            session = task.session.session
+            assert session is not None, "the coordinator has it"
+            return header_of(task, session.new_attempt(), modules()).model_dump_json().encode()
+
+        received = from_coordinator(task.session.world, "near attempt", made)
         return Header.model_validate_json(received)
 
     def _written(self, header: Header, write: Callable[[Attempt], Part]) -> Part:
@@ -500,23 +494,17 @@ class NearSaves:
         """Put one more record on every host; `files` and `note` count on the coordinator alone,
         which passes them on. It has the place among durable ones that the record `like` has.
         """
-        session, world = self.session.session, self.session.world
-        message: bytes | None = None
-        error: Exception | None = None
-        if session is not None:
-            try:
-                head = self._head(step, attempt, files)
-                if like is not None:
-                    head = replace(like, epoch=head.epoch, number=head.number)
-                record = NearRecord(head, tuple(files))
-                message = joined(encode_near_record(record), note())
-            except Exception as caught:
-                message, error = b"", caught
-        received = world.broadcast("near record", message)
+        world = self.session.world
+
+        def record() -> bytes:
+            head = self._head(step, attempt, files)
+            if like is not None:
+                head = replace(like, epoch=head.epoch, number=head.number)
+            return joined(encode_near_record(NearRecord(head, tuple(files))), note())
+
+        received = from_coordinator(world, "near record", record)
 
         def put() -> tuple[NearRecord, bytes]:
-            if error is not None:
-                raise error
             encoded, passed = split(received)
             made = decode_near_record(encoded, "the coordinator's near record")
             if self.hosts.is_first(world.rank):
@@ -526,8 +514,6 @@ class NearSaves:
                 self.tier.refuse_fenced(self.session.epoch)
             return made, bytes(passed)
 
-        if not received:
-            world.agree("near record", error)
         return collectively(world, "near record", put)
 
     def _head(self, step: int, attempt: str, files: Sequence[NearFile]) -> NearHead:

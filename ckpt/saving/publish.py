@@ -42,7 +42,7 @@ from ckpt.saving.joint_parts import PARTS, JointReceived, gather_joint_parts
 from ckpt.saving.task import NONE_HERE, UNCHANGED, Attempt, SaveReport, SaveTask, header_of
 from ckpt.telemetry.history import CommittedSave, RankReport, log_saved, totals_of, write_telemetry
 from ckpt.telemetry.record import SaveTotals
-from ckpt.world.base import collectively
+from ckpt.world.base import collectively, from_coordinator
 from ckpt.world.frames import joined, split
 from storage import KeyExistsError, Store
 
@@ -154,35 +154,27 @@ def _others(session: Session, report: SaveReport) -> list[LiveEntry]:
 
 def _start(task: SaveTask, modules: Callable[[], Sequence[str]], *, may_refer: bool) -> Attempt:
     """The coordinator names the attempt; all ranks return the same one or raise the same error."""
-    session = task.session.session
-    message: bytes | None = None
-    error: BaseException | None = None
-    if session is not None:
-        try:
-            if (metric := task.options.metric) is not None and not is_finite(metric):
-                # Before any data: the log would refuse it after all is written.
-                raise InvalidState([f"metric={metric!r}: expected a finite number, or None"])
-            header = header_of(task, session.new_attempt(), modules())
-            encoded_base = b""
-            if task.options.dedup:
-                previous = task.memory.previous
-                every = task.options.full_every
-                base = NOTHING
-                if may_refer:
-                    base = previous.offer(session, block_nbytes=BLOCK_BYTES, full_every=every)
-                since_full = base.since_full if base.allowed else 0
-                user = {**header.user, SINCE_FULL: str(since_full)}
-                required = (REFERENCES,) if base.allowed else ()
-                header = header.model_copy(update={"user": user, "required": required})
-                encoded_base = base.encode()
-            message = joined(header.model_dump_json().encode(), encoded_base)
-        except Exception as caught:
-            # Broadcast nothing instead of raising here: the other ranks wait in the broadcast, and
-            # would wait until their deadline. All ranks then agree on this error.
-            message, error = b"", caught
-    received = task.session.world.broadcast("attempt", message)
-    if not received:
-        task.session.world.agree("attempt", error)
+
+    def made() -> bytes:
+        session = task.session.session
+        assert session is not None, "the coordinator has it"
+        if (metric := task.options.metric) is not None and not is_finite(metric):
+            # Before any data: the log would refuse it after all is written.
+            raise InvalidState([f"metric={metric!r}: expected a finite number, or None"])
+        header = header_of(task, session.new_attempt(), modules())
+        if not task.options.dedup:
+            return joined(header.model_dump_json().encode(), b"")
+        base, every = NOTHING, task.options.full_every
+        if may_refer:
+            previous = task.memory.previous
+            base = previous.offer(session, block_nbytes=BLOCK_BYTES, full_every=every)
+        since_full = base.since_full if base.allowed else 0
+        user = {**header.user, SINCE_FULL: str(since_full)}
+        required = (REFERENCES,) if base.allowed else ()
+        header = header.model_copy(update={"user": user, "required": required})
+        return joined(header.model_dump_json().encode(), base.encode())
+
+    received = from_coordinator(task.session.world, "attempt", made)
     encoded_header, encoded_base = split(received)
     return Attempt(
         Header.model_validate_json(encoded_header),

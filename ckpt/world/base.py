@@ -230,6 +230,23 @@ def collectively(world: World, phase: str, run: Callable[[], _Result]) -> _Resul
     return result
 
 
+def from_coordinator(world: World, phase: str, make: Callable[[], bytes]) -> bytes:
+    """What `make()` returns on the coordinator, on all ranks; its error is raised on all."""
+    message: bytes | None = None
+    error: Exception | None = None
+    if world.rank == 0:
+        try:
+            message = make()
+        except Exception as caught:
+            # Broadcast nothing instead of raising here: the other ranks wait in the broadcast, and
+            # would wait until their deadline. All ranks then agree on this error.
+            message, error = b"", caught
+    received = world.broadcast(phase, message)
+    if not received:
+        world.agree(phase, error)
+    return received
+
+
 class SoloWorld(World):
     """A world of one rank: nothing is sent, errors are raised as they are."""
 

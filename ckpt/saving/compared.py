@@ -67,7 +67,7 @@ def checksums_of(views: Sequence[torch.Tensor]) -> npt.NDArray[np.uint32]:
     for index, view in enumerate(views):
         if is_plain_memory(view):
             digests[index] = crc32c(host_bytes(view))
-        elif view.is_cpu or view.numel() * view.element_size() > JOINED_NBYTES_MAX:
+        elif _is_on_host(view) or view.numel() * view.element_size() > JOINED_NBYTES_MAX:
             host = torch.empty(view.shape, dtype=view.dtype).copy_(view)
             digests[index] = crc32c(host_bytes(host))
         else:
@@ -77,6 +77,10 @@ def checksums_of(views: Sequence[torch.Tensor]) -> npt.NDArray[np.uint32]:
         sizes = [data.numel() for _, data in members]
         digests[[index for index, _ in members]] = crc32c_of_each(host_bytes(host), sizes)
     return digests
+
+
+def _is_on_host(view: torch.Tensor) -> bool:
+    return view.is_cpu
 
 
 def bytes_in_order(view: torch.Tensor) -> torch.Tensor:

@@ -21,6 +21,7 @@ from ckpt.layout.kind import Kind
 from ckpt.layout.memory import SideStreams, devices_of, is_accelerator
 from ckpt.layout.piece import Holding, Piece
 from ckpt.layout.region import whole
+from ckpt.saving.compared import ReplicaSums
 from ckpt.saving.image import copy_order
 from ckpt.saving.staging import Staged
 from tests.ranks import run_ranks
@@ -92,9 +93,11 @@ def digests_are_of_what_the_training_had_queued() -> None:
         staged = Staged(
             task=nothing,
             contents=nothing,
+            files=(),
             image=nothing,
             gate=nothing,
             digests=np.zeros(1, dtype=np.uint32),
+            replicas=ReplicaSums(False, {}),
             compared_later=[0],
             is_blocking=False,
             nbytes_later=0,

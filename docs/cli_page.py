@@ -6,12 +6,15 @@ python -m docs.cli_page
 from __future__ import annotations
 
 import argparse
+from collections import Counter
+from collections.abc import Collection, Iterable
 from pathlib import Path
 
 from ckpt.cli.commandline import all_commands
 from ckpt.cli.parsers.arguments import Command
 
 PAGE = Path(__file__).with_name("cli.md")
+OFTEN = 2
 HEAD = """\
 # Commands
 
@@ -30,19 +33,48 @@ Every command of `ckpt`, with its arguments. `ckpt COMMAND --help` shows the sam
 
 
 def page() -> str:
-    """The whole page."""
-    return HEAD + "".join(map(_section, all_commands()))
+    """The whole page. What several commands have in common is explained once."""
+    commands = all_commands()
+    counts = Counter(_row(action) for command in commands for action in command.actions)
+    # Of several rows of one name, the one that most commands have.
+    first: dict[str, str] = {}
+    for row, count in counts.most_common():
+        if count >= OFTEN:
+            first.setdefault(row.split("`")[1], row)
+    common = set(first.values())
+    table = _table(row for row in counts if row in common)
+    once = f"\n## Arguments of several commands\n\n{table}"
+    return HEAD + once + "".join(_section(command, common) for command in commands)
 
 
-def _section(command: Command) -> str:
+def _section(command: Command, common: Collection[str]) -> str:
     text = command.text[0].upper() + command.text[1:]
-    rows = "".join(map(_row, command.actions))
-    table = f"| argument | meaning |\n| --- | --- |\n{rows}" if rows else ""
-    return f"\n## ckpt {command.name}\n\n{text}.\n\n{table}"
+    rows = {_row(action): _names(action)[0] for action in command.actions}
+    table = _table(row for row in rows if row not in common)
+    also = ", ".join(f"`{name}`" for row, name in rows.items() if row in common)
+    words = " ".join(_usage(action) for action in command.actions if not action.option_strings)
+    head = f"\n## ckpt {command.name}\n\n{text}: `ckpt {command.name} {words}`\n"
+    parts = (head, table, f"Also {also}.\n" if also else "")
+    return "\n".join(part for part in parts if part)
+
+
+def _table(rows: Iterable[str]) -> str:
+    text = "".join(rows)
+    return f"| argument | meaning |\n| --- | --- |\n{text}" if text else ""
+
+
+def _names(action: argparse.Action) -> list[str]:
+    return list(action.option_strings) or [str(action.metavar or action.dest)]
+
+
+def _usage(action: argparse.Action) -> str:
+    """A positional argument as a usage line has it."""
+    name = _names(action)[0]
+    return f"[{name}]" if action.nargs == "?" else f"{name}..." if action.nargs == "+" else name
 
 
 def _row(action: argparse.Action) -> str:
-    names = list(action.option_strings) or [str(action.metavar or action.dest)]
+    names = _names(action)
     value = action.metavar or action.dest.upper().replace("-", "_")
     if action.choices:
         value = "{" + ",".join(map(str, action.choices)) + "}"

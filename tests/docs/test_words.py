@@ -70,7 +70,7 @@ WORDS_MAX = {
     "DECISIONS.md": 6000,
     "ARCHITECTURE.md": 5900,
     "FORMAT.md": 11000,
-    "docs/cli.md": 4000,  # made from the parser; the aim is 2,400
+    "docs/cli.md": 2600,  # made from the parser; the aim is 2,400
     "docs/compatibility.md": 950,  # made by tests.wild; the aim is 700
     "docs/engine_differences.md": 1250,
     "docs/guarantee_tests.md": 2500,
@@ -81,7 +81,7 @@ WORDS_MAX = {
     "docs/performance.md": 1300,
     "docs/troubleshooting.md": 1750,  # made from the errors
 }
-ALL_WORDS_MAX = 62_000  # the aim is 50,000
+ALL_WORDS_MAX = 60_700  # the aim is 50,000
 
 
 def pages() -> dict[str, int]:

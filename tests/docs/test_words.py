@@ -63,7 +63,7 @@ def test_every_error_has_a_section_with_a_text_of_the_code() -> None:
 
 # Words of a page at most, as `wc -w` counts them: what is true now, rounded up; the aim where it
 # is lower. A page that is not listed may have GUIDE_MAX.
-GUIDE_MAX = 1250  # the aim is 1,000
+GUIDE_MAX = 1000
 WORDS_MAX = {
     "README.md": 900,
     "CHANGELOG.md": 1200,
@@ -72,16 +72,17 @@ WORDS_MAX = {
     "FORMAT.md": 11000,
     "docs/cli.md": 2600,  # made from the parser; the aim is 2,400
     "docs/compatibility.md": 950,  # made by tests.wild; the aim is 700
+    "docs/engine.md": 1200,
     "docs/engine_differences.md": 1250,
     "docs/guarantee_tests.md": 2500,
     "docs/guarantees.md": 1200,
-    "docs/howto/checkpointer.md": 1400,
+    "docs/howto/checkpointer.md": 1050,  # the aim is 1,000
     "docs/howto/near.md": 1050,  # the aim is 1,000
     "docs/limits.md": 900,
     "docs/performance.md": 1300,
     "docs/troubleshooting.md": 1750,  # made from the errors
 }
-ALL_WORDS_MAX = 60_700  # the aim is 50,000
+ALL_WORDS_MAX = 59_700  # the aim is 50,000
 
 
 def pages() -> dict[str, int]:

@@ -68,7 +68,7 @@ WORDS_MAX = {
     "README.md": 900,
     "CHANGELOG.md": 1200,
     "DECISIONS.md": 6000,
-    "ARCHITECTURE.md": 5900,
+    "ARCHITECTURE.md": 4800,
     "FORMAT.md": 11000,
     "docs/cli.md": 2600,  # made from the parser; the aim is 2,400
     "docs/compatibility.md": 950,  # made by tests.wild; the aim is 700
@@ -82,7 +82,7 @@ WORDS_MAX = {
     "docs/performance.md": 1300,
     "docs/troubleshooting.md": 1750,  # made from the errors
 }
-ALL_WORDS_MAX = 59_700  # the aim is 50,000
+ALL_WORDS_MAX = 59_000  # the aim is 50,000
 
 
 def pages() -> dict[str, int]:

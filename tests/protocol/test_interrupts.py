@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import ckpt
-from ckpt.saving import staging, uploading
+from ckpt.saving import staging
 from storage.local import LocalStore
 
 
@@ -75,7 +75,7 @@ def test_an_interrupted_background_save_leaves_nothing_to_the_next_one(
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(uploading, "stage", interrupted)
+        patch.setattr(staging, "stage", interrupted)
         with pytest.raises(KeyboardInterrupt):
             ckpt.async_save(_state(2), str(root), step=2)
     ckpt.async_save(_state(3), str(root), step=3).result()

@@ -84,9 +84,9 @@ class SaveDropped(CheckpointError):
 
 
 class NamesChanged(CheckpointError):
-    """A rank holds things of other names than it has told the other ranks.
+    """A rank holds things of other names than the other ranks know.
 
-    A save tells them and begins again, so that no caller meets this.
+    A save sends them and begins again, so that no caller meets this.
     """
 
 
@@ -123,7 +123,7 @@ class Failure(NamedTuple):
 
 
 class SavesFailed(CheckpointError):
-    """So many saves in a row have failed that the training should not go on unnoticed."""
+    """So many saves in a row have failed that somebody should look before training continues."""
 
     def __init__(self, failures: tuple[Failure, ...]) -> None:
         lines = "".join(f"\n  - step {one.step}: {one.error}" for one in failures[-5:])

@@ -98,8 +98,8 @@ TROUBLES = {
     "RankFailed": Trouble(
         "did not answer within",
         "Read the log of the rank that is named: its error is the cause. If it hangs, look whether "
-        "only some ranks make the call, as under `if rank == 0:`. [Go on without "
-        "it](howto/lost_rank.md).",
+        "only some ranks make the call, as under `if rank == 0:`. [Continue "
+        "without it](howto/lost_rank.md).",
     ),
     "RankFailedInCommit": Trouble(
         "a rank was lost before this rank has learned whether it is committed",

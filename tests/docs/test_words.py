@@ -131,3 +131,20 @@ def test_the_home_page_links_pages_by_their_names() -> None:
     links = re.findall(r"\[([^\]]+)\]\(([\w/]+\.md)\)", "\n".join(table))
     assert len(links) > 20
     assert not [(text, file) for text, file in links if names[file] != text]
+
+
+# What gives a translation away, see the guides for how it is said instead.
+TRANSLATED = re.compile(
+    r"\b(whoever|beside|told|passed over|goes on|go on|as they lie|its like|nothing but)\b", re.I
+)
+
+
+def test_documents_speak_plain_english() -> None:
+    """Verbatim tables of names and results, and lines of code, are left out."""
+    lines = [
+        (name, line.strip())
+        for name in pages()
+        if name not in ("docs/guarantee_tests.md", "docs/compatibility.md", "docs/cli.md")
+        for line in re.sub(r"```.*?```", "", text_of(name), flags=re.S).splitlines()
+    ]
+    assert not [(name, line) for name, line in lines if TRANSLATED.search(line)]

@@ -21,18 +21,15 @@ from typing import TYPE_CHECKING, Any
 from ckpt.version import __version__ as __version__
 
 if TYPE_CHECKING:
-    from ckpt import convert as convert
     from ckpt import errors as errors
     from ckpt import integrations as integrations
+    from ckpt import operate as operate
     from ckpt import reports as reports
     from ckpt import state_dict as state_dict
     from ckpt.api import async_save as async_save
     from ckpt.api import forget as forget
     from ckpt.api import load as load
     from ckpt.api import save as save
-    from ckpt.convert.export import Selection as Selection
-    from ckpt.convert.export import export as export
-    from ckpt.convert.import_ import import_checkpoint as import_checkpoint
     from ckpt.errors import CheckpointError as CheckpointError
     from ckpt.errors import Corrupt as Corrupt
     from ckpt.errors import Mismatch as Mismatch
@@ -41,6 +38,16 @@ if TYPE_CHECKING:
     from ckpt.loading.checkpoint import Checkpoint as Checkpoint
     from ckpt.loading.checkpoint import open_checkpoint
     from ckpt.loading.contents import list_steps as list_steps
+    from ckpt.operate import copy as copy
+    from ckpt.operate import diff as diff
+    from ckpt.operate import disk_usage as disk_usage
+    from ckpt.operate import export as export
+    from ckpt.operate import import_checkpoint as import_checkpoint
+    from ckpt.operate import pin as pin
+    from ckpt.operate import plan_ranks as plan_ranks
+    from ckpt.operate import reshard as reshard
+    from ckpt.operate import unpin as unpin
+    from ckpt.operate import verify as verify
     from ckpt.service.alarm import Alarm as Alarm
     from ckpt.service.checkpointer import Checkpointer as Checkpointer
     from ckpt.service.follower import follow as follow
@@ -62,17 +69,8 @@ if TYPE_CHECKING:
     from ckpt.state.types import PerGroup as PerGroup
     from ckpt.state.types import PerRank as PerRank
     from ckpt.state.types import Stages as Stages
-    from ckpt.tools.copy import copy as copy
-    from ckpt.tools.diff import DiffOptions as DiffOptions
-    from ckpt.tools.diff import diff as diff
-    from ckpt.tools.overview import disk_usage as disk_usage
     from ckpt.tools.overview import history as history
-    from ckpt.tools.pins import pin as pin
-    from ckpt.tools.pins import unpin as unpin
     from ckpt.tools.plan import plan_load as plan_load
-    from ckpt.tools.plan import plan_ranks as plan_ranks
-    from ckpt.tools.reshard import reshard as reshard
-    from ckpt.tools.verify import verify as verify
     from storage.schemes import register_store as register_store
 
     # Not `import ... as open`: type checkers hide an import under another name from users.
@@ -86,7 +84,6 @@ _HOMES = {
     "CheckpointError": "ckpt.errors",
     "Checkpointer": "ckpt.service.checkpointer",
     "Corrupt": "ckpt.errors",
-    "DiffOptions": "ckpt.tools.diff",
     "EverySeconds": "ckpt.service.policies",
     "EverySteps": "ckpt.service.policies",
     "KeepAll": "ckpt.service.retention",
@@ -103,34 +100,33 @@ _HOMES = {
     "PerGroup": "ckpt.state.types",
     "PerRank": "ckpt.state.types",
     "Preempted": "ckpt.service.preemption",
-    "Selection": "ckpt.convert.export",
     "Stages": "ckpt.state.types",
     "async_save": "ckpt.api",
-    "copy": "ckpt.tools.copy",
-    "diff": "ckpt.tools.diff",
-    "disk_usage": "ckpt.tools.overview",
-    "export": "ckpt.convert.export",
+    "copy": "ckpt.operate",
+    "diff": "ckpt.operate",
+    "disk_usage": "ckpt.operate",
+    "export": "ckpt.operate",
     "follow": "ckpt.service.follower",
     "history": "ckpt.tools.overview",
-    "import_checkpoint": "ckpt.convert.import_",
+    "import_checkpoint": "ckpt.operate",
     "list_steps": "ckpt.loading.contents",
     "load": "ckpt.api",
     "open": "ckpt.loading.checkpoint",
-    "pin": "ckpt.tools.pins",
+    "pin": "ckpt.operate",
     "plan_load": "ckpt.tools.plan",
-    "plan_ranks": "ckpt.tools.plan",
+    "plan_ranks": "ckpt.operate",
     "register_store": "storage.schemes",
     "register_tensor_type": "ckpt.layout.composites",
-    "reshard": "ckpt.tools.reshard",
+    "reshard": "ckpt.operate",
     "rng_state": "ckpt.state.rng",
     "forget": "ckpt.api",
     "save": "ckpt.api",
-    "unpin": "ckpt.tools.pins",
-    "verify": "ckpt.tools.verify",
+    "unpin": "ckpt.operate",
+    "verify": "ckpt.operate",
 }
 
 # What is needed less often: `ckpt.errors.RankFailed`, `ckpt.state_dict.model_state_dict`.
-_PARTS = ("convert", "errors", "integrations", "reports", "state_dict")
+_PARTS = ("errors", "integrations", "operate", "reports", "state_dict")
 
 __all__ = sorted(_HOMES)
 

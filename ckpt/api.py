@@ -282,7 +282,7 @@ def load(
     process_group: dist.ProcessGroup | None = None,
     storage_options: Mapping[str, Any] | None = None,
     io: Io = "auto",
-    metadata_nbytes_max: SupportsIndex | None = None,
+    metadata_bytes_max: SupportsIndex | None = None,
 ) -> LoadReport:
     """Load the checkpoint of `step`, or the latest, into `state`, in place and bit for bit.
 
@@ -319,7 +319,7 @@ def load(
     `io="buffered"` reads local files through the page cache, `"direct"` around it. `"auto"` reads
     around it what is not in it, where a rank reads 16 MiB or more.
 
-    What describes the checkpoint may take `metadata_nbytes_max` bytes of memory (None: 1 GiB, as 25
+    What describes the checkpoint may take `metadata_bytes_max` bytes of memory (None: 1 GiB, as 25
     million parts do).
 
     Raises the same error on every rank: NoCheckpoint, Mismatch (with every problem), Corrupt,
@@ -353,7 +353,7 @@ def load(
             path,
             new=new,
             group_options=group_options,
-            metadata_nbytes_max=plain_int(metadata_nbytes_max),
+            metadata_bytes_max=plain_int(metadata_bytes_max),
         )
         report = load_state(
             state,

@@ -34,6 +34,10 @@ class Mismatch(CheckpointError):
         self.where = where
 
 
+class InvalidArgument(CheckpointError, ValueError):
+    """An argument that can never be right, alone or with the others; nothing was looked at."""
+
+
 class NoCheckpoint(CheckpointError):
     """There is no checkpoint where one was looked for: empty root, unknown step, or no root."""
 

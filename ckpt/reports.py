@@ -10,15 +10,23 @@ from ckpt.saving.background import PendingSave
 from ckpt.saving.task import SaveReport
 from ckpt.service.follower import Follower, Swapped, Update
 from ckpt.service.inflight import Saved
+from ckpt.service.removing import PinReport, PruneReport, Removal
 from ckpt.service.restore import RestoreReport
 from ckpt.tools.copy import CopyReport
+from ckpt.tools.cost import CostReport
 from ckpt.tools.diff import DiffReport
-from ckpt.tools.overview import DiskUsage, Event
+from ckpt.tools.mend import MendReport
+from ckpt.tools.near_tiers import NearListing
+from ckpt.tools.overview import DiskUsage, Event, LogReport, RootListing
 from ckpt.tools.plan import LoadPlan
+from ckpt.tools.report import Report
+from ckpt.tools.rescue import RescueReport
+from ckpt.tools.salvage import Salvaged
 from ckpt.tools.verify import VerifyReport
 
 __all__ = [
     "CopyReport",
+    "CostReport",
     "DiffReport",
     "DiskUsage",
     "Event",
@@ -27,8 +35,18 @@ __all__ = [
     "ImportReport",
     "LoadPlan",
     "LoadReport",
+    "LogReport",
+    "MendReport",
+    "NearListing",
     "PendingSave",
+    "PinReport",
+    "PruneReport",
+    "Removal",
+    "Report",
+    "RescueReport",
     "RestoreReport",
+    "RootListing",
+    "Salvaged",
     "SaveReport",
     "Saved",
     "StepInfo",

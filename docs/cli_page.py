@@ -5,13 +5,14 @@ python -m docs.cli_page
 
 from __future__ import annotations
 
-import argparse
+import inspect
+import re
 from collections import Counter
 from collections.abc import Collection, Iterable
 from pathlib import Path
 
-from ckpt.cli.commandline import all_commands
-from ckpt.cli.parsers.arguments import Command
+from ckpt import reports
+from ckpt.cli.commandline import COMMANDS, Command, Option
 
 PAGE = Path(__file__).with_name("cli.md")
 OFTEN = 2
@@ -29,13 +30,17 @@ Every command of `ckpt`, with its arguments. `ckpt COMMAND --help` shows the sam
 | 2 | the command line is wrong |
 | 3 | the answer is no: `diff` differs, `plan` does not fit, `prune` or `rm` was not confirmed |
 | 130 | interrupted |
+
+`--json` prints the fields of the report that the function in Python returns, with a `schema`, such
+as `ckpt.verify`, and a `version`, which counts up when a field gets another meaning or goes; new
+fields do not count. Sizes are bytes, times seconds since 1970. Several reports are a list
+`reports`.
 """
 
 
 def page() -> str:
     """The whole page. What several commands have in common is explained once."""
-    commands = all_commands()
-    counts = Counter(_row(action) for command in commands for action in command.actions)
+    counts = Counter(_row(option) for command in COMMANDS for option in command.options)
     # Of several rows of one name, the one that most commands have.
     first: dict[str, str] = {}
     for row, count in counts.most_common():
@@ -44,18 +49,27 @@ def page() -> str:
     common = set(first.values())
     table = _table(row for row in counts if row in common)
     once = f"\n## Arguments of several commands\n\n{table}"
-    return HEAD + once + "".join(_section(command, common) for command in commands)
+    return HEAD + once + "".join(_section(command, common) for command in COMMANDS)
 
 
 def _section(command: Command, common: Collection[str]) -> str:
-    text = command.text[0].upper() + command.text[1:]
-    rows = {_row(action): _names(action)[0] for action in command.actions}
+    rows = {_row(option): _name(option) for option in command.options}
     table = _table(row for row in rows if row not in common)
     also = ", ".join(f"`{name}`" for row, name in rows.items() if row in common)
-    words = " ".join(_usage(action) for action in command.actions if not action.option_strings)
-    head = f"\n## ckpt {command.name}\n\n{text}: `ckpt {command.name} {words}`\n"
-    parts = (head, table, f"Also {also}.\n" if also else "")
+    words = " ".join(_usage(option) for option in command.options if not option.names)
+    head = f"\n## ckpt {command.name}\n\n{command.text[:-1]}: `ckpt {command.name} {words}`\n"
+    parts = (head, _in_python(command), table, f"Also {also}.\n" if also else "")
     return "\n".join(part for part in parts if part)
+
+
+def _in_python(command: Command) -> str:
+    """The function of a command, and the report that it returns and `--json` prints."""
+    if not command.show:
+        return ""
+    returned = str(inspect.signature(command.function).return_annotation)
+    kinds = [one for one in re.findall(r"\w+", returned) if hasattr(reports, one)]
+    listed = " or ".join(f"`{one}`" for one in kinds)
+    return f"In Python: `ckpt.operate.{command.function.__name__}`, which returns {listed}.\n"
 
 
 def _table(rows: Iterable[str]) -> str:
@@ -63,34 +77,31 @@ def _table(rows: Iterable[str]) -> str:
     return f"| argument | meaning |\n| --- | --- |\n{text}" if text else ""
 
 
-def _names(action: argparse.Action) -> list[str]:
-    return list(action.option_strings) or [str(action.metavar or action.dest)]
+def _name(option: Option) -> str:
+    return option.names[0] if option.names else option.dest
 
 
-def _usage(action: argparse.Action) -> str:
+def _usage(option: Option) -> str:
     """A positional argument as a usage line has it."""
-    name = _names(action)[0]
-    return f"[{name}]" if action.nargs == "?" else f"{name}..." if action.nargs == "+" else name
+    forms = {"?": "[{}]", "*": "[{}...]", "+": "{}..."}
+    return forms.get(option.how.get("nargs", ""), "{}").format(option.dest)
 
 
-def _row(action: argparse.Action) -> str:
-    names = _names(action)
-    value = action.metavar or action.dest.upper().replace("-", "_")
-    if action.choices:
-        value = "{" + ",".join(map(str, action.choices)) + "}"
-    shown = ", ".join(f"`{name}`" for name in names)
-    if action.option_strings and action.nargs != 0:
-        shown = ", ".join(f"`{name} {value}`" for name in names)
-    elif not action.option_strings and action.choices:
-        shown = f"`{value}`"
-    if not action.option_strings and action.nargs == "?":
-        shown += " (optional)"
-    return f"| {shown} | {_cell(action.help or '')} |\n"
+def _row(option: Option) -> str:
+    choices, value = option.how.get("choices"), option.how.get("metavar") or option.dest.upper()
+    value = "{" + ",".join(choices) + "}" if choices else value
+    if option.names:
+        suffix = "" if option.is_switch else f" {value}"
+        shown = ", ".join(f"`{name}{suffix}`" for name in option.names)
+    else:
+        shown = f"`{value if choices else option.dest}`"
+        shown += " (optional)" if option.how.get("nargs") in ("?", "*") else ""
+    return f"| {shown} | {_cell(option.how['help'])} |\n"
 
 
 def _cell(text: str) -> str:
     """Help as a cell: what markdown would take for its own is shown as it is."""
-    return text.replace("%%", "%").replace("|", "\\|").replace("*", "\\*")
+    return text.replace("|", "\\|").replace("*", "\\*")
 
 
 if __name__ == "__main__":

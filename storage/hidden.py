@@ -10,7 +10,7 @@ import hashlib
 import hmac
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import wraps
 from typing import Any, TypeVar, cast
 
@@ -49,19 +49,26 @@ def hides_secrets(function: F) -> F:
     """`function` with its `*options` hidden, so that its frames, those below and what it keeps show
     no secret.
     """
-    names = function.__code__.co_varnames
+
+    @wraps(function)
+    def call(*args: Any, **named: Any) -> Any:
+        args, named = hidden_arguments(function, args, named)
+        return function(*args, **named)
+
+    return cast(F, call)
+
+
+def hidden_arguments(
+    function: Callable[..., Any], args: Sequence[Any], named: Mapping[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """What `function` is to be called with: the same arguments, its `*options` hidden."""
 
     def seen(name: str, value: Any) -> Any:
         is_options = "options" in name and isinstance(value, Mapping)
         return without_secrets(value) if is_options else value
 
-    @wraps(function)
-    def call(*args: Any, **named: Any) -> Any:
-        args = tuple(seen(*pair) for pair in zip(names, args, strict=False))
-        named = {name: seen(name, value) for name, value in named.items()}
-        return function(*args, **named)
-
-    return cast(F, call)
+    pairs = zip(function.__code__.co_varnames, args, strict=False)
+    return tuple(seen(*pair) for pair in pairs), {n: seen(n, value) for n, value in named.items()}
 
 
 def _hidden(name: str, value: Any, *, is_secret: bool = False) -> Any:

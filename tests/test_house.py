@@ -311,6 +311,7 @@ LADDER = (
     ("ckpt/api.py", "ckpt/state_dict"),
     ("ckpt/convert", "ckpt/near"),
     ("ckpt/tools", "ckpt/service", "sharding"),
+    ("ckpt/operate",),
     ("ckpt/integrations", "ckpt/cli", "ckpt/reports.py"),
     ("ckpt/__init__.py",),
     ("ckpt/__main__.py",),
@@ -511,6 +512,7 @@ def test_planted_second_meaning_is_found() -> None:
 USED_FROM_OUTSIDE = (
     ("ckpt/__init__.py", "__dir__", "the interpreter"),
     ("ckpt/cli/", "*", "the table of commands names functions as strings"),
+    ("ckpt/tools/", "reached_unix at_risk_near at_risk_durable", "`--json` prints all fields"),
     ("ckpt/integrations/dcp.py", "*", "torch calls planners and storages by these names"),
     ("ckpt/integrations/", "*", "trainers of other libraries call hooks by these names"),
     ("ckpt/service/checkpointer.py", "is_preempted costs", "training loops"),

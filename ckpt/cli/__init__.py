@@ -14,10 +14,9 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Sequence
-from importlib import import_module
-from typing import Any
+from typing import NoReturn
 
-from ckpt.cli.commandline import INTERRUPTED, OK, PROBLEM, USAGE, build_parser
+from ckpt.cli.commandline import INTERRUPTED, OK, PROBLEM, USAGE, build_parser, given, refused
 from ckpt.cli.visible import visible_streams
 
 
@@ -28,25 +27,21 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _main(argv: Sequence[str] | None) -> int:
-    parser = build_parser()
-    given = sys.argv[1:] if argv is None else argv
+    words = sys.argv[1:] if argv is None else argv
     # Without a command there is nothing to do but to say what there is.
-    arguments, unknown = parser.parse_known_args(given or ["--help"])
+    arguments, unknown = build_parser().parse_known_args(words or ["--help"])
+    command, wrong = arguments.command, arguments.parser.error
     if unknown:
-        arguments.refuse(f"unknown: {' '.join(unknown)}")
-    if problem := arguments.check(arguments):
-        arguments.refuse(problem)
-    home, _, name = arguments.command.partition(":")
+        wrong(f"unknown: {' '.join(unknown)}")
     try:
-        command: Callable[[Any], int] = getattr(import_module(home), name)
-    except KeyboardInterrupt:
-        return _failed("interrupted", INTERRUPTED)
-    return _run(command, arguments)
+        of_function, of_view = given(command, arguments)
+        if not command.show:
+            command.function(**of_function)
+            code = OK
+        else:
+            from ckpt.cli.running import run
 
-
-def _run(command: Callable[[Any], int], arguments: Any) -> int:
-    try:
-        code = command(arguments)
+            code = run(command, of_function, of_view)
         sys.stdout.flush()
         return code
     except BrokenPipeError:
@@ -54,23 +49,24 @@ def _run(command: Callable[[Any], int], arguments: Any) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return OK
     except KeyboardInterrupt:
-        return _failed(f"interrupted; {arguments.after_interrupt}", INTERRUPTED)
+        return _failed(f"interrupted; {command.after_interrupt}", INTERRUPTED)
     except Exception as error:
-        code = _code_of(error)
-        if not code:
-            raise  # a mistake of ours: the traceback is what helps
-        return _failed(error, code)
+        return _explained(error, lambda text: refused(command, text, wrong))
 
 
-def _code_of(error: Exception) -> int:
-    """The exit code of a failure that a user can do something about; 0 for any other."""
+def _explained(error: Exception, refuse: Callable[[str], NoReturn]) -> int:
+    """The exit code of a failure that a user can do something about; raises any other."""
     # Here and not above: help and completion do without.
-    from ckpt.errors import CheckpointError
+    from ckpt.errors import CheckpointError, InvalidArgument
     from storage import InvalidUrlError
 
+    if isinstance(error, InvalidArgument):
+        refuse(str(error))
     if isinstance(error, InvalidUrlError):
-        return USAGE
-    return PROBLEM if isinstance(error, (CheckpointError, OSError)) else 0
+        return _failed(error, USAGE)
+    if isinstance(error, CheckpointError | OSError):
+        return _failed(error, PROBLEM)
+    raise error  # a mistake of ours: the traceback is what helps
 
 
 def _failed(error: object, code: int) -> int:

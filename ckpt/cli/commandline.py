@@ -1,14 +1,21 @@
-"""All commands as one argparse tree. Imports nothing slow: see `ckpt.cli`.
+"""All commands, made of the signatures of their functions. Imports nothing slow: see `ckpt.cli`.
 
-A new command is a function in a module of `ckpt.cli.parsers`, and a line in `_COMMANDS`.
+A new command is a function in `ckpt.operate` that returns a report, a function of `ckpt.cli` that
+shows it, and an entry in `COMMANDS`.
 """
 
 from __future__ import annotations
 
 import argparse
+import inspect
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Annotated, Any, Literal, NamedTuple, NoReturn, get_args, get_origin
 
-from ckpt.cli.parsers import comparing, costing, keeping, looking, moving
-from ckpt.cli.parsers.arguments import Command, Commands
+from ckpt import operate
+from ckpt.cli import screens
+from ckpt.operate.arguments import Argument
 from ckpt.version import __version__
 
 # 2 is what argparse exits with, 130 what shells show for a process that Ctrl-C ended.
@@ -35,7 +42,7 @@ examples:
   ckpt salvage runs/7b/steps/00001200-e000001-0123456789abcdef
   ckpt rescue /mnt/host1/run /mnt/host2/run s3://bucket/run
   ckpt prune runs/7b --keep-last 3 --dry-run
-  ckpt rm runs/7b 1200
+  ckpt rm runs/7b --step 1200
   eval "$(ckpt completion bash)"
 
 exit codes: 0 success; 1 damage was found, or the command failed; 2 wrong command line;
@@ -43,17 +50,124 @@ exit codes: 0 success; 1 damage was found, or the command failed; 2 wrong comman
 """
 
 
+class Option(NamedTuple):
+    """One argument of a command: `dest` is the parameter that it sets, `names` its flags.
+
+    `how` is for `add_argument`, without what stores its value.
+    """
+
+    dest: str
+    names: tuple[str, ...]
+    how: Mapping[str, Any]
+    argument: Argument
+
+    @property
+    def is_switch(self) -> bool:
+        """Whether no value follows."""
+        return self.how.get("action") == "store_true"
+
+
+@dataclass(frozen=True, slots=True)
+class Command:
+    """One command. `function` does it; without `show` it prints and returns the exit code.
+
+    `show` is the "module:function" below `ckpt.cli` that prints a report, and is imported when the
+    command runs; the arguments `shown` go there alone. `code` makes the exit code of a report.
+    `doing` names the progress bar. `after_interrupt` says what Ctrl-C leaves.
+    """
+
+    name: str
+    function: Callable[..., Any]
+    show: str
+    examples: str
+    code: Callable[[Any], int] = lambda report: OK
+    shown: Mapping[str, Any] = field(default_factory=dict)
+    doing: str = ""
+    after_interrupt: str = "nothing half-done was published"
+
+    @property
+    def text(self) -> str:
+        """What it does, in a sentence."""
+        return " ".join((inspect.getdoc(self.function) or "").partition("\n\n")[0].split())
+
+    @property
+    def options(self) -> list[Option]:
+        """Its arguments, in the order in which help shows them."""
+        parameters = inspect.signature(self.function).parameters
+        options = [one for p in parameters.values() for one in _options(p.name, p.annotation, p)]
+        options += [one for item in self.shown.items() for one in _options(*item, None)]
+        if self.show:
+            options += _options("json", Annotated[bool, Argument("print JSON")], None)
+        return options
+
+
+def _options(name: str, annotation: Any, parameter: inspect.Parameter | None) -> Iterator[Option]:
+    """The arguments that stand for one parameter; none where it is Python's alone."""
+    argument = next((a for a in get_args(annotation) if isinstance(a, Argument)), None)
+    if argument is None:
+        return
+    kind: Any = get_args(annotation)[0]
+    default: Any = inspect.Parameter.empty
+    is_keyword = parameter is None or parameter.kind is inspect.Parameter.KEYWORD_ONLY
+    if parameter is not None:
+        default = parameter.default
+    flags = argument.flag or (f"--{name.replace('_', '-')}" if is_keyword else "")
+    how: dict[str, Any] = {"help": argument.help}
+    choices = argument.choices or (get_args(kind) if get_origin(kind) is Literal else ())
+    if kind is bool:
+        how["action"] = "store_true"
+    else:
+        how["type"] = _reading(argument.parse)
+        how |= {"choices": choices} if choices else {}
+        how |= {"metavar": argument.metavar} if argument.metavar else {}
+        how |= {"action": "append"} if argument.collect and flags else {}
+        how |= {"nargs": "?", "const": argument.bare} if argument.bare is not None else {}
+        if type(default) in (int, float, str) and default != "":
+            how["help"] += f"; default: {default}"
+    if flags:
+        is_required = parameter is not None and default is inspect.Parameter.empty
+        yield Option(name, tuple(flags.split()), how | {"required": is_required}, argument)
+    else:
+        is_needed = default is inspect.Parameter.empty
+        nargs = ("+" if is_needed else "*") if argument.collect else None if is_needed else "?"
+        yield Option(name, (), how | ({"nargs": nargs} if nargs else {}), argument)
+    if argument.collect is dict and "option" in flags:
+        about = f"the key of the {'other ' * ('other' in flags)}root, where that is encrypted: "
+        key = {"action": "append", "metavar": "FILE", "help": about + "32 bytes, or 64 hex digits"}
+        key["type"] = _key_file  # type: ignore[assignment]
+        yield Option(name, (flags.split()[-1].replace("option", "key-file"),), key, argument)
+
+
+def _key_file(path: str) -> tuple[str, str]:
+    return "encryption_key", path
+
+
+def _reading(parse: Callable[[str], Any]) -> Callable[[str], Any]:
+    """`parse` for argparse, which shows the text of its own error only."""
+
+    def read(text: str) -> Any:
+        try:
+            return parse(text)
+        except (ValueError, OSError) as error:
+            raise argparse.ArgumentTypeError(str(error)) from error
+
+    return read
+
+
+class Parser(argparse.ArgumentParser):
+    """A parser of one command, of which `options` are the arguments."""
+
+    def add(self, option: Option) -> None:
+        """One argument; what is not given is no argument of the call."""
+        how = dict(option.how, default=argparse.SUPPRESS, help=_escaped(option.how["help"]))
+        if option.names:
+            self.add_argument(*option.names, dest=option.dest, **how)
+        else:
+            self.add_argument(option.dest, **how)
+
+
 def build_parser() -> argparse.ArgumentParser:
-    """The command line of `ckpt`."""
-    return _built()[0]
-
-
-def all_commands() -> list[Command]:
-    """Every command with its arguments."""
-    return _built()[1]
-
-
-def _built() -> tuple[argparse.ArgumentParser, list[Command]]:
+    """The command line of `ckpt`: `command` is the `Command`, `parser` its own parser."""
     parser = argparse.ArgumentParser(
         prog="ckpt",
         description="Inspect, compare, verify, move, export and prune sharded checkpoints.",
@@ -61,47 +175,255 @@ def _built() -> tuple[argparse.ArgumentParser, list[Command]]:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="version", version=f"ckpt {__version__}")
-    commands = Commands(parser.add_subparsers(metavar="COMMAND", required=True))
-    for add in _COMMANDS:
-        add(commands)
-    return parser, commands.all
+    commands = parser.add_subparsers(metavar="COMMAND", required=True, parser_class=Parser)
+    for command in COMMANDS:
+        own = commands.add_parser(
+            command.name,
+            help=_escaped(command.text[0].lower() + command.text[1:].rstrip(".")),
+            description=_escaped(command.text),
+            epilog="examples:\n" + "\n".join(f"  {one}" for one in command.examples.splitlines()),
+            # As it is: argparse would fill the examples into one paragraph.
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+            allow_abbrev=False,
+        )
+        own.set_defaults(command=command, parser=own)
+        for option in command.options:
+            own.add(option)
+    return parser
 
 
-def _add_completion(commands: Commands) -> None:
-    command = commands.add(
+def _escaped(text: str) -> str:
+    return text.replace("%", "%%")
+
+
+def given(command: Command, arguments: argparse.Namespace) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The arguments that were given for the function, and for what shows its report."""
+    values = vars(arguments)
+    collected = {
+        option.dest: option.argument.collect(values[option.dest])
+        if option.argument.collect
+        else values[option.dest]
+        for option in command.options
+        if option.dest in values
+    }
+    shown = {name: value for name, value in collected.items() if name in {*command.shown, "json"}}
+    return {n: v for n, v in collected.items() if n not in shown or not command.show}, shown
+
+
+def refused(command: Command, text: str, error: Callable[[str], NoReturn]) -> NoReturn:
+    """End with `text`, in which arguments of Python, such as `keep_best=`, get their flags."""
+    for option in command.options:
+        if option.names:
+            text = re.sub(rf"\b{option.dest}=", option.names[-1], text)
+    error(text)
+
+
+def _code_of_deletion(report: Any) -> int:
+    if report.outcome == "declined":
+        return DIFFERENT
+    return PROBLEM if getattr(report, "stayed", ()) else OK
+
+
+_RUN_AGAIN = "the target is as it was; run again to continue"
+_CONFIRMED = "what was not confirmed is still there"
+_YES = Annotated[bool, Argument("delete without asking", flag="-y --yes")]
+_PAGE = Annotated[
+    str, Argument("one self-contained HTML page; default: report.html", metavar="FILE")
+]
+_SORT = Annotated[Literal["name", "amount"], Argument("amount: relative norm first")]
+
+# In the order in which help shows them.
+COMMANDS = (
+    Command(
+        "ls",
+        operate.ls,
+        "looking:show_ls",
+        "ckpt ls s3://bucket/run\n"
+        "ckpt ls runs/7b --json | jq '.checkpoints[-1].step'\n"
+        "ckpt ls --near /dev/shm/run                       what this host has",
+    ),
+    Command(
+        "log",
+        operate.log,
+        "looking:show_log",
+        "ckpt log runs/7b\nckpt log runs/7b -n 0 --json",
+        code=lambda report: PROBLEM if report.problem else OK,
+    ),
+    Command(
+        "du",
+        operate.disk_usage,
+        "looking:show_du",
+        "ckpt du s3://bucket/run\nckpt du runs/7b --json",
+    ),
+    Command(
+        "show",
+        screens.show,
+        "",
+        "ckpt show runs/7b 'model.*.weight' --step 1200\n"
+        "ckpt show runs/7b --map\n"
+        "ckpt show runs/7b --map --output map.html",
+    ),
+    Command(
+        "report",
+        operate.report,
+        "looking:show_report",
+        "ckpt report s3://bucket/run --output report.html\n"
+        "ckpt report runs/7b --near /dev/shm/run           and what this host has\n"
+        "ckpt report runs/7b --json",
+        shown={"output": _PAGE},
+    ),
+    Command(
+        "watch",
+        screens.watch,
+        "",
+        "ckpt watch s3://bucket/run                        Ctrl-C ends it\n"
+        "ckpt watch runs/7b --once                         one frame\n"
+        "ckpt watch runs/7b --near /dev/shm/run            and the work at risk\n"
+        "ckpt watch runs/7b | tee saves.txt                a line for each thing that happens\n"
+        "ckpt watch runs/7b --json | jq 'select(.kind == \"failed\")'",
+    ),
+    Command(
+        "serve",
+        screens.serve,
+        "",
+        "ckpt serve s3://bucket/run                        then open the page that it names\n"
+        "ckpt serve runs/7b runs/7b-lr3e4                  two runs next to each other\n"
+        "ckpt serve runs/7b --keep-last 3 --keep-every 1000\n"
+        "ckpt serve runs/7b --near /dev/shm/run            and the work at risk\n"
+        "ssh -t -L 8642:localhost:8642 cluster ckpt serve runs/7b",
+    ),
+    Command(
+        "diff",
+        operate.diff,
+        "comparing:show_diff",
+        "ckpt diff runs/7b                         the newest against the one before it\n"
+        "ckpt diff runs/7b --step-a 100 --step-b 900\n"
+        "ckpt diff runs/7b s3://bucket/run --include 'model.*' --quick",
+        code=lambda report: OK if report.identical else DIFFERENT,
+        shown={"sort": _SORT},
+        doing="comparing",
+    ),
+    Command(
+        "plan",
+        operate.plan_ranks,
+        "comparing:show_plan",
+        "ckpt plan runs/7b --ranks 8 --layout fsdp2\n"
+        "ckpt plan runs/7b --ranks 8 --like other/run      does its state fit?\n"
+        "ckpt plan runs/7b --like model.safetensors --entry model",
+        code=lambda report: OK if report.fits else DIFFERENT,
+    ),
+    Command(
+        "cost",
+        operate.cost,
+        "costing:show_cost",
+        "ckpt cost --params 70B --optimizer adamw --ranks 512 --every 10m --keep 3 --mtbf 6h\n"
+        "ckpt cost s3://bucket/run --mtbf 6h             with the numbers of its saves\n"
+        "ckpt cost s3://bucket/run --every 5m            what if it saved every 5 minutes\n"
+        "neither prices nor speeds are assumed; lines that depend on one appear when you give it",
+    ),
+    Command(
+        "verify",
+        operate.verify,
+        "keeping:show_verify",
+        "ckpt verify s3://bucket/run --step 1200\nckpt verify runs/7b --mark",
+        code=lambda report: OK if report.ok else PROBLEM,
+        doing="verifying",
+    ),
+    Command(
+        "cp",
+        operate.copy,
+        "moving:show_copy",
+        "ckpt cp /nvme/run s3://bucket/release-1200 --step 1200\n"
+        "ckpt cp --root /nvme/run s3://bucket/run      all checkpoints, as a root to save to\n"
+        "after an interruption, run it again: what has arrived is not sent again",
+        doing="copying",
+        after_interrupt=_RUN_AGAIN,
+    ),
+    Command(
+        "reshard",
+        operate.reshard,
+        "moving:show_copy",
+        "ckpt reshard runs/7b --ranks 8                 loads by its attempt, which is printed\n"
+        "ckpt reshard runs/7b runs/7b-on-8 --ranks 8\n"
+        "ckpt reshard s3://bucket/run s3://bucket/run-on-64 --ranks 64 --layout flat",
+        doing="resharding",
+        after_interrupt=_RUN_AGAIN,
+    ),
+    Command(
+        "export",
+        operate.export,
+        "moving:show_export",
+        "ckpt export runs/7b out/model.safetensors --dtype bfloat16 --shard-bytes-max 5GB\n"
+        "ckpt export runs/7b served --format hf --config models/base     for vLLM, transformers\n"
+        "ckpt export fsdp-checkpoint/ model.safetensors      straight from torch's DCP directory\n"
+        "ckpt export runs/7b state.pt --optimizer\n"
+        "torchrun --nproc-per-node 8 -m ckpt export runs/7b s3://bucket/model.safetensors",
+        doing="exporting",
+    ),
+    Command(
+        "import",
+        operate.import_checkpoint,
+        "moving:show_import",
+        "ckpt import fsdp-checkpoint/ runs/7b --step 1200\n"
+        "ckpt import model.safetensors runs/7b --rename '=model' --verify\n"
+        "torchrun --nproc-per-node 8 -m ckpt import dcp/ s3://bucket/run",
+        doing="importing",
+    ),
+    Command(
+        "salvage",
+        operate.salvage,
+        "keeping:show_salvage",
+        "ckpt salvage runs/7b/steps/00001200-e000001-0123456789abcdef\nckpt salvage runs/7b",
+        code=lambda report: OK if all(one.whole for one in report) else PROBLEM,
+    ),
+    Command(
+        "rescue",
+        operate.rescue,
+        "keeping:show_rescue",
+        "ckpt rescue /mnt/host1/run /mnt/host2/run s3://bucket/run",
+    ),
+    Command(
+        "mend",
+        operate.mend,
+        "keeping:show_mend",
+        "ckpt mend runs/7b --dry-run\nckpt mend runs/7b",
+        code=lambda report: PROBLEM if report.lost else OK,
+    ),
+    Command(
+        "prune",
+        operate.prune,
+        "keeping:show_prune",
+        "ckpt prune runs/7b --keep-last 3 --dry-run\n"
+        "ckpt prune runs/7b --keep-last 3 --yes            in a script, which cannot answer\n"
+        "ckpt prune runs/7b --keep-last 2 --keep-every 10000 --keep-best 1:min\n"
+        "a checkpoint is kept if any rule keeps it; always kept are the latest, the last verified\n"
+        "one, pinned ones, those whose files a kept one needs, and imports (see `ckpt rm`)",
+        code=_code_of_deletion,
+        shown={"yes": _YES},
+        after_interrupt=_CONFIRMED,
+    ),
+    Command(
+        "rm",
+        operate.rm,
+        "keeping:show_rm",
+        "ckpt rm runs/7b --step 1200\nckpt rm runs/7b --attempt e000002-0123456789abcdef --yes",
+        code=_code_of_deletion,
+        shown={"yes": _YES},
+        after_interrupt=_CONFIRMED,
+    ),
+    Command(
+        "pin",
+        operate.pin,
+        "keeping:show_pin",
+        "ckpt pin runs/7b --step 1200\nckpt pin runs/7b --attempt e000002-0123456789abcdef",
+    ),
+    Command("unpin", operate.unpin, "keeping:show_pin", "ckpt unpin runs/7b --step 1200"),
+    Command(
         "completion",
-        "completing:completion",
-        "print a script that completes commands and options in a shell",
+        screens.completion,
+        "",
         'eval "$(ckpt completion bash)"\n'
         'eval "$(ckpt completion zsh)"          after compinit\n'
         "ckpt completion fish | source",
-    )
-    command.add_argument("shell", choices=("bash", "zsh", "fish"), help="the shell that you use")
-
-
-# In the order in which help shows them.
-_COMMANDS = (
-    looking.add_ls,
-    looking.add_log,
-    looking.add_du,
-    looking.add_show,
-    looking.add_report,
-    looking.add_watch,
-    looking.add_serve,
-    comparing.add_diff,
-    comparing.add_plan,
-    costing.add_cost,
-    keeping.add_verify,
-    moving.add_cp,
-    moving.add_reshard,
-    moving.add_export,
-    moving.add_import,
-    keeping.add_salvage,
-    keeping.add_rescue,
-    keeping.add_mend,
-    keeping.add_prune,
-    keeping.add_rm,
-    keeping.add_pin,
-    keeping.add_unpin,
-    _add_completion,
+    ),
 )

@@ -1,28 +1,12 @@
-"""`ckpt cost`: what checkpoints cost, computed from arguments or from what a root measured."""
+"""Shows what checkpoints cost: a row for each number that is known."""
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Iterator
-from dataclasses import replace
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
-from ckpt.cli.commandline import OK
-from ckpt.cli.screen import counted, fields_json, show_json, show_table, size
-from ckpt.errors import CheckpointError
-from ckpt.tools.cost import (
-    OPTIMIZER_STATES,
-    Cost,
-    Measured,
-    Prices,
-    Workload,
-    cost_of,
-    daly,
-    measured_of,
-    state_nbytes,
-    young,
-)
-from ckpt.tools.report import report_of
+from ckpt.cli.screen import counted, show_table, size
+from ckpt.tools.cost import Cost, CostReport, Prices, Workload, daly, young
 from ckpt.tools.run import duration
 
 Row: TypeAlias = tuple[str, str, str]
@@ -31,77 +15,21 @@ Row: TypeAlias = tuple[str, str, str]
 BLOCKED_SHOWN = (0.1, 1.0, 10.0)
 
 
-def cost(arguments: argparse.Namespace) -> int:
+def show_cost(report: CostReport) -> None:
     """`ckpt cost`."""
-    measured = None if arguments.url is None else _measured(arguments)
-    load = _workload(arguments, measured)
-    prices = Prices(
-        gib_month=arguments.price_storage,
-        thousand_writes=arguments.price_writes,
-        thousand_reads=arguments.price_reads,
-        rank_hour=arguments.price_rank_hour,
-    )
-    result = cost_of(load, prices)
-    if arguments.json:
-        show_json(_json(load, result, measured))
-        return OK
+    measured, load, result = report.measured, report.workload, report.cost
     if measured is not None:
         print(
-            f"{arguments.url}: medians of {counted(measured.saves, 'save')}; "
+            f"{report.url}: medians of {counted(measured.saves, 'save')}; "
             f"{counted(measured.sessions, 'job')} in {duration(measured.span_seconds)}\n"
         )
-    rows = [*_size_rows(arguments, load, result), *_month_rows(load, result, prices)]
+    rows = [*_size_rows(report, load, result), *_month_rows(load, result, report.prices)]
     rows += [*_failure_rows(load, result), *_interval_rows(load, result)]
     show_table(("what", "", "because"), rows, right=("",))
-    return OK
 
 
-def _measured(arguments: argparse.Namespace) -> Measured:
-    measured = measured_of(report_of(arguments.url, storage_options=dict(arguments.option)))
-    if measured is None:
-        raise CheckpointError(
-            f"{arguments.url}: no checkpoint there says how its save went; give --params and "
-            "--ranks instead of a url"
-        )
-    return measured
-
-
-def _workload(arguments: argparse.Namespace, measured: Measured | None) -> Workload:
-    """What was measured, and in its place what was given."""
-    given: dict[str, Any] = {
-        "ranks": arguments.ranks,
-        "keep": arguments.keep,
-        "every_seconds": arguments.every,
-        "mtbf_seconds": arguments.mtbf,
-        "blocked_seconds": arguments.blocked,
-        "persist_seconds": arguments.persist,
-        "restart_seconds": arguments.restart,
-    }
-    known = {name: value for name, value in given.items() if value is not None}
-    if measured is None:
-        try:
-            nbytes = state_nbytes(
-                arguments.params,
-                arguments.optimizer or "adamw",
-                dtype=arguments.dtype or "float32",
-                state_dtype=arguments.state_dtype or "",
-                master_dtype=arguments.master_dtype or "",
-            )
-        except ValueError as error:
-            raise CheckpointError(str(error)) from error
-        load = Workload(nbytes, **known)
-    else:
-        load = replace(measured.workload, **known)
-    if arguments.bandwidth:
-        load = replace(load, persist_seconds=load.nbytes / arguments.bandwidth)
-    return load
-
-
-# What is shown ---------------------------------------------------------------------------------
-
-
-def _size_rows(arguments: argparse.Namespace, load: Workload, result: Cost) -> Iterator[Row]:
-    yield "a checkpoint", size(load.nbytes), _why_nbytes(arguments, load)
+def _size_rows(report: CostReport, load: Workload, result: Cost) -> Iterator[Row]:
+    yield "a checkpoint", size(load.nbytes), report.model.why(load.nbytes)
     yield (
         "of each rank",
         size(result.nbytes_per_rank),
@@ -120,17 +48,6 @@ def _size_rows(arguments: argparse.Namespace, load: Workload, result: Cost) -> I
     if load.keep is not None and result.stored_nbytes_max is not None:
         text = f"{load.keep} kept, and the one that is being written"
         yield "stored, at most", size(result.stored_nbytes_max), text
-
-
-def _why_nbytes(arguments: argparse.Namespace, load: Workload) -> str:
-    if arguments.params is None:
-        return "its newest"
-    optimizer, dtype = arguments.optimizer or "adamw", arguments.dtype or "float32"
-    states = OPTIMIZER_STATES[optimizer]
-    text = f"{load.nbytes // arguments.params} bytes a parameter: {dtype}"
-    if states:
-        text += f", {counted(states, 'state')} of {optimizer} in {arguments.state_dtype or dtype}"
-    return text + (f", a copy in {arguments.master_dtype}" if arguments.master_dtype else "")
 
 
 def _month_rows(load: Workload, result: Cost, prices: Prices) -> Iterator[Row]:
@@ -185,15 +102,3 @@ def _interval_rows(load: Workload, result: Cost) -> Iterator[Row]:
         best = result.blocked_seconds_at_best or 0.0
         text = f"for which {duration(load.every_seconds)} is the best time, by Young"
         yield "cost of a save", duration(best), text
-
-
-def _json(load: Workload, result: Cost, measured: Measured | None) -> dict[str, Any]:
-    seen = None
-    if measured is not None:
-        seen = {**fields_json(measured), "workload": fields_json(measured.workload)}
-    bill = {**result.bill._asdict(), "total": result.bill.total}
-    return {
-        "workload": fields_json(load),
-        "measured": seen,
-        "cost": {**fields_json(result), "bill": bill},
-    }

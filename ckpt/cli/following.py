@@ -9,7 +9,7 @@ from typing import Any
 
 from ckpt.cli.ending import STEP_SECONDS, Ending
 from ckpt.tools.polling import RunPoller, RunState, next_pause
-from storage import options_of_other
+from storage import StoreLike, options_of_other
 
 Versions = tuple[int, ...]
 
@@ -22,7 +22,7 @@ class Following:
 
     def __init__(
         self,
-        urls: Sequence[str],
+        urls: Sequence[StoreLike],
         options: Mapping[str, Any],
         *,
         interval_seconds: float,

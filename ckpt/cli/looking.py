@@ -1,23 +1,17 @@
-"""Commands that look at a root without opening a checkpoint: ls, log, du. They need no torch."""
+"""Shows what is in a root: ls, log, du, report."""
 
 from __future__ import annotations
 
-import argparse
 import sys
 import time
-from contextlib import closing
-from typing import Any
 
-from ckpt.cli.commandline import OK, PROBLEM
-from ckpt.cli.rescuing import ls_near
-from ckpt.cli.screen import age, counted, date, fields_json, show_json, show_table, size
-from ckpt.commit.lines import latest_last
-from ckpt.commit.locate import entry_by_path, state_of
-from ckpt.commit.log import Log
-from ckpt.commit.records import LiveEntry
-from ckpt.errors import Corrupt, NoCheckpoint
-from ckpt.tools.overview import AttemptUsage, Event, disk_usage, history
-from storage import open_store
+from ckpt.cli.near_rows import problems, risks_text
+from ckpt.cli.screen import age, counted, date, show_table, size, write_page
+from ckpt.cli.visible import visible
+from ckpt.loading.contents import StepInfo
+from ckpt.tools.near_tiers import NearListing, newest_status_of
+from ckpt.tools.overview import AttemptUsage, DiskUsage, Event, LogReport, RootListing
+from ckpt.tools.report import Report
 
 WHAT_HAPPENED = {
     "CLAIM": "a session began to write",
@@ -29,110 +23,82 @@ WHAT_HAPPENED = {
 }
 
 
-# ls --------------------------------------------------------------------------------------------
-
-
-def ls(arguments: argparse.Namespace) -> int:
+def show_ls(listing: RootListing | NearListing) -> None:
     """`ckpt ls`."""
-    if arguments.near:
-        return ls_near(arguments)
-    with closing(open_store(arguments.url, **dict(arguments.option))) as store:
-        try:
-            state = state_of(store)
-            live = latest_last(state.live)
-        except NoCheckpoint as no_root:
-            return _ls_directory(entry_by_path(store, no_root), store.url, as_json=arguments.json)
-    if text := state.uncommitted_text(store.url):
-        print(text, file=sys.stderr)
-    if arguments.json:
-        show_json([_entry_json(entry, entry.committed_unix) for entry in live])
-        return OK
-    print(f"{store.url}: {counted(len(live), 'checkpoint')}")
-    shown = []
-    for entry in live:
-        notes = [] if entry.line is not None else ["no training's own; loads by its attempt"]
-        notes += [word for word in ("pinned", "verified") if getattr(entry, word)]
-        notes += ["latest"] if entry is live[-1] else []
-        notes += [f"metric {entry.metric:g}"] if entry.metric is not None else []
-        notes += _needs(entry)
-        committed, line = date(entry.committed_unix), _line_cell(entry.line)
-        nbytes = size(entry.nbytes)
-        shown.append((f"{entry.step}", committed, nbytes, line, entry.attempt, ", ".join(notes)))
-    show_table(
-        ("step", "committed", "size", "line", "attempt", "notes"),
-        shown,
-        right=("step", "size", "line"),
-    )
-    return OK
+    if isinstance(listing, NearListing):
+        _show_near(listing)
+        return
+    if listing.uncommitted:
+        print(listing.uncommitted, file=sys.stderr)
+    infos, begun = listing.checkpoints, listing.begun_unix
+    if begun is not None:
+        print(f"{listing.url}: the directory of 1 checkpoint")
+        one = infos[0]
+        row = (f"{one.step}", date(begun), size(one.nbytes), one.attempt, ", ".join(_needs(one)))
+        show_table(("step", "begun", "size", "attempt", "notes"), [row], right=("step", "size"))
+        return
+    print(f"{listing.url}: {counted(len(infos), 'checkpoint')}")
+    rows = []
+    for info in infos:
+        notes = [] if info.line is not None else ["no training's own; loads by its attempt"]
+        notes += [word for word in ("pinned", "verified") if getattr(info, word)]
+        notes += ["latest"] if info is infos[-1] else []
+        notes += [f"metric {info.metric:g}"] if info.metric is not None else []
+        notes += _needs(info)
+        committed, line = date(info.committed_unix), _line_cell(info.line)
+        rows.append(
+            (f"{info.step}", committed, size(info.nbytes), line, info.attempt, ", ".join(notes))
+        )
+    titles = ("step", "committed", "size", "line", "attempt", "notes")
+    show_table(titles, rows, right=("step", "size", "line"))
 
 
-def _ls_directory(entry: LiveEntry, url: str, *, as_json: bool) -> int:
-    """The one checkpoint of a step's directory, of which no log says more."""
-    if as_json:
-        known = {"directory": "", "begun_unix": entry.committed_unix}
-        show_json([{**_entry_json(entry, None), **known}])
-        return OK
-    print(f"{url}: the directory of 1 checkpoint")
-    row = (f"{entry.step}", date(entry.committed_unix), size(entry.nbytes), entry.attempt)
-    titles = ("step", "begun", "size", "attempt", "notes")
-    show_table(titles, [(*row, ", ".join(_needs(entry)))], right=("step", "size"))
-    return OK
-
-
-def _needs(entry: LiveEntry) -> list[str]:
-    return [f"needs files of {counted(len(entry.references), 'other')}"] * bool(entry.references)
+def _needs(info: StepInfo) -> list[str]:
+    return [f"needs files of {counted(len(info.references), 'other')}"] * bool(info.references)
 
 
 def _line_cell(line: int | None) -> str:
     return "none" if line is None else f"{line}"
 
 
-def _entry_json(entry: LiveEntry, unix: float | None) -> dict[str, Any]:
-    return {
-        "step": entry.step,
-        "attempt": entry.attempt,
-        "directory": entry.prefix.rstrip("/"),
-        "committed_unix": unix,
-        "nbytes": entry.nbytes,
-        "pinned": entry.pinned,
-        "verified": entry.verified,
-        "metric": entry.metric,
-        "references": list(entry.references),
-        "line": entry.line,
-    }
+def _show_near(listing: NearListing) -> None:
+    views = {view.root: [v for v in listing.tiers if v.root == view.root] for view in listing.tiers}
+    roots = counted(len(views), "root")
+    print(f"{listing.url}: {counted(len(listing.checkpoints), 'near checkpoint')} of {roots}")
+    for root, seen in views.items():
+        status = newest_status_of(seen)
+        if status is not None:
+            risks = risks_text(seen, None)
+            print(f"root {root}: step {status.step} done, {date(status.time_unix)}; {risks}")
+        for problem in problems(seen):
+            print(f"root {root}: {visible(problem)}")
+    rows = [
+        (
+            f"{one.step}",
+            date(one.recorded_unix),
+            size(one.nbytes_here),
+            f"{one.ranks_here} of {one.ranks}",
+            f"{one.epoch}",
+            one.root,
+        )
+        for one in listing.checkpoints
+    ]
+    titles = ("step", "recorded", "size here", "ranks here", "epoch", "root")
+    show_table(titles, rows, right=("step", "size here", "ranks here", "epoch"))
 
 
-# log -------------------------------------------------------------------------------------------
-
-
-def log(arguments: argparse.Namespace) -> int:
-    """`ckpt log`."""
-    count = arguments.count if arguments.count > 0 else None
-    events = history(arguments.url, count=count, storage_options=dict(arguments.option))
-    # All records are shown first: with a broken log, they are what one looks for.
-    if arguments.json:
-        show_json([fields_json(event) for event in events])
-        return OK if _ends_well(arguments) else PROBLEM
+def show_log(report: LogReport) -> None:
+    """`ckpt log`. All records come first: with a broken log, they are what one looks for."""
     now = time.time()
     show_table(
         ("slot", "when", "", "what", "step", "line", "session", "attempt", "kept"),
-        [_event_row(event, now) for event in events],
+        [_event_row(event, now) for event in report.events],
         right=("slot", "step", "line", "kept"),
     )
-    if events and events[-1].slot > 0:
-        print(f"... and {events[-1].slot} older records; `ckpt log -n 0` shows all")
-    return OK if _ends_well(arguments) else PROBLEM
-
-
-def _ends_well(arguments: argparse.Namespace) -> bool:
-    """Whether a job may append to the log; says why not."""
-    with closing(open_store(arguments.url, **dict(arguments.option))) as store:
-        try:
-            Log(store).check_end()
-        except Corrupt as error:
-            print(error, file=sys.stderr)
-            return False
-    return True
+    if report.events and report.events[-1].slot > 0:
+        print(f"... and {report.events[-1].slot} older records; `ckpt log -n 0` shows all")
+    if report.problem:
+        print(report.problem, file=sys.stderr)
 
 
 def _event_row(event: Event, now: float) -> tuple[str, ...]:
@@ -154,25 +120,8 @@ def _event_row(event: Event, now: float) -> tuple[str, ...]:
     )
 
 
-# du --------------------------------------------------------------------------------------------
-
-
-def du(arguments: argparse.Namespace) -> int:
+def show_du(usage: DiskUsage) -> None:
     """`ckpt du`."""
-    usage = disk_usage(arguments.url, storage_options=dict(arguments.option))
-    if arguments.json:
-        show_json(
-            {
-                "url": usage.url,
-                "nbytes": usage.nbytes,
-                "live_nbytes": usage.live_nbytes,
-                "unfinished_nbytes": usage.unfinished_nbytes,
-                "log_nbytes": usage.log_nbytes,
-                "other_nbytes": usage.other_nbytes,
-                "attempts": [fields_json(attempt) for attempt in usage.attempts],
-            }
-        )
-        return OK
     print(usage.url)
     rows = [_usage_row(attempt) for attempt in usage.attempts]
     rows.append(("", size(usage.log_nbytes), f"{usage.log_objects}", "", "FORMAT and log"))
@@ -187,7 +136,6 @@ def du(arguments: argparse.Namespace) -> int:
             f"{size(usage.unfinished_nbytes)} are of saves under way or never finished; the next "
             "job that saves here removes those of dead jobs"
         )
-    return OK
 
 
 def _usage_row(attempt: AttemptUsage) -> tuple[str, ...]:
@@ -195,10 +143,18 @@ def _usage_row(attempt: AttemptUsage) -> tuple[str, ...]:
     notes += ["pinned"] if attempt.pinned else []
     if attempt.referenced_by:
         notes.append(f"{len(attempt.referenced_by)} other checkpoints need files of it")
-    return (
-        f"{attempt.step}",
-        size(attempt.nbytes),
-        f"{attempt.objects}",
-        attempt.attempt,
-        ", ".join(notes),
-    )
+    nbytes, objects = size(attempt.nbytes), f"{attempt.objects}"
+    return (f"{attempt.step}", nbytes, objects, attempt.attempt, ", ".join(notes))
+
+
+def show_report(report: Report, output: str = "report.html") -> None:
+    """`ckpt report`: a page, and what is wrong."""
+    from ckpt.cli.report_page import page_of
+
+    write_page(output, page_of(report))
+    counts = {"save": report.saves, "checkpoint": report.live, "notice": report.notices}
+    shown = ", ".join(counted(len(items), noun) for noun, items in counts.items())
+    print(f"{output}: {shown}; open it in a browser")
+    for notice in report.notices:
+        if notice.severity != "note":
+            print(f"{notice.severity}: {notice.text}")

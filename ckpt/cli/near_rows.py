@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 from ckpt.cli.screen import counted, size
 from ckpt.near.status import WorkAtRisk
-from ckpt.tools.near_tiers import TierView, newest_status_of, work_at_risk
+from ckpt.tools.near_tiers import TierView, durable_risk, work_at_risk
 from ckpt.tools.run import ReportedSave, duration
 
 TITLES = ("directory", "in", "newest step", "ranks here", "takes", "free")
@@ -17,15 +16,6 @@ QUIET_SECONDS = 30.0  # without a new status: the training has ended, or hangs
 def risk_text(risk: WorkAtRisk) -> str:
     """`14 steps, 9 s`."""
     return f"{counted(risk.steps, 'step')}, {duration(risk.seconds)}"
-
-
-def durable_risk(views: Sequence[TierView], newest: ReportedSave | None) -> WorkAtRisk | None:
-    """The work since the newest durable checkpoint, as far as hosts say how far the training is."""
-    status = newest_status_of(views)
-    if status is None or newest is None:
-        return None
-    seconds = 0.0 if newest.totals is None else newest.totals.seconds
-    return status.since(newest.step, newest.committed_unix - seconds)
 
 
 def risks_text(views: Sequence[TierView], newest: ReportedSave | None) -> str:
@@ -54,29 +44,3 @@ def tier_row(view: TierView) -> tuple[str, ...]:
 def problems(views: Sequence[TierView]) -> list[str]:
     """What could not be read, each once."""
     return list(dict.fromkeys(view.problem for view in views if view.problem))
-
-
-def near_json(views: Sequence[TierView], newest: ReportedSave | None) -> dict[str, Any]:
-    """The same as a value, for programs."""
-    near, durable = work_at_risk(views), durable_risk(views, newest)
-    status = newest_status_of(views)
-    return {
-        "reached_step": None if status is None else status.step,
-        "reached_unix": None if status is None else status.time_unix,
-        "near_step": None if near is None or status is None else status.near_step,
-        "at_risk_near": None if near is None else near._asdict(),
-        "at_risk_durable": None if durable is None else durable._asdict(),
-        "tiers": [
-            {
-                "path": view.path,
-                "host": view.host,
-                "in_memory": view.is_in_memory,
-                "steps": [one.step for one in view.steps],
-                "ranks_here": view.steps[0].ranks_here if view.steps else 0,
-                "nbytes": view.nbytes,
-                "free_nbytes": view.free_nbytes,
-                "problem": view.problem,
-            }
-            for view in views
-        ],
-    }

@@ -35,9 +35,9 @@ def page_of(report: Report) -> Iterator[str]:
     yield f'<p class="note">as of {date(report.made_unix)}; {_about_history(report)}</p>\n'
     yield from _tiles(report)
     yield from _notices(report)
-    if report.near:
+    if report.near.tiers:
         yield "<section><h2>Near checkpoints</h2>\n"
-        yield from near_of(report.near, report.live[-1] if report.live else None, date)
+        yield from near_of(report.near.tiers, report.live[-1] if report.live else None, date)
         yield "</section>\n"
     yield from _charts(report)
     if report.slowest is not None:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import json
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import cache
 from itertools import chain, islice
 from typing import Any
 
@@ -129,7 +131,7 @@ def _padded(cells: Sequence[str], aligned: Sequence[tuple[int, bool]]) -> str:
     return (" " * GAP).join(padded)
 
 
-def confirmed(question: str, *, yes: bool) -> bool:
+def asked(question: str, *, yes: bool) -> bool:
     """Ask on the terminal before something is deleted; with `yes`, the answer was given before.
 
     Raises CheckpointError where there is no terminal to ask on: a script has to say --yes.
@@ -170,11 +172,6 @@ def write_page(path: str, pieces: Iterable[str]) -> None:
         ) from error
 
 
-def fields_json(value: Any) -> dict[str, Any]:
-    """The fields of a report, which is a dataclass, by their names."""
-    return {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
-
-
 def show_json(value: Any, last: str = "", entries: Iterable[tuple[str, str]] | None = None) -> None:
     """Print `value` for programs; the numbers that JSON lacks become null.
 
@@ -209,6 +206,34 @@ def _finite(value: Any) -> Any:
     if isinstance(value, float) and (value != value or value in (float("inf"), -float("inf"))):
         return None
     return value
+
+
+def as_json(value: Any) -> Any:
+    """A value of a report for JSON: records by their fields and short properties."""
+    if dataclasses.is_dataclass(value) or hasattr(value, "_fields"):
+        kind: Any = type(value)
+        fields, properties = _names_of(kind)
+        known = {name: as_json(getattr(value, name)) for name in fields}
+        made = {name: getattr(value, name) for name in properties}
+        # Longer ones, such as `Report.live`, say again what fields say.
+        return known | {n: v for n, v in made.items() if isinstance(v, int | float | str | None)}
+    if hasattr(value, "model_dump"):
+        return value.model_dump()
+    if isinstance(value, Mapping):
+        return {str(key): as_json(one) for key, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [as_json(one) for one in value]
+    if isinstance(value, bytes):
+        return value.hex()
+    return value if value is None or isinstance(value, bool | int | float | str) else repr(value)
+
+
+@cache
+def _names_of(kind: Any) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """The fields of a record, and its properties."""
+    fields = getattr(kind, "__dataclass_fields__", None) or kind._fields
+    members = inspect.getmembers(kind)
+    return tuple(fields), tuple(name for name, one in members if isinstance(one, property))
 
 
 def counted(number: int, noun: str) -> str:
@@ -264,12 +289,3 @@ def shape_text(shape: Sequence[int]) -> str:
 def short(text: str, length_max: int = 100) -> str:
     """`text`, cut with dots where it is longer."""
     return text if len(text) <= length_max else f"{text[: length_max - 3]}..."
-
-
-def value_json(value: Any) -> Any:
-    """JSON knows fewer types than our values: what it lacks is shown as text."""
-    if isinstance(value, dict):
-        return {str(key): value_json(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [value_json(item) for item in value]
-    return value if value is None or isinstance(value, bool | int | str) else repr(value)

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import argparse
 import fnmatch
 import json
 import math
 from collections import Counter
-from collections.abc import Iterator, Sequence, Set
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence, Set
+from typing import Any, NamedTuple, SupportsIndex
 
 import numpy as np
 
-from ckpt.cli.commandline import OK
 from ckpt.cli.picture import show_map
 from ckpt.cli.screen import (
+    as_json,
     counted,
     date,
     shape_text,
@@ -22,10 +21,10 @@ from ckpt.cli.screen import (
     show_json,
     show_table,
     size,
-    value_json,
 )
 from ckpt.commit.lines import line_text
-from ckpt.errors import CheckpointError
+from ckpt.commit.numbers import plain_int
+from ckpt.errors import CheckpointError, InvalidArgument
 from ckpt.format.metadata_budget import MetadataBudget
 from ckpt.layout.descriptions import is_description, shown_type
 from ckpt.layout.dtypes import DTYPES
@@ -33,37 +32,53 @@ from ckpt.layout.kind import Kind
 from ckpt.layout.region import Box, Shape
 from ckpt.loading.contents import CheckpointContents, open_contents
 from ckpt.tools.shard_map import rank_of, rank_order
+from storage import StoreLike
 
 PART_NBYTES = 2000  # of a stored part, as it is shown
 CHUNKS_READ = 4096  # rows of the table that are made at once
 
 
-def show(arguments: argparse.Namespace) -> int:
+class Wanted(NamedTuple):
+    """What `ckpt show` is to show."""
+
+    pattern: str
+    map: bool
+    output: str
+    as_json: bool
+
+
+def show(
+    url: StoreLike,
+    step: SupportsIndex | None,
+    attempt: str,
+    wanted: Wanted,
+    metadata_bytes_max: SupportsIndex | None,
+    storage_options: Mapping[str, Any] | None,
+) -> None:
     """`ckpt show`."""
-    if arguments.output and not arguments.map:
-        raise CheckpointError("--output is for --map; send other output to a file with >")
-    budget, options = MetadataBudget(arguments.metadata_max), dict(arguments.option)
-    with open_contents(arguments.url, arguments.step, options, budget=budget) as checkpoint:
+    if wanted.output and not wanted.map:
+        raise InvalidArgument("output= is for map=; send other output to a file with >")
+    budget = MetadataBudget(plain_int(metadata_bytes_max))
+    opened = open_contents(url, step, storage_options, attempt=attempt, budget=budget)
+    with opened as checkpoint:
         names: Sequence[str] = checkpoint.keys()
-        if arguments.pattern != "*":
-            names = fnmatch.filter(names, arguments.pattern)
+        if wanted.pattern != "*":
+            names = fnmatch.filter(names, wanted.pattern)
         if not names and len(checkpoint):
             raise CheckpointError(
-                f"no name matches {arguments.pattern!r}; quote patterns, as in 'model.*'; "
+                f"no name matches {wanted.pattern!r}; quote patterns, as in 'model.*'; "
                 f"the first name is {checkpoint.keys()[0]!r}"
             )
-        if arguments.map and not arguments.json:
+        if wanted.map and not wanted.as_json:
             count = len(checkpoint.manifest.chunks)
             budget.charge(PART_NBYTES * count, f"a picture of {count} chunks")
-            show_map(checkpoint, names, arguments.output)
-            return OK
-        if arguments.json:
+            show_map(checkpoint, names, wanted.output or None)
+        elif wanted.as_json:
             checkpoint.manifest.chunks.first  # noqa: B018  # is refused before anything is printed
             tensors = budget.timed(_tensors_json(checkpoint, names, budget), "tensors")
             show_json(_checkpoint_json(checkpoint), "tensors", tensors)
         else:
             _show_tables(checkpoint, names, budget)
-    return OK
 
 
 def _show_tables(
@@ -145,6 +160,8 @@ def _writers(ranks: Set[str], parts: int) -> str:
 def _checkpoint_json(checkpoint: CheckpointContents) -> dict[str, Any]:
     header = checkpoint.manifest.header
     return {
+        "schema": "ckpt.show",
+        "version": 1,
         "url": checkpoint.url,
         "step": header.step,
         "attempt": header.attempt,
@@ -155,7 +172,7 @@ def _checkpoint_json(checkpoint: CheckpointContents) -> dict[str, Any]:
         "files": dict(
             zip(checkpoint.manifest.files, checkpoint.manifest.file_nbytes.tolist(), strict=True)
         ),
-        "values": {name: value_json(value) for name, value in checkpoint.values.items()},
+        "values": {name: as_json(value) for name, value in checkpoint.values.items()},
     }
 
 

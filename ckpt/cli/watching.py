@@ -2,66 +2,72 @@
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import json
 import logging
 import sys
 import time
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ckpt.cli.commandline import OK
 from ckpt.cli.ending import STEP_SECONDS, Ending, ended_by_signals
 from ckpt.cli.following import Following, Versions, versions_of
-from ckpt.cli.near_rows import near_json
-from ckpt.cli.screen import date, fields_json, screen_width, show_json
+from ckpt.cli.screen import as_json, date, screen_width, show_json
 from ckpt.cli.watch_frame import Happening, frame_of, happenings, marks_of
 from ckpt.cli.watch_screen import full_screen, show_lines
 from ckpt.errors import CheckpointError
+from ckpt.tools.near_tiers import near_report
 from ckpt.tools.polling import RunPoller, RunState
+from storage import StoreLike
 
 TICK_SECONDS = 1.0  # between frames: ages grow, and the terminal may have another size
 ONCE_HEIGHT = 60  # lines of the frame of --once
 
 
-def watch(arguments: argparse.Namespace) -> int:
-    """`ckpt watch`."""
-    if arguments.once:
-        return _once(arguments)
+def watch(
+    url: StoreLike,
+    near: Sequence[str],
+    interval: float,
+    storage_options: Mapping[str, Any] | None,
+    *,
+    as_json: bool,
+) -> None:
+    """`ckpt watch`, until it is left."""
     # Ctrl-C is how one leaves it.
     with (
         contextlib.suppress(KeyboardInterrupt),
         ended_by_signals() as ending,
         Following(
-            [arguments.url],
-            dict(arguments.option),
-            interval_seconds=arguments.interval,
-            near=arguments.near,
-            ending=ending,
+            [url], storage_options or {}, interval_seconds=interval, near=near, ending=ending
         ) as following,
     ):
-        if arguments.json or not sys.stdout.isatty():
-            _print_lines(following, ending, as_json=arguments.json)
+        if as_json or not sys.stdout.isatty():
+            _print_lines(following, ending, as_json=as_json)
         else:
             _draw(following, ending)
-    return OK
 
 
-def _once(arguments: argparse.Namespace) -> int:
-    poller = RunPoller(arguments.url, storage_options=dict(arguments.option), near=arguments.near)
+def watch_once(
+    url: StoreLike,
+    near: Sequence[str],
+    storage_options: Mapping[str, Any] | None,
+    *,
+    as_json: bool,
+) -> None:
+    """`ckpt watch --once`."""
+    poller = RunPoller(url, storage_options=storage_options, near=near)
     try:
         state = poller.poll()
     finally:
         poller.close()
     if state.availability == "away":
         raise CheckpointError(state.problem)
-    if arguments.json:
-        show_json(_state_json(state))
-        return OK
+    if as_json:
+        show_json({"schema": "ckpt.watch", "version": 1, **_state_json(state)})
+        return
     width, marks = screen_width(), marks_of(sys.stdout.encoding)
     lines = frame_of(state, time.time(), width=min(width, 120), height=ONCE_HEIGHT, marks=marks)
     show_lines(lines, width=width)
-    return OK
 
 
 def _wait(following: Following, ending: Ending, seen: Versions) -> None:
@@ -113,11 +119,8 @@ def _state_json(state: RunState) -> dict[str, Any]:
         "problem": state.problem,
         "sessions": state.run.sessions,
         "is_whole_history": state.run.is_whole_history,
-        "saves": [
-            {**fields_json(save), "totals": save.totals.model_dump() if save.totals else None}
-            for save in state.run.saves
-        ],
-        "failures": [one.model_dump() for one in state.run.measured.failures],
-        "near": near_json(state.near, state.run.live[-1] if state.run.live else None),
-        "notices": [fields_json(one) for one in state.run.notices(time.time())],
+        "saves": as_json(state.run.saves),
+        "failures": as_json(state.run.measured.failures),
+        "near": as_json(near_report(state.near, state.run.live[-1] if state.run.live else None)),
+        "notices": as_json(state.run.notices(time.time())),
     }

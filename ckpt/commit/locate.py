@@ -114,8 +114,8 @@ def _missing(store: Store, live: tuple[LiveEntry, ...], entry: LiveEntry) -> str
         f"{store.url}/{entry.prefix} is empty, although slot {entry.slot} of the log has the "
         f"commit of step {entry.step} ({entry.attempt}): its directory was removed, or a backup "
         "was restored right before the commit and its process was killed, so that nobody has "
-        f"acknowledged it. `ckpt rm {store.url} {entry.step}` takes it out, and so does the next "
-        f"job that saves there{'; ' * bool(instead)}{instead}"
+        f"acknowledged it. `ckpt rm {store.url} --step {entry.step}` takes it out, and so does the "
+        f"next job that saves there{'; ' * bool(instead)}{instead}"
     )
 
 

@@ -13,12 +13,12 @@ import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
-from typing import Any, Literal, NamedTuple, SupportsIndex, TypeAlias
+from functools import partial
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import torch
 import torch.distributed as dist
 
-from ckpt.commit.numbers import plain_int
 from ckpt.convert.naming import Rename, renamed
 from ckpt.convert.presets import PEFT_FILE, check_file_name, preset_names
 from ckpt.convert.sources.budget import check_output
@@ -59,28 +59,7 @@ Format: TypeAlias = Literal["safetensors", "torch", "dcp", "hf"]
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """Which tensors of a checkpoint go into the export, and under which names.
-
-    `entry` is the name of a module in the saved state ("model" in {"model": net, ...}, "" for all
-    of it); names in the file are those inside of it. It can be left out where one entry is called
-    "model" or the like, or is the only one with weights. `include` and `exclude` are shell patterns
-    of such names, or regular expressions that begin with `re:`. `rename` maps them to other names
-    (see `Rename`). `dtype` applies to floating-point tensors. Of tied names the alphabetically
-    first is kept in safetensors files, as `safetensors.torch.save_model` does, unless `keep_tied`:
-    then all are written. Files of torch.save and DCP directories have all names, and each tensor
-    once.
-
-    `optimizer=True` exports the whole state, model, optimizer and values, by its full names. Where
-    a source only numbers the parameters of an optimizer, `parameter_names` are their names.
-
-    `preset="peft"` takes the adapter of a model of peft, under the names that its `from_pretrained`
-    loads from `adapter_model.safetensors`; "peft:name" is one of several adapters. `rename` comes
-    after it, `include` and `exclude` are of names in the checkpoint.
-
-    `stacks` are rules from names in the checkpoint to others, for experts that are one tensor there
-    and one for each in the files, or the other way round: `{"experts.weight":
-    "experts.{}.weight"}`. Everything else sees the names that they make.
-    """
+    """Which tensors go into an export, and under which names. See `ckpt.export`."""
 
     entry: str | None = None
     include: Sequence[str] = ()
@@ -89,7 +68,6 @@ class Selection:
     dtype: str | torch.dtype | None = None
     keep_tied: bool = False
     optimizer: bool = False
-    parameter_names: Sequence[str] | None = None
     preset: str | None = None
     stacks: Stacks = field(default_factory=dict)
 
@@ -112,6 +90,7 @@ class ExportReport:
     left_out: tuple[str, ...] = ()
     verified: bool = False
     resumed: int = 0
+    seconds: float = field(default=0.0, compare=False)
 
 
 class ExportSelection(NamedTuple):
@@ -122,102 +101,67 @@ class ExportSelection(NamedTuple):
     values: Mapping[str, Any]
 
 
+class ExportTo(NamedTuple):
+    """How an export is written. See `ckpt.export`."""
+
+    format: Format | None
+    config: StoreLike | None
+    shard_bytes_max: int | None
+    output_bytes_max: int | None
+    threads: int
+    verify: bool
+    dequantize: bool
+    target_options: Mapping[str, Any] | None
+    config_options: Mapping[str, Any] | None
+
+
 @hides_secrets
-def export(
+def export_source(
     url: StoreLike,
+    source_options: SourceOptions,
     target: StoreLike,
-    *,
-    step: SupportsIndex | None = None,
-    selection: Selection | None = None,
-    format: Format | None = None,
-    config: StoreLike | None = None,
-    shard_nbytes_max: SupportsIndex | None = None,
-    threads: int = 3,
-    memory_nbytes_max: SupportsIndex | None = None,
-    output_nbytes_max: SupportsIndex | None = None,
-    verify: bool = False,
-    progress: Progress | None = None,
-    dequantize: bool = False,
-    process_group: dist.ProcessGroup | None = None,
-    target_options: Mapping[str, Any] | None = None,
-    config_options: Mapping[str, Any] | None = None,
-    storage_options: Mapping[str, Any] | None = None,
+    selection: Selection,
+    how: ExportTo,
+    progress: Progress | None,
+    process_group: dist.ProcessGroup | None,
 ) -> ExportReport:
-    """Write a checkpoint's model to `target`, on a disk or in an object store.
-
-    `url` is a root or step of ours, a directory of torch.distributed.checkpoint, a file of
-    torch.save, or safetensors files. `format` follows from the name of the target: `.safetensors`,
-    or `.pt`, `.pth`, `.bin`, `.ckpt` for a file that `torch.load(weights_only=True)` reads; "dcp"
-    is a directory that `torch.distributed.checkpoint.load` reads. With `shard_nbytes_max`, tensors
-    beyond that size go to several safetensors files with an index, as Hugging Face names them.
-
-    "hf" is a folder that `transformers`, vLLM and SGLang load: `model.safetensors`, or from 5 GB
-    (or `shard_nbytes_max`) on shards and their index, and what `config` has beside it. That is a
-    folder as `save_pretrained` writes it, from which config, tokenizer and templates are copied, or
-    a config file; its store takes `config_options`. With `Selection(dtype=...)` the copied config
-    names that dtype. Of tied names the one that the model has first is written; all are where the
-    config says `"tie_word_embeddings": false`. Names that the config's model cannot have are
-    refused as far as they show: wrappers, a doubled `model.`, a beginning that the weights beside
-    the config do not have, rows that are not the vocabulary's.
-
-    Called by all ranks of a process group (default: all, if there is one), it divides the files
-    among them. What a killed export had finished is not written again by the next with the same
-    arguments. `verify=True` reads all files back and compares every tensor with the source.
-    A `Store` as the target gets `model.safetensors`, or `pytorch_model.bin` with `format="torch"`.
-    With `dequantize`, tensors that consist of others (quantized, sparse) are written as the dense
-    ones that they stand for, of their outer dtype, by the library that has their type; one at a
-    time is in memory whole. Without it, their components are written, under their names here.
-    `memory_nbytes_max` and `output_nbytes_max` are as in `ckpt.import_checkpoint`.
-    `target_options` are for the target's store, by default those of the source when both have the
-    same protocol. `progress(done, total)` counts bytes of the new files.
-
-    Raises CheckpointError when the selection is empty or ambiguous (weights would be left out that
-    nothing in it leaves out), the target exists or the config
-    is refused, NoCheckpoint when there is none, InvalidState for what the format has no form for,
-    Corrupt when stored bytes were changed, and the stores' errors. After any of these nothing is
-    left at the target.
-    """
-    selection = selection or Selection()
-    kind = format or _format_of(target)
+    """Write a checkpoint's model to `target`, on a disk or in an object store."""
+    config, verify, threads = how.config, how.verify, how.threads
+    kind = how.format or _format_of(target)
     if config is not None and kind != "hf":
         raise CheckpointError('config= is for a folder of a model: pass format="hf" and a folder')
     folder, name = split_target(target, kind)
     if selection.preset is not None:
         name = PEFT_FILE if not is_url(target) and kind == "safetensors" else name
         check_file_name(selection.preset, name)
-    _refuse_encoding(target_options or {})
-    target_options = options_of_other(url, storage_options, target, target_options)
+    _refuse_encoding(how.target_options or {})
+    own_options = source_options.storage_options
+    target_options = options_of_other(url, own_options, target, how.target_options)
     # Whoever reads the files knows nothing of how our roots are encoded.
     target_options = {k: v for k, v in target_options.items() if k not in ENCODING_OPTIONS}
-    options = SourceOptions(
-        step, selection.parameter_names, plain_int(memory_nbytes_max), dict(storage_options or {})
-    )
     world = world_of(process_group)
     world.begin_call("ckpt.export")
     alone = ".safetensors" if kind == "hf" else ""
     delivery = Delivery(folder, name, target_options, threads, PART_NBYTES, verify, world, alone)
+    config_options = dict(how.config_options or {})
     if config is not None:
-        config_options = options_of_other(url, storage_options, config, config_options)
-    nbytes_max = plain_int(shard_nbytes_max)
-    how = dequantize, selection.stacks
-    source = collectively(world, "open source", lambda: _opened(url, options, how))
-
-    def beside() -> DescribingFiles:
-        return read_beside(config, dict(config_options or {}))
+        config_options = options_of_other(url, own_options, config, how.config_options)
+    opening = partial(_opened, url, source_options, how.dequantize, selection.stacks)
+    source = collectively(world, "open source", opening)
 
     def plan() -> tuple[ExportSelection, Nested]:
-        described = beside() if kind == "hf" else None
+        described = read_beside(config, config_options) if kind == "hf" else None
         chosen = choose(source, _for_folder(selection, described), kind)
         check_output(
             f"{source!r}",
             sum(output.nbytes for output in chosen.outputs),
             source.stored_nbytes,
-            plain_int(output_nbytes_max),
+            how.output_bytes_max,
         )
         if described is not None:
-            return chosen, _model_folder(chosen, selection, described, nbytes_max)
+            return chosen, _model_folder(chosen, selection, described, how.shard_bytes_max)
         if kind == "safetensors":
-            files = safetensors_files(chosen.outputs, chosen.tied, name, nbytes_max)
+            files = safetensors_files(chosen.outputs, chosen.tied, name, how.shard_bytes_max)
             return chosen, Nested(files, tuple(sorted(chosen.values)))
         return chosen, nested_files(source, chosen, kind, name, whole=selection.optimizer)
 
@@ -264,8 +208,9 @@ def _name_of(dtype: str | torch.dtype) -> str:
     return dtype if isinstance(dtype, str) else dtype_name(dtype)
 
 
-def _opened(url: StoreLike, options: SourceOptions, how: tuple[bool, Stacks]) -> CheckpointSource:
-    dequantize, stacks = how
+def _opened(
+    url: StoreLike, options: SourceOptions, dequantize: bool, stacks: Stacks
+) -> CheckpointSource:
     source = open_source(url, options, open_store)
     try:
         if dequantize:
@@ -537,4 +482,4 @@ def _check_dtypes(outputs: Iterable[Output]) -> None:
         raise InvalidState(problems)
 
 
-__all__ = ["PART_NBYTES", "ExportReport", "Selection", "export"]
+__all__ = ["PART_NBYTES", "ExportReport", "Selection", "export_source"]

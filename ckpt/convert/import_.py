@@ -8,14 +8,13 @@ From the parts on, an import is a save. An import that did not end never shows i
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
-from typing import Any, NamedTuple, SupportsIndex
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
 from ckpt.commit.names import step_prefix
-from ckpt.commit.numbers import plain_int
 from ckpt.convert.naming import Rename, renamed, renamer
 from ckpt.convert.sources.budget import check_output
 from ckpt.convert.sources.dequantized import Dequantize, DequantizedSource
@@ -83,93 +82,61 @@ class ImportReport:
     modules: tuple[str, ...]
     verified: bool
     left_out: tuple[str, ...] = ()
+    seconds: float = field(default=0.0, compare=False)
+
+
+class ImportFrom(NamedTuple):
+    """What is taken of a source, and how. See `ckpt.import_checkpoint`."""
+
+    rename: Rename | None
+    skip: Sequence[str]
+    stacks: Stacks
+    dequantize: Dequantize | None
+    output_bytes_max: int | None
+    threads: int
+    verify: bool
+    user: Mapping[str, str]
+    unsafe_single_writer: bool
 
 
 @hides_secrets
-def import_checkpoint(
+def import_source(
     source: StoreLike,
+    source_options: SourceOptions,
     url: StoreLike,
-    *,
-    step: SupportsIndex = 0,
-    rename: Rename | None = None,
-    skip: Sequence[str] = (),
-    stacks: Stacks | None = None,
-    parameter_names: Sequence[str] | None = None,
-    dequantize: Dequantize | None = None,
-    memory_nbytes_max: SupportsIndex | None = None,
-    output_nbytes_max: SupportsIndex | None = None,
-    verify: bool = False,
-    threads: int = 3,
-    progress: Progress | None = None,
-    user: Mapping[str, str] | None = None,
-    process_group: dist.ProcessGroup | None = None,
-    source_options: Mapping[str, Any] | None = None,
-    storage_options: Mapping[str, Any] | None = None,
-    unsafe_single_writer: bool = False,
+    step: int,
+    how: ImportFrom,
+    progress: Progress | None,
+    process_group: dist.ProcessGroup | None,
+    storage_options: Mapping[str, Any],
 ) -> ImportReport:
-    """Make a checkpoint of another library the checkpoint of `step` below `url`.
-
-    `source` is a directory of torch.distributed.checkpoint (also those of Accelerate, Lightning and
-    torchtitan), a file of torch.save, or safetensors files with or without an index, local or in an
-    object store. Nothing in it is executed. Tensors are streamed through a part of 16 MiB for each
-    of `threads`. With three, a file of torch.save or a directory of DCP takes at most 64 MiB of
-    memory, or `memory_nbytes_max`, beside as many bytes as its tensors have there: it is refused
-    when what describes them, and its other values, need more. It is also refused when its tensors
-    are more than 64 MiB and 8 times the bytes that are stored of them, or than `output_nbytes_max`:
-    one stored element may stand for any number. Names are those of the nested state:
-    what was saved as `{"model": ..., "optim": ...}` is loaded into such a state.
-
-    `rename` gives names new ones (see `Rename`), `skip` are names, dotted beginnings of names, or
-    shell patterns to leave out. `stacks` are rules for experts that are one tensor in the source
-    and are to be one for each, or the other way round: `{"experts.{}.weight": "experts.weight"}`;
-    `rename` and `skip` see the names that they make. `parameter_names` are needed where an
-    optimizer numbers its parameters and does not name them; of a folder with weights in files of
-    safetensors or torch.save, they bring what Accelerate or a Trainer keeps beside them, as
-    `model`, `optimizer`, `scheduler` and `scaler`, where an import without them takes the weights
-    alone. Block-quantized weights (float8 with `weight_scale_inv`, MXFP4 blocks and scales) are
-    imported as they are, or turned into plain ones as `dequantize` says, which takes about 6 MiB
-    more for each thread. `verify=True` reads the new checkpoint back and compares every tensor with
-    the source. Collective over `process_group` (default: all ranks, if there are any); the ranks
-    divide the bytes among them.
-
-    Raises the same error on every rank, and the root is as before then: NoCheckpoint, Corrupt and
-    UnsupportedFormat for the source, InvalidState listing what cannot be stored, and the errors of
-    `ckpt.save`.
-    """
+    """Make a checkpoint of another library the checkpoint of `step` below `url`."""
     world = world_of(process_group)
-    options = SourceOptions(
-        None, parameter_names, plain_int(memory_nbytes_max), dict(source_options or {})
-    )
-    changed = dequantize, stacks
-    opened = collectively(world, "open source", lambda: _opened(source, options, changed))
+    opened = collectively(world, "open source", lambda: _opened(source, source_options, how))
     try:
-        most = plain_int(output_nbytes_max)
-        chosen = collectively(world, "names", lambda: _chosen(opened, rename, skip, most))
+        chosen = collectively(world, "names", lambda: _chosen(opened, how))
         # Only now is anything made at the root.
         root = open_beside(
             url,
             process_group=process_group,
             storage_options=storage_options,
-            unsafe_single_writer=unsafe_single_writer,
+            unsafe_single_writer=how.unsafe_single_writer,
         )
-        notes = {"imported_from": f"{opened.format} {opened.url}", **(user or {})}
-        how = SaveOptions(user=notes, in_line=False)
-        task = SaveTask(root.session, root.store, root.memory, plain_int(step), how)
-        writing = _Importing(opened, chosen, root.store, threads, progress)
-        return _imported(writing, task, verify=verify)
+        notes = {"imported_from": f"{opened.format} {opened.url}", **how.user}
+        options = SaveOptions(user=notes, in_line=False)
+        task = SaveTask(root.session, root.store, root.memory, step, options)
+        writing = _Importing(opened, chosen, root.store, how.threads, progress)
+        return _imported(writing, task, verify=how.verify)
     finally:
         opened.close()
 
 
-def _opened(
-    source: StoreLike, options: SourceOptions, how: tuple[Dequantize | None, Stacks | None]
-) -> CheckpointSource:
-    dequantize, stacks = how
+def _opened(source: StoreLike, options: SourceOptions, how: ImportFrom) -> CheckpointSource:
     opened = open_source(source, options, open_store)
     try:
-        if dequantize is not None:
-            opened = DequantizedSource(opened, dequantize)
-        return RestackedSource(opened, stacks) if stacks else opened
+        if how.dequantize is not None:
+            opened = DequantizedSource(opened, how.dequantize)
+        return RestackedSource(opened, how.stacks) if how.stacks else opened
     except BaseException:
         opened.close()
         raise
@@ -214,10 +181,8 @@ class Chosen(NamedTuple):
     skipped: tuple[str, ...]
 
 
-def _chosen(
-    source: CheckpointSource, rename: Rename | None, skip: Sequence[str], nbytes_max: int | None
-) -> Chosen:
-    contents = source.contents
+def _chosen(source: CheckpointSource, how: ImportFrom) -> Chosen:
+    contents, skip = source.contents, how.skip
     if source.format == "checkpoint":
         raise UnsupportedFormat(f"{source.url} is a checkpoint of ours; copy it with `ckpt cp`")
     skipped = [name for name in _names(contents) if _is_skipped(name, skip)]
@@ -243,20 +208,20 @@ def _chosen(
             aliases.update(dict.fromkeys(heirs[1:], stored))
         tensors[stored] = (fqn, info)
     values = {name: value for name, value in contents.values.items() if name not in gone}
-    names = renamed((*tensors, *values, *aliases), rename)
-    if rename is not None:
-        names, values = _renamed_optimizers(contents, names, values, rename)
+    names = renamed((*tensors, *values, *aliases), how.rename)
+    if how.rename is not None:
+        names, values = _renamed_optimizers(contents, names, values, how.rename)
     moved = SourceContents(
         tensors={names[fqn]: info._replace(fqn=names[fqn]) for fqn, (_, info) in tensors.items()},
         values={names[name]: _moved(value, names) for name, value in values.items()},
         aliases={names[alias]: names[fqn] for alias, fqn in aliases.items()},
-        modules=tuple(sorted(_moved_path(path, names, rename) for path in contents.modules)),
+        modules=tuple(sorted(_moved_path(path, names, how.rename) for path in contents.modules)),
     )
     origin = {names[fqn]: old for fqn, (old, _) in tensors.items()}
     if not moved.tensors and not moved.values:
         raise InvalidState([f"{source!r}: skip= leaves nothing of it"])
     nbytes = sum(info.nbytes for info in moved.tensors.values())
-    check_output(f"{source!r}", nbytes, source.stored_nbytes, nbytes_max)
+    check_output(f"{source!r}", nbytes, source.stored_nbytes, how.output_bytes_max)
     return Chosen(moved, origin, tuple(sorted(gone)))
 
 

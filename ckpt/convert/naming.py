@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TypeAlias
 
-from ckpt.errors import CheckpointError
+from ckpt.errors import InvalidArgument
 
 Rename: TypeAlias = Mapping[str, str] | Callable[[str], str] | Sequence[str]
 """Names to names; a function; or rules `old=new`, one after the other: of a name that is `old` or
@@ -16,7 +16,7 @@ the name."""
 
 
 def renamer(rename: Rename | None) -> Callable[[str], str]:
-    """`rename` as a function. Raises CheckpointError for a rule that is none."""
+    """`rename` as a function. Raises InvalidArgument for a rule that is none."""
     if rename is None:
         return lambda name: name
     if callable(rename):
@@ -39,12 +39,12 @@ def renamer(rename: Rename | None) -> Callable[[str], str]:
 def _rule(rule: str) -> Callable[[str], str]:
     old, matched, new = rule.rpartition("=") if rule.startswith("re:") else rule.partition("=")
     if not matched:
-        raise CheckpointError(f"rename rule {rule!r}: expected old=new or re:pattern=replacement")
+        raise InvalidArgument(f"rename rule {rule!r}: expected old=new or re:pattern=replacement")
     if old.startswith("re:"):
         try:
             pattern = re.compile(old[3:])
         except re.error as error:
-            raise CheckpointError(f"rename rule {rule!r}: {error}") from error
+            raise InvalidArgument(f"rename rule {rule!r}: {error}") from error
         return lambda name: pattern.sub(new, name)
     return lambda name: _moved(name, old.strip("."), new.strip("."))
 
@@ -59,14 +59,14 @@ def _moved(name: str, old: str, new: str) -> str:
 
 
 def renamed(names: Iterable[str], rename: Rename | None) -> dict[str, str]:
-    """Every name with its new one. Raises CheckpointError when two would be the same."""
+    """Every name with its new one. Raises InvalidArgument when two would be the same."""
     change = renamer(rename)
     result: dict[str, str] = {}
     owner: dict[str, str] = {}
     for name in names:
         new = change(name)
         if owner.setdefault(new, name) != name:
-            raise CheckpointError(
+            raise InvalidArgument(
                 f"rename= gives {name!r} and {owner[new]!r} one name, {new!r}; names must differ"
             )
         result[name] = new

@@ -102,4 +102,4 @@ def unlimited() -> MetadataBudget:
     return MetadataBudget(sys.maxsize)
 
 
-_ALLOW = "if you trust the store, pass metadata_nbytes_max= (--metadata-max)"
+_ALLOW = "if you trust the store, pass metadata_bytes_max= (--metadata-bytes-max)"

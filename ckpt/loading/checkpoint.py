@@ -42,17 +42,17 @@ def open_checkpoint(
     storage_options: Mapping[str, Any] | None = None,
     *,
     attempt: str = "",
-    metadata_nbytes_max: SupportsIndex | None = None,
+    metadata_bytes_max: SupportsIndex | None = None,
 ) -> Checkpoint:
     """The checkpoint of `step`, by default the latest one, for reading.
 
     `url` is a root, or a step directory wherever it was copied to. In a root, `attempt` names one
     of several checkpoints of a step, as `list_steps` has them. Reads the manifest only, which may
-    take `metadata_nbytes_max` bytes of memory (None: 1 GiB). Raises NoCheckpoint when there is
+    take `metadata_bytes_max` bytes of memory (None: 1 GiB). Raises NoCheckpoint when there is
     none, Corrupt when the log or the manifest is damaged, UnsupportedFormat beyond that memory or
     when a newer version wrote it, and the store's errors.
     """
-    budget = MetadataBudget(plain_int(metadata_nbytes_max))
+    budget = MetadataBudget(plain_int(metadata_bytes_max))
     store = open_store(url, **(storage_options or {}))
     try:
         return Checkpoint(store, find_checkpoint(store, step, attempt=attempt, budget=budget))

@@ -83,7 +83,8 @@ class StepInfo:
     unless it needs files of others: `references` are the attempts of those.
 
     Checkpoints of one `line` were saved by one training, one after the other; None for imports and
-    copies in another layout, which no training resumes from.
+    copies in another layout, which no training resumes from. `committed_unix` is by the writer's
+    clock, and `nbytes` what its own files take.
     """
 
     step: int
@@ -94,6 +95,24 @@ class StepInfo:
     metric: float | None
     references: tuple[str, ...] = ()
     line: int | None = 0
+    committed_unix: float | None = None
+    nbytes: int = 0
+
+    @classmethod
+    def of(cls, entry: LiveEntry, url: str) -> StepInfo:
+        """What the log of the root at `url` says of a checkpoint."""
+        return cls(
+            step=entry.step,
+            attempt=entry.attempt,
+            url=f"{url.rstrip('/')}/{entry.prefix.rstrip('/')}",
+            pinned=entry.pinned,
+            verified=entry.verified,
+            metric=entry.metric,
+            references=entry.references,
+            line=entry.line,
+            committed_unix=entry.committed_unix,
+            nbytes=entry.nbytes,
+        )
 
 
 class StoredTensor(NamedTuple):
@@ -111,6 +130,7 @@ def open_contents(
     step: SupportsIndex | None = None,
     storage_options: Mapping[str, Any] | None = None,
     *,
+    attempt: str = "",
     budget: MetadataBudget | None = None,
 ) -> CheckpointContents:
     """What the checkpoint of `step` has, by default the latest one. Takes and raises what
@@ -119,7 +139,8 @@ def open_contents(
     """
     store = open_store(url, **(storage_options or {}))
     try:
-        return CheckpointContents(store, find_checkpoint(store, step, budget=budget, ruled=True))
+        located = find_checkpoint(store, step, attempt=attempt, budget=budget, ruled=True)
+        return CheckpointContents(store, located)
     except BaseException:
         store.close()
         raise
@@ -140,19 +161,7 @@ def list_steps(
         live = _live_entries(store)
     finally:
         store.close()
-    return tuple(
-        StepInfo(
-            step=entry.step,
-            attempt=entry.attempt,
-            url=f"{store.url.rstrip('/')}/{entry.prefix.rstrip('/')}",
-            pinned=entry.pinned,
-            verified=entry.verified,
-            metric=entry.metric,
-            references=entry.references,
-            line=entry.line,
-        )
-        for entry in latest_last(live)
-    )
+    return tuple(StepInfo.of(entry, store.url) for entry in latest_last(live))
 
 
 def _live_entries(store: Store) -> tuple[LiveEntry, ...]:
@@ -194,20 +203,24 @@ def find_checkpoint(
 
 @contextmanager
 def leased_checkpoint(
-    store: Store, step: SupportsIndex | None = None, *, budget: MetadataBudget | None = None
+    store: Store,
+    step: SupportsIndex | None = None,
+    *,
+    attempt: str = "",
+    budget: MetadataBudget | None = None,
 ) -> Iterator[LocatedCheckpoint]:
     """`find_checkpoint`, with a lease until the block ends, for a day at most: retention by a rule
     leaves it. Without one where the store may only be read.
     """
     while True:
-        located = find_checkpoint(store, step, budget=budget)
+        located = find_checkpoint(store, step, attempt=attempt, budget=budget)
         if located.entry is None:
             yield located
             return
-        attempt = located.entry.attempt
-        with leased(store, attempt, LEASE_SECONDS_MAX):
+        chosen = located.entry.attempt
+        with leased(store, chosen, LEASE_SECONDS_MAX):
             # Who had looked for leases before may have retired it all the same.
-            if Log(store).state().find(attempt) is not None:
+            if Log(store).state().find(chosen) is not None:
                 yield located
                 return
 

@@ -80,7 +80,7 @@ class LoadOptions:
     sharing: ShareLimits = field(default_factory=ShareLimits)
     new: Callable[[str], bool] | Iterable[str] = ()
     group_options: GroupOptions = None
-    metadata_nbytes_max: int | None = None
+    metadata_bytes_max: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +122,7 @@ def load_state(
     for _ in range(RETIRED_MAX):
         try:
             with recorder.span("manifest"):
-                nbytes_max = options.metadata_nbytes_max
+                nbytes_max = options.metadata_bytes_max
                 prefix, manifest = broadcast_manifest(store, world, step, attempt, nbytes_max)
             report = _fill(state, store, world, (prefix, manifest), (options, recorder))
             return replace(report, spans=recorder.spans(), counters=recorder.counters())
@@ -251,7 +251,7 @@ def broadcast_manifest(
     world: World,
     step: int | None,
     attempt: str,
-    metadata_nbytes_max: int | None = None,
+    metadata_bytes_max: int | None = None,
 ) -> tuple[str, Manifest]:
     """The coordinator reads the manifest and broadcasts it; every rank decodes it, in that memory
     (None: 1 GiB).
@@ -276,7 +276,7 @@ def broadcast_manifest(
             )
         store.learn_encoding(bytes.fromhex(encoding.decode()))
         try:
-            manifest = decode_manifest(encoded, MetadataBudget(metadata_nbytes_max))
+            manifest = decode_manifest(encoded, MetadataBudget(metadata_bytes_max))
         except (Corrupt, UnsupportedFormat) as error:
             where = f"{store.url}/{prefix.decode()}{MANIFEST_NAME}"
             raise type(error)(f"{where}: {error}") from error

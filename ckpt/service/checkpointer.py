@@ -254,7 +254,7 @@ class Checkpointer:
         attempt: str = "",
         *,
         stacks: Mapping[str, str] | None = None,
-        metadata_nbytes_max: SupportsIndex | None = None,
+        metadata_bytes_max: SupportsIndex | None = None,
     ) -> RestoreReport | None:
         """Fill the state from the newest checkpoint that is whole, or the newest of `step`, or from
         `attempt`.
@@ -265,21 +265,21 @@ class Checkpointer:
         the next time (see `ckpt.commit.lines`). None when nothing was saved yet. All ranks restore
         the same one. `stacks` are those of `ckpt.load`, for experts that are one tensor in the
         state or in the checkpoint; a checkpoint in the form of the state is taken as it is.
-        `metadata_nbytes_max` is that of `ckpt.load`.
+        `metadata_bytes_max` is that of `ckpt.load`.
 
         Raises NoCheckpoint when there are some and none is whole, Mismatch when the state is
         another one, LoadInterrupted when the store fails: going back further would lose work that
         is still there.
         """
         self._check_open()
-        return self._restore(step, attempt, stacks, plain_int(metadata_nbytes_max))
+        return self._restore(step, attempt, stacks, plain_int(metadata_bytes_max))
 
     def _restore(
         self,
         step: SupportsIndex | None = None,
         attempt: str = "",
         stacks: Mapping[str, str] | None = None,
-        metadata_nbytes_max: int | None = None,
+        metadata_bytes_max: int | None = None,
     ) -> RestoreReport | None:
         self._saves.collect(wait=True)
         training, near = self._training, self._near
@@ -296,7 +296,7 @@ class Checkpointer:
                 attempt=attempt,
                 near=near,
                 stacks=stacks,
-                metadata_nbytes_max=metadata_nbytes_max,
+                metadata_bytes_max=metadata_bytes_max,
             )
             if near is not None and report is not None:
                 near.restored(is_near=report.origin == "near")

@@ -102,7 +102,7 @@ def follow(
     process_group: dist.ProcessGroup | None = None,
     storage_options: Mapping[str, Any] | None = None,
     io: Io = "auto",
-    metadata_nbytes_max: SupportsIndex | None = None,
+    metadata_bytes_max: SupportsIndex | None = None,
 ) -> Follower:
     """Follow the training that saves at `url`: each of its checkpoints can be taken into a model.
 
@@ -116,7 +116,7 @@ def follow(
     or names of tensors (or patterns such as `"model.layers.*"`), which `Follower.tensors` then has
     as plain tensors. A model alone is filled from the only model of the checkpoint. Everything in
     it has to be in the checkpoint, unless `strict=False`; the checkpoint may have more. `rename`,
-    `skip`, `stacks` and `metadata_nbytes_max` are those of `ckpt.load`.
+    `skip`, `stacks` and `metadata_bytes_max` are those of `ckpt.load`.
 
     Nothing is read yet, and there need be no checkpoint. Of a later one only chunks are read that
     are not proved to be in memory: a training that saves with `dedup=True` gives the proof. Nobody
@@ -143,7 +143,7 @@ def follow(
         skip,
         dict(stacks or {}),
         read_path(store, io),
-        metadata_nbytes_max=plain_int(metadata_nbytes_max),
+        metadata_bytes_max=plain_int(metadata_bytes_max),
     )
     # A duplicate: saves and loads of this process hold rounds in the other one.
     world = world_of(process_group).duplicate()
@@ -393,7 +393,7 @@ class Follower:
         try:
             with leased(self._store, candidate.attempt, seconds), gc_paused():
                 located = broadcast_manifest(
-                    self._store, world, *candidate, options.load.metadata_nbytes_max
+                    self._store, world, *candidate, options.load.metadata_bytes_max
                 )
                 state = collectively(world, "names", lambda: self._target.state_for(located[1]))
                 how = (options.load, known, options.aside)

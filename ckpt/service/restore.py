@@ -128,11 +128,11 @@ def restore_latest(
     attempt: str = "",
     near: NearSource | None = None,
     stacks: Stacks | None = None,
-    metadata_nbytes_max: int | None = None,
+    metadata_bytes_max: int | None = None,
 ) -> RestoreReport | None:
     """Fill `state` from the newest checkpoint, or the newest of `step`, that can be loaded whole,
     or from `attempt`. Without either, only what `ckpt.commit.lines.resumable` gives is tried, and
-    what `near` has. `stacks` and `metadata_nbytes_max` are those of `ckpt.load`.
+    what `near` has. `stacks` and `metadata_bytes_max` are those of `ckpt.load`.
 
     Collective; all ranks take the same one. None when nothing was ever saved there and none
     was requested: the state is as it was. Raises NoCheckpoint when none can be loaded, with what is
@@ -146,7 +146,7 @@ def restore_latest(
     skipped: list[Skipped] = []
     any_durable = False
     # Targets from before know nothing of them.
-    options = {"stacks": stacks, "metadata_nbytes_max": metadata_nbytes_max}
+    options = {"stacks": stacks, "metadata_bytes_max": metadata_bytes_max}
     options = {name: value for name, value in options.items() if value is not None}
     while candidates:
         candidate = candidates.pop(0)

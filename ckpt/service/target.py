@@ -119,7 +119,7 @@ class Target(ABC):
         step: int,
         attempt: str,
         stacks: Stacks | None = None,
-        metadata_nbytes_max: int | None = None,
+        metadata_bytes_max: int | None = None,
     ) -> LoadReport:
         """Fill `state` from that attempt; the last two are those of `ckpt.load`."""
 
@@ -244,7 +244,7 @@ class UrlTarget(Target):
         step: int,
         attempt: str,
         stacks: Stacks | None = None,
-        metadata_nbytes_max: int | None = None,
+        metadata_bytes_max: int | None = None,
     ) -> LoadReport:
         return api.load(
             state,
@@ -252,7 +252,7 @@ class UrlTarget(Target):
             step=step,
             attempt=attempt,
             stacks=stacks,
-            metadata_nbytes_max=metadata_nbytes_max,
+            metadata_bytes_max=metadata_bytes_max,
             process_group=self.process_group,
             storage_options=self.storage_options,
             io=self.saving.get("io", "auto"),

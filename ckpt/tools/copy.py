@@ -12,21 +12,18 @@ from __future__ import annotations
 
 import hashlib
 import threading
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack, closing
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain
-from typing import Any, NamedTuple, SupportsIndex, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
-from ckpt.commit.leases import LEASE_SECONDS_MAX, leased
 from ckpt.commit.live import LiveSet, Segments, with_live
 from ckpt.commit.locate import live_entries, locate, read_manifest
 from ckpt.commit.log import FORMAT_KEY, encode_format, read_format
 from ckpt.commit.names import MANIFEST_NAME, attempt_epoch, record_key, segment_key
-from ckpt.commit.numbers import plain_int
 from ckpt.commit.records import (
     FIRST_LINE,
     LiveEntry,
@@ -45,12 +42,11 @@ from ckpt.format.metadata_budget import MetadataBudget
 from ckpt.format.references import is_reference
 from ckpt.format.stored_index import check_seal, index_of
 from ckpt.loading.checkpoint import Checkpoint
-from ckpt.loading.contents import LocatedCheckpoint, leased_checkpoint
+from ckpt.loading.contents import LocatedCheckpoint
 from ckpt.saving.resumable import begin, end, is_another_file
 from ckpt.tools.relay import is_there, relay_file, tiles_of
 from ckpt.tools.rewrite import own_layout, rewrite, written_whole
-from storage import KeyNotFoundError, Store, StoreLike, open_store, options_of_other
-from storage.hidden import hides_secrets
+from storage import KeyNotFoundError, Store
 from storage.memory import MemoryStore
 
 Progress: TypeAlias = Callable[[int, int], None]
@@ -60,7 +56,8 @@ Progress: TypeAlias = Callable[[int, int], None]
 class CopyReport:
     """What a copy did. `target` opens the copy: a step's directory, or a root.
 
-    `attempt` is the name of a single checkpoint, "" for a whole root.
+    `attempt` is the name of a single checkpoint, "" for a whole root. `is_second_form`: it lies in
+    the root that it was made of, and loads by its attempt. `seconds` are what it took.
     `nbytes` are those of all its data files, `nbytes_written` those that this run had to write.
     """
 
@@ -71,49 +68,8 @@ class CopyReport:
     nbytes: int
     nbytes_written: int
     attempt: str = ""
-
-
-@hides_secrets
-def copy(
-    url: StoreLike,
-    target: StoreLike,
-    *,
-    step: SupportsIndex | None = None,
-    whole_root: bool = False,
-    threads: SupportsIndex = 4,
-    progress: Progress | None = None,
-    storage_options: Mapping[str, Any] | None = None,
-    target_options: Mapping[str, Any] | None = None,
-    metadata_nbytes_max: SupportsIndex | None = None,
-) -> CopyReport:
-    """Copy the checkpoint of `step`, by default the latest, to the directory `target`.
-
-    The copy opens, loads and verifies by its path alone; it needs nothing of the source. With
-    `whole_root`, all checkpoints that exist in the root `url` go to the new root `target`, where
-    trainings can load and save as in the old one; the first save there begins a new session.
-
-    Every byte is compared with its checksum before it is published. Bytes that are there from an
-    earlier run are not sent again. `progress(done, total)` counts bytes. `target_options` default
-    to `storage_options` when both urls have the same protocol. Retention leaves what is copied.
-    What describes it may take `metadata_nbytes_max` bytes of memory (None: 1 GiB).
-
-    Raises NoCheckpoint, UnsupportedFormat beyond that memory, Corrupt when stored bytes were
-    changed, CheckpointError when something else is at the target, and the stores' errors. The
-    target then opens as it did before, and another run continues the copy.
-    """
-    count, budget = plain_int(threads), MetadataBudget(plain_int(metadata_nbytes_max))
-    target_options = options_of_other(url, storage_options, target, target_options)
-    with ExitStack() as stack:
-        source = stack.enter_context(closing(open_store(url, **(storage_options or {}))))
-        there = stack.enter_context(closing(open_store(target, **target_options)))
-        if whole_root:
-            if step is not None:
-                raise ValueError("step= chooses one checkpoint; whole_root=True takes all")
-            for entry in live_entries(source):
-                stack.enter_context(leased(source, entry.attempt, LEASE_SECONDS_MAX))
-            return copy_root(source, there, threads=count, progress=progress, budget=budget)
-        located = stack.enter_context(leased_checkpoint(source, step, budget=budget))
-        return copy_checkpoint(source, located, there, threads=count, progress=progress)
+    is_second_form: bool = False
+    seconds: float = field(default=0.0, compare=False)
 
 
 class CopyMeter:
@@ -154,7 +110,7 @@ def copy_checkpoint(
     threads: int = 4,
     progress: Progress | None = None,
 ) -> CopyReport:
-    """Copy an opened checkpoint into the top of `target`. Raises like `copy`."""
+    """Copy an opened checkpoint into the top of `target`. Raises like `ckpt.copy`."""
     manifest = located.manifest
     meter = CopyMeter(int(manifest.file_nbytes.sum()), progress)
     if any(map(is_reference, manifest.files)):
@@ -233,7 +189,7 @@ def copy_root(
     progress: Progress | None = None,
     budget: MetadataBudget | None = None,
 ) -> CopyReport:
-    """Copy all checkpoints of a root into the new root `target`. Raises like `copy`."""
+    """Copy all checkpoints of a root into the new root `target`. Raises like `ckpt.copy`."""
     budget = budget or MetadataBudget()
     live = live_entries(source)
     if not live:

@@ -10,11 +10,12 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+from ckpt.errors import CheckpointError, InvalidArgument
 from ckpt.layout.dtypes import DTYPES
 from ckpt.tools.report import Report
 from storage.ranges import part_count
@@ -48,16 +49,16 @@ def state_nbytes(
 
     Parameters have `dtype`; states have `state_dtype`, by default the parameters' as in torch;
     `master_dtype` is that of a second copy of the parameters, by default there is none. Steps,
-    buffers and values are left out: together they are less than a thousandth. Raises ValueError for
-    an unknown name.
+    buffers and values are left out: together they are less than a thousandth. Raises
+    InvalidArgument for an unknown name.
     """
     for name in (dtype, state_dtype, master_dtype):
         if name and name not in DTYPES:
-            raise ValueError(f"{name!r} is not a dtype that can be stored, such as 'bfloat16'")
+            raise InvalidArgument(f"{name!r} is not a dtype that can be stored, such as 'bfloat16'")
     if optimizer not in OPTIMIZER_STATES:
-        raise ValueError(f"{optimizer!r}: expected one of {', '.join(OPTIMIZER_STATES)}")
+        raise InvalidArgument(f"{optimizer!r}: expected one of {', '.join(OPTIMIZER_STATES)}")
     if params < 1:
-        raise ValueError(f"params={params}: expected at least 1")
+        raise InvalidArgument(f"params={params}: expected at least 1")
     each = DTYPES[dtype].itemsize
     each += OPTIMIZER_STATES[optimizer] * DTYPES[state_dtype or dtype].itemsize
     each += DTYPES[master_dtype].itemsize if master_dtype else 0
@@ -92,6 +93,28 @@ class Workload:
             seconds = getattr(self, f"{name}_seconds")
             if seconds is not None and not 0 < seconds < math.inf:
                 raise ValueError(f"{name}_seconds={seconds}: expected a number above 0")
+
+
+class ModelNumbers(NamedTuple):
+    """What a state consists of, in numbers; None: not given."""
+
+    params: int | None
+    optimizer: str | None
+    dtype: str | None
+    state_dtype: str | None
+    master_dtype: str | None
+
+    def why(self, nbytes: int) -> str:
+        """What a parameter takes, in words."""
+        if self.params is None:
+            return "its newest"
+        optimizer, dtype = self.optimizer or "adamw", self.dtype or "float32"
+        states = OPTIMIZER_STATES[optimizer]
+        text = f"{nbytes // self.params} bytes a parameter: {dtype}"
+        if states:
+            plural = "s" * (states > 1)
+            text += f", {states} state{plural} of {optimizer} in {self.state_dtype or dtype}"
+        return text + (f", a copy in {self.master_dtype}" if self.master_dtype else "")
 
 
 class Prices(NamedTuple):
@@ -251,6 +274,65 @@ def measured_of(report: Report) -> Measured | None:
         persist_seconds=_median([one.seconds for one in totals]),
     )
     return Measured(load, len(totals), report.sessions, times[-1] - times[0])
+
+
+@dataclass(frozen=True, slots=True)
+class CostReport:
+    """What was computed, and of what. `measured` is what the root `url` shows, None without one."""
+
+    url: str
+    workload: Workload
+    measured: Measured | None
+    model: ModelNumbers
+    prices: Prices
+    cost: Cost
+
+
+def cost_report(
+    read: Callable[[], Report] | None,
+    model: ModelNumbers,
+    given: Mapping[str, Any],
+    prices: Prices,
+    bandwidth: int | None,
+) -> CostReport:
+    """The cost of a model, or of the report that `read` brings, with the `given` fields of
+    `Workload` in the place of those that were measured. `bandwidth` is that of the store, in bytes
+    per second.
+
+    Raises InvalidArgument for numbers that do not go together, CheckpointError for a report
+    without telemetry.
+    """
+    if bandwidth and "persist_seconds" in given:
+        raise InvalidArgument("bandwidth= determines persist_seconds=: give one of them")
+    of_model = [f"{name}=" for name, value in model._asdict().items() if value]
+    report, measured = None, None
+    if read is None:
+        needed = {"params": model.params, "ranks": given.get("ranks")}
+        if missing := [f"{name}=" for name, value in needed.items() if value is None]:
+            raise InvalidArgument(f"give a url, or {' and '.join(missing)}")
+        nbytes = state_nbytes(
+            model.params or 0,
+            model.optimizer or "adamw",
+            dtype=model.dtype or "float32",
+            state_dtype=model.state_dtype or "",
+            master_dtype=model.master_dtype or "",
+        )
+        load = Workload(nbytes, **given)
+    elif of_model:
+        raise InvalidArgument(f"{of_model[0]} goes without a url: a root has its own size")
+    else:
+        report = read()
+        measured = measured_of(report)
+        if measured is None:
+            raise CheckpointError(
+                f"{report.url}: no checkpoint there says how its save went; give params= and "
+                "ranks= instead of a url"
+            )
+        load = replace(measured.workload, **given)
+    if bandwidth:
+        load = replace(load, persist_seconds=load.nbytes / bandwidth)
+    url = "" if report is None else report.url
+    return CostReport(url, load, measured, model, prices, cost_of(load, prices))
 
 
 def _median(values: Sequence[float]) -> float | None:

@@ -11,33 +11,30 @@ line up.
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from functools import reduce
 from itertools import pairwise
-from typing import Any, NamedTuple, SupportsIndex, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
 
-from ckpt.commit.numbers import plain_int
+from ckpt.convert.naming import Rename, renamed, renamer
 from ckpt.convert.sources.native import NativeSource
 from ckpt.convert.sources.restacked import RestackedSource
 from ckpt.convert.sources.source import ReadRequest, SourceTensor
+from ckpt.errors import CheckpointError
 from ckpt.format.codec import encode_values
 from ckpt.format.crc_combine import joined_crc32c
 from ckpt.format.manifest import Manifest
-from ckpt.format.metadata_budget import MetadataBudget
 from ckpt.layout.dtypes import DTYPES, torch_dtype
 from ckpt.layout.region import Shape, Span
 from ckpt.loading.checkpoint import Checkpoint
-from ckpt.loading.contents import find_checkpoint
-from ckpt.loading.plan import ReadPath
+from ckpt.loading.contents import list_steps
 from ckpt.state.types import Stacks
-from storage import StoreLike, open_store, options_of_other
+from storage import StoreLike
 from storage.hidden import hides_secrets
 from storage.threads import in_order
 
@@ -45,7 +42,6 @@ BAND_NUMEL = 1 << 19  # elements read together
 LOOK_NUMEL = 1 << 15  # elements looked at together: all that is computed of them stays in the cache
 
 Progress: TypeAlias = Callable[[int, int], None]
-Rename: TypeAlias = Mapping[str, str] | Callable[[str], str]
 
 
 class Amount(NamedTuple):
@@ -153,38 +149,16 @@ class DiffOptions:
 
 
 @hides_secrets
-def diff(
-    url_a: StoreLike,
-    url_b: StoreLike,
-    *,
-    step_a: SupportsIndex | None = None,
-    step_b: SupportsIndex | None = None,
-    options: DiffOptions | None = None,
-    progress: Progress | None = None,
-    storage_options: Mapping[str, Any] | None = None,
-    storage_options_b: Mapping[str, Any] | None = None,
-    metadata_nbytes_max: SupportsIndex | None = None,
-) -> DiffReport:
-    """How the checkpoint at `url_b` differs from the one at `url_a`.
-
-    Both are roots or single steps' directories; steps default to the latest. Memory is bounded by
-    the number of threads, whatever the size of tensors. `progress(done, total)` counts bytes read.
-    `storage_options_b` default to `storage_options` when both urls have the same protocol. What
-    describes both may take `metadata_nbytes_max` bytes of memory (None: 1 GiB). Raises
-    NoCheckpoint, UnsupportedFormat beyond that, Corrupt, CheckpointError for `stacks` that a does
-    not fit, ValueError when `rename` gives two tensors one name, and the stores' errors.
-    """
-    options = options or DiffOptions()
-    other = options_of_other(url_a, storage_options, url_b, storage_options_b)
-    budget = MetadataBudget(plain_int(metadata_nbytes_max))
-    with ExitStack() as stack:
-        opened = []
-        for url, step, store_options in ((url_a, step_a, storage_options), (url_b, step_b, other)):
-            store = stack.enter_context(closing(open_store(url, **(store_options or {}))))
-            # Bands are read by several threads, each with one request.
-            located = find_checkpoint(store, step, budget=budget)
-            opened.append(Checkpoint(store, located, path=ReadPath()))
-        return diff_checkpoints(opened[0], opened[1], options, progress)
+def newest_two(url: StoreLike, storage_options: Mapping[str, Any] | None) -> tuple[int, int]:
+    """The step before the newest of a root, and the newest. Raises CheckpointError for one step."""
+    steps = [info.step for info in list_steps(url, storage_options)]
+    if len(set(steps)) < 2:
+        raise CheckpointError(
+            f"{url} has {len(set(steps))} step{'s' * (len(set(steps)) != 1)}: nothing to compare "
+            "with; name another checkpoint after it, as in `ckpt diff A B`"
+        )
+    # The newest step may be there twice, where a training went back and came to it again.
+    return [step for step in steps if step != steps[-1]][-1], steps[-1]
 
 
 def diff_checkpoints(
@@ -264,40 +238,14 @@ class _InOtherForm(NamedTuple):
 
 def _renamed(a: Sequence[str], options: DiffOptions) -> dict[str, str]:
     """Names that b would have, each with the name in a."""
-    renamed: dict[str, str] = {}
-    for name in a:
-        new = _new_name(name, options.rename)
-        if renamed.setdefault(new, name) != name:
-            raise ValueError(f"rename= gives {name!r} and {renamed[new]!r} one name, {new!r}")
-    return {new: name for new, name in renamed.items() if _is_selected(new, options)}
-
-
-def _new_name(name: str, rename: Rename | None) -> str:
-    if rename is None:
-        return name
-    return rename.get(name, name) if isinstance(rename, Mapping) else rename(name)
+    new_names = renamed(a, options.rename)
+    return {new: name for name, new in new_names.items() if _is_selected(new, options)}
 
 
 def _is_selected(name: str, options: DiffOptions) -> bool:
     if any(fnmatchcase(name, pattern) for pattern in options.exclude):
         return False
     return not options.include or any(fnmatchcase(name, p) for p in options.include)
-
-
-def renaming(substitutions: Sequence[tuple[re.Pattern[str], str]]) -> Rename | None:
-    """A `rename` that applies regular expressions in order; None for none."""
-    if not substitutions:
-        return None
-
-    def rename(name: str) -> str:
-        for pattern, replacement in substitutions:
-            name = pattern.sub(replacement, name)
-        return name
-
-    return rename
-
-
-# Checksums first ----------------------------------------------------------------------------
 
 
 class _Pair(NamedTuple):
@@ -525,7 +473,8 @@ def _change(pair: _Pair, amount: Amount | None) -> TensorChange:
 def _value_changes(
     a: Mapping[str, Any], b: Checkpoint, options: DiffOptions
 ) -> Iterator[ValueChange]:
-    values_a = {_new_name(name, options.rename): value for name, value in a.items()}
+    change = renamer(options.rename)
+    values_a = {change(name): value for name, value in a.items()}
     values_b = b.values
     for name in sorted(values_a.keys() | values_b.keys()):
         if not _is_selected(name, options):

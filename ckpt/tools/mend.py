@@ -14,9 +14,7 @@ import secrets
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from contextlib import closing
 from dataclasses import dataclass, replace
-from typing import Any
 
 from ckpt.commit.appender import Limits
 from ckpt.commit.attempts import attempts_on
@@ -61,10 +59,7 @@ from ckpt.tools.salvage import SalvageReport, salvage, write_manifest
 from storage import (
     KeyExistsError,
     Store,
-    StoreLike,
-    open_store,
 )
-from storage.hidden import hides_secrets
 
 Live = tuple[LiveEntry, ...]
 Body = tuple[Kind, int, str | None, Live]  # of a record: kind, epoch, attempt, live
@@ -91,60 +86,49 @@ class MendReport:
     latest: LiveEntry | None
     rebuilt: tuple[LiveEntry, ...] = ()
     format_written: bool = False
+    dry_run: bool = False
 
 
-@hides_secrets
-def mend(
-    url: StoreLike, *, dry_run: bool = False, storage_options: Mapping[str, Any] | None = None
-) -> MendReport:
-    """Make a root whole again, so that all its whole checkpoints can be loaded and a job can save.
-
-    Lists all step directories, reads every record and MANIFEST, and all bytes of a checkpoint whose
-    MANIFEST is missing. Stop all writers first. Can be repeated; does nothing to a whole root, nor
-    with `dry_run`. A process that had saved there is fenced by it. Raises NoCheckpoint when `url`
-    is no root, Corrupt for holes beyond number, CheckpointError when another process appends
-    meanwhile.
-    """
-    with closing(open_store(url, **(storage_options or {}))) as store:
-        has_format = store.exists(FORMAT_KEY) or not has_remains(store)
-        if has_format:
-            read_format(store)
-        log = _Survey(store)
-        files = _Directories(log)
-        if not log.digests and not files.in_order:
-            raise NoCheckpoint(
-                f"{store.url} has no checkpoint yet, nor one that can be brought back"
-            )
-        if not (has_format or log.records or files.in_order):
-            raise Corrupt(
-                f"{store.url} has no {FORMAT_KEY} object, and no record or MANIFEST that can be "
-                "read: if the root is encrypted, pass its key"
-            )
-        listed = {entry.attempt for entry in log.known}
-        back = tuple(entry for entry in files.in_order if entry.attempt not in listed)
-        is_broken = bool(log.holes or back or log.is_refused())
-        report = MendReport(
-            log.breaks,
-            log.holes,
-            back,
-            files.lost,
-            latest_of(files.in_order if is_broken else log.known),
-            tuple(files.salvaged),
-            not has_format,
+def mend_store(store: Store, *, dry_run: bool) -> MendReport:
+    """Make a root whole again. See `ckpt.operate.mend`."""
+    has_format = store.exists(FORMAT_KEY) or not has_remains(store)
+    if has_format:
+        read_format(store)
+    log = _Survey(store)
+    files = _Directories(log)
+    if not log.digests and not files.in_order:
+        raise NoCheckpoint(f"{store.url} has no checkpoint yet, nor one that can be brought back")
+    if not (has_format or log.records or files.in_order):
+        raise Corrupt(
+            f"{store.url} has no {FORMAT_KEY} object, and no record or MANIFEST that can be "
+            "read: if the root is encrypted, pass its key"
         )
-        if dry_run:
-            return report
-        root = read_format(store).root if has_format else files.root
-        if not has_format:
-            store.put_if_absent(FORMAT_KEY, encode_format(root))
-            read_format(store)
-        # Raises StoreRefused where an append could overwrite the record of another writer.
-        must_look_first(store, root, False, Limits())
-        for salvaged in files.salvaged.values():
-            write_manifest(store, salvaged)
-        if is_broken:
-            log.append(files.in_order, files.damaged, epoch=1 + max(log.epoch, files.epoch))
+    listed = {entry.attempt for entry in log.known}
+    back = tuple(entry for entry in files.in_order if entry.attempt not in listed)
+    is_broken = bool(log.holes or back or log.is_refused())
+    report = MendReport(
+        log.breaks,
+        log.holes,
+        back,
+        files.lost,
+        latest_of(files.in_order if is_broken else log.known),
+        tuple(files.salvaged),
+        not has_format,
+        dry_run,
+    )
+    if dry_run:
         return report
+    root = read_format(store).root if has_format else files.root
+    if not has_format:
+        store.put_if_absent(FORMAT_KEY, encode_format(root))
+        read_format(store)
+    # Raises StoreRefused where an append could overwrite the record of another writer.
+    must_look_first(store, root, False, Limits())
+    for salvaged in files.salvaged.values():
+        write_manifest(store, salvaged)
+    if is_broken:
+        log.append(files.in_order, files.damaged, epoch=1 + max(log.epoch, files.epoch))
+    return report
 
 
 class _Survey:

@@ -14,7 +14,8 @@ from ckpt.commit.names import STEPS_PREFIX
 from ckpt.errors import CheckpointError
 from ckpt.near.records import NearRecord
 from ckpt.near.status import TierStatus, WorkAtRisk, read_status
-from ckpt.near.tier import Tier, tier_roots
+from ckpt.near.tier import Tier, tier_roots, tiers_in
+from ckpt.tools.run import ReportedSave
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +49,59 @@ class TierView:
     problem: str = ""
 
 
+@dataclass(frozen=True, slots=True)
+class NearInfo:
+    """What a host has of a near checkpoint. `reached_step` is how far its training is."""
+
+    root: str
+    step: int
+    attempt: str
+    epoch: int
+    recorded_unix: float
+    ranks: int
+    ranks_here: int
+    nbytes_here: int
+    in_memory: bool
+    reached_step: int | None
+    reached_unix: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class NearListing:
+    """The near checkpoints below the directory `url` of a host, and its tiers by root."""
+
+    url: str
+    checkpoints: tuple[NearInfo, ...]
+    tiers: tuple[TierView, ...]
+
+
+def near_listing(url: str) -> NearListing:
+    """What `ckpt ls --near` shows. Raises NoCheckpoint where there is no tier."""
+    infos, views = [], []
+    for tier in tiers_in(url):
+        seen = tier_views([url], tier.root)
+        views += seen
+        status = newest_status_of(seen)
+        for record in reversed(tier.records()):
+            here, head = set(tier.whole_ranks(record)), record.head
+            infos.append(
+                NearInfo(
+                    root=tier.root,
+                    step=head.step,
+                    attempt=head.attempt,
+                    epoch=head.epoch,
+                    recorded_unix=head.time_unix,
+                    ranks=head.world_size,
+                    ranks_here=len(here),
+                    nbytes_here=sum(file.nbytes for file in record.files if file.rank in here),
+                    in_memory=tier.is_in_memory,
+                    reached_step=None if status is None else status.step,
+                    reached_unix=None if status is None else status.time_unix,
+                )
+            )
+    return NearListing(url, tuple(infos), tuple(views))
+
+
 def tier_views(paths: Sequence[str], root: str = "") -> list[TierView]:
     """The tiers of `root` below each directory, or those of all roots; one for each directory at
     least, with a problem where there is none. Raises nothing that depends on what lies there.
@@ -76,6 +130,44 @@ def work_at_risk(views: Sequence[TierView]) -> WorkAtRisk | None:
     statuses = [one.status for one in views if one.status and one.status.epoch == status.epoch]
     newest = max(statuses, key=lambda one: (one.near_step, one.order))
     return None if newest.near_step < 0 else status.since(newest.near_step, newest.near_unix)
+
+
+def durable_risk(views: Sequence[TierView], newest: ReportedSave | None) -> WorkAtRisk | None:
+    """The work since the newest durable checkpoint, as far as hosts say how far the training is."""
+    status = newest_status_of(views)
+    if status is None or newest is None:
+        return None
+    seconds = 0.0 if newest.totals is None else newest.totals.seconds
+    return status.since(newest.step, newest.committed_unix - seconds)
+
+
+@dataclass(frozen=True, slots=True)
+class NearReport:
+    """What hosts say of a training: how far it is, its newest near checkpoint, what a failure would
+    cost now from a near and from a durable one (None: not known), and their tiers.
+    """
+
+    tiers: tuple[TierView, ...] = ()
+    reached_step: int | None = None
+    reached_unix: float | None = None
+    near_step: int | None = None
+    at_risk_near: WorkAtRisk | None = None
+    at_risk_durable: WorkAtRisk | None = None
+
+
+def near_report(views: Sequence[TierView], newest: ReportedSave | None) -> NearReport:
+    """The same in numbers; `newest` is the newest durable checkpoint."""
+    near, status = work_at_risk(views), newest_status_of(views)
+    if status is None:
+        return NearReport(tuple(views))
+    return NearReport(
+        tuple(views),
+        status.step,
+        status.time_unix,
+        None if near is None else status.near_step,
+        near,
+        durable_risk(views, newest),
+    )
 
 
 def newest_status_of(views: Sequence[TierView]) -> TierStatus | None:

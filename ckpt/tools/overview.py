@@ -8,7 +8,8 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, SupportsIndex
 
-from ckpt.commit.locate import live_entries
+from ckpt.commit.lines import latest_last
+from ckpt.commit.locate import entry_by_path, live_entries, state_of
 from ckpt.commit.log import FORMAT_KEY, UNDONE, Log, broken_log, read_format
 from ckpt.commit.names import (
     LOG_PREFIX,
@@ -21,6 +22,7 @@ from ckpt.commit.numbers import plain_int
 from ckpt.commit.records import LiveEntry, Record, encode_record, record_digest
 from ckpt.errors import Corrupt, NoCheckpoint
 from ckpt.format.manifest_codec import decode_manifest
+from ckpt.loading.contents import StepInfo
 from ckpt.tools.mend import broken_link
 from storage import KeyNotFoundError, Store, StoreLike, open_store
 from storage.hidden import hides_secrets
@@ -69,16 +71,66 @@ def history(
     damaged or missing, and the store's errors.
     """
     with closing(open_store(url, **(storage_options or {}))) as store:
-        read_format(store)
-        log = Log(store)
-        newest = log.state().slot
-        first = 0 if count is None else max(0, newest - plain_int(count) + 1)
-        # The record before the first has the step of what the first may have retired.
-        slots = range(max(0, first - 1), newest + 1)
-        look = partial(record_of, log)
-        records = [*in_order(look, slots, threads=READERS, name="ckpt-log")]
-        events = events_of(log, records)
+        return _history(store, plain_int(count))
+
+
+def _history(store: Store, count: int | None) -> tuple[Event, ...]:
+    read_format(store)
+    log = Log(store)
+    newest = log.state().slot
+    first = 0 if count is None else max(0, newest - count + 1)
+    # The record before the first has the step of what the first may have retired.
+    slots = range(max(0, first - 1), newest + 1)
+    look = partial(record_of, log)
+    records = [*in_order(look, slots, threads=READERS, name="ckpt-log")]
+    events = events_of(log, records)
     return tuple(event for event in reversed(events) if event.slot >= first)
+
+
+@dataclass(frozen=True, slots=True)
+class LogReport:
+    """The newest records of a root's log, newest first. `problem` says why no job may append."""
+
+    url: str
+    events: tuple[Event, ...]
+    problem: str
+
+
+def log_report(store: Store, count: int | None) -> LogReport:
+    """The last `count` records, or all. See `ckpt.operate.log`."""
+    events, problem = _history(store, count), ""
+    try:
+        Log(store).check_end()
+    except Corrupt as error:
+        problem = str(error)
+    return LogReport(store.url, events, problem)
+
+
+@dataclass(frozen=True, slots=True)
+class RootListing:
+    """The checkpoints at `url`, the latest last. `uncommitted` says what newer save the log lacks.
+
+    `begun_unix` is None for a root. Of one step's directory, of which no log says more, it is when
+    the save began.
+    """
+
+    url: str
+    checkpoints: tuple[StepInfo, ...]
+    begun_unix: float | None = None
+    uncommitted: str = ""
+
+
+def listing(store: Store) -> RootListing:
+    """What `ckpt ls` shows. Raises NoCheckpoint when the store is neither a root nor a step's."""
+    try:
+        state = state_of(store)
+        live = latest_last(state.live)
+    except NoCheckpoint as no_root:
+        one = StepInfo.of(entry_by_path(store, no_root), store.url)
+        own = replace(one, url=store.url, committed_unix=None)
+        return RootListing(store.url, (own,), begun_unix=one.committed_unix)
+    infos = tuple(StepInfo.of(entry, store.url) for entry in live)
+    return RootListing(store.url, infos, uncommitted=state.uncommitted_text(store.url))
 
 
 def events_of(log: Log, records: Sequence[Record]) -> list[Event]:
@@ -184,19 +236,13 @@ class DiskUsage:
         return sum(a.nbytes for a in self.attempts if not a.is_live)
 
 
-@hides_secrets
-def disk_usage(url: StoreLike, *, storage_options: Mapping[str, Any] | None = None) -> DiskUsage:
-    """What every checkpoint of a root takes, by listing it once; no object is read but the log.
-
-    A single step's directory counts as a root with one checkpoint. Raises NoCheckpoint when neither
-    is at `url`, Corrupt when the log is damaged, and the store's errors.
-    """
-    with closing(open_store(url, **(storage_options or {}))) as store:
-        try:
-            live = live_entries(store)
-        except NoCheckpoint as no_root:
-            return _of_directory(store, no_root)
-        return _of_root(store, live)
+def usage_of(store: Store) -> DiskUsage:
+    """What every checkpoint of a root takes. See `ckpt.disk_usage`."""
+    try:
+        live = live_entries(store)
+    except NoCheckpoint as no_root:
+        return _of_directory(store, no_root)
+    return _of_root(store, live)
 
 
 def _of_root(store: Store, live: Sequence[LiveEntry]) -> DiskUsage:

@@ -22,6 +22,7 @@ from ckpt.api import read_path
 from ckpt.commit.numbers import plain_int
 from ckpt.convert.export import default_entry
 from ckpt.convert.sources.opening import SourceOptions, open_source
+from ckpt.errors import InvalidArgument
 from ckpt.format.manifest import Manifest
 from ckpt.format.manifest_codec import encode_manifest
 from ckpt.format.metadata_budget import MetadataBudget
@@ -121,7 +122,7 @@ def plan_load(
     group_options: GroupOptions = None,
     stacks: Mapping[str, str] | None = None,
     storage_options: Mapping[str, Any] | None = None,
-    metadata_nbytes_max: SupportsIndex | None = None,
+    metadata_bytes_max: SupportsIndex | None = None,
 ) -> LoadPlan:
     """What `ckpt.load` with these arguments would do on this rank; reads MANIFEST, changes nothing.
 
@@ -132,7 +133,7 @@ def plan_load(
     errors.
     """
     with closing(open_store(url, **(storage_options or {}))) as store:
-        budget = MetadataBudget(plain_int(metadata_nbytes_max))
+        budget = MetadataBudget(plain_int(metadata_bytes_max))
         located = find_checkpoint(store, step, budget=budget)
         manifest = located.manifest
         ranks = _ranks()
@@ -178,35 +179,28 @@ class RequestedNames(NamedTuple):
 
 
 @hides_secrets
-def plan_ranks(
+def plan_of_ranks(
     url: StoreLike,
     *,
-    ranks: SupportsIndex,
+    ranks: SupportsIndex | None = None,
     layout: EvenLayout = "fsdp2",
     wanted: RequestedNames | None = None,
     step: SupportsIndex | None = None,
+    attempt: str = "",
     storage_options: Mapping[str, Any] | None = None,
-    metadata_nbytes_max: SupportsIndex | None = None,
+    metadata_bytes_max: SupportsIndex | None = None,
 ) -> LoadPlan:
-    """What a load on `ranks` ranks with an even layout would do; reads MANIFEST and nothing else.
-
-    `wanted` is what the state has, by default everything that the checkpoint has. Parameters and
-    optimizer state are sharded by `layout`, all other tensors are whole on every rank. Blocks that
-    several ranks need count once, as they are read by one and exchanged. Time and memory grow with
-    ranks times chunks: at most `metadata_nbytes_max` bytes of memory (None: 1 GiB), and 10 seconds
-    of a CPU for each GiB. Raises like `plan_load`, and ValueError for no ranks or an unknown
-    layout.
-    """
-    count = checked_ranks(ranks, layout)
+    """As `ckpt.plan_ranks`, of a state that wants what is `wanted`."""
+    count = None if ranks is None else checked_ranks(ranks, layout)
     with closing(open_store(url, **(storage_options or {}))) as store:
-        budget = MetadataBudget(plain_int(metadata_nbytes_max))
-        located = find_checkpoint(store, step, budget=budget)
+        budget = MetadataBudget(plain_int(metadata_bytes_max))
+        located = find_checkpoint(store, step, attempt=attempt, budget=budget)
         manifest = located.manifest
         nbytes = NEED_NBYTES * len(manifest.chunks) + BLOCK_NBYTES * manifest.block_count
         budget.charge(nbytes, f"a plan of {manifest.block_count} blocks")
         everything = wanted_of(manifest)
         names = _compared(everything, wanted or everything, manifest.aliases)
-        even = _Even(count, layout)
+        even = _Even(count or manifest.header.world_size, layout)
         rank_plans = _plan_all(store, located, names.loaded, even, budget)
         return LoadPlan(
             url=Checkpoint(store, located).url,
@@ -222,10 +216,10 @@ def plan_ranks(
 
 
 def checked_ranks(ranks: SupportsIndex, layout: EvenLayout) -> int:
-    """`ranks` as an int. Raises ValueError for no ranks or an unknown layout."""
+    """`ranks` as an int. Raises InvalidArgument for no ranks or an unknown layout."""
     count = plain_int(ranks)
     if type(count) is not int or count < 1 or layout not in LAYOUTS:
-        raise ValueError(
+        raise InvalidArgument(
             f"ranks={ranks!r}, layout={layout!r}; expected at least 1, and one of {LAYOUTS}"
         )
     return count
@@ -255,18 +249,18 @@ def wanted_like(
     entry: str = "",
     step: SupportsIndex | None = None,
     storage_options: Mapping[str, Any] | None = None,
-    memory_nbytes_max: int | None = None,
+    memory_bytes_max: int | None = None,
 ) -> RequestedNames:
     """What a state wants that is like the checkpoint at `url`, of any format that `ckpt export`
     reads.
 
     With `entry`, its names stand below that name: "model" for the state {"model": net} and the file
-    of a bare model. Reads what describes it and no tensor, in `memory_nbytes_max` bytes of memory
+    of a bare model. Reads what describes it and no tensor, in `memory_bytes_max` bytes of memory
     as `ckpt.import_checkpoint` does. Raises NoCheckpoint, Corrupt, UnsupportedFormat and the
     store's errors.
     """
     options = SourceOptions(
-        step, memory_nbytes_max=memory_nbytes_max, storage_options=storage_options or {}
+        step, memory_bytes_max=memory_bytes_max, storage_options=storage_options or {}
     )
     with closing(open_source(url, options)) as source:
         contents = source.contents
@@ -291,7 +285,7 @@ def entry_for(
     step: SupportsIndex | None = None,
     storage_options: Mapping[str, Any] | None = None,
     like_options: Mapping[str, Any] | None = None,
-    memory_nbytes_max: int | None = None,
+    memory_bytes_max: int | None = None,
 ) -> str:
     """Below which name of the checkpoint at `url` a state like `like` stands.
 
@@ -301,7 +295,7 @@ def entry_for(
     sources = []
     for place, of_step, options in ((url, step, storage_options), (like, None, like_options)):
         described = SourceOptions(
-            of_step, memory_nbytes_max=memory_nbytes_max, storage_options=options or {}
+            of_step, memory_bytes_max=memory_bytes_max, storage_options=options or {}
         )
         source = open_source(place, described)
         source.close()

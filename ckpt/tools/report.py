@@ -10,7 +10,7 @@ import math
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -24,8 +24,8 @@ from ckpt.format.manifest_codec import decode_manifest
 from ckpt.format.metadata_budget import MetadataBudget
 from ckpt.layout.dtypes import DTYPES
 from ckpt.telemetry.record import SaveFailure, SaveTotals, Telemetry
-from ckpt.tools.near_tiers import TierView, tier_views
-from ckpt.tools.overview import READERS, DiskUsage, disk_usage, history
+from ckpt.tools.near_tiers import NearReport, near_report, tier_views
+from ckpt.tools.overview import READERS, DiskUsage, history, usage_of
 from ckpt.tools.run import (
     SEVERITIES,
     Measurements,
@@ -61,7 +61,7 @@ class Report:
     """What is known about a root. `saves` are in the order of their commits, oldest first.
 
     `slowest` is the slowest of the saves whose phases are known; None when there is none. `near`
-    are the tiers of this root in the directories that were looked at.
+    is what the directories say that were looked at.
     """
 
     url: str
@@ -74,7 +74,7 @@ class Report:
     entries: tuple[EntrySize, ...]
     usage: DiskUsage
     notices: tuple[Notice, ...]
-    near: tuple[TierView, ...] = ()
+    near: NearReport = field(default_factory=NearReport)
 
     @property
     def live(self) -> tuple[ReportedSave, ...]:
@@ -94,20 +94,20 @@ def report_of(
     now_unix: float | None = None,
     storage_options: Mapping[str, Any] | None = None,
     near: Sequence[str] = (),
-    metadata_nbytes_max: int | None = None,
+    metadata_bytes_max: int | None = None,
 ) -> Report:
     """What is known of the root at `url`, from its log, listings, telemetry and newest manifest,
     and of its near checkpoints in the directories `near` of hosts.
 
     No tensor is read. Raises NoCheckpoint when `url` is no root, Corrupt when its log is damaged,
     and the store's errors. Telemetry that is missing or damaged is left out, and what would take
-    more than `metadata_nbytes_max` bytes of memory (None: 1 GiB) or 10 seconds of a CPU a GiB.
+    more than `metadata_bytes_max` bytes of memory (None: 1 GiB) or 10 seconds of a CPU a GiB.
     """
     now = time.time() if now_unix is None else now_unix
-    budget = MetadataBudget(metadata_nbytes_max)
+    budget = MetadataBudget(metadata_bytes_max)
     events = history(url, count=RECORDS_MAX, storage_options=storage_options)
-    usage = disk_usage(url, storage_options=storage_options)
     with closing(open_store(url, **(storage_options or {}))) as store:
+        usage = usage_of(store)
         live = latest_last(Log(store).state().live)
         few = live[: -TELEMETRY_MAX - 1 : -1]  # the newest first
         look = partial(telemetry_of, store, budget=budget)
@@ -128,10 +128,11 @@ def report_of(
         *run.notices(now),
         *_notices_of_space(usage),
     ]
+    saves = _with_sizes(run, usage)
     return Report(
         url=run.url,
         made_unix=now,
-        saves=_with_sizes(run, usage),
+        saves=saves,
         failures=run.measured.failures,
         sessions=run.sessions,
         is_whole_history=run.is_whole_history,
@@ -139,7 +140,7 @@ def report_of(
         entries=entries,
         usage=usage,
         notices=tuple(sorted(notices, key=lambda one: SEVERITIES.index(one.severity))),
-        near=tuple(views),
+        near=near_report(views, run.live[-1] if run.live else None),
     )
 
 

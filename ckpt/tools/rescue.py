@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack, closing
+from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from ckpt.commit.lines import ResumePoint, resumable
 from ckpt.commit.log import read_format
@@ -28,8 +28,7 @@ from ckpt.format.opened_files import OpenedFile, contradictions, open_file, part
 from ckpt.near.records import NearRecord
 from ckpt.near.tier import Tier, tiers_in
 from ckpt.tools.relay import is_there, relay_file, tiles_of
-from storage import KeyExistsError, KeyNotFoundError, Store, StoreLike, open_store
-from storage.hidden import hides_secrets
+from storage import KeyExistsError, KeyNotFoundError, Store
 
 logger = logging.getLogger(__name__)
 
@@ -53,17 +52,11 @@ class _Rescued(NamedTuple):
     homes: Mapping[int, Sequence[Tier]]  # by rank: those with all its files
 
 
-@hides_secrets
-def rescue(
-    near: Sequence[str], url: StoreLike, *, storage_options: Mapping[str, Any] | None = None
-) -> RescueReport:
-    """Commit the newest near checkpoint of the root at `url` that the directories `near` have.
-
-    For a job that is dead. Can be repeated. Raises NoCheckpoint when there is none that is newer
-    than what is durable, with the reasons; CheckpointError when a job claims the root meanwhile.
+def rescue_in(store: Store, near: Sequence[str]) -> RescueReport:
+    """Commit the newest near checkpoint that the directories `near` have of a store's root. See
+    `ckpt.operate.rescue`.
     """
     with ExitStack() as stack:
-        store = stack.enter_context(closing(open_store(url, **(storage_options or {}))))
         maintenance = Maintenance.open(store)
         tiers = [tier for path in near for tier in tiers_in(path, store)]
         for tier in tiers:

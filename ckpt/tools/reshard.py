@@ -16,7 +16,6 @@ from typing import Any, NamedTuple, SupportsIndex, TypeAlias
 from ckpt.commit.log import Log
 from ckpt.commit.maintenance import Maintenance
 from ckpt.commit.names import attempt_epoch, attempt_name, step_prefix
-from ckpt.commit.numbers import plain_int
 from ckpt.commit.records import LiveEntry, manifest_digest
 from ckpt.commit.writer import Commit
 from ckpt.errors import CheckpointError
@@ -56,36 +55,22 @@ class NewLayout:
 
 
 @hides_secrets
-def reshard(
+def reshard_at(
     url: StoreLike,
-    target: StoreLike | None = None,
+    target: StoreLike | None,
     *,
     ranks: SupportsIndex,
-    layout: EvenLayout = "fsdp2",
-    step: SupportsIndex | None = None,
-    threads: SupportsIndex = 3,
-    progress: Progress | None = None,
-    storage_options: Mapping[str, Any] | None = None,
-    target_options: Mapping[str, Any] | None = None,
-    metadata_nbytes_max: SupportsIndex | None = None,
+    layout: EvenLayout,
+    step: SupportsIndex | None,
+    attempt: str,
+    threads: int,
+    progress: Progress | None,
+    metadata_bytes_max: int | None,
+    storage_options: Mapping[str, Any] | None,
+    target_options: Mapping[str, Any] | None,
 ) -> CopyReport:
-    """Write a checkpoint anew, laid out for loads on `ranks` ranks.
-
-    The new checkpoint has the same tensors and values, bit for bit, and loads on any number of
-    ranks; on `ranks` of that layout each rank reads its own file from one end to the other.
-
-    The checkpoint of `step`, by default the latest, goes to the directory `target`, which opens by
-    its path. Without `target` it gets a second form in the root `url`, which is loaded by its
-    attempt: `ckpt.load(..., attempt=report.attempt)`, `Checkpointer.restore(attempt=...)`. It is of
-    no line, so nothing else loads it, and a training that runs or resumes is not disturbed. When a
-    new job begins to save there meanwhile, nothing is committed and this raises. When the training
-    retires the latest meanwhile, this begins again with the one that is the latest then.
-
-    Every byte is checked on the way. After a run that died, run it again: it continues. What
-    describes the checkpoint may take `metadata_nbytes_max` bytes of memory (None: 1 GiB). Raises
-    like `ckpt.copy`, and ValueError for no ranks or an unknown layout.
-    """
-    how = _How(NewLayout(checked_ranks(ranks, layout), layout), plain_int(threads), progress)
+    """Write a checkpoint anew, laid out for loads on `ranks` ranks. See `ckpt.reshard`."""
+    how = _How(NewLayout(checked_ranks(ranks, layout), layout), threads, progress)
     with ExitStack() as stack:
         source = stack.enter_context(closing(open_store(url, **(storage_options or {}))))
         there: Store | None = None
@@ -93,10 +78,10 @@ def reshard(
             options = options_of_other(url, storage_options, target, target_options)
             there = stack.enter_context(closing(open_store(target, **options)))
         # In another place lie files of the checkpoint that was begun with.
-        tries_left = RETIRED_MAX if step is None and there is None else 1
+        tries_left = RETIRED_MAX if step is None and not attempt and there is None else 1
         while True:
-            budget = MetadataBudget(plain_int(metadata_nbytes_max))
-            with leased_checkpoint(source, step, budget=budget) as located:
+            budget = MetadataBudget(metadata_bytes_max)
+            with leased_checkpoint(source, step, attempt=attempt, budget=budget) as located:
                 try:
                     return _resharded(source, located, there, how)
                 except CheckpointError as error:
@@ -125,7 +110,7 @@ def _resharded(
         if isinstance(opened, LiveEntry):
             where = f"{source.url.rstrip('/')}/{opened.prefix}".rstrip("/")
             report = report_of_one(source, where, manifest, meter)
-            return replace(report, attempt=opened.attempt)
+            return replace(report, attempt=opened.attempt, is_second_form=True)
     else:
         opened = _NewAttempt(there, new_header(manifest, how.new))
     chunks = cut_for(manifest, how.new, opened.header.world_size)
@@ -133,7 +118,8 @@ def _resharded(
     made = rewrite(checkpoint, opened.header, chunks, opened.store, threads=how.threads, add=meter)
     if there is None:
         commit_second_form(source, located, made)
-    return report_of_one(source, opened.store.url, made, meter)
+    report = report_of_one(source, opened.store.url, made, meter)
+    return replace(report, is_second_form=there is None)
 
 
 def _was_retired(source: Store, located: LocatedCheckpoint) -> bool:

@@ -6,16 +6,18 @@ Nothing is committed here: a rebuilt checkpoint becomes visible only through the
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from itertools import islice
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from ckpt.commit.locate import file_key
-from ckpt.commit.names import MANIFEST_NAME
-from ckpt.errors import CheckpointError, Corrupt, InvalidState
+from ckpt.commit.log import FORMAT_KEY
+from ckpt.commit.names import MANIFEST_NAME, STEPS_PREFIX, parse_step_key
+from ckpt.errors import CheckpointError, Corrupt, InvalidState, NoCheckpoint
 from ckpt.format.blake3 import Digests
 from ckpt.format.checksum import crc32c
 from ckpt.format.damage import is_outage, raising_corrupt
@@ -36,7 +38,10 @@ from ckpt.format.opened_files import (
 from ckpt.format.part import FileColumns
 from ckpt.format.references import parse_reference
 from ckpt.format.stored_index import digests_in, extra_of, read_bytes
+from storage import StoreLike, open_store
 from storage.errors import CorruptObjectError, KeyExistsError, KeyNotFoundError
+from storage.hidden import hides_secrets
+from storage.location import folder_of, url_of
 from storage.store import Store
 
 SUFFIX = ".safetensors"
@@ -62,6 +67,76 @@ class SalvageReport:
     @property
     def is_complete(self) -> bool:
         return self.manifest is not None
+
+
+@dataclass(frozen=True, slots=True)
+class Salvaged:
+    """What became of one step directory. `whole`: it opens by its own path, or would."""
+
+    directory: str
+    whole: bool
+    step: int | None
+    tensors: int
+    files: tuple[str, ...]
+    nbytes_checked: int
+    missing: tuple[str, ...]
+    problems: tuple[str, ...]
+    dry_run: bool
+
+
+@hides_secrets
+def salvage_all(
+    url: StoreLike,
+    step: int | None,
+    *,
+    dry_run: bool,
+    storage_options: Mapping[str, Any] | None,
+) -> tuple[Salvaged, ...]:
+    """Salvage what is at `url`. See `ckpt.operate.salvage`."""
+    options = storage_options or {}
+    url = (url.rstrip("/") or url) if isinstance(url, str) else url
+    name = url_of(url).rstrip("/").rpartition("/")[2]
+    is_step = parse_step_key(f"{STEPS_PREFIX}{name}/{MANIFEST_NAME}") is not None
+    if not is_step and name and step is None:
+        with closing(open_store(url, **options)) as store:
+            # Data files at the top: a copy of one checkpoint, whatever its name.
+            is_step = not store.exists(FORMAT_KEY) and any(
+                is_data_file(info.key) for info in store.list("")
+            )
+    with closing(open_store(folder_of(url) if is_step else url, **options)) as store:
+        names = [name] if is_step else _directories_without(store, step)
+        return tuple(_salvaged(store, directory, dry_run) for directory in names)
+
+
+def _salvaged(store: Store, directory: str, dry_run: bool) -> Salvaged:
+    report = salvage(store, directory)
+    if report.manifest is not None and not dry_run:
+        write_manifest(store, report)
+    return Salvaged(
+        directory=f"{store.url}/{report.prefix}",
+        whole=report.is_complete,
+        step=report.manifest.header.step if report.manifest else None,
+        tensors=len(report.manifest.fqns) if report.manifest else 0,
+        files=report.files,
+        nbytes_checked=report.nbytes_checked,
+        missing=report.missing,
+        problems=report.problems,
+        dry_run=dry_run,
+    )
+
+
+def _directories_without(store: Store, step: int | None) -> list[str]:
+    """The step directories of a root that have no MANIFEST, or all those of `step`."""
+    files: dict[str, set[str]] = {}
+    for info in store.list(STEPS_PREFIX):
+        parsed = parse_step_key(info.key)
+        if parsed is not None and step in (None, parsed[0]):
+            folder, _, name = info.key.rpartition("/")
+            files.setdefault(folder, set()).add(name)
+    if not files:
+        wanted = "no step directories" if step is None else f"nothing of step {step}"
+        raise NoCheckpoint(f"{store.url}: {wanted} below {STEPS_PREFIX}")
+    return [name for name in files if step is not None or MANIFEST_NAME not in files[name]]
 
 
 def salvage(store: Store, prefix: str, *, verify: bool = True) -> SalvageReport:

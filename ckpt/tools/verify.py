@@ -6,38 +6,32 @@ both ways to the data (manifest, salvage) are known to work.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
-from contextlib import closing
+from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import dataclass
 from queue import SimpleQueue
-from typing import Any, NamedTuple, SupportsIndex, TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 
 from ckpt.commit.locate import file_key
-from ckpt.commit.numbers import plain_int
 from ckpt.errors import Corrupt, UnsupportedFormat
 from ckpt.format.checksum import crc32c_of_each
 from ckpt.format.damage import once_more, raising_corrupt
 from ckpt.format.datafile import DIGESTS
 from ckpt.format.datafile_index import DataFileIndex, read_data_file_index
 from ckpt.format.manifest import Int64s, Manifest
-from ckpt.format.metadata_budget import MetadataBudget
 from ckpt.format.references import is_reference
 from ckpt.format.stored_index import extra_of
 from ckpt.layout.buffers import aligned_buffer
 from ckpt.loading.block_sums import BlockSums
-from ckpt.loading.contents import leased_checkpoint
+from ckpt.loading.contents import LocatedCheckpoint
 from storage import (
     ByteRange,
     CorruptObjectError,
     KeyNotFoundError,
     ShortReadError,
     Store,
-    StoreLike,
-    open_store,
 )
-from storage.hidden import hides_secrets
 from storage.threads import in_order
 
 MIB = 1 << 20
@@ -78,32 +72,13 @@ class VerifyReport:
         return not self.damage
 
 
-@hides_secrets
-def verify(
-    url: StoreLike,
-    step: SupportsIndex | None = None,
-    *,
-    threads: SupportsIndex = 3,
-    progress: Progress | None = None,
-    storage_options: Mapping[str, Any] | None = None,
-    metadata_nbytes_max: SupportsIndex | None = None,
+def verify_located(
+    store: Store, located: LocatedCheckpoint, threads: int, progress: Progress | None
 ) -> VerifyReport:
-    """Read all bytes of a checkpoint and compare them with their checksums.
-
-    Reports all damage instead of stopping at the first. `progress(done, total)` counts bytes.
-    What describes the checkpoint may take `metadata_nbytes_max` bytes of memory (None: 1 GiB).
-    Retention leaves the checkpoint meanwhile.
-    Raises NoCheckpoint, Corrupt when the log or the manifest itself is damaged (then there is
-    nothing to compare with: see `ckpt salvage`), UnsupportedFormat beyond the memory, and errors
-    of the store that say nothing about the bytes.
-    """
-    with closing(open_store(url, **(storage_options or {}))) as store:
-        budget = MetadataBudget(plain_int(metadata_nbytes_max))
-        with leased_checkpoint(store, step, budget=budget) as located:
-            manifest = located.manifest
-            sums = BlockSums(store, located.prefix, manifest)
-            damage = _all_damage(sums, plain_int(threads), progress)
-        damage.sort(key=lambda entry: (entry.file, entry.start, entry.block))
+    """Read all bytes of a checkpoint that is leased. See `ckpt.verify`."""
+    manifest = located.manifest
+    damage = _all_damage(BlockSums(store, located.prefix, manifest), threads, progress)
+    damage.sort(key=lambda entry: (entry.file, entry.start, entry.block))
     return VerifyReport(
         url=f"{store.url.rstrip('/')}/{located.prefix}".rstrip("/"),
         step=manifest.header.step,

@@ -58,8 +58,8 @@ def test_one_line_from_dcp_to_a_file_for_everybody(
     assert_same(load_file(tmp_path / "model.safetensors"), saved.full["model"])
     ckpt.export(saved.folder, str(tmp_path / "model.pt"), verify=True)
     assert_same(torch.load(tmp_path / "model.pt", weights_only=True), saved.full["model"])
-    whole = ckpt.Selection(optimizer=True)
-    ckpt.export(saved.folder, str(tmp_path / "all.pt"), selection=whole, verify=True)
+    whole = dict(optimizer=True)
+    ckpt.export(saved.folder, str(tmp_path / "all.pt"), **whole, verify=True)
     exported = torch.load(tmp_path / "all.pt", weights_only=True)
     assert exported["step"] == 2 and exported["note"] == {"a": [1, 2.5], "b": None}
     assert_same(exported["model"], saved.full["model"])
@@ -84,13 +84,13 @@ def test_ours_goes_to_dcp_and_dcp_load_reads_it(
     by_torch: dict[tuple[int, str], Saved], tmp_path: Path
 ) -> None:
     """The whole way round: torch's DCP, imported, exported as DCP, loaded by torch elsewhere."""
-    whole = ckpt.Selection(optimizer=True)
+    whole = dict(optimizer=True)
     folders, expected = [], []
     for size, engine in [(3, "fsdp2"), (4, "hsdp1")]:
         root = str(tmp_path / f"{size}-{engine}")
         ckpt.import_checkpoint(by_torch[size, engine].folder, root)
         target = str(tmp_path / f"dcp-{size}-{engine}")
-        ckpt.export(root, target, format="dcp", selection=whole, verify=True)
+        ckpt.export(root, target, format="dcp", **whole, verify=True)
         folders.append(target)
         expected += [by_torch[size, engine].full] * 2
     loaded = run_ranks(2, dcp_load_all, folders, ["fsdp2", "tp"], timeout_seconds=120)[0]

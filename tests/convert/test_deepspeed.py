@@ -125,9 +125,7 @@ def test_weights_of_all_stages(tmp_path: Path, stage: int, size: int) -> None:
     make(tmp_path / "ds", stage, size)
     expected = {**weights(), "mask": torch.tensor([1, 0])}
     target = tmp_path / "m.safetensors"
-    ckpt.export(
-        str(tmp_path / "ds"), str(target), selection=ckpt.Selection(keep_tied=True), verify=True
-    )
+    ckpt.export(str(tmp_path / "ds"), str(target), keep_tied=True, verify=True)
     assert_same(load_file(target), {**expected, "tied.weight": expected["embed.weight"]})
     ckpt.import_checkpoint(
         str(tmp_path / "ds" / "global_step12"), str(tmp_path / "run"), rename=["=model"]

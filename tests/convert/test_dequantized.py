@@ -83,7 +83,8 @@ def test_weights_come_as_the_numbers_they_stand_for(
     ckpt.import_checkpoint(
         str(tmp_path / "model.safetensors"),
         str(tmp_path / "run"),
-        dequantize=ckpt.convert.Dequantize(dtype, BLOCK),
+        dequantize=dtype,
+        dequantize_block=BLOCK,
         verify=True,
     )
     assert asked and max(asked) <= 13
@@ -137,6 +138,7 @@ def test_what_does_not_fit_is_refused_by_name(
         ckpt.import_checkpoint(
             str(tmp_path / "odd.safetensors"),
             str(tmp_path / "run"),
-            dequantize=ckpt.convert.Dequantize("float32", BLOCK),
+            dequantize="float32",
+            dequantize_block=BLOCK,
         )
     assert not (tmp_path / "run").exists()

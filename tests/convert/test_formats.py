@@ -254,7 +254,7 @@ def test_shards_of_hugging_face_with_and_without_index(tmp_path: Path) -> None:
     state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     torch.save(state, tmp_path / "m.pt")
     folder = tmp_path / "hf"
-    ckpt.export(str(tmp_path / "m.pt"), str(folder / "model.safetensors"), shard_nbytes_max=300)
+    ckpt.export(str(tmp_path / "m.pt"), str(folder / "model.safetensors"), shard_bytes_max=300)
     assert len(list(folder.iterdir())) > 3
     for url in (folder, folder / "model.safetensors.index.json", folder / "model.safetensors"):
         assert_same(opened(str(url)), state)
@@ -280,20 +280,20 @@ def test_shards_of_dcps_hugging_face_writer(tmp_path: Path) -> None:
 def test_names_are_chosen_by_globs_and_expressions_and_changed_by_rules(tmp_path: Path) -> None:
     model, _ = trained()
     torch.save({"model": model.state_dict()}, tmp_path / "m.pt")
-    selection = ckpt.Selection(
+    selection = dict(
         include=["re:weight$"],
         exclude=["last.*"],
         rename=["first=encoder.0", "re:second\\.(.*)=decoder.\\1", "=net"],
         dtype="bfloat16",
     )
     target = str(tmp_path / "m.safetensors")
-    report = ckpt.export(str(tmp_path / "m.pt"), target, selection=selection, verify=True)
+    report = ckpt.export(str(tmp_path / "m.pt"), target, **selection, verify=True)
     assert report.tensors == ("net.decoder.weight", "net.encoder.0.weight")
     exported = load_file(target)
     assert torch.equal(exported["net.encoder.0.weight"], model.first.weight.bfloat16())
     with pytest.raises(CheckpointError, match="expected old=new"):
-        bad = ckpt.Selection(rename=["nothing"])
-        ckpt.export(str(tmp_path / "m.pt"), str(tmp_path / "n.safetensors"), selection=bad)
+        bad = dict(rename=["nothing"])
+        ckpt.export(str(tmp_path / "m.pt"), str(tmp_path / "n.safetensors"), **bad)
 
 
 def test_renamed_models_keep_their_optimizer(tmp_path: Path) -> None:

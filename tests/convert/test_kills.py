@@ -49,7 +49,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 TARGETS: dict[str, dict[str, Any]] = {
-    "model.safetensors": {"shard_nbytes_max": 10_000},
+    "model.safetensors": {"shard_bytes_max": 10_000},
     "one.safetensors": {},
     "model.pt": {},
     "directory": {"format": "dcp"},
@@ -173,11 +173,11 @@ def killed_export(source: str, base: str, monkeypatch: pytest.MonkeyPatch) -> No
         return FaultyStore(store, plan) if url.startswith("memory://") else store
 
     monkeypatch.setattr(ckpt.convert.export, "open_store", faulty)
-    ckpt.export(source, f"{base}-dry/m.safetensors", shard_nbytes_max=10_000)
+    ckpt.export(source, f"{base}-dry/m.safetensors", shard_bytes_max=10_000)
     publishes = [n for n, (what, _) in enumerate(plan.operations, 1) if what == "publish"]
     plan = FaultPlan(publishes[1], kill=True)
     with pytest.raises(Killed):
-        ckpt.export(source, f"{base}/m.safetensors", shard_nbytes_max=10_000)
+        ckpt.export(source, f"{base}/m.safetensors", shard_bytes_max=10_000)
     monkeypatch.setattr(ckpt.convert.export, "open_store", open_store)
 
 
@@ -186,10 +186,10 @@ def test_another_export_does_not_go_on_after_a_killed_one(
 ) -> None:
     base = f"memory://other-{tmp_path.name}"
     killed_export(source, base, monkeypatch)
-    half = ckpt.Selection(dtype="bfloat16")
+    half = dict(dtype="bfloat16")
     with pytest.raises(ckpt.errors.CheckpointError, match="of another export"):
-        ckpt.export(source, f"{base}/m.safetensors", shard_nbytes_max=10_000, selection=half)
-    report = ckpt.export(source, f"{base}/m.safetensors", shard_nbytes_max=10_000, verify=True)
+        ckpt.export(source, f"{base}/m.safetensors", shard_bytes_max=10_000, **half)
+    report = ckpt.export(source, f"{base}/m.safetensors", shard_bytes_max=10_000, verify=True)
     assert report.resumed == 1
 
 
@@ -205,10 +205,10 @@ def test_a_killed_export_goes_on_with_its_own_files_alone(
     store.delete(done.key)
     store.put_if_absent(done.key, bytes(nbytes or done.nbytes))
     with pytest.raises(ckpt.errors.CheckpointError, match="is not the file to be written"):
-        ckpt.export(source, f"{base}/m.safetensors", shard_nbytes_max=10_000)
+        ckpt.export(source, f"{base}/m.safetensors", shard_bytes_max=10_000)
     assert store.get(done.key) == bytes(nbytes or done.nbytes)
     store.delete(done.key)
-    ckpt.export(source, f"{base}/m.safetensors", shard_nbytes_max=10_000, verify=True)
+    ckpt.export(source, f"{base}/m.safetensors", shard_bytes_max=10_000, verify=True)
 
 
 def test_a_failed_export_removes_no_file_of_another(source: str, tmp_path: Path) -> None:
@@ -248,8 +248,8 @@ def test_an_export_that_lost_a_rank_is_continued(
     with monkeypatch.context() as patch:
         patch.setattr(ckpt.convert.export, "world_of", lambda group: LosesRank())
         with pytest.raises(RankFailed):
-            ckpt.export(source, target, shard_nbytes_max=10_000)
-    assert ckpt.export(source, target, shard_nbytes_max=10_000, verify=True).resumed > 1
+            ckpt.export(source, target, shard_bytes_max=10_000)
+    assert ckpt.export(source, target, shard_bytes_max=10_000, verify=True).resumed > 1
 
 
 def test_a_failed_export_leaves_nothing(
@@ -264,5 +264,5 @@ def test_a_failed_export_leaves_nothing(
 
     monkeypatch.setattr(ckpt.convert.export, "open_store", faulty)
     with pytest.raises(StorageError):
-        ckpt.export(source, f"{base}/m.safetensors", shard_nbytes_max=10_000)
+        ckpt.export(source, f"{base}/m.safetensors", shard_bytes_max=10_000)
     assert plan.happened and not list(open_store(base).list(""))

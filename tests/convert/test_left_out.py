@@ -17,10 +17,9 @@ from safetensors.torch import save_file
 
 import ckpt
 from ckpt.cli import main
-from ckpt.convert.export import Selection
-from ckpt.convert.import_ import import_checkpoint
 from ckpt.convert.sources.opening import open_source
 from ckpt.errors import CheckpointError
+from ckpt.operate import import_checkpoint
 
 WEIGHTS = {"a": torch.ones(2), "b": torch.zeros(3)}
 BESIDE = ("config.json", "optimizer.bin", "random_states_0.pkl", "scheduler.bin")
@@ -150,12 +149,10 @@ def test_export_writes_or_lists_every_name(name: str, tmp_path: Path) -> None:
     finally:
         source.close()
     for entry in {fqn.partition(".")[0] for fqn in floats if "." in fqn}:
-        report = ckpt.export(
-            url, str(tmp_path / f"{entry}.pt"), selection=Selection(entry=entry, exclude=["b"])
-        )
+        report = ckpt.export(url, str(tmp_path / f"{entry}.pt"), entry=entry, exclude=["b"])
         written = {f"{entry}.{tensor}" for tensor in report.tensors}
         assert written | set(report.left_out) == names and not written & set(report.left_out)
-    whole = ckpt.export(url, str(tmp_path / "whole.safetensors"), selection=Selection(entry=""))
+    whole = ckpt.export(url, str(tmp_path / "whole.safetensors"), entry="")
     assert {fqn for fqn in floats if not fqn.startswith("opt")} <= set(whole.tensors)
     assert set(whole.left_out) == names - set(whole.tensors)
 

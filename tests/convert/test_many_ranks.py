@@ -68,7 +68,7 @@ def convert(source: str, folder: str) -> tuple[int, list[Any]]:
     reports: list[Any] = [ckpt.import_checkpoint(source, f"{folder}/run")]
     nbytes = sum(store.stats.bytes_read for store in opened)
     reports += [
-        ckpt.export(source, f"{folder}/hf/model.safetensors", shard_nbytes_max=4 * MIB),
+        ckpt.export(source, f"{folder}/hf/model.safetensors", shard_bytes_max=4 * MIB),
         ckpt.export(source, f"{folder}/one.safetensors", verify=True),
         ckpt.export(f"{folder}/run", f"{folder}/one.pt", verify=True),
         ckpt.export(f"{folder}/run", f"{folder}/dcp", format="dcp", verify=True),

@@ -155,27 +155,27 @@ def test_honest_files_take_64_mib_and_their_tensors(
             stored.append(sum(i.file_size for i in file.infolist() if "/data/" in i.filename))
     for name, nbytes, (peak, outcome) in zip(states, stored, measured(paths), strict=True):
         assert 0 <= peak < MEMORY_NBYTES_MAX + nbytes, f"{name}: {peak / MIB:.1f} MiB: {outcome}"
-        assert outcome == "read" if name in READ else "memory_nbytes_max=" in outcome, name
+        assert outcome == "read" if name in READ else "memory_bytes_max=" in outcome, name
 
 
 def test_what_a_file_may_take_is_an_argument(tmp_path: Path) -> None:
     path = tmp_path / "m.pt"
     torch.save({"x": list(range(100_000))}, path)
-    with pytest.raises(UnsupportedFormat, match=r"m\.pt.* at most 1048576 .* memory_nbytes_max="):
-        ckpt.import_checkpoint(str(path), str(tmp_path / "root"), memory_nbytes_max=MIB)
-    assert main(["import", str(path), str(tmp_path / "root"), "--memory-max", "4MiB"]) == 1
+    with pytest.raises(UnsupportedFormat, match=r"m\.pt.* at most 1048576 .* memory_bytes_max="):
+        ckpt.import_checkpoint(str(path), str(tmp_path / "root"), memory_bytes_max=MIB)
+    assert main(["import", str(path), str(tmp_path / "root"), "--memory-bytes-max", "4MiB"]) == 1
     assert not (tmp_path / "root").exists()
-    assert main(["import", str(path), str(tmp_path / "root"), "--memory-max", "64MiB"]) == 0
+    assert main(["import", str(path), str(tmp_path / "root"), "--memory-bytes-max", "64MiB"]) == 0
     torch.save({"w": torch.ones(3), "x": list(range(100_000))}, path)
-    with pytest.raises(UnsupportedFormat, match="memory_nbytes_max="):
-        ckpt.export(str(path), str(tmp_path / "m.safetensors"), memory_nbytes_max=MIB)
+    with pytest.raises(UnsupportedFormat, match="memory_bytes_max="):
+        ckpt.export(str(path), str(tmp_path / "m.safetensors"), memory_bytes_max=MIB)
 
 
 def test_bytes_of_tensors_that_are_there_count_and_no_others(tmp_path: Path) -> None:
     """Records that lie over each other, are compressed, or are claimed by the pickle are no room
     for objects.
     """
-    options = SourceOptions(memory_nbytes_max=4 * MIB)
+    options = SourceOptions(memory_bytes_max=4 * MIB)
     program = pickle.dumps({"x": list(range(1000, 31_000))}, 2)
     open_source(str(put(tmp_path / "room.pt", program, bytes(8 * MIB))), options).close()
     compressed, lying = tmp_path / "compressed.pt", put(tmp_path / "lying.pt", program, b"1234")
@@ -188,7 +188,7 @@ def test_bytes_of_tensors_that_are_there_count_and_no_others(tmp_path: Path) -> 
         data[: entry + 20] + struct.pack("<2I", 8 * MIB, 8 * MIB) + data[entry + 28 :]
     )
     for path in (put(tmp_path / "none.pt", program), compressed, lying):
-        with pytest.raises(ckpt.CheckpointError, match=r"memory_nbytes_max=|outside of the file"):
+        with pytest.raises(ckpt.CheckpointError, match=r"memory_bytes_max=|outside of the file"):
             open_source(str(path), options)
     entries = [ZipEntry(f"a/data/{n}", 0, 900, 0) for n in range(50)]
     entries.append(ZipEntry("a/data.pkl", 900, 50, 0))
@@ -310,7 +310,7 @@ def test_headers_of_safetensors_files_take_64_mib(tmp_path: Path, measured: Meas
     index.write_text(json.dumps({"weight_map": names}))
     few = _safetensors(tmp_path / "few.safetensors", _empty_entries(1000, 2))
     for path, (peak, outcome) in zip(files, measured(files), strict=True):
-        is_refused = outcome.startswith("UnsupportedFormat") and "--memory-max" in outcome
+        is_refused = outcome.startswith("UnsupportedFormat") and "--memory-bytes-max" in outcome
         assert is_refused, (path, outcome)
         assert peak < MEMORY_NBYTES_MAX, (path, peak)
     ((peak, outcome), (_, read)) = measured([index, few])
@@ -320,10 +320,10 @@ def test_headers_of_safetensors_files_take_64_mib(tmp_path: Path, measured: Meas
 
 def test_bytes_of_tensors_beside_a_header_count(tmp_path: Path) -> None:
     """A long header is read where its tensors are there, or where its reader is trusted."""
-    count, few = 3000, SourceOptions(memory_nbytes_max=4 * MIB)
+    count, few = 3000, SourceOptions(memory_bytes_max=4 * MIB)
     header = _empty_entries(count, 1)
     path = _safetensors(tmp_path / "m.safetensors", header)
-    with pytest.raises(UnsupportedFormat, match="memory_nbytes_max="):
+    with pytest.raises(UnsupportedFormat, match="memory_bytes_max="):
         open_source(str(path), few)
     assert len(open_source(str(path)).contents.tensors) == count
     entry = {"dtype": "U8", "shape": [8 * MIB], "data_offsets": [0, 8 * MIB]}
@@ -337,7 +337,7 @@ def test_a_plan_has_the_same_limit(tmp_path: Path, capsys: pytest.CaptureFixture
     ckpt.save({"model": torch.nn.Linear(2, 2)}, root, step=1)
     _safetensors(like, _empty_entries(3000, 1))
     plan = ["plan", root, "--ranks", "1", "--like", str(like), "--entry", "model"]
-    assert main([*plan, "--memory-max", "4MiB"]) != 0
-    assert "--memory-max" in capsys.readouterr().err
+    assert main([*plan, "--memory-bytes-max", "4MiB"]) != 0
+    assert "--memory-bytes-max" in capsys.readouterr().err
     assert main(plan) != 0, "the state is another one"
     assert "model.t0" in capsys.readouterr().out

@@ -110,12 +110,12 @@ def test_more_is_written_where_it_is_allowed(
     for command in ("import", "export"):
         target = str(tmp_path / command) + (".safetensors" if command == "export" else "")
         assert main([command, source, target]) == 1
-        assert "--output-max" in capsys.readouterr().err
-        assert main([command, source, target, "--output-max", "100MB"]) == 0
+        assert "--output-bytes-max" in capsys.readouterr().err
+        assert main([command, source, target, "--output-bytes-max", "100MB"]) == 0
 
 
 def test_deepspeed_counts_its_files(tmp_path: Path) -> None:
     deepspeed.make(tmp_path, stage=2, size=2)
-    with pytest.raises(CheckpointError, match="output_nbytes_max"):
-        ckpt.import_checkpoint(str(tmp_path), str(tmp_path / "run"), output_nbytes_max=1)
+    with pytest.raises(CheckpointError, match="output_bytes_max"):
+        ckpt.import_checkpoint(str(tmp_path), str(tmp_path / "run"), output_bytes_max=1)
     ckpt.import_checkpoint(str(tmp_path), str(tmp_path / "run"))

@@ -75,17 +75,17 @@ def test_whole_states_and_renamed_models_have_them_too(tmp_path: Path) -> None:
     optimizer.step()
     optimizer.state[model.head.weight]["mask"] = model.kinds.csr
     ckpt.save({"model": model, "optim": optimizer}, tmp_path / "run", step=1)
-    whole = ckpt.Selection(optimizer=True)
-    ckpt.export(tmp_path / "run", str(tmp_path / "all.pt"), selection=whole)
+    whole = dict(optimizer=True)
+    ckpt.export(tmp_path / "run", str(tmp_path / "all.pt"), **whole)
     loaded: Any = torch.load(tmp_path / "all.pt", weights_only=True)
     wanted = {"csr": parts_of(model.kinds.csr)}
     assert_alike({"csr": loaded["model"]["kinds.csr"]}, wanted)
     assert_alike({"csr": loaded["optim"]["state"]["head.weight"]["mask"]}, wanted)
     for tied in ("kinds.coo", "again.w"):
         assert_alike({"w": loaded["model"][tied]}, {"w": parts_of(model.kinds.coo)})
-    ckpt.export(tmp_path / "run", str(tmp_path / "dcp"), selection=whole, format="dcp")
+    ckpt.export(tmp_path / "run", str(tmp_path / "dcp"), **whole, format="dcp")
     assert loaded["model"]["kinds.nested"]["$tensor_type"] == "torch.nested"
-    selection = ckpt.Selection(rename=["kinds=renamed"], entry="model")
-    ckpt.export(tmp_path / "run", str(tmp_path / "r.pt"), selection=selection)
+    selection = dict(rename=["kinds=renamed"], entry="model")
+    ckpt.export(tmp_path / "run", str(tmp_path / "r.pt"), **selection)
     renamed = torch.load(tmp_path / "r.pt", weights_only=True)
     assert_alike({"csr": renamed["renamed.csr"]}, wanted)

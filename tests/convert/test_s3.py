@@ -53,7 +53,7 @@ def test_dcp_in_a_bucket_becomes_a_root_in_it(server: S3Server, bucket: str) -> 
         f"s3://{bucket}/dcp",
         root,
         verify=True,
-        source_options=server.options,
+        other_options=server.options,
         storage_options=server.options,
     )
     with ckpt.open(root, storage_options=server.options) as opened:
@@ -73,12 +73,12 @@ def test_dcp_in_a_bucket_becomes_one_file_there(server: S3Server, bucket: str) -
 
 
 def test_from_a_bucket_to_a_disk_and_back(server: S3Server, bucket: str, tmp_path: Path) -> None:
-    whole = ckpt.Selection(optimizer=True)
+    whole = dict(optimizer=True)
     ckpt.export(
         f"s3://{bucket}/dcp",
         str(tmp_path / "dcp"),
         format="dcp",
-        selection=whole,
+        **whole,
         storage_options=server.options,
     )
     with warnings.catch_warnings():

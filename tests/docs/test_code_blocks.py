@@ -73,7 +73,7 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Prepared]:
         server.make_bucket("bucket")
         patch.chdir(folder)
         run_ranks(1, make_runs, str(folder), group=False)
-        ckpt.copy("runs/7b", "s3://bucket/run", whole_root=True)
+        ckpt.copy("runs/7b", "s3://bucket/run", root=True)
         yield Prepared(folder, dict(server.environment))
 
 
@@ -92,7 +92,7 @@ def make_runs(folder: str) -> None:
         state["step"] = step
         ckpt.save(state, "runs/7b", step=step, metric=1 / step)
     Path("dcp").mkdir()
-    ckpt.export("runs/7b", "dcp/checkpoint", format="dcp", selection=ckpt.Selection(optimizer=True))
+    ckpt.export("runs/7b", "dcp/checkpoint", format="dcp", optimizer=True)
     ckpt.export("runs/7b", "pretrained.safetensors")
     torch.save({"model": names["model"].state_dict()}, "weights.pt")
     Path("base").mkdir()

@@ -10,7 +10,6 @@ import torch
 
 import ckpt
 from ckpt.commit.locate import live_entries, read_manifest
-from ckpt.convert.export import Selection
 from ckpt.errors import Corrupt
 from ckpt.format.manifest import Manifest
 from ckpt.format.manifest_codec import decode_manifest
@@ -168,18 +167,18 @@ def test_every_tool_takes_them(tmp_path: Path) -> None:
     for step in (1, 2):
         save(job, step)
     assert ckpt.verify(root).ok
-    report = ckpt.diff(root, root, step_a=1, step_b=2, options=ckpt.DiffOptions(data=False))
+    report = ckpt.diff(root, root, step_a=1, step_b=2, quick=True)
     assert len(report.changed) == 4 and report.same == len(ckpt.open(root)) - 4
     for whole_root in (False, True):
         target = f"{copied}{int(whole_root)}"
-        ckpt.copy(root, target, whole_root=whole_root)
+        ckpt.copy(root, target, root=whole_root)
         assert ckpt.verify(target).ok
         assert ckpt.diff(root, target).identical
         state = lora_at(0)
         ckpt.load(state, target)
         assert_is_lora(state, 2)
-    selection = Selection(entry="weights.adapter.a")
-    ckpt.export(root, str(tmp_path / "model.safetensors"), selection=selection)
+    selection = dict(entry="weights.adapter.a")
+    ckpt.export(root, str(tmp_path / "model.safetensors"), **selection)
     with ckpt.open(root) as opened:
         name = next(name for name in opened if name.endswith("adapter.a.tensor"))
         assert torch.equal(opened.read(name, slice(1, 3)), full_at(2)["adapter.a"][1:3])

@@ -32,7 +32,6 @@ from ckpt.commit.records import LiveEntry
 from ckpt.commit.session import ReferenceRetired, Session
 from ckpt.commit.sweep import NotRetired
 from ckpt.commit.writer import Commit
-from ckpt.convert.export import Selection
 from ckpt.errors import CheckpointError, Corrupt, NoCheckpoint
 from ckpt.format.codec import encode_values
 from ckpt.format.manifest import Manifest
@@ -410,7 +409,7 @@ def test_every_reader_reads_through_references(root: Path, tmp_path: Path) -> No
     report = ckpt.verify(str(root))
     assert report.ok and report.step == 3
     target = tmp_path / "out.safetensors"
-    ckpt.export(str(root), str(target), selection=Selection(entry=""))
+    ckpt.export(str(root), str(target), entry="")
     exported = load_file(str(target))
     assert torch.equal(exported["weights.frozen.1.tensor"], full["frozen.1"])
     store = open_store(str(root))
@@ -492,7 +491,7 @@ def test_a_copy_is_self_contained_and_says_the_same(root: Path, tmp_path: Path) 
 
 def test_a_copied_root_keeps_its_references_and_goes_on(root: Path, tmp_path: Path) -> None:
     target = tmp_path / "copy"
-    copying.copy(str(root), str(target), whole_root=True)
+    copying.copy(str(root), str(target), root=True)
     shutil.rmtree(root)
     store = open_store(str(target))
     assert [len(entry.references) for entry in live_entries(store)] == [0, 1, 1]

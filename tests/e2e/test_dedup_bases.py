@@ -114,7 +114,7 @@ def test_a_removed_base_is_made_up_for_by_the_next_save(tmp_path: Path) -> None:
         ckpt.save(_state(step), url, step=step, dedup=True)
     assert _full(url) == [1, 4]
     for step in (3, 2, 1):
-        assert main(["rm", url, str(step), "--yes"]) == 0
+        assert main(["rm", url, "--step", str(step), "--yes"]) == 0
     for step in (8, 9):
         ckpt.save(_state(step), url, step=step, dedup=True)
     assert _full(url) == [4, 8]

@@ -38,7 +38,7 @@ def test_a_bucket_takes_dedup_as_a_disk_does(
         ckpt.load(state, url, step=step, storage_options=options)
         assert_is_lora(state, step)
     assert ckpt.verify(url, storage_options=options).ok
-    ckpt.copy(url, str(tmp_path / "copy"), storage_options=options, target_options={})
+    ckpt.copy(url, str(tmp_path / "copy"), storage_options=options, other_options={})
     state = lora_at(0)
     ckpt.load(state, str(tmp_path / "copy"))
     assert_is_lora(state, 3)

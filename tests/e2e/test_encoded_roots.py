@@ -198,7 +198,7 @@ def test_a_copy_into_another_root_is_the_rotation_of_its_key(root: str, tmp_path
     new = {"encryption_key": lambda key_id: b"n" * 32}
     nothing = {"encryption_key": None, "compression": None}
     for target, options in ((rotated, new), (same, {}), (plain, nothing)):
-        ckpt.copy(root, target, whole_root=True, storage_options=BOTH, target_options=options)
+        ckpt.copy(root, target, root=True, storage_options=BOTH, other_options=options)
     assert_hidden(tmp_path / "rotated")
     assert_hidden(tmp_path / "same")
     for url, options in ((rotated, new), (same, BOTH), (plain, {})):
@@ -222,7 +222,7 @@ def test_an_export_is_plain(root: str, tmp_path: Path) -> None:
     ckpt.export(root, target, storage_options=BOTH)
     assert torch.equal(load_file(target)["weight"], model.weight)
     with pytest.raises(InvalidUrlError, match="leave out encryption_key"):
-        ckpt.export(root, target, storage_options=BOTH, target_options=BOTH)
+        ckpt.export(root, target, storage_options=BOTH, other_options=BOTH)
 
 
 @pytest.mark.parametrize("by_directory", [False, True])
@@ -243,8 +243,8 @@ def test_commands_take_the_key(root: str, tmp_path: Path) -> None:
     Path(file + "2").write_bytes(b"n" * 32)
     Path(file + "2").chmod(0o600)
     for target, more in (
-        (new, ["--target-key-file", file + "2"]),
-        (plain, ["--target-option", "encryption_key=null"]),
+        (new, ["--other-key-file", file + "2"]),
+        (plain, ["--other-option", "encryption_key=null"]),
     ):
         assert main(["cp", "--root", root, target, "--key-file", file, *more]) == 0
     assert main(["verify", new, "--key-file", file + "2"]) == main(["verify", plain]) == 0
@@ -255,7 +255,7 @@ def test_commands_take_the_key(root: str, tmp_path: Path) -> None:
         more = ["--out", str(tmp_path / "page.html")] if command == "report" else []
         assert main([command, root, *key, *more]) == 0, command
         assert main([command, root]) != 0, command
-    assert main(["rm", root, "2", "--yes", *key]) == 0
+    assert main(["rm", root, "--step", "2", "--yes", *key]) == 0
     ckpt.save(state(3.0), root, step=3, storage_options=BOTH)
     assert main(["prune", root, "--keep-last", "1", "--yes", *key]) == 0
     assert [info.step for info in ckpt.list_steps(root, BOTH)] == [3]
@@ -350,7 +350,7 @@ def test_expect_root_refuses_every_other_root(tmp_path: Path, options: dict[str,
     own = {**options, "expect_root": ids[0]}
     assert ckpt.load(state(), here, storage_options=own).step == 1
     ckpt.save(state(3.0), here, step=2, storage_options=own)
-    copied = ckpt.copy(here, tmp_path / "copy", whole_root=True, storage_options=own)
+    copied = ckpt.copy(here, tmp_path / "copy", root=True, storage_options=own)
     assert copied.steps == (1, 2), "a copy is a root of its own"
     exchange(here, other, ["FORMAT", "log", "steps"])
     ckpt.forget(str(here))
@@ -372,7 +372,7 @@ def test_expect_root_refuses_every_other_root(tmp_path: Path, options: dict[str,
 
 def test_copies_of_encrypted_roots_load_and_go_on(root: str, tmp_path: Path) -> None:
     target = str(tmp_path / "copy")
-    ckpt.copy(root, target, whole_root=True, storage_options=BOTH)
+    ckpt.copy(root, target, root=True, storage_options=BOTH)
     assert ckpt.verify(target, storage_options=BOTH).ok
     ckpt.save(state(3.0), target, step=3, storage_options=BOTH)
     assert [info.step for info in ckpt.list_steps(target, BOTH)] == [1, 2, 3]

@@ -72,7 +72,7 @@ def _verify(store: MemoryStore) -> None:
 
 def _copy(store: MemoryStore) -> None:
     there = MemoryStore(MemoryBucket())
-    ckpt.copy(store, there, whole_root=True)
+    ckpt.copy(store, there, root=True)
     _load(there)
 
 

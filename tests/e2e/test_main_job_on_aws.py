@@ -113,8 +113,8 @@ def run_main_job(url: str, options: dict[str, Any], folder: Path) -> None:
     for store in (*two, *three):
         store.close()
     target = folder / "model.safetensors"
-    model = ckpt.Selection(entry="model")
-    ckpt.export(url, str(target), selection=model, storage_options=options)
+    model = dict(entry="model")
+    ckpt.export(url, str(target), **model, storage_options=options)
     exported = load_file(target)
     assert torch.equal(exported["weight"], state_at(3, 0, 1)["model"].weight)
 

@@ -7,7 +7,6 @@ attributes. Then objects that are kept for long.
 
 from __future__ import annotations
 
-import argparse
 import inspect
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -18,13 +17,11 @@ import pytest
 import torch
 
 import ckpt
-from ckpt.cli.parsers.arguments import Command, add_options
+from ckpt import operate
+from ckpt.cli.commandline import build_parser
 from ckpt.integrations.dcp import DcpReader, DcpWriter
 from ckpt.integrations.lightning import LightningCheckpoints
-from ckpt.tools.mend import mend
 from ckpt.tools.polling import RunPoller
-from ckpt.tools.report import report_of
-from ckpt.tools.rescue import rescue
 from storage import open_store
 from storage.hidden import hides_secrets, without_secrets
 from tests.e2e.test_encoded_roots import shown_by
@@ -40,9 +37,7 @@ OPTIONS: dict[str, Any] = {
     "token": {"private": [WORD]},
     "headers": {"Authorization": f"Bearer {WORD}"},
 }
-OF_STORES = {f"{of}_options" for of in ("storage", "source", "target", "config", "like")} | {
-    "storage_options_b"
-}
+OF_STORES = {f"{of}_options" for of in ("storage", "other", "config")}
 HERE = str(Path(__file__).parents[2])
 
 
@@ -83,10 +78,8 @@ def takes_options(thing: object) -> list[str]:
 
 def public() -> list[tuple[str, Callable[..., Any]]]:
     things = {name: getattr(ckpt, name) for name in dir(ckpt) if not name.startswith("_")}
-    things |= {
-        one.__name__: one
-        for one in (mend, report_of, rescue, RunPoller, LightningCheckpoints, DcpReader, DcpWriter)
-    }
+    things |= {name: getattr(operate, name) for name in operate.__all__}
+    things |= {one.__name__: one for one in (RunPoller, LightningCheckpoints, DcpReader, DcpWriter)}
     return [(name, thing) for name, thing in sorted(things.items()) if takes_options(thing)]
 
 
@@ -178,9 +171,6 @@ def test_what_is_hidden_is_equal_to_what_it_was() -> None:
 
 
 def test_options_of_a_command_line_are_hidden() -> None:
-    parser = argparse.ArgumentParser()
-    add_options(Command("x", "", parser), "--option", "of a store", short="-o")
-    parsed = parser.parse_args(
-        ["-o", f"secret={WORD}", "-o", f'client_kwargs={{"token": "{WORD}"}}']
-    )
-    assert WORD not in repr(parsed) and dict(parsed.option)["secret"] == WORD
+    words = ["ls", "x", "-o", f"secret={WORD}", "-o", f'client_kwargs={{"token": "{WORD}"}}']
+    parsed = build_parser().parse_args(words)
+    assert WORD not in repr(parsed) and dict(parsed.storage_options)["secret"] == WORD

@@ -375,8 +375,8 @@ def test_exports_and_imports_change_the_form(form: str, tmp_path: Path) -> None:
         assert all(torch.equal(made[name], tensor) for name, tensor in expected.items())
     for target in ("again.safetensors", "again.pt"):
         file = tmp_path / target
-        selection = ckpt.Selection(entry="", stacks={new: old for old, new in forth.items()})
-        ckpt.export(root, str(file), selection=selection, verify=True)
+        selection = dict(entry="", stacks={new: old for old, new in forth.items()})
+        ckpt.export(root, str(file), **selection, verify=True)
         load = load_file if target.endswith("safetensors") else torch.load
         weights = load(str(file))
         assert weights.keys() == model_of(form).keys()
@@ -385,7 +385,8 @@ def test_exports_and_imports_change_the_form(form: str, tmp_path: Path) -> None:
         ckpt.export(
             root,
             str(tmp_path / "no.pt"),
-            selection=ckpt.Selection(entry="", stacks={"expert": "expert.{}"}),
+            entry="",
+            stacks={"expert": "expert.{}"},
         )
 
 
@@ -396,8 +397,8 @@ def test_an_export_of_the_whole_state_changes_the_optimizer_too(form: str, tmp_p
     model, optimizer = trained(form, 1)
     ckpt.save({"model": model, "optim": optimizer}, root, step=1)
     forth = STACKS if form == "stacked" else SLICES
-    selection = ckpt.Selection(optimizer=True, stacks=forth)
-    ckpt.export(root, str(file), selection=selection)
+    selection = dict(optimizer=True, stacks=forth)
+    ckpt.export(root, str(file), **selection)
     ckpt.import_checkpoint(str(file), str(tmp_path / "imported"))
     loaded, its_optimizer = trained(other, 2)
     ckpt.load({"model": loaded, "optim": its_optimizer}, str(tmp_path / "imported"))
@@ -457,15 +458,15 @@ def test_restores_plans_and_comparisons_take_the_rule_of_a_load(form: str, tmp_p
         for key, value in good_optimizer.state[expected].items():
             assert torch.equal(its_optimizer.state[one][key], value)
 
-    options = ckpt.DiffOptions(stacks=forth)
-    same = ckpt.diff(root, root, step_a=1, step_b=2, options=options)
+    rules = {"stacks": forth}
+    same = ckpt.diff(root, root, step_a=1, step_b=2, **rules)
     assert not same.changed and not same.only_a and not same.only_b
     # Their params in another order.
     assert {value.fqn for value in same.values} <= {"optim.param_groups"}
     with torch.no_grad():
         list(restored.parameters())[-1].view(-1)[-1] += 1
     ckpt.save(state, again, step=1)
-    (changed,) = ckpt.diff(root, again, step_a=1, options=options).changed
+    (changed,) = ckpt.diff(root, again, step_a=1, **rules).changed
     assert changed.amount is not None and changed.amount.changed == 1
     assert changed.fqn == f"model.{list(restored.state_dict())[-1]}"
     assert ckpt.diff(root, again, step_a=1).only_a

@@ -201,7 +201,7 @@ def test_what_unlike_ranks_saved_loads_on_other_numbers_of_ranks(tmp_path: Path)
     assert odd_of(ends, both_ends, 2) == []
     assert ends["n"] == 5
     critic = tmp_path / "critic.safetensors"
-    ckpt.export(f"{root}/pair", str(critic), selection=ckpt.Selection(entry="critic"))
+    ckpt.export(f"{root}/pair", str(critic), entry="critic")
     expected = whole(lambda: Ends(["first"]), 3)[0].state_dict()
     weights = load_file(str(critic))
     assert weights.keys() == expected.keys()

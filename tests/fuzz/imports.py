@@ -39,7 +39,7 @@ def _converted(files: Mapping[str, bytes]) -> None:
     for convert in (ckpt.import_checkpoint, ckpt.export):
         bucket = MemoryBucket()
         try:
-            convert(source, MemoryStore(bucket), output_nbytes_max=OUTPUT_NBYTES_MAX)  # type: ignore[operator]
+            convert(source, MemoryStore(bucket), output_bytes_max=OUTPUT_NBYTES_MAX)  # type: ignore[operator]
         except REFUSALS as error:
             refused.append(error)
         finally:

@@ -31,7 +31,7 @@ from ckpt.commit.records import (
     manifest_digest,
 )
 from ckpt.errors import CheckpointError
-from ckpt.tools.mend import mend
+from ckpt.operate import mend
 from ckpt.tools.report import report_of
 from ckpt.tools.salvage import salvage
 from storage.errors import StorageError

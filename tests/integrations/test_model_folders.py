@@ -60,7 +60,7 @@ def test_from_pretrained_opens_an_exported_folder(tmp_path: Path, name: str) -> 
         for parameter in model.parameters():
             parameter.add_(0.125)  # what was trained is not what the base has
     ckpt.save({"model": model}, root, step=1)
-    ckpt.export(root, target, format="hf", config=base, shard_nbytes_max=6000)
+    ckpt.export(root, target, format="hf", config=base, shard_bytes_max=6000)
 
     read = read_by_index(target)
     assert read.keys() == read_by_index(base).keys(), "other names than save_pretrained writes"

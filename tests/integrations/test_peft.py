@@ -69,8 +69,8 @@ def test_an_exported_adapter_is_loaded_by_peft(tmp_path: Path) -> None:
     ckpt.save({"model": model}, str(tmp_path / "run"), step=2)
     other = str(tmp_path / "second" / "adapter_model.safetensors")
     with pytest.raises(CheckpointError, match=r"adapters default, second.*preset='peft:default'"):
-        ckpt.export(str(tmp_path / "run"), other, selection=ckpt.Selection(preset="peft"))
-    ckpt.export(str(tmp_path / "run"), other, selection=ckpt.Selection(preset="peft:second"))
+        ckpt.export(str(tmp_path / "run"), other, preset="peft")
+    ckpt.export(str(tmp_path / "run"), other, preset="peft:second")
     assert sorted(load_file(other)) == [
         f"base_model.model.layer.lora_{half}.weight" for half in "AB"
     ]
@@ -82,9 +82,9 @@ def test_presets_that_fit_nothing_are_refused(tmp_path: Path) -> None:
     ckpt.save({"model": Net()}, str(tmp_path / "run"), step=1)
 
     def refused(preset: str, name: str, match: str, **more: Any) -> None:
-        selection = ckpt.Selection(preset=preset, **more)
+        selection = dict(preset=preset, **more)
         with pytest.raises(CheckpointError, match=match):
-            ckpt.export(str(tmp_path / "run"), str(tmp_path / "out" / name), selection=selection)
+            ckpt.export(str(tmp_path / "run"), str(tmp_path / "out" / name), **selection)
         assert not (tmp_path / "out").exists()
 
     right = "adapter_model.safetensors"

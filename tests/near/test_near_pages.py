@@ -90,7 +90,7 @@ def test_report_has_the_near_tiers_of_the_root_alone(
     capsys.readouterr()
     assert main(["report", root, "--json", *flags]) == 0
     near = json.loads(capsys.readouterr().out)["near"]
-    assert [one["steps"] for one in near["tiers"]] == [[6, 4], [6, 4]]
+    assert [[one["step"] for one in tier["steps"]] for tier in near["tiers"]] == [[6, 4], [6, 4]]
     assert near["at_risk_near"] == {"steps": 14, "seconds": 9.0}
     assert main(["report", root, "--output", str(page)]) == 0
     assert "work at risk" not in page.read_text(encoding="utf-8")

@@ -45,7 +45,7 @@ def test_a_near_state_becomes_durable_without_its_job(
     assert origins(life) == {("durable", 8)}
     # It is of the training's line: the next durable save continues it.
     assert main(["ls", root, "--json"]) == 0
-    lines = {entry["line"] for entry in json.loads(capsys.readouterr().out)}
+    lines = {entry["line"] for entry in json.loads(capsys.readouterr().out)["checkpoints"]}
     assert lines == {0}
 
 
@@ -78,7 +78,7 @@ def test_rescue_uses_copies_of_lost_hosts_and_of_damaged_files(
     newest["rank00000"].write_bytes(bytes(100) + newest["rank00000"].read_bytes()[100:])
     directories = [str(host / "near") for host in hosts[1:]]
     assert main(["ls", "--near", directories[0], "--json"]) == 0
-    rows = json.loads(capsys.readouterr().out)
+    rows = json.loads(capsys.readouterr().out)["checkpoints"]
     assert [(row["step"], row["ranks_here"]) for row in rows] == [(2, 3), (4, 3)]
     assert main(["rescue", *directories, root, "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
@@ -106,7 +106,7 @@ def test_rescue_refuses_what_is_older_fenced_or_not_all_there(
 def test_ls_near_shows_what_a_host_has(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     _, _, near = trained(tmp_path, 4)
     assert main(["ls", "--near", near[0], "--json"]) == 0
-    rows = json.loads(capsys.readouterr().out)
+    rows = json.loads(capsys.readouterr().out)["checkpoints"]
     assert [(row["step"], row["ranks"], row["ranks_here"]) for row in rows] == [
         (2, 2, 1),
         (4, 2, 1),

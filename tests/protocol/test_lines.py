@@ -21,10 +21,10 @@ from ckpt.commit.ranked import SessionRegistry
 from ckpt.commit.records import RECORD_MAGIC, LiveEntry, decode_record, encode_record
 from ckpt.commit.session import Session
 from ckpt.commit.writer import Commit
-from ckpt.convert.import_ import import_checkpoint
 from ckpt.errors import Corrupt, Fenced
 from ckpt.format.checksum import crc32c
 from ckpt.integrations.dcp import DcpReader, DcpWriter
+from ckpt.operate import import_checkpoint
 from storage import Store, open_store
 from storage.memory import MemoryStore
 
@@ -246,7 +246,7 @@ def test_copied_root_keeps_its_lines(root: str, tmp_path: Path) -> None:
     ckpt.save({"x": torch.zeros(3)}, root, step=2)
     store = open_store(root)
     target = str(tmp_path / "copy")
-    ckpt.copy(root, target, whole_root=True)
+    ckpt.copy(root, target, root=True)
     before = {info.attempt: info.line for info in ckpt.list_steps(root)}
     after = {info.attempt: info.line for info in ckpt.list_steps(target)}
     assert list(before) == list(after)

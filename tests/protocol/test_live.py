@@ -7,7 +7,6 @@ million checkpoints whose slots are computed, and requests that are counted.
 from __future__ import annotations
 
 import random
-from argparse import Namespace
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import cache
@@ -18,7 +17,9 @@ import pytest
 import torch
 
 import ckpt
+from ckpt import operate
 from ckpt.cli import looking
+from ckpt.cli.running import json_of
 from ckpt.cli.screen import date, show_table, size
 from ckpt.commit import appender
 from ckpt.commit import live as live_module
@@ -44,8 +45,7 @@ from ckpt.commit.session import Session
 from ckpt.commit.sweep import NotRetired
 from ckpt.commit.writer import Commit
 from ckpt.errors import CheckpointError, Corrupt, UnsupportedFormat
-from ckpt.tools.copy import copy
-from ckpt.tools.mend import mend
+from ckpt.operate import copy, mend
 from ckpt.world.base import SoloWorld
 from storage import open_store
 from storage.errors import KeyNotFoundError, NoSpaceError
@@ -173,7 +173,7 @@ def test_a_root_with_segments_is_copied_whole_and_mended(tmp_path: Path) -> None
     for step in range(1, 13):
         ckpt.save({"x": torch.ones(3) * step}, url, step=step)
     known = _times_and_sizes(url)
-    copy(url, target, whole_root=True)
+    copy(url, target, root=True)
     assert _times_and_sizes(target) == known and all(all(one) for one in known.values())
     state = {"x": torch.zeros(3)}
     assert ckpt.load(state, target, step=3).step == 3 and torch.equal(state["x"], torch.ones(3) * 3)
@@ -347,10 +347,9 @@ def test_ls_takes_few_requests_however_many_checkpoints_there_are(
     count: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     shown: list[Any] = []
-    monkeypatch.setattr(looking, "show_json", shown.extend)
     monkeypatch.setattr(looking, "show_table", lambda titles, rows, right: shown.extend(rows))
     store = Long(count)
-    looking.ls(Namespace(url=store, near=False, option=[], json=True))
+    shown.extend(json_of("ls", operate.ls(store))["checkpoints"])
     # FORMAT, the end of the log by doubling and bisecting, two records, the segments.
     requests, of_segments = store.asked()
     assert requests <= 50 and of_segments <= 5
@@ -361,7 +360,7 @@ def test_ls_takes_few_requests_however_many_checkpoints_there_are(
     if count > 1000:
         return  # the table makes the same requests
     shown.clear()
-    looking.ls(Namespace(url=store, near=False, option=[], json=False))
+    looking.show_ls(operate.ls(store))
     assert store.asked() == (requests, of_segments) and len(shown) == count
     assert shown[-1][1:3] == (date(1e9 + count / 4), size(10**9 + count))
     assert f"{count} checkpoints" in capsys.readouterr().out

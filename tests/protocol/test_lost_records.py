@@ -26,8 +26,8 @@ from ckpt.commit.maintenance import Maintenance
 from ckpt.commit.names import LOG_PREFIX, MANIFEST_NAME, record_key
 from ckpt.commit.session import Session
 from ckpt.errors import CheckpointError
+from ckpt.operate import mend
 from ckpt.service.restore import _newest_first
-from ckpt.tools.mend import mend
 from storage.errors import StorageError
 from storage.memory import MemoryBucket, MemoryStore
 from storage.store import Store

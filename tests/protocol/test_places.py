@@ -28,8 +28,8 @@ from ckpt.commit.records import LiveEntry, manifest_digest
 from ckpt.commit.session import Session
 from ckpt.commit.writer import Commit
 from ckpt.errors import CheckpointError, Corrupt, LogDiverged
+from ckpt.operate import mend
 from ckpt.testing import RanksFailed, run_ranks
-from ckpt.tools.mend import mend
 from storage import open_store
 from storage.errors import NoSpaceError
 from storage.memory import MemoryBucket, MemoryStore

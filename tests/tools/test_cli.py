@@ -38,7 +38,9 @@ def test_ls_lists_steps(plain_root: str, capsys: pytest.CaptureFixture[str]) -> 
     out = capsys.readouterr().out
     assert "2 checkpoints" in out and "latest" in out
     assert main(["ls", plain_root, "--json"]) == 0
-    assert [entry["step"] for entry in json.loads(capsys.readouterr().out)] == [5, 10]
+    listed = json.loads(capsys.readouterr().out)
+    assert (listed["schema"], listed["version"]) == ("ckpt.ls", 1)
+    assert [entry["step"] for entry in listed["checkpoints"]] == [5, 10]
 
 
 def test_ls_has_times_of_the_log_and_sizes_of_the_files(
@@ -48,11 +50,11 @@ def test_ls_has_times_of_the_log_and_sizes_of_the_files(
     for path in Path(root).rglob("*"):
         os.utime(path, (86400.0, 86400.0))
     assert main(["ls", root, "--json"]) == 0
-    listed = json.loads(capsys.readouterr().out)
+    listed = json.loads(capsys.readouterr().out)["checkpoints"]
     saved = [event for event in reversed(ckpt.history(root)) if event.kind == "COMMIT"]
     assert [one["committed_unix"] for one in listed] == [event.time_unix for event in saved]
     for one in listed:
-        files = list((Path(root) / one["directory"]).iterdir())
+        files = list(Path(one["url"]).iterdir())
         own = sum(path.stat().st_size for path in files if path.name != "TELEMETRY")
         assert one["nbytes"] == own > 0
     assert main(["ls", root]) == 0
@@ -65,7 +67,7 @@ def test_a_steps_directory_is_listed_and_opened_by_its_own_path(
 ) -> None:
     entry = ckpt.list_steps(root)[0]
     assert main(["ls", entry.url, "--json"]) == 0
-    (listed,) = json.loads(capsys.readouterr().out)
+    (listed,) = json.loads(capsys.readouterr().out)["checkpoints"]
     assert (listed["step"], listed["attempt"], listed["line"]) == (5, entry.attempt, None)
     assert listed["committed_unix"] is None and listed["nbytes"] > 0
     for arguments in (["ls"], ["show"], ["du"], ["verify"]):
@@ -145,7 +147,7 @@ def test_export_writes_what_the_function_writes(
     sliced_root: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     target = tmp_path / "m.safetensors"
-    arguments = ["--dtype", "float16", "--rename", r"^(\d)\.=layer\1.", "--exclude", "*bias"]
+    arguments = ["--dtype", "float16", "--rename", r"re:^(\d)\.=layer\1.", "--exclude", "*bias"]
     assert main(["export", sliced_root, str(target), *arguments]) == 0
     assert str(target) in capsys.readouterr().out
     tensors = load_file(target)
@@ -169,7 +171,7 @@ def test_import_and_export_go_round(
     file, root = str(tmp_path / "m.safetensors"), str(tmp_path / "run")
     assert main(["export", plain_root, file, "--verify", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["verified"]
-    assert main(["import", file, root, "--step", "3", "--rename", "^=model.", "--verify"]) == 0
+    assert main(["import", file, root, "--step", "3", "--rename", "=model", "--verify"]) == 0
     out = capsys.readouterr().out
     assert "step 3: " in out and "every tensor read back and equal" in out
     with ckpt.open(root) as ck:
@@ -271,7 +273,7 @@ def steps_of(root: str) -> list[int]:
     return [info.step for info in ckpt.list_steps(root)]
 
 
-@pytest.mark.parametrize("command", [["prune", "--keep-last", "1"], ["rm", "5"]])
+@pytest.mark.parametrize("command", [["prune", "--keep-last", "1"], ["rm", "--step", "5"]])
 def test_nothing_is_deleted_before_somebody_has_agreed(
     command: list[str],
     root: str,
@@ -318,12 +320,12 @@ def test_prune_leaves_imports_and_rm_removes_them(
     imported, own = ckpt.list_steps(root)
     assert (imported.step, imported.line, own.step, own.line) == (10, None, 10, 0)
     capsys.readouterr()
-    assert main(["rm", root, "10", "--yes"]) == 1
+    assert main(["rm", root, "--step", "10", "--yes"]) == 1
     err = capsys.readouterr().err
     assert f"{own.attempt} (line 0)" in err and f"{imported.attempt} (no line)" in err
-    assert main(["rm", root, "10", "--attempt", own.attempt, "--yes"]) == 1
+    assert main(["rm", root, "--step", "10", "--attempt", own.attempt, "--yes"]) == 1
     assert "only checkpoint that a training has saved here" in capsys.readouterr().err
-    assert main(["rm", root, "10", "--attempt", imported.attempt, "--yes"]) == 0
+    assert main(["rm", root, "--step", "10", "--attempt", imported.attempt, "--yes"]) == 0
     assert len(ckpt.list_steps(root)) == 1
     assert not list(Path(root, "steps").glob(f"*{imported.attempt}"))
 
@@ -335,14 +337,14 @@ def test_rm_says_why_it_refuses_and_what_follows(
     frozen = torch.randn(300_000)
     for step in (1, 2):
         ckpt.save({"x": frozen, "n": step}, root, step=step, dedup=True)
-    assert main(["rm", root, "3", "--yes"]) == 1
+    assert main(["rm", root, "--step", "3", "--yes"]) == 1
     assert "has no step 3" in capsys.readouterr().err
-    assert main(["rm", root, "1", "--yes"]) == 1
+    assert main(["rm", root, "--step", "1", "--yes"]) == 1
     assert "is needed by" in capsys.readouterr().err
-    assert main(["rm", root, "2", "--dry-run"]) == 0
+    assert main(["rm", root, "--step", "2", "--dry-run"]) == 0
     assert "a training resumes from step 1 then" in capsys.readouterr().out
-    assert main(["rm", root, "2", "--json", "--yes"]) == 0
-    assert main(["rm", root, "1", "--yes"]) == 1
+    assert main(["rm", root, "--step", "2", "--json", "--yes"]) == 0
+    assert main(["rm", root, "--step", "1", "--yes"]) == 1
     assert "is the only checkpoint" in capsys.readouterr().err
     assert steps_of(root) == [1] and ckpt.verify(root).ok
 
@@ -377,9 +379,9 @@ def test_mistakes_are_reported_in_one_line(
         ["prune", "x", "--keep-younger", "7"],
         ["prune", "x", "--keep-last", "1", "--retire-unmeasured"],
         ["rm", "x"],
-        ["rm", "x", "latest"],
-        ["export", "x", "y.safetensors", "--shard-size", "big"],
-        ["export", "x", "y.safetensors", "--rename", "(=a"],
+        ["rm", "x", "--step", "latest"],
+        ["export", "x", "y.safetensors", "--shard-bytes-max", "big"],
+        ["export", "x", "y.safetensors", "--rename", "re:(=a"],
         ["ls", "x", "-o", "endpoint"],
     ],
     ids=" ".join,
@@ -408,7 +410,7 @@ def test_an_empty_command_line_shows_help(
 
 def test_names_of_the_package_are_those_for_users() -> None:
     shown = [name for name in dir(ckpt) if not name.startswith("__")]
-    parts = {"convert", "errors", "integrations", "reports", "state_dict"}
+    parts = {"errors", "integrations", "operate", "reports", "state_dict"}
     assert shown == sorted({*ckpt.__all__, *parts})
 
 

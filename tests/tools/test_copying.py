@@ -92,7 +92,7 @@ def test_whole_root_goes_to_a_root_that_trainings_go_on_with(
     plain_root: str, tmp_path: Path
 ) -> None:
     target = str(tmp_path / "new")
-    report = ckpt.copy(plain_root, target, whole_root=True)
+    report = ckpt.copy(plain_root, target, root=True)
     assert report.steps == (5, 10)
     old, new = ckpt.list_steps(plain_root), ckpt.list_steps(target)
     assert [(i.step, i.attempt) for i in old] == [(i.step, i.attempt) for i in new]
@@ -104,7 +104,7 @@ def test_whole_root_goes_to_a_root_that_trainings_go_on_with(
     ckpt.save({"x": torch.ones(3)}, target, step=11)
     assert [info.step for info in ckpt.list_steps(target)] == [5, 10, 11]
     assert len(ckpt.list_steps(plain_root)) == 2
-    assert ckpt.copy(plain_root, target, whole_root=True).nbytes_written == 0
+    assert ckpt.copy(plain_root, target, root=True).nbytes_written == 0
 
 
 @pytest.mark.ranks
@@ -330,7 +330,7 @@ def test_copy_of_a_checkpoint_that_shares_files_needs_no_other(
 
 def test_copy_of_a_root_keeps_what_its_checkpoints_share(sharing_root: str, tmp_path: Path) -> None:
     target = str(tmp_path / "new")
-    report = ckpt.copy(sharing_root, target, whole_root=True)
+    report = ckpt.copy(sharing_root, target, root=True)
     assert report.nbytes == sum(path.stat().st_size for path in data_files(target))
     shutil.rmtree(sharing_root)
     for step in (1, 2):
@@ -603,12 +603,17 @@ def test_commands_say_what_they_did(
     assert main(["diff", plain_root, str(tmp_path / "new")]) == 0
 
 
+def test_a_root_has_no_step_to_copy(plain_root: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(["cp", plain_root, "target", "--root", "--step", "5"])
+    assert "leave out --step" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (["cp", "/nowhere/run", "TARGET"], "no shardpoint checkpoint"),
         (["cp", "ROOT", "TARGET", "--step", "7"], "has no step 7"),
-        (["cp", "ROOT", "TARGET", "--root", "--step", "5"], "leave out --step"),
         (["cp", "ROOT", "ROOT"], "is the root of a run"),
         (["reshard", "ROOT", "ROOT", "--ranks", "2"], "is the root of a run"),
     ],

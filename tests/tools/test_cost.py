@@ -20,7 +20,7 @@ import torch
 import ckpt
 from ckpt.api import _write_path, read_path
 from ckpt.cli import main
-from ckpt.cli.parsers.costing import OPTIMIZERS
+from ckpt.operate.looking import OPTIMIZERS
 from ckpt.saving.write import Staging, WritePath
 from ckpt.tools.cost import (
     FILE_NBYTES,
@@ -358,7 +358,8 @@ def test_a_wrong_command_line_is_refused(
 
 
 def test_an_unknown_dtype_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([*SEVENTY, "--dtype", "float31"]) == 1
+    with pytest.raises(SystemExit, match="2"):
+        main([*SEVENTY, "--dtype", "float31"])
     assert "'float31' is not a dtype" in capsys.readouterr().err
 
 

@@ -139,8 +139,8 @@ def test_other_layouts_of_the_same_bytes_are_the_same(sliced_root: str, tmp_path
     alone = saved(tmp_path, "alone", {"model": sliced_net()})
     report = ckpt.diff(sliced_root, alone)
     assert report.identical and report.same == 5
-    rows_only = DiffOptions(include=["model.0.*"])
-    assert ckpt.diff(sliced_root, alone, options=rows_only).nbytes_read == 0
+    rows_only = dict(include=["model.0.*"])
+    assert ckpt.diff(sliced_root, alone, **rows_only).nbytes_read == 0
     changed = sliced_net()
     with torch.no_grad():
         changed[1].weight[30, 47] += 1
@@ -163,17 +163,17 @@ def test_names_can_be_renamed_and_chosen(tmp_path: Path) -> None:
     a = saved(tmp_path, "a", {"old": {"x": torch.ones(2), "y": torch.ones(2)}})
     b = saved(tmp_path, "b", {"new": {"x": torch.ones(2), "y": torch.zeros(2)}})
     assert ckpt.diff(a, b).only_a == ("old.x", "old.y")
-    renamed = DiffOptions(rename={"old.x": "new.x", "old.y": "new.y"}, exclude=["*.y"])
-    assert ckpt.diff(a, b, options=renamed).identical
+    renamed = dict(rename={"old.x": "new.x", "old.y": "new.y"}, exclude=["*.y"])
+    assert ckpt.diff(a, b, **renamed).identical
     with pytest.raises(ValueError, match="one name"):
-        ckpt.diff(a, b, options=DiffOptions(rename=lambda name: "same"))
+        ckpt.diff(a, b, rename=lambda name: "same")
 
 
 def test_quick_reads_nothing(tmp_path: Path) -> None:
     other = state()
     other["w"][0, 0] += 1
     a, b = saved(tmp_path, "a", state()), saved(tmp_path, "b", other)
-    report = ckpt.diff(a, b, options=DiffOptions(data=False))
+    report = ckpt.diff(a, b, quick=True)
     assert [(c.fqn, c.amount) for c in report.changed] == [("w", None)]
     assert report.nbytes_read == 0
 
@@ -188,8 +188,8 @@ def test_command_tells_by_its_exit_code(
     assert "a: step 5" in out and "b: step 10" in out and "value epoch: 5 -> 10" in out
     assert main(["diff", plain_root, "--step-b", "5", "--json", "--sort", "amount"]) == 3
     printed = json.loads(capsys.readouterr().out)
-    assert not printed["identical"] and printed["b"]["step"] == 5
-    big = next(change for change in printed["changed"] if change["name"] == "model.big")
+    assert not printed["identical"] and printed["step_b"] == 5
+    big = next(change for change in printed["changed"] if change["fqn"] == "model.big")
     assert big["amount"]["changed"] > 0 and big["amount"]["relative_norm"] > 0
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import shutil
 import struct
-from argparse import ArgumentTypeError
 from pathlib import Path
 
 import pytest
@@ -18,7 +17,7 @@ from safetensors.torch import load_file, load_model
 
 import ckpt
 import ckpt.convert.export
-from ckpt.cli.parsers.arguments import nbytes as parse_nbytes
+from ckpt.operate.arguments import nbytes as parse_nbytes
 from storage import open_store
 from storage.testing import CountingStore
 from tests.tools.conftest import data_files, make_net, sliced_net, stepped
@@ -56,8 +55,8 @@ def test_tied_names_follow_the_rule_of_save_model(plain_root: str, tmp_path: Pat
     """The first name is kept and the file notes the other, so that load_model is satisfied."""
     target = tmp_path / "model.safetensors"
     with pytest.raises(ckpt.errors.CheckpointError, match="nothing to export"):
-        ckpt.export(plain_root, str(target), selection=ckpt.Selection(entry="nope"))
-    report = ckpt.export(plain_root, str(target), selection=ckpt.Selection(entry="model"))
+        ckpt.export(plain_root, str(target), entry="nope")
+    report = ckpt.export(plain_root, str(target), entry="model")
     assert report.tied == {"head.weight": "embed.weight"}
     assert _header(target)["__metadata__"] == {"format": "pt", "head.weight": "embed.weight"}
     net = make_net(99)
@@ -69,7 +68,7 @@ def test_tied_names_follow_the_rule_of_save_model(plain_root: str, tmp_path: Pat
 
 def test_keep_tied_writes_all_names(plain_root: str, tmp_path: Path) -> None:
     target = tmp_path / "model.safetensors"
-    ckpt.export(plain_root, str(target), selection=ckpt.Selection(keep_tied=True))
+    ckpt.export(plain_root, str(target), keep_tied=True)
     net = make_net(99)
     net.load_state_dict(load_file(target), strict=True)
 
@@ -80,7 +79,7 @@ def test_optimizer_and_dicts_stay_out_by_default(plain_root: str, tmp_path: Path
 
 
 def test_entry_may_be_a_dict_of_tensors(plain_root: str, tmp_path: Path) -> None:
-    ckpt.export(plain_root, str(tmp_path / "m.safetensors"), selection=ckpt.Selection(entry="ema"))
+    ckpt.export(plain_root, str(tmp_path / "m.safetensors"), entry="ema")
     assert torch.equal(load_file(tmp_path / "m.safetensors")["big"], stepped(10).big * 0.5)
 
 
@@ -109,33 +108,29 @@ def test_model_may_stand_deep_in_the_state(tmp_path: Path) -> None:
 
 def test_dtype_applies_to_floats_alone(sliced_root: str, plain_root: str, tmp_path: Path) -> None:
     target = tmp_path / "m.safetensors"
-    ckpt.export(plain_root, str(target), selection=ckpt.Selection(dtype=torch.bfloat16))
+    ckpt.export(plain_root, str(target), dtype=torch.bfloat16)
     tensors = load_file(target)
     expected = stepped(10).state_dict()
     assert tensors["flags"].dtype == torch.bool
     assert tensors["body.1.num_batches_tracked"].dtype == torch.int64
     assert torch.equal(tensors["big"], expected["big"].bfloat16())
     assert torch.equal(tensors["scalar"], expected["scalar"].bfloat16())
-    ckpt.export(
-        sliced_root, str(tmp_path / "w.safetensors"), selection=ckpt.Selection(dtype="float64")
-    )
+    ckpt.export(sliced_root, str(tmp_path / "w.safetensors"), dtype="float64")
     wide = load_file(tmp_path / "w.safetensors")
     assert all(torch.equal(wide[k], v.double()) for k, v in sliced_net().state_dict().items())
 
 
 def test_names_are_chosen_and_changed(sliced_root: str, tmp_path: Path) -> None:
-    selection = ckpt.Selection(
-        include=["*weight"], exclude=["2.*"], rename=lambda name: f"x.{name}"
-    )
-    report = ckpt.export(sliced_root, str(tmp_path / "m.safetensors"), selection=selection)
+    selection = dict(include=["*weight"], exclude=["2.*"], rename=lambda name: f"x.{name}")
+    report = ckpt.export(sliced_root, str(tmp_path / "m.safetensors"), **selection)
     assert report.tensors == ("x.0.weight", "x.1.weight")
     with pytest.raises(ckpt.errors.CheckpointError, match="one name, 'y'"):
-        clash = ckpt.Selection(rename=lambda name: "y")
-        ckpt.export(sliced_root, str(tmp_path / "n.safetensors"), selection=clash)
+        clash = dict(rename=lambda name: "y")
+        ckpt.export(sliced_root, str(tmp_path / "n.safetensors"), **clash)
 
 
 def test_several_files_have_the_index_of_hugging_face(sliced_root: str, tmp_path: Path) -> None:
-    report = ckpt.export(sliced_root, str(tmp_path / "model.safetensors"), shard_nbytes_max=10_000)
+    report = ckpt.export(sliced_root, str(tmp_path / "model.safetensors"), shard_bytes_max=10_000)
     names = [Path(file).name for file in report.files]
     count = len(names) - 1
     assert count > 1
@@ -151,7 +146,7 @@ def test_several_files_have_the_index_of_hugging_face(sliced_root: str, tmp_path
 
 
 def test_one_file_when_all_fits(sliced_root: str, tmp_path: Path) -> None:
-    report = ckpt.export(sliced_root, str(tmp_path / "m.safetensors"), shard_nbytes_max=10**9)
+    report = ckpt.export(sliced_root, str(tmp_path / "m.safetensors"), shard_bytes_max=10**9)
     assert [Path(file).name for file in report.files] == ["m.safetensors"]
 
 
@@ -177,7 +172,7 @@ def test_damage_stops_the_export_and_leaves_nothing(sliced_root: str, tmp_path: 
     with pytest.raises(ckpt.errors.Corrupt, match=f"{path.name}: block"):
         ckpt.export(str(root), str(out / "m.safetensors"))
     with pytest.raises(ckpt.errors.Corrupt, match=f"{path.name}: block"):
-        ckpt.export(str(root), str(out / "m.safetensors"), shard_nbytes_max=2000)
+        ckpt.export(str(root), str(out / "m.safetensors"), shard_bytes_max=2000)
     assert not [p for p in out.rglob("*") if p.is_file()]
 
 
@@ -236,5 +231,5 @@ def test_sizes_are_parsed(text: str, nbytes: int) -> None:
 
 @pytest.mark.parametrize("text", ["", "GB", "-5GB", "5XB", "five"])
 def test_no_size_is_refused(text: str) -> None:
-    with pytest.raises(ArgumentTypeError, match="not a size"):
+    with pytest.raises(ValueError, match="not a size"):
         parse_nbytes(text)

@@ -127,7 +127,7 @@ def test_rules_of_many_chunks_cost_no_command_much(
         assert ended == 0
         assert command != "show STEP" or "0 (67108864 parts)" in out
     else:
-        assert ended == 1 and not out and "67108864 chunks" in err and "--metadata-max" in err
+        assert ended == 1 and not out and "67108864 chunks" in err and "--metadata-bytes-max" in err
         assert not list(step.parent.glob("other*"))
 
 
@@ -142,7 +142,7 @@ def test_a_tensor_of_2_to_the_50_bytes_costs_no_command_much(
     if command.startswith(("plan", "reshard")):
         assert "1073741824 blocks" in err
     if command.startswith("diff"):
-        assert "says of its blocks" in err and "--metadata-max" in err
+        assert "says of its blocks" in err and "--metadata-bytes-max" in err
     assert ended == (0 if command in HEADERS_ALONE or command.startswith("show") else 1)
     assert not list(step.parent.glob("other*"))
 
@@ -176,9 +176,9 @@ def test_calls_bound_what_a_root_describes(call: Callable[..., object], tmp_path
     url = str(tmp_path)
     ckpt.save(state, url, step=1)
     ckpt.forget(url)
-    with pytest.raises(UnsupportedFormat, match=r"MANIFEST: .*metadata_nbytes_max="):
-        call(state, url, metadata_nbytes_max=20_000)
-    assert call(state, url, metadata_nbytes_max=100_000) is not None
+    with pytest.raises(UnsupportedFormat, match=r"MANIFEST: .*metadata_bytes_max="):
+        call(state, url, metadata_bytes_max=20_000)
+    assert call(state, url, metadata_bytes_max=100_000) is not None
 
 
 @pytest.mark.parametrize("call", [ckpt.load, _planned, _opened])
@@ -207,9 +207,9 @@ def test_more_metadata_is_read_where_it_is_allowed(
     for command in (*commands, *moving):
         words = command.replace("ROOT", str(tmp_path / "run")).split()
         few = [str(tmp_path / word) if word.isupper() else word for word in words]
-        few.append("--metadata-max")
+        few.append("--metadata-bytes-max")
         assert main([*few, "20KB"]) == 1
-        assert "--metadata-max" in capsys.readouterr().err
+        assert "--metadata-bytes-max" in capsys.readouterr().err
         assert main([*few, "1MB"]) == 0
 
 
@@ -356,5 +356,5 @@ def test_a_report_reads_telemetry_within_its_budget(
         assert main(["report", str(tmp_path), "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
     assert report["slowest"]["took_us"] and report["slowest"]["totals"]["step"] == 3
-    assert main(["report", f"{tmp_path}", "--json", "--metadata-max", "1KB"]) == 0
+    assert main(["report", f"{tmp_path}", "--json", "--metadata-bytes-max", "1KB"]) == 0
     assert json.loads(capsys.readouterr().out)["slowest"] is None

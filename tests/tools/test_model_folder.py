@@ -86,7 +86,7 @@ def test_a_folder_has_shards_an_index_and_what_describes_them(tmp_path: Path) ->
         target,
         format="hf",
         config=described(tmp_path, source),
-        shard_nbytes_max=2500,
+        shard_bytes_max=2500,
         verify=True,
     )
     copied = {"config.json", "tokenizer.json", "merges.txt", "tokenizer.model"}
@@ -171,8 +171,8 @@ def test_names_of_a_wrapper_are_named(tmp_path: Path, beginning: str, named: str
     with pytest.raises(CheckpointError, match=named) as refused:
         ckpt.export(root, target, format="hf", config=config)
     assert f"rename=['{beginning}=']" in str(refused.value)
-    rename = ckpt.Selection(rename=[f"{beginning}="])
-    ckpt.export(root, target, format="hf", config=config, selection=rename)
+    rename = dict(rename=[f"{beginning}="])
+    ckpt.export(root, target, format="hf", config=config, **rename)
     assert read_by_index(target).keys() | {"lm_head.weight"} == weights.keys()
 
 
@@ -196,7 +196,7 @@ def test_wrong_calls(tmp_path: Path) -> None:
     with pytest.raises(NoCheckpoint, match=r"has no config\.json"):
         ckpt.export(root, served, format="hf", config=str(tmp_path))
     with pytest.raises(CheckpointError, match="whole model"):
-        ckpt.export(root, served, format="hf", selection=ckpt.Selection(optimizer=True))
+        ckpt.export(root, served, format="hf", optimizer=True)
     served.mkdir()
     (served / "model-00001-of-00002.safetensors").write_bytes(b"older")
     with pytest.raises(CheckpointError, match="export into an empty one"):

@@ -15,7 +15,7 @@ from torch import nn
 import ckpt
 from ckpt.cli import main
 from ckpt.integrations.dcp import DcpReader, DcpWriter
-from ckpt.tools.mend import mend
+from ckpt.operate import mend
 from ckpt.tools.report import report_of
 from storage import InvalidUrlError, PrefixStore, Store, StoreLike, schemes
 from storage.local import LocalStore
@@ -97,7 +97,7 @@ def test_tools(where: Callable[[], StoreLike], tmp_path: Path) -> None:
     assert len(ckpt.plan_ranks(where(), ranks=np.int64(3), step=one).ranks) == 3
     copied, resharded, whole = own_store(), own_store(), own_store()
     ckpt.copy(where(), copied, step=one, threads=np.int64(2))
-    ckpt.copy(where(), whole, whole_root=True)
+    ckpt.copy(where(), whole, root=True)
     assert [info.step for info in ckpt.list_steps(whole)] == [1, 2]
     ckpt.reshard(where(), resharded, ranks=np.int64(2), step=one, threads=np.int64(2))
     second = ckpt.reshard(where(), ranks=2)
@@ -195,8 +195,8 @@ def test_options_with_a_store_object_are_refused() -> None:
         lambda: ckpt.async_save(state(), own, step=2, storage_options={"key": 1}),
         lambda: ckpt.load(state(), own, storage_options={"key": 1}),
         lambda: ckpt.open(own, storage_options={"key": 1}),
-        lambda: ckpt.copy(own, own_store(), target_options={"key": 1}),
-        lambda: ckpt.export(own, own_store(), target_options={"key": 1}),
+        lambda: ckpt.copy(own, own_store(), other_options={"key": 1}),
+        lambda: ckpt.export(own, own_store(), other_options={"key": 1}),
     ]
     for use in uses:
         with pytest.raises(InvalidUrlError, match="has its options already, got key"):

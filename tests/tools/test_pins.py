@@ -37,7 +37,7 @@ def _steps(url: str) -> list[int]:
 
 
 def test_a_pin_is_shown_and_lifted(root: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["pin", root, "1"]) == 0
+    assert main(["pin", root, "--step", "1"]) == 0
     attempt = ckpt.list_steps(root)[0].attempt
     assert capsys.readouterr().out == f"pinned step 1 ({attempt})\n"
     assert main(["ls", root]) == 0
@@ -45,12 +45,12 @@ def test_a_pin_is_shown_and_lifted(root: str, capsys: pytest.CaptureFixture[str]
         line for line in capsys.readouterr().out.splitlines() if attempt in line
     )
     assert [info.pinned for info in ckpt.list_steps(root)] == [True, False, False]
-    assert ckpt.pin(root, 1) == attempt, "pinned already"
-    assert main(["unpin", root, "1", "--json"]) == 0
-    answer = {"step": 1, "attempt": attempt, "pinned": False}
+    assert ckpt.pin(root, 1).attempt == attempt, "pinned already"
+    assert main(["unpin", root, "--step", "1", "--json"]) == 0
+    answer = {"schema": "ckpt.unpin", "version": 1, "step": 1, "attempt": attempt, "pinned": False}
     assert json.loads(capsys.readouterr().out) == answer
     assert not any(info.pinned for info in ckpt.list_steps(root))
-    assert ckpt.unpin(root, 1) == attempt
+    assert ckpt.unpin(root, 1).attempt == attempt
 
 
 @pytest.mark.parametrize(
@@ -60,9 +60,9 @@ def test_prune_and_rm_leave_what_is_pinned(root: str, rule: str) -> None:
     ckpt.pin(root, 1)
     assert main(["prune", root, *rule.split(), "--yes"]) == 0
     assert 1 in _steps(root)
-    assert main(["rm", root, "1", "--yes"]) == 1
+    assert main(["rm", root, "--step", "1", "--yes"]) == 1
     ckpt.unpin(root, 1)
-    assert main(["rm", root, "1", "--yes"]) == 0
+    assert main(["rm", root, "--step", "1", "--yes"]) == 0
     assert 1 not in _steps(root)
 
 
@@ -88,7 +88,7 @@ def test_what_is_not_there_or_not_one_is_refused(root: str) -> None:
     with pytest.raises(CheckpointError, match="2 checkpoints of step 1; choose one"):
         ckpt.pin(root, 1)
     attempt = ckpt.list_steps(root)[0].attempt
-    assert ckpt.pin(root, 1, attempt=attempt) == attempt
+    assert ckpt.pin(root, 1, attempt=attempt).attempt == attempt
     with pytest.raises(NoCheckpoint):
         ckpt.pin(root + "-not-there", 1)
 
@@ -110,7 +110,7 @@ def test_what_waits_loads_and_is_brought_back_by_a_pin(
         assert plan is not None and not plan.retire
         assert main(["prune", url, "--keep-last", "1", "--retire-after", "1h", "--yes"]) == 0
         assert "0 checkpoints deleted, 3 kept" in capsys.readouterr().out
-        assert main(["pin", url, "2"]) == 0
+        assert main(["pin", url, "--step", "2"]) == 0
         now = time.time()
         monkeypatch.setattr(time, "time", lambda: now + 3700)
         saver.step(4)

@@ -106,12 +106,12 @@ def test_retention_leaves_what_a_tool_reads(tmp_path: Path, operation: str) -> N
         report: Any = ckpt.verify(store)
         assert report.ok and report.step == 1
     elif operation == "export":
-        ckpt.export(store, f"{there}.pt", selection=ckpt.Selection(optimizer=True))
+        ckpt.export(store, f"{there}.pt", optimizer=True)
         assert torch.load(f"{there}.pt")["step"] == 1
     elif operation == "reshard":
         assert ckpt.reshard(store, there, ranks=2).steps == (1,)
     else:
-        report = ckpt.copy(store, there, whole_root="--root" in operation)
+        report = ckpt.copy(store, there, root="--root" in operation)
         assert report.steps == (1,)
     assert store.saved
     _keep_one(url)

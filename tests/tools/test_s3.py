@@ -63,19 +63,19 @@ def test_copies_go_to_a_bucket_and_back_and_can_be_continued(
 ) -> None:
     name = server.make_bucket()
     up = f"s3://{name}/release"
-    first = ckpt.copy(plain_root, up, target_options=server.options)
+    first = ckpt.copy(plain_root, up, other_options=server.options)
     assert first.nbytes_written == first.nbytes
     store = open_store(up, **server.options)
     store.delete("MANIFEST")  # as if the run had died before the last object
-    again = ckpt.copy(plain_root, up, target_options=server.options)
+    again = ckpt.copy(plain_root, up, other_options=server.options)
     assert again.nbytes_written == 0 and ckpt.verify(up, storage_options=server.options).ok
     down = str(tmp_path / "back")
     ckpt.reshard(up, down, ranks=2, storage_options=server.options)
     assert ckpt.diff(plain_root, down).identical
-    report = ckpt.diff(plain_root, up, step_a=5, storage_options_b=server.options)
+    report = ckpt.diff(plain_root, up, step_a=5, other_options=server.options)
     assert report.changed and not report.only_a
     root = f"s3://{name}/whole"
-    ckpt.copy(plain_root, root, whole_root=True, target_options=server.options)
+    ckpt.copy(plain_root, root, root=True, other_options=server.options)
     assert [info.step for info in ckpt.list_steps(root, server.options)] == [5, 10]
 
 
@@ -89,16 +89,16 @@ def test_spread_roots_are_copied_to_plain_ones_and_to_others_spread(
     for step in (1, 2):
         ckpt.save(state, spread, step=step, storage_options={**server.options, "spread": 3})
     plain = str(tmp_path / "plain")
-    ckpt.copy(spread, plain, whole_root=True, storage_options=server.options)
+    ckpt.copy(spread, plain, root=True, storage_options=server.options)
     ckpt.copy(spread, str(tmp_path / "one"), step=1, storage_options=server.options)
     options = {**server.options, "spread": 5}
     for _ in range(2):  # the second time finds all there
         report = ckpt.copy(
             spread,
             other,
-            whole_root=True,
+            root=True,
             storage_options=server.options,
-            target_options=options,
+            other_options=options,
         )
     assert report.nbytes_written == 0
     ckpt.save(state, other, step=3, storage_options=server.options)

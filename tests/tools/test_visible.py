@@ -107,8 +107,7 @@ def test_log_lines_and_unexpected_errors_are_shown_too(
         logging.StreamHandler().handle(logging.makeLogRecord({"msg": HOSTILE}))
         raise ckpt.CheckpointError(HOSTILE)
 
-    monkeypatch.setattr("ckpt.cli.looking.live_entries", hostile, raising=False)
-    monkeypatch.setattr("ckpt.cli.looking.open_store", lambda *_, **__: hostile(None))
+    monkeypatch.setattr("ckpt.tools.overview.listing", hostile)
     assert main(["ls", str(roots[0])]) == 1
     captured = capsys.readouterr()
     assert "\\x1b[2J" in captured.out and captured.err.count("\\x1b[2J") == 2

@@ -34,7 +34,7 @@ def check_output(name: str, nbytes: int, stored_nbytes: int, nbytes_max: int | N
         raise UnsupportedFormat(
             f"{name}: its tensors would be {nbytes} bytes, and {stored_nbytes} bytes of them are "
             f"stored; at most {allowed} are written: some show the same elements many times. If "
-            "you trust it, pass output_nbytes_max= (--output-max)"
+            "you trust it, pass output_bytes_max= (--output-bytes-max)"
         )
 
 
@@ -65,7 +65,7 @@ class MemoryBudget:
         raise UnsupportedFormat(
             f"to describe its tensors and values would take {taken} bytes of memory and more; at "
             f"most {self.nbytes_max} are allowed, and the {self.tensor_nbytes} bytes of tensors "
-            "that are there; if you trust the file, pass memory_nbytes_max= (--memory-max of "
+            "that are there; if you trust the file, pass memory_bytes_max= (--memory-bytes-max of "
             "ckpt import, ckpt export and ckpt plan)"
         )
 

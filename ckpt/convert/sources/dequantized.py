@@ -166,7 +166,7 @@ def _quantized(
             elif not _fits(data, scale, how.block):
                 problems.append(
                     f"{name}: has shape {data.shape}, and {fqn} {scale.shape}, which are no blocks "
-                    f"of {how.block}; pass Dequantize(block=) as the model's weight_block_size"
+                    f"of {how.block}; pass dequantize_block= as the model's weight_block_size"
                 )
             else:
                 result[name] = _Scaled(data, scale, how.block)

@@ -21,15 +21,20 @@ DCP_RECORD = "ckpt.dcp"
 
 
 def native_source(
-    store: Store, step: SupportsIndex | None = None, budget: MetadataBudget | None = None
+    store: Store,
+    step: SupportsIndex | None = None,
+    attempt: str = "",
+    budget: MetadataBudget | None = None,
 ) -> NativeSource:
-    """The checkpoint of `step`, or the latest, in a root, or the one in a step directory; leased
-    until it is closed. What describes it is charged to `budget`, or one of its own.
+    """The checkpoint of `step` or `attempt`, or the latest, in a root, or the one in a step
+    directory; leased until it is closed. What describes it is charged to `budget`.
 
     Raises like `ckpt.open`.
     """
     with ExitStack() as stack:
-        located = stack.enter_context(leased_checkpoint(store, step, budget=budget))
+        located = stack.enter_context(
+            leased_checkpoint(store, step, attempt=attempt, budget=budget)
+        )
         return NativeSource(Checkpoint(store, located), stack.pop_all())
 
 

@@ -47,17 +47,18 @@ LISTED_MAX = 10_000  # files of a folder that are looked at
 
 @dataclass(frozen=True, slots=True)
 class SourceOptions:
-    """How to look at a source. `step` is for roots of ours.
+    """How to look at a source. `step` and `attempt` are for roots of ours.
 
     `parameter_names` are the names of the parameters of optimizers that only number them, in the
-    optimizer's order. `memory_nbytes_max` is how much memory what describes the tensors may take,
+    optimizer's order. `memory_bytes_max` is how much memory what describes the tensors may take,
     beside the bytes of tensors that are there (None: 64 MiB); of roots of ours nothing is counted.
     """
 
     step: SupportsIndex | None = None
     parameter_names: Sequence[str] | None = None
-    memory_nbytes_max: int | None = None
+    memory_bytes_max: int | None = None
     storage_options: Mapping[str, Any] = field(default_factory=dict)
+    attempt: str = ""
 
 
 def open_source(
@@ -91,7 +92,7 @@ def is_file_name(name: str) -> bool:
 
 
 def _open_file(store: Store, name: str, options: SourceOptions) -> CheckpointSource:
-    budget, names = MemoryBudget(options.memory_nbytes_max), options.parameter_names
+    budget, names = MemoryBudget(options.memory_bytes_max), options.parameter_names
     if not store.exists(name):
         if store.exists(f"{name}/{METADATA}"):
             return open_dcp(store, budget, folder=f"{name}/", parameter_names=names)
@@ -113,8 +114,8 @@ class _FolderSource(NamedTuple):
 
 def _open_folder(store: Store, options: SourceOptions) -> CheckpointSource:
     if store.exists(FORMAT_KEY) or store.exists(MANIFEST_NAME):
-        nbytes_max = max(options.memory_nbytes_max or 0, NBYTES_MAX)
-        return native_source(store, options.step, MetadataBudget(nbytes_max))
+        nbytes_max = max(options.memory_bytes_max or 0, NBYTES_MAX)
+        return native_source(store, options.step, options.attempt, MetadataBudget(nbytes_max))
     keys = [info.key for info in islice(store.list(""), LISTED_MAX)]
     opened = _read_folder(store, options, keys)
     opened.source.left_out = tuple(
@@ -127,7 +128,7 @@ def _open_folder(store: Store, options: SourceOptions) -> CheckpointSource:
 
 def _read_folder(store: Store, options: SourceOptions, keys: Sequence[str]) -> _FolderSource:
     """The source of what is in a folder of others. Raises like `open_source`."""
-    budget, names = MemoryBudget(options.memory_nbytes_max), options.parameter_names
+    budget, names = MemoryBudget(options.memory_bytes_max), options.parameter_names
     top = [key for key in keys if "/" not in key]
     if store.exists(METADATA):
         dcp = [key for key in top if key.endswith(DATA_SUFFIX) or key in (METADATA, LIGHTNING_REST)]

@@ -94,10 +94,10 @@ def known_file(key: str, data: bytes) -> PlannedFile:
 
 
 def safetensors_files(
-    outputs: Sequence[Output], tied: Mapping[str, str], name: str, shard_nbytes_max: int | None
+    outputs: Sequence[Output], tied: Mapping[str, str], name: str, shard_bytes_max: int | None
 ) -> list[PlannedFile]:
     """The files, in writing order: the index of several comes last."""
-    groups = _groups(outputs, shard_nbytes_max)
+    groups = _groups(outputs, shard_bytes_max)
     if len(groups) == 1:
         return [_safetensors_file(name, outputs, tied)]
     stem = name.removesuffix(".safetensors")

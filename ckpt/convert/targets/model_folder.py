@@ -7,7 +7,6 @@ weights least of all. What is copied is checked: readers of the folder trust it.
 from __future__ import annotations
 
 import json
-import re
 from collections import Counter
 from collections.abc import Collection, Mapping
 from contextlib import closing
@@ -227,11 +226,11 @@ def _moved(names: Collection[str], known: Collection[str]) -> str:
 
 
 def _without(beginning: str) -> str:
-    return f"pass rename=['{beginning}='] (--rename '^{re.escape(beginning)}\\.=')"
+    return f"pass rename=['{beginning}='] (--rename {beginning}=)"
 
 
 def _with(beginning: str) -> str:
-    return f"pass rename=['={beginning}'] (--rename '^={beginning}.')"
+    return f"pass rename=['={beginning}'] (--rename ={beginning})"
 
 
 def _beginnings(longer: Collection[str], shorter: Collection[str]) -> tuple[str, int] | None:

@@ -1,1 +1,0 @@
-"""The arguments of each command, one module for each group of commands."""

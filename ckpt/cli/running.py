@@ -1,0 +1,50 @@
+"""Runs one command: calls its function, shows the report, or prints it as JSON."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from contextlib import ExitStack
+from functools import partial
+from importlib import import_module
+from typing import Any
+
+from ckpt.cli.commandline import Command
+from ckpt.cli.screen import as_json, progress_bar, show_json
+
+
+def run(command: Command, arguments: Mapping[str, Any], shown: dict[str, Any]) -> int:
+    """Call the function with `arguments` and show its report with `shown`; the exit code."""
+    to_json = shown.pop("json", False)
+    home, _, name = command.show.partition(":")
+    views = import_module(f"ckpt.cli.{home}")
+    parameters = inspect.signature(command.function).parameters
+    with ExitStack() as stack:
+        rank = 0
+        extra: dict[str, Any] = {}
+        if "process_group" in parameters:
+            from ckpt.cli.ranks import ranks_of_launcher
+
+            rank = stack.enter_context(ranks_of_launcher())
+        if "progress" in parameters:
+            bar = progress_bar(command.doing, shown=rank == 0)
+            extra["progress"] = stack.enter_context(bar)
+        if "confirm" in parameters:
+            yes = shown.pop("yes", False)
+            extra["confirm"] = partial(views.confirmed, yes=yes, as_json=to_json)
+        report = command.function(**arguments, **extra)
+    if rank == 0 and to_json:
+        show_json(json_of(command.name, report))
+    elif rank == 0:
+        getattr(views, name)(report, **shown)
+    return command.code(report)
+
+
+def json_of(name: str, report: Any) -> dict[str, Any]:
+    """What `--json` prints: the fields of a report, and of which command and version they are.
+
+    The version of a command's fields counts up when one gets another meaning, or goes.
+    """
+    fields = as_json(report)
+    fields = {"reports": fields} if isinstance(fields, list) else fields
+    return {"schema": f"ckpt.{name}", "version": 1, **fields}

@@ -1,0 +1,130 @@
+"""Commands that print for themselves, and have no function in `ckpt.operate`.
+
+Their signatures, which import nothing; what they do is imported when they run.
+"""
+
+from collections.abc import Sequence
+from importlib import import_module
+from typing import TYPE_CHECKING, Annotated, Literal
+
+from ckpt.operate.arguments import (
+    Argument,
+    Attempt,
+    KeepAge,
+    KeepBestOf,
+    KeepEveryStep,
+    KeepLast,
+    MetadataMax,
+    Near,
+    Options,
+    RetireUnmeasured,
+    Step,
+    Url,
+    port,
+    seconds,
+)
+
+if TYPE_CHECKING:
+    from storage import StoreLike
+
+Interval = Annotated[
+    float,
+    Argument(
+        "between looks after something has happened, then up to 8 times as long; default: 2s",
+        seconds,
+        "TIME",
+    ),
+]
+
+
+def show(
+    url: Url,
+    pattern: Annotated[str, Argument("shell pattern of names")] = "*",
+    *,
+    step: Step = None,
+    attempt: Attempt = "",
+    map: Annotated[bool, Argument("a picture: tensors x ranks x files")] = False,
+    output: Annotated[
+        str, Argument("with --map: write one self-contained HTML page", metavar="FILE")
+    ] = "",
+    metadata_bytes_max: MetadataMax = None,
+    json: Annotated[bool, Argument("print JSON, with every stored part")] = False,
+    storage_options: Options = None,
+) -> None:
+    """Show the tensors of a checkpoint and who stored them."""
+    from ckpt.cli.showing import Wanted, show
+
+    wanted = Wanted(pattern, map, output, json)
+    show(url, step, attempt, wanted, metadata_bytes_max, storage_options)
+
+
+def watch(
+    url: Annotated[
+        "StoreLike", Argument("a root, which need not exist yet: a path, s3://bucket/prefix, ...")
+    ],
+    *,
+    once: Annotated[bool, Argument("print one frame and end")] = False,
+    near: Near = (),
+    interval: Interval = 2.0,
+    json: Annotated[bool, Argument("print a line of JSON for each thing that happens")] = False,
+    storage_options: Options = None,
+) -> None:
+    """Follow a run in the terminal: saves as they come, slow ranks, failures."""
+    from ckpt.cli.watching import watch, watch_once
+
+    if once:
+        watch_once(url, near, storage_options, as_json=json)
+    else:
+        watch(url, near, interval, storage_options, as_json=json)
+
+
+def serve(
+    url: Annotated[
+        "Sequence[StoreLike]",
+        Argument(
+            "a root, which need not exist yet: a path, s3://bucket/prefix, ...; several are "
+            "compared",
+            collect=list,
+        ),
+    ],
+    *,
+    port: Annotated[int, Argument("0 takes a free one", port)] = 8642,
+    host: Annotated[str, Argument("where to listen; by default this machine only")] = "127.0.0.1",
+    allow_host: Annotated[
+        Sequence[str],
+        Argument(
+            "a name by which browsers may call it besides localhost; repeatable",
+            metavar="NAME",
+            collect=list,
+        ),
+    ] = (),
+    near: Near = (),
+    interval: Interval = 2.0,
+    keep_last: KeepLast = None,
+    keep_every: KeepEveryStep = None,
+    keep_best: KeepBestOf = None,
+    keep_younger: KeepAge = None,
+    retire_unmeasured: RetireUnmeasured = False,
+    storage_options: Options = None,
+) -> None:
+    """Follow runs in a local web page: timeline, slow ranks, sizes, retention, failures."""
+    from ckpt.cli.serving import serve
+    from ckpt.service.removing import rule_of
+
+    rules = keep_last, keep_every, keep_best, keep_younger
+    has_rule = retire_unmeasured or any(one is not None for one in rules)
+    rule = rule_of(*rules, retire_unmeasured) if has_rule else None
+    serve(
+        url, (host, port), rule, allow_host, near=near, interval=interval, options=storage_options
+    )
+
+
+def completion(
+    shell: Annotated[Literal["bash", "zsh", "fish"], Argument("the shell that you use")],
+    typed: Annotated[
+        Sequence[str], Argument("words that were typed: print what may follow", collect=list)
+    ] = (),
+) -> None:
+    """Print a script that completes commands and options in a shell."""
+    # By its name: it imports the table of commands, which this is a part of.
+    import_module("ckpt.cli.completing").completion(shell, typed)

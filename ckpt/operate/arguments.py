@@ -1,0 +1,280 @@
+"""What arguments of operators' functions mean, once, for the command line and for Python.
+
+An argument's annotation says what help shows and how its text is read: `Annotated[type, Argument]`.
+Imports nothing slow: the signatures are all that `ckpt --help` and completion need.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import wraps
+from typing import TYPE_CHECKING, Annotated, Any, Literal, SupportsIndex, TypeAlias, TypeVar, cast
+
+if TYPE_CHECKING:
+    from storage import StoreLike
+
+F = TypeVar("F", bound=Callable[..., Any])
+Progress: TypeAlias = Callable[[int, int], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Argument:
+    """One argument as the command line takes it.
+
+    `parse` reads its text and raises ValueError. Without `flag` a keyword gets its own name, and
+    any other argument has a place instead. `collect` makes one value of those of an argument that
+    may be given again. `bare` is the value of the flag alone.
+    """
+
+    help: str
+    parse: Callable[[str], Any] = str
+    metavar: str = ""
+    flag: str = ""
+    collect: Callable[[Sequence[Any]], Any] | None = None
+    choices: tuple[str, ...] = ()
+    bare: str | None = None
+
+
+def operation(function: F) -> F:
+    """`function` for users: no frame of it shows a secret of its `*options`. Its imports wait for
+    the first call.
+    """
+
+    @wraps(function)
+    def call(*args: Any, **named: Any) -> Any:
+        from storage.hidden import hidden_arguments
+
+        args, named = hidden_arguments(function, args, named)
+        return function(*args, **named)
+
+    return cast(F, call)
+
+
+# How texts are read ----------------------------------------------------------------------------
+
+
+def nbytes(text: str) -> int:
+    """SIZE, such as 5GB, 500MB, 2GiB or 1048576."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(I?)B?", text.strip().upper())
+    if match is None:
+        raise ValueError(f"{text!r} is not a size; write e.g. 5GB, 500MB or 2GiB")
+    base = 1024 if match[3] else 1000
+    return int(float(match[1]) * base ** " KMGT".index(match[2] or " "))
+
+
+def whole(text: str) -> int:
+    """N: at least 0."""
+    # Not by int() alone, which takes signs, spaces and underscores.
+    if not text.isdigit():
+        raise ValueError(f"{text!r} is not a number of at least 0")
+    return int(text)
+
+
+def count(text: str) -> int:
+    """N: at least 1."""
+    if not text.isdigit() or int(text) < 1:
+        raise ValueError(f"{text!r} is not a number of at least 1")
+    return int(text)
+
+
+def port(text: str) -> int:
+    """PORT: 0 to 65535."""
+    if not text.isdigit() or int(text) > 65535:
+        raise ValueError(f"{text!r} is not a port, which is a number up to 65535")
+    return int(text)
+
+
+def block(text: str) -> tuple[int, int]:
+    """ROWSxCOLUMNS: two numbers of at least 1."""
+    rows, _, columns = text.partition("x")
+    return count(rows), count(columns)
+
+
+def best(text: str) -> tuple[int, str]:
+    """N[:min|max]: how many, and which are the best."""
+    number, _, mode = text.partition(":")
+    if mode not in ("", "min", "max"):
+        raise ValueError(f"{text!r}: write N, N:min or N:max")
+    return count(number), mode or "min"
+
+
+def params(text: str) -> int:
+    """A number of parameters, such as 70B."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)([KMBT]?)", text.upper())
+    number = 0 if match is None else float(match[1]) * 1000 ** " KMBT".index(match[2] or " ")
+    if number < 1 or number >= 2**63:
+        raise ValueError(f"{text!r} is not a number of parameters; write e.g. 70B")
+    return round(number)
+
+
+def price(text: str) -> float:
+    """A number of at least 0."""
+    if re.fullmatch(r"\d+(\.\d*)?|\.\d+", text) is None:
+        raise ValueError(f"{text!r} is not a number of at least 0")
+    return float(text)
+
+
+def seconds(text: str) -> float:
+    """TIME, such as 90m, in seconds."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)([smhd])", text)
+    if match is None or not float(match[1]):
+        raise ValueError(f"{text!r} is not a time; write e.g. 0.5s, 90m, 12h or 7d")
+    return float(match[1]) * {"s": 1, "m": 60, "h": 3600, "d": 86400}[match[2]]
+
+
+def key_value(text: str) -> tuple[str, Any]:
+    """KEY=VALUE of a store's options; the value may be JSON. No repr shows a secret one."""
+    key, equals, value = text.partition("=")
+    if not key or not equals:
+        raise ValueError(f"{text!r} is not KEY=VALUE")
+    with suppress(ValueError):
+        value = json.loads(value)  # numbers, true, {"nested": "options"}
+    from storage.hidden import without_secrets
+
+    return key, without_secrets({key: value})[key]
+
+
+def old_new(text: str) -> tuple[str, str]:
+    """OLD=NEW."""
+    old, _, new = text.partition("=")
+    if not old or not new:
+        raise ValueError(f"{text!r} is not OLD=NEW")
+    return old, new
+
+
+def rename_rule(text: str) -> str:
+    """A rule of `rename`: `old=new`, or `re:pattern=replacement`."""
+    if "=" not in text:
+        raise ValueError(f"{text!r} is not OLD=NEW or re:PATTERN=NEW")
+    if text.startswith("re:"):
+        try:
+            re.compile(text[3:].rpartition("=")[0])
+        except re.error as error:
+            raise ValueError(f"{text!r} is not a regular expression: {error}") from error
+    return text
+
+
+def lines_of(path: str) -> list[str]:
+    """The words of a file."""
+    with open(path, encoding="utf-8") as file:
+        return file.read().split()
+
+
+# What several functions take -------------------------------------------------------------------
+
+_PLACE = "a path, s3://bucket/prefix, or any url of fsspec"
+Url: TypeAlias = Annotated["StoreLike", Argument(f"{_PLACE}; a root, or one step's directory")]
+Root: TypeAlias = Annotated["StoreLike", Argument(f"a root: {_PLACE}")]
+Step: TypeAlias = Annotated[
+    "SupportsIndex | None", Argument("default: the latest", whole, flag="--step")
+]
+OneStep: TypeAlias = Annotated[
+    "SupportsIndex | None", Argument("its step, as `ckpt ls` shows it", whole, flag="--step")
+]
+Attempt: TypeAlias = Annotated[
+    str, Argument("which checkpoint of that step, as `ckpt ls` shows it", metavar="NAME")
+]
+Options: TypeAlias = Annotated[
+    "Mapping[str, Any] | None",
+    Argument(
+        "an option of the store, such as endpoint_url=http://localhost:9000; repeatable",
+        key_value,
+        "KEY=VALUE",
+        "-o --option",
+        dict,
+    ),
+]
+OtherOptions: TypeAlias = Annotated[
+    "Mapping[str, Any] | None",
+    Argument(
+        "an option of the other store (default: the same); repeatable",
+        key_value,
+        "KEY=VALUE",
+        "--other-option",
+        dict,
+    ),
+]
+MetadataMax: TypeAlias = Annotated[
+    "SupportsIndex | None",
+    Argument(
+        "memory for what describes checkpoints, and 10 seconds of a CPU a GiB; default: 1GiB",
+        nbytes,
+        "SIZE",
+    ),
+]
+MemoryMax: TypeAlias = Annotated[
+    "SupportsIndex | None",
+    Argument(
+        "memory for the metadata of other libraries' files, besides the bytes of the tensors; "
+        "default: 64MiB",
+        nbytes,
+        "SIZE",
+    ),
+]
+OutputMax: TypeAlias = Annotated[
+    "SupportsIndex | None",
+    Argument(
+        "bytes of tensors to write; default: 64MiB and 8 times those that are stored",
+        nbytes,
+        "SIZE",
+    ),
+]
+Threads: TypeAlias = Annotated[SupportsIndex, Argument("threads that move bytes", count, "N")]
+Layout: TypeAlias = Annotated[
+    Literal["fsdp2", "flat", "replicated"],
+    Argument("fsdp2: rows, as fully_shard cuts; flat: even runs, as FSDP1; replicated"),
+]
+Include: TypeAlias = Annotated[
+    Sequence[str], Argument("only names that match; repeatable", metavar="PATTERN", collect=list)
+]
+Exclude: TypeAlias = Annotated[
+    Sequence[str], Argument("no names that match; repeatable", metavar="PATTERN", collect=list)
+]
+Rename: TypeAlias = Annotated[
+    "Mapping[str, str] | Callable[[str], str] | Sequence[str] | None",
+    Argument(
+        "new names: backbone=model for all names below, re:PATTERN=NEW anywhere; repeatable, in "
+        "order",
+        rename_rule,
+        "OLD=NEW",
+        collect=list,
+    ),
+]
+Stacks: TypeAlias = Annotated[
+    "Mapping[str, str] | None",
+    Argument(
+        "stacks of experts as one tensor for each, such as 'experts.weight=experts.{}.weight', or "
+        "the other way round; repeatable, before --rename",
+        old_new,
+        "OLD=NEW",
+        "--stack",
+        dict,
+    ),
+]
+Near: TypeAlias = Annotated[
+    Sequence[str],
+    Argument(
+        "a directory of near checkpoints of a host, seen from here; repeatable",
+        metavar="DIR",
+        collect=list,
+    ),
+]
+DryRun: TypeAlias = Annotated[bool, Argument("report only; write and delete nothing")]
+KeepLast: TypeAlias = Annotated["int | None", Argument("the N newest", count, "N")]
+KeepEveryStep: TypeAlias = Annotated[
+    "int | None", Argument("the first at or after each multiple", count, "STEPS")
+]
+KeepBestOf: TypeAlias = Annotated[
+    "int | tuple[int, str] | None",
+    Argument("by metric; default: the lowest", best, "N[:min|max]"),
+]
+KeepAge: TypeAlias = Annotated[
+    "float | None", Argument("younger than e.g. 90m, 12h, 7d", seconds, "AGE")
+]
+RetireUnmeasured: TypeAlias = Annotated[
+    bool, Argument("with --keep-best: delete checkpoints without a metric too; default: keep them")
+]

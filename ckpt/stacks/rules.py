@@ -157,6 +157,21 @@ class _Param(NamedTuple):
     entry: TensorEntry
 
 
+class _Slices(NamedTuple):
+    """What is one in one form and `total` in the other: what it is called in the old form, by the
+    number of the slice (None for a stack), at a place; `key` ends the name of some state.
+    """
+
+    place: StackPlace
+    key: str
+    total: int
+    names: dict[int | None, str]
+
+    @property
+    def first(self) -> str:
+        return next(iter(self.names.values()))
+
+
 class _ParamState(NamedTuple):
     """Of some state of an optimizer: what comes before the parameter's name, that name, the
     state's name, and the name of the whole.
@@ -166,6 +181,16 @@ class _ParamState(NamedTuple):
     param: str
     key: str
     fqn: str
+
+
+def _gathered(rows: Iterable[tuple[StackPlace, str, int, str]]) -> list[_Slices]:
+    """Place with a number, key, total and name of each, as slices that belong together."""
+    gathered: dict[tuple[StackPlace, str], _Slices] = {}
+    for place, key, total, name in rows:
+        whole = place._replace(number=None), key
+        slices = gathered.setdefault(whole, _Slices(*whole, total, {}))
+        slices.names[place.number] = name
+    return list(gathered.values())
 
 
 @dataclass(slots=True)
@@ -185,24 +210,26 @@ class _Restacking:
         catalog = self.catalog
         states = list(self.states(catalog.tensors))
         of_optimizers = {state.fqn for state in states}
-        params: dict[StackPlace, dict[int | None, str]] = {}
-        for fqn in catalog.tensors:
-            if fqn not in of_optimizers and (place := rule.place(fqn)) is not None:
-                params.setdefault(place._replace(number=None), {})[place.number] = fqn
+        params = _gathered(
+            (place, "", 0, fqn)
+            for fqn in catalog.tensors
+            if fqn not in of_optimizers and (place := rule.place(fqn)) is not None
+        )
         if not params:
             if not any(rule.back.place(fqn) for fqn in catalog.tensors):
                 self.problems.append(f"{rule.old}: the checkpoint has it not, and no {rule.new}")
             return
         self.refuse_what_cannot_follow(rule)
         known: dict[str, _Param] = {}
-        for place, by_number in params.items():
-            self.add_param(rule, place, by_number, known)
+        for slices in params:
+            self.add_param(rule, slices, known)
         self.change_aliases(rule, known)
-        self.add_states(rule, states, known)
-        self.add_values(rule, known)
+        by_suffix = _by_suffix(known)
+        self.add_states(rule, states, by_suffix)
+        self.add_values(rule, by_suffix)
         for fqn, value in catalog.values.items():
             if _is_groups(fqn, value):
-                self.values[fqn] = self.regrouped(rule, fqn, known)
+                self.values[fqn] = self.regrouped(rule, fqn, by_suffix)
 
     def states(self, names: Iterable[str]) -> Iterator[_ParamState]:
         """Those of `names` that are the state of a parameter of an optimizer."""
@@ -221,85 +248,65 @@ class _Restacking:
 
     def refuse_what_cannot_follow(self, rule: StackRule) -> None:
         own = {fqn for values in self.catalog.per_rank for fqn in values}
-        for fqn in sorted(own):
-            if rule.place(fqn):
-                self.problems.append(
-                    f"{fqn}: was saved as each rank's own, so {rule.text} cannot change it"
-                )
-        for fqn, value in self.catalog.values.items():
-            if rule.place(fqn) and references(value):
-                self.problems.append(
-                    f"{fqn}: consists of other tensors, so {rule.text} cannot change it"
-                )
+        self.problems += [
+            f"{fqn}: was saved as each rank's own, so {rule.text} cannot change it"
+            for fqn in sorted(own)
+            if rule.place(fqn)
+        ]
+        self.problems += [
+            f"{fqn}: consists of other tensors, so {rule.text} cannot change it"
+            for fqn, value in self.catalog.values.items()
+            if rule.place(fqn) and references(value)
+        ]
 
-    def add_param(
-        self,
-        rule: StackRule,
-        place: StackPlace,
-        by_number: Mapping[int | None, str],
-        known: dict[str, _Param],
-    ) -> None:
-        first = next(iter(by_number.values()))
-        entry = self.tensors[first]
-        if rule.is_split:
-            if not entry.shape or not entry.shape[0]:
-                self.problems.append(f"{first}: has shape {entry.shape}, and no slices to take out")
-                return
-            known[first] = _Param(entry.shape[0], entry)
-            self.split(rule, place, first)
-            return
-        count = 1 + max(number for number in by_number if number is not None)
-        for fqn in by_number.values():
-            known[fqn] = _Param(count, entry)
-        self.stack(rule, place, by_number, count)
-
-    def split(self, rule: StackRule, place: StackPlace, fqn: str, key: str = "") -> None:
-        entry = self.tensors[fqn]
-        one = entry._replace(shape=entry.shape[1:])
-        for number in range(entry.shape[0]):
-            self.add(
-                rule.new_name(place, number) + key, one, Origin((fqn,), number, entry.shape[0])
+    def add_param(self, rule: StackRule, slices: _Slices, known: dict[str, _Param]) -> None:
+        entry = self.tensors[slices.first]
+        if not rule.is_split:
+            total = 1 + max(number for number in slices.names if number is not None)
+            known |= dict.fromkeys(slices.names.values(), _Param(total, entry))
+            self.stack(rule, slices._replace(total=total))
+        elif entry.shape and entry.shape[0]:
+            known[slices.first] = _Param(entry.shape[0], entry)
+            self.split(rule, slices)
+        else:
+            self.problems.append(
+                f"{slices.first}: has shape {entry.shape}, and no slices to take out"
             )
+
+    def split(self, rule: StackRule, slices: _Slices) -> None:
+        fqn = slices.first
+        total, *shape = self.tensors[fqn].shape
+        one = self.tensors[fqn]._replace(shape=tuple(shape))
+        for number in range(total):
+            name = rule.new_name(slices.place, number) + slices.key
+            self.add(name, one, Origin((fqn,), number, total))
         self.gone.add(fqn)
 
-    def stack(
-        self,
-        rule: StackRule,
-        place: StackPlace,
-        by_number: Mapping[int | None, str],
-        count: int,
-        key: str = "",
-    ) -> None:
-        name = rule.new_name(place) + key
-        if not self.is_complete(rule, place, by_number, count, key):
+    def stack(self, rule: StackRule, slices: _Slices) -> None:
+        name = rule.new_name(slices.place) + slices.key
+        if not self.is_complete(rule, slices):
             return
-        slices = [by_number[number] for number in range(count)]
-        entry = self.tensors[slices[0]]
-        for fqn in slices:
+        parts = [slices.names[number] for number in range(slices.total)]
+        entry = self.tensors[parts[0]]
+        for fqn in parts:
             if self.tensors[fqn][:2] != entry[:2]:
                 other = self.tensors[fqn]
                 self.problems.append(
-                    f"{name}: its slices differ: {slices[0]} is {entry.dtype}{list(entry.shape)}, "
+                    f"{name}: its slices differ: {parts[0]} is {entry.dtype}{list(entry.shape)}, "
                     f"{fqn} is {other.dtype}{list(other.shape)}"
                 )
                 return
-        self.add(name, entry._replace(shape=(count, *entry.shape)), Origin(tuple(slices)))
-        self.gone.update(slices)
+        self.add(name, entry._replace(shape=(slices.total, *entry.shape)), Origin(tuple(parts)))
+        self.gone.update(parts)
 
-    def is_complete(
-        self,
-        rule: StackRule,
-        place: StackPlace,
-        by_number: Mapping[int | None, Any],
-        count: int,
-        key: str = "",
-    ) -> bool:
-        lacking = [number for number in range(count) if number not in by_number]
+    def is_complete(self, rule: StackRule, slices: _Slices) -> bool:
+        place, key, total, names = slices
+        lacking = [number for number in range(total) if number not in names]
         if lacking:
             name = rule.back.new_name(place, lacking[0]) + key
             more = f" and {len(lacking) - 1} more" if len(lacking) > 1 else ""
             self.problems.append(
-                f"{rule.new_name(place)}{key}: the checkpoint has {len(by_number)} of its {count} "
+                f"{rule.new_name(place)}{key}: the checkpoint has {len(names)} of its {total} "
                 f"slices and lacks {name}{more}"
             )
         return not lacking
@@ -332,18 +339,15 @@ class _Restacking:
             elif place.number == to.number:
                 both = place._replace(number=None), to._replace(number=None)
                 numbers.setdefault(both, {})[to.number] = stored
-        for (place, to), by_number in numbers.items():
-            if self.is_complete(
-                rule, place, by_number, known[next(iter(by_number.values()))].total
-            ):
+        for (place, to), names in numbers.items():
+            total = known[next(iter(names.values()))].total
+            if self.is_complete(rule, _Slices(place, "", total, names)):
                 self.aliases[rule.new_name(place)] = rule.new_name(to)
 
     def add_states(
-        self, rule: StackRule, states: Sequence[_ParamState], known: Mapping[str, _Param]
+        self, rule: StackRule, states: Iterable[_ParamState], by_suffix: Mapping[str, _Param]
     ) -> None:
-        by_suffix = _by_suffix(known)
-        grouped: dict[tuple[StackPlace, str], dict[int | None, str]] = {}
-        counts: dict[tuple[StackPlace, str], int] = {}
+        rows = []
         for state in states:
             place = rule.place(state.param)
             if place is None:
@@ -354,98 +358,86 @@ class _Restacking:
                     f"{state.fqn}: its parameter has no dims, so nothing tells whether each slice "
                     "has its own or all have one; leave the optimizer out with skip="
                 )
-                continue
-            if param is None or shape not in ((), param.entry.shape):
+            elif param is None or shape not in ((), param.entry.shape):
                 self.problems.append(
                     f"{state.fqn}: has shape {list(shape)}, another one than its parameter, so "
                     f"{rule.text} cannot change it"
                 )
-                continue
-            whole = place._replace(head=state.prefix + place.head, number=None), f".{state.key}"
-            grouped.setdefault(whole, {})[place.number] = state.fqn
-            counts[whole] = param.total
-        for (place, key), by_number in grouped.items():
-            first, count = next(iter(by_number.values())), counts[place, key]
-            if not self.tensors[first].shape:
-                self.add_common(rule, place, by_number, count, key)
+            else:
+                place = place._replace(head=state.prefix + place.head)
+                rows.append((place, f".{state.key}", param.total, state.fqn))
+        for slices in _gathered(rows):
+            if not self.tensors[slices.first].shape:
+                self.add_common(rule, slices)
             elif rule.is_split:
-                self.split(rule, place, first, key)
+                self.split(rule, slices)
             else:
-                self.stack(rule, place, by_number, count, key)
+                self.stack(rule, slices)
 
-    def add_common(
-        self,
-        rule: StackRule,
-        place: StackPlace,
-        by_number: Mapping[int | None, str],
-        count: int,
-        key: str,
-    ) -> None:
+    def add_common(self, rule: StackRule, slices: _Slices) -> None:
         """What has no dims: of a parameter's state one, common to all slices."""
-        if rule.is_split:
-            (fqn,) = by_number.values()
-            for number in range(count):
-                name = rule.new_name(place, number) + key
-                self.add(name, self.tensors[fqn], Origin((fqn,), is_common=True))
-        elif self.is_complete(rule, place, by_number, count, key):
-            slices = tuple(by_number[number] for number in range(count))
-            name = rule.new_name(place) + key
-            self.add(name, self.tensors[slices[0]], Origin(slices, is_common=True))
-        self.gone.update(by_number.values())
+        entry, is_whole = self.tensors[slices.first], True
+        if not rule.is_split:
+            is_whole = self.is_complete(rule, slices)
+        if is_whole:
+            names = self.new_names(rule, slices)
+            stored = [slices.names[number] for number in sorted(slices.names, key=lambda n: n or 0)]
+            for name in names:
+                self.add(name, entry, Origin(tuple(stored), is_common=True))
+        self.gone.update(slices.names.values())
 
-    def add_values(self, rule: StackRule, known: Mapping[str, _Param]) -> None:
-        by_suffix = _by_suffix(known)
-        grouped: dict[tuple[StackPlace, str], dict[int | None, str]] = {}
-        counts: dict[tuple[StackPlace, str], int] = {}
-        for state in self.states(self.catalog.values):
-            place = rule.place(state.param)
-            if place is None or state.param not in by_suffix:
-                continue
-            whole = place._replace(head=state.prefix + place.head, number=None)
-            counts[whole, state.key] = by_suffix[state.param].total
-            grouped.setdefault((whole, state.key), {})[place.number] = state.fqn
-        for (place, key), by_number in grouped.items():
-            count = counts[place, key]
-            values = [self.catalog.values[fqn] for fqn in by_number.values()]
-            if rule.is_split:
-                names = [f"{rule.new_name(place, number)}.{key}" for number in range(count)]
-            else:
-                names = [f"{rule.new_name(place)}.{key}"]
-                self.is_complete(rule, place, by_number, count, f".{key}")
+    def new_names(self, rule: StackRule, slices: _Slices) -> list[str]:
+        """What is one for all slices, in the new form: once for each slice, or for the stack."""
+        numbers = range(slices.total) if rule.is_split else [None]
+        return [rule.new_name(slices.place, number) + slices.key for number in numbers]
+
+    def add_values(self, rule: StackRule, by_suffix: Mapping[str, _Param]) -> None:
+        for slices in _gathered(
+            (
+                place._replace(head=state.prefix + place.head),
+                f".{state.key}",
+                by_suffix[state.param].total,
+                state.fqn,
+            )
+            for state in self.states(self.catalog.values)
+            if state.param in by_suffix and (place := rule.place(state.param)) is not None
+        ):
+            names = self.new_names(rule, slices)
+            values = [self.catalog.values[fqn] for fqn in slices.names.values()]
+            if not rule.is_split:
+                self.is_complete(rule, slices)
             if any(value != values[0] for value in values):
                 self.problems.append(f"{names[0]}: differs between its slices, and is one for all")
             self.values |= dict.fromkeys(names, values[0])
-            self.gone_values.update(by_number.values())
+            self.gone_values.update(slices.names.values())
 
     def regrouped(
-        self, rule: StackRule, fqn: str, known: Mapping[str, _Param]
+        self, rule: StackRule, fqn: str, by_suffix: Mapping[str, _Param]
     ) -> list[dict[str, Any]]:
         """The param groups `fqn` with the names of parameters in the new form."""
-        by_suffix = _by_suffix(known)
         groups = []
-        groups_of: dict[StackPlace, dict[int | None, int]] = {}  # of each slice of a stack
-        counts: dict[StackPlace, int] = {}
+        rows = []  # of each slice of a stack, with the number of its group for a name
+        listed: set[str] = set()
         for index, group in enumerate(self.values[fqn]):
-            params: list[str] = []
+            params: dict[str, None] = {}
             for name in group["params"]:
                 place, param = rule.place(name), by_suffix.get(name)
                 if place is None or param is None:
-                    params.append(name)
+                    params[name] = None
                 elif rule.is_split:
-                    params += [rule.new_name(place, number) for number in range(param.total)]
+                    params |= {rule.new_name(place, n): None for n in range(param.total)}
                 else:
-                    stacked = place._replace(number=None)
-                    if stacked not in groups_of:
-                        params.append(rule.new_name(stacked))
-                    groups_of.setdefault(stacked, {})[place.number] = index
-                    counts[stacked] = param.total
-            groups.append({**group, "params": params})
-        for stacked, of_parts in groups_of.items():
-            self.is_complete(rule, stacked, of_parts, counts[stacked], f" in {fqn}")
-            if len(numbers := sorted(set(of_parts.values()))) > 1:
+                    stacked = rule.new_name(place)
+                    params |= {} if stacked in listed else {stacked: None}
+                    listed.add(stacked)
+                    rows.append((place, f" in {fqn}", param.total, str(index)))
+            groups.append({**group, "params": [*params]})
+        for slices in _gathered(rows):
+            self.is_complete(rule, slices)
+            if len(numbers := sorted({int(index) for index in slices.names.values()})) > 1:
                 self.problems.append(
-                    f"{fqn}: the slices of {rule.new_name(stacked)} are in groups {numbers}, and "
-                    "one parameter is in one group"
+                    f"{fqn}: the slices of {rule.new_name(slices.place)} are in groups {numbers}, "
+                    "and one parameter is in one group"
                 )
         return groups
 

@@ -23,7 +23,7 @@ from ckpt.layout.likeness import likeness
 from ckpt.layout.piece import Holding, Owned, Piece, View
 from ckpt.layout.plain import Ranks, UnsupportedTensor
 from ckpt.layout.region import Box, Span
-from ckpt.layout.tensor import is_plain, local_tensor
+from ckpt.layout.tensor import is_dtensor, is_plain, local_tensor
 from ckpt.state.describe import Described, DescribedTensor, LogicalTensor
 from ckpt.state.optimizer_kinds import NUMBERS, StateKind, is_shard_inside, kind_of
 from ckpt.state.own import PerRankState, StateDeclaration, declared, layout_of, own_state
@@ -64,6 +64,8 @@ class FlatOptimizer:
 
     `groups` are the names of the parameters of each of its groups, `own` is what this rank has for
     itself, by name. `witnesses` are scalars that another rank stores, as this one has them.
+    `templates` are the DTensors that tensors of the state are laid out like, `shards` are those
+    that say so themselves, both by name.
     """
 
     holdings: list[Holding] = field(default_factory=list)
@@ -73,6 +75,8 @@ class FlatOptimizer:
     problems: list[str] = field(default_factory=list)
     groups: list[list[str]] = field(default_factory=list)
     own: dict[str, PerRankState] = field(default_factory=dict)
+    templates: dict[str, torch.Tensor] = field(default_factory=dict)
+    shards: dict[str, torch.Tensor] = field(default_factory=dict)
 
 
 def flatten_optimizer(
@@ -314,6 +318,8 @@ class _Saving:
         must_agree = named.owned.is_whole or not self.ranks.copies.keys().isdisjoint(
             named.source.fqns
         )
+        if (template := named.owned.template) is not None:
+            self.flat.templates.update(dict.fromkeys(names.values(), template))
         placed = named.owned, local, names.__getitem__
         self.flat.holdings.extend(holdings_of(*placed, kind=Kind.OPTIMIZER, must_agree=must_agree))
 
@@ -374,6 +380,10 @@ class _Saving:
         self, fqn: str, tensor: torch.Tensor, kind: Kind, like: Owned | None = None
     ) -> None:
         self.flat.names.append(fqn)
+        if is_dtensor(tensor):
+            self.flat.templates[fqn] = tensor
+        elif hasattr(tensor, "global_shape"):
+            self.flat.shards[fqn] = tensor
         if like is not None and not like.is_whole and is_plain(tensor):
             like = self.held_by_all(like)
         try:

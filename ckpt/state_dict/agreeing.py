@@ -15,8 +15,6 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from itertools import chain
 from typing import Any, NamedTuple
 
-import numpy as np
-
 from ckpt.errors import InvalidState, Mismatch
 from ckpt.format.codec import decode_values, encode_values
 from ckpt.format.disagreement import disagreement, or_per_rank
@@ -106,24 +104,21 @@ def _refuse_values(world: World, encoded: bytes) -> None:
 
 
 def _encoded(agreed: Agreed) -> bytes:
-    """Names compressed, four bytes for each digest; the same on ranks that have the same."""
+    """The same on ranks that have the same. Groups of ranks are few and long: they are counted."""
     number_of: dict[tuple[int, ...] | None, int] = {}
     tensors = sorted(agreed, key=lambda tensor: (tensor.fqn, tensor.is_given))
     rows = [
         (fqn, number_of.setdefault(owners, len(number_of)), is_given)
         for fqn, owners, is_given in tensors
     ]
-    names = json.dumps([list(number_of), rows]).encode()
-    digests = np.array([agreed[tensor] for tensor in tensors], dtype="<u4")
-    return encode_values({"names": zlib.compress(names, 1), "digests": digests.tobytes()})
+    digests = [agreed[tensor] for tensor in tensors]
+    return zlib.compress(json.dumps([list(number_of), rows, digests]).encode(), 1)
 
 
 def _decoded(part: bytes) -> Agreed:
-    message = decode_values(part)
-    groups, rows = json.loads(zlib.decompress(message["names"]))
+    groups, rows, digests = json.loads(zlib.decompress(part))
     owners = [None if group is None else tuple(group) for group in groups]
     tensors = [_Tensor(fqn, owners[number], is_given) for fqn, number, is_given in rows]
-    digests = np.frombuffer(message["digests"], dtype="<u4").tolist()
     return dict(zip(tensors, digests, strict=True))
 
 

@@ -23,12 +23,10 @@ from torch import nn
 
 from ckpt.errors import InvalidState, Mismatch
 from ckpt.format.codec import decode_values, encode_values
-from ckpt.layout.composites import is_composite
 from ckpt.layout.descriptions import descriptions, shown_type
 from ckpt.layout.piece import Holding
 from ckpt.layout.plain import Ranks
 from ckpt.layout.sharded_tensor import UnitSharding
-from ckpt.layout.tensor import template_of
 from ckpt.state.describe import Described
 from ckpt.state.names import split_state_name
 from ckpt.state.optimizer import (
@@ -36,12 +34,11 @@ from ckpt.state.optimizer import (
     extra_state,
     flatten_groups,
     flatten_optimizer,
-    named_groups,
     options_of,
     refusals,
     user_state,
 )
-from ckpt.state.optimizer_kinds import NUMBER_OF_SUFFIX, StateKind, kind_of, number_suffix
+from ckpt.state.optimizer_kinds import NUMBER_OF_SUFFIX, number_suffix
 from ckpt.state.own import copy_of, declared
 from ckpt.state.requested import Unshared
 from ckpt.state.values import join_tree, references, split_tree
@@ -137,7 +134,7 @@ def _composites(
         description, components = split_tree(tensor, fqn, problems)
         if output.form is FULL:
             exchanged[fqn] = description
-        elif output.form is LOCAL and any(map(_is_shard, dict(components).values())):
+        elif output.form is LOCAL and any(hasattr(one, "global_shape") for _, one in components):
             problems.append(
                 f"{fqn}: is a DTensor, which has no LOCAL form; use StateDictType.SHARDED"
             )
@@ -317,14 +314,14 @@ def _taken(
         flat.holdings.extend(options.holdings)
         flat.values.update(options.values)
         flat.problems.extend(options.problems)
-    shards = {} if output.form is FULL else _component_shards(view, described)
+    shards = {} if output.form is FULL else flat.shards
     if output.form is LOCAL and shards:
         flat.problems.extend(_without_local_form(flat))
     if flat.problems:
         raise InvalidState(flat.problems)
     live = LiveTensors(
         [one for one in flat.holdings if shards.keys().isdisjoint(p.fqn for p in one.pieces)],
-        _templates(view, described, ranks),
+        flat.templates,
         _sharding_of(described),
         {},
     )
@@ -390,22 +387,6 @@ def copied(state: Mapping[Any, Any], *, to_cpu: bool = False) -> dict[Any, Any]:
     }
 
 
-def _component_shards(view: Any, described: Described) -> dict[str, torch.Tensor]:
-    """The parts that this rank has of composites of which others have other shards, by name."""
-    shards = {}
-    for group in named_groups(view, described):
-        for named in group:
-            for name, content in view.state.get(named.param, {}).items():
-                if not isinstance(content, torch.Tensor) or is_composite(content):
-                    _, tensors = split_tree(content, f"{STATE}{named.names[0]}.{name}", [])
-                    shards.update({n: one for n, one in tensors if _is_shard(one)})
-    return shards
-
-
-def _is_shard(component: torch.Tensor) -> bool:
-    return hasattr(component, "__ckpt_pieces__")
-
-
 def _without_local_form(flat: FlatOptimizer) -> list[str]:
     """What is wrong with composites of which this rank has a shard, in the LOCAL form."""
     cut = {
@@ -428,25 +409,6 @@ def _keeps_own_scalars(output: DictForm) -> bool:
     form, and the wrapper's calls with flat parameters, as torch has them.
     """
     return output.form is LOCAL or output.beside is Unshared.OWN_BY_FIRST
-
-
-def _templates(view: Any, described: Described, ranks: Ranks) -> dict[str, torch.Tensor]:
-    """The DTensor that each tensor of the state is laid out like."""
-    templates = {}
-    declarations = declared(view)
-    for group in view.param_groups:
-        for param in group["params"]:
-            source = described.by_param[id(param)]
-            for name, content in view.state.get(param, {}).items():
-                kind = kind_of(content, source.owned, ranks, declarations.get(name))
-                fqn = f"{STATE}{source.members[0].fqn}.{name}"
-                if kind is StateKind.SHARD and source.owned.template is not None:
-                    templates[fqn] = source.owned.template
-                elif kind in (StateKind.TENSOR, StateKind.VALUE):
-                    for inside, tensor in split_tree(content, fqn, [])[1]:
-                        if (template := template_of(tensor)) is not None:
-                            templates[inside] = template
-    return templates
 
 
 def _sharding_of(described: Described) -> Callable[[str], UnitSharding | None]:

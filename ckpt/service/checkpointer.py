@@ -3,7 +3,7 @@ what a rule keeps, survives failures and preemption, and resumes from what is wh
 
 `Checkpointer` is the outside; each of its concerns has a file of its own: when a save is due
 (`schedule`), saves under way (`inflight`), failures (`alarm`), retention (`keeping`), the end of a
-preempted job (`stopping`), agreement between ranks (`agreement`), missing ranks (`watching`).
+preempted job (`inflight`), agreement between ranks (`agreement`), missing ranks (`watching`).
 """
 
 from __future__ import annotations
@@ -34,7 +34,15 @@ from ckpt.service.events import Observer, Restored, SaveSkipped, log_restored
 from ckpt.service.inflight import Saved
 from ckpt.service.near import Near
 from ckpt.service.near_stack import near_tiers
-from ckpt.service.parts import ServiceParts, ServiceSettings, leave, parts_of
+from ckpt.service.parts import (
+    ServiceParts,
+    ServiceSettings,
+    leave,
+    meet,
+    nothing_to_rejoin_with,
+    parts_of,
+    rejoining_target,
+)
 from ckpt.service.policies import (
     AtExit,
     CostMeter,
@@ -45,10 +53,8 @@ from ckpt.service.policies import (
     with_last_saves,
 )
 from ckpt.service.preemption import Preempted, Signals
-from ckpt.service.rejoining import meet, nothing_to_rejoin_with, rejoining_target
 from ckpt.service.restore import RestoreReport, restore_latest
 from ckpt.service.retention import KeepAll, KeepRule, RetentionPlan, with_grace
-from ckpt.service.stopping import LastSave
 from ckpt.service.target import Pending, Target, UrlTarget
 from ckpt.state.walk import refuse_snapshots
 from storage import StoreLike
@@ -494,7 +500,7 @@ class Checkpointer:
         """Save what time allows, then raise Preempted on all ranks."""
         self._keeper.end()
         self._agreement.rest()
-        LastSave(self._training, self._saves, deadline_seconds).make(metric)
+        self._saves.save_last(metric, deadline_seconds)
         self._say_unsaved("the job is preempted")
         self._wait_for_all_ranks()
         self._leave()

@@ -1,7 +1,8 @@
-"""Saves that are under way: they are begun, collected in order, and their outcomes passed on."""
+"""Saves under way: begun, collected in order, outcomes passed on; a job's last save."""
 
 from __future__ import annotations
 
+import json
 import logging
 import math
 import time
@@ -15,12 +16,16 @@ from ckpt.saving.task import SaveReport
 from ckpt.service.alarm import LASTING, FailedSaves
 from ckpt.service.events import SaveSkipped, SaveSucceeded
 from ckpt.service.keeping import Keeper
+from ckpt.service.preemption import LEAVING_SECONDS, StopFacts, plan_stop
 from ckpt.service.schedule import SaveSchedule
 from ckpt.service.target import Pending
 from ckpt.service.training import Training
 from ckpt.service.watching import Watcher
+from ckpt.state.flatten import nbytes_of
 
 logger = logging.getLogger(__name__)
+
+STOP_TRIES_MAX = 3  # last saves, where one fails and time is left
 
 
 class Saved(NamedTuple):
@@ -73,11 +78,6 @@ class SavesInFlight:
     def steps(self) -> tuple[int, ...]:
         """The steps of saves that are not over."""
         return tuple(save.step for save in self._begun if not save.pending.done())
-
-    @property
-    def oldest_began_seconds(self) -> float | None:
-        """When the oldest save that is not over was begun; None when there is none."""
-        return self._begun[0].began_seconds if self.steps else None
 
     @property
     def newest(self) -> Pending | None:
@@ -178,6 +178,70 @@ class SavesInFlight:
             mine = b"in flight"
         answers = self._training.world.gather("collected", mine)
         return all(answer == b"over" for answer in answers)
+
+    def save_last(self, metric: float | None, deadline_seconds: float) -> None:
+        """Wait for the save in flight and make the last one, as far as the time before
+        `deadline_seconds` allows, on the clock of this rank.
+
+        Collective: every decision is the coordinator's, because clocks and measurements differ
+        between ranks and a rank that saved alone would wait for the others until it is killed.
+        Failures are logged: the job ends in any case, and the checkpoints before are untouched.
+        """
+        training = self._training
+        plan = self._agreed_stop_plan(deadline_seconds)
+        finished = self.all_collected(training.now_seconds() + plan["wait_seconds"])
+        if finished and plan["save"] == "model first":
+            self._save_model_first(deadline_seconds)
+        # Where steps are unsaved although there was nothing to save, the save in flight failed.
+        is_first = plan["save"] != "nothing"
+        for _ in range(STOP_TRIES_MAX):
+            if not finished or not self.unsaved_calls():
+                break
+            if not is_first:
+                left = deadline_seconds - training.now_seconds() - LEAVING_SECONDS
+                has_time = left > (training.costs.persist_seconds or 0.0)
+                mine = (b"yes" if has_time else b"no") if training.is_coordinator else None
+                if training.world.broadcast("again", mine) != b"yes":
+                    break
+            is_first = False
+            try:
+                self.begin(metric, ("preempted",))
+            except CheckpointError as error:
+                logger.error("no last save can be made: %s", error)
+                break
+            finished = self.all_collected(deadline_seconds)
+        if not finished and training.is_coordinator:
+            logger.error("the save in flight is not over at the end of the grace time")
+
+    def _agreed_stop_plan(self, deadline_seconds: float) -> dict[str, Any]:
+        """The coordinator's plan for the time that is left, on all ranks."""
+        training, encoded = self._training, None
+        if training.is_coordinator:
+            now = training.now_seconds()
+            facts = StopFacts(
+                left_seconds=deadline_seconds - now,
+                persist_seconds=training.costs.persist_seconds,
+                in_flight_seconds=now - self._begun[0].began_seconds if self.steps else None,
+                state_nbytes=nbytes_of(training.state, training.world),
+                model_nbytes=nbytes_of(training.model(), training.world),
+                steps_unsaved=self.unsaved_calls(),
+            )
+            plan = plan_stop(facts)
+            logger.warning("preempted after step %d: %s", training.progress.step, plan)
+            encoded = json.dumps(plan._asdict()).encode()
+        agreed: dict[str, Any] = json.loads(training.world.broadcast("stop", encoded))
+        return agreed
+
+    def _save_model_first(self, deadline_seconds: float) -> None:
+        training = self._training
+        try:
+            target = training.target.model_first()
+            pending = target.start(training.model(), step=training.progress.step, metric=None)
+            report = pending.result(max(0.0, deadline_seconds - training.now_seconds()))
+            if training.is_coordinator:
+                logger.warning("time is short: the model alone is safe in %s", report.path)
+        except (CheckpointError, OSError, TimeoutError) as error:
+            logger.error("the model alone could not be saved: %s", error)
 
     def _raise_if_rank_lost(self) -> None:
         """A training that has lost a rank cannot go on, whatever the alarm says."""

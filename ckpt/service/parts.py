@@ -1,4 +1,4 @@
-"""The parts of a Checkpointer in one world: made together, and left together.
+"""The parts of a Checkpointer in one world: made together, and left together for another world.
 
 What a caller has chosen (`ServiceSettings`) lasts as long as the Checkpointer; everything that
 talks to other ranks belongs to one world, and is made anew for the next one.
@@ -7,14 +7,16 @@ talks to other ranks belongs to one world, and is made anew for the next one.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from ckpt.errors import RankFailed
+import torch.distributed as dist
+
+from ckpt.errors import CheckpointError, NoCheckpoint, RankFailed
 from ckpt.process import EndWorld
 from ckpt.service.agreement import Pace, StepAgreement
-from ckpt.service.ahead import Ahead
 from ckpt.service.alarm import Alarm, FailedSaves
 from ckpt.service.events import Observer
 from ckpt.service.inflight import SavesInFlight
@@ -28,6 +30,8 @@ from ckpt.service.schedule import SaveSchedule
 from ckpt.service.target import Target, UrlTarget
 from ckpt.service.training import StartOvers, StepTimer, Training
 from ckpt.service.watching import Watcher
+from ckpt.world.rounds import Deadlines
+from ckpt.world.torch_world import current_world
 
 logger = logging.getLogger(__name__)
 
@@ -46,6 +50,36 @@ class ServiceSettings:
     observers: Sequence[Observer]
     silence_seconds_max: float | None
     signals: Signals
+
+
+class Ahead:
+    """After the first step a state has all that a save copies, so its size is known then.
+
+    Copies into fresh memory take ten times as long, and the training would stand still for it.
+    Nothing is made where saves are rare (`is_regular` False): there may never be one.
+    """
+
+    def __init__(self, training: Training, *, is_regular: bool) -> None:
+        self._training = training
+        self._is_wanted = is_regular
+        self._stop: Callable[[], object] = lambda: None
+
+    def stepped(self, *, has_saved: bool) -> None:
+        """A step is done; `has_saved` when a save was begun, in it or before it."""
+        if not self._is_wanted:
+            return
+        self._is_wanted = False
+        if has_saved:
+            return
+        try:
+            self._stop = self._training.target.make_ready(self._training.state)
+        except Exception as error:
+            # The save will fail in the same way, and has somebody who is told.
+            logger.info("no memory was made ahead of the first save: %s", error)
+
+    def stop(self) -> None:
+        """Make no more of it, and give it back unless a save has used it."""
+        self._stop()
 
 
 class ServiceParts(NamedTuple):
@@ -131,7 +165,15 @@ def leave(parts: ServiceParts) -> None:
     parts.keeper.end()
     # The durable saves first: they may read the copies of near ones.
     parts.end_world(failure)
-    _note_outcomes(parts)
+    deadline = training.now_seconds() + LEFT_SECONDS_MAX
+    while parts.saves.newest is not None:
+        try:
+            parts.saves.collect(wait=True, deadline_seconds=deadline)
+        except RankFailed:
+            continue  # raised after each outcome that was noted
+        except TimeoutError as error:
+            logger.warning("a save of the world before is left behind: %s", error)
+            break
     if parts.near is not None:
         parts.near.leave(failure)
     parts.agreement.leave()
@@ -155,14 +197,43 @@ def _why(training: Training) -> RankFailed:
     return RankFailed(text, rank=rank, phase="rejoin")
 
 
-def _note_outcomes(parts: ServiceParts) -> None:
-    """Pass on how the saves have ended that were under way."""
-    deadline = parts.training.now_seconds() + LEFT_SECONDS_MAX
-    while parts.saves.newest is not None:
-        try:
-            parts.saves.collect(wait=True, deadline_seconds=deadline)
-        except RankFailed:
-            continue  # raised after each outcome that was noted
-        except TimeoutError as error:
-            logger.warning("a save of the world before is left behind: %s", error)
-            return
+def rejoining_target(
+    target: Target, process_group: dist.ProcessGroup | None, meet_seconds_max: float
+) -> Target:
+    """`target` over another group. Raises before anything is left: ValueError, and CheckpointError
+    where this process is not in that group or the target is bound to its ranks.
+    """
+    if not 0.0 < meet_seconds_max < math.inf:
+        raise ValueError(f"meet_seconds_max={meet_seconds_max!r}: expected seconds above 0")
+    is_joined = dist.is_available() and dist.is_initialized()
+    if process_group is not None and not is_joined:
+        raise CheckpointError(
+            "a process group was given, and torch.distributed is not initialised: make the group "
+            "of the processes that are left first"
+        )
+    if is_joined and dist.get_rank(process_group) < 0:
+        raise CheckpointError(
+            "this process is not in the process group that was given: only those that go on call "
+            "rejoin"
+        )
+    return target.over(process_group)
+
+
+def meet(process_group: dist.ProcessGroup | None, *, seconds_max: float) -> None:
+    """Return when all ranks of `process_group`, or all ranks, have called this.
+
+    Raises RankFailed on all that have, naming one that has not within `seconds_max`.
+    """
+    world = current_world(process_group, deadlines=Deadlines(round_seconds_max=seconds_max))
+    try:
+        world.agree("rejoin", None)
+    finally:
+        world.close()
+
+
+def nothing_to_rejoin_with(url: str) -> NoCheckpoint:
+    """The error of a state whose other parts are lost, where nothing was saved."""
+    return NoCheckpoint(
+        f"{url} has no checkpoint, and parts of the state are lost with their ranks: pass "
+        "rejoin(state=) with a state as at the beginning, or save before the first step"
+    )

@@ -29,8 +29,7 @@ from ckpt.loading.load import LoadOptions, load_state
 from ckpt.loading.reader import Reader
 from ckpt.saving.save import save_state
 from ckpt.saving.task import PartMemory, SaveOptions
-from ckpt.service.followed import followed
-from ckpt.service.follower import Follower, FollowOptions
+from ckpt.service.follower import Follower, FollowOptions, followed
 from ckpt.testing import run_ranks
 from ckpt.world.base import SoloWorld, World
 from storage.errors import KeyNotFoundError

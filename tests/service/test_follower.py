@@ -36,8 +36,7 @@ from ckpt.errors import (
 )
 from ckpt.loading.load import LoadOptions
 from ckpt.loading.plan import ReadPath
-from ckpt.service.followed import followed
-from ckpt.service.follower import Follower, FollowOptions
+from ckpt.service.follower import Follower, FollowOptions, followed
 from ckpt.testing import RanksFailed
 from ckpt.testing import run_ranks as run_threads
 from ckpt.world.base import SoloWorld, World

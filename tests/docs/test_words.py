@@ -76,8 +76,6 @@ WORDS_MAX = {
     "docs/engine_differences.md": 1250,
     "docs/guarantee_tests.md": 2500,
     "docs/guarantees.md": 1200,
-    "docs/howto/checkpointer.md": 1050,  # the aim is 1,000
-    "docs/howto/near.md": 1050,  # the aim is 1,000
     "docs/limits.md": 900,
     "docs/performance.md": 1300,
     "docs/troubleshooting.md": 1750,  # made from the errors

@@ -46,6 +46,10 @@ TROUBLES = {
         "Compare with `ckpt show URL`. Pass `rename=` for other names, `skip=` for entries to "
         "leave as they are, `new=` for what the checkpoint cannot have, `strict=False` for a part.",
     ),
+    "InvalidArgument": Trouble(
+        "leave out step= and attempt=",
+        "Correct the argument that the message names; nothing was read or written.",
+    ),
     "NoCheckpoint": Trouble(
         "has no checkpoint yet",
         "Check the url and `ckpt ls URL`. A first job gets None from `restore()`. If saves were "

@@ -70,7 +70,7 @@ WORDS_MAX = {
     "DECISIONS.md": 6000,
     "ARCHITECTURE.md": 4800,
     "FORMAT.md": 11000,
-    "docs/cli.md": 2600,  # made from the parser; the aim is 2,400
+    "docs/cli.md": 2700,  # made from the parser; the aim is 2,400
     "docs/compatibility.md": 950,  # made by tests.wild; the aim is 700
     "docs/engine.md": 1200,
     "docs/engine_differences.md": 1250,

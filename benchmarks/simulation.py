@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ckpt.world.agreement import encode_error, encode_failures, error_of_failures
-from ckpt.world.base import Message, Transfers, World, check_all_to_all
+from ckpt.world.base import Message, Transfers, World
 from ckpt.world.tree import family
 from storage.buffered import BufferedWriter
 from storage.memory import MemoryBucket, MemoryStore
@@ -285,23 +285,10 @@ class SimulatedWorld(World):
         if agreed is not None:
             raise agreed from error
 
-    def all_to_all(self, name: str, send: Sequence[memoryview], recv: Sequence[memoryview]) -> None:
-        check_all_to_all(self, name, send, recv)
-
-        def ends(one: _Round) -> float:
-            longest = max(sum(len(part) for part in parts) for parts in one.payloads)
-            clock = self.simulation.clock
-            return one.latest + clock.hop_seconds + longest / clock.network_bytes_per_second
-
-        got = self._round(name, [bytes(view) for view in send], ends).payloads
-        for peer, view in enumerate(recv):
-            view[:] = got[peer][self.rank]
-        cost = self.cost
-        cost.messages[self.rank] += sum(1 for view in send if view.nbytes)
-        cost.nbytes[self.rank] += sum(view.nbytes for view in recv)
-
     @contextmanager
-    def transfers(self, name: str) -> Iterator[Transfers]:
+    def transfers(
+        self, name: str, sends: Sequence[int] = (), expects: Sequence[int] = ()
+    ) -> Iterator[Transfers]:
         self._round(name, b"", lambda one: self._down(self._up(one), 0))
         yield _SimulatedTransfers(self, self._calls)
 

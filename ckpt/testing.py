@@ -18,7 +18,7 @@ from typing import Any, Literal, NamedTuple, TypeVar
 
 from ckpt.errors import RankFailed
 from ckpt.world.agreement import agreed_error, encode_error
-from ckpt.world.base import Message, Transfers, World, check_all_to_all
+from ckpt.world.base import Message, Transfers, World, lengths_problem
 from ckpt.world.tree import family
 
 T = TypeVar("T")
@@ -27,7 +27,6 @@ _Op = Literal[
     "gather_to_coordinator",
     "merge_to_coordinator",
     "broadcast",
-    "all_to_all",
     "transfers",
 ]
 
@@ -310,23 +309,14 @@ class ThreadWorld(World):
         if agreed is not None:
             raise agreed from error
 
-    def all_to_all(self, name: str, send: Sequence[memoryview], recv: Sequence[memoryview]) -> None:
-        check_all_to_all(self, name, send, recv)
-        got = self._round("all_to_all", name, [bytes(view) for view in send], range(self.size))
-        for peer, view in enumerate(recv):
-            sent = got[peer][self.rank]
-            if len(sent) != view.nbytes:
-                raise RankFailed(
-                    f"all-to-all {name!r}: rank {peer} sends {len(sent)} bytes to rank "
-                    f"{self.rank}, which expects {view.nbytes}",
-                    rank=peer,
-                    phase=name,
-                )
-            view[:] = sent
-
     @contextmanager
-    def transfers(self, name: str) -> Iterator[Transfers]:
-        self._round("transfers", name, None, range(self.size))
+    def transfers(
+        self, name: str, sends: Sequence[int] = (), expects: Sequence[int] = ()
+    ) -> Iterator[Transfers]:
+        came = self._round("transfers", name, (sends, expects), range(self.size))
+        problem = lengths_problem(name, [*came.values()]) if sends else None
+        if problem is not None:
+            raise problem
         wires = _ThreadTransfers(self._hub, self.rank, (self.calls, name))
         try:
             yield wires

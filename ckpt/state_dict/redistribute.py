@@ -17,7 +17,8 @@ import torch
 from ckpt.errors import Mismatch
 from ckpt.layout.memory import host_bytes, local_view, narrowed
 from ckpt.layout.piece import Holding
-from ckpt.layout.region import Box, Region, Shape, Span, boxes_of, intersect, whole
+from ckpt.layout.region import Box, Region, Shape, whole
+from ckpt.layout.reshard import Patch, clip_patch, copies
 from ckpt.state_dict.table import Known, Routes, Table, gather_table, normal
 from ckpt.world.base import World, collectively
 
@@ -60,7 +61,7 @@ def redistribute(
 
     def prepare() -> tuple[_Here, list[_Batch]]:
         here = _Here(world, held, wanted)
-        return here, [_Batch(batch, known, requests, here) for batch in [plan.local, *plan.batches]]
+        return here, [_Batch(batch, requests, here) for batch in [plan.local, *plan.batches]]
 
     here, (local, *batches) = collectively(world, "plan", prepare)
     # Apart from the batches: what every rank has itself needs no round.
@@ -73,19 +74,21 @@ def redistribute(
 
 # --- who sends what ------------------------------------------------------------------------------
 
-# Part of a tensor that one batch carries: None for all of it, else boxes of its own space.
-Window = tuple[Box, ...] | None
 
+class _Part(NamedTuple):
+    """Elements `start` to `stop` of a region, in its order, as one batch carries them."""
 
-class _BatchPart(NamedTuple):
     fqn: str
-    window: Window
+    region: Region
+    holders: Sequence[int]
+    start: int
+    stop: int
     routes: Routes
 
 
 class _Plan(NamedTuple):
-    local: list[_BatchPart]  # tensors of which every rank has what it wants
-    batches: list[list[_BatchPart]]
+    local: list[_Part]  # of tensors of which every rank has what it wants
+    batches: list[list[_Part]]
 
 
 def _plan(known: Table, requests: Table) -> _Plan:
@@ -101,27 +104,29 @@ def _plan(known: Table, requests: Table) -> _Plan:
             continue
         if not request.regions:  # of a tensor without elements
             continue
-        routes = Routes(entry, request)
-        if all(_has(entry, rank, regions) for rank, regions in request.regions.items()):
-            plan.local.append(_BatchPart(fqn, None, routes))
-            continue
-        problem = routes.problem(fqn)
+        routes, itemsize = Routes(entry, request), entry.dtype.itemsize
+        is_local = all(_has(entry, rank, regions) for rank, regions in request.regions.items())
+        problem = None if is_local else routes.problem(fqn)
         if problem is not None:
             problems.append(problem)
-        parts = len(entry.holders())
-        for window, nbytes in _windows(entry):
-            # By the mean size of a part, which all ranks know: they must cut alike.
-            in_small_parts = nbytes if nbytes < DIRECT_NBYTES_MIN * parts else 0
-            if (
-                not plan.batches
-                or filled + nbytes > BATCH_NBYTES
-                or packed + in_small_parts > PACKED_NBYTES
-            ):
-                plan.batches.append([])
-                filled = packed = 0
-            plan.batches[-1].append(_BatchPart(fqn, window, routes))
-            filled += nbytes
-            packed += in_small_parts
+        for region, holders in entry.holders().items():
+            step = region.numel if is_local else max(BATCH_NBYTES // itemsize, 1)
+            for start in range(0, region.numel, step):
+                stop = min(start + step, region.numel)
+                part = _Part(fqn, region, holders, start, stop, routes)
+                if is_local:
+                    plan.local.append(part)
+                    continue
+                nbytes = (stop - start) * itemsize
+                # By the size of the region, which all ranks know: they must cut alike.
+                small = nbytes if nbytes < DIRECT_NBYTES_MIN else 0
+                is_full = filled + nbytes > BATCH_NBYTES or packed + small > PACKED_NBYTES
+                if not plan.batches or is_full:
+                    plan.batches.append([])
+                    filled = packed = 0
+                plan.batches[-1].append(part)
+                filled += nbytes
+                packed += small
     if problems:
         raise Mismatch(problems)
     return plan
@@ -134,73 +139,28 @@ def _has(entry: Known, rank: int, regions: Sequence[Region]) -> bool:
     return own == [everything] or all(region in own for region in regions)
 
 
-def _windows(entry: Known) -> Iterator[tuple[Window, int]]:
-    """Parts of a tensor, each no larger than a batch."""
-    itemsize = entry.dtype.itemsize
-    numel = math.prod(entry.shape)
-    step = BATCH_NBYTES // itemsize
-    if numel <= step:
-        yield None, numel * itemsize
-        return
-    for start in range(0, numel, step):
-        stop = min(start + step, numel)
-        yield boxes_of(Span(start, stop), entry.shape), (stop - start) * itemsize
-
-
 class _End(NamedTuple):
-    """One end of a move: `box` of the array of `shape` from `base` on in a region's order."""
+    """One end of a copy: `box` of the array of `shape` from `base` on in a region's order."""
 
     base: int
     shape: Shape
     box: Box
 
 
-def _ends(source: Region, target: Region, shape: Shape, window: Window) -> list[tuple[_End, _End]]:
-    """What two regions and a window have in common, as pairs of ends, in one order."""
-    # Two runs meet in one run; as boxes they would be cut at every row in which they begin or end.
-    if isinstance(source, Span) and isinstance(target, Span) and window is None:
-        start, stop = max(source.start, target.start), min(source.stop, target.stop)
-        if start >= stop:
-            return []
-        run = Box((0,), (stop - start,))
-        return [
-            (
-                _End(start - source.start, run.shape, run),
-                _End(start - target.start, run.shape, run),
+def _ends(part: _Part, target: Region, shape: Shape) -> Iterator[tuple[_End, _End]]:
+    """What a part of a region and another region have in common: both ends of each copy."""
+    for copy in copies(part.region, target, shape):
+        if isinstance(copy, Patch):
+            for patch in clip_patch(copy, part.start, part.stop):
+                yield _End(*patch[:3]), _End(*patch[3:])
+            continue
+        start = max(copy.source, part.start)
+        run = Box((0,), (min(copy.source + copy.numel, part.stop) - start,))
+        if run.numel > 0:
+            yield (
+                _End(start, run.shape, run),
+                _End(copy.target + start - copy.source, run.shape, run),
             )
-        ]
-    ends = []
-    for from_base, outer in _numbered(source, shape):
-        for to_base, inner in _numbered(target, shape):
-            common = intersect(outer, inner)
-            if common is None:
-                continue
-            for part in [common] if window is None else _clipped(common, window):
-                ends.append(
-                    (
-                        _End(from_base, outer.shape, part.relative_to(_origin(outer, part))),
-                        _End(to_base, inner.shape, part.relative_to(_origin(inner, part))),
-                    )
-                )
-    return ends
-
-
-def _origin(outer: Box, part: Box) -> Box:
-    """A box that starts where `outer` does, of the shape of `part`."""
-    return Box(outer.offset, part.shape)
-
-
-def _clipped(box: Box, window: Sequence[Box]) -> list[Box]:
-    return [part for pane in window if (part := intersect(box, pane)) is not None]
-
-
-def _numbered(region: Region, shape: Shape) -> list[tuple[int, Box]]:
-    numbered = []
-    base = 0
-    for box in boxes_of(region, shape):
-        numbered.append((base, box))
-        base += box.numel
-    return numbered
 
 
 # --- moving --------------------------------------------------------------------------------------
@@ -265,38 +225,32 @@ _Source = tuple[tuple[str, Region], _End]
 class _Batch:
     """What this rank copies, sends and receives for some tensors, in the order all ranks share."""
 
-    def __init__(
-        self, parts: Sequence[_BatchPart], known: Table, requests: Table, here: _Here
-    ) -> None:
+    def __init__(self, parts: Sequence[_Part], requests: Table, here: _Here) -> None:
         size = here.world.size
         self.here = here
         self.own: list[tuple[tuple[str, Region], _End, _Flat, _End]] = []
         self.send: list[list[_Source]] = [[] for _ in range(size)]
         self.recv: list[list[tuple[_Flat, _End]]] = [[] for _ in range(size)]
+        me = here.world.rank
         for part in parts:
-            for region, holders in known[part.fqn].holders().items():
-                self.add(part, region, holders, requests[part.fqn])
-
-    def add(self, part: _BatchPart, region: Region, holders: Sequence[int], request: Known) -> None:
-        """Everything that moves from `region` of a tensor and concerns this rank."""
-        fqn, window, routes = part
-        me, size = self.here.world.rank, self.here.world.size
-        key = (fqn, region)
-        takers = [me] if me in request.regions else []
-        if me in holders:  # else it gives nothing of this region
-            takers = list(request.regions)
-        for taker in takers:
-            giver = routes.giver(holders, taker, size)
-            if giver is None or me not in (giver, taker):
-                continue
-            for wanted in dict.fromkeys(request.regions.get(taker, ())):
-                for start, stop in _ends(region, wanted, request.shape, window):
-                    if taker != me:
-                        self.send[taker].append((key, start))
-                    elif giver != me:
-                        self.recv[giver].append((self.here.targets[fqn, wanted], stop))
-                    else:
-                        self.own.append((key, start, self.here.targets[fqn, wanted], stop))
+            fqn, region, holders, routes = part.fqn, part.region, part.holders, part.routes
+            request = requests[fqn]
+            key = (fqn, region)
+            takers = [me] if me in request.regions else []
+            if me in holders:  # else it gives nothing of this region
+                takers = list(request.regions)
+            for taker in takers:
+                giver = routes.giver(holders, taker, size)
+                if giver is None or me not in (giver, taker):
+                    continue
+                for wanted in dict.fromkeys(request.regions.get(taker, ())):
+                    for start, stop in _ends(part, wanted, request.shape):
+                        if taker != me:
+                            self.send[taker].append((key, start))
+                        elif giver != me:
+                            self.recv[giver].append((here.targets[fqn, wanted], stop))
+                        else:
+                            self.own.append((key, start, here.targets[fqn, wanted], stop))
 
     def copy_own(self) -> None:
         """What this rank has itself."""
@@ -320,7 +274,7 @@ class _Batch:
                 packed[key] = self.outgoing(key, flat)
         arrivals: list[tuple[torch.Tensor, torch.Tensor]] = []
         room = [self.incoming(moves, arrivals) for moves in self.recv]
-        self.here.world.all_to_all_parts(
+        self.here.world.all_to_all(
             "state dict", [packed[tuple(moves)] for moves in self.send], room
         )
         for target, arrived in arrivals:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import struct
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
@@ -121,38 +122,42 @@ class World(ABC):
         first. A world of one raises the error itself.
         """
 
-    @abstractmethod
-    def all_to_all(self, name: str, send: Sequence[memoryview], recv: Sequence[memoryview]) -> None:
-        """All-to-all of bytes: fill `recv[r]` with what rank r has in `send[this rank]`.
-
-        Lengths are known to both sides and may all differ; those of this rank itself are 0. Buffers
-        are flat memoryviews of format "B" and must not change meanwhile; after an error `recv` is
-        undefined.
-        """
-
-    def all_to_all_parts(
+    def all_to_all(
         self,
         name: str,
         send: Sequence[Sequence[memoryview]],
         recv: Sequence[Sequence[memoryview]],
     ) -> None:
-        """`all_to_all` with several buffers for each rank: as many, of the same lengths, on both
-        sides.
+        """All-to-all of bytes: fill the buffers `recv[r]` with those of rank r's `send[this rank]`.
+
+        Both sides know how many there are and their lengths, and raise RankFailed where these
+        differ; there are none for a rank itself. Buffers are as those of a Message.
         """
-        joined = [memoryview(b"".join(parts)) for parts in send]
-        received = [memoryview(bytearray(sum(p.nbytes for p in parts))) for parts in recv]
-        self.all_to_all(name, joined, received)
-        for parts, rest in zip(recv, received, strict=True):
-            for part in parts:
-                part[:] = rest[: part.nbytes]
-                rest = rest[part.nbytes :]
+        if len(send) != self.size or len(recv) != self.size or send[self.rank] or recv[self.rank]:
+            raise ValueError(
+                f"all-to-all {name!r}: buffers for {len(send)} and from {len(recv)} ranks, "
+                f"expected {self.size} and none for this rank itself"
+            )
+        lengths = [[sum(part.nbytes for part in parts) for parts in side] for side in (send, recv)]
+        # Not every rank to the same one at once.
+        peers = [(self.rank + step) % self.size for step in range(1, self.size)]
+        messages = [
+            [Message(peer, *one) for peer in peers for one in enumerate(side[peer])]
+            for side in (send, recv)
+        ]
+        with self.transfers(name, *lengths) as wires:
+            wires.move(*messages)
 
     @abstractmethod
-    def transfers(self, name: str) -> AbstractContextManager[Transfers]:
+    def transfers(
+        self, name: str, sends: Sequence[int] = (), expects: Sequence[int] = ()
+    ) -> AbstractContextManager[Transfers]:
         """Messages between pairs of ranks: one round in which all ranks come here, then a block in
         which each talks to those it has something for, and nobody waits for the others.
 
-        The block must not contain rounds. An error that leaves it ends the world.
+        `sends` and `expects` are the bytes for and from each rank, if all ranks know them: where
+        two differ, all raise RankFailed. The block must not contain rounds. An error that leaves it
+        ends the world.
         """
 
     @abstractmethod
@@ -276,10 +281,9 @@ class SoloWorld(World):
         if error is not None:
             raise error
 
-    def all_to_all(self, name: str, send: Sequence[memoryview], recv: Sequence[memoryview]) -> None:
-        check_all_to_all(self, name, send, recv)
-
-    def transfers(self, name: str) -> AbstractContextManager[Transfers]:
+    def transfers(
+        self, name: str, sends: Sequence[int] = (), expects: Sequence[int] = ()
+    ) -> AbstractContextManager[Transfers]:
         return nullcontext(_NoTransfers())
 
     def raise_flag(self, name: str) -> None:
@@ -308,14 +312,19 @@ class _NoTransfers(Transfers):
         pass
 
 
-def check_all_to_all(
-    world: World, name: str, send: Sequence[memoryview], recv: Sequence[memoryview]
-) -> None:
-    """Raise ValueError when the buffers of an all-to-all do not fit the world."""
-    if len(send) != world.size or len(recv) != world.size:
-        raise ValueError(
-            f"all-to-all {name!r}: {len(send)} send and {len(recv)} receive buffers, expected "
-            f"{world.size} of each"
-        )
-    if send[world.rank].nbytes or recv[world.rank].nbytes:
-        raise ValueError(f"all-to-all {name!r}: the buffers of this rank for itself must be empty")
+def lengths_problem(
+    name: str, tables: Sequence[tuple[Sequence[int], Sequence[int]]]
+) -> RankFailed | None:
+    """The first pair of ranks of which one sends other bytes than the other expects; `tables` has
+    what each rank `sends` and `expects`.
+    """
+    for sender, receiver in itertools.product(range(len(tables)), repeat=2):
+        sent, expected = tables[sender][0][receiver], tables[receiver][1][sender]
+        if sent != expected:
+            return RankFailed(
+                f"all-to-all {name!r}: rank {sender} sends {sent} bytes to rank {receiver}, which "
+                f"expects {expected}",
+                rank=sender,
+                phase=name,
+            )
+    return None

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import itertools
 import json
 import os
 import threading
@@ -22,7 +21,7 @@ import torch.distributed as dist
 from ckpt.errors import CheckpointError, RankFailed
 from ckpt.world.agreement import encode_error, encode_failures, error_of_failures
 from ckpt.world.attendance import Board
-from ckpt.world.base import Message, SoloWorld, Transfers, World, check_all_to_all
+from ckpt.world.base import Message, SoloWorld, Transfers, World, lengths_problem
 from ckpt.world.board import WorldBoard
 from ckpt.world.failures import copied
 from ckpt.world.frames import MiB, unpack
@@ -71,9 +70,8 @@ class TorchWorld(World):
 
     Control rounds go over connections of their own, never through the user's groups, so they may
     run in a background thread, one thread at a time; see `ckpt.world.rounds`. The rendezvous store
-    of torch.distributed only tells the ranks where their parents in the tree listen. `all_to_all`
-    goes over a gloo group that is created at its first use; call it from the thread that runs the
-    training.
+    of torch.distributed only tells the ranks where their parents in the tree listen. Transfers go
+    over a gloo group that is created at their first use.
     """
 
     def __init__(
@@ -160,38 +158,14 @@ class TorchWorld(World):
         if agreed is not None:
             raise agreed from error
 
-    def all_to_all(self, name: str, send: Sequence[memoryview], recv: Sequence[memoryview]) -> None:
-        check_all_to_all(self, name, send, recv)
-        self.all_to_all_parts(name, [[view] for view in send], [[view] for view in recv])
-
-    def all_to_all_parts(
-        self,
-        name: str,
-        send: Sequence[Sequence[memoryview]],
-        recv: Sequence[Sequence[memoryview]],
-    ) -> None:
+    @contextlib.contextmanager
+    def transfers(
+        self, name: str, sends: Sequence[int] = (), expects: Sequence[int] = ()
+    ) -> Iterator[Transfers]:
         with self._in_round(name) as number:
             # gloo cannot be stopped while it connects, nor does it say who is missing: be sure that
             # all ranks are here.
-            lengths = [sum(view.nbytes for view in parts) for parts in send]
-            room = [sum(view.nbytes for view in parts) for parts in recv]
-            self._meet(number, name, lengths, room)
-            if self._group is None:
-                self._group = self._connected()
-            works: list[_Work] = []
-            for peer, parts in enumerate(recv):
-                for tensor in itertools.chain(*map(_tensors, parts)):
-                    works.append(_Work(peer, self._group.recv([tensor], peer, 0)))
-            for step in range(1, self.size):
-                peer = (self.rank + step) % self.size  # not everybody to the same rank at once
-                for tensor in itertools.chain(*map(_tensors, send[peer])):
-                    works.append(_Work(peer, self._group.send([tensor], peer, 0)))
-            self._finish(name, works)
-
-    @contextlib.contextmanager
-    def transfers(self, name: str) -> Iterator[Transfers]:
-        with self._in_round(name) as number:
-            self._meet(number, name, [], [])
+            self._meet(number, name, sends, expects)
             if self._group is None:
                 self._group = self._connected()
             wires = _GlooTransfers(self._group, self._rounds, name, self._finish)
@@ -346,16 +320,9 @@ class TorchWorld(World):
     def _report_lengths(self, name: str, lengths: Sequence[int], room: Sequence[int]) -> None:
         mine = json.dumps([list(lengths), list(room)]).encode()
         number, again = self._rounds.begin(), f"lengths of {name}"
-        tables = [json.loads(one) for one in self._gathered(number, again, mine)]
-        for sender, receiver in itertools.product(range(self.size), repeat=2):
-            sent, expected = tables[sender][0][receiver], tables[receiver][1][sender]
-            if sent != expected:
-                raise RankFailed(
-                    f"all-to-all {name!r}: rank {sender} sends {sent} bytes to rank {receiver}, "
-                    f"which expects {expected}",
-                    rank=sender,
-                    phase=name,
-                )
+        problem = lengths_problem(name, [*map(json.loads, self._gathered(number, again, mine))])
+        if problem is not None:
+            raise problem
 
     def _finish(
         self, name: str, works: list[_Work], is_over: Callable[[], bool] = lambda: False

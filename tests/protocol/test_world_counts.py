@@ -232,10 +232,10 @@ def test_a_transfer_that_takes_long_asks_nobody() -> None:
     with ranks_of(4, transfers=True) as ranks:
 
         def transfer(rank: int) -> None:
-            send = [memoryview(b"x" * (peer != rank)) for peer in range(4)]
-            recv = [memoryview(bytearray(peer != rank)) for peer in range(4)]
+            send = [[memoryview(b"x")] * (peer != rank) for peer in range(4)]
+            recv = [[memoryview(bytearray(1))] * (peer != rank) for peer in range(4)]
             ranks.worlds[rank].all_to_all("tensors", send, recv)
-            assert all(bytes(view) == b"x" for peer, view in enumerate(recv) if peer != rank)
+            assert all(bytes(view) == b"x" for views in recv for view in views)
 
         ranks.all(transfer)
         late: Any = ranks.worlds[0]
@@ -257,10 +257,12 @@ def test_a_transfer_costs_those_who_have_something_for_each_other(size: int) -> 
     with ranks_of(size, transfers=True) as ranks:
 
         def transfer(rank: int) -> None:
-            send = [memoryview(b"x" * (peer == (rank + 1) % size)) for peer in range(size)]
-            recv = [memoryview(bytearray(peer == (rank - 1) % size)) for peer in range(size)]
+            send = [[memoryview(b"x")] * (peer == (rank + 1) % size) for peer in range(size)]
+            recv = [
+                [memoryview(bytearray(1))] * (peer == (rank - 1) % size) for peer in range(size)
+            ]
             ranks.worlds[rank].all_to_all("tensors", send, recv)
-            assert bytes(recv[rank - 1]) == b"x"
+            assert bytes(recv[rank - 1][0]) == b"x"
 
         with ranks.costing() as first:
             ranks.all(transfer)
@@ -276,9 +278,9 @@ def test_lengths_that_differ_are_one_error_on_all_ranks() -> None:
         with ranks_of(4, transfers=True) as ranks:
 
             def transfer(rank: int, expected: int = expected) -> str:
-                send = [memoryview(bytes(3 * (rank == 2 and peer == 1))) for peer in range(4)]
-                room = [expected * (rank == 1 and peer == 2) for peer in range(4)]
-                recv = [memoryview(bytearray(size)) for size in room]
+                send = [[memoryview(bytes(3))] * (rank == 2 and peer == 1) for peer in range(4)]
+                room = memoryview(bytearray(expected))
+                recv = [[room] * (rank == 1 and peer == 2) for peer in range(4)]
                 with pytest.raises(RankFailed) as caught:
                     ranks.worlds[rank].all_to_all("tensors", send, recv)
                 return str(caught.value)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+from collections.abc import Sequence
 
 import pytest
 
@@ -65,12 +66,17 @@ def test_payloads_are_merged_by_every_rank_of_the_tree(monkeypatch: pytest.Monke
     assert merging(SoloWorld()) == ([], [])
 
 
+def views(world: World, data: Sequence[bytes | bytearray]) -> list[list[memoryview]]:
+    """One buffer for each other rank."""
+    return [[memoryview(one)] if rank != world.rank else [] for rank, one in enumerate(data)]
+
+
 def test_exchange_delivers_uneven_and_empty_buffers() -> None:
     def rank(world: World) -> list[bytes]:
         send = [bytes([world.rank * 16 + peer]) * (3 * world.rank + peer) for peer in range(4)]
         send[world.rank] = b""
         recv = [bytearray(0 if p == world.rank else 3 * p + world.rank) for p in range(4)]
-        world.all_to_all("tensors", [memoryview(b) for b in send], [memoryview(b) for b in recv])
+        world.all_to_all("tensors", views(world, send), views(world, recv))
         return [bytes(b) for b in recv]
 
     for me, got in enumerate(run_ranks(4, rank)):
@@ -174,11 +180,10 @@ def test_other_name_in_the_same_round_is_an_error_on_all_ranks() -> None:
 
 def test_exchange_of_other_length_is_an_error() -> None:
     def rank(world: World) -> None:
-        buffers = [memoryview(bytearray(0 if p == world.rank else 5)) for p in range(2)]
-        recv = [memoryview(bytearray(0 if p == world.rank else 4)) for p in range(2)]
-        world.all_to_all("t", buffers, recv)
+        send, recv = [bytearray(5)] * 2, [bytearray(4)] * 2
+        world.all_to_all("t", views(world, send), views(world, recv))
 
-    with pytest.raises(RanksFailed, match="sends 5 bytes to rank 0, which expects 4"):
+    with pytest.raises(RanksFailed, match="rank 0 sends 5 bytes to rank 1, which expects 4"):
         run_ranks(2, rank)
 
 

@@ -84,13 +84,17 @@ def _exchange(world: World) -> bool:
     send = [memoryview(bytearray([world.rank]) * n) for n in sizes[world.rank]]
     send[2] = memoryview(bytes(send[2]))
     recv = [memoryview(bytearray(sizes[peer][world.rank])) for peer in range(3)]
-    world.all_to_all("tensors", send, recv)
+    world.all_to_all("tensors", *(_each_in_a_list(world, side) for side in (send, recv)))
     return all(view == bytes([peer]) * view.nbytes for peer, view in enumerate(recv))
+
+
+def _each_in_a_list(world: World, views: list[memoryview]) -> list[list[memoryview]]:
+    return [[view] if rank != world.rank else [] for rank, view in enumerate(views)]
 
 
 def _exchange_nothing(world: World) -> bool:
     empty = [memoryview(bytearray()) for _ in range(world.size)]
-    world.all_to_all("nothing", empty, empty)
+    world.all_to_all("nothing", *(_each_in_a_list(world, side) for side in (empty, empty)))
     return True
 
 
@@ -158,9 +162,8 @@ def _subgroups() -> list[Any]:
     if rank in (1, 3):
         world = current_world(groups[1])
         theirs = memoryview(bytearray(2))
-        empty = memoryview(bytearray())
         mine = memoryview(bytearray([rank, rank]))
-        pair = (empty, mine), (empty, theirs)
+        pair: list[list[list[memoryview]]] = [[[], [mine]], [[], [theirs]]]
         world.all_to_all("t", *(p if world.rank == 0 else p[::-1] for p in pair))
         results += [world.rank, world.gather("x", b"%d" % rank), bytes(theirs)]
         second = current_world(groups[1])

@@ -207,7 +207,7 @@ def test_the_wrappers_calls_give_each_rank_its_own_where_torchs_do() -> None:
 
 
 def counted() -> list[str]:
-    rounds = noted_rounds("gather", "broadcast", "agree", "all_to_all_parts")
+    rounds = noted_rounds("gather", "broadcast", "agree", "transfers")
     state = trained("fully")
     optimizer_state_dict(state["model"], state["optim"])
     return rounds

@@ -365,7 +365,7 @@ def counted(root: str) -> tuple[list[str], int]:
     themselves, and a few bytes that say whose they are.
     """
     kinds = ("gather", "gather_to_coordinator", "merge_to_coordinator", "broadcast", "agree")
-    rounds = noted_rounds(*kinds, "all_to_all")
+    rounds = noted_rounds(*kinds, "transfers")
     parts: list[Part] = []
     taken = saving_task.part_again
 

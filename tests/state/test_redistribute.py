@@ -145,16 +145,13 @@ class Counting(World):
         self.inner.agree(phase, error)
 
     def all_to_all(self, name: str, send: Any, recv: Any) -> None:
-        self.inner.all_to_all(name, send, recv)
-
-    def all_to_all_parts(self, name: str, send: Any, recv: Any) -> None:
         nbytes = sum(view.nbytes for parts in recv for view in parts)
         self.received += nbytes
         self.largest = max(self.largest, nbytes)
-        self.inner.all_to_all_parts(name, send, recv)
+        self.inner.all_to_all(name, send, recv)
 
-    def transfers(self, name: str) -> AbstractContextManager[Transfers]:
-        return self.inner.transfers(name)
+    def transfers(self, name: str, *lengths: Any) -> AbstractContextManager[Transfers]:
+        return self.inner.transfers(name, *lengths)
 
     def raise_flag(self, name: str) -> None:
         self.inner.raise_flag(name)

@@ -134,7 +134,7 @@ class Replayed(SoloWorld):
         assert payloads[0] == payload, "the same exchange says the same"
         return payloads
 
-    def all_to_all_parts(self, name: str, send: Any, recv: Any) -> None:
+    def all_to_all(self, name: str, send: Any, recv: Any) -> None:
         for buffers in send:
             for buffer in buffers:
                 buffer.sum()

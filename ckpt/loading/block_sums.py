@@ -16,7 +16,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from ckpt.commit.locate import file_key
+from ckpt.commit.locate import file_keys
 from ckpt.errors import Corrupt
 from ckpt.format.checksum import crc32c_of_each
 from ckpt.format.checksum_tables import Uint32s
@@ -59,6 +59,8 @@ class _Reading(NamedTuple):
 class BlockSums:
     """What the blocks of one checkpoint must have as checksums. Safe to use from several threads.
 
+    `keys` and `cache_keys` are those of the data files, in the store and in a cache.
+
     Methods that may read raise Corrupt, naming the file, when a table is not the one that the
     manifest has the seal of, and the store's errors. What `cache` has is not read from the store.
     """
@@ -69,6 +71,10 @@ class BlockSums:
         self.store = store
         self.directory = directory
         self.manifest = manifest
+        self.keys = file_keys(directory, manifest)
+        # By its own name and not by its path, so that a copy of a checkpoint shares its cache.
+        own = f"{manifest.header.step:08d}-{manifest.header.attempt}/"
+        self.cache_keys = file_keys(own, manifest)
         self._cache = cache
         self._chunks: dict[int, Ints] = {}  # by file, ascending as their bytes
         self._sums: dict[int, _FileSums | _Reading] = {}
@@ -115,7 +121,7 @@ class BlockSums:
         """The error for a block whose bytes differ: file, byte range and tensor."""
         manifest = self.manifest
         table, block_nbytes = manifest.chunks, manifest.header.block_bytes
-        name = self._key(int(table.file[chunk]))
+        name = self.keys[int(table.file[chunk])]
         start = int(table.byte_start[chunk]) + number * block_nbytes
         stop = int(table.byte_start[chunk]) + min(
             (number + 1) * block_nbytes, manifest.chunk_nbytes(chunk)
@@ -169,7 +175,7 @@ class BlockSums:
 
     def may_join(self, file: int) -> bool:
         """Whether a request for blocks of this file can fetch its table, too, and nothing has."""
-        return file not in self._sums and not self._is_of_another(file)
+        return file not in self._sums and not is_reference(self.manifest.files[file])
 
     def take(self, file: int, table: memoryview) -> None:
         """The table of a file as it was read with blocks of the file. Raises Corrupt."""
@@ -180,9 +186,6 @@ class BlockSums:
     def _note(self, file: int, sums: _FileSums) -> None:
         with self._lock:
             self._sums[file] = sums
-
-    def _is_of_another(self, file: int) -> bool:
-        return is_reference(self.manifest.files[file])
 
     def _of_file(self, file: int) -> _FileSums:
         with self._lock:
@@ -205,26 +208,36 @@ class BlockSums:
 
     def _read(self, file: int) -> _FileSums:
         self.expect(np.array([file]))
-        if self._is_of_another(file):
-            return self._of_another(file)
-        place = self.table_of(file)
+        manifest, place = self.manifest, self.table_of(file)
         table = self._room(file, place.stop - place.start)
-        cache, root = self._cache, self.manifest.header.root
-        key = self._cache_key(file)
-        if cache is not None and cache.fill(root, key, place.start, [table]):
-            # As with blocks: what does not match is read from the store.
-            with contextlib.suppress(Corrupt):
+        parts = [(place.start, table)]
+        # A file of another attempt has other chunks besides: its header says which.
+        is_ours = not is_reference(manifest.files[file])
+        if not is_ours:
+            parts.insert(0, (0, self._room(file, int(manifest.file_data_start[file]))))
+
+        def checked() -> _FileSums:
+            if is_ours:
                 self._check(file, table)
                 return self._own(file, table)
+            return self._described(file, self._index(file, parts[0][1], table))
 
-        def read() -> None:
-            read_into(self.store, self._key(file), place.start, [table])
-            self._check(file, table)
+        cache, root, key = self._cache, manifest.header.root, self.cache_keys[file]
+        if cache is not None and all(cache.fill(root, key, start, [data]) for start, data in parts):
+            # As with blocks: what does not match is read from the store.
+            with contextlib.suppress(Corrupt):
+                return checked()
 
-        once_more(read)
+        def read() -> _FileSums:
+            for start, data in parts:
+                read_into(self.store, self.keys[file], start, [data])
+            return checked()
+
+        sums = once_more(read)
         if cache is not None:
-            cache.keep(root, key, place.start, [table])
-        return self._own(file, table)
+            for start, data in parts:
+                cache.keep(root, key, start, [data])
+        return sums
 
     def _room(self, file: int, nbytes: int) -> memoryview:
         self.manifest.budget.charge(nbytes, f"what {self._where(file)} says of its blocks")
@@ -248,28 +261,6 @@ class BlockSums:
                 "MANIFEST"
             )
         return _sorted(words[len(words) - 1 - total : -1], chunks, np.cumsum(counts) - counts)
-
-    def _of_another(self, file: int) -> _FileSums:
-        """The checksums of a file that has other chunks besides: its header says which."""
-        place = self.table_of(file)
-        header = self._room(file, int(self.manifest.file_data_start[file]))
-        table = self._room(file, place.stop - place.start)
-        cache, root, key = self._cache, self.manifest.header.root, self._cache_key(file)
-        parts = ((0, header), (place.start, table))
-        if cache is not None and all(cache.fill(root, key, start, [data]) for start, data in parts):
-            with contextlib.suppress(Corrupt):
-                return self._described(file, self._index(file, header, table))
-
-        def read() -> _FileSums:
-            for start, data in parts:
-                read_into(self.store, self._key(file), start, [data])
-            return self._described(file, self._index(file, header, table))
-
-        sums = once_more(read)
-        if cache is not None:
-            for start, data in parts:
-                cache.keep(root, key, start, [data])
-        return sums
 
     def _index(self, file: int, header: memoryview, table: memoryview) -> DataFileIndex:
         nbytes = int(self.manifest.file_nbytes[file])
@@ -302,21 +293,8 @@ class BlockSums:
     def _check(self, file: int, table: memoryview) -> None:
         check_table(table, self.manifest.seals.of_file(file), self._where(file))
 
-    def _key(self, file: int) -> str:
-        return file_key(self.directory, self.manifest.files[file])
-
     def _where(self, file: int) -> str:
-        return f"{self.store.url.rstrip('/')}/{self._key(file)}"
-
-    def _cache_key(self, file: int) -> str:
-        return file_key(cache_prefix(self.manifest), self.manifest.files[file])
-
-
-def cache_prefix(manifest: Manifest) -> str:
-    """What keys of a checkpoint begin with in a cache: by its own name and not by its path, so that
-    a copy of it shares the cache.
-    """
-    return f"{manifest.header.step:08d}-{manifest.header.attempt}/"
+        return f"{self.store.url.rstrip('/')}/{self.keys[file]}"
 
 
 def _sorted(checksums: Uint32s, chunks: Ints, first: npt.NDArray[np.integer]) -> _FileSums:

@@ -152,11 +152,12 @@ def share(
     `blocks` are all that this rank needs some of, `needs` what it needs, all of them without it;
     `groups` are all of its groups. A block is not divided within a group.
     """
-    moves = [move for group in groups for move in _divided(group, blocks, rank, limits)]
-    moves.sort(key=lambda move: move.start)
-    taken = [np.empty((0, 2), dtype=np.int64), *(move.runs for move in moves)]
     needs = blocks.runs() if needs is None else needs
-    return Sharing(without(needs, united(np.concatenate(taken))), moves)
+    moves = [move for group in groups for move in _divided(group, blocks, rank, limits)]
+    if not moves:
+        return Sharing(needs, [])
+    moves.sort(key=lambda move: move.start)
+    return Sharing(without(needs, united(np.concatenate([move.runs for move in moves]))), moves)
 
 
 def fetched(

@@ -9,9 +9,12 @@ import json
 import logging
 import secrets
 import struct
+import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
+
+import numpy as np
 
 from ckpt.commit.locate import check_self_contained, live_entries, locate
 from ckpt.commit.names import MANIFEST_NAME
@@ -28,6 +31,7 @@ from ckpt.format.codec import decode_values
 from ckpt.format.manifest import Manifest
 from ckpt.format.manifest_codec import decode_manifest
 from ckpt.format.metadata_budget import MetadataBudget
+from ckpt.format.uniting import is_groups
 from ckpt.layout.dtypes import torch_dtype
 from ckpt.layout.kind import Kind
 from ckpt.layout.plain import Ranks
@@ -48,14 +52,13 @@ from ckpt.loading.exchange import (
 from ckpt.loading.matching import match
 from ckpt.loading.plan import ReadPath, plan_reads
 from ckpt.loading.reader import Reader
-from ckpt.loading.unasked import left_by_all
 from ckpt.state.bind import bind_state
 from ckpt.state.binding import Binding
 from ckpt.state.half_loaded import filling
 from ckpt.state.matching import Tally, total, with_nearest
-from ckpt.state.names import GroupOptions
+from ckpt.state.names import GroupOptions, Left
 from ckpt.state.requested import CHECKPOINT
-from ckpt.state.types import Catalog, Loaded, Problem, ProblemKind, Stacks, Strict, TensorEntry
+from ckpt.state.types import Catalog, Loaded, ProblemKind, Stacks, Strict, TensorEntry
 from ckpt.telemetry.recorder import PhaseSpan, Recorder
 from ckpt.wings import wing
 from ckpt.world.base import World, collectively
@@ -65,6 +68,7 @@ logger = logging.getLogger(__name__)
 
 _SUMS = struct.Struct("<9Q")
 BYTES_AWAY = "away_bytes"  # the counter of what came from ranks that have other files
+SHOWN_MAX = 5  # names of a checkpoint in a message
 RETIRED_MAX = 20  # times in a row that retention may be faster than one load
 
 
@@ -209,12 +213,15 @@ def _fill(
         reader = collectively(world, "plan", plan)
         # Where one rank has a place for everything, no other has to be asked.
         has_left = options.strict is True and len(binding.fatal) > len(binding.fatal_here)
-        mine = LoadSums(binding.tally, has_left=has_left, unmatched=tuple(binding.unmatched))
-        groups, sums = groups_of_needs(reader, world, origins.ranks, options, mine)
-        refuse_unmatched(world, sums, where)
-        if world.size > 1 and sums.has_left == world.size:
-            _refuse_left(binding, in_form_of_state(manifest, options.stacks).catalog, world, where)
-        warnings = warnings_of(binding, manifest, world, sums.tally, where)
+        groups, sums, warnings = compared(
+            reader,
+            binding,
+            (manifest, where),
+            world,
+            options,
+            ranks=origins.ranks,
+            has_left=has_left,
+        )
 
     def prepare() -> Sharing:
         limits = options.sharing
@@ -305,7 +312,7 @@ def bind_to(
         new=options.new,
         group_options=options.group_options,
     )
-    # What is left over may have its place on another rank; see `_refuse_left`.
+    # What is left over may have its place on another rank; see `compared`.
     fatal = [*binding.fatal, *binding.unmatched] if world.size == 1 else binding.fatal_here
     if fatal:
         raise Mismatch(fatal, where)
@@ -332,13 +339,49 @@ def in_form_of_state(manifest: Manifest, stacks: Stacks) -> FormOfState:
     return FormOfState(*wing("stacks.moving").in_form_of_state(catalog, stacks))
 
 
-def _refuse_left(binding: Binding, catalog: Catalog, world: World, where: str) -> None:
-    """Raise Mismatch on all ranks for what no rank's state has a place for. Collective."""
-    left = left_by_all(world, catalog, binding.left).problems(CHECKPOINT)
-    world.agree("compare", Mismatch([one.text for one in left], where) if left else None)
+def _left_by_all(world: World, catalog: Catalog, mine: Left) -> Left:
+    """What all ranks have left, of `mine`. Collective.
+
+    A rank that holds a stage, or some experts, has no place for most of a checkpoint; that is a
+    mistake only where all ranks together have none. Names are bits in the order of the
+    checkpoint's own, so that a rank sends an eighth of a byte for each.
+    """
+    # Of a leaf and "", or of param groups and a parameter.
+    every: set[tuple[str, str]] = {(name, "") for name in (*catalog.tensors, *catalog.values)}
+    every |= {(name, "") for own in catalog.per_rank for name in own}
+    for fqn, value in catalog.values.items():
+        if is_groups(value, fqn):
+            every |= {(fqn, str(param)) for group in value for param in group["params"]}
+    numbers = {name: number for number, name in enumerate(sorted(every))}
+    left = [(name, "") for name in mine.names]
+    left += [(fqn, param) for fqn, params in mine.params.items() for param in params]
+    bits = np.zeros(len(numbers), dtype=np.bool_)
+    bits[[numbers[name] for name in left if name in numbers]] = True
+    received = world.gather_to_coordinator("left", zlib.compress(np.packbits(bits).tobytes()))
+    common = None
+    if received is not None:
+        packed = [np.frombuffer(zlib.decompress(one), dtype=np.uint8) for one in received]
+        common = zlib.compress(np.bitwise_and.reduce(packed).tobytes())
+    by_all = zlib.decompress(world.broadcast("left by all", common))
+    bits = np.unpackbits(np.frombuffer(by_all, dtype=np.uint8)).astype(np.bool_)
+
+    # What is not in the checkpoint under this name, because of `rename`, has no number: only this
+    # rank can know of it.
+    def is_left(fqn: str, param: str) -> bool:
+        number = numbers.get((fqn, param))
+        return number is None or bool(bits[number])
+
+    return Left(
+        [name for name in mine.names if is_left(name, "")],
+        {
+            fqn: [param for param in params if is_left(fqn, param)]
+            for fqn, params in mine.params.items()
+        },
+        mine.tied,
+    )
 
 
-def warnings_of(
+def _warnings_of(
     binding: Binding, manifest: Manifest, world: World, tally: Tally, where: str
 ) -> tuple[str, ...]:
     """Those of the binding, and one when the checkpoint has only a small share of the names.
@@ -351,38 +394,26 @@ def warnings_of(
         # Values alone (a step count) that match are not enough: every tensor would keep its
         # initial bytes, and the training would start anew unnoticed.
         names = f"{tally.missing_tensors} tensors" if tally.matched else f"{len(missing)} names"
+        more = len(manifest.fqns) - SHOWN_MAX
+        has = ", ".join(manifest.fqns[:SHOWN_MAX]) + (f" and {more} more" if more > 0 else "")
         nothing = (
             f"none of the {names} of the state is in the checkpoint, which is an error with "
-            f"strict=False, too; it has {_some(manifest.fqns) or 'no tensors'}"
+            f"strict=False, too; it has {has or 'no tensors'}"
         )
         problems = [nothing, *(problem.text for problem in missing)]
         world.agree("compare", Mismatch(problems, where) if missing else None)
     warnings = list(binding.warnings)
     if tally.is_small_share and missing:
-        warnings.append(_few_names(missing, manifest, world, tally, where))
+        names = with_nearest([problem.fqn for problem in missing], manifest.fqns)
+        of_all = " of all ranks" if world.size > 1 else ""
+        warnings.append(
+            f"only {tally.matched} of {tally.matched + tally.missing} names of the state{of_all} "
+            f"are in {where}; the others were left unchanged: {names}; is a rename= missing?"
+        )
     if world.rank == 0:
         for warning in warnings:
             logger.warning("%s", warning)
     return tuple(warnings)
-
-
-def _few_names(
-    missing: Sequence[Problem], manifest: Manifest, world: World, tally: Tally, where: str
-) -> str:
-    names = with_nearest([problem.fqn for problem in missing], manifest.fqns)
-    of_all = " of all ranks" if world.size > 1 else ""
-    return (
-        f"only {tally.matched} of {tally.matched + tally.missing} names of the state{of_all} are "
-        f"in {where}; the others were left unchanged: {names}; is a rename= missing?"
-    )
-
-
-def _some(names: Sequence[str], shown_max: int = 5) -> str:
-    more = len(names) - shown_max
-    return ", ".join(names[:shown_max]) + (f" and {more} more" if more > 0 else "")
-
-
-_NO_WEIGHT = Weight(0, 0, 0)
 
 
 class LoadSums(NamedTuple):
@@ -394,7 +425,7 @@ class LoadSums(NamedTuple):
     """
 
     tally: Tally
-    weight: Weight = _NO_WEIGHT
+    weight: Weight
     away: int = 0
     has_left: int = 0
     name: str = ""
@@ -411,48 +442,65 @@ class LoadSums(NamedTuple):
         tally, weight = Tally(*numbers[:4]), Weight(*numbers[4:])
         return cls(tally, weight, away, has_left, name, tuple(unmatched))
 
+    @classmethod
+    def of_all(cls, reports: Sequence[bytes]) -> LoadSums:
+        """The sums of what all ranks report."""
+        every = [cls.decode(one) for one in reports]
+        weights = zip(*(one.weight for one in every), strict=True)
+        by_all = set(every[0].unmatched).intersection(*(one.unmatched for one in every[1:]))
+        return cls(
+            total([one.tally for one in every]),
+            Weight(*(sum(column) for column in weights)),
+            sum(one.away for one in every),
+            sum(one.has_left for one in every),
+            secrets.token_hex(8),
+            tuple(sorted(by_all)),
+        )
 
-def groups_of_needs(
+
+def compared(
     reader: Reader,
+    binding: Binding,
+    located: tuple[Manifest, str],
     world: World,
-    ranks: Sequence[int],
     options: LoadOptions,
-    mine: LoadSums,
-) -> tuple[list[Group], LoadSums]:
-    """With whom of `ranks` this rank shares what it needs, and the sums over all ranks."""
+    *,
+    ranks: Sequence[int] | None = None,
+    has_left: bool = False,
+) -> tuple[list[Group], LoadSums, tuple[str, ...]]:
+    """With whom of `ranks` this rank shares what it needs, the sums over all ranks, and warnings.
+
+    Collective; raises Mismatch on all ranks for what only all of them together can tell is wrong.
+    `located` are the manifest and where it is.
+    """
+    manifest, where = located
+    if world.size == 1:
+        sums = LoadSums(binding.tally, Weight(0, 0, 0))
+        return [], sums, _warnings_of(binding, manifest, world, sums.tally, where)
     needs, limits = reader.needs, options.sharing
-    groups: list[Group] = []
-    if world.size > 1:
-        with world.transfers("needs") as wires:
-            groups = match(wires, world.rank, ranks, needs, int(reader.files[-1]))
-    weight = weigh(needs, groups, world.rank, limits)
-    sums = _summed(world, mine._replace(weight=weight, away=length(reader.away)))
+    among = range(world.size) if ranks is None else ranks
+    with world.transfers("needs") as wires:
+        groups = match(wires, world.rank, among, needs, int(reader.files[-1]))
+    mine = LoadSums(
+        binding.tally,
+        weigh(needs, groups, world.rank, limits),
+        length(reader.away),
+        has_left,
+        unmatched=tuple(binding.unmatched),
+    )
+    reports = world.gather_to_coordinator("needs", mine.encode())
+    answer = None if reports is None else LoadSums.of_all(reports).encode()
+    sums = LoadSums.decode(world.broadcast("sums of needs", answer))
     if sums.weight.is_little(limits):
         groups = long_only(groups, limits)
-    return groups, sums
-
-
-def refuse_unmatched(world: World, sums: LoadSums, where: str) -> None:
-    """Raise Mismatch on all ranks for rules of the caller's that match nothing on any of them."""
     if sums.unmatched:
         world.agree("compare", Mismatch(sums.unmatched, where))
-
-
-def _summed(world: World, mine: LoadSums) -> LoadSums:
-    """The sums of what all ranks report, added up by rank 0 and broadcast."""
-    reports = world.gather_to_coordinator("needs", mine.encode())
-    answer = None
-    if reports is not None:
-        every = [LoadSums.decode(one) for one in reports]
-        weights = zip(*(one.weight for one in every), strict=True)
-        weight = Weight(*(sum(column) for column in weights))
-        tally = total([one.tally for one in every])
-        away, has_left = sum(one.away for one in every), sum(one.has_left for one in every)
-        by_all = set(every[0].unmatched).intersection(*(one.unmatched for one in every[1:]))
-        unmatched = tuple(sorted(by_all))
-        name = secrets.token_hex(8)
-        answer = LoadSums(tally, weight, away, has_left, name, unmatched).encode()
-    return LoadSums.decode(world.broadcast("sums of needs", answer))
+    if sums.has_left == world.size:
+        # What no rank's state has a place for.
+        left = _left_by_all(world, in_form_of_state(manifest, options.stacks).catalog, binding.left)
+        problems = [one.text for one in left.problems(CHECKPOINT)]
+        world.agree("compare", Mismatch(problems, where) if problems else None)
+    return groups, sums, _warnings_of(binding, manifest, world, sums.tally, where)
 
 
 def transfer(
@@ -468,7 +516,8 @@ def transfer(
     Returns the bytes that came from ranks of other hosts, which `origins` names.
     """
     moves = sharing.moves
-    reader.expect(sharing.private, [move.runs for move in moves if move.source is None])
+    if moves:
+        reader.expect(sharing.private, [move.runs for move in moves if move.source is None])
     # Private blocks first: a damaged one ends the load before any bytes are sent between ranks.
     collectively(world, "read", lambda: reader.read_private(sharing.private))
     weight, limits = sums.weight, options.sharing

@@ -27,7 +27,6 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from ckpt.commit.locate import file_keys
 from ckpt.errors import Corrupt
 from ckpt.format.checksum_tables import Uint32s
 from ckpt.format.damage import once_more
@@ -36,7 +35,7 @@ from ckpt.layout.buffers import address_of, bytes_at, copy_bytes, scatter_bytes
 from ckpt.layout.memory import CallersStreams, devices_of, narrowed, tensor_over
 from ckpt.layout.region import row_major_strides
 from ckpt.layout.reshard import clip_patch
-from ckpt.loading.block_sums import BlockSums, TableRange, cache_prefix
+from ckpt.loading.block_sums import BlockSums, TableRange
 from ckpt.loading.byte_line import (
     Ints,
     NeededBlocks,
@@ -95,10 +94,20 @@ class ReadRange(NamedTuple):
 
 
 class _Request(NamedTuple):
-    """Rows of blocks that are read together, and the checksum table that comes with them."""
+    """`rows` of blocks that are read together, which lie from `start` to `stop` of a data file, and
+    the checksum table that comes with them.
+    """
 
     rows: Ints
-    table: TableRange | None
+    file: int
+    start: int
+    stop: int
+    table: TableRange | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """How many come, the table's included."""
+        return (self.stop if self.table is None else self.table.stop) - self.start
 
 
 class Reader:
@@ -116,7 +125,6 @@ class Reader:
         manifest = sums.manifest
         self._sums = sums
         self._store = sums.store
-        self._keys = file_keys(sums.directory, manifest)
         self._manifest = manifest
         self._needs = dict(plan.needs)
         self._packed = plan.packed
@@ -136,7 +144,6 @@ class Reader:
         )
         self._cuts = self._cut_rows(np.arange(len(self._sizes)))
         self._expected: dict[int, tuple[int, Uint32s]] = {}  # by file: its first row, and sums
-        self._cache_keys = file_keys(cache_prefix(manifest), manifest)
         self._counting = threading.Lock()
         self.nbytes_read = 0
         self.nbytes_passed = 0  # read over, between what is needed
@@ -156,16 +163,20 @@ class Reader:
     def read_private(self, runs: Ints) -> None:
         """Read the blocks of `runs` and put them where the plan says."""
         requests = self._requests(runs)
-        cold = [self._is_cold(request.rows) for request in requests]
+        cold = [self._is_cold(request) for request in requests]
         reads = [partial(self._read_and_deliver, *one) for one in zip(requests, cold, strict=True)]
         if self._path.readers > 1:
             # Two times the least: a short load is over before it has found what is right.
             readers = self._path.readers
             window = RequestWindow(readers, self._path.in_flight_max, first=2 * readers)
+            # Tables that come with none of these requests are in flight with them.
+            files = {one.file for one in requests}
+            files -= {one.file for one in requests if one.table is not None}
+            tables = map(self._sums.table_of, sorted(files))
             sized = [
-                *self._tables(requests),
-                *map(Read, reads, map(self._nbytes_of, requests)),
+                Read(partial(self._sums.read, one.file), one.stop - one.start) for one in tables
             ]
+            sized += map(Read, reads, (request.nbytes for request in requests))
             run_within(window, sized, repeated=lambda: self._store.retries)
         else:
             # What is in memory is only copied: a second thread would cost more than it gains.
@@ -182,28 +193,27 @@ class Reader:
     def _cut(self, request: _Request) -> list[_Request]:
         """A request around the page cache as several, which are in flight at once."""
         path = self._path
-        blocks = NeededBlocks(*(column[request.rows] for column in self.blocks))
-        cuts = requests(blocks, self.files, path.direct_request_nbytes_max, path.gap_nbytes_max)
-        if len(cuts) == 1:
-            return [request]
+        cuts = self._together(request.rows, path.direct_request_nbytes_max)
         # The table is read alone: it would come with the last, and the first may be there before.
-        return [_Request(request.rows[one.start : one.stop], None) for one in cuts]
+        return [request] if len(cuts) == 1 else cuts
 
-    def _is_cold(self, rows: Ints) -> bool:
-        """Whether the request of these blocks is read around the page cache."""
+    def _is_cold(self, request: _Request) -> bool:
+        """Whether a request is read around the page cache."""
         path = self._path
         if not path.direct_readers or self._nbytes < path.direct_nbytes_min:
             return False
-        file, start, stop = self._range(rows)
-        return path.direct_always or self._store.is_cold(self._keys[file], ByteRange(start, stop))
+        if path.direct_always:
+            return True
+        return self._store.is_cold(
+            self._sums.keys[request.file], ByteRange(request.start, request.stop)
+        )
 
     def requests(self, runs: Ints, *, shared: bool = False) -> list[ReadRange]:
         """The ranges that reading `runs` requests from the store; nothing is read. Tables that
         earlier calls have listed are left out. `shared`: by `read_run`.
         """
         ranges = []
-        for rows, table in self._requests(runs, shared=shared):
-            file, start, stop = self._range(rows)
+        for rows, file, start, stop, table in self._requests(runs, shared=shared):
             nbytes = int((self.blocks.stop[rows] - self.blocks.start[rows]).sum())
             if file not in self._listed:
                 self._listed.add(file)
@@ -228,59 +238,34 @@ class Reader:
         files: list[int] = expanded(first, last).tolist()
         return files
 
-    def _range(self, rows: Ints) -> tuple[int, int, int]:
-        """The file of a request, and where it starts and stops in it."""
-        file, start = self._place(int(rows[0]))
-        return file, start, start + int(self.blocks.stop[rows[-1]] - self.blocks.start[rows[0]])
-
-    def _nbytes_of(self, request: _Request) -> int:
-        _, start, stop = self._range(request.rows)
-        return (stop if request.table is None else request.table.stop) - start
-
     def _requests(self, runs: Ints, *, shared: bool = False) -> list[_Request]:
         """The blocks in `runs`, those of one request together. The table of a file comes with them
         where this rank makes no other request for its blocks: which would be first is chance.
         """
-        rows = self.blocks.within(runs)
-        wanted = NeededBlocks(*(column[rows] for column in self.blocks))
-        path = self._path
-        reads = requests(wanted, self.files, path.request_nbytes_max, path.gap_nbytes_max)
-        together = [rows[one.start : one.stop] for one in reads]
-        files = [self._place(int(rows[0]))[0] for rows in together]
-        self._sums.expect(np.unique(files))
-        counts = np.bincount(files, minlength=1)
-
-        def is_only(file: int) -> bool:
+        requests = self._together(self.blocks.within(runs), self._path.request_nbytes_max)
+        counts = Counter(request.file for request in requests)
+        self._sums.expect(np.array(sorted(counts), dtype=np.int64))
+        for index, request in enumerate(requests):
+            file = request.file
             alone = file in self._shared_once if shared else file not in self._shared
-            return alone and bool(counts[file] == 1)
+            if alone and counts[file] == 1 and self._sums.may_join(file):
+                table = self._sums.table_of(file)
+                if table.start - request.stop <= self._path.gap_nbytes_max:
+                    requests[index] = request._replace(table=table)
+        return requests
 
-        return [
-            _Request(rows, self._table_behind(file, rows) if is_only(file) else None)
-            for file, rows in zip(files, together, strict=True)
-        ]
-
-    def _table_behind(self, file: int, rows: Ints) -> TableRange | None:
-        """The checksum table of a file, if the only request for its blocks should go on to it."""
-        if not self._sums.may_join(file):
-            return None
-        table = self._sums.table_of(file)
-        gap = table.start - self._range(rows)[2]
-        return table if gap <= self._path.gap_nbytes_max else None
-
-    def _tables(self, requests: Sequence[_Request]) -> list[Read]:
-        """Reads of the checksum tables that come with none of these requests, to be in flight with
-        them.
-        """
-        files = {self._place(int(one.rows[0]))[0] for one in requests}
-        files -= {one.table.file for one in requests if one.table is not None}
-        places = map(self._sums.table_of, sorted(files))
-        return [Read(partial(self._sums.read, file), stop - start) for file, start, stop in places]
-
-    def _place(self, row: int) -> tuple[int, int]:
-        """The file of a block, and where the block starts in it."""
-        start = int(self.blocks.start[row])
-        file = bisect_right(self._starts, start) - 1
-        return file, start - self._starts[file]
+    def _together(self, rows: Ints, nbytes_max: int) -> list[_Request]:
+        """`rows` of blocks by requests of at most `nbytes_max`, or of one block."""
+        blocks = NeededBlocks(*(column[rows] for column in self.blocks))
+        reads = requests(blocks, self.files, nbytes_max, self._path.gap_nbytes_max)
+        together = []
+        for read in reads:
+            start, stop = int(blocks.start[read.start]), int(blocks.stop[read.stop - 1])
+            file = bisect_right(self._starts, start) - 1
+            base = self._starts[file]
+            some = rows[read.start : read.stop]
+            together.append(_Request(some, file, start - base, stop - base))
+        return together
 
     def _groups(self, rows: Ints) -> list[range]:
         """`rows` in runs that have one place each, as far as the blocks alone tell."""
@@ -354,22 +339,19 @@ class Reader:
         self._get(request, buffers, sum(data.nbytes for data in read), check, direct=is_cold)
         with self._streams.entered():
             for part, data in zip(parts, read, strict=True):
-                self._deliver_part(part, data)
+                if part.is_pack:
+                    rows = slice(part.first, part.last)
+                    sizes = self._sizes[rows].tolist()
+                    targets = map(self._packed.__getitem__, self.blocks.chunk[rows].tolist())
+                    scatter_bytes(targets, address_of(data), sizes)
+                    continue
+                need = self._need(int(self.blocks.chunk[part.first]))
+                # The request has put the bytes into their only target already.
+                if not part.address or len(need.directs) > 1 or need.scatters:
+                    self._deliver(self._segment(part.first, part.last, part.address), data)
 
     def _extent(self, part: ReadPart) -> tuple[int, int]:
         return int(self.blocks.start[part.first]), int(self.blocks.stop[part.last - 1])
-
-    def _deliver_part(self, part: ReadPart, data: memoryview) -> None:
-        if not part.is_pack:
-            need = self._need(int(self.blocks.chunk[part.first]))
-            # The request has put the bytes into their only target already.
-            if not part.address or len(need.directs) > 1 or need.scatters:
-                self._deliver(self._segment(part.first, part.last, part.address), data)
-            return
-        rows = slice(part.first, part.last)
-        sizes = self._sizes[rows].tolist()
-        targets = map(self._packed.__getitem__, self.blocks.chunk[rows].tolist())
-        scatter_bytes(targets, address_of(data), sizes)
 
     def _segment(self, first: int, last: int, address: int = 0) -> Segment:
         start = int(self.blocks.number[first]) * self._block_nbytes
@@ -391,7 +373,7 @@ class Reader:
             start, stop = int(blocks.start[rows[0]]), int(blocks.stop[rows[-1]])
             data = buffer[start - begin : stop - begin]
             check = partial(self._check_all, rows, data)
-            self._get(request, [data], data.nbytes, check, direct=self._is_cold(rows))
+            self._get(request, [data], data.nbytes, check, direct=self._is_cold(request))
         if length(runs) == len(buffer):
             return buffer
         parts = [buffer[start:stop] for start, stop in (runs - begin).tolist()]
@@ -399,39 +381,34 @@ class Reader:
 
     def deliver_run(self, runs: Ints, data: memoryview) -> None:
         """Put the bytes of `runs`, as `read_run` returns them, where this rank wants them."""
-        with self._streams.entered():
-            self._put(runs, data)
-
-    def _put(self, runs: Ints, data: memoryview) -> None:
-        """Put the bytes of `runs`, which are in `data` one after the other, where this rank wants
-        them.
-        """
-        pieces, row = pieces_of(runs, self.blocks.start, self.blocks.stop)
-        chunk = self.blocks.chunk[row]
+        blocks = self.blocks
+        pieces, row = pieces_of(runs, blocks.start, blocks.stop)
+        chunk = blocks.chunk[row]
         cuts = np.flatnonzero((chunk[1:] != chunk[:-1]) | (row[1:] > row[:-1] + 1)) + 1
-        for some, rows in zip(np.split(pieces, cuts), np.split(row, cuts), strict=True):
-            nbytes = length(some)
-            self._put_pieces(joined(some), range(int(rows[0]), int(rows[-1]) + 1), data[:nbytes])
-            data = data[nbytes:]
+        with self._streams.entered():
+            for some, rows in zip(np.split(pieces, cuts), np.split(row, cuts), strict=True):
+                # Of blocks that follow each other in a chunk.
+                first, last = int(rows[0]), int(rows[-1]) + 1
+                start, stop = int(blocks.start[first]), int(blocks.stop[last - 1])
+                nbytes = length(some)
+                self._put(joined(some), self._segment(first, last), start, stop, data[:nbytes])
+                data = data[nbytes:]
 
-    def _put_pieces(self, pieces: Ints, rows: range, data: memoryview) -> None:
-        """`_put` of pieces of blocks that follow each other in a chunk."""
-        first, last = rows[0], rows[-1]
-        base = int(self.blocks.start[first] - self.blocks.number[first] * self._block_nbytes)
-        chunk = int(self.blocks.chunk[first])
+    def _put(self, pieces: Ints, blocks: Segment, start: int, stop: int, data: memoryview) -> None:
+        """Deliver `pieces` of blocks that lie from `start` to `stop`, whose bytes are `data`."""
         sizes = (pieces[:, 1] - pieces[:, 0]).tolist()
-        blocks = np.array([[self.blocks.start[first], self.blocks.stop[last]]])
-        wanted, _ = pieces_of(blocks, self.away[:, 0], self.away[:, 1])
+        wanted, _ = pieces_of(np.array([[start, stop]]), self.away[:, 0], self.away[:, 1])
         if len(pieces) > 1 and length(wanted) == len(data):
             # All that is wanted of these blocks. Put where they lie in them, thousands of pieces
             # are delivered at once; what is between them is not looked at.
-            space = memoryview(bytearray(int(blocks[0, 1] - blocks[0, 0])))
-            targets = (pieces[:, 0] - blocks[0, 0] + address_of(space)).tolist()
+            space = memoryview(bytearray(stop - start))
+            targets = (pieces[:, 0] - start + address_of(space)).tolist()
             scatter_bytes(targets, address_of(data), sizes)
-            self._deliver(self._segment(first, last + 1), space)
+            self._deliver(blocks, space)
             return
-        for (start, stop), nbytes in zip((pieces - base).tolist(), sizes, strict=True):
-            self._deliver(Segment(chunk, start, stop, 0), data[:nbytes])
+        base = start - blocks.start
+        for (low, high), nbytes in zip((pieces - base).tolist(), sizes, strict=True):
+            self._deliver(Segment(blocks.chunk, low, high, 0), data[:nbytes])
             data = data[nbytes:]
 
     def _get(
@@ -447,12 +424,11 @@ class Reader:
         checks, or from the store. `needed` of their bytes are; the rest is read over. The table of
         the request follows.
         """
-        file, start = self._place(int(request.rows[0]))
+        file, start = request.file, request.start
         table = memoryview(b"")
         if request.table is not None:
-            stop = start + sum(buffer.nbytes for buffer in buffers)
             table = memoryview(bytearray(request.table.stop - request.table.start))
-            buffers = [*buffers, memoryview(bytearray(request.table.start - stop)), table]
+            buffers = [*buffers, memoryview(bytearray(request.table.start - request.stop)), table]
 
         def check() -> None:
             if table.nbytes:
@@ -460,7 +436,7 @@ class Reader:
             check_blocks()
 
         cache, root = self._path.cache, self._manifest.header.root
-        if cache is not None and cache.fill(root, self._cache_keys[file], start, buffers):
+        if cache is not None and cache.fill(root, self._sums.cache_keys[file], start, buffers):
             # Bytes of a cache that do not match are no damage of the checkpoint: read the store.
             with contextlib.suppress(Corrupt):
                 check()
@@ -473,14 +449,14 @@ class Reader:
             self.nbytes_passed += sum(buffer.nbytes for buffer in buffers) - needed
 
         def read() -> None:
-            read_into(self._store, self._keys[file], start, buffers, direct=direct)
+            read_into(self._store, self._sums.keys[file], start, buffers, direct=direct)
             check()
 
         once_more(read)
         if cache is not None:
             # After the check: nothing is gained by keeping what every load would have to read
             # again.
-            cache.keep(root, self._cache_keys[file], start, buffers)
+            cache.keep(root, self._sums.cache_keys[file], start, buffers)
 
     def _check_all(self, rows: Ints, data: memoryview) -> None:
         """Raise Corrupt unless `data` are the blocks `rows`, with what lies between them."""
@@ -493,7 +469,7 @@ class Reader:
         """Raise Corrupt unless `data` are the blocks `first` to `last`."""
         rows = slice(first, last)
         chunk, number = self.blocks.chunk[rows], self.blocks.number[rows]
-        file = self._place(first)[0]
+        file = bisect_right(self._starts, int(self.blocks.start[first])) - 1
         if file not in self._expected:
             low, high = np.searchsorted(self.blocks.start, self.files[file : file + 2]).tolist()
             chunks, numbers = self.blocks.chunk[low:high], self.blocks.number[low:high]

@@ -225,7 +225,7 @@ def _cut_off(sums: BlockSums, lengths: Int64s) -> list[Damage]:
     for row, count in zip(firsts.tolist(), counts.tolist(), strict=True):
         chunk, fqn = int(behind[row]), manifest.fqns[int(tensors[row])]
         file, start = int(chunks.file[chunk]), int(chunks.byte_start[chunk])
-        key = file_key(sums.directory, manifest.files[file])
+        key = sums.keys[file]
         text = f"{key}: {count} chunks of {fqn!r} (from byte {start} on) are behind its end"
         stop = start + manifest.chunk_nbytes(chunk)
         damage.append(Damage(key, fqn, 0, start, stop, text))
@@ -265,7 +265,7 @@ def _run_damage(
 ) -> list[Damage]:
     """What is wrong with blocks; where their checksums are not `known`, only whether they end."""
     manifest = sums.manifest
-    key = file_key(sums.directory, manifest.files[run.file])
+    key = sums.keys[run.file]
     base = run.blocks[0][2]
     data = buffer[: run.nbytes]
     try:

@@ -1,11 +1,36 @@
-"""Which hosts keep copies of which host's files: arithmetic, the same on every rank."""
+"""Which ranks share a tier, and which hosts keep copies of whose files: arithmetic, the same on
+every rank.
+"""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
+from typing import NamedTuple
+
+from ckpt.near.tier import Tier
+from ckpt.world.base import World
 
 logger = logging.getLogger(__name__)
+
+
+class Hosts(NamedTuple):
+    """Which ranks share a tier: the name of the tier of each rank, in rank order."""
+
+    names: tuple[str, ...]
+
+    @classmethod
+    def of(cls, world: World, tier: Tier) -> Hosts:
+        """Gathered from all ranks. Collective."""
+        return cls(tuple(one.decode() for one in world.gather("near hosts", tier.host.encode())))
+
+    def ranks_of(self, name: str) -> list[int]:
+        """The ranks that share a tier, ascending."""
+        return [rank for rank, other in enumerate(self.names) if other == name]
+
+    def is_first(self, rank: int) -> bool:
+        """Whether `rank` does for its host what is done once."""
+        return self.names.index(self.names[rank]) == rank
 
 
 def placed_copies(

@@ -24,7 +24,7 @@ from ckpt.format.part import Part
 from ckpt.format.stored_index import check_blocks
 from ckpt.loading.exchange import Origins
 from ckpt.loading.load import LoadOptions, LoadReport, load_located
-from ckpt.near.hosts import Hosts
+from ckpt.near.placement import Hosts
 from ckpt.near.records import NearRecord, decode_near_record, encode_near_record, near_digest
 from ckpt.near.status import TierStatus, read_status
 from ckpt.near.tier import Tier

@@ -23,10 +23,9 @@ from ckpt.format.checksum_tables import Seal
 from ckpt.format.manifest import Header
 from ckpt.format.part import Part
 from ckpt.layout.memory import devices_of, gc_paused
-from ckpt.near.hosts import Hosts
 from ckpt.near.memory import GENERATIONS, MappedStore, TierMemory
 from ckpt.near.peers import Copies, CopyOptions, open_copies
-from ckpt.near.placement import placed_copies
+from ckpt.near.placement import Hosts, placed_copies
 from ckpt.near.records import NearFile, NearHead, NearRecord, decode_near_record, encode_near_record
 from ckpt.near.tier import Tier
 from ckpt.saving.background import Background, PendingSave

@@ -18,8 +18,8 @@ from ckpt.commit.numbers import plain_int
 from ckpt.errors import Failure, Fenced, RankFailed
 from ckpt.layout.memory import gc_paused
 from ckpt.loading.load import LoadReport
-from ckpt.near.hosts import Hosts
 from ckpt.near.peers import CopyOptions
+from ckpt.near.placement import Hosts
 from ckpt.near.records import NearRecord
 from ckpt.near.recovery import NearCandidate, load_near, near_candidates, newest_status
 from ckpt.near.saving import NearOptions, NearSaves, RecordNumbers, open_near_saves

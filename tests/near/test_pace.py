@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import pytest
 
-from ckpt.near.pace import RATE_MAX, RATE_MIN, SHARE_MAX, CopyPace
-from ckpt.near.peers import SEND_SECONDS_MAX
+from ckpt.near.peers import RATE_MAX, RATE_MIN, SEND_SECONDS_MAX, SHARE_MAX, CopyPace
 
 MIB = 1 << 20
 

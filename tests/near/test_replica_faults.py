@@ -20,9 +20,8 @@ import pytest
 from ckpt.errors import Corrupt, Fenced
 from ckpt.format.checksum_tables import seal_of
 from ckpt.near import peers as near_peers
-from ckpt.near.hosts import Hosts
 from ckpt.near.peers import Copies, CopyOptions, open_copies
-from ckpt.near.placement import copies_of
+from ckpt.near.placement import Hosts, copies_of
 from ckpt.near.records import NearFile
 from ckpt.near.tier import Tier, tiers_in
 from ckpt.service.checkpointer import Checkpointer

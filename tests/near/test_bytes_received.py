@@ -22,13 +22,16 @@ from torch import nn
 from ckpt.commit.ranked import SessionRegistry
 from ckpt.format.opened_files import open_index
 from ckpt.layout.region import Box, boxes_of
+from ckpt.loading.reader import Reader
 from ckpt.service.checkpointer import Checkpointer
 from ckpt.service.near import Near
 from ckpt.service.policies import EverySteps, Never
-from ckpt.testing import _ThreadTransfers, run_ranks
+from ckpt.testing import RanksFailed, _ThreadTransfers, run_ranks
 from ckpt.world.base import Message, World
+from storage import StorageError
 from storage.local import LocalStore
 from storage.memory import MemoryStore
+from storage.testing import Killed
 from tests.e2e.job import Sharded
 from tests.e2e.test_counts import Replicated
 from tests.e2e.test_shared_loads import Repeated, _laid_out
@@ -269,3 +272,56 @@ def test_damage_is_found_by_whoever_has_the_file(tmp_path: Path, order: tuple[in
         assert report is not None
         assert [one.step for one in report.skipped] == [4]
         assert "does not match its checksum" in report.skipped[0].reason
+
+
+def _failing_owner(monkeypatch: pytest.MonkeyPatch, error: BaseException) -> None:
+    """The first rank that other hosts ask fails at the second of its moves for them."""
+    real, count, lock = Reader.for_others, Counter[int](), threading.Lock()
+    asked: list[Reader] = []
+
+    def for_others(self: Reader, some: Any) -> Reader:
+        reader = real(self, some)
+        with lock:
+            asked.append(reader)
+        read_run = reader.read_run
+
+        def failing(runs: Any) -> memoryview:
+            with lock:
+                count[id(reader)] += 1
+                if reader is asked[0] and count[id(reader)] == 2:
+                    raise error
+            return read_run(runs)
+
+        reader.read_run = failing  # type: ignore[method-assign]
+        return reader
+
+    monkeypatch.setattr(Reader, "for_others", for_others)
+
+
+def test_an_owner_that_cannot_read_is_one_error_on_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, hosts = MemoryStore(), folders(tmp_path, 0, 1)
+    _run(store, hosts, _cut(0), 0, restores=False)
+    _failing_owner(monkeypatch, StorageError("the disk is gone"))
+    with pytest.raises(RanksFailed) as failed:
+        _run(store, [*hosts, hosts[0]], _cut(0), 0, restores=True)
+    texts = {str(one) for one in failed.value.errors.values()}
+    assert len(failed.value.errors) == 3 and len(texts) == 1
+    (text,) = texts
+    assert "the disk is gone" in text and "rank " in text
+
+
+def test_an_owner_that_dies_between_its_moves_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, hosts = MemoryStore(), folders(tmp_path, 0, 1)
+    _run(store, hosts, _cut(0), 0, restores=False)
+    _failing_owner(monkeypatch, Killed("killed"))
+    with pytest.raises(RanksFailed) as failed:
+        _run(store, [*hosts, hosts[0]], _cut(0), 0, restores=True)
+    errors = failed.value.errors
+    (victim,) = [rank for rank, one in errors.items() if isinstance(one, Killed)]
+    del errors[victim]
+    assert len(errors) == 2
+    assert all(f"rank {victim} " in str(one) for one in errors.values()), errors

@@ -13,10 +13,11 @@ from ckpt.commit.lines import of_step, resumable
 from ckpt.commit.log import Log, LogState, read_format
 from ckpt.commit.names import MANIFEST_NAME
 from ckpt.commit.records import LiveEntry, manifest_digest
-from ckpt.errors import Corrupt, NoCheckpoint
+from ckpt.errors import Corrupt, NoCheckpoint, UnsupportedFormat
 from ckpt.format.damage import once_more, raising_corrupt
 from ckpt.format.manifest import Manifest
 from ckpt.format.manifest_codec import decode_manifest
+from ckpt.format.metadata_budget import MetadataBudget
 from ckpt.format.references import PARENT, is_reference
 from storage import CorruptObjectError, KeyNotFoundError, Store, TooLargeError
 
@@ -216,11 +217,32 @@ def file_keys(prefix: str, manifest: Manifest) -> list[str]:
     return [file_key(prefix, file) for file in manifest.files]
 
 
-def check_self_contained(store: Store, prefix: str, manifest: Manifest) -> None:
-    """Raises NoCheckpoint for a step directory opened by itself that needs files of others."""
-    if prefix or not manifest.references:
-        return
+def decoded(
+    store: Store,
+    prefix: str,
+    data: bytes,
+    requested: int | None,
+    budget: MetadataBudget | None = None,
+    *,
+    ruled: bool = False,
+) -> Manifest:
+    """The manifest that lies at `prefix`, whose bytes are `data`; `requested` is the step that it
+    should be of. `budget` and `ruled` are as in `decode_manifest`.
+
+    Raises Corrupt and UnsupportedFormat with its key, and NoCheckpoint when it is of another step,
+    or of a step directory opened by itself that needs files of others.
+    """
+    where = f"{store.url}/{prefix}{MANIFEST_NAME}"
+    try:
+        manifest = decode_manifest(data, budget, ruled=ruled)
+    except (Corrupt, UnsupportedFormat) as error:
+        raise type(error)(f"{where}: {error}") from error
     step = manifest.header.step
+    # A step directory has its own step only, whichever was requested.
+    if requested not in (None, step):
+        raise NoCheckpoint(f"{where} is of step {step}; step {requested} is not here")
+    if prefix or not manifest.references:
+        return manifest
     names = ", ".join(manifest.references[:3])
     names += f" and {len(manifest.references) - 3} more" if len(manifest.references) > 3 else ""
     root, _, directory = store.url.rstrip("/").rpartition("/steps/")

@@ -16,15 +16,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple, SupportsIndex, TypeVar
 
 from ckpt.commit.leases import LEASE_SECONDS_MAX, leased
 from ckpt.commit.lines import latest_last
-from ckpt.commit.locate import check_self_contained, live_entries, locate
+from ckpt.commit.locate import decoded, live_entries, locate
 from ckpt.commit.log import Log
-from ckpt.commit.names import MANIFEST_NAME
 from ckpt.commit.numbers import plain_int
 from ckpt.commit.records import LiveEntry
-from ckpt.errors import Corrupt, NoCheckpoint, UnsupportedFormat
+from ckpt.errors import NoCheckpoint
 from ckpt.format.codec import decode_values
 from ckpt.format.manifest import MODULES, SINCE_FULL, Manifest
-from ckpt.format.manifest_codec import decode_manifest
 from ckpt.format.metadata_budget import MetadataBudget
 from ckpt.layout.dtypes import DTYPES, torch_dtype
 from ckpt.layout.kind import Kind
@@ -189,15 +187,7 @@ def find_checkpoint(
     """
     number: int | None = plain_int(step)
     located = locate(store, number, attempt=attempt)
-    where = f"{store.url}/{located.prefix}{MANIFEST_NAME}"
-    try:
-        manifest = decode_manifest(located.data, budget, ruled=ruled)
-    except (Corrupt, UnsupportedFormat) as error:
-        raise type(error)(f"{where}: {error}") from error
-    # A step directory has its own step only, whichever was requested.
-    if number is not None and manifest.header.step != number:
-        raise NoCheckpoint(f"{where} is of step {manifest.header.step}; step {number} is not here")
-    check_self_contained(store, located.prefix, manifest)
+    manifest = decoded(store, located.prefix, located.data, number, budget, ruled=ruled)
     return LocatedCheckpoint(located.prefix, manifest, located.entry)
 
 

@@ -16,20 +16,15 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ckpt.commit.locate import check_self_contained, live_entries, locate
-from ckpt.commit.names import MANIFEST_NAME
+from ckpt.commit.locate import decoded, live_entries, locate
 from ckpt.errors import (
     CheckpointError,
-    Corrupt,
     LoadInterrupted,
     Mismatch,
-    NoCheckpoint,
     RankFailed,
-    UnsupportedFormat,
 )
 from ckpt.format.codec import decode_values
 from ckpt.format.manifest import Manifest
-from ckpt.format.manifest_codec import decode_manifest
 from ckpt.format.metadata_budget import MetadataBudget
 from ckpt.format.uniting import is_groups
 from ckpt.layout.dtypes import torch_dtype
@@ -282,15 +277,8 @@ def broadcast_manifest(
                 [f"step={step} was passed where rank 0 passed step={requested}; pass the same"]
             )
         store.learn_encoding(bytes.fromhex(encoding.decode()))
-        try:
-            manifest = decode_manifest(encoded, MetadataBudget(metadata_bytes_max))
-        except (Corrupt, UnsupportedFormat) as error:
-            where = f"{store.url}/{prefix.decode()}{MANIFEST_NAME}"
-            raise type(error)(f"{where}: {error}") from error
-        if step is not None and manifest.header.step != step:
-            raise NoCheckpoint(f"{store.url} is step {manifest.header.step}, not step {step}")
-        check_self_contained(store, prefix.decode(), manifest)
-        return manifest
+        budget = MetadataBudget(metadata_bytes_max)
+        return decoded(store, prefix.decode(), encoded, step, budget)
 
     return prefix.decode(), collectively(world, "decode", decode)
 

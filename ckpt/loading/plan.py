@@ -93,16 +93,11 @@ class Scatter(NamedTuple):
 
 
 class Need(NamedTuple):
-    """What this rank reads of one chunk: ascending runs of its blocks, and where bytes go.
-
-    The chunk has `nbytes` bytes from `byte_start` of file `file` on; its first block has the number
-    `first_block` on the block line.
+    """What this rank reads of one chunk of `nbytes`: ascending runs of its blocks, and where bytes
+    go.
     """
 
-    file: int
-    byte_start: int
     nbytes: int
-    first_block: int
     blocks: list[tuple[int, int]]
     directs: list[Direct]
     scatters: list[Scatter]
@@ -146,13 +141,16 @@ class ReadPlan(NamedTuple):
         only short gaps inside of blocks are taken in.
         """
         is_away = np.isin(np.arange(len(manifest.files)), list(files))
-        chunks = np.array([c for c, need in self.needs.items() if is_away[need.file]], np.int64)
+        chunks = np.fromiter(self.needs, np.int64, len(self.needs))
+        chunks = chunks[is_away[manifest.chunks.file[chunks]]]
         # Shorter than a block, so that none is taken in of which nothing is wanted.
         gap_max = min(GAP_NBYTES_MAX, manifest.header.block_bytes // 16)
-        runs = [
-            united(_wanted_of(self.needs[chunk]), gap_max) + base
-            for chunk, base in zip(chunks.tolist(), _bases(manifest, chunks).tolist(), strict=True)
-        ]
+        runs = [np.empty((0, 2), dtype=np.int64)]
+        for chunk, base in zip(chunks.tolist(), _bases(manifest, chunks).tolist(), strict=True):
+            need = self.needs[chunk]
+            some = [np.array([one[:2] for one in need.directs], dtype=np.int64).reshape(-1, 2)]
+            some += [element_runs(one.patch) * one.target.dtype.itemsize for one in need.scatters]
+            runs.append(united(np.concatenate(some), gap_max) + base)
         packed = np.fromiter(self.packed, np.int64, len(self.packed))
         packed = packed[is_away[manifest.chunks.file[packed]]]
         base = _bases(manifest, packed)
@@ -190,13 +188,6 @@ def _bases(manifest: Manifest, chunks: Ints) -> Ints:
     table = manifest.chunks
     base = file_starts(manifest.file_nbytes)[table.file[chunks]] + table.byte_start[chunks]
     return base.astype(np.int64)
-
-
-def _wanted_of(need: Need) -> Ints:
-    """The bytes of a chunk that are wanted, in any order."""
-    runs = [np.array([one[:2] for one in need.directs], dtype=np.int64).reshape(-1, 2)]
-    runs += [element_runs(one.patch) * one.target.dtype.itemsize for one in need.scatters]
-    return np.concatenate(runs)
 
 
 def element_runs(patch: Patch) -> Ints:
@@ -241,7 +232,7 @@ def plan_reads(
         for chunk, chunk_copies in chunks.meeting(piece):
             need = needs.get(chunk)
             if need is None:
-                need = needs[chunk] = chunks.need(chunk, piece.dtype.itemsize)
+                need = needs[chunk] = Need(chunks.nbytes(chunk, piece.dtype.itemsize), [], [], [])
             for copy in chunk_copies:
                 _add_copy(need, copy, view, address, block_nbytes)
     return ReadPlan(needs, packed, (holdings, plain))
@@ -297,10 +288,7 @@ def whole_need(manifest: Manifest, chunk: int, address: int) -> Need:
     """The need of all of `chunk`, at `address` in host memory."""
     nbytes = manifest.chunk_nbytes(chunk)
     return Need(
-        int(manifest.chunks.file[chunk]),
-        int(manifest.chunks.byte_start[chunk]),
         nbytes,
-        int(manifest.chunks.first_block[chunk]),
         [(0, -(-nbytes // manifest.header.block_bytes))],
         [Direct(0, nbytes, address)],
         [],
@@ -341,15 +329,12 @@ class _Chunks:
         self._manifest = manifest
         self._table = table
         self._index: Callable[[str], int] = manifest.index
-        columns: list[Any] = [table.file, table.byte_start, table.first_block]
-        columns += [table.span_start, table.numel, table.box]
-        columns.append(table.first)
+        columns: list[Any] = [table.span_start, table.numel, table.box, table.first]
         if len(table) <= 8 * wanted:
             # An item of a list costs a fifth of an item of an array, and a dict beats bisection.
             columns = [column.tolist() for column in columns]
             self._index = {fqn: index for index, fqn in enumerate(manifest.fqns)}.__getitem__
-        self._file, self._byte_start, self._first_block, *rest = columns
-        self._span_start, self._numel, self._box, self._first = rest
+        self._span_start, self._numel, self._box, self._first = columns
 
     def meeting(self, piece: Piece) -> Iterator[tuple[int, list[Copy]]]:
         """The chunks that share elements with `piece`, each with what to copy."""
@@ -376,17 +361,9 @@ class _Chunks:
         needs[chunk] = whole_need(self._manifest, chunk, address)
         return True
 
-    def need(self, chunk: int, itemsize: int) -> Need:
-        """An empty need of `chunk`."""
-        return Need(
-            int(self._file[chunk]),
-            int(self._byte_start[chunk]),
-            int(self._numel[chunk]) * itemsize,
-            int(self._first_block[chunk]),
-            [],
-            [],
-            [],
-        )
+    def nbytes(self, chunk: int, itemsize: int) -> int:
+        """The bytes of `chunk`."""
+        return int(self._numel[chunk]) * itemsize
 
     def _region(self, chunk: int) -> Region:
         if self._box[chunk] >= 0:
@@ -423,7 +400,11 @@ def _add_copy(need: Need, copy: Copy, view: torch.Tensor, address: int, block_nb
     unit = block_nbytes // itemsize
     if isinstance(copy, Patch):
         _add_runs(need.blocks, touched(copy, unit))
-        need.scatters.append(Scatter(copy, _region_of(view, copy)))
+        if tuple(view.shape) != copy.target_shape:  # else it is all of it, from its start
+            numel = whole(copy.target_shape).numel
+            view = view.view(-1)[copy.target_base : copy.target_base + numel]
+            view = view.view(copy.target_shape)
+        need.scatters.append(Scatter(copy, view))
         return
     _add_runs(need.blocks, [(copy.source // unit, (copy.source + copy.numel - 1) // unit + 1)])
     if address:
@@ -432,14 +413,6 @@ def _add_copy(need: Need, copy: Copy, view: torch.Tensor, address: int, block_nb
         need.directs.append(Direct(start, start + copy.numel * itemsize, target))
     else:
         need.scatters.extend(_scattered(copy, view))
-
-
-def _region_of(view: torch.Tensor, patch: Patch) -> torch.Tensor:
-    """The elements of `view` that `patch.target_shape` describes, sharing memory."""
-    if tuple(view.shape) == patch.target_shape:
-        return view  # all of it, so from its first element on
-    numel = whole(patch.target_shape).numel
-    return view.view(-1)[patch.target_base : patch.target_base + numel].view(patch.target_shape)
 
 
 def _scattered(run: Run, view: torch.Tensor) -> Iterator[Scatter]:

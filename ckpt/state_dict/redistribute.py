@@ -9,7 +9,7 @@ the tensors are.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -75,20 +75,20 @@ def redistribute(
 # --- who sends what ------------------------------------------------------------------------------
 
 
-class _Part(NamedTuple):
-    """Elements `start` to `stop` of a region, in its order, as one batch carries them."""
+class _BatchPart(NamedTuple):
+    """Some regions of a tensor, each with its holders; elements `start` to `stop` of a larger one,
+    in its order, which one batch cannot carry whole.
+    """
 
     fqn: str
-    region: Region
-    holders: Sequence[int]
-    start: int
-    stop: int
+    regions: Mapping[Region, Sequence[int]]
+    window: tuple[int, int] | None
     routes: Routes
 
 
 class _Plan(NamedTuple):
-    local: list[_Part]  # of tensors of which every rank has what it wants
-    batches: list[list[_Part]]
+    local: list[_BatchPart]  # of tensors of which every rank has what it wants
+    batches: list[list[_BatchPart]]
 
 
 def _plan(known: Table, requests: Table) -> _Plan:
@@ -104,32 +104,41 @@ def _plan(known: Table, requests: Table) -> _Plan:
             continue
         if not request.regions:  # of a tensor without elements
             continue
-        routes, itemsize = Routes(entry, request), entry.dtype.itemsize
-        is_local = all(_has(entry, rank, regions) for rank, regions in request.regions.items())
-        problem = None if is_local else routes.problem(fqn)
+        routes = Routes(entry, request)
+        if all(_has(entry, rank, regions) for rank, regions in request.regions.items()):
+            plan.local.append(_BatchPart(fqn, entry.holders(), None, routes))
+            continue
+        problem = routes.problem(fqn)
         if problem is not None:
             problems.append(problem)
-        for region, holders in entry.holders().items():
-            step = region.numel if is_local else max(BATCH_NBYTES // itemsize, 1)
-            for start in range(0, region.numel, step):
-                stop = min(start + step, region.numel)
-                part = _Part(fqn, region, holders, start, stop, routes)
-                if is_local:
-                    plan.local.append(part)
-                    continue
-                nbytes = (stop - start) * itemsize
-                # By the size of the region, which all ranks know: they must cut alike.
-                small = nbytes if nbytes < DIRECT_NBYTES_MIN else 0
-                is_full = filled + nbytes > BATCH_NBYTES or packed + small > PACKED_NBYTES
-                if not plan.batches or is_full:
-                    plan.batches.append([])
-                    filled = packed = 0
-                plan.batches[-1].append(part)
-                filled += nbytes
-                packed += small
+        for part, nbytes in _cut(fqn, entry, routes):
+            # By the mean size of a region, which all ranks know: they must cut alike.
+            is_small = nbytes < DIRECT_NBYTES_MIN * len(part.regions)
+            small = nbytes if is_small else 0
+            if not plan.batches or filled + nbytes > BATCH_NBYTES or packed + small > PACKED_NBYTES:
+                plan.batches.append([])
+                filled = packed = 0
+            plan.batches[-1].append(part)
+            filled += nbytes
+            packed += small
     if problems:
         raise Mismatch(problems)
     return plan
+
+
+def _cut(fqn: str, entry: Known, routes: Routes) -> Iterator[tuple[_BatchPart, int]]:
+    """A tensor in parts that fit into a batch, each with its bytes."""
+    itemsize, regions = entry.dtype.itemsize, entry.holders()
+    nbytes = math.prod(entry.shape) * itemsize
+    if nbytes <= BATCH_NBYTES:
+        yield _BatchPart(fqn, regions, None, routes), nbytes
+        return
+    step = max(BATCH_NBYTES // itemsize, 1)
+    for region, holders in regions.items():
+        for start in range(0, region.numel, step):
+            stop = min(start + step, region.numel)
+            part = _BatchPart(fqn, {region: holders}, (start, stop), routes)
+            yield part, (stop - start) * itemsize
 
 
 def _has(entry: Known, rank: int, regions: Sequence[Region]) -> bool:
@@ -147,20 +156,23 @@ class _End(NamedTuple):
     box: Box
 
 
-def _ends(part: _Part, target: Region, shape: Shape) -> Iterator[tuple[_End, _End]]:
-    """What a part of a region and another region have in common: both ends of each copy."""
-    for copy in copies(part.region, target, shape):
+def _ends(
+    source: Region, target: Region, shape: Shape, window: tuple[int, int] | None
+) -> Iterator[tuple[_End, _End]]:
+    """What two regions have in common: both ends of each copy, those in a window of the first."""
+    for copy in copies(source, target, shape):
         if isinstance(copy, Patch):
-            for patch in clip_patch(copy, part.start, part.stop):
+            for patch in clip_patch(copy, *window) if window else [copy]:
                 yield _End(*patch[:3]), _End(*patch[3:])
             continue
-        start = max(copy.source, part.start)
-        run = Box((0,), (min(copy.source + copy.numel, part.stop) - start,))
-        if run.numel > 0:
-            yield (
-                _End(start, run.shape, run),
-                _End(copy.target + start - copy.source, run.shape, run),
-            )
+        start, to, numel = copy
+        if window is not None:
+            start = max(start, window[0])
+            numel = min(copy.source + numel, window[1]) - start
+            to += start - copy.source
+        if numel > 0:
+            run = Box((0,), (numel,))
+            yield _End(start, run.shape, run), _End(to, run.shape, run)
 
 
 # --- moving --------------------------------------------------------------------------------------
@@ -225,32 +237,36 @@ _Source = tuple[tuple[str, Region], _End]
 class _Batch:
     """What this rank copies, sends and receives for some tensors, in the order all ranks share."""
 
-    def __init__(self, parts: Sequence[_Part], requests: Table, here: _Here) -> None:
+    def __init__(self, parts: Sequence[_BatchPart], requests: Table, here: _Here) -> None:
         size = here.world.size
         self.here = here
         self.own: list[tuple[tuple[str, Region], _End, _Flat, _End]] = []
         self.send: list[list[_Source]] = [[] for _ in range(size)]
         self.recv: list[list[tuple[_Flat, _End]]] = [[] for _ in range(size)]
-        me = here.world.rank
         for part in parts:
-            fqn, region, holders, routes = part.fqn, part.region, part.holders, part.routes
-            request = requests[fqn]
-            key = (fqn, region)
-            takers = [me] if me in request.regions else []
-            if me in holders:  # else it gives nothing of this region
-                takers = list(request.regions)
-            for taker in takers:
-                giver = routes.giver(holders, taker, size)
-                if giver is None or me not in (giver, taker):
-                    continue
-                for wanted in dict.fromkeys(request.regions.get(taker, ())):
-                    for start, stop in _ends(part, wanted, request.shape):
-                        if taker != me:
-                            self.send[taker].append((key, start))
-                        elif giver != me:
-                            self.recv[giver].append((here.targets[fqn, wanted], stop))
-                        else:
-                            self.own.append((key, start, here.targets[fqn, wanted], stop))
+            for region, holders in part.regions.items():
+                self.add(part, region, holders, requests[part.fqn])
+
+    def add(self, part: _BatchPart, region: Region, holders: Sequence[int], request: Known) -> None:
+        """Everything that moves from `region` of a tensor and concerns this rank."""
+        fqn, _, window, routes = part
+        me, size = self.here.world.rank, self.here.world.size
+        key = (fqn, region)
+        takers = [me] if me in request.regions else []
+        if me in holders:  # else it gives nothing of this region
+            takers = list(request.regions)
+        for taker in takers:
+            giver = routes.giver(holders, taker, size)
+            if giver is None or me not in (giver, taker):
+                continue
+            for wanted in dict.fromkeys(request.regions.get(taker, ())):
+                for start, stop in _ends(region, wanted, request.shape, window):
+                    if taker != me:
+                        self.send[taker].append((key, start))
+                    elif giver != me:
+                        self.recv[giver].append((self.here.targets[fqn, wanted], stop))
+                    else:
+                        self.own.append((key, start, self.here.targets[fqn, wanted], stop))
 
     def copy_own(self) -> None:
         """What this rank has itself."""

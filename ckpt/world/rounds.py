@@ -24,15 +24,8 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from ckpt.errors import RankFailed
-from ckpt.world.agreement import (
-    Gone,
-    copied,
-    decode_failure,
-    encode_failure,
-    other_path,
-    over,
-    ranks_text,
-)
+from ckpt.world.agreement import ranks_text
+from ckpt.world.failures import Gone, copied, decode_failure, encode_failure, other_path, over
 from ckpt.world.frames import Frame, FrameKind, pack, unpack
 from ckpt.world.heart import LEFT, Heart
 from ckpt.world.link import Neighbour

@@ -193,8 +193,7 @@ def test_a_kind_of_a_later_version_is_loaded_and_shown_as_any_other_tensor(
         manifest = decode_manifest(data, *more, **options)
         return replace(manifest, kinds=np.full_like(manifest.kinds, 9))
 
-    monkeypatch.setattr("ckpt.loading.load.decode_manifest", of_a_later_version)
-    monkeypatch.setattr("ckpt.loading.contents.decode_manifest", of_a_later_version)
+    monkeypatch.setattr("ckpt.commit.locate.decode_manifest", of_a_later_version)
     state = {"x": torch.zeros(5)}
     ckpt.load(state, str(tmp_path))
     assert torch.equal(state["x"], torch.arange(5.0))

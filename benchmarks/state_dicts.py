@@ -100,18 +100,18 @@ def received(run: Callable[[], object]) -> int:
     """Bytes that this rank receives in the exchanges of `run`."""
     world: Any = world_of()
     count = 0
-    exchange = world.exchange_parts
+    exchange = world.all_to_all
 
     def counting(name: str, send: Any, recv: Any) -> None:
         nonlocal count
         count += sum(view.nbytes for parts in recv for view in parts)
         exchange(name, send, recv)
 
-    world.exchange_parts = counting
+    world.all_to_all = counting
     try:
         run()
     finally:
-        del world.exchange_parts
+        del world.all_to_all
     return count
 
 

@@ -119,7 +119,7 @@ class TorchWorld(World):
 
     def gather(self, name: str, payload: bytes) -> list[bytes]:
         with self._in_round(name) as number:
-            return self._gathered(number, name, payload)
+            return unpack(self._answered(number, name, payload))
 
     def gather_to_coordinator(self, name: str, payload: bytes) -> list[bytes] | None:
         with self._in_round(name) as number:
@@ -147,13 +147,10 @@ class TorchWorld(World):
     def agree(self, phase: str, error: BaseException | None) -> None:
         name = f"agree on {phase}"
         with self._in_round(name) as number:
-            self._rounds.contribute(number, name, encode_error(error))
-            if self.rank == 0:
-                # Not all answers to all, which would be N^2 bytes of nothing.
-                failures = encode_failures(unpack(self._rounds.collected(number, name)))
-                self._rounds.answer(number, name, failures)
-            else:
-                failures = self._rounds.answered(number, name, needs_all=True)
+            # Not all answers to all, which would be N^2 bytes of nothing.
+            failures = self._answered(
+                number, name, encode_error(error), lambda came: encode_failures(unpack(came))
+            )
         agreed = error_of_failures(phase, failures, self.size)
         if agreed is not None:
             raise agreed from error
@@ -244,14 +241,20 @@ class TorchWorld(World):
             self._break(RankFailed(text, rank=self.rank, phase=name))
             raise
 
-    def _gathered(self, number: int, name: str, payload: bytes) -> list[bytes]:
+    def _answered(
+        self,
+        number: int,
+        name: str,
+        payload: bytes,
+        answer: Callable[[bytes], bytes] = lambda came: came,
+    ) -> bytes:
+        """What rank 0 answers to the payloads of all, packed; by default these themselves."""
         self._rounds.contribute(number, name, payload)
-        if self.rank == 0:
-            packed = self._rounds.collected(number, name)
-            self._rounds.answer(number, name, packed)
-        else:
-            packed = self._rounds.answered(number, name, needs_all=True)
-        return unpack(packed)
+        if self.rank:
+            return self._rounds.answered(number, name, needs_all=True)
+        body = answer(self._rounds.collected(number, name))
+        self._rounds.answer(number, name, body)
+        return body
 
     def _break(self, failure: RankFailed) -> RankFailed:
         """End this world with one text for all; returns that."""
@@ -306,22 +309,18 @@ class TorchWorld(World):
         """Wait until all ranks are here. Raises RankFailed when one sends what another does not
         expect, which one sum over all ranks shows: nobody is told what others send to others.
         """
-        self._rounds.contribute(number, name, _balance(self.rank, lengths, room))
-        if self.rank == 0:
-            shares = unpack(self._rounds.collected(number, name))
-            total = sum(int.from_bytes(share, "little") for share in shares)
-            differ = b"differ" if total % _HASHES else b""
-            self._rounds.answer(number, name, differ)
-        else:
-            differ = self._rounds.answered(number, name, needs_all=True)
-        if differ:
-            self._report_lengths(name, lengths, room)
 
-    def _report_lengths(self, name: str, lengths: Sequence[int], room: Sequence[int]) -> None:
+        def differing(came: bytes) -> bytes:
+            total = sum(int.from_bytes(share, "little") for share in unpack(came))
+            return b"differ" if total % _HASHES else b""
+
+        balance = _balance(self.rank, lengths, room)
+        if not self._answered(number, name, balance, differing):
+            return
         mine = json.dumps([list(lengths), list(room)]).encode()
         number, again = self._rounds.begin(), f"lengths of {name}"
-        problem = lengths_problem(name, [*map(json.loads, self._gathered(number, again, mine))])
-        if problem is not None:
+        tables = map(json.loads, unpack(self._answered(number, again, mine)))
+        if (problem := lengths_problem(name, list(tables))) is not None:
             raise problem
 
     def _finish(

@@ -26,7 +26,7 @@ import torch.distributed as dist
 
 from ckpt.errors import RankFailed
 from ckpt.world.frames import Frame, FrameKind
-from ckpt.world.heart import Heart, _listening
+from ckpt.world.heart import Heart, Place, _listening
 from ckpt.world.job import Process
 from ckpt.world.link import NOBODY, Link, Neighbour
 from ckpt.world.liveness import Card, hosts_of
@@ -404,10 +404,10 @@ def test_a_process_without_descriptors_does_not_ask_without_pause(
     class Listener(FullListener):
         """Its own counts."""
 
-    real = _listening()
+    real = _listening(Place())
     kind = (real.family, real.type, real.proto)
     monkeypatch.setattr(
-        "ckpt.world.heart._listening", lambda: Listener(*kind, fileno=real.detach())
+        "ckpt.world.heart._listening", lambda place: Listener(*kind, fileno=real.detach())
     )
     heart: Any = Heart(0, ())
     with socket.create_connection(("127.0.0.1", heart.card.port), timeout=60.0) as stranger:
@@ -477,7 +477,7 @@ def test_ctrl_c_neither_cuts_a_message_nor_sends_it_twice() -> None:
     what the kernel takes at once.
     """
     number, came = 0, True
-    with _listening() as listener:
+    with _listening(Place()) as listener:
         while came:
             number += 1
             ours = socket.create_connection(("127.0.0.1", listener.getsockname()[1]))

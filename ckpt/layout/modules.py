@@ -460,6 +460,8 @@ def _add_unit(builder: _LayoutBuilder, fqns: list[str], managed: torch_fsdp.Mana
 
 def _settle_holders(builder: _LayoutBuilder) -> None:
     """Who holds a tensor too, as only all tensors of the module together show."""
+    if len(builder.ranks.global_ranks) == 1:
+        return
     before = builder.params
     shared = shared_by(before, builder.ranks)
     builder.params = held_where_shared(

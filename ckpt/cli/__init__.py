@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from typing import NoReturn
 
 from ckpt.cli.commandline import INTERRUPTED, OK, PROBLEM, USAGE, build_parser, given, refused
-from ckpt.cli.visible import visible_streams
+from ckpt.screens.visible import visible_streams
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal, NamedTuple, NoReturn, get_args, get_origin
 
 from ckpt import operate
-from ckpt.cli import screens
+from ckpt.cli import printing
 from ckpt.operate.arguments import Argument
 from ckpt.version import __version__
 
@@ -257,7 +257,7 @@ COMMANDS = (
     ),
     Command(
         "show",
-        screens.show,
+        printing.show,
         "",
         "ckpt show runs/7b 'model.*.weight' --step 1200\n"
         "ckpt show runs/7b --map\n"
@@ -274,7 +274,7 @@ COMMANDS = (
     ),
     Command(
         "watch",
-        screens.watch,
+        printing.watch,
         "",
         "ckpt watch s3://bucket/run                        Ctrl-C ends it\n"
         "ckpt watch runs/7b --once                         one frame\n"
@@ -284,7 +284,7 @@ COMMANDS = (
     ),
     Command(
         "serve",
-        screens.serve,
+        printing.serve,
         "",
         "ckpt serve s3://bucket/run                        then open the page that it names\n"
         "ckpt serve runs/7b runs/7b-lr3e4                  two runs next to each other\n"
@@ -420,7 +420,7 @@ COMMANDS = (
     Command("unpin", operate.unpin, "keeping:show_pin", "ckpt unpin runs/7b --step 1200"),
     Command(
         "completion",
-        screens.completion,
+        printing.completion,
         "",
         'eval "$(ckpt completion bash)"\n'
         'eval "$(ckpt completion zsh)"          after compinit\n'

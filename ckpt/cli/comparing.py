@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from ckpt.cli.screen import counted, shape_text, short, show_names, show_table, size
+from ckpt.screens.terminal import counted, shape_text, short, show_names, show_table, size
 from ckpt.tools.diff import DiffReport, TensorChange
 from ckpt.tools.plan import LoadPlan, RankPlan
 

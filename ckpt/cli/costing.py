@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TypeAlias
 
-from ckpt.cli.screen import counted, show_table, size
+from ckpt.screens.terminal import counted, show_table, size
 from ckpt.tools.cost import Cost, CostReport, Prices, Workload, daly, young
 from ckpt.tools.run import duration
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from ckpt.cli.screen import asked, counted, size
 from ckpt.commit.log import FORMAT_KEY
+from ckpt.screens.terminal import asked, counted, size
 from ckpt.service.removing import DELETED_NOTHING, PinReport, PruneReport, Removal
 from ckpt.tools.mend import MendReport
 from ckpt.tools.rescue import RescueReport

@@ -5,10 +5,10 @@ from __future__ import annotations
 import sys
 import time
 
-from ckpt.cli.near_rows import problems, risks_text
-from ckpt.cli.screen import age, counted, date, show_table, size, write_page
-from ckpt.cli.visible import visible
 from ckpt.loading.contents import StepInfo
+from ckpt.screens.near_rows import problems, risks_text
+from ckpt.screens.terminal import age, counted, date, show_table, size, write_page
+from ckpt.screens.visible import visible
 from ckpt.tools.near_tiers import NearListing, newest_status_of
 from ckpt.tools.overview import AttemptUsage, DiskUsage, Event, LogReport, RootListing
 from ckpt.tools.report import Report
@@ -149,7 +149,7 @@ def _usage_row(attempt: AttemptUsage) -> tuple[str, ...]:
 
 def show_report(report: Report, output: str = "report.html") -> None:
     """`ckpt report`: a page, and what is wrong."""
-    from ckpt.cli.report_page import page_of
+    from ckpt.screens.report_page import page_of
 
     write_page(output, page_of(report))
     counts = {"save": report.saves, "checkpoint": report.live, "notice": report.notices}

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ckpt.cli.screen import counted, show_names, size
 from ckpt.convert.export import ExportReport
 from ckpt.convert.import_ import ImportReport
 from ckpt.convert.sources.torch_file import SUFFIXES
+from ckpt.screens.terminal import counted, show_names, size
 from ckpt.tools.copy import CopyReport
 
 NAMES_SHOWN_MAX = 20

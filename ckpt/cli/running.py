@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
-from contextlib import ExitStack
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from importlib import import_module
 from typing import Any
 
 from ckpt.cli.commandline import Command
-from ckpt.cli.screen import as_json, progress_bar, show_json
+from ckpt.screens.terminal import as_json, progress_bar, show_json
 
 
 def run(command: Command, arguments: Mapping[str, Any], shown: dict[str, Any]) -> int:
@@ -23,8 +24,6 @@ def run(command: Command, arguments: Mapping[str, Any], shown: dict[str, Any]) -
         rank = 0
         extra: dict[str, Any] = {}
         if "process_group" in parameters:
-            from ckpt.cli.ranks import ranks_of_launcher
-
             rank = stack.enter_context(ranks_of_launcher())
         if "progress" in parameters:
             bar = progress_bar(command.doing, shown=rank == 0)
@@ -48,3 +47,23 @@ def json_of(name: str, report: Any) -> dict[str, Any]:
     fields = as_json(report)
     fields = {"reports": fields} if isinstance(fields, list) else fields
     return {"schema": f"ckpt.{name}", "version": 1, **fields}
+
+
+@contextmanager
+def ranks_of_launcher() -> Iterator[int]:
+    """This process's rank; with several, a gloo process group exists within the block.
+
+    Launchers set RANK and WORLD_SIZE in the environment, as `torchrun` does.
+    """
+    world_size = os.environ.get("WORLD_SIZE", "1")
+    if not world_size.isdigit() or int(world_size) < 2 or "RANK" not in os.environ:
+        yield 0
+        return
+    import torch.distributed as dist  # most commands do without torch
+
+    # Ranks of a command exchange bytes of host memory, and may have no accelerator.
+    dist.init_process_group("gloo")
+    try:
+        yield dist.get_rank()
+    finally:
+        dist.destroy_process_group()

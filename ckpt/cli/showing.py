@@ -11,17 +11,6 @@ from typing import Any, NamedTuple, SupportsIndex
 
 import numpy as np
 
-from ckpt.cli.picture import show_map
-from ckpt.cli.screen import (
-    as_json,
-    counted,
-    date,
-    shape_text,
-    short,
-    show_json,
-    show_table,
-    size,
-)
 from ckpt.commit.lines import line_text
 from ckpt.commit.numbers import plain_int
 from ckpt.errors import CheckpointError, InvalidArgument
@@ -31,6 +20,17 @@ from ckpt.layout.dtypes import DTYPES
 from ckpt.layout.kind import Kind
 from ckpt.layout.region import Box, Shape
 from ckpt.loading.contents import CheckpointContents, open_contents
+from ckpt.screens.picture import show_map
+from ckpt.screens.terminal import (
+    as_json,
+    counted,
+    date,
+    shape_text,
+    short,
+    show_json,
+    show_table,
+    size,
+)
 from ckpt.tools.shard_map import rank_of, rank_order
 from storage import StoreLike
 

@@ -446,7 +446,7 @@ PEERS = (
     ),
     Mutant(
         "half requests of one address take all the room",
-        "ckpt/cli/serve_http.py",
+        "ckpt/screens/serve_http.py",
         "to_end(self._half, address, HALF_MAX, HALF_PER_ADDRESS)",
         "next(iter(self._half)) if len(self._half) >= HALF_MAX else None",
         test="tests/tools/test_serving.py::test_half_requests_are_few_and_end",

@@ -17,7 +17,6 @@ from typing import Any
 import pytest
 
 from ckpt.cli import main
-from ckpt.cli.watch_frame import frame_of, happenings
 from ckpt.errors import CheckpointError, Corrupt, UnsupportedFormat
 from ckpt.format.checksum import crc32c
 from ckpt.near.status import (
@@ -32,6 +31,7 @@ from ckpt.near.status import (
     write_status,
 )
 from ckpt.near.tier import tiers_in
+from ckpt.screens.watch_frame import frame_of, happenings
 from ckpt.service.events import NearSaved
 from ckpt.service.near import NearTraining
 from ckpt.service.policies import EverySteps

@@ -20,7 +20,6 @@ import ckpt
 from ckpt import operate
 from ckpt.cli import looking
 from ckpt.cli.running import json_of
-from ckpt.cli.screen import date, show_table, size
 from ckpt.commit import appender
 from ckpt.commit import live as live_module
 from ckpt.commit.appender import Limits, Sources
@@ -46,6 +45,7 @@ from ckpt.commit.sweep import NotRetired
 from ckpt.commit.writer import Commit
 from ckpt.errors import CheckpointError, Corrupt, UnsupportedFormat
 from ckpt.operate import copy, mend
+from ckpt.screens.terminal import date, show_table, size
 from ckpt.world.base import SoloWorld
 from storage import open_store
 from storage.errors import KeyNotFoundError, NoSpaceError

@@ -20,8 +20,8 @@ from safetensors.torch import load_file, save_file
 
 import ckpt
 from ckpt.cli import main
-from ckpt.cli.screen import size
 from ckpt.commit.maintenance import Maintenance
+from ckpt.screens.terminal import size
 from storage import open_store
 from tests.servers import free_port
 from tests.tools.conftest import data_files, sliced_net, stepped

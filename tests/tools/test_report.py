@@ -20,12 +20,12 @@ import torch
 
 import ckpt
 from ckpt.cli import main
-from ckpt.cli.report_page import page_of
-from ckpt.cli.screen import size
 from ckpt.commit.maintenance import Maintenance
 from ckpt.commit.names import TELEMETRY_NAME
 from ckpt.commit.ranked import SessionRegistry
 from ckpt.errors import CheckpointError, NoCheckpoint
+from ckpt.screens.report_page import page_of
+from ckpt.screens.terminal import size
 from ckpt.service.checkpointer import Checkpointer
 from ckpt.telemetry.record import SaveFailure, Telemetry
 from ckpt.testing import run_ranks

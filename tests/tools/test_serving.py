@@ -28,10 +28,11 @@ import pytest
 import torch
 
 import ckpt
-from ckpt.cli import main, serve_http
-from ckpt.cli.following import Following
-from ckpt.cli.serve_http import HEADERS, PageServer, digest_of
-from ckpt.cli.serve_page import SECTIONS, PageChoice, PageMatter, labels, page_of, sections_of
+from ckpt.cli import main
+from ckpt.screens import serve_http
+from ckpt.screens.following import Following
+from ckpt.screens.serve_http import HEADERS, PageServer, digest_of
+from ckpt.screens.serve_page import SECTIONS, PageChoice, PageMatter, labels, page_of, sections_of
 from ckpt.service.retention import KeepLatest, KeepRule
 from ckpt.telemetry.record import SaveFailure, Telemetry
 from ckpt.tools.polling import RunPoller, RunState

@@ -14,7 +14,7 @@ import torch
 
 import ckpt
 from ckpt.cli import main
-from ckpt.cli.visible import VisibleStream, visible
+from ckpt.screens.visible import VisibleStream, visible
 
 # Repaints a terminal, turns directions, hides, ends lines, is no character at all.
 HOSTILE = "a\x1b]0;t\x07\x1b[2J\u202e\u2066\x9b31m\x7f\u200b\u2028\ue000\rz"

@@ -28,8 +28,8 @@ import torch
 
 import ckpt
 from ckpt.cli import main
-from ckpt.cli.visible import visible
-from ckpt.cli.watch_frame import DRAWN, PLAIN, Line, frame_of, happenings, marks_of
+from ckpt.screens.visible import visible
+from ckpt.screens.watch_frame import DRAWN, PLAIN, Line, frame_of, happenings, marks_of
 from ckpt.telemetry.record import SaveFailure
 from ckpt.tools.polling import RunPoller, RunState
 from ckpt.tools.run import TrainingRun, busiest_ranks, longest_phases
@@ -286,7 +286,7 @@ def test_terminal_is_followed_resized_and_restored(tmp_path: Path) -> None:
 INTERRUPTED = """
 import os, signal, sys, threading
 from ckpt.cli import main
-from ckpt.cli.following import Following
+from ckpt.screens.following import Following
 
 signal.signal(signal.SIGINT, signal.default_int_handler)
 number = int(sys.argv.pop(1))

@@ -7,6 +7,7 @@ is shown, and says in a policy that the page may load and run nothing but its ow
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import socket
@@ -22,11 +23,11 @@ from importlib import resources
 from typing import Any
 from urllib.parse import SplitResult, parse_qs, urlsplit
 
-from ckpt.cli.ending import Ending
-from ckpt.cli.following import Following, versions_of
-from ckpt.cli.serve_page import PageChoice, PageMatter, page_of, sections_of, style
 from ckpt.errors import CheckpointError
+from ckpt.screens.following import Ending, Following, ended_by_signals, versions_of
+from ckpt.screens.serve_page import PageChoice, PageMatter, page_of, sections_of, style
 from ckpt.service.retention import KeepRule
+from storage import StoreLike
 from storage.strangers import to_end
 
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
@@ -189,7 +190,9 @@ class _Handler(BaseHTTPRequestHandler):
         elif url.path == "/page.css":
             self._send(HTTPStatus.OK, style(), "text/css")
         elif url.path == "/page.js":
-            script = resources.files("ckpt.cli").joinpath("serve.js").read_text(encoding="utf-8")
+            script = (
+                resources.files("ckpt.screens").joinpath("serve.js").read_text(encoding="utf-8")
+            )
             self._send(HTTPStatus.OK, script, "text/javascript")
         elif url.path == "/events" and self.command == "GET":
             self._events(url)
@@ -286,3 +289,28 @@ def digest_of(sections: Mapping[str, str]) -> str:
     """What names these sections."""
     data = json.dumps(sections, sort_keys=True).encode()
     return hashlib.blake2b(data, digest_size=12).hexdigest()
+
+
+def serve(
+    urls: Sequence[StoreLike],
+    address: tuple[str, int],
+    rule: KeepRule | None,
+    names: Sequence[str],
+    *,
+    near: Sequence[str],
+    interval: float,
+    options: Mapping[str, Any] | None,
+) -> None:
+    """`ckpt serve`."""
+    # Ctrl-C is how one ends it.
+    with (
+        contextlib.suppress(KeyboardInterrupt),
+        ended_by_signals() as ending,
+        Following(
+            urls, options or {}, interval_seconds=interval, near=near, ending=ending
+        ) as following,
+        PageServer(following, address, rule=rule, names=names, ending=ending) as server,
+    ):
+        print(f"{server.url} follows {', '.join(s.run.url for s in following.states)}; ", end="")
+        print("Ctrl-C ends it", flush=True)
+        server.serve_forever()

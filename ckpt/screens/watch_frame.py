@@ -9,9 +9,9 @@ import statistics
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from ckpt.cli.near_rows import QUIET_SECONDS, TITLES, problems, risks_text, tier_row
-from ckpt.cli.screen import age, counted, date, rate_text, seconds_text, size
-from ckpt.cli.visible import visible
+from ckpt.screens.near_rows import QUIET_SECONDS, TITLES, problems, risks_text, tier_row
+from ckpt.screens.terminal import age, counted, date, rate_text, seconds_text, size
+from ckpt.screens.visible import visible
 from ckpt.telemetry.record import SaveTotals, Telemetry
 from ckpt.tools.near_tiers import newest_status_of
 from ckpt.tools.polling import RunState

@@ -70,7 +70,7 @@ def watch(
     storage_options: Options = None,
 ) -> None:
     """Follow a run in the terminal: saves as they come, slow ranks, failures."""
-    from ckpt.cli.watching import watch, watch_once
+    from ckpt.screens.watching import watch, watch_once
 
     if once:
         watch_once(url, near, storage_options, as_json=json)
@@ -108,7 +108,7 @@ def serve(
     storage_options: Options = None,
 ) -> None:
     """Follow runs in a local web page: timeline, slow ranks, sizes, retention, failures."""
-    from ckpt.cli.serving import serve
+    from ckpt.screens.serve_http import serve
     from ckpt.service.removing import rule_of
 
     rules = keep_last, keep_every, keep_best, keep_younger

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ckpt.cli.screen import counted, size
 from ckpt.near.status import WorkAtRisk
+from ckpt.screens.terminal import counted, size
 from ckpt.tools.near_tiers import TierView, durable_risk, work_at_risk
 from ckpt.tools.run import ReportedSave, duration
 

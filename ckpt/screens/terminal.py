@@ -27,8 +27,8 @@ from rich.progress import (
 from rich.table import Table
 from rich.text import Text
 
-from ckpt.cli.visible import below, visible
 from ckpt.errors import CheckpointError
+from ckpt.screens.visible import below, visible
 
 WIDTH_WITHOUT_TERMINAL = 200  # columns; rich would take 80 and fold most rows
 GAP = 2  # columns between those of a table

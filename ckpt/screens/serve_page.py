@@ -13,10 +13,9 @@ from functools import partial
 from itertools import takewhile
 from urllib.parse import urlencode
 
-from ckpt.cli.near_page import near_of
-from ckpt.cli.page_parts import CHARTS, NOTHING, STYLE, chart, heat_map, state_tags
-from ckpt.cli.screen import counted, date, rate_text, seconds_text, size
-from ckpt.cli.visible import page_text
+from ckpt.screens.page_parts import CHARTS, NOTHING, STYLE, chart, heat_map, near_of, state_tags
+from ckpt.screens.terminal import counted, date, rate_text, seconds_text, size
+from ckpt.screens.visible import page_text
 from ckpt.service.retention import EVERYTHING, KeepAll, KeepRule, LiveCheckpoint, plan_retention
 from ckpt.telemetry.record import SaveTotals, Telemetry
 from ckpt.tools.polling import RunState

@@ -7,18 +7,73 @@ import json
 import logging
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
-from ckpt.cli.ending import STEP_SECONDS, Ending, ended_by_signals
-from ckpt.cli.following import Following, Versions, versions_of
-from ckpt.cli.screen import as_json, date, screen_width, show_json
-from ckpt.cli.watch_frame import Happening, frame_of, happenings, marks_of
-from ckpt.cli.watch_screen import full_screen, show_lines
+from rich.console import Console, ConsoleOptions, RenderResult
+from rich.live import Live
+from rich.text import Text
+
 from ckpt.errors import CheckpointError
+from ckpt.screens.following import (
+    STEP_SECONDS,
+    Ending,
+    Following,
+    Versions,
+    ended_by_signals,
+    versions_of,
+)
+from ckpt.screens.terminal import as_json, date, screen_width, show_json
+from ckpt.screens.visible import below
+from ckpt.screens.watch_frame import Happening, Line, frame_of, happenings, marks_of
 from ckpt.tools.near_tiers import near_report
 from ckpt.tools.polling import RunPoller, RunState
 from storage import StoreLike
+
+Draw = Callable[[int, int], list[Line]]
+
+
+class _DrawnFrame:
+    """What `draw` makes of the size that the terminal has when it is shown."""
+
+    def __init__(self, draw: Draw) -> None:
+        self._draw = draw
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        yield from map(_text, self._draw(options.max_width, options.height or console.height))
+
+
+@contextmanager
+def full_screen(draw: Draw) -> Iterator[Callable[[], None]]:
+    """A page of the terminal's own until the block ends, however it ends; yields what draws it
+    anew.
+    """
+    console = Console(file=below(sys.stdout))
+    with Live(
+        _DrawnFrame(draw),
+        console=console,
+        screen=True,
+        auto_refresh=False,
+        redirect_stdout=False,
+        redirect_stderr=False,
+    ) as live:
+        yield live.refresh
+
+
+def show_lines(lines: Iterable[Line], *, width: int) -> None:
+    """Print a frame once; styles where stdout is a terminal."""
+    console = Console(file=below(sys.stdout), width=width)
+    for line in lines:
+        console.print(_text(line))
+
+
+def _text(line: Line) -> Text:
+    text = Text(no_wrap=True, overflow="ellipsis")
+    for words, style in line:
+        text.append(words, style)
+    return text
+
 
 TICK_SECONDS = 1.0  # between frames: ages grow, and the terminal may have another size
 ONCE_HEIGHT = 60  # lines of the frame of --once

@@ -7,10 +7,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from ckpt.cli.screen import counted, date, screen_width, shape_text, show_table, size, write_page
-from ckpt.cli.visible import page_text
 from ckpt.layout.region import Box, Region
 from ckpt.loading.contents import CheckpointContents
+from ckpt.screens.terminal import (
+    counted,
+    date,
+    screen_width,
+    shape_text,
+    show_table,
+    size,
+    write_page,
+)
+from ckpt.screens.visible import page_text
 from ckpt.tools.shard_map import PartOnMap, TensorOnMap, TensorsMap, map_of, rectangles
 
 SHADES = " ░▒▓█"

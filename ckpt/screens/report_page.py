@@ -8,10 +8,9 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Iterator, Sequence
 
-from ckpt.cli.near_page import near_of
-from ckpt.cli.page_parts import CHARTS, NOTHING, STYLE, chart, heat_map, state_tags
-from ckpt.cli.screen import age, date, rate_text, seconds_text, size
-from ckpt.cli.visible import page_text
+from ckpt.screens.page_parts import CHARTS, NOTHING, STYLE, chart, heat_map, near_of, state_tags
+from ckpt.screens.terminal import age, date, rate_text, seconds_text, size
+from ckpt.screens.visible import page_text
 from ckpt.telemetry.record import SaveTotals
 from ckpt.tools.report import Report
 from ckpt.tools.run import ReportedSave

@@ -1,0 +1,1 @@
+"""What commands draw with: tables and texts, pages, the terminal that follows a run."""

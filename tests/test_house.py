@@ -513,6 +513,7 @@ USED_FROM_OUTSIDE = (
     ("ckpt/__init__.py", "__dir__", "the interpreter"),
     ("ckpt/cli/", "*", "the table of commands names functions as strings"),
     ("ckpt/screens/serve_http.py", "*", "the servers of the standard library read these"),
+    ("ckpt/screens/", "on_broken_pipe writable", "rich and print call these"),
     ("ckpt/tools/", "reached_unix at_risk_near at_risk_durable", "`--json` prints all fields"),
     ("ckpt/integrations/dcp.py", "*", "torch calls planners and storages by these names"),
     ("ckpt/integrations/", "*", "trainers of other libraries call hooks by these names"),

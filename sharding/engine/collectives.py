@@ -283,6 +283,10 @@ class _Pairwise(_Native):
     Small members are to travel together. What is not in the CPU's memory goes the backend's way.
     """
 
+    # It has no memory of a backend's: a step asks for buffers often, and `_Native` would ask first.
+    buffer = Comm.buffer
+    give_back = Comm.give_back
+
     def __init__(self, group: Group) -> None:
         super().__init__(group)
         steps = range(1, self.size)

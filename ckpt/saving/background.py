@@ -27,8 +27,8 @@ from typing import Literal
 from ckpt.commit.patience import HURRIED_SECONDS, patience_for
 from ckpt.errors import Forked, NamesChanged, SaveDropped
 from ckpt.format.part import Part
-from ckpt.saving.compared import ReplicasDrifted, difference_of, differing_replicas
 from ckpt.saving.publish import publish
+from ckpt.saving.replica_check import ReplicasDrifted, difference_of, differing_replicas
 from ckpt.saving.save import report_names_of_copied
 from ckpt.saving.staging import BufferNeed, Staged
 from ckpt.saving.step_gate import Gate

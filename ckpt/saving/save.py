@@ -13,7 +13,11 @@ from ckpt.errors import InvalidState, NamesChanged
 from ckpt.format.part import Part
 from ckpt.format.rank_files import rank_files
 from ckpt.saving.base import Referred, refer
-from ckpt.saving.compared import (
+from ckpt.saving.holders import inventory_of, report_names
+from ckpt.saving.image import plan_files, write_files
+from ckpt.saving.plan import Contents, Memo, contents_of
+from ckpt.saving.publish import TRIES, publish
+from ckpt.saving.replica_check import (
     ReplicasDrifted,
     difference_of,
     differing_replicas,
@@ -21,10 +25,6 @@ from ckpt.saving.compared import (
     is_shared,
     replica_sums,
 )
-from ckpt.saving.holders import inventory_of, report_names
-from ckpt.saving.image import plan_files, write_files
-from ckpt.saving.plan import Contents, Memo, contents_of
-from ckpt.saving.publish import TRIES, publish
 from ckpt.saving.task import (
     Attempt,
     PartMemory,

@@ -30,7 +30,6 @@ from ckpt.layout.kind import Kind
 from ckpt.layout.memory import SideStreams, devices_of
 from ckpt.layout.plain import Ranks, times_changed
 from ckpt.layout.tensor import local_tensor
-from ckpt.saving.compared import ReplicaSums, compares_all, digests_of, replica_sums
 from ckpt.saving.image import (
     HEADER_SLACK_NBYTES,
     CopyOrder,
@@ -43,6 +42,7 @@ from ckpt.saving.image import (
     plan_files,
 )
 from ckpt.saving.plan import Contents, PlanMemory, SavePlan, contents_of
+from ckpt.saving.replica_check import ReplicaSums, compares_all, digests_of, replica_sums
 from ckpt.saving.save import write_sources
 from ckpt.saving.step_gate import Gate, steps, storage_of
 from ckpt.saving.task import (

@@ -25,7 +25,7 @@ from ckpt.commit.numbers import plain_int
 from ckpt.commit.patience import BACKGROUND_SECONDS
 from ckpt.commit.records import STEP_MAX
 from ckpt.errors import CheckpointError, Failure, Forked, InvalidState, RankFailed
-from ckpt.saving.compared import ReplicasDrifted
+from ckpt.saving.replica_check import ReplicasDrifted
 from ckpt.saving.staging import Snapshot
 from ckpt.saving.task import SaveReport
 from ckpt.service.agreement import Decision, Pace

@@ -32,8 +32,8 @@ from ckpt.errors import CheckpointError, Corrupt, Mismatch, NoCheckpoint, RankFa
 from ckpt.format.manifest import MODULES, Manifest
 from ckpt.layout.dtypes import torch_dtype
 from ckpt.layout.memory import gc_paused
-from ckpt.loading.aside import Aside, Present, Where, read_aside
 from ckpt.loading.load import LoadOptions, broadcast_manifest
+from ckpt.loading.swap_load import Aside, Present, Where, read_aside
 from ckpt.process import store_of, world_of
 from ckpt.service.restore import Skipped, condition_of
 from ckpt.world.base import World, collectively

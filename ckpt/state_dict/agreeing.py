@@ -20,7 +20,7 @@ from ckpt.format.codec import decode_values, encode_values
 from ckpt.format.disagreement import disagreement, or_per_rank
 from ckpt.layout.assign import is_small_and_agreed
 from ckpt.layout.piece import Holding
-from ckpt.saving.compared import digests_of
+from ckpt.saving.replica_check import digests_of
 from ckpt.world.base import World
 
 __all__ = ["NOTHING", "Agreed", "agreed_state", "check_values"]

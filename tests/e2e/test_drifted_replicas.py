@@ -22,7 +22,7 @@ import ckpt
 from ckpt.errors import CheckpointError, InvalidState, RankFailed
 from ckpt.layout.piece import Piece
 from ckpt.layout.region import Box, Span
-from ckpt.saving.compared import Block, ReplicaSums, _in_words, _located
+from ckpt.saving.replica_check import Block, ReplicaSums, _in_words, _located
 from tests.ranks import run_ranks
 
 SIZE = 1 << 20  # elements: 4 MiB

@@ -18,7 +18,7 @@ from ckpt.commit.names import step_prefix
 from ckpt.format.manifest import BoxTable, Manifest
 from ckpt.format.manifest_codec import decode_manifest
 from ckpt.format.stored_index import StoredSums, stored_sums
-from ckpt.loading.aside import unchanged_chunks
+from ckpt.loading.swap_load import unchanged_chunks
 from ckpt.saving.task import SaveOptions
 from storage import Store, open_store
 from tests.e2e.job import Job, Sharded

@@ -16,13 +16,13 @@ import numpy as np
 import pytest
 import torch
 
-import ckpt.saving.compared
+import ckpt.saving.replica_check
 from ckpt.layout.kind import Kind
 from ckpt.layout.memory import SideStreams, devices_of, is_accelerator
 from ckpt.layout.piece import Holding, Piece
 from ckpt.layout.region import whole
-from ckpt.saving.compared import ReplicaSums
 from ckpt.saving.image import copy_order
+from ckpt.saving.replica_check import ReplicaSums
 from ckpt.saving.staging import Staged
 from tests.ranks import run_ranks
 from tests.streams.device import NAME, Stream, using
@@ -131,8 +131,8 @@ def run(name: str) -> list[str]:
 
 def run_all() -> tuple[dict[str, list[str]], dict[str, list[str]]]:
     """What is found as it is, and with one wait less."""
-    ckpt.saving.compared.host_bytes = host_reads  # type: ignore[attr-defined]
-    ckpt.saving.compared.crc32c_of_each = same_digests  # type: ignore[attr-defined]
+    ckpt.saving.replica_check.host_bytes = host_reads  # type: ignore[attr-defined]
+    ckpt.saving.replica_check.crc32c_of_each = same_digests  # type: ignore[attr-defined]
     clean = {name: run(name) for name in SCENARIOS}
     without = {}
     for one in of_streams():

@@ -1,4 +1,4 @@
-"""Read a checkpoint beside a live state, so that the state takes it over in one copy of memory.
+"""Read a checkpoint into other memory; the live state takes it over by one copy.
 
     bind -> pieces whose bytes are not proved to be there -> memory aside -> reads, exchange -> swap
 

@@ -12,8 +12,8 @@ from ckpt.format.checksum import crc32c
 from ckpt.layout.kind import Kind
 from ckpt.layout.piece import Holding, Piece
 from ckpt.layout.region import Span, whole
-from ckpt.saving import compared
-from ckpt.saving.compared import JOINED_NBYTES_MAX, digests_of
+from ckpt.saving import replica_check
+from ckpt.saving.replica_check import JOINED_NBYTES_MAX, digests_of
 
 
 def held(tensor: torch.Tensor) -> tuple[Holding, Piece]:
@@ -46,8 +46,8 @@ def test_digests_are_of_the_elements_in_order(
     joins = []
     if on_device:
         cat = torch.cat
-        monkeypatch.setattr(compared, "is_plain_memory", lambda view: False)
-        monkeypatch.setattr(compared, "_is_on_host", lambda view: False)
+        monkeypatch.setattr(replica_check, "is_plain_memory", lambda view: False)
+        monkeypatch.setattr(replica_check, "_is_on_host", lambda view: False)
         monkeypatch.setattr(torch, "cat", lambda parts: joins.append(len(parts)) or cat(parts))
     digests = digests_of([held(tensor) for tensor in TENSORS])
     assert digests.tolist() == [crc32c(bytes_of(tensor)) for tensor in TENSORS]

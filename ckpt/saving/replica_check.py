@@ -5,7 +5,7 @@ Taken from memory at each save and never kept: the memory is the same, what lies
 What no engine keeps equal has to be: every save reports digests of it with what it has written, and
 fails where they differ. Two ranks that hold different tensors of one name have made a mistake in
 how they name things, which the first save shows, and every later one would. So the same digests are
-compared in a round, once for every set of names that the ranks have told each other.
+compared in a round, once for every set of names that the ranks exchange.
 
 Replicas that an engine declares equal are compared by a sample of their blocks, or all of them.
 Ranks share the writing of a replica, so what has drifted would be stored as a mixture. Each save

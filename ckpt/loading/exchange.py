@@ -178,8 +178,8 @@ def fetched(
         is_read_here = move.source is None
         moves.append(move._replace(source=owner) if is_read_here else move)
     pieces, file = pieces_of(sharing.private, files[:-1], files[1:])
-    is_away = np.isin(file, list(owners))
-    runs = pieces[is_away]
+    is_remote = np.isin(file, list(owners))
+    runs = pieces[is_remote]
     rows = blocks.within(runs)
     wanted = NeededBlocks(*(column[rows] for column in blocks))
     # The owner reads the blocks of a move alone: a gap between them costs nothing.
@@ -190,7 +190,7 @@ def fetched(
         number = int(np.searchsorted(files, start, side="right")) - 1
         moves.append(Move(np.clip(runs[first:last], start, stop), owners[number]))
     moves.sort(key=lambda move: move.start)
-    return Sharing(joined(pieces[~is_away]), moves)
+    return Sharing(joined(pieces[~is_remote]), moves)
 
 
 def long_only(groups: Sequence[Group], limits: ShareLimits) -> list[Group]:

@@ -140,9 +140,9 @@ class ReadPlan(NamedTuple):
         """Exactly what is wanted of these data files, as ascending disjoint runs of the byte line;
         only short gaps inside of blocks are taken in.
         """
-        is_away = np.isin(np.arange(len(manifest.files)), list(files))
+        is_remote = np.isin(np.arange(len(manifest.files)), list(files))
         chunks = np.fromiter(self.needs, np.int64, len(self.needs))
-        chunks = chunks[is_away[manifest.chunks.file[chunks]]]
+        chunks = chunks[is_remote[manifest.chunks.file[chunks]]]
         # Shorter than a block, so that none is taken in of which nothing is wanted.
         gap_max = min(GAP_NBYTES_MAX, manifest.header.block_bytes // 16)
         runs = [np.empty((0, 2), dtype=np.int64)]
@@ -152,7 +152,7 @@ class ReadPlan(NamedTuple):
             some += [element_runs(one.patch) * one.target.dtype.itemsize for one in need.scatters]
             runs.append(united(np.concatenate(some), gap_max) + base)
         packed = np.fromiter(self.packed, np.int64, len(self.packed))
-        packed = packed[is_away[manifest.chunks.file[packed]]]
+        packed = packed[is_remote[manifest.chunks.file[packed]]]
         base = _bases(manifest, packed)
         runs.append(np.stack([base, base + _sizes(manifest, packed)], axis=1))
         return united(np.concatenate(runs))

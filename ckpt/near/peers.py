@@ -60,14 +60,14 @@ class CopyOptions:
 
     `address` is that of this host for the others, "" to use the one that the job uses.
     `certificate` is a file with the key and the certificate of the job, the same on all hosts; then
-    everything is encrypted. With `may_be_fewer`, as few hosts as there are keep copies.
+    everything is encrypted. With `allow_fewer`, as few hosts as there are keep copies.
     """
 
     replicas: int = 0
     rack: str = ""
     address: str = ""
     certificate: str = ""
-    may_be_fewer: bool = False
+    allow_fewer: bool = False
 
 
 class Endpoint(NamedTuple):

@@ -34,15 +34,15 @@ class Hosts(NamedTuple):
 
 
 def placed_copies(
-    racks: Mapping[str, str], replicas: int, *, may_be_fewer: bool, warns: bool
+    racks: Mapping[str, str], replicas: int, *, allow_fewer: bool, warns: bool
 ) -> dict[str, tuple[str, ...]]:
-    """`copies_of`, with as many copies as there are hosts for if there `may_be_fewer`. Where copies
+    """`copies_of`, with as many copies as there are hosts for where `allow_fewer`. Where copies
     are fewer than `replicas`, or share a rack, one rank of the job `warns` of it.
 
     Raises like `copies_of`.
     """
     count = len(racks)
-    if may_be_fewer and count <= replicas:
+    if allow_fewer and count <= replicas:
         # Who goes on after a host was lost must not end for that.
         if warns:
             logger.warning(

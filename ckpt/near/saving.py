@@ -56,13 +56,13 @@ BYTES_COPIED = "near_bytes_copied"  # the counter of a save, of what was sent to
 @dataclass(frozen=True, slots=True)
 class NearOptions:
     """How near saves are made; arguments as of `ckpt.async_save`. `bytes_max` bounds what a host
-    keeps. `lends_often`: durable saves are made at steps of near saves, and use their copies.
+    keeps. `shares_stage`: durable saves at steps of near saves use their copies.
     """
 
     bytes_max: int | None = None
     snapshot: Snapshot = "step"
     user: dict[str, str] = field(default_factory=dict)
-    lends_often: bool = False
+    shares_stage: bool = False
     copies: CopyOptions = field(default_factory=CopyOptions)
 
 
@@ -274,7 +274,7 @@ class NearSaves:
         options = self._options.copies
         racks = {name: reports[self.hosts.names.index(name)][5] for name in self.hosts.names}
         copies = placed_copies(
-            racks, options.replicas, may_be_fewer=options.may_be_fewer, warns=world.rank == 0
+            racks, options.replicas, allow_fewer=options.allow_fewer, warns=world.rank == 0
         )
         rooms = [r[1] for r in reports]
         fits_more = self._check_room([r[0] for r in reports], rooms, copies)
@@ -296,7 +296,7 @@ class NearSaves:
     def _stage_in_tier(self, files: Sequence[FilePlan], generations_max: int) -> None:
         """What is staged lies in the tier already, from now on."""
         self._mapped = TierMemory(self.tier.store.place, generations_max=generations_max)
-        if self._options.lends_often:
+        if self._options.shares_stage:
             self._mapped.generations = generations_max
         self._staging = self._mapped
         self._store = MappedStore(self.tier.store, self._mapped)

@@ -120,12 +120,12 @@ class NearTraining:
         self._training = training
         snapshot: Snapshot = saving.get("snapshot", "step")
         bytes_max = plain_int(near.bytes_max)
-        self.lends_often = are_multiples(save, near.every)
+        self.shares_stage = are_multiples(save, near.every)
         user = dict(saving.get("user") or {})
         copies = CopyOptions(
             plain_int(near.replicas), near.rack, near.address, os.fspath(near.certificate)
         )
-        self._options = NearOptions(bytes_max, snapshot, user, self.lends_often, copies)
+        self._options = NearOptions(bytes_max, snapshot, user, self.shares_stage, copies)
         self._stepped_calls = 0
         self._stepped_seconds = 0.0  # when the last call was over
         self._tier: Tier | None = None
@@ -303,7 +303,7 @@ class NearTraining:
         session = self._training.target.ranked_session()
         self._find_tier(session.root)
         assert self._tier is not None and self._hosts is not None
-        copies = replace(self._options.copies, may_be_fewer=self._has_restored)
+        copies = replace(self._options.copies, allow_fewer=self._has_restored)
         self._saves = open_near_saves(
             self._training.state,
             self._tier,

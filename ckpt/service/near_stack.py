@@ -71,13 +71,13 @@ class NearStack:
         self._loaded = ""  # the attempt
         for near in tiers:
             # One of them lends its copies to durable saves: the others need no room for that.
-            policy = Never() if self.lends_often else save
+            policy = Never() if self.shares_stage else save
             self._tiers.append(NearTraining(near, policy, training, saving, self._numbers))
 
     @property
-    def lends_often(self) -> bool:
+    def shares_stage(self) -> bool:
         """Whether durable saves are made at steps of near saves."""
-        return any(tier.lends_often for tier in self._tiers)
+        return any(tier.shares_stage for tier in self._tiers)
 
     @property
     def reached(self) -> TierStatus | None:

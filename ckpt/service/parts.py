@@ -135,7 +135,7 @@ def parts_of(
         if near is not None and before.near is not None:
             near.carry_on(before.near)
     # Where durable saves use the copies of near ones, they take no memory of their own.
-    copies = is_regular(settings.save) and not (near is not None and near.lends_often)
+    copies = is_regular(settings.save) and not (near is not None and near.shares_stage)
     ahead = Ahead(training, is_regular=copies)
     timer = StepTimer(training)
     return ServiceParts(

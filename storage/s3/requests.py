@@ -31,7 +31,7 @@ from storage.s3.wire import WireRequest
 from storage.store import check_bound
 
 T = TypeVar("T")
-Again = Callable[[], Awaitable[T]]
+Retry = Callable[[], Awaitable[T]]
 """A request that is sent a second time, on the event loop of the client."""
 
 _REFUSAL_NBYTES_MAX = 64 << 10
@@ -104,7 +104,7 @@ class S3Requests(HttpStore):
             return self._run(operation, key, send())
         return self.raced(like, operation, key, send, send)
 
-    def raced(self, like: Like, operation: str, key: str, send: Again[T], again: Again[T]) -> T:
+    def raced(self, like: Like, operation: str, key: str, send: Retry[T], again: Retry[T]) -> T:
         """The first answer to a request, which is sent again when it takes very long."""
         what = f"{like.kind} {key} in {self.url}"
         return self._run(operation, key, self.hedger.run(like, what, send, again))
@@ -200,7 +200,7 @@ class S3Requests(HttpStore):
         key: str,
         body: bytes,
         metadata: Mapping[str, str],
-        again: Again[None],
+        again: Retry[None],
         *,
         may_be_repeated: bool,
     ) -> None:
@@ -246,13 +246,13 @@ class S3Requests(HttpStore):
         what = f"write part {index + 1} of {key}"
         return self._carry(like, what, send, self._elsewhere(send_again))
 
-    def _carry(self, like: Like, what: str, send: Callable[[WireRequest], T], again: Again[T]) -> T:
+    def _carry(self, like: Like, what: str, send: Callable[[WireRequest], T], again: Retry[T]) -> T:
         """Send a request from this thread; the first answer to it or to `again` counts."""
         request, loop = WireRequest(), self.client().loop
         what = f"{what} in {self.url}"
         return self.hedger.carry(like, what, partial(send, request), again, request.drop, loop)
 
-    def _elsewhere(self, send: Callable[[WireRequest], T]) -> Again[T]:
+    def _elsewhere(self, send: Callable[[WireRequest], T]) -> Retry[T]:
         """`send` on another thread, ended when nobody waits for it any more."""
 
         async def again() -> T:

@@ -486,10 +486,10 @@ def test_a_store_that_overwrites_does_not_overwrite_the_record_of_another() -> N
     """The promise of a single writer was not kept while a record got no answer."""
 
     class Forgetful(CheckThenWrite):
-        is_away = False
+        is_remote = False
 
         def put_if_absent(self, key: str, data: bytes) -> None:
-            if self.is_away:
+            if self.is_remote:
                 raise OutcomeUnknownError("no answer")
             self.inner.delete(key)
             self.inner.put_if_absent(key, data)
@@ -498,10 +498,10 @@ def test_a_store_that_overwrites_does_not_overwrite_the_record_of_another() -> N
     store = Forgetful(MemoryStore(bucket))
     session = claim(store, unsafe_single_writer=True)
     entry = save(session, 1)
-    store.is_away = True
+    store.is_remote = True
     with pytest.raises(OutcomeUnknown):
         session.pin(entry.attempt)
-    store.is_away = False
+    store.is_remote = False
     other = claim(Forgetful(MemoryStore(bucket)), unsafe_single_writer=True)
     settled = session.settle()
     assert settled is not None and not settled.landed

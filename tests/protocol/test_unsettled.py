@@ -63,20 +63,20 @@ def test_a_commit_is_not_settled_where_a_restored_backup_took_its_manifest(momen
 
 def test_a_commit_whose_manifest_cannot_be_looked_for_stays_unsettled() -> None:
     class Away(Scripted):
-        is_away = False
+        is_remote = False
 
         def info(self, key: str) -> ObjectInfo:
-            if self.is_away and key.endswith(MANIFEST_NAME):
+            if self.is_remote and key.endswith(MANIFEST_NAME):
                 raise TransientError("throttled")
             return super().info(key)
 
     store = Away(MemoryStore())
     session = claim(store)
-    store.is_away = True
+    store.is_remote = True
     for action in (lambda: save(session, 1), session.settle):
         with pytest.raises(OutcomeUnknown, match="COMMIT of"):
             action()
-    store.is_away = False
+    store.is_remote = False
     settled = session.settle()
     assert settled is not None and settled.landed
     assert [e.step for e in Log(store).state().live] == [1]

@@ -128,11 +128,11 @@ class LongRun:
 
 
 class Flaky(WrappedStore):
-    """Answers nothing while `is_away`; repeats nothing, so that no test waits."""
+    """Answers nothing while `is_remote`; repeats nothing, so that no test waits."""
 
     def __init__(self, inner: MemoryStore) -> None:
         super().__init__(inner)
-        self.is_away = False
+        self.is_remote = False
         self._patience = Patience()
 
     @property
@@ -140,7 +140,7 @@ class Flaky(WrappedStore):
         return self._patience
 
     def _check(self) -> None:
-        if self.is_away:
+        if self.is_remote:
             raise TransientError("the network is <away>")
 
     def get(self, key: str, byte_range: Any = None) -> bytes:
@@ -347,13 +347,13 @@ def test_a_store_that_is_away_is_shown_so_and_comes_back() -> None:
     store = Flaky(MemoryStore(long.bucket))
     poller = RunPoller(store, clock=lambda: now[0])
     seen = poller.poll()
-    store.is_away, now[0] = True, 200.0
+    store.is_remote, now[0] = True, 200.0
     away = poller.poll()
     now[0] = 300.0
     assert poller.poll() is away
     assert (away.availability, away.since_unix, away.run) == ("away", 200.0, seen.run)
     assert "the network is <away>" in away.problem
-    store.is_away = False
+    store.is_remote = False
     long.save()
     back = poller.poll()
     assert (back.availability, back.problem, back.since_unix) == ("there", "", 300.0)
@@ -362,10 +362,10 @@ def test_a_store_that_is_away_is_shown_so_and_comes_back() -> None:
 
 def test_a_store_that_is_away_from_the_start_may_come() -> None:
     store = Flaky(MemoryStore(LongRun(2).bucket))
-    store.is_away = True
+    store.is_remote = True
     poller = RunPoller(store)
     assert poller.poll().availability == "away"
-    store.is_away = False
+    store.is_remote = False
     assert steps_of(poller.poll()) == [1, 2]
 
 

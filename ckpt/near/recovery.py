@@ -29,7 +29,7 @@ from ckpt.near.records import NearRecord, decode_near_record, encode_near_record
 from ckpt.near.status import TierStatus, read_status
 from ckpt.near.tier import Tier
 from ckpt.state.types import Stacks
-from ckpt.world.base import World, collectively
+from ckpt.world.base import World, collectively, decided
 from ckpt.world.frames import joined, pack, split, unpack
 
 logger = logging.getLogger(__name__)
@@ -117,9 +117,9 @@ def newest_status(world: World, tier: Tier, hosts: Hosts, epoch: int) -> TierSta
 
 def _shared(world: World, name: str, mine: Any) -> list[Any]:
     """What every rank has, by rank, as JSON. Collective."""
-    received = world.gather_to_coordinator(name, json.dumps(mine).encode())
-    every = None if received is None else json.dumps([json.loads(one) for one in received])
-    return list(json.loads(world.broadcast(name, None if every is None else every.encode())))
+    encoded = json.dumps(mine).encode()
+    every = decided(world, name, name, encoded, lambda each: b"[%s]" % b",".join(each))
+    return list(json.loads(every))
 
 
 def load_near(

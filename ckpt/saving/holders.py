@@ -17,6 +17,7 @@ import json
 import zlib
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -28,7 +29,7 @@ from ckpt.layout.piece import Holding, Piece
 from ckpt.layout.plain import Ranks
 from ckpt.saving.plan import Contents
 from ckpt.state.types import FlatState, StagesHere
-from ckpt.world.base import World
+from ckpt.world.base import World, decided
 
 
 class NamedTensor(NamedTuple):
@@ -172,11 +173,11 @@ def report_names(
     ranks where they contradict each other, or a stage is on none of them.
     """
     digest = b"" if mine is None else hashlib.sha256(mine.encode()).digest()
-    digests = world.gather_to_coordinator("names", digest)
-    report = None
-    if digests is not None:
-        report = json.dumps({"first": _first_ranks(digests), "are_shared": are_shared}).encode()
-    answer = json.loads(world.broadcast("alike", report))
+
+    def alike(digests: list[bytes]) -> bytes:
+        return json.dumps({"first": _first_ranks(digests), "are_shared": are_shared}).encode()
+
+    answer = json.loads(decided(world, "names", "alike", digest, alike))
     first_ranks: list[int] = answer["first"]
     if mine is None or not first_ranks:
         return None
@@ -189,9 +190,9 @@ def report_names(
         return Holders(mine, {}, sends, mine.modules, answer["are_shared"], {}, are_replicated)
     is_first = first_ranks[world.rank] == world.rank
     payload = zlib.compress(mine.encode(), level=1) if is_first else b""
-    received = world.gather_to_coordinator("inventories", payload)
-    joined = None if received is None else _joined(received, first_ranks)
-    return _holders_of(mine, json.loads(zlib.decompress(world.broadcast("holders", joined))), world)
+    join = partial(_joined, first_ranks=first_ranks)
+    joined = decided(world, "inventories", "holders", payload, join)
+    return _holders_of(mine, json.loads(zlib.decompress(joined)), world)
 
 
 def _first_ranks(digests: Sequence[bytes]) -> list[int]:

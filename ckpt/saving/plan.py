@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, NamedTuple, TypeVar, cast
 
 import numpy as np
@@ -58,7 +59,7 @@ class Memo:
         self._results[key] = result
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class SavePlan:
     """Which tensors a state has and which parts of them this rank writes, from which memory.
 
@@ -86,14 +87,11 @@ class SavePlan:
             key, lambda: entries_of(self.sources, file_nbytes_max, block_nbytes)
         )
 
-    @property
+    @cached_property
     def compared_columns(self) -> tuple[Int64s, Int64s, Int64s]:
         """Of the pieces that are compared: their tensors, by index in sorted order, their first
         elements, and 1 where the ranks must agree.
         """
-        return self.of_memory.once("compared", self._compared_columns)
-
-    def _compared_columns(self) -> tuple[Int64s, Int64s, Int64s]:
         index = {tensor.fqn: number for number, tensor in enumerate(sorted(self.tensors))}
         return (
             int64s([index[piece.fqn] for _, piece in self.compared]),
@@ -101,12 +99,9 @@ class SavePlan:
             int64s([holding.must_agree for holding, _ in self.compared]),
         )
 
-    @property
+    @cached_property
     def trainable_blocks(self) -> Int64s:
         """Which of this rank's blocks, counted over all its files, are of trainable parameters."""
-        return self.of_memory.once("trainable blocks", self._trainable_blocks)
-
-    def _trainable_blocks(self) -> Int64s:
         counts = [block_count(source.chunk.nbytes, BLOCK_BYTES) for source in self.sources]
         is_trainable = [storage_of(source.view) in self.trainable for source in self.sources]
         return np.flatnonzero(np.repeat(is_trainable, counts))

@@ -18,7 +18,7 @@ from __future__ import annotations
 import json
 import zlib
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -38,7 +38,7 @@ from ckpt.layout.region import Box, Span, span_of
 from ckpt.saving.holders import ranks_in_words
 from ckpt.saving.plan import Contents, SavePlan
 from ckpt.saving.task import SaveTask
-from ckpt.world.base import World
+from ckpt.world.base import World, decided
 
 # Tensors on a device up to this size are copied to the host together: each copy is a wait.
 JOINED_NBYTES_MAX = 64 << 10
@@ -117,12 +117,12 @@ def difference_of(
     ]
     # A rank without contents sends nothing, and then nobody has to have what it should have.
     mine = zlib.compress(json.dumps(rows).encode()) if contents else b""
-    received = world.gather_to_coordinator("digests", mine)
-    texts = None
-    if received is not None:
-        names = _NamesInText(contents.flat.values if contents else (), holders.copies)
-        texts = json.dumps(_differences(received, names)).encode()
-    if problems := json.loads(world.broadcast("differences", texts)):
+    names = _NamesInText(contents.flat.values if contents else (), holders.copies)
+
+    def differences(received: list[bytes]) -> bytes:
+        return json.dumps(_differences(received, names)).encode()
+
+    if problems := json.loads(decided(world, "digests", "differences", mine, differences)):
         return InvalidState(problems)
     task.memory.is_compared = True
     return None
@@ -381,29 +381,25 @@ def _texts(world: World, contents: Contents | None, sums: ReplicaSums | None) ->
             "whole": sums.is_whole,
             "sums": [(holders, crc32c(array.tobytes())) for holders, array in own.items()],
         }
-    received = world.gather_to_coordinator("replicas", _packed(mine))
-    differing: list[Holders] | None = None
-    answer = None
-    if received is not None:
-        answer = json.dumps(_groups_that_differ([_unpacked(one) for one in received])).encode()
-    answered = json.loads(world.broadcast("replicas that differ", answer))
+
+    def answer(
+        ask: str, tell: str, decide: Callable[[Sequence[Mapping[str, Any]]], Any], **mine: Any
+    ) -> Any:
+        def encoded(received: list[bytes]) -> bytes:
+            return json.dumps(decide([_unpacked(one) for one in received])).encode()
+
+        return json.loads(decided(world, ask, tell, _packed(mine), encoded))
+
+    answered = answer("replicas", "replicas that differ", _groups_that_differ, **mine)
     if answered is None:
         return None
     differing = [tuple(holders) for holders in answered]
     if not differing:
         return []
-    mine = {"sums": [(h, own[h].tolist()) for h in differing if h in own]}
-    received = world.gather_to_coordinator("sums of replicas", _packed(mine))
-    answer = None
-    if received is not None:
-        answer = json.dumps(_blocks_that_differ([_unpacked(one) for one in received])).encode()
-    blocks = json.loads(world.broadcast("blocks that differ", answer))
-    mine = {"blocks": _located(sums, blocks) if own and sums is not None else []}
-    received = world.gather_to_coordinator("differing blocks", _packed(mine))
-    answer = None
-    if received is not None:
-        answer = json.dumps(_in_words([_unpacked(one) for one in received])).encode()
-    texts: list[str] = json.loads(world.broadcast("differing replicas", answer))
+    known = [(h, own[h].tolist()) for h in differing if h in own]
+    blocks = answer("sums of replicas", "blocks that differ", _blocks_that_differ, sums=known)
+    located = _located(sums, blocks) if own and sums is not None else []
+    texts: list[str] = answer("differing blocks", "differing replicas", _in_words, blocks=located)
     # Where ranks have no two blocks of one place, they do not hold the same tensors.
     return texts or [f"{ranks_in_words(h)}: other tensors are declared equal" for h in differing]
 

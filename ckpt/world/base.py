@@ -252,6 +252,16 @@ def from_coordinator(world: World, phase: str, make: Callable[[], bytes]) -> byt
     return received
 
 
+def decided(
+    world: World, ask: str, tell: str, mine: bytes, decide: Callable[[list[bytes]], bytes]
+) -> bytes:
+    """What the coordinator decides, which is not empty, from what all ranks have, by rank: in the
+    rounds `ask` and `tell`. Its error is raised on all.
+    """
+    received = world.gather_to_coordinator(ask, mine)
+    return from_coordinator(world, tell, lambda: decide(received or []))
+
+
 class SoloWorld(World):
     """A world of one rank: nothing is sent, errors are raised as they are."""
 

@@ -360,17 +360,21 @@ class Image:
         """Copy a part that begins at byte `start`, and take checksums while the CPU's cache has the
         bytes; returns how many of them are complete.
         """
-        done, here = 0, list[StagedRange]()
-        for source, low, stop, offset in part.missing:
-            while low < stop:
-                high = min(low + MIB, stop)
-                here.append(StagedRange(source, low, high, offset))
-                low, offset = high, offset + high - low
-                if offset - done >= MIB:
-                    self._fill(part, here, non_blocking=False)
-                    builder.complete(start + done, part.buffer[done:offset])
-                    done, here = offset, []
-        self._fill(part, here, non_blocking=False)
+        done, small = 0, list[StagedRange]()
+        for one in part.missing:
+            if one.stop - one.start < MIB:
+                small.append(one)
+                continue
+            self._fill(part, small, non_blocking=False)
+            small.clear()
+            for low in range(one.start, one.stop, MIB):
+                offset, high = one.offset + low - one.start, min(low + MIB, one.stop)
+                here = StagedRange(one.source, low, high, offset)
+                self._fill(part, [here], non_blocking=False)
+                stop = offset + high - low
+                builder.complete(start + done, part.buffer[done:stop])
+                done = stop
+        self._fill(part, small, non_blocking=False)
         part.missing = ()
         return done
 

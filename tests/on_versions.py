@@ -30,16 +30,21 @@ NEEDS = """
     moto[server] cryptography zstandard obstore prometheus-client
 """
 """torch's own, ours, and those of the tests."""
+COLUMN = "rows.json"
+"""In an environment: which differences from torch its torch shows."""
 CHECKS = {
     "import": ["-c", "import ckpt, sharding, storage"],
-    "quick": ["-m", "pytest", "-q", "-m", "not ranks and not server"],
+    "quick": [
+        *("-m", "pytest", "-q", "-m", "not ranks and not server", "tests/sharding"),
+        *("tests/state", "tests/layout", "tests/format"),
+    ],
     "engine": [
         *("-m", "pytest", "-q", "tests/sharding/test_torch_names.py"),
         *("tests/sharding/test_training.py", "tests/sharding/test_fully_training.py"),
         "tests/sharding/test_torch_2_15.py",
     ],
     "relay": ["-m", "pytest", "-q", "tests/test_relay.py"],
-    "draws": ["-m", "tests.differential", "0", "--count", "300"],
+    "draws": ["-m", "tests.differential.rows", "--json", COLUMN],
     "differences": ["-m", "pytest", "-q", "tests/differential/test_listed.py"],
 }
 
@@ -105,7 +110,9 @@ def prepare(version: Version, interpreter: str, libraries: Path | None) -> None:
 def run(version: Version, check: str, limit_seconds: float) -> str:
     """What came of a check, in a few words."""
     environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"}
-    command = [str(version.interpreter), *CHECKS[check]]
+    column = str(version.folder / COLUMN)
+    command = [str(version.interpreter)]
+    command += [column if part == COLUMN else part for part in CHECKS[check]]
     if "pytest" in command:
         command += ["-p", "no:cacheprovider", "--timeout", "900"]
     log = version.folder / f"{check}.log"
@@ -130,7 +137,7 @@ def run(version: Version, check: str, limit_seconds: float) -> str:
 def _counts(log: Path) -> str:
     written = log.read_text(errors="replace").splitlines()
     lines = [line for line in written if re.search(r" in [\d.]+s|draws with differences", line)]
-    kinds = "passed|failed|skipped|errors?|draws with differences|draws"
+    kinds = "passed|failed|skipped|errors?|draws with differences|draws|of \\d+ rows not seen"
     return ", ".join(re.findall(rf"\d+ (?:{kinds})", lines[-1])) if lines else ""
 
 
@@ -151,12 +158,24 @@ def write() -> list[list[str]]:
         rows.append([results.pop("python"), results.pop("torch"), *map(results.get, CHECKS)])
     rows.sort(key=lambda row: [[int(n) for n in re.findall(r"\d+", one)] for one in row[:2]])
     cells = [[cell or "not run" for cell in row] for row in rows]
+    columns = {}
+    for path in sorted(REPOSITORY.glob(f"build/versions/*/{COLUMN}")):
+        about = json.loads(path.with_name("results.json").read_text())
+        columns[f"torch {about['torch']}"] = json.loads(path.read_text())
+    names = sorted(columns, key=lambda name: [int(n) for n in re.findall(r"\d+", name)])
+    differences = list(dict.fromkeys(row for one in columns.values() for row in one))
+    shown = [[row, *(columns[name].get(row, "not run") for name in names)] for row in differences]
+    first = _table(["Python", "torch", *CHECKS], cells)
+    both = f"\n{first}\n\n{_table(['difference from torch', *names], shown)}\n"
     text = PAGE.read_text()
     begin, end = text.index(BEGIN) + len(BEGIN), text.index(END)
-    lines = ["| Python | torch | " + " | ".join(CHECKS) + " |", "| --- " * (2 + len(CHECKS)) + "|"]
-    lines += ["| " + " | ".join(row) + " |" for row in cells]
-    PAGE.write_text(f"{text[:begin]}\n" + "\n".join(lines) + f"\n{text[end:]}")
+    PAGE.write_text(text[:begin] + both + text[end:])
     return cells
+
+
+def _table(head: list[str], rows: list[list[str]]) -> str:
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
 def main() -> int:

@@ -28,6 +28,8 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import pytest
+
 # Everything that a rank would otherwise import by itself, some of it lazily in torch: for our own
 # packages that was more work than most tests. Names that cannot be imported are skipped by the fork
 # server.
@@ -83,9 +85,9 @@ def run_ranks(
     """Run `fn(*args)` on ranks 0 to n-1 of a fresh gloo group; return their results in rank order.
 
     `torch.distributed.get_rank()` gives a rank its number. Raises `RanksFailed` when a rank raises
-    or dies, or at the deadline; then no process is left. `group=False` starts no process group
-    (RANK and WORLD_SIZE are set in the environment). Ranks in `allow_dead` may die; their result
-    is None.
+    or dies, or at the deadline; then no process is left. A test that a rank skips is skipped.
+    `group=False` starts no process group (RANK and WORLD_SIZE are set in the environment). Ranks in
+    `allow_dead` may die; their result is None.
     """
     context = _fork_server()
     scratch = Path(tempfile.mkdtemp(prefix="ranks-"))
@@ -163,6 +165,9 @@ def _run_job(spec: _Spec, job: bytes) -> Any:
     import torch
     import torch.distributed as dist
 
+    from tests.versions import skip_what_torch_cannot
+
+    skip_what_torch_cannot()
     torch.set_num_threads(1)
     fn, args = pickle.loads(job)
     if not spec.group:
@@ -233,6 +238,9 @@ def _results(
     errors = {rank: a.error for rank, a in sorted(answers.items()) if a.error is not None}
     if not silent and not errors:
         return [answers[rank].value if rank in answers else None for rank in range(n)]
+    for error in errors.values():
+        if isinstance(error, pytest.skip.Exception):
+            raise error
     lines = [f"rank {rank} raised:\n{answers[rank].traceback_text}" for rank in errors]
     if silent:
         named = ", ".join(map(str, silent))

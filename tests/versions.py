@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import functools
+from typing import Any
+
 import pytest
 import torch
+import torch.distributed.fsdp
 
 TORCH = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
 
@@ -11,3 +15,19 @@ needs_uneven_strided_shards = pytest.mark.skipif(
     TORCH < (2, 7),
     reason="torch 2.6 refuses FSDP2 over tensor parallel of uneven sizes, and on CPU",
 )
+
+
+def torch_shards_on_cpu() -> bool:
+    """Whether torch's own `fully_shard` runs on the CPU: torch 2.6's asks streams for events."""
+    return hasattr(torch.cpu.Stream, "record_event")
+
+
+def skip_what_torch_cannot() -> None:
+    """In a rank: tests that call torch's own `fully_shard` are skipped where it does not run."""
+
+    @functools.wraps(torch.distributed.fsdp.fully_shard)
+    def skips(*args: Any, **kwargs: Any) -> None:
+        pytest.skip("torch's own fully_shard does not run on the CPU here")
+
+    if not torch_shards_on_cpu():
+        torch.distributed.fsdp.fully_shard = skips

@@ -7,6 +7,7 @@ first, the root never, a shared module at its first place only.
 
 from __future__ import annotations
 
+import itertools
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -205,9 +206,15 @@ def _with_full_precision(
     return all_requests
 
 
+def _dtype_of(module: nn.Module, default: torch.dtype) -> torch.dtype:
+    tensors = itertools.chain(module.parameters(), module.buffers())
+    return next((one.dtype for one in tensors if one.is_floating_point()), default)
+
+
 def _cast_around(module: nn.Module) -> None:
-    """Give the module its inputs in float32, and its outputs back in the dtype that came in."""
+    """Give the module its inputs in its own dtype, and its outputs back in that which came in."""
     seen: list[torch.dtype] = []
+    own = _dtype_of(module, torch.float32)
 
     def before(_: nn.Module, args: Any, kwargs: Any) -> Any:
         seen.clear()
@@ -218,7 +225,7 @@ def _cast_around(module: nn.Module) -> None:
             return tensor
 
         map_tensors(note, (args, kwargs))
-        return cast_floating(torch.float32, (args, kwargs))
+        return cast_floating(_dtype_of(module, own), (args, kwargs))
 
     def after(_: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
         return cast_floating(seen[-1], output) if seen else output

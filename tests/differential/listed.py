@@ -31,7 +31,6 @@ from tests.differential.predicates import (
     offloads_on_cpu,
     parallel_optimizer,
     refuses_dtype,
-    refuses_tied_names,
     rounds_buffers_twice,
     shows_unsharded,
     ties_units,
@@ -260,11 +259,6 @@ LISTED: Sequence[Listed] = (
         "optimizers have no state of unused parameters, and their dicts should load",
         matches=lacks_members,
         ends=True,
-    ),
-    Listed(
-        "`is_named_optimizer` with original parameters and a tied weight",
-        "one of its names is enough",
-        matches=refuses_tied_names,
     ),
     Listed(
         "a norm left out of mixed precision in a bfloat16 model",

@@ -66,12 +66,18 @@ class Outcome:
 
 
 def play(
-    world: int, seeds: Iterable[int], *, verbose: bool = False, plant: str = ""
+    world: int,
+    seeds: Iterable[int],
+    *,
+    verbose: bool = False,
+    plant: str = "",
+    asks: bool = False,
 ) -> list[Outcome]:
     """Play the draws of these seeds on so many ranks; one outcome for each, in order.
 
     A draw that ends its processes (a crash, a hang) is an outcome with that difference; the rest
-    is played on new ones. `plant` names an error of `planting` for our side to make.
+    is played on new ones. `plant` names an error of `planting` for our side to make; with `asks`,
+    torch's side makes the calls too that it is known not to survive.
     """
     left, outcomes = list(seeds), []
     while left:
@@ -86,6 +92,7 @@ def play(
                 str(folder),
                 verbose,
                 plant,
+                asks,
                 group=False,
                 timeout_seconds=len(batch) * 6.0 + 6 * CALL_SECONDS_MAX,
             )
@@ -127,7 +134,7 @@ def _read(folder: Path, world: int, failure: str) -> list[Outcome]:
 # On a rank ---------------------------------------------------------------------------------------
 
 
-def _play_here(seeds: Sequence[int], folder: str, verbose: bool, plant: str) -> None:
+def _play_here(seeds: Sequence[int], folder: str, verbose: bool, plant: str, asks: bool) -> None:
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     dist.init_process_group(
         "gloo",
@@ -141,7 +148,7 @@ def _play_here(seeds: Sequence[int], folder: str, verbose: bool, plant: str) -> 
     with open(f"{folder}/{rank}", "w", buffering=1) as log:
         for index, seed in enumerate(seeds):
             log.write(json.dumps({"seed": seed}) + "\n")
-            player = _Player(drawn(seed, world), control, groups, verbose=verbose)
+            player = _Player(drawn(seed, world), control, groups, verbose=verbose, asks=asks)
             with warnings.catch_warnings(), sums_in_order(), planted(plant):
                 warnings.simplefilter("ignore")
                 player.play()
@@ -167,11 +174,14 @@ def _together(control: Any, flag: bool) -> list[bool]:
 
 
 class _Player:
-    def __init__(self, draw: Draw, control: Any, groups: Groups, *, verbose: bool) -> None:
+    def __init__(
+        self, draw: Draw, control: Any, groups: Groups, *, verbose: bool, asks: bool
+    ) -> None:
         self.draw = draw
         self.control = control
         self.groups = groups
         self.verbose = verbose
+        self.asks = asks
         self.calls = 0
         self.known: list[str] = []
         self.differences: list[str] = []
@@ -188,7 +198,7 @@ class _Player:
     def _both(self, op: Op) -> bool:
         """Play a call on both sides and compare; whether the draw continues."""
         self.calls += 1
-        skipped = unplayable(self.draw, op)
+        skipped = None if self.asks else unplayable(self.draw, op)
         theirs = None if skipped else self._attempt("torch", op)
         if self.is_broken:
             self.differences.append(f"{op}: torch's side ended out of step: {theirs}")

@@ -435,11 +435,6 @@ def casts_for_norm(draw: Draw, op: Op, difference: Difference) -> bool:
     return _has(draw, "batch") and torch_alone_raised(difference, "mixed dtype (CPU)")
 
 
-def refuses_tied_names(draw: Draw, op: Op, difference: Difference) -> bool:
-    is_named = op.name == "optim_load" and op.args["named"] and draw.orig and _has(draw, "tied")
-    return is_named and torch_alone_raised(difference, "param_to_fqns")
-
-
 def is_of_another_kind(draw: Draw, op: Op, difference: Difference) -> bool:
     loads = op.name == "load" and op.args["form"] == "SHARDED" and op.args["change"] == "shape"
     return loads and difference.what == "raised" and "RuntimeError" in str(difference.ours)

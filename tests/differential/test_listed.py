@@ -8,13 +8,17 @@ another place.
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
+import pytest
 import torch
 
+from tests.differential import rows as rows_module
 from tests.differential.comparing import Difference, Tensor, differences, frozen, raised
 from tests.differential.draws import Draw, Op, Part, drawn
-from tests.differential.listed import listed, unplayable
+from tests.differential.listed import LISTED, listed, unplayable
 from tests.differential.playing import tolerance
+from tests.differential.rows import CASES, SEEDS, rows
 
 
 def _seen(theirs: object, ours: object, where: str = ".local.params.a[0]") -> Difference:
@@ -296,6 +300,23 @@ def test_gradients_are_summoned_on_both_sides_unless_a_rank_may_have_none() -> N
     assert not skipped(backward, dtype="float32") and not skipped(backward, strategy="NO_SHARD")
     to_double = Op("convert", {"to": "float64"})
     assert skipped(to_double, backward, dtype="float32")
+
+
+def test_each_row_of_the_page_has_a_draw_or_a_case() -> None:
+    assert set(SEEDS) <= {entry.page for entry in LISTED}
+    for row in rows():
+        assert sum(row.startswith(one) for one in (*SEEDS, *CASES)) == 1, row
+
+
+def test_a_case_that_does_not_show_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where torch does as ours does, or ours as torch's."""
+    ranks: dict[str, list[Any]] = {"torch": ["RuntimeError"] * 2, "ours": [None] * 2}
+    monkeypatch.setattr(rows_module, "run_ranks", lambda n, f, case, name: ranks[name])
+    case = "two backwards over one retained graph"
+    assert rows_module._side_by_side(case) == "side by side"
+    for wrong in ({"torch": [None] * 2}, {"ours": ["RuntimeError"] * 2}):
+        monkeypatch.setitem(ranks, *wrong.popitem())
+        assert rows_module._side_by_side(case).startswith("not seen: ours")
 
 
 def test_values_are_compared_bit_by_bit_until_gradients_are_added_in_another_order() -> None:

@@ -7,6 +7,7 @@ attributes. Then objects that are kept for long.
 
 from __future__ import annotations
 
+import importlib.util
 import inspect
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -20,7 +21,6 @@ import ckpt
 from ckpt import operate
 from ckpt.cli.commandline import build_parser
 from ckpt.integrations.dcp import DcpReader, DcpWriter
-from ckpt.integrations.lightning import LightningCheckpoints
 from ckpt.tools.polling import RunPoller
 from storage import open_store
 from storage.hidden import hides_secrets, without_secrets
@@ -79,7 +79,10 @@ def takes_options(thing: object) -> list[str]:
 def public() -> list[tuple[str, Callable[..., Any]]]:
     things = {name: getattr(ckpt, name) for name in dir(ckpt) if not name.startswith("_")}
     things |= {name: getattr(operate, name) for name in operate.__all__}
-    things |= {one.__name__: one for one in (RunPoller, LightningCheckpoints, DcpReader, DcpWriter)}
+    others: list[Any] = [RunPoller, DcpReader, DcpWriter]
+    if importlib.util.find_spec("lightning"):  # of an extra
+        others.append(importlib.import_module("ckpt.integrations.lightning").LightningCheckpoints)
+    things |= {one.__name__: one for one in others}
     return [(name, thing) for name, thing in sorted(things.items()) if takes_options(thing)]
 
 

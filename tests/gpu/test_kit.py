@@ -52,11 +52,20 @@ def test_a_failed_part_keeps_its_rows_and_the_others(tmp_path: Path) -> None:
     block = {"title": "steps", "lines": ["time: 0.9 (bar <= 1)"]}
     text = f"open({str(rows)!r}, 'w').write({json.dumps(block)!r}); print('FAILED x'); exit(3)"
     results = Results(tmp_path, {"device": "none"})
-    for part in (Part("bad", 1, script(text)), Part("good", 1, script("print('[gw0] PASSED a')"))):
+    killed = f"import os; open({str(rows)!r}, 'w').write({json.dumps(block)!r}); os.kill(0, 9)"
+    good = "print('ERROR:2026-11-26 a library of torch says this'); print('[gw0] PASSED a')"
+    for name, code in (("bad", text), ("killed", killed), ("good", good)):
+        part = Part(name, 1, script(code))
         results.add(part, *carry_out(part, 30.0, tmp_path))
+        so_far = json.loads((tmp_path / "results.json").read_text())["parts"]
+        assert so_far[-1]["name"] == name, "what is known is on disk after each part"
     results.add(Part("none", 1, (), "it is not installed"), "left out", 0.0, "no", [])
     written = json.loads((tmp_path / "results.json").read_text())
-    assert [one["outcome"] for one in written["parts"]] == ["exit 3", "passed", "left out"]
+    outcomes = [one["outcome"] for one in written["parts"]]
+    assert outcomes == ["exit 3", "exit -9", "passed", "left out"]
+    assert written["parts"][1]["blocks"] == [block] and written["parts"][2]["tests"] == {
+        "passed": 1
+    }
     assert written["parts"][0]["blocks"] == [block]
     table = (tmp_path / "table.txt").read_text()
     assert "    time: 0.9 (bar <= 1)" in table and "good: passed" in table
@@ -82,7 +91,37 @@ def test_what_needs_cuda_is_left_out_without_it(tmp_path: Path) -> None:
         "compute-sanitizer memcheck",
         "compute-sanitizer racecheck",
     }
-    assert planned[0].name == "scenarios, one rank"
+
+
+def test_parts_come_in_their_order_and_fill_the_time(tmp_path: Path) -> None:
+    """Tests, steps, saves and loads, dicts, sanitizers, states of other libraries."""
+    for device in ("cpu", "cuda"):
+        planned = parts(device, device == "cpu", "/tmp", tmp_path / "rows.json")
+        names = [one.name for one in planned]
+        wanted = (
+            "scenarios, one rank",
+            "scenarios, ranks that share it",
+            "steps",
+            "compiled",
+            "ddp",
+        )
+        wanted += ("saves", "large saves", "loads near", "dicts", "compute-sanitizer memcheck")
+        wanted += ("torch's CUDA sanitizer", "torchao states", "bitsandbytes states")
+        assert [name for name in names if name in wanted] == list(wanted)
+        left = 420.0
+        for number, part in enumerate(planned):  # each takes all that it may
+            waiting = sum(one.share for one in planned[number:])
+            left -= left * part.share / waiting
+        assert abs(left) < 1e-6
+
+
+def test_nothing_is_compiled_where_there_is_no_compiler(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    planned = parts("cpu", True, "/tmp", tmp_path / "rows.json")
+    (compiled,) = (one for one in planned if one.name == "compiled")
+    assert "no compiler" in compiled.needs
 
 
 def test_the_kit_has_all_dependencies_but_what_comes_with_torch() -> None:

@@ -34,7 +34,8 @@ def claims(ranks: int, scenarios: Sequence[Scenario]) -> Callable[[str], None]:
     @pytest.mark.ranks
     @pytest.mark.parametrize("claim", run.names)
     def test(claim: str) -> None:
-        assert claim in run.passed()
+        if claim in run.skipped():
+            pytest.skip(f"{claim}: torch's own class does not run here")
 
     return test
 
@@ -46,32 +47,38 @@ class _Run:
         self.names = [scenario.__name__ for scenario in scenarios]
         self._ranks = ranks
         self._module = scenarios[0].__module__
-        self._has_run = False
+        self._skipped: list[str] | None = None
         self._error: BaseException | None = None
 
-    def passed(self) -> Sequence[str]:
-        """The names of those that passed: all."""
-        if not self._has_run:
-            self._has_run = True
+    def skipped(self) -> Sequence[str]:
+        """The names of those that were skipped; all others passed."""
+        if self._skipped is None:
+            self._skipped = []
             try:
-                run_ranks(self._ranks, _run_here, self._module, self.names, timeout_seconds=300.0)
+                run = run_ranks(
+                    self._ranks, _run_here, self._module, self.names, timeout_seconds=300.0
+                )
+                self._skipped = run[0]
             except BaseException as error:
                 self._error = error
         if self._error is not None:
             raise self._error
-        return self.names
+        return self._skipped
 
 
-def _run_here(module: str, names: Sequence[str]) -> None:
-    scenarios = importlib.import_module(module)
+def _run_here(module: str, names: Sequence[str]) -> list[str]:
+    scenarios, skipped = importlib.import_module(module), []
     for name in names:
         dist.barrier()
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
                 getattr(scenarios, name)()
+        except pytest.skip.Exception:
+            skipped.append(name)
         except BaseException as error:
             raise AssertionError(f"{name}: {type(error).__name__}: {error}") from error
+    return skipped
 
 
 # --- the two engines under one interface ---------------------------------------------------------

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel as TorchClass
 from torch.distributed.fsdp import MixedPrecision, ShardingStrategy, StateDictType
-from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy, size_based_auto_wrap_policy
 
 import sharding
 from tests.sharding.fully_scenarios import claims
@@ -222,6 +222,23 @@ def ignored_norms_over_the_batch_compute_in_their_own_dtype() -> None:
     assert seen[0] == seen[1] == [torch.float32, BF16], seen
 
 
+def norms_of_a_model_in_low_precision_compute_in_its_dtype() -> None:
+    """torch gives them float32, and they fail."""
+    for orig in (False, True):
+        norm = nn.BatchNorm1d(WIDTH, track_running_stats=False)
+        dtypes: list[torch.dtype] = []
+        bare = nn.Sequential(nn.Linear(WIDTH, WIDTH), norm, nn.Linear(WIDTH, 1)).bfloat16()
+        model = engine("ours")(
+            bare,
+            auto_wrap_policy=ModuleWrapPolicy([nn.Linear]),
+            mixed_precision=MixedPrecision(param_dtype=torch.float16),
+            use_orig_params=orig,
+        )
+        norm.register_forward_pre_hook(lambda _, args, to=dtypes: to.append(args[0].dtype))
+        model(torch.ones(3, WIDTH).bfloat16()).sum().backward()
+        assert dtypes == [BF16]
+
+
 def names_are_bare_in_summon_under_a_root_without_parameters() -> None:
     for orig in (False, True):
         names = []
@@ -381,6 +398,7 @@ test_on_two_ranks = claims(
         optimizers_find_their_parameters_after_a_backward_in_no_sync,
         policies_by_size_leave_out_norms_that_become_units_themselves,
         ignored_norms_over_the_batch_compute_in_their_own_dtype,
+        norms_of_a_model_in_low_precision_compute_in_its_dtype,
         names_are_bare_in_summon_under_a_root_without_parameters,
         a_root_without_parameters_may_be_summoned_with_offload_under_no_sharding,
         state_dicts_cast_back_only_buffers_that_mixed_precision_casts,

@@ -86,6 +86,8 @@ def test_every_argument_of_torchs_functions_is_taken() -> None:
     for name, (ours, theirs) in seen.items():
         known = {one[0] for one in theirs}
         taken = [one for one in ours if one[0] in known or (name, one[0]) not in NEWER]
+        if name == "fully_shard" and TORCH < (2, 8):  # True meant what None means now
+            taken, theirs = ([one[:2] for one in those] for those in (taken, theirs))
         assert taken == theirs or name in HANDED_ON, name
 
 

@@ -230,7 +230,7 @@ def _two(folder: str) -> Any:
 def _three(folder: str, is_soak: bool) -> Any:
     # Importing torchao takes each rank seconds.
     loaded = shards(3, libraries=is_soak)
-    ckpt.load(loaded, f"{folder}/weights", skip=[] if is_soak else ["float8"])
+    ckpt.load(loaded, f"{folder}/weights", skip=["float8"] if has_torchao() and not is_soak else [])
     states, parts = {}, {name: parts_of(tensor) for name, tensor in loaded.items()}
     if has_torchao() and is_soak:
         again = base(3)

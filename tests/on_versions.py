@@ -21,6 +21,16 @@ from typing import NamedTuple
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 PAGE = REPOSITORY / "docs" / "versioning.md"
+SEEN = REPOSITORY / "docs" / "history" / "differences_seen.md"
+ABOUT_SEEN = """\
+# Which differences each torch shows
+
+Written by `make versions`: what was seen of each row of the [differences](../engine_differences.md). In so
+many calls of draws; *asked*: torch was asked for what draws leave out because it may not survive
+it; *side by side*: one case, played by both engines. *torch cannot*: its own `fully_shard` does not
+run on the CPU (torch 2.6 asks streams of the CPU for events that they do not have).
+
+"""
 BEGIN, END = "<!-- written by make versions -->", "<!-- end -->"
 NEWEST = "newest"
 PYTHONS = ("3.10", "3.11", "3.12", "3.13")
@@ -165,11 +175,11 @@ def write() -> list[list[str]]:
     names = sorted(columns, key=lambda name: [int(n) for n in re.findall(r"\d+", name)])
     differences = list(dict.fromkeys(row for one in columns.values() for row in one))
     shown = [[row, *(columns[name].get(row, "not run") for name in names)] for row in differences]
-    first = _table(["Python", "torch", *CHECKS], cells)
-    both = f"\n{first}\n\n{_table(['difference from torch', *names], shown)}\n"
+    SEEN.write_text(f"{ABOUT_SEEN}{_table(['difference from torch', *names], shown)}\n")
     text = PAGE.read_text()
     begin, end = text.index(BEGIN) + len(BEGIN), text.index(END)
-    PAGE.write_text(text[:begin] + both + text[end:])
+    first = _table(["Python", "torch", *CHECKS], cells)
+    PAGE.write_text(f"{text[:begin]}\n{first}\n{text[end:]}")
     return cells
 
 

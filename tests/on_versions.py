@@ -25,10 +25,10 @@ SEEN = REPOSITORY / "docs" / "history" / "differences_seen.md"
 ABOUT_SEEN = """\
 # Which differences each torch shows
 
-Written by `make versions`: what was seen of each row of the [differences](../engine_differences.md). In so
-many calls of draws; *asked*: torch was asked for what draws leave out because it may not survive
-it; *side by side*: one case, played by both engines. *torch cannot*: its own `fully_shard` does not
-run on the CPU (torch 2.6 asks streams of the CPU for events that they do not have).
+Written by `make versions`: what was seen of each row of docs/engine_differences.md. In so many
+calls of draws; *asked*: torch was asked for what draws leave out because it may not survive it;
+*side by side*: one case, played by both engines. *torch cannot*: its own `fully_shard` does not run
+on the CPU (torch 2.6 asks streams of the CPU for events that they do not have).
 
 """
 BEGIN, END = "<!-- written by make versions -->", "<!-- end -->"

@@ -68,6 +68,10 @@ class RanksFailed(AssertionError):
         self.silent = silent
 
 
+class _Skipped(Exception):
+    """A rank skips the test; pytest's own error does not pickle."""
+
+
 class _Answer(NamedTuple):
     value: Any
     error: BaseException | None
@@ -144,6 +148,8 @@ def _rank_main(spec: _Spec, job: bytes, answers: Connection) -> None:
     os.environ.update(RANK=str(spec.rank), LOCAL_RANK=str(spec.rank), WORLD_SIZE=str(spec.size))
     try:
         answer = _Answer(_run_job(spec, job), None, "")
+    except pytest.skip.Exception as skipped:
+        answer = _Answer(None, _Skipped(str(skipped)), "")
     except BaseException as error:
         answer = _Answer(None, error, traceback.format_exc())
     try:
@@ -239,8 +245,8 @@ def _results(
     if not silent and not errors:
         return [answers[rank].value if rank in answers else None for rank in range(n)]
     for error in errors.values():
-        if isinstance(error, pytest.skip.Exception):
-            raise error
+        if isinstance(error, _Skipped):
+            pytest.skip(str(error))
     lines = [f"rank {rank} raised:\n{answers[rank].traceback_text}" for rank in errors]
     if silent:
         named = ", ".join(map(str, silent))

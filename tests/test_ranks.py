@@ -67,3 +67,13 @@ def test_a_rank_that_dies_is_named() -> None:
     """Rank 1 ends without a word, and nobody expected it."""
     with pytest.raises(RanksFailed, match=r"no answer from rank .*1"):
         run_ranks(2, _die_on, 1, timeout_seconds=30)
+
+
+def skips() -> None:
+    pytest.skip("not here")
+
+
+@pytest.mark.ranks
+def test_a_test_that_ranks_skip_is_skipped() -> None:
+    with pytest.raises(pytest.skip.Exception, match="not here"):
+        run_ranks(2, skips)

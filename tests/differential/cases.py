@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed.algorithms._comm_hooks.default_hooks as default_hooks
 import torch.distributed.fsdp as torch_fsdp
 import torch.distributed.fsdp.fully_sharded_data_parallel
 from torch import nn
@@ -190,6 +191,24 @@ def buffers_before(name: str) -> str:
     return str(next(model.buffers()).dtype)
 
 
+def hooked(name: str) -> None:
+    model = engine(name)(build("uneven"), use_orig_params=True)
+    state = default_hooks.LowPrecisionState(dist.group.WORLD)
+    model.register_comm_hook(state, default_hooks.bf16_compress_hook)
+    model(torch.ones(2, 6)).sum().backward()
+
+
+def kept_gradients(name: str) -> list[str]:
+    """Their dtypes under two strategies."""
+    seen = []
+    low = MixedPrecision(torch.bfloat16, torch.float32, keep_low_precision_grads=True)
+    for kind in (ShardingStrategy.FULL_SHARD, ShardingStrategy.NO_SHARD):
+        model = engine(name)(build("uneven"), mixed_precision=low, sharding_strategy=kind)
+        model(torch.ones(2, 6)).sum().backward()
+        seen.append(str(next(model.parameters()).grad.dtype))
+    return seen
+
+
 CASES: dict[str, tuple[Callable[[str], Any], Any]] = {
     "two backwards over one retained graph": (retained, None),
     "`set_gradient_divide_factor` on gloo": (divided, None),
@@ -199,6 +218,8 @@ CASES: dict[str, tuple[Callable[[str], Any], Any]] = {
     "units with different state dict types": (of_two_types, ["Tensor"]),
     "gradients of `NO_SHARD` units replaced": (gradients_put, [7.0]),
     "torch's state dict functions, where a module renames keys": (renamed, "RuntimeError"),
+    "on CPU: offload": (hooked, None),
+    "`keep_low_precision_grads`": (kept_gradients, ["torch.float32"] * 2),
     "an optimizer over a part of a unit": (of_one_parameter, None),
     "a norm left out of mixed precision": (norm_in_low_precision, None),
     "`no_sync` with mixed precision": (kept_in_low_precision, None),

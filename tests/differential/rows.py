@@ -38,8 +38,6 @@ SEEDS: dict[str, tuple[int, int]] = {
     "FULL dicts": (4, 32),
     "`clip_grad_norm_` of a wrapper over tensor-parallel members": (4, 51),
     "sharded dicts of units over part of the ranks": (4, 37),
-    "on CPU: offload, `sync_module_states`, `summon_full_params(offload_to_cpu=True)`": (2, 2),
-    "`keep_low_precision_grads`": (2, 6),
     "`no_sync` over tensor-parallel members with original parameters": (4, 14),
     "a step, or a write into parameters, after a forward without gradients": (2, 33),
     "a write into parameters after a backward in `no_sync` under SHARD_GRAD_OP": (2, 1481),

@@ -27,6 +27,7 @@ from tests.differential.predicates import (
     lacks_gradients_somewhere,
     lacks_members,
     lacks_state,
+    leaves_buffers,
     lies_on_one_mesh,
     offloads_on_cpu,
     parallel_optimizer,
@@ -199,6 +200,12 @@ LISTED: Sequence[Listed] = (
         "buffers under `buffer_dtype` before the first forward",
         "what a dict changes in them is rounded twice",
         matches=rounds_buffers_twice,
+        ends=True,
+    ),
+    Listed(
+        "`buffer_dtype` under a root without parameters of its own",
+        "torch mended it",
+        matches=leaves_buffers,
         ends=True,
     ),
     Listed(

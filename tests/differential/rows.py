@@ -60,6 +60,8 @@ SEEDS: dict[str, tuple[int, int]] = {
     "SHARDED dicts with entries of another kind or shape": (2, 10),
 }
 """By the beginning of a row: ranks and seed of a draw that shows it; random ones show some."""
+OLD = "`buffer_dtype` under a root without parameters of its own"
+"""A row that torch 2.6 shows, and newer ones do not."""
 SHARE_OF_FOUR_RANKS = 0.2
 NOT_SEEN, CANNOT = "not seen", "torch cannot"
 LEFT_OUT = {one.page for one in LISTED if one.skips is not Listed.skips}
@@ -105,6 +107,8 @@ def _asked(page: str) -> str:
 
 
 def _shown(row: str, counts: Mapping[str, int]) -> str:
+    if row == OLD:
+        return f"{counts[row]} calls" if counts[row] else "no longer"
     case = next((one for one in CASES if row.startswith(one)), None)
     if case is not None:
         return _side_by_side(case)

@@ -43,15 +43,22 @@ _TYPES: dict[str, str] = {
 # How DTensors over these are cut: what one dim of the tensor cuts, as `Cut` says it. The others are
 # not cut with the tensor, or their shards say nothing that is the same for all.
 _ROWS = 0
+_ALIKE: Cut = {dim: dict.fromkeys(("qdata", "scale", "zero_point"), dim) for dim in range(3)}
+_OF_ONE_BLOCK = ("torchao.Float8Tensor", "torchao.Int8Tensor")
 _CUTS: dict[str, Cut] = {
     "torch.TwoTensor": {dim: {"a": dim, "b": dim} for dim in range(8)},
     "torchao.OptimState8bit": {_ROWS: {"codes": 0, "scale": 0}},
     "torchao.OptimState4bit": {_ROWS: {"codes": 0, "scale": 0}},
     "torchao.OptimStateFp8": {_ROWS: {"codes": 0, "scale": 0}},
-    "torchao.Float8Tensor": {_ROWS: {"qdata": 0, "scale": 0}},
-    "torchao.Int8Tensor": {_ROWS: {"qdata": 0, "scale": 0, "zero_point": 0}},
-    "torchao.IntxUnpackedToInt8Tensor": {
-        dim: dict.fromkeys(("qdata", "scale", "zero_point"), dim) for dim in (0, 1)
+    "torchao.Float8Tensor": _ALIKE,
+    "torchao.Int8Tensor": _ALIKE,
+    "torchao.IntxUnpackedToInt8Tensor": _ALIKE,
+    # Their scales lie the other way round.
+    "torchao.Int4Tensor": {
+        dim: {"qdata": dim, "scale": 1 - dim, "zero_point": 1 - dim} for dim in (0, 1)
+    },
+    "torchao.Int4TilePackedTo4dTensor": {
+        dim: {"qdata": dim, "scale_and_zero": 1 - dim} for dim in (0, 1)
     },
     _NF4: {_ROWS: dict.fromkeys(("quantized_data", "quantization_factor", "quantized_scalers"), 0)},
 }
@@ -93,19 +100,27 @@ def type_named(name: str) -> CompositeType | None:
         return CompositeType(
             name, _take_4bit, _build_4bit, dense=_dense_4bit, outline=_outline_4bit
         )
-    made = wrapper_type(kind, name, lambda context: _cut_of(name, context))
+    made = wrapper_type(kind, name, lambda context, shape: _cut_of(name, context, shape))
     if name == _NF4:  # its `dequantize` is a function of parts of it
         made = dataclasses.replace(made, dense=lambda tensor: tensor.get_original_weight())
     return made
 
 
-def _cut_of(name: str, context: Any) -> Cut:
-    if name in ("torchao.Float8Tensor", "torchao.Int8Tensor") and context["block_size"][0] != 1:
-        return {}  # one scale for several rows, or for all: shards do not show which
-    return _CUTS.get(name, {})
+def _cut_of(name: str, context: Any, shape: Shape) -> Cut:
+    cut = _CUTS.get(name, {})
+    if name.startswith("torchao.Int4") and len(shape) != 2:
+        return {}
+    if name not in _OF_ONE_BLOCK:
+        return cut
+    # One scale along a dim may be that of the tensor or of each shard: nothing shows which.
+    blocks = context.get("block_size") if isinstance(context, dict) else None
+    if not isinstance(blocks, list | tuple) or any(type(size) is not int for size in blocks):
+        return {}
+    sizes = enumerate(zip(blocks, shape, strict=False))
+    return {dim: cut[dim] for dim, (one, all_) in sizes if dim in cut and (one == 1 or one < all_)}
 
 
-def wrapper_type(kind: Any, name: str, cut: Callable[[Any], Cut]) -> CompositeType:
+def wrapper_type(kind: Any, name: str, cut: Callable[[Any, Shape], Cut]) -> CompositeType:
     """The type of a traceable wrapper subclass, by torch's protocol of them."""
 
     def take(tensor: Any) -> Parts:

@@ -129,7 +129,7 @@ def sharded_type(kind: CompositeType) -> CompositeType:
         local = memory_of(tensor)
         components, context = kind.take(local)
         try:
-            sharded = _sharded(kind, context, tensor)
+            sharded = _sharded(kind, context, tensor, tuple(local.shape))
             for name, item in components.items():
                 if not is_plain(item):
                     raise UnsupportedTensor(f"its component {name} is no plain memory")
@@ -156,9 +156,9 @@ def sharded_type(kind: CompositeType) -> CompositeType:
     return CompositeType(kind.name, take, build)
 
 
-def _sharded(kind: CompositeType, context: Any, like: Any) -> _Sharded:
-    """What the components of a DTensor that lies like `like` share."""
-    where, cut = placed(like), kind.cut(context)
+def _sharded(kind: CompositeType, context: Any, like: Any, shape: Shape) -> _Sharded:
+    """What the components of a DTensor that lies like `like` share; `context` is of `shape`."""
+    where, cut = placed(like), kind.cut(context, shape)
     for dim in where.cut_dims:
         if dim not in cut:
             raise UnsupportedTensor(
@@ -190,7 +190,7 @@ def zeros(
     """Zeros for the components of a composite, of whole `shapes`, that is to lie like the DTensor
     `template`. Raises UnsupportedTensor, without a name, when its blocks cannot be cut so.
     """
-    sharded = _sharded(kind, context, template)
+    sharded = _sharded(kind, context, template, tuple(template.shape))
     made = {}
     for name, (shape, dtype) in shapes.items():
         sizes = [*shape]

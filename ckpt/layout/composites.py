@@ -47,8 +47,8 @@ class Parts(NamedTuple):
 class CompositeType:
     """How tensors of one type are taken apart and put together.
 
-    `build(parts, shape, dtype)` is the inverse of `take`. `cut(context)` says how DTensors over
-    tensors of the type are cut; empty where they cannot be. `replace(live, new)` makes a live
+    `build(parts, shape, dtype)` is the inverse of `take`. `cut(context, shape)` says how DTensors
+    over tensors of the type are cut; empty where they cannot be. `replace(live, new)` makes a live
     tensor equal to a new one whose components have other sizes; types without it are only filled in
     place. `dense` gives the numbers that a tensor stands for, by the library's own code; types
     without it have no such form. `outline(context)` is the dense form's shape and dtype, where
@@ -59,7 +59,7 @@ class CompositeType:
     name: str
     take: Callable[[Any], Parts]
     build: Callable[[Parts, Shape, torch.dtype], torch.Tensor]
-    cut: Callable[[Any], Cut] = lambda context: {}
+    cut: Callable[[Any, Shape], Cut] = lambda context, shape: {}
     replace: Callable[[Any, Any], None] | None = None
     dense: Callable[[Any], torch.Tensor] | None = None
     outline: Callable[[Any], tuple[Shape | None, torch.dtype]] | None = None
@@ -92,10 +92,9 @@ def register_tensor_type(kind: type[torch.Tensor], name: str, cut: Cut | None = 
     known = type_named(name)
     if known is not None and _of_class.get(kind) is not known:
         raise ValueError(f"{name!r} is the name of another type of tensors; choose one of your own")
-    of_context = (lambda context: cut) if cut else (lambda context: {})
-    _of_class[kind] = _of_name[name] = wing("composites.library_types").wrapper_type(
-        kind, name, of_context
-    )
+    declared = cut or {}
+    wrapper_type = wing("composites.library_types").wrapper_type
+    _of_class[kind] = _of_name[name] = wrapper_type(kind, name, lambda context, shape: declared)
 
 
 def type_of(tensor: torch.Tensor) -> CompositeType | None:

@@ -41,6 +41,24 @@ def quantized(config: str, **arguments: Any) -> Any:
     return linear[0].weight.detach()
 
 
+def scales() -> torch.Tensor:
+    return torch.zeros(ROWS, COLUMNS // 32)
+
+
+def in_blocks(name: str, dtype: torch.dtype, block: Any = (1, 32), **parts: Any) -> Any:
+    kind: Any = getattr(importlib.import_module(QUANTIZATION), name)
+    shape = (4, ROWS, COLUMNS)[-len(block) :]
+    scale = torch.zeros([all_ // one for all_, one in zip(shape, block, strict=True)])
+    data = torch.zeros(shape).to(dtype)
+    return kind(data, scale, block_size=[*block], dtype=torch.bfloat16, **parts)
+
+
+def of_4_bits(name: str, *parts: torch.Tensor) -> Any:
+    kind: Any = getattr(importlib.import_module(QUANTIZATION), name)
+    whole = [part.contiguous() for part in parts]
+    return kind(*whole, [1, 32], torch.Size((ROWS, COLUMNS)))
+
+
 def nf4() -> Any:
     module: Any = importlib.import_module(f"{QUANTIZATION}.quantize_.workflows.nf4.nf4_tensor")
     return module.to_nf4(torch.randn(ROWS, COLUMNS), 64, 4)
@@ -56,8 +74,16 @@ MAKERS: dict[str, Callable[[], Any]] = {
     "torchao.OptimState8bit": lambda: state_of("AdamW8bit"),
     "torchao.OptimState4bit": lambda: state_of("AdamW4bit"),
     "torchao.OptimStateFp8": lambda: state_of("AdamWFp8"),
-    "torchao.Float8Tensor": lambda: quantized("Float8WeightOnlyConfig"),
-    "torchao.Int8Tensor": lambda: quantized("Int8WeightOnlyConfig", version=2),
+    "torchao.Float8Tensor": lambda: in_blocks("Float8Tensor", torch.float8_e4m3fn, (1, 1, 32)),
+    "torchao.Int8Tensor": lambda: in_blocks("Int8Tensor", torch.int8, zero_point=scales()),
+    "torchao.Int4Tensor": lambda: of_4_bits(
+        "Int4Tensor", torch.zeros(ROWS, COLUMNS // 2, dtype=torch.int8), scales().T, scales().T
+    ),
+    "torchao.Int4TilePackedTo4dTensor": lambda: of_4_bits(
+        "Int4TilePackedTo4dTensor",
+        torch.zeros(ROWS // 8, COLUMNS // 128, 32, 4, dtype=torch.int32),
+        torch.zeros(COLUMNS // 32, ROWS, 2),
+    ),
     "torchao.IntxUnpackedToInt8Tensor": lambda: quantized(
         "IntxWeightOnlyConfig",
         granularity=importlib.import_module(QUANTIZATION).PerGroup(32),
@@ -99,7 +125,10 @@ def without(context: Any, dtype: torch.dtype) -> Any:
     return [without(v, dtype) for v in context] if isinstance(context, list | tuple) else context
 
 
-CASES = [(name, dim) for name, cut in _CUTS.items() for dim in cut if dim < 2]
+THREE_DIMS = ("torchao.Float8Tensor",)
+CASES = [
+    (name, dim) for name, cut in _CUTS.items() for dim in cut if dim < 2 + (name in THREE_DIMS)
+]
 
 
 @pytest.mark.parametrize(("name", "dim"), CASES)
@@ -108,8 +137,8 @@ def test_slices_of_a_type_are_what_it_declares(name: str, dim: int) -> None:
     parts = taken(whole)
     for memory in parts.components.values():
         bytes_of(memory).random_()
-    cut = _cut_of(name, parts.context)[dim]
-    assert cut.keys() <= parts.components.keys()
+    declared = _cut_of(name, parts.context, tuple(whole.shape))[dim]
+    cut = {part: along for part, along in declared.items() if part in parts.components}
     size = whole.shape[dim] // 4
     for index, part in enumerate(slices(whole, dim, size)[:3]):
         mine = taken(part)
@@ -129,6 +158,14 @@ def test_slices_of_a_type_are_what_it_declares(name: str, dim: int) -> None:
                 mine._replace(context=without(mine.context, dtype)),
             )
         assert context == mine.context
+
+
+def test_one_scale_along_a_dim_shows_no_cut_of_it() -> None:
+    """It may be that of the tensor, or that of each shard."""
+    pytest.importorskip("torchao")
+    for block, dims in (((1, COLUMNS), {0}), ((ROWS, COLUMNS), set()), ((32, 32), {0, 1})):
+        whole = in_blocks("Float8Tensor", torch.float8_e4m3fn, block)
+        assert _cut_of("torchao.Float8Tensor", taken(whole).context, (ROWS, COLUMNS)).keys() == dims
 
 
 class Blocks(torch.Tensor):

@@ -511,6 +511,7 @@ def test_planted_second_meaning_is_found() -> None:
 # What vulture cannot see the use of: file, names, and who uses them.
 USED_FROM_OUTSIDE = (
     ("ckpt/__init__.py", "__dir__", "the interpreter"),
+    ("ckpt/short.py", "_repr_html_", "notebooks"),
     ("ckpt/cli/", "*", "the table of commands names functions as strings"),
     ("ckpt/screens/serve_http.py", "*", "the servers of the standard library read these"),
     ("ckpt/screens/", "on_broken_pipe writable", "rich and print call these"),

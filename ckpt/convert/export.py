@@ -46,6 +46,7 @@ from ckpt.layout.descriptions import is_description
 from ckpt.layout.dtypes import DTYPES, dtype_name, torch_dtype
 from ckpt.layout.kind import Kind
 from ckpt.process import world_of
+from ckpt.short import ShortRecord
 from ckpt.state.types import Stacks
 from ckpt.state.values import references
 from ckpt.world.base import collectively
@@ -72,8 +73,8 @@ class Selection:
     stacks: Stacks = field(default_factory=dict)
 
 
-@dataclass(frozen=True, slots=True)
-class ExportReport:
+@dataclass(frozen=True, slots=True, repr=False)
+class ExportReport(ShortRecord):
     """What was written: urls of the files, names in them, their bytes, and tied names left out.
 
     `left_out` are all names of the state that are in no file, and files of the source's folder of

@@ -49,6 +49,7 @@ from ckpt.loading.checkpoint import open_checkpoint
 from ckpt.process import open_beside, world_of
 from ckpt.saving.publish import publish
 from ckpt.saving.task import Attempt, SaveOptions, SaveTask
+from ckpt.short import ShortRecord
 from ckpt.state.names import split_state_name
 from ckpt.state.types import Stacks
 from ckpt.state.values import is_reference, join
@@ -62,8 +63,8 @@ FILE_NBYTES_MAX = 4 << 30
 VERIFY_NBYTES = 4 * MIB
 
 
-@dataclass(frozen=True, slots=True)
-class ImportReport:
+@dataclass(frozen=True, slots=True, repr=False)
+class ImportReport(ShortRecord):
     """A checkpoint that exists. `nbytes` are the bytes of all its objects together.
 
     `skipped` are names of the source that `skip=` left out. `modules` are the entries that look

@@ -47,6 +47,7 @@ from ckpt.loading.exchange import (
 from ckpt.loading.matching import match
 from ckpt.loading.plan import ReadPath, plan_reads
 from ckpt.loading.reader import Reader
+from ckpt.short import ShortRecord
 from ckpt.state.bind import bind_state
 from ckpt.state.binding import Binding
 from ckpt.state.half_loaded import filling
@@ -82,8 +83,8 @@ class LoadOptions:
     metadata_bytes_max: int | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class LoadReport:
+@dataclass(frozen=True, slots=True, repr=False)
+class LoadReport(ShortRecord):
     """What a load did. Of the tensor bytes that this rank read, `nbytes_read` came from the store
     and `nbytes_cached` from the local copy. `spans` and `counters` are this rank's own. `warnings`
     name what is probably a mistake.

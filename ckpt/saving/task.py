@@ -38,6 +38,7 @@ from ckpt.saving.joint_parts import JointParts
 from ckpt.saving.plan import Contents, PlanMemory, SavePlan
 from ckpt.saving.step_gate import Evidence
 from ckpt.saving.write import WritePath
+from ckpt.short import ShortRecord
 from ckpt.telemetry.history import RankReport, SaveHistory
 from ckpt.telemetry.record import SaveTotals
 from ckpt.telemetry.recorder import PhaseSpan, Recorder, stopwatch
@@ -67,8 +68,8 @@ class SaveOptions:
     full_every: int | timedelta = 10
 
 
-@dataclass(frozen=True, slots=True)
-class SaveReport:
+@dataclass(frozen=True, slots=True, repr=False)
+class SaveReport(ShortRecord):
     """A checkpoint that exists. `nbytes` are the bytes of all its objects together, as written by
     this save; `nbytes_referenced` are those of its chunks that lie in files of older ones.
 

@@ -33,14 +33,15 @@ from ckpt.service.retention import (
     plan_retention,
     with_grace,
 )
+from ckpt.short import ShortRecord
 from storage import Store
 
 DELETED_NOTHING = "nothing was deleted"
 Outcome: TypeAlias = Literal["deleted", "dry run", "declined"]
 
 
-@dataclass(frozen=True, slots=True)
-class PruneReport:
+@dataclass(frozen=True, slots=True, repr=False)
+class PruneReport(ShortRecord):
     """What was deleted, or would be: `outcome` says which. `nbytes` are those of `deleted`.
 
     `why` has a line for each checkpoint that stays or goes, `stayed` the reasons of those that were

@@ -30,6 +30,7 @@ from ckpt.loading.load import BYTES_AWAY, LoadReport
 from ckpt.near.recovery import NearCandidate
 from ckpt.near.status import TierStatus
 from ckpt.service.target import Target
+from ckpt.short import ShortRecord
 from ckpt.state.types import Loaded, Stacks
 from ckpt.telemetry.recorder import PhaseSpan
 from ckpt.world.base import World, collectively
@@ -53,8 +54,8 @@ class Skipped(NamedTuple):
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
-class RestoreReport:
+@dataclass(frozen=True, slots=True, repr=False)
+class RestoreReport(ShortRecord):
     """What was restored, and what was passed over on the way to it, newest first.
 
     `nbytes_read` and `spans` are those of the load on this rank. `origin` says whether it came from

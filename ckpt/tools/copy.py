@@ -44,6 +44,7 @@ from ckpt.format.stored_index import check_seal, index_of
 from ckpt.loading.checkpoint import Checkpoint
 from ckpt.loading.contents import LocatedCheckpoint
 from ckpt.saving.resumable import begin, end, is_another_file
+from ckpt.short import ShortRecord
 from ckpt.tools.relay import is_there, relay_file, tiles_of
 from ckpt.tools.rewrite import own_layout, rewrite, written_whole
 from storage import KeyNotFoundError, Store
@@ -52,8 +53,8 @@ from storage.memory import MemoryStore
 Progress: TypeAlias = Callable[[int, int], None]
 
 
-@dataclass(frozen=True, slots=True)
-class CopyReport:
+@dataclass(frozen=True, slots=True, repr=False)
+class CopyReport(ShortRecord):
     """What a copy did. `target` opens the copy: a step's directory, or a root.
 
     `attempt` is the name of a single checkpoint, "" for a whole root. `is_second_form`: it lies in

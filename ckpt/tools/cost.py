@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 from ckpt.errors import CheckpointError, InvalidArgument
 from ckpt.layout.dtypes import DTYPES
+from ckpt.short import ShortRecord
 from ckpt.tools.report import Report
 from storage.ranges import part_count
 
@@ -276,8 +277,8 @@ def measured_of(report: Report) -> Measured | None:
     return Measured(load, len(totals), report.sessions, times[-1] - times[0])
 
 
-@dataclass(frozen=True, slots=True)
-class CostReport:
+@dataclass(frozen=True, slots=True, repr=False)
+class CostReport(ShortRecord):
     """What was computed, and of what. `measured` is what the root `url` shows, None without one."""
 
     url: str

@@ -33,6 +33,7 @@ from ckpt.layout.dtypes import DTYPES, torch_dtype
 from ckpt.layout.region import Shape, Span
 from ckpt.loading.checkpoint import Checkpoint
 from ckpt.loading.contents import list_steps
+from ckpt.short import ShortRecord
 from ckpt.state.types import Stacks
 from storage import StoreLike
 from storage.hidden import hides_secrets
@@ -102,8 +103,8 @@ class ValueChange(NamedTuple):
     has_b: bool
 
 
-@dataclass(frozen=True, slots=True)
-class DiffReport:
+@dataclass(frozen=True, slots=True, repr=False)
+class DiffReport(ShortRecord):
     """How checkpoint b differs from checkpoint a; names are sorted.
 
     `same` counts tensors with the same name, shape, dtype and bytes. `nbytes_read` are the tensor

@@ -55,6 +55,7 @@ from ckpt.errors import CheckpointError, Corrupt, NoCheckpoint
 from ckpt.format.damage import is_outage, raising_corrupt
 from ckpt.format.manifest import Manifest
 from ckpt.format.manifest_codec import decode_manifest, encode_manifest
+from ckpt.short import ShortRecord
 from ckpt.tools.salvage import SalvageReport, salvage, write_manifest
 from storage import (
     KeyExistsError,
@@ -69,8 +70,8 @@ NO_SLOT = -1  # of a checkpoint that no record tells of
 IMPORTED = "imported_from"  # in the user map of an import, which is of no line
 
 
-@dataclass(frozen=True, slots=True)
-class MendReport:
+@dataclass(frozen=True, slots=True, repr=False)
+class MendReport(ShortRecord):
     """What was found and done.
 
     `breaks` says what is wrong in each slot that does not follow the one before; `filled` are slots

@@ -15,6 +15,7 @@ from ckpt.errors import CheckpointError
 from ckpt.near.records import NearRecord
 from ckpt.near.status import TierStatus, WorkAtRisk, read_status
 from ckpt.near.tier import Tier, tier_roots, tiers_in
+from ckpt.short import ShortRecord
 from ckpt.tools.run import ReportedSave
 
 
@@ -66,8 +67,8 @@ class NearInfo:
     reached_unix: float | None
 
 
-@dataclass(frozen=True, slots=True)
-class NearListing:
+@dataclass(frozen=True, slots=True, repr=False)
+class NearListing(ShortRecord):
     """The near checkpoints below the directory `url` of a host, and its tiers by root."""
 
     url: str

@@ -23,6 +23,7 @@ from ckpt.commit.records import LiveEntry, Record, encode_record, record_digest
 from ckpt.errors import Corrupt, NoCheckpoint
 from ckpt.format.manifest_codec import decode_manifest
 from ckpt.loading.contents import StepInfo
+from ckpt.short import ShortRecord
 from ckpt.tools.mend import broken_link
 from storage import KeyNotFoundError, Store, StoreLike, open_store
 from storage.hidden import hides_secrets
@@ -87,8 +88,8 @@ def _history(store: Store, count: int | None) -> tuple[Event, ...]:
     return tuple(event for event in reversed(events) if event.slot >= first)
 
 
-@dataclass(frozen=True, slots=True)
-class LogReport:
+@dataclass(frozen=True, slots=True, repr=False)
+class LogReport(ShortRecord):
     """The newest records of a root's log, newest first. `problem` says why no job may append."""
 
     url: str
@@ -106,8 +107,8 @@ def log_report(store: Store, count: int | None) -> LogReport:
     return LogReport(store.url, events, problem)
 
 
-@dataclass(frozen=True, slots=True)
-class RootListing:
+@dataclass(frozen=True, slots=True, repr=False)
+class RootListing(ShortRecord):
     """The checkpoints at `url`, the latest last. `uncommitted` says what newer save the log lacks.
 
     `begun_unix` is None for a root. Of one step's directory, of which no log says more, it is when
@@ -205,8 +206,8 @@ class AttemptUsage:
     referenced_by: tuple[str, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class DiskUsage:
+@dataclass(frozen=True, slots=True, repr=False)
+class DiskUsage(ShortRecord):
     """What a root takes, in bytes and objects.
 
     `attempts` are live checkpoints and remains of unfinished or retired ones, in the order of steps

@@ -49,6 +49,7 @@ from ckpt.loading.load import catalog_of, in_form_of_state
 from ckpt.loading.matching import all_together, needs_of
 from ckpt.loading.plan import ReadPath, ReadPlan, plan_reads
 from ckpt.loading.reader import Reader, ReadRange
+from ckpt.short import ShortRecord
 from ckpt.state.bind import bind_state
 from ckpt.state.names import GroupOptions
 from ckpt.state.types import TensorEntry
@@ -78,8 +79,8 @@ class RankPlan:
     nbytes_extra: int
 
 
-@dataclass(frozen=True, slots=True)
-class LoadPlan:
+@dataclass(frozen=True, slots=True, repr=False)
+class LoadPlan(ShortRecord):
     """What a load would do on the given ranks.
 
     `missing` are names that the state has and the checkpoint has not. `unexpected` are names of the

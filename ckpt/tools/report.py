@@ -23,6 +23,7 @@ from ckpt.format.manifest import Manifest
 from ckpt.format.manifest_codec import decode_manifest
 from ckpt.format.metadata_budget import MetadataBudget
 from ckpt.layout.dtypes import DTYPES
+from ckpt.short import ShortRecord
 from ckpt.telemetry.record import SaveFailure, SaveTotals, Telemetry
 from ckpt.tools.near_tiers import NearReport, near_report, tier_views
 from ckpt.tools.overview import READERS, DiskUsage, history, usage_of
@@ -56,8 +57,8 @@ class EntrySize:
     nbytes: int
 
 
-@dataclass(frozen=True, slots=True)
-class Report:
+@dataclass(frozen=True, slots=True, repr=False)
+class Report(ShortRecord):
     """What is known about a root. `saves` are in the order of their commits, oldest first.
 
     `slowest` is the slowest of the saves whose phases are known; None when there is none. `near`

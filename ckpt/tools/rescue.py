@@ -27,6 +27,7 @@ from ckpt.format.manifest_codec import encode_manifest
 from ckpt.format.opened_files import OpenedFile, contradictions, open_file, part_of_rank
 from ckpt.near.records import NearRecord
 from ckpt.near.tier import Tier, tiers_in
+from ckpt.short import ShortRecord
 from ckpt.tools.relay import is_there, relay_file, tiles_of
 from storage import KeyExistsError, KeyNotFoundError, Store
 
@@ -35,8 +36,8 @@ logger = logging.getLogger(__name__)
 THREADS = 4
 
 
-@dataclass(frozen=True, slots=True)
-class RescueReport:
+@dataclass(frozen=True, slots=True, repr=False)
+class RescueReport(ShortRecord):
     """What was made durable. `passed_over` are newer near checkpoints: step, and why not."""
 
     step: int

@@ -38,6 +38,7 @@ from ckpt.format.opened_files import (
 from ckpt.format.part import FileColumns
 from ckpt.format.references import parse_reference
 from ckpt.format.stored_index import digests_in, extra_of, read_bytes
+from ckpt.short import ShortRecord
 from storage import StoreLike, open_store
 from storage.errors import CorruptObjectError, KeyExistsError, KeyNotFoundError
 from storage.hidden import hides_secrets
@@ -69,8 +70,8 @@ class SalvageReport:
         return self.manifest is not None
 
 
-@dataclass(frozen=True, slots=True)
-class Salvaged:
+@dataclass(frozen=True, slots=True, repr=False)
+class Salvaged(ShortRecord):
     """What became of one step directory. `whole`: it opens by its own path, or would."""
 
     directory: str

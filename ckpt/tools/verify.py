@@ -25,6 +25,7 @@ from ckpt.format.stored_index import extra_of
 from ckpt.layout.buffers import aligned_buffer
 from ckpt.loading.block_sums import BlockSums
 from ckpt.loading.contents import LocatedCheckpoint
+from ckpt.short import ShortRecord
 from storage import (
     ByteRange,
     CorruptObjectError,
@@ -54,8 +55,8 @@ class Damage(NamedTuple):
     text: str
 
 
-@dataclass(frozen=True, slots=True)
-class VerifyReport:
+@dataclass(frozen=True, slots=True, repr=False)
+class VerifyReport(ShortRecord):
     """What `verify` looked at and found. `damage` is in file order."""
 
     url: str

@@ -301,7 +301,7 @@ def _defined_privates(node: ast.AST) -> Iterator[str]:
 # floor, the ground first; an import goes to a lower floor or stays in its room.
 LADDER = (
     ("storage", "ckpt/version.py"),
-    ("ckpt/errors.py", "ckpt/wings.py"),
+    ("ckpt/errors.py", "ckpt/short.py", "ckpt/wings.py"),
     ("ckpt/layout", "ckpt/world"),
     ("ckpt/state", "ckpt/format", "ckpt/testing.py", "ckpt/composites"),
     ("ckpt/commit", "ckpt/stacks"),

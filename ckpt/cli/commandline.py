@@ -184,7 +184,6 @@ def build_parser() -> argparse.ArgumentParser:
             epilog="examples:\n" + "\n".join(f"  {one}" for one in command.examples.splitlines()),
             # As it is: argparse would fill the examples into one paragraph.
             formatter_class=argparse.RawDescriptionHelpFormatter,
-            allow_abbrev=False,
         )
         own.set_defaults(command=command, parser=own)
         for option in command.options:

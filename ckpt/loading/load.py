@@ -57,7 +57,7 @@ from ckpt.state.requested import CHECKPOINT
 from ckpt.state.types import Catalog, Loaded, ProblemKind, Stacks, Strict, TensorEntry
 from ckpt.telemetry.recorder import PhaseSpan, Recorder
 from ckpt.wings import wing
-from ckpt.world.base import World, collectively
+from ckpt.world.base import World, collectively, from_coordinator
 from storage import Store
 
 logger = logging.getLogger(__name__)
@@ -267,8 +267,7 @@ def broadcast_manifest(
         lines = [located.prefix.encode(), str(step).encode(), store.known_encoding.hex().encode()]
         return b"\n".join([*lines, located.data])
 
-    data = collectively(world, "locate", read if world.rank == 0 else lambda: b"")
-    message = world.broadcast("manifest", data if world.rank == 0 else None)
+    message = from_coordinator(world, "manifest", read)
     prefix, step_of_rank0, encoding, encoded = message.split(b"\n", 3)
 
     def decode() -> Manifest:

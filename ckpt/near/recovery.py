@@ -29,7 +29,7 @@ from ckpt.near.records import NearRecord, decode_near_record, encode_near_record
 from ckpt.near.status import TierStatus, read_status
 from ckpt.near.tier import Tier
 from ckpt.state.types import Stacks
-from ckpt.world.base import World, collectively, decided
+from ckpt.world.base import World, collectively, decided, from_coordinator
 from ckpt.world.frames import joined, pack, split, unpack
 
 logger = logging.getLogger(__name__)
@@ -228,8 +228,7 @@ def _manifest(world: World, tier: Tier, hosts: Hosts, candidate: NearCandidate) 
     received = world.gather_to_coordinator("near parts", mine)
 
     def merged() -> bytes:
-        if received is None:
-            return b""
+        assert received is not None, "the coordinator merges"
         pairs = [split(each) for one in received for each in unpack(one)]
         headers = {header for header, _ in pairs}
         if len(headers) != 1:
@@ -238,8 +237,7 @@ def _manifest(world: World, tier: Tier, hosts: Hosts, candidate: NearCandidate) 
         header = Header.model_validate_json(headers.pop())
         return encode_manifest(joint_manifest(header, parts))
 
-    encoded = collectively(world, "near manifest", merged)
-    sent = world.broadcast("near manifest", encoded if world.rank == 0 else None)
+    sent = from_coordinator(world, "near manifest", merged)
     return collectively(world, "decode", lambda: decode_manifest(sent, unlimited()))
 
 

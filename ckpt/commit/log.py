@@ -18,15 +18,17 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
-from ckpt.commit.attempts import LISTED_MAX, StepDirectory, attempts_on
 from ckpt.commit.live import LiveSet, Segments, live_of
 from ckpt.commit.names import (
     LINES_PREFIX,
+    LISTED_MAX,
     LOG_PREFIX,
     MANIFEST_NAME,
     SEGMENTS_PREFIX,
     STEPS_PREFIX,
+    StepDirectory,
     attempt_epoch,
+    attempts_on,
     line_names,
     record_key,
     record_slot,

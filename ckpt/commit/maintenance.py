@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from ckpt.commit.appender import Appender, Limits, RecordDraft, Sources
-from ckpt.commit.claim import must_look_first
 from ckpt.commit.lines import OwnLine, ResumePoint
 from ckpt.commit.log import LogState, read_format
 from ckpt.commit.names import attempt_epoch
 from ckpt.commit.records import LiveEntry
-from ckpt.commit.writer import Commit, LogWriter
+from ckpt.commit.writer import Commit, LogWriter, must_look_first
 from ckpt.errors import CheckpointError, NoCheckpoint
 from storage.store import Store
 

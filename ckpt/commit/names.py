@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
+from typing import NamedTuple
 
 from storage.store import Store
 
@@ -13,7 +15,7 @@ LINES_PREFIX = "lines/"  # roots of their own, one for each named training
 LEASES_PREFIX = "leases/"  # what readers ask retention to leave; see ckpt.commit.leases
 MANIFEST_NAME = "MANIFEST"
 TELEMETRY_NAME = "TELEMETRY"  # how the save went; optional, nothing depends on it
-RESERVE_KEY = "RESERVE"  # space kept back on a disk, see ckpt.commit.reserve
+RESERVE_KEY = "RESERVE"  # space kept back on a disk, see ckpt.commit.writer
 
 _ATTEMPT = re.compile(r"e([0-9]{6,18})-[0-9a-f]{16}")
 _RECORD = re.compile(r"log/([0-9]{20})")
@@ -109,3 +111,36 @@ def parse_step_key(key: str) -> tuple[int, str, str] | None:
 def is_our_name(name: str) -> bool:
     """Whether a file in a step's directory has a name that this library gives to files there."""
     return _OUR_NAME.fullmatch(name) is not None
+
+
+LISTED_MAX = 1000  # a page of S3
+
+
+class StepDirectory(NamedTuple):
+    """One attempt as a listing shows it: whether it has a MANIFEST, so that all of it was written,
+    and when its first object was.
+    """
+
+    step: int
+    attempt: str
+    is_written: bool
+    modified_unix: float
+
+
+def attempts_on(store: Store, *, after: str = "") -> Iterator[StepDirectory]:
+    """Every attempt that has an object of ours behind the key `after`, by its first one (MANIFEST
+    comes before data files): one listing, and one more for each directory with more than a page of
+    them.
+    """
+    listing = store.list(STEPS_PREFIX, after=after)
+    directory, count = "", 0
+    while (info := next(listing, None)) is not None:
+        if directory and info.key.startswith(directory):
+            count += 1
+            if count == LISTED_MAX:
+                # "0" is the character after "/": this key is greater than all keys in it.
+                listing = store.list(STEPS_PREFIX, after=directory[:-1] + "0")
+        elif (parsed := parse_step_key(info.key)) is not None:
+            step, attempt, name = parsed
+            directory, count = step_prefix(step, attempt), 0
+            yield StepDirectory(step, attempt, name == MANIFEST_NAME, info.modified_unix)

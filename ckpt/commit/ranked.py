@@ -12,10 +12,10 @@ from ckpt.commit.appender import Limits, Sources
 from ckpt.commit.lines import Beginning, ResumePoint
 from ckpt.commit.log import read_format
 from ckpt.commit.names import LINES_PREFIX
-from ckpt.commit.reserve import keep_reserve
 from ckpt.commit.session import Session
+from ckpt.commit.writer import keep_reserve
 from ckpt.errors import NoCheckpoint, OutcomeUnknown, StoreRefused
-from ckpt.world.base import World
+from ckpt.world.base import World, collectively, from_coordinator
 from storage.errors import StorageError
 from storage.store import Store
 
@@ -109,7 +109,16 @@ class SessionRegistry:
             self._sessions[store.place] = session
             if restored is not None:
                 session.restored(restored)
-            _clean_up(session)
+            try:
+                # What dead jobs left goes, so that its disk space is there for the first save.
+                session.take_back_lost()
+                session.sweep_unfinished()
+                session.sweep()
+            except (StorageError, OutcomeUnknown) as error:
+                # Only space is at stake; a save that needs it fails with an error of its own.
+                url = session.store.url
+                logger.warning("%s: leftovers of dead jobs stay for now: %s", url, error)
+            keep_reserve(session.store)
             return session
 
     def forget(self, store: Store) -> None:
@@ -147,27 +156,6 @@ def _above(place: str) -> str:
     return "" if "/" in name else root
 
 
-def _clean_up(session: Session) -> None:
-    """Remove what dead jobs left, so that their disk space is there for the first save."""
-    try:
-        session.take_back_lost()
-        session.sweep_unfinished()
-        session.sweep()
-    except (StorageError, OutcomeUnknown) as error:
-        # Only space is at stake; a save that needs it fails with an error of its own.
-        logger.warning("%s: leftovers of dead jobs stay for now: %s", session.store.url, error)
-    keep_reserve(session.store)
-
-
-def _sweep_failed(session: Session) -> None:
-    """Remove what saves of this process left that were interrupted, or could not clean up."""
-    try:
-        session.sweep_failed()
-    except StorageError as error:
-        # Only space is at stake; a save that needs it fails with an error of its own.
-        logger.warning("%s: files of failed saves stay for now: %s", session.store.url, error)
-
-
 @dataclass(frozen=True)
 class RankedSession:
     """One session as all ranks of a world see it. Only the coordinator has `session` and writes."""
@@ -187,17 +175,21 @@ class RankedSession:
 
         Raises OutcomeUnknown on all ranks, and StoreRefused when the root is no longer there.
         """
-        error: BaseException | None = None
+        collectively(self.world, "settle", self._settle)
+
+    def _settle(self) -> None:
+        if self.session is None:
+            return
+        self.session.settle()
+        self.session.check_root()
+        self.session.check_room()
         try:
-            if self.session is not None:
-                # Caught and not raised: the other ranks wait for this one in `agree`.
-                self.session.settle()
-                self.session.check_root()
-                self.session.check_room()
-                _sweep_failed(self.session)
-        except Exception as caught:
-            error = caught
-        self.world.agree("settle", error)
+            # What saves of this process left that were interrupted, or could not clean up.
+            self.session.sweep_failed()
+        except StorageError as error:
+            # Only space is at stake; a save that needs it fails with an error of its own.
+            url = self.session.store.url
+            logger.warning("%s: files of failed saves stay for now: %s", url, error)
 
 
 def open_session(
@@ -213,36 +205,26 @@ def open_session(
 
     Raises the same error on all ranks; StoreRefused names the ranks that see another root or none.
     """
-    session: Session | None = None
-    error: BaseException | None = None
-    payload: bytes | None = None
-    if world.rank == 0:
-        try:
-            session = registry.session(
-                store, unsafe_single_writer=unsafe_single_writer, sources=sources
-            )
-            payload = json.dumps({"root": session.root, "epoch": session.epoch}).encode()
-        except Exception as caught:
-            # The other ranks wait in this broadcast; they learn of the error by the agreement after
-            # it.
-            error, payload = caught, b"{}"
-    shared = json.loads(world.broadcast("session", payload))
-    if world.rank != 0 and shared:
-        try:
-            _compare_root(store, shared["root"])
-        except Exception as caught:
-            error = caught
-    world.agree("claim", error)
-    return RankedSession(world, shared["root"], shared["epoch"], session)
+    opened: list[Session] = []
 
-
-def _compare_root(store: Store, expected: str) -> None:
-    try:
-        seen = read_format(store).root
-    except NoCheckpoint:
-        seen = "no root"
-    if seen != expected:
-        raise StoreRefused(
-            f"{store.url} shows {seen} where rank 0 sees root {expected}: ranks look at different "
-            "storage (a local path on several machines?); use a url that all ranks share"
+    def claimed() -> bytes:
+        opened.append(
+            registry.session(store, unsafe_single_writer=unsafe_single_writer, sources=sources)
         )
+        return json.dumps([opened[0].root, opened[0].epoch]).encode()
+
+    root, epoch = json.loads(from_coordinator(world, "claim", claimed))
+
+    def compare() -> None:
+        try:
+            seen = root if world.rank == 0 else read_format(store).root
+        except NoCheckpoint:
+            seen = "no root"
+        if seen != root:
+            raise StoreRefused(
+                f"{store.url} shows {seen} where rank 0 sees root {root}: ranks look at different "
+                "storage (a local path on several machines?); use a url that all ranks share"
+            )
+
+    collectively(world, "claim", compare)
+    return RankedSession(world, root, epoch, opened[0] if opened else None)

@@ -67,7 +67,7 @@ class LiveEntry:
 @dataclass(frozen=True, slots=True)
 class SegmentRef:
     """What a record says of a segment of its live set: an object of `count` entries, the last of
-    which was committed in `last_slot`. See `ckpt.commit.segments`.
+    which was committed in `last_slot`. See `ckpt.commit.live`.
     """
 
     digest: bytes

@@ -10,13 +10,12 @@ from __future__ import annotations
 import logging
 
 from ckpt.commit.appender import Appender, Build, Limits, RecordDraft, Settled, Sources, diverged
-from ckpt.commit.claim import must_look_first, root_id, unsafe_store
 from ckpt.commit.lines import Beginning, OwnLine, ResumePoint, check_beginning
 from ckpt.commit.log import LogState, read_format
 from ckpt.commit.names import MANIFEST_NAME, STEPS_PREFIX, attempt_epoch, attempt_name
 from ckpt.commit.records import LiveEntry, Record
 from ckpt.commit.sweep import delete_attempt, delete_orphans, refuse_needed
-from ckpt.commit.writer import Commit, LogWriter
+from ckpt.commit.writer import Commit, LogWriter, must_look_first, root_id, unsafe_store
 from ckpt.errors import CheckpointError, Fenced, LogDiverged, NoCheckpoint
 from storage.store import ExclusiveCreate, Store
 

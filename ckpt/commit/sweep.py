@@ -6,11 +6,12 @@ import logging
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
-from ckpt.commit.attempts import StepDirectory, attempts_on
 from ckpt.commit.log import MENDED, Log, LogState
 from ckpt.commit.names import (
     MANIFEST_NAME,
+    StepDirectory,
     attempt_epoch,
+    attempts_on,
     is_our_name,
     parse_step_key,
     step_prefix,

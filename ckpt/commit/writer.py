@@ -1,18 +1,25 @@
-"""What sessions and maintenance share: retire, pin, mark, delete under a checked epoch."""
+"""Writers of a root: the first contact with it; what sessions and maintenance share.
+
+A root is created by FORMAT, and its store is probed, whether it can commit safely. Nothing may be
+deleted before its RETIRE stands in the log, and a record needs space itself. So a root on a file
+system holds one object without content, its reserve, which is given up for that record alone and
+made again once the checkpoint's files are gone.
+"""
 
 from __future__ import annotations
 
 import logging
+import secrets
 import threading
 from collections.abc import Callable
 from dataclasses import replace
 from typing import NamedTuple
 
-from ckpt.commit.appender import Appender, Build, RecordDraft, Settled
-from ckpt.commit.log import Log, LogState
-from ckpt.commit.names import attempt_epoch
+from ckpt.commit.appender import Appender, Build, Limits, RecordDraft, Settled, Sources
+from ckpt.commit.lines import Beginning, check_new_root
+from ckpt.commit.log import DCP_KEY, FORMAT_KEY, Log, LogState, encode_format, read_format
+from ckpt.commit.names import RESERVE_KEY, attempt_epoch
 from ckpt.commit.records import Kind, LiveEntry, Record
-from ckpt.commit.reserve import give_up_reserve, keep_reserve
 from ckpt.commit.sweep import (
     NotRetired,
     delete_attempt,
@@ -20,9 +27,15 @@ from ckpt.commit.sweep import (
     refuse_needed,
     why_not_retire,
 )
-from ckpt.errors import NoCheckpoint
-from storage.errors import NoSpaceError
-from storage.store import Store
+from ckpt.errors import NoCheckpoint, StoreRefused
+from storage.errors import (
+    KeyExistsError,
+    NoSpaceError,
+    OutcomeUnknownError,
+    StorageError,
+    TransientError,
+)
+from storage.store import ExclusiveCreate, Store
 
 logger = logging.getLogger(__name__)
 
@@ -113,8 +126,8 @@ class LogWriter:
             victim = self._appender.log.state().find(attempt)
             # Before the RETIRE: files that nobody may delete would be left without a record of
             # them.
-            if victim is not None:
-                self._refuse_undeletable(victim)
+            if victim is not None and (problem := self.store.why_not_delete(victim.prefix)):
+                raise NotRetired(f"{attempt} (step {victim.step}) stays: {problem}")
             record = self._append_retire(attempt)
         if record is not None and victim is not None and delete:
             self.delete_retired(attempt, step=victim.step)
@@ -174,16 +187,16 @@ class LogWriter:
         with self._lock:
             return self._append(build)
 
-    def _refuse_undeletable(self, entry: LiveEntry) -> None:
-        """Raise NotRetired where the files could not be deleted afterwards."""
-        if problem := self.store.why_not_delete(entry.prefix):
-            raise NotRetired(f"{entry.attempt} (step {entry.step}) stays: {problem}")
-
     def _append_retire(self, attempt: str) -> Record | None:
         """Append the RETIRE, in space that is made for it when the disk is full."""
 
         def build(state: LogState) -> RecordDraft | None:
-            return self._draft_retire(state, attempt)
+            entry = state.find(attempt)
+            if entry is None:
+                return None
+            if problem := why_not_retire(state, entry):
+                raise NotRetired(f"{attempt} (step {entry.step}) {problem}")
+            return RecordDraft("RETIRE", self._epoch_for(state), entry)
 
         # What dead jobs left is no loss, so it goes first; the reserve is for disks where there is
         # none.
@@ -219,14 +232,6 @@ class LogWriter:
     def _use_reserve(self) -> None:
         self._gave_up_reserve = give_up_reserve(self.store)
 
-    def _draft_retire(self, state: LogState, attempt: str) -> RecordDraft | None:
-        entry = state.find(attempt)
-        if entry is None:
-            return None
-        if problem := why_not_retire(state, entry):
-            raise NotRetired(f"{attempt} (step {entry.step}) {problem}")
-        return RecordDraft("RETIRE", self._epoch_for(state), entry)
-
     def _append(self, build: Build) -> Record | None:
         self.settle()
         record = self._appender.append(build)
@@ -241,3 +246,93 @@ class LogWriter:
     def _epoch_for(self, state: LogState) -> int:
         """The epoch to write under after `state`. Raises when this writer may write no more."""
         raise NotImplementedError
+
+
+RESERVE_NBYTES = 256 << 10  # a record with about a thousand live checkpoints
+
+
+def keep_reserve(store: Store) -> None:
+    """Make the reserve of a root on a disk where it is missing. Elsewhere nothing is done.
+
+    Never raises for the store's errors: only a later prune on a full disk is at stake.
+    """
+    if not store.is_disk:
+        return
+    try:
+        if store.exists(RESERVE_KEY):
+            return
+        # No zeros: file systems that compress would keep nothing back.
+        store.put_if_absent(RESERVE_KEY, secrets.token_bytes(RESERVE_NBYTES))
+    except KeyExistsError:
+        return  # another process has made it
+    except StorageError as error:
+        logger.warning(
+            "%s: no space is kept back for pruning when the disk is full: %s", store.url, error
+        )
+
+
+def give_up_reserve(store: Store) -> bool:
+    """Delete the reserve; whether there was one."""
+    if not store.is_disk or not store.exists(RESERVE_KEY):
+        return False
+    store.delete(RESERVE_KEY)
+    return True
+
+
+def root_id(
+    store: Store, *, sources: Sources, limits: Limits, beginning: Beginning = "quiet"
+) -> str:
+    """The root id, after creating FORMAT if this is the first session of the root."""
+    try:
+        return read_format(store).root
+    except NoCheckpoint:
+        if store.exists(DCP_KEY):
+            raise StoreRefused(
+                f"{store.url} is a checkpoint of torch.distributed.checkpoint (it has {DCP_KEY}); "
+                "save to another url; `ckpt import` writes it there as one of ours"
+            ) from None
+        check_new_root(store, beginning)
+    # Read back: of two sessions that come first, one has created it.
+    _create_format(store, encode_format(sources.random_bytes(16).hex()), sources, limits)
+    return read_format(store).root
+
+
+def _create_format(store: Store, data: bytes, sources: Sources, limits: Limits) -> bool:
+    """FORMAT exists on return; whether this call has created it, and not another one before."""
+    cause: StorageError | None = None
+    for _ in limits.tries(store, sources):
+        try:
+            store.put_if_absent(FORMAT_KEY, data)
+            return True
+        except KeyExistsError:
+            return False
+        except (OutcomeUnknownError, TransientError) as error:
+            cause = error
+    assert cause is not None
+    raise cause
+
+
+def must_look_first(store: Store, root: str, unsafe_single_writer: bool, limits: Limits) -> bool:
+    """Whether appends must look before they write; raises StoreRefused when that is not allowed.
+
+    A server may accept the conditional header and overwrite all the same (rclone does). Creating
+    FORMAT again must be refused; if it is not, it was overwritten with the same bytes: no harm.
+    """
+    if store.exclusive_create is ExclusiveCreate.ATOMIC:
+        return False
+    problem = "it can only check and then write, so two writers could both win"
+    if store.exclusive_create is ExclusiveCreate.CONDITIONAL:
+        if not _create_format(store, encode_format(root), Sources(), limits):
+            return False
+        problem = "it overwrote an object that it was asked to create only if absent"
+    if not unsafe_single_writer:
+        raise unsafe_store(store, problem)
+    return True
+
+
+def unsafe_store(store: Store, problem: str) -> StoreRefused:
+    """The error for a store that cannot create an object exclusively."""
+    return StoreRefused(
+        f"{store.url} cannot commit safely: {problem}. Use a store with conditional writes, or "
+        "pass unsafe_single_writer=True when you make sure that only one job ever writes there"
+    )

@@ -17,8 +17,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from ckpt.commit.appender import Limits
-from ckpt.commit.attempts import attempts_on
-from ckpt.commit.claim import must_look_first
 from ckpt.commit.live import LiveSet, live_of, with_live
 from ckpt.commit.locate import entry_of_manifest, file_keys, read_manifest
 from ckpt.commit.log import (
@@ -36,6 +34,7 @@ from ckpt.commit.names import (
     LOG_PREFIX,
     MANIFEST_NAME,
     attempt_epoch,
+    attempts_on,
     record_key,
     record_slot,
     segment_key,
@@ -51,6 +50,7 @@ from ckpt.commit.records import (
     record_digest,
     record_problem,
 )
+from ckpt.commit.writer import must_look_first
 from ckpt.errors import CheckpointError, Corrupt, NoCheckpoint
 from ckpt.format.damage import is_outage, raising_corrupt
 from ckpt.format.manifest import Manifest

@@ -27,9 +27,9 @@ from safetensors.torch import save as save_safetensors
 
 import ckpt
 from ckpt.cli.commandline import build_parser
+from ckpt.commit.live import decode_segment, encode_segment
 from ckpt.commit.log import decode_format, encode_format
 from ckpt.commit.records import RECORD_MAGIC, decode_record, encode_record
-from ckpt.commit.segments import decode_segment, encode_segment
 from ckpt.convert.sources.blobs import blob_in_memory
 from ckpt.convert.sources.budget import MemoryBudget
 from ckpt.convert.sources.dcp import read_metadata

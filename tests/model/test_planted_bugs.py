@@ -14,8 +14,8 @@ import pytest
 
 from ckpt.commit import session, sweep, writer
 from ckpt.commit.appender import Appender, Build
-from ckpt.commit.attempts import StepDirectory
 from ckpt.commit.log import Log, LogState
+from ckpt.commit.names import StepDirectory
 from ckpt.commit.records import LiveEntry, Record
 from ckpt.commit.session import Session
 from tests.model import driving

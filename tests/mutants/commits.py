@@ -5,12 +5,12 @@ from __future__ import annotations
 from tests.mutants.edit import Mutant
 
 _APPENDER = "ckpt/commit/appender.py"
-_CLAIM = "ckpt/commit/claim.py"
+_CLAIM = "ckpt/commit/writer.py"
 _LIVE = "ckpt/commit/live.py"
 _LOCATE = "ckpt/commit/locate.py"
 _LOG = "ckpt/commit/log.py"
 _RECORDS = "ckpt/commit/records.py"
-_SEGMENTS = "ckpt/commit/segments.py"
+_SEGMENTS = "ckpt/commit/live.py"
 _SESSION = "ckpt/commit/session.py"
 
 RECORDS = (

@@ -45,15 +45,15 @@ DELETION = (
     Mutant(
         "anything can be retired",
         _WRITER,
-        "        if problem := why_not_retire(state, entry):\n",
-        "        if False:\n",
+        "            if problem := why_not_retire(state, entry):\n",
+        "            if False:\n",
         test="tests/protocol/test_session.py::test_last_checkpoint_and_unknown_ones_are_not_retired",
     ),
     Mutant(
         "a checkpoint behind a link is retired",
         _WRITER,
-        "                self._refuse_undeletable(victim)\n",
-        "                pass\n",
+        "if victim is not None and (problem := self.store.why_not_delete(victim.prefix)):\n",
+        "if False:\n",
         test="tests/protocol/test_deletion.py::test_a_step_behind_a_link_is_not_retired",
     ),
     Mutant(

@@ -23,7 +23,15 @@ from ckpt.cli.running import json_of
 from ckpt.commit import appender
 from ckpt.commit import live as live_module
 from ckpt.commit.appender import Limits, Sources
-from ckpt.commit.live import RECORD_NBYTES, LiveSet, Segments, with_live
+from ckpt.commit.live import (
+    RECORD_NBYTES,
+    LiveSet,
+    Segments,
+    decode_segment,
+    encode_segment,
+    segment_of,
+    with_live,
+)
 from ckpt.commit.locate import live_entries, locate
 from ckpt.commit.log import MENDED, Log, encode_format
 from ckpt.commit.maintenance import Maintenance
@@ -39,7 +47,6 @@ from ckpt.commit.records import (
     manifest_digest,
     record_digest,
 )
-from ckpt.commit.segments import decode_segment, encode_segment, segment_of
 from ckpt.commit.session import Session
 from ckpt.commit.sweep import NotRetired
 from ckpt.commit.writer import Commit

@@ -23,9 +23,9 @@ from torch.overrides import TorchFunctionMode
 import ckpt
 from ckpt.cli import main
 from ckpt.commit.leases import LEASE_SECONDS_MAX, lease_key, leased, leases_of
+from ckpt.commit.lines import AGAIN_MAX
 from ckpt.commit.locate import live_entries
 from ckpt.commit.maintenance import Maintenance
-from ckpt.commit.new_commits import AGAIN_MAX
 from ckpt.errors import (
     CheckpointError,
     Corrupt,

@@ -341,9 +341,8 @@ def _entries(fields: dict[str, memoryview]) -> tuple[LiveEntry, ...]:
     digests, ends, until = fields["digests"], list(accumulate(sizes)), list(accumulate(uses))
     if ends[-1] != len(digests):
         raise Corrupt("digests have another length than their entries")
-    metrics, times = (
-        np.frombuffer(fields[name], "<f8").tolist() for name in ("metrics", "committed_unix")
-    )
+    metrics: list[float] = np.frombuffer(fields["metrics"], "<f8").tolist()
+    times: list[float] = np.frombuffer(fields["committed_unix"], "<f8").tolist()
     if len(times) != count or len(metrics) != sum(bool(flag & _METRIC) for flag in flags):
         raise Corrupt(f"{len(times)} times and {len(metrics)} metrics, more or fewer have one")
     metric_of = iter(metrics)

@@ -5,12 +5,11 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import NamedTuple
 
 from ckpt.commit.lines import of_step, resumable
-from ckpt.commit.log import Log, LogState, read_format
+from ckpt.commit.log import Log, LogState, at_once, read_format
 from ckpt.commit.names import MANIFEST_NAME
 from ckpt.commit.records import LiveEntry, manifest_digest
 from ckpt.errors import Corrupt, NoCheckpoint, UnsupportedFormat
@@ -53,10 +52,7 @@ def state_of(store: Store, meanwhile: Callable[[LogState], None] | None = None) 
         read_format(store)
         return Log(store).state()
     # Where requests take long, what does not need each other's answer is asked at once.
-    with ThreadPoolExecutor(1) as pool:
-        log = pool.submit(Log(store).state, meanwhile)
-        read_format(store)
-        return log.result()
+    return at_once(lambda: Log(store).state(meanwhile), lambda: read_format(store))[0]
 
 
 def locate(store: Store, step: int | None = None, *, attempt: str = "") -> Located:

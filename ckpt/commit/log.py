@@ -17,6 +17,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 from ckpt.commit.live import LiveSet, Segments, live_of
 from ckpt.commit.names import (
@@ -57,6 +58,9 @@ LINKS_MAX = 16  # records whose links a claim compares where requests take long
 NEWER_MAX = 16  # step directories newer than the latest that are looked at
 MENDED = b"mended\0\0"  # how the write id begins of a record behind which links need not hold
 UNDONE = b"undone\0\0"  # how that of a RETIRE begins which takes back what nobody acknowledged
+
+_Asked = TypeVar("_Asked")
+_Mine = TypeVar("_Mine")
 
 _FORMAT_LINE = re.compile(rb"shardpoint (1) ([0-9a-f]{32}) ([0-9a-f]{8})\n")
 _FORMAT_START = re.compile(rb"shardpoint ([0-9]{1,9})[ \n]")
@@ -257,6 +261,14 @@ class _LogEnd:
     state: LogState = EMPTY_STATE
 
 
+def at_once(asked: Callable[[], _Asked], mine: Callable[[], _Mine]) -> tuple[_Asked, _Mine]:
+    """Both results; `mine` is called in this thread. Its error comes before that of `asked`."""
+    with ThreadPoolExecutor(1) as pool:
+        other = pool.submit(asked)
+        result = mine()
+    return other.result(), result
+
+
 class Log:
     """Reads the log of one root. Remembers the newest record it saw, so that looking again is one
     request. Safe to use from several threads: a stale memory costs requests, nothing else.
@@ -391,18 +403,14 @@ class Log:
             end = self._read_end(listed)
         else:
             # The listing may be older than the newest record, which mostly it shows.
-            with ThreadPoolExecutor(1) as pool:
-                newer = pool.submit(self._last_slot, listed)
-                end = self._read_end(listed)
-            if (last := newer.result()) != listed:
+            last, end = at_once(lambda: self._last_slot(listed), lambda: self._read_end(listed))
+            if last != listed:
                 end = self._read_end(last)
         if meanwhile is None:
             newer_attempts = self._newer_on_store(end.state)
         else:
-            with ThreadPoolExecutor(1) as pool:
-                asked = pool.submit(self._newer_on_store, end.state)
-                meanwhile(end.state)
-            newer_attempts = asked.result()
+            state, early = end.state, meanwhile
+            newer_attempts, _ = at_once(lambda: self._newer_on_store(state), lambda: early(state))
         if not newer_attempts:
             return end
         # A commit, or a retirement, may have come between the two looks.
@@ -518,10 +526,7 @@ class Log:
             before = self.raw_if_there(slot - 1) if slot else None
         else:
             # Where requests take long, both are asked for at once.
-            with ThreadPoolExecutor(1) as pool:
-                asked = pool.submit(self.raw_if_there, slot - 1)
-                record = self.record(slot)
-            before = asked.result()
+            before, record = at_once(lambda: self.raw_if_there(slot - 1), lambda: self.record(slot))
         self._check_link(record, before)
         return self._end_at(record)
 

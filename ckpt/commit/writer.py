@@ -230,7 +230,9 @@ class LogWriter:
         return state
 
     def _use_reserve(self) -> None:
-        self._gave_up_reserve = give_up_reserve(self.store)
+        if self.store.is_disk and self.store.exists(RESERVE_KEY):
+            self.store.delete(RESERVE_KEY)
+            self._gave_up_reserve = True
 
     def _append(self, build: Build) -> Record | None:
         self.settle()
@@ -269,14 +271,6 @@ def keep_reserve(store: Store) -> None:
         logger.warning(
             "%s: no space is kept back for pruning when the disk is full: %s", store.url, error
         )
-
-
-def give_up_reserve(store: Store) -> bool:
-    """Delete the reserve; whether there was one."""
-    if not store.is_disk or not store.exists(RESERVE_KEY):
-        return False
-    store.delete(RESERVE_KEY)
-    return True
 
 
 def root_id(

@@ -195,7 +195,11 @@ class StepAgreement:
             if self._world.size == 1:
                 self._decide_alone()
             elif self._turn >= self._promise:
-                self._wait_for_outcome()
+                began = self._clock()
+                self._changed.wait_for(
+                    lambda: self._turn < self._promise or self._failure is not None
+                )
+                self.waited_seconds += self._clock() - began
             self._raise_failure()
             due = [one for one in self._decisions if one.turn <= self._turn]
             assert all(one.turn == self._turn for one in due), "a decision came after its turn"
@@ -248,11 +252,6 @@ class StepAgreement:
             self._world.abandon()
             self._world.close()
         self._pool.shutdown(wait=False)
-
-    def _wait_for_outcome(self) -> None:
-        began = self._clock()
-        self._changed.wait_for(lambda: self._turn < self._promise or self._failure is not None)
-        self.waited_seconds += self._clock() - began
 
     def _raise_failure(self) -> None:
         failure = self._failure

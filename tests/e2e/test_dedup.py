@@ -43,7 +43,6 @@ from ckpt.saving.save import save_state
 from ckpt.saving.task import PartMemory, SaveOptions
 from ckpt.service.retention import KeepLatest, LiveCheckpoint, carry_out, plan_retention
 from ckpt.testing import RanksFailed, run_ranks
-from ckpt.tools import copy as copying
 from ckpt.tools.salvage import matches_manifest, salvage, write_manifest
 from ckpt.world.base import World
 from storage import StorageError, Store, open_store
@@ -478,7 +477,7 @@ def test_damage_in_a_referenced_file_is_found_by_load_and_verify(root: Path, dam
 def test_a_copy_is_self_contained_and_says_the_same(root: Path, tmp_path: Path) -> None:
     """`ckpt cp` of a step writes it anew: it opens, verifies and salvages by its path alone."""
     target = tmp_path / "copy"
-    copying.copy(str(root), str(target))
+    ckpt.copy(str(root), str(target))
     state = lora_at(0)
     ckpt.load(state, str(target))
     assert_is_lora(state, 3)
@@ -491,7 +490,7 @@ def test_a_copy_is_self_contained_and_says_the_same(root: Path, tmp_path: Path) 
 
 def test_a_copied_root_keeps_its_references_and_goes_on(root: Path, tmp_path: Path) -> None:
     target = tmp_path / "copy"
-    copying.copy(str(root), str(target), root=True)
+    ckpt.copy(str(root), str(target), root=True)
     shutil.rmtree(root)
     store = open_store(str(target))
     assert [len(entry.references) for entry in live_entries(store)] == [0, 1, 1]

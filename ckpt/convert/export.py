@@ -19,8 +19,7 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 import torch
 import torch.distributed as dist
 
-from ckpt.convert.naming import Rename, renamed
-from ckpt.convert.presets import PEFT_FILE, check_file_name, preset_names
+from ckpt.convert.naming import PEFT_FILE, Rename, check_file_name, preset_names, renamed
 from ckpt.convert.sources.budget import check_output
 from ckpt.convert.sources.dense import DenseSource
 from ckpt.convert.sources.opening import SourceOptions, is_file_name, open_source

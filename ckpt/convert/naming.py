@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
-from ckpt.errors import InvalidArgument
+from ckpt.errors import CheckpointError, InvalidArgument
 
 Rename: TypeAlias = Mapping[str, str] | Callable[[str], str] | Sequence[str]
 """Names to names; a function; or rules `old=new`, one after the other: of a name that is `old` or
@@ -71,3 +71,83 @@ def renamed(names: Iterable[str], rename: Rename | None) -> dict[str, str]:
             )
         result[name] = new
     return result
+
+
+# Presets: names that other libraries' own files have, for exports that these libraries load ------
+
+# peft looks for a file of this name, beside its adapter_config.json.
+PEFT_FILE = "adapter_model.safetensors"
+_PEFT_FILES = (PEFT_FILE, "adapter_model.bin")
+_PEFT_PREFIX = "base_model.model."
+# Beginnings of what layers call the parts of an adapter; the next part of the name is the adapter.
+_PEFT_PARTS = ("lora_", "ia3_", "trainable_tokens_")
+_PEFT_COPIES = "modules_to_save"
+
+
+class Preset(NamedTuple):
+    """A preset as its text has it: `peft`, or `peft:adapter`."""
+
+    library: str
+    adapter: str
+
+
+def preset_of(text: str) -> Preset:
+    """The preset that is called `text`. Raises CheckpointError when there is none."""
+    library, _, adapter = text.partition(":")
+    if library != "peft":
+        raise CheckpointError(f"preset={text!r}: there is only 'peft', or 'peft:<adapter>'")
+    return Preset(library, adapter)
+
+
+def preset_names(preset: str, names: Iterable[str]) -> dict[str, str]:
+    """Those of `names` that go into the file, with their names there: for peft one adapter, under
+    the names that `PeftModel.from_pretrained` looks for. Raises CheckpointError when there is no
+    adapter, or one has to be chosen.
+    """
+    wanted = preset_of(preset).adapter
+    by_adapter: dict[str, dict[str, str]] = {}
+    for name in names:
+        known = _peft_name(name)
+        if known is not None:
+            adapter, new = known
+            by_adapter.setdefault(adapter, {})[name] = new
+    adapters = sorted(by_adapter)
+    if not adapters:
+        raise CheckpointError(
+            f"preset={preset!r}: none of the tensors belongs to a peft adapter, such as a "
+            "...lora_A.default.weight; pass entry= for the model that has one"
+        )
+    if wanted and wanted not in by_adapter:
+        raise CheckpointError(f"preset={preset!r}: the adapters are {', '.join(adapters)}")
+    if not wanted and len(adapters) > 1:
+        raise CheckpointError(
+            f"preset={preset!r}: there are the adapters {', '.join(adapters)}, and a file has one; "
+            f"say which, as in preset='peft:{adapters[0]}'"
+        )
+    return by_adapter[wanted or adapters[0]]
+
+
+def check_file_name(preset: str, name: str) -> None:
+    """Raise CheckpointError for a file that the preset's library would not find."""
+    if preset_of(preset) and name not in _PEFT_FILES:
+        raise CheckpointError(
+            f"{name!r}: peft loads a folder with {' or '.join(_PEFT_FILES)} in it; name the target "
+            f".../{PEFT_FILE}"
+        )
+
+
+def _peft_name(name: str) -> tuple[str, str] | None:
+    """The adapter that a tensor belongs to, and its name in peft's files; None for others."""
+    parts = name.split(".")
+    for index, part in enumerate(parts[:-1]):
+        if part == _PEFT_COPIES:
+            kept = [*parts[:index], *parts[index + 2 :]]
+        elif part.startswith(_PEFT_PARTS):
+            kept = [*parts[: index + 1], *parts[index + 2 :]]
+            if part == "lora_magnitude_vector" and kept[-1] == "weight":
+                kept.pop()  # a parameter in files, a module of its own in models
+        else:
+            continue
+        new = ".".join(kept)
+        return parts[index + 1], new if new.startswith(_PEFT_PREFIX) else _PEFT_PREFIX + new
+    return None

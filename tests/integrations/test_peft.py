@@ -16,7 +16,7 @@ from torch import nn
 
 import ckpt
 from ckpt.cli import main
-from ckpt.convert.presets import preset_names
+from ckpt.convert.naming import preset_names
 from ckpt.errors import CheckpointError
 
 

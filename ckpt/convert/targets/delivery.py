@@ -11,22 +11,24 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
 from ckpt.convert.sources.source import CheckpointSource
 from ckpt.convert.targets.files import Data, Fixed, PlannedFile
-from ckpt.convert.targets.verifying import verify_files
 from ckpt.convert.targets.writing import (
     Meter,
     Progress,
     Writing,
+    fill_part,
     write_file,
     write_share,
 )
-from ckpt.errors import CheckpointError
-from ckpt.format.object_parts import part_nbytes_for
+from ckpt.errors import CheckpointError, Corrupt
+from ckpt.format.checksum import crc32c
+from ckpt.format.object_parts import PART_NBYTES, part_nbytes_for
+from ckpt.layout.buffers import aligned_buffer
 from ckpt.saving.resumable import is_written, stored
 from ckpt.world.base import World, collectively
 from storage import KeyExistsError, StorageError, Store, StoreLike
@@ -328,3 +330,31 @@ def _digest(source: CheckpointSource, files: Sequence[PlannedFile]) -> str:
             elif isinstance(piece, Data):
                 digest.update(f"{piece.output.tensor.fqn} {piece.span}".encode())
     return digest.hexdigest()
+
+
+def verify_files(source: CheckpointSource, store: Store, files: Sequence[PlannedFile]) -> None:
+    """Raise Corrupt naming every tensor whose bytes in the files differ from the source.
+
+    Both are read anew, in memory bounded by two parts.
+    """
+    ours, theirs = aligned_buffer(PART_NBYTES), aligned_buffer(PART_NBYTES)
+    wrong: list[str] = []
+    for file in files:
+        for start in range(0, file.nbytes, PART_NBYTES):
+            nbytes = min(PART_NBYTES, file.nbytes - start)
+            fill_part(source, file.pieces, start, ours[:nbytes])
+            store.get_into(file.key, start, [theirs[:nbytes]])
+            for piece, low, high in _data_in(file, start, start + nbytes):
+                inside = slice(low - start, high - start)
+                if crc32c(ours[inside]) != crc32c(theirs[inside]):
+                    wrong.append(f"{piece.output.name} in {file.key}")
+    if wrong:
+        some = ", ".join(sorted(set(wrong))[:10])
+        raise Corrupt(f"{store.url}: written bytes differ from those of {source.url}: {some}")
+
+
+def _data_in(file: PlannedFile, start: int, stop: int) -> Iterator[tuple[Data, int, int]]:
+    for piece in file.pieces:
+        low, high = max(piece.start, start), min(piece.start + piece.nbytes, stop)
+        if low < high and isinstance(piece, Data):
+            yield piece, low, high

@@ -32,6 +32,10 @@ class NeededBlocks(NamedTuple):
         """The blocks as ascending disjoint runs of the line, an (n, 2) array."""
         return joined(np.stack([self.start, self.stop], axis=1))
 
+    def only(self, rows: Ints) -> NeededBlocks:
+        """Those of some rows."""
+        return NeededBlocks(self.start[rows], self.stop[rows], self.chunk[rows], self.number[rows])
+
     def within(self, runs: Ints) -> Ints:
         """The rows of the blocks that have bytes in `runs`, which are ascending and disjoint."""
         first = np.searchsorted(self.stop, runs[:, 0], side="right")

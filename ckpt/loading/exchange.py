@@ -181,7 +181,7 @@ def fetched(
     is_remote = np.isin(file, list(owners))
     runs = pieces[is_remote]
     rows = blocks.within(runs)
-    wanted = NeededBlocks(*(column[rows] for column in blocks))
+    wanted = blocks.only(rows)
     # The owner reads the blocks of a move alone: a gap between them costs nothing.
     for one in requests(wanted, files, limits.run_nbytes_max, 1 << 62):
         start, stop = wanted.start[one.start], wanted.stop[one.stop - 1]

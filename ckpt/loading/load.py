@@ -57,7 +57,7 @@ from ckpt.state.requested import CHECKPOINT
 from ckpt.state.types import Catalog, Loaded, ProblemKind, Stacks, Strict, TensorEntry
 from ckpt.telemetry.recorder import PhaseSpan, Recorder
 from ckpt.wings import wing
-from ckpt.world.base import World, collectively, from_coordinator
+from ckpt.world.base import World, collectively, decided, from_coordinator
 from storage import Store
 
 logger = logging.getLogger(__name__)
@@ -345,12 +345,13 @@ def _left_by_all(world: World, catalog: Catalog, mine: Left) -> Left:
     left += [(fqn, param) for fqn, params in mine.params.items() for param in params]
     bits = np.zeros(len(numbers), dtype=np.bool_)
     bits[[numbers[name] for name in left if name in numbers]] = True
-    received = world.gather_to_coordinator("left", zlib.compress(np.packbits(bits).tobytes()))
-    common = None
-    if received is not None:
-        packed = [np.frombuffer(zlib.decompress(one), dtype=np.uint8) for one in received]
-        common = zlib.compress(np.bitwise_and.reduce(packed).tobytes())
-    by_all = zlib.decompress(world.broadcast("left by all", common))
+
+    def common(every: list[bytes]) -> bytes:
+        packed = [np.frombuffer(zlib.decompress(one), dtype=np.uint8) for one in every]
+        return zlib.compress(np.bitwise_and.reduce(packed).tobytes())
+
+    packed = zlib.compress(np.packbits(bits).tobytes())
+    by_all = zlib.decompress(decided(world, "left", "left by all", packed, common))
     bits = np.unpackbits(np.frombuffer(by_all, dtype=np.uint8)).astype(np.bool_)
 
     # What is not in the checkpoint under this name, because of `rename`, has no number: only this
@@ -431,12 +432,12 @@ class LoadSums(NamedTuple):
         return cls(tally, weight, away, has_left, name, tuple(unmatched))
 
     @classmethod
-    def of_all(cls, reports: Sequence[bytes]) -> LoadSums:
-        """The sums of what all ranks report."""
+    def of_all(cls, reports: Sequence[bytes]) -> bytes:
+        """The sums of what all ranks report, encoded as the reports are."""
         every = [cls.decode(one) for one in reports]
         weights = zip(*(one.weight for one in every), strict=True)
         by_all = set(every[0].unmatched).intersection(*(one.unmatched for one in every[1:]))
-        return cls(
+        sums = cls(
             total([one.tally for one in every]),
             Weight(*(sum(column) for column in weights)),
             sum(one.away for one in every),
@@ -444,6 +445,7 @@ class LoadSums(NamedTuple):
             secrets.token_hex(8),
             tuple(sorted(by_all)),
         )
+        return sums.encode()
 
 
 def compared(
@@ -476,9 +478,7 @@ def compared(
         has_left,
         unmatched=tuple(binding.unmatched),
     )
-    reports = world.gather_to_coordinator("needs", mine.encode())
-    answer = None if reports is None else LoadSums.of_all(reports).encode()
-    sums = LoadSums.decode(world.broadcast("sums of needs", answer))
+    sums = LoadSums.decode(decided(world, "needs", "sums of needs", mine.encode(), LoadSums.of_all))
     if sums.weight.is_little(limits):
         groups = long_only(groups, limits)
     if sums.unmatched:

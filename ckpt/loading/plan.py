@@ -132,9 +132,8 @@ class ReadPlan(NamedTuple):
         start = number * block_nbytes
         stop = np.minimum(start + block_nbytes, nbytes[which])
         base = _bases(manifest, chunk)[which]
-        order = np.argsort(base + start, kind="stable")
-        columns = base + start, base + stop, chunk[which], number
-        return NeededBlocks(*(column[order] for column in columns))
+        blocks = NeededBlocks(base + start, base + stop, chunk[which], number)
+        return blocks.only(np.argsort(blocks.start, kind="stable"))
 
     def wanted(self, manifest: Manifest, files: Collection[int]) -> Ints:
         """Exactly what is wanted of these data files, as ascending disjoint runs of the byte line;

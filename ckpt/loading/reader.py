@@ -38,7 +38,6 @@ from ckpt.layout.reshard import clip_patch
 from ckpt.loading.block_sums import BlockSums, TableRange
 from ckpt.loading.byte_line import (
     Ints,
-    NeededBlocks,
     expanded,
     file_starts,
     joined,
@@ -256,7 +255,7 @@ class Reader:
 
     def _together(self, rows: Ints, nbytes_max: int) -> list[_Request]:
         """`rows` of blocks by requests of at most `nbytes_max`, or of one block."""
-        blocks = NeededBlocks(*(column[rows] for column in self.blocks))
+        blocks = self.blocks.only(rows)
         reads = requests(blocks, self.files, nbytes_max, self._path.gap_nbytes_max)
         together = []
         for read in reads:

@@ -84,7 +84,7 @@ def test_four_ranks_make_what_one_makes(source: str, tmp_path: Path) -> None:
     # Each rank reads what it writes; the large tensor is divided.
     assert all(nbytes < 0.25 * total + 5 * MIB for nbytes, _ in results)
     assert sum(nbytes for nbytes, _ in results) < 1.1 * total + MIB
-    assert len({str(reports[1:]) for _, reports in results}) == 1
+    assert all(reports[1:] == results[0][1][1:] for _, reports in results)
     with ckpt.open(str(tmp_path / "run")) as opened:
         assert opened.world_size == 4
         assert_same({name: opened[f"model.{name}"] for name in expected}, expected)

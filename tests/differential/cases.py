@@ -150,12 +150,16 @@ def kept_in_low_precision(name: str) -> None:
     model(torch.ones(2, 6)).sum().backward()
 
 
+def of_one_element(name: str, dtype: torch.dtype = torch.float32) -> Any:
+    scale = nn.Module()
+    scale.register_parameter("scale", nn.Parameter(torch.ones(1, dtype=dtype)))
+    scale.forward = lambda x: x * scale.scale
+    return engine(name)(scale, use_orig_params=dtype is not torch.float32)
+
+
 def one_element_twice(name: str) -> list[float]:
     """A gradient of one element after one backward, and after another one, of the first."""
-    scale = nn.Module()
-    scale.register_parameter("scale", nn.Parameter(torch.ones(1)))
-    scale.forward = lambda x: x * scale.scale
-    model = engine(name)(scale)
+    model = of_one_element(name)
     seen = []
     for _ in range(2):
         model(torch.ones(2, 6)).sum().backward()
@@ -209,6 +213,34 @@ def kept_gradients(name: str) -> list[str]:
     return seen
 
 
+def summoned_gradients(name: str) -> None:
+    """The second rank has padding alone."""
+    model = of_one_element(name, torch.bfloat16)
+    model(torch.ones(2, 6).bfloat16()).sum().backward()
+    with type(model).summon_full_params(model, with_grads=True):
+        pass
+
+
+def clipped_doubles(name: str) -> None:
+    model = engine(name)(build("uneven").double())
+    model(torch.ones(2, 6).double()).sum().backward()
+    model.clip_grad_norm_(1.0)
+
+
+def over_half_of_the_ranks(name: str) -> list[int]:
+    """Where the sharded dict of a group says that its own rows are: shard, rank."""
+    half = dist.get_world_size() // 2
+    groups = [dist.new_group(list(range(at, at + half))) for at in (0, half)]
+    model = engine(name)(build("even"), process_group=groups[dist.get_rank() // half])
+    type(model).set_state_dict_type(model, StateDictType.SHARDED_STATE_DICT)
+    (shard,) = model.state_dict()["0.weight"].local_shards()
+    where = shard.metadata
+    return [
+        where.shard_offsets[0] // 4 - dist.get_rank() % half,
+        where.placement.rank() - dist.get_rank(),
+    ]
+
+
 CASES: dict[str, tuple[Callable[[str], Any], Any]] = {
     "two backwards over one retained graph": (retained, None),
     "`set_gradient_divide_factor` on gloo": (divided, None),
@@ -218,9 +250,12 @@ CASES: dict[str, tuple[Callable[[str], Any], Any]] = {
     "units with different state dict types": (of_two_types, ["Tensor"]),
     "gradients of `NO_SHARD` units replaced": (gradients_put, [7.0]),
     "torch's state dict functions, where a module renames keys": (renamed, "RuntimeError"),
+    "`summon_full_params(with_grads=True)` where": (summoned_gradients, None),
+    "`clip_grad_norm_` of gradients in float64": (clipped_doubles, None),
+    "sharded dicts of units over part of the ranks": (over_half_of_the_ranks, [0, 0]),
     "on CPU: offload": (hooked, None),
     "`keep_low_precision_grads`": (kept_gradients, ["torch.float32"] * 2),
-    "an optimizer over a part of a unit": (of_one_parameter, None),
+    "an optimizer over a part": (of_one_parameter, None),
     "a norm left out of mixed precision": (norm_in_low_precision, None),
     "`no_sync` with mixed precision": (kept_in_low_precision, None),
     "gradients of a unit of one element": (one_element_twice, [1.0, 2.0]),

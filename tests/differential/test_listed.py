@@ -311,7 +311,7 @@ def test_each_row_of_the_page_has_a_draw_or_a_case() -> None:
 def test_a_case_that_does_not_show_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where torch does as ours does, or ours as torch's."""
     ranks: dict[str, list[Any]] = {"torch": ["RuntimeError"] * 2, "ours": [None] * 2}
-    monkeypatch.setattr(rows_module, "run_ranks", lambda n, f, case, name: ranks[name])
+    monkeypatch.setattr(rows_module, "_on_ranks", lambda case, name: ranks[name])
     case = "two backwards over one retained graph"
     assert rows_module._side_by_side(case) == "side by side"
     for wrong in ({"torch": [None] * 2}, {"ours": ["RuntimeError"] * 2}):

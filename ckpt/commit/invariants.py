@@ -14,7 +14,7 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
-from ckpt.commit.live import Segments, live_of
+from ckpt.commit.live import LiveSet, Segments
 from ckpt.commit.locate import file_keys
 from ckpt.commit.log import UNDONE, Log, LogState
 from ckpt.commit.names import (
@@ -336,7 +336,8 @@ def _live_in(stored: dict[str, bytes], record: Record) -> tuple[LiveEntry, ...]:
     for ref in record.segments:
         key = segment_key(ref.digest)
         bucket.add(key, stored[key])
-    return live_of(record, Segments(lambda: MemoryStore(bucket))).all
+    segments = Segments(lambda: MemoryStore(bucket))
+    return LiveSet(record.live, record.segments, record.gone, segments).all
 
 
 def _decoded(change: StoreChange) -> Record:

@@ -236,11 +236,6 @@ def _slot(entry: LiveEntry) -> int:
     return entry.slot
 
 
-def live_of(record: Record, segments: Segments) -> LiveSet:
-    """The live set of a record."""
-    return LiveSet(record.live, record.segments, record.gone, segments)
-
-
 def with_live(record: Record, live: LiveSet, write: Write) -> tuple[Record, LiveSet]:
     """`record` with this live set, and the live set as the record has it: folded if it was large.
 

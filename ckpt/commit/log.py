@@ -19,7 +19,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
-from ckpt.commit.live import LiveSet, Segments, live_of
+from ckpt.commit.live import LiveSet, Segments
 from ckpt.commit.names import (
     LINES_PREFIX,
     LISTED_MAX,
@@ -377,7 +377,7 @@ class Log:
 
     def live_of(self, record: Record) -> LiveSet:
         """The live set after a record."""
-        return live_of(record, self.segments)
+        return LiveSet(record.live, record.segments, record.gone, self.segments)
 
     def _end_at(self, newest: Record) -> _LogEnd:
         return _LogEnd(newest, LogState(newest.slot, newest.epoch, self.live_of(newest)))

@@ -175,21 +175,23 @@ class RankedSession:
 
         Raises OutcomeUnknown on all ranks, and StoreRefused when the root is no longer there.
         """
-        collectively(self.world, "settle", self._settle)
-
-    def _settle(self) -> None:
-        if self.session is None:
-            return
-        self.session.settle()
-        self.session.check_root()
-        self.session.check_room()
+        failure: BaseException | None = None
         try:
-            # What saves of this process left that were interrupted, or could not clean up.
-            self.session.sweep_failed()
-        except StorageError as error:
-            # Only space is at stake; a save that needs it fails with an error of its own.
-            url = self.session.store.url
-            logger.warning("%s: files of failed saves stay for now: %s", url, error)
+            if self.session is not None:
+                # Caught and not raised: the other ranks wait for this one in `agree`.
+                self.session.settle()
+                self.session.check_root()
+                self.session.check_room()
+                try:
+                    # What saves of this process left that were interrupted, or could not clean up.
+                    self.session.sweep_failed()
+                except StorageError as error:
+                    # Only space is at stake; a save that needs it fails with an error of its own.
+                    url = self.session.store.url
+                    logger.warning("%s: files of failed saves stay for now: %s", url, error)
+        except Exception as caught:
+            failure = caught
+        self.world.agree("settle", failure)
 
 
 def open_session(

@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from ckpt.commit.appender import Limits
-from ckpt.commit.live import LiveSet, live_of, with_live
+from ckpt.commit.live import LiveSet, with_live
 from ckpt.commit.locate import entry_of_manifest, file_keys, read_manifest
 from ckpt.commit.log import (
     FORMAT_KEY,
@@ -195,7 +195,7 @@ class _Survey:
         if record is None:
             return ()
         try:
-            return live_of(record, self._segments).all
+            return LiveSet(record.live, record.segments, record.gone, self._segments).all
         except Corrupt as error:
             self.breaks.setdefault(record.slot, str(error))
             return record.live

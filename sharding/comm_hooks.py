@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from sharding.engine.collectives import Group, RankParts, comm_of, default_group
-from sharding.engine.pool import BufferPool
+from sharding.engine.memory import BufferPool
 from sharding.engine.reduction import CommHook, divide_factors
 
 __all__ = ["LowPrecisionState", "bf16_compress_hook", "fp16_compress_hook", "hook_of"]

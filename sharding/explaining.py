@@ -16,7 +16,7 @@ from torch import nn
 
 from sharding.engine.steps import Noted
 from sharding.engine.unit import Unit
-from sharding.flat.tree import clean_name
+from sharding.flat.wrappers import clean_name
 from sharding.forward_hooks import sharded_groups
 from sharding.fsdp import FullyShardedDataParallel, fsdp_units
 from sharding.sharded_group import ShardedGroup

@@ -4,9 +4,9 @@ Arguments, defaults and methods are those of torch's class of that name. This fi
 parts:
 
     wrapping/policies, engine/groups   which modules become units, over which ranks
-    flat/construction, wrapping/init   what is checked and prepared before there is a unit
-    flat/tree                          the wrappers of a model and what they hold
-    flat/agreement, engine/runtime     what they share once the root is known
+    wrapping/init                      what is checked and prepared before there is a unit
+    flat/wrappers                      how one gets its unit, which there are, what they agree on
+    engine/runtime                     what they share once the root is known
     flat/param, engine/unit            how parameters are kept, and what happens when
 """
 
@@ -26,12 +26,10 @@ from ckpt.layout.flat import FlatMember, flat_views, member_as_param, memory_ord
 from ckpt.layout.piece import Owned
 from ckpt.layout.sharded_tensor import UnitSharding
 from sharding.attributes import CHILD, UnitAttributes
-from sharding.clip import clip_sharded
 from sharding.comm_hooks import hook_of
 from sharding.dtensor.seam import mark_sharded
 from sharding.engine.blocks import Placing
 from sharding.engine.collectives import wants_details
-from sharding.engine.early_gather import UnshardHandle, start_early
 from sharding.engine.extensions import (
     Extension,
     Lines,
@@ -41,17 +39,35 @@ from sharding.engine.extensions import (
     owners_of,
 )
 from sharding.engine.groups import HYBRID, Groups, resolve_groups
-from sharding.engine.order import OrderCheck
-from sharding.engine.runtime import Runtime, check_no_inner_root
+from sharding.engine.reduction import clip_sharded
+from sharding.engine.runtime import (
+    OrderCheck,
+    Runtime,
+    UnshardHandle,
+    check_no_inner_root,
+    start_early,
+)
 from sharding.engine.streams import streams_for
 from sharding.engine.torch_seam import larger_mesh, passed_over
 from sharding.engine.unit import Phase, Root
-from sharding.flat.agreement import cast_all_buffers, check_agreement, members_text, not_to_move
-from sharding.flat.construction import Values, check_kinds, clamped, make_unit, prepare_params
-from sharding.flat.tree import clean_name, ignored_below, managed_below, state_names, wrappers_below
-from sharding.flat.unit import FlatUnit, Settings
+from sharding.flat.unit import FlatUnit, Settings, SummonOptions, check_summon, summon_units
+from sharding.flat.wrappers import (
+    Values,
+    cast_all_buffers,
+    check_agreement,
+    check_kinds,
+    clamped,
+    clean_name,
+    ignored_below,
+    make_unit,
+    managed_below,
+    members_text,
+    not_to_move,
+    prepare_params,
+    state_names,
+    wrappers_below,
+)
 from sharding.state_dict_methods import StatefulUnit
-from sharding.summon import SummonOptions, check_summon, summon_units
 from sharding.torch_face import redirect_static_methods
 from sharding.wrapping.init import Ignored
 from sharding.wrapping.policies import auto_wrap
@@ -134,7 +150,15 @@ class FullyShardedDataParallel(UnitAttributes, StatefulUnit):
                 "ignored_states": list(ignored.params) or None,
                 "shard_placement_fn": shard_placement_fn,
             }
-            self._wrap_below(module, auto_wrap_policy, ignored, shared)
+            auto_wrap(
+                module,
+                auto_wrap_policy,
+                # A subclass may have a constructor of its own; one with an extension means all.
+                wrapper=FullyShardedDataParallel if self.fsdp_extension is None else type(self),
+                ignored_modules=set(ignored.modules),
+                ignored_params=set(ignored.params),
+                kwargs=shared,
+            )
         values = Values(device_id, param_init_fn, sync_module_states)
         module_params, device = prepare_params(module, ignored, groups, values)
         self.fsdp_names = tuple(state_names(module))  # before members are taken out
@@ -150,33 +174,16 @@ class FullyShardedDataParallel(UnitAttributes, StatefulUnit):
             ignored_buffers=ignored.buffers,
             evaluates_in_full_precision=os.environ.get("FSDP_USE_FULL_PREC_IN_EVAL") == "1",
         )
-        extension = self._extension_for(groups, device_mesh)
+        extension = self.fsdp_extension
+        # On an axis of a larger mesh, members may be sharded over the other axes already.
+        if extension is None and device_mesh is not None and larger_mesh(device_mesh) is not None:
+            extension = TensorParallel(groups)
         unit = make_unit(module, module_params, groups, settings, extension, shard_placement_fn)
         self.syncs_states = sync_module_states
         self._build(unit, groups, ignored, device_mesh)
         # Wrappers around other modules refuse what is tied to these: the tie would be lost.
         for item in module_params:
             mark_sharded(item.param, f"{type(module).__name__}.{item.fqn}")
-
-    def _wrap_below(
-        self, module: nn.Module, policy: Any, ignored: Ignored, shared: dict[str, Any]
-    ) -> None:
-        """Make units of what the policy names below `module`; `shared` are their arguments."""
-        auto_wrap(
-            module,
-            policy,
-            # A subclass may have a constructor of its own; one with an extension means all units.
-            wrapper=FullyShardedDataParallel if self.fsdp_extension is None else type(self),
-            ignored_modules=set(ignored.modules),
-            ignored_params=set(ignored.params),
-            kwargs=shared,
-        )
-
-    def _extension_for(self, groups: Groups, device_mesh: DeviceMesh | None) -> Extension | None:
-        # On an axis of a larger mesh, members may be sharded over the other axes already.
-        if self.fsdp_extension is not None or device_mesh is None:
-            return self.fsdp_extension
-        return None if larger_mesh(device_mesh) is None else TensorParallel(groups)
 
     def _build(
         self, unit: FlatUnit, groups: Groups, ignored: Ignored, device_mesh: DeviceMesh | None
@@ -201,18 +208,14 @@ class FullyShardedDataParallel(UnitAttributes, StatefulUnit):
         self.shows_original_params = unit.settings.use_orig_params
         self.fsdp_unit.show_flat()
         self.check_nothing_left()
-        self._share_cut_lines()
-
-    def _share_cut_lines(self) -> None:
-        """Let all units of the model know over which axes of a mesh any of them has cut members."""
-        # Along which axes ranks are replicas depends on the members of all units.
-        store = self.fsdp_unit.store
+        # Along which axes ranks are replicas depends on the members of all units: let all know over
+        # which axes of a mesh any of them has cut members.
+        store = unit.store
         own = set() if store is None else cut_lines_of(store.extension, store.tokens)
-        below = [unit for unit in fsdp_units(self) if unit is not self]
-        shared: Lines = own.union(*(unit.fsdp_cut_lines for unit in below))
-        self.fsdp_cut_lines: Lines = shared
-        for unit in below:
-            unit.fsdp_cut_lines = shared
+        below = [inner for inner in fsdp_units(self) if inner is not self]
+        self.fsdp_cut_lines: Lines = own.union(*(inner.fsdp_cut_lines for inner in below))
+        for inner in below:
+            inner.fsdp_cut_lines = self.fsdp_cut_lines
 
     def check_nothing_left(self) -> None:
         """Raise RuntimeError, with their names, when parameters are neither sharded nor ignored."""

@@ -18,8 +18,7 @@ from ckpt.layout.plain import Ranks
 from ckpt.state.values import join
 from sharding.dtensor.store import DTensorStore
 from sharding.engine.collectives import all_global_ranks, separate_comm
-from sharding.engine.early_gather import UnshardHandle, start_early
-from sharding.engine.runtime import GradientReductionHandle
+from sharding.engine.runtime import GradientReductionHandle, UnshardHandle, start_early
 from sharding.engine.streams import Streams
 from sharding.engine.torch_seam import is_in_backward, mark_applied
 from sharding.engine.unit import Unit
@@ -348,13 +347,13 @@ class FSDPModule(TorchUnit):
             group.update_factors()
 
     def set_custom_all_gather(self, comm: Any) -> None:
-        """Gather by the user's own collective; see `sharding.engine.custom_comms.CustomComm`."""
+        """Gather by the user's own collective; see `sharding.sharded_group.CustomComm`."""
         group = self._only_group("set_custom_all_gather")
         group.custom_gather = comm
         group.choose_comms()
 
     def set_custom_reduce_scatter(self, comm: Any) -> None:
-        """Reduce by the user's own collective; see `sharding.engine.custom_comms.CustomComm`.
+        """Reduce by the user's own collective; see `sharding.sharded_group.CustomComm`.
 
         Its `op` is AVG or a premultiplied sum, or SUM where `set_all_reduce_hook` says that hooks
         see sums.

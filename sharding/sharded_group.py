@@ -11,14 +11,14 @@ import torch.distributed as dist
 from torch import nn
 
 from sharding.dtensor.store import DTensorStore
-from sharding.engine.collectives import Comm, CommMemory
-from sharding.engine.custom_comms import CustomReduction, with_gather, with_reduction
+from sharding.engine.collectives import Comm, CommMemory, Members, PendingCollective, Tensors
+from sharding.engine.memory import BufferPool
 from sharding.engine.reduction import divide_factors
 from sharding.engine.streams import Streams, streams_for
 from sharding.engine.torch_seam import SymmetricMemory, group_memory, premultiplied_sum
 from sharding.engine.unit import Unit
 
-__all__ = ["ShardedGroup"]
+__all__ = ["CustomComm", "CustomReduction", "ShardedGroup", "with_gather", "with_reduction"]
 
 _WIDE = (torch.float32, torch.bfloat16)
 """Dtypes whose range no sum of gradients leaves."""
@@ -157,3 +157,82 @@ def _served(
     if custom is not None:
         return with_custom(comm, custom)
     return comm if memory is None else comm.in_memory(memory)
+
+
+class CustomComm(Comm):
+    """A group whose gathers or reductions are the user's own.
+
+    As torch has them: `custom.allocate(shape, dtype=, device=)` makes the buffers, and
+    `custom(output_tensor=, input_tensor=, group=, async_op=True)` fills the output and returns what
+    can be waited for, or None when it is done; a reduction gets `op=` too. A rank alone does not
+    call it.
+    """
+
+    def __init__(self, base: Comm, custom: Any) -> None:
+        super().__init__(base.group)
+        self._base = base
+        self._custom = custom
+
+    def apart(self, nbytes: Sequence[int], *, even: bool, device: torch.device) -> list[int]:
+        return []  # buffers are to be the user's
+
+    def buffer(
+        self, numel: int, dtype: torch.dtype, device: torch.device, pool: BufferPool | None
+    ) -> torch.Tensor:
+        buffer: torch.Tensor = self._custom.allocate((numel,), dtype=dtype, device=device)
+        return buffer
+
+    def give_back(self, buffer: torch.Tensor, pool: BufferPool) -> None:
+        pass
+
+    def all_gather(
+        self, members: Members, own: Tensors, *, pool: BufferPool, tag: int
+    ) -> PendingCollective:
+        return self._base.all_gather(members, own, pool=pool, tag=tag)
+
+    def reduce_scatter(
+        self, members: Members, outs: Tensors, *, pool: BufferPool, tag: int
+    ) -> PendingCollective:
+        return self._base.reduce_scatter(members, outs, pool=pool, tag=tag)
+
+
+class _CustomGather(CustomComm):
+    def all_gather(
+        self, members: Members, own: Tensors, *, pool: BufferPool, tag: int
+    ) -> PendingCollective:
+        (member,), (part,) = members, own
+        work = self._custom(
+            output_tensor=member.whole, input_tensor=part, group=self.group, async_op=True
+        )
+        return PendingCollective([work])
+
+
+class CustomReduction(CustomComm):
+    """Reduces by the user's own collective. `op` is what it is called with."""
+
+    def __init__(self, base: Comm, custom: Any) -> None:
+        super().__init__(base, custom)
+        self.op: Any = dist.ReduceOp.SUM
+
+    def reduce_scatter(
+        self, members: Members, outs: Tensors, *, pool: BufferPool, tag: int
+    ) -> PendingCollective:
+        (member,), (out,) = members, outs
+        work = self._custom(
+            output_tensor=out,
+            input_tensor=member.whole,
+            group=self.group,
+            op=self.op,
+            async_op=True,
+        )
+        return PendingCollective([work])
+
+
+def with_gather(comm: Comm, custom: Any) -> Comm:
+    """The same ranks, gathering by the user's own collective; see `CustomComm`."""
+    return comm if comm.size == 1 else _CustomGather(comm, custom)
+
+
+def with_reduction(comm: Comm, custom: Any) -> Comm:
+    """The same ranks, reducing by the user's own collective; see `CustomComm`."""
+    return comm if comm.size == 1 else CustomReduction(comm, custom)

@@ -43,14 +43,14 @@ from sharding.engine.torch_seam import (
     versioned_dict,
 )
 from sharding.named_optimizers import by_name, by_number, own_names
-from sharding.state_dicts import (
+from sharding.torch_face import (
+    TorchWrapper,
     checked_settings,
     default_settings,
     model_form,
     optim_form,
     relative,
 )
-from sharding.torch_face import TorchWrapper
 
 __all__ = ["StatefulUnit"]
 

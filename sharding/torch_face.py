@@ -6,6 +6,9 @@ derives from torch's and inherits nothing else from it, and those static methods
 that look into torch's own units call our methods of the same names for models that have units of
 ours. For all other models they do what they did.
 
+A wrapper remembers the type of state dicts and the configs that the user set, torch's classes, by
+their exact class as torch compares them; `model_form` and `optim_form` say what they are in `ckpt`.
+
 What a newer torch adds to these classes, or to its classes of options, is refused by name until it
 is implemented here: it would be ignored, or look for torch's own state in a module of ours.
 """
@@ -16,16 +19,43 @@ import dataclasses
 import enum
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from torch.distributed import fsdp
 from torch.distributed.fsdp import FSDPModule as TorchModule
+from torch.distributed.fsdp import (
+    FullOptimStateDictConfig,
+    FullStateDictConfig,
+    LocalOptimStateDictConfig,
+    LocalStateDictConfig,
+    OptimStateDictConfig,
+    ShardedOptimStateDictConfig,
+    ShardedStateDictConfig,
+    StateDictConfig,
+    StateDictSettings,
+    StateDictType,
+)
 from torch.distributed.fsdp import FullyShardedDataParallel as TorchClass
 from torch.distributed.fsdp import MixedPrecisionPolicy as Precision
-from torch.distributed.fsdp import UnshardHandle as TorchHandleClass
+
+from ckpt import state_dict as ours
+
+if TYPE_CHECKING:
+
+    class TorchWrapper(nn.Module):
+        """An instance of torch's class that behaves like a plain module."""
+
+    class TorchUnit:
+        """What `isinstance(module, torch.distributed.fsdp.FSDPModule)` holds for."""
+
+    class TorchHandle:
+        """What `isinstance(handle, torch.distributed.fsdp.UnshardHandle)` holds for."""
+
+    class TorchReductionHandle:
+        """The same for torch's `GradientReductionHandle`, from torch 2.15 on."""
+
 
 __all__ = [
     "TorchHandle",
@@ -34,8 +64,13 @@ __all__ = [
     "TorchUnit",
     "TorchWrapper",
     "check_known",
+    "checked_settings",
+    "default_settings",
     "follows_grad_dtype",
+    "model_form",
+    "optim_form",
     "redirect_static_methods",
+    "relative",
 ]
 
 _LEFT_ALONE = ("get_state_dict_type", "set_state_dict_type", "state_dict_type")
@@ -146,26 +181,6 @@ def _refusing(kind: type) -> type:
     return type(f"Torch{kind.__name__}", (kind,), bare)
 
 
-if TYPE_CHECKING:
-
-    class TorchWrapper(nn.Module):
-        """An instance of torch's class that behaves like a plain module."""
-
-    class TorchUnit:
-        """What `isinstance(module, torch.distributed.fsdp.FSDPModule)` holds for."""
-
-    class TorchHandle:
-        """What `isinstance(handle, torch.distributed.fsdp.UnshardHandle)` holds for."""
-
-    class TorchReductionHandle:
-        """The same for torch's `GradientReductionHandle`, from torch 2.15 on."""
-else:
-    TorchUnit = _refusing(TorchModule)
-    TorchWrapper = _refusing(TorchClass)
-    TorchHandle = _refusing(TorchHandleClass)
-    TorchReductionHandle = _refusing(getattr(fsdp, "GradientReductionHandle", object))
-
-
 def redirect_static_methods(ours: type[nn.Module]) -> None:
     """Let torch's static methods call those of `ours` for models that have units of that class."""
     for name, value in list(vars(TorchClass).items()):
@@ -187,3 +202,66 @@ def _choosing(ours: type[nn.Module], name: str) -> Any:
         return (getattr(ours, name) if is_ours else before)(*args, **kwargs)
 
     return chosen
+
+
+_CLASSES: dict[StateDictType, tuple[type[StateDictConfig], type[OptimStateDictConfig]]] = {
+    StateDictType.FULL_STATE_DICT: (FullStateDictConfig, FullOptimStateDictConfig),
+    StateDictType.LOCAL_STATE_DICT: (LocalStateDictConfig, LocalOptimStateDictConfig),
+    StateDictType.SHARDED_STATE_DICT: (ShardedStateDictConfig, ShardedOptimStateDictConfig),
+}
+
+
+def default_settings() -> StateDictSettings:
+    """FULL, with default configs."""
+    return checked_settings(StateDictType.FULL_STATE_DICT, None, None)
+
+
+def checked_settings(
+    form: StateDictType,
+    config: StateDictConfig | None,
+    optim_config: OptimStateDictConfig | None,
+) -> StateDictSettings:
+    """The settings, with defaults for what is None. Raises RuntimeError for other classes, and
+    NotImplementedError for options of a newer torch that are not implemented here.
+    """
+    check_known(config, optim_config)
+    model_class, optim_class = _CLASSES[form]
+    config = model_class() if config is None else config
+    optim_config = optim_class() if optim_config is None else optim_config
+    # By exact class, as torch compares them: all derive from one, and mean different things.
+    for given, wanted in ((config, model_class), (optim_config, optim_class)):
+        if type(given) is not wanted:
+            raise RuntimeError(
+                f"{form.name} needs a {wanted.__name__}, got a {type(given).__name__}"
+            )
+    return StateDictSettings(form, config, optim_config)
+
+
+def model_form(settings: StateDictSettings) -> tuple[ours.StateDictType, ours.StateDictConfig]:
+    """What the settings are called in `ckpt`, for models."""
+    config: Any = settings.state_dict_config
+    offload = config.offload_to_cpu
+    if settings.state_dict_type is StateDictType.FULL_STATE_DICT:
+        rank0_only = config.rank0_only
+        return ours.StateDictType.FULL, ours.FullStateDictConfig(offload, rank0_only)
+    if settings.state_dict_type is StateDictType.LOCAL_STATE_DICT:
+        return ours.StateDictType.LOCAL, ours.LocalStateDictConfig(offload)
+    return ours.StateDictType.SHARDED, ours.ShardedStateDictConfig(offload)
+
+
+def optim_form(
+    settings: StateDictSettings,
+) -> tuple[ours.StateDictType, ours.OptimStateDictConfig]:
+    """What the settings are called in `ckpt`, for optimizers. LOCAL is served as SHARDED."""
+    # torch's class tells full dicts of optimizers from all others, which are sharded.
+    config: Any = settings.optim_state_dict_config
+    offload = config.offload_to_cpu
+    if settings.state_dict_type is StateDictType.FULL_STATE_DICT:
+        rank0_only = config.rank0_only
+        return ours.StateDictType.FULL, ours.FullOptimStateDictConfig(offload, rank0_only)
+    return ours.StateDictType.SHARDED, ours.ShardedOptimStateDictConfig(offload)
+
+
+def relative(state_dict: Mapping[str, Any], prefix: str) -> dict[str, Any]:
+    """The entries under `prefix`, without it."""
+    return {k[len(prefix) :]: value for k, value in state_dict.items() if k.startswith(prefix)}

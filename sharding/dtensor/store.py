@@ -22,12 +22,18 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from sharding.dtensor.gathering import AlongFirst, ByExtension, Gathering, gathering_for
+from sharding.dtensor.gathering import (
+    AlongFirst,
+    ByExtension,
+    Gathering,
+    PackedGather,
+    gathering_for,
+    pack_gradients,
+)
 from sharding.dtensor.param import DataMesh, Keeping, ShardedParam
 from sharding.dtensor.seam import ShownParam, as_parameter, replaced, versions_of
 from sharding.engine.collectives import Comm, PendingCollective, RankParts
 from sharding.engine.memory import TensorSize
-from sharding.engine.packing import PackedGather, pack_gradients
 from sharding.engine.store import (
     Gradients,
     ModuleParam,

@@ -26,7 +26,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
-from sharding.engine.pool import BufferPool
+from sharding.engine.memory import BufferPool
 from sharding.engine.torch_seam import shown_as
 
 __all__ = [
@@ -126,7 +126,7 @@ class Comm(ABC):
 
     def apart(self, nbytes: Sequence[int], *, even: bool, device: torch.device) -> list[int]:
         """Which members, by number, are gathered or reduced as they are; all others have to be
-        packed into one before (`sharding.engine.packing`). `nbytes`: of the first rank's part of
+        packed into one before (`sharding.dtensor.gathering`). `nbytes`: of the first rank's part of
         each. `even`: all parts of a member are equally long. `device`: where the members are.
         """
         return list(range(len(nbytes)))

@@ -28,8 +28,7 @@ import torch
 from torch import nn
 
 from sharding.engine.collectives import Comm, PendingCollective, RankParts
-from sharding.engine.memory import PagePool, TensorMemory, TensorSize
-from sharding.engine.pool import BufferPool
+from sharding.engine.memory import BufferPool, PagePool, TensorMemory, TensorSize
 from sharding.engine.ranges import NO_RANGES
 from sharding.engine.streams import Streams
 from sharding.engine.torch_seam import (

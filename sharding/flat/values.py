@@ -20,7 +20,7 @@ from sharding.engine.memory import TensorSize
 from sharding.engine.store import ModuleParam, ParameterStore, State
 from sharding.engine.streams import Streams
 from sharding.engine.torch_seam import put_all
-from sharding.flat.layout import FlatLayout, LocalPart, alignment, plan_flat_layout
+from sharding.flat.layout import FlatLayout, LocalPart, alignment, balanced_layout, plan_flat_layout
 from sharding.flat.members import (
     FlatParameter,
     check_flattenable,
@@ -30,7 +30,6 @@ from sharding.flat.members import (
     part_view,
     spec_of,
 )
-from sharding.flat.ragged import balanced_layout
 
 if TYPE_CHECKING:
     from sharding.engine.extensions import Extension

@@ -19,7 +19,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
-from sharding.flat import ragged
+from sharding.flat import layout
 from tests.streams.scenarios import SCENARIOS
 from tests.streams.training import Net, Run
 
@@ -122,7 +122,7 @@ class OnDevice(Run):
 def result_of(who: str, surface: str, name: str, device: str) -> Result:
     """Run a scenario on a device to its end; raises what it raises."""
     # Where whole members lie follows from what ranks were given before: each run starts anew.
-    ragged._GIVEN.clear()
+    layout._GIVEN.clear()
     index = None if device == "cpu" else torch.get_device_module(device).current_device()
     run = OnDevice(who, surface, where=torch.device(device, index))
     SCENARIOS[name].body(run)

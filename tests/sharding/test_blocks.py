@@ -32,8 +32,7 @@ from sharding import (
     fully_shard,
 )
 from sharding.comm_hooks import LowPrecisionState, bf16_compress_hook
-from sharding.flat.layout import FlatLayout, MemberSpec, row_major
-from sharding.flat.ragged import plan_ragged_layout
+from sharding.flat.layout import FlatLayout, MemberSpec, plan_ragged_layout, row_major
 from sharding.fsdp import fsdp_units
 from tests.ranks import run_ranks
 from tests.sharding.models import batches, build, clean, full_copies, wrapped

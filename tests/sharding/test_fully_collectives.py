@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from sharding.dtensor.gathering import PackedGather, pack_gradients
 from sharding.engine.collectives import (
     Comm,
     RankParts,
@@ -21,8 +22,7 @@ from sharding.engine.collectives import (
     comm_of,
     default_group,
 )
-from sharding.engine.packing import PackedGather, pack_gradients
-from sharding.engine.pool import BufferPool
+from sharding.engine.memory import BufferPool
 from tests.sharding.fully_scenarios import claims
 
 pytestmark = pytest.mark.ranks

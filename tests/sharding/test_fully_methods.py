@@ -18,8 +18,8 @@ from torch import nn
 import sharding
 from sharding import FSDPModule
 from sharding.engine.collectives import _Native
-from sharding.engine.custom_comms import CustomComm
 from sharding.engine.store import State
+from sharding.sharded_group import CustomComm
 from tests.sharding.fully_scenarios import (
     assert_close,
     assert_equal,

@@ -11,8 +11,7 @@ import sys
 import pytest
 import torch
 
-from sharding.engine.memory import GatheredMemory, PagePool, _can_move, _Moved, _Resized
-from sharding.engine.pool import BufferPool
+from sharding.engine.memory import BufferPool, GatheredMemory, PagePool, _can_move, _Moved, _Resized
 
 SIZE = 4 * 1024 * 1024
 CPU = torch.device("cpu")

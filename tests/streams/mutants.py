@@ -37,7 +37,6 @@ USERS = (
     "sharding.engine.store",
     "sharding.engine.runtime",
     "sharding.engine.reduction",
-    "sharding.engine.early_gather",
     "sharding.flat.values",
     "sharding.dtensor.store",
     "sharding.fsdp_module",

@@ -1,9 +1,11 @@
-"""What the constructor of the wrapper does before there is a unit: checks, values, the unit itself.
+"""The wrappers of a model: how one gets its unit, which there are, and what they agree on.
 
 check_kinds       arguments of a class that would mean something else silently
 prepare_params    find the parameters, give them values, bring them to the device, broadcast
 clamped           the strategy that the groups allow
 make_unit         the flat parameter, its reduction and the unit
+wrappers_below    and what these hold, with names that are free of what wrappers put in
+check_agreement   what all of a model must agree on once their root is known
 """
 
 from __future__ import annotations
@@ -11,30 +13,33 @@ from __future__ import annotations
 import enum
 import math
 import warnings
-from collections.abc import Callable
-from typing import NamedTuple
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 from torch.distributed.fsdp import ShardingStrategy
 
+from sharding.attributes import CHILD, UnitAttributes
 from sharding.dtensor.seam import sharded_before_as
 from sharding.engine.blocks import Blocks, Cutting, Placing, Whole
 from sharding.engine.collectives import Comm
 from sharding.engine.extensions import Extension
 from sharding.engine.groups import Groups
-from sharding.engine.precision import reduce_dtype
+from sharding.engine.precision import cast_buffers, reduce_dtype
 from sharding.engine.reduction import Reduction, divide_factors
 from sharding.engine.store import ModuleParam
 from sharding.engine.streams import streams_for
+from sharding.engine.torch_seam import persistent_buffers
+from sharding.engine.unit import Phase
 from sharding.flat.param import FlatParam
-from sharding.flat.tree import is_wrapper, managed_below, synced_below
 from sharding.flat.unit import FlatUnit, Settings
 from sharding.flat.values import StoreOptions
 from sharding.torch_face import check_known
 from sharding.wrapping.init import (
     Ignored,
     choose_device,
+    find_ignored,
     find_params,
     materialize,
     move_states,
@@ -42,7 +47,165 @@ from sharding.wrapping.init import (
     warn_of_slow_wrapping,
 )
 
-__all__ = ["Values", "check_kinds", "clamped", "make_unit", "prepare_params"]
+__all__ = [
+    "Values",
+    "cast_all_buffers",
+    "check_agreement",
+    "check_kinds",
+    "clamped",
+    "clean_name",
+    "ignored_below",
+    "is_wrapper",
+    "make_unit",
+    "managed_below",
+    "members_text",
+    "not_to_move",
+    "prepare_params",
+    "state_names",
+    "synced_below",
+    "wrappers_below",
+]
+
+
+def is_wrapper(module: nn.Module) -> bool:
+    """Whether the module is a wrapper of this engine."""
+    return isinstance(module, UnitAttributes)
+
+
+def wrappers_below(module: nn.Module, *, root_only: bool = False) -> list[UnitAttributes]:
+    """The wrappers below `module`, itself included, in walk order; or only the outermost ones."""
+    wrappers: list[UnitAttributes] = []
+    skipped = ""
+    for name, inner in module.named_modules():
+        if not isinstance(inner, UnitAttributes):
+            continue
+        # Below the last outermost wrapper names start with its name; below "" is everything.
+        if root_only and wrappers and (skipped == "" or name.startswith(f"{skipped}.")):
+            continue
+        wrappers.append(inner)
+        skipped = name
+    return wrappers
+
+
+def clean_name(name: str) -> str:
+    """A dotted name without what wrappers put in."""
+    wrappers = (CHILD, "_checkpoint_wrapped_module", "_orig_mod")
+    return ".".join(part for part in name.split(".") if part not in wrappers)
+
+
+def state_names(module: nn.Module) -> Iterator[str]:
+    """Clean names of parameters and buffers below the module, in its state dict's order."""
+    inside = ""
+    for prefix, inner in module.named_modules(remove_duplicate=False):
+        if inside and prefix.startswith(f"{inside}."):
+            continue
+        base = f"{clean_name(prefix)}." if clean_name(prefix) else ""
+        if isinstance(inner, UnitAttributes):
+            # Its flat parameter hides the names of its members; the wrapper has kept them.
+            inside = prefix
+            yield from (f"{base}{name}" for name in inner.fsdp_names)
+        else:
+            own = {"recurse": False, "remove_duplicate": False}
+            yield from (f"{base}{name}" for name, _ in inner.named_parameters(**own))
+            yield from (f"{base}{name}" for name in persistent_buffers(inner))
+
+
+def managed_below(module: nn.Module) -> set[int]:
+    """Identities of the parameters that wrappers below the module hold, and of flat ones."""
+    managed: set[int] = set()
+    for wrapper in wrappers_below(module):
+        store = wrapper.fsdp_unit.store if "fsdp_unit" in wrapper.__dict__ else None
+        if store is not None:
+            managed.add(id(store.flat))
+            managed.update(id(param) for param in store.params)
+    return managed
+
+
+def ignored_below(module: nn.Module, modules: Any, states: Any) -> Ignored:
+    """What the arguments ignore, and what the units below ignore already."""
+    ignored = find_ignored(module, modules, states, is_unit=is_wrapper)
+    all_modules, params = set(ignored.modules), set(ignored.params)
+    for wrapper in wrappers_below(module):
+        all_modules |= wrapper.fsdp_ignored.modules
+        params |= wrapper.fsdp_ignored.params
+    return Ignored(frozenset(all_modules), frozenset(params), ignored.buffers)
+
+
+def synced_below(module: nn.Module) -> set[int]:
+    """Identities of the buffers that inner units have broadcast already; not every unit does."""
+    synced: set[int] = set()
+    for wrapper in wrappers_below(module):
+        if wrapper.syncs_states:
+            synced.update(id(buffer) for buffer in wrapper.fsdp_unit.wrapped.buffers())
+    return synced
+
+
+def check_agreement(wrappers: Sequence[UnitAttributes]) -> None:
+    """Raise ValueError when wrappers disagree on what a model can only have once, RuntimeError when
+    shards have left the device that their wrapper was made for.
+    """
+    for name in ("use_orig_params", "limit_all_gathers", "evaluates_in_full_precision"):
+        values = {getattr(wrapper.fsdp_unit.settings, name) for wrapper in wrappers}
+        if len(values) > 1:
+            raise ValueError(f"{name} must be the same for all units, got {sorted(values)}")
+    for wrapper in wrappers:
+        _check_device(wrapper.fsdp_unit)
+
+
+def _check_device(unit: FlatUnit) -> None:
+    if unit.store is None:
+        return
+    wanted = torch.device("cpu") if unit.settings.offload else unit.settings.device
+    if unit.store.flat.device != wanted:
+        raise RuntimeError(
+            f"sharded parameters of {type(unit.wrapped).__name__} are on "
+            f"{unit.store.flat.device}, expected {wanted}; pass device_id, and do not move the "
+            "module after wrapping"
+        )
+
+
+def members_text(unit: FlatUnit, path: str = "") -> str:
+    """The unit by its module, at `path`, and members, for errors."""
+    items = () if unit.store is None else unit.store.module_params
+    fqns = [clean_name(f"{path}.{item.fqn}" if path else item.fqn) for item in items]
+    return f"{type(unit.wrapped).__name__} with {', '.join(fqns)}"
+
+
+def not_to_move(units: Sequence[FlatUnit]) -> list[FlatUnit]:
+    """Those of `units` whose root is one of them, or in an iteration. Others may get another root:
+    a module that was trained is wrapped again.
+    """
+    held = []
+    for unit in units:
+        if unit.runtime is not None:
+            unit.runtime.leave_failed_backward()
+            root = unit.runtime.root
+            if root in units or root.phase is not Phase.IDLE:
+                held.append(unit)
+    return held
+
+
+def cast_all_buffers(wrappers: Sequence[UnitAttributes], *, low: bool) -> None:
+    """Cast buffers, each as the innermost unit around it says; back to what they were unless
+    `low`.
+    """
+    done: set[int] = set()
+    # Inner wrappers first: outer ones leave alone what these have cast.
+    for wrapper in reversed(wrappers):
+        settings = wrapper.fsdp_unit.settings
+        for prefix, module in wrapper.fsdp_unit.wrapped.named_modules():
+            if id(module) in done:
+                continue
+            done.add(id(module))
+            base = f"{prefix}." if prefix else ""
+            wanted = {
+                name: settings.precision.buffer_dtype
+                if low
+                else wrapper.fsdp_buffer_dtypes.get(clean_name(f"{base}{name}"))
+                for name, _ in module.named_buffers(recurse=False)
+                if f"{base}{name}" not in settings.ignored_buffers
+            }
+            cast_buffers(module, wanted, settings.device)
 
 
 class Values(NamedTuple):

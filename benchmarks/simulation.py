@@ -22,8 +22,7 @@ import numpy.typing as npt
 from ckpt.world.agreement import encode_error, encode_failures, error_of_failures
 from ckpt.world.base import Message, Transfers, World
 from ckpt.world.tree import family
-from storage.buffered import BufferedWriter
-from storage.memory import MemoryBucket, MemoryStore
+from storage.memory import BufferedWriter, MemoryBucket, MemoryStore
 from storage.store import ByteRange, ObjectInfo
 
 Numbers = npt.NDArray[np.float64]

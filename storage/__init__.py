@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from storage.buffered import BufferedWriter
 from storage.errors import (
     AccessDeniedError,
     CorruptObjectError,
@@ -20,6 +19,7 @@ from storage.errors import (
 from storage.generic import FsspecStore
 from storage.keys import check_key, check_prefix
 from storage.location import OnFilesystem, PrefixStore, StoreLike
+from storage.memory import BufferedWriter
 from storage.retry import RetryPolicy
 from storage.schemes import StoreFactory, register_store
 from storage.store import ByteRange, ExclusiveCreate, ObjectInfo, ObjectWriter, Store

@@ -1,17 +1,18 @@
-"""Objects in this process's memory: for tests, notebooks and examples."""
+"""Objects in this process's memory, for tests, notebooks and examples; and a writer that collects
+one there, for stores that take it whole.
+"""
 
 from __future__ import annotations
 
 import time
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
-from storage.buffered import BufferedWriter
 from storage.errors import KeyExistsError, KeyNotFoundError, ShortReadError
 from storage.forks import ForkSafeLock
 from storage.keys import check_key, check_prefix
-from storage.ranges import flat_views
-from storage.store import ByteRange, ExclusiveCreate, ObjectInfo, Store
+from storage.ranges import PartLedger, flat_views
+from storage.store import ByteRange, ExclusiveCreate, ObjectInfo, ObjectWriter, Store
 
 
 class MemoryBucket:
@@ -148,3 +149,44 @@ class MemoryStore(Store):
     def _publish(self, key: str, data: bytes | bytearray) -> None:
         if not self._bucket.add(self._prefix + key, data):
             raise KeyExistsError(f"create {key}: exists already in {self.url}")
+
+
+class BufferedWriter(ObjectWriter):
+    """Calls `publish(key, data)` at the end of its `with` block, if that ends without an exception.
+
+    What `Store.create` returns where the medium takes an object in one piece. Keeps the promises of
+    ObjectWriter: it refuses parts of a wrong size or twice, and objects with a part missing
+    (ValueError). Needs the memory of the whole object, in bytes `nbytes`.
+    """
+
+    def __init__(
+        self,
+        key: str,
+        nbytes: int,
+        *,
+        part_nbytes: int,
+        publish: Callable[[str, bytearray], object],
+    ) -> None:
+        self.part_nbytes = part_nbytes
+        self._ledger = PartLedger(check_key(key), nbytes, part_nbytes)
+        self._publish = publish
+        self._data = bytearray(nbytes)
+
+    def write_part(self, index: int, buffers: Sequence[memoryview]) -> None:
+        position = self._ledger.claim(index, buffers).start
+        target = memoryview(self._data)
+        for view in flat_views(buffers):
+            target[position : position + view.nbytes] = view
+            position += view.nbytes
+
+    def shorten(self, nbytes: int) -> None:
+        self._ledger.shorten(nbytes)
+        del self._data[nbytes:]
+
+    def __enter__(self) -> BufferedWriter:
+        return self
+
+    def __exit__(self, kind: object, *_: object) -> None:
+        if kind is None:
+            self._ledger.check_complete()
+            self._publish(self._ledger.key, self._data)

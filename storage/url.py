@@ -71,7 +71,7 @@ def open_store(
     - `memory://NAME`: lives as long as this process, one per name;
     - `s3://BUCKET/PREFIX`: S3, with the session and credentials of s3fs. `storage_options` are
       those of `s3fs.S3FileSystem`, such as `endpoint_url`, `key`, `secret`, `anon`, `profile`,
-      those of `storage.s3.options.Transfer` (`unsigned_payload`, `checksums`), and
+      those of `storage.s3.requests.Transfer` (`unsigned_payload`, `checksums`), and
       `spread`: the number of key prefixes over which a new root spreads its data files (see
       `storage.spread`);
     - `gs://BUCKET/PREFIX` and `az://CONTAINER/PREFIX`, or `gcs`, `abfs`, `abfss`: with obstore
@@ -156,7 +156,7 @@ def _open_plain(
         return _open_memory(url, rest)
     if protocol in ("s3", "s3a"):
         try:
-            from storage.s3.open import open_s3  # s3fs takes half a second to import
+            from storage.s3.store import open_s3  # s3fs takes half a second to import
         except ImportError as error:
             raise InvalidUrlError(
                 f"{redacted(url)}: s3:// needs s3fs ({error}); pip install s3fs"

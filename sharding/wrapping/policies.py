@@ -162,7 +162,7 @@ def _check_mixed(
             )
             if not use_orig_params:
                 raise ValueError(f"{text}; wrap them apart or pass use_orig_params=True")
-            warnings.warn(f"{text}; gradients of the frozen ones take memory", stacklevel=5)
+            warnings.warn(f"{text}; gradients of the frozen ones take memory", stacklevel=4)
 
 
 def _params_of_unit(module: nn.Module, units: set[int]) -> Iterator[tuple[str, nn.Parameter]]:
@@ -201,7 +201,7 @@ def _with_full_precision(
         warnings.warn(
             f"modules of the classes {', '.join(sorted(used))} compute in full precision, in units "
             "of their own; set module_classes_to_ignore of MixedPrecision to change that",
-            stacklevel=5,
+            stacklevel=4,
         )
     return all_requests
 

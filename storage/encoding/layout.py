@@ -1,20 +1,35 @@
-"""What an encoded object looks like: its blocks, the index behind them, the footer at its end.
+"""What an encoded object looks like, how it is written, and how a root says that it is encoded.
 
 magic | tagged blocks, in the order in which they were written | tagged index | footer
+
+Threads that write encode the blocks, which are packed as they come (`EncodedWriter`). The length is
+known at the end alone. So the object is begun with the most that it can have, and shortened to what
+it has before its last part is written.
+
+What a root says is a line in front of what its FORMAT object has else (`encode_root`). It is
+readable without a key, and readers that know nothing of it refuse it as a newer format.
 """
 
 from __future__ import annotations
 
+import hashlib
+import hmac
 import os
+import re
 import struct
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, NamedTuple
+
+import crc32c
 
 from storage.encoding.blocks import RAW, AesTag, BadTag, BlockTag, CrcTag, Zstd
 from storage.encoding.encryption_keys import SALT_NBYTES, EncryptionKey
 from storage.errors import CorruptObjectError
-from storage.ranges import as_bytes_view
-from storage.store import ByteRange
+from storage.forks import ForkSafeLock
+from storage.keys import check_key
+from storage.ranges import PartLedger, as_bytes_view, drop_front, flat_views
+from storage.store import ByteRange, ObjectWriter
 
 MAGIC = b"SHPTENC1"
 END = b"SHPTEND1"
@@ -242,3 +257,175 @@ def encode_object(codec: Codec, key: str, data: bytes) -> bytes:
         stored.append(tagged)
         start += len(tagged)
     return b"".join((*stored, encoder.end(entries)))
+
+
+FORMAT_KEY = "FORMAT"
+FORMAT_NBYTES_MAX = 4096
+_START = b"shardpoint 2 encoded "
+_LINE = re.compile(
+    rb"(shardpoint 2 encoded ([a-z0-9-]+) ([a-z0-9-]+) ([0-9a-f]{16}|-)) ([0-9a-f]{32}|-)"
+)
+
+
+_ROOT = re.compile(rb"shardpoint [0-9]+ ([0-9a-f]{32}) [0-9a-f]{8}\n")
+
+
+class RootEncoding(NamedTuple):
+    """What the FORMAT object of an encoded root says; `key_id` is "" without a cipher."""
+
+    cipher: str
+    compression: str
+    key_id: str
+
+
+def encode_root(secret: EncryptionKey | None, compression: str, data: bytes) -> bytes:
+    """The FORMAT object of an encoded root, of which `data` is the FORMAT of a plain one."""
+    cipher, key_id = ("none", "-") if secret is None else ("aes-256-gcm", secret.id)
+    line = _START + f"{cipher} {compression} {key_id}".encode()
+    line += b" " + (b"-" if secret is None else _check(secret, line, data))
+    return line + b" %08x\n" % crc32c.crc32c(line + b"\n" + data) + data
+
+
+def decode_root(stored: bytes, where: str) -> tuple[RootEncoding, bytes] | None:
+    """How a root is encoded, and its FORMAT without the line that says so; None where it is not, or
+    in a way that only newer versions know. Raises CorruptObjectError for a damaged line.
+    """
+    if not stored.startswith(_START):
+        return None
+    line, _, data = stored.partition(b"\n")
+    said, _, checksum = line.rpartition(b" ")
+    if checksum != b"%08x" % crc32c.crc32c(said + b"\n" + data):
+        raise damaged(where, "its checksum does not match")
+    match = _LINE.fullmatch(said)
+    if match is None:
+        return None
+    cipher, compression, key_id = (match[group].decode() for group in (2, 3, 4))
+    if cipher not in CIPHERS or compression not in COMPRESSIONS:
+        return None
+    return RootEncoding(cipher, compression, "" if cipher == "none" else key_id), data
+
+
+def root_of(data: bytes) -> bytes:
+    """The root's id, of the FORMAT of a plain root; zeros where that has none."""
+    match = _ROOT.fullmatch(data)
+    return NO_ROOT if match is None else bytes.fromhex(match[1].decode())
+
+
+def check_root(secret: EncryptionKey, stored: bytes, where: str) -> None:
+    """Raises CorruptObjectError unless FORMAT was made with `key`."""
+    line, _, data = stored.partition(b"\n")
+    said, _, _ = line.rpartition(b" ")
+    match = _LINE.fullmatch(said)
+    if match is None or not hmac.compare_digest(match[5], _check(secret, match[1], data)):
+        raise damaged(where, "it was not made with this key")
+
+
+def _check(secret: EncryptionKey, line: bytes, data: bytes) -> bytes:
+    check_key = secret.derived(b"", b"shardpoint 1 FORMAT")
+    return hmac.digest(check_key, line + b"\n" + data, hashlib.sha256)[:16].hex().encode()
+
+
+Part = tuple[int, list[memoryview]]
+
+
+class EncodedWriter(ObjectWriter):
+    """Encodes what is written and passes it on in parts of the store beneath.
+
+    Its memory is, for each thread that writes, one part encoded and one that is being sent.
+    """
+
+    def __init__(
+        self,
+        key: str,
+        encoder: ObjectEncoder,
+        begin: Callable[[], AbstractContextManager[ObjectWriter]],
+        stored_part_nbytes: int,
+    ) -> None:
+        grid = encoder.grid
+        self.part_nbytes = grid.part_nbytes
+        self._ledger = PartLedger(check_key(key), grid.nbytes, grid.part_nbytes)
+        self._encoder = encoder
+        self._begin = begin
+        self._stored_part_nbytes = stored_part_nbytes
+        self._announced_nbytes = encoder.nbytes_max
+        self._entries: list[BlockPlace | None] = [None] * grid.blocks_count
+        self._waiting = [memoryview(MAGIC)]  # less than one part of the store
+        self._nbytes = len(MAGIC)  # of all so far, those that were sent included
+        self._index = 0  # of the part that is sent next
+        self._lock = ForkSafeLock()
+
+    def __enter__(self) -> EncodedWriter:
+        self._context = self._begin()
+        self._writer = self._context.__enter__()
+        return self
+
+    def write_part(self, index: int, buffers: Sequence[memoryview]) -> None:
+        # Never given back: a number is tagged once, whatever becomes of the bytes.
+        where = self._ledger.claim(index, buffers)
+        views = flat_views(buffers)
+        encoded: list[tuple[int, int, bytes]] = []
+        for number in self._encoder.grid.blocks_of_part(index):
+            block = self._encoder.grid.block(number)
+            data = _joined(views, block.start - where.start, block.nbytes)
+            encoded.append((number, *self._encoder.block(number, data)))
+        with self._lock:
+            for number, coding, tagged in encoded:
+                self._entries[number] = BlockPlace(self._nbytes, len(tagged), coding)
+                self._append(tagged)
+            parts = list(self._whole_parts(keep=0))
+        for part in parts:
+            self._writer.write_part(*part)
+
+    def shorten(self, nbytes: int) -> None:
+        self._ledger.shorten(nbytes)
+        self._encoder.grid = self._encoder.grid._replace(nbytes=nbytes)
+        del self._entries[self._encoder.grid.blocks_count :]
+
+    def __exit__(self, *raised: Any) -> bool | None:
+        if raised[0] is None:
+            try:
+                self._finish()
+            except BaseException as error:
+                self._context.__exit__(type(error), error, error.__traceback__)
+                raise
+        return self._context.__exit__(*raised)
+
+    def _finish(self) -> None:
+        self._ledger.check_complete()
+        self._append(self._encoder.end([entry for entry in self._entries if entry is not None]))
+        if self._nbytes < self._announced_nbytes:
+            self._writer.shorten(self._nbytes)
+        for part in self._whole_parts(keep=1):
+            self._writer.write_part(*part)
+        self._writer.write_part(self._index, self._waiting)
+
+    def _append(self, data: bytes) -> None:
+        self._waiting.append(memoryview(data))
+        self._nbytes += len(data)
+
+    def _whole_parts(self, *, keep: int) -> Iterator[Part]:
+        """Parts of the store that are full, taken from what waits; `keep` bytes stay at least."""
+        size = self._stored_part_nbytes
+        waiting = self._nbytes - self._index * size
+        while waiting >= size + keep:
+            yield self._index, _front(self._waiting, size)
+            self._waiting = drop_front(self._waiting, size)
+            self._index += 1
+            waiting -= size
+
+
+def _joined(views: list[memoryview], start: int, nbytes: int) -> memoryview:
+    """Bytes `start` to `start + nbytes` of all views together: copied only where that is needed."""
+    pieces = _front(drop_front(views, start), nbytes)
+    return pieces[0] if len(pieces) == 1 else memoryview(b"".join(pieces))
+
+
+def _front(views: list[memoryview], nbytes: int) -> list[memoryview]:
+    """The first `nbytes` bytes of `views`."""
+    pieces = []
+    for view in views:
+        if not nbytes:
+            break
+        pieces.append(view[:nbytes])
+        nbytes -= pieces[-1].nbytes
+    return pieces

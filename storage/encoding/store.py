@@ -1,6 +1,6 @@
 """A store whose objects are encoded where they lie, and are as ever for those who read and write.
 
-What a root is follows from its FORMAT object (`storage.encoding.root`), or, where a step's
+What a root is follows from its FORMAT object (`storage.encoding.layout`), or, where a step's
 directory was opened by itself, from its objects. It is looked at when something depends on it, and
 once: a plain root costs one small request for each open store that has not read FORMAT.
 """
@@ -19,26 +19,24 @@ from storage.encoding.encryption_keys import KeySource, out_of_sight, read_key
 from storage.encoding.layout import (
     BLOCK_NBYTES,
     FOOTER_NBYTES,
+    FORMAT_KEY,
+    FORMAT_NBYTES_MAX,
     MAGIC,
     NO_ROOT,
     Codec,
+    EncodedWriter,
     Footer,
     Grid,
     ObjectEncoder,
     ObjectIndex,
-    damaged,
-    encode_object,
-)
-from storage.encoding.root import (
-    FORMAT_KEY,
-    FORMAT_NBYTES_MAX,
     RootEncoding,
     check_root,
+    damaged,
     decode_root,
+    encode_object,
     encode_root,
     root_of,
 )
-from storage.encoding.writer import EncodedWriter
 from storage.errors import (
     AccessDeniedError,
     CorruptObjectError,

@@ -37,7 +37,7 @@ from storage.errors import (
     TransientError,
 )
 from storage.keys import check_key
-from storage.peers.wire import (
+from storage.peers.store import (
     BODY_NBYTES_MAX,
     CHECKSUM,
     LIST_MAX,

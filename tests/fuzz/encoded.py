@@ -13,8 +13,7 @@ from functools import cache
 import crc32c
 
 from storage.encoding.blocks import CrcTag
-from storage.encoding.layout import FOOTER_NBYTES, MAGIC, Footer
-from storage.encoding.root import FORMAT_KEY
+from storage.encoding.layout import FOOTER_NBYTES, FORMAT_KEY, MAGIC, Footer
 from storage.encoding.store import EncodedStore, EncodingOptions
 from storage.errors import KeyNotFoundError, StorageError, TooLargeError
 from storage.memory import MemoryStore

@@ -22,8 +22,7 @@ from typing import Any
 from storage.errors import StorageError
 from storage.local import LocalStore
 from storage.peers.server import PeerServer
-from storage.peers.store import PeerStore
-from storage.peers.wire import checksum_of
+from storage.peers.store import PeerStore, checksum_of
 from storage.retry import NO_RETRY
 from storage.store import ByteRange, ObjectInfo
 from tests.fuzz.target import Target

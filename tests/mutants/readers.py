@@ -75,7 +75,7 @@ ALL = (
     ),
     Mutant(
         "FORMAT of an encrypted root needs no key",
-        "storage/encoding/root.py",
+        "storage/encoding/layout.py",
         "not hmac.compare_digest(match[5], _check(secret, match[1], data))",
         "False",
         test=_fuzzed("encoded.format"),

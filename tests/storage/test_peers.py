@@ -21,8 +21,7 @@ from storage.errors import TransientError
 from storage.local import LocalStore
 from storage.peers import server as peer_server
 from storage.peers.server import PeerServer
-from storage.peers.store import PeerStore
-from storage.peers.wire import checksum_of
+from storage.peers.store import PeerStore, checksum_of
 from storage.retry import NO_RETRY
 from storage.testing import StoreContract
 

@@ -30,7 +30,7 @@ from storage import (
 from storage.errors import SlowDownError
 from storage.retry import NO_RETRY, RetryingStore, RetryPolicy
 from storage.s3.answers import translated
-from storage.s3.options import Transfer
+from storage.s3.requests import Transfer
 from storage.s3.store import S3Store
 from storage.spread import SpreadStore
 from storage.testing import StoreContract, write_object

@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from torch.distributed import fsdp
 from torch.distributed.fsdp import FSDPModule as TorchModule
 from torch.distributed.fsdp import (
     FullOptimStateDictConfig,
@@ -39,23 +40,9 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.fsdp import FullyShardedDataParallel as TorchClass
 from torch.distributed.fsdp import MixedPrecisionPolicy as Precision
+from torch.distributed.fsdp import UnshardHandle as TorchHandleClass
 
-from ckpt import state_dict as ours
-
-if TYPE_CHECKING:
-
-    class TorchWrapper(nn.Module):
-        """An instance of torch's class that behaves like a plain module."""
-
-    class TorchUnit:
-        """What `isinstance(module, torch.distributed.fsdp.FSDPModule)` holds for."""
-
-    class TorchHandle:
-        """What `isinstance(handle, torch.distributed.fsdp.UnshardHandle)` holds for."""
-
-    class TorchReductionHandle:
-        """The same for torch's `GradientReductionHandle`, from torch 2.15 on."""
-
+from ckpt import state_dict as in_ckpt
 
 __all__ = [
     "TorchHandle",
@@ -181,6 +168,26 @@ def _refusing(kind: type) -> type:
     return type(f"Torch{kind.__name__}", (kind,), bare)
 
 
+if TYPE_CHECKING:
+
+    class TorchWrapper(nn.Module):
+        """An instance of torch's class that behaves like a plain module."""
+
+    class TorchUnit:
+        """What `isinstance(module, torch.distributed.fsdp.FSDPModule)` holds for."""
+
+    class TorchHandle:
+        """What `isinstance(handle, torch.distributed.fsdp.UnshardHandle)` holds for."""
+
+    class TorchReductionHandle:
+        """The same for torch's `GradientReductionHandle`, from torch 2.15 on."""
+else:
+    TorchUnit = _refusing(TorchModule)
+    TorchWrapper = _refusing(TorchClass)
+    TorchHandle = _refusing(TorchHandleClass)
+    TorchReductionHandle = _refusing(getattr(fsdp, "GradientReductionHandle", object))
+
+
 def redirect_static_methods(ours: type[nn.Module]) -> None:
     """Let torch's static methods call those of `ours` for models that have units of that class."""
     for name, value in list(vars(TorchClass).items()):
@@ -237,29 +244,31 @@ def checked_settings(
     return StateDictSettings(form, config, optim_config)
 
 
-def model_form(settings: StateDictSettings) -> tuple[ours.StateDictType, ours.StateDictConfig]:
+def model_form(
+    settings: StateDictSettings,
+) -> tuple[in_ckpt.StateDictType, in_ckpt.StateDictConfig]:
     """What the settings are called in `ckpt`, for models."""
     config: Any = settings.state_dict_config
     offload = config.offload_to_cpu
     if settings.state_dict_type is StateDictType.FULL_STATE_DICT:
         rank0_only = config.rank0_only
-        return ours.StateDictType.FULL, ours.FullStateDictConfig(offload, rank0_only)
+        return in_ckpt.StateDictType.FULL, in_ckpt.FullStateDictConfig(offload, rank0_only)
     if settings.state_dict_type is StateDictType.LOCAL_STATE_DICT:
-        return ours.StateDictType.LOCAL, ours.LocalStateDictConfig(offload)
-    return ours.StateDictType.SHARDED, ours.ShardedStateDictConfig(offload)
+        return in_ckpt.StateDictType.LOCAL, in_ckpt.LocalStateDictConfig(offload)
+    return in_ckpt.StateDictType.SHARDED, in_ckpt.ShardedStateDictConfig(offload)
 
 
 def optim_form(
     settings: StateDictSettings,
-) -> tuple[ours.StateDictType, ours.OptimStateDictConfig]:
+) -> tuple[in_ckpt.StateDictType, in_ckpt.OptimStateDictConfig]:
     """What the settings are called in `ckpt`, for optimizers. LOCAL is served as SHARDED."""
     # torch's class tells full dicts of optimizers from all others, which are sharded.
     config: Any = settings.optim_state_dict_config
     offload = config.offload_to_cpu
     if settings.state_dict_type is StateDictType.FULL_STATE_DICT:
         rank0_only = config.rank0_only
-        return ours.StateDictType.FULL, ours.FullOptimStateDictConfig(offload, rank0_only)
-    return ours.StateDictType.SHARDED, ours.ShardedOptimStateDictConfig(offload)
+        return in_ckpt.StateDictType.FULL, in_ckpt.FullOptimStateDictConfig(offload, rank0_only)
+    return in_ckpt.StateDictType.SHARDED, in_ckpt.ShardedOptimStateDictConfig(offload)
 
 
 def relative(state_dict: Mapping[str, Any], prefix: str) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Objects in an S3 bucket, from a url on: what a store does, in requests of `storage.s3.requests`."""
+"""Objects in an S3 bucket, from a url on: what a store does, by `storage.s3.requests`."""
 
 from __future__ import annotations
 

@@ -35,10 +35,11 @@ from storage.file_io import (
     BufferedFile,
     DirectFile,
     OpenFiles,
+    cached_nbytes,
     read_into,
+    rename_without_replacing,
 )
 from storage.keys import check_key, check_prefix, finished_name, unfinished_name
-from storage.linux import cached_nbytes, rename_without_replacing
 from storage.ranges import PartLedger, flat_views, part_count
 from storage.store import ByteRange, ExclusiveCreate, JointWriter, ObjectInfo, ObjectWriter, Store
 

@@ -19,8 +19,8 @@ from storage.location import BorrowedStore, StoreLike, is_url, place_on_filesyst
 from storage.memory import MemoryBucket, MemoryStore
 from storage.retry import RetryingStore, RetryPolicy
 from storage.schemes import factory_of, open_registered, registered_schemes
-from storage.spread import SpreadStore
 from storage.store import Store
+from storage.wrap import SpreadStore
 
 _PROTOCOL = re.compile(r"([A-Za-z][A-Za-z0-9+.\-]*)://?")
 _MISSPELLED = re.compile(r"(s3a?|gs|az|memory|file)(?://|:(?!/))", re.IGNORECASE)
@@ -73,7 +73,7 @@ def open_store(
       those of `s3fs.S3FileSystem`, such as `endpoint_url`, `key`, `secret`, `anon`, `profile`,
       those of `storage.s3.requests.Transfer` (`unsigned_payload`, `checksums`), and
       `spread`: the number of key prefixes over which a new root spreads its data files (see
-      `storage.spread`);
+      `storage.wrap`);
     - `gs://BUCKET/PREFIX` and `az://CONTAINER/PREFIX`, or `gcs`, `abfs`, `abfss`: with obstore
       (`shardpoint[fast]`), which creates exclusively there; without it, and with options that
       gcsfs or adlfs has and obstore has not, like any other protocol;

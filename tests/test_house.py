@@ -66,13 +66,13 @@ ALLOWED = {
 
 # Third-party packages that are used through the files named here, and nowhere else.
 ONE_FILE_EACH = {
-    "s3fs": ("storage/s3/client.py", "storage/s3/requests.py", "storage/s3/store.py"),
+    "s3fs": ("storage/s3/client.py", "storage/s3/store.py"),
     "botocore": ("storage/s3/client.py", "storage/s3/answers.py"),
     "aiobotocore": ("storage/s3/client.py",),
     "urllib3": ("storage/s3/wire.py",),
     "fsspec": (
         "storage/generic.py",
-        "storage/s3/requests.py",
+        "storage/s3/client.py",
         "storage/clouds.py",
         "storage/url.py",
     ),
@@ -84,7 +84,7 @@ ONE_FILE_EACH = {
         "storage/encoding/layout.py",
         "storage/peers/store.py",
     ),
-    "blake3": ("ckpt/format/blake3.py",),
+    "blake3": ("ckpt/format/checksum.py",),
     "msgpack": (
         "ckpt/format/columns.py",
         "ckpt/commit/records.py",

@@ -1,14 +1,22 @@
-"""crc32c, the checksum of blocks. The only user of the package of that name."""
+"""crc32c, the checksum of blocks, and BLAKE3, the strong digest of chunks, 32 bytes.
+
+The only user of the packages of these names. The checksum of bytes that follow each other comes
+from the checksum of each, and no byte is read again (`joined_crc32c`): a checksum is a remainder
+modulo a polynomial over GF(2); bytes after it multiply it by a power of x. Powers are found by
+squaring (the method of zlib's `crc32_combine`, Mark Adler).
+"""
 
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from functools import lru_cache
 from itertools import accumulate, pairwise
 
 import crc32c as _crc32c
 import numpy as np
 import numpy.typing as npt
+from blake3 import blake3
 
 
 def crc32c(data: memoryview | bytes, value: int = 0) -> int:
@@ -74,3 +82,99 @@ def block_checksums(data: memoryview | bytes, block_bytes: int) -> npt.NDArray[n
     starts = range(0, view.nbytes, block_bytes)
     sums = [int(_crc32c.crc32c(view[start : start + block_bytes])) for start in starts]
     return np.array(sums, dtype=np.uint32)
+
+
+# Reflected: bit 31 is x^0.
+CRC32C = 0x82F63B78  # Castagnoli
+CRC32 = 0xEDB88320  # zlib's, zip's
+ONE = 1 << 31
+X_TO_THE_8 = 1 << 23
+
+Table = tuple[tuple[int, ...], ...]
+
+
+def joined_crc32c(checksums: Sequence[int], sizes: Sequence[int]) -> int:
+    """The crc32c of consecutive parts, from theirs and their lengths in bytes.
+
+    Of one part it is that part's; of none it is 0.
+    """
+    crc = 0
+    for checksum, nbytes in zip(checksums, sizes, strict=True):
+        low, second, third, high = _table(nbytes)
+        crc = (
+            low[crc & 255]
+            ^ second[crc >> 8 & 255]
+            ^ third[crc >> 16 & 255]
+            ^ high[crc >> 24]
+            ^ checksum
+        )
+    return crc
+
+
+def joined_crc32(first: int, second: int, second_nbytes: int) -> int:
+    """The crc32 of a run of bytes and the run after it, from the crc32 of each."""
+    return _times(_power(second_nbytes, CRC32), first, CRC32) ^ second
+
+
+@lru_cache(maxsize=256)
+def _table(nbytes: int) -> Table:
+    """The effect of `nbytes` more bytes on a checksum, as a table for each of its four bytes."""
+    factor = _power(nbytes, CRC32C)
+    bits = [_times(factor, 1 << bit, CRC32C) for bit in range(32)]
+    return tuple(
+        tuple(_of_byte(bits[8 * place : 8 * place + 8], byte) for byte in range(256))
+        for place in range(4)
+    )
+
+
+def _of_byte(bits: Sequence[int], byte: int) -> int:
+    result = 0
+    for bit in range(8):
+        if byte >> bit & 1:
+            result ^= bits[bit]
+    return result
+
+
+def _power(nbytes: int, polynomial: int) -> int:
+    """x to the power of 8 * nbytes."""
+    result, square = ONE, X_TO_THE_8
+    while nbytes:
+        if nbytes & 1:
+            result = _times(result, square, polynomial)
+        square = _times(square, square, polynomial)
+        nbytes >>= 1
+    return result
+
+
+def _times(a: int, b: int, polynomial: int) -> int:
+    product = 0
+    for bit in range(31, -1, -1):
+        if a >> bit & 1:
+            product ^= b
+        b = b >> 1 ^ (polynomial if b & 1 else 0)
+    return product
+
+
+DIGEST_NBYTES = 32
+Digests = npt.NDArray[np.uint8]  # one row of DIGEST_NBYTES per chunk
+
+
+def digest_of(parts: Iterable[memoryview | bytes]) -> bytes:
+    """The BLAKE3 digest, 32 bytes, of the parts one after the other.
+
+    One thread, which leaves the other cores to the training. Releases the GIL for large parts.
+    """
+    hasher = blake3()
+    for part in parts:
+        hasher.update(part)
+    return hasher.digest()
+
+
+def digests_from(data: bytes | memoryview) -> Digests:
+    """Digests one after the other as rows, a view of `data`. Its length is a multiple of 32."""
+    return np.frombuffer(data, dtype=np.uint8).reshape(-1, DIGEST_NBYTES)
+
+
+def no_digests() -> Digests:
+    """The column of a checkpoint without digests: no rows."""
+    return digests_from(b"")

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ckpt.errors import Corrupt
-from ckpt.format.blake3 import DIGEST_NBYTES, Digests, digests_from
+from ckpt.format.checksum import DIGEST_NBYTES, Digests, digests_from
 from ckpt.format.columns import as_int64s, pack_ints, required_field, unpack_ints
 
 _WORDS_MIN = 3  # magic, checksum of the header, checksum of the table

@@ -1,31 +1,189 @@
-"""What ranks contradict each other in when their parts are merged, and how that is said."""
+"""Values of ranks that hold different things, as the one mapping that a checkpoint has; what ranks
+contradict each other in when their parts are merged, and how that is said.
+
+A value is sent by one of the ranks that have it. The param groups of an optimizer are sent by one
+rank of each list of parameters: every stage of a pipeline has parameters of its own. Groups of
+several ranks become one where all their options are equal, and stay apart otherwise; two groups of
+one rank always stay apart, since only that rank knows why it has two.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeGuard
 
 import numpy as np
 import numpy.typing as npt
 
 from ckpt.errors import InvalidState
-from ckpt.format.disagreement import (
-    BY_NUMBER,
-    OR_OWN_NAME,
-    OR_PER_GROUP,
-    STORED_ONCE,
-    TWO_MODELS,
-    WRAP,
-    disagreement,
-    groups_in_words,
-    or_per_rank,
-    way_out_of,
-)
+from ckpt.format.codec import decode_values, encode_values
 from ckpt.format.manifest import CHUNKS_MAX, Header
 from ckpt.format.part import TensorRecord
 from ckpt.format.references import REFERENCES, parse_reference
-from ckpt.format.uniting import EncodedValues, is_groups, sent_by
 from ckpt.layout.kind import is_numbered
+
+GROUPS = ".param_groups"
+
+Groups = list[dict[str, Any]]
+
+
+class Sent(NamedTuple):
+    """The values that one rank has sent."""
+
+    rank: int
+    values: Mapping[str, Any]
+
+
+class EncodedValues(NamedTuple):
+    """The values that one rank has sent, encoded; not empty."""
+
+    rank: int
+    data: bytes
+
+
+def sent_by(encoded: Sequence[EncodedValues]) -> list[Sent]:
+    """What each rank has sent."""
+    return [Sent(rank, decode_values(data)) for rank, data in encoded]
+
+
+def united_values(encoded: Sequence[EncodedValues]) -> bytes:
+    """The values of all ranks, encoded. Raises InvalidState for a parameter in two groups."""
+    if len(encoded) <= 1:
+        return encoded[0].data if encoded else encode_values({})
+    versions: dict[str, list[tuple[int, Any]]] = {}
+    for rank, values in sent_by(encoded):
+        for fqn, value in values.items():
+            versions.setdefault(fqn, []).append((rank, value))
+    united = {}
+    problems: list[str] = []
+    for fqn, of_ranks in sorted(versions.items()):
+        first = of_ranks[0][1]
+        if len(of_ranks) > 1 and all(is_groups(value, fqn) for _, value in of_ranks):
+            united[fqn] = _united_groups(fqn, of_ranks, problems)
+        else:
+            # What differs between ranks was refused before; see `texts_of_values`.
+            united[fqn] = first
+    if problems:
+        raise InvalidState(problems)
+    return encode_values(united)
+
+
+def is_groups(value: object, fqn: str) -> TypeGuard[Groups]:
+    """Whether a value is the param groups of an optimizer, as `ckpt.state` stores them."""
+    return (
+        fqn.endswith(GROUPS)
+        and isinstance(value, list)
+        and all(isinstance(group, dict) and "params" in group for group in value)
+    )
+
+
+def _united_groups(fqn: str, of_ranks: Sequence[tuple[int, Groups]], problems: list[str]) -> Groups:
+    united: Groups = []
+    options: list[bytes] = []
+    places: dict[str, tuple[int, int]] = {}  # of a parameter: its group, and the rank that said so
+    for rank, groups in of_ranks:
+        taken: set[int] = set()
+        for position, group in enumerate(groups):
+            own = encode_values({key: item for key, item in group.items() if key != "params"})
+            # Optimizers of stages are made by the same code, so the group at the same place first.
+            free = [
+                index
+                for index in (position, *range(len(united)))
+                if index < len(united) and index not in taken and options[index] == own
+            ]
+            if not free:
+                free = [len(united)]
+                united.append({**group, "params": []})
+                options.append(own)
+            index = free[0]
+            taken.add(index)
+            for name in group["params"]:
+                known = places.get(name)
+                if known is None:
+                    places[name] = (index, rank)
+                    united[index]["params"].append(name)
+                elif known[0] != index:
+                    problems.append(
+                        f"{fqn}: the parameter {name} is in groups with different options on rank "
+                        f"{known[1]} and on rank {rank}; give it the same options on all ranks, or "
+                        "each rank's optimizer a name of its own in the state"
+                    )
+    return united
+
+
+TWO_MODELS = (
+    "they are no declared replicas of each other: give each model a name of its own in the state, "
+    "stages of a pipeline the names of the whole model, or save each with process_group= its ranks"
+)
+WRAP = "wrap it in PerRank to keep every rank's own"
+OR_PER_GROUP = ", or in PerGroup(value, group) where it is equal in each group"
+STORED_ONCE = "a checkpoint stores one for all"
+OR_OWN_NAME = (
+    ", or give each rank's own a name of its own, as experts and stages have; parts of one tensor "
+    "have to be a DTensor"
+)
+BY_NUMBER = (
+    "; an optimizer's state_dict() numbers its parameters, on each rank from 0 on: put the "
+    "optimizer itself into the state"
+)
+
+
+def disagreement(name: str, groups: Mapping[int | None, Sequence[int]], why: str) -> str:
+    """That ranks, in groups by digest, differ in what is kept once, `why`, and what to do."""
+    return (
+        f"{name}: the ranks have different values of it ({groups_in_words(groups)}), and {why}; "
+        "make it equal on all ranks first"
+    )
+
+
+def or_per_rank(fqn: str, values: Collection[str] = ()) -> str:
+    """The end of a message about optimizer state: how each rank keeps its own; "" for the rest.
+
+    `values` are the names of values: a tensor inside of one has the name of that value's state.
+    """
+    _, is_state, name = fqn.rpartition(".state.")
+    if not is_state:
+        return ""
+    outer = next((value for value in values if fqn.startswith(f"{value}.")), "")
+    key = outer.rpartition(".")[2] if ".state." in outer else _key_of(name)
+    return (
+        ", or say that each rank keeps its own: "
+        f'declare_optimizer_state(optimizer, {{"{key}": PerRank(None, on_reshard)}})'
+    )
+
+
+def _key_of(name: str) -> str:
+    """The optimizer's own name of a state, from its full name in a checkpoint."""
+    parts = name.split("~")[0].split(".")
+    while len(parts) > 1 and parts[-1].isdecimal():  # an item of a list that the state is
+        parts.pop()
+    return parts[-1]
+
+
+def way_out_of(fqn: str, values: Collection[str]) -> str:
+    """The end of a message about what an optimizer has otherwise on some ranks; "" for the rest."""
+    optimizers = [value.removesuffix(GROUPS) for value in values if value.endswith(GROUPS)]
+    for path in optimizers:
+        if fqn.startswith(f"{path}.state."):
+            return or_per_rank(fqn, values)
+        if f"{fqn}.".startswith((f"{path}{GROUPS}.", f"{path}.user_state.")):
+            return (
+                ", or keep what is each rank's own outside of the optimizer: beside it in the "
+                "state, as PerRank(value)"
+            )
+    return ""
+
+
+def groups_in_words(groups: Mapping[int | None, Sequence[int]]) -> str:
+    """Ranks by digest, as text."""
+    texts = []
+    for digest, ranks in groups.items():
+        shown = ", ".join(map(str, ranks[:8])) + (
+            f" and {len(ranks) - 8} more" if len(ranks) > 8 else ""
+        )
+        label = "absent" if digest is None else f"crc32c {digest:08x}"
+        texts.append(f"{label} on {shown}")
+    return "; ".join(texts)
 
 
 def check_count(chunks: int) -> None:

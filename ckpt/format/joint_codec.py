@@ -22,6 +22,7 @@ from ckpt.format.columns import (
     unpack_ints,
     unpack_map,
 )
+from ckpt.format.contradictions import EncodedValues
 from ckpt.format.datafile import NDIM_MAX
 from ckpt.format.joint_part import (
     FileSizes,
@@ -35,7 +36,6 @@ from ckpt.format.joint_part import (
 from ckpt.format.manifest import BoxTable, Int64s, int64s, starts_of
 from ckpt.format.part import Part, TensorRecord, decode_tensors
 from ckpt.format.progressions import pack_regular, unpack_regular
-from ckpt.format.uniting import EncodedValues
 
 _Fields = Mapping[str, memoryview]
 

@@ -38,6 +38,7 @@ from ckpt.format.contradictions import (
     check_names,
     texts_of_regions,
     texts_of_values,
+    united_values,
     with_writers,
 )
 from ckpt.format.coverage import check_rules
@@ -70,7 +71,6 @@ from ckpt.format.manifest_codec import (
 from ckpt.format.part import Part
 from ckpt.format.progressions import Progressions, pack_progressions, pack_regular
 from ckpt.format.references import parse_reference
-from ckpt.format.uniting import united_values
 from ckpt.layout.dtypes import DTYPES
 
 

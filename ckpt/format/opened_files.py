@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 
 from ckpt.errors import Corrupt
-from ckpt.format.blake3 import Digests
+from ckpt.format.checksum import Digests
 from ckpt.format.codec import decode_values
 from ckpt.format.datafile import DIGESTS, PER_RANK, VALUES
 from ckpt.format.datafile_index import DataFileIndex, read_data_file_index

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from ckpt.format.blake3 import Digests, digests_from, no_digests
+from ckpt.format.checksum import Digests, digests_from, no_digests
 from ckpt.format.datafile import ALIGNMENT, DataFileLayout, FileEntries, layout_data_file
 from ckpt.format.manifest import Header
 from ckpt.format.metadata import (

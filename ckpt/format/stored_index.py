@@ -8,8 +8,14 @@ from typing import NamedTuple
 import numpy as np
 
 from ckpt.errors import Corrupt
-from ckpt.format.blake3 import DIGEST_NBYTES, Digests, digests_from, no_digests
-from ckpt.format.checksum import BlockChecksums, crc32c
+from ckpt.format.checksum import (
+    DIGEST_NBYTES,
+    BlockChecksums,
+    Digests,
+    crc32c,
+    digests_from,
+    no_digests,
+)
 from ckpt.format.checksum_tables import Seal, seal_of
 from ckpt.format.damage import once_more, raising_corrupt
 from ckpt.format.datafile import DIGESTS

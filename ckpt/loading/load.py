@@ -24,9 +24,9 @@ from ckpt.errors import (
     RankFailed,
 )
 from ckpt.format.codec import decode_values
+from ckpt.format.contradictions import is_groups
 from ckpt.format.manifest import Manifest
 from ckpt.format.metadata_budget import MetadataBudget
-from ckpt.format.uniting import is_groups
 from ckpt.layout.dtypes import torch_dtype
 from ckpt.layout.kind import Kind
 from ckpt.layout.plain import Ranks

@@ -27,9 +27,9 @@ from ckpt.errors import SaveDropped
 from ckpt.layout.buffers import address_of, touch
 from ckpt.saving.write import Staging
 from storage import KeyExistsError, NoSpaceError, StorageError, Store
+from storage.file_io import allocate
 from storage.forks import ForkSafeLock
 from storage.keys import unfinished_name
-from storage.linux import allocate
 from storage.ranges import flat_views
 from storage.store import ObjectWriter
 from storage.wrap import WrappedStore

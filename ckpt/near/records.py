@@ -17,8 +17,7 @@ from typing import Any
 from ckpt.commit.names import attempt_epoch, step_prefix
 from ckpt.commit.records import INTEGER_MAX, STEP_MAX
 from ckpt.errors import Corrupt, UnsupportedFormat
-from ckpt.format.blake3 import DIGEST_NBYTES
-from ckpt.format.checksum import crc32c
+from ckpt.format.checksum import DIGEST_NBYTES, crc32c
 from ckpt.format.checksum_tables import Seal
 from ckpt.format.columns import (
     as_int64s,

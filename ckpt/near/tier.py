@@ -39,7 +39,7 @@ from storage import (
     Store,
     TooLargeError,
 )
-from storage.linux import is_in_memory, private_folder
+from storage.file_io import is_in_memory, private_folder
 from storage.local import LocalStore
 from storage.store import ByteRange
 

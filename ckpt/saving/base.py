@@ -24,8 +24,7 @@ from ckpt.commit.names import step_prefix
 from ckpt.commit.records import LiveEntry
 from ckpt.commit.session import Session
 from ckpt.errors import CheckpointError
-from ckpt.format.blake3 import digest_of
-from ckpt.format.checksum import block_checksums
+from ckpt.format.checksum import block_checksums, digest_of
 from ckpt.format.damage import is_outage
 from ckpt.format.datafile import StoredChunk
 from ckpt.format.manifest import SINCE_FULL, Header, Manifest

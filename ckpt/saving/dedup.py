@@ -23,7 +23,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ckpt.commit.records import LiveEntry
-from ckpt.format.blake3 import digests_from
+from ckpt.format.checksum import digests_from
 from ckpt.format.checksum_tables import Seal
 from ckpt.format.datafile import StoredChunk
 from ckpt.format.manifest import Header, Manifest

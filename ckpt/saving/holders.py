@@ -22,7 +22,7 @@ from itertools import pairwise
 from typing import Any, NamedTuple
 
 from ckpt.errors import InvalidState
-from ckpt.format.uniting import is_groups
+from ckpt.format.contradictions import is_groups
 from ckpt.layout.dtypes import dtype_name
 from ckpt.layout.kind import Kind
 from ckpt.layout.piece import Holding, Piece

@@ -28,9 +28,8 @@ import torch
 
 from ckpt.errors import CheckpointError, InvalidState
 from ckpt.format.checksum import crc32c, crc32c_of_each
-from ckpt.format.contradictions import DifferingRegion, texts_of_regions
+from ckpt.format.contradictions import BY_NUMBER, TWO_MODELS, DifferingRegion, texts_of_regions
 from ckpt.format.datafile import region_start
-from ckpt.format.disagreement import BY_NUMBER, TWO_MODELS
 from ckpt.layout.kind import Kind, is_numbered
 from ckpt.layout.memory import host_bytes, is_plain_memory, local_view
 from ckpt.layout.piece import Holding, Piece

@@ -4,7 +4,7 @@
 
 Two checkpoints that were sharded in other ways are compared by their checksums too: where spans of
 both end at the same byte, the checksum of all blocks before follows from theirs
-(`ckpt.format.crc_combine`). Data is read only where checksums differ, or where regions do not
+(`ckpt.format.checksum`). Data is read only where checksums differ, or where regions do not
 line up.
 """
 
@@ -26,8 +26,8 @@ from ckpt.convert.sources.native import NativeSource
 from ckpt.convert.sources.restacked import RestackedSource
 from ckpt.convert.sources.source import ReadRequest, SourceTensor
 from ckpt.errors import CheckpointError
+from ckpt.format.checksum import joined_crc32c
 from ckpt.format.codec import encode_values
-from ckpt.format.crc_combine import joined_crc32c
 from ckpt.format.manifest import Manifest
 from ckpt.layout.dtypes import DTYPES, torch_dtype
 from ckpt.layout.region import Shape, Span

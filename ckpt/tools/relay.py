@@ -15,8 +15,7 @@ from typing import NamedTuple
 import numpy as np
 
 from ckpt.errors import Corrupt
-from ckpt.format.checksum import crc32c
-from ckpt.format.crc_combine import joined_crc32c
+from ckpt.format.checksum import crc32c, joined_crc32c
 from ckpt.format.datafile import CHECKSUM_MAGIC
 from ckpt.format.datafile_index import DataFileIndex
 from ckpt.format.object_parts import PART_NBYTES, write_filled

@@ -18,8 +18,7 @@ from ckpt.commit.locate import file_key
 from ckpt.commit.log import FORMAT_KEY
 from ckpt.commit.names import MANIFEST_NAME, STEPS_PREFIX, parse_step_key
 from ckpt.errors import CheckpointError, Corrupt, InvalidState, NoCheckpoint
-from ckpt.format.blake3 import Digests
-from ckpt.format.checksum import crc32c
+from ckpt.format.checksum import Digests, crc32c
 from ckpt.format.damage import is_outage, raising_corrupt
 from ckpt.format.datafile import DIGESTS
 from ckpt.format.datafile_index import DataFileIndex

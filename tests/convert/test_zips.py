@@ -16,7 +16,7 @@ from ckpt.convert.sources.source import SourceTensor
 from ckpt.convert.sources.torch_pickle import TensorOut
 from ckpt.convert.targets.files import Data, Fixed, Late, Output, torch_file
 from ckpt.errors import UnsupportedFormat
-from ckpt.format.crc_combine import joined_crc32
+from ckpt.format.checksum import joined_crc32
 from ckpt.layout.dtypes import DTYPES
 
 GIB = 1 << 30

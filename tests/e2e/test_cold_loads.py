@@ -22,7 +22,7 @@ from ckpt.loading.load import LoadOptions
 from ckpt.loading.plan import ReadPath
 from ckpt.testing import RanksFailed
 from storage import ByteRange, StorageError
-from storage.linux import cached_nbytes
+from storage.file_io import cached_nbytes
 from storage.local import LocalStore
 from tests.e2e.job import Job, Sharded
 

@@ -6,8 +6,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ckpt.format.blake3 import digest_of, digests_from, no_digests
-from ckpt.format.checksum import block_checksums
+from ckpt.format.checksum import block_checksums, digest_of, digests_from, no_digests
 from ckpt.format.checksum_tables import seal_of
 from ckpt.format.codec import encode_values
 from ckpt.format.datafile import StoredChunk, checksum_tensor, layout_data_file, order_key

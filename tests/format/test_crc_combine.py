@@ -7,8 +7,7 @@ import zlib
 
 import pytest
 
-from ckpt.format.checksum import crc32c
-from ckpt.format.crc_combine import joined_crc32, joined_crc32c
+from ckpt.format.checksum import crc32c, joined_crc32, joined_crc32c
 
 
 @pytest.mark.parametrize(

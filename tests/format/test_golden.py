@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from ckpt.commit.locate import file_key
-from ckpt.format.blake3 import Digests, digest_of
+from ckpt.format.checksum import Digests, digest_of
 from ckpt.format.columns import unpack_map
 from ckpt.format.datafile import DIGESTS
 from ckpt.format.datafile_index import DataFileIndex, read_data_file_index

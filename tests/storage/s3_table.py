@@ -24,7 +24,7 @@ import s3fs
 from fsspec.asyn import sync
 
 from storage.retry import NO_RETRY
-from storage.s3.requests import with_defaults
+from storage.s3.client import with_defaults
 from storage.s3.store import S3Store
 
 BUCKET = "bucket-of-test"

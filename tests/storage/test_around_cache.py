@@ -19,9 +19,8 @@ from typing import Any
 
 import pytest
 
-from storage import ByteRange, KeyNotFoundError, ShortReadError, StorageError
-from storage import linux as linux_module
-from storage.linux import cached_nbytes
+from storage import ByteRange, KeyNotFoundError, ShortReadError, StorageError, file_io
+from storage.file_io import cached_nbytes
 from storage.local import LocalStore
 from storage.testing import write_object
 
@@ -189,7 +188,7 @@ def test_a_range_is_cold_when_most_of_it_is_not_in_memory(
     store: LocalStore, monkeypatch: pytest.MonkeyPatch, cached_pages: int
 ) -> None:
     _written(store)
-    monkeypatch.setattr(linux_module, "_cachestat", lambda *_: cached_pages)
+    monkeypatch.setattr(file_io, "_cachestat", lambda *_: cached_pages)
     assert store.is_cold("a", ByteRange(0, MiB)) == (cached_pages < 128)
 
 
@@ -201,12 +200,12 @@ def test_without_cachestat_the_pages_are_counted_and_without_both_nothing_is_col
 
     _written(store)
     ranges = [ByteRange(0, NBYTES), ByteRange(5000, 5001), ByteRange(4095, 4097)]
-    monkeypatch.setattr(linux_module, "_cachestat", refused)
+    monkeypatch.setattr(file_io, "_cachestat", refused)
     expected = [513 * 4096, 4096, 8192]
     assert [_cached(store, one) for one in ranges] == expected
     _dropped(store)
     assert [_cached(store, one) for one in ranges] == [0, 0, 0]
-    monkeypatch.setattr(linux_module, "_mincore", refused)
+    monkeypatch.setattr(file_io, "_mincore", refused)
     assert [_cached(store, one) for one in ranges] == [one.nbytes for one in ranges]
 
 

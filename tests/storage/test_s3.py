@@ -30,10 +30,10 @@ from storage import (
 from storage.errors import SlowDownError
 from storage.retry import NO_RETRY, RetryingStore, RetryPolicy
 from storage.s3.answers import translated
-from storage.s3.requests import Transfer
+from storage.s3.client import Transfer
 from storage.s3.store import S3Store
-from storage.spread import SpreadStore
 from storage.testing import StoreContract, write_object
+from storage.wrap import SpreadStore
 from tests.fault_proxy import FaultProxy, Request, Rule
 from tests.servers import S3Server, free_port, own_certificate, rclone_path, rclone_server
 

@@ -20,7 +20,7 @@ import pytest
 
 from storage import AccessDeniedError, InvalidUrlError, open_store
 from storage.retry import NO_RETRY
-from storage.s3.requests import Transfer
+from storage.s3.client import Transfer
 from storage.s3.store import S3Store
 from storage.testing import write_object
 from tests.fake_aws import http_proxy

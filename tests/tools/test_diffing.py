@@ -17,8 +17,7 @@ import torch
 
 import ckpt
 from ckpt.cli import main
-from ckpt.format.checksum import crc32c
-from ckpt.format.crc_combine import joined_crc32c
+from ckpt.format.checksum import crc32c, joined_crc32c
 from ckpt.loading.checkpoint import Checkpoint
 from ckpt.loading.contents import find_checkpoint
 from ckpt.tools.diff import DiffOptions, diff_checkpoints

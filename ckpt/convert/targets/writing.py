@@ -19,7 +19,7 @@ import torch
 
 from ckpt.convert.sources.source import CheckpointSource, ReadRequest
 from ckpt.convert.targets.files import Data, FilePiece, Fixed, Late, PlannedFile
-from ckpt.format.crc_combine import joined_crc32
+from ckpt.format.checksum import joined_crc32
 from ckpt.format.object_parts import filled_parts, part_nbytes_for, send_parts, write_filled
 from ckpt.layout.dtypes import torch_dtype
 from ckpt.layout.memory import tensor_over

@@ -150,15 +150,9 @@ class FullyShardedDataParallel(UnitAttributes, StatefulUnit):
                 "ignored_states": list(ignored.params) or None,
                 "shard_placement_fn": shard_placement_fn,
             }
-            auto_wrap(
-                module,
-                auto_wrap_policy,
-                # A subclass may have a constructor of its own; one with an extension means all.
-                wrapper=FullyShardedDataParallel if self.fsdp_extension is None else type(self),
-                ignored_modules=set(ignored.modules),
-                ignored_params=set(ignored.params),
-                kwargs=shared,
-            )
+            # A subclass may have a constructor of its own; one with an extension means all units.
+            wrapper = FullyShardedDataParallel if self.fsdp_extension is None else type(self)
+            auto_wrap(module, auto_wrap_policy, ignored, wrapper=wrapper, kwargs=shared)
         values = Values(device_id, param_init_fn, sync_module_states)
         module_params, device = prepare_params(module, ignored, groups, values)
         self.fsdp_names = tuple(state_names(module))  # before members are taken out

@@ -19,6 +19,7 @@ from torch.distributed.fsdp import MixedPrecision
 
 from sharding.engine.precision import cast_floating, map_tensors
 from sharding.engine.torch_seam import classes_to_leave_alone, is_policy_object, run_policy
+from sharding.wrapping.init import Ignored
 
 __all__ = ["WrapRequest", "auto_wrap", "wrap_requests_of"]
 
@@ -36,10 +37,9 @@ class WrapRequest(NamedTuple):
 def auto_wrap(
     root: nn.Module,
     policy: Any,
+    ignored: Ignored,
     *,
     wrapper: Wrapper,
-    ignored_modules: set[nn.Module],
-    ignored_params: set[nn.Parameter],
     kwargs: Mapping[str, Any],
 ) -> None:
     """Wrap the descendants of `root` that the policy names, in place, the innermost first.
@@ -53,6 +53,7 @@ def auto_wrap(
                 f"{name or 'the module'}: is wrapped already; auto_wrap_policy needs a tree "
                 "without wrappers"
             )
+    ignored_modules, ignored_params = set(ignored.modules), set(ignored.params)
     requests = wrap_requests_of(root, policy, ignored_modules, ignored_params, kwargs)
     # As torch: policies that are functions are not checked.
     if is_policy_object(policy):

@@ -17,6 +17,7 @@ import pytest
 from ckpt.near.memory import MappedFile, TierMemory
 from ckpt.service.checkpointer import Checkpointer
 from ckpt.world.base import World
+from storage import file_io
 from storage.local import LocalStore
 from storage.memory import MemoryStore
 from tests.near.test_near_training import folders
@@ -35,7 +36,7 @@ def test_files_that_are_used_again_reserve_only_what_was_cut_off(
 
     def allocate(fd: int, nbytes: int, *, start: int = 0) -> None:
         reserved.append(nbytes - start)
-        allocate(fd, nbytes, start=start)
+        file_io.allocate(fd, nbytes, start=start)
 
     monkeypatch.setattr("ckpt.near.memory.allocate", allocate)
     memory = TierMemory(str(tmp_path))

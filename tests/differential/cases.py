@@ -230,7 +230,7 @@ def clipped_doubles(name: str) -> None:
 def over_half_of_the_ranks(name: str) -> list[int]:
     """Where the sharded dict of a group says that its own rows are: shard, rank."""
     half = dist.get_world_size() // 2
-    groups = [dist.new_group(list(range(at, at + half))) for at in (0, half)]
+    groups = [dist.new_group(list(range(first, first + half))) for first in (0, half)]
     model = engine(name)(build("even"), process_group=groups[dist.get_rank() // half])
     type(model).set_state_dict_type(model, StateDictType.SHARDED_STATE_DICT)
     (shard,) = model.state_dict()["0.weight"].local_shards()

@@ -117,7 +117,7 @@ def test_a_step_that_was_never_saved_is_reported_with_those_that_were(root: Path
 
 
 def test_another_step_than_that_of_a_step_directory_is_reported(newest: Path) -> None:
-    _refused(NoCheckpoint, "is step 2", "not step 1", url=newest, step=1)
+    _refused(NoCheckpoint, "is of step 2", "step 1 is not here", url=newest, step=1)
 
 
 def test_a_step_directory_loads_by_its_own_path_copied_anywhere(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections import defaultdict
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -51,12 +51,12 @@ def _shared(
     world: World,
     held: Sequence[Holding],
     names: set[str],
-    tree: Mapping[str, Any],
+    tree: Callable[[], Mapping[str, Any]],
     call: CallArguments,
     *,
     gives: bool,
-) -> tuple[Table, Mapping[str, Any]]:
-    """What the ranks hold; and `tree`, on ranks that give no dict that of the first one that does.
+) -> tuple[Table, Mapping[str, Any] | None]:
+    """What the ranks hold; and on ranks that give no dict, `tree()` of the first one that does.
 
     Collective. Raises Mismatch on all ranks when the dicts have different `names`, or one has
     something that cannot be sent to those who lack it.
@@ -69,13 +69,13 @@ def _shared(
     if len({lists[rank] for rank in givers}) > 1:
         _refuse_names({rank: set(decode_values(lists[rank])) for rank in givers}, call)
     if not givers or len(givers) == world.size:
-        return known, tree
+        return known, None
 
     def encoded() -> bytes:
         if world.rank != givers[0]:
             return b""
         problems: list[str] = []
-        value, tensors = split_tree(dict(tree), "", problems)
+        value, tensors = split_tree(dict(tree()), "", problems)
         problems += [
             f"{fqn}: a tensor that belongs to no parameter; pass the dict on every rank"
             for fqn, _ in tensors
@@ -86,7 +86,7 @@ def _shared(
 
     # What fails on the first rank has to reach the others, which wait for its values.
     data = world.gather("values", collectively(world, "values", encoded))[givers[0]]
-    return known, tree if gives else decode_values(data)
+    return known, None if gives else decode_values(data)
 
 
 def _refuse_names(lists: Mapping[int, set[str]], call: CallArguments) -> None:
@@ -155,10 +155,13 @@ def put_model(
     own = {} if request.rank0_only and ranks.rank else state_dict
     given = collectively(world, "read", lambda: read_model(model, own, ranks, request))
     names = _names_in(given.held) | given.extra.keys() | given.composites.keys()
-    # As bytes: references to tensors stand among the values.
-    tree = {"extra": given.extra, "composites": encode_values(given.composites)}
+
+    def tree() -> Mapping[str, Any]:
+        # As bytes: references to tensors stand among the values.
+        return {"extra": given.extra, "composites": encode_values(given.composites)}
+
     known, shared = _shared(world, given.held, names, tree, request.call, gives=bool(own))
-    if shared is not tree:
+    if shared is not None:
         composites = decode_values(shared["composites"])
         given = replace(given, extra=shared["extra"], composites=composites)
 
@@ -267,10 +270,14 @@ def put_optimizer(
     own = _share_own(world, ranks, given, gives=bool(dict_here))
     # The tensors of a rank's own state have its rank in their names: all ranks differ there.
     names = (_names_in(given.held) | given.values.keys()) - tensors_of(given.own.values())
-    # As bytes: references to tensors stand among the values.
-    tree = {"values": encode_values(given.values), "user": given.user}
+
+    def tree() -> Mapping[str, Any]:
+        # As bytes: references to tensors stand among the values. Only where a rank lacks them:
+        # values that cannot be encoded, such as rates in tensors, load where all ranks have them.
+        return {"values": encode_values(given.values), "user": given.user}
+
     known, shared = _shared(world, given.held, names, tree, request.call, gives=bool(dict_here))
-    if shared is not tree:
+    if shared is not None:
         given.values, given.user = decode_values(shared["values"]), shared["user"]
     common = {fqn: v for fqn, v in given.values.items() if fqn != GROUPS or not keeps_own}
     check_values(world, in_one_order(common))

@@ -93,7 +93,7 @@ def register_tensor_type(kind: type[torch.Tensor], name: str, cut: Cut | None = 
     if known is not None and _of_class.get(kind) is not known:
         raise ValueError(f"{name!r} is the name of another type of tensors; choose one of your own")
     declared = cut or {}
-    wrapper_type = wing("composites.library_types").wrapper_type
+    wrapper_type = wing("composites.foreign_types").wrapper_type
     _of_class[kind] = _of_name[name] = wrapper_type(kind, name, lambda context, shape: declared)
 
 
@@ -115,7 +115,7 @@ def type_of(tensor: torch.Tensor) -> CompositeType | None:
     if (known := _of_class.get(kind)) is not None:
         return known
     other: CompositeType | None = wing("composites.torch_types").type_of(tensor)
-    return other or wing("composites.library_types").type_of(tensor)
+    return other or wing("composites.foreign_types").type_of(tensor)
 
 
 def type_named(name: str) -> CompositeType | None:
@@ -123,7 +123,7 @@ def type_named(name: str) -> CompositeType | None:
     if (known := _of_name.get(name)) is not None:
         return known
     other: CompositeType | None = wing("composites.torch_types").type_named(name)
-    return other or wing("composites.library_types").type_named(name)
+    return other or wing("composites.foreign_types").type_named(name)
 
 
 def is_composite(tensor: torch.Tensor) -> bool:
@@ -135,7 +135,7 @@ def extra_buffers(module: Any) -> dict[str, torch.Tensor]:
     """Tensors of a library's module that are no buffers of it and belong to its weights, by the
     names that the library's own state dicts give them.
     """
-    buffers: dict[str, torch.Tensor] = wing("composites.library_types").buffers_of(module)
+    buffers: dict[str, torch.Tensor] = wing("composites.foreign_types").buffers_of(module)
     return buffers
 
 

@@ -18,7 +18,7 @@ import torch
 
 from ckpt.errors import Mismatch
 from ckpt.layout.kind import Kind
-from ckpt.layout.library_classes import name_in
+from ckpt.layout.named_classes import name_in
 from ckpt.layout.piece import Holding, Owned, Piece
 from ckpt.layout.plain import Ranks
 from ckpt.layout.region import Region, Span, whole

@@ -20,7 +20,7 @@ import torch
 from ckpt.errors import Mismatch
 from ckpt.layout.composites import DATA_KEY
 from ckpt.layout.dtypes import dtype_name
-from ckpt.layout.library_classes import class_at, name_in
+from ckpt.layout.named_classes import class_at, name_in
 
 # Objects in the state of a library's optimizers, and enums in their options. An object is stored as
 # its attributes, each of which is a value, a tensor or such an object.

@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 import ckpt
-from ckpt.composites.library_types import _CUTS, _cut_of
+from ckpt.composites.foreign_types import _CUTS, _cut_of
 from ckpt.composites.shards import _of_shape
 from ckpt.layout.composites import Parts, composite_at, type_of
 from ckpt.layout.plain import UnsupportedTensor

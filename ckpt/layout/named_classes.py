@@ -1,4 +1,4 @@
-"""Classes of libraries, by names that are the same whatever module a class moves to.
+"""Classes of other libraries, by names that stay the same whatever module a class moves to.
 
 A library is imported only where something of it is loaded, and only from the places in a table.
 """

@@ -13,7 +13,7 @@ import torch
 
 from ckpt.layout.composites import DATA_KEY, CompositeType, Cut, NoPlainForm, Parts
 from ckpt.layout.dtypes import dtype_name
-from ckpt.layout.library_classes import class_at, name_in
+from ckpt.layout.named_classes import class_at, name_in
 from ckpt.layout.region import Shape
 
 __all__ = ["buffers_of", "type_named", "type_of", "wrapper_type"]

@@ -20,8 +20,8 @@ from ckpt.world.board import ProcessBoard
 from ckpt.world.frames import WORLD_NBYTES
 from ckpt.world.heart import Heart, Place
 from ckpt.world.liveness import (
+    ENDED_UNCALLED,
     Card,
-    ProcessIdentity,
     address_of,
     address_of_interface,
     hosts_of,
@@ -114,8 +114,7 @@ class ThisProcess:
     def _taken(self, before: Process | None) -> Process:
         # There is no public way to the store that all ranks share already.
         base: Any = dist.distributed_c10d._get_default_store()
-        place = place_of_environment()
-        hosts = (place.address,) if place.address else hosts_of(base)
+        hosts = hosts_of(base)
         # An own connection, so that nothing waits behind the user's requests, nor they behind
         # these. Where it cannot be had (older torch) the store is shared.
         with contextlib.suppress(AttributeError, NotImplementedError, RuntimeError):
@@ -139,7 +138,12 @@ class ThisProcess:
             return before
         if before is not None:
             before.heart.retire()
-        heart = Heart(rank, hosts, place)
+        try:
+            place = place_of_environment()
+            heart = Heart(rank, (place.address,) if place.address else hosts, place)
+        except CheckpointError as error:
+            base.set(card_key(rank), Card.of_absent(rank, f"cannot join: {error}").encode())
+            raise
         base.set(card_key(rank), heart.card.encode())
         return Process(rank, base, heart, job)
 
@@ -169,7 +173,7 @@ def leave_uncalled() -> None:
             socket.create_connection(place, timeout=1.0).close()
             store = TCPStore(*place, is_master=False, timeout=timedelta(seconds=STORE_SECONDS))
             store = PrefixStore("0/", PrefixStore("default_pg", store))
-        card = Card(rank, "", (), 0, "", ProcessIdentity.this())
+        card = Card.of_absent(rank, ENDED_UNCALLED)
         store.compare_set(card_key(rank), "", card.encode().decode())
 
     c10d: Any = dist.distributed_c10d

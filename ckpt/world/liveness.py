@@ -113,7 +113,7 @@ class Card(NamedTuple):
     """What the others need to know of a process: who it is and where it listens.
 
     `token` is known to those only who can read the rendezvous store. One of port 0 is left by a
-    process that ends without having joined the job.
+    process that does not join the job; its token says why.
     """
 
     rank: int
@@ -122,6 +122,11 @@ class Card(NamedTuple):
     port: int
     network: str
     process: ProcessIdentity
+
+    @staticmethod
+    def of_absent(rank: int, why: str) -> Card:
+        """The card of this process when it does not join the job."""
+        return Card(rank, why, (), 0, "", ProcessIdentity.this())
 
     def encode(self) -> bytes:
         who = self.process
@@ -169,7 +174,7 @@ class Card(NamedTuple):
         closed port count; one that is closed although the process runs may be open again.
         """
         if not self.port:
-            return ENDED_UNCALLED
+            return self.token
         runs = self.process.runs()
         if runs is None and isinstance(refusal, ConnectionRefusedError):
             return "has died (its port is closed)"

@@ -100,7 +100,7 @@ class Missing:
             if not self._lacks(rank):
                 del self._cards[rank]
             elif how := _death(card):
-                how += "" if how == ENDED_UNCALLED else " before its first connection"
+                how += " before its first connection" if card.port else ""
                 self._heart.give_up(Neighbour(False, rank), how)
 
     def _ask_again(self, *groups: list[int]) -> None:

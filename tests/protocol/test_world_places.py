@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import socket
 from pathlib import Path
 
@@ -35,6 +36,30 @@ def _saves_from(interface: str, ports: str, root: str) -> tuple[tuple[str, int],
     ckpt.load(state, root)
     heart = this_process.in_job().heart
     return heart._listener.getsockname()[:2], state["a"].tolist()
+
+
+@pytest.mark.ranks
+def test_without_a_place_ranks_listen_on_all_addresses(tmp_path: Path) -> None:
+    answers = run_ranks(2, _saves_from, "", "", str(tmp_path / "root"))
+    assert {host for (host, _), _ in answers} <= {"::", "0.0.0.0"}
+    assert [values for _, values in answers] == [[0, 1, 2, 3]] * 2
+
+
+def _finds_no_port(port: int, root: str) -> str:
+    os.environ.update({"GLOO_SOCKET_IFNAME": "lo", PORTS_VARIABLE: str(port)})
+    try:
+        ckpt.save({"a": torch.ones(2)}, root, step=1)
+    except CheckpointError as error:
+        return str(error)
+    return "saved"
+
+
+@pytest.mark.ranks
+def test_a_rank_that_cannot_listen_is_named_by_the_others(tmp_path: Path) -> None:
+    port = two_free_ports()[0]
+    texts = sorted(run_ranks(2, _finds_no_port, port, str(tmp_path / "root")))
+    assert texts[0].startswith(f"cannot listen for other ranks on 127.0.0.1, ports {port} to")
+    assert re.match(r"rank [01] cannot join: cannot listen .*Each process of a host", texts[1])
 
 
 @pytest.mark.ranks

@@ -19,6 +19,7 @@ import torch
 from safetensors.torch import load_file
 
 import ckpt
+from ckpt.cli import main
 from ckpt.commit.invariants import check_live_complete
 from ckpt.commit.locate import live_entries
 from ckpt.testing import RanksFailed
@@ -136,3 +137,6 @@ def test_the_first_lines_of_the_readme_run(
     exec(first, names)
     exec(second, names)
     assert [info.step for info in ckpt.list_steps(url)] == [100, 200, 300]
+    (export,) = re.findall(r"^ckpt (export .*)", text.replace("runs/first", url), re.M)
+    assert main(export.split()) == 0
+    assert (tmp_path / "model.safetensors").exists()

@@ -206,14 +206,12 @@ def long_only(groups: Sequence[Group], limits: ShareLimits) -> list[Group]:
 def _divided(group: Group, blocks: NeededBlocks, rank: int, limits: ShareLimits) -> Iterator[Move]:
     ranks = group.ranks.tolist()
     count, here = len(ranks), ranks.index(rank)
-    nbytes_max = max(length(group.runs) // count, limits.run_nbytes_min)
-    nbytes_max = min(nbytes_max, limits.run_nbytes_max)
     # The rank with the fewest bytes so far reads. Groups of one run each begin with different
     # ranks, so that not all of them fall to the lowest.
     turn = int(group.runs[0, 0]) // MIB
     loads = [(0, (index - turn) % count, index) for index in range(count)]
     heapify(loads)
-    for runs in _cut(group.runs, blocks, nbytes_max):
+    for runs in _cut(group.runs, blocks, count, limits):
         load, order, reader = loads[0]
         heapreplace(loads, (load + length(runs), order, reader))
         source, targets = relay(here, reader, count)
@@ -242,17 +240,18 @@ def relay(here: int, reader: int, count: int) -> tuple[int | None, list[int]]:
     return source, [(here + step) % count for step in steps]
 
 
-def _cut(runs: Ints, blocks: NeededBlocks, nbytes_max: int) -> Iterator[Ints]:
-    """`runs` in parts of at most `nbytes_max` bytes, or of one block; each has all of the blocks
-    that it has bytes of, and these follow each other.
+def _cut(runs: Ints, blocks: NeededBlocks, count: int, limits: ShareLimits) -> Iterator[Ints]:
+    """`runs` in parts for `count` ranks, of one block or of several that are not too long; each has
+    all of the blocks that it has bytes of, and these follow each other.
     """
     pieces, row = pieces_of(runs, blocks.start, blocks.stop)
     edges = np.flatnonzero(np.append(True, row[1:] != row[:-1]))
-    ends = np.cumsum(pieces[:, 1] - pieces[:, 0])
     rows, edges = row[edges], np.append(edges, len(row))
     follows = blocks.start[rows[1:]] == blocks.stop[rows[:-1]]
+    # Of blocks and not of what is wanted of them: one that passes them on reads them whole.
+    sizes: list[int] = (blocks.stop[rows] - blocks.start[rows]).tolist()
+    nbytes_max = min(max(sum(sizes) // count, limits.run_nbytes_min), limits.run_nbytes_max)
     first = nbytes = 0
-    sizes = np.diff(np.append(0, ends)[edges]).tolist()
     for number, size in enumerate(sizes):
         if number > first and (nbytes + size > nbytes_max or not follows[number - 1]):
             yield joined(pieces[edges[first] : edges[number]])
@@ -305,7 +304,9 @@ class Exchange:
                 self.nbytes_away = sum(move.nbytes for move in moves if move.source in owners)
                 moves = self._with_requests(wires, moves, owners, users)
             tagged = [(move, *tag) for move, tag in zip(moves, _tags(moves), strict=True)]
-            threads = _threads(moves, limits, path)
+            # For another host blocks are read of which few bytes may travel.
+            least = 1 if owners is None else limits.run_nbytes_max
+            threads = _threads(moves, limits, path, least)
             if threads == 1:
                 for one in tagged:
                     self._move(wires, *one)
@@ -419,12 +420,13 @@ def nbytes_under_way(moves: Sequence[Move], limits: ShareLimits, path: ReadPath)
     return sum(sorted(move.nbytes for move in moves)[-_threads(moves, limits, path) :])
 
 
-def _threads(moves: Sequence[Move], limits: ShareLimits, path: ReadPath) -> int:
-    """How many of `moves` may be under way: no more bytes than the window, which is as wide as
-    reading ahead may be where several requests are to be in flight.
+def _threads(moves: Sequence[Move], limits: ShareLimits, path: ReadPath, least: int = 1) -> int:
+    """How many of `moves` may be under way, where each counts as `least` bytes or more: no more
+    bytes than the window, which is as wide as reading ahead may be where several requests are to be
+    in flight.
     """
     window = limits.window_nbytes_max
     if path.readers > 1:
         window = max(window, path.read_ahead_nbytes_max)
-    longest = max((move.nbytes for move in moves), default=1)
+    longest = max([least, *(move.nbytes for move in moves)])
     return min(max(window // longest, 1), max(len(moves), 1))

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import shutil
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -22,6 +23,7 @@ from torch import nn
 from ckpt.commit.ranked import SessionRegistry
 from ckpt.format.opened_files import open_index
 from ckpt.layout.region import Box, boxes_of
+from ckpt.loading.exchange import ShareLimits
 from ckpt.loading.reader import Reader
 from ckpt.service.checkpointer import Checkpointer
 from ckpt.service.near import Near
@@ -325,3 +327,30 @@ def test_an_owner_that_dies_between_its_moves_is_named(
     del errors[victim]
     assert len(errors) == 2
     assert all(f"rank {victim} " in str(one) for one in errors.values()), errors
+
+
+@pytest.mark.parametrize("parts", [9, 4])
+def test_reads_for_other_hosts_fit_into_the_window(
+    parts: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ranks of a new host want narrow columns, alone or several of them the same."""
+    store, here = MemoryStore(), folders(tmp_path, 0)
+    _run(store, here, _cut(0), 0, restores=False)
+    real, lock = Reader.read_run, threading.Lock()
+    under_way, most = Counter[int](), Counter[int]()
+
+    def watched(self: Reader, runs: Any) -> memoryview:
+        rows = self.blocks.within(runs)
+        nbytes = int(self.blocks.stop[rows[-1]] - self.blocks.start[rows[0]])
+        with lock:
+            under_way[id(self)] += nbytes
+            most[id(self)] = max(most[id(self)], under_way[id(self)])
+        time.sleep(0.02)  # all that may run at once does
+        data = real(self, runs)
+        with lock:
+            under_way[id(self)] -= nbytes
+        return data
+
+    monkeypatch.setattr(Reader, "read_run", watched)
+    _run(store, [*here, *folders(tmp_path, *[1] * 8)], _cut(1, parts), 0, restores=True)
+    assert 0 < max(most.values()) <= ShareLimits().window_nbytes_max

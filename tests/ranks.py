@@ -89,7 +89,8 @@ def run_ranks(
     """Run `fn(*args)` on ranks 0 to n-1 of a fresh gloo group; return their results in rank order.
 
     `torch.distributed.get_rank()` gives a rank its number. Raises `RanksFailed` when a rank raises
-    or dies, or at the deadline; then no process is left. A test that a rank skips is skipped.
+    or dies, or at the deadline; then no process is left. A test that ranks skip is skipped, if no
+    other rank fails.
     `group=False` starts no process group (RANK and WORLD_SIZE are set in the environment). Ranks in
     `allow_dead` may die; their result is None.
     """
@@ -244,9 +245,8 @@ def _results(
     errors = {rank: a.error for rank, a in sorted(answers.items()) if a.error is not None}
     if not silent and not errors:
         return [answers[rank].value if rank in answers else None for rank in range(n)]
-    for error in errors.values():
-        if isinstance(error, _Skipped):
-            pytest.skip(str(error))
+    if not silent and all(isinstance(error, _Skipped) for error in errors.values()):
+        pytest.skip(str(next(iter(errors.values()))))
     lines = [f"rank {rank} raised:\n{answers[rank].traceback_text}" for rank in errors]
     if silent:
         named = ", ".join(map(str, silent))

@@ -77,3 +77,15 @@ def skips() -> None:
 def test_a_test_that_ranks_skip_is_skipped() -> None:
     with pytest.raises(pytest.skip.Exception, match="not here"):
         run_ranks(2, skips)
+
+
+def one_skips() -> None:
+    if dist.get_rank() == 0:
+        pytest.skip("not here")
+    raise ValueError("and wrong there")
+
+
+@pytest.mark.ranks
+def test_a_skip_hides_no_failure() -> None:
+    with pytest.raises(RanksFailed, match="and wrong there"):
+        run_ranks(2, one_skips)

@@ -130,8 +130,8 @@ class World(ABC):
     ) -> None:
         """All-to-all of bytes: fill the buffers `recv[r]` with those of rank r's `send[this rank]`.
 
-        Both sides know how many there are and their lengths, and raise RankFailed where these
-        differ; there are none for a rank itself. Buffers are as those of a Message.
+        Both sides know how many there are and their lengths; all ranks raise RankFailed where the
+        sums of these differ. There are none for a rank itself. Buffers are as those of a Message.
         """
         if len(send) != self.size or len(recv) != self.size or send[self.rank] or recv[self.rank]:
             raise ValueError(

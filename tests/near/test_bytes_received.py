@@ -276,8 +276,12 @@ def test_damage_is_found_by_whoever_has_the_file(tmp_path: Path, order: tuple[in
         assert "does not match its checksum" in report.skipped[0].reason
 
 
-def _failing_owner(monkeypatch: pytest.MonkeyPatch, error: BaseException) -> None:
-    """The first rank that other hosts ask fails at the second of its moves for them."""
+def _errors_of_a_failing_owner(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException
+) -> dict[int, BaseException]:
+    """What ranks raise where the first one that other hosts ask fails at the second of its moves
+    for them.
+    """
     real, count, lock = Reader.for_others, Counter[int](), threading.Lock()
     asked: list[Reader] = []
 
@@ -297,19 +301,21 @@ def _failing_owner(monkeypatch: pytest.MonkeyPatch, error: BaseException) -> Non
         reader.read_run = failing  # type: ignore[method-assign]
         return reader
 
+    store, hosts = MemoryStore(), folders(tmp_path, 0, 1)
+    _run(store, hosts, _cut(0), 0, restores=False)
     monkeypatch.setattr(Reader, "for_others", for_others)
+    with pytest.raises(RanksFailed) as failed:
+        _run(store, [*hosts, hosts[0]], _cut(0), 0, restores=True)
+    return failed.value.errors
 
 
 def test_an_owner_that_cannot_read_is_one_error_on_all(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    store, hosts = MemoryStore(), folders(tmp_path, 0, 1)
-    _run(store, hosts, _cut(0), 0, restores=False)
-    _failing_owner(monkeypatch, StorageError("the disk is gone"))
-    with pytest.raises(RanksFailed) as failed:
-        _run(store, [*hosts, hosts[0]], _cut(0), 0, restores=True)
-    texts = {str(one) for one in failed.value.errors.values()}
-    assert len(failed.value.errors) == 3 and len(texts) == 1
+    planted = StorageError("the disk is gone")
+    errors = _errors_of_a_failing_owner(tmp_path, monkeypatch, planted)
+    texts = {str(one) for one in errors.values()}
+    assert len(errors) == 3 and len(texts) == 1
     (text,) = texts
     assert "the disk is gone" in text and "rank " in text
 
@@ -317,12 +323,7 @@ def test_an_owner_that_cannot_read_is_one_error_on_all(
 def test_an_owner_that_dies_between_its_moves_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    store, hosts = MemoryStore(), folders(tmp_path, 0, 1)
-    _run(store, hosts, _cut(0), 0, restores=False)
-    _failing_owner(monkeypatch, Killed("killed"))
-    with pytest.raises(RanksFailed) as failed:
-        _run(store, [*hosts, hosts[0]], _cut(0), 0, restores=True)
-    errors = failed.value.errors
+    errors = _errors_of_a_failing_owner(tmp_path, monkeypatch, Killed("killed"))
     (victim,) = [rank for rank, one in errors.items() if isinstance(one, Killed)]
     del errors[victim]
     assert len(errors) == 2

@@ -14,7 +14,7 @@ import pytest
 import ckpt.world.tree
 from ckpt.errors import Fenced, InvalidState, Mismatch, OutcomeUnknown, RankFailed
 from ckpt.testing import RankKilled, RanksFailed, run_ranks
-from ckpt.world.base import SoloWorld, World
+from ckpt.world.base import SoloWorld, World, decided, from_coordinator
 
 
 def failing(errors: dict[int, BaseException]) -> dict[int, BaseException]:
@@ -115,6 +115,31 @@ def test_problem_of_all_ranks_names_none() -> None:
 @pytest.mark.parametrize("cls", [Fenced, OutcomeUnknown])
 def test_outcome_of_the_coordinator_is_the_outcome_of_all(cls: type[Exception]) -> None:
     assert {type(e) for e in failing({0: cls("text")}).values()} == {cls}
+
+
+@pytest.mark.parametrize("is_decided", [False, True])
+def test_an_error_of_the_coordinator_is_raised_on_all_ranks(is_decided: bool) -> None:
+    def made(every: Sequence[bytes] = ()) -> bytes:
+        raise Mismatch(["w: shape", *(one.decode() for one in every)])
+
+    def rank(world: World) -> bytes:
+        if not is_decided:
+            return from_coordinator(world, "manifest", made)
+        return decided(world, "ask", "tell", b"of %d" % world.rank, made)
+
+    with pytest.raises(RanksFailed) as caught:
+        run_ranks(3, rank)
+    assert [type(error) for error in caught.value.errors.values()] == [Mismatch] * 3
+    problems = ["w: shape", *(["of 0", "of 1", "of 2"] * is_decided)]
+    expected = {tuple(f"rank 0: {problem}" for problem in problems)}
+    assert {error.problems for error in caught.value.errors.values()} == expected  # type: ignore[attr-defined]
+
+
+def test_all_ranks_get_what_the_coordinator_decides() -> None:
+    def rank(world: World) -> bytes:
+        return decided(world, "ask", "tell", b"%d" % world.rank, b"-".join)
+
+    assert run_ranks(3, rank) == [b"0-1-2"] * 3 and rank(SoloWorld()) == b"0"
 
 
 def test_different_classes_become_rank_failed() -> None:

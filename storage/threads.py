@@ -7,7 +7,7 @@ thread uses anything any more when the caller continues.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from typing import TypeVar
@@ -23,7 +23,7 @@ def in_order(
     threads: int,
     name: str,
     ahead: int = 0,
-) -> Iterator[Result]:
+) -> Generator[Result, None, None]:
     """`work(item)` of each item, in the order of the items, by up to `threads` threads of a `name`.
 
     Items are taken as they are needed: `ahead` of them, by default as many as there are threads,

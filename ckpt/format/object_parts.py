@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Generator, Iterable, Sequence
+from concurrent.futures import CancelledError
 from contextlib import closing
 from functools import cached_property, partial
 from typing import TypeAlias, TypeVar
@@ -137,19 +138,21 @@ def filled_parts(
 
     `fill` runs in threads, `finish` gets what it returned, in order and in the thread that takes
     the parts, and may still change the part. Both get the part's first byte in the object and its
-    memory. Memory is a buffer per thread.
+    memory. Memory is a buffer per thread. Ended early, they wait for none that is still in use.
     """
     stop = -(-nbytes // part_nbytes) if stop is None else stop
     threads = max(1, min(threads, stop - first))
     # Fresh memory costs more than the copy.
     free = [aligned_buffer(min(part_nbytes, nbytes)) for _ in range(threads)]
-    changed, following = threading.Condition(), first * part_nbytes
+    changed, following, is_over = threading.Condition(), first * part_nbytes, False
 
     def fill_one(start: int) -> tuple[int, memoryview, memoryview, Filled]:
         nonlocal following
         with changed:
             # In the order of the parts, so that none waits for a later one.
-            changed.wait_for(lambda: free and following == start)
+            changed.wait_for(lambda: is_over or (free and following == start))
+            if is_over:
+                raise CancelledError
             buffer, following = free.pop(), start + part_nbytes
             changed.notify_all()
         part = buffer[: min(part_nbytes, nbytes - start)]
@@ -161,11 +164,15 @@ def filled_parts(
             changed.notify_all()
 
     starts = range(first * part_nbytes, stop * part_nbytes, part_nbytes)
-    for start, buffer, part, filled in in_order(
-        fill_one, starts, threads=threads, name="ckpt-fill"
-    ):
-        finish(start, part, filled)
-        yield [part], partial(give_back, buffer)
+    with closing(in_order(fill_one, starts, threads=threads, name="ckpt-fill")) as filling:
+        try:
+            for start, buffer, part, filled in filling:
+                finish(start, part, filled)
+                yield [part], partial(give_back, buffer)
+        finally:
+            with changed:
+                is_over = True
+                changed.notify_all()
 
 
 def cut_into_parts(runs: Iterable[memoryview], part_nbytes: int) -> Generator[Part, None, None]:

@@ -10,6 +10,7 @@ import json
 import math
 import os
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from ckpt.format.datafile import BLOCK_BYTES, StoredChunk, file_entries
 from ckpt.format.object_parts import (
     PARTS_MAX,
     cut_into_parts,
+    filled_parts,
     part_nbytes_for,
     write_filled,
     write_parts,
@@ -149,6 +151,31 @@ def test_a_part_that_stalls_holds_no_other(store: Store, monkeypatch: pytest.Mon
         part_nbytes=PART_NBYTES,
     )
     assert store.get("k") == EXPECTED
+
+
+def test_parts_end_though_what_took_them_keeps_their_memory() -> None:
+    """As a write does that has failed, or is interrupted, before its thread began."""
+    read: list[int] = []
+
+    def reading(start: int, part: memoryview) -> None:
+        read.append(start)
+
+    def take_two() -> None:
+        parts = filled_parts(NBYTES, PART_NBYTES, fill=reading, finish=finish, threads=3)
+        kept = [next(parts), next(parts)]
+        time.sleep(0.2)  # a thread waits for memory by then
+        parts.close()
+        assert len(kept) == 2
+
+    def finish(start: int, part: memoryview, filled: None) -> None:
+        pass
+
+    ended = threading.Thread(target=take_two, daemon=True)
+    ended.start()
+    ended.join(20.0)
+    assert not ended.is_alive()
+    assert len(read) <= 3, "of three buffers"
+    assert not [one for one in threading.enumerate() if one.name.startswith("ckpt-fill")]
 
 
 def test_a_part_of_another_length_is_refused(store: Store) -> None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple
 
@@ -133,11 +133,9 @@ class LentCopy:
 
     def wait(self) -> None:
         """Returns when all is copied. Raises the error that has prevented that."""
-        try:
-            self.staged.copied.result(COPY_SECONDS_MAX)
-        except TimeoutError as error:
-            seconds = f"{COPY_SECONDS_MAX:.0f} s"
-            raise CheckpointError(f"the near save has copied nothing for {seconds}") from error
+        if wait([self.staged.copied], COPY_SECONDS_MAX).not_done:
+            raise CheckpointError(f"the near save has copied nothing for {COPY_SECONDS_MAX:.0f} s")
+        self.staged.copied.result()
 
     def end(self) -> None:
         """The borrower needs the copy no more."""

@@ -10,17 +10,20 @@ import json
 import random
 import threading
 from collections.abc import Callable
+from concurrent.futures import Future
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from ckpt.commit.ranked import SessionRegistry
-from ckpt.errors import SaveDropped
+from ckpt.errors import CheckpointError, SaveDropped
 from ckpt.near.memory import TierMemory
 from ckpt.saving import image
 from ckpt.saving.image import StagedRange
+from ckpt.saving.staging import LentCopy
 from ckpt.service.checkpointer import Checkpointer
 from ckpt.service.events import NearFailed, SaveSucceeded
 from ckpt.service.near import Near
@@ -282,6 +285,17 @@ def test_a_failed_upload_leaves_the_near_state_whole(tmp_path: Path) -> None:
     again = Life(2, memory, [tmp_path] * 2)
     again.run(0)
     assert {(r.origin, r.step) for r in again.reports.values() if r} == {("near", 4)}
+
+
+def test_a_copy_that_never_comes_is_not_one_that_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On Python 3.10, too, where futures have a TimeoutError of their own."""
+    monkeypatch.setattr("ckpt.saving.staging.COPY_SECONDS_MAX", 0.01)
+    making: Any = SimpleNamespace(copied=Future())
+    with pytest.raises(CheckpointError, match="has copied nothing for 0 s"):
+        LentCopy(making, "now").wait()
+    making.copied.set_exception(TimeoutError("of the device"))
+    with pytest.raises(TimeoutError, match="of the device"):
+        LentCopy(making, "now").wait()
 
 
 def test_spares_that_another_job_has_removed_are_made_anew(tmp_path: Path) -> None:

@@ -71,7 +71,7 @@ def open_store(
     - `memory://NAME`: lives as long as this process, one per name;
     - `s3://BUCKET/PREFIX`: S3, with the session and credentials of s3fs. `storage_options` are
       those of `s3fs.S3FileSystem`, such as `endpoint_url`, `key`, `secret`, `anon`, `profile`,
-      those of `storage.s3.requests.Transfer` (`unsigned_payload`, `checksums`), and
+      those of `storage.s3.client.Transfer` (`unsigned_payload`, `checksums`), and
       `spread`: the number of key prefixes over which a new root spreads its data files (see
       `storage.wrap`);
     - `gs://BUCKET/PREFIX` and `az://CONTAINER/PREFIX`, or `gcs`, `abfs`, `abfss`: with obstore

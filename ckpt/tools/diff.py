@@ -388,8 +388,9 @@ def _amounts(
         ]
         return band, reduce(_sum, parts)
 
-    looked = in_order(look, _bands(pairs), threads=threads, name="ckpt-diff", ahead=2 * threads)
-    for (pair, span), amount in looked:
+    for (pair, span), amount in in_order(  # nothing else holds it: an error here ends its threads
+        look, _bands(pairs), threads=threads, name="ckpt-diff", ahead=2 * threads
+    ):
         known = amounts.get(pair.fqn_b)
         amounts[pair.fqn_b] = amount if known is None else _sum(known, amount)
         done += span.numel * _itemsizes(pair)

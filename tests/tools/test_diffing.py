@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 import random
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -200,3 +201,16 @@ def test_one_checkpoint_has_nothing_to_compare_with(
     assert "ckpt diff A B" in capsys.readouterr().err
     assert main(["diff", root, str(tmp_path / "nowhere")]) == 1
     assert "no shardpoint checkpoint" in capsys.readouterr().err
+
+
+def test_an_error_of_progress_leaves_no_thread_that_reads(tmp_path: Path) -> None:
+    changed = {**state(), "w": torch.randn(700, 1001)}
+
+    def fails(done: int, total: int) -> None:
+        raise ValueError("no progress")
+
+    a, b = saved(tmp_path, "a", state()), saved(tmp_path, "b", changed)
+    with pytest.raises(ValueError, match="no progress") as caught:
+        ckpt.diff(a, b, progress=fails)
+    names = [thread.name for thread in threading.enumerate()]
+    assert caught.tb and not [name for name in names if name.startswith("ckpt-diff")]

@@ -177,7 +177,7 @@ def plan_for_others(manifest: Manifest, some: Sequence[Ints]) -> ReadPlan:
         index, first = divmod(first, apart)
         chunk = int(chunks[index])
         if chunk not in needs:
-            needs[chunk] = whole_need(manifest, chunk, 0)._replace(blocks=[], directs=[])
+            needs[chunk] = Need(manifest.chunk_nbytes(chunk), [], [], [])
         needs[chunk].blocks.append((first, last - index * apart))
     return ReadPlan(needs, {}, ((), ()))
 

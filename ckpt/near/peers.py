@@ -28,6 +28,7 @@ from ckpt.near.placement import Hosts
 from ckpt.near.records import NearFile
 from ckpt.near.tier import Tier, has_file, newest_epoch
 from ckpt.world.base import World, collectively
+from ckpt.world.job import place_of_environment
 from ckpt.world.liveness import this_network
 from storage import StorageError, Store, TransientError
 from storage.peers.server import PeerServer
@@ -267,7 +268,8 @@ def open_copies(
         address = options.address or _address(networks, world.rank)
         token = secrets.token_hex(16)
         tls = _server_tls(options.certificate) if options.certificate else None
-        opened.append(PeerServer(tier.store, token, address, tls=tls))
+        ports = place_of_environment().ports
+        opened.append(PeerServer(tier.store, token, address, ports, tls=tls))
         return json.dumps(Endpoint(address, opened[0].port, token)).encode()
 
     try:

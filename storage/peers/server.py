@@ -114,7 +114,8 @@ class _PeerUpload:
 
 class PeerServer(socketserver.ThreadingTCPServer):
     """Serves `store`, which is a directory, to those who have `token`, from its making until
-    `close`. `host` is an address of this machine: nothing is answered on others.
+    `close`. `host` is an address of this machine: nothing is answered on others. The port is the
+    first free one of `ports` (0: the system chooses).
 
     Raises StorageError when it cannot listen there.
     """
@@ -125,7 +126,13 @@ class PeerServer(socketserver.ThreadingTCPServer):
     request_queue_size = 128
 
     def __init__(
-        self, store: Store, token: str, host: str, *, tls: ssl.SSLContext | None = None
+        self,
+        store: Store,
+        token: str,
+        host: str,
+        ports: range = range(1),
+        *,
+        tls: ssl.SSLContext | None = None,
     ) -> None:
         self.store = store
         self._token = token.encode()
@@ -138,10 +145,15 @@ class PeerServer(socketserver.ThreadingTCPServer):
         self._uploads: dict[str, _PeerUpload] = {}
         if ":" in host:
             self.address_family = socket.AF_INET6
-        try:
-            super().__init__((host, 0), _PeerHandler)
-        except OSError as error:
-            raise StorageError(f"cannot listen on {host}: {error.strerror or error}") from error
+        for port in ports:
+            try:
+                super().__init__((host, port), _PeerHandler)
+                break
+            except OSError as error:
+                problem = error.strerror or str(error)
+        else:
+            where = f"{host}, ports {ports[0]} to {ports[-1]}" if ports[-1] else host
+            raise StorageError(f"cannot listen on {where}: {problem}")
         self.port = int(self.server_address[1])
         # A daemon: a process that ends without closing it must not wait for it.
         self._thread = threading.Thread(

@@ -30,6 +30,7 @@ from ckpt.service.near import Near
 from ckpt.service.policies import EverySteps
 from ckpt.testing import RanksFailed, run_ranks
 from ckpt.world.base import SoloWorld, World
+from ckpt.world.job import PORTS_VARIABLE
 from storage import NoSpaceError, StorageError
 from storage.local import LocalStore
 from storage.memory import MemoryStore
@@ -39,6 +40,7 @@ from tests.near.test_near_training import folders, origins
 from tests.near.test_records import record
 from tests.near.test_replicas import life
 from tests.near.training import Life, advance
+from tests.protocol.test_world_places import two_free_ports
 from tests.storage.test_peers import certificate_of
 
 ROOT = "0123456789abcdef0123456789abcdef"
@@ -134,6 +136,26 @@ def test_while_a_host_is_full_the_state_before_stays_with_its_copies(
     again = Life(1, store, hosts[:1])
     again.run(0)
     assert origins(again) == {("near", 2)}
+
+
+def test_hosts_serve_copies_at_ports_of_the_range(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ports, hosts, seen = two_free_ports(), folders(tmp_path, 0, 1), []
+    monkeypatch.setenv(PORTS_VARIABLE, f"{ports[0]}-{ports[-1]}")
+    begin = PeerServer.__init__
+
+    def noted(self: PeerServer, *args: Any, **kwargs: Any) -> None:
+        begin(self, *args, **kwargs)
+        seen.append(self.port)
+
+    monkeypatch.setattr(PeerServer, "__init__", noted)
+    life(MemoryStore(), hosts).run(2)
+    assert sorted(seen) == [*ports]
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(StorageError, match=rf"127\.0\.0\.1, ports {port} to {port}"):
+            PeerServer(LocalStore(str(tmp_path)), "token", "127.0.0.1", range(port, port + 1))
 
 
 def test_a_host_that_does_not_answer_is_waited_for_once(

@@ -18,6 +18,7 @@ native one gives. `all_reduce` and all of NCCL: the backend's own order.
 from __future__ import annotations
 
 import functools
+import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -52,9 +53,11 @@ _DIRECT_BYTES_MIN = 1 << 16
 
 
 class PendingCollective:
-    """A collective under way; `wait` ends it. Waiting twice is harmless."""
+    """A collective under way; `wait` ends it, and empties `works`. Waiting twice is harmless."""
 
-    def __init__(self, works: Sequence[Any], then: Callable[[], None] | None = None) -> None:
+    def __init__(
+        self, works: list[Any] | tuple[()], then: Callable[[], None] | None = None
+    ) -> None:
         self._works = works
         self.then = then
         """What is left to be done when it has ended."""
@@ -62,12 +65,22 @@ class PendingCollective:
     def wait(self) -> None:
         """Return when the result is there (on CUDA: when the current stream will see it)."""
         works, self._works = self._works, ()
-        for work in works:
-            if work is not None:
-                work.wait()
+        try:
+            for work in works:
+                if work is not None:
+                    work.wait()
+        finally:
+            if works:
+                works.clear()
         then, self.then = self.then, None
         if then is not None:
             then()
+
+
+# Sends and receives under way, by group and tag. They live on when nobody waits for them, as for an
+# early gather of a model that is gone: gloo reads nothing more from a rank whose message finds no
+# receive. The next call of a tag ends them.
+_UNDER_WAY: weakref.WeakKeyDictionary[Group, dict[int, list[Any]]] = weakref.WeakKeyDictionary()
 
 
 @dataclass(frozen=True, eq=False)
@@ -289,6 +302,7 @@ class _Pairwise(_Native):
 
     def __init__(self, group: Group) -> None:
         super().__init__(group)
+        self._under_way = _UNDER_WAY.setdefault(group, {})
         steps = range(1, self.size)
         self._sources = tuple((self.rank - step) % self.size for step in steps)
         self._targets = tuple((self.rank + step) % self.size for step in steps)
@@ -304,8 +318,10 @@ class _Pairwise(_Native):
     ) -> PendingCollective:
         if members and members[0].whole.device.type != "cpu":
             return super().all_gather(members, own, pool=pool, tag=tag)
+        if left := self._under_way.get(tag):
+            PendingCollective(left).wait()
+        works = self._under_way[tag] = []
         self._put_in_place(members, own)
-        works: list[Any] = []
         with shown_as("_allgather_base_"):
             for source in self._sources:
                 for member in members:
@@ -323,10 +339,12 @@ class _Pairwise(_Native):
         first = members[0].whole
         if first.device.type != "cpu":
             return super().reduce_scatter(members, outs, pool=pool, tag=tag)
+        if left := self._under_way.get(tag):
+            PendingCollective(left).wait()
+        works = self._under_way[tag] = []
         sizes = list(map(torch.Tensor.numel, outs))
         received = pool.take(sum(sizes) * (self.size - 1), first.dtype, first.device)
         slots: dict[int, Sequence[torch.Tensor]] = {}
-        works: list[Any] = []
         with shown_as("_reduce_scatter_base_"):
             for source, row in zip(self._sources, received.view(self.size - 1, -1), strict=True):
                 slots[source] = row.split(sizes)

@@ -8,6 +8,8 @@ exact in any order. Where a `Comm` takes one member of equal parts only, they ar
 from __future__ import annotations
 
 import random
+import time
+from datetime import timedelta
 
 import pytest
 import torch
@@ -174,6 +176,19 @@ def the_backend_of_each_device_is_asked_for() -> None:
     assert comm.apart(sizes[:1], even=True, device=cuda) == [0]
 
 
+def calls_that_nobody_waits_for_hold_up_no_other() -> None:
+    """As a model does that is gone before its early gather ends: here when a rank is late."""
+    comm, pool = comm_of(dist.new_group(timeout=timedelta(seconds=20))), BufferPool()
+    for late in range(comm.size):
+        if comm.rank == late:
+            time.sleep(0.1)
+        comm.all_gather([RankParts(torch.zeros(3), 1)], [torch.tensor([7.0])], pool=pool, tag=1)
+        comm.reduce_scatter([RankParts(torch.ones(3), 1)], [torch.zeros(1)], pool=pool, tag=1)
+        whole, own = RankParts(torch.zeros(3), 1), torch.tensor([float(comm.rank)])
+        comm.all_gather([whole], [own], pool=pool, tag=1).wait()
+        assert whole.whole.tolist() == [0.0, 1.0, 2.0]
+
+
 def calls_of_several_units_pass_each_other() -> None:
     rank = dist.get_rank()
     comm, pool = comms()[0], BufferPool()
@@ -199,6 +214,7 @@ test_on_three_ranks = claims(
         packed_gradients_are_summed_into_one_row,
         parts_of_unlike_lengths_go_over_the_backend,
         the_backend_of_each_device_is_asked_for,
+        calls_that_nobody_waits_for_hold_up_no_other,
         calls_of_several_units_pass_each_other,
     ],
 )

@@ -19,22 +19,9 @@ from torch.distributed.fsdp import MixedPrecision, ShardingStrategy, StateDictTy
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 import sharding
-from tests.sharding.models import build, engine
+from tests.sharding.models import Either, build, engine
 
 __all__ = ["CASES"]
-
-
-class Either(nn.Module):
-    """Runs its two layers in one order or the other."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second, self.turned = nn.Linear(6, 6), nn.Linear(6, 6), False
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for layer in (self.second, self.first) if self.turned else (self.first, self.second):
-            x = layer(x)
-        return x
 
 
 class Renaming(nn.Module):

@@ -32,6 +32,20 @@ class Tied(nn.Module):
         return self.second(torch.tanh(self.first(x)))
 
 
+class Either(nn.Module):
+    """Runs its two layers in one order or the other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.turned = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in (self.second, self.first) if self.turned else (self.first, self.second):
+            x = layer(x)
+        return x
+
+
 class Reentrant(nn.Module):
     """Runs what is inside under reentrant activation checkpointing."""
 

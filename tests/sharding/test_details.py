@@ -27,25 +27,12 @@ from sharding import (
 from sharding.engine.streams import Streams
 from sharding.engine.unit import Phase
 from tests.ranks import run_ranks
-from tests.sharding.models import batches, build, full_copies, uneven, wrapped
+from tests.sharding.models import Either, batches, build, full_copies, uneven, wrapped
 
 Ours = FullyShardedDataParallel
 
 
 # C20 ---------------------------------------------------------------------------------------------
-
-
-class Either(nn.Module):
-    """Runs two layers in an order that can be turned."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second, self.turned = nn.Linear(6, 6), nn.Linear(6, 6), False
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for layer in (self.second, self.first) if self.turned else (self.first, self.second):
-            x = layer(x)
-        return x
 
 
 def different_orders() -> None:

@@ -183,12 +183,12 @@ def _problems_of(
     binding: Binding, given: GivenModel, known: Table, request: LoadRequest
 ) -> list[Problem]:
     """What does not fit between the dicts and the model, in the words of a load of state dicts."""
-    call, aliases = request.call, given.described.aliases
+    call, aliases, tied_names = request.call, given.described.aliases, given.described.tied
     # A dict has tied tensors under all their names, and the state takes one of them.
     problems = [
         problem
         for problem in binding.problems
-        if problem.kind is not ProblemKind.UNEXPECTED or problem.fqn not in given.described.tied
+        if problem.kind is not ProblemKind.UNEXPECTED or problem.fqn not in tied_names
     ]
     for tied, stored in aliases.items():
         member = given.members.get(stored)

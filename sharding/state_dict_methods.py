@@ -47,8 +47,7 @@ from sharding.torch_face import (
     TorchWrapper,
     checked_settings,
     default_settings,
-    model_form,
-    optim_form,
+    form_of,
     relative,
 )
 
@@ -160,7 +159,7 @@ class StatefulUnit(TorchWrapper):
         destination = given.get("destination")
         destination = versioned_dict() if destination is None else destination
         _warn_of_unsharded(self)
-        form, config = model_form(_servable(self))
+        form, config = form_of(_servable(self), is_model=True)
         with _as_torch_raises():
             copied = self.managed_params()
             state = state_dicts.take(self, None, TakeRequest(form, config, copied=copied))
@@ -267,7 +266,7 @@ class StatefulUnit(TorchWrapper):
         # A dict without "state" goes on as it is, for the error that says what it lacks.
         if given and isinstance(given.get("state"), Mapping):
             given = by_number(given, model, optim)
-        return _taken(model, optim, *optim_form(settings), given, group)
+        return _taken(model, optim, *form_of(settings, is_model=False), given, group)
 
     @staticmethod
     def optim_state_dict_to_load(

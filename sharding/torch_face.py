@@ -7,7 +7,7 @@ that look into torch's own units call our methods of the same names for models t
 ours. For all other models they do what they did.
 
 A wrapper remembers the type of state dicts and the configs that the user set, torch's classes, by
-their exact class as torch compares them; `model_form` and `optim_form` say what they are in `ckpt`.
+their exact class as torch compares them; `form_of` says what they are in `ckpt`.
 
 What a newer torch adds to these classes, or to its classes of options, is refused by name until it
 is implemented here: it would be ignored, or look for torch's own state in a module of ours.
@@ -26,23 +26,11 @@ import torch
 from torch import nn
 from torch.distributed import fsdp
 from torch.distributed.fsdp import FSDPModule as TorchModule
-from torch.distributed.fsdp import (
-    FullOptimStateDictConfig,
-    FullStateDictConfig,
-    LocalOptimStateDictConfig,
-    LocalStateDictConfig,
-    OptimStateDictConfig,
-    ShardedOptimStateDictConfig,
-    ShardedStateDictConfig,
-    StateDictConfig,
-    StateDictSettings,
-    StateDictType,
-)
 from torch.distributed.fsdp import FullyShardedDataParallel as TorchClass
 from torch.distributed.fsdp import MixedPrecisionPolicy as Precision
 from torch.distributed.fsdp import UnshardHandle as TorchHandleClass
 
-from ckpt import state_dict as in_ckpt
+from ckpt.state_dict.config import StateDictType, config_with
 
 __all__ = [
     "TorchHandle",
@@ -54,8 +42,7 @@ __all__ = [
     "checked_settings",
     "default_settings",
     "follows_grad_dtype",
-    "model_form",
-    "optim_form",
+    "form_of",
     "redirect_static_methods",
     "relative",
 ]
@@ -211,23 +198,31 @@ def _choosing(ours: type[nn.Module], name: str) -> Any:
     return chosen
 
 
-_CLASSES: dict[StateDictType, tuple[type[StateDictConfig], type[OptimStateDictConfig]]] = {
-    StateDictType.FULL_STATE_DICT: (FullStateDictConfig, FullOptimStateDictConfig),
-    StateDictType.LOCAL_STATE_DICT: (LocalStateDictConfig, LocalOptimStateDictConfig),
-    StateDictType.SHARDED_STATE_DICT: (ShardedStateDictConfig, ShardedOptimStateDictConfig),
+_CLASSES: dict[
+    fsdp.StateDictType, tuple[type[fsdp.StateDictConfig], type[fsdp.OptimStateDictConfig]]
+] = {
+    fsdp.StateDictType.FULL_STATE_DICT: (fsdp.FullStateDictConfig, fsdp.FullOptimStateDictConfig),
+    fsdp.StateDictType.LOCAL_STATE_DICT: (
+        fsdp.LocalStateDictConfig,
+        fsdp.LocalOptimStateDictConfig,
+    ),
+    fsdp.StateDictType.SHARDED_STATE_DICT: (
+        fsdp.ShardedStateDictConfig,
+        fsdp.ShardedOptimStateDictConfig,
+    ),
 }
 
 
-def default_settings() -> StateDictSettings:
+def default_settings() -> fsdp.StateDictSettings:
     """FULL, with default configs."""
-    return checked_settings(StateDictType.FULL_STATE_DICT, None, None)
+    return checked_settings(fsdp.StateDictType.FULL_STATE_DICT, None, None)
 
 
 def checked_settings(
-    form: StateDictType,
-    config: StateDictConfig | None,
-    optim_config: OptimStateDictConfig | None,
-) -> StateDictSettings:
+    form: fsdp.StateDictType,
+    config: fsdp.StateDictConfig | None,
+    optim_config: fsdp.OptimStateDictConfig | None,
+) -> fsdp.StateDictSettings:
     """The settings, with defaults for what is None. Raises RuntimeError for other classes, and
     NotImplementedError for options of a newer torch that are not implemented here.
     """
@@ -241,34 +236,19 @@ def checked_settings(
             raise RuntimeError(
                 f"{form.name} needs a {wanted.__name__}, got a {type(given).__name__}"
             )
-    return StateDictSettings(form, config, optim_config)
+    return fsdp.StateDictSettings(form, config, optim_config)
 
 
-def model_form(
-    settings: StateDictSettings,
-) -> tuple[in_ckpt.StateDictType, in_ckpt.StateDictConfig]:
-    """What the settings are called in `ckpt`, for models."""
-    config: Any = settings.state_dict_config
-    offload = config.offload_to_cpu
-    if settings.state_dict_type is StateDictType.FULL_STATE_DICT:
-        rank0_only = config.rank0_only
-        return in_ckpt.StateDictType.FULL, in_ckpt.FullStateDictConfig(offload, rank0_only)
-    if settings.state_dict_type is StateDictType.LOCAL_STATE_DICT:
-        return in_ckpt.StateDictType.LOCAL, in_ckpt.LocalStateDictConfig(offload)
-    return in_ckpt.StateDictType.SHARDED, in_ckpt.ShardedStateDictConfig(offload)
-
-
-def optim_form(
-    settings: StateDictSettings,
-) -> tuple[in_ckpt.StateDictType, in_ckpt.OptimStateDictConfig]:
-    """What the settings are called in `ckpt`, for optimizers. LOCAL is served as SHARDED."""
-    # torch's class tells full dicts of optimizers from all others, which are sharded.
-    config: Any = settings.optim_state_dict_config
-    offload = config.offload_to_cpu
-    if settings.state_dict_type is StateDictType.FULL_STATE_DICT:
-        rank0_only = config.rank0_only
-        return in_ckpt.StateDictType.FULL, in_ckpt.FullOptimStateDictConfig(offload, rank0_only)
-    return in_ckpt.StateDictType.SHARDED, in_ckpt.ShardedOptimStateDictConfig(offload)
+def form_of(settings: fsdp.StateDictSettings, *, is_model: bool) -> tuple[StateDictType, Any]:
+    """What the settings are called in `ckpt`. LOCAL of optimizers is served as SHARDED: torch's
+    class tells full dicts of optimizers from all others, which are sharded.
+    """
+    form = StateDictType[settings.state_dict_type.name]
+    if form is StateDictType.LOCAL and not is_model:
+        form = StateDictType.SHARDED
+    given: Any = settings.state_dict_config if is_model else settings.optim_state_dict_config
+    rank0_only = getattr(given, "rank0_only", False)
+    return form, config_with(form, given.offload_to_cpu, rank0_only, is_model=is_model)
 
 
 def relative(state_dict: Mapping[str, Any], prefix: str) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 class StateDictType(enum.Enum):
@@ -101,3 +101,11 @@ def config_of(
             "for its defaults"
         )
     return config or kind()
+
+
+def config_with(
+    form: StateDictType, offload_to_cpu: bool, rank0_only: bool, *, is_model: bool
+) -> StateDictConfig | OptimStateDictConfig:
+    """The config of `form` with these options; `rank0_only` counts for FULL alone."""
+    only = {"rank0_only": rank0_only} if form is StateDictType.FULL else {}
+    return replace(config_of(form, None, is_model=is_model), offload_to_cpu=offload_to_cpu, **only)

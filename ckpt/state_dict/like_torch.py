@@ -31,13 +31,7 @@ from ckpt.state_dict.api import (
     model_state_dict,
     optimizer_state_dict,
 )
-from ckpt.state_dict.config import (
-    FullOptimStateDictConfig,
-    FullStateDictConfig,
-    ShardedOptimStateDictConfig,
-    ShardedStateDictConfig,
-    StateDictType,
-)
+from ckpt.state_dict.config import StateDictType, config_with
 from ckpt.state_dict.model import describe_model, names_of
 
 __all__ = [
@@ -258,12 +252,8 @@ def _known(options: Any) -> StateDictOptions:
 
 
 def _form(options: StateDictOptions, *, is_model: bool) -> tuple[StateDictType, Any]:
-    offload = options.cpu_offload
-    if options.full_state_dict:
-        full = FullStateDictConfig if is_model else FullOptimStateDictConfig
-        return StateDictType.FULL, full(offload, rank0_only=offload)
-    sharded = ShardedStateDictConfig if is_model else ShardedOptimStateDictConfig
-    return StateDictType.SHARDED, sharded(offload)
+    form = StateDictType.FULL if options.full_state_dict else StateDictType.SHARDED
+    return form, config_with(form, options.cpu_offload, options.cpu_offload, is_model=is_model)
 
 
 def _several(optimizers: Optimizers) -> list[Optimizer]:

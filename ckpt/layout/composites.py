@@ -266,7 +266,7 @@ def put_together(
     kind = type_named(str(name))
     if kind is None:
         raise InvalidState([f"{fqn}: {_why_unknown(name)}"])
-    if any(hasattr(item, "__ckpt_pieces__") for item in components.values()):
+    if any(hasattr(item, "global_shape") for item in components.values()):
         kind = wing("composites.shards").sharded_type(kind)
     try:
         return kind.build(Parts(components, described["context"]), shape, dtype)

@@ -65,8 +65,8 @@ class PerRankState(NamedTuple):
 def copy_of(tensor: torch.Tensor, *, to_cpu: bool) -> torch.Tensor:
     """The values of `tensor` in memory of their own."""
     copy = tensor.detach().clone()
-    # What says its pieces is a part of a tensor, and stays on the device of its mesh.
-    return copy.cpu() if to_cpu and not hasattr(copy, "__ckpt_pieces__") else copy
+    # A shard of a component stays on the device of its mesh.
+    return copy.cpu() if to_cpu and not hasattr(copy, "global_shape") else copy
 
 
 def declare_optimizer_state(

@@ -20,9 +20,10 @@ from torch.distributed.tensor import DTensor, Shard
 import ckpt
 from ckpt.composites.foreign_types import _CUTS, _cut_of
 from ckpt.composites.shards import _of_shape
-from ckpt.layout.composites import Parts, composite_at, type_of
+from ckpt.layout.composites import Parts, composite_at, description, put_together, type_of
 from ckpt.layout.plain import UnsupportedTensor
 from ckpt.layout.tensor import copyable
+from ckpt.state.own import copy_of
 from tests.ranks import run_ranks
 
 OPTIM, QUANTIZATION = "torchao.optim", "torchao.quantization"
@@ -237,3 +238,24 @@ def test_what_is_not_declared_or_ends_inside_of_blocks_is_refused() -> None:
         assert "declares no cut along dim 1" in refused[0]
         assert rank or "ends inside of a block" in refused[1]
         assert not rank or "has no elements" in refused[2]
+
+
+class Placed(torch.Tensor):
+    """A user's tensor that says its pieces."""
+
+    def __ckpt_pieces__(self) -> Any:
+        raise AssertionError("nothing here asks where it lies")
+
+    def cpu(self, *arguments: Any) -> Any:
+        return "on the host"
+
+
+def test_not_all_that_says_its_pieces_is_a_components_shard() -> None:
+    whole = pair()
+    whole.a, whole.b = (torch.full((2, 3), value).as_subclass(Placed) for value in (1.0, 2.0))
+    kind = type_of(whole)
+    assert kind is not None
+    components, context = kind.take(whole)
+    made: Any = put_together(description(whole, kind, context, components), "w", components)
+    assert torch.equal(made.a, whole.a) and torch.equal(made.b, whole.b)
+    assert copy_of(whole.a, to_cpu=True) == "on the host"

@@ -354,7 +354,7 @@ class ProcessMemory:
                 )
             group = dist.group.WORLD if group is None else group
         with self._lock:
-            return self._known(group) or self._new_context(group, current_world(group))
+            return self._known(group) or self._new_context(group, lambda: current_world(group))
 
     def known(self, group: dist.ProcessGroup | None) -> GroupContext | None:
         """The context of `group` if there is one. Not collective."""
@@ -383,16 +383,22 @@ class ProcessMemory:
             for context in self._contexts:
                 if context.everyone is everyone and context.world.global_ranks == members:
                     return context
-            return self._new_context(None, new_world_of_members(members))
+            return self._new_context(None, lambda: new_world_of_members(members))
 
-    def _new_context(self, group: dist.ProcessGroup | None, world: World) -> GroupContext:
-        everyone = dist.group.WORLD if group is not None or world.size > 1 else None
-        # Those of a job that this process has left are of no use, but for saves that run.
+    def _new_context(
+        self, group: dist.ProcessGroup | None, make: Callable[[], World]
+    ) -> GroupContext:
+        is_joined = dist.is_available() and dist.is_initialized()
+        everyone = dist.group.WORLD if is_joined else None
+        # Those of a job that this process has left are of no use, but for saves that run. They go
+        # first, and their port is free for the new world.
         self._contexts = [
             context
             for context in self._contexts
             if context.everyone in (None, everyone) or context.background.is_needed()
         ]
+        world = make()
+        everyone = everyone if group is not None or world.size > 1 else None
         context = GroupContext(group, everyone, world, self._registry, Background(world))
         self._contexts.append(context)
         return context

@@ -18,6 +18,7 @@ import atexit
 import contextlib
 import errno
 import functools
+import gc
 import logging
 import math
 import os
@@ -177,14 +178,20 @@ class Heart:
         self._stop_unused()
 
     def retire(self) -> None:
-        """Stop when this process has no world of it any more, which may be now."""
+        """Stop when this process has no world of it any more. If it has none now, the port is free
+        afterwards.
+        """
+        gc.collect()  # a world may be in a cycle that nobody has
         self._is_retired = True
-        self._stop_unused()
+        if not self._is_used():
+            self.stop()
+
+    def _is_used(self) -> bool:
+        with self._lock:
+            return any(user() is not None for user in self._users.values())
 
     def _stop_unused(self) -> None:
-        with self._lock:
-            is_used = any(user() is not None for user in self._users.values())
-        if self._is_retired and not is_used:
+        if self._is_retired and not self._is_used():
             self.begin(self.stop)
 
     def send(self, neighbour: Neighbour, data: bytes) -> None:
@@ -227,16 +234,15 @@ class Heart:
         threading.Thread(target=run, name="ckpt-aside", daemon=True).start()
 
     def stop(self) -> None:
-        """Take leave of all, after what is still to be sent. May be repeated."""
+        """Take leave of all, after what is still to be sent. Repeated, it waits for the end."""
         with self._lock:
-            if self._is_stopped:
-                return
-            self._is_stopped = True
+            is_first, self._is_stopped = not self._is_stopped, True
             bye = Frame(FrameKind.BYE, NOBODY).encode()
-            for neighbour in list(self._links):
+            for neighbour in list(self._links) if is_first else ():
                 self.send(neighbour, bye)
-        atexit.unregister(self.stop)
-        self._later(self._end_all)
+        if is_first:
+            atexit.unregister(self.stop)
+            self._later(self._end_all)
         self._thread.join(timeout=2 * FLUSH_SECONDS)
         self.drop()
 

@@ -71,6 +71,27 @@ def test_ranks_listen_on_one_interface_at_ports_of_a_range(tmp_path: Path) -> No
     assert [values for _, values in answers] == [[0, 1, 2, 3]] * 2
 
 
+def _joins_again(ports: str, root: str) -> list[int]:
+    os.environ.update({"GLOO_SOCKET_IFNAME": "lo", PORTS_VARIABLE: ports})
+    rank, listened = dist.get_rank(), []
+    for number in range(1, 4):
+        ckpt.save({"a": torch.ones(4)}, root, step=number)
+        listened.append(this_process.in_job().heart.card.port)
+        dist.barrier()
+        dist.destroy_process_group()
+        url = f"file://{root}-{number}"
+        dist.init_process_group("gloo", init_method=url, rank=rank, world_size=2)
+    return listened
+
+
+@pytest.mark.ranks
+def test_a_process_that_joins_again_needs_no_other_port(tmp_path: Path) -> None:
+    ports = two_free_ports()
+    text = f"{ports[0]}-{ports[-1]}"
+    listened = run_ranks(2, _joins_again, text, str(tmp_path / "root"))
+    assert all(sorted(pair) == [*ports] for pair in zip(*listened, strict=True))
+
+
 def test_a_range_without_a_free_port_is_an_error() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import random
 import struct
+import threading
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -15,7 +17,7 @@ from typing import Any
 import msgpack
 import pytest
 
-from ckpt.commit.log import FORMAT_KEY, Log, decode_format, encode_format, read_format
+from ckpt.commit.log import FORMAT_KEY, Log, at_once, decode_format, encode_format, read_format
 from ckpt.commit.names import (
     MANIFEST_NAME,
     attempt_epoch,
@@ -37,7 +39,7 @@ from ckpt.commit.writer import Commit
 from ckpt.errors import CheckpointError, Corrupt, NoCheckpoint, UnsupportedFormat
 from ckpt.format.checksum import crc32c
 from ckpt.service.restore import _newest_first
-from storage.errors import KeyNotFoundError
+from storage.errors import KeyNotFoundError, StorageError
 from storage.memory import MemoryStore
 from storage.store import ByteRange, ObjectInfo
 from storage.wrap import WrappedStore
@@ -425,3 +427,20 @@ def test_a_root_that_is_made_between_two_looks_is_seen(before: str) -> None:
     assert _newest_first(store, None, "").entries == []
     assert store.exists(FORMAT_KEY)
     assert read_format(store) == read_format(store.inner)
+
+
+def test_of_two_requests_at_once_the_own_error_comes_first() -> None:
+    ended = threading.Event()
+
+    def refused(text: str) -> None:
+        if text == "asked":
+            time.sleep(0.05)
+            ended.set()
+        raise StorageError(text)
+
+    with pytest.raises(StorageError, match="mine"):
+        at_once(lambda: refused("asked"), lambda: refused("mine"))
+    assert ended.is_set(), "nothing is under way any more"
+    with pytest.raises(StorageError, match="asked"):
+        at_once(lambda: refused("asked"), lambda: None)
+    assert at_once(lambda: 1, lambda: 2) == (1, 2)

@@ -26,6 +26,7 @@ import ckpt
 import ckpt.world.torch_world
 import ckpt.world.tree
 from ckpt.errors import Fenced, RankFailed
+from ckpt.process import world_of_members
 from ckpt.world.base import Message, SoloWorld, Transfers, World
 from ckpt.world.rounds import Deadlines
 from ckpt.world.torch_world import TorchWorld, current_world
@@ -510,3 +511,15 @@ def _hearts() -> list[threading.Thread]:
 
 def test_a_process_that_joins_another_job_leaves_the_heart_of_the_former(tmp_path: Path) -> None:
     assert run_ranks(2, _joins_job_after_job, str(tmp_path), timeout_seconds=120) == [[1] * 3] * 2
+
+
+def _one_alone_between_saves(root: str) -> list[int]:
+    ckpt.save({"a": torch.ones(2)}, root, step=1)
+    if dist.get_rank() == 0:
+        assert world_of_members((0,)).size == 1
+    ckpt.save({"a": torch.ones(2)}, root, step=2)
+    return [one.step for one in ckpt.list_steps(root)]
+
+
+def test_a_world_of_one_member_leaves_that_of_all(tmp_path: Path) -> None:
+    assert run_ranks(2, _one_alone_between_saves, str(tmp_path / "root")) == [[1, 2]] * 2

@@ -99,7 +99,7 @@ def training(ranks: int, steps: int) -> subprocess.Popen[str]:
 
 
 def steps_saved() -> list[int]:
-    return [checkpoint["step"] for checkpoint in json.loads(ckpt("ls", ROOT, "--json"))]
+    return [one["step"] for one in json.loads(ckpt("ls", ROOT, "--json"))["checkpoints"]]
 
 
 def killed_training() -> int:

@@ -11,7 +11,7 @@ import inspect
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal, NamedTuple, NoReturn, get_args, get_origin
+from typing import Annotated, Any, Literal, NamedTuple, NoReturn, get_args
 
 from ckpt import operate
 from ckpt.cli import printing
@@ -103,18 +103,17 @@ class Command:
 
 def _options(name: str, annotation: Any, parameter: inspect.Parameter | None) -> Iterator[Option]:
     """The arguments that stand for one parameter; none where it is Python's alone."""
-    argument = next((a for a in get_args(annotation) if isinstance(a, Argument)), None)
+    argument = Argument.of(annotation)
     if argument is None:
         return
-    kind: Any = get_args(annotation)[0]
     default: Any = inspect.Parameter.empty
     is_keyword = parameter is None or parameter.kind is inspect.Parameter.KEYWORD_ONLY
     if parameter is not None:
         default = parameter.default
     flags = argument.flag or (f"--{name.replace('_', '-')}" if is_keyword else "")
     how: dict[str, Any] = {"help": argument.help}
-    choices = argument.choices or (get_args(kind) if get_origin(kind) is Literal else ())
-    if kind is bool:
+    choices = argument.choices_of(annotation)
+    if get_args(annotation)[0] is bool:
         how["action"] = "store_true"
     else:
         how["type"] = _reading(argument.parse)

@@ -6,6 +6,7 @@ Imports nothing slow: the signatures are all that `ckpt --help` and completion n
 
 from __future__ import annotations
 
+import inspect
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -38,10 +39,22 @@ class Argument:
     choices: tuple[str, ...] = ()
     bare: str | None = None
 
+    @staticmethod
+    def of(annotation: Any) -> Argument | None:
+        """What an annotation says of an argument; None where that is Python's alone."""
+        said = getattr(annotation, "__metadata__", ())
+        return next((one for one in said if isinstance(one, Argument)), None)
+
+    def choices_of(self, annotation: Any) -> tuple[str, ...]:
+        """The words that it takes; () where it takes any."""
+        kind: Any = annotation.__origin__
+        is_literal = getattr(kind, "__origin__", None) is Literal
+        return self.choices or (kind.__args__ if is_literal else ())
+
 
 def operation(function: F) -> F:
-    """`function` for users: no frame of it shows a secret of its `*options`. Its imports wait for
-    the first call.
+    """`function` for users: wrong arguments raise InvalidArgument, and no frame of it shows a
+    secret of its `*options`. Its imports wait for the first call.
     """
 
     @wraps(function)
@@ -49,9 +62,44 @@ def operation(function: F) -> F:
         from storage.hidden import hidden_arguments
 
         args, named = hidden_arguments(function, args, named)
-        return function(*args, **named)
+        bound = inspect.signature(function).bind(*args, **named)
+        for name, value in bound.arguments.items():
+            bound.arguments[name] = _checked(bound.signature.parameters[name], value)
+        return function(*bound.args, **bound.kwargs)
 
     return cast(F, call)
+
+
+def _checked(parameter: inspect.Parameter, value: Any) -> Any:
+    """`value`, where a text of the command line could make it; one text stands for a list of it.
+
+    Raises InvalidArgument for any other.
+    """
+    from ckpt.commit.numbers import is_finite, plain_float, plain_int
+    from ckpt.errors import InvalidArgument
+
+    argument = Argument.of(parameter.annotation)
+    if argument is None or (value is None and parameter.default is None):
+        return value
+    if argument.collect is list:
+        return [value] if isinstance(value, str) else value
+    shown, is_right, wanted = f"{parameter.name}={value!r}", True, ""
+    if argument.collect is dict:
+        # No more of it: it may be a secret.
+        shown = f"{parameter.name}= is a {type(value).__name__}"
+        is_right, wanted = hasattr(value, "items"), "a mapping"
+    elif argument.parse in (whole, count, nbytes):
+        number, least = plain_int(value), int(argument.parse is count)
+        is_right, wanted = type(number) is int and number >= least, f"an int of at least {least}"
+    elif argument.parse in (seconds, params, price):
+        number, kind = plain_float(value), "of at least 0" if argument.parse is price else "above 0"
+        is_right = is_finite(number) and number >= 0 and (number > 0 or argument.parse is price)
+        wanted = f"a number {kind}"
+    elif choices := argument.choices_of(parameter.annotation):
+        is_right, wanted = value in choices, f"one of {', '.join(map(repr, choices))}"
+    if not is_right:
+        raise InvalidArgument(f"{shown}: expected {wanted}")
+    return value
 
 
 # How texts are read ----------------------------------------------------------------------------

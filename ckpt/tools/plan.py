@@ -22,12 +22,11 @@ from ckpt.api import read_path
 from ckpt.commit.numbers import plain_int
 from ckpt.convert.export import default_entry
 from ckpt.convert.sources.opening import SourceOptions, open_source
-from ckpt.errors import InvalidArgument
 from ckpt.format.manifest import Manifest
 from ckpt.format.manifest_codec import encode_manifest
 from ckpt.format.metadata_budget import MetadataBudget
 from ckpt.layout.dtypes import DTYPES, dtype_name, torch_dtype
-from ckpt.layout.even import LAYOUTS, EvenLayout, wanted_part
+from ckpt.layout.even import EvenLayout, wanted_part
 from ckpt.layout.kind import Kind
 from ckpt.layout.piece import Holding, Piece
 from ckpt.layout.plain import Ranks
@@ -192,7 +191,6 @@ def plan_of_ranks(
     metadata_bytes_max: SupportsIndex | None = None,
 ) -> LoadPlan:
     """As `ckpt.plan_ranks`, of a state that wants what is `wanted`."""
-    count = None if ranks is None else checked_ranks(ranks, layout)
     with closing(open_store(url, **(storage_options or {}))) as store:
         budget = MetadataBudget(plain_int(metadata_bytes_max))
         located = find_checkpoint(store, step, attempt=attempt, budget=budget)
@@ -201,7 +199,7 @@ def plan_of_ranks(
         budget.charge(nbytes, f"a plan of {manifest.block_count} blocks")
         everything = wanted_of(manifest)
         names = _compared(everything, wanted or everything, manifest.aliases)
-        even = _Even(count or manifest.header.world_size, layout)
+        even = _Even(plain_int(ranks) or manifest.header.world_size, layout)
         rank_plans = _plan_all(store, located, names.loaded, even, budget)
         return LoadPlan(
             url=Checkpoint(store, located).url,
@@ -214,16 +212,6 @@ def plan_of_ranks(
             problems=names.problems,
             nbytes_stored=_stored_nbytes(manifest),
         )
-
-
-def checked_ranks(ranks: SupportsIndex, layout: EvenLayout) -> int:
-    """`ranks` as an int. Raises InvalidArgument for no ranks or an unknown layout."""
-    count = plain_int(ranks)
-    if type(count) is not int or count < 1 or layout not in LAYOUTS:
-        raise InvalidArgument(
-            f"ranks={ranks!r}, layout={layout!r}; expected at least 1, and one of {LAYOUTS}"
-        )
-    return count
 
 
 def _stored_nbytes(manifest: Manifest) -> int:

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple, SupportsIndex, TypeAlias
 from ckpt.commit.log import Log
 from ckpt.commit.maintenance import Maintenance
 from ckpt.commit.names import attempt_epoch, attempt_name, step_prefix
+from ckpt.commit.numbers import plain_int
 from ckpt.commit.records import LiveEntry, manifest_digest
 from ckpt.commit.writer import Commit
 from ckpt.errors import CheckpointError
@@ -30,7 +31,6 @@ from ckpt.loading.checkpoint import Checkpoint
 from ckpt.loading.contents import LocatedCheckpoint, leased_checkpoint
 from ckpt.loading.load import RETIRED_MAX
 from ckpt.tools.copy import CopyMeter, CopyReport, report_of_one
-from ckpt.tools.plan import checked_ranks
 from ckpt.tools.rewrite import Layout, chunk_of, rewrite, written_whole
 from storage import PrefixStore, Store, StoreLike, open_store, options_of_other
 from storage.hidden import hides_secrets
@@ -70,7 +70,7 @@ def reshard_at(
     target_options: Mapping[str, Any] | None,
 ) -> CopyReport:
     """Write a checkpoint anew, laid out for loads on `ranks` ranks. See `ckpt.reshard`."""
-    how = _How(NewLayout(checked_ranks(ranks, layout), layout), threads, progress)
+    how = _How(NewLayout(plain_int(ranks), layout), threads, progress)
     with ExitStack() as stack:
         source = stack.enter_context(closing(open_store(url, **(storage_options or {}))))
         there: Store | None = None

@@ -185,13 +185,19 @@ def test_layouts_cover_every_element(layout: EvenLayout) -> None:
 
 
 def test_ranks_and_layouts_that_cannot_be_are_refused(root: str) -> None:
-    calls: list[Callable[[], object]] = [
-        lambda: plan_of_ranks(root, ranks=0),
-        lambda: plan_of_ranks(root, ranks=1, layout="rows"),  # type: ignore[arg-type]
-        lambda: ckpt.reshard(root, root + "-new", ranks=0),
+    calls: list[tuple[Callable[[], object], str]] = [
+        (lambda: ckpt.plan_ranks(root, ranks=0), "ranks=0: expected an int of at least 1"),
+        (
+            lambda: ckpt.plan_ranks(root, ranks=1, layout="rows"),  # type: ignore[arg-type]
+            "layout='rows': expected one of 'fsdp2', 'flat', 'replicated'",
+        ),
+        (
+            lambda: ckpt.reshard(root, root + "-new", ranks=0),
+            "ranks=0: expected an int of at least 1",
+        ),
     ]
-    for call in calls:
-        with pytest.raises(ValueError, match="expected at least 1"):
+    for call, text in calls:
+        with pytest.raises(ValueError, match=text):
             call()
 
 

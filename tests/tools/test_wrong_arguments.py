@@ -1,0 +1,66 @@
+"""Goal: what no command line would take, Python does not take either, and one sentence says so.
+
+Method: each function on a small root, with an argument of the wrong kind.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import ckpt
+from ckpt import operate
+from ckpt.errors import InvalidArgument
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> str:
+    url = str(tmp_path / "run")
+    for step in (0, 1):
+        state = {"model": {"a": torch.full((4,), float(step)), "b": torch.zeros(4)}}
+        ckpt.save(state, url, step=step)
+    return url
+
+
+@pytest.mark.parametrize(
+    ("name", "wrong", "text"),
+    [
+        ("diff", {"threads": 0}, "threads=0: expected an int of at least 1"),
+        ("diff", {"step_a": "x"}, "step_a='x': expected an int of at least 0"),
+        ("diff", {"stacks": "a=b"}, "stacks= is a str: expected a mapping"),
+        ("verify", {"threads": None}, "threads=None: expected an int of at least 1"),
+        ("verify", {"storage_options": ["key"]}, "storage_options= is a list: expected a mapping"),
+        ("report", {"metadata_bytes_max": "1GB"}, "metadata_bytes_max='1GB': expected an int of"),
+        ("log", {"count": -1}, "count=-1: expected an int of at least 0"),
+        ("plan_ranks", {"layout": "rows"}, "layout='rows': expected one of 'fsdp2', 'flat'"),
+        ("prune", {"keep_last": 1, "retire_after": "1d"}, "retire_after='1d': expected a number"),
+        ("prune", {"keep_last": 0}, "keep_last=0: expected an int of at least 1"),
+        ("cost", {"every_seconds": "10m"}, "every_seconds='10m': expected a number above 0"),
+        ("cost", {"gib_month": -5}, "gib_month=-5: expected a number of at least 0"),
+    ],
+)
+def test_a_wrong_argument_is_named(
+    name: str, wrong: Mapping[str, Any], text: str, root: str
+) -> None:
+    with pytest.raises(InvalidArgument) as raised:
+        getattr(operate, name)(root, **wrong)
+    assert text in str(raised.value)
+
+
+def test_an_unknown_format_is_named(root: str, tmp_path: Path) -> None:
+    with pytest.raises(InvalidArgument, match="format='foo': expected one of 'safetensors'"):
+        operate.export(root, tmp_path / "m.pt", format="foo")  # type: ignore[arg-type]
+    with pytest.raises(InvalidArgument, match="threads=0"):
+        operate.copy(root, tmp_path / "copy", threads=0)
+    assert not (tmp_path / "copy").exists()
+
+
+def test_one_pattern_is_a_list_of_one(root: str, tmp_path: Path) -> None:
+    assert [one.fqn for one in operate.diff(root, include="model.a").changed] == ["model.a"]
+    assert operate.diff(root, exclude="model.*").same == 0
+    report = operate.export(root, tmp_path / "m.safetensors", entry="model", include="b*")
+    assert list(report.tensors) == ["b"]

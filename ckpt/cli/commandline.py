@@ -106,10 +106,8 @@ def _options(name: str, annotation: Any, parameter: inspect.Parameter | None) ->
     argument = Argument.of(annotation)
     if argument is None:
         return
-    default: Any = inspect.Parameter.empty
+    default: Any = inspect.Parameter.empty if parameter is None else parameter.default
     is_keyword = parameter is None or parameter.kind is inspect.Parameter.KEYWORD_ONLY
-    if parameter is not None:
-        default = parameter.default
     flags = argument.flag or (f"--{name.replace('_', '-')}" if is_keyword else "")
     how: dict[str, Any] = {"help": argument.help}
     choices = argument.choices_of(annotation)
@@ -121,7 +119,7 @@ def _options(name: str, annotation: Any, parameter: inspect.Parameter | None) ->
         how |= {"metavar": argument.metavar} if argument.metavar else {}
         how |= {"action": "append"} if argument.collect and flags else {}
         how |= {"nargs": "?", "const": argument.bare} if argument.bare is not None else {}
-        if type(default) in (int, float, str) and default != "":
+        if type(default) in (int, float, str) and default != "" and "default:" not in argument.help:
             how["help"] += f"; default: {default}"
     if flags:
         is_required = parameter is not None and default is inspect.Parameter.empty
@@ -212,7 +210,8 @@ def refused(command: Command, text: str, error: Callable[[str], NoReturn]) -> No
     """End with `text`, in which arguments of Python, such as `keep_best=`, get their flags."""
     for option in command.options:
         if option.names:
-            text = re.sub(rf"\b{option.dest}=", option.names[-1], text)
+            text = re.sub(rf"\b{option.dest}=(?=['\"\d])", f"{option.names[-1]} ", text)
+            text = re.sub(rf"\b{option.dest}=(True\b)?", option.names[-1], text)
     error(text)
 
 

@@ -190,7 +190,9 @@ def _choose(store: Store, live: tuple[LiveEntry, ...], step: int | None, attempt
     shown = ("... " if len(steps) > 10 else "") + ", ".join(map(str, steps[-10:]))
     count = "1 step" if len(steps) == 1 else f"{len(steps)} steps"
     if attempt:
-        raise NoCheckpoint(f"{store.url} has no live checkpoint {attempt}: it was retired")
+        raise NoCheckpoint(
+            f"{store.url} has no live checkpoint {attempt}: it was retired, or never there"
+        )
     raise NoCheckpoint(f"{store.url} has no step {step}; it has {count}: {shown}")
 
 

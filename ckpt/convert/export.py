@@ -9,17 +9,15 @@ that makes several files a checkpoint is written last.
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from fnmatch import fnmatchcase
 from functools import partial
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 import torch
 import torch.distributed as dist
 
-from ckpt.convert.naming import PEFT_FILE, Rename, check_file_name, preset_names, renamed
+from ckpt.convert.naming import PEFT_FILE, Rename, check_file_name, is_chosen, preset_names, renamed
 from ckpt.convert.sources.budget import check_output
 from ckpt.convert.sources.dense import DenseSource
 from ckpt.convert.sources.opening import SourceOptions, is_file_name, open_source
@@ -39,7 +37,7 @@ from ckpt.convert.targets.model_folder import (
 )
 from ckpt.convert.targets.nesting import Nested, nested_files
 from ckpt.convert.targets.writing import Progress
-from ckpt.errors import CheckpointError, InvalidState
+from ckpt.errors import CheckpointError, InvalidArgument, InvalidState
 from ckpt.format.object_parts import PART_NBYTES
 from ckpt.layout.descriptions import is_description
 from ckpt.layout.dtypes import DTYPES, dtype_name, torch_dtype
@@ -129,7 +127,7 @@ def export_source(
     config, verify, threads = how.config, how.verify, how.threads
     kind = how.format or _format_of(target)
     if config is not None and kind != "hf":
-        raise CheckpointError('config= is for a folder of a model: pass format="hf" and a folder')
+        raise InvalidArgument('config= is for a folder of a model: pass format="hf" and a folder')
     folder, name = split_target(target, kind)
     if selection.preset is not None:
         name = PEFT_FILE if not is_url(target) and kind == "safetensors" else name
@@ -185,7 +183,7 @@ def _for_folder(selection: Selection, beside: DescribingFiles | None) -> Selecti
     if beside is None:
         return selection
     if selection.optimizer or selection.preset is not None:
-        raise CheckpointError('format="hf" is for a whole model: leave out optimizer= and preset=')
+        raise InvalidArgument('format="hf" is for a whole model: leave out optimizer= and preset=')
     return replace(selection, keep_tied=True) if beside.unties else selection
 
 
@@ -306,12 +304,12 @@ def choose(
     values: Mapping[str, Any] = {}
     if selection.optimizer:
         names = {fqn: contents.aliases.get(fqn, fqn) for fqn in _all_names(contents)}
-        values = {n: v for n, v in contents.values.items() if _is_selected(n, selection)}
+        values = {n: v for n, v in contents.values.items() if is_chosen(n, selection)}
         entry = ""
         if selection.preset is not None:
-            raise CheckpointError("preset= is for models; export it without optimizer=True")
+            raise InvalidArgument("preset= is for models; export it without optimizer=True")
         if selection.rename is not None:
-            raise CheckpointError(
+            raise InvalidArgument(
                 "rename= with optimizer=True: the optimizer names parameters too; import the "
                 "checkpoint with rename=, or export the model alone"
             )
@@ -320,7 +318,7 @@ def choose(
         names = _names_of(contents, entry)
         if selection.entry is None and not is_called_model(entry):
             _check_elsewhere(source, entry, set(names.values()))
-    kept = {name: fqn for name, fqn in names.items() if _is_selected(name, selection)}
+    kept = {name: fqn for name, fqn in names.items() if is_chosen(name, selection)}
     if not kept:
         wanted = f"include={list(selection.include)}, exclude={list(selection.exclude)}"
         raise CheckpointError(
@@ -418,18 +416,6 @@ def _names_of(contents: SourceContents, entry: str) -> dict[str, str]:
     return model or names
 
 
-def _is_selected(name: str, selection: Selection) -> bool:
-    if any(_matches(name, pattern) for pattern in selection.exclude):
-        return False
-    return not selection.include or any(_matches(name, p) for p in selection.include)
-
-
-def _matches(name: str, pattern: str) -> bool:
-    if pattern.startswith("re:"):
-        return re.search(pattern[3:], name) is not None
-    return fnmatchcase(name, pattern)
-
-
 def _check_refused(contents: SourceContents, entry: str, selection: Selection) -> None:
     """Raise InvalidState when something that is selected cannot be read."""
     prefix = f"{entry}." if entry else ""
@@ -437,7 +423,7 @@ def _check_refused(contents: SourceContents, entry: str, selection: Selection) -
         f"{fqn}: {refusal.reason}; leave it out with exclude="
         for fqn, refusal in sorted(contents.refused.items())
         if fqn.startswith(prefix)
-        and _is_selected(fqn.removeprefix(prefix), selection)
+        and is_chosen(fqn.removeprefix(prefix), selection)
         and (selection.optimizer or refusal.is_tensor)
     ]
     if problems:
@@ -465,7 +451,7 @@ def _output(
     if dtype is not None and torch_dtype(stored.dtype).is_floating_point:
         wanted = _name_of(dtype)
         if wanted not in DTYPES or not torch_dtype(wanted).is_floating_point:
-            raise CheckpointError(
+            raise InvalidArgument(
                 f"dtype={wanted!r} is not a floating-point type; use e.g. 'bfloat16'"
             )
     known = DTYPES[wanted]

@@ -1,10 +1,11 @@
-"""Rules that give tensors other names."""
+"""Which names are chosen, and rules that give them other ones."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import NamedTuple, TypeAlias
+from fnmatch import fnmatchcase
+from typing import Any, NamedTuple, TypeAlias
 
 from ckpt.errors import CheckpointError, InvalidArgument
 
@@ -34,6 +35,26 @@ def renamer(rename: Rename | None) -> Callable[[str], str]:
         return name
 
     return by_rules
+
+
+def is_chosen(name: str, chosen: Any) -> bool:
+    """Whether `chosen.include` (all names where it is empty) without `chosen.exclude` has a name.
+
+    Both are patterns of the shell, or regular expressions that begin with `re:`. Raises
+    InvalidArgument for one that is none.
+    """
+    if any(_matches(name, pattern) for pattern in chosen.exclude):
+        return False
+    return not chosen.include or any(_matches(name, pattern) for pattern in chosen.include)
+
+
+def _matches(name: str, pattern: str) -> bool:
+    if not pattern.startswith("re:"):
+        return fnmatchcase(name, pattern)
+    try:
+        return re.search(pattern[3:], name) is not None
+    except re.error as error:
+        raise InvalidArgument(f"pattern {pattern!r}: {error}") from error
 
 
 def _rule(rule: str) -> Callable[[str], str]:
@@ -92,10 +113,10 @@ class Preset(NamedTuple):
 
 
 def preset_of(text: str) -> Preset:
-    """The preset that is called `text`. Raises CheckpointError when there is none."""
+    """The preset that is called `text`. Raises InvalidArgument when there is none."""
     library, _, adapter = text.partition(":")
     if library != "peft":
-        raise CheckpointError(f"preset={text!r}: there is only 'peft', or 'peft:<adapter>'")
+        raise InvalidArgument(f"preset={text!r}: there is only 'peft', or 'peft:<adapter>'")
     return Preset(library, adapter)
 
 

@@ -18,7 +18,11 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 class Ending:
-    """Which signal has asked the command to end, if any."""
+    """Which signal has asked the command to end, if any.
+
+    A handler that raised, wherever the main thread is, could leave a lock taken for which other
+    threads wait, and the process would never end. So signals leave a mark here, and `check` raises.
+    """
 
     def __init__(self) -> None:
         self.signal: int | None = None

@@ -13,7 +13,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from fnmatch import fnmatchcase
 from functools import reduce
 from itertools import pairwise
 from typing import Any, NamedTuple, TypeAlias
@@ -21,7 +20,7 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 import torch
 
-from ckpt.convert.naming import Rename, renamed, renamer
+from ckpt.convert.naming import Rename, is_chosen, renamed, renamer
 from ckpt.convert.sources.native import NativeSource
 from ckpt.convert.sources.restacked import RestackedSource
 from ckpt.convert.sources.source import ReadRequest, SourceTensor
@@ -150,16 +149,19 @@ class DiffOptions:
 
 
 @hides_secrets
-def newest_two(url: StoreLike, storage_options: Mapping[str, Any] | None) -> tuple[int, int]:
-    """The step before the newest of a root, and the newest. Raises CheckpointError for one step."""
-    steps = [info.step for info in list_steps(url, storage_options)]
-    if len(set(steps)) < 2:
+def newest_two(url: StoreLike, options: Mapping[str, Any] | None) -> tuple[int | None, int | None]:
+    """The step before the newest of a root, and the newest; None, None where no step is.
+
+    Raises CheckpointError for one step.
+    """
+    steps = [info.step for info in list_steps(url, options)]
+    if len(set(steps)) == 1:
         raise CheckpointError(
-            f"{url} has {len(set(steps))} step{'s' * (len(set(steps)) != 1)}: nothing to compare "
-            "with; name another checkpoint after it, as in `ckpt diff A B`"
+            f"{url} has 1 step: nothing to compare with; name another checkpoint after it, as in "
+            "`ckpt diff A B`"
         )
     # The newest step may be there twice, where a training went back and came to it again.
-    return [step for step in steps if step != steps[-1]][-1], steps[-1]
+    return ([step for step in steps if step != steps[-1]][-1], steps[-1]) if steps else (None, None)
 
 
 def diff_checkpoints(
@@ -170,7 +172,7 @@ def diff_checkpoints(
         one.sums.read_all(options.threads)
     changed_a = _InOtherForm.of(a, options.stacks)
     names_a = _renamed(changed_a.names, options)
-    names_b = {name: name for name in b if _is_selected(name, options)}
+    names_b = {name: name for name in b if is_chosen(name, options)}
     pairs = [_pair(changed_a, b, names_a[name], name) for name in names_b if name in names_a]
     differing = [pair for pair in pairs if pair.differs]
     amounts: dict[str, Amount] = {}
@@ -240,13 +242,7 @@ class _InOtherForm(NamedTuple):
 def _renamed(a: Sequence[str], options: DiffOptions) -> dict[str, str]:
     """Names that b would have, each with the name in a."""
     new_names = renamed(a, options.rename)
-    return {new: name for name, new in new_names.items() if _is_selected(new, options)}
-
-
-def _is_selected(name: str, options: DiffOptions) -> bool:
-    if any(fnmatchcase(name, pattern) for pattern in options.exclude):
-        return False
-    return not options.include or any(fnmatchcase(name, p) for p in options.include)
+    return {new: name for name, new in new_names.items() if is_chosen(new, options)}
 
 
 class _Pair(NamedTuple):
@@ -479,7 +475,7 @@ def _value_changes(
     values_a = {change(name): value for name, value in a.items()}
     values_b = b.values
     for name in sorted(values_a.keys() | values_b.keys()):
-        if not _is_selected(name, options):
+        if not is_chosen(name, options):
             continue
         has_a, has_b = name in values_a, name in values_b
         # As stored, because == says that NaN differs from itself and that True is 1.

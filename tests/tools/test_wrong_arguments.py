@@ -14,6 +14,7 @@ import torch
 
 import ckpt
 from ckpt import operate
+from ckpt.cli import main
 from ckpt.errors import InvalidArgument
 
 
@@ -64,3 +65,41 @@ def test_one_pattern_is_a_list_of_one(root: str, tmp_path: Path) -> None:
     assert operate.diff(root, exclude="model.*").same == 0
     report = operate.export(root, tmp_path / "m.safetensors", entry="model", include="b*")
     assert list(report.tensors) == ["b"]
+
+
+def test_patterns_of_diff_are_those_of_export(root: str) -> None:
+    assert [one.fqn for one in operate.diff(root, include=["re:a$"]).changed] == ["model.a"]
+    with pytest.raises(InvalidArgument, match=r"pattern 're:\(': missing \)"):
+        operate.diff(root, include=["re:("])
+
+
+def test_a_url_without_a_root_is_no_root_of_no_steps(tmp_path: Path) -> None:
+    with pytest.raises(ckpt.NoCheckpoint, match="check the url"):
+        operate.diff(tmp_path / "rnu")
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        (
+            ["m.pt", "--entry", "model", "--dtype", "float31"],
+            "--dtype 'float31' is not a floating-point type",
+        ),
+        (["m.pt", "--config", "base"], 'pass --format "hf" and a folder'),
+        (["m.pt", "--preset", "lora"], "--preset 'lora': there is only 'peft'"),
+        (["m.pt", "--optimizer", "--rename", "a=b"], "--rename with --optimizer: the optimizer"),
+    ],
+)
+def test_the_command_line_names_its_own_flags(
+    words: list[str], text: str, root: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert _exit_code(["export", root, str(tmp_path / words[0]), *words[1:]]) == 2
+    assert text in capsys.readouterr().err
+
+
+def _exit_code(words: list[str]) -> int:
+    try:
+        return main(words)
+    except SystemExit as ended:
+        assert isinstance(ended.code, int)
+        return ended.code

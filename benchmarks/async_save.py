@@ -305,7 +305,7 @@ def _first_save(training: Training, *, made_ahead: bool) -> tuple[float, float]:
     """CPU seconds and page faults of the thread that trains in the call that begins a save."""
     url = str(training.directory / "ours")
     policy = ckpt.EverySteps(2) if made_ahead else ckpt.AtExit()
-    with ckpt.Checkpointer(url, training.trained.state, save=policy, snapshot="now") as saver:
+    with ckpt.Checkpointer(training.trained.state, url, save=policy, snapshot="now") as saver:
         step = 2 * next(training.number) + 1
         saver.step(step)
         this_process.of_group(None).background._preparation.is_over.wait()

@@ -98,8 +98,8 @@ def measure_blocked(gib: float, rounds: int, directory: str, memory: str) -> Non
     near = ckpt.Near(memory, every=ckpt.EverySteps(1))
     number = itertools.count(1)
     with ckpt.Checkpointer(
-        str(Path(directory) / "run"),
         training.trained.state,
+        str(Path(directory) / "run"),
         save=ckpt.Never(),
         near=near,
         observers=[observe],
@@ -148,7 +148,7 @@ def measure_recovery(gib: float, rounds: int, directory: str, memory: str) -> No
     near = ckpt.Near(memory, every=ckpt.EverySteps(1))
     roots = {"cold": str(base / "durable"), "near": str(base / "near")}
     ckpt.save(trained.state, roots["cold"], step=1)
-    with ckpt.Checkpointer(roots["near"], trained.state, save=ckpt.Never(), near=near) as saver:
+    with ckpt.Checkpointer(trained.state, roots["near"], save=ckpt.Never(), near=near) as saver:
         saver.step(1)
         saver.wait()
         assert saver.last_near is not None and saver.last_near.step == 1
@@ -161,7 +161,7 @@ def measure_recovery(gib: float, rounds: int, directory: str, memory: str) -> No
     opened: list[ckpt.Checkpointer] = []
 
     def restore(root: str, near: ckpt.Near | None) -> None:
-        opened.append(ckpt.Checkpointer(roots[root], trained.state, save=ckpt.Never(), near=near))
+        opened.append(ckpt.Checkpointer(trained.state, roots[root], save=ckpt.Never(), near=near))
         reports.append((root, opened[-1].restore()))
 
     def between(name: str) -> None:
@@ -245,8 +245,8 @@ def measure_steps(blocks: int, replicas: int, directory: str, memory: str) -> No
     tier = Path(memory) / f"host{dist.get_rank() if replicas else 0}"
     near = ckpt.Near(tier, every=InSomeBlocks(NEAR_EVERY, SAVE_EVERY), replicas=replicas)
     with ckpt.Checkpointer(
-        str(Path(directory) / "run"),
         training.state,
+        str(Path(directory) / "run"),
         save=ckpt.Never(),
         near=near,
         observers=[observe],

@@ -411,7 +411,7 @@ def measure_near(training: Training, bus: Bus, asked: Asked) -> Block:
         "save": ckpt.Never(),
         "near": ckpt.Near(tier, every=ckpt.EverySteps(1)),
     }
-    with ckpt.Checkpointer(root, state, **options) as checkpointer:
+    with ckpt.Checkpointer(state, root, **options) as checkpointer:
         checkpointer.save_now()
         for number in range(asked.rounds + 2):
             training.step()
@@ -426,7 +426,7 @@ def measure_near(training: Training, bus: Bus, asked: Asked) -> Block:
                 blocked.append(spent / one_copy)
     back = bus.back()
     started = time.perf_counter()
-    with ckpt.Checkpointer(root, state, **options) as checkpointer:
+    with ckpt.Checkpointer(state, root, **options) as checkpointer:
         restored = checkpointer.restore()
         asked.module.synchronize()
         seconds = time.perf_counter() - started

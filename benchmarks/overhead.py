@@ -68,7 +68,7 @@ def blocks(directory: str, count: int) -> tuple[dict[str, list[Sample]], float]:
     samples: dict[str, list[Sample]] = {"saves": [], "none": []}
     inside = 0.0
     with ckpt.Checkpointer(
-        str(Path(directory) / "run"), training.state, save=ckpt.Never(), keep=ckpt.KeepLatest(2)
+        training.state, str(Path(directory) / "run"), save=ckpt.Never(), keep=ckpt.KeepLatest(2)
     ) as checkpointer:
 
         def block(saves: bool) -> float:

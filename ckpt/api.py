@@ -393,9 +393,12 @@ def line_of(url: StoreLike, name: str) -> StoreLike:
     return child_of(url, line_prefix(name)) if name else url
 
 
-def check_order(state: Any, url: Any, call: str) -> None:
-    """Raises TypeError where the two were swapped; `call` shows how it is written."""
-    places = (str, os.PathLike, Store)
+def check_order(state: Any, url: Any, call: str, *more: type) -> None:
+    """Raises TypeError where the two were swapped; `call` shows how it is written.
+
+    `more` is what a url may be there.
+    """
+    places = (str, os.PathLike, Store, *more)
     is_place = isinstance(url, places) or place_on_filesystem(url) is not None
     if isinstance(state, places) and not is_place:
         raise TypeError(

@@ -42,7 +42,7 @@ def job(url: str, *, steps: range, restores: bool = False, **options: Any) -> No
     ckpt.forget(f"{url}/lines/{line}" if line else url)
     state = {"weight": torch.zeros(4)}
     options = {"save": ckpt.EverySteps(1), "keep": ckpt.KeepLatest(2), **options}
-    with ckpt.Checkpointer(url, state, **options) as checkpointer:
+    with ckpt.Checkpointer(state, url, **options) as checkpointer:
         report = checkpointer.restore() if restores else None
         first = 0 if report is None else report.step
         for step in steps:

@@ -27,7 +27,7 @@ def train(folder: str, url: str, steps: int, step_seconds: float) -> None:
     replicated = DistributedDataParallel(model)
     state = {"model": model, "optimizer": optimizer, "step": 0}
     near = ckpt.Near(folder, every=ckpt.EverySteps(2))
-    with ckpt.Checkpointer(url, state, save=ckpt.EverySteps(500), near=near) as checkpointer:
+    with ckpt.Checkpointer(state, url, save=ckpt.EverySteps(500), near=near) as checkpointer:
         report = checkpointer.restore()
         origin = "nothing" if report is None else f"{report.origin} step {report.step}"
         rank, size = dist.get_rank(), dist.get_world_size()

@@ -38,8 +38,8 @@ def train(url: str, steps: int) -> None:
     rng = ckpt.rng_state(on_reshard=lambda states, rank, size: states[rank % len(states)])
     state = {"model": model, "optimizer": optimizer, "rng": rng, "progress": progress}
     with ckpt.Checkpointer(
-        url,
         state,
+        url,
         save=ckpt.EverySteps(10) | ckpt.OnPreemption(grace_seconds=25) | ckpt.AtExit(),
         keep=ckpt.KeepLatest(2) | ckpt.KeepBest(1, mode="min"),
     ) as checkpointer:

@@ -99,7 +99,7 @@ class TrainerCheckpoints(TrainerCallback):
         """Open the checkpoints, and restore the step that `resume_from` has found."""
         self.close()
         self._open = [
-            Checkpointer(self.url, self._state(state, kwargs), save=self._save, **self._options)
+            Checkpointer(self._state(state, kwargs), self.url, save=self._save, **self._options)
         ]
         if not self._resume_steps:
             return

@@ -20,7 +20,7 @@ With Fabric, use `ckpt.Checkpointer` in the loop that you write instead: it save
 
     model, optimizer = fabric.setup(model, optimizer)
     state = unwrapped({"model": model, "optim": optimizer})
-    with ckpt.Checkpointer("s3://bucket/run", state) as checkpointer:
+    with ckpt.Checkpointer(state, "s3://bucket/run") as checkpointer:
         ...
 """
 

@@ -3,7 +3,7 @@
     from prometheus_client import start_http_server
 
     start_http_server(9400 + rank)
-    ckpt.Checkpointer(url, state, observers=[SaveMetrics()])
+    ckpt.Checkpointer(state, url, observers=[SaveMetrics()])
 
 Every rank counts for itself: sum over ranks for bytes and retries, take the maximum for seconds.
 """

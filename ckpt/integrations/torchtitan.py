@@ -159,8 +159,8 @@ class TorchtitanCheckpoints(BaseCheckpointManager):
             kept = self._config.keep_latest_k
             self._open = [
                 Checkpointer(
-                    _TitanTarget(self.url),
                     state,
+                    _TitanTarget(self.url),
                     save=EverySteps(self._config.interval) | OnPreemption(),
                     only=True,  # the trainer saves its last step itself
                     keep=KeepLatest(kept) if kept else KeepAll(),
@@ -183,7 +183,7 @@ class TorchtitanCheckpoints(BaseCheckpointManager):
 
 
 def _restore(url: str, state: dict[str, Any], step: int | None) -> RestoreReport | None:
-    with Checkpointer(_TitanTarget(url), state, save=Never()) as reader:
+    with Checkpointer(state, _TitanTarget(url), save=Never()) as reader:
         return reader.restore(step)
 
 

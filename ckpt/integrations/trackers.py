@@ -1,7 +1,7 @@
 """Saves and restores in trackers of experiments: TensorBoard, Weights & Biases, MLflow,
 OpenTelemetry.
 
-    ckpt.Checkpointer(url, state, observers=[TensorBoardSaves(SummaryWriter("runs/tb"))])
+    ckpt.Checkpointer(state, url, observers=[TensorBoardSaves(SummaryWriter("runs/tb"))])
 
 Each takes the writer, run, client or meter that the training has already, and imports nothing. Give
 it to one rank, as a rule rank 0, unless every rank has a run of its own: the numbers of a save as a

@@ -71,7 +71,7 @@ LOST_SAVE_SECONDS = 1.0  # for a save in flight to notice a death that was notic
 class Checkpointer:
     """Saves a training in the background, keeps what a rule keeps, and resumes it.
 
-        with ckpt.Checkpointer(url, state, save=EverySteps(1000), keep=KeepLatest(3)) as saver:
+        with ckpt.Checkpointer(state, url, save=EverySteps(1000), keep=KeepLatest(3)) as saver:
             saver.restore()
             for step in range(state["progress"].step + 1, 100_001):
                 train_one_step()
@@ -86,7 +86,7 @@ class Checkpointer:
 
     Arguments:
 
-    - `target` is a url, a `storage.Store` or a `Target`, `state` what `ckpt.save` takes, `save`
+    - `state` is what `ckpt.save` takes, `target` a url, a `storage.Store` or a `Target`, `save`
       when to save, `keep` which checkpoints stay. To `save` are added `OnSignal()`,
       `OnPreemption()` and `AtExit()`, as far as it has none of its own, unless `only=True`. What
       `keep` gives up is retired `retire_after` seconds later, by default at once; until then it
@@ -123,8 +123,8 @@ class Checkpointer:
     @hides_secrets
     def __init__(
         self,
-        target: StoreLike | Target,
         state: Any,
+        target: StoreLike | Target,
         *,
         save: SavePolicy = SAVE_DEFAULT,
         only: bool = False,
@@ -161,9 +161,9 @@ class Checkpointer:
         tiers = near_tiers(near)
         if isinstance(target, Target) and line:
             raise TypeError(f"line={line!r} goes with a url; this Target names its own root")
+        check_order(state, target, "Checkpointer(state, url)", Target)
         refuse_snapshots(state)
         if not isinstance(target, Target):
-            check_order(state, target, "Checkpointer(url, state)")
             target = UrlTarget(
                 line_of(target, line),
                 process_group,

@@ -4,7 +4,7 @@
         if isinstance(event, SaveFailed):
             page_somebody(event.step, event.error)
 
-    ckpt.Checkpointer(url, state, observers=[alert, SaveMetrics()])
+    ckpt.Checkpointer(state, url, observers=[alert, SaveMetrics()])
 
 Every rank notifies its own observers, in the thread that trains. `RankMissed` and `RankHeard` come
 from another thread, at any time, because the thread that trains may be waiting for that rank.

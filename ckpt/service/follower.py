@@ -95,8 +95,8 @@ class _Outcome(NamedTuple):
 
 @hides_secrets
 def follow(
-    url: StoreLike,
     model_or_names: Any,
+    url: StoreLike,
     *,
     strict: bool = True,
     rename: Callable[[str], str] | Mapping[str, str] | None = None,
@@ -111,7 +111,7 @@ def follow(
 ) -> Follower:
     """Follow the training that saves at `url`: each of its checkpoints can be taken into a model.
 
-        with ckpt.follow("s3://bucket/run", model) as follower:
+        with ckpt.follow(model, "s3://bucket/run") as follower:
             while serving:
                 if follower.poll():  # a newer checkpoint was read beside the model
                     follower.swap()  # and is in it
@@ -132,7 +132,7 @@ def follow(
     Collective over `process_group` (default: all ranks), as are the methods. Raises the store's
     errors, ValueError and TypeError for bad arguments.
     """
-    check_order(model_or_names, url, "follow(url, model)")
+    check_order(model_or_names, url, "follow(model, url)")
     if aside not in ("host", "device"):
         raise ValueError(f'aside={aside!r}; expected "host" or "device"')
     if strict not in (True, False):
@@ -454,13 +454,13 @@ def followed(model_or_names: Any) -> Followed:
     if isinstance(model_or_names, str):
         return _NamedTensors([model_or_names])
     if isinstance(model_or_names, os.PathLike):
-        raise TypeError(f"follow(url, model_or_names): got the path {model_or_names} second")
+        raise TypeError(f"follow(model_or_names, url): got the path {model_or_names} first")
     if not isinstance(model_or_names, Mapping):
         items = list(model_or_names)
         if items and all(isinstance(item, str) for item in items):
             return _NamedTensors(items)
     if not model_or_names:
-        raise ValueError("follow(url, model_or_names): nothing to follow was given")
+        raise ValueError("follow(model_or_names, url): nothing to follow was given")
     return _AnyState(model_or_names)
 
 
@@ -484,7 +484,7 @@ class _OneModel(Followed):
             raise CheckpointError(
                 f"step {manifest.header.step} has {len(entries)} modules, "
                 f"{', '.join(map(repr, entries[:20]))}; say which one is followed, as in "
-                f"follow(url, {{{entries[0]!r}: model}})"
+                f"follow({{{entries[0]!r}: model}}, url)"
             )
         state: Any = self._model
         for part in reversed(entries[0].split(".") if entries and entries[0] else []):

@@ -45,8 +45,8 @@ def train(url: str, steps: int, every: int, grace_seconds: float, step_seconds: 
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     progress = Progress()
     with ckpt.Checkpointer(
-        url,
         {"model": model, "optimizer": optimizer, "progress": progress},
+        url,
         save=ckpt.EverySteps(every)
         | ckpt.OnSignal()
         | ckpt.OnPreemption(grace_seconds=grace_seconds)

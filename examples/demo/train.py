@@ -74,7 +74,7 @@ def main() -> None:
         options["near"] = ckpt.Near(arguments.hosts[rank], every=near_every, replicas=1)
     corpus = read_corpus()
     with (
-        ckpt.Checkpointer(arguments.url, state, save=policy, keep=KEEP, **options) as checkpointer,
+        ckpt.Checkpointer(state, arguments.url, save=policy, keep=KEEP, **options) as checkpointer,
         open(arguments.losses, "w", encoding="utf-8") as losses,
     ):
         if arguments.resume:

@@ -158,8 +158,8 @@ def live(start: Start, note: Note) -> None:
     """Restore and train, once the ranks have met."""
     state = state_of(0, start.rank, start.size)
     with ckpt.Checkpointer(
-        start.url,
         state,
+        start.url,
         save=ckpt.EverySteps(start.save_every) | ckpt.AtExit(),
         keep=ckpt.KeepLatest(KEEP),
         near=near_of(start.near),

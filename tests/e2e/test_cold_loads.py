@@ -221,7 +221,7 @@ def test_a_checkpointer_reads_as_it_writes(tmp_path: Path, monkeypatch: pytest.M
 
     monkeypatch.setattr(ckpt.api, "load", load)
     for io in ("buffered", "auto"):
-        with ckpt.Checkpointer(tmp_path, state, io=io) as checkpointer:  # type: ignore[arg-type]
+        with ckpt.Checkpointer(state, tmp_path, io=io) as checkpointer:  # type: ignore[arg-type]
             checkpointer.restore()
     assert passed == ["buffered", "auto"]
 

@@ -176,7 +176,7 @@ def test_a_checkpointer_keeps_the_latest_and_what_they_refer_to(root: str) -> No
     training = Training()
     state = training.state(0)
     with ckpt.Checkpointer(
-        root, state, save=ckpt.EverySteps(1), keep=ckpt.KeepLatest(2), dedup=True
+        state, root, save=ckpt.EverySteps(1), keep=ckpt.KeepLatest(2), dedup=True
     ) as checkpointer:
         for number in range(1, 16):
             training.step(number)
@@ -193,7 +193,7 @@ def test_a_checkpointer_keeps_the_latest_and_what_they_refer_to(root: str) -> No
     for entry in live:
         training.check(root, entry.step)
     resumed = Training()
-    with ckpt.Checkpointer(root, resumed.state(0), dedup=True) as checkpointer:
+    with ckpt.Checkpointer(resumed.state(0), root, dedup=True) as checkpointer:
         restored = checkpointer.restore()
     assert restored is not None
     for name, tensor in resumed.model.state_dict().items():

@@ -69,7 +69,7 @@ def test_of_one_every_save_writes_everything(tmp_path: Path) -> None:
 def _train(url: str, steps: int, keep: ckpt.KeepRule) -> list[bool]:
     """Train so many steps with a save at each; which of them wrote everything."""
     state, made = _state(0), []
-    with ckpt.Checkpointer(url, state, save=ckpt.EverySteps(1), keep=keep, dedup=True) as saver:
+    with ckpt.Checkpointer(state, url, save=ckpt.EverySteps(1), keep=keep, dedup=True) as saver:
         for step in range(1, steps + 1):
             state.update(_state(step))
             saver.step(step)
@@ -85,7 +85,7 @@ def test_one_flipped_bit_of_a_base_does_not_end_a_training(tmp_path: Path) -> No
     assert [info.step for info in ckpt.list_steps(url)] == [14, 23, 24, 25]
     _flip(url, 24)
     state = _state(0)
-    with ckpt.Checkpointer(url, state, dedup=True) as saver:
+    with ckpt.Checkpointer(state, url, dedup=True) as saver:
         restored = saver.restore()
     assert restored is not None and restored.step == 23
     assert torch.equal(state["adapter"], _state(23)["adapter"])

@@ -195,7 +195,7 @@ def test_where_bytes_have_changed_since_the_ranks_are_named() -> None:
 def _at_exit(root: str) -> None:
     tensor = replicated()
     drift(tensor, ranks=(1,))
-    with ckpt.Checkpointer(root, {"w": tensor}, save=ckpt.AtExit()) as checkpointer:
+    with ckpt.Checkpointer({"w": tensor}, root, save=ckpt.AtExit()) as checkpointer:
         checkpointer.step(7)
     assert torch.equal(stored(root, 7, "w")[0], torch.arange(float(SIZE)))
 

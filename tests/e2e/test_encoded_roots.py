@@ -135,7 +135,7 @@ def trained(url: str, steps: int, **more: Any) -> tuple[int, float]:
     model = nn.Linear(4, 4, bias=False)
     with torch.no_grad():
         model.weight.fill_(0.0)
-    with ckpt.Checkpointer(url, {"model": model}, save=ckpt.EverySteps(1), **more) as checkpointer:
+    with ckpt.Checkpointer({"model": model}, url, save=ckpt.EverySteps(1), **more) as checkpointer:
         report = checkpointer.restore()
         begun = 0 if report is None else report.step
         for step in range(begun + 1, begun + steps + 1):
@@ -413,7 +413,7 @@ def test_no_attribute_of_a_checkpointer_shows_a_key(tmp_path: Path) -> None:
     for key in (SECRET, bytearray(SECRET)):
         model = nn.Linear(2, 2)
         options = {"encryption_key": key}
-        checkpointer = ckpt.Checkpointer(url, {"model": model}, storage_options=options)
+        checkpointer = ckpt.Checkpointer({"model": model}, url, storage_options=options)
         with checkpointer:
             text = " ".join(shown_by(checkpointer, set()))
         assert url in text and repr(SECRET)[2:-1] not in text
@@ -425,7 +425,7 @@ def test_calls_with_a_key_share_the_session(tmp_path: Path) -> None:
     url, key = str(tmp_path / "run"), {"encryption_key": SECRET}
     model = nn.Linear(2, 2)
     with ckpt.Checkpointer(
-        url, {"model": model}, save=ckpt.EverySteps(1), storage_options=key
+        {"model": model}, url, save=ckpt.EverySteps(1), storage_options=key
     ) as checkpointer:
         for step in (1, 2):
             checkpointer.step(step)

@@ -115,7 +115,7 @@ def _save(store: MemoryStore) -> None:
 
 
 def _follow(store: MemoryStore) -> None:
-    with ckpt.follow(store, ["b"]) as follower:
+    with ckpt.follow(["b"], store) as follower:
         assert follower.poll() is not None
         follower.swap()
         assert follower.poll() is None
@@ -130,7 +130,7 @@ def _pin(store: MemoryStore) -> None:
 def _train(store: MemoryStore) -> None:
     state = _state(2)
     keep = ckpt.KeepLatest(1)
-    with ckpt.Checkpointer(store, state, save=ckpt.EverySteps(1), keep=keep) as training:
+    with ckpt.Checkpointer(state, store, save=ckpt.EverySteps(1), keep=keep) as training:
         restored = training.restore()
         assert restored is not None and restored.step == 1
         for step in (2, 3):

@@ -35,7 +35,7 @@ def state() -> dict[str, Any]:
 
 
 def saver_of(url: str) -> ckpt.Checkpointer:
-    return ckpt.Checkpointer(url, state(), save=ckpt.EverySteps(1))
+    return ckpt.Checkpointer(state(), url, save=ckpt.EverySteps(1))
 
 
 def close_late(url: str, wait: Callable[[], None]) -> None:
@@ -79,7 +79,7 @@ CALLS: dict[str, tuple[Callable[[str, Callable[[], None]], None], str]] = {
     "restore": (restore_late, "Checkpointer.restore"),
     "save_now": (save_now_late, "ckpt.async_save(step=1)"),
     "close": (close_late, "Checkpointer.close"),
-    "follow": (before(lambda url: ckpt.follow(url, state()).close()), "ckpt.follow"),
+    "follow": (before(lambda url: ckpt.follow(state(), url).close()), "ckpt.follow"),
     "export": (before(lambda url: ckpt.export(url, url + ".pt")), "ckpt.export"),
 }
 

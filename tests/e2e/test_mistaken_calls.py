@@ -21,7 +21,8 @@ SWAPPED: tuple[Call, ...] = (
     lambda state, url: ckpt.save(url, state, step=1),
     lambda state, url: ckpt.async_save(Path(url), state, step=1),
     lambda state, url: ckpt.load(url, state),
-    lambda state, url: ckpt.Checkpointer(state, url),
+    lambda state, url: ckpt.Checkpointer(url, state),
+    lambda state, url: ckpt.follow(url, state),
 )
 
 
@@ -42,7 +43,7 @@ def test_a_url_in_the_place_of_the_state(call: Call, tmp_path: Path) -> None:
 def test_a_number_in_the_place_of_a_policy(wrong: Any, said: str, tmp_path: Path) -> None:
     (name, value), *_ = wrong.items()
     with pytest.raises(TypeError, match=rf"{name}={value}; expected a .*{said}\("):
-        ckpt.Checkpointer(str(tmp_path / "run"), {"x": 1}, **wrong)
+        ckpt.Checkpointer({"x": 1}, str(tmp_path / "run"), **wrong)
     assert entries(tmp_path) == []
 
 

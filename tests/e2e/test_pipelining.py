@@ -110,7 +110,7 @@ def killed(root: str) -> None:
     """Trains, saves, records what comes after the last save, and dies without a word."""
     pipeline = Pipeline(ScheduleGPipe, 2)
     checkpointer = ckpt.Checkpointer(
-        f"{root}/run", pipeline.state, save=ckpt.EverySteps(1), keep=ckpt.KeepLatest(2), only=True
+        pipeline.state, f"{root}/run", save=ckpt.EverySteps(1), keep=ckpt.KeepLatest(2), only=True
     )
     checkpointer.restore()
     for step in range(1, SAVED + 1):
@@ -131,7 +131,7 @@ def killed(root: str) -> None:
 def resumed(root: str, schedule: Any, count: int) -> tuple[list[list[float]], int]:
     """The losses after a restore, and the step of what was restored."""
     pipeline = Pipeline(schedule, count)
-    with ckpt.Checkpointer(f"{root}/run", pipeline.state, save=ckpt.Never()) as checkpointer:
+    with ckpt.Checkpointer(pipeline.state, f"{root}/run", save=ckpt.Never()) as checkpointer:
         assert checkpointer.restore() is not None
         step = pipeline.state["n"]
         losses = [pipeline.step(n) for n in range(step + 1, step + MORE + 1)]

@@ -448,7 +448,7 @@ def test_restores_plans_and_comparisons_take_the_rule_of_a_load(form: str, tmp_p
     )
 
     for _ in range(2):  # of the other form, and then of what this one saved
-        with ckpt.Checkpointer(root, state, save=ckpt.EverySteps(1)) as checkpointer:
+        with ckpt.Checkpointer(state, root, save=ckpt.EverySteps(1)) as checkpointer:
             report = checkpointer.restore(stacks=to_state)
             assert report is not None
             checkpointer.step(report.step + 1)

@@ -151,7 +151,7 @@ def test_the_checkpointer_serves_what_fabric_has_set_up(tmp_path: Path) -> None:
     _, model, optimizer = fabric_parts()
     state = unwrapped({"model": model, "optim": optimizer})
     weight = model.weight.clone()
-    with ckpt.Checkpointer(str(tmp_path / "run"), state, save=ckpt.EverySteps(1)) as checkpointer:
+    with ckpt.Checkpointer(state, str(tmp_path / "run"), save=ckpt.EverySteps(1)) as checkpointer:
         checkpointer.step(1)
         checkpointer.wait()
         nn.init.zeros_(model.weight)

@@ -95,7 +95,7 @@ def events(tmp_path_factory: pytest.TempPathFactory) -> list[SaveEvent]:
     ckpt.save(state, url, step=1)
     events: list[SaveEvent] = []
     with ckpt.Checkpointer(
-        url, state, save=ckpt.EverySteps(1), observers=[events.append]
+        state, url, save=ckpt.EverySteps(1), observers=[events.append]
     ) as checkpointer:
         checkpointer.restore()
         for step in (2, 3):

@@ -113,7 +113,7 @@ def _run(
         target = ThreadTarget(world, store, registry)
         near = Near(hosts[world.rank] / "near", every=EverySteps(1), replicas=replicas)
         state = layout(world.rank, size)
-        with Checkpointer(target, state, save=Never(), near=near) as service:
+        with Checkpointer(state, target, save=Never(), near=near) as service:
             if restores:
                 for module in state.values():
                     module.local.data.zero_()  # type: ignore[union-attr, operator]

@@ -55,7 +55,7 @@ def training(url: str, hosts: list[str], steps: int, dies: bool) -> tuple[str, i
     saved: list[Any] = []
     near = ckpt.Near(hosts[rank], every=ckpt.EverySteps(2))
     with ckpt.Checkpointer(
-        url, state, save=ckpt.EverySteps(1000), near=near, observers=[saved.append], only=True
+        state, url, save=ckpt.EverySteps(1000), near=near, observers=[saved.append], only=True
     ) as service:
         report = service.restore()
         first = 1

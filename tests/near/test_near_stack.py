@@ -168,4 +168,4 @@ def test_tiers_that_make_no_sense_are_refused(tmp_path: Path) -> None:
         ([Near(tmp_path / str(number)) for number in range(9)], ValueError, "9 tiers"),
     ):
         with pytest.raises(error, match=text):
-            Checkpointer(MemoryStore(), state, near=near)
+            Checkpointer(state, MemoryStore(), near=near)

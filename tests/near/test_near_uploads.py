@@ -93,8 +93,8 @@ def saved(
         target = ThreadTarget(world, store(), registry, dedup=dedup)
         holder = {"state": state(rank, 0)}
         with Checkpointer(
-            target,
             holder,
+            target,
             save=EverySteps(4),
             near=near(rank) if near else None,
             observers=[note] if rank == 0 else [],

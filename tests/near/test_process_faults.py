@@ -59,8 +59,8 @@ class Trainer:
         self.events: list[Any] = []
         near = ckpt.Near(hosts[self.rank], every=ckpt.EverySteps(2), replicas=1)
         self.service = ckpt.Checkpointer(
-            url,
             self.state,
+            url,
             save=ckpt.EverySteps(1000),
             near=near,
             observers=[self.events.append],

@@ -82,7 +82,7 @@ def job(how: Job) -> Answer:
     if rank in how.victims:
         die_in_round(TorchWorld, how.phase, armed)
     with ckpt.Checkpointer(
-        how.url, state, save=ckpt.EverySteps(1000), near=near, observers=[events.append], only=True
+        state, how.url, save=ckpt.EverySteps(1000), near=near, observers=[events.append], only=True
     ) as service:
         report = service.restore()
         first = 1

@@ -64,7 +64,7 @@ class Life:
             if self.near is not None:
                 near = self.near(world.rank)
             with Checkpointer(
-                target, state, save=self.save, near=near, observers=[events.append], only=True
+                state, target, save=self.save, near=near, observers=[events.append], only=True
             ) as service:
                 first = 1
                 if restores:

@@ -316,8 +316,8 @@ def _train(scratch: str, victim: int, silence_seconds_max: float | None) -> Any:
             notices.append((type(event).__name__, event.concern))
 
     with ckpt.Checkpointer(
-        f"{scratch}/root",
         {"x": 1},
+        f"{scratch}/root",
         save=ckpt.Never(),
         observers=[observe],
         silence_seconds_max=silence_seconds_max,

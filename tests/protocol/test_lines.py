@@ -173,7 +173,7 @@ def test_import_into_a_training_never_becomes_what_it_resumes(root: str, tmp_pat
     state = {"x": torch.zeros(3)}
     assert ckpt.load(state, root).step == 5 and state["x"][0] == 5
     assert ckpt.open(root).step == 5 and ckpt.list_steps(root)[-1].step == 5
-    with ckpt.Checkpointer(root, state, save=ckpt.EverySteps(1)) as checkpointer:
+    with ckpt.Checkpointer(state, root, save=ckpt.EverySteps(1)) as checkpointer:
         report = checkpointer.restore()
         assert report is not None and report.step == 5
         state["x"].fill_(6.0)
@@ -183,7 +183,7 @@ def test_import_into_a_training_never_becomes_what_it_resumes(root: str, tmp_pat
     assert ckpt.load(state, root, attempt=attempt).step == 0 and state["x"][0] == -1
     same_step = imported(root, tmp_path, step=6)
     assert ckpt.load(state, root, step=6).attempt != same_step and state["x"][0] == 6
-    with ckpt.Checkpointer(root, state) as checkpointer:
+    with ckpt.Checkpointer(state, root) as checkpointer:
         report = checkpointer.restore(attempt=same_step)
         assert report is not None and report.attempt == same_step and state["x"][0] == -1
 
@@ -217,7 +217,7 @@ def test_root_of_imports_alone_loads_the_newest(root: str, tmp_path: Path) -> No
     imported(root, tmp_path)
     state = {"x": torch.zeros(3)}
     assert ckpt.load(state, root).step == 0 and state["x"][0] == -1
-    with ckpt.Checkpointer(root, state) as checkpointer:
+    with ckpt.Checkpointer(state, root) as checkpointer:
         report = checkpointer.restore()
         assert report is not None and report.step == 0
 
@@ -226,14 +226,14 @@ def test_rollback_through_the_checkpointer_is_what_the_next_job_resumes(root: st
     state = {"x": torch.zeros(3)}
     for step in (1, 2, 3):
         ckpt.save({"x": torch.full((3,), float(step))}, root, step=step)
-    with ckpt.Checkpointer(root, state, save=ckpt.EverySteps(1)) as checkpointer:
+    with ckpt.Checkpointer(state, root, save=ckpt.EverySteps(1)) as checkpointer:
         checkpointer.restore(step=1)
         state["x"].fill_(2.5)
         checkpointer.step(2)
     known = [(info.step, info.line) for info in ckpt.list_steps(root)]
     assert [step for step, _ in known] == [1, 2, 3, 2]
     assert [line for _, line in known[:3]] == [0, 0, 0] and known[3][1] not in (0, None)
-    with ckpt.Checkpointer(root, state) as checkpointer:
+    with ckpt.Checkpointer(state, root) as checkpointer:
         report = checkpointer.restore()
         assert report is not None and report.step == 2 and state["x"][0] == 2.5
 
@@ -265,7 +265,7 @@ def test_dcp_plugin_goes_on_with_the_line_that_it_has_read(root: str) -> None:
     state = {"x": torch.zeros(3)}
     for step in (1, 2):
         dcp.save(state, storage_writer=DcpWriter(root, step=step), no_dist=True)
-    with ckpt.Checkpointer(root, state, save=ckpt.EverySteps(1)) as checkpointer:
+    with ckpt.Checkpointer(state, root, save=ckpt.EverySteps(1)) as checkpointer:
         checkpointer.restore()
         checkpointer.step(3)
     dcp.load(state, storage_reader=DcpReader(root, step=1), no_dist=True)

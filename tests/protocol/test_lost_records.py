@@ -310,7 +310,7 @@ def test_trainings_stay_apart_when_a_lost_log_is_mended(tmp_path: Path) -> None:
     url = str(tmp_path / "run")
     for begins_anew, steps in ((False, (2, 4)), (True, (1, 3)), (False, (5,))):
         state = {"step": torch.tensor(0)}
-        with ckpt.Checkpointer(url, state, save=ckpt.EverySteps(1), begin_anew=begins_anew) as job:
+        with ckpt.Checkpointer(state, url, save=ckpt.EverySteps(1), begin_anew=begins_anew) as job:
             if not begins_anew:
                 job.restore()
             for step in steps:

@@ -250,7 +250,7 @@ class Life:
         quiet = Alarm(after=1 << 30)
         policy = EverySteps(1) | AtExit()
         with Checkpointer(
-            target, state, save=policy, keep=self.keep, alarm=quiet, only=True
+            state, target, save=policy, keep=self.keep, alarm=quiet, only=True
         ) as service:
             report = service.restore()
             first = 1

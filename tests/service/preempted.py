@@ -42,7 +42,7 @@ def train(url: str, meeting_point: str, rank: int, size: int, say: Callable[[str
     policy = ckpt.EverySteps(SAVE_EVERY) | ckpt.OnPreemption(grace_seconds=GRACE_SECONDS)
     try:
         with ckpt.Checkpointer(
-            url, state, save=policy, keep=ckpt.KeepLatest(2), only=True
+            state, url, save=policy, keep=ckpt.KeepLatest(2), only=True
         ) as checkpointer:
             say("ready")
             checkpointer.restore()

@@ -103,8 +103,8 @@ class Trainer:
             every = ckpt.EverySteps(self.near_every)
             near = ckpt.Near(self.near, every=every, replicas=self.replicas)
         self.service = ckpt.Checkpointer(
-            self.url,
             self.state,
+            self.url,
             save=ckpt.EverySteps(self.save_every),
             near=near,
             observers=[self.events.append],

@@ -65,7 +65,7 @@ def test_the_first_save_copies_into_memory_that_is_there(
     pages = NBYTES // os.sysconf("SC_PAGE_SIZE")
     # What a process does only once is done.
     ckpt.async_save({"x": torch.ones(1)}, tmp_path / "other", step=1).result()
-    with ckpt.Checkpointer(tmp_path / "a", _state(), save=ckpt.EverySteps(3)) as checkpointer:
+    with ckpt.Checkpointer(_state(), tmp_path / "a", save=ckpt.EverySteps(3)) as checkpointer:
         checkpointer.step(1)
         assert _is_over(context)
         checkpointer.step(2)
@@ -76,7 +76,7 @@ def test_the_first_save_copies_into_memory_that_is_there(
 
     context.staging.keep(0)
     monkeypatch.setattr(UrlTarget, "make_ready", lambda *_: lambda: None)
-    with ckpt.Checkpointer(tmp_path / "b", _state(), save=ckpt.EverySteps(2)) as checkpointer:
+    with ckpt.Checkpointer(_state(), tmp_path / "b", save=ckpt.EverySteps(2)) as checkpointer:
         checkpointer.step(1)
         without = _faults(checkpointer, 2)
     print(f"{pages} pages: {ahead} faults, {without} without")
@@ -98,7 +98,7 @@ def test_memory_is_made_where_saves_are_regular_and_given_back_where_none_came(
 ) -> None:
     made: list[int] = []
     monkeypatch.setattr("ckpt.saving.write.touch", lambda buffer: made.append(len(buffer)))
-    checkpointer = ckpt.Checkpointer(tmp_path, _state(), save=save)
+    checkpointer = ckpt.Checkpointer(_state(), tmp_path, save=save)
     for step in (1, 2, 3):
         checkpointer.step(step)
         if is_made:
@@ -120,14 +120,14 @@ def test_a_checkpointer_that_closes_stops_what_is_being_made(
             context.background._preparation.stop()
 
     monkeypatch.setattr("ckpt.saving.write.touch", closing)
-    with ckpt.Checkpointer(tmp_path, _state(), save=ckpt.EverySteps(100)) as checkpointer:
+    with ckpt.Checkpointer(_state(), tmp_path, save=ckpt.EverySteps(100)) as checkpointer:
         checkpointer.step(1)
         assert _is_over(context)
         assert len(made) == 2
         assert not context.staging._free
     stop: list[Any] = []
     monkeypatch.setattr(UrlTarget, "make_ready", lambda *_: lambda: stop.append(1))
-    with ckpt.Checkpointer(tmp_path, _state(), save=ckpt.EverySteps(100)) as checkpointer:
+    with ckpt.Checkpointer(_state(), tmp_path, save=ckpt.EverySteps(100)) as checkpointer:
         checkpointer.step(1)
         assert not stop
     assert stop

@@ -65,7 +65,7 @@ class Broken(FaultyStore):
 def alone(store: Store, state: Any, save: SavePolicy, **how: Any) -> Checkpointer:
     """A training of one rank over any store."""
     target = ThreadTarget(SoloWorld(), store, SessionRegistry())
-    return Checkpointer(target, state, save=save, **how)
+    return Checkpointer(state, target, save=save, **how)
 
 
 # --- saving ---------------------------------------------------------------------------------------
@@ -74,7 +74,7 @@ def alone(store: Store, state: Any, save: SavePolicy, **how: Any) -> Checkpointe
 def test_saves_when_the_policy_says_so_and_at_exit(url: str) -> None:
     state = {"x": torch.zeros(3), "step": 0}
     policy = ckpt.EverySteps(4) | ckpt.AtExit()
-    with Checkpointer(url, state, save=policy) as checkpointer:
+    with Checkpointer(state, url, save=policy) as checkpointer:
         assert checkpointer.last_saved is None
         begun = []
         for step in range(1, 11):
@@ -94,13 +94,13 @@ def test_saves_when_the_policy_says_so_and_at_exit(url: str) -> None:
 
 def test_nothing_is_saved_at_exit_when_nothing_is_new_or_the_training_failed(url: str) -> None:
     policy = ckpt.EverySteps(5) | ckpt.AtExit()
-    with Checkpointer(url, {"x": 1}, save=policy) as checkpointer:
+    with Checkpointer({"x": 1}, url, save=policy) as checkpointer:
         for step in range(1, 6):
             checkpointer.step(step)
     assert steps_of(url) == [5]
     with (
         pytest.raises(ZeroDivisionError),
-        Checkpointer(url, {"x": 1}, save=policy) as checkpointer,
+        Checkpointer({"x": 1}, url, save=policy) as checkpointer,
     ):
         checkpointer.step(1)
         raise ZeroDivisionError
@@ -110,7 +110,7 @@ def test_nothing_is_saved_at_exit_when_nothing_is_new_or_the_training_failed(url
 def test_the_save_in_flight_is_finished_when_the_training_fails(url: str) -> None:
     with (
         pytest.raises(ZeroDivisionError),
-        Checkpointer(url, {"x": 1}, save=ckpt.EverySteps(1)) as checkpointer,
+        Checkpointer({"x": 1}, url, save=ckpt.EverySteps(1)) as checkpointer,
     ):
         checkpointer.step(1)
         raise ZeroDivisionError
@@ -118,14 +118,14 @@ def test_the_save_in_flight_is_finished_when_the_training_fails(url: str) -> Non
 
 
 def test_save_now_gives_the_save_to_wait_for(url: str) -> None:
-    with Checkpointer(url, {"x": 1}, save=ckpt.Never()) as checkpointer:
+    with Checkpointer({"x": 1}, url, save=ckpt.Never()) as checkpointer:
         checkpointer.step(3)
         assert checkpointer.save_now().result().step == 3
     assert steps_of(url) == [3]
 
 
 def test_a_closed_checkpointer_says_so(url: str) -> None:
-    checkpointer = Checkpointer(url, {"x": 1}, save=ckpt.Never())
+    checkpointer = Checkpointer({"x": 1}, url, save=ckpt.Never())
     checkpointer.close()
     checkpointer.close()
     for use in (checkpointer.restore, checkpointer.wait, lambda: checkpointer.step(1)):
@@ -134,7 +134,7 @@ def test_a_closed_checkpointer_says_so(url: str) -> None:
 
 
 def test_a_metric_that_is_no_number_costs_no_checkpoint(url: str) -> None:
-    with Checkpointer(url, {"x": 1}, save=ckpt.EverySteps(1)) as checkpointer:
+    with Checkpointer({"x": 1}, url, save=ckpt.EverySteps(1)) as checkpointer:
         checkpointer.step(1, metric=float("nan"))
         checkpointer.step(2, metric=3)
     assert [info.metric for info in ckpt.list_steps(url)] == [None, 3.0]
@@ -143,13 +143,13 @@ def test_a_metric_that_is_no_number_costs_no_checkpoint(url: str) -> None:
 def test_arguments_that_no_save_takes_are_refused_before_the_training(url: str) -> None:
     for bad in ({"snapshots": "now"}, {"step": 3}):
         with pytest.raises(TypeError, match=r"unexpected keyword argument"):
-            Checkpointer(url, {"x": 1}, **bad)
+            Checkpointer({"x": 1}, url, **bad)
     with pytest.raises(ValueError, match="when_busy"):
-        Checkpointer(url, {"x": 1}, when_busy="replace")  # type: ignore[arg-type]
+        Checkpointer({"x": 1}, url, when_busy="replace")  # type: ignore[arg-type]
 
 
 def test_what_would_be_retired_can_be_asked_for(url: str) -> None:
-    with Checkpointer(url, {"x": 1}, save=ckpt.EverySteps(1)) as checkpointer:
+    with Checkpointer({"x": 1}, url, save=ckpt.EverySteps(1)) as checkpointer:
         assert checkpointer.retention_plan() is None
         for step in range(1, 4):
             checkpointer.step(step)
@@ -312,7 +312,7 @@ def test_ranks_hear_of_an_alarm_at_the_same_step() -> None:
         state = state_at(0, world.rank, 3)
         reached = 0
         try:
-            with Checkpointer(target, state, save=ckpt.EverySteps(2), alarm=ckpt.Alarm(2, 0)) as it:
+            with Checkpointer(state, target, save=ckpt.EverySteps(2), alarm=ckpt.Alarm(2, 0)) as it:
                 for step in range(1, 1000):
                     stores[2].refuses = step > 4
                     reached = step
@@ -491,7 +491,7 @@ def test_all_ranks_fall_back_to_the_same_checkpoint() -> None:
     def save(world: World) -> None:
         state = state_at(0, world.rank, 3)
         target = ThreadTarget(world, store, registry)
-        with Checkpointer(target, state, save=ckpt.EverySteps(1)) as checkpointer:
+        with Checkpointer(state, target, save=ckpt.EverySteps(1)) as checkpointer:
             for step in (1, 2):
                 newer = state_at(step, world.rank, 3)
                 for name in ("rows", "runs"):
@@ -510,7 +510,7 @@ def test_all_ranks_fall_back_to_the_same_checkpoint() -> None:
 
     def restore(world: World) -> tuple[int, tuple[int, ...]]:
         state = state_at(0, world.rank, 3)
-        with Checkpointer(ThreadTarget(world, store, registry), state, save=ckpt.Never()) as it:
+        with Checkpointer(state, ThreadTarget(world, store, registry), save=ckpt.Never()) as it:
             report = it.restore()
         assert report is not None
         assert_is_step(state, report.step, world.rank, 3)
@@ -527,10 +527,10 @@ def test_corrupt_is_still_what_a_plain_load_says(url: str) -> None:
 
 
 def test_policies_count_on_from_the_step_that_was_restored(url: str) -> None:
-    with Checkpointer(url, {"x": 1}, save=ckpt.EverySteps(5)) as checkpointer:
+    with Checkpointer({"x": 1}, url, save=ckpt.EverySteps(5)) as checkpointer:
         for step in range(1, 8):
             checkpointer.step(step)
-    with Checkpointer(url, {"x": 1}, save=ckpt.EverySteps(5)) as checkpointer:
+    with Checkpointer({"x": 1}, url, save=ckpt.EverySteps(5)) as checkpointer:
         report = checkpointer.restore()
         assert report is not None
         begun = [step for step in range(report.step + 1, 12) if checkpointer.step(step)]
@@ -559,7 +559,7 @@ def test_a_save_that_fails_by_a_timeout_of_its_own_is_a_failure_like_others() ->
 
 
 def test_steps_may_be_integers_of_numpy_and_torch_and_nothing_else(url: str) -> None:
-    with Checkpointer(url, {"t": torch.ones(2)}, save=ckpt.EverySteps(1)) as checkpointer:
+    with Checkpointer({"t": torch.ones(2)}, url, save=ckpt.EverySteps(1)) as checkpointer:
         checkpointer.step(np.int64(1), metric=torch.tensor(0.5, requires_grad=True))
         checkpointer.step(torch.tensor(2), metric="no number")
         for bad in (1.5, -1, True, "3", None):

@@ -71,7 +71,7 @@ def _train(url: str, phase: str, victim: int) -> tuple[int, str, list[str]]:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     state = {"model": model, "optimizer": optimizer, "step": 0}
     checkpointer = ckpt.Checkpointer(
-        url, state, save=ckpt.EverySteps(5), keep=ckpt.KeepLatest(3), only=True
+        state, url, save=ckpt.EverySteps(5), keep=ckpt.KeepLatest(3), only=True
     )
     try:
         if phase == "restore":
@@ -103,7 +103,7 @@ def _train(url: str, phase: str, victim: int) -> tuple[int, str, list[str]]:
 
 def _go_on(url: str) -> int:
     state = {"model": nn.Linear(64, 64), "step": 0}
-    with ckpt.Checkpointer(url, state, save=ckpt.AtExit(), only=True) as checkpointer:
+    with ckpt.Checkpointer(state, url, save=ckpt.AtExit(), only=True) as checkpointer:
         report = ckpt.load(state, url)
         assert state["step"] == report.step
         state["step"] = report.step + 1

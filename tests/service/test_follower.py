@@ -98,7 +98,7 @@ def _quiet() -> Iterator[None]:
 
 def test_a_model_is_as_it_was_until_the_swap_and_then_bit_for_bit_the_step(tmp_path: Path) -> None:
     root, net = str(tmp_path / "run"), Net()
-    with ckpt.follow(root, net) as follower:
+    with ckpt.follow(net, root) as follower:
         assert follower.poll() is None and follower.step is None
         assert follower.swap() is None, "a training that has not begun is no error"
         for step in (1, 2, 150):
@@ -576,7 +576,7 @@ def test_what_is_read_is_leased_and_retention_leaves_it(tmp_path: Path) -> None:
     state = {"model": Net().set_to(3)}
     keep = ckpt.KeepLatest(1)
     with leased(store, first, 900):
-        with ckpt.Checkpointer(root, state, save=ckpt.EverySteps(1), keep=keep) as saves:
+        with ckpt.Checkpointer(state, root, save=ckpt.EverySteps(1), keep=keep) as saves:
             saves.step(3)
         assert next(iter(live_entries(store))).attempt == first
         assert latest not in {entry.attempt for entry in live_entries(store)}
@@ -767,13 +767,13 @@ def test_two_models_need_a_choice_and_wrong_calls_say_so(store: CountingStore) -
     follower = follower_of({"b": net}, store)
     assert follower.poll() is not None
     with pytest.raises(ValueError, match="aside"):
-        ckpt.follow("memory://x", net, aside="disk")  # type: ignore[arg-type]
+        ckpt.follow(net, "memory://x", aside="disk")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="nothing to follow"):
-        ckpt.follow("memory://x", [])
+        ckpt.follow([], "memory://x")
     with pytest.raises(TypeError, match="path"):
-        ckpt.follow("memory://x", Path("run"))
+        ckpt.follow(Path("run"), "memory://x")
     with pytest.raises(ValueError, match="lease_seconds"):
-        ckpt.follow("memory://x", net, lease_seconds=-1)
+        ckpt.follow(net, "memory://x", lease_seconds=-1)
 
 
 def test_a_poll_reads_in_another_thread_while_the_model_is_used(store: CountingStore) -> None:
@@ -810,7 +810,7 @@ def follow_flat_training(root: str) -> None:
     fully_shard(served)
     flat = FullyShardedDataParallel(_blocks())
     batch = torch.ones(2, 24)
-    with ckpt.follow(root, served) as follower, ckpt.follow(root, {"model": flat}) as other:
+    with ckpt.follow(served, root) as follower, ckpt.follow({"model": flat}, root) as other:
         for step in (1, 2):
             with torch.no_grad():
                 for parameter in trained.parameters():
@@ -839,7 +839,7 @@ def test_a_training_on_s3_is_followed() -> None:
     with moto_server() as server:
         url = f"s3://{server.make_bucket()}/run"
         net = Net()
-        with ckpt.follow(url, net, storage_options=server.options) as follower:
+        with ckpt.follow(net, url, storage_options=server.options) as follower:
             for step in (1, 2):
                 ckpt.save(
                     {"model": Net().set_to(step)},

@@ -75,7 +75,7 @@ CHECKPOINTER = """
 may_go.set()
 pending.result()
 every = ckpt.EverySteps(1)
-with ckpt.Checkpointer(url + "-service", {"w": weight}, save=every, only=True) as checkpointer:
+with ckpt.Checkpointer({"w": weight}, url + "-service", save=every, only=True) as checkpointer:
     checkpointer.step(1)
     checkpointer.wait()
     in_child(lambda: checkpointer.step(2))

@@ -37,7 +37,7 @@ def job(
         ckpt.forget(f"{url}/lines/{name}")
     state = {"weight": torch.zeros(4)}
     options = {"save": ckpt.EverySteps(1), "keep": ckpt.KeepLatest(2), **options}
-    with ckpt.Checkpointer(url, state, **options) as saver:
+    with ckpt.Checkpointer(state, url, **options) as saver:
         report = saver.restore() if restore else None
         for step in steps:
             state["weight"] += step
@@ -119,8 +119,8 @@ def test_named_lines_are_apart(url: str) -> None:
     states = {name: {"weight": torch.full((4,), i)} for i, name in enumerate(("g", "d"))}
     options: dict[str, Any] = {"save": ckpt.EverySteps(1), "keep": ckpt.KeepLatest(2)}
     with (
-        ckpt.Checkpointer(url, states["g"], line="g", **options) as g,
-        ckpt.Checkpointer(url, states["d"], line="d", **options) as d,
+        ckpt.Checkpointer(states["g"], url, line="g", **options) as g,
+        ckpt.Checkpointer(states["d"], url, line="d", **options) as d,
     ):
         for step in range(1, 6):
             g.step(step)
@@ -128,7 +128,7 @@ def test_named_lines_are_apart(url: str) -> None:
     for value, name in enumerate(("g", "d")):
         assert steps_of(f"{url}/lines/{name}") == [4, 5]
         state = {"weight": torch.full((4,), 9)}
-        with ckpt.Checkpointer(url, state, line=name, **options) as saver:
+        with ckpt.Checkpointer(state, url, line=name, **options) as saver:
             assert saver.restore().step == 5  # type: ignore[union-attr]
         assert state["weight"].tolist() == [value] * 4
 
@@ -144,7 +144,7 @@ def test_named_line_is_saved_and_loaded_bare(url: str) -> None:
 
 def test_claim_of_one_line_fences_no_other(url: str) -> None:
     state = {"weight": torch.zeros(4)}
-    with ckpt.Checkpointer(url, state, line="g", save=ckpt.EverySteps(1)) as saver:
+    with ckpt.Checkpointer(state, url, line="g", save=ckpt.EverySteps(1)) as saver:
         saver.step(1)
         job(url, range(1, 3), line="d")
         saver.step(2)
@@ -157,12 +157,12 @@ def test_claim_of_one_line_fences_no_other(url: str) -> None:
 )
 def test_second_checkpointer_is_refused(url: str, first: str, second: str) -> None:
     state = {"weight": torch.zeros(4)}
-    with ckpt.Checkpointer(url, state, line=first, save=ckpt.EverySteps(1)) as saver:
+    with ckpt.Checkpointer(state, url, line=first, save=ckpt.EverySteps(1)) as saver:
         place, name = (f"{url}/lines/g", "") if second == "by its url" else (url, second)
         with pytest.raises(ckpt.errors.StoreRefused, match="line='generator'"):
-            ckpt.Checkpointer(place, state, line=name)
+            ckpt.Checkpointer(state, place, line=name)
         saver.step(1)
-    with ckpt.Checkpointer(url, state, line=first) as saver:
+    with ckpt.Checkpointer(state, url, line=first) as saver:
         saver.restore()
 
 
@@ -180,7 +180,7 @@ def test_unnamed_job_sees_named_lines(url: str) -> None:
 def test_forget_lets_an_open_checkpointer_go_on(url: str, tmp_path: Path) -> None:
     """As `LogDiverged` advises where a backup was restored under a running job."""
     state = {"weight": torch.zeros(4)}
-    with ckpt.Checkpointer(url, state, save=ckpt.EverySteps(1)) as saver:
+    with ckpt.Checkpointer(state, url, save=ckpt.EverySteps(1)) as saver:
         saver.step(1)
         saver.wait()
         shutil.copytree(url, tmp_path / "backup")
@@ -199,4 +199,4 @@ def test_forget_lets_an_open_checkpointer_go_on(url: str, tmp_path: Path) -> Non
 def test_bad_names_of_lines_are_refused(url: str) -> None:
     for name in ("a/b", "..", " ", "x" * 101):
         with pytest.raises(ValueError, match="line="):
-            ckpt.Checkpointer(url, {}, line=name)
+            ckpt.Checkpointer({}, url, line=name)

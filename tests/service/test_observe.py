@@ -63,7 +63,7 @@ def trained(
         target = ThreadTarget(world, stores[world.rank], registry)
         state = state_at(0, world.rank, world.size)
         with Checkpointer(
-            target, state, save=ckpt.EverySteps(1), observers=observers(world.rank)
+            state, target, save=ckpt.EverySteps(1), observers=observers(world.rank)
         ) as checkpointer:
             checkpointer.restore()
             for step in range(first, first + steps):
@@ -226,7 +226,7 @@ def test_checkpointer_keeps_telemetry_by_default(tmp_path: Path) -> None:
     for wanted in (False, True):
         url = str(tmp_path / str(wanted))
         with Checkpointer(
-            url, {"x": torch.ones(3)}, save=ckpt.EverySteps(1), telemetry=wanted
+            {"x": torch.ones(3)}, url, save=ckpt.EverySteps(1), telemetry=wanted
         ) as checkpointer:
             checkpointer.step(1)
         assert len(list(Path(url).rglob(TELEMETRY_NAME))) == wanted
@@ -262,7 +262,7 @@ def test_history_survives_restarts_retention_and_failures() -> None:
     target = ThreadTarget(SoloWorld(), Full(inner, FaultPlan(0)), registry)
     state = state_at(0, 0, 1)
     with Checkpointer(
-        target, state, save=ckpt.EverySteps(1), keep=ckpt.KeepLatest(1)
+        state, target, save=ckpt.EverySteps(1), keep=ckpt.KeepLatest(1)
     ) as checkpointer:
         checkpointer.restore()
         for step in (4, 5, 6):
@@ -442,7 +442,7 @@ def test_report_of_what_observers_received(tmp_path: Path) -> None:
     url = str(tmp_path / "run")
     events: list[SaveEvent] = []
     with Checkpointer(
-        url, {"x": torch.ones(30)}, save=ckpt.EverySteps(1), observers=[events.append]
+        {"x": torch.ones(30)}, url, save=ckpt.EverySteps(1), observers=[events.append]
     ) as checkpointer:
         for step in (1, 2):
             checkpointer.step(step)

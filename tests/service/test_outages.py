@@ -58,7 +58,7 @@ class FastTarget(ThreadTarget):
 
 def training(store: Store, **how: Any) -> Checkpointer:
     return Checkpointer(
-        FastTarget(SoloWorld(), store, SessionRegistry()), {"x": torch.zeros(3)}, **how
+        {"x": torch.zeros(3)}, FastTarget(SoloWorld(), store, SessionRegistry()), **how
     )
 
 
@@ -164,7 +164,7 @@ def test_a_real_server_that_is_away_for_two_seconds_costs_no_save(
         options = server.options
         state = {"x": torch.arange(5 << 20, dtype=torch.int32)}
         with Checkpointer(
-            url, state, save=ckpt.EverySteps(1), storage_options=options, only=True
+            state, url, save=ckpt.EverySteps(1), storage_options=options, only=True
         ) as checkpointer:
             checkpointer.step(1)
             checkpointer.wait()

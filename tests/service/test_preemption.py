@@ -143,7 +143,7 @@ def test_a_handler_that_came_later_is_left_alone() -> None:
 def test_sigusr1_saves_now_and_the_training_goes_on() -> None:
     state = {"model": nn.Linear(2, 2)}
     url = "memory://sigusr1"
-    with ckpt.Checkpointer(url, state, save=ckpt.OnSignal(), only=True) as checkpointer:
+    with ckpt.Checkpointer(state, url, save=ckpt.OnSignal(), only=True) as checkpointer:
         for step in range(1, 6):
             if step == 3:
                 os.kill(os.getpid(), signal.SIGUSR1)
@@ -153,7 +153,7 @@ def test_sigusr1_saves_now_and_the_training_goes_on() -> None:
 
 def test_a_policy_without_signals_installs_nothing() -> None:
     before = signal.getsignal(signal.SIGTERM)
-    with ckpt.Checkpointer("memory://no-signals", {"a": torch.ones(1)}, save=Never()):
+    with ckpt.Checkpointer({"a": torch.ones(1)}, "memory://no-signals", save=Never()):
         assert signal.getsignal(signal.SIGTERM) is before
 
 
@@ -162,7 +162,7 @@ def test_sigterm_alone_saves_the_last_step_and_leaves_by_status_0() -> None:
     url = "memory://sigterm-alone"
     with (
         pytest.raises(ckpt.Preempted) as caught,
-        ckpt.Checkpointer(url, state, save=ckpt.OnPreemption(60.0)) as checkpointer,
+        ckpt.Checkpointer(state, url, save=ckpt.OnPreemption(60.0)) as checkpointer,
     ):
         for step in range(1, 100):
             state["step"] = step
@@ -188,7 +188,7 @@ def _over_each_other(order: tuple[int, ...]) -> tuple[list[bool], Any]:
         for index in range(3):
             url = f"memory://over-{index}"
             policy = ckpt.OnSignal()
-            one = ckpt.Checkpointer(url, {"a": torch.ones(1)}, save=policy)
+            one = ckpt.Checkpointer({"a": torch.ones(1)}, url, save=policy)
             one.__enter__()
             all_three.append(one)
         for index in order:
@@ -213,7 +213,7 @@ def test_a_process_is_not_deaf_to_an_order_to_end_after_checkpointers_that_overl
     for order in ((0, 1), (1, 0)):
         before = signal.getsignal(signal.SIGTERM)
         both = [
-            ckpt.Checkpointer(f"memory://deaf-{index}", {"a": torch.ones(1)}, save=policy)
+            ckpt.Checkpointer({"a": torch.ones(1)}, f"memory://deaf-{index}", save=policy)
             for index in range(2)
         ]
         for one in both:
@@ -244,7 +244,7 @@ def test_the_model_comes_first_when_time_is_short(monkeypatch: pytest.MonkeyPatc
     url = "memory://model-first"
     with (
         pytest.raises(ckpt.Preempted),
-        ckpt.Checkpointer(url, state, save=ckpt.OnPreemption(60.0)) as checkpointer,
+        ckpt.Checkpointer(state, url, save=ckpt.OnPreemption(60.0)) as checkpointer,
     ):
         os.kill(os.getpid(), signal.SIGTERM)
         checkpointer.step(1)  # nothing was measured: 60 s and half of it more are too long for 60 s
@@ -257,7 +257,7 @@ def test_the_model_comes_first_when_time_is_short(monkeypatch: pytest.MonkeyPatc
 
 def _second_signal() -> None:
     preemption.SAME_ORDER_SECONDS = 0.0
-    with ckpt.Checkpointer("memory://second", {"a": torch.ones(1)}, save=ckpt.OnPreemption(60.0)):
+    with ckpt.Checkpointer({"a": torch.ones(1)}, "memory://second", save=ckpt.OnPreemption(60.0)):
         os.kill(os.getpid(), signal.SIGTERM)
         os.kill(os.getpid(), signal.SIGTERM)
         time.sleep(60)
@@ -271,7 +271,7 @@ def test_a_second_signal_ends_the_process_at_once() -> None:
 
 
 def _child_of_a_checkpointed_process() -> int:
-    with ckpt.Checkpointer("memory://fork", {"a": torch.ones(1)}, save=ckpt.OnPreemption(60.0)):
+    with ckpt.Checkpointer({"a": torch.ones(1)}, "memory://fork", save=ckpt.OnPreemption(60.0)):
         up, tell = os.pipe()
         child = os.fork()
         if not child:
@@ -400,7 +400,7 @@ def test_an_interpreter_that_is_preempted_exits_with_0(tmp_path: Path) -> None:
 def _forgets_to_close(url: str, meeting_point: str, rank: int, size: int) -> None:
     dist.init_process_group("gloo", init_method=meeting_point, rank=rank, world_size=size)
     state = {"x": torch.ones(3)}
-    checkpointer = ckpt.Checkpointer(url, state, save=ckpt.EverySteps(2) | ckpt.OnPreemption())
+    checkpointer = ckpt.Checkpointer(state, url, save=ckpt.EverySteps(2) | ckpt.OnPreemption())
     for step in range(1, 6):
         checkpointer.step(step)
 

@@ -69,7 +69,7 @@ def _writer_over(store: Store) -> Callable[[], None]:
     state = state_of(0)
     target = ThreadTarget(SoloWorld(), store, SessionRegistry())
     checkpointer = ckpt.Checkpointer(
-        target, state, save=ckpt.EverySteps(1), keep=ckpt.KeepLatest(1)
+        state, target, save=ckpt.EverySteps(1), keep=ckpt.KeepLatest(1)
     )
     checkpointer.restore()
 

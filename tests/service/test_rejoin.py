@@ -391,7 +391,7 @@ def test_without_a_checkpoint_a_new_state_is_needed(tmp_path: Path) -> None:
 
 def test_what_cannot_rejoin_is_refused_before_anything_is_left(tmp_path: Path) -> None:
     state = {"step": 1}
-    with ckpt.Checkpointer(str(tmp_path / "run"), state, save=ckpt.EverySteps(1)) as service:
+    with ckpt.Checkpointer(state, str(tmp_path / "run"), save=ckpt.EverySteps(1)) as service:
         service.step(1)
         service.wait()
         with pytest.raises(ValueError, match="meet_seconds_max=0"):

@@ -248,7 +248,7 @@ def test_a_rule_without_grace_is_itself() -> None:
         with pytest.raises(ValueError, match="retire_after="):
             with_grace(KeepLatest(1), wrong)  # type: ignore[arg-type]
         with pytest.raises(ValueError, match="retire_after="):
-            ckpt.Checkpointer("memory://grace", {}, retire_after=wrong)  # type: ignore[arg-type]
+            ckpt.Checkpointer({}, "memory://grace", retire_after=wrong)  # type: ignore[arg-type]
 
 
 def test_a_step_that_was_saved_again_counts_by_its_newest_commit() -> None:
@@ -428,7 +428,7 @@ def test_a_training_keeps_what_its_rule_keeps() -> None:
     state = {"x": 0}
     url = "memory://retention-of-a-training"
     keep = ckpt.KeepLatest(2) | ckpt.KeepEvery(10) | ckpt.KeepBest(1, mode="max")
-    with ckpt.Checkpointer(url, state, save=ckpt.EverySteps(1), keep=keep) as checkpointer:
+    with ckpt.Checkpointer(state, url, save=ckpt.EverySteps(1), keep=keep) as checkpointer:
         for step in range(1, 26):
             state["x"] = step
             checkpointer.step(step, metric=-abs(step - 17))
@@ -444,7 +444,7 @@ def test_a_training_without_metrics_loses_nothing_and_hears_of_it(
     keep = ckpt.KeepBest(1)
     with (
         caplog.at_level(logging.WARNING),
-        ckpt.Checkpointer(url, state, save=ckpt.EverySteps(1), keep=keep) as checkpointer,
+        ckpt.Checkpointer(state, url, save=ckpt.EverySteps(1), keep=keep) as checkpointer,
     ):
         for step in range(1, 5):
             checkpointer.step(step)

@@ -41,7 +41,7 @@ def url(tmp_path: Path) -> str:
 
 def saver_of(url: str, state: Any = None, **options: Any) -> ckpt.Checkpointer:
     state = {"weight": torch.zeros(4)} if state is None else state
-    return ckpt.Checkpointer(url, state, **{"save": ckpt.EverySteps(1), **options})
+    return ckpt.Checkpointer(state, url, **{"save": ckpt.EverySteps(1), **options})
 
 
 def trained(url: str, steps: range) -> None:

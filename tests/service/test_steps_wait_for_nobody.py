@@ -71,7 +71,7 @@ def _steps(scratch: str) -> list[Free]:
     _count_rounds(rounds)
     board = job.this_process.in_job().board
     with ckpt.Checkpointer(
-        f"{scratch}/root", {"x": torch.zeros(8)}, save=ckpt.EverySteps(4), only=True
+        {"x": torch.zeros(8)}, f"{scratch}/root", save=ckpt.EverySteps(4), only=True
     ) as saver:
         for step in range(1, 5):
             saver.step(step)

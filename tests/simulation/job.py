@@ -416,8 +416,8 @@ class Rank:
         if start.preempted is not None:
             policy = policy | OnPreemption(grace_seconds=start.preempted[2])
         with Checkpointer(
-            target,
             state,
+            target,
             save=policy,
             keep=KeepLatest(start.keep),
             when_busy="skip" if start.skips else "wait",

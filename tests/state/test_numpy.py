@@ -144,7 +144,7 @@ def test_a_value_of_each_rank_gets_its_type(tmp_path: Path) -> None:
 def test_a_background_save_sees_the_array_as_it_was(tmp_path: Path) -> None:
     array = np.arange(6.0)
     state = {"x": array, "t": torch.ones(2)}
-    with ckpt.Checkpointer(tmp_path / "root", state, save=ckpt.EverySteps(1)) as checkpointer:
+    with ckpt.Checkpointer(state, tmp_path / "root", save=ckpt.EverySteps(1)) as checkpointer:
         for step in (1, 2, 3):
             array += 1
             checkpointer.step(step)

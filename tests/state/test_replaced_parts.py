@@ -121,7 +121,7 @@ def test_a_checkpointer_refuses_an_optimizers_state_dict(tmp_path: Path) -> None
     """It saved the same dict for ever: of a fresh optimizer one without any state."""
     state = state_of(*trained(0.1, 0))
     with pytest.raises(InvalidState, match=r"optimizer: .* pass the optimizer itself"):
-        ckpt.Checkpointer(str(tmp_path), state, save=EverySteps(1))
+        ckpt.Checkpointer(state, str(tmp_path), save=EverySteps(1))
 
 
 def _on_ranks(root: str) -> None:

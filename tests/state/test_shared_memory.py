@@ -67,7 +67,7 @@ def test_a_restore_blames_the_state_for_overlapping_views(tmp_path: Path) -> Non
     """It went back over every checkpoint, and ended in NoCheckpoint."""
     saved(str(tmp_path), {})
     state = {**OVERLAPS["tensors"](), "step": 0}
-    checkpointer = ckpt.Checkpointer(str(tmp_path), state, save=EverySteps(10**6))
+    checkpointer = ckpt.Checkpointer(state, str(tmp_path), save=EverySteps(10**6))
     with checkpointer, pytest.raises(InvalidState, match="shares memory"):
         checkpointer.restore()
 
@@ -77,10 +77,10 @@ def test_a_near_restore_blames_the_state_too(tmp_path: Path) -> None:
     tensors = {"a": torch.arange(10.0), "b": torch.arange(10.0) + 100}
     rule = EverySteps(10**6)
     root = str(tmp_path / "run")
-    with ckpt.Checkpointer(root, {**tensors, "step": 0}, save=rule, near=near) as first:
+    with ckpt.Checkpointer({**tensors, "step": 0}, root, save=rule, near=near) as first:
         first.step(1)
     state = {**OVERLAPS["tensors"](), "step": 0}
-    checkpointer = ckpt.Checkpointer(root, state, save=rule, near=near)
+    checkpointer = ckpt.Checkpointer(state, root, save=rule, near=near)
     with checkpointer, pytest.raises(InvalidState, match="shares memory"):
         checkpointer.restore()
 

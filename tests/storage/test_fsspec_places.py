@@ -232,7 +232,7 @@ def test_a_place_on_a_filesystem_is_taken_wherever_a_url_is(
     state = {"model": torch.nn.Linear(5, 3), "step": 1}
     ckpt.save(state, place, step=1)
     ckpt.async_save(state, place, step=2).wait()
-    with ckpt.Checkpointer(place, state) as checkpointer:
+    with ckpt.Checkpointer(state, place) as checkpointer:
         restored = checkpointer.restore()
         assert restored is not None and restored.step == 2
     other = {"model": torch.nn.Linear(5, 3), "step": 0}

@@ -23,7 +23,7 @@ model = torch.nn.Linear(4, 4)
 ckpt.save({"model": model}, url, step=1)
 ckpt.async_save({"model": model}, url, step=2, dedup=True).wait()
 assert ckpt.load({"model": model}, url).step == 2
-with ckpt.Checkpointer(url, {"model": model}) as checkpointer:
+with ckpt.Checkpointer({"model": model}, url) as checkpointer:
     checkpointer.restore()
 ckpt.export(url, url + "/model.safetensors")
 ckpt.verify(url)

@@ -148,12 +148,12 @@ def test_a_tensor_of_2_to_the_50_bytes_costs_no_command_much(
 
 
 def _restored(state: State, url: str, **options: Any) -> object:
-    with ckpt.Checkpointer(url, state, save=ckpt.Never()) as checkpointer:
+    with ckpt.Checkpointer(state, url, save=ckpt.Never()) as checkpointer:
         return checkpointer.restore(**options)
 
 
 def _polled(state: State, url: str, **options: Any) -> object:
-    with ckpt.follow(url, state, **options) as follower:
+    with ckpt.follow(state, url, **options) as follower:
         return follower.poll()
 
 

@@ -144,13 +144,13 @@ def test_a_checkpointer(where: Callable[[], StoreLike]) -> None:
     trained = state()
     policy, keep = ckpt.EverySteps(np.int64(2)), ckpt.KeepLatest(np.int64(1))
     with ckpt.Checkpointer(
-        where(), trained, save=policy, keep=keep, alarm=ckpt.Alarm(after=np.int64(2))
+        trained, where(), save=policy, keep=keep, alarm=ckpt.Alarm(after=np.int64(2))
     ) as checkpointer:
         assert checkpointer.restore() is None
         for step in np.arange(1, 5):
             checkpointer.step(step)
     assert [info.step for info in ckpt.list_steps(where())] == [4]
-    with ckpt.Checkpointer(where(), trained) as checkpointer:
+    with ckpt.Checkpointer(trained, where()) as checkpointer:
         report = checkpointer.restore(np.int64(4))
         assert report is not None and report.step == 4
 
@@ -209,7 +209,7 @@ def test_what_is_no_location_is_refused_by_name() -> None:
         with pytest.raises(InvalidUrlError, match=r"or a storage\.Store such as .*, got"):
             ckpt.save(state(), bad, step=1)  # type: ignore[arg-type]
         with pytest.raises(InvalidUrlError, match=r"or a storage\.Store such as .*, got"):
-            ckpt.Checkpointer(bad, state()).restore()  # type: ignore[arg-type]
+            ckpt.Checkpointer(state(), bad).restore()  # type: ignore[arg-type]
 
 
 BUCKET = MemoryBucket()

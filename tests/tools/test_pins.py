@@ -71,7 +71,7 @@ def test_prune_and_rm_leave_what_is_pinned(root: str, rule: str) -> None:
 )
 def test_a_pin_set_while_a_training_runs_holds(tmp_path: Path, rule: KeepRule) -> None:
     url, state = str(tmp_path / "run"), _state(0)
-    with ckpt.Checkpointer(url, state, save=ckpt.EverySteps(1), keep=rule) as saver:
+    with ckpt.Checkpointer(state, url, save=ckpt.EverySteps(1), keep=rule) as saver:
         for step in range(5, 12):
             saver.step(step, metric=-step)
             saver.wait()
@@ -99,7 +99,7 @@ def test_what_waits_loads_and_is_brought_back_by_a_pin(
     """An hour of grace, which ends by a clock that is set on; then the pinned one is left."""
     url, state = str(tmp_path / "run"), _state(0)
     with ckpt.Checkpointer(
-        url, state, save=ckpt.EverySteps(1), keep=ckpt.KeepLatest(1), retire_after=3600.0
+        state, url, save=ckpt.EverySteps(1), keep=ckpt.KeepLatest(1), retire_after=3600.0
     ) as saver:
         for step in (1, 2, 3):
             state.update(_state(step))

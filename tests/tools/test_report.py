@@ -66,7 +66,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> str:
         target = ThreadTarget(world, Moody(url, world.rank), registry)
         state = state_at(0, world.rank, world.size)
         with Checkpointer(
-            target, state, save=ckpt.EverySteps(1), keep=ckpt.KeepLatest(KEPT), only=True
+            state, target, save=ckpt.EverySteps(1), keep=ckpt.KeepLatest(KEPT), only=True
         ) as checkpointer:
             for step in range(1, STEPS + 1):
                 state["step"] = step

@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from ckpt.loading.checkpoint import Checkpoint as Checkpoint
     from ckpt.loading.checkpoint import open_checkpoint
     from ckpt.loading.contents import list_steps as list_steps
+    from ckpt.near.value import Near as Near
     from ckpt.operate import copy as copy
     from ckpt.operate import diff as diff
     from ckpt.operate import disk_usage as disk_usage
@@ -51,7 +52,6 @@ if TYPE_CHECKING:
     from ckpt.service.alarm import Alarm as Alarm
     from ckpt.service.checkpointer import Checkpointer as Checkpointer
     from ckpt.service.follower import follow as follow
-    from ckpt.service.near import Near as Near
     from ckpt.service.policies import Adaptive as Adaptive
     from ckpt.service.policies import AtExit as AtExit
     from ckpt.service.policies import EverySeconds as EverySeconds
@@ -92,7 +92,7 @@ _HOMES = {
     "KeepLatest": "ckpt.service.retention",
     "KeepYounger": "ckpt.service.retention",
     "Mismatch": "ckpt.errors",
-    "Near": "ckpt.service.near",
+    "Near": "ckpt.near.value",
     "Never": "ckpt.service.policies",
     "NoCheckpoint": "ckpt.errors",
     "OnPreemption": "ckpt.service.policies",

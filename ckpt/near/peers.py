@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import secrets
 import socket
 import ssl
@@ -19,14 +20,14 @@ import time
 from collections import deque
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from statistics import median
-from typing import NamedTuple
 
-from ckpt.errors import Corrupt, Fenced
+from ckpt.errors import Corrupt
 from ckpt.near.placement import Hosts
 from ckpt.near.records import NearFile
-from ckpt.near.tier import Tier, has_file, newest_epoch
+from ckpt.near.tier import Tier, has_file, refuse_fenced
+from ckpt.near.value import Near
 from ckpt.world.base import World, collectively
 from ckpt.world.job import place_of_environment
 from ckpt.world.liveness import this_network
@@ -53,30 +54,6 @@ SHARE_MAX = 0.8  # of the time between two near saves that copies may take
 SECONDS_MAX = 250.0  # of that time: slower ones would be given up
 QUIET_STEPS = 20  # the newest, of which the median is compared with
 QUIET_STEPS_MIN = 3
-
-
-@dataclass(frozen=True, slots=True)
-class CopyOptions:
-    """How copies are made. `replicas` other hosts keep each file, not two of them in one `rack`.
-
-    `address` is that of this host for the others, "" to use the one that the job uses.
-    `certificate` is a file with the key and the certificate of the job, the same on all hosts; then
-    everything is encrypted. With `allow_fewer`, as few hosts as there are keep copies.
-    """
-
-    replicas: int = 0
-    rack: str = ""
-    address: str = ""
-    certificate: str = ""
-    allow_fewer: bool = False
-
-
-class Endpoint(NamedTuple):
-    """Where a host serves its tier, and to whom."""
-
-    address: str
-    port: int
-    token: str
 
 
 class TooSlowError(StorageError):
@@ -195,12 +172,7 @@ class Copies:
     ) -> int:
         peer.refuse_silent()
         try:
-            if (newest := newest_epoch(peer.store)) > epoch:
-                raise Fenced(
-                    f"{peer.store.url} has near checkpoints of a newer session (epoch {newest}, "
-                    f"this process has epoch {epoch}): another job trains on from this root. If "
-                    "this one should, stop the other job and restart this one"
-                )
+            refuse_fenced(peer.store, epoch)
             for file in files:
                 # As they lie here: an encrypted one stays so.
                 stored = self._tier.store.info(prefix + file.name)
@@ -243,41 +215,41 @@ class Copies:
 
 
 def open_copies(
-    world: World,
-    tier: Tier,
-    hosts: Hosts,
-    copies: Mapping[str, tuple[str, ...]],
-    options: CopyOptions,
+    world: World, hosts: Hosts, copies: Mapping[str, tuple[str, ...]], near: Near
 ) -> Copies:
     """Serve the tier of each host, by its first rank, and find those that keep copies of this
     rank's files, as `copies_of` says. Collective.
 
     Raises StorageError on all ranks when a host cannot serve its tier.
     """
-    is_first = hosts.is_first(world.rank)
-    mine = json.dumps([this_network(), options.address or _numeric(world.addresses)])
+    certificate, tier = os.fspath(near.certificate), hosts.tier
+    mine = json.dumps([this_network(), near.address or _numeric(world.addresses)])
     networks = [json.loads(one) for one in world.gather("near networks", mine.encode())]
     opened: list[PeerServer] = []
     trusted: list[ssl.SSLContext] = []
 
     def serve() -> bytes:
-        if options.certificate:
-            trusted.append(_client_tls(options.certificate))
-        if not is_first:
+        if certificate:
+            # Trusts who has the key of exactly this certificate; its name may be any.
+            trusted.append(ssl.create_default_context(cafile=certificate))
+            trusted[0].check_hostname = False
+        if not hosts.is_first:
             return b""
-        address = options.address or _address(networks, world.rank)
-        token = secrets.token_hex(16)
-        tls = _server_tls(options.certificate) if options.certificate else None
+        address = near.address or _address(networks, world.rank)
+        token, tls = secrets.token_hex(16), None
+        if certificate:
+            tls = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+            tls.load_cert_chain(certificate)
         ports = place_of_environment().ports
         opened.append(PeerServer(tier.store, token, address, ports, tls=tls))
-        return json.dumps(Endpoint(address, opened[0].port, token)).encode()
+        return json.dumps([address, opened[0].port, token]).encode()
 
     try:
         own = collectively(world, "near server", serve)
-        endpoints = [one and Endpoint(*json.loads(one)) for one in world.gather("near peers", own)]
+        endpoints = [one and json.loads(one) for one in world.gather("near peers", own)]
         client_tls = trusted[0] if trusted else None
         stores = []
-        for host in copies[hosts.names[world.rank]]:
+        for host in copies[hosts.own]:
             endpoint = endpoints[hosts.names.index(host)]
             assert endpoint, "the first rank of a host serves"
             stores.append(PeerStore(*endpoint, tls=client_tls, policy=_policy(world)))
@@ -338,16 +310,3 @@ def _numeric(addresses: Sequence[str]) -> str:
             if not number.startswith("127.") and number != "::1":
                 return number
     return ""
-
-
-def _server_tls(certificate: str) -> ssl.SSLContext:
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    context.load_cert_chain(certificate)
-    return context
-
-
-def _client_tls(certificate: str) -> ssl.SSLContext:
-    """Trusts who has the key of exactly this certificate; its name may be any."""
-    context = ssl.create_default_context(cafile=certificate)
-    context.check_hostname = False
-    return context

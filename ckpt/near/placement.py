@@ -15,22 +15,31 @@ logger = logging.getLogger(__name__)
 
 
 class Hosts(NamedTuple):
-    """Which ranks share a tier: the name of the tier of each rank, in rank order."""
+    """The tier of this host, and which ranks share one: the name of that of each rank."""
 
+    world: World
+    tier: Tier
     names: tuple[str, ...]
 
     @classmethod
     def of(cls, world: World, tier: Tier) -> Hosts:
         """Gathered from all ranks. Collective."""
-        return cls(tuple(one.decode() for one in world.gather("near hosts", tier.host.encode())))
+        gathered = world.gather("near hosts", tier.host.encode())
+        return cls(world, tier, tuple(one.decode() for one in gathered))
+
+    @property
+    def own(self) -> str:
+        """The name of the tier of this rank."""
+        return self.names[self.world.rank]
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this rank does for its host what is done once."""
+        return self.names.index(self.own) == self.world.rank
 
     def ranks_of(self, name: str) -> list[int]:
         """The ranks that share a tier, ascending."""
         return [rank for rank, other in enumerate(self.names) if other == name]
-
-    def is_first(self, rank: int) -> bool:
-        """Whether `rank` does for its host what is done once."""
-        return self.names.index(self.names[rank]) == rank
 
 
 def placed_copies(

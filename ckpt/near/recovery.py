@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterable, Sequence
-from dataclasses import asdict
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
 
 from ckpt.api import read_path
-from ckpt.errors import CheckpointError, Corrupt, InvalidState, Mismatch
+from ckpt.commit.lines import ResumePoint
+from ckpt.errors import CheckpointError, Corrupt, InvalidState, LoadInterrupted, Mismatch
 from ckpt.format.joint_codec import decode_part, encode_part
 from ckpt.format.joint_manifest import joint_manifest
 from ckpt.format.manifest import Header, Manifest
@@ -22,12 +23,14 @@ from ckpt.format.metadata_budget import unlimited
 from ckpt.format.opened_files import contradictions, open_file, part_of_rank
 from ckpt.format.part import Part
 from ckpt.format.stored_index import check_blocks
+from ckpt.layout.memory import gc_paused
 from ckpt.loading.exchange import Origins
 from ckpt.loading.load import LoadOptions, LoadReport, load_located
 from ckpt.near.placement import Hosts
 from ckpt.near.records import NearRecord, decode_near_record, encode_near_record, near_digest
 from ckpt.near.status import TierStatus, read_status
 from ckpt.near.tier import Tier
+from ckpt.service.restore import TierCandidate
 from ckpt.state.types import Stacks
 from ckpt.world.base import World, collectively, decided, from_coordinator
 from ckpt.world.frames import joined, pack, split, unpack
@@ -35,27 +38,53 @@ from ckpt.world.frames import joined, pack, split, unpack
 logger = logging.getLogger(__name__)
 
 
-class NearCandidate(NamedTuple):
+@dataclass(frozen=True)
+class NearCandidate(TierCandidate):
     """A record that some host has, and for each rank that saved, the hosts that have all its files:
     its own, and those that keep copies.
     """
 
+    hosts: Hosts
     record: NearRecord
     homes: tuple[tuple[str, ...], ...]
 
-    @property
-    def problem(self) -> str:
-        """Why it cannot be loaded, "" when every file is there."""
-        missing = [rank for rank, homes in enumerate(self.homes) if not homes]
-        if not missing:
-            return ""
-        shown = ", ".join(map(str, missing[:8])) + (", ..." if len(missing) > 8 else "")
-        return f"no host has the near files of {len(missing)} of {len(self.homes)} ranks: {shown}"
+    @classmethod
+    def of(
+        cls, hosts: Hosts, record: NearRecord, homes: tuple[tuple[str, ...], ...]
+    ) -> NearCandidate:
+        """The one that a record makes."""
+        missing, problem = [rank for rank, at in enumerate(homes) if not at], ""
+        if missing:
+            shown = ", ".join(map(str, missing[:8])) + (", ..." if len(missing) > 8 else "")
+            of_all = f"{len(missing)} of {len(homes)} ranks"
+            problem = f"no host has the near files of {of_all}: {shown}"
+        head = record.head
+        continues = ResumePoint(head.anchor, head.is_new_line)
+        base = (head.step, head.attempt, head.time_unix, continues, head.number, problem)
+        return cls(*base, hosts, record, homes)
+
+    def is_before(self, slot: int, step: int) -> bool:
+        return self.record.head.is_before(slot, step)
+
+    def load(self, state: Any, options: Mapping[str, Any]) -> LoadReport | str:
+        if self.problem:
+            return self.problem
+        try:
+            with gc_paused():
+                return load_near(state, self, options.get("stacks"))
+        except (InvalidState, Mismatch):
+            raise  # the state is another one, as it is to older checkpoints
+        except CheckpointError as error:
+            # A host that cannot read its tier is as good as one that has none: there are others.
+            if self.hosts.world.failure is not None:
+                raise
+            is_half = isinstance(error, LoadInterrupted)
+            return str(error.__cause__ or error) if is_half else str(error)
 
 
-def near_candidates(world: World, tier: Tier, hosts: Hosts, epoch: int) -> list[NearCandidate]:
+def near_candidates(hosts: Hosts, epoch: int) -> list[NearCandidate]:
     """All near checkpoints of an epoch that any host knows of, newest first. Collective."""
-    is_first = hosts.is_first(world.rank)
+    world, tier, is_first = hosts.world, hosts.tier, hosts.is_first
     own: dict[str, bytes] = {}
 
     def look() -> None:
@@ -92,19 +121,18 @@ def near_candidates(world: World, tier: Tier, hosts: Hosts, epoch: int) -> list[
             for one in ranks:
                 known[one].append(hosts.names[rank])
     return [
-        NearCandidate(record, tuple(map(tuple, known)))
+        NearCandidate.of(hosts, record, tuple(map(tuple, known)))
         for record, known in zip(records, homes, strict=True)
     ]
 
 
-def newest_status(world: World, tier: Tier, hosts: Hosts, epoch: int) -> TierStatus | None:
+def newest_status(hosts: Hosts, epoch: int) -> TierStatus | None:
     """How far the training of an epoch had come, as far as a host has noted it. Collective."""
+    world = hosts.world
 
     def look() -> TierStatus | None:
-        if not hosts.is_first(world.rank):
-            return None
         try:
-            return read_status(tier.store.place)
+            return read_status(hosts.tier.store.place) if hosts.is_first else None
         except (CheckpointError, OSError) as error:
             logger.warning("how far the training was is not known of this host: %s", error)
             return None
@@ -122,14 +150,7 @@ def _shared(world: World, name: str, mine: Any) -> list[Any]:
     return list(json.loads(every))
 
 
-def load_near(
-    state: Any,
-    world: World,
-    tier: Tier,
-    hosts: Hosts,
-    candidate: NearCandidate,
-    stacks: Stacks | None = None,
-) -> LoadReport:
+def load_near(state: Any, candidate: NearCandidate, stacks: Stacks | None) -> LoadReport:
     """Fill `state` from a near checkpoint whose files are all there; `stacks` are those of
     `ckpt.load`. Collective. Where a file turns out to be damaged or not readable, another copy of
     it is used.
@@ -138,28 +159,27 @@ def load_near(
     Corrupt with the state as it was, a damaged block is LoadInterrupted by Corrupt.
     """
     try:
-        return _load(state, world, tier, hosts, candidate, stacks or {})
+        return _load(state, candidate, stacks or {})
     except (InvalidState, Mismatch):
         raise
     except CheckpointError as error:
+        world = candidate.hosts.world
         if world.failure is not None or not any(len(homes) > 1 for homes in candidate.homes):
             raise
-        sound = _checked(world, tier, hosts, candidate)
+        sound = _checked(candidate)
         if sound.problem or sound == candidate:
             raise
         if world.rank == 0:
             logger.warning(
                 "near step %d is loaded again, from other copies: %s", sound.record.head.step, error
             )
-    return _load(state, world, tier, hosts, sound, stacks or {})
+    return _load(state, sound, stacks or {})
 
 
-def _load(
-    state: Any, world: World, tier: Tier, hosts: Hosts, candidate: NearCandidate, stacks: Stacks
-) -> LoadReport:
-    record = candidate.record
-    manifest = _manifest(world, tier, hosts, candidate)
-    own_host = hosts.names[world.rank]
+def _load(state: Any, candidate: NearCandidate, stacks: Stacks) -> LoadReport:
+    record, hosts = candidate.record, candidate.hosts
+    world, tier, own_host = hosts.world, hosts.tier, hosts.own
+    manifest = _manifest(candidate)
     rank_of = {file.name: file.rank for file in record.files}
     ranks = [rank_of[name] for name in manifest.files]
     owners = {
@@ -178,18 +198,18 @@ def _load(
     )
 
 
-def _checked(world: World, tier: Tier, hosts: Hosts, candidate: NearCandidate) -> NearCandidate:
+def _checked(candidate: NearCandidate) -> NearCandidate:
     """The candidate with those homes alone whose files are as they were written: every rank reads a
     share of what its host has, all bytes of it. Collective.
     """
-    own_host = hosts.names[world.rank]
+    hosts, world, own_host = candidate.hosts, candidate.hosts.world, candidate.hosts.own
     ranks_here = hosts.ranks_of(own_host)
     offered = [rank for rank, homes in enumerate(candidate.homes) if own_host in homes]
     mine = offered[ranks_here.index(world.rank) :: len(ranks_here)]
     damaged = []
     for rank in mine:
         try:
-            _part(tier, candidate.record, rank, with_blocks=True)
+            _part(hosts.tier, candidate.record, rank, with_blocks=True)
         except CheckpointError as error:
             logger.warning("a copy of near files of rank %d does not count: %s", rank, error)
             damaged.append(rank)
@@ -202,7 +222,7 @@ def _checked(world: World, tier: Tier, hosts: Hosts, candidate: NearCandidate) -
         tuple(home for home in homes if (home, rank) not in bad)
         for rank, homes in enumerate(candidate.homes)
     )
-    return candidate._replace(homes=homes)
+    return NearCandidate.of(hosts, candidate.record, homes)
 
 
 def _reader_at(hosts: Hosts, homes: Sequence[str], rank: int, user: int) -> int:
@@ -211,9 +231,9 @@ def _reader_at(hosts: Hosts, homes: Sequence[str], rank: int, user: int) -> int:
     return ranks[rank % len(ranks)]
 
 
-def _manifest(world: World, tier: Tier, hosts: Hosts, candidate: NearCandidate) -> Manifest:
+def _manifest(candidate: NearCandidate) -> Manifest:
     """The manifest that the headers of all files make. Collective."""
-    record = candidate.record
+    record, hosts, world = candidate.record, candidate.hosts, candidate.hosts.world
     # Of several homes, each opens its share.
     owners = [_reader_at(hosts, homes, rank, rank) for rank, homes in enumerate(candidate.homes)]
 
@@ -221,7 +241,7 @@ def _manifest(world: World, tier: Tier, hosts: Hosts, candidate: NearCandidate) 
         own = [rank for rank, owner in enumerate(owners) if owner == world.rank]
         return _packed(
             joined(header.model_dump_json().encode(), encode_part(part))
-            for header, part in (_part(tier, record, rank) for rank in own)
+            for header, part in (_part(hosts.tier, record, rank) for rank in own)
         )
 
     mine = collectively(world, "near headers", opened)

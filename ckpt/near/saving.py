@@ -11,12 +11,14 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import operator
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from dataclasses import replace
+from typing import Any
 
 from ckpt.commit.names import step_prefix
+from ckpt.commit.numbers import plain_int
 from ckpt.commit.ranked import RankedSession
 from ckpt.errors import Fenced, RankFailed
 from ckpt.format.checksum_tables import Seal
@@ -24,10 +26,11 @@ from ckpt.format.manifest import Header
 from ckpt.format.part import Part
 from ckpt.layout.memory import devices_of, gc_paused
 from ckpt.near.memory import GENERATIONS, MappedStore, TierMemory
-from ckpt.near.peers import Copies, CopyOptions, open_copies
+from ckpt.near.peers import Copies, open_copies
 from ckpt.near.placement import Hosts, placed_copies
 from ckpt.near.records import NearFile, NearHead, NearRecord, decode_near_record, encode_near_record
-from ckpt.near.tier import Tier
+from ckpt.near.status import StatusNotes
+from ckpt.near.value import Near
 from ckpt.saving.background import Background, PendingSave
 from ckpt.saving.image import FilePlan, part_count
 from ckpt.saving.save import flattened
@@ -42,6 +45,8 @@ from ckpt.saving.staging import (
 )
 from ckpt.saving.task import Attempt, PartMemory, SaveOptions, SaveReport, SaveTask, header_of
 from ckpt.saving.write import MIB, Staging, WritePath
+from ckpt.service.restore import Candidate, TierCandidate
+from ckpt.service.tiers import RecordNumbers
 from ckpt.telemetry.history import CommittedSave, RankReport, totals_of
 from ckpt.telemetry.record import SaveTotals
 from ckpt.world.base import collectively, from_coordinator
@@ -53,64 +58,29 @@ logger = logging.getLogger(__name__)
 BYTES_COPIED = "near_bytes_copied"  # the counter of a save, of what was sent to other hosts
 
 
-@dataclass(frozen=True, slots=True)
-class NearOptions:
-    """How near saves are made; arguments as of `ckpt.async_save`. `bytes_max` bounds what a host
-    keeps. `shares_stage`: durable saves at steps of near saves use their copies.
-    """
-
-    bytes_max: int | None = None
-    snapshot: Snapshot = "step"
-    user: dict[str, str] = field(default_factory=dict)
-    shares_stage: bool = False
-    copies: CopyOptions = field(default_factory=CopyOptions)
-
-
-class LendingSave(NamedTuple):
-    """A near save under way, and its copy of the state if it is lent: none where it has failed."""
-
-    pending: PendingSave
-    copies: Sequence[LentCopy]
-
-
-class RecordNumbers:
-    """The numbers of near records of one training, in the order in which their states were taken,
-    also where several tiers take turns. By the thread that trains.
-    """
-
-    def __init__(self) -> None:
-        self._newest = 0
-
-    def begin_after(self, number: int) -> None:
-        """Records up to this number are there already."""
-        self._newest = max(self._newest, number)
-
-    def take(self) -> int:
-        """The next one: on all ranks alike. Never given again, should its record fail."""
-        self._newest += 1
-        return self._newest
-
-
 class NearSaves:
-    """The near saves of one training on one rank, one at a time. Made by `open_near_saves`.
+    """The near saves of one training on one rank, one at a time. `open` comes first.
 
-    `begin`, `adopt`, `continue_beside` and `went_back` are collective. Nothing of it asks the
-    durable store, but for `went_back`.
+    `begin` and `restored` are collective. Nothing of it asks the durable store, unless the training
+    went back to a durable checkpoint.
     """
 
     def __init__(
         self,
-        tier: Tier,
+        near: Near,
         hosts: Hosts,
-        session: RankedSession,
-        options: NearOptions,
+        ranked: RankedSession,
+        saving: Mapping[str, Any],
         numbers: RecordNumbers,
     ) -> None:
-        self.tier = tier
+        self.tier = tier = hosts.tier
         self.hosts = hosts
-        self.session = session
-        self._options = options
-        self._background = Background(session.world)
+        self.session = replace(ranked, world=ranked.world.duplicate())
+        self.notes = StatusNotes(tier.store.place if hosts.is_first else "", ranked.epoch)
+        self._near = near
+        self._snapshot: Snapshot = saving.get("snapshot", "step")
+        self._user = dict(saving.get("user") or {})
+        self._background = Background(self.session.world)
         self._memory = PartMemory()
         self._mapped: TierMemory | None = None
         self._staging = Staging()
@@ -127,38 +97,37 @@ class NearSaves:
         self._safe = ""  # the newest attempt whose record is on every host
         self._kept: set[str] | None = None  # attempts that files here may be of; None: any
 
-    def begin(self, state: Any, step: int, *, lends: bool = False) -> LendingSave:
+    def begin(
+        self, state: Any, step: int, *, lends: bool = False
+    ) -> tuple[PendingSave, Sequence[LentCopy]]:
         """Begin a near save of `state`; the save before must be over. Waits for no rank.
 
-        With `lends`, a durable save of the same step may use the copy, which the caller ends.
+        With `lends`, a durable save of the same step may use the copy, which the caller ends; there
+        is none where the save has failed.
         """
-        copies: list[LentCopy] = []
-        try:
-            return LendingSave(self._begin(state, step, copies if lends else None), copies)
-        except BaseException:
-            for copy in copies:
-                copy.end()
-            raise
-
-    def _begin(self, state: Any, step: int, copies: list[LentCopy] | None) -> PendingSave:
         now = time.monotonic()
         if self._copies is not None and self._copied_nbytes:
             self._copies.pace.saved(self._copied_nbytes, now - self._began)
         self._began = now
+        copies: list[LentCopy] = []
         with gc_paused():
             task = self._task(step)
             self._number = self._numbers.take()
-            snapshot, staging = self._options.snapshot, self._staging
 
             def begin() -> Staged:
                 if self._mapped is not None:
                     self._make_room(self._mapped)
-                staged = stage(state, task, StageOptions(snapshot), staging)
-                if copies is not None:
-                    copies.append(staged.lend(snapshot))
+                staged = stage(state, task, StageOptions(self._snapshot), self._staging)
+                if lends:
+                    copies.append(staged.lend(self._snapshot))
                 return staged
 
-            return self._background.start(task, begin, publish=self._publish)
+            try:
+                return self._background.start(task, begin, publish=self._publish), copies
+            except BaseException:
+                for copy in copies:
+                    copy.end()
+                raise
 
     def _make_room(self, mapped: TierMemory) -> None:
         known = mapped.attempts | {self._safe}
@@ -177,44 +146,33 @@ class NearSaves:
         if self._copies is not None:
             self._copies.pace.stepped(seconds)
 
-    def adopt(self, record: NearRecord) -> None:
-        """Make the state of an older epoch, which was just restored, one of this epoch."""
-        head = record.head
-        self._number = self._numbers.take()
-        if head.epoch != self.session.epoch:
-            self._record(head.step, head.attempt, record.files)
-        self._safe = head.attempt
-
-    def continue_beside(self, older: NearRecord | None, number: int) -> None:
-        """The training continues from a state of another tier. Of this one `older` alone stays,
-        with its place in the order of all: under `number` if its epoch is an older one. Collective.
+    def restored(self, chosen: Candidate, record: NearRecord | None, number: int) -> None:
+        """The training continues from `chosen`. Of this tier, `record` alone counts from now on,
+        under `number` if its epoch is an older one; unless it is the chosen one, it keeps its place
+        among durable ones. Collective.
         """
-        world, kept = self.session.world, "" if older is None else older.head.attempt
-
-        def forget() -> None:
-            if self.hosts.is_first(world.rank):
-                self.tier.forget(epoch=self.session.epoch, kept=kept)
-
-        collectively(world, "forget near", forget)
-        self._safe = ""
-        if older is not None:
-            self._number = number
-            if older.head.epoch != self.session.epoch:
-                self._record(older.head.step, older.head.attempt, older.files, like=older.head)
-            self._safe = older.head.attempt
-
-    def went_back(self) -> None:
-        """The training continues from a durable checkpoint: near states are not its any more."""
         world, session = self.session.world, self.session.session
+        attempt = "" if record is None else record.head.attempt
 
         def forget() -> None:
-            if session is not None:
+            if session is not None and not isinstance(chosen, TierCandidate):
                 self._after_slot = session.state().slot
-            if self.hosts.is_first(world.rank):
-                self.tier.forget(epoch=self.session.epoch)
+            if self.hosts.is_first:
+                self.tier.forget(epoch=self.session.epoch, kept=attempt)
 
-        collectively(world, "forget near", forget)
-        self._safe = ""
+        if attempt != chosen.attempt:
+            collectively(world, "forget near", forget)
+            self._safe = ""
+        if record is None:
+            self.notes.saved(-1, 0.0)
+            return
+        head = record.head
+        self._number = number
+        if head.epoch != self.session.epoch:
+            like = None if attempt == chosen.attempt else head
+            self._record(head.step, attempt, record.files, like=like)
+        self._safe = attempt
+        self.notes.saved(head.step, head.time_unix)
 
     def give_up(self, failure: RankFailed) -> None:
         """End this world with `failure`, and what is in flight. Not collective."""
@@ -235,9 +193,11 @@ class NearSaves:
 
     # opening
 
-    def open(self, state: Any, restored: str) -> None:
+    def open(self, state: Any, restored: str, *, allow_fewer: bool, shares_stage: bool) -> None:
         """Prepare for saves of `state`: what all ranks hold, and whether it fits. Collective.
-        Of jobs before, only the near attempt `restored` stays, "" for none: call `adopt` next.
+        Of jobs before, only the near attempt `restored` stays, "" for none: call `restored` next.
+        With `allow_fewer`, as few hosts as there are keep copies; where it `shares_stage`, durable
+        saves at steps of these use their copies.
 
         Raises ValueError on all ranks, with the numbers, when a host has no room for two
         generations, or a new training too few hosts for copies; InvalidState like a save;
@@ -258,24 +218,21 @@ class NearSaves:
         nbytes = part_count(files) * files[0].part_nbytes
 
         def facts() -> bytes:
-            if self.hosts.is_first(world.rank):
+            if self.hosts.is_first:
                 self.tier.sweep_unfinished()
             own = [r for r in self.tier.records() if r.head.epoch == self.session.epoch]
             self._drop({restored, *(r.head.attempt for r in own)})
-            room = self.tier.room()
             newest = max(own, key=lambda r: r.order, default=None)
             slot = 0 if self.session.session is None else self.session.session.state().slot
             number, attempt = (newest.head.number, newest.head.attempt) if newest else (0, "")
-            rack = self._options.copies.rack
-            return json.dumps([nbytes, room.free + room.own, number, attempt, slot, rack]).encode()
+            room, rack = sum(self.tier.room()), self._near.rack
+            return json.dumps([nbytes, room, number, attempt, slot, rack]).encode()
 
         mine = collectively(world, "near room", facts)
         reports = [json.loads(one) for one in world.gather("near room", mine)]
-        options = self._options.copies
         racks = {name: reports[self.hosts.names.index(name)][5] for name in self.hosts.names}
-        copies = placed_copies(
-            racks, options.replicas, allow_fewer=options.allow_fewer, warns=world.rank == 0
-        )
+        replicas, warns = operator.index(self._near.replicas), world.rank == 0
+        copies = placed_copies(racks, replicas, allow_fewer=allow_fewer, warns=warns)
         rooms = [r[1] for r in reports]
         fits_more = self._check_room([r[0] for r in reports], rooms, copies)
         # Of an earlier Checkpointer of this process.
@@ -284,19 +241,21 @@ class NearSaves:
         self._safe = restored or newest
         self._after_slot = reports[0][4]
         if any(copies.values()):
-            self._copies = open_copies(world, self.tier, self.hosts, copies, options)
+            self._copies = open_copies(world, self.hosts, copies, self._near)
         # What is encrypted is copied elsewhere first: no clear text may lie in the tier.
         in_place = self.tier.is_in_memory and self.tier.files is self.tier.store
         if in_place and not isinstance(contents, Exception):
             sources = contents.plan.sources
             # Copies from a device need pinned memory, which that of a file is not.
             if not devices_of(one.view for one in sources if not one.address):
-                self._stage_in_tier(files, GENERATIONS + fits_more)
+                self._stage_in_tier(files, GENERATIONS + fits_more, shares_stage)
 
-    def _stage_in_tier(self, files: Sequence[FilePlan], generations_max: int) -> None:
+    def _stage_in_tier(
+        self, files: Sequence[FilePlan], generations_max: int, shares_stage: bool
+    ) -> None:
         """What is staged lies in the tier already, from now on."""
         self._mapped = TierMemory(self.tier.store.place, generations_max=generations_max)
-        if self._options.shares_stage:
+        if shares_stage:
             self._mapped.generations = generations_max
         self._staging = self._mapped
         self._store = MappedStore(self.tier.store, self._mapped)
@@ -329,7 +288,7 @@ class NearSaves:
         """Whether a host has room for one more state of its own ranks, which are `own` bytes,
         beside the generations of all that it keeps. Raises ValueError when these do not fit.
         """
-        bytes_max, ranks = self._options.bytes_max, self.hosts.ranks_of(name)
+        bytes_max, ranks = plain_int(self._near.bytes_max), self.hosts.ranks_of(name)
         limit = room if bytes_max is None else min(room, bytes_max)
         what = "their states"
         if kept > own:
@@ -360,7 +319,7 @@ class NearSaves:
     # one save
 
     def _task(self, step: int) -> SaveTask:
-        options = SaveOptions(path=self._path, user=self._options.user)
+        options = SaveOptions(path=self._path, user=self._user)
         return SaveTask(self.session, self._store, self._memory, step, options)
 
     def _publish(
@@ -443,7 +402,7 @@ class NearSaves:
         such as those of ranks that a world before had.
         """
         rank, epoch = self.session.world.rank, self.session.epoch
-        if self.hosts.is_first(rank):
+        if self.hosts.is_first:
             self.tier.drop(kept, epoch=epoch)
         else:
             self.tier.drop_own(kept, rank, epoch=epoch)
@@ -506,7 +465,7 @@ class NearSaves:
         def put() -> tuple[NearRecord, bytes]:
             encoded, passed = split(received)
             made = decode_near_record(encoded, "the coordinator's near record")
-            if self.hosts.is_first(world.rank):
+            if self.hosts.is_first:
                 self.tier.put(made)
                 # Nobody else has looked at the tiers since the files were written: a process that
                 # was stopped meanwhile must not count its state although another one trains on.
@@ -531,28 +490,6 @@ class NearSaves:
             is_new_line=point is not None and point.on_purpose,
             time_unix=time.time(),
         )
-
-
-def open_near_saves(
-    state: Any,
-    tier: Tier,
-    hosts: Hosts,
-    ranked: RankedSession,
-    options: NearOptions,
-    restored: str,
-    numbers: RecordNumbers,
-) -> NearSaves:
-    """Near saves under the session of a durable root. Collective; `restored` and errors are those
-    of `NearSaves.open`. Tiers of one training share `numbers`.
-    """
-    session = replace(ranked, world=ranked.world.duplicate())
-    saves = NearSaves(tier, hosts, session, options, numbers)
-    try:
-        saves.open(state, restored)
-    except BaseException:
-        saves.close()
-        raise
-    return saves
 
 
 def _files_of(part: Part) -> list[NearFile]:

@@ -164,7 +164,8 @@ def _problem(status: TierStatus) -> str:
 class StatusNotes:
     """Writes the status of one tier, at most about once a second, or at once where it matters.
 
-    Nothing depends on it: a failure is logged once and not raised.
+    Nothing depends on it: a failure is logged once and not raised. Without a `folder` it does
+    nothing: the first rank of a host writes for all.
     """
 
     def __init__(
@@ -185,7 +186,7 @@ class StatusNotes:
     def stepped(self, step: int) -> None:
         """The training has done `step`."""
         now = self._monotonic()
-        if now - self._written_seconds < STATUS_SECONDS:
+        if not self._folder or now - self._written_seconds < STATUS_SECONDS:
             return
         self._written_seconds = now
         try:

@@ -17,7 +17,6 @@ import os
 import re
 import secrets
 from collections.abc import Collection, Iterator
-from typing import NamedTuple
 
 from ckpt.commit.names import STEPS_PREFIX, attempt_epoch, parse_step_key
 from ckpt.errors import CheckpointError, Corrupt, Fenced, NoCheckpoint
@@ -50,13 +49,6 @@ NAMES_MAX = 8  # of a directory: the first that is not damaged counts
 RECORDS_PREFIX = "records/"
 _HOST = re.compile(r"[0-9a-f]{32}")
 _RECORD = re.compile(r"records/e([0-9]{6,18})-([0-9]{12,19})")
-
-
-class TierRoom(NamedTuple):
-    """Bytes of the file system that a tier lies in: `free` ones, and those that the tier takes."""
-
-    free: int
-    own: int
 
 
 def near_key(record: NearRecord) -> str:
@@ -118,11 +110,11 @@ class Tier:
             with contextlib.suppress(KeyExistsError):
                 self.store.put_if_absent(key, secrets.token_hex(16).encode())
 
-    def room(self) -> TierRoom:
-        """How much fits: what is free for this user, and what the tier has taken."""
+    def room(self) -> tuple[int, int]:
+        """How many bytes fit: what is free for this user, and what the tier has taken."""
         status = os.statvfs(self.store.place)
         own = sum(info.nbytes for info in self.store.list(STEPS_PREFIX))
-        return TierRoom(status.f_bavail * status.f_frsize, own)
+        return status.f_bavail * status.f_frsize, own
 
     # records
 
@@ -150,12 +142,7 @@ class Tier:
 
     def refuse_fenced(self, epoch: int) -> None:
         """Raise Fenced when a session of a later epoch uses this tier."""
-        if (newest := newest_epoch(self.store)) > epoch:
-            raise Fenced(
-                f"{self.store.url} has near checkpoints of a newer session (epoch {newest}, this "
-                f"process has epoch {epoch}): another job trains on from this root. If this one "
-                "should, stop the other job and restart this one"
-            )
+        refuse_fenced(self.store, epoch)
 
     def put(self, record: NearRecord) -> None:
         """Write a record, unless another rank of this host has: durable on return.
@@ -238,6 +225,16 @@ def newest_epoch(store: Store) -> int:
     """
     matches = (_RECORD.fullmatch(info.key) for info in store.list(RECORDS_PREFIX))
     return max((int(match[1]) for match in matches if match), default=0)
+
+
+def refuse_fenced(store: Store, epoch: int) -> None:
+    """Raise Fenced when a session of a later epoch uses the tier `store`, wherever it is."""
+    if (newest := newest_epoch(store)) > epoch:
+        raise Fenced(
+            f"{store.url} has near checkpoints of a newer session (epoch {newest}, this process "
+            f"has epoch {epoch}): another job trains on from this root. If this one should, stop "
+            "the other job and restart this one"
+        )
 
 
 def has_file(files: Store, prefix: str, file: NearFile) -> bool:

@@ -32,8 +32,6 @@ from ckpt.service.agreement import Decision, Pace
 from ckpt.service.alarm import Alarm
 from ckpt.service.events import Observer, Restored, SaveSkipped, log_restored
 from ckpt.service.inflight import Saved
-from ckpt.service.near import Near
-from ckpt.service.near_stack import near_tiers
 from ckpt.service.parts import (
     ServiceParts,
     ServiceSettings,
@@ -56,6 +54,7 @@ from ckpt.service.preemption import Preempted, Signals
 from ckpt.service.restore import RestoreReport, restore_latest
 from ckpt.service.retention import KeepAll, KeepRule, RetentionPlan, with_grace
 from ckpt.service.target import Pending, Target, UrlTarget
+from ckpt.service.tiers import TierValue, checked_tiers
 from ckpt.state.walk import refuse_snapshots
 from storage import StoreLike
 from storage.hidden import hides_secrets
@@ -133,7 +132,7 @@ class Checkpointer:
         alarm: Alarm | None = None,
         when_busy: Literal["wait", "skip"] = "wait",
         pace: Pace | None = None,
-        near: Near | Sequence[Near] | None = None,
+        near: TierValue | Sequence[TierValue] | None = None,
         observers: Sequence[Observer] = (),
         silence_seconds_max: float | None = None,
         telemetry: bool = True,
@@ -158,7 +157,7 @@ class Checkpointer:
             raise TypeError(f"keep={keep!r}; expected a rule, such as ckpt.KeepLatest(3)")
         rule = with_grace(KeepAll() if keep is None else keep, retire_after)
         save = save if only else with_last_saves(save)
-        tiers = near_tiers(near)
+        tiers = checked_tiers(near)
         if isinstance(target, Target) and line:
             raise TypeError(f"line={line!r} goes with a url; this Target names its own root")
         check_order(state, target, "Checkpointer(state, url)", Target)
@@ -235,12 +234,12 @@ class Checkpointer:
     @property
     def last_near(self) -> SaveReport | None:
         """The newest near checkpoint of this process whose outcome this rank knows of."""
-        return None if self._near is None else self._near.last_report
+        return self._near.last_report
 
     @property
     def near_failures(self) -> tuple[Failure, ...]:
         """The newest 100 failed near saves, as `failures`."""
-        return () if self._near is None else self._near.failures
+        return self._near.failures
 
     @property
     def is_preempted(self) -> bool:
@@ -288,9 +287,8 @@ class Checkpointer:
         metadata_bytes_max: int | None = None,
     ) -> RestoreReport | None:
         self._saves.collect(wait=True)
-        training, near = self._training, self._near
-        if near is not None:
-            near.collect(wait=True)
+        self._near.collect(wait=True)
+        training = self._training
         began_seconds = training.now_seconds()
         training.world.begin_call("Checkpointer.restore")
         with self._watcher.phase("restore"):
@@ -300,12 +298,10 @@ class Checkpointer:
                 training.world,
                 step=plain_int(step),
                 attempt=attempt,
-                near=near,
+                tiers=self._near,
                 stacks=stacks,
                 metadata_bytes_max=metadata_bytes_max,
             )
-            if near is not None and report is not None:
-                near.restored(is_near=report.origin == "near")
         if report is not None:
             training.progress.resume(report.step)
             seconds = training.now_seconds() - began_seconds
@@ -375,8 +371,7 @@ class Checkpointer:
         self._watcher.called(step)
         try:
             begun = self._one_call(metric)
-            if self._near is not None:
-                self._near.stepped()
+            self._near.stepped()
             self._ahead.stepped(has_saved=begun or self._saves.newest is not None)
             return begun
         finally:
@@ -403,8 +398,7 @@ class Checkpointer:
         """
         self._check_open()
         self._saves.collect(wait=True)
-        if self._near is not None:
-            self._near.collect(wait=True)
+        self._near.collect(wait=True)
         self._keeper.wait()
         self._failed.raise_newest()
         return self.last_saved
@@ -431,8 +425,7 @@ class Checkpointer:
         try:
             decision = self._agreement.close() or Decision(0)
             self._saves.collect(wait=True)
-            if self._near is not None:
-                self._near.collect(wait=True)
+            self._near.collect(wait=True)
             reasons = self._schedule.reasons_at_exit(decision)
             while reasons and self._saves.unsaved_calls():
                 self._start_overs.saved()
@@ -466,7 +459,7 @@ class Checkpointer:
             return False
         self._saves.finish()
         self._failed.raise_alarm()
-        copies = () if self._near is None else self._near.stepped(lends=True)
+        copies = self._near.stepped(lends=True)
         self._start_overs.saved()
         self._saves.begin(metric, reasons, copies)
         return True
@@ -514,16 +507,14 @@ class Checkpointer:
         deadline = self._training.now_seconds() + ABANDON_SECONDS
         try:
             self._saves.collect(wait=True, deadline_seconds=deadline)
-            if self._near is not None:
-                left = deadline - self._training.now_seconds()
-                self._near.collect(wait=True, timeout_seconds=max(0.0, left))
+            left = deadline - self._training.now_seconds()
+            self._near.collect(wait=True, timeout_seconds=max(0.0, left))
         except Exception as failure:
             logger.error("a save in flight was left behind: %s", failure)
-            if self._near is not None:
-                # Its round may wait for minutes yet, for a host that is silent: see `close`.
-                rank = self._training.world.rank
-                why = f"rank {rank} has left after {type(error).__name__}"
-                self._near.leave(RankFailed(why, rank=rank, phase="training"))
+            # A near round may wait for minutes yet, for a host that is silent: see `close`.
+            rank = self._training.world.rank
+            why = f"rank {rank} has left after {type(error).__name__}"
+            self._near.leave(RankFailed(why, rank=rank, phase="training"))
         self._leave()
 
     def _say_unsaved(self, why: str) -> None:
@@ -552,8 +543,7 @@ class Checkpointer:
         self._is_closed = True
         self._hold.end()
         self._ahead.stop()
-        if self._near is not None:
-            self._near.close()
+        self._near.close()
         self._agreement.leave()
         self._watcher.close()
         self._keeper.close()

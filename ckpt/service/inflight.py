@@ -19,7 +19,7 @@ from ckpt.service.keeping import Keeper
 from ckpt.service.preemption import LEAVING_SECONDS, StopFacts, plan_stop
 from ckpt.service.schedule import SaveSchedule
 from ckpt.service.target import Pending
-from ckpt.service.training import Training
+from ckpt.service.training import Training, saved_seconds
 from ckpt.service.watching import Watcher
 from ckpt.state.flatten import nbytes_of
 
@@ -250,9 +250,7 @@ class SavesInFlight:
             raise failure
 
     def _note_success(self, save: BegunSave, report: SaveReport) -> None:
-        # Not the time of this call: a save that ended long before it was collected took less.
-        ended_unix = max((s.start_unix + s.seconds for s in report.spans), default=time.time())
-        seconds = max(ended_unix - save.began_unix, save.blocked_seconds)
+        seconds = saved_seconds(report, save.began_unix, save.blocked_seconds)
         self._last_saved = Saved(report.step, report.attempt, report.path, report.nbytes, seconds)
         self._saved_call = save.call
         self._failed.save_succeeded()

@@ -21,13 +21,12 @@ from ckpt.service.alarm import Alarm, FailedSaves
 from ckpt.service.events import Observer
 from ckpt.service.inflight import SavesInFlight
 from ckpt.service.keeping import Keeper
-from ckpt.service.near import Near
-from ckpt.service.near_stack import NearStack
 from ckpt.service.policies import SavePolicy, is_regular
 from ckpt.service.preemption import Signals
 from ckpt.service.retention import KeepRule
 from ckpt.service.schedule import SaveSchedule
 from ckpt.service.target import Target, UrlTarget
+from ckpt.service.tiers import Tiers, TierValue
 from ckpt.service.training import StartOvers, StepTimer, Training
 from ckpt.service.watching import Watcher
 from ckpt.world.rounds import Deadlines
@@ -46,7 +45,7 @@ class ServiceSettings:
     keep: KeepRule
     alarm: Alarm | None
     pace: Pace | None
-    near: tuple[Near, ...]
+    near: tuple[TierValue, ...]
     observers: Sequence[Observer]
     silence_seconds_max: float | None
     signals: Signals
@@ -92,7 +91,7 @@ class ServiceParts(NamedTuple):
     schedule: SaveSchedule
     failed: FailedSaves
     saves: SavesInFlight
-    near: NearStack | None
+    near: Tiers
     timer: StepTimer
     ahead: Ahead
     start_overs: StartOvers
@@ -125,17 +124,13 @@ def parts_of(
     schedule = SaveSchedule(settings.save, training, agreement)
     failed = FailedSaves(training, settings.alarm or Alarm(), agreement)
     saves = SavesInFlight(training, schedule, failed, keeper, watcher)
-    near = None
-    if settings.near:
-        saving = target.saving if isinstance(target, UrlTarget) else {}
-        near = NearStack(settings.near, settings.save, training, saving)
+    saving = target.saving if isinstance(target, UrlTarget) else {}
+    near = Tiers(settings.near, settings.save, training, saving, before and before.near)
     if before is not None:
         failed.carry_on(before.failed)
         saves.carry_on(before.saves)
-        if near is not None and before.near is not None:
-            near.carry_on(before.near)
     # Where durable saves use the copies of near ones, they take no memory of their own.
-    copies = is_regular(settings.save) and not (near is not None and near.shares_stage)
+    copies = is_regular(settings.save) and not near.shares_stage
     ahead = Ahead(training, is_regular=copies)
     timer = StepTimer(training)
     return ServiceParts(
@@ -174,8 +169,7 @@ def leave(parts: ServiceParts) -> None:
         except TimeoutError as error:
             logger.warning("a save of the world before is left behind: %s", error)
             break
-    if parts.near is not None:
-        parts.near.leave(failure)
+    parts.near.leave(failure)
     parts.agreement.leave()
     parts.watcher.close()
     parts.keeper.leave()

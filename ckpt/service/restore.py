@@ -8,27 +8,24 @@ from __future__ import annotations
 
 import json
 import logging
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, Protocol, cast
 
-from ckpt.commit.lines import of_step, resumable
+from ckpt.commit.lines import ResumePoint, of_step, resumable
 from ckpt.commit.locate import file_keys, locate
 from ckpt.commit.log import Log, read_format
 from ckpt.commit.records import LiveEntry
 from ckpt.errors import (
     CheckpointError,
     Corrupt,
-    InvalidState,
     LoadInterrupted,
-    Mismatch,
     NoCheckpoint,
     RankFailed,
 )
 from ckpt.format.manifest_codec import decode_manifest
 from ckpt.loading.load import BYTES_AWAY, LoadReport
-from ckpt.near.recovery import NearCandidate
-from ckpt.near.status import TierStatus
 from ckpt.service.target import Target
 from ckpt.short import ShortRecord
 from ckpt.state.types import Loaded, Stacks
@@ -94,30 +91,80 @@ class RestoreReport(ShortRecord):
         return {"own host": self.nbytes_read - others, "other hosts": others, "durable": 0}
 
 
-class NearSource(Protocol):
-    """Where near checkpoints come from; `ckpt.service.near_stack.NearStack` is one."""
-
-    @property
-    def reached(self) -> TierStatus | None:
-        """How far the training of that epoch had come, where a host has noted it."""
-
-    def candidates(self, root: str, epoch: int) -> Sequence[NearCandidate]:
-        """Those of an epoch of a root, newest first; sets `reached`. Collective."""
-
-    def load(self, candidate: NearCandidate, stacks: Stacks) -> LoadReport:
-        """Fill the state from one; `stacks` are those of `ckpt.load`. Collective."""
-
-
-class _Restorable(NamedTuple):
-    """A checkpoint that may be restored. `slot` is that of its commit, -1 of a near one;
-    `saved_unix` is when that or its record was written, None where a listing does not say so.
+@dataclass(frozen=True)
+class Candidate(ABC):
+    """A checkpoint that may be restored. `saved_unix` is when its commit or record was written,
+    None where a listing does not say so; a training that restores it continues `resumes`.
     """
 
     step: int
     attempt: str
-    slot: int
     saved_unix: float | None
-    near: NearCandidate | None = None
+    resumes: ResumePoint
+
+    @abstractmethod
+    def load(self, state: Any, options: Mapping[str, Any]) -> LoadReport | str:
+        """Fill `state`: the report, or why this checkpoint has to be passed over. Collective;
+        `options` are arguments of `ckpt.load`.
+        """
+
+
+@dataclass(frozen=True)
+class TierCandidate(Candidate):
+    """One of a tier: `number` is its place in the row of all tiers; `problem` says why it cannot
+    be loaded, "" when it can.
+    """
+
+    number: int
+    problem: str
+
+    @abstractmethod
+    def is_before(self, slot: int, step: int) -> bool:
+        """Whether a durable checkpoint of this step, committed in this slot, is the newer one."""
+
+
+class Elsewhere(Protocol):
+    """What has newer checkpoints than the root; `ckpt.service.tiers.Tiers` is one.
+
+    `reached` is how far the training had come that `candidates` found: a time and a step.
+    """
+
+    @property
+    def reached(self) -> tuple[float, int] | None: ...
+
+    def candidates(self, root: str, epoch: int) -> Sequence[TierCandidate]:
+        """Those of an epoch of a root, newest first; sets `reached`. Collective."""
+
+    def restored(self, candidate: Candidate) -> None:
+        """The training continues from this one, which may be one of the root. Collective."""
+
+
+@dataclass(frozen=True)
+class _Durable(Candidate):
+    """A checkpoint of the root, committed in `slot`."""
+
+    slot: int
+    target: Target
+    world: World
+
+    def load(self, state: Any, options: Mapping[str, Any]) -> LoadReport | str:
+        # Trying again is cheap where a store has failed for a moment; going back loses work.
+        for left in reversed(range(TRIES_MAX)):
+            try:
+                return self.target.load(state, step=self.step, attempt=self.attempt, **options)
+            except (Corrupt, NoCheckpoint) as error:
+                return str(error)
+            except (LoadInterrupted, RankFailed, StorageError) as error:
+                if isinstance(error.__cause__, Corrupt):
+                    return str(error.__cause__)
+                condition = condition_of(self.target.store(), self.world, self.attempt)
+                if condition != "unknown":
+                    return f"{condition}: {error.__cause__ or error}"
+                if not left:
+                    raise
+                if self.world.rank == 0:
+                    logger.warning("loading step %d once more after: %s", self.step, error)
+        raise AssertionError("the last try returns or raises")
 
 
 def restore_latest(
@@ -127,23 +174,28 @@ def restore_latest(
     *,
     step: int | None = None,
     attempt: str = "",
-    near: NearSource | None = None,
+    tiers: Elsewhere | None = None,
     stacks: Stacks | None = None,
     metadata_bytes_max: int | None = None,
 ) -> RestoreReport | None:
     """Fill `state` from the newest checkpoint, or the newest of `step`, that can be loaded whole,
     or from `attempt`. Without either, only what `ckpt.commit.lines.resumable` gives is tried, and
-    what `near` has. `stacks` and `metadata_bytes_max` are those of `ckpt.load`.
+    what `tiers` have; they learn what was restored. `stacks` and `metadata_bytes_max` are those of
+    `ckpt.load`.
 
     Collective; all ranks take the same one. None when nothing was ever saved there and none
     was requested: the state is as it was. Raises NoCheckpoint when none can be loaded, with what is
     wrong with each; Mismatch and UnsupportedFormat with the state as it was;
     LoadInterrupted or RankFailed when the store or a rank fails.
     """
-    store = target.store()
     is_latest = step is None and not attempt
-    candidates = _candidates(store, world, step, attempt, near if is_latest else None)
-    is_empty, looks = not candidates, 1
+
+    def look() -> list[Candidate]:
+        return _candidates(target, world, step, attempt, tiers if is_latest else None)
+
+    candidates, looks = look(), 1
+    if not candidates and is_latest:
+        return None
     skipped: list[Skipped] = []
     any_durable = False
     # Targets from before know nothing of them.
@@ -151,32 +203,25 @@ def restore_latest(
     options = {name: value for name, value in options.items() if value is not None}
     while candidates:
         candidate = candidates.pop(0)
-        any_durable = any_durable or candidate.near is None
-        if candidate.near is None:
-            result = _try(state, target, world, candidate, options)
-        else:
-            assert near is not None, "near ones come from there"
-            result = _try_near(near, world, candidate.near, stacks or {})
+        is_durable = isinstance(candidate, _Durable)
+        any_durable = any_durable or is_durable
+        result = candidate.load(state, options)
         if isinstance(result, LoadReport):
-            # Going back by step or attempt begins a new line; this continues the one it is of.
-            if candidate.near is not None:
-                head = candidate.near.record.head
-                target.resumed(head.anchor, on_purpose=head.is_new_line)
-            elif is_latest:
-                target.resumed(result.attempt)
-            reached = near.reached if near is not None and is_latest else None
+            if is_latest:  # going back by step or attempt begins a new line
+                resumes = candidate.resumes
+                target.resumed(resumes.attempt, on_purpose=resumes.on_purpose)
+            if tiers is not None:
+                tiers.restored(candidate)
+            reached = tiers.reached if tiers is not None and is_latest else None
             return _report(candidate, result, skipped, reached)
         skipped.append(Skipped(candidate.step, candidate.attempt, result))
         if world.rank == 0:
             logger.warning("step %d (%s) is passed over: %s", *skipped[-1])
-        if candidate.near is None and looks < LOOKS_MAX:
+        if is_durable and looks < LOOKS_MAX:
             # It may have been retired, for one that was not there at the look before.
             looks += 1
-            again = _candidates(store, world, step, attempt, near if is_latest else None)
             tried = {one.attempt for one in skipped}
-            candidates = [one for one in again if one.attempt not in tried]
-    if is_empty and is_latest:
-        return None
+            candidates = [one for one in look() if one.attempt not in tried]
     reasons = [f"\n  - step {one.step} ({one.attempt}): {one.reason}" for one in skipped]
     requested = "checkpoint" if step is None else f"checkpoint of step {step}"
     requested += f" {attempt}" if attempt else ""
@@ -187,19 +232,20 @@ def restore_latest(
             "are lost, remove the near directory from all hosts, and it begins anew"
         )
     raise NoCheckpoint(
-        f"{store.url} has no {requested} that can be loaded whole{''.join(reasons)}{next_move}"
+        f"{target.store().url} has no {requested} that can be loaded whole{''.join(reasons)}"
+        f"{next_move}"
     )
 
 
 def _report(
-    candidate: _Restorable,
+    candidate: Candidate,
     result: LoadReport,
     skipped: Sequence[Skipped],
-    reached: TierStatus | None,
+    reached: tuple[float, int] | None,
 ) -> RestoreReport:
     lost = None
     if reached is not None and candidate.saved_unix is not None:
-        lost = reached.since(candidate.step, candidate.saved_unix).seconds
+        lost = max(reached[0] - candidate.saved_unix, 0.0)
     return RestoreReport(
         result.step,
         result.attempt,
@@ -207,86 +253,38 @@ def _report(
         tuple(skipped),
         result.nbytes_read,
         result.spans,
-        "durable" if candidate.near is None else "near",
+        "durable" if isinstance(candidate, _Durable) else "near",
         int(result.counters.get(BYTES_AWAY, 0)),
-        None if reached is None else max(reached.step, result.step),
+        None if reached is None else max(reached[1], result.step),
         lost,
     )
 
 
-def _try(
-    state: Any, target: Target, world: World, candidate: _Restorable, options: Mapping[str, Any]
-) -> LoadReport | str:
-    """The report of a load, or why this checkpoint has to be passed over."""
-    # Trying again is cheap where a store has failed for a moment; going back loses work.
-    for left in reversed(range(TRIES_MAX)):
-        try:
-            step, attempt = candidate.step, candidate.attempt
-            return target.load(state, step=step, attempt=attempt, **options)
-        except (Corrupt, NoCheckpoint) as error:
-            return str(error)
-        except (LoadInterrupted, RankFailed, StorageError) as error:
-            if isinstance(error.__cause__, Corrupt):
-                return str(error.__cause__)
-            condition = condition_of(target.store(), world, candidate.attempt)
-            if condition != "unknown":
-                return f"{condition}: {error.__cause__ or error}"
-            if not left:
-                raise
-            if world.rank == 0:
-                logger.warning("loading step %d once more after: %s", candidate.step, error)
-    raise AssertionError("the last try returns or raises")
-
-
-def _try_near(
-    near: NearSource, world: World, candidate: NearCandidate, stacks: Stacks
-) -> LoadReport | str:
-    """The report of a load, or why this near checkpoint has to be passed over."""
-    if candidate.problem:
-        return candidate.problem
-    try:
-        return near.load(candidate, stacks)
-    except (InvalidState, Mismatch):
-        raise  # the state is another one, as it is to older checkpoints
-    except CheckpointError as error:
-        # A host that cannot read its tier is as good as one that has none: there are others.
-        if world.failure is not None:
-            raise
-        return str(error.__cause__ or error) if isinstance(error, LoadInterrupted) else str(error)
-
-
 def _candidates(
-    store: Store, world: World, step: int | None, attempt: str, near: NearSource | None
-) -> list[_Restorable]:
-    """What could be restored, newest first. The coordinator lists them for all ranks."""
+    target: Target, world: World, step: int | None, attempt: str, tiers: Elsewhere | None
+) -> list[Candidate]:
+    """What could be restored, newest first. The coordinator lists durable ones for all ranks.
+
+    One of a tier comes before what was committed before its training began, or went back, and
+    before later commits of no higher step.
+    """
+    store = target.store()
 
     def listed() -> bytes:
-        if world.rank != 0:
-            return b""
-        return json.dumps(_newest_first(store, step, attempt)).encode()
+        return json.dumps(_newest_first(store, step, attempt)).encode() if world.rank == 0 else b""
 
     mine = collectively(world, "look for checkpoints", listed)
     listing = json.loads(world.broadcast("candidates", mine if world.rank == 0 else None))
-    root, epoch, entries = _Listing(*listing)
-    durable = [_Restorable(*entry) for entry in entries]
-    if near is None or not root:
-        return durable
-    return _merged(near.candidates(root, epoch), durable)
-
-
-def _merged(near: Sequence[NearCandidate], durable: Sequence[_Restorable]) -> list[_Restorable]:
-    """Both kinds in one order, newest first; each is in that order already.
-
-    A near checkpoint comes before what was committed before its training began, or went back, and
-    before later commits of no higher step.
-    """
-    left = list(durable)
-    order: list[_Restorable] = []
-    for candidate in near:
-        head = candidate.record.head
-        while left and head.is_before(left[0].slot, left[0].step):
+    root, epoch, rows = _Listing(*listing)
+    left = [
+        _Durable(step, attempt, saved_unix, ResumePoint(attempt, False), slot, target, world)
+        for step, attempt, slot, saved_unix in rows
+    ]
+    order: list[Candidate] = []
+    for candidate in tiers.candidates(root, epoch) if tiers is not None and root else ():
+        while left and candidate.is_before(left[0].slot, left[0].step):
             order.append(left.pop(0))
-        order.append(_Restorable(head.step, head.attempt, -1, head.time_unix, candidate))
+        order.append(candidate)
     return [*order, *left]
 
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from ckpt.saving.task import SaveReport
 from ckpt.service.events import Observer, SaveEvent, notify
 from ckpt.service.policies import CostMeter
 from ckpt.service.target import Target
@@ -69,6 +71,14 @@ class Training:
         modules = dict(walk(self.state).modules)
         # A state that is a module itself has it at the path "", and is saved without a name, too.
         return modules.get("", modules)
+
+
+def saved_seconds(report: SaveReport, began_unix: float, blocked_seconds: float) -> float:
+    """From the beginning of a save to its end. Not to the call that collects it: a save that ended
+    long before took less.
+    """
+    ended_unix = max((s.start_unix + s.seconds for s in report.spans), default=time.time())
+    return max(ended_unix - began_unix, blocked_seconds)
 
 
 class StartOvers:

@@ -123,7 +123,7 @@ def _read_folder(data: bytes) -> None:
         assert mine in _records(tier)
         tier.drop_own({mine.head.attempt}, 0, epoch=3)
         tier.drop({mine.head.attempt}, epoch=3)
-        assert mine in _records(tier) and tier.room().own >= 0
+        assert mine in _records(tier) and tier.room()[1] >= 0
         tier.sweep_unfinished()
         tier.forget(epoch=3)
         assert not [one for one in _records(tier) if one.head.epoch <= 3]

@@ -14,10 +14,11 @@ from ckpt.commit.log import Log, read_format
 from ckpt.commit.ranked import SessionRegistry
 from ckpt.errors import CheckpointError, Fenced, NoCheckpoint
 from ckpt.near.tier import Tier
+from ckpt.near.value import Near
 from ckpt.service.events import NearFailed, SaveEvent
-from ckpt.service.near import Near, NearTraining
 from ckpt.service.policies import EverySteps
 from ckpt.service.restore import restore_latest
+from ckpt.service.tiers import Tiers
 from ckpt.service.training import Training
 from ckpt.testing import ThreadWorld, _Hub
 from storage.memory import MemoryStore
@@ -37,13 +38,12 @@ class _Running:
         self.failed: Exception | None = None
         observers = (self._observe,)
         self.training = Training(self.target, self.state, self.target.world(), observers)
-        self.near = NearTraining(Near(host / "near", every=EverySteps(1)), NEVER, self.training, {})
+        self.near = Tiers([Near(host / "near", every=EverySteps(1))], NEVER, self.training, {})
 
     def start(self) -> str:
-        report = restore_latest(self.state, self.target, self.training.world, near=self.near)
+        report = restore_latest(self.state, self.target, self.training.world, tiers=self.near)
         if report is None:
             return " ".join(map(str, NOTHING))
-        self.near.restored(is_near=report.origin == "near")
         self.training.progress.resume(report.step)
         return f"{report.origin} {self._described()}"
 
@@ -72,9 +72,9 @@ class _Running:
             self.training.world,
             step=oldest.step,
             attempt=oldest.attempt,
+            tiers=self.near,
         )
         assert report is not None
-        self.near.restored(is_near=False)
         self.training.progress.resume(report.step)
 
     def _become(self, step: int, number: int) -> None:

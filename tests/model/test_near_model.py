@@ -9,7 +9,7 @@ code, on a folder and a store in memory. Whatever befalls a job in the middle of
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from ckpt.near.records import NearRecord
 from ckpt.near.recovery import NearCandidate
 from ckpt.near.saving import NearSaves
 from ckpt.near.tier import Tier
-from ckpt.service.near import NearTraining
+from ckpt.near.training import NearTraining
 from tests.conftest import Scale
 from tests.model.near_driving import explore
 from tests.results import Counted
@@ -46,12 +46,12 @@ def test_all_schedules_of_a_few_actions(tmp_path: Path, scale: Scale, counted: C
 _candidates = NearTraining.candidates
 
 
-def _of_two_epochs(self: NearTraining, root: str, epoch: int) -> list[NearCandidate]:
+def _of_two_epochs(self: NearTraining, root: str, epoch: int) -> Sequence[NearCandidate]:
     return _candidates(self, root, epoch) or _candidates(self, root, epoch - 1)
 
 
-def _not_recorded(self: NearSaves, record: NearRecord) -> None:
-    self._safe = record.head.attempt
+def _not_recorded(self: NearSaves, chosen: Any, record: NearRecord | None, number: int) -> None:
+    self._safe = "" if record is None else record.head.attempt
 
 
 def _nothing(*args: Any, **options: Any) -> None:
@@ -62,7 +62,7 @@ def _nothing(*args: Any, **options: Any) -> None:
 BUGS: dict[str, tuple[object, str, object, int]] = {
     "a near state of the epoch before counts": (NearTraining, "candidates", _of_two_epochs, 5),
     "a superseded job goes on saving": (Tier, "refuse_fenced", _nothing, 4),
-    "a restored state is not recorded": (NearSaves, "adopt", _not_recorded, 3),
+    "a restored state is not recorded": (NearSaves, "restored", _not_recorded, 3),
     "going back forgets nothing": (Tier, "forget", _nothing, 5),
 }
 

@@ -102,7 +102,7 @@ NEAR = (
     Mutant(
         "near states from before stay when a training goes back",
         _SAVING,
-        "                self.tier.forget(epoch=self.session.epoch)\n",
+        "                self.tier.forget(epoch=self.session.epoch, kept=attempt)\n",
         "                pass\n",
         test="tests/near/test_near_training.py::test_going_back_ends_the_near_states_from_before",
     ),
@@ -238,8 +238,8 @@ ENDING = (
     Mutant(
         "a training that fails waits for a near save that another rank holds up",
         _CHECKPOINTER,
-        '                self._near.leave(RankFailed(why, rank=rank, phase="training"))\n',
-        "                pass\n",
+        '            self._near.leave(RankFailed(why, rank=rank, phase="training"))\n',
+        "            pass\n",
         test="tests/near/test_abandoned.py"
         "::test_a_failed_training_gives_up_a_near_save_that_another_rank_holds_up",
     ),

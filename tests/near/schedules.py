@@ -29,11 +29,12 @@ from ckpt.commit.lines import resumable
 from ckpt.commit.log import Log, read_format
 from ckpt.commit.ranked import SessionRegistry
 from ckpt.errors import CheckpointError, NoCheckpoint
+from ckpt.near.value import Near
 from ckpt.service.events import NearSaved, SaveEvent
-from ckpt.service.near import Near, NearTraining
 from ckpt.service.policies import EverySteps
 from ckpt.service.restore import RestoreReport, restore_latest
 from ckpt.service.target import Target
+from ckpt.service.tiers import Tiers
 from ckpt.service.training import Training
 from ckpt.testing import RankKilled, RanksFailed, run_ranks
 from ckpt.world.base import World
@@ -381,7 +382,7 @@ class _Life:
         )
         seen = partial(self._saw, target)
         training = Training(target, state, target.world(), (seen,) if world.rank == 0 else ())
-        own = NearTraining(near, EverySteps(self._start.save_every), training, {})
+        own = Tiers([near], EverySteps(self._start.save_every), training, {})
         try:
             self._train(training, own)
             if self._start.fault.kind in KILLS and not self._processes.struck:
@@ -390,7 +391,7 @@ class _Life:
             with suppress(*EXPECTED):
                 own.close()
 
-    def _train(self, training: Training, near: NearTraining) -> None:
+    def _train(self, training: Training, near: Tiers) -> None:
         progress, start = training.progress, self._start
         report = self._restore(training, near)
         progress.resume(report.step if report else 0)
@@ -405,16 +406,14 @@ class _Life:
             self._go_back(training, near)
         near.collect(wait=True)
 
-    def _restore(self, training: Training, near: NearTraining) -> RestoreReport | None:
+    def _restore(self, training: Training, near: Tiers) -> RestoreReport | None:
         rank = training.world.rank
         try:
-            report = restore_latest(training.state, training.target, training.world, near=near)
+            report = restore_latest(training.state, training.target, training.world, tiers=near)
         except NoCheckpoint:
             if self._expected.is_refused:
                 raise NothingWhole from None
             raise
-        if report is not None:
-            near.restored(is_near=report.origin == "near")
         self._check(report, training)
         # After a pause, others may have replaced what was read before it.
         is_near = report is not None and report.origin == "near"
@@ -441,7 +440,7 @@ class _Life:
         pending = training.target.start(training.state, step=training.progress.step, metric=None)
         self._job.durable.add(pending.result().attempt)
 
-    def _go_back(self, training: Training, near: NearTraining) -> None:
+    def _go_back(self, training: Training, near: Tiers) -> None:
         live = Log(self._job.store).state().live
         if not live:
             return
@@ -453,8 +452,8 @@ class _Life:
             training.world,
             step=chosen.step,
             attempt=chosen.attempt,
+            tiers=near,
         )
-        near.restored(is_near=False)
         training.progress.resume(chosen.step)
         self._run.counts["went back"] += training.world.rank == 0
 

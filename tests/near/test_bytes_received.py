@@ -25,8 +25,8 @@ from ckpt.format.opened_files import open_index
 from ckpt.layout.region import Box, boxes_of
 from ckpt.loading.exchange import ShareLimits
 from ckpt.loading.reader import Reader
+from ckpt.near.value import Near
 from ckpt.service.checkpointer import Checkpointer
-from ckpt.service.near import Near
 from ckpt.service.policies import EverySteps, Never
 from ckpt.testing import RanksFailed, _ThreadTransfers, run_ranks
 from ckpt.world.base import Message, World

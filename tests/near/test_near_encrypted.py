@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 
 from ckpt.cli import main
+from ckpt.near.value import Near
 from ckpt.service.events import NearFailed, NearSaved
-from ckpt.service.near import Near
 from ckpt.service.policies import EverySteps
 from ckpt.testing import RanksFailed
 from ckpt.tools.near_tiers import tier_views

@@ -16,9 +16,9 @@ import torch
 import ckpt
 from ckpt.cli import main
 from ckpt.near.tier import tiers_in
+from ckpt.near.value import Near
 from ckpt.service.checkpointer import Checkpointer
 from ckpt.service.events import NearFailed, NearSaved
-from ckpt.service.near import Near
 from ckpt.service.policies import EverySteps, SavePolicy
 from ckpt.tools.near_tiers import tier_views, work_at_risk
 from ckpt.world.base import World

@@ -19,14 +19,13 @@ from typing import Any
 import pytest
 
 from ckpt.errors import Fenced
-from ckpt.near import saving as near_saving
 from ckpt.near.memory import MappedStore, TierMemory
 from ckpt.near.records import NearRecord
 from ckpt.near.saving import NearSaves
 from ckpt.near.tier import Tier, tiers_in
+from ckpt.near.value import Near
 from ckpt.service.checkpointer import Checkpointer
 from ckpt.service.events import NearFailed, NearSaved, SaveSucceeded
-from ckpt.service.near import Near
 from ckpt.service.policies import EverySteps, Never
 from ckpt.testing import RanksFailed
 from ckpt.world.base import World
@@ -567,14 +566,13 @@ def test_a_near_save_takes_six_rounds_and_no_step_a_round(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     hosts, worlds = folders(tmp_path, 0, 0), dict[int, Any]()
-    opened = near_saving.open_near_saves
+    opened = NearSaves.open
 
-    def noted(*how: Any) -> Any:
-        saves = opened(*how)
+    def noted(saves: NearSaves, *how: Any, **options: Any) -> None:
+        opened(saves, *how, **options)
         worlds[saves.session.world.rank] = saves.session.world
-        return saves
 
-    monkeypatch.setattr("ckpt.service.near.open_near_saves", noted)
+    monkeypatch.setattr(NearSaves, "open", noted)
 
     def count(service: Checkpointer, state: Any, world: World) -> list[int]:
         service.wait()

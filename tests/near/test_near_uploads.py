@@ -21,12 +21,12 @@ import torch
 from ckpt.commit.ranked import SessionRegistry
 from ckpt.errors import CheckpointError, SaveDropped
 from ckpt.near.memory import TierMemory
+from ckpt.near.value import Near
 from ckpt.saving import image
 from ckpt.saving.image import StagedRange
 from ckpt.saving.staging import LentCopy
 from ckpt.service.checkpointer import Checkpointer
 from ckpt.service.events import NearFailed, SaveSucceeded
-from ckpt.service.near import Near
 from ckpt.service.policies import AtExit, EverySeconds, EverySteps, are_multiples
 from ckpt.testing import run_ranks
 from ckpt.world.base import World

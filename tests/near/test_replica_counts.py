@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from ckpt.near import saving as near_saving
+from ckpt.near.saving import NearSaves
 from ckpt.service.checkpointer import Checkpointer
 from ckpt.world.base import World
 from storage.memory import MemoryStore
@@ -56,18 +56,17 @@ def test_a_near_save_with_copies_costs_as_many_rounds_and_requests_over_any_numb
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: int, replicas: int
 ) -> None:
     worlds, sent = dict[int, Any](), Sent()
-    opened, request = near_saving.open_near_saves, PeerStore._request
+    opened, request = NearSaves.open, PeerStore._request
 
-    def noted(*how: Any) -> Any:
-        saves = opened(*how)
+    def noted(saves: NearSaves, *how: Any, **options: Any) -> None:
+        opened(saves, *how, **options)
         worlds[saves.session.world.rank] = saves.session.world
-        return saves
 
     def counted(store: PeerStore, method: str, target: str, **how: Any) -> Any:
         sent.note(method, target, how.get("body", ()))
         return request(store, method, target, **how)
 
-    monkeypatch.setattr("ckpt.service.near.open_near_saves", noted)
+    monkeypatch.setattr(NearSaves, "open", noted)
     monkeypatch.setattr(PeerStore, "_request", counted)
     hosts = folders(tmp_path, *range(size))
 

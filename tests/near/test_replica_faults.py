@@ -20,13 +20,13 @@ import pytest
 from ckpt.errors import Corrupt, Fenced
 from ckpt.format.checksum_tables import seal_of
 from ckpt.near import peers as near_peers
-from ckpt.near.peers import Copies, CopyOptions, open_copies
+from ckpt.near.peers import Copies, open_copies
 from ckpt.near.placement import Hosts, copies_of
 from ckpt.near.records import NearFile
 from ckpt.near.tier import Tier, tiers_in
+from ckpt.near.value import Near
 from ckpt.service.checkpointer import Checkpointer
 from ckpt.service.events import NearFailed, NearSaved
-from ckpt.service.near import Near
 from ckpt.service.policies import EverySteps
 from ckpt.testing import RanksFailed, run_ranks
 from ckpt.world.base import SoloWorld, World
@@ -335,7 +335,7 @@ def test_servers_are_closed_when_one_host_cannot_serve(
         tier = Tier(tmp_path / str(world.rank) / "near", ROOT)
         hosts = Hosts.of(world, tier)
         copies = copies_of(dict.fromkeys(hosts.names, ""), 1)
-        open_copies(world, tier, hosts, copies, CopyOptions(1))
+        open_copies(world, hosts, copies, Near(tmp_path, replicas=1))
 
     with pytest.raises(RanksFailed) as failed:
         run_ranks(3, rank_main)

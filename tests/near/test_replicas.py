@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from ckpt.near.value import Near
 from ckpt.service.events import NearFailed, NearSaved
-from ckpt.service.near import Near
 from ckpt.service.policies import EverySteps
 from ckpt.testing import RanksFailed
 from storage.memory import MemoryStore

@@ -31,9 +31,9 @@ from ckpt.near.status import (
     write_status,
 )
 from ckpt.near.tier import tiers_in
+from ckpt.near.training import NearTraining
 from ckpt.screens.watch_frame import frame_of, happenings
 from ckpt.service.events import NearSaved
-from ckpt.service.near import NearTraining
 from ckpt.service.policies import EverySteps
 from ckpt.tools.near_tiers import tier_views, work_at_risk
 from ckpt.tools.polling import RunPoller
@@ -282,7 +282,7 @@ def test_what_the_wait_for_the_save_before_takes_is_blocked_time(
         collect(self, wait=wait, **how)
 
     monkeypatch.setattr(NearTraining, "collect", slow)
-    monkeypatch.setattr("ckpt.service.near.perf_counter", lambda: now[0])
+    monkeypatch.setattr("ckpt.near.training.perf_counter", lambda: now[0])
     life = Life(1, MemoryStore(), folders(tmp_path, 0))
     life.run(4)
     saved = [event for event in life.events[0] if isinstance(event, NearSaved)]

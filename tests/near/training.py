@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from ckpt.commit.ranked import SessionRegistry
+from ckpt.near.value import Near
 from ckpt.service.checkpointer import Checkpointer
-from ckpt.service.near import Near
 from ckpt.service.policies import EverySteps, SavePolicy
 from ckpt.service.restore import RestoreReport
 from ckpt.testing import run_ranks

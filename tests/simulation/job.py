@@ -26,9 +26,9 @@ from ckpt.commit.invariants import (
 )
 from ckpt.commit.log import Log
 from ckpt.commit.ranked import RankedSession, SessionRegistry, open_session
+from ckpt.near.value import Near
 from ckpt.service.checkpointer import Checkpointer
 from ckpt.service.events import NearFailed, NearSaved, SaveEvent, SaveFailed, SaveSucceeded
-from ckpt.service.near import Near
 from ckpt.service.policies import AtExit, EverySteps, OnPreemption, SavePolicy
 from ckpt.service.preemption import Preempted
 from ckpt.service.retention import KeepLatest

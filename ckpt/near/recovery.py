@@ -30,7 +30,7 @@ from ckpt.near.placement import Hosts
 from ckpt.near.records import NearRecord, decode_near_record, encode_near_record, near_digest
 from ckpt.near.status import TierStatus, read_status
 from ckpt.near.tier import Tier
-from ckpt.service.restore import TierCandidate
+from ckpt.service.restore import TierRestorable
 from ckpt.state.types import Stacks
 from ckpt.world.base import World, collectively, decided, from_coordinator
 from ckpt.world.frames import joined, pack, split, unpack
@@ -39,7 +39,7 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class NearCandidate(TierCandidate):
+class NearCandidate(TierRestorable):
     """A record that some host has, and for each rank that saved, the hosts that have all its files:
     its own, and those that keep copies.
     """
@@ -53,7 +53,7 @@ class NearCandidate(TierCandidate):
         cls, hosts: Hosts, record: NearRecord, homes: tuple[tuple[str, ...], ...]
     ) -> NearCandidate:
         """The one that a record makes."""
-        missing, problem = [rank for rank, at in enumerate(homes) if not at], ""
+        missing, problem = [rank for rank, names in enumerate(homes) if not names], ""
         if missing:
             shown = ", ".join(map(str, missing[:8])) + (", ..." if len(missing) > 8 else "")
             of_all = f"{len(missing)} of {len(homes)} ranks"

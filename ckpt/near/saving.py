@@ -45,7 +45,7 @@ from ckpt.saving.staging import (
 )
 from ckpt.saving.task import Attempt, PartMemory, SaveOptions, SaveReport, SaveTask, header_of
 from ckpt.saving.write import MIB, Staging, WritePath
-from ckpt.service.restore import Candidate, TierCandidate
+from ckpt.service.restore import Restorable, TierRestorable
 from ckpt.service.tiers import RecordNumbers
 from ckpt.telemetry.history import CommittedSave, RankReport, totals_of
 from ckpt.telemetry.record import SaveTotals
@@ -146,7 +146,7 @@ class NearSaves:
         if self._copies is not None:
             self._copies.pace.stepped(seconds)
 
-    def restored(self, chosen: Candidate, record: NearRecord | None, number: int) -> None:
+    def restored(self, chosen: Restorable, record: NearRecord | None, number: int) -> None:
         """The training continues from `chosen`. Of this tier, `record` alone counts from now on,
         under `number` if its epoch is an older one; unless it is the chosen one, it keeps its place
         among durable ones. Collective.
@@ -155,7 +155,7 @@ class NearSaves:
         attempt = "" if record is None else record.head.attempt
 
         def forget() -> None:
-            if session is not None and not isinstance(chosen, TierCandidate):
+            if session is not None and not isinstance(chosen, TierRestorable):
                 self._after_slot = session.state().slot
             if self.hosts.is_first:
                 self.tier.forget(epoch=self.session.epoch, kept=attempt)

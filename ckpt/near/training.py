@@ -19,7 +19,7 @@ from ckpt.saving.background import PendingSave
 from ckpt.saving.staging import LentCopy
 from ckpt.service.events import NearFailed, NearSaved
 from ckpt.service.policies import Observation, SavePolicy, are_multiples
-from ckpt.service.restore import Candidate, TierCandidate
+from ckpt.service.restore import Restorable, TierRestorable
 from ckpt.service.tiers import FAILURES_MAX, RecordNumbers, TierSaves
 from ckpt.service.training import Training, saved_seconds
 from ckpt.world.base import collectively
@@ -117,9 +117,9 @@ class NearTraining(TierSaves):
         self.reached = None if status is None else (status.time_unix, status.step)
         return near_candidates(hosts, epoch)
 
-    def restored(self, chosen: Candidate, own: TierCandidate | None, number: int) -> None:
+    def restored(self, chosen: Restorable, own: TierRestorable | None, number: int) -> None:
         self._has_restored = True
-        if self._saves is None and not isinstance(chosen, TierCandidate):
+        if self._saves is None and not isinstance(chosen, TierRestorable):
             return  # when it is opened, no state that is there counts
         assert isinstance(own, NearCandidate | None), "it was offered by this tier"
         saves = self._opened("" if own is None else own.attempt)

@@ -92,7 +92,7 @@ class RestoreReport(ShortRecord):
 
 
 @dataclass(frozen=True)
-class Candidate(ABC):
+class Restorable(ABC):
     """A checkpoint that may be restored. `saved_unix` is when its commit or record was written,
     None where a listing does not say so; a training that restores it continues `resumes`.
     """
@@ -110,7 +110,7 @@ class Candidate(ABC):
 
 
 @dataclass(frozen=True)
-class TierCandidate(Candidate):
+class TierRestorable(Restorable):
     """One of a tier: `number` is its place in the row of all tiers; `problem` says why it cannot
     be loaded, "" when it can.
     """
@@ -132,15 +132,15 @@ class Elsewhere(Protocol):
     @property
     def reached(self) -> tuple[float, int] | None: ...
 
-    def candidates(self, root: str, epoch: int) -> Sequence[TierCandidate]:
+    def candidates(self, root: str, epoch: int) -> Sequence[TierRestorable]:
         """Those of an epoch of a root, newest first; sets `reached`. Collective."""
 
-    def restored(self, candidate: Candidate) -> None:
+    def restored(self, candidate: Restorable) -> None:
         """The training continues from this one, which may be one of the root. Collective."""
 
 
 @dataclass(frozen=True)
-class _Durable(Candidate):
+class _Durable(Restorable):
     """A checkpoint of the root, committed in `slot`."""
 
     slot: int
@@ -190,7 +190,7 @@ def restore_latest(
     """
     is_latest = step is None and not attempt
 
-    def look() -> list[Candidate]:
+    def look() -> list[Restorable]:
         return _candidates(target, world, step, attempt, tiers if is_latest else None)
 
     candidates, looks = look(), 1
@@ -238,7 +238,7 @@ def restore_latest(
 
 
 def _report(
-    candidate: Candidate,
+    candidate: Restorable,
     result: LoadReport,
     skipped: Sequence[Skipped],
     reached: tuple[float, int] | None,
@@ -262,7 +262,7 @@ def _report(
 
 def _candidates(
     target: Target, world: World, step: int | None, attempt: str, tiers: Elsewhere | None
-) -> list[Candidate]:
+) -> list[Restorable]:
     """What could be restored, newest first. The coordinator lists durable ones for all ranks.
 
     One of a tier comes before what was committed before its training began, or went back, and
@@ -280,7 +280,7 @@ def _candidates(
         _Durable(step, attempt, saved_unix, ResumePoint(attempt, False), slot, target, world)
         for step, attempt, slot, saved_unix in rows
     ]
-    order: list[Candidate] = []
+    order: list[Restorable] = []
     for candidate in tiers.candidates(root, epoch) if tiers is not None and root else ():
         while left and candidate.is_before(left[0].slot, left[0].step):
             order.append(left.pop(0))

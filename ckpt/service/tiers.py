@@ -23,7 +23,7 @@ from ckpt.errors import Failure, RankFailed
 from ckpt.saving.staging import LentCopy
 from ckpt.saving.task import SaveReport
 from ckpt.service.policies import Never, SavePolicy
-from ckpt.service.restore import Candidate, TierCandidate
+from ckpt.service.restore import Restorable, TierRestorable
 from ckpt.service.training import Training
 
 TIERS_MAX = 8
@@ -97,11 +97,11 @@ class TierSaves(ABC):
         """
 
     @abstractmethod
-    def candidates(self, root: str, epoch: int) -> Sequence[TierCandidate]:
+    def candidates(self, root: str, epoch: int) -> Sequence[TierRestorable]:
         """Those of an epoch of a root, newest first; sets `reached`. Collective."""
 
     @abstractmethod
-    def restored(self, chosen: Candidate, own: TierCandidate | None, number: int) -> None:
+    def restored(self, chosen: Restorable, own: TierRestorable | None, number: int) -> None:
         """The training continues from `chosen`. Of this tier only `own` counts from now on, under
         `number` in the row of all tiers; None for nothing. Collective.
         """
@@ -152,7 +152,7 @@ class Tiers:
     ) -> None:
         self._numbers = RecordNumbers()
         self._tiers: list[TierSaves] = []
-        self._offered: list[tuple[TierCandidate, TierSaves]] = []
+        self._offered: list[tuple[TierRestorable, TierSaves]] = []
         for tier in tiers:
             # One of them lends its copies to durable saves: the others need no room for that.
             policy = Never() if self.shares_stage else save
@@ -203,7 +203,7 @@ class Tiers:
             left = math.inf if math.isinf(until) else max(0.0, until - time.monotonic())
             tier.collect(wait=wait, timeout_seconds=left)
 
-    def candidates(self, root: str, epoch: int) -> list[TierCandidate]:
+    def candidates(self, root: str, epoch: int) -> list[TierRestorable]:
         """The near checkpoints of all tiers, newest first. Collective."""
         offered = [(one, tier) for tier in self._tiers for one in tier.candidates(root, epoch)]
         offered.sort(key=lambda pair: pair[0].number, reverse=True)
@@ -213,11 +213,11 @@ class Tiers:
             self._offered += sorted(same, key=lambda pair: self._tiers.index(pair[1]))
         return [candidate for candidate, _ in self._offered]
 
-    def restored(self, candidate: Candidate) -> None:
+    def restored(self, candidate: Restorable) -> None:
         """The training continues from this one. Other tiers keep their newest state that is older
         than that. Collective.
         """
-        if not isinstance(candidate, TierCandidate):
+        if not isinstance(candidate, TierRestorable):
             for tier in self._tiers:
                 tier.restored(candidate, None, 0)
             return

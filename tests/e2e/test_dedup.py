@@ -18,13 +18,6 @@ import torch
 from safetensors.torch import load_file
 
 import ckpt
-from ckpt.commit.invariants import (
-    History,
-    RecordingStore,
-    check_all,
-    check_references,
-    files_needed,
-)
 from ckpt.commit.locate import live_entries, read_manifest
 from ckpt.commit.maintenance import Maintenance
 from ckpt.commit.ranked import open_session
@@ -49,6 +42,13 @@ from storage import StorageError, Store, open_store
 from storage.wrap import WrappedStore
 from tests.e2e.job import NO_WAITING, Job
 from tests.e2e.lora import DEDUP, assert_is_lora, full_at, lora_at, nbytes_at
+from tests.protocol.invariants import (
+    History,
+    RecordingStore,
+    check_all,
+    check_references,
+    files_needed,
+)
 
 
 @pytest.fixture

@@ -14,13 +14,6 @@ import random
 
 import pytest
 
-from ckpt.commit.invariants import (
-    History,
-    RecordingStore,
-    check_all,
-    check_references,
-    files_needed,
-)
 from ckpt.commit.locate import live_entries
 from ckpt.commit.maintenance import Maintenance
 from ckpt.errors import OutcomeUnknown
@@ -30,6 +23,13 @@ from storage.testing import FaultPlan, FaultyStore, PowerLossStore
 from tests.conftest import Scale
 from tests.e2e.job import Job
 from tests.e2e.lora import DEDUP, assert_is_lora, lora_at
+from tests.protocol.invariants import (
+    History,
+    RecordingStore,
+    check_all,
+    check_references,
+    files_needed,
+)
 from tests.results import Counted
 
 SIZE = 2

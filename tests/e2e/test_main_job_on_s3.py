@@ -18,7 +18,6 @@ from safetensors.torch import load_file
 from torch import nn
 
 import ckpt
-from ckpt.commit.invariants import check_live_complete
 from ckpt.commit.locate import live_entries
 from ckpt.errors import Fenced, OutcomeUnknown, StoreRefused
 from ckpt.loading.cache import BlockCache
@@ -30,6 +29,7 @@ from storage.testing import FaultPlan, FaultyStore
 from tests.conftest import Scale
 from tests.e2e.job import Job, assert_is_step, state_at
 from tests.e2e.test_counts import Replicated, _tensor
+from tests.protocol.invariants import check_live_complete
 from tests.results import Counted
 from tests.servers import S3Server, moto_server, rclone_path, rclone_server
 

@@ -17,14 +17,6 @@ import torch
 import torch.distributed as dist
 
 import ckpt
-from ckpt.commit.invariants import (
-    History,
-    RecordingStore,
-    check_epochs,
-    check_latest,
-    check_live_complete,
-    check_written_once,
-)
 from ckpt.commit.locate import live_entries
 from ckpt.commit.log import Log
 from ckpt.errors import Fenced, OutcomeUnknown
@@ -33,6 +25,14 @@ from storage import KeyExistsError, OutcomeUnknownError, Store, open_store
 from storage.testing import FaultPlan, FaultyStore
 from storage.wrap import WrappedStore
 from tests.e2e.job import Job, assert_is_step, state_at
+from tests.protocol.invariants import (
+    History,
+    RecordingStore,
+    check_epochs,
+    check_latest,
+    check_live_complete,
+    check_written_once,
+)
 from tests.ranks import run_ranks
 
 SIZE = 2

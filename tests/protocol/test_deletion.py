@@ -19,7 +19,6 @@ import torch
 
 import ckpt
 from ckpt.cli import main
-from ckpt.commit.invariants import History, RecordingStore, check_all, check_fresh_session
 from ckpt.commit.log import Log
 from ckpt.commit.maintenance import Maintenance
 from ckpt.commit.names import MANIFEST_NAME, RESERVE_KEY, step_prefix
@@ -35,6 +34,7 @@ from storage.local import LocalStore
 from storage.memory import MemoryStore
 from storage.store import ByteRange, Store
 from storage.wrap import WrappedStore
+from tests.protocol.invariants import History, RecordingStore, check_all, check_fresh_session
 
 
 def _saved(root: Path, *steps: int) -> list[Path]:

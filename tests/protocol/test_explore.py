@@ -13,7 +13,6 @@ import pytest
 
 from ckpt.commit import live
 from ckpt.commit.appender import Appender, Limits, Sources
-from ckpt.commit.invariants import History, RecordingStore, check_all, check_fresh_session
 from ckpt.commit.log import LogState
 from ckpt.commit.maintenance import Maintenance
 from ckpt.commit.names import MANIFEST_NAME, record_key, step_prefix
@@ -26,6 +25,7 @@ from storage.memory import MemoryStore
 from storage.store import Store
 from tests.conftest import Scale
 from tests.protocol.explore import SENT_TWICE, explore
+from tests.protocol.invariants import History, RecordingStore, check_all, check_fresh_session
 from tests.results import Counted
 
 # Minutes on a loaded machine.

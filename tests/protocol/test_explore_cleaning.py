@@ -20,13 +20,6 @@ import pytest
 from ckpt.commit import live as live_module
 from ckpt.commit import sweep, writer
 from ckpt.commit.appender import Appender, Build
-from ckpt.commit.invariants import (
-    History,
-    RecordingStore,
-    check_all,
-    check_fresh_session,
-    files_needed,
-)
 from ckpt.commit.locate import live_entries
 from ckpt.commit.log import Log, LogState
 from ckpt.commit.maintenance import Maintenance
@@ -47,6 +40,13 @@ from storage.memory import MemoryBucket, MemoryStore
 from storage.store import Store
 from storage.wrap import WrappedStore
 from tests.protocol.explore import SteppedStore, explore
+from tests.protocol.invariants import (
+    History,
+    RecordingStore,
+    check_all,
+    check_fresh_session,
+    files_needed,
+)
 from tests.protocol.test_explore import LIMITS
 from tests.protocol.test_explore_readers import saved
 from tests.protocol.test_session import NO_PAUSE

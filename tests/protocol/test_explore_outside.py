@@ -18,13 +18,6 @@ from pathlib import Path
 import pytest
 
 from ckpt.commit.appender import Appender
-from ckpt.commit.invariants import (
-    History,
-    RecordingStore,
-    check_all,
-    check_epochs,
-    check_fresh_session,
-)
 from ckpt.commit.ranked import SessionRegistry, open_session
 from ckpt.commit.records import Record
 from ckpt.commit.session import Session
@@ -36,6 +29,13 @@ from storage.store import Store
 from tests.conftest import Scale
 from tests.protocol import explore as explorer
 from tests.protocol.explore import explore
+from tests.protocol.invariants import (
+    History,
+    RecordingStore,
+    check_all,
+    check_epochs,
+    check_fresh_session,
+)
 from tests.protocol.test_explore import LIMITS, Scenario, save
 from tests.protocol.test_session import NO_PAUSE
 from tests.results import Counted

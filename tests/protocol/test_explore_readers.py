@@ -17,7 +17,6 @@ import pytest
 import torch
 
 import ckpt
-from ckpt.commit.invariants import History, Load, RecordingStore, check_all, files_needed
 from ckpt.commit.log import Log
 from ckpt.commit.maintenance import Maintenance
 from ckpt.commit.ranked import SessionRegistry, open_session
@@ -38,6 +37,7 @@ from storage.store import Store
 from storage.wrap import WrappedStore
 from tests.conftest import Scale
 from tests.protocol.explore import SteppedStore, explore
+from tests.protocol.invariants import History, Load, RecordingStore, check_all, files_needed
 from tests.protocol.test_explore import LIMITS
 from tests.protocol.test_session import NO_PAUSE
 from tests.results import Counted

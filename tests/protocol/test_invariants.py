@@ -9,7 +9,21 @@ from dataclasses import replace
 
 import pytest
 
-from ckpt.commit.invariants import (
+from ckpt.commit.log import Log, LogState
+from ckpt.commit.names import MANIFEST_NAME, RESERVE_KEY, record_key
+from ckpt.commit.records import (
+    Kind,
+    LiveEntry,
+    Record,
+    encode_record,
+    manifest_digest,
+    record_digest,
+)
+from ckpt.commit.session import Session
+from ckpt.commit.writer import Commit
+from storage.memory import MemoryStore
+from storage.store import Store
+from tests.protocol.invariants import (
     History,
     Load,
     RecordingStore,
@@ -25,20 +39,6 @@ from ckpt.commit.invariants import (
     check_ok_is_for_ever,
     check_written_once,
 )
-from ckpt.commit.log import Log, LogState
-from ckpt.commit.names import MANIFEST_NAME, RESERVE_KEY, record_key
-from ckpt.commit.records import (
-    Kind,
-    LiveEntry,
-    Record,
-    encode_record,
-    manifest_digest,
-    record_digest,
-)
-from ckpt.commit.session import Session
-from ckpt.commit.writer import Commit
-from storage.memory import MemoryStore
-from storage.store import Store
 
 A, B, C = (f"e000001-{number:016x}" for number in (10, 11, 12))
 

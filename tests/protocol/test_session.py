@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 
 from ckpt.commit.appender import Appender, Limits, Sources
-from ckpt.commit.invariants import History, RecordingStore, check_all, check_fresh_session
 from ckpt.commit.log import Log
 from ckpt.commit.maintenance import Maintenance
 from ckpt.commit.names import MANIFEST_NAME, step_prefix
@@ -37,6 +36,7 @@ from storage.errors import (
 from storage.memory import MemoryBucket, MemoryStore
 from storage.store import ExclusiveCreate, Store
 from storage.wrap import WrappedStore
+from tests.protocol.invariants import History, RecordingStore, check_all, check_fresh_session
 
 NO_PAUSE = Sources(pause=lambda seconds: None)
 

@@ -16,13 +16,6 @@ from collections.abc import Iterator
 
 import pytest
 
-from ckpt.commit.invariants import (
-    History,
-    RecordingStore,
-    check_all,
-    check_references,
-    files_needed,
-)
 from ckpt.commit.log import Log
 from ckpt.commit.session import Session
 from ckpt.service.retention import KeepBest, KeepEvery, KeepLatest
@@ -31,6 +24,13 @@ from storage.memory import MemoryStore
 from storage.retry import RetryingStore, RetryPolicy
 from tests.conftest import Scale
 from tests.e2e.job import NO_WAITING, Job, left_by_sweep
+from tests.protocol.invariants import (
+    History,
+    RecordingStore,
+    check_all,
+    check_references,
+    files_needed,
+)
 from tests.results import Counted
 from tests.service.chaos import (
     Faults,

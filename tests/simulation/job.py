@@ -17,13 +17,6 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ckpt.commit.invariants import History as Changes
-from ckpt.commit.invariants import (
-    RecordingStore,
-    check_all,
-    check_references,
-    files_needed,
-)
 from ckpt.commit.log import Log
 from ckpt.commit.ranked import RankedSession, SessionRegistry, open_session
 from ckpt.near.value import Near
@@ -50,6 +43,13 @@ from tests.cluster.history import (
     wrong_bits,
 )
 from tests.cluster.near_history import NEAR_CHECKS
+from tests.protocol.invariants import History as Changes
+from tests.protocol.invariants import (
+    RecordingStore,
+    check_all,
+    check_references,
+    files_needed,
+)
 from tests.service.chaos import ThreadTarget, UploadingStore
 from tests.simulation.network import Network, NetworkStore, weather_of
 from tests.simulation.primitives import SimulatedThread

@@ -24,17 +24,16 @@ import numpy as np
 
 from benchmarks.measure import report, row
 from benchmarks.simulation import resident
-from ckpt.format.checksum import crc32c
-from ckpt.format.checksum_tables import Seals, seal_of
+from ckpt.format.checksum import Seals, crc32c, seal_of
 from ckpt.format.chunk_rules import chunk_total
 from ckpt.format.codec import encode_values
 from ckpt.format.joint_manifest import differing_values
 from ckpt.format.manifest import Header, int64s
 from ckpt.format.part import Part, ReplicaColumns, TensorRecord
 from ckpt.layout.memory import gc_paused
-from ckpt.saving.joint_parts import JointParts
+from ckpt.saving.task import JointParts
 from ckpt.telemetry.history import PHASES, RankReport
-from ckpt.telemetry.recorder import PhaseSpan
+from ckpt.telemetry.record import PhaseSpan
 from ckpt.world.tree import family
 
 BLOCK_NBYTES = 1 << 20

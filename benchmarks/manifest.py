@@ -15,7 +15,7 @@ import tracemalloc
 import numpy as np
 
 from benchmarks.measure import report, row
-from ckpt.format.checksum_tables import Seals
+from ckpt.format.checksum import Seals
 from ckpt.format.chunk_columns import CHUNK_NBYTES
 from ckpt.format.codec import encode_values
 from ckpt.format.manifest import BoxTable, ChunkTable, Header, Manifest, starts_of

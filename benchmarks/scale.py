@@ -25,7 +25,7 @@ from torch import nn
 
 from benchmarks.simulation import Clock, Cost, SimulatedStore, SimulatedWorld, Simulation
 from ckpt.commit.appender import Sources
-from ckpt.commit.ranked import SessionRegistry, open_session
+from ckpt.commit.session import SessionRegistry, open_session
 from ckpt.layout.even import even_part
 from ckpt.layout.piece import Owned, Piece, View
 from ckpt.layout.region import Box, Region, Shape, Span, whole

@@ -13,8 +13,14 @@ from typing import Any, NamedTuple
 import torch.distributed as dist
 
 from ckpt.commit.lines import ResumePoint
-from ckpt.commit.ranked import Beside, RankedSession, RootHold, SessionRegistry, open_session
-from ckpt.commit.session import Session
+from ckpt.commit.session import (
+    Beside,
+    RankedSession,
+    RootHold,
+    Session,
+    SessionRegistry,
+    open_session,
+)
 from ckpt.errors import Forked, RankFailed
 from ckpt.saving.background import Background
 from ckpt.saving.task import PartMemory

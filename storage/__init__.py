@@ -17,12 +17,19 @@ from storage.errors import (
     TransientError,
 )
 from storage.generic import FsspecStore
-from storage.keys import check_key, check_prefix
 from storage.location import OnFilesystem, PrefixStore, StoreLike
 from storage.memory import BufferedWriter
 from storage.retry import RetryPolicy
 from storage.schemes import StoreFactory, register_store
-from storage.store import ByteRange, ExclusiveCreate, ObjectInfo, ObjectWriter, Store
+from storage.store import (
+    ByteRange,
+    ExclusiveCreate,
+    ObjectInfo,
+    ObjectWriter,
+    Store,
+    check_key,
+    check_prefix,
+)
 from storage.url import open_store, options_of_other
 
 __all__ = [

@@ -21,11 +21,10 @@ from obstore.store import AzureStore, GCSStore
 
 from storage.errors import InvalidUrlError, KeyExistsError, KeyNotFoundError, OutcomeUnknownError
 from storage.http import HttpStore
-from storage.keys import check_key, check_prefix
 from storage.obstore_objects import Objects, Upload, bounds
 from storage.ranges import PartLedger, flat_views, part_count
 from storage.retry import RetryPolicy, run_publishing
-from storage.store import ExclusiveCreate, ObjectInfo, ObjectWriter, Store
+from storage.store import ExclusiveCreate, ObjectInfo, ObjectWriter, Store, check_key, check_prefix
 
 MiB = 1024 * 1024
 _WRITE_ID = "writeid"  # Azure takes identifiers only

@@ -24,9 +24,19 @@ from storage.errors import (
     StorageError,
     TransientError,
 )
-from storage.keys import check_key, check_prefix, finished_name, redacted, unfinished_name
 from storage.ranges import PartLedger, flat_views
-from storage.store import ByteRange, ExclusiveCreate, ObjectInfo, ObjectWriter, Store
+from storage.store import (
+    ByteRange,
+    ExclusiveCreate,
+    ObjectInfo,
+    ObjectWriter,
+    Store,
+    check_key,
+    check_prefix,
+    finished_name,
+    redacted,
+    unfinished_name,
+)
 
 
 def open_generic(url: str, options: dict[str, Any]) -> FsspecStore:

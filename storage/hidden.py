@@ -15,7 +15,7 @@ from functools import wraps
 from typing import Any, TypeVar, cast
 
 from storage.encoding.encryption_keys import out_of_sight
-from storage.keys import redacted
+from storage.store import redacted
 
 F = TypeVar("F", bound=Callable[..., Any])
 

@@ -6,9 +6,8 @@ from abc import abstractmethod
 from collections.abc import Sequence
 
 from storage.errors import ShortReadError
-from storage.keys import check_key
 from storage.ranges import flat_views
-from storage.store import ByteRange, Store
+from storage.store import ByteRange, Store, check_key
 
 
 class HttpStore(Store):

@@ -39,9 +39,19 @@ from storage.file_io import (
     read_into,
     rename_without_replacing,
 )
-from storage.keys import check_key, check_prefix, finished_name, unfinished_name
 from storage.ranges import PartLedger, flat_views, part_count
-from storage.store import ByteRange, ExclusiveCreate, JointWriter, ObjectInfo, ObjectWriter, Store
+from storage.store import (
+    ByteRange,
+    ExclusiveCreate,
+    JointWriter,
+    ObjectInfo,
+    ObjectWriter,
+    Store,
+    check_key,
+    check_prefix,
+    finished_name,
+    unfinished_name,
+)
 
 _LINK_UNSUPPORTED = {errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL, errno.EMLINK}
 _MISSING = (FileNotFoundError, NotADirectoryError)

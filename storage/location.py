@@ -13,8 +13,7 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple, Protocol, TypeAlias, TypeGuard
 
 from storage.errors import InvalidUrlError
-from storage.keys import check_key, check_prefix, redacted
-from storage.store import ObjectInfo, Store
+from storage.store import ObjectInfo, Store, check_key, check_prefix, redacted
 from storage.wrap import WrappedStore
 
 _CACHES = re.compile(r"([a-z]*cached?(://)?::)+")

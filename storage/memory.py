@@ -10,9 +10,16 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from storage.errors import KeyExistsError, KeyNotFoundError, ShortReadError
 from storage.forks import ForkSafeLock
-from storage.keys import check_key, check_prefix
 from storage.ranges import PartLedger, flat_views
-from storage.store import ByteRange, ExclusiveCreate, ObjectInfo, ObjectWriter, Store
+from storage.store import (
+    ByteRange,
+    ExclusiveCreate,
+    ObjectInfo,
+    ObjectWriter,
+    Store,
+    check_key,
+    check_prefix,
+)
 
 
 class MemoryBucket:

@@ -17,8 +17,7 @@ from typing import Any
 
 from storage.errors import InvalidUrlError, StorageError
 from storage.forks import ForkSafeLock
-from storage.keys import redacted
-from storage.store import Store
+from storage.store import Store, redacted
 
 StoreFactory = Callable[..., Store]
 """Called as `factory(url, **storage_options)`; returns the store at `url`, without a request."""

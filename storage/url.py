@@ -13,13 +13,12 @@ from typing import Any
 from storage.encoding.store import ENCODING_OPTIONS, EXPECT_ROOT, EncodedStore, EncodingOptions
 from storage.errors import InvalidUrlError
 from storage.hidden import without_secrets
-from storage.keys import check_key, redacted
 from storage.local import LocalStore
 from storage.location import BorrowedStore, StoreLike, is_url, place_on_filesystem, url_of
 from storage.memory import MemoryBucket, MemoryStore
 from storage.retry import RetryingStore, RetryPolicy
 from storage.schemes import factory_of, open_registered, registered_schemes
-from storage.store import Store
+from storage.store import Store, check_key, redacted
 from storage.wrap import SpreadStore
 
 _PROTOCOL = re.compile(r"([A-Za-z][A-Za-z0-9+.\-]*)://?")

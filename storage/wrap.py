@@ -19,11 +19,19 @@ from typing import TYPE_CHECKING, TypeVar
 
 from storage.errors import InvalidUrlError, KeyExistsError, KeyNotFoundError, StorageError
 from storage.forks import ForkSafeLock
-from storage.keys import check_key, check_prefix
-from storage.store import ByteRange, ExclusiveCreate, JointWriter, ObjectInfo, ObjectWriter, Store
+from storage.store import (
+    ByteRange,
+    ExclusiveCreate,
+    JointWriter,
+    ObjectInfo,
+    ObjectWriter,
+    Store,
+    check_key,
+    check_prefix,
+)
 
 if TYPE_CHECKING:
-    from storage.patience import Patience
+    from storage.retry import Patience
 
 
 class WrappedStore(Store):

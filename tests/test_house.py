@@ -93,7 +93,7 @@ ONE_FILE_EACH = {
     "pydantic": (
         "ckpt/format/manifest.py",
         "ckpt/format/manifest_codec.py",
-        "ckpt/format/metadata.py",
+        "ckpt/format/rank_files.py",
         "ckpt/telemetry/record.py",
     ),
     "rich": ("ckpt/screens/terminal.py", "ckpt/screens/watching.py"),
@@ -141,7 +141,7 @@ ADAPTERS = (
     "ckpt/layout/torch_fsdp.py",
     "ckpt/layout/plain.py",
     "ckpt/layout/modules.py",
-    "ckpt/state/fingerprint.py",
+    "ckpt/saving/plan.py",
     "ckpt/layout/state_dict_hooks.py",
     "ckpt/layout/tensor.py",
     "ckpt/composites/torch_types.py",

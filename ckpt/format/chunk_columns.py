@@ -14,8 +14,19 @@ import numpy as np
 import numpy.typing as npt
 
 from ckpt.errors import Corrupt
-from ckpt.format.columns import Ints, checked_indexes, pack_ints, required_field, unpack_ints
-from ckpt.format.coverage import check_cover
+from ckpt.format.chunk_rules import check_cover
+from ckpt.format.columns import (
+    Ints,
+    Progressions,
+    checked_indexes,
+    is_below,
+    pack_ints,
+    pack_regular,
+    required_field,
+    unpack_ints,
+    unpack_regular,
+    unpack_rules,
+)
 from ckpt.format.datafile import NDIM_MAX
 from ckpt.format.manifest import (
     NUMEL_MAX,
@@ -26,13 +37,6 @@ from ckpt.format.manifest import (
     Manifest,
     RuledChunks,
     starts_of,
-)
-from ckpt.format.progressions import (
-    Progressions,
-    is_below,
-    pack_regular,
-    unpack_regular,
-    unpack_rules,
 )
 from ckpt.layout.dtypes import DTYPES
 from ckpt.layout.region import Shape

@@ -17,9 +17,8 @@ import numpy.typing as npt
 
 from ckpt.errors import InvalidState
 from ckpt.format.codec import decode_values, encode_values
-from ckpt.format.manifest import CHUNKS_MAX, Header
+from ckpt.format.manifest import CHUNKS_MAX, REFERENCES, Header, parse_reference
 from ckpt.format.part import TensorRecord
-from ckpt.format.references import REFERENCES, parse_reference
 from ckpt.layout.kind import is_numbered
 
 GROUPS = ".param_groups"

@@ -163,9 +163,9 @@ def layout_data_file(
 ) -> DataFileLayout:
     """Plan one file of `chunks`, in that order (see `order_key`), none of them empty.
 
-    `metadata` is stored unchanged (see `ckpt.format.metadata.file_metadata`); `extra` maps names of
-    reserved U8 tensors to their sizes in bytes. Raises InvalidState naming the fqns when a chunk
-    cannot be stored.
+    `metadata` is stored unchanged (see `ckpt.format.rank_files`); `extra` maps names of reserved U8
+    tensors to their sizes in bytes. Raises InvalidState naming the fqns when a chunk cannot be
+    stored.
     """
     if not isinstance(chunks, FileEntries):
         chunks = file_entries(chunks, block_bytes)

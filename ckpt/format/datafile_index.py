@@ -16,8 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ckpt.errors import Corrupt, UnsupportedFormat
-from ckpt.format.checksum import block_count, crc32c
-from ckpt.format.checksum_tables import Seal, seal_of
+from ckpt.format.checksum import Seal, block_count, crc32c, seal_of
 from ckpt.format.datafile import (
     CHECKSUM_MAGIC,
     CHECKSUMS,

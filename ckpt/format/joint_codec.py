@@ -12,15 +12,17 @@ from typing import NamedTuple
 import numpy as np
 
 from ckpt.errors import Corrupt
-from ckpt.format.checksum_tables import decode_seals, fields_of_seals
+from ckpt.format.checksum import decode_seals, fields_of_seals
 from ckpt.format.chunk_rules import Of
 from ckpt.format.columns import (
     as_int64s,
     checked_indexes,
     pack_ints,
     pack_map,
+    pack_regular,
     unpack_ints,
     unpack_map,
+    unpack_regular,
 )
 from ckpt.format.contradictions import EncodedValues
 from ckpt.format.datafile import NDIM_MAX
@@ -35,7 +37,6 @@ from ckpt.format.joint_part import (
 )
 from ckpt.format.manifest import BoxTable, Int64s, int64s, starts_of
 from ckpt.format.part import Part, TensorRecord, decode_tensors
-from ckpt.format.progressions import pack_regular, unpack_regular
 
 _Fields = Mapping[str, memoryview]
 

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 
 from ckpt.errors import InvalidState
-from ckpt.format.checksum_tables import fields_of_seals
+from ckpt.format.checksum import fields_of_seals
 from ckpt.format.chunk_columns import Counts, fields_of_boxes, gaps_of
 from ckpt.format.chunk_rules import (
     BOXED,
@@ -22,6 +22,7 @@ from ckpt.format.chunk_rules import (
     Bools,
     Of,
     Rules,
+    check_rules,
     chunk_total,
     expanded,
     lasts_of,
@@ -29,6 +30,7 @@ from ckpt.format.chunk_rules import (
     sums_by_file,
 )
 from ckpt.format.codec import encode_values
+from ckpt.format.columns import Progressions, pack_progressions, pack_regular
 from ckpt.format.contradictions import (
     DifferingRegion,
     ReplicaDifferences,
@@ -41,7 +43,6 @@ from ckpt.format.contradictions import (
     united_values,
     with_writers,
 )
-from ckpt.format.coverage import check_rules
 from ckpt.format.joint_part import (
     JointRest,
     JointStructure,
@@ -57,6 +58,7 @@ from ckpt.format.manifest import (
     Manifest,
     int64s,
     no_chunks,
+    parse_reference,
     starts_of,
 )
 from ckpt.format.manifest_codec import (
@@ -69,8 +71,6 @@ from ckpt.format.manifest_codec import (
     fields_of_values,
 )
 from ckpt.format.part import Part
-from ckpt.format.progressions import Progressions, pack_progressions, pack_regular
-from ckpt.format.references import parse_reference
 from ckpt.layout.dtypes import DTYPES
 
 

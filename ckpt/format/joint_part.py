@@ -18,13 +18,12 @@ from typing import NamedTuple, TypeVar
 
 import numpy as np
 
-from ckpt.format.checksum_tables import Seals
+from ckpt.format.checksum import Seals
 from ckpt.format.chunk_columns import gaps_of
 from ckpt.format.chunk_rules import BOXED, SHARED, Of, Rules, joined_rules, renamed, single_rules
 from ckpt.format.contradictions import EncodedValues
-from ckpt.format.manifest import Int64s, int64s, starts_of
+from ckpt.format.manifest import Int64s, int64s, is_reference, starts_of
 from ckpt.format.part import Part, TensorRecord, encode_tensors
-from ckpt.format.references import is_reference
 from ckpt.layout.dtypes import DTYPES
 from ckpt.layout.region import Box
 

@@ -12,7 +12,7 @@ import numpy as np
 from pydantic import ValidationError
 
 from ckpt.errors import Corrupt, UnsupportedFormat
-from ckpt.format.checksum_tables import decode_seals, fields_of_seals
+from ckpt.format.checksum import decode_seals, fields_of_seals
 from ckpt.format.chunk_columns import (
     CHUNK_NBYTES,
     ChunkBounds,
@@ -38,21 +38,19 @@ from ckpt.format.manifest import (
     CHUNKS_MAX,
     FEATURES,
     NUMEL_MAX,
+    REFERENCES,
     VERSION,
     ChunkTable,
     Header,
     Int64s,
     Manifest,
-    starts_of,
-)
-from ckpt.format.metadata_budget import MetadataBudget
-from ckpt.format.references import (
-    REFERENCES,
     is_data_file_name,
     is_reference,
     parse_reference,
     reference_to,
+    starts_of,
 )
+from ckpt.format.metadata_budget import MetadataBudget
 from ckpt.layout.dtypes import DTYPES
 from ckpt.layout.region import Shape
 

@@ -16,8 +16,7 @@ from contextlib import closing
 from functools import cached_property, partial
 from typing import TypeAlias, TypeVar
 
-from ckpt.format.checksum import BlockChecksums
-from ckpt.format.checksum_tables import seal_of
+from ckpt.format.checksum import BlockChecksums, seal_of
 from ckpt.format.datafile import checksum_tensor
 from ckpt.format.part import PartFile
 from ckpt.format.rank_files import DataFile

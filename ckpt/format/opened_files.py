@@ -16,8 +16,8 @@ from ckpt.format.checksum import Digests
 from ckpt.format.codec import decode_values
 from ckpt.format.datafile import DIGESTS, PER_RANK, VALUES
 from ckpt.format.datafile_index import DataFileIndex, read_data_file_index
-from ckpt.format.metadata import FileDescription, describe_file
 from ckpt.format.part import FileColumns, Part, PartTexts, TensorRecord, part_of_files
+from ckpt.format.rank_files import FileDescription, describe_file
 from ckpt.format.stored_index import digests_in, extra_of, read_bytes
 from storage.store import Store
 

@@ -16,8 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ckpt.errors import Corrupt, InvalidState
-from ckpt.format.checksum import Digests, crc32c, no_digests
-from ckpt.format.checksum_tables import Seal, Seals
+from ckpt.format.checksum import Digests, Seal, Seals, crc32c, no_digests
 from ckpt.format.codec import decode_values, encode_values
 from ckpt.format.columns import Ints, pack_ints, pack_map, unpack_ints, unpack_map
 from ckpt.format.datafile import NDIM_MAX, DataFileLayout, StoredChunk, region_start

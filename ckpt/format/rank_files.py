@@ -2,27 +2,151 @@
 
     chunks of each file + contents besides tensors -> names, headers, reserved tensors
 
-Saves, imports and rewritten checkpoints plan their files here and nowhere else;
-`ckpt.format.metadata` encodes what a file states about its place and reads it back.
+Saves, imports and rewritten checkpoints plan their files here and nowhere else. A file states its
+place in its checkpoint, so that a lost manifest can be rebuilt: every rank writes at least one. Its
+first one has the tensors without elements and the aliases that the rank knows, and its per-rank
+values; the first file of rank 0 also the common values.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+from pydantic import ValidationError
+
+from ckpt.errors import Corrupt
 from ckpt.format.checksum import Digests, digests_from, no_digests
-from ckpt.format.datafile import ALIGNMENT, DataFileLayout, FileEntries, layout_data_file
-from ckpt.format.manifest import Header
-from ckpt.format.metadata import (
-    FileRange,
-    data_file_name,
-    digest_extras,
-    file_extras,
-    file_metadata,
+from ckpt.format.datafile import (
+    ALIGNMENT,
+    DIGESTS,
+    PER_RANK,
+    VALUES,
+    DataFileLayout,
+    FileEntries,
+    layout_data_file,
 )
+from ckpt.format.datafile_index import DataFileIndex
+from ckpt.format.manifest import Header, parse_reference
 from ckpt.format.part import PartTexts, TensorRecord
+
+
+def data_file_name(rank: int, index: int) -> str:
+    """The name of a rank's data file in the step's directory."""
+    return f"rank{rank:05d}-{index:03d}.safetensors"
+
+
+class FileRange(NamedTuple):
+    """Whole neighbouring chunks of another attempt's data file, by bytes of that file, half-open.
+
+    `file` is the name in the manifest, `../<step directory>/<name>`.
+    """
+
+    file: str
+    start: int
+    stop: int
+
+
+def file_metadata(
+    header: Header,
+    *,
+    rank: int,
+    index: int,
+    count: int,
+    empty_tensors: Sequence[TensorRecord] = (),
+    aliases: Mapping[str, str] | None = None,
+    references: Sequence[FileRange] = (),
+) -> dict[str, str]:
+    """`__metadata__` of file `index` of the `count` files of `rank`.
+
+    `empty_tensors`, `aliases` and `references` (what this rank has in files of other attempts) are
+    for the first file (`index=0`) of each rank.
+    """
+    metadata = {
+        "ckpt.header": header.model_dump_json(),
+        "ckpt.rank": str(rank),
+        "ckpt.file": f"{index}/{count}",
+    }
+    if empty_tensors:
+        metadata["ckpt.empty"] = _json([list(tensor) for tensor in sorted(empty_tensors)])
+    if aliases:
+        metadata["ckpt.aliases"] = _json(dict(sorted(aliases.items())))
+    if references:
+        metadata["ckpt.references"] = _json([list(entry) for entry in sorted(references)])
+    return metadata
+
+
+def file_extras(*, values: bytes, per_rank: bytes) -> dict[str, bytes]:
+    """The reserved tensors of a rank's first file; empty ones are left out.
+
+    `values` are the encoded common values on the coordinator and empty on other ranks. Files of a
+    checkpoint with digests have one more each: see `digest_extras`.
+    """
+    return {name: data for name, data in ((VALUES, values), (PER_RANK, per_rank)) if data}
+
+
+def digest_extras(digests: bytes) -> dict[str, bytes]:
+    """The reserved tensor with the digests of a file's chunks, in file order; none also count."""
+    return {DIGESTS: digests}
+
+
+class FileDescription(NamedTuple):
+    """The inverse of `file_metadata`."""
+
+    header: Header
+    rank: int
+    file_index: int
+    file_count: int
+    empty_tensors: tuple[TensorRecord, ...]
+    aliases: dict[str, str]
+    references: tuple[FileRange, ...]
+
+
+def describe_file(index: DataFileIndex) -> FileDescription:
+    """What a data file states about its place in its checkpoint. Raises Corrupt naming the
+    field.
+    """
+    metadata = index.metadata
+    try:
+        header = Header.model_validate_json(metadata["ckpt.header"])
+        index_in_rank, count = (int(number) for number in metadata["ckpt.file"].split("/"))
+        rank = int(metadata["ckpt.rank"])
+        empty = [_tensor_info(row) for row in json.loads(metadata.get("ckpt.empty", "[]"))]
+        aliases = json.loads(metadata.get("ckpt.aliases", "{}"))
+        ranges = [_file_range(row) for row in json.loads(metadata.get("ckpt.references", "[]"))]
+    except (KeyError, TypeError, ValueError, RecursionError, ValidationError) as error:
+        raise Corrupt(f"__metadata__ of a data file is not readable: {error!r:.200}") from error
+    strings = isinstance(aliases, dict) and all(isinstance(name, str) for name in aliases.values())
+    if not (0 <= index_in_rank < count and 0 <= rank < header.world_size and strings):
+        raise Corrupt(
+            f"__metadata__: file {index_in_rank} of {count} of rank {rank} is not possible"
+        )
+    return FileDescription(header, rank, index_in_rank, count, tuple(empty), aliases, tuple(ranges))
+
+
+def _tensor_info(row: Any) -> TensorRecord:
+    fqn, dtype, shape, kind = row
+    sizes = all(type(size) is int and 0 <= size < 1 << 62 for size in shape)
+    if not (isinstance(fqn, str) and isinstance(dtype, str) and sizes and 0 in shape):
+        raise ValueError(f"{row!r:.100} is not a tensor without elements")
+    if type(kind) is not int or not 0 <= kind <= 15:
+        raise ValueError(f"{kind!r:.20} is not a kind")
+    return TensorRecord(fqn, dtype, tuple(shape), kind)
+
+
+def _file_range(row: Any) -> FileRange:
+    file, start, stop = row
+    if not isinstance(file, str) or parse_reference(file) is None:
+        raise ValueError(f"{file!r:.200} is not a data file of another attempt")
+    if type(start) is not int or type(stop) is not int or not 0 <= start < stop < 1 << 62:
+        raise ValueError(f"{start!r:.30} to {stop!r:.30} is not a range of bytes")
+    return FileRange(file, start, stop)
+
+
+def _json(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
 
 
 class RankContents(NamedTuple):

@@ -12,11 +12,12 @@ from ckpt.format.checksum import (
     DIGEST_NBYTES,
     BlockChecksums,
     Digests,
+    Seal,
     crc32c,
     digests_from,
     no_digests,
+    seal_of,
 )
-from ckpt.format.checksum_tables import Seal, seal_of
 from ckpt.format.damage import once_more, raising_corrupt
 from ckpt.format.datafile import DIGESTS
 from ckpt.format.datafile_index import DataFileIndex, read_data_file_index

@@ -44,7 +44,7 @@ from lightning.pytorch.strategies import (
 from lightning.pytorch.trainer.states import TrainerFn
 
 from ckpt.api import async_save, load
-from ckpt.commit.sweep import NotRetired
+from ckpt.commit.writer import NotRetired
 from ckpt.errors import CheckpointError, NoCheckpoint
 from ckpt.loading.checkpoint import open_checkpoint
 from ckpt.loading.contents import StepInfo, list_steps

@@ -25,7 +25,7 @@ from ckpt.service.events import (
     SaveSkipped,
     SaveSucceeded,
 )
-from ckpt.telemetry.recorder import PhaseSpan
+from ckpt.telemetry.record import PhaseSpan
 
 BLOCKED = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30)
 LONG = (0.1, 0.3, 1, 3, 10, 30, 60, 120, 300, 600, 1800)

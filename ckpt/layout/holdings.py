@@ -9,11 +9,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ckpt.layout.holders import with_copies
 from ckpt.layout.kind import Kind
 from ckpt.layout.modules import describe_tensor
 from ckpt.layout.piece import Holding, Owned, Piece
-from ckpt.layout.plain import Ranks
+from ckpt.layout.plain import Ranks, with_copies
 from ckpt.layout.region import Box, Shape, whole
 from ckpt.layout.sharded_tensor import describe_sharded_tensor, is_sharded_tensor
 from ckpt.layout.tensor import are_plain, is_plain

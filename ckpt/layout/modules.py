@@ -24,9 +24,15 @@ from ckpt.errors import InvalidState
 from ckpt.layout import torch_fsdp
 from ckpt.layout.composites import Composite, composite_at, extra_buffers, stand_in
 from ckpt.layout.dtensor import describe_dtensor, repeated_over_wider_meshes
-from ckpt.layout.holders import held_where_shared, shared_by
 from ckpt.layout.piece import Owned, Piece
-from ckpt.layout.plain import Ranks, UnsupportedTensor, refuse_unstorable, whole_tensor
+from ckpt.layout.plain import (
+    Ranks,
+    UnsupportedTensor,
+    held_where_shared,
+    refuse_unstorable,
+    shared_by,
+    whole_tensor,
+)
 from ckpt.layout.state_dict_hooks import CANNOT, load_changes, overrides, save_changes
 from ckpt.layout.tensor import PLAIN_CLASSES, is_dtensor
 

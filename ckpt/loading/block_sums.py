@@ -18,13 +18,11 @@ import numpy.typing as npt
 
 from ckpt.commit.locate import file_keys
 from ckpt.errors import Corrupt
-from ckpt.format.checksum import crc32c_of_each
-from ckpt.format.checksum_tables import Uint32s
+from ckpt.format.checksum import Uint32s, crc32c_of_each
 from ckpt.format.columns import Ints
 from ckpt.format.damage import once_more
 from ckpt.format.datafile_index import DataFileIndex, read_data_file_index
-from ckpt.format.manifest import Int64s, Manifest
-from ckpt.format.references import is_reference
+from ckpt.format.manifest import Int64s, Manifest, is_reference
 from ckpt.format.stored_index import check_seal, check_table, read_into
 from ckpt.loading.cache import BlockCache
 from storage import Store
@@ -59,7 +57,7 @@ class _Reading(NamedTuple):
 class BlockSums:
     """What the blocks of one checkpoint must have as checksums. Safe to use from several threads.
 
-    `keys` and `cache_keys` are those of the data files, in the store and in a cache.
+    `location` and `cache_keys` are those of the data files, in the store and in a cache.
 
     Methods that may read raise Corrupt, naming the file, when a table is not the one that the
     manifest has the seal of, and the store's errors. What `cache` has is not read from the store.

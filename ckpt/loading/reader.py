@@ -28,7 +28,7 @@ import numpy as np
 import torch
 
 from ckpt.errors import Corrupt
-from ckpt.format.checksum_tables import Uint32s
+from ckpt.format.checksum import Uint32s
 from ckpt.format.damage import once_more
 from ckpt.format.stored_index import read_into
 from ckpt.layout.buffers import address_of, bytes_at, copy_bytes, scatter_bytes

@@ -27,8 +27,7 @@ from ckpt.commit.locate import file_key
 from ckpt.commit.names import step_prefix
 from ckpt.errors import CheckpointError
 from ckpt.format.damage import is_outage
-from ckpt.format.manifest import SINCE_FULL, BoxTable, Manifest
-from ckpt.format.references import is_reference, reference_to
+from ckpt.format.manifest import SINCE_FULL, BoxTable, Manifest, is_reference, reference_to
 from ckpt.format.stored_index import StoredSums, stored_sums
 from ckpt.layout.kind import Kind
 from ckpt.layout.memory import is_accelerator, local_view

@@ -29,9 +29,8 @@ from ckpt.saving.write import Staging
 from storage import KeyExistsError, NoSpaceError, StorageError, Store
 from storage.file_io import allocate
 from storage.forks import ForkSafeLock
-from storage.keys import unfinished_name
 from storage.ranges import flat_views
-from storage.store import ObjectWriter
+from storage.store import ObjectWriter, unfinished_name
 from storage.wrap import WrappedStore
 
 STAGE_FOLDER = "stage"

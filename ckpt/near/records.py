@@ -17,8 +17,7 @@ from typing import Any
 from ckpt.commit.names import attempt_epoch, step_prefix
 from ckpt.commit.records import INTEGER_MAX, STEP_MAX
 from ckpt.errors import Corrupt, UnsupportedFormat
-from ckpt.format.checksum import DIGEST_NBYTES, crc32c
-from ckpt.format.checksum_tables import Seal
+from ckpt.format.checksum import DIGEST_NBYTES, Seal, crc32c
 from ckpt.format.columns import (
     as_int64s,
     pack_ints,
@@ -27,7 +26,7 @@ from ckpt.format.columns import (
     unpack_ints,
     unpack_map,
 )
-from ckpt.format.metadata import data_file_name
+from ckpt.format.rank_files import data_file_name
 
 NEAR_MAGIC = b"SHPTNEAR"
 NEAR_VERSION = 1

@@ -32,8 +32,16 @@ from ckpt.near.status import TierStatus, read_status
 from ckpt.near.tier import Tier
 from ckpt.service.restore import TierRestorable
 from ckpt.state.types import Stacks
-from ckpt.world.base import World, collectively, decided, from_coordinator
-from ckpt.world.frames import joined, pack, split, unpack
+from ckpt.world.base import (
+    World,
+    collectively,
+    decided,
+    from_coordinator,
+    joined,
+    pack,
+    split,
+    unpack,
+)
 
 logger = logging.getLogger(__name__)
 

@@ -19,9 +19,9 @@ from typing import Any
 
 from ckpt.commit.names import step_prefix
 from ckpt.commit.numbers import plain_int
-from ckpt.commit.ranked import RankedSession
+from ckpt.commit.session import RankedSession
 from ckpt.errors import Fenced, RankFailed
-from ckpt.format.checksum_tables import Seal
+from ckpt.format.checksum import Seal
 from ckpt.format.manifest import Header
 from ckpt.format.part import Part
 from ckpt.layout.memory import devices_of, gc_paused
@@ -49,8 +49,7 @@ from ckpt.service.restore import Restorable, TierRestorable
 from ckpt.service.tiers import RecordNumbers
 from ckpt.telemetry.history import CommittedSave, RankReport, totals_of
 from ckpt.telemetry.record import SaveTotals
-from ckpt.world.base import collectively, from_coordinator
-from ckpt.world.frames import joined, split
+from ckpt.world.base import collectively, from_coordinator, joined, split
 from storage import StorageError
 
 logger = logging.getLogger(__name__)

@@ -15,11 +15,9 @@ from typing import Any, NamedTuple
 
 from ckpt.commit.names import MANIFEST_NAME, step_prefix
 from ckpt.commit.numbers import is_finite
-from ckpt.commit.ranked import RankedSession
 from ckpt.commit.records import LiveEntry
-from ckpt.commit.session import ReferenceRetired, Session
-from ckpt.commit.sweep import NotRetired
-from ckpt.commit.writer import Commit
+from ckpt.commit.session import RankedSession, ReferenceRetired, Session
+from ckpt.commit.writer import Commit, NotRetired
 from ckpt.errors import (
     CheckpointError,
     Fenced,
@@ -33,17 +31,24 @@ from ckpt.errors import (
 )
 from ckpt.format.datafile import BLOCK_BYTES
 from ckpt.format.joint_manifest import differing_values, warnings_of
-from ckpt.format.manifest import SINCE_FULL, Header, Manifest
+from ckpt.format.manifest import REFERENCES, SINCE_FULL, Header, Manifest
 from ckpt.format.manifest_codec import Encoded, encode
 from ckpt.format.part import Part
-from ckpt.format.references import REFERENCES
-from ckpt.saving.base import NOTHING, Holdings, decode_base
-from ckpt.saving.joint_parts import PARTS, JointReceived, gather_joint_parts
-from ckpt.saving.task import NONE_HERE, UNCHANGED, Attempt, SaveReport, SaveTask, header_of
+from ckpt.saving.dedup import NOTHING, Holdings, decode_base
+from ckpt.saving.task import (
+    NONE_HERE,
+    PARTS,
+    UNCHANGED,
+    Attempt,
+    JointReceived,
+    SaveReport,
+    SaveTask,
+    gather_joint_parts,
+    header_of,
+)
 from ckpt.telemetry.history import CommittedSave, RankReport, log_saved, totals_of, write_telemetry
 from ckpt.telemetry.record import SaveTotals
-from ckpt.world.base import collectively, from_coordinator
-from ckpt.world.frames import joined, split
+from ckpt.world.base import collectively, from_coordinator, joined, split
 from storage import KeyExistsError, Store
 
 logger = logging.getLogger(__name__)

@@ -8,11 +8,11 @@ from typing import Any
 import numpy as np
 
 from ckpt.commit.names import step_prefix
-from ckpt.commit.ranked import RankedSession
+from ckpt.commit.session import RankedSession
 from ckpt.errors import InvalidState, NamesChanged
 from ckpt.format.part import Part
 from ckpt.format.rank_files import rank_files
-from ckpt.saving.base import Referred, refer
+from ckpt.saving.dedup import Referred, refer
 from ckpt.saving.holders import inventory_of, report_names
 from ckpt.saving.image import plan_files, write_files
 from ckpt.saving.plan import Contents, Memo, contents_of

@@ -18,7 +18,7 @@ from ckpt.commit.log import LogState
 from ckpt.commit.maintenance import Maintenance
 from ckpt.commit.numbers import plain_int
 from ckpt.commit.records import LiveEntry
-from ckpt.commit.sweep import NotRetired, why_not_retire
+from ckpt.commit.writer import NotRetired, why_not_retire
 from ckpt.errors import CheckpointError, InvalidArgument, NoCheckpoint
 from ckpt.loading.contents import StepInfo
 from ckpt.service.retention import (

@@ -29,7 +29,7 @@ from ckpt.loading.load import BYTES_AWAY, LoadReport
 from ckpt.service.target import Target
 from ckpt.short import ShortRecord
 from ckpt.state.types import Loaded, Stacks
-from ckpt.telemetry.recorder import PhaseSpan
+from ckpt.telemetry.record import PhaseSpan
 from ckpt.world.base import World, collectively
 from storage import CorruptObjectError, KeyNotFoundError, StorageError, Store
 

@@ -26,7 +26,7 @@ from typing import Literal, NamedTuple, NoReturn
 from ckpt.commit.log import LogState, latest_of
 from ckpt.commit.numbers import checked_count, plain_int
 from ckpt.commit.records import LiveEntry, Record
-from ckpt.commit.sweep import NotRetired
+from ckpt.commit.writer import NotRetired
 
 
 class LiveCheckpoint(NamedTuple):

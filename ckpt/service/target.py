@@ -16,8 +16,7 @@ from typing import Any, Literal, Protocol, SupportsIndex, TypedDict
 import torch.distributed as dist
 
 from ckpt import api
-from ckpt.commit.ranked import RankedSession, RootHold
-from ckpt.commit.session import Session
+from ckpt.commit.session import RankedSession, RootHold, Session
 from ckpt.errors import CheckpointError, RankFailed
 from ckpt.loading.load import LoadReport
 from ckpt.process import (

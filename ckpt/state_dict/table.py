@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ckpt.errors import Mismatch
-from ckpt.format.coverage import cover_problem
+from ckpt.format.chunk_rules import cover_problem
 from ckpt.layout.dtypes import dtype_name, torch_dtype
 from ckpt.layout.piece import Holding
 from ckpt.layout.region import Box, Region, Shape, Span, span_of

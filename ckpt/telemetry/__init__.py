@@ -1,5 +1,5 @@
 """Spans, counters and the history of saves and loads."""
 
-from ckpt.telemetry.recorder import JsonLines
+from ckpt.telemetry.record import JsonLines
 
 __all__ = ["JsonLines"]

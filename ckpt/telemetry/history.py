@@ -24,6 +24,7 @@ from ckpt.telemetry.record import (
     TELEMETRY_NBYTES_MAX,
     TEXT_MAX,
     WARNINGS_MAX,
+    PhaseSpan,
     SaveFailure,
     SaveTotals,
     Telemetry,
@@ -31,7 +32,6 @@ from ckpt.telemetry.record import (
     encode_telemetry,
     telemetry_memory,
 )
-from ckpt.telemetry.recorder import PhaseSpan
 from storage import KeyNotFoundError, Store
 
 logger = logging.getLogger(__name__)

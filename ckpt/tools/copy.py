@@ -36,10 +36,9 @@ from ckpt.commit.records import (
 from ckpt.errors import NoCheckpoint
 from ckpt.format.damage import once_more
 from ckpt.format.datafile_index import DataFileIndex
-from ckpt.format.manifest import Manifest
+from ckpt.format.manifest import Manifest, is_reference
 from ckpt.format.manifest_codec import decode_manifest, encode_manifest
 from ckpt.format.metadata_budget import MetadataBudget
-from ckpt.format.references import is_reference
 from ckpt.format.stored_index import check_seal, index_of
 from ckpt.loading.checkpoint import Checkpoint
 from ckpt.loading.contents import LocatedCheckpoint

@@ -20,7 +20,7 @@ from ckpt.commit.names import MANIFEST_NAME
 from ckpt.commit.records import manifest_digest
 from ckpt.commit.writer import Commit
 from ckpt.errors import CheckpointError, Corrupt, InvalidState, NoCheckpoint
-from ckpt.format.checksum_tables import Seal
+from ckpt.format.checksum import Seal
 from ckpt.format.joint_manifest import build_manifest
 from ckpt.format.manifest import Manifest
 from ckpt.format.manifest_codec import encode_manifest

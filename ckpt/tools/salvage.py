@@ -23,9 +23,8 @@ from ckpt.format.damage import is_outage, raising_corrupt
 from ckpt.format.datafile import DIGESTS
 from ckpt.format.datafile_index import DataFileIndex
 from ckpt.format.joint_manifest import build_manifest
-from ckpt.format.manifest import Manifest
+from ckpt.format.manifest import Manifest, parse_reference
 from ckpt.format.manifest_codec import encode_manifest
-from ckpt.format.metadata import FileDescription, data_file_name
 from ckpt.format.opened_files import (
     OpenedFile,
     contradictions,
@@ -35,7 +34,7 @@ from ckpt.format.opened_files import (
     part_of_rank,
 )
 from ckpt.format.part import FileColumns
-from ckpt.format.references import parse_reference
+from ckpt.format.rank_files import FileDescription, data_file_name
 from ckpt.format.stored_index import digests_in, extra_of, read_bytes
 from ckpt.short import ShortRecord
 from storage import StoreLike, open_store

@@ -19,8 +19,7 @@ from ckpt.format.checksum import crc32c_of_each
 from ckpt.format.damage import once_more, raising_corrupt
 from ckpt.format.datafile import DIGESTS
 from ckpt.format.datafile_index import DataFileIndex, read_data_file_index
-from ckpt.format.manifest import Int64s, Manifest
-from ckpt.format.references import is_reference
+from ckpt.format.manifest import Int64s, Manifest, is_reference
 from ckpt.format.stored_index import extra_of
 from ckpt.layout.buffers import aligned_buffer
 from ckpt.loading.block_sums import BlockSums

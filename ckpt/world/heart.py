@@ -33,7 +33,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol, TypeVar
 
 from ckpt.errors import CheckpointError
-from ckpt.world.frames import Frame, FrameKind, MiB
+from ckpt.world.base import Frame, FrameKind, MiB
 from ckpt.world.link import (
     NOBODY,
     Link,

@@ -16,8 +16,8 @@ from typing import Any
 import torch.distributed as dist
 
 from ckpt.errors import CheckpointError
+from ckpt.world.base import WORLD_NBYTES
 from ckpt.world.board import ProcessBoard
-from ckpt.world.frames import WORLD_NBYTES
 from ckpt.world.heart import Heart, Place
 from ckpt.world.liveness import (
     ENDED_UNCALLED,

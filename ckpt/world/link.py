@@ -17,7 +17,7 @@ from bisect import bisect_right
 from collections import deque
 from typing import NamedTuple
 
-from ckpt.world.frames import WORLD_NBYTES, Frame, FrameKind, FrameReader
+from ckpt.world.base import WORLD_NBYTES, Frame, FrameKind, FrameReader
 from ckpt.world.liveness import Card
 
 NOBODY = bytes(WORLD_NBYTES)

@@ -21,10 +21,9 @@ import torch.distributed as dist
 from ckpt.errors import CheckpointError, RankFailed
 from ckpt.world.agreement import encode_error, encode_failures, error_of_failures
 from ckpt.world.attendance import Board
-from ckpt.world.base import Message, SoloWorld, Transfers, World, lengths_problem
+from ckpt.world.base import Message, MiB, SoloWorld, Transfers, World, lengths_problem, unpack
 from ckpt.world.board import WorldBoard
 from ckpt.world.failures import copied
-from ckpt.world.frames import MiB, unpack
 from ckpt.world.job import Process, own_prefix, this_process
 from ckpt.world.missing import connect_to_parent
 from ckpt.world.rounds import STORE_SECONDS, Deadlines, Rounds

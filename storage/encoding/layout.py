@@ -27,9 +27,8 @@ from storage.encoding.blocks import RAW, AesTag, BadTag, BlockTag, CrcTag, Zstd
 from storage.encoding.encryption_keys import SALT_NBYTES, EncryptionKey
 from storage.errors import CorruptObjectError
 from storage.forks import ForkSafeLock
-from storage.keys import check_key
 from storage.ranges import PartLedger, as_bytes_view, drop_front, flat_views
-from storage.store import ByteRange, ObjectWriter
+from storage.store import ByteRange, ObjectWriter, check_key
 
 MAGIC = b"SHPTENC1"
 END = b"SHPTEND1"

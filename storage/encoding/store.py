@@ -46,9 +46,16 @@ from storage.errors import (
     TooLargeError,
 )
 from storage.forks import ForkSafeLock
-from storage.keys import check_key
 from storage.ranges import flat_views
-from storage.store import ByteRange, JointWriter, ObjectInfo, ObjectWriter, Store, check_bound
+from storage.store import (
+    ByteRange,
+    JointWriter,
+    ObjectInfo,
+    ObjectWriter,
+    Store,
+    check_bound,
+    check_key,
+)
 from storage.wrap import WrappedStore
 
 ENCODING_OPTIONS = ("encryption_key", "compression")

@@ -36,7 +36,6 @@ from storage.errors import (
     TooLargeError,
     TransientError,
 )
-from storage.keys import check_key
 from storage.peers.store import (
     BODY_NBYTES_MAX,
     CHECKSUM,
@@ -46,7 +45,7 @@ from storage.peers.store import (
     checksum_of,
     status_of,
 )
-from storage.store import ObjectWriter, Store
+from storage.store import ObjectWriter, Store, check_key
 from storage.strangers import to_end
 
 STRANGERS_MAX = 128  # connections that have not shown the token

@@ -40,11 +40,9 @@ from storage.errors import (
     TransientError,
 )
 from storage.http import HttpStore
-from storage.keys import check_key, check_prefix
-from storage.patience import Patience
 from storage.ranges import PartLedger, drop_front, flat_views
-from storage.retry import RetryPolicy, run_publishing
-from storage.store import ExclusiveCreate, ObjectInfo, ObjectWriter
+from storage.retry import Patience, RetryPolicy, run_publishing
+from storage.store import ExclusiveCreate, ObjectInfo, ObjectWriter, check_key, check_prefix
 
 MIB = 1 << 20
 OBJECTS = "/o/"

@@ -22,12 +22,11 @@ from storage.errors import StorageError
 from storage.forks import ForkSafeLock
 from storage.hedging import Hedger, Like
 from storage.http import HttpStore
-from storage.keys import check_key
 from storage.retry import RetryPolicy
 from storage.s3.answers import OVER_CODES, answered, is_elsewhere, translated
 from storage.s3.client import S3Client, Transfer, with_defaults
 from storage.s3.wire import WireRequest
-from storage.store import check_bound
+from storage.store import check_bound, check_key
 
 T = TypeVar("T")
 Retry = Callable[[], Awaitable[T]]

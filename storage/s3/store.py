@@ -22,12 +22,18 @@ from storage.errors import (
     TransientError,
 )
 from storage.hedging import COMPLETE, Like, NoAnswerError
-from storage.keys import check_key, check_prefix
 from storage.ranges import PartLedger, flat_views, part_count, part_range
 from storage.retry import RetryPolicy, run_publishing
 from storage.s3.client import PREFIX_NBYTES_MAX, Transfer
 from storage.s3.requests import S3Requests
-from storage.store import ExclusiveCreate, JointWriter, ObjectInfo, ObjectWriter
+from storage.store import (
+    ExclusiveCreate,
+    JointWriter,
+    ObjectInfo,
+    ObjectWriter,
+    check_key,
+    check_prefix,
+)
 
 _BUCKET = re.compile(r"(?P<bucket>[A-Za-z0-9][A-Za-z0-9._\-]{1,254})(/(?P<prefix>[^?]*))?$")
 _ARN = re.compile(

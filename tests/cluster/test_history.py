@@ -14,8 +14,7 @@ from typing import Any
 
 import pytest
 
-from ckpt.commit.ranked import SessionRegistry
-from ckpt.commit.session import Session
+from ckpt.commit.session import Session, SessionRegistry
 from storage.memory import MemoryStore
 from tests.cluster.agent import state_of
 from tests.cluster.history import (

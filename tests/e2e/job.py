@@ -17,7 +17,7 @@ from torch import nn
 from ckpt.commit.appender import Limits, Sources
 from ckpt.commit.log import LogState
 from ckpt.commit.names import attempt_epoch, attempts_on
-from ckpt.commit.ranked import SessionRegistry, open_session
+from ckpt.commit.session import SessionRegistry, open_session
 from ckpt.layout.piece import Owned, Piece, View
 from ckpt.layout.region import Box, Span, whole
 from ckpt.loading.load import LoadOptions, LoadReport, load_state

@@ -22,7 +22,7 @@ from torch import nn
 
 import ckpt
 from ckpt.commit.locate import live_entries
-from ckpt.commit.ranked import SessionRegistry, open_session
+from ckpt.commit.session import SessionRegistry, open_session
 from ckpt.errors import CheckpointError, InvalidState, Mismatch, RankFailed, StoreRefused
 from ckpt.saving.save import save_state
 from ckpt.saving.task import PartMemory, SaveOptions, SaveReport
@@ -329,14 +329,14 @@ def _state(value: int) -> dict[str, Any]:
 
 def _with_broken_coordinator(call: Callable[[], object]) -> None:
     """`call`, while the coordinator cannot read what the others send it."""
-    from ckpt.saving import joint_parts
+    from ckpt.saving import task
 
     def fails(*args: Any) -> Any:
         raise MemoryError("no room for the parts")
 
     with pytest.MonkeyPatch.context() as patch:
         if dist.get_rank() == 0:
-            patch.setattr(joint_parts, "StructureReader", fails)
+            patch.setattr(task, "StructureReader", fails)
         call()
 
 

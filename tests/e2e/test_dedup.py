@@ -20,11 +20,9 @@ from safetensors.torch import load_file
 import ckpt
 from ckpt.commit.locate import live_entries, read_manifest
 from ckpt.commit.maintenance import Maintenance
-from ckpt.commit.ranked import open_session
 from ckpt.commit.records import LiveEntry
-from ckpt.commit.session import ReferenceRetired, Session
-from ckpt.commit.sweep import NotRetired
-from ckpt.commit.writer import Commit
+from ckpt.commit.session import ReferenceRetired, Session, open_session
+from ckpt.commit.writer import Commit, NotRetired
 from ckpt.errors import CheckpointError, Corrupt, NoCheckpoint
 from ckpt.format.codec import encode_values
 from ckpt.format.manifest import Manifest
@@ -328,7 +326,7 @@ def test_a_previous_manifest_that_is_damaged_costs_bytes_and_nothing_else(
     data = store.get(key)
     store.delete(key)
     store.put_if_absent(key, data[:-1] + bytes([data[-1] ^ 1]))
-    with caplog.at_level(logging.WARNING, logger="ckpt.saving.base"):
+    with caplog.at_level(logging.WARNING, logger="ckpt.saving.dedup"):
         assert _save(_job(1, store), 2) == full
     assert "this save writes everything" in caplog.text
     _check(store, None, 2, 2)

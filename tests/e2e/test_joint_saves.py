@@ -113,7 +113,7 @@ def test_a_rank_that_cannot_merge_fails_the_save_on_all(monkeypatch: pytest.Monk
 
     job, store = job_of("failing")
     with monkeypatch.context() as patch:
-        patch.setattr("ckpt.saving.joint_parts.merge_structures", failing)
+        patch.setattr("ckpt.saving.task.merge_structures", failing)
         texts = texts_of(job, lambda rank: state_of(rank, 1), SaveOptions())
     assert texts == {("Corrupt", f"rank {INNER}: a part that came here is damaged")}
     assert not live_entries(store) and not list(store.list("steps/"))

@@ -19,12 +19,12 @@ import ckpt
 from ckpt.cli import main
 from ckpt.commit.locate import live_entries, locate
 from ckpt.commit.names import MANIFEST_NAME
-from ckpt.commit.ranked import SessionRegistry, open_session
+from ckpt.commit.session import SessionRegistry, open_session
 from ckpt.convert import import_
 from ckpt.format.datafile import PER_RANK, VALUES
 from ckpt.format.datafile_index import read_data_file_index
 from ckpt.format.manifest_codec import decode_manifest
-from ckpt.format.metadata import describe_file
+from ckpt.format.rank_files import describe_file
 from ckpt.integrations import dcp as dcp_plugin
 from ckpt.integrations.dcp import DcpWriter
 from ckpt.saving.background import Background

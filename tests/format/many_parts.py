@@ -9,8 +9,7 @@ from itertools import pairwise
 import numpy as np
 import numpy.typing as npt
 
-from ckpt.format.checksum import block_count
-from ckpt.format.checksum_tables import seal_of
+from ckpt.format.checksum import block_count, seal_of
 from ckpt.format.codec import encode_values
 from ckpt.format.contradictions import ReplicaDifferences
 from ckpt.format.datafile import StoredChunk, order_key

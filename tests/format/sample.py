@@ -6,14 +6,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ckpt.format.checksum import block_checksums, digest_of, digests_from, no_digests
-from ckpt.format.checksum_tables import seal_of
+from ckpt.format.checksum import block_checksums, digest_of, digests_from, no_digests, seal_of
 from ckpt.format.codec import encode_values
 from ckpt.format.datafile import StoredChunk, checksum_tensor, layout_data_file, order_key
 from ckpt.format.joint_manifest import build_manifest
 from ckpt.format.manifest import Header, Manifest
-from ckpt.format.metadata import data_file_name, digest_extras, file_extras, file_metadata
 from ckpt.format.part import Part, PartFile, TensorRecord, make_part
+from ckpt.format.rank_files import data_file_name, digest_extras, file_extras, file_metadata
 from ckpt.layout.dtypes import DTYPES
 from ckpt.layout.region import Box, Region, Span, boxes_of, row_major_strides, whole
 from ckpt.saving.dedup import Division, divide, known_of_part

@@ -16,7 +16,7 @@ from ckpt.format.joint_manifest import build_manifest
 from ckpt.format.joint_part import rest_of
 from ckpt.format.manifest import Manifest, int64s
 from ckpt.format.manifest_codec import decode_manifest, encode_manifest
-from ckpt.saving.joint_parts import JointParts
+from ckpt.saving.task import JointParts
 from ckpt.telemetry.history import RankReport
 from tests.format.many_parts import header_of, random_parts
 from tests.format.sample import (

@@ -9,8 +9,8 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from ckpt.format import coverage
-from ckpt.format.coverage import check_cover, cover_problem
+from ckpt.format import chunk_rules
+from ckpt.format.chunk_rules import check_cover, cover_problem
 from ckpt.format.manifest import BoxTable, ChunkTable
 from ckpt.layout.region import Box, Region, Shape, Span, boxes_of
 
@@ -30,7 +30,7 @@ def random_partition(rng: random.Random, box: Box, depth: int) -> list[Box]:
     if depth == 0 or not cuttable or rng.random() < 0.15:
         return [box]
     dim = rng.choice(cuttable)
-    low, high = coverage._halves(box, dim, box.offset[dim] + rng.randrange(1, box.shape[dim]))
+    low, high = chunk_rules._halves(box, dim, box.offset[dim] + rng.randrange(1, box.shape[dim]))
     return random_partition(rng, low, depth - 1) + random_partition(rng, high, depth - 1)
 
 
@@ -72,7 +72,7 @@ def test_a_grid_with_one_cell_twice_is_found() -> None:
 
 def test_a_grid_is_checked_in_one_pass(monkeypatch: pytest.MonkeyPatch) -> None:
     """No budget for cutting: only the check of grids can accept it."""
-    monkeypatch.setattr(coverage, "VISITS_PER_BOX_MAX", 0)
+    monkeypatch.setattr(chunk_rules, "VISITS_PER_BOX_MAX", 0)
     cells: list[Region] = [
         Box((2 * x, 3 * y, z), (2, 3, 2 - z // 2))
         for z in (0, 2)
@@ -120,7 +120,7 @@ def test_spans_and_boxes_mix() -> None:
 
 def test_many_regions_are_checked_within_a_budget(monkeypatch: pytest.MonkeyPatch) -> None:
     """10,000 irregular strips: comparing all pairs would be 5,000 visits per box."""
-    monkeypatch.setattr(coverage, "VISITS_PER_BOX_MAX", 16)
+    monkeypatch.setattr(chunk_rules, "VISITS_PER_BOX_MAX", 16)
     rng = random.Random(1)
     strips: list[Region] = []
     for row in range(5_000):
@@ -130,7 +130,7 @@ def test_many_regions_are_checked_within_a_budget(monkeypatch: pytest.MonkeyPatc
 
 
 def test_a_cost_beyond_the_budget_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(coverage, "VISITS_PER_BOX_MAX", 1)
+    monkeypatch.setattr(chunk_rules, "VISITS_PER_BOX_MAX", 1)
     strips: list[Region] = [Box((0, 0), (1, 2)), Box((0, 2), (1, 1)), Box((1, 0), (1, 1))]
     strips.append(Box((1, 1), (1, 2)))
     assert "irregular" in str(cover_problem(strips, (2, 3)))

@@ -20,12 +20,10 @@ import benchmarks.scale
 import ckpt.world.tree
 from benchmarks.scale import LAYOUTS
 from ckpt.errors import Corrupt, InvalidState
-from ckpt.format.checksum import crc32c
-from ckpt.format.checksum_tables import Seals
-from ckpt.format.chunk_rules import chunk_total
+from ckpt.format.checksum import Seals, crc32c
+from ckpt.format.chunk_rules import check_rules, chunk_total
 from ckpt.format.codec import encode_values
-from ckpt.format.columns import pack_map, unpack_map
-from ckpt.format.coverage import check_rules
+from ckpt.format.columns import Progressions, pack_map, pack_progressions, pack_regular, unpack_map
 from ckpt.format.datafile import StoredChunk, order_key
 from ckpt.format.joint_codec import StructureReader, encode_rest, encode_structure
 from ckpt.format.joint_manifest import build_manifest, differing_values
@@ -36,7 +34,7 @@ from ckpt.format.joint_part import (
     rest_of,
     structure_of,
 )
-from ckpt.format.manifest import Header, int64s
+from ckpt.format.manifest import REFERENCES, Header, int64s, reference_to
 from ckpt.format.manifest_codec import encode_manifest
 from ckpt.format.part import (
     FileColumns,
@@ -46,12 +44,10 @@ from ckpt.format.part import (
     TensorRecord,
     part_of_files,
 )
-from ckpt.format.progressions import Progressions, pack_progressions, pack_regular
-from ckpt.format.references import REFERENCES, reference_to
 from ckpt.layout.region import Box, Region, Span, span_of
-from ckpt.saving.joint_parts import JointParts, JointReceived
+from ckpt.saving.task import JointParts, JointReceived
 from ckpt.telemetry.history import RankReport
-from ckpt.world.frames import split
+from ckpt.world.base import split
 from ckpt.world.tree import family
 from tests.conftest import Scale
 from tests.format.many_parts import (
@@ -350,8 +346,8 @@ def test_later_saves_send_no_structure_and_merge_none(monkeypatch: pytest.Monkey
         described.append(part.rank)
         return structure_of(part)
 
-    monkeypatch.setattr("ckpt.saving.joint_parts.merge_structures", noted)
-    monkeypatch.setattr("ckpt.saving.joint_parts.structure_of", of_part)
+    monkeypatch.setattr("ckpt.saving.task.merge_structures", noted)
+    monkeypatch.setattr("ckpt.saving.task.structure_of", of_part)
     known, tree = kept_by(ranks), random_tree(6, ranks)
     parts, others = random_parts(1, ranks), random_parts(2, ranks)
     assert of_joint_parts(header, parts, known, tree) == of_all_parts(header, parts)

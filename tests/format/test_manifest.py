@@ -13,11 +13,11 @@ import numpy as np
 import pytest
 
 from ckpt.errors import Corrupt, InvalidState, UnsupportedFormat
-from ckpt.format import coverage
-from ckpt.format.checksum_tables import Seal
+from ckpt.format import chunk_rules
+from ckpt.format.checksum import Seal
 from ckpt.format.chunk_columns import CHUNK_NBYTES
+from ckpt.format.chunk_rules import cover_problem
 from ckpt.format.columns import pack_ints, pack_map, unpack_map
-from ckpt.format.coverage import cover_problem
 from ckpt.format.datafile import StoredChunk, layout_data_file
 from ckpt.format.joint_codec import decode_part, encode_part
 from ckpt.format.joint_manifest import build_manifest, joint_manifest
@@ -493,7 +493,7 @@ def test_tensors_of_one_shape_that_are_cut_alike_are_checked_once(
         checked.append(shape)
         return cover_problem(regions, shape)
 
-    monkeypatch.setattr(coverage, "cover_problem", counting)
+    monkeypatch.setattr(chunk_rules, "cover_problem", counting)
     chunks, tensors = [], []
     for number, cut in enumerate((3, 3, 2, 3)):
         halves = [Box((0, 0), (4, cut)), Box((0, cut), (4, 6 - cut))]

@@ -11,10 +11,9 @@ import torch
 
 import ckpt
 from ckpt.errors import Corrupt
-from ckpt.format.columns import pack_ints, unpack_map
+from ckpt.format.columns import pack_ints, pack_regular, unpack_map, unpack_regular
 from ckpt.format.manifest import ChunkTable
 from ckpt.format.manifest_codec import encode_manifest
-from ckpt.format.progressions import pack_regular, unpack_regular
 from ckpt.tools.salvage import salvage
 from storage import open_store
 from tests.format.test_manifest import grid_manifest

@@ -20,9 +20,9 @@ from ckpt.errors import Corrupt, NoCheckpoint
 from ckpt.format.columns import pack_ints, pack_map, pack_strings, unpack_map
 from ckpt.format.datafile_index import read_data_file_index
 from ckpt.format.joint_manifest import build_manifest
+from ckpt.format.manifest import parse_reference, reference_to
 from ckpt.format.manifest_codec import decode_manifest, encode_manifest
-from ckpt.format.metadata import FileRange, describe_file
-from ckpt.format.references import parse_reference, reference_to
+from ckpt.format.rank_files import FileRange, describe_file
 from ckpt.loading.contents import find_checkpoint
 from ckpt.tools.salvage import _chunks_between, matches_manifest, salvage
 from storage import open_store

@@ -30,9 +30,9 @@ from ckpt.format.joint_part import (
     structure_of,
 )
 from ckpt.format.part import Part
-from ckpt.saving.joint_parts import JointParts
+from ckpt.saving.task import JointParts
 from ckpt.telemetry.history import RankReport
-from ckpt.world.frames import Frame, FrameKind, FrameReader, joined, split
+from ckpt.world.base import Frame, FrameKind, FrameReader, joined, split
 from ckpt.world.link import card_of
 from ckpt.world.liveness import Card, ProcessIdentity
 from tests.format.many_parts import random_parts

@@ -38,16 +38,15 @@ from ckpt.convert.sources.safetensors_files import open_safetensors
 from ckpt.convert.sources.zips import read_directory
 from ckpt.format.checksum import crc32c
 from ckpt.format.codec import decode_values, encode_values
-from ckpt.format.columns import pack_map, unpack_map
+from ckpt.format.columns import pack_map, pack_regular, unpack_map, unpack_regular
 from ckpt.format.datafile import CHECKSUMS, parse_entry_name
 from ckpt.format.datafile_index import read_data_file_index
 from ckpt.format.joint_codec import decode_part, encode_part
 from ckpt.format.manifest_codec import MAGIC, decode_manifest, encode_manifest
-from ckpt.format.metadata import describe_file
 from ckpt.format.metadata_budget import MetadataBudget
-from ckpt.format.progressions import pack_regular, unpack_regular
+from ckpt.format.rank_files import describe_file
 from ckpt.telemetry.record import decode_telemetry
-from ckpt.world.frames import Frame, FrameKind, FrameReader
+from ckpt.world.base import Frame, FrameKind, FrameReader
 from storage.errors import StorageError
 from storage.memory import MemoryStore
 from storage.url import open_store

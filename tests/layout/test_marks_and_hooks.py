@@ -13,7 +13,7 @@ from ckpt.layout.memory import is_plain_memory
 from ckpt.layout.piece import Owned, Piece, View, Window
 from ckpt.layout.region import Region, Shape, Span, whole
 from ckpt.layout.state_dict_hooks import load_changes, overrides, save_changes
-from ckpt.state.fingerprint import Fingerprint, add_module
+from ckpt.saving.plan import Fingerprint, add_module
 
 ALL = whole((2, 3))
 

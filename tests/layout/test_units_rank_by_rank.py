@@ -23,7 +23,7 @@ from ckpt.layout.modules import Ranks, UnsupportedTensor, describe_module, descr
 from ckpt.layout.piece import Owned, Piece, View
 from ckpt.layout.region import Span
 from ckpt.layout.sharded_tensor import sharding_of
-from ckpt.state.fingerprint import Fingerprint, add_module
+from ckpt.saving.plan import Fingerprint, add_module
 from tests.layout.models import Awkward, awkward
 from tests.layout.rebuilding import assembled, held, world
 from tests.streams import groups

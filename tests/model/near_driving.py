@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ckpt.commit.log import Log, read_format
-from ckpt.commit.ranked import SessionRegistry
+from ckpt.commit.session import SessionRegistry
 from ckpt.errors import CheckpointError, Fenced, NoCheckpoint
 from ckpt.near.tier import Tier
 from ckpt.near.value import Near

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 from unittest import mock
 
-from storage.keys import finished_name
+from storage.store import finished_name
 
 SECTOR = 512
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from ckpt.commit import session, sweep, writer
+from ckpt.commit import session, writer
 from ckpt.commit.appender import Appender, Build
 from ckpt.commit.log import Log, LogState
 from ckpt.commit.names import StepDirectory
@@ -24,7 +24,7 @@ from tests.results import Counted
 
 pytestmark = pytest.mark.timeout(3600)
 
-_delete_orphans, _why_not = sweep.delete_orphans, sweep.why_not_retire
+_delete_orphans, _why_not = writer.delete_orphans, writer.why_not_retire
 
 
 def _forgets_what_is_pending(self: Appender) -> None:
@@ -166,7 +166,7 @@ SCHEDULES: dict[str, tuple[object, str, object, str]] = {
         "sweep B",
     ),
     "a sweep takes what may have lost its COMMIT": (
-        sweep,
+        writer,
         "_in_doubt",
         lambda log, state, written: (),
         "claim A; claim B; save A; sweep B",

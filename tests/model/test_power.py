@@ -24,8 +24,7 @@ from ckpt.commit.maintenance import Maintenance
 from ckpt.commit.names import attempt_name, step_prefix
 from ckpt.commit.records import Record
 from ckpt.commit.session import Session
-from ckpt.commit.sweep import delete_attempt, why_not_retire
-from ckpt.commit.writer import LogWriter
+from ckpt.commit.writer import LogWriter, delete_attempt, why_not_retire
 from ckpt.errors import CheckpointError
 from ckpt.format.manifest import Manifest
 from ckpt.format.manifest_codec import decode_manifest

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from tests.mutants.edit import Mutant
 
-_COVERAGE = "ckpt/format/coverage.py"
+_COVERAGE = "ckpt/format/chunk_rules.py"
 _LOCAL = "storage/local.py"
 _MAINTENANCE = "ckpt/commit/maintenance.py"
 _PUBLISH = "ckpt/saving/publish.py"
 _READER = "ckpt/loading/reader.py"
 _BLOCK_SUMS = "ckpt/loading/block_sums.py"
-_SWEEP = "ckpt/commit/sweep.py"
+_SWEEP = "ckpt/commit/writer.py"
 _WRITER = "ckpt/commit/writer.py"
 
 DELETION = (

@@ -27,7 +27,7 @@ import torch
 
 from ckpt.commit.lines import resumable
 from ckpt.commit.log import Log, read_format
-from ckpt.commit.ranked import SessionRegistry
+from ckpt.commit.session import SessionRegistry
 from ckpt.errors import CheckpointError, NoCheckpoint
 from ckpt.near.value import Near
 from ckpt.service.events import NearSaved, SaveEvent

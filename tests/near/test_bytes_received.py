@@ -20,7 +20,7 @@ import pytest
 import torch
 from torch import nn
 
-from ckpt.commit.ranked import SessionRegistry
+from ckpt.commit.session import SessionRegistry
 from ckpt.format.opened_files import open_index
 from ckpt.layout.region import Box, boxes_of
 from ckpt.loading.exchange import ShareLimits

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 import torch
 
-from ckpt.commit.ranked import SessionRegistry
+from ckpt.commit.session import SessionRegistry
 from ckpt.errors import CheckpointError, SaveDropped
 from ckpt.near.memory import TierMemory
 from ckpt.near.value import Near

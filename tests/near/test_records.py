@@ -15,8 +15,7 @@ from pathlib import Path
 import pytest
 
 from ckpt.errors import CheckpointError, Corrupt, Fenced
-from ckpt.format.checksum import crc32c
-from ckpt.format.checksum_tables import seal_of
+from ckpt.format.checksum import crc32c, seal_of
 from ckpt.near.records import (
     NearFile,
     NearHead,

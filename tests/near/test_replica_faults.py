@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from ckpt.errors import Corrupt, Fenced
-from ckpt.format.checksum_tables import seal_of
+from ckpt.format.checksum import seal_of
 from ckpt.near import peers as near_peers
 from ckpt.near.peers import Copies, open_copies
 from ckpt.near.placement import Hosts, copies_of

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ckpt.commit.ranked import SessionRegistry
+from ckpt.commit.session import SessionRegistry
 from ckpt.near.value import Near
 from ckpt.service.checkpointer import Checkpointer
 from ckpt.service.policies import EverySteps, SavePolicy

@@ -17,10 +17,10 @@ import pytest
 from ckpt.commit.locate import file_key
 from ckpt.commit.names import attempt_name
 from ckpt.commit.records import LiveEntry
-from ckpt.format.checksum_tables import Seal
+from ckpt.format.checksum import Seal
 from ckpt.format.datafile import StoredChunk
 from ckpt.format.manifest import Manifest
-from ckpt.format.metadata import FileRange
+from ckpt.format.rank_files import FileRange
 from ckpt.format.stored_index import StoredSums, stored_sums
 from ckpt.layout.region import Box, Span, whole
 from ckpt.saving import dedup

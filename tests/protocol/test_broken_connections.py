@@ -25,7 +25,7 @@ import pytest
 import torch.distributed as dist
 
 from ckpt.errors import RankFailed
-from ckpt.world.frames import Frame, FrameKind, MiB
+from ckpt.world.base import Frame, FrameKind, MiB
 from ckpt.world.heart import Heart
 from ckpt.world.link import Link, Neighbour, again, hello
 from ckpt.world.liveness import Card

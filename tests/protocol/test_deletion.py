@@ -24,8 +24,7 @@ from ckpt.commit.maintenance import Maintenance
 from ckpt.commit.names import MANIFEST_NAME, RESERVE_KEY, step_prefix
 from ckpt.commit.records import LiveEntry, manifest_digest
 from ckpt.commit.session import Session
-from ckpt.commit.sweep import NotRetired, delete_attempt
-from ckpt.commit.writer import RESERVE_NBYTES, Commit, keep_reserve
+from ckpt.commit.writer import RESERVE_NBYTES, Commit, NotRetired, delete_attempt, keep_reserve
 from ckpt.errors import CheckpointError
 from ckpt.format.manifest_codec import decode_manifest, encode_manifest
 from storage import open_store

@@ -18,8 +18,7 @@ from ckpt.commit.maintenance import Maintenance
 from ckpt.commit.names import MANIFEST_NAME, record_key, step_prefix
 from ckpt.commit.records import manifest_digest
 from ckpt.commit.session import Session
-from ckpt.commit.sweep import NotRetired
-from ckpt.commit.writer import Commit, LogWriter
+from ckpt.commit.writer import Commit, LogWriter, NotRetired
 from ckpt.errors import CheckpointError, Fenced, OutcomeUnknown
 from storage.memory import MemoryStore
 from storage.store import Store

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from ckpt.commit import live as live_module
-from ckpt.commit import sweep, writer
+from ckpt.commit import writer
 from ckpt.commit.appender import Appender, Build
 from ckpt.commit.locate import live_entries
 from ckpt.commit.log import Log, LogState
@@ -26,8 +26,7 @@ from ckpt.commit.maintenance import Maintenance
 from ckpt.commit.names import MANIFEST_NAME, SEGMENTS_PREFIX, record_key, segment_key
 from ckpt.commit.records import LiveEntry, Record, manifest_digest
 from ckpt.commit.session import Session
-from ckpt.commit.sweep import NotRetired
-from ckpt.commit.writer import LogWriter
+from ckpt.commit.writer import LogWriter, NotRetired
 from ckpt.errors import CheckpointError, Fenced, NoCheckpoint, OutcomeUnknown
 from ckpt.format.manifest_codec import decode_manifest
 from ckpt.saving.publish import store_manifest
@@ -371,7 +370,7 @@ def _over_what_is_there(store: Store, report: SalvageReport) -> bytes:
     return _write_manifest(store, report)
 
 
-_append, _delete_orphans, _write_manifest = Appender.append, sweep.delete_orphans, write_manifest
+_append, _delete_orphans, _write_manifest = Appender.append, writer.delete_orphans, write_manifest
 
 
 @pytest.mark.sampled(2)

@@ -18,9 +18,8 @@ from pathlib import Path
 import pytest
 
 from ckpt.commit.appender import Appender
-from ckpt.commit.ranked import SessionRegistry, open_session
 from ckpt.commit.records import Record
-from ckpt.commit.session import Session
+from ckpt.commit.session import Session, SessionRegistry, open_session
 from ckpt.errors import CheckpointError, Corrupt, Fenced, OutcomeUnknown
 from ckpt.world.base import SoloWorld
 from storage.local import LocalStore

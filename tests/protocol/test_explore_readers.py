@@ -19,10 +19,9 @@ import torch
 import ckpt
 from ckpt.commit.log import Log
 from ckpt.commit.maintenance import Maintenance
-from ckpt.commit.ranked import SessionRegistry, open_session
 from ckpt.commit.records import Record
-from ckpt.commit.sweep import delete_attempt
-from ckpt.commit.writer import LogWriter
+from ckpt.commit.session import SessionRegistry, open_session
+from ckpt.commit.writer import LogWriter, delete_attempt
 from ckpt.errors import LoadInterrupted, NoCheckpoint, OutcomeUnknown
 from ckpt.loading.load import LoadOptions, load_state
 from ckpt.loading.reader import Reader

@@ -17,9 +17,8 @@ import ckpt
 from ckpt.commit.lines import ResumePoint, latest_last, of_step, resumable
 from ckpt.commit.log import Log, LogState, latest_of
 from ckpt.commit.names import MANIFEST_NAME, step_prefix
-from ckpt.commit.ranked import SessionRegistry
 from ckpt.commit.records import RECORD_MAGIC, LiveEntry, decode_record, encode_record
-from ckpt.commit.session import Session
+from ckpt.commit.session import Session, SessionRegistry
 from ckpt.commit.writer import Commit
 from ckpt.errors import Corrupt, Fenced
 from ckpt.format.checksum import crc32c

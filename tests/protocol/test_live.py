@@ -36,7 +36,6 @@ from ckpt.commit.locate import live_entries, locate
 from ckpt.commit.log import MENDED, Log, encode_format
 from ckpt.commit.maintenance import Maintenance
 from ckpt.commit.names import MANIFEST_NAME, SEGMENTS_PREFIX, record_key, record_slot, segment_key
-from ckpt.commit.ranked import SessionRegistry, open_session
 from ckpt.commit.records import (
     Kind,
     LiveEntry,
@@ -47,9 +46,8 @@ from ckpt.commit.records import (
     manifest_digest,
     record_digest,
 )
-from ckpt.commit.session import Session
-from ckpt.commit.sweep import NotRetired
-from ckpt.commit.writer import Commit
+from ckpt.commit.session import Session, SessionRegistry, open_session
+from ckpt.commit.writer import Commit, NotRetired
 from ckpt.errors import CheckpointError, Corrupt, UnsupportedFormat
 from ckpt.operate import copy, mend
 from ckpt.screens.terminal import date, show_table, size

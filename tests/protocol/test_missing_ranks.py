@@ -20,7 +20,7 @@ import pytest
 
 import ckpt.world.missing
 from ckpt.errors import RankFailed
-from ckpt.world.frames import Frame
+from ckpt.world.base import Frame
 from ckpt.world.heart import Heart
 from ckpt.world.job import Process
 from ckpt.world.link import Neighbour

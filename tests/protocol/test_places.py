@@ -23,9 +23,8 @@ from ckpt.commit.locate import locate
 from ckpt.commit.log import Log
 from ckpt.commit.maintenance import Maintenance
 from ckpt.commit.names import MANIFEST_NAME, record_key, step_prefix
-from ckpt.commit.ranked import SessionRegistry, open_session
 from ckpt.commit.records import LiveEntry, manifest_digest
-from ckpt.commit.session import Session
+from ckpt.commit.session import Session, SessionRegistry, open_session
 from ckpt.commit.writer import Commit
 from ckpt.errors import CheckpointError, Corrupt, LogDiverged
 from ckpt.operate import mend

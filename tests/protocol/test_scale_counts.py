@@ -16,7 +16,7 @@ import torch
 
 from benchmarks.scale import LAYOUTS, Model
 from ckpt.commit.appender import Sources
-from ckpt.commit.ranked import SessionRegistry, open_session
+from ckpt.commit.session import SessionRegistry, open_session
 from ckpt.loading.load import LoadOptions, load_state
 from ckpt.saving.save import save_state
 from ckpt.saving.task import PartMemory, SaveOptions

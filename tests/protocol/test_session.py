@@ -17,11 +17,9 @@ from ckpt.commit.appender import Appender, Limits, Sources
 from ckpt.commit.log import Log
 from ckpt.commit.maintenance import Maintenance
 from ckpt.commit.names import MANIFEST_NAME, step_prefix
-from ckpt.commit.ranked import SessionRegistry, open_session
 from ckpt.commit.records import LiveEntry, manifest_digest
-from ckpt.commit.session import ReferenceRetired, Session
-from ckpt.commit.sweep import NotRetired
-from ckpt.commit.writer import Commit
+from ckpt.commit.session import ReferenceRetired, Session, SessionRegistry, open_session
+from ckpt.commit.writer import Commit, NotRetired
 from ckpt.errors import CheckpointError, Corrupt, Fenced, NoCheckpoint, OutcomeUnknown, StoreRefused
 from ckpt.testing import RanksFailed, run_ranks
 from ckpt.world.base import SoloWorld, World

@@ -25,7 +25,7 @@ import pytest
 import torch.distributed as dist
 
 from ckpt.errors import RankFailed
-from ckpt.world.frames import Frame, FrameKind
+from ckpt.world.base import Frame, FrameKind
 from ckpt.world.heart import Heart, Place, _listening
 from ckpt.world.job import Process
 from ckpt.world.link import NOBODY, Link, Neighbour

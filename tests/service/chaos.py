@@ -18,8 +18,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 
 from ckpt.commit.lines import ResumePoint
-from ckpt.commit.ranked import RankedSession, SessionRegistry, open_session
-from ckpt.commit.session import Session
+from ckpt.commit.session import RankedSession, Session, SessionRegistry, open_session
 from ckpt.errors import CheckpointError, RankFailed
 from ckpt.loading.load import LoadOptions, LoadReport, load_state
 from ckpt.saving.background import Background

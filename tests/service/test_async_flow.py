@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 import ckpt
-from ckpt.commit.ranked import SessionRegistry, open_session
+from ckpt.commit.session import SessionRegistry, open_session
 from ckpt.layout.buffers import aligned_buffer
 from ckpt.saving.background import Background, PendingSave
 from ckpt.saving.image import Image

@@ -17,8 +17,7 @@ import torch
 
 import ckpt
 from ckpt.commit.locate import live_entries
-from ckpt.commit.ranked import SessionRegistry
-from ckpt.commit.session import Session
+from ckpt.commit.session import Session, SessionRegistry
 from ckpt.errors import (
     Corrupt,
     Failure,

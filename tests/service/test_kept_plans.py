@@ -191,7 +191,7 @@ def test_a_process_alone_merges_again_only_what_has_changed(
         merged.append(1)
         return JointTable(structure)
 
-    monkeypatch.setattr("ckpt.saving.joint_parts.JointTable", noted)
+    monkeypatch.setattr("ckpt.saving.task.JointTable", noted)
     url = f"{URL}-alone"
     state: State = {"a": torch.randn(3), "b": torch.randn(4)}
     for step in range(9):

@@ -23,8 +23,7 @@ from hypothesis import strategies as st
 import ckpt
 from ckpt.commit.log import Log
 from ckpt.commit.names import TELEMETRY_NAME
-from ckpt.commit.ranked import SessionRegistry
-from ckpt.commit.session import Session
+from ckpt.commit.session import Session, SessionRegistry
 from ckpt.errors import Corrupt
 from ckpt.saving.task import SaveOptions
 from ckpt.service.checkpointer import Checkpointer
@@ -32,12 +31,13 @@ from ckpt.service.events import Restored, SaveEvent, SaveFailed, SaveSucceeded
 from ckpt.telemetry.history import CommittedSave, RankReport, SaveHistory, read_telemetry, totals_of
 from ckpt.telemetry.record import (
     HISTORY_MAX,
+    JsonLines,
+    PhaseSpan,
     SaveTotals,
     Telemetry,
     decode_telemetry,
     encode_telemetry,
 )
-from ckpt.telemetry.recorder import JsonLines, PhaseSpan
 from ckpt.testing import run_ranks
 from ckpt.tools.report import report_of
 from ckpt.world.base import SoloWorld, World

@@ -16,7 +16,7 @@ import torch
 import ckpt
 from ckpt.commit.locate import live_entries
 from ckpt.commit.patience import BLOCKING_SECONDS
-from ckpt.commit.ranked import SessionRegistry
+from ckpt.commit.session import SessionRegistry
 from ckpt.service.checkpointer import Checkpointer
 from ckpt.world.base import SoloWorld
 from storage import Store, TransientError

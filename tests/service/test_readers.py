@@ -20,7 +20,7 @@ import torch
 
 import ckpt
 from ckpt.commit.locate import live_entries
-from ckpt.commit.ranked import SessionRegistry
+from ckpt.commit.session import SessionRegistry
 from ckpt.errors import NoCheckpoint
 from ckpt.loading.load import LoadOptions, load_state
 from ckpt.loading.plan import ReadPath

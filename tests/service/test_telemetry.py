@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import ckpt
-from ckpt.telemetry.recorder import PhaseSpan, Recorder
+from ckpt.telemetry.record import PhaseSpan, Recorder
 
 
 def test_a_recorder_keeps_spans_and_counters_of_failed_phases_too() -> None:

@@ -30,8 +30,7 @@ from ckpt.commit.appender import Appender
 from ckpt.commit.log import LogState
 from ckpt.commit.records import Record
 from ckpt.commit.session import Session
-from ckpt.commit.sweep import delete_attempt
-from ckpt.commit.writer import LogWriter
+from ckpt.commit.writer import LogWriter, delete_attempt
 from ckpt.errors import OutcomeUnknown
 from ckpt.near.memory import TierMemory
 from ckpt.near.saving import NearSaves

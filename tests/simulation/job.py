@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ckpt.commit.log import Log
-from ckpt.commit.ranked import RankedSession, SessionRegistry, open_session
+from ckpt.commit.session import RankedSession, SessionRegistry, open_session
 from ckpt.near.value import Near
 from ckpt.service.checkpointer import Checkpointer
 from ckpt.service.events import NearFailed, NearSaved, SaveEvent, SaveFailed, SaveSucceeded

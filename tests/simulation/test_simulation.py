@@ -4,8 +4,8 @@ A seed draws 2 to 4 starts of one job on one root, of 1 to 3 ranks each, one aft
 the same time, with the real `Checkpointer` on every rank. It draws what befalls processes and
 requests, and which thread runs at every point. Judged are what callers were notified of
 (`tests.cluster.history`), the promises of the protocol (`tests.protocol.invariants`), and that
-every call ends. A failure names the command that replays it. Bugs that are planted (`bugs`) are found
-within some seeds.
+every call ends. A failure names the command that replays it. Bugs that are planted (`bugs`) are
+found within some seeds.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ import pytest
 
 from storage.errors import SlowDownError, StorageError, TransientError
 from storage.hedging import COMPLETE, HedgeLimits, Hedger, HedgeRule, Like, NoAnswerError
-from storage.patience import Patience
+from storage.retry import Patience
 
 T = TypeVar("T")
 LIMITS = HedgeLimits()

@@ -18,9 +18,9 @@ from storage import (
     open_store,
 )
 from storage.encoding.store import EncodedStore
-from storage.keys import redacted
 from storage.local import LocalStore
 from storage.location import child_of
+from storage.store import redacted
 
 
 def plain(store: Store) -> Store:

@@ -18,7 +18,7 @@ from torch import nn
 
 import ckpt.format.object_parts as object_parts
 import ckpt.saving.write as writing
-from ckpt.commit.ranked import SessionRegistry, open_session
+from ckpt.commit.session import SessionRegistry, open_session
 from ckpt.layout.buffers import address_of, aligned_buffer
 from ckpt.saving.background import Background
 from ckpt.saving.staging import Staged, StageOptions, stage

@@ -25,18 +25,20 @@ import torch
 import ckpt
 from ckpt.cli import main
 from ckpt.errors import Corrupt, UnsupportedFormat
-from ckpt.format.checksum_tables import Seal, Seals
-from ckpt.format.columns import pack_ints, pack_map, unpack_map
-from ckpt.format.manifest import BoxTable, ChunkTable, Manifest, RuledChunks, starts_of
-from ckpt.format.manifest_codec import MAGIC, decode_manifest, encode_manifest
-from ckpt.format.metadata_budget import MetadataBudget
-from ckpt.format.progressions import (
+from ckpt.format.checksum import Seal, Seals
+from ckpt.format.columns import (
     Progressions,
     distinct_by_part,
     is_below,
+    pack_ints,
+    pack_map,
     pack_regular,
+    unpack_map,
     unpack_rules,
 )
+from ckpt.format.manifest import BoxTable, ChunkTable, Manifest, RuledChunks, starts_of
+from ckpt.format.manifest_codec import MAGIC, decode_manifest, encode_manifest
+from ckpt.format.metadata_budget import MetadataBudget
 from ckpt.telemetry.record import decode_telemetry
 from tests.conftest import Scale
 from tests.format.sample import make_increments, make_sample

@@ -22,7 +22,7 @@ import ckpt
 from ckpt.cli import main
 from ckpt.commit.maintenance import Maintenance
 from ckpt.commit.names import TELEMETRY_NAME
-from ckpt.commit.ranked import SessionRegistry
+from ckpt.commit.session import SessionRegistry
 from ckpt.errors import CheckpointError, NoCheckpoint
 from ckpt.screens.report_page import page_of
 from ckpt.screens.terminal import size

@@ -32,7 +32,7 @@ from ckpt.layout.kind import Kind
 from ckpt.layout.region import Box, Shape, span_of
 from storage import KeyNotFoundError, Store
 from storage.errors import InvalidKeyError
-from storage.keys import check_key
+from storage.store import check_key
 
 METADATA = ".metadata"
 LIGHTNING_REST = "meta.pt"

@@ -22,7 +22,7 @@ from ckpt.layout.dtypes import NATIVE_BY_CODE
 from ckpt.layout.kind import Kind
 from ckpt.layout.region import Box, Shape, is_inside, span_of
 from storage import ByteRange, KeyNotFoundError, ShortReadError, Store
-from storage.keys import check_key
+from storage.store import check_key
 
 # What torch's HuggingFaceStorageWriter notes in files that hold parts of tensors.
 SHARDS = "DCP_SHARDING_INFO"

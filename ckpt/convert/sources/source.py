@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ckpt.errors import Corrupt
-from ckpt.format.coverage import cover_problem
+from ckpt.format.chunk_rules import cover_problem
 from ckpt.layout.buffers import aligned_buffer
 from ckpt.layout.dtypes import DTYPES
 from ckpt.layout.kind import Kind

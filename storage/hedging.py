@@ -25,7 +25,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 
 from storage.errors import SlowDownError, TransientError
 from storage.forks import ForkSafeLock
-from storage.retry import LOG_SECONDS, Patience
+from storage.store import LOG_SECONDS, Patience
 
 T = TypeVar("T")
 

@@ -15,7 +15,7 @@ import re
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 from storage.errors import InvalidUrlError, KeyExistsError, KeyNotFoundError, StorageError
 from storage.forks import ForkSafeLock
@@ -25,13 +25,11 @@ from storage.store import (
     JointWriter,
     ObjectInfo,
     ObjectWriter,
+    Patience,
     Store,
     check_key,
     check_prefix,
 )
-
-if TYPE_CHECKING:
-    from storage.retry import Patience
 
 
 class WrappedStore(Store):

@@ -33,12 +33,11 @@ from ckpt.format.datafile import (
 )
 from ckpt.format.object_parts import DataFileBuilder, write_filled
 from ckpt.format.part import (
+    FileColumns,
     Part,
-    PartFile,
+    PartTexts,
     TensorRecord,
-    columns_of,
     part_of_files,
-    part_texts,
 )
 from ckpt.format.rank_files import DataFile, RankContents, rank_files
 from ckpt.layout.buffers import aligned_buffer
@@ -350,12 +349,8 @@ class _Importing:
         infos = [
             TensorRecord(t.fqn, t.dtype, t.shape, int(t.kind)) for t in contents.tensors.values()
         ]
-        texts = part_texts(
-            aliases=contents.aliases,
-            values=contents.values,
-            keeps_values=rank == 0,
-            per_rank={},
-        )
+        sends = None if rank else contents.values
+        texts = PartTexts.of(contents.aliases, contents.values, {}, sends=sends)
         chunks = share_of(contents.tensors, rank, size)
         groups = split_into_files(chunks, FILE_NBYTES_MAX)
         entries = [file_entries(group, header.block_bytes) for group in groups]
@@ -365,10 +360,9 @@ class _Importing:
         directory = step_prefix(header.step, header.attempt)
         files = [self.write_file(file, directory, meter) for file in planned]
         self.store.sync([directory + file.name for file in planned])
-        columns = [columns_of(file) for file in files]
-        return part_of_files(columns, rank=rank, tensors=infos, texts=texts)
+        return part_of_files(files, rank=rank, tensors=infos, texts=texts)
 
-    def write_file(self, file: DataFile, directory: str, meter: Meter) -> PartFile:
+    def write_file(self, file: DataFile, directory: str, meter: Meter) -> FileColumns:
         """One data file, read from the source part by part."""
         nbytes, pieces = file.layout.nbytes, self.pieces_of(file)
         builder = DataFileBuilder(file)

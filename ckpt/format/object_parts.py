@@ -18,7 +18,7 @@ from typing import TypeAlias, TypeVar
 
 from ckpt.format.checksum import BlockChecksums, seal_of
 from ckpt.format.datafile import checksum_tensor
-from ckpt.format.part import PartFile
+from ckpt.format.part import FileColumns
 from ckpt.format.rank_files import DataFile
 from ckpt.layout.buffers import aligned_buffer
 from storage import ObjectWriter, Store
@@ -240,9 +240,6 @@ class DataFileBuilder:
             here = self.tail[max(start - last, 0) : stop - last]
             part[len(part) - len(here) :] = here
 
-    def result(self) -> PartFile:
+    def result(self) -> FileColumns:
         """The file as its rank's part lists it, once all chunks have passed."""
-        file = self._file
-        checksums = self._checksums.result()
-        chunks, seal = file.entries.chunks, seal_of(self._table)
-        return PartFile(file.name, file.layout, chunks, checksums, seal, file.digests)
+        return self._file.columns(self._checksums.result(), seal_of(self._table))

@@ -17,10 +17,10 @@ import numpy.typing as npt
 
 from ckpt.errors import Corrupt, InvalidState
 from ckpt.format.checksum import Digests, Seal, Seals, crc32c, no_digests
-from ckpt.format.codec import decode_values, encode_values
+from ckpt.format.codec import encode_values
 from ckpt.format.columns import Ints, pack_ints, pack_map, unpack_ints, unpack_map
-from ckpt.format.datafile import NDIM_MAX, DataFileLayout, StoredChunk, region_start
-from ckpt.format.manifest import Int64s, Manifest, int64s, starts_of
+from ckpt.format.datafile import NDIM_MAX, StoredChunk, region_start
+from ckpt.format.manifest import Int64s, int64s, starts_of
 from ckpt.layout.dtypes import DTYPES
 from ckpt.layout.region import Box, Shape, Span, span_of
 
@@ -34,19 +34,6 @@ class TensorRecord(NamedTuple):
     dtype: str
     shape: Shape
     kind: int
-
-
-class PartFile(NamedTuple):
-    """A data file that a rank has written, with the crc32c of all blocks of its chunks in file
-    order, a digest per chunk or none, and the seal of its checksum table.
-    """
-
-    name: str
-    layout: DataFileLayout
-    chunks: Sequence[StoredChunk]
-    block_checksums: npt.NDArray[np.uint32]
-    seal: Seal
-    digests: Digests = no_digests()
 
 
 class ReplicaColumns(NamedTuple):
@@ -158,63 +145,6 @@ def decode_tensors(data: bytes) -> tuple[TensorRecord, ...]:
     return tuple(map(TensorRecord, fqns, [dtype_names[index] for index in ids], shapes, kinds))
 
 
-def make_part(
-    *,
-    rank: int,
-    files: Sequence[PartFile],
-    tensors: Sequence[TensorRecord],
-    aliases: Mapping[str, str],
-    values: Mapping[str, Any],
-    keeps_values: bool,
-    per_rank: Mapping[str, Any],
-    replicas: ReplicaColumns = NO_REPLICAS,
-    warnings: Sequence[str] = (),
-    referenced: Sequence[FileColumns] = (),
-) -> Part:
-    """The part of `rank`, after its files are laid out and their blocks checksummed.
-
-    `referenced` are files of other attempts, with those of their chunks that stand for chunks that
-    this rank would have written.
-
-    `tensors` are all tensors of the rank's state, those without elements included. `values` are
-    the common values as this rank has them; only the coordinator (`keeps_values=True`) sends more
-    than their digests.
-    """
-    return part_of_files(
-        [*map(columns_of, files), *referenced],
-        rank=rank,
-        tensors=tensors,
-        texts=part_texts(
-            aliases=aliases,
-            values=values,
-            keeps_values=keeps_values,
-            per_rank=per_rank,
-            replicas=replicas,
-            warnings=warnings,
-        ),
-    )
-
-
-def part_texts(
-    *,
-    aliases: Mapping[str, str],
-    values: Mapping[str, Any],
-    keeps_values: bool,
-    per_rank: Mapping[str, Any],
-    replicas: ReplicaColumns = NO_REPLICAS,
-    warnings: Sequence[str] = (),
-) -> PartTexts:
-    """The contents of a part besides tensors; arguments as of `make_part`."""
-    return PartTexts(
-        aliases=dict(aliases),
-        values=encode_values(dict(values)) if keeps_values else b"",
-        value_digests={k: crc32c(encode_values(values[k])) for k in sorted(values)},
-        per_rank=encode_values(dict(per_rank)) if per_rank else b"",
-        replicas=replicas,
-        warnings=tuple(warnings),
-    )
-
-
 class FileColumns(NamedTuple):
     """A data file as columns, from its writer or from its header; one item per chunk.
 
@@ -232,21 +162,6 @@ class FileColumns(NamedTuple):
     digests: Digests = no_digests()
 
 
-def columns_of(file: PartFile) -> FileColumns:
-    """A data file that a rank has written, as columns."""
-    return FileColumns(
-        name=file.name,
-        nbytes=file.layout.nbytes,
-        data_start=len(file.layout.header),
-        chunks=file.chunks,
-        offsets=file.layout.offsets,
-        block_counts=file.layout.block_counts,
-        checksums=file.block_checksums,
-        digests=file.digests,
-        seal=file.seal,
-    )
-
-
 class PartTexts(NamedTuple):
     """The contents of a part besides tensors; see `Part`. What is not given is not there."""
 
@@ -256,6 +171,26 @@ class PartTexts(NamedTuple):
     per_rank: bytes = b""
     replicas: ReplicaColumns = NO_REPLICAS
     warnings: tuple[str, ...] = ()
+
+    @classmethod
+    def of(
+        cls,
+        aliases: Mapping[str, str],
+        values: Mapping[str, Any],
+        per_rank: Mapping[str, Any],
+        *,
+        sends: Mapping[str, Any] | None,
+    ) -> PartTexts:
+        """Of the common `values` as this rank has them, those that it `sends` (None: not even an
+        empty mapping), and its own.
+        """
+        encoded = {name: encode_values(values[name]) for name in sorted(values)}
+        return cls(
+            dict(aliases),
+            b"" if sends is None else encode_values(dict(sends)),
+            {name: crc32c(data) for name, data in encoded.items()},
+            encode_values(dict(per_rank)) if per_rank else b"",
+        )
 
 
 def part_of_files(
@@ -296,20 +231,19 @@ def part_of_files(
     )
 
 
-def part_again(part: Part, files: Sequence[PartFile], texts: PartTexts) -> Part:
+def part_again(part: Part, files: Sequence[FileColumns], texts: PartTexts) -> Part:
     """The part of a save of the same chunks as `part`, in as many files, none of them another
     attempt's.
 
     What follows from the chunks alone is shared with `part`.
     """
+    no_sums = np.zeros(0, dtype=np.uint32)
     return replace(
         part,
-        file_nbytes=int64s([file.layout.nbytes for file in files]),
-        file_data_start=int64s([len(file.layout.header) for file in files]),
-        chunk_byte_start=np.concatenate([int64s([]), *(file.layout.offsets for file in files)]),
-        checksums=np.concatenate(
-            [np.zeros(0, dtype=np.uint32), *(file.block_checksums for file in files)]
-        ),
+        file_nbytes=int64s([file.nbytes for file in files]),
+        file_data_start=int64s([file.data_start for file in files]),
+        chunk_byte_start=np.concatenate([int64s([]), *(file.offsets for file in files)]),
+        checksums=np.concatenate([no_sums, *(file.checksums for file in files)]),
         seals=Seals.of([file.seal for file in files]),
         **texts._asdict(),
     )
@@ -338,22 +272,3 @@ def _json(value: Any) -> bytes:
 def _conflicts(known: Sequence[TensorRecord]) -> list[str]:
     pairs = pairwise(known)
     return [f"{b.fqn}: in the state twice, as {a} and {b}" for a, b in pairs if a.fqn == b.fqn]
-
-
-def values_of(manifest: Manifest) -> dict[str, Any]:
-    """The common values by fqn. Raises Corrupt."""
-    return _mapping(manifest.values, "values")
-
-
-def per_rank_of(manifest: Manifest) -> list[dict[str, Any]]:
-    """Each saving rank's own values by fqn, in rank order; empty when nothing was per rank. Raises
-    Corrupt.
-    """
-    return [_mapping(data, f"per_rank[{rank}]") for rank, data in enumerate(manifest.per_rank)]
-
-
-def _mapping(data: bytes, field_name: str) -> dict[str, Any]:
-    value = decode_values(data)
-    if type(value) is not dict or not all(type(key) is str for key in value):
-        raise Corrupt(f"field {field_name!r}: not a mapping of fqns to values")
-    return value

@@ -15,10 +15,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
+import numpy as np
+import numpy.typing as npt
 from pydantic import ValidationError
 
 from ckpt.errors import Corrupt
-from ckpt.format.checksum import Digests, digests_from, no_digests
+from ckpt.format.checksum import Digests, Seal, digests_from, no_digests
 from ckpt.format.datafile import (
     ALIGNMENT,
     DIGESTS,
@@ -30,7 +32,7 @@ from ckpt.format.datafile import (
 )
 from ckpt.format.datafile_index import DataFileIndex
 from ckpt.format.manifest import Header, parse_reference
-from ckpt.format.part import PartTexts, TensorRecord
+from ckpt.format.part import FileColumns, PartTexts, TensorRecord
 
 
 def data_file_name(rank: int, index: int) -> str:
@@ -177,6 +179,14 @@ class DataFile:
     layout: DataFileLayout
     extras: Mapping[str, bytes]
     digests: Digests
+
+    def columns(self, checksums: npt.NDArray[np.uint32], seal: Seal) -> FileColumns:
+        """The file once it is written, given the crc32c of all blocks of its chunks."""
+        layout = self.layout
+        head = self.name, layout.nbytes, len(layout.header), self.entries.chunks
+        return FileColumns(
+            *head, layout.offsets, layout.block_counts, checksums, seal, self.digests
+        )
 
     def with_data_start(self, data_start: int) -> DataFile:
         """The same file, its header padded with spaces so that its chunks begin at `data_start`."""

@@ -56,7 +56,7 @@ from ckpt.format.datafile import BLOCK_BYTES, StoredChunk, order_key
 from ckpt.format.joint_codec import decode_part, encode_part
 from ckpt.format.joint_manifest import joint_manifest
 from ckpt.format.manifest import MODULES, Header
-from ckpt.format.part import TensorRecord, columns_of, part_of_files, part_texts
+from ckpt.format.part import PartTexts, TensorRecord, part_of_files
 from ckpt.format.rank_files import RankContents, rank_files
 from ckpt.layout.dtypes import dtype_name, refusal_reason, torch_dtype
 from ckpt.layout.kind import Kind
@@ -234,7 +234,7 @@ def _write(plan: SavePlan, planner: SavePlanner, store: Store, header: Header, r
     tensors, sources = _tensors(plan, planner)
     values, per_rank = _values(plan, planner, rank)
     infos = sorted(tensors.values())
-    texts = part_texts(aliases={}, values=values, keeps_values=rank == 0, per_rank=per_rank)
+    texts = PartTexts.of({}, values, per_rank, sends=None if rank else values)
     path = WritePath()
     entries = entries_of(sources, path.file_nbytes_max, header.block_bytes)
     empty = [info for info in infos if 0 in info.shape]
@@ -245,9 +245,7 @@ def _write(plan: SavePlan, planner: SavePlanner, store: Store, header: Header, r
         files=rank_files(entries, RankContents(header, rank, texts, empty)),
         path=path,
     )
-    return encode_part(
-        part_of_files([*map(columns_of, files)], rank=rank, tensors=infos, texts=texts)
-    )
+    return encode_part(part_of_files(files, rank=rank, tensors=infos, texts=texts))
 
 
 def _tensors(plan: SavePlan, planner: SavePlanner) -> tuple[dict[str, TensorRecord], list[Source]]:

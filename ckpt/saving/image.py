@@ -22,7 +22,7 @@ import torch
 from ckpt.errors import InvalidState
 from ckpt.format.datafile import FileEntries
 from ckpt.format.object_parts import DataFileBuilder, Part, cut_into_parts, part_nbytes_for
-from ckpt.format.part import PartFile
+from ckpt.format.part import FileColumns
 from ckpt.format.rank_files import DataFile
 from ckpt.layout.buffers import address_of, bytes_at, copy_bytes
 from ckpt.layout.memory import SideStreams, devices_of, tensor_over
@@ -152,7 +152,7 @@ def write_files(
     files: Sequence[DataFile],
     path: WritePath,
     plans: Sequence[FilePlan] = (),
-) -> list[PartFile]:
+) -> list[FileColumns]:
     """Write `sources`, in live memory, as `files` below `directory`, "" or with a `/` at its end.
 
     `plans` are those of the files, if they are known. Memory is a buffer of `path.staging` for each

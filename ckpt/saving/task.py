@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -25,7 +25,6 @@ from ckpt.commit.patience import BACKGROUND_SECONDS
 from ckpt.commit.records import STEP_MAX
 from ckpt.commit.session import RankedSession
 from ckpt.errors import Corrupt, InvalidState, NamesChanged
-from ckpt.format.codec import encode_values
 from ckpt.format.datafile import BLOCK_BYTES
 from ckpt.format.joint_codec import (
     SentStructure,
@@ -48,13 +47,10 @@ from ckpt.format.manifest import MODULES, Header
 from ckpt.format.part import (
     FileColumns,
     Part,
-    PartFile,
     PartTexts,
     ReplicaColumns,
-    columns_of,
     part_again,
     part_of_files,
-    part_texts,
 )
 from ckpt.format.rank_files import RankContents
 from ckpt.layout.plain import Ranks
@@ -332,7 +328,7 @@ class SaveTask:
 class Written(NamedTuple):
     """This rank's files, and files of other attempts with chunks that it did not write."""
 
-    files: Sequence[PartFile]
+    files: Sequence[FileColumns]
     texts: PartTexts
     referenced: Sequence[FileColumns] = ()
 
@@ -361,18 +357,13 @@ def header_of(task: SaveTask, attempt: str, modules: Sequence[str]) -> Header:
 
 def texts_of(contents: Contents, task: SaveTask) -> PartTexts:
     """What this rank's files and its part hold besides tensors."""
-    texts = part_texts(
-        aliases=contents.flat.aliases,
-        values=contents.flat.values,
-        keeps_values=False,
-        per_rank=contents.flat.per_rank,
-    )
-    values, holders = contents.flat.values, task.memory.holders
+    flat, holders = contents.flat, task.memory.holders
+    sends: Mapping[str, Any] | None = flat.values
     if task.session.world.size > 1 and holders is not None:
-        values = {fqn: value for fqn, value in values.items() if fqn in holders.sends}
-    # The coordinator always sends some: a checkpoint of no values has an empty mapping of them.
-    is_sent = values or task.session.world.rank == 0
-    return texts._replace(values=encode_values(values) if is_sent else b"")
+        sends = {fqn: value for fqn, value in flat.values.items() if fqn in holders.sends}
+    if not sends and task.session.world.rank:
+        sends = None  # the coordinator sends an empty mapping where there are no values
+    return PartTexts.of(flat.aliases, flat.values, flat.per_rank, sends=sends)
 
 
 def modules_of(contents: Contents, task: SaveTask) -> tuple[str, ...]:
@@ -420,7 +411,7 @@ def part_of(contents: Contents, written: Written, digests: Uint32s, task: SaveTa
 
     def anew() -> Part:
         return part_of_files(
-            [*map(columns_of, written.files), *written.referenced],
+            [*written.files, *written.referenced],
             rank=task.session.world.rank,
             tensors=contents.plan.tensors,
             texts=texts,

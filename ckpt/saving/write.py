@@ -24,7 +24,7 @@ from ckpt.format.object_parts import (
     write_parts,
 )
 from ckpt.format.object_parts import Part as ObjectPart
-from ckpt.format.part import PartFile
+from ckpt.format.part import FileColumns
 from ckpt.format.rank_files import DataFile
 from ckpt.layout.assign import Share
 from ckpt.layout.buffers import touch
@@ -144,7 +144,7 @@ class WritePath:
         *,
         part_nbytes: int,
         writers: int,
-    ) -> list[PartFile]:
+    ) -> list[FileColumns]:
         """Create `files` below `directory`, "" or with a `/` at its end, from the `parts` of each,
         which a builder completes.
 

@@ -24,10 +24,8 @@ from ckpt.format.manifest_codec import decode_manifest, encode_manifest
 from ckpt.format.object_parts import DataFileBuilder, write_filled
 from ckpt.format.part import (
     FileColumns,
-    PartFile,
     PartTexts,
     TensorRecord,
-    columns_of,
     part_of_files,
 )
 from ckpt.format.rank_files import DataFile, RankContents, rank_files
@@ -187,12 +185,12 @@ def _is_same(data: bytes, header: Header, files: Sequence[DataFile]) -> bool:
 
 
 def _manifest(
-    old: Manifest, header: Header, files: Sequence[DataFile], written: Sequence[PartFile]
+    old: Manifest, header: Header, files: Sequence[DataFile], written: Sequence[FileColumns]
 ) -> Manifest:
     all_tensors = _tensors_of(old)
     by_rank: list[list[FileColumns]] = [[] for _ in range(header.world_size)]
     for file, result in zip(files, written, strict=True):
-        by_rank[file.rank].append(columns_of(result))
+        by_rank[file.rank].append(result)
     parts = []
     for rank, own in enumerate(by_rank):
         # Rank 0 lists all tensors: one without elements has no chunk, so no other rank would.
@@ -205,16 +203,16 @@ def _manifest(
 # Writing one file ---------------------------------------------------------------------------
 
 
-def _written(checkpoint: Checkpoint, target: Store, file: DataFile, add: Counter) -> PartFile:
+def _written(checkpoint: Checkpoint, target: Store, file: DataFile, add: Counter) -> FileColumns:
     layout = file.layout
     there = is_there(target, file.name, layout.header, layout.nbytes)
     if there is None:
         return _write(checkpoint, target, file, add)
     add.skip(layout.nbytes)
-    return PartFile(file.name, layout, file.entries.chunks, there.checksums, there.seal)
+    return file.columns(there.checksums, there.seal)
 
 
-def _write(checkpoint: Checkpoint, target: Store, file: DataFile, add: Counter) -> PartFile:
+def _write(checkpoint: Checkpoint, target: Store, file: DataFile, add: Counter) -> FileColumns:
     builder, layout = DataFileBuilder(file), file.layout
     with closing(_bytes_of(checkpoint, file.entries.chunks)) as bands:
         band = memoryview(b"")

@@ -41,8 +41,15 @@ from storage.errors import (
 )
 from storage.http import HttpStore
 from storage.ranges import PartLedger, drop_front, flat_views
-from storage.retry import Patience, RetryPolicy, run_publishing
-from storage.store import ExclusiveCreate, ObjectInfo, ObjectWriter, check_key, check_prefix
+from storage.retry import RetryPolicy, run_publishing
+from storage.store import (
+    ExclusiveCreate,
+    ObjectInfo,
+    ObjectWriter,
+    Patience,
+    check_key,
+    check_prefix,
+)
 
 MIB = 1 << 20
 OBJECTS = "/o/"

@@ -2,16 +2,32 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
-from ckpt.format.checksum import block_checksums, digest_of, digests_from, no_digests, seal_of
+from ckpt.format.checksum import (
+    Digests,
+    Seal,
+    block_checksums,
+    digest_of,
+    digests_from,
+    no_digests,
+    seal_of,
+)
 from ckpt.format.codec import encode_values
-from ckpt.format.datafile import StoredChunk, checksum_tensor, layout_data_file, order_key
+from ckpt.format.datafile import (
+    DataFileLayout,
+    StoredChunk,
+    checksum_tensor,
+    layout_data_file,
+    order_key,
+)
 from ckpt.format.joint_manifest import build_manifest
 from ckpt.format.manifest import Header, Manifest
-from ckpt.format.part import Part, PartFile, TensorRecord, make_part
+from ckpt.format.part import FileColumns, Part, PartTexts, TensorRecord, part_of_files
 from ckpt.format.rank_files import data_file_name, digest_extras, file_extras, file_metadata
 from ckpt.layout.dtypes import DTYPES
 from ckpt.layout.region import Box, Region, Span, boxes_of, row_major_strides, whole
@@ -184,14 +200,22 @@ def _rank(
     data = b"".join([layout.header, *stored, *extras.values(), table])
     assert len(data) == layout.nbytes
     name = data_file_name(rank, 0)
-    part = make_part(
-        rank=rank,
-        files=[PartFile(name, layout, chunks, sums, seal_of(table), digests)],
-        tensors=TENSORS,
-        aliases=ALIASES,
-        values=VALUES,
-        keeps_values=rank == 0,
-        per_rank=PER_RANK[rank],
-        referenced=division.referenced if division else (),
-    )
+    file = written(name, layout, chunks, sums, seal_of(table), digests)
+    referenced = division.referenced if division else ()
+    texts = PartTexts.of(ALIASES, VALUES, PER_RANK[rank], sends=None if rank else VALUES)
+    part = part_of_files([file, *referenced], rank=rank, tensors=TENSORS, texts=texts)
     return name, data, part
+
+
+def written(
+    name: str,
+    layout: DataFileLayout,
+    chunks: Sequence[StoredChunk],
+    sums: npt.NDArray[np.uint32],
+    seal: Seal,
+    digests: Digests | None = None,
+) -> FileColumns:
+    """A file that is laid out, as its writer lists it."""
+    columns = layout.offsets, layout.block_counts, sums, seal
+    none = no_digests() if digests is None else digests
+    return FileColumns(name, layout.nbytes, len(layout.header), chunks, *columns, none)

@@ -14,11 +14,12 @@ import pytest
 
 from ckpt.commit.locate import file_key
 from ckpt.format.checksum import Digests, digest_of
+from ckpt.format.codec import decode_values
 from ckpt.format.columns import unpack_map
 from ckpt.format.datafile import DIGESTS
 from ckpt.format.datafile_index import DataFileIndex, read_data_file_index
 from ckpt.format.manifest_codec import decode_manifest, encode_manifest
-from ckpt.format.part import TensorRecord, per_rank_of, values_of
+from ckpt.format.part import TensorRecord
 from ckpt.format.stored_index import digests_in
 from ckpt.tools.salvage import matches_manifest, salvage
 from storage import open_store
@@ -47,7 +48,8 @@ def test_golden_checkpoint_decodes_to_the_values_it_was_made_of() -> None:
     step = GOLDEN / STEP_DIR
     manifest = decode_manifest((step / "MANIFEST").read_bytes())
     assert manifest.header == HEADER and manifest.aliases == ALIASES
-    assert values_of(manifest) == VALUES and per_rank_of(manifest) == PER_RANK
+    assert decode_values(manifest.values) == VALUES
+    assert [decode_values(data) for data in manifest.per_rank] == PER_RANK
     infos = zip(manifest.fqns, manifest.dtypes, manifest.shapes, manifest.kinds, strict=True)
     assert [TensorRecord(f, d, s, int(k)) for f, d, s, k in infos] == list(TENSORS)
     for i in range(len(manifest.chunks)):

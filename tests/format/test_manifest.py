@@ -17,6 +17,7 @@ from ckpt.format import chunk_rules
 from ckpt.format.checksum import Seal
 from ckpt.format.chunk_columns import CHUNK_NBYTES
 from ckpt.format.chunk_rules import cover_problem
+from ckpt.format.codec import decode_values
 from ckpt.format.columns import pack_ints, pack_map, unpack_map
 from ckpt.format.datafile import StoredChunk, layout_data_file
 from ckpt.format.joint_codec import decode_part, encode_part
@@ -26,12 +27,10 @@ from ckpt.format.manifest import Manifest
 from ckpt.format.manifest_codec import MAGIC, decode_manifest, encode_manifest
 from ckpt.format.part import (
     Part,
-    PartFile,
+    PartTexts,
     ReplicaColumns,
     TensorRecord,
-    make_part,
-    per_rank_of,
-    values_of,
+    part_of_files,
 )
 from ckpt.layout.region import Box, Region, Shape, Span
 from tests.format.many_parts import differences_of
@@ -43,6 +42,7 @@ from tests.format.sample import (
     VALUES,
     make_sample,
     region_bytes,
+    written,
 )
 
 SAMPLE = make_sample()
@@ -72,7 +72,8 @@ def test_everything_comes_back() -> None:
     manifest = decode_manifest(ENCODED)
     assert encode_manifest(manifest) == ENCODED
     assert manifest.header == HEADER and manifest.aliases == ALIASES
-    assert values_of(manifest) == VALUES and per_rank_of(manifest) == PER_RANK
+    assert decode_values(manifest.values) == VALUES
+    assert [decode_values(data) for data in manifest.per_rank] == PER_RANK
     infos = zip(manifest.fqns, manifest.dtypes, manifest.shapes, manifest.kinds, strict=True)
     assert [TensorRecord(f, d, s, int(k)) for f, d, s, k in infos] == list(TENSORS)
     for t, info in enumerate(TENSORS):
@@ -440,15 +441,8 @@ def manifest_of(chunks: list[StoredChunk], tensors: list[TensorRecord]) -> Manif
     layout = layout_data_file(chunks, block_bytes=1 << 20, metadata={})
     sums = np.arange(layout.block_counts.sum(), dtype=np.uint32)
     seal = Seal(4 * (3 + len(sums)), bytes(32))
-    part = make_part(
-        rank=0,
-        files=[PartFile("rank00000-000.safetensors", layout, chunks, sums, seal)],
-        tensors=tensors,
-        aliases={},
-        values={},
-        keeps_values=True,
-        per_rank={},
-    )
+    file = written("rank00000-000.safetensors", layout, chunks, sums, seal)
+    part = part_of_files([file], rank=0, tensors=tensors, texts=PartTexts.of({}, {}, {}, sends={}))
     alone = HEADER.model_copy(update={"world_size": 1, "block_bytes": 1 << 20})
     return joint_manifest(alone, [one(part)])
 

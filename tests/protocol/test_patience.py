@@ -11,7 +11,7 @@ import pytest
 from ckpt.commit.patience import PAUSE_SECONDS_MAX, checked_seconds, patience_for, tries
 from ckpt.world.base import SoloWorld
 from storage.memory import MemoryStore
-from storage.retry import Patience
+from storage.store import Patience
 from storage.wrap import WrappedStore
 
 

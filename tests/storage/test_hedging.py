@@ -21,7 +21,7 @@ import pytest
 
 from storage.errors import SlowDownError, StorageError, TransientError
 from storage.hedging import COMPLETE, HedgeLimits, Hedger, HedgeRule, Like, NoAnswerError
-from storage.retry import Patience
+from storage.store import Patience
 
 T = TypeVar("T")
 LIMITS = HedgeLimits()

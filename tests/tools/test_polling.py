@@ -28,7 +28,7 @@ from ckpt.tools.report import report_of
 from ckpt.tools.run import Measurements, run_of
 from storage import InvalidUrlError, ObjectInfo, TransientError
 from storage.memory import MemoryBucket, MemoryStore
-from storage.retry import Patience
+from storage.store import Patience
 from storage.testing import CountingStore
 from storage.wrap import WrappedStore
 

@@ -57,7 +57,7 @@ class _Reading(NamedTuple):
 class BlockSums:
     """What the blocks of one checkpoint must have as checksums. Safe to use from several threads.
 
-    `location` and `cache_keys` are those of the data files, in the store and in a cache.
+    `keys` and `cache_keys` are those of the data files, in the store and in a cache.
 
     Methods that may read raise Corrupt, naming the file, when a table is not the one that the
     manifest has the seal of, and the store's errors. What `cache` has is not read from the store.

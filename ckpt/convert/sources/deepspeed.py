@@ -75,7 +75,7 @@ def is_deepspeed(keys: Sequence[str]) -> bool:
 
 
 def zero_files(keys: Sequence[str], source: CheckpointSource) -> list[str]:
-    """Those of `location` that `open_deepspeed` reads, or that say where to look.
+    """Those of `keys` that `open_deepspeed` reads, or that say where to look.
 
     The optimizer's files are among them where their state is in `source`. Otherwise only their
     weights are taken, and the rest is left out.

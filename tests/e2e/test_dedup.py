@@ -28,7 +28,7 @@ from ckpt.format.codec import encode_values
 from ckpt.format.manifest import Manifest
 from ckpt.format.manifest_codec import decode_manifest
 from ckpt.loading.contents import find_checkpoint
-from ckpt.saving import base as previous
+from ckpt.saving import dedup as previous
 from ckpt.saving.dedup import ATTEMPTS_MAX, NBYTES_MULTIPLE_MAX
 from ckpt.saving.save import save_state
 from ckpt.saving.task import PartMemory, SaveOptions

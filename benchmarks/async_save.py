@@ -92,6 +92,8 @@ class Training:
         self.number = itertools.count()
         pinned = device != "cpu"
         self.stager = DefaultStager(StagingOptions(pinned, False, False, pinned))
+        # torch 2.11 closes this after each save, and the stager cannot be used again.
+        self.stager._state_dict_stager.close = lambda: None  # type: ignore[method-assign]
         self.batch = torch.randn(4, WIDTH, device=device)
         # DCP makes collectives in its thread: on the training's own group they would mix.
         self.group = dist.new_group()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import types
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, Literal, cast
 
@@ -16,6 +16,7 @@ from ckpt.layout.dtensor import FsdpCut, describe_dtensor
 from ckpt.layout.piece import Owned
 from ckpt.layout.plain import Ranks
 from ckpt.state.values import join
+from sharding.dtensor.param import ShardedParam
 from sharding.dtensor.store import DTensorStore
 from sharding.engine.collectives import all_global_ranks, separate_comm
 from sharding.engine.runtime import GradientReductionHandle, UnshardHandle, start_early
@@ -422,27 +423,30 @@ class FSDPModule(TorchUnit):
     # --- checkpoints ----------------------------------------------------------------------------
 
     def __ckpt_pieces__(self) -> list[Owned]:
-        return [owned for _, owned in self._owned()]
+        for group in self.fsdp_groups:
+            group.store.adopt_values()
+        everyone = all_global_ranks()
+        ranks = Ranks(torch.distributed.get_rank(), everyone)
+        described = []
+        for (name, *_), param in self._shown():
+            cut = None if param.axis is None else FsdpCut(param.axis, param.data.shard.rank)
+            described.append(describe_dtensor(name, param.param, ranks, fsdp_cut=cut))
+        return described
 
     def __ckpt_aliases__(self) -> dict[str, str]:
-        return {name: names[0] for names, _ in self._owned() for name in names[1:]}
+        return {name: names[0] for names, _ in self._shown() for name in names[1:]}
 
     def __ckpt_reshard__(self) -> None:
         self.reshard()
 
-    def _owned(self) -> list[tuple[list[str], Owned]]:
+    def _shown(self) -> Iterator[tuple[list[str], ShardedParam]]:
         """The parameters that are shown below this module, with all names that they have there."""
-        for group in self.fsdp_groups:
-            group.store.adopt_values()
         me = _as_module(self)
         before = self.fsdp_group.modules[: self.fsdp_group.modules.index(me)]
         described_before = {id(module) for other in before for module in other.modules()}
         prefixes: dict[int, list[str]] = {}
         for prefix, module in me.named_modules(remove_duplicate=False):
             prefixes.setdefault(id(module), []).append(prefix)
-        everyone = all_global_ranks()
-        ranks = Ranks(torch.distributed.get_rank(), everyone)
-        described = []
         for param in (param for group in self.fsdp_groups for param in group.store.params):
             names = [
                 join(prefix, place.name)
@@ -453,11 +457,7 @@ class FSDPModule(TorchUnit):
             if names and not any(
                 id(place.module) in described_before for place in param.module_param.places
             ):
-                rank = param.data.shard.rank
-                cut = None if param.axis is None else FsdpCut(param.axis, rank)
-                owned = describe_dtensor(names[0], param.param, ranks, fsdp_cut=cut)
-                described.append((names, owned))
-        return described
+                yield names, param
 
 
 def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:

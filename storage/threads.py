@@ -65,9 +65,24 @@ def as_done(
                 yield future.result()
 
 
+class Pool(ThreadPoolExecutor):
+    """A pool that needs no thread: where none can be started, `submit` does the work itself.
+
+    Python 3.12.0 to 3.12.2 start no thread once the main one has ended, and a save in the
+    background may still run then.
+    """
+
+    def _adjust_thread_count(self) -> None:
+        try:
+            super()._adjust_thread_count()
+        except RuntimeError:
+            if not self._threads:  # else they take what `submit` has just put into the queue
+                self._work_queue.get_nowait().run()
+
+
 @contextmanager
-def _pool(threads: int, name: str) -> Iterator[ThreadPoolExecutor]:
-    pool = ThreadPoolExecutor(threads, name)  # starts no thread that it does not need
+def _pool(threads: int, name: str) -> Iterator[Pool]:
+    pool = Pool(threads, name)  # starts no thread that it does not need
     try:
         yield pool
     finally:

@@ -15,7 +15,6 @@ import itertools
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
@@ -49,6 +48,7 @@ from ckpt.format.checksum import crc32c
 from ckpt.format.damage import once_more, raising_corrupt
 from storage.errors import CorruptObjectError, KeyNotFoundError, TooLargeError
 from storage.store import Store
+from storage.threads import Pool
 
 FORMAT_KEY = "FORMAT"
 FORMAT_VERSION = 1
@@ -263,7 +263,7 @@ class _LogEnd:
 
 def at_once(asked: Callable[[], _Asked], mine: Callable[[], _Mine]) -> tuple[_Asked, _Mine]:
     """Both results; `mine` is called in this thread. Its error comes before that of `asked`."""
-    with ThreadPoolExecutor(1) as pool:
+    with Pool(1) as pool:
         other = pool.submit(asked)
         result = mine()
     return other.result(), result

@@ -14,7 +14,6 @@ import logging
 import secrets
 import threading
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -43,6 +42,7 @@ from storage.errors import (
     TransientError,
 )
 from storage.store import ExclusiveCreate, Store
+from storage.threads import Pool
 
 logger = logging.getLogger(__name__)
 
@@ -102,7 +102,7 @@ def delete_attempt(store: Store, *, step: int, attempt: str) -> int:
         for key in rest:
             store.delete(key)
     else:
-        with ThreadPoolExecutor(DELETERS, thread_name_prefix="ckpt-delete") as pool:
+        with Pool(DELETERS, thread_name_prefix="ckpt-delete") as pool:
             _all_results(pool.submit(store.delete, key).result for key in rest)
     # Uploads that never ended are in no listing, but take space and are paid for.
     store.abort_unfinished(prefix)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Sequence
 from typing import NamedTuple, NoReturn
 
 import torch
@@ -185,10 +185,12 @@ def _declared_groups(layout: ModuleLayout) -> _Declared | None:
     return None if layout.problems and not any(declared.groups) else declared
 
 
-def _unit_around(owned: Owned, names: Iterable[str]) -> str | None:
+def _unit_around(owned: Owned, units: Container[str]) -> str | None:
     """The name of the innermost unit around a tensor."""
-    around = [name for name in names if not name or f"{owned.fqns[0]}.".startswith(f"{name}.")]
-    return max(around, key=len) if around else None
+    name = owned.fqns[0]
+    while name and name not in units:
+        name = name.rpartition(".")[0]
+    return name if name in units else None
 
 
 def _group_of_hybrid(

@@ -212,7 +212,7 @@ class Heart:
 
     @staticmethod
     def aside(run: Callable[[], _T], seconds: float) -> _T | None:
-        """`run()` in a thread of its own; None when it raised or takes longer.
+        """`run()` in a thread of its own; None when it raised, takes longer, or there is no thread.
 
         For requests to a store that may never answer, because its host is stopped.
         """
@@ -225,7 +225,10 @@ class Heart:
                 logger.debug("a request beside a failure has failed itself: %s", error)
 
         thread = threading.Thread(target=attempt, name="ckpt-aside", daemon=True)
-        thread.start()
+        try:
+            thread.start()
+        except RuntimeError:  # Python 3.12.0 to 3.12.2 start none once the main one has ended
+            return None
         thread.join(seconds)
         return results[0] if results else None
 

@@ -17,7 +17,6 @@ import http.client
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar
@@ -32,6 +31,7 @@ from fsspec.config import apply_config
 
 from storage.errors import InvalidUrlError
 from storage.s3.wire import Route, Wire, WireRequest
+from storage.threads import Pool
 
 T = TypeVar("T")
 
@@ -118,7 +118,7 @@ class S3Client:
         self._filesystem.retries = 1
         self._unsigned = unsigned
         self._models: dict[tuple[str, ...], Model] = {}
-        self._threads = ThreadPoolExecutor(_THREADS_MAX, thread_name_prefix="s3")
+        self._threads = Pool(_THREADS_MAX, thread_name_prefix="s3")
         self.wire = Wire(self._route)
         self._router: URLLib3Session | None = None
         self._timeouts = (10.0, 60.0)

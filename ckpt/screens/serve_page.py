@@ -16,7 +16,7 @@ from urllib.parse import urlencode
 from ckpt.screens.page_parts import CHARTS, NOTHING, STYLE, chart, heat_map, near_of, state_tags
 from ckpt.screens.terminal import counted, date, rate_text, seconds_text, size
 from ckpt.screens.visible import page_text
-from ckpt.service.retention import EVERYTHING, KeepAll, KeepRule, LiveCheckpoint, plan_retention
+from ckpt.service.retention import EVERYTHING, KeepAll, KeepRule, plan_retention
 from ckpt.telemetry.record import SaveTotals, Telemetry
 from ckpt.tools.polling import RunState
 from ckpt.tools.run import ReportedSave, busiest_ranks
@@ -418,8 +418,8 @@ def _retention(look: PageMatter) -> Iterator[str]:
 
 def _kept(look: PageMatter) -> Iterator[str]:
     rule = look.rule
-    candidates = [LiveCheckpoint(e, e.committed_unix) for e in look.chosen.entries]
-    plan = plan_retention(candidates, KeepAll() if rule is None else rule, now_unix=look.now_unix)
+    rule_shown = KeepAll() if rule is None else rule
+    plan = plan_retention(look.chosen.entries, rule_shown, now_unix=look.now_unix)
     if rule is None:
         yield (
             '<p class="note">The rule of the training is its own and not in the root. With '

@@ -12,7 +12,6 @@ from ckpt.service.retention import (
     UNMEASURED,
     KeepRule,
     RetentionPlan,
-    candidates_of,
     carry_out,
     plan_retention,
 )
@@ -52,11 +51,10 @@ class Keeper:
         if session is None:
             return None
         state = session.state()
-        candidates = candidates_of(state)
         line = session.line(state)
         if line is None:
             return None
-        return plan_retention(candidates, self._rule, now_unix=time.time(), line=line)
+        return plan_retention(state.live, self._rule, now_unix=time.time(), line=line)
 
     def wait(self) -> None:
         """Returns when nothing is under way."""

@@ -19,7 +19,7 @@ import statistics
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import NoReturn
+from typing import ClassVar, NoReturn
 
 from ckpt.commit.numbers import checked_count, plain_int
 
@@ -45,8 +45,42 @@ class Observation:
     persist_seconds: float | None = None
 
 
-class SavePolicy(ABC):
+class Combinable(ABC):
+    """A value that `|` and `&` combine with one of its kind, and that refuses all else."""
+
+    noun: ClassVar[str]
+    nouns: ClassVar[str]
+    examples: ClassVar[tuple[str, str]]
+
+    def __ror__(self, other: object) -> NoReturn:
+        self.check_combined("|", other, f"{other!r} | {self}")
+        raise AssertionError("one of its kind has __or__")
+
+    def __rand__(self, other: object) -> NoReturn:
+        self.check_combined("&", other, f"{other!r} & {self}")
+        raise AssertionError("one of its kind has __and__")
+
+    def __bool__(self) -> NoReturn:
+        raise TypeError(
+            f"{self}: `or` and `and` take one of two {self.nouns} and drop the other; write | and "
+            f"&, such as {' | '.join(self.examples)}"
+        )
+
+    def check_combined(self, operator: str, other: object, text: str = "") -> None:
+        """Raise TypeError for what is not of this kind: Python's own text would not say what is."""
+        kind = next(one for one in type(self).__mro__ if "noun" in vars(one))
+        if not isinstance(other, kind):
+            raise TypeError(
+                f"{text or f'{self} {operator} {other!r}'}: expected a {self.noun} on both sides, "
+                f"such as {f' {operator} '.join(self.examples)}"
+            )
+
+
+class SavePolicy(Combinable):
     """When to save. Policies are values; combine them with `|` and `&`."""
+
+    noun, nouns = "policy", "policies"
+    examples = ("ckpt.EverySteps(1000)", "ckpt.EverySeconds(1800)")
 
     @abstractmethod
     def reasons(self, observation: Observation) -> tuple[str, ...]:
@@ -66,36 +100,13 @@ class SavePolicy(ABC):
         yield self
 
     def __or__(self, other: SavePolicy) -> SavePolicy:
-        self._check_combined("|", other)
+        self.check_combined("|", other)
         # Flat, because each alternative may be decided by another rank; see note "who decides".
         return AnyOf((*self.alternatives(), *other.alternatives()))
 
     def __and__(self, other: SavePolicy) -> SavePolicy:
-        self._check_combined("&", other)
+        self.check_combined("&", other)
         return AllOf((self, other))
-
-    def __ror__(self, other: object) -> NoReturn:
-        raise self._not_combined(f"{other!r} | {self}", "|")
-
-    def __rand__(self, other: object) -> NoReturn:
-        raise self._not_combined(f"{other!r} & {self}", "&")
-
-    def __bool__(self) -> NoReturn:
-        raise TypeError(
-            f"{self}: `or` and `and` take one of two policies and drop the other; write | and &, "
-            "such as ckpt.EverySteps(1000) | ckpt.AtExit()"
-        )
-
-    def _check_combined(self, operator: str, other: object) -> None:
-        if not isinstance(other, SavePolicy):
-            raise self._not_combined(f"{self} {operator} {other!r}", operator)
-
-    def _not_combined(self, text: str, operator: str) -> TypeError:
-        """For what is combined with no policy: Python's own text would not say what is."""
-        return TypeError(
-            f"{text}: expected a policy on both sides, such as "
-            f"ckpt.EverySteps(1000) {operator} ckpt.EverySeconds(1800)"
-        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,7 +28,6 @@ from ckpt.service.retention import (
     KeepRule,
     KeepYounger,
     RetentionPlan,
-    candidates_of,
     carry_out,
     plan_retention,
     with_grace,
@@ -130,7 +129,7 @@ def prune_store(
 
 def _plan(store: Store, maintenance: Maintenance, rule: KeepRule) -> RetentionPlan:
     """Raises CheckpointError for a rule that matches nothing."""
-    plan = plan_retention(candidates_of(maintenance.state()), rule, now_unix=time.time())
+    plan = plan_retention(maintenance.state().live, rule, now_unix=time.time())
     if plan.refused:
         raise CheckpointError(f"{store.url}: {DELETED_NOTHING}: {plan.refused}")
     return plan

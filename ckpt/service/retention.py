@@ -17,23 +17,17 @@ from __future__ import annotations
 
 import heapq
 import math
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice, pairwise
-from typing import Literal, NamedTuple, NoReturn
+from typing import Literal, NamedTuple
 
-from ckpt.commit.log import LogState, latest_of
+from ckpt.commit.log import latest_of
 from ckpt.commit.numbers import checked_count, plain_int
 from ckpt.commit.records import LiveEntry, Record
 from ckpt.commit.writer import NotRetired
-
-
-class LiveCheckpoint(NamedTuple):
-    """A live checkpoint, and when it was committed (seconds since 1970 by its writer's clock)."""
-
-    entry: LiveEntry
-    committed_unix: float
+from ckpt.service.policies import Combinable
 
 
 class Verdict(NamedTuple):
@@ -81,51 +75,31 @@ OF_ANOTHER_LINE = "another training saved it; `ckpt prune` and `ckpt rm` remove 
 OF_NO_LINE = "no training saved it; `ckpt rm` removes it"
 
 
-class KeepRule(ABC):
+class KeepRule(Combinable):
     """Which checkpoints to keep. Rules are values; combine them with `|` and `&`."""
 
+    noun, nouns = "rule", "rules"
+    examples = ("ckpt.KeepLatest(3)", "ckpt.KeepEvery(1000)")
+
     @abstractmethod
-    def kept(self, candidates: Sequence[LiveCheckpoint], now_unix: float) -> Reasons:
+    def kept(self, candidates: Sequence[LiveEntry], now_unix: float) -> Reasons:
         """Why each kept attempt is kept. `candidates` are in the order of their commits."""
 
-    def unjudged(self, candidates: Sequence[LiveCheckpoint]) -> str:
+    def unjudged(self, candidates: Sequence[LiveEntry]) -> str:
         """Why this rule, or one that it consists of, has nothing to go by; "" when it has."""
         return ""
 
-    def jumps(self, candidates: Sequence[LiveCheckpoint]) -> tuple[str, ...]:
+    def jumps(self, candidates: Sequence[LiveEntry]) -> tuple[str, ...]:
         """Jumps of the clock among `candidates` that this rule leaves out of their ages."""
         return ()
 
     def __or__(self, other: KeepRule) -> KeepRule:
-        self._check_combined("|", other)
+        self.check_combined("|", other)
         return _Either((self, other))
 
     def __and__(self, other: KeepRule) -> KeepRule:
-        self._check_combined("&", other)
+        self.check_combined("&", other)
         return _Both((self, other))
-
-    def __ror__(self, other: object) -> NoReturn:
-        raise self._not_combined(f"{other!r} | {self}", "|")
-
-    def __rand__(self, other: object) -> NoReturn:
-        raise self._not_combined(f"{other!r} & {self}", "&")
-
-    def __bool__(self) -> NoReturn:
-        raise TypeError(
-            f"{self}: `or` and `and` take one of two rules and drop the other; write | and &, such "
-            "as ckpt.KeepLatest(3) | ckpt.KeepEvery(1000)"
-        )
-
-    def _check_combined(self, operator: str, other: object) -> None:
-        if not isinstance(other, KeepRule):
-            raise self._not_combined(f"{self} {operator} {other!r}", operator)
-
-    def _not_combined(self, text: str, operator: str) -> TypeError:
-        """For what is combined with no rule: Python's own text would not say what is."""
-        return TypeError(
-            f"{text}: expected a rule on both sides, such as "
-            f"ckpt.KeepLatest(3) {operator} ckpt.KeepEvery(1000)"
-        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,16 +108,16 @@ class CombinedRule(KeepRule):
 
     rules: tuple[KeepRule, ...]
 
-    def unjudged(self, candidates: Sequence[LiveCheckpoint]) -> str:
+    def unjudged(self, candidates: Sequence[LiveEntry]) -> str:
         return "; ".join(filter(None, (rule.unjudged(candidates) for rule in self.rules)))
 
-    def jumps(self, candidates: Sequence[LiveCheckpoint]) -> tuple[str, ...]:
+    def jumps(self, candidates: Sequence[LiveEntry]) -> tuple[str, ...]:
         every = (jump for rule in self.rules for jump in rule.jumps(candidates))
         return tuple(dict.fromkeys(every))
 
 
 class _Either(CombinedRule):
-    def kept(self, candidates: Sequence[LiveCheckpoint], now_unix: float) -> Reasons:
+    def kept(self, candidates: Sequence[LiveEntry], now_unix: float) -> Reasons:
         kept: Reasons = {}
         for rule in self.rules:
             for attempt, reasons in rule.kept(candidates, now_unix).items():
@@ -152,7 +126,7 @@ class _Either(CombinedRule):
 
 
 class _Both(CombinedRule):
-    def kept(self, candidates: Sequence[LiveCheckpoint], now_unix: float) -> Reasons:
+    def kept(self, candidates: Sequence[LiveEntry], now_unix: float) -> Reasons:
         by_rule = [rule.kept(candidates, now_unix) for rule in self.rules]
         by_all = [name for name in by_rule[0] if all(name in kept for kept in by_rule)]
         return {name: (" and ".join("; ".join(kept[name]) for kept in by_rule),) for name in by_all}
@@ -162,8 +136,8 @@ class _Both(CombinedRule):
 class KeepAll(KeepRule):
     """Everything; nothing is ever retired."""
 
-    def kept(self, candidates: Sequence[LiveCheckpoint], now_unix: float) -> Reasons:
-        return {entry.attempt: (EVERYTHING,) for entry, _ in candidates}
+    def kept(self, candidates: Sequence[LiveEntry], now_unix: float) -> Reasons:
+        return {entry.attempt: (EVERYTHING,) for entry in candidates}
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,9 +149,9 @@ class KeepLatest(KeepRule):
     def __post_init__(self) -> None:
         object.__setattr__(self, "count", checked_count(self.count, f"KeepLatest({self.count!r})"))
 
-    def kept(self, candidates: Sequence[LiveCheckpoint], now_unix: float) -> Reasons:
+    def kept(self, candidates: Sequence[LiveEntry], now_unix: float) -> Reasons:
         newest = candidates[-self.count :]
-        return {entry.attempt: (f"one of the latest {self.count}",) for entry, _ in newest}
+        return {entry.attempt: (f"one of the latest {self.count}",) for entry in newest}
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,9 +166,9 @@ class KeepEvery(KeepRule):
     def __post_init__(self) -> None:
         object.__setattr__(self, "steps", checked_count(self.steps, f"KeepEvery({self.steps!r})"))
 
-    def kept(self, candidates: Sequence[LiveCheckpoint], now_unix: float) -> Reasons:
+    def kept(self, candidates: Sequence[LiveEntry], now_unix: float) -> Reasons:
         # Candidates come in the order of their commits, so the newest of a step is the last one.
-        newest_by_step = {entry.step: entry for entry, _ in candidates}
+        newest_by_step = {entry.step: entry for entry in candidates}
         first_by_period: dict[int, LiveEntry] = {}
         for step in sorted(newest_by_step):
             first_by_period.setdefault(step // self.steps, newest_by_step[step])
@@ -225,22 +199,22 @@ class KeepBest(KeepRule):
                 f"KeepBest(unmeasured={self.unmeasured!r}): expected 'keep' or 'retire'"
             )
 
-    def kept(self, candidates: Sequence[LiveCheckpoint], now_unix: float) -> Reasons:
+    def kept(self, candidates: Sequence[LiveEntry], now_unix: float) -> Reasons:
         sign = 1.0 if self.mode == "min" else -1.0
         measured = [
             (sign * entry.metric, -entry.slot, entry)
-            for entry, _ in candidates
+            for entry in candidates
             if entry.metric is not None
         ]
         best = heapq.nsmallest(self.count, measured, key=lambda item: item[:2])
         text = f"one of the best {self.count} ({self.mode})"
         kept: Reasons = {entry.attempt: (f"{text}: {entry.metric:g}",) for _, _, entry in best}
         if self.unmeasured == "keep":
-            kept |= {e.attempt: (UNMEASURED,) for e, _ in candidates if e.metric is None}
+            kept |= {e.attempt: (UNMEASURED,) for e in candidates if e.metric is None}
         return kept
 
-    def unjudged(self, candidates: Sequence[LiveCheckpoint]) -> str:
-        if not candidates or any(entry.metric is not None for entry, _ in candidates):
+    def unjudged(self, candidates: Sequence[LiveEntry]) -> str:
+        if not candidates or any(entry.metric is not None for entry in candidates):
             return ""
         return (
             f"{self} has nothing to go by: none of {len(candidates)} checkpoints has a metric; "
@@ -265,15 +239,15 @@ class KeepYounger(KeepRule):
         if not (isinstance(plain_int(self.seconds), int | float) and 0.0 < self.seconds < math.inf):
             raise ValueError(f"KeepYounger({self.seconds!r}): expected seconds above 0")
 
-    def kept(self, candidates: Sequence[LiveCheckpoint], now_unix: float) -> Reasons:
+    def kept(self, candidates: Sequence[LiveEntry], now_unix: float) -> Reasons:
         ages = _ages(candidates, now_unix, self.seconds)
         return {
             entry.attempt: (f"{ages[entry.attempt]:.0f} s old",)
-            for entry, _ in candidates
+            for entry in candidates
             if ages[entry.attempt] < self.seconds
         }
 
-    def jumps(self, candidates: Sequence[LiveCheckpoint]) -> tuple[str, ...]:
+    def jumps(self, candidates: Sequence[LiveEntry]) -> tuple[str, ...]:
         return tuple(
             f"between steps {before.step} and {after.step} the clock went {abs(seconds):.0f} s "
             f"{'ahead, or nobody trained' if seconds > 0 else 'back'}"
@@ -290,19 +264,18 @@ class _Graced(CombinedRule):
 
     seconds: float = 0.0
 
-    def kept(self, candidates: Sequence[LiveCheckpoint], now_unix: float) -> Reasons:
+    def kept(self, candidates: Sequence[LiveEntry], now_unix: float) -> Reasons:
         (rule,) = self.rules
         ages = _ages(candidates, now_unix, self.seconds)
-        then = [one for one in candidates if ages[one.entry.attempt] >= self.seconds]
+        then = [one for one in candidates if ages[one.attempt] >= self.seconds]
         stays = {name for name, age in ages.items() if age < self.seconds}
         if then:
-            newest, committed_unix = then[-1]
-            then_unix = committed_unix + ages[newest.attempt] - self.seconds
+            then_unix = then[-1].committed_unix + ages[then[-1].attempt] - self.seconds
             stays |= _judged(then, rule, then_unix)[0].keys()
         text = f"given up less than {self.seconds:.0f} s ago; `ckpt pin` keeps it"
         return dict.fromkeys(stays, (text,)) | rule.kept(candidates, now_unix)
 
-    def jumps(self, candidates: Sequence[LiveCheckpoint]) -> tuple[str, ...]:
+    def jumps(self, candidates: Sequence[LiveEntry]) -> tuple[str, ...]:
         every = (*KeepYounger(self.seconds).jumps(candidates), *self.rules[0].jumps(candidates))
         return tuple(dict.fromkeys(every))
 
@@ -318,14 +291,12 @@ def with_grace(rule: KeepRule, seconds: float | None) -> KeepRule:
     return _Graced((rule,), float(seconds))
 
 
-def _ages(
-    candidates: Sequence[LiveCheckpoint], now_unix: float, seconds: float
-) -> dict[str, float]:
+def _ages(candidates: Sequence[LiveEntry], now_unix: float, seconds: float) -> dict[str, float]:
     """The age of each attempt, as `KeepYounger(seconds)` counts it."""
     ages: dict[str, float] = {}
     if candidates:
-        newest, committed_unix = candidates[-1]
-        ages[newest.attempt] = max(0.0, now_unix - committed_unix)
+        newest = candidates[-1]
+        ages[newest.attempt] = max(0.0, now_unix - newest.committed_unix)
     for before, after, _, counted in reversed(_gaps(candidates, seconds)):
         ages[before.attempt] = ages[after.attempt] + counted
     return ages
@@ -340,8 +311,8 @@ class _Gap(NamedTuple):
     counted: float
 
 
-def _gaps(candidates: Sequence[LiveCheckpoint], bound: float) -> list[_Gap]:
-    gaps = [(one.entry, other.entry, other[1] - one[1]) for one, other in pairwise(candidates)]
+def _gaps(candidates: Sequence[LiveEntry], bound: float) -> list[_Gap]:
+    gaps = [(a, b, b.committed_unix - a.committed_unix) for a, b in pairwise(candidates)]
     others = sorted(seconds for _, _, seconds in gaps if seconds >= 0.0)
     return [
         _Gap(one, other, seconds, seconds if 0.0 <= seconds <= limit else 0.0)
@@ -359,7 +330,7 @@ def _median_without(ascending: Sequence[float], one: float) -> float:
 
 
 def plan_retention(
-    candidates: Sequence[LiveCheckpoint],
+    candidates: Sequence[LiveEntry],
     rule: KeepRule,
     *,
     now_unix: float,
@@ -368,10 +339,10 @@ def plan_retention(
     """What `rule` keeps and retires of the live checkpoints of `line`, or of each line by itself.
     Pure; see the top for what it never retires.
     """
-    ordered = sorted(candidates, key=lambda candidate: candidate.entry.slot)
-    by_line: dict[int | None, list[LiveCheckpoint]] = {}
-    for candidate in ordered:
-        by_line.setdefault(candidate.entry.line, []).append(candidate)
+    ordered = sorted(candidates, key=lambda entry: entry.slot)
+    by_line: dict[int | None, list[LiveEntry]] = {}
+    for entry in ordered:
+        by_line.setdefault(entry.line, []).append(entry)
     reasons: Reasons = {}
     refused: list[str] = []
     jumps: list[str] = []
@@ -380,14 +351,14 @@ def plan_retention(
         # What no training has saved is removed by name only, unless there is nothing else.
         if (own is None and len(by_line) > 1) or line not in (None, own):
             text = OF_NO_LINE if own is None else OF_ANOTHER_LINE
-            reasons |= {entry.attempt: (text,) for entry, _ in members}
+            reasons |= {entry.attempt: (text,) for entry in members}
             continue
         judged += 1
         jumps += rule.jumps(members)
         kept, problem = _judged(members, rule, now_unix)
         reasons |= kept
         refused += [problem] if problem else []
-    by_name = {entry.attempt: entry for entry, _ in ordered}
+    by_name = {entry.attempt: entry for entry in ordered}
     # What a kept one needs may itself need others.
     waiting = [by_name[name] for name in reasons]
     while waiting:
@@ -396,13 +367,11 @@ def plan_retention(
             if needed in by_name and needed not in reasons:
                 reasons[needed] = (f"needed by step {user.step}",)
                 waiting.append(by_name[needed])
-    keep = [
-        Verdict(entry, reasons[entry.attempt]) for entry, _ in ordered if entry.attempt in reasons
-    ]
+    keep = [Verdict(entry, reasons[entry.attempt]) for entry in ordered if entry.attempt in reasons]
     # References point to older commits only, so the newest goes first.
     retire = [
         Verdict(entry, ("no rule keeps it",))
-        for entry, _ in reversed(ordered)
+        for entry in reversed(ordered)
         if entry.attempt not in reasons
     ]
     # A line that cannot be judged stays; the others are pruned all the same.
@@ -410,9 +379,7 @@ def plan_retention(
     return RetentionPlan(tuple(keep), tuple(retire), why, tuple(jumps))
 
 
-def _judged(
-    members: Sequence[LiveCheckpoint], rule: KeepRule, now_unix: float
-) -> tuple[Reasons, str]:
+def _judged(members: Sequence[LiveEntry], rule: KeepRule, now_unix: float) -> tuple[Reasons, str]:
     """Why a rule keeps checkpoints of one line, and why all of them stay, "" where it can be
     judged.
     """
@@ -421,10 +388,10 @@ def _judged(
     if not reasons and not refused:
         refused = f"the rule keeps none of {len(members)} checkpoints; choose another one"
     if refused:
-        reasons = {entry.attempt: (NOTHING_RETIRED,) for entry, _ in members}
-    for attempt, text in _protected([entry for entry, _ in members]):
+        reasons = {entry.attempt: (NOTHING_RETIRED,) for entry in members}
+    for attempt, text in _protected(members):
         reasons[attempt] = (*reasons.get(attempt, ()), text)
-    return reasons | _independent([entry for entry, _ in members], reasons), refused
+    return reasons | _independent(members, reasons), refused
 
 
 def _independent(entries: Sequence[LiveEntry], kept: Reasons) -> Reasons:
@@ -449,11 +416,6 @@ def _protected(entries: Sequence[LiveEntry]) -> list[tuple[str, str]]:
     if verified:
         protected.append((verified[-1].attempt, "the last one that was verified"))
     return protected
-
-
-def candidates_of(state: LogState) -> list[LiveCheckpoint]:
-    """The live checkpoints with the times of their commits."""
-    return [LiveCheckpoint(entry, entry.committed_unix) for entry in state.live]
 
 
 def carry_out(

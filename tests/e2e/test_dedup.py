@@ -32,7 +32,7 @@ from ckpt.saving import dedup as previous
 from ckpt.saving.dedup import ATTEMPTS_MAX, NBYTES_MULTIPLE_MAX
 from ckpt.saving.save import save_state
 from ckpt.saving.task import PartMemory, SaveOptions
-from ckpt.service.retention import KeepLatest, LiveCheckpoint, carry_out, plan_retention
+from ckpt.service.retention import KeepLatest, carry_out, plan_retention
 from ckpt.testing import RanksFailed, run_ranks
 from ckpt.tools.salvage import matches_manifest, salvage, write_manifest
 from ckpt.world.base import World
@@ -348,7 +348,7 @@ def test_a_long_training_that_changes_a_little_of_everything_stays_small(store: 
         job.save(lambda rank: tensors, step=step, options=DEDUP)
         live = live_entries(store)
         rule = KeepLatest(2)
-        plan = plan_retention([LiveCheckpoint(entry, 0.0) for entry in live], rule, now_unix=0.0)
+        plan = plan_retention(live, rule, now_unix=0.0)
         gone, refused = carry_out(plan, Maintenance.open(store).retire)
         assert len(gone) == len(plan.retire) and not refused
         stayed.append(len(live_entries(store)))

@@ -26,7 +26,7 @@ from ckpt.commit.records import Record, decode_record, manifest_digest
 from ckpt.commit.session import Session
 from ckpt.commit.writer import Commit
 from ckpt.errors import CheckpointError, Corrupt
-from ckpt.service.retention import KeepLatest, candidates_of, carry_out, plan_retention
+from ckpt.service.retention import KeepLatest, carry_out, plan_retention
 from storage.errors import KeyExistsError, OutcomeUnknownError, StorageError
 from storage.memory import MemoryBucket, MemoryStore
 from storage.store import ByteRange, ObjectInfo
@@ -250,7 +250,7 @@ class Driven:
 
     def _prune(self, name: str, model: Model) -> str:
         writer = self._writer(name)
-        candidates = candidates_of(writer.state())
+        candidates = writer.state().live
         plan = plan_retention(candidates, KeepLatest(1), now_unix=0.0)
         leases = lambda: leases_of(self.store, now_unix=time.time())  # noqa: E731
         carry_out(plan, writer.retire, leases=leases)

@@ -30,7 +30,7 @@ from ckpt.commit.writer import LogWriter, NotRetired
 from ckpt.errors import CheckpointError, Fenced, NoCheckpoint, OutcomeUnknown
 from ckpt.format.manifest_codec import decode_manifest
 from ckpt.saving.publish import store_manifest
-from ckpt.service.retention import KeepLatest, candidates_of, carry_out, plan_retention
+from ckpt.service.retention import KeepLatest, carry_out, plan_retention
 from ckpt.tools import copy
 from ckpt.tools.copy import copy_root
 from ckpt.tools.salvage import SalvageReport, salvage, write_manifest
@@ -112,7 +112,7 @@ class Cleaning:
 
     def prunes(self, store: Store) -> None:
         keeper = self._keeper(store)
-        candidates = candidates_of(keeper.state())
+        candidates = keeper.state().live
         plan = plan_retention(candidates, KeepLatest(1), now_unix=0.0)
         self._quietly(lambda: carry_out(plan, keeper.retire))
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import math
 import random
+from dataclasses import replace
 from typing import Literal
 
 import pytest
@@ -28,9 +29,7 @@ from ckpt.service.retention import (
     KeepLatest,
     KeepRule,
     KeepYounger,
-    LiveCheckpoint,
     RetentionPlan,
-    candidates_of,
     carry_out,
     plan_retention,
     with_grace,
@@ -59,7 +58,7 @@ def entry(slot: int, step: int | None = None, **changes: object) -> LiveEntry:
 
 def plan(entries: list[LiveEntry], rule: KeepRule, ages: dict[int, float] | None = None):
     known = ages or {}
-    candidates = [LiveCheckpoint(one, NOW - known.get(one.slot, 0.0)) for one in entries]
+    candidates = [replace(one, committed_unix=NOW - known.get(one.slot, 0.0)) for one in entries]
     return plan_retention(candidates, rule, now_unix=NOW)
 
 
@@ -373,7 +372,7 @@ def root_with(steps: int, clock: list[float]) -> tuple[MemoryStore, Session]:
 def test_a_plan_is_carried_out_and_only_then_anything_is_deleted() -> None:
     store, session = root_with(5, [100.0])
     before = [info.key for info in store.list("")]
-    candidates = candidates_of(session.state())
+    candidates = session.state().live
     planned = plan_retention(candidates, KeepLatest(2), now_unix=0.0)
     assert planned.describe().splitlines()[0].startswith("retire step 1 (e000001-")
     assert [info.key for info in store.list("")] == before
@@ -385,16 +384,16 @@ def test_a_plan_is_carried_out_and_only_then_anything_is_deleted() -> None:
 
 def test_what_was_pinned_after_the_plan_was_made_stays() -> None:
     store, session = root_with(4, [100.0])
-    candidates = candidates_of(session.state())
+    candidates = session.state().live
     planned = plan_retention(candidates, KeepLatest(1), now_unix=0.0)
-    Maintenance.open(store).pin(candidates[1].entry.attempt)
+    Maintenance.open(store).pin(candidates[1].attempt)
     gone, stayed = carry_out(planned, session.retire)
     assert [one.step for one in gone] == [3, 1] and "pinned" in stayed[0]
 
 
 def test_carrying_out_stops_on_request() -> None:
     _, session = root_with(4, [100.0])
-    candidates = candidates_of(session.state())
+    candidates = session.state().live
     planned = plan_retention(candidates, KeepLatest(1), now_unix=0.0)
     answers = iter([False, True])
     gone, _ = carry_out(planned, session.retire, stop=lambda: next(answers))
@@ -419,8 +418,8 @@ def test_ages_are_in_the_newest_record() -> None:
     log = Log(store)
     state = log.state()
     store.keys.clear()
-    candidates = candidates_of(state)
-    assert [committed for _, committed in candidates] == [110.0, 120.0, 130.0]
+    candidates = state.live
+    assert [one.committed_unix for one in candidates] == [110.0, 120.0, 130.0]
     assert not store.keys
 
 

@@ -63,16 +63,11 @@ class FailedSaves:
         self._training = training
         self._alarm = alarm
         self._agreement = agreement
-        self._all: list[Failure] = []
+        self.all: tuple[Failure, ...] = ()  # the newest, oldest first
         self._in_a_row: list[Failure] = []
         self._lasting: list[Exception] = []
         self._unreported = 0  # failures in a row that were neither raised nor passed to an alarm
         self._last_success_seconds = training.now_seconds()
-
-    @property
-    def all(self) -> tuple[Failure, ...]:
-        """The newest failures, oldest first."""
-        return tuple(self._all)
 
     @property
     def newest_error(self) -> Exception:
@@ -86,7 +81,7 @@ class FailedSaves:
     def note(self, step: int, error: Exception) -> None:
         """The save of `step` has failed. The coordinator proposes an alarm where one is due."""
         failure = Failure(step, error)
-        self._all = [*self._all, failure][-FAILURES_KEPT_MAX:]
+        self.all = (*self.all, failure)[-FAILURES_KEPT_MAX:]
         self._in_a_row.append(failure)
         self._unreported += 1
         self._training.notify(SaveFailed(step, error))
@@ -107,10 +102,6 @@ class FailedSaves:
             )
             if is_lasting or self._is_alarm_due():
                 self._agreement.propose(alarm=True)
-
-    def carry_on(self, before: FailedSaves) -> None:
-        """These follow on those of a world before, which count in no row any more."""
-        self._all = list(before.all)
 
     def save_succeeded(self) -> None:
         """A checkpoint was committed: the row of failures ends."""

@@ -24,7 +24,7 @@ from ckpt.api import Io, check_order, line_of, one_of
 from ckpt.commit.numbers import plain_int
 from ckpt.commit.patience import BACKGROUND_SECONDS
 from ckpt.commit.records import STEP_MAX
-from ckpt.errors import CheckpointError, Failure, Forked, InvalidState, RankFailed
+from ckpt.errors import CheckpointError, Failure, Forked, InvalidState, NoCheckpoint, RankFailed
 from ckpt.saving.replica_check import ReplicasDrifted
 from ckpt.saving.staging import Snapshot
 from ckpt.saving.task import SaveReport
@@ -32,15 +32,7 @@ from ckpt.service.agreement import Decision, Pace
 from ckpt.service.alarm import Alarm
 from ckpt.service.events import Observer, Restored, SaveSkipped, log_restored
 from ckpt.service.inflight import Saved
-from ckpt.service.parts import (
-    ServiceParts,
-    ServiceSettings,
-    leave,
-    meet,
-    nothing_to_rejoin_with,
-    parts_of,
-    rejoining_target,
-)
+from ckpt.service.parts import ServiceParts, ServiceSettings, meet, rejoining_target
 from ckpt.service.policies import (
     AtExit,
     CostMeter,
@@ -187,7 +179,7 @@ class Checkpointer:
         self._skips = when_busy == "skip"
         self._hold = target.hold(begin_anew=begin_anew)
         try:
-            self._use(parts_of(target, state, self._settings))
+            self._use(ServiceParts(target, state, self._settings))
         except BaseException:
             self._hold.end()
             raise
@@ -209,10 +201,14 @@ class Checkpointer:
     def _use(self, parts: ServiceParts) -> None:
         """These are the parts from now on."""
         self._parts = parts
-        self._training, self._agreement, self._keeper = parts[:3]
-        self._watcher, self._schedule, self._failed = parts[3:6]
-        self._saves, self._near, self._timer, self._ahead = parts[6:10]
-        self._start_overs = parts.start_overs
+        self._training, self._agreement, self._keeper = (
+            parts.training,
+            parts.agreement,
+            parts.keeper,
+        )
+        self._watcher, self._schedule, self._failed = parts.watcher, parts.schedule, parts.failed
+        self._saves, self._near, self._ahead = parts.saves, parts.near, parts.ahead
+        self._timer, self._start_overs = parts.timer, parts.start_overs
 
     # what a training team wants to know
 
@@ -341,14 +337,18 @@ class Checkpointer:
         self._check_process()
         target = rejoining_target(self._training.target, process_group, meet_seconds_max)
         self._is_apart = True
-        leave(self._parts)
+        self._parts.leave()
         self._signals.again()
         meet(process_group, seconds_max=meet_seconds_max)
         filled = self._training.state if state is None else state
-        self._use(parts_of(target, filled, self._settings, before=self._parts))
+        self._use(ServiceParts(target, filled, self._settings, self._parts))
         report = self._restore()
         if report is None and state is None:
-            raise nothing_to_rejoin_with(target.url)
+            raise NoCheckpoint(
+                f"{target.url} has no checkpoint, and parts of the state are lost with their "
+                "ranks: pass rejoin(state=) with a state as at the beginning, or save before the "
+                "first step"
+            )
         # All sessions of the old world are fenced from here on.
         target.ranked_session()
         self._is_apart = False

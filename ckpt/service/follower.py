@@ -13,7 +13,6 @@ import logging
 import os
 import threading
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -74,23 +73,7 @@ class Swapped(NamedTuple):
     seconds: float
 
 
-class _Candidate(NamedTuple):
-    step: int
-    attempt: str
-
-
-class _Look(NamedTuple):
-    """What the coordinator tells all ranks: what to try, newest first, and whether to end."""
-
-    candidates: list[_Candidate]
-    is_late: bool
-
-
-class _Outcome(NamedTuple):
-    """Whether a candidate is staged, and whether one was retired before it was read."""
-
-    is_staged: bool
-    was_retired: bool
+_Named = tuple[int, str]  # a checkpoint: its step and its attempt
 
 
 @hides_secrets
@@ -188,19 +171,19 @@ class Follower:
         self._options = options
         self._commits = NewCommits(store)  # used on the coordinator alone
         self._lock = threading.Lock()
-        self._present: list[tuple[_Candidate, Present]] = []  # at most one
+        self._present: list[tuple[_Named, Present]] = []  # at most one
         self._staged: list[tuple[Update, Aside]] = []  # at most one
         self._skipped: list[Skipped] = []
 
     @property
     def step(self) -> int | None:
         """The step that the model has; None before the first swap, and after one that failed."""
-        return self._present[0][0].step if self._present else None
+        return self._present[0][0][0] if self._present else None
 
     @property
     def attempt(self) -> str:
         """The name of the checkpoint that the model has; "" as `step` is None."""
-        return self._present[0][0].attempt if self._present else ""
+        return self._present[0][0][1] if self._present else ""
 
     @property
     def staged(self) -> Update | None:
@@ -245,9 +228,8 @@ class Follower:
         number = plain_int(step)
         with self._lock:
             skipped: list[Skipped] = []
-            look = self._agreed(lambda: self._commits.of_step(number, attempt), lambda: False)
-            outcome = self._read_first(look.candidates, skipped)
-            if not outcome.is_staged:
+            of_step, _ = self._agreed(lambda: self._commits.of_step(number, attempt), lambda: False)
+            if not self._read_first(of_step, skipped)[0]:
                 raise self._nothing_whole(f"checkpoint of step {number}", skipped)
             self._mark_seen()
             return self._staged[0][0]
@@ -272,7 +254,7 @@ class Follower:
                 self._commits.look_again()
                 raise
             self._target.taken(aside.state)
-            self._present.append((_Candidate(update.step, update.attempt), memory))
+            self._present.append(((update.step, update.attempt), memory))
             seconds = self._options.now_seconds() - began
             return Swapped(update.step, update.attempt, update.nbytes, seconds)
 
@@ -329,17 +311,17 @@ class Follower:
     def _look_and_read(self, is_late: Callable[[], bool]) -> bool:
         """Stage the newest unseen checkpoint that is whole, if any; whether the caller is late."""
         for _ in range(RETIRED_MAX):
-            look = self._agreed(self._commits.look, is_late)
+            candidates, ends = self._agreed(self._commits.look, is_late)
             skipped: list[Skipped] = []
-            outcome = self._read_first(look.candidates, skipped)
+            is_staged, was_retired = self._read_first(candidates, skipped)
             # Where retention was faster, there is something newer now.
-            if outcome.is_staged or not outcome.was_retired:
+            if is_staged or not was_retired:
                 if skipped and not (self._staged or self._present):
                     raise self._nothing_whole("checkpoint", skipped)
-                if look.candidates:
+                if candidates:
                     self._mark_seen(skipped)
                 break
-        return look.is_late
+        return ends
 
     def _mark_seen(self, skipped: Sequence[Skipped] = ()) -> None:
         if self._world.rank == 0:
@@ -349,8 +331,12 @@ class Follower:
         reasons = "".join(f"\n  - step {one.step} ({one.attempt}): {one.reason}" for one in skipped)
         return NoCheckpoint(f"{self._store.url} has no {what} that is whole{reasons}")
 
-    def _agreed(self, look: Callable[[], Sequence[Any]], is_late: Callable[[], bool]) -> _Look:
-        """What the coordinator sees, on all ranks. Collective."""
+    def _agreed(
+        self, look: Callable[[], Sequence[Any]], is_late: Callable[[], bool]
+    ) -> tuple[list[_Named], bool]:
+        """What the coordinator sees, on all ranks: what to try, newest first, and whether to end.
+        Collective.
+        """
         world = self._world
 
         def run() -> bytes:
@@ -361,25 +347,22 @@ class Follower:
 
         mine = collectively(world, "look", run)
         pairs, late = json.loads(world.broadcast("candidates", mine if world.rank == 0 else None))
-        return _Look([_Candidate(*pair) for pair in pairs], late)
+        return [(step, attempt) for step, attempt in pairs], late
 
-    def _read_first(self, candidates: Sequence[_Candidate], skipped: list[Skipped]) -> _Outcome:
-        """Stage the first candidate that is whole. What was staged before stays until then."""
+    def _read_first(
+        self, candidates: Sequence[_Named], skipped: list[Skipped]
+    ) -> tuple[bool, bool]:
+        """Stage the first candidate that is whole: whether there is one, and whether one was
+        retired before it was read. What was staged before stays until then.
+        """
         was_retired = False
         for candidate in candidates:
             result = self._read(candidate)
             if isinstance(result, Aside):
-                update = Update(
-                    candidate.step,
-                    candidate.attempt,
-                    result.names,
-                    result.nbytes,
-                    result.nbytes_total,
-                    result.nbytes_read,
-                    tuple(skipped),
-                )
+                nbytes = (result.nbytes, result.nbytes_total, result.nbytes_read)
+                update = Update(*candidate, result.names, *nbytes, tuple(skipped))
                 self._staged[:] = [(update, result)]
-                return _Outcome(True, was_retired)
+                return True, was_retired
             skip, is_retired = result
             was_retired |= is_retired
             skipped.append(skip)
@@ -388,15 +371,15 @@ class Follower:
             self._skipped = [*others, skip][-SKIPPED_MAX:]
             if self._world.rank == 0 and not is_known:
                 logger.warning("step %d (%s) is passed over: %s", *skip)
-        return _Outcome(False, was_retired)
+        return False, was_retired
 
-    def _read(self, candidate: _Candidate) -> Aside | tuple[Skipped, bool]:
+    def _read(self, candidate: _Named) -> Aside | tuple[Skipped, bool]:
         """Read one checkpoint; or why it has to be passed over, and whether it was retired."""
         world, options = self._world, self._options
         known = self._present[0][1] if self._present else None
         seconds = options.lease_seconds if world.rank == 0 else 0
         try:
-            with leased(self._store, candidate.attempt, seconds), gc_paused():
+            with leased(self._store, candidate[1], seconds), gc_paused():
                 located = broadcast_manifest(
                     self._store, world, *candidate, options.load.metadata_bytes_max
                 )
@@ -406,7 +389,7 @@ class Follower:
         except (Corrupt, NoCheckpoint, RankFailed, StorageError) as error:
             if world.failure is not None:
                 raise
-            condition = condition_of(self._store, world, candidate.attempt)
+            condition = condition_of(self._store, world, candidate[1])
             # Damage that only its bytes show is known from the error alone.
             is_damaged = isinstance(error, Corrupt) or isinstance(error.__cause__, Corrupt)
             if condition == "unknown" and not is_damaged:
@@ -430,78 +413,32 @@ class Follower:
         world.agree("swap of", wrong)
 
 
-class Followed(ABC):
-    """The live state behind a follower."""
+class Followed:
+    """The live state behind a follower: `state_for` a manifest, it is as a load of that checkpoint
+    takes it, and nothing of it is changed by that. `tensors` are those that are followed by name.
+    """
 
-    @abstractmethod
-    def state_for(self, manifest: Manifest) -> Any:
-        """The state as a load of that checkpoint takes it. Nothing of it is changed."""
+    def __init__(self, state_for: Callable[[Manifest], Any]) -> None:
+        self.state_for = state_for
+        self.tensors: Mapping[str, torch.Tensor] = {}
 
     def taken(self, state: Any) -> None:
         """`state`, as `state_for` made it, was filled."""
-        return
-
-    @property
-    def tensors(self) -> Mapping[str, torch.Tensor]:
-        """Tensors by their names, of what is followed by name."""
-        return {}
-
-
-def followed(model_or_names: Any) -> Followed:
-    """What is to be filled. Raises TypeError for what is neither a state nor names."""
-    if isinstance(model_or_names, nn.Module):
-        return _OneModel(model_or_names)
-    if isinstance(model_or_names, str):
-        return _NamedTensors([model_or_names])
-    if isinstance(model_or_names, os.PathLike):
-        raise TypeError(f"follow(model_or_names, url): got the path {model_or_names} first")
-    if not isinstance(model_or_names, Mapping):
-        items = list(model_or_names)
-        if items and all(isinstance(item, str) for item in items):
-            return _NamedTensors(items)
-    if not model_or_names:
-        raise ValueError("follow(model_or_names, url): nothing to follow was given")
-    return _AnyState(model_or_names)
-
-
-class _AnyState(Followed):
-    def __init__(self, state: Any) -> None:
-        self._state = state
-
-    def state_for(self, manifest: Manifest) -> Any:
-        return self._state
-
-
-class _OneModel(Followed):
-    """A model on its own. In the checkpoint it stands under a name, most often."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self._model = model
-
-    def state_for(self, manifest: Manifest) -> Any:
-        entries = json.loads(manifest.header.user.get(MODULES, '[""]'))
-        if len(entries) > 1:
-            raise CheckpointError(
-                f"step {manifest.header.step} has {len(entries)} modules, "
-                f"{', '.join(map(repr, entries[:20]))}; say which one is followed, as in "
-                f"follow({{{entries[0]!r}: model}}, url)"
-            )
-        state: Any = self._model
-        for part in reversed(entries[0].split(".") if entries and entries[0] else []):
-            state = {part: state}
-        return state
 
 
 class _NamedTensors(Followed):
     def __init__(self, patterns: Sequence[str]) -> None:
+        super().__init__(self._matched)
         self._patterns = tuple(patterns)
         self._tensors: dict[str, torch.Tensor] = {}
+        self.tensors = MappingProxyType(self._tensors)
 
-    @property
-    def tensors(self) -> Mapping[str, torch.Tensor]:
-        return MappingProxyType(self._tensors)
+    def taken(self, state: Any) -> None:
+        # Who holds on to the mapping sees the new tensors.
+        self._tensors.clear()
+        self._tensors.update(state)
 
-    def state_for(self, manifest: Manifest) -> Any:
+    def _matched(self, manifest: Manifest) -> dict[str, torch.Tensor]:
         """The tensors of these names: those that there are, or new memory."""
         stored = {name: name for name in manifest.fqns} | dict(manifest.aliases)
         matched: dict[str, torch.Tensor] = {}
@@ -513,20 +450,43 @@ class _NamedTensors(Followed):
                 missing.append(f"{pattern}: no tensor of the checkpoint has this name")
             for name in names:
                 if name not in matched:
-                    matched[name] = self._tensor(manifest, name, stored[name])
+                    number, known = manifest.index(stored[name]), self._tensors.get(name)
+                    dtype, shape = torch_dtype(manifest.dtypes[number]), manifest.shapes[number]
+                    if known is None or known.dtype is not dtype or tuple(known.shape) != shape:
+                        known = torch.empty(shape, dtype=dtype)
+                    matched[name] = known
         if missing:
             raise Mismatch(missing, f"of step {manifest.header.step}")
         return matched
 
-    def taken(self, state: Any) -> None:
-        # Who holds on to the mapping sees the new tensors.
-        self._tensors.clear()
-        self._tensors.update(state)
 
-    def _tensor(self, manifest: Manifest, name: str, stored: str) -> torch.Tensor:
-        number = manifest.index(stored)
-        dtype, shape = torch_dtype(manifest.dtypes[number]), manifest.shapes[number]
-        known = self._tensors.get(name)
-        if known is not None and known.dtype is dtype and tuple(known.shape) == shape:
-            return known
-        return torch.empty(shape, dtype=dtype)
+def followed(model_or_names: Any) -> Followed:
+    """What is to be filled. Raises TypeError for what is neither a state nor names."""
+    if isinstance(model_or_names, nn.Module):
+        return Followed(lambda manifest: _in_its_place(model_or_names, manifest))
+    if isinstance(model_or_names, str):
+        return _NamedTensors([model_or_names])
+    if isinstance(model_or_names, os.PathLike):
+        raise TypeError(f"follow(url, model_or_names): got the path {model_or_names} second")
+    if not isinstance(model_or_names, Mapping):
+        items = list(model_or_names)
+        if items and all(isinstance(item, str) for item in items):
+            return _NamedTensors(items)
+    if not model_or_names:
+        raise ValueError("follow(url, model_or_names): nothing to follow was given")
+    return Followed(lambda manifest: model_or_names)
+
+
+def _in_its_place(model: nn.Module, manifest: Manifest) -> Any:
+    """A model on its own, under the name that it has in the checkpoint, most often one."""
+    entries = json.loads(manifest.header.user.get(MODULES, '[""]'))
+    if len(entries) > 1:
+        raise CheckpointError(
+            f"step {manifest.header.step} has {len(entries)} modules, "
+            f"{', '.join(map(repr, entries[:20]))}; say which one is followed, as in "
+            f"follow(url, {{{entries[0]!r}: model}})"
+        )
+    state: Any = model
+    for part in reversed(entries[0].split(".") if entries and entries[0] else []):
+        state = {part: state}
+    return state

@@ -66,13 +66,8 @@ class SavesInFlight:
         self._keeper = keeper
         self._watcher = watcher
         self._begun: list[BegunSave] = []
-        self._last_saved: Saved | None = None
+        self.last_saved: Saved | None = None  # the newest whose commit this rank has collected
         self._saved_call = 0
-
-    @property
-    def last_saved(self) -> Saved | None:
-        """The newest checkpoint of this process whose commit this rank has collected."""
-        return self._last_saved
 
     @property
     def steps(self) -> tuple[int, ...]:
@@ -127,10 +122,6 @@ class SavesInFlight:
         """
         newest = max([self._saved_call, *(save.call for save in self._begun)])
         return self._training.progress.calls - newest
-
-    def carry_on(self, before: SavesInFlight) -> None:
-        """These follow on those of a world before."""
-        self._last_saved = before.last_saved
 
     def restored(self) -> None:
         """The state is that of a checkpoint: nothing of it is unsaved."""
@@ -251,7 +242,7 @@ class SavesInFlight:
 
     def _note_success(self, save: BegunSave, report: SaveReport) -> None:
         seconds = saved_seconds(report, save.began_unix, save.blocked_seconds)
-        self._last_saved = Saved(report.step, report.attempt, report.path, report.nbytes, seconds)
+        self.last_saved = Saved(report.step, report.attempt, report.path, report.nbytes, seconds)
         self._saved_call = save.call
         self._failed.save_succeeded()
         self._training.costs.saved(blocked_seconds=save.blocked_seconds, persist_seconds=seconds)

@@ -65,13 +65,9 @@ class Keeper:
         """Time is short: begin nothing more, not even what a plan still has."""
         self._is_ending = True
 
-    def leave(self) -> None:
-        """Take no more, and wait for nothing: after `end`, once the session may be fenced."""
-        self._pool.shutdown(wait=False, cancel_futures=True)
-
-    def close(self) -> None:
-        """Finish what is under way, and take no more."""
-        self._pool.shutdown(wait=True)
+    def close(self, *, waits: bool = True) -> None:
+        """Take no more, and finish what is under way; without `waits`, what has begun alone."""
+        self._pool.shutdown(wait=waits, cancel_futures=not waits)
 
     def _run(self) -> None:
         try:

@@ -9,13 +9,12 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch.distributed as dist
 
-from ckpt.errors import CheckpointError, NoCheckpoint, RankFailed
-from ckpt.process import EndWorld
+from ckpt.errors import CheckpointError, RankFailed
 from ckpt.service.agreement import Pace, StepAgreement
 from ckpt.service.alarm import Alarm, FailedSaves
 from ckpt.service.events import Observer
@@ -81,100 +80,76 @@ class Ahead:
         self._stop()
 
 
-class ServiceParts(NamedTuple):
-    """All that a Checkpointer has in one world. `end_world` ends what its target has there."""
-
-    training: Training
-    agreement: StepAgreement
-    keeper: Keeper
-    watcher: Watcher
-    schedule: SaveSchedule
-    failed: FailedSaves
-    saves: SavesInFlight
-    near: Tiers
-    timer: StepTimer
-    ahead: Ahead
-    start_overs: StartOvers
-    end_world: EndWorld
-
-
-def parts_of(
-    target: Target, state: Any, settings: ServiceSettings, *, before: ServiceParts | None = None
-) -> ServiceParts:
-    """The parts for the world of `target`. Collective. Of those `before`, what was measured and
-    what has failed is carried on.
+class ServiceParts:
+    """All that a Checkpointer has in the world of `target`. Making it is collective. Of those
+    `before`, what was measured and what has failed is carried on.
     """
-    training = Training(target, state, target.world(), tuple(settings.observers))
-    if before is not None:
-        old = before.training
-        training = Training(
-            target, state, training.world, training.observers, old.progress, old.costs
+
+    def __init__(
+        self,
+        target: Target,
+        state: Any,
+        settings: ServiceSettings,
+        before: ServiceParts | None = None,
+    ) -> None:
+        training = Training(target, state, target.world(), tuple(settings.observers))
+        if before is not None:
+            old = before.training
+            training = replace(training, progress=old.progress, costs=old.costs)
+        self.training: Training = training
+        self._end_world = target.leaving()  # what the target has there
+        # Of its own, because its rounds run in the background, at any time.
+        own_world = training.world.duplicate()
+        self.agreement = StepAgreement(own_world, settings.signals, pace=settings.pace)
+        self.keeper = Keeper(target, settings.keep, is_coordinator=training.is_coordinator)
+        self.watcher = Watcher(
+            training.world,
+            training.observers,
+            self.agreement.fail,
+            silence_seconds_max=settings.silence_seconds_max,
+            step_seconds=lambda: training.costs.step_seconds,
         )
-    end_world = target.leaving()
-    # Of its own, because its rounds run in the background, at any time.
-    agreement = StepAgreement(training.world.duplicate(), settings.signals, pace=settings.pace)
-    keeper = Keeper(target, settings.keep, is_coordinator=training.is_coordinator)
-    watcher = Watcher(
-        training.world,
-        training.observers,
-        agreement.fail,
-        silence_seconds_max=settings.silence_seconds_max,
-        step_seconds=lambda: training.costs.step_seconds,
-    )
-    schedule = SaveSchedule(settings.save, training, agreement)
-    failed = FailedSaves(training, settings.alarm or Alarm(), agreement)
-    saves = SavesInFlight(training, schedule, failed, keeper, watcher)
-    saving = target.saving if isinstance(target, UrlTarget) else {}
-    near = Tiers(settings.near, settings.save, training, saving, before and before.near)
-    if before is not None:
-        failed.carry_on(before.failed)
-        saves.carry_on(before.saves)
-    # Where durable saves use the copies of near ones, they take no memory of their own.
-    copies = is_regular(settings.save) and not near.shares_stage
-    ahead = Ahead(training, is_regular=copies)
-    timer = StepTimer(training)
-    return ServiceParts(
-        training,
-        agreement,
-        keeper,
-        watcher,
-        schedule,
-        failed,
-        saves,
-        near,
-        timer,
-        ahead,
-        StartOvers(training),
-        end_world,
-    )
+        self.schedule = SaveSchedule(settings.save, training, self.agreement)
+        self.failed = FailedSaves(training, settings.alarm or Alarm(), self.agreement)
+        self.saves = SavesInFlight(training, self.schedule, self.failed, self.keeper, self.watcher)
+        if before is not None:
+            self.failed.all = before.failed.all
+            self.saves.last_saved = before.saves.last_saved
+        saving = target.saving if isinstance(target, UrlTarget) else {}
+        earlier = None if before is None else before.near
+        self.near: Tiers = Tiers(settings.near, settings.save, training, saving, earlier)
+        # Where durable saves use the copies of near ones, they take no memory of their own.
+        copies = is_regular(settings.save) and not self.near.shares_stage
+        self.ahead = Ahead(training, is_regular=copies)
+        self.timer = StepTimer(training)
+        self.start_overs = StartOvers(training)
 
-
-def leave(parts: ServiceParts) -> None:
-    """Leave a world without its other ranks: saves under way are given up, and nothing of this
-    process waits for a rank of it any more. May be repeated.
-    """
-    training = parts.training
-    failure = _why(training)
-    parts.ahead.stop()
-    parts.agreement.fail(failure)
-    parts.keeper.end()
-    # The durable saves first: they may read the copies of near ones.
-    parts.end_world(failure)
-    deadline = training.now_seconds() + LEFT_SECONDS_MAX
-    while parts.saves.newest is not None:
-        try:
-            parts.saves.collect(wait=True, deadline_seconds=deadline)
-        except RankFailed:
-            continue  # raised after each outcome that was noted
-        except TimeoutError as error:
-            logger.warning("a save of the world before is left behind: %s", error)
-            break
-    parts.near.leave(failure)
-    parts.agreement.leave()
-    parts.watcher.close()
-    parts.keeper.leave()
-    training.world.end(failure)
-    training.world.close()
+    def leave(self) -> None:
+        """Leave this world without its other ranks: saves under way are given up, and nothing of
+        this process waits for a rank of it any more. May be repeated.
+        """
+        training = self.training
+        failure = _why(training)
+        self.ahead.stop()
+        self.agreement.fail(failure)
+        self.keeper.end()
+        # The durable saves first: they may read the copies of near ones.
+        self._end_world(failure)
+        deadline = training.now_seconds() + LEFT_SECONDS_MAX
+        while self.saves.newest is not None:
+            try:
+                self.saves.collect(wait=True, deadline_seconds=deadline)
+            except RankFailed:
+                continue  # raised after each outcome that was noted
+            except TimeoutError as error:
+                logger.warning("a save of the world before is left behind: %s", error)
+                break
+        self.near.leave(failure)
+        self.agreement.leave()
+        self.watcher.close()
+        self.keeper.close(waits=False)  # once the session may be fenced
+        training.world.end(failure)
+        training.world.close()
 
 
 def _why(training: Training) -> RankFailed:
@@ -223,11 +198,3 @@ def meet(process_group: dist.ProcessGroup | None, *, seconds_max: float) -> None
         world.agree("rejoin", None)
     finally:
         world.close()
-
-
-def nothing_to_rejoin_with(url: str) -> NoCheckpoint:
-    """The error of a state whose other parts are lost, where nothing was saved."""
-    return NoCheckpoint(
-        f"{url} has no checkpoint, and parts of the state are lost with their ranks: pass "
-        "rejoin(state=) with a state as at the beginning, or save before the first step"
-    )

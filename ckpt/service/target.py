@@ -10,8 +10,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from datetime import timedelta
-from typing import Any, Literal, Protocol, SupportsIndex, TypedDict
+from typing import Any, Protocol
 
 import torch.distributed as dist
 
@@ -29,29 +28,14 @@ from ckpt.process import (
     store_of,
     world_of,
 )
-from ckpt.saving.staging import LentCopy, Snapshot
+from ckpt.saving.staging import LentCopy
 from ckpt.saving.task import SaveReport
-from ckpt.state.types import Stacks
 from ckpt.world.base import World
 from storage import Store, StoreLike
 from storage.hidden import without_secrets
 from storage.location import child_of, url_of
 
 MODEL_FIRST = "model-first"
-
-
-class SaveArguments(TypedDict, total=False):
-    """Arguments of `ckpt.async_save` that are the same for all saves of a Checkpointer."""
-
-    snapshot: Snapshot | LentCopy
-    host_bytes_max: SupportsIndex | None
-    replicas: Literal["warn", "strict"]
-    dedup: bool
-    full_every: SupportsIndex | timedelta
-    telemetry: bool
-    user: Mapping[str, str] | None
-    retry_seconds_max: float
-    io: api.Io
 
 
 class Pending(Protocol):
@@ -111,16 +95,8 @@ class Target(ABC):
         return lambda: None
 
     @abstractmethod
-    def load(
-        self,
-        state: Any,
-        *,
-        step: int,
-        attempt: str,
-        stacks: Stacks | None = None,
-        metadata_bytes_max: int | None = None,
-    ) -> LoadReport:
-        """Fill `state` from that attempt; the last two are those of `ckpt.load`."""
+    def load(self, state: Any, *, step: int, attempt: str, **options: Any) -> LoadReport:
+        """Fill `state` from that attempt; `options` are those of `ckpt.load`."""
 
     def resumed(self, attempt: str, *, on_purpose: bool = False) -> None:
         """What was loaded from `attempt` was the newest that is whole: training continues there.
@@ -170,13 +146,15 @@ class Target(ABC):
 
 @dataclass(frozen=True)
 class UrlTarget(Target):
-    """A root by its url, or by a store that the caller made."""
+    """A root by its url, or by a store that the caller made. `saving` has arguments of
+    `ckpt.async_save` that are the same for all saves of a Checkpointer.
+    """
 
     where: StoreLike
     process_group: dist.ProcessGroup | None = None
     storage_options: Mapping[str, Any] | None = None
     unsafe_single_writer: bool = False
-    saving: SaveArguments = field(default_factory=lambda: SaveArguments())
+    saving: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if self.storage_options is not None:
@@ -188,37 +166,27 @@ class UrlTarget(Target):
         """The url, also that of a store."""
         return url_of(self.where)
 
+    @property
+    def _root(self) -> dict[str, Any]:
+        return {"process_group": self.process_group, "storage_options": self.storage_options}
+
+    @property
+    def _writing(self) -> dict[str, Any]:
+        return {**self._root, "unsafe_single_writer": self.unsafe_single_writer}
+
     def world(self) -> World:
         # A duplicate: the worker of a save holds rounds in the other one at any time.
         return world_of(self.process_group).duplicate()
 
     def store(self) -> Store:
-        return store_of(
-            self.where,
-            process_group=self.process_group,
-            storage_options=self.storage_options,
-            call="Checkpointer.restore",
-        )
+        return store_of(self.where, **self._root, call="Checkpointer.restore")
 
     def hold(self, *, begin_anew: bool) -> RootHold:
-        return hold(
-            self.where,
-            begin_anew=begin_anew,
-            process_group=self.process_group,
-            storage_options=self.storage_options,
-        )
+        return hold(self.where, begin_anew=begin_anew, **self._root)
 
     def start(self, state: Any, *, step: int, metric: float | None) -> Pending:
-        return api.async_save(
-            state,
-            self.where,
-            step=step,
-            metric=metric,
-            process_group=self.process_group,
-            storage_options=self.storage_options,
-            unsafe_single_writer=self.unsafe_single_writer,
-            **self.saving,
-        )
+        how = {**self._writing, **self.saving}
+        return api.async_save(state, self.where, step=step, metric=metric, **how)
 
     def using(self, copy: LentCopy) -> Target:
         # Of this class still: a subclass may save the state under other names.
@@ -227,60 +195,21 @@ class UrlTarget(Target):
     def make_ready(self, state: Any) -> Callable[[], object]:
         if self.saving.get("dedup"):
             return lambda: None  # which takes buffers as long as files
-        return api.make_ready(
-            state,
-            self.where,
-            host_bytes_max=self.saving.get("host_bytes_max"),
-            process_group=self.process_group,
-            storage_options=self.storage_options,
-            io=self.saving.get("io", "auto"),
-        ).stop
+        how = {key: self.saving[key] for key in ("host_bytes_max", "io") if key in self.saving}
+        return api.make_ready(state, self.where, **self._root, **how).stop
 
-    def load(
-        self,
-        state: Any,
-        *,
-        step: int,
-        attempt: str,
-        stacks: Stacks | None = None,
-        metadata_bytes_max: int | None = None,
-    ) -> LoadReport:
-        return api.load(
-            state,
-            self.where,
-            step=step,
-            attempt=attempt,
-            stacks=stacks,
-            metadata_bytes_max=metadata_bytes_max,
-            process_group=self.process_group,
-            storage_options=self.storage_options,
-            io=self.saving.get("io", "auto"),
-        )
+    def load(self, state: Any, *, step: int, attempt: str, **options: Any) -> LoadReport:
+        how = {**self._root, "io": self.saving.get("io", "auto"), **options}
+        return api.load(state, self.where, step=step, attempt=attempt, **how)
 
     def resumed(self, attempt: str, *, on_purpose: bool = False) -> None:
-        api.resumed(
-            self.where,
-            attempt,
-            on_purpose=on_purpose,
-            process_group=self.process_group,
-            storage_options=self.storage_options,
-        )
+        api.resumed(self.where, attempt, on_purpose=on_purpose, **self._root)
 
     def ranked_session(self) -> RankedSession:
-        return open_root(
-            self.where,
-            process_group=self.process_group,
-            storage_options=self.storage_options,
-            unsafe_single_writer=self.unsafe_single_writer,
-        ).session
+        return open_root(self.where, **self._writing).session
 
     def session(self) -> Session | None:
-        return session_of(
-            self.where,
-            process_group=self.process_group,
-            storage_options=self.storage_options,
-            unsafe_single_writer=self.unsafe_single_writer,
-        )
+        return session_of(self.where, **self._writing)
 
     def failure(self) -> RankFailed | None:
         return failure_of(self.process_group)

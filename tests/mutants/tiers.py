@@ -199,7 +199,7 @@ REJOINING = (
     Mutant(
         "saves of the world before are not given up",
         "ckpt/service/parts.py",
-        "    parts.end_world(failure)\n",
+        "        self._end_world(failure)\n",
         "",
         test="tests/service/test_rejoin.py::test_saves_of_the_world_before_are_given_up",
     ),

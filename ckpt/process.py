@@ -25,6 +25,7 @@ from ckpt.errors import Forked, RankFailed
 from ckpt.saving.background import Background
 from ckpt.saving.task import PartMemory
 from ckpt.saving.write import Staging
+from ckpt.world import job
 from ckpt.world.base import World, collectively
 from ckpt.world.torch_world import current_world
 from ckpt.world.torch_world import world_of_members as new_world_of_members
@@ -391,18 +392,33 @@ class ProcessMemory:
                     return context
             return self._new_context(None, lambda: new_world_of_members(members))
 
+    def forget_jobs(self) -> bool:
+        """Forget the worlds of jobs that this process has left; False where a save needs one, or it
+        cannot be done at once.
+        """
+        if not self._lock.acquire(blocking=False):
+            return False
+        try:
+            self._contexts = self._of_this_job()
+            return not any(context.background.is_needed() for context in self._contexts)
+        finally:
+            self._lock.release()
+
+    def _of_this_job(self) -> list[GroupContext]:
+        # Those of another are of no use, but for saves that run.
+        everyone = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
+        return [
+            context
+            for context in self._contexts
+            if context.everyone in (None, everyone) or context.background.is_needed()
+        ]
+
     def _new_context(
         self, group: dist.ProcessGroup | None, make: Callable[[], World]
     ) -> GroupContext:
         is_joined = dist.is_available() and dist.is_initialized()
         everyone = dist.group.WORLD if is_joined else None
-        # Those of a job that this process has left are of no use, but for saves that run. They go
-        # first, and their port is free for the new world.
-        self._contexts = [
-            context
-            for context in self._contexts
-            if context.everyone in (None, everyone) or context.background.is_needed()
-        ]
+        self._contexts = self._of_this_job()  # first: then their port is free for the new world
         world = make()
         everyone = everyone if group is not None or world.size > 1 else None
         context = GroupContext(group, everyone, world, self._registry, Background(world))
@@ -411,5 +427,6 @@ class ProcessMemory:
 
 
 this_process = ProcessMemory()
+job.this_process.on_left.append(this_process.forget_jobs)
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=this_process.forked)

@@ -31,6 +31,7 @@ from ckpt.near.value import Near
 from ckpt.world.base import World, collectively
 from ckpt.world.job import place_of_environment
 from ckpt.world.liveness import this_network
+from ckpt.world.tls import client_tls, server_tls
 from storage import StorageError, Store, TransientError
 from storage.peers.server import PeerServer
 from storage.peers.store import PeerStore
@@ -222,7 +223,8 @@ def open_copies(
 
     Raises StorageError on all ranks when a host cannot serve its tier.
     """
-    certificate, tier = os.fspath(near.certificate), hosts.tier
+    place, tier = place_of_environment(), hosts.tier
+    certificate = os.fspath(near.certificate) or place.certificate
     mine = json.dumps([this_network(), near.address or _numeric(world.addresses)])
     networks = [json.loads(one) for one in world.gather("near networks", mine.encode())]
     opened: list[PeerServer] = []
@@ -230,29 +232,24 @@ def open_copies(
 
     def serve() -> bytes:
         if certificate:
-            # Trusts who has the key of exactly this certificate; its name may be any.
-            trusted.append(ssl.create_default_context(cafile=certificate))
-            trusted[0].check_hostname = False
+            trusted.append(client_tls(certificate))
         if not hosts.is_first:
             return b""
         address = near.address or _address(networks, world.rank)
-        token, tls = secrets.token_hex(16), None
-        if certificate:
-            tls = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-            tls.load_cert_chain(certificate)
-        ports = place_of_environment().ports
-        opened.append(PeerServer(tier.store, token, address, ports, tls=tls))
+        token = secrets.token_hex(16)
+        tls = server_tls(certificate) if certificate else None
+        opened.append(PeerServer(tier.store, token, address, place.ports, tls=tls))
         return json.dumps([address, opened[0].port, token]).encode()
 
     try:
         own = collectively(world, "near server", serve)
         endpoints = [one and json.loads(one) for one in world.gather("near peers", own)]
-        client_tls = trusted[0] if trusted else None
+        tls = trusted[0] if trusted else None
         stores = []
         for host in copies[hosts.own]:
             endpoint = endpoints[hosts.names.index(host)]
             assert endpoint, "the first rank of a host serves"
-            stores.append(PeerStore(*endpoint, tls=client_tls, policy=_policy(world)))
+            stores.append(PeerStore(*endpoint, tls=tls, policy=_policy(world)))
     except BaseException:
         for server in opened:
             server.close()

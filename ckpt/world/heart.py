@@ -19,6 +19,7 @@ import contextlib
 import errno
 import functools
 import gc
+import hashlib
 import logging
 import math
 import os
@@ -33,7 +34,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol, TypeVar
 
 from ckpt.errors import CheckpointError
-from ckpt.world.base import Frame, FrameKind, MiB
+from ckpt.world.base import Frame, FrameKind
 from ckpt.world.link import (
     NOBODY,
     Link,
@@ -46,6 +47,7 @@ from ckpt.world.link import (
     welcome,
 )
 from ckpt.world.liveness import CONNECT_SECONDS, Card, ProcessIdentity, this_network
+from ckpt.world.tls import client_tls, server_tls
 from storage.strangers import to_end
 
 logger = logging.getLogger(__name__)
@@ -59,6 +61,8 @@ FULL = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 FULL_SECONDS = 0.5
 MEND_SECONDS = 30.0
 MEND_PAUSES = (0.01, 1.0)  # between attempts: the first, and the longest
+LOOK_SECONDS = 5.0  # for whether this process has left its job
+CERTIFICATE_VARIABLE = "SHARDPOINT_CERTIFICATE"
 LEFT = "has left"  # and means to: no failure
 
 
@@ -76,24 +80,37 @@ class Receiver(Protocol):
 
 class Place(NamedTuple):
     """Where a process listens: on one address ("" for all), at the first free one of some ports
-    (0: the system chooses).
+    (0: the system chooses), encrypted where there is a file with a key and its certificate.
     """
 
     address: str = ""
     ports: range = range(1)
+    certificate: str = ""
 
 
 class Heart:
-    """The connections of one process. `hosts` are the addresses by which others may reach it."""
+    """The connections of one process. `hosts` are the addresses by which others may reach it.
 
-    def __init__(self, rank: int, hosts: Sequence[str], place: Place | None = None) -> None:
+    Once `has_left()`, it retires.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        hosts: Sequence[str],
+        place: Place | None = None,
+        has_left: Callable[[], bool] = lambda: False,
+    ) -> None:
         place = place or Place()
+        self._tls = _Tls(place.certificate) if place.certificate else None
+        self._has_left = has_left
         self._listener = _listening(place)
         port = int(self._listener.getsockname()[1])
         who = ProcessIdentity.this()
         # One that listens on an interface of its own is not reached by the loopback address.
         network = "" if place.address else this_network()
-        self.card = Card(rank, secrets.token_hex(16), tuple(hosts), port, network, who)
+        digest = "" if self._tls is None else self._tls.digest
+        self.card = Card(rank, secrets.token_hex(16), tuple(hosts), port, network, who, digest)
         self.sent = 0  # messages
         self._selector = selectors.DefaultSelector()
         self._woken, self._wake = socket.socketpair()
@@ -123,17 +140,46 @@ class Heart:
 
     # for worlds
 
-    def connect(self, card: Card, seconds: float) -> None:
-        """Connect to a parent. Raises OSError when it cannot be reached."""
+    def connect(
+        self, card: Card, seconds: float, way: Callable[[], socket.socket] | None = None
+    ) -> None:
+        """Connect to a parent, at its port or by what `way` gives, now and later. Raises OSError
+        when it cannot be reached.
+        """
         neighbour = Neighbour(True, card.rank)
-        sock = card.connect(seconds)
+        way = way or functools.partial(card.connect, seconds)
+        sock = self._secured(way, card)
         sock.sendall(hello(self.card, card))
         self.sent += 1
-        link = Link(sock, neighbour, card)
+        link = Link(sock, neighbour, card, way)
         link.reader.trust()
         with self._lock:
             self._links[neighbour] = link
         self._later(lambda: self._watch(link))
+
+    def _secured(self, way: Callable[[], socket.socket], card: Card) -> socket.socket:
+        if card.certificate != self.card.certificate:
+            raise OSError(
+                f"rank {card.rank} has {_of(card)}, this process {_of(self.card)}: "
+                f"{CERTIFICATE_VARIABLE} must name the same file on all ranks"
+            )
+        sock = way()
+        if self._tls is None:
+            return sock
+        try:
+            return self._tls.client.wrap_socket(sock)
+        except BaseException:
+            sock.close()
+            raise
+
+    def adopt(self, sock: socket.socket) -> None:
+        """A child has connected in another way than to the port."""
+        self._later(lambda: self._adopt(sock, "the rendezvous store"))
+
+    def is_by_store(self, parent: int) -> bool:
+        """Whether messages to that parent go through the rendezvous store."""
+        link = self._links.get(Neighbour(True, parent))
+        return link is not None and link.is_by_store
 
     def has_met(self, neighbour: Neighbour) -> bool:
         """Whether that process has ever connected, or is known never to."""
@@ -183,16 +229,21 @@ class Heart:
         """
         gc.collect()  # a world may be in a cycle that nobody has
         self._is_retired = True
-        if not self._is_used():
-            self.stop()
+        self.stop(if_unused=True)
+
+    def keep(self, has_left: Callable[[], bool]) -> bool:
+        """Serve the job on, until it `has_left()`; False when this has stopped."""
+        with self._lock:
+            self._has_left, self._is_retired = has_left, False
+            return not self._is_stopped
 
     def _is_used(self) -> bool:
         with self._lock:
             return any(user() is not None for user in self._users.values())
 
     def _stop_unused(self) -> None:
-        if self._is_retired and not self._is_used():
-            self.begin(self.stop)
+        if self._is_retired:
+            self.begin(lambda: self.stop(if_unused=True))
 
     def send(self, neighbour: Neighbour, data: bytes) -> None:
         """Send an encoded frame. Never waits; who is gone gets nothing."""
@@ -236,9 +287,14 @@ class Heart:
         """`run()` in a thread of its own, which nobody waits for; it raises nothing."""
         threading.Thread(target=run, name="ckpt-aside", daemon=True).start()
 
-    def stop(self) -> None:
-        """Take leave of all, after what is still to be sent. Repeated, it waits for the end."""
+    def stop(self, if_unused: bool = False) -> None:
+        """Take leave of all, after what is still to be sent. Repeated, it waits for the end.
+
+        With `if_unused`, only when it has retired and no world of it is left.
+        """
         with self._lock:
+            if if_unused and (not self._is_retired or self._is_used()):
+                return
             is_first, self._is_stopped = not self._is_stopped, True
             bye = Frame(FrameKind.BYE, NOBODY).encode()
             for neighbour in list(self._links) if is_first else ():
@@ -266,7 +322,9 @@ class Heart:
             left = self._ends - time.monotonic()
             if left <= 0 or (math.isfinite(left) and not self._links):
                 return
-            for key, events in self._selector.select(None if left == math.inf else left):
+            if not self._is_retired and self._has_left():
+                self.begin(self.retire)
+            for key, events in self._selector.select(min(left, LOOK_SECONDS)):
                 try:
                     if isinstance(key.data, Link):
                         self._move(key.data, events)
@@ -330,9 +388,18 @@ class Heart:
                 self._selector.unregister(self._listener)
                 self.begin(self._listen_later)
             return  # or it has gone again
+        self._adopt(sock, address)
+
+    def _adopt(self, sock: socket.socket, address: str) -> None:
         late = to_end(self._nameless, address, NAMELESS_MAX, NAMELESS_PER_ADDRESS)
         if late is not None:
             self._end(late)
+        sock.setblocking(False)
+        if self._tls is not None:
+            # The first reading begins the handshake: this thread waits for nobody.
+            sock = self._tls.server.wrap_socket(
+                sock, server_side=True, do_handshake_on_connect=False
+            )
         link = Link(sock, None, None)
         self._nameless[link] = address
         self._watch(link)
@@ -350,12 +417,9 @@ class Heart:
             self._flush(link)
         if not events & selectors.EVENT_READ:
             return
-        try:
-            data = link.sock.recv(MiB)
-        except BlockingIOError:
+        data = link.receive()
+        if data is None:
             return
-        except OSError:
-            data = b""
         if not data:
             self._end(link)
             return
@@ -517,10 +581,11 @@ class Heart:
             death = link.card.death()
             if death:
                 return True, death
-            if link.neighbour.is_parent:
-                self._reconnect(link, link.card, number + 1)
-            else:
-                with link.card.connect(CONNECT_SECONDS) as sock:
+            if link.way is not None:
+                self._reconnect(link, link.card, number + 1, link.way)
+            elif not link.is_by_store:
+                way = functools.partial(link.card.connect, CONNECT_SECONDS)
+                with self._secured(way, link.card) as sock:
                     sock.sendall(knock(self.card, link.card, number))
         except OSError as error:
             why = str(error)
@@ -531,15 +596,36 @@ class Heart:
         text = f"has lost its connection, and no new one was made in {MEND_SECONDS:g} s ({why}),"
         return bool(death), death or text
 
-    def _reconnect(self, link: Link, card: Card, number: int) -> None:
+    def _reconnect(
+        self, link: Link, card: Card, number: int, way: Callable[[], socket.socket]
+    ) -> None:
         link.number = number  # also when it fails: the parent may see this one after the next
         with contextlib.ExitStack() as stack:
-            sock = stack.enter_context(card.connect(CONNECT_SECONDS))
+            sock = stack.enter_context(self._secured(way, card))
             sock.settimeout(CONNECT_SECONDS)
             sock.sendall(again(self.card, card, number, link.received))
             link.resume(sock, number, read_welcome(sock))
             stack.pop_all()
         self._later(lambda: self._flush(link))
+
+
+class _Tls:
+    """Both sides of encrypted connections. Raises CheckpointError for no certificate."""
+
+    def __init__(self, path: str) -> None:
+        try:
+            self.client, self.server = client_tls(path), server_tls(path)
+            (certificate, *_) = self.client.get_ca_certs(binary_form=True)
+        except (OSError, ValueError) as error:
+            raise CheckpointError(
+                f"{CERTIFICATE_VARIABLE}={path!r}: {error}; expected a PEM file with a key and its "
+                "self-signed certificate"
+            ) from error
+        self.digest = hashlib.sha256(certificate).hexdigest()
+
+
+def _of(card: Card) -> str:
+    return f"certificate {card.certificate[:8]}" if card.certificate else "no certificate"
 
 
 def _listening(place: Place) -> socket.socket:

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from ckpt.errors import CheckpointError
 from ckpt.world.base import WORLD_NBYTES
 from ckpt.world.board import ProcessBoard
-from ckpt.world.heart import Heart, Place
+from ckpt.world.heart import CERTIFICATE_VARIABLE, Heart, Place
 from ckpt.world.liveness import (
     ENDED_UNCALLED,
     Card,
@@ -53,8 +53,8 @@ class Process:
 
 def place_of_environment() -> Place:
     """Where ranks listen for each other: on the first interface of GLOO_SOCKET_IFNAME, as gloo
-    does, and at a port of SHARDPOINT_PORTS, such as `29600-29699`. Raises CheckpointError for
-    anything else.
+    does, and at a port of SHARDPOINT_PORTS, such as `29600-29699`; encrypted with the key in
+    SHARDPOINT_CERTIFICATE. Raises CheckpointError for anything else.
     """
     name, ports = (os.environ.get(key, "") for key in ("GLOO_SOCKET_IFNAME", PORTS_VARIABLE))
     low, _, high = ports.partition("-")
@@ -64,7 +64,7 @@ def place_of_environment() -> Place:
     if ports and not (numbers and numbers[0] and numbers[-1] < 1 << 16):
         raise CheckpointError(f"{PORTS_VARIABLE}={ports!r}: ports are 1 to 65535, ascending")
     address = address_of_interface(name.partition(",")[0]) if name else ""
-    return Place(address, numbers)
+    return Place(address, numbers, os.environ.get(CERTIFICATE_VARIABLE, ""))
 
 
 def own_prefix(process: Process, ranks: tuple[int, ...], rank: int) -> tuple[Any, bytes]:
@@ -89,6 +89,8 @@ class ThisProcess:
         self._lock = threading.Lock()
         self._process: Process | None = None
         self._group: Callable[[], object] = lambda: None
+        # Called, in any thread, after `destroy_process_group`: whether nothing is under way there.
+        self.on_left: list[Callable[[], bool]] = []
 
     @property
     def has_joined(self) -> bool:
@@ -131,7 +133,12 @@ class ThisProcess:
                 "torch.distributed with a TCPStore or a FileStore, as its `init_method` does"
             ) from error
         is_same = before is not None and (before.job, before.rank) == (job, rank)
-        if before is not None and is_same and not before.heart.is_stopped:
+        group = dist.group.WORLD
+
+        def has_left() -> bool:
+            return dist.group.WORLD is not group and all([forget() for forget in self.on_left])
+
+        if before is not None and is_same and before.heart.keep(has_left):
             # torch was initialised once more with the same store: what the others read there of
             # this process stays true.
             before.use(base)
@@ -140,7 +147,7 @@ class ThisProcess:
             before.heart.retire()
         try:
             place = place_of_environment()
-            heart = Heart(rank, (place.address,) if place.address else hosts, place)
+            heart = Heart(rank, (place.address,) if place.address else hosts, place, has_left)
         except CheckpointError as error:
             base.set(card_key(rank), Card.of_absent(rank, f"cannot join: {error}").encode())
             raise

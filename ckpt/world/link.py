@@ -10,14 +10,16 @@ from __future__ import annotations
 import contextlib
 import operator
 import socket
+import ssl
 import struct
 import threading
 import time
 from bisect import bisect_right
 from collections import deque
+from collections.abc import Callable
 from typing import NamedTuple
 
-from ckpt.world.base import WORLD_NBYTES, Frame, FrameKind, FrameReader
+from ckpt.world.base import WORLD_NBYTES, Frame, FrameKind, FrameReader, MiB
 from ckpt.world.liveness import Card
 
 NOBODY = bytes(WORLD_NBYTES)
@@ -25,6 +27,7 @@ HELLO_NBYTES_MAX = 16 * 1024
 REPORT_NBYTES = 256 * 1024  # as much is kept after it has come
 STOOD_SECONDS = 1.0  # a connection that held so long is of use, though nothing was sent
 KEPT_NBYTES_MIN = 256  # what it takes to keep the smallest message
+LATER = (BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError)
 _COUNT = struct.Struct("<Q")
 
 
@@ -47,13 +50,21 @@ class Link:
     which it is handed over, and everything else follows from that count, as often as it is done.
     """
 
-    def __init__(self, sock: socket.socket, neighbour: Neighbour | None, card: Card | None) -> None:
+    def __init__(
+        self,
+        sock: socket.socket,
+        neighbour: Neighbour | None,
+        card: Card | None,
+        way: Callable[[], socket.socket] | None = None,
+    ) -> None:
         self.neighbour = neighbour
         self.card = card
+        self.way = way  # to a parent
         self.number = 0  # of the connection
         self.received = 0  # messages
         self.has_left = False
         self.has_ended = False  # what is sent: all has gone, and nothing follows
+        self.is_by_store = sock.family == socket.AF_UNIX  # see `ckpt.world.by_store`
         self.is_mending = False
         self._mend_until = 0.0
         self._moved = -1  # messages, when it broke the last time
@@ -67,8 +78,9 @@ class Link:
 
     def _use(self, sock: socket.socket) -> None:
         sock.setblocking(False)
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        _keep_alive(sock)
+        if sock.family != socket.AF_UNIX:
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            _keep_alive(sock)
         self.sock = sock
         self.reader = FrameReader(HELLO_NBYTES_MAX)
         self.is_open = True
@@ -110,11 +122,21 @@ class Link:
                 self._count.extend(
                     map(self._count[0].__add__, map(self.sock.send, (data[data.nbytes - left :],)))
                 )
-            except BlockingIOError:
+            except LATER:
                 return False
             except OSError:  # its end is noticed by reading
                 return True
         return True
+
+    def receive(self) -> bytes | None:
+        """Bytes that have come; None for none yet, b"" at the end."""
+        with self._lock:  # one TLS connection is for one thread at a time
+            try:
+                return self.sock.recv(MiB)
+            except LATER:
+                return None
+            except OSError:
+                return b""
 
     def took(self, frame: Frame) -> bytes:
         """Count a message that has come. Returns what to send when it is time to report."""
@@ -165,7 +187,8 @@ class Link:
         """
         self.has_ended = True
         with contextlib.suppress(OSError):  # it is gone
-            self.sock.shutdown(socket.SHUT_WR)
+            # That of ssl ends what is received, too.
+            socket.socket.shutdown(self.sock, socket.SHUT_WR)
 
 
 # --- the first messages of a connection, which do not count ---------------------------------------

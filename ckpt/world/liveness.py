@@ -112,8 +112,9 @@ def this_network() -> str:
 class Card(NamedTuple):
     """What the others need to know of a process: who it is and where it listens.
 
-    `token` is known to those only who can read the rendezvous store. One of port 0 is left by a
-    process that does not join the job; its token says why.
+    `token` is known to those only who can read the rendezvous store, `certificate` is a digest of
+    the one with which it encrypts. A card of port 0 is left by a process that does not join the
+    job; its token says why.
     """
 
     rank: int
@@ -122,6 +123,7 @@ class Card(NamedTuple):
     port: int
     network: str
     process: ProcessIdentity
+    certificate: str = ""
 
     @staticmethod
     def of_absent(rank: int, why: str) -> Card:
@@ -130,23 +132,24 @@ class Card(NamedTuple):
 
     def encode(self) -> bytes:
         who = self.process
-        return json.dumps([*self[:5], [who.machine, who.pid, who.started]]).encode()
+        identity = [who.machine, who.pid, who.started]
+        return json.dumps([*self[:5], identity, self.certificate]).encode()
 
     @staticmethod
     def decode(data: bytes) -> Card:
         """The inverse of `encode`. Raises ValueError for anything else."""
         try:
-            rank, token, hosts, port, network, (machine, pid, started) = json.loads(data)
-            texts = [token, *hosts, network, machine, started]
+            (rank, token, hosts, port, network, identity, certificate) = json.loads(data)
+            machine, pid, started = identity
+            texts = [token, *hosts, network, machine, started, certificate]
         except (TypeError, RecursionError) as error:
             raise ValueError(f"no card of a process: {error!s:.100}") from error
         if {type(one) for one in texts} != {str} or {type(one) for one in (rank, port, pid)} != {
             int
         }:
             raise ValueError(f"no card of a process: {data!r:.100}")
-        return Card(
-            rank, token, tuple(hosts), port, network, ProcessIdentity(machine, pid, started)
-        )
+        identity = ProcessIdentity(machine, pid, started)
+        return Card(rank, token, tuple(hosts), port, network, identity, certificate)
 
     def connect(self, seconds: float) -> socket.socket:
         """A connection to that process, by its first address that answers. Raises OSError."""

@@ -22,8 +22,10 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
+from ckpt.world.by_store import call, take_calls
 from ckpt.world.heart import Heart
 from ckpt.world.link import Neighbour
 from ckpt.world.liveness import CONNECT_SECONDS, ENDED_UNCALLED, Card, has_ended
@@ -32,6 +34,7 @@ from ckpt.world.rounds import CALL_SECONDS
 logger = logging.getLogger(__name__)
 
 LOOK_SECONDS = 5.0
+CALLS_SECONDS = 1.0  # until a rank that has not connected may have to call in another way
 LOOK_CONNECT_SECONDS = 2.0
 
 
@@ -48,7 +51,7 @@ class Missing:
         self._expected: set[int] = set()
         self._groups: deque[list[int]] = deque()  # of ranks whose cards are not known
         self._cards: dict[int, Card] = {}
-        self._is_looking = False
+        self._is_looking = self._takes_calls = False
 
     def expect(self, children: Sequence[int]) -> None:
         """Look for ranks of torch.distributed that should connect to this process, until they
@@ -68,6 +71,11 @@ class Missing:
         return not self._heart.has_met(Neighbour(False, rank))
 
     def _look_on(self) -> None:
+        time.sleep(CALLS_SECONDS)
+        if not self._takes_calls and any(map(self._lacks, self._expected)):
+            self._takes_calls = True
+            rank = self._heart.card.rank
+            self._heart.begin(lambda: take_calls(self._store(), rank, self._heart.adopt))
         while True:
             time.sleep(LOOK_SECONDS)
             with self._lock:
@@ -141,7 +149,16 @@ def connect_to_parent(heart: Heart, store: Any, parent: int, seconds: float) -> 
         return
     try:
         card = Card.decode(store.get(card_key(parent)))
-        heart.connect(card, CONNECT_SECONDS)
+        try:
+            heart.connect(card, CONNECT_SECONDS)
+        except OSError as error:
+            if card.certificate != heart.card.certificate:
+                own = heart.card.rank  # its parent looks for it there
+                store.set(card_key(own), Card.of_absent(own, f"cannot join: {error}").encode())
+                raise
+            if not card.port or card.process.runs() is False:
+                raise
+            heart.connect(card, CONNECT_SECONDS, partial(call, store, parent, error))
     except OSError as error:
         how = card.death(error) or f"cannot be reached ({type(error).__name__}: {error})"
         heart.give_up(neighbour, how)

@@ -23,6 +23,7 @@ from ckpt.world.agreement import encode_error, encode_failures, error_of_failure
 from ckpt.world.attendance import Board
 from ckpt.world.base import Message, MiB, SoloWorld, Transfers, World, lengths_problem, unpack
 from ckpt.world.board import WorldBoard
+from ckpt.world.by_store import FLAG, StoreGroup
 from ckpt.world.failures import copied
 from ckpt.world.job import Process, own_prefix, this_process
 from ckpt.world.missing import connect_to_parent
@@ -93,6 +94,8 @@ class TorchWorld(World):
             heart, self._key, self.global_ranks, self.rank, self._store, self._deadlines
         )
         parent, blocks = family(self.rank, self.size)
+        # First: a child that cannot connect calls, while this rank may wait for its own parent.
+        self._process.missing.expect([self.global_ranks[block.start] for block in blocks])
         if parent is not None:
             connect_to_parent(
                 heart,
@@ -101,7 +104,8 @@ class TorchWorld(World):
                 self._deadlines.round_seconds_max,
             )
         heart.register(self._key, self._rounds, self)
-        self._process.missing.expect([self.global_ranks[block.start] for block in blocks])
+        if parent is not None and heart.is_by_store(self.global_ranks[parent]):
+            self._rounds.raise_flag(FLAG)  # before its first payload: all hear it in time
         self._broken: RankFailed | None = None
         self._group: Any = None
 
@@ -163,7 +167,7 @@ class TorchWorld(World):
             # all ranks are here.
             self._meet(number, name, sends, expects)
             if self._group is None:
-                self._group = self._connected()
+                self._group = self._reached_by_store() or self._connected()
             wires = _GlooTransfers(self._group, self._rounds, name, self._finish)
             try:
                 yield wires
@@ -276,6 +280,14 @@ class TorchWorld(World):
         )
 
     # tensor bytes
+
+    def _reached_by_store(self) -> StoreGroup | None:
+        if not self._rounds.flag_is_up(FLAG):
+            return None
+        from torch.distributed import PrefixStore  # type: ignore[attr-defined]
+
+        limit = timedelta(seconds=self._deadlines.storage_seconds_max)
+        return StoreGroup(PrefixStore("bytes", self._store), self.rank, limit)
 
     def _connected(self) -> Any:
         """A gloo group of these ranks, outside of torch's list of groups. Two of them connect when

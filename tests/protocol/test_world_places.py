@@ -5,17 +5,28 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import signal
 import socket
+import subprocess
+import threading
+import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
 import ckpt
+import ckpt.world.by_store
+import ckpt.world.heart
+import ckpt.world.liveness
 from ckpt.errors import CheckpointError
-from ckpt.world.heart import Heart, Place
+from ckpt.world.base import Message
+from ckpt.world.heart import CERTIFICATE_VARIABLE, Heart, Place
 from ckpt.world.job import PORTS_VARIABLE, place_of_environment, this_process
+from ckpt.world.liveness import Card
+from ckpt.world.torch_world import current_world
 from tests.ranks import run_ranks
 
 
@@ -129,3 +140,166 @@ def _saves_in_a_fake_group(root: str) -> str:
 def test_a_fake_process_group_is_refused_in_a_sentence(tmp_path: Path) -> None:
     (text,) = run_ranks(1, _saves_in_a_fake_group, str(tmp_path / "root"), group=False)
     assert "Fake process groups cannot" in text and "ASSERT" not in text
+
+
+def _leaves(url: str, root: str) -> tuple[int, int]:
+    state = {"a": torch.ones(4)}
+    ckpt.save(state, root, step=1)
+    while_joined = sum(thread.name == "ckpt-heart" for thread in threading.enumerate())
+    dist.barrier()
+    dist.destroy_process_group()
+    until = time.monotonic() + 30
+    while any(thread.name == "ckpt-heart" for thread in threading.enumerate()):
+        assert time.monotonic() < until, "it listens still"
+        time.sleep(0.1)
+    dist.init_process_group("gloo", init_method=url, rank=int(os.environ["RANK"]), world_size=2)
+    ckpt.save(state, root, step=2)
+    return while_joined, ckpt.load(state, root).step
+
+
+@pytest.mark.ranks
+def test_nothing_listens_after_destroy_process_group(tmp_path: Path) -> None:
+    url, root = f"file://{tmp_path}/again", str(tmp_path / "root")
+    assert run_ranks(2, _leaves, url, root) == [(1, 2)] * 2
+
+
+@pytest.fixture(scope="module")
+def certificates(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
+    """Two files, each with a key and its certificate."""
+    folder = tmp_path_factory.mktemp("tls")
+    return _certificate(folder, "job"), _certificate(folder, "other")
+
+
+def _certificate(folder: Path, name: str) -> str:
+    key, certificate = folder / f"{name}.key", folder / f"{name}.crt"
+    command = "openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -days 2"
+    subprocess.run(
+        [*command.split(), "-subj", "/CN=x", "-keyout", str(key), "-out", str(certificate)],
+        check=True,
+        capture_output=True,
+    )
+    (folder / f"{name}.pem").write_bytes(key.read_bytes() + certificate.read_bytes())
+    return str(folder / f"{name}.pem")
+
+
+def _saves_encrypted(files: tuple[str, ...], root: str) -> tuple[str, list[int]]:
+    os.environ[CERTIFICATE_VARIABLE] = files[dist.get_rank() % len(files)]
+    try:
+        _, values = _saves_from("lo", "", root)
+    except CheckpointError as error:
+        return str(error), []
+    heart = this_process.in_job().heart
+    kinds = {type(link.sock) for link in heart._links.values()}
+    return ", ".join(kind.__name__ for kind in kinds), values
+
+
+@pytest.mark.ranks
+def test_rounds_are_encrypted_on_request(certificates: tuple[str, str], tmp_path: Path) -> None:
+    answers = run_ranks(3, _saves_encrypted, certificates[:1], str(tmp_path / "root"))
+    assert answers == [("SSLSocket", [0, 1, 2, 3])] * 3
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("lacks", [False, True])
+def test_other_certificates_are_refused_by_name(
+    lacks: bool, certificates: tuple[str, str], tmp_path: Path
+) -> None:
+    files = certificates[0], "" if lacks else certificates[1]
+    answers = run_ranks(2, _saves_encrypted, files, str(tmp_path / "root"))
+    assert all("must name the same file on all ranks" in text for text, _ in answers), answers
+
+
+def test_a_file_that_is_no_certificate_is_named(tmp_path: Path) -> None:
+    (tmp_path / "none.pem").write_text("no key")
+    for path in (tmp_path / "none.pem", tmp_path / "absent.pem"):
+        with pytest.raises(CheckpointError, match=f"{CERTIFICATE_VARIABLE}='{path}'"):
+            Heart(0, ("127.0.0.1",), Place("127.0.0.1", certificate=str(path)))
+
+
+class _Refused(ConnectionRefusedError):
+    pass
+
+
+def _saves_behind_walls(port: int, certificate: str, root: str) -> tuple[list[int], int]:
+    def refuse(*_: object) -> socket.socket:
+        raise _Refused("a wall")
+
+    if certificate:
+        os.environ[CERTIFICATE_VARIABLE] = certificate
+    Card.connect = refuse  # type: ignore[method-assign, assignment]
+    ckpt.world.liveness.ProcessIdentity.runs = lambda self: None  # type: ignore[method-assign]
+    rank = int(os.environ["RANK"])
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=5)
+    state: dict[str, Any] = {"a": torch.arange(4)}
+    ckpt.save(state, root, step=1)
+    pending = ckpt.async_save(state, root, step=2)
+    pending.result()
+    state["a"] = torch.zeros(4, dtype=torch.int64)
+    ckpt.load(state, root)
+    world = current_world()
+    # Of as many bytes as do not fit into one message of the store.
+    parts = memoryview(bytearray(b"%d" % rank) * (3 << 20))
+    room = [memoryview(bytearray(3 << 20)) for _ in range(5)]
+    with world.transfers("all to all", [3 << 20] * 5, [3 << 20] * 5) as wires:
+        wires.move(
+            [Message(peer, 0, parts) for peer in range(5) if peer != rank],
+            [Message(peer, 0, room[peer]) for peer in range(5) if peer != rank],
+        )
+    assert all(bytes(one) == b"%d" % n * (3 << 20) for n, one in enumerate(room) if n != rank)
+    links = this_process.in_job().heart._links.values()
+    return state["a"].tolist(), sum(not link.is_by_store for link in links)
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("encrypted", [False, True])
+def test_ranks_that_cannot_connect_talk_by_the_store(
+    encrypted: bool, certificates: tuple[str, str], tmp_path: Path
+) -> None:
+    (port, _), certificate = two_free_ports(), certificates[0] if encrypted else ""
+    answers = run_ranks(
+        5,
+        _saves_behind_walls,
+        port,
+        certificate,
+        str(tmp_path / "root"),
+        group=False,
+        timeout_seconds=120,
+    )
+    assert answers == [([0, 1, 2, 3], 0)] * 5
+
+
+def _dies_behind_walls(port: int, root: str) -> str:
+    for name in ("BEAT_SECONDS", "SILENT_SECONDS"):
+        setattr(ckpt.world.by_store, name, 1.0 if name.startswith("B") else 3.0)
+    ckpt.world.heart.MEND_SECONDS = ckpt.world.by_store.CALL_SECONDS = 3.0
+    Card.connect = _raise  # type: ignore[method-assign, assignment]
+    ckpt.world.liveness.ProcessIdentity.runs = lambda self: None  # type: ignore[method-assign]
+    rank = int(os.environ["RANK"])
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=3)
+    ckpt.save({"a": torch.ones(2)}, root, step=1)
+    if rank == 2:
+        os.kill(os.getpid(), signal.SIGKILL)
+    try:
+        ckpt.save({"a": torch.ones(2)}, root, step=2)
+    except ckpt.errors.RankFailed as error:
+        return str(error)
+    return "saved"
+
+
+def _raise(*_: object) -> socket.socket:
+    raise TimeoutError("a wall")
+
+
+@pytest.mark.ranks
+def test_a_death_behind_walls_is_noticed(tmp_path: Path) -> None:
+    port = two_free_ports()[0]
+    texts = run_ranks(
+        3,
+        _dies_behind_walls,
+        port,
+        str(tmp_path / "root"),
+        group=False,
+        allow_dead=[2],
+        timeout_seconds=120,
+    )
+    assert all("rank 2" in text for text in texts[:2]), texts

@@ -1,0 +1,151 @@
+"""Messages by way of the rendezvous store, where ranks cannot connect to each other.
+
+A rank that cannot reach its parent calls it through the store: what either side sends is a row of
+keys, which the other reads and deletes. Nobody polls, since the store says when a key comes. It is
+slow, and everything passes the store's host. Heartbeats stand for what the kernel tells of a
+connection: a side that is silent for `SILENT_SECONDS` has ended.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import logging
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from typing import Any
+
+import torch
+
+from ckpt.world.base import MiB
+
+logger = logging.getLogger(__name__)
+
+CALL_SECONDS = 30.0
+BEAT_SECONDS = 10.0
+SILENT_SECONDS = 30.0
+FLAG = "by the store"  # of a world: some rank of it could not connect
+_BEAT, _DATA, _END = b"beat", b"data", b"end!"
+
+
+def call(store: Any, parent: int, why: Exception) -> socket.socket:
+    """A connection to the process of a rank of torch.distributed, which `take_calls`. Raises
+    OSError when it does not within `CALL_SECONDS`.
+    """
+    try:
+        number = store.add(f"{_calls(parent)}/count", 1)
+        name = f"{_calls(parent)}/{number}"
+        store.set(name, b"")
+        taken = store.clone()
+        taken.wait([f"{name}/taken"], timedelta(seconds=CALL_SECONDS))
+    except (AttributeError, NotImplementedError, RuntimeError) as error:
+        text = f"{why}; nor by the rendezvous store ({type(error).__name__}: {error})"
+        raise type(why)(text) if isinstance(why, OSError) else OSError(text) from error
+    logger.warning(
+        "this process cannot connect to that of rank %d (%s): they talk by the rendezvous store, "
+        "which is slow. Let ranks connect to each other, as at ports of SHARDPOINT_PORTS",
+        parent,
+        why,
+    )
+    return _socket(store, name, "up", "down")
+
+
+def take_calls(store: Any, rank: int, take: Callable[[socket.socket], None]) -> None:
+    """Hand a connection to `take` for each call of this rank, until the store ends."""
+    with contextlib.suppress(AttributeError, NotImplementedError, RuntimeError):
+        store = store.clone()  # one that waits holds up all others
+        for number in itertools.count(1):
+            _wait(store, f"{_calls(rank)}/{number}", timedelta.max)
+            take(_socket(store, f"{_calls(rank)}/{number}", "down", "up"))
+            store.set(f"{_calls(rank)}/{number}/taken", b"")
+
+
+def _calls(rank: int) -> str:
+    return f"shardpoint/calls/{rank}"
+
+
+def _wait(store: Any, key: str, limit: timedelta) -> bytes:
+    """What comes under a key, which is deleted. Raises RuntimeError where nothing comes."""
+    store.wait([key], min(limit, timedelta(days=20)))  # torch counts milliseconds in 32 bits
+    data: bytes = store.get(key)
+    store.delete_key(key)
+    return data
+
+
+def _socket(store: Any, name: str, mine: str, theirs: str) -> socket.socket:
+    """One end of a connection whose bytes go through the store, under `name`."""
+    end, inner = socket.socketpair()
+    incoming, outgoing = store.clone(), store.clone()
+    inner.settimeout(BEAT_SECONDS)
+
+    def send() -> None:
+        with contextlib.suppress(OSError, RuntimeError):
+            for number in itertools.count():
+                kind, data = _BEAT, b""
+                with contextlib.suppress(TimeoutError):
+                    data = inner.recv(MiB)
+                    kind = _DATA if data else _END
+                outgoing.set(f"{name}/{mine}/{number}", kind + data)
+                if kind == _END:
+                    return
+
+    def receive() -> None:
+        with contextlib.suppress(OSError, RuntimeError):
+            for number in itertools.count():
+                data = _wait(
+                    incoming, f"{name}/{theirs}/{number}", timedelta(seconds=SILENT_SECONDS)
+                )
+                if data.startswith(_END):
+                    break
+                inner.sendall(data[len(_DATA) :])
+        with contextlib.suppress(OSError):
+            inner.shutdown(socket.SHUT_RDWR)
+
+    for run in (send, receive):
+        threading.Thread(target=run, name="ckpt-by-store", daemon=True).start()
+    return end
+
+
+class StoreGroup:
+    """Sends and receives tensors as a gloo group does, through a part of the store."""
+
+    def __init__(self, store: Any, rank: int, timeout: timedelta) -> None:
+        self._incoming, self._outgoing = store.clone(), store.clone()
+        self._rank = rank
+        self._timeout = timeout
+        self._numbers: dict[tuple[int, ...], Iterator[int]] = {}
+        self._lock = threading.Lock()
+
+    def send(self, tensors: list[torch.Tensor], peer: int, tag: int) -> _Receipt:
+        """Send to `peer`, at once. Raises RuntimeError when the store has ended."""
+        for one in tensors:
+            for part in torch.split(one.view(-1), MiB):
+                self._outgoing.set(self._key(self._rank, peer, tag), part.numpy().tobytes())
+        return _Receipt(lambda: None)
+
+    def recv(self, tensors: list[torch.Tensor], peer: int, tag: int) -> _Receipt:
+        """Receive from `peer`, once somebody waits for it."""
+        parts = [part for one in tensors for part in torch.split(one.view(-1), MiB)]
+        keys = [self._key(peer, self._rank, tag) for _ in parts]
+
+        def fill() -> None:
+            for part, key in zip(parts, keys, strict=True):
+                data = bytearray(_wait(self._incoming, key, self._timeout))
+                part.copy_(torch.frombuffer(data, dtype=torch.uint8))
+
+        return _Receipt(fill)
+
+    def _key(self, *way: int) -> str:
+        """Of the next message on the way from a rank to another, with a tag."""
+        with self._lock:
+            number = next(self._numbers.setdefault(way, itertools.count()))
+        return "/".join(map(str, (*way, number)))
+
+
+class _Receipt:
+    """As a `dist.Work`."""
+
+    def __init__(self, wait: Callable[[], None]) -> None:
+        self.wait = wait

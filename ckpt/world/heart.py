@@ -34,9 +34,10 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol, TypeVar
 
 from ckpt.errors import CheckpointError
-from ckpt.world.base import Frame, FrameKind
 from ckpt.world.link import (
     NOBODY,
+    Frame,
+    FrameKind,
     Link,
     Neighbour,
     again,

@@ -16,9 +16,9 @@ from typing import Any
 import torch.distributed as dist
 
 from ckpt.errors import CheckpointError
-from ckpt.world.base import WORLD_NBYTES
 from ckpt.world.board import ProcessBoard
 from ckpt.world.heart import CERTIFICATE_VARIABLE, Heart, Place
+from ckpt.world.link import WORLD_NBYTES
 from ckpt.world.liveness import (
     ENDED_UNCALLED,
     Card,

@@ -25,10 +25,10 @@ from typing import Any, TypeVar
 
 from ckpt.errors import RankFailed
 from ckpt.world.agreement import ranks_text
-from ckpt.world.base import Frame, FrameKind, pack, unpack
+from ckpt.world.base import pack, unpack
 from ckpt.world.failures import Gone, copied, decode_failure, encode_failure, other_path, over
 from ckpt.world.heart import LEFT, Heart
-from ckpt.world.link import Neighbour
+from ckpt.world.link import Frame, FrameKind, Neighbour
 from ckpt.world.tree import Family, family
 
 logger = logging.getLogger(__name__)

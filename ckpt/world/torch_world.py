@@ -177,6 +177,9 @@ class TorchWorld(World):
             except BaseException:
                 wires.abort()
                 raise
+            if isinstance(self._group, StoreGroup):
+                # What is still to be read lies with a process that may end after this.
+                self._answered(self._rounds.begin(), f"end of {name}", b"")
 
     def raise_flag(self, name: str) -> None:
         self._rounds.raise_flag(name)

@@ -32,8 +32,8 @@ from ckpt.format.joint_part import (
 from ckpt.format.part import Part
 from ckpt.saving.task import JointParts
 from ckpt.telemetry.history import RankReport
-from ckpt.world.base import Frame, FrameKind, FrameReader, joined, split
-from ckpt.world.link import card_of
+from ckpt.world.base import joined, split
+from ckpt.world.link import Frame, FrameKind, FrameReader, card_of
 from ckpt.world.liveness import Card, ProcessIdentity
 from tests.format.many_parts import random_parts
 from tests.fuzz.target import Target

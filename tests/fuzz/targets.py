@@ -46,7 +46,7 @@ from ckpt.format.manifest_codec import MAGIC, decode_manifest, encode_manifest
 from ckpt.format.metadata_budget import MetadataBudget
 from ckpt.format.rank_files import describe_file
 from ckpt.telemetry.record import decode_telemetry
-from ckpt.world.base import Frame, FrameKind, FrameReader
+from ckpt.world.link import Frame, FrameKind, FrameReader
 from storage.errors import StorageError
 from storage.memory import MemoryStore
 from storage.url import open_store

@@ -25,9 +25,9 @@ import pytest
 import torch.distributed as dist
 
 from ckpt.errors import RankFailed
-from ckpt.world.base import Frame, FrameKind, MiB
+from ckpt.world.base import MiB
 from ckpt.world.heart import Heart
-from ckpt.world.link import Link, Neighbour, again, hello
+from ckpt.world.link import Frame, FrameKind, Link, Neighbour, again, hello
 from ckpt.world.liveness import Card
 from ckpt.world.torch_world import TorchWorld
 from tests.protocol.test_world_counts import ranks_of

@@ -20,10 +20,9 @@ import pytest
 
 import ckpt.world.missing
 from ckpt.errors import RankFailed
-from ckpt.world.base import Frame
 from ckpt.world.heart import Heart
 from ckpt.world.job import Process
-from ckpt.world.link import Neighbour
+from ckpt.world.link import Frame, Neighbour
 from ckpt.world.liveness import Card, ProcessIdentity
 from ckpt.world.missing import Missing, card_key
 from ckpt.world.rounds import Deadlines

@@ -25,10 +25,9 @@ import pytest
 import torch.distributed as dist
 
 from ckpt.errors import RankFailed
-from ckpt.world.base import Frame, FrameKind
 from ckpt.world.heart import Heart, Place, _listening
 from ckpt.world.job import Process
-from ckpt.world.link import NOBODY, Link, Neighbour
+from ckpt.world.link import NOBODY, Frame, FrameKind, Link, Neighbour
 from ckpt.world.liveness import Card, hosts_of
 from ckpt.world.rounds import Deadlines, Rounds, _Wait
 from ckpt.world.torch_world import TorchWorld

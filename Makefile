@@ -24,6 +24,8 @@ SHELL := /bin/bash
 
 # The tests and the demo run several ranks on few cores: more threads per rank only slow them down.
 export OMP_NUM_THREADS ?= 1
+# Hundreds of processes import the packages and the tests: they are compiled once.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: help demo test quick versions soak test-gpu test-wild test-cluster judges mutants bench bench-gpu kit check format test-ceph examples docs dist clean
 .DEFAULT_GOAL := help

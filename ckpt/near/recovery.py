@@ -20,16 +20,13 @@ from ckpt.format.joint_manifest import joint_manifest
 from ckpt.format.manifest import Header, Manifest
 from ckpt.format.manifest_codec import decode_manifest, encode_manifest
 from ckpt.format.metadata_budget import unlimited
-from ckpt.format.opened_files import contradictions, open_file, part_of_rank
-from ckpt.format.part import Part
-from ckpt.format.stored_index import check_blocks
+from ckpt.format.opened_files import part_of_rank
 from ckpt.layout.memory import gc_paused
 from ckpt.loading.exchange import Origins
 from ckpt.loading.load import LoadOptions, LoadReport, load_located
 from ckpt.near.placement import Hosts
 from ckpt.near.records import NearRecord, decode_near_record, encode_near_record, near_digest
 from ckpt.near.status import TierStatus, read_status
-from ckpt.near.tier import Tier
 from ckpt.service.restore import TierRestorable
 from ckpt.state.types import Stacks
 from ckpt.world.base import (
@@ -217,7 +214,7 @@ def _checked(candidate: NearCandidate) -> NearCandidate:
     damaged = []
     for rank in mine:
         try:
-            _part(hosts.tier, candidate.record, rank, with_blocks=True)
+            hosts.tier.opened(candidate.record, rank, with_blocks=True)
         except CheckpointError as error:
             logger.warning("a copy of near files of rank %d does not count: %s", rank, error)
             damaged.append(rank)
@@ -246,11 +243,13 @@ def _manifest(candidate: NearCandidate) -> Manifest:
     owners = [_reader_at(hosts, homes, rank, rank) for rank, homes in enumerate(candidate.homes)]
 
     def opened() -> bytes:
-        own = [rank for rank, owner in enumerate(owners) if owner == world.rank]
-        return _packed(
-            joined(header.model_dump_json().encode(), encode_part(part))
-            for header, part in (_part(hosts.tier, record, rank) for rank in own)
-        )
+        sent = []
+        for rank, owner in enumerate(owners):
+            if owner == world.rank:
+                files = hosts.tier.opened(record, rank)
+                header = files[0].place.header.model_dump_json().encode()
+                sent.append(joined(header, encode_part(part_of_rank(rank, files))))
+        return _packed(sent)
 
     mine = collectively(world, "near headers", opened)
     received = world.gather_to_coordinator("near parts", mine)
@@ -267,31 +266,6 @@ def _manifest(candidate: NearCandidate) -> Manifest:
 
     sent = from_coordinator(world, "near manifest", merged)
     return collectively(world, "decode", lambda: decode_manifest(sent, unlimited()))
-
-
-def _part(
-    tier: Tier, record: NearRecord, rank: int, *, with_blocks: bool = False
-) -> tuple[Header, Part]:
-    """What one rank that saved would have sent, from its files; all their bytes are read
-    `with_blocks`. Raises Corrupt.
-    """
-    opened = []
-    for file in record.files:
-        if file.rank == rank:
-            one = open_file(tier.files, record.prefix + file.name, file.name, file.nbytes)
-            header = one.place.header
-            named = (header.root, header.attempt, header.step, header.world_size, one.place.rank)
-            head = record.head
-            if named != (head.root, head.attempt, head.step, head.world_size, rank):
-                raise Corrupt(f"{tier.store.url}/{record.prefix}{file.name}: says it is {named}")
-            if one.described.seal != file.seal:
-                raise Corrupt(f"{tier.store.url}/{record.prefix}{file.name}: has another seal")
-            if with_blocks:
-                check_blocks(tier.files, record.prefix + file.name, one.described)
-            opened.append(one)
-    if problems := contradictions(opened):
-        raise Corrupt("; ".join(problems))
-    return opened[0].place.header, part_of_rank(rank, opened)
 
 
 def _packed(messages: Iterable[bytes]) -> bytes:

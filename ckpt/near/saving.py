@@ -151,15 +151,15 @@ class NearSaves:
         among durable ones. Collective.
         """
         world, session = self.session.world, self.session.session
-        attempt = "" if record is None else record.head.attempt
+        kept = () if record is None else (record.head.attempt,)
 
         def forget() -> None:
             if session is not None and not isinstance(chosen, TierRestorable):
                 self._after_slot = session.state().slot
             if self.hosts.is_first:
-                self.tier.forget(epoch=self.session.epoch, kept=attempt)
+                self.tier.forget(kept, epoch=self.session.epoch)
 
-        if attempt != chosen.attempt:
+        if kept != (chosen.attempt,):
             collectively(world, "forget near", forget)
             self._safe = ""
         if record is None:
@@ -168,9 +168,9 @@ class NearSaves:
         head = record.head
         self._number = number
         if head.epoch != self.session.epoch:
-            like = None if attempt == chosen.attempt else head
-            self._record(head.step, attempt, record.files, like=like)
-        self._safe = attempt
+            like = None if head.attempt == chosen.attempt else head
+            self._record(head.step, head.attempt, record.files, like=like)
+        self._safe = head.attempt
         self.notes.saved(head.step, head.time_unix)
 
     def give_up(self, failure: RankFailed) -> None:
@@ -267,53 +267,45 @@ class NearSaves:
     def _check_room(
         self, needs: Sequence[int], rooms: Sequence[int], copies: Mapping[str, tuple[str, ...]]
     ) -> bool:
-        """Whether every host has room for one state more than it must have room for."""
-        own = {
-            name: sum(needs[rank] for rank in self.hosts.ranks_of(name))
-            for name in dict.fromkeys(self.hosts.names)
-        }
-        kept = dict(own)
+        """Whether every host has room for one more state of its own ranks, beside the generations
+        of all that it keeps. Raises ValueError when these do not fit.
+        """
+        ranks_of = {name: self.hosts.ranks_of(name) for name in self.hosts.names}
+        own = {name: sum(needs[rank] for rank in ranks) for name, ranks in ranks_of.items()}
+        kept, bytes_max = dict(own), plain_int(self._near.bytes_max)
         for name, others in copies.items():
             for other in others:
                 kept[other] += own[name]
-        return all(
-            [
-                self._has_room(name, own[name], kept[name], rooms[self.hosts.names.index(name)])
-                for name in own
-            ]
-        )
-
-    def _has_room(self, name: str, own: int, kept: int, room: int) -> bool:
-        """Whether a host has room for one more state of its own ranks, which are `own` bytes,
-        beside the generations of all that it keeps. Raises ValueError when these do not fit.
-        """
-        bytes_max, ranks = plain_int(self._near.bytes_max), self.hosts.ranks_of(name)
-        limit = room if bytes_max is None else min(room, bytes_max)
-        what = "their states"
-        if kept > own:
-            what += f", and of copies of {(kept - own) / MIB:.0f} MiB for other hosts,"
-        if GENERATIONS * kept > limit:
-            bound = "" if bytes_max is None else f", and bytes_max is {bytes_max / MIB:.0f} MiB"
-            raise ValueError(
-                f"near tier of ranks {ranks[0]} to {ranks[-1]}: {GENERATIONS} generations of "
-                f"{what} take {GENERATIONS * kept / MIB:.0f} MiB there, "
-                f"{room / MIB:.0f} MiB are free{bound}; give it more room (a larger tmpfs, "
-                "fewer ranks on a host, fewer replicas), or use a directory on a local disk"
-            )
-        fits_more = GENERATIONS * kept + own <= limit
-        if self.session.world.rank == 0:
-            logger.info(
-                "near tier of ranks %d to %d: %d generations of %s take %.0f MiB, "
-                "%.0f MiB are there; one more, while a durable save sends one, %s",
-                ranks[0],
-                ranks[-1],
-                GENERATIONS,
-                what,
-                GENERATIONS * kept / MIB,
-                limit / MIB,
-                "fits" if fits_more else "does not fit",
-            )
-        return fits_more
+        all_fit_more = True
+        for name, ranks in ranks_of.items():
+            room, taken = rooms[ranks[0]], GENERATIONS * kept[name]
+            limit = room if bytes_max is None else min(room, bytes_max)
+            what = "their states"
+            if of_others := kept[name] - own[name]:
+                what += f", and of copies of {of_others / MIB:.0f} MiB for other hosts,"
+            if taken > limit:
+                bound = "" if bytes_max is None else f", and bytes_max is {bytes_max / MIB:.0f} MiB"
+                raise ValueError(
+                    f"near tier of ranks {ranks[0]} to {ranks[-1]}: {GENERATIONS} generations of "
+                    f"{what} take {taken / MIB:.0f} MiB there, "
+                    f"{room / MIB:.0f} MiB are free{bound}; give it more room (a larger tmpfs, "
+                    "fewer ranks on a host, fewer replicas), or use a directory on a local disk"
+                )
+            fits_more = taken + own[name] <= limit
+            all_fit_more = all_fit_more and fits_more
+            if self.session.world.rank == 0:
+                logger.info(
+                    "near tier of ranks %d to %d: %d generations of %s take %.0f MiB, "
+                    "%.0f MiB are there; one more, while a durable save sends one, %s",
+                    ranks[0],
+                    ranks[-1],
+                    GENERATIONS,
+                    what,
+                    taken / MIB,
+                    limit / MIB,
+                    "fits" if fits_more else "does not fit",
+                )
+        return all_fit_more
 
     # one save
 
@@ -360,7 +352,7 @@ class NearSaves:
                 raise  # another job trains on from one of the states that are here
             with contextlib.suppress(StorageError):
                 if self._copies is None:
-                    self.tier.drop_own({self._safe}, world.rank, epoch=self.session.epoch)
+                    self.tier.drop({self._safe}, epoch=self.session.epoch, rank=world.rank)
                 else:
                     self._drop({self._safe})  # and what others have put here
             raise
@@ -404,7 +396,7 @@ class NearSaves:
         if self.hosts.is_first:
             self.tier.drop(kept, epoch=epoch)
         else:
-            self.tier.drop_own(kept, rank, epoch=epoch)
+            self.tier.drop(kept, epoch=epoch, rank=rank)
         self._kept = set(kept)
 
     def _commit(self, task: SaveTask, header: Header, part: Part) -> SaveReport:

@@ -22,6 +22,8 @@ from ckpt.commit.names import STEPS_PREFIX, attempt_epoch, parse_step_key
 from ckpt.errors import CheckpointError, Corrupt, Fenced, NoCheckpoint
 from ckpt.format.checksum import seal_of
 from ckpt.format.damage import is_outage
+from ckpt.format.opened_files import OpenedFile, contradictions, open_file
+from ckpt.format.stored_index import check_blocks
 from ckpt.near.records import (
     NEAR_NBYTES_MAX,
     NearFile,
@@ -167,44 +169,79 @@ class Tier:
         lacking = {file.rank for file in record.files if not self.has(record, file)}
         return [rank for rank in range(record.head.world_size) if rank not in lacking]
 
-    def drop(self, kept: Collection[str], *, epoch: int) -> None:
+    def opened(
+        self, record: NearRecord, rank: int, *, with_blocks: bool = False
+    ) -> list[OpenedFile]:
+        """The files of a rank that a record names, all their bytes read `with_blocks`.
+
+        Raises Corrupt, KeyNotFoundError.
+        """
+        opened, head = [], record.head
+        for file in record.files:
+            if file.rank == rank:
+                key = record.prefix + file.name
+                where = f"{self.store.url}/{key}"
+                one = open_file(self.files, key, file.name, file.nbytes)
+                header = one.place.header
+                named = (
+                    header.root,
+                    header.attempt,
+                    header.step,
+                    header.world_size,
+                    one.place.rank,
+                )
+                if named != (head.root, head.attempt, head.step, head.world_size, rank):
+                    raise Corrupt(f"{where}: says it is {named}")
+                if one.described.seal != file.seal:
+                    raise Corrupt(f"{where}: its checksums are not those of the record")
+                if with_blocks:
+                    check_blocks(self.files, key, one.described)
+                opened.append(one)
+        if problems := contradictions(opened):
+            raise Corrupt("; ".join(problems))
+        return opened
+
+    def drop(self, kept: Collection[str], *, epoch: int, rank: int | None = None) -> None:
         """Delete records and files of all attempts but `kept`, those of later epochs than `epoch`
-        left out: they are another session's. Records go first.
+        left out: they are another session's. Records go first. With `rank`, the files of that one
+        alone, so that no rank waits for another to have room.
+        """
+        if rank is None:
+            self.forget(kept, epoch=epoch)
+        own = "" if rank is None else f"rank{rank:05d}-"
+        for key, attempt in self._files():
+            if not key.rpartition("/")[2].startswith(own):
+                continue
+            if attempt not in kept and attempt_epoch(attempt) <= epoch:
+                self.store.delete(key)
+
+    def forget(self, kept: Collection[str] = (), *, epoch: int) -> None:
+        """Delete all records of `epoch` and before, but those of the attempts `kept`: their states
+        do not count any more.
         """
         for info in list(self.store.list(RECORDS_PREFIX)):
             match = _RECORD.fullmatch(info.key)
             if match is None or int(match[1]) > epoch:
                 continue
-            with contextlib.suppress(KeyNotFoundError, CheckpointError):
-                data = self.store.get_bounded(info.key, NEAR_NBYTES_MAX)
-                if decode_near_record(data, info.key).head.attempt in kept:
-                    continue
-            self.store.delete(info.key)
-        for key, attempt in self._files():
-            if attempt not in kept and attempt_epoch(attempt) <= epoch:
-                self.store.delete(key)
+            if not kept or self._attempt_of(info.key) not in kept:
+                self.store.delete(info.key)
+
+    def _attempt_of(self, key: str) -> str:
+        """That of a record; "" for what is no record, or not there any more."""
+        try:
+            return decode_near_record(
+                self.store.get_bounded(key, NEAR_NBYTES_MAX), key
+            ).head.attempt
+        except KeyNotFoundError:
+            return ""
+        except CheckpointError as error:
+            if is_outage(error):
+                raise  # what cannot be read now may be the one to keep
+            return ""
 
     def sweep_unfinished(self) -> None:
         """Remove what dead processes left half written; no rank of this host may be writing."""
         self.store.abort_unfinished("")
-
-    def drop_own(self, kept: Collection[str], rank: int, *, epoch: int) -> None:
-        """`drop` of the files of `rank` alone, so that no rank waits for another to have room."""
-        for key, attempt in self._files():
-            is_own = key.rpartition("/")[2].startswith(f"rank{rank:05d}-")
-            if is_own and attempt not in kept and attempt_epoch(attempt) <= epoch:
-                self.store.delete(key)
-
-    def forget(self, *, epoch: int, kept: str = "") -> None:
-        """Delete all records of `epoch` and before, but those of the attempt `kept`: their states
-        do not count any more.
-        """
-        records = self.records() if kept else []
-        kept_keys = {near_key(one) for one in records if one.head.attempt == kept}
-        for info in list(self.store.list(RECORDS_PREFIX)):
-            match = _RECORD.fullmatch(info.key)
-            if match is not None and int(match[1]) <= epoch and info.key not in kept_keys:
-                self.store.delete(info.key)
 
     def _files(self) -> Iterator[tuple[str, str]]:
         """The data files here, each with its attempt."""

@@ -20,11 +20,10 @@ from ckpt.commit.names import MANIFEST_NAME
 from ckpt.commit.records import manifest_digest
 from ckpt.commit.writer import Commit
 from ckpt.errors import CheckpointError, Corrupt, InvalidState, NoCheckpoint
-from ckpt.format.checksum import Seal
 from ckpt.format.joint_manifest import build_manifest
 from ckpt.format.manifest import Manifest
 from ckpt.format.manifest_codec import encode_manifest
-from ckpt.format.opened_files import OpenedFile, contradictions, open_file, part_of_rank
+from ckpt.format.opened_files import OpenedFile, contradictions, part_of_rank
 from ckpt.near.records import NearRecord
 from ckpt.near.tier import Tier, tiers_in
 from ckpt.short import ShortRecord
@@ -147,13 +146,7 @@ def _opened(
     """The files of a rank, and the tiers that have them, one where they could be opened first."""
     for number, tier in enumerate(tiers):
         try:
-            opened = []
-            for file in record.files:
-                if file.rank == rank:
-                    key = record.prefix + file.name
-                    opened.append(open_file(tier.files, key, file.name, file.nbytes))
-                    _refuse_other(opened[-1], record, file.seal, f"{tier.store.url}/{key}")
-            return opened, [tier, *tiers[number + 1 :]]
+            return tier.opened(record, rank), [tier, *tiers[number + 1 :]]
         except (Corrupt, KeyNotFoundError) as error:
             _note_copy(error, is_last=number + 1 == len(tiers))
             if number + 1 == len(tiers):
@@ -184,15 +177,6 @@ def _relay(tiers: Sequence[Tier], key: str, store: Store, file: OpenedFile) -> N
 def _note_copy(error: Exception, *, is_last: bool) -> None:
     if not is_last:
         logger.warning("another copy is used, because %s", error)
-
-
-def _refuse_other(opened: OpenedFile, record: NearRecord, seal: Seal, where: str) -> None:
-    header, head = opened.place.header, record.head
-    named = (header.root, header.attempt, header.step, header.world_size)
-    if named != (head.root, head.attempt, head.step, head.world_size):
-        raise Corrupt(f"{where}: says it is {named}")
-    if opened.described.seal != seal:
-        raise Corrupt(f"{where}: its checksums are not those of the record")
 
 
 def _commit(manifest: Manifest, record: NearRecord, store: Store, maintenance: Maintenance) -> int:

@@ -86,8 +86,8 @@ NEAR = (
     Mutant(
         "near saves are allowed where one generation fits",
         _SAVING,
-        "        if GENERATIONS * kept > limit:",
-        "        if kept > limit:",
+        "            if taken > limit:",
+        "            if kept[name] > limit:",
         test="tests/near/test_near_training.py"
         "::test_room_for_two_generations_is_enough_and_a_byte_less_is_not",
     ),
@@ -102,7 +102,7 @@ NEAR = (
     Mutant(
         "near states from before stay when a training goes back",
         _SAVING,
-        "                self.tier.forget(epoch=self.session.epoch, kept=attempt)\n",
+        '                self.tier.forget({attempt} - {""}, epoch=self.session.epoch)\n',
         "                pass\n",
         test="tests/near/test_near_training.py::test_going_back_ends_the_near_states_from_before",
     ),

@@ -402,14 +402,16 @@ class NearSaves:
     def _commit(self, task: SaveTask, header: Header, part: Part) -> SaveReport:
         """The coordinator makes the record of what all ranks have written; every host keeps it."""
         world = task.session.world
-        mine = joined(task.rank_report().encode(), _encode_files(_files_of(part)))
+        own = [(one.nbytes, one.seal.nbytes, one.seal.digest.hex()) for one in _files_of(part)]
+        mine = joined(task.rank_report().encode(), json.dumps(own).encode())
         with task.recorder.span("parts"):
             received = world.gather_to_coordinator("near files", mine)
         reports: list[RankReport] = []
         files: list[NearFile] = []
-        for report, own in map(split, received or ()):
+        for rank, (report, rows) in enumerate(map(split, received or ())):
             reports.append(RankReport.decode(report))
-            files += _decode_files(own)
+            for index, (nbytes, table, digest) in enumerate(json.loads(rows)):
+                files.append(NearFile(rank, index, nbytes, Seal(table, bytes.fromhex(digest))))
 
         def totals() -> bytes:
             nbytes = sum(file.nbytes for file in files)
@@ -488,20 +490,4 @@ def _files_of(part: Part) -> list[NearFile]:
     return [
         NearFile(part.rank, index, int(nbytes), part.seals.of_file(index))
         for index, nbytes in enumerate(part.file_nbytes)
-    ]
-
-
-def _encode_files(files: Sequence[NearFile]) -> bytes:
-    """What a rank reports of its files to the coordinator."""
-    rows = [
-        [file.rank, file.index, file.nbytes, file.seal.nbytes, file.seal.digest.hex()]
-        for file in files
-    ]
-    return json.dumps(rows).encode()
-
-
-def _decode_files(data: bytes) -> list[NearFile]:
-    return [
-        NearFile(rank, index, nbytes, Seal(table_nbytes, bytes.fromhex(digest)))
-        for rank, index, nbytes, table_nbytes, digest in json.loads(data)
     ]

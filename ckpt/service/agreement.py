@@ -24,9 +24,10 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from ckpt.errors import RankFailed
+from ckpt.service.preemption import Signals
 from ckpt.world.agreement import ranks_text
 from ckpt.world.base import World
 from ckpt.world.rounds import CALL_SECONDS
@@ -84,14 +85,7 @@ def decided(proposals: Sequence[Proposal], *, now_seconds: float) -> Decision:
     latest promise. The same on all ranks, but for the clock.
     """
     decisions = [
-        Decision(
-            one.turn_max,
-            frozenset(one.signals),
-            now_seconds + one.left_seconds,
-            one.reasons,
-            one.valid_at,
-            one.alarm,
-        )
+        Decision(one.turn_max, frozenset(one.signals), now_seconds + one.left_seconds, *one[3:6])
         for one in proposals
     ]
     return merged(decisions, max(one.turn for one in decisions))
@@ -107,16 +101,6 @@ def merged(decisions: Sequence[Decision], turn: int) -> Decision:
         valid_at=max((one.valid_at for one in decisions), default=-1),
         alarm=any(one.alarm for one in decisions),
     )
-
-
-class SignalSource(Protocol):
-    """Where signals are caught; `ckpt.service.preemption.Signals` is one."""
-
-    def take(self) -> tuple[int, ...]:
-        """Signals that arrived since the last call."""
-
-    def left_seconds(self) -> float:
-        """How long this process may go on; infinite until a signal ends the job."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,7 +123,7 @@ class StepAgreement:
     def __init__(
         self,
         world: World,
-        signals: SignalSource,
+        signals: Signals,
         *,
         pace: Pace | None = None,
         clock: Callable[[], float] = time.monotonic,
@@ -285,9 +269,15 @@ class StepAgreement:
         and takes no new ones, so even a program that never calls `close` ends.
         """
         try:
-            if self._is_over():
-                return
-            if self._has_proposal():
+            with self._changed:
+                if not self._closed and not self._leaving:
+                    # A proposal that comes in meanwhile ends the pause.
+                    self._changed.wait(self._pace.poll_seconds)
+                if self._closed or self._leaving:
+                    return
+                self._take_signals()
+                mine = self._proposal
+            if mine.signals or mine.reasons or mine.alarm or mine.closing:
                 self._world.raise_flag(f"proposal {self._number}")
             if self._world.flag_is_up(f"proposal {self._number}"):
                 self._hold_round(self._number)
@@ -303,19 +293,6 @@ class StepAgreement:
                 self._changed.notify_all()
             if not self._leaving:
                 logger.error("the ranks cannot agree on anything any more: %s", failure)
-
-    def _is_over(self) -> bool:
-        """Whether to stop polling. Pauses first, unless a proposal comes in meanwhile."""
-        with self._changed:
-            if not self._closed and not self._leaving:
-                self._changed.wait(self._pace.poll_seconds)
-            return self._closed or self._leaving
-
-    def _has_proposal(self) -> bool:
-        with self._changed:
-            self._take_signals()
-            proposal = self._proposal
-            return bool(proposal.signals or proposal.reasons or proposal.alarm or proposal.closing)
 
     def _hold_round(self, number: int) -> None:
         with self._changed:

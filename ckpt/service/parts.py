@@ -18,12 +18,11 @@ from ckpt.errors import CheckpointError, RankFailed
 from ckpt.service.agreement import Pace, StepAgreement
 from ckpt.service.alarm import Alarm, FailedSaves
 from ckpt.service.events import Observer
-from ckpt.service.inflight import SavesInFlight
+from ckpt.service.inflight import SaveSchedule, SavesInFlight
 from ckpt.service.keeping import Keeper
 from ckpt.service.policies import SavePolicy, is_regular
 from ckpt.service.preemption import Signals
 from ckpt.service.retention import KeepRule
-from ckpt.service.schedule import SaveSchedule
 from ckpt.service.target import Target, UrlTarget
 from ckpt.service.tiers import Tiers, TierValue
 from ckpt.service.training import StartOvers, StepTimer, Training

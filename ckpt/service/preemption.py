@@ -17,7 +17,6 @@ import signal
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from types import FrameType
 from typing import Any, Literal, NamedTuple
 
@@ -153,23 +152,6 @@ SAFETY = 1.5  # a save may take this much longer than the longest of the newest 
 LEAVING_SECONDS = 0.5  # to exit
 
 
-@dataclass(frozen=True, slots=True)
-class StopFacts:
-    """What is known when the job must end.
-
-    `left_seconds` until it is killed; `persist_seconds` that a save takes, None before one was
-    measured; `in_flight_seconds` since the save in flight was begun, None when there is none;
-    `state_nbytes` and `model_nbytes` of one rank; `steps_unsaved` since the newest save was begun.
-    """
-
-    left_seconds: float
-    persist_seconds: float | None
-    in_flight_seconds: float | None
-    state_nbytes: int
-    model_nbytes: int
-    steps_unsaved: int
-
-
 class StopPlan(NamedTuple):
     """First the save in flight is waited for, for `wait_seconds` at most; then `save` is made."""
 
@@ -178,8 +160,20 @@ class StopPlan(NamedTuple):
     why: str
 
 
-def plan_stop(facts: StopFacts) -> StopPlan:
+def plan_stop(
+    *,
+    left_seconds: float,
+    persist_seconds: float | None,
+    in_flight_seconds: float | None,
+    state_nbytes: int,
+    model_nbytes: int,
+    steps_unsaved: int,
+) -> StopPlan:
     """How to use the time that is left. Pure.
+
+    `left_seconds` until the job is killed; `persist_seconds` that a save takes, None before one was
+    measured; `in_flight_seconds` since the save in flight was begun, None when there is none;
+    `state_nbytes` and `model_nbytes` of one rank; `steps_unsaved` since the newest save was begun.
 
     A save in flight is always finished: it is the surest. If steps were made since it was begun,
     everything is saved once more when that fits, judged by the longest of the newest saves times
@@ -187,18 +181,18 @@ def plan_stop(facts: StopFacts) -> StopPlan:
     alone comes first, so that the weights are safe, and then everything is begun nevertheless: an
     unfinished attempt harms nothing.
     """
-    left = facts.left_seconds - LEAVING_SECONDS
-    full = facts.persist_seconds
+    left = left_seconds - LEAVING_SECONDS
+    full = persist_seconds
     if full is None:
-        full = ASSUMED_SECONDS + facts.state_nbytes / ASSUMED_BYTES_PER_SECOND
+        full = ASSUMED_SECONDS + state_nbytes / ASSUMED_BYTES_PER_SECOND
     full *= SAFETY
-    if facts.in_flight_seconds is None:
+    if in_flight_seconds is None:
         wait = 0.0
-    elif facts.steps_unsaved:
-        wait = max(0.0, full - facts.in_flight_seconds)
+    elif steps_unsaved:
+        wait = max(0.0, full - in_flight_seconds)
     else:
         return StopPlan(max(0.0, left), "nothing", "the save in flight has the last step")
-    if not facts.steps_unsaved:
+    if not steps_unsaved:
         return StopPlan(0.0, "nothing", "the last step is saved")
     if left <= 0:
         return StopPlan(0.0, "nothing", "no time is left")
@@ -208,7 +202,7 @@ def plan_stop(facts: StopFacts) -> StopPlan:
         return StopPlan(left - full if wait else 0.0, "everything", why)
     if wait:
         return StopPlan(left, "nothing", f"{why}, and another one is in flight")
-    share = facts.model_nbytes / max(1, facts.state_nbytes)
+    share = model_nbytes / max(1, state_nbytes)
     if 0.0 < share < 1.0:
         return StopPlan(0.0, "model first", f"{why}; the model is {share:.0%} of it")
     return StopPlan(0.0, "everything", f"{why}; an unfinished attempt harms nothing")

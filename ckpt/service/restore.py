@@ -16,7 +16,6 @@ from typing import Any, Literal, NamedTuple, Protocol, cast
 from ckpt.commit.lines import ResumePoint, of_step, resumable
 from ckpt.commit.locate import file_keys, locate
 from ckpt.commit.log import Log, read_format
-from ckpt.commit.records import LiveEntry
 from ckpt.errors import (
     CheckpointError,
     Corrupt,
@@ -319,37 +318,29 @@ def _newest_first(store: Store, step: int | None, attempt: str) -> _Listing:
 
 
 def condition_of(store: Store, world: World, attempt: str) -> Condition:
-    """Whether this checkpoint itself is why a load failed. Collective: the coordinator examines its
-    files.
+    """Whether this checkpoint itself is why a load failed: is it live, are all its files there in
+    full length? "unknown" when nothing is wrong with it, or when the store does not answer.
+
+    Collective: the coordinator looks.
     """
-    mine = examine(store, attempt).encode() if world.rank == 0 else None
+    mine = _condition(store, attempt).encode() if world.rank == 0 else None
     return cast(Condition, world.broadcast("condition", mine).decode())
 
 
-def examine(store: Store, attempt: str) -> Condition:
-    """A cheap examination of a checkpoint: is it live, are all its files there in full length?
-
-    "unknown" when nothing is wrong with it, or when the store does not answer.
-    """
+def _condition(store: Store, attempt: str) -> Condition:
     try:
         entry = Log(store).state().find(attempt)
         if entry is None:
             return "retired"
-        return "unknown" if _has_all_files(store, entry) else "damaged"
+        located = locate(store, entry.step, attempt=attempt)
+        manifest = decode_manifest(located.data, ruled=True)
+        sizes = zip(file_keys(located.prefix, manifest), manifest.file_nbytes.tolist(), strict=True)
+        try:
+            are_whole = all(store.info(key).nbytes == nbytes for key, nbytes in sizes)
+        except KeyNotFoundError:
+            are_whole = False
+        return "unknown" if are_whole else "damaged"
     except (Corrupt, CorruptObjectError):
         return "damaged"
     except CheckpointError:
         return "unknown"
-
-
-def _has_all_files(store: Store, entry: LiveEntry) -> bool:
-    located = locate(store, entry.step, attempt=entry.attempt)
-    manifest = decode_manifest(located.data, ruled=True)
-    sizes = manifest.file_nbytes.tolist()
-    try:
-        return all(
-            store.info(key).nbytes == nbytes
-            for key, nbytes in zip(file_keys(located.prefix, manifest), sizes, strict=True)
-        )
-    except KeyNotFoundError:
-        return False

@@ -272,31 +272,23 @@ def _address(networks: Sequence[Sequence[str]], rank: int) -> str:
     """By which the others reach this host: on one machine, the loopback. Raises StorageError."""
     network, address = networks[rank]
     if network and len({one for one, _ in networks}) == 1:
-        return _loopback()
+        with suppress(OSError), socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            return "127.0.0.1"
+        return "::1"  # a host may have IPv6 alone
     if address:
         return address
     # Where the rendezvous is on this machine, it says nothing of the way to others: they do.
     for other, others in networks:
         if other != network and others:
-            with suppress(OSError), socket.socket(_family(others), socket.SOCK_DGRAM) as probe:
+            family = socket.AF_INET6 if ":" in others else socket.AF_INET
+            with suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:
                 probe.connect((others, 9))  # sends nothing; the system chooses the way
                 return str(probe.getsockname()[0])
     raise StorageError(
         "copies of near checkpoints: no address is known by which other hosts reach this one; "
         "pass Near(..., address=...) with this host's own address on every host"
     )
-
-
-def _loopback() -> str:
-    """The loopback address of this host, which may have IPv6 alone."""
-    with suppress(OSError), socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return "127.0.0.1"
-    return "::1"
-
-
-def _family(address: str) -> socket.AddressFamily:
-    return socket.AF_INET6 if ":" in address else socket.AF_INET
 
 
 def _numeric(addresses: Sequence[str]) -> str:

@@ -5,7 +5,6 @@ A near checkpoint exists when its record does. FORMAT.md, "Near tiers", is the s
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
 import struct
@@ -110,11 +109,6 @@ def encode_near_record(record: NearRecord) -> bytes:
     }
     data = NEAR_MAGIC + pack_map(fields)
     return data + struct.pack("<I", crc32c(data))
-
-
-def near_digest(encoded: bytes) -> bytes:
-    """What names a record among those of all hosts: the SHA-256 of its bytes."""
-    return hashlib.sha256(encoded).digest()
 
 
 _UNREADABLE = (KeyError, ValueError, TypeError, OverflowError, RecursionError, struct.error)

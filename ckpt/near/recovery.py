@@ -6,6 +6,7 @@ records and files of each host -> candidates -> parts from headers -> manifest -
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
 from collections.abc import Iterable, Mapping, Sequence
@@ -25,7 +26,7 @@ from ckpt.layout.memory import gc_paused
 from ckpt.loading.exchange import Origins
 from ckpt.loading.load import LoadOptions, LoadReport, load_located
 from ckpt.near.placement import Hosts
-from ckpt.near.records import NearRecord, decode_near_record, encode_near_record, near_digest
+from ckpt.near.records import NearRecord, decode_near_record, encode_near_record
 from ckpt.near.status import TierStatus, read_status
 from ckpt.service.restore import TierRestorable
 from ckpt.state.types import Stacks
@@ -97,7 +98,7 @@ def near_candidates(hosts: Hosts, epoch: int) -> list[NearCandidate]:
             # Of an older epoch: that session is fenced, and this one has not adopted its states.
             if record.head.epoch == epoch:
                 encoded = encode_near_record(record)
-                own[near_digest(encoded).hex()] = encoded
+                own[hashlib.sha256(encoded).hexdigest()] = encoded
 
     collectively(world, "near records", look)
     # Each record is sent by the first rank that has it: of thousands of hosts all have the same.

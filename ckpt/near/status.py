@@ -104,24 +104,20 @@ def read_status(folder: str) -> TierStatus | None:
     else, so that nothing that lies there can make it wait.
     """
     path = os.path.join(folder, STATUS_NAME)
-    for _ in range(_READS - 1):
+    for left in reversed(range(_READS)):
         try:
-            return _read_once(path)
+            file = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
+        except FileNotFoundError:
+            return None
+        try:
+            _check_regular(file, path)
+            return decode_status(os.pread(file, STATUS_NBYTES + 1, 0), path)
         except Corrupt:
-            continue
-    return _read_once(path)
-
-
-def _read_once(path: str) -> TierStatus | None:
-    try:
-        file = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
-    except FileNotFoundError:
-        return None
-    try:
-        _check_regular(file, path)
-        return decode_status(os.pread(file, STATUS_NBYTES + 1, 0), path)
-    finally:
-        os.close(file)
+            if not left:
+                raise
+        finally:
+            os.close(file)
+    raise AssertionError("the last read returns or raises")
 
 
 def write_status(folder: str, status: TierStatus) -> None:

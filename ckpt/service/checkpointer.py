@@ -201,14 +201,10 @@ class Checkpointer:
     def _use(self, parts: ServiceParts) -> None:
         """These are the parts from now on."""
         self._parts = parts
-        self._training, self._agreement, self._keeper = (
-            parts.training,
-            parts.agreement,
-            parts.keeper,
-        )
+        self._training, self._agreement = parts.training, parts.agreement
         self._watcher, self._schedule, self._failed = parts.watcher, parts.schedule, parts.failed
-        self._saves, self._near, self._ahead = parts.saves, parts.near, parts.ahead
-        self._timer, self._start_overs = parts.timer, parts.start_overs
+        self._saves, self._near, self._keeper = parts.saves, parts.near, parts.keeper
+        self._ahead, self._timer, self._start_overs = parts.ahead, parts.timer, parts.start_overs
 
     # what a training team wants to know
 
@@ -273,15 +269,14 @@ class Checkpointer:
         is still there.
         """
         self._check_open()
-        return self._restore(step, attempt, stacks, plain_int(metadata_bytes_max))
+        return self._restore(
+            step=plain_int(step),
+            attempt=attempt,
+            stacks=stacks,
+            metadata_bytes_max=plain_int(metadata_bytes_max),
+        )
 
-    def _restore(
-        self,
-        step: SupportsIndex | None = None,
-        attempt: str = "",
-        stacks: Mapping[str, str] | None = None,
-        metadata_bytes_max: int | None = None,
-    ) -> RestoreReport | None:
+    def _restore(self, **how: Any) -> RestoreReport | None:
         self._saves.collect(wait=True)
         self._near.collect(wait=True)
         training = self._training
@@ -292,11 +287,8 @@ class Checkpointer:
                 training.state,
                 training.target,
                 training.world,
-                step=plain_int(step),
-                attempt=attempt,
                 tiers=self._near,
-                stacks=stacks,
-                metadata_bytes_max=metadata_bytes_max,
+                **how,
             )
         if report is not None:
             training.progress.resume(report.step)

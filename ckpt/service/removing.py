@@ -6,7 +6,7 @@ A deletion asks first, and looks again after the answer.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import reduce
 from operator import or_
@@ -101,7 +101,8 @@ def prune_store(
     maintenance = Maintenance.open(store)
     rule = with_grace(rule, retire_after)
     plan = _plan(store, maintenance, rule)
-    report = _report(store, plan)
+    victims = [verdict.entry for verdict in plan.retire]
+    report = _report(store, victims, [verdict.entry for verdict in plan.keep], plan.describe())
     if dry_run:
         return report
     if confirm is not None and not confirm(report):
@@ -115,16 +116,8 @@ def prune_store(
         maintenance.retire,
         leases=lambda: leases_of(store, now_unix=time.time()),
     )
-    there = {entry.attempt for entry in gone}
-    everything = [verdict.entry for verdict in (*latest.keep, *latest.retire)]
-    return replace(
-        report,
-        deleted=tuple(StepInfo.of(entry, store.url) for entry in gone),
-        kept=tuple(StepInfo.of(one, store.url) for one in everything if one.attempt not in there),
-        stayed=tuple(stayed),
-        nbytes=sum(entry.nbytes for entry in gone),
-        outcome="deleted",
-    )
+    stay = [v.entry for v in (*latest.keep, *latest.retire) if v.entry not in gone]
+    return replace(_report(store, gone, stay, report.why), stayed=stayed, outcome="deleted")
 
 
 def _plan(store: Store, maintenance: Maintenance, rule: KeepRule) -> RetentionPlan:
@@ -135,15 +128,16 @@ def _plan(store: Store, maintenance: Maintenance, rule: KeepRule) -> RetentionPl
     return plan
 
 
-def _report(store: Store, plan: RetentionPlan) -> PruneReport:
-    victims = [verdict.entry for verdict in plan.retire]
+def _report(
+    store: Store, deleted: Sequence[LiveEntry], kept: Sequence[LiveEntry], why: str
+) -> PruneReport:
     return PruneReport(
         url=store.url,
-        deleted=tuple(StepInfo.of(entry, store.url) for entry in victims),
-        kept=tuple(StepInfo.of(verdict.entry, store.url) for verdict in plan.keep),
+        deleted=tuple(StepInfo.of(entry, store.url) for entry in deleted),
+        kept=tuple(StepInfo.of(entry, store.url) for entry in kept),
         stayed=(),
-        nbytes=sum(one.nbytes for one in victims),
-        why=plan.describe(),
+        nbytes=sum(entry.nbytes for entry in deleted),
+        why=why,
         outcome="dry run",
     )
 

@@ -302,20 +302,14 @@ def _ages(candidates: Sequence[LiveEntry], now_unix: float, seconds: float) -> d
     return ages
 
 
-class _Gap(NamedTuple):
-    """Two commits, the seconds between them, and how many of these count."""
-
-    before: LiveEntry
-    after: LiveEntry
-    seconds: float
-    counted: float
-
-
-def _gaps(candidates: Sequence[LiveEntry], bound: float) -> list[_Gap]:
+def _gaps(
+    candidates: Sequence[LiveEntry], bound: float
+) -> list[tuple[LiveEntry, LiveEntry, float, float]]:
+    """Each two commits in a row, the seconds between them, and how many of these count."""
     gaps = [(a, b, b.committed_unix - a.committed_unix) for a, b in pairwise(candidates)]
     others = sorted(seconds for _, _, seconds in gaps if seconds >= 0.0)
     return [
-        _Gap(one, other, seconds, seconds if 0.0 <= seconds <= limit else 0.0)
+        (one, other, seconds, seconds if 0.0 <= seconds <= limit else 0.0)
         for one, other, seconds in gaps
         for limit in [max(bound, 10 * _median_without(others, seconds))]
     ]

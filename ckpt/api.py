@@ -27,10 +27,10 @@ from ckpt.loading.load import LoadOptions, LoadReport, load_state
 from ckpt.loading.plan import ReadPath
 from ckpt.process import this_process
 from ckpt.saving.background import PendingSave, Preparation, WhenBusy
+from ckpt.saving.image import Staging, WritePath
 from ckpt.saving.save import flattened, save_state
 from ckpt.saving.staging import LentCopy, Snapshot, buffers_for, stage_or_share
 from ckpt.saving.task import SaveOptions, SaveReport, SaveTask
-from ckpt.saving.write import Staging, WritePath
 from ckpt.state.names import GroupOptions
 from ckpt.world.base import collectively
 from storage import Store, StoreLike, open_store

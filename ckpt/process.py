@@ -23,8 +23,8 @@ from ckpt.commit.session import (
 )
 from ckpt.errors import Forked, RankFailed
 from ckpt.saving.background import Background
+from ckpt.saving.image import Staging
 from ckpt.saving.task import PartMemory
-from ckpt.saving.write import Staging
 from ckpt.world import job
 from ckpt.world.base import World, collectively
 from ckpt.world.torch_world import current_world

@@ -46,7 +46,7 @@ from ckpt.layout.memory import host_bytes, tensor_over
 from ckpt.layout.region import Region, Span
 from ckpt.loading.checkpoint import open_checkpoint
 from ckpt.process import open_beside, world_of
-from ckpt.saving.publish import publish
+from ckpt.saving.save import publish
 from ckpt.saving.task import Attempt, SaveOptions, SaveTask
 from ckpt.short import ShortRecord
 from ckpt.state.names import split_state_name

@@ -67,9 +67,9 @@ from ckpt.loading.checkpoint import fill, piece_of
 from ckpt.loading.contents import StoredTensor
 from ckpt.loading.plan import ReadPath
 from ckpt.process import claimed, this_process
-from ckpt.saving.image import write_files
-from ckpt.saving.publish import store_manifest
-from ckpt.saving.write import Source, WritePath, entries_of
+from ckpt.saving.image import WritePath, write_files
+from ckpt.saving.plan import Source, entries_of
+from ckpt.saving.save import store_manifest
 from storage import Store, StoreLike, open_store
 from storage.hidden import hides_secrets
 from storage.location import url_of

@@ -25,7 +25,7 @@ from itertools import accumulate
 
 from ckpt.errors import SaveDropped
 from ckpt.layout.buffers import address_of, touch
-from ckpt.saving.write import Staging
+from ckpt.saving.image import Staging
 from storage import KeyExistsError, NoSpaceError, StorageError, Store
 from storage.file_io import allocate
 from storage.forks import ForkSafeLock

@@ -32,7 +32,7 @@ from ckpt.near.records import NearFile, NearHead, NearRecord, decode_near_record
 from ckpt.near.status import StatusNotes
 from ckpt.near.value import Near
 from ckpt.saving.background import Background, PendingSave
-from ckpt.saving.image import FilePlan, part_count
+from ckpt.saving.image import MIB, FilePlan, Staging, WritePath, part_count
 from ckpt.saving.save import flattened
 from ckpt.saving.staging import (
     BufferNeed,
@@ -44,7 +44,6 @@ from ckpt.saving.staging import (
     stage,
 )
 from ckpt.saving.task import Attempt, PartMemory, SaveOptions, SaveReport, SaveTask, header_of
-from ckpt.saving.write import MIB, Staging, WritePath
 from ckpt.service.restore import Restorable, TierRestorable
 from ckpt.service.tiers import RecordNumbers
 from ckpt.telemetry.history import CommittedSave, RankReport, totals_of

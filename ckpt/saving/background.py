@@ -27,13 +27,12 @@ from typing import Literal
 from ckpt.commit.patience import HURRIED_SECONDS, patience_for
 from ckpt.errors import Forked, NamesChanged, SaveDropped
 from ckpt.format.part import Part
-from ckpt.saving.publish import publish
-from ckpt.saving.replica_check import ReplicasDrifted, difference_of, differing_replicas
-from ckpt.saving.save import report_names_of_copied
+from ckpt.saving.image import Staging
+from ckpt.saving.replica_check import compared
+from ckpt.saving.save import publish, report_names_of_copied
 from ckpt.saving.staging import BufferNeed, Staged
 from ckpt.saving.step_gate import Gate
 from ckpt.saving.task import Attempt, SaveReport, SaveTask, refuse_other_names
-from ckpt.saving.write import Staging
 from ckpt.world.base import World
 
 logger = logging.getLogger(__name__)
@@ -352,8 +351,8 @@ def _run(pending: PendingSave, task: SaveTask, staged: Staged, publish: Publish)
 
     def write(attempt: Attempt) -> Part:
         pending.attempt = attempt.header.attempt
-        if difference is not None:
-            raise difference
+        if isinstance(contents, Exception):
+            raise contents
         return staged.write(attempt, give_up)
 
     def blocked_seconds() -> float:
@@ -371,11 +370,7 @@ def _run(pending: PendingSave, task: SaveTask, staged: Staged, publish: Publish)
             task.session.world.agree("begin", error)
         except NamesChanged:
             report_names_of_copied(staged.contents, task)
-        difference: Exception | None = difference_of(task, staged.contents, staged.digests)
-        drifted = differing_replicas(task, staged.contents, staged.replicas)
-        if isinstance(drifted, ReplicasDrifted):
-            raise drifted  # on all ranks
-        difference = difference or drifted
+        contents = compared(task, staged.contents, staged.digests, staged.replicas)
         watched = replace(task, blocked_seconds=blocked_seconds)
         with pending._patient(task):
             return publish(watched, lambda: staged.contents.modules, write)

@@ -50,7 +50,8 @@ from ckpt.layout.buffers import bytes_at
 from ckpt.layout.dtypes import DTYPES
 from ckpt.layout.memory import is_plain_memory
 from ckpt.layout.region import Region, Shape, Span, span_of
-from ckpt.saving.write import Source, Staging, copy_elements
+from ckpt.saving.image import Staging
+from ckpt.saving.plan import Source, copy_elements
 from storage import Store
 
 ATTEMPTS_MAX = 8  # attempts that one checkpoint keeps alive

@@ -27,7 +27,7 @@ from ckpt.layout.dtypes import dtype_name
 from ckpt.layout.kind import Kind
 from ckpt.layout.piece import Holding, Piece
 from ckpt.layout.plain import Ranks
-from ckpt.saving.plan import Contents
+from ckpt.saving.plan import Contents, is_shared
 from ckpt.state.types import FlatState, StagesHere
 from ckpt.world.base import World, decided
 
@@ -164,14 +164,15 @@ def _is_plain(holding: Holding, holders: tuple[int, ...], fqn: str, ranks: Ranks
     return holding.is_unshared and (len(holders) == len(ranks.global_ranks) or fqn in ranks.held)
 
 
-def report_names(
-    world: World, mine: Inventory | None, *, are_shared: bool = False
-) -> Holders | None:
-    """Report to the other ranks what this one holds. Collective; None when a rank has no inventory.
+def report_names(world: World, contents: Contents | None, ranks: Ranks) -> Holders | None:
+    """Report to the other ranks what this one holds, None where it cannot say. Collective; None
+    when a rank cannot.
 
-    `are_shared` is what `Holders` says, as far as this rank can see. Raises InvalidState on all
-    ranks where they contradict each other, or a stage is on none of them.
+    Raises InvalidState on all ranks where they contradict each other, or a stage is on none of
+    them.
     """
+    mine = None if contents is None else inventory_of(contents, ranks)
+    are_shared = contents is not None and any(is_shared(*one) for one in contents.plan.compared)
     digest = b"" if mine is None else hashlib.sha256(mine.encode()).digest()
 
     def alike(digests: list[bytes]) -> bytes:

@@ -12,28 +12,173 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Collection, Generator, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import accumulate, count, pairwise
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import torch
 
 from ckpt.errors import InvalidState
-from ckpt.format.datafile import FileEntries
-from ckpt.format.object_parts import DataFileBuilder, Part, cut_into_parts, part_nbytes_for
+from ckpt.format.datafile import (
+    FileEntries,
+)
+from ckpt.format.object_parts import (
+    DataFileBuilder,
+    Part,
+    cut_into_parts,
+    part_nbytes_for,
+    write_parts,
+)
+from ckpt.format.object_parts import Part as ObjectPart
 from ckpt.format.part import FileColumns
 from ckpt.format.rank_files import DataFile
-from ckpt.layout.buffers import address_of, bytes_at, copy_bytes
-from ckpt.layout.memory import SideStreams, devices_of, tensor_over
-from ckpt.saving.write import MIB, Parts, Source, Staging, WritePath, copy_elements
+from ckpt.layout.buffers import address_of, bytes_at, copy_bytes, touch
+from ckpt.layout.memory import (
+    SideStreams,
+    devices_of,
+    staging_buffer,
+    tensor_over,
+)
+from ckpt.saving.plan import Source, copy_elements
 from storage import Store
 from storage.forks import ForkSafeLock
 
+MIB = 1 << 20
 # Reserved in each header for what this rank cannot know yet: rank 0's notes and paths of modules.
 HEADER_SLACK_NBYTES = 4096
 # Tensors of a save that are copied where they might be sent as they are: each costs some 4 us then.
 COPIED_NBYTES_MAX = 64 << 10
+
+
+class Staging:
+    """Buffers that outlive a save: fresh memory costs a page fault per 4 KiB, ten times a copy.
+
+    For one save at a time. Buffers of another size than the last ones are dropped. Thread-safe, for
+    those that are made while a save may begin. With `is_one_range`, parts of one file follow each
+    other in memory.
+    """
+
+    is_one_range = False
+
+    def __init__(self) -> None:
+        self._sets = 1  # of buffers that are kept between saves
+        self._free: list[memoryview] = []
+        self._nbytes = 0
+        self._pinned = False
+        self._lock = ForkSafeLock()
+
+    def expect(self, counts: Sequence[int], nbytes: int, *, pinned: bool) -> None:
+        """A save in the background begins: it stages files of so many parts of `nbytes`. For memory
+        that has a place for each part; here one buffer is as good as any.
+        """
+
+    def take(self, nbytes: int, *, pinned: bool, part: int = 0) -> memoryview:
+        """A writable buffer of `nbytes` that starts at a page boundary, with undefined content, for
+        the staged part of this number.
+        """
+        with self._lock:
+            self._use_size(nbytes, pinned)
+            if self._free:
+                return self._free.pop()
+        return staging_buffer(nbytes, pinned=pinned)
+
+    def give_back(self, buffer: memoryview) -> None:
+        """The buffer may be taken again; nothing refers to it any more."""
+        with self._lock:
+            if len(buffer) == self._nbytes:
+                self._free.append(buffer)
+
+    def hold(self) -> Callable[[], None]:
+        """The places of the save under way are not used again until what this returns is called.
+
+        Buffers have no places: whoever holds one gives it back later. The next save needs others
+        meanwhile, so from now on there are buffers for two.
+        """
+        self._sets = 2
+        return lambda: None
+
+    def keep(self, count_max: int) -> None:
+        """Drop free buffers beyond `count_max`, which one save takes."""
+        with self._lock:
+            del self._free[count_max * self._sets :]
+
+    def make(
+        self, nbytes: int, count: int, *, pinned: bool, is_stopped: Callable[[], bool]
+    ) -> None:
+        """Make buffers, with memory behind them, until `count` are free or `is_stopped`."""
+        with self._lock:
+            if not is_stopped():
+                self._use_size(nbytes, pinned)
+        while not is_stopped() and len(self._free) < count:
+            buffer = staging_buffer(nbytes, pinned=pinned)
+            if not pinned:  # pinned memory is there already
+                touch(buffer)
+            with self._lock:
+                if is_stopped() or (self._nbytes, self._pinned) != (nbytes, pinned):
+                    return
+                self._free.append(buffer)
+
+    def _use_size(self, nbytes: int, pinned: bool) -> None:
+        if (self._nbytes, self._pinned) != (nbytes, pinned):
+            self._free.clear()
+            self._nbytes, self._pinned = nbytes, pinned
+
+
+Parts: TypeAlias = Callable[[DataFileBuilder], Generator[ObjectPart, None, None]]
+
+
+@dataclass(frozen=True, slots=True)
+class WritePath:
+    """How parts leave this process: `writers` of them at once, or written by the caller's thread.
+
+    `direct`: around the page cache, which costs the least CPU and leaves the cache to the training;
+    not for files of less than `direct_nbytes_min`. `staging` is for one save at a time.
+    """
+
+    part_nbytes: int = 8 * MIB
+    writers: int = 0
+    direct: bool = False
+    direct_nbytes_min: int = 0
+    file_nbytes_max: int = 4 << 30
+    staging: Staging = field(default_factory=lambda: Staging())
+
+    def write(
+        self,
+        store: Store,
+        directory: str,
+        files: Sequence[DataFile],
+        parts: Sequence[Parts],
+        *,
+        part_nbytes: int,
+        writers: int,
+    ) -> list[FileColumns]:
+        """Create `files` below `directory`, "" or with a `/` at its end, from the `parts` of each,
+        which a builder completes.
+
+        Durable when this returns. Raises the store's errors; then no incomplete file is visible.
+        """
+        written = []
+        for file, parts_of in zip(files, parts, strict=True):
+            builder, nbytes = DataFileBuilder(file), file.layout.nbytes
+            # A small file goes through the page cache, and one of one part is written by the
+            # caller's thread, which would only wait for another: direct writes and threads would
+            # cost more than they save.
+            direct = self.direct and nbytes >= self.direct_nbytes_min
+            is_alone = nbytes <= part_nbytes or direct is not self.direct
+            write_parts(
+                store,
+                directory + file.name,
+                nbytes,
+                parts_of(builder),
+                part_nbytes=part_nbytes,
+                threads=0 if is_alone else writers,
+                direct=direct,
+            )
+            written.append(builder.result())
+        # One sync for all files: each on its own would wait for the disk once per file.
+        store.sync([directory + file.name for file in files])
+        return written
 
 
 class StagedRange(NamedTuple):

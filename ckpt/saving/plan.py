@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import operator
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple, TypeVar, cast
@@ -24,18 +24,33 @@ import torch
 from torch import nn
 
 from ckpt.format.checksum import block_count
-from ckpt.format.datafile import BLOCK_BYTES, FileEntries, StoredChunk, region_start
+from ckpt.format.datafile import (
+    BLOCK_BYTES,
+    FileEntries,
+    StoredChunk,
+    file_entries,
+    is_small_or_uneven,
+    region_start,
+    split_into_files,
+)
 from ckpt.format.manifest import int64s
 from ckpt.format.part import TensorRecord
 from ckpt.layout import torch_fsdp
-from ckpt.layout.assign import Assignment, assign, is_small_and_agreed
+from ckpt.layout.assign import Assignment, Share, assign, is_small_and_agreed
 from ckpt.layout.composites import type_of
 from ckpt.layout.dtypes import dtype_name
+from ckpt.layout.kind import Kind
+from ckpt.layout.memory import (
+    is_plain_memory,
+    local_view,
+    narrowed,
+    tensor_over,
+)
 from ckpt.layout.piece import Holding, Piece
 from ckpt.layout.plain import Ranks, UnsupportedTensor
+from ckpt.layout.region import Region, Span, boxes_of
 from ckpt.layout.tensor import PLAIN_CLASSES, memory_of
 from ckpt.saving.step_gate import storage_of
-from ckpt.saving.write import Source, entries_of, sources_of
 from ckpt.state.flatten import Structure, structure_of, values_of
 from ckpt.state.half_loaded import refuse_interrupted
 from ckpt.state.optimizer import STATE_DICT_HOOKS
@@ -209,6 +224,77 @@ class Memo:
     def keep(self, key: Any, result: Any) -> None:
         """Remember another result for `key`."""
         self._results[key] = result
+
+
+class Source(NamedTuple):
+    """A chunk to write, and where its bytes are: at `address` in host memory, or (address 0) in
+    `view`, which is on a device or strided and is copied from its element `start` on.
+    """
+
+    chunk: StoredChunk
+    view: torch.Tensor
+    start: int
+    address: int
+
+
+def sources_of(shares: Sequence[Share]) -> list[Source]:
+    """Where the bytes of every share are now, in the canonical order of a data file."""
+    keys: list[tuple[bool, int, str, int, Region, int]] = []
+    sources: list[Source] = []
+    dtypes: dict[torch.dtype, tuple[str, int]] = {}
+    for holding, piece, start, stop, region in shares:
+        fqn, global_shape, dtype, _, _, _ = piece
+        known = dtypes.get(dtype)
+        if known is None:
+            known = dtypes[dtype] = (dtype_name(dtype), dtype.itemsize)
+        name, itemsize = known
+        view = local_view(holding, piece)
+        nbytes = (stop - start) * itemsize
+        address = view.data_ptr() + start * itemsize if is_plain_memory(view) else 0
+        chunk = StoredChunk(fqn, name, global_shape, region, nbytes, int(holding.kind))
+        # This is `order_key`, with the regions compared only where their starts are the same.
+        first = region_start(region, global_shape)
+        late = is_small_or_uneven(nbytes)
+        keys.append((late, -itemsize, fqn, first, region, len(sources)))
+        sources.append(Source(chunk, view, start, address))
+    keys.sort()
+    return [sources[key[5]] for key in keys]
+
+
+def entries_of(
+    sources: Sequence[Source], file_nbytes_max: int, block_nbytes: int
+) -> tuple[FileEntries, ...]:
+    """The files that hold `sources`, in this order; at least one."""
+    groups = split_into_files([source.chunk for source in sources], file_nbytes_max)
+    return tuple(file_entries(group, block_nbytes) for group in groups)
+
+
+def copy_elements(
+    source: Source, start: int, target: memoryview, *, non_blocking: bool = False
+) -> None:
+    """Fill `target` with the source's bytes from `start` on, in row-major order of its view.
+
+    With `non_blocking`, copies from a device into pinned memory are only started.
+    """
+    dtype = source.view.dtype
+    first = source.start + start // dtype.itemsize
+    last = first + len(target) // dtype.itemsize
+    for nbytes, piece in _pieces_between(source.view, first, last):
+        place = tensor_over(target[:nbytes], dtype, tuple(piece.shape))
+        place.copy_(piece, non_blocking=non_blocking)
+        target = target[nbytes:]
+
+
+def _pieces_between(
+    view: torch.Tensor, first: int, last: int
+) -> Iterator[tuple[int, torch.Tensor]]:
+    for box in boxes_of(Span(first, last), tuple(view.shape)):
+        yield box.numel * view.dtype.itemsize, narrowed(view, box)
+
+
+def is_shared(holding: Holding, piece: Piece) -> bool:
+    """Whether a tensor is on several ranks that have to agree on it, whatever optimizers have."""
+    return holding.must_agree and holding.kind is not Kind.OPTIMIZER and len(piece.holders) > 1
 
 
 @dataclass(frozen=True)

@@ -30,12 +30,12 @@ from ckpt.errors import CheckpointError, InvalidState
 from ckpt.format.checksum import crc32c, crc32c_of_each
 from ckpt.format.contradictions import BY_NUMBER, TWO_MODELS, DifferingRegion, texts_of_regions
 from ckpt.format.datafile import region_start
-from ckpt.layout.kind import Kind, is_numbered
+from ckpt.layout.kind import is_numbered
 from ckpt.layout.memory import host_bytes, is_plain_memory, local_view
 from ckpt.layout.piece import Holding, Piece
 from ckpt.layout.region import Box, Span, span_of
 from ckpt.saving.holders import ranks_in_words
-from ckpt.saving.plan import Contents, SavePlan
+from ckpt.saving.plan import Contents, SavePlan, is_shared
 from ckpt.saving.task import SaveTask
 from ckpt.world.base import World, decided
 
@@ -90,9 +90,24 @@ def bytes_in_order(view: torch.Tensor) -> torch.Tensor:
 # What has to be equal --------------------------------------------------------------------------
 
 
-def is_shared(holding: Holding, piece: Piece) -> bool:
-    """Whether a tensor is on several ranks that have to agree on it, whatever optimizers have."""
-    return holding.must_agree and holding.kind is not Kind.OPTIMIZER and len(piece.holders) > 1
+def compared(
+    task: SaveTask,
+    contents: Contents | Exception,
+    digests: npt.NDArray[np.uint32],
+    sums: ReplicaSums | None,
+) -> Contents | Exception:
+    """`contents`, or why nothing may be written: see `difference_of` and `differing_replicas`, in
+    which a rank without contents takes part, as the others may wait for it. Raises ReplicasDrifted
+    on all ranks.
+    """
+    known = None if isinstance(contents, Exception) else contents
+    difference = difference_of(task, known, digests)
+    if known is not None and difference is not None:
+        contents, known = difference, None
+    drifted = differing_replicas(task, known, sums)
+    if isinstance(drifted, ReplicasDrifted):
+        raise drifted
+    return drifted or contents
 
 
 def difference_of(

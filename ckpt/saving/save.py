@@ -1,45 +1,408 @@
-"""The steps of a blocking save."""
+"""Save a state as one checkpoint: every rank writes its share, then one write makes it exist.
+
+flatten -> assign -> write data files -> (agree) -> gather parts -> manifest -> commit
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+import json
+import logging
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack, nullcontext
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
-from ckpt.commit.names import step_prefix
-from ckpt.commit.session import RankedSession
-from ckpt.errors import InvalidState, NamesChanged
+from ckpt.commit.names import MANIFEST_NAME, step_prefix
+from ckpt.commit.numbers import is_finite
+from ckpt.commit.session import RankedSession, ReferenceRetired, Session
+from ckpt.commit.writer import Commit, NotRetired
+from ckpt.errors import (
+    CheckpointError,
+    Fenced,
+    InvalidState,
+    LogDiverged,
+    NamesChanged,
+    OutcomeUnknown,
+    RankFailed,
+    RankFailedInCommit,
+    SaveDropped,
+)
+from ckpt.format.datafile import BLOCK_BYTES
+from ckpt.format.joint_manifest import differing_values, warnings_of
+from ckpt.format.manifest import REFERENCES, SINCE_FULL, Header, Manifest
+from ckpt.format.manifest_codec import Encoded, encode
 from ckpt.format.part import Part
 from ckpt.format.rank_files import rank_files
-from ckpt.saving.dedup import Referred, refer
+from ckpt.saving.dedup import NOTHING, Holdings, Referred, decode_base, refer
 from ckpt.saving.holders import inventory_of, report_names
 from ckpt.saving.image import plan_files, write_files
-from ckpt.saving.plan import Contents, Memo, contents_of
-from ckpt.saving.publish import TRIES, publish
+from ckpt.saving.plan import Contents, Memo, Source, contents_of, entries_of
 from ckpt.saving.replica_check import (
     ReplicasDrifted,
-    difference_of,
-    differing_replicas,
+    compared,
     digests_of,
-    is_shared,
     replica_sums,
 )
 from ckpt.saving.task import (
+    NONE_HERE,
+    PARTS,
+    UNCHANGED,
     Attempt,
+    JointReceived,
     PartMemory,
     SaveOptions,
     SaveReport,
     SaveTask,
-    Written,
+    gather_joint_parts,
+    header_of,
     modules_of,
     part_of,
     rank_contents,
     refuse_other_names,
     texts_of,
 )
-from ckpt.saving.write import Source, entries_of
-from storage import Store
+from ckpt.telemetry.history import CommittedSave, RankReport, log_saved, totals_of, write_telemetry
+from ckpt.telemetry.record import SaveTotals
+from ckpt.world.base import collectively, from_coordinator, joined, split
+from storage import KeyExistsError, Store
+
+logger = logging.getLogger(__name__)
+
+
+TRIES = 3  # of a save that refers to other checkpoints, each time that one of them is retired
+
+
+def publish(
+    task: SaveTask, modules: Callable[[], Sequence[str]], write: Callable[[Attempt], Part]
+) -> SaveReport:
+    """Agree on an attempt, let every rank `write` its share, and commit what all have written.
+
+    `modules` returns the paths of the modules of the state. Raises like `save_state`. When a
+    checkpoint that the attempt refers to is retired meanwhile, another attempt is made; the last
+    one refers to nothing.
+    """
+    task = replace(task, retries_before=task.store.retries)
+    left = TRIES if task.options.dedup else 1
+    try:
+        while True:
+            left -= 1
+            with task.recorder.span("attempt"):
+                task.session.settle()
+                attempt = _start(task, modules, may_refer=left > 0)
+            try:
+                return _publish(task, attempt, write)
+            except ReferenceRetired as error:
+                if not left:
+                    raise
+                # The files that this attempt refers to are gone or will be: it cannot be committed.
+                logger.warning("step %d is written again: %s", task.step, error)
+    except Exception as error:
+        task.memory.plans.forget_part()
+        if not isinstance(error, SaveDropped | NamesChanged):
+            task.memory.history.failed(task.step, error)
+        raise
+
+
+def _publish(task: SaveTask, attempt: Attempt, write: Callable[[Attempt], Part]) -> SaveReport:
+    session, memory, header = task.session, task.memory, attempt.header
+
+    try:
+        with ExitStack() as waiting:
+
+            def run() -> Part:
+                try:
+                    _refuse_other_task(attempt, task)
+                    return write(attempt)
+                finally:
+                    waiting.enter_context(task.recorder.span("wait"))
+
+            part = collectively(session.world, "write", run)
+        with task.recorder.span("parts"):
+            known, own = task.memory.structures, task.rank_report()
+            parts = gather_joint_parts(part, own, session.world, known)
+        report, committed = _commit(parts, task, header)
+    except (Fenced, LogDiverged, OutcomeUnknown):
+        # Delete nothing: the root belongs to another session now, or the commit may have happened.
+        raise
+    except Exception:
+        memory.structures.forget()
+        _discard(session, header)
+        raise
+    except BaseException:  # Ctrl-C: end at once; the next save of this process sweeps the files
+        memory.structures.forget()
+        if session.session is not None:
+            session.session.give_up(header.attempt, step=header.step)
+        raise
+    if attempt.base is not None:
+        memory.previous.remember(header, part, committed.holdings)
+    if session.session is not None:
+        _record(report, committed.reports, task)
+    return report
+
+
+def _record(report: SaveReport, reports: Sequence[RankReport], task: SaveTask) -> None:
+    """On the coordinator: log a committed save and write its telemetry.
+
+    The checkpoint exists already, so an error here is logged and does not fail the save.
+    """
+    history, session = task.memory.history, task.session.session
+    assert session is not None
+    log_saved(report.totals, report.path)
+    if not task.options.telemetry:
+        return
+    try:
+        history.recall(
+            task.store,
+            lambda: [one for one in session.state().live if one.attempt != report.attempt],
+        )
+        # This rank's own report is made anew: the gathered one is from before the commit.
+        all_reports = [task.rank_report(), *reports[1:]]
+        telemetry = history.describe(report.totals, all_reports, report.warnings)
+    except Exception:
+        logger.warning("step %d is saved, but its telemetry is not", task.step, exc_info=True)
+        return
+    write_telemetry(task.store, telemetry)
+    history.saved(report.totals)
+
+
+def _start(task: SaveTask, modules: Callable[[], Sequence[str]], *, may_refer: bool) -> Attempt:
+    """The coordinator names the attempt; all ranks return the same one or raise the same error."""
+
+    def made() -> bytes:
+        session = task.session.session
+        assert session is not None, "the coordinator has it"
+        if (metric := task.options.metric) is not None and not is_finite(metric):
+            # Before any data: the log would refuse it after all is written.
+            raise InvalidState([f"metric={metric!r}: expected a finite number, or None"])
+        header = header_of(task, session.new_attempt(), modules())
+        if not task.options.dedup:
+            return joined(header.model_dump_json().encode(), b"")
+        base, every = NOTHING, task.options.full_every
+        if may_refer:
+            previous = task.memory.previous
+            base = previous.offer(session, block_nbytes=BLOCK_BYTES, full_every=every)
+        since_full = base.since_full if base.allowed else 0
+        user = {**header.user, SINCE_FULL: str(since_full)}
+        required = (REFERENCES,) if base.allowed else ()
+        header = header.model_copy(update={"user": user, "required": required})
+        return joined(header.model_dump_json().encode(), base.encode())
+
+    received = from_coordinator(task.session.world, "attempt", made)
+    encoded_header, encoded_base = split(received)
+    return Attempt(
+        Header.model_validate_json(encoded_header),
+        decode_base(encoded_base) if encoded_base else None,
+    )
+
+
+def _refuse_other_task(attempt: Attempt, task: SaveTask) -> None:
+    """Raises InvalidState when this rank's arguments differ from those of rank 0, which count."""
+    agreed = {"step": attempt.header.step, "dedup": attempt.base is not None}
+    passed = {"step": task.step, "dedup": task.options.dedup}
+    problems = [
+        f"{name}={passed[name]} was passed where rank 0 passed {name}={agreed[name]}; pass the "
+        f"same {name}"
+        for name in agreed
+        if passed[name] != agreed[name]
+    ]
+    if problems:
+        raise InvalidState(problems)
+
+
+def _unchanged(of_ranks: Iterable[Sequence[str]]) -> list[str]:
+    """A warning when the save before had the same weights: the state may not be the trained one.
+
+    `of_ranks` are the warnings of each rank.
+    """
+    warnings = {text for of_rank in of_ranks for text in (of_rank or ("",))}
+    # Ranks without trainable tensors have no vote; at least one rank must have unchanged ones.
+    if UNCHANGED not in warnings or not warnings <= {UNCHANGED, NONE_HERE}:
+        return []
+    return [
+        "no trainable tensor has changed since the save before: is the saved state the one that is "
+        "trained?"
+    ]
+
+
+class _Committed(NamedTuple):
+    """The outcome of a commit: `answer` is for all ranks, the rest for the coordinator alone."""
+
+    answer: Mapping[str, Any] = {}
+    holdings: Holdings | None = None  # of a save with `dedup`
+    reports: Sequence[RankReport] = ()
+
+
+def _commit(
+    received_of: Callable[[], JointReceived | None], task: SaveTask, header: Header
+) -> tuple[SaveReport, _Committed]:
+    """The coordinator checks that the parts are one whole checkpoint and commits it.
+
+    Raises InvalidState and ReferenceRetired on all ranks.
+    """
+    ranked, store = task.session, task.store
+    session = ranked.session  # None on all ranks but the coordinator
+
+    def run() -> _Committed:
+        # On all ranks: any of them may have failed to merge the parts of those below it.
+        received = received_of()
+        if session is None or received is None:
+            return _Committed()
+        return _commit_received(received, task, header, session)
+
+    # On the coordinator `_commit_parts` records this phase; on the other ranks it is the wait.
+    with nullcontext() if session is not None else task.recorder.span("commit"):
+        committed = _informed(ranked, run, f"step {header.step} ({header.attempt})")
+    answer = committed.answer
+    if "problems" in answer:
+        raise InvalidState(answer["problems"])
+    if "retired" in answer:
+        raise ReferenceRetired(answer["retired"])
+    for warning in answer["warnings"] if session is not None else ():
+        logger.warning("step %d: %s", header.step, warning)
+    totals = SaveTotals.model_construct(**answer["totals"])
+    report = SaveReport(
+        step=header.step,
+        attempt=header.attempt,
+        path=f"{store.url}/{step_prefix(header.step, header.attempt)}".rstrip("/"),
+        nbytes=totals.nbytes,
+        warnings=tuple(answer["warnings"]),
+        totals=totals,
+        nbytes_referenced=totals.nbytes_referenced,
+        spans=task.recorder.spans(),
+        counters={**task.recorder.counters(), "retries": task.retries},
+    )
+    return report, committed
+
+
+def _informed(ranked: RankedSession, run: Callable[[], _Committed], which: str) -> _Committed:
+    """`run` on all ranks, which commits on the coordinator; then all have the coordinator's answer.
+
+    A rank may be lost meanwhile. The coordinator knows all the same what is so: it returns or
+    raises that. Another rank raises RankFailedInCommit unless it has learned the answer before.
+    """
+    own: list[_Committed | Exception] = []
+
+    def noted() -> _Committed:
+        try:
+            outcome = run()
+        except Exception as error:
+            own.append(error)
+            raise
+        own.append(outcome)
+        return outcome
+
+    world = ranked.world
+    try:
+        committed = collectively(world, "commit", noted)
+        message = None if ranked.session is None else json.dumps(committed.answer).encode()
+        return committed._replace(answer=json.loads(world.broadcast("report", message)))
+    except RankFailed as failure:
+        if world.failure is None:
+            raise  # a rank has reported an error, and all raise it
+        if failure.phase == PARTS:
+            raise  # the coordinator lacks the part of a rank, so it cannot have committed
+        if ranked.session is None:
+            raise RankFailedInCommit(
+                f"{which}: a rank was lost before this rank has learned whether it is committed; "
+                f"the log has it or not, and the next restore finds it if so: {failure}",
+                rank=failure.rank,
+                phase=failure.phase,
+            ) from failure
+        (outcome,) = own
+        if isinstance(outcome, CheckpointError):
+            raise outcome from failure
+        if isinstance(outcome, Exception):
+            raise
+        logger.warning("%s: the other ranks may not have learned the outcome: %s", which, failure)
+        return outcome
+
+
+def _commit_received(
+    received: JointReceived, task: SaveTask, header: Header, session: Session
+) -> _Committed:
+    rest = received.rest
+    failures, drifted = received.regions.differences(rest)
+    problems = differing_values(rest) + failures
+    problems += drifted if task.options.replicas == "strict" else []
+    if problems:
+        return _Committed({"problems": problems})
+    warnings = [*task.memory.differing, *drifted, *_unchanged(warnings_of(rest))]
+    with task.recorder.span("manifest"):
+        encoded, own_nbytes, nbytes, others = received.table().manifest(header, rest)
+        commit = _create_manifest(task.store, header, encoded, own_nbytes, others)
+    commit = commit._replace(metric=task.options.metric, in_line=task.options.in_line)
+    referenced = sum(others.values())
+    made = CommittedSave(header.step, header.attempt, commit.nbytes, referenced, warnings)
+    totals = totals_of(made, received.reports, now_unix=time.time())
+    try:
+        with task.recorder.span("commit"):
+            session.commit(commit)
+    except ReferenceRetired as error:
+        return _Committed({"retired": str(error)})
+    # From here on the checkpoint exists, so nothing may fail any more.
+    answer = {"warnings": warnings, "totals": totals.ended(time.time()).model_dump()}
+    held = {header.attempt: nbytes - referenced, **others}
+    return _Committed(answer, Holdings(held, own_nbytes), received.reports)
+
+
+def store_manifest(store: Store, manifest: Manifest) -> Commit:
+    """Create the MANIFEST of an attempt in its root, durable on return; returns its commit."""
+    encoded = encode(manifest)
+    referenced = manifest.nbytes_referenced()
+    return _create_manifest(store, manifest.header, encoded, manifest.own_nbytes, referenced)
+
+
+def _create_manifest(
+    store: Store,
+    header: Header,
+    encoded: Encoded,
+    own_nbytes: int,
+    referenced: Mapping[str, int],
+) -> Commit:
+    data, digest = encoded
+    key = step_prefix(header.step, header.attempt) + MANIFEST_NAME
+    # Not `put_if_absent`, which leaves a lost answer to its caller: the end of `create` is repeated
+    # until its outcome is known.
+    try:
+        with store.create(key, len(data), part_nbytes=len(data)) as writer:
+            writer.write_part(0, [memoryview(data)])
+    except KeyExistsError:
+        # A `ckpt salvage` that ran meanwhile found the data files complete and no MANIFEST.
+        if store.get_bounded(key, len(data)) != data:
+            raise
+        store.sync([key])
+    return Commit(
+        attempt=header.attempt,
+        step=header.step,
+        manifest_nbytes=len(data),
+        manifest_digest=digest,
+        references=tuple(sorted(referenced)),
+        nbytes=own_nbytes + len(data),
+    )
+
+
+def _discard(session: RankedSession, header: Header) -> None:
+    """Remove what a failed save left, so that a full disk has room again."""
+    if session.session is None:
+        return
+    try:
+        session.session.discard(header.attempt, step=header.step)
+    except NotRetired:
+        logger.warning(
+            "step %d (%s) is committed all the same: the failure came after the commit",
+            header.step,
+            header.attempt,
+        )
+    except Exception as error:
+        # Do not raise: the caller must see the failure of the save itself. These files do no harm,
+        # and the next session sweeps them.
+        logger.warning(
+            "the files of the failed attempt %s could not be deleted yet: %s", header.attempt, error
+        )
 
 
 def save_state(
@@ -79,12 +442,9 @@ def flattened(state: Any, task: SaveTask) -> Contents | Exception:
     contents = _flattened(state, task)
     if world.size == 1 or memory.holders is not None:
         return contents
-    inventory, are_shared = None, False
-    if not isinstance(contents, Exception):
-        inventory = inventory_of(contents, task.ranks)
-        are_shared = any(is_shared(*one) for one in contents.plan.compared)
+    known = None if isinstance(contents, Exception) else contents
     try:
-        holders = report_names(world, inventory, are_shared=are_shared)
+        holders = report_names(world, known, task.ranks)
     except InvalidState as error:
         return error  # raised on all ranks, so all get it back here
     memory.learn(holders)
@@ -99,14 +459,11 @@ def report_names_of_copied(contents: Contents, task: SaveTask) -> None:
     Raises InvalidState on all ranks when one has not copied what is its share then.
     """
     before, world = task.ranks, task.session.world
-    inventory = inventory_of(contents, task.ranks)
-    are_shared = any(is_shared(*one) for one in contents.plan.compared)
-    holders = report_names(world, inventory, are_shared=are_shared)
-    task.memory.learn(holders)
+    task.memory.learn(report_names(world, contents, before))
     after = task.ranks
     moved = [
         tensor.fqn
-        for tensor in inventory.tensors
+        for tensor in inventory_of(contents, before).tensors
         if (tensor.is_plain and before.held.get(tensor.fqn) != after.held.get(tensor.fqn))
         or before.copies.get(tensor.fqn) != after.copies.get(tensor.fqn)
     ]
@@ -129,8 +486,7 @@ def _flattened(state: Any, task: SaveTask) -> Contents | Exception:
 
 def _save_once(state: Any, task: SaveTask) -> SaveReport:
     contents = flattened(state, task)
-    digests = np.zeros(0, dtype=np.uint32)
-    sums = None
+    digests, sums = np.zeros(0, dtype=np.uint32), None
     if not isinstance(contents, Exception):
         try:
             digests = digests_of(contents.plan.compared)
@@ -138,30 +494,28 @@ def _save_once(state: Any, task: SaveTask) -> SaveReport:
             sums.compute()
         except Exception as error:
             contents = error
-    if isinstance(contents, Exception):
-        difference_of(task, None, digests)  # the other ranks may wait for this one
-    else:
-        contents = difference_of(task, contents, digests) or contents
-    drifted = differing_replicas(task, None if isinstance(contents, Exception) else contents, sums)
-    if isinstance(drifted, ReplicasDrifted):
-        raise drifted
-    contents = drifted or contents
+    contents = compared(task, contents, digests, sums)
 
     def write(attempt: Attempt) -> Part:
         if isinstance(contents, Exception):
             raise contents
         refuse_other_names(contents, task)
-        written = write_sources(contents.plan.sources, contents, attempt, task)
-        return part_of(contents, written, digests, task)
+        return write_sources(contents.plan.sources, contents, attempt, task, digests)
 
     modules = () if isinstance(contents, Exception) else modules_of(contents, task)
     return publish(task, lambda: modules, write)
 
 
 def write_sources(
-    sources: Sequence[Source], contents: Contents, attempt: Attempt, task: SaveTask
-) -> Written:
-    """Write this rank's `sources`, or refer to them; durable when this returns."""
+    sources: Sequence[Source],
+    contents: Contents,
+    attempt: Attempt,
+    task: SaveTask,
+    digests: npt.NDArray[np.uint32],
+) -> Part:
+    """Write this rank's `sources`, or refer to them; durable when this returns. `digests` are as
+    for `part_of`.
+    """
     header, recorder, path = attempt.header, task.recorder, task.options.path
     referred: Referred | None = None
     entries = contents.plan.entries(path.file_nbytes_max, header.block_bytes)
@@ -186,4 +540,5 @@ def write_sources(
             path=path,
             plans=memo.once(key, lambda: plan_files(entries, starts, path, least)),
         )
-    return Written(written, texts, referred.division.referenced if referred else ())
+    written += referred.division.referenced if referred else ()
+    return part_of(contents, written, texts, digests, task)

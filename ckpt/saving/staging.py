@@ -35,26 +35,26 @@ from ckpt.saving.image import (
     CopyOrder,
     FilePlan,
     Image,
+    Staging,
+    WritePath,
     copied_parts,
     copy_order,
     part_count,
     placed_files,
     plan_files,
 )
-from ckpt.saving.plan import Contents, PlanMemory, SavePlan, contents_of
+from ckpt.saving.plan import Contents, PlanMemory, SavePlan, Source, contents_of, copy_elements
 from ckpt.saving.replica_check import ReplicaSums, compares_all, digests_of, replica_sums
 from ckpt.saving.save import write_sources
 from ckpt.saving.step_gate import Gate, steps, storage_of
 from ckpt.saving.task import (
     Attempt,
     SaveTask,
-    Written,
     header_of,
     part_of,
     rank_contents,
     texts_of,
 )
-from ckpt.saving.write import Source, Staging, WritePath, copy_elements
 from ckpt.state.types import FlatState
 
 logger = logging.getLogger(__name__)
@@ -207,7 +207,8 @@ class Staged:
             task.recorder.count("near_bytes", nbytes)
         if attempt.base is not None:
             give_up()
-            written = write_sources(self.image.staged(), self.contents, attempt, task)
+            sources = self.image.staged()
+            part = write_sources(sources, self.contents, attempt, task, self.digests)
         else:
 
             def between_parts() -> None:
@@ -225,20 +226,18 @@ class Staged:
                 else:
                     runs = self.image.tensor_bytes()
                     parts = [copied_parts(of_file, part_nbytes, between_parts) for of_file in runs]
-                written = Written(
-                    path.write(
-                        task.store,
-                        step_prefix(header.step, header.attempt),
-                        files,
-                        parts,
-                        part_nbytes=part_nbytes,
-                        writers=max(1, path.writers),
-                    ),
-                    texts,
+                written = path.write(
+                    task.store,
+                    step_prefix(header.step, header.attempt),
+                    files,
+                    parts,
+                    part_nbytes=part_nbytes,
+                    writers=max(1, path.writers),
                 )
+            part = part_of(self.contents, written, texts, self.digests, task)
         if self.lent is None:
             task.recorder.count("step_wait_seconds", self.gate.waited_seconds)
-        return part_of(self.contents, written, self.digests, task)
+        return part
 
     def _let_steps_pass(self) -> None:
         """Open the gate once all is copied. Raises CheckpointError when something has changed."""

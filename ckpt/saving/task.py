@@ -56,9 +56,9 @@ from ckpt.format.rank_files import RankContents
 from ckpt.layout.plain import Ranks
 from ckpt.saving.dedup import Base, Previous, Referred
 from ckpt.saving.holders import Holders, inventory_of, refuse_missing_stages
-from ckpt.saving.plan import Contents, PlanMemory, SavePlan
+from ckpt.saving.image import WritePath
+from ckpt.saving.plan import Contents, PlanMemory
 from ckpt.saving.step_gate import Evidence
-from ckpt.saving.write import WritePath
 from ckpt.short import ShortRecord
 from ckpt.telemetry.history import RankReport, SaveHistory
 from ckpt.telemetry.record import PhaseSpan, Recorder, SaveTotals, stopwatch
@@ -325,14 +325,6 @@ class SaveTask:
         return RankReport(self.recorder.spans(), self.blocked_seconds(), self.retries)
 
 
-class Written(NamedTuple):
-    """This rank's files, and files of other attempts with chunks that it did not write."""
-
-    files: Sequence[FileColumns]
-    texts: PartTexts
-    referenced: Sequence[FileColumns] = ()
-
-
 def header_of(task: SaveTask, attempt: str, modules: Sequence[str]) -> Header:
     """The header that all files of an attempt share. Raises InvalidState for a step or notes that
     cannot be saved.
@@ -402,42 +394,35 @@ def rank_contents(
     )
 
 
-def part_of(contents: Contents, written: Written, digests: Uint32s, task: SaveTask) -> Part:
-    """What this rank contributes to the manifest, once its files are durable. `digests` are those
-    of `plan.compared`, of the very bytes that are saved.
-    """
-    replicas = ReplicaColumns(*contents.plan.compared_columns, digests)
-    texts = written.texts._replace(replicas=replicas)
-
-    def anew() -> Part:
-        return part_of_files(
-            [*written.files, *written.referenced],
-            rank=task.session.world.rank,
-            tensors=contents.plan.tensors,
-            texts=texts,
-        )
-
-    if task.options.dedup:
-        # With digests, or with chunks in files of other attempts, the columns change with every
-        # save, so nothing of the last part can be used again.
-        return anew()
-    last = contents.plan.of_chunks.last("part")
-    if last is None:
-        part = anew()
-    else:
-        part = part_again(last, written.files, texts)
-        part = replace(part, warnings=_trained(contents.plan, last.checksums, part.checksums))
-    contents.plan.of_chunks.keep("part", part)
-    return part
-
-
 # A rank's warning about its trainable tensors; it gives none when some have changed.
 UNCHANGED = "no trainable tensor has changed"
 NONE_HERE = "no trainable tensor is here"
 
 
-def _trained(plan: SavePlan, before: Uint32s, now: Uint32s) -> tuple[str, ...]:
-    blocks = plan.trainable_blocks
-    if not len(blocks):
-        return (NONE_HERE,)
-    return () if np.any(before[blocks] != now[blocks]) else (UNCHANGED,)
+def part_of(
+    contents: Contents,
+    files: Sequence[FileColumns],
+    texts: PartTexts,
+    digests: Uint32s,
+    task: SaveTask,
+) -> Part:
+    """What this rank contributes to the manifest, once its files are durable: of these and of other
+    attempts. `digests` are those of `plan.compared`, of the very bytes that are saved.
+    """
+    plan = contents.plan
+    texts = texts._replace(replicas=ReplicaColumns(*plan.compared_columns, digests))
+    # With digests, or with chunks in files of other attempts, the columns change with every save,
+    # so nothing of the last part can be used again.
+    last = None if task.options.dedup else plan.of_chunks.last("part")
+    if last is None:
+        rank = task.session.world.rank
+        part = part_of_files(files, rank=rank, tensors=plan.tensors, texts=texts)
+    else:
+        part = part_again(last, files, texts)
+        blocks = plan.trainable_blocks
+        has_changed = np.any(last.checksums[blocks] != part.checksums[blocks])
+        unchanged = UNCHANGED if len(blocks) else NONE_HERE
+        part = replace(part, warnings=() if has_changed else (unchanged,))
+    if not task.options.dedup:
+        plan.of_chunks.keep("part", part)
+    return part

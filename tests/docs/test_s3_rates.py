@@ -10,7 +10,7 @@ import re
 from pathlib import Path
 
 from ckpt.api import _write_path, read_path
-from ckpt.saving.write import Staging
+from ckpt.saving.image import Staging
 from storage.memory import MemoryStore
 from storage.ranges import part_count
 

@@ -395,21 +395,19 @@ def test_ranks_that_disagree_get_one_error_and_go_on(tmp_path: Path) -> None:
 
 def _die_in_a_save(root: str, victim: int, phase: str) -> tuple[str, str]:
     """All ranks save step 2; the victim kills itself when it begins `phase`."""
-    from ckpt.saving import publish, save
-
-    module = publish if phase == "_stored" else save
+    from ckpt.saving import save
 
     ckpt.save(_state(1), root, step=1)
     dist.barrier()
     if dist.get_rank() == victim:
-        real = getattr(module, phase)
+        real = getattr(save, phase)
 
         def die(*args: Any, **options: Any) -> Any:
             if phase == "write_files":
                 real(*args, **options)  # after its data files are there
             os.kill(os.getpid(), signal.SIGKILL)
 
-        setattr(module, phase, die)
+        setattr(save, phase, die)
     return _raised(lambda: ckpt.save(_state(2), root, step=2))
 
 
@@ -425,7 +423,7 @@ def _go_on(root: str) -> int:
 
 @pytest.mark.ranks
 @pytest.mark.parametrize(
-    ("victim", "phase"), [(2, "contents_of"), (1, "write_files"), (0, "_stored")]
+    ("victim", "phase"), [(2, "contents_of"), (1, "write_files"), (0, "_create_manifest")]
 )
 def test_a_killed_rank_is_named_and_the_next_job_goes_on(
     tmp_path: Path, victim: int, phase: str

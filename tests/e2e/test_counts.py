@@ -18,8 +18,8 @@ from ckpt.layout.piece import Owned, Piece, View
 from ckpt.layout.region import whole
 from ckpt.loading.load import LoadOptions
 from ckpt.loading.plan import ReadPath
+from ckpt.saving.image import WritePath
 from ckpt.saving.task import SaveOptions
-from ckpt.saving.write import WritePath
 from storage import open_store
 from storage.testing import CountingStore
 from tests.e2e.job import Job, Sharded

@@ -285,7 +285,7 @@ def test_a_reference_that_is_retired_meanwhile_is_written_anew(
     _save(job, 2)
     _, first, second = live_entries(store)
     racing = RetiringStore(store, [f"{second.attempt} {first.attempt}"])
-    with caplog.at_level(logging.WARNING, logger="ckpt.saving.publish"):
+    with caplog.at_level(logging.WARNING, logger="ckpt.saving.save"):
         job.store_of = lambda rank: racing
         (report, _) = job.save(lambda rank: lora_at(3, rank, 2), step=3, options=DEDUP)
     assert report.nbytes == full and report.nbytes_referenced == 0

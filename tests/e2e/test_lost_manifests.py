@@ -28,10 +28,10 @@ from ckpt.format.rank_files import describe_file
 from ckpt.integrations import dcp as dcp_plugin
 from ckpt.integrations.dcp import DcpWriter
 from ckpt.saving.background import Background
-from ckpt.saving.publish import store_manifest
+from ckpt.saving.image import MIB, Staging, WritePath
+from ckpt.saving.save import store_manifest
 from ckpt.saving.staging import StageOptions, stage
 from ckpt.saving.task import PartMemory, SaveOptions, SaveTask
-from ckpt.saving.write import MIB, Staging, WritePath
 from ckpt.testing import run_ranks
 from ckpt.tools import rewrite
 from ckpt.world.base import SoloWorld, World

@@ -28,8 +28,7 @@ from ckpt.format.object_parts import (
     write_parts,
 )
 from ckpt.layout.region import Span
-from ckpt.saving.image import plan_files
-from ckpt.saving.write import WritePath
+from ckpt.saving.image import WritePath, plan_files
 from storage import Store, open_store
 from storage.memory import MemoryStore
 

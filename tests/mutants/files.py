@@ -7,7 +7,7 @@ from tests.mutants.edit import Mutant
 _COVERAGE = "ckpt/format/chunk_rules.py"
 _LOCAL = "storage/local.py"
 _MAINTENANCE = "ckpt/commit/maintenance.py"
-_PUBLISH = "ckpt/saving/publish.py"
+_PUBLISH = "ckpt/saving/save.py"
 _READER = "ckpt/loading/reader.py"
 _BLOCK_SUMS = "ckpt/loading/block_sums.py"
 _SWEEP = "ckpt/commit/writer.py"

@@ -29,7 +29,7 @@ from ckpt.commit.session import Session
 from ckpt.commit.writer import LogWriter, NotRetired
 from ckpt.errors import CheckpointError, Fenced, NoCheckpoint, OutcomeUnknown
 from ckpt.format.manifest_codec import decode_manifest
-from ckpt.saving.publish import store_manifest
+from ckpt.saving.save import store_manifest
 from ckpt.service.retention import KeepLatest, carry_out, plan_retention
 from ckpt.tools import copy
 from ckpt.tools.copy import copy_root

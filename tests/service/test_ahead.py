@@ -21,8 +21,8 @@ import ckpt
 from ckpt.layout.plain import Ranks
 from ckpt.process import GroupContext, this_process
 from ckpt.saving.background import Preparation
+from ckpt.saving.image import Staging, WritePath
 from ckpt.saving.staging import buffers_for
-from ckpt.saving.write import Staging, WritePath
 from ckpt.service.target import UrlTarget
 
 MIB = 1 << 20
@@ -97,7 +97,7 @@ def test_memory_is_made_where_saves_are_regular_and_given_back_where_none_came(
     tmp_path: Path, context: GroupContext, save: Any, is_made: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made: list[int] = []
-    monkeypatch.setattr("ckpt.saving.write.touch", lambda buffer: made.append(len(buffer)))
+    monkeypatch.setattr("ckpt.saving.image.touch", lambda buffer: made.append(len(buffer)))
     checkpointer = ckpt.Checkpointer(_state(), tmp_path, save=save)
     for step in (1, 2, 3):
         checkpointer.step(step)
@@ -119,7 +119,7 @@ def test_a_checkpointer_that_closes_stops_what_is_being_made(
         if len(made) == 2:
             context.background._preparation.stop()
 
-    monkeypatch.setattr("ckpt.saving.write.touch", closing)
+    monkeypatch.setattr("ckpt.saving.image.touch", closing)
     with ckpt.Checkpointer(_state(), tmp_path, save=ckpt.EverySteps(100)) as checkpointer:
         checkpointer.step(1)
         assert _is_over(context)
@@ -137,7 +137,7 @@ def test_a_save_takes_what_is_ready_and_stops_the_rest(
     tmp_path: Path, context: GroupContext, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """`save_now` comes when two buffers are made. Then the worker is free for the save."""
-    monkeypatch.setattr("ckpt.saving.write.touch", lambda buffer: None)
+    monkeypatch.setattr("ckpt.saving.image.touch", lambda buffer: None)
     need = buffers_for(_state(), Ranks.alone(), WritePath(), None)
     half = need._replace(number=2)
     preparation = context.background.make_ready(context.staging, half)
@@ -184,7 +184,7 @@ def test_memory_that_cannot_be_had_is_left_to_the_save(
     def refused(nbytes: int, *, pinned: bool) -> memoryview:
         raise MemoryError("planted")
 
-    monkeypatch.setattr("ckpt.saving.write.staging_buffer", refused)
+    monkeypatch.setattr("ckpt.saving.image.staging_buffer", refused)
     need = buffers_for(_state(), Ranks.alone(), WritePath(), None)
     with caplog.at_level("INFO"):
         assert context.background.make_ready(context.staging, need).is_over.wait(60)

@@ -21,11 +21,10 @@ import ckpt
 from ckpt.commit.session import SessionRegistry, open_session
 from ckpt.layout.buffers import aligned_buffer
 from ckpt.saving.background import Background, PendingSave
-from ckpt.saving.image import Image
+from ckpt.saving.image import Image, Staging, WritePath
 from ckpt.saving.staging import Staged, StageOptions, stage
 from ckpt.saving.step_gate import Gate, Steps
 from ckpt.saving.task import PartMemory, SaveOptions, SaveTask
-from ckpt.saving.write import Staging, WritePath
 from ckpt.testing import run_ranks
 from ckpt.world.base import World
 from storage import open_store
@@ -356,7 +355,7 @@ def test_weights_are_not_compared_with_a_save_that_failed(
         raise OSError("planted: no manifest")
 
     with monkeypatch.context() as patch:
-        patch.setattr("ckpt.saving.publish._stored", failing)
+        patch.setattr("ckpt.saving.save._create_manifest", failing)
         with pytest.raises(OSError, match="planted"):
             ckpt.async_save(state, url, step=1).result()
     report = getattr(ckpt, again)(state, url, step=1)

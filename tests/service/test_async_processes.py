@@ -25,7 +25,7 @@ pytestmark = pytest.mark.ranks
 
 SAVE_AND_END = """
 import sys, torch, ckpt
-from ckpt.saving.write import WritePath
+from ckpt.saving.image import WritePath
 def failing(self, *args, **kwargs):
     raise OSError("planted: the disk is gone")
 if sys.argv[2] == "failing":
@@ -36,7 +36,7 @@ ckpt.async_save(state, sys.argv[1], step=7)
 
 FORK_WHILE_SAVING = """
 import multiprocessing, sys, threading, torch, ckpt
-from ckpt.saving.write import WritePath
+from ckpt.saving.image import WritePath
 child_is_over, write = threading.Event(), WritePath.write
 def waiting(self, *args, **kwargs):
     child_is_over.wait()

@@ -22,7 +22,7 @@ from ckpt.format.joint_manifest import JointTable
 from ckpt.format.joint_part import JointStructure
 from ckpt.process import open_root
 from ckpt.saving import plan as contents
-from ckpt.saving import publish
+from ckpt.saving import save
 from storage import open_store
 from tests.e2e.job import Job, Sharded
 from tests.service.staging import differing, saved_tensors, tensors_now
@@ -203,7 +203,7 @@ def test_a_process_alone_merges_again_only_what_has_changed(
             state["d"] = state["c"]
         if step == 7:
             with monkeypatch.context() as patch, pytest.raises(OSError, match="planted"):
-                patch.setattr(publish, "_create_manifest", _fail)
+                patch.setattr(save, "_create_manifest", _fail)
                 ckpt.save(state, url, step=100)
         state["a"].add_(1)
         expected = tensors_now(state)

@@ -17,14 +17,15 @@ import torch
 from torch import nn
 
 import ckpt.format.object_parts as object_parts
-import ckpt.saving.write as writing
+import ckpt.saving.image as image
+import ckpt.saving.plan as plan
 from ckpt.commit.session import SessionRegistry, open_session
 from ckpt.layout.buffers import address_of, aligned_buffer
 from ckpt.saving.background import Background
+from ckpt.saving.image import Staging
 from ckpt.saving.staging import Staged, StageOptions, stage
 from ckpt.saving.step_gate import steps
 from ckpt.saving.task import PartMemory, SaveOptions, SaveTask
-from ckpt.saving.write import Staging
 from ckpt.world.base import SoloWorld
 from storage.memory import MemoryStore
 from tests.e2e.job import NO_WAITING
@@ -36,7 +37,7 @@ from tests.streams.mutants import GATE, SAVES, applied, copy_mutants, mutants
 from tests.streams.simulation import simulated
 from tests.streams.test_saves import in_a_thread
 
-COPIES = ("ckpt.saving.write:copy_elements",)
+COPIES = ("ckpt.saving.plan:copy_elements",)
 
 
 class Worker:
@@ -154,9 +155,10 @@ def training(*, saves_all: bool) -> list[int]:
 
 def run() -> list[str]:
     memory = StagedMemory()
-    write: Any = writing
+    buffers: Any = image
+    copies: Any = plan
     files: Any = object_parts
-    write.staging_buffer, write.tensor_over = memory.take, memory.over
+    buffers.staging_buffer, copies.tensor_over = memory.take, memory.over
     complete = object_parts.DataFileBuilder.complete
 
     def read_and_complete(self: Any, start: int, buffer: memoryview) -> Any:

@@ -21,7 +21,7 @@ import ckpt
 from ckpt.api import _write_path, read_path
 from ckpt.cli import main
 from ckpt.operate.looking import OPTIMIZERS
-from ckpt.saving.write import Staging, WritePath
+from ckpt.saving.image import Staging, WritePath
 from ckpt.tools.cost import (
     FILE_NBYTES,
     GIB,

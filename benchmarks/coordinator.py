@@ -32,8 +32,7 @@ from ckpt.format.manifest import Header, int64s
 from ckpt.format.part import Part, ReplicaColumns, TensorRecord
 from ckpt.layout.memory import gc_paused
 from ckpt.saving.task import JointParts
-from ckpt.telemetry.history import PHASES, RankReport
-from ckpt.telemetry.record import PhaseSpan
+from ckpt.telemetry.record import PHASES, PhaseSpan, RankReport
 from ckpt.world.tree import family
 
 BLOCK_NBYTES = 1 << 20

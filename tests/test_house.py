@@ -88,7 +88,7 @@ ONE_FILE_EACH = {
     "msgpack": (
         "ckpt/format/columns.py",
         "ckpt/commit/records.py",
-        "ckpt/telemetry/history.py",  # messages between ranks
+        "ckpt/telemetry/record.py",  # messages between ranks
     ),
     "pydantic": (
         "ckpt/format/manifest.py",

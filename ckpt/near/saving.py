@@ -46,8 +46,7 @@ from ckpt.saving.staging import (
 from ckpt.saving.task import Attempt, PartMemory, SaveOptions, SaveReport, SaveTask, header_of
 from ckpt.service.restore import Restorable, TierRestorable
 from ckpt.service.tiers import RecordNumbers
-from ckpt.telemetry.history import CommittedSave, RankReport, totals_of
-from ckpt.telemetry.record import SaveTotals
+from ckpt.telemetry.record import RankReport, SaveTotals, totals_of
 from ckpt.world.base import collectively, from_coordinator, joined, split
 from storage import StorageError
 
@@ -414,8 +413,9 @@ class NearSaves:
 
         def totals() -> bytes:
             nbytes = sum(file.nbytes for file in files)
-            made = CommittedSave(header.step, header.attempt, nbytes, 0, ())
-            return totals_of(made, reports, now_unix=time.time()).model_dump_json().encode()
+            place, now_unix = (header.step, header.attempt), time.time()
+            made = totals_of(reports, *place, nbytes=nbytes, now_unix=now_unix)
+            return made.model_dump_json().encode()
 
         with task.recorder.span("commit"):
             record, passed = self._record(header.step, header.attempt, files, totals)

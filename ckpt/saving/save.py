@@ -65,8 +65,7 @@ from ckpt.saving.task import (
     refuse_other_names,
     texts_of,
 )
-from ckpt.telemetry.history import CommittedSave, RankReport, log_saved, totals_of, write_telemetry
-from ckpt.telemetry.record import SaveTotals
+from ckpt.telemetry.record import RankReport, SaveTotals, log_saved, totals_of, write_telemetry
 from ckpt.world.base import collectively, from_coordinator, joined, split
 from storage import KeyExistsError, Store
 
@@ -336,8 +335,15 @@ def _commit_received(
         commit = _create_manifest(task.store, header, encoded, own_nbytes, others)
     commit = commit._replace(metric=task.options.metric, in_line=task.options.in_line)
     referenced = sum(others.values())
-    made = CommittedSave(header.step, header.attempt, commit.nbytes, referenced, warnings)
-    totals = totals_of(made, received.reports, now_unix=time.time())
+    totals = totals_of(
+        received.reports,
+        header.step,
+        header.attempt,
+        nbytes=commit.nbytes,
+        now_unix=time.time(),
+        nbytes_referenced=referenced,
+        warnings=len(warnings),
+    )
     try:
         with task.recorder.span("commit"):
             session.commit(commit)

@@ -60,8 +60,14 @@ from ckpt.saving.image import WritePath
 from ckpt.saving.plan import Contents, PlanMemory
 from ckpt.saving.step_gate import Evidence
 from ckpt.short import ShortRecord
-from ckpt.telemetry.history import RankReport, SaveHistory
-from ckpt.telemetry.record import PhaseSpan, Recorder, SaveTotals, stopwatch
+from ckpt.telemetry.record import (
+    PhaseSpan,
+    RankReport,
+    Recorder,
+    SaveHistory,
+    SaveTotals,
+    stopwatch,
+)
 from ckpt.world.base import World, joined, pack, split, unpack
 from storage import Store
 

@@ -19,7 +19,7 @@ from typing import TypeAlias
 
 from ckpt.saving.task import SaveReport
 from ckpt.service.restore import RestoreReport
-from ckpt.telemetry.history import MIB, RankReport
+from ckpt.telemetry.record import MIB, RankReport
 from ckpt.world.attendance import Concern
 
 logger = logging.getLogger(__name__)
@@ -120,8 +120,8 @@ def notify(observers: Sequence[Observer], event: SaveEvent) -> None:
 
 def log_restored(report: RestoreReport, seconds: float) -> None:
     """One line for people, with the same as `record.ckpt` for programs."""
-    rank_report = RankReport(report.spans, 0.0, 0)
-    phases = {span.phase: rank_report.seconds_in(span.phase) for span in report.spans}
+    by_phase = RankReport(report.spans, 0.0, 0).by_phase()
+    phases = {phase: span.seconds for phase, span in by_phase.items()}
     rate = report.nbytes_read / seconds / MIB if seconds else 0.0
     fields = {
         "event": "restored",

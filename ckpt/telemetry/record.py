@@ -1,7 +1,9 @@
 """TELEMETRY: how a save went, on every rank, kept beside its MANIFEST. FORMAT.md, "Telemetry".
 
 Nothing depends on it: a checkpoint without it, or with a damaged one, is as good. Decoding trusts
-nothing all the same, because reports show its texts.
+nothing all the same, because reports show its texts. The report of a rank travels with its part, so
+that it costs no round. Nothing here can fail a save: when the history is written, the save is
+committed.
 
 What a save or a load did, and for how long, is kept by a recorder, which is an argument: the caller
 that starts the work creates it, and reads it when the work is over. Nothing is global and nothing
@@ -18,9 +20,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Annotated, Any, Literal, NamedTuple
 
+import msgpack
 from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, ValidationError, model_validator
 
-from ckpt.errors import Corrupt
+from ckpt.commit.names import TELEMETRY_NAME, step_prefix
+from ckpt.commit.records import LiveEntry
+from ckpt.errors import CheckpointError, Corrupt
+from ckpt.format.metadata_budget import MetadataBudget
+from storage import KeyNotFoundError, Store
 
 TELEMETRY_NBYTES_MAX = 16 * 1024 * 1024  # about 40,000 ranks; bounds what a hostile object costs
 RANKS_MAX = 1 << 17  # three rows each
@@ -239,3 +246,209 @@ class JsonLines(logging.Formatter):
         if isinstance(fields, Mapping):
             line |= {name: value for name, value in fields.items() if name not in line}
         return json.dumps(line, default=str)
+
+
+logger = logging.getLogger(__name__)
+
+# In the order in which a save passes through them, which is that of the columns of reports.
+PHASES = ("attempt", "flatten", "stage", "digest", "write", "wait", "parts", "manifest", "commit")
+WORK = ("flatten", "stage", "digest", "write")  # where a slow rank keeps the others waiting
+MIB = 1024 * 1024
+
+
+class RankReport(NamedTuple):
+    """What one rank reports of a save to the coordinator: its spans, the seconds that its training
+    stood still, and how many requests to the store it had to repeat.
+    """
+
+    spans: tuple[PhaseSpan, ...]
+    blocked_seconds: float
+    retries: int
+
+    def encode(self) -> bytes:
+        """A few hundred bytes of msgpack: the coordinator decodes one of each rank."""
+        return bytes(msgpack.packb(self))
+
+    @classmethod
+    def decode(cls, data: bytes) -> RankReport:
+        """The inverse of `encode`."""
+        spans, blocked_seconds, retries = msgpack.unpackb(data, use_list=False)
+        return cls(tuple(map(PhaseSpan._make, spans)), blocked_seconds, retries)
+
+    def by_phase(self) -> dict[str, PhaseSpan]:
+        """All times that this rank was in a phase as one, from the first on."""
+        phases: dict[str, PhaseSpan] = {}
+        for span in self.spans:
+            phase, start, seconds, nbytes = span
+            if (before := phases.get(phase)) is not None:
+                start = min(start, before.start_unix)
+                seconds, nbytes = seconds + before.seconds, nbytes + before.nbytes
+                span = PhaseSpan(phase, start, seconds, nbytes)
+            phases[phase] = span
+        return phases
+
+    def begun_unix(self, otherwise: float) -> float:
+        """When this rank began."""
+        return min([span.start_unix for span in self.spans], default=otherwise)
+
+
+def totals_of(
+    reports: Sequence[RankReport],
+    step: int,
+    attempt: str,
+    *,
+    nbytes: int,
+    now_unix: float,
+    nbytes_referenced: int = 0,
+    warnings: int = 0,
+) -> SaveTotals:
+    """A save that was just committed as a whole, from the reports of all ranks, in rank order."""
+    staged_nbytes, slowest, most = 0, 0, [-1.0]
+    for rank, one in enumerate(reports):
+        phases = one.by_phase()
+        staged_nbytes += phases["stage"].nbytes if "stage" in phases else 0
+        work = [phases[name].seconds if name in phases else 0.0 for name in WORK]
+        # By work, because those who wait for the slowest take as long as it does.
+        if sum(work) > sum(most):
+            slowest, most = rank, work
+    return SaveTotals(
+        step=step,
+        attempt=attempt,
+        committed_unix=now_unix,
+        seconds=max(0.0, now_unix - reports[0].begun_unix(now_unix)),
+        blocked_seconds=max([0.0, *[one.blocked_seconds for one in reports]]),
+        nbytes=nbytes,
+        nbytes_referenced=nbytes_referenced,
+        staged_nbytes=staged_nbytes,
+        retries=sum([one.retries for one in reports]),
+        ranks=len(reports),
+        slowest_rank=slowest,
+        slowest_phase=WORK[most.index(max(most))],
+        slowest_seconds=max(most),
+        warnings=warnings,
+    )
+
+
+def log_saved(totals: SaveTotals, path: str) -> None:
+    """One line for people, with the same as `record.ckpt` for programs."""
+    fields = totals.model_dump(exclude={"warnings"})
+    fields |= {"event": "saved", "path": path, "mib_per_second": totals.nbytes_per_second / MIB}
+    logger.info(
+        "saved step %d in %.2f s: training blocked %.1f ms, %.1f MiB at %.1f MiB/s, "
+        "%d retries, slowest rank %d (%s %.2f s): %s",
+        totals.step,
+        totals.seconds,
+        1000 * totals.blocked_seconds,
+        totals.nbytes / MIB,
+        totals.nbytes_per_second / MIB,
+        totals.retries,
+        totals.slowest_rank,
+        totals.slowest_phase,
+        totals.slowest_seconds,
+        path,
+        extra={"ckpt": fields},
+    )
+
+
+class SaveHistory:
+    """The saves of a root, those of earlier processes too, as the coordinator knows them. For one
+    session.
+    """
+
+    def __init__(self) -> None:
+        self._totals: list[SaveTotals] = []
+        self._failures: list[SaveFailure] = []
+        self._is_recalled = False
+
+    def failed(self, step: int, error: BaseException) -> None:
+        """Note a save that failed; it is kept with the next one that succeeds."""
+        # The step itself may be why it failed; readers would refuse a record with such a step.
+        if type(step) is not int or not 0 <= step < 2**63:
+            return
+        text = f"{type(error).__name__}: {error}"[:TEXT_MAX]
+        failure = SaveFailure(step=step, time_unix=time.time(), error=text)
+        self._failures = [*self._failures, failure][-FAILURES_MAX:]
+
+    def saved(self, totals: SaveTotals) -> None:
+        """Note a save, for those after it."""
+        self._totals = [*self._totals, totals][-HISTORY_MAX:]
+
+    def recall(self, store: Store, live_of: Callable[[], Sequence[LiveEntry]]) -> None:
+        """Once: take over the history that the newest of the live checkpoints carries."""
+        if self._is_recalled:
+            return
+        live = live_of()
+        # Not before: when the log could not be read, the next save tries again.
+        self._is_recalled = True
+        if not live:
+            return
+        before = read_telemetry(store, live[-1].prefix)
+        if before is not None:
+            self._totals = [*before.history, before.totals, *self._totals][-HISTORY_MAX:]
+            self._failures = [*before.failures, *self._failures][-FAILURES_MAX:]
+
+    def describe(
+        self, totals: SaveTotals, reports: Sequence[RankReport], warnings: Sequence[str]
+    ) -> Telemetry:
+        """One save in full, with what is known of those before it."""
+        begun = reports[0].begun_unix(totals.committed_unix)
+        of_ranks = [one.by_phase() for one in reports]
+        seen = set[str]().union(*of_ranks)
+        phases = [phase for phase in PHASES if phase in seen]
+        started_us, took_us, nbytes = list[list[int]](), list[list[int]](), list[list[int]]()
+        for one in of_ranks:
+            row = [one.get(phase) or PhaseSpan(phase, begun, 0.0, 0) for phase in phases]
+            started_us.append([_us(span.start_unix - begun) for span in row])
+            took_us.append([_us(span.seconds) for span in row])
+            nbytes.append([span.nbytes for span in row])
+        return Telemetry(
+            totals=totals,
+            begun_unix=begun,
+            phases=phases,
+            started_us=started_us,
+            took_us=took_us,
+            nbytes=nbytes,
+            blocked_us=[_us(report.blocked_seconds) for report in reports],
+            retries=[one.retries for one in reports],
+            warnings=[text[:TEXT_MAX] for text in warnings[:WARNINGS_MAX]],
+            history=[one for one in self._totals if one.attempt != totals.attempt][-HISTORY_MAX:],
+            failures=self._failures,
+        )
+
+
+def _us(seconds: float) -> int:
+    """Clocks of ranks differ: what seems to lie before the beginning counts from there."""
+    return max(0, round(seconds * 1e6))
+
+
+def write_telemetry(store: Store, telemetry: Telemetry) -> None:
+    """Keep it beside the MANIFEST. A failure is logged: nothing but the report misses it."""
+    totals = telemetry.totals
+    key = step_prefix(totals.step, totals.attempt) + TELEMETRY_NAME
+    try:
+        data = encode_telemetry(telemetry)
+        # Not durable: no checkpoint needs it, and the training would pay for the sync.
+        with store.create(key, len(data), part_nbytes=len(data), durable=False) as writer:
+            writer.write_part(0, [memoryview(data)])
+    except (CheckpointError, OSError, ValueError) as error:
+        logger.warning("step %d is saved, but its telemetry is not: %s", totals.step, error)
+
+
+def read_telemetry(
+    store: Store, prefix: str, budget: MetadataBudget | None = None
+) -> Telemetry | None:
+    """What lies beside the MANIFEST below `prefix`; None when nothing does, or nothing that can be
+    read: that is logged. With a `budget`, of which it takes, the rows of ranks are left out.
+    """
+    key = prefix + TELEMETRY_NAME
+    try:
+        data = store.get_bounded(key, TELEMETRY_NBYTES_MAX)
+        if budget is None:
+            return decode_telemetry(data)
+        with budget.using(telemetry_memory(data), key):
+            return decode_telemetry(data).without_rows()
+    except KeyNotFoundError:
+        return None
+    except (CheckpointError, OSError) as error:
+        logger.warning("%s/%s cannot be read: %s", store.url, key, error)
+        return None

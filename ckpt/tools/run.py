@@ -15,8 +15,7 @@ from typing import NamedTuple
 
 from ckpt.commit.records import LiveEntry
 from ckpt.format.metadata_budget import MetadataBudget
-from ckpt.telemetry.history import WORK, read_telemetry
-from ckpt.telemetry.record import SaveFailure, SaveTotals, Telemetry
+from ckpt.telemetry.record import WORK, SaveFailure, SaveTotals, Telemetry, read_telemetry
 from ckpt.tools.overview import Event
 from storage import Store
 

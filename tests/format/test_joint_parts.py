@@ -46,7 +46,7 @@ from ckpt.format.part import (
 )
 from ckpt.layout.region import Box, Region, Span, span_of
 from ckpt.saving.task import JointParts, JointReceived
-from ckpt.telemetry.history import RankReport
+from ckpt.telemetry.record import RankReport
 from ckpt.world.base import split
 from ckpt.world.tree import family
 from tests.conftest import Scale

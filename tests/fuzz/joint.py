@@ -31,7 +31,7 @@ from ckpt.format.joint_part import (
 )
 from ckpt.format.part import Part
 from ckpt.saving.task import JointParts
-from ckpt.telemetry.history import RankReport
+from ckpt.telemetry.record import RankReport
 from ckpt.world.base import joined, split
 from ckpt.world.link import Frame, FrameKind, FrameReader, card_of
 from ckpt.world.liveness import Card, ProcessIdentity

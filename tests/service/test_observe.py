@@ -28,15 +28,18 @@ from ckpt.errors import Corrupt
 from ckpt.saving.task import SaveOptions
 from ckpt.service.checkpointer import Checkpointer
 from ckpt.service.events import Restored, SaveEvent, SaveFailed, SaveSucceeded
-from ckpt.telemetry.history import CommittedSave, RankReport, SaveHistory, read_telemetry, totals_of
 from ckpt.telemetry.record import (
     HISTORY_MAX,
     JsonLines,
     PhaseSpan,
+    RankReport,
+    SaveHistory,
     SaveTotals,
     Telemetry,
     decode_telemetry,
     encode_telemetry,
+    read_telemetry,
+    totals_of,
 )
 from ckpt.testing import run_ranks
 from ckpt.tools.report import report_of
@@ -131,8 +134,8 @@ def test_totals_are_sums_and_maxima() -> None:
         RankReport((PhaseSpan("wait", 100.0, 9.0, 0),), 0.0, 0),
     ]
     assert [RankReport.decode(one.encode()) for one in reports] == reports
-    made = CommittedSave(7, "e000001-0000000000000000", 1000, 5, ("odd",))
-    totals = totals_of(made, reports, now_unix=104.0)
+    made = {"nbytes": 1000, "nbytes_referenced": 5, "warnings": 1}
+    totals = totals_of(reports, 7, "e000001-0000000000000000", now_unix=104.0, **made)
     assert (totals.seconds, totals.blocked_seconds, totals.retries) == (4.0, 0.7, 3)
     assert (totals.slowest_rank, totals.slowest_phase, totals.slowest_seconds) == (1, "write", 2.0)
     assert (totals.staged_nbytes, totals.nbytes_per_second, totals.warnings) == (30, 250.0, 1)
@@ -275,8 +278,8 @@ def test_history_survives_restarts_retention_and_failures() -> None:
 
 
 def totals_at(step: int) -> SaveTotals:
-    made = CommittedSave(step, f"e000001-{step:016x}", 1000, 0, ())
-    return totals_of(made, [RankReport((), 0.0, 0)], now_unix=100.0)
+    report = RankReport((), 0.0, 0)
+    return totals_of([report], step, f"e000001-{step:016x}", nbytes=1000, now_unix=100.0)
 
 
 def test_history_is_bounded_and_so_is_what_is_kept_of_texts() -> None:
@@ -372,7 +375,7 @@ def test_one_line_for_each_save_and_restore(caplog: pytest.LogCaptureFixture) ->
     saved = lines(caplog, "saved")
     assert [line["step"] for line in saved] == [1, 2, 3]
     for line, telemetry in zip(saved, telemetry_of(inner), strict=True):
-        assert line["level"] == "info" and line["logger"] == "ckpt.telemetry.history"
+        assert line["level"] == "info" and line["logger"] == "ckpt.telemetry.record"
         assert line["message"].startswith(f"saved step {line['step']} in ")
         assert f"slowest rank {line['slowest_rank']} " in line["message"]
         assert telemetry.totals.model_dump(exclude={"warnings"}).items() <= line.items()

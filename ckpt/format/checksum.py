@@ -216,8 +216,8 @@ class Seals(NamedTuple):
     @classmethod
     def of(cls, seals: Sequence[Seal]) -> Seals:
         """The seals as columns."""
-        nbytes = np.array([seal.nbytes for seal in seals], dtype=np.int64)
-        return cls(nbytes, digests_from(b"".join([seal.digest for seal in seals])))
+        nbytes, digests = zip(*seals, strict=True) if seals else ((), ())
+        return cls(np.array(nbytes, dtype=np.int64), digests_from(b"".join(digests)))
 
     def of_file(self, file: int) -> Seal:
         """The seal of one file."""

@@ -9,13 +9,13 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from ckpt.errors import InvalidState
 from ckpt.format.checksum import fields_of_seals
-from ckpt.format.chunk_columns import Counts, fields_of_boxes, gaps_of
+from ckpt.format.chunk_columns import fields_of_boxes, gaps_of
 from ckpt.format.chunk_rules import (
     BOXED,
     SHARED,
@@ -46,6 +46,7 @@ from ckpt.format.contradictions import (
 from ckpt.format.joint_part import (
     JointRest,
     JointStructure,
+    itemsizes_of,
     joined_sizes,
     merge_structures,
     rest_of,
@@ -71,7 +72,6 @@ from ckpt.format.manifest_codec import (
     fields_of_values,
 )
 from ckpt.format.part import Part
-from ckpt.layout.dtypes import DTYPES
 
 
 class JointManifest(NamedTuple):
@@ -96,29 +96,28 @@ class JointTable:
         self._structure = structure
         self._tensors = agreed_tensors(structure.tensors, structure.tensor_ranks.tolist())
         self._aliases = agreed_aliases(structure.aliases, self._tensors)
-        self._fqns = tuple([tensor.fqn for tensor in self._tensors])
-        self._dtypes = tuple([tensor.dtype for tensor in self._tensors])
-        self._shapes = tuple([tensor.shape for tensor in self._tensors])
-        self._kinds = np.array([tensor.kind for tensor in self._tensors], dtype=np.uint8)
-        self._shape_count = len(set(self._shapes))
-        itemsizes = int64s([DTYPES[dtype].itemsize for dtype in self._dtypes])
+        columns: Any = zip(*self._tensors, strict=True) if self._tensors else ((),) * 4
+        self._fqns, self._dtypes, self._shapes, kinds = columns
+        self._kinds = np.array(kinds, dtype=np.uint8)
+        itemsizes = itemsizes_of(self._tensors)
         rules = structure.rules
-        numels = int64s([math.prod(shape) for shape in self._shapes])
+        numels = int64s(list(map(math.prod, self._shapes)))
         boxes = BoxTable.of(structure.boxes)
         if problems := check_rules(rules, boxes, self._fqns, self._shapes, numels):
             raise InvalidState(
                 [with_writers(text, self._fqns, self._writers_of) for text in problems]
             )
-        self._chunks = chunk_total(rules)
-        check_count(self._chunks)
+        chunks = chunk_total(rules)
+        check_count(chunks)
         self._nbytes_shared = _nbytes_shared(structure, itemsizes)
         self._nbytes = int((rules[Of.COUNT] * rules[Of.NUMEL] * itemsizes[rules[Of.TENSOR]]).sum())
         rules = _with_gaps_of_all(rules, np.array(structure.several, dtype=bool), itemsizes)
         rules, used = _with_numbered_boxes(rules)
-        self._boxes = BoxTable.of([structure.boxes[number] for number in used.tolist()])
+        boxes = BoxTable.of(list(map(structure.boxes.__getitem__, used.tolist())))
+        self._sizes = len(set(self._shapes)), chunks, len(boxes)
         self._chunk_fields = {
             **_fields_of_rules(rules, len(structure.files), len(self._tensors)),
-            **fields_of_boxes(self._boxes),
+            **fields_of_boxes(boxes),
         }
         self._tensor_fields: dict[str, bytes] = {}
 
@@ -135,7 +134,6 @@ class JointTable:
             raise ValueError(f"{structure.rank_count} ranks from {structure.first_rank} on")
         check_names(structure.files, sorted([*structure.shared, *rest.differing]), header)
         sizes = joined_sizes([rest.own, rest.shared])
-        nothing = encode_values({})
         # The chunks are in their own fields.
         head = Manifest(
             header=header,
@@ -149,12 +147,12 @@ class JointTable:
             aliases=self._aliases,
             chunks=no_chunks(),
             values=united_values(rest.values),
-            per_rank=tuple([data or nothing for data in rest.per_rank]),
+            per_rank=tuple([data or encode_values({}) for data in rest.per_rank]),
             seals=sizes.seals,
         )
         self._tensor_fields = self._tensor_fields or fields_of_tensors(head)
         fields = {
-            **fields_of_header(header, self._counts(head)),
+            **fields_of_header(head, *self._sizes, structure.blocks),
             **fields_of_files(head),
             **self._tensor_fields,
             **fields_of_values(head),
@@ -163,18 +161,6 @@ class JointTable:
         }
         own_nbytes = int(rest.own.nbytes.sum())
         return JointManifest(enveloped(fields), own_nbytes, self._nbytes, self._nbytes_shared)
-
-    def _counts(self, head: Manifest) -> Counts:
-        return Counts(
-            files=len(head.files),
-            tensors=len(head.fqns),
-            shapes=self._shape_count,
-            chunks=self._chunks,
-            boxes=len(self._boxes),
-            blocks=self._structure.blocks,
-            aliases=len(head.aliases),
-            ranks=len(head.per_rank),
-        )
 
 
 def _nbytes_shared(structure: JointStructure, itemsizes: Int64s) -> dict[str, int]:
@@ -241,8 +227,8 @@ def _fields_of_rules(rules: Rules, own_files: int, tensors: int) -> dict[str, by
         "chunk_gaps": Progressions.of(count, rules[Of.GAP], none),
         "chunk_boxes": Progressions.of(count, rules[Of.BOX] + 1, rules[Of.BOX_STEP]),
     }
-    packed = {name: pack_progressions(column) for name, column in columns.items()}
-    return {"chunk_counts": pack_regular(chunk_counts), **packed}
+    packed = zip(columns, map(pack_progressions, columns.values()), strict=True)
+    return {"chunk_counts": pack_regular(chunk_counts), **dict(packed)}
 
 
 def _skips(rules: Rules) -> Progressions:

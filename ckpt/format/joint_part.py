@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import chain
+from itertools import chain, filterfalse
 from typing import NamedTuple, TypeVar
 
 import numpy as np
@@ -124,16 +124,21 @@ class JointRest:
     replicas: tuple[tuple[RankGroup, ...], ...]
 
 
+def itemsizes_of(tensors: Sequence[TensorRecord]) -> Int64s:
+    """Bytes of an element of each."""
+    return int64s([DTYPES[tensor.dtype].itemsize for tensor in tensors])
+
+
 def structure_of(part: Part) -> JointStructure:
     """The structure of one rank's part."""
-    is_shared = np.array([is_reference(name) for name in part.files], dtype=bool)
-    own = tuple([name for name in part.files if not is_reference(name)])
-    shared = tuple(sorted({name for name in part.files if is_reference(name)}))
-    numbers = {name: number for names in (own, shared) for number, name in enumerate(names)}
+    is_shared = np.array(list(map(is_reference, part.files)), dtype=bool)
+    own = tuple(filterfalse(is_reference, part.files))
+    shared = tuple(sorted({*part.files} - {*own}))
+    numbers = dict(zip([*own, *shared], [*range(len(own)), *range(len(shared))], strict=True))
     order = np.lexsort((part.chunk_start, part.chunk_tensor))
     tensor, file = part.chunk_tensor[order], part.chunk_file[order]
     numel, box = part.chunk_numel[order].astype(np.int64), part.chunk_box[order]
-    itemsizes = int64s([DTYPES[record.dtype].itemsize for record in part.tensors])[tensor]
+    itemsizes = itemsizes_of(part.tensors)[tensor]
     place = part.chunk_position[order]
     gaps = gaps_of(file, place, numel * itemsizes, itemsizes)
     in_shared = is_shared[file]
@@ -144,7 +149,7 @@ def structure_of(part: Part) -> JointStructure:
         gaps.view(np.int64),
         np.where(in_shared, place, 0),
         part.chunk_start[order],
-        int64s([numbers[name] for name in part.files])[file],
+        int64s(list(map(numbers.__getitem__, part.files)))[file],
         np.full(len(order), part.rank),
         box,
     ]
@@ -162,19 +167,19 @@ def structure_of(part: Part) -> JointStructure:
         rules=joined_rules([single_rules(columns)]),
         boxes=part.boxes,
         blocks=int(np.sum(part.block_counts, dtype=np.int64)),
-        replicas=(replicas,) if len(tensors) else (),
+        replicas=(replicas,) if len(replicas.tensor) else (),
     )
 
 
 def rest_of(part: Part) -> JointRest:
     """The rest of one rank's part."""
     sizes = FileSizes(part.file_nbytes, part.file_data_start, part.seals)
-    own = [index for index, name in enumerate(part.files) if not is_reference(name)]
-    index = {name: number for number, name in enumerate(part.files) if is_reference(name)}
+    is_shared = np.array(list(map(is_reference, part.files)), dtype=bool)
+    index = {part.files[number]: number for number in np.flatnonzero(is_shared).tolist()}
     ranks = int64s([part.rank])
     digests = part.replicas.digests.astype("<u4").tobytes()
     return JointRest(
-        own=sizes.taken(int64s(own)),
+        own=sizes.taken(np.flatnonzero(~is_shared)),
         shared=sizes.taken(int64s([index[name] for name in sorted(index)])),
         differing=(),
         values=(EncodedValues(part.rank, part.values),) if part.values else (),
@@ -197,6 +202,8 @@ class JointMerge:
 
     def rest(self, rests: Sequence[JointRest]) -> JointRest:
         """The rests of these joint parts as one."""
+        if len(rests) == 1:
+            return rests[0]
         own, shared = [one.own for one in rests], [one.shared for one in rests]
         by_list: list[list[RankGroup]] = [[] for _ in self.structure.replicas]
         for numbers, one in zip(self.lists_of, rests, strict=True):

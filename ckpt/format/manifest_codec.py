@@ -75,7 +75,9 @@ def encode(m: Manifest) -> Encoded:
     """`encode_manifest`, with the digest."""
     return enveloped(
         {
-            **_fields_of_header(m),
+            **fields_of_header(
+                m, len(set(m.shapes)), len(m.chunks), len(m.chunks.boxes), m.block_count
+            ),
             **fields_of_files(m),
             **fields_of_tensors(m),
             **fields_of_values(m),
@@ -96,26 +98,22 @@ def enveloped(fields: Mapping[str, bytes]) -> Encoded:
     return Encoded(b"".join([head, body, end]), digest.digest())
 
 
-def _fields_of_header(m: Manifest) -> dict[str, bytes]:
-    return fields_of_header(
-        m.header,
-        Counts(
-            files=len(m.files),
-            tensors=len(m.fqns),
-            shapes=len(set(m.shapes)),
-            chunks=len(m.chunks),
-            boxes=len(m.chunks.boxes),
-            blocks=m.block_count,
-            aliases=len(m.aliases),
-            ranks=len(m.per_rank),
-        ),
+def fields_of_header(
+    m: Manifest, shapes: int, chunks: int, boxes: int, blocks: int
+) -> dict[str, bytes]:
+    """The fields `header` and `counts`, given counts of what `m.chunks` need not have."""
+    counts = Counts(
+        files=len(m.files),
+        tensors=len(m.fqns),
+        shapes=shapes,
+        chunks=chunks,
+        boxes=boxes,
+        blocks=blocks,
+        aliases=len(m.aliases),
+        ranks=len(m.per_rank),
     )
-
-
-def fields_of_header(header: Header, counts: Counts) -> dict[str, bytes]:
-    """The fields `header` and `counts`."""
     return {
-        "header": header.model_dump_json().encode("utf-8"),
+        "header": m.header.model_dump_json().encode("utf-8"),
         "counts": np.array(counts, dtype="<u8").tobytes(),
     }
 

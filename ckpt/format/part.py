@@ -9,7 +9,7 @@ import json
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -196,39 +196,55 @@ class PartTexts(NamedTuple):
 def part_of_files(
     files: Sequence[FileColumns], *, rank: int, tensors: Sequence[TensorRecord], texts: PartTexts
 ) -> Part:
-    """The part of `rank` from its files. Raises InvalidState when a tensor is described in two
-    ways.
+    """The part of `rank` from its files. Those of other attempts come last, with those of their
+    chunks that stand for chunks that this rank would have written.
+
+    `tensors` are all tensors of the rank's state, those without elements included. Raises
+    InvalidState when a tensor is described in two ways.
     """
     known = sorted(tensors)
     index = {tensor.fqn: position for position, tensor in enumerate(known)}
     if len(index) != len(known):
-        raise InvalidState(_conflicts(known))
-    chunks = [chunk for file in files for chunk in file.chunks]
-    if unknown := sorted({chunk.fqn for chunk in chunks} - index.keys()):
+        raise InvalidState(
+            [
+                f"{b.fqn}: in the state twice, as {a} and {b}"
+                for a, b in pairwise(known)
+                if a[0] == b[0]
+            ]
+        )
+    columns = _columns(files)
+    chunks = list(chain.from_iterable(columns.chunks))
+    fqns, dtypes, _, _, nbytes, _ = zip(*chunks, strict=True) if chunks else ((),) * 6
+    if unknown := sorted(set(fqns) - index.keys()):
         raise ValueError(f"chunks of tensors that are not in `tensors`: {unknown[:5]}")
     starts, box_ids, boxes = _region_columns(chunks)
-    itemsizes = {name: entry.itemsize for name, entry in DTYPES.items()}
-    nbytes = int64s([chunk.nbytes for chunk in chunks])
-    no_sums = np.zeros(0, dtype=np.uint32)
     return Part(
         rank=rank,
-        files=tuple(file.name for file in files),
-        file_nbytes=int64s([file.nbytes for file in files]),
-        file_data_start=int64s([file.data_start for file in files]),
+        files=columns.name,
+        file_nbytes=int64s(columns.nbytes),
+        file_data_start=int64s(columns.data_start),
         tensors=tuple(known),
-        chunk_tensor=int64s([index[chunk.fqn] for chunk in chunks]),
-        chunk_file=np.repeat(np.arange(len(files)), [len(file.chunks) for file in files]),
-        chunk_byte_start=np.concatenate([int64s([]), *(file.offsets for file in files)]),
+        chunk_tensor=int64s(list(map(index.__getitem__, fqns))),
+        chunk_file=np.repeat(np.arange(len(files)), list(map(len, columns.chunks))),
+        chunk_byte_start=np.concatenate([int64s([]), *columns.offsets]),
         chunk_start=int64s(starts),
-        chunk_numel=nbytes // int64s([itemsizes[chunk.dtype] for chunk in chunks]),
+        chunk_numel=int64s(nbytes) // int64s([DTYPES[dtype].itemsize for dtype in dtypes]),
         chunk_box=int64s(box_ids),
         boxes=tuple(boxes),
-        block_counts=np.concatenate([int64s([]), *(file.block_counts for file in files)]),
-        checksums=np.concatenate([no_sums, *(file.checksums for file in files)]),
-        digests=np.concatenate([no_digests(), *(file.digests for file in files)]),
-        seals=Seals.of([file.seal for file in files]),
+        block_counts=np.concatenate([int64s([]), *columns.block_counts]),
+        checksums=np.concatenate([_NO_SUMS, *columns.checksums]),
+        digests=np.concatenate([no_digests(), *columns.digests]),
+        seals=Seals.of(columns.seal),
         **texts._asdict(),
     )
+
+
+_NO_SUMS = np.zeros(0, dtype=np.uint32)
+
+
+def _columns(files: Sequence[FileColumns]) -> Any:
+    """The files, field by field."""
+    return FileColumns(*(zip(*files, strict=True) if files else [()] * len(FileColumns._fields)))
 
 
 def part_again(part: Part, files: Sequence[FileColumns], texts: PartTexts) -> Part:
@@ -237,14 +253,14 @@ def part_again(part: Part, files: Sequence[FileColumns], texts: PartTexts) -> Pa
 
     What follows from the chunks alone is shared with `part`.
     """
-    no_sums = np.zeros(0, dtype=np.uint32)
+    columns = _columns(files)
     return replace(
         part,
-        file_nbytes=int64s([file.nbytes for file in files]),
-        file_data_start=int64s([file.data_start for file in files]),
-        chunk_byte_start=np.concatenate([int64s([]), *(file.offsets for file in files)]),
-        checksums=np.concatenate([no_sums, *(file.checksums for file in files)]),
-        seals=Seals.of([file.seal for file in files]),
+        file_nbytes=int64s(columns.nbytes),
+        file_data_start=int64s(columns.data_start),
+        chunk_byte_start=np.concatenate([int64s([]), *columns.offsets]),
+        checksums=np.concatenate([_NO_SUMS, *columns.checksums]),
+        seals=Seals.of(columns.seal),
         **texts._asdict(),
     )
 
@@ -267,8 +283,3 @@ def _region_columns(chunks: Sequence[StoredChunk]) -> tuple[list[int], list[int]
 
 def _json(value: Any) -> bytes:
     return json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode("utf-8")
-
-
-def _conflicts(known: Sequence[TensorRecord]) -> list[str]:
-    pairs = pairwise(known)
-    return [f"{b.fqn}: in the state twice, as {a} and {b}" for a, b in pairs if a.fqn == b.fqn]

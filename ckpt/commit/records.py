@@ -5,8 +5,9 @@ from __future__ import annotations
 import hashlib
 import math
 import struct
-from dataclasses import dataclass, fields
-from typing import Any, Literal, NoReturn, get_args
+from dataclasses import dataclass
+from types import UnionType
+from typing import Any, Literal, NoReturn, get_args, get_origin, get_type_hints
 
 import msgpack
 
@@ -103,8 +104,21 @@ class Record:
         return len(self.live) + sum(ref.count for ref in self.segments) - len(self.gone)
 
 
-FIELDS: dict[type, tuple[str, ...]] = {
-    cls: tuple(field.name for field in fields(cls)) for cls in (LiveEntry, SegmentRef, Record)
+def _types_of(hint: Any) -> tuple[type, ...]:
+    """The types that a value may have in a record, which has lists for tuples."""
+    options = get_args(hint) if isinstance(hint, UnionType) else (hint,)
+    lists = {tuple: list, Literal: str}
+    return tuple([lists.get(get_origin(option), option) for option in options])
+
+
+FIELDS: dict[type, dict[str, tuple[type, ...]]] = {
+    cls: {name: _types_of(hint) for name, hint in get_type_hints(cls).items()}
+    for cls in (LiveEntry, SegmentRef, Record)
+}
+_ITEMS: dict[str, tuple[type, ...]] = {"references": (str,), "gone": (int,)}
+_LABELS = {
+    (LiveEntry, "slot"): "slot of a checkpoint",
+    (SegmentRef, "digest"): "digest of a segment",
 }
 
 
@@ -184,61 +198,19 @@ def check_record_sum(data: bytes, where: str) -> None:
 
 def _record_of(body: Any, *, slot: int, where: str) -> Record:
     got = _typed(body, Record, where)
-    kind = _checked(got["kind"], str, where, "kind")
-    if kind not in KINDS:
+    if got["kind"] not in KINDS:
         raise UnsupportedFormat(
-            f"{where}: record kind {kind[:40]!r} is not known to this version; upgrade shardpoint"
+            f"{where}: record kind {got['kind'][:40]!r} is not known to this version; upgrade "
+            "shardpoint"
         )
-    live = _checked(got["live"], list, where, "live")
-    record = Record(
-        kind=kind,
-        slot=_integer(got["slot"], where, "slot"),
-        epoch=_integer(got["epoch"], where, "epoch"),
-        write_id=_checked(got["write_id"], bytes, where, "write_id"),
-        time_unix=_checked(got["time_unix"], float, where, "time_unix"),
-        attempt=None if got["attempt"] is None else _attempt(got["attempt"], where),
-        live=tuple(_entry_of(entry, where) for entry in live),
-        previous=_checked(got["previous"], bytes, where, "previous") if "previous" in got else None,
-        segments=tuple(
-            _segment_of(ref, where)
-            for ref in _checked(got.get("segments", []), list, where, "segments")
-        ),
-        gone=tuple(
-            _integer(slot, where, "gone")
-            for slot in _checked(got.get("gone", []), list, where, "gone")
-        ),
-    )
+    got["live"] = tuple([LiveEntry(**_typed(entry, LiveEntry, where)) for entry in got["live"]])
+    segments = got.get("segments", ())
+    got["segments"] = tuple([SegmentRef(**_typed(ref, SegmentRef, where)) for ref in segments])
+    record = Record(**got)
     problem = record_problem(record, slot=slot)
     if problem is not None:
         corrupt_record(where, problem)
     return record
-
-
-def _segment_of(body: Any, where: str) -> SegmentRef:
-    got = _typed(body, SegmentRef, where)
-    digest = _checked(got["digest"], bytes, where, "digest of a segment")
-    numbers = (_integer(got[name], where, name) for name in ("nbytes", "count", "last_slot"))
-    return SegmentRef(digest, *numbers)
-
-
-def _entry_of(body: Any, where: str) -> LiveEntry:
-    got = _typed(body, LiveEntry, where)
-    references = _checked(got["references"], list, where, "references")
-    metric, line = got["metric"], got["line"]
-    return LiveEntry(
-        attempt=_attempt(got["attempt"], where),
-        step=_integer(got["step"], where, "step"),
-        slot=_integer(got["slot"], where, "slot of a checkpoint"),
-        manifest_nbytes=_integer(got["manifest_nbytes"], where, "manifest_nbytes"),
-        manifest_digest=_checked(got["manifest_digest"], bytes, where, "manifest_digest"),
-        pinned=_checked(got["pinned"], bool, where, "pinned"),
-        verified=_checked(got["verified"], bool, where, "verified"),
-        metric=None if metric is None else _checked(metric, float, where, "metric"),
-        references=tuple(_attempt(name, where) for name in references),
-        line=None if line is None else _integer(line, where, "line"),
-        committed_unix=_checked(got["committed_unix"], float, where, "committed_unix"),
-        nbytes=_integer(got["nbytes"], where, "nbytes"),
-    )
 
 
 def record_problem(record: Record, *, slot: int) -> str | None:
@@ -324,42 +296,39 @@ def _kind_problem(record: Record) -> str | None:
 
 
 def _typed(body: Any, cls: type, where: str) -> dict[str, Any]:
-    """The map's fields, which must be those of `cls`, no more; some of a record may lack."""
-    expected = FIELDS[cls]
+    """The map's fields, which must be those of `cls`, of their types, and no more; some of a record
+    may lack.
+    """
+    types = FIELDS[cls]
     if not isinstance(body, dict):
         corrupt_record(where, f"expected a map, got {type(body).__name__}")
-    missing = [name for name in expected if name not in body and name not in _OPTIONAL]
-    if missing:
-        corrupt_record(where, f"field {missing[0]!r} is missing")
-    extra = [name for name in body if name not in expected]
-    if extra:
-        # A writer of the next record would drop what it does not know, so it must stop here.
-        raise UnsupportedFormat(
-            f"{where}: field {str(extra[0])[:40]!r} is not known to this version; upgrade "
-            "shardpoint"
-        )
-    return body
-
-
-def _checked(value: Any, cls: type, where: str, name: str) -> Any:
-    # Not isinstance: True is an int too, and would be written back as 1.
-    if type(value) is not cls:
-        corrupt_record(where, f"{name} is {type(value).__name__}, expected {cls.__name__}")
-    return value
-
-
-def _integer(value: Any, where: str, name: str) -> int:
-    if type(value) is not int or not 0 <= value <= INTEGER_MAX:
-        corrupt_record(where, f"{name} is not an integer from 0 to 2**63 - 1")
-    return value
-
-
-def _attempt(value: Any, where: str) -> str:
-    try:
-        attempt_epoch(_checked(value, str, where, "attempt"))
-    except ValueError:
-        corrupt_record(where, f"{value[:60]!r} is not an attempt name")
-    return str(value)
+    for name in types:
+        if name not in body and name not in _OPTIONAL:
+            corrupt_record(where, f"field {name!r} is missing")
+    got = {}
+    for name, value in body.items():
+        if name not in types:
+            # A writer of the next record would drop what it does not know, so it must stop here.
+            raise UnsupportedFormat(
+                f"{where}: field {str(name)[:40]!r} is not known to this version; upgrade "
+                "shardpoint"
+            )
+        allowed, items = types[name], [value]
+        if type(value) is list and name in _ITEMS:
+            allowed, items = _ITEMS[name], value
+        for item in items:
+            # Not isinstance: True is an int too, and would be written back as 1.
+            if type(item) not in allowed or (type(item) is int and not 0 <= item <= INTEGER_MAX):
+                problem = f"{type(item).__name__}, expected {allowed[0].__name__}"
+                problem = "not an integer from 0 to 2**63 - 1" if int in allowed else problem
+                corrupt_record(where, f"{_LABELS.get((cls, name), name)} is {problem}")
+            if name in ("attempt", "references") and item is not None:
+                try:
+                    attempt_epoch(item)
+                except ValueError:
+                    corrupt_record(where, f"{item[:60]!r} is not an attempt name")
+        got[name] = tuple(value) if type(value) is list else value
+    return got
 
 
 def corrupt_record(where: str, problem: str) -> NoReturn:

@@ -40,7 +40,15 @@ from ckpt.errors import CheckpointError
 from ckpt.format.checksum import Seal, block_checksums, digest_of, digests_from
 from ckpt.format.damage import is_outage
 from ckpt.format.datafile import StoredChunk
-from ckpt.format.manifest import SINCE_FULL, Header, Manifest, parse_reference, reference_to
+from ckpt.format.manifest import (
+    SINCE_FULL,
+    Header,
+    Manifest,
+    int64s,
+    parse_reference,
+    reference_to,
+    starts_of,
+)
 from ckpt.format.manifest_codec import decode_manifest
 from ckpt.format.metadata_budget import unlimited
 from ckpt.format.part import FileColumns, Part
@@ -49,7 +57,7 @@ from ckpt.format.stored_index import StoredSums, stored_sums
 from ckpt.layout.buffers import bytes_at
 from ckpt.layout.dtypes import DTYPES
 from ckpt.layout.memory import is_plain_memory
-from ckpt.layout.region import Region, Shape, Span, span_of
+from ckpt.layout.region import Region, Span, span_of
 from ckpt.saving.image import Staging
 from ckpt.saving.plan import Source, copy_elements
 from storage import Store
@@ -81,64 +89,41 @@ class KnownChunk(NamedTuple):
     checksums: Checksums
 
 
-class Identity(NamedTuple):
-    """What must be the same for two chunks to be the same part of the same tensor.
+Known: TypeAlias = Mapping[StoredChunk, KnownChunk]
 
-    A region that is one run of the row-major order is a span, whatever it was called.
+
+def identity(chunk: StoredChunk) -> StoredChunk:
+    """What `chunk` is recognised by: a region that is one run of the row-major order is a span,
+    whatever it was called.
     """
-
-    fqn: str
-    dtype: str
-    shape: Shape
-    kind: int
-    region: Region
-
-
-Known: TypeAlias = Mapping[Identity, KnownChunk]
-
-
-def identity(chunk: StoredChunk) -> Identity:
-    """What `chunk` is recognised by."""
-    return Identity(
-        chunk.fqn,
-        chunk.dtype,
-        chunk.global_shape,
-        chunk.kind,
-        _canonical(chunk.region, chunk.global_shape),
-    )
-
-
-def _canonical(region: Region, shape: Shape) -> Region:
-    if isinstance(region, Span):
-        return region
-    return span_of(region, shape) or region
+    region = chunk.region
+    if not isinstance(region, Span):
+        region = span_of(region, chunk.global_shape) or region
+    return chunk._replace(region=region)
 
 
 # The previous checkpoint --------------------------------------------------------------------------
 
 
-def known_of_part(part: Part, header: Header) -> dict[Identity, KnownChunk]:
+def known_of_part(part: Part, header: Header) -> dict[StoredChunk, KnownChunk]:
     """The chunks of one rank's part of a checkpoint that was committed. Empty without digests."""
     if not len(part.digests):
         return {}
     files = _shared_files(header, part)
-    first_block = np.concatenate([[0], np.cumsum(part.block_counts)]).tolist()
+    first_block = starts_of(part.block_counts).tolist()
     known = {}
-    rows = zip(
-        part.chunk_tensor.tolist(),
-        part.chunk_file.tolist(),
-        part.chunk_byte_start.tolist(),
-        part.chunk_start.tolist(),
-        part.chunk_numel.tolist(),
-        part.chunk_box.tolist(),
-        strict=True,
+    columns = (
+        *(part.chunk_tensor, part.chunk_file, part.chunk_byte_start),
+        *(part.chunk_start, part.chunk_numel, part.chunk_box),
     )
+    rows = zip(*(column.tolist() for column in columns), strict=True)
     for number, (tensor, file, byte_start, start, numel, box) in enumerate(rows):
         fqn, dtype, shape, kind = part.tensors[tensor]
         region: Region = part.boxes[box] if box >= 0 else Span(start, start + numel)
+        chunk = StoredChunk(fqn, dtype, shape, region, numel * DTYPES[dtype].itemsize, kind)
         sums = part.checksums[first_block[number] : first_block[number + 1]]
-        chunk = KnownChunk(files[file], byte_start, part.digests[number].tobytes(), sums)
-        known[Identity(fqn, dtype, shape, kind, region)] = chunk
+        digest = part.digests[number].tobytes()
+        known[chunk] = KnownChunk(files[file], byte_start, digest, sums)
     return known
 
 
@@ -146,7 +131,7 @@ def known_of_files(
     manifest: Manifest,
     wanted: Iterable[StoredChunk],
     sums_of: Callable[[int], StoredSums | None],
-) -> dict[Identity, KnownChunk]:
+) -> dict[StoredChunk, KnownChunk]:
     """Those of the `wanted` chunks that a checkpoint has, by what its data files say:
     `sums_of(file)`, None for one that cannot be referred to.
     """
@@ -190,13 +175,13 @@ def _shared_files(header: Header, files: Part | Manifest) -> list[SharedFile]:
     return shared
 
 
-def _find(manifest: Manifest, chunk: Identity) -> int:
+def _find(manifest: Manifest, chunk: StoredChunk) -> int:
     """The number of that chunk in `manifest`, -1 when there is none."""
     tensor = bisect_left(manifest.fqns, chunk.fqn)
     if tensor == len(manifest.fqns) or manifest.fqns[tensor] != chunk.fqn:
         return -1
     stored = (manifest.dtypes[tensor], manifest.shapes[tensor], int(manifest.kinds[tensor]))
-    if stored != (chunk.dtype, chunk.shape, chunk.kind):
+    if stored != (chunk.dtype, chunk.global_shape, chunk.kind):
         return -1
     table = manifest.chunks
     first, last = int(table.first[tensor]), int(table.first[tensor + 1])
@@ -254,40 +239,30 @@ def divide(
             written.append(index)
     columns: list[FileColumns] = []
     ranges: list[FileRange] = []
-    for file in sorted(references):
-        rows = sorted(references[file], key=lambda row: row[1].byte_start)
-        here = [(chunks[index], there) for index, there in rows]
-        columns.append(_columns(file, here))
-        ranges += _ranges(file, here)
+    for file, rows in sorted(references.items()):
+        rows.sort(key=lambda row: row[1].byte_start)
+        here = [chunks[index] for index, _ in rows]
+        _, starts, digests_there, checksums = zip(*[there for _, there in rows], strict=True)
+        columns.append(
+            FileColumns(
+                *(file.name, file.nbytes, file.data_start, here, int64s(starts)),
+                block_counts=int64s(list(map(len, checksums))),
+                checksums=np.concatenate(checksums),
+                seal=file.seal,
+                digests=digests_from(b"".join(digests_there)),
+            )
+        )
+        own: list[FileRange] = []  # neighbours made one
+        for start, chunk in zip(starts, here, strict=True):
+            stop = start + chunk.nbytes
+            if own and own[-1].stop == start:
+                own[-1] = own[-1]._replace(stop=stop)
+            else:
+                own.append(FileRange(file.name, start, stop))
+        ranges += own
     if len(ranges) > RANGES_MAX:
         return Division(tuple(range(len(chunks))), (), ())
     return Division(tuple(written), tuple(columns), tuple(ranges))
-
-
-def _columns(file: SharedFile, rows: Sequence[tuple[StoredChunk, KnownChunk]]) -> FileColumns:
-    return FileColumns(
-        name=file.name,
-        nbytes=file.nbytes,
-        data_start=file.data_start,
-        seal=file.seal,
-        chunks=[chunk for chunk, _ in rows],
-        offsets=np.array([there.byte_start for _, there in rows], dtype=np.int64),
-        block_counts=np.array([len(there.checksums) for _, there in rows], dtype=np.int64),
-        checksums=np.concatenate([there.checksums for _, there in rows]),
-        digests=digests_from(b"".join([there.digest for _, there in rows])),
-    )
-
-
-def _ranges(file: SharedFile, rows: Sequence[tuple[StoredChunk, KnownChunk]]) -> list[FileRange]:
-    """The bytes of `rows`, which ascend; neighbours made one."""
-    ranges: list[FileRange] = []
-    for chunk, there in rows:
-        start, stop = there.byte_start, there.byte_start + chunk.nbytes
-        if ranges and ranges[-1].stop == start:
-            ranges[-1] = ranges[-1]._replace(stop=stop)
-        else:
-            ranges.append(FileRange(file.name, start, stop))
-    return ranges
 
 
 # What may be referred to --------------------------------------------------------------------------

@@ -27,7 +27,6 @@ from ckpt.saving import dedup
 from ckpt.saving.dedup import (
     ATTEMPTS_MAX,
     NBYTES_MULTIPLE_MAX,
-    Identity,
     KnownChunk,
     SharedFile,
     divide,
@@ -54,7 +53,7 @@ def chunk(**changes: object) -> StoredChunk:
     return StoredChunk("w", "float32", SHAPE, Span(0, 12), 48, 0)._replace(**changes)  # type: ignore[arg-type]
 
 
-def known(of: StoredChunk, *, byte_start: int = 4096) -> dict[Identity, KnownChunk]:
+def known(of: StoredChunk, *, byte_start: int = 4096) -> dict[StoredChunk, KnownChunk]:
     return {identity(of): KnownChunk(FILE, byte_start, b"d" * 32, SUMS)}
 
 
@@ -125,7 +124,7 @@ def test_checksums_are_asked_for_only_where_digests_agree() -> None:
 
 def test_neighbours_are_one_range_and_strangers_are_not() -> None:
     chunks = [chunk(fqn=name) for name in "abcd"]
-    before: dict[Identity, KnownChunk] = {}
+    before: dict[StoredChunk, KnownChunk] = {}
     for entry, start in zip(chunks, (4192, 4096, 4144, 4296), strict=True):
         before |= known(entry, byte_start=start)
     division = divide(chunks, [b"d" * 32] * 4, lambda index: SUMS, known=before, allowed=[BASE])
@@ -138,7 +137,7 @@ def test_neighbours_are_one_range_and_strangers_are_not() -> None:
 def test_what_is_too_scattered_is_written(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two ranges are listed, three would make too long a header."""
     chunks = [chunk(fqn=name) for name in "abc"]
-    before: dict[Identity, KnownChunk] = {}
+    before: dict[StoredChunk, KnownChunk] = {}
     for entry_, start in zip(chunks, (4096, 5000, 6000), strict=True):
         before |= known(entry_, byte_start=start)
     monkeypatch.setattr(dedup, "RANGES_MAX", 2)
@@ -157,13 +156,10 @@ def test_a_rank_remembers_of_its_part_what_the_files_would_tell_it() -> None:
         for name, data in sample.files.items():
             store.put_if_absent(prefix + name, data)
         sums_of = partial(_sums_of, store, prefix, sample.manifest)
-        together: dict[Identity, KnownChunk] = {}
+        together: dict[StoredChunk, KnownChunk] = {}
         for part in sample.parts:
             together |= known_of_part(part, header)
-        wanted = [
-            StoredChunk(fqn, dtype, shape, region, -1, kind)
-            for fqn, dtype, shape, kind, region in together
-        ]
+        wanted = list(together)
         known_here = known_of_files(sample.manifest, wanted, sums_of)
         assert known_here.keys() == together.keys() and len(known_here) == len(
             sample.manifest.chunks

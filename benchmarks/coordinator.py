@@ -84,9 +84,9 @@ class Tree:
             before, begun = resident("VmRSS"), time.process_time()
             with gc_paused():  # as in `ckpt.save`
                 got = known.received(part, report_of(0), below[save])
-                differences = got.regions.differences(got.rest)
+                differences = got.all.regions.differences(got.rest)
                 assert differences == ([], []) and not differing_values(got.rest)
-                made = got.table().manifest(header, got.rest)
+                made = got.all.table.manifest(header, got.rest)
             seconds = time.process_time() - begun
             rules = [one.structure.rules for one in known.below]
             saves.append(

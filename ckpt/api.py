@@ -29,7 +29,7 @@ from ckpt.process import this_process
 from ckpt.saving.background import PendingSave, Preparation, WhenBusy
 from ckpt.saving.image import Staging, WritePath
 from ckpt.saving.save import flattened, save_state
-from ckpt.saving.staging import LentCopy, Snapshot, buffers_for, stage_or_share
+from ckpt.saving.staging import LentCopy, Snapshot, buffers_for, stage
 from ckpt.saving.task import SaveOptions, SaveReport, SaveTask
 from ckpt.state.names import GroupOptions
 from ckpt.world.base import collectively
@@ -234,7 +234,7 @@ def async_save(
                 context.world.begin_call(call)
             nbytes_max, staging = plain_int(host_bytes_max), context.staging
             pending = context.background.start(
-                task, lambda: stage_or_share(state, task, snapshot, nbytes_max, staging)
+                task, lambda: stage(state, task, staging, snapshot, nbytes_max)
             )
     pending.call_seconds = time.perf_counter() - started
     return pending

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 import struct
+from collections.abc import Collection
 from dataclasses import dataclass
 from types import UnionType
 from typing import Any, Literal, NoReturn, get_args, get_origin, get_type_hints
@@ -136,12 +137,12 @@ def encode_record(record: Record) -> bytes:
         "write_id": record.write_id,
         "time_unix": record.time_unix,
         "attempt": record.attempt,
-        "live": [_map_of(entry) for entry in record.live],
+        "live": list(map(_map_of, record.live)),
     }
     if record.previous is not None:
         body["previous"] = record.previous
     if record.segments:
-        body["segments"] = [_map_of(ref) for ref in record.segments]
+        body["segments"] = list(map(_map_of, record.segments))
         body["gone"] = list(record.gone)
     data = RECORD_MAGIC + bytes(msgpack.packb(body, use_bin_type=True))
     data += struct.pack("<I", crc32c(data))
@@ -230,14 +231,14 @@ def record_problem(record: Record, *, slot: int) -> str | None:
         return f"attempt of a {record.kind} is {record.attempt!r}"
     if (record.previous is None) != (slot == 0) or len(record.previous or bytes(32)) != 32:
         return "digest of the record before is missing or out of range"
-    names = {entry.attempt for entry in record.live}
-    slots = [entry.slot for entry in record.live]
-    if len(names) != len(slots) or slots != sorted(set(slots)) or any(s > slot for s in slots):
+    by_name = {entry.attempt: entry.slot for entry in record.live}
+    slots = list(by_name.values())
+    if len(slots) != len(record.live) or slots != sorted(set(slots)) or slots[-1:] > [slot]:
         return "live set is not ascending and unique"
-    if problem := _segments_problem(record):
+    if (record.segments or record.gone) and (problem := _segments_problem(record)):
         return problem
     for entry in record.live:
-        problem = _entry_problem(entry, record, names)
+        problem = _entry_problem(entry, record, by_name)
         if problem is not None:
             return f"checkpoint {entry.attempt}: {problem}"
     return _kind_problem(record)
@@ -256,7 +257,7 @@ def _segments_problem(record: Record) -> str | None:
     return "more is gone than there was" if record.count < len(record.live) else None
 
 
-def _entry_problem(entry: LiveEntry, record: Record, names: set[str]) -> str | None:
+def _entry_problem(entry: LiveEntry, record: Record, names: Collection[str]) -> str | None:
     if attempt_epoch(entry.attempt) > record.epoch:
         return f"is of a later epoch than the record's {record.epoch}"
     # What lies in segments is not looked at by a reader of the record alone.
@@ -281,10 +282,10 @@ def entry_problem(entry: LiveEntry) -> str | None:
 
 
 def _kind_problem(record: Record) -> str | None:
-    own = [entry for entry in record.live if entry.attempt == record.attempt]
-    at_slot = [entry for entry in record.live if entry.slot == record.slot]
+    own = next((entry for entry in record.live if entry.attempt == record.attempt), None)
+    at_slot = record.live[-1] if record.live and record.live[-1].slot == record.slot else None
     if record.kind == "COMMIT":
-        return None if own and own == at_slot else "the committed attempt is not in its live set"
+        return None if own and own is at_slot else "the committed attempt is not in its live set"
     if at_slot:
         return f"a {record.kind} cannot bring a checkpoint to life"
     if record.kind == "RETIRE" and own:

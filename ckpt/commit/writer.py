@@ -154,6 +154,8 @@ def delete_orphans(log: Log, state: LogState, *, before_epoch: int) -> list[str]
         for one in attempts_on(store)
         if attempt_epoch(one.attempt) < before_epoch and one.attempt not in needed
     ]
+    if not orphans:
+        return []
     written = [one for one in orphans if one.is_written]
     lost = log.lost_of(written, state.slot)
     if lost:

@@ -16,7 +16,7 @@ import torch
 from ckpt.layout.buffers import aligned_buffer, bytes_at
 from ckpt.layout.piece import Holding, Piece
 from ckpt.layout.region import Box, Shape, Span
-from ckpt.layout.tensor import copyable
+from ckpt.layout.tensor import copyable, local_tensor
 
 
 @contextmanager
@@ -167,3 +167,8 @@ class CallersStreams:
             for module, stream in self._streams:
                 stack.enter_context(module.stream(stream))
             yield
+
+
+def storage_of(tensor: torch.Tensor) -> int:
+    """The address of the memory behind a tensor, which names it while it lives; 0 without any."""
+    return local_tensor(tensor).untyped_storage().data_ptr()

@@ -39,7 +39,6 @@ from ckpt.saving.staging import (
     LentCopy,
     Snapshot,
     Staged,
-    StageOptions,
     planned_files,
     stage,
 )
@@ -114,7 +113,7 @@ class NearSaves:
             def begin() -> Staged:
                 if self._mapped is not None:
                     self._make_room(self._mapped)
-                staged = stage(state, task, StageOptions(self._snapshot), self._staging)
+                staged = stage(state, task, self._staging, self._snapshot)
                 if lends:
                     copies.append(staged.lend(self._snapshot))
                 return staged

@@ -33,7 +33,6 @@ from ckpt.format.datafile import (
     region_start,
     split_into_files,
 )
-from ckpt.format.manifest import int64s
 from ckpt.format.part import TensorRecord
 from ckpt.layout import torch_fsdp
 from ckpt.layout.assign import Assignment, Share, assign, is_small_and_agreed
@@ -44,13 +43,13 @@ from ckpt.layout.memory import (
     is_plain_memory,
     local_view,
     narrowed,
+    storage_of,
     tensor_over,
 )
 from ckpt.layout.piece import Holding, Piece
 from ckpt.layout.plain import Ranks, UnsupportedTensor
 from ckpt.layout.region import Region, Span, boxes_of
 from ckpt.layout.tensor import PLAIN_CLASSES, memory_of
-from ckpt.saving.step_gate import storage_of
 from ckpt.state.flatten import Structure, structure_of, values_of
 from ckpt.state.half_loaded import refuse_interrupted
 from ckpt.state.optimizer import STATE_DICT_HOOKS
@@ -331,11 +330,12 @@ class SavePlan:
         elements, and 1 where the ranks must agree.
         """
         index = {tensor.fqn: number for number, tensor in enumerate(sorted(self.tensors))}
-        return (
-            int64s([index[piece.fqn] for _, piece in self.compared]),
-            int64s([region_start(piece.region, piece.global_shape) for _, piece in self.compared]),
-            int64s([holding.must_agree for holding, _ in self.compared]),
-        )
+        rows = [
+            (index[piece.fqn], region_start(piece.region, piece.global_shape), holding.must_agree)
+            for holding, piece in self.compared
+        ]
+        tensors, starts, must_agree = np.array(rows, dtype=np.int64).reshape(-1, 3).T
+        return tensors, starts, must_agree
 
     @cached_property
     def trainable_blocks(self) -> Int64s:
@@ -391,9 +391,11 @@ def _plan_of(flat: FlatState, ranks: Ranks, memory: PlanMemory) -> SavePlan:
     assignment = assign(flat.holdings, ranks.rank, first_only=memory.first_only)
     sources = tuple(sources_of(assignment.shares))
     tensors = tuple(_tensors_of(flat))
-    witnesses = [holding for holding in flat.witnesses if holding.must_agree]
-    witnessed = [(holding, piece) for holding in witnesses for piece in holding.pieces]
-    compared = [*assignment.compared, *witnessed] if len(ranks.global_ranks) > 1 else []
+    compared: list[tuple[Holding, Piece]] = []
+    if len(ranks.global_ranks) > 1:
+        witnesses = [holding for holding in flat.witnesses if holding.must_agree]
+        witnessed = [(holding, piece) for holding in witnesses for piece in holding.pieces]
+        compared = [*assignment.compared, *witnessed]
     replicated = [
         (holding, piece)
         for holding in flat.holdings

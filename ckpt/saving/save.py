@@ -324,14 +324,14 @@ def _commit_received(
     received: JointReceived, task: SaveTask, header: Header, session: Session
 ) -> _Committed:
     rest = received.rest
-    failures, drifted = received.regions.differences(rest)
+    failures, drifted = received.all.regions.differences(rest)
     problems = differing_values(rest) + failures
     problems += drifted if task.options.replicas == "strict" else []
     if problems:
         return _Committed({"problems": problems})
     warnings = [*task.memory.differing, *drifted, *_unchanged(warnings_of(rest))]
     with task.recorder.span("manifest"):
-        encoded, own_nbytes, nbytes, others = received.table().manifest(header, rest)
+        encoded, own_nbytes, nbytes, others = received.all.table.manifest(header, rest)
         commit = _create_manifest(task.store, header, encoded, own_nbytes, others)
     commit = commit._replace(metric=task.options.metric, in_line=task.options.in_line)
     referenced = sum(others.values())

@@ -27,7 +27,7 @@ from ckpt.format.part import Part, PartTexts
 from ckpt.format.rank_files import rank_files
 from ckpt.layout.buffers import address_of, aligned_buffer, copy_bytes
 from ckpt.layout.kind import Kind
-from ckpt.layout.memory import SideStreams, devices_of
+from ckpt.layout.memory import SideStreams, devices_of, storage_of
 from ckpt.layout.plain import Ranks, times_changed
 from ckpt.layout.tensor import local_tensor
 from ckpt.saving.image import (
@@ -46,7 +46,7 @@ from ckpt.saving.image import (
 from ckpt.saving.plan import Contents, PlanMemory, SavePlan, Source, contents_of, copy_elements
 from ckpt.saving.replica_check import ReplicaSums, compares_all, digests_of, replica_sums
 from ckpt.saving.save import write_sources
-from ckpt.saving.step_gate import Gate, steps, storage_of
+from ckpt.saving.step_gate import Gate, seen_since, steps
 from ckpt.saving.task import (
     Attempt,
     SaveTask,
@@ -102,17 +102,13 @@ def changed_by_steps(flat: FlatState, optimizers: Iterable[torch.optim.Optimizer
         for parameter, state in optimizer.state.items():
             if id(parameter) in parameters:
                 shape = flat.owned_by_param[id(parameter)].local.shape
-                storages.update(_shaped_like(shape, state.values()))
+                for content in state.values():
+                    if isinstance(content, torch.Tensor) and content.ndim:
+                        local = local_tensor(content)
+                        if local.shape == shape:
+                            storages.add(storage_of(local))
     storages.discard(0)  # the address of tensors without memory
     return Changes(frozenset(storages), frozenset(parameters), tuple(unowned))
-
-
-def _shaped_like(shape: torch.Size, state: Iterable[Any]) -> Iterable[int]:
-    for content in state:
-        if isinstance(content, torch.Tensor) and content.ndim:
-            local = local_tensor(content)
-            if local.shape == shape:
-                yield storage_of(local)
 
 
 COPY_SECONDS_MAX = 600.0  # no rank is waited for meanwhile, only memory is copied: a guess
@@ -266,28 +262,37 @@ class Staged:
         self.side = memoryview(b"")  # a kept exception keeps its frames, and so this buffer
 
 
-@dataclass(frozen=True, slots=True)
-class StageOptions:
-    """When a state is copied, and into how much memory of this rank."""
+def stage(
+    state: Any,
+    task: SaveTask,
+    staging: Staging,
+    how: Snapshot | LentCopy = "step",
+    host_bytes_max: int | None = None,
+) -> Staged:
+    """Copy what may change before the next step, and hold that step until the rest is copied; or
+    use the copy that another save makes, if `how` is one and serves.
 
-    snapshot: Snapshot = "step"
-    host_bytes_max: int | None = None
-
-
-def stage(state: Any, task: SaveTask, options: StageOptions, staging: Staging) -> Staged:
-    """Copy what may change before the next step, and hold that step until the rest is copied.
-
-    Raises InvalidState, LoadInterrupted, ValueError for a budget that is too small; then nothing
-    is held.
+    Each rank decides that alone: it cannot be seen in the files. Raises InvalidState,
+    LoadInterrupted, ValueError for a budget that is too small; then nothing is held.
     """
+    if isinstance(how, LentCopy):
+        shared: Staged | None = None
+        try:
+            shared = _shared(state, task, how)
+        finally:
+            if shared is None:
+                how.end()
+        if shared is not None:
+            return shared
+        how = how.snapshot
     steps.watch()
     with task.recorder.span("flatten"):
         contents = contents_of(state, task.ranks, task.memory.plans)
         files = planned_files(contents, task)
-        split = _split(contents, files, options.snapshot, task.memory.evidence.since_last())
-    _report(split, options.snapshot, task)
+        split = _split(contents, files, how, seen_since(task.memory.steps_seen))
+    _report(split, how, task)
     sources: Sequence[Source] = contents.plan.sources
-    room = _room_for(files, split, options, task)
+    room = _room_for(files, split, host_bytes_max, task)
     if task.options.dedup:
         staging = task.memory.previous.staging  # for buffers of the size of files
     staging.keep(room.buffers_max)
@@ -304,7 +309,8 @@ def stage(state: Any, task: SaveTask, options: StageOptions, staging: Staging) -
     compared_later = [contents.plan.compared[index] for index in split.compared_later]
     read_later = [holding for holding, _ in (*compared_later, *contents.plan.replicated)]
     reading = SideStreams(devices_of(holding.local for holding in read_later))
-    versions = _versions([contents.plan.sources[index] for index in split.later])
+    late = [contents.plan.sources[index] for index in split.later]
+    versions = [(source, times_changed(source.view)) for source in late]
     gate = Gate(split.changes.storages, split.changes.parameters)
     try:
         steps.hold(gate)
@@ -336,11 +342,6 @@ def _digest(digests: npt.NDArray[np.uint32], contents: Contents, indices: Sequen
     digests[list(indices)] = digests_of([compared[index] for index in indices])
 
 
-def _versions(sources: Iterable[Source]) -> list[tuple[Source, int | None]]:
-    """How often each was changed in place so far."""
-    return [(source, times_changed(source.view)) for source in sources]
-
-
 class _Split(NamedTuple):
     """Which sources of a state are copied `now` and which `later`, by index; and which of the
     compared pieces are read then.
@@ -370,31 +371,30 @@ def _split(
     # Python may use an id again after an optimizer died, but its successor then increases
     # `steps.known`, so the key changes all the same.
     key = ("split", id(files), snapshot, frozenset(map(id, optimizers)), steps.known)
-    return contents.plan.of_memory.once(
-        key, lambda: _worked_out(contents, files, changed_by_steps(contents.flat, optimizers))
-    )
 
+    def worked_out() -> _Split:
+        changes = changed_by_steps(contents.flat, optimizers)
+        plan = contents.plan
+        now = [i for i, s in enumerate(plan.sources) if storage_of(s.view) not in changes.storages]
+        later = sorted(set(range(len(plan.sources))).difference(now))
+        sources = [plan.sources[index] for index in now]
+        # As long as no optimizer was seen to step these parameters, the state of its optimizer
+        # cannot be distinguished from tensors that no step changes: nobody is warned about it.
+        usual = (Kind.PARAMETER, Kind.OPTIMIZER) if changes.unowned else (Kind.PARAMETER,)
+        others = [source for source in sources if source.chunk.kind not in usual]
+        waits = [storage_of(holding.local) in changes.storages for holding, _ in plan.compared]
+        return _Split(
+            changes,
+            tuple(now),
+            tuple(later),
+            sum(source.chunk.nbytes for source in sources),
+            tuple(sorted(others, key=lambda source: -source.chunk.nbytes)),
+            copy_order(files, plan.sources, set(now)),
+            tuple(index for index, waiting in enumerate(waits) if not waiting),
+            tuple(index for index, waiting in enumerate(waits) if waiting),
+        )
 
-def _worked_out(contents: Contents, files: Sequence[FilePlan], changes: Changes) -> _Split:
-    plan = contents.plan
-    now = [i for i, s in enumerate(plan.sources) if storage_of(s.view) not in changes.storages]
-    later = sorted(set(range(len(plan.sources))).difference(now))
-    sources = [plan.sources[index] for index in now]
-    # As long as no optimizer was seen to step these parameters, the state of its optimizer cannot
-    # be distinguished from tensors that no step changes, so nobody is warned about it.
-    usual = (Kind.PARAMETER, Kind.OPTIMIZER) if changes.unowned else (Kind.PARAMETER,)
-    others = [source for source in sources if source.chunk.kind not in usual]
-    waits = [storage_of(holding.local) in changes.storages for holding, _ in plan.compared]
-    return _Split(
-        changes,
-        tuple(now),
-        tuple(later),
-        sum(source.chunk.nbytes for source in sources),
-        tuple(sorted(others, key=lambda source: -source.chunk.nbytes)),
-        copy_order(files, plan.sources, set(now)),
-        tuple(index for index, waiting in enumerate(waits) if not waiting),
-        tuple(index for index, waiting in enumerate(waits) if waiting),
-    )
+    return contents.plan.of_memory.once(key, worked_out)
 
 
 def planned_files(contents: Contents, task: SaveTask) -> tuple[FilePlan, ...]:
@@ -484,11 +484,10 @@ class _Room(NamedTuple):
 
 
 def _room_for(
-    files: Sequence[FilePlan], split: _Split, options: StageOptions, task: SaveTask
+    files: Sequence[FilePlan], split: _Split, budget: int | None, task: SaveTask
 ) -> _Room:
     part_nbytes = files[0].part_nbytes
     count = part_count(files)
-    budget = options.host_bytes_max
     if budget is None or count * part_nbytes <= budget:
         return _Room(count, True, False)
     if task.options.dedup:
@@ -533,38 +532,22 @@ def _copied_aside(
     return moved, side
 
 
-def stage_or_share(
-    state: Any,
-    task: SaveTask,
-    how: Snapshot | LentCopy,
-    host_bytes_max: int | None,
-    staging: Staging,
-) -> Staged:
-    """Stage `state`, or use the copy that another save makes of it, if `how` is one and serves.
-
-    Each rank decides that alone: it cannot be seen in the files. Raises like `stage`.
-    """
-    if not isinstance(how, LentCopy):
-        return stage(state, task, StageOptions(how, host_bytes_max), staging)
-    other = how.staged
-    try:
-        if other.image.is_one_range or not task.options.dedup:
-            with task.recorder.span("flatten"):
-                contents = contents_of(state, task.ranks, task.memory.plans)
-                files = planned_files(contents, task)
-                are_alike = [file.first for file in files] == [f.first for f in other.files]
-                are_alike = are_alike and compares_all(task) == other.replicas.is_whole
-                if are_alike and _is_same(contents.plan, other.contents.plan):
-                    task.recorder.count("blocking_bytes", 0)
-                    gate = Gate(frozenset(), frozenset())  # the other save's holds steps back
-                    sums = other.digests, other.replicas
-                    return Staged(task, contents, files, other.image, gate, *sums, lent=how)
-        own = stage(state, task, StageOptions(how.snapshot, host_bytes_max), staging)
-    except BaseException:
-        how.end()
-        raise
-    how.end()
-    return own
+def _shared(state: Any, task: SaveTask, lent: LentCopy) -> Staged | None:
+    """A state that another save copies, if this one needs the same; None otherwise."""
+    other = lent.staged
+    if task.options.dedup and not other.image.is_one_range:
+        return None
+    with task.recorder.span("flatten"):
+        contents = contents_of(state, task.ranks, task.memory.plans)
+        files = planned_files(contents, task)
+        are_alike = [file.first for file in files] == [file.first for file in other.files]
+        are_alike = are_alike and compares_all(task) == other.replicas.is_whole
+        if not are_alike or not _is_same(contents.plan, other.contents.plan):
+            return None
+    task.recorder.count("blocking_bytes", 0)
+    gate = Gate(frozenset(), frozenset())  # the other save's holds steps back
+    sums = other.digests, other.replicas
+    return Staged(task, contents, files, other.image, gate, *sums, lent=lent)
 
 
 def _is_same(own: SavePlan, other: SavePlan) -> bool:

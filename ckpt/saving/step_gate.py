@@ -23,13 +23,7 @@ from typing import Any
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from ckpt.layout.memory import is_accelerator
-from ckpt.layout.tensor import local_tensor
-
-
-def storage_of(tensor: torch.Tensor) -> int:
-    """The address of the memory behind a tensor, which names it while it lives; 0 without any."""
-    return local_tensor(tensor).untyped_storage().data_ptr()
+from ckpt.layout.memory import is_accelerator, storage_of
 
 
 @dataclass(eq=False)
@@ -127,22 +121,15 @@ class Steps:
             gate.wait_for(optimizer)
 
 
-class Evidence:
-    """Which optimizers were seen stepping between two saves. One for each series of saves."""
-
-    def __init__(self) -> None:
-        self._before: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = (
-            weakref.WeakKeyDictionary()
-        )
-
-    def since_last(self) -> list[torch.optim.Optimizer]:
-        """Those seen since the last call of this, or ever at the first call."""
-        seen = []
-        for optimizer, count in steps.counts():
-            if count > self._before.get(optimizer, 0):
-                seen.append(optimizer)
-                self._before[optimizer] = count
-        return seen
+def seen_since(
+    before: weakref.WeakKeyDictionary[torch.optim.Optimizer, int],
+) -> list[torch.optim.Optimizer]:
+    """The optimizers that were seen stepping since the last call with `before`, or ever at the
+    first one: how many steps of each were seen then.
+    """
+    seen = [item for item in steps.counts() if item[1] > before.get(item[0], 0)]
+    before.update(seen)
+    return [optimizer for optimizer, _ in seen]
 
 
 def _is_captured(optimizer: torch.optim.Optimizer) -> bool:

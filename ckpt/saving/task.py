@@ -16,10 +16,13 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
+from functools import cached_property
 from typing import Any, Literal, NamedTuple
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
 from ckpt.commit.patience import BACKGROUND_SECONDS
 from ckpt.commit.records import STEP_MAX
@@ -58,7 +61,6 @@ from ckpt.saving.dedup import Base, Previous, Referred
 from ckpt.saving.holders import Holders, inventory_of, refuse_missing_stages
 from ckpt.saving.image import WritePath
 from ckpt.saving.plan import Contents, PlanMemory
-from ckpt.saving.step_gate import Evidence
 from ckpt.short import ShortRecord
 from ckpt.telemetry.record import (
     PhaseSpan,
@@ -74,15 +76,39 @@ from storage import Store
 PARTS = "parts"  # the round in which parts go to the coordinator
 
 
+class Merged:
+    """The structures of some ranks as one, and what follows from them alone, made when it is first
+    needed. Making the `table` may refuse the save.
+    """
+
+    def __init__(self, merge: JointMerge) -> None:
+        self.merge = merge
+
+    @cached_property
+    def encoded(self) -> tuple[bytes, bytes]:
+        """The structure as bytes, and its digest."""
+        data = encode_structure(self.merge.structure)
+        return data, digest_of_structure(data)
+
+    @cached_property
+    def table(self) -> JointTable:
+        """Raises InvalidState."""
+        return JointTable(self.merge.structure)
+
+    @cached_property
+    def regions(self) -> ReplicaRegions:
+        """What the ranks may have in common."""
+        return ReplicaRegions(self.merge.structure)
+
+
 class JointReceived(NamedTuple):
     """What all ranks have contributed, as the coordinator has it, and the reports of all, in rank
-    order. The `table` is made when it is first needed: making it may refuse the save.
+    order.
     """
 
     rest: JointRest
     reports: list[RankReport]
-    regions: ReplicaRegions
-    table: Callable[[], JointTable]
+    all: Merged
 
 
 class JointParts:
@@ -95,10 +121,7 @@ class JointParts:
         self._last: Part | None = None
         self._own: JointStructure | None = None
         self.below: list[SentStructure] = []
-        self._merged: JointMerge | None = None
-        self._encoded: tuple[bytes, bytes] | None = None  # the merged structure, and its digest
-        self._table: JointTable | None = None
-        self._regions: ReplicaRegions | None = None
+        self._merged: Merged | None = None
 
     def forget(self) -> None:
         """Have this rank send its structure again."""
@@ -111,10 +134,7 @@ class JointParts:
         Raises Corrupt.
         """
         merged, rest, reports = self._update(part, report, below)
-        if self._encoded is None:
-            data = encode_structure(merged.structure)
-            self._encoded = data, digest_of_structure(data)
-        structure, digest = self._encoded
+        structure, digest = merged.encoded
         known = digest == self._sent
         self._sent = digest
         return joined(reports, joined(b"" if known else structure, encode_rest(rest, digest)))
@@ -122,55 +142,38 @@ class JointParts:
     def received(self, part: Part, report: RankReport, below: Sequence[bytes]) -> JointReceived:
         """On the coordinator, the contributions of all. Raises Corrupt."""
         merged, rest, reports = self._update(part, report, below)
-        if self._regions is None:
-            self._regions = ReplicaRegions(merged.structure)
-        decoded = [RankReport.decode(data) for data in unpack(reports)]
-        return JointReceived(rest, decoded, self._regions, self._made_table)
-
-    def _made_table(self) -> JointTable:
-        assert self._merged is not None
-        if self._table is None:
-            self._table = JointTable(self._merged.structure)
-        return self._table
+        return JointReceived(rest, list(map(RankReport.decode, unpack(reports))), merged)
 
     def _update(
         self, part: Part, report: RankReport, below: Sequence[bytes]
-    ) -> tuple[JointMerge, JointRest, bytes]:
+    ) -> tuple[Merged, JointRest, bytes]:
         """All structures merged, the rests merged, and the reports, packed."""
-        reports, sent = [pack(report.encode())], []
+        reports, sent = [pack(report.encode())], list[tuple[bytes, bytes]]()
         for message in below:
             of_ranks, rest = split(message)
             reports.append(of_ranks)
             sent.append(split(rest))
-        changed = self._note_own(part)
-        changed |= self._note_below([structure for structure, _ in sent])
-        if changed or self._merged is None:
-            assert self._own is not None
-            structures = [self._own, *(one.structure for one in self.below)]
-            self._merged = None  # what this replaces need not be in memory beside it
-            self._encoded = self._table = self._regions = None
-            self._merged = merge_structures(structures)
-        pairs = zip(sent, self.below, strict=True)
-        rests = [rest_of(part), *(decode_rest(rest, known) for (_, rest), known in pairs)]
-        return self._merged, self._merged.rest(rests), b"".join(reports)
-
-    def _note_own(self, part: Part) -> bool:
-        """Keep this rank's structure; whether it has changed."""
-        same = self._last is not None and part.is_like(self._last)
+        is_new = self._last is None or not part.is_like(self._last)
         self._last = part
-        if same:
-            return False
-        structure = structure_of(part)
-        if self._own is not None and structure.is_like(self._own):
-            return False
-        self._own = structure
-        return True
+        if is_new:
+            structure = structure_of(part)
+            is_new = self._own is None or not structure.is_like(self._own)
+            self._own = structure if is_new else self._own
+        assert self._own is not None
+        is_new |= bool(sent) and self._note_below([structure for structure, _ in sent], self._own)
+        if is_new or self._merged is None:
+            self._merged = None  # what this replaces need not be in memory beside it
+            structures = [self._own, *[one.structure for one in self.below]]
+            self._merged = Merged(merge_structures(structures))
+        pairs = zip(sent, self.below, strict=True)
+        rests = [rest_of(part), *[decode_rest(rest, known) for (_, rest), known in pairs]]
+        return self._merged, self._merged.merge.rest(rests), b"".join(reports)
 
-    def _note_below(self, structures: Sequence[bytes]) -> bool:
+    def _note_below(self, structures: Sequence[bytes], own: JointStructure) -> bool:
         """Keep the structures that were sent, empty ones being known; whether any has changed."""
         known: dict[int, SentStructure] = dict(enumerate(self.below))
         new: dict[int, SentStructure] = {}
-        reader = StructureReader([self._own] if self._own and structures else ())
+        reader = StructureReader([own])
         for index, data in enumerate(structures):
             if data and (index not in known or digest_of_structure(data) != known[index].digest):
                 new[index] = reader.read(data)
@@ -261,18 +264,18 @@ class PartMemory:
     """What saves of one session leave to the next ones, beginning with the `structures` of the last
     parts.
 
-    `previous` is what a save with `dedup` may refer to, `plans` holds what
-    this rank need not compute again, `evidence` which optimizers wait for saves in the background,
-    `history` the reports of earlier saves. `holders` is what the ranks have told each other of what
-    they hold; None until they have. `is_compared`: what they share was equal when they had.
-    `differing` says which replicas have drifted, as far as the save under way has compared them.
+    `previous` is what a save with `dedup` may refer to, `plans` holds what this rank need not
+    compute again, `steps_seen` which optimizers wait for saves in the background, `history` the
+    reports of earlier saves. `holders` is what the ranks have told each other of what they hold;
+    None until they have. `is_compared`: what they share was equal when they had. `differing` says
+    which replicas have drifted, as far as the save under way has compared them.
     """
 
     def __init__(self) -> None:
         self.structures = JointParts()
         self.previous = Previous()
         self.plans = PlanMemory()
-        self.evidence = Evidence()
+        self.steps_seen: WeakKeyDictionary[torch.optim.Optimizer, int] = WeakKeyDictionary()
         self.history = SaveHistory()
         self.holders: Holders | None = None
         self.is_compared = False

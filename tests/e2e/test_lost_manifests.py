@@ -30,7 +30,7 @@ from ckpt.integrations.dcp import DcpWriter
 from ckpt.saving.background import Background
 from ckpt.saving.image import MIB, Staging, WritePath
 from ckpt.saving.save import store_manifest
-from ckpt.saving.staging import StageOptions, stage
+from ckpt.saving.staging import stage
 from ckpt.saving.task import PartMemory, SaveOptions, SaveTask
 from ckpt.testing import run_ranks
 from ckpt.tools import rewrite
@@ -82,9 +82,7 @@ def save_in_the_background(root: str, steps: list[int], *, dedup: bool) -> None:
         background, staging, memory = Background(world), Staging(), PartMemory()
         for step in steps:
             task = SaveTask(session, store, memory, step, options(dedup=dedup))
-            staged = stage(
-                full_state_at(step, world.rank, world.size), task, StageOptions(), staging
-            )
+            staged = stage(full_state_at(step, world.rank, world.size), task, staging)
             background.start(task, lambda staged=staged: staged).result(60)
         background.close()
 
@@ -168,7 +166,7 @@ def test_values_of_more_parts_than_all_tensors_come_whole(tmp_path: Path) -> Non
     state = {"t": torch.arange(MIB // 4), "notes": "n" * (5 * MIB // 2)}
     path = WritePath(part_nbytes=MIB)
     task = SaveTask(session, store, PartMemory(), 1, SaveOptions(path=path))
-    staged = stage(state, task, StageOptions(), Staging())
+    staged = stage(state, task, Staging())
     background = Background(world)
     background.start(task, lambda: staged).result(60)
     background.close()

@@ -22,7 +22,7 @@ from ckpt.commit.session import RankedSession, Session, SessionRegistry, open_se
 from ckpt.errors import CheckpointError, RankFailed
 from ckpt.loading.load import LoadOptions, LoadReport, load_state
 from ckpt.saving.background import Background
-from ckpt.saving.staging import LentCopy, Snapshot, Staging, stage_or_share
+from ckpt.saving.staging import LentCopy, Snapshot, Staging, stage
 from ckpt.saving.task import PartMemory, SaveOptions, SaveTask
 from ckpt.service.alarm import Alarm
 from ckpt.service.checkpointer import Checkpointer
@@ -173,7 +173,7 @@ class ThreadTarget(Target):
         options = SaveOptions(metric=metric, dedup=self._dedup, telemetry=True)
         task = SaveTask(session, self._store, self._memory, step, options)
         return self._background.start(
-            task, lambda: stage_or_share(state, task, self._snapshot, None, self._staging)
+            task, lambda: stage(state, task, self._staging, self._snapshot)
         )
 
     def load(

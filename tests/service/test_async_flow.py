@@ -22,7 +22,7 @@ from ckpt.commit.session import SessionRegistry, open_session
 from ckpt.layout.buffers import aligned_buffer
 from ckpt.saving.background import Background, PendingSave
 from ckpt.saving.image import Image, Staging, WritePath
-from ckpt.saving.staging import Staged, StageOptions, stage
+from ckpt.saving.staging import Staged, stage
 from ckpt.saving.step_gate import Gate, Steps
 from ckpt.saving.task import PartMemory, SaveOptions, SaveTask
 from ckpt.testing import run_ranks
@@ -415,7 +415,7 @@ class Rank:
     def start(self, step: int) -> PendingSave:
         state = state_at(step, self.world.rank, self.world.size)
         task = self.task(step)
-        return self.background.start(task, lambda: stage(state, task, StageOptions(), self.staging))
+        return self.background.start(task, lambda: stage(state, task, self.staging))
 
 
 _registries: dict[str, SessionRegistry] = {}
@@ -455,7 +455,7 @@ def test_replicas_that_only_steps_change_are_compared_as_all_others() -> None:
                 model.weight.fill_(number)
                 model.bias.fill_(number == 2 and world.rank == 1)
             task = rank.task(number, replicas="strict")
-            staged = stage({"model": model}, task, StageOptions(), rank.staging)
+            staged = stage({"model": model}, task, rank.staging)
             outcomes.append(outcome(rank.background.start(task, lambda staged=staged: staged)))
             model(torch.ones(4)).sum().backward()
             optimizer.step()

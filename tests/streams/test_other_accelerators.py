@@ -6,11 +6,12 @@ Method: the device that is none is an accelerator that the library knows nothing
 from __future__ import annotations
 
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import pytest
 import torch
 
-from ckpt.saving.step_gate import Evidence, steps
+from ckpt.saving.step_gate import seen_since, steps
 from ckpt.state.rng import RandomStates
 from tests.ranks import run_ranks
 from tests.streams.device import NAME, device, register
@@ -50,7 +51,7 @@ def steps_seen() -> list[bool]:
             made.is_capturing = captures
             optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(3, device=kind))], lr=0.1)
             optimizer.step()
-            return optimizer in Evidence().since_last()
+            return optimizer in seen_since(WeakKeyDictionary())
 
         seen = [is_seen("cpu", captures=True)]
         seen += [is_seen(NAME, captures=captures) for captures in (False, True)]

@@ -23,7 +23,7 @@ from ckpt.commit.session import SessionRegistry, open_session
 from ckpt.layout.buffers import address_of, aligned_buffer
 from ckpt.saving.background import Background
 from ckpt.saving.image import Staging
-from ckpt.saving.staging import Staged, StageOptions, stage
+from ckpt.saving.staging import Staged, stage
 from ckpt.saving.step_gate import steps
 from ckpt.saving.task import PartMemory, SaveOptions, SaveTask
 from ckpt.world.base import SoloWorld
@@ -132,7 +132,7 @@ def training(*, saves_all: bool) -> list[int]:
         model(torch.ones(4, 16, device=NAME)).sum().backward()
 
     def begin(task: SaveTask) -> Staged:
-        staged = stage({"model": model, "optim": optimizer}, task, StageOptions(), staging)
+        staged = stage({"model": model, "optim": optimizer}, task, staging)
         if not staged.gate.opened.is_set():
             gate: Any = staged.gate
             gate.opened = Opened(worker)

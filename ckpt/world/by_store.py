@@ -15,7 +15,7 @@ import socket
 import threading
 from collections.abc import Callable, Iterator
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 
@@ -27,10 +27,11 @@ CALL_SECONDS = 30.0
 BEAT_SECONDS = 10.0
 SILENT_SECONDS = 30.0
 FLAG = "by the store"  # of a world: some rank of it could not connect
+Begin: TypeAlias = Callable[[Callable[[], object]], object]  # in a thread that nobody waits for
 _BEAT, _DATA, _END = b"beat", b"data", b"end!"
 
 
-def call(store: Any, parent: int, why: Exception) -> socket.socket:
+def call(begin: Begin, store: Any, parent: int, why: Exception) -> socket.socket:
     """A connection to the process of a rank of torch.distributed, which `take_calls`. Raises
     OSError when it does not within `CALL_SECONDS`.
     """
@@ -49,16 +50,16 @@ def call(store: Any, parent: int, why: Exception) -> socket.socket:
         parent,
         why,
     )
-    return _socket(store, name, "up", "down")
+    return _socket(begin, store, name, "up", "down")
 
 
-def take_calls(store: Any, rank: int, take: Callable[[socket.socket], None]) -> None:
+def take_calls(begin: Begin, store: Any, rank: int, take: Callable[[socket.socket], None]) -> None:
     """Hand a connection to `take` for each call of this rank, until the store ends."""
     with contextlib.suppress(AttributeError, NotImplementedError, RuntimeError):
         store = store.clone()  # one that waits holds up all others
         for number in itertools.count(1):
             _wait(store, f"{_calls(rank)}/{number}", timedelta.max)
-            take(_socket(store, f"{_calls(rank)}/{number}", "down", "up"))
+            take(_socket(begin, store, f"{_calls(rank)}/{number}", "down", "up"))
             store.set(f"{_calls(rank)}/{number}/taken", b"")
 
 
@@ -74,7 +75,7 @@ def _wait(store: Any, key: str, limit: timedelta) -> bytes:
     return data
 
 
-def _socket(store: Any, name: str, mine: str, theirs: str) -> socket.socket:
+def _socket(begin: Begin, store: Any, name: str, mine: str, theirs: str) -> socket.socket:
     """One end of a connection whose bytes go through the store, under `name`."""
     end, inner = socket.socketpair()
     incoming, outgoing = store.clone(), store.clone()
@@ -103,8 +104,8 @@ def _socket(store: Any, name: str, mine: str, theirs: str) -> socket.socket:
         with contextlib.suppress(OSError):
             inner.shutdown(socket.SHUT_RDWR)
 
-    for run in (send, receive):
-        threading.Thread(target=run, name="ckpt-by-store", daemon=True).start()
+    begin(send)
+    begin(receive)
     return end
 
 

@@ -19,7 +19,6 @@ import contextlib
 import errno
 import functools
 import gc
-import hashlib
 import logging
 import math
 import os
@@ -31,9 +30,8 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, Protocol, TypeVar
+from typing import Protocol, TypeVar
 
-from ckpt.errors import CheckpointError
 from ckpt.world.link import (
     NOBODY,
     Frame,
@@ -48,7 +46,7 @@ from ckpt.world.link import (
     welcome,
 )
 from ckpt.world.liveness import CONNECT_SECONDS, Card, ProcessIdentity, this_network
-from ckpt.world.tls import client_tls, server_tls
+from ckpt.world.place import Place, Tls, listening, secured
 from storage.strangers import to_end
 
 logger = logging.getLogger(__name__)
@@ -63,7 +61,6 @@ FULL_SECONDS = 0.5
 MEND_SECONDS = 30.0
 MEND_PAUSES = (0.01, 1.0)  # between attempts: the first, and the longest
 LOOK_SECONDS = 5.0  # for whether this process has left its job
-CERTIFICATE_VARIABLE = "SHARDPOINT_CERTIFICATE"
 LEFT = "has left"  # and means to: no failure
 
 
@@ -77,16 +74,6 @@ class Receiver(Protocol):
         """That process sends nothing more, because it "has died", `LEFT`, or what else `how`
         says.
         """
-
-
-class Place(NamedTuple):
-    """Where a process listens: on one address ("" for all), at the first free one of some ports
-    (0: the system chooses), encrypted where there is a file with a key and its certificate.
-    """
-
-    address: str = ""
-    ports: range = range(1)
-    certificate: str = ""
 
 
 class Heart:
@@ -103,9 +90,9 @@ class Heart:
         has_left: Callable[[], bool] = lambda: False,
     ) -> None:
         place = place or Place()
-        self._tls = _Tls(place.certificate) if place.certificate else None
+        self._tls = Tls(place.certificate) if place.certificate else None
         self._has_left = has_left
-        self._listener = _listening(place)
+        self._listener = listening(place)
         port = int(self._listener.getsockname()[1])
         who = ProcessIdentity.this()
         # One that listens on an interface of its own is not reached by the loopback address.
@@ -149,7 +136,7 @@ class Heart:
         """
         neighbour = Neighbour(True, card.rank)
         way = way or functools.partial(card.connect, seconds)
-        sock = self._secured(way, card)
+        sock = secured(self._tls, way, card, self.card)
         sock.sendall(hello(self.card, card))
         self.sent += 1
         link = Link(sock, neighbour, card, way)
@@ -157,21 +144,6 @@ class Heart:
         with self._lock:
             self._links[neighbour] = link
         self._later(lambda: self._watch(link))
-
-    def _secured(self, way: Callable[[], socket.socket], card: Card) -> socket.socket:
-        if card.certificate != self.card.certificate:
-            raise OSError(
-                f"rank {card.rank} has {_of(card)}, this process {_of(self.card)}: "
-                f"{CERTIFICATE_VARIABLE} must name the same file on all ranks"
-            )
-        sock = way()
-        if self._tls is None:
-            return sock
-        try:
-            return self._tls.client.wrap_socket(sock)
-        except BaseException:
-            sock.close()
-            raise
 
     def adopt(self, sock: socket.socket) -> None:
         """A child has connected in another way than to the port."""
@@ -586,7 +558,7 @@ class Heart:
                 self._reconnect(link, link.card, number + 1, link.way)
             elif not link.is_by_store:
                 way = functools.partial(link.card.connect, CONNECT_SECONDS)
-                with self._secured(way, link.card) as sock:
+                with secured(self._tls, way, link.card, self.card) as sock:
                     sock.sendall(knock(self.card, link.card, number))
         except OSError as error:
             why = str(error)
@@ -602,53 +574,12 @@ class Heart:
     ) -> None:
         link.number = number  # also when it fails: the parent may see this one after the next
         with contextlib.ExitStack() as stack:
-            sock = stack.enter_context(self._secured(way, card))
+            sock = stack.enter_context(secured(self._tls, way, card, self.card))
             sock.settimeout(CONNECT_SECONDS)
             sock.sendall(again(self.card, card, number, link.received))
             link.resume(sock, number, read_welcome(sock))
             stack.pop_all()
         self._later(lambda: self._flush(link))
-
-
-class _Tls:
-    """Both sides of encrypted connections. Raises CheckpointError for no certificate."""
-
-    def __init__(self, path: str) -> None:
-        try:
-            self.client, self.server = client_tls(path), server_tls(path)
-            (certificate, *_) = self.client.get_ca_certs(binary_form=True)
-        except (OSError, ValueError) as error:
-            raise CheckpointError(
-                f"{CERTIFICATE_VARIABLE}={path!r}: {error}; expected a PEM file with a key and its "
-                "self-signed certificate"
-            ) from error
-        self.digest = hashlib.sha256(certificate).hexdigest()
-
-
-def _of(card: Card) -> str:
-    return f"certificate {card.certificate[:8]}" if card.certificate else "no certificate"
-
-
-def _listening(place: Place) -> socket.socket:
-    """Raises CheckpointError where no port of the place is free."""
-    error: OSError | None = None
-    for port in place.ports:
-        try:
-            if place.address:
-                family = socket.AF_INET6 if ":" in place.address else socket.AF_INET
-                return socket.create_server((place.address, port), family=family, backlog=128)
-            if socket.has_dualstack_ipv6():
-                with contextlib.suppress(OSError):  # no IPv6 in this container
-                    return socket.create_server(
-                        ("", port), family=socket.AF_INET6, dualstack_ipv6=True, backlog=128
-                    )
-            return socket.create_server(("", port), backlog=128)
-        except OSError as failed:
-            error = failed
-    raise CheckpointError(
-        f"cannot listen for other ranks on {place.address or 'any address'}, ports "
-        f"{place.ports[0]} to {place.ports[-1]}: {error}. Each process of a host needs a port"
-    ) from error
 
 
 _all_hearts: weakref.WeakSet[Heart] = weakref.WeakSet()

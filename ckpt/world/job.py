@@ -17,19 +17,22 @@ import torch.distributed as dist
 
 from ckpt.errors import CheckpointError
 from ckpt.world.board import ProcessBoard
-from ckpt.world.heart import CERTIFICATE_VARIABLE, Heart, Place
+from ckpt.world.heart import Heart
 from ckpt.world.link import WORLD_NBYTES
 from ckpt.world.liveness import (
     ENDED_UNCALLED,
     Card,
     address_of,
-    address_of_interface,
     hosts_of,
 )
 from ckpt.world.missing import Missing, card_key
+from ckpt.world.place import (
+    CERTIFICATE_VARIABLE,
+    PORTS_VARIABLE,
+    Place,
+    address_of_interface,
+)
 from ckpt.world.rounds import STORE_SECONDS
-
-PORTS_VARIABLE = "SHARDPOINT_PORTS"
 
 
 class Process:

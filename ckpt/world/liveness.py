@@ -3,19 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import json
 import os
 import socket
-import struct
 import time
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from ckpt.errors import CheckpointError
-
 CONNECT_SECONDS = 10.0
-SIOCGIFADDR = 0x8915  # of Linux
 ENDED_UNCALLED = "has ended without a call of this library"
 # What torchrun sets for every process that it starts; the same in all of a job on one machine.
 JOB_VARIABLES = (
@@ -206,21 +201,6 @@ def hosts_of(store: Any) -> tuple[str, ...]:
             hosts.append(host)
     hosts.append(socket.gethostname())
     return tuple(host for host in hosts if not _is_loopback(host))
-
-
-def address_of_interface(name: str) -> str:
-    """The IPv4 address of a network interface, else an IPv6 one that others may use. Raises
-    CheckpointError where there is none.
-    """
-    request = struct.pack("256s", name.encode()[:15])
-    with contextlib.suppress(OSError), socket.socket(type=socket.SOCK_DGRAM) as probe:
-        return socket.inet_ntoa(fcntl.ioctl(probe.fileno(), SIOCGIFADDR, request)[20:24])
-    with contextlib.suppress(OSError), open("/proc/net/if_inet6") as file:
-        for digits, _, _, scope, _, own in map(str.split, file):
-            if own == name and scope in ("00", "10"):  # global, or the host's own
-                return socket.inet_ntop(socket.AF_INET6, bytes.fromhex(digits))
-    known = ", ".join(other for _, other in socket.if_nameindex())
-    raise CheckpointError(f"interface {name!r} has no address; this host has {known}")
 
 
 def _is_loopback(host: str) -> bool:

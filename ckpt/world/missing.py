@@ -75,7 +75,8 @@ class Missing:
         if not self._takes_calls and any(map(self._lacks, self._expected)):
             self._takes_calls = True
             rank = self._heart.card.rank
-            self._heart.begin(lambda: take_calls(self._store(), rank, self._heart.adopt))
+            begin, adopt = self._heart.begin, self._heart.adopt
+            begin(lambda: take_calls(begin, self._store(), rank, adopt))
         while True:
             time.sleep(LOOK_SECONDS)
             with self._lock:
@@ -158,7 +159,7 @@ def connect_to_parent(heart: Heart, store: Any, parent: int, seconds: float) -> 
                 raise
             if not card.port or card.process.runs() is False:
                 raise
-            heart.connect(card, CONNECT_SECONDS, partial(call, store, parent, error))
+            heart.connect(card, CONNECT_SECONDS, partial(call, heart.begin, store, parent, error))
     except OSError as error:
         how = card.death(error) or f"cannot be reached ({type(error).__name__}: {error})"
         heart.give_up(neighbour, how)

@@ -30,7 +30,7 @@ from ckpt.service.events import NearFailed, NearSaved
 from ckpt.service.policies import EverySteps
 from ckpt.testing import RanksFailed, run_ranks
 from ckpt.world.base import SoloWorld, World
-from ckpt.world.job import PORTS_VARIABLE
+from ckpt.world.place import PORTS_VARIABLE
 from storage import NoSpaceError, StorageError
 from storage.local import LocalStore
 from storage.memory import MemoryStore

@@ -25,10 +25,11 @@ import pytest
 import torch.distributed as dist
 
 from ckpt.errors import RankFailed
-from ckpt.world.heart import Heart, Place, _listening
+from ckpt.world.heart import Heart
 from ckpt.world.job import Process
 from ckpt.world.link import NOBODY, Frame, FrameKind, Link, Neighbour
 from ckpt.world.liveness import Card, hosts_of
+from ckpt.world.place import Place, listening
 from ckpt.world.rounds import Deadlines, Rounds, _Wait
 from ckpt.world.torch_world import TorchWorld
 from ckpt.world.tree import CHILDREN_MAX, family
@@ -403,10 +404,10 @@ def test_a_process_without_descriptors_does_not_ask_without_pause(
     class Listener(FullListener):
         """Its own counts."""
 
-    real = _listening(Place())
+    real = listening(Place())
     kind = (real.family, real.type, real.proto)
     monkeypatch.setattr(
-        "ckpt.world.heart._listening", lambda place: Listener(*kind, fileno=real.detach())
+        "ckpt.world.heart.listening", lambda place: Listener(*kind, fileno=real.detach())
     )
     heart: Any = Heart(0, ())
     with socket.create_connection(("127.0.0.1", heart.card.port), timeout=60.0) as stranger:
@@ -476,7 +477,7 @@ def test_ctrl_c_neither_cuts_a_message_nor_sends_it_twice() -> None:
     what the kernel takes at once.
     """
     number, came = 0, True
-    with _listening(Place()) as listener:
+    with listening(Place()) as listener:
         while came:
             number += 1
             ours = socket.create_connection(("127.0.0.1", listener.getsockname()[1]))

@@ -23,9 +23,10 @@ import ckpt.world.heart
 import ckpt.world.liveness
 from ckpt.errors import CheckpointError
 from ckpt.world.base import Message
-from ckpt.world.heart import CERTIFICATE_VARIABLE, Heart, Place
-from ckpt.world.job import PORTS_VARIABLE, place_of_environment, this_process
+from ckpt.world.heart import Heart
+from ckpt.world.job import place_of_environment, this_process
 from ckpt.world.liveness import Card
+from ckpt.world.place import CERTIFICATE_VARIABLE, PORTS_VARIABLE, Place
 from ckpt.world.torch_world import current_world
 from tests.ranks import run_ranks
 

@@ -12,13 +12,13 @@ from ckpt.service.follower import Follower, Swapped, Update
 from ckpt.service.inflight import Saved
 from ckpt.service.removing import PinReport, PruneReport, Removal
 from ckpt.service.restore import RestoreReport
-from ckpt.tools.copy import CopyReport
 from ckpt.tools.cost import CostReport
 from ckpt.tools.diff import DiffReport
 from ckpt.tools.mend import MendReport
 from ckpt.tools.near_tiers import NearListing
 from ckpt.tools.overview import DiskUsage, Event, LogReport, RootListing
 from ckpt.tools.plan import LoadPlan
+from ckpt.tools.relay import CopyReport
 from ckpt.tools.report import Report
 from ckpt.tools.rescue import RescueReport
 from ckpt.tools.salvage import Salvaged

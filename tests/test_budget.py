@@ -24,7 +24,7 @@ from sharding import FullyShardedDataParallel, fully_shard
 from tests.ranks import run_ranks
 from tests.test_house import PACKAGES, ROOT, arrows, sources
 
-LINES_MAX = 61_000
+LINES_MAX = 60_200
 
 
 def code_lines(path: Path) -> int:
@@ -67,7 +67,7 @@ def test_the_packages_grow_no_more() -> None:
     assert total <= LINES_MAX
 
 
-WINGS = {"ckpt/composites/": 0, "ckpt/stacks/": 1, "ckpt/near/": 4}
+WINGS = {"ckpt/composites/": 0, "ckpt/stacks/": 1, "ckpt/near/": 4, "ckpt/convert/formats/": 0}
 """Rooms that the core knows by a registry alone, with the number of files that import them."""
 
 

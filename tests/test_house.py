@@ -149,7 +149,7 @@ ADAPTERS = (
     "sharding/dtensor/seam.py",
     "ckpt/world/job.py",
     "ckpt/world/torch_world.py",
-    "ckpt/convert/targets/dcp_metadata.py",
+    "ckpt/convert/targets/dcp.py",
 )
 
 COLLECTIVES = {
@@ -199,7 +199,7 @@ BANS = (
     # torch.distributed.checkpoint reads nothing but a pickle of its classes.
     Ban(
         is_pickle,
-        ("ckpt/convert/targets/dcp_metadata.py",),
+        ("ckpt/convert/targets/dcp.py",),
         "ckpt.format.codec for values, ckpt.format.datafile for tensors",
     ),
     Ban(

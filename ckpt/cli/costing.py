@@ -7,7 +7,7 @@ from typing import TypeAlias
 
 from ckpt.screens.terminal import counted, show_table, size
 from ckpt.tools.cost import Cost, CostReport, Prices, Workload, daly, young
-from ckpt.tools.run import duration
+from ckpt.tools.report import duration
 
 Row: TypeAlias = tuple[str, str, str]
 

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 from ckpt.convert.export import ExportReport
 from ckpt.convert.import_ import ImportReport
-from ckpt.convert.sources.torch_file import SUFFIXES
+from ckpt.convert.sources.torch_pickle import SUFFIXES
 from ckpt.screens.terminal import counted, show_names, size
-from ckpt.tools.copy import CopyReport
+from ckpt.tools.relay import CopyReport
 
 NAMES_SHOWN_MAX = 20
 

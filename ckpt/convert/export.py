@@ -9,7 +9,8 @@ that makes several files a checkpoint is written last.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Literal, NamedTuple, TypeAlias
@@ -19,14 +20,20 @@ import torch.distributed as dist
 
 from ckpt.convert.naming import PEFT_FILE, Rename, check_file_name, is_chosen, preset_names, renamed
 from ckpt.convert.sources.budget import check_output
-from ckpt.convert.sources.dense import DenseSource
+from ckpt.convert.sources.derived import DenseSource, RestackedSource
 from ckpt.convert.sources.opening import SourceOptions, is_file_name, open_source
-from ckpt.convert.sources.restacked import RestackedSource
 from ckpt.convert.sources.source import CheckpointSource, SourceContents, SourceTensor
-from ckpt.convert.sources.torch_file import SUFFIXES
+from ckpt.convert.sources.torch_pickle import SUFFIXES
 from ckpt.convert.sources.tree import is_called_model
-from ckpt.convert.targets.delivery import Delivery, deliver
-from ckpt.convert.targets.files import Output, PlannedFile, known_file, safetensors_files
+from ckpt.convert.targets.delivery import Delivery
+from ckpt.convert.targets.files import (
+    ExportSelection,
+    Output,
+    PlannedFile,
+    Progress,
+    known_file,
+    safetensors_files,
+)
 from ckpt.convert.targets.model_folder import (
     CONFIG,
     SHARD_NBYTES_MAX,
@@ -36,7 +43,6 @@ from ckpt.convert.targets.model_folder import (
     read_beside,
 )
 from ckpt.convert.targets.nesting import Nested, nested_files
-from ckpt.convert.targets.writing import Progress
 from ckpt.errors import CheckpointError, InvalidArgument, InvalidState
 from ckpt.format.object_parts import PART_NBYTES
 from ckpt.layout.descriptions import is_description
@@ -91,14 +97,6 @@ class ExportReport(ShortRecord):
     seconds: float = field(default=0.0, compare=False)
 
 
-class ExportSelection(NamedTuple):
-    """All tensors of the export, the tied names that stand for one of them, and values."""
-
-    outputs: list[Output]
-    tied: dict[str, str]
-    values: Mapping[str, Any]
-
-
 class ExportTo(NamedTuple):
     """How an export is written. See `ckpt.export`."""
 
@@ -124,72 +122,94 @@ def export_source(
     process_group: dist.ProcessGroup | None,
 ) -> ExportReport:
     """Write a checkpoint's model to `target`, on a disk or in an object store."""
-    config, verify, threads = how.config, how.verify, how.threads
-    kind = how.format or _format_of(target)
+    config = how.config
+    is_torch = is_url(target) and url_of(target).endswith(SUFFIXES)
+    kind: Format = how.format or ("torch" if is_torch else "safetensors")
     if config is not None and kind != "hf":
         raise InvalidArgument('config= is for a folder of a model: pass format="hf" and a folder')
     folder, name = split_target(target, kind)
     if selection.preset is not None:
         name = PEFT_FILE if not is_url(target) and kind == "safetensors" else name
         check_file_name(selection.preset, name)
-    _refuse_encoding(how.target_options or {})
-    own_options = source_options.storage_options
-    target_options = options_of_other(url, own_options, target, how.target_options)
     # Whoever reads the files knows nothing of how our roots are encoded.
-    target_options = {k: v for k, v in target_options.items() if k not in ENCODING_OPTIONS}
+    given = how.target_options or {}
+    if refused := [option for option in ENCODING_OPTIONS if given.get(option) is not None]:
+        raise InvalidUrlError(
+            f"an export is for other libraries, which cannot read it encoded: leave out "
+            f"{' and '.join(refused)} of the target (`ckpt cp` copies into an encoded root)"
+        )
+    own_options = source_options.storage_options
+    options = options_of_other(url, own_options, target, how.target_options)
+    options = {k: v for k, v in options.items() if k not in ENCODING_OPTIONS}
     world = world_of(process_group)
     world.begin_call("ckpt.export")
-    alone = ".safetensors" if kind == "hf" else ""
-    delivery = Delivery(folder, name, target_options, threads, PART_NBYTES, verify, world, alone)
     config_options = dict(how.config_options or {})
     if config is not None:
         config_options = options_of_other(url, own_options, config, how.config_options)
-    opening = partial(_opened, url, source_options, how.dequantize, selection.stacks)
+    changes: list[Callable[[CheckpointSource], CheckpointSource]] = []
+    if how.dequantize:
+        changes.append(DenseSource)
+    if selection.stacks:
+        changes.append(partial(RestackedSource, stacks=selection.stacks))
+    opening = partial(open_source, url, source_options, open_store, changes)
     source = collectively(world, "open source", opening)
 
-    def plan() -> tuple[ExportSelection, Nested]:
-        described = read_beside(config, config_options) if kind == "hf" else None
-        chosen = choose(source, _for_folder(selection, described), kind)
-        check_output(
-            f"{source!r}",
-            sum(output.nbytes for output in chosen.outputs),
-            source.stored_nbytes,
-            how.output_bytes_max,
-        )
-        if described is not None:
-            return chosen, _model_folder(chosen, selection, described, how.shard_bytes_max)
-        if kind == "safetensors":
-            files = safetensors_files(chosen.outputs, chosen.tied, name, how.shard_bytes_max)
-            return chosen, Nested(files, tuple(sorted(chosen.values)))
-        return chosen, nested_files(source, chosen, kind, name, whole=selection.optimizer)
-
+    plan = partial(_planned, source, kind, name, selection, how, config_options)
     try:
         chosen, planned = collectively(world, "plan", plan)
-        resumed = deliver(source, planned.files, delivery, progress, open_store)
-        return _report(source, chosen, planned, delivery, resumed)
+        opening_target = partial(open_store, folder, **options)
+        with closing(collectively(world, "open target", opening_target)) as store:
+            alone = ".safetensors" if kind == "hf" else ""
+            files, threads = planned.files, how.threads
+            work = Delivery(world, store, source, files, name, threads, PART_NBYTES, alone)
+            resumed = work.deliver(progress, verify=how.verify)
+        where = url_of(folder).rstrip("/")
+        return ExportReport(
+            files=tuple(f"{where}/{file.key}" for file in files),
+            tensors=tuple(sorted(output.name for output in chosen.outputs)),
+            nbytes=sum(file.nbytes for file in files),
+            tied=chosen.tied,
+            step=source.contents.step,
+            left_out=_left_out(source, chosen, planned.left_out),
+            verified=how.verify,
+            resumed=resumed,
+        )
     finally:
         source.close()
 
 
-def _refuse_encoding(target_options: Mapping[str, Any]) -> None:
-    if given := [name for name in ENCODING_OPTIONS if target_options.get(name) is not None]:
-        raise InvalidUrlError(
-            f"an export is for other libraries, which cannot read it encoded: leave out "
-            f"{' and '.join(given)} of the target (`ckpt cp` copies into an encoded root)"
-        )
-
-
-def _for_folder(selection: Selection, beside: DescribingFiles | None) -> Selection:
-    if beside is None:
-        return selection
-    if selection.optimizer or selection.preset is not None:
-        raise InvalidArgument('format="hf" is for a whole model: leave out optimizer= and preset=')
-    return replace(selection, keep_tied=True) if beside.unties else selection
+def _planned(
+    source: CheckpointSource,
+    kind: Format,
+    name: str,
+    selection: Selection,
+    how: ExportTo,
+    config_options: Mapping[str, Any],
+) -> tuple[ExportSelection, Nested]:
+    """What goes into the files, and the files."""
+    described, wanted = None, selection
+    if kind == "hf":
+        described = read_beside(how.config, config_options)
+        if selection.optimizer or selection.preset is not None:
+            raise InvalidArgument(
+                'format="hf" is for a whole model: leave out optimizer= and preset='
+            )
+        wanted = replace(selection, keep_tied=selection.keep_tied or described.unties)
+    chosen = choose(source, wanted, kind)
+    nbytes = sum(output.nbytes for output in chosen.outputs)
+    check_output(f"{source!r}", nbytes, source.stored_nbytes, how.output_bytes_max)
+    if described is not None:
+        files = _model_folder(chosen, selection, described, how.shard_bytes_max)
+    elif kind == "safetensors":
+        files = safetensors_files(chosen.outputs, chosen.tied, name, how.shard_bytes_max)
+    else:
+        return chosen, nested_files(source, chosen, kind, name, whole=selection.optimizer)
+    return chosen, Nested(files, tuple(sorted(chosen.values)))
 
 
 def _model_folder(
     chosen: ExportSelection, selection: Selection, beside: DescribingFiles, nbytes_max: int | None
-) -> Nested:
+) -> list[PlannedFile]:
     """The files of a model folder; the last one is what readers look for first."""
     check_names(beside, {output.name: output.tensor for output in chosen.outputs})
     if selection.dtype is not None:
@@ -198,46 +218,11 @@ def _model_folder(
     # No note of tied names: the model's class ties them itself, as its config says.
     weights = safetensors_files(chosen.outputs, {}, WEIGHTS, nbytes_max)
     others = sorted(beside.files.items(), key=lambda item: (item[0] == CONFIG, item[0]))
-    files: list[PlannedFile] = [*weights, *(known_file(*item) for item in others)]
-    return Nested(files, tuple(sorted(chosen.values)))
+    return [*weights, *(known_file(*item) for item in others)]
 
 
 def _name_of(dtype: str | torch.dtype) -> str:
     return dtype if isinstance(dtype, str) else dtype_name(dtype)
-
-
-def _opened(
-    url: StoreLike, options: SourceOptions, dequantize: bool, stacks: Stacks
-) -> CheckpointSource:
-    source = open_source(url, options, open_store)
-    try:
-        if dequantize:
-            source = DenseSource(source)
-        return RestackedSource(source, stacks) if stacks else source
-    except BaseException:
-        source.close()
-        raise
-
-
-def _report(
-    source: CheckpointSource,
-    chosen: ExportSelection,
-    planned: Nested,
-    delivery: Delivery,
-    resumed: int,
-) -> ExportReport:
-    folder = url_of(delivery.folder).rstrip("/")
-    keys = [file.key for file in planned.files]
-    return ExportReport(
-        files=tuple(f"{folder}/{key}" for key in keys),
-        tensors=tuple(sorted(output.name for output in chosen.outputs)),
-        nbytes=sum(file.nbytes for file in planned.files),
-        tied=chosen.tied,
-        step=source.contents.step,
-        left_out=_left_out(source, chosen, planned.left_out),
-        verified=delivery.verify,
-        resumed=resumed,
-    )
 
 
 def _left_out(
@@ -254,12 +239,6 @@ def _left_out(
     names = {*contents.tensors, *contents.values, *contents.refused}
     names.update(*contents.per_rank)
     return (*sorted((names - written - described) | set(formless)), *source.left_out)
-
-
-def _format_of(target: StoreLike) -> Format:
-    if is_url(target) and url_of(target).endswith(SUFFIXES):
-        return "torch"
-    return "safetensors"
 
 
 # Of a file that has no name of its own, because its target is a store and not a url.
@@ -296,14 +275,13 @@ def split_target(target: StoreLike, format: Format = "safetensors") -> tuple[Sto
 # What goes into the export ------------------------------------------------------------------
 
 
-def choose(
-    source: CheckpointSource, selection: Selection, format: Format = "safetensors"
-) -> ExportSelection:
+def choose(source: CheckpointSource, selection: Selection, format: Format) -> ExportSelection:
     """The tensors that `selection` means, sorted by name."""
     contents = source.contents
     values: Mapping[str, Any] = {}
     if selection.optimizer:
-        names = {fqn: contents.aliases.get(fqn, fqn) for fqn in _all_names(contents)}
+        every = (*contents.tensors, *contents.aliases)
+        names = {fqn: contents.aliases.get(fqn, fqn) for fqn in every}
         values = {n: v for n, v in contents.values.items() if is_chosen(n, selection)}
         entry = ""
         if selection.preset is not None:
@@ -325,22 +303,37 @@ def choose(
             f"nothing to export: {source!r} has {len(names)} tensors in {entry!r}, and "
             f"{wanted} leaves none; entries are {', '.join(map(repr, contents.modules))}"
         )
-    _check_refused(contents, entry, selection)
+    prefix = f"{entry}." if entry else ""
+    problems = [
+        f"{fqn}: {refusal.reason}; leave it out with exclude="
+        for fqn, refusal in sorted(contents.refused.items())
+        if fqn.startswith(prefix)
+        and is_chosen(fqn.removeprefix(prefix), selection)
+        and (selection.optimizer or refusal.is_tensor)
+    ]
+    if problems:
+        raise InvalidState(problems)
     new_names = _new_names(kept, selection)
     kept = {name: fqn for name, fqn in kept.items() if name in new_names}
     # A checkpoint stores what modules share under the name that the model has first, which is the
     # name that `transformers` keeps. `save_model` of safetensors keeps the alphabetically first.
-    stored = {name for name, fqn in kept.items() if fqn == (f"{entry}.{name}" if entry else name)}
-    tied = _tied_names(kept, stored if format == "hf" else ())
-    if selection.keep_tied and format in ("safetensors", "hf"):
-        tied = {}
+    stored = {name for name, fqn in kept.items() if fqn == prefix + name}
+    tied = {}
+    if not selection.keep_tied or format not in ("safetensors", "hf"):
+        tied = _tied_names(kept, stored if format == "hf" else ())
     outputs = [
-        _output(contents, new_names[name], fqn, selection.dtype)
+        _output(contents.tensors[fqn], new_names[name], selection.dtype)
         for name, fqn in sorted(kept.items())
         if name not in tied
     ]
     if format in ("safetensors", "hf"):
-        _check_dtypes(outputs)
+        problems = [
+            f"{output.name}: safetensors has no {output.dtype.name}; leave it out with exclude="
+            for output in outputs
+            if not output.dtype.is_native
+        ]
+    if problems:
+        raise InvalidState(problems)
     tied_names = {new_names[gone]: new_names[held] for gone, held in sorted(tied.items())}
     return ExportSelection(outputs, tied_names, values)
 
@@ -354,17 +347,14 @@ def _new_names(names: Iterable[str], selection: Selection) -> dict[str, str]:
     return {name: again[new] for name, new in chosen.items()}
 
 
-def _all_names(contents: SourceContents) -> list[str]:
-    return [*contents.tensors, *contents.aliases]
-
-
 def default_entry(source: CheckpointSource) -> str:
     """The only entry that is a model. Raises CheckpointError when there is none, or several."""
     entries = source.contents.modules
     if len(entries) == 1:
         return entries[0]
     if not entries:
-        firsts = sorted({fqn.partition(".")[0] for fqn in _all_names(source.contents)})
+        names = (*source.contents.tensors, *source.contents.aliases)
+        firsts = sorted({fqn.partition(".")[0] for fqn in names})
         raise CheckpointError(f"{source!r} holds no module; {_which(firsts)}")
     raise CheckpointError(f"{source!r} holds {len(entries)} modules; {_which(entries)}")
 
@@ -404,7 +394,7 @@ def _names_of(contents: SourceContents, entry: str) -> dict[str, str]:
     prefix = f"{entry}." if entry else ""
     names = {
         fqn.removeprefix(prefix): contents.aliases.get(fqn, fqn)
-        for fqn in _all_names(contents)
+        for fqn in (*contents.tensors, *contents.aliases)
         if fqn.startswith(prefix)
     }
     model = {
@@ -416,21 +406,7 @@ def _names_of(contents: SourceContents, entry: str) -> dict[str, str]:
     return model or names
 
 
-def _check_refused(contents: SourceContents, entry: str, selection: Selection) -> None:
-    """Raise InvalidState when something that is selected cannot be read."""
-    prefix = f"{entry}." if entry else ""
-    problems = [
-        f"{fqn}: {refusal.reason}; leave it out with exclude="
-        for fqn, refusal in sorted(contents.refused.items())
-        if fqn.startswith(prefix)
-        and is_chosen(fqn.removeprefix(prefix), selection)
-        and (selection.optimizer or refusal.is_tensor)
-    ]
-    if problems:
-        raise InvalidState(problems)
-
-
-def _tied_names(names: Mapping[str, str], preferred: Collection[str] = ()) -> dict[str, str]:
+def _tied_names(names: Mapping[str, str], preferred: Collection[str]) -> dict[str, str]:
     """Names to leave out, each with the name kept for its tensor: one that is preferred, else the
     alphabetically first.
     """
@@ -443,10 +419,7 @@ def _tied_names(names: Mapping[str, str], preferred: Collection[str] = ()) -> di
     return tied
 
 
-def _output(
-    contents: SourceContents, name: str, fqn: str, dtype: str | torch.dtype | None
-) -> Output:
-    stored = contents.tensors[fqn]
+def _output(stored: SourceTensor, name: str, dtype: str | torch.dtype | None) -> Output:
     wanted = stored.dtype
     if dtype is not None and torch_dtype(stored.dtype).is_floating_point:
         wanted = _name_of(dtype)
@@ -456,16 +429,3 @@ def _output(
             )
     known = DTYPES[wanted]
     return Output(name, stored, known, math.prod(stored.shape) * known.itemsize)
-
-
-def _check_dtypes(outputs: Iterable[Output]) -> None:
-    problems = [
-        f"{output.name}: safetensors has no {output.dtype.name}; leave it out with exclude="
-        for output in outputs
-        if not output.dtype.is_native
-    ]
-    if problems:
-        raise InvalidState(problems)
-
-
-__all__ = ["PART_NBYTES", "ExportReport", "Selection", "export_source"]

@@ -7,9 +7,10 @@ From the parts on, an import is a save. An import that did not end never shows i
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
@@ -17,29 +18,14 @@ import torch.distributed as dist
 from ckpt.commit.names import step_prefix
 from ckpt.convert.naming import Rename, renamed, renamer
 from ckpt.convert.sources.budget import check_output
-from ckpt.convert.sources.dequantized import Dequantize, DequantizedSource
+from ckpt.convert.sources.derived import Dequantize, DequantizedSource, RestackedSource
 from ckpt.convert.sources.opening import SourceOptions, open_source
-from ckpt.convert.sources.restacked import RestackedSource
 from ckpt.convert.sources.source import CheckpointSource, ReadRequest, SourceContents, SourceTensor
-from ckpt.convert.targets.files import Data, Output
-from ckpt.convert.targets.writing import Meter, Progress, fill_part
+from ckpt.convert.targets.files import Meter, Progress, plan_data_files, write_data_file
 from ckpt.errors import Corrupt, InvalidState, UnsupportedFormat
 from ckpt.format.checksum import crc32c
-from ckpt.format.datafile import (
-    StoredChunk,
-    file_entries,
-    order_key,
-    split_into_files,
-)
-from ckpt.format.object_parts import DataFileBuilder, write_filled
-from ckpt.format.part import (
-    FileColumns,
-    Part,
-    PartTexts,
-    TensorRecord,
-    part_of_files,
-)
-from ckpt.format.rank_files import DataFile, RankContents, rank_files
+from ckpt.format.datafile import StoredChunk, order_key
+from ckpt.format.part import Part, PartTexts, TensorRecord, part_of_files
 from ckpt.layout.buffers import aligned_buffer
 from ckpt.layout.dtypes import DTYPES
 from ckpt.layout.memory import host_bytes, tensor_over
@@ -51,14 +37,13 @@ from ckpt.saving.task import Attempt, SaveOptions, SaveTask
 from ckpt.short import ShortRecord
 from ckpt.state.names import split_state_name
 from ckpt.state.types import Stacks
-from ckpt.state.values import is_reference, join
+from ckpt.state.values import join, renamed_tree
 from ckpt.world.base import collectively
 from storage import PrefixStore, Store, StoreLike, open_store
 from storage.hidden import hides_secrets
 
 MIB = 1 << 20
 CUT_NBYTES = 4 * MIB  # shares of ranks end at multiples of it within a tensor
-FILE_NBYTES_MAX = 4 << 30
 VERIFY_NBYTES = 4 * MIB
 
 
@@ -112,9 +97,16 @@ def import_source(
 ) -> ImportReport:
     """Make a checkpoint of another library the checkpoint of `step` below `url`."""
     world = world_of(process_group)
-    opened = collectively(world, "open source", lambda: _opened(source, source_options, how))
+    changes: list[Callable[[CheckpointSource], CheckpointSource]] = []
+    if how.dequantize is not None:
+        changes.append(partial(DequantizedSource, how=how.dequantize))
+    if how.stacks:
+        changes.append(partial(RestackedSource, stacks=how.stacks))
+    opening = partial(open_source, source, source_options, open_store, changes)
+    opened = collectively(world, "open source", opening)
     try:
         chosen = collectively(world, "names", lambda: _chosen(opened, how))
+        contents = chosen.contents
         # Only now is anything made at the root.
         root = open_beside(
             url,
@@ -125,49 +117,30 @@ def import_source(
         notes = {"imported_from": f"{opened.format} {opened.url}", **how.user}
         options = SaveOptions(user=notes, in_line=False)
         task = SaveTask(root.session, root.store, root.memory, step, options)
-        writing = _Importing(opened, chosen, root.store, how.threads, progress)
-        return _imported(writing, task, verify=how.verify)
+        world = root.session.world
+        share = share_of(contents.tensors, world.rank, world.size)
+        meter = Meter(sum(chunk.nbytes for chunk in share), progress)
+        write = partial(_write, opened, chosen, share, root.store, world.rank, how.threads, meter)
+        report = publish(task, lambda: list(contents.modules), write)
+        if how.verify:
+            # By its own directory: what is read is this attempt, whatever else has the same step.
+            prefix = step_prefix(report.step, report.attempt).rstrip("/")
+            verify = partial(_verify, opened, PrefixStore(root.store, prefix), share, chosen.origin)
+            collectively(world, "verify", verify)
+        return ImportReport(
+            step=report.step,
+            attempt=report.attempt,
+            path=report.path,
+            nbytes=report.nbytes,
+            tensors=tuple(sorted(contents.tensors)),
+            values=tuple(sorted(contents.values)),
+            skipped=chosen.skipped,
+            modules=contents.modules,
+            verified=how.verify,
+            left_out=opened.left_out,
+        )
     finally:
         opened.close()
-
-
-def _opened(source: StoreLike, options: SourceOptions, how: ImportFrom) -> CheckpointSource:
-    opened = open_source(source, options, open_store)
-    try:
-        if how.dequantize is not None:
-            opened = DequantizedSource(opened, how.dequantize)
-        return RestackedSource(opened, how.stacks) if how.stacks else opened
-    except BaseException:
-        opened.close()
-        raise
-
-
-def _imported(writing: _Importing, task: SaveTask, *, verify: bool) -> ImportReport:
-    """Write and commit, and read it back if `verify` is set."""
-    world, chosen = task.session.world, writing.chosen
-    report = publish(
-        task,
-        lambda: list(chosen.contents.modules),
-        lambda attempt: writing.write(attempt, world.rank, world.size),
-    )
-    if verify:
-        # By its own directory: what is read is this attempt, whatever else has the same step.
-        directory = PrefixStore(task.store, step_prefix(report.step, report.attempt).rstrip("/"))
-        share = share_of(chosen.contents.tensors, world.rank, world.size)
-        source = writing.source
-        collectively(world, "verify", lambda: _verify(source, directory, share, chosen.origin))
-    return ImportReport(
-        step=report.step,
-        attempt=report.attempt,
-        path=report.path,
-        nbytes=report.nbytes,
-        tensors=tuple(sorted(chosen.contents.tensors)),
-        values=tuple(sorted(chosen.contents.values)),
-        skipped=chosen.skipped,
-        modules=chosen.contents.modules,
-        verified=verify,
-        left_out=writing.source.left_out,
-    )
 
 
 # Names --------------------------------------------------------------------------------------
@@ -185,8 +158,8 @@ def _chosen(source: CheckpointSource, how: ImportFrom) -> Chosen:
     contents, skip = source.contents, how.skip
     if source.format == "checkpoint":
         raise UnsupportedFormat(f"{source.url} is a checkpoint of ours; copy it with `ckpt cp`")
-    skipped = [name for name in _names(contents) if _is_skipped(name, skip)]
-    gone = set(skipped)
+    names_of = (contents.refused, contents.tensors, contents.aliases, contents.values)
+    gone = {name for names in names_of for name in names if _is_skipped(name, skip)}
     problems = [
         f"{fqn}: {refusal.reason}; leave it out with skip="
         for fqn, refusal in sorted(contents.refused.items())
@@ -213,7 +186,10 @@ def _chosen(source: CheckpointSource, how: ImportFrom) -> Chosen:
         names, values = _renamed_optimizers(contents, names, values, how.rename)
     moved = SourceContents(
         tensors={names[fqn]: info._replace(fqn=names[fqn]) for fqn, (_, info) in tensors.items()},
-        values={names[name]: _moved(value, names) for name, value in values.items()},
+        values={
+            names[name]: renamed_tree(value, lambda fqn: names.get(fqn, fqn))
+            for name, value in values.items()
+        },
         aliases={names[alias]: names[fqn] for alias, fqn in aliases.items()},
         modules=tuple(sorted(_moved_path(path, names, how.rename) for path in contents.modules)),
     )
@@ -225,13 +201,6 @@ def _chosen(source: CheckpointSource, how: ImportFrom) -> Chosen:
     return Chosen(moved, origin, tuple(sorted(gone)))
 
 
-def _names(contents: SourceContents) -> Iterator[str]:
-    yield from contents.refused
-    yield from contents.tensors
-    yield from contents.aliases
-    yield from contents.values
-
-
 def _is_skipped(name: str, skip: Sequence[str]) -> bool:
     if isinstance(skip, str):
         skip = [skip]
@@ -239,18 +208,6 @@ def _is_skipped(name: str, skip: Sequence[str]) -> bool:
         name == pattern or name.startswith(f"{pattern}.") or fnmatchcase(name, pattern)
         for pattern in skip
     )
-
-
-def _moved(value: Any, names: Mapping[str, str]) -> Any:
-    """`value` with references to the tensors' new names."""
-    if is_reference(value):
-        return {key: names.get(fqn, fqn) for key, fqn in value.items()}
-    if isinstance(value, dict):
-        return {key: _moved(item, names) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        items = [_moved(item, names) for item in value]
-        return items if isinstance(value, list) else tuple(items)
-    return value
 
 
 def _moved_path(path: str, names: Mapping[str, str], rename: Rename | None) -> str:
@@ -272,12 +229,15 @@ def _renamed_optimizers(
     new_names, new_values = dict(names), dict(values)
     moved = {path: _moved_path(path, names, rename) for path in contents.modules}
     for fqn, value in values.items():
-        if not _is_groups(fqn, value):
+        if fqn.rpartition(".")[2] != "param_groups" or not isinstance(value, list):
             continue
         path = fqn.removesuffix("param_groups").rstrip(".")
-        params = {
-            param: _param_name(param, names, moved) for group in value for param in group["params"]
-        }
+        params = {param: param for group in value for param in group["params"]}
+        for param in params:  # its name in its module now
+            for path_of_module, new_path in moved.items():
+                if (full := join(path_of_module, param)) in names:
+                    params[param] = names[full].removeprefix(f"{new_path}." if new_path else "")
+                    break
         new_values[fqn] = [
             {**group, "params": [params[param] for param in group["params"]]} for group in value
         ]
@@ -288,21 +248,6 @@ def _renamed_optimizers(
                 param, tail = parts
                 new_names[name] = f"{new_state}{params[param]}.{tail}"
     return new_names, new_values
-
-
-def _is_groups(fqn: str, value: Any) -> bool:
-    return fqn.rpartition(".")[2] == "param_groups" and isinstance(value, list)
-
-
-def _param_name(param: str, names: Mapping[str, str], moved: Mapping[str, str]) -> str:
-    """What a parameter is called in its module now; `moved` maps modules to their new paths."""
-    for path, new_path in moved.items():
-        full = join(path, param)
-        if full in names:
-            new = names[full]
-            inside = new_path and new.startswith(f"{new_path}.")
-            return new[len(new_path) + 1 :] if inside else new
-    return param
 
 
 # Bytes --------------------------------------------------------------------------------------
@@ -333,63 +278,32 @@ def _cut(edge: int, nbytes: int) -> int:
     return min(round(edge / CUT_NBYTES) * CUT_NBYTES, nbytes)
 
 
-@dataclass(frozen=True, slots=True)
-class _Importing:
-    """Writes one rank's data files."""
-
-    source: CheckpointSource
-    chosen: Chosen
-    store: Store
-    threads: int
-    progress: Progress | None
-
-    def write(self, attempt: Attempt, rank: int, size: int) -> Part:
-        """This rank's share, durable in the store, and its part of the manifest."""
-        header, contents = attempt.header, self.chosen.contents
-        infos = [
-            TensorRecord(t.fqn, t.dtype, t.shape, int(t.kind)) for t in contents.tensors.values()
-        ]
-        sends = None if rank else contents.values
-        texts = PartTexts.of(contents.aliases, contents.values, {}, sends=sends)
-        chunks = share_of(contents.tensors, rank, size)
-        groups = split_into_files(chunks, FILE_NBYTES_MAX)
-        entries = [file_entries(group, header.block_bytes) for group in groups]
-        empty = [t for t in infos if 0 in t.shape]
-        planned = rank_files(entries, RankContents(header, rank, texts, empty))
-        meter = Meter(sum(chunk.nbytes for chunk in chunks), self.progress)
-        directory = step_prefix(header.step, header.attempt)
-        files = [self.write_file(file, directory, meter) for file in planned]
-        self.store.sync([directory + file.name for file in planned])
-        return part_of_files(files, rank=rank, tensors=infos, texts=texts)
-
-    def write_file(self, file: DataFile, directory: str, meter: Meter) -> FileColumns:
-        """One data file, read from the source part by part."""
-        nbytes, pieces = file.layout.nbytes, self.pieces_of(file)
-        builder = DataFileBuilder(file)
-        write_filled(
-            self.store,
-            directory + file.name,
-            nbytes,
-            fill=lambda start, part: fill_part(self.source, pieces, start, part),
-            finish=lambda start, part, _: builder.complete(start, part),
-            threads=self.threads,
-            add=meter.add,
+def _write(
+    source: CheckpointSource,
+    chosen: Chosen,
+    share: Sequence[StoredChunk],
+    store: Store,
+    rank: int,
+    threads: int,
+    meter: Meter,
+    attempt: Attempt,
+) -> Part:
+    """The share of `rank`, durable in the store, and its part of the manifest."""
+    header, contents = attempt.header, chosen.contents
+    tensors = [
+        TensorRecord(t.fqn, t.dtype, t.shape, int(t.kind)) for t in contents.tensors.values()
+    ]
+    sends = None if rank else contents.values
+    texts = PartTexts.of(contents.aliases, contents.values, {}, sends=sends)
+    directory = step_prefix(header.step, header.attempt)
+    columns = []
+    for file in plan_data_files(header, rank, [share], texts, tensors):
+        key, origin = directory + file.name, chosen.origin
+        columns.append(
+            write_data_file(source, file, store, key, threads=threads, add=meter.add, origin=origin)
         )
-        return builder.result()
-
-    def pieces_of(self, file: DataFile) -> list[Data]:
-        """The chunks of a file, under the source's names."""
-        pieces = []
-        for chunk, start in zip(file.entries.chunks, file.layout.offsets.tolist(), strict=True):
-            info = self.chosen.contents.tensors[chunk.fqn]
-            origin = info._replace(fqn=self.chosen.origin[chunk.fqn])
-            output = Output(chunk.fqn, origin, DTYPES[chunk.dtype], info.nbytes)
-            assert isinstance(chunk.region, Span)
-            pieces.append(Data(start, chunk.nbytes, output, chunk.region))
-        return pieces
-
-
-# Verification -------------------------------------------------------------------------------
+    store.sync([directory + file.name for file in columns])
+    return part_of_files(columns, rank=rank, tensors=tensors, texts=texts)
 
 
 def _verify(
@@ -402,23 +316,19 @@ def _verify(
     Corrupt naming the tensors of `share` that differ; `origin` has the source's names.
     """
     theirs = aligned_buffer(VERIFY_NBYTES)
-    wrong = []
+    wrong = set()
     with open_checkpoint(directory) as checkpoint:
         for chunk in share:
-            for band in _bands(chunk):
+            assert isinstance(chunk.region, Span)
+            step = VERIFY_NBYTES // DTYPES[chunk.dtype].itemsize
+            for start in range(chunk.region.start, chunk.region.stop, step):
+                band = Span(start, min(start + step, chunk.region.stop))
                 ours = checkpoint.read(chunk.fqn, band)
                 here = theirs[: ours.nbytes]
                 expected = tensor_over(here, ours.dtype, (band.numel,))
                 source.fill([ReadRequest(origin[chunk.fqn], band, expected)])
                 if crc32c(host_bytes(ours)) != crc32c(here):
-                    wrong.append(chunk.fqn)
+                    wrong.add(chunk.fqn)
     if wrong:
-        some = ", ".join(sorted(set(wrong))[:10])
+        some = ", ".join(sorted(wrong)[:10])
         raise Corrupt(f"{directory.url}: differs from {source.url}: {some}")
-
-
-def _bands(chunk: StoredChunk) -> Iterator[Span]:
-    assert isinstance(chunk.region, Span)
-    step = VERIFY_NBYTES // DTYPES[chunk.dtype].itemsize
-    for start in range(chunk.region.start, chunk.region.stop, step):
-        yield Span(start, min(start + step, chunk.region.stop))

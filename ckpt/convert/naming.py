@@ -5,7 +5,8 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
-from typing import Any, NamedTuple, TypeAlias
+from functools import reduce
+from typing import Any, TypeAlias
 
 from ckpt.errors import CheckpointError, InvalidArgument
 
@@ -28,13 +29,7 @@ def renamer(rename: Rename | None) -> Callable[[str], str]:
     if isinstance(rename, str):
         rename = [rename]
     rules = [_rule(rule) for rule in rename]
-
-    def by_rules(name: str) -> str:
-        for rule in rules:
-            name = rule(name)
-        return name
-
-    return by_rules
+    return lambda name: reduce(lambda changed, rule: rule(changed), rules, name)
 
 
 def is_chosen(name: str, chosen: Any) -> bool:
@@ -105,19 +100,12 @@ _PEFT_PARTS = ("lora_", "ia3_", "trainable_tokens_")
 _PEFT_COPIES = "modules_to_save"
 
 
-class Preset(NamedTuple):
-    """A preset as its text has it: `peft`, or `peft:adapter`."""
-
-    library: str
-    adapter: str
-
-
-def preset_of(text: str) -> Preset:
-    """The preset that is called `text`. Raises InvalidArgument when there is none."""
-    library, _, adapter = text.partition(":")
+def _adapter_of(preset: str) -> str:
+    """The adapter that a preset names, or "". Raises InvalidArgument for what is no preset."""
+    library, _, adapter = preset.partition(":")
     if library != "peft":
-        raise InvalidArgument(f"preset={text!r}: there is only 'peft', or 'peft:<adapter>'")
-    return Preset(library, adapter)
+        raise InvalidArgument(f"preset={preset!r}: there is only 'peft', or 'peft:<adapter>'")
+    return adapter
 
 
 def preset_names(preset: str, names: Iterable[str]) -> dict[str, str]:
@@ -125,13 +113,11 @@ def preset_names(preset: str, names: Iterable[str]) -> dict[str, str]:
     the names that `PeftModel.from_pretrained` looks for. Raises CheckpointError when there is no
     adapter, or one has to be chosen.
     """
-    wanted = preset_of(preset).adapter
+    wanted = _adapter_of(preset)
     by_adapter: dict[str, dict[str, str]] = {}
     for name in names:
-        known = _peft_name(name)
-        if known is not None:
-            adapter, new = known
-            by_adapter.setdefault(adapter, {})[name] = new
+        if (known := _peft_name(name)) is not None:
+            by_adapter.setdefault(known[0], {})[name] = known[1]
     adapters = sorted(by_adapter)
     if not adapters:
         raise CheckpointError(
@@ -150,7 +136,8 @@ def preset_names(preset: str, names: Iterable[str]) -> dict[str, str]:
 
 def check_file_name(preset: str, name: str) -> None:
     """Raise CheckpointError for a file that the preset's library would not find."""
-    if preset_of(preset) and name not in _PEFT_FILES:
+    _adapter_of(preset)
+    if name not in _PEFT_FILES:
         raise CheckpointError(
             f"{name!r}: peft loads a folder with {' or '.join(_PEFT_FILES)} in it; name the target "
             f".../{PEFT_FILE}"

@@ -45,8 +45,8 @@ from ckpt.commit.names import step_prefix
 from ckpt.commit.numbers import plain_int
 from ckpt.commit.session import Session
 from ckpt.convert.sources.blobs import blob_in_memory
-from ckpt.convert.sources.native import DCP_RECORD, NativeSource, native_source
 from ckpt.convert.sources.pickles import Opaque
+from ckpt.convert.sources.source import DCP_RECORD, NativeSource, native_source
 from ckpt.convert.sources.torch_pickle import TensorRef
 from ckpt.convert.sources.tree import Leaf, name_tree, nest
 from ckpt.convert.targets.files import blob_of

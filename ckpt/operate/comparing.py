@@ -139,33 +139,26 @@ def plan_ranks(
     InvalidArgument for no ranks or an unknown layout.
     """
     from ckpt.commit.numbers import plain_int
+    from ckpt.convert.sources.opening import SourceOptions
     from ckpt.errors import InvalidArgument
-    from ckpt.tools.plan import entry_for, plan_of_ranks, wanted_like
+    from ckpt.tools.plan import contents_of, plan_of_ranks
     from storage import options_of_other
 
-    wanted = None
+    contents = None
     if like is not None:
-        options = options_of_other(url, storage_options, like, other_options)
-        memory_max = plain_int(memory_bytes_max)
-        if entry is None:
-            entry = entry_for(
-                url,
-                like,
-                step=step,
-                storage_options=storage_options,
-                like_options=options,
-                memory_bytes_max=memory_max,
-            )
-        wanted = wanted_like(
-            like, entry=entry, storage_options=options, memory_bytes_max=memory_max
+        options = SourceOptions(
+            memory_bytes_max=plain_int(memory_bytes_max),
+            storage_options=options_of_other(url, storage_options, like, other_options),
         )
+        contents = contents_of(like, options)
     elif entry is not None:
         raise InvalidArgument("entry= is for like=; it names the place of that model")
     return plan_of_ranks(
         url,
         ranks=ranks,
         layout=layout,
-        wanted=wanted,
+        like=contents,
+        entry=entry,
         step=step,
         attempt=attempt,
         storage_options=storage_options,

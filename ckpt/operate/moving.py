@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
     from ckpt.convert.export import ExportReport
     from ckpt.convert.import_ import ImportReport
-    from ckpt.tools.copy import CopyReport
+    from ckpt.tools.relay import CopyReport
     from storage import StoreLike
 
 
@@ -136,14 +136,13 @@ def reshard(
     like `ckpt.copy`, and InvalidArgument for no ranks or an unknown layout.
     """
     from ckpt.commit.numbers import plain_int
-    from ckpt.tools.reshard import reshard_at
+    from ckpt.tools.reshard import NewLayout, reshard_at
 
     started = time.monotonic()
     report = reshard_at(
         url,
         target,
-        ranks=ranks,
-        layout=layout,
+        NewLayout(plain_int(ranks), layout),
         step=step,
         attempt=attempt,
         threads=plain_int(threads),
@@ -398,7 +397,7 @@ def import_checkpoint(
     """
     from ckpt.commit.numbers import plain_int
     from ckpt.convert.import_ import ImportFrom, import_source
-    from ckpt.convert.sources.dequantized import Dequantize
+    from ckpt.convert.sources.derived import Dequantize
     from ckpt.convert.sources.opening import SourceOptions
 
     started = time.monotonic()

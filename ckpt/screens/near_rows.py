@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 from ckpt.near.status import WorkAtRisk
 from ckpt.screens.terminal import counted, size
-from ckpt.tools.near_tiers import TierView, durable_risk, work_at_risk
-from ckpt.tools.run import ReportedSave, duration
+from ckpt.tools.near_tiers import TierView, work_at_risk
+from ckpt.tools.report import ReportedSave, durable_risk, duration
 
 TITLES = ("directory", "in", "newest step", "ranks here", "takes", "free")
 QUIET_SECONDS = 30.0  # without a new status: the training has ended, or hangs

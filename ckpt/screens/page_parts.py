@@ -14,7 +14,7 @@ from ckpt.screens.terminal import date, rate_text, seconds_text, size
 from ckpt.screens.visible import page_text
 from ckpt.telemetry.record import SaveTotals, Telemetry
 from ckpt.tools.near_tiers import TierView, newest_status_of
-from ckpt.tools.run import ReportedSave
+from ckpt.tools.report import ReportedSave
 
 RANKS_MAX = 128  # in the heat map: those that were at work longest
 NOTHING = '<span class="note">&ndash;</span>'

@@ -12,8 +12,7 @@ from ckpt.screens.page_parts import CHARTS, NOTHING, STYLE, chart, heat_map, nea
 from ckpt.screens.terminal import age, date, rate_text, seconds_text, size
 from ckpt.screens.visible import page_text
 from ckpt.telemetry.record import SaveTotals
-from ckpt.tools.report import Report
-from ckpt.tools.run import ReportedSave
+from ckpt.tools.report import Report, ReportedSave
 
 BARS_MAX = 200  # newest saves in a chart
 ROWS_MAX = 1000  # newest saves in the table

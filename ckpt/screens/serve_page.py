@@ -19,7 +19,7 @@ from ckpt.screens.visible import page_text
 from ckpt.service.retention import EVERYTHING, KeepAll, KeepRule, plan_retention
 from ckpt.telemetry.record import SaveTotals, Telemetry
 from ckpt.tools.polling import RunState
-from ckpt.tools.run import ReportedSave, busiest_ranks
+from ckpt.tools.report import ReportedSave, busiest_ranks
 
 BARS_MAX = 200  # newest saves of a run in a chart
 ROWS_MAX = 100  # newest saves in the table

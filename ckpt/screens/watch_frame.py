@@ -15,7 +15,7 @@ from ckpt.screens.visible import visible
 from ckpt.telemetry.record import SaveTotals, Telemetry
 from ckpt.tools.near_tiers import newest_status_of
 from ckpt.tools.polling import RunState
-from ckpt.tools.run import ReportedSave, TrainingRun, busiest_ranks, duration, longest_phases
+from ckpt.tools.report import ReportedSave, TrainingRun, busiest_ranks, duration, longest_phases
 
 NOTICES_MAX = 4  # of the worst; `ckpt report` has all
 BUSY_RANKS = 3

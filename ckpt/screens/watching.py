@@ -27,8 +27,8 @@ from ckpt.screens.following import (
 from ckpt.screens.terminal import as_json, date, screen_width, show_json
 from ckpt.screens.visible import below
 from ckpt.screens.watch_frame import Happening, Line, frame_of, happenings, marks_of
-from ckpt.tools.near_tiers import near_report
 from ckpt.tools.polling import RunPoller, RunState
+from ckpt.tools.report import near_report
 from storage import StoreLike
 
 Draw = Callable[[int, int], list[Line]]

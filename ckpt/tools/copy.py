@@ -5,18 +5,17 @@
 
 The last object makes the copy exist, and is created once. Everything before it is the same in every
 try, so a run that died is repeated and skips what is there. A checkpoint that needs files of others
-(`dedup`) is written anew with all its bytes: see `ckpt.tools.rewrite`.
+(`dedup`) is written anew with all its bytes: see `ckpt.tools.reshard`.
 """
 
 from __future__ import annotations
 
 import hashlib
-import threading
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import chain
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -33,9 +32,9 @@ from ckpt.commit.records import (
     record_digest,
     record_problem,
 )
+from ckpt.convert.targets.files import Meter, Progress
 from ckpt.errors import NoCheckpoint
 from ckpt.format.damage import once_more
-from ckpt.format.datafile_index import DataFileIndex
 from ckpt.format.manifest import Manifest, is_reference
 from ckpt.format.manifest_codec import decode_manifest, encode_manifest
 from ckpt.format.metadata_budget import MetadataBudget
@@ -43,61 +42,10 @@ from ckpt.format.stored_index import check_seal, index_of
 from ckpt.loading.checkpoint import Checkpoint
 from ckpt.loading.contents import LocatedCheckpoint
 from ckpt.saving.resumable import begin, end, is_another_file
-from ckpt.short import ShortRecord
-from ckpt.tools.relay import is_there, relay_file, tiles_of
-from ckpt.tools.rewrite import own_layout, rewrite, written_whole
+from ckpt.tools.relay import CopyReport, is_there, relay_file, tiles_of
+from ckpt.tools.reshard import own_layout, rewrite, written_whole
 from storage import KeyNotFoundError, Store
 from storage.memory import MemoryStore
-
-Progress: TypeAlias = Callable[[int, int], None]
-
-
-@dataclass(frozen=True, slots=True, repr=False)
-class CopyReport(ShortRecord):
-    """What a copy did. `target` opens the copy: a step's directory, or a root.
-
-    `attempt` is the name of a single checkpoint, "" for a whole root. `is_second_form`: it lies in
-    the root that it was made of, and loads by its attempt. `seconds` are what it took.
-    `nbytes` are those of all its data files, `nbytes_written` those that this run had to write.
-    """
-
-    source: str
-    target: str
-    steps: tuple[int, ...]
-    files: int
-    nbytes: int
-    nbytes_written: int
-    attempt: str = ""
-    is_second_form: bool = False
-    seconds: float = field(default=0.0, compare=False)
-
-
-class CopyMeter:
-    """Counts written bytes for the caller's progress. Called by any thread."""
-
-    def __init__(self, total: int, progress: Progress | None) -> None:
-        self.written = 0
-        self._done = 0
-        self._total = total
-        self._progress = progress
-        self._lock = threading.Lock()
-
-    def add(self, nbytes: int) -> None:
-        """Bytes that were written."""
-        self._count(nbytes, is_new=True)
-
-    def skip(self, nbytes: int) -> None:
-        """Bytes that were there."""
-        self._count(nbytes, is_new=False)
-
-    def _count(self, nbytes: int, *, is_new: bool) -> None:
-        with self._lock:
-            self._done += nbytes
-            self.written += nbytes if is_new else 0
-            if self._progress is not None:
-                # The total is of the source's files; files that are written anew may be longer.
-                self._progress(min(self._done, self._total), self._total)
-
 
 # One checkpoint -----------------------------------------------------------------------------
 
@@ -112,31 +60,18 @@ def copy_checkpoint(
 ) -> CopyReport:
     """Copy an opened checkpoint into the top of `target`. Raises like `ckpt.copy`."""
     manifest = located.manifest
-    meter = CopyMeter(int(manifest.file_nbytes.sum()), progress)
+    meter = Meter(int(manifest.file_nbytes.sum()), progress)
     if any(map(is_reference, manifest.files)):
         # Its own files alone would not open by their path: some bytes lie beside them in the root.
         checkpoint = Checkpoint(source, located)
         header, layout = written_whole(manifest.header), own_layout(manifest)
-        made = rewrite(checkpoint, header, layout, target, threads=threads, add=meter)
-        return report_of_one(source, target.url, made, meter)
+        made = rewrite(checkpoint, header, layout, target, threads=threads, meter=meter)
+        return CopyReport.of_one(source, target.url, made, meter.written)
     data, files = encode_manifest(manifest), manifest.files
     if begin(target, others=files, last=MANIFEST_NAME, is_ours=lambda old: old == data) is None:
         _relay_files(source, located.prefix, manifest, target, "", threads=threads, meter=meter)
         end(target, files, [(MANIFEST_NAME, data)])
-    return report_of_one(source, target.url, manifest, meter)
-
-
-def report_of_one(source: Store, target: str, manifest: Manifest, meter: CopyMeter) -> CopyReport:
-    """The report of a copy of one checkpoint; `manifest` is that of the copy."""
-    return CopyReport(
-        source=source.url,
-        target=target,
-        steps=(manifest.header.step,),
-        files=len(manifest.files),
-        nbytes=int(manifest.file_nbytes.sum()),
-        nbytes_written=meter.written,
-        attempt=manifest.header.attempt,
-    )
+    return CopyReport.of_one(source, target.url, manifest, meter.written)
 
 
 def _relay_files(
@@ -147,7 +82,7 @@ def _relay_files(
     target_prefix: str,
     *,
     threads: int,
-    meter: CopyMeter,
+    meter: Meter,
 ) -> None:
     """The checkpoint's own data files, one after the other, except those that are there."""
     for file, name in enumerate(manifest.files):
@@ -161,16 +96,13 @@ def _relay_files(
         if there is None:
             relay = partial(relay_file, tiles=tiles_of(index), threads=threads, add=meter.add)
             once_more(partial(relay, source, key, target, target_key))
-        elif _has_same_bytes(there, index):
-            meter.skip(nbytes)
+        elif (
+            np.array_equal(there.checksums, index.checksums)
+            and there.extra_checksums == index.extra_checksums
+        ):
+            meter.add(nbytes, is_new=False)
         else:
             raise is_another_file(target, target_key)
-
-
-def _has_same_bytes(one: DataFileIndex, other: DataFileIndex) -> bool:
-    """Whether two files of one header have the same blocks and reserved tensors."""
-    same_blocks = np.array_equal(one.checksums, other.checksums)
-    return same_blocks and one.extra_checksums == other.extra_checksums
 
 
 # A whole root -------------------------------------------------------------------------------
@@ -198,7 +130,7 @@ def copy_root(
     root = _new_root(read_format(source).root, live)
     target.begin_root(root)
     records, segments = _records(root, copied)
-    meter = CopyMeter(sum(manifest.own_nbytes for _, manifest in copied), progress)
+    meter = Meter(sum(manifest.own_nbytes for _, manifest in copied), progress)
     # References lead to step directories that are copied too, under the names that they have.
     files = [
         entry.prefix + name

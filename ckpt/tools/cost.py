@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -172,7 +172,9 @@ class Cost:
 
 def cost_of(load: Workload, prices: Prices | None = None) -> Cost:
     """What follows from the numbers of `load`, and from prices where they are given."""
-    every, mtbf, persist = _every(load), load.mtbf_seconds, load.persist_seconds
+    every, mtbf, persist = load.every_seconds, load.mtbf_seconds, load.persist_seconds
+    # The next save waits for the one before it, where that takes longer.
+    every = None if every is None else max(every, persist or 0.0)
     per_rank = -(-load.nbytes // load.ranks)
     lost = _known(lost_seconds, every, persist or 0.0)
     down = _known(lambda work: work + (load.restart_seconds or 0.0), lost)
@@ -200,13 +202,11 @@ def requests_of_upload(nbytes: int) -> int:
     """Requests that store one rank's data in S3, in files of at most `FILE_NBYTES`: one for a small
     file, else one for each part and two around them.
     """
-    files, rest = divmod(nbytes, FILE_NBYTES)
-    return files * _of_one_file(FILE_NBYTES) + (_of_one_file(rest) if rest else 0)
-
-
-def _of_one_file(nbytes: int) -> int:
-    parts = part_count(nbytes, PART_NBYTES)
-    return parts + 2 if parts > 1 else 1
+    count = 0
+    for start in range(0, nbytes, FILE_NBYTES):
+        parts = part_count(min(FILE_NBYTES, nbytes - start), PART_NBYTES)
+        count += parts + 2 if parts > 1 else 1
+    return count
 
 
 def lost_seconds(every_seconds: float, persist_seconds: float) -> float:
@@ -271,8 +271,8 @@ def measured_of(report: Report) -> Measured | None:
         ranks=max(newest.ranks, 1),
         every_seconds=statistics.median(gaps) if gaps else None,
         keep=len(report.live) or None,
-        blocked_seconds=_median([one.blocked_seconds for one in totals]),
-        persist_seconds=_median([one.seconds for one in totals]),
+        blocked_seconds=statistics.median(one.blocked_seconds for one in totals) or None,
+        persist_seconds=statistics.median(one.seconds for one in totals) or None,
     )
     return Measured(load, len(totals), report.sessions, times[-1] - times[0])
 
@@ -334,17 +334,6 @@ def cost_report(
         load = replace(load, persist_seconds=load.nbytes / bandwidth)
     url = "" if report is None else report.url
     return CostReport(url, load, measured, model, prices, cost_of(load, prices))
-
-
-def _median(values: Sequence[float]) -> float | None:
-    return statistics.median(values) or None
-
-
-def _every(load: Workload) -> float | None:
-    """From save to save: the next one waits for the one before it, where that takes longer."""
-    if load.every_seconds is None:
-        return None
-    return max(load.every_seconds, load.persist_seconds or 0.0)
 
 
 def _bill(cost: Cost, load: Workload, prices: Prices) -> Bill:

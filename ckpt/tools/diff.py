@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import reduce
 from itertools import pairwise
 from typing import Any, NamedTuple, TypeAlias
@@ -21,9 +21,8 @@ import numpy as np
 import torch
 
 from ckpt.convert.naming import Rename, is_chosen, renamed, renamer
-from ckpt.convert.sources.native import NativeSource
-from ckpt.convert.sources.restacked import RestackedSource
-from ckpt.convert.sources.source import ReadRequest, SourceTensor
+from ckpt.convert.sources.derived import RestackedSource
+from ckpt.convert.sources.source import NativeSource, ReadRequest, SourceTensor
 from ckpt.errors import CheckpointError
 from ckpt.format.checksum import joined_crc32c
 from ckpt.format.codec import encode_values
@@ -171,7 +170,9 @@ def diff_checkpoints(
     for one in (a, b):
         one.sums.read_all(options.threads)
     changed_a = _InOtherForm.of(a, options.stacks)
-    names_a = _renamed(changed_a.names, options)
+    # Names that b would have, each with the name in a.
+    new_names = renamed(changed_a.names, options.rename)
+    names_a = {new: name for name, new in new_names.items() if is_chosen(new, options)}
     names_b = {name: name for name in b if is_chosen(name, options)}
     pairs = [_pair(changed_a, b, names_a[name], name) for name in names_b if name in names_a]
     differing = [pair for pair in pairs if pair.differs]
@@ -181,10 +182,10 @@ def diff_checkpoints(
         amounts, nbytes_read = _amounts(changed_a, b, differing, options.threads, progress)
     changed = []
     for pair in differing:
-        amount = amounts.get(pair.fqn_b)
-        if amount is not None and not amount.changed and pair.dtype_a == pair.dtype_b:
+        amount = amounts.get(pair.change.fqn)
+        if amount is not None and not amount.changed and pair.change.what == "values":
             continue  # regions did not line up, and the elements are the same
-        changed.append(_change(pair, amount))
+        changed.append(replace(pair.change, amount=amount))
     return DiffReport(
         url_a=a.url,
         url_b=b.url,
@@ -239,27 +240,21 @@ class _InOtherForm(NamedTuple):
         return target
 
 
-def _renamed(a: Sequence[str], options: DiffOptions) -> dict[str, str]:
-    """Names that b would have, each with the name in a."""
-    new_names = renamed(a, options.rename)
-    return {new: name for name, new in new_names.items() if is_chosen(new, options)}
-
-
 class _Pair(NamedTuple):
     """One tensor in both. `spans` are the elements to read; all of them when nothing is known."""
 
     fqn_a: str
-    fqn_b: str
-    dtype_a: str
-    dtype_b: str
-    shape_a: Shape
-    shape_b: Shape
+    change: TensorChange  # if it is one
     spans: tuple[Span, ...]
 
     @property
     def differs(self) -> bool:
-        is_other = self.shape_a != self.shape_b or self.dtype_a != self.dtype_b
-        return is_other or bool(self.spans)
+        return self.change.what != "values" or bool(self.spans)
+
+    @property
+    def itemsizes(self) -> int:
+        """Bytes of one element in both."""
+        return DTYPES[self.change.dtype_a].itemsize + DTYPES[self.change.dtype_b].itemsize
 
 
 def _pair(of_a: _InOtherForm, b: Checkpoint, name_a: str, name_b: str) -> _Pair:
@@ -275,7 +270,7 @@ def _pair(of_a: _InOtherForm, b: Checkpoint, name_a: str, name_b: str) -> _Pair:
         spans = (Span(0, numel),)
         if dtype_a == dtype_b and made is None:
             spans = _differing_spans(a, at_a, b, at_b)
-    return _Pair(name_a, name_b, dtype_a, dtype_b, shape_a, shape_b, spans)
+    return _Pair(name_a, TensorChange(name_b, dtype_a, dtype_b, shape_a, shape_b, None), spans)
 
 
 def _number(checkpoint: Checkpoint, name: str) -> int:
@@ -288,13 +283,16 @@ def _differing_spans(one: Checkpoint, at_a: int, other: Checkpoint, at_b: int) -
     numel = math.prod(a.shapes[at_a])
     itemsize = DTYPES[a.dtypes[at_a]].itemsize
     # The blocks of a box are no runs of the tensor's order: only equal boxes can be compared.
+    sums_a, sums_b = _checksums(one, at_a), _checksums(other, at_b)
     if _boxed(a, at_a) or _boxed(b, at_b):
-        same = _same_regions(a, at_a, b, at_b) and np.array_equal(
-            _checksums(one, at_a), _checksums(other, at_b)
+        same = (
+            a.header.block_bytes == b.header.block_bytes
+            and [*map(a.region, a.chunks.of_tensor(at_a))]
+            == [*map(b.region, b.chunks.of_tensor(at_b))]
+            and np.array_equal(sums_a, sums_b)
         )
         return () if same else (Span(0, numel),)
     ends_a, ends_b = _block_ends(a, at_a, itemsize), _block_ends(b, at_b, itemsize)
-    sums_a, sums_b = _checksums(one, at_a), _checksums(other, at_b)
     if np.array_equal(ends_a, ends_b) and np.array_equal(sums_a, sums_b):
         return ()
     # From one common end to the next, the bytes of both are the same elements, in whole blocks.
@@ -320,12 +318,6 @@ def _differing_spans(one: Checkpoint, at_a: int, other: Checkpoint, at_b: int) -
 def _boxed(manifest: Manifest, index: int) -> bool:
     chunks = manifest.chunks.of_tensor(index)
     return bool((manifest.chunks.box[chunks.start : chunks.stop] >= 0).any())
-
-
-def _same_regions(a: Manifest, at_a: int, b: Manifest, at_b: int) -> bool:
-    if a.header.block_bytes != b.header.block_bytes:
-        return False
-    return [*map(a.region, a.chunks.of_tensor(at_a))] == [*map(b.region, b.chunks.of_tensor(at_b))]
 
 
 def _checksums(checkpoint: Checkpoint, index: int) -> np.ndarray[Any, np.dtype[np.uint32]]:
@@ -358,11 +350,6 @@ def _joined(sums: Any, ends: Any, first: int, last: int, start: int) -> int:
 # Data where checksums differ ----------------------------------------------------------------
 
 
-class _ComparedSpan(NamedTuple):
-    pair: _Pair
-    span: Span
-
-
 def _amounts(
     a: _InOtherForm,
     b: Checkpoint,
@@ -371,50 +358,43 @@ def _amounts(
     progress: Progress | None,
 ) -> tuple[dict[str, Amount], int]:
     """The amount for each of `pairs` that can be compared, by the name in b; and bytes read."""
-    total = sum(_nbytes(pair) for pair in pairs)
+    total = sum(span.numel * pair.itemsizes for pair in pairs for span in pair.spans)
     done = 0
     amounts: dict[str, Amount] = {}
 
-    def look(band: _ComparedSpan) -> tuple[_ComparedSpan, Amount]:
+    def look(band: tuple[_Pair, Span]) -> tuple[_Pair, Span, Amount]:
         pair, span = band
-        elements_a, elements_b = a.read(pair.fqn_a, span), b.read(pair.fqn_b, span)
+        elements_a, elements_b = a.read(pair.fqn_a, span), b.read(pair.change.fqn, span)
         parts = [
             _amount(elements_a[start : start + LOOK_NUMEL], elements_b[start : start + LOOK_NUMEL])
             for start in range(0, span.numel, LOOK_NUMEL)
         ]
-        return band, reduce(_sum, parts)
+        return pair, span, reduce(_sum, parts)
 
-    for (pair, span), amount in in_order(  # nothing else holds it: an error here ends its threads
-        look, _bands(pairs), threads=threads, name="ckpt-diff", ahead=2 * threads
+    bands = (
+        (pair, Span(start, min(start + BAND_NUMEL, span.stop)))
+        for pair in pairs
+        for span in pair.spans
+        for start in range(span.start, span.stop, BAND_NUMEL)
+    )
+    for pair, span, amount in in_order(  # nothing else holds it: an error here ends its threads
+        look, bands, threads=threads, name="ckpt-diff", ahead=2 * threads
     ):
-        known = amounts.get(pair.fqn_b)
-        amounts[pair.fqn_b] = amount if known is None else _sum(known, amount)
-        done += span.numel * _itemsizes(pair)
+        name = pair.change.fqn
+        amounts[name] = _sum(amounts[name], amount) if name in amounts else amount
+        done += span.numel * pair.itemsizes
         if progress is not None:
             progress(done, total)
     return amounts, total
-
-
-def _bands(pairs: Sequence[_Pair]) -> Iterator[_ComparedSpan]:
-    for pair in pairs:
-        for span in pair.spans:
-            for start in range(span.start, span.stop, BAND_NUMEL):
-                yield _ComparedSpan(pair, Span(start, min(start + BAND_NUMEL, span.stop)))
-
-
-def _itemsizes(pair: _Pair) -> int:
-    return DTYPES[pair.dtype_a].itemsize + DTYPES[pair.dtype_b].itemsize
-
-
-def _nbytes(pair: _Pair) -> int:
-    return sum(span.numel for span in pair.spans) * _itemsizes(pair)
 
 
 def _amount(a: torch.Tensor, b: torch.Tensor) -> Amount:
     """Of two 1-D tensors of one length, of any dtypes."""
     wide_a, wide_b = _wide(a), _wide(b)
     if a.dtype == b.dtype:
-        changed = _bits_differ(a, b)
+        # By bytes: a NaN is equal to the same NaN, and 0 differs from -0.
+        same = a.view(torch.uint8).view(a.numel(), -1) == b.view(torch.uint8).view(a.numel(), -1)
+        changed = ~same.all(dim=1)
     else:
         changed = ~((wide_a == wide_b) | (wide_a.isnan() & wide_b.isnan()))
     # An infinite difference, or inf - inf, would hide what all other elements say.
@@ -432,13 +412,6 @@ def _amount(a: torch.Tensor, b: torch.Tensor) -> Amount:
         norm_a=float(torch.where(finite, wide_a, zero).abs().norm()),
         not_finite=int((changed & ~finite).sum()),
     )
-
-
-def _bits_differ(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """Per element, by its bytes: a NaN is equal to the same NaN, and 0 differs from -0."""
-    width = a.dtype.itemsize
-    same = a.view(torch.uint8).view(-1, width) == b.view(torch.uint8).view(-1, width)
-    return ~same.all(dim=1)
 
 
 def _wide(tensor: torch.Tensor) -> torch.Tensor:
@@ -459,10 +432,6 @@ def _sum(a: Amount, b: Amount) -> Amount:
         norm_a=math.hypot(a.norm_a, b.norm_a),
         not_finite=a.not_finite + b.not_finite,
     )
-
-
-def _change(pair: _Pair, amount: Amount | None) -> TensorChange:
-    return TensorChange(pair.fqn_b, pair.dtype_a, pair.dtype_b, pair.shape_a, pair.shape_b, amount)
 
 
 # Values -------------------------------------------------------------------------------------

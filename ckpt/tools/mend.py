@@ -155,7 +155,10 @@ class _Survey:
             raise broken_log(store.url, f"{count - len(self.digests)} slots are missing")
         self.holes = tuple(slot for slot in range(count) if slot not in self.digests)
         for slot in range(count):
-            if slot not in self.breaks and (problem := self._break_at(slot)):
+            problem = "" if slot in self.digests else "missing"
+            if slot and slot in self.records:
+                problem = broken_link(self.records.get(slot - 1), self.records[slot], self.digests)
+            if problem:
                 self.breaks[slot] = problem
         self.known = self.live_of(self.records[max(self.records)]) if self.records else ()
 
@@ -183,12 +186,6 @@ class _Survey:
         except Corrupt:
             return True
         return False
-
-    def _break_at(self, slot: int) -> str:
-        if slot not in self.digests:
-            return "missing"
-        before = self.records.get(slot - 1)
-        return broken_link(before, self.records[slot], self.digests) if slot else ""
 
     def live_of(self, record: Record | None) -> Live:
         """What is live after a record, as far as its segments are there."""
@@ -292,7 +289,9 @@ class _Directories:
                 entry = known.get(attempt)
                 checkpoint = self._whole(step, attempt, entry, has_manifest=is_written)
                 whole.update({} if checkpoint is None else {attempt: checkpoint})
-        sound = _without_needy(whole)
+        # What needs itself, which no writer of this library has made, is left out, too.
+        whole_names = {entry.attempt for entry in _references_first([*whole.values()], ())}
+        sound = {name: entry for name, entry in whole.items() if name in whole_names}
         self.in_order = self._ordered([*sound.values()])
         listed = {entry.attempt for entry in log.known}
         self.lost = tuple(
@@ -392,20 +391,6 @@ def _age(entry: LiveEntry) -> tuple[int, float]:
     return attempt_epoch(entry.attempt), entry.committed_unix + (entry.slot == NO_SLOT)
 
 
-def _without_needy(whole: Mapping[str, LiveEntry]) -> dict[str, LiveEntry]:
-    """Those whose references are whole, too. What needs itself, which no writer of this library has
-    made, is left out.
-    """
-    sound: dict[str, LiveEntry] = {}
-    count = -1
-    while count != len(sound):  # once more than needed, and needed once as a rule
-        count = len(sound)
-        for name, entry in whole.items():
-            if all(needed in sound for needed in entry.references):
-                sound[name] = entry
-    return sound
-
-
 def _kept(wanted: Live, damaged: Live) -> Live:
     """The first of `wanted` whose slots are in this order, and what is damaged."""
     kept: dict[int, LiveEntry] = {}
@@ -424,12 +409,11 @@ def _kept(wanted: Live, damaged: Live) -> Live:
 
 def _references_first(entries: Sequence[LiveEntry], known: Sequence[LiveEntry]) -> list[LiveEntry]:
     """The entries such that each comes after those that it needs, by whatever clock they were
-    committed; else in the order given. No entry needs itself.
+    committed; else in the order given. Those whose references are not all there are left out.
     """
     there = {entry.attempt for entry in known}
-    waiting, result = list(entries), []
-    while waiting:
-        ready = next(e for e in waiting if there.issuperset(e.references))
+    waiting, result = list(entries), list[LiveEntry]()
+    while ready := next((e for e in waiting if there.issuperset(e.references)), None):
         waiting.remove(ready)
         there.add(ready.attempt)
         result.append(ready)

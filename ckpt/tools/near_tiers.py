@@ -13,10 +13,10 @@ from dataclasses import dataclass
 from ckpt.commit.names import STEPS_PREFIX
 from ckpt.errors import CheckpointError
 from ckpt.near.records import NearRecord
-from ckpt.near.status import TierStatus, WorkAtRisk, read_status
+from ckpt.near.status import TierStatus, read_status
+from ckpt.near.status import WorkAtRisk as WorkAtRisk
 from ckpt.near.tier import Tier, tier_roots, tiers_in
 from ckpt.short import ShortRecord
-from ckpt.tools.run import ReportedSave
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,44 +131,6 @@ def work_at_risk(views: Sequence[TierView]) -> WorkAtRisk | None:
     statuses = [one.status for one in views if one.status and one.status.epoch == status.epoch]
     newest = max(statuses, key=lambda one: (one.near_step, one.order))
     return None if newest.near_step < 0 else status.since(newest.near_step, newest.near_unix)
-
-
-def durable_risk(views: Sequence[TierView], newest: ReportedSave | None) -> WorkAtRisk | None:
-    """The work since the newest durable checkpoint, as far as hosts say how far the training is."""
-    status = newest_status_of(views)
-    if status is None or newest is None:
-        return None
-    seconds = 0.0 if newest.totals is None else newest.totals.seconds
-    return status.since(newest.step, newest.committed_unix - seconds)
-
-
-@dataclass(frozen=True, slots=True)
-class NearReport:
-    """What hosts say of a training: how far it is, its newest near checkpoint, what a failure would
-    cost now from a near and from a durable one (None: not known), and their tiers.
-    """
-
-    tiers: tuple[TierView, ...] = ()
-    reached_step: int | None = None
-    reached_unix: float | None = None
-    near_step: int | None = None
-    at_risk_near: WorkAtRisk | None = None
-    at_risk_durable: WorkAtRisk | None = None
-
-
-def near_report(views: Sequence[TierView], newest: ReportedSave | None) -> NearReport:
-    """The same in numbers; `newest` is the newest durable checkpoint."""
-    near, status = work_at_risk(views), newest_status_of(views)
-    if status is None:
-        return NearReport(tuple(views))
-    return NearReport(
-        tuple(views),
-        status.step,
-        status.time_unix,
-        None if near is None else status.near_step,
-        near,
-        durable_risk(views, newest),
-    )
 
 
 def newest_status_of(views: Sequence[TierView]) -> TierStatus | None:

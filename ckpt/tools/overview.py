@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, SupportsIndex
@@ -25,7 +25,7 @@ from ckpt.format.manifest_codec import decode_manifest
 from ckpt.loading.contents import StepInfo
 from ckpt.short import ShortRecord
 from ckpt.tools.mend import broken_link
-from storage import KeyNotFoundError, Store, StoreLike, open_store
+from storage import KeyNotFoundError, ObjectInfo, Store, StoreLike, open_store
 from storage.hidden import hides_secrets
 from storage.threads import in_order
 
@@ -144,24 +144,33 @@ def events_of(log: Log, records: Sequence[Record]) -> list[Event]:
     before: Record | None = None
     for record in records:
         if record.kind == "RETIRE" and before is not None and record.attempt not in known:
-            retired = _retired(log, before, record)
-            known.update({} if retired is None else {retired.attempt: retired})
+            with suppress(Corrupt):  # the segments of the one before tell, or nothing does
+                retired = log.live_of(before).find(record.attempt or "")
+                known.update({} if retired is None else {retired.attempt: retired})
         known.update({entry.attempt: entry for entry in record.live})
         problem = ""
         if before is not None:
             digests = {before.slot: record_digest(encode_record(before))}
             problem = broken_link(before, record, digests)
-        events.append(replace(_event(record, known), problem=problem))
+        entry = known.get(record.attempt or "")
+        events.append(
+            Event(
+                slot=record.slot,
+                kind=record.kind,
+                time_unix=record.time_unix,
+                epoch=record.epoch,
+                attempt=record.attempt,
+                step=entry.step if entry else None,
+                metric=entry.metric if entry else None,
+                live=record.count,
+                line=entry.line if entry else None,
+                problem=problem,
+                is_undone=record.write_id.startswith(UNDONE),
+                nbytes=entry.nbytes if entry else None,
+            )
+        )
         before = record
     return events
-
-
-def _retired(log: Log, before: Record, record: Record) -> LiveEntry | None:
-    """What a record retires, from the segments of the one before it, None where nothing tells."""
-    try:
-        return log.live_of(before).find(record.attempt or "")
-    except Corrupt:
-        return None
 
 
 def record_of(log: Log, slot: int) -> Record:
@@ -170,23 +179,6 @@ def record_of(log: Log, slot: int) -> Record:
         return log.record(slot)
     except KeyNotFoundError:
         raise broken_log(log.store.url, f"slot {slot}: it is missing") from None
-
-
-def _event(record: Record, known: Mapping[str, LiveEntry]) -> Event:
-    entry = known.get(record.attempt or "")
-    return Event(
-        slot=record.slot,
-        kind=record.kind,
-        time_unix=record.time_unix,
-        epoch=record.epoch,
-        attempt=record.attempt,
-        step=entry.step if entry else None,
-        metric=entry.metric if entry else None,
-        live=record.count,
-        line=entry.line if entry else None,
-        is_undone=record.write_id.startswith(UNDONE),
-        nbytes=entry.nbytes if entry else None,
-    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -243,22 +235,17 @@ def usage_of(store: Store) -> DiskUsage:
         live = live_entries(store)
     except NoCheckpoint as no_root:
         return _of_directory(store, no_root)
-    return _of_root(store, live)
-
-
-def _of_root(store: Store, live: Sequence[LiveEntry]) -> DiskUsage:
     entries = {entry.attempt: entry for entry in live}
     users: dict[str, list[str]] = {}
     for entry in live:
         for name in entry.references:
             users.setdefault(name, []).append(entry.attempt)
-    objects_of: dict[tuple[int, str], list[tuple[int, float]]] = {}
-    log = [0, 0]
-    other = [0, 0]
+    objects_of: dict[tuple[int, str], list[ObjectInfo]] = {}
+    log, other = [0, 0], [0, 0]
     for info in store.list(""):
         parsed = parse_step_key(info.key)
         if parsed is not None:
-            objects_of.setdefault(parsed[:2], []).append((info.nbytes, info.modified_unix))
+            objects_of.setdefault(parsed[:2], []).append(info)
             continue
         is_log = info.key in (FORMAT_KEY, RESERVE_KEY) or info.key.startswith(LOG_PREFIX)
         group = log if is_log else other
@@ -269,19 +256,23 @@ def _of_root(store: Store, live: Sequence[LiveEntry]) -> DiskUsage:
         known = entries.get(attempt)
         # A directory of another step with this attempt's name is not the one that the log means.
         is_live = known is not None and known.prefix == step_prefix(step, attempt)
-        attempts.append(
-            AttemptUsage(
-                step=step,
-                attempt=attempt,
-                nbytes=sum(nbytes for nbytes, _ in objects),
-                objects=len(objects),
-                modified_unix=max(modified for _, modified in objects),
-                is_live=is_live,
-                pinned=known is not None and known.pinned,
-                referenced_by=tuple(users.get(attempt, ())),
-            )
-        )
+        is_pinned = known is not None and known.pinned
+        needed_by = tuple(users.get(attempt, ()))
+        attempts.append(_attempt_usage(step, attempt, objects, is_live, is_pinned, needed_by))
     return DiskUsage(store.url, tuple(attempts), log[0], log[1], other[0], other[1])
+
+
+def _attempt_usage(
+    step: int,
+    attempt: str,
+    objects: Sequence[ObjectInfo],
+    is_live: bool = True,
+    is_pinned: bool = False,
+    needed_by: tuple[str, ...] = (),
+) -> AttemptUsage:
+    nbytes, newest = sum(one.nbytes for one in objects), max(one.modified_unix for one in objects)
+    count = len(objects)
+    return AttemptUsage(step, attempt, nbytes, count, newest, is_live, is_pinned, needed_by)
 
 
 def _of_directory(store: Store, no_root: NoCheckpoint) -> DiskUsage:
@@ -290,15 +281,5 @@ def _of_directory(store: Store, no_root: NoCheckpoint) -> DiskUsage:
         header = decode_manifest(store.get(MANIFEST_NAME), ruled=True).header
     except KeyNotFoundError:
         raise no_root from None
-    objects = list(store.list(""))
-    own = AttemptUsage(
-        step=header.step,
-        attempt=header.attempt,
-        nbytes=sum(info.nbytes for info in objects),
-        objects=len(objects),
-        modified_unix=max(info.modified_unix for info in objects),
-        is_live=True,
-        pinned=False,
-        referenced_by=(),
-    )
+    own = _attempt_usage(header.step, header.attempt, list(store.list("")))
     return DiskUsage(store.url, (own,), 0, 0, 0, 0)

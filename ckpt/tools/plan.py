@@ -22,6 +22,7 @@ from ckpt.api import read_path
 from ckpt.commit.numbers import plain_int
 from ckpt.convert.export import default_entry
 from ckpt.convert.sources.opening import SourceOptions, open_source
+from ckpt.convert.sources.source import NativeSource, SourceContents
 from ckpt.format.manifest import Manifest
 from ckpt.format.manifest_codec import encode_manifest
 from ckpt.format.metadata_budget import MetadataBudget
@@ -30,7 +31,7 @@ from ckpt.layout.even import EvenLayout, wanted_part
 from ckpt.layout.kind import Kind
 from ckpt.layout.piece import Holding, Piece
 from ckpt.layout.plain import Ranks
-from ckpt.layout.region import Box, Region, Shape, whole
+from ckpt.layout.region import Box, whole
 from ckpt.loading.block_sums import BlockSums
 from ckpt.loading.byte_line import NeededBlocks
 from ckpt.loading.checkpoint import Checkpoint
@@ -47,7 +48,7 @@ from ckpt.loading.exchange import (
 from ckpt.loading.load import catalog_of, in_form_of_state
 from ckpt.loading.matching import all_together, needs_of
 from ckpt.loading.plan import ReadPath, ReadPlan, plan_reads
-from ckpt.loading.reader import Reader, ReadRange
+from ckpt.loading.reader import Reader
 from ckpt.short import ShortRecord
 from ckpt.state.bind import bind_state
 from ckpt.state.names import GroupOptions
@@ -136,7 +137,9 @@ def plan_load(
         budget = MetadataBudget(plain_int(metadata_bytes_max))
         located = find_checkpoint(store, step, budget=budget)
         manifest = located.manifest
-        ranks = _ranks()
+        ranks = Ranks.alone()
+        if dist.is_available() and dist.is_initialized():
+            ranks = Ranks(dist.get_rank(), tuple(range(dist.get_world_size())))
         form = in_form_of_state(manifest, stacks or {})
         binding = bind_state(
             state,
@@ -149,26 +152,12 @@ def plan_load(
         )
         of_stacks = [f"stacks=: {problem}" for problem in form.problems]
         fatal = (*of_stacks, *binding.fatal, *binding.unmatched)
-        planned = _RankNeeds.of(manifest, form.stored(binding).holdings)
-        path = read_path(store)
+        needs = _RankNeeds.of(manifest, form.stored(binding).holdings)
+        alone = Sharing(needs.blocks.runs(), [])
+        planned = needs.plan(store, located, read_path(store), ranks.rank, alone)
         report = binding.report
-        return LoadPlan(
-            url=Checkpoint(store, located).url,
-            step=manifest.header.step,
-            attempt=manifest.header.attempt,
-            ranks=(planned.alone(store, located.prefix, manifest, path, ranks.rank),),
-            missing=report.missing,
-            unexpected=report.unexpected,
-            not_asked=report.not_asked,
-            problems=fatal,
-            nbytes_stored=_stored_nbytes(manifest),
-        )
-
-
-def _ranks() -> Ranks:
-    if dist.is_available() and dist.is_initialized():
-        return Ranks(dist.get_rank(), tuple(range(dist.get_world_size())))
-    return Ranks.alone()
+        names = _MatchedNames(report.missing, report.unexpected, report.not_asked, fatal)
+        return _load_plan(store, located, (planned,), names)
 
 
 class RequestedNames(NamedTuple):
@@ -184,129 +173,86 @@ def plan_of_ranks(
     *,
     ranks: SupportsIndex | None = None,
     layout: EvenLayout = "fsdp2",
-    wanted: RequestedNames | None = None,
+    like: SourceContents | None = None,
+    entry: str | None = None,
     step: SupportsIndex | None = None,
     attempt: str = "",
     storage_options: Mapping[str, Any] | None = None,
     metadata_bytes_max: SupportsIndex | None = None,
 ) -> LoadPlan:
-    """As `ckpt.plan_ranks`, of a state that wants what is `wanted`."""
+    """As `ckpt.plan_ranks`; `like` is what is in the checkpoint that the state looks like."""
     with closing(open_store(url, **(storage_options or {}))) as store:
         budget = MetadataBudget(plain_int(metadata_bytes_max))
         located = find_checkpoint(store, step, attempt=attempt, budget=budget)
         manifest = located.manifest
         nbytes = NEED_NBYTES * len(manifest.chunks) + BLOCK_NBYTES * manifest.block_count
         budget.charge(nbytes, f"a plan of {manifest.block_count} blocks")
-        everything = wanted_of(manifest)
-        names = _compared(everything, wanted or everything, manifest.aliases)
-        even = _Even(plain_int(ranks) or manifest.header.world_size, layout)
-        rank_plans = _plan_all(store, located, names.loaded, even, budget)
-        return LoadPlan(
-            url=Checkpoint(store, located).url,
-            step=manifest.header.step,
-            attempt=manifest.header.attempt,
-            ranks=rank_plans,
-            missing=names.missing,
-            unexpected=names.unexpected,
-            not_asked=names.not_asked,
-            problems=names.problems,
-            nbytes_stored=_stored_nbytes(manifest),
-        )
+        catalog = catalog_of(manifest)
+        per_rank = {name for own in catalog.per_rank for name in own}
+        everything = wanted = RequestedNames(catalog.tensors, frozenset(catalog.values) | per_rank)
+        if like is not None and entry is None:
+            # A module at the path "" is the whole state: the file of a model and nothing else.
+            source = NativeSource(Checkpoint(store, located))
+            is_bare = like.modules == ("",) and "" not in source.contents.modules
+            entry = default_entry(source) if is_bare else ""
+        if like is not None:
+            wanted = _wanted_like(like, f"{entry}." if entry else "")
+        loaded, names = _compared(everything, wanted, manifest.aliases)
+        count = plain_int(ranks) or manifest.header.world_size
+        planned = _plan_all(store, located, loaded, count, layout, budget)
+        return _load_plan(store, located, planned, names)
 
 
-def _stored_nbytes(manifest: Manifest) -> int:
-    return sum(
-        math.prod(shape) * DTYPES[dtype].itemsize
-        for shape, dtype in zip(manifest.shapes, manifest.dtypes, strict=True)
-    )
+class _MatchedNames(NamedTuple):
+    """How names of a state and of a checkpoint go together; see `LoadPlan`."""
 
-
-# What is wanted -----------------------------------------------------------------------------
-
-
-def wanted_of(manifest: Manifest) -> RequestedNames:
-    """Everything that a checkpoint has: what the state that was saved would want of it."""
-    catalog = catalog_of(manifest)
-    per_rank = {name for own in catalog.per_rank for name in own}
-    return RequestedNames(catalog.tensors, frozenset(catalog.values) | per_rank)
-
-
-@hides_secrets
-def wanted_like(
-    url: StoreLike,
-    *,
-    entry: str = "",
-    step: SupportsIndex | None = None,
-    storage_options: Mapping[str, Any] | None = None,
-    memory_bytes_max: int | None = None,
-) -> RequestedNames:
-    """What a state wants that is like the checkpoint at `url`, of any format that `ckpt export`
-    reads.
-
-    With `entry`, its names stand below that name: "model" for the state {"model": net} and the file
-    of a bare model. Reads what describes it and no tensor, in `memory_bytes_max` bytes of memory
-    as `ckpt.import_checkpoint` does. Raises NoCheckpoint, Corrupt, UnsupportedFormat and the
-    store's errors.
-    """
-    options = SourceOptions(
-        step, memory_bytes_max=memory_bytes_max, storage_options=storage_options or {}
-    )
-    with closing(open_source(url, options)) as source:
-        contents = source.contents
-    prefix = f"{entry}." if entry else ""
-    tensors = {
-        prefix + name: TensorEntry(torch_dtype(info.dtype), info.shape, info.kind)
-        for name, info in contents.tensors.items()
-    }
-    for name, stored in contents.aliases.items():
-        tensors[prefix + name] = tensors[prefix + stored]
-    per_rank = {name for own in contents.per_rank for name in own}
-    return RequestedNames(
-        tensors, frozenset(prefix + name for name in {*contents.values, *per_rank})
-    )
-
-
-@hides_secrets
-def entry_for(
-    url: StoreLike,
-    like: StoreLike,
-    *,
-    step: SupportsIndex | None = None,
-    storage_options: Mapping[str, Any] | None = None,
-    like_options: Mapping[str, Any] | None = None,
-    memory_bytes_max: int | None = None,
-) -> str:
-    """Below which name of the checkpoint at `url` a state like `like` stands.
-
-    "" unless `like` is a bare model and the checkpoint is not; then it is the name of the
-    checkpoint's only model. Raises CheckpointError where there are several.
-    """
-    sources = []
-    for place, of_step, options in ((url, step, storage_options), (like, None, like_options)):
-        described = SourceOptions(
-            of_step, memory_bytes_max=memory_bytes_max, storage_options=options or {}
-        )
-        source = open_source(place, described)
-        source.close()
-        sources.append(source)
-    # A module at the path "" is the whole state: the file of a model and nothing else.
-    is_bare = sources[1].contents.modules == ("",)
-    return default_entry(sources[0]) if is_bare and "" not in sources[0].contents.modules else ""
-
-
-class _NameMatches(NamedTuple):
-    loaded: Mapping[str, TensorEntry]  # by the checkpoint's name
     missing: tuple[str, ...]
     unexpected: tuple[str, ...]
     not_asked: int
     problems: tuple[str, ...]
 
 
+def _load_plan(
+    store: Store, located: LocatedCheckpoint, ranks: tuple[RankPlan, ...], names: _MatchedNames
+) -> LoadPlan:
+    manifest = located.manifest
+    header, url = manifest.header, Checkpoint(store, located).url
+    stored = zip(manifest.shapes, manifest.dtypes, strict=True)
+    nbytes = sum(math.prod(shape) * DTYPES[dtype].itemsize for shape, dtype in stored)
+    return LoadPlan(url, header.step, header.attempt, ranks, *names, nbytes)
+
+
+# What is wanted -----------------------------------------------------------------------------
+
+
+@hides_secrets
+def contents_of(url: StoreLike, options: SourceOptions) -> SourceContents:
+    """What is in the checkpoint at `url`, of any format that `ckpt export` reads. Reads what
+    describes it and no tensor. Raises NoCheckpoint, Corrupt, UnsupportedFormat and the store's
+    errors.
+    """
+    with closing(open_source(url, options)) as source:
+        return source.contents
+
+
+def _wanted_like(contents: SourceContents, prefix: str) -> RequestedNames:
+    """What a state wants that is like a checkpoint, with its names behind `prefix`: "model." for
+    the state {"model": net} and the file of a bare model.
+    """
+    tensors = {
+        prefix + name: TensorEntry(torch_dtype(info.dtype), info.shape, info.kind)
+        for name, info in contents.tensors.items()
+    }
+    tensors |= {prefix + name: tensors[prefix + held] for name, held in contents.aliases.items()}
+    per_rank = {name for own in contents.per_rank for name in own}
+    return RequestedNames(tensors, frozenset(prefix + n for n in {*contents.values, *per_rank}))
+
+
 def _compared(
     there: RequestedNames, wanted: RequestedNames, aliases: Mapping[str, str]
-) -> _NameMatches:
-    """The names of both sides, by the rules of a load: top-level entries that are not wanted do
-    not count.
+) -> tuple[dict[str, TensorEntry], _MatchedNames]:
+    """What is loaded by the checkpoint's names, and the names of both sides, by the rules of a
+    load: top-level entries that are not wanted do not count.
     """
     loaded: dict[str, TensorEntry] = {}
     missing, problems = [], []
@@ -335,33 +281,27 @@ def _compared(
     left = sorted((there.tensors.keys() | there.values) - asked)
     unexpected = tuple(fqn for fqn in left if fqn.partition(".")[0] in entries)
     problems += [f"{fqn}: is in the checkpoint and has no place in the state" for fqn in unexpected]
-    return _NameMatches(
-        loaded, tuple(missing), unexpected, len(left) - len(unexpected), tuple(problems)
-    )
+    not_asked = len(left) - len(unexpected)
+    return loaded, _MatchedNames(tuple(missing), unexpected, not_asked, tuple(problems))
 
 
 # The plans of ranks -------------------------------------------------------------------------
-
-
-class _Even(NamedTuple):
-    ranks: int
-    layout: EvenLayout
 
 
 def _plan_all(
     store: Store,
     located: LocatedCheckpoint,
     tensors: Mapping[str, TensorEntry],
-    even: _Even,
+    count: int,
+    layout: EvenLayout,
     budget: MetadataBudget,
 ) -> tuple[RankPlan, ...]:
-    path, manifest = read_path(store), located.manifest
-    limits = ShareLimits()
+    path, limits = read_path(store), ShareLimits()
 
     def needed(rank: int) -> _RankNeeds:
-        return _RankNeeds.of(manifest, _holdings(tensors, rank, even))
+        return _RankNeeds.of(located.manifest, _holdings(tensors, rank, count, layout))
 
-    ranks = budget.timed(range(even.ranks), "a plan")
+    ranks = budget.timed(range(count), "a plan")
     needs = [needs_of(rank, needed(rank).blocks.runs()) for rank in ranks]
     everybodys = all_together(needs)
     groups = [everybodys.shared_in(one).groups() for one in needs]
@@ -369,39 +309,28 @@ def _plan_all(
     if Weight(*(sum(column) for column in zip(*weights, strict=True))).is_little(limits):
         groups = [long_only(one, limits) for one in groups]
     plans = []
-    for rank in budget.timed(range(even.ranks), "a plan"):
+    for rank in budget.timed(range(count), "a plan"):
         # Made anew: the memory of all ranks at once would be that of the whole cluster.
         planned = needed(rank)
         sharing = share(planned.blocks, groups[rank], rank, limits)
-        plans.append(planned.plan(store, located.prefix, manifest, path, _RankReads(rank, sharing)))
+        plans.append(planned.plan(store, located, path, rank, sharing))
     return tuple(plans)
 
 
-def _holdings(tensors: Mapping[str, TensorEntry], rank: int, even: _Even) -> list[Holding]:
+def _holdings(
+    tensors: Mapping[str, TensorEntry], rank: int, ranks: int, layout: EvenLayout
+) -> list[Holding]:
     """Holdings in the layout of a rank that need not exist, in memory that is never touched."""
     holdings = []
     for fqn, entry in sorted(tensors.items()):
-        sharded = entry.kind in (Kind.PARAMETER, Kind.OPTIMIZER)
-        layout: EvenLayout = even.layout if sharded else "replicated"
-        region = wanted_part(entry.shape, rank, even.ranks, layout)
+        is_sharded = entry.kind in (Kind.PARAMETER, Kind.OPTIMIZER)
+        region = wanted_part(entry.shape, rank, ranks, layout if is_sharded else "replicated")
+        shape = region.shape if isinstance(region, Box) else (region.numel,)
         # Never written, so the system gives it no pages, however large it is.
-        local = torch.empty(_local_shape(region), dtype=entry.dtype)
-        piece = Piece(
-            fqn, entry.shape, entry.dtype, region, whole(tuple(local.shape)), holders=(rank,)
-        )
+        local = torch.empty(shape, dtype=entry.dtype)
+        piece = Piece(fqn, entry.shape, entry.dtype, region, whole(shape), holders=(rank,))
         holdings.append(Holding(local, (piece,), entry.kind, synchronized=True))
     return holdings
-
-
-def _local_shape(region: Region) -> Shape:
-    return region.shape if isinstance(region, Box) else (region.numel,)
-
-
-class _RankReads(NamedTuple):
-    """One rank's part in a load of many: what it reads alone, and what it reads for others."""
-
-    rank: int
-    sharing: Sharing
 
 
 class _RankNeeds(NamedTuple):
@@ -414,45 +343,31 @@ class _RankNeeds(NamedTuple):
     @classmethod
     def of(cls, manifest: Manifest, holdings: Sequence[Holding]) -> _RankNeeds:
         plan = plan_reads(manifest, holdings)
-        nbytes = sum(
-            piece.local_region.numel * piece.dtype.itemsize
-            for holding in holdings
-            for piece in holding.pieces
-        )
+        pieces = [piece for holding in holdings for piece in holding.pieces]
+        nbytes = sum(piece.local_region.numel * piece.dtype.itemsize for piece in pieces)
         return cls(plan, plan.blocks(manifest), nbytes)
 
-    def alone(
-        self, store: Store, prefix: str, manifest: Manifest, path: ReadPath, rank: int
-    ) -> RankPlan:
-        """The plan without other ranks."""
-        part = _RankReads(rank, Sharing(self.blocks.runs(), []))
-        return self.plan(store, prefix, manifest, path, part)
-
     def plan(
-        self, store: Store, prefix: str, manifest: Manifest, path: ReadPath, part: _RankReads
+        self, store: Store, located: LocatedCheckpoint, path: ReadPath, rank: int, sharing: Sharing
     ) -> RankPlan:
-        """The plan of this rank among others."""
-        sharing = part.sharing
-        reader = Reader(BlockSums(store, prefix, manifest, path.cache), self.reads, path)
+        """The plan of this rank among others, with which it shares so much."""
+        manifest = located.manifest
+        sums = BlockSums(store, located.prefix, manifest, path.cache)
+        reader = Reader(sums, self.reads, path)
         own = [move.runs for move in sharing.moves if move.source is None]
         reader.expect(sharing.private, own)
         requests = reader.requests(sharing.private)
-        private_max = max((_length(request) for request in requests), default=0)
+        private_max = max((request.stop - request.start for request in requests), default=0)
         for runs in own:
             requests += reader.requests(runs, shared=True)
-        received = sum(move.nbytes for move in sharing.moves if move.source is not None)
         window = nbytes_under_way(sharing.moves, ShareLimits(), path)
         # Each reader has one request under way.
         in_flight = private_max * min(path.in_flight_max, max(len(requests), 1))
         return RankPlan(
-            rank=part.rank,
+            rank=rank,
             nbytes_wanted=self.nbytes_wanted,
             nbytes_read=sum(request.nbytes for request in requests),
-            nbytes_received=received,
+            nbytes_received=sum(one.nbytes for one in sharing.moves if one.source is not None),
             requests=len(requests),
             nbytes_extra=MANIFEST_MEMORY * len(encode_manifest(manifest)) + max(in_flight, window),
         )
-
-
-def _length(request: ReadRange) -> int:
-    return request.stop - request.start

@@ -20,7 +20,7 @@ from ckpt.errors import CheckpointError, NoCheckpoint
 from ckpt.telemetry.record import FAILURES_MAX, Telemetry
 from ckpt.tools.near_tiers import TierView, tier_views
 from ckpt.tools.overview import READERS, Event, events_of, record_of
-from ckpt.tools.run import Measurements, TrainingRun, run_of, telemetry_of
+from ckpt.tools.report import Measurements, TrainingRun, run_of, telemetry_of
 from storage import RetryPolicy, StorageError, Store, StoreLike, TransientError, open_store
 from storage.hidden import hides_secrets
 from storage.threads import in_order

@@ -10,6 +10,9 @@ from __future__ import annotations
 import contextlib
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from itertools import groupby
+from operator import itemgetter
 from typing import NamedTuple
 
 import numpy as np
@@ -18,11 +21,40 @@ from ckpt.errors import Corrupt
 from ckpt.format.checksum import crc32c, joined_crc32c
 from ckpt.format.datafile import CHECKSUM_MAGIC
 from ckpt.format.datafile_index import DataFileIndex
+from ckpt.format.manifest import Manifest
 from ckpt.format.object_parts import PART_NBYTES, write_filled
 from ckpt.format.stored_index import index_of, read_into
 from ckpt.layout.buffers import aligned_buffer
 from ckpt.saving.resumable import is_written
+from ckpt.short import ShortRecord
 from storage import CorruptObjectError, Store
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class CopyReport(ShortRecord):
+    """What a copy did. `target` opens the copy: a step's directory, or a root.
+
+    `attempt` is the name of a single checkpoint, "" for a whole root. `is_second_form`: it lies in
+    the root that it was made of, and loads by its attempt. `seconds` are what it took.
+    `nbytes` are those of all its data files, `nbytes_written` those that this run had to write.
+    """
+
+    source: str
+    target: str
+    steps: tuple[int, ...]
+    files: int
+    nbytes: int
+    nbytes_written: int
+    attempt: str = ""
+    is_second_form: bool = False
+    seconds: float = field(default=0.0, compare=False)
+
+    @classmethod
+    def of_one(cls, source: Store, target: str, manifest: Manifest, written: int) -> CopyReport:
+        """The report of a copy of one checkpoint; `manifest` is that of the copy."""
+        header, nbytes = manifest.header, int(manifest.file_nbytes.sum())
+        files, steps = len(manifest.files), (header.step,)
+        return cls(source.url, target, steps, files, nbytes, written, header.attempt)
 
 
 class Tile(NamedTuple):
@@ -34,12 +66,8 @@ class Tile(NamedTuple):
     what: str
 
 
-class Fragment(NamedTuple):
-    """The checksum of those bytes of tile number `tile` that one part of a file holds."""
-
-    tile: int
-    checksum: int
-    nbytes: int
+# Of those bytes of a tile that one part of a file holds: the tile's number, checksum and length.
+Fragment = tuple[int, int, int]
 
 
 def tiles_of(index: DataFileIndex) -> list[Tile]:
@@ -79,12 +107,11 @@ def relay_file(
     stores' errors; the target has no such file then.
     """
     nbytes = tiles[-1].stop
-    starts = [tile.start for tile in tiles]
     fragments: list[Fragment] = []
 
     def fill(start: int, part: memoryview) -> list[Fragment]:
         read_into(source, source_key, start, [part])
-        return _fragments(tiles, starts, start, part)
+        return _fragments(tiles, start, part)
 
     def finish(start: int, part: memoryview, own: Sequence[Fragment]) -> None:
         fragments.extend(own)
@@ -94,29 +121,24 @@ def relay_file(
     write_filled(target, target_key, nbytes, fill=fill, finish=finish, threads=threads, add=add)
 
 
-def _fragments(
-    tiles: Sequence[Tile], starts: Sequence[int], start: int, part: memoryview
-) -> list[Fragment]:
+def _fragments(tiles: Sequence[Tile], start: int, part: memoryview) -> list[Fragment]:
     """Checksums of what a part, which begins at byte `start`, holds of each tile."""
     fragments = []
     stop = start + len(part)
-    number = bisect_right(starts, start) - 1
+    number = bisect_right(tiles, start, key=lambda tile: tile.start) - 1
     while number < len(tiles) and tiles[number].start < stop:
         low, high = max(tiles[number].start, start), min(tiles[number].stop, stop)
-        fragments.append(Fragment(number, crc32c(part[low - start : high - start]), high - low))
+        fragments.append((number, crc32c(part[low - start : high - start]), high - low))
         number += 1
     return fragments
 
 
 def _check(tiles: Sequence[Tile], fragments: Sequence[Fragment], where: str) -> None:
     """Raises Corrupt for the first tile whose fragments, in file order, do not give its sum."""
-    position = 0
-    for number, tile in enumerate(tiles):
-        own = []
-        while position < len(fragments) and fragments[position].tile == number:
-            own.append(fragments[position])
-            position += 1
-        if joined_crc32c([f.checksum for f in own], [f.nbytes for f in own]) != tile.checksum:
+    by_tile = groupby(fragments, key=itemgetter(0))
+    for tile, (_, own) in zip(tiles, by_tile, strict=True):
+        _, checksums, lengths = zip(*own, strict=True)
+        if joined_crc32c(checksums, lengths) != tile.checksum:
             raise Corrupt(
                 f"{where}: {tile.what} (bytes {tile.start} to {tile.stop}) does not match its "
                 "checksum; the stored bytes were changed. Copy an older step, or restore this file."
@@ -147,14 +169,13 @@ def _is_intact(store: Store, key: str, tiles: Sequence[Tile]) -> bool:
     """Whether all bytes of a file match the checksums of its tiles."""
     buffer = aligned_buffer(PART_NBYTES)
     fragments: list[Fragment] = []
-    starts = [tile.start for tile in tiles]
     for start in range(0, tiles[-1].stop, PART_NBYTES):
         part = buffer[: min(PART_NBYTES, tiles[-1].stop - start)]
         try:
             store.get_into(key, start, [part])
         except CorruptObjectError:
             return False
-        fragments += _fragments(tiles, starts, start, part)
+        fragments += _fragments(tiles, start, part)
     try:
         _check(tiles, fragments, key)
     except Corrupt:

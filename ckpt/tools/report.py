@@ -1,18 +1,21 @@
 """`ckpt report`: what the saves of a root cost and how they ended, as one value. Needs no torch.
 
 The log says which checkpoints there were, TELEMETRY of the live ones how their saves went,
-and those before them: each carries the totals of the last 200 saves.
+and those before them: each carries the totals of the last 200 saves. `ckpt watch` and `ckpt serve`
+look at a run again and again (`ckpt.tools.polling`).
 """
 
 from __future__ import annotations
 
 import math
+import statistics
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from itertools import pairwise
+from typing import Any, NamedTuple
 
 from ckpt.commit.lines import latest_last
 from ckpt.commit.locate import locate
@@ -24,18 +27,15 @@ from ckpt.format.manifest_codec import decode_manifest
 from ckpt.format.metadata_budget import MetadataBudget
 from ckpt.layout.dtypes import DTYPES
 from ckpt.short import ShortRecord
-from ckpt.telemetry.record import SaveFailure, SaveTotals, Telemetry
-from ckpt.tools.near_tiers import NearReport, near_report, tier_views
-from ckpt.tools.overview import READERS, DiskUsage, history, usage_of
-from ckpt.tools.run import (
-    SEVERITIES,
-    Measurements,
-    Notice,
-    ReportedSave,
-    TrainingRun,
-    run_of,
-    telemetry_of,
+from ckpt.telemetry.record import WORK, SaveFailure, SaveTotals, Telemetry, read_telemetry
+from ckpt.tools.near_tiers import (
+    TierView,
+    WorkAtRisk,
+    newest_status_of,
+    tier_views,
+    work_at_risk,
 )
+from ckpt.tools.overview import READERS, DiskUsage, Event, history, usage_of
 from storage import Store, StoreLike, open_store
 from storage.hidden import hides_secrets
 from storage.threads import in_order
@@ -57,8 +57,63 @@ class EntrySize:
     nbytes: int
 
 
+def durable_risk(views: Sequence[TierView], newest: ReportedSave | None) -> WorkAtRisk | None:
+    """The work since the newest durable checkpoint, as far as hosts say how far the training is."""
+    status = newest_status_of(views)
+    if status is None or newest is None:
+        return None
+    seconds = 0.0 if newest.totals is None else newest.totals.seconds
+    return status.since(newest.step, newest.committed_unix - seconds)
+
+
+@dataclass(frozen=True, slots=True)
+class NearReport:
+    """What hosts say of a training: how far it is, its newest near checkpoint, what a failure would
+    cost now from a near and from a durable one (None: not known), and their tiers.
+    """
+
+    tiers: tuple[TierView, ...] = ()
+    reached_step: int | None = None
+    reached_unix: float | None = None
+    near_step: int | None = None
+    at_risk_near: WorkAtRisk | None = None
+    at_risk_durable: WorkAtRisk | None = None
+
+
+def near_report(views: Sequence[TierView], newest: ReportedSave | None) -> NearReport:
+    """The same in numbers; `newest` is the newest durable checkpoint."""
+    near, status = work_at_risk(views), newest_status_of(views)
+    if status is None:
+        return NearReport(tuple(views))
+    return NearReport(
+        tuple(views),
+        status.step,
+        status.time_unix,
+        None if near is None else status.near_step,
+        near,
+        durable_risk(views, newest),
+    )
+
+
+class OfSaves:
+    """What follows from the saves of a root."""
+
+    __slots__ = ()
+    saves: tuple[ReportedSave, ...]
+
+    @property
+    def live(self) -> tuple[ReportedSave, ...]:
+        """The checkpoints that exist."""
+        return tuple(save for save in self.saves if save.is_live)
+
+    @property
+    def totals(self) -> tuple[SaveTotals, ...]:
+        """Of all saves of which they are known."""
+        return tuple(save.totals for save in self.saves if save.totals is not None)
+
+
 @dataclass(frozen=True, slots=True, repr=False)
-class Report(ShortRecord):
+class Report(OfSaves, ShortRecord):
     """What is known about a root. `saves` are in the order of their commits, oldest first.
 
     `slowest` is the slowest of the saves whose phases are known; None when there is none. `near`
@@ -76,16 +131,6 @@ class Report(ShortRecord):
     usage: DiskUsage
     notices: tuple[Notice, ...]
     near: NearReport = field(default_factory=NearReport)
-
-    @property
-    def live(self) -> tuple[ReportedSave, ...]:
-        """The checkpoints that exist."""
-        return tuple(save for save in self.saves if save.is_live)
-
-    @property
-    def totals(self) -> tuple[SaveTotals, ...]:
-        """Of all saves of which they are known."""
-        return tuple(save.totals for save in self.saves if save.totals is not None)
 
 
 @hides_secrets
@@ -114,7 +159,9 @@ def report_of(
         look = partial(telemetry_of, store, budget=budget)
         read = [*in_order(look, few, threads=READERS, name="ckpt-report")]
         telemetries = [one for one in reversed(read) if one is not None]
-        slowest = _slowest_of(store, few, read)
+        # Read without its rows, because those of all take too much; now the slowest in full.
+        known = [(one.totals.seconds, n) for n, one in enumerate(read) if one is not None]
+        slowest = telemetry_of(store, few[max(known)[1]]) if known else None
         entries, problem = _entries_of(store, live, budget)
         views = tier_views(near, read_format(store).root) if near else []
     run = run_of(
@@ -124,12 +171,17 @@ def report_of(
         Measurements().with_telemetry(telemetries),
         is_whole_history=len(events) < RECORDS_MAX,
     )
-    notices = [
-        *([Notice("bad", problem)] if problem else []),
-        *run.notices(now),
-        *_notices_of_space(usage),
-    ]
-    saves = _with_sizes(run, usage)
+    notices = [Notice("bad", problem)] if problem else []
+    notices += run.notices(now)
+    if usage.unfinished_nbytes:
+        mib = usage.unfinished_nbytes / (1 << 20)
+        text = f"{mib:.1f} MiB are of saves under way or never finished; the next job that saves"
+        notices.append(Notice("note", f"{text} here removes those of dead jobs"))
+    sizes = {attempt.attempt: attempt.nbytes for attempt in usage.attempts}
+    saves = tuple(
+        replace(save, nbytes_stored=sizes.get(save.attempt)) if save.is_live else save
+        for save in run.saves
+    )
     return Report(
         url=run.url,
         made_unix=now,
@@ -143,23 +195,6 @@ def report_of(
         notices=tuple(sorted(notices, key=lambda one: SEVERITIES.index(one.severity))),
         near=near_report(views, run.live[-1] if run.live else None),
     )
-
-
-def _with_sizes(run: TrainingRun, usage: DiskUsage) -> tuple[ReportedSave, ...]:
-    """The saves of a run, with what a listing says of those that are live."""
-    stored = {attempt.attempt: attempt.nbytes for attempt in usage.attempts}
-    return tuple(
-        replace(save, nbytes_stored=stored.get(save.attempt)) if save.is_live else save
-        for save in run.saves
-    )
-
-
-def _slowest_of(
-    store: Store, entries: Sequence[LiveEntry], read: Sequence[Telemetry | None]
-) -> Telemetry | None:
-    """The slowest save in full, which was read without its rows: those of all take too much."""
-    known = [(one.totals.seconds, number) for number, one in enumerate(read) if one is not None]
-    return telemetry_of(store, entries[max(known)[1]]) if known else None
 
 
 def _entries_of(
@@ -187,14 +222,266 @@ def _sizes_of(manifest: Manifest) -> tuple[EntrySize, ...]:
     return tuple(sorted(entries, key=lambda one: (-one.nbytes, one.entry, one.kind)))
 
 
-def _notices_of_space(usage: DiskUsage) -> list[Notice]:
-    if not usage.unfinished_nbytes:
-        return []
-    mib = usage.unfinished_nbytes / (1 << 20)
-    return [
-        Notice(
-            "note",
-            f"{mib:.1f} MiB are of saves under way or never finished; the next job that saves here "
-            "removes those of dead jobs",
+# A run --------------------------------------------------------------------------------------------
+
+GAP = 3.0  # times the usual time between saves that is worth a warning
+DAY_SECONDS = 86400.0
+SEVERITIES = ("bad", "warning", "note")
+
+
+@dataclass(frozen=True, slots=True)
+class ReportedSave:
+    """One checkpoint that exists or existed. None stands for what is not known of it.
+
+    `nbytes_stored` is what its own files take, or took.
+    """
+
+    step: int
+    attempt: str
+    committed_unix: float
+    is_live: bool
+    retired_unix: float | None
+    pinned: bool
+    verified: bool
+    metric: float | None
+    nbytes_stored: int | None
+    totals: SaveTotals | None
+
+
+@dataclass(frozen=True, slots=True)
+class Notice:
+    """Something to look at. `severity` is "bad", "warning" or "note"."""
+
+    severity: str
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Measurements:
+    """What telemetry says: in full of the saves `full`, oldest first; the totals of those and of
+    saves before them, by attempt; failures in the order of time, each once.
+    """
+
+    full: tuple[Telemetry, ...] = ()
+    totals: Mapping[str, SaveTotals] = field(default_factory=dict)
+    failures: tuple[SaveFailure, ...] = ()
+
+    def with_telemetry(self, telemetries: Iterable[Telemetry]) -> Measurements:
+        """With these, which are newer than what there is, oldest first."""
+        new = tuple(telemetries)
+        totals = dict(self.totals)
+        # A save's own report counts before what later ones carry of it.
+        for one in new:
+            for older in one.history:
+                totals.setdefault(older.attempt, older)
+        totals.update({one.totals.attempt: one.totals for one in new})
+        failures = {(f.step, f.time_unix, f.error): f for f in self.failures}
+        failures |= {(f.step, f.time_unix, f.error): f for one in new for f in one.failures}
+        ordered = tuple(sorted(failures.values(), key=lambda one: one.time_unix))
+        return Measurements((*self.full, *new), totals, ordered)
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingRun(OfSaves):
+    """The saves of a root in the order of their commits, oldest first, and what is known of them.
+
+    `is_whole_history` says that every record of the log was read. `sessions` counts the jobs that
+    wrote, of the records that were read.
+    """
+
+    url: str
+    saves: tuple[ReportedSave, ...] = ()
+    sessions: int = 0
+    is_whole_history: bool = True
+    measured: Measurements = Measurements()
+
+    def notices(self, now_unix: float) -> list[Notice]:
+        """What to look at, the worst first."""
+        measured = self.measured
+        notices = _notices_of(self.saves, measured.failures, measured.full, now_unix)
+        return sorted(notices, key=lambda one: SEVERITIES.index(one.severity))
+
+
+def run_of(
+    url: str,
+    events: Sequence[Event],
+    live: Sequence[LiveEntry],
+    measured: Measurements,
+    *,
+    is_whole_history: bool,
+) -> TrainingRun:
+    """The run that these events, oldest first, and the live checkpoints tell of."""
+    return TrainingRun(
+        url=url,
+        saves=_saves_of(events, live, measured.totals),
+        sessions=sum(event.kind == "CLAIM" for event in events),
+        is_whole_history=is_whole_history,
+        measured=measured,
+    )
+
+
+def telemetry_of(
+    store: Store, entry: LiveEntry, budget: MetadataBudget | None = None
+) -> Telemetry | None:
+    """How the save of a live checkpoint went; None where nothing that is known to be its own says
+    so. With a `budget`, what its ranks did is left out.
+    """
+    telemetry = read_telemetry(store, entry.prefix, budget)
+    # A copy of another directory's object, or a hostile one, must not speak for this save.
+    if telemetry is None or telemetry.totals.attempt != entry.attempt:
+        return None
+    return telemetry
+
+
+def _saves_of(
+    events: Sequence[Event], live: Sequence[LiveEntry], totals: Mapping[str, SaveTotals]
+) -> tuple[ReportedSave, ...]:
+    entries = {entry.attempt: entry for entry in live}
+    retired = {e.attempt: e.time_unix for e in events if e.kind == "RETIRE" and e.attempt}
+    committed = {e.attempt: e for e in reversed(events) if e.kind == "COMMIT" and e.attempt}
+    # The commits of some are older than the events, or a mended log brought them back.
+    slots = {a: entry.slot for a, entry in entries.items()} | {
+        attempt: event.slot for attempt, event in committed.items()
+    }
+    saves = []
+    for attempt in sorted(slots, key=slots.__getitem__):
+        entry, event = entries.get(attempt), committed.get(attempt)
+        known = entry or event
+        is_void = event is not None and event.problem and attempt not in retired
+        if known is None or known.step is None or (entry is None and is_void):
+            continue
+        time_unix = event.time_unix if event else entry.committed_unix if entry else 0.0
+        saves.append(
+            ReportedSave(
+                step=known.step,
+                attempt=attempt,
+                committed_unix=time_unix,
+                is_live=entry is not None,
+                retired_unix=None if entry else retired.get(attempt),
+                pinned=entry is not None and entry.pinned,
+                verified=entry is not None and entry.verified,
+                metric=known.metric,
+                nbytes_stored=known.nbytes,
+                totals=totals.get(attempt),
+            )
         )
+    return tuple(saves)
+
+
+# Notices -----------------------------------------------------------------------------------------
+
+
+def _notices_of(
+    saves: Sequence[ReportedSave],
+    failures: Sequence[SaveFailure],
+    telemetries: Sequence[Telemetry],
+    now_unix: float,
+) -> list[Notice]:
+    live = [save for save in saves if save.is_live]
+    notices = [
+        Notice("bad", f"the save of step {one.step} has failed {_when(one.time_unix)}: {one.error}")
+        for one in failures[-10:]
     ]
+    if len(failures) > 10:
+        notices.append(Notice("bad", f"{len(failures) - 10} earlier saves have failed as well"))
+    warnings: dict[str, list[int]] = {}
+    for one in telemetries:
+        for text in one.warnings:
+            warnings.setdefault(text, []).append(one.totals.step)
+    for text, steps in warnings.items():
+        notices.append(Notice("warning", f"{text} ({_steps_text(steps)})"))
+    notices += _notices_of_gaps(saves, now_unix)
+    if not live:
+        notices.append(Notice("bad", "there is no checkpoint to resume from"))
+    elif not any(save.verified for save in live):
+        notices.append(
+            Notice("warning", "no live checkpoint was verified; `ckpt verify --mark` reads one")
+        )
+    repeated = [one.totals for one in telemetries if one.totals.retries]
+    if repeated:
+        count = sum(one.retries for one in repeated)
+        steps = [one.step for one in repeated]
+        notices.append(Notice("note", f"{count} requests were repeated ({_steps_text(steps)})"))
+    unknown = sum(save.totals is None for save in saves)
+    if unknown:
+        notices.append(
+            Notice(
+                "note",
+                f"how they went is not known of {unknown} of {len(saves)} saves: they were made "
+                "without telemetry, or what carried it is retired",
+            )
+        )
+    return notices
+
+
+def _notices_of_gaps(saves: Sequence[ReportedSave], now_unix: float) -> list[Notice]:
+    between = [(b.committed_unix - a.committed_unix, a, b) for a, b in pairwise(saves)]
+    if len(between) < 3:
+        return []  # too few to say what is usual
+    usual = statistics.median(seconds for seconds, _, _ in between)
+    if usual <= 0:
+        return []  # clocks that went back, or that disagree
+    gaps = sorted((gap for gap in between if gap[0] > GAP * usual), key=lambda gap: -gap[0])
+    notices = [
+        Notice(
+            "warning",
+            f"{duration(seconds)} without a save between steps {a.step} and {b.step}; the usual "
+            f"interval is {duration(usual)}",
+        )
+        for seconds, a, b in gaps[:5]
+    ]
+    since = now_unix - saves[-1].committed_unix
+    if since > GAP * usual:
+        text = f"no save for {duration(since)}; the usual interval is {duration(usual)}"
+        notices.append(Notice("note", f"{text}; has the training ended?"))
+    return notices
+
+
+def _steps_text(steps: Sequence[int]) -> str:
+    shown = ", ".join(map(str, steps[-5:]))
+    more = f"{len(steps) - 5} earlier ones and " if len(steps) > 5 else ""
+    return f"step{'s' if len(steps) > 1 else ''} {more}{shown}"
+
+
+def _when(unix: float) -> str:
+    return time.strftime("on %Y-%m-%d at %H:%M:%S", time.localtime(unix))
+
+
+def duration(seconds: float) -> str:
+    """`0.4 s`, `12 min`, `3.5 h`, `2.1 d`."""
+    for limit, unit, name in ((120, 1, "s"), (7200, 60, "min"), (2 * DAY_SECONDS, 3600, "h")):
+        if seconds < limit:
+            return f"{seconds / unit:.3g} {name}"
+    return f"{seconds / DAY_SECONDS:.3g} d"
+
+
+# One save -----------------------------------------------------------------------------------------
+
+
+class SlowestIn(NamedTuple):
+    """A phase of a save, and the rank that it took longest."""
+
+    phase: str
+    seconds: float
+    rank: int
+
+
+def longest_phases(telemetry: Telemetry) -> list[SlowestIn]:
+    """The phases of a save in the order in which it passes through them, without waits."""
+    phases = []
+    for column, phase in enumerate(telemetry.phases):
+        if phase != "wait" and telemetry.took_us:
+            took = [row[column] for row in telemetry.took_us]
+            rank = max(range(len(took)), key=took.__getitem__)
+            phases.append(SlowestIn(phase, took[rank] / 1e6, rank))
+    return phases
+
+
+def busiest_ranks(telemetry: Telemetry, count: int) -> list[tuple[int, float]]:
+    """The `count` ranks that were at work longest, waits left out, and for how many seconds."""
+    is_work = [phase in WORK for phase in telemetry.phases]
+    work = [
+        sum(took for took, counts in zip(row, is_work, strict=True) if counts) / 1e6
+        for row in telemetry.took_us
+    ]
+    return sorted(enumerate(work), key=lambda pair: (-pair[1], pair[0]))[:count]

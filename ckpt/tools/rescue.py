@@ -8,10 +8,11 @@ Every byte is compared with its checksum on the way. No process of the job is ne
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import NamedTuple
+from functools import partial
+from typing import TypeVar
 
 from ckpt.commit.lines import ResumePoint, resumable
 from ckpt.commit.log import read_format
@@ -21,18 +22,18 @@ from ckpt.commit.records import manifest_digest
 from ckpt.commit.writer import Commit
 from ckpt.errors import CheckpointError, Corrupt, InvalidState, NoCheckpoint
 from ckpt.format.joint_manifest import build_manifest
-from ckpt.format.manifest import Manifest
-from ckpt.format.manifest_codec import encode_manifest
 from ckpt.format.opened_files import OpenedFile, contradictions, part_of_rank
 from ckpt.near.records import NearRecord
 from ckpt.near.tier import Tier, tiers_in
 from ckpt.short import ShortRecord
 from ckpt.tools.relay import is_there, relay_file, tiles_of
-from storage import KeyExistsError, KeyNotFoundError, Store
+from ckpt.tools.salvage import put_manifest
+from storage import KeyNotFoundError, Store
 
 logger = logging.getLogger(__name__)
 
 THREADS = 4
+_Used = TypeVar("_Used")
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -45,11 +46,6 @@ class RescueReport(ShortRecord):
     files: int
     nbytes: int
     passed_over: tuple[tuple[int, str], ...]
-
-
-class _Rescued(NamedTuple):
-    record: NearRecord
-    homes: Mapping[int, Sequence[Tier]]  # by rank: those with all its files
 
 
 def rescue_in(store: Store, near: Sequence[str]) -> RescueReport:
@@ -65,13 +61,13 @@ def rescue_in(store: Store, near: Sequence[str]) -> RescueReport:
         if not own:
             raise NoCheckpoint(
                 f"none of {', '.join(near)} is a near directory of {store.url} (root "
-                f"{read_format(store).root}); they are of {_roots(tiers)}"
+                f"{read_format(store).root}); they are of "
+                f"{', '.join(sorted({tier.root for tier in tiers})) or 'no root'}"
             )
         passed_over: list[tuple[int, str]] = []
         for record in _newest_first(own, maintenance):
             try:
-                whole = _Rescued(record, _homes(own, record))
-                nbytes = _make_durable(whole, store, maintenance)
+                nbytes = _make_durable(record, _homes(own, record), store, maintenance)
             except (Corrupt, InvalidState, KeyNotFoundError) as error:
                 logger.warning("step %d is passed over: %s", record.head.step, error)
                 passed_over.append((record.head.step, str(error)))
@@ -84,10 +80,6 @@ def rescue_in(store: Store, near: Sequence[str]) -> RescueReport:
         f"no near checkpoint in {', '.join(near)} is whole and newer than what {store.url} "
         f"has{reasons}"
     )
-
-
-def _roots(tiers: Sequence[Tier]) -> str:
-    return ", ".join(sorted({tier.root for tier in tiers})) or "no root"
 
 
 def _newest_first(tiers: Sequence[Tier], maintenance: Maintenance) -> list[NearRecord]:
@@ -119,10 +111,18 @@ def _homes(tiers: Sequence[Tier], record: NearRecord) -> dict[int, list[Tier]]:
     return homes
 
 
-def _make_durable(whole: _Rescued, store: Store, maintenance: Maintenance) -> int:
-    """Copy the files, write the MANIFEST and commit; returns the bytes of the checkpoint."""
-    record, homes = whole
-    opened = {rank: _opened(record, rank, tiers) for rank, tiers in sorted(homes.items())}
+def _make_durable(
+    record: NearRecord,
+    homes: Mapping[int, Sequence[Tier]],
+    store: Store,
+    maintenance: Maintenance,
+) -> int:
+    """Copy the files, write the MANIFEST and commit; returns the bytes of the checkpoint. `homes`
+    are, by rank, tiers that have all its files.
+    """
+    opened = {}
+    for rank, tiers in sorted(homes.items()):
+        opened[rank] = _from_first(tiers, partial(Tier.opened, record=record, rank=rank))
     if problems := contradictions([file for own, _ in opened.values() for file in own]):
         raise Corrupt("; ".join(problems))
     header = opened[0][0][0].place.header
@@ -135,64 +135,32 @@ def _make_durable(whole: _Rescued, store: Store, maintenance: Maintenance) -> in
         for file in own:
             keys.append(record.prefix + file.name)
             if is_there(store, keys[-1], file.described.header, file.described.nbytes) is None:
-                _relay(tiers, keys[-1], store, file)
+                _from_first(tiers, partial(_relay, store, keys[-1], file))
     store.sync(keys)
-    return _commit(manifest, record, store, maintenance)
-
-
-def _opened(
-    record: NearRecord, rank: int, tiers: Sequence[Tier]
-) -> tuple[list[OpenedFile], list[Tier]]:
-    """The files of a rank, and the tiers that have them, one where they could be opened first."""
-    for number, tier in enumerate(tiers):
-        try:
-            return tier.opened(record, rank), [tier, *tiers[number + 1 :]]
-        except (Corrupt, KeyNotFoundError) as error:
-            _note_copy(error, is_last=number + 1 == len(tiers))
-            if number + 1 == len(tiers):
-                raise
-    raise AssertionError("every rank has a home")
-
-
-def _relay(tiers: Sequence[Tier], key: str, store: Store, file: OpenedFile) -> None:
-    """Copy a file from the first of some tiers whose copy is whole. Raises Corrupt."""
-    for number, tier in enumerate(tiers):
-        try:
-            relay_file(
-                tier.files,
-                key,
-                store,
-                key,
-                tiles=tiles_of(file.described),
-                threads=THREADS,
-                add=lambda nbytes: None,
-            )
-            return
-        except (Corrupt, KeyNotFoundError) as error:
-            _note_copy(error, is_last=number + 1 == len(tiers))
-            if number + 1 == len(tiers):
-                raise
-
-
-def _note_copy(error: Exception, *, is_last: bool) -> None:
-    if not is_last:
-        logger.warning("another copy is used, because %s", error)
-
-
-def _commit(manifest: Manifest, record: NearRecord, store: Store, maintenance: Maintenance) -> int:
-    data, key = encode_manifest(manifest), record.prefix + MANIFEST_NAME
-    try:
-        store.put_if_absent(key, data)
-    except KeyExistsError:
-        # Of an earlier run that ended before its commit.
-        if store.get(key) != data:
-            raise CheckpointError(
-                f"{store.url}/{key} is there and differs from what the data files say: move it "
-                "away, then repeat"
-            ) from None
+    # No older checkpoint is taken instead of one that is not what its MANIFEST says.
+    data = put_manifest(store, record.prefix + MANIFEST_NAME, manifest, CheckpointError)
     head = record.head
     nbytes = manifest.own_nbytes + len(data)
     continues = ResumePoint(head.anchor, head.is_new_line) if head.anchor else None
     commit = Commit(head.attempt, head.step, len(data), manifest_digest(data), nbytes=nbytes)
     maintenance.commit_rescued(commit, continues=continues, epoch=head.epoch)
     return nbytes
+
+
+def _from_first(
+    tiers: Sequence[Tier], use: Callable[[Tier], _Used]
+) -> tuple[_Used, Sequence[Tier]]:
+    """What `use` makes of the first tier whose copy is whole, and the tiers from that one on."""
+    for number, tier in enumerate(tiers):
+        try:
+            return use(tier), tiers[number:]
+        except (Corrupt, KeyNotFoundError) as error:
+            if number + 1 == len(tiers):
+                raise
+            logger.warning("another copy is used, because %s", error)
+    raise AssertionError("every rank has a home")
+
+
+def _relay(store: Store, key: str, file: OpenedFile, tier: Tier) -> None:
+    tiles = tiles_of(file.described)
+    relay_file(tier.files, key, store, key, tiles=tiles, threads=THREADS, add=lambda nbytes: None)

@@ -1,46 +1,66 @@
-"""Rewrite a checkpoint for another number of ranks: one file per rank with what it will read.
+"""Write a checkpoint anew, its chunks cut and placed by a layout: an import of one of our own.
+
+    layout -> files (headers planned) -> parts, read from the source -> manifest -> MANIFEST
 
 A load on N ranks from a checkpoint of M ranks reads many small pieces of many files. Laid out for
 N, every rank reads a few large runs of one file.
+
+Everything but the checksums follows from the source's manifest and the layout, so that a run that
+died can be repeated: files that are there are recognised by their headers and kept. Memory is two
+parts of a file per thread, whatever the size of the checkpoint.
 """
 
 from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, SupportsIndex, TypeAlias
+from typing import Any, SupportsIndex
 
 from ckpt.commit.log import Log
 from ckpt.commit.maintenance import Maintenance
-from ckpt.commit.names import attempt_epoch, attempt_name, step_prefix
-from ckpt.commit.numbers import plain_int
+from ckpt.commit.names import MANIFEST_NAME, attempt_epoch, attempt_name, step_prefix
 from ckpt.commit.records import LiveEntry, manifest_digest
 from ckpt.commit.writer import Commit
-from ckpt.errors import CheckpointError
+from ckpt.convert.sources.source import NativeSource
+from ckpt.convert.targets.files import Meter, Progress, plan_data_files, write_data_file
+from ckpt.errors import CheckpointError, Corrupt
 from ckpt.format.datafile import StoredChunk
-from ckpt.format.manifest import Header, Manifest
-from ckpt.format.manifest_codec import encode_manifest
+from ckpt.format.joint_manifest import build_manifest
+from ckpt.format.manifest import SINCE_FULL, Header, Manifest
+from ckpt.format.manifest_codec import decode_manifest, encode_manifest
 from ckpt.format.metadata_budget import MetadataBudget
+from ckpt.format.part import (
+    FileColumns,
+    PartTexts,
+    TensorRecord,
+    part_of_files,
+)
+from ckpt.format.rank_files import DataFile
+from ckpt.layout.dtypes import DTYPES
 from ckpt.layout.even import EvenLayout, even_part
 from ckpt.layout.kind import Kind
-from ckpt.layout.region import Box, Region, Shape, span_of, whole
+from ckpt.layout.region import Box, Region, span_of, whole
 from ckpt.loading.checkpoint import Checkpoint
 from ckpt.loading.contents import LocatedCheckpoint, leased_checkpoint
 from ckpt.loading.load import RETIRED_MAX
-from ckpt.tools.copy import CopyMeter, CopyReport, report_of_one
-from ckpt.tools.rewrite import Layout, chunk_of, rewrite, written_whole
+from ckpt.saving.resumable import begin, end
+from ckpt.tools.relay import CopyReport, is_there
 from storage import PrefixStore, Store, StoreLike, open_store, options_of_other
 from storage.hidden import hides_secrets
+from storage.threads import in_order
 
 logger = logging.getLogger(__name__)
 
 SMALL_NBYTES = 1 << 20
 RESHARDED = "ckpt.resharded"  # key of `Header.user`: the attempt it was made of, and for whom
+BLOCK_NBYTES = 32  # for each block of what is rewritten, while its files are planned
+PARTS_AHEAD = 2  # of a file: one is read while the one before it is written
 
-Progress: TypeAlias = Callable[[int, int], None]
+# By rank of the new checkpoint: groups of chunks that go to files of their own, in any order.
+Layout = Sequence[Sequence[Sequence[StoredChunk]]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,14 +73,16 @@ class NewLayout:
     ranks: int
     layout: EvenLayout = "fsdp2"
 
+    def __str__(self) -> str:
+        return f"for {self.ranks} ranks, {self.layout}"
+
 
 @hides_secrets
 def reshard_at(
     url: StoreLike,
     target: StoreLike | None,
+    new: NewLayout,
     *,
-    ranks: SupportsIndex,
-    layout: EvenLayout,
     step: SupportsIndex | None,
     attempt: str,
     threads: int,
@@ -69,8 +91,7 @@ def reshard_at(
     storage_options: Mapping[str, Any] | None,
     target_options: Mapping[str, Any] | None,
 ) -> CopyReport:
-    """Write a checkpoint anew, laid out for loads on `ranks` ranks. See `ckpt.reshard`."""
-    how = _How(NewLayout(plain_int(ranks), layout), threads, progress)
+    """Write a checkpoint anew, laid out for loads on other ranks. See `ckpt.reshard`."""
     with ExitStack() as stack:
         source = stack.enter_context(closing(open_store(url, **(storage_options or {}))))
         there: Store | None = None
@@ -83,62 +104,47 @@ def reshard_at(
             budget = MetadataBudget(metadata_bytes_max)
             with leased_checkpoint(source, step, attempt=attempt, budget=budget) as located:
                 try:
-                    return _resharded(source, located, there, how)
+                    return _resharded(source, located, there, new, threads, progress)
                 except CheckpointError as error:
                     tries_left -= 1
-                    if not tries_left or not _was_retired(source, located):
+                    entry = located.entry
+                    is_retired = entry and Log(source).state().find(entry.attempt) is None
+                    if not tries_left or not is_retired:
                         raise
                     logger.warning("begin again with what is the latest now: %s", error)
 
 
-class _How(NamedTuple):
-    """How a new form is written."""
-
-    new: NewLayout
-    threads: int
-    progress: Progress | None
-
-
 def _resharded(
-    source: Store, located: LocatedCheckpoint, there: Store | None, how: _How
+    source: Store,
+    located: LocatedCheckpoint,
+    there: Store | None,
+    new: NewLayout,
+    threads: int,
+    progress: Progress | None,
 ) -> CopyReport:
     """Write the new form of one checkpoint into the top of `there`, or beside it in its root."""
-    manifest = located.manifest
-    meter = CopyMeter(int(manifest.file_nbytes.sum()), how.progress)
+    manifest, is_second_form = located.manifest, there is None
+    meter = Meter(int(manifest.file_nbytes.sum()), progress)
     if there is None:
-        opened = _second_form(source, located, how.new)
-        if isinstance(opened, LiveEntry):
-            where = f"{source.url.rstrip('/')}/{opened.prefix}".rstrip("/")
-            report = report_of_one(source, where, manifest, meter)
-            return replace(report, attempt=opened.attempt, is_second_form=True)
+        header = _second_form(source, located, new)
+        if isinstance(header, LiveEntry):
+            where = f"{source.url.rstrip('/')}/{header.prefix}".rstrip("/")
+            report = CopyReport.of_one(source, where, manifest, 0)
+            return replace(report, attempt=header.attempt, is_second_form=True)
+        there = PrefixStore(source, step_prefix(header.step, header.attempt).rstrip("/"))
     else:
-        opened = _NewAttempt(there, new_header(manifest, how.new))
-    chunks = cut_for(manifest, how.new, opened.header.world_size)
+        header = new_header(manifest, new)
+    layout = cut_for(manifest, new, header.world_size)
     checkpoint = Checkpoint(source, located)
-    made = rewrite(checkpoint, opened.header, chunks, opened.store, threads=how.threads, add=meter)
-    if there is None:
+    made = rewrite(checkpoint, header, layout, there, threads=threads, meter=meter)
+    if is_second_form:
         commit_second_form(source, located, made)
-    report = report_of_one(source, opened.store.url, made, meter)
-    return replace(report, is_second_form=there is None)
+    report = CopyReport.of_one(source, there.url, made, meter.written)
+    return replace(report, is_second_form=is_second_form)
 
 
-def _was_retired(source: Store, located: LocatedCheckpoint) -> bool:
-    """Whether the log of the root no longer has what was located there."""
-    entry = located.entry
-    return entry is not None and Log(source).state().find(entry.attempt) is None
-
-
-class _NewAttempt(NamedTuple):
-    """The directory of the new attempt, and its header."""
-
-    store: Store
-    header: Header
-
-
-def _second_form(
-    source: Store, located: LocatedCheckpoint, new: NewLayout
-) -> _NewAttempt | LiveEntry:
-    """Where in its root the new form of a checkpoint goes, or the entry of that form if the root
+def _second_form(source: Store, located: LocatedCheckpoint, new: NewLayout) -> Header | LiveEntry:
+    """The header of the new form of a checkpoint in its root, or the entry of that form if the root
     has it already.
 
     Raises CheckpointError for a checkpoint that was opened as a single directory.
@@ -149,8 +155,7 @@ def _second_form(
             "of its checkpoint; give a target for it"
         )
     state = Log(source).state()
-    note = located.manifest.header.user.get(RESHARDED, "")
-    if note.endswith(_described(new)):
+    if located.manifest.header.user.get(RESHARDED, "").endswith(str(new)):
         return located.entry
     header = new_header(located.manifest, new, epoch=state.epoch)
     # The name has the epoch of the run that made it, and then what it is a copy of.
@@ -158,8 +163,7 @@ def _second_form(
     for entry in state.live:
         if entry.step == header.step and entry.attempt.endswith(f"-{unique}"):
             return entry
-    prefix = step_prefix(header.step, header.attempt)
-    return _NewAttempt(PrefixStore(source, prefix.rstrip("/")), header)
+    return header
 
 
 def commit_second_form(source: Store, located: LocatedCheckpoint, made: Manifest) -> None:
@@ -173,10 +177,6 @@ def commit_second_form(source: Store, located: LocatedCheckpoint, made: Manifest
     Maintenance.open(source).commit_copy(commit, of=located.manifest.header.attempt)
 
 
-def _described(new: NewLayout) -> str:
-    return f"for {new.ranks} ranks, {new.layout}"
-
-
 def new_header(manifest: Manifest, new: NewLayout, *, epoch: int | None = None) -> Header:
     """The header of the new checkpoint: an attempt of its own, the same in every try.
 
@@ -185,23 +185,21 @@ def new_header(manifest: Manifest, new: NewLayout, *, epoch: int | None = None) 
     Values of single ranks belong to the ranks that saved; with any, their number stays.
     """
     old = written_whole(manifest.header)
-    note = f"{old.attempt} {_described(new)}"
+    note = f"{old.attempt} {new}"
     # Not random: a run that is repeated has to recognise the files of the one that died.
     unique = hashlib.sha256(note.encode()).digest()[:8]
+    if epoch is None:
+        try:
+            epoch = attempt_epoch(old.attempt)
+        except ValueError:
+            epoch = 1  # another writer's name for its attempt
     return old.model_copy(
         update={
-            "attempt": attempt_name(_epoch(old.attempt) if epoch is None else epoch, unique),
+            "attempt": attempt_name(epoch, unique),
             "world_size": old.world_size if manifest.per_rank else new.ranks,
             "user": {**old.user, RESHARDED: note},
         }
     )
-
-
-def _epoch(attempt: str) -> int:
-    try:
-        return attempt_epoch(attempt)
-    except ValueError:
-        return 1  # another writer's name for its attempt
 
 
 def cut_for(manifest: Manifest, new: NewLayout, world_size: int) -> Layout:
@@ -217,12 +215,18 @@ def cut_for(manifest: Manifest, new: NewLayout, world_size: int) -> Layout:
         if 0 in shape:
             continue
         parts = [even_part(shape, rank, new.ranks, new.layout) for rank in range(new.ranks)]
-        if parts[0] is None or not _is_sharded(manifest, tensor):
+        # Buffers and the like are whole everywhere.
+        is_sharded = int(manifest.kinds[tensor]) in (Kind.PARAMETER, Kind.OPTIMIZER)
+        if parts[0] is None or not is_sharded:
             held_whole.append(chunk_of(manifest, tensor, whole(shape)))
             continue
         for rank, part in enumerate(parts):
             if part is not None and part.numel:
-                cut[rank].append(chunk_of(manifest, tensor, _as_span(part, shape)))
+                # Runs of the row-major order are stored as spans.
+                run: Region | None = span_of(part, shape) if isinstance(part, Box) else part
+                is_whole = run is not None and run.numel == whole(shape).numel
+                region = whole(shape) if is_whole else run or part
+                cut[rank].append(chunk_of(manifest, tensor, region))
     small = [chunk for chunk in held_whole if chunk.nbytes < SMALL_NBYTES]
     large = [chunk for chunk in held_whole if chunk.nbytes >= SMALL_NBYTES]
     loads = [sum(chunk.nbytes for chunk in chunks) for chunks in cut]
@@ -238,14 +242,134 @@ def cut_for(manifest: Manifest, new: NewLayout, world_size: int) -> Layout:
     return files
 
 
-def _is_sharded(manifest: Manifest, tensor: int) -> bool:
-    """Parameters and what has their kind of shape; buffers and the like are whole everywhere."""
-    return int(manifest.kinds[tensor]) in (Kind.PARAMETER, Kind.OPTIMIZER)
+# Any layout ---------------------------------------------------------------------------------
 
 
-def _as_span(part: Region, shape: Shape) -> Region:
-    """Runs of the row-major order are stored as spans."""
-    span = span_of(part, shape) if isinstance(part, Box) else part
-    if span is not None and span.numel == whole(shape).numel:
-        return whole(shape)
-    return span or part
+def own_layout(manifest: Manifest) -> Layout:
+    """The chunks unchanged, by the rank that wrote them; those in files of other attempts, by the
+    rank that wrote them there, or by rank 0 where this world has no such rank.
+    """
+    ranks: list[list[StoredChunk]] = [[] for _ in range(manifest.header.world_size)]
+    number = []
+    for name in manifest.files:
+        digits = name.rpartition("/")[2].removeprefix("rank").partition("-")[0]
+        rank = int(digits) if digits.isascii() and digits.isdigit() else 0
+        # Files of other attempts may be of a larger world, and other writers name theirs otherwise.
+        number.append(rank if rank < len(ranks) else 0)
+    chunks = manifest.chunks
+    for tensor in range(len(manifest.fqns)):
+        for chunk in manifest.chunks.of_tensor(tensor):
+            rank = number[int(chunks.file[chunk])]
+            ranks[rank].append(chunk_of(manifest, tensor, manifest.region(chunk)))
+    return [[chunks] for chunks in ranks]
+
+
+def written_whole(header: Header) -> Header:
+    """The header of a copy that refers to no other attempt, and has no digests."""
+    user = {name: note for name, note in header.user.items() if name != SINCE_FULL}
+    return header.model_copy(update={"required": (), "user": user})
+
+
+def chunk_of(manifest: Manifest, tensor: int, region: Region) -> StoredChunk:
+    """A region of stored tensor number `tensor` as a chunk to be written."""
+    dtype = manifest.dtypes[tensor]
+    return StoredChunk(
+        manifest.fqns[tensor],
+        dtype,
+        manifest.shapes[tensor],
+        region,
+        region.numel * DTYPES[dtype].itemsize,
+        int(manifest.kinds[tensor]),
+    )
+
+
+def rewrite(
+    checkpoint: Checkpoint,
+    header: Header,
+    layout: Layout,
+    target: Store,
+    *,
+    threads: int,
+    meter: Meter,
+) -> Manifest:
+    """Write the checkpoint into the top of `target`, cut by `layout`; returns its manifest.
+
+    MANIFEST is written last: until then the target is not a checkpoint. Raises CheckpointError when
+    something else is at the target, Corrupt when stored bytes were changed, and the stores' errors;
+    running again continues.
+    """
+    blocks = checkpoint.manifest.block_count
+    checkpoint.manifest.budget.charge(BLOCK_NBYTES * blocks, f"files of {blocks} blocks")
+    tensors = _tensors_of(checkpoint.manifest)
+    files: list[DataFile] = []  # in the order of ranks and indexes
+    for rank, groups in enumerate(layout):
+        texts = _texts(checkpoint.manifest, rank)
+        files += plan_data_files(header, rank, groups, texts, () if rank else tensors)
+    names = [file.name for file in files]
+    ended = begin(
+        target,
+        others=names,
+        last=MANIFEST_NAME,
+        is_ours=lambda data: _is_same(data, header, files),
+    )
+    if ended is not None:
+        return decode_manifest(ended)
+    source = NativeSource(checkpoint)
+
+    def written(file: DataFile) -> FileColumns:
+        layout = file.layout
+        there = is_there(target, file.name, layout.header, layout.nbytes)
+        if there is None:
+            return write_data_file(
+                source, file, target, file.name, threads=PARTS_AHEAD, add=meter.add
+            )
+        meter.add(layout.nbytes, is_new=False)
+        return file.columns(there.checksums, there.seal)
+
+    made = [*in_order(written, files, threads=threads, name="ckpt-rewrite")]
+    manifest = _manifest(checkpoint.manifest, header, files, made)
+    end(target, names, [(MANIFEST_NAME, encode_manifest(manifest))])
+    return manifest
+
+
+# What is written where ----------------------------------------------------------------------
+
+
+def _texts(manifest: Manifest, rank: int) -> PartTexts:
+    """What a rank's files hold besides tensors; what is common to all ranks is in rank 0's."""
+    per_rank = manifest.per_rank[rank] if manifest.per_rank else b""
+    if rank:
+        return PartTexts({}, per_rank=per_rank)
+    return PartTexts(manifest.aliases, values=manifest.values, per_rank=per_rank)
+
+
+def _tensors_of(manifest: Manifest) -> list[TensorRecord]:
+    columns = (manifest.fqns, manifest.dtypes, manifest.shapes, manifest.kinds.tolist())
+    return [TensorRecord(*row) for row in zip(*columns, strict=True)]
+
+
+def _is_same(data: bytes, header: Header, files: Sequence[DataFile]) -> bool:
+    """Whether a manifest is one that this rewrite would store. Its checksums are not known yet."""
+    try:
+        manifest = decode_manifest(data)
+    except Corrupt:
+        return False
+    names, sizes = tuple(file.name for file in files), [file.layout.nbytes for file in files]
+    is_same = (manifest.header, manifest.files) == (header, names)
+    return is_same and manifest.file_nbytes.tolist() == sizes
+
+
+def _manifest(
+    old: Manifest, header: Header, files: Sequence[DataFile], written: Sequence[FileColumns]
+) -> Manifest:
+    all_tensors = _tensors_of(old)
+    by_rank: list[list[FileColumns]] = [[] for _ in range(header.world_size)]
+    for file, result in zip(files, written, strict=True):
+        by_rank[file.rank].append(result)
+    parts = []
+    for rank, own in enumerate(by_rank):
+        # Rank 0 lists all tensors: one without elements has no chunk, so no other rank would.
+        names = {chunk.fqn for column in own for chunk in column.chunks}
+        tensors = [tensor for tensor in all_tensors if rank == 0 or tensor.fqn in names]
+        parts.append(part_of_files(own, rank=rank, tensors=tensors, texts=_texts(old, rank)))
+    return build_manifest(header, parts)

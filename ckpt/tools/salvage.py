@@ -5,12 +5,11 @@ Nothing is committed here: a rebuilt checkpoint becomes visible only through the
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Mapping, Sequence
-from contextlib import closing
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from itertools import islice
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -38,7 +37,7 @@ from ckpt.format.rank_files import FileDescription, data_file_name
 from ckpt.format.stored_index import digests_in, extra_of, read_bytes
 from ckpt.short import ShortRecord
 from storage import StoreLike, open_store
-from storage.errors import CorruptObjectError, KeyExistsError, KeyNotFoundError
+from storage.errors import KeyExistsError, KeyNotFoundError
 from storage.hidden import hides_secrets
 from storage.location import folder_of, url_of
 from storage.store import Store
@@ -138,33 +137,29 @@ def _directories_without(store: Store, step: int | None) -> list[str]:
     return [name for name in files if step is not None or MANIFEST_NAME not in files[name]]
 
 
-def salvage(store: Store, prefix: str, *, verify: bool = True) -> SalvageReport:
+def salvage(store: Store, prefix: str) -> SalvageReport:
     """Rebuild the manifest of the step directory `prefix` (such as `steps/00000010-e000001-...`).
 
-    Reads every byte and compares all checksums, in little memory; with `verify=False` only headers,
-    values and the checksums over those. What the checkpoint shares with others is read in their
-    directories. Changes nothing. Raises StorageError when the store does; damaged files are
-    reported, not raised.
+    Reads every byte and compares all checksums, in little memory. What the checkpoint shares with
+    others is read in their directories. Changes nothing. Raises StorageError when the store does;
+    damaged files are reported, not raised.
     """
     prefix = prefix.rstrip("/")
     names = [info for info in store.list(prefix + "/") if is_data_file(info.key[len(prefix) + 1 :])]
-    files, problems, checked = [], [], 0
+    files: list[OpenedFile] = []
+    problems: list[str] = []
+    checked = 0
     for info in names:
-        name = info.key[len(prefix) + 1 :]
-        try:
+        with _listed(problems):
             # Of a listing only the name: see `ObjectInfo` for the sizes of encoded roots.
             with raising_corrupt():
                 nbytes = store.info(info.key).nbytes
-            file = open_file(store, info.key, name, nbytes)
+            file = open_file(store, info.key, info.key[len(prefix) + 1 :], nbytes)
             index = file.described
-            checked += _check_chunks(store, info.key, index, range(len(index.chunks)), verify)
+            checked += _check_chunks(store, info.key, index, range(len(index.chunks)))
             files.append(file)
-        except CheckpointError as error:
-            if is_outage(error):
-                raise
-            problems.append(str(error))
     missing = _missing(files)
-    shared = _Shared(store, prefix, verify)
+    shared = _Shared(store, prefix)
     # After all own files are checked: what they refer to follows from their headers.
     files = [shared.added_to(file) for file in files]
     missing += tuple(shared.missing)
@@ -195,29 +190,38 @@ def write_manifest(store: Store, report: SalvageReport) -> bytes:
     if report.manifest is None:
         missing = [f"{name}: missing" for name in report.missing]
         raise InvalidState([*missing, *report.problems] or ["nothing was salvaged"])
-    data = encode_manifest(report.manifest)
-    key = f"{report.prefix}/{MANIFEST_NAME}"
+    return put_manifest(store, f"{report.prefix}/{MANIFEST_NAME}", report.manifest)
+
+
+@contextmanager
+def _listed(problems: list[str]) -> Iterator[None]:
+    """What is damaged is listed; an outage is an error."""
+    try:
+        yield
+    except CheckpointError as error:
+        if is_outage(error):
+            raise
+        problems.append(str(error))
+
+
+def put_manifest(
+    store: Store, key: str, manifest: Manifest, error: type[CheckpointError] = Corrupt
+) -> bytes:
+    """Create a MANIFEST; returns its bytes. An equal one, of an earlier run that ended before its
+    commit, is left alone. Raises `error` when another one is there.
+    """
+    data = encode_manifest(manifest)
     try:
         store.put_if_absent(key, data)
     except KeyExistsError:
         with raising_corrupt():
             is_same = store.get(key) == data
         if not is_same:
-            raise Corrupt(
-                f"{key} exists and differs from what the data files say: move it away, then repeat"
+            raise error(
+                f"{store.url}/{key} is there and differs from what the data files say: move it "
+                "away, then repeat"
             ) from None
     return data
-
-
-def matches_manifest(store: Store, report: SalvageReport) -> bool | None:
-    """Whether the MANIFEST that is there equals the rebuilt one; None when there is none."""
-    with contextlib.suppress(KeyNotFoundError):
-        try:
-            there = store.get(f"{report.prefix}/{MANIFEST_NAME}")
-        except CorruptObjectError:
-            return False
-        return report.manifest is not None and there == encode_manifest(report.manifest)
-    return None
 
 
 def is_data_file(name: str) -> bool:
@@ -225,12 +229,12 @@ def is_data_file(name: str) -> bool:
     return name.endswith(SUFFIX) and "/" not in name
 
 
-def _check_chunks(store: Store, key: str, index: DataFileIndex, chunks: range, verify: bool) -> int:
-    """Compare the block checksums of `chunks`, if asked to; returns the bytes read.
+def _check_chunks(store: Store, key: str, index: DataFileIndex, chunks: range) -> int:
+    """Compare the block checksums of `chunks`; returns the bytes read.
 
     Raises Corrupt naming chunk and block.
     """
-    if not verify or not chunks:
+    if not chunks:
         return 0
     block_bytes = index.block_bytes
     # Small chunks are read together: a request per KiB would take hours on an object store.
@@ -256,17 +260,12 @@ def _check_chunks(store: Store, key: str, index: DataFileIndex, chunks: range, v
     return total
 
 
-class _ReferencedFile(NamedTuple):
-    described: DataFileIndex
-    digests: Digests
-
-
 class _Shared:
     """Finds what files of one checkpoint have in files of others; collects what is wrong."""
 
-    def __init__(self, store: Store, prefix: str, verify: bool) -> None:
-        self._store, self._prefix, self._verify = store, prefix, verify
-        self._opened: dict[str, _ReferencedFile | None] = {}
+    def __init__(self, store: Store, prefix: str) -> None:
+        self._store, self._prefix = store, prefix
+        self._opened: dict[str, tuple[DataFileIndex, Digests] | None] = {}
         self.nbytes_checked = 0
         self.missing: list[str] = []
         self.problems: list[str] = []
@@ -278,36 +277,29 @@ class _Shared:
             opened = self._open(name, file.place)
             if opened is None:
                 continue
-            try:
-                chunks = _chunks_between(name, opened.described, start, stop)
+            with _listed(self.problems):
+                chunks = _chunks_between(name, opened[0], start, stop)
                 key = file_key(self._prefix, name)
-                self.nbytes_checked += _check_chunks(
-                    self._store, key, opened.described, chunks, self._verify
-                )
+                self.nbytes_checked += _check_chunks(self._store, key, opened[0], chunks)
                 chosen.setdefault(name, []).extend(chunks)
-            except CheckpointError as error:
-                if is_outage(error):
-                    raise
-                self.problems.append(str(error))
-        files = [(name, self._open(name, file.place), chunks) for name, chunks in chosen.items()]
-        columns = [_some_chunks(name, opened, chunks) for name, opened, chunks in files if opened]
+        columns = []
+        for name, some in chosen.items():
+            if (opened := self._opened[name]) is not None:
+                columns.append(_some_chunks(name, *opened, some))
         return file._replace(referenced=tuple(columns))
 
-    def _open(self, name: str, place: FileDescription) -> _ReferencedFile | None:
+    def _open(self, name: str, place: FileDescription) -> tuple[DataFileIndex, Digests] | None:
         if name not in self._opened:
             # Before it is read, so that a missing or damaged file is reported once.
             self._opened[name] = None
             try:
-                self._opened[name] = self._read(name, place)
+                with _listed(self.problems):
+                    self._opened[name] = self._read(name, place)
             except KeyNotFoundError:
                 self.missing.append(name)
-            except CheckpointError as error:
-                if is_outage(error):
-                    raise
-                self.problems.append(str(error))
         return self._opened[name]
 
-    def _read(self, name: str, place: FileDescription) -> _ReferencedFile:
+    def _read(self, name: str, place: FileDescription) -> tuple[DataFileIndex, Digests]:
         key = file_key(self._prefix, name)
         with raising_corrupt():
             nbytes = self._store.info(key).nbytes
@@ -320,7 +312,7 @@ class _Shared:
         if DIGESTS not in index.extras:
             raise Corrupt(f"{key}: has no {DIGESTS}, which chunks that are shared must have")
         data = extra_of(self._store, key, index, DIGESTS)
-        return _ReferencedFile(index, digests_in(key, index, data))
+        return index, digests_in(key, index, data)
 
 
 def _chunks_between(name: str, index: DataFileIndex, start: int, stop: int) -> range:
@@ -332,9 +324,9 @@ def _chunks_between(name: str, index: DataFileIndex, start: int, stop: int) -> r
     return range(first, last)
 
 
-def _some_chunks(name: str, file: _ReferencedFile, chosen: Sequence[int]) -> FileColumns:
-    index = file.described
-    counts = np.diff(index.first_block)[chosen]
+def _some_chunks(
+    name: str, index: DataFileIndex, digests: Digests, chosen: Sequence[int]
+) -> FileColumns:
     sums = [
         index.checksums[index.first_block[position] : index.first_block[position + 1]]
         for position in chosen
@@ -345,9 +337,9 @@ def _some_chunks(name: str, file: _ReferencedFile, chosen: Sequence[int]) -> Fil
         data_start=len(index.header),
         chunks=[index.chunks[position] for position in chosen],
         offsets=index.offsets[chosen],
-        block_counts=counts,
+        block_counts=np.diff(index.first_block)[chosen],
         checksums=np.concatenate(sums),
-        digests=file.digests[chosen],
+        digests=digests[chosen],
         seal=index.seal,
     )
 

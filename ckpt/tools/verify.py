@@ -77,7 +77,10 @@ def verify_located(
 ) -> VerifyReport:
     """Read all bytes of a checkpoint that is leased. See `ckpt.verify`."""
     manifest = located.manifest
-    damage = _all_damage(BlockSums(store, located.prefix, manifest), threads, progress)
+    # Bytes of the own data files, and of what is needed of others.
+    nbytes = manifest.own_nbytes + sum(manifest.nbytes_referenced().values())
+    sums = BlockSums(store, located.prefix, manifest)
+    damage = _all_damage(sums, threads, nbytes, progress or (lambda done, total: None))
     damage.sort(key=lambda entry: (entry.file, entry.start, entry.block))
     return VerifyReport(
         url=f"{store.url.rstrip('/')}/{located.prefix}".rstrip("/"),
@@ -85,14 +88,9 @@ def verify_located(
         attempt=manifest.header.attempt,
         files=len(manifest.files),
         blocks=manifest.block_count,
-        nbytes=_nbytes(manifest),
+        nbytes=nbytes,
         damage=tuple(damage),
     )
-
-
-def _nbytes(manifest: Manifest) -> int:
-    """Bytes of the own data files, and of what is needed of others."""
-    return manifest.own_nbytes + sum(manifest.nbytes_referenced().values())
 
 
 class _BlockRun(NamedTuple):
@@ -106,18 +104,26 @@ class _BlockRun(NamedTuple):
         return self.blocks[-1][3] - self.blocks[0][2]
 
 
-def _all_damage(sums: BlockSums, threads: int, progress: Progress | None) -> list[Damage]:
+def _all_damage(sums: BlockSums, threads: int, total: int, progress: Progress) -> list[Damage]:
     store, prefix, manifest = sums.store, sums.directory, sums.manifest
     damage: list[Damage] = []
-    done, total = 0, _nbytes(manifest)
-    lengths, known = [], []
+    done, lengths, known = 0, [], []
     for file, name in enumerate(manifest.files):
         # Values in a file of another checkpoint are that one's; damage to them does no harm here.
         extras = {DIGESTS} if is_reference(name) else None
         nbytes = int(manifest.file_nbytes[file])
         key = file_key(prefix, name)
         damaged, length, index = _file_damage(store, key, nbytes, extras)
-        lost = _lost_table(sums, file, index) if length >= nbytes else "cut off"
+        lost = "cut off"
+        if length >= nbytes:
+            lost = ""
+            try:
+                if index is None:
+                    sums.read(file)
+                else:
+                    sums.describe(file, index)
+            except (Corrupt, UnsupportedFormat) as error:
+                lost = str(error)
         # Where the file's own header or end is damaged, that has been said.
         damage += damaged or ([Damage(key, "", -1, 0, nbytes, lost)] if lost else [])
         lengths.append(length)
@@ -144,25 +150,9 @@ def _all_damage(sums: BlockSums, threads: int, progress: Progress | None) -> lis
     ):
         damage += damaged
         done += nbytes
-        if progress is not None:
-            progress(done, total)
-    if progress is not None:
-        progress(total, total)
+        progress(done, total)
+    progress(total, total)
     return damage
-
-
-def _lost_table(sums: BlockSums, file: int, index: DataFileIndex | None) -> str:
-    """Why the checksums of the blocks in a file are not known; "" when they are. `index` is that of
-    the file, None where it is damaged.
-    """
-    try:
-        if index is None:
-            sums.read(file)
-        else:
-            sums.describe(file, index)
-    except (Corrupt, UnsupportedFormat) as error:
-        return str(error)
-    return ""
 
 
 def _file_damage(
@@ -183,11 +173,10 @@ def _file_damage(
         return [whole_file(f"{key}: the file is missing ({nbytes} bytes)")], 0, None
     except CorruptObjectError as error:
         return [whole_file(str(error))], nbytes, None
-    damage = []
     if found_nbytes != nbytes:
         # Its blocks are still read: they say which tensors a cut file has lost.
-        damage.append(whole_file(f"{key}: {found_nbytes} bytes long, written were {nbytes}"))
-        return damage, found_nbytes, None
+        text = f"{key}: {found_nbytes} bytes long, written were {nbytes}"
+        return [whole_file(text)], found_nbytes, None
 
     def read(start: int, stop: int) -> bytes:
         with raising_corrupt():
@@ -197,6 +186,7 @@ def _file_damage(
         index = once_more(lambda: read_data_file_index(read, nbytes, name=key))
     except (Corrupt, UnsupportedFormat, ShortReadError) as error:
         return [whole_file(str(error))], nbytes, None
+    damage = []
     for name, (offset, extra_nbytes) in index.extras.items():
         if extras is not None and name not in extras:
             continue

@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 
 import ckpt
 from ckpt.cli import main
-from ckpt.convert.sources import dequantized
+from ckpt.convert.sources import derived
 from ckpt.convert.sources.source import FileSource, ReadRequest
 from ckpt.errors import InvalidState
 from tests.convert.jobs import assert_same
@@ -70,7 +70,7 @@ def test_weights_come_as_the_numbers_they_stand_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: str
 ) -> None:
     """In bands that begin and end anywhere; nothing larger is ever asked of the file."""
-    monkeypatch.setattr(dequantized, "BAND_NUMEL", 13)
+    monkeypatch.setattr(derived, "BAND_NUMEL", 13)
     asked: list[int] = []
     fill = FileSource.fill
 

@@ -24,10 +24,9 @@ import torch
 
 import ckpt
 from ckpt.cli import main
-from ckpt.convert.sources.blobs import _tensor_nbytes
+from ckpt.convert.sources.blobs import ZipEntry, _tensor_nbytes
 from ckpt.convert.sources.budget import MEMORY_NBYTES_MAX
 from ckpt.convert.sources.opening import SourceOptions, open_source
-from ckpt.convert.sources.zips import ZipEntry
 from ckpt.errors import UnsupportedFormat
 from tests.conftest import Scale
 

@@ -16,11 +16,12 @@ from ckpt.format.manifest_codec import decode_manifest
 from ckpt.loading.cache import BlockCache
 from ckpt.loading.load import LoadOptions
 from ckpt.loading.plan import ReadPath
-from ckpt.tools.salvage import matches_manifest, salvage
+from ckpt.tools.salvage import salvage
 from storage import Store, open_store
 from storage.wrap import WrappedStore
 from tests.e2e.job import Job
 from tests.e2e.lora import DEDUP, assert_is_lora, full_at, lora_at
+from tests.salvaged import matches_manifest
 
 
 class ReadKeys(WrappedStore):

@@ -34,7 +34,7 @@ from ckpt.saving.save import save_state
 from ckpt.saving.task import PartMemory, SaveOptions
 from ckpt.service.retention import KeepLatest, carry_out, plan_retention
 from ckpt.testing import RanksFailed, run_ranks
-from ckpt.tools.salvage import matches_manifest, salvage, write_manifest
+from ckpt.tools.salvage import salvage, write_manifest
 from ckpt.world.base import World
 from storage import StorageError, Store, open_store
 from storage.wrap import WrappedStore
@@ -47,6 +47,7 @@ from tests.protocol.invariants import (
     check_references,
     files_needed,
 )
+from tests.salvaged import matches_manifest
 
 
 @pytest.fixture

@@ -20,7 +20,7 @@ from ckpt.cli import main
 from ckpt.commit.locate import live_entries, locate
 from ckpt.commit.names import MANIFEST_NAME
 from ckpt.commit.session import SessionRegistry, open_session
-from ckpt.convert import import_
+from ckpt.convert.targets import files as targets
 from ckpt.format.datafile import PER_RANK, VALUES
 from ckpt.format.datafile_index import read_data_file_index
 from ckpt.format.manifest_codec import decode_manifest
@@ -33,7 +33,6 @@ from ckpt.saving.save import store_manifest
 from ckpt.saving.staging import stage
 from ckpt.saving.task import PartMemory, SaveOptions, SaveTask
 from ckpt.testing import run_ranks
-from ckpt.tools import rewrite
 from ckpt.world.base import SoloWorld, World
 from storage import KeyExistsError, open_store
 from storage.memory import MemoryStore
@@ -179,7 +178,7 @@ def test_values_of_more_parts_than_all_tensors_come_whole(tmp_path: Path) -> Non
 def test_files_of_a_resharded_checkpoint_say_what_its_manifest_says(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(rewrite, "FILE_NBYTES_MAX", FILE_NBYTES_MAX)
+    monkeypatch.setattr(targets, "FILE_NBYTES_MAX", FILE_NBYTES_MAX)
     root = tmp_path / "run"
     save_in_the_foreground(str(root), [1], dedup=False)
     target = tmp_path / directory_of(root).name  # the command knows directories of steps by these
@@ -209,7 +208,7 @@ def test_files_of_ranks_that_others_saved_for_say_what_their_manifest_says(
 def test_files_of_an_import_say_what_its_manifest_says(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(import_, "FILE_NBYTES_MAX", FILE_NBYTES_MAX)
+    monkeypatch.setattr(targets, "FILE_NBYTES_MAX", FILE_NBYTES_MAX)
     root, model = tmp_path / "run", Tied(3)
     own = {f"f{index}": torch.full((6,), float(index)) for index in range(12)}
     torch.save({"model": model.state_dict(), "own": own, "step": 7}, tmp_path / "a.pt")

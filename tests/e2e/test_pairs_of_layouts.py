@@ -20,9 +20,10 @@ from torch import nn
 import ckpt
 from ckpt.layout.piece import Owned, Piece, View
 from ckpt.layout.region import Box, whole
-from ckpt.tools.salvage import matches_manifest, salvage
+from ckpt.tools.salvage import salvage
 from storage import Store, open_store
 from tests.e2e.job import Job
+from tests.salvaged import matches_manifest
 
 RANKS = 8
 LAYERS = 8

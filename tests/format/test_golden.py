@@ -21,7 +21,7 @@ from ckpt.format.datafile_index import DataFileIndex, read_data_file_index
 from ckpt.format.manifest_codec import decode_manifest, encode_manifest
 from ckpt.format.part import TensorRecord
 from ckpt.format.stored_index import digests_in
-from ckpt.tools.salvage import matches_manifest, salvage
+from ckpt.tools.salvage import salvage
 from storage import open_store
 from tests.format.sample import (
     ALIASES,
@@ -36,6 +36,7 @@ from tests.format.sample import (
     make_sample,
     region_bytes,
 )
+from tests.salvaged import matches_manifest
 
 ROOT = Path(__file__).parent.parent
 GOLDEN = ROOT / "golden" / "v1"

@@ -24,10 +24,11 @@ from ckpt.format.manifest import parse_reference, reference_to
 from ckpt.format.manifest_codec import decode_manifest, encode_manifest
 from ckpt.format.rank_files import FileRange, describe_file
 from ckpt.loading.contents import find_checkpoint
-from ckpt.tools.salvage import _chunks_between, matches_manifest, salvage
+from ckpt.tools.salvage import _chunks_between, salvage
 from storage import open_store
 from tests.format.sample import INCREMENTS, increment_dir, make_increments
 from tests.format.test_manifest import envelope
+from tests.salvaged import matches_manifest
 
 SAMPLES = make_increments()
 FIRST, _, LAST = INCREMENTS

@@ -6,9 +6,10 @@ import pytest
 
 from ckpt.errors import Corrupt, InvalidState
 from ckpt.format.manifest_codec import encode_manifest
-from ckpt.tools.salvage import matches_manifest, salvage, write_manifest
+from ckpt.tools.salvage import salvage, write_manifest
 from storage import Store, open_store
 from tests.format.sample import HEADER, STEP_DIR, make_sample
+from tests.salvaged import matches_manifest
 
 SAMPLE = make_sample()
 NAMES = sorted(SAMPLE.files)

@@ -30,12 +30,11 @@ from ckpt.cli.commandline import build_parser
 from ckpt.commit.live import decode_segment, encode_segment
 from ckpt.commit.log import decode_format, encode_format
 from ckpt.commit.records import RECORD_MAGIC, decode_record, encode_record
-from ckpt.convert.sources.blobs import blob_in_memory
+from ckpt.convert.formats.dcp import read_metadata
+from ckpt.convert.formats.safetensors import open_safetensors
+from ckpt.convert.sources.blobs import blob_in_memory, read_directory
 from ckpt.convert.sources.budget import MemoryBudget
-from ckpt.convert.sources.dcp import read_metadata
 from ckpt.convert.sources.pickles import read_pickle
-from ckpt.convert.sources.safetensors_files import open_safetensors
-from ckpt.convert.sources.zips import read_directory
 from ckpt.format.checksum import crc32c
 from ckpt.format.codec import decode_values, encode_values
 from ckpt.format.columns import pack_map, pack_regular, unpack_map, unpack_regular

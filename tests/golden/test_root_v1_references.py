@@ -13,9 +13,10 @@ import torch
 
 import ckpt
 from ckpt.saving.task import SaveOptions
-from ckpt.tools.salvage import matches_manifest, salvage
+from ckpt.tools.salvage import salvage
 from storage import open_store
 from tests.e2e.job import Job, Sharded
+from tests.salvaged import matches_manifest
 
 ROOT = Path(__file__).parent / "root_v1_references"
 RANKS = 2

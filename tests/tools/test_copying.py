@@ -26,37 +26,33 @@ from ckpt.cli import main
 from ckpt.commit.log import Log
 from ckpt.commit.names import MANIFEST_NAME, step_prefix
 from ckpt.commit.session import Session
+from ckpt.convert.sources.source import NativeSource
+from ckpt.convert.targets.files import Data, Meter, Output, fill_part
 from ckpt.errors import CheckpointError, Corrupt, NoCheckpoint
 from ckpt.format.checksum import crc32c
 from ckpt.format.datafile import CHECKSUM_MAGIC
 from ckpt.format.manifest import Manifest
 from ckpt.format.manifest_codec import encode_manifest
 from ckpt.format.stored_index import index_of
+from ckpt.layout.dtypes import DTYPES
 from ckpt.layout.even import even_part
 from ckpt.layout.region import Box, Span, boxes_of
 from ckpt.loading.checkpoint import Checkpoint
 from ckpt.loading.contents import LocatedCheckpoint, find_checkpoint
 from ckpt.tools.copy import copy_checkpoint, copy_root
-from ckpt.tools.reshard import NewLayout, commit_second_form, cut_for, new_header
-from ckpt.tools.rewrite import bands_of, own_layout, rewrite
+from ckpt.tools.reshard import (
+    NewLayout,
+    commit_second_form,
+    cut_for,
+    new_header,
+    own_layout,
+    rewrite,
+)
 from ckpt.tools.salvage import salvage
 from storage import StorageError, Store, open_store
 from storage.memory import MemoryBucket, MemoryStore
 from storage.testing import FaultPlan, FaultyStore, Killed, PowerLossStore
 from tests.tools.conftest import data_files, make_net, sliced_net
-
-
-class Count:
-    """A counter of bytes."""
-
-    def __init__(self) -> None:
-        self.written = self.skipped = 0
-
-    def add(self, nbytes: int) -> None:
-        self.written += nbytes
-
-    def skip(self, nbytes: int) -> None:
-        self.skipped += nbytes
 
 
 def assert_same(a: str, b: str, **options: object) -> None:
@@ -167,7 +163,7 @@ def test_own_layout_gives_the_same_chunks(sliced_root: str) -> None:
     checkpoint = Checkpoint(source, find_checkpoint(source))
     target = MemoryStore()
     old = checkpoint.manifest
-    new = rewrite(checkpoint, old.header, own_layout(old), target, threads=2, add=Count())
+    new = rewrite(checkpoint, old.header, own_layout(old), target, threads=2, meter=Meter(0, None))
     # The tables hold checksums of headers, and only rank 0 lists empty tensors in the new ones.
     assert encode_manifest(replace(new, seals=old.seals)) == encode_manifest(old)
 
@@ -189,30 +185,31 @@ def test_even_parts_are_those_of_torch_and_cover_everything() -> None:
     assert even_part((), 1, 2, "fsdp2") is None and even_part((4,), 1, 2, "replicated") is None
 
 
-def test_bands_follow_the_order_of_their_region() -> None:
+def test_parts_of_a_region_follow_its_order(tmp_path: Path) -> None:
+    """Parts of any length of a box, or of a run, hold its elements in row-major order."""
     shape = (5, 6, 7)
-    index = torch.arange(5 * 6 * 7).view(shape)
+    tensor = torch.arange(5 * 6 * 7).view(shape)
+    ckpt.save({"x": tensor}, tmp_path / "run", step=1)
+    with ckpt.open(str(tmp_path / "run")) as checkpoint:
+        source = NativeSource(checkpoint)
+        output = Output("x", source.contents.tensors["x"], DTYPES["int64"], tensor.nbytes)
+        for region in (
+            Span(3, 200),
+            Box((0, 0, 0), shape),
+            Box((1, 2, 3), (4, 3, 2)),
+            Box((0, 1, 0), (5, 5, 7)),
+        ):
+            expected = torch.cat([_cut(tensor, box).flatten() for box in boxes_of(region, shape)])
+            for numel in (1, 5, 8, 50, 1000):
+                data = memoryview(bytearray(8 * region.numel))
+                pieces = [Data(0, len(data), output, region)]
+                for start in range(0, len(data), 8 * numel):
+                    fill_part(source, pieces, start, data[start : start + 8 * numel])
+                assert data.cast("q").tolist() == expected.tolist()
 
-    def elements(region: Box | Span) -> list[int]:
-        if isinstance(region, Span):
-            return list(range(region.start, region.stop))
-        slices = tuple(
-            slice(start, start + size)
-            for start, size in zip(region.offset, region.shape, strict=True)
-        )
-        return index[slices].flatten().tolist()
 
-    for region in (
-        Span(3, 200),
-        Box((0, 0, 0), shape),
-        Box((1, 2, 3), (4, 3, 2)),
-        Box((0, 1, 0), (5, 5, 7)),
-    ):
-        for numel_max in (1, 5, 8, 50, 1000):
-            bands = list(bands_of(region, shape, numel_max))
-            assert all(band.numel <= numel_max for band in bands)
-            assert [e for band in bands for e in elements(band)] == elements(region)
-            assert all(boxes_of(band, shape) for band in bands)
+def _cut(tensor: torch.Tensor, box: Box) -> torch.Tensor:
+    return tensor[tuple(slice(o, o + n) for o, n in zip(box.offset, box.shape, strict=True))]
 
 
 def test_checkpoint_gets_a_second_form_in_its_root(plain_root: str, tmp_path: Path) -> None:
@@ -464,7 +461,7 @@ def resharded(source: Store, target: Store) -> None:
     new = NewLayout(2, "flat")
     header = new_header(checkpoint.manifest, new)
     layout = cut_for(checkpoint.manifest, new, header.world_size)
-    rewrite(checkpoint, header, layout, target, threads=1, add=Count())
+    rewrite(checkpoint, header, layout, target, threads=1, meter=Meter(0, None))
 
 
 def is_absent(bucket: MemoryBucket) -> bool:

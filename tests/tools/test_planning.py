@@ -19,12 +19,13 @@ from torch.distributed.fsdp import fully_shard
 import ckpt
 from ckpt.api import read_path
 from ckpt.cli import main
+from ckpt.convert.sources.opening import SourceOptions
+from ckpt.convert.sources.source import SourceContents, SourceTensor
 from ckpt.layout.even import EvenLayout, wanted_part
 from ckpt.layout.region import Box
 from ckpt.loading.load import LoadOptions, load_state
-from ckpt.state.types import TensorEntry
 from ckpt.testing import run_ranks as run_threads
-from ckpt.tools.plan import RequestedNames, plan_of_ranks, wanted_like
+from ckpt.tools.plan import contents_of, plan_of_ranks
 from ckpt.world.base import World
 from storage import Store, open_store
 from storage.testing import CountingStore
@@ -158,8 +159,8 @@ def test_a_safetensors_file_can_describe_the_state(plain_root: str, tmp_path: Pa
     tensors["low"] = tensors["low"].float()
     tensors["new"] = torch.zeros(2)
     save_file(tensors, tmp_path / "m.safetensors")
-    wanted = wanted_like(str(tmp_path / "m.safetensors"), entry="model")
-    plan = plan_of_ranks(plain_root, ranks=2, wanted=wanted)
+    like = contents_of(str(tmp_path / "m.safetensors"), SourceOptions())
+    plan = plan_of_ranks(plain_root, ranks=2, like=like, entry="model")
     text = "\n".join(plan.problems)
     assert plan.missing == ("model.new",) and plan.unexpected == ("model.scalar",)
     assert "model.big: checkpoint has shape (3, 500000)" in text
@@ -169,8 +170,8 @@ def test_a_safetensors_file_can_describe_the_state(plain_root: str, tmp_path: Pa
 
 def test_wanted_tensors_are_by_any_of_their_tied_names(plain_root: str) -> None:
     for name in ("model.embed.weight", "model.head.weight"):
-        entry = TensorEntry(torch.float32, (10, 6))
-        plan = plan_of_ranks(plain_root, ranks=1, wanted=RequestedNames({name: entry}))
+        like = SourceContents({name: SourceTensor(name, "float32", (10, 6))})
+        plan = plan_of_ranks(plain_root, ranks=1, like=like, entry="")
         assert not plan.missing and plan.ranks[0].nbytes_wanted == 240
 
 

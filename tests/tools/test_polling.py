@@ -24,8 +24,7 @@ from ckpt.telemetry.record import SaveFailure, SaveTotals, Telemetry, encode_tel
 from ckpt.tools import polling
 from ckpt.tools.overview import Event
 from ckpt.tools.polling import RECORDS_MAX, RunPoller, RunState, next_pause
-from ckpt.tools.report import report_of
-from ckpt.tools.run import Measurements, run_of
+from ckpt.tools.report import Measurements, report_of, run_of
 from storage import InvalidUrlError, ObjectInfo, TransientError
 from storage.memory import MemoryBucket, MemoryStore
 from storage.store import Patience

@@ -150,7 +150,7 @@ def test_entries_have_the_sizes_of_the_state(root: str) -> None:
 
 
 def test_gaps_between_saves_are_reported(root: str) -> None:
-    from ckpt.tools.run import _notices_of_gaps
+    from ckpt.tools.report import _notices_of_gaps
 
     saves = report_of(root).saves[:5]
     times = (0.0, 60.0, 120.0, 3720.0, 3780.0)

@@ -36,7 +36,7 @@ from ckpt.screens.serve_page import SECTIONS, PageChoice, PageMatter, labels, pa
 from ckpt.service.retention import KeepLatest, KeepRule
 from ckpt.telemetry.record import SaveFailure, Telemetry
 from ckpt.tools.polling import RunPoller, RunState
-from ckpt.tools.run import TrainingRun
+from ckpt.tools.report import TrainingRun
 from storage.memory import MemoryStore
 from tests.tools.browser import CHROMIUM, CUT, HARD_TO_READ, browser
 from tests.tools.test_polling import LongRun, attempt_of, telemetry_of_step

@@ -32,7 +32,7 @@ from ckpt.screens.visible import visible
 from ckpt.screens.watch_frame import DRAWN, PLAIN, Line, frame_of, happenings, marks_of
 from ckpt.telemetry.record import SaveFailure
 from ckpt.tools.polling import RunPoller, RunState
-from ckpt.tools.run import TrainingRun, busiest_ranks, longest_phases
+from ckpt.tools.report import TrainingRun, busiest_ranks, longest_phases
 from storage.memory import MemoryStore
 from tests.tools.test_polling import LongRun, telemetry_of_step
 

@@ -1,22 +1,243 @@
-"""Blobs of `torch.save` inside of files: what is in them, and where their tensors' bytes are.
+"""Blobs of `torch.save`, whole files or inside of files: what is in them, and where their tensors'
+bytes are. They are zip files whose entries are stored as they are, never compressed.
 
 A blob is opened with one or two small reads, several blobs that lie near each other with one, and
 its tensors are never read to find out where they are.
+
+Reading finds where the bytes of each entry lie; it trusts nothing that a length check can refute.
+Writing lays a zip file out before its data is there, since only the sizes are needed for that.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import struct
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
 from ckpt.convert.sources.budget import FIXED_NBYTES, Account, MemoryBudget
 from ckpt.convert.sources.torch_pickle import StorageRef, TensorRef, read_tree
-from ckpt.convert.sources.zips import ZipEntry, data_start, read_directory
 from ckpt.errors import Corrupt, UnsupportedFormat
 from ckpt.layout.dtypes import DTYPES
 from storage import ShortReadError, Store
 from storage.threads import in_order
+
+ReadBytes = Callable[[int, int], bytes | bytearray]  # (start, stop) of the file
+ENTRY_NBYTES = 1000  # of memory, with the place of its data
+DIRECTORY_NBYTES_MAX = 1 << 28
+TAIL_NBYTES = 1024
+ALIGNMENT = 64  # of the data of each entry, as torch.save aligns it
+
+_END = struct.Struct("<4s4H2IH")
+_END64_LOCATOR = struct.Struct("<4sIQI")
+_END64 = struct.Struct("<4sQ2H2I4Q")
+_ENTRY = struct.Struct("<4s6H3I5H2I")
+_LOCAL = struct.Struct("<4s5H3I2H")
+_DESCRIPTOR64 = struct.Struct("<4sIQQ")
+_32 = 0xFFFFFFFF
+_16 = 0xFFFF
+
+
+class ZipEntry(NamedTuple):
+    """An entry of a directory: where its local header is, its bytes in the file, and its crc32."""
+
+    name: str
+    header_start: int
+    nbytes: int
+    crc32: int
+    is_stored: bool = True  # neither compressed nor encrypted
+
+
+def read_directory(
+    read: ReadBytes,
+    nbytes: int,
+    charge: Callable[[int], None],
+    on_entry: Callable[[ZipEntry], None] = lambda entry: None,
+) -> dict[str, ZipEntry]:
+    """The entries of the zip file of `nbytes`, by name.
+
+    `charge` is called with bytes of memory before they are taken, `on_entry` with each entry before
+    that is charged. Raises Corrupt when it is no readable zip file, and what `charge` raises.
+    """
+    tail = read(max(0, nbytes - TAIL_NBYTES), nbytes)
+    try:
+        start, length, count = _find_directory(read, nbytes, tail)
+        if length > DIRECTORY_NBYTES_MAX or start + length > nbytes:
+            raise Corrupt(f"its directory has {length} bytes from {start} on, the file {nbytes}")
+        charge(length)
+        first = nbytes - len(tail)
+        if start >= first:
+            data = tail[start - first : start - first + length]
+        else:
+            data = read(start, start + length)
+        entries: dict[str, ZipEntry] = {}
+        for entry in _entries(data, count):
+            if entry.header_start + _LOCAL.size + entry.nbytes > nbytes or entry.name in entries:
+                raise Corrupt(f"{entry.name}: outside of the file, or twice in it")
+            on_entry(entry)
+            charge(ENTRY_NBYTES + 4 * len(entry.name))
+            entries[entry.name] = entry
+        charge(-length)
+        return entries
+    except (struct.error, UnicodeDecodeError, IndexError) as error:
+        raise Corrupt(f"no readable zip file: {error}") from error
+
+
+def data_start(entry: ZipEntry, header: bytes | bytearray) -> int:
+    """Where the data of `entry` begins, from (at least) the first 30 bytes of its local header.
+
+    Raises Corrupt when there is none, UnsupportedFormat when the data is compressed or encrypted.
+    """
+    if not entry.is_stored:
+        raise UnsupportedFormat(f"{entry.name}: compressed or encrypted; torch.save does neither")
+    try:
+        magic, *_, name_nbytes, extra_nbytes = _LOCAL.unpack_from(header)
+    except struct.error as error:
+        raise Corrupt(f"{entry.name}: its header is cut off") from error
+    if magic != b"PK\x03\x04":
+        raise Corrupt(f"{entry.name}: no header where the directory says there is one")
+    return entry.header_start + _LOCAL.size + int(name_nbytes) + int(extra_nbytes)
+
+
+def _find_directory(read: ReadBytes, nbytes: int, tail: bytes | bytearray) -> tuple[int, int, int]:
+    """Start, length and number of entries of the directory."""
+    position = tail.rfind(b"PK\x05\x06")
+    if position < 0:
+        raise Corrupt("it does not end as a zip file does: cut off, or of another format")
+    _, _, _, _, count, length, start, _ = _END.unpack_from(tail, position)
+    if _32 not in (length, start) and count != _16:
+        return start, length, count
+    where = nbytes - len(tail) + position - _END64_LOCATOR.size
+    if where < 0:
+        raise Corrupt("its end names a directory that is not there")
+    magic, _, end64_start, _ = _END64_LOCATOR.unpack(read(where, where + _END64_LOCATOR.size))
+    if magic != b"PK\x06\x07" or end64_start + _END64.size > nbytes:
+        raise Corrupt("its end names a directory that is not there")
+    end64 = _END64.unpack(read(end64_start, end64_start + _END64.size))
+    if end64[0] != b"PK\x06\x06":
+        raise Corrupt("its end names a directory that is not there")
+    return end64[9], end64[8], end64[7]
+
+
+def _entries(data: bytes | bytearray, count: int) -> Iterator[ZipEntry]:
+    position = 0
+    for _ in range(count):
+        fields = _ENTRY.unpack_from(data, position)
+        magic, flags, method, crc32, packed, size = (fields[i] for i in (0, 3, 4, 7, 8, 9))
+        name_nbytes, extra_nbytes, comment_nbytes, header_start = (*fields[10:13], fields[16])
+        if magic != b"PK\x01\x02":
+            raise Corrupt("its directory is damaged")
+        position += _ENTRY.size
+        name = data[position : position + name_nbytes].decode()
+        extra = data[position + name_nbytes : position + name_nbytes + extra_nbytes]
+        position += name_nbytes + extra_nbytes + comment_nbytes
+        size, packed, header_start = _wide(extra, size, packed, header_start)
+        is_stored = method == 0 and packed == size and not flags & 1
+        yield ZipEntry(name, header_start, size if is_stored else packed, crc32, is_stored)
+
+
+def _wide(
+    extra: bytes | bytearray, size: int, packed: int, header_start: int
+) -> tuple[int, int, int]:
+    """Sizes and start, from the zip64 field of `extra` where 32 bits are too few."""
+    position = 0
+    while position + 4 <= len(extra):
+        kind, length = struct.unpack_from("<2H", extra, position)
+        if kind == 1:
+            words = iter(struct.unpack_from(f"<{length // 8}Q", extra, position + 4))
+            size = next(words, size) if size == _32 else size
+            packed = next(words, packed) if packed == _32 else packed
+            header_start = next(words, header_start) if header_start == _32 else header_start
+        position += 4 + length
+    return size, packed, header_start
+
+
+# Writing ------------------------------------------------------------------------------------
+
+
+class Placed(NamedTuple):
+    """An entry of a zip file to be: its name, its size, and where its parts will be."""
+
+    name: str
+    nbytes: int
+    header_start: int
+    data_start: int
+
+    @property
+    def descriptor_start(self) -> int:
+        """Where its crc32 and sizes stand, which are known when the data has passed."""
+        return self.data_start + self.nbytes
+
+
+class ZipLayout(NamedTuple):
+    """Where everything of a zip file goes; the directory is from `directory_start` on."""
+
+    entries: tuple[Placed, ...]
+    directory_start: int
+    nbytes: int
+
+
+def lay_out(sizes: Mapping[str, int], start: int = 0) -> ZipLayout:
+    """The layout of a zip file with entries of these sizes, in this order.
+
+    `start` is where the zip file begins in a larger file; positions are of that one, so that data
+    is aligned there.
+    """
+    placed = []
+    position = start
+    for name, nbytes in sizes.items():
+        data = position + _LOCAL.size + len(name.encode())
+        # A field of extra bytes has 4 at least.
+        padding = -(data + 4) % ALIGNMENT
+        entry = Placed(name, nbytes, position, data + 4 + padding)
+        placed.append(entry)
+        position = entry.descriptor_start + _DESCRIPTOR64.size
+    layout = ZipLayout(tuple(placed), position, 0)
+    return layout._replace(
+        nbytes=position - start + len(directory(layout, start, [0] * len(placed)))
+    )
+
+
+def local_header(entry: Placed) -> bytes:
+    """The bytes from the start of the entry to its data."""
+    name = entry.name.encode()
+    extra = entry.data_start - entry.header_start - _LOCAL.size - len(name)
+    # Bit 3: crc32 and sizes follow the data. Bit 11: the name is UTF-8. "FB" is torch's padding.
+    head = _LOCAL.pack(b"PK\x03\x04", 45, 0x0808, 0, 0, 0, 0, 0, 0, len(name), extra)
+    return head + name + struct.pack("<2sH", b"FB", extra - 4) + b"Z" * (extra - 4)
+
+
+def descriptor(entry: Placed, crc32: int) -> bytes:
+    """What follows the data of the entry."""
+    return _DESCRIPTOR64.pack(b"PK\x07\x08", crc32, entry.nbytes, entry.nbytes)
+
+
+DESCRIPTOR_NBYTES = _DESCRIPTOR64.size
+
+
+def directory(layout: ZipLayout, start: int, checksums: Sequence[int]) -> bytes:
+    """The end of the file: the directory, with the crc32 of each entry."""
+    rows = []
+    for entry, crc32 in zip(layout.entries, checksums, strict=True):
+        name = entry.name.encode()
+        # Always in 64 bits, so that the length does not depend on where the file ends up.
+        extra = struct.pack("<2H3Q", 1, 24, entry.nbytes, entry.nbytes, entry.header_start - start)
+        row = _ENTRY.pack(
+            b"PK\x01\x02", 45, 45, 0x0808, 0, 0, 0, crc32, _32, _32, len(name), len(extra),
+            0, 0, 0, 0, _32,
+        )  # fmt: skip
+        rows.append(row + name + extra)
+    body = b"".join(rows)
+    position = layout.directory_start - start
+    count = len(layout.entries)
+    end64 = _END64.pack(b"PK\x06\x06", 44, 45, 45, 0, 0, count, count, len(body), position)
+    locator = _END64_LOCATOR.pack(b"PK\x06\x07", 0, position + len(body), 1)
+    small = min(count, _16)
+    end = _END.pack(b"PK\x05\x06", 0, 0, small, small, min(len(body), _32), _32, 0)
+    return body + end64 + locator + end
+
+
+# Blobs --------------------------------------------------------------------------------------------
 
 HEAD_NBYTES = 2048  # usually with the whole pickle of a tensor
 TAIL_NBYTES = 1024  # usually with the whole directory
@@ -72,14 +293,13 @@ def open_blobs(
 
     Raises Corrupt or UnsupportedFormat naming file and bytes, and the store's errors.
     """
+
+    def look(batch: list[Blob]) -> list[tuple[Blob, Opened]]:
+        peeks = _Peeks(store, batch[0].file, batch)
+        return [(blob, _opened(peeks, blob, budget, False)) for blob in batch]
+
     batches = _batches(sorted(set(blobs)))
-    for opened in in_order(
-        lambda batch: _open_batch(store, batch, budget),
-        batches,
-        threads=READERS,
-        name="ckpt-open",
-        ahead=2 * READERS,
-    ):
+    for opened in in_order(look, batches, threads=READERS, name="ckpt-open", ahead=2 * READERS):
         yield from opened
 
 
@@ -93,20 +313,10 @@ def open_blob(
     return _opened(_Peeks(store, blob.file, [blob]), blob, budget, is_outermost)
 
 
-class _InMemory:
-    """Reads a blob that is in memory."""
-
-    def __init__(self, data: bytes) -> None:
-        self.data = data
-
-    def read(self, start: int, stop: int) -> bytes:
-        return self.data[start:stop]
-
-
 def blob_in_memory(data: bytes) -> Opened:
     """What a blob of torch.save holds that is in memory. Raises Corrupt, UnsupportedFormat."""
     blob = Blob("", 0, len(data))
-    return _content(_InMemory(data), blob, MemoryBudget(), is_outermost=True)
+    return _content(lambda start, stop: data[start:stop], blob, MemoryBudget(), is_outermost=True)
 
 
 def _batches(blobs: Sequence[Blob]) -> Iterator[list[Blob]]:
@@ -122,11 +332,6 @@ def _batches(blobs: Sequence[Blob]) -> Iterator[list[Blob]]:
         nbytes += blob.stop - blob.start if is_whole else HEAD_NBYTES + TAIL_NBYTES
     if batch:
         yield batch
-
-
-def _open_batch(store: Store, batch: list[Blob], budget: MemoryBudget) -> list[tuple[Blob, Opened]]:
-    peeks = _Peeks(store, batch[0].file, batch)
-    return [(blob, _opened(peeks, blob, budget, False)) for blob in batch]
 
 
 class _Peeks:
@@ -188,16 +393,10 @@ def _ranges(blobs: Sequence[Blob]) -> list[tuple[int, int]]:
 def _opened(peeks: _Peeks, blob: Blob, budget: MemoryBudget, is_outermost: bool) -> Opened:
     peeks.advance(blob.start)
     try:
-        return _content(peeks, blob, budget, is_outermost=is_outermost)
+        return _content(peeks.read, blob, budget, is_outermost=is_outermost)
     except (Corrupt, UnsupportedFormat) as error:
         where = f"{peeks.store.url}/{blob.file}, bytes {blob.start} to {blob.stop}"
         raise type(error)(f"{where}: {error}") from error
-
-
-def _tree_of(data: bytes | bytearray, account: Account) -> Any:
-    """The tree of a pickle, which is the same object for equal pickles of a tensor."""
-    tensor = _tensor_of(bytes(data)) if len(data) <= SAME_NBYTES_MAX else None
-    return read_tree(data, account) if tensor is None else tensor
 
 
 @lru_cache(maxsize=512)
@@ -213,9 +412,7 @@ def _tensor_of(data: bytes) -> TensorRef | None:
     return tree if isinstance(tree, TensorRef) else None
 
 
-def _content(
-    peeks: _Peeks | _InMemory, blob: Blob, budget: MemoryBudget, *, is_outermost: bool
-) -> Opened:
+def _content(read: ReadBytes, blob: Blob, budget: MemoryBudget, *, is_outermost: bool) -> Opened:
     account, directory = Account(budget), Account(budget)
     nbytes, allowed = blob.stop - blob.start, 0
 
@@ -228,7 +425,7 @@ def _content(
             allowed += more
 
     entries = read_directory(
-        lambda start, stop: peeks.read(blob.start + start, blob.start + stop),
+        lambda start, stop: read(blob.start + start, blob.start + stop),
         nbytes,
         directory.charge,
         note_storage,
@@ -245,7 +442,7 @@ def _content(
 
     def start_of(entry: ZipEntry) -> int:
         header = blob.start + entry.header_start
-        start = blob.start + data_start(entry, peeks.read(header, header + 30))
+        start = blob.start + data_start(entry, read(header, header + 30))
         if start + entry.nbytes > blob.stop:
             raise Corrupt(f"{entry.name}: it lies outside of the file")
         return start
@@ -253,14 +450,17 @@ def _content(
     order = entries.get(f"{folder}byteorder")
     if order is not None:
         start = start_of(order)
-        if peeks.read(start, start + min(order.nbytes, 16)) != b"little":
+        if read(start, start + min(order.nbytes, 16)) != b"little":
             raise UnsupportedFormat("it was written on a big-endian machine")
     program = entries[pickle]
     if program.nbytes > PICKLE_NBYTES_MAX:
         raise UnsupportedFormat(f"{pickle} has {program.nbytes} bytes")
     start = start_of(program)
     account.charge(program.nbytes)
-    tree = _tree_of(peeks.read(start, start + program.nbytes), account)
+    text = read(start, start + program.nbytes)
+    # The same object for equal pickles of a tensor.
+    tree: Any = _tensor_of(bytes(text)) if len(text) <= SAME_NBYTES_MAX else None
+    tree = read_tree(text, account) if tree is None else tree
     account.release(program.nbytes)
     storages = {
         name.removeprefix(data): (start_of(entry), entry.nbytes)

@@ -15,11 +15,10 @@ from __future__ import annotations
 
 import struct
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
-from ckpt.convert.sources.budget import Account, MemoryBudget
-from ckpt.convert.sources.extent import check_extent
+from ckpt.convert.sources.budget import Account, MemoryBudget, check_extent
 from ckpt.errors import Corrupt, UnsupportedFormat
 
 PICKLE_NBYTES_MAX = 1 << 30
@@ -53,6 +52,9 @@ LARGE_ITEMS = 1000
 LARGE_LIST_ITEM_NBYTES = 20
 LARGE_DICT_ITEM_NBYTES = 96
 ARGUMENTS_MAX = 64  # of a function of ours
+
+# What instructions raise that are none, or that find another stack than they need.
+_UNREADABLE = (IndexError, ValueError, TypeError, KeyError, OverflowError, RecursionError)
 
 Maker: TypeAlias = Callable[..., Any]
 
@@ -105,36 +107,19 @@ def read_pickle(
     if len(data) > PICKLE_NBYTES_MAX:
         raise UnsupportedFormat(f"a pickle of {len(data)} bytes; at most {PICKLE_NBYTES_MAX}")
     account = Account(MemoryBudget()) if account is None else account
-    value = _built(memoryview(data), known, persistent, account)
-    check_extent(value, _parts, len(data), account)
-    return value
-
-
-def _built(
-    data: memoryview,
-    known: Mapping[str, Maker | str],
-    persistent: Callable[[Any], Any] | None,
-    account: Account,
-) -> Any:
-    """What the program builds. Memory of the stack, the memo and unused values is released."""
+    # Memory of the stack, the memo and unused values is released.
     building = Account(account.budget)
-    machine = _Machine(data, known, persistent, building)
+    machine = _Machine(memoryview(data), known, persistent, building)
     try:
-        return machine.run()
-    except (
-        IndexError,
-        ValueError,
-        TypeError,
-        KeyError,
-        struct.error,
-        OverflowError,
-        RecursionError,
-    ) as error:
+        value = machine.run()
+    except (*_UNREADABLE, struct.error) as error:
         raise Corrupt(
             f"no readable pickle: {type(error).__name__} {error!s:.200} at byte {machine.position}"
         ) from error
     finally:
         building.close()
+    check_extent(value, _parts, len(data), account)
+    return value
 
 
 def _parts(thing: Any) -> Iterator[tuple[Any, Any]] | None:
@@ -215,17 +200,14 @@ class _Machine:
                 continue
             self.position = position + 1
             if code == 0x2E:  # STOP
-                return self._result()
+                value = self.pop()
+                if isinstance(value, _Mark):
+                    raise ValueError("nothing was built")
+                return _settled(value)
             step = steps[code]
             if step is None:
                 raise Corrupt(f"no readable pickle: instruction {code:#x} at byte {position}")
             step(self)
-
-    def _result(self) -> Any:
-        value = self.pop()
-        if isinstance(value, _Mark):
-            raise ValueError("nothing was built")
-        return _settled(value)
 
     # Reading the program
 
@@ -270,6 +252,10 @@ class _Machine:
 
     def pop(self) -> Any:
         return self.stack.pop()
+
+    def popped(self, count: int) -> list[Any]:
+        """The last items, in the order in which they were pushed."""
+        return [self.stack.pop() for _ in range(count)][::-1]
 
     def items(self) -> list[Any]:
         """What was pushed since the last mark."""
@@ -330,14 +316,46 @@ class _Machine:
         self.charge(RESULT_NBYTES + _copied_nbytes(args))
         return maker(*args)
 
-    def build(self, target: Any, state: Any) -> None:
-        """Give `target` its state. Only records keep it."""
+    def build(self, state: Any) -> None:
+        """Give what is on top its state. Only records keep it."""
+        target = self.stack[-1]
         if isinstance(target, PickledObject):
             if isinstance(state, tuple) and len(state) == 2 and state[0] is None:
                 state = state[1]  # slots
             target.state = state
         elif not isinstance(target, (Opaque, dict)):
             raise ValueError(f"a {type(target).__name__} is given a state")
+
+    def extend(self, items: list[Any]) -> None:
+        """Append to the list on top."""
+        target = self.stack[-1]
+        if isinstance(target, list):
+            is_large = len(target) + len(items) > LARGE_ITEMS
+            item_nbytes = LARGE_LIST_ITEM_NBYTES if is_large else LIST_ITEM_NBYTES
+            self.charge(item_nbytes * len(items) + (0 if target else LIST_FILLED_NBYTES))
+            target.extend(items)
+        elif not isinstance(target, Opaque):
+            raise ValueError(f"items for a {type(target).__name__}")
+
+    def set_items(self, items: list[Any]) -> None:
+        """Put keys, each before its value, into the dict on top."""
+        target = self.stack[-1]
+        if isinstance(target, Opaque):
+            return
+        if not isinstance(target, dict) or len(items) % 2:
+            raise ValueError(f"pairs for a {type(target).__name__}")
+        count = len(items) // 2
+        is_large = len(target) + count > LARGE_ITEMS
+        item_nbytes = LARGE_DICT_ITEM_NBYTES if is_large else DICT_ITEM_NBYTES
+        self.charge(item_nbytes * count + (0 if target else DICT_FILLED_NBYTES))
+        each = iter(items)
+        for key, value in zip(each, each, strict=True):
+            _check_key(key)
+            target[key] = value
+
+    def push_tuple(self, items: Sequence[Any]) -> None:
+        made = tuple(items)
+        self.push_made(made, sys.getsizeof(made) + HEADER_NBYTES)
 
 
 def _copied_nbytes(args: Any) -> int:
@@ -356,30 +374,6 @@ def _copied_nbytes(args: Any) -> int:
 def _settled(value: Any) -> Any:
     """A name that is not called stands for a class or a function: `Opaque` as a value."""
     return value.opaque if type(value) is _Name else value
-
-
-def _extend(machine: _Machine, target: Any, items: list[Any]) -> None:
-    if isinstance(target, list):
-        is_large = len(target) + len(items) > LARGE_ITEMS
-        item_nbytes = LARGE_LIST_ITEM_NBYTES if is_large else LIST_ITEM_NBYTES
-        machine.charge(item_nbytes * len(items) + (0 if target else LIST_FILLED_NBYTES))
-        target.extend(items)
-    elif not isinstance(target, Opaque):
-        raise ValueError(f"items for a {type(target).__name__}")
-
-
-def _set_items(machine: _Machine, target: Any, items: list[Any]) -> None:
-    if isinstance(target, Opaque):
-        return
-    if not isinstance(target, dict) or len(items) % 2:
-        raise ValueError(f"pairs for a {type(target).__name__}")
-    count = len(items) // 2
-    item_nbytes = LARGE_DICT_ITEM_NBYTES if len(target) + count > LARGE_ITEMS else DICT_ITEM_NBYTES
-    machine.charge(item_nbytes * count + (0 if target else DICT_FILLED_NBYTES))
-    each = iter(items)
-    for key, value in zip(each, each, strict=True):
-        _check_key(key)
-        target[key] = value
 
 
 def _check_key(key: Any) -> None:
@@ -426,54 +420,22 @@ def _blob(machine: _Machine, width: int) -> None:
     machine.push_made(bytes(data), OBJECT_NBYTES)
 
 
+def _tuple(machine: _Machine, count: int) -> None:
+    stack = machine.stack
+    if len(stack) < count or any(isinstance(item, _Mark) for item in stack[len(stack) - count :]):
+        raise ValueError("too few items on the stack")
+    machine.push_tuple([_settled(item) for item in machine.popped(count)])
+
+
 def _frozen(machine: _Machine) -> None:
     machine.items()
     machine.push_made(Opaque("builtins.frozenset"), OBJECT_NBYTES)
 
 
-def _tuple(machine: _Machine, count: int) -> None:
-    stack = machine.stack
-    if len(stack) < count or any(isinstance(item, _Mark) for item in stack[len(stack) - count :]):
-        raise ValueError("too few items on the stack")
-    items = tuple(_settled(item) for item in stack[len(stack) - count :])
-    del stack[len(stack) - count :]
-    machine.push_made(items, sys.getsizeof(items) + HEADER_NBYTES)
-
-
-def _reduce(machine: _Machine) -> None:
-    args, callee = machine.pop(), machine.pop()
-    machine.push(machine.call(callee, args))
-
-
 def _new_with_names(machine: _Machine) -> None:
-    names, args, callee = machine.pop(), machine.pop(), machine.pop()
+    callee, args, names = machine.popped(3)
     made = machine.call(callee, args)
     machine.push(made if not names else _settled(callee))
-
-
-def _build(machine: _Machine) -> None:
-    state = _settled(machine.pop())
-    machine.build(machine.stack[-1], state)
-
-
-def _append(machine: _Machine) -> None:
-    value = _settled(machine.pop())
-    _extend(machine, machine.stack[-1], [value])
-
-
-def _appends(machine: _Machine) -> None:
-    items = machine.items()
-    _extend(machine, machine.stack[-1], items)
-
-
-def _set_item(machine: _Machine) -> None:
-    value, key = _settled(machine.pop()), _settled(machine.pop())
-    _set_items(machine, machine.stack[-1], [key, value])
-
-
-def _set_many(machine: _Machine) -> None:
-    items = machine.items()
-    _set_items(machine, machine.stack[-1], items)
 
 
 def _persistent(machine: _Machine) -> None:
@@ -482,27 +444,13 @@ def _persistent(machine: _Machine) -> None:
     machine.push_made(machine.persistent(machine.pop()), RESULT_NBYTES)
 
 
-def _stack_name(machine: _Machine) -> None:
-    name, module = machine.pop(), machine.pop()
-    machine.push_name(module, name)
-
-
-def _tuple_of_items(machine: _Machine) -> None:
-    items = tuple(machine.items())
-    machine.push_made(items, sys.getsizeof(items) + HEADER_NBYTES)
-
-
-def _pop_mark(machine: _Machine) -> None:
-    machine.items()
-
-
 # The instructions of protocols 2 to 5 that values need (names as in the module pickletools).
 _INSTRUCTIONS: dict[int, Callable[[_Machine], Any]] = {
     0x80: lambda m: m.take(1),  # PROTO
     0x95: lambda m: m.take(8),  # FRAME
     0x28: lambda m: m.push(_MARK),  # MARK
     0x30: lambda m: m.pop(),  # POP
-    0x31: _pop_mark,  # POP_MARK
+    0x31: lambda m: m.items(),  # POP_MARK
     0x4E: lambda m: m.push(None),  # NONE
     0x88: lambda m: m.push(True),  # NEWTRUE
     0x89: lambda m: m.push(False),  # NEWFALSE
@@ -519,25 +467,26 @@ _INSTRUCTIONS: dict[int, Callable[[_Machine], Any]] = {
     0x42: lambda m: _blob(m, 4),  # BINBYTES
     0x8E: lambda m: _blob(m, 8),  # BINBYTES8
     0x5D: lambda m: m.push_made([], LIST_NBYTES),  # EMPTY_LIST
-    0x61: _append,  # APPEND
-    0x65: _appends,  # APPENDS
+    0x61: lambda m: m.extend([_settled(m.pop())]),  # APPEND
+    0x65: lambda m: m.extend(m.items()),  # APPENDS
     0x29: lambda m: m.push(()),  # EMPTY_TUPLE
-    0x74: _tuple_of_items,  # TUPLE
+    0x74: lambda m: m.push_tuple(m.items()),  # TUPLE
     0x85: lambda m: _tuple(m, 1),  # TUPLE1
     0x86: lambda m: _tuple(m, 2),  # TUPLE2
     0x87: lambda m: _tuple(m, 3),  # TUPLE3
     0x7D: lambda m: m.push_made({}, DICT_NBYTES),  # EMPTY_DICT
-    0x73: _set_item,  # SETITEM
-    0x75: _set_many,  # SETITEMS
+    0x73: lambda m: m.set_items([_settled(item) for item in m.popped(2)]),  # SETITEM
+    0x75: lambda m: m.set_items(m.items()),  # SETITEMS
     0x8F: lambda m: m.push_made(Opaque("builtins.set"), OBJECT_NBYTES),  # EMPTY_SET
-    0x90: _appends,  # ADDITEMS
+    0x90: lambda m: m.extend(m.items()),  # ADDITEMS
     0x91: _frozen,  # FROZENSET
     0x63: lambda m: m.push_name(m.line(), m.line()),  # GLOBAL
-    0x93: _stack_name,  # STACK_GLOBAL
-    0x52: _reduce,  # REDUCE
-    0x81: _reduce,  # NEWOBJ: the table says what a class makes of its arguments
+    0x93: lambda m: m.push_name(*m.popped(2)),  # STACK_GLOBAL
+    0x52: lambda m: m.push(m.call(*m.popped(2))),  # REDUCE
+    # NEWOBJ: the table says what a class makes of its arguments
+    0x81: lambda m: m.push(m.call(*m.popped(2))),
     0x92: _new_with_names,  # NEWOBJ_EX
-    0x62: _build,  # BUILD
+    0x62: lambda m: m.build(_settled(m.pop())),  # BUILD
     0x71: lambda m: m.memorize(m.number(1)),  # BINPUT
     0x72: lambda m: m.memorize(m.number(4)),  # LONG_BINPUT
     0x51: _persistent,  # BINPERSID

@@ -6,24 +6,31 @@ the same for all. Exports, imports and comparisons see a `CheckpointSource` and 
 
 from __future__ import annotations
 
+import json
 import math
 import re
 from abc import ABC, abstractmethod
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, SupportsIndex
 
 import torch
 
 from ckpt.errors import Corrupt
 from ckpt.format.chunk_rules import cover_problem
+from ckpt.format.manifest import MODULES, Manifest
+from ckpt.format.metadata_budget import MetadataBudget
 from ckpt.layout.buffers import aligned_buffer
 from ckpt.layout.dtypes import DTYPES
 from ckpt.layout.kind import Kind
 from ckpt.layout.memory import host_bytes, tensor_over
 from ckpt.layout.region import Box, Region, Shape, Span, boxes_of, row_major_strides
 from ckpt.layout.reshard import Patch, Run, copies
+from ckpt.loading.checkpoint import Checkpoint, fill, piece_of
+from ckpt.loading.contents import StoredTensor, leased_checkpoint
+from ckpt.loading.plan import ReadPath
 from storage import ShortReadError, Store
 
 MIB = 1 << 20
@@ -49,11 +56,19 @@ class SourceTensor(NamedTuple):
 
 
 class ReadRequest(NamedTuple):
-    """Elements of a tensor, as a run of its row-major order, and the 1-D memory to fill."""
+    """Elements of a tensor, and the memory of their shape to fill: 1-D for a run of its row-major
+    order. Only checkpoints of ours are asked for boxes.
+    """
 
     fqn: str
-    span: Span
+    region: Region
     target: torch.Tensor
+
+    @property
+    def span(self) -> Span:
+        """The region of a request that is a run."""
+        assert isinstance(self.region, Span), "only checkpoints of ours are asked for boxes"
+        return self.region
 
 
 class Chunk(NamedTuple):
@@ -164,12 +179,15 @@ class FileSource(CheckpointSource):
 
     def fill(self, wanted: Sequence[ReadRequest]) -> None:
         reads: list[_FileRead] = []
-        for fqn, span, target in wanted:
+        for request in wanted:
+            fqn, span, target = request.fqn, request.span, request.target
             info = self.contents.tensors[fqn]
             for chunk in self.chunks[fqn].near(span):
                 for copy in copies(chunk.region, span, info.shape):
                     if isinstance(copy, Run) and chunk.stride is None:
-                        reads.append(_read_of(chunk, copy, target))
+                        start = chunk.start + copy.source * target.element_size()
+                        memory = host_bytes(target[copy.target : copy.target + copy.numel])
+                        reads.append(_FileRead(chunk.file, start, memory))
                     else:
                         for part in _gathers(chunk, copy, target.element_size()):
                             self._gather(chunk.file, part, target)
@@ -187,12 +205,12 @@ class FileSource(CheckpointSource):
         itemsize = target.element_size()
         # Mapped, and for all bands: blocks of this size from the allocator stay with the threads.
         scratch = aligned_buffer(min(_extent(part.box, part.stride) * itemsize, SCRATCH_NBYTES))
-        for box, source, into in _bands(part, SCRATCH_NBYTES // itemsize):
-            extent = _extent(box, part.stride)
+        for box, start, stride, into, target_stride in _bands(part, itemsize):
+            extent = _extent(box, stride)
             here = scratch[: extent * itemsize]
-            self._read(file, part.start + source * itemsize, [here])
-            view = tensor_over(here, target.dtype, (extent,)).as_strided(box, part.stride)
-            target.as_strided(box, part.target_stride, target.storage_offset() + into).copy_(view)
+            self._read(file, start, [here])
+            view = tensor_over(here, target.dtype, (extent,)).as_strided(box, stride)
+            target.as_strided(box, target_stride, target.storage_offset() + into).copy_(view)
 
     def close(self) -> None:
         self.store.close()
@@ -223,12 +241,6 @@ class _FileRead(NamedTuple):
     file: str
     start: int
     buffer: memoryview
-
-
-def _read_of(chunk: Chunk, run: Run, target: torch.Tensor) -> _FileRead:
-    itemsize = target.element_size()
-    memory = host_bytes(target[run.target : run.target + run.numel])
-    return _FileRead(chunk.file, chunk.start + run.source * itemsize, memory)
 
 
 def _joined(reads: list[_FileRead]) -> Iterator[tuple[str, int, list[memoryview]]]:
@@ -293,24 +305,21 @@ def _dot(index: Shape, stride: Shape) -> int:
     return sum(coordinate * step for coordinate, step in zip(index, stride, strict=True))
 
 
-def _bands(part: _Gather, extent_max: int) -> Iterator[tuple[Shape, int, int]]:
-    """Boxes of `part` whose elements lie within `extent_max` in the file, with where each begins
-    here and there, in elements.
-    """
-    pending = [(part.box, 0, part.into)]
-    while pending:
-        box, source, into = pending.pop()
-        extent = _extent(box, part.stride)
-        widest = max(range(len(box)), key=lambda d: part.stride[d] if box[d] > 1 else -1, default=0)
-        if extent <= extent_max or not box or box[widest] == 1:
-            yield box, source, into
-            continue
-        half = box[widest] // 2
-        rest = box[widest] - half
-        first = (*box[:widest], half, *box[widest + 1 :])
-        second = (*box[:widest], rest, *box[widest + 1 :])
-        moved = half * part.stride[widest], half * part.target_stride[widest]
-        pending += [(second, source + moved[0], into + moved[1]), (first, source, into)]
+def _bands(part: _Gather, itemsize: int) -> Iterator[_Gather]:
+    """Boxes of `part`, each of which lies within the scratch memory in the file."""
+    box, start, stride, into, target_stride = part
+    widest = max(range(len(box)), key=lambda d: stride[d] if box[d] > 1 else -1, default=0)
+    is_small = _extent(box, stride) <= SCRATCH_NBYTES // itemsize
+    if is_small or not box or box[widest] == 1:
+        yield part
+        return
+    half = box[widest] // 2
+    first = (*box[:widest], half, *box[widest + 1 :])
+    second = (*box[:widest], box[widest] - half, *box[widest + 1 :])
+    start += half * stride[widest] * itemsize
+    yield from _bands(part._replace(box=first), itemsize)
+    moved = into + half * target_stride[widest]
+    yield from _bands(_Gather(second, start, stride, moved, target_stride), itemsize)
 
 
 def check_chunks(tensor: SourceTensor, chunks: Iterable[Chunk], sizes: Mapping[str, int]) -> None:
@@ -333,3 +342,90 @@ def check_chunks(tensor: SourceTensor, chunks: Iterable[Chunk], sizes: Mapping[s
     problem = cover_problem([chunk.region for chunk in listed], tensor.shape)
     if problem is not None:
         raise Corrupt(f"{tensor.fqn}: {problem}")
+
+
+# Our own checkpoints ------------------------------------------------------------------------------
+
+# A value that DcpWriter keeps: the flat keys of DCP's state, their paths, and its plain values.
+DCP_RECORD = "ckpt.dcp"
+
+
+def native_source(
+    store: Store,
+    step: SupportsIndex | None = None,
+    attempt: str = "",
+    budget: MetadataBudget | None = None,
+) -> NativeSource:
+    """The checkpoint of `step` or `attempt`, or the latest, in a root, or the one in a step
+    directory; leased until it is closed. What describes it is charged to `budget`.
+
+    Raises like `ckpt.open`.
+    """
+    with ExitStack() as stack:
+        located = stack.enter_context(
+            leased_checkpoint(store, step, attempt=attempt, budget=budget)
+        )
+        return NativeSource(Checkpoint(store, located), stack.pop_all())
+
+
+class NativeSource(CheckpointSource):
+    """A checkpoint of ours; every block that is read is checked."""
+
+    format = "checkpoint"
+
+    def __init__(self, checkpoint: Checkpoint, lease: ExitStack | None = None) -> None:
+        manifest = checkpoint.manifest
+        kinds = {int(kind): kind for kind in Kind}
+        tensors = {
+            fqn: SourceTensor(fqn, dtype, shape, kinds.get(kind, Kind.OTHER))
+            for fqn, dtype, shape, kind in zip(
+                manifest.fqns,
+                manifest.dtypes,
+                manifest.shapes,
+                manifest.kinds.tolist(),
+                strict=True,
+            )
+        }
+        contents = SourceContents(
+            tensors,
+            values={name: v for name, v in checkpoint.values.items() if name != DCP_RECORD},
+            aliases=checkpoint.aliases,
+            modules=_modules(manifest),
+            per_rank=checkpoint.per_rank,
+            step=checkpoint.step,
+        )
+        super().__init__(checkpoint.url, contents, int(manifest.file_nbytes.sum()))
+        self.checkpoint = checkpoint
+        self._lease = lease or ExitStack()
+
+    def fill(self, wanted: Sequence[ReadRequest]) -> None:
+        checkpoint, tensors = self.checkpoint, self.contents.tensors
+        holdings = []
+        for fqn, region, target in wanted:
+            info = tensors[fqn]
+            entry = StoredTensor(checkpoint.manifest.index(fqn), fqn, info.dtype, info.shape)
+            holdings.append(piece_of(entry, region, target))
+        fill(checkpoint, holdings, ReadPath())
+
+    def close(self) -> None:
+        self._lease.close()
+        self.checkpoint.close()
+
+
+def _modules(manifest: Manifest) -> tuple[str, ...]:
+    """The paths of modules that the checkpoint records; for checkpoints without them, the first
+    parts of the names of parameters.
+    """
+    recorded = manifest.header.user.get(MODULES)
+    if recorded is not None:
+        paths = {str(path) for path in json.loads(recorded)}
+        names = (*manifest.fqns, *manifest.aliases)
+        return tuple(
+            sorted(p for p in paths if not p or any(fqn.startswith(f"{p}.") for fqn in names))
+        )
+    parameters = (
+        fqn
+        for fqn, kind in zip(manifest.fqns, manifest.kinds.tolist(), strict=True)
+        if kind == Kind.PARAMETER
+    )
+    return tuple(sorted({fqn.partition(".")[0] if "." in fqn else "" for fqn in parameters}))

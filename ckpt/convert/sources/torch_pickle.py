@@ -34,6 +34,7 @@ _STORAGES = {
     "ComplexDoubleStorage": "complex128",
 }
 _STORAGE_OF = {dtype: name for name, dtype in _STORAGES.items()}
+SUFFIXES = (".pt", ".pth", ".bin", ".ckpt", ".tar")  # of files of torch.save
 NUMEL_MAX = 1 << 58
 NAME_SHOWN_MAX = 60  # of an unknown name in each tensor that has it
 
@@ -134,10 +135,6 @@ def _view(
     return TensorRef(storage, dtype, shape, strides, _count(offset))
 
 
-def _parameter(data: Any, *_: Any) -> Any:
-    return data
-
-
 def _size(items: Any = ()) -> tuple[int, ...]:
     return tuple(_count(item) for item in items)
 
@@ -153,18 +150,10 @@ def _dict(items: Any = ()) -> dict[Any, Any]:
     return result
 
 
-def _default_dict(*_: Any) -> dict[Any, Any]:
-    return {}
-
-
 def _encoded(text: Any, encoding: Any = "latin1") -> bytes:
     if not isinstance(text, str) or encoding != "latin1":
         raise Corrupt("bytes in an unknown encoding")
     return text.encode("latin1")
-
-
-def _bytes(*args: Any) -> Any:
-    return b"" if not args else Opaque("builtins.bytes")
 
 
 def _refused(kind: str) -> Maker:
@@ -181,8 +170,8 @@ KNOWN: dict[str, Maker | str] = {
     "torch._utils._rebuild_tensor": _tensor,
     "torch._utils._rebuild_tensor_v2": _tensor,
     "torch._utils._rebuild_tensor_v3": _tensor_of_dtype,
-    "torch._utils._rebuild_parameter": _parameter,
-    "torch._utils._rebuild_parameter_with_state": _parameter,
+    "torch._utils._rebuild_parameter": lambda data, *_: data,
+    "torch._utils._rebuild_parameter_with_state": lambda data, *_: data,
     "torch._utils._rebuild_qtensor": _refused("quantized"),
     "torch._utils._rebuild_sparse_tensor": _refused("sparse"),
     "torch._utils._rebuild_nested_tensor": _refused("a nested tensor"),
@@ -193,10 +182,10 @@ KNOWN: dict[str, Maker | str] = {
     "torch.serialization._get_layout": _layout,
     "collections.OrderedDict": _dict,
     "collections.Counter": _dict,
-    "collections.defaultdict": _default_dict,
+    "collections.defaultdict": lambda *_: {},
     "_codecs.encode": _encoded,
-    "__builtin__.bytes": _bytes,
-    "builtins.bytes": _bytes,
+    "__builtin__.bytes": lambda *args: Opaque("builtins.bytes") if args else b"",
+    "builtins.bytes": lambda *args: Opaque("builtins.bytes") if args else b"",
 }
 
 
@@ -226,7 +215,9 @@ class CallOut(NamedTuple):
 
 
 class StorageOut(NamedTuple):
-    """The storage `key`, of a class of torch's and so many elements."""
+    """The storage `key` of so many elements; `kind` is the class of it, such as
+    torch.FloatStorage.
+    """
 
     kind: str
     key: str
@@ -246,7 +237,7 @@ def write_tree(tree: Any) -> bytes:
 
 def _emit(value: Any, out: bytearray) -> None:
     if isinstance(value, TensorOut):
-        _emit_tensor(value, out)
+        _emit(_call_of(value), out)
     elif isinstance(value, GlobalOut):
         out += f"c{value.module}\n{value.name}\n".encode()
     elif isinstance(value, CallOut):
@@ -254,12 +245,16 @@ def _emit(value: Any, out: bytearray) -> None:
         _emit(value.arguments, out)
         out += b"R"
     elif isinstance(value, StorageOut):
-        _emit(("storage", GlobalOut("torch", value.kind), value.key, "cpu", value.numel), out)
+        module, _, name = value.kind.rpartition(".")
+        _emit(("storage", GlobalOut(module, name), value.key, "cpu", value.numel), out)
         out += b"Q"
     elif value is None or isinstance(value, bool):
         out += {None: b"N", True: b"\x88", False: b"\x89"}[value]
+    elif isinstance(value, int) and -(1 << 31) <= value < 1 << 31:
+        out += b"J" + struct.pack("<i", value)
     elif isinstance(value, int):
-        _emit_int(value, out)
+        data = value.to_bytes(value.bit_length() // 8 + 1, "little", signed=True)
+        out += b"\x8b" + struct.pack("<I", len(data)) + data
     elif isinstance(value, float):
         out += b"G" + struct.pack(">d", value)
     elif isinstance(value, str):
@@ -286,33 +281,14 @@ def _emit(value: Any, out: bytearray) -> None:
         raise TypeError(f"a {type(value).__name__} is no value")
 
 
-def _emit_int(value: int, out: bytearray) -> None:
-    if -(1 << 31) <= value < 1 << 31:
-        out += b"J" + struct.pack("<i", value)
-        return
-    data = value.to_bytes(value.bit_length() // 8 + 1, "little", signed=True)
-    out += b"\x8b" + struct.pack("<I", len(data)) + data
-
-
-def _emit_tensor(tensor: TensorOut, out: bytearray) -> None:
-    numel = math.prod(tensor.shape)
-    storage = _STORAGE_OF.get(tensor.dtype)
-    out += b"ctorch._utils\n"
-    out += b"_rebuild_tensor_v2\n((" if storage else b"_rebuild_tensor_v3\n(("
-    _emit("storage", out)
+def _call_of(tensor: TensorOut) -> CallOut:
+    numel, storage = math.prod(tensor.shape), _STORAGE_OF.get(tensor.dtype)
+    hooks = CallOut(GlobalOut("collections", "OrderedDict"), ())
+    view = (0, tensor.shape, row_major_strides(tensor.shape), False, hooks)
     if storage:
-        out += f"ctorch\n{storage}\n".encode()
-    else:
-        out += b"ctorch.storage\nUntypedStorage\n"
-        numel *= DTYPES[tensor.dtype].itemsize
-    _emit(tensor.key, out)
-    _emit("cpu", out)
-    _emit(numel, out)
-    out += b"tQ"
-    _emit(0, out)
-    _emit(tuple(tensor.shape), out)
-    _emit(row_major_strides(tensor.shape), out)
-    out += b"\x89ccollections\nOrderedDict\n)R"
-    if not storage:
-        out += f"ctorch\n{tensor.dtype}\n".encode()
-    out += b"tR"
+        held = StorageOut(f"torch.{storage}", tensor.key, numel)
+        return CallOut(GlobalOut("torch._utils", "_rebuild_tensor_v2"), (held, *view))
+    nbytes = numel * DTYPES[tensor.dtype].itemsize
+    held = StorageOut("torch.storage.UntypedStorage", tensor.key, nbytes)
+    dtype = GlobalOut("torch", tensor.dtype)
+    return CallOut(GlobalOut("torch._utils", "_rebuild_tensor_v3"), (held, *view, dtype))

@@ -10,17 +10,32 @@ from __future__ import annotations
 import itertools
 import re
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from ckpt.convert.sources.blobs import Blob, Opened, open_blob
+from ckpt.convert.sources.budget import MemoryBudget
 from ckpt.convert.sources.pickles import Opaque, PickledObject
-from ckpt.convert.sources.source import Refusal
-from ckpt.convert.sources.torch_pickle import UnreadableTensor
+from ckpt.convert.sources.source import (
+    SCRATCH_NBYTES,
+    Chunk,
+    FileSource,
+    Refusal,
+    SourceContents,
+    SourceTensor,
+    check_chunks,
+)
+from ckpt.convert.sources.torch_pickle import StorageRef, TensorRef, UnreadableTensor
 from ckpt.errors import UnsupportedFormat
+from ckpt.layout.dtypes import DTYPES
 from ckpt.layout.kind import Kind
+from ckpt.layout.region import Box, Shape, span_of
 from ckpt.state.names import WRAPPER_PARTS, split_state_name
 from ckpt.state.values import DEPTH_MAX, TENSOR_KEY, is_key, join
+from storage import Store
+
+IMPORT_THREADS = 3  # of an import, by default; each has a part of 16 MiB in memory
 
 NODES_MAX = 1 << 20  # of one state: shared parts of a pickle count each time they are named
 _NUMBER = re.compile(r"_\d+$")  # a second model is called `model_1`
@@ -38,13 +53,123 @@ class Leaf:
     is_float: bool = True
 
 
-class Named(NamedTuple):
-    """A tree by our names: `tensors` gives the key of a leaf and its kind."""
+class TreeTensor(NamedTuple):
+    """A tensor of a nested state: its dtype and shape, and where it lies."""
 
-    tensors: dict[str, tuple[Any, Kind]]
-    values: dict[str, Any]
-    refused: dict[str, Refusal]
-    modules: tuple[str, ...]
+    dtype: str
+    shape: Shape
+    chunks: list[Chunk]
+
+
+class TreeData(NamedTuple):
+    """The tensors of nested states by the keys of their leaves, and the budget for all of it."""
+
+    tensors: dict[str, TreeTensor]
+    budget: MemoryBudget
+
+    def add(self, key: str, dtype: str, shape: Shape, chunks: list[Chunk]) -> None:
+        """One more tensor."""
+        self.tensors[key] = TreeTensor(dtype, shape, chunks)
+
+    def check(self, sizes: Mapping[str, int]) -> None:
+        """Raise Corrupt unless each tensor is there once, in files of these lengths."""
+        for key, (dtype, shape, chunks) in self.tensors.items():
+            check_chunks(SourceTensor(key, dtype, shape), chunks, sizes)
+
+
+def tree_source(
+    store: Store,
+    format: str,
+    tree: Any,
+    data: TreeData,
+    parameter_names: Sequence[str] | None,
+) -> FileSource:
+    """The source of a nested state.
+
+    A key that several leaves have is a tied tensor, stored under the first of its names.
+    """
+    tensors, budget = data
+    named = name_tree(tree, parameter_names)
+    infos: dict[str, SourceTensor] = {}
+    aliases: dict[str, str] = {}
+    first: dict[str, str] = {}
+    for fqn in sorted(named.tensors):
+        key, kind = named.tensors[fqn]
+        held = first.setdefault(key, fqn)
+        if held == fqn:
+            infos[fqn] = SourceTensor(fqn, tensors[key].dtype, tensors[key].shape, kind)
+            continue
+        aliases[fqn] = held
+        if kind in (Kind.PARAMETER, Kind.BUFFER):  # of a model, whatever else has it, too
+            infos[held] = infos[held]._replace(kind=kind)
+    contents = SourceContents(
+        infos,
+        values=dict(sorted(named.values.items())),
+        aliases=aliases,
+        refused=named.refused,
+        modules=named.modules,
+    )
+    placed = {fqn: tensors[key].chunks for key, fqn in first.items()}
+    # What the buffers of an import take beyond the bytes that are there: a tensor may show few
+    # stored elements many times.
+    stored_nbytes = budget.tensor_nbytes
+    nbytes = min(sum(info.nbytes for info in infos.values()), IMPORT_THREADS * 16 << 20)
+    if any(chunk.stride is not None for chunks in placed.values() for chunk in chunks):
+        nbytes += min(IMPORT_THREADS * SCRATCH_NBYTES, stored_nbytes)
+    budget.charge(max(0, nbytes - stored_nbytes))
+    return FileSource(store, format, contents, placed, stored_nbytes)
+
+
+def chunk_of(view: TensorRef, opened: Opened, file: str, offset: Shape, whole: Shape) -> Chunk:
+    """The region at `offset` of a tensor of shape `whole` that a blob holds."""
+    box = Box(offset, view.shape)
+    start = opened.start_of(view)
+    if not view.is_row_major:
+        return Chunk(box, file, start, view.stride)
+    # Another number of dims is refused by `check_chunks`, which names the tensor.
+    span = span_of(box, whole) if len(offset) == len(whole) else None
+    return Chunk(span or box, file, start)
+
+
+def leaves_of_blob(
+    store: Store, blob: Blob, key: str, into: TreeData, *, is_outermost: bool = False
+) -> Any:
+    """The tree in a blob with a `Leaf` for each tensor, which go `into` the data of the source.
+    Raises like `open_blob`, which says what `is_outermost` is.
+
+    Equal views of one storage are one tensor, whatever parts of the tree they stand in.
+    """
+    opened = open_blob(store, blob, into.budget, is_outermost=is_outermost)
+
+    def mapped(tree: Any) -> Any:
+        # Containers in which nothing changes are the same objects: most of a large state may be
+        # values.
+        if type(tree) is dict:
+            made: Any = {key: mapped(item) for key, item in tree.items()}
+            return tree if all(made[key] is item for key, item in tree.items()) else made
+        if type(tree) in (list, tuple):
+            made = [mapped(item) for item in tree]
+            if all(new is item for new, item in zip(made, tree, strict=True)):
+                return tree
+            return made if type(tree) is list else tuple(made)
+        if isinstance(tree, StorageRef):
+            return UnreadableTensor("it is a storage, not a tensor")
+        if not isinstance(tree, TensorRef):
+            return tree
+        shape = tree.shape
+        name = f"{key}@{tree.storage.key}:{tree.offset}:{shape}:{tree.stride}{tree.dtype}"
+        if name not in into.tensors:
+            origin = (0,) * len(shape)
+            chunks = [] if 0 in shape else [chunk_of(tree, opened, blob.file, origin, shape)]
+            into.add(name, tree.dtype, shape, chunks)
+        return Leaf(name, DTYPES[tree.dtype].is_float)
+
+    tree = mapped(opened.tree)
+    opened.directory.close()
+    return tree
+
+
+# Names ----------------------------------------------------------------------------------------
 
 
 def name_tree(tree: Any, parameter_names: Sequence[str] | None = None) -> Named:
@@ -52,19 +177,22 @@ def name_tree(tree: Any, parameter_names: Sequence[str] | None = None) -> Named:
 
     `parameter_names` are those of the parameters of optimizers that number them, in their order.
     """
-    naming = _Naming(parameter_names)
-    naming.walk(tree, "", 0)
-    naming.settle_modules()
-    return Named(naming.tensors, naming.values, naming.refused, tuple(sorted(naming.modules)))
+    named = Named(parameter_names)
+    named.walk(tree, "", 0)
+    named.settle_modules()
+    return named
 
 
-class _Naming:
+class Named:
+    """A tree by our names: `tensors` gives the key of a leaf and its kind."""
+
     def __init__(self, parameter_names: Sequence[str] | None) -> None:
         self.parameter_names = parameter_names
         self.tensors: dict[str, tuple[Any, Kind]] = {}
         self.values: dict[str, Any] = {}
         self.refused: dict[str, Refusal] = {}
-        self.modules: dict[str, list[str]] = {}  # path -> names of its tensors, in it
+        self.modules: tuple[str, ...] = ()
+        self.containers: dict[str, list[str]] = {}  # path -> names of its tensors, in it
         self.trained: set[str] = set()  # names that optimizers have
         self.weights: set[str] = set()  # fqns of what may be weights
         self.nodes = 0
@@ -78,8 +206,8 @@ class _Naming:
         elif isinstance(node, (dict, list, tuple)) and (not path or has_tensors(node)):
             if depth >= DEPTH_MAX:
                 self.refuse(path, f"it is nested deeper than {DEPTH_MAX}")
-            elif isinstance(node, dict) and (groups := _optimizer(node)) is not None:
-                self.add_optimizer(groups, path)
+            elif isinstance(node, dict) and (optimizer := _optimizer(node)) is not None:
+                self.add_optimizer(*optimizer, path)
             else:
                 self.walk_container(node, path, depth)
         else:
@@ -88,11 +216,13 @@ class _Naming:
     def walk_container(self, node: Any, path: str, depth: int) -> None:
         items = list(node.items() if isinstance(node, dict) else enumerate(node))
         self.count(1 + len(items))
-        if isinstance(node, dict) and _is_state_dict(node):
+        if isinstance(node, dict) and any(
+            isinstance(k, str) and isinstance(v, Leaf) for k, v in items
+        ):
+            # As in the state dict of a module.
             bare = bare_names([key for key in node if isinstance(key, str)])
             items = [(bare.get(key, key), item) for key, item in items]
-            named = [key for key, item in items if isinstance(item, Leaf)]
-            self.modules[path] = [str(key) for key in named]
+            self.containers[path] = [str(key) for key, item in items if isinstance(item, Leaf)]
         for key, item in items:
             if type(key) not in (str, int):
                 self.refuse(join(path, key), f"its key is a {type(key).__name__}")
@@ -168,41 +298,44 @@ class _Naming:
 
     # Optimizers
 
-    def add_optimizer(self, optimizer: _Optimizer, path: str) -> None:
-        names = self.names_of_numbers(optimizer, path)
+    def add_optimizer(
+        self, state: Mapping[Any, Any], groups: Sequence[Mapping[str, Any]], path: str
+    ) -> None:
+        names = self.names_of_numbers(groups, path)
         if names is None:
             return
-        groups = []
-        for index, group in enumerate(optimizer.groups):
+        kept = []
+        for index, group in enumerate(groups):
             hyper = {k: v for k, v in group.items() if k not in ("params", "param_names")}
             base = f"{join(path, 'param_groups')}.{index}"
             problems: list[tuple[str, str]] = []
             value = self.plain(hyper, base, 0, problems)
             for place, reason in problems:
                 self.refuse(place, reason)
-            params = [names[param] for param in group["params"]]
-            groups.append({"params": params, **(value or {})})
-        self.trained.update(name for group in groups for name in group["params"])
-        self.values[join(path, "param_groups")] = groups
-        for param, state in optimizer.state.items():
+            kept.append({"params": [names[param] for param in group["params"]], **(value or {})})
+        self.trained.update(name for group in kept for name in group["params"])
+        self.values[join(path, "param_groups")] = kept
+        for param, own in state.items():
             base = join(path, f"state.{names.get(param, param)}")
-            if not isinstance(state, dict):
-                self.add_value(base, state)
+            if not isinstance(own, dict):
+                self.add_value(base, own)
                 continue
-            for name, item in state.items():
+            for name, item in own.items():
                 if isinstance(item, Leaf):
                     self.add_tensor(join(base, name), item, Kind.OPTIMIZER)
                 else:
                     self.add_value(join(base, name), item)
 
-    def names_of_numbers(self, optimizer: _Optimizer, path: str) -> dict[Any, str] | None:
-        """The name of each parameter that the optimizer names or numbers; None if unknown."""
-        params = [param for group in optimizer.groups for param in group["params"]]
+    def names_of_numbers(
+        self, groups: Sequence[Mapping[str, Any]], path: str
+    ) -> dict[Any, str] | None:
+        """The name of each parameter that an optimizer names or numbers; None if unknown."""
+        params = [param for group in groups for param in group["params"]]
         named = [p for p in params if isinstance(p, str)]
         if len(named) == len(params):
             bare = bare_names(named)
             return {param: bare[param] for param in params}
-        listed = [name for group in optimizer.groups for name in group.get("param_names") or ()]
+        listed = [name for group in groups for name in group.get("param_names") or ()]
         names = listed if len(listed) == len(params) else self.parameter_names
         if names is None or len(names) != len(params):
             self.refuse(
@@ -221,26 +354,30 @@ class _Naming:
         """Keep as modules what is called a model, or every outermost container that has weights,
         or all if none has. Everything in a module is of it, and of the whole state its weights.
         """
-        called = set(filter(is_called_model, self.modules))
+        called = set(filter(is_called_model, self.containers))
         holding = {
             path
-            for path, names in self.modules.items()
+            for path, names in self.containers.items()
             if any(join(path, name) in self.weights for name in names)
         }
-        models = called or holding or set(self.modules)
+        models = called or holding or set(self.containers)
         prefixes: list[str] = []
         for prefix in sorted(f"{path}." for path in models if path):
             if not prefixes or not prefix.startswith(prefixes[-1]):
                 prefixes.append(prefix)
-        at_top = self.weights.union(self.modules[""]) if "" in models else set()
-        places = {fqn: _prefix_of(fqn, prefixes) for fqn in self.tensors}
+        at_top = self.weights.union(self.containers[""]) if "" in models else set()
+        places = {}  # the one of the prefixes that a name begins with; none begins with another
+        for fqn in self.tensors:
+            index = bisect_right(prefixes, fqn) - 1
+            is_inside = index >= 0 and fqn.startswith(prefixes[index])
+            places[fqn] = prefixes[index] if is_inside else ""
         trained = {p for fqn, p in places.items() if fqn.removeprefix(p) in self.trained}
         for fqn, prefix in places.items():
             key, kind = self.tensors[fqn]
             if kind is Kind.OTHER and (prefix or fqn in at_top):
                 is_buffer = prefix in trained and fqn.removeprefix(prefix) not in self.trained
                 self.tensors[fqn] = key, Kind.BUFFER if is_buffer else Kind.PARAMETER
-        self.modules = {path: [] for path in [*(p[:-1] for p in prefixes), *({""} & models)]}
+        self.modules = tuple(sorted({*(p[:-1] for p in prefixes), *({""} & models)}))
 
 
 def is_called_model(path: str) -> bool:
@@ -248,37 +385,11 @@ def is_called_model(path: str) -> bool:
     return _NUMBER.sub("", path) in MODEL_ENTRIES
 
 
-def _prefix_of(fqn: str, prefixes: Sequence[str]) -> str:
-    """The one of sorted `prefixes` that `fqn` begins with, or "". None begins with another."""
-    index = bisect_right(prefixes, fqn) - 1
-    return prefixes[index] if index >= 0 and fqn.startswith(prefixes[index]) else ""
-
-
-def mapped(tree: Any, leaf_of: Callable[[Any], Any]) -> Any:
-    """`tree` with what `leaf_of` makes of each leaf. Containers in which nothing changes are the
-    same objects: most of a large state may be values.
-    """
-    if type(tree) is dict:
-        made: Any = {key: mapped(item, leaf_of) for key, item in tree.items()}
-        return tree if all(made[key] is item for key, item in tree.items()) else made
-    if type(tree) in (list, tuple):
-        made = [mapped(item, leaf_of) for item in tree]
-        if all(new is item for new, item in zip(made, tree, strict=True)):
-            return tree
-        return made if type(tree) is list else tuple(made)
-    return leaf_of(tree)
-
-
 def has_tensors(node: Any) -> bool:
     """Whether a container has a tensor, or what stands for one that is refused, in it."""
     if isinstance(node, (dict, list, tuple)):
         return any(map(has_tensors, node.values() if isinstance(node, dict) else node))
     return isinstance(node, (Leaf, UnreadableTensor))
-
-
-def _is_state_dict(node: Mapping[Any, Any]) -> bool:
-    """Whether tensors stand in it under names, as in the state dict of a module."""
-    return any(isinstance(key, str) and isinstance(item, Leaf) for key, item in node.items())
 
 
 def bare_names(names: Sequence[str]) -> dict[str, str]:
@@ -292,9 +403,8 @@ def bare_names(names: Sequence[str]) -> dict[str, str]:
     return bare if len(set(bare.values())) == len(bare) else {name: name for name in names}
 
 
-class _Optimizer(NamedTuple):
-    state: Mapping[Any, Any]
-    groups: Sequence[Mapping[str, Any]]
+# The state and the groups of an optimizer.
+_Optimizer = tuple[Mapping[Any, Any], Sequence[Mapping[str, Any]]]
 
 
 def _optimizer(node: Mapping[Any, Any]) -> _Optimizer | None:
@@ -306,7 +416,7 @@ def _optimizer(node: Mapping[Any, Any]) -> _Optimizer | None:
         and isinstance(groups, list)
         and all(isinstance(g, dict) and isinstance(g.get("params"), list) for g in groups)
     ):
-        return _Optimizer(state, groups)
+        return state, groups
     if node and all(str(key).startswith(("state.", "param_groups.")) for key in node):
         return _unflattened(node)
     return None
@@ -335,7 +445,7 @@ def _unflattened(node: Mapping[Any, Any]) -> _Optimizer | None:
     for param, values in hyper.items():
         group = groups.setdefault(_likeness(values), {"params": [], **values})
         group["params"].append(param)
-    return _Optimizer({p: s for p, s in state.items() if s}, list(groups.values()))
+    return {p: s for p, s in state.items() if s}, list(groups.values())
 
 
 def _likeness(value: Any, depth: int = 0) -> Any:
@@ -385,9 +495,3 @@ def _with_lists(node: Any, lists: Mapping[int, Any]) -> Any:
     is_list = id(node) in lists and sorted(node, key=str) == sorted(range(len(node)), key=str)
     made = {key: _with_lists(item, lists) for key, item in node.items()}
     return [made[index] for index in range(len(made))] if is_list else made
-
-
-def leaves_of(named: Named) -> Iterator[tuple[str, Any, Kind]]:
-    """Names, keys and kinds of the tensors, sorted by name."""
-    for fqn in sorted(named.tensors):
-        yield fqn, *named.tensors[fqn]

@@ -11,27 +11,37 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import closing
+from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 from ckpt.convert.sources.source import CheckpointSource
-from ckpt.convert.targets.files import Data, Fixed, PlannedFile
-from ckpt.convert.targets.writing import (
+from ckpt.convert.targets.files import (
+    Counted,
+    Data,
+    Fixed,
+    Late,
     Meter,
+    PlannedFile,
     Progress,
-    Writing,
     fill_part,
-    write_file,
-    write_share,
 )
 from ckpt.errors import CheckpointError, Corrupt
-from ckpt.format.checksum import crc32c
-from ckpt.format.object_parts import PART_NBYTES, part_nbytes_for
+from ckpt.format.checksum import crc32c, joined_crc32
+from ckpt.format.object_parts import (
+    PART_NBYTES,
+    filled_parts,
+    part_nbytes_for,
+    send_parts,
+    write_filled,
+)
 from ckpt.layout.buffers import aligned_buffer
 from ckpt.saving.resumable import is_written, stored
 from ckpt.world.base import World, collectively
-from storage import KeyExistsError, StorageError, Store, StoreLike
+from storage import KeyExistsError, StorageError, Store
 
 logger = logging.getLogger(__name__)
 
@@ -39,150 +49,125 @@ NOTE_SUFFIX = ".unfinished"
 JOINT_NBYTES_MIN = 64 << 20  # smaller files are not worth the rounds that writing together takes
 
 
-class Delivery(NamedTuple):
-    """Where files go, and how. `name` is the target's in `folder`, "" for a directory. With
-    `alone`, the folder may have no other file whose name ends so.
+@dataclass(slots=True)
+class Delivery:
+    """Files on their way from a source to a store. `name` is the target's there, "" for a
+    directory. With `alone`, the folder may have no other file whose name ends so.
     """
 
-    folder: StoreLike
+    world: World
+    store: Store
+    source: CheckpointSource
+    files: Sequence[PlannedFile]
     name: str
-    options: Mapping[str, Any]
     threads: int
     part_nbytes: int
-    verify: bool
-    world: World
     alone: str = ""
+    own: set[str] = field(default_factory=set)
+    """What this rank may have created, or that an earlier run has left."""
 
+    def deliver(self, progress: Progress | None, *, verify: bool) -> int:
+        """Write all files; returns how many were there already. Collective over the ranks, and
+        raises the same error on all of them.
 
-def deliver(
-    source: CheckpointSource,
-    files: Sequence[PlannedFile],
-    delivery: Delivery,
-    progress: Progress | None,
-    open_store: Callable[..., Store],
-) -> int:
-    """Write all files; returns how many were there already. Collective over the ranks, and raises
-    the same error on all of them.
-
-    After an error nothing is left of what was written; after a kill, also of one rank, the next
-    call continues.
-    """
-    world = delivery.world
-    store = collectively(
-        world, "open target", lambda: open_store(delivery.folder, **delivery.options)
-    )
-    try:
-        job = _Job(world, store, source, files, delivery)
-        there = job.begin()
+        After an error nothing is left of what was written; after a kill, also of one rank, the next
+        call continues.
+        """
+        finished = collectively(self.world, "look at the target", self._look)
+        there = set(self._agreed("target", finished))
+        if self.is_coordinator:
+            self.own |= there
         try:
-            job.write(there, progress)
-            if delivery.verify:
-                mine = job.mine(set())
-                collectively(world, "verify", lambda: verify_files(source, store, mine))
-            job.end(there)
+            self._write(there, progress)
+            if verify:
+                collectively(self.world, "verify", self._verify)
+            collectively(self.world, "end", partial(self._end, there))
         except BaseException:
-            job.undo()
+            self._undo()
             raise
         return len(there)
-    finally:
-        store.close()
-
-
-class _Job:
-    def __init__(
-        self,
-        world: World,
-        store: Store,
-        source: CheckpointSource,
-        files: Sequence[PlannedFile],
-        delivery: Delivery,
-    ) -> None:
-        self.world = world
-        self.store = store
-        self.source = source
-        self.files = files
-        self.delivery = delivery
-        self.note_key = f"{delivery.name or '.export'}{NOTE_SUFFIX}"
-        self.note = _digest(source, files).encode()
-        self.own: set[str] = set()  # what this rank may have created, or found from an earlier run
 
     @property
     def is_coordinator(self) -> bool:
+        """Whether this rank does what is done once."""
         return self.world.rank == 0
+
+    @property
+    def note_key(self) -> str:
+        """Where the note of this export lies."""
+        return f"{self.name or '.export'}{NOTE_SUFFIX}"
 
     @property
     def data_files(self) -> Sequence[PlannedFile]:
         """All files except the last of several: that one completes them."""
         return self.files[:-1] if len(self.files) > 1 else self.files
 
-    def begin(self) -> set[str]:
-        """The files that an earlier, killed export of the same has finished.
+    def part_nbytes_of(self, file: PlannedFile) -> int:
+        """The size of the parts of a file that all ranks write together."""
+        return part_nbytes_for(file.nbytes, self.part_nbytes)
+
+    def _look(self) -> bytes:
+        """The keys of files that an earlier, killed export of the same has finished, as JSON.
 
         Raises CheckpointError when there is anything else.
         """
-        finished = collectively(self.world, "look at the target", self._look)
-        there = set(self._agreed("target", finished))
-        if self.is_coordinator:
-            self.own |= there
-        return there
-
-    def _look(self) -> bytes:
         if not self.is_coordinator:
             return b""
-        self._refuse_others()
-        note = stored(self.store, self.note_key)
-        if note is not None and note != self.note:
+        store, keys = self.store, {file.key for file in self.files}
+        for info in store.list("") if self.alone else ():
+            if info.key.endswith(self.alone) and "/" not in info.key and info.key not in keys:
+                raise CheckpointError(
+                    f"{store.url}/{info.key} is there, and readers load every *{self.alone} of a "
+                    "folder: export into an empty one"
+                )
+        note, own_note = stored(store, self.note_key), self._digest()
+        if note is not None and note != own_note:
             raise CheckpointError(
-                f"{self.store.url}/{self.note_key} is the note of another export that did not "
+                f"{store.url}/{self.note_key} is the note of another export that did not "
                 "finish; run that one again, or remove this file and what it has written"
             )
-        present = [
-            file.key
-            for file in self.files
-            if is_written(self.store, file.key, file.nbytes, _head_of(file))
-        ]
+        present = []
+        for file in self.files:
+            first = file.pieces[0] if file.pieces else None
+            head = first.data if isinstance(first, Fixed) else b""
+            if is_written(store, file.key, file.nbytes, head):
+                present.append(file.key)
         if note is not None and len(present) == len(self.files):
             return json.dumps(present).encode()  # killed between the last file and the note
         if present and (note is None or self.files[-1].key in present):
             raise CheckpointError(
-                f"{self.store.url}/{present[0]} is there already and nothing is ever overwritten; "
+                f"{store.url}/{present[0]} is there already and nothing is ever overwritten; "
                 "remove it, or export to another name"
             )
         if note is None:
             try:
-                self.store.put_if_absent(self.note_key, self.note)
+                store.put_if_absent(self.note_key, own_note)
             except KeyExistsError as error:
                 raise CheckpointError(
-                    f"{self.store.url}/{self.note_key}: another export has just begun"
+                    f"{store.url}/{self.note_key}: another export has just begun"
                 ) from error
         else:
             for file in self.files:
-                self.store.abort_unfinished(file.key)
+                store.abort_unfinished(file.key)
         return json.dumps(present).encode()
 
-    def _refuse_others(self) -> None:
-        """Raise CheckpointError for files that readers of the folder would take for part of it."""
-        suffix, own = self.delivery.alone, {file.key for file in self.files}
-        if not suffix:
-            return
-        for info in self.store.list(""):
-            if info.key.endswith(suffix) and "/" not in info.key and info.key not in own:
-                raise CheckpointError(
-                    f"{self.store.url}/{info.key} is there, and readers load every *{suffix} of a "
-                    "folder: export into an empty one"
-                )
+    def _digest(self) -> bytes:
+        """What identifies an export: its source, and every byte known in advance."""
+        digest = hashlib.sha256(f"{self.source.url} {self.source.contents.step}".encode())
+        for file in self.files:
+            digest.update(f"\n{file.key} {file.nbytes}".encode())
+            for piece in file.pieces:
+                if isinstance(piece, Fixed):
+                    digest.update(piece.data)
+                elif isinstance(piece, Data):
+                    digest.update(f"{piece.output.tensor.fqn} {piece.region}".encode())
+        return digest.hexdigest().encode()
 
-    def is_joint(self, file: PlannedFile) -> bool:
-        """Whether all ranks write this file together. A file that contains checksums of its data is
-        written by one rank, because they are taken from the data as it passes.
-        """
-        return self.world.size > 1 and not file.checksums and file.nbytes >= JOINT_NBYTES_MIN
+    def _agreed(self, name: str, encoded: bytes) -> Any:
+        """What the coordinator has encoded as JSON, on all ranks."""
+        return json.loads(self.world.broadcast(name, encoded if self.is_coordinator else None))
 
-    def part_nbytes_of(self, file: PlannedFile) -> int:
-        """The size of the parts of a file that all ranks write together."""
-        return part_nbytes_for(file.nbytes, self.delivery.part_nbytes)
-
-    def mine(self, there: set[str]) -> list[PlannedFile]:
+    def _mine(self, there: set[str]) -> list[PlannedFile]:
         """This rank's files: the largest first, each to the rank that has the least so far."""
         # Every rank computes the same division from the same list, so no round is needed.
         load = [0] * self.world.size
@@ -195,99 +180,107 @@ class _Job:
                 chosen.append(file)
         return sorted(chosen, key=lambda file: file.key)
 
-    def write(self, there: set[str], progress: Progress | None) -> None:
+    def _write(self, there: set[str], progress: Progress | None) -> None:
         """All data files: small ones by a rank each, large ones by all ranks together."""
-        tokens = self.begin_joint(there)
-        mine = [file for file in self.mine(there) if file.key not in tokens]
+        rank, size = self.world.rank, self.world.size
+        tokens = self._begin_joint(there)
+        mine = [file for file in self._mine(there) if file.key not in tokens]
         large = [file for file in self.data_files if file.key in tokens]
-        nbytes = sum(file.nbytes for file in mine)
-        nbytes += sum(file.nbytes for file in large) // self.world.size
+        nbytes = sum(file.nbytes for file in mine) + sum(file.nbytes for file in large) // size
         meter = Meter(nbytes, progress)
-        delivery = self.delivery
-        writing = Writing(self.source, self.store, delivery.threads, delivery.part_nbytes)
         receipts: dict[str, dict[int, str]] = {}
 
         def run() -> None:
             for file in mine:
-                self.create(file, partial(write_file, writing, file, meter))
+                self._create(file, partial(write_file, self, file, meter))
             for file in large:
                 count = -(-file.nbytes // self.part_nbytes_of(file))
-                rank, size = self.world.rank, self.world.size
                 first, stop = (count * edge // size for edge in (rank, rank + 1))
-                token = tokens[file.key]
-                receipts[file.key] = write_share(writing, file, token, (first, stop), meter)
+                share = _write_share(self, file, tokens[file.key], first, stop, meter)
+                receipts[file.key] = share
+
+        def join() -> None:
+            by_rank = [json.loads(data) for data in gathered or ()]
+            for file in large if self.is_coordinator else ():
+                end_joint = partial(
+                    self.store.end_joint,
+                    file.key,
+                    file.nbytes,
+                    part_nbytes=self.part_nbytes_of(file),
+                    token=tokens[file.key],
+                    receipts={int(n): r for own in by_rank for n, r in own[file.key].items()},
+                )
+                self._create(file, end_joint)
 
         try:
             collectively(self.world, "write", run)
             if large:
-                gathered = self.world.gather_to_coordinator(
-                    "receipts", json.dumps(receipts).encode()
-                )
-                collectively(self.world, "join", lambda: self.join(large, tokens, gathered))
+                own = json.dumps(receipts).encode()
+                gathered = self.world.gather_to_coordinator("receipts", own)
+                collectively(self.world, "join", join)
         except BaseException:
-            for key, token in tokens.items():
-                if self.is_coordinator:
-                    self.store.abort_joint(key, token)
+            for key, token in tokens.items() if self.is_coordinator else ():
+                self.store.abort_joint(key, token)
             raise
 
-    def begin_joint(self, there: set[str]) -> dict[str, str]:
-        """The tokens of the files that all ranks write together, by key."""
+    def _begin_joint(self, there: set[str]) -> dict[str, str]:
+        """The tokens of the files that all ranks write together, by key. A file that contains
+        checksums of its data is written by one rank, because they are taken from the data as it
+        passes.
+        """
         if self.world.size == 1:
             return {}
-        tokens: dict[str, str] = {}
 
         def run() -> bytes:
+            tokens = {}
             for file in self.data_files if self.is_coordinator else ():
-                if self.is_joint(file) and file.key not in there:
-                    token = self.store.begin_joint(
-                        file.key, file.nbytes, part_nbytes=self.part_nbytes_of(file)
-                    )
+                is_joint = not file.checksums and file.nbytes >= JOINT_NBYTES_MIN
+                if is_joint and file.key not in there:
+                    part_nbytes = self.part_nbytes_of(file)
+                    token = self.store.begin_joint(file.key, file.nbytes, part_nbytes=part_nbytes)
                     tokens.update({file.key: token} if token else {})
             return json.dumps(tokens).encode()
 
         agreed: dict[str, str] = self._agreed("tokens", collectively(self.world, "begin", run))
         return agreed
 
-    def _agreed(self, name: str, encoded: bytes) -> Any:
-        """What the coordinator has encoded as JSON, on all ranks."""
-        return json.loads(self.world.broadcast(name, encoded if self.is_coordinator else None))
+    def _verify(self) -> None:
+        """Raise Corrupt naming every tensor whose bytes in the files differ from the source.
 
-    def join(
-        self,
-        files: Sequence[PlannedFile],
-        tokens: Mapping[str, str],
-        gathered: Sequence[bytes] | None,
-    ) -> None:
-        """The coordinator publishes what all ranks have written."""
-        by_rank = [json.loads(data) for data in gathered or ()]
-        for file in files if self.is_coordinator else ():
-            receipts = {int(n): r for own in by_rank for n, r in own[file.key].items()}
-            end_joint = partial(
-                self.store.end_joint,
-                file.key,
-                file.nbytes,
-                part_nbytes=self.part_nbytes_of(file),
-                token=tokens[file.key],
-                receipts=receipts,
+        Both are read anew, in memory bounded by two parts.
+        """
+        ours, theirs = aligned_buffer(PART_NBYTES), aligned_buffer(PART_NBYTES)
+        wrong: set[str] = set()
+        for file in self._mine(set()):
+            for start in range(0, file.nbytes, PART_NBYTES):
+                nbytes = min(PART_NBYTES, file.nbytes - start)
+                fill_part(self.source, file.pieces, start, ours[:nbytes])
+                self.store.get_into(file.key, start, [theirs[:nbytes]])
+                for piece in file.pieces:
+                    low, high = max(piece.start - start, 0), piece.start + piece.nbytes - start
+                    inside = slice(low, min(high, nbytes))
+                    if not isinstance(piece, Data) or low >= inside.stop:
+                        continue
+                    if crc32c(ours[inside]) != crc32c(theirs[inside]):
+                        wrong.add(f"{piece.output.name} in {file.key}")
+        if wrong:
+            raise Corrupt(
+                f"{self.store.url}: written bytes differ from those of {self.source.url}: "
+                f"{', '.join(sorted(wrong)[:10])}"
             )
-            self.create(file, end_joint)
 
-    def end(self, there: set[str]) -> None:
+    def _end(self, there: set[str]) -> None:
         """Write the last file, which completes the others, then remove the note of the export."""
+        if not self.is_coordinator:
+            return
+        for last in self.files[len(self.data_files) :]:
+            assert all(isinstance(piece, Fixed) for piece in last.pieces)
+            if last.key not in there:
+                data = b"".join(p.data for p in last.pieces if isinstance(p, Fixed))
+                self._create(last, partial(self.store.put_if_absent, last.key, data))
+        self.store.delete(self.note_key)
 
-        def run() -> None:
-            if not self.is_coordinator:
-                return
-            for last in self.files[len(self.data_files) :]:
-                assert all(isinstance(piece, Fixed) for piece in last.pieces)
-                if last.key not in there:
-                    data = b"".join(p.data for p in last.pieces if isinstance(p, Fixed))
-                    self.create(last, partial(self.store.put_if_absent, last.key, data))
-            self.store.delete(self.note_key)
-
-        collectively(self.world, "end", run)
-
-    def create(self, file: PlannedFile, write: Callable[[], None]) -> None:
+    def _create(self, file: PlannedFile, write: Callable[[], None]) -> None:
         """Run `write`, which creates `file`. After a failure it is ours to remove, since its
         outcome may be unknown, unless another one was there.
         """
@@ -298,7 +291,7 @@ class _Job:
             self.own.discard(file.key)
             raise
 
-    def undo(self) -> None:
+    def _undo(self) -> None:
         """Remove what this rank has written. The last file goes first, since it makes the others a
         checkpoint. After the death of a rank everything stays, and the next export continues it.
         """
@@ -313,48 +306,67 @@ class _Job:
                 logger.warning("%s/%s is left of a failed export: %s", self.store.url, key, error)
 
 
-def _head_of(file: PlannedFile) -> bytes:
-    """The bytes that a file is known to begin with."""
-    first = file.pieces[0] if file.pieces else None
-    return first.data if isinstance(first, Fixed) else b""
+# One file -----------------------------------------------------------------------------------------
 
 
-def _digest(source: CheckpointSource, files: Sequence[PlannedFile]) -> str:
-    """A digest that identifies an export: of its source, and of every byte known in advance."""
-    digest = hashlib.sha256(f"{source.url} {source.contents.step}".encode())
-    for file in files:
-        digest.update(f"\n{file.key} {file.nbytes}".encode())
-        for piece in file.pieces:
-            if isinstance(piece, Fixed):
-                digest.update(piece.data)
-            elif isinstance(piece, Data):
-                digest.update(f"{piece.output.tensor.fqn} {piece.span}".encode())
-    return digest.hexdigest()
+def write_file(delivery: Delivery, file: PlannedFile, meter: Meter) -> None:
+    """Create one file. Raises the source's and the store's errors; nothing is visible then."""
+    if file.nbytes == 0:
+        delivery.store.put_if_absent(file.key, b"")
+        return
+    write_filled(
+        delivery.store,
+        file.key,
+        file.nbytes,
+        fill=partial(fill_part, delivery.source, file.pieces),
+        finish=_finisher(file),
+        threads=delivery.threads,
+        part_nbytes=delivery.part_nbytes,
+        durable=True,
+        add=meter.add,
+    )
 
 
-def verify_files(source: CheckpointSource, store: Store, files: Sequence[PlannedFile]) -> None:
-    """Raise Corrupt naming every tensor whose bytes in the files differ from the source.
-
-    Both are read anew, in memory bounded by two parts.
+def _finisher(file: PlannedFile) -> Callable[[int, memoryview, list[Counted]], None]:
+    """What fills in the late bytes of a file's parts, from the crc32 of the data before them. Parts
+    come in order, so that all data before a late piece has passed when its bytes are due.
     """
-    ours, theirs = aligned_buffer(PART_NBYTES), aligned_buffer(PART_NBYTES)
-    wrong: list[str] = []
-    for file in files:
-        for start in range(0, file.nbytes, PART_NBYTES):
-            nbytes = min(PART_NBYTES, file.nbytes - start)
-            fill_part(source, file.pieces, start, ours[:nbytes])
-            store.get_into(file.key, start, [theirs[:nbytes]])
-            for piece, low, high in _data_in(file, start, start + nbytes):
-                inside = slice(low - start, high - start)
-                if crc32c(ours[inside]) != crc32c(theirs[inside]):
-                    wrong.append(f"{piece.output.name} in {file.key}")
-    if wrong:
-        some = ", ".join(sorted(set(wrong))[:10])
-        raise Corrupt(f"{store.url}: written bytes differ from those of {source.url}: {some}")
+    checksums = [0] * file.checksums
+    late = deque(piece for piece in file.pieces if isinstance(piece, Late))
+
+    def finish(start: int, part: memoryview, counted: list[Counted]) -> None:
+        for number, crc32, nbytes in counted:
+            checksums[number] = joined_crc32(checksums[number], crc32, nbytes)
+        stop = start + len(part)
+        while late and late[0].start < stop:
+            first, end = late[0].start, late[0].start + late[0].nbytes
+            low, high = max(first, start), min(end, stop)
+            if low < high:
+                made = late[0].make(checksums)
+                part[low - start : high - start] = made[low - first : high - first]
+            if end > stop:
+                return  # the rest of it is in the next part, and is made once more for that
+            late.popleft()
+
+    return finish
 
 
-def _data_in(file: PlannedFile, start: int, stop: int) -> Iterator[tuple[Data, int, int]]:
-    for piece in file.pieces:
-        low, high = max(piece.start, start), min(piece.start + piece.nbytes, stop)
-        if low < high and isinstance(piece, Data):
-            yield piece, low, high
+def _write_share(
+    delivery: Delivery, file: PlannedFile, token: str, first: int, stop: int, meter: Meter
+) -> dict[int, str]:
+    """Write parts `first` to `stop` of a file that others write with us; returns their receipts."""
+    part_nbytes, threads = delivery.part_nbytes_of(file), max(1, delivery.threads)
+    writer = delivery.store.joint(file.key, file.nbytes, part_nbytes=part_nbytes, token=token)
+    with closing(writer):
+        parts = filled_parts(
+            file.nbytes,
+            part_nbytes,
+            fill=partial(fill_part, delivery.source, file.pieces),
+            finish=lambda start, part, counted: None,
+            threads=threads,
+            first=first,
+            stop=stop,
+        )
+        with closing(parts):
+            send_parts(writer, parts, threads=threads, add=meter.add, first=first)
+    return writer.receipts

@@ -1,6 +1,9 @@
 """Files to be written, as values: which bytes are known, which come from tensors, which come last.
 
-    outputs -> files (fixed bytes, tensor data, late bytes) -> parts of a file, in any format
+    outputs -> files (fixed bytes, tensor data, late bytes) -> parts, read from the source
+
+A part is filled by reading straight into its buffer, so memory is bounded by the number of threads,
+whatever the size of the files. `ckpt.format.object_parts` has the threads and the store.
 
 A format is a function from outputs to planned files. Everything about a file but the tensors' bytes
 (and the checksums over them, in zip files) is known before the first byte is read.
@@ -9,27 +12,40 @@ A format is a function from outputs to planned files. Everything about a file bu
 from __future__ import annotations
 
 import json
+import threading
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
+from itertools import islice
 from typing import Any, NamedTuple, TypeAlias
 
-from ckpt.convert.sources.source import SourceTensor
-from ckpt.convert.sources.torch_pickle import write_tree
-from ckpt.convert.sources.zips import (
+import torch
+
+from ckpt.convert.sources.blobs import (
     DESCRIPTOR_NBYTES,
     Placed,
-    ZipLayout,
     descriptor,
     directory,
     lay_out,
     local_header,
 )
-from ckpt.layout.dtypes import DType
-from ckpt.layout.region import Span
+from ckpt.convert.sources.source import CheckpointSource, ReadRequest, SourceTensor
+from ckpt.convert.sources.torch_pickle import write_tree
+from ckpt.format.datafile import StoredChunk, file_entries, order_key, split_into_files
+from ckpt.format.manifest import Header
+from ckpt.format.object_parts import DataFileBuilder, write_filled
+from ckpt.format.part import FileColumns, PartTexts, TensorRecord
+from ckpt.format.rank_files import DataFile, RankContents, rank_files
+from ckpt.layout.dtypes import DTYPES, DType, torch_dtype
+from ckpt.layout.memory import tensor_over
+from ckpt.layout.region import Box, Region, Span, boxes_of
+from storage import Store
 
 HEADER_ALIGNMENT = 64
 ARCHIVE = "archive"
+FILE_NBYTES_MAX = 4 << 30  # of a data file of ours
 
 
 class Output(NamedTuple):
@@ -39,6 +55,14 @@ class Output(NamedTuple):
     tensor: SourceTensor
     dtype: DType
     nbytes: int
+
+
+class ExportSelection(NamedTuple):
+    """All tensors of the export, the tied names that stand for one of them, and values."""
+
+    outputs: list[Output]
+    tied: dict[str, str]
+    values: Mapping[str, Any]
 
 
 class Fixed(NamedTuple):
@@ -53,12 +77,12 @@ class Fixed(NamedTuple):
 
 
 class Data(NamedTuple):
-    """Elements `span` of an output from byte `start` on. `number` is the index of its crc32."""
+    """A region of an output from byte `start` on. `number` is the index of its crc32."""
 
     start: int
     nbytes: int
     output: Output
-    span: Span
+    region: Region
     number: int = -1
 
 
@@ -97,7 +121,14 @@ def safetensors_files(
     outputs: Sequence[Output], tied: Mapping[str, str], name: str, shard_bytes_max: int | None
 ) -> list[PlannedFile]:
     """The files, in writing order: the index of several comes last."""
-    groups = _groups(outputs, shard_bytes_max)
+    groups: list[list[Output]] = [[]]  # in name order, cut before the size is passed
+    filled = 0
+    for output in outputs:
+        if shard_bytes_max is not None and groups[-1] and filled + output.nbytes > shard_bytes_max:
+            groups.append([])
+            filled = 0
+        groups[-1].append(output)
+        filled += output.nbytes
     if len(groups) == 1:
         return [_safetensors_file(name, outputs, tied)]
     stem = name.removesuffix(".safetensors")
@@ -112,19 +143,6 @@ def safetensors_files(
     index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
     files.append(known_file(f"{name}.index.json", json.dumps(index, indent=2).encode() + b"\n"))
     return files
-
-
-def _groups(outputs: Sequence[Output], nbytes_max: int | None) -> list[list[Output]]:
-    """Outputs in name order, cut before `nbytes_max` is passed. A larger one stays whole."""
-    groups: list[list[Output]] = [[]]
-    filled = 0
-    for output in outputs:
-        if nbytes_max is not None and groups[-1] and filled + output.nbytes > nbytes_max:
-            groups.append([])
-            filled = 0
-        groups[-1].append(output)
-        filled += output.nbytes
-    return groups
 
 
 def _safetensors_file(key: str, outputs: Sequence[Output], tied: Mapping[str, str]) -> PlannedFile:
@@ -199,23 +217,35 @@ class ZipBuilding:
             **{f"data/{key}": (output, span) for key, output, span in data},
             "version": b"3\n",
         }
-        sizes = {f"{ARCHIVE}/{name}": _size_of(content) for name, content in contents.items()}
+        sizes = {
+            f"{ARCHIVE}/{name}": len(content)
+            if isinstance(content, bytes)
+            else content[1].numel * content[0].dtype.itemsize
+            for name, content in contents.items()
+        }
         layout = lay_out(sizes, start)
-        sums: list[_Sum] = []
+        sums: list[int] = []  # of each entry the crc32, or ~ the number of the data it is of
         for entry, content in zip(layout.entries, contents.values(), strict=True):
             self.pieces.append(Fixed(entry.header_start, local_header(entry)))
             if isinstance(content, bytes):
                 crc32 = zlib.crc32(content)
-                sums.append(_Sum(crc32, -1))
+                sums.append(crc32)
                 self.pieces.append(Fixed(entry.data_start, content))
                 self.pieces.append(Fixed(entry.descriptor_start, descriptor(entry, crc32)))
             else:
-                sums.append(_Sum(0, self.checksums))
+                sums.append(~self.checksums)
                 self.pieces.append(Data(entry.data_start, entry.nbytes, *content, self.checksums))
-                self.pieces.append(_late_descriptor(entry, self.checksums))
+                make = partial(_descriptor_of, entry, self.checksums)
+                self.pieces.append(Late(entry.descriptor_start, DESCRIPTOR_NBYTES, make))
                 self.checksums += 1
-        self.pieces.append(_late_directory(layout, start, sums))
+
+        def make_directory(checksums: Sequence[int]) -> bytes:
+            crc32s = [one if one >= 0 else checksums[~one] for one in sums]
+            return directory(layout, start, crc32s)
+
         self.nbytes = start + layout.nbytes
+        nbytes = self.nbytes - layout.directory_start
+        self.pieces.append(Late(layout.directory_start, nbytes, make_directory))
         return start, layout.nbytes
 
     def file(self, key: str) -> PlannedFile:
@@ -223,32 +253,149 @@ class ZipBuilding:
         return PlannedFile(key, self.nbytes, tuple(self.pieces), self.checksums)
 
 
-def _size_of(content: bytes | tuple[Output, Span]) -> int:
-    if isinstance(content, bytes):
-        return len(content)
-    output, span = content
-    return span.numel * output.dtype.itemsize
+def _descriptor_of(entry: Placed, number: int, checksums: Sequence[int]) -> bytes:
+    return descriptor(entry, checksums[number])
 
 
-class _Sum(NamedTuple):
-    """A crc32 that is known, or (`number` >= 0) the index of the data that it is taken of."""
+# Bytes --------------------------------------------------------------------------------------------
 
-    known: int
+MIB = 1 << 20
+CAST_SCRATCH_NBYTES = 8 * MIB
+
+Progress: TypeAlias = Callable[[int, int], None]
+
+
+class Meter:
+    """Adds up the bytes done, of which `written` are new, and reports them to the caller; used from
+    any thread.
+    """
+
+    def __init__(self, total: int, progress: Progress | None) -> None:
+        self.done = self.written = 0
+        self.total, self.progress = total, progress
+        self._lock = threading.Lock()
+
+    def add(self, nbytes: int, *, is_new: bool = True) -> None:
+        """`nbytes` more are done, by an earlier run if they are not new."""
+        with self._lock:
+            self.done += nbytes
+            self.written += nbytes if is_new else 0
+            if self.progress is not None:
+                # The total is of a copy's source; files that are written anew may be longer.
+                self.progress(min(self.done, self.total), self.total)
+
+
+class Counted(NamedTuple):
+    """The crc32 of some bytes of the data `number`, all of them in one part."""
+
     number: int
+    crc32: int
+    nbytes: int
 
 
-def _late_descriptor(entry: Placed, number: int) -> Late:
-    return Late(
-        entry.descriptor_start,
-        DESCRIPTOR_NBYTES,
-        lambda checksums: descriptor(entry, checksums[number]),
+def plan_data_files(
+    header: Header,
+    rank: int,
+    groups: Iterable[Sequence[StoredChunk]],
+    texts: PartTexts,
+    tensors: Iterable[TensorRecord],
+) -> list[DataFile]:
+    """The data files of a rank: some for each of `groups`, and one at least, which values and empty
+    tensors need. Those of `tensors` that are empty are listed.
+    """
+    entries = [
+        file_entries(chunks, header.block_bytes)
+        for group in [group for group in groups if group] or [[]]
+        for chunks in split_into_files(sorted(group, key=order_key), FILE_NBYTES_MAX)
+    ]
+    empty = [tensor for tensor in tensors if 0 in tensor.shape]
+    return rank_files(entries, RankContents(header, rank, texts, empty))
+
+
+def write_data_file(
+    source: CheckpointSource,
+    file: DataFile,
+    store: Store,
+    key: str,
+    *,
+    threads: int,
+    add: Callable[[int], object],
+    origin: Mapping[str, str] | None = None,
+) -> FileColumns:
+    """Create a data file of ours from the tensors of `source`; `origin` has their names there."""
+    pieces = []
+    for chunk, start in zip(file.entries.chunks, file.layout.offsets.tolist(), strict=True):
+        tensor = source.contents.tensors[origin[chunk.fqn] if origin else chunk.fqn]
+        output = Output(chunk.fqn, tensor, DTYPES[chunk.dtype], chunk.nbytes)
+        pieces.append(Data(start, chunk.nbytes, output, chunk.region))
+    builder = DataFileBuilder(file)
+    write_filled(
+        store,
+        key,
+        file.layout.nbytes,
+        fill=partial(fill_part, source, pieces),
+        finish=lambda start, part, _: builder.complete(start, part),
+        threads=threads,
+        add=add,
     )
+    return builder.result()
 
 
-def _late_directory(layout: ZipLayout, start: int, sums: Sequence[_Sum]) -> Late:
-    def make(checksums: Sequence[int]) -> bytes:
-        crc32s = [s.known if s.number < 0 else checksums[s.number] for s in sums]
-        return directory(layout, start, crc32s)
+def fill_part(
+    source: CheckpointSource, pieces: Sequence[FilePiece], start: int, part: memoryview
+) -> list[Counted]:
+    """Fill `part`, which begins at byte `start` of a file, with its `pieces`, but for late ones.
 
-    stop = start + layout.nbytes
-    return Late(layout.directory_start, stop - layout.directory_start, make)
+    Returns the crc32 of the data in it, where the file needs them.
+    """
+    stop = start + len(part)
+    direct: list[ReadRequest] = []
+    counted: list[tuple[int, memoryview]] = []
+    first = max(bisect_right(pieces, start, key=lambda piece: piece.start) - 1, 0)
+    for piece in islice(pieces, first, None):
+        if piece.start >= stop:
+            break
+        low, high = max(piece.start, start), min(piece.start + piece.nbytes, stop)
+        if low >= high or isinstance(piece, Late):
+            continue
+        memory = part[low - start : high - start]
+        if isinstance(piece, Fixed):
+            memory[:] = piece.data[low - piece.start : high - piece.start]
+            continue
+        _fill_data(source, piece, (low - piece.start, high - piece.start), memory, direct)
+        if piece.number >= 0:
+            counted.append((piece.number, memory))
+    source.fill(direct)
+    return [Counted(number, zlib.crc32(memory), len(memory)) for number, memory in counted]
+
+
+def _fill_data(
+    source: CheckpointSource,
+    piece: Data,
+    within: tuple[int, int],
+    memory: memoryview,
+    direct: list[ReadRequest],
+) -> None:
+    """Bytes `within` a piece of data: noted in `direct`, or read and cast here."""
+    output, width = piece.output, piece.output.dtype.itemsize
+    assert within[0] % width == 0 and within[1] % width == 0, "parts and data are aligned"
+    low, high = within[0] // width, within[1] // width
+    target = tensor_over(memory, torch_dtype(output.dtype.name), (high - low,))
+    if isinstance(piece.region, Box):
+        for part in boxes_of(Span(low, high), piece.region.shape):
+            here, target = target[: part.numel].view(part.shape), target[part.numel :]
+            offset = [a + b for a, b in zip(piece.region.offset, part.offset, strict=True)]
+            box = Box(tuple(offset), part.shape)
+            direct.append(ReadRequest(output.tensor.fqn, box, here))
+        return
+    span = Span(piece.region.start + low, piece.region.start + high)
+    if output.dtype.name == output.tensor.dtype:
+        direct.append(ReadRequest(output.tensor.fqn, span, target))
+        return
+    dtype = torch_dtype(output.tensor.dtype)
+    step = CAST_SCRATCH_NBYTES // dtype.itemsize
+    for start in range(span.start, span.stop, step):
+        band = Span(start, min(start + step, span.stop))
+        scratch = torch.empty(band.numel, dtype=dtype)
+        source.fill([ReadRequest(output.tensor.fqn, band, scratch)])
+        target[band.start - span.start : band.stop - span.start].copy_(scratch)

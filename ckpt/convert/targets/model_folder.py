@@ -15,9 +15,9 @@ from typing import Any
 
 from ckpt.convert.sources.opening import open_source
 from ckpt.convert.sources.source import SourceTensor
-from ckpt.convert.sources.torch_file import SUFFIXES
+from ckpt.convert.sources.torch_pickle import SUFFIXES
 from ckpt.errors import CheckpointError, NoCheckpoint
-from storage import KeyNotFoundError, Store, StoreLike, TooLargeError, open_store
+from storage import KeyNotFoundError, StoreLike, TooLargeError, open_store
 from storage.location import is_url, url_of
 
 CONFIG = "config.json"
@@ -93,11 +93,25 @@ def read_beside(config: StoreLike | None, options: Mapping[str, Any]) -> Describ
     """
     if config is None:
         return DescribingFiles()
-    folder, name = _place_of(config)
+    folder, name = config, ""  # of a config file in it, "" for the folder's own
+    if is_url(config):
+        url = url_of(config)
+        parent, _, last = url.rstrip("/").rpartition("/")
+        if last.endswith(".json"):
+            folder, name = parent or ("/" if url.startswith("/") else "."), last
+        elif last.endswith((".safetensors", *SUFFIXES)):
+            raise CheckpointError(f"config={url!r} is a file of weights; name its folder")
     with closing(open_store(folder, **options)) as store:
         # A config alone may lie in a folder of anything, so nothing else there counts.
         names = {name: CONFIG} if name else {each: each for each in COPIED}
-        files = {new: data for old, new in names.items() if (data := _read(store, old)) is not None}
+        files = {}
+        for old, new in names.items():
+            try:
+                files[new] = store.get_bounded(old, COPIED_NBYTES_MAX)
+            except KeyNotFoundError:
+                continue
+            except TooLargeError as error:
+                raise CheckpointError(f"config=: {error}") from error
         if CONFIG not in files:
             raise NoCheckpoint(
                 f"config=: {store.url} has no {name or CONFIG}; name a folder as save_pretrained "
@@ -112,30 +126,18 @@ def read_beside(config: StoreLike | None, options: Mapping[str, Any]) -> Describ
                 f"{store.url}/{name or CONFIG} has neither model_type nor architectures, so no "
                 "library can tell what the weights are of; is it another library's config?"
             )
-    known = () if name else _known_names(config, options)
+        known: Collection[str] = ()
+        is_whole = False
+        if not name and store.exists(index := f"{WEIGHTS}.index.json"):
+            weight_map = json.loads(store.get_bounded(index, COPIED_NBYTES_MAX))
+            known = frozenset(weight_map.get("weight_map", {}))
+        else:
+            is_whole = not name and store.exists(WEIGHTS)
+    if is_whole:  # by their header
+        weights = f"{url_of(folder)}/{WEIGHTS}" if is_url(folder) else folder
+        with closing(open_source(weights)) as source:
+            known = frozenset(source.contents.tensors)
     return DescribingFiles(files, parsed, known)
-
-
-def _place_of(config: StoreLike) -> tuple[StoreLike, str]:
-    """The folder, and the name of a config file in it, "" for the folder's own."""
-    if not is_url(config):
-        return config, ""
-    url = url_of(config)
-    folder, _, name = url.rstrip("/").rpartition("/")
-    if name.endswith(".json"):
-        return folder or ("/" if url.startswith("/") else "."), name
-    if name.endswith((".safetensors", *SUFFIXES)):
-        raise CheckpointError(f"config={url!r} is a file of weights; name its folder")
-    return url, ""
-
-
-def _read(store: Store, name: str) -> bytes | None:
-    try:
-        return store.get_bounded(name, COPIED_NBYTES_MAX)
-    except KeyNotFoundError:
-        return None
-    except TooLargeError as error:
-        raise CheckpointError(f"config=: {error}") from error
 
 
 def _check(where: str, name: str, data: bytes) -> None:
@@ -153,22 +155,6 @@ def _check(where: str, name: str, data: bytes) -> None:
         raise CheckpointError(f"{where} is no {name.rpartition('.')[2]} file: {error}") from error
     if not isinstance(parsed, dict | list) or (name == CONFIG and not isinstance(parsed, dict)):
         raise CheckpointError(f"{where} has {type(parsed).__name__} where a map is expected")
-
-
-def _known_names(folder: StoreLike, options: Mapping[str, Any]) -> Collection[str]:
-    """The names of the weights in `folder`, from their headers."""
-    with closing(open_store(folder, **options)) as store:
-        name = next((one for one in (f"{WEIGHTS}.index.json", WEIGHTS) if store.exists(one)), None)
-        if name is None:
-            return ()
-        if name != WEIGHTS:
-            index = json.loads(store.get_bounded(name, COPIED_NBYTES_MAX))
-            return frozenset(index.get("weight_map", {}))
-    source = open_source(f"{url_of(folder)}/{WEIGHTS}" if is_url(folder) else folder)
-    try:
-        return frozenset(source.contents.tensors)
-    finally:
-        source.close()
 
 
 # Names --------------------------------------------------------------------------------------
@@ -199,11 +185,11 @@ def _wrapped(names: Collection[str]) -> str:
         parts = name.split(".")
         for part in parts:
             if part in _WRAPPERS[1:] or (part == _WRAPPERS[0] and part == parts[0]):
-                return f"{name!r} has {part!r} in it, which is a wrapper's; {_without(part)}"
+                return f"{name!r} has {part!r} in it, which is a wrapper's; {_rule(f'{part}=')}"
     for first in _DOUBLED:
         doubled = f"{first}.{first}."
         if 2 * sum(name.startswith(doubled) for name in names) > len(names):
-            return f"most begin with {doubled!r}; {_without(first)}"
+            return f"most begin with {doubled!r}; {_rule(f'{first}=')}"
     return ""
 
 
@@ -212,28 +198,23 @@ def _moved(names: Collection[str], known: Collection[str]) -> str:
     if not known:
         return ""
     alike = len(frozenset(known) & frozenset(names))
-    for match, change in (
-        (_beginnings(names, known), _without),
-        (_beginnings(known, names), _with),
+    for beginning, count, rule in (
+        (*_beginning(names, known), "{}="),
+        (*_beginning(known, names), "={}"),
     ):
-        if match and match[1] > alike:
-            beginning, count = match
+        if count > alike:
             return (
                 f"{alike} of the {len(known)} names of the weights beside the config are among "
-                f"them, and {count} would be: {change(beginning)}"
+                f"them, and {count} would be: {_rule(rule.format(beginning))}"
             )
     return ""
 
 
-def _without(beginning: str) -> str:
-    return f"pass rename=['{beginning}='] (--rename {beginning}=)"
+def _rule(rule: str) -> str:
+    return f"pass rename=['{rule}'] (--rename {rule})"
 
 
-def _with(beginning: str) -> str:
-    return f"pass rename=['={beginning}'] (--rename ={beginning})"
-
-
-def _beginnings(longer: Collection[str], shorter: Collection[str]) -> tuple[str, int] | None:
+def _beginning(longer: Collection[str], shorter: Collection[str]) -> tuple[str, int]:
     """The beginning without which most of `longer` are among `shorter`, and how many are."""
     counts: Counter[str] = Counter()
     wanted = frozenset(shorter)
@@ -244,4 +225,4 @@ def _beginnings(longer: Collection[str], shorter: Collection[str]) -> tuple[str,
             for count in range(1, len(parts))
             if ".".join(parts[count:]) in wanted
         )
-    return counts.most_common(1)[0] if counts else None
+    return counts.most_common(1)[0] if counts else ("", 0)

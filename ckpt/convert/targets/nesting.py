@@ -7,24 +7,43 @@ Our states have flat names; here they become the nested dicts that torch's own f
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from ckpt.convert.sources.native import DCP_RECORD, NativeSource
-from ckpt.convert.sources.source import CheckpointSource, SourceContents, SourceTensor
-from ckpt.convert.sources.torch_pickle import TensorOut, write_tree
-from ckpt.convert.targets.dcp_metadata import DcpEntry, DcpPart, DcpValue, encode_metadata
-from ckpt.convert.targets.files import Output, PlannedFile, ZipBuilding, known_file, torch_file
-from ckpt.convert.targets.pickled_composites import composite_out
+from ckpt.convert.sources.source import (
+    DCP_RECORD,
+    CheckpointSource,
+    NativeSource,
+    SourceContents,
+    SourceTensor,
+)
+from ckpt.convert.sources.torch_pickle import CallOut, GlobalOut, StorageOut, TensorOut
+from ckpt.convert.targets.dcp import DcpBuilding
+from ckpt.convert.targets.files import ExportSelection, Output, PlannedFile, torch_file
 from ckpt.errors import CheckpointError
-from ckpt.layout.descriptions import is_description
-from ckpt.layout.region import Shape, Span
+from ckpt.layout.descriptions import TYPE_KEY, is_description
 from ckpt.state.names import split_state_name
 from ckpt.state.optimizer_kinds import NUMBER_OF_SUFFIX
 from ckpt.state.values import TENSOR_KEY, is_reference, references, renamed_tree
 
-DCP_FILE_NBYTES = 1 << 30
 PathOf = tuple[Any, ...]
+_POINTERS = {
+    "torch.sparse_csr": ("crow_indices", "col_indices"),
+    "torch.sparse_bsr": ("crow_indices", "col_indices"),
+    "torch.sparse_csc": ("ccol_indices", "row_indices"),
+    "torch.sparse_bsc": ("ccol_indices", "row_indices"),
+}
+# By dtype, the storage that torch has for it, and the dtype of its integers.
+_QUANTIZED = {
+    "qint8": ("torch.QInt8Storage", "int8"),
+    "quint8": ("torch.QUInt8Storage", "uint8"),
+    "qint32": ("torch.QInt32Storage", "int32"),
+}
+# By scheme, the dtypes of scales and zero points. torch.save refuses the symmetric ones.
+_PER_CHANNEL = {
+    "torch.per_channel_affine": ("float64", "int64"),
+    "torch.per_channel_affine_float_qparams": ("float32", "float32"),
+}
 
 
 class Nested(NamedTuple):
@@ -35,7 +54,7 @@ class Nested(NamedTuple):
 
 
 def nested_files(
-    source: CheckpointSource, chosen: Any, format: str, name: str, *, whole: bool
+    source: CheckpointSource, chosen: ExportSelection, format: str, name: str, *, whole: bool
 ) -> Nested:
     """The files of an export in `format`, "torch" or "dcp". `whole` states are nested, models are
     one dict of tensors.
@@ -44,19 +63,16 @@ def nested_files(
     numbers = _numbers(source, [output.tensor for output in chosen.outputs]) if whole else {}
     outputs = [output for output in chosen.outputs if output.name not in numbers]
     values = {**chosen.values, **numbers}
-    paths = _Paths(contents) if whole else None
+    path_of = _Paths(contents).of if whole else lambda fqn: (fqn,)
     number_of = {output.name: number for number, output in enumerate(outputs)}
     for tied, held in chosen.tied.items():
         number_of[tied] = number_of[held]
     left_out = tuple(sorted({name for own in contents.per_rank for name in own})) if whole else ()
-    entries = [
-        ((fqn,) if paths is None else paths.of(fqn), number) for fqn, number in number_of.items()
-    ]
     if format == "torch":
         values.update(_composites(contents, outputs, chosen.tied))
-        tree = _tree(entries, outputs, values, (number_of, paths))
+        tree = _tree(outputs, values, number_of, path_of)
         return Nested([torch_file(name, tree, outputs)], left_out)
-    return Nested(_dcp_files(entries, outputs, values, (number_of, paths)), left_out)
+    return Nested(_dcp_files(outputs, values, number_of, path_of), left_out)
 
 
 class FlatCheckpoint(NamedTuple):
@@ -129,32 +145,26 @@ class _Paths:
         return _parts(fqn)
 
 
-# The number of the output that has the tensor of a name, tied ones too; None where names are flat.
-_Numbered = tuple[Mapping[str, int], _Paths | None]
-
-
 def _parts(path: str) -> PathOf:
     return tuple(path.split(".")) if path else ()
 
 
 def _tree(
-    entries: Sequence[tuple[PathOf, int]],
     outputs: Sequence[Output],
     values: Mapping[str, Any],
-    naming: _Numbered,
+    number_of: Mapping[str, int],
+    path_of: Callable[[str], PathOf],
 ) -> Any:
     tree: dict[Any, Any] = {}
-    number_of, paths = naming
     out = [TensorOut(str(n), o.dtype.name, o.tensor.shape) for n, o in enumerate(outputs)]
     by_name = {name: out[number] for name, number in number_of.items()}
     referred: set[int] = set()
     for fqn, value in values.items():
         referred.update(number_of[name] for name in references(value))
-        path = paths.of(fqn) if paths is not None else (fqn,)
-        _put(tree, path, _with_outputs(value, by_name))
-    for path, number in entries:
+        _put(tree, path_of(fqn), _with_outputs(value, by_name))
+    for name, number in number_of.items():
         if number not in referred:
-            _put(tree, path, out[number])
+            _put(tree, path_of(name), out[number])
     return tree
 
 
@@ -164,7 +174,7 @@ def _with_outputs(value: Any, by_name: Mapping[str, TensorOut]) -> Any:
     """
     if is_reference(value):
         return by_name[value[TENSOR_KEY]]
-    if is_description(value) and (made := composite_out(value, by_name)) is not None:
+    if is_description(value) and (made := _composite_out(value, by_name)) is not None:
         return made
     if isinstance(value, dict):
         return {key: _with_outputs(item, by_name) for key, item in value.items()}
@@ -188,7 +198,7 @@ def _composites(
             continue
         renamed = renamed_tree(value, name_of.__getitem__)
         names = {_outer(name_of[part], part, fqn) for part in references(value)}
-        if len(names) != 1 or composite_out(renamed, of_output) is None:
+        if len(names) != 1 or _composite_out(renamed, of_output) is None:
             continue
         (name,) = names
         if name is None:  # renamed so that nothing says what the tensor itself is called
@@ -222,35 +232,27 @@ def _put(tree: dict[Any, Any], path: PathOf, item: Any) -> None:
 
 
 def _dcp_files(
-    entries: Sequence[tuple[PathOf, int]],
     outputs: Sequence[Output],
     values: Mapping[str, Any],
-    naming: _Numbered,
+    number_of: Mapping[str, int],
+    path_of: Callable[[str], PathOf],
 ) -> list[PlannedFile]:
-    """Data files of about a GiB, then `.metadata`, which makes them a checkpoint."""
-    building = _DcpBuilding()
-    parts = [building.add_tensor(output) for output in outputs]
-    number_of, paths = naming
-    tensor_entries: list[DcpEntry] = []
     places = dict[int, list[PathOf]]()
-    for path, number in entries:
-        places.setdefault(number, []).append(path)
+    for name, number in number_of.items():
+        places.setdefault(number, []).append(path_of(name))
     leaves: list[tuple[PathOf, Any]] = []
     for fqn, value in values.items():
-        path = paths.of(fqn) if paths is not None else (fqn,)
-        for leaf_path, leaf in _leaves(path, value):
+        for leaf_path, leaf in _leaves(path_of(fqn), value):
             if is_reference(leaf):
                 places[number_of[leaf[TENSOR_KEY]]] = [leaf_path]
             else:
                 leaves.append((leaf_path, leaf))
+    building = DcpBuilding()
     for number, output in enumerate(outputs):
-        for path in places.get(number, ()):
-            tensor_entries.append(
-                DcpEntry(path, output.dtype.name, output.tensor.shape, parts[number])
-            )
-    value_entries = [DcpValue(path, building.add_value(leaf)) for path, leaf in leaves]
-    metadata = encode_metadata(tensor_entries, value_entries)
-    return [*building.files(), known_file(".metadata", metadata)]
+        building.add_tensor(output, places.get(number, ()))
+    for path, leaf in leaves:
+        building.add_value(path, leaf)
+    return building.files()
 
 
 def _leaves(path: PathOf, value: Any) -> Iterator[tuple[PathOf, Any]]:
@@ -273,55 +275,68 @@ def _is_leaf(value: Any) -> bool:
     return not isinstance(value, list) or all(_is_leaf(item) for item in value)
 
 
-class _DcpBuilding:
-    """Data files in the making; a tensor larger than a file is cut by rows."""
+# Sparse and quantized tensors ---------------------------------------------------------------------
 
-    def __init__(self) -> None:
-        self._done: list[PlannedFile] = []
-        self._open = ZipBuilding()
+# torch.save writes them as calls of torch's own functions; components lie beside the pickle as
+# other tensors do. What `torch.load(weights_only=True)` does not make anew bit for bit has no such
+# form, and stays the components that it consists of.
 
-    @property
-    def _name(self) -> str:
-        # As the first file of a rank is called: readers only follow the metadata.
-        return f"__{len(self._done)}_0.distcp"
 
-    def add_tensor(self, output: Output) -> tuple[DcpPart, ...]:
-        """Where the tensor's regions will be."""
-        shape = output.tensor.shape
-        itemsize = output.dtype.itemsize
-        row_numel = math.prod(shape[1:]) if shape else 1
-        rows = shape[0] if shape else 1
-        step = max(1, DCP_FILE_NBYTES // max(row_numel * itemsize, 1))
-        parts = []
-        for first in range(0, max(rows, 1), step):
-            count = min(step, rows - first)
-            part_shape: Shape = (count, *shape[1:]) if shape else ()
-            offset: Shape = (first, *(0,) * (len(shape) - 1)) if shape else ()
-            span = Span(first * row_numel, (first + count) * row_numel)
-            pickle = write_tree(TensorOut("0", output.dtype.name, part_shape))
-            self._room(span.numel * itemsize)
-            name = self._name
-            start, nbytes = self._open.add(pickle, [("0", output, span)])
-            parts.append(DcpPart(offset, part_shape, name, start, nbytes))
-        return tuple(parts)
+def _composite_out(described: Mapping[str, Any], outputs: Mapping[str, TensorOut]) -> Any:
+    """The call that makes the tensor of a description, over `outputs` by name; None without one."""
+    components: dict[str, TensorOut] = {}
+    for name, item in described["components"].items():
+        if not is_reference(item) or item[TENSOR_KEY] not in outputs:
+            return None
+        components[name] = outputs[item[TENSOR_KEY]]
+    kind, context = described[TYPE_KEY], described["context"]
+    shape = tuple(described["shape"])
+    try:
+        if kind == "torch.quantized":
+            return _quantized(str(described["dtype"]), shape, components, context)
+        if kind == "torch.sparse_coo":
+            parts = components["indices"], components["values"]
+            return _sparse(kind, (*parts, _size(shape), context["coalesced"]))
+        if kind in _POINTERS:
+            first, second = _POINTERS[kind]
+            parts = components[first], components[second]
+            return _sparse(kind, (*parts, components["values"], _size(shape)))
+    except KeyError:
+        return None  # damaged: the components say what there is
+    return None
 
-    def add_value(self, value: Any) -> DcpPart:
-        """Where the value will be."""
-        self._room(0)
-        name = self._name
-        start, nbytes = self._open.add(write_tree(value), [])
-        return DcpPart((), (), name, start, nbytes)
 
-    def files(self) -> list[PlannedFile]:
-        """All data files."""
-        self._close()
-        return self._done
+def _size(shape: tuple[int, ...]) -> CallOut:
+    return CallOut(GlobalOut("torch", "Size"), (shape,))
 
-    def _room(self, nbytes: int) -> None:
-        if self._open.nbytes and self._open.nbytes + nbytes > DCP_FILE_NBYTES:
-            self._close()
 
-    def _close(self) -> None:
-        if self._open.nbytes:
-            self._done.append(self._open.file(self._name))
-            self._open = ZipBuilding()
+def _sparse(layout: str, data: tuple[Any, ...]) -> CallOut:
+    kind = CallOut(GlobalOut("torch.serialization", "_get_layout"), (layout,))
+    return CallOut(GlobalOut("torch._utils", "_rebuild_sparse_tensor"), (kind, data))
+
+
+def _quantized(
+    dtype: str, shape: tuple[int, ...], components: Mapping[str, TensorOut], context: Any
+) -> CallOut | None:
+    if dtype not in _QUANTIZED:
+        return None
+    storage, integer = _QUANTIZED[dtype]
+    memory, scheme = components["int_repr"], str(context["scheme"])
+    if memory.dtype != integer:
+        return None
+    quantizer: tuple[Any, ...]
+    if scheme == "torch.per_tensor_affine":
+        quantizer = float(context["scale"]), int(context["zero_point"])
+    elif scheme in _PER_CHANNEL:
+        tables = components["scales"], components["zero_points"]
+        if tuple(table.dtype for table in tables) != _PER_CHANNEL[scheme]:
+            return None
+        quantizer = (*tables, context["axis"])
+    else:
+        return None
+    strides = tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
+    module, _, name = scheme.rpartition(".")
+    hooks = CallOut(GlobalOut("collections", "OrderedDict"), ())
+    held = StorageOut(storage, memory.key, math.prod(shape))
+    arguments = (held, 0, shape, strides, (GlobalOut(module, name), *quantizer), False, hooks)
+    return CallOut(GlobalOut("torch._utils", "_rebuild_qtensor"), arguments)

@@ -20,8 +20,8 @@ from typing import Any, NamedTuple
 
 from ckpt.convert.sources.blobs import Blob, Opened, open_blob
 from ckpt.convert.sources.budget import MemoryBudget
+from ckpt.convert.sources.opening import FolderSource, Format, SourcePlace
 from ckpt.convert.sources.source import (
-    CheckpointSource,
     Chunk,
     FileSource,
     Refusal,
@@ -69,26 +69,29 @@ class _ZeroState(NamedTuple):
     options: tuple[Mapping[str, Any], ...]
 
 
-def is_deepspeed(keys: Sequence[str]) -> bool:
-    """Whether a folder with these files is one of DeepSpeed ZeRO."""
-    return any(OPTIM.fullmatch(key) for key in keys)
+def open_folder(place: SourcePlace) -> FolderSource | None:
+    """The ZeRO checkpoint in a folder, and the files that are read or say where to look.
 
-
-def zero_files(keys: Sequence[str], source: CheckpointSource) -> list[str]:
-    """Those of `keys` that `open_deepspeed` reads, or that say where to look.
-
-    The optimizer's files are among them where their state is in `source`. Otherwise only their
+    The optimizer's files are among them where their state is in the source. Otherwise only their
     weights are taken, and the rest is left out.
     """
+    keys = place.keys
+    if not any(OPTIM.fullmatch(key) for key in keys):
+        return None
+    source = _opened(place.store, keys, place.budget)
     whole = any(info.kind is Kind.OPTIMIZER for info in source.contents.tensors.values())
-    return [
+    files = [
         key
         for key in keys
         if MODEL.fullmatch(key) or key == "latest" or (whole and OPTIM.fullmatch(key))
     ]
+    return FolderSource(source, files)
 
 
-def open_deepspeed(store: Store, keys: Sequence[str], budget: MemoryBudget) -> FileSource:
+FORMAT = Format(1, "a folder of DeepSpeed ZeRO", open_folder)
+
+
+def _opened(store: Store, keys: Sequence[str], budget: MemoryBudget) -> FileSource:
     """The float32 weights of a ZeRO checkpoint, by their names, and the state of its optimizer as
     "optimizer", where it is laid out like them: a tag's folder, or the folder with `latest`.
 
@@ -143,11 +146,9 @@ def _rank(store: Store, key: str, sizes: Mapping[str, int], budget: MemoryBudget
     groups = state.get(name)
     if not isinstance(groups, list) or not all(isinstance(g, TensorRef) for g in groups):
         raise UnsupportedFormat(f"{store.url}/{key}: it has no {name}, a list of flat tensors")
-    flats = []
-    for group in groups:
-        if not group.is_row_major:
-            raise UnsupportedFormat(f"{store.url}/{key}: a flat tensor with gaps")
-        flats.append(_flat_of(key, opened, group))
+    if not all(group.is_row_major for group in groups):
+        raise UnsupportedFormat(f"{store.url}/{key}: a flat tensor with gaps")
+    flats = [_flat_of(key, opened, group) for group in groups]
     own = state.get("optimizer_state_dict" if stage == 3 else "base_optimizer_state")
     optimizer = _optimizer_of(key, opened, own, flats)
     opened.close()
@@ -155,7 +156,8 @@ def _rank(store: Store, key: str, sizes: Mapping[str, int], budget: MemoryBudget
 
 
 def _flat_of(key: str, opened: Opened, ref: TensorRef) -> FlatPartition:
-    return FlatPartition(key, opened.start_of(ref), ref.dtype, math.prod(ref.shape))
+    start, numel = opened.start_of(ref), math.prod(ref.shape)
+    return FlatPartition(key, start, ref.dtype, numel, ref.shape == ())
 
 
 def _optimizer_of(
@@ -163,7 +165,9 @@ def _optimizer_of(
 ) -> _ZeroState | None:
     """What an optimizer keeps beside the weights; None where it is in no form that is known."""
     own, groups = (_dict(state).get(name) for name in ("state", "param_groups"))
-    if not isinstance(own, dict) or not isinstance(groups, list) or not _are_groups(groups):
+    if not isinstance(own, dict) or not isinstance(groups, list):
+        return None
+    if not all(isinstance(g, dict) and all(isinstance(n, str) for n in g) for g in groups):
         return None
     # torch numbers parameters group by group; each is one flat tensor here.
     if sorted(own, key=repr) != sorted(range(len(flats)), key=repr):
@@ -176,15 +180,9 @@ def _optimizer_of(
                 return None
             if math.prod(item.shape) != flat.numel and item.shape != ():
                 return None
-            tensors[name] = _flat_of(key, opened, item)._replace(is_scalar=item.shape == ())
+            tensors[name] = _flat_of(key, opened, item)
         by_flat.append(tensors)
     return _ZeroState(tuple(by_flat), tuple(groups))
-
-
-def _are_groups(groups: Sequence[Any]) -> bool:
-    return all(
-        isinstance(group, dict) and all(isinstance(name, str) for name in group) for group in groups
-    )
 
 
 class _ModelStates:
@@ -244,34 +242,31 @@ def _source(
     bare = bare_names([*tensors, *model.shared])
     for name, info in tensors.items():
         check_chunks(info, chunks[name], sizes)
-    state = _named_optimizer(model, ranks, bare)
-    for info, state_chunks in state.tensors.values():
+    state, values = _named_optimizer(model, ranks, bare)
+    for info, state_chunks in state.values():
         check_chunks(info, state_chunks, sizes)
     contents = SourceContents(
         {bare[name]: info._replace(fqn=bare[name]) for name, info in sorted(tensors.items())}
-        | {name: info for name, (info, _) in state.tensors.items()},
-        values=state.values | ({} if model.step is None else {"global_steps": model.step}),
+        | {name: info for name, (info, _) in state.items()},
+        values=values | ({} if model.step is None else {"global_steps": model.step}),
         aliases={bare[a]: bare[n] for a, n in model.shared.items() if n in tensors},
         refused=refused,
         modules=("",),
     )
     placed = {bare[name]: tensor_chunks for name, tensor_chunks in chunks.items()}
-    placed |= {name: state_chunks for name, (_, state_chunks) in state.tensors.items()}
+    placed |= {name: state_chunks for name, (_, state_chunks) in state.items()}
     return FileSource(store, "DeepSpeed ZeRO checkpoint", contents, placed, sum(sizes.values()))
 
 
-class _NamedState(NamedTuple):
-    """The state of an optimizer by its names in the checkpoint."""
-
-    tensors: dict[str, tuple[SourceTensor, list[Chunk]]]
-    values: dict[str, Any]
+# Tensors of an optimizer's state with their chunks, and values, by their names in the checkpoint.
+_NamedState = tuple[dict[str, tuple[SourceTensor, list[Chunk]]], dict[str, Any]]
 
 
 def _named_optimizer(
     model: _ModelStates, ranks: Sequence[_Rank], bare: Mapping[str, str]
 ) -> _NamedState:
     """The optimizer's state and the scheduler's; nothing of what is in no form that is known."""
-    nothing = _NamedState({}, {})
+    nothing: _NamedState = ({}, {})
     optimizers = [rank.optimizer for rank in ranks if rank.optimizer is not None]
     if len(optimizers) != len(ranks) or any(name.startswith("optimizer.") for name in bare):
         return nothing
@@ -302,11 +297,12 @@ def _named_optimizer(
             fqn = f"optimizer.state.{bare[param]}.{name}"
             tensors[fqn] = SourceTensor(fqn, dtype, shape, Kind.OPTIMIZER), chunks
     groups = [
-        {**{key: item for key, item in options.items() if key != "params"}, "params": list(group)}
+        {
+            **{key: item for key, item in options.items() if key != "params"},
+            "params": [bare[param] for param in group],
+        }
         for options, group in zip(first.options, model.groups, strict=True)
     ]
-    for group in groups:
-        group["params"] = [bare[param] for param in group["params"]]
     named = name_tree({"param_groups": groups, "lr_scheduler": model.scheduler})
     # Options that are no plain values are an optimizer's own business; without one there is none.
     if any(fqn.startswith("param_groups") for fqn in (*named.refused, *named.tensors)):
@@ -314,7 +310,7 @@ def _named_optimizer(
     values = {"optimizer.param_groups": groups}
     if model.scheduler and "lr_scheduler" in named.values and not named.refused:
         values["lr_scheduler"] = model.scheduler
-    return _NamedState(tensors, values)
+    return tensors, values
 
 
 _Placed = Iterator[tuple[str, Shape, str, list[Chunk]]]

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ckpt.convert.sources.budget import MemoryBudget
+from ckpt.convert.sources.opening import FolderSource, Format, SourcePlace
 from ckpt.convert.sources.source import (
     Chunk,
     FileSource,
@@ -35,6 +36,37 @@ TOKEN_NBYTES = 128
 TOKENS = b"{[,:"
 # What JSON of another shape than expected raises; a number may be infinite (`1e999`).
 _UNREADABLE = (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError)
+
+
+def open_file(place: SourcePlace, name: str) -> FileSource | None:
+    """The file or index of that name, or the index of the file, which is not there itself."""
+    if not name.endswith(FORMAT.suffixes):
+        return None
+    if not place.keys and not place.store.exists(name := f"{name}.index.json"):
+        return None
+    return open_safetensors(place.store, name, place.budget)
+
+
+def open_folder(place: SourcePlace) -> FolderSource | None:
+    """The files of the folder's index, or all."""
+    store, top, budget = place.store, place.top, place.budget
+    indexes = [key for key in top if key.endswith(".safetensors.index.json")]
+    if indexes:
+        usual = "model.safetensors.index.json"
+        index = usual if usual in indexes else indexes[0]
+        source = open_safetensors(store, index, budget)
+        return FolderSource(source, {index, *source.files})
+    files = [key for key in top if key.endswith(".safetensors")]
+    return FolderSource(open_safetensors(store, "", budget), files) if files else None
+
+
+FORMAT = Format(
+    3,
+    "safetensors files with or without an index",
+    open_folder,
+    open_file,
+    (".safetensors", ".safetensors.index.json"),
+)
 
 
 def open_safetensors(store: Store, name: str, budget: MemoryBudget) -> FileSource:
@@ -185,25 +217,22 @@ class _HeaderTable:
         parts.append((offset, shape, file, data_start + start))
 
     def source(self, store: Store, stored_nbytes: int) -> FileSource:
-        tensors, chunks = {}, {}
+        tensors: dict[str, SourceTensor] = {}
+        chunks: dict[str, list[Chunk]] = {}
         for fqn, (dtype, parts) in sorted(self.tensors.items()):
             # Parts say where they begin; together they reach to the tensor's end.
             ends = zip(*([o + n for o, n in zip(p[0], p[1], strict=True)] for p in parts))  # noqa: B905
             shape = tuple(max(end) for end in ends)
             tensors[fqn] = SourceTensor(fqn, dtype, shape, Kind.PARAMETER)
-            chunks[fqn] = [
-                _chunk(Box(offset, size), shape, file, start)
-                for offset, size, file, start in parts
-                if 0 not in size
-            ]
+            chunks[fqn] = []
+            for offset, size, file, start in parts:
+                box = Box(offset, size)
+                # One outside of its tensor is refused by `check_chunks`, which names it.
+                span = span_of(box, shape) if is_inside(box, shape) else None
+                if 0 not in size:
+                    chunks[fqn].append(Chunk(span or box, file, start))
             check_chunks(tensors[fqn], chunks[fqn], self.sizes)
         contents = SourceContents(
             tensors, aliases=dict(self.aliases), refused=self.refused, modules=("",)
         )
         return FileSource(store, "safetensors", contents, chunks, stored_nbytes)
-
-
-def _chunk(box: Box, shape: Shape, file: str, start: int) -> Chunk:
-    # One outside of its tensor is refused by `check_chunks`, which names it.
-    span = span_of(box, shape) if is_inside(box, shape) else None
-    return Chunk(span or box, file, start)

@@ -1,0 +1,1 @@
+"""Formats of other libraries, a module for each: `FORMAT` says how what is at a url is opened."""

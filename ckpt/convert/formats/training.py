@@ -1,0 +1,118 @@
+"""Folders of trainers: weights, and next to them optimizers, schedulers and loss scalers.
+
+Accelerate and the Trainer of transformers keep each in a file of torch.save: `optimizer.bin`,
+`scheduler.bin`, `scaler.pt`, and `optimizer_1.bin` for a second one. Together they are the nested
+state `{"model": ..., "optimizer": ..., "scheduler": ...}`. Of FSDP, Accelerate keeps a DCP
+directory each for model and optimizer, `pytorch_model_fsdp_0/` and `optimizer_0/`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ckpt.convert.formats.dcp import METADATA, read_folder
+from ckpt.convert.formats.torch_save import read_torch_file
+from ckpt.convert.sources.opening import FolderSource, Format, SourcePlace, formats
+from ckpt.convert.sources.source import FileSource
+from ckpt.convert.sources.torch_pickle import UnreadableTensor
+from ckpt.convert.sources.tree import Leaf, TreeData, name_tree, tree_source
+from ckpt.errors import UnsupportedFormat
+from ckpt.layout.dtypes import DTYPES
+from ckpt.state.values import references
+
+_BESIDE = re.compile(r"((?:optimizer|scheduler|scaler)(?:_\d+)?)\.(?:bin|pt)")
+_SCHEDULER = re.compile(r"(scheduler(?:_\d+)?)\.(?:bin|pt)")
+_MODELS = re.compile(r"(model(?:_\d+)?)\.safetensors"), re.compile(r"pytorch_(model(?:_\d+)?)\.bin")
+
+
+def open_folder(place: SourcePlace) -> FolderSource | None:
+    """What a trainer has left in a folder; None where that is weights alone."""
+    folders = sorted(
+        key.removesuffix(METADATA) for key in place.keys if key.endswith(f"/{METADATA}")
+    )
+    if folders and all(folder.count("/") == 1 for folder in folders):
+        return _open_dcp(place, folders)
+    # Numbers in an optimizer mean nothing without names, and weights alone have names of their own.
+    beside = {} if place.names is None else _matches(_BESIDE, place.top)
+    for pattern in _MODELS:
+        if len(files := _matches(pattern, place.top)) > 1:
+            bare = place._replace(names=None)
+            models = {entry: _open_file(bare, file) for file, entry in files.items()}
+            return FolderSource(_source(place, models, beside), {*files, *beside})
+    if beside and (weights := place.opened(FORMAT.order)) is not None:
+        source = _source(place, {"model": weights.source}, beside)
+        return FolderSource(source, {*weights.files, *beside})
+    return None
+
+
+FORMAT = Format(2, "", open_folder)
+
+
+def _matches(pattern: re.Pattern[str], names: Sequence[str]) -> dict[str, str]:
+    """Those of `names` that match, with the entries of a state that they are."""
+    each = ((name, pattern.fullmatch(name)) for name in names)
+    return {name: matched[1] for name, matched in each if matched}
+
+
+def _open_file(place: SourcePlace, name: str) -> FileSource:
+    there = place._replace(keys=[name])
+    each = (one.open_file(there, name) for one in formats())
+    return next(source for source in each if source is not None)
+
+
+def _open_dcp(place: SourcePlace, folders: Sequence[str]) -> FolderSource:
+    """Several DCP directories as one source; the state of each stands at its top level, and so do
+    those schedulers in files next to them that hold nothing but plain values: the rest does not
+    need them.
+    """
+    store, data = place.store, TreeData({}, place.budget)
+    trees: dict[Any, Any] = {}
+    for folder in folders:
+        for key, item in read_folder(store, folder, data).items():
+            if key in trees:
+                raise UnsupportedFormat(f"{store.url}: two of its directories have {key!r}")
+            trees[key] = item
+    files = []
+    for name, entry in _matches(_SCHEDULER, place.top).items():
+        own = TreeData({}, place.budget)
+        tree = read_torch_file(store, name, own)
+        if not name_tree({entry: tree}).refused:
+            if entry in trees:
+                raise UnsupportedFormat(f"{store.url}: two of its directories have {entry!r}")
+            trees[entry] = tree
+            data.tensors.update(own.tensors)
+            files.append(name)
+    source = tree_source(store, "DCP checkpoint", trees, data, place.names)
+    return FolderSource(source, files, tuple(folders))
+
+
+def _source(
+    place: SourcePlace, models: Mapping[str, FileSource], beside: Mapping[str, str]
+) -> FileSource:
+    """The training of `models`, by the names of their entries, and of what is in files `beside`
+    them.
+    """
+    data = TreeData({}, place.budget)
+    tree: dict[str, Any] = {entry: _leaves(source, entry, data) for entry, source in models.items()}
+    for name, entry in beside.items():
+        tree[entry] = read_torch_file(place.store, name, data)
+    return tree_source(place.store, "folder of a training", tree, data, place.names)
+
+
+def _leaves(source: FileSource, where: str, data: TreeData) -> Mapping[str, Any]:
+    """The state dict of a model as a tree of leaves, whose tensors go into `data`."""
+    entries: dict[str, Any] = {}
+    contents = source.contents
+    for fqn, info in contents.tensors.items():
+        key = f"{where}/{fqn}"
+        data.add(key, info.dtype, info.shape, list(source.chunks[fqn].chunks))
+        entries[fqn] = Leaf(key, DTYPES[info.dtype].is_float)
+    entries |= {alias: entries[fqn] for alias, fqn in contents.aliases.items()}
+    for fqn, value in contents.values.items():
+        has_tensors = bool(references(value))
+        entries[fqn] = UnreadableTensor("it is a value with tensors") if has_tensors else value
+    for fqn, refusal in contents.refused.items():
+        entries[fqn] = UnreadableTensor(refusal.reason)
+    return entries

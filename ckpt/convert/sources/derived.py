@@ -1,0 +1,343 @@
+"""Sources some of whose tensors are made of those of another: stacks, dense forms, plain numbers.
+
+Published block-quantized weights are read as the numbers that they stand for, band by band:
+
+    weight, weight_scale_inv    float8 in blocks of rows x columns, a factor for each block
+    weight_blocks, _scales      MXFP4: two 4-bit floats in a byte, a power of two for each 32
+
+MXFP4 is of the OCP Microscaling Formats specification 1.0 (2023): floats of 2 exponent bits and one
+of the mantissa, scales of 8 exponent bits with the bias 127, of which 255 is no number.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+import torch
+
+from ckpt.convert.sources.source import (
+    CheckpointSource,
+    ReadRequest,
+    Refusal,
+    SourceContents,
+    SourceTensor,
+)
+from ckpt.errors import CheckpointError, InvalidState
+from ckpt.layout.composites import dense_form, type_named, unknown_types
+from ckpt.layout.descriptions import TYPE_KEY, is_description, shown_type
+from ckpt.layout.dtypes import DTYPES, dtype_name, torch_dtype
+from ckpt.layout.kind import Kind
+from ckpt.layout.region import Span
+from ckpt.stacks.rules import Origin, restack
+from ckpt.state.types import Catalog, Stacks, TensorEntry
+from ckpt.state.values import join_tree, references
+
+# What is read and multiplied at once, by each thread: some 6 MiB with the indexes beside it.
+BAND_NUMEL = 128 << 10
+_SCALE_INV = "_scale_inv"
+_MX_GROUP = 32
+_MX_HALF = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+_MX_VALUES = (*_MX_HALF, *(-value for value in _MX_HALF))
+
+
+class DerivedSource(CheckpointSource):
+    """`source` with other `contents`; `make` fills a request for a tensor that is not in it."""
+
+    def __init__(
+        self,
+        source: CheckpointSource,
+        contents: SourceContents,
+        make: Mapping[str, Callable[[ReadRequest], None]],
+    ) -> None:
+        super().__init__(source.url, contents, source.stored_nbytes)
+        self.source, self.make = source, make
+        self.format, self.left_out = source.format, source.left_out
+
+    def fill(self, wanted: Sequence[ReadRequest]) -> None:
+        if plain := [request for request in wanted if request.fqn not in self.make]:
+            self.source.fill(plain)
+        for request in wanted:
+            if request.fqn in self.make:
+                self.make[request.fqn](request)
+
+    def close(self) -> None:
+        self.source.close()
+
+
+class RestackedSource(DerivedSource):
+    """`source` with stacks of experts as their slices, or slices as stacks, by the rules of
+    `stacks` from its names to new ones. A slice is a run of elements of its stack, so nothing is
+    read that was not asked for.
+
+    Raises CheckpointError for rules that are none, or that the source does not fit.
+    """
+
+    def __init__(self, source: CheckpointSource, stacks: Stacks) -> None:
+        contents = source.contents
+        entries = {
+            fqn: TensorEntry(torch_dtype(info.dtype), info.shape, info.kind)
+            for fqn, info in contents.tensors.items()
+        }
+        catalog = Catalog(entries, contents.values, contents.aliases, contents.per_rank)
+        restacked = restack(catalog, stacks.items())
+        if restacked.problems:
+            problems = "".join(f"\n- {problem}" for problem in restacked.problems)
+            raise CheckpointError(f"stacks= does not fit {source!r}:{problems}")
+        self._origins = restacked.origins
+        catalog = restacked.catalog
+        tensors = {
+            fqn: SourceTensor(fqn, dtype_name(entry.dtype), entry.shape, entry.kind)
+            for fqn, entry in catalog.tensors.items()
+        }
+        made = replace(contents, tensors=tensors, values=catalog.values, aliases=catalog.aliases)
+        super().__init__(source, made, {})
+
+    def fill(self, wanted: Sequence[ReadRequest]) -> None:
+        requests: list[ReadRequest] = []
+        common: list[tuple[ReadRequest, list[ReadRequest]]] = []
+        for request in wanted:
+            origin = self._origins.get(request.fqn)
+            if origin is None:
+                requests.append(request)
+            elif origin.is_common:
+                every = [
+                    request._replace(fqn=fqn, target=torch.empty_like(request.target))
+                    for fqn in origin.stored
+                ]
+                common.append((request, every))
+                requests += every
+            else:
+                requests += self._stored(request, origin)
+        self.source.fill(requests)
+        for request, (first, *others) in common:
+            for other in others:
+                if not torch.equal(other.target.view(torch.uint8), first.target.view(torch.uint8)):
+                    raise CheckpointError(
+                        f"{request.fqn}: its slices have different ones, {first.fqn} "
+                        f"{first.target.item()} and {other.fqn} {other.target.item()}, and a stack "
+                        "has one for all"
+                    )
+            request.target.copy_(first.target)
+
+    def _stored(self, request: ReadRequest, origin: Origin) -> Iterator[ReadRequest]:
+        """What the source has to be asked for."""
+        shape = self.contents.tensors[request.fqn].shape
+        span, target = request.span, request.target
+        if origin.number is not None:
+            before = origin.number * math.prod(shape)
+            moved = Span(span.start + before, span.stop + before)
+            yield ReadRequest(origin.stored[0], moved, target)
+            return
+        numel = math.prod(shape[1:])
+        for number in range(span.start // numel, -(-span.stop // numel)):
+            start, stop = max(span.start, number * numel), min(span.stop, (number + 1) * numel)
+            yield ReadRequest(
+                origin.stored[number],
+                Span(start - number * numel, stop - number * numel),
+                target[start - span.start : stop - span.start],
+            )
+
+
+class DenseSource(DerivedSource):
+    """`source` with a dense tensor, of its outer dtype, in place of each composite that a state has
+    under a name. Those that have no such form are refused where they are asked for.
+
+    A composite is put together by its own library and turned into numbers by it, one at a time:
+    memory is that of the largest one and of its dense form.
+    """
+
+    def __init__(self, source: CheckpointSource) -> None:
+        contents = source.contents
+        described = {fqn: value for fqn, value in contents.values.items() if is_description(value)}
+        owners: dict[str, str] = {}
+        dense: dict[str, SourceTensor] = {}
+        refused = dict(contents.refused)
+        for fqn, value in described.items():
+            parts = references(value)
+            owners |= dict.fromkeys(parts, fqn)
+            kind = type_named(str(value[TYPE_KEY]))
+            problems = unknown_types(value)
+            if kind is not None and (kind.dense is None or -1 in value["shape"]):
+                problems = [*problems, f"a {shown_type(value)} has no dense form"]
+            absent = [name for name in parts if name not in contents.tensors]
+            problems = [*problems, *(f"its component {name} is not there" for name in absent)]
+            if problems:
+                refused[fqn] = Refusal(problems[0], True)
+                continue
+            dtype, shape = str(value["dtype"]), tuple(value["shape"])
+            if kind is not None and kind.outline is not None:
+                other, into = kind.outline(value["context"])
+                dtype, shape = dtype_name(into), shape if other is None else other
+            of_parts = contents.tensors[parts[0]].kind if parts else Kind.OTHER
+            dense[fqn] = SourceTensor(fqn, dtype, shape, of_parts)
+        # Other names of a composite are other names of its components there.
+        aliases = {}
+        for alias, fqn in contents.aliases.items():
+            owner = owners.get(fqn)
+            if owner is None:
+                aliases[alias] = fqn
+            elif alias.endswith(part := fqn.removeprefix(owner)):
+                aliases[alias.removesuffix(part)] = owner
+        kept = {fqn: info for fqn, info in contents.tensors.items() if fqn not in owners}
+        values = {fqn: value for fqn, value in contents.values.items() if fqn not in described}
+        made = replace(
+            contents, tensors=kept | dense, values=values, aliases=aliases, refused=refused
+        )
+        super().__init__(source, made, dict.fromkeys(described, self._copy))
+        self._described = described
+        self._lock = threading.Lock()
+        self._last: tuple[str, torch.Tensor] | None = None
+
+    def _copy(self, request: ReadRequest) -> None:
+        # One at a time, and kept until the next: a tensor is written in many parts.
+        with self._lock:
+            if self._last is None or self._last[0] != request.fqn:
+                self._last = None
+                self._last = request.fqn, self._made(request.fqn)
+            request.target.copy_(self._last[1][request.span.start : request.span.stop])
+
+    def _made(self, fqn: str) -> torch.Tensor:
+        value = self._described[fqn]
+        info = self.contents.tensors[fqn]
+        dense = dense_form(fqn, join_tree(value, self.source.read))
+        if tuple(dense.shape) != info.shape:
+            raise CheckpointError(
+                f"{fqn}: the dense form of a {shown_type(value)} has shape {tuple(dense.shape)}"
+            )
+        return dense.to(torch_dtype(info.dtype)).contiguous().view(-1)
+
+
+class Dequantize(NamedTuple):
+    """Into which dtype block-quantized weights are turned.
+
+    `block` are the rows and columns that share a factor of `weight_scale_inv`: what the model's
+    configuration calls `weight_block_size`. No file says it, and shapes alone do not decide it.
+    """
+
+    dtype: str = "bfloat16"
+    block: tuple[int, int] = (128, 128)
+
+
+class _Quantized(NamedTuple):
+    """Data and its factors: float8 in blocks, or MXFP4 (`block` is None)."""
+
+    data: SourceTensor
+    scale: SourceTensor
+    block: tuple[int, int] | None
+
+
+class DequantizedSource(DerivedSource):
+    """`source` with plain tensors in place of quantized ones. Raises InvalidState for those whose
+    parts do not fit together, listing all.
+    """
+
+    def __init__(self, source: CheckpointSource, how: Dequantize) -> None:
+        known = DTYPES.get(how.dtype)
+        if known is None or not torch_dtype(how.dtype).is_floating_point or min(how.block) < 1:
+            raise InvalidState([f"{how!r}: say a floating dtype, and a block of positive sizes"])
+        problems: list[str] = []
+        contents = source.contents
+        self._quantized = _quantized(contents.tensors, how, problems)
+        gone = {t.fqn for pair in self._quantized.values() for t in (pair.data, pair.scale)}
+        problems += [
+            f"{alias}: is another name of {fqn}, which is quantized"
+            for alias, fqn in contents.aliases.items()
+            if fqn in gone
+        ]
+        if problems:
+            raise InvalidState(problems)
+        tensors = {f: info for f, info in contents.tensors.items() if f not in gone}
+        for fqn, pair in self._quantized.items():
+            shape = pair.data.shape
+            if pair.block is None:
+                shape = (*shape[:-2], shape[-2] * _MX_GROUP)
+            tensors[fqn] = SourceTensor(fqn, how.dtype, shape, pair.data.kind)
+        made = replace(contents, tensors=tensors)
+        super().__init__(source, made, dict.fromkeys(self._quantized, self._copy))
+
+    def _copy(self, request: ReadRequest) -> None:
+        span, pair = request.span, self._quantized[request.fqn]
+        for start in range(span.start, span.stop, BAND_NUMEL):
+            band = Span(start, min(start + BAND_NUMEL, span.stop))
+            numbers = self._packed(pair, band) if pair.block is None else self._scaled(pair, band)
+            request.target[start - span.start : band.stop - span.start] = numbers.to(
+                request.target.dtype
+            )
+
+    def _scaled(self, pair: _Quantized, band: Span) -> torch.Tensor:
+        data, scale, block = pair
+        assert block is not None, "MXFP4 is packed"
+        rows, columns = data.shape[-2:]
+        per_matrix, per_row = scale.shape[-2:]
+        offset = torch.arange(band.start, band.stop)
+        row = offset.div(columns, rounding_mode="floor")
+        matrix = row.div(rows, rounding_mode="floor")
+        in_matrix = (row - matrix * rows).div(block[0], rounding_mode="floor")
+        line = matrix * per_matrix + in_matrix
+        number = line * per_row + (offset - row * columns).div(block[1], rounding_mode="floor")
+        first = int(line[0]) * per_row
+        factors = self._read(scale, Span(first, (int(line[-1]) + 1) * per_row))
+        return self._read(data, band).float() * factors.float()[number - first]
+
+    def _packed(self, pair: _Quantized, band: Span) -> torch.Tensor:
+        first = band.start // 2
+        packed = self._read(pair.data, Span(first, -(-band.stop // 2)))
+        codes = torch.stack([packed & 15, packed >> 4], -1).view(-1)
+        codes = codes[band.start - 2 * first :][: band.numel]
+        groups = torch.arange(band.start, band.stop).div(_MX_GROUP, rounding_mode="floor")
+        start = int(groups[0])
+        scales = self._read(pair.scale, Span(start, int(groups[-1]) + 1))
+        factors = torch.ldexp(torch.ones(scales.numel()), scales.int() - 127)
+        factors[scales == 255] = math.nan
+        return torch.tensor(_MX_VALUES)[codes.int()] * factors[groups - start]
+
+    def _read(self, info: SourceTensor, span: Span) -> torch.Tensor:
+        memory = torch.empty(span.numel, dtype=torch_dtype(info.dtype))
+        self.source.fill([ReadRequest(info.fqn, span, memory)])
+        return memory
+
+
+def _quantized(
+    tensors: Mapping[str, SourceTensor], how: Dequantize, problems: list[str]
+) -> dict[str, _Quantized]:
+    """What is quantized, by the name that it has then. Names and dtypes say so; shapes are
+    checked.
+    """
+    result: dict[str, _Quantized] = {}
+    for fqn, scale in tensors.items():
+        if fqn.endswith(_SCALE_INV):
+            name = fqn.removesuffix(_SCALE_INV)
+            data = tensors.get(name)
+            if data is None or not data.dtype.startswith("float8_"):
+                problems.append(f"{fqn}: there is no float8 tensor {name} that it belongs to")
+            elif not _fits(data, scale, how.block):
+                problems.append(
+                    f"{name}: has shape {data.shape}, and {fqn} {scale.shape}, which are no blocks "
+                    f"of {how.block}; pass dequantize_block= as the model's weight_block_size"
+                )
+            else:
+                result[name] = _Quantized(data, scale, how.block)
+        elif fqn.endswith("_scales") and scale.dtype == "uint8":
+            name = fqn.removesuffix("_scales")
+            data = tensors.get(f"{name}_blocks")
+            if data is None or data.dtype != "uint8":
+                problems.append(f"{fqn}: there is no uint8 tensor {name}_blocks that it belongs to")
+            elif data.shape != (*scale.shape, _MX_GROUP // 2) or name in tensors:
+                problems.append(
+                    f"{name}_blocks: has shape {data.shape}, and {fqn} {scale.shape}: no groups of "
+                    f"{_MX_GROUP // 2} bytes, or there is a tensor {name} as well"
+                )
+            else:
+                result[name] = _Quantized(data, scale, None)
+    return result
+
+
+def _fits(data: SourceTensor, scale: SourceTensor, block: tuple[int, int]) -> bool:
+    if len(data.shape) < 2 or 0 in data.shape:
+        return False
+    blocks = [-(-size // of) for size, of in zip(data.shape[-2:], block, strict=True)]
+    return scale.shape == (*data.shape[:-2], *blocks) and DTYPES[scale.dtype].itemsize >= 2

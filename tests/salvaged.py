@@ -1,0 +1,21 @@
+"""What a salvage says, compared with the MANIFEST that is there."""
+
+from __future__ import annotations
+
+import contextlib
+
+from ckpt.commit.names import MANIFEST_NAME
+from ckpt.format.manifest_codec import encode_manifest
+from ckpt.tools.salvage import SalvageReport
+from storage import CorruptObjectError, KeyNotFoundError, Store
+
+
+def matches_manifest(store: Store, report: SalvageReport) -> bool | None:
+    """Whether the MANIFEST that is there equals the rebuilt one; None when there is none."""
+    with contextlib.suppress(KeyNotFoundError):
+        try:
+            there = store.get(f"{report.prefix}/{MANIFEST_NAME}")
+        except CorruptObjectError:
+            return False
+        return report.manifest is not None and there == encode_manifest(report.manifest)
+    return None

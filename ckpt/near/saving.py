@@ -446,9 +446,24 @@ class NearSaves:
         world = self.session.world
 
         def record() -> bytes:
-            head = self._head(step, attempt, files)
+            session = self.session.session
+            assert session is not None, "the coordinator has it"
             if like is not None:
-                head = replace(like, epoch=head.epoch, number=head.number)
+                head = replace(like, epoch=self.session.epoch, number=self._number)
+            else:
+                point = session.resume_point
+                head = NearHead(
+                    root=self.session.root,
+                    epoch=self.session.epoch,
+                    number=self._number,
+                    step=step,
+                    attempt=attempt,
+                    world_size=max(file.rank for file in files) + 1,
+                    after_slot=self._after_slot,
+                    anchor="" if point is None else point.attempt,
+                    is_new_line=point is not None and point.on_purpose,
+                    time_unix=time.time(),
+                )
             return joined(encode_near_record(NearRecord(head, tuple(files))), note())
 
         received = from_coordinator(world, "near record", record)
@@ -464,23 +479,6 @@ class NearSaves:
             return made, bytes(passed)
 
         return collectively(world, "near record", put)
-
-    def _head(self, step: int, attempt: str, files: Sequence[NearFile]) -> NearHead:
-        session = self.session.session
-        assert session is not None, "the coordinator has it"
-        point = session.resume_point
-        return NearHead(
-            root=self.session.root,
-            epoch=self.session.epoch,
-            number=self._number,
-            step=step,
-            attempt=attempt,
-            world_size=max(file.rank for file in files) + 1,
-            after_slot=self._after_slot,
-            anchor="" if point is None else point.attempt,
-            is_new_line=point is not None and point.on_purpose,
-            time_unix=time.time(),
-        )
 
 
 def _files_of(part: Part) -> list[NearFile]:

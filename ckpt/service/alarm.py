@@ -51,10 +51,6 @@ class Alarm:
                 f"Alarm(unsaved_seconds={self.unsaved_seconds!r}): expected a number of at least 0"
             )
 
-    def is_due(self, failures: int, unsaved_seconds: float) -> bool:
-        """Whether to raise the alarm after so many failures in a row and so long without a save."""
-        return failures >= self.after and unsaved_seconds >= self.unsaved_seconds
-
 
 class FailedSaves:
     """The failures of one training's saves on this rank, and which of them were not raised yet."""
@@ -143,4 +139,5 @@ class FailedSaves:
 
     def _is_alarm_due(self) -> bool:
         unsaved_seconds = self._training.now_seconds() - self._last_success_seconds
-        return self._alarm.is_due(len(self._in_a_row), unsaved_seconds)
+        is_row = len(self._in_a_row) >= self._alarm.after
+        return is_row and unsaved_seconds >= self._alarm.unsaved_seconds

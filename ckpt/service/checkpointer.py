@@ -1,9 +1,9 @@
 """Checkpoints as a service to a training loop: saves in the background when a policy says so, keeps
 what a rule keeps, survives failures and preemption, and resumes from what is whole.
 
-`Checkpointer` is the outside; each of its concerns has a file of its own: when a save is due
-(`schedule`), saves under way (`inflight`), failures (`alarm`), retention (`keeping`), the end of a
-preempted job (`inflight`), agreement between ranks (`agreement`), missing ranks (`watching`).
+`Checkpointer` is the outside; each of its concerns has a file of its own: when a save is due, saves
+under way, the end of a preempted job (`inflight`), near tiers (`tiers`), failures (`alarm`),
+retention (`keeping`), agreement between ranks (`agreement`), missing ranks (`watching`).
 """
 
 from __future__ import annotations

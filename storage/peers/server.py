@@ -302,7 +302,7 @@ class _PeerHandler(BaseHTTPRequestHandler):
             self._fail(refused.status, "StorageError", str(refused))
         except StorageError as error:
             self._fail(status_of(error), type(error).__name__, str(error))
-        except (ValueError, KeyError, RecursionError) as error:
+        except (ValueError, KeyError) as error:
             self._fail(HTTPStatus.BAD_REQUEST, "StorageError", f"no such request: {error!s:.100}")
         self.wfile.flush()
         return False
@@ -336,7 +336,6 @@ class _PeerHandler(BaseHTTPRequestHandler):
                 "POST /end": lambda: self._end(fields),
                 "GET /info": lambda: self._info(fields),
                 "GET /list": lambda: self._list(fields),
-                "PUT /sync": self._sync,
                 "POST /abort": lambda: self._abort(fields),
             }.get(f"{self.command} {url.path}")
         if run is None:
@@ -405,9 +404,7 @@ class _PeerHandler(BaseHTTPRequestHandler):
         key, nbytes, part = fields["key"], _number(fields["nbytes"]), _number(fields["part"])
         if not 0 < part <= BODY_NBYTES_MAX:
             raise TooLargeError(f"{key}: parts of {part} bytes, at most {BODY_NBYTES_MAX}")
-        durable = fields.get("durable") != "no"
-        context = self.server.store.create(key, nbytes, part_nbytes=part, durable=durable)
-        self._reply(self.server.begin(context))
+        self._reply(self.server.begin(self.server.store.create(key, nbytes, part_nbytes=part)))
 
     def _part(self, fields: dict[str, str]) -> None:
         data, checksum = self._body(BODY_NBYTES_MAX)
@@ -445,14 +442,6 @@ class _PeerHandler(BaseHTTPRequestHandler):
     def _list(self, fields: dict[str, str]) -> None:
         entries = self.server.store.list(fields.get("prefix", ""), after=fields.get("after", ""))
         self._reply([list(entry) for entry in islice(entries, LIST_MAX)])
-
-    def _sync(self) -> None:
-        data, _ = self._body(BODY_NBYTES_MAX)
-        keys = json.loads(bytes(data))
-        if not isinstance(keys, list) or not all(isinstance(key, str) for key in keys):
-            raise ValueError("expected a list of keys")
-        self.server.store.sync(keys)
-        self._reply()
 
     def _abort(self, fields: dict[str, str]) -> None:
         self._body(0)

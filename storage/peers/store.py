@@ -9,9 +9,9 @@ What it and the server agree on: names, limits, errors as answers.
     POST /shorten?upload&nbytes       the object of an upload has fewer bytes
     POST /end?upload, DELETE /part    publish an upload, or give it up
     GET  /info?key, /list?prefix      what is there, as JSON; a list has up to LIST_MAX objects
-    POST /abort?prefix, PUT /sync     as the methods of a store
+    POST /abort?prefix                as the method of a store
 
-Every request has the token in its Authorization, and nowhere else.
+What is published is durable. Every request has the token in its Authorization, and nowhere else.
 """
 
 from __future__ import annotations
@@ -198,7 +198,7 @@ class PeerStore(HttpStore):
         direct: bool = False,
     ) -> AbstractContextManager[ObjectWriter]:
         ledger = PartLedger(check_key(key), nbytes, part_nbytes)
-        return _PeerWriter(self, ledger, durable)
+        return _PeerWriter(self, ledger)
 
     def list(self, prefix: str, *, after: str = "") -> Iterator[ObjectInfo]:
         check_prefix(prefix)
@@ -218,8 +218,7 @@ class PeerStore(HttpStore):
         self.policy.run(lambda: self._request("DELETE", _object(check_key(key))))
 
     def sync(self, keys: Iterable[str]) -> None:
-        data = memoryview(json.dumps(list(keys)).encode())
-        self.policy.run(lambda: self._request("PUT", "/sync", body=[data]))
+        """Nothing: the other end makes every object durable when it publishes it."""
 
     def abort_unfinished(self, prefix: str) -> int:
         check_prefix(prefix)
@@ -325,11 +324,10 @@ class _PeerWriter(ObjectWriter, AbstractContextManager["_PeerWriter"]):
     A part that is longer than a request may be is sent in `pieces` of equal length.
     """
 
-    def __init__(self, store: PeerStore, ledger: PartLedger, durable: bool) -> None:
+    def __init__(self, store: PeerStore, ledger: PartLedger) -> None:
         self.part_nbytes = ledger.part_nbytes
         self._store = store
         self._ledger = ledger
-        self._durable = durable
         self._upload = ""
         pieces = -(-self.part_nbytes // BODY_NBYTES_MAX)
         while self.part_nbytes % pieces:
@@ -346,7 +344,6 @@ class _PeerWriter(ObjectWriter, AbstractContextManager["_PeerWriter"]):
             key=ledger.key,
             nbytes=f"{ledger.nbytes}",
             part=f"{self._piece_nbytes}",
-            durable="yes" if self._durable else "no",
         )
         return self
 

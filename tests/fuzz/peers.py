@@ -139,7 +139,7 @@ def _requests() -> list[bytes]:
         _request("GET /o/steps/a"),
     ]
     shorter = [
-        _request("POST /begin?key=b&nbytes=9&part=3&durable=no"),
+        _request("POST /begin?key=b&nbytes=9&part=3"),
         _request("POST /shorten?upload=0&nbytes=3"),
         _request("PUT /part?upload=0&index=0", body=part + rest),
         _request("DELETE /part?upload=0"),
@@ -148,7 +148,6 @@ def _requests() -> list[bytes]:
         _request("GET /o/held", "Range: bytes=3-9"),
         _request("GET /info?key=held"),
         _request("GET /list?prefix=&after=a"),
-        _request("PUT /sync", body=b'["held"]' + rest),
         _request("POST /abort?prefix=steps/"),
         _request("DELETE /o/held"),
     ]
@@ -161,8 +160,7 @@ def _requests() -> list[bytes]:
         _request("POST /begin?key=../x&nbytes=1&part=1"),
         _request("GET /o/held", token="another"),
     ]
-    deep = [_request("PUT /sync", body=b"[" * 5000 + rest)]
-    return [b"".join(each) for each in (upload, shorter, looks, foreign, deep)]
+    return [b"".join(each) for each in (upload, shorter, looks, foreign)]
 
 
 def _sealed_bodies(data: bytes) -> bytes:
@@ -274,8 +272,6 @@ def _read_answers(data: bytes) -> None:
         writer.shorten(3)
     with suppress(StorageError):
         store.delete("held")
-    with suppress(StorageError):
-        store.sync(["held"])
     with suppress(StorageError):
         assert type(store.abort_unfinished("")) is int
     with suppress(StorageError):

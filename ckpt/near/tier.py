@@ -122,25 +122,27 @@ class Tier:
 
     def records(self) -> list[NearRecord]:
         """The readable records of this root, newest first. Damaged ones are logged."""
-        records = []
-        for info in list(self.store.list(RECORDS_PREFIX)):
-            if _RECORD.fullmatch(info.key) is None:
-                continue
-            where = f"{self.store.url}/{info.key}"
-            try:
-                data = self.store.get_bounded(info.key, NEAR_NBYTES_MAX)
-                record = decode_near_record(data, where)
-                if near_key(record) != info.key or record.head.root != self.root:
-                    raise Corrupt(f"{where}: is the record of another place")
-            except KeyNotFoundError:
-                continue  # another rank has dropped it
-            except CheckpointError as error:
-                if is_outage(error):
-                    raise
-                logger.warning("a near record does not count: %s", error)
-                continue
-            records.append(record)
-        return sorted(records, key=lambda record: record.order, reverse=True)
+        keys = [info.key for info in self.store.list(RECORDS_PREFIX)]
+        known = [self._record(key) for key in keys if _RECORD.fullmatch(key)]
+        return sorted(filter(None, known), key=lambda record: record.order, reverse=True)
+
+    def _record(self, key: str) -> NearRecord | None:
+        """That of a key; None where there is none that counts. Raises where a store fails: what
+        cannot be read now may be one to keep.
+        """
+        where = f"{self.store.url}/{key}"
+        try:
+            record = decode_near_record(self.store.get_bounded(key, NEAR_NBYTES_MAX), where)
+            if near_key(record) == key and record.head.root == self.root:
+                return record
+            logger.warning("a near record does not count: %s is that of another place", where)
+        except KeyNotFoundError:
+            pass  # another rank has dropped it
+        except CheckpointError as error:
+            if is_outage(error) and not isinstance(error, TooLargeError):
+                raise
+            logger.warning("a near record does not count: %s", error)
+        return None
 
     def refuse_fenced(self, epoch: int) -> None:
         """Raise Fenced when a session of a later epoch uses this tier."""
@@ -223,21 +225,9 @@ class Tier:
             match = _RECORD.fullmatch(info.key)
             if match is None or int(match[1]) > epoch:
                 continue
-            if not kept or self._attempt_of(info.key) not in kept:
+            record = self._record(info.key) if kept else None
+            if record is None or record.head.attempt not in kept:
                 self.store.delete(info.key)
-
-    def _attempt_of(self, key: str) -> str:
-        """That of a record; "" for what is no record, or not there any more."""
-        try:
-            return decode_near_record(
-                self.store.get_bounded(key, NEAR_NBYTES_MAX), key
-            ).head.attempt
-        except KeyNotFoundError:
-            return ""
-        except CheckpointError as error:
-            if is_outage(error):
-                raise  # what cannot be read now may be the one to keep
-            return ""
 
     def sweep_unfinished(self) -> None:
         """Remove what dead processes left half written; no rank of this host may be writing."""

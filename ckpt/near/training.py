@@ -43,7 +43,6 @@ class NearTraining(TierSaves):
         self._saving = saving
         self._numbers = numbers
         self.shares_stage = are_multiples(save, near.every)
-        self._stepped_calls = 0
         self._stepped_seconds = 0.0  # when the last call was over
         self._hosts: Hosts | None = None
         self._saves: NearSaves | None = None
@@ -56,9 +55,6 @@ class NearTraining(TierSaves):
 
     def stepped(self, *, lends: bool = False) -> Sequence[LentCopy]:
         progress = self._training.progress
-        if self._stepped_calls == progress.calls:
-            return ()
-        self._stepped_calls = progress.calls
         saves = self._opened()
         if self._stepped_seconds:
             saves.stepped(perf_counter() - self._stepped_seconds)

@@ -80,8 +80,7 @@ class TierSaves(ABC):
 
     @abstractmethod
     def stepped(self, *, lends: bool) -> Sequence[LentCopy]:
-        """A step is done: begin a save if one is due and was not begun in this call of `step`.
-        Waits for the one before.
+        """A step is done: begin a save if one is due. Waits for the one before.
 
         With `lends`, a durable save of this step is about to begin. Returns what it may use instead
         of a copy of its own, which the caller ends; nothing where no save begins here.
@@ -150,6 +149,8 @@ class Tiers:
         saving: Mapping[str, Any],
         before: Tiers | None = None,
     ) -> None:
+        self._progress = training.progress
+        self._stepped_calls = 0
         self._numbers = RecordNumbers()
         self._tiers: list[TierSaves] = []
         self._offered: list[tuple[TierRestorable, TierSaves]] = []
@@ -183,10 +184,13 @@ class Tiers:
         return tuple(sorted(failures, key=lambda one: one.step)[-FAILURES_MAX:])
 
     def stepped(self, *, lends: bool = False) -> Sequence[LentCopy]:
-        """A step is done: begin the near saves that are due. Of several, the first lends its copy
-        to a durable save.
+        """A step is done: begin the near saves that are due, once in a call of `step`. Of several,
+        the first lends its copy to a durable save.
         """
         copies: Sequence[LentCopy] = ()
+        if self._stepped_calls == self._progress.calls:
+            return copies
+        self._stepped_calls = self._progress.calls
         try:
             for tier in self._tiers:
                 copies = [*copies, *tier.stepped(lends=lends and not copies)]

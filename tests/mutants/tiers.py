@@ -145,8 +145,8 @@ NEAR = (
     Mutant(
         "the record of another root counts in a tier",
         _TIER,
-        "if near_key(record) != info.key or record.head.root != self.root:",
-        "if False:",
+        "if near_key(record) == key and record.head.root == self.root:",
+        "if True:",
         test="tests/near/test_records.py::test_damaged_and_foreign_objects_in_a_tier_do_no_harm",
     ),
     Mutant(

@@ -329,10 +329,12 @@ def measure_saves(training: Training, bus: Bus, asked: Asked) -> Block:
     milliseconds: list[float] = []
     of_bus: list[float] = []
     whole: dict[str, list[float]] = {name: [] for name in starts}
+    during: dict[str, list[float]] = {name: [] for name in starts}
     lines = []
+    step = timed(training.step, asked)
     for number in range(asked.rounds + 2):  # two that do not count: buffers, plans, stagers
         for name, start in list(starts.items()):
-            training.step()
+            alone = step()
             one_copy = bus.out()
             training.clock.taken()
             started = time.perf_counter()
@@ -342,16 +344,18 @@ def measure_saves(training: Training, bus: Bus, asked: Asked) -> Block:
                 if name == "ours":
                     raise
                 lines.append(f"blocked, {name}: not measured, {type(error).__name__}: {error}")
-                del starts[name], blocked[name], whole[name]
+                del starts[name], blocked[name], whole[name], during[name]
                 continue
-            training.step()
+            first = step()
             spent = training.clock.taken()
+            during_save = (step() + first) / (2 * alone)
             done: Any = wait()
             seconds = time.perf_counter() - started
             training.clear()
             if number > 1:
                 blocked[name].append(spent / one_copy)
                 whole[name].append(seconds)
+                during[name].append(during_save)
             if number > 1 and name == "ours":
                 milliseconds.append(1e3 * spent)
                 staged = [span for span in done.spans if span.phase == "stage" and span.nbytes]
@@ -369,6 +373,14 @@ def measure_saves(training: Training, bus: Bus, asked: Asked) -> Block:
     lines.append(row("blocked, ours, ms", f"{statistics.median(milliseconds):.1f}", "5 + 0.02"))
     for name in (one for one in whole if one != "ours"):
         lines.append(row(f"whole save, of {name}", ratios_text(whole["ours"], whole[name]), "1"))
+    lines += [
+        row(
+            f"two steps with a save, {name}",
+            f"{statistics.median(values):.2f} of two alone",
+            "none",
+        )
+        for name, values in during.items()
+    ]
     lines.append(row("speed of its copies, of the bus", f"{statistics.median(of_bus):.2f}", "1"))
     gib_per_second = bus.nbytes / GIB / bus.out()
     title = f"background saves, {asked.gib:g} GiB; the bus {gib_per_second:.2f} GiB/s out"

@@ -94,5 +94,7 @@ def test_a_dependency_has_a_licence_that_was_looked_at(name: str) -> None:
 
 
 def test_the_exceptions_are_still_dependencies() -> None:
+    if not _is_installed("shardpoint"):
+        pytest.skip("ours is on the path and not installed, and brings nothing")
     assert OTHERS.keys() <= set(installed_with_ours())
     assert licences("crc32c") == {"LGPL"}

@@ -35,6 +35,7 @@ def test_all_of_it_runs_with_the_cpu_as_the_device(tmp_path: Path) -> None:
     for what in (
         *("time of a step, of torch's", "operators", "time of a step, of DDP's", "blocked, ours"),
         *("its copies, of the bus", "a recovery, of the bus", "sharded, of torch's time"),
+        *("blocked, DCP, a stager kept", "two steps with a save, ours"),
     ):
         assert any(what in line and "(bar " in line for line in lines), (what, lines)
     assert sum("speed of a load" in line for line in lines) == 2

@@ -114,12 +114,13 @@ def prepare(version: Version, interpreter: str, libraries: Path | None) -> None:
     (version.folder / "ready").touch()
 
 
-def run(version: Version, check: str, limit_seconds: float) -> str:
+def run(version: Version, check: str, limit_seconds: float, draws: int) -> str:
     """What came of a check, in a few words."""
     environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"}
     column = str(version.folder / COLUMN)
     command = [str(version.interpreter)]
     command += [column if part == COLUMN else part for part in CHECKS[check]]
+    command += ["--count", str(draws)] if check == "draws" else []
     if "pytest" in command:
         command += ["-p", "no:cacheprovider", "--timeout", "900"]
     log = version.folder / f"{check}.log"
@@ -190,6 +191,7 @@ def main() -> int:
     parser.add_argument("--pythons", nargs="*", default=list(PYTHONS))
     parser.add_argument("--torches", nargs="*", default=list(torches()))
     parser.add_argument("--checks", nargs="*", choices=list(CHECKS), default=list(CHECKS))
+    parser.add_argument("--draws", type=int, default=300, help="how many models and calls")
     parser.add_argument("--seconds", type=float, default=3600.0, help="limit of one check")
     given = parser.parse_args()
     libraries = os.environ.get("LIBRARIES")
@@ -202,7 +204,7 @@ def main() -> int:
                 results = json.loads(reported.read_text()) if reported.exists() else {}
                 results["python"], results["torch"] = versions_of(version)
                 for check in given.checks:
-                    results[check] = run(version, check, given.seconds)
+                    results[check] = run(version, check, given.seconds, given.draws)
                     print(python, torch, check, results[check], sep=" | ", flush=True)
             except subprocess.CalledProcessError as error:
                 results = {"python": python, "torch": torch, "import": f"not installed: {error}"}

@@ -14,12 +14,13 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed._composable.replicate import replicate as by_ddp
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import DataParallelMeshDims, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import ckpt
 import sharding
+from sharding import DataParallelMeshDims
 from sharding.engine.torch_seam import torch_replicate as by_torch
 from tests.sharding.fully_scenarios import assert_equal, claims, loss_of, train, values
 from tests.sharding.models import batches, build

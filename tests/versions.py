@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import functools
+import inspect
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed.fsdp
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 TORCH = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
 
@@ -20,6 +22,20 @@ needs_uneven_strided_shards = pytest.mark.skipif(
 def torch_shards_on_cpu() -> bool:
     """Whether torch's own `fully_shard` runs on the CPU: torch 2.6's asks streams for events."""
     return hasattr(torch.cpu.Stream, "record_event")
+
+
+def cut_here(full: torch.Tensor, mesh: Any, placements: Any) -> Any:
+    """`distribute_tensor` of a tensor that each rank has: nothing is sent."""
+    if "src_data_rank" in inspect.signature(distribute_tensor).parameters:
+        return distribute_tensor(full, mesh, placements, src_data_rank=None)
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    shape, starts = compute_local_shape_and_global_offset(full.shape, mesh, placements)
+    part = full.new_empty(0)  # of a rank outside of the mesh
+    if mesh.get_coordinate() is not None:
+        part = full[tuple(slice(at, at + size) for at, size in zip(starts, shape, strict=True))]
+    options: Any = {"run_check": False, "shape": full.shape, "stride": full.stride()}
+    return DTensor.from_local(part.contiguous(), mesh, placements, **options)
 
 
 def skip_what_torch_cannot() -> None:

@@ -26,6 +26,7 @@ import sharding
 from ckpt.errors import InvalidState, Mismatch
 from tests.e2e.stages import LAYERS, Model, differences, fill, optimizer_of, trained
 from tests.ranks import run_ranks
+from tests.versions import cut_here
 
 pytestmark = pytest.mark.ranks
 
@@ -170,10 +171,10 @@ def mistakes(root: str) -> dict[str, str]:
 
 
 def one_mesh() -> torch.Tensor:
-    from torch.distributed.tensor import Shard, distribute_tensor
+    from torch.distributed.tensor import Shard
 
     mesh = DeviceMesh("cpu", [0, 1], _init_backend=False)
-    return distribute_tensor(torch.zeros(4), mesh, [Shard(0)], src_data_rank=None)
+    return cut_here(torch.zeros(4), mesh, [Shard(0)])
 
 
 def test_contradictions_between_ranks_are_one_error_on_all_that_names_ranks_and_names(

@@ -18,12 +18,13 @@ from safetensors.torch import load_file
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import Shard, distribute_tensor
+from torch.distributed.tensor import Shard
 
 import ckpt
 from ckpt.errors import InvalidState, Mismatch
 from tests.e2e.stages import differences, fill, optimizer_of
 from tests.ranks import run_ranks
+from tests.versions import cut_here
 
 pytestmark = pytest.mark.ranks
 
@@ -81,7 +82,7 @@ def local_experts(size: int, rank: int, seed: int) -> dict[str, Any]:
     count = EXPERTS // size
     model = Moe(range(rank * count, (rank + 1) * count))
     experts = init_device_mesh("cpu", (size,), mesh_dim_names=("ep",))
-    cut = distribute_tensor(torch.empty(EXPERTS, 3, 5), experts, [Shard(0)], src_data_rank=None)
+    cut = cut_here(torch.empty(EXPERTS, 3, 5), experts, [Shard(0)])
     model.stacked = nn.Parameter(cut)
     fully_shard(model.router, mesh=init_device_mesh("cpu", (size,), mesh_dim_names=("dp",)))
     return state_of(model, seed)
@@ -157,7 +158,7 @@ def swapped(root: str, rank: int) -> list[str]:
     model.stacked = nn.ParameterDict({name: nn.Parameter(torch.zeros(3, 5)) for name in numbers})
     model.experts = nn.Module()
     for name, shape in (("weight", (EXPERTS, 3, 5)), ("bias", (EXPERTS, 3))):
-        cut = distribute_tensor(torch.zeros(shape), mesh, [Shard(0)], src_data_rank=None)
+        cut = cut_here(torch.zeros(shape), mesh, [Shard(0)])
         model.experts.register_parameter(name, nn.Parameter(cut))
     model.router = nn.Linear(5, EXPERTS)
     # The groups are those that it was saved with: biases of one dim had no weight decay.
@@ -227,7 +228,7 @@ def on_two_meshes(root: str) -> list[str]:
     # The replicas of a model that nobody declares: the mesh of experts alone is known.
     replicas = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "ep"))
     stack = torch.arange(60.0).view(EXPERTS, 3, 5)
-    cut = distribute_tensor(stack, replicas["ep"], [Shard(0)], src_data_rank=None)
+    cut = cut_here(stack, replicas["ep"], [Shard(0)])
     ckpt.save({"stack": cut}, f"{root}/replicas", step=1)
     if rank > 1:
         cut.to_local()[0, 0, 0] += 1
@@ -240,13 +241,11 @@ def on_two_meshes(root: str) -> list[str]:
     expected = "model.embedding.weight: ranks 0, 1 and ranks 2, 3 have different values of it"
     odd += refused(state, f"{root}/differing", expected)
     by_rows_or_columns = [Shard(rank // 2)]
-    other = distribute_tensor(torch.zeros(4, 4), mesh["dp"], by_rows_or_columns, src_data_rank=None)
+    other = cut_here(torch.zeros(4, 4), mesh["dp"], by_rows_or_columns)
     odd += refused({"w": other}, f"{root}/cut", "w: ranks 0 to 3 hold it and cut it differently")
     three = DeviceMesh("cpu", [1, 2, 3], _init_backend=False)
     alone = DeviceMesh("cpu", [0], _init_backend=False)
-    piece = distribute_tensor(
-        torch.zeros(6), three if rank else alone, [Shard(0)], src_data_rank=None
-    )
+    piece = cut_here(torch.zeros(6), three if rank else alone, [Shard(0)])
     text = r"w: lies on groups of ranks of different sizes, which share no rank: rank 0; ranks 1 to"
     return odd + refused({"w": piece}, f"{root}/sizes", text)
 

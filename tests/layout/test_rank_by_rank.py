@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from ckpt.layout.dtensor import describe_dtensor, repeated_over_wider_meshes
@@ -28,6 +28,7 @@ from ckpt.layout.sharded_tensor import (
 from ckpt.layout.tensor import same_layout
 from tests.layout.rebuilding import assembled, held
 from tests.streams.groups import world
+from tests.versions import cut_here
 
 S0, S1, R = Shard(0), Shard(1), Replicate()
 
@@ -77,7 +78,7 @@ def test_dtensors_are_put_together_from_what_each_rank_describes(
             mesh = init_device_mesh("cpu", mesh_shape)
             for shape in shapes:
                 full = torch.arange(torch.Size(shape).numel()).view(shape)
-                tensor = distribute_tensor(full, mesh, placements, src_data_rank=None)
+                tensor = cut_here(full, mesh, placements)
                 owned = describe_dtensor("t", tensor, _ranks())
                 assert owned.owners == tuple(range(size)) and not owned.is_whole
                 assert owned.template is tensor
@@ -134,9 +135,7 @@ def test_tensors_without_memory_are_refused_by_name() -> None:
 
 def _described(fqn: str, mesh: DeviceMesh, placements: list[Placement]) -> Owned:
     full = torch.zeros(4, 4)
-    return describe_dtensor(
-        fqn, distribute_tensor(full, mesh, placements, src_data_rank=None), _ranks()
-    )
+    return describe_dtensor(fqn, cut_here(full, mesh, placements), _ranks())
 
 
 def test_replicas_that_their_own_mesh_hides_are_known_by_the_other_tensors() -> None:
@@ -276,7 +275,7 @@ def test_optimizers_meet_the_replicas_that_the_module_shows() -> None:
         mesh = init_device_mesh("cpu", (2, 3), mesh_dim_names=("dp", "tp"))
         module = nn.Module()
         for name, on, placements in (("wide", mesh, [S0, S1]), ("narrow", mesh["dp"], [S0])):
-            tensor = distribute_tensor(torch.zeros(4, 4), on, placements, src_data_rank=None)
+            tensor = cut_here(torch.zeros(4, 4), on, placements)
             module.register_parameter(name, nn.Parameter(tensor))
         layout = describe_module(module, _ranks())
         narrow = layout.owned_by_param[id(module.narrow)]
@@ -288,7 +287,7 @@ def test_layouts_are_the_same_by_shape_mesh_and_placements() -> None:
         mesh, other = init_device_mesh("cpu", (2, 3)), init_device_mesh("cpu", (3, 2))
 
         def made(on: DeviceMesh, placements: list[Placement], rows: int = 6) -> torch.Tensor:
-            return distribute_tensor(torch.zeros(rows, 6), on, placements, src_data_rank=None)
+            return cut_here(torch.zeros(rows, 6), on, placements)
 
         one = made(mesh, [S0, S1])
         assert same_layout(one, made(mesh, [S0, S1]))

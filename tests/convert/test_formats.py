@@ -7,6 +7,7 @@ torch and safetensors themselves, imported and exported, and read back by them.
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,8 @@ from torch.distributed.checkpoint import HuggingFaceStorageWriter
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
 
 import ckpt
+from ckpt.convert import formats
+from ckpt.convert.sources import opening
 from ckpt.convert.sources.opening import SourceOptions, open_source
 from ckpt.errors import CheckpointError, Corrupt, InvalidState, NoCheckpoint, UnsupportedFormat
 from ckpt.layout.dtypes import DTYPES
@@ -362,3 +365,46 @@ def test_missing_pieces_are_named(tmp_path: Path) -> None:
     (tmp_path / "in" / ".metadata").unlink()
     with pytest.raises(NoCheckpoint, match="no checkpoint of a known format"):
         open_source(str(tmp_path / "in"), SourceOptions())
+
+
+TOY = '''
+"""Numbers in a file of text, one a line."""
+import torch
+from ckpt.convert.sources.opening import FolderSource, Format
+from ckpt.convert.sources.source import Chunk, FileSource, SourceContents, SourceTensor
+from ckpt.layout.region import Span
+
+
+def open_folder(place):
+    if "toy.raw" not in place.keys:
+        return None
+    nbytes = place.store.info("toy.raw").nbytes
+    info = SourceTensor("w", "float32", (nbytes // 4,))
+    contents = SourceContents({"w": info}, modules=("",))
+    chunks = {"w": [Chunk(Span(0, nbytes // 4), "toy.raw", 0)]}
+    return FolderSource(FileSource(place.store, "toy", contents, chunks, nbytes), ["toy.raw"])
+
+
+FORMAT = Format(99, "a toy", open_folder)
+'''
+
+
+def test_a_format_is_one_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A module in the folder of formats is enough to import, export and be named in errors."""
+    (tmp_path / "more").mkdir()
+    (tmp_path / "more" / "toy.py").write_text(TOY)
+    monkeypatch.setattr(formats, "__path__", [*formats.__path__, str(tmp_path / "more")])
+    opening.formats.cache_clear()
+    try:
+        (tmp_path / "in").mkdir()
+        (tmp_path / "in" / "toy.raw").write_bytes(torch.arange(5.0).numpy().tobytes())
+        ckpt.import_checkpoint(str(tmp_path / "in"), str(tmp_path / "run"), step=1, verify=True)
+        state = {"w": torch.zeros(5)}
+        ckpt.load(state, str(tmp_path / "run"))
+        assert torch.equal(state["w"], torch.arange(5.0))
+        (tmp_path / "nothing").mkdir()
+        with pytest.raises(NoCheckpoint, match="a toy"):
+            ckpt.export(str(tmp_path / "nothing"), str(tmp_path / "out.safetensors"))
+    finally:
+        opening.formats.cache_clear()
+        sys.modules.pop("ckpt.convert.formats.toy", None)

@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, Literal, NamedTuple, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -62,18 +62,27 @@ Format: TypeAlias = Literal["safetensors", "torch", "dcp", "hf"]
 
 
 @dataclass(frozen=True, slots=True)
-class Selection:
-    """Which tensors go into an export, and under which names. See `ckpt.export`."""
+class ExportTo:
+    """Which tensors are exported, under which names, and how they are written. See `export`."""
 
-    entry: str | None = None
-    include: Sequence[str] = ()
-    exclude: Sequence[str] = ()
-    rename: Rename | None = None
-    dtype: str | torch.dtype | None = None
-    keep_tied: bool = False
-    optimizer: bool = False
-    preset: str | None = None
-    stacks: Stacks = field(default_factory=dict)
+    format: Format | None
+    entry: str | None
+    include: Sequence[str]
+    exclude: Sequence[str]
+    rename: Rename | None
+    dtype: str | torch.dtype | None
+    keep_tied: bool
+    optimizer: bool
+    preset: str | None
+    stacks: Stacks
+    config: StoreLike | None
+    shard_bytes_max: int | None
+    output_bytes_max: int | None
+    threads: int
+    verify: bool
+    dequantize: bool
+    target_options: Mapping[str, Any] | None
+    config_options: Mapping[str, Any] | None
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -97,26 +106,11 @@ class ExportReport(ShortRecord):
     seconds: float = field(default=0.0, compare=False)
 
 
-class ExportTo(NamedTuple):
-    """How an export is written. See `ckpt.export`."""
-
-    format: Format | None
-    config: StoreLike | None
-    shard_bytes_max: int | None
-    output_bytes_max: int | None
-    threads: int
-    verify: bool
-    dequantize: bool
-    target_options: Mapping[str, Any] | None
-    config_options: Mapping[str, Any] | None
-
-
 @hides_secrets
 def export_source(
     url: StoreLike,
     source_options: SourceOptions,
     target: StoreLike,
-    selection: Selection,
     how: ExportTo,
     progress: Progress | None,
     process_group: dist.ProcessGroup | None,
@@ -128,9 +122,9 @@ def export_source(
     if config is not None and kind != "hf":
         raise InvalidArgument('config= is for a folder of a model: pass format="hf" and a folder')
     folder, name = split_target(target, kind)
-    if selection.preset is not None:
+    if how.preset is not None:
         name = PEFT_FILE if not is_url(target) and kind == "safetensors" else name
-        check_file_name(selection.preset, name)
+        check_file_name(how.preset, name)
     # Whoever reads the files knows nothing of how our roots are encoded.
     given = how.target_options or {}
     if refused := [option for option in ENCODING_OPTIONS if given.get(option) is not None]:
@@ -149,12 +143,12 @@ def export_source(
     changes: list[Callable[[CheckpointSource], CheckpointSource]] = []
     if how.dequantize:
         changes.append(DenseSource)
-    if selection.stacks:
-        changes.append(partial(RestackedSource, stacks=selection.stacks))
+    if how.stacks:
+        changes.append(partial(RestackedSource, stacks=how.stacks))
     opening = partial(open_source, url, source_options, open_store, changes)
     source = collectively(world, "open source", opening)
 
-    plan = partial(_planned, source, kind, name, selection, how, config_options)
+    plan = partial(_planned, source, kind, name, how, config_options)
     try:
         chosen, planned = collectively(world, "plan", plan)
         opening_target = partial(open_store, folder, **options)
@@ -182,39 +176,38 @@ def _planned(
     source: CheckpointSource,
     kind: Format,
     name: str,
-    selection: Selection,
     how: ExportTo,
     config_options: Mapping[str, Any],
 ) -> tuple[ExportSelection, Nested]:
     """What goes into the files, and the files."""
-    described, wanted = None, selection
+    described, wanted = None, how
     if kind == "hf":
         described = read_beside(how.config, config_options)
-        if selection.optimizer or selection.preset is not None:
+        if how.optimizer or how.preset is not None:
             raise InvalidArgument(
                 'format="hf" is for a whole model: leave out optimizer= and preset='
             )
-        wanted = replace(selection, keep_tied=selection.keep_tied or described.unties)
+        wanted = replace(how, keep_tied=how.keep_tied or described.unties)
     chosen = choose(source, wanted, kind)
     nbytes = sum(output.nbytes for output in chosen.outputs)
     check_output(f"{source!r}", nbytes, source.stored_nbytes, how.output_bytes_max)
     if described is not None:
-        files = _model_folder(chosen, selection, described, how.shard_bytes_max)
+        files = _model_folder(chosen, how, described)
     elif kind == "safetensors":
         files = safetensors_files(chosen.outputs, chosen.tied, name, how.shard_bytes_max)
     else:
-        return chosen, nested_files(source, chosen, kind, name, whole=selection.optimizer)
+        return chosen, nested_files(source, chosen, kind, name, whole=how.optimizer)
     return chosen, Nested(files, tuple(sorted(chosen.values)))
 
 
 def _model_folder(
-    chosen: ExportSelection, selection: Selection, beside: DescribingFiles, nbytes_max: int | None
+    chosen: ExportSelection, how: ExportTo, beside: DescribingFiles
 ) -> list[PlannedFile]:
     """The files of a model folder; the last one is what readers look for first."""
     check_names(beside, {output.name: output.tensor for output in chosen.outputs})
-    if selection.dtype is not None:
-        beside = beside.of_dtype(_name_of(selection.dtype))
-    nbytes_max = SHARD_NBYTES_MAX if nbytes_max is None else nbytes_max
+    if how.dtype is not None:
+        beside = beside.of_dtype(_name_of(how.dtype))
+    nbytes_max = SHARD_NBYTES_MAX if how.shard_bytes_max is None else how.shard_bytes_max
     # No note of tied names: the model's class ties them itself, as its config says.
     weights = safetensors_files(chosen.outputs, {}, WEIGHTS, nbytes_max)
     others = sorted(beside.files.items(), key=lambda item: (item[0] == CONFIG, item[0]))
@@ -275,30 +268,30 @@ def split_target(target: StoreLike, format: Format = "safetensors") -> tuple[Sto
 # What goes into the export ------------------------------------------------------------------
 
 
-def choose(source: CheckpointSource, selection: Selection, format: Format) -> ExportSelection:
-    """The tensors that `selection` means, sorted by name."""
+def choose(source: CheckpointSource, how: ExportTo, format: Format) -> ExportSelection:
+    """The tensors that `how` means, sorted by name."""
     contents = source.contents
     values: Mapping[str, Any] = {}
-    if selection.optimizer:
+    if how.optimizer:
         every = (*contents.tensors, *contents.aliases)
         names = {fqn: contents.aliases.get(fqn, fqn) for fqn in every}
-        values = {n: v for n, v in contents.values.items() if is_chosen(n, selection)}
+        values = {n: v for n, v in contents.values.items() if is_chosen(n, how)}
         entry = ""
-        if selection.preset is not None:
+        if how.preset is not None:
             raise InvalidArgument("preset= is for models; export it without optimizer=True")
-        if selection.rename is not None:
+        if how.rename is not None:
             raise InvalidArgument(
                 "rename= with optimizer=True: the optimizer names parameters too; import the "
                 "checkpoint with rename=, or export the model alone"
             )
     else:
-        entry = selection.entry if selection.entry is not None else default_entry(source)
+        entry = how.entry if how.entry is not None else default_entry(source)
         names = _names_of(contents, entry)
-        if selection.entry is None and not is_called_model(entry):
+        if how.entry is None and not is_called_model(entry):
             _check_elsewhere(source, entry, set(names.values()))
-    kept = {name: fqn for name, fqn in names.items() if is_chosen(name, selection)}
+    kept = {name: fqn for name, fqn in names.items() if is_chosen(name, how)}
     if not kept:
-        wanted = f"include={list(selection.include)}, exclude={list(selection.exclude)}"
+        wanted = f"include={list(how.include)}, exclude={list(how.exclude)}"
         raise CheckpointError(
             f"nothing to export: {source!r} has {len(names)} tensors in {entry!r}, and "
             f"{wanted} leaves none; entries are {', '.join(map(repr, contents.modules))}"
@@ -308,21 +301,21 @@ def choose(source: CheckpointSource, selection: Selection, format: Format) -> Ex
         f"{fqn}: {refusal.reason}; leave it out with exclude="
         for fqn, refusal in sorted(contents.refused.items())
         if fqn.startswith(prefix)
-        and is_chosen(fqn.removeprefix(prefix), selection)
-        and (selection.optimizer or refusal.is_tensor)
+        and is_chosen(fqn.removeprefix(prefix), how)
+        and (how.optimizer or refusal.is_tensor)
     ]
     if problems:
         raise InvalidState(problems)
-    new_names = _new_names(kept, selection)
+    new_names = _new_names(kept, how)
     kept = {name: fqn for name, fqn in kept.items() if name in new_names}
     # A checkpoint stores what modules share under the name that the model has first, which is the
     # name that `transformers` keeps. `save_model` of safetensors keeps the alphabetically first.
     stored = {name for name, fqn in kept.items() if fqn == prefix + name}
     tied = {}
-    if not selection.keep_tied or format not in ("safetensors", "hf"):
+    if not how.keep_tied or format not in ("safetensors", "hf"):
         tied = _tied_names(kept, stored if format == "hf" else ())
     outputs = [
-        _output(contents.tensors[fqn], new_names[name], selection.dtype)
+        _output(contents.tensors[fqn], new_names[name], how.dtype)
         for name, fqn in sorted(kept.items())
         if name not in tied
     ]
@@ -338,12 +331,12 @@ def choose(source: CheckpointSource, selection: Selection, format: Format) -> Ex
     return ExportSelection(outputs, tied_names, values)
 
 
-def _new_names(names: Iterable[str], selection: Selection) -> dict[str, str]:
+def _new_names(names: Iterable[str], how: ExportTo) -> dict[str, str]:
     """What is exported, by its names in the checkpoint, with its names in the files."""
-    if selection.preset is None:
-        return renamed(names, selection.rename)
-    chosen = preset_names(selection.preset, names)
-    again = renamed(chosen.values(), selection.rename)
+    if how.preset is None:
+        return renamed(names, how.rename)
+    chosen = preset_names(how.preset, names)
+    again = renamed(chosen.values(), how.rename)
     return {name: again[new] for name, new in chosen.items()}
 
 

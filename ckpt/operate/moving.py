@@ -274,21 +274,10 @@ def export(
     changed, and the stores' errors. After any of these nothing is left at the target.
     """
     from ckpt.commit.numbers import plain_int
-    from ckpt.convert.export import ExportTo, Selection, export_source
+    from ckpt.convert.export import ExportTo, export_source
     from ckpt.convert.sources.opening import SourceOptions
 
     started = time.monotonic()
-    selection = Selection(
-        entry=entry,
-        include=include,
-        exclude=exclude,
-        rename=rename,
-        dtype=dtype,
-        keep_tied=keep_tied,
-        optimizer=optimizer,
-        preset=preset,
-        stacks=dict(stacks or {}),
-    )
     source = SourceOptions(
         step,
         parameter_names,
@@ -298,6 +287,15 @@ def export(
     )
     how = ExportTo(
         format=format,
+        entry=entry,
+        include=include,
+        exclude=exclude,
+        rename=rename,
+        dtype=dtype,
+        keep_tied=keep_tied,
+        optimizer=optimizer,
+        preset=preset,
+        stacks=dict(stacks or {}),
         config=config,
         shard_bytes_max=plain_int(shard_bytes_max),
         output_bytes_max=plain_int(output_bytes_max),
@@ -307,7 +305,7 @@ def export(
         target_options=other_options,
         config_options=config_options,
     )
-    report = export_source(url, source, target, selection, how, progress, process_group)
+    report = export_source(url, source, target, how, progress, process_group)
     return replace(report, seconds=time.monotonic() - started)
 
 

@@ -22,7 +22,6 @@ from ckpt.commit.locate import locate
 from ckpt.commit.log import Log, read_format
 from ckpt.commit.records import LiveEntry
 from ckpt.errors import CheckpointError
-from ckpt.format.manifest import Manifest
 from ckpt.format.manifest_codec import decode_manifest
 from ckpt.format.metadata_budget import MetadataBudget
 from ckpt.layout.dtypes import DTYPES
@@ -206,12 +205,9 @@ def _entries_of(
     newest = live[-1]
     try:
         located = locate(store, newest.step, attempt=newest.attempt)
-        return _sizes_of(decode_manifest(located.data, budget, ruled=True)), ""
+        manifest = decode_manifest(located.data, budget, ruled=True)
     except CheckpointError as error:
         return (), f"the newest checkpoint, step {newest.step}, cannot be opened: {error}"
-
-
-def _sizes_of(manifest: Manifest) -> tuple[EntrySize, ...]:
     sizes: dict[tuple[str, str], list[int]] = {}
     columns = zip(manifest.fqns, manifest.dtypes, manifest.shapes, manifest.kinds, strict=True)
     for fqn, dtype, shape, kind in columns:
@@ -219,7 +215,7 @@ def _sizes_of(manifest: Manifest) -> tuple[EntrySize, ...]:
         size[0] += 1
         size[1] += math.prod(shape) * DTYPES[dtype].itemsize
     entries = [EntrySize(*key, *size) for key, size in sizes.items()]
-    return tuple(sorted(entries, key=lambda one: (-one.nbytes, one.entry, one.kind)))
+    return tuple(sorted(entries, key=lambda one: (-one.nbytes, one.entry, one.kind))), ""
 
 
 # A run --------------------------------------------------------------------------------------------

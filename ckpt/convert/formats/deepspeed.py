@@ -15,7 +15,6 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from ckpt.convert.sources.blobs import Blob, Opened, open_blob
@@ -51,22 +50,16 @@ class FlatPartition(NamedTuple):
     is_scalar: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class _Rank:
-    """What one rank's optimizer file holds: the flat tensor of each group."""
+class _Rank(NamedTuple):
+    """What one rank's optimizer file holds: the flat tensor of each group, and in `own` what the
+    optimizer keeps for it, by name: tensors of that shape, and some without dims. `options` are
+    those of each group of parameters. Both are None in a form that is not known.
+    """
 
     stage: int
     flats: tuple[FlatPartition, ...]
-    optimizer: _ZeroState | None
-
-
-class _ZeroState(NamedTuple):
-    """The optimizer's own state of one rank: for each flat tensor its tensors of that shape and
-    those without dims, by name; and the options of each group of parameters.
-    """
-
-    flats: tuple[Mapping[str, FlatPartition], ...]
-    options: tuple[Mapping[str, Any], ...]
+    own: Sequence[Mapping[str, FlatPartition]] | None
+    options: Sequence[Mapping[str, Any]] | None
 
 
 def open_folder(place: SourcePlace) -> FolderSource | None:
@@ -150,9 +143,9 @@ def _rank(store: Store, key: str, sizes: Mapping[str, int], budget: MemoryBudget
         raise UnsupportedFormat(f"{store.url}/{key}: a flat tensor with gaps")
     flats = [_flat_of(key, opened, group) for group in groups]
     own = state.get("optimizer_state_dict" if stage == 3 else "base_optimizer_state")
-    optimizer = _optimizer_of(key, opened, own, flats)
+    known = _optimizer_of(key, opened, own, flats) or (None, None)
     opened.close()
-    return _Rank(int(stage), tuple(flats), optimizer)
+    return _Rank(int(stage), tuple(flats), *known)
 
 
 def _flat_of(key: str, opened: Opened, ref: TensorRef) -> FlatPartition:
@@ -162,7 +155,7 @@ def _flat_of(key: str, opened: Opened, ref: TensorRef) -> FlatPartition:
 
 def _optimizer_of(
     key: str, opened: Opened, state: Any, flats: Sequence[FlatPartition]
-) -> _ZeroState | None:
+) -> tuple[list[dict[str, FlatPartition]], list[Any]] | None:
     """What an optimizer keeps beside the weights; None where it is in no form that is known."""
     own, groups = (_dict(state).get(name) for name in ("state", "param_groups"))
     if not isinstance(own, dict) or not isinstance(groups, list):
@@ -182,7 +175,7 @@ def _optimizer_of(
                 return None
             tensors[name] = _flat_of(key, opened, item)
         by_flat.append(tensors)
-    return _ZeroState(tuple(by_flat), tuple(groups))
+    return by_flat, groups
 
 
 class _ModelStates:
@@ -267,41 +260,38 @@ def _named_optimizer(
 ) -> _NamedState:
     """The optimizer's state and the scheduler's; nothing of what is in no form that is known."""
     nothing: _NamedState = ({}, {})
-    optimizers = [rank.optimizer for rank in ranks if rank.optimizer is not None]
-    if len(optimizers) != len(ranks) or any(name.startswith("optimizer.") for name in bare):
+    owned = [rank.own for rank in ranks if rank.own is not None]
+    options = ranks[0].options or ()
+    if len(owned) != len(ranks) or any(name.startswith("optimizer.") for name in bare):
         return nothing
-    first = optimizers[0]
-    names = {name: flat.is_scalar for name, flat in first.flats[0].items()} if first.flats else {}
-    alike = all(
-        {name: flat.is_scalar for name, flat in flats.items()} == names
-        for optimizer in optimizers
-        for flats in optimizer.flats
-    )
-    if not alike or len(first.options) != len(model.groups):
+    names = [
+        {name: flat.is_scalar for name, flat in flats.items()} for own in owned for flats in own
+    ]
+    if any(one != names[0] for one in names) or len(options) != len(model.groups):
         return nothing
     tensors: dict[str, tuple[SourceTensor, list[Chunk]]] = {}
     place = _in_groups if ranks[0].stage in (1, 2) else _in_parts
-    for name, is_scalar in names.items():
+    for name, is_scalar in names[0].items() if names else ():
         if is_scalar:  # a count of steps, the same for all
-            flat = first.flats[0][name]
+            flat = owned[0][0][name]
             for param in (param for group in model.groups for param in group):
                 fqn = f"optimizer.state.{bare[param]}.{name}"
                 info = SourceTensor(fqn, flat.dtype, (), Kind.OPTIMIZER)
                 tensors[fqn] = info, [Chunk(Span(0, 1), flat.file, flat.start)]
             continue
         like = [
-            replace(rank, flats=tuple(flats[name] for flats in optimizer.flats))
-            for rank, optimizer in zip(ranks, optimizers, strict=True)
+            rank._replace(flats=tuple(flats[name] for flats in own))
+            for rank, own in zip(ranks, owned, strict=True)
         ]
         for param, shape, dtype, chunks in place(model.groups, like):
             fqn = f"optimizer.state.{bare[param]}.{name}"
             tensors[fqn] = SourceTensor(fqn, dtype, shape, Kind.OPTIMIZER), chunks
     groups = [
         {
-            **{key: item for key, item in options.items() if key != "params"},
+            **{key: item for key, item in one.items() if key != "params"},
             "params": [bare[param] for param in group],
         }
-        for options, group in zip(first.options, model.groups, strict=True)
+        for one, group in zip(options, model.groups, strict=True)
     ]
     named = name_tree({"param_groups": groups, "lr_scheduler": model.scheduler})
     # Options that are no plain values are an optimizer's own business; without one there is none.

@@ -17,6 +17,7 @@ import logging
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
+from itertools import islice
 from typing import Any, SupportsIndex
 
 from ckpt.commit.log import Log
@@ -298,78 +299,52 @@ def rewrite(
     something else is at the target, Corrupt when stored bytes were changed, and the stores' errors;
     running again continues.
     """
-    blocks = checkpoint.manifest.block_count
-    checkpoint.manifest.budget.charge(BLOCK_NBYTES * blocks, f"files of {blocks} blocks")
-    tensors = _tensors_of(checkpoint.manifest)
-    files: list[DataFile] = []  # in the order of ranks and indexes
-    for rank, groups in enumerate(layout):
-        texts = _texts(checkpoint.manifest, rank)
-        files += plan_data_files(header, rank, groups, texts, () if rank else tensors)
+    old = checkpoint.manifest
+    old.budget.charge(BLOCK_NBYTES * old.block_count, f"files of {old.block_count} blocks")
+    columns = (old.fqns, old.dtypes, old.shapes, old.kinds.tolist())
+    tensors = [TensorRecord(*row) for row in zip(*columns, strict=True)]
+    # What is common to all ranks is in rank 0's files.
+    per_rank = old.per_rank or [b""] * header.world_size
+    texts = [PartTexts({}, per_rank=own) for own in per_rank]
+    texts[0] = PartTexts(old.aliases, values=old.values, per_rank=per_rank[0])
+    planned = [
+        plan_data_files(header, rank, groups, texts[rank], () if rank else tensors)
+        for rank, groups in enumerate(layout)
+    ]
+    files = [file for own in planned for file in own]
     names = [file.name for file in files]
-    ended = begin(
-        target,
-        others=names,
-        last=MANIFEST_NAME,
-        is_ours=lambda data: _is_same(data, header, files),
-    )
+
+    def is_same(data: bytes) -> bool:
+        """Whether a manifest is one that this would store. Its checksums are not known yet."""
+        try:
+            there = decode_manifest(data)
+        except Corrupt:
+            return False
+        sizes = [file.layout.nbytes for file in files]
+        is_same = (there.header, there.files) == (header, tuple(names))
+        return is_same and there.file_nbytes.tolist() == sizes
+
+    ended = begin(target, others=names, last=MANIFEST_NAME, is_ours=is_same)
     if ended is not None:
         return decode_manifest(ended)
     source = NativeSource(checkpoint)
 
     def written(file: DataFile) -> FileColumns:
-        layout = file.layout
-        there = is_there(target, file.name, layout.header, layout.nbytes)
+        layout, name = file.layout, file.name
+        there = is_there(target, name, layout.header, layout.nbytes)
         if there is None:
-            return write_data_file(
-                source, file, target, file.name, threads=PARTS_AHEAD, add=meter.add
-            )
+            return write_data_file(source, file, target, name, threads=PARTS_AHEAD, add=meter.add)
         meter.add(layout.nbytes, is_new=False)
         return file.columns(there.checksums, there.seal)
 
-    made = [*in_order(written, files, threads=threads, name="ckpt-rewrite")]
-    manifest = _manifest(checkpoint.manifest, header, files, made)
+    made = iter([*in_order(written, files, threads=threads, name="ckpt-rewrite")])
+    parts = []
+    for rank, own in enumerate(planned):
+        of_rank = [*islice(made, len(own))]
+        # Rank 0 lists all tensors: one without elements has no chunk, so no other rank would.
+        held = {chunk.fqn for columns in of_rank for chunk in columns.chunks}
+        listed = [tensor for tensor in tensors if rank == 0 or tensor.fqn in held]
+        parts.append(part_of_files(of_rank, rank=rank, tensors=listed, texts=texts[rank]))
+    manifest = build_manifest(header, parts)
     end(target, names, [(MANIFEST_NAME, encode_manifest(manifest))])
     return manifest
-
-
-# What is written where ----------------------------------------------------------------------
-
-
-def _texts(manifest: Manifest, rank: int) -> PartTexts:
-    """What a rank's files hold besides tensors; what is common to all ranks is in rank 0's."""
-    per_rank = manifest.per_rank[rank] if manifest.per_rank else b""
-    if rank:
-        return PartTexts({}, per_rank=per_rank)
-    return PartTexts(manifest.aliases, values=manifest.values, per_rank=per_rank)
-
-
-def _tensors_of(manifest: Manifest) -> list[TensorRecord]:
-    columns = (manifest.fqns, manifest.dtypes, manifest.shapes, manifest.kinds.tolist())
-    return [TensorRecord(*row) for row in zip(*columns, strict=True)]
-
-
-def _is_same(data: bytes, header: Header, files: Sequence[DataFile]) -> bool:
-    """Whether a manifest is one that this rewrite would store. Its checksums are not known yet."""
-    try:
-        manifest = decode_manifest(data)
-    except Corrupt:
-        return False
-    names, sizes = tuple(file.name for file in files), [file.layout.nbytes for file in files]
-    is_same = (manifest.header, manifest.files) == (header, names)
-    return is_same and manifest.file_nbytes.tolist() == sizes
-
-
-def _manifest(
-    old: Manifest, header: Header, files: Sequence[DataFile], written: Sequence[FileColumns]
-) -> Manifest:
-    all_tensors = _tensors_of(old)
-    by_rank: list[list[FileColumns]] = [[] for _ in range(header.world_size)]
-    for file, result in zip(files, written, strict=True):
-        by_rank[file.rank].append(result)
-    parts = []
-    for rank, own in enumerate(by_rank):
-        # Rank 0 lists all tensors: one without elements has no chunk, so no other rank would.
-        names = {chunk.fqn for column in own for chunk in column.chunks}
-        tensors = [tensor for tensor in all_tensors if rank == 0 or tensor.fqn in names]
-        parts.append(part_of_files(own, rank=rank, tensors=tensors, texts=_texts(old, rank)))
-    return build_manifest(header, parts)

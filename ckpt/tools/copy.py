@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import chain
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -108,11 +108,6 @@ def _relay_files(
 # A whole root -------------------------------------------------------------------------------
 
 
-class _CheckpointToCopy(NamedTuple):
-    entry: LiveEntry
-    manifest: Manifest
-
-
 def copy_root(
     source: Store,
     target: Store,
@@ -126,7 +121,7 @@ def copy_root(
     live = live_entries(source)
     if not live:
         raise NoCheckpoint(f"{source.url} has no checkpoint yet: there is nothing to copy")
-    copied = [_CheckpointToCopy(entry, _manifest_of(source, entry, budget)) for entry in live]
+    copied = [(entry, _manifest_of(source, entry, budget)) for entry in live]
     root = _new_root(read_format(source).root, live)
     target.begin_root(root)
     records, segments = _records(root, copied)
@@ -177,7 +172,7 @@ def _new_root(root: str, live: Sequence[LiveEntry]) -> str:
 
 
 def _records(
-    root: str, copied: Sequence[_CheckpointToCopy]
+    root: str, copied: Sequence[tuple[LiveEntry, Manifest]]
 ) -> tuple[list[Record], list[tuple[str, bytes]]]:
     """A log of these checkpoints and of nothing else, under their own epochs: its records, and the
     segments that they name, by key.

@@ -154,30 +154,18 @@ def is_there(target: Store, key: str, header: bytes, nbytes: int) -> DataFileInd
     """
     if not is_written(target, key, nbytes, header):
         return None
-    with contextlib.suppress(Corrupt):
+    with contextlib.suppress(Corrupt, CorruptObjectError):
         index = index_of(target, key, nbytes)
         # Without a least size of parts it is a disk, or may be one that fsspec has mounted.
-        is_disk = target.part_nbytes_min == 1
-        if not is_disk or _is_intact(target, key, tiles_of(index)):
-            return index
+        if target.part_nbytes_min == 1:
+            buffer, tiles = aligned_buffer(PART_NBYTES), tiles_of(index)
+            fragments: list[Fragment] = []
+            for start in range(0, nbytes, PART_NBYTES):
+                part = buffer[: min(PART_NBYTES, nbytes - start)]
+                target.get_into(key, start, [part])
+                fragments += _fragments(tiles, start, part)
+            _check(tiles, fragments, key)
+        return index
     # Only a damaged file of our own comes here: its header is byte for byte the one to be written.
     target.delete(key)
     return None
-
-
-def _is_intact(store: Store, key: str, tiles: Sequence[Tile]) -> bool:
-    """Whether all bytes of a file match the checksums of its tiles."""
-    buffer = aligned_buffer(PART_NBYTES)
-    fragments: list[Fragment] = []
-    for start in range(0, tiles[-1].stop, PART_NBYTES):
-        part = buffer[: min(PART_NBYTES, tiles[-1].stop - start)]
-        try:
-            store.get_into(key, start, [part])
-        except CorruptObjectError:
-            return False
-        fragments += _fragments(tiles, start, part)
-    try:
-        _check(tiles, fragments, key)
-    except Corrupt:
-        return False
-    return True

@@ -42,7 +42,7 @@ from ckpt.convert.targets.model_folder import (
     check_names,
     read_beside,
 )
-from ckpt.convert.targets.nesting import Nested, nested_files
+from ckpt.convert.targets.nesting import nested_files
 from ckpt.errors import CheckpointError, InvalidArgument, InvalidState
 from ckpt.format.object_parts import PART_NBYTES
 from ckpt.layout.descriptions import is_description
@@ -150,11 +150,11 @@ def export_source(
 
     plan = partial(_planned, source, kind, name, how, config_options)
     try:
-        chosen, planned = collectively(world, "plan", plan)
+        chosen, files, formless = collectively(world, "plan", plan)
         opening_target = partial(open_store, folder, **options)
         with closing(collectively(world, "open target", opening_target)) as store:
             alone = ".safetensors" if kind == "hf" else ""
-            files, threads = planned.files, how.threads
+            threads = how.threads
             work = Delivery(world, store, source, files, name, threads, PART_NBYTES, alone)
             resumed = work.deliver(progress, verify=how.verify)
         where = url_of(folder).rstrip("/")
@@ -164,7 +164,7 @@ def export_source(
             nbytes=sum(file.nbytes for file in files),
             tied=chosen.tied,
             step=source.contents.step,
-            left_out=_left_out(source, chosen, planned.left_out),
+            left_out=_left_out(source, chosen, formless),
             verified=how.verify,
             resumed=resumed,
         )
@@ -178,8 +178,8 @@ def _planned(
     name: str,
     how: ExportTo,
     config_options: Mapping[str, Any],
-) -> tuple[ExportSelection, Nested]:
-    """What goes into the files, and the files."""
+) -> tuple[ExportSelection, list[PlannedFile], tuple[str, ...]]:
+    """What goes into the files, the files, and names that have no place in them."""
     described, wanted = None, how
     if kind == "hf":
         described = read_beside(how.config, config_options)
@@ -196,8 +196,8 @@ def _planned(
     elif kind == "safetensors":
         files = safetensors_files(chosen.outputs, chosen.tied, name, how.shard_bytes_max)
     else:
-        return chosen, nested_files(source, chosen, kind, name, whole=how.optimizer)
-    return chosen, Nested(files, tuple(sorted(chosen.values)))
+        return chosen, *nested_files(source, chosen, kind, name, whole=how.optimizer)
+    return chosen, files, tuple(sorted(chosen.values))
 
 
 def _model_folder(

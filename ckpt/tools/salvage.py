@@ -292,11 +292,11 @@ class _Shared:
         if name not in self._opened:
             # Before it is read, so that a missing or damaged file is reported once.
             self._opened[name] = None
-            try:
-                with _listed(self.problems):
+            with _listed(self.problems):
+                try:
                     self._opened[name] = self._read(name, place)
-            except KeyNotFoundError:
-                self.missing.append(name)
+                except KeyNotFoundError:
+                    self.missing.append(name)
         return self._opened[name]
 
     def _read(self, name: str, place: FileDescription) -> tuple[DataFileIndex, Digests]:

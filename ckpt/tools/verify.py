@@ -93,15 +93,8 @@ def verify_located(
     )
 
 
-class _BlockRun(NamedTuple):
-    """Blocks that follow each other in one file: (chunk, number in the chunk, start, stop)."""
-
-    file: int
-    blocks: list[tuple[int, int, int, int]]
-
-    @property
-    def nbytes(self) -> int:
-        return self.blocks[-1][3] - self.blocks[0][2]
+# A block: the chunk, its number in the chunk, its first byte in the file, and the one behind it.
+_Block = tuple[int, int, int, int]
 
 
 def _all_damage(sums: BlockSums, threads: int, total: int, progress: Progress) -> list[Damage]:
@@ -134,12 +127,13 @@ def _all_damage(sums: BlockSums, threads: int, total: int, progress: Progress) -
     for _ in range(threads):
         buffers.put(aligned_buffer(READ_NBYTES + manifest.header.block_bytes))
 
-    def check(run: _BlockRun) -> tuple[int, list[Damage]]:
-        buffer = buffers.get()
+    def check(run: tuple[int, list[_Block]]) -> tuple[int, list[Damage]]:
+        buffer, (file, blocks) = buffers.get(), run
         try:
-            damaged = _run_damage(sums, run, buffer, known=known[run.file])
+            damaged = _run_damage(sums, file, blocks, buffer, known=known[file])
             # Requested once more, as by a load: bytes may have changed on their way.
-            return run.nbytes, damaged and _run_damage(sums, run, buffer, known=known[run.file])
+            again = damaged and _run_damage(sums, file, blocks, buffer, known=known[file])
+            return blocks[-1][3] - blocks[0][2], again
         finally:
             buffers.put(buffer)
 
@@ -222,66 +216,64 @@ def _cut_off(sums: BlockSums, lengths: Int64s) -> list[Damage]:
     return damage
 
 
-def _runs(manifest: Manifest, lengths: Sequence[int]) -> Iterator[_BlockRun]:
+def _runs(manifest: Manifest, lengths: Sequence[int]) -> Iterator[tuple[int, list[_Block]]]:
     """All blocks of the checkpoint that begin within the `lengths` of files, file after file, in
-    runs of about READ_NBYTES.
+    runs of about READ_NBYTES that follow each other in one file; and the file of each run.
     """
     chunks = manifest.chunks
     block_nbytes = manifest.header.block_bytes
     inside = np.flatnonzero(chunks.byte_start < np.array(lengths, dtype=np.int64)[chunks.file])
     # As bytes lie in files, and not by name: a request of 8 MiB then holds many small chunks.
     order = inside[np.lexsort((chunks.byte_start[inside], chunks.file[inside]))]
-    run: _BlockRun | None = None
+    run: list[_Block] = []
+    of_file = -1
     for chunk in order.tolist():
         file, start = int(chunks.file[chunk]), int(chunks.byte_start[chunk])
         # Of a tensor that is cut off, the first block behind the end says so.
         end = min(start + manifest.chunk_nbytes(chunk), lengths[file] + block_nbytes)
         for number, offset in enumerate(range(start, end, block_nbytes)):
             stop = min(offset + block_nbytes, end)
-            if run is not None:
-                follows = run.file == file and run.blocks[-1][3] == offset
-                if not follows or run.nbytes >= READ_NBYTES:
-                    yield run
-                    run = None
-            if run is None:
-                run = _BlockRun(file, [])
-            run.blocks.append((chunk, number, offset, stop))
-    if run is not None:
-        yield run
+            follows = run and of_file == file and run[-1][3] == offset
+            if run and not (follows and run[-1][3] - run[0][2] < READ_NBYTES):
+                yield of_file, run
+                run = []
+            of_file = file
+            run.append((chunk, number, offset, stop))
+    if run:
+        yield of_file, run
 
 
 def _run_damage(
-    sums: BlockSums, run: _BlockRun, buffer: memoryview, *, known: bool
+    sums: BlockSums, file: int, run: Sequence[_Block], buffer: memoryview, *, known: bool
 ) -> list[Damage]:
     """What is wrong with blocks; where their checksums are not `known`, only whether they end."""
     manifest = sums.manifest
-    key = sums.keys[run.file]
-    base = run.blocks[0][2]
-    data = buffer[: run.nbytes]
+    key, start = sums.keys[file], run[0][2]
+    data = buffer[: run[-1][3] - start]
     try:
-        sums.store.get_into(key, base, [data])
+        sums.store.get_into(key, start, [data])
     except (ShortReadError, KeyNotFoundError):
         # The length of the file has been reported; say which tensors that costs.
-        return [_damage(manifest, key, block, "is cut off") for block in run.blocks]
+        return [_damage(manifest, key, block, "is cut off") for block in run]
     except CorruptObjectError:
         # One damaged place fails the whole request: each block by itself shows where it is.
-        if len(run.blocks) == 1:
-            return [_damage(manifest, key, run.blocks[0], "is stored encoded, and was damaged")]
-        alone = (_BlockRun(run.file, [block]) for block in run.blocks)
-        return [entry for one in alone for entry in _run_damage(sums, one, buffer, known=known)]
+        if len(run) == 1:
+            return [_damage(manifest, key, run[0], "is stored encoded, and was damaged")]
+        each = (_run_damage(sums, file, [block], buffer, known=known) for block in run)
+        return [entry for damage in each for entry in damage]
     if not known:
         return []
-    blocks = np.array(run.blocks, dtype=np.int64)
+    blocks = np.array(run, dtype=np.int64)
     expected = sums.of_blocks(blocks[:, 0], blocks[:, 1]).tolist()
     actual = crc32c_of_each(data, (blocks[:, 3] - blocks[:, 2]).tolist())
     return [
         _damage(manifest, key, block, "does not match its checksum")
-        for block, checksum, own in zip(run.blocks, expected, actual, strict=True)
+        for block, checksum, own in zip(run, expected, actual, strict=True)
         if checksum != own
     ]
 
 
-def _damage(manifest: Manifest, key: str, block: tuple[int, int, int, int], what: str) -> Damage:
+def _damage(manifest: Manifest, key: str, block: _Block, what: str) -> Damage:
     chunk, number, start, stop = block
     fqn = manifest.fqns[manifest.tensor_of(chunk)]
     text = f"{key}: block {number} of {fqn!r} (bytes {start} to {stop}) {what}"

@@ -46,18 +46,11 @@ _PER_CHANNEL = {
 }
 
 
-class Nested(NamedTuple):
-    """Files in writing order, and names that have no place in them."""
-
-    files: list[PlannedFile]
-    left_out: tuple[str, ...]
-
-
 def nested_files(
     source: CheckpointSource, chosen: ExportSelection, format: str, name: str, *, whole: bool
-) -> Nested:
-    """The files of an export in `format`, "torch" or "dcp". `whole` states are nested, models are
-    one dict of tensors.
+) -> tuple[list[PlannedFile], tuple[str, ...]]:
+    """The files of an export in `format`, "torch" or "dcp", in writing order, and names that have
+    no place in them. `whole` states are nested, models are one dict of tensors.
     """
     contents = source.contents
     numbers = _numbers(source, [output.tensor for output in chosen.outputs]) if whole else {}
@@ -71,8 +64,8 @@ def nested_files(
     if format == "torch":
         values.update(_composites(contents, outputs, chosen.tied))
         tree = _tree(outputs, values, number_of, path_of)
-        return Nested([torch_file(name, tree, outputs)], left_out)
-    return Nested(_dcp_files(outputs, values, number_of, path_of), left_out)
+        return [torch_file(name, tree, outputs)], left_out
+    return _dcp_files(outputs, values, number_of, path_of), left_out
 
 
 class FlatCheckpoint(NamedTuple):

@@ -20,7 +20,7 @@ import numpy.typing as npt
 from pydantic import ValidationError
 
 from ckpt.errors import Corrupt
-from ckpt.format.checksum import Digests, Seal, digests_from, no_digests
+from ckpt.format.checksum import Digests, Seal, digests_from
 from ckpt.format.datafile import (
     ALIGNMENT,
     DIGESTS,
@@ -51,51 +51,8 @@ class FileRange(NamedTuple):
     stop: int
 
 
-def file_metadata(
-    header: Header,
-    *,
-    rank: int,
-    index: int,
-    count: int,
-    empty_tensors: Sequence[TensorRecord] = (),
-    aliases: Mapping[str, str] | None = None,
-    references: Sequence[FileRange] = (),
-) -> dict[str, str]:
-    """`__metadata__` of file `index` of the `count` files of `rank`.
-
-    `empty_tensors`, `aliases` and `references` (what this rank has in files of other attempts) are
-    for the first file (`index=0`) of each rank.
-    """
-    metadata = {
-        "ckpt.header": header.model_dump_json(),
-        "ckpt.rank": str(rank),
-        "ckpt.file": f"{index}/{count}",
-    }
-    if empty_tensors:
-        metadata["ckpt.empty"] = _json([list(tensor) for tensor in sorted(empty_tensors)])
-    if aliases:
-        metadata["ckpt.aliases"] = _json(dict(sorted(aliases.items())))
-    if references:
-        metadata["ckpt.references"] = _json([list(entry) for entry in sorted(references)])
-    return metadata
-
-
-def file_extras(*, values: bytes, per_rank: bytes) -> dict[str, bytes]:
-    """The reserved tensors of a rank's first file; empty ones are left out.
-
-    `values` are the encoded common values on the coordinator and empty on other ranks. Files of a
-    checkpoint with digests have one more each: see `digest_extras`.
-    """
-    return {name: data for name, data in ((VALUES, values), (PER_RANK, per_rank)) if data}
-
-
-def digest_extras(digests: bytes) -> dict[str, bytes]:
-    """The reserved tensor with the digests of a file's chunks, in file order; none also count."""
-    return {DIGESTS: digests}
-
-
 class FileDescription(NamedTuple):
-    """The inverse of `file_metadata`."""
+    """What a data file states about its place in its checkpoint."""
 
     header: Header
     rank: int
@@ -151,22 +108,6 @@ def _json(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
 
 
-class RankContents(NamedTuple):
-    """What the files of one rank hold besides the bytes of its chunks.
-
-    `texts` are those of the rank's part. `references` are the bytes in files of other attempts
-    that the rank would have written. `digests` are those of all chunks in the order of the files;
-    None for files without digests.
-    """
-
-    header: Header
-    rank: int
-    texts: PartTexts
-    empty_tensors: Sequence[TensorRecord] = ()
-    references: Sequence[FileRange] = ()
-    digests: Sequence[bytes] | None = None
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class DataFile:
     """A data file that `rank` writes. `extras` are its reserved tensors, `digests` a row per chunk
@@ -203,47 +144,48 @@ class DataFile:
         return replace(self, layout=moved)
 
 
-def rank_files(files: Sequence[FileEntries], contents: RankContents) -> list[DataFile]:
+def rank_files(
+    files: Sequence[FileEntries],
+    header: Header,
+    rank: int,
+    texts: PartTexts,
+    *,
+    empty_tensors: Sequence[TensorRecord] = (),
+    references: Sequence[FileRange] = (),
+    digests: Sequence[bytes] | None = None,
+) -> list[DataFile]:
     """The files of one rank that hold these chunks, in this order; at least one, even if empty.
 
-    Raises InvalidState when a header becomes longer than readers accept.
+    `texts` are those of the rank's part. `references` are the bytes in files of other attempts that
+    the rank would have written. `digests` are those of all chunks in the order of the files; None
+    for files without digests. Raises InvalidState when a header becomes longer than readers accept.
     """
     planned = []
-    first_chunk = 0
+    left = list(digests or ())
     for index, entries in enumerate(files):
-        chunks = slice(first_chunk, first_chunk + len(entries.chunks))
-        first_chunk = chunks.stop
-        extras = _extras(index, chunks, contents)
+        metadata = {
+            "ckpt.header": header.model_dump_json(),
+            "ckpt.rank": str(rank),
+            "ckpt.file": f"{index}/{len(files)}",
+        }
+        extras: dict[str, bytes] = {}
+        if index == 0:
+            lists: dict[str, Any] = {
+                "empty": list(map(list, sorted(empty_tensors))),
+                "aliases": dict(sorted(texts.aliases.items())),
+                "references": list(map(list, sorted(references))),
+            }
+            metadata |= {f"ckpt.{name}": _json(value) for name, value in lists.items() if value}
+            both = {VALUES: texts.values, PER_RANK: texts.per_rank}
+            extras = {name: data for name, data in both.items() if data}
+        own, left = left[: len(entries.chunks)], left[len(entries.chunks) :]
+        if digests is not None:
+            extras[DIGESTS] = b"".join(own)
+        sizes = {name: len(data) for name, data in extras.items()}
         layout = layout_data_file(
-            entries,
-            block_bytes=entries.block_bytes,
-            metadata=_metadata(index, len(files), contents),
-            extra={name: len(value) for name, value in extras.items()},
+            entries, block_bytes=entries.block_bytes, metadata=metadata, extra=sizes
         )
-        digests = no_digests()
-        if contents.digests:
-            digests = digests_from(b"".join(contents.digests[chunks]))
-        name = data_file_name(contents.rank, index)
-        planned.append(DataFile(contents.rank, name, entries, layout, extras, digests))
+        name = data_file_name(rank, index)
+        rows = digests_from(b"".join(own))
+        planned.append(DataFile(rank, name, entries, layout, extras, rows))
     return planned
-
-
-def _metadata(index: int, count: int, contents: RankContents) -> dict[str, str]:
-    is_first = index == 0
-    return file_metadata(
-        contents.header,
-        rank=contents.rank,
-        index=index,
-        count=count,
-        empty_tensors=contents.empty_tensors if is_first else (),
-        aliases=contents.texts.aliases if is_first else None,
-        references=contents.references if is_first else (),
-    )
-
-
-def _extras(index: int, chunks: slice, contents: RankContents) -> dict[str, bytes]:
-    texts = contents.texts
-    extras = file_extras(values=texts.values, per_rank=texts.per_rank) if index == 0 else {}
-    if contents.digests is not None:
-        extras |= digest_extras(b"".join(contents.digests[chunks]))
-    return extras

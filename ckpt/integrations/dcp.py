@@ -57,7 +57,7 @@ from ckpt.format.joint_codec import decode_part, encode_part
 from ckpt.format.joint_manifest import joint_manifest
 from ckpt.format.manifest import MODULES, Header
 from ckpt.format.part import PartTexts, TensorRecord, part_of_files
-from ckpt.format.rank_files import RankContents, rank_files
+from ckpt.format.rank_files import rank_files
 from ckpt.layout.dtypes import dtype_name, refusal_reason, torch_dtype
 from ckpt.layout.kind import Kind
 from ckpt.layout.memory import is_plain_memory
@@ -242,7 +242,7 @@ def _write(plan: SavePlan, planner: SavePlanner, store: Store, header: Header, r
         store,
         step_prefix(header.step, header.attempt),
         sources,
-        files=rank_files(entries, RankContents(header, rank, texts, empty)),
+        files=rank_files(entries, header, rank, texts, empty_tensors=empty),
         path=path,
     )
     return encode_part(part_of_files(files, rank=rank, tensors=infos, texts=texts))

@@ -36,7 +36,6 @@ from ckpt.format.joint_manifest import differing_values, warnings_of
 from ckpt.format.manifest import REFERENCES, SINCE_FULL, Header, Manifest
 from ckpt.format.manifest_codec import Encoded, encode
 from ckpt.format.part import Part
-from ckpt.format.rank_files import rank_files
 from ckpt.saving.dedup import NOTHING, Holdings, Referred, decode_base, refer
 from ckpt.saving.holders import inventory_of, report_names
 from ckpt.saving.image import plan_files, write_files
@@ -57,11 +56,11 @@ from ckpt.saving.task import (
     SaveOptions,
     SaveReport,
     SaveTask,
+    files_of,
     gather_joint_parts,
     header_of,
     modules_of,
     part_of,
-    rank_contents,
     refuse_other_names,
     texts_of,
 )
@@ -533,7 +532,7 @@ def write_sources(
         entries = entries_of(sources, path.file_nbytes_max, header.block_bytes)
     with recorder.span("write", sum(file.nbytes for file in entries)):
         texts = texts_of(contents, task)
-        files = rank_files(entries, rank_contents(contents, texts, header, task, referred))
+        files = files_of(entries, contents, texts, header, task, referred)
         starts = tuple(len(file.layout.header) for file in files)
         least = task.store.part_nbytes_min
         key = ("parts", path.part_nbytes, path.file_nbytes_max, least, starts)

@@ -24,7 +24,6 @@ from ckpt.commit.names import attempt_name, step_prefix
 from ckpt.errors import CheckpointError
 from ckpt.format.datafile import BLOCK_BYTES
 from ckpt.format.part import Part, PartTexts
-from ckpt.format.rank_files import rank_files
 from ckpt.layout.buffers import address_of, aligned_buffer, copy_bytes
 from ckpt.layout.kind import Kind
 from ckpt.layout.memory import SideStreams, devices_of, storage_of
@@ -50,9 +49,9 @@ from ckpt.saving.step_gate import Gate, seen_since, steps
 from ckpt.saving.task import (
     Attempt,
     SaveTask,
+    files_of,
     header_of,
     part_of,
-    rank_contents,
     texts_of,
 )
 from ckpt.state.types import FlatState
@@ -213,8 +212,8 @@ class Staged:
 
             with task.recorder.span("write", nbytes):
                 texts = texts_of(self.contents, task)
-                contents = rank_contents(self.contents, texts, header, task)
-                files = rank_files([file.entries for file in self.files], contents)
+                entries = [file.entries for file in self.files]
+                files = files_of(entries, self.contents, texts, header, task)
                 files = placed_files(self.files, files)
                 part_nbytes = self.files[0].part_nbytes
                 if self.lent is None:
@@ -411,7 +410,7 @@ def planned_files(contents: Contents, task: SaveTask) -> tuple[FilePlan, ...]:
 
     def planned() -> tuple[FilePlan, ...]:
         texts = PartTexts(contents.flat.aliases)
-        files = rank_files(entries, rank_contents(contents, texts, header, task))
+        files = files_of(entries, contents, texts, header, task)
         starts = [len(file.layout.header) + HEADER_SLACK_NBYTES for file in files]
         return plan_files(entries, starts, path, least)
 

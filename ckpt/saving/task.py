@@ -28,7 +28,7 @@ from ckpt.commit.patience import BACKGROUND_SECONDS
 from ckpt.commit.records import STEP_MAX
 from ckpt.commit.session import RankedSession
 from ckpt.errors import Corrupt, InvalidState, NamesChanged
-from ckpt.format.datafile import BLOCK_BYTES
+from ckpt.format.datafile import BLOCK_BYTES, FileEntries
 from ckpt.format.joint_codec import (
     SentStructure,
     StructureReader,
@@ -55,7 +55,7 @@ from ckpt.format.part import (
     part_again,
     part_of_files,
 )
-from ckpt.format.rank_files import RankContents
+from ckpt.format.rank_files import DataFile, rank_files
 from ckpt.layout.plain import Ranks
 from ckpt.saving.dedup import Base, Previous, Referred
 from ckpt.saving.holders import Holders, inventory_of, refuse_missing_stages
@@ -385,19 +385,21 @@ def refuse_other_names(contents: Contents, task: SaveTask) -> None:
         raise NamesChanged("this rank holds things of other names than it has told the others")
 
 
-def rank_contents(
+def files_of(
+    entries: Sequence[FileEntries],
     contents: Contents,
     texts: PartTexts,
     header: Header,
     task: SaveTask,
     referred: Referred | None = None,
-) -> RankContents:
-    """What this rank's data files hold besides the bytes of chunks."""
-    return RankContents(
+) -> list[DataFile]:
+    """This rank's data files, all but the bytes of chunks."""
+    return rank_files(
+        entries,
         header,
         task.session.world.rank,
         texts,
-        contents.plan.empty_tensors,
+        empty_tensors=contents.plan.empty_tensors,
         references=referred.division.ranges if referred else (),
         digests=referred.digests if referred else None,
     )

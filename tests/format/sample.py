@@ -13,22 +13,20 @@ from ckpt.format.checksum import (
     Seal,
     block_checksums,
     digest_of,
-    digests_from,
     no_digests,
     seal_of,
 )
-from ckpt.format.codec import encode_values
 from ckpt.format.datafile import (
     DataFileLayout,
     StoredChunk,
     checksum_tensor,
-    layout_data_file,
+    file_entries,
     order_key,
 )
 from ckpt.format.joint_manifest import build_manifest
 from ckpt.format.manifest import Header, Manifest
 from ckpt.format.part import FileColumns, Part, PartTexts, TensorRecord, part_of_files
-from ckpt.format.rank_files import data_file_name, digest_extras, file_extras, file_metadata
+from ckpt.format.rank_files import rank_files
 from ckpt.layout.dtypes import DTYPES
 from ckpt.layout.region import Box, Region, Span, boxes_of, row_major_strides, whole
 from ckpt.saving.dedup import Division, divide, known_of_part
@@ -174,36 +172,26 @@ def _rank(
     if division is not None:
         chunks = [chunks[index] for index in division.written]
     stored = [region_bytes(_INFOS[chunk.fqn], chunk.region, trained) for chunk in chunks]
-    digests = no_digests()
-    values = encode_values(VALUES) if rank == 0 else b""
-    extras = file_extras(values=values, per_rank=encode_values(PER_RANK[rank]))
-    if division is not None:
-        digests = digests_from(b"".join([digest_of([data]) for data in stored]))
-        extras |= digest_extras(digests.tobytes())
-    layout = layout_data_file(
-        chunks,
-        block_bytes=header.block_bytes,
-        metadata=file_metadata(
-            header,
-            rank=rank,
-            index=0,
-            count=1,
-            empty_tensors=TENSORS[:1],
-            aliases=ALIASES,
-            references=division.ranges if division else (),
-        ),
-        extra={name: len(data) for name, data in extras.items()},
+    entries = file_entries(chunks, header.block_bytes)
+    texts = PartTexts.of(ALIASES, VALUES, PER_RANK[rank], sends=None if rank else VALUES)
+    (file,) = rank_files(
+        [entries],
+        header,
+        rank,
+        texts,
+        empty_tensors=TENSORS[:1],
+        references=division.ranges if division else (),
+        digests=[digest_of([data]) for data in stored] if division else None,
     )
     none = np.zeros(0, dtype=np.uint32)
     sums = np.concatenate([none, *(block_checksums(data, header.block_bytes) for data in stored)])
-    table = checksum_tensor(layout, sums, extras)
-    data = b"".join([layout.header, *stored, *extras.values(), table])
-    assert len(data) == layout.nbytes
-    name = data_file_name(rank, 0)
-    file = written(name, layout, chunks, sums, seal_of(table), digests)
+    table = checksum_tensor(file.layout, sums, file.extras)
+    data = b"".join([file.layout.header, *stored, *file.extras.values(), table])
+    assert len(data) == file.layout.nbytes
+    name = file.name
     referenced = division.referenced if division else ()
-    texts = PartTexts.of(ALIASES, VALUES, PER_RANK[rank], sends=None if rank else VALUES)
-    part = part_of_files([file, *referenced], rank=rank, tensors=TENSORS, texts=texts)
+    columns = file.columns(sums, seal_of(table))
+    part = part_of_files([columns, *referenced], rank=rank, tensors=TENSORS, texts=texts)
     return name, data, part
 
 

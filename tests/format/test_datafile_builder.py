@@ -15,7 +15,7 @@ from ckpt.format.checksum import block_checksums
 from ckpt.format.datafile import StoredChunk, checksum_tensor, file_entries
 from ckpt.format.object_parts import DataFileBuilder
 from ckpt.format.part import PartTexts
-from ckpt.format.rank_files import DataFile, RankContents, rank_files
+from ckpt.format.rank_files import DataFile, rank_files
 from ckpt.layout.region import Span
 from tests.format.sample import HEADER
 
@@ -35,7 +35,7 @@ def drawn(seed: int) -> tuple[DataFile, bytes, bytes]:
         for number, size in enumerate(sizes)
     ]
     texts = PartTexts({}, values=draw.randbytes(draw.randint(0, 5000)), per_rank=b"own")
-    (file,) = rank_files([file_entries(chunks, block_nbytes)], RankContents(HEADER, 0, texts))
+    (file,) = rank_files([file_entries(chunks, block_nbytes)], HEADER, 0, texts)
     file = file.with_data_start(len(file.layout.header) + 4096 * draw.randint(0, 1))
     stored = [draw.randbytes(size) for size in sizes]
     sums = [block_checksums(data, block_nbytes) for data in stored]

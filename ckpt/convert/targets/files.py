@@ -37,7 +37,7 @@ from ckpt.format.datafile import StoredChunk, file_entries, order_key, split_int
 from ckpt.format.manifest import Header
 from ckpt.format.object_parts import DataFileBuilder, write_filled
 from ckpt.format.part import FileColumns, PartTexts, TensorRecord
-from ckpt.format.rank_files import DataFile, RankContents, rank_files
+from ckpt.format.rank_files import DataFile, rank_files
 from ckpt.layout.dtypes import DTYPES, DType, torch_dtype
 from ckpt.layout.memory import tensor_over
 from ckpt.layout.region import Box, Region, Span, boxes_of
@@ -309,7 +309,7 @@ def plan_data_files(
         for chunks in split_into_files(sorted(group, key=order_key), FILE_NBYTES_MAX)
     ]
     empty = [tensor for tensor in tensors if 0 in tensor.shape]
-    return rank_files(entries, RankContents(header, rank, texts, empty))
+    return rank_files(entries, header, rank, texts, empty_tensors=empty)
 
 
 def write_data_file(

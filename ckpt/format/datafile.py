@@ -130,28 +130,26 @@ def file_entries(chunks: Sequence[StoredChunk], block_bytes: int) -> FileEntries
         f'{name}"data_offsets":[{start},{stop}]}},'
         for name, start, stop in zip(entries, starts, starts[1:], strict=False)
     ]
+    metadata = {"ckpt.format": str(VERSION), "ckpt.block_bytes": str(block_bytes)}
+    metadata["ckpt.kinds"] = "".join([f"{chunk.kind:x}" for chunk in chunks])
+    if len(metadata["ckpt.kinds"]) != len(chunks):
+        raise ValueError("a kind is outside of 0 to 15")
+    if any(shapes):
+        metadata["ckpt.shapes"] = ";".join(shapes)
+    if any(dtypes):
+        metadata["ckpt.dtypes"] = ";".join(dtypes)
+    # Where each block of each chunk ends; blocks are counted from the start of the chunk.
+    number = np.arange(1, counts.sum() + 1) - np.repeat(np.cumsum(counts) - counts, counts)
+    whole_ends = np.repeat(ends - sizes, counts) + number * block_bytes
     return FileEntries(
         chunks=chunks,
         block_bytes=block_bytes,
         text=_utf8(text),
-        metadata=_chunk_metadata(block_bytes, chunks, shapes, dtypes),
+        metadata=metadata,
         ends=ends,
         block_counts=counts,
-        block_ends=_block_ends(ends - sizes, ends, counts, block_bytes),
+        block_ends=np.minimum(whole_ends, np.repeat(ends, counts)).tolist(),
     )
-
-
-def _block_ends(
-    starts: npt.NDArray[np.int64],
-    ends: npt.NDArray[np.int64],
-    counts: npt.NDArray[np.int64],
-    block_bytes: int,
-) -> list[int]:
-    """Where each block of each chunk ends; blocks are counted from the start of the chunk."""
-    number = np.arange(1, counts.sum() + 1) - np.repeat(np.cumsum(counts) - counts, counts)
-    whole_ends = np.repeat(starts, counts) + number * block_bytes
-    result: list[int] = np.minimum(whole_ends, np.repeat(ends, counts)).tolist()
-    return result
 
 
 def layout_data_file(
@@ -370,23 +368,6 @@ def _chunk_problem(fqn: str, region: Region, nbytes: int, expected: int) -> str:
     return f"{fqn}: {region} is to be stored twice in one file"
 
 
-def _chunk_metadata(
-    block_bytes: int,
-    chunks: Sequence[StoredChunk],
-    shapes: Sequence[str],
-    dtypes: Sequence[str],
-) -> dict[str, str]:
-    ours = {"ckpt.format": str(VERSION), "ckpt.block_bytes": str(block_bytes)}
-    ours["ckpt.kinds"] = "".join([f"{chunk.kind:x}" for chunk in chunks])
-    if len(ours["ckpt.kinds"]) != len(chunks):
-        raise ValueError("a kind is outside of 0 to 15")
-    if any(shapes):
-        ours["ckpt.shapes"] = ";".join(shapes)
-    if any(dtypes):
-        ours["ckpt.dtypes"] = ";".join(dtypes)
-    return ours
-
-
 def _header(entries: bytes, reserved: Sequence[str], metadata: Mapping[str, str]) -> bytes:
     metadata_json = json.dumps(metadata, ensure_ascii=False, separators=(",", ":"))
     first, last = _utf8(['{"__metadata__":', metadata_json, ","]), _utf8([",".join(reserved), "}"])
@@ -403,13 +384,5 @@ def _utf8(texts: Sequence[str]) -> bytes:
     try:
         return "".join(texts).encode("utf-8")
     except UnicodeEncodeError as error:
-        bad = next(text for text in texts if not _is_unicode(text))
+        bad = next(text for text in texts if text.encode("utf-8", "ignore").decode() != text)
         raise InvalidState([f"{bad[:200]!r}: not valid unicode ({error.reason})"]) from error
-
-
-def _is_unicode(text: str) -> bool:
-    try:
-        text.encode("utf-8")
-    except UnicodeEncodeError:
-        return False
-    return True

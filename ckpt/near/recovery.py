@@ -21,7 +21,7 @@ from ckpt.format.joint_manifest import joint_manifest
 from ckpt.format.manifest import Header, Manifest
 from ckpt.format.manifest_codec import decode_manifest, encode_manifest
 from ckpt.format.metadata_budget import unlimited
-from ckpt.format.opened_files import part_of_rank
+from ckpt.format.stored_index import part_of_rank
 from ckpt.layout.memory import gc_paused
 from ckpt.loading.exchange import Origins
 from ckpt.loading.load import LoadOptions, LoadReport, load_located

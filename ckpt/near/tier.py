@@ -22,8 +22,7 @@ from ckpt.commit.names import STEPS_PREFIX, attempt_epoch, parse_step_key
 from ckpt.errors import CheckpointError, Corrupt, Fenced, NoCheckpoint
 from ckpt.format.checksum import seal_of
 from ckpt.format.damage import is_outage
-from ckpt.format.opened_files import OpenedFile, contradictions, open_file
-from ckpt.format.stored_index import check_blocks
+from ckpt.format.stored_index import OpenedFile, check_blocks, contradictions, open_file
 from ckpt.near.records import (
     NEAR_NBYTES_MAX,
     NearFile,

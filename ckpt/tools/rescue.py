@@ -22,7 +22,7 @@ from ckpt.commit.records import manifest_digest
 from ckpt.commit.writer import Commit
 from ckpt.errors import CheckpointError, Corrupt, InvalidState, NoCheckpoint
 from ckpt.format.joint_manifest import build_manifest
-from ckpt.format.opened_files import OpenedFile, contradictions, part_of_rank
+from ckpt.format.stored_index import OpenedFile, contradictions, part_of_rank
 from ckpt.near.records import NearRecord
 from ckpt.near.tier import Tier, tiers_in
 from ckpt.short import ShortRecord

@@ -24,17 +24,19 @@ from ckpt.format.datafile_index import DataFileIndex
 from ckpt.format.joint_manifest import build_manifest
 from ckpt.format.manifest import Manifest, parse_reference
 from ckpt.format.manifest_codec import encode_manifest
-from ckpt.format.opened_files import (
+from ckpt.format.part import FileColumns
+from ckpt.format.rank_files import FileDescription, data_file_name
+from ckpt.format.stored_index import (
     OpenedFile,
     contradictions,
+    digests_in,
+    extra_of,
     files_by_rank,
     open_file,
     open_index,
     part_of_rank,
+    read_bytes,
 )
-from ckpt.format.part import FileColumns
-from ckpt.format.rank_files import FileDescription, data_file_name
-from ckpt.format.stored_index import digests_in, extra_of, read_bytes
 from ckpt.short import ShortRecord
 from storage import StoreLike, open_store
 from storage.errors import KeyExistsError, KeyNotFoundError

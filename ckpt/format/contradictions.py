@@ -17,20 +17,13 @@ import numpy.typing as npt
 
 from ckpt.errors import InvalidState
 from ckpt.format.codec import decode_values, encode_values
-from ckpt.format.manifest import CHUNKS_MAX, REFERENCES, Header, parse_reference
+from ckpt.format.manifest import REFERENCES, Header, parse_reference
 from ckpt.format.part import TensorRecord
 from ckpt.layout.kind import is_numbered
 
 GROUPS = ".param_groups"
 
 Groups = list[dict[str, Any]]
-
-
-class Sent(NamedTuple):
-    """The values that one rank has sent."""
-
-    rank: int
-    values: Mapping[str, Any]
 
 
 class EncodedValues(NamedTuple):
@@ -40,18 +33,13 @@ class EncodedValues(NamedTuple):
     data: bytes
 
 
-def sent_by(encoded: Sequence[EncodedValues]) -> list[Sent]:
-    """What each rank has sent."""
-    return [Sent(rank, decode_values(data)) for rank, data in encoded]
-
-
 def united_values(encoded: Sequence[EncodedValues]) -> bytes:
     """The values of all ranks, encoded. Raises InvalidState for a parameter in two groups."""
     if len(encoded) <= 1:
         return encoded[0].data if encoded else encode_values({})
     versions: dict[str, list[tuple[int, Any]]] = {}
-    for rank, values in sent_by(encoded):
-        for fqn, value in values.items():
+    for rank, data in encoded:
+        for fqn, value in decode_values(data).items():
             versions.setdefault(fqn, []).append((rank, value))
     united = {}
     problems: list[str] = []
@@ -185,17 +173,6 @@ def groups_in_words(groups: Mapping[int | None, Sequence[int]]) -> str:
     return "; ".join(texts)
 
 
-def check_count(chunks: int) -> None:
-    """Raises InvalidState for a manifest that readers would take for a hostile one."""
-    if chunks > CHUNKS_MAX:
-        raise InvalidState(
-            [
-                f"{chunks} regions of tensors on all ranks, at most {CHUNKS_MAX} fit into "
-                "one manifest: save fewer tensors, or on fewer ranks"
-            ]
-        )
-
-
 def with_writers(
     problem: str, fqns: Sequence[str], writers_of: Callable[[int], npt.NDArray[np.integer]]
 ) -> str:
@@ -214,9 +191,8 @@ def check_names(own: Sequence[str], shared: Sequence[str], header: Header) -> No
     """
     names = [*own, *shared]
     if len(set(names)) != len(names):
-        raise InvalidState(
-            [f"two data files have one name, or ranks differ in it: {_first_duplicate(names)}"]
-        )
+        name = next(name for number, name in enumerate(names) if name in names[:number])
+        raise InvalidState([f"two data files have one name, or ranks differ in it: {name}"])
     if shared and REFERENCES not in header.required:
         raise ValueError(f"the header must require {REFERENCES!r} for {shared[0]}")
     if wrong := [name for name in shared if parse_reference(name) is None]:
@@ -266,11 +242,6 @@ def agreed_aliases(
     return {name: target for name, (target, _) in sorted(merged.items())}
 
 
-def _first_duplicate(names: Sequence[str]) -> str:
-    seen: set[str] = set()
-    return next(name for name in names if name in seen or seen.add(name))  # type: ignore[func-returns-value]
-
-
 class ReplicaDifferences(NamedTuple):
     """One text per tensor, or region, whose bytes are not the same on all ranks that have it.
 
@@ -304,7 +275,11 @@ def texts_of_regions(
             do = BY_NUMBER if is_numbered(region[0]) else do
             failures[region] = f"{text}{do or OR_OWN_NAME}"
         else:
-            warnings[region] = _unsynchronized(region, groups_in_words(groups))
+            warnings[region] = (
+                f"{_region_name(region)}: replicas differ between ranks "
+                f"({groups_in_words(groups)}); one rank's copy was stored. Synchronize it before "
+                "saving, or wrap it in PerRank to keep every rank's own"
+            )
     return ReplicaDifferences(
         [failures[region] for region in sorted(failures)],
         [warnings[region] for region in sorted(warnings)],
@@ -312,13 +287,6 @@ def texts_of_regions(
 
 
 _ReplicaRegion = tuple[str, int]  # the name of a tensor, and the first element of a region of it
-
-
-def _unsynchronized(region: _ReplicaRegion, groups: str) -> str:
-    return (
-        f"{_region_name(region)}: replicas differ between ranks ({groups}); one rank's copy "
-        "was stored. Synchronize it before saving, or wrap it in PerRank to keep every rank's own"
-    )
 
 
 def _region_name(region: _ReplicaRegion) -> str:
@@ -332,11 +300,17 @@ def texts_of_values(
     """The values that differ between ranks, by their `digests` per rank, and are not to be united:
     groups of ranks may have `values` of their own.
     """
-    names = {name for of_rank in digests.values() for name in of_rank}
+    ranks_by_digest: dict[str, dict[int | None, list[int]]] = {}
+    for rank, own in sorted(digests.items()):
+        for fqn, digest in own.items():
+            ranks_by_digest.setdefault(fqn, {}).setdefault(digest, []).append(rank)
+    names = ranks_by_digest.keys()
     problems = []
-    sent = sent_by(values)
-    for fqn, groups in _differences(digests):
-        versions = [one.rank for one in sent if is_groups(one.values.get(fqn), fqn)]
+    sent = [(rank, decode_values(data)) for rank, data in values]
+    for fqn, groups in sorted(ranks_by_digest.items()):
+        if len(groups) == 1:
+            continue
+        versions = [rank for rank, own in sent if is_groups(own.get(fqn), fqn)]
         if {digests[rank][fqn] for rank in versions} >= set(groups):
             continue  # each as one of the ranks has sent it, to be united
         way_out = way_out_of(fqn, names)
@@ -345,18 +319,3 @@ def texts_of_values(
             do += OR_PER_GROUP
         problems.append(f"{fqn}: the value differs between ranks ({groups_in_words(groups)}); {do}")
     return problems
-
-
-def _differences(
-    digests: Mapping[int, Mapping[str, int]],
-) -> list[tuple[str, dict[int | None, list[int]]]]:
-    """Per name with more than one digest: the ranks by digest."""
-    ranks_by_digest: dict[str, dict[int | None, list[int]]] = {}
-    for rank, own in sorted(digests.items()):
-        for fqn, digest in own.items():
-            ranks_by_digest.setdefault(fqn, {}).setdefault(digest, []).append(rank)
-    return [
-        (fqn, ranks_by_digest[fqn])
-        for fqn in sorted(ranks_by_digest)
-        if len(ranks_by_digest[fqn]) > 1
-    ]

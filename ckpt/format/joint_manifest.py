@@ -36,7 +36,6 @@ from ckpt.format.contradictions import (
     ReplicaDifferences,
     agreed_aliases,
     agreed_tensors,
-    check_count,
     check_names,
     texts_of_regions,
     texts_of_values,
@@ -53,6 +52,7 @@ from ckpt.format.joint_part import (
     structure_of,
 )
 from ckpt.format.manifest import (
+    CHUNKS_MAX,
     BoxTable,
     Header,
     Int64s,
@@ -108,7 +108,9 @@ class JointTable:
                 [with_writers(text, self._fqns, self._writers_of) for text in problems]
             )
         chunks = chunk_total(rules)
-        check_count(chunks)
+        if chunks > CHUNKS_MAX:  # readers would take it for a hostile one
+            problem = f"{chunks} regions of tensors on all ranks, at most {CHUNKS_MAX} fit into one"
+            raise InvalidState([f"{problem} manifest: save fewer tensors, or on fewer ranks"])
         self._nbytes_shared = _nbytes_shared(structure, itemsizes)
         self._nbytes = int((rules[Of.COUNT] * rules[Of.NUMEL] * itemsizes[rules[Of.TENSOR]]).sum())
         rules = _with_gaps_of_all(rules, np.array(structure.several, dtype=bool), itemsizes)

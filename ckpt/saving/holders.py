@@ -143,7 +143,8 @@ def _tensors_of(
                 dtype = names.get(piece.dtype) or names.setdefault(
                     piece.dtype, dtype_name(piece.dtype)
                 )
-                plain = _is_plain(holding, piece.holders, piece.fqn, ranks)
+                is_everywhere = len(piece.holders) == len(ranks.global_ranks)
+                plain = holding.is_unshared and (is_everywhere or piece.fqn in ranks.held)
                 owners = _owners(holding, piece, ranks)
                 group = groups.setdefault(owners, len(groups)) if owners else None
                 tensors[piece.fqn] = NamedTensor(piece.fqn, dtype, piece.global_shape, plain, group)
@@ -160,10 +161,6 @@ def _owners(holding: Holding, piece: Piece, ranks: Ranks) -> tuple[int, ...]:
     return owners if is_all else ()
 
 
-def _is_plain(holding: Holding, holders: tuple[int, ...], fqn: str, ranks: Ranks) -> bool:
-    return holding.is_unshared and (len(holders) == len(ranks.global_ranks) or fqn in ranks.held)
-
-
 def report_names(world: World, contents: Contents | None, ranks: Ranks) -> Holders | None:
     """Report to the other ranks what this one holds, None where it cannot say. Collective; None
     when a rank cannot.
@@ -176,7 +173,11 @@ def report_names(world: World, contents: Contents | None, ranks: Ranks) -> Holde
     digest = b"" if mine is None else hashlib.sha256(mine.encode()).digest()
 
     def alike(digests: list[bytes]) -> bytes:
-        return json.dumps({"first": _first_ranks(digests), "are_shared": are_shared}).encode()
+        # Per rank the first one with the same digest; nothing when a rank has none.
+        known: dict[bytes, int] = {}
+        first = [known.setdefault(one, rank) for rank, one in enumerate(digests)]
+        answer = {"first": first if all(digests) else [], "are_shared": are_shared}
+        return json.dumps(answer).encode()
 
     answer = json.loads(decided(world, "names", "alike", digest, alike))
     first_ranks: list[int] = answer["first"]
@@ -196,14 +197,6 @@ def report_names(world: World, contents: Contents | None, ranks: Ranks) -> Holde
     return _holders_of(mine, json.loads(zlib.decompress(joined)), world)
 
 
-def _first_ranks(digests: Sequence[bytes]) -> list[int]:
-    """Per rank the first one with the same digest; nothing when a rank has none."""
-    if not all(digests):
-        return []
-    first: dict[bytes, int] = {}
-    return [first.setdefault(digest, rank) for rank, digest in enumerate(digests)]
-
-
 def _holders_of(mine: Inventory, answer: Mapping[str, Any], world: World) -> Holders:
     if answer["problems"]:
         raise InvalidState(answer["problems"])
@@ -221,15 +214,8 @@ def _holders_of(mine: Inventory, answer: Mapping[str, Any], world: World) -> Hol
         for groups in [tuple(map(tuple, listed))]
         for fqn in fqns
     }
-    return Holders(
-        mine,
-        tensors,
-        sends,
-        tuple(answer["modules"]),
-        answer["are_shared"],
-        copies,
-        answer["are_replicated"],
-    )
+    shared, replicated = answer["are_shared"], answer["are_replicated"]
+    return Holders(mine, tensors, sends, tuple(answer["modules"]), shared, copies, replicated)
 
 
 def _joined(received: Sequence[bytes], first_ranks: Sequence[int]) -> bytes:
@@ -244,14 +230,22 @@ def _joined(received: Sequence[bytes], first_ranks: Sequence[int]) -> bytes:
     problems = _missing_stages(inventories, kinds)
     are_shared = False
     copies: dict[tuple[tuple[int, ...], ...], list[str]] = {}
-    for fqn, firsts in _having(inventories).items():
-        claims = {first: tensor for first, tensor in firsts}
+    having: dict[str, dict[int, NamedTensor]] = {}
+    for first, inventory in inventories.items():
+        for tensor in inventory.tensors:
+            having.setdefault(tensor.fqn, {})[first] = tensor
+    for fqn, claims in having.items():
         problems += _contradictions(fqn, claims, kinds)
         ranks = tuple(sorted(rank for first in claims for rank in kinds[first]))
         are_shared |= len(ranks) > 1 and any(tensor.is_plain for tensor in claims.values())
         if len(groups := _groups_of(claims, inventories)) > 1:
-            problems += _unlike_groups(fqn, groups)
             copies.setdefault(groups, []).append(fqn)
+            if len(set(map(len, groups))) > 1:
+                texts = "; ".join(map(ranks_in_words, groups))
+                problems.append(
+                    f"{fqn}: lies on groups of ranks of different sizes, which share no rank: "
+                    f"{texts}; cut it over as many ranks in each, or give each a name of its own"
+                )
         if len(ranks) < len(first_ranks):
             by_holders.setdefault(ranks, []).append(fqn)
     modules = {path for inventory in inventories.values() for path in inventory.modules}
@@ -278,25 +272,6 @@ def _groups_of(
     members = [rank for group in groups for rank in group]
     is_apart = len(members) == len(set(members)) and all(n is not None for _, n in numbers)
     return tuple(sorted(groups)) if is_apart else ()
-
-
-def _unlike_groups(fqn: str, groups: Sequence[Sequence[int]]) -> list[str]:
-    """That groups of different sizes have a tensor, and what to do."""
-    if len({len(group) for group in groups}) == 1:
-        return []
-    texts = "; ".join(ranks_in_words(group) for group in groups)
-    return [
-        f"{fqn}: lies on groups of ranks of different sizes, which share no rank: {texts}; cut it "
-        "over as many ranks in each, or give each a name of its own"
-    ]
-
-
-def _having(inventories: Mapping[int, Inventory]) -> dict[str, list[tuple[int, NamedTensor]]]:
-    having: dict[str, list[tuple[int, NamedTensor]]] = {}
-    for first, inventory in inventories.items():
-        for tensor in inventory.tensors:
-            having.setdefault(tensor.fqn, []).append((first, tensor))
-    return having
 
 
 def _senders(inventories: Mapping[int, Inventory]) -> dict[int, list[str]]:

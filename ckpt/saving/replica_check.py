@@ -400,9 +400,11 @@ def _texts(world: World, contents: Contents | None, sums: ReplicaSums | None) ->
         ask: str, tell: str, decide: Callable[[Sequence[Mapping[str, Any]]], Any], **mine: Any
     ) -> Any:
         def encoded(received: list[bytes]) -> bytes:
-            return json.dumps(decide([_unpacked(one) for one in received])).encode()
+            unpacked = [json.loads(zlib.decompress(one)) for one in received]
+            return json.dumps(decide(unpacked)).encode()
 
-        return json.loads(decided(world, ask, tell, _packed(mine), encoded))
+        packed = zlib.compress(json.dumps(mine).encode(), level=1)
+        return json.loads(decided(world, ask, tell, packed, encoded))
 
     answered = answer("replicas", "replicas that differ", _groups_that_differ, **mine)
     if answered is None:
@@ -416,15 +418,6 @@ def _texts(world: World, contents: Contents | None, sums: ReplicaSums | None) ->
     texts: list[str] = answer("differing blocks", "differing replicas", _in_words, blocks=located)
     # Where ranks have no two blocks of one place, they do not hold the same tensors.
     return texts or [f"{ranks_in_words(h)}: other tensors are declared equal" for h in differing]
-
-
-def _packed(message: Mapping[str, Any]) -> bytes:
-    return zlib.compress(json.dumps(message).encode(), level=1)
-
-
-def _unpacked(data: bytes) -> dict[str, Any]:
-    message: dict[str, Any] = json.loads(zlib.decompress(data))
-    return message
 
 
 def _groups_that_differ(received: Sequence[Mapping[str, Any]]) -> list[Holders] | None:

@@ -98,7 +98,7 @@ def test_parts_that_travel_have_seals_alone(seed: int) -> None:
 def test_more_chunks_than_readers_take_fail_the_save(monkeypatch: pytest.MonkeyPatch) -> None:
     parts = random_parts(1, 4)
     assert len(build_manifest(header_of(4), parts).chunks) > 3
-    monkeypatch.setattr("ckpt.format.contradictions.CHUNKS_MAX", 3)
+    monkeypatch.setattr("ckpt.format.joint_manifest.CHUNKS_MAX", 3)
     with pytest.raises(InvalidState, match="at most 3 fit into one manifest"):
         build_manifest(header_of(4), parts)
 

@@ -14,7 +14,7 @@ import threading
 from collections.abc import Callable, Collection, Generator, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import accumulate, count, pairwise
+from itertools import chain, count, islice, pairwise
 from typing import NamedTuple, TypeAlias
 
 import torch
@@ -210,16 +210,17 @@ def plan_files(
 
     No part is smaller than `part_nbytes_min`: what follows the tensors may need a second one.
     """
-    largest = max(start + file.nbytes for start, file in zip(starts, files, strict=True))
+    largest = max([start + file.nbytes for start, file in zip(starts, files, strict=True)])
     # An eighth more, for values and checksums: the parts are cut before their sizes are known.
     part_nbytes = part_nbytes_for(largest + largest // 8, path.part_nbytes)
     # Whole MiB and the same for all files, so that any buffer serves any part of any save.
     part_nbytes = min(part_nbytes, -(-max(largest, part_nbytes_min) // MIB) * MIB)
-    firsts = accumulate((len(file.chunks) for file in files), initial=0)
-    return tuple(
-        FilePlan(file, first, start, part_nbytes, _plan_parts(file, first, start, part_nbytes))
-        for file, first, start in zip(files, firsts, starts, strict=False)
-    )
+    first, plans = 0, list[FilePlan]()
+    for file, start in zip(files, starts, strict=True):
+        parts = _plan_parts(file, first, start, part_nbytes)
+        plans.append(FilePlan(file, first, start, part_nbytes, parts))
+        first += len(file.chunks)
+    return tuple(plans)
 
 
 def _plan_parts(
@@ -275,17 +276,17 @@ def copy_order(
     files: Sequence[FilePlan], sources: Sequence[Source], first: Collection[int]
 ) -> CopyOrder:
     """The order that copies the sources with the indices `first` first, the others later."""
-    plans = tuple(part for file in files for part in file.parts)
-    later = plans
+    later = tuple(chain(*[file.parts for file in files]))
+    now: tuple[tuple[StagedRange, ...], ...] = ((),) * len(later)
     if first:
-        later = tuple(tuple(one for one in plan if one.source not in first) for plan in plans)
+        now = tuple([tuple([one for one in plan if one.source in first]) for plan in later])
+        later = tuple([tuple([one for one in plan if one.source not in first]) for plan in later])
     return CopyOrder(
-        tuple(tuple(one for one in plan if one.source in first) for plan in plans if first)
-        or ((),) * len(plans),
+        now,
         later,
         sum([one.stop - one.start for ranges in later for one in ranges]),
         # What has an address is host memory: of thousands of tensors few have to be asked.
-        devices_of(source.view for source in sources if not source.address),
+        devices_of([source.view for source in sources if not source.address]),
     )
 
 
@@ -380,10 +381,11 @@ class Image:
         self._is_pinned = bool(order.devices)
         self._side = SideStreams(order.devices)
         self._part_nbytes = files[0].part_nbytes
-        counts = [len(file.parts) for file in files]
+        numbered = map(_StagedPart, count(), chain(*[file.parts for file in files]), order.later)
+        self._of_files = [list(islice(numbered, len(file.parts))) for file in files]
+        self._parts = list(chain(*self._of_files))
+        counts = list(map(len, self._of_files))
         staging.expect(counts, self._part_nbytes, pinned=self._is_pinned)
-        plans = [part for file in files for part in file.parts]
-        self._parts = list(map(_StagedPart, count(), plans, order.later))
         self._unfinished = 0  # index of the first part that may have bytes missing
         for part, ranges in zip(self._parts, order.first, strict=True):
             if ranges:
@@ -408,10 +410,8 @@ class Image:
     def tensor_bytes(self) -> list[list[memoryview]]:
         """The bytes of all chunks of each file, in order, of an image that is whole."""
         assert self.is_whole, "every part has a buffer then"
-        runs, first = [], 0
-        for file in self.files:
-            own = self._parts[first : first + len(file.parts)]
-            first += len(own)
+        runs = []
+        for file, own in zip(self.files, self._of_files, strict=True):
             start, stop = file.data_start, file.data_start + file.entries.nbytes
             cut = []
             for part in own:
@@ -442,22 +442,19 @@ class Image:
         """Those of `files`, which were planned; the rest is copied on the way. `between_parts` is
         called often, and may raise to give up.
         """
-        return [
-            partial(self._file_parts, index, file, between_parts)
-            for index, file in enumerate(files)
-        ]
+        pairs = zip(self._of_files, files, strict=True)
+        return [partial(self._file_parts, own, file, between_parts) for own, file in pairs]
 
     def _file_parts(
         self,
-        index: int,
+        own: Sequence[_StagedPart],
         file: DataFile,
         between_parts: Callable[[], None],
         builder: DataFileBuilder,
     ) -> Generator[Part, None, None]:
         nbytes, part_nbytes = file.layout.nbytes, self._part_nbytes
-        before = part_count(self.files[:index])
         start = 0
-        for part in self._parts[before : before + len(self.files[index].parts)]:
+        for part in own:
             self._has_buffer(part, waits=True)
             memory = part.buffer[: min(part_nbytes, nbytes - start)]
             done = 0

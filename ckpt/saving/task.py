@@ -378,7 +378,8 @@ def refuse_other_names(contents: Contents, task: SaveTask) -> None:
     InvalidState where there are no other ranks and a stage is missing.
     """
     if task.session.world.size == 1:
-        refuse_missing_stages(contents.stages)
+        if contents.stages:
+            refuse_missing_stages(contents.stages)
         return
     holders = task.memory.holders
     if holders is None or inventory_of(contents, task.ranks) != holders.of:

@@ -226,6 +226,8 @@ def agreed_aliases(
     """The target of each tied name, given the lowest rank that has each pair of them. Raises
     InvalidState where ranks tie a name to several tensors, or to one that is not stored.
     """
+    if not lowest:
+        return {}
     stored = {tensor.fqn for tensor in tensors}
     merged: dict[str, tuple[str, int]] = {}
     problems = []

@@ -350,12 +350,6 @@ def _joined_groups(groups: Iterable[RankGroup]) -> tuple[RankGroup, ...]:
 
 def joined_sizes(sizes: Sequence[FileSizes]) -> FileSizes:
     """Of all these files, one after the other."""
-    seals = [one.seals for one in sizes]
-    return FileSizes(
-        np.concatenate([one.nbytes for one in sizes]),
-        np.concatenate([one.data_start for one in sizes]),
-        Seals(
-            np.concatenate([one.nbytes for one in seals]),
-            np.concatenate([one.digests for one in seals]),
-        ),
-    )
+    nbytes, starts, seals = zip(*sizes, strict=True)
+    tables, digests = map(np.concatenate, zip(*seals, strict=True))
+    return FileSizes(np.concatenate(nbytes), np.concatenate(starts), Seals(tables, digests))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import operator
 from collections.abc import Mapping, Sequence
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -132,23 +132,21 @@ def fields_of_files(m: Manifest) -> dict[str, bytes]:
 def fields_of_tensors(m: Manifest) -> dict[str, bytes]:
     """The fields that describe tensors and aliases, encoded."""
     shapes = sorted(set(m.shapes))
-    shape_ids = {shape: index for index, shape in enumerate(shapes)}
+    shape_ids = dict(zip(shapes, range(len(shapes)), strict=True))
     dtypes = sorted(set(m.dtypes))
-    dtype_ids = {name: index for index, name in enumerate(dtypes)}
-    aliases = sorted(m.aliases.items())
-    targets = [m.index(target) for _, target in aliases]
+    dtype_ids = dict(zip(dtypes, range(len(dtypes)), strict=True))
+    names = sorted(m.aliases)
+    targets = list(map(m.index, map(m.aliases.__getitem__, names)))
     fqns, fqn_sizes = pack_strings(m.fqns)
-    alias_names, alias_name_sizes = pack_strings([name for name, _ in aliases])
+    alias_names, alias_name_sizes = pack_strings(names)
     return {
         "fqns": fqns,
         "fqn_sizes": fqn_sizes,
         "dtype_names": ",".join(dtypes).encode("ascii"),
-        "dtype_ids": pack_ints([dtype_ids[name] for name in m.dtypes]),
-        "shape_ndims": pack_ints([len(shape) for shape in shapes]),
-        "shape_dims": pack_ints(
-            np.array([size for shape in shapes for size in shape], dtype=np.uint64), constant=False
-        ),
-        "shape_ids": pack_ints([shape_ids[shape] for shape in m.shapes]),
+        "dtype_ids": pack_ints(list(map(dtype_ids.__getitem__, m.dtypes))),
+        "shape_ndims": pack_ints(list(map(len, shapes))),
+        "shape_dims": pack_ints(np.array(list(chain(*shapes)), dtype=np.uint64), constant=False),
+        "shape_ids": pack_ints(list(map(shape_ids.__getitem__, m.shapes))),
         "kinds": pack_ints(m.kinds),
         "alias_names": alias_names,
         "alias_name_sizes": alias_name_sizes,
@@ -161,7 +159,7 @@ def fields_of_values(m: Manifest) -> dict[str, bytes]:
     return {
         "values": m.values,
         "per_rank": b"".join(m.per_rank),
-        "per_rank_sizes": pack_ints([len(data) for data in m.per_rank]),
+        "per_rank_sizes": pack_ints(list(map(len, m.per_rank))),
     }
 
 

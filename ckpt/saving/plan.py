@@ -74,17 +74,14 @@ class Fingerprint:
         """Note where and how the memory of all tensors lies. Called once, at the end."""
         memories = [memory_of(tensor) for tensor in self.tensors]
         try:
-            self.marks += [memory.data_ptr() for memory in memories]
-            self.marks += [memory.shape for memory in memories]
-            self.marks += [memory.stride() for memory in memories]
+            self.marks += [(one.data_ptr(), one.shape, one.stride()) for one in memories]
         except RuntimeError:
             # A sparse or nested tensor has no one memory. A mark that equals no other lets the
             # state be described, which refuses that tensor by name.
             self.marks.append(object())
         # What a composite consists of, and what else it says, changes without another object.
-        if any([memory.is_quantized for memory in memories]) or any(
-            type_of(memory) is not None for memory in memories if type(memory) not in PLAIN_CLASSES
-        ):
+        of_types = [one for one in memories if type(one) not in PLAIN_CLASSES or one.is_quantized]
+        if any(one.is_quantized or type_of(one) is not None for one in of_types):
             self.marks.append(object())
         self.marks += [tensor.requires_grad for tensor in self.tensors]
 
@@ -92,8 +89,10 @@ class Fingerprint:
 def fingerprint_of(leaves: Leaves) -> Fingerprint | None:
     """The fingerprint of a state with these leaves; None if it has to be flattened every time."""
     fingerprint = Fingerprint()
-    fingerprint.marks += [fqn for fqn, _ in leaves.tensors]
-    fingerprint.tensors += [tensor for _, tensor in leaves.tensors]
+    if leaves.tensors:
+        fqns, tensors = zip(*leaves.tensors, strict=True)
+        fingerprint.marks += fqns
+        fingerprint.tensors += tensors
     for path, module in leaves.modules:
         fingerprint.marks.append(path)
         add_module(module, fingerprint)

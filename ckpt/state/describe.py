@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import repeat
 from typing import NamedTuple
 
 import torch
@@ -81,8 +82,8 @@ class Described:
 
     def tensors(self) -> Iterator[tuple[DescribedTensor, Kind]]:
         """Parameters, then buffers, each with what it is."""
-        yield from ((source, Kind.PARAMETER) for source in self.params)
-        yield from ((source, Kind.BUFFER) for source in self.buffers)
+        yield from zip(self.params, repeat(Kind.PARAMETER))
+        yield from zip(self.buffers, repeat(Kind.BUFFER))
 
 
 def describe_modules(leaves: Leaves, ranks: Ranks, *, loading: bool) -> Described:
@@ -154,9 +155,9 @@ def _source(path: str, owned: Owned, ranks: Ranks) -> DescribedTensor:
 
 def members_of(owned: Owned) -> tuple[LogicalTensor, ...]:
     """The logical tensors that `owned` has parts of, in the order in which they lie in memory."""
-    pieces = (piece for view in owned.views for piece in view.pieces)
+    pieces = [piece for view in owned.views for piece in view.pieces]
     # A member that lies in several pieces is one logical tensor.
-    return tuple(dict.fromkeys(LogicalTensor(p.fqn, p.global_shape, p.dtype) for p in pieces))
+    return tuple(dict.fromkeys([LogicalTensor(p.fqn, p.global_shape, p.dtype) for p in pieces]))
 
 
 def _below(path: str, problem: str) -> str:

@@ -214,7 +214,15 @@ class Appender:
         record = self._pending
         if record is None:
             return None
-        self._refuse_to_send_again(record)
+        try:
+            # Whoever deletes the MANIFEST otherwise has seen a record in that slot; in this order,
+            # a slot that was taken before the deletion is seen taken. The record stays pending.
+            is_lost = self._manifest_is_gone(record)
+            is_lost = is_lost and not self.store.exists(record_key(record.slot))
+        except StorageError as error:
+            raise self._unknown(record) from error
+        if is_lost:
+            raise self._without_manifest(record)
         return Settled(record, self._put(record, sent_before=True))
 
     def take_back(self, attempt: str) -> Record | None:
@@ -274,7 +282,12 @@ class Appender:
         maybe_sent = sent_before
         for _ in self._limits.tries(self.store, self.sources):
             try:
-                self._create(record_key(record.slot), data)
+                key = record_key(record.slot)
+                # unsafe_single_writer: this store would overwrite, and the user promises that no
+                # other process writes.
+                if self._check_first and self.store.exists(key):
+                    raise KeyExistsError(f"{self.store.url}/{key} exists")
+                self.store.put_if_absent(key, data)
             except KeyExistsError:
                 return self._own(record, data)
             except OutcomeUnknownError as error:
@@ -290,9 +303,7 @@ class Appender:
                 if self._stands(record, data):
                     return True
                 # As after no answer: it may have been lost, or may come later.
-                cause = OutcomeUnknownError(
-                    f"{record_key(record.slot)} was created and is not there"
-                )
+                cause = OutcomeUnknownError(f"{key} was created and is not there")
                 maybe_sent = True
         assert cause is not None
         # No try can have reached the store, so there is nothing to settle.
@@ -356,10 +367,11 @@ class Appender:
         """
         if not self._fits(record):
             return False
-        named = {ref.digest for ref in self._known.segments} if self._known is not None else set()
-        new = (ref for ref in record.segments if ref.digest not in named)
-        has_segments = all(self.store.exists(segment_key(ref.digest)) for ref in new)
-        return has_segments and self.log.raw_if_there(record.slot) == data
+        known = () if self._known is None else self._known.segments
+        for ref in record.segments:
+            if ref not in known and not self.store.exists(segment_key(ref.digest)):
+                return False
+        return self.log.raw_if_there(record.slot) == data
 
     def _fits(self, record: Record) -> bool:
         """Whether the record that `record` builds on stands."""
@@ -383,20 +395,6 @@ class Appender:
             raise self._without_manifest(record, more) from error
         raise self._without_manifest(record)
 
-    def _refuse_to_send_again(self, record: Record) -> None:
-        """Raise LogDiverged when the MANIFEST of a pending COMMIT is gone and its slot is free.
-
-        Whoever deletes it otherwise has seen a record in that slot. The record stays pending.
-        """
-        try:
-            # In this order: a slot that was taken before the deletion is seen taken.
-            is_lost = self._manifest_is_gone(record)
-            is_lost = is_lost and not self.store.exists(record_key(record.slot))
-        except StorageError as error:
-            raise self._unknown(record) from error
-        if is_lost:
-            raise self._without_manifest(record)
-
     def _manifest_is_gone(self, record: Record) -> bool:
         if record.kind != "COMMIT":
             return False
@@ -418,10 +416,3 @@ class Appender:
             "now, later or never. Nothing of it was deleted; the next save settles it, or a new "
             "process's"
         )
-
-    def _create(self, key: str, data: bytes) -> None:
-        # unsafe_single_writer: this store would overwrite, and the user promises that no other
-        # process writes.
-        if self._check_first and self.store.exists(key):
-            raise KeyExistsError(f"{self.store.url}/{key} exists")
-        self.store.put_if_absent(key, data)

@@ -128,11 +128,13 @@ class LiveSet:
         """All entries, the newest commit first; segments are read once the listed ones are used
         up.
         """
-        last = max((ref.last_slot for ref in self.refs), default=-1)
+        if not self.refs:
+            yield from reversed(self.listed)
+            return
+        last = max([ref.last_slot for ref in self.refs])
         newer = [entry for entry in reversed(self.listed) if entry.slot > last]
         yield from newer
-        if self.refs:
-            yield from reversed(self.all[: len(self.all) - len(newer)])
+        yield from reversed(self.all[: len(self.all) - len(newer)])
 
     def find(self, attempt: str) -> LiveEntry | None:
         """The entry of an attempt."""
@@ -163,7 +165,7 @@ class LiveSet:
         listed = [other for other in self.listed if other.attempt != entry.attempt]
         gone = self.gone
         # Commits bring new slots; only what is changed later can lie in a segment.
-        if len(listed) == len(self.listed) and self._is_in_segment(entry):
+        if self.refs and len(listed) == len(self.listed) and self._is_in_segment(entry):
             gone = tuple(sorted({*gone, entry.slot}))
         insort(listed, entry, key=_slot)
         return replace(self, listed=tuple(listed), gone=gone)

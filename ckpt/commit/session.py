@@ -514,11 +514,6 @@ class RankedSession:
     epoch: int
     session: Session | None
 
-    def new_attempt(self) -> str:
-        """A name for the next attempt, the same on every rank. Collective."""
-        mine = None if self.session is None else self.session.new_attempt().encode()
-        return self.world.broadcast("attempt", mine).decode()
-
     def settle(self) -> None:
         """Settle an unknown outcome, at the start of a save. Collective.
 

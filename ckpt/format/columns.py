@@ -124,8 +124,8 @@ def unpack_ints(data: memoryview, count: int, name: str, *, constant: bool = Tru
 
 def pack_strings(strings: Iterable[str]) -> tuple[bytes, bytes]:
     """The strings one after the other as UTF-8, and the column of their lengths in bytes."""
-    encoded = [text.encode("utf-8") for text in strings]
-    return b"".join(encoded), pack_ints([len(text) for text in encoded])
+    encoded = list(map(str.encode, strings))
+    return b"".join(encoded), pack_ints(list(map(len, encoded)))
 
 
 def unpack_strings(data: memoryview, sizes: Ints, name: str) -> tuple[str, ...]:

@@ -122,7 +122,8 @@ def file_entries(chunks: Sequence[StoredChunk], block_bytes: int) -> FileEntries
     if block_bytes <= 0 or block_bytes % 16:
         raise ValueError(f"block_bytes is {block_bytes}, expected a positive multiple of 16")
     entries, shapes, dtypes = _entries(chunks)
-    sizes = np.fromiter((chunk.nbytes for chunk in chunks), np.int64, len(chunks))
+    _, _, _, _, nbytes, kinds = zip(*chunks, strict=True) if chunks else ((),) * 6
+    sizes = np.array(nbytes, dtype=np.int64)
     ends = np.cumsum(sizes)
     counts = -(-sizes // block_bytes)
     starts = [0, *ends.tolist()]
@@ -131,7 +132,7 @@ def file_entries(chunks: Sequence[StoredChunk], block_bytes: int) -> FileEntries
         for name, start, stop in zip(entries, starts, starts[1:], strict=False)
     ]
     metadata = {"ckpt.format": str(VERSION), "ckpt.block_bytes": str(block_bytes)}
-    metadata["ckpt.kinds"] = "".join([f"{chunk.kind:x}" for chunk in chunks])
+    metadata["ckpt.kinds"] = "".join(map("{:x}".format, kinds))
     if len(metadata["ckpt.kinds"]) != len(chunks):
         raise ValueError("a kind is outside of 0 to 15")
     if any(shapes):
@@ -213,7 +214,7 @@ def checksum_tensor(
         )
     if tuple(extra) != layout.extra_names:
         raise ValueError(f"extras are {[*extra]}, planned were {[*layout.extra_names]}")
-    words = [CHECKSUM_MAGIC, crc32c(layout.header), *(crc32c(data) for data in extra.values())]
+    words = [CHECKSUM_MAGIC, crc32c(layout.header), *map(crc32c, extra.values())]
     body = np.array(words, dtype="<u4").tobytes() + block_checksums.astype("<u4").tobytes()
     return body + crc32c(body).to_bytes(4, "little")
 

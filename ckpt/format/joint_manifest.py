@@ -254,7 +254,9 @@ class ReplicaRegions:
 
     def __init__(self, structure: JointStructure) -> None:
         self._lists = structure.replicas
-        fqns = [tensor.fqn for tensor in structure.tensors] if self._lists else []
+        if not self._lists:
+            return
+        fqns = [tensor.fqn for tensor in structure.tensors]
         tensor = np.concatenate([int64s([]), *(one.tensor for one in self._lists)])
         start = np.concatenate([int64s([]), *(one.start for one in self._lists)])
         # By name: where ranks describe a tensor in two ways, that is said elsewhere.
@@ -264,7 +266,7 @@ class ReplicaRegions:
         names = list(numbers)
         self._regions = [(names[number], begin) for number, begin in regions.T.tolist()]
         edges = np.cumsum([len(one.tensor) for one in self._lists])
-        self._ids = np.split(ids.reshape(-1), edges[:-1]) if self._lists else []
+        self._ids = np.split(ids.reshape(-1), edges[:-1])
 
     def differences(self, rest: JointRest) -> ReplicaDifferences:
         """Where ranks have different bytes of what a checkpoint stores once."""
@@ -294,6 +296,8 @@ class ReplicaRegions:
 
 def differing_values(rest: JointRest) -> list[str]:
     """One text per value that is not the same on all ranks that have it."""
+    if len(rest.texts) == 1:
+        return []
     by_text = [(_digests_of(group.data), group.ranks.tolist()) for group in rest.texts]
     if all(digests == by_text[0][0] for digests, _ in by_text):
         return []

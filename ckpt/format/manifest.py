@@ -12,6 +12,7 @@ import threading
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Annotated, Any, NamedTuple
 
 import numpy as np
@@ -110,10 +111,9 @@ class BoxTable:
 
     @classmethod
     def of(cls, boxes: Sequence[Box]) -> BoxTable:
-        ndims = np.array([len(box.shape) for box in boxes], dtype=np.int64)
-        offsets = np.array([start for box in boxes for start in box.offset], dtype=np.int64)
-        sizes = np.array([size for box in boxes for size in box.shape], dtype=np.int64)
-        return cls(starts_of(ndims), offsets, sizes)
+        offsets = int64s([start for box in boxes for start in box.offset])
+        shapes = [box.shape for box in boxes]
+        return cls(starts_of(list(map(len, shapes))), offsets, int64s(list(chain(*shapes))))
 
     def __len__(self) -> int:
         return len(self.first) - 1

@@ -184,11 +184,10 @@ class PartTexts(NamedTuple):
         """Of the common `values` as this rank has them, those that it `sends` (None: not even an
         empty mapping), and its own.
         """
-        encoded = {name: encode_values(values[name]) for name in sorted(values)}
         return cls(
             dict(aliases),
             b"" if sends is None else encode_values(dict(sends)),
-            {name: crc32c(data) for name, data in encoded.items()},
+            {name: crc32c(encode_values(values[name])) for name in sorted(values)},
             encode_values(dict(per_rank)) if per_rank else b"",
         )
 

@@ -106,8 +106,7 @@ def is_accelerator(device: torch.device) -> bool:
 
 def devices_of(tensors: Iterable[torch.Tensor]) -> tuple[torch.device, ...]:
     """The devices that work beside the host and have any of the tensors, each once."""
-    devices = dict.fromkeys(tensor.device for tensor in tensors)
-    return tuple(device for device in devices if is_accelerator(device))
+    return tuple(filter(is_accelerator, dict.fromkeys([tensor.device for tensor in tensors])))
 
 
 class SideStreams:

@@ -343,10 +343,10 @@ class SavePlan:
         is_trainable = [storage_of(source.view) in self.trainable for source in self.sources]
         return np.flatnonzero(np.repeat(is_trainable, counts))
 
-    @property
-    def empty_tensors(self) -> tuple[TensorRecord, ...]:
+    @cached_property
+    def empty_tensors(self) -> Sequence[TensorRecord]:
         """Those without elements."""
-        return self.of_chunks.once("empty", lambda: tuple(t for t in self.tensors if 0 in t.shape))
+        return [tensor for tensor in self.tensors if 0 in tensor.shape]
 
 
 @dataclass(frozen=True, slots=True)

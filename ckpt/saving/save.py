@@ -201,14 +201,15 @@ def _refuse_other_task(attempt: Attempt, task: SaveTask) -> None:
     """Raises InvalidState when this rank's arguments differ from those of rank 0, which count."""
     agreed = {"step": attempt.header.step, "dedup": attempt.base is not None}
     passed = {"step": task.step, "dedup": task.options.dedup}
-    problems = [
-        f"{name}={passed[name]} was passed where rank 0 passed {name}={agreed[name]}; pass the "
-        f"same {name}"
-        for name in agreed
-        if passed[name] != agreed[name]
-    ]
-    if problems:
-        raise InvalidState(problems)
+    if agreed != passed:
+        raise InvalidState(
+            [
+                f"{name}={passed[name]} was passed where rank 0 passed {name}={agreed[name]}; pass "
+                f"the same {name}"
+                for name in agreed
+                if passed[name] != agreed[name]
+            ]
+        )
 
 
 def _unchanged(of_ranks: Iterable[Sequence[str]]) -> list[str]:

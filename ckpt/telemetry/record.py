@@ -18,6 +18,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import chain
 from typing import Annotated, Any, Literal, NamedTuple
 
 import msgpack
@@ -120,9 +121,9 @@ class Telemetry(_TelemetryModel):
     def _check_shapes(self) -> Telemetry:
         ranks = len(self.blocked_us)
         columns: tuple[Sequence[list[int]], ...] = (self.started_us, self.took_us, self.nbytes)
-        if len(self.retries) != ranks or any(len(rows) != ranks for rows in columns):
+        if {len(self.retries), *map(len, columns)} != {ranks}:
             raise ValueError("columns have different numbers of ranks")
-        if any(len(row) != len(self.phases) for rows in columns for row in rows):
+        if {*map(len, chain(*columns))} - {len(self.phases)}:
             raise ValueError("rows have different numbers of phases")
         return self
 

@@ -301,7 +301,7 @@ APPENDS = (
     Mutant(
         "a pending COMMIT is sent again without its MANIFEST",
         _APPENDER,
-        "        self._refuse_to_send_again(record)\n",
+        "        if is_lost:\n            raise self._without_manifest(record)\n",
         "",
         test="tests/protocol/test_unsettled.py::test_a_commit_is_not_settled_where_a_restored_backup_took_its_manifest",
     ),

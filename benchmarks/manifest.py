@@ -19,8 +19,9 @@ from ckpt.format.checksum import Seals
 from ckpt.format.chunk_columns import CHUNK_NBYTES
 from ckpt.format.codec import encode_values
 from ckpt.format.manifest import BoxTable, ChunkTable, Header, Manifest, starts_of
-from ckpt.format.manifest_codec import decode_manifest, encode_manifest
+from ckpt.format.manifest_codec import decode_manifest
 from ckpt.layout.region import Box
+from tests.format.encoding import encode_manifest
 
 
 def main() -> None:

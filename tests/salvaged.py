@@ -5,9 +5,9 @@ from __future__ import annotations
 import contextlib
 
 from ckpt.commit.names import MANIFEST_NAME
-from ckpt.format.manifest_codec import encode_manifest
 from ckpt.tools.salvage import SalvageReport
 from storage import CorruptObjectError, KeyNotFoundError, Store
+from tests.format.encoding import encode_manifest
 
 
 def matches_manifest(store: Store, report: SalvageReport) -> bool | None:

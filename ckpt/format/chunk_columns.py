@@ -21,7 +21,6 @@ from ckpt.format.columns import (
     checked_indexes,
     is_below,
     pack_ints,
-    pack_regular,
     required_field,
     unpack_ints,
     unpack_regular,
@@ -34,11 +33,9 @@ from ckpt.format.manifest import (
     ChunkTable,
     Header,
     Int64s,
-    Manifest,
     RuledChunks,
     starts_of,
 )
-from ckpt.layout.dtypes import DTYPES
 from ckpt.layout.region import Shape
 
 
@@ -55,25 +52,6 @@ class Counts(NamedTuple):
     ranks: int
 
 
-def fields_of_chunks(m: Manifest) -> dict[str, bytes]:
-    """The fields that describe the chunks, encoded."""
-    chunks = m.chunks
-    itemsizes = np.array([DTYPES[name].itemsize for name in m.dtypes], dtype=np.int64)
-    counts = np.diff(chunks.first)
-    nbytes = chunks.numel.astype(np.int64) * np.repeat(itemsizes, counts)
-    positions = chunks.byte_start.astype(np.int64) - m.file_data_start[chunks.file]
-    gaps = gaps_of(chunks.file, positions, nbytes, np.repeat(itemsizes, counts))
-    return {
-        "chunk_counts": pack_regular(counts),
-        "chunk_files": pack_regular(chunks.file),
-        "chunk_numels": pack_regular(chunks.numel),
-        "chunk_skips": pack_regular(_skips(chunks)),
-        "chunk_gaps": pack_regular(gaps),
-        "chunk_boxes": pack_regular(chunks.box.astype(np.int64) + 1),
-        **fields_of_boxes(chunks.boxes),
-    }
-
-
 def fields_of_boxes(boxes: BoxTable) -> dict[str, bytes]:
     """The fields with the unique boxes, encoded."""
     return {
@@ -81,20 +59,6 @@ def fields_of_boxes(boxes: BoxTable) -> dict[str, bytes]:
         "box_offsets": pack_ints(boxes.offsets, constant=False),
         "box_sizes": pack_ints(boxes.sizes, constant=False),
     }
-
-
-def _skips(chunks: ChunkTable | RuledChunks) -> Int64s:
-    """Elements between each span and the one before it in its tensor; zero for boxes."""
-    skips = np.zeros(len(chunks), dtype=np.int64)
-    spans = np.flatnonzero(chunks.box < 0)
-    starts = chunks.span_start[spans].astype(np.int64)
-    ends = starts + chunks.numel[spans].astype(np.int64)
-    tensor = np.searchsorted(chunks.first, spans, side="right")
-    previous = np.zeros(len(spans), dtype=np.int64)
-    same = tensor[1:] == tensor[:-1]
-    previous[1:][same] = ends[:-1][same]
-    skips[spans] = starts - previous
-    return skips
 
 
 def gaps_of(

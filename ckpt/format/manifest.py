@@ -1,6 +1,6 @@
 """The manifest: everything about one checkpoint but its tensors' bytes, in columns.
 
-FORMAT.md, "Manifest", is the specification. `encode_manifest` writes one encoding per manifest;
+FORMAT.md, "Manifest", is the specification. `joint_manifest` makes one encoding per manifest;
 `decode_manifest` trusts nothing and keeps columns as views of its input where it can. Data files in
 directories of other attempts, whose bytes a checkpoint shares, have names of their own.
 """
@@ -215,6 +215,7 @@ class Manifest:
     values: bytes
     per_rank: tuple[bytes, ...]  # of each rank of the saving world, or empty
     seals: Seals
+    data: bytes = field(default=b"", repr=False)  # all of it, as it is stored
     budget: MetadataBudget = field(default_factory=unlimited, repr=False)
 
     @property

@@ -1,4 +1,7 @@
-"""The bytes of a manifest: columns of integers and a string table, encoded and decoded."""
+"""The bytes of a manifest: columns of integers and a string table, encoded and decoded.
+
+What is decoded keeps its bytes, and nothing encodes it again: one checkpoint has one MANIFEST.
+"""
 
 from __future__ import annotations
 
@@ -12,14 +15,13 @@ import numpy as np
 from pydantic import ValidationError
 
 from ckpt.errors import Corrupt, UnsupportedFormat
-from ckpt.format.checksum import decode_seals, fields_of_seals
+from ckpt.format.checksum import decode_seals
 from ckpt.format.chunk_columns import (
     CHUNK_NBYTES,
     ChunkBounds,
     Counts,
     chunk_rules,
     decode_chunks,
-    fields_of_chunks,
 )
 from ckpt.format.columns import (
     as_int64s,
@@ -59,32 +61,11 @@ DIGEST_BYTES = 32
 BLOCKS_MAX = 1 << 62
 
 
-def encode_manifest(manifest: Manifest) -> bytes:
-    """The bytes of a MANIFEST object: one encoding per manifest."""
-    return encode(manifest).data
-
-
 class Encoded(NamedTuple):
     """The bytes of a MANIFEST object, and their sha256."""
 
     data: bytes
     digest: bytes
-
-
-def encode(m: Manifest) -> Encoded:
-    """`encode_manifest`, with the digest."""
-    return enveloped(
-        {
-            **fields_of_header(
-                m, len(set(m.shapes)), len(m.chunks), len(m.chunks.boxes), m.block_count
-            ),
-            **fields_of_files(m),
-            **fields_of_tensors(m),
-            **fields_of_values(m),
-            **fields_of_chunks(m),
-            **fields_of_seals(m.seals),
-        }
-    )
 
 
 def enveloped(fields: Mapping[str, bytes]) -> Encoded:
@@ -231,6 +212,7 @@ def decode_manifest(
         values=bytes(required_field(fields, "values")),
         per_rank=_decode_per_rank(fields, counts),
         seals=seals,
+        data=bytes(data),
         budget=budget,
     )
 

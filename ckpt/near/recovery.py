@@ -19,7 +19,7 @@ from ckpt.errors import CheckpointError, Corrupt, InvalidState, LoadInterrupted,
 from ckpt.format.joint_codec import decode_part, encode_part
 from ckpt.format.joint_manifest import joint_manifest
 from ckpt.format.manifest import Header, Manifest
-from ckpt.format.manifest_codec import decode_manifest, encode_manifest
+from ckpt.format.manifest_codec import decode_manifest
 from ckpt.format.metadata_budget import unlimited
 from ckpt.format.stored_index import part_of_rank
 from ckpt.layout.memory import gc_paused
@@ -263,7 +263,7 @@ def _manifest(candidate: NearCandidate) -> Manifest:
             raise Corrupt(f"near files of step {record.head.step} are of {len(headers)} attempts")
         parts = sorted((decode_part(data) for _, data in pairs), key=lambda one: one[0].first_rank)
         header = Header.model_validate_json(headers.pop())
-        return encode_manifest(joint_manifest(header, parts))
+        return joint_manifest(header, parts).data
 
     sent = from_coordinator(world, "near manifest", merged)
     return collectively(world, "decode", lambda: decode_manifest(sent, unlimited()))

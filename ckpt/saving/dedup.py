@@ -386,9 +386,10 @@ class Previous:
             return NOTHING
         data, held, since_full = b"", self.held, self.since_full
         if state.latest.attempt != self.attempt:
-            manifest, data = _read(session.store, state.latest)
+            manifest = _read(session.store, state.latest)
             if manifest is None or not _can_be_base(manifest, state.latest, block_nbytes):
                 return NOTHING
+            data = manifest.data
             held, since_full = nbytes_held(manifest), _since_full(manifest.header)
         since_full = since_full + 1 if state.latest.references else 1
         if isinstance(full_every, timedelta):
@@ -459,10 +460,9 @@ def _since_full(header: Header) -> int:
     return int(note) if note.isdecimal() and len(note) < 10 else 0
 
 
-def _read(store: Store, entry: LiveEntry) -> tuple[Manifest | None, bytes]:
+def _read(store: Store, entry: LiveEntry) -> Manifest | None:
     try:
-        data = read_manifest(store, entry)
-        return decode_manifest(data), data
+        return decode_manifest(read_manifest(store, entry))
     except CheckpointError as error:
         if is_outage(error):
             raise
@@ -470,7 +470,7 @@ def _read(store: Store, entry: LiveEntry) -> tuple[Manifest | None, bytes]:
         logger.warning(
             "this save writes everything, because the previous checkpoint cannot be read: %s", error
         )
-        return None, b""
+        return None
 
 
 def _sums_of(store: Store, manifest: Manifest, file: int) -> StoredSums | None:

@@ -18,6 +18,7 @@ import numpy.typing as npt
 
 from ckpt.commit.names import MANIFEST_NAME, step_prefix
 from ckpt.commit.numbers import is_finite
+from ckpt.commit.records import manifest_digest
 from ckpt.commit.session import RankedSession, ReferenceRetired, Session
 from ckpt.commit.writer import Commit, NotRetired
 from ckpt.errors import (
@@ -34,7 +35,7 @@ from ckpt.errors import (
 from ckpt.format.datafile import BLOCK_BYTES
 from ckpt.format.joint_manifest import differing_values, warnings_of
 from ckpt.format.manifest import REFERENCES, SINCE_FULL, Header, Manifest
-from ckpt.format.manifest_codec import Encoded, encode
+from ckpt.format.manifest_codec import Encoded
 from ckpt.format.part import Part
 from ckpt.saving.dedup import NOTHING, Holdings, Referred, decode_base, refer
 from ckpt.saving.holders import inventory_of, report_names
@@ -357,7 +358,7 @@ def _commit_received(
 
 def store_manifest(store: Store, manifest: Manifest) -> Commit:
     """Create the MANIFEST of an attempt in its root, durable on return; returns its commit."""
-    encoded = encode(manifest)
+    encoded = Encoded(manifest.data, manifest_digest(manifest.data))
     referenced = manifest.nbytes_referenced()
     return _create_manifest(store, manifest.header, encoded, manifest.own_nbytes, referenced)
 

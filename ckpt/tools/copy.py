@@ -36,7 +36,7 @@ from ckpt.convert.targets.files import Meter, Progress
 from ckpt.errors import NoCheckpoint
 from ckpt.format.damage import once_more
 from ckpt.format.manifest import Manifest, is_reference
-from ckpt.format.manifest_codec import decode_manifest, encode_manifest
+from ckpt.format.manifest_codec import decode_manifest
 from ckpt.format.metadata_budget import MetadataBudget
 from ckpt.format.stored_index import check_seal, index_of
 from ckpt.loading.checkpoint import Checkpoint
@@ -67,7 +67,7 @@ def copy_checkpoint(
         header, layout = written_whole(manifest.header), own_layout(manifest)
         made = rewrite(checkpoint, header, layout, target, threads=threads, meter=meter)
         return CopyReport.of_one(source, target.url, made, meter.written)
-    data, files = encode_manifest(manifest), manifest.files
+    data, files = manifest.data, manifest.files
     if begin(target, others=files, last=MANIFEST_NAME, is_ours=lambda old: old == data) is None:
         _relay_files(source, located.prefix, manifest, target, "", threads=threads, meter=meter)
         end(target, files, [(MANIFEST_NAME, data)])
@@ -140,9 +140,7 @@ def copy_root(
         for entry, manifest in copied:
             prefix = entry.prefix
             _relay_files(source, prefix, manifest, target, prefix, threads=threads, meter=meter)
-        manifests = (
-            (entry.prefix + MANIFEST_NAME, encode_manifest(manifest)) for entry, manifest in copied
-        )
+        manifests = ((entry.prefix + MANIFEST_NAME, manifest.data) for entry, manifest in copied)
         end(target, files, chain(manifests, log, [(FORMAT_KEY, last)]))
     return CopyReport(
         source=source.url,

@@ -54,7 +54,7 @@ from ckpt.commit.writer import must_look_first
 from ckpt.errors import CheckpointError, Corrupt, NoCheckpoint
 from ckpt.format.damage import is_outage, raising_corrupt
 from ckpt.format.manifest import Manifest
-from ckpt.format.manifest_codec import decode_manifest, encode_manifest
+from ckpt.format.manifest_codec import decode_manifest
 from ckpt.short import ShortRecord
 from ckpt.tools.salvage import SalvageReport, salvage, write_manifest
 from storage import (
@@ -333,7 +333,7 @@ class _Directories:
         report = salvage(self.store, prefix)
         if report.manifest is None:
             return None
-        made = self._entry(prefix, report.manifest, encode_manifest(report.manifest), entry)
+        made = self._entry(prefix, report.manifest, report.manifest.data, entry)
         # Another MANIFEST than was committed would be refused by every reader.
         if made is None or (entry is not None and entry.manifest_digest != made.manifest_digest):
             return None

@@ -24,7 +24,6 @@ from ckpt.convert.export import default_entry
 from ckpt.convert.sources.opening import SourceOptions, open_source
 from ckpt.convert.sources.source import NativeSource, SourceContents
 from ckpt.format.manifest import Manifest
-from ckpt.format.manifest_codec import encode_manifest
 from ckpt.format.metadata_budget import MetadataBudget
 from ckpt.layout.dtypes import DTYPES, dtype_name, torch_dtype
 from ckpt.layout.even import EvenLayout, wanted_part
@@ -369,5 +368,5 @@ class _RankNeeds(NamedTuple):
             nbytes_read=sum(request.nbytes for request in requests),
             nbytes_received=sum(one.nbytes for one in sharing.moves if one.source is not None),
             requests=len(requests),
-            nbytes_extra=MANIFEST_MEMORY * len(encode_manifest(manifest)) + max(in_flight, window),
+            nbytes_extra=MANIFEST_MEMORY * len(manifest.data) + max(in_flight, window),
         )

@@ -31,7 +31,7 @@ from ckpt.errors import CheckpointError, Corrupt
 from ckpt.format.datafile import StoredChunk
 from ckpt.format.joint_manifest import build_manifest
 from ckpt.format.manifest import SINCE_FULL, Header, Manifest
-from ckpt.format.manifest_codec import decode_manifest, encode_manifest
+from ckpt.format.manifest_codec import decode_manifest
 from ckpt.format.metadata_budget import MetadataBudget
 from ckpt.format.part import (
     FileColumns,
@@ -171,7 +171,7 @@ def commit_second_form(source: Store, located: LocatedCheckpoint, made: Manifest
     """The one write that makes the new form a checkpoint of the root. Raises CheckpointError when
     the old one was retired by now, or a session has claimed the root.
     """
-    data = encode_manifest(made)
+    data = made.data
     header = made.header
     nbytes = made.own_nbytes + len(data)
     commit = Commit(header.attempt, header.step, len(data), manifest_digest(data), nbytes=nbytes)
@@ -346,5 +346,5 @@ def rewrite(
         listed = [tensor for tensor in tensors if rank == 0 or tensor.fqn in held]
         parts.append(part_of_files(of_rank, rank=rank, tensors=listed, texts=texts[rank]))
     manifest = build_manifest(header, parts)
-    end(target, names, [(MANIFEST_NAME, encode_manifest(manifest))])
+    end(target, names, [(MANIFEST_NAME, manifest.data)])
     return manifest

@@ -23,7 +23,6 @@ from ckpt.format.datafile import DIGESTS
 from ckpt.format.datafile_index import DataFileIndex
 from ckpt.format.joint_manifest import build_manifest
 from ckpt.format.manifest import Manifest, parse_reference
-from ckpt.format.manifest_codec import encode_manifest
 from ckpt.format.part import FileColumns
 from ckpt.format.rank_files import FileDescription, data_file_name
 from ckpt.format.stored_index import (
@@ -212,7 +211,7 @@ def put_manifest(
     """Create a MANIFEST; returns its bytes. An equal one, of an earlier run that ended before its
     commit, is left alone. Raises `error` when another one is there.
     """
-    data = encode_manifest(manifest)
+    data = manifest.data
     try:
         store.put_if_absent(key, data)
     except KeyExistsError:

@@ -221,7 +221,8 @@ def test_a_manifest_that_names_a_file_outside_of_its_directory_reads_nothing(
     """The manifest is rewritten, checksum and all, as an attacker would."""
     from dataclasses import replace
 
-    from ckpt.format.manifest_codec import decode_manifest, encode_manifest
+    from ckpt.format.manifest_codec import decode_manifest
+    from tests.format.encoding import encode_manifest
 
     shutil.copy(_data_file(newest), tmp_path / "outside.safetensors")
     good = decode_manifest((newest / "MANIFEST").read_bytes())

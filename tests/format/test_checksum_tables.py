@@ -15,9 +15,10 @@ from ckpt.format.joint_codec import encode_rest
 from ckpt.format.joint_manifest import build_manifest
 from ckpt.format.joint_part import rest_of
 from ckpt.format.manifest import Manifest, int64s
-from ckpt.format.manifest_codec import decode_manifest, encode_manifest
+from ckpt.format.manifest_codec import decode_manifest
 from ckpt.saving.task import JointParts
 from ckpt.telemetry.record import RankReport
+from tests.format.encoding import encode_manifest
 from tests.format.many_parts import header_of, random_parts
 from tests.format.sample import (
     make_sample,

@@ -35,7 +35,6 @@ from ckpt.format.joint_part import (
     structure_of,
 )
 from ckpt.format.manifest import REFERENCES, Header, int64s, reference_to
-from ckpt.format.manifest_codec import encode_manifest
 from ckpt.format.part import (
     FileColumns,
     Part,
@@ -50,6 +49,7 @@ from ckpt.telemetry.record import RankReport
 from ckpt.world.base import split
 from ckpt.world.tree import family
 from tests.conftest import Scale
+from tests.format.encoding import encode_manifest
 from tests.format.many_parts import (
     data_file,
     differences_of,

@@ -24,7 +24,7 @@ from ckpt.format.joint_codec import decode_part, encode_part
 from ckpt.format.joint_manifest import build_manifest, joint_manifest
 from ckpt.format.joint_part import JointRest, JointStructure
 from ckpt.format.manifest import Manifest
-from ckpt.format.manifest_codec import MAGIC, decode_manifest, encode_manifest
+from ckpt.format.manifest_codec import MAGIC, decode_manifest
 from ckpt.format.part import (
     Part,
     PartTexts,
@@ -33,6 +33,7 @@ from ckpt.format.part import (
     part_of_files,
 )
 from ckpt.layout.region import Box, Region, Shape, Span
+from tests.format.encoding import encode_manifest
 from tests.format.many_parts import differences_of
 from tests.format.sample import (
     ALIASES,

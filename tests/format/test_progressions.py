@@ -13,9 +13,9 @@ import ckpt
 from ckpt.errors import Corrupt
 from ckpt.format.columns import pack_ints, pack_regular, unpack_map, unpack_regular
 from ckpt.format.manifest import ChunkTable
-from ckpt.format.manifest_codec import encode_manifest
 from ckpt.tools.salvage import salvage
 from storage import open_store
+from tests.format.encoding import encode_manifest
 from tests.format.test_manifest import grid_manifest
 
 COLUMNS = tuple(name for name in ChunkTable.__slots__ if name != "boxes")

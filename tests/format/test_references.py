@@ -21,11 +21,12 @@ from ckpt.format.columns import pack_ints, pack_map, pack_strings, unpack_map
 from ckpt.format.datafile_index import read_data_file_index
 from ckpt.format.joint_manifest import build_manifest
 from ckpt.format.manifest import parse_reference, reference_to
-from ckpt.format.manifest_codec import decode_manifest, encode_manifest
+from ckpt.format.manifest_codec import decode_manifest
 from ckpt.format.rank_files import FileRange, describe_file
 from ckpt.loading.contents import find_checkpoint
 from ckpt.tools.salvage import _chunks_between, salvage
 from storage import open_store
+from tests.format.encoding import encode_manifest
 from tests.format.sample import INCREMENTS, increment_dir, make_increments
 from tests.format.test_manifest import envelope
 from tests.salvaged import matches_manifest

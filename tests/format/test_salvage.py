@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from ckpt.errors import Corrupt, InvalidState
-from ckpt.format.manifest_codec import encode_manifest
 from ckpt.tools.salvage import salvage, write_manifest
 from storage import Store, open_store
+from tests.format.encoding import encode_manifest
 from tests.format.sample import HEADER, STEP_DIR, make_sample
 from tests.salvaged import matches_manifest
 

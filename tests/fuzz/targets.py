@@ -41,7 +41,7 @@ from ckpt.format.columns import pack_map, pack_regular, unpack_map, unpack_regul
 from ckpt.format.datafile import CHECKSUMS, parse_entry_name
 from ckpt.format.datafile_index import read_data_file_index
 from ckpt.format.joint_codec import decode_part, encode_part
-from ckpt.format.manifest_codec import MAGIC, decode_manifest, encode_manifest
+from ckpt.format.manifest_codec import MAGIC, decode_manifest
 from ckpt.format.metadata_budget import MetadataBudget
 from ckpt.format.rank_files import describe_file
 from ckpt.telemetry.record import decode_telemetry
@@ -49,6 +49,7 @@ from ckpt.world.link import Frame, FrameKind, FrameReader
 from storage.errors import StorageError
 from storage.memory import MemoryStore
 from storage.url import open_store
+from tests.format.encoding import encode_manifest
 from tests.format.sample import make_increments, make_sample
 from tests.fuzz import encoded, imports, joint, peers, tiers
 from tests.fuzz.target import Target

@@ -26,13 +26,14 @@ from ckpt.commit.records import LiveEntry, manifest_digest
 from ckpt.commit.session import Session
 from ckpt.commit.writer import RESERVE_NBYTES, Commit, NotRetired, delete_attempt, keep_reserve
 from ckpt.errors import CheckpointError
-from ckpt.format.manifest_codec import decode_manifest, encode_manifest
+from ckpt.format.manifest_codec import decode_manifest
 from storage import open_store
 from storage.errors import AccessDeniedError, NoSpaceError
 from storage.local import LocalStore
 from storage.memory import MemoryStore
 from storage.store import ByteRange, Store
 from storage.wrap import WrappedStore
+from tests.format.encoding import encode_manifest
 from tests.protocol.invariants import History, RecordingStore, check_all, check_fresh_session
 
 

@@ -594,16 +594,16 @@ def test_registry_claims_once_and_stays_fenced() -> None:
     assert registry.session(MemoryStore(bucket)).fenced
 
 
-def test_ranks_share_one_session_and_one_attempt() -> None:
+def test_ranks_share_one_session() -> None:
     store, registry = MemoryStore(), SessionRegistry()
 
-    def rank(world: World) -> tuple[str, int, str, bool]:
+    def rank(world: World) -> tuple[str, int, bool]:
         session = open_session(world, store, registry)
-        return session.root, session.epoch, session.new_attempt(), session.session is not None
+        return session.root, session.epoch, session.session is not None
 
     results = run_ranks(3, rank)
-    assert len({r[:3] for r in results}) == 1
-    assert [r[3] for r in results] == [True, False, False]
+    assert len({r[:2] for r in results}) == 1
+    assert [r[2] for r in results] == [True, False, False]
 
 
 def test_ranks_that_see_other_roots_are_named_on_all_ranks() -> None:

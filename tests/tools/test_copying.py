@@ -32,7 +32,6 @@ from ckpt.errors import CheckpointError, Corrupt, NoCheckpoint
 from ckpt.format.checksum import crc32c
 from ckpt.format.datafile import CHECKSUM_MAGIC
 from ckpt.format.manifest import Manifest
-from ckpt.format.manifest_codec import encode_manifest
 from ckpt.format.stored_index import index_of
 from ckpt.layout.dtypes import DTYPES
 from ckpt.layout.even import even_part
@@ -52,6 +51,7 @@ from ckpt.tools.salvage import salvage
 from storage import StorageError, Store, open_store
 from storage.memory import MemoryBucket, MemoryStore
 from storage.testing import FaultPlan, FaultyStore, Killed, PowerLossStore
+from tests.format.encoding import encode_manifest
 from tests.tools.conftest import data_files, make_net, sliced_net
 
 

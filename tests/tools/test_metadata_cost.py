@@ -37,10 +37,11 @@ from ckpt.format.columns import (
     unpack_rules,
 )
 from ckpt.format.manifest import BoxTable, ChunkTable, Manifest, RuledChunks, starts_of
-from ckpt.format.manifest_codec import MAGIC, decode_manifest, encode_manifest
+from ckpt.format.manifest_codec import MAGIC, decode_manifest
 from ckpt.format.metadata_budget import MetadataBudget
 from ckpt.telemetry.record import decode_telemetry
 from tests.conftest import Scale
+from tests.format.encoding import encode_manifest
 from tests.format.sample import make_increments, make_sample
 
 MIB = 1 << 20

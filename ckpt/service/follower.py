@@ -35,7 +35,7 @@ from ckpt.loading.load import LoadOptions, broadcast_manifest
 from ckpt.loading.swap_load import Aside, Present, Where, read_aside
 from ckpt.process import store_of, world_of
 from ckpt.service.restore import Skipped, condition_of
-from ckpt.world.base import World, collectively
+from ckpt.world.base import World, collectively, from_coordinator
 from storage import StorageError, Store, StoreLike
 from storage.hidden import hides_secrets
 
@@ -337,16 +337,12 @@ class Follower:
         """What the coordinator sees, on all ranks: what to try, newest first, and whether to end.
         Collective.
         """
-        world = self._world
 
-        def run() -> bytes:
-            if world.rank != 0:
-                return b""
+        def seen() -> bytes:
             pairs = [(one.step, one.attempt) for one in look()]
             return json.dumps([pairs, is_late()]).encode()
 
-        mine = collectively(world, "look", run)
-        pairs, late = json.loads(world.broadcast("candidates", mine if world.rank == 0 else None))
+        pairs, late = json.loads(from_coordinator(self._world, "look", seen))
         return [(step, attempt) for step, attempt in pairs], late
 
     def _read_first(
@@ -467,13 +463,13 @@ def followed(model_or_names: Any) -> Followed:
     if isinstance(model_or_names, str):
         return _NamedTensors([model_or_names])
     if isinstance(model_or_names, os.PathLike):
-        raise TypeError(f"follow(url, model_or_names): got the path {model_or_names} second")
+        raise TypeError(f"follow(model_or_names, url): got the path {model_or_names} first")
     if not isinstance(model_or_names, Mapping):
         items = list(model_or_names)
         if items and all(isinstance(item, str) for item in items):
             return _NamedTensors(items)
     if not model_or_names:
-        raise ValueError("follow(url, model_or_names): nothing to follow was given")
+        raise ValueError("follow(model_or_names, url): nothing to follow was given")
     return Followed(lambda manifest: model_or_names)
 
 
@@ -484,7 +480,7 @@ def _in_its_place(model: nn.Module, manifest: Manifest) -> Any:
         raise CheckpointError(
             f"step {manifest.header.step} has {len(entries)} modules, "
             f"{', '.join(map(repr, entries[:20]))}; say which one is followed, as in "
-            f"follow(url, {{{entries[0]!r}: model}})"
+            f"follow({{{entries[0]!r}: model}}, url)"
         )
     state: Any = model
     for part in reversed(entries[0].split(".") if entries and entries[0] else []):

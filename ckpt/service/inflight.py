@@ -231,13 +231,9 @@ class SavesInFlight:
         """Wait for all saves. A store that is away is waited for some seconds at most, because the
         training stands still for it.
         """
-        self.hurry()
-        self.collect(wait=True)
-
-    def hurry(self) -> None:
-        """The training is about to wait: saves give up what has failed for some seconds."""
         for save in self._begun:
-            save.pending.hurry()
+            save.pending.hurry()  # gives up what has failed for some seconds
+        self.collect(wait=True)
 
     def all_collected(self, deadline_seconds: float) -> bool:
         """Whether all saves are over on all ranks by then. Collective."""

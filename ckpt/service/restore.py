@@ -29,7 +29,7 @@ from ckpt.service.target import Target
 from ckpt.short import ShortRecord
 from ckpt.state.types import Loaded, Stacks
 from ckpt.telemetry.record import PhaseSpan
-from ckpt.world.base import World, collectively
+from ckpt.world.base import World, from_coordinator
 from storage import CorruptObjectError, KeyNotFoundError, StorageError, Store
 
 logger = logging.getLogger(__name__)
@@ -92,13 +92,13 @@ class RestoreReport(ShortRecord):
 
 @dataclass(frozen=True)
 class Restorable(ABC):
-    """A checkpoint that may be restored. `saved_unix` is when its commit or record was written,
-    None where a listing does not say so; a training that restores it continues `resumes`.
+    """A checkpoint that may be restored. `saved_unix` is when its commit or record was written; a
+    training that restores it continues `resumes`.
     """
 
     step: int
     attempt: str
-    saved_unix: float | None
+    saved_unix: float
     resumes: ResumePoint
 
     @abstractmethod
@@ -197,7 +197,7 @@ def restore_latest(
         return None
     skipped: list[Skipped] = []
     any_durable = False
-    # Targets from before know nothing of them.
+    # A target of the caller's own may know nothing of them.
     options = {"stacks": stacks, "metadata_bytes_max": metadata_bytes_max}
     options = {name: value for name, value in options.items() if value is not None}
     while candidates:
@@ -242,9 +242,6 @@ def _report(
     skipped: Sequence[Skipped],
     reached: tuple[float, int] | None,
 ) -> RestoreReport:
-    lost = None
-    if reached is not None and candidate.saved_unix is not None:
-        lost = max(reached[0] - candidate.saved_unix, 0.0)
     return RestoreReport(
         result.step,
         result.attempt,
@@ -255,7 +252,7 @@ def _report(
         "durable" if isinstance(candidate, _Durable) else "near",
         int(result.counters.get(BYTES_AWAY, 0)),
         None if reached is None else max(reached[1], result.step),
-        lost,
+        None if reached is None else max(reached[0] - candidate.saved_unix, 0.0),
     )
 
 
@@ -270,10 +267,9 @@ def _candidates(
     store = target.store()
 
     def listed() -> bytes:
-        return json.dumps(_newest_first(store, step, attempt)).encode() if world.rank == 0 else b""
+        return json.dumps(_newest_first(store, step, attempt)).encode()
 
-    mine = collectively(world, "look for checkpoints", listed)
-    listing = json.loads(world.broadcast("candidates", mine if world.rank == 0 else None))
+    listing = json.loads(from_coordinator(world, "look for checkpoints", listed))
     root, epoch, rows = _Listing(*listing)
     left = [
         _Durable(step, attempt, saved_unix, ResumePoint(attempt, False), slot, target, world)

@@ -226,7 +226,9 @@ class NearSaves:
 
         mine = collectively(world, "near room", facts)
         reports = [json.loads(one) for one in world.gather("near room", mine)]
-        racks = {name: reports[self.hosts.names.index(name)][5] for name in self.hosts.names}
+        racks: dict[str, str] = {}
+        for name, report in zip(self.hosts.names, reports, strict=True):
+            racks.setdefault(name, report[5])
         replicas, warns = operator.index(self._near.replicas), world.rank == 0
         copies = placed_copies(racks, replicas, allow_fewer=allow_fewer, warns=warns)
         rooms = [r[1] for r in reports]
@@ -267,7 +269,9 @@ class NearSaves:
         """Whether every host has room for one more state of its own ranks, beside the generations
         of all that it keeps. Raises ValueError when these do not fit.
         """
-        ranks_of = {name: self.hosts.ranks_of(name) for name in self.hosts.names}
+        ranks_of: dict[str, list[int]] = {}
+        for rank, name in enumerate(self.hosts.names):
+            ranks_of.setdefault(name, []).append(rank)
         own = {name: sum(needs[rank] for rank in ranks) for name, ranks in ranks_of.items()}
         kept, bytes_max = dict(own), plain_int(self._near.bytes_max)
         for name, others in copies.items():

@@ -102,7 +102,7 @@ NEAR = (
     Mutant(
         "near states from before stay when a training goes back",
         _SAVING,
-        '                self.tier.forget({attempt} - {""}, epoch=self.session.epoch)\n',
+        "                self.tier.forget(kept, epoch=self.session.epoch)\n",
         "                pass\n",
         test="tests/near/test_near_training.py::test_going_back_ends_the_near_states_from_before",
     ),

@@ -187,7 +187,7 @@ def test_a_missing_wait_is_found(name: str, monkeypatch: pytest.MonkeyPatch) -> 
     of every optimizer come out wrong.
     """
     monkeypatch.setattr(Gate, "wait_for", lambda self, optimizer: None)
-    monkeypatch.setattr("ckpt.saving.staging._versions", lambda sources: [])
+    monkeypatch.setattr("ckpt.saving.staging.times_changed", lambda view: 0)
     with monkeypatch.context() as patch:
         patch.setattr(Gate, "is_behind", lambda self, optimizer: False)
         wrong = save_late(RUNS[name](), patch, f"planted-{name}")

@@ -174,7 +174,7 @@ def test_end_by_an_error_names_what_is_not_saved(url: str, log: Log) -> None:
 def test_program_that_never_closes_names_what_is_not_saved(url: str) -> None:
     program = (
         "import sys, ckpt, torch\n"
-        "saver = ckpt.Checkpointer(sys.argv[1], {'w': torch.zeros(2)}, save=ckpt.EverySteps(10))\n"
+        "saver = ckpt.Checkpointer({'w': torch.zeros(2)}, sys.argv[1], save=ckpt.EverySteps(10))\n"
         "for step in range(1, 13): saver.step(step)\n"
         "saver.wait()\n"
     )

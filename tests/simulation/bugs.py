@@ -136,7 +136,7 @@ def _copies_late() -> None:
         return staging.Changes(Everything(), frozenset(), ())
 
     _exchange(staging, "changed_by_steps", all_changes)
-    _exchange(staging, "_versions", lambda sources: [])
+    _exchange(staging, "times_changed", lambda view: 0)
 
 
 # The service --------------------------------------------------------------------------------------

@@ -121,7 +121,7 @@ def _read_folder(data: bytes) -> None:
         mine = record(number=77)
         tier.put(mine)
         assert mine in _records(tier)
-        tier.drop_own({mine.head.attempt}, 0, epoch=3)
+        tier.drop({mine.head.attempt}, epoch=3, rank=0)
         tier.drop({mine.head.attempt}, epoch=3)
         assert mine in _records(tier) and tier.room()[1] >= 0
         tier.sweep_unfinished()

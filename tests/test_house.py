@@ -196,10 +196,10 @@ BANS = (
     Ban(
         is_torch_private, ADAPTERS, "an adapter in ckpt/layout, the only place for torch's privates"
     ),
-    # torch.distributed.checkpoint reads nothing but a pickle of its classes.
+    # DCP reads nothing but a pickle of its classes, and its planners what torch.save wrote.
     Ban(
         is_pickle,
-        ("ckpt/convert/targets/dcp.py",),
+        ("ckpt/convert/targets/dcp.py", "ckpt/integrations/dcp.py"),
         "ckpt.format.codec for values, ckpt.format.datafile for tensors",
     ),
     Ban(

@@ -33,7 +33,8 @@ def cut_here(full: torch.Tensor, mesh: Any, placements: Any) -> Any:
     shape, starts = compute_local_shape_and_global_offset(full.shape, mesh, placements)
     part = full.new_empty(0)  # of a rank outside of the mesh
     if mesh.get_coordinate() is not None:
-        part = full[tuple(slice(at, at + size) for at, size in zip(starts, shape, strict=True))]
+        ends = map(sum, zip(starts, shape, strict=True))
+        part = full[tuple(map(slice, starts, ends))]
     options: Any = {"run_check": False, "shape": full.shape, "stride": full.stride()}
     return DTensor.from_local(part.contiguous(), mesh, placements, **options)
 

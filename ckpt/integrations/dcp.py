@@ -19,6 +19,7 @@ from dataclasses import replace
 from typing import Any, SupportsIndex, TypeVar
 
 import torch
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
     ChunkStorageMetadata,
@@ -45,13 +46,10 @@ from ckpt.commit.names import step_prefix
 from ckpt.commit.numbers import plain_int
 from ckpt.commit.session import Session
 from ckpt.convert.sources.blobs import blob_in_memory
-from ckpt.convert.sources.pickles import Opaque
 from ckpt.convert.sources.source import DCP_RECORD, NativeSource, native_source
-from ckpt.convert.sources.torch_pickle import TensorRef
 from ckpt.convert.sources.tree import Leaf, name_tree, nest
-from ckpt.convert.targets.files import blob_of
 from ckpt.convert.targets.nesting import flat_state
-from ckpt.errors import CheckpointError, InvalidState
+from ckpt.errors import CheckpointError, InvalidState, Mismatch
 from ckpt.format.datafile import BLOCK_BYTES, StoredChunk, order_key
 from ckpt.format.joint_codec import decode_part, encode_part
 from ckpt.format.joint_manifest import joint_manifest
@@ -70,6 +68,7 @@ from ckpt.process import claimed, this_process
 from ckpt.saving.image import WritePath, write_files
 from ckpt.saving.plan import Source, entries_of
 from ckpt.saving.save import store_manifest
+from ckpt.state.values import join_tree, split_tree, unknown_leaves
 from storage import Store, StoreLike, open_store
 from storage.hidden import hides_secrets
 from storage.location import url_of
@@ -82,9 +81,10 @@ _Value = TypeVar("_Value")
 class DcpWriter(StorageWriter):
     """Saves what `dcp.save` passes to it as the checkpoint of `step` below `url`.
 
-    Values besides tensors have to be plain (None, bool, int, float, str, bytes, list, tuple, dict):
-    others are refused by name, since nothing here stores pickled code. A save that failed on any
-    rank is not committed, and the checkpoint before stays the latest. Planners that cache plans
+    Values besides tensors are those of `ckpt.save`, with tensors in lists, tuples and queues among
+    them: others are refused by name, since nothing here stores pickled code. Named tuples come back
+    with the same fields and a class of their own. A save that failed on
+    any rank is not committed, and the checkpoint before stays the latest. Planners that cache plans
     (`enable_plan_caching`) are refused.
     """
 
@@ -231,9 +231,15 @@ def _is_float(item: WriteItem) -> bool:
 
 def _write(plan: SavePlan, planner: SavePlanner, store: Store, header: Header, rank: int) -> bytes:
     """Write the items of a plan; returns this rank's part, encoded."""
-    tensors, sources = _tensors(plan, planner)
-    values, per_rank = _values(plan, planner, rank)
-    infos = sorted(tensors.values())
+    contents = _Written()
+    for item in plan.items:
+        if item.type != WriteItemType.BYTE_IO and item.tensor_data is not None:
+            contents.add_item(item, planner)
+    values, per_rank = _values(plan, planner, rank, contents)
+    if contents.problems:
+        raise InvalidState(contents.problems)
+    infos = sorted(contents.infos.values())
+    sources = sorted(contents.sources, key=lambda source: order_key(source.chunk))
     texts = PartTexts.of({}, values, per_rank, sends=None if rank else values)
     path = WritePath()
     entries = entries_of(sources, path.file_nbytes_max, header.block_bytes)
@@ -248,85 +254,90 @@ def _write(plan: SavePlan, planner: SavePlanner, store: Store, header: Header, r
     return encode_part(part_of_files(files, rank=rank, tensors=infos, texts=texts))
 
 
-def _tensors(plan: SavePlan, planner: SavePlanner) -> tuple[dict[str, TensorRecord], list[Source]]:
-    """All tensors of a plan, and where the bytes of their regions are now."""
-    infos: dict[str, TensorRecord] = {}
-    sources: list[Source] = []
-    problems: list[str] = []
-    for item in plan.items:
+class _Written:
+    """What one rank writes: all tensors, where the bytes of their regions are now, and problems."""
+
+    def __init__(self) -> None:
+        self.infos: dict[str, TensorRecord] = {}
+        self.sources: list[Source] = []
+        self.problems: list[str] = []
+
+    def add_item(self, item: WriteItem, planner: SavePlanner) -> None:
+        """A region of a tensor that has a key of its own."""
         data = item.tensor_data
-        if item.type == WriteItemType.BYTE_IO or data is None:
-            continue
-        fqn, dtype = item.index.fqn, data.properties.dtype
-        if (reason := refusal_reason(dtype)) is not None:
-            problems.append(f"{fqn}: {reason}")
-            continue
-        shape = tuple(data.size)
-        infos[fqn] = TensorRecord(fqn, dtype_name(dtype), shape, int(Kind.OTHER))
+        assert data is not None
         box = Box(tuple(data.chunk.offsets), tuple(data.chunk.sizes))
-        if not box.numel:
-            continue
-        view = planner.resolve_data(item)
-        assert isinstance(view, torch.Tensor)
-        view = view.detach()
-        chunk = StoredChunk(
-            fqn, dtype_name(dtype), shape, box, view.numel() * view.element_size(), Kind.OTHER
-        )
-        sources.append(Source(chunk, view, 0, view.data_ptr() if is_plain_memory(view) else 0))
-    if problems:
-        raise InvalidState(problems)
-    return infos, sorted(sources, key=lambda source: order_key(source.chunk))
+        if self._admits(item.index.fqn, data.properties.dtype, tuple(data.size)) and box.numel:
+            view = planner.resolve_data(item)
+            assert isinstance(view, torch.Tensor)
+            self._add(item.index.fqn, box, view.detach())
+
+    def add_inside(self, fqn: str, tensor: torch.Tensor) -> None:
+        """A tensor inside of a value."""
+        if fqn in self.infos:
+            self.problems.append(
+                f"{fqn}: a tensor inside of a value has this name, too; rename one"
+            )
+        elif type(tensor) not in (torch.Tensor, torch.nn.Parameter):
+            kind = type(tensor).__name__
+            self.problems.append(f"{fqn}: a {kind} inside of a value; give it a key of its own")
+        elif self._admits(fqn, tensor.dtype, tuple(tensor.shape)) and tensor.numel():
+            box = Box((0,) * tensor.dim(), tuple(tensor.shape))
+            self._add(fqn, box, tensor.detach().contiguous())
+
+    def _admits(self, fqn: str, dtype: torch.dtype, shape: tuple[int, ...]) -> bool:
+        if (reason := refusal_reason(dtype)) is not None:
+            self.problems.append(f"{fqn}: {reason}")
+            return False
+        self.infos[fqn] = TensorRecord(fqn, dtype_name(dtype), shape, int(Kind.OTHER))
+        return True
+
+    def _add(self, fqn: str, box: Box, view: torch.Tensor) -> None:
+        nbytes, info = view.numel() * view.element_size(), self.infos[fqn]
+        chunk = StoredChunk(fqn, info.dtype, info.shape, box, nbytes, Kind.OTHER)
+        address = view.data_ptr() if is_plain_memory(view) else 0
+        self.sources.append(Source(chunk, view, 0, address))
 
 
 def _values(
-    plan: SavePlan, planner: SavePlanner, rank: int
+    plan: SavePlan, planner: SavePlanner, rank: int, contents: _Written
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The common values (on rank 0) and those of this rank alone (on others), by name.
+    """The common values (on rank 0) and those of this rank alone (on others), by name. Tensors in
+    them go to `contents`.
 
     Rank 0 keeps DCP's flat keys beside them, so that a reader can give them back exactly.
     """
-    problems: list[str] = []
-    plain_values = {
-        item.index.fqn: _plain(item, planner, problems)
-        for item in plan.items
-        if item.type == WriteItemType.BYTE_IO
-    }
-    if problems:
-        raise InvalidState(problems)
-    if rank != 0:
-        return {}, plain_values
+    values: dict[str, Any] = {}
+    arrays: list[str] = []
+    for item in plan.items:
+        if item.type == WriteItemType.BYTE_IO:
+            key = item.index.fqn
+            values[key], tensors = split_tree(
+                _object(item, planner), key, contents.problems, arrays
+            )
+            for fqn, tensor in tensors:
+                contents.add_inside(fqn, tensor)
+    if rank != 0 or contents.problems:
+        return {}, values
     paths: Mapping[str, Any] = plan.storage_data["paths"]
-    leaves = plain_values | _leaves(plan)
+    leaves = values | _leaves(plan)
     # Tensors that other ranks write have no item in this plan, but a path.
     for key in paths:
         leaves.setdefault(key, Leaf(key))
     named = name_tree(nest(leaves, lambda key: paths.get(key, (key,))))
-    record = {"values": plain_values, "paths": {key: list(path) for key, path in paths.items()}}
+    lists = {key: list(path) for key, path in paths.items()}
+    record = {"values": values, "paths": lists, "arrays": arrays}
     return {**named.values, DCP_RECORD: record}, {}
 
 
-def _plain(item: WriteItem, planner: SavePlanner, problems: list[str]) -> Any:
+def _object(item: WriteItem, planner: SavePlanner) -> Any:
+    """What a planner would pickle."""
+    pickles = getattr(type(planner), "transform_object", None)
+    if isinstance(planner, DefaultSavePlanner) and pickles is DefaultSavePlanner.transform_object:
+        return planner.lookup_object(item.index)
     data = planner.resolve_data(item)
     assert isinstance(data, io.BytesIO)
-    tree = blob_in_memory(data.getvalue()).tree
-    if (bad := _not_plain(tree)) is not None:
-        problems.append(
-            f"{item.index.fqn}: it is or has a {bad}, and only plain values and tensors under "
-            "names of their own are stored; convert it before dcp.save"
-        )
-    return tree
-
-
-def _not_plain(tree: Any) -> str | None:
-    if tree is None or type(tree) in (bool, int, float, str, bytes):
-        return None
-    if isinstance(tree, TensorRef):
-        return "tensor inside of a list or tuple"
-    if isinstance(tree, dict):
-        return next(filter(None, map(_not_plain, (*tree.keys(), *tree.values()))), None)
-    if isinstance(tree, (list, tuple)):
-        return next(filter(None, map(_not_plain, tree)), None)
-    return tree.name if isinstance(tree, Opaque) else type(tree).__name__
+    return blob_in_memory(data.getvalue()).tree
 
 
 def _refuse_other_place(
@@ -430,7 +441,7 @@ class DcpReader(StorageReader):
         for item in plan.items:
             key = item.storage_index.fqn
             if item.type == LoadItemType.BYTE_IO:
-                planner.load_bytes(item, io.BytesIO(blob_of(self._values[key])))
+                planner.load_bytes(item, io.BytesIO(self._pickled(key)))
                 continue
             info = source.contents.tensors[self._names[key]]
             entry = StoredTensor(
@@ -448,6 +459,20 @@ class DcpReader(StorageReader):
                 target.copy_(holding.local)  # as DCP does: a load may cast
             planner.commit_tensor(item, target)
         return _done(None)
+
+    def _pickled(self, key: str) -> bytes:
+        """The value of a key, as a planner reads it."""
+        value, source = self._values[key], self._source[0]
+        arrays = source.checkpoint.values.get(DCP_RECORD, {}).get("arrays", ())
+        if problems := unknown_leaves(value):
+            raise Mismatch([f"{key}: {text}" for text in problems])
+
+        def read(fqn: str) -> Any:
+            return source.read(fqn).numpy() if fqn in arrays else source.read(fqn)
+
+        buffer = io.BytesIO()
+        torch.save(join_tree(value, read), buffer)
+        return buffer.getvalue()
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:

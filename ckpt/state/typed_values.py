@@ -2,10 +2,10 @@
 
     {"$data": "deque", "value": {"maxlen": 5, "items": [1, 2]}}
 
-Queues, sets, sizes, dtypes and devices have a name here. Members of enums and objects of libraries
-are named by their class, which is one of the list below; a load looks there and nowhere else, but
-that an enum may be the one which the live state has at the same place. Nothing is imported by a
-name that a checkpoint gives.
+Queues, sets, sizes, dtypes, devices, paths and other types of Python have a name here. Members of
+enums and objects of libraries are named by their class, which is one of the list below; a load
+looks there and nowhere else, but that an enum may be the one which the live state has at the same
+place. Nothing is imported by a name that a checkpoint gives.
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ from __future__ import annotations
 import enum
 from collections import deque
 from collections.abc import Callable, Mapping
+from datetime import datetime
+from pathlib import Path, PosixPath, PurePath, PurePosixPath, PureWindowsPath, WindowsPath
 from typing import Any, NamedTuple
 
 import torch
@@ -39,10 +41,22 @@ _OF_PYTORCH_OPTIMIZER = {
     "utils.preconditioner": ("PreConditioner",),
 }
 _CLASSES: dict[str, str] = {
+    "argparse.Namespace": "argparse",
+    "types.SimpleNamespace": "types",
+} | {
     f"pytorch_optimizer.{name}": f"pytorch_optimizer.optimizer.{module}"
     for module, names in _OF_PYTORCH_OPTIMIZER.items()
     for name in names
 }
+# What is made of these alone, and makes them again.
+_PLAIN: dict[type, Callable[[Any], Any]] = {
+    complex: lambda leaf: [leaf.real, leaf.imag],
+    range: lambda leaf: [leaf.start, leaf.stop, leaf.step],
+    slice: lambda leaf: [leaf.start, leaf.stop, leaf.step],
+    bytearray: bytes,
+    datetime: lambda leaf: leaf.isoformat(),
+}
+_PATHS = (PurePosixPath, PureWindowsPath, PosixPath, WindowsPath)
 # What an item of a set may be: what has an order that all ranks agree on.
 _ITEMS = (type(None), bool, int, float, str, bytes)
 
@@ -70,6 +84,10 @@ def typed_of(leaf: Any) -> Typed | None:
         return Typed("device", leaf.type)
     if kind is deque:
         return Typed("deque", {"maxlen": leaf.maxlen, "items": list(leaf)}, True)
+    if kind in _PLAIN:
+        return Typed(kind.__name__, _PLAIN[kind](leaf))
+    if kind in _PATHS:
+        return Typed("path", str(leaf))
     if kind is set or kind is frozenset:
         if not all(type(item) in _ITEMS for item in leaf):
             return None
@@ -189,6 +207,18 @@ def _is_queue(content: Any) -> bool:
     )
 
 
+def _are(content: Any, count: int, kinds: tuple[type, ...]) -> bool:
+    is_list = isinstance(content, list) and len(content) == count
+    return is_list and all(type(item) in kinds for item in content)
+
+
+def _is_time(content: Any) -> bool:
+    try:
+        return isinstance(content, str) and bool(datetime.fromisoformat(content))
+    except ValueError:
+        return False
+
+
 def _are_items(content: Any) -> bool:
     return isinstance(content, list) and all(type(item) in _ITEMS for item in content)
 
@@ -201,6 +231,12 @@ _FORMS: dict[Any, Callable[[Any], bool]] = {
     "deque": _is_queue,
     "set": _are_items,
     "frozenset": _are_items,
+    "complex": lambda content: _are(content, 2, (float,)),
+    "range": lambda content: _are(content, 3, (int,)) and content[2] != 0,
+    "slice": lambda content: _are(content, 3, (int, type(None))),
+    "bytearray": lambda content: isinstance(content, bytes),
+    "datetime": _is_time,
+    "path": lambda content: isinstance(content, str),
 }
 _MAKERS: dict[Any, Callable[[Any, Any], Any]] = {
     "size": lambda content, _: torch.Size(content),
@@ -208,4 +244,10 @@ _MAKERS: dict[Any, Callable[[Any, Any], Any]] = {
     "device": _device,
     "set": lambda content, _: set(content),
     "frozenset": lambda content, _: frozenset(content),
+    "complex": lambda content, _: complex(*content),
+    "range": lambda content, _: range(*content),
+    "slice": lambda content, _: slice(*content),
+    "bytearray": lambda content, _: bytearray(content),
+    "datetime": lambda content, _: datetime.fromisoformat(content),
+    "path": lambda content, like: (type(like) if isinstance(like, PurePath) else Path)(content),
 }

@@ -56,14 +56,15 @@ def join(path: str, key: object) -> str:
 
 
 def split_tree(
-    tree: Any, fqn: str, problems: list[str]
+    tree: Any, fqn: str, problems: list[str], arrays: list[str] | None = None
 ) -> tuple[Any, list[tuple[str, torch.Tensor]]]:
     """`tree` as a value with references, and the tensors they refer to, named under `fqn`.
 
     What cannot be stored is listed in `problems`, each with its place, and is None in the result.
+    Tensors that are arrays of numpy are named in `arrays`, too.
     """
     tensors: list[tuple[str, torch.Tensor]] = []
-    value = _Splitter(problems, tensors).split(tree, fqn, 0)
+    value = _Splitter(problems, tensors, [] if arrays is None else arrays).split(tree, fqn, 0)
     return value, tensors
 
 
@@ -142,6 +143,11 @@ def holds_objects(value: Any) -> bool:
     return isinstance(value, (dict, list, tuple)) and any(map(holds_objects, items))
 
 
+def is_form(value: Any) -> bool:
+    """Whether a dict stands for something that is none."""
+    return isinstance(value, dict) and any(key in value for key in _RESERVED)
+
+
 def is_reference(value: Any) -> bool:
     """Whether `value` stands for a tensor."""
     return isinstance(value, dict) and len(value) == 1 and TENSOR_KEY in value
@@ -160,6 +166,7 @@ class _Splitter:
 
     problems: list[str]
     tensors: list[tuple[str, torch.Tensor]]
+    arrays: list[str]
 
     def split(self, tree: Any, path: str, depth: int) -> Any:
         kind = type(tree)
@@ -208,6 +215,7 @@ class _Splitter:
             self.problems.append(f"{path}: {why_no_tensor(array)}")
             return None
         self.tensors.append((path, tensor))
+        self.arrays.append(path)
         return {TENSOR_KEY: path}
 
     def split_composite(
@@ -255,7 +263,15 @@ def is_named_tuple(value: Any) -> bool:
 def _named_tuple(fields: list[str], items: list[Any], like: Any) -> Any:
     if is_named_tuple(like) and list(like._fields) == fields:
         return type(like)(*items)
-    return namedtuple("Restored", fields)(*items)
+    return _restored(fields, items)
+
+
+def _restored(fields: list[str], items: list[Any]) -> Any:
+    def reduced(made: Any) -> Any:  # no module has its class
+        return _restored, (fields, list(made))
+
+    bases = (namedtuple("Restored", fields),)
+    return type("Restored", bases, {"__reduce__": reduced})(*items)
 
 
 def _with_type_of(like: Any, joined: dict[Any, Any]) -> dict[Any, Any]:

@@ -187,18 +187,6 @@ def torch_file(key: str, tree: Any, outputs: Sequence[Output]) -> PlannedFile:
     return building.file(key)
 
 
-def blob_of(value: Any) -> bytes:
-    """A value as torch.save would have written it."""
-    building = ZipBuilding()
-    building.add(write_tree(value), [])
-    made = bytearray(building.nbytes)
-    for piece in building.pieces:
-        assert not isinstance(piece, Data)
-        data = piece.data if isinstance(piece, Fixed) else piece.make([])
-        made[piece.start : piece.start + len(data)] = data
-    return bytes(made)
-
-
 class ZipBuilding:
     """Plans a file that consists of one or more blobs of torch.save."""
 

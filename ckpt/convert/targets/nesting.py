@@ -24,7 +24,7 @@ from ckpt.errors import CheckpointError
 from ckpt.layout.descriptions import TYPE_KEY, is_description
 from ckpt.state.names import split_state_name
 from ckpt.state.optimizer_kinds import NUMBER_OF_SUFFIX
-from ckpt.state.values import TENSOR_KEY, is_reference, references, renamed_tree
+from ckpt.state.values import TENSOR_KEY, is_form, is_reference, references, renamed_tree
 
 PathOf = tuple[Any, ...]
 _POINTERS = {
@@ -84,10 +84,12 @@ def flat_state(source: NativeSource) -> FlatCheckpoint:
     if record is not None:
         values = {key: value for own in contents.per_rank for key, value in own.items()}
         recorded = {key: tuple(path) for key, path in record["paths"].items()}
-        names = {fqn: fqn for fqn in contents.tensors}
-        return FlatCheckpoint({**values, **record["values"]}, names, recorded)
+        values.update(record["values"])
+        inside = {name for value in values.values() for name in references(value)}
+        names = {fqn: fqn for fqn in contents.tensors if fqn not in inside}
+        return FlatCheckpoint(values, names, recorded)
     paths = _Paths(contents)
-    flat = FlatCheckpoint({}, {}, {})
+    flat, inside = FlatCheckpoint({}, {}, {}), set[str]()
     places = {name: paths.of(name) for name in (*contents.tensors, *contents.aliases)}
     numbers = _numbers(source, list(contents.tensors.values()))
     for name, value in {**contents.values, **numbers}.items():
@@ -97,8 +99,9 @@ def flat_state(source: NativeSource) -> FlatCheckpoint:
             else:
                 key = ".".join(map(str, path))
                 flat.values[key], flat.paths[key] = leaf, path
+                inside.update(references(leaf))
     for name, path in places.items():
-        if name not in numbers:
+        if name not in numbers and name not in inside:
             key = ".".join(map(str, path))
             flat.names[key], flat.paths[key] = contents.aliases.get(name, name), path
     return flat
@@ -252,7 +255,7 @@ def _leaves(path: PathOf, value: Any) -> Iterator[tuple[PathOf, Any]]:
     """A value as DCP's planner flattens it: dicts always, lists with dicts or tensors in them."""
     if is_reference(value):
         yield path, value
-    elif isinstance(value, dict):
+    elif isinstance(value, dict) and not is_form(value):
         for key, item in value.items():
             yield from _leaves((*path, str(key)), item)
     elif isinstance(value, list) and not _is_leaf(value):

@@ -195,8 +195,9 @@ def check_names(own: Sequence[str], shared: Sequence[str], header: Header) -> No
         raise InvalidState([f"two data files have one name, or ranks differ in it: {name}"])
     if shared and REFERENCES not in header.required:
         raise ValueError(f"the header must require {REFERENCES!r} for {shared[0]}")
-    if wrong := [name for name in shared if parse_reference(name) is None]:
-        raise ValueError(f"{wrong[0]} is not a data file of another attempt")
+    for name in shared:
+        if parse_reference(name) is None:
+            raise ValueError(f"{name} is not a data file of another attempt")
 
 
 def agreed_tensors(

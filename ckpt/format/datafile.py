@@ -229,10 +229,9 @@ def split_into_files(
 
     A single chunk larger than `file_bytes_max` gets a file of its own.
     """
-    names_nbytes = 4 * sum([len(chunk.fqn) for chunk in chunks])
-    header_nbytes_max = 6 * names_nbytes + (200 + 90 * NDIM_MAX) * len(chunks)
-    total = sum([chunk.nbytes for chunk in chunks])
-    if total <= file_bytes_max and header_nbytes_max <= header_bytes_max:
+    fqns, _, _, _, sizes, _ = zip(*chunks, strict=True) if chunks else ((),) * 6
+    header_nbytes_max = 24 * sum(map(len, fqns)) + (200 + 90 * NDIM_MAX) * len(chunks)
+    if sum(sizes) <= file_bytes_max and header_nbytes_max <= header_bytes_max:
         return [list(chunks)]
     files: list[list[StoredChunk]] = [[]]
     data_nbytes = header_nbytes = 0

@@ -270,13 +270,13 @@ class ReplicaRegions:
 
     def differences(self, rest: JointRest) -> ReplicaDifferences:
         """Where ranks have different bytes of what a checkpoint stores once."""
+        if not self._lists:
+            return ReplicaDifferences([], [])
         groups = [
             (number, group.ranks, np.frombuffer(group.data, dtype="<u4"))
             for number, of_list in enumerate(rest.replicas)
             for group in of_list
         ]
-        if not groups:
-            return ReplicaDifferences([], [])
         ids = np.concatenate([self._ids[number] for number, _, _ in groups])
         digests = np.concatenate([own for _, _, own in groups])
         some = np.zeros(len(self._regions), dtype=np.uint32)

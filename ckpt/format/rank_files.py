@@ -181,7 +181,7 @@ def rank_files(
         own, left = left[: len(entries.chunks)], left[len(entries.chunks) :]
         if digests is not None:
             extras[DIGESTS] = b"".join(own)
-        sizes = {name: len(data) for name, data in extras.items()}
+        sizes = dict(zip(extras, map(len, extras.values()), strict=True))
         layout = layout_data_file(
             entries, block_bytes=entries.block_bytes, metadata=metadata, extra=sizes
         )

@@ -162,8 +162,7 @@ def whole_tensors(
         plain = [is_plain(tensor) for _, tensor in tensors]
         others = list(compress(tensors, map(not_, plain)))
         tensors = list(compress(tensors, plain))
-    fqns = [fqn for fqn, _ in tensors]
-    whole = [tensor for _, tensor in tensors]
+    fqns, whole = map(list, zip(*tensors, strict=True)) if tensors else ([], [])
     addresses = [tensor.data_ptr() for tensor in whole]
     columns = WholeTensors(fqns, whole, addresses, ranks.everyone, ranks.held)
     if len(set(addresses)) == len(addresses):

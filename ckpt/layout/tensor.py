@@ -53,10 +53,8 @@ def are_plain(tensors: Sequence[torch.Tensor]) -> bool:
     dtypes = {tensor.dtype for tensor in tensors}
     return (
         PLAIN_CLASSES.issuperset(map(type, tensors))
-        and all([tensor.layout is torch.strided for tensor in tensors])
+        and not any([t.layout is not torch.strided or t.is_meta or t.is_nested for t in tensors])
         and dtypes <= _STORABLE_DTYPES
-        and not any([tensor.is_meta for tensor in tensors])
-        and not any([tensor.is_nested for tensor in tensors])
         and not any(map(torch.Tensor.is_neg, tensors))
         # Only complex numbers have a conjugate.
         and not (any(dtype.is_complex for dtype in dtypes) and not all(map(is_plain, tensors)))

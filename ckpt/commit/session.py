@@ -187,12 +187,12 @@ class Session(LogWriter):
             epoch = self._epoch_for(state)
             # Checked on the state that this record will follow: a RETIRE may land after any earlier
             # look.
-            gone = [name for name in commit.references if state.find(name) is None]
-            if gone:
-                raise ReferenceRetired(
-                    f"{commit.attempt} needs files of {gone[0]}, which was retired meanwhile; it "
-                    "was not committed: save again, writing everything"
-                )
+            for name in commit.references:
+                if state.find(name) is None:
+                    raise ReferenceRetired(
+                        f"{commit.attempt} needs files of {name}, which was retired meanwhile; it "
+                        "was not committed: save again, writing everything"
+                    )
             line = self._line.of_next(state) if commit.in_line else None
             self._notice_start_over(state, commit.step, line)
             return RecordDraft("COMMIT", epoch, commit.entry(line=line))

@@ -147,15 +147,12 @@ def delete_orphans(log: Log, state: LogState, *, before_epoch: int) -> list[str]
     of which something was deleted.
     """
     store = log.store
+    older = [one for one in attempts_on(store) if attempt_epoch(one.attempt) < before_epoch]
+    if not older:
+        return []
     needed = {e.attempt for e in state.live}
     needed |= {name for e in state.live for name in e.references}
-    orphans = [
-        one
-        for one in attempts_on(store)
-        if attempt_epoch(one.attempt) < before_epoch and one.attempt not in needed
-    ]
-    if not orphans:
-        return []
+    orphans = [one for one in older if one.attempt not in needed]
     written = [one for one in orphans if one.is_written]
     lost = log.lost_of(written, state.slot)
     if lost:

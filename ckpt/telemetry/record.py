@@ -19,6 +19,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import chain
+from operator import attrgetter
 from typing import Annotated, Any, Literal, NamedTuple
 
 import msgpack
@@ -290,7 +291,7 @@ class RankReport(NamedTuple):
 
     def begun_unix(self, otherwise: float) -> float:
         """When this rank began."""
-        return min([span.start_unix for span in self.spans], default=otherwise)
+        return min(map(attrgetter("start_unix"), self.spans), default=otherwise)
 
 
 def totals_of(
@@ -305,7 +306,9 @@ def totals_of(
 ) -> SaveTotals:
     """A save that was just committed as a whole, from the reports of all ranks, in rank order."""
     staged_nbytes, slowest, most = 0, 0, [-1.0]
+    blocked_seconds, retries = 0.0, 0
     for rank, one in enumerate(reports):
+        blocked_seconds, retries = max(blocked_seconds, one.blocked_seconds), retries + one.retries
         phases = one.by_phase()
         staged_nbytes += phases["stage"].nbytes if "stage" in phases else 0
         work = [phases[name].seconds if name in phases else 0.0 for name in WORK]
@@ -317,11 +320,11 @@ def totals_of(
         attempt=attempt,
         committed_unix=now_unix,
         seconds=max(0.0, now_unix - reports[0].begun_unix(now_unix)),
-        blocked_seconds=max([0.0, *[one.blocked_seconds for one in reports]]),
+        blocked_seconds=blocked_seconds,
         nbytes=nbytes,
         nbytes_referenced=nbytes_referenced,
         staged_nbytes=staged_nbytes,
-        retries=sum([one.retries for one in reports]),
+        retries=retries,
         ranks=len(reports),
         slowest_rank=slowest,
         slowest_phase=WORK[most.index(max(most))],

@@ -353,8 +353,8 @@ SESSIONS = (
     Mutant(
         "a commit does not look whether its references are live",
         _SESSION,
-        "            if gone:\n",
-        "            if False:\n",
+        "            for name in commit.references:\n",
+        "            for name in ():\n",
         test="tests/protocol/test_session.py::test_referenced_attempt_is_kept_and_a_retired_reference_drops_the_commit",
     ),
     Mutant(

@@ -56,9 +56,11 @@ class OneWins(io.BytesIO):
         self.filesystem, self.path = filesystem, path
 
     def close(self) -> None:
-        if not self.closed:
-            self.publish()
-        super().close()
+        try:
+            if not self.closed:
+                self.publish()
+        finally:  # as fsspec's own files: who lost does not try again when it is collected
+            super().close()
 
     def publish(self) -> None:
         temp = f"{self.path}.{uuid.uuid4().hex}"

@@ -42,9 +42,11 @@ NEEDS = """
 """torch's own, ours, and those of the tests."""
 COLUMN = "rows.json"
 """In an environment: which differences from torch its torch shows."""
+QUICK = "not ranks and not server"
 CHECKS = {
     "import": ["-c", "import ckpt, sharding, storage"],
-    "quick": ["-m", "pytest", "-q", "-m", "not ranks and not server"],
+    "states": ["-m", "pytest", "-q", "-m", QUICK, "tests/state", "tests/layout", "tests/sharding"],
+    "quick": ["-m", "pytest", "-q", "-m", QUICK],
     "engine": [
         *("-m", "pytest", "-q", "tests/sharding/test_torch_names.py"),
         *("tests/sharding/test_training.py", "tests/sharding/test_fully_training.py"),

@@ -22,6 +22,7 @@ from typing import Any
 import pytest
 import torch
 
+import tests.ranks
 from storage.url import _memory_buckets as memory_buckets
 from tests.results import Counted, Run, append, this_run
 
@@ -69,6 +70,7 @@ def pytest_configure(config: pytest.Config) -> None:
         chosen = secrets.randbits(32) if config.getoption("soak") else SEED_DEFAULT
     config.stash[_SEED] = int(chosen)
     config.option.seed = str(chosen)
+    tests.ranks.ARE_LEFT_OUT = "not ranks" in config.option.markexpr
     if config.getoption("failures") and not hasattr(config, "workerinput"):
         config.pluginmanager.register(Failures(Path(config.getoption("failures")).resolve()))
     if config.getoption("results"):

@@ -48,6 +48,8 @@ PRELOADED = (
     "ckpt.service.checkpointer",
     "tests.ranks",
 )
+# Set by conftest.py: this run was asked for tests without processes.
+ARE_LEFT_OUT = False
 # How long the other ranks may go on after one of them has failed: long enough to fail by themselves
 # and say so, short enough that a collective left waiting does not cost the test its deadline.
 GRACE_SECONDS = 5.0
@@ -94,6 +96,8 @@ def run_ranks(
     `group=False` starts no process group (RANK and WORLD_SIZE are set in the environment). Ranks in
     `allow_dead` may die; their result is None.
     """
+    if ARE_LEFT_OUT:
+        raise RuntimeError("this run leaves out ranks; mark the test with pytest.mark.ranks")
     context = _fork_server()
     scratch = Path(tempfile.mkdtemp(prefix="ranks-"))
     # By value: torch's own way of sending tensors shares memory with a process that soon ends.

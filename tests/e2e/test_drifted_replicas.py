@@ -69,6 +69,7 @@ def _saved_whole(root: str) -> None:
     assert len(sizes) == 4 and max(sizes) < SIZE * 4 // 2
 
 
+@pytest.mark.ranks
 def test_a_drifted_replica_is_stored_as_one_rank_has_it(tmp_path: Path) -> None:
     run_ranks(4, _saved_whole, str(tmp_path))
 
@@ -94,6 +95,7 @@ def _hybrid(root: str) -> None:
         ckpt.save({"m": model}, root, step=2, replicas="strict")
 
 
+@pytest.mark.ranks
 def test_a_replica_group_that_is_off_is_not_mixed_in(tmp_path: Path) -> None:
     run_ranks(4, _hybrid, str(tmp_path))
 
@@ -140,6 +142,7 @@ def _strict(root: str) -> None:
         ckpt.async_save(state, root, step=8, replicas="strict").result()
 
 
+@pytest.mark.ranks
 def test_strict_compares_all_replicas(tmp_path: Path) -> None:
     run_ranks(4, _strict, str(tmp_path))
 
@@ -163,6 +166,7 @@ def _async(root: str) -> None:
         ckpt.async_save(state, root, step=6).result()
 
 
+@pytest.mark.ranks
 def test_a_save_in_the_background_mixes_nothing(tmp_path: Path) -> None:
     """What it has copied is shares of a mixture, so that the next save is the first whole one."""
     run_ranks(4, _async, str(tmp_path))
@@ -200,6 +204,7 @@ def _at_exit(root: str) -> None:
     assert torch.equal(stored(root, 7, "w")[0], torch.arange(float(SIZE)))
 
 
+@pytest.mark.ranks
 def test_the_last_save_of_a_training_is_made_again(tmp_path: Path) -> None:
     run_ranks(2, _at_exit, str(tmp_path))
 
@@ -217,6 +222,7 @@ def _sampled(root: str) -> list[float]:
     return counts
 
 
+@pytest.mark.ranks
 def test_each_save_compares_another_sample(tmp_path: Path) -> None:
     """At most 1 % of what a rank writes, until something is noticed; then all."""
     counts = run_ranks(2, _sampled, str(tmp_path))[0]
@@ -236,6 +242,7 @@ def _unlike(root: str) -> None:
             ckpt.save(state, root, step=step, replicas="strict")
 
 
+@pytest.mark.ranks
 def test_replicas_that_a_rank_lacks_are_refused(tmp_path: Path) -> None:
     run_ranks(2, _unlike, str(tmp_path))
 
@@ -247,5 +254,6 @@ def _without(root: str) -> None:
     assert "replica_bytes" not in ckpt.save(state, root, step=1).counters
 
 
+@pytest.mark.ranks
 def test_a_state_without_replicas_compares_nothing(tmp_path: Path) -> None:
     run_ranks(2, _without, str(tmp_path))

@@ -72,6 +72,7 @@ def _check_distributed() -> None:
             assert torch.equal(tensor.full_tensor(), full)
 
 
+@pytest.mark.ranks
 def test_distributed_tensors_are_put_together_again() -> None:
     """Seven layouts on four ranks, six shapes each: even, uneven, smaller than the mesh, empty."""
     run_ranks(4, _check_distributed)
@@ -105,12 +106,14 @@ def _check_tensor_parallel(hidden: int, with_fsdp: bool, dim: int | None) -> Non
         assert torch.allclose(module(x), _mlp(2, hidden).eval()(x), atol=1e-5)
 
 
+@pytest.mark.ranks
 @pytest.mark.parametrize("hidden", [8, 6])
 def test_tensor_parallel(hidden: int) -> None:
     """Two ranks; the norm is a plain parameter that all hold."""
     run_ranks(2, _check_tensor_parallel, hidden, False, None)
 
 
+@pytest.mark.ranks
 @needs_uneven_strided_shards
 @pytest.mark.parametrize(
     ("hidden", "dim"), [(8, None), (6, None), (10, None), (8, 1), (2, None), (14, None)]
@@ -134,6 +137,7 @@ def _check_more_fsdp(rows: int) -> list[int]:
     return list(local_tensor(module.weight).shape)
 
 
+@pytest.mark.ranks
 @needs_uneven_strided_shards
 @pytest.mark.parametrize("rows", [9, 10, 18])
 def test_uneven_fsdp2_over_uneven_tensor_parallel(rows: int) -> None:
@@ -154,6 +158,7 @@ def _check_worlds() -> tuple[tuple[int, ...], ...]:
     return all_four.views[0].pieces[0].holders, part.views[0].pieces[0].holders
 
 
+@pytest.mark.ranks
 def test_holders_are_ranks_of_the_world() -> None:
     """A world of two of the four ranks, in another order: holders are its indices."""
     answers = run_ranks(4, _check_worlds)
@@ -170,6 +175,7 @@ def _check_outside() -> tuple[int, int]:
     return dist.get_rank(), sum(piece.region.numel for piece in owned.views[0].pieces)
 
 
+@pytest.mark.ranks
 def test_ranks_outside_a_mesh_know_the_tensor_and_hold_nothing() -> None:
     """A mesh of two in a world of three."""
     assert run_ranks(3, _check_outside) == [(0, 3), (1, 3), (2, 0)]
@@ -190,6 +196,7 @@ def _check_refusals() -> list[str]:
     return problems
 
 
+@pytest.mark.ranks
 def test_what_placements_do_not_tell_is_refused_by_name() -> None:
     """A pending sum, and rows that are spread otherwise than the placements say."""
     for partial, uneven in run_ranks(2, _check_refusals):

@@ -261,6 +261,7 @@ def _check_ddp() -> None:
     assert not any(owned.synchronized for owned in layout.buffers)
 
 
+@pytest.mark.ranks
 def test_ddp_keeps_parameters_equal_and_buffers_not() -> None:
     """A group of two of three ranks; one parameter is left out of DDP."""
     run_ranks(3, _check_ddp)
@@ -284,6 +285,7 @@ def _check_combinations() -> None:
         assert all(torch.equal(read[name], expected[name]) for name in read)
 
 
+@pytest.mark.ranks
 def test_units_within_other_wrappers() -> None:
     """Both generations of FSDP, each around a part of the model only."""
     run_ranks(2, _check_combinations)
@@ -351,6 +353,7 @@ def _check_foreign() -> None:
     assert all(torch.equal(read[name], wanted[name]) for name in wanted)
 
 
+@pytest.mark.ranks
 def test_a_foreign_engine_takes_part_by_its_pieces() -> None:
     """The example of the protocol: one flat buffer, sharded over three ranks, read and written."""
     run_ranks(3, _check_foreign)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+import pytest
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -63,5 +64,6 @@ def kept_by_ours() -> None:
     assert not isinstance(nn.Linear(4, 4), protocol.OffersPieces)
 
 
+@pytest.mark.ranks
 def test_our_own_engine_keeps_them() -> None:
     run_ranks(1, kept_by_ours)

@@ -231,6 +231,7 @@ def _cases() -> Any:
     return undeclared, shapes, [_refused(shard_of(*one)) for one in ((8, 1), (5,), (1,))]
 
 
+@pytest.mark.ranks
 def test_what_is_not_declared_or_ends_inside_of_blocks_is_refused() -> None:
     for rank, (undeclared, shapes, refused) in enumerate(run_ranks(2, _cases)):
         assert "mine.Blocks declares no cut along dim 0" in undeclared

@@ -115,6 +115,7 @@ def group_rules() -> None:
     assert child.fsdp_groups.replicate.group is model.fsdp_groups.replicate.group
 
 
+@pytest.mark.ranks
 @ranks
 def test_group_rules() -> None:
     run_ranks(4, group_rules)
@@ -141,6 +142,7 @@ def deprecated() -> None:
         Ours(nn.Linear(2, 2), sharding_strategy=ShardingStrategy.NO_SHARD)
 
 
+@pytest.mark.ranks
 @ranks
 def test_one_rank_shards_nothing_and_no_shard_is_deprecated() -> None:
     run_ranks(1, clamped)
@@ -206,11 +208,13 @@ def ignored_errors() -> None:
             make(model, ignored_modules=[model[1]])
 
 
+@pytest.mark.ranks
 @ranks
 def test_ignored_states_are_left_alone() -> None:
     run_ranks(2, ignored_states)
 
 
+@pytest.mark.ranks
 @ranks
 def test_wrong_ignored_states_are_refused() -> None:
     run_ranks(2, ignored_errors)
@@ -316,6 +320,7 @@ def deferred() -> None:
         Ours(nn.Linear(2, 2), param_init_fn=3)  # type: ignore[arg-type]
 
 
+@pytest.mark.ranks
 @ranks
 def test_values_for_what_is_on_meta() -> None:
     run_ranks(2, deferred)
@@ -361,6 +366,7 @@ def fakes() -> None:
         assert asked == []
 
 
+@pytest.mark.ranks
 @ranks
 def test_fake_tensors_of_torchdistx_are_materialized() -> None:
     run_ranks(2, fakes)
@@ -400,6 +406,7 @@ def synced(hybrid: bool) -> tuple[list[list[float]], list[float]]:
     return [*values, *(b.flatten().tolist() for b in model.buffers())], own
 
 
+@pytest.mark.ranks
 @ranks
 @pytest.mark.parametrize("hybrid", [False, True])
 def test_states_of_the_first_rank_reach_all(hybrid: bool) -> None:
@@ -505,16 +512,19 @@ def batch_norms() -> None:
     out.float().sum().backward()
 
 
+@pytest.mark.ranks
 @ranks
 def test_policies_choose_units() -> None:
     run_ranks(2, policies)
 
 
+@pytest.mark.ranks
 @ranks
 def test_trees_that_cannot_be_wrapped() -> None:
     run_ranks(2, refused_trees)
 
 
+@pytest.mark.ranks
 @ranks
 def test_batch_norm_stays_in_full_precision() -> None:
     run_ranks(2, batch_norms)
@@ -527,6 +537,7 @@ def left_over() -> None:
         model.check_nothing_left()
 
 
+@pytest.mark.ranks
 @ranks
 def test_parameters_that_were_missed_are_named() -> None:
     run_ranks(2, left_over)

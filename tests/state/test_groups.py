@@ -236,5 +236,6 @@ def _ranks_of_stages(root: str) -> None:
         ckpt.load(state, root, skip=["m.c", "m.a.bias"])
 
 
+@pytest.mark.ranks
 def test_a_rule_has_to_match_on_one_rank(tmp_path: Path) -> None:
     run_ranks(2, _ranks_of_stages, str(tmp_path))

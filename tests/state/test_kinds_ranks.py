@@ -169,6 +169,7 @@ def _containers(folder: str) -> dict[str, Any]:
     return before
 
 
+@pytest.mark.ranks
 def test_dtensors_anywhere_in_optimizer_state(tmp_path: Path) -> None:
     """In lists, tuples, dicts and named tuples they were refused; each has its own layout now."""
     before, other = run_ranks(2, _containers, str(tmp_path))

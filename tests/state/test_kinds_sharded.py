@@ -188,6 +188,7 @@ def _by_dicts(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
             assert same(target.state[param]["exp_avg"], wanted)
 
 
+@pytest.mark.ranks
 def test_shards_of_which_nothing_is_declared_are_refused(tmp_path: Path) -> None:
     run_ranks(2, _odd, str(tmp_path))
 
@@ -254,6 +255,7 @@ def joined(ranks: list[dict[str, torch.Tensor]], whole: dict[str, torch.Tensor])
         assert torch.equal(got, expected), name
 
 
+@pytest.mark.ranks
 def test_shards_that_consist_of_others_move_between_ranks(tmp_path: Path, scale: Scale) -> None:
     """They were refused: nothing said how what they consist of is cut."""
     two = run_ranks(2, _two, str(tmp_path))

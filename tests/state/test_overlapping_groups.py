@@ -159,6 +159,7 @@ def outcomes_by_case() -> list[dict[str, list[str]]]:
     return run_ranks(5, run_all, timeout_seconds=120)
 
 
+@pytest.mark.ranks
 @pytest.mark.parametrize("engine", [f"{e} {k}" for e in ENGINES for k in ("flat", "orig")])
 def test_hybrid_units_by_two_groups_wait_for_their_own_ranks_only(
     outcomes_by_case: list[dict[str, list[str]]], engine: str
@@ -166,12 +167,14 @@ def test_hybrid_units_by_two_groups_wait_for_their_own_ranks_only(
     assert [rank[f"hybrid {engine}"] for rank in outcomes_by_case] == [[]] * 5
 
 
+@pytest.mark.ranks
 def test_hybrid_units_by_two_groups_declare_all_their_ranks(
     outcomes_by_case: list[dict[str, list[str]]],
 ) -> None:
     assert [rank["declared"] for rank in outcomes_by_case] == [[]] * 5
 
 
+@pytest.mark.ranks
 @pytest.mark.parametrize("engine", ENGINES)
 def test_overlapping_groups_are_an_error_that_names_both_on_all_their_ranks(
     outcomes_by_case: list[dict[str, list[str]]], engine: str
@@ -183,6 +186,7 @@ def test_overlapping_groups_are_an_error_that_names_both_on_all_their_ranks(
         assert "overlap at rank 1" in text and "process_group=" in text
 
 
+@pytest.mark.ranks
 @pytest.mark.parametrize("engine", ENGINES)
 def test_crossing_groups_are_an_error_on_all_ranks(
     outcomes_by_case: list[dict[str, list[str]]], engine: str
@@ -193,6 +197,7 @@ def test_crossing_groups_are_an_error_on_all_ranks(
     assert all("over ranks [2, 3]" in text for text in texts[2] + texts[3])
 
 
+@pytest.mark.ranks
 def test_overlapping_groups_under_a_unit_over_both_are_served(
     outcomes_by_case: list[dict[str, list[str]]],
 ) -> None:

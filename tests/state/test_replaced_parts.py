@@ -145,10 +145,12 @@ def _on_sharded_ranks(root: str) -> None:
     ckpt.load(state_of(*sharded(2)), root)
 
 
+@pytest.mark.ranks
 def test_a_fresh_state_dict_of_sharded_state_is_refused(tmp_path: Path) -> None:
     """What it got was whole tensors beside sharded parameters."""
     run_ranks(2, _on_sharded_ranks, str(tmp_path))
 
 
+@pytest.mark.ranks
 def test_ranks_load_the_state_dict_of_an_optimizer(tmp_path: Path) -> None:
     run_ranks(2, _on_ranks, str(tmp_path))

@@ -334,6 +334,7 @@ def problems_by_case(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str,
     return run_ranks(4, run_all, str(tmp_path_factory.mktemp("roots")), timeout_seconds=170)
 
 
+@pytest.mark.ranks
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("case", ["two_models", "some_ranks_only", "overlapping", "one_each"])
 def test_each_rank_gets_its_own_model(
@@ -342,12 +343,14 @@ def test_each_rank_gets_its_own_model(
     assert [rank[f"{case} {engine}"] for rank in problems_by_case] == [[]] * 4
 
 
+@pytest.mark.ranks
 def test_a_model_that_no_engine_shares_is_its_ranks_own(
     problems_by_case: list[dict[str, list[str]]],
 ) -> None:
     assert [rank["unshared"] for rank in problems_by_case] == [[]] * 4
 
 
+@pytest.mark.ranks
 def test_two_models_saved_under_one_name_are_an_error_that_names_the_ranks(
     problems_by_case: list[dict[str, list[str]]],
 ) -> None:
@@ -358,12 +361,14 @@ def test_two_models_saved_under_one_name_are_an_error_that_names_the_ranks(
         assert "no declared replicas" in text and "process_group=" in text
 
 
+@pytest.mark.ranks
 def test_ranks_without_the_model_save_and_load_beside_those_that_have_it(
     problems_by_case: list[dict[str, list[str]]],
 ) -> None:
     assert [rank["saved by some"] for rank in problems_by_case] == [[]] * 4
 
 
+@pytest.mark.ranks
 def test_models_on_rows_of_one_mesh_are_no_replicas(
     problems_by_case: list[dict[str, list[str]]],
 ) -> None:

@@ -88,3 +88,11 @@ def sliced_root(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 def data_files(root: str) -> list[Path]:
     return sorted(Path(root).glob("steps/*/*.safetensors"))
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Ranks save what `sliced_root` is: its tests are no quick ones."""
+    for item in items:
+        if "sliced_root" in getattr(item, "fixturenames", ()):
+            item.add_marker("ranks")

@@ -392,15 +392,18 @@ class ProcessMemory:
                     return context
             return self._new_context(None, lambda: new_world_of_members(members))
 
-    def forget_jobs(self) -> bool:
-        """Forget the worlds of jobs that this process has left; False where a save needs one, or it
-        cannot be done at once.
+    def release_jobs(self) -> bool:
+        """Release the worlds of jobs that this process has left; False where a save needs one, or
+        it cannot be done at once.
         """
         if not self._lock.acquire(blocking=False):
             return False
         try:
-            self._contexts = self._of_this_job()
-            return not any(context.background.is_needed() for context in self._contexts)
+            kept = self._of_this_job()
+            for context in self._contexts:
+                if context not in kept:
+                    context.world.release()
+            return not any(context.background.is_needed() for context in kept)
         finally:
             self._lock.release()
 
@@ -427,6 +430,6 @@ class ProcessMemory:
 
 
 this_process = ProcessMemory()
-job.this_process.on_left.append(this_process.forget_jobs)
+job.this_process.on_left.append(this_process.release_jobs)
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=this_process.forked)

@@ -240,6 +240,10 @@ class World(ABC):
         """
         self.abandon()
 
+    def release(self) -> None:
+        """Need no connection any more: this process has left its job."""
+        return
+
     def abandon(self) -> None:
         """End a round that another thread of this process waits in, soon and with an error.
 

@@ -1,9 +1,9 @@
 """Messages by way of the rendezvous store, where ranks cannot connect to each other.
 
 A rank that cannot reach its parent calls it through the store: what either side sends is a row of
-keys, which the other reads and deletes. Nobody polls, since the store says when a key comes. It is
-slow, and everything passes the store's host. Heartbeats stand for what the kernel tells of a
-connection: a side that is silent for `SILENT_SECONDS` has ended.
+keys, which the other reads and deletes, as the store says when one comes. It is slow, and all of it
+passes the store's host. Heartbeats stand for what the kernel tells of a connection: a side that is
+silent for `SILENT_SECONDS` has ended.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _BEAT, _DATA, _END = b"beat", b"data", b"end!"
 
 
 def call(begin: Begin, store: Any, parent: int, why: Exception) -> socket.socket:
-    """A connection to the process of a rank of torch.distributed, which `take_calls`. Raises
+    """A connection to the process of a rank of torch.distributed, which takes `Calls`. Raises
     OSError when it does not within `CALL_SECONDS`.
     """
     try:
@@ -53,14 +53,24 @@ def call(begin: Begin, store: Any, parent: int, why: Exception) -> socket.socket
     return _socket(begin, store, name, "up", "down")
 
 
-def take_calls(begin: Begin, store: Any, rank: int, take: Callable[[socket.socket], None]) -> None:
-    """Hand a connection to `take` for each call of this rank, until the store ends."""
-    with contextlib.suppress(AttributeError, NotImplementedError, RuntimeError):
-        store = store.clone()  # one that waits holds up all others
-        for number in itertools.count(1):
-            _wait(store, f"{_calls(rank)}/{number}", timedelta.max)
-            take(_socket(begin, store, f"{_calls(rank)}/{number}", "down", "up"))
-            store.set(f"{_calls(rank)}/{number}/taken", b"")
+class Calls:
+    """Calls of ranks that want to connect to this one, in order."""
+
+    def __init__(self, begin: Begin, rank: int) -> None:
+        self._begin = begin
+        self._rank = rank
+        self._number = 1
+
+    def next(self, store: Any) -> socket.socket | None:
+        """The connection of the next call; None where there is none now."""
+        name = f"{_calls(self._rank)}/{self._number}"
+        if not store.check([name]):
+            return None
+        store.delete_key(name)
+        self._number += 1
+        sock = _socket(self._begin, store, name, "down", "up")
+        store.set(f"{name}/taken", b"")
+        return sock
 
 
 def _calls(rank: int) -> str:
@@ -69,7 +79,7 @@ def _calls(rank: int) -> str:
 
 def _wait(store: Any, key: str, limit: timedelta) -> bytes:
     """What comes under a key, which is deleted. Raises RuntimeError where nothing comes."""
-    store.wait([key], min(limit, timedelta(days=20)))  # torch counts milliseconds in 32 bits
+    store.wait([key], limit)
     data: bytes = store.get(key)
     store.delete_key(key)
     return data

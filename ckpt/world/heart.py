@@ -149,10 +149,9 @@ class Heart:
         """A child has connected in another way than to the port."""
         self._later(lambda: self._adopt(sock, "the rendezvous store"))
 
-    def is_by_store(self, parent: int) -> bool:
-        """Whether messages to that parent go through the rendezvous store."""
-        link = self._links.get(Neighbour(True, parent))
-        return link is not None and link.is_by_store
+    def by_store(self) -> set[Neighbour]:
+        """Those with whom messages go through the rendezvous store."""
+        return {one for one, link in list(self._links.items()) if link.is_by_store}
 
     def has_met(self, neighbour: Neighbour) -> bool:
         """Whether that process has ever connected, or is known never to."""
@@ -296,7 +295,9 @@ class Heart:
             if left <= 0 or (math.isfinite(left) and not self._links):
                 return
             if not self._is_retired and self._has_left():
-                self.begin(self.retire)
+                # Not `retire`: what it frees of torch's must not end in a thread, as Python ends.
+                self._is_retired = True
+                self._stop_unused()
             for key, events in self._selector.select(min(left, LOOK_SECONDS)):
                 try:
                     if isinstance(key.data, Link):

@@ -15,6 +15,7 @@ when not. So one rank that never starts hides no other, and 32 cost no more than
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 import math
 import threading
@@ -25,7 +26,7 @@ from datetime import timedelta
 from functools import partial
 from typing import Any
 
-from ckpt.world.by_store import call, take_calls
+from ckpt.world.by_store import Calls, call
 from ckpt.world.heart import Heart
 from ckpt.world.link import Neighbour
 from ckpt.world.liveness import CONNECT_SECONDS, ENDED_UNCALLED, Card, has_ended
@@ -34,7 +35,7 @@ from ckpt.world.rounds import CALL_SECONDS
 logger = logging.getLogger(__name__)
 
 LOOK_SECONDS = 5.0
-CALLS_SECONDS = 1.0  # until a rank that has not connected may have to call in another way
+LOOK_CALLS = 5  # looks for calls by the store, to one for ranks
 LOOK_CONNECT_SECONDS = 2.0
 
 
@@ -51,7 +52,8 @@ class Missing:
         self._expected: set[int] = set()
         self._groups: deque[list[int]] = deque()  # of ranks whose cards are not known
         self._cards: dict[int, Card] = {}
-        self._is_looking = self._takes_calls = False
+        self._is_looking = False
+        self._calls = Calls(heart.begin, heart.card.rank)
 
     def expect(self, children: Sequence[int]) -> None:
         """Look for ranks of torch.distributed that should connect to this process, until they
@@ -71,21 +73,20 @@ class Missing:
         return not self._heart.has_met(Neighbour(False, rank))
 
     def _look_on(self) -> None:
-        time.sleep(CALLS_SECONDS)
-        if not self._takes_calls and any(map(self._lacks, self._expected)):
-            self._takes_calls = True
-            rank = self._heart.card.rank
-            begin, adopt = self._heart.begin, self._heart.adopt
-            begin(lambda: take_calls(begin, self._store(), rank, adopt))
-        while True:
-            time.sleep(LOOK_SECONDS)
+        for number in itertools.count(1):
+            time.sleep(LOOK_SECONDS / LOOK_CALLS)
             with self._lock:
                 self._expected = {rank for rank in self._expected if self._lacks(rank)}
-                if not self._expected or self._heart.is_stopped:
+                callers = [one for one in self._heart.by_store() if not one.is_parent]
+                is_idle = not self._expected and not callers
+                if is_idle or self._heart.is_stopped:
                     self._is_looking = False
                     return
             try:
-                self.look()
+                while (sock := self._calls.next(self._store())) is not None:
+                    self._heart.adopt(sock)
+                if number % LOOK_CALLS == 0:
+                    self.look()
             except Exception as error:  # the round's deadline is left
                 logger.debug("no look for ranks that have not connected: %s", error)
 

@@ -26,6 +26,7 @@ from ckpt.world.board import WorldBoard
 from ckpt.world.by_store import FLAG, StoreGroup
 from ckpt.world.failures import copied
 from ckpt.world.job import Process, own_prefix, this_process
+from ckpt.world.link import Neighbour
 from ckpt.world.missing import connect_to_parent
 from ckpt.world.rounds import STORE_SECONDS, Deadlines, Rounds
 from ckpt.world.tree import family
@@ -104,7 +105,7 @@ class TorchWorld(World):
                 self._deadlines.round_seconds_max,
             )
         heart.register(self._key, self._rounds, self)
-        if parent is not None and heart.is_by_store(self.global_ranks[parent]):
+        if parent is not None and Neighbour(True, self.global_ranks[parent]) in heart.by_store():
             self._rounds.raise_flag(FLAG)  # before its first payload: all hear it in time
         self._broken: RankFailed | None = None
         self._group: Any = None
@@ -216,6 +217,9 @@ class TorchWorld(World):
 
     def end(self, failure: RankFailed) -> None:
         self._break(failure)
+
+    def release(self) -> None:
+        self._process.heart.forget(self._key)
 
     def abandon(self) -> None:
         self._rounds.abandon()

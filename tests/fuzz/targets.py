@@ -300,10 +300,13 @@ def _commands() -> list[bytes]:
     ]
 
 
+PARSER = build_parser()  # once: what is read is the line
+
+
 def _read_command(data: bytes) -> None:
     words = data.decode(errors="surrogateescape").split("\0")
     with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
-        build_parser().parse_args(words)
+        PARSER.parse_args(words)
 
 
 TARGETS = (

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import ckpt
-import ckpt.api
+from ckpt.saving.staging import stage
 from storage.local import LocalStore
 
 
@@ -67,7 +67,7 @@ def test_an_interrupted_background_save_leaves_nothing_to_the_next_one(
     """Ctrl-C reaches the call while it copies, before or after the copy has been handed on."""
     root = tmp_path / "run"
     ckpt.save(_state(1), str(root), step=1)
-    real = ckpt.api.stage
+    real = stage
 
     def interrupted(*args: Any, **kwargs: Any) -> Any:
         if is_staged:
@@ -75,7 +75,7 @@ def test_an_interrupted_background_save_leaves_nothing_to_the_next_one(
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(ckpt.api, "stage", interrupted)
+        patch.setattr("ckpt.api.stage", interrupted)
         with pytest.raises(KeyboardInterrupt):
             ckpt.async_save(_state(2), str(root), step=2)
     ckpt.async_save(_state(3), str(root), step=3).result()

@@ -85,7 +85,8 @@ def typed_of(leaf: Any) -> Typed | None:
     if kind is deque:
         return Typed("deque", {"maxlen": leaf.maxlen, "items": list(leaf)}, True)
     if kind in _PLAIN:
-        return Typed(kind.__name__, _PLAIN[kind](leaf))
+        content = _PLAIN[kind](leaf)  # a slice may be of anything
+        return Typed(kind.__name__, content) if _FORMS[kind.__name__](content) else None
     if kind in _PATHS:
         return Typed("path", str(leaf))
     if kind is set or kind is frozenset:
@@ -208,8 +209,7 @@ def _is_queue(content: Any) -> bool:
 
 
 def _are(content: Any, count: int, kinds: tuple[type, ...]) -> bool:
-    is_list = isinstance(content, list) and len(content) == count
-    return is_list and all(type(item) in kinds for item in content)
+    return isinstance(content, list) and [type(item) in kinds for item in content] == [True] * count
 
 
 def _is_time(content: Any) -> bool:

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import enum
 from collections import deque
-from pathlib import Path
+from datetime import datetime, timezone
+from pathlib import Path, PurePosixPath
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -67,6 +69,13 @@ VALUES: dict[str, tuple[Any, Any]] = {
     "flags": (Mode.FAST | Mode.SAFE, Mode.FAST),
     "nested": ([{"kinds": (torch.int8, Color.BLUE)}], [{"kinds": (torch.int32, Color.RED)}]),
     "object": (Projector(None), Projector(None)),
+    "complex": (1 + 2j, 0j),
+    "range": (range(1, 9, 2), range(1)),
+    "slice": (slice(None, 3), slice(None)),
+    "bytearray": (bytearray(b"xy"), bytearray()),
+    "datetime": (datetime(2026, 1, 2, 3, 4, 5, 6, timezone.utc), datetime.min),
+    "path": (PurePosixPath("a/b"), PurePosixPath()),
+    "namespace": (SimpleNamespace(lr=0.1, layers=[1, 2]), SimpleNamespace()),
 }
 
 
@@ -229,6 +238,8 @@ def load_on_two_ranks(root: str) -> None:
         ({"s": {(1, 2)}}, ["s: ", "builtins.set", "list()"]),
         ({"d": {"$data": 1}}, ["d: ", "'$data'", "reserved"]),
         ({"q": deque([len])}, ["q.0: ", "builtin_function_or_method"]),
+        ({"cut": slice(1.5, 2)}, ["cut: ", "builtins.slice", "cannot be stored"]),
+        ({"cut": [slice(torch.ones(1))]}, ["cut.0: ", "builtins.slice", "cannot be stored"]),
     ],
     ids=lambda case: "" if isinstance(case, dict) else case[0],
 )
@@ -263,6 +274,13 @@ DAMAGED: list[tuple[Any, Any]] = [
     ({"$data": "set", "value": [[1]]}, None),
     ({"$data": "deque", "value": [1]}, None),
     ({"$data": "deque", "value": {"maxlen": -1, "items": []}}, None),
+    ({"$data": "complex", "value": [1.0]}, None),
+    ({"$data": "range", "value": [1, 2, 0]}, None),
+    ({"$data": "slice", "value": [1, "a", None]}, None),
+    ({"$data": "bytearray", "value": "xy"}, None),
+    ({"$data": "datetime", "value": "today"}, None),
+    ({"$data": "path", "value": b"a"}, None),
+    ({"$data": "argparse.Namespace", "value": [1]}, None),
     ({"$data": "tests.Projector", "value": [1]}, None),
     ({"$data": f"{__name__}.Color", "value": "GREEN"}, Color.RED),
     ({"$data": f"{__name__}.Color", "value": "RED"}, Mode.FAST),

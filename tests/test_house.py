@@ -196,10 +196,16 @@ BANS = (
     Ban(
         is_torch_private, ADAPTERS, "an adapter in ckpt/layout, the only place for torch's privates"
     ),
-    # DCP reads nothing but a pickle of its classes, and its planners what torch.save wrote.
+    # DCP reads nothing but a pickle of its classes.
     Ban(
-        is_pickle,
-        ("ckpt/convert/targets/dcp.py", "ckpt/integrations/dcp.py"),
+        lambda name: is_pickle(name) and name != "torch.save",
+        ("ckpt/convert/targets/dcp.py",),
+        "ckpt.format.codec for values, ckpt.format.datafile for tensors",
+    ),
+    # Its planners read what torch.save wrote.
+    Ban(
+        lambda name: name == "torch.save",
+        ("ckpt/integrations/dcp.py",),
         "ckpt.format.codec for values, ckpt.format.datafile for tensors",
     ),
     Ban(

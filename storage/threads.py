@@ -9,8 +9,9 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from contextlib import contextmanager
-from typing import TypeVar
+from contextlib import contextmanager, suppress
+from queue import Empty
+from typing import Any, TypeVar
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
@@ -72,12 +73,18 @@ class Pool(ThreadPoolExecutor):
     background may still run then.
     """
 
-    def _adjust_thread_count(self) -> None:
-        try:
-            super()._adjust_thread_count()
-        except RuntimeError:
-            if not self._threads:  # else they take what `submit` has just put into the queue
+    def submit(self, fn: Callable[..., Result], /, *args: Any, **kwargs: Any) -> Future[Result]:
+        """As of any pool. The work may use other pools."""
+        future = super().submit(fn, *args, **kwargs)
+        if not self._threads:  # else they take what is in the queue
+            with suppress(Empty):
                 self._work_queue.get_nowait().run()
+        return future
+
+    def _adjust_thread_count(self) -> None:
+        # No work is done here: `submit` holds a lock that all pools of the process share.
+        with suppress(RuntimeError):
+            super()._adjust_thread_count()
 
 
 @contextmanager

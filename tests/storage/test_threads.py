@@ -39,6 +39,13 @@ def test_a_failure_without_threads_is_raised(threadless: None) -> None:
         list(in_order(lambda item: 1 // item, [1, 0], threads=2, name="x"))
 
 
+def test_work_without_threads_may_use_other_pools(threadless: None) -> None:
+    def work(item: int) -> int:
+        return sum(in_order(abs, [item, item], threads=2, name="inner"))
+
+    assert list(in_order(work, [-1, -2], threads=2, name="outer")) == [2, 4]
+
+
 SCRIPT = """
 import sys, torch, ckpt
 ckpt.async_save({str(n): torch.zeros(1 << 20) for n in range(40)}, sys.argv[1], step=1)

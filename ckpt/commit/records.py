@@ -199,11 +199,6 @@ def check_record_sum(data: bytes, where: str) -> None:
 
 def _record_of(body: Any, *, slot: int, where: str) -> Record:
     got = _typed(body, Record, where)
-    if got["kind"] not in KINDS:
-        raise UnsupportedFormat(
-            f"{where}: record kind {got['kind'][:40]!r} is not known to this version; upgrade "
-            "shardpoint"
-        )
     got["live"] = tuple([LiveEntry(**_typed(entry, LiveEntry, where)) for entry in got["live"]])
     segments = got.get("segments", ())
     got["segments"] = tuple([SegmentRef(**_typed(ref, SegmentRef, where)) for ref in segments])
@@ -306,14 +301,15 @@ def _typed(body: Any, cls: type, where: str) -> dict[str, Any]:
     for name in types:
         if name not in body and name not in _OPTIONAL:
             corrupt_record(where, f"field {name!r} is missing")
-    got = {}
-    for name, value in body.items():
+    for name in body:
         if name not in types:
             # A writer of the next record would drop what it does not know, so it must stop here.
             raise UnsupportedFormat(
                 f"{where}: field {str(name)[:40]!r} is not known to this version; upgrade "
                 "shardpoint"
             )
+    got = {}
+    for name, value in body.items():
         allowed, items = types[name], [value]
         if type(value) is list and name in _ITEMS:
             allowed, items = _ITEMS[name], value
@@ -323,6 +319,11 @@ def _typed(body: Any, cls: type, where: str) -> dict[str, Any]:
                 problem = f"{type(item).__name__}, expected {allowed[0].__name__}"
                 problem = "not an integer from 0 to 2**63 - 1" if int in allowed else problem
                 corrupt_record(where, f"{_LABELS.get((cls, name), name)} is {problem}")
+            if name == "kind" and item not in KINDS:  # it comes first: the rest may be unlike ours
+                raise UnsupportedFormat(
+                    f"{where}: record kind {item[:40]!r} is not known to this version; upgrade "
+                    "shardpoint"
+                )
             if name in ("attempt", "references") and item is not None:
                 try:
                     attempt_epoch(item)

@@ -200,7 +200,13 @@ def test_bytes_that_are_not_canonical_are_refused() -> None:
 
 def test_unknown_kind_or_field_asks_for_a_newer_version() -> None:
     body = fields_of(encode_record(commit_record()))
-    for change in ({"kind": "MERGE"}, {"color": 1}):
+    of_later: dict[str, Any] = {"attempt": [A, B]}  # its kinds and fields may bring other types
+    for change in (
+        {"kind": "MERGE"},
+        {"color": 1},
+        {"kind": "MERGE"} | of_later,
+        of_later | {"c": 1},
+    ):
         with pytest.raises(UnsupportedFormat, match="upgrade"):
             decode_record(sealed({**body, **change}), slot=7, where="log/7")
 

@@ -153,16 +153,15 @@ class JointParts:
             of_ranks, rest = split(message)
             reports.append(of_ranks)
             sent.append(split(rest))
-        is_new = self._last is None or not part.is_like(self._last)
-        self._last = part
-        if is_new:
+        if self._last is None or not part.is_like(self._last):
             structure = structure_of(part)
-            is_new = self._own is None or not structure.is_like(self._own)
-            self._own = structure if is_new else self._own
+            if self._own is None or not structure.is_like(self._own):
+                self._own, self._merged = structure, None
+        self._last = part
         assert self._own is not None
-        is_new |= bool(sent) and self._note_below([structure for structure, _ in sent], self._own)
-        if is_new or self._merged is None:
-            self._merged = None  # what this replaces need not be in memory beside it
+        if sent and self._note_below([structure for structure, _ in sent], self._own):
+            self._merged = None  # what is replaced need not be in memory beside the new one
+        if self._merged is None:
             structures = [self._own, *[one.structure for one in self.below]]
             self._merged = Merged(merge_structures(structures))
         pairs = zip(sent, self.below, strict=True)

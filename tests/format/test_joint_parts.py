@@ -374,6 +374,26 @@ def test_later_saves_send_no_structure_and_merge_none(monkeypatch: pytest.Monkey
     assert leaf in merged and 0 in merged and len(merged) < ranks
 
 
+def test_what_changed_in_a_failed_round_is_merged_in_the_next(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Rank 0 has another structure, and cannot read what it is sent."""
+
+    def failing(known: Sequence[JointStructure]) -> StructureReader:
+        raise MemoryError("no room for the parts")
+
+    header, known, tree = sealed(2), kept_by(2), {0: [1], 1: list[int]()}
+    before = random_parts(1, 2)
+    parts = [random_parts(2, 2)[0], before[1]]
+    of_joint_parts(header, before, known, tree)
+    with monkeypatch.context() as patch, pytest.raises(MemoryError):
+        patch.setattr("ckpt.saving.task.StructureReader", failing)
+        of_joint_parts(header, parts, known, tree)
+    for one in known.values():
+        one.forget()
+    assert of_joint_parts(header, parts, known, tree) == of_all_parts(header, parts)
+
+
 @pytest.mark.parametrize(("layout", "rules_max"), [("FSDP2 even", 1), ("FSDP2 uneven", 2)])
 def test_what_comes_to_the_coordinator_does_not_grow_with_the_ranks(
     layout: str, rules_max: int, monkeypatch: pytest.MonkeyPatch

@@ -9,6 +9,7 @@ one rank always stay apart, since only that rank knows why it has two.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeGuard
 
@@ -191,7 +192,7 @@ def check_names(own: Sequence[str], shared: Sequence[str], header: Header) -> No
     """
     names = [*own, *shared]
     if len(set(names)) != len(names):
-        name = next(name for number, name in enumerate(names) if name in names[:number])
+        name, _ = Counter(names).most_common(1)[0]
         raise InvalidState([f"two data files have one name, or ranks differ in it: {name}"])
     if shared and REFERENCES not in header.required:
         raise ValueError(f"the header must require {REFERENCES!r} for {shared[0]}")

@@ -31,7 +31,7 @@ class Ranks(NamedTuple):
 
     `held` has, by name, who holds the plain tensors that some ranks hold and others do not. Nothing
     in a tensor says so; the ranks have told each other. `copies` has, by full name, the groups of
-    ranks of which each has all of a tensor that engines lay out; see `ckpt.layout.holdings`.
+    ranks of which each has all of a tensor that engines lay out; see `with_copies`.
     """
 
     rank: int
@@ -151,9 +151,6 @@ def whole_tensor(
     region = whole(shape)
     piece = Piece(fqn, shape, tensor.dtype, region, region, holders)
     return Owned(tensor, local, (View((piece,)),), synchronized, owners)
-
-
-__all__ = ["held_where_shared", "shared_by", "with_copies"]
 
 
 def with_copies(owned: Owned, name_of: Callable[[str], str], ranks: Ranks) -> Owned:

@@ -20,9 +20,7 @@ from typing import NamedTuple, TypeAlias
 import torch
 
 from ckpt.errors import InvalidState
-from ckpt.format.datafile import (
-    FileEntries,
-)
+from ckpt.format.datafile import FileEntries
 from ckpt.format.object_parts import (
     DataFileBuilder,
     Part,
@@ -30,16 +28,10 @@ from ckpt.format.object_parts import (
     part_nbytes_for,
     write_parts,
 )
-from ckpt.format.object_parts import Part as ObjectPart
 from ckpt.format.part import FileColumns
 from ckpt.format.rank_files import DataFile
 from ckpt.layout.buffers import address_of, bytes_at, copy_bytes, touch
-from ckpt.layout.memory import (
-    SideStreams,
-    devices_of,
-    staging_buffer,
-    tensor_over,
-)
+from ckpt.layout.memory import SideStreams, devices_of, staging_buffer, tensor_over
 from ckpt.saving.plan import Source, copy_elements
 from storage import Store
 from storage.forks import ForkSafeLock
@@ -125,7 +117,7 @@ class Staging:
             self._nbytes, self._pinned = nbytes, pinned
 
 
-Parts: TypeAlias = Callable[[DataFileBuilder], Generator[ObjectPart, None, None]]
+Parts: TypeAlias = Callable[[DataFileBuilder], Generator[Part, None, None]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,7 +133,7 @@ class WritePath:
     direct: bool = False
     direct_nbytes_min: int = 0
     file_nbytes_max: int = 4 << 30
-    staging: Staging = field(default_factory=lambda: Staging())
+    staging: Staging = field(default_factory=Staging)
 
     def write(
         self,

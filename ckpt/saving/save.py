@@ -253,7 +253,7 @@ def _commit(
             return _Committed()
         return _commit_received(received, task, header, session)
 
-    # On the coordinator `_commit_parts` records this phase; on the other ranks it is the wait.
+    # On the coordinator `_commit_received` records this phase; on the other ranks it is the wait.
     with nullcontext() if session is not None else task.recorder.span("commit"):
         committed = _informed(ranked, run, f"step {header.step} ({header.attempt})")
     answer = committed.answer

@@ -45,7 +45,6 @@ from torch.futures import Future
 from ckpt.commit.names import step_prefix
 from ckpt.commit.numbers import plain_int
 from ckpt.commit.session import Session
-from ckpt.convert.sources.blobs import blob_in_memory
 from ckpt.convert.sources.source import DCP_RECORD, NativeSource, native_source
 from ckpt.convert.sources.tree import Leaf, name_tree, nest
 from ckpt.convert.targets.nesting import flat_state
@@ -83,9 +82,9 @@ class DcpWriter(StorageWriter):
 
     Values besides tensors are those of `ckpt.save`, with tensors in lists, tuples and queues among
     them: others are refused by name, since nothing here stores pickled code. Named tuples come back
-    with the same fields and a class of their own. A save that failed on
-    any rank is not committed, and the checkpoint before stays the latest. Planners that cache plans
-    (`enable_plan_caching`) are refused.
+    with the same fields and a class of their own. A save that failed on any rank is not committed,
+    and the checkpoint before stays the latest. Planners that cache plans (`enable_plan_caching`)
+    are refused.
     """
 
     @hides_secrets
@@ -318,7 +317,7 @@ def _values(
             for fqn, tensor in tensors:
                 contents.add_inside(fqn, tensor)
     if rank != 0 or contents.problems:
-        return {}, values
+        return {}, {**values, DCP_RECORD: {"arrays": arrays}} if arrays else values
     paths: Mapping[str, Any] = plan.storage_data["paths"]
     leaves = values | _leaves(plan)
     # Tensors that other ranks write have no item in this plan, but a path.
@@ -331,13 +330,16 @@ def _values(
 
 
 def _object(item: WriteItem, planner: SavePlanner) -> Any:
-    """What a planner would pickle."""
-    pickles = getattr(type(planner), "transform_object", None)
-    if isinstance(planner, DefaultSavePlanner) and pickles is DefaultSavePlanner.transform_object:
-        return planner.lookup_object(item.index)
+    """What a planner would pickle; of one that has its own way to, what it has pickled."""
+    usual = DefaultSavePlanner
+    if isinstance(planner, usual):
+        own = (type(planner).transform_object, type(planner).resolve_data)
+        if own == (usual.transform_object, usual.resolve_data):
+            return planner.lookup_object(item.index)
     data = planner.resolve_data(item)
     assert isinstance(data, io.BytesIO)
-    return blob_in_memory(data.getvalue()).tree
+    data.seek(0)
+    return torch.load(data, weights_only=False)  # bytes that this process has just made
 
 
 def _refuse_other_place(
@@ -463,7 +465,8 @@ class DcpReader(StorageReader):
     def _pickled(self, key: str) -> bytes:
         """The value of a key, as a planner reads it."""
         value, source = self._values[key], self._source[0]
-        arrays = source.checkpoint.values.get(DCP_RECORD, {}).get("arrays", ())
+        held = (source.checkpoint.values, *source.checkpoint.per_rank)
+        arrays = {fqn for own in held for fqn in own.get(DCP_RECORD, {}).get("arrays", ())}
         if problems := unknown_leaves(value):
             raise Mismatch([f"{key}: {text}" for text in problems])
 

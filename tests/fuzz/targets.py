@@ -32,7 +32,7 @@ from ckpt.commit.log import decode_format, encode_format
 from ckpt.commit.records import RECORD_MAGIC, decode_record, encode_record
 from ckpt.convert.formats.dcp import read_metadata
 from ckpt.convert.formats.safetensors import open_safetensors
-from ckpt.convert.sources.blobs import blob_in_memory, read_directory
+from ckpt.convert.sources.blobs import Blob, open_blob, read_directory
 from ckpt.convert.sources.budget import MemoryBudget
 from ckpt.convert.sources.pickles import read_pickle
 from ckpt.format.checksum import crc32c
@@ -247,7 +247,9 @@ def _read_pickle(data: bytes) -> None:
 
 
 def _read_torch_file(data: bytes) -> None:
-    blob_in_memory(data)
+    store = MemoryStore()
+    store.put_if_absent("x.pt", data)
+    open_blob(store, Blob("x.pt", 0, len(data)), MemoryBudget(), is_outermost=True)
 
 
 def _read_zip(data: bytes) -> None:

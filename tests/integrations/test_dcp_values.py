@@ -19,6 +19,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.planner import WriteItem
 
 import ckpt
 from ckpt.integrations.dcp import DcpReader, DcpWriter
@@ -148,16 +149,44 @@ def test_a_named_tuple_that_was_restored_can_be_pickled(tmp_path: Path) -> None:
     assert into["v"].second == [2] and pickle.loads(pickle.dumps(into["v"])) == (1, [2])
 
 
+class Pickling(dcp.DefaultSavePlanner):
+    """Changes what it saves, by a way of its own."""
+
+    def transform_object(self, write_item: WriteItem, object: Any) -> Any:
+        return super().transform_object(write_item, 2 * object)
+
+
+class Resolving(dcp.DefaultSavePlanner):
+    def resolve_data(self, write_item: WriteItem) -> Any:
+        return self.transform_object(write_item, 2 * self.lookup_object(write_item.index))
+
+
+@pytest.mark.parametrize("planner", [Pickling, Resolving])
+def test_a_planner_has_its_own_way_to_pickle(planner: type[Any], tmp_path: Path) -> None:
+    state = {"w": torch.ones(2), "v": (torch.arange(3), Path("x"), numpy.arange(2))}
+    loaded = {}
+    for writer, reader in (
+        (dcp.FileSystemWriter(tmp_path / "theirs"), dcp.FileSystemReader(tmp_path / "theirs")),
+        (DcpWriter(tmp_path / "ours", step=1), DcpReader(tmp_path / "ours")),
+    ):
+        dcp.save(state, storage_writer=writer, planner=planner())
+        loaded[type(reader)] = emptied(state)
+        dcp.load(loaded[type(reader)], storage_reader=reader)
+    assert is_same(*loaded.values()), loaded
+    assert is_same(loaded[DcpReader]["v"], 2 * state["v"])
+
+
 def _queues(root: str) -> tuple[list[float], Any]:
     rank = dist.get_rank()
     state = {
         "common": deque([torch.ones(2) * 3]),
-        "own": {f"rank{rank}": (torch.ones(2) * rank, {rank})},
+        "own": {f"rank{rank}": (torch.ones(2) * rank, {rank}, numpy.arange(rank))},
     }
     dcp.save(state, storage_writer=DcpWriter(root, step=1))
     into: dict[str, Any] = {"common": None, "own": {f"rank{rank}": None}}
     dcp.load(into, storage_reader=DcpReader(root))
-    tensor, numbers = into["own"][f"rank{rank}"]
+    tensor, numbers, array = into["own"][f"rank{rank}"]
+    assert is_same(array, numpy.arange(rank))
     return into["common"][0].tolist() + tensor.tolist(), numbers
 
 

@@ -25,7 +25,7 @@ from storage.threads import in_order
 ReadBytes = Callable[[int, int], bytes | bytearray]  # (start, stop) of the file
 ENTRY_NBYTES = 1000  # of memory, with the place of its data
 DIRECTORY_NBYTES_MAX = 1 << 28
-TAIL_NBYTES = 1024
+TAIL_NBYTES = 1024  # usually with the whole directory
 ALIGNMENT = 64  # of the data of each entry, as torch.save aligns it
 
 _END = struct.Struct("<4s4H2IH")
@@ -240,7 +240,6 @@ def directory(layout: ZipLayout, start: int, checksums: Sequence[int]) -> bytes:
 # Blobs --------------------------------------------------------------------------------------------
 
 HEAD_NBYTES = 2048  # usually with the whole pickle of a tensor
-TAIL_NBYTES = 1024  # usually with the whole directory
 WHOLE_NBYTES_MAX = 16 << 10  # blobs up to this size are read in one piece
 BATCH_NBYTES = 4 << 20
 READERS = 4
@@ -311,12 +310,6 @@ def open_blob(
     With `is_outermost`, the bytes of its tensors were not counted in `budget` before, and are now.
     """
     return _opened(_Peeks(store, blob.file, [blob]), blob, budget, is_outermost)
-
-
-def blob_in_memory(data: bytes) -> Opened:
-    """What a blob of torch.save holds that is in memory. Raises Corrupt, UnsupportedFormat."""
-    blob = Blob("", 0, len(data))
-    return _content(lambda start, stop: data[start:stop], blob, MemoryBudget(), is_outermost=True)
 
 
 def _batches(blobs: Sequence[Blob]) -> Iterator[list[Blob]]:

@@ -346,7 +346,8 @@ def check_chunks(tensor: SourceTensor, chunks: Iterable[Chunk], sizes: Mapping[s
 
 # Our own checkpoints ------------------------------------------------------------------------------
 
-# A value that DcpWriter keeps: the flat keys of DCP's state, their paths, and its plain values.
+# A value that DcpWriter keeps: the flat keys of DCP's state, their paths, and its plain values; and
+# for values of single ranks, on those: which tensors in them are arrays of numpy.
 DCP_RECORD = "ckpt.dcp"
 
 
@@ -386,12 +387,16 @@ class NativeSource(CheckpointSource):
                 strict=True,
             )
         }
+        values, *per_rank = (
+            {name: value for name, value in own.items() if name != DCP_RECORD}
+            for own in (checkpoint.values, *checkpoint.per_rank)
+        )
         contents = SourceContents(
             tensors,
-            values={name: v for name, v in checkpoint.values.items() if name != DCP_RECORD},
-            aliases=checkpoint.aliases,
+            values,
+            checkpoint.aliases,
             modules=_modules(manifest),
-            per_rank=checkpoint.per_rank,
+            per_rank=per_rank,
             step=checkpoint.step,
         )
         super().__init__(checkpoint.url, contents, int(manifest.file_nbytes.sum()))

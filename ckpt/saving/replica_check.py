@@ -346,16 +346,17 @@ def differing_replicas(
     memory.differing = ()
     if memory.holders is None or not memory.holders.are_replicated:
         return None
-    texts = _texts(task.session.world, contents, sums)
-    if texts is None:
+    found = _texts(task.session.world, contents, sums)
+    if found is None:
         return CheckpointError(
             "the ranks compare different replicas: pass the same replicas= on all of them, and "
             "save again where one has failed alone"
         )
+    texts, is_of_all = found
     was_first_only = memory.plans.first_only
     if not texts:
         # All of it is equal again, if all was compared; ranks may share the writing from now on.
-        if was_first_only and sums is not None and sums.is_whole:
+        if was_first_only and is_of_all and sums is not None and sums.is_whole:
             memory.plans.take_from_first(False)
         return None
     if task.options.replicas == "strict":
@@ -384,8 +385,12 @@ class _DifferingBlock(NamedTuple):
     data: str | None
 
 
-def _texts(world: World, contents: Contents | None, sums: ReplicaSums | None) -> list[str] | None:
-    """What differs; None where ranks do not know alike whether they have differed."""
+def _texts(
+    world: World, contents: Contents | None, sums: ReplicaSums | None
+) -> tuple[list[str], bool] | None:
+    """What differs, and whether all ranks took part; None where ranks do not know alike whether
+    they have differed.
+    """
     mine: dict[str, Any] = {}
     own: dict[Holders, Uint32s] = {}
     if contents is not None and sums is not None:
@@ -409,25 +414,29 @@ def _texts(world: World, contents: Contents | None, sums: ReplicaSums | None) ->
     answered = answer("replicas", "replicas that differ", _groups_that_differ, **mine)
     if answered is None:
         return None
-    differing = [tuple(holders) for holders in answered]
+    differing, is_of_all = [tuple(holders) for holders in answered[0]], answered[1]
     if not differing:
-        return []
+        return [], is_of_all
     known = [(h, own[h].tolist()) for h in differing if h in own]
     blocks = answer("sums of replicas", "blocks that differ", _blocks_that_differ, sums=known)
     located = _located(sums, blocks) if own and sums is not None else []
     texts: list[str] = answer("differing blocks", "differing replicas", _in_words, blocks=located)
     # Where ranks have no two blocks of one place, they do not hold the same tensors.
-    return texts or [f"{ranks_in_words(h)}: other tensors are declared equal" for h in differing]
+    texts = texts or [f"{ranks_in_words(h)}: other tensors are declared equal" for h in differing]
+    return texts, is_of_all
 
 
-def _groups_that_differ(received: Sequence[Mapping[str, Any]]) -> list[Holders] | None:
+def _groups_that_differ(
+    received: Sequence[Mapping[str, Any]],
+) -> tuple[list[Holders], bool] | None:
     if len({(one["first_only"], one["whole"]) for one in received if one}) > 1:
         return None
     digests: dict[Holders, set[int]] = {}
     for one in received:
         for holders, digest in one.get("sums", ()):
             digests.setdefault(tuple(holders), set()).add(digest)
-    return sorted(holders for holders, those in digests.items() if len(those) > 1)
+    differing = sorted(holders for holders, those in digests.items() if len(those) > 1)
+    return differing, all(received)
 
 
 def _blocks_that_differ(received: Sequence[Mapping[str, Any]]) -> list[tuple[Holders, list[int]]]:

@@ -231,6 +231,22 @@ def test_each_save_compares_another_sample(tmp_path: Path) -> None:
     assert counts[-1] >= SIZE * 4
 
 
+def _failing_alone(root: str) -> None:
+    tensor, bad = replicated(), {"bad": object()} if dist.get_rank() else {}
+    ckpt.save({"w": tensor}, root, step=1)
+    drift(tensor, ranks=(1,))
+    assert ckpt.save({"w": tensor}, root, step=2).warnings
+    tensor.to_local().copy_(torch.arange(float(SIZE)))
+    with pytest.raises(CheckpointError, match="bad"):
+        ckpt.save({"w": tensor, **bad}, root, step=3)
+    assert not ckpt.save({"w": tensor}, root, step=4).warnings
+
+
+@pytest.mark.ranks
+def test_a_rank_that_fails_alone_keeps_no_other_view_of_replicas(tmp_path: Path) -> None:
+    run_ranks(2, _failing_alone, str(tmp_path))
+
+
 def _unlike(root: str) -> None:
     rank = dist.get_rank()
     mesh = init_device_mesh("cpu", (2,))

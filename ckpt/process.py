@@ -399,22 +399,22 @@ class ProcessMemory:
         if not self._lock.acquire(blocking=False):
             return False
         try:
-            kept = self._of_this_job()
-            for context in self._contexts:
-                if context not in kept:
-                    context.world.release()
-            return not any(context.background.is_needed() for context in kept)
+            return not any(context.background.is_needed() for context in self._of_this_job())
         finally:
             self._lock.release()
 
     def _of_this_job(self) -> list[GroupContext]:
         # Those of another are of no use, but for saves that run.
         everyone = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
-        return [
+        kept = [
             context
             for context in self._contexts
             if context.everyone in (None, everyone) or context.background.is_needed()
         ]
+        for context in self._contexts:
+            if context not in kept:
+                context.world.release()
+        return kept
 
     def _new_context(
         self, group: dist.ProcessGroup | None, make: Callable[[], World]

@@ -203,12 +203,6 @@ class Heart:
         self._is_retired = True
         self.stop(if_unused=True)
 
-    def keep(self, has_left: Callable[[], bool]) -> bool:
-        """Serve the job on, until it `has_left()`; False when this has stopped."""
-        with self._lock:
-            self._has_left, self._is_retired = has_left, False
-            return not self._is_stopped
-
     def _is_used(self) -> bool:
         with self._lock:
             return any(user() is not None for user in self._users.values())

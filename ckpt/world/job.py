@@ -49,10 +49,6 @@ class Process:
         self.missing = Missing(heart, lambda: self.store)
         self.board = ProcessBoard(store, rank)
 
-    def use(self, store: Any) -> None:
-        """Another way to the same store."""
-        self.store = self.board.store = store
-
 
 def place_of_environment() -> Place:
     """Where ranks listen for each other: on the first interface of GLOO_SOCKET_IFNAME, as gloo
@@ -85,8 +81,17 @@ def own_prefix(process: Process, ranks: tuple[int, ...], rank: int) -> tuple[Any
     return PrefixStore(f"{number}", home), key
 
 
+def _own_part(store: Any, rank: int) -> Any:
+    """A part of the store for this initialisation of torch: another one with the same store must
+    not find what this one leaves there. All ranks count alike.
+    """
+    from torch.distributed import PrefixStore  # type: ignore[attr-defined]
+
+    return PrefixStore(f"shardpoint/{store.add(f'shardpoint/joins/{rank}', 1)}", store)
+
+
 class ThisProcess:
-    """This process in its job; its heart lives as long as the job that the store is for."""
+    """This process in its job, with a heart of its own for each initialisation of torch."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -126,6 +131,7 @@ class ThisProcess:
             base = base.clone()
         rank = dist.get_rank()
         try:
+            base = _own_part(base, rank)
             job = base.compare_set("shardpoint/job", "", secrets.token_hex(16)).decode()
         except dist.DistError:
             raise  # the store is away
@@ -135,17 +141,11 @@ class ThisProcess:
                 "`compare_set`. Fake process groups cannot save or load; otherwise initialise "
                 "torch.distributed with a TCPStore or a FileStore, as its `init_method` does"
             ) from error
-        is_same = before is not None and (before.job, before.rank) == (job, rank)
         group = dist.group.WORLD
 
         def has_left() -> bool:
             return dist.group.WORLD is not group and all([forget() for forget in self.on_left])
 
-        if before is not None and is_same and before.heart.keep(has_left):
-            # torch was initialised once more with the same store: what the others read there of
-            # this process stays true.
-            before.use(base)
-            return before
         if before is not None:
             before.heart.retire()
         try:
@@ -184,7 +184,7 @@ def leave_uncalled() -> None:
             store = TCPStore(*place, is_master=False, timeout=timedelta(seconds=STORE_SECONDS))
             store = PrefixStore("0/", PrefixStore("default_pg", store))
         card = Card.of_absent(rank, ENDED_UNCALLED)
-        store.compare_set(card_key(rank), "", card.encode().decode())
+        _own_part(store, rank).compare_set(card_key(rank), "", card.encode().decode())
 
     c10d: Any = dist.distributed_c10d
     is_known = dist.is_initialized() or getattr(c10d, "_default_pg_init_method", "") == "env://"

@@ -56,7 +56,7 @@ def _join(port: int, size: int) -> CountingStore:
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timeout)
     process = job.this_process.in_job()
     counting = CountingStore(process.store)
-    process.use(counting)
+    process.store = process.board.store = counting
     return counting
 
 

@@ -204,6 +204,10 @@ class Link:
                 return False
             except OSError:  # its end is noticed by reading
                 return True
+            except BaseException:
+                if isinstance(self.sock, ssl.SSLSocket):  # many steps: what it took is not known
+                    socket.socket.shutdown(self.sock, socket.SHUT_RDWR)  # so all is sent anew
+                raise
         return True
 
     def receive(self) -> bytes | None:

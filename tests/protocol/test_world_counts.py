@@ -438,7 +438,7 @@ def test_the_heart_gives_itself_more_tasks_than_its_alarm_holds() -> None:
 FIRST, SECOND, THIRD = b"first " * 50_000, b"second" * 50_000, b"third"
 
 
-def _interrupted_at(number: int, call: Callable[[], object], function: str) -> bool:
+def interrupted_at(number: int, call: Callable[[], object], function: str) -> bool:
     """`call()` with Ctrl-C at that chance in `function` and what it calls; whether it came so far.
 
     Python looks for it after calls, before steps back and where a function begins.
@@ -489,7 +489,7 @@ def test_ctrl_c_neither_cuts_a_message_nor_sends_it_twice() -> None:
                 assert not link.flush()
                 received = theirs.recv(70_000)
                 assert select.select([], [ours], [], 60.0)[1]
-                came = _interrupted_at(number, partial(link.send, SECOND), "send")
+                came = interrupted_at(number, partial(link.send, SECOND), "send")
                 assert not link._lock.locked()
                 link.send(THIRD)
                 while not link.flush():

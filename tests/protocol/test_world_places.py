@@ -10,8 +10,10 @@ import socket
 import subprocess
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -25,9 +27,18 @@ from ckpt.errors import CheckpointError
 from ckpt.world.base import Message
 from ckpt.world.heart import Heart
 from ckpt.world.job import place_of_environment, this_process
+from ckpt.world.link import Link
 from ckpt.world.liveness import Card
-from ckpt.world.place import CERTIFICATE_VARIABLE, PORTS_VARIABLE, Place
+from ckpt.world.place import (
+    CERTIFICATE_VARIABLE,
+    PORTS_VARIABLE,
+    Place,
+    client_tls,
+    listening,
+    server_tls,
+)
 from ckpt.world.torch_world import current_world
+from tests.protocol.test_world_counts import interrupted_at
 from tests.ranks import run_ranks
 
 
@@ -164,6 +175,37 @@ def test_nothing_listens_after_destroy_process_group(tmp_path: Path) -> None:
     assert run_ranks(2, _leaves, url, root) == [(1, 2)] * 2
 
 
+def _leaves_and_joins(port: int, root: str) -> list[int]:
+    ckpt.world.heart.LOOK_SECONDS = 0.2
+    rank, state, torchs = int(os.environ["RANK"]), {"a": torch.ones(4)}, cast(Any, dist)
+    store = torchs.TCPStore("127.0.0.1", port, is_master=rank == 0, wait_for_workers=False)
+    # gloo itself would meet what it left there, now and then.
+    torchs.distributed_c10d._get_default_store = lambda: store
+    for step in (1, 2):
+        own = torchs.PrefixStore(f"{step}", store)
+        dist.init_process_group("gloo", store=own, rank=rank, world_size=2)
+        if rank == 0:
+            time.sleep(1.0)  # what it left in the store is all that the other finds
+        ckpt.save(state, root, step=step)
+        dist.barrier()
+        dist.destroy_process_group()
+        until = time.monotonic() + 30
+        while any(thread.name == "ckpt-heart" for thread in threading.enumerate()):
+            assert time.monotonic() < until, "it listens still"
+            time.sleep(0.1)
+        store.add("left", 1)
+        while store.add("left", 0) < 2 * step:
+            time.sleep(0.1)
+    return [one.step for one in ckpt.list_steps(root)]
+
+
+@pytest.mark.ranks
+def test_a_job_is_joined_again_with_the_same_store(tmp_path: Path) -> None:
+    port, root = two_free_ports()[0], str(tmp_path / "root")
+    answers = run_ranks(2, _leaves_and_joins, port, root, group=False, timeout_seconds=120)
+    assert answers == [[1, 2]] * 2
+
+
 @pytest.fixture(scope="module")
 def certificates(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
     """Two files, each with a key and its certificate."""
@@ -208,6 +250,30 @@ def test_other_certificates_are_refused_by_name(
     files = certificates[0], "" if lacks else certificates[1]
     answers = run_ranks(2, _saves_encrypted, files, str(tmp_path / "root"))
     assert all("must name the same file on all ranks" in text for text, _ in answers), answers
+
+
+def test_ctrl_c_sends_no_encrypted_message_twice(certificates: tuple[str, str]) -> None:
+    """Wherever it comes: the message is whole, or the connection ends, to be made anew."""
+    number, came, file = 0, True, certificates[0]
+    with listening(Place()) as listener, ThreadPoolExecutor(1) as pool:
+        while came:
+            number += 1
+            ours = socket.create_connection(("127.0.0.1", listener.getsockname()[1]))
+            theirs, _ = listener.accept()
+            met = pool.submit(server_tls(file).wrap_socket, theirs, server_side=True)
+            with client_tls(file).wrap_socket(ours) as client, met.result() as server:
+                link = Link(client, None, None)
+                came = interrupted_at(number, partial(link.send, b"first "), "send")
+                link.send(b"second")
+                with contextlib.suppress(OSError):
+                    link.end()
+                received = b""
+                while more := server.recv(100):
+                    received += more
+                whole = b"second" if received == b"second" else b"first second"  # not begun
+                assert whole.startswith(received), number
+                assert came or received == b"first second"
+    assert number > 10
 
 
 def test_a_file_that_is_no_certificate_is_named(tmp_path: Path) -> None:

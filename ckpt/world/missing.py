@@ -15,7 +15,6 @@ when not. So one rank that never starts hides no other, and 32 cost no more than
 from __future__ import annotations
 
 import contextlib
-import itertools
 import logging
 import math
 import threading
@@ -73,8 +72,10 @@ class Missing:
         return not self._heart.has_met(Neighbour(False, rank))
 
     def _look_on(self) -> None:
-        for number in itertools.count(1):
+        quiet = 0
+        while True:
             time.sleep(LOOK_SECONDS / LOOK_CALLS)
+            quiet += 1
             with self._lock:
                 self._expected = {rank for rank in self._expected if self._lacks(rank)}
                 callers = [one for one in self._heart.by_store() if not one.is_parent]
@@ -85,7 +86,9 @@ class Missing:
             try:
                 while (sock := self._calls.next(self._store())) is not None:
                     self._heart.adopt(sock)
-                if number % LOOK_CALLS == 0:
+                    quiet = 0  # not to be judged by its port before it has said who it is
+                if quiet >= LOOK_CALLS:
+                    quiet = 0
                     self.look()
             except Exception as error:  # the round's deadline is left
                 logger.debug("no look for ranks that have not connected: %s", error)
@@ -154,11 +157,11 @@ def connect_to_parent(heart: Heart, store: Any, parent: int, seconds: float) -> 
         try:
             heart.connect(card, CONNECT_SECONDS)
         except OSError as error:
+            if not card.port or card.process.runs() is False:
+                raise
             if card.certificate != heart.card.certificate:
                 own = heart.card.rank  # its parent looks for it there
                 store.set(card_key(own), Card.of_absent(own, f"cannot join: {error}").encode())
-                raise
-            if not card.port or card.process.runs() is False:
                 raise
             heart.connect(card, CONNECT_SECONDS, partial(call, heart.begin, store, parent, error))
     except OSError as error:

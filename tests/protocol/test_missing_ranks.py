@@ -9,8 +9,10 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import socket
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -20,11 +22,12 @@ import pytest
 
 import ckpt.world.missing
 from ckpt.errors import RankFailed
+from ckpt.world.by_store import Calls
 from ckpt.world.heart import Heart
 from ckpt.world.job import Process
-from ckpt.world.link import Frame, Neighbour
+from ckpt.world.link import Frame, Neighbour, hello
 from ckpt.world.liveness import Card, ProcessIdentity
-from ckpt.world.missing import Missing, card_key
+from ckpt.world.missing import Missing, card_key, connect_to_parent
 from ckpt.world.rounds import Deadlines
 from ckpt.world.torch_world import TorchWorld
 from tests.protocol.test_world_counts import TCP_STORE, CountingStore
@@ -111,6 +114,49 @@ def test_ranks_of_other_machines_are_looked_for_at_their_port(
         missing.expect([1, 2])
         missing.look()
         assert losses.all == {1: "has died (its port is closed) before its first connection"}
+
+
+def test_a_rank_that_calls_by_the_store_is_not_judged_by_its_port(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its call is taken just when the parent would look, and it says who it is a moment later."""
+    monkeypatch.setattr(ckpt.world.missing, "LOOK_SECONDS", 0.5)
+    server = TCP_STORE("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    losses, (ours, theirs) = Losses(), socket.socketpair()
+    with hearts(2) as (parent, child), ours, theirs:
+        parent.register(b"w" * 16, losses, losses)
+        child.stop()
+        card = _elsewhere(child.card, port=child.card.port)
+        server.set(card_key(1), card.encode())
+        missing = Missing(parent, lambda: server)
+        calls: list[socket.socket | None] = [*[None] * 4, theirs, None]
+
+        def take(_: Calls, store: Any) -> socket.socket | None:
+            if not calls:
+                ours.sendall(hello(card, parent.card))
+                calls.append(None)
+            return calls.pop(0)
+
+        monkeypatch.setattr(Calls, "next", take)
+        missing.expect([1])
+        until = time.monotonic() + 30
+        while not parent.has_met(Neighbour(False, 1)):
+            assert time.monotonic() < until
+            time.sleep(0.01)
+        assert losses.all == {}
+
+
+@pytest.mark.parametrize("why", ["cannot join: no port", "has died"])
+def test_an_absent_parent_is_no_fault_of_the_certificate(why: str) -> None:
+    """What this process left of itself in the store stays, for the ranks below it."""
+    server = TCP_STORE("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    with hearts(2) as (_, child):
+        child.card = child.card._replace(certificate="of the job")
+        server.set(card_key(0), Card.of_absent(0, why).encode())
+        server.set(card_key(1), child.card.encode())
+        connect_to_parent(child, server, 0, 5.0)
+        assert child._lost == {Neighbour(True, 0): why}
+        assert Card.decode(server.get(card_key(1))) == child.card
 
 
 def _fail_without(

@@ -9,6 +9,7 @@ import re
 import threading
 import uuid
 from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from datetime import datetime
 from functools import cached_property
 from typing import Any
@@ -36,7 +37,6 @@ from storage.store import (
     redacted,
     unfinished_name,
 )
-from storage.threads import Pool
 
 
 def open_generic(url: str, options: dict[str, Any]) -> FsspecStore:
@@ -160,7 +160,7 @@ class FsspecStore(Store):
             return True
 
         is_visible = bool(writers) and self._is_there(path)
-        with Pool(_RACING) as pool:
+        with ThreadPoolExecutor(_RACING) as pool:  # not a `Pool`: one thread alone would not race
             won = list(pool.map(wins, writers))
         if len(writers) < _RACING or is_visible or won.count(True) != 1:
             return False

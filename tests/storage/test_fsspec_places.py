@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import os
+import threading
 import uuid
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -26,6 +27,7 @@ from storage import (
     InvalidUrlError,
     KeyExistsError,
     OutcomeUnknownError,
+    StorageError,
     Store,
     StoreLike,
     open_store,
@@ -198,6 +200,19 @@ def test_a_probe_that_fails_once_is_repeated(tmp_path: Path) -> None:
 
     store = open_store(FsspecStore(Stumbles(), str(tmp_path)))
     assert store.exclusive_create is ExclusiveCreate.CONDITIONAL and store.retries == 1
+
+
+def test_a_probe_that_cannot_race_proves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    store = FsspecStore(OwnFileSystem(), str(tmp_path))
+    with monkeypatch.context() as patch, pytest.raises(StorageError, match="start new thread"):
+        patch.setattr(threading.Thread, "start", refused)
+        assert store.exclusive_create
+    assert store.exclusive_create is ExclusiveCreate.CONDITIONAL
 
 
 def test_a_lost_answer_is_an_unknown_outcome(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import os
 import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -71,30 +72,38 @@ def operation(function: F) -> F:
 
 
 def _checked(parameter: inspect.Parameter, value: Any) -> Any:
-    """`value`, where a text of the command line could make it; one text stands for a list of it.
-
-    Raises InvalidArgument for any other.
+    """`value`, where a text of the command line could make it, with plain numbers for those of
+    numpy and torch; one text or path stands for a list of it. Raises InvalidArgument for any other.
     """
     from ckpt.commit.numbers import is_finite, plain_float, plain_int
     from ckpt.errors import InvalidArgument
 
     argument = Argument.of(parameter.annotation)
-    if argument is None or (value is None and parameter.default is None):
-        return value
-    if argument.collect is list:
-        return [value] if isinstance(value, str) else value
+    if argument is None or (value is None and parameter.default in (None, ())):
+        return value if argument is None else parameter.default
     shown, is_right, wanted = f"{parameter.name}={value!r}", True, ""
-    if argument.collect is dict:
+    if argument.collect is list:
+        if argument.parse is rename_rule and (callable(value) or isinstance(value, Mapping)):
+            return value
+        wanted = "a list of texts"
+        each = [value] if isinstance(value, (str, os.PathLike)) else value
+        try:
+            return [os.fspath(one) for one in each]
+        except TypeError:
+            is_right = False
+    elif argument.collect is dict:
         # No more of it: it may be a secret.
         shown = f"{parameter.name}= is a {type(value).__name__}"
         is_right, wanted = hasattr(value, "items"), "a mapping"
-    elif argument.parse in (whole, count, nbytes):
-        number, least = plain_int(value), int(argument.parse is count)
-        is_right, wanted = type(number) is int and number >= least, f"an int of at least {least}"
-    elif argument.parse in (seconds, params, price):
-        number, kind = plain_float(value), "of at least 0" if argument.parse is price else "above 0"
-        is_right = is_finite(number) and number >= 0 and (number > 0 or argument.parse is price)
-        wanted = f"a number {kind}"
+    elif argument.parse in (whole, count, nbytes, params):
+        value, least = plain_int(value), int(argument.parse in (count, params))
+        is_right, wanted = type(value) is int and value >= least, f"an int of at least {least}"
+    elif argument.parse in (seconds, price):
+        is_other = isinstance(value, (bool, str, bytes))  # float() takes these for numbers
+        value = value if isinstance(value, (int, float)) else plain_float(value)
+        is_right, wanted = not is_other and is_finite(value) and value > 0, "a number above 0"
+        if argument.parse is price:
+            is_right, wanted = is_right or (not is_other and value == 0), "a number of at least 0"
     elif choices := argument.choices_of(parameter.annotation):
         is_right, wanted = value in choices, f"one of {', '.join(map(repr, choices))}"
     if not is_right:

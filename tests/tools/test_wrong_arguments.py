@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -41,7 +42,11 @@ def root(tmp_path: Path) -> str:
         ("prune", {"keep_last": 1, "retire_after": "1d"}, "retire_after='1d': expected a number"),
         ("prune", {"keep_last": 0}, "keep_last=0: expected an int of at least 1"),
         ("cost", {"every_seconds": "10m"}, "every_seconds='10m': expected a number above 0"),
+        ("cost", {"every_seconds": "600"}, "every_seconds='600': expected a number above 0"),
+        ("cost", {"every_seconds": True}, "every_seconds=True: expected a number above 0"),
+        ("cost", {"params": 7e9}, "params=7000000000.0: expected an int of at least 1"),
         ("cost", {"gib_month": -5}, "gib_month=-5: expected a number of at least 0"),
+        ("diff", {"include": 5}, "include=5: expected a list of texts"),
     ],
 )
 def test_a_wrong_argument_is_named(
@@ -65,6 +70,17 @@ def test_one_pattern_is_a_list_of_one(root: str, tmp_path: Path) -> None:
     assert operate.diff(root, exclude="model.*").same == 0
     report = operate.export(root, tmp_path / "m.safetensors", entry="model", include="b*")
     assert list(report.tensors) == ["b"]
+
+
+def test_numbers_of_numpy_and_paths_are_taken(root: str, tmp_path: Path) -> None:
+    age, one = np.float32(3600), np.int64(1)
+    report = operate.prune(root, keep_last=one, retire_after=age, keep_younger=age, dry_run=True)
+    assert not report.deleted
+    assert operate.cost(params=np.int64(1000), ranks=one, every_seconds=age).model.params == 1000
+    assert operate.diff(root, threads=np.uint8(1), exclude=None).changed  # type: ignore[arg-type]
+    for near in (tmp_path, [tmp_path]):
+        with pytest.raises(ckpt.NoCheckpoint, match=f"none of {tmp_path} is a near directory"):
+            operate.rescue(near, root)  # type: ignore[arg-type]
 
 
 def test_patterns_of_diff_are_those_of_export(root: str) -> None:

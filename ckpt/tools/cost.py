@@ -202,11 +202,10 @@ def requests_of_upload(nbytes: int) -> int:
     """Requests that store one rank's data in S3, in files of at most `FILE_NBYTES`: one for a small
     file, else one for each part and two around them.
     """
-    count = 0
-    for start in range(0, nbytes, FILE_NBYTES):
-        parts = part_count(min(FILE_NBYTES, nbytes - start), PART_NBYTES)
-        count += parts + 2 if parts > 1 else 1
-    return count
+    full, rest = divmod(nbytes, FILE_NBYTES)
+    parts = (part_count(size, PART_NBYTES) for size in (FILE_NBYTES, rest))
+    of_full, of_rest = (count + 2 if count > 1 else count for count in parts)
+    return full * of_full + of_rest
 
 
 def lost_seconds(every_seconds: float, persist_seconds: float) -> float:

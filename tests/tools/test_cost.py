@@ -154,6 +154,7 @@ def test_requests_of_one_upload() -> None:
         (FILE_NBYTES, full),
         (FILE_NBYTES + 1, full + 1),
         (2 * FILE_NBYTES + 3 * PART_NBYTES, 2 * full + 5),
+        (FILE_NBYTES << 40, full << 40),  # at once: `ckpt cost` takes any number of parameters
     ):
         assert requests_of_upload(nbytes) == expected
 

@@ -6,7 +6,7 @@ Nothing is committed here: a rebuilt checkpoint becomes visible only through the
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
@@ -38,7 +38,7 @@ from ckpt.format.stored_index import (
 )
 from ckpt.short import ShortRecord
 from storage import StoreLike, open_store
-from storage.errors import KeyExistsError, KeyNotFoundError
+from storage.errors import CorruptObjectError, KeyExistsError, KeyNotFoundError
 from storage.hidden import hides_secrets
 from storage.location import folder_of, url_of
 from storage.store import Store
@@ -209,13 +209,14 @@ def put_manifest(
     store: Store, key: str, manifest: Manifest, error: type[CheckpointError] = Corrupt
 ) -> bytes:
     """Create a MANIFEST; returns its bytes. An equal one, of an earlier run that ended before its
-    commit, is left alone. Raises `error` when another one is there.
+    commit, is left alone. Raises `error` when another one is there, or a damaged one.
     """
     data = manifest.data
     try:
         store.put_if_absent(key, data)
     except KeyExistsError:
-        with raising_corrupt():
+        is_same = False
+        with suppress(CorruptObjectError):
             is_same = store.get(key) == data
         if not is_same:
             raise error(

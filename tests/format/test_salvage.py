@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from ckpt.errors import Corrupt, InvalidState
-from ckpt.tools.salvage import salvage, write_manifest
-from storage import Store, open_store
+from ckpt.errors import Corrupt, InvalidState, NoCheckpoint
+from ckpt.tools.salvage import put_manifest, salvage, write_manifest
+from storage import ByteRange, CorruptObjectError, Store, open_store
+from storage.memory import MemoryStore
 from tests.format.encoding import encode_manifest
 from tests.format.sample import HEADER, STEP_DIR, make_sample
 from tests.salvaged import matches_manifest
@@ -79,6 +80,21 @@ def test_another_manifest_is_never_overwritten() -> None:
     with pytest.raises(Corrupt, match="differs"):
         write_manifest(store, report)
     assert store.get(f"{STEP_DIR}/MANIFEST") == b"something else"
+
+
+class Damaged(MemoryStore):
+    """Nothing in it can be decoded any more."""
+
+    def get(self, key: str, byte_range: ByteRange | None = None) -> bytes:
+        raise CorruptObjectError(f"{key} is damaged")
+
+
+def test_a_damaged_manifest_is_to_be_moved_away() -> None:
+    """The caller says which error that is: a rescue takes no older checkpoint then."""
+    store = Damaged()
+    store.put_if_absent("MANIFEST", b"x")
+    with pytest.raises(NoCheckpoint, match="move it away"):
+        put_manifest(store, "MANIFEST", SAMPLE.manifest, NoCheckpoint)
 
 
 def test_nothing_there_is_said_so() -> None:

@@ -67,7 +67,14 @@ from ckpt.process import claimed, this_process
 from ckpt.saving.image import WritePath, write_files
 from ckpt.saving.plan import Source, entries_of
 from ckpt.saving.save import store_manifest
-from ckpt.state.values import join_tree, split_tree, unknown_leaves
+from ckpt.state.values import (
+    TENSOR_KEY,
+    is_form,
+    is_reference,
+    join_tree,
+    split_tree,
+    unknown_leaves,
+)
 from storage import Store, StoreLike, open_store
 from storage.hidden import hides_secrets
 from storage.location import url_of
@@ -319,7 +326,7 @@ def _values(
     if rank != 0 or contents.problems:
         return {}, {**values, DCP_RECORD: {"arrays": arrays}} if arrays else values
     paths: Mapping[str, Any] = plan.storage_data["paths"]
-    leaves = values | _leaves(plan)
+    leaves = {key: _with_leaves(value) for key, value in values.items()} | _leaves(plan)
     # Tensors that other ranks write have no item in this plan, but a path.
     for key in paths:
         leaves.setdefault(key, Leaf(key))
@@ -327,6 +334,19 @@ def _values(
     lists = {key: list(path) for key, path in paths.items()}
     record = {"values": values, "paths": lists, "arrays": arrays}
     return {**named.values, DCP_RECORD: record}, {}
+
+
+def _with_leaves(value: Any) -> Any:
+    """`value` with a leaf for each tensor in its lists, tuples and dicts: as `ckpt.save` names it,
+    what lies beside a tensor there is a value of its own.
+    """
+    if is_reference(value):
+        return Leaf(value[TENSOR_KEY])
+    if isinstance(value, dict) and not is_form(value):
+        return {key: _with_leaves(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return type(value)(_with_leaves(item) for item in value)
+    return value
 
 
 def _object(item: WriteItem, planner: SavePlanner) -> Any:

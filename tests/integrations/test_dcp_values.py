@@ -127,9 +127,10 @@ def test_values_come_back_as_from_dcp(part: int, tmp_path: Path, seed: int) -> N
 
 def test_values_of_dcp_load_natively_and_back(tmp_path: Path) -> None:
     plugged, own = str(tmp_path / "plugged"), str(tmp_path / "own")
-    state = {"v": (torch.arange(3), {"q": [torch.ones(2)]}), "d": torch.bfloat16, "p": Path("x")}
+    state = {"v": (torch.arange(3), 7, {"q": [torch.ones(2), "x"]})}
+    state |= {"d": torch.bfloat16, "p": Path("x")}
     dcp.save(state, storage_writer=DcpWriter(plugged, step=1))
-    into = {"v": (torch.zeros(3).long(), {"q": [torch.zeros(2)]}), "d": None, "p": None}
+    into = {"v": (torch.zeros(3).long(), 0, {"q": [torch.zeros(2), ""]}), "d": None, "p": None}
     ckpt.load(into, plugged)
     assert is_same(into, state)
     del state["v"]  # DCP takes a tuple for a leaf

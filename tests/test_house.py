@@ -198,13 +198,13 @@ BANS = (
     ),
     # DCP reads nothing but a pickle of its classes.
     Ban(
-        lambda name: is_pickle(name) and name != "torch.save",
+        lambda name: is_pickle(name) and name not in ("torch.save", "torch.load"),
         ("ckpt/convert/targets/dcp.py",),
         "ckpt.format.codec for values, ckpt.format.datafile for tensors",
     ),
-    # Its planners read what torch.save wrote.
+    # Planners of DCP take and give what torch.save wrote: bytes of this process, none of a store.
     Ban(
-        lambda name: name == "torch.save",
+        lambda name: name in ("torch.save", "torch.load"),
         ("ckpt/integrations/dcp.py",),
         "ckpt.format.codec for values, ckpt.format.datafile for tensors",
     ),

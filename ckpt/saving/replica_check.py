@@ -346,13 +346,13 @@ def differing_replicas(
     memory.differing = ()
     if memory.holders is None or not memory.holders.are_replicated:
         return None
-    found = _texts(task.session.world, contents, sums)
-    if found is None:
+    compared = _texts(task.session.world, contents, sums)
+    if compared is None:
         return CheckpointError(
             "the ranks compare different replicas: pass the same replicas= on all of them, and "
             "save again where one has failed alone"
         )
-    texts, is_of_all = found
+    texts, is_of_all = compared
     was_first_only = memory.plans.first_only
     if not texts:
         # All of it is equal again, if all was compared; ranks may share the writing from now on.

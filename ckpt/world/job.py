@@ -141,10 +141,14 @@ class ThisProcess:
                 "`compare_set`. Fake process groups cannot save or load; otherwise initialise "
                 "torch.distributed with a TCPStore or a FileStore, as its `init_method` does"
             ) from error
-        group = dist.group.WORLD
+        group: Callable[[], object] = weakref.ref(
+            dist.group.WORLD
+        )  # torch frees it when it is left
 
         def has_left() -> bool:
-            return dist.group.WORLD is not group and all([forget() for forget in self.on_left])
+            world = dist.group.WORLD
+            is_left = world is None or world is not group()
+            return is_left and all([forget() for forget in self.on_left])
 
         if before is not None:
             before.heart.retire()

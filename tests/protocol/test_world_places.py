@@ -193,8 +193,11 @@ def _leaves_and_joins(port: int, root: str) -> list[int]:
         while any(thread.name == "ckpt-heart" for thread in threading.enumerate()):
             assert time.monotonic() < until, "it listens still"
             time.sleep(0.1)
+        # Rank 0 serves the store: it ends last.
+        while rank == 1 and store.add("left", 0) < 2 * step - 1:
+            time.sleep(0.1)
         store.add("left", 1)
-        while store.add("left", 0) < 2 * step:
+        while rank == 0 and store.add("left", 0) < 2 * step:
             time.sleep(0.1)
     return [one.step for one in ckpt.list_steps(root)]
 

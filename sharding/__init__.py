@@ -41,13 +41,12 @@ from torch.distributed.fsdp.wrap import (
 from sharding.comm_hooks import LowPrecisionState, bf16_compress_hook, fp16_compress_hook
 from sharding.dtensor.meshes import DataParallelMeshDims, ShardPlacementResult
 from sharding.engine.blocks import Blocks, Whole
-from sharding.engine.runtime import GradientReductionHandle
+from sharding.engine.runtime import GradientReductionHandle, UnshardHandle
 from sharding.explaining import explain
 from sharding.flat.members import FlatParameter
 from sharding.fsdp import FullyShardedDataParallel
 from sharding.fsdp_module import (
     FSDPModule,
-    UnshardHandle,
     register_fsdp_forward_method,
     share_comm_ctx,
 )

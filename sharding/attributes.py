@@ -17,8 +17,6 @@ from sharding.wrapping.init import Ignored
 if TYPE_CHECKING:
     from sharding.flat.members import FlatParameter
 
-__all__ = ["CHILD", "UnitAttributes"]
-
 CHILD = "_fsdp_wrapped_module"
 """The name of the wrapped module in the wrapper; torch's own."""
 

@@ -14,8 +14,6 @@ from sharding.engine.collectives import Group, RankParts, comm_of, default_group
 from sharding.engine.memory import BufferPool
 from sharding.engine.reduction import CommHook, divide_factors
 
-__all__ = ["LowPrecisionState", "bf16_compress_hook", "fp16_compress_hook", "hook_of"]
-
 # Hooks reduce one gradient at a time; units count from zero.
 _TAG = 1 << 16
 

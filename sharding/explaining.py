@@ -21,8 +21,6 @@ from sharding.forward_hooks import sharded_groups
 from sharding.fsdp import FullyShardedDataParallel, fsdp_units
 from sharding.sharded_group import ShardedGroup
 
-__all__ = ["Explanation", "StepEvent", "UnitFacts", "explain"]
-
 
 @dataclass(frozen=True)
 class UnitFacts:

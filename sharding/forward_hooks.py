@@ -15,15 +15,6 @@ from sharding.engine.unit import Phase, Root, Unit
 from sharding.sharded_group import ShardedGroup
 from sharding.torch_face import TorchUnit
 
-__all__ = [
-    "PipelineState",
-    "after_forward",
-    "before_forward",
-    "find_root",
-    "managed_below",
-    "sharded_groups",
-]
-
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def before_forward(

@@ -72,8 +72,6 @@ from sharding.torch_face import redirect_static_methods
 from sharding.wrapping.init import Ignored
 from sharding.wrapping.policies import auto_wrap
 
-__all__ = ["FullyShardedDataParallel", "fsdp_units"]
-
 
 class FullyShardedDataParallel(UnitAttributes, StatefulUnit):
     """Shards a module's parameters, gradients and optimizer state over data-parallel ranks.

@@ -11,6 +11,7 @@ from typing import Any, Literal, cast
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import FSDPModule as TorchModule
 
 from ckpt.layout.dtensor import FsdpCut, describe_dtensor
 from ckpt.layout.piece import Owned
@@ -30,16 +31,7 @@ from sharding.forward_hooks import (
     sharded_groups,
 )
 from sharding.sharded_group import ShardedGroup
-from sharding.torch_face import TorchModule, TorchUnit
-
-__all__ = [
-    "FSDPModule",
-    "ShardedGroup",
-    "UnshardHandle",
-    "become_sharded",
-    "register_fsdp_forward_method",
-    "share_comm_ctx",
-]
+from sharding.torch_face import TorchUnit
 
 
 class FSDPModule(TorchUnit):

@@ -40,8 +40,6 @@ from sharding.sharded_group import ShardedGroup
 from sharding.torch_face import check_known, follows_grad_dtype
 from sharding.wrapping.init import Ignored, find_params, move_states
 
-__all__ = ["fully_shard", "replicate"]
-
 M = TypeVar("M", bound=nn.Module | list[Any])
 Placing = Callable[[nn.Parameter], object]
 

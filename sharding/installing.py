@@ -15,8 +15,6 @@ from sharding import fsdp_module, fully_sharding
 from sharding.engine.torch_seam import torch_replicate
 from sharding.fsdp import FullyShardedDataParallel
 
-__all__ = ["install"]
-
 _THEIRS: dict[str, Any] = {
     name: getattr(fsdp, name)
     for name in (

@@ -17,8 +17,6 @@ from ckpt.errors import Mismatch
 from ckpt.state.names import bare_name
 from ckpt.state.optimizer import params_of
 
-__all__ = ["by_name", "by_number", "own_names"]
-
 
 def own_names(optimizer: torch.optim.Optimizer) -> set[str]:
     """The names that the optimizer's own state dict is keyed by; empty when by numbers."""

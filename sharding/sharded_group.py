@@ -18,8 +18,6 @@ from sharding.engine.streams import Streams, streams_for
 from sharding.engine.torch_seam import SymmetricMemory, group_memory, premultiplied_sum
 from sharding.engine.unit import Unit
 
-__all__ = ["CustomComm", "CustomReduction", "ShardedGroup", "with_gather", "with_reduction"]
-
 _WIDE = (torch.float32, torch.bfloat16)
 """Dtypes whose range no sum of gradients leaves."""
 

@@ -35,7 +35,7 @@ from ckpt.state_dict.api import TakeRequest
 from ckpt.state_dict.config import FullOptimStateDictConfig, ShardedOptimStateDictConfig
 from ckpt.state_dict.config import OptimStateDictConfig as OurOptimConfig
 from ckpt.state_dict.config import StateDictType as Form
-from ckpt.state_dict.keys import ListedParams
+from ckpt.state_dict.keys import ListedParams, rekey_optimizer_state_dict
 from sharding.engine.torch_seam import (
     norm_counters,
     set_versions,
@@ -50,8 +50,6 @@ from sharding.torch_face import (
     form_of,
     relative,
 )
-
-__all__ = ["StatefulUnit"]
 
 logger = logging.getLogger(__name__)
 
@@ -389,7 +387,7 @@ class StatefulUnit(TorchWrapper):
             return optim_state_dict
         optimizer = _listed(model, optim_input, optim)
         with _as_torch_raises(ValueError):
-            state = state_dicts.rekey_optimizer_state_dict(
+            state = rekey_optimizer_state_dict(
                 optim_state_dict, "fqn" if to_names else "id", model, optimizer
             )
         # As torch's class has them: copies, and sorted.

@@ -32,21 +32,6 @@ from torch.distributed.fsdp import UnshardHandle as TorchHandleClass
 
 from ckpt.state_dict.config import StateDictType, config_with
 
-__all__ = [
-    "TorchHandle",
-    "TorchModule",
-    "TorchReductionHandle",
-    "TorchUnit",
-    "TorchWrapper",
-    "check_known",
-    "checked_settings",
-    "default_settings",
-    "follows_grad_dtype",
-    "form_of",
-    "redirect_static_methods",
-    "relative",
-]
-
 _LEFT_ALONE = ("get_state_dict_type", "set_state_dict_type", "state_dict_type")
 """Static methods of torch's class that set attributes of units, which works on ours too."""
 

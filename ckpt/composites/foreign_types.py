@@ -16,8 +16,6 @@ from ckpt.layout.dtypes import dtype_name
 from ckpt.layout.named_classes import class_at, name_in
 from ckpt.layout.region import Shape
 
-__all__ = ["buffers_of", "type_named", "type_of", "wrapper_type"]
-
 _AO_QUANTIZATION = "torchao.quantization"
 _AO_OPTIM = "torchao.optim"
 _PARAMS_4BIT = "bitsandbytes.Params4bit"

@@ -14,8 +14,6 @@ from ckpt.layout.composites import CompositeType, Parts
 from ckpt.layout.plain import UnsupportedTensor
 from ckpt.layout.region import Shape
 
-__all__ = ["type_named", "type_of"]
-
 
 def type_of(tensor: torch.Tensor) -> CompositeType | None:
     """The type of a tensor that is none of one strided memory; None for others."""

@@ -11,8 +11,6 @@ from ckpt.layout.piece import Owned, Piece, View, Window
 from ckpt.layout.plain import UnsupportedTensor
 from ckpt.layout.region import Box, Shape, Span, boxes_of, row_major_strides, whole
 
-__all__ = ["FlatMember", "Inside", "flat_views", "member_as_param", "memory_order"]
-
 
 class Inside(NamedTuple):
     """Of what a member is a part, when it was cut before it was flattened (tensor parallelism)."""

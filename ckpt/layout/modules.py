@@ -36,8 +36,6 @@ from ckpt.layout.plain import (
 from ckpt.layout.state_dict_hooks import CANNOT, load_changes, overrides, save_changes
 from ckpt.layout.tensor import PLAIN_CLASSES, is_dtensor
 
-__all__ = ["ModuleLayout", "Ranks", "UnsupportedTensor", "describe_module", "describe_tensor"]
-
 
 @dataclass(frozen=True, slots=True)
 class ModuleLayout:

@@ -11,8 +11,6 @@ from typing import Any
 
 from torch import nn
 
-__all__ = ["CANNOT", "load_changes", "overrides", "save_changes"]
-
 # Hooks and overrides in these packages either belong to a wrapper that we see through, or only
 # accept names and layouts of older versions.
 _HARMLESS = ("torch.nn.", "torch.distributed.", "torch._dynamo.")

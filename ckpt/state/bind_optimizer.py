@@ -33,8 +33,6 @@ from ckpt.state.trees import bind_tree
 from ckpt.state.types import ProblemKind
 from ckpt.state.values import join, references
 
-__all__ = ["bind_optimizer"]
-
 GROUPS_SHOWN_MAX = 8
 
 

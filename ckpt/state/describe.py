@@ -16,9 +16,9 @@ from torch import nn
 
 from ckpt.layout.holdings import holdings_of
 from ckpt.layout.kind import Kind
-from ckpt.layout.modules import ModuleLayout, UnsupportedTensor, describe_module, describe_tensor
+from ckpt.layout.modules import ModuleLayout, describe_module, describe_tensor
 from ckpt.layout.piece import Holding, Owned
-from ckpt.layout.plain import Ranks, with_copies
+from ckpt.layout.plain import Ranks, UnsupportedTensor, with_copies
 from ckpt.layout.region import Shape
 from ckpt.state.values import join
 from ckpt.state.walk import Leaves

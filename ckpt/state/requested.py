@@ -9,8 +9,6 @@ from __future__ import annotations
 import enum
 from typing import NamedTuple
 
-__all__ = ["CHECKPOINT", "STATE_DICT", "CallArguments", "LoadRequest", "Unshared"]
-
 
 class Unshared(enum.Enum):
     """Who owns what no engine shares between ranks in an optimizer's state dict: the state of

@@ -7,7 +7,6 @@ from ckpt.state_dict.api import (
     model_state_dict,
     optimizer_state_dict,
     optimizer_state_dict_to_load,
-    rekey_optimizer_state_dict,
     shard_optimizer_state_dict,
 )
 from ckpt.state_dict.config import (
@@ -21,6 +20,7 @@ from ckpt.state_dict.config import (
     StateDictConfig,
     StateDictType,
 )
+from ckpt.state_dict.keys import rekey_optimizer_state_dict
 
 __all__ = [
     "FullOptimStateDictConfig",

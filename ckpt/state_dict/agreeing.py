@@ -23,8 +23,6 @@ from ckpt.layout.piece import Holding
 from ckpt.saving.replica_check import digests_of
 from ckpt.world.base import World
 
-__all__ = ["NOTHING", "Agreed", "agreed_state", "check_values"]
-
 
 class _Tensor(NamedTuple):
     """A tensor of one rank. Other ranks may have another model with tensors of the same names, so

@@ -30,20 +30,10 @@ from ckpt.state_dict.config import (
 )
 from ckpt.state_dict.forms import DictForm
 from ckpt.state_dict.into import OptimizerTarget, put_model, put_optimizer
-from ckpt.state_dict.keys import ListedParams, rekey_optimizer_state_dict
+from ckpt.state_dict.keys import ListedParams
 from ckpt.state_dict.model import world_to_load, world_to_take
 from ckpt.state_dict.out import take_model, take_optimizer
 from ckpt.world.base import SoloWorld, World
-
-__all__ = [
-    "load_model_state_dict",
-    "load_optimizer_state_dict",
-    "model_state_dict",
-    "optimizer_state_dict",
-    "optimizer_state_dict_to_load",
-    "rekey_optimizer_state_dict",
-    "shard_optimizer_state_dict",
-]
 
 Optimizer = torch.optim.Optimizer
 

@@ -39,8 +39,6 @@ from ckpt.state_dict.redistribute import redistribute
 from ckpt.state_dict.table import Table, entries_of, gather_table
 from ckpt.world.base import World, collectively
 
-__all__ = ["ModelLoad", "OptimizerLoad", "OptimizerTarget", "put_model", "put_optimizer"]
-
 logger = logging.getLogger(__name__)
 
 

@@ -15,8 +15,6 @@ from ckpt.state.describe import members_of
 from ckpt.state.names import split_state_name
 from ckpt.state.optimizer import options_of, params_of
 
-__all__ = ["ListedParams", "kind_of_keys", "nested", "rekey_optimizer_state_dict"]
-
 
 class ListedParams:
     """What an optimizer would be made of, a list of parameters or of groups, in its place.

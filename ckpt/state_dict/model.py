@@ -23,16 +23,6 @@ from ckpt.state.values import join
 from ckpt.state.walk import Leaves
 from ckpt.world.base import World
 
-__all__ = [
-    "buffer_dtypes",
-    "describe_model",
-    "is_beside",
-    "names_of",
-    "shardings",
-    "world_to_load",
-    "world_to_take",
-]
-
 
 def describe_model(model: nn.Module, ranks: Ranks, *, loading: bool) -> Described:
     """The tensors of one module by their bare names. Raises InvalidState with all problems."""

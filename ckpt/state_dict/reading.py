@@ -30,8 +30,6 @@ from ckpt.state_dict.keys import kind_of_keys, nested
 from ckpt.state_dict.model import buffer_dtypes, describe_model, is_beside, names_of
 from ckpt.state_dict.out import GROUPS, OWN, OWN_KEYS, STATE, Optimizers, copied
 
-__all__ = ["GivenModel", "GivenState", "live_names", "read_model"]
-
 EXTRA_STATE = "_extra_state"
 
 

@@ -30,16 +30,6 @@ from sharding.engine.collectives import Comm, RankParts
 from sharding.engine.memory import BufferPool, TensorSize
 from sharding.engine.torch_seam import chunk_cat, foreach_copy
 
-__all__ = [
-    "AlongFirst",
-    "AlongOther",
-    "ByExtension",
-    "Gathering",
-    "PackedGather",
-    "gathering_for",
-    "pack_gradients",
-]
-
 _PRE, _POST = "fsdp_pre_all_gather", "fsdp_post_all_gather"
 _RELEASES = "fsdp_should_release_all_gather_outputs_after_post_all_gather"
 

@@ -20,10 +20,8 @@ from sharding.engine.collectives import Comm, alone, comm_of
 from sharding.engine.groups import groups_of
 from sharding.engine.store import ModuleParam
 
-__all__ = ["DataParallelMeshDims", "MeshPart", "ShardPlacementResult", "data_mesh", "parts_by_mesh"]
-
 if TYPE_CHECKING:
-    from torch.distributed.fsdp import DataParallelMeshDims
+    from torch.distributed.fsdp import DataParallelMeshDims as DataParallelMeshDims
 elif hasattr(torch.distributed.fsdp, "DataParallelMeshDims"):  # from torch 2.12 on
     DataParallelMeshDims = torch.distributed.fsdp.DataParallelMeshDims
 else:

@@ -42,8 +42,6 @@ from sharding.engine.store import ModuleParam, OutgoingForm
 from sharding.engine.streams import Streams
 from sharding.engine.torch_seam import grad_dtype_of, put_all, set_grad_dtype
 
-__all__ = ["DataAxes", "DataMesh", "Keeping", "ShardedParam"]
-
 Shape = tuple[int, ...]
 
 

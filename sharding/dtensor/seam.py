@@ -13,28 +13,6 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from torch.distributed.tensor import _dtensor_spec as spec_types
 from torch.distributed.tensor.placement_types import _StridedShard
 
-__all__ = [
-    "KNOWN_PLACEMENTS",
-    "DTensorLike",
-    "DTensorSpec",
-    "ShownParam",
-    "as_parameter",
-    "concatenated",
-    "dtensor_over",
-    "flattened",
-    "joined_mesh",
-    "local_of",
-    "make_dtensor",
-    "mark_sharded",
-    "replace_local",
-    "replaced",
-    "sharded_before_as",
-    "spec_of",
-    "strided_shard",
-    "versions_of",
-]
-
-
 KNOWN_PLACEMENTS = (Replicate, Shard, Partial, _StridedShard)
 """By class: what derives from one of them lies in another way."""
 

@@ -45,8 +45,6 @@ from sharding.engine.store import (
 )
 from sharding.engine.torch_seam import foreach_copy, grad_dtype_of, put_all
 
-__all__ = ["DTensorStore", "SmallerMesh"]
-
 
 @dataclass(frozen=True)
 class SmallerMesh:

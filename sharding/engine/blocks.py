@@ -12,8 +12,6 @@ from dataclasses import dataclass
 
 from torch import nn
 
-__all__ = ["Blocks", "Cutting", "Placing", "Whole"]
-
 Shape = tuple[int, ...]
 
 

@@ -30,20 +30,6 @@ import torch.distributed as dist
 from sharding.engine.memory import BufferPool
 from sharding.engine.torch_seam import shown_as
 
-__all__ = [
-    "Comm",
-    "CommMemory",
-    "Group",
-    "PendingCollective",
-    "RankParts",
-    "alone",
-    "comm_of",
-    "default_group",
-    "is_group",
-    "new_groups",
-    "wants_details",
-]
-
 Group = dist.ProcessGroup
 
 # Direct sends carry tags from here on, so that they never meet a user's own point-to-point calls.

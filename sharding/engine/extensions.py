@@ -25,8 +25,6 @@ from ckpt.layout.tensor import is_dtensor
 from sharding.engine.groups import Groups, line_through_here
 from sharding.engine.torch_seam import larger_mesh
 
-__all__ = ["Extension", "TensorParallel"]
-
 
 class Extension(ABC):
     """How members are turned into tensors that can be flattened, and back."""

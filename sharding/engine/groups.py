@@ -11,8 +11,6 @@ from torch.distributed.fsdp import ShardingStrategy
 
 from sharding.engine.collectives import Comm, Group, comm_of, default_group, is_group, new_groups
 
-__all__ = ["Groups", "blocks_of", "groups_of", "line_through_here", "resolve_groups"]
-
 
 class Groups(NamedTuple):
     """The shard group, and with hybrid sharding the group of ranks that hold equal shards."""

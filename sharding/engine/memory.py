@@ -24,15 +24,6 @@ from typing import NamedTuple
 
 import torch
 
-__all__ = [
-    "BufferPool",
-    "GatheredMemory",
-    "PagePool",
-    "TensorMemory",
-    "TensorSize",
-    "gathered_memory",
-]
-
 # Page tables move a whole directory (2 MiB) at a time when both ends are aligned to one.
 _UNIT = 2 * 1024 * 1024
 _ALIGNMENT = 64  # bytes; every tensor starts at a multiple of it

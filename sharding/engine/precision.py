@@ -12,8 +12,6 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecision
 from torch.nn.utils.rnn import PackedSequence
 
-__all__ = ["Casts", "cast_buffers", "cast_floating", "map_tensors", "reduce_dtype"]
-
 
 @dataclasses.dataclass(frozen=True)
 class Casts:

@@ -11,8 +11,6 @@ from typing import Any
 
 from torch.profiler import record_function
 
-__all__ = ["FLAT", "IN_PLACE", "NO_RANGES", "Ranges"]
-
 FLAT, IN_PLACE = 0, 1
 # What a unit does, by the names of the flat wrapper and of `fully_shard`; "" has none.
 _NAMES = {

@@ -32,8 +32,6 @@ from sharding.engine.store import Gradients, Outgoing, OutgoingForm, ParameterSt
 from sharding.engine.streams import Streams
 from sharding.engine.torch_seam import foreach_mul_by, foreach_norm
 
-__all__ = ["CommHook", "Reduction", "Reductions", "clip_sharded", "divide_factors"]
-
 
 @dataclass(frozen=True)
 class CommHook:

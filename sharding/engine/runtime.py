@@ -21,15 +21,6 @@ from sharding.engine.torch_seam import call_after_backward, is_in_backward, is_p
 from sharding.engine.unit import Phase, Unit
 from sharding.torch_face import TorchHandle, TorchReductionHandle
 
-__all__ = [
-    "GradientReductionHandle",
-    "OrderCheck",
-    "Runtime",
-    "UnshardHandle",
-    "check_no_inner_root",
-    "start_early",
-]
-
 U = TypeVar("U", bound=Unit)
 
 

@@ -6,8 +6,6 @@ import time
 from collections.abc import Callable
 from typing import NamedTuple
 
-__all__ = ["Noted", "StepLog"]
-
 
 class Noted(NamedTuple):
     """Something that a unit did, `at_seconds` after the root's forward had started.

@@ -39,17 +39,6 @@ from sharding.engine.torch_seam import (
     put_all,
 )
 
-__all__ = [
-    "WAITING",
-    "Gradients",
-    "ModuleParam",
-    "Outgoing",
-    "OutgoingForm",
-    "ParameterStore",
-    "State",
-    "call_accumulate_hooks",
-]
-
 Gradients = Sequence[torch.Tensor | None]
 
 

@@ -21,8 +21,6 @@ import torch
 
 from sharding.engine.memory import GatheredMemory, TensorMemory
 
-__all__ = ["Streams", "streams_for"]
-
 
 class Streams:
     """The seam for devices that compute in order with the caller: nothing to wait for."""

@@ -14,7 +14,7 @@ from torch.distributed import _symmetric_memory as symmetric_memory
 from torch.distributed import distributed_c10d
 from torch.distributed._shard.sharding_spec.api import EnumerableShardingSpec
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.fsdp._common_utils import TrainingState
+from torch.distributed.fsdp._common_utils import TrainingState as TrainingState
 from torch.profiler import record_function
 
 torch_replicate: Any
@@ -22,44 +22,6 @@ try:
     from torch.distributed._composable.replicate_with_fsdp import replicate as torch_replicate
 except ImportError:  # before torch 2.9
     torch_replicate = None
-
-__all__ = [
-    "NO_BACKWARD",
-    "GradDtype",
-    "GroupMemory",
-    "ParamPlace",
-    "SymmetricMemory",
-    "TrainingState",
-    "call_after_backward",
-    "chunk_cat",
-    "current_backward",
-    "expect_gradients_in",
-    "foreach_copy",
-    "foreach_mul",
-    "foreach_mul_by",
-    "foreach_norm",
-    "grad_dtype_of",
-    "group_memory",
-    "is_in_backward",
-    "is_marked_replicate",
-    "is_profiling",
-    "larger_mesh",
-    "mark_applied",
-    "norm_counters",
-    "number_as_newest",
-    "passed_over",
-    "persistent_buffers",
-    "post_accumulate_hooks",
-    "premultiplied_sum",
-    "put_all",
-    "run_policy",
-    "set_grad_dtype",
-    "set_versions",
-    "shown_as",
-    "torch_replicate",
-    "version_in",
-    "versioned_dict",
-]
 
 # Parts of LOCAL dicts have any lengths, where torch's are chunks: of the classes in them, scripts
 # that load torch's with `weights_only` do not list this one. It holds numbers and ranks.

@@ -35,8 +35,6 @@ from sharding.engine.store import WAITING, ParameterStore, State
 from sharding.engine.streams import Streams
 from sharding.engine.torch_seam import NO_BACKWARD, current_backward, is_in_backward
 
-__all__ = ["Phase", "Root", "Schedule", "Unit"]
-
 
 class Phase(enum.Enum):
     """What a unit is in the middle of."""

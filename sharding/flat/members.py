@@ -15,16 +15,6 @@ from sharding.flat.layout import LocalPart, Member, MemberSpec, memory_strides, 
 if TYPE_CHECKING:
     from sharding.engine.extensions import Extension
 
-__all__ = [
-    "FlatParameter",
-    "check_flattenable",
-    "flattened_members",
-    "in_memory_order",
-    "member_view",
-    "part_view",
-    "spec_of",
-]
-
 
 class FlatParameter(nn.Parameter):
     """The 1-D parameter that a unit shows instead of its members."""

@@ -28,8 +28,6 @@ from sharding.flat.values import FlatValues, StoreOptions
 if TYPE_CHECKING:
     from sharding.engine.extensions import Extension
 
-__all__ = ["FlatParam", "assign_grad"]
-
 
 class FlatParam(FlatValues):
     """See the head of this file."""

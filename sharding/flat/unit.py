@@ -14,23 +14,13 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import BackwardPrefetch, MixedPrecision, ShardingStrategy
 
-from sharding.engine.groups import HYBRID, HYBRID_ZERO2
+from sharding.engine.groups import HYBRID_ZERO2
 from sharding.engine.precision import Casts
 from sharding.engine.ranges import FLAT
 from sharding.engine.reduction import Reduction
 from sharding.engine.torch_seam import ParamPlace
 from sharding.engine.unit import Phase, Schedule, Unit
 from sharding.flat.param import FlatParam, assign_grad
-
-__all__ = [
-    "FLAT_NAME",
-    "HYBRID",
-    "FlatUnit",
-    "Settings",
-    "SummonOptions",
-    "check_summon",
-    "summon_units",
-]
 
 FLAT_NAME = "_flat_param"
 """The name that a flat parameter has on the wrapped module; torch's own."""

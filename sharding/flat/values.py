@@ -34,8 +34,6 @@ from sharding.flat.members import (
 if TYPE_CHECKING:
     from sharding.engine.extensions import Extension
 
-__all__ = ["FlatValues", "StoreOptions"]
-
 
 @dataclass(frozen=True)
 class StoreOptions:

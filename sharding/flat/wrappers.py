@@ -47,25 +47,6 @@ from sharding.wrapping.init import (
     warn_of_slow_wrapping,
 )
 
-__all__ = [
-    "Values",
-    "cast_all_buffers",
-    "check_agreement",
-    "check_kinds",
-    "clamped",
-    "clean_name",
-    "ignored_below",
-    "is_wrapper",
-    "make_unit",
-    "managed_below",
-    "members_text",
-    "not_to_move",
-    "prepare_params",
-    "state_names",
-    "synced_below",
-    "wrappers_below",
-]
-
 
 def is_wrapper(module: nn.Module) -> bool:
     """Whether the module is a wrapper of this engine."""

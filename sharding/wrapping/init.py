@@ -23,8 +23,6 @@ from sharding.engine.store import ModuleParam
 from sharding.engine.torch_seam import ParamPlace, is_marked_replicate
 from sharding.flat.members import FlatParameter
 
-__all__ = ["Ignored", "find_ignored", "find_params", "materialize", "move_states", "sync_states"]
-
 # A copy of so much lies beside the parameters while it is broadcast; torch's size.
 _BROADCAST_BYTES_MAX = 250 * 1024 * 1024
 

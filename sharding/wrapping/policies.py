@@ -21,8 +21,6 @@ from sharding.engine.precision import cast_floating, map_tensors
 from sharding.engine.torch_seam import classes_to_leave_alone, is_policy_object, run_policy
 from sharding.wrapping.init import Ignored
 
-__all__ = ["WrapRequest", "auto_wrap", "wrap_requests_of"]
-
 Wrapper = Callable[..., nn.Module]
 
 

@@ -99,7 +99,7 @@ mutants: $(INSTALLED)
 	$(BIN)/python -m tests.mutation $(ROOMS) --count $(MUTANTS)
 
 bench: $(INSTALLED)
-	$(BIN)/python -m benchmarks
+	$(BIN)/python -m benchmarks $(BENCH_ARGS)
 
 bench-gpu: $(INSTALLED)
 	$(BIN)/python -m benchmarks.on_device $(if $(DEVICE),--device $(DEVICE)) $(BENCH_ARGS)

@@ -1,21 +1,32 @@
 """All benchmarks, one after the other, and a table of bars against what was measured: `make bench`.
 
-    python -m benchmarks [save_load cold_load small_tensors async_save state_dicts engine_save fsdp1
+    python -m benchmarks [--record] [--check]
+                         [save_load cold_load small_tensors async_save state_dicts engine_save fsdp1
                           memory dedup export convert manifest coordinator encoding s3 overhead
                           near step device_counts scale host_time]
 
 Takes some minutes, on a disk with 10 GB free (the current directory's). Each benchmark can be run
 by itself with more rounds and other sizes. A bar is judged by the reader: times on a busy machine
-say little, so only counts are asserted.
+say little, so only counts are asserted, by `benchmarks.counts`.
+
+--record adds what was measured to `benchmarks/history/measured.json`. --check compares with what
+this machine has there (of each row the newest), and fails where a row is 5 % worse: its bar says
+whether more is better, or less.
 """
 
 from __future__ import annotations
 
+import argparse
+import datetime
+import json
+import os
+import platform
 import re
 import subprocess
 import sys
 from collections.abc import Iterator
-from typing import NamedTuple
+from pathlib import Path
+from typing import Any, NamedTuple
 
 BENCHMARKS: dict[str, tuple[str, ...]] = {
     "save_load": ("--gib", "1", "--rounds", "3"),
@@ -52,6 +63,8 @@ WITHOUT_FILES = (
 )
 """Those that write nothing, and take no directory."""
 ROW = re.compile(r"  (.*): (.*) \(bar (.*)\)")
+HISTORY = Path(__file__).parent / "history" / "measured.json"
+WORSE_MAX = 1.05
 
 
 class Result(NamedTuple):
@@ -62,15 +75,21 @@ class Result(NamedTuple):
     measured: str
     bar: str
 
+    @property
+    def name(self) -> str:
+        return f"{self.title} | {self.what}"
+
 
 def main() -> None:
     """Run those named on the command line, or all. Exits with 1 when one fails."""
-    chosen = sys.argv[1:] or list(BENCHMARKS)
-    if unknown := [name for name in chosen if name not in BENCHMARKS]:
-        sys.exit(f"no benchmark {unknown[0]!r}; there are {', '.join(BENCHMARKS)}")
+    parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
+    parser.add_argument("names", nargs="*", choices=[*BENCHMARKS, []], metavar="NAME")
+    parser.add_argument("--record", action="store_true")
+    parser.add_argument("--check", action="store_true")
+    asked = parser.parse_args()
     failed = []
     results: list[Result] = []
-    for name in chosen:
+    for name in asked.names or BENCHMARKS:
         print(f"\n== {name}", flush=True)
         command = [sys.executable, "-m", f"benchmarks.{name}", *BENCHMARKS[name], *_place(name)]
         with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as running:
@@ -79,8 +98,51 @@ def main() -> None:
         if running.returncode:
             failed.append(name)
     _print_table(results)
+    history = json.loads(HISTORY.read_text()) if HISTORY.exists() else []
+    if asked.check:
+        failed += worse(results, before(history, machine()))
+    if asked.record:
+        rows = {result.name: result.measured for result in results}
+        today = datetime.date.today().isoformat()
+        entry = {"date": today, "machine": machine(), "measured": rows}
+        HISTORY.write_text(json.dumps([*history, entry], indent=1) + "\n")
     if failed:
-        sys.exit(f"failed: {', '.join(failed)}")
+        sys.exit("failed: " + "\n  ".join(failed))
+
+
+def machine() -> str:
+    """What times are compared on."""
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    models = [line.partition(": ")[2] for line in lines if line.startswith("model name")]
+    return f"{os.cpu_count()} x {models[0] if models else platform.machine()}"
+
+
+def before(history: list[dict[str, Any]], machine: str) -> dict[str, str]:
+    """The newest measurement of each row on `machine`."""
+    rows: dict[str, str] = {}
+    for entry in history:
+        rows |= entry["measured"] if entry["machine"] == machine else {}
+    return rows
+
+
+def worse(results: list[Result], before: dict[str, str]) -> list[str]:
+    """The rows that are worse than `before` by more than 5 %; new ones, and those whose bar is no
+    number, are not judged.
+    """
+    problems = []
+    for result in results:
+        then, now = _number(before.get(result.name, "")), _number(result.measured)
+        if then is None or now is None:
+            continue
+        is_worse = {">=": now * WORSE_MAX < then, "<=": now > then * WORSE_MAX}
+        if is_worse.get(result.bar[:2], False):
+            problems.append(f"{result.name}: {result.measured}, was {before[result.name]}")
+    return problems
+
+
+def _number(measured: str) -> float | None:
+    match = re.search(r"-?\d+(\.\d+)?(e-?\d+)?", measured.replace(",", ""))
+    return float(match[0]) if match else None
 
 
 def _place(name: str) -> tuple[str, ...]:
@@ -95,7 +157,7 @@ def _results(lines: Iterator[str]) -> Iterator[Result]:
         print(line, end="", flush=True)
         if match := ROW.fullmatch(line.rstrip("\n")):
             yield Result(title, *match.groups())
-        elif line.strip():
+        elif not line.startswith((" ", "\n")):
             title = line.strip()
 
 

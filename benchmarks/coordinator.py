@@ -24,13 +24,22 @@ import numpy as np
 
 from benchmarks.measure import report, row
 from benchmarks.simulation import resident
-from ckpt.format.checksum import Seals, crc32c, seal_of
+from ckpt.format.checksum import crc32c, seal_of
 from ckpt.format.chunk_rules import chunk_total
 from ckpt.format.codec import encode_values
+from ckpt.format.datafile import StoredChunk
 from ckpt.format.joint_manifest import differing_values
 from ckpt.format.manifest import Header, int64s
-from ckpt.format.part import Part, ReplicaColumns, TensorRecord
+from ckpt.format.part import (
+    FileColumns,
+    Part,
+    PartTexts,
+    ReplicaColumns,
+    TensorRecord,
+    part_of_files,
+)
 from ckpt.layout.memory import gc_paused
+from ckpt.layout.region import Span
 from ckpt.saving.task import JointParts
 from ckpt.telemetry.record import PHASES, PhaseSpan, RankReport
 from ckpt.world.tree import family
@@ -203,28 +212,28 @@ class Model:
         rng = np.random.default_rng([rank, save])
         scalars = np.flatnonzero(self._scalars)
         none = np.zeros(len(scalars), dtype=np.int64)
-        return Part(
-            rank=rank,
-            files=(f"rank{rank:05d}-000.safetensors",),
-            file_nbytes=int64s([HEADER_NBYTES + int(nbytes.sum()) + 12 + 4 * int(blocks.sum())]),
-            file_data_start=int64s([HEADER_NBYTES]),
-            tensors=self.tensors,
-            chunk_tensor=written,
-            chunk_file=np.zeros(len(written), dtype=np.int64),
-            chunk_byte_start=HEADER_NBYTES + np.cumsum(nbytes) - nbytes,
-            chunk_start=start[written],
-            chunk_numel=numel[written],
-            chunk_box=np.full(len(written), -1),
-            boxes=(),
+        chunks = []
+        for tensor in written.tolist():
+            fqn, dtype, shape, kind = self.tensors[tensor]
+            span = Span(int(start[tensor]), int(start[tensor] + numel[tensor]))
+            chunks.append(StoredChunk(fqn, dtype, shape, span, 4 * span.numel, kind))
+        file = FileColumns(
+            name=f"rank{rank:05d}-000.safetensors",
+            nbytes=HEADER_NBYTES + int(nbytes.sum()) + 12 + 4 * int(blocks.sum()),
+            data_start=HEADER_NBYTES,
+            chunks=chunks,
+            offsets=HEADER_NBYTES + np.cumsum(nbytes) - nbytes,
             block_counts=blocks,
-            aliases={},
             checksums=rng.integers(0, 1 << 32, size=int(blocks.sum()), dtype=np.uint32),
-            values=b"" if rank else encode_values(self._values),
-            value_digests={k: crc32c(encode_values(v)) for k, v in sorted(self._values.items())},
-            per_rank=b"",
-            seals=Seals.of([seal_of(rng.bytes(12 + 4 * int(blocks.sum())))]),
+            seal=seal_of(rng.bytes(12 + 4 * int(blocks.sum()))),
+        )
+        texts = PartTexts(
+            {},
+            b"" if rank else encode_values(self._values),
+            {name: crc32c(encode_values(value)) for name, value in sorted(self._values.items())},
             replicas=ReplicaColumns(scalars, none, none, np.full(len(scalars), save, np.uint32)),
         )
+        return part_of_files([file], rank=rank, tensors=self.tensors, texts=texts)
 
 
 def _parameters() -> list[tuple[str, tuple[int, ...]]]:

@@ -19,19 +19,12 @@ import numpy.typing as npt
 from ckpt.errors import InvalidState
 from ckpt.format.codec import decode_values, encode_values
 from ckpt.format.manifest import REFERENCES, Header, parse_reference
-from ckpt.format.part import TensorRecord
+from ckpt.format.part import EncodedValues, TensorRecord
 from ckpt.layout.kind import is_numbered
 
 GROUPS = ".param_groups"
 
 Groups = list[dict[str, Any]]
-
-
-class EncodedValues(NamedTuple):
-    """The values that one rank has sent, encoded; not empty."""
-
-    rank: int
-    data: bytes
 
 
 def united_values(encoded: Sequence[EncodedValues]) -> bytes:

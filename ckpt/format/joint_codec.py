@@ -24,19 +24,19 @@ from ckpt.format.columns import (
     unpack_map,
     unpack_regular,
 )
-from ckpt.format.contradictions import EncodedValues
 from ckpt.format.datafile import NDIM_MAX
-from ckpt.format.joint_part import (
+from ckpt.format.manifest import BoxTable, Int64s, int64s, starts_of
+from ckpt.format.part import (
+    EncodedValues,
     FileSizes,
     JointRest,
     JointStructure,
+    Part,
     RankGroup,
     ReplicaList,
-    rest_of,
-    structure_of,
+    TensorRecord,
+    decode_tensors,
 )
-from ckpt.format.manifest import BoxTable, Int64s, int64s, starts_of
-from ckpt.format.part import Part, TensorRecord, decode_tensors
 
 _Fields = Mapping[str, memoryview]
 
@@ -79,16 +79,16 @@ class SentStructure(NamedTuple):
 
 def encode_part(part: Part) -> bytes:
     """The part of one rank as bytes for the coordinator."""
-    structure = encode_structure(structure_of(part))
-    rest = encode_rest(rest_of(part), digest_of_structure(structure))
+    structure = encode_structure(part.structure)
+    rest = encode_rest(part.rest, digest_of_structure(structure))
     return len(structure).to_bytes(8, "little") + structure + rest
 
 
-def decode_part(data: bytes) -> tuple[JointStructure, JointRest]:
+def decode_part(data: bytes) -> Part:
     """What `encode_part` gave. Raises Corrupt."""
     size = int.from_bytes(data[:8], "little")
     known = StructureReader().read(data[8 : 8 + size])
-    return known.structure, decode_rest(data[8 + size :], known)
+    return Part(known.structure, decode_rest(data[8 + size :], known))
 
 
 class StructureReader:

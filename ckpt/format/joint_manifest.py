@@ -42,15 +42,6 @@ from ckpt.format.contradictions import (
     united_values,
     with_writers,
 )
-from ckpt.format.joint_part import (
-    JointRest,
-    JointStructure,
-    itemsizes_of,
-    joined_sizes,
-    merge_structures,
-    rest_of,
-    structure_of,
-)
 from ckpt.format.manifest import (
     CHUNKS_MAX,
     BoxTable,
@@ -71,7 +62,14 @@ from ckpt.format.manifest_codec import (
     fields_of_tensors,
     fields_of_values,
 )
-from ckpt.format.part import Part
+from ckpt.format.part import (
+    JointRest,
+    JointStructure,
+    Part,
+    itemsizes_of,
+    joined_sizes,
+    merge_structures,
+)
 
 
 class JointManifest(NamedTuple):
@@ -320,11 +318,6 @@ def build_manifest(header: Header, parts: Sequence[Part]) -> Manifest:
 
     Raises InvalidState like `JointTable`.
     """
-    return joint_manifest(header, [(structure_of(part), rest_of(part)) for part in parts])
-
-
-def joint_manifest(header: Header, parts: Sequence[tuple[JointStructure, JointRest]]) -> Manifest:
-    """`build_manifest` of parts that have been sent."""
-    merged = merge_structures([structure for structure, _ in parts])
-    rest = merged.rest([rest for _, rest in parts])
+    merged = merge_structures([part.structure for part in parts])
+    rest = merged.rest([part.rest for part in parts])
     return decode_manifest(JointTable(merged.structure).manifest(header, rest).encoded.data)

@@ -51,7 +51,7 @@ from ckpt.convert.targets.nesting import flat_state
 from ckpt.errors import CheckpointError, InvalidState, Mismatch
 from ckpt.format.datafile import BLOCK_BYTES, StoredChunk, order_key
 from ckpt.format.joint_codec import decode_part, encode_part
-from ckpt.format.joint_manifest import joint_manifest
+from ckpt.format.joint_manifest import build_manifest
 from ckpt.format.manifest import MODULES, Header
 from ckpt.format.part import PartTexts, TensorRecord, part_of_files
 from ckpt.format.rank_files import rank_files
@@ -200,7 +200,7 @@ class DcpWriter(StorageWriter):
         """Commits: from here on the checkpoint exists."""
         session = self._session[0]
         parts = [decode_part(result[0].storage_data) for result in results]
-        session.commit(store_manifest(session.store, joint_manifest(self._header[0], parts)))
+        session.commit(store_manifest(session.store, build_manifest(self._header[0], parts)))
         self._header.clear()
         metadata.storage_meta = self.storage_meta()
 

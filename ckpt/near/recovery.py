@@ -17,7 +17,7 @@ from ckpt.api import read_path
 from ckpt.commit.lines import ResumePoint
 from ckpt.errors import CheckpointError, Corrupt, InvalidState, LoadInterrupted, Mismatch
 from ckpt.format.joint_codec import decode_part, encode_part
-from ckpt.format.joint_manifest import joint_manifest
+from ckpt.format.joint_manifest import build_manifest
 from ckpt.format.manifest import Header, Manifest
 from ckpt.format.manifest_codec import decode_manifest
 from ckpt.format.metadata_budget import unlimited
@@ -261,9 +261,11 @@ def _manifest(candidate: NearCandidate) -> Manifest:
         headers = {header for header, _ in pairs}
         if len(headers) != 1:
             raise Corrupt(f"near files of step {record.head.step} are of {len(headers)} attempts")
-        parts = sorted((decode_part(data) for _, data in pairs), key=lambda one: one[0].first_rank)
+        parts = sorted(
+            (decode_part(data) for _, data in pairs), key=lambda part: part.structure.first_rank
+        )
         header = Header.model_validate_json(headers.pop())
-        return joint_manifest(header, parts).data
+        return build_manifest(header, parts).data
 
     sent = from_coordinator(world, "near manifest", merged)
     return collectively(world, "decode", lambda: decode_manifest(sent, unlimited()))

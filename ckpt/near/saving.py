@@ -488,6 +488,6 @@ class NearSaves:
 def _files_of(part: Part) -> list[NearFile]:
     """The files of a rank as a record names them."""
     return [
-        NearFile(part.rank, index, int(nbytes), part.seals.of_file(index))
-        for index, nbytes in enumerate(part.file_nbytes)
+        NearFile(part.structure.first_rank, index, file.nbytes, file.seal)
+        for index, file in enumerate(part.files)
     ]

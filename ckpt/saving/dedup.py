@@ -57,7 +57,7 @@ from ckpt.format.stored_index import StoredSums, stored_sums
 from ckpt.layout.buffers import bytes_at
 from ckpt.layout.dtypes import DTYPES
 from ckpt.layout.memory import is_plain_memory
-from ckpt.layout.region import Region, Span, span_of
+from ckpt.layout.region import Span, span_of
 from ckpt.saving.image import Staging
 from ckpt.saving.plan import Source, copy_elements
 from storage import Store
@@ -107,23 +107,16 @@ def identity(chunk: StoredChunk) -> StoredChunk:
 
 def known_of_part(part: Part, header: Header) -> dict[StoredChunk, KnownChunk]:
     """The chunks of one rank's part of a checkpoint that was committed. Empty without digests."""
-    if not len(part.digests):
-        return {}
-    files = _shared_files(header, part)
-    first_block = starts_of(part.block_counts).tolist()
     known = {}
-    columns = (
-        *(part.chunk_tensor, part.chunk_file, part.chunk_byte_start),
-        *(part.chunk_start, part.chunk_numel, part.chunk_box),
-    )
-    rows = zip(*(column.tolist() for column in columns), strict=True)
-    for number, (tensor, file, byte_start, start, numel, box) in enumerate(rows):
-        fqn, dtype, shape, kind = part.tensors[tensor]
-        region: Region = part.boxes[box] if box >= 0 else Span(start, start + numel)
-        chunk = StoredChunk(fqn, dtype, shape, region, numel * DTYPES[dtype].itemsize, kind)
-        sums = part.checksums[first_block[number] : first_block[number + 1]]
-        digest = part.digests[number].tobytes()
-        known[chunk] = KnownChunk(files[file], byte_start, digest, sums)
+    for file in part.files:
+        if not len(file.digests):
+            continue
+        shared = _shared_file(header, file.name, file.nbytes, file.data_start, file.seal)
+        first, digests = starts_of(file.block_counts).tolist(), file.digests
+        rows = zip(file.chunks, file.offsets.tolist(), strict=True)
+        for number, (chunk, start) in enumerate(rows):
+            sums = file.checksums[first[number] : first[number + 1]]
+            known[identity(chunk)] = KnownChunk(shared, start, digests[number].tobytes(), sums)
     return known
 
 
@@ -136,7 +129,6 @@ def known_of_files(
     `sums_of(file)`, None for one that cannot be referred to.
     """
     known = {}
-    files = _shared_files(manifest.header, manifest)
     opened: dict[int, StoredSums | None] = {}
     for chunk in map(identity, wanted):
         number = _find(manifest, chunk)
@@ -145,34 +137,26 @@ def known_of_files(
         file = int(manifest.chunks.file[number])
         if file not in opened:
             opened[file] = sums_of(file)
-        there = opened[file]
-        if there is None:
+        if (there := opened[file]) is None:
             continue
         index, digests = there
         byte_start = int(manifest.chunks.byte_start[number])
-        position = int(np.searchsorted(index.offsets, byte_start))
-        if position < len(index.offsets) and identity(index.chunks[position]) == chunk:
-            first, last = index.first_block[position : position + 2].tolist()
-            known[chunk] = KnownChunk(
-                files[file], byte_start, digests[position].tobytes(), index.checksums[first:last]
-            )
+        row = int(np.searchsorted(index.offsets, byte_start))
+        if row < len(index.offsets) and identity(index.chunks[row]) == chunk:
+            place = index.nbytes, len(index.header), index.seal
+            shared = _shared_file(manifest.header, manifest.files[file], *place)
+            sums = index.checksums[slice(*index.first_block[row : row + 2].tolist())]
+            known[chunk] = KnownChunk(shared, byte_start, digests[row].tobytes(), sums)
     return known
 
 
-def _shared_files(header: Header, files: Part | Manifest) -> list[SharedFile]:
-    """All files of a checkpoint, or of one rank's part of it, as a later one would name them."""
-    columns = zip(
-        files.files, files.file_nbytes.tolist(), files.file_data_start.tolist(), strict=True
-    )
-    shared = []
-    for number, (name, nbytes, data_start) in enumerate(columns):
-        reference = parse_reference(name)
-        attempt = header.attempt if reference is None else reference.attempt
-        if reference is None:
-            name = reference_to(header.step, header.attempt, name)
-        seal = files.seals.of_file(number)
-        shared.append(SharedFile(name, attempt, nbytes, data_start, seal))
-    return shared
+def _shared_file(header: Header, name: str, nbytes: int, data_start: int, seal: Seal) -> SharedFile:
+    """A file of a checkpoint with this header, as a later one would name it."""
+    reference = parse_reference(name)
+    if reference is None:
+        name = reference_to(header.step, header.attempt, name)
+    attempt = header.attempt if reference is None else reference.attempt
+    return SharedFile(name, attempt, nbytes, data_start, seal)
 
 
 def _find(manifest: Manifest, chunk: StoredChunk) -> int:

@@ -482,7 +482,7 @@ class PlanMemory:
 
     def forget_part(self) -> None:
         """After a failed save: the next one must not be compared with its part."""
-        self._chunks[2].keep("part", None)
+        self._chunks[2].keep("sums", None)
 
     def take_from_first(self, first_only: bool) -> None:
         """Make the next plans so."""

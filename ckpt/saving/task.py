@@ -14,7 +14,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import cached_property
 from typing import Any, Literal, NamedTuple
@@ -38,22 +38,18 @@ from ckpt.format.joint_codec import (
     encode_structure,
 )
 from ckpt.format.joint_manifest import JointTable, ReplicaRegions
-from ckpt.format.joint_part import (
-    JointMerge,
-    JointRest,
-    JointStructure,
-    merge_structures,
-    rest_of,
-    structure_of,
-)
 from ckpt.format.manifest import MODULES, Header
 from ckpt.format.part import (
     FileColumns,
+    JointMerge,
+    JointRest,
+    JointStructure,
     Part,
     PartTexts,
     ReplicaColumns,
-    part_again,
+    merge_structures,
     part_of_files,
+    structure_of,
 )
 from ckpt.format.rank_files import DataFile, rank_files
 from ckpt.layout.plain import Ranks
@@ -118,7 +114,6 @@ class JointParts:
 
     def __init__(self) -> None:
         self._sent = b""  # digest of the structure that the rank above knows
-        self._last: Part | None = None
         self._own: JointStructure | None = None
         self.below: list[SentStructure] = []
         self._merged: Merged | None = None
@@ -126,7 +121,6 @@ class JointParts:
     def forget(self) -> None:
         """Have this rank send its structure again."""
         self._sent = b""
-        self._last = None
 
     def payload(self, part: Part, report: RankReport, below: Sequence[bytes]) -> bytes:
         """This rank's part and report, and what came from below, as one message to the rank above.
@@ -153,19 +147,15 @@ class JointParts:
             of_ranks, rest = split(message)
             reports.append(of_ranks)
             sent.append(split(rest))
-        if self._last is None or not part.is_like(self._last):
-            structure = structure_of(part)
-            if self._own is None or not structure.is_like(self._own):
-                self._own, self._merged = structure, None
-        self._last = part
-        assert self._own is not None
+        if self._own is None or not part.structure.is_like(self._own):
+            self._own, self._merged = part.structure, None
         if sent and self._note_below([structure for structure, _ in sent], self._own):
             self._merged = None  # what is replaced need not be in memory beside the new one
         if self._merged is None:
             structures = [self._own, *[one.structure for one in self.below]]
             self._merged = Merged(merge_structures(structures))
         pairs = zip(sent, self.below, strict=True)
-        rests = [rest_of(part), *[decode_rest(rest, known) for (_, rest), known in pairs]]
+        rests = [part.rest, *[decode_rest(rest, known) for (_, rest), known in pairs]]
         return self._merged, self._merged.merge.rest(rests), b"".join(reports)
 
     def _note_below(self, structures: Sequence[bytes], own: JointStructure) -> bool:
@@ -420,20 +410,22 @@ def part_of(
     """What this rank contributes to the manifest, once its files are durable: of these and of other
     attempts. `digests` are those of `plan.compared`, of the very bytes that are saved.
     """
-    plan = contents.plan
+    plan, rank = contents.plan, task.session.world.rank
     texts = texts._replace(replicas=ReplicaColumns(*plan.compared_columns, digests))
-    # With digests, or with chunks in files of other attempts, the columns change with every save,
-    # so nothing of the last part can be used again.
-    last = None if task.options.dedup else plan.of_chunks.last("part")
-    if last is None:
-        rank = task.session.world.rank
-        part = part_of_files(files, rank=rank, tensors=plan.tensors, texts=texts)
-    else:
-        part = part_again(last, files, texts)
-        blocks = plan.trainable_blocks
-        has_changed = np.any(last.checksums[blocks] != part.checksums[blocks])
-        unchanged = UNCHANGED if len(blocks) else NONE_HERE
-        part = replace(part, warnings=() if has_changed else (unchanged,))
+    structure = None
+    # With digests, or with chunks in files of other attempts, it changes with every save.
     if not task.options.dedup:
-        plan.of_chunks.keep("part", part)
-    return part
+        memo, (_, _, _, chunks, _, _, checksums, *_) = plan.of_chunks, zip(*files, strict=True)
+        counts, sums = map(len, chunks), np.concatenate(checksums)
+        compared = np.concatenate(plan.compared_columns).tobytes()
+        structure = memo.once(
+            ("structure", rank, *counts, compared, *texts.aliases.items()),
+            lambda: structure_of(files, rank, plan.tensors, texts),
+        )
+        if (last := memo.last("sums")) is not None:
+            blocks = plan.trainable_blocks
+            unchanged = UNCHANGED if len(blocks) else NONE_HERE
+            has_changed = np.any(last[blocks] != sums[blocks])
+            texts = texts._replace(warnings=() if has_changed else (unchanged,))
+        memo.keep("sums", sums)
+    return part_of_files(files, rank=rank, tensors=plan.tensors, texts=texts, structure=structure)

@@ -13,7 +13,7 @@ import ckpt.world.tree
 from benchmarks.scale import LAYOUTS, Model
 from ckpt.commit.locate import live_entries
 from ckpt.errors import Corrupt
-from ckpt.format.joint_part import JointMerge, JointStructure, merge_structures
+from ckpt.format.part import JointMerge, JointStructure, merge_structures
 from ckpt.saving.task import SaveOptions
 from ckpt.state.types import PerRank
 from ckpt.testing import RanksFailed

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -14,7 +15,6 @@ from ckpt.format.codec import encode_values
 from ckpt.format.contradictions import ReplicaDifferences
 from ckpt.format.datafile import StoredChunk, order_key
 from ckpt.format.joint_manifest import ReplicaRegions, differing_values
-from ckpt.format.joint_part import JointRest, JointStructure, merge_structures
 from ckpt.format.manifest import Header, Manifest, int64s
 from ckpt.format.part import (
     FileColumns,
@@ -22,12 +22,40 @@ from ckpt.format.part import (
     PartTexts,
     ReplicaColumns,
     TensorRecord,
+    merge_structures,
     part_of_files,
 )
 from ckpt.layout.dtypes import DTYPES
 from ckpt.layout.region import Box, Region, Shape, Span
+from ckpt.saving.dedup import identity
 
 BLOCK_BYTES = 16
+
+
+class Drawn(NamedTuple):
+    """What a part is made of."""
+
+    rank: int
+    files: tuple[FileColumns, ...]
+    tensors: tuple[TensorRecord, ...]
+    texts: PartTexts
+
+    @property
+    def part(self) -> Part:
+        return part_of_files(self.files, rank=self.rank, tensors=self.tensors, texts=self.texts)
+
+    def saying(self, **texts: Any) -> Drawn:
+        """With other texts."""
+        return self._replace(texts=self.texts._replace(**texts))
+
+    def with_chunks(self, change: Callable[[StoredChunk], StoredChunk]) -> Drawn:
+        """With other chunks in the places of its own."""
+        files = [one._replace(chunks=list(map(change, one.chunks))) for one in self.files]
+        return self._replace(files=tuple(files))
+
+
+def parts_of(drawn: Sequence[Drawn]) -> list[Part]:
+    return [one.part for one in drawn]
 
 
 def header_of(ranks: int, step: int = 1) -> Header:
@@ -42,7 +70,7 @@ def header_of(ranks: int, step: int = 1) -> Header:
     )
 
 
-def random_parts(seed: int, ranks: int, tensors: int = 6) -> list[Part]:
+def random_parts(seed: int, ranks: int, tensors: int = 6) -> list[Drawn]:
     """Parts that cover their tensors: runs and columns, even and uneven, on ranks in any order."""
     rng = np.random.default_rng(seed)
     records: list[TensorRecord] = []
@@ -65,39 +93,38 @@ def random_parts(seed: int, ranks: int, tensors: int = 6) -> list[Part]:
     ]
 
 
-def saved_again(parts: list[Part], seed: int, *, longer_headers: bool = False) -> list[Part]:
+def saved_again(drawn: list[Drawn], seed: int, *, longer_headers: bool = False) -> list[Drawn]:
     """The parts of another save of the same regions: other bytes, and headers that may grow."""
     again = []
-    for part in parts:
-        rng = np.random.default_rng([seed, part.rank])
-        grown = 4096 * int(longer_headers and part.rank % 2)
-        fields = {name: getattr(part, name) for name in Part.__slots__}
-        fields |= {
-            "file_nbytes": part.file_nbytes + grown,
-            "file_data_start": part.file_data_start + grown,
-            "chunk_byte_start": part.chunk_byte_start + grown,
-            "checksums": _sums(rng, len(part.checksums)),
-            "seals": part.seals._replace(digests=part.seals.digests ^ np.uint8(seed % 255 + 1)),
-            "values": encode_values({"step": seed}) if part.rank == 0 else b"",
-            "value_digests": {"step": seed},
-            "per_rank": encode_values({"rng": bytes([part.rank % 256])}),
-        }
-        again.append(Part(**fields))
+    for one in drawn:
+        rng = np.random.default_rng([seed, one.rank])
+        grown = 4096 * int(longer_headers and one.rank % 2)
+        files = [
+            file._replace(
+                nbytes=file.nbytes + grown,
+                data_start=file.data_start + grown,
+                offsets=file.offsets + grown,
+                checksums=_sums(rng, len(file.checksums)),
+                seal=file.seal._replace(digest=rng.bytes(32)),
+            )
+            for file in one.files
+        ]
+        values = encode_values({"step": seed}) if one.rank == 0 else b""
+        own = encode_values({"rng": bytes([one.rank % 256])})
+        one = one.saying(values=values, value_digests={"step": seed}, per_rank=own)
+        again.append(one._replace(files=tuple(files)))
     return again
 
 
-Joint = tuple[JointStructure, JointRest]
-
-
-def merged_of(parts: Sequence[Joint]) -> Joint:
+def merged_of(parts: Sequence[Part]) -> Part:
     """The parts of all ranks as one, merged at once."""
-    merged = merge_structures([structure for structure, _ in parts])
-    return merged.structure, merged.rest([rest for _, rest in parts])
+    merged = merge_structures([part.structure for part in parts])
+    return Part(merged.structure, merged.rest([part.rest for part in parts]))
 
 
-def differences_of(parts: Sequence[Joint]) -> tuple[ReplicaDifferences, list[str]]:
+def differences_of(parts: Sequence[Part]) -> tuple[ReplicaDifferences, list[str]]:
     """Where ranks differ, in replicas and in values."""
-    structure, rest = merged_of(parts)
+    structure, rest, _ = merged_of(parts)
     return ReplicaRegions(structure).differences(rest), differing_values(rest)
 
 
@@ -106,27 +133,11 @@ Place = tuple[str, Region, str, int]
 
 def places_of(parts: Sequence[Part]) -> set[Place]:
     """Every chunk of the parts: tensor, region, file, first byte."""
-    rows = [
-        (part, *row)
-        for part in parts
-        for row in zip(
-            part.chunk_tensor.tolist(),
-            part.chunk_start.tolist(),
-            part.chunk_numel.tolist(),
-            part.chunk_box.tolist(),
-            part.chunk_file.tolist(),
-            part.chunk_byte_start.tolist(),
-            strict=True,
-        )
-    ]
     return {
-        (
-            part.tensors[tensor].fqn,
-            part.boxes[box] if box >= 0 else Span(start, start + numel),
-            part.files[file],
-            byte,
-        )
-        for part, tensor, start, numel, box, file, byte in rows
+        (chunk.fqn, identity(chunk).region, file.name, byte)
+        for part in parts
+        for file in part.files
+        for chunk, byte in zip(file.chunks, file.offsets.tolist(), strict=True)
     }
 
 
@@ -167,7 +178,7 @@ def _cut(rng: np.random.Generator, shape: Shape, ranks: int) -> Iterator[Region]
 
 def _part(
     rng: np.random.Generator, rank: int, chunks: list[StoredChunk], tensors: list[TensorRecord]
-) -> Part:
+) -> Drawn:
     chunks = sorted(chunks, key=order_key)
     middle = len(chunks) // 2 if rank % 4 == 1 else len(chunks)
     files = [data_file(rng, f"rank{rank:05d}-000.safetensors", chunks[:middle])]
@@ -181,7 +192,7 @@ def _part(
     )
     values = encode_values({}) if rank == 0 else b""
     texts = PartTexts({}, values, {}, b"", replicas)
-    return part_of_files(files, rank=rank, tensors=tensors, texts=texts)
+    return Drawn(rank, tuple(files), tuple(tensors), texts)
 
 
 def data_file(rng: np.random.Generator, name: str, chunks: list[StoredChunk]) -> FileColumns:

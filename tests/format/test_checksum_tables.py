@@ -13,13 +13,12 @@ from ckpt.errors import Corrupt, InvalidState
 from ckpt.format.columns import pack_ints, pack_map, unpack_map
 from ckpt.format.joint_codec import encode_rest
 from ckpt.format.joint_manifest import build_manifest
-from ckpt.format.joint_part import rest_of
 from ckpt.format.manifest import Manifest, int64s
 from ckpt.format.manifest_codec import decode_manifest
 from ckpt.saving.task import JointParts
 from ckpt.telemetry.record import RankReport
 from tests.format.encoding import encode_manifest
-from tests.format.many_parts import header_of, random_parts
+from tests.format.many_parts import header_of, parts_of, random_parts
 from tests.format.sample import (
     make_sample,
 )
@@ -86,18 +85,20 @@ def test_a_claim_of_more_chunks_than_there_can_be_takes_no_memory() -> None:
 @pytest.mark.parametrize("seed", range(6))
 def test_parts_that_travel_have_seals_alone(seed: int) -> None:
     """A message grows by less than 48 bytes per file, whatever the number of blocks."""
-    for part in random_parts(seed, 9):
+    for one in random_parts(seed, 9):
+        part = one.part
         report = RankReport((), 0.0, 0)
-        few = replace(part, checksums=part.checksums[:0])
+        files = [file._replace(checksums=file.checksums[:0]) for file in one.files]
+        few = one._replace(files=tuple(files)).part
         assert JointParts().payload(few, report, []) == JointParts().payload(part, report, [])
-        rest = rest_of(part)
+        rest = part.rest
         none = rest.own.taken(int64s([]))
         grown = len(encode_rest(rest, bytes(32))) - len(encode_rest(replace(rest, own=none), b""))
         assert grown < 64 + 48 * len(part.files)
 
 
 def test_more_chunks_than_readers_take_fail_the_save(monkeypatch: pytest.MonkeyPatch) -> None:
-    parts = random_parts(1, 4)
+    parts = parts_of(random_parts(1, 4))
     assert len(build_manifest(header_of(4), parts).chunks) > 3
     monkeypatch.setattr("ckpt.format.joint_manifest.CHUNKS_MAX", 3)
     with pytest.raises(InvalidState, match="at most 3 fit into one manifest"):

@@ -16,13 +16,12 @@ from ckpt.errors import Corrupt, InvalidState, UnsupportedFormat
 from ckpt.format import chunk_rules
 from ckpt.format.checksum import Seal
 from ckpt.format.chunk_columns import CHUNK_NBYTES
-from ckpt.format.chunk_rules import cover_problem
+from ckpt.format.chunk_rules import Of, cover_problem
 from ckpt.format.codec import decode_values
 from ckpt.format.columns import pack_ints, pack_map, unpack_map
 from ckpt.format.datafile import StoredChunk, layout_data_file
 from ckpt.format.joint_codec import decode_part, encode_part
-from ckpt.format.joint_manifest import build_manifest, joint_manifest
-from ckpt.format.joint_part import JointRest, JointStructure
+from ckpt.format.joint_manifest import build_manifest
 from ckpt.format.manifest import Manifest
 from ckpt.format.manifest_codec import MAGIC, decode_manifest
 from ckpt.format.part import (
@@ -305,29 +304,39 @@ def test_bombs_take_no_memory() -> None:
 
 
 def edited(rank: int, **changes: Any) -> list[Part]:
-    return [replace(part, **changes) if part.rank == rank else part for part in SAMPLE.parts]
+    """The sample's parts, one rank's structure with other fields."""
+    return [
+        part._replace(structure=replace(part.structure, **changes)) if number == rank else part
+        for number, part in enumerate(SAMPLE.parts)
+    ]
 
 
-def chunk_changed(name: str, chunk: int, value: int) -> list[Part]:
-    values = getattr(SAMPLE.parts[1], name).copy()
-    values[chunk] = value
-    return edited(1, **{name: values})
+def rule_changed(fqn: str, line: Of, value: int) -> list[Part]:
+    rules = SAMPLE.parts[1].structure.rules.copy()
+    number = [tensor.fqn for tensor in TENSORS].index(fqn)
+    rules[line, rules[Of.TENSOR] == number] = value
+    return edited(1, rules=rules)
+
+
+def saying(rank: int, **texts: Any) -> Part:
+    """The sample's part of a rank with other texts."""
+    said = PartTexts(ALIASES)._replace(**texts)
+    files = SAMPLE.parts[rank].files
+    return part_of_files(files, rank=rank, tensors=TENSORS, texts=said)
 
 
 def test_parts_survive_the_journey() -> None:
     journey = [decode_part(encode_part(part)) for part in SAMPLE.parts]
-    assert encode_manifest(joint_manifest(HEADER, journey)) == ENCODED
+    assert encode_manifest(build_manifest(HEADER, journey)) == ENCODED
 
 
 def test_gaps_and_overlaps_are_errors_that_name_tensor_and_ranks() -> None:
     """Rank 1 writes too little, too much, or from elsewhere."""
-    spans = np.flatnonzero(SAMPLE.parts[1].chunk_start == 20)[0]
-    boxes = np.flatnonzero(SAMPLE.parts[1].chunk_box >= 0)[0]
     cases: list[tuple[list[Part], str]] = [
-        (chunk_changed("chunk_start", spans, 21), r"momentum: elements 20 to 21 are missing"),
-        (chunk_changed("chunk_start", spans, 19), r"momentum: elements 19 to 20 overlap"),
-        (chunk_changed("chunk_numel", spans, 27), r"momentum: elements 47 to 48 are missing"),
-        (chunk_changed("chunk_numel", boxes, 11), r"columns: .* said to have 11"),
+        (rule_changed("weight.momentum", Of.START, 21), r"momentum: elements 20 to 21 are missing"),
+        (rule_changed("weight.momentum", Of.START, 19), r"momentum: elements 19 to 20 overlap"),
+        (rule_changed("weight.momentum", Of.NUMEL, 27), r"momentum: elements 47 to 48 are missing"),
+        (rule_changed("weight.columns", Of.NUMEL, 11), r"columns: .* said to have 11"),
         (edited(1, boxes=(Box((0, 2), (4, 3)),)), r"columns: .*(overlap|gap)"),
     ]
     for parts, expected in cases:
@@ -340,32 +349,13 @@ def test_boxes_are_numbered_in_the_order_of_the_table() -> None:
     """Whatever rank a box came from: the ranks' columns are swapped, the numbering is the same."""
     swapped = []
     for part, other in zip(SAMPLE.parts, SAMPLE.parts[::-1], strict=True):
-        starts = part.chunk_start.copy()
-        starts[part.chunk_box >= 0] = other.chunk_start[other.chunk_box >= 0]
-        swapped.append(replace(part, boxes=other.boxes, chunk_start=starts))
+        rules, theirs = part.structure.rules.copy(), other.structure.rules
+        rules[Of.START, rules[Of.BOX] >= 0] = theirs[Of.START, theirs[Of.BOX] >= 0]
+        structure = replace(part.structure, boxes=other.structure.boxes, rules=rules)
+        swapped.append(part._replace(structure=structure))
     manifest = decode_manifest(encode_manifest(build_manifest(HEADER, swapped)))
     boxes = manifest.chunks.boxes
     assert [boxes[0], boxes[1]] == [Box((0, 0), (4, 3)), Box((0, 3), (4, 3))]
-
-
-# A part of one rank that writes all of one tensor.
-WHOLE: dict[str, Any] = {
-    "tensors": (TensorRecord("phase", "complex128", (), 3),),
-    "aliases": {},
-    "boxes": (),
-    **{
-        name: np.array([value])
-        for name, value in {
-            "chunk_tensor": 0,
-            "chunk_file": 0,
-            "chunk_byte_start": 4096,
-            "chunk_start": 0,
-            "chunk_numel": 1,
-            "chunk_box": -1,
-            "block_counts": 1,
-        }.items()
-    },
-}
 
 
 def test_contradictions_between_ranks_are_named() -> None:
@@ -373,13 +363,14 @@ def test_contradictions_between_ranks_are_named() -> None:
     with pytest.raises(InvalidState, match=r"phase: .*rank 1.*rank 0"):
         build_manifest(HEADER, edited(1, tensors=other))
     with pytest.raises(InvalidState, match=r"tied: tied to weight.columns on rank 1"):
-        build_manifest(HEADER, edited(1, aliases={"tied": "weight.columns"}))
+        build_manifest(HEADER, edited(1, aliases={("tied", "weight.columns"): 1}))
     with pytest.raises(InvalidState, match="one name"):
-        build_manifest(HEADER, edited(1, files=SAMPLE.parts[0].files))
+        build_manifest(HEADER, edited(1, files=SAMPLE.parts[0].structure.files))
     with pytest.raises(InvalidState, match=r"weight: elements 24 to 48 are missing"):
         build_manifest(HEADER, SAMPLE.parts[:1])
+    alone = part_of_files([], rank=0, tensors=TENSORS[:1], texts=PartTexts({}))
     with pytest.raises(ValueError, match="1 ranks from 0 on"):
-        build_manifest(HEADER, [replace(SAMPLE.parts[0], **WHOLE)])
+        build_manifest(HEADER, [alone])
 
 
 def replicas_of(*items: tuple[str, int, int, int]) -> ReplicaColumns:
@@ -390,13 +381,13 @@ def replicas_of(*items: tuple[str, int, int, int]) -> ReplicaColumns:
     return ReplicaColumns(*ints, digests.astype(np.uint32))
 
 
-def one(part: Part) -> tuple[JointStructure, JointRest]:
+def one(part: Part) -> Part:
     """A part after its journey."""
     return decode_part(encode_part(part))
 
 
 def test_differences_of_replicas_and_values_name_ranks() -> None:
-    parts = edited(1, value_digests={"seed": 1})
+    parts = [SAMPLE.parts[0], saying(1, value_digests={"seed": 1})]
     _, texts = differences_of([one(part) for part in parts])
     # What a rank lacks is another's; what both have must be the same.
     assert len(texts) == 1 and texts[0].startswith("seed: the value differs between ranks")
@@ -406,19 +397,18 @@ def test_differences_of_replicas_and_values_name_ranks() -> None:
     other = replicas_of(
         ("phase", 0, 1, 2), ("weight.columns", 4, 0, 9), ("weight.columns", 8, 0, 7)
     )
-    parts = edited(1, replicas=other)
-    parts[0] = replace(parts[0], replicas=own)
+    parts = [saying(0, replicas=own), saying(1, replicas=other)]
     ([failure], [warning]), _ = differences_of([one(part) for part in parts])
     assert failure.startswith("phase: ") and "00000001 on 0; crc32c 00000002 on 1" in failure
     assert warning.startswith("weight.columns from element 4 on: ")
 
 
 def test_digests_that_do_not_belong_to_the_replicas_are_refused() -> None:
-    part = replace(SAMPLE.parts[0], replicas=replicas_of(("phase", 0, 1, 1)))
-    fewer = replace(part, replicas=part.replicas._replace(digests=np.zeros(0, np.uint32)))
+    replicas = replicas_of(("phase", 0, 1, 1))
+    fewer = saying(0, replicas=replicas._replace(digests=np.zeros(0, np.uint32)))
     with pytest.raises(Corrupt, match="digests of ranks are not one per replica"):
         one(fewer)
-    beyond = replace(part, replicas=part.replicas._replace(tensor=np.array([len(TENSORS)])))
+    beyond = saying(0, replicas=replicas._replace(tensor=np.array([len(TENSORS)])))
     with pytest.raises(Corrupt, match="field 'replica_tensor'"):
         one(beyond)
 
@@ -445,7 +435,7 @@ def manifest_of(chunks: list[StoredChunk], tensors: list[TensorRecord]) -> Manif
     file = written("rank00000-000.safetensors", layout, chunks, sums, seal)
     part = part_of_files([file], rank=0, tensors=tensors, texts=PartTexts.of({}, {}, {}, sends={}))
     alone = HEADER.model_copy(update={"world_size": 1, "block_bytes": 1 << 20})
-    return joint_manifest(alone, [one(part)])
+    return build_manifest(alone, [one(part)])
 
 
 @pytest.mark.parametrize("numel", [2**31 - 1, 2**31, 2**32 + 3])

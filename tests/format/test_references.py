@@ -199,7 +199,10 @@ def test_salvage_finds_damage_in_what_is_shared(tmp_path: Path, what: str) -> No
     if what == "other attempt":
         data = bytearray((root / increment_dir(INCREMENTS[1]) / FILE).read_bytes())
     else:
-        offsets = {"block": 4112, "digests": data.find(SAMPLES[0].parts[0].digests[0].tobytes())}
+        offsets = {
+            "block": 4112,
+            "digests": data.find(SAMPLES[0].parts[0].files[0].digests[0].tobytes()),
+        }
         data[offsets.get(what, 200)] ^= 1
     path.write_bytes(data)
     report = salvage(open_store(str(root)), increment_dir(LAST))

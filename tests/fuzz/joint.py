@@ -22,20 +22,13 @@ from ckpt.format.joint_codec import (
     encode_rest,
     encode_structure,
 )
-from ckpt.format.joint_part import (
-    JointRest,
-    JointStructure,
-    merge_structures,
-    rest_of,
-    structure_of,
-)
-from ckpt.format.part import Part
+from ckpt.format.part import JointRest, JointStructure, Part, merge_structures
 from ckpt.saving.task import JointParts
 from ckpt.telemetry.record import RankReport
 from ckpt.world.base import joined, split
 from ckpt.world.link import Frame, FrameKind, FrameReader, card_of
 from ckpt.world.liveness import Card, ProcessIdentity
-from tests.format.many_parts import random_parts
+from tests.format.many_parts import parts_of, random_parts
 from tests.fuzz.target import Target
 
 RANKS = 3
@@ -45,14 +38,14 @@ _COUNT_NBYTES = 4
 
 @cache
 def _parts() -> Sequence[Part]:
-    return random_parts(3, RANKS, tensors=4)
+    return parts_of(random_parts(3, RANKS, tensors=4))
 
 
 @cache
 def _others() -> tuple[JointStructure, JointRest]:
     """What all ranks but the first contribute."""
-    merge = merge_structures([structure_of(part) for part in _parts()[1:]])
-    return merge.structure, merge.rest([rest_of(part) for part in _parts()[1:]])
+    merge = merge_structures([part.structure for part in _parts()[1:]])
+    return merge.structure, merge.rest([part.rest for part in _parts()[1:]])
 
 
 def _structures() -> list[bytes]:
@@ -70,7 +63,7 @@ def _sealed_structure(data: bytes) -> bytes:
 
 
 def _read_structure(data: bytes) -> None:
-    StructureReader([structure_of(_parts()[0])]).read(data)
+    StructureReader([_parts()[0].structure]).read(data)
 
 
 def _rests() -> list[bytes]:

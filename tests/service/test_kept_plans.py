@@ -19,7 +19,7 @@ from torch import nn
 
 import ckpt
 from ckpt.format.joint_manifest import JointTable
-from ckpt.format.joint_part import JointStructure
+from ckpt.format.part import JointStructure
 from ckpt.process import open_root
 from ckpt.saving import plan as contents
 from ckpt.saving import save

@@ -21,8 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 import ckpt
 from ckpt.errors import InvalidState
 from ckpt.format.joint_codec import encode_rest
-from ckpt.format.joint_part import rest_of
-from ckpt.format.part import NO_REPLICAS, Part
+from ckpt.format.part import Part, part_of_files
 from ckpt.saving import task as saving_task
 from ckpt.state_dict import declare_optimizer_state, optimizer_state_dict
 from sharding import fully_shard
@@ -367,23 +366,20 @@ def counted(root: str) -> tuple[list[str], int]:
     kinds = ("gather", "gather_to_coordinator", "merge_to_coordinator", "broadcast", "agree")
     rounds = noted_rounds(*kinds, "transfers")
     parts: list[Part] = []
-    taken = saving_task.part_again
+    taken = part_of_files
 
-    def kept(*args: Any) -> Part:
-        parts.append(taken(*args))
+    def kept(*args: Any, **named: Any) -> Part:
+        parts.append(taken(*args, **named))
         return parts[-1]
 
-    saving_task.part_again = kept  # type: ignore[assignment]
+    saving_task.part_of_files = kept  # type: ignore[attr-defined]
     state = trained("fully")
     ckpt.save(state, root, step=1)
     rounds.clear()
     ckpt.save(state, root, step=2)
-    [part] = parts
-    assert len(part.replicas.digests) == 4, "one for each parameter, on all ranks"
-    sizes = [
-        len(encode_rest(rest_of(one), bytes(32)))
-        for one in (replace(part, replicas=NO_REPLICAS), part)
-    ]
+    rest = parts[-1].rest
+    assert len(rest.replicas[0][0].data) == 4 * 4, "one for each parameter, on all ranks"
+    sizes = [len(encode_rest(one, bytes(32))) for one in (replace(rest, replicas=()), rest)]
     return rounds, sizes[1] - sizes[0]
 
 

@@ -21,6 +21,7 @@ OLDEST = (
     "crc32c==2.7",
     "blake3==1.0.0",
     "rich==13.0.0",
+    "jinja2==3.1.0",
 )
 QUICK = ("pytest", "-m", "not ranks and not server", "-n", "2", "--dist", "loadfile")
 

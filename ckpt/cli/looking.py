@@ -149,9 +149,9 @@ def _usage_row(attempt: AttemptUsage) -> tuple[str, ...]:
 
 def show_report(report: Report, output: str = "report.html") -> None:
     """`ckpt report`: a page, and what is wrong."""
-    from ckpt.screens.report_page import page_of
+    from ckpt.screens.pages import report_page
 
-    write_page(output, page_of(report))
+    write_page(output, report_page(report))
     counts = {"save": report.saves, "checkpoint": report.live, "notice": report.notices}
     shown = ", ".join(counted(len(items), noun) for noun, items in counts.items())
     print(f"{output}: {shown}; open it in a browser")

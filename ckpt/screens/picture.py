@@ -18,14 +18,19 @@ from ckpt.screens.terminal import (
     size,
     write_page,
 )
-from ckpt.screens.visible import page_text
-from ckpt.tools.shard_map import PartOnMap, TensorOnMap, TensorsMap, map_of, rectangles
+from ckpt.tools.shard_map import (
+    FileOnMap,
+    PartOnMap,
+    Rectangle,
+    TensorOnMap,
+    TensorsMap,
+    map_of,
+    rectangles,
+)
 
 SHADES = " ░▒▓█"
 ROWS_IN_TERMINAL_MAX = 100
 RECTANGLES_MAX = 60_000  # of a page: more of them make browsers slow
-WIDTH, HEIGHT = 150, 42  # pixels of one tensor's picture
-FILE_WIDTH = 900  # pixels of the longest file's bar
 
 
 def show_map(checkpoint: CheckpointContents, names: Sequence[str], output: str | None) -> None:
@@ -34,7 +39,7 @@ def show_map(checkpoint: CheckpointContents, names: Sequence[str], output: str |
     if output is None:
         _show_in_terminal(checkpoint, tensors_map)
         return
-    write_page(output, page_of(checkpoint, tensors_map))
+    write_page(output, _page_of(checkpoint, tensors_map))
     print(
         f"{output}: {counted(len(tensors_map.tensors), 'tensor')}, "
         f"{counted(len(tensors_map.ranks), 'rank')}; open it in a browser"
@@ -91,102 +96,55 @@ def _shade(tensor: TensorOnMap, column: range) -> str:
 
 # As a page -------------------------------------------------------------------------------------
 
-STYLE = """
-body { font: 14px/1.45 system-ui, sans-serif; margin: 24px; color: #1a1a1a; background: #fff; }
-h1 { font-size: 20px; margin: 0 0 4px; } h2 { font-size: 16px; margin: 28px 0 8px; }
-.mono, td.name { font-family: ui-monospace, monospace; font-size: 12px; overflow-wrap: anywhere; }
-table { border-collapse: collapse; } td, th { padding: 3px 12px 3px 0; text-align: left; }
-th { font-weight: 600; border-bottom: 1px solid #ccc; position: sticky; top: 0; background: #fff; }
-td { border-bottom: 1px solid #eee; vertical-align: middle; } td.number { text-align: right; }
-svg { display: block; } rect:hover { stroke: #000; stroke-width: 1.5; }
-.key { display: inline-block; margin: 0 14px 6px 0; white-space: nowrap; }
-.key i { display: inline-block; width: 12px; height: 12px; margin-right: 5px; }
-.note { color: #555; }
-@media (prefers-color-scheme: dark) {
-  body, th { background: #16181c; color: #e6e6e6; } td { border-color: #2a2d33; }
-  th { border-color: #555; } rect:hover { stroke: #fff; } .note { color: #aaa; }
-}
-"""
 
-
-def page_of(checkpoint: CheckpointContents, tensors_map: TensorsMap) -> Iterator[str]:
+def _page_of(checkpoint: CheckpointContents, tensors_map: TensorsMap) -> Iterator[str]:
     """The page, in pieces: ranks, tensors with the parts that each rank stored, files."""
-    header = checkpoint.manifest.header
-    title = page_text(f"step {header.step} of {checkpoint.store.url}")
-    yield f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{title}</title>'
-    yield '<meta name="viewport" content="width=device-width, initial-scale=1">'
-    yield f"<style>{STYLE}</style></head><body>\n<h1>{title}</h1>\n"
-    total = sum(file.nbytes for file in tensors_map.files)
-    yield (
-        f'<p class="note">{page_text(checkpoint.url)}<br>attempt {page_text(header.attempt)}, '
-        f"saved by {counted(header.world_size, 'rank')} on {date(header.created_unix)}, "
-        f"{counted(len(tensors_map.tensors), 'tensor')}, "
-        f"{counted(len(tensors_map.files), 'file')}, {size(total)}</p>\n"
+    from ckpt.screens.pages import pieces_of  # the terminal does without
+
+    return pieces_of(
+        "map.html",
+        header=checkpoint.manifest.header,
+        root=checkpoint.store.url,
+        url=checkpoint.url,
+        map=tensors_map,
+        tensors=_drawn(tensors_map),
+        files=_striped(tensors_map),
+        color=_color,
+        region_text=_region_text,
     )
-    yield from _ranks(tensors_map)
-    yield from _tensors(tensors_map)
-    yield from _files(tensors_map)
-    yield "</body></html>\n"
 
 
-def _ranks(tensors_map: TensorsMap) -> Iterator[str]:
-    yield "<h2>Ranks</h2>\n<div>"
-    for index, rank in enumerate(tensors_map.ranks):
-        nbytes = sum(file.nbytes for file in tensors_map.files if file.rank == index)
-        yield (
-            f'<span class="key"><i style="background:{_color(index, len(tensors_map.ranks))}"></i>'
-            f"{page_text(rank)}: {size(nbytes)}</span>"
-        )
-    yield "</div>\n"
-
-
-def _tensors(tensors_map: TensorsMap) -> Iterator[str]:
-    yield (
-        "<h2>Tensors</h2>\n<p class='note'>Each picture is the whole tensor, dim 0 downward, all "
-        "other dims to the right; a colour is the rank that stored the part. Hover for the file, "
-        "bytes and region.</p>\n<table><tr><th>name</th><th>kind</th><th>dtype</th><th>shape</th>"
-        "<th>size</th><th>parts</th><th></th></tr>\n"
-    )
+def _drawn(
+    tensors_map: TensorsMap,
+) -> Iterator[tuple[TensorOnMap, list[tuple[PartOnMap, Rectangle]] | None]]:
+    """Each tensor with the rectangles of its parts; None when there are none left."""
     left = RECTANGLES_MAX
     for tensor in tensors_map.tensors:
-        info = tensor.info
-        picture, used = _picture(tensors_map, tensor, left)
-        left -= used
-        yield (
-            f'<tr><td class="name">{page_text(info.fqn)}</td><td>{info.kind.name.lower()}</td>'
-            f"<td>{info.dtype_name}</td><td>{shape_text(info.shape)}</td>"
-            f'<td class="number">{size(info.nbytes)}</td><td class="number">{len(tensor.parts)}'
-            f"</td><td>{picture}</td></tr>\n"
-        )
-    yield "</table>\n"
+        drawn: list[tuple[PartOnMap, Rectangle]] = []
+        for part in tensor.parts if len(tensor.parts) <= left else ():
+            drawn += ((part, at) for at in rectangles(part.region, tensor.info.shape))
+            if len(drawn) > left:
+                break
+        is_whole = len(tensor.parts) <= left and len(drawn) <= left
+        left -= len(drawn) if is_whole else 0
+        yield tensor, drawn if is_whole else None
 
 
-def _picture(tensors_map: TensorsMap, tensor: TensorOnMap, rectangles_max: int) -> tuple[str, int]:
-    """The SVG of one tensor and how many rectangles it took; a note when there are none left."""
-    if not tensor.parts:
-        return '<span class="note">no elements</span>', 0
-    drawn = []
-    shape = tensor.info.shape
-    for part in tensor.parts:
-        color = _color(part.rank, len(tensors_map.ranks))
-        about = page_text(_about(tensors_map, part))
-        for left, top, width, height in rectangles(part.region, shape):
-            drawn.append(
-                f'<rect x="{left * WIDTH:.2f}" y="{top * HEIGHT:.2f}" '
-                f'width="{max(width * WIDTH, 0.4):.2f}" height="{max(height * HEIGHT, 0.4):.2f}" '
-                f'fill="{color}"><title>{about}</title></rect>'
-            )
-        if len(drawn) > rectangles_max:
-            return f'<span class="note">{len(tensor.parts)} parts, too many to draw</span>', 0
-    return f'<svg width="{WIDTH}" height="{HEIGHT}">{"".join(drawn)}</svg>', len(drawn)
-
-
-def _about(tensors_map: TensorsMap, part: PartOnMap) -> str:
-    stop = part.byte_start + part.nbytes
-    return (
-        f"rank {tensors_map.ranks[part.rank]}: {_region_text(part.region)}, {size(part.nbytes)}, "
-        f"{tensors_map.files[part.file].name} bytes {part.byte_start} to {stop}"
-    )
+def _striped(
+    tensors_map: TensorsMap,
+) -> Iterator[tuple[FileOnMap, list[tuple[PartOnMap, str]], list[tuple[PartOnMap, str]]]]:
+    """Each file with its parts, and the largest of them in their order: others would be narrower
+    than a pixel, and are what makes a page slow.
+    """
+    inside: dict[int, list[tuple[PartOnMap, str]]] = {}
+    for tensor in tensors_map.tensors:
+        for part in tensor.parts:
+            inside.setdefault(part.file, []).append((part, tensor.info.fqn))
+    each_max = max(RECTANGLES_MAX // max(len(tensors_map.files), 1), 16)
+    for number, file in enumerate(tensors_map.files):
+        parts = inside.get(number, [])
+        largest = sorted(parts, key=lambda item: -item[0].nbytes)[:each_max]
+        yield file, parts, sorted(largest, key=lambda item: item[0].byte_start)
 
 
 def _region_text(region: Region) -> str:
@@ -194,46 +152,6 @@ def _region_text(region: Region) -> str:
         pairs = zip(region.offset, region.shape, strict=True)
         return "[" + ", ".join(f"{start}:{start + extent}" for start, extent in pairs) + "]"
     return f"elements {region.start} to {region.stop}"
-
-
-def _files(tensors_map: TensorsMap) -> Iterator[str]:
-    yield (
-        "<h2>Files</h2>\n<p class='note'>Length is size; every stripe is a part of a tensor, in "
-        "the order of its bytes.</p>\n<table>"
-        "<tr><th>file</th><th>rank</th><th>size</th><th>parts</th><th></th></tr>\n"
-    )
-    inside: dict[int, list[tuple[PartOnMap, str]]] = {}
-    for tensor in tensors_map.tensors:
-        for part in tensor.parts:
-            inside.setdefault(part.file, []).append((part, tensor.info.fqn))
-    longest = max((file.nbytes for file in tensors_map.files), default=1)
-    each_max = max(RECTANGLES_MAX // max(len(tensors_map.files), 1), 16)
-    for number, file in enumerate(tensors_map.files):
-        parts = inside.get(number, [])
-        # The others would be narrower than a pixel, and are what makes a page slow.
-        largest = sorted(parts, key=lambda item: -item[0].nbytes)[:each_max]
-        largest.sort(key=lambda item: item[0].byte_start)
-        scale = FILE_WIDTH / longest
-        bars = [
-            f'<rect width="{max(file.nbytes * scale, 1):.2f}" height="16" fill="#bbb">'
-            "<title>header, checksums, small or other parts</title></rect>"
-        ]
-        for index, (part, fqn) in enumerate(largest):
-            shade = 45 + 20 * (index % 2)
-            about = page_text(f"{fqn}: {size(part.nbytes)} from byte {part.byte_start} on")
-            bars.append(
-                f'<rect x="{part.byte_start * scale:.2f}" '
-                f'width="{max(part.nbytes * scale, 0.2):.2f}" height="16" '
-                f'fill="{_color(file.rank, len(tensors_map.ranks), shade)}">'
-                f"<title>{about}</title></rect>"
-            )
-        yield (
-            f'<tr><td class="name">{page_text(file.name)}</td>'
-            f'<td class="number">{page_text(tensors_map.ranks[file.rank])}</td>'
-            f'<td class="number">{size(file.nbytes)}</td><td class="number">{len(parts)}</td>'
-            f'<td><svg width="{FILE_WIDTH}" height="16">{"".join(bars)}</svg></td></tr>\n'
-        )
-    yield "</table>\n"
 
 
 def _color(index: int, count: int, lightness: int = 52) -> str:

@@ -25,7 +25,7 @@ from urllib.parse import SplitResult, parse_qs, urlsplit
 
 from ckpt.errors import CheckpointError
 from ckpt.screens.following import Ending, Following, ended_by_signals, versions_of
-from ckpt.screens.serve_page import PageChoice, PageMatter, page_of, sections_of, style
+from ckpt.screens.pages import PageChoice, PageMatter, pieces_of, sections_of, serve_page
 from ckpt.service.retention import KeepRule
 from storage import StoreLike
 from storage.strangers import to_end
@@ -186,9 +186,9 @@ class _Handler(BaseHTTPRequestHandler):
         if url.path == "/":
             look = self.server.look(self._choice(url))
             sections = sections_of(look)
-            self._send(HTTPStatus.OK, page_of(look, sections, digest_of(sections)), "text/html")
+            self._send(HTTPStatus.OK, serve_page(look, sections, digest_of(sections)), "text/html")
         elif url.path == "/page.css":
-            self._send(HTTPStatus.OK, style(), "text/css")
+            self._send(HTTPStatus.OK, "".join(pieces_of("page.css")), "text/css")
         elif url.path == "/page.js":
             script = (
                 resources.files("ckpt.screens").joinpath("serve.js").read_text(encoding="utf-8")

@@ -3,12 +3,11 @@
 Names, values and notes of a checkpoint may contain anything: escape sequences that repaint a
 terminal, marks that change the direction of text. Everything that a command prints goes through
 `visible_streams`, errors and log lines too, so no command has to take care of it. What is written
-around the streams (tables, pages) goes through `visible` and `page_text`.
+around the streams (tables, pages) goes through `visible`.
 """
 
 from __future__ import annotations
 
-import html
 import io
 import sys
 import unicodedata
@@ -26,11 +25,6 @@ def visible(text: str, keep: str = "") -> str:
     if text.isprintable():
         return text
     return "".join(one if _is_plain(one) or one in keep else _code(one) for one in text)
-
-
-def page_text(text: str) -> str:
-    """`text` for a page of HTML, in an attribute too."""
-    return html.escape(visible(text))
 
 
 def _is_plain(one: str) -> bool:

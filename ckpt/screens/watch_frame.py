@@ -124,7 +124,7 @@ def _numbers(run: TrainingRun, now_unix: float) -> list[Line]:
     lines: list[Line] = [[(words, "bold")]]
     if totals:
         retries = sum(one.retries for one in totals)
-        failed = len(run.measured.failures)
+        failed = len(run.failures)
         medians = f"median: blocked {seconds_text(_median(totals, lambda t: t.blocked_seconds))}, "
         medians += f"duration {seconds_text(_median(totals, lambda t: t.seconds))}, "
         medians += rate_text(_median(totals, lambda t: t.nbytes_per_second))
@@ -156,7 +156,7 @@ def _charts(run: TrainingRun, columns: int, marks: Marks) -> list[Line]:
     saves = run.saves[-columns:]
     begun = saves[0].committed_unix
     happened = [(save.committed_unix, save.is_live, False) for save in saves]
-    failed = [one for one in run.measured.failures if one.time_unix >= begun]
+    failed = [one for one in run.failures if one.time_unix >= begun]
     happened += [(one.time_unix, False, True) for one in failed]
     row: Line = [(f"{'saves':{LABEL}}", "dim")]
     for _, is_live, is_failure in sorted(happened)[-columns:]:
@@ -321,10 +321,10 @@ def _totals_text(totals: SaveTotals) -> str:
 
 
 def _of_failures(before: TrainingRun, after: TrainingRun) -> list[Happening]:
-    known = set(before.measured.failures)
+    known = set(before.failures)
     return [
         Happening("failed", one.time_unix, one.step, f"failed to save step {one.step}: {one.error}")
-        for one in after.measured.failures
+        for one in after.failures
         if one not in known
     ]
 

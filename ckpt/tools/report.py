@@ -185,7 +185,7 @@ def report_of(
         url=run.url,
         made_unix=now,
         saves=saves,
-        failures=run.measured.failures,
+        failures=run.failures,
         sessions=run.sessions,
         is_whole_history=run.is_whole_history,
         slowest=slowest,
@@ -290,6 +290,11 @@ class TrainingRun(OfSaves):
     sessions: int = 0
     is_whole_history: bool = True
     measured: Measurements = Measurements()
+
+    @property
+    def failures(self) -> tuple[SaveFailure, ...]:
+        """Saves that have failed, in the order of time."""
+        return self.measured.failures
 
     def notices(self, now_unix: float) -> list[Notice]:
         """What to look at, the worst first."""

@@ -15,7 +15,7 @@ import pytest
 from ckpt.cli import main
 from ckpt.near.status import STATUS_NAME, TierStatus, write_status
 from ckpt.near.tier import tiers_in
-from ckpt.screens.serve_page import PageChoice, PageMatter, sections_of
+from ckpt.screens.pages import PageChoice, PageMatter, sections_of
 from ckpt.service.policies import EverySteps
 from ckpt.tools.near_tiers import tier_views
 from ckpt.tools.polling import RunPoller, RunState

@@ -24,7 +24,7 @@ from ckpt.commit.maintenance import Maintenance
 from ckpt.commit.names import TELEMETRY_NAME
 from ckpt.commit.session import SessionRegistry
 from ckpt.errors import CheckpointError, NoCheckpoint
-from ckpt.screens.report_page import page_of
+from ckpt.screens.pages import report_page
 from ckpt.screens.terminal import size
 from ckpt.service.checkpointer import Checkpointer
 from ckpt.telemetry.record import SaveFailure, Telemetry
@@ -98,7 +98,7 @@ class Page(HTMLParser):
 
 
 def text_of(report: Report) -> str:
-    return Page("".join(page_of(report))).text
+    return Page("".join(report_page(report))).text
 
 
 def test_report_tells_all_saves_and_what_became_of_them(root: str) -> None:
@@ -227,7 +227,7 @@ def evil(report: Report) -> Report:
 
 
 def test_hostile_texts_stay_texts(root: str) -> None:
-    page = Page("".join(page_of(evil(report_of(root)))))
+    page = Page("".join(report_page(evil(report_of(root)))))
     assert "script" not in page.tags and "img" not in page.tags
     assert page.text.count(EVIL) > 20
     assert page.addresses == ["data:,"]  # nothing is fetched from anywhere
@@ -236,7 +236,7 @@ def test_hostile_texts_stay_texts(root: str) -> None:
 def test_names_and_notes_of_a_hostile_checkpoint_stay_texts(tmp_path: Path) -> None:
     url = str(tmp_path / "run")
     ckpt.save({EVIL: torch.ones(8)}, url, step=1, user={"note": EVIL})
-    page = Page("".join(page_of(report_of(url))))
+    page = Page("".join(report_page(report_of(url))))
     assert "script" not in page.tags and "img" not in page.tags and "<script>" in page.text
 
 
@@ -260,7 +260,7 @@ def test_page_is_whole_and_can_be_read_on_any_screen(root: str, tmp_path: Path) 
         if save.totals is not None
     ]
     path = tmp_path / "report.html"
-    path.write_text("".join(page_of(replace(report, saves=tuple(saves)))), encoding="utf-8")
+    path.write_text("".join(report_page(replace(report, saves=tuple(saves)))), encoding="utf-8")
     with browser(tmp_path / "profile") as page:
         page.open(path.as_uri())
         labels = "[...document.querySelectorAll('.ys span')].map((one) => one.textContent)"
@@ -277,7 +277,7 @@ def test_page_is_whole_and_can_be_read_on_any_screen(root: str, tmp_path: Path) 
 def test_browser_shows_the_numbers_without_complaint(root: str, tmp_path: Path) -> None:
     report = report_of(root)
     page = tmp_path / "report.html"
-    page.write_text("".join(page_of(report)), encoding="utf-8")
+    page.write_text("".join(report_page(report)), encoding="utf-8")
     dom, console = shown(page, tmp_path / "profile", "--dump-dom")
     assert console == ""
     assert f"rank {SLOW}" in dom and f'Slowest was <b class="slowest">rank {SLOW}</b>' in dom
@@ -298,7 +298,7 @@ def test_browser_runs_nothing_of_a_hostile_page(root: str, tmp_path: Path) -> No
     """A page is looked at in which hostile texts were also put in without escaping: the policy of
     the page lets none of it run or load.
     """
-    text = "".join(page_of(evil(report_of(root))))
+    text = "".join(report_page(evil(report_of(root))))
     loud = '<script>document.title = "owned"</script><img src="https://example.com/x.png">'
     page = tmp_path / "report.html"
     page.write_text(text, encoding="utf-8")

@@ -31,8 +31,8 @@ import ckpt
 from ckpt.cli import main
 from ckpt.screens import serve_http
 from ckpt.screens.following import Following
+from ckpt.screens.pages import SECTIONS, PageChoice, PageMatter, sections_of, serve_page
 from ckpt.screens.serve_http import HEADERS, PageServer, digest_of
-from ckpt.screens.serve_page import SECTIONS, PageChoice, PageMatter, labels, page_of, sections_of
 from ckpt.service.retention import KeepLatest, KeepRule
 from ckpt.telemetry.record import SaveFailure, Telemetry
 from ckpt.tools.polling import RunPoller, RunState
@@ -71,7 +71,7 @@ def test_page_has_every_section_and_no_code_of_its_own() -> None:
     look = look_at(followed(5), telemetry=telemetry_of_step(5))
     sections = sections_of(look)
     assert list(sections) == list(SECTIONS)
-    page = page_of(look, sections, "abc")
+    page = serve_page(look, sections, "abc")
     assert page.count("<script") == 1 and "<style" not in page and " style=" not in page
     assert Page(page).addresses[:3] == ["data:,", "/page.css", "/page.js"]
     assert page.count("<section") == page.count("</section>") == len(SECTIONS)
@@ -129,8 +129,8 @@ def test_runs_stand_side_by_side_on_one_scale() -> None:
     one, other = followed(2), followed(2, totals=slow)
     one = replace(one, run=replace(one.run, url="s3://bucket/sweep/a/run"))
     other = replace(other, run=replace(other.run, url="s3://bucket/sweep/b/run"))
-    assert labels([one, other]) == ["a/run", "b/run"] and labels([one]) == [one.run.url]
-    assert labels([one, one]) == [one.run.url] * 2
+    assert look_at(one, other).labels == ["a/run", "b/run"] and look_at(one).labels == [one.run.url]
+    assert look_at(one, one).labels == [one.run.url] * 2
     sections = sections_of(look_at(one, other, choice=PageChoice(1)))
     assert sections["charts"].count("50 s</span>") == 2
     assert (
@@ -155,7 +155,7 @@ def test_hostile_texts_stay_texts() -> None:
     state = replace(state, run=replace(state.run, url=EVIL), availability="away", problem=EVIL)
     hostile = telemetry_of_step(3).model_copy(update={"phases": [EVIL], "totals": evil})
     look = look_at(state, state, telemetry=hostile)
-    page = Page(page_of(look, sections_of(look), EVIL))
+    page = Page(serve_page(look, sections_of(look), EVIL))
     assert page.tags.count("script") == 1 and "img" not in page.tags
     assert page.text.count(EVIL) > 10
     assert all(address.startswith(("/", "#", "data:,")) for address in page.addresses)

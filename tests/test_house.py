@@ -524,7 +524,11 @@ USED_FROM_OUTSIDE = (
     ("ckpt/screens/serve_http.py", "*", "the servers of the standard library read these"),
     ("ckpt/screens/", "on_broken_pipe writable", "rich and print call these"),
     ("ckpt/screens/pages.py", "*", "templates read these"),
-    ("ckpt/tools/", "reached_unix at_risk_near at_risk_durable", "`--json` prints all fields"),
+    (
+        "ckpt/tools/",
+        "reached_unix at_risk_near at_risk_durable made_unix",
+        "`--json` prints all fields",
+    ),
     ("ckpt/integrations/dcp.py", "*", "torch calls planners and storages by these names"),
     ("ckpt/integrations/", "*", "trainers of other libraries call hooks by these names"),
     ("ckpt/service/checkpointer.py", "is_preempted costs", "training loops"),

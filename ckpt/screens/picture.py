@@ -122,7 +122,7 @@ def _drawn(
     for tensor in tensors_map.tensors:
         drawn: list[tuple[PartOnMap, Rectangle]] = []
         for part in tensor.parts if len(tensor.parts) <= left else ():
-            drawn += ((part, at) for at in rectangles(part.region, tensor.info.shape))
+            drawn += ((part, place) for place in rectangles(part.region, tensor.info.shape))
             if len(drawn) > left:
                 break
         is_whole = len(tensor.parts) <= left and len(drawn) <= left

@@ -197,10 +197,10 @@ BANS = (
     Ban(
         is_torch_private, ADAPTERS, "an adapter in ckpt/layout, the only place for torch's privates"
     ),
-    # DCP reads nothing but a pickle of its classes.
+    # They write what torch reads: DCP's metadata, and trees of torch.save. Neither reads a pickle.
     Ban(
         lambda name: is_pickle(name) and name not in ("torch.save", "torch.load"),
-        ("ckpt/convert/targets/dcp.py",),
+        ("ckpt/convert/targets/dcp.py", "ckpt/convert/sources/torch_pickle.py"),
         "ckpt.format.codec for values, ckpt.format.datafile for tensors",
     ),
     # Planners of DCP take and give what torch.save wrote: bytes of this process, none of a store.

@@ -6,17 +6,21 @@ that `torch.load(weights_only=True)` reads. No tensor's bytes pass through here.
 
 from __future__ import annotations
 
+import io
 import math
-import struct
+import pickle
 from collections.abc import Sequence
 from dataclasses import dataclass
+from importlib import import_module
 from typing import Any, NamedTuple
+
+import torch
 
 from ckpt.convert.sources.budget import Account
 from ckpt.convert.sources.pickles import Maker, Opaque, read_pickle
 from ckpt.errors import Corrupt
 from ckpt.format.datafile import NDIM_MAX
-from ckpt.layout.dtypes import DTYPES
+from ckpt.layout.dtypes import DTYPES, torch_dtype
 from ckpt.layout.region import Shape, row_major_strides
 
 _STORAGES = {
@@ -200,17 +204,10 @@ class TensorOut(NamedTuple):
     shape: Shape
 
 
-class GlobalOut(NamedTuple):
-    """A function or an object of a module."""
-
-    module: str
-    name: str
-
-
 class CallOut(NamedTuple):
-    """What a function makes of `arguments`."""
+    """What the function of that name makes of `arguments`."""
 
-    function: GlobalOut
+    function: str
     arguments: tuple[Any, ...]
 
 
@@ -229,66 +226,43 @@ def write_tree(tree: Any) -> bytes:
 
     `torch.load(weights_only=True)` makes the tree of it, once the storages lie beside it.
     """
-    out = bytearray(b"\x80\x02")
-    _emit(tree, out)
-    out += b"."
-    return bytes(out)
+    out = io.BytesIO()
+    pickler = _TreePickler(out, 2)
+    pickler.fast = True  # without a memo, so that the same tree makes the same bytes
+    pickler.dump(tree)
+    return out.getvalue()
 
 
-def _emit(value: Any, out: bytearray) -> None:
-    if isinstance(value, TensorOut):
-        _emit(_call_of(value), out)
-    elif isinstance(value, GlobalOut):
-        out += f"c{value.module}\n{value.name}\n".encode()
-    elif isinstance(value, CallOut):
-        _emit(value.function, out)
-        _emit(value.arguments, out)
-        out += b"R"
-    elif isinstance(value, StorageOut):
-        module, _, name = value.kind.rpartition(".")
-        _emit(("storage", GlobalOut(module, name), value.key, "cpu", value.numel), out)
-        out += b"Q"
-    elif value is None or isinstance(value, bool):
-        out += {None: b"N", True: b"\x88", False: b"\x89"}[value]
-    elif isinstance(value, int) and -(1 << 31) <= value < 1 << 31:
-        out += b"J" + struct.pack("<i", value)
-    elif isinstance(value, int):
-        data = value.to_bytes(value.bit_length() // 8 + 1, "little", signed=True)
-        out += b"\x8b" + struct.pack("<I", len(data)) + data
-    elif isinstance(value, float):
-        out += b"G" + struct.pack(">d", value)
-    elif isinstance(value, str):
-        data = value.encode("utf-8", "surrogatepass")
-        out += b"X" + struct.pack("<I", len(data)) + data
-    elif isinstance(value, bytes):
-        # Protocol 2 has no bytes: text of the same code points, and a call to encode it.
-        out += b"c_codecs\nencode\n"
-        _emit(value.decode("latin1"), out)
-        _emit("latin1", out)
-        out += b"\x86R"
-    elif isinstance(value, (list, tuple)):
-        out += b"(" if isinstance(value, tuple) else b"]("
-        for item in value:
-            _emit(item, out)
-        out += b"t" if isinstance(value, tuple) else b"e"
-    elif isinstance(value, dict):
-        out += b"}("
-        for key, item in value.items():
-            _emit(key, out)
-            _emit(item, out)
-        out += b"u"
-    else:
-        raise TypeError(f"a {type(value).__name__} is no value")
+class _TreePickler(pickle.Pickler):
+    def persistent_id(self, thing: Any) -> Any:
+        if isinstance(thing, StorageOut):
+            return "storage", named_object(thing.kind), thing.key, "cpu", thing.numel
+        return None
+
+    def reducer_override(self, thing: Any) -> Any:
+        if isinstance(thing, TensorOut):
+            thing = _call_of(thing)
+        if isinstance(thing, CallOut):
+            return named_object(thing.function), thing.arguments
+        if callable(thing) or isinstance(thing, (torch.dtype, torch.qscheme)):
+            return NotImplemented  # by its name
+        raise TypeError(f"a {type(thing).__name__} is no value")
+
+
+def named_object(name: str) -> Any:
+    """A function or an object of a module, such as torch.Size."""
+    module, _, attribute = name.rpartition(".")
+    return getattr(import_module(module), attribute)
 
 
 def _call_of(tensor: TensorOut) -> CallOut:
     numel, storage = math.prod(tensor.shape), _STORAGE_OF.get(tensor.dtype)
-    hooks = CallOut(GlobalOut("collections", "OrderedDict"), ())
+    hooks = CallOut("collections.OrderedDict", ())
     view = (0, tensor.shape, row_major_strides(tensor.shape), False, hooks)
     if storage:
         held = StorageOut(f"torch.{storage}", tensor.key, numel)
-        return CallOut(GlobalOut("torch._utils", "_rebuild_tensor_v2"), (held, *view))
+        return CallOut("torch._utils._rebuild_tensor_v2", (held, *view))
     nbytes = numel * DTYPES[tensor.dtype].itemsize
     held = StorageOut("torch.storage.UntypedStorage", tensor.key, nbytes)
-    dtype = GlobalOut("torch", tensor.dtype)
-    return CallOut(GlobalOut("torch._utils", "_rebuild_tensor_v3"), (held, *view, dtype))
+    dtype = torch_dtype(tensor.dtype)
+    return CallOut("torch._utils._rebuild_tensor_v3", (held, *view, dtype))

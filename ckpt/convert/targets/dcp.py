@@ -1,5 +1,5 @@
-"""DCP directories, with `.metadata` of torch's own classes: the one place of ours that writes a
-pickle. `torch.distributed.checkpoint.load` reads nothing else.
+"""DCP directories, with a pickle of torch's own classes, `.metadata`:
+`torch.distributed.checkpoint.load` reads nothing else.
 """
 
 from __future__ import annotations

@@ -17,7 +17,12 @@ from ckpt.convert.sources.source import (
     SourceContents,
     SourceTensor,
 )
-from ckpt.convert.sources.torch_pickle import CallOut, GlobalOut, StorageOut, TensorOut
+from ckpt.convert.sources.torch_pickle import (
+    CallOut,
+    StorageOut,
+    TensorOut,
+    named_object,
+)
 from ckpt.convert.targets.dcp import DcpBuilding
 from ckpt.convert.targets.files import ExportSelection, Output, PlannedFile, torch_file
 from ckpt.errors import CheckpointError
@@ -303,12 +308,12 @@ def _composite_out(described: Mapping[str, Any], outputs: Mapping[str, TensorOut
 
 
 def _size(shape: tuple[int, ...]) -> CallOut:
-    return CallOut(GlobalOut("torch", "Size"), (shape,))
+    return CallOut("torch.Size", (shape,))
 
 
 def _sparse(layout: str, data: tuple[Any, ...]) -> CallOut:
-    kind = CallOut(GlobalOut("torch.serialization", "_get_layout"), (layout,))
-    return CallOut(GlobalOut("torch._utils", "_rebuild_sparse_tensor"), (kind, data))
+    kind = CallOut("torch.serialization._get_layout", (layout,))
+    return CallOut("torch._utils._rebuild_sparse_tensor", (kind, data))
 
 
 def _quantized(
@@ -331,8 +336,7 @@ def _quantized(
     else:
         return None
     strides = tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
-    module, _, name = scheme.rpartition(".")
-    hooks = CallOut(GlobalOut("collections", "OrderedDict"), ())
+    hooks = CallOut("collections.OrderedDict", ())
     held = StorageOut(storage, memory.key, math.prod(shape))
-    arguments = (held, 0, shape, strides, (GlobalOut(module, name), *quantizer), False, hooks)
-    return CallOut(GlobalOut("torch._utils", "_rebuild_qtensor"), arguments)
+    arguments = (held, 0, shape, strides, (named_object(scheme), *quantizer), False, hooks)
+    return CallOut("torch._utils._rebuild_qtensor", arguments)

@@ -64,7 +64,7 @@ def _section(command: Command, common: Collection[str]) -> str:
 
 def _in_python(command: Command) -> str:
     """The function of a command, and the report that it returns and `--json` prints."""
-    if not command.show:
+    if not command.views:
         return ""
     returned = str(inspect.signature(command.function).return_annotation)
     kinds = [one for one in re.findall(r"\w+", returned) if hasattr(reports, one)]

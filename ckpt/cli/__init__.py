@@ -35,7 +35,7 @@ def _main(argv: Sequence[str] | None) -> int:
         wrong(f"unknown: {' '.join(unknown)}")
     try:
         of_function, of_view = given(command, arguments)
-        if not command.show:
+        if not command.views:
             command.function(**of_function)
             code = OK
         else:

@@ -1,7 +1,7 @@
 """All commands, made of the signatures of their functions. Imports nothing slow: see `ckpt.cli`.
 
-A new command is a function in `ckpt.operate` that returns a report, a function of `ckpt.cli` that
-shows it, and an entry in `COMMANDS`.
+A new command is a function in `ckpt.operate` that returns a report, a function in the module of
+`ckpt.cli` of the same name that shows it, and an entry in `COMMANDS`.
 """
 
 from __future__ import annotations
@@ -21,30 +21,7 @@ from ckpt.version import __version__
 # 2 is what argparse exits with, 130 what shells show for a process that Ctrl-C ended.
 OK, PROBLEM, USAGE, DIFFERENT, INTERRUPTED = 0, 1, 2, 3, 130
 
-EXAMPLES = """\
-examples:
-  ckpt ls s3://bucket/run                          its checkpoints
-  ckpt log runs/7b                                 what happened to them, newest first
-  ckpt du runs/7b                                  how much space they take
-  ckpt show runs/7b --step 1200                    names, shapes, dtypes, and who stored what
-  ckpt show runs/7b --map --output map.html        a picture of it: tensors x ranks x files
-  ckpt report runs/7b --output report.html         a page: saves, slow ranks, warnings
-  ckpt watch s3://bucket/run                       follow a run in the terminal
-  ckpt serve runs/7b runs/7b-lr3e4                 follow runs in a local web page
-  ckpt diff runs/7b other/run                      which tensors changed, and by how much
-  ckpt plan runs/7b --ranks 8 --layout fsdp2       what a load on 8 ranks would read
-  ckpt cost --params 70B --ranks 512 --every 10m --mtbf 6h
-  ckpt verify s3://bucket/run -o endpoint_url=http://localhost:9000
-  ckpt cp /nvme/run s3://bucket/release-1200       a copy, verified, that can be resumed
-  ckpt reshard runs/7b runs/on-8 --ranks 8         the latest, laid out for 8 ranks
-  ckpt export runs/7b model.safetensors --dtype bfloat16
-  ckpt import fsdp-checkpoint/ runs/7b --step 1200
-  ckpt salvage runs/7b/steps/00001200-e000001-0123456789abcdef
-  ckpt rescue /mnt/host1/run /mnt/host2/run s3://bucket/run
-  ckpt prune runs/7b --keep-last 3 --dry-run
-  ckpt rm runs/7b --step 1200
-  eval "$(ckpt completion bash)"
-
+EXIT_CODES = """\
 exit codes: 0 success; 1 damage was found, or the command failed; 2 wrong command line;
 3 checkpoints differ (diff), one does not fit (plan), or you said no (prune, rm); 130 interrupted
 """
@@ -69,21 +46,30 @@ class Option(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """One command. `function` does it; without `show` it prints and returns the exit code.
+    """One command. `function` does it; one that is not of `ckpt.operate` prints for itself.
 
-    `show` is the "module:function" below `ckpt.cli` that prints a report, and is imported when the
-    command runs; the arguments `shown` go there alone. `code` makes the exit code of a report.
-    `doing` names the progress bar. `after_interrupt` says what Ctrl-C leaves.
+    What a function of `ckpt.operate` returns is shown by `show_` and its name in the module of
+    `ckpt.cli` that is called as its own, which is imported when the command runs; the arguments
+    `shown` go there alone. `code` makes the exit code of a report. `after_interrupt` says what
+    Ctrl-C leaves. The `examples` are lines; the first one is shown for `ckpt` itself, too.
     """
 
-    name: str
     function: Callable[..., Any]
-    show: str
     examples: str
     code: Callable[[Any], int] = lambda report: OK
     shown: Mapping[str, Any] = field(default_factory=dict)
-    doing: str = ""
     after_interrupt: str = "nothing half-done was published"
+
+    @property
+    def name(self) -> str:
+        """What it is called by, as its first example says."""
+        return re.findall(r"ckpt (\w+)", self.examples)[0]
+
+    @property
+    def views(self) -> str:
+        """The module that shows its report; "" where there is none."""
+        package, _, module = self.function.__module__.rpartition(".")
+        return f"ckpt.cli.{module}" if package == "ckpt.operate" else ""
 
     @property
     def text(self) -> str:
@@ -96,7 +82,7 @@ class Command:
         parameters = inspect.signature(self.function).parameters
         options = [one for p in parameters.values() for one in _options(p.name, p.annotation, p)]
         options += [one for item in self.shown.items() for one in _options(*item, None)]
-        if self.show:
+        if self.views:
             options += _options("json", Annotated[bool, Argument("print JSON")], None)
         return options
 
@@ -165,10 +151,11 @@ class Parser(argparse.ArgumentParser):
 
 def build_parser() -> argparse.ArgumentParser:
     """The command line of `ckpt`: `command` is the `Command`, `parser` its own parser."""
+    firsts = "".join(f"  {one.examples.splitlines()[0]}\n" for one in COMMANDS)
     parser = argparse.ArgumentParser(
         prog="ckpt",
         description="Inspect, compare, verify, move, export and prune sharded checkpoints.",
-        epilog=EXAMPLES,
+        epilog=f"examples:\n{firsts}\n{EXIT_CODES}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="version", version=f"ckpt {__version__}")
@@ -203,7 +190,7 @@ def given(command: Command, arguments: argparse.Namespace) -> tuple[dict[str, An
         if option.dest in values
     }
     shown = {name: value for name, value in collected.items() if name in {*command.shown, "json"}}
-    return {n: v for n, v in collected.items() if n not in shown or not command.show}, shown
+    return {n: v for n, v in collected.items() if n not in shown or not command.views}, shown
 
 
 def refused(command: Command, text: str, error: Callable[[str], NoReturn]) -> NoReturn:
@@ -232,47 +219,32 @@ _SORT = Annotated[Literal["name", "amount"], Argument("amount: relative norm fir
 # In the order in which help shows them.
 COMMANDS = (
     Command(
-        "ls",
         operate.ls,
-        "looking:show_ls",
         "ckpt ls s3://bucket/run\n"
         "ckpt ls runs/7b --json | jq '.checkpoints[-1].step'\n"
         "ckpt ls --near /dev/shm/run                       what this host has",
     ),
     Command(
-        "log",
         operate.log,
-        "looking:show_log",
         "ckpt log runs/7b\nckpt log runs/7b -n 0 --json",
         code=lambda report: PROBLEM if report.problem else OK,
     ),
+    Command(operate.disk_usage, "ckpt du s3://bucket/run\nckpt du runs/7b --json"),
     Command(
-        "du",
-        operate.disk_usage,
-        "looking:show_du",
-        "ckpt du s3://bucket/run\nckpt du runs/7b --json",
-    ),
-    Command(
-        "show",
         printing.show,
-        "",
         "ckpt show runs/7b 'model.*.weight' --step 1200\n"
         "ckpt show runs/7b --map\n"
         "ckpt show runs/7b --map --output map.html",
     ),
     Command(
-        "report",
         operate.report,
-        "looking:show_report",
         "ckpt report s3://bucket/run --output report.html\n"
         "ckpt report runs/7b --near /dev/shm/run           and what this host has\n"
         "ckpt report runs/7b --json",
         shown={"output": _PAGE},
     ),
     Command(
-        "watch",
         printing.watch,
-        "",
         "ckpt watch s3://bucket/run                        Ctrl-C ends it\n"
         "ckpt watch runs/7b --once                         one frame\n"
         "ckpt watch runs/7b --near /dev/shm/run            and the work at risk\n"
@@ -280,9 +252,7 @@ COMMANDS = (
         "ckpt watch runs/7b --json | jq 'select(.kind == \"failed\")'",
     ),
     Command(
-        "serve",
         printing.serve,
-        "",
         "ckpt serve s3://bucket/run                        then open the page that it names\n"
         "ckpt serve runs/7b runs/7b-lr3e4                  two runs next to each other\n"
         "ckpt serve runs/7b --keep-last 3 --keep-every 1000\n"
@@ -290,106 +260,73 @@ COMMANDS = (
         "ssh -t -L 8642:localhost:8642 cluster ckpt serve runs/7b",
     ),
     Command(
-        "diff",
         operate.diff,
-        "comparing:show_diff",
         "ckpt diff runs/7b                         the newest against the one before it\n"
         "ckpt diff runs/7b --step-a 100 --step-b 900\n"
         "ckpt diff runs/7b s3://bucket/run --include 'model.*' --quick",
         code=lambda report: OK if report.identical else DIFFERENT,
         shown={"sort": _SORT},
-        doing="comparing",
     ),
     Command(
-        "plan",
         operate.plan_ranks,
-        "comparing:show_plan",
         "ckpt plan runs/7b --ranks 8 --layout fsdp2\n"
         "ckpt plan runs/7b --ranks 8 --like other/run      does its state fit?\n"
         "ckpt plan runs/7b --like model.safetensors --entry model",
         code=lambda report: OK if report.fits else DIFFERENT,
     ),
     Command(
-        "cost",
         operate.cost,
-        "costing:show_cost",
         "ckpt cost --params 70B --optimizer adamw --ranks 512 --every 10m --keep 3 --mtbf 6h\n"
         "ckpt cost s3://bucket/run --mtbf 6h             with the numbers of its saves\n"
         "ckpt cost s3://bucket/run --every 5m            what if it saved every 5 minutes\n"
         "neither prices nor speeds are assumed; lines that depend on one appear when you give it",
     ),
     Command(
-        "verify",
         operate.verify,
-        "keeping:show_verify",
         "ckpt verify s3://bucket/run --step 1200\nckpt verify runs/7b --mark",
         code=lambda report: OK if report.ok else PROBLEM,
-        doing="verifying",
     ),
     Command(
-        "cp",
         operate.copy,
-        "moving:show_copy",
         "ckpt cp /nvme/run s3://bucket/release-1200 --step 1200\n"
         "ckpt cp --root /nvme/run s3://bucket/run      all checkpoints, as a root to save to\n"
         "after an interruption, run it again: what has arrived is not sent again",
-        doing="copying",
         after_interrupt=_RUN_AGAIN,
     ),
     Command(
-        "reshard",
         operate.reshard,
-        "moving:show_copy",
         "ckpt reshard runs/7b --ranks 8                 loads by its attempt, which is printed\n"
         "ckpt reshard runs/7b runs/7b-on-8 --ranks 8\n"
         "ckpt reshard s3://bucket/run s3://bucket/run-on-64 --ranks 64 --layout flat",
-        doing="resharding",
         after_interrupt=_RUN_AGAIN,
     ),
     Command(
-        "export",
         operate.export,
-        "moving:show_export",
         "ckpt export runs/7b out/model.safetensors --dtype bfloat16 --shard-bytes-max 5GB\n"
         "ckpt export runs/7b served --format hf --config models/base     for vLLM, transformers\n"
         "ckpt export fsdp-checkpoint/ model.safetensors      straight from torch's DCP directory\n"
         "ckpt export runs/7b state.pt --optimizer\n"
         "torchrun --nproc-per-node 8 -m ckpt export runs/7b s3://bucket/model.safetensors",
-        doing="exporting",
     ),
     Command(
-        "import",
         operate.import_checkpoint,
-        "moving:show_import",
         "ckpt import fsdp-checkpoint/ runs/7b --step 1200\n"
         "ckpt import model.safetensors runs/7b --rename '=model' --verify\n"
         "torchrun --nproc-per-node 8 -m ckpt import dcp/ s3://bucket/run",
-        doing="importing",
     ),
     Command(
-        "salvage",
         operate.salvage,
-        "keeping:show_salvage",
         "ckpt salvage runs/7b/steps/00001200-e000001-0123456789abcdef\nckpt salvage runs/7b",
         code=lambda report: OK if all(one.whole for one in report) else PROBLEM,
     ),
+    Command(operate.rescue, "ckpt rescue /mnt/host1/run /mnt/host2/run s3://bucket/run"),
     Command(
-        "rescue",
-        operate.rescue,
-        "keeping:show_rescue",
-        "ckpt rescue /mnt/host1/run /mnt/host2/run s3://bucket/run",
-    ),
-    Command(
-        "mend",
         operate.mend,
-        "keeping:show_mend",
         "ckpt mend runs/7b --dry-run\nckpt mend runs/7b",
         code=lambda report: PROBLEM if report.lost else OK,
     ),
     Command(
-        "prune",
         operate.prune,
-        "keeping:show_prune",
         "ckpt prune runs/7b --keep-last 3 --dry-run\n"
         "ckpt prune runs/7b --keep-last 3 --yes            in a script, which cannot answer\n"
         "ckpt prune runs/7b --keep-last 2 --keep-every 10000 --keep-best 1:min\n"
@@ -400,25 +337,19 @@ COMMANDS = (
         after_interrupt=_CONFIRMED,
     ),
     Command(
-        "rm",
         operate.rm,
-        "keeping:show_rm",
         "ckpt rm runs/7b --step 1200\nckpt rm runs/7b --attempt e000002-0123456789abcdef --yes",
         code=_code_of_deletion,
         shown={"yes": _YES},
         after_interrupt=_CONFIRMED,
     ),
     Command(
-        "pin",
         operate.pin,
-        "keeping:show_pin",
         "ckpt pin runs/7b --step 1200\nckpt pin runs/7b --attempt e000002-0123456789abcdef",
     ),
-    Command("unpin", operate.unpin, "keeping:show_pin", "ckpt unpin runs/7b --step 1200"),
+    Command(operate.unpin, "ckpt unpin runs/7b --step 1200"),
     Command(
-        "completion",
         printing.completion,
-        "",
         'eval "$(ckpt completion bash)"\n'
         'eval "$(ckpt completion zsh)"          after compinit\n'
         "ckpt completion fish | source",

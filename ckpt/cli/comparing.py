@@ -62,7 +62,7 @@ def _row(change: TensorChange) -> tuple[str, ...]:
     return change.fqn, what, share, *(f"{number:.3g}" for number in numbers)
 
 
-def show_plan(plan: LoadPlan) -> None:
+def show_plan_ranks(plan: LoadPlan) -> None:
     """`ckpt plan`."""
     print(plan.url)
     print(f"step {plan.step}, {size(plan.nbytes_stored)} of tensors\n")

@@ -81,6 +81,9 @@ def show_pin(report: PinReport) -> None:
     print(f"{'pinned' if report.pinned else 'unpinned'} step {report.step} ({report.attempt})")
 
 
+show_unpin = show_pin
+
+
 def show_prune(report: PruneReport) -> None:
     """`ckpt prune`, after `confirmed` has shown what was to go."""
     if _deleted_nothing(report):

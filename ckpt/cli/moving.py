@@ -26,6 +26,9 @@ def show_copy(report: CopyReport) -> None:
         print(f"it loads by its attempt: attempt={report.attempt!r}")
 
 
+show_reshard = show_copy
+
+
 def show_export(report: ExportReport) -> None:
     """`ckpt export`."""
     for file in report.files:
@@ -52,7 +55,7 @@ def _by_entry(names: Sequence[str]) -> list[str]:
     ]
 
 
-def show_import(report: ImportReport) -> None:
+def show_import_checkpoint(report: ImportReport) -> None:
     """`ckpt import`."""
     print(report.path)
     checked = ", every tensor read back and equal" if report.verified else ""

@@ -17,8 +17,7 @@ from ckpt.screens.terminal import as_json, progress_bar, show_json
 def run(command: Command, arguments: Mapping[str, Any], shown: dict[str, Any]) -> int:
     """Call the function with `arguments` and show its report with `shown`; the exit code."""
     to_json = shown.pop("json", False)
-    home, _, name = command.show.partition(":")
-    views = import_module(f"ckpt.cli.{home}")
+    views = import_module(command.views)
     parameters = inspect.signature(command.function).parameters
     with ExitStack() as stack:
         rank = 0
@@ -26,7 +25,7 @@ def run(command: Command, arguments: Mapping[str, Any], shown: dict[str, Any]) -
         if "process_group" in parameters:
             rank = stack.enter_context(ranks_of_launcher())
         if "progress" in parameters:
-            bar = progress_bar(command.doing, shown=rank == 0)
+            bar = progress_bar(command.name, shown=rank == 0)
             extra["progress"] = stack.enter_context(bar)
         if "confirm" in parameters:
             yes = shown.pop("yes", False)
@@ -35,7 +34,7 @@ def run(command: Command, arguments: Mapping[str, Any], shown: dict[str, Any]) -
     if rank == 0 and to_json:
         show_json(json_of(command.name, report))
     elif rank == 0:
-        getattr(views, name)(report, **shown)
+        getattr(views, f"show_{command.function.__name__}")(report, **shown)
     return command.code(report)
 
 

@@ -529,6 +529,7 @@ USED_FROM_OUTSIDE = (
         "reached_unix at_risk_near at_risk_durable made_unix",
         "`--json` prints all fields",
     ),
+    ("ckpt/convert/", "persistent_id reducer_override", "a pickler calls these"),
     ("ckpt/integrations/dcp.py", "*", "torch calls planners and storages by these names"),
     ("ckpt/integrations/", "*", "trainers of other libraries call hooks by these names"),
     ("ckpt/service/checkpointer.py", "is_preempted costs", "training loops"),

@@ -63,7 +63,7 @@ class Command:
     @property
     def name(self) -> str:
         """What it is called by, as its first example says."""
-        return re.findall(r"ckpt (\w+)", self.examples)[0]
+        return str(re.findall(r"ckpt (\w+)", self.examples)[0])
 
     @property
     def views(self) -> str:

@@ -10,8 +10,7 @@ whole are the same on all ranks. A tracker that raises is logged and does not en
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import Any
 
 from ckpt.service.events import (
     NearFailed,
@@ -81,20 +80,10 @@ def failure_text(event: SaveFailed) -> str:
 # TensorBoard -----------------------------------------------------------------------------------
 
 
-class ScalarWriter(Protocol):
-    """What is used of `torch.utils.tensorboard.SummaryWriter`, and of tensorboardX's."""
-
-    def add_scalar(self, tag: str, scalar_value: float, global_step: int | None = None) -> Any:
-        """Note a number."""
-
-    def add_text(self, tag: str, text_string: str, global_step: int | None = None) -> Any:
-        """Note a text."""
-
-
 class TensorBoardSaves:
     """An observer that notes saves and restores as scalars `ckpt/...`, and failures as texts."""
 
-    def __init__(self, writer: ScalarWriter) -> None:
+    def __init__(self, writer: Any) -> None:
         self._writer = writer
 
     def __call__(self, event: SaveEvent) -> None:
@@ -109,19 +98,6 @@ class TensorBoardSaves:
 # Weights & Biases ------------------------------------------------------------------------------
 
 
-class WandbRun(Protocol):
-    """What is used of `wandb.Run`, which `wandb.init()` returns."""
-
-    def define_metric(self, name: str, step_metric: str) -> Any:
-        """Say what a metric is drawn over."""
-
-    def log(self, data: dict[str, Any]) -> Any:
-        """Note numbers."""
-
-    def alert(self, title: str, text: str) -> Any:
-        """Send a message to the owner of the run."""
-
-
 class WandbSaves:
     """An observer that notes saves and restores as `ckpt/...` over `ckpt/step`, with an alert for
     each failed save unless `alerts` is False.
@@ -129,7 +105,7 @@ class WandbSaves:
     Not over the run's own steps: those must ascend, and a save is known some steps after it began.
     """
 
-    def __init__(self, run: WandbRun, *, alerts: bool = True) -> None:
+    def __init__(self, run: Any, *, alerts: bool = True) -> None:
         self._run = run
         self._alerts = alerts
         run.define_metric(f"{PREFIX}*", step_metric=f"{PREFIX}step")
@@ -148,29 +124,12 @@ class WandbSaves:
 # MLflow ----------------------------------------------------------------------------------------
 
 
-class MlflowClient(Protocol):
-    """What is used of `mlflow.MlflowClient`."""
-
-    def log_metric(
-        self,
-        run_id: str,
-        key: str,
-        value: float,
-        timestamp: int | None = None,
-        step: int | None = None,
-    ) -> Any:
-        """Note a number."""
-
-    def set_tag(self, run_id: str, key: str, value: Any) -> Any:
-        """Set a text of the run."""
-
-
 class MlflowSaves:
     """An observer that notes saves and restores as metrics `ckpt/...` of a run, and the newest
     failure as its tag `ckpt.failure`.
     """
 
-    def __init__(self, client: MlflowClient, run_id: str) -> None:
+    def __init__(self, client: Any, run_id: str) -> None:
         self._client = client
         self._run_id = run_id
 
@@ -187,32 +146,6 @@ class MlflowSaves:
 # OpenTelemetry ---------------------------------------------------------------------------------
 
 
-class AddingInstrument(Protocol):
-    """What is used of a counter of `opentelemetry.metrics`."""
-
-    def add(self, amount: float, attributes: Mapping[str, str] | None = None) -> Any:
-        """Count."""
-
-
-class RecordingInstrument(Protocol):
-    """What is used of a histogram of `opentelemetry.metrics`."""
-
-    def record(self, amount: float, attributes: Mapping[str, str] | None = None) -> Any:
-        """Measure."""
-
-
-class MeterLike(Protocol):
-    """What is used of `opentelemetry.metrics.Meter`, which `get_meter(name)` returns."""
-
-    def create_counter(self, name: str, unit: str = "", description: str = "") -> AddingInstrument:
-        """A number that only grows."""
-
-    def create_histogram(
-        self, name: str, unit: str = "", description: str = ""
-    ) -> RecordingInstrument:
-        """A distribution."""
-
-
 class OpenTelemetrySaves:
     """An observer that counts saves by outcome (`ckpt.saves`) and restores (`ckpt.restores`), their
     bytes (`ckpt.save.io`, `ckpt.restore.io`), requests that were repeated (`ckpt.retries`), and
@@ -220,45 +153,43 @@ class OpenTelemetrySaves:
     saves are `ckpt.near_saves`, `ckpt.near_save.duration` and `ckpt.near_save.blocked`.
     """
 
-    def __init__(self, meter: MeterLike) -> None:
-        def counter(name: str, unit: str, about: str) -> AddingInstrument:
+    def __init__(self, meter: Any) -> None:
+        def counter(name: str, unit: str, about: str) -> Any:
             return meter.create_counter(name, unit=unit, description=about)
 
-        def histogram(name: str, about: str) -> RecordingInstrument:
-            return meter.create_histogram(name, unit="s", description=about)
+        def seconds(name: str, about: str) -> Any:
+            return meter.create_histogram(name, unit="s", description=about).record
 
-        self._saves = counter("ckpt.saves", "{save}", "Saves by how they ended.")
-        self._restores = counter("ckpt.restores", "{restore}", "Restores that succeeded.")
-        self._written = counter("ckpt.save.io", "By", "Bytes of saves, of all ranks together.")
-        self._read = counter("ckpt.restore.io", "By", "Bytes that this rank has read.")
-        self._retries = counter("ckpt.retries", "{request}", "Requests of saves, repeated.")
-        self._seconds = histogram("ckpt.save.duration", "From the begin of a save to commit.")
-        self._blocked = histogram("ckpt.save.blocked", "How long it blocked the training.")
-        self._restoring = histogram("ckpt.restore.duration", "Duration of a restore.")
-        self._near = counter("ckpt.near_saves", "{save}", "Near saves by how they ended.")
-        self._near_seconds = histogram("ckpt.near_save.duration", "From its begin to its record.")
-        self._near_blocked = histogram("ckpt.near_save.blocked", "How long it blocked training.")
+        saves = counter("ckpt.saves", "{save}", "Saves by how they ended.")
+        near = counter("ckpt.near_saves", "{save}", "Near saves by how they ended.")
+        restores = counter("ckpt.restores", "{restore}", "Restores that succeeded.")
+        self._counters: dict[type[SaveEvent], tuple[Any, Any]] = {
+            SaveSucceeded: (saves, {"outcome": "saved"}),
+            SaveFailed: (saves, {"outcome": "failed"}),
+            SaveSkipped: (saves, {"outcome": "skipped"}),
+            NearSaved: (near, {"outcome": "saved"}),
+            NearFailed: (near, {"outcome": "failed"}),
+            Restored: (restores, None),
+        }
+        written = counter("ckpt.save.io", "By", "Bytes of saves, of all ranks together.")
+        read = counter("ckpt.restore.io", "By", "Bytes that this rank has read.")
+        retries = counter("ckpt.retries", "{request}", "Requests of saves, repeated.")
+        self._scalars = {
+            "saved_bytes": written.add,
+            "restore_read_bytes": read.add,
+            "retries": retries.add,
+            "save_seconds": seconds("ckpt.save.duration", "From the begin of a save to commit."),
+            "save_blocked_seconds": seconds("ckpt.save.blocked", "How long it blocked training."),
+            "restore_seconds": seconds("ckpt.restore.duration", "Duration of a restore."),
+            "near_seconds": seconds("ckpt.near_save.duration", "From its begin to its record."),
+            "near_blocked_seconds": seconds("ckpt.near_save.blocked", "Training was blocked."),
+        }
 
     def __call__(self, event: SaveEvent) -> None:
         """Count an event of a Checkpointer."""
-        scalars = scalars_of(event)
-        if isinstance(event, SaveSucceeded):
-            self._saves.add(1, {"outcome": "saved"})
-            self._written.add(scalars["saved_bytes"])
-            self._retries.add(scalars["retries"])
-            self._seconds.record(scalars["save_seconds"])
-            self._blocked.record(scalars["save_blocked_seconds"])
-        elif isinstance(event, SaveFailed):
-            self._saves.add(1, {"outcome": "failed"})
-        elif isinstance(event, SaveSkipped):
-            self._saves.add(1, {"outcome": "skipped"})
-        elif isinstance(event, NearSaved):
-            self._near.add(1, {"outcome": "saved"})
-            self._near_seconds.record(scalars["near_seconds"])
-            self._near_blocked.record(scalars["near_blocked_seconds"])
-        elif isinstance(event, NearFailed):
-            self._near.add(1, {"outcome": "failed"})
-        elif isinstance(event, Restored):
-            self._restores.add(1)
-            self._read.add(scalars["restore_read_bytes"])
-            self._restoring.record(scalars["restore_seconds"])
+        if type(event) in self._counters:
+            counter, attributes = self._counters[type(event)]
+            counter.add(1, attributes)
+        for name, amount in scalars_of(event).items():
+            if name in self._scalars:
+                self._scalars[name](amount)

@@ -22,7 +22,12 @@ import torch
 
 from ckpt.convert.naming import Rename, is_chosen, renamed, renamer
 from ckpt.convert.sources.derived import RestackedSource
-from ckpt.convert.sources.source import NativeSource, ReadRequest, SourceTensor
+from ckpt.convert.sources.source import (
+    CheckpointSource,
+    NativeSource,
+    ReadRequest,
+    SourceTensor,
+)
 from ckpt.errors import CheckpointError
 from ckpt.format.checksum import joined_crc32c
 from ckpt.format.codec import encode_values
@@ -169,17 +174,20 @@ def diff_checkpoints(
     """As `diff`, of checkpoints that are open."""
     for one in (a, b):
         one.sums.read_all(options.threads)
-    changed_a = _InOtherForm.of(a, options.stacks)
+    of_a: CheckpointSource = NativeSource(a)
+    of_b = NativeSource(b)
+    if options.stacks:
+        of_a = RestackedSource(of_a, options.stacks)
     # Names that b would have, each with the name in a.
-    new_names = renamed(changed_a.names, options.rename)
+    new_names = renamed((*of_a.contents.tensors, *of_a.contents.aliases), options.rename)
     names_a = {new: name for name, new in new_names.items() if is_chosen(new, options)}
     names_b = {name: name for name in b if is_chosen(name, options)}
-    pairs = [_pair(changed_a, b, names_a[name], name) for name in names_b if name in names_a]
+    pairs = [_pair(a, of_a, of_b, names_a[name], name) for name in names_b if name in names_a]
     differing = [pair for pair in pairs if pair.differs]
     amounts: dict[str, Amount] = {}
     nbytes_read = 0
     if options.data:
-        amounts, nbytes_read = _amounts(changed_a, b, differing, options.threads, progress)
+        amounts, nbytes_read = _amounts(of_a, of_b, differing, options.threads, progress)
     changed = []
     for pair in differing:
         amount = amounts.get(pair.change.fqn)
@@ -195,49 +203,10 @@ def diff_checkpoints(
         changed=tuple(sorted(changed, key=lambda change: change.fqn)),
         only_a=tuple(sorted(names_a.keys() - names_b.keys())),
         only_b=tuple(sorted(names_b.keys() - names_a.keys())),
-        values=tuple(_value_changes(changed_a.values, b, options)),
+        values=tuple(_value_changes(of_a.contents.values, of_b.contents.values, options)),
         per_rank_differs=a.manifest.per_rank != b.manifest.per_rank,
         nbytes_read=nbytes_read,
     )
-
-
-class _InOtherForm(NamedTuple):
-    """Checkpoint a, some of whose tensors are stacks of what it has, or slices of it."""
-
-    checkpoint: Checkpoint
-    restacked: RestackedSource | None
-
-    @classmethod
-    def of(cls, checkpoint: Checkpoint, stacks: Stacks) -> _InOtherForm:
-        source = RestackedSource(NativeSource(checkpoint), stacks) if stacks else None
-        return cls(checkpoint, source)
-
-    @property
-    def names(self) -> list[str]:
-        if self.restacked is None:
-            return list(self.checkpoint)
-        contents = self.restacked.contents
-        return [*contents.tensors, *contents.aliases]
-
-    @property
-    def values(self) -> Mapping[str, Any]:
-        return self.checkpoint.values if self.restacked is None else self.restacked.contents.values
-
-    def made(self, name: str) -> SourceTensor | None:
-        """What `name` is, where it is made of tensors of other names."""
-        if self.restacked is None or name in self.checkpoint:
-            return None
-        contents = self.restacked.contents
-        return contents.tensors[contents.aliases.get(name, name)]
-
-    def read(self, name: str, span: Span) -> torch.Tensor:
-        info = self.made(name)
-        if info is None:
-            return self.checkpoint.read(name, span)
-        assert self.restacked is not None, "something was made"
-        target = torch.empty(span.numel, dtype=torch_dtype(info.dtype))
-        self.restacked.fill([ReadRequest(info.fqn, span, target)])
-        return target
 
 
 class _Pair(NamedTuple):
@@ -257,20 +226,31 @@ class _Pair(NamedTuple):
         return DTYPES[self.change.dtype_a].itemsize + DTYPES[self.change.dtype_b].itemsize
 
 
-def _pair(of_a: _InOtherForm, b: Checkpoint, name_a: str, name_b: str) -> _Pair:
-    a, made = of_a.checkpoint, of_a.made(name_a)
-    at_a, at_b = -1 if made else _number(a, name_a), _number(b, name_b)
-    shape_a = made.shape if made else a.manifest.shapes[at_a]
-    dtype_a = made.dtype if made else a.manifest.dtypes[at_a]
-    shape_b, dtype_b = b.manifest.shapes[at_b], b.manifest.dtypes[at_b]
-    numel = math.prod(shape_a)
+def _pair(
+    a: Checkpoint, of_a: CheckpointSource, of_b: NativeSource, name_a: str, name_b: str
+) -> _Pair:
+    """`of_a` is checkpoint a, or has stacks of what it has, or slices of it."""
+    one, other = _info(of_a, name_a), _info(of_b, name_b)
     # Other shapes: there are no elements that correspond to each other, so none are read.
     spans: tuple[Span, ...] = ()
-    if shape_a == shape_b and numel:
+    if one.shape == other.shape and (numel := math.prod(one.shape)):
         spans = (Span(0, numel),)
-        if dtype_a == dtype_b and made is None:
-            spans = _differing_spans(a, at_a, b, at_b)
-    return _Pair(name_a, TensorChange(name_b, dtype_a, dtype_b, shape_a, shape_b, None), spans)
+        if one.dtype == other.dtype and name_a in a:
+            b = of_b.checkpoint
+            spans = _differing_spans(a, _number(a, name_a), b, _number(b, name_b))
+    change = TensorChange(name_b, one.dtype, other.dtype, one.shape, other.shape, None)
+    return _Pair(name_a, change, spans)
+
+
+def _info(source: CheckpointSource, name: str) -> SourceTensor:
+    return source.contents.tensors[source.contents.aliases.get(name, name)]
+
+
+def _read(source: CheckpointSource, name: str, span: Span) -> torch.Tensor:
+    info = _info(source, name)
+    target = torch.empty(span.numel, dtype=torch_dtype(info.dtype))
+    source.fill([ReadRequest(info.fqn, span, target)])
+    return target
 
 
 def _number(checkpoint: Checkpoint, name: str) -> int:
@@ -351,8 +331,8 @@ def _joined(sums: Any, ends: Any, first: int, last: int, start: int) -> int:
 
 
 def _amounts(
-    a: _InOtherForm,
-    b: Checkpoint,
+    a: CheckpointSource,
+    b: CheckpointSource,
     pairs: Sequence[_Pair],
     threads: int,
     progress: Progress | None,
@@ -364,7 +344,7 @@ def _amounts(
 
     def look(band: tuple[_Pair, Span]) -> tuple[_Pair, Span, Amount]:
         pair, span = band
-        elements_a, elements_b = a.read(pair.fqn_a, span), b.read(pair.change.fqn, span)
+        elements_a, elements_b = _read(a, pair.fqn_a, span), _read(b, pair.change.fqn, span)
         parts = [
             _amount(elements_a[start : start + LOOK_NUMEL], elements_b[start : start + LOOK_NUMEL])
             for start in range(0, span.numel, LOOK_NUMEL)
@@ -438,11 +418,10 @@ def _sum(a: Amount, b: Amount) -> Amount:
 
 
 def _value_changes(
-    a: Mapping[str, Any], b: Checkpoint, options: DiffOptions
+    a: Mapping[str, Any], values_b: Mapping[str, Any], options: DiffOptions
 ) -> Iterator[ValueChange]:
     change = renamer(options.rename)
     values_a = {change(name): value for name, value in a.items()}
-    values_b = b.values
     for name in sorted(values_a.keys() | values_b.keys()):
         if not is_chosen(name, options):
             continue

@@ -7,22 +7,8 @@ from collections.abc import Sequence
 from importlib import import_module
 from typing import TYPE_CHECKING, Annotated, Literal
 
-from ckpt.operate.arguments import (
-    Argument,
-    Attempt,
-    KeepAge,
-    KeepBestOf,
-    KeepEveryStep,
-    KeepLast,
-    MetadataMax,
-    Near,
-    Options,
-    RetireUnmeasured,
-    Step,
-    Url,
-    port,
-    seconds,
-)
+from ckpt.operate import arguments as given
+from ckpt.operate.arguments import Argument
 
 if TYPE_CHECKING:
     from storage import StoreLike
@@ -31,25 +17,25 @@ Interval = Annotated[
     float,
     Argument(
         "between looks after something has happened, then up to 8 times as long; default: 2s",
-        seconds,
+        given.seconds,
         "TIME",
     ),
 ]
 
 
 def show(
-    url: Url,
+    url: given.Url,
     pattern: Annotated[str, Argument("shell pattern of names")] = "*",
     *,
-    step: Step = None,
-    attempt: Attempt = "",
+    step: given.Step = None,
+    attempt: given.Attempt = "",
     map: Annotated[bool, Argument("a picture: tensors x ranks x files")] = False,
     output: Annotated[
         str, Argument("with --map: write one self-contained HTML page", metavar="FILE")
     ] = "",
-    metadata_bytes_max: MetadataMax = None,
+    metadata_bytes_max: given.MetadataMax = None,
     json: Annotated[bool, Argument("print JSON, with every stored part")] = False,
-    storage_options: Options = None,
+    storage_options: given.Options = None,
 ) -> None:
     """Show the tensors of a checkpoint and who stored them."""
     from ckpt.cli.showing import Wanted, show
@@ -60,14 +46,15 @@ def show(
 
 def watch(
     url: Annotated[
-        "StoreLike", Argument("a root, which need not exist yet: a path, s3://bucket/prefix, ...")
+        "StoreLike",
+        Argument("a root, which need not exist yet: a path, s3://bucket/prefix, ..."),
     ],
     *,
     once: Annotated[bool, Argument("print one frame and end")] = False,
-    near: Near = (),
+    near: given.Near = (),
     interval: Interval = 2.0,
     json: Annotated[bool, Argument("print a line of JSON for each thing that happens")] = False,
-    storage_options: Options = None,
+    storage_options: given.Options = None,
 ) -> None:
     """Follow a run in the terminal: saves as they come, slow ranks, failures."""
     from ckpt.screens.watching import watch, watch_once
@@ -88,7 +75,7 @@ def serve(
         ),
     ],
     *,
-    port: Annotated[int, Argument("0 takes a free one", port)] = 8642,
+    port: Annotated[int, Argument("0 takes a free one", given.port)] = 8642,
     host: Annotated[str, Argument("where to listen; by default this machine only")] = "127.0.0.1",
     allow_host: Annotated[
         Sequence[str],
@@ -98,14 +85,14 @@ def serve(
             collect=list,
         ),
     ] = (),
-    near: Near = (),
+    near: given.Near = (),
     interval: Interval = 2.0,
-    keep_last: KeepLast = None,
-    keep_every: KeepEveryStep = None,
-    keep_best: KeepBestOf = None,
-    keep_younger: KeepAge = None,
-    retire_unmeasured: RetireUnmeasured = False,
-    storage_options: Options = None,
+    keep_last: given.KeepLast = None,
+    keep_every: given.KeepEveryStep = None,
+    keep_best: given.KeepBestOf = None,
+    keep_younger: given.KeepAge = None,
+    retire_unmeasured: given.RetireUnmeasured = False,
+    storage_options: given.Options = None,
 ) -> None:
     """Follow runs in a local web page: timeline, slow ranks, sizes, retention, failures."""
     from ckpt.screens.serve_http import serve

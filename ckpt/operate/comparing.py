@@ -3,26 +3,8 @@
 from contextlib import ExitStack, closing
 from typing import TYPE_CHECKING, Annotated, SupportsIndex
 
-from ckpt.operate.arguments import (
-    Argument,
-    Attempt,
-    Exclude,
-    Include,
-    Layout,
-    MemoryMax,
-    MetadataMax,
-    Options,
-    OtherOptions,
-    Progress,
-    Rename,
-    Stacks,
-    Step,
-    Threads,
-    Url,
-    count,
-    operation,
-    whole,
-)
+from ckpt.operate import arguments as given
+from ckpt.operate.arguments import Argument, operation
 
 if TYPE_CHECKING:
     from ckpt.tools.diff import DiffReport
@@ -34,27 +16,28 @@ if TYPE_CHECKING:
 def diff(
     url: Annotated["StoreLike", Argument("checkpoint a: a root, or one step's directory")],
     other: Annotated[
-        "StoreLike | None", Argument("checkpoint b; default: the same root, and of it the newest")
+        "StoreLike | None",
+        Argument("checkpoint b; default: the same root, and of it the newest"),
     ] = None,
     *,
     step_a: Annotated[
-        "SupportsIndex | None", Argument("of a; default: the latest", whole, "STEP")
+        "SupportsIndex | None", Argument("of a; default: the latest", given.whole, "STEP")
     ] = None,
     step_b: Annotated[
-        "SupportsIndex | None", Argument("of b; default: the latest", whole, "STEP")
+        "SupportsIndex | None", Argument("of b; default: the latest", given.whole, "STEP")
     ] = None,
-    attempt_a: Attempt = "",
-    attempt_b: Attempt = "",
+    attempt_a: given.Attempt = "",
+    attempt_b: given.Attempt = "",
     quick: Annotated[bool, Argument("compare checksums only; read no tensor")] = False,
-    include: Include = (),
-    exclude: Exclude = (),
-    stacks: Stacks = None,
-    rename: Rename = None,
-    threads: Threads = 3,
-    progress: "Progress | None" = None,
-    metadata_bytes_max: MetadataMax = None,
-    storage_options: Options = None,
-    other_options: OtherOptions = None,
+    include: given.Include = (),
+    exclude: given.Exclude = (),
+    stacks: given.Stacks = None,
+    rename: given.Rename = None,
+    threads: given.Threads = 3,
+    progress: "given.Progress | None" = None,
+    metadata_bytes_max: given.MetadataMax = None,
+    storage_options: given.Options = None,
+    other_options: given.OtherOptions = None,
 ) -> "DiffReport":
     """Show which tensors and values differ between two checkpoints, and by how much.
 
@@ -103,14 +86,14 @@ def diff(
 
 @operation
 def plan_ranks(
-    url: Url,
+    url: given.Url,
     *,
-    step: Step = None,
-    attempt: Attempt = "",
+    step: given.Step = None,
+    attempt: given.Attempt = "",
     ranks: Annotated[
-        "SupportsIndex | None", Argument("default: as when it was saved", count, "N")
+        "SupportsIndex | None", Argument("default: as when it was saved", given.count, "N")
     ] = None,
-    layout: Layout = "fsdp2",
+    layout: given.Layout = "fsdp2",
     like: Annotated[
         "StoreLike | None",
         Argument(
@@ -123,10 +106,10 @@ def plan_ranks(
         "str | None",
         Argument("with --like: the entry of the state that it is; default: the only model"),
     ] = None,
-    memory_bytes_max: MemoryMax = None,
-    metadata_bytes_max: MetadataMax = None,
-    storage_options: Options = None,
-    other_options: OtherOptions = None,
+    memory_bytes_max: given.MemoryMax = None,
+    metadata_bytes_max: given.MetadataMax = None,
+    storage_options: given.Options = None,
+    other_options: given.OtherOptions = None,
 ) -> "LoadPlan":
     """Show what a load would read, per rank, and which names would not fit; reads no tensor.
 

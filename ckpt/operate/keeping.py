@@ -4,27 +4,8 @@ from collections.abc import Callable, Sequence
 from contextlib import closing
 from typing import TYPE_CHECKING, Annotated
 
-from ckpt.operate.arguments import (
-    Argument,
-    Attempt,
-    DryRun,
-    KeepAge,
-    KeepBestOf,
-    KeepEveryStep,
-    KeepLast,
-    MetadataMax,
-    OneStep,
-    Options,
-    Progress,
-    RetireUnmeasured,
-    Root,
-    Step,
-    Threads,
-    Url,
-    operation,
-    seconds,
-    whole,
-)
+from ckpt.operate import arguments as given
+from ckpt.operate.arguments import Argument, operation
 
 if TYPE_CHECKING:
     from ckpt.service.removing import PinReport, PruneReport, Removal
@@ -36,15 +17,15 @@ if TYPE_CHECKING:
 
 @operation
 def verify(
-    url: Url,
-    step: Step = None,
+    url: given.Url,
+    step: given.Step = None,
     *,
-    attempt: Attempt = "",
+    attempt: given.Attempt = "",
     mark: Annotated[bool, Argument("record success in the log")] = False,
-    threads: Threads = 3,
-    progress: "Progress | None" = None,
-    metadata_bytes_max: MetadataMax = None,
-    storage_options: Options = None,
+    threads: given.Threads = 3,
+    progress: "given.Progress | None" = None,
+    metadata_bytes_max: given.MetadataMax = None,
+    storage_options: given.Options = None,
 ) -> "VerifyReport":
     """Read a whole checkpoint and report every changed byte.
 
@@ -74,13 +55,13 @@ def verify(
 
 @operation
 def salvage(
-    url: Url,
+    url: given.Url,
     *,
     step: Annotated[
-        "int | None", Argument("of a root; default: all without a MANIFEST", whole)
+        "int | None", Argument("of a root; default: all without a MANIFEST", given.whole)
     ] = None,
-    dry_run: DryRun = False,
-    storage_options: Options = None,
+    dry_run: given.DryRun = False,
+    storage_options: given.Options = None,
 ) -> "tuple[Salvaged, ...]":
     """Rebuild a lost MANIFEST from the data files, reading and checking all of them.
 
@@ -97,9 +78,9 @@ def salvage(
 @operation
 def rescue(
     near: Annotated[Sequence[str], Argument("the directory of one host", collect=list)],
-    url: Root,
+    url: given.Root,
     *,
-    storage_options: Options = None,
+    storage_options: given.Options = None,
 ) -> "RescueReport":
     """Make the newest near checkpoint of a dead job durable, from its hosts' directories.
 
@@ -115,7 +96,9 @@ def rescue(
 
 
 @operation
-def mend(url: Root, *, dry_run: DryRun = False, storage_options: Options = None) -> "MendReport":
+def mend(
+    url: given.Root, *, dry_run: given.DryRun = False, storage_options: given.Options = None
+) -> "MendReport":
     """Bring back every whole checkpoint where log, FORMAT or MANIFESTs were lost or damaged.
 
     Lists all step directories, reads every record and MANIFEST, and all bytes of a checkpoint whose
@@ -133,24 +116,24 @@ def mend(url: Root, *, dry_run: DryRun = False, storage_options: Options = None)
 
 @operation
 def prune(
-    url: Root,
+    url: given.Root,
     *,
-    keep_last: KeepLast = None,
-    keep_every: KeepEveryStep = None,
-    keep_best: KeepBestOf = None,
-    keep_younger: KeepAge = None,
-    retire_unmeasured: RetireUnmeasured = False,
+    keep_last: given.KeepLast = None,
+    keep_every: given.KeepEveryStep = None,
+    keep_best: given.KeepBestOf = None,
+    keep_younger: given.KeepAge = None,
+    retire_unmeasured: given.RetireUnmeasured = False,
     retire_after: Annotated[
         "float | None",
         Argument(
             "only what these rules have given up for that long, e.g. 1d; default: at once",
-            seconds,
+            given.seconds,
             "TIME",
         ),
     ] = None,
-    dry_run: DryRun = False,
+    dry_run: given.DryRun = False,
     confirm: "Callable[[PruneReport], bool] | None" = None,
-    storage_options: Options = None,
+    storage_options: given.Options = None,
 ) -> "PruneReport":
     """Retire and delete old checkpoints; a running training is not disturbed.
 
@@ -170,13 +153,13 @@ def prune(
 
 @operation
 def rm(
-    url: Root,
-    step: OneStep = None,
+    url: given.Root,
+    step: given.OneStep = None,
     *,
-    attempt: Attempt = "",
-    dry_run: DryRun = False,
+    attempt: given.Attempt = "",
+    dry_run: given.DryRun = False,
     confirm: "Callable[[Removal], bool] | None" = None,
-    storage_options: Options = None,
+    storage_options: given.Options = None,
 ) -> "Removal":
     """Delete one checkpoint, unless another one needs it or it is the last.
 
@@ -193,7 +176,11 @@ def rm(
 
 @operation
 def pin(
-    url: Root, step: OneStep = None, *, attempt: Attempt = "", storage_options: Options = None
+    url: given.Root,
+    step: given.OneStep = None,
+    *,
+    attempt: given.Attempt = "",
+    storage_options: given.Options = None,
 ) -> "PinReport":
     """Keep one checkpoint, whatever rules say, until it is unpinned.
 
@@ -210,7 +197,11 @@ def pin(
 
 @operation
 def unpin(
-    url: Root, step: OneStep = None, *, attempt: Attempt = "", storage_options: Options = None
+    url: given.Root,
+    step: given.OneStep = None,
+    *,
+    attempt: given.Attempt = "",
+    storage_options: given.Options = None,
 ) -> "PinReport":
     """Lift the pin of a checkpoint: rules decide about it again.
 

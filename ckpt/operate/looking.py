@@ -4,21 +4,8 @@ import os
 from contextlib import closing
 from typing import TYPE_CHECKING, Annotated, SupportsIndex, cast
 
-from ckpt.operate.arguments import (
-    Argument,
-    MetadataMax,
-    Near,
-    Options,
-    Root,
-    Url,
-    count,
-    nbytes,
-    operation,
-    params,
-    price,
-    seconds,
-    whole,
-)
+from ckpt.operate import arguments as given
+from ckpt.operate.arguments import Argument, operation
 
 if TYPE_CHECKING:
     from ckpt.tools.cost import CostReport
@@ -34,10 +21,10 @@ OPTIMIZERS = (
 
 @operation
 def ls(
-    url: Url,
+    url: given.Url,
     *,
     near: Annotated[bool, Argument("URL is a directory of near checkpoints on this host")] = False,
-    storage_options: Options = None,
+    storage_options: given.Options = None,
 ) -> "RootListing | NearListing":
     """List the checkpoints of a root, with their times and sizes.
 
@@ -57,12 +44,12 @@ def ls(
 
 @operation
 def log(
-    url: Root,
+    url: given.Root,
     *,
     count: Annotated[
-        SupportsIndex, Argument("newest N records; 0: all", whole, "N", "-n --count")
+        SupportsIndex, Argument("newest N records; 0: all", given.whole, "N", "-n --count")
     ] = 30,
-    storage_options: Options = None,
+    storage_options: given.Options = None,
 ) -> "LogReport":
     """Show the history of a root: claims, commits, retirements, pins.
 
@@ -76,7 +63,7 @@ def log(
 
 
 @operation
-def disk_usage(url: Url, *, storage_options: Options = None) -> "DiskUsage":
+def disk_usage(url: given.Url, *, storage_options: given.Options = None) -> "DiskUsage":
     """Show what every checkpoint takes, and what unfinished saves left.
 
     Lists a root once; no object is read but the log. A single step's directory counts as a root
@@ -92,11 +79,11 @@ def disk_usage(url: Url, *, storage_options: Options = None) -> "DiskUsage":
 
 @operation
 def report(
-    url: Root,
+    url: given.Root,
     *,
-    near: Near = (),
-    metadata_bytes_max: MetadataMax = None,
-    storage_options: Options = None,
+    near: given.Near = (),
+    metadata_bytes_max: given.MetadataMax = None,
+    storage_options: given.Options = None,
 ) -> "Report":
     """Report on the saves of a root: how long, how large, which ranks were slow.
 
@@ -117,11 +104,11 @@ def report(
 
 
 def _time(flag: str, text: str) -> Argument:
-    return Argument(f"time {text}", seconds, "TIME", flag)
+    return Argument(f"time {text}", given.seconds, "TIME", flag)
 
 
 def _price(flag: str, text: str) -> Argument:
-    return Argument(f"price {text}, in any one currency", price, "PRICE", f"--price-{flag}")
+    return Argument(f"price {text}, in any one currency", given.price, "PRICE", f"--price-{flag}")
 
 
 @operation
@@ -131,7 +118,7 @@ def cost(
         Argument("a root; numbers that you leave out come from its telemetry and log"),
     ] = None,
     *,
-    params: Annotated["int | None", Argument("parameters, such as 70B", params, "N")] = None,
+    params: Annotated["int | None", Argument("parameters, such as 70B", given.params, "N")] = None,
     optimizer: Annotated["str | None", Argument("default: adamw", choices=OPTIMIZERS)] = None,
     dtype: Annotated["str | None", Argument("of the parameters; default: float32")] = None,
     state_dtype: Annotated[
@@ -140,8 +127,8 @@ def cost(
     master_dtype: Annotated[
         "str | None", Argument("of a second copy of the parameters; default: none")
     ] = None,
-    ranks: Annotated["int | None", Argument("processes that save", count, "N")] = None,
-    keep: Annotated["int | None", Argument("checkpoints that are kept", count, "N")] = None,
+    ranks: Annotated["int | None", Argument("processes that save", given.count, "N")] = None,
+    keep: Annotated["int | None", Argument("checkpoints that are kept", given.count, "N")] = None,
     every_seconds: Annotated[
         "float | None", _time("--every", "from one save to the next, such as 10m")
     ] = None,
@@ -159,7 +146,7 @@ def cost(
     ] = None,
     bandwidth: Annotated[
         "int | None",
-        Argument("bytes per second of the store; gives --persist", nbytes, "SIZE"),
+        Argument("bytes per second of the store; gives --persist", given.nbytes, "SIZE"),
     ] = None,
     gib_month: Annotated["float | None", _price("storage", "of 1 GiB for a month")] = None,
     thousand_writes: Annotated["float | None", _price("writes", "of 1,000 PUT requests")] = None,
@@ -168,7 +155,7 @@ def cost(
         "float | None",
         _price("rank-hour", "of one rank for an hour: of its GPU, and its part of the machine"),
     ] = None,
-    storage_options: Options = None,
+    storage_options: given.Options = None,
 ) -> "CostReport":
     """Compute what checkpoints cost: bytes, requests, money, lost work, and how often to save.
 

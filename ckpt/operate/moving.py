@@ -6,30 +6,8 @@ from contextlib import ExitStack, closing
 from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any, Literal, SupportsIndex
 
-from ckpt.operate.arguments import (
-    Argument,
-    Attempt,
-    Exclude,
-    Include,
-    Layout,
-    MemoryMax,
-    MetadataMax,
-    Options,
-    OtherOptions,
-    OutputMax,
-    Progress,
-    Rename,
-    Stacks,
-    Step,
-    Threads,
-    Url,
-    block,
-    count,
-    lines_of,
-    nbytes,
-    operation,
-    whole,
-)
+from ckpt.operate import arguments as given
+from ckpt.operate.arguments import Argument, operation
 
 if TYPE_CHECKING:
     import torch
@@ -43,17 +21,17 @@ if TYPE_CHECKING:
 
 @operation
 def copy(
-    url: Url,
+    url: given.Url,
     target: Annotated["StoreLike", Argument("a new directory, or prefix of an object store")],
     *,
-    step: Step = None,
-    attempt: Attempt = "",
+    step: given.Step = None,
+    attempt: given.Attempt = "",
     root: Annotated[bool, Argument("copy all checkpoints of a root to a new root")] = False,
-    threads: Threads = 4,
-    progress: "Progress | None" = None,
-    metadata_bytes_max: MetadataMax = None,
-    storage_options: Options = None,
-    other_options: OtherOptions = None,
+    threads: given.Threads = 4,
+    progress: "given.Progress | None" = None,
+    metadata_bytes_max: given.MetadataMax = None,
+    storage_options: given.Options = None,
+    other_options: given.OtherOptions = None,
 ) -> "CopyReport":
     """Copy a checkpoint, or a whole root, to another place or store; every byte is verified.
 
@@ -100,7 +78,7 @@ def copy(
 
 @operation
 def reshard(
-    url: Url,
+    url: given.Url,
     target: Annotated[
         "StoreLike | None",
         Argument(
@@ -109,15 +87,15 @@ def reshard(
         ),
     ] = None,
     *,
-    ranks: Annotated[SupportsIndex, Argument("how many ranks will load it", count, "N")],
-    layout: Layout = "fsdp2",
-    step: Step = None,
-    attempt: Attempt = "",
-    threads: Threads = 3,
-    progress: "Progress | None" = None,
-    metadata_bytes_max: MetadataMax = None,
-    storage_options: Options = None,
-    other_options: OtherOptions = None,
+    ranks: Annotated[SupportsIndex, Argument("how many ranks will load it", given.count, "N")],
+    layout: given.Layout = "fsdp2",
+    step: given.Step = None,
+    attempt: given.Attempt = "",
+    threads: given.Threads = 3,
+    progress: "given.Progress | None" = None,
+    metadata_bytes_max: given.MetadataMax = None,
+    storage_options: given.Options = None,
+    other_options: given.OtherOptions = None,
 ) -> "CopyReport":
     """Rewrite a checkpoint, laid out for faster loads on another number of ranks.
 
@@ -164,8 +142,8 @@ def export(
         "StoreLike", Argument("the file or folder to write, on a disk or in an object store")
     ],
     *,
-    step: Step = None,
-    attempt: Attempt = "",
+    step: given.Step = None,
+    attempt: given.Attempt = "",
     format: Annotated[
         Literal["safetensors", "torch", "dcp", "hf"] | None,
         Argument(
@@ -186,10 +164,10 @@ def export(
     dtype: Annotated[
         "str | torch.dtype | None", Argument("for floating-point tensors, e.g. bfloat16")
     ] = None,
-    include: Include = (),
-    exclude: Exclude = (),
-    rename: Rename = None,
-    stacks: Stacks = None,
+    include: given.Include = (),
+    exclude: given.Exclude = (),
+    rename: given.Rename = None,
+    stacks: given.Stacks = None,
     preset: Annotated[
         str | None,
         Argument(
@@ -200,7 +178,9 @@ def export(
     shard_bytes_max: Annotated[
         SupportsIndex | None,
         Argument(
-            "cut into files of at most this size, e.g. 5GB, with an index", nbytes, metavar="SIZE"
+            "cut into files of at most this size, e.g. 5GB, with an index",
+            given.nbytes,
+            metavar="SIZE",
         ),
     ] = None,
     dequantize: Annotated[
@@ -213,14 +193,14 @@ def export(
     optimizer: Annotated[bool, Argument("export the whole state; for torch files and DCP")] = False,
     parameter_names: "Sequence[str] | None" = None,
     verify: Annotated[bool, Argument("read all files back and compare with the source")] = False,
-    threads: Threads = 3,
-    memory_bytes_max: MemoryMax = None,
-    output_bytes_max: OutputMax = None,
-    progress: "Progress | None" = None,
+    threads: given.Threads = 3,
+    memory_bytes_max: given.MemoryMax = None,
+    output_bytes_max: given.OutputMax = None,
+    progress: "given.Progress | None" = None,
     process_group: "dist.ProcessGroup | None" = None,
     config_options: "Mapping[str, Any] | None" = None,
-    storage_options: Options = None,
-    other_options: OtherOptions = None,
+    storage_options: given.Options = None,
+    other_options: given.OtherOptions = None,
 ) -> "ExportReport":
     """Write a model, or a whole state, as safetensors, torch.save file or DCP directory.
 
@@ -317,9 +297,9 @@ def import_checkpoint(
     ],
     url: Annotated["StoreLike", Argument("the root to save to, new or old")],
     *,
-    step: Annotated[SupportsIndex, Argument("its number there", whole, flag="--step")] = 0,
-    rename: Rename = None,
-    stacks: Stacks = None,
+    step: Annotated[SupportsIndex, Argument("its number there", given.whole, flag="--step")] = 0,
+    rename: given.Rename = None,
+    stacks: given.Stacks = None,
     skip: Annotated[
         Sequence[str], Argument("leave out; repeatable", metavar="PATTERN", collect=list)
     ] = (),
@@ -329,7 +309,7 @@ def import_checkpoint(
             "the names of the optimizer's parameters in its order, one per line, for an optimizer "
             "that only numbers them; from a folder with weights this imports the optimizer and the "
             "schedulers, too",
-            lines_of,
+            given.lines_of,
             "FILE",
         ),
     ] = None,
@@ -346,20 +326,20 @@ def import_checkpoint(
         tuple[int, int],
         Argument(
             "the block that shares a scale of weight_scale_inv; default: 128x128",
-            block,
+            given.block,
             "ROWSxCOLUMNS",
         ),
     ] = (128, 128),
     verify: Annotated[bool, Argument("read it back and compare with the source")] = False,
     user: "Mapping[str, str] | None" = None,
-    threads: Threads = 3,
-    memory_bytes_max: MemoryMax = None,
-    output_bytes_max: OutputMax = None,
-    progress: "Progress | None" = None,
+    threads: given.Threads = 3,
+    memory_bytes_max: given.MemoryMax = None,
+    output_bytes_max: given.OutputMax = None,
+    progress: "given.Progress | None" = None,
     process_group: "dist.ProcessGroup | None" = None,
     unsafe_single_writer: bool = False,
-    storage_options: Options = None,
-    other_options: OtherOptions = None,
+    storage_options: given.Options = None,
+    other_options: given.OtherOptions = None,
 ) -> "ImportReport":
     """Import a checkpoint that another library wrote; no code in it is run.
 

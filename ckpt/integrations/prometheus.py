@@ -14,17 +14,7 @@ from collections.abc import Sequence
 
 from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge, Histogram
 
-from ckpt.service.events import (
-    NearFailed,
-    NearSaved,
-    RankHeard,
-    RankMissed,
-    Restored,
-    SaveEvent,
-    SaveFailed,
-    SaveSkipped,
-    SaveSucceeded,
-)
+from ckpt.service import events
 from ckpt.telemetry.record import PhaseSpan
 
 BLOCKED = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30)
@@ -103,30 +93,30 @@ class SaveMetrics:
         self._missed = gauge("ckpt_ranks_missed", "Ranks that are silent or behind.")
         self._restored_step = gauge("ckpt_restored_step", "Step of the newest restore.")
 
-    def __call__(self, event: SaveEvent) -> None:
+    def __call__(self, event: events.SaveEvent) -> None:
         """Count an event of a Checkpointer."""
-        if isinstance(event, SaveSucceeded):
+        if isinstance(event, events.SaveSucceeded):
             self._saved(event)
-        elif isinstance(event, SaveFailed):
+        elif isinstance(event, events.SaveFailed):
             self._saves.labels("failed").inc()
-        elif isinstance(event, SaveSkipped):
+        elif isinstance(event, events.SaveSkipped):
             self._saves.labels("skipped").inc()
-        elif isinstance(event, RankMissed):
+        elif isinstance(event, events.RankMissed):
             self._missed.set(len(self._missing | {event.concern.rank}))
             self._missing.add(event.concern.rank)
-        elif isinstance(event, RankHeard):
+        elif isinstance(event, events.RankHeard):
             self._missing.discard(event.concern.rank)
             self._missed.set(len(self._missing))
-        elif isinstance(event, NearSaved):
+        elif isinstance(event, events.NearSaved):
             self._near.labels("saved").inc()
             self._near_blocked.observe(event.blocked_seconds)
             self._near_step.set(event.report.step)
-        elif isinstance(event, NearFailed):
+        elif isinstance(event, events.NearFailed):
             self._near.labels("failed").inc()
         else:
             self._restored(event)
 
-    def _saved(self, event: SaveSucceeded) -> None:
+    def _saved(self, event: events.SaveSucceeded) -> None:
         report, totals = event.report, event.report.totals
         self._saves.labels("saved").inc()
         self._seconds.observe(event.seconds)
@@ -142,7 +132,7 @@ class SaveMetrics:
         self._slowest.set(totals.slowest_rank)
         self._slowest_seconds.set(totals.slowest_seconds)
 
-    def _restored(self, event: Restored) -> None:
+    def _restored(self, event: events.Restored) -> None:
         self._restores.inc()
         self._restore_seconds.observe(event.seconds)
         _observe(self._restore_phases, event.report.spans)

@@ -12,27 +12,19 @@ from __future__ import annotations
 
 from typing import Any
 
-from ckpt.service.events import (
-    NearFailed,
-    NearSaved,
-    Restored,
-    SaveEvent,
-    SaveFailed,
-    SaveSkipped,
-    SaveSucceeded,
-)
+from ckpt.service import events
 
 PREFIX = "ckpt/"
 
 
-def step_of(event: SaveEvent) -> int | None:
+def step_of(event: events.SaveEvent) -> int | None:
     """The step that an event is about; None for events about ranks."""
-    if isinstance(event, SaveSucceeded | NearSaved | Restored):
+    if isinstance(event, events.SaveSucceeded | events.NearSaved | events.Restored):
         return event.report.step
-    return event.step if isinstance(event, SaveFailed | SaveSkipped | NearFailed) else None
+    return None if isinstance(event, events.RankMissed | events.RankHeard) else event.step
 
 
-def scalars_of(event: SaveEvent) -> dict[str, float]:
+def scalars_of(event: events.SaveEvent) -> dict[str, float]:
     """What an event says in numbers, by name; empty for events about ranks.
 
     - save_seconds: from the begin of a save to its commit, by which the checkpoint lags behind the
@@ -43,7 +35,7 @@ def scalars_of(event: SaveEvent) -> dict[str, float]:
       near_failed: 1 for each
     - restore_seconds, restore_read_bytes (of this rank), restore_skipped: damaged ones passed over
     """
-    if isinstance(event, SaveSucceeded):
+    if isinstance(event, events.SaveSucceeded):
         totals = event.report.totals
         return {
             "save_seconds": event.seconds,
@@ -51,19 +43,19 @@ def scalars_of(event: SaveEvent) -> dict[str, float]:
             "saved_bytes": float(totals.nbytes),
             "retries": float(totals.retries),
         }
-    if isinstance(event, NearSaved):
+    if isinstance(event, events.NearSaved):
         return {
             "near_seconds": event.seconds,
             "near_blocked_seconds": event.blocked_seconds,
             "near_saved_bytes": float(event.report.totals.nbytes),
         }
-    if isinstance(event, SaveFailed):
+    if isinstance(event, events.SaveFailed):
         return {"save_failed": 1.0}
-    if isinstance(event, NearFailed):
+    if isinstance(event, events.NearFailed):
         return {"near_failed": 1.0}
-    if isinstance(event, SaveSkipped):
+    if isinstance(event, events.SaveSkipped):
         return {"save_skipped": 1.0}
-    if isinstance(event, Restored):
+    if isinstance(event, events.Restored):
         return {
             "restore_seconds": event.seconds,
             "restore_read_bytes": float(event.report.nbytes_read),
@@ -72,7 +64,7 @@ def scalars_of(event: SaveEvent) -> dict[str, float]:
     return {}
 
 
-def failure_text(event: SaveFailed) -> str:
+def failure_text(event: events.SaveFailed) -> str:
     """A failed save in one line."""
     return f"the save of step {event.step} has failed: {type(event.error).__name__}: {event.error}"
 
@@ -86,12 +78,12 @@ class TensorBoardSaves:
     def __init__(self, writer: Any) -> None:
         self._writer = writer
 
-    def __call__(self, event: SaveEvent) -> None:
+    def __call__(self, event: events.SaveEvent) -> None:
         """Note an event of a Checkpointer."""
         step = step_of(event)
         for name, value in scalars_of(event).items():
             self._writer.add_scalar(PREFIX + name, value, step)
-        if isinstance(event, SaveFailed):
+        if isinstance(event, events.SaveFailed):
             self._writer.add_text(f"{PREFIX}failures", failure_text(event), step)
 
 
@@ -110,14 +102,14 @@ class WandbSaves:
         self._alerts = alerts
         run.define_metric(f"{PREFIX}*", step_metric=f"{PREFIX}step")
 
-    def __call__(self, event: SaveEvent) -> None:
+    def __call__(self, event: events.SaveEvent) -> None:
         """Note an event of a Checkpointer."""
         scalars = scalars_of(event)
         if not scalars:
             return
         named: dict[str, Any] = {PREFIX + name: value for name, value in scalars.items()}
         self._run.log({**named, f"{PREFIX}step": step_of(event)})
-        if self._alerts and isinstance(event, SaveFailed):
+        if self._alerts and isinstance(event, events.SaveFailed):
             self._run.alert(title="A save has failed", text=failure_text(event))
 
 
@@ -133,12 +125,12 @@ class MlflowSaves:
         self._client = client
         self._run_id = run_id
 
-    def __call__(self, event: SaveEvent) -> None:
+    def __call__(self, event: events.SaveEvent) -> None:
         """Note an event of a Checkpointer."""
         step = step_of(event)
         for name, value in scalars_of(event).items():
             self._client.log_metric(self._run_id, PREFIX + name, value, step=step)
-        if isinstance(event, SaveFailed):
+        if isinstance(event, events.SaveFailed):
             # MLflow takes tags of at most 5,000 characters.
             self._client.set_tag(self._run_id, "ckpt.failure", failure_text(event)[:5000])
 
@@ -163,13 +155,13 @@ class OpenTelemetrySaves:
         saves = counter("ckpt.saves", "{save}", "Saves by how they ended.")
         near = counter("ckpt.near_saves", "{save}", "Near saves by how they ended.")
         restores = counter("ckpt.restores", "{restore}", "Restores that succeeded.")
-        self._counters: dict[type[SaveEvent], tuple[Any, Any]] = {
-            SaveSucceeded: (saves, {"outcome": "saved"}),
-            SaveFailed: (saves, {"outcome": "failed"}),
-            SaveSkipped: (saves, {"outcome": "skipped"}),
-            NearSaved: (near, {"outcome": "saved"}),
-            NearFailed: (near, {"outcome": "failed"}),
-            Restored: (restores, None),
+        self._counters: dict[type[events.SaveEvent], tuple[Any, Any]] = {
+            events.SaveSucceeded: (saves, {"outcome": "saved"}),
+            events.SaveFailed: (saves, {"outcome": "failed"}),
+            events.SaveSkipped: (saves, {"outcome": "skipped"}),
+            events.NearSaved: (near, {"outcome": "saved"}),
+            events.NearFailed: (near, {"outcome": "failed"}),
+            events.Restored: (restores, None),
         }
         written = counter("ckpt.save.io", "By", "Bytes of saves, of all ranks together.")
         read = counter("ckpt.restore.io", "By", "Bytes that this rank has read.")
@@ -185,7 +177,7 @@ class OpenTelemetrySaves:
             "near_blocked_seconds": seconds("ckpt.near_save.blocked", "Training was blocked."),
         }
 
-    def __call__(self, event: SaveEvent) -> None:
+    def __call__(self, event: events.SaveEvent) -> None:
         """Count an event of a Checkpointer."""
         if type(event) in self._counters:
             counter, attributes = self._counters[type(event)]

@@ -141,8 +141,20 @@ def _check(tiles: Sequence[Tile], fragments: Sequence[Fragment], where: str) -> 
         if joined_crc32c(checksums, lengths) != tile.checksum:
             raise Corrupt(
                 f"{where}: {tile.what} (bytes {tile.start} to {tile.stop}) does not match its "
-                "checksum; the stored bytes were changed. Copy an older step, or restore this file."
+                "checksum; the stored bytes were changed. Take an older step, or restore this file."
             )
+
+
+def check_tiles(store: Store, key: str, tiles: Sequence[Tile]) -> int:
+    """Read bytes of a file whose `tiles` follow each other; returns how many. Raises Corrupt."""
+    first, end = tiles[0].start, tiles[-1].stop
+    buffer, fragments = aligned_buffer(min(PART_NBYTES, end - first)), list[Fragment]()
+    for start in range(first, end, PART_NBYTES):
+        part = buffer[: min(PART_NBYTES, end - start)]
+        read_into(store, key, start, [part])
+        fragments += _fragments(tiles, start, part)
+    _check(tiles, fragments, f"{store.url}/{key}")
+    return end - first
 
 
 def is_there(target: Store, key: str, header: bytes, nbytes: int) -> DataFileIndex | None:
@@ -158,13 +170,7 @@ def is_there(target: Store, key: str, header: bytes, nbytes: int) -> DataFileInd
         index = index_of(target, key, nbytes)
         # Without a least size of parts it is a disk, or may be one that fsspec has mounted.
         if target.part_nbytes_min == 1:
-            buffer, tiles = aligned_buffer(PART_NBYTES), tiles_of(index)
-            fragments: list[Fragment] = []
-            for start in range(0, nbytes, PART_NBYTES):
-                part = buffer[: min(PART_NBYTES, nbytes - start)]
-                target.get_into(key, start, [part])
-                fragments += _fragments(tiles, start, part)
-            _check(tiles, fragments, key)
+            check_tiles(target, key, tiles_of(index))
         return index
     # Only a damaged file of our own comes here: its header is byte for byte the one to be written.
     target.delete(key)

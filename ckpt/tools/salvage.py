@@ -17,7 +17,7 @@ from ckpt.commit.locate import file_key
 from ckpt.commit.log import FORMAT_KEY
 from ckpt.commit.names import MANIFEST_NAME, STEPS_PREFIX, parse_step_key
 from ckpt.errors import CheckpointError, Corrupt, InvalidState, NoCheckpoint
-from ckpt.format.checksum import Digests, crc32c
+from ckpt.format.checksum import Digests
 from ckpt.format.damage import is_outage, raising_corrupt
 from ckpt.format.datafile import DIGESTS
 from ckpt.format.datafile_index import DataFileIndex
@@ -34,9 +34,9 @@ from ckpt.format.stored_index import (
     open_file,
     open_index,
     part_of_rank,
-    read_bytes,
 )
 from ckpt.short import ShortRecord
+from ckpt.tools.relay import check_tiles, tiles_of
 from storage import StoreLike, open_store
 from storage.errors import CorruptObjectError, KeyExistsError, KeyNotFoundError
 from storage.hidden import hides_secrets
@@ -44,7 +44,6 @@ from storage.location import folder_of, url_of
 from storage.store import Store
 
 SUFFIX = ".safetensors"
-READ_BYTES = 8 << 20
 MISSING_MAX = 10_000  # names listed
 
 
@@ -156,8 +155,7 @@ def salvage(store: Store, prefix: str) -> SalvageReport:
             with raising_corrupt():
                 nbytes = store.info(info.key).nbytes
             file = open_file(store, info.key, info.key[len(prefix) + 1 :], nbytes)
-            index = file.described
-            checked += _check_chunks(store, info.key, index, range(len(index.chunks)))
+            checked += check_tiles(store, info.key, tiles_of(file.described))
             files.append(file)
     missing = _missing(files)
     shared = _Shared(store, prefix)
@@ -231,37 +229,6 @@ def is_data_file(name: str) -> bool:
     return name.endswith(SUFFIX) and "/" not in name
 
 
-def _check_chunks(store: Store, key: str, index: DataFileIndex, chunks: range) -> int:
-    """Compare the block checksums of `chunks`; returns the bytes read.
-
-    Raises Corrupt naming chunk and block.
-    """
-    if not chunks:
-        return 0
-    block_bytes = index.block_bytes
-    # Small chunks are read together: a request per KiB would take hours on an object store.
-    step = max(READ_BYTES // block_bytes, 1) * block_bytes
-    end = int(index.offsets[chunks[-1]]) + index.chunks[chunks[-1]].nbytes
-    window, window_start = memoryview(b""), 0
-    total = 0
-    for position in chunks:
-        chunk = index.chunks[position]
-        start = int(index.offsets[position])
-        first = int(index.first_block[position])
-        for block in range(int(index.first_block[position + 1]) - first):
-            low = start + block * block_bytes
-            high = min(low + block_bytes, start + chunk.nbytes)
-            if high > window_start + len(window):
-                stop = min(max(low + step, high), end)
-                window, window_start = memoryview(read_bytes(store, key, low, stop)), low
-                total += stop - low
-            if crc32c(window[low - window_start : high - window_start]) != int(
-                index.checksums[first + block]
-            ):
-                raise Corrupt(f"{key}: block {block} of {chunk.fqn} {chunk.region} is damaged")
-    return total
-
-
 class _Shared:
     """Finds what files of one checkpoint have in files of others; collects what is wrong."""
 
@@ -282,7 +249,8 @@ class _Shared:
             with _listed(self.problems):
                 chunks = _chunks_between(name, opened[0], start, stop)
                 key = file_key(self._prefix, name)
-                self.nbytes_checked += _check_chunks(self._store, key, opened[0], chunks)
+                tiles = [one for one in tiles_of(opened[0]) if start <= one.start < stop]
+                self.nbytes_checked += check_tiles(self._store, key, tiles)
                 chosen.setdefault(name, []).extend(chunks)
         columns = []
         for name, some in chosen.items():

@@ -11,19 +11,20 @@ may name it. FORMAT.md, "Segments".
 from __future__ import annotations
 
 import hashlib
-import struct
 import threading
 from bisect import insort
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import accumulate, pairwise
+from itertools import pairwise
+from typing import Any
 
-import numpy as np
+import msgpack
 
-from ckpt.commit.names import attempt_epoch, attempt_name, segment_key
+from ckpt.commit.names import attempt_epoch, segment_key
 from ckpt.commit.records import (
-    FIRST_LINE,
+    FIELDS,
+    INTEGER_MAX,
     LiveEntry,
     Record,
     SegmentRef,
@@ -31,7 +32,6 @@ from ckpt.commit.records import (
     entry_problem,
 )
 from ckpt.errors import CheckpointError, Corrupt, UnsupportedFormat
-from ckpt.format.columns import pack_ints, pack_map, unpack_ints, unpack_map
 from ckpt.format.damage import once_more
 from storage.errors import CorruptObjectError, KeyNotFoundError, TooLargeError
 from storage.store import Store
@@ -39,7 +39,7 @@ from storage.store import Store
 RECORD_NBYTES = 64 << 10  # of a record, before what it lists is folded into a segment
 LISTED_MIN = 16  # newest entries that stay in the record: what most calls look at
 MERGE_RATIO = 4  # a segment is merged with what follows when it is at most so many times larger
-SEGMENT_COUNT_MAX = 1 << 18  # entries: about 16 MiB
+SEGMENT_COUNT_MAX = 1 << 18  # entries: about 25 MiB
 CHANGED_MAX = 64  # entries of segments that may be listed because they were changed
 GONE_MAX = 4096  # entries of segments that may be gone before their segments are written anew
 
@@ -256,133 +256,64 @@ def with_live(record: Record, live: LiveSet, write: Write) -> tuple[Record, Live
 
 SEGMENT_MAGIC = b"SHPTLIV1"
 
-_PINNED, _VERIFIED, _METRIC, _NO_LINE = 1, 2, 4, 8
-_FLAGS_MAX = 15
-_NUMBERS = ("count", "epochs", "uniques", "steps", "slots", "manifest_nbytes")
-_REST = ("digest_sizes", "digests", "flags", "metrics", "lines")
-_USES = ("reference_counts", "reference_epochs", "reference_uniques")
-_FIELDS = (*_NUMBERS, *_REST, *_USES, "committed_unix", "nbytes")
+_NESTED_MAX = 64  # lists and maps in one: of nested ones a few bytes would become gigabytes
 
 
 def encode_segment(entries: Sequence[LiveEntry]) -> bytes:
     """The bytes of a segment of `entries`, which are ascending in slot."""
-    names = [entry.attempt for entry in entries]
-    references = [name for entry in entries for name in entry.references]
-    metrics = [entry.metric for entry in entries if entry.metric is not None]
-    columns = (
-        struct.pack("<Q", len(entries)),
-        pack_ints([attempt_epoch(name) for name in names]),
-        _uniques(names),
-        pack_ints([entry.step for entry in entries]),
-        pack_ints([entry.slot for entry in entries]),
-        pack_ints([entry.manifest_nbytes for entry in entries]),
-        pack_ints([len(entry.manifest_digest) for entry in entries]),
-        b"".join(entry.manifest_digest for entry in entries),
-        pack_ints([_flags(entry) for entry in entries]),
-        np.asarray(metrics, "<f8").tobytes(),
-        pack_ints([entry.line or FIRST_LINE for entry in entries]),
-        pack_ints([len(entry.references) for entry in entries]),
-        pack_ints([attempt_epoch(name) for name in references]),
-        _uniques(references),
-        np.array([entry.committed_unix for entry in entries], "<f8").tobytes(),
-        pack_ints([entry.nbytes for entry in entries]),
-    )
-    return SEGMENT_MAGIC + pack_map(dict(zip(_FIELDS, columns, strict=True)))
-
-
-def _uniques(names: Sequence[str]) -> bytes:
-    return b"".join(bytes.fromhex(name[-16:]) for name in names)
-
-
-def _flags(entry: LiveEntry) -> int:
-    flags = _PINNED * entry.pinned + _VERIFIED * entry.verified
-    return flags + _METRIC * (entry.metric is not None) + _NO_LINE * (entry.line is None)
+    columns = {name: [getattr(entry, name) for entry in entries] for name in FIELDS[LiveEntry]}
+    columns["references"] = list(map(" ".join, columns["references"]))
+    return SEGMENT_MAGIC + bytes(msgpack.packb(columns))
 
 
 def decode_segment(data: bytes, *, where: str) -> tuple[LiveEntry, ...]:
     """The entries of a segment that may be hostile. Raises Corrupt, UnsupportedFormat."""
     if not data.startswith(SEGMENT_MAGIC):
         raise _damaged(where, f"no segment starts with {data[:8]!r}")
+    left = _NESTED_MAX
+
+    def counted(nested: Any) -> Any:
+        nonlocal left
+        left -= 1
+        if left < 0:
+            raise ValueError("more lists than fields")
+        return nested
+
     try:
-        fields = unpack_map(data[len(SEGMENT_MAGIC) :])
-        if unknown := set(fields) - set(_FIELDS):
+        body = data[len(SEGMENT_MAGIC) :]
+        columns = msgpack.unpackb(body, list_hook=counted, object_hook=counted)
+        if unknown := columns.keys() - FIELDS[LiveEntry].keys():
             raise UnsupportedFormat(
                 f"{where}: field {min(unknown)[:40]!r} is not known to this version; upgrade "
                 "shardpoint"
             )
-        return _entries(fields)
-    except (Corrupt, KeyError, ValueError, struct.error, OverflowError) as error:
+        return _entries(columns)
+    except UnsupportedFormat:
+        raise
+    except Exception as error:  # msgpack raises a dozen classes for bad input
         raise _damaged(where, f"{type(error).__name__}: {error}") from None
 
 
-def _entries(fields: dict[str, memoryview]) -> tuple[LiveEntry, ...]:
-    (count,) = struct.unpack("<Q", fields["count"])
-    uniques = bytes(fields["uniques"])
-    # Before anything is allocated by it: a constant column takes no bytes for its items.
-    if not count or len(uniques) != 8 * count:
-        raise Corrupt(f"{len(uniques)} bytes name {count} attempts")
-
-    def ints(name: str, length: int = count) -> list[int]:
-        return [int(value) for value in unpack_ints(fields[name], length, name).tolist()]
-
-    slots, flags, sizes, uses = (
-        ints(name) for name in ("slots", "flags", "digest_sizes", "reference_counts")
-    )
-    if any(one >= other for one, other in pairwise(slots)) or max(flags) > _FLAGS_MAX:
-        raise Corrupt("slots are not ascending, or flags are out of range")
-    names = _names(ints("epochs"), uniques)
-    used = bytes(fields["reference_uniques"])
-    if sum(uses) * 8 != len(used):
-        raise Corrupt(f"{len(used)} bytes name {sum(uses)} references")
-    references = _names(ints("reference_epochs", sum(uses)), used)
-    digests, ends, until = fields["digests"], list(accumulate(sizes)), list(accumulate(uses))
-    if ends[-1] != len(digests):
-        raise Corrupt("digests have another length than their entries")
-    metrics: list[float] = np.frombuffer(fields["metrics"], "<f8").tolist()
-    times: list[float] = np.frombuffer(fields["committed_unix"], "<f8").tolist()
-    if len(times) != count or len(metrics) != sum(bool(flag & _METRIC) for flag in flags):
-        raise Corrupt(f"{len(times)} times and {len(metrics)} metrics, more or fewer have one")
-    metric_of = iter(metrics)
-    rows = zip(
-        names,
-        ints("steps"),
-        slots,
-        ints("manifest_nbytes"),
-        flags,
-        ints("lines"),
-        [next(metric_of) if flag & _METRIC else None for flag in flags],
-        times,
-        ints("nbytes"),
-        strict=True,
-    )
-    entries = tuple(
-        LiveEntry(
-            attempt=name,
-            step=step,
-            slot=slot,
-            manifest_nbytes=nbytes,
-            manifest_digest=bytes(digests[ends[i] - sizes[i] : ends[i]]),
-            pinned=bool(flag & _PINNED),
-            verified=bool(flag & _VERIFIED),
-            metric=metric,
-            references=tuple(references[until[i] - uses[i] : until[i]]),
-            line=None if flag & _NO_LINE else line,
-            committed_unix=time,
-            nbytes=own,
-        )
-        for i, (name, step, slot, nbytes, flag, line, metric, time, own) in enumerate(rows)
-    )
+def _entries(columns: dict[str, list[Any]]) -> tuple[LiveEntry, ...]:
+    for name, types in FIELDS[LiveEntry].items():
+        column = columns[name]
+        if {*map(type, column)} - {str if one is list else one for one in types}:
+            raise Corrupt(f"{name} of a checkpoint is of another type")
+        numbers = [value for value in column if int in types and value is not None]
+        if numbers and not 0 <= min(numbers) <= max(numbers) <= INTEGER_MAX:
+            raise Corrupt(f"{name} is not from 0 to 2**63 - 1")
+    slots = columns["slot"]
+    if not slots or any(one >= other for one, other in pairwise(slots)):
+        raise Corrupt("slots are not ascending")
+    columns["references"] = [tuple(names.split()) for names in columns["references"]]
+    rows = zip(*(columns[name] for name in FIELDS[LiveEntry]), strict=True)
+    entries = tuple([LiveEntry(*row) for row in rows])
     for entry in entries:
+        for name in (entry.attempt, *entry.references):
+            attempt_epoch(name)  # raises for what is no attempt
         if problem := entry_problem(entry):
             raise Corrupt(f"checkpoint {entry.attempt}: {problem}")
     return entries
-
-
-def _names(epochs: Sequence[int], uniques: bytes) -> list[str]:
-    names = [attempt_name(e, uniques[8 * i : 8 * i + 8]) for i, e in enumerate(epochs)]
-    for epoch in set(epochs):
-        attempt_epoch(attempt_name(epoch, bytes(8)))  # raises for what no attempt can have
-    return names
 
 
 def _damaged(where: str, problem: str) -> Corrupt:

@@ -11,14 +11,13 @@ from typing import Any, Literal, SupportsIndex, TypeVar
 
 import torch.distributed as dist
 
-from ckpt.commit.names import line_prefix
-from ckpt.commit.numbers import checked_period, plain_float, plain_int
-from ckpt.commit.patience import (
+from ckpt.commit.appender import (
     BACKGROUND_SECONDS,
     BLOCKING_SECONDS,
     checked_seconds,
     patience_for,
 )
+from ckpt.commit.names import checked_period, line_prefix, plain_float, plain_int
 from ckpt.errors import SaveDropped
 from ckpt.layout.memory import gc_paused
 from ckpt.layout.plain import Ranks

@@ -12,9 +12,9 @@ from typing import Any, NamedTuple, SupportsIndex
 import numpy as np
 
 from ckpt.commit.lines import line_text
-from ckpt.commit.numbers import plain_int
+from ckpt.commit.names import plain_int
 from ckpt.errors import CheckpointError, InvalidArgument
-from ckpt.format.metadata_budget import MetadataBudget
+from ckpt.format.manifest import MetadataBudget
 from ckpt.layout.descriptions import is_description, shown_type
 from ckpt.layout.dtypes import DTYPES
 from ckpt.layout.kind import Kind

@@ -16,23 +16,19 @@ from bisect import insort
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import pairwise
-from typing import Any
 
-import msgpack
-
-from ckpt.commit.names import attempt_epoch, segment_key
+from ckpt.commit.names import segment_key
 from ckpt.commit.records import (
-    FIELDS,
-    INTEGER_MAX,
     LiveEntry,
     Record,
     SegmentRef,
+    damaged_segment,
+    decode_segment,
     encode_record,
-    entry_problem,
+    encode_segment,
 )
-from ckpt.errors import CheckpointError, Corrupt, UnsupportedFormat
-from ckpt.format.damage import once_more
+from ckpt.errors import CheckpointError
+from ckpt.format.checksum import once_more
 from storage.errors import CorruptObjectError, KeyNotFoundError, TooLargeError
 from storage.store import Store
 
@@ -254,75 +250,6 @@ def with_live(record: Record, live: LiveSet, write: Write) -> tuple[Record, Live
     return full, live
 
 
-SEGMENT_MAGIC = b"SHPTLIV1"
-
-_NESTED_MAX = 64  # lists and maps in one: of nested ones a few bytes would become gigabytes
-
-
-def encode_segment(entries: Sequence[LiveEntry]) -> bytes:
-    """The bytes of a segment of `entries`, which are ascending in slot."""
-    columns = {name: [getattr(entry, name) for entry in entries] for name in FIELDS[LiveEntry]}
-    columns["references"] = list(map(" ".join, columns["references"]))
-    return SEGMENT_MAGIC + bytes(msgpack.packb(columns))
-
-
-def decode_segment(data: bytes, *, where: str) -> tuple[LiveEntry, ...]:
-    """The entries of a segment that may be hostile. Raises Corrupt, UnsupportedFormat."""
-    if not data.startswith(SEGMENT_MAGIC):
-        raise _damaged(where, f"no segment starts with {data[:8]!r}")
-    left = _NESTED_MAX
-
-    def counted(nested: Any) -> Any:
-        nonlocal left
-        left -= 1
-        if left < 0:
-            raise ValueError("more lists than fields")
-        return nested
-
-    try:
-        body = data[len(SEGMENT_MAGIC) :]
-        columns = msgpack.unpackb(body, list_hook=counted, object_hook=counted)
-        if unknown := columns.keys() - FIELDS[LiveEntry].keys():
-            raise UnsupportedFormat(
-                f"{where}: field {min(unknown)[:40]!r} is not known to this version; upgrade "
-                "shardpoint"
-            )
-        return _entries(columns)
-    except UnsupportedFormat:
-        raise
-    except Exception as error:  # msgpack raises a dozen classes for bad input
-        raise _damaged(where, f"{type(error).__name__}: {error}") from None
-
-
-def _entries(columns: dict[str, list[Any]]) -> tuple[LiveEntry, ...]:
-    for name, types in FIELDS[LiveEntry].items():
-        column = columns[name]
-        if {*map(type, column)} - {str if one is list else one for one in types}:
-            raise Corrupt(f"{name} of a checkpoint is of another type")
-        numbers = [value for value in column if int in types and value is not None]
-        if numbers and not 0 <= min(numbers) <= max(numbers) <= INTEGER_MAX:
-            raise Corrupt(f"{name} is not from 0 to 2**63 - 1")
-    slots = columns["slot"]
-    if not slots or any(one >= other for one, other in pairwise(slots)):
-        raise Corrupt("slots are not ascending")
-    columns["references"] = [tuple(names.split()) for names in columns["references"]]
-    rows = zip(*(columns[name] for name in FIELDS[LiveEntry]), strict=True)
-    entries = tuple([LiveEntry(*row) for row in rows])
-    for entry in entries:
-        for name in (entry.attempt, *entry.references):
-            attempt_epoch(name)  # raises for what is no attempt
-        if problem := entry_problem(entry):
-            raise Corrupt(f"checkpoint {entry.attempt}: {problem}")
-    return entries
-
-
-def _damaged(where: str, problem: str) -> Corrupt:
-    return Corrupt(
-        f"{where}, a part of the log, is damaged: {problem}. The checkpoints themselves are not "
-        "affected: `ckpt mend` on the root makes its log whole"
-    )
-
-
 def segment_of(entries: Sequence[LiveEntry]) -> tuple[SegmentRef, bytes]:
     """A segment of `entries`, which are ascending in slot: what a record says of it, its bytes."""
     data = encode_segment(entries)
@@ -337,10 +264,10 @@ def read_segment(store: Store, ref: SegmentRef) -> tuple[LiveEntry, ...]:
     try:
         data = store.get_bounded(key, ref.nbytes)
     except (CorruptObjectError, KeyNotFoundError, TooLargeError) as error:
-        raise _damaged(where, str(error)) from None
+        raise damaged_segment(where, str(error)) from None
     if hashlib.sha256(data).digest() != ref.digest:
-        raise _damaged(where, "its digest is not the one in its name")
+        raise damaged_segment(where, "its digest is not the one in its name")
     entries = decode_segment(data, where=where)
     if len(entries) != ref.count or entries[-1].slot != ref.last_slot:
-        raise _damaged(where, f"{len(entries)} checkpoints, the record says {ref.count}")
+        raise damaged_segment(where, f"{len(entries)} checkpoints, the record says {ref.count}")
     return entries

@@ -13,10 +13,9 @@ from ckpt.commit.log import Log, LogState, at_once, read_format
 from ckpt.commit.names import MANIFEST_NAME
 from ckpt.commit.records import LiveEntry, manifest_digest
 from ckpt.errors import Corrupt, NoCheckpoint, UnsupportedFormat
-from ckpt.format.damage import once_more, raising_corrupt
-from ckpt.format.manifest import PARENT, Manifest, is_reference
+from ckpt.format.checksum import once_more, raising_corrupt
+from ckpt.format.manifest import PARENT, Manifest, MetadataBudget, is_reference
 from ckpt.format.manifest_codec import decode_manifest
-from ckpt.format.metadata_budget import MetadataBudget
 from storage import CorruptObjectError, KeyNotFoundError, Store, TooLargeError
 
 logger = logging.getLogger(__name__)

@@ -44,8 +44,7 @@ from ckpt.commit.records import (
     record_digest,
 )
 from ckpt.errors import Corrupt, NoCheckpoint, UnsupportedFormat
-from ckpt.format.checksum import crc32c
-from ckpt.format.damage import once_more, raising_corrupt
+from ckpt.format.checksum import crc32c, once_more, raising_corrupt
 from storage.errors import CorruptObjectError, KeyNotFoundError, TooLargeError
 from storage.store import Store
 from storage.threads import Pool

@@ -1,12 +1,13 @@
-"""One record of the log: its fields, its bytes, and what makes a record invalid."""
+"""Records of the log and segments of its live set: fields, bytes, and what makes them invalid."""
 
 from __future__ import annotations
 
 import hashlib
 import math
 import struct
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from types import UnionType
 from typing import Any, Literal, NoReturn, get_args, get_origin, get_type_hints
 
@@ -338,4 +339,74 @@ def corrupt_record(where: str, problem: str) -> NoReturn:
     raise Corrupt(
         f"log record {where} is damaged: {problem}. The checkpoints themselves are not affected: "
         "`ckpt mend` on the root makes its log whole"
+    )
+
+
+SEGMENT_MAGIC = b"SHPTLIV1"
+
+_NESTED_MAX = 64  # lists and maps in one: of nested ones a few bytes would become gigabytes
+
+
+def encode_segment(entries: Sequence[LiveEntry]) -> bytes:
+    """The bytes of a segment of `entries`, which are ascending in slot."""
+    columns = {name: [getattr(entry, name) for entry in entries] for name in FIELDS[LiveEntry]}
+    columns["references"] = list(map(" ".join, columns["references"]))
+    return SEGMENT_MAGIC + bytes(msgpack.packb(columns))
+
+
+def decode_segment(data: bytes, *, where: str) -> tuple[LiveEntry, ...]:
+    """The entries of a segment that may be hostile. Raises Corrupt, UnsupportedFormat."""
+    if not data.startswith(SEGMENT_MAGIC):
+        raise damaged_segment(where, f"no segment starts with {data[:8]!r}")
+    left = _NESTED_MAX
+
+    def counted(nested: Any) -> Any:
+        nonlocal left
+        left -= 1
+        if left < 0:
+            raise ValueError("more lists than fields")
+        return nested
+
+    try:
+        body = data[len(SEGMENT_MAGIC) :]
+        columns = msgpack.unpackb(body, list_hook=counted, object_hook=counted)
+        if unknown := columns.keys() - FIELDS[LiveEntry].keys():
+            raise UnsupportedFormat(
+                f"{where}: field {min(unknown)[:40]!r} is not known to this version; upgrade "
+                "shardpoint"
+            )
+        return _entries(columns)
+    except UnsupportedFormat:
+        raise
+    except Exception as error:  # msgpack raises a dozen classes for bad input
+        raise damaged_segment(where, f"{type(error).__name__}: {error}") from None
+
+
+def _entries(columns: dict[str, list[Any]]) -> tuple[LiveEntry, ...]:
+    for name, types in FIELDS[LiveEntry].items():
+        column = columns[name]
+        if {*map(type, column)} - {str if one is list else one for one in types}:
+            raise Corrupt(f"{name} of a checkpoint is of another type")
+        numbers = [value for value in column if int in types and value is not None]
+        if numbers and not 0 <= min(numbers) <= max(numbers) <= INTEGER_MAX:
+            raise Corrupt(f"{name} is not from 0 to 2**63 - 1")
+    slots = columns["slot"]
+    if not slots or any(one >= other for one, other in pairwise(slots)):
+        raise Corrupt("slots are not ascending")
+    columns["references"] = [tuple(names.split()) for names in columns["references"]]
+    rows = zip(*(columns[name] for name in FIELDS[LiveEntry]), strict=True)
+    entries = tuple([LiveEntry(*row) for row in rows])
+    for entry in entries:
+        for name in (entry.attempt, *entry.references):
+            attempt_epoch(name)  # raises for what is no attempt
+        if problem := entry_problem(entry):
+            raise Corrupt(f"checkpoint {entry.attempt}: {problem}")
+    return entries
+
+
+def damaged_segment(where: str, problem: str) -> Corrupt:
+    """The error for a segment that cannot be read."""
+    return Corrupt(
+        f"{where}, a part of the log, is damaged: {problem}. The checkpoints themselves are not "
+        "affected: `ckpt mend` on the root makes its log whole"
     )

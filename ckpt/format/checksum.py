@@ -7,17 +7,20 @@ squaring (the method of zlib's `crc32_combine`, Mark Adler).
 
 The last tensor of each data file is a table of the checksums of its blocks. In a manifest these
 words would be nearly all of it; it has a seal per file instead, and a reader of blocks of a file
-reads the file's table first. FORMAT.md, "Checksum tables", is the specification.
+reads the file's table first. FORMAT.md, "Checksum tables", is the specification. What is read is
+damage only where it does not match twice (`once_more`).
 """
 
 from __future__ import annotations
 
 import hashlib
+import logging
 from bisect import bisect_right
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import lru_cache
 from itertools import accumulate, pairwise
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import crc32c as _crc32c
 import numpy as np
@@ -26,6 +29,7 @@ from blake3 import blake3
 
 from ckpt.errors import Corrupt
 from ckpt.format.columns import as_int64s, pack_ints, required_field, unpack_ints
+from storage.errors import CorruptObjectError, KeyNotFoundError, StorageError
 
 
 def crc32c(data: memoryview | bytes, value: int = 0) -> int:
@@ -253,3 +257,36 @@ def decode_seals(fields: Mapping[str, memoryview], rooms: Sequence[int] | Int64s
         file = int(np.flatnonzero(wrong)[0])
         raise Corrupt(f"field 'table_nbytes': {int(nbytes[file])} bytes in file number {file}")
     return Seals(nbytes, digests_from(data))
+
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+
+@contextmanager
+def raising_corrupt() -> Iterator[None]:
+    """A damaged object of an encoded root is raised as Corrupt, which other ranks get as it is."""
+    try:
+        yield
+    except CorruptObjectError as error:
+        raise Corrupt(str(error)) from error
+
+
+def is_outage(error: Exception) -> bool:
+    """Whether a store has failed, rather than what lies in it."""
+    is_damage = isinstance(error, (KeyNotFoundError, CorruptObjectError))
+    return isinstance(error, StorageError) and not is_damage
+
+
+def once_more(read: Callable[[], T]) -> T:
+    """`read()`, which reads and checks. What it raises as Corrupt is damage if it does so twice.
+
+    Bytes can change on their way from a store, where only this check sees it.
+    """
+    try:
+        return read()
+    except Corrupt as error:
+        result = read()
+        logger.warning("requested once more, the bytes are right: %s", error)
+        return result

@@ -162,7 +162,7 @@ def layout_data_file(
 ) -> DataFileLayout:
     """Plan one file of `chunks`, in that order (see `order_key`), none of them empty.
 
-    `metadata` is stored unchanged (see `ckpt.format.rank_files`); `extra` maps names of reserved U8
+    `metadata` is stored as it is (see `object_parts`); `extra` maps names of reserved U8
     tensors to their sizes in bytes. Raises InvalidState naming the fqns when a chunk cannot be
     stored.
     """

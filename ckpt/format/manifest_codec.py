@@ -46,13 +46,13 @@ from ckpt.format.manifest import (
     Header,
     Int64s,
     Manifest,
+    MetadataBudget,
     is_data_file_name,
     is_reference,
     parse_reference,
     reference_to,
     starts_of,
 )
-from ckpt.format.metadata_budget import MetadataBudget
 from ckpt.layout.dtypes import DTYPES
 from ckpt.layout.region import Shape
 

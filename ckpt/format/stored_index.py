@@ -21,15 +21,16 @@ from ckpt.format.checksum import (
     crc32c,
     digests_from,
     no_digests,
+    once_more,
+    raising_corrupt,
     seal_of,
 )
 from ckpt.format.codec import decode_values
-from ckpt.format.damage import once_more, raising_corrupt
 from ckpt.format.datafile import DIGESTS, PER_RANK, VALUES
 from ckpt.format.datafile_index import DataFileIndex, read_data_file_index
 from ckpt.format.manifest import Manifest
+from ckpt.format.object_parts import FileDescription, describe_file
 from ckpt.format.part import FileColumns, Part, PartTexts, TensorRecord, part_of_files
-from ckpt.format.rank_files import FileDescription, describe_file
 from storage import ShortReadError, Store
 
 READ_NBYTES = 8 << 20

@@ -42,8 +42,7 @@ from torch.distributed.checkpoint.planner import (
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
 from torch.futures import Future
 
-from ckpt.commit.names import step_prefix
-from ckpt.commit.numbers import plain_int
+from ckpt.commit.names import plain_int, step_prefix
 from ckpt.commit.session import Session
 from ckpt.convert.sources.source import DCP_RECORD, NativeSource, native_source
 from ckpt.convert.sources.tree import Leaf, name_tree, nest
@@ -53,8 +52,8 @@ from ckpt.format.datafile import BLOCK_BYTES, StoredChunk, order_key
 from ckpt.format.joint_codec import decode_part, encode_part
 from ckpt.format.joint_manifest import build_manifest
 from ckpt.format.manifest import MODULES, Header
+from ckpt.format.object_parts import rank_files
 from ckpt.format.part import PartTexts, TensorRecord, part_of_files
-from ckpt.format.rank_files import rank_files
 from ckpt.layout.dtypes import dtype_name, refusal_reason, torch_dtype
 from ckpt.layout.kind import Kind
 from ckpt.layout.memory import is_plain_memory

@@ -13,9 +13,9 @@ from typing import Any, SupportsIndex, TypeAlias
 import torch
 
 from ckpt.commit.locate import live_entries
-from ckpt.commit.numbers import plain_int
+from ckpt.commit.names import plain_int
 from ckpt.errors import NoCheckpoint
-from ckpt.format.metadata_budget import MetadataBudget
+from ckpt.format.manifest import MetadataBudget
 from ckpt.layout.dtypes import torch_dtype
 from ckpt.layout.kind import Kind
 from ckpt.layout.piece import Holding, Piece

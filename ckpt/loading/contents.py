@@ -18,12 +18,11 @@ from ckpt.commit.leases import LEASE_SECONDS_MAX, leased
 from ckpt.commit.lines import latest_last
 from ckpt.commit.locate import decoded, live_entries, locate
 from ckpt.commit.log import Log
-from ckpt.commit.numbers import plain_int
+from ckpt.commit.names import plain_int
 from ckpt.commit.records import LiveEntry
 from ckpt.errors import NoCheckpoint
 from ckpt.format.codec import decode_values
-from ckpt.format.manifest import MODULES, SINCE_FULL, Manifest
-from ckpt.format.metadata_budget import MetadataBudget
+from ckpt.format.manifest import MODULES, SINCE_FULL, Manifest, MetadataBudget
 from ckpt.layout.dtypes import DTYPES, torch_dtype
 from ckpt.layout.kind import Kind
 from ckpt.layout.region import Region, Shape

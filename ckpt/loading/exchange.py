@@ -25,9 +25,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ckpt.loading.byte_line import (
+from ckpt.loading.plan import (
     Ints,
     NeededBlocks,
+    ReadPath,
     joined,
     length,
     pieces_of,
@@ -35,7 +36,6 @@ from ckpt.loading.byte_line import (
     united,
     without,
 )
-from ckpt.loading.plan import ReadPath
 from ckpt.loading.reader import Reader
 from ckpt.world.base import Message, Transfers, World
 

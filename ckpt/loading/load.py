@@ -25,13 +25,11 @@ from ckpt.errors import (
 )
 from ckpt.format.codec import decode_values
 from ckpt.format.contradictions import is_groups
-from ckpt.format.manifest import Manifest
-from ckpt.format.metadata_budget import MetadataBudget
+from ckpt.format.manifest import Manifest, MetadataBudget
 from ckpt.layout.dtypes import torch_dtype
 from ckpt.layout.kind import Kind
 from ckpt.layout.plain import Ranks
 from ckpt.loading.block_sums import BlockSums
-from ckpt.loading.byte_line import length
 from ckpt.loading.exchange import (
     Exchange,
     Group,
@@ -45,7 +43,7 @@ from ckpt.loading.exchange import (
     weigh,
 )
 from ckpt.loading.matching import match
-from ckpt.loading.plan import ReadPath, plan_reads
+from ckpt.loading.plan import ReadPath, length, plan_reads
 from ckpt.loading.reader import Reader
 from ckpt.short import ShortRecord
 from ckpt.state.bind import bind_state

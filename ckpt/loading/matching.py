@@ -16,8 +16,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ckpt.loading.byte_line import Ints
 from ckpt.loading.exchange import Group
+from ckpt.loading.plan import Ints
 from ckpt.world.base import Transfers
 
 

@@ -28,32 +28,29 @@ import numpy as np
 import torch
 
 from ckpt.errors import Corrupt
-from ckpt.format.checksum import Uint32s
-from ckpt.format.damage import once_more
+from ckpt.format.checksum import Uint32s, once_more
 from ckpt.format.stored_index import read_into
 from ckpt.layout.buffers import address_of, bytes_at, copy_bytes, scatter_bytes
 from ckpt.layout.memory import CallersStreams, devices_of, narrowed, tensor_over
 from ckpt.layout.region import row_major_strides
 from ckpt.layout.reshard import clip_patch
 from ckpt.loading.block_sums import BlockSums, TableRange
-from ckpt.loading.byte_line import (
+from ckpt.loading.in_flight import Read, RequestWindow, run_within
+from ckpt.loading.plan import (
+    PACKED_COUNT_MIN,
     Ints,
+    Need,
+    ReadPath,
+    ReadPlan,
+    Scatter,
     expanded,
     file_starts,
     joined,
     length,
     pieces_of,
+    plan_for_others,
     requests,
     united,
-)
-from ckpt.loading.in_flight import Read, RequestWindow, run_within
-from ckpt.loading.plan import (
-    PACKED_COUNT_MIN,
-    Need,
-    ReadPath,
-    ReadPlan,
-    Scatter,
-    plan_for_others,
     whole_need,
 )
 from storage import ByteRange

@@ -26,7 +26,7 @@ import torch
 from ckpt.commit.locate import file_key
 from ckpt.commit.names import step_prefix
 from ckpt.errors import CheckpointError
-from ckpt.format.damage import is_outage
+from ckpt.format.checksum import is_outage
 from ckpt.format.manifest import SINCE_FULL, BoxTable, Manifest, is_reference, reference_to
 from ckpt.format.stored_index import StoredSums, stored_sums
 from ckpt.layout.kind import Kind
@@ -34,10 +34,9 @@ from ckpt.layout.memory import is_accelerator, local_view
 from ckpt.layout.piece import Holding, Piece
 from ckpt.layout.region import whole
 from ckpt.loading.block_sums import BlockSums
-from ckpt.loading.byte_line import Ints, expanded
 from ckpt.loading.exchange import Sharing, share
 from ckpt.loading.load import LoadOptions, bind_to, compared, transfer
-from ckpt.loading.plan import ReadPlan, chunks_of, plan_reads
+from ckpt.loading.plan import Ints, ReadPlan, chunks_of, expanded, plan_reads
 from ckpt.loading.reader import Reader, may_write
 from ckpt.state.binding import Binding
 from ckpt.state.half_loaded import filling

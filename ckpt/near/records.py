@@ -25,7 +25,7 @@ from ckpt.format.columns import (
     unpack_ints,
     unpack_map,
 )
-from ckpt.format.rank_files import data_file_name
+from ckpt.format.object_parts import data_file_name
 
 NEAR_MAGIC = b"SHPTNEAR"
 NEAR_VERSION = 1

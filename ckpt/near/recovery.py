@@ -18,9 +18,8 @@ from ckpt.commit.lines import ResumePoint
 from ckpt.errors import CheckpointError, Corrupt, InvalidState, LoadInterrupted, Mismatch
 from ckpt.format.joint_codec import decode_part, encode_part
 from ckpt.format.joint_manifest import build_manifest
-from ckpt.format.manifest import Header, Manifest
+from ckpt.format.manifest import Header, Manifest, unlimited
 from ckpt.format.manifest_codec import decode_manifest
-from ckpt.format.metadata_budget import unlimited
 from ckpt.format.stored_index import part_of_rank
 from ckpt.layout.memory import gc_paused
 from ckpt.loading.exchange import Origins

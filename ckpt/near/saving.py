@@ -17,8 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from ckpt.commit.names import step_prefix
-from ckpt.commit.numbers import plain_int
+from ckpt.commit.names import plain_int, step_prefix
 from ckpt.commit.session import RankedSession
 from ckpt.errors import Fenced, RankFailed
 from ckpt.format.checksum import Seal

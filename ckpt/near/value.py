@@ -6,7 +6,7 @@ import os
 from dataclasses import dataclass
 from typing import Any, SupportsIndex
 
-from ckpt.commit.numbers import plain_int
+from ckpt.commit.names import plain_int
 from ckpt.service.policies import EverySteps, SavePolicy
 from ckpt.service.tiers import TierSaves, TierValue
 from ckpt.wings import wing

@@ -75,7 +75,7 @@ def _checked(parameter: inspect.Parameter, value: Any) -> Any:
     """`value`, where a text of the command line could make it, with plain numbers for those of
     numpy and torch; one text or path stands for a list of it. Raises InvalidArgument for any other.
     """
-    from ckpt.commit.numbers import is_finite, plain_float, plain_int
+    from ckpt.commit.names import is_finite, plain_float, plain_int
     from ckpt.errors import InvalidArgument
 
     argument = Argument.of(parameter.annotation)

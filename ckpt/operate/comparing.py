@@ -54,8 +54,8 @@ def diff(
     Raises NoCheckpoint, UnsupportedFormat beyond that, Corrupt, CheckpointError for `stacks` that a
     does not fit, InvalidArgument for a wrong `rename`, and the stores' errors.
     """
-    from ckpt.commit.numbers import plain_int
-    from ckpt.format.metadata_budget import MetadataBudget
+    from ckpt.commit.names import plain_int
+    from ckpt.format.manifest import MetadataBudget
     from ckpt.loading.checkpoint import Checkpoint
     from ckpt.loading.contents import find_checkpoint
     from ckpt.loading.plan import ReadPath
@@ -121,7 +121,7 @@ def plan_ranks(
     of memory (None: 1 GiB), and 10 seconds of a CPU for each GiB. Raises like `ckpt.plan_load`, and
     InvalidArgument for no ranks or an unknown layout.
     """
-    from ckpt.commit.numbers import plain_int
+    from ckpt.commit.names import plain_int
     from ckpt.convert.sources.opening import SourceOptions
     from ckpt.errors import InvalidArgument
     from ckpt.tools.plan import contents_of, plan_of_ranks

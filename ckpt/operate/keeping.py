@@ -37,8 +37,8 @@ def verify(
     of the store that say nothing about the bytes.
     """
     from ckpt.commit.maintenance import Maintenance
-    from ckpt.commit.numbers import plain_int
-    from ckpt.format.metadata_budget import MetadataBudget
+    from ckpt.commit.names import plain_int
+    from ckpt.format.manifest import MetadataBudget
     from ckpt.loading.contents import leased_checkpoint
     from ckpt.tools.verify import verify_located
     from storage import open_store

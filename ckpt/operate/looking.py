@@ -92,7 +92,7 @@ def report(
     Corrupt when its log is damaged, and the store's errors. Telemetry that is missing or damaged is
     left out, and what would take more than `metadata_bytes_max` bytes of memory (None: 1 GiB).
     """
-    from ckpt.commit.numbers import plain_int
+    from ckpt.commit.names import plain_int
     from ckpt.tools.report import report_of
 
     return report_of(

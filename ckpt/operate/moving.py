@@ -50,9 +50,9 @@ def copy(
     """
     from ckpt.commit.leases import LEASE_SECONDS_MAX, leased
     from ckpt.commit.locate import live_entries
-    from ckpt.commit.numbers import plain_int
+    from ckpt.commit.names import plain_int
     from ckpt.errors import InvalidArgument
-    from ckpt.format.metadata_budget import MetadataBudget
+    from ckpt.format.manifest import MetadataBudget
     from ckpt.loading.contents import leased_checkpoint
     from ckpt.tools.copy import copy_checkpoint, copy_root
     from storage import open_store, options_of_other
@@ -113,7 +113,7 @@ def reshard(
     describes the checkpoint may take `metadata_bytes_max` bytes of memory (None: 1 GiB). Raises
     like `ckpt.copy`, and InvalidArgument for no ranks or an unknown layout.
     """
-    from ckpt.commit.numbers import plain_int
+    from ckpt.commit.names import plain_int
     from ckpt.tools.reshard import NewLayout, reshard_at
 
     started = time.monotonic()
@@ -253,7 +253,7 @@ def export(
     is none, InvalidState for what the format has no form for, Corrupt when stored bytes were
     changed, and the stores' errors. After any of these nothing is left at the target.
     """
-    from ckpt.commit.numbers import plain_int
+    from ckpt.commit.names import plain_int
     from ckpt.convert.export import ExportTo, export_source
     from ckpt.convert.sources.opening import SourceOptions
 
@@ -373,7 +373,7 @@ def import_checkpoint(
     UnsupportedFormat for the source, InvalidState listing what cannot be stored, and the errors of
     `ckpt.save`.
     """
-    from ckpt.commit.numbers import plain_int
+    from ckpt.commit.names import plain_int
     from ckpt.convert.import_ import ImportFrom, import_source
     from ckpt.convert.sources.derived import Dequantize
     from ckpt.convert.sources.opening import SourceOptions

@@ -24,7 +24,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Literal
 
-from ckpt.commit.patience import HURRIED_SECONDS, patience_for
+from ckpt.commit.appender import HURRIED_SECONDS, patience_for
 from ckpt.errors import Forked, NamesChanged, SaveDropped
 from ckpt.format.part import Part
 from ckpt.saving.image import Staging

@@ -37,8 +37,7 @@ from ckpt.commit.names import step_prefix
 from ckpt.commit.records import LiveEntry
 from ckpt.commit.session import Session
 from ckpt.errors import CheckpointError
-from ckpt.format.checksum import Seal, block_checksums, digest_of, digests_from
-from ckpt.format.damage import is_outage
+from ckpt.format.checksum import Seal, block_checksums, digest_of, digests_from, is_outage
 from ckpt.format.datafile import StoredChunk
 from ckpt.format.manifest import (
     SINCE_FULL,
@@ -48,11 +47,11 @@ from ckpt.format.manifest import (
     parse_reference,
     reference_to,
     starts_of,
+    unlimited,
 )
 from ckpt.format.manifest_codec import decode_manifest
-from ckpt.format.metadata_budget import unlimited
+from ckpt.format.object_parts import FileRange
 from ckpt.format.part import FileColumns, Part
-from ckpt.format.rank_files import FileRange
 from ckpt.format.stored_index import StoredSums, stored_sums
 from ckpt.layout.buffers import bytes_at
 from ckpt.layout.dtypes import DTYPES

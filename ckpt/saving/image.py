@@ -22,6 +22,7 @@ import torch
 from ckpt.errors import InvalidState
 from ckpt.format.datafile import FileEntries
 from ckpt.format.object_parts import (
+    DataFile,
     DataFileBuilder,
     Part,
     cut_into_parts,
@@ -29,7 +30,6 @@ from ckpt.format.object_parts import (
     write_parts,
 )
 from ckpt.format.part import FileColumns
-from ckpt.format.rank_files import DataFile
 from ckpt.layout.buffers import address_of, bytes_at, copy_bytes, touch
 from ckpt.layout.memory import SideStreams, devices_of, staging_buffer, tensor_over
 from ckpt.saving.plan import Source, copy_elements

@@ -16,8 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from ckpt.commit.names import MANIFEST_NAME, step_prefix
-from ckpt.commit.numbers import is_finite
+from ckpt.commit.names import MANIFEST_NAME, is_finite, step_prefix
 from ckpt.commit.records import manifest_digest
 from ckpt.commit.session import RankedSession, ReferenceRetired, Session
 from ckpt.commit.writer import Commit, NotRetired

@@ -24,7 +24,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from ckpt.commit.patience import BACKGROUND_SECONDS
+from ckpt.commit.appender import BACKGROUND_SECONDS
 from ckpt.commit.records import STEP_MAX
 from ckpt.commit.session import RankedSession
 from ckpt.errors import Corrupt, InvalidState, NamesChanged
@@ -39,6 +39,7 @@ from ckpt.format.joint_codec import (
 )
 from ckpt.format.joint_manifest import JointTable, ReplicaRegions
 from ckpt.format.manifest import MODULES, Header
+from ckpt.format.object_parts import DataFile, rank_files
 from ckpt.format.part import (
     FileColumns,
     JointMerge,
@@ -51,7 +52,6 @@ from ckpt.format.part import (
     part_of_files,
     structure_of,
 )
-from ckpt.format.rank_files import DataFile, rank_files
 from ckpt.layout.plain import Ranks
 from ckpt.saving.dedup import Base, Previous, Referred
 from ckpt.saving.holders import Holders, inventory_of, refuse_missing_stages

@@ -13,7 +13,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from ckpt.commit.numbers import checked_count
+from ckpt.commit.names import checked_count
 from ckpt.errors import Failure, Fenced, InvalidState, SavesFailed, StoreRefused
 from ckpt.service.agreement import StepAgreement
 from ckpt.service.events import SaveFailed

@@ -21,8 +21,8 @@ from typing import Any, Literal, SupportsIndex
 import torch.distributed as dist
 
 from ckpt.api import Io, check_order, line_of, one_of
-from ckpt.commit.numbers import plain_int
-from ckpt.commit.patience import BACKGROUND_SECONDS
+from ckpt.commit.appender import BACKGROUND_SECONDS
+from ckpt.commit.names import plain_int
 from ckpt.commit.records import STEP_MAX
 from ckpt.errors import CheckpointError, Failure, Forked, InvalidState, NoCheckpoint, RankFailed
 from ckpt.saving.replica_check import ReplicasDrifted

@@ -26,7 +26,7 @@ from torch import nn
 from ckpt.api import Io, check_order, read_path
 from ckpt.commit.leases import leased
 from ckpt.commit.lines import NewCommits
-from ckpt.commit.numbers import checked_count, plain_int
+from ckpt.commit.names import checked_count, plain_int
 from ckpt.errors import CheckpointError, Corrupt, Mismatch, NoCheckpoint, RankFailed
 from ckpt.format.manifest import MODULES, Manifest
 from ckpt.layout.dtypes import torch_dtype

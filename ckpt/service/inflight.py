@@ -11,7 +11,7 @@ import time
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from ckpt.commit.numbers import is_finite, plain_float
+from ckpt.commit.names import is_finite, plain_float
 from ckpt.errors import CheckpointError, SaveDropped
 from ckpt.saving.staging import LentCopy
 from ckpt.saving.task import SaveReport

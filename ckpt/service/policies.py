@@ -21,7 +21,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar, NoReturn
 
-from ckpt.commit.numbers import checked_count, plain_int
+from ckpt.commit.names import checked_count, plain_int
 
 
 @dataclass(frozen=True, slots=True)

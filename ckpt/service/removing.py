@@ -16,7 +16,7 @@ from ckpt.commit.leases import leases_of
 from ckpt.commit.lines import line_text, of_step, resumable
 from ckpt.commit.log import LogState
 from ckpt.commit.maintenance import Maintenance
-from ckpt.commit.numbers import plain_int
+from ckpt.commit.names import plain_int
 from ckpt.commit.records import LiveEntry
 from ckpt.commit.writer import NotRetired, why_not_retire
 from ckpt.errors import CheckpointError, InvalidArgument, NoCheckpoint

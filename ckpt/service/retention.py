@@ -24,7 +24,7 @@ from itertools import islice, pairwise
 from typing import Literal, NamedTuple
 
 from ckpt.commit.log import latest_of
-from ckpt.commit.numbers import checked_count, plain_int
+from ckpt.commit.names import checked_count, plain_int
 from ckpt.commit.records import LiveEntry, Record
 from ckpt.commit.writer import NotRetired
 from ckpt.service.policies import Combinable

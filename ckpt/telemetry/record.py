@@ -28,7 +28,7 @@ from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, ValidationError,
 from ckpt.commit.names import TELEMETRY_NAME, step_prefix
 from ckpt.commit.records import LiveEntry
 from ckpt.errors import CheckpointError, Corrupt
-from ckpt.format.metadata_budget import MetadataBudget
+from ckpt.format.manifest import MetadataBudget
 from storage import KeyNotFoundError, Store
 
 TELEMETRY_NBYTES_MAX = 16 * 1024 * 1024  # about 40,000 ranks; bounds what a hostile object costs

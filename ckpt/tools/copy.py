@@ -34,10 +34,9 @@ from ckpt.commit.records import (
 )
 from ckpt.convert.targets.files import Meter, Progress
 from ckpt.errors import NoCheckpoint
-from ckpt.format.damage import once_more
-from ckpt.format.manifest import Manifest, is_reference
+from ckpt.format.checksum import once_more
+from ckpt.format.manifest import Manifest, MetadataBudget, is_reference
 from ckpt.format.manifest_codec import decode_manifest
-from ckpt.format.metadata_budget import MetadataBudget
 from ckpt.format.stored_index import check_seal, index_of
 from ckpt.loading.checkpoint import Checkpoint
 from ckpt.loading.contents import LocatedCheckpoint

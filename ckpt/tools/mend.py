@@ -52,7 +52,7 @@ from ckpt.commit.records import (
 )
 from ckpt.commit.writer import must_look_first
 from ckpt.errors import CheckpointError, Corrupt, NoCheckpoint
-from ckpt.format.damage import is_outage, raising_corrupt
+from ckpt.format.checksum import is_outage, raising_corrupt
 from ckpt.format.manifest import Manifest
 from ckpt.format.manifest_codec import decode_manifest
 from ckpt.short import ShortRecord

@@ -16,9 +16,9 @@ from ckpt.commit.names import (
     MANIFEST_NAME,
     RESERVE_KEY,
     parse_step_key,
+    plain_int,
     step_prefix,
 )
-from ckpt.commit.numbers import plain_int
 from ckpt.commit.records import LiveEntry, Record, encode_record, record_digest
 from ckpt.errors import Corrupt, NoCheckpoint
 from ckpt.format.manifest_codec import decode_manifest

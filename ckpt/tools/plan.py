@@ -19,12 +19,11 @@ import torch
 import torch.distributed as dist
 
 from ckpt.api import read_path
-from ckpt.commit.numbers import plain_int
+from ckpt.commit.names import plain_int
 from ckpt.convert.export import default_entry
 from ckpt.convert.sources.opening import SourceOptions, open_source
 from ckpt.convert.sources.source import NativeSource, SourceContents
-from ckpt.format.manifest import Manifest
-from ckpt.format.metadata_budget import MetadataBudget
+from ckpt.format.manifest import Manifest, MetadataBudget
 from ckpt.layout.dtypes import DTYPES, dtype_name, torch_dtype
 from ckpt.layout.even import EvenLayout, wanted_part
 from ckpt.layout.kind import Kind
@@ -32,7 +31,6 @@ from ckpt.layout.piece import Holding, Piece
 from ckpt.layout.plain import Ranks
 from ckpt.layout.region import Box, whole
 from ckpt.loading.block_sums import BlockSums
-from ckpt.loading.byte_line import NeededBlocks
 from ckpt.loading.checkpoint import Checkpoint
 from ckpt.loading.contents import LocatedCheckpoint, find_checkpoint
 from ckpt.loading.exchange import (
@@ -46,7 +44,7 @@ from ckpt.loading.exchange import (
 )
 from ckpt.loading.load import catalog_of, in_form_of_state
 from ckpt.loading.matching import all_together, needs_of
-from ckpt.loading.plan import ReadPath, ReadPlan, plan_reads
+from ckpt.loading.plan import NeededBlocks, ReadPath, ReadPlan, plan_reads
 from ckpt.loading.reader import Reader
 from ckpt.short import ShortRecord
 from ckpt.state.bind import bind_state

@@ -22,8 +22,8 @@ from ckpt.commit.locate import locate
 from ckpt.commit.log import Log, read_format
 from ckpt.commit.records import LiveEntry
 from ckpt.errors import CheckpointError
+from ckpt.format.manifest import MetadataBudget
 from ckpt.format.manifest_codec import decode_manifest
-from ckpt.format.metadata_budget import MetadataBudget
 from ckpt.layout.dtypes import DTYPES
 from ckpt.short import ShortRecord
 from ckpt.telemetry.record import WORK, SaveFailure, SaveTotals, Telemetry, read_telemetry

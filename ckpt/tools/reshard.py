@@ -30,16 +30,15 @@ from ckpt.convert.targets.files import Meter, Progress, plan_data_files, write_d
 from ckpt.errors import CheckpointError, Corrupt
 from ckpt.format.datafile import StoredChunk
 from ckpt.format.joint_manifest import build_manifest
-from ckpt.format.manifest import SINCE_FULL, Header, Manifest
+from ckpt.format.manifest import SINCE_FULL, Header, Manifest, MetadataBudget
 from ckpt.format.manifest_codec import decode_manifest
-from ckpt.format.metadata_budget import MetadataBudget
+from ckpt.format.object_parts import DataFile
 from ckpt.format.part import (
     FileColumns,
     PartTexts,
     TensorRecord,
     part_of_files,
 )
-from ckpt.format.rank_files import DataFile
 from ckpt.layout.dtypes import DTYPES
 from ckpt.layout.even import EvenLayout, even_part
 from ckpt.layout.kind import Kind

@@ -17,14 +17,13 @@ from ckpt.commit.locate import file_key
 from ckpt.commit.log import FORMAT_KEY
 from ckpt.commit.names import MANIFEST_NAME, STEPS_PREFIX, parse_step_key
 from ckpt.errors import CheckpointError, Corrupt, InvalidState, NoCheckpoint
-from ckpt.format.checksum import Digests
-from ckpt.format.damage import is_outage, raising_corrupt
+from ckpt.format.checksum import Digests, is_outage, raising_corrupt
 from ckpt.format.datafile import DIGESTS
 from ckpt.format.datafile_index import DataFileIndex
 from ckpt.format.joint_manifest import build_manifest
 from ckpt.format.manifest import Manifest, parse_reference
+from ckpt.format.object_parts import FileDescription, data_file_name
 from ckpt.format.part import FileColumns
-from ckpt.format.rank_files import FileDescription, data_file_name
 from ckpt.format.stored_index import (
     OpenedFile,
     contradictions,

@@ -15,8 +15,7 @@ import numpy as np
 
 from ckpt.commit.locate import file_key
 from ckpt.errors import Corrupt, UnsupportedFormat
-from ckpt.format.checksum import crc32c_of_each
-from ckpt.format.damage import once_more, raising_corrupt
+from ckpt.format.checksum import crc32c_of_each, once_more, raising_corrupt
 from ckpt.format.datafile import DIGESTS
 from ckpt.format.datafile_index import DataFileIndex, read_data_file_index
 from ckpt.format.manifest import Int64s, Manifest, is_reference

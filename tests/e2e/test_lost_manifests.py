@@ -24,7 +24,7 @@ from ckpt.convert.targets import files as targets
 from ckpt.format.datafile import PER_RANK, VALUES
 from ckpt.format.datafile_index import read_data_file_index
 from ckpt.format.manifest_codec import decode_manifest
-from ckpt.format.rank_files import describe_file
+from ckpt.format.object_parts import describe_file
 from ckpt.integrations import dcp as dcp_plugin
 from ckpt.integrations.dcp import DcpWriter
 from ckpt.saving.background import Background

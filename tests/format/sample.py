@@ -25,8 +25,8 @@ from ckpt.format.datafile import (
 )
 from ckpt.format.joint_manifest import build_manifest
 from ckpt.format.manifest import Header, Manifest
+from ckpt.format.object_parts import rank_files
 from ckpt.format.part import FileColumns, Part, PartTexts, TensorRecord, part_of_files
-from ckpt.format.rank_files import rank_files
 from ckpt.layout.dtypes import DTYPES
 from ckpt.layout.region import Box, Region, Span, boxes_of, row_major_strides, whole
 from ckpt.saving.dedup import Division, divide, known_of_part

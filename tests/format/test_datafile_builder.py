@@ -13,9 +13,8 @@ import pytest
 
 from ckpt.format.checksum import block_checksums
 from ckpt.format.datafile import StoredChunk, checksum_tensor, file_entries
-from ckpt.format.object_parts import DataFileBuilder
+from ckpt.format.object_parts import DataFile, DataFileBuilder, rank_files
 from ckpt.format.part import PartTexts
-from ckpt.format.rank_files import DataFile, rank_files
 from ckpt.layout.region import Span
 from tests.format.sample import HEADER
 

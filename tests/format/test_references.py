@@ -22,7 +22,7 @@ from ckpt.format.datafile_index import read_data_file_index
 from ckpt.format.joint_manifest import build_manifest
 from ckpt.format.manifest import parse_reference, reference_to
 from ckpt.format.manifest_codec import decode_manifest
-from ckpt.format.rank_files import FileRange, describe_file
+from ckpt.format.object_parts import FileRange, describe_file
 from ckpt.loading.contents import find_checkpoint
 from ckpt.tools.salvage import _chunks_between, salvage
 from storage import open_store

@@ -27,9 +27,14 @@ from safetensors.torch import save as save_safetensors
 
 import ckpt
 from ckpt.cli.commandline import build_parser
-from ckpt.commit.live import decode_segment, encode_segment
 from ckpt.commit.log import decode_format, encode_format
-from ckpt.commit.records import RECORD_MAGIC, decode_record, encode_record
+from ckpt.commit.records import (
+    RECORD_MAGIC,
+    decode_record,
+    decode_segment,
+    encode_record,
+    encode_segment,
+)
 from ckpt.convert.formats.dcp import read_metadata
 from ckpt.convert.formats.safetensors import open_safetensors
 from ckpt.convert.sources.blobs import Blob, open_blob, read_directory
@@ -41,9 +46,9 @@ from ckpt.format.columns import pack_map, pack_regular, unpack_map, unpack_regul
 from ckpt.format.datafile import CHECKSUMS, parse_entry_name
 from ckpt.format.datafile_index import read_data_file_index
 from ckpt.format.joint_codec import decode_part, encode_part
+from ckpt.format.manifest import MetadataBudget
 from ckpt.format.manifest_codec import MAGIC, decode_manifest
-from ckpt.format.metadata_budget import MetadataBudget
-from ckpt.format.rank_files import describe_file
+from ckpt.format.object_parts import describe_file
 from ckpt.telemetry.record import decode_telemetry
 from ckpt.world.link import Frame, FrameKind, FrameReader
 from storage.errors import StorageError

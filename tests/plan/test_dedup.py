@@ -20,7 +20,7 @@ from ckpt.commit.records import LiveEntry
 from ckpt.format.checksum import Seal
 from ckpt.format.datafile import StoredChunk
 from ckpt.format.manifest import Manifest
-from ckpt.format.rank_files import FileRange
+from ckpt.format.object_parts import FileRange
 from ckpt.format.stored_index import StoredSums, stored_sums
 from ckpt.layout.region import Box, Span, whole
 from ckpt.saving import dedup

@@ -15,9 +15,8 @@ import pytest
 import torch
 
 import ckpt
-from ckpt.loading.byte_line import NeededBlocks, file_starts, requests, without
 from ckpt.loading.load import LoadOptions
-from ckpt.loading.plan import ReadPath
+from ckpt.loading.plan import NeededBlocks, ReadPath, file_starts, requests, without
 from storage import open_store
 from storage.testing import CountingStore
 from tests.counting import python_calls

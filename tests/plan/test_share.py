@@ -12,7 +12,6 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 
-from ckpt.loading.byte_line import Ints, NeededBlocks
 from ckpt.loading.exchange import (
     Group,
     Move,
@@ -25,6 +24,7 @@ from ckpt.loading.exchange import (
     weigh,
 )
 from ckpt.loading.matching import NeedMap, all_together, halvings, match, needs_of
+from ckpt.loading.plan import Ints, NeededBlocks
 from ckpt.testing import run_ranks
 
 LIMITS = ShareLimits(12, 6, 30, repeated_nbytes_max=0)

@@ -10,9 +10,8 @@ import pytest
 
 from ckpt.layout.region import Box
 from ckpt.layout.reshard import Patch
-from ckpt.loading.byte_line import NeededBlocks, length, pieces_of, united
 from ckpt.loading.exchange import Group, ShareLimits, share
-from ckpt.loading.plan import element_runs
+from ckpt.loading.plan import NeededBlocks, element_runs, length, pieces_of, united
 
 Ints = np.ndarray
 

@@ -27,8 +27,6 @@ from ckpt.commit.live import (
     RECORD_NBYTES,
     LiveSet,
     Segments,
-    decode_segment,
-    encode_segment,
     segment_of,
     with_live,
 )
@@ -42,7 +40,9 @@ from ckpt.commit.records import (
     Record,
     SegmentRef,
     decode_record,
+    decode_segment,
     encode_record,
+    encode_segment,
     manifest_digest,
     record_digest,
 )

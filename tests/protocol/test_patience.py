@@ -8,7 +8,7 @@ import math
 
 import pytest
 
-from ckpt.commit.patience import PAUSE_SECONDS_MAX, checked_seconds, patience_for, tries
+from ckpt.commit.appender import PAUSE_SECONDS_MAX, checked_seconds, patience_for, tries
 from ckpt.world.base import SoloWorld
 from storage.memory import MemoryStore
 from storage.store import Patience

@@ -14,8 +14,8 @@ import pytest
 import torch
 
 import ckpt
+from ckpt.commit.appender import BLOCKING_SECONDS
 from ckpt.commit.locate import live_entries
-from ckpt.commit.patience import BLOCKING_SECONDS
 from ckpt.commit.session import SessionRegistry
 from ckpt.service.checkpointer import Checkpointer
 from ckpt.world.base import SoloWorld

@@ -36,9 +36,15 @@ from ckpt.format.columns import (
     unpack_map,
     unpack_rules,
 )
-from ckpt.format.manifest import BoxTable, ChunkTable, Manifest, RuledChunks, starts_of
+from ckpt.format.manifest import (
+    BoxTable,
+    ChunkTable,
+    Manifest,
+    MetadataBudget,
+    RuledChunks,
+    starts_of,
+)
 from ckpt.format.manifest_codec import MAGIC, decode_manifest
-from ckpt.format.metadata_budget import MetadataBudget
 from ckpt.telemetry.record import decode_telemetry
 from tests.conftest import Scale
 from tests.format.encoding import encode_manifest

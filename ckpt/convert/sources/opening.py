@@ -16,7 +16,7 @@ from ckpt.commit.names import MANIFEST_NAME
 from ckpt.convert.sources.budget import MemoryBudget
 from ckpt.convert.sources.source import CheckpointSource, FileSource, native_source
 from ckpt.errors import NoCheckpoint
-from ckpt.format.metadata_budget import NBYTES_MAX, MetadataBudget
+from ckpt.format.manifest import NBYTES_MAX, MetadataBudget
 from storage import Store, StoreLike, open_store
 from storage.location import folder_of, url_of
 

@@ -20,8 +20,7 @@ import torch
 
 from ckpt.errors import Corrupt
 from ckpt.format.chunk_rules import cover_problem
-from ckpt.format.manifest import MODULES, Manifest
-from ckpt.format.metadata_budget import MetadataBudget
+from ckpt.format.manifest import MODULES, Manifest, MetadataBudget
 from ckpt.layout.buffers import aligned_buffer
 from ckpt.layout.dtypes import DTYPES
 from ckpt.layout.kind import Kind

@@ -35,9 +35,8 @@ from ckpt.convert.sources.source import CheckpointSource, ReadRequest, SourceTen
 from ckpt.convert.sources.torch_pickle import write_tree
 from ckpt.format.datafile import StoredChunk, file_entries, order_key, split_into_files
 from ckpt.format.manifest import Header
-from ckpt.format.object_parts import DataFileBuilder, write_filled
+from ckpt.format.object_parts import DataFile, DataFileBuilder, rank_files, write_filled
 from ckpt.format.part import FileColumns, PartTexts, TensorRecord
-from ckpt.format.rank_files import DataFile, rank_files
 from ckpt.layout.dtypes import DTYPES, DType, torch_dtype
 from ckpt.layout.memory import tensor_over
 from ckpt.layout.region import Box, Region, Span, boxes_of

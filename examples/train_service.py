@@ -14,18 +14,6 @@ from torch.distributed.fsdp import fully_shard
 import ckpt
 
 
-class Progress:
-    """What else has to come back: anything with these two methods can be a part of the state."""
-
-    step = 0
-
-    def state_dict(self) -> dict[str, int]:
-        return {"step": self.step}
-
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        self.step = state["step"]
-
-
 def train(url: str, steps: int) -> None:
     """Train for `steps` more steps."""
     dist.init_process_group("gloo")
@@ -33,10 +21,9 @@ def train(url: str, steps: int) -> None:
     model = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 64))
     fully_shard(model, mesh=dist.device_mesh.init_device_mesh("cpu", (dist.get_world_size(),)))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    progress = Progress()
     # Random states are each rank's own: on more ranks than saved, some get the same one.
     rng = ckpt.rng_state(on_reshard=lambda states, rank, size: states[rank % len(states)])
-    state = {"model": model, "optimizer": optimizer, "rng": rng, "progress": progress}
+    state = {"model": model, "optimizer": optimizer, "rng": rng}
     with ckpt.Checkpointer(
         state,
         url,
@@ -44,13 +31,12 @@ def train(url: str, steps: int) -> None:
         keep=ckpt.KeepLatest(2) | ckpt.KeepBest(1, mode="min"),
     ) as checkpointer:
         resumed = checkpointer.restore()  # the newest that is whole; None when there is none yet
-        for step in range(progress.step + 1, progress.step + steps + 1):
+        for step in checkpointer.steps(steps + (resumed.step if resumed else 0)):
             data = torch.randn(8, 64)
             loss = (model(data) - data).square().mean()
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
-            progress.step = step
             checkpointer.step(step, metric=float(loss.detach()))
     if dist.get_rank() == 0:
         print(f"resumed: {resumed.step if resumed else 'no'}, saved: {checkpointer.last_saved}")

@@ -14,7 +14,7 @@ import logging
 import operator
 import os
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import timedelta
 from typing import Any, Literal, SupportsIndex
 
@@ -63,17 +63,14 @@ class Checkpointer:
     """Saves a training in the background, keeps what a rule keeps, and resumes it.
 
         with ckpt.Checkpointer(state, url, save=EverySteps(1000), keep=KeepLatest(3)) as saver:
-            saver.restore()
-            for step in range(state["progress"].step + 1, 100_001):
+            for step in saver.steps(100_000):
                 train_one_step()
-                state["progress"].step = step
-                saver.step(step)
 
-    Every rank creates it and calls `restore`, `step`, `save_now`, `wait` and `close` in the same
-    order with the same steps: these are collective. `step` returns at once unless a save that is
-    due has to wait for the one before; the state must be complete when it is called. Properties and
-    `retention_plan` are for each rank alone. From its creation to `close`, signals that `save`
-    names are caught; see `ckpt.service.preemption`.
+    Every rank creates it and calls `steps`, or `restore` and `step`, and `save_now`, `wait` and
+    `close` in the same order with the same steps: these are collective. `step` returns at once
+    unless a save that is due has to wait for the one before; the state must be complete when it is
+    called. Properties and `retention_plan` are for each rank alone. From its creation to `close`,
+    signals that `save` names are caught; see `ckpt.service.preemption`.
 
     Arguments:
 
@@ -244,6 +241,25 @@ class Checkpointer:
         return self._training.costs
 
     # the loop
+
+    def steps(self, last: SupportsIndex) -> Iterator[int]:
+        """Restore the newest checkpoint, yield the number of each step that is left, up to `last`,
+        and have it saved when it is due, and the last one always.
+
+        Counts from 1, or on from where `restore` or these steps have been. What the loop does with
+        a number is that step; one that a loop leaves early is not done. `step` is called here,
+        unless the loop has called it, such as with a metric. Raises what these raise.
+        """
+        last = _whole_number(last)
+        if self._training.progress.is_new:
+            self.restore()
+        while (number := self._training.progress.step + 1) <= last:
+            yield number
+            if self._training.progress.step != number:
+                self.step(number)
+        self._saves.collect(wait=True)
+        self._save_last(("last step",))
+        self.wait()
 
     def restore(
         self,
@@ -418,14 +434,7 @@ class Checkpointer:
             decision = self._agreement.close() or Decision(0)
             self._saves.collect(wait=True)
             self._near.collect(wait=True)
-            reasons = self._schedule.reasons_at_exit(decision)
-            while reasons and self._saves.unsaved_calls():
-                self._start_overs.saved()
-                self._saves.begin(None, reasons)
-                self._saves.collect(wait=True)
-                # The one that finds drifted replicas stores nothing; the next one does.
-                if not self._failed.is_newest(ReplicasDrifted):
-                    break
+            self._save_last(self._schedule.reasons_at_exit(decision))
             self._start_overs.ended()
             self._say_unsaved("the training is over")
             self._keeper.wait()
@@ -480,6 +489,15 @@ class Checkpointer:
             raise
 
     # the end
+
+    def _save_last(self, reasons: tuple[str, ...]) -> None:
+        while reasons and self._saves.unsaved_calls():
+            self._start_overs.saved()
+            self._saves.begin(None, reasons)
+            self._saves.collect(wait=True)
+            # The one that finds drifted replicas stores nothing; the next one does.
+            if not self._failed.is_newest(ReplicasDrifted):
+                break
 
     def _stop(self, metric: float | None, deadline_seconds: float) -> None:
         """Save what time allows, then raise Preempted on all ranks."""

@@ -31,6 +31,11 @@ class Progress:
     resumed_step: int = -1  # -1 where nothing was restored
     has_advanced: bool = False  # whether two calls named two steps
 
+    @property
+    def is_new(self) -> bool:
+        """Whether nothing was done or restored yet."""
+        return not self.calls and self.resumed_step < 0
+
     def advance(self, step: int) -> None:
         """The training has done `step`."""
         self.has_advanced = self.has_advanced or (self.calls > 0 and step != self.step)

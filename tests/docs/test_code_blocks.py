@@ -15,6 +15,8 @@ import os
 import re
 import shlex
 import shutil
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -105,6 +107,24 @@ def test_page_runs(page: str, prepared: Prepared, tmp_path: Path) -> None:
     shutil.copytree(prepared.folder, folder)
     printed = (page, str(folder), prepared.environment)
     run_ranks(1, run_page, *printed, group=False, timeout_seconds=150)
+
+
+def test_the_readmes_program_goes_on_with_other_ranks(tmp_path: Path) -> None:
+    """Pasted into a file, it runs on two ranks and, again, on three."""
+    import ckpt
+
+    program = next(block.text for block in blocks_of("README.md") if block.language == "python")
+    assert len(program.splitlines()) <= 20
+    url, torchrun = tmp_path / "runs" / "first", [sys.executable, "-m", "torch.distributed.run"]
+    for ranks, last in ((2, 150), (3, 300)):
+        (tmp_path / "train.py").write_text(program.replace("steps(300)", f"steps({last})"))
+        command = [*torchrun, "--standalone", "--nproc-per-node", str(ranks), "train.py"]
+        subprocess.run(command, cwd=tmp_path, check=True, timeout=300)
+    ranks_of = {}
+    for info in ckpt.list_steps(url):
+        with ckpt.open(url, step=info.step) as checkpoint:
+            ranks_of[info.step] = checkpoint.world_size
+    assert ranks_of == {100: 2, 150: 2, 200: 3, 300: 3}
 
 
 def run_page(page: str, folder: str, environment: dict[str, str]) -> None:

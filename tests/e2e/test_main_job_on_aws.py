@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from safetensors.torch import load_file
 
 import ckpt
@@ -133,10 +134,15 @@ def test_the_first_lines_of_the_readme_run(
     text = (Path(__file__).parents[2] / "README.md").read_text()
     url = f"s3://{bucket}/first"
     first, second = re.findall(r"```python\n(.*?)```", text.replace("runs/first", url), re.S)[:2]
-    names: dict[str, Any] = {}
-    exec(first, names)
-    exec(second, names)
+    for name, value in {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("MASTER_PORT", "0")
+    try:
+        exec(first, {})
+    finally:
+        dist.destroy_process_group()
     assert [info.step for info in ckpt.list_steps(url)] == [100, 200, 300]
+    exec(second, {"ckpt": ckpt})
     (export,) = re.findall(r"^ckpt (export .*)", text.replace("runs/first", url), re.M)
     assert main(export.split()) == 0
     assert (tmp_path / "model.safetensors").exists()

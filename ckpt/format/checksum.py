@@ -252,11 +252,18 @@ def decode_seals(fields: Mapping[str, memoryview], rooms: Sequence[int] | Int64s
     data = required_field(fields, "table_digests")
     if len(data) != DIGEST_NBYTES * count:
         raise Corrupt(f"field 'table_digests': {len(data)} bytes for {count} files")
+    seals = Seals(nbytes, digests_from(data))
+    check_seals(seals, rooms)
+    return seals
+
+
+def check_seals(seals: Seals, rooms: Sequence[int] | Int64s) -> None:
+    """Raises Corrupt for a table that is none, or that is longer than its file has room."""
+    nbytes = seals.nbytes
     wrong = (nbytes % 4 != 0) | (nbytes < 4 * _WORDS_MIN) | (nbytes > np.asarray(rooms))
     if wrong.any():
         file = int(np.flatnonzero(wrong)[0])
         raise Corrupt(f"field 'table_nbytes': {int(nbytes[file])} bytes in file number {file}")
-    return Seals(nbytes, digests_from(data))
 
 
 logger = logging.getLogger(__name__)

@@ -10,7 +10,7 @@ regular is stored as arithmetic progressions.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgpack
 import numpy as np
@@ -287,6 +287,33 @@ def unpack_rules(data: memoryview, count: int, name: str) -> Ints | Progressions
     if total != count:
         raise Corrupt(f"field {name!r}: progressions have {total} items, expected {count}")
     return Progressions(lengths.astype(np.int64), firsts.astype(np.uint64), _unzigzag(steps))
+
+
+def pack_tree(value: Any) -> bytes:
+    """Nested lists of numbers, texts, bytes and columns of int64, for the other ranks of a save."""
+    return bytes(msgpack.packb(value, default=_packed_column))
+
+
+def _packed_column(values: npt.NDArray[np.int64]) -> msgpack.ExtType:
+    packed = pack_regular(_zigzag(values.view(np.uint64)))
+    return msgpack.ExtType(0, len(values).to_bytes(8, "little") + packed)
+
+
+def unpack_tree(data: bytes | memoryview, items_max: int) -> Any:
+    """The inverse of `pack_tree`, with tuples for lists; all columns together have at most
+    `items_max` items. Raises Corrupt, and ValueError for what is no tree.
+    """
+    left = items_max
+
+    def column(code: int, packed: bytes) -> npt.NDArray[np.int64]:
+        nonlocal left
+        count = int.from_bytes(packed[:8], "little")
+        left -= count
+        if left < 0:
+            raise Corrupt(f"columns of more than {items_max} items")
+        return _unzigzag(unpack_regular(memoryview(packed)[8:], count, "column")).view(np.int64)
+
+    return msgpack.unpackb(data, ext_hook=column, use_list=False)
 
 
 def is_below(column: Ints | Progressions, limit: int) -> bool:

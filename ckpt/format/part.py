@@ -15,20 +15,20 @@ import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import chain, filterfalse, pairwise
+from itertools import chain, filterfalse, pairwise, starmap
 from operator import itemgetter
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
-from ckpt.errors import Corrupt, InvalidState
+from ckpt.errors import InvalidState
 from ckpt.format.checksum import Digests, Seal, Seals, crc32c, no_digests
 from ckpt.format.chunk_columns import gaps_of
 from ckpt.format.chunk_rules import BOXED, SHARED, Of, Rules, joined_rules, renamed, single_rules
 from ckpt.format.codec import encode_values
-from ckpt.format.columns import pack_ints, pack_map, unpack_ints, unpack_map
-from ckpt.format.datafile import NDIM_MAX, StoredChunk, region_start
+from ckpt.format.columns import pack_tree, unpack_tree
+from ckpt.format.datafile import StoredChunk, region_start
 from ckpt.format.manifest import Int64s, int64s, is_reference, starts_of
 from ckpt.layout.dtypes import DTYPES
 from ckpt.layout.region import Box, Shape, Span, span_of
@@ -349,31 +349,12 @@ def encode_tensors(tensors: Sequence[TensorRecord]) -> bytes:
     """The tensors of a rank, packed. By themselves, because most ranks have the same, and they are
     most of a part: who gets them from many ranks unpacks them once.
     """
-    names: dict[str, int] = {}
-    dtypes = [names.setdefault(tensor.dtype, len(names)) for tensor in tensors]
-    fields = {
-        "texts": _json([list(names), [tensor.fqn for tensor in tensors]]),
-        "dtype_ids": pack_ints(dtypes),
-        "kinds": pack_ints([tensor.kind for tensor in tensors]),
-        "ndims": pack_ints([len(tensor.shape) for tensor in tensors]),
-        "dims": pack_ints([size for tensor in tensors for size in tensor.shape]),
-    }
-    return zlib.compress(pack_map(fields), level=1)
+    return zlib.compress(pack_tree(tensors), level=1)
 
 
 def decode_tensors(data: bytes) -> tuple[TensorRecord, ...]:
     """The inverse of `encode_tensors`."""
-    fields = unpack_map(zlib.decompress(data))
-    dtype_names, fqns = json.loads(bytes(fields["texts"]))
-    counts = unpack_ints(fields["ndims"], len(fqns), "ndims")
-    if len(counts) and int(counts.max()) > NDIM_MAX:
-        raise Corrupt(f"a tensor of {int(counts.max())} dims, at most {NDIM_MAX}")
-    ndims = starts_of(counts).tolist()
-    dims = unpack_ints(fields["dims"], ndims[-1], "dims").tolist()
-    shapes = [tuple(dims[a:b]) for a, b in pairwise(ndims)]
-    ids = unpack_ints(fields["dtype_ids"], len(fqns), "dtype_ids").tolist()
-    kinds = unpack_ints(fields["kinds"], len(fqns), "kinds").tolist()
-    return tuple(map(TensorRecord, fqns, [dtype_names[index] for index in ids], shapes, kinds))
+    return tuple(starmap(TensorRecord, unpack_tree(zlib.decompress(data), 0)))
 
 
 @dataclass(frozen=True, slots=True, eq=False)

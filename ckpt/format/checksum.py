@@ -227,10 +227,6 @@ class Seals(NamedTuple):
         """The seal of one file."""
         return Seal(int(self.nbytes[file]), self.digests[file].tobytes())
 
-    def word_counts(self) -> Int64s:
-        """The words of each table."""
-        return self.nbytes // 4
-
 
 def fields_of_seals(seals: Seals) -> dict[str, bytes]:
     """The fields of a manifest, or of a part, that hold seals."""

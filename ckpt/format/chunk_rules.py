@@ -11,12 +11,13 @@ bounded cost.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from enum import IntEnum
 
 import numpy as np
 import numpy.typing as npt
 
+from ckpt.format.columns import Ints
 from ckpt.format.datafile import region_start
 from ckpt.format.manifest import BoxTable, ChunkTable, Int64s, int64s, starts_of
 from ckpt.layout.region import Box, Region, Shape, boxes_of, intersect, is_inside, span_of, whole
@@ -311,120 +312,110 @@ def _halves(room: Box, dim: int, face: int) -> tuple[Box, Box]:
 
 
 def check_cover(
-    chunks: ChunkTable,
-    fqns: Sequence[str],
-    shapes: Sequence[Shape],
-    numels: Int64s,
+    chunks: ChunkTable, fqns: Sequence[str], shapes: Sequence[Shape], numels: Int64s
 ) -> list[str]:
     """One problem per tensor that its chunks do not cover exactly; empty when all is well.
 
     Chunks of a tensor are in the table's order. Spans are checked in one pass over all tensors,
-    boxes by
-    patterns: tensors of one shape cut in one way are checked once.
+    boxes by patterns: tensors of one shape cut in one way are checked once.
     """
     boxed = np.zeros(len(fqns), dtype=bool)
     if len(chunks.boxes):
         filled = np.flatnonzero(np.diff(chunks.first))
         boxed[filled] = np.logical_or.reduceat(chunks.box >= 0, chunks.first[filled])
-    bad = _badly_spanned(chunks, numels) & ~boxed
-    problems = [
-        f"{fqns[t]}: {_span_problem(chunks, t, shapes[t])}" for t in np.flatnonzero(bad).tolist()
-    ]
-    seen: dict[tuple[Shape, bytes, bytes], str | None] = {}
-    for t in np.flatnonzero(boxed).tolist():
-        part = slice(int(chunks.first[t]), int(chunks.first[t + 1]))
-        key = (
-            shapes[t],
-            np.ascontiguousarray(chunks.box[part]).tobytes(),
-            np.where(chunks.box[part] < 0, chunks.span_start[part], -1).tobytes()
-            + np.ascontiguousarray(chunks.numel[part]).tobytes(),
-        )
-        if key not in seen:
-            seen[key] = _boxed_problem(chunks, part, shapes[t])
-        if problem := seen[key]:
-            problems.append(f"{fqns[t]}: {problem}")
-    return problems
+    bad = _badly_spanned(chunks.first, chunks.span_start, chunks.numel, numels)
+
+    def key_of(part: slice) -> bytes:
+        starts = np.where(chunks.box[part] < 0, chunks.span_start[part], -1)
+        columns = [chunks.box[part], starts, chunks.numel[part]]
+        return b"".join([np.ascontiguousarray(column).tobytes() for column in columns])
+
+    return _problems(
+        (fqns, shapes), chunks.first, (bad, boxed), key_of, lambda part: (chunks, part)
+    )
 
 
 def check_rules(
-    rules: Rules,
-    boxes: BoxTable,
-    fqns: Sequence[str],
-    shapes: Sequence[Shape],
-    numels: Int64s,
+    rules: Rules, boxes: BoxTable, fqns: Sequence[str], shapes: Sequence[Shape], numels: Int64s
 ) -> list[str]:
     """`check_cover` of chunks that are given as rules, in the order of a table.
 
     A rule of spans is checked as a whole. Of tensors with boxes, or with a problem, the chunks are
     listed; those of one shape and the same rules once.
     """
-    tensor = rules[Of.TENSOR]
+    tensor, starts = rules[Of.TENSOR], rules[Of.START]
     first = np.searchsorted(tensor, np.arange(len(fqns) + 1))
     boxed = np.zeros(len(fqns), dtype=bool)
     boxed[tensor[(rules[Of.KIND] & BOXED) != 0]] = True
-    bad = _badly_ruled(rules, first, numels) & ~boxed
-
-    def listed(number: int) -> ChunkTable:
-        return chunk_table(rules[:, first[number] : first[number + 1]], boxes)
-
-    problems = [
-        f"{fqns[t]}: {_span_problem(listed(t), 0, shapes[t])}" for t in np.flatnonzero(bad).tolist()
-    ]
-    seen: dict[tuple[Shape, bytes], str | None] = {}
+    bad = _badly_spanned(first, starts, lasts_of(rules)[0] + rules[Of.NUMEL] - starts, numels)
+    bad[tensor[(rules[Of.COUNT] > 1) & (rules[Of.START_STEP] != rules[Of.NUMEL])]] = True
     lines = [Of.KIND, Of.NUMEL, Of.START, Of.BOX, Of.START_STEP, Of.BOX_STEP, Of.COUNT]
-    for t in np.flatnonzero(boxed).tolist():
-        key = (shapes[t], rules[lines, first[t] : first[t + 1]].tobytes())
-        if key not in seen:
-            chunks = listed(t)
-            seen[key] = _boxed_problem(chunks, slice(0, len(chunks)), shapes[t])
-        if problem := seen[key]:
+
+    def listed(part: slice) -> tuple[ChunkTable, slice]:
+        chunks = chunk_table(rules[:, part], boxes)
+        return chunks, slice(0, len(chunks))
+
+    def key_of(part: slice) -> bytes:
+        return rules[lines, part].tobytes()
+
+    return _problems((fqns, shapes), first, (bad, boxed), key_of, listed)
+
+
+def _problems(
+    tensors: tuple[Sequence[str], Sequence[Shape]],
+    first: npt.NDArray[np.integer],
+    which: tuple[Bools, Bools],
+    key_of: Callable[[slice], bytes],
+    listed: Callable[[slice], tuple[ChunkTable, slice]],
+) -> list[str]:
+    """Of tensors by name and shape, whose chunks are `first[t]` to `first[t + 1]` of a table, what
+    is wrong with those that are bad as spans, then with those that have boxes: equal keys are the
+    same chunks.
+    """
+    (fqns, shapes), (bad, boxed) = tensors, which
+    problems: list[str] = []
+    seen: dict[tuple[Shape, bytes], str | None] = {}
+    for t in (*np.flatnonzero(bad & ~boxed).tolist(), *np.flatnonzero(boxed).tolist()):
+        part, shape = slice(int(first[t]), int(first[t + 1])), shapes[t]
+        problem: str | None
+        if not boxed[t]:
+            problem = _span_problem(*listed(part), shape)
+        elif (key := (shape, key_of(part))) in seen:
+            problem = seen[key]
+        else:
+            problem = seen[key] = _boxed_problem(*listed(part), shape)
+        if problem:
             problems.append(f"{fqns[t]}: {problem}")
     return problems
 
 
-def _badly_ruled(
-    rules: Rules, first: npt.NDArray[np.intp], numels: Int64s
-) -> npt.NDArray[np.bool_]:
-    """`_badly_spanned` of rules; those of tensor t are `first[t]` to `first[t + 1]`."""
-    tensor, starts = rules[Of.TENSOR], rules[Of.START]
-    ends = lasts_of(rules)[0] + rules[Of.NUMEL]
-    filled = np.flatnonzero(np.diff(first))
-    bad: npt.NDArray[np.bool_] = numels > 0
-    bad[filled] = (starts[first[filled]] != 0) | (ends[first[filled + 1] - 1] != numels[filled])
-    bad[tensor[(rules[Of.COUNT] > 1) & (rules[Of.START_STEP] != rules[Of.NUMEL])]] = True
-    bad[tensor[1:][(tensor[1:] == tensor[:-1]) & (starts[1:] != ends[:-1])]] = True
-    return bad
-
-
-def _badly_spanned(chunks: ChunkTable, numels: Int64s) -> npt.NDArray[np.bool_]:
-    """Per tensor, whether its chunks as spans are anything but one gapless run from 0 to its
-    end.
+def _badly_spanned(
+    first: npt.NDArray[np.integer], starts: Ints, lengths: Ints, numels: Int64s
+) -> Bools:
+    """Per tensor, whether its spans, which are `first[t]` to `first[t + 1]`, are anything but one
+    gapless run from 0 to its end.
     """
-    first, last = chunks.first[:-1], chunks.first[1:] - 1
-    is_empty = first > last
-    bad: npt.NDArray[np.bool_] = is_empty & (numels > 0)
-    if not len(chunks):
+    is_filled = np.diff(first) > 0
+    bad: Bools = ~is_filled & (numels > 0)
+    if not len(starts):
         return bad
-    starts = chunks.span_start
-    heads = first[~is_empty]
-    bad[~is_empty] |= starts[heads] != 0
+    heads, tails = first[:-1][is_filled], first[1:][is_filled] - 1
+    ends = starts[tails].astype(np.int64) + lengths[tails].astype(np.int64)
+    bad[is_filled] |= starts[heads] != 0
+    bad[is_filled] |= ends != numels[is_filled]
     step = 1 << 14
-    for start in range(0, len(chunks) - 1, step):
-        stop = min(start + step, len(chunks) - 1)
-        ends = starts[start:stop].astype(np.int64) + chunks.numel[start:stop].astype(np.int64)
+    for start in range(0, len(starts) - 1, step):
+        stop = min(start + step, len(starts) - 1)
+        ends = starts[start:stop].astype(np.int64) + lengths[start:stop].astype(np.int64)
         broken = np.flatnonzero(starts[start + 1 : stop + 1] != ends) + start + 1
-        tensor = np.searchsorted(chunks.first, broken, side="right") - 1
-        bad[tensor[chunks.first[tensor] != broken]] = True
-    tail = last[~is_empty]
-    bad[~is_empty] |= (
-        starts[tail].astype(np.int64) + chunks.numel[tail].astype(np.int64) != numels[~is_empty]
-    )
+        tensor = np.searchsorted(first, broken, side="right") - 1
+        bad[tensor[first[tensor] != broken]] = True
     return bad
 
 
-def _span_problem(chunks: ChunkTable, tensor: int, shape: Shape) -> str:
+def _span_problem(chunks: ChunkTable, part: slice, shape: Shape) -> str:
     expected = 0
-    for index in range(int(chunks.first[tensor]), int(chunks.first[tensor + 1])):
+    for index in range(part.start, part.stop):
         start = int(chunks.span_start[index])
         stop = start + int(chunks.numel[index])
         if start != expected:

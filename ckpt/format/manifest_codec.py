@@ -187,7 +187,7 @@ def decode_manifest(
         raise Corrupt(f"field 'kinds': {int(kinds.max())}, at most 15")
     itemsizes = np.array([DTYPES[name].itemsize for name in dtypes], dtype=np.uint8)
     seals = decode_seals(fields, file_nbytes - data_start)
-    if counts.blocks > int(seals.word_counts().sum(dtype=np.float64)):
+    if counts.blocks > int((seals.nbytes // 4).sum(dtype=np.float64)):
         raise Corrupt(f"field 'table_nbytes': tables too small for {counts.blocks} blocks")
     bounds = ChunkBounds(file_nbytes, data_start, itemsizes, fqns, shapes, numels)
 
@@ -248,18 +248,13 @@ def _decode_header(data: memoryview) -> Header:
         raise Corrupt(
             f"field 'header': version {header.version} in an envelope of version {VERSION}"
         )
-    check_required(header)
-    return header
-
-
-def check_required(header: Header) -> None:
-    """Raises UnsupportedFormat when the checkpoint requires a feature of a newer version."""
     unknown = sorted(set(header.required) - FEATURES)
     if unknown:
         raise UnsupportedFormat(
             f"the checkpoint needs {', '.join(unknown)!r:.200}, unknown to this library: install "
             f"a newer one"
         )
+    return header
 
 
 def _decode_counts(fields: Mapping[str, memoryview], header: Header) -> Counts:

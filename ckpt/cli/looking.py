@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from typing import TypeAlias
 
 from ckpt.loading.contents import StepInfo
-from ckpt.screens.near_rows import problems, risks_text
+from ckpt.screens.rows import problems, risks_text
 from ckpt.screens.terminal import age, counted, date, show_table, size, write_page
 from ckpt.screens.visible import visible
 from ckpt.tools.cost import Cost, CostReport, Prices, Workload, daly, young

@@ -5,8 +5,7 @@ Whatever a template shows is escaped, and control characters in it are shown as 
 
 from __future__ import annotations
 
-import statistics
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 from itertools import takewhile
@@ -15,11 +14,11 @@ from urllib.parse import urlencode
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
-from ckpt.screens.near_rows import TITLES, problems, risks_text, tier_row
+from ckpt.screens.rows import CHARTS, TITLES, problems, risks_text, tier_row
 from ckpt.screens.terminal import age, counted, date, rate_text, seconds_text, shape_text, size
 from ckpt.screens.visible import visible
 from ckpt.service.retention import EVERYTHING, KeepAll, KeepRule, RetentionPlan, plan_retention
-from ckpt.telemetry.record import SaveFailure, SaveTotals, Telemetry
+from ckpt.telemetry.record import SaveFailure, Telemetry
 from ckpt.tools.near_tiers import newest_status_of
 from ckpt.tools.polling import RunState
 from ckpt.tools.report import Report, ReportedSave, busiest_ranks
@@ -41,36 +40,6 @@ SECTIONS = {
     "failures": "Failures",
     "saves": "Saves",
 }
-
-
-class Chart(NamedTuple):
-    """What a chart shows of each save, and in which words."""
-
-    name: str
-    title: str
-    number: Callable[[SaveTotals], float]
-    text: Callable[[float], str]
-
-    def of(self, saves: Sequence[ReportedSave]) -> list[float | None]:
-        """The number of each save, None where it is not known."""
-        return [None if save.totals is None else self.number(save.totals) for save in saves]
-
-    def median(self, totals: Sequence[SaveTotals]) -> float | None:
-        """Of all saves of which it is known."""
-        return statistics.median(map(self.number, totals)) if totals else None
-
-    def highest(self, states: Sequence[RunState], newest: int) -> float:
-        """Of the newest saves of several runs."""
-        numbers = (number for one in states for number in self.of(one.run.saves[-newest:]))
-        return max((number for number in numbers if number is not None), default=0.0)
-
-
-CHARTS = (
-    Chart("blocked", "Training blocked", lambda one: one.blocked_seconds, seconds_text),
-    Chart("duration", "Duration, begin to commit", lambda one: one.seconds, seconds_text),
-    Chart("written", "Bytes written", lambda one: one.nbytes, lambda number: size(int(number))),
-    Chart("throughput", "Throughput", lambda one: one.nbytes_per_second, rate_text),
-)
 
 
 class Heat(NamedTuple):

@@ -5,11 +5,18 @@ Texts come from storage: each is made visible here, before it is cut to the widt
 
 from __future__ import annotations
 
-import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
-from ckpt.screens.near_rows import QUIET_SECONDS, TITLES, problems, risks_text, tier_row
+from ckpt.screens.rows import (
+    CHARTS,
+    QUIET_SECONDS,
+    TITLES,
+    Chart,
+    problems,
+    risks_text,
+    tier_row,
+)
 from ckpt.screens.terminal import age, counted, date, rate_text, seconds_text, size
 from ckpt.screens.visible import visible
 from ckpt.telemetry.record import SaveTotals, Telemetry
@@ -98,19 +105,29 @@ def _near(state: RunState, now_unix: float) -> list[Line]:
         lines.append([(words, "yellow" if silent > QUIET_SECONDS else "bold")])
         risks = risks_text(state.near, run.live[-1] if run.live else None)
         lines.append([(visible(risks), "bold")])
-    lines += _aligned(TITLES, [tier_row(view) for view in state.near], right=(2, 3, 4, 5))
+    rows = [tier_row(view) for view in state.near]
+    lines += _aligned(TITLES, rows, (2, 3, 4, 5), ["dim", *[""] * len(rows)])
     lines += [[(visible(text), "yellow")] for text in problems(state.near)]
     return [*lines, []]
 
 
 def _aligned(
-    titles: Sequence[str], rows: Sequence[Sequence[str]], *, right: Sequence[int]
+    titles: Sequence[str],
+    rows: Sequence[Sequence[str]],
+    right: Sequence[int],
+    styles: Sequence[str],
 ) -> list[Line]:
-    """A table; texts come from anywhere. The columns `right` are numbers."""
-    cells = [[visible(cell) for cell in row] for row in rows]
-    widths = [max(map(len, column)) for column in zip(titles, *cells, strict=True)]
-    lines: list[Line] = [[(_padded(titles, widths, right), "dim")]]
-    return lines + [[(_padded(row, widths, right), "")] for row in cells]
+    """A table; texts come from anywhere. The columns `right` are numbers, `styles` are of lines."""
+    cells = [[visible(cell) for cell in row] for row in (titles, *rows)]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    padded = [
+        [
+            f"{cell:>{width}}" if index in right else f"{cell:<{width}}"
+            for index, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ]
+        for row in cells
+    ]
+    return [[("  ".join(row).rstrip(), style)] for row, style in zip(padded, styles, strict=True)]
 
 
 def _numbers(run: TrainingRun, now_unix: float) -> list[Line]:
@@ -125,16 +142,11 @@ def _numbers(run: TrainingRun, now_unix: float) -> list[Line]:
     if totals:
         retries = sum(one.retries for one in totals)
         failed = len(run.failures)
-        medians = f"median: blocked {seconds_text(_median(totals, lambda t: t.blocked_seconds))}, "
-        medians += f"duration {seconds_text(_median(totals, lambda t: t.seconds))}, "
-        medians += rate_text(_median(totals, lambda t: t.nbytes_per_second))
-        medians += f" | {counted(retries, 'repeated request')}, {counted(failed, 'failed save')}"
-        lines.append([(medians, "")])
+        shown = [one for one in CHARTS if one.name != "written"]
+        medians = ", ".join(f"{one.name} {one.text(one.median(totals) or 0.0)}" for one in shown)
+        others = f"{counted(retries, 'repeated request')}, {counted(failed, 'failed save')}"
+        lines.append([(f"median: {medians} | {others}", "")])
     return lines
-
-
-def _median(totals: Sequence[SaveTotals], number: Callable[[SaveTotals], float]) -> float:
-    return statistics.median(number(one) for one in totals)
 
 
 def _notices(run: TrainingRun, now_unix: float) -> list[Line]:
@@ -166,20 +178,11 @@ def _charts(run: TrainingRun, columns: int, marks: Marks) -> list[Line]:
             row.append((marks.live, "green") if is_live else (marks.retired, "dim"))
     row.append((f"  {marks.live} live {marks.retired} retired {marks.failed} failed", "dim"))
     lines: list[Line] = [[], row]
-    lines += _chart("blocked", saves, lambda one: one.blocked_seconds, seconds_text, marks)
-    lines += _chart("duration", saves, lambda one: one.seconds, seconds_text, marks)
-    lines += _chart("written", saves, lambda one: one.nbytes, lambda n: size(int(n)), marks)
-    return lines
+    return lines + [line for what in CHARTS[:3] for line in _chart(what, saves, marks)]
 
 
-def _chart(
-    name: str,
-    saves: Sequence[ReportedSave],
-    number: Callable[[SaveTotals], float],
-    text: Callable[[float], str],
-    marks: Marks,
-) -> list[Line]:
-    values = [None if save.totals is None else number(save.totals) for save in saves]
+def _chart(what: Chart, saves: Sequence[ReportedSave], marks: Marks) -> list[Line]:
+    values = what.of(saves)
     known = [value for value in values if value is not None]
     if not known:
         return []
@@ -188,8 +191,8 @@ def _chart(
         " " if value is None else marks.steps[round(last * value / (highest or 1.0))]
         for value in values
     )
-    about = f"  last {text(known[-1])}, most {text(highest)}"
-    return [[(f"{name:{LABEL}}", "dim"), (drawn, "cyan"), (about, "dim")]]
+    about = f"  last {what.text(known[-1])}, most {what.text(highest)}"
+    return [[(f"{what.name:{LABEL}}", "dim"), (drawn, "cyan"), (about, "dim")]]
 
 
 def _phases(telemetry: Telemetry, columns: int, marks: Marks) -> list[Line]:
@@ -214,17 +217,10 @@ def _phases(telemetry: Telemetry, columns: int, marks: Marks) -> list[Line]:
 # The table ----------------------------------------------------------------------------------------
 
 
-NUMBERS = (0, 3, 4, 5, 6)  # columns of the table that stand to the right
-
-
 def _table(saves: Sequence[ReportedSave]) -> list[Line]:
     titles = ("step", "committed", "state", "blocked", "duration", "written", "rate", "slowest")
-    rows = [_row(save) for save in saves]
-    widths = [max(map(len, column)) for column in zip(titles, *rows, strict=True)]
-    lines: list[Line] = [[(_padded(titles, widths, NUMBERS), "bold")]]
-    for save, row in zip(saves, rows, strict=True):
-        lines.append([(_padded(row, widths, NUMBERS), "" if save.is_live else "dim")])
-    return lines
+    styles = ["bold", *("" if save.is_live else "dim" for save in saves)]
+    return _aligned(titles, [_row(save) for save in saves], (0, 3, 4, 5, 6), styles)
 
 
 def _row(save: ReportedSave) -> tuple[str, ...]:
@@ -242,14 +238,6 @@ def _row(save: ReportedSave) -> tuple[str, ...]:
             f"rank {totals.slowest_rank}, {visible(totals.slowest_phase)}",
         )
     return (f"{save.step}", date(save.committed_unix), " ".join(words), *known)
-
-
-def _padded(cells: Sequence[str], widths: Sequence[int], right: Sequence[int]) -> str:
-    padded = [
-        f"{cell:>{width}}" if index in right else f"{cell:<{width}}"
-        for index, (cell, width) in enumerate(zip(cells, widths, strict=True))
-    ]
-    return "  ".join(padded).rstrip()
 
 
 # Lines --------------------------------------------------------------------------------------------

@@ -7,52 +7,23 @@ length; a restore and `ckpt rescue` compare more. Needs no torch.
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from ckpt.commit.names import STEPS_PREFIX
 from ckpt.errors import CheckpointError
-from ckpt.near.records import NearRecord
+from ckpt.near.records import NearFile, NearRecord
 from ckpt.near.status import TierStatus, read_status
 from ckpt.near.status import WorkAtRisk as WorkAtRisk
-from ckpt.near.tier import Tier, tier_roots, tiers_in
+from ckpt.near.tier import Tier, tier_roots
 from ckpt.short import ShortRecord
 
 
 @dataclass(frozen=True, slots=True)
-class NearStep:
-    """A near checkpoint by its record in one tier. `ranks_here` of the `ranks` that saved have all
-    their files here, `nbytes` in all.
-    """
-
-    step: int
-    ranks: int
-    ranks_here: int
-    nbytes: int
-
-
-@dataclass(frozen=True, slots=True)
-class TierView:
-    """One tier of a root as it was seen. `steps` are newest first, `nbytes` are those of all its
-    files and `free_nbytes` those that the file system has left.
-
-    `problem` says what could not be read; the rest is then what could be, or nothing.
-    """
-
-    path: str
-    root: str
-    host: str = ""
-    is_in_memory: bool = False
-    steps: tuple[NearStep, ...] = ()
-    nbytes: int = 0
-    free_nbytes: int = 0
-    status: TierStatus | None = None
-    problem: str = ""
-
-
-@dataclass(frozen=True, slots=True)
 class NearInfo:
-    """What a host has of a near checkpoint. `reached_step` is how far its training is."""
+    """What one tier has of a near checkpoint, by its record there: `ranks_here` of the `ranks` that
+    saved have all their files here. `reached_step` is how far its training is.
+    """
 
     root: str
     step: int
@@ -67,6 +38,25 @@ class NearInfo:
     reached_unix: float | None
 
 
+@dataclass(frozen=True, slots=True)
+class TierView:
+    """One tier of a root as it was seen. `steps` are newest first, `nbytes` are those of all its
+    files and `free_nbytes` those that the file system has left.
+
+    `problem` says what could not be read; the rest is then what could be, or nothing.
+    """
+
+    path: str
+    root: str
+    host: str = ""
+    is_in_memory: bool = False
+    steps: tuple[NearInfo, ...] = ()
+    nbytes: int = 0
+    free_nbytes: int = 0
+    status: TierStatus | None = None
+    problem: str = ""
+
+
 @dataclass(frozen=True, slots=True, repr=False)
 class NearListing(ShortRecord):
     """The near checkpoints below the directory `url` of a host, and its tiers by root."""
@@ -78,29 +68,8 @@ class NearListing(ShortRecord):
 
 def near_listing(url: str) -> NearListing:
     """What `ckpt ls --near` shows. Raises NoCheckpoint where there is no tier."""
-    infos, views = [], []
-    for tier in tiers_in(url):
-        seen = tier_views([url], tier.root)
-        views += seen
-        status = newest_status_of(seen)
-        for record in reversed(tier.records()):
-            here, head = set(tier.whole_ranks(record)), record.head
-            infos.append(
-                NearInfo(
-                    root=tier.root,
-                    step=head.step,
-                    attempt=head.attempt,
-                    epoch=head.epoch,
-                    recorded_unix=head.time_unix,
-                    ranks=head.world_size,
-                    ranks_here=len(here),
-                    nbytes_here=sum(file.nbytes for file in record.files if file.rank in here),
-                    in_memory=tier.is_in_memory,
-                    reached_step=None if status is None else status.step,
-                    reached_unix=None if status is None else status.time_unix,
-                )
-            )
-    return NearListing(url, tuple(infos), tuple(views))
+    views = tuple(view for root in tier_roots(url) for view in tier_views([url], root))
+    return NearListing(url, tuple(one for view in views for one in reversed(view.steps)), views)
 
 
 def tier_views(paths: Sequence[str], root: str = "") -> list[TierView]:
@@ -157,7 +126,7 @@ def _view(path: str, root: str) -> TierView:
             root=root,
             host=tier.host,
             is_in_memory=tier.is_in_memory,
-            steps=tuple(_step(record, files) for record in tier.records()),
+            steps=tuple(_step(tier, record, files, status) for record in tier.records()),
             nbytes=sum(files.values()),
             free_nbytes=usage.f_bavail * usage.f_frsize,
             status=status,
@@ -169,13 +138,24 @@ def _view(path: str, root: str) -> TierView:
         tier.close()
 
 
-def _step(record: NearRecord, files: dict[str, int]) -> NearStep:
-    lacking, nbytes = set(), 0
-    for file in record.files:
+def _step(
+    tier: Tier, record: NearRecord, files: Mapping[str, int], status: TierStatus | None
+) -> NearInfo:
+    def is_here(file: NearFile) -> bool:
         # An encrypted one is longer.
-        if files.get(record.prefix + file.name, 0) >= file.nbytes:
-            nbytes += file.nbytes
-        else:
-            lacking.add(file.rank)
-    ranks = record.head.world_size
-    return NearStep(record.head.step, ranks, ranks - len(lacking), nbytes)
+        return files.get(record.prefix + file.name, 0) >= file.nbytes
+
+    head, lacking = record.head, {one.rank for one in record.files if not is_here(one)}
+    return NearInfo(
+        root=tier.root,
+        step=head.step,
+        attempt=head.attempt,
+        epoch=head.epoch,
+        recorded_unix=head.time_unix,
+        ranks=head.world_size,
+        ranks_here=head.world_size - len(lacking),
+        nbytes_here=sum(one.nbytes for one in record.files if is_here(one)),
+        in_memory=tier.is_in_memory,
+        reached_step=None if status is None else status.step,
+        reached_unix=None if status is None else status.time_unix,
+    )

@@ -60,7 +60,7 @@ def frame(state: RunState, **size: int) -> str:
 def test_frame_has_numbers_charts_phases_and_saves() -> None:
     shown = frame(seen(9))
     assert "step 9, saved 1 min ago | 3 live of 9 saves, 11.7 KiB" in shown
-    assert "median: blocked 10 ms, duration 0.5 s, 7.8 KiB/s" in shown
+    assert "median: blocked 10 ms, duration 0.5 s, throughput 7.8 KiB/s" in shown
     assert f"{'saves':11}{DRAWN.retired * 6}{DRAWN.live * 3}" in shown
     # Of retired ones, telemetry is known only by what later ones carry: here by none.
     assert f"{'duration':11}{' ' * 6}{DRAWN.steps[-1] * 3}  last 0.5 s, most 0.5 s" in shown

@@ -1,13 +1,48 @@
-"""Near tiers as texts, which `ls --near`, `watch`, `serve` and `report` show. Pure."""
+"""Numbers of saves and near tiers as texts, for `ls --near`, `watch`, `serve`, `report`. Pure."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import statistics
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 from ckpt.near.status import WorkAtRisk
-from ckpt.screens.terminal import counted, size
+from ckpt.screens.terminal import counted, rate_text, seconds_text, size
+from ckpt.telemetry.record import SaveTotals
 from ckpt.tools.near_tiers import TierView, work_at_risk
+from ckpt.tools.polling import RunState
 from ckpt.tools.report import ReportedSave, durable_risk, duration
+
+
+class Chart(NamedTuple):
+    """What a chart shows of each save, and in which words."""
+
+    name: str
+    title: str
+    number: Callable[[SaveTotals], float]
+    text: Callable[[float], str]
+
+    def of(self, saves: Sequence[ReportedSave]) -> list[float | None]:
+        """The number of each save, None where it is not known."""
+        return [None if save.totals is None else self.number(save.totals) for save in saves]
+
+    def median(self, totals: Sequence[SaveTotals]) -> float | None:
+        """Of all saves of which it is known."""
+        return statistics.median(map(self.number, totals)) if totals else None
+
+    def highest(self, states: Sequence[RunState], newest: int) -> float:
+        """Of the newest saves of several runs."""
+        numbers = (number for one in states for number in self.of(one.run.saves[-newest:]))
+        return max((number for number in numbers if number is not None), default=0.0)
+
+
+CHARTS = (
+    Chart("blocked", "Training blocked", lambda one: one.blocked_seconds, seconds_text),
+    Chart("duration", "Duration, begin to commit", lambda one: one.seconds, seconds_text),
+    Chart("written", "Bytes written", lambda one: one.nbytes, lambda number: size(int(number))),
+    Chart("throughput", "Throughput", lambda one: one.nbytes_per_second, rate_text),
+)
+
 
 TITLES = ("directory", "in", "newest step", "ranks here", "takes", "free")
 QUIET_SECONDS = 30.0  # without a new status: the training has ended, or hangs

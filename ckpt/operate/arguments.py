@@ -10,9 +10,10 @@ import inspect
 import json
 import os
 import re
+import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import wraps
 from typing import TYPE_CHECKING, Annotated, Any, Literal, SupportsIndex, TypeAlias, TypeVar, cast
 
@@ -55,7 +56,8 @@ class Argument:
 
 def operation(function: F) -> F:
     """`function` for users: wrong arguments raise InvalidArgument, and no frame of it shows a
-    secret of its `*options`. Its imports wait for the first call.
+    secret of its `*options`. Its imports wait for the first call. A report that has `seconds` says
+    how long it took.
     """
 
     @wraps(function)
@@ -66,7 +68,10 @@ def operation(function: F) -> F:
         bound = inspect.signature(function).bind(*args, **named)
         for name, value in bound.arguments.items():
             bound.arguments[name] = _checked(bound.signature.parameters[name], value)
-        return function(*bound.args, **bound.kwargs)
+        started = time.monotonic()
+        made = function(*bound.args, **bound.kwargs)
+        seconds = time.monotonic() - started
+        return replace(made, seconds=seconds) if hasattr(made, "seconds") else made
 
     return cast(F, call)
 

@@ -122,10 +122,12 @@ def plan_ranks(
     InvalidArgument for no ranks or an unknown layout.
     """
     from ckpt.commit.names import plain_int
-    from ckpt.convert.sources.opening import SourceOptions
+    from ckpt.convert.sources.opening import SourceOptions, open_source
     from ckpt.errors import InvalidArgument
-    from ckpt.tools.plan import contents_of, plan_of_ranks
-    from storage import options_of_other
+    from ckpt.format.manifest import MetadataBudget
+    from ckpt.loading.contents import find_checkpoint
+    from ckpt.tools.plan import plan_of_ranks
+    from storage import open_store, options_of_other
 
     contents = None
     if like is not None:
@@ -133,17 +135,11 @@ def plan_ranks(
             memory_bytes_max=plain_int(memory_bytes_max),
             storage_options=options_of_other(url, storage_options, like, other_options),
         )
-        contents = contents_of(like, options)
+        with closing(open_source(like, options)) as source:
+            contents = source.contents
     elif entry is not None:
         raise InvalidArgument("entry= is for like=; it names the place of that model")
-    return plan_of_ranks(
-        url,
-        ranks=ranks,
-        layout=layout,
-        like=contents,
-        entry=entry,
-        step=step,
-        attempt=attempt,
-        storage_options=storage_options,
-        metadata_bytes_max=metadata_bytes_max,
-    )
+    budget = MetadataBudget(plain_int(metadata_bytes_max))
+    with closing(open_store(url, **(storage_options or {}))) as store:
+        located = find_checkpoint(store, step, attempt=attempt, budget=budget)
+        return plan_of_ranks(store, located, plain_int(ranks), layout, contents, entry, budget)

@@ -1,9 +1,7 @@
 """A checkpoint to another place, for other ranks, into other formats and out of them."""
 
-import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, closing
-from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any, Literal, SupportsIndex
 
 from ckpt.operate import arguments as given
@@ -59,7 +57,7 @@ def copy(
 
     if root and (step is not None or attempt):
         raise InvalidArgument("root= takes all checkpoints; leave out step= and attempt=")
-    started, threads_max = time.monotonic(), plain_int(threads)
+    threads_max = plain_int(threads)
     budget = MetadataBudget(plain_int(metadata_bytes_max))
     of_target = options_of_other(url, storage_options, target, other_options)
     with ExitStack() as stack:
@@ -68,12 +66,10 @@ def copy(
         if root:
             for entry in live_entries(source):
                 stack.enter_context(leased(source, entry.attempt, LEASE_SECONDS_MAX))
-            report = copy_root(source, there, threads=threads_max, progress=progress, budget=budget)
-        else:
-            chosen = leased_checkpoint(source, step, attempt=attempt, budget=budget)
-            located = stack.enter_context(chosen)
-            report = copy_checkpoint(source, located, there, threads=threads_max, progress=progress)
-    return replace(report, seconds=time.monotonic() - started)
+            return copy_root(source, there, threads=threads_max, progress=progress, budget=budget)
+        chosen = leased_checkpoint(source, step, attempt=attempt, budget=budget)
+        located = stack.enter_context(chosen)
+        return copy_checkpoint(source, located, there, threads=threads_max, progress=progress)
 
 
 @operation
@@ -114,22 +110,18 @@ def reshard(
     like `ckpt.copy`, and InvalidArgument for no ranks or an unknown layout.
     """
     from ckpt.commit.names import plain_int
-    from ckpt.tools.reshard import NewLayout, reshard_at
+    from ckpt.tools.reshard import NewLayout, reshard_in
+    from storage import open_store, options_of_other
 
-    started = time.monotonic()
-    report = reshard_at(
-        url,
-        target,
-        NewLayout(plain_int(ranks), layout),
-        step=step,
-        attempt=attempt,
-        threads=plain_int(threads),
-        progress=progress,
-        metadata_bytes_max=plain_int(metadata_bytes_max),
-        storage_options=storage_options,
-        target_options=other_options,
-    )
-    return replace(report, seconds=time.monotonic() - started)
+    new = NewLayout(plain_int(ranks), layout)
+    nbytes_max, count = plain_int(metadata_bytes_max), plain_int(threads)
+    with ExitStack() as stack:
+        source = stack.enter_context(closing(open_store(url, **(storage_options or {}))))
+        there = None
+        if target is not None:
+            options = options_of_other(url, storage_options, target, other_options)
+            there = stack.enter_context(closing(open_store(target, **options)))
+        return reshard_in(source, there, new, step, attempt, count, progress, nbytes_max)
 
 
 @operation
@@ -257,7 +249,6 @@ def export(
     from ckpt.convert.export import ExportTo, export_source
     from ckpt.convert.sources.opening import SourceOptions
 
-    started = time.monotonic()
     source = SourceOptions(
         step,
         parameter_names,
@@ -285,8 +276,7 @@ def export(
         target_options=other_options,
         config_options=config_options,
     )
-    report = export_source(url, source, target, how, progress, process_group)
-    return replace(report, seconds=time.monotonic() - started)
+    return export_source(url, source, target, how, progress, process_group)
 
 
 @operation
@@ -378,7 +368,6 @@ def import_checkpoint(
     from ckpt.convert.sources.derived import Dequantize
     from ckpt.convert.sources.opening import SourceOptions
 
-    started = time.monotonic()
     how = ImportFrom(
         rename=rename,
         skip=skip,
@@ -393,7 +382,6 @@ def import_checkpoint(
     options = SourceOptions(
         None, parameter_names, plain_int(memory_bytes_max), dict(other_options or {})
     )
-    report = import_source(
+    return import_source(
         source, options, url, plain_int(step), how, progress, process_group, storage_options or {}
     )
-    return replace(report, seconds=time.monotonic() - started)

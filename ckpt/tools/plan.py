@@ -21,7 +21,6 @@ import torch.distributed as dist
 from ckpt.api import read_path
 from ckpt.commit.names import plain_int
 from ckpt.convert.export import default_entry
-from ckpt.convert.sources.opening import SourceOptions, open_source
 from ckpt.convert.sources.source import NativeSource, SourceContents
 from ckpt.format.manifest import Manifest, MetadataBudget
 from ckpt.layout.dtypes import DTYPES, dtype_name, torch_dtype
@@ -164,40 +163,33 @@ class RequestedNames(NamedTuple):
     values: frozenset[str] = frozenset()
 
 
-@hides_secrets
 def plan_of_ranks(
-    url: StoreLike,
-    *,
-    ranks: SupportsIndex | None = None,
-    layout: EvenLayout = "fsdp2",
-    like: SourceContents | None = None,
-    entry: str | None = None,
-    step: SupportsIndex | None = None,
-    attempt: str = "",
-    storage_options: Mapping[str, Any] | None = None,
-    metadata_bytes_max: SupportsIndex | None = None,
+    store: Store,
+    located: LocatedCheckpoint,
+    ranks: int | None,
+    layout: EvenLayout,
+    like: SourceContents | None,
+    entry: str | None,
+    budget: MetadataBudget,
 ) -> LoadPlan:
     """As `ckpt.plan_ranks`; `like` is what is in the checkpoint that the state looks like."""
-    with closing(open_store(url, **(storage_options or {}))) as store:
-        budget = MetadataBudget(plain_int(metadata_bytes_max))
-        located = find_checkpoint(store, step, attempt=attempt, budget=budget)
-        manifest = located.manifest
-        nbytes = NEED_NBYTES * len(manifest.chunks) + BLOCK_NBYTES * manifest.block_count
-        budget.charge(nbytes, f"a plan of {manifest.block_count} blocks")
-        catalog = catalog_of(manifest)
-        per_rank = {name for own in catalog.per_rank for name in own}
-        everything = wanted = RequestedNames(catalog.tensors, frozenset(catalog.values) | per_rank)
-        if like is not None and entry is None:
-            # A module at the path "" is the whole state: the file of a model and nothing else.
-            source = NativeSource(Checkpoint(store, located))
-            is_bare = like.modules == ("",) and "" not in source.contents.modules
-            entry = default_entry(source) if is_bare else ""
-        if like is not None:
-            wanted = _wanted_like(like, f"{entry}." if entry else "")
-        loaded, names = _compared(everything, wanted, manifest.aliases)
-        count = plain_int(ranks) or manifest.header.world_size
-        planned = _plan_all(store, located, loaded, count, layout, budget)
-        return _load_plan(store, located, planned, names)
+    manifest = located.manifest
+    nbytes = NEED_NBYTES * len(manifest.chunks) + BLOCK_NBYTES * manifest.block_count
+    budget.charge(nbytes, f"a plan of {manifest.block_count} blocks")
+    catalog = catalog_of(manifest)
+    per_rank = {name for own in catalog.per_rank for name in own}
+    everything = wanted = RequestedNames(catalog.tensors, frozenset(catalog.values) | per_rank)
+    if like is not None and entry is None:
+        # A module at the path "" is the whole state: the file of a model and nothing else.
+        source = NativeSource(Checkpoint(store, located))
+        is_bare = like.modules == ("",) and "" not in source.contents.modules
+        entry = default_entry(source) if is_bare else ""
+    if like is not None:
+        wanted = _wanted_like(like, f"{entry}." if entry else "")
+    loaded, names = _compared(everything, wanted, manifest.aliases)
+    count = ranks or manifest.header.world_size
+    planned = _plan_all(store, located, loaded, count, layout, budget)
+    return _load_plan(store, located, planned, names)
 
 
 class _MatchedNames(NamedTuple):
@@ -220,16 +212,6 @@ def _load_plan(
 
 
 # What is wanted -----------------------------------------------------------------------------
-
-
-@hides_secrets
-def contents_of(url: StoreLike, options: SourceOptions) -> SourceContents:
-    """What is in the checkpoint at `url`, of any format that `ckpt export` reads. Reads what
-    describes it and no tensor. Raises NoCheckpoint, Corrupt, UnsupportedFormat and the store's
-    errors.
-    """
-    with closing(open_source(url, options)) as source:
-        return source.contents
 
 
 def _wanted_like(contents: SourceContents, prefix: str) -> RequestedNames:

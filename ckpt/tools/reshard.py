@@ -14,11 +14,10 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack, closing
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
-from typing import Any, SupportsIndex
+from typing import SupportsIndex
 
 from ckpt.commit.log import Log
 from ckpt.commit.maintenance import Maintenance
@@ -48,8 +47,7 @@ from ckpt.loading.contents import LocatedCheckpoint, leased_checkpoint
 from ckpt.loading.load import RETIRED_MAX
 from ckpt.saving.resumable import begin, end
 from ckpt.tools.relay import CopyReport, is_there
-from storage import PrefixStore, Store, StoreLike, open_store, options_of_other
-from storage.hidden import hides_secrets
+from storage import PrefixStore, Store
 from storage.threads import in_order
 
 logger = logging.getLogger(__name__)
@@ -77,41 +75,33 @@ class NewLayout:
         return f"for {self.ranks} ranks, {self.layout}"
 
 
-@hides_secrets
-def reshard_at(
-    url: StoreLike,
-    target: StoreLike | None,
+def reshard_in(
+    source: Store,
+    there: Store | None,
     new: NewLayout,
-    *,
     step: SupportsIndex | None,
     attempt: str,
     threads: int,
     progress: Progress | None,
-    metadata_bytes_max: int | None,
-    storage_options: Mapping[str, Any] | None,
-    target_options: Mapping[str, Any] | None,
+    nbytes_max: int | None,
 ) -> CopyReport:
-    """Write a checkpoint anew, laid out for loads on other ranks. See `ckpt.reshard`."""
-    with ExitStack() as stack:
-        source = stack.enter_context(closing(open_store(url, **(storage_options or {}))))
-        there: Store | None = None
-        if target is not None:
-            options = options_of_other(url, storage_options, target, target_options)
-            there = stack.enter_context(closing(open_store(target, **options)))
-        # In another place lie files of the checkpoint that was begun with.
-        tries_left = RETIRED_MAX if step is None and not attempt and there is None else 1
-        while True:
-            budget = MetadataBudget(metadata_bytes_max)
-            with leased_checkpoint(source, step, attempt=attempt, budget=budget) as located:
-                try:
-                    return _resharded(source, located, there, new, threads, progress)
-                except CheckpointError as error:
-                    tries_left -= 1
-                    entry = located.entry
-                    is_retired = entry and Log(source).state().find(entry.attempt) is None
-                    if not tries_left or not is_retired:
-                        raise
-                    logger.warning("begin again with what is the latest now: %s", error)
+    """Write a checkpoint anew, laid out for loads on other ranks, into the top of `there` or as a
+    second form in its root. See `ckpt.reshard`.
+    """
+    # In another place lie files of the checkpoint that was begun with.
+    tries_left = RETIRED_MAX if step is None and not attempt and there is None else 1
+    while True:
+        budget = MetadataBudget(nbytes_max)
+        with leased_checkpoint(source, step, attempt=attempt, budget=budget) as located:
+            try:
+                return _resharded(source, located, there, new, threads, progress)
+            except CheckpointError as error:
+                tries_left -= 1
+                entry = located.entry
+                is_retired = entry and Log(source).state().find(entry.attempt) is None
+                if not tries_left or not is_retired:
+                    raise
+                logger.warning("begin again with what is the latest now: %s", error)
 
 
 def _resharded(

@@ -22,6 +22,7 @@ import pytest
 import torch
 
 import ckpt
+import storage
 from ckpt.cli import main
 from ckpt.commit.log import Log
 from ckpt.commit.names import MANIFEST_NAME, step_prefix
@@ -270,16 +271,13 @@ def test_resharding_in_a_root_leaves_the_latest_loadable_at_every_death(
     mode: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Both stores, that of the root and that of the new directory, die at the n-th operation."""
-    import ckpt.tools.reshard
 
     def run(number: int, plan: FaultPlan) -> str:
         url = f"memory://in-root-{mode}-{number}"
         if not list(open_store(url).list("")):
             ckpt.save({"x": torch.arange(300.0) * 2, "n": 2}, url, step=2)
-        monkeypatch.setattr(
-            ckpt.tools.reshard, "open_store", lambda url: FaultyStore(open_store(url), plan)
-        )
-        with contextlib.suppress(Killed):
+        with monkeypatch.context() as patch, contextlib.suppress(Killed):
+            patch.setattr(storage, "open_store", lambda url: FaultyStore(open_store(url), plan))
             ckpt.reshard(url, ranks=2, threads=1)
         return url
 

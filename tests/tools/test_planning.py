@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -17,15 +18,18 @@ from safetensors.torch import save_file
 from torch.distributed.fsdp import fully_shard
 
 import ckpt
+import storage
 from ckpt.api import read_path
 from ckpt.cli import main
-from ckpt.convert.sources.opening import SourceOptions
+from ckpt.convert.sources.opening import open_source
 from ckpt.convert.sources.source import SourceContents, SourceTensor
+from ckpt.format.manifest import MetadataBudget
 from ckpt.layout.even import EvenLayout, wanted_part
 from ckpt.layout.region import Box
+from ckpt.loading.contents import find_checkpoint
 from ckpt.loading.load import LoadOptions, load_state
 from ckpt.testing import run_ranks as run_threads
-from ckpt.tools.plan import contents_of, plan_of_ranks
+from ckpt.tools.plan import LoadPlan, plan_of_ranks
 from ckpt.world.base import World
 from storage import Store, open_store
 from storage.testing import CountingStore
@@ -46,6 +50,19 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> str:
     url = str(tmp_path_factory.mktemp("plan") / "run")
     ckpt.save(small_state(), url, step=1)
     return url
+
+
+def planned(
+    url: str,
+    *,
+    ranks: int,
+    layout: EvenLayout = "fsdp2",
+    like: SourceContents | None = None,
+    entry: str | None = None,
+) -> LoadPlan:
+    with closing(open_store(url)) as store:
+        located = find_checkpoint(store)
+        return plan_of_ranks(store, located, ranks, layout, like, entry, MetadataBudget())
 
 
 def counted(monkeypatch: pytest.MonkeyPatch, module: Any) -> list[CountingStore]:
@@ -74,7 +91,7 @@ def test_plan_of_one_rank_is_what_its_load_does(root: str) -> None:
     requests = store.stats.requests["get_into"] - before.requests.get("get_into", 0)
     assert rank.requests == requests
     assert rank.nbytes_wanted == nbytes
-    assert plan_of_ranks(root, ranks=1).ranks[0] == rank
+    assert planned(root, ranks=1).ranks[0] == rank
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
@@ -82,7 +99,7 @@ def test_plan_of_replicas_is_what_their_loads_do(root: str, ranks: int) -> None:
     """Every rank wants everything: each byte is read by one of them and received by the others."""
     store = CountingStore(open_store(root))
     done = run_threads(ranks, lambda world: loaded(world, store, small_state()))
-    plan = plan_of_ranks(root, ranks=ranks, layout="replicated")
+    plan = planned(root, ranks=ranks, layout="replicated")
     assert [rank.nbytes_read for rank in plan.ranks] == done
     assert sum(rank.requests for rank in plan.ranks) == store.stats.requests["get_into"]
     assert all(r.nbytes_read + r.nbytes_received >= plan.nbytes_stored for r in plan.ranks)
@@ -92,7 +109,7 @@ def test_plan_of_replicas_is_what_their_loads_do(root: str, ranks: int) -> None:
 def test_shards_read_their_part_and_no_more(root: str) -> None:
     """Wide tensors in blocks of 1 MiB: at most one block more at each end of a shard."""
     for layout in ("fsdp2", "flat"):
-        plan = plan_of_ranks(root, ranks=3, layout=layout)  # type: ignore[arg-type]
+        plan = planned(root, ranks=3, layout=layout)  # type: ignore[arg-type]
         assert sum(rank.nbytes_wanted for rank in plan.ranks) <= 3 * plan.nbytes_stored
         for rank in plan.ranks:
             assert rank.nbytes_read + rank.nbytes_received >= rank.nbytes_wanted
@@ -120,8 +137,8 @@ def test_plan_of_a_sharded_model_counts_its_own_shards(sliced_root: str) -> None
 @pytest.mark.ranks
 def test_resharding_for_the_ranks_makes_fewer_requests(sliced_root: str, tmp_path: Path) -> None:
     ckpt.reshard(sliced_root, str(tmp_path / "new"), ranks=2)
-    before = plan_of_ranks(sliced_root, ranks=2)
-    after = plan_of_ranks(str(tmp_path / "new"), ranks=2)
+    before = planned(sliced_root, ranks=2)
+    after = planned(str(tmp_path / "new"), ranks=2)
     assert sum(r.requests for r in after.ranks) < sum(r.requests for r in before.ranks)
     assert all(rank.nbytes_read <= 1.01 * rank.nbytes_wanted for rank in after.ranks)
     assert all(rank.nbytes_received == 0 for rank in after.ranks)
@@ -130,10 +147,11 @@ def test_resharding_for_the_ranks_makes_fewer_requests(sliced_root: str, tmp_pat
 def test_planning_reads_no_tensor(root: str, monkeypatch: pytest.MonkeyPatch) -> None:
     import ckpt.tools.plan
 
-    opened = counted(monkeypatch, ckpt.tools.plan)
-    plan_of_ranks(root, ranks=2)
+    by_ranks, by_state = counted(monkeypatch, storage), counted(monkeypatch, ckpt.tools.plan)
+    ckpt.plan_ranks(root, ranks=2)
     ckpt.plan_load(small_state(), root)
-    assert len(opened) == 2
+    assert len(by_ranks) == len(by_state) == 1
+    opened = [*by_ranks, *by_state]
     assert all("get_into" not in store.stats.requests for store in opened)
     assert all(store.stats.bytes_read < 50_000 for store in opened)
 
@@ -159,8 +177,8 @@ def test_a_safetensors_file_can_describe_the_state(plain_root: str, tmp_path: Pa
     tensors["low"] = tensors["low"].float()
     tensors["new"] = torch.zeros(2)
     save_file(tensors, tmp_path / "m.safetensors")
-    like = contents_of(str(tmp_path / "m.safetensors"), SourceOptions())
-    plan = plan_of_ranks(plain_root, ranks=2, like=like, entry="model")
+    like = open_source(str(tmp_path / "m.safetensors")).contents
+    plan = planned(plain_root, ranks=2, like=like, entry="model")
     text = "\n".join(plan.problems)
     assert plan.missing == ("model.new",) and plan.unexpected == ("model.scalar",)
     assert "model.big: checkpoint has shape (3, 500000)" in text
@@ -171,7 +189,7 @@ def test_a_safetensors_file_can_describe_the_state(plain_root: str, tmp_path: Pa
 def test_wanted_tensors_are_by_any_of_their_tied_names(plain_root: str) -> None:
     for name in ("model.embed.weight", "model.head.weight"):
         like = SourceContents({name: SourceTensor(name, "float32", (10, 6))})
-        plan = plan_of_ranks(plain_root, ranks=1, like=like, entry="")
+        plan = planned(plain_root, ranks=1, like=like, entry="")
         assert not plan.missing and plan.ranks[0].nbytes_wanted == 240
 
 

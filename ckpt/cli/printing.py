@@ -38,10 +38,10 @@ def show(
     storage_options: given.Options = None,
 ) -> None:
     """Show the tensors of a checkpoint and who stored them."""
-    from ckpt.cli.showing import Wanted, show
+    from ckpt.cli.showing import show
 
-    wanted = Wanted(pattern, map, output, json)
-    show(url, step, attempt, wanted, metadata_bytes_max, storage_options)
+    of_store = (metadata_bytes_max, storage_options)
+    show(url, pattern, step, attempt, *of_store, as_map=map, output=output, to_json=json)
 
 
 def watch(

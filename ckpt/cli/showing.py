@@ -7,7 +7,7 @@ import json
 import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence, Set
-from typing import Any, NamedTuple, SupportsIndex
+from typing import Any, SupportsIndex
 
 import numpy as np
 
@@ -38,42 +38,37 @@ PART_NBYTES = 2000  # of a stored part, as it is shown
 CHUNKS_READ = 4096  # rows of the table that are made at once
 
 
-class Wanted(NamedTuple):
-    """What `ckpt show` is to show."""
-
-    pattern: str
-    map: bool
-    output: str
-    as_json: bool
-
-
 def show(
     url: StoreLike,
+    pattern: str,
     step: SupportsIndex | None,
     attempt: str,
-    wanted: Wanted,
     metadata_bytes_max: SupportsIndex | None,
     storage_options: Mapping[str, Any] | None,
+    *,
+    as_map: bool,
+    output: str,
+    to_json: bool,
 ) -> None:
     """`ckpt show`."""
-    if wanted.output and not wanted.map:
+    if output and not as_map:
         raise InvalidArgument("output= is for map=; send other output to a file with >")
     budget = MetadataBudget(plain_int(metadata_bytes_max))
     opened = open_contents(url, step, storage_options, attempt=attempt, budget=budget)
     with opened as checkpoint:
         names: Sequence[str] = checkpoint.keys()
-        if wanted.pattern != "*":
-            names = fnmatch.filter(names, wanted.pattern)
+        if pattern != "*":
+            names = fnmatch.filter(names, pattern)
         if not names and len(checkpoint):
             raise CheckpointError(
-                f"no name matches {wanted.pattern!r}; quote patterns, as in 'model.*'; "
+                f"no name matches {pattern!r}; quote patterns, as in 'model.*'; "
                 f"the first name is {checkpoint.keys()[0]!r}"
             )
-        if wanted.map and not wanted.as_json:
+        if as_map and not to_json:
             count = len(checkpoint.manifest.chunks)
             budget.charge(PART_NBYTES * count, f"a picture of {count} chunks")
-            show_map(checkpoint, names, wanted.output or None)
-        elif wanted.as_json:
+            show_map(checkpoint, names, output or None)
+        elif to_json:
             checkpoint.manifest.chunks.first  # noqa: B018  # is refused before anything is printed
             tensors = budget.timed(_tensors_json(checkpoint, names, budget), "tensors")
             show_json(_checkpoint_json(checkpoint), "tensors", tensors)

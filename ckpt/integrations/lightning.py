@@ -34,6 +34,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from lightning.fabric.plugins.io.checkpoint_io import CheckpointIO
+from lightning.fabric.utilities import move_data_to_device
 from lightning.fabric.wrappers import _FabricModule, _FabricOptimizer
 from lightning.pytorch.strategies import (
     DDPStrategy,
@@ -132,7 +133,11 @@ class LightningCheckpoints(CheckpointIO):
         self._fill({_ENTRY: tree}, path, strict=True)
         if map_location is not None and not isinstance(map_location, str | torch.device):
             raise TypeError(f"map_location={map_location!r}: expected a device or its name")
-        return tree.content if map_location is None else _moved(tree.content, map_location)
+        return (
+            tree.content
+            if map_location is None
+            else move_data_to_device(tree.content, map_location)
+        )
 
     def _fill(self, state: dict[str, Any], path: str | os.PathLike[str], *, strict: bool) -> None:
         entry = self.find(path)
@@ -398,14 +403,3 @@ def _plain(tree: Any) -> Any:
     if isinstance(tree, tuple):
         return tuple(_plain(item) for item in tree)
     return os.fspath(tree) if isinstance(tree, os.PathLike) else tree
-
-
-def _moved(tree: Any, device: str | torch.device) -> Any:
-    if isinstance(tree, torch.Tensor):
-        return tree.to(device)
-    if isinstance(tree, dict):
-        return {key: _moved(item, device) for key, item in tree.items()}
-    if isinstance(tree, list | tuple):
-        items = [_moved(item, device) for item in tree]
-        return items if isinstance(tree, list) else tuple(items)
-    return tree

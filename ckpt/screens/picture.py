@@ -6,9 +6,10 @@ The page holds everything it needs: no script, font or image from anywhere else.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import islice
 
 from ckpt.layout.region import Box, Region
-from ckpt.loading.contents import CheckpointContents
+from ckpt.loading.contents import CheckpointContents, StoredPart, TensorInfo
 from ckpt.screens.terminal import (
     counted,
     date,
@@ -18,15 +19,7 @@ from ckpt.screens.terminal import (
     size,
     write_page,
 )
-from ckpt.tools.shard_map import (
-    FileOnMap,
-    PartOnMap,
-    Rectangle,
-    TensorOnMap,
-    TensorsMap,
-    map_of,
-    rectangles,
-)
+from ckpt.tools.shard_map import FileOnMap, Rectangle, TensorsMap, map_of, rectangles
 
 SHADES = " ░▒▓█"
 ROWS_IN_TERMINAL_MAX = 100
@@ -69,29 +62,27 @@ def _show_in_terminal(checkpoint: CheckpointContents, tensors_map: TensorsMap) -
     rows = []
     wide = 2 if len(columns) <= 32 else 1
     for tensor in tensors_map.tensors[:ROWS_IN_TERMINAL_MAX]:
-        shades = "".join(wide * _shade(tensor, column) for column in columns)
-        info = tensor.info
-        rows.append((info.fqn, shape_text(info.shape), size(info.nbytes), f"|{shades}|"))
+        by_rank = tensors_map.nbytes_by_rank(tensor)
+        stored = (sum(by_rank[rank] for rank in column) for column in columns)
+        shades = "".join(wide * _shade(nbytes, tensor.nbytes) for nbytes in stored)
+        rows.append((tensor.fqn, shape_text(tensor.shape), size(tensor.nbytes), f"|{shades}|"))
     show_table(("name", "shape", "size", "ranks"), rows, right=("size",))
     if len(tensors_map.tensors) > ROWS_IN_TERMINAL_MAX:
         hidden = len(tensors_map.tensors) - ROWS_IN_TERMINAL_MAX
         print(f"... and {hidden} more; choose by a pattern, or see all with --output FILE.html")
     print()
-    longest = max((file.nbytes for file in tensors_map.files), default=1)
+    longest = max((file.nbytes for file in tensors_map.files.values()), default=1)
     files = [
         (file.name, size(file.nbytes), "█" * max(1, round(40 * file.nbytes / longest)))
-        for file in tensors_map.files[:ROWS_IN_TERMINAL_MAX]
+        for file in islice(tensors_map.files.values(), ROWS_IN_TERMINAL_MAX)
     ]
     show_table(("file", "size", ""), files, right=("size",))
     if len(tensors_map.files) > ROWS_IN_TERMINAL_MAX:
         print(f"... and {len(tensors_map.files) - ROWS_IN_TERMINAL_MAX} more files")
 
 
-def _shade(tensor: TensorOnMap, column: range) -> str:
-    nbytes = sum(tensor.nbytes_by_rank[rank] for rank in column)
-    if not nbytes:
-        return SHADES[0]
-    return SHADES[min(4, 1 + 4 * nbytes // (tensor.info.nbytes + 1))]
+def _shade(nbytes: int, of_nbytes: int) -> str:
+    return SHADES[min(4, 1 + 4 * nbytes // (of_nbytes + 1)) if nbytes else 0]
 
 
 # As a page -------------------------------------------------------------------------------------
@@ -116,13 +107,13 @@ def _page_of(checkpoint: CheckpointContents, tensors_map: TensorsMap) -> Iterato
 
 def _drawn(
     tensors_map: TensorsMap,
-) -> Iterator[tuple[TensorOnMap, list[tuple[PartOnMap, Rectangle]] | None]]:
+) -> Iterator[tuple[TensorInfo, list[tuple[StoredPart, Rectangle]] | None]]:
     """Each tensor with the rectangles of its parts; None when there are none left."""
     left = RECTANGLES_MAX
     for tensor in tensors_map.tensors:
-        drawn: list[tuple[PartOnMap, Rectangle]] = []
+        drawn: list[tuple[StoredPart, Rectangle]] = []
         for part in tensor.parts if len(tensor.parts) <= left else ():
-            drawn += ((part, place) for place in rectangles(part.region, tensor.info.shape))
+            drawn += ((part, place) for place in rectangles(part.region, tensor.shape))
             if len(drawn) > left:
                 break
         is_whole = len(tensor.parts) <= left and len(drawn) <= left
@@ -132,17 +123,17 @@ def _drawn(
 
 def _striped(
     tensors_map: TensorsMap,
-) -> Iterator[tuple[FileOnMap, list[tuple[PartOnMap, str]], list[tuple[PartOnMap, str]]]]:
+) -> Iterator[tuple[FileOnMap, list[tuple[StoredPart, str]], list[tuple[StoredPart, str]]]]:
     """Each file with its parts, and the largest of them in their order: others would be narrower
     than a pixel, and are what makes a page slow.
     """
-    inside: dict[int, list[tuple[PartOnMap, str]]] = {}
+    inside: dict[str, list[tuple[StoredPart, str]]] = {}
     for tensor in tensors_map.tensors:
         for part in tensor.parts:
-            inside.setdefault(part.file, []).append((part, tensor.info.fqn))
+            inside.setdefault(part.file, []).append((part, tensor.fqn))
     each_max = max(RECTANGLES_MAX // max(len(tensors_map.files), 1), 16)
-    for number, file in enumerate(tensors_map.files):
-        parts = inside.get(number, [])
+    for name, file in tensors_map.files.items():
+        parts = inside.get(name, [])
         largest = sorted(parts, key=lambda item: -item[0].nbytes)[:each_max]
         yield file, parts, sorted(largest, key=lambda item: item[0].byte_start)
 

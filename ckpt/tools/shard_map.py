@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -27,25 +27,6 @@ class Rectangle(NamedTuple):
     height: float
 
 
-class PartOnMap(NamedTuple):
-    """A stored part: the writing rank's place in `TensorsMap.ranks`, the file's in `files`."""
-
-    rank: int
-    file: int
-    byte_start: int
-    nbytes: int
-    region: Region
-
-
-@dataclass(frozen=True, slots=True)
-class TensorOnMap:
-    """One tensor. `nbytes_by_rank` has one number per rank of the map."""
-
-    info: TensorInfo
-    parts: tuple[PartOnMap, ...]
-    nbytes_by_rank: tuple[int, ...]
-
-
 class FileOnMap(NamedTuple):
     """One data file: its name in the step's directory, the place of its rank, its length."""
 
@@ -56,14 +37,21 @@ class FileOnMap(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class TensorsMap:
-    """Which rank stored which part of which tensor in which file.
+    """Which rank stored which part of which tensor in which file, by the name of the file.
 
     `ranks` are the names of those who wrote: numbers, or file names where a name has no rank.
     """
 
     ranks: tuple[str, ...]
-    files: tuple[FileOnMap, ...]
-    tensors: tuple[TensorOnMap, ...]
+    files: Mapping[str, FileOnMap]
+    tensors: tuple[TensorInfo, ...]
+
+    def nbytes_by_rank(self, tensor: TensorInfo) -> list[int]:
+        """One number per rank of the map."""
+        nbytes = [0] * len(self.ranks)
+        for part in tensor.parts:
+            nbytes[self.files[part.file].rank] += part.nbytes
+        return nbytes
 
 
 def map_of(checkpoint: CheckpointContents, names: Sequence[str] | None = None) -> TensorsMap:
@@ -74,34 +62,12 @@ def map_of(checkpoint: CheckpointContents, names: Sequence[str] | None = None) -
     """
     manifest = checkpoint.manifest
     # By name, for the manifest does not say who wrote a file.
-    writers = {name: rank_of(name) for name in manifest.files}
-    ranks = sorted(set(writers.values()), key=rank_order)
+    ranks = sorted({rank_of(name) for name in manifest.files}, key=rank_order)
     place = {rank: index for index, rank in enumerate(ranks)}
-    number = {name: index for index, name in enumerate(manifest.files)}
-    tensors = []
-    for name in checkpoint.keys() if names is None else names:
-        info = checkpoint.info(name)
-        if info.alias_of is not None:
-            continue
-        parts = tuple(
-            PartOnMap(
-                place[writers[part.file]],
-                number[part.file],
-                part.byte_start,
-                part.nbytes,
-                part.region,
-            )
-            for part in info.parts
-        )
-        nbytes = [0] * len(ranks)
-        for part in parts:
-            nbytes[part.rank] += part.nbytes
-        tensors.append(TensorOnMap(info, parts, tuple(nbytes)))
-    files = tuple(
-        FileOnMap(name, place[writers[name]], file_nbytes)
-        for name, file_nbytes in zip(manifest.files, manifest.file_nbytes.tolist(), strict=True)
-    )
-    return TensorsMap(tuple(ranks), files, tuple(tensors))
+    sizes = zip(manifest.files, manifest.file_nbytes.tolist(), strict=True)
+    files = {name: FileOnMap(name, place[rank_of(name)], nbytes) for name, nbytes in sizes}
+    infos = map(checkpoint.info, checkpoint.keys() if names is None else names)
+    return TensorsMap(tuple(ranks), files, tuple(one for one in infos if one.alias_of is None))
 
 
 def rank_of(file: str) -> str:

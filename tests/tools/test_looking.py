@@ -158,10 +158,11 @@ def test_rank_of_file(file: str, rank: str) -> None:
 def test_map_counts_the_bytes_of_every_part(plain_root: str) -> None:
     with ckpt.open(plain_root) as ck:
         shard_map = map_of(ck)
-        assert {tensor.info.fqn for tensor in shard_map.tensors} == set(ck.manifest.fqns)
+        assert {tensor.fqn for tensor in shard_map.tensors} == set(ck.manifest.fqns)
         for tensor in shard_map.tensors:
-            assert sum(tensor.nbytes_by_rank) == tensor.info.nbytes
-        assert [file.nbytes for file in shard_map.files] == ck.manifest.file_nbytes.tolist()
+            assert sum(shard_map.nbytes_by_rank(tensor)) == tensor.nbytes
+        sizes = [file.nbytes for file in shard_map.files.values()]
+        assert sizes == ck.manifest.file_nbytes.tolist()
 
 
 class Page(HTMLParser):

@@ -116,13 +116,13 @@ def _options(name: str, annotation: Any, parameter: inspect.Parameter | None) ->
         yield Option(name, (), how | ({"nargs": nargs} if nargs else {}), argument)
     if argument.collect is dict and "option" in flags:
         about = f"the key of the {'other ' * ('other' in flags)}root, where that is encrypted: "
-        key = {"action": "append", "metavar": "FILE", "help": about + "32 bytes, or 64 hex digits"}
-        key["type"] = _key_file  # type: ignore[assignment]
+        key: dict[str, Any] = {
+            "action": "append",
+            "metavar": "FILE",
+            "help": about + "32 bytes, or 64 hex digits",
+        }
+        key["type"] = lambda path: ("encryption_key", path)
         yield Option(name, (flags.split()[-1].replace("option", "key-file"),), key, argument)
-
-
-def _key_file(path: str) -> tuple[str, str]:
-    return "encryption_key", path
 
 
 def _reading(parse: Callable[[str], Any]) -> Callable[[str], Any]:

@@ -83,7 +83,34 @@ PART = "ckpt.part"
 _Value = TypeVar("_Value")
 
 
-class DcpWriter(StorageWriter):
+class _Place:
+    """Where a writer or a reader of ours is, which is said once; DCP never chooses it by itself."""
+
+    def __init__(
+        self, url: StoreLike, step: SupportsIndex | None, options: Mapping[str, Any] | None
+    ) -> None:
+        super().__init__()
+        self.where = url
+        self.url = url_of(url)
+        self.step = plain_int(step)
+        self.storage_options = dict(options or {})
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """A save or load begins. Raises ValueError for a `checkpoint_id` other than this url."""
+        if checkpoint_id is not None and str(checkpoint_id) != self.url:
+            kind = type(self).__name__
+            raise ValueError(
+                f"checkpoint_id={str(checkpoint_id)!r}: this {kind} is for {self.url!r}; make "
+                f"another {kind} for another place"
+            )
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        """Never: a place of ours is named by the caller."""
+        return False
+
+
+class DcpWriter(_Place, StorageWriter):
     """Saves what `dcp.save` passes to it as the checkpoint of `step` below `url`.
 
     Values besides tensors are those of `ckpt.save`, with tensors in lists, tuples and queues among
@@ -103,22 +130,14 @@ class DcpWriter(StorageWriter):
         storage_options: Mapping[str, Any] | None = None,
         unsafe_single_writer: bool = False,
     ) -> None:
-        super().__init__()
-        self.where = url
-        self.url = url_of(url)
-        self.step = plain_int(step)
+        super().__init__(url, step, storage_options)
         self.user = dict(user or {})
-        self.storage_options = dict(storage_options or {})
         self.unsafe_single_writer = unsafe_single_writer
         self.is_coordinator = False
         self._session: list[Session] = []
         self._own_values: set[str] = set()
         self._header: list[Header] = []
         self._written: set[str] = set()
-
-    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """A new save begins. Raises ValueError for a `checkpoint_id` other than this url."""
-        _refuse_other_place(self, checkpoint_id)
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """Claims the root, on the coordinator."""
@@ -206,11 +225,6 @@ class DcpWriter(StorageWriter):
     def storage_meta(self) -> StorageMeta | None:
         """What DCP keeps for its own log."""
         return StorageMeta(checkpoint_id=self.url)
-
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """DCP never chooses this writer by itself."""
-        return False
 
 
 def _modules(plans: Sequence[SavePlan], paths: Mapping[str, Any]) -> list[str]:
@@ -361,17 +375,6 @@ def _object(item: WriteItem, planner: SavePlanner) -> Any:
     return torch.load(data, weights_only=False)  # bytes that this process has just made
 
 
-def _refuse_other_place(
-    made: DcpWriter | DcpReader, checkpoint_id: str | os.PathLike[str] | None
-) -> None:
-    if checkpoint_id is not None and str(checkpoint_id) != made.url:
-        kind = type(made).__name__
-        raise ValueError(
-            f"checkpoint_id={str(checkpoint_id)!r}: this {kind} is for {made.url!r}; make another "
-            f"{kind} for another place"
-        )
-
-
 def _done(value: _Value) -> Future[_Value]:
     """DCP wants futures; everything here is over when a call returns."""
     future: Future[_Value] = Future()
@@ -379,7 +382,7 @@ def _done(value: _Value) -> Future[_Value]:
     return future
 
 
-class DcpReader(StorageReader):
+class DcpReader(_Place, StorageReader):
     """Loads a checkpoint of ours by `dcp.load`: one of `DcpWriter`, of `ckpt.save`, or imported.
 
     Reads the bytes that a rank needs and no others, each checked.
@@ -393,18 +396,10 @@ class DcpReader(StorageReader):
         step: SupportsIndex | None = None,
         storage_options: Mapping[str, Any] | None = None,
     ) -> None:
-        super().__init__()
-        self.where = url
-        self.url = url_of(url)
-        self.step = plain_int(step)
-        self.storage_options = dict(storage_options or {})
+        super().__init__(url, step, storage_options)
         self._source: list[NativeSource] = []
         self._values: dict[str, Any] = {}
         self._names: dict[str, str] = {}
-
-    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """A new load begins. Raises ValueError for a `checkpoint_id` other than this url."""
-        _refuse_other_place(self, checkpoint_id)
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """The checkpoint as DCP describes one: every tensor as one chunk.
@@ -495,8 +490,3 @@ class DcpReader(StorageReader):
         buffer = io.BytesIO()
         torch.save(join_tree(value, read), buffer)
         return buffer.getvalue()
-
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """DCP never chooses this reader by itself."""
-        return False

@@ -7,7 +7,7 @@ import json
 import logging
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -26,7 +26,7 @@ from ckpt.screens.following import (
 )
 from ckpt.screens.terminal import as_json, date, screen_width, show_json
 from ckpt.screens.visible import below
-from ckpt.screens.watch_frame import Happening, Line, frame_of, happenings, marks_of
+from ckpt.screens.watch_frame import Line, frame_of, happenings, marks_of
 from ckpt.tools.polling import RunPoller, RunState
 from ckpt.tools.report import near_report
 from storage import StoreLike
@@ -59,13 +59,6 @@ def full_screen(draw: Draw) -> Iterator[Callable[[], None]]:
         redirect_stderr=False,
     ) as live:
         yield live.refresh
-
-
-def show_lines(lines: Iterable[Line], *, width: int) -> None:
-    """Print a frame once; styles where stdout is a terminal."""
-    console = Console(file=below(sys.stdout), width=width)
-    for line in lines:
-        console.print(_text(line))
 
 
 def _text(line: Line) -> Text:
@@ -122,7 +115,9 @@ def watch_once(
         return
     width, marks = screen_width(), marks_of(sys.stdout.encoding)
     lines = frame_of(state, time.time(), width=min(width, 120), height=ONCE_HEIGHT, marks=marks)
-    show_lines(lines, width=width)
+    console = Console(file=below(sys.stdout), width=width)
+    for line in lines:
+        console.print(_text(line))
 
 
 def _wait(following: Following, ending: Ending, seen: Versions) -> None:
@@ -154,17 +149,11 @@ def _print_lines(following: Following, ending: Ending, *, as_json: bool) -> None
     while True:
         (state,) = following.states
         for happening in happenings(before, state):
-            print(_happening_json(happening) if as_json else _line(happening), flush=True)
+            line = f"{date(happening.time_unix)}  {happening.text}"
+            own = json.dumps(happening._asdict(), allow_nan=False) if as_json else line
+            print(own, flush=True)
         before = state
         _wait(following, ending, (state.version,))
-
-
-def _line(happening: Happening) -> str:
-    return f"{date(happening.time_unix)}  {happening.text}"
-
-
-def _happening_json(happening: Happening) -> str:
-    return json.dumps(happening._asdict(), allow_nan=False)
 
 
 def _state_json(state: RunState) -> dict[str, Any]:

@@ -53,8 +53,10 @@ def interleaved(
     *,
     rounds: int,
     between: Callable[[str], None],
+    before: Callable[[str], object] = lambda name: None,
 ) -> dict[str, list[Sample]]:
-    """Every candidate once per round, in turn, after one round that does not count.
+    """Every candidate once per round, in turn, after one round that does not count. What `before`
+    does for it is not measured.
 
     Each round begins with another one: what follows a large write or its removal pays for that.
     """
@@ -63,6 +65,7 @@ def interleaved(
     for number in range(rounds + 1):
         order = order[1:] + order[:1]
         for name, run in order:
+            before(name)
             sample = measured(run)
             between(name)
             if number:

@@ -44,6 +44,8 @@ DISK_REQUESTS = 4  # in flight at once per rank, around the page cache
 # rank loads.
 DIRECT_SAVE_NBYTES_MIN = 4 * MIB
 DIRECT_LOAD_NBYTES_MIN = 16 * MIB
+# A rank's save goes through it, too, while training waits and memory is left for eight of these.
+CACHED_SHARE_MAX = 1 / 8
 
 Io = Literal["auto", "buffered", "direct"]
 
@@ -85,8 +87,10 @@ def save(
     `user` are notes to keep with the checkpoint, `metric` is how good it is: a finite number, of
     the first rank. How the save went on every rank is kept for `ckpt report`, unless
     `telemetry=False`. A store that cannot refuse a second writer is used only with
-    `unsafe_single_writer=True`. `io="buffered"` writes local files through the page cache,
-    `"direct"` around it, and `"auto"` around it from 4 MiB on.
+    `unsafe_single_writer=True`. `io="buffered"` writes local files through the page cache, where
+    the next load finds them, `"direct"` around it, and `"auto"` around it where a rank writes 4 MiB
+    or more and more than an eighth of the memory that is left. `async_save` does so from 4 MiB on,
+    which costs the training fewer CPU seconds.
 
     Trainings that share a root have names: with `line="generator"` the root is that of this name,
     `<url>/lines/generator`. A first save to a root of a training that this process has neither
@@ -118,7 +122,7 @@ def save(
         )
         options = SaveOptions(
             one_of("replicas", replicas, ("warn", "strict")),
-            _write_path(io, store, context.staging),
+            _write_path(io, store, context.staging, cached_share_max=CACHED_SHARE_MAX),
             dict(user or {}),
             plain_float(metric),
             dedup,
@@ -413,8 +417,11 @@ def one_of(name: str, value: _Choice, choices: tuple[_Choice, ...]) -> _Choice:
     return value
 
 
-def _write_path(io: Io, store: Store, staging: Staging) -> WritePath:
-    """Object stores get larger parts, several at once; files are written around the page cache.
+def _write_path(
+    io: Io, store: Store, staging: Staging, *, cached_share_max: float = 0.0
+) -> WritePath:
+    """Object stores get larger parts, several at once; files are written around the page cache,
+    but for saves of a share of the memory.
 
     The numbers are in DECISIONS.md S1.
     """
@@ -425,7 +432,13 @@ def _write_path(io: Io, store: Store, staging: Staging) -> WritePath:
         return WritePath(staging=staging)
     # One part is checksummed while the one before it is on its way to the disk.
     least = DIRECT_SAVE_NBYTES_MIN if io == "auto" else 0
-    return WritePath(direct=True, writers=1, direct_nbytes_min=least, staging=staging)
+    return WritePath(
+        direct=True,
+        writers=1,
+        direct_nbytes_min=least,
+        cached_share_max=cached_share_max if io == "auto" else 0.0,
+        staging=staging,
+    )
 
 
 def read_path(store: Store, io: Io = "auto") -> ReadPath:

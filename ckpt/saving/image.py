@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Collection, Generator, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain, count, islice, pairwise
 from typing import NamedTuple, TypeAlias
@@ -35,6 +35,7 @@ from ckpt.layout.memory import SideStreams, devices_of, staging_buffer, tensor_o
 from ckpt.saving.plan import Source, copy_elements
 from storage import Store
 from storage.forks import ForkSafeLock
+from storage.page_cache import memory_left
 
 MIB = 1 << 20
 # Reserved in each header for what this rank cannot know yet: rank 0's notes and paths of modules.
@@ -125,15 +126,24 @@ class WritePath:
     """How parts leave this process: `writers` of them at once, or written by the caller's thread.
 
     `direct`: around the page cache, which costs the least CPU and leaves the cache to the training;
-    not for files of less than `direct_nbytes_min`. `staging` is for one save at a time.
+    not for files of less than `direct_nbytes_min`, nor for a save of at most `cached_share_max` of
+    the memory that is left. `staging` is for one save at a time.
     """
 
     part_nbytes: int = 8 * MIB
     writers: int = 0
     direct: bool = False
     direct_nbytes_min: int = 0
+    cached_share_max: float = 0.0
     file_nbytes_max: int = 4 << 30
     staging: Staging = field(default_factory=Staging)
+
+    def for_save(self, nbytes: int) -> WritePath:
+        """How a save of `nbytes` on this rank is written: what was saved is often read soon."""
+        if not self.direct or nbytes < self.direct_nbytes_min or not self.cached_share_max:
+            return self
+        fits = nbytes <= self.cached_share_max * memory_left()
+        return replace(self, direct=False, writers=0) if fits else self
 
     def write(
         self,
@@ -301,8 +311,9 @@ def write_files(
         starts = [len(file.layout.header) for file in files]
         entries = [file.entries for file in files]
         plans = plan_files(entries, starts, path, store.part_nbytes_min)
-    part_nbytes, writers = plans[0].part_nbytes, path.writers
     nbytes = sum([plan.entries.nbytes for plan in plans])
+    path = path.for_save(nbytes)
+    part_nbytes, writers = plans[0].part_nbytes, path.writers
     is_large = nbytes >= COPIED_NBYTES_MAX * len(sources)
     if is_large and not path.direct and all([source.address for source in sources]):
         runs = [bytes_at(one.address, one.chunk.nbytes) for one in sources]

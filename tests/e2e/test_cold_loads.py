@@ -20,9 +20,10 @@ import ckpt
 from ckpt.errors import LoadInterrupted
 from ckpt.loading.load import LoadOptions
 from ckpt.loading.plan import ReadPath
+from ckpt.saving import image
 from ckpt.testing import RanksFailed
 from storage import ByteRange, StorageError
-from storage.file_io import cached_nbytes
+from storage.file_io import cached_nbytes, is_in_memory
 from storage.local import LocalStore
 from tests.e2e.job import Job, Sharded
 
@@ -207,6 +208,43 @@ def test_a_load_with_io(tmp_path: Path, io: Any) -> None:
     assert (_cached(data) < MIB) == (io != "buffered")
     with pytest.raises(ValueError, match="io='fast'"):
         ckpt.load(loaded, tmp_path, io="fast")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("left", "io", "is_cached"),
+    [
+        (8 * 17 * MIB, "auto", True),
+        (8 * 16 * MIB - 1, "auto", False),
+        (0, "auto", False),
+        (0, "buffered", True),
+        (1 << 40, "direct", False),
+    ],
+)
+def test_a_load_finds_what_was_just_saved_in_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, left: int, io: Any, is_cached: bool
+) -> None:
+    """Where memory is left for eight saves; nothing is written into the cache where it is short."""
+    monkeypatch.setattr(image, "memory_left", lambda: left)
+    state = {"t": torch.arange(16 * MIB // 8)}
+    ckpt.save(state, tmp_path, step=1, io=io)
+    (data,) = tmp_path.rglob("*.safetensors")
+    if not is_cached and _cached(data) > MIB:
+        pytest.skip("this filesystem keeps its files in memory")
+    loaded = {"t": torch.zeros_like(state["t"])}
+    report = ckpt.load(loaded, tmp_path)
+    assert torch.equal(loaded["t"], state["t"])
+    assert report.counters["direct_bytes"] == (0 if is_cached else state["t"].nbytes)
+
+
+def test_saves_in_the_background_leave_the_cache_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(image, "memory_left", lambda: 1 << 40)
+    ckpt.async_save({"t": torch.arange(16 * MIB // 8)}, tmp_path, step=1).result()
+    (data,) = tmp_path.rglob("*.safetensors")
+    if is_in_memory(str(tmp_path)):
+        pytest.skip("this filesystem keeps its files in memory")
+    assert _cached(data) < MIB
 
 
 def test_a_checkpointer_reads_as_it_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -39,7 +39,7 @@ from storage.file_io import (
     read_into,
     rename_without_replacing,
 )
-from storage.page_cache import LatestFiles
+from storage.page_cache import CACHED_NBYTES_MIN, make_room
 from storage.ranges import PartLedger, flat_views, part_count
 from storage.store import (
     ByteRange,
@@ -77,7 +77,7 @@ class LocalStore(Store):
         self.exclusive_create = ExclusiveCreate.ATOMIC
         self._open_files = OpenFiles(open_files_max)
         self._around_cache = AroundCache()
-        self._latest = LatestFiles()
+        self._latest: dict[str, int] = {}  # files in the page cache, and their sizes
         # Directories whose own entry in their parent is known to survive a power failure.
         self._entry_durable: set[str] = set()
         self._made_above_root: set[str] = set()
@@ -132,8 +132,8 @@ class LocalStore(Store):
         ledger = PartLedger(check_key(key), nbytes, part_nbytes)
         aligned = part_nbytes % ALIGNMENT_BYTES == 0 or part_nbytes >= nbytes
         direct = direct and aligned and nbytes > 0
-        if not direct:
-            self._latest.add(self._path(key), nbytes)
+        if not direct and nbytes >= CACHED_NBYTES_MIN:
+            make_room(self._latest, self._path(key), nbytes)
         return LocalWriter(self, ledger, durable=durable, direct=direct)
 
     def begin_joint(self, key: str, nbytes: int, *, part_nbytes: int) -> str:

@@ -5,13 +5,11 @@ from __future__ import annotations
 import contextlib
 import os
 
-from storage.forks import ForkSafeLock
-
 # The names of a cgroup's limit, of what it uses, and before the fields of `memory.stat`.
 _V2 = ("memory.max", "memory.current", "")
 _V1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_")
 # Smaller files are not looked after: they come and go by themselves.
-_NBYTES_MIN = 4 * 1024 * 1024
+CACHED_NBYTES_MIN = 4 * 1024 * 1024
 
 
 def memory_left(proc: str = "/proc", cgroups: str = "/sys/fs/cgroup") -> int:
@@ -39,36 +37,21 @@ def memory_left(proc: str = "/proc", cgroups: str = "/sys/fs/cgroup") -> int:
     return max(left, 0)
 
 
-class LatestFiles:
-    """The files that were written last through the page cache. Thread-safe.
+def make_room(latest: dict[str, int], path: str, nbytes: int) -> None:
+    """Take files of `latest`, with their sizes, the oldest first, out of the page cache as `path`
+    enters it. Files of one directory's name stay.
 
-    Those of the save before leave it as those of the next one enter: a training that saves for
-    weeks takes the space of one checkpoint. Memory that is used again is cheap: fresh pages cost a
-    virtual machine three times the CPU seconds of the write.
+    A training that saves for weeks takes the space of one checkpoint, and memory that is used again
+    is cheap: fresh pages cost a virtual machine three times the CPU seconds of the write.
     """
-
-    def __init__(self) -> None:
-        self._nbytes: dict[str, int] = {}  # the oldest first
-        self._lock = ForkSafeLock()
-
-    def add(self, path: str, nbytes: int) -> None:
-        """`path` will be written; files of other directories' names make room for it."""
-        if nbytes < _NBYTES_MIN:
-            return
-        with self._lock:
-            older = [one for one in self._nbytes if _folder(one) != _folder(path)]
-            room = 0
-            for one in older:
-                if room >= nbytes:
-                    break
-                room += self._nbytes.pop(one)
-                with contextlib.suppress(OSError):  # deleted, which made room too
-                    _drop(one)
-            self._nbytes[path] = nbytes
-
-
-def _folder(path: str) -> str:
-    return os.path.basename(os.path.dirname(path))
+    folder = os.path.basename(os.path.dirname(path))
+    room = 0
+    for one in list(latest):
+        if room < nbytes and os.path.basename(os.path.dirname(one)) != folder:
+            room += latest.pop(one, 0)
+            with contextlib.suppress(OSError):  # deleted, which made room too
+                _drop(one)
+    latest[path] = nbytes
 
 
 def _drop(path: str) -> None:

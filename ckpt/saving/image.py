@@ -140,9 +140,7 @@ class WritePath:
 
     def for_save(self, nbytes: int) -> WritePath:
         """How a save of `nbytes` on this rank is written: what was saved is often read soon."""
-        if not self.direct or nbytes < self.direct_nbytes_min or not self.cached_share_max:
-            return self
-        fits = nbytes <= self.cached_share_max * memory_left()
+        fits = self.direct and nbytes <= self.cached_share_max * memory_left()
         return replace(self, direct=False, writers=0) if fits else self
 
     def write(
@@ -312,7 +310,8 @@ def write_files(
         entries = [file.entries for file in files]
         plans = plan_files(entries, starts, path, store.part_nbytes_min)
     nbytes = sum([plan.entries.nbytes for plan in plans])
-    path = path.for_save(nbytes)
+    if path.cached_share_max and nbytes >= path.direct_nbytes_min:
+        path = path.for_save(nbytes)
     part_nbytes, writers = plans[0].part_nbytes, path.writers
     is_large = nbytes >= COPIED_NBYTES_MAX * len(sources)
     if is_large and not path.direct and all([source.address for source in sources]):

@@ -36,12 +36,7 @@ import torch.distributed as dist
 from lightning.fabric.plugins.io.checkpoint_io import CheckpointIO
 from lightning.fabric.utilities import move_data_to_device
 from lightning.fabric.wrappers import _FabricModule, _FabricOptimizer
-from lightning.pytorch.strategies import (
-    DDPStrategy,
-    FSDPStrategy,
-    ModelParallelStrategy,
-    Strategy,
-)
+from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy, ModelParallelStrategy, Strategy
 from lightning.pytorch.trainer.states import TrainerFn
 
 from ckpt.api import async_save, load

@@ -8,15 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from ckpt.screens.rows import (
-    CHARTS,
-    QUIET_SECONDS,
-    TITLES,
-    Chart,
-    problems,
-    risks_text,
-    tier_row,
-)
+from ckpt.screens.rows import CHARTS, QUIET_SECONDS, TITLES, Chart, problems, risks_text, tier_row
 from ckpt.screens.terminal import age, counted, date, rate_text, seconds_text, size
 from ckpt.screens.visible import visible
 from ckpt.telemetry.record import SaveTotals, Telemetry

@@ -22,12 +22,7 @@ import torch
 
 from ckpt.convert.naming import Rename, is_chosen, renamed, renamer
 from ckpt.convert.sources.derived import RestackedSource
-from ckpt.convert.sources.source import (
-    CheckpointSource,
-    NativeSource,
-    ReadRequest,
-    SourceTensor,
-)
+from ckpt.convert.sources.source import CheckpointSource, NativeSource, ReadRequest, SourceTensor
 from ckpt.errors import CheckpointError
 from ckpt.format.checksum import joined_crc32c
 from ckpt.format.codec import encode_values

@@ -57,10 +57,7 @@ from ckpt.format.manifest import Manifest
 from ckpt.format.manifest_codec import decode_manifest
 from ckpt.short import ShortRecord
 from ckpt.tools.salvage import SalvageReport, salvage, write_manifest
-from storage import (
-    KeyExistsError,
-    Store,
-)
+from storage import KeyExistsError, Store
 
 Live = tuple[LiveEntry, ...]
 Body = tuple[Kind, int, str | None, Live]  # of a record: kind, epoch, attempt, live

@@ -27,13 +27,7 @@ from ckpt.format.manifest_codec import decode_manifest
 from ckpt.layout.dtypes import DTYPES
 from ckpt.short import ShortRecord
 from ckpt.telemetry.record import WORK, SaveFailure, SaveTotals, Telemetry, read_telemetry
-from ckpt.tools.near_tiers import (
-    TierView,
-    WorkAtRisk,
-    newest_status_of,
-    tier_views,
-    work_at_risk,
-)
+from ckpt.tools.near_tiers import TierView, WorkAtRisk, newest_status_of, tier_views, work_at_risk
 from ckpt.tools.overview import READERS, DiskUsage, Event, history, usage_of
 from storage import Store, StoreLike, open_store
 from storage.hidden import hides_secrets

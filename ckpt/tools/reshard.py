@@ -32,12 +32,7 @@ from ckpt.format.joint_manifest import build_manifest
 from ckpt.format.manifest import SINCE_FULL, Header, Manifest, MetadataBudget
 from ckpt.format.manifest_codec import decode_manifest
 from ckpt.format.object_parts import DataFile
-from ckpt.format.part import (
-    FileColumns,
-    PartTexts,
-    TensorRecord,
-    part_of_files,
-)
+from ckpt.format.part import FileColumns, PartTexts, TensorRecord, part_of_files
 from ckpt.layout.dtypes import DTYPES
 from ckpt.layout.even import EvenLayout, even_part
 from ckpt.layout.kind import Kind

@@ -24,13 +24,7 @@ from ckpt.layout.buffers import aligned_buffer
 from ckpt.loading.block_sums import BlockSums
 from ckpt.loading.contents import LocatedCheckpoint
 from ckpt.short import ShortRecord
-from storage import (
-    ByteRange,
-    CorruptObjectError,
-    KeyNotFoundError,
-    ShortReadError,
-    Store,
-)
+from storage import ByteRange, CorruptObjectError, KeyNotFoundError, ShortReadError, Store
 from storage.threads import in_order
 
 MIB = 1 << 20

@@ -17,12 +17,7 @@ from ckpt.convert.sources.source import (
     SourceContents,
     SourceTensor,
 )
-from ckpt.convert.sources.torch_pickle import (
-    CallOut,
-    StorageOut,
-    TensorOut,
-    named_object,
-)
+from ckpt.convert.sources.torch_pickle import CallOut, StorageOut, TensorOut, named_object
 from ckpt.convert.targets.dcp import DcpBuilding
 from ckpt.convert.targets.files import ExportSelection, Output, PlannedFile, torch_file
 from ckpt.errors import CheckpointError

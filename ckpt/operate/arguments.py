@@ -11,14 +11,14 @@ import json
 import os
 import re
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import wraps
 from typing import TYPE_CHECKING, Annotated, Any, Literal, SupportsIndex, TypeAlias, TypeVar, cast
 
 if TYPE_CHECKING:
-    from storage import StoreLike
+    from storage import Store, StoreLike
 
 F = TypeVar("F", bound=Callable[..., Any])
 Progress: TypeAlias = Callable[[int, int], None]
@@ -74,6 +74,15 @@ def operation(function: F) -> F:
         return replace(made, seconds=seconds) if hasattr(made, "seconds") else made
 
     return cast(F, call)
+
+
+@contextmanager
+def opened(url: StoreLike, options: Mapping[str, Any] | None) -> Iterator[Store]:
+    """The store at `url` until the block ends."""
+    from storage import open_store
+
+    with closing(open_store(url, **(options or {}))) as store:
+        yield store
 
 
 def _checked(parameter: inspect.Parameter, value: Any) -> Any:

@@ -60,7 +60,7 @@ def diff(
     from ckpt.loading.contents import find_checkpoint
     from ckpt.loading.plan import ReadPath
     from ckpt.tools.diff import DiffOptions, diff_checkpoints, newest_two
-    from storage import open_store, options_of_other
+    from storage import options_of_other
 
     options = DiffOptions(
         include, exclude, rename, dict(stacks or {}), not quick, plain_int(threads)
@@ -77,7 +77,7 @@ def diff(
             (url, step_a, attempt_a, storage_options),
             (other, step_b, attempt_b, options_b),
         ):
-            store = stack.enter_context(closing(open_store(place, **(of_store or {}))))
+            store = stack.enter_context(given.opened(place, of_store))
             # Bands are read by several threads, each with one request.
             located = find_checkpoint(store, step, attempt=attempt, budget=budget)
             opened.append(Checkpoint(store, located, path=ReadPath()))
@@ -127,7 +127,7 @@ def plan_ranks(
     from ckpt.format.manifest import MetadataBudget
     from ckpt.loading.contents import find_checkpoint
     from ckpt.tools.plan import plan_of_ranks
-    from storage import open_store, options_of_other
+    from storage import options_of_other
 
     contents = None
     if like is not None:
@@ -140,6 +140,6 @@ def plan_ranks(
     elif entry is not None:
         raise InvalidArgument("entry= is for like=; it names the place of that model")
     budget = MetadataBudget(plain_int(metadata_bytes_max))
-    with closing(open_store(url, **(storage_options or {}))) as store:
+    with given.opened(url, storage_options) as store:
         located = find_checkpoint(store, step, attempt=attempt, budget=budget)
         return plan_of_ranks(store, located, plain_int(ranks), layout, contents, entry, budget)

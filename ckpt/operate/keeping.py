@@ -1,7 +1,6 @@
 """What keeps a root sound and small: checks, repairs, deletion, pins. None of these needs torch."""
 
 from collections.abc import Callable, Sequence
-from contextlib import closing
 from typing import TYPE_CHECKING, Annotated
 
 from ckpt.operate import arguments as given
@@ -41,9 +40,8 @@ def verify(
     from ckpt.format.manifest import MetadataBudget
     from ckpt.loading.contents import leased_checkpoint
     from ckpt.tools.verify import verify_located
-    from storage import open_store
 
-    with closing(open_store(url, **(storage_options or {}))) as store:
+    with given.opened(url, storage_options) as store:
         budget = MetadataBudget(plain_int(metadata_bytes_max))
         with leased_checkpoint(store, step, attempt=attempt, budget=budget) as located:
             report = verify_located(store, located, plain_int(threads), progress)
@@ -89,9 +87,8 @@ def rescue(
     reasons; CheckpointError when a job claims the root meanwhile.
     """
     from ckpt.tools.rescue import rescue_in
-    from storage import open_store
 
-    with closing(open_store(url, **(storage_options or {}))) as store:
+    with given.opened(url, storage_options) as store:
         return rescue_in(store, near)
 
 
@@ -108,9 +105,8 @@ def mend(
     meanwhile.
     """
     from ckpt.tools.mend import mend_store
-    from storage import open_store
 
-    with closing(open_store(url, **(storage_options or {}))) as store:
+    with given.opened(url, storage_options) as store:
         return mend_store(store, dry_run=dry_run)
 
 
@@ -144,10 +140,9 @@ def prune(
     CheckpointError for one that matches nothing, and the store's errors.
     """
     from ckpt.service.removing import prune_store, rule_of
-    from storage import open_store
 
     rule = rule_of(keep_last, keep_every, keep_best, keep_younger, retire_unmeasured)
-    with closing(open_store(url, **(storage_options or {}))) as store:
+    with given.opened(url, storage_options) as store:
         return prune_store(store, rule, retire_after, dry_run=dry_run, confirm=confirm)
 
 
@@ -168,9 +163,8 @@ def rm(
     is needed, and the store's errors.
     """
     from ckpt.service.removing import remove
-    from storage import open_store
 
-    with closing(open_store(url, **(storage_options or {}))) as store:
+    with given.opened(url, storage_options) as store:
         return remove(store, step, attempt, dry_run=dry_run, confirm=confirm)
 
 
@@ -189,9 +183,8 @@ def pin(
     CheckpointError for several of that step without `attempt`, and the store's errors.
     """
     from ckpt.service.removing import set_pinned
-    from storage import open_store
 
-    with closing(open_store(url, **(storage_options or {}))) as store:
+    with given.opened(url, storage_options) as store:
         return set_pinned(store, step, attempt, pinned=True)
 
 
@@ -208,7 +201,6 @@ def unpin(
     Takes and raises what `pin` does.
     """
     from ckpt.service.removing import set_pinned
-    from storage import open_store
 
-    with closing(open_store(url, **(storage_options or {}))) as store:
+    with given.opened(url, storage_options) as store:
         return set_pinned(store, step, attempt, pinned=False)

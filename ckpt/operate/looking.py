@@ -1,7 +1,6 @@
 """What a root has, what happened to it, what it takes and costs. None of these needs torch."""
 
 import os
-from contextlib import closing
 from typing import TYPE_CHECKING, Annotated, SupportsIndex, cast
 
 from ckpt.operate import arguments as given
@@ -36,9 +35,8 @@ def ls(
 
         return near_listing(os.fspath(cast(str, url)))
     from ckpt.tools.overview import listing
-    from storage import open_store
 
-    with closing(open_store(url, **(storage_options or {}))) as store:
+    with given.opened(url, storage_options) as store:
         return listing(store)
 
 
@@ -56,9 +54,8 @@ def log(
     As `ckpt.history`, and `problem` says why no job may append to the log, "" where one may.
     """
     from ckpt.tools.overview import log_report
-    from storage import open_store
 
-    with closing(open_store(url, **(storage_options or {}))) as store:
+    with given.opened(url, storage_options) as store:
         return log_report(store, int(count) or None)
 
 
@@ -71,9 +68,8 @@ def disk_usage(url: given.Url, *, storage_options: given.Options = None) -> "Dis
     damaged, and the store's errors.
     """
     from ckpt.tools.overview import usage_of
-    from storage import open_store
 
-    with closing(open_store(url, **(storage_options or {}))) as store:
+    with given.opened(url, storage_options) as store:
         return usage_of(store)
 
 

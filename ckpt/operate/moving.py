@@ -1,7 +1,7 @@
 """A checkpoint to another place, for other ranks, into other formats and out of them."""
 
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack, closing
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, Annotated, Any, Literal, SupportsIndex
 
 from ckpt.operate import arguments as given
@@ -53,7 +53,7 @@ def copy(
     from ckpt.format.manifest import MetadataBudget
     from ckpt.loading.contents import leased_checkpoint
     from ckpt.tools.copy import copy_checkpoint, copy_root
-    from storage import open_store, options_of_other
+    from storage import options_of_other
 
     if root and (step is not None or attempt):
         raise InvalidArgument("root= takes all checkpoints; leave out step= and attempt=")
@@ -61,8 +61,8 @@ def copy(
     budget = MetadataBudget(plain_int(metadata_bytes_max))
     of_target = options_of_other(url, storage_options, target, other_options)
     with ExitStack() as stack:
-        source = stack.enter_context(closing(open_store(url, **(storage_options or {}))))
-        there = stack.enter_context(closing(open_store(target, **of_target)))
+        source = stack.enter_context(given.opened(url, storage_options))
+        there = stack.enter_context(given.opened(target, of_target))
         if root:
             for entry in live_entries(source):
                 stack.enter_context(leased(source, entry.attempt, LEASE_SECONDS_MAX))
@@ -111,16 +111,16 @@ def reshard(
     """
     from ckpt.commit.names import plain_int
     from ckpt.tools.reshard import NewLayout, reshard_in
-    from storage import open_store, options_of_other
+    from storage import options_of_other
 
     new = NewLayout(plain_int(ranks), layout)
     nbytes_max, count = plain_int(metadata_bytes_max), plain_int(threads)
     with ExitStack() as stack:
-        source = stack.enter_context(closing(open_store(url, **(storage_options or {}))))
+        source = stack.enter_context(given.opened(url, storage_options))
         there = None
         if target is not None:
             options = options_of_other(url, storage_options, target, other_options)
-            there = stack.enter_context(closing(open_store(target, **options)))
+            there = stack.enter_context(given.opened(target, options))
         return reshard_in(source, there, new, step, attempt, count, progress, nbytes_max)
 
 

@@ -83,7 +83,7 @@ PART = "ckpt.part"
 _Value = TypeVar("_Value")
 
 
-class _Place:
+class _DcpPlace:
     """Where a writer or a reader of ours is, which is said once; DCP never chooses it by itself."""
 
     def __init__(
@@ -110,7 +110,7 @@ class _Place:
         return False
 
 
-class DcpWriter(_Place, StorageWriter):
+class DcpWriter(_DcpPlace, StorageWriter):
     """Saves what `dcp.save` passes to it as the checkpoint of `step` below `url`.
 
     Values besides tensors are those of `ckpt.save`, with tensors in lists, tuples and queues among
@@ -382,7 +382,7 @@ def _done(value: _Value) -> Future[_Value]:
     return future
 
 
-class DcpReader(_Place, StorageReader):
+class DcpReader(_DcpPlace, StorageReader):
     """Loads a checkpoint of ours by `dcp.load`: one of `DcpWriter`, of `ckpt.save`, or imported.
 
     Reads the bytes that a rank needs and no others, each checked.

@@ -56,9 +56,16 @@ class SaveMetrics:
         ) -> Histogram:
             return Histogram(name, about, labels, buckets=buckets, registry=to)
 
-        self._saves = counter("ckpt_saves", "Saves by how they ended.", ("outcome",))
-        for outcome in ("saved", "failed", "skipped"):
-            self._saves.labels(outcome)
+        saves = counter("ckpt_saves", "Saves by how they ended.", ("outcome",))
+        near = counter("ckpt_near_saves", "Near saves by how they ended.", ("outcome",))
+        self._counters: dict[type[events.SaveEvent], Counter] = {
+            events.SaveSucceeded: saves.labels("saved"),
+            events.SaveFailed: saves.labels("failed"),
+            events.SaveSkipped: saves.labels("skipped"),
+            events.NearSaved: near.labels("saved"),
+            events.NearFailed: near.labels("failed"),
+            events.Restored: counter("ckpt_restores", "Restores that succeeded."),
+        }
         self._seconds = histogram("ckpt_save_seconds", "From the begin of a save to commit.", LONG)
         self._phases = histogram(
             "ckpt_save_phase_seconds", "Phases of saves on this rank.", LONG, ("phase",)
@@ -75,14 +82,10 @@ class SaveMetrics:
         self._nbytes = gauge("ckpt_last_saved_bytes", "Bytes of it, all ranks together.")
         self._slowest = gauge("ckpt_slowest_rank", "Rank that was at work longest for it.")
         self._slowest_seconds = gauge("ckpt_slowest_rank_seconds", "What took it longest.")
-        self._near = counter("ckpt_near_saves", "Near saves by how they ended.", ("outcome",))
-        for outcome in ("saved", "failed"):
-            self._near.labels(outcome)
         self._near_blocked = histogram(
             "ckpt_near_blocked_seconds", "How long a near save blocked the training.", BLOCKED
         )
         self._near_step = gauge("ckpt_last_near_step", "Step of the newest near checkpoint.")
-        self._restores = counter("ckpt_restores", "Restores that succeeded.")
         self._skipped = counter("ckpt_restore_skipped", "Checkpoints that were passed over.")
         self._restore_seconds = histogram("ckpt_restore_seconds", "Duration of a restore.", LONG)
         self._restore_phases = histogram(
@@ -95,30 +98,22 @@ class SaveMetrics:
 
     def __call__(self, event: events.SaveEvent) -> None:
         """Count an event of a Checkpointer."""
+        if type(event) in self._counters:
+            self._counters[type(event)].inc()
         if isinstance(event, events.SaveSucceeded):
             self._saved(event)
-        elif isinstance(event, events.SaveFailed):
-            self._saves.labels("failed").inc()
-        elif isinstance(event, events.SaveSkipped):
-            self._saves.labels("skipped").inc()
-        elif isinstance(event, events.RankMissed):
-            self._missed.set(len(self._missing | {event.concern.rank}))
-            self._missing.add(event.concern.rank)
-        elif isinstance(event, events.RankHeard):
-            self._missing.discard(event.concern.rank)
-            self._missed.set(len(self._missing))
+        elif isinstance(event, events.Restored):
+            self._restored(event)
         elif isinstance(event, events.NearSaved):
-            self._near.labels("saved").inc()
             self._near_blocked.observe(event.blocked_seconds)
             self._near_step.set(event.report.step)
-        elif isinstance(event, events.NearFailed):
-            self._near.labels("failed").inc()
-        else:
-            self._restored(event)
+        elif isinstance(event, events.RankMissed | events.RankHeard):
+            self._missing.discard(event.concern.rank)
+            self._missing |= {event.concern.rank} if isinstance(event, events.RankMissed) else set()
+            self._missed.set(len(self._missing))
 
     def _saved(self, event: events.SaveSucceeded) -> None:
         report, totals = event.report, event.report.totals
-        self._saves.labels("saved").inc()
         self._seconds.observe(event.seconds)
         self._blocked.observe(event.blocked_seconds)
         _observe(self._phases, report.spans)
@@ -133,7 +128,6 @@ class SaveMetrics:
         self._slowest_seconds.set(totals.slowest_seconds)
 
     def _restored(self, event: events.Restored) -> None:
-        self._restores.inc()
         self._restore_seconds.observe(event.seconds)
         _observe(self._restore_phases, event.report.spans)
         self._read.inc(event.report.nbytes_read)

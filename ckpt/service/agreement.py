@@ -80,6 +80,9 @@ class Decision(NamedTuple):
         return not (self.signals or self.reasons or self.alarm)
 
 
+NOTHING, _NO_PROPOSAL = Decision(0), Proposal(0)
+
+
 def decided(proposals: Sequence[Proposal], *, now_seconds: float) -> Decision:
     """What follows from the proposals of all ranks: everything that any of them proposed, at the
     latest promise. The same on all ranks, but for the clock.
@@ -130,13 +133,15 @@ class StepAgreement:
     ) -> None:
         self.waited_seconds = 0.0  # in `turn`, all calls together
         self._world = world
+        self._is_alone = world.size == 1
         self._signals = signals
         self._pace = pace or Pace()
         self._clock = clock
-        self._changed = threading.Condition()
+        self._lock = threading.RLock()
+        self._changed = threading.Condition(self._lock)
         self._turn = 0
         self._turns_seconds: deque[float] = deque(maxlen=TURNS_TIMED)  # when the newest were made
-        self._proposal = Proposal(0)
+        self._proposal = _NO_PROPOSAL
         self._promise = math.inf
         self._decisions: list[Decision] = []
         self._failure: BaseException | None = None
@@ -146,7 +151,7 @@ class StepAgreement:
         self._number = 0
         self._checked_seconds = -math.inf
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="ckpt-agree")
-        if world.size > 1:
+        if not self._is_alone:
             self._pool.submit(self._watch)
 
     def propose(
@@ -173,22 +178,27 @@ class StepAgreement:
 
         Raises RankFailed when a rank was found dead, naming it.
         """
-        with self._changed:
+        with self._lock:
             self._turn += 1
-            self._turns_seconds.append(self._clock())
-            if self._world.size == 1:
+            if self._is_alone:
                 self._decide_alone()
-            elif self._turn >= self._promise:
+            else:
                 began = self._clock()
-                self._changed.wait_for(
-                    lambda: self._turn < self._promise or self._failure is not None
-                )
-                self.waited_seconds += self._clock() - began
-            self._raise_failure()
+                self._turns_seconds.append(began)
+                if self._turn >= self._promise:
+                    self._wait_for_outcome()
+                    self.waited_seconds += self._clock() - began
+            if self._failure is not None:
+                self._raise_failure()
+            if not self._decisions:
+                return None
             due = [one for one in self._decisions if one.turn <= self._turn]
             assert all(one.turn == self._turn for one in due), "a decision came after its turn"
             self._decisions = [one for one in self._decisions if one.turn > self._turn]
             return merged(due, self._turn) if due else None
+
+    def _wait_for_outcome(self) -> None:
+        self._changed.wait_for(lambda: self._turn < self._promise or self._failure is not None)
 
     def close(self) -> Decision | None:
         """The last call, on all ranks. Returns what they agreed on and have not done yet.
@@ -197,7 +207,7 @@ class StepAgreement:
         """
         with self._changed:
             self._turn += 1
-            if self._world.size == 1:
+            if self._is_alone:
                 self._decide_alone()
             else:
                 self._proposal = self._proposal._replace(closing=True)
@@ -246,10 +256,12 @@ class StepAgreement:
 
     def _decide_alone(self) -> None:
         self._take_signals()
+        if self._proposal is _NO_PROPOSAL:
+            return
         proposal = self._proposal._replace(
             turn_max=self._turn, left_seconds=self._signals.left_seconds()
         )
-        self._proposal = Proposal(0)
+        self._proposal = _NO_PROPOSAL
         decision = decided([proposal], now_seconds=self._clock())
         if not decision.is_empty:
             self._decisions.append(decision)

@@ -28,7 +28,7 @@ from ckpt.errors import CheckpointError, Failure, Forked, InvalidState, NoCheckp
 from ckpt.saving.replica_check import ReplicasDrifted
 from ckpt.saving.staging import Snapshot
 from ckpt.saving.task import SaveReport
-from ckpt.service.agreement import Decision, Pace
+from ckpt.service.agreement import NOTHING, Decision, Pace
 from ckpt.service.alarm import Alarm
 from ckpt.service.events import Observer, Restored, SaveSkipped, log_restored
 from ckpt.service.inflight import Saved
@@ -373,7 +373,7 @@ class Checkpointer:
         """
         self._check_open()
         step = _whole_number(step)
-        self._timer.entered(saving=bool(self.in_flight))
+        self._timer.entered(saving=bool(self._saves.steps))
         self._training.progress.advance(step)
         self._start_overs.stepped()
         self._watcher.called(step)
@@ -383,7 +383,7 @@ class Checkpointer:
             self._ahead.stepped(has_saved=begun or self._saves.newest is not None)
             return begun
         finally:
-            self._timer.left(saving=bool(self.in_flight))
+            self._timer.left(saving=bool(self._saves.steps))
 
     def save_now(self, metric: float | None = None) -> Pending:
         """Begin to save the state as it is now, as the newest step that was done.
@@ -431,7 +431,7 @@ class Checkpointer:
             self._leave()
             return
         try:
-            decision = self._agreement.close() or Decision(0)
+            decision = self._agreement.close() or NOTHING
             self._saves.collect(wait=True)
             self._near.collect(wait=True)
             self._save_last(self._schedule.reasons_at_exit(decision))
@@ -480,7 +480,7 @@ class Checkpointer:
 
     def _next_decision(self) -> Decision:
         try:
-            return self._agreement.turn() or Decision(0)
+            return self._agreement.turn() or NOTHING
         except RankFailed:
             # A save that the rank died in knows better in which phase that was, and raises it.
             deadline = self._training.now_seconds() + LOST_SAVE_SECONDS

@@ -42,6 +42,7 @@ class SaveSchedule:
         self._by_all, self._by_coordinator = by_all(policy), by_coordinator(policy)
         self._training = training
         self._agreement = agreement
+        self._decides = training.is_coordinator and bool(self._by_coordinator.policies)
         # Saves that were begun so far. All ranks begin the same ones, so equal numbers on two ranks
         # mean the same moment: a proposal that was made before another save began is out of date.
         self._saves_begun = 0
@@ -53,7 +54,7 @@ class SaveSchedule:
         """Why a save is due at this call of `step`; empty when none is."""
         observation = self._observe(decision)
         reasons = (*self._by_all.reasons(observation), *self._agreed_reasons(decision))
-        if self._training.is_coordinator:
+        if self._decides:
             reasons = (*reasons, *self._coordinators_reasons(observation))
         return reasons
 
@@ -75,12 +76,15 @@ class SaveSchedule:
 
     def _observe(self, decision: Decision, *, closing: bool = False) -> Observation:
         # Signals add up until a save begins: `OnSignal() & EverySteps(100)` waits for both.
-        self._signals |= decision.signals
+        if decision.signals:
+            self._signals |= decision.signals
         progress, costs = self._training.progress, self._training.costs
+        # At the end no step was done since the last call, and none is due a second time.
+        steps = progress.step, progress.step if closing else progress.previous_step
+        if not self._decides:  # what all ranks decide needs no clock
+            return Observation(*steps, signals=self._signals, closing=closing)
         return Observation(
-            step=progress.step,
-            # At the end no step was done since the last call, and none is due a second time.
-            previous_step=progress.step if closing else progress.previous_step,
+            *steps,
             now_seconds=self._training.now_seconds(),
             last_save_seconds=self._last_save_seconds,
             signals=self._signals,
@@ -151,6 +155,8 @@ class SavesInFlight:
     @property
     def steps(self) -> tuple[int, ...]:
         """The steps of saves that are not over."""
+        if not self._begun:
+            return ()
         return tuple(save.step for save in self._begun if not save.pending.done())
 
     @property

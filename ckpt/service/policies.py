@@ -17,15 +17,14 @@ import math
 import signal
 import statistics
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar, NoReturn
+from typing import ClassVar, NamedTuple, NoReturn
 
 from ckpt.commit.names import checked_count, plain_int
 
 
-@dataclass(frozen=True, slots=True)
-class Observation:
+class Observation(NamedTuple):
     """What a decision may look at.
 
     `step` is the step that was just completed, `previous_step` that of the call before. Seconds are
@@ -129,7 +128,10 @@ class AnyOf(CombinedPolicy):
     """Due when one of `policies` is."""
 
     def reasons(self, observation: Observation) -> tuple[str, ...]:
-        return tuple(text for policy in self.policies for text in policy.reasons(observation))
+        reasons: tuple[str, ...] = ()
+        for policy in self.policies:
+            reasons += policy.reasons(observation)
+        return reasons
 
     def alternatives(self) -> tuple[SavePolicy, ...]:
         return self.policies
@@ -251,8 +253,7 @@ class OnSignal(SavePolicy):
         _check_signals(self, self.signals)
 
     def reasons(self, observation: Observation) -> tuple[str, ...]:
-        arrived = sorted(observation.signals & set(self.signals))
-        return tuple(f"on {signal.Signals(number).name}" for number in arrived)
+        return _arrived("on", self.signals, observation)
 
 
 @dataclass(frozen=True, slots=True)
@@ -273,8 +274,7 @@ class OnPreemption(SavePolicy):
         _check_signals(self, self.signals)
 
     def reasons(self, observation: Observation) -> tuple[str, ...]:
-        arrived = sorted(observation.signals & set(self.signals))
-        return tuple(f"preempted by {signal.Signals(number).name}" for number in arrived)
+        return _arrived("preempted by", self.signals, observation)
 
 
 @dataclass(frozen=True, slots=True)
@@ -303,15 +303,22 @@ def _check_signals(policy: SavePolicy, signals: Sequence[int]) -> None:
         )
 
 
+def _arrived(what: str, signals: Collection[int], observation: Observation) -> tuple[str, ...]:
+    if not observation.signals:
+        return ()
+    arrived = sorted(observation.signals & set(signals))
+    return tuple(f"{what} {signal.Signals(number).name}" for number in arrived)
+
+
 # --- who decides ----------------------------------------------------------------------------------
 
 
-def by_all(policy: SavePolicy) -> SavePolicy:
+def by_all(policy: SavePolicy) -> AnyOf:
     """The alternatives that every rank decides by itself, alike; see note "who decides"."""
     return AnyOf(tuple(part for part in policy.alternatives() if not part.needs_clock))
 
 
-def by_coordinator(policy: SavePolicy) -> SavePolicy:
+def by_coordinator(policy: SavePolicy) -> AnyOf:
     """The alternatives that the coordinator decides for all."""
     return AnyOf(tuple(part for part in policy.alternatives() if part.needs_clock))
 
@@ -396,7 +403,8 @@ class CostMeter:
         if saving:
             self._beside.append(seconds)
         else:
-            self._plain = [*self._plain, seconds][-self.plain_kept :]
+            self._plain.append(seconds)
+            del self._plain[: -self.plain_kept]
 
     def saved(self, *, blocked_seconds: float, persist_seconds: float) -> None:
         """The save that ran beside the newest steps is over. `blocked_seconds` are not in them."""

@@ -109,7 +109,8 @@ class Signals:
 
     def end_the_job(self, signals: frozenset[int]) -> bool:
         """Whether one of `signals`, which arrived on any rank, orders this job to end."""
-        return self._preemption is not None and bool(signals & set(self._preemption.signals))
+        ends = () if self._preemption is None else self._preemption.signals
+        return bool(signals) and not signals.isdisjoint(ends)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if os.getpid() != self._pid:

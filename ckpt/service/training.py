@@ -154,20 +154,19 @@ class StepTimer:
     """Measures the time between two calls of `step`, which is that of one training step."""
 
     def __init__(self, training: Training) -> None:
-        self._training = training
-        self._left_seconds = training.now_seconds()
+        self._costs, self._now = training.costs, training.target.now_seconds
+        self._left_seconds = self._now()
         self._was_saving = False
 
     def entered(self, *, saving: bool) -> None:
         """`step` was called. `saving` when a save is under way."""
-        seconds = self._training.now_seconds() - self._left_seconds
-        self._training.costs.step(seconds, saving=self._was_saving or saving)
+        self._costs.step(self._now() - self._left_seconds, saving=self._was_saving or saving)
 
     def left(self, *, saving: bool) -> None:
         """`step` returns or raises: the next training step begins."""
         self._was_saving = saving
-        self._left_seconds = self._training.now_seconds()
+        self._left_seconds = self._now()
 
     def restored(self) -> None:
         """A restore is over, which is no training step."""
-        self._left_seconds = self._training.now_seconds()
+        self._left_seconds = self._now()

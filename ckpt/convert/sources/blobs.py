@@ -156,80 +156,49 @@ def _wide(
 
 
 class Placed(NamedTuple):
-    """An entry of a zip file to be: its name, its size, and where its parts will be."""
+    """An entry of a zip file that is written; `header_start` counts from where that begins. A crc32
+    that is not known yet is ~ the number of the data that it is of.
+    """
 
     name: str
     nbytes: int
     header_start: int
-    data_start: int
-
-    @property
-    def descriptor_start(self) -> int:
-        """Where its crc32 and sizes stand, which are known when the data has passed."""
-        return self.data_start + self.nbytes
+    crc32: int
 
 
-class ZipLayout(NamedTuple):
-    """Where everything of a zip file goes; the directory is from `directory_start` on."""
-
-    entries: tuple[Placed, ...]
-    directory_start: int
-    nbytes: int
-
-
-def lay_out(sizes: Mapping[str, int], start: int = 0) -> ZipLayout:
-    """The layout of a zip file with entries of these sizes, in this order.
-
-    `start` is where the zip file begins in a larger file; positions are of that one, so that data
-    is aligned there.
+def local_header(name: str, start: int) -> bytes:
+    """What comes before the data of an entry, from byte `start` of a file on, so that the data is
+    aligned there.
     """
-    placed = []
-    position = start
-    for name, nbytes in sizes.items():
-        data = position + _LOCAL.size + len(name.encode())
-        # A field of extra bytes has 4 at least.
-        padding = -(data + 4) % ALIGNMENT
-        entry = Placed(name, nbytes, position, data + 4 + padding)
-        placed.append(entry)
-        position = entry.descriptor_start + _DESCRIPTOR64.size
-    layout = ZipLayout(tuple(placed), position, 0)
-    return layout._replace(
-        nbytes=position - start + len(directory(layout, start, [0] * len(placed)))
-    )
-
-
-def local_header(entry: Placed) -> bytes:
-    """The bytes from the start of the entry to its data."""
-    name = entry.name.encode()
-    extra = entry.data_start - entry.header_start - _LOCAL.size - len(name)
+    text = name.encode()
+    # A field of extra bytes has 4 at least.
+    padding = -(start + _LOCAL.size + len(text) + 4) % ALIGNMENT
     # Bit 3: crc32 and sizes follow the data. Bit 11: the name is UTF-8. "FB" is torch's padding.
-    head = _LOCAL.pack(b"PK\x03\x04", 45, 0x0808, 0, 0, 0, 0, 0, 0, len(name), extra)
-    return head + name + struct.pack("<2sH", b"FB", extra - 4) + b"Z" * (extra - 4)
+    head = _LOCAL.pack(b"PK\x03\x04", 45, 0x0808, 0, 0, 0, 0, 0, 0, len(text), padding + 4)
+    return head + text + struct.pack("<2sH", b"FB", padding) + b"Z" * padding
 
 
-def descriptor(entry: Placed, crc32: int) -> bytes:
-    """What follows the data of the entry."""
-    return _DESCRIPTOR64.pack(b"PK\x07\x08", crc32, entry.nbytes, entry.nbytes)
+def descriptor(nbytes: int, crc32: int) -> bytes:
+    """What follows the data of an entry."""
+    return _DESCRIPTOR64.pack(b"PK\x07\x08", crc32, nbytes, nbytes)
 
 
 DESCRIPTOR_NBYTES = _DESCRIPTOR64.size
 
 
-def directory(layout: ZipLayout, start: int, checksums: Sequence[int]) -> bytes:
-    """The end of the file: the directory, with the crc32 of each entry."""
+def directory(entries: Sequence[Placed], position: int) -> bytes:
+    """The end of the zip file, from `position` in it on."""
     rows = []
-    for entry, crc32 in zip(layout.entries, checksums, strict=True):
+    for entry in entries:
         name = entry.name.encode()
         # Always in 64 bits, so that the length does not depend on where the file ends up.
-        extra = struct.pack("<2H3Q", 1, 24, entry.nbytes, entry.nbytes, entry.header_start - start)
+        extra = struct.pack("<2H3Q", 1, 24, entry.nbytes, entry.nbytes, entry.header_start)
         row = _ENTRY.pack(
-            b"PK\x01\x02", 45, 45, 0x0808, 0, 0, 0, crc32, _32, _32, len(name), len(extra),
+            b"PK\x01\x02", 45, 45, 0x0808, 0, 0, 0, entry.crc32, _32, _32, len(name), len(extra),
             0, 0, 0, 0, _32,
         )  # fmt: skip
         rows.append(row + name + extra)
-    body = b"".join(rows)
-    position = layout.directory_start - start
-    count = len(layout.entries)
+    body, count = b"".join(rows), len(entries)
     end64 = _END64.pack(b"PK\x06\x06", 44, 45, 45, 0, 0, count, count, len(body), position)
     locator = _END64_LOCATOR.pack(b"PK\x06\x07", 0, position + len(body), 1)
     small = min(count, _16)

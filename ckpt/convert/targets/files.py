@@ -28,7 +28,6 @@ from ckpt.convert.sources.blobs import (
     Placed,
     descriptor,
     directory,
-    lay_out,
     local_header,
 )
 from ckpt.convert.sources.source import CheckpointSource, ReadRequest, SourceTensor
@@ -196,7 +195,7 @@ class ZipBuilding:
 
     def add(self, pickle: bytes, data: Sequence[tuple[str, Output, Span]]) -> tuple[int, int]:
         """Append a blob of a tree and its storages by key; returns its start and its length."""
-        start = self.nbytes
+        start, entries = self.nbytes, list[Placed]()
         # In torch.save's order: what is known before the storages, but for the version.
         contents: dict[str, bytes | tuple[Output, Span]] = {
             "data.pkl": pickle,
@@ -204,44 +203,41 @@ class ZipBuilding:
             **{f"data/{key}": (output, span) for key, output, span in data},
             "version": b"3\n",
         }
-        sizes = {
-            f"{ARCHIVE}/{name}": len(content)
-            if isinstance(content, bytes)
-            else content[1].numel * content[0].dtype.itemsize
-            for name, content in contents.items()
-        }
-        layout = lay_out(sizes, start)
-        sums: list[int] = []  # of each entry the crc32, or ~ the number of the data it is of
-        for entry, content in zip(layout.entries, contents.values(), strict=True):
-            self.pieces.append(Fixed(entry.header_start, local_header(entry)))
+        for key, content in contents.items():
+            name, header_start = f"{ARCHIVE}/{key}", self.nbytes - start
+            self._put(Fixed(self.nbytes, local_header(name, self.nbytes)))
             if isinstance(content, bytes):
-                crc32 = zlib.crc32(content)
-                sums.append(crc32)
-                self.pieces.append(Fixed(entry.data_start, content))
-                self.pieces.append(Fixed(entry.descriptor_start, descriptor(entry, crc32)))
+                crc32, nbytes = zlib.crc32(content), len(content)
+                self._put(Fixed(self.nbytes, content + descriptor(nbytes, crc32)))
             else:
-                sums.append(~self.checksums)
-                self.pieces.append(Data(entry.data_start, entry.nbytes, *content, self.checksums))
-                make = partial(_descriptor_of, entry, self.checksums)
-                self.pieces.append(Late(entry.descriptor_start, DESCRIPTOR_NBYTES, make))
+                crc32, nbytes = ~self.checksums, content[1].numel * content[0].dtype.itemsize
+                self._put(Data(self.nbytes, nbytes, *content, self.checksums))
+                make = partial(_descriptor_of, nbytes, self.checksums)
+                self._put(Late(self.nbytes, DESCRIPTOR_NBYTES, make))
                 self.checksums += 1
+            entries.append(Placed(name, nbytes, header_start, crc32))
+        position = self.nbytes - start
 
         def make_directory(checksums: Sequence[int]) -> bytes:
-            crc32s = [one if one >= 0 else checksums[~one] for one in sums]
-            return directory(layout, start, crc32s)
+            sums = (one.crc32 if one.crc32 >= 0 else checksums[~one.crc32] for one in entries)
+            each = zip(entries, sums, strict=True)
+            return directory([one._replace(crc32=crc32) for one, crc32 in each], position)
 
-        self.nbytes = start + layout.nbytes
-        nbytes = self.nbytes - layout.directory_start
-        self.pieces.append(Late(layout.directory_start, nbytes, make_directory))
-        return start, layout.nbytes
+        nbytes = len(make_directory([0] * self.checksums))
+        self._put(Late(self.nbytes, nbytes, make_directory))
+        return start, self.nbytes - start
+
+    def _put(self, piece: FilePiece) -> None:
+        self.pieces.append(piece)
+        self.nbytes += piece.nbytes
 
     def file(self, key: str) -> PlannedFile:
         """The file of all that was added."""
         return PlannedFile(key, self.nbytes, tuple(self.pieces), self.checksums)
 
 
-def _descriptor_of(entry: Placed, number: int, checksums: Sequence[int]) -> bytes:
-    return descriptor(entry, checksums[number])
+def _descriptor_of(nbytes: int, number: int, checksums: Sequence[int]) -> bytes:
+    return descriptor(nbytes, checksums[number])
 
 
 # Bytes --------------------------------------------------------------------------------------------

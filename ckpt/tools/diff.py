@@ -11,11 +11,11 @@ line up.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import reduce
 from itertools import pairwise
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -23,6 +23,7 @@ import torch
 from ckpt.convert.naming import Rename, is_chosen, renamed, renamer
 from ckpt.convert.sources.derived import RestackedSource
 from ckpt.convert.sources.source import CheckpointSource, NativeSource, ReadRequest, SourceTensor
+from ckpt.convert.targets.files import Progress
 from ckpt.errors import CheckpointError
 from ckpt.format.checksum import joined_crc32c
 from ckpt.format.codec import encode_values
@@ -39,8 +40,6 @@ from storage.threads import in_order
 
 BAND_NUMEL = 1 << 19  # elements read together
 LOOK_NUMEL = 1 << 15  # elements looked at together: all that is computed of them stays in the cache
-
-Progress: TypeAlias = Callable[[int, int], None]
 
 
 class Amount(NamedTuple):

@@ -72,10 +72,11 @@ def history(
     damaged or missing, and the store's errors.
     """
     with closing(open_store(url, **(storage_options or {}))) as store:
-        return _history(store, plain_int(count))
+        return history_of(store, plain_int(count))
 
 
-def _history(store: Store, count: int | None) -> tuple[Event, ...]:
+def history_of(store: Store, count: int | None) -> tuple[Event, ...]:
+    """As `history`, of a store that is open."""
     read_format(store)
     log = Log(store)
     newest = log.state().slot
@@ -99,7 +100,7 @@ class LogReport(ShortRecord):
 
 def log_report(store: Store, count: int | None) -> LogReport:
     """The last `count` records, or all. See `ckpt.operate.log`."""
-    events, problem = _history(store, count), ""
+    events, problem = history_of(store, count), ""
     try:
         Log(store).check_end()
     except Corrupt as error:

@@ -28,7 +28,7 @@ from ckpt.layout.dtypes import DTYPES
 from ckpt.short import ShortRecord
 from ckpt.telemetry.record import WORK, SaveFailure, SaveTotals, Telemetry, read_telemetry
 from ckpt.tools.near_tiers import TierView, WorkAtRisk, newest_status_of, tier_views, work_at_risk
-from ckpt.tools.overview import READERS, DiskUsage, Event, history, usage_of
+from ckpt.tools.overview import READERS, DiskUsage, Event, history_of, usage_of
 from storage import Store, StoreLike, open_store
 from storage.hidden import hides_secrets
 from storage.threads import in_order
@@ -144,8 +144,8 @@ def report_of(
     """
     now = time.time() if now_unix is None else now_unix
     budget = MetadataBudget(metadata_bytes_max)
-    events = history(url, count=RECORDS_MAX, storage_options=storage_options)
     with closing(open_store(url, **(storage_options or {}))) as store:
+        events = history_of(store, RECORDS_MAX)
         usage = usage_of(store)
         live = latest_last(Log(store).state().live)
         few = live[: -TELEMETRY_MAX - 1 : -1]  # the newest first

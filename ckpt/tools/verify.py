@@ -15,16 +15,16 @@ import numpy as np
 
 from ckpt.commit.locate import file_key
 from ckpt.errors import Corrupt, UnsupportedFormat
-from ckpt.format.checksum import crc32c_of_each, once_more, raising_corrupt
+from ckpt.format.checksum import crc32c_of_each
 from ckpt.format.datafile import DIGESTS
-from ckpt.format.datafile_index import DataFileIndex, read_data_file_index
+from ckpt.format.datafile_index import DataFileIndex
 from ckpt.format.manifest import Int64s, Manifest, is_reference
-from ckpt.format.stored_index import extra_of
+from ckpt.format.stored_index import extra_of, index_of
 from ckpt.layout.buffers import aligned_buffer
 from ckpt.loading.block_sums import BlockSums
 from ckpt.loading.contents import LocatedCheckpoint
 from ckpt.short import ShortRecord
-from storage import ByteRange, CorruptObjectError, KeyNotFoundError, ShortReadError, Store
+from storage import CorruptObjectError, KeyNotFoundError, ShortReadError, Store
 from storage.threads import in_order
 
 MIB = 1 << 20
@@ -165,13 +165,9 @@ def _file_damage(
         text = f"{key}: {found_nbytes} bytes long, written were {nbytes}"
         return [whole_file(text)], found_nbytes, None
 
-    def read(start: int, stop: int) -> bytes:
-        with raising_corrupt():
-            return store.get(key, ByteRange(start, stop)) if stop > start else b""
-
     try:
-        index = once_more(lambda: read_data_file_index(read, nbytes, name=key))
-    except (Corrupt, UnsupportedFormat, ShortReadError) as error:
+        index = index_of(store, key, nbytes)
+    except (Corrupt, UnsupportedFormat) as error:
         return [whole_file(str(error))], nbytes, None
     damage = []
     for name, (offset, extra_nbytes) in index.extras.items():

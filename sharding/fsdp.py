@@ -15,6 +15,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -285,11 +286,7 @@ class FullyShardedDataParallel(UnitAttributes, StatefulUnit):
         With `async_op` returns a handle whose `wait()` returns when they are there, else waits.
         """
         self._find_root()
-        handle = start_early(self.fsdp_unit, shows_views=False)
-        if async_op:
-            return handle
-        handle.wait()
-        return None
+        return start_early(self.fsdp_unit, shows_views=False, async_op=async_op)
 
     def _wait_unshard_streams_on_current_stream(self) -> None:
         """Let what is computed from now on see everything that was gathered early."""
@@ -381,8 +378,7 @@ class FullyShardedDataParallel(UnitAttributes, StatefulUnit):
             if unit.reduction.hook is not None:
                 raise AssertionError("register_comm_hook: a hook is registered already")
         for unit in units:
-            comm_hook = hook_of(state, hook)
-            unit.reduction = unit.reduction.with_hook(comm_hook)
+            unit.reduction = replace(unit.reduction, hook=hook_of(state, hook))
 
     # --- full parameters ------------------------------------------------------------------------
 

@@ -65,11 +65,7 @@ class FSDPModule(TorchUnit):
         With `async_op` returns at once, with a handle whose `wait()` returns when they are there.
         """
         units = [group.unit for group in self.fsdp_groups]
-        handle = start_early(*units, shows_views=True)
-        if async_op:
-            return handle
-        handle.wait()
-        return None
+        return start_early(*units, shows_views=True, async_op=async_op)
 
     def reshard(self) -> None:
         """Free this module's gathered parameters, and let it show the sharded ones."""

@@ -339,12 +339,6 @@ class DTensorStore(ParameterStore):
                 self.streams.will_free(tensor)
             gathering.release()
 
-    def keep_after_forward(self) -> None:
-        """The modules still show gathered parameters."""
-
-    def keep_after_backward(self) -> None:
-        """The modules still show gathered parameters."""
-
     def free_after_forward(self) -> None:
         """Free all, or keep a larger shard for the backward."""
         mesh = self._smaller_mesh
@@ -407,9 +401,6 @@ class DTensorStore(ParameterStore):
             )
 
     # --- gradients ------------------------------------------------------------------------------
-
-    def adopt_gradients(self) -> None:
-        """Gradients are those of the sharded parameters: nothing is shown beside them."""
 
     def outgoing_gradients(self, grads: Gradients | None, form: OutgoingForm) -> Outgoing:
         """The gradients cut into the ranks' parts, from where they lie if nothing has to be done.

@@ -233,7 +233,10 @@ class _Native(Comm):
         if member.ranges:
             work = dist.all_gather(self._parts(member), part, group=self.group, async_op=True)
             return PendingCollective([work])
-        return PendingCollective([self._gather(member.whole, part)])
+        if self._memory is not None:
+            self._memory.register(member.whole, self.group)  # `part` is a part of it
+        work = _all_gather_single(member.whole, part, group=self.group, async_op=True)
+        return PendingCollective([work])
 
     def reduce_scatter(
         self, members: Members, outs: Tensors, *, pool: BufferPool, tag: int
@@ -251,7 +254,11 @@ class _Native(Comm):
         if member.ranges:
             work = dist.reduce_scatter(out, self._parts(member), group=self.group, async_op=True)
             return PendingCollective([work])
-        return PendingCollective([self._reduce(member.whole, out)])
+        if self._memory is not None:
+            self._memory.register(member.whole, self.group)
+            self._memory.register(out, self.group)
+        work = _reduce_scatter_single(out, member.whole, group=self.group, async_op=True)
+        return PendingCollective([work])
 
     def _parts(self, member: RankParts) -> list[torch.Tensor]:
         return [member.of(rank) for rank in range(self.size)]
@@ -264,17 +271,6 @@ class _Native(Comm):
             for part, rank in parts
             if part.numel()
         ]
-
-    def _gather(self, full: torch.Tensor, own: torch.Tensor) -> Any:
-        if self._memory is not None:
-            self._memory.register(full, self.group)  # `own` is a part of it
-        return _all_gather_single()(full, own, group=self.group, async_op=True)
-
-    def _reduce(self, full: torch.Tensor, out: torch.Tensor) -> Any:
-        if self._memory is not None:
-            self._memory.register(full, self.group)
-            self._memory.register(out, self.group)
-        return _reduce_scatter_single()(out, full, group=self.group, async_op=True)
 
 
 class _Pairwise(_Native):
@@ -311,10 +307,10 @@ class _Pairwise(_Native):
         with shown_as("_allgather_base_"):
             for source in self._sources:
                 for member in members:
-                    works.append(self._receive(member.of(source), source, tag))
+                    works.append(self._message(dist.irecv, member.of(source), source, tag))
             for target in self._targets:
                 for member in members:
-                    works.append(self._send(member.of(self.rank), target, tag))
+                    works.append(self._message(dist.isend, member.of(self.rank), target, tag))
         return PendingCollective(works)
 
     def reduce_scatter(
@@ -335,34 +331,30 @@ class _Pairwise(_Native):
             for source, row in zip(self._sources, received.view(self.size - 1, -1), strict=True):
                 slots[source] = row.split(sizes)
                 for slot in slots[source]:
-                    works.append(self._receive(slot, source, tag))
+                    works.append(self._message(dist.irecv, slot, source, tag))
             for target in self._targets:
                 for member in members:
-                    works.append(self._send(member.of(target), target, tag))
+                    works.append(self._message(dist.isend, member.of(target), target, tag))
 
         def add_up() -> None:
             for index, (member, out) in enumerate(zip(members, outs, strict=True)):
                 parts = []
                 for rank in range(self.size):
                     parts.append(member.of(rank) if rank == self.rank else slots[rank][index])
-                _sum_in_order(parts, out)  # by rank, so that all ranks would get the same bits
+                torch.add(parts[0], parts[1], out=out)  # by rank: all would get the same bits
+                for part in parts[2:]:
+                    out.add_(part)
             pool.give_back(received)
 
         return PendingCollective(works, add_up)
 
-    def _send(self, tensor: torch.Tensor, rank: int, tag: int) -> Any:
+    def _message(self, call: Callable[..., Any], tensor: torch.Tensor, rank: int, tag: int) -> Any:
+        """Send the tensor to a rank, or receive it from there."""
         if not tensor.numel():
             return None
         if tensor.dtype.itemsize == 1:  # gloo has no floats of 8 bits
             tensor = tensor.view(torch.uint8)
-        return dist.isend(tensor, self.global_ranks[rank], group=self.group, tag=_FIRST_TAG + tag)
-
-    def _receive(self, tensor: torch.Tensor, rank: int, tag: int) -> Any:
-        if not tensor.numel():
-            return None
-        if tensor.dtype.itemsize == 1:
-            tensor = tensor.view(torch.uint8)
-        return dist.irecv(tensor, self.global_ranks[rank], group=self.group, tag=_FIRST_TAG + tag)
+        return call(tensor, self.global_ranks[rank], group=self.group, tag=_FIRST_TAG + tag)
 
 
 class _Alone(Comm):
@@ -476,18 +468,8 @@ def new_groups(ranks_of_groups: Sequence[Sequence[int]]) -> Group:
     return own
 
 
-def _sum_in_order(parts: Sequence[torch.Tensor], out: torch.Tensor) -> None:
-    torch.add(parts[0], parts[1], out=out)
-    for part in parts[2:]:
-        out.add_(part)
-
-
-@functools.cache
-def _all_gather_single() -> Callable[..., Any]:
-    # Renamed in newer versions of torch, which warn about the old name.
-    return getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-
-
-@functools.cache
-def _reduce_scatter_single() -> Callable[..., Any]:
-    return getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+# Renamed in newer versions of torch, which warn about the old names.
+_all_gather_single: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter_single: Any = (
+    getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+)

@@ -132,7 +132,7 @@ def cut_lines_of(extension: Extension | None, tokens: Iterable[Any]) -> Lines:
     if extension is None:
         return set()
     all_inside = (extension.inside(token) for token in tokens if token is not None)
-    return {tuple(sorted(line)) for inside in all_inside if inside for line in inside.cut_over}
+    return {_line(line) for inside in all_inside if inside for line in inside.cut_over}
 
 
 def holders_of(
@@ -149,21 +149,15 @@ def holders_of(
     model were cut (`cut_lines`), ranks hold the same of those that were not. What else is along its
     axes is another model, or another part of it.
     """
+    own, everyone = _line(groups.shard.global_ranks), {_line(c.global_ranks) for c in groups.comms}
     if root is None:
-        return _holders_without_mesh(groups, is_sharded)
-    cutting = set() if inside is None else {tuple(sorted(ranks)) for ranks in inside.cut_over}
+        if groups.replicate is not None or not is_sharded:
+            return _line((groups.replicate or groups.shard).global_ranks)
+        return (groups.shard.global_ranks[groups.shard.rank],)
+    cutting = set() if inside is None else set(map(_line, inside.cut_over))
     if is_sharded:
-        cutting.add(tuple(sorted(groups.shard.global_ranks)))
-    repeating = set(cut_lines)
-    for comm in (groups.shard, groups.replicate):
-        if comm is not None:
-            repeating.add(tuple(sorted(comm.global_ranks)))
-    array = root.mesh
-    where: list[Any] = (array == dist.get_rank()).nonzero()[0].tolist()
-    for axis in range(array.ndim):
-        if tuple(sorted(line_through_here(root, axis))) in repeating - cutting:
-            where[axis] = slice(None)
-    return tuple(sorted(int(rank) for rank in array[tuple(where)].flatten()))
+        cutting.add(own)
+    return _along(root, (cut_lines | everyone) - cutting)
 
 
 def owners_of(
@@ -180,21 +174,18 @@ def owners_of(
     root = None if mesh is None else larger_mesh(mesh)
     if root is None:
         return None
-    lines = {tuple(sorted(ranks)) for ranks in cut_over}
-    lines.add(tuple(sorted(groups.shard.global_ranks)))
-    if groups.replicate is not None:
-        lines.add(tuple(sorted(groups.replicate.global_ranks)))
-    array = root.mesh
-    where: list[Any] = (array == dist.get_rank()).nonzero()[0].tolist()
-    for axis in range(array.ndim):
-        if tuple(sorted(line_through_here(root, axis))) in lines:
+    lines = {_line(comm.global_ranks) for comm in groups.comms}
+    return _along(root, lines | set(map(_line, cut_over)))
+
+
+def _line(ranks: Iterable[int]) -> tuple[int, ...]:
+    return tuple(sorted(ranks))
+
+
+def _along(root: DeviceMesh, lines: Lines) -> tuple[int, ...]:
+    """Global ranks that are reached from this one along those axes of the mesh that are `lines`."""
+    where: list[Any] = (root.mesh == dist.get_rank()).nonzero()[0].tolist()
+    for axis in range(root.mesh.ndim):
+        if _line(line_through_here(root, axis)) in lines:
             where[axis] = slice(None)
-    return tuple(sorted(int(rank) for rank in array[tuple(where)].flatten()))
-
-
-def _holders_without_mesh(groups: Groups, is_sharded: bool) -> tuple[int, ...]:
-    if not is_sharded:
-        return tuple(sorted((groups.replicate or groups.shard).global_ranks))
-    if groups.replicate is None:
-        return (groups.shard.global_ranks[groups.shard.rank],)
-    return tuple(sorted(groups.replicate.global_ranks))
+    return _line(int(rank) for rank in root.mesh[tuple(where)].flatten())

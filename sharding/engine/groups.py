@@ -28,14 +28,8 @@ class Groups(NamedTuple):
     @property
     def argument(self) -> Any:
         """What to pass as `process_group` to units that are to share these groups."""
-        return (
-            self.shard.group
-            if self.replicate is None
-            else (
-                self.shard.group,
-                self.replicate.group,
-            )
-        )
+        groups = tuple(comm.group for comm in self.comms)
+        return groups if len(groups) > 1 else groups[0]
 
 
 def resolve_groups(

@@ -96,15 +96,13 @@ class PagePool:
         if len(kept) >= self._kept_max:
             _libc().madvise(address, size, _MADV_DONTNEED)
             return
-        empty = self._empty.get(size)
-        target = empty.pop() if empty else self._reserved(size)
+        if empty := self._empty.get(size):
+            target = empty.pop()
+        else:
+            target = _reserve(size)
+            self._ranges.append((target, size))
         _move(address, target, size)
         kept.append(target)
-
-    def _reserved(self, size: int) -> int:
-        address = _reserve(size)
-        self._ranges.append((address, size))
-        return address
 
 
 class _Moved(GatheredMemory):
@@ -163,19 +161,15 @@ class TensorMemory:
         self.generation = 0
         """Another number when the tensors are new ones."""
         self._sizes: tuple[TensorSize, ...] = ()
-        self._memories: tuple[GatheredMemory, ...] = ()
+        self.storages: tuple[GatheredMemory, ...] = ()
+        """What the tensors lie in."""
         self._alone: dict[int, GatheredMemory] = {}  # by identity of a tensor that is alone
         self._device = device
 
     @property
     def nbytes(self) -> int:
         """What is taken now."""
-        return sum(memory.nbytes for memory in self._memories)
-
-    @property
-    def storages(self) -> tuple[GatheredMemory, ...]:
-        """What the tensors lie in."""
-        return self._memories
+        return sum(memory.nbytes for memory in self.storages)
 
     def alone(self, tensor: torch.Tensor) -> GatheredMemory:
         """What a tensor lies in that is to be alone."""
@@ -184,7 +178,7 @@ class TensorMemory:
     def fetch(self, sizes: Sequence[TensorSize], pages: PagePool) -> tuple[torch.Tensor, ...]:
         """Have the memory; returns the tensors, which are new ones if the sizes have changed."""
         if self.tensors and tuple(sizes) == self._sizes:
-            for memory in self._memories:
+            for memory in self.storages:
                 memory.fetch()
             return self.tensors
         starts: list[int] = []
@@ -204,19 +198,19 @@ class TensorMemory:
             tensors.append(whole[start : start + nbytes].view(dtype))
             if alone:
                 self._alone[id(tensors[-1])] = memories[-1]
-        self.tensors, self._memories = tuple(tensors), tuple(memories)
+        self.tensors, self.storages = tuple(tensors), tuple(memories)
         self._sizes = tuple(sizes)
         self.generation += 1
         return self.tensors
 
     def release(self) -> None:
         """Give the memory away. Harmless when it is not there."""
-        for memory in self._memories:
+        for memory in self.storages:
             memory.release()
 
     def forget(self) -> None:
         """Make tensors anew at the next `fetch`."""
-        self.tensors, self._sizes, self._memories = (), (), ()
+        self.tensors, self._sizes, self.storages = (), (), ()
 
 
 # --- system calls --------------------------------------------------------------------------------

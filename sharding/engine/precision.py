@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import MixedPrecision
 from torch.nn.utils.rnn import PackedSequence
 
 
@@ -26,13 +25,6 @@ class Casts:
     output_dtype: torch.dtype | None = None
 
 
-def reduce_dtype(precision: MixedPrecision | None) -> torch.dtype | None:
-    """The dtype of reductions: configured, else that of parameters; None for the shard's own."""
-    if precision is None:
-        return None
-    return precision.reduce_dtype or precision.param_dtype
-
-
 def map_tensors(fn: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
     """`value` with every tensor in it replaced, through containers of all usual kinds.
 
@@ -47,7 +39,7 @@ def map_tensors(fn: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         fields = [field.name for field in dataclasses.fields(value)]
         mapped = {name: map_tensors(fn, getattr(value, name)) for name in fields}
-        if _is_replaceable(value):
+        if all(field.init for field in dataclasses.fields(value)):
             # By the constructor: what a class keeps beside its fields follows them.
             return dataclasses.replace(value, **mapped)
         for name, new in mapped.items():
@@ -66,10 +58,6 @@ def map_tensors(fn: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
     if isinstance(value, list | tuple | set):
         return type(value)(map_tensors(fn, item) for item in value)
     return value
-
-
-def _is_replaceable(value: Any) -> bool:
-    return all(field.init for field in dataclasses.fields(value))
 
 
 def cast_floating(dtype: torch.dtype, value: Any) -> Any:

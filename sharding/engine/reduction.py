@@ -21,7 +21,7 @@ import functools
 import math
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -30,7 +30,7 @@ from sharding.engine.collectives import Comm, PendingCollective, RankParts
 from sharding.engine.memory import BufferPool
 from sharding.engine.store import Gradients, Outgoing, OutgoingForm, ParameterStore
 from sharding.engine.streams import Streams
-from sharding.engine.torch_seam import foreach_mul_by, foreach_norm
+from sharding.engine.torch_seam import foreach_mul, foreach_norm
 
 
 @dataclass(frozen=True)
@@ -66,23 +66,15 @@ class Reduction:
     all_reduces: bool = True
     """Whether sums go to the replicate group now; else they are kept and added to later ones."""
 
-    def with_hook(self, hook: CommHook) -> Reduction:
-        """The same, through a comm hook."""
-        return replace(self, hook=hook)
 
-
-class _Started(NamedTuple):
-    """A collective under way."""
-
-    pending: PendingCollective
-    end: Callable[[], None]
-    """What remains to be done once it has been waited for."""
+Started = tuple[PendingCollective, Callable[[], None]]
+"""A collective under way, and what remains to be done once it has been waited for."""
 
 
 class _ReductionInFlight(NamedTuple):
     """A reduction under way, and the memory that it reads."""
 
-    started: _Started
+    started: Started
     outgoing: Outgoing
     shard: Comm | None
     """Through which it was taken from the pool; None where it was not."""
@@ -114,9 +106,12 @@ class Reductions:
             self._end_oldest()
         self._drop_repeated(keep=1)
         casts = reduction.hook is not None and reduction.hook.casts
-        dtype = (store.compute_dtype if casts else reduction.dtype) or self._own_dtype(
-            store, reduction, grads
-        )
+        dtype = store.compute_dtype if casts else reduction.dtype
+        if dtype is None:
+            dtype = store.reduces_in(grads, fills=reduction.fills_unused)
+            # Gradients may come in any dtype, and sums of earlier ones lose nothing.
+            for kept in self._kept.get(store.tag, {}).values():
+                dtype = torch.promote_types(dtype, kept.dtype)
         shard = reduction.shard if reduction.hook is None else None
         form = OutgoingForm(
             dtype,
@@ -132,25 +127,14 @@ class Reductions:
         self.streams.reductions_wait_for_compute()
         taken_on = self.streams.current()
         with self.streams.reducing():
-            if reduction.hook is not None:
-                started = self._start_hook(store, reduction, reduction.hook, outgoing)
-            elif reduction.shard is not None:
-                started = self._start_sharded(store, reduction, reduction.shard, outgoing)
+            if shard is not None:
+                started = self._start_sharded(store, reduction, shard, outgoing)
             else:
-                started = self._start_replicated(store, reduction, outgoing)
+                started = self._start_whole(store, reduction, outgoing)
         lent = shard if form.pool is not None else None
         waits = reduction.replicate is not None and not reduction.all_reduces
         keeps = store.tag if waits else None
         self._in_flight.append(_ReductionInFlight(started, outgoing, lent, taken_on, keeps))
-
-    def _own_dtype(
-        self, store: ParameterStore, reduction: Reduction, grads: Gradients | None
-    ) -> torch.dtype:
-        dtype = store.reduces_in(grads, fills=reduction.fills_unused)
-        # Gradients may come in any dtype, and sums of earlier ones lose nothing.
-        for kept in self._kept.get(store.tag, {}).values():
-            dtype = torch.promote_types(dtype, kept.dtype)
-        return dtype
 
     def finish(self) -> None:
         """Wait for all of them."""
@@ -172,7 +156,7 @@ class Reductions:
         self._kept.clear()
         with self.streams.reducing():
             for one in dropped:
-                one.started.pending.wait()
+                one.started[0].wait()
         for one in dropped:
             self.streams.reductions_have_read(one.taken_on)
         self._drop_repeated(keep=0)
@@ -180,8 +164,9 @@ class Reductions:
     def _end_oldest(self) -> None:
         oldest = self._in_flight.pop(0)
         with self.streams.reducing():
-            oldest.started.pending.wait()
-            oldest.started.end()
+            pending, end = oldest.started
+            pending.wait()
+            end()
         self.streams.reductions_have_read(oldest.taken_on)
         if oldest.shard is not None:
             for buffer in oldest.outgoing.scratch:
@@ -195,7 +180,7 @@ class Reductions:
 
     def _start_sharded(
         self, store: ParameterStore, reduction: Reduction, shard: Comm, outgoing: Outgoing
-    ) -> _Started:
+    ) -> Started:
         members = outgoing.members
         first = members[0].whole
         # One tensor behind all parts, so that summing over replicas and dividing are one call each.
@@ -214,9 +199,15 @@ class Reductions:
             else shard.reduce_scatter(members, targets, pool=self._pool, tag=2 * store.tag + 1)
         )
 
+        def end_shard() -> None:
+            """From the sum over the shard group, all of it or by members, to the gradient."""
+            self._end_sum(reduction, out)
+            store.add_gradients(outgoing, outs, keep_dtype=reduction.keep_dtype)
+            self.reduce_kept(store, reduction)
+
         def end() -> None:
             if reduction.replicate is None and reduction.summed_hook is None:
-                self._end_shard(store, reduction, outgoing, out, outs)
+                end_shard()
                 return
             used = [out]
             with self.streams.repeating(reduction.hook_stream):
@@ -228,25 +219,12 @@ class Reductions:
                         part.add_(before)
                         used.append(before)
                 if reduction.all_reduces or reduction.replicate is None:
-                    self._end_shard(store, reduction, outgoing, out, outs)
+                    end_shard()
                 else:
                     kept.update(zip(outgoing.member_indices, outs, strict=True))
                 self._repeated.append((used, self.streams.mark()))
 
-        return _Started(pending, end)
-
-    def _end_shard(
-        self,
-        store: ParameterStore,
-        reduction: Reduction,
-        outgoing: Outgoing,
-        out: torch.Tensor,
-        outs: Sequence[torch.Tensor],
-    ) -> None:
-        """From the sum over the shard group, all of it or by members, to the gradient."""
-        self._end_sum(reduction, out)
-        store.add_gradients(outgoing, outs, keep_dtype=reduction.keep_dtype)
-        self.reduce_kept(store, reduction)
+        return pending, end
 
     def reduce_kept(self, store: ParameterStore, reduction: Reduction) -> None:
         """Sum over the replicate group what waits for that, of members without new gradients."""
@@ -275,40 +253,29 @@ class Reductions:
         if hook is not None and reduction.hook_sees_averages:
             hook(out)
 
-    def _start_replicated(
+    def _start_whole(
         self, store: ParameterStore, reduction: Reduction, outgoing: Outgoing
-    ) -> _Started:
+    ) -> Started:
+        """By the user's hook, or over the replicate group alone."""
         (member,) = outgoing.members
-        out = member.whole
-        comm = reduction.replicate
-        pending = PendingCollective(()) if comm is None else comm.all_reduce(out)
-
-        def end() -> None:
-            if reduction.factors[1] != 1.0:
-                out.div_(reduction.factors[1])
-            store.add_gradients(outgoing, [out], keep_dtype=reduction.keep_dtype)
-
-        return _Started(pending, end)
-
-    def _start_hook(
-        self, store: ParameterStore, reduction: Reduction, hook: CommHook, outgoing: Outgoing
-    ) -> _Started:
-        (member,) = outgoing.members
-        full = member.whole
-        if reduction.shard is None:
-            out = full
-            hook.hook(hook.state, full)
-        else:
-            if member.ranges:
-                full = _equal_parts(member, reduction.shard.size)
+        out, hook, shard = member.whole, reduction.hook, reduction.shard
+        pending = PendingCollective(())
+        if hook is None and reduction.replicate is not None:
+            pending = reduction.replicate.all_reduce(out)
+        elif hook is not None and shard is None:
+            hook.hook(hook.state, out)
+        elif hook is not None and shard is not None:
+            full = _equal_parts(member, shard.size) if member.ranges else out
             padded = torch.zeros(member.part_numel, dtype=full.dtype, device=full.device)
             hook.hook(hook.state, full, padded)
             out = padded[: outgoing.own_numels[0]]
 
         def end() -> None:
+            if hook is None and reduction.factors[1] != 1.0:
+                out.div_(reduction.factors[1])
             store.add_gradients(outgoing, [out], keep_dtype=reduction.keep_dtype)
 
-        return _Started(PendingCollective(()), end)
+        return pending, end
 
 
 def _is_alone(reduction: Reduction) -> bool:
@@ -369,7 +336,7 @@ def clip_sharded(
     scale = torch.clamp(max_norm / (total + 1e-6), max=1.0)
     grads = [*sharded, *repeated]
     for alike in _by_kind(grads):
-        foreach_mul_by(alike, scale.to(device=alike[0].device, dtype=alike[0].dtype))
+        foreach_mul(alike, scale.to(device=alike[0].device, dtype=alike[0].dtype))
     if not grads:
         warnings.warn(
             "clip_grad_norm_: this rank has no gradients; the norm is returned in float32",

@@ -15,7 +15,7 @@ from sharding.engine.collectives import Comm
 from sharding.engine.memory import BufferPool, PagePool
 from sharding.engine.reduction import Reductions
 from sharding.engine.steps import StepLog
-from sharding.engine.store import State
+from sharding.engine.store import WAITING, State
 from sharding.engine.streams import Streams
 from sharding.engine.torch_seam import call_after_backward, is_in_backward, is_profiling
 from sharding.engine.unit import Phase, Unit
@@ -99,7 +99,7 @@ class Runtime:
         self.leave_failed_backward()
         self.streams.gathers_wait_for_compute()
         unit.abort_forward()
-        if not unit.is_gathering:
+        if unit.store is None or unit.store.state is not State.GATHERING:
             unit.refresh()
 
     def record_forward(self, unit: Unit) -> None:
@@ -330,17 +330,24 @@ class UnshardHandle(TorchHandle):
                     store.show_views()
 
 
-def start_early(*units: Unit, shows_views: bool) -> UnshardHandle:
-    """Start to gather the units' parameters; their next forward does not gather again."""
+def start_early(*units: Unit, shows_views: bool, async_op: bool) -> UnshardHandle | None:
+    """Start to gather the units' parameters; their next forward does not gather again.
+
+    With `async_op` returns a handle whose `wait()` returns when they are there, else waits.
+    """
     for unit in units:
         store = unit.store
-        if store is not None and unit.needs_gather:
+        if store is not None and store.state in WAITING:
             # An optimizer may just have stepped, and outside of a forward nothing else makes the
             # stream of gathers wait for it.
             store.streams.gathers_wait_for_compute()
             unit.was_requested = True
             unit.gather_early()
-    return UnshardHandle(units, shows_views=shows_views)
+    handle = UnshardHandle(units, shows_views=shows_views)
+    if async_op:
+        return handle
+    handle.wait()
+    return None
 
 
 _BACKWARD = -1

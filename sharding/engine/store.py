@@ -227,27 +227,29 @@ class ParameterStore(ABC):
         """Show the views where the parameters belong."""
         put_all(self.places, self.views)
 
-    @abstractmethod
     def keep_after_forward(self) -> None:
         """The forward is over and the backward will want what is gathered."""
+        return
 
-    @abstractmethod
     def free_after_forward(self) -> None:
         """The forward is over and the backward will gather again."""
+        self.reshard()
 
-    @abstractmethod
     def keep_after_backward(self) -> None:
         """The backward is over, and the next forward will find gathered what it needs."""
+        return
 
-    @abstractmethod
     def is_current(self) -> bool:
-        """Whether what is gathered is surely what gathering again would give."""
+        """Whether what is gathered is surely what gathering again would give. Never sure where
+        steps are fused: they leave no trace.
+        """
+        return False
 
     # --- what is up to the store: gradients -----------------------------------------------------
 
-    @abstractmethod
     def adopt_gradients(self) -> None:
-        """Follow what the user did to the gradients that were shown."""
+        """Follow what the user did to gradients that are shown beside those of shards."""
+        return
 
     @abstractmethod
     def outgoing_gradients(self, grads: Gradients | None, form: OutgoingForm) -> Outgoing:

@@ -118,16 +118,12 @@ def foreach_copy(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor
     torch._foreach_copy_(list(targets), list(sources), non_blocking=True)
 
 
-def foreach_mul(tensors: Sequence[torch.Tensor], factor: float) -> None:
-    """Multiply each tensor in place; one kernel on an accelerator."""
-    torch._foreach_mul_(list(tensors), factor)
-
-
-def foreach_mul_by(tensors: Sequence[torch.Tensor], factor: torch.Tensor) -> None:
-    """Multiply each tensor in place by a scalar of their dtype in their memory; one kernel on an
-    accelerator, and the host does not look at the scalar.
+def foreach_mul(tensors: Sequence[torch.Tensor], factor: float | torch.Tensor) -> None:
+    """Multiply each tensor in place, by a number or a scalar of their dtype in their memory: one
+    kernel on an accelerator, and the host does not look at the scalar.
     """
-    torch._foreach_mul_(list(tensors), factor)
+    factors: Any = factor
+    torch._foreach_mul_(list(tensors), factors)
 
 
 def foreach_norm(tensors: Sequence[torch.Tensor], order: float) -> list[torch.Tensor]:

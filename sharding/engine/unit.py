@@ -527,16 +527,6 @@ class Unit:
         if self.store is not None:
             self.store.ranges = self.ranges
 
-    @property
-    def is_gathering(self) -> bool:
-        """Whether a gather has been started and has not been waited for."""
-        return self.store is not None and self.store.state is State.GATHERING
-
-    @property
-    def needs_gather(self) -> bool:
-        """Whether a prefetch would do anything."""
-        return self.store is not None and self.store.state in WAITING
-
 
 def _tensors_with_gradients(value: Any) -> list[torch.Tensor]:
     tensors: list[torch.Tensor] = []

@@ -163,17 +163,9 @@ class FlatValues(ParameterStore):
         if self.options.use_orig_params:
             self.show_unsharded_params()
 
-    def free_after_forward(self) -> None:
-        """Release what was gathered."""
-        self.reshard()
-
     def keep_after_backward(self) -> None:
         """Show the shards, to which the next step of an optimizer belongs; keep the memory."""
         self.hide_views()
-
-    def is_current(self) -> bool:
-        """Never sure: steps that are fused leave no trace."""
-        return False
 
     def gather_copy(self, values: torch.Tensor) -> torch.Tensor:
         """Everyone's `values` (of the shape of the shard) as one new tensor without padding.

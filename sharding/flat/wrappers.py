@@ -26,7 +26,7 @@ from sharding.engine.blocks import Blocks, Cutting, Placing, Whole
 from sharding.engine.collectives import Comm
 from sharding.engine.extensions import Extension
 from sharding.engine.groups import Groups
-from sharding.engine.precision import cast_buffers, reduce_dtype
+from sharding.engine.precision import cast_buffers
 from sharding.engine.reduction import Reduction, divide_factors
 from sharding.engine.store import ModuleParam
 from sharding.engine.streams import streams_for
@@ -287,7 +287,7 @@ def make_unit(
     reduction = Reduction(
         shard=shard,
         replicate=replicate,
-        dtype=reduce_dtype(precision),
+        dtype=precision.reduce_dtype or precision.param_dtype,
         factors=divide_factors(size),
         keep_dtype=precision.keep_low_precision_grads,
     )

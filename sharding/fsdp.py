@@ -51,9 +51,9 @@ from sharding.engine.runtime import (
 from sharding.engine.streams import streams_for
 from sharding.engine.torch_seam import larger_mesh, passed_over
 from sharding.engine.unit import Phase, Root
-from sharding.flat.unit import FlatUnit, Settings, SummonOptions, check_summon, summon_units
+from sharding.flat.unit import FlatUnit, SummonOptions, check_summon, summon_units
+from sharding.flat.values import Settings
 from sharding.flat.wrappers import (
-    Values,
     cast_all_buffers,
     check_agreement,
     check_kinds,
@@ -152,8 +152,9 @@ class FullyShardedDataParallel(UnitAttributes, StatefulUnit):
             # A subclass may have a constructor of its own; one with an extension means all units.
             wrapper = FullyShardedDataParallel if self.fsdp_extension is None else type(self)
             auto_wrap(module, auto_wrap_policy, ignored, wrapper=wrapper, kwargs=shared)
-        values = Values(device_id, param_init_fn, sync_module_states)
-        module_params, device = prepare_params(module, ignored, groups, values)
+        module_params, device = prepare_params(
+            module, ignored, groups, device_id, param_init_fn, sync=sync_module_states
+        )
         self.fsdp_names = tuple(state_names(module))  # before members are taken out
         settings = Settings(
             strategy=clamped(strategy, groups),
@@ -443,7 +444,7 @@ class FullyShardedDataParallel(UnitAttributes, StatefulUnit):
             super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
             store.convert(fn)
         finally:
-            if store.options.use_orig_params:
+            if store.settings.use_orig_params:
                 store.put_params()
             else:
                 store.show_placeholders()
@@ -507,13 +508,13 @@ class FullyShardedDataParallel(UnitAttributes, StatefulUnit):
         members = [self._describe(index) for index in range(len(store.module_params))]
         local = store.flat.detach()
         owners = [owners_of(self.fsdp_groups, self.fsdp_mesh, m.inside) for m in members]
-        if not store.options.use_orig_params:
+        if not store.settings.use_orig_params:
             # One object for all members: its ranks are those of the member that has most.
             widest = None if None in owners else max(owners, key=lambda o: len(o or ()))
             views = flat_views(members, local.dtype, base=0)
             return [Owned(store.flat, local, views, True, widest)]
         store.adopt_values()  # the user may have put other values into the parameters
-        whole_here = not store.options.sharded
+        whole_here = not store.is_sharded
         return [
             member_as_param(param, local, member, over, whole_here=whole_here)
             for param, member, over in zip(store.params, members, owners, strict=True)
@@ -534,7 +535,7 @@ class FullyShardedDataParallel(UnitAttributes, StatefulUnit):
             None if self.fsdp_mesh is None else larger_mesh(self.fsdp_mesh),
             inside,
             self.fsdp_cut_lines,
-            is_sharded=store.options.sharded,
+            is_sharded=store.is_sharded,
         )
         order = memory_order(fqn, member.shape, member.stride)
         shown = member.part_shape(numel)

@@ -7,45 +7,30 @@ shown to optimizers, and followed where users replace them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 
 import torch
 
-from sharding.engine.collectives import Comm, RankParts
+from sharding.engine.collectives import RankParts
 from sharding.engine.store import (
     Gradients,
-    ModuleParam,
     Outgoing,
     OutgoingForm,
     call_accumulate_hooks,
 )
-from sharding.engine.streams import Streams
 from sharding.engine.torch_seam import foreach_copy, foreach_mul
 from sharding.flat.members import member_view
-from sharding.flat.values import FlatValues, StoreOptions
-
-if TYPE_CHECKING:
-    from sharding.engine.extensions import Extension
+from sharding.flat.values import FlatValues
 
 
 class FlatParam(FlatValues):
     """See the head of this file."""
 
-    def __init__(
-        self,
-        module_params: Sequence[ModuleParam],
-        shard: Comm,
-        streams: Streams,
-        options: StoreOptions,
-        *,
-        extension: Extension | None = None,
-    ) -> None:
-        super().__init__(module_params, shard, streams, options, extension=extension)
-        self._shown_grads: dict[int, torch.Tensor] = {}
-        """What was put at `.grad`, by member; the flat parameter's is at -1."""
-        self._shows_unsharded_grad = False
-        self.unsharded_grad: torch.Tensor | None = None
+    _shown_grads: Mapping[int, torch.Tensor] = MappingProxyType({})
+    """What was put at `.grad`, by member; the flat parameter's is at -1."""
+    _shows_unsharded_grad = False
+    unsharded_grad: torch.Tensor | None = None
 
     # --- gradients ------------------------------------------------------------------------------
 
@@ -60,7 +45,7 @@ class FlatParam(FlatValues):
 
     def outgoing_gradients(self, grads: Gradients | None, form: OutgoingForm) -> Outgoing:
         """One padded buffer with the gradients of all members, zeros where there is none."""
-        layout, device = self.layout, self.options.device
+        layout, device = self.layout, self.device
         numel = layout.padded_numel
         if form.pool is None:
             full = torch.empty(numel, dtype=form.dtype, device=device)
@@ -73,11 +58,9 @@ class FlatParam(FlatValues):
         parts = RankParts(full, layout.shard_numel, layout.ranges)
         return Outgoing((parts,), (0,), (layout.shard_numel_of(self.rank),), scratch)
 
-    def write_gradients(
-        self, grads: Gradients, out: torch.Tensor, *, scale: float, earlier: bool = True
-    ) -> None:
+    def write_gradients(self, grads: Gradients, out: torch.Tensor, *, scale: float) -> None:
         """Fill the padded `out` with gradients of all members times `scale`, zeros elsewhere."""
-        kept = self.unsharded_grad if earlier else None
+        kept, self.unsharded_grad = self.unsharded_grad, None
         # Scratch is used again: filler and padding would carry old values into the sums.
         for start, stop in self.layout.gaps:
             out[start:stop].zero_()
@@ -100,15 +83,13 @@ class FlatParam(FlatValues):
             if scale != 1.0:
                 # In the dtype of the sum: a product in the gradients' own would be rounded.
                 foreach_mul(targets, scale)
-        if earlier:
-            self.unsharded_grad = None
 
     def keep_unsharded_gradients(self, grads: Gradients) -> None:
         """Add gradients up on this rank, unsharded; what `no_sync` does."""
         kept = self.unsharded_grad
         if kept is None:
             kept = torch.zeros(
-                self.layout.padded_numel, dtype=self.compute_dtype, device=self.options.device
+                self.layout.padded_numel, dtype=self.compute_dtype, device=self.device
             )
         for member, grad in zip(self.layout.members, grads, strict=True):
             if grad is not None:
@@ -139,30 +120,28 @@ class FlatParam(FlatValues):
         self, outgoing: Outgoing, new: Sequence[torch.Tensor], *, keep_dtype: bool
     ) -> None:
         """Add the reduced gradient, as long as the shard, to what is there."""
-        self._add_gradient(new[0], keep_dtype=keep_dtype)
-
-    def _add_gradient(self, new: torch.Tensor, *, keep_dtype: bool) -> None:
-        kept = before = self.grad
-        offload = self.options.offload
+        (grad,), kept = new, self.grad
+        before = kept
+        offload = self.settings.offload
         if before is not None and offload:
-            before = self.streams.to_device(before, new.device)
+            before = self.streams.to_device(before, grad.device)
         if before is not None:
             # Summed in the shard's own precision, so that steps without no_sync lose nothing.
-            new = before.to(self.flat.dtype).add_(new)
+            grad = before.to(self.flat.dtype).add_(grad)
         if not keep_dtype:
-            new = new.to(self.flat.dtype)
+            grad = grad.to(self.flat.dtype)
         elif before is not None:
-            new = new.to(before.dtype)
+            grad = grad.to(before.dtype)
         if offload:
             # Last of all: from here on the host must not look until it has waited.
-            into = kept if kept is not None and kept.dtype == new.dtype else None
-            new = self.streams.to_host(new, pin=True, into=into)
+            into = kept if kept is not None and kept.dtype == grad.dtype else None
+            grad = self.streams.to_host(grad, pin=True, into=into)
         self._shows_unsharded_grad = False
-        self.grad = new
-        if self.options.use_orig_params:
-            self._show_gradient_slices(new)
+        self.grad = grad
+        if self.settings.use_orig_params:
+            self._show_gradient_slices(grad)
         else:
-            self._shown_grads = {-1: new}
+            self._shown_grads = {-1: grad}
         showers = [self._shower(index) for index in self._shown_grads]
         call_accumulate_hooks(showers, self.streams if offload else None)
 
@@ -175,7 +154,7 @@ class FlatParam(FlatValues):
         """
         if self._shown_grads:
             self.follow_gradients()
-        elif self.options.use_orig_params and not self._params_are_unsharded:
+        elif self.settings.use_orig_params and not self._params_are_unsharded:
             self._adopt_new_gradients()
 
     def follow_gradients(self) -> None:
@@ -188,7 +167,7 @@ class FlatParam(FlatValues):
             self._shown_grads = {}
             self._shows_unsharded_grad = False
             return
-        if not self.options.use_orig_params:
+        if not self.settings.use_orig_params:
             return
         for index, slice_ in shown.items():
             grad = self.params[index].grad
@@ -226,38 +205,40 @@ class FlatParam(FlatValues):
 
     def show_gradients(self) -> None:
         """Let original parameters have their parts of the gradient again."""
-        if self.grad is not None and self.options.use_orig_params:
+        if self.grad is not None and self.settings.use_orig_params:
             self._show_gradient_slices(self.grad)
 
     def _shower(self, index: int) -> torch.Tensor:
         return self.flat if index < 0 else self.params[index]
 
     def _show_gradient_slices(self, grad: torch.Tensor) -> None:
-        self._shown_grads = {}
+        shown = {}
         slices = self.shard_views(grad)
         for index, (param, slice_) in enumerate(zip(self.params, slices, strict=True)):
-            if param.requires_grad and (self.parts[index] is not None or not self.options.sharded):
+            if param.requires_grad and (self.parts[index] is not None or not self.is_sharded):
                 assign_grad(param, slice_)
                 # Another tensor object: the user may give the one that is shown other memory.
-                self._shown_grads[index] = slice_.detach()
+                shown[index] = slice_.detach()
             else:
                 param.grad = None
+        self._shown_grads = shown
 
     def _show_unsharded_gradients(self, kept: torch.Tensor) -> None:
         if self.grad is not None:
             return  # a reduced gradient is there: it stays shown, and is added to
-        self._shown_grads = {}
         self._shows_unsharded_grad = True
         assign_grad(self.flat, kept[: self.layout.numel])
-        if not self.options.use_orig_params:
-            self._shown_grads[-1] = kept[: self.layout.numel]
+        if not self.settings.use_orig_params:
+            self._shown_grads = {-1: kept[: self.layout.numel]}
             return
+        shown = {}
         for index, (param, view) in enumerate(
             zip(self.params, self.member_views(kept), strict=True)
         ):
             if param.requires_grad:
                 assign_grad(param, view)
-                self._shown_grads[index] = view.detach()
+                shown[index] = view.detach()
+        self._shown_grads = shown
 
     # --- conversion -----------------------------------------------------------------------------
 
@@ -272,10 +253,10 @@ class FlatParam(FlatValues):
         is_on_host = self._pins and converted.device.type == "cpu"
         self.flat.data = converted.pin_memory() if is_on_host else converted
         self.flat.requires_grad_(trainable)
-        self._full = torch.empty(0, dtype=self.compute_dtype, device=self.options.device)
+        self._full = torch.empty(0, dtype=self.compute_dtype, device=self.device)
         self.memory.forget()
         self.drop_views()
-        if self.options.use_orig_params:
+        if self.settings.use_orig_params:
             for param in self.params:
                 param.grad = None
             self.show_shards()

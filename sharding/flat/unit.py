@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import BackwardPrefetch, MixedPrecision, ShardingStrategy
+from torch.distributed.fsdp import ShardingStrategy
 
 from sharding.engine.groups import HYBRID_ZERO2
 from sharding.engine.precision import Casts
@@ -21,6 +21,7 @@ from sharding.engine.reduction import Reduction
 from sharding.engine.torch_seam import ParamPlace
 from sharding.engine.unit import Phase, Schedule, Unit
 from sharding.flat.param import FlatParam, assign_grad
+from sharding.flat.values import Settings
 
 FLAT_NAME = "_flat_param"
 """The name that a flat parameter has on the wrapped module; torch's own."""
@@ -32,54 +33,6 @@ _KEEPS_AFTER_FORWARD = (
 )
 
 
-@dataclass(frozen=True)
-class Settings:
-    """The arguments of the constructor that concern one unit."""
-
-    strategy: ShardingStrategy
-    precision: MixedPrecision
-    backward_prefetch: BackwardPrefetch | None
-    forward_prefetch: bool
-    limit_all_gathers: bool
-    use_orig_params: bool
-    device: torch.device
-    offload: bool
-    ignored_buffers: frozenset[str] = frozenset()
-    """Names relative to the wrapped module."""
-    evaluates_in_full_precision: bool = False
-
-    @property
-    def frees_after_forward(self) -> bool:
-        """Whether parameters are freed between forward and backward."""
-        return self.strategy not in _KEEPS_AFTER_FORWARD
-
-    @property
-    def is_sharded(self) -> bool:
-        """Whether parameters are split over ranks at all."""
-        return self.strategy is not ShardingStrategy.NO_SHARD
-
-    @property
-    def schedule(self) -> Schedule:
-        """When to gather and free."""
-        return Schedule(
-            frees_after_forward=None if self.frees_after_forward else False,
-            # What is not sharded costs nothing to take again, and may be in a lower precision.
-            frees_unsynced=self.frees_after_forward or not self.is_sharded,
-            backward_prefetch=self.backward_prefetch,
-            forward_prefetch=self.forward_prefetch,
-        )
-
-    @property
-    def casts(self) -> Casts:
-        """What to cast inputs to."""
-        precision = self.precision
-        return Casts(
-            dtype=precision.param_dtype,
-            root_inputs=precision.cast_root_forward_inputs,
-            inputs=precision.cast_forward_inputs,
-        )
-
-
 class FlatUnit(Unit):
     """A unit with a flat parameter, or with none, around one wrapped module."""
 
@@ -88,12 +41,24 @@ class FlatUnit(Unit):
     def __init__(
         self, wrapped: nn.Module, store: FlatParam | None, settings: Settings, reduction: Reduction
     ) -> None:
+        precision = settings.precision
+        frees_after_forward = settings.strategy not in _KEEPS_AFTER_FORWARD
         super().__init__(
             store,
             reduction,
             device=settings.device,
-            schedule=settings.schedule,
-            casts=settings.casts,
+            schedule=Schedule(
+                frees_after_forward=None if frees_after_forward else False,
+                # What is not sharded costs nothing to take again, maybe in a lower precision.
+                frees_unsynced=frees_after_forward or not settings.is_sharded,
+                backward_prefetch=settings.backward_prefetch,
+                forward_prefetch=settings.forward_prefetch,
+            ),
+            casts=Casts(
+                dtype=precision.param_dtype,
+                root_inputs=precision.cast_root_forward_inputs,
+                inputs=precision.cast_forward_inputs,
+            ),
             offload=settings.offload,
             face=FLAT,
         )
@@ -179,14 +144,10 @@ def summon_units(units: Sequence[FlatUnit], options: SummonOptions) -> Iterator[
     with ExitStack() as stack:
         for unit in units:
             unit.phase = Phase.SUMMON  # also where nothing is gathered: the names are bare there
-            stack.callback(_be_idle, unit)
+            stack.callback(setattr, unit, "phase", Phase.IDLE)
             if unit.store is not None:
                 stack.enter_context(_summoned(unit, unit.store, options))
         yield
-
-
-def _be_idle(unit: FlatUnit) -> None:
-    unit.phase = Phase.IDLE
 
 
 @contextmanager
@@ -194,11 +155,11 @@ def _summoned(unit: FlatUnit, store: FlatParam, options: SummonOptions) -> Itera
     store.reshard()
     store.adopt_values()
     store.adopt_gradients()
-    sharded = store.options.sharded
+    sharded = store.is_sharded
     # Collective, so it comes before the ranks that show nothing leave by rank0_only.
     full = store.gather_copy(store.flat)
     grads = _gathered_grads(store) if options.with_grads else None
-    hides = sharded or not store.options.use_orig_params  # else what it has is full anyway
+    hides = sharded or not store.settings.use_orig_params  # else what it has is full anyway
     if options.rank0_only and store.comm.rank != 0 and hides:
         yield
         return
@@ -207,7 +168,9 @@ def _summoned(unit: FlatUnit, store: FlatParam, options: SummonOptions) -> Itera
     views = store.member_views(full)
     shown = _show(unit, store, views)
     if grads is not None:
-        _show_grads(store, grads)
+        for param, grad in zip(store.params, store.member_views(grads), strict=True):
+            if param.requires_grad:
+                assign_grad(param, grad)
     try:
         yield
         # Not where the block raises: what it has half written is not kept.
@@ -225,7 +188,7 @@ def _summoned(unit: FlatUnit, store: FlatParam, options: SummonOptions) -> Itera
 def _show(
     unit: FlatUnit, store: FlatParam, views: Sequence[torch.Tensor]
 ) -> tuple[nn.Parameter, ...]:
-    is_orig = store.options.use_orig_params
+    is_orig = store.settings.use_orig_params
     if is_orig:
         for param, view in zip(store.params, views, strict=True):
             param.data = view
@@ -268,7 +231,7 @@ def _collect_writes(
 
 
 def _hide(unit: FlatUnit, store: FlatParam) -> None:
-    if store.options.use_orig_params:
+    if store.settings.use_orig_params:
         for item, param in zip(store.module_params, store.params, strict=True):
             for place in item.places:
                 if place.current() is not param:
@@ -291,15 +254,9 @@ def _gathered_grads(store: FlatParam) -> torch.Tensor | None:
     """
     grad = store.grad
     shows = store.shows_reduced_gradients
-    if not any(store.comm.gather_objects(shows) if store.options.sharded else [shows]):
+    if not any(store.comm.gather_objects(shows) if store.is_sharded else [shows]):
         return None
     return store.gather_copy(torch.zeros_like(store.flat) if grad is None else grad)
-
-
-def _show_grads(store: FlatParam, grads: torch.Tensor) -> None:
-    for param, view in zip(store.params, store.member_views(grads), strict=True):
-        if param.requires_grad:
-            assign_grad(param, view)
 
 
 def _keep_grads(store: FlatParam, grads: torch.Tensor) -> None:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import BackwardPrefetch, MixedPrecision, ShardingStrategy
 
 from sharding.engine.blocks import Cutting
 from sharding.engine.collectives import Comm, PendingCollective, RankParts
@@ -36,18 +37,26 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class StoreOptions:
-    """How a unit keeps its parameters."""
+class Settings:
+    """The arguments of the constructor that concern one unit."""
 
+    strategy: ShardingStrategy
+    precision: MixedPrecision
+    backward_prefetch: BackwardPrefetch | None
+    forward_prefetch: bool
+    limit_all_gathers: bool
     use_orig_params: bool
-    sharded: bool
-    offload: bool
     device: torch.device
     """Where parameters are gathered and computed with."""
-    param_dtype: torch.dtype | None
-    limit_gathers: bool
-    cuttings: tuple[Cutting | None, ...] = ()
-    """Where each member may be cut; empty: all of them anywhere."""
+    offload: bool
+    ignored_buffers: frozenset[str] = frozenset()
+    """Names relative to the wrapped module."""
+    evaluates_in_full_precision: bool = False
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether parameters are split over ranks at all."""
+        return self.strategy is not ShardingStrategy.NO_SHARD
 
 
 class FlatValues(ParameterStore):
@@ -58,40 +67,42 @@ class FlatValues(ParameterStore):
         module_params: Sequence[ModuleParam],
         shard: Comm,
         streams: Streams,
-        options: StoreOptions,
+        settings: Settings,
         *,
+        cuttings: tuple[Cutting | None, ...] = (),
         extension: Extension | None = None,
     ) -> None:
+        """`cuttings`: where each member may be cut; empty: all of them anywhere."""
         self.extension = extension
         module_params, self.tokens = flattened_members(module_params, extension)
-        check_flattenable(module_params, use_orig_params=options.use_orig_params)
-        super().__init__(module_params, options.device, limit_gathers=options.limit_gathers)
-        self.options = options
+        check_flattenable(module_params, use_orig_params=settings.use_orig_params)
+        super().__init__(module_params, settings.device, limit_gathers=settings.limit_all_gathers)
+        self.settings = settings
+        self.is_sharded = settings.is_sharded
         self.comm = shard
         self.streams = streams
         self.params = tuple(item.param for item in module_params)
         dtype = self.params[0].dtype
-        compute = options.param_dtype or dtype
-        aligned = alignment(compute.itemsize) if options.use_orig_params else 1
-        self.layout = self._plan(aligned)
-        self.rank = shard.rank if options.sharded else 0
+        compute = settings.precision.param_dtype or dtype
+        aligned = alignment(compute.itemsize) if settings.use_orig_params else 1
+        self.layout = self._plan(cuttings or (None,) * len(module_params), aligned)
+        self.rank = shard.rank if self.is_sharded else 0
         self.parts: tuple[LocalPart | None, ...] = self.layout.local_parts(self.rank)
-        self.flat = FlatParameter(self._flatten(), requires_grad=self._any_trainable())
-        self._full = torch.empty(0, dtype=compute, device=options.device)
+        self.flat = FlatParameter(self._flatten(), requires_grad=any(self.trainable))
+        self._full = torch.empty(0, dtype=compute, device=settings.device)
         self._params_are_unsharded = False
         self.computes_low = True
         """Whether `param_dtype` is in force: not where evaluation is to be in full precision."""
-        if options.use_orig_params:
+        if settings.use_orig_params:
             self.show_shards()
         else:
             self.show_placeholders()
             for param in self.params:
                 param.data = param.detach().new_empty(0)
 
-    def _plan(self, align_to: int) -> FlatLayout:
-        cuttings = self.options.cuttings or (None,) * len(self.module_params)
+    def _plan(self, cuttings: Sequence[Cutting | None], align_to: int) -> FlatLayout:
         specs = [spec_of(*one) for one in zip(self.module_params, cuttings, strict=True)]
-        if not self.options.sharded:
+        if not self.is_sharded:
             return plan_flat_layout(specs, shard_count=1, align_to=align_to)
         if not any(spec.granularity for spec in specs):
             return plan_flat_layout(specs, shard_count=self.comm.size, align_to=align_to)
@@ -107,12 +118,12 @@ class FlatValues(ParameterStore):
     @property
     def compute_dtype(self) -> torch.dtype:
         """Of the gathered buffer."""
-        low = self.options.param_dtype if self.computes_low else None
+        low = self.settings.precision.param_dtype if self.computes_low else None
         return low or self.flat.dtype
 
     def anchors(self, trainable: tuple[bool, ...]) -> bool:
         """Whether views want gradients, of which these are trainable."""
-        if self.options.use_orig_params:
+        if self.settings.use_orig_params:
             self.flat.requires_grad_(any(trainable))
         return self.flat.requires_grad
 
@@ -120,9 +131,9 @@ class FlatValues(ParameterStore):
     def _aliases_flat(self) -> bool:
         """Whether the shard is the gathered buffer: nothing to gather, nothing to free."""
         return (
-            not self.options.sharded
+            not self.is_sharded
             and self.compute_dtype == self.flat.dtype
-            and self.flat.device == self.options.device
+            and self.flat.device == self.device
         )
 
     @property
@@ -148,7 +159,7 @@ class FlatValues(ParameterStore):
         in another dtype or on another device.
         """
         (self._full,) = self.fetch([TensorSize(self.layout.padded_numel, self.compute_dtype)])
-        if not self.options.sharded:
+        if not self.is_sharded:
             self._full.copy_(self.flat.detach(), non_blocking=True)
             return PendingCollective(())
         return self._gather_into(self._full, self.flat.detach())
@@ -160,7 +171,7 @@ class FlatValues(ParameterStore):
 
     def keep_after_forward(self) -> None:
         """With original parameters: let them have the gathered values until the backward."""
-        if self.options.use_orig_params:
+        if self.settings.use_orig_params:
             self.show_unsharded_params()
 
     def keep_after_backward(self) -> None:
@@ -172,9 +183,9 @@ class FlatValues(ParameterStore):
 
         Collective; independent of the state.
         """
-        if not self.options.sharded:
+        if not self.is_sharded:
             return values.detach().clone()
-        full = torch.empty(self.layout.padded_numel, dtype=values.dtype, device=self.options.device)
+        full = torch.empty(self.layout.padded_numel, dtype=values.dtype, device=self.device)
         self._gather_into(full, values.detach()).wait()
         return full[: self.layout.numel]
 
@@ -195,7 +206,7 @@ class FlatValues(ParameterStore):
 
     def put_views(self) -> None:
         """Show the views: as parameters in original-parameter mode, else as plain attributes."""
-        if self.options.use_orig_params:
+        if self.settings.use_orig_params:
             super().put_views()
             return
         for places, view in zip(self.places, self.views, strict=True):
@@ -204,7 +215,7 @@ class FlatValues(ParameterStore):
 
     def show_params(self) -> None:
         """Let the modules show the user's Parameter objects, with the shards they have."""
-        if self.shows_views and self.options.use_orig_params:
+        if self.shows_views and self.settings.use_orig_params:
             self.put_params()
 
     def put_params(self) -> None:
@@ -215,7 +226,7 @@ class FlatValues(ParameterStore):
     @property
     def shown_params(self) -> tuple[nn.Parameter, ...]:
         """What optimizers know: the flat parameter, or the original ones."""
-        return self.params if self.options.use_orig_params else (self.flat,)
+        return self.params if self.settings.use_orig_params else (self.flat,)
 
     def show_unsharded_params(self) -> None:
         """Let the user's Parameter objects have the gathered values."""
@@ -242,7 +253,7 @@ class FlatValues(ParameterStore):
 
     def shard_views(self, shard: torch.Tensor) -> list[torch.Tensor]:
         """The members' parts of a tensor like the shard; whole members where nothing is sharded."""
-        if not self.options.sharded:
+        if not self.is_sharded:
             return self.member_views(shard)
         return [part_view(shard, *one) for one in zip(self.layout.members, self.parts, strict=True)]
 
@@ -328,7 +339,7 @@ class FlatValues(ParameterStore):
         Raises RuntimeError, naming the parameter, when the shape does not fit, and
         NotImplementedError when other modules share it than at construction.
         """
-        if not self.options.use_orig_params or self._params_are_unsharded:
+        if not self.settings.use_orig_params or self._params_are_unsharded:
             return
         self._check_sharing()
         itemsize = self.flat.dtype.itemsize
@@ -341,13 +352,16 @@ class FlatValues(ParameterStore):
                 current = param
             part = self.parts[index]
             start = self.layout.members[index].start if part is None else part.in_shard
-            if part is None and self.options.sharded:
+            if part is None and self.is_sharded:
                 if current.numel() != 0:
                     raise RuntimeError(self._wrong_shape(index, current, 0))
                 continue
             if current is param and current.data_ptr() == base + start * itemsize:
                 continue
-            self._adopt_value(index, current)
+            target = self.shard_views(self.flat.detach())[index]
+            if current.shape != target.shape:
+                raise RuntimeError(self._wrong_shape(index, current, target.numel()))
+            target.copy_(current.detach())
             changed = True
         if changed:
             # Copied by compute, maybe in the middle of a forward whose start gathers waited for.
@@ -366,12 +380,6 @@ class FlatValues(ParameterStore):
                     "since the module was wrapped; tie and untie parameters before wrapping"
                 )
 
-    def _adopt_value(self, index: int, current: torch.Tensor) -> None:
-        target = self.shard_views(self.flat.detach())[index]
-        if current.shape != target.shape:
-            raise RuntimeError(self._wrong_shape(index, current, target.numel()))
-        target.copy_(current.detach())
-
     def _wrong_shape(self, index: int, current: torch.Tensor, expected: int) -> str:
         return (
             f"{self.module_params[index].fqn}: was replaced by a tensor of shape "
@@ -381,7 +389,7 @@ class FlatValues(ParameterStore):
 
     def _flatten(self) -> torch.Tensor:
         first = self.params[0]
-        device = torch.device("cpu") if self.options.offload else first.device
+        device = torch.device("cpu") if self.settings.offload else first.device
         flat = torch.zeros(
             self.layout.shard_numel_of(self.rank),
             dtype=first.dtype,
@@ -400,7 +408,4 @@ class FlatValues(ParameterStore):
     @property
     def _pins(self) -> bool:
         """Whether the shard lies in pinned memory."""
-        return self.options.offload and self.options.device.type != "cpu"
-
-    def _any_trainable(self) -> bool:
-        return any(param.requires_grad for param in self.params)
+        return self.settings.offload and self.device.type != "cpu"

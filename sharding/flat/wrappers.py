@@ -14,7 +14,7 @@ import enum
 import math
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
@@ -33,8 +33,8 @@ from sharding.engine.streams import streams_for
 from sharding.engine.torch_seam import persistent_buffers
 from sharding.engine.unit import Phase
 from sharding.flat.param import FlatParam
-from sharding.flat.unit import FlatUnit, Settings
-from sharding.flat.values import StoreOptions
+from sharding.flat.unit import FlatUnit
+from sharding.flat.values import Settings
 from sharding.torch_face import check_known
 from sharding.wrapping.init import (
     Ignored,
@@ -112,15 +112,6 @@ def ignored_below(module: nn.Module, modules: Any, states: Any) -> Ignored:
     return Ignored(frozenset(all_modules), frozenset(params), ignored.buffers)
 
 
-def synced_below(module: nn.Module) -> set[int]:
-    """Identities of the buffers that inner units have broadcast already; not every unit does."""
-    synced: set[int] = set()
-    for wrapper in wrappers_below(module):
-        if wrapper.syncs_states:
-            synced.update(id(buffer) for buffer in wrapper.fsdp_unit.wrapped.buffers())
-    return synced
-
-
 def check_agreement(wrappers: Sequence[UnitAttributes]) -> None:
     """Raise ValueError when wrappers disagree on what a model can only have once, RuntimeError when
     shards have left the device that their wrapper was made for.
@@ -129,20 +120,14 @@ def check_agreement(wrappers: Sequence[UnitAttributes]) -> None:
         values = {getattr(wrapper.fsdp_unit.settings, name) for wrapper in wrappers}
         if len(values) > 1:
             raise ValueError(f"{name} must be the same for all units, got {sorted(values)}")
-    for wrapper in wrappers:
-        _check_device(wrapper.fsdp_unit)
-
-
-def _check_device(unit: FlatUnit) -> None:
-    if unit.store is None:
-        return
-    wanted = torch.device("cpu") if unit.settings.offload else unit.settings.device
-    if unit.store.flat.device != wanted:
-        raise RuntimeError(
-            f"sharded parameters of {type(unit.wrapped).__name__} are on "
-            f"{unit.store.flat.device}, expected {wanted}; pass device_id, and do not move the "
-            "module after wrapping"
-        )
+    for unit in (wrapper.fsdp_unit for wrapper in wrappers):
+        wanted = torch.device("cpu") if unit.settings.offload else unit.settings.device
+        if unit.store is not None and unit.store.flat.device != wanted:
+            raise RuntimeError(
+                f"sharded parameters of {type(unit.wrapped).__name__} are on "
+                f"{unit.store.flat.device}, expected {wanted}; pass device_id, and do not move the "
+                "module after wrapping"
+            )
 
 
 def members_text(unit: FlatUnit, path: str = "") -> str:
@@ -189,14 +174,6 @@ def cast_all_buffers(wrappers: Sequence[UnitAttributes], *, low: bool) -> None:
             cast_buffers(module, wanted, settings.device)
 
 
-class Values(NamedTuple):
-    """The arguments of the constructor for where parameters get their values, and how."""
-
-    device_id: int | str | torch.device | None
-    param_init_fn: Callable[[nn.Module], None] | None
-    sync: bool
-
-
 def check_kinds(*arguments: tuple[str, object, type]) -> None:
     """Raise TypeError for an argument that is neither None nor of its class, and
     NotImplementedError for options of a newer torch that are not implemented here.
@@ -211,7 +188,13 @@ def check_kinds(*arguments: tuple[str, object, type]) -> None:
 
 
 def prepare_params(
-    module: nn.Module, ignored: Ignored, groups: Groups, values: Values
+    module: nn.Module,
+    ignored: Ignored,
+    groups: Groups,
+    device_id: int | str | torch.device | None,
+    param_init_fn: Callable[[nn.Module], None] | None,
+    *,
+    sync: bool,
 ) -> tuple[list[ModuleParam], torch.device]:
     """The parameters that a unit around `module` is to absorb, with their values and on the device
     to compute on, which is returned too.
@@ -223,14 +206,13 @@ def prepare_params(
             stacklevel=3,
         )
     module_params = find_params(module, ignored, managed=managed_below(module), is_unit=is_wrapper)
-    device = choose_device([item.param for item in module_params], values.device_id)
-    init = values.param_init_fn
-    if materialize(module, ignored, device, param_init_fn=init, is_unit=is_wrapper):
+    device = choose_device([item.param for item in module_params], device_id)
+    if materialize(module, ignored, device, param_init_fn=param_init_fn, is_unit=is_wrapper):
         # Values are given to new Parameter objects.
         module_params = find_params(
             module, ignored, managed=managed_below(module), is_unit=is_wrapper
         )
-    warn_of_slow_wrapping((item.param for item in module_params), values.device_id, device)
+    warn_of_slow_wrapping((item.param for item in module_params), device_id, device)
     for item in module_params:
         other = sharded_before_as(item.param)
         if other is not None:
@@ -238,11 +220,13 @@ def prepare_params(
                 f"{item.fqn}: is tied to {other} of a module that was wrapped before, and the tie "
                 "would be lost; make one unit of a module around both"
             )
-    if values.device_id is not None:
+    if device_id is not None:
         move_states(module, ignored, device, is_unit=is_wrapper)
-    if values.sync:
-        comms = [groups.shard] if groups.replicate is None else [groups.replicate, groups.shard]
-        sync_states(module, module_params, comms, synced=synced_below(module))
+    if sync:
+        # Buffers that inner units have broadcast already; not every unit does.
+        inner = [one.fsdp_unit.wrapped for one in wrappers_below(module) if one.syncs_states]
+        synced = {id(buffer) for wrapped in inner for buffer in wrapped.buffers()}
+        sync_states(module, module_params, groups.comms[::-1], synced=synced)
     return module_params, device
 
 
@@ -293,17 +277,14 @@ def make_unit(
     )
     store = None
     if module_params:
-        options = StoreOptions(
-            use_orig_params=settings.use_orig_params,
-            sharded=settings.is_sharded,
-            offload=settings.offload,
-            device=settings.device,
-            param_dtype=precision.param_dtype,
-            limit_gathers=settings.limit_all_gathers,
+        store = FlatParam(
+            module_params,
+            groups.shard,
+            streams_for(settings.device),
+            settings,
             cuttings=_cuttings(module_params, settings, placing),
+            extension=extension,
         )
-        streams = streams_for(settings.device)
-        store = FlatParam(module_params, groups.shard, streams, options, extension=extension)
     return FlatUnit(module, store, settings, reduction)
 
 

@@ -85,7 +85,10 @@ def find_root(module: Any) -> Root:
         return unit.runtime
     groups = sharded_groups(module)
     units = [group.unit for group in groups]
-    names = {id(group.unit): _text(group) for group in groups}
+    names = {
+        id(group.unit): " and ".join(type(module).__name__ for module in group.modules)
+        for group in groups
+    }
     # torch's class raises this type here, its wrapper an AssertionError.
     check_no_inner_root(unit, units, name_of=lambda one: names[id(one)], error=RuntimeError)
     if any(group.ends_by_hand for group in groups if group not in module.fsdp_groups):
@@ -125,10 +128,6 @@ def sharded_groups(module: nn.Module) -> list[ShardedGroup]:
 def managed_below(module: nn.Module) -> set[int]:
     """Identities of the parameters that `fully_shard` has made below the module."""
     return {id(param.param) for group in sharded_groups(module) for param in group.store.params}
-
-
-def _text(group: ShardedGroup) -> str:
-    return " and ".join(type(module).__name__ for module in group.modules)
 
 
 class PipelineState:

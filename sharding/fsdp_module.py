@@ -179,8 +179,8 @@ class FSDPModule(TorchUnit):
         """Whether backwards reduce. Otherwise gradients add up on each rank, unsharded."""
         for group in self._own_or_all(recurse):
             group.unit.syncs_gradients = requires_gradient_sync
-            # As in torch: it undoes what `set_requires_all_reduce` said before.
-            group.unit.reduction = replace(group.unit.reduction, all_reduces=requires_gradient_sync)
+        # As in torch: it undoes what it said before.
+        self.set_requires_all_reduce(requires_gradient_sync, recurse=recurse)
 
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
         """With a replicate axis: whether sums go over it. Otherwise they add up, sharded."""
@@ -198,9 +198,7 @@ class FSDPModule(TorchUnit):
             raise ValueError(f"expected True or False here, got {reshard_after_forward!r}")
         for group in self._own_or_all(recurse):
             group.store.set_smaller_mesh(None)
-            group.unit.schedule = replace(
-                group.unit.schedule, frees_after_forward=reshard_after_forward
-            )
+        self._schedule(recurse, frees_after_forward=reshard_after_forward)
 
     def set_reshard_after_backward(
         self, reshard_after_backward: bool, *, recurse: bool = True
@@ -209,17 +207,11 @@ class FSDPModule(TorchUnit):
 
         False saves the next forward its gather; set it back for the backward before a step.
         """
-        for group in self._own_or_all(recurse):
-            group.unit.schedule = replace(
-                group.unit.schedule, frees_after_backward=reshard_after_backward
-            )
+        self._schedule(recurse, frees_after_backward=reshard_after_backward)
 
     def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
         """Whether the backward needs this module's parameters (an embedding's does not)."""
-        for group in self.fsdp_groups:
-            group.unit.schedule = replace(
-                group.unit.schedule, gathers_in_backward=unshard_in_backward
-            )
+        self._schedule(False, gathers_in_backward=unshard_in_backward)
 
     def set_reduce_scatter_unused_params(
         self, reduce_scatter_unused_params: bool, *, recurse: bool = True
@@ -228,9 +220,8 @@ class FSDPModule(TorchUnit):
         different ones.
         """
         for group in self._own_or_all(recurse):
-            group.unit.reduction = replace(
-                group.unit.reduction, fills_unused=reduce_scatter_unused_params
-            )
+            unit = group.unit
+            unit.reduction = replace(unit.reduction, fills_unused=reduce_scatter_unused_params)
 
     def set_gradient_divide_factor(self, factor: float) -> None:
         """Divide summed gradients by this, rather than by the number of ranks."""
@@ -398,6 +389,10 @@ class FSDPModule(TorchUnit):
 
     def _own_or_all(self, recurse: bool) -> list[ShardedGroup]:
         return sharded_groups(_as_module(self)) if recurse else list(self.fsdp_groups)
+
+    def _schedule(self, recurse: bool, **changes: Any) -> None:
+        for group in self._own_or_all(recurse):
+            group.unit.schedule = replace(group.unit.schedule, **changes)
 
     def _only_group(self, what: str) -> ShardedGroup:
         if len(self.fsdp_groups) > 1:

@@ -12,7 +12,7 @@ shares).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -28,6 +28,7 @@ from sharding.dtensor.meshes import DataParallelMeshDims, MeshPart, data_mesh, p
 from sharding.dtensor.param import DataAxes, DataMesh, Keeping
 from sharding.dtensor.seam import concatenated, flattened, sharded_before_as
 from sharding.dtensor.store import DTensorStore, SmallerMesh
+from sharding.engine.blocks import Placing
 from sharding.engine.collectives import all_global_ranks, comm_of
 from sharding.engine.precision import Casts
 from sharding.engine.reduction import Reduction
@@ -41,7 +42,6 @@ from sharding.torch_face import check_known, follows_grad_dtype
 from sharding.wrapping.init import Ignored, find_params, move_states
 
 M = TypeVar("M", bound=nn.Module | list[Any])
-Placing = Callable[[nn.Parameter], object]
 
 _SAME_PRECISION = MixedPrecisionPolicy()
 _NO_OFFLOAD = OffloadPolicy()
@@ -89,7 +89,7 @@ def fully_shard(
     keeping = _keeping(data.mesh, mp_policy, offload_policy)
     module_params = _module_params(modules, frozenset(ignored_params or ()), keeping.device)
     groups = []
-    for part in parts_by_mesh(module_params, data, shard_placement_fn or _along_dim_0):
+    for part in parts_by_mesh(module_params, data, shard_placement_fn):
         groups.append(_group(modules, part, keeping, mp_policy, reshard_after_forward))
     become_sharded(groups, "fully_shard")
     return module
@@ -128,7 +128,7 @@ def replicate(
     data = data_mesh(_checked_mesh(mesh, ("replicate",)), within, repeats=True)
     keeping = _keeping(data.mesh, mp_policy, offload_policy)
     module_params = _module_params(modules, frozenset(ignored_params or ()), keeping.device)
-    (part,) = parts_by_mesh(module_params, data, _along_dim_0)
+    (part,) = parts_by_mesh(module_params, data)
     become_sharded([_group(modules, part, keeping, mp_policy, False)], "replicate")
     return module
 
@@ -144,13 +144,32 @@ def _group(
         part.module_params, part.data, keeping, placements=part.placements, policy=policy
     )
     store.set_smaller_mesh(_smaller_mesh(part.data, reshard_after_forward))
-    return ShardedGroup(modules, _unit(store, policy, reshard_after_forward), store)
+    data, frees, casts = part.data, reshard_after_forward, policy.cast_forward_inputs
+    if frees is not None and not isinstance(frees, bool):
+        frees = frees > 1
+    unit = Unit(
+        store if store.params else None,
+        Reduction(
+            data.shard,
+            data.replicate,
+            policy.reduce_dtype or (None if follows_grad_dtype() else policy.param_dtype),
+            factors=(1.0, float(data.size)),
+        ),
+        device=store.device,
+        schedule=Schedule(frees_after_forward=frees, keeps_without_grad=True),
+        casts=Casts(policy.param_dtype, casts, casts, policy.output_dtype),
+        offload=store.keeping.offload,
+    )
+    return ShardedGroup(modules, unit, store)
 
 
 def _keeping(
     mesh: DeviceMesh, precision: MixedPrecisionPolicy, offloading: OffloadPolicy
 ) -> Keeping:
-    device = _device_of(mesh)
+    device = torch.device("cpu")
+    if mesh.device_type != "cpu":
+        module: Any = torch.get_device_module(mesh.device_type)
+        device = torch.device(mesh.device_type, module.current_device())
     offload = isinstance(offloading, CPUOffloadPolicy)
     return Keeping(
         device=device,
@@ -161,29 +180,6 @@ def _keeping(
         pin=isinstance(offloading, CPUOffloadPolicy)
         and offloading.pin_memory
         and device.type != "cpu",
-    )
-
-
-def _unit(
-    store: DTensorStore, precision: MixedPrecisionPolicy, reshard_after_forward: bool | int | None
-) -> Unit:
-    data = store.data
-    frees = reshard_after_forward
-    if frees is not None and not isinstance(frees, bool):
-        frees = frees > 1
-    casts = precision.cast_forward_inputs
-    return Unit(
-        store if store.params else None,
-        Reduction(
-            data.shard,
-            data.replicate,
-            precision.reduce_dtype or (None if follows_grad_dtype() else precision.param_dtype),
-            factors=(1.0, float(data.size)),
-        ),
-        device=store.device,
-        schedule=Schedule(frees_after_forward=frees, keeps_without_grad=True),
-        casts=Casts(precision.param_dtype, casts, casts, precision.output_dtype),
-        offload=store.keeping.offload,
     )
 
 
@@ -253,11 +249,7 @@ def _data_part(
             "reshard_after_forward as a number of ranks cannot be combined with dp_mesh_dims; pass "
             "True or False"
         )
-    axes = DataAxes(
-        mesh,
-        tuple(names.index(name) for name in dims.shard_names),
-        tuple(names.index(name) for name in dims.replicate_names),
-    )
+    axes = DataAxes.named(mesh, dims)
     if not dims.shard_names:
         return flattened(mesh, dims.replicate_names), axes
     shard = flattened(mesh, dims.shard_names)
@@ -266,21 +258,14 @@ def _data_part(
     return concatenated([flattened(mesh, dims.replicate_names), shard]), axes
 
 
-def _device_of(mesh: DeviceMesh) -> torch.device:
-    if mesh.device_type == "cpu":
-        return torch.device("cpu")
-    module: Any = torch.get_device_module(mesh.device_type)
-    return torch.device(mesh.device_type, module.current_device())
-
-
 def _module_params(
     modules: Sequence[nn.Module], ignored: frozenset[nn.Parameter], device: torch.device
 ) -> list[ModuleParam]:
     """What the modules own together, on the device to compute on."""
     root = modules[0] if len(modules) == 1 else nn.ModuleList(modules)
-    left_alone = Ignored(frozenset(), ignored, frozenset())
-    move_states(root, left_alone, device, is_unit=_is_unit)
-    module_params = find_params(root, left_alone, managed=managed_below(root), is_unit=_is_unit)
+    left_alone = Ignored(frozenset(), ignored, frozenset(), _is_unit)
+    move_states(root, left_alone, device)
+    module_params = find_params(root, left_alone, managed=managed_below(root))
     for item in module_params:
         other = sharded_before_as(item.param)
         if other is not None:
@@ -313,10 +298,6 @@ def _smaller_mesh(data: DataMesh, wanted: bool | int | None) -> SmallerMesh | No
     blocks = mesh.mesh.view(*mesh.mesh.shape[:-1], -1, wanted)
     smaller = DeviceMesh(mesh.device_type, blocks, mesh_dim_names=names)
     return SmallerMesh(smaller[names[-2:]], comm_of(smaller.get_group(names[-1])))
-
-
-def _along_dim_0(param: nn.Parameter) -> None:
-    return None
 
 
 def _is_unit(module: nn.Module) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 from sharding.dtensor.store import DTensorStore
-from sharding.engine.collectives import Comm, CommMemory, Members, PendingCollective, Tensors
+from sharding.engine.collectives import Comm, CommMemory, Group, Members, PendingCollective, Tensors
 from sharding.engine.memory import BufferPool
 from sharding.engine.reduction import divide_factors
 from sharding.engine.streams import Streams, streams_for
@@ -80,7 +80,7 @@ class ShardedGroup:
         averages = is_wide and not self.sums_only
         before = 1.0 if is_wide else divide_factors(total)[0]
         after = total / before
-        if isinstance(shard, CustomReduction):
+        if isinstance(shard, CustomComm):
             shard.op = dist.ReduceOp.SUM
             if averages and self.divide_factor in (None, shard.size):
                 shard.op, after = dist.ReduceOp.AVG, after / shard.size
@@ -92,10 +92,8 @@ class ShardedGroup:
 
     def choose_comms(self) -> None:
         """Gather and reduce by what the user said since."""
-        gather = _served(self.shard, self.custom_gather, with_gather, self.gather_memory)
-        reduction = _served(
-            self.reducing_shard, self.custom_reduction, with_reduction, self.reduction_memory
-        )
+        gather = _served(self.shard, self.custom_gather, self.gather_memory)
+        reduction = _served(self.reducing_shard, self.custom_reduction, self.reduction_memory)
         self.store.data = replace(self.store.data, shard=gather)
         self.unit.reduction = replace(self.unit.reduction, shard=reduction)
         self.update_factors()
@@ -146,14 +144,9 @@ class ShardedGroup:
             )
 
 
-def _served(
-    comm: Comm,
-    custom: Any,
-    with_custom: Callable[[Comm, Any], Comm],
-    memory: CommMemory | None,
-) -> Comm:
+def _served(comm: Comm, custom: Any, memory: CommMemory | None) -> Comm:
     if custom is not None:
-        return with_custom(comm, custom)
+        return comm if comm.size == 1 else CustomComm(comm.group, custom)
     return comm if memory is None else comm.in_memory(memory)
 
 
@@ -166,10 +159,11 @@ class CustomComm(Comm):
     call it.
     """
 
-    def __init__(self, base: Comm, custom: Any) -> None:
-        super().__init__(base.group)
-        self._base = base
+    def __init__(self, group: Group, custom: Any) -> None:
+        super().__init__(group)
         self._custom = custom
+        self.op: Any = dist.ReduceOp.SUM
+        """What reductions are called with."""
 
     def apart(self, nbytes: Sequence[int], *, even: bool, device: torch.device) -> list[int]:
         return []  # buffers are to be the user's
@@ -186,51 +180,14 @@ class CustomComm(Comm):
     def all_gather(
         self, members: Members, own: Tensors, *, pool: BufferPool, tag: int
     ) -> PendingCollective:
-        return self._base.all_gather(members, own, pool=pool, tag=tag)
-
-    def reduce_scatter(
-        self, members: Members, outs: Tensors, *, pool: BufferPool, tag: int
-    ) -> PendingCollective:
-        return self._base.reduce_scatter(members, outs, pool=pool, tag=tag)
-
-
-class _CustomGather(CustomComm):
-    def all_gather(
-        self, members: Members, own: Tensors, *, pool: BufferPool, tag: int
-    ) -> PendingCollective:
         (member,), (part,) = members, own
-        work = self._custom(
-            output_tensor=member.whole, input_tensor=part, group=self.group, async_op=True
-        )
-        return PendingCollective([work])
-
-
-class CustomReduction(CustomComm):
-    """Reduces by the user's own collective. `op` is what it is called with."""
-
-    def __init__(self, base: Comm, custom: Any) -> None:
-        super().__init__(base, custom)
-        self.op: Any = dist.ReduceOp.SUM
+        return self._call(output_tensor=member.whole, input_tensor=part)
 
     def reduce_scatter(
         self, members: Members, outs: Tensors, *, pool: BufferPool, tag: int
     ) -> PendingCollective:
         (member,), (out,) = members, outs
-        work = self._custom(
-            output_tensor=out,
-            input_tensor=member.whole,
-            group=self.group,
-            op=self.op,
-            async_op=True,
-        )
-        return PendingCollective([work])
+        return self._call(output_tensor=out, input_tensor=member.whole, op=self.op)
 
-
-def with_gather(comm: Comm, custom: Any) -> Comm:
-    """The same ranks, gathering by the user's own collective; see `CustomComm`."""
-    return comm if comm.size == 1 else _CustomGather(comm, custom)
-
-
-def with_reduction(comm: Comm, custom: Any) -> Comm:
-    """The same ranks, reducing by the user's own collective; see `CustomComm`."""
-    return comm if comm.size == 1 else CustomReduction(comm, custom)
+    def _call(self, **given: Any) -> PendingCollective:
+        return PendingCollective([self._custom(group=self.group, async_op=True, **given)])

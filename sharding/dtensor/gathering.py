@@ -1,6 +1,6 @@
 """How parameters' parts become whole, one by one or packed, and what modules show of them then.
 
-    AlongFirst    dim 0: a part is one run of the whole, so parts arrive where they belong
+    Gathering     dim 0: a part is one run of the whole, so parts arrive where they belong
     AlongOther    another dim: parts arrive side by side, and are copied into place
     ByExtension   the class of the sharded tensor decides what is gathered, and what is made of it
 
@@ -35,7 +35,7 @@ _RELEASES = "fsdp_should_release_all_gather_outputs_after_post_all_gather"
 
 
 class Gathering:
-    """How one parameter is gathered, in the simplest case. `wholes` are its tensors in the unit's
+    """How one parameter is gathered, as along dim 0. `wholes` are its tensors in the unit's
     memory, 1-D.
     """
 
@@ -79,16 +79,8 @@ class Gathering:
 
     @property
     def own_memory(self) -> tuple[torch.Tensor, ...]:
-        """What it has beside the unit's memory, to be freed by `release`."""
+        """What it has beside the unit's memory, to be freed with that."""
         return ()
-
-    def release(self) -> None:
-        """The unit's memory is given away."""
-        return
-
-
-class AlongFirst(Gathering):
-    """See the head of this file: parts land where they belong."""
 
 
 class AlongOther(Gathering):
@@ -208,11 +200,6 @@ class ByExtension(Gathering):
         """What the extension has allocated itself."""
         return tuple(tensor for tensor, _ in self._inner)
 
-    def release(self) -> None:
-        """Free what the extension has allocated itself."""
-        for tensor, _ in self._inner:
-            tensor.untyped_storage().resize_(0)
-
 
 def gathering_for(param: ShardedParam, policy: Any) -> Gathering:
     """The way that suits the parameter as it is now.
@@ -233,7 +220,7 @@ def gathering_for(param: ShardedParam, policy: Any) -> Gathering:
             f"{param.fqn}: its class {type(local).__name__} has {there} but not {missing}; define "
             "both"
         )
-    return AlongFirst(param) if param.dim == 0 else AlongOther(param)
+    return Gathering(param) if param.dim == 0 else AlongOther(param)
 
 
 class PackedGather:

@@ -6,16 +6,16 @@ sharded over fewer ranks than what all have.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch.distributed.fsdp
-from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard
 
 from sharding.dtensor.param import DataAxes, DataMesh
+from sharding.engine.blocks import Placing
 from sharding.engine.collectives import Comm, alone, comm_of
 from sharding.engine.groups import groups_of
 from sharding.engine.store import ModuleParam
@@ -83,7 +83,7 @@ def data_mesh(
 def parts_by_mesh(
     module_params: Sequence[ModuleParam],
     default: DataMesh,
-    placing: Callable[[nn.Parameter], object],
+    placing: Placing | None = None,
 ) -> list[MeshPart]:
     """The parameters by the mesh that `placing` names for them, in the order in which the first of
     each comes. At least one part: of the default mesh, if there are no parameters.
@@ -93,7 +93,7 @@ def parts_by_mesh(
     meshes: dict[object, DataMesh] = {_identity(default): default}
     members: dict[object, list[tuple[ModuleParam, object]]] = {}
     for item in module_params:
-        placement: Any = placing(item.param)
+        placement: Any = None if placing is None else placing(item.param)
         data = default
         if hasattr(placement, "mesh_info"):
             data = _mesh_named(item.fqn, placement.mesh_info, default)
@@ -140,13 +140,4 @@ def _mesh_named(fqn: str, info: Any, default: DataMesh) -> DataMesh:
             f"is on {default.mesh.device_type}"
         )
     dims = getattr(info, "dp_mesh_dims", None)
-    return data_mesh(mesh, None if dims is None else _axes(info.spmd_mesh, dims))
-
-
-def _axes(mesh: DeviceMesh, dims: Any) -> DataAxes:
-    names = mesh.mesh_dim_names or ()
-    return DataAxes(
-        mesh,
-        tuple(names.index(name) for name in dims.shard_names),
-        tuple(names.index(name) for name in dims.replicate_names),
-    )
+    return data_mesh(mesh, None if dims is None else DataAxes.named(info.spmd_mesh, dims))

@@ -15,7 +15,7 @@ import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -52,6 +52,13 @@ class DataAxes(NamedTuple):
     shard: tuple[int, ...]
     """Empty where parameters are only repeated."""
     replicate: tuple[int, ...]
+
+    @classmethod
+    def named(cls, mesh: DeviceMesh, dims: Any) -> DataAxes:
+        """Those with the names that a `DataParallelMeshDims` has."""
+        names = mesh.mesh_dim_names or ()
+        axes = (tuple(map(names.index, some)) for some in (dims.shard_names, dims.replicate_names))
+        return cls(mesh, *axes)
 
 
 @dataclass(frozen=True)
@@ -120,7 +127,8 @@ class ShardedParam:
             self.like, self.axis = _like_within(module_param.fqn, param, self.dim, data, within)
         self._spec = spec_of(self.like, values.dtype)
         self.buffer = values.new_empty(0)
-        local = self._padded(self._own_rows(values))
+        first = min(data.shard.rank * self.chunk, self.shape[self.dim])
+        local = self._padded(values.narrow(self.dim, first, self.own_shape[self.dim]))
         self.param = nn.Parameter(self.to_dtensor(local), requires_grad=param.requires_grad)
         set_grad_dtype(self.param, grad_dtype_of(param))
         # Not the original: its memory is to be freed with its last user.
@@ -204,10 +212,6 @@ class ShardedParam:
         computed = self.compute_dtype
         both_float = summed.is_floating_point and computed.is_floating_point
         return None if both_float and summed.itemsize > computed.itemsize else summed
-
-    def _own_rows(self, values: torch.Tensor) -> torch.Tensor:
-        first = min(self.data.shard.rank * self.chunk, self.shape[self.dim])
-        return values.narrow(self.dim, first, self.own_shape[self.dim])
 
     # --- the shard ------------------------------------------------------------------------------
 
@@ -304,10 +308,6 @@ class ShardedParam:
         if list(grad.placements) != placements:
             grad = grad.redistribute(placements=placements)
         return local_of(grad)
-
-    def cut_along_first(self, grad: torch.Tensor) -> torch.Tensor:
-        """The gradient's elements in a shape whose dim 0 is cut as `torch.chunk` does."""
-        return grad if self.dim == 0 else self.by_rank(grad.contiguous()).contiguous()
 
     def gradient_parts(
         self, grad: torch.Tensor, form: OutgoingForm

@@ -7,11 +7,12 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from torch.distributed import device_mesh
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 from torch.distributed.tensor import _dtensor_spec as spec_types
 from torch.distributed.tensor.placement_types import _StridedShard
+
+from sharding.engine.torch_seam import root_mesh
 
 KNOWN_PLACEMENTS = (Replicate, Shard, Partial, _StridedShard)
 """By class: what derives from one of them lies in another way."""
@@ -118,7 +119,7 @@ def joined_mesh(data: DeviceMesh, tensor: DeviceMesh) -> DeviceMesh | None:
         except RuntimeError:  # other ranks, or axes that overlap
             return None
         return joined
-    root = _root(data)
+    root = root_mesh(data)
     if not set(tensor_names) <= set(root.mesh_dim_names or ()):
         return None
     # By value: torch may give a tensor an equal mesh that was made before.
@@ -137,15 +138,6 @@ def flattened(mesh: DeviceMesh, names: tuple[str, ...]) -> DeviceMesh:
     part: Any = mesh[names]
     made: DeviceMesh = part if len(names) == 1 else part._flatten("_".join(names))
     return made
-
-
-def _root(mesh: DeviceMesh) -> DeviceMesh:
-    if hasattr(mesh, "_get_root_mesh"):
-        root: DeviceMesh = mesh._get_root_mesh()
-        return root
-    resources: Any = device_mesh  # before torch 2.8
-    older: DeviceMesh = resources._mesh_resources.get_root_mesh(mesh)
-    return older
 
 
 def versions_of(known: Iterable[ShownParam]) -> list[int]:

@@ -23,7 +23,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from sharding.dtensor.gathering import (
-    AlongFirst,
     ByExtension,
     Gathering,
     PackedGather,
@@ -223,7 +222,7 @@ class DTensorStore(ParameterStore):
         sizes = [size for of_one in prepared for size in of_one]
         parts = _parts_of(self.data.shard, own, sizes, self.device)
         self._landing = (0, [])
-        if all(type(gathering) is AlongFirst for gathering in self._gatherings):
+        if all(type(gathering) is Gathering for gathering in self._gatherings):
             self._fixed = parts
         return parts
 
@@ -337,7 +336,7 @@ class DTensorStore(ParameterStore):
         for gathering in self._gatherings:
             for tensor in gathering.own_memory:
                 self.streams.will_free(tensor)
-            gathering.release()
+                tensor.untyped_storage().resize_(0)
 
     def free_after_forward(self) -> None:
         """Free all, or keep a larger shard for the backward."""
@@ -412,8 +411,8 @@ class DTensorStore(ParameterStore):
             grad = None if grads is None else grads[number]
             if grad is not None:
                 grad = param.local_gradient(grad)
-            if self._kept:
-                grad = self._with_kept(number, grad)
+            if self._kept and (kept := self._kept.pop(number, None)) is not None:
+                grad = kept.grad if grad is None else _sum(kept, grad)
             if grad is None and form.fills and param.param.requires_grad:
                 grad = torch.zeros(param.shape, dtype=form.dtype, device=self.device)
             if grad is not None:
@@ -458,10 +457,12 @@ class DTensorStore(ParameterStore):
     ) -> RankParts:
         """The gradients, by number of the member, in one buffer."""
         width = 0
-        cut = []
+        cut = []  # gradients' elements in shapes whose dim 0 is cut as `torch.chunk` does
         for number, grad in grads:
-            width += self.params[number].part_numel
-            cut.append(self.params[number].cut_along_first(grad))
+            param = self.params[number]
+            width += param.part_numel
+            is_other = param.dim != 0
+            cut.append(param.by_rank(grad.contiguous()).contiguous() if is_other else grad)
         buffer = comm.buffer(comm.size * width, form.dtype, self.device, form.pool)
         pack_gradients(cut, buffer.view(comm.size, width))
         if form.scale != 1.0:
@@ -524,12 +525,6 @@ class DTensorStore(ParameterStore):
                 taken.append((param, grad))
                 param.param.grad = None
         return taken
-
-    def _with_kept(self, number: int, grad: torch.Tensor | None) -> torch.Tensor | None:
-        kept = self._kept.pop(number, None)
-        if kept is None:
-            return grad
-        return kept.grad if grad is None else _sum(kept, grad)
 
 
 def policy_for(item: ModuleParam, policy: MixedPrecisionPolicy) -> MixedPrecisionPolicy:

@@ -268,14 +268,18 @@ def is_marked_replicate(module: nn.Module) -> bool:
     return "replicate" in (_get_registry(module) or {})
 
 
+def root_mesh(mesh: Any) -> Any:
+    """The mesh that this one was cut out of; itself when it is a whole one."""
+    if hasattr(mesh, "_get_root_mesh"):
+        return mesh._get_root_mesh()
+    from torch.distributed.device_mesh import _mesh_resources  # torch before 2.8
+
+    return _mesh_resources.get_root_mesh(mesh)
+
+
 def larger_mesh(mesh: Any) -> Any:
     """The mesh of which `mesh` is a part; None when it is a whole one."""
-    if hasattr(mesh, "_get_root_mesh"):
-        root = mesh._get_root_mesh()
-    else:  # torch before 2.8
-        from torch.distributed.device_mesh import _mesh_resources
-
-        root = _mesh_resources.get_root_mesh(mesh)
+    root = root_mesh(mesh)
     return None if root is None or root.mesh.numel() == mesh.mesh.numel() else root
 
 

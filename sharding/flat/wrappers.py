@@ -14,6 +14,7 @@ import enum
 import math
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -109,7 +110,7 @@ def ignored_below(module: nn.Module, modules: Any, states: Any) -> Ignored:
     for wrapper in wrappers_below(module):
         all_modules |= wrapper.fsdp_ignored.modules
         params |= wrapper.fsdp_ignored.params
-    return Ignored(frozenset(all_modules), frozenset(params), ignored.buffers)
+    return replace(ignored, modules=frozenset(all_modules), params=frozenset(params))
 
 
 def check_agreement(wrappers: Sequence[UnitAttributes]) -> None:
@@ -205,13 +206,11 @@ def prepare_params(
             "nothing will be gathered",
             stacklevel=3,
         )
-    module_params = find_params(module, ignored, managed=managed_below(module), is_unit=is_wrapper)
+    module_params = find_params(module, ignored, managed=managed_below(module))
     device = choose_device([item.param for item in module_params], device_id)
-    if materialize(module, ignored, device, param_init_fn=param_init_fn, is_unit=is_wrapper):
+    if materialize(module, ignored, device, param_init_fn):
         # Values are given to new Parameter objects.
-        module_params = find_params(
-            module, ignored, managed=managed_below(module), is_unit=is_wrapper
-        )
+        module_params = find_params(module, ignored, managed=managed_below(module))
     warn_of_slow_wrapping((item.param for item in module_params), device_id, device)
     for item in module_params:
         other = sharded_before_as(item.param)
@@ -221,7 +220,7 @@ def prepare_params(
                 "would be lost; make one unit of a module around both"
             )
     if device_id is not None:
-        move_states(module, ignored, device, is_unit=is_wrapper)
+        move_states(module, ignored, device)
     if sync:
         # Buffers that inner units have broadcast already; not every unit does.
         inner = [one.fsdp_unit.wrapped for one in wrappers_below(module) if one.syncs_states]

@@ -11,7 +11,7 @@ import warnings
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
@@ -35,6 +35,8 @@ class Ignored:
     params: frozenset[nn.Parameter]
     buffers: frozenset[str]
     """Names relative to the wrapped module."""
+    is_unit: Callable[[nn.Module], bool]
+    """Whether a module is a unit already: all of it belongs to that."""
 
 
 def find_ignored(
@@ -90,32 +92,26 @@ def find_ignored(
         if module in modules
         for name, _ in module.named_buffers(recurse=False)
     )
-    return Ignored(frozenset(modules), kept, buffers)
+    return Ignored(frozenset(modules), kept, buffers, is_unit)
 
 
-def own_modules(
-    root: nn.Module, ignored: Collection[nn.Module], is_unit: Callable[[nn.Module], bool]
-) -> Iterator[tuple[str, nn.Module]]:
+def own_modules(root: nn.Module, ignored: Ignored) -> Iterator[tuple[str, nn.Module]]:
     """The modules that belong to a unit around `root`, by every name they have, in walk order."""
-    if is_unit(root):
-        return  # all of it belongs to that unit
+    if ignored.is_unit(root):
+        return
     skipped = ""
     # With duplicates: tied parameters, and those of shared modules, are known by all their names.
     for name, module in root.named_modules(remove_duplicate=False):
         if skipped and name.startswith(f"{skipped}."):
             continue
-        if is_unit(module):
+        if ignored.is_unit(module):
             skipped = name
-        elif module not in ignored:
+        elif module not in ignored.modules:
             yield name, module
 
 
 def find_params(
-    root: nn.Module,
-    ignored: Ignored,
-    *,
-    managed: Collection[int],
-    is_unit: Callable[[nn.Module], bool],
+    root: nn.Module, ignored: Ignored, *, managed: Collection[int]
 ) -> list[ModuleParam]:
     """The parameters that a unit around `root` is to absorb, in walk order, shared ones once.
 
@@ -124,7 +120,7 @@ def find_params(
     """
     places: dict[int, list[tuple[str, ParamPlace]]] = {}
     params: dict[int, nn.Parameter] = {}
-    for prefix, module in own_modules(root, ignored.modules, is_unit):
+    for prefix, module in own_modules(root, ignored):
         for name, param in module.named_parameters(recurse=False, remove_duplicate=False):
             if param in ignored.params or isinstance(param, FlatParameter):
                 continue
@@ -171,7 +167,7 @@ def choose_device(
             f"some parameters are on the CPU and some on {accelerators[0]}: pass device_id"
         )
     if device_id is not None:
-        device = _with_index(_as_device(device_id))
+        device = _with_index(device_id)
         # Only what is on the CPU is moved there.
         for param in params:
             if param.device.type not in ("cpu", "meta") and param.device != device:
@@ -185,14 +181,6 @@ def choose_device(
     if not torch.accelerator.is_available():
         return torch.device("cpu")
     return torch.device(_accelerator().type, _current_index())
-
-
-def _as_device(device_id: int | str | torch.device) -> torch.device:
-    if isinstance(device_id, str | torch.device):
-        return torch.device(device_id)
-    if not torch.accelerator.is_available():
-        raise ValueError(f"device_id={device_id}: this machine has no accelerator to count")
-    return torch.device(_accelerator().type, device_id)
 
 
 def _accelerator() -> torch.device:
@@ -210,7 +198,12 @@ def _current_index() -> int:
     return int(current_index())
 
 
-def _with_index(device: torch.device) -> torch.device:
+def _with_index(device_id: int | str | torch.device) -> torch.device:
+    if isinstance(device_id, int):
+        if not torch.accelerator.is_available():
+            raise ValueError(f"device_id={device_id}: this machine has no accelerator to count")
+        return torch.device(_accelerator().type, device_id)
+    device = torch.device(device_id)
     index: int | None = device.index
     if device.type == "cpu" or index is not None:
         return device
@@ -240,17 +233,11 @@ def warn_of_slow_wrapping(
         )
 
 
-def move_states(
-    root: nn.Module,
-    ignored: Ignored,
-    device: torch.device,
-    *,
-    is_unit: Callable[[nn.Module], bool],
-) -> None:
+def move_states(root: nn.Module, ignored: Ignored, device: torch.device) -> None:
     """Move what is on the CPU to the device: parameters with their gradients, and buffers."""
     if device.type == "cpu":
         return
-    for prefix, module in own_modules(root, ignored.modules, is_unit):
+    for prefix, module in own_modules(root, ignored):
         for param in module.parameters(recurse=False):
             if param in ignored.params or param.device.type != "cpu":
                 continue
@@ -271,9 +258,7 @@ def materialize(
     root: nn.Module,
     ignored: Ignored,
     device: torch.device,
-    *,
     param_init_fn: Callable[[nn.Module], None] | None,
-    is_unit: Callable[[nn.Module], bool],
 ) -> bool:
     """Give parameters and buffers on the meta device memory and values; whether there were any.
 
@@ -283,9 +268,9 @@ def materialize(
     if param_init_fn is not None and not callable(param_init_fn):
         raise ValueError(f"param_init_fn must be callable, got {type(param_init_fn).__name__}")
     # In the order of torch's class, which decides what initializers draw.
-    modules = list(_breadth_first(root, ignored.modules, is_unit))
+    modules = list(_breadth_first(root, ignored))
     if not any(_has_meta(module, ignored) for module in modules):
-        return _materialize_fakes(root, ignored, param_init_fn, is_unit=is_unit)
+        return _materialize_fakes(root, ignored, param_init_fn)
     for module in modules:
         try:
             with torch.no_grad():
@@ -309,51 +294,34 @@ def _materialize_fakes(
     root: nn.Module,
     ignored: Ignored,
     param_init_fn: Callable[[nn.Module], None] | None,
-    *,
-    is_unit: Callable[[nn.Module], bool],
 ) -> bool:
     """The same for fake tensors of torchdistX, an optional package; whether there were any."""
-    deferred = _torchdistx()
-    own = [module for _, module in own_modules(root, ignored.modules, is_unit)]
+    # Fake tensors exist only where the package has been imported to make them.
+    if sys.modules.get("torchdistx") is None:
+        return False
+    own = [module for _, module in own_modules(root, ignored)]
     params = (p for m in own for p in m.parameters(recurse=False) if p not in ignored.params)
-    if deferred is None or not any(deferred.is_fake(param) for param in params):
+    if not any(map(importlib.import_module("torchdistx.fake").is_fake, params)):
         return False
     if param_init_fn is not None:
-        for module in _breadth_first(root, ignored.modules, is_unit):
+        for module in _breadth_first(root, ignored):
             param_init_fn(module)
         return True
-    deferred.materialize_module(
-        root, check_fn=lambda module: not is_unit(module) and module not in ignored.modules
+    importlib.import_module("torchdistx.deferred_init").materialize_module(
+        root, check_fn=lambda one: not ignored.is_unit(one) and one not in ignored.modules
     )
     return True
 
 
-class _Deferred(NamedTuple):
-    is_fake: Callable[[torch.Tensor], bool]
-    materialize_module: Callable[..., None]
-
-
-def _torchdistx() -> _Deferred | None:
-    # Fake tensors exist only where the package has been imported to make them.
-    package = sys.modules.get("torchdistx")
-    if package is None:
-        return None
-    fake = importlib.import_module("torchdistx.fake")
-    deferred_init = importlib.import_module("torchdistx.deferred_init")
-    return _Deferred(fake.is_fake, deferred_init.materialize_module)
-
-
-def _breadth_first(
-    root: nn.Module, ignored: Collection[nn.Module], is_unit: Callable[[nn.Module], bool]
-) -> Iterator[nn.Module]:
+def _breadth_first(root: nn.Module, ignored: Ignored) -> Iterator[nn.Module]:
     queue = deque([root])
     seen = {root}
     while queue:
         module = queue.popleft()
-        if module not in ignored:
+        if module not in ignored.modules:
             yield module
         for child in module.children():
-            if child not in seen and not is_unit(child):
+            if child not in seen and not ignored.is_unit(child):
                 seen.add(child)
                 queue.append(child)
 

@@ -105,11 +105,19 @@ class UnitAttributes:
         store = self.fsdp_unit.store
         return [] if store is None else [store.flat]
 
-    # --- read by torch's state dict functions ----------------------------------------------------
+    @property
+    def is_sharded(self) -> bool:
+        """Whether this unit's parameters are split over ranks."""
+        return self.fsdp_unit.settings.is_sharded
 
     @property
-    def _use_orig_params(self) -> bool:
+    def shows_original_params(self) -> bool:
+        """Whether optimizers see the members of its flat parameter, with `use_orig_params`."""
         return self.fsdp_unit.settings.use_orig_params
+
+    # --- read by torch's state dict functions ----------------------------------------------------
+
+    _use_orig_params = shows_original_params
 
     @property
     def _device_mesh(self) -> DeviceMesh | None:

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from torch import nn
 
-from sharding.engine.steps import Noted
+from sharding.engine.ranges import Noted
 from sharding.engine.unit import Unit
 from sharding.flat.wrappers import clean_name
 from sharding.forward_hooks import sharded_groups

@@ -26,7 +26,7 @@ from torch.distributed.fsdp import BackwardPrefetch, CPUOffload, MixedPrecision,
 from ckpt.layout.flat import FlatMember, flat_views, member_as_param, memory_order
 from ckpt.layout.piece import Owned
 from ckpt.layout.sharded_tensor import UnitSharding
-from sharding.attributes import CHILD, UnitAttributes
+from sharding.attributes import CHILD
 from sharding.comm_hooks import hook_of
 from sharding.dtensor.seam import mark_sharded
 from sharding.engine.blocks import Placing
@@ -74,7 +74,7 @@ from sharding.wrapping.init import Ignored
 from sharding.wrapping.policies import auto_wrap
 
 
-class FullyShardedDataParallel(UnitAttributes, StatefulUnit):
+class FullyShardedDataParallel(StatefulUnit):
     """Shards a module's parameters, gradients and optimizer state over data-parallel ranks.
 
     Wrap inner modules first (or pass `auto_wrap_policy`), create the optimizer after wrapping, and
@@ -198,8 +198,6 @@ class FullyShardedDataParallel(UnitAttributes, StatefulUnit):
         }
         self._fsdp_wrapped_module = module
         self.fsdp_unit = unit
-        self.is_sharded = unit.settings.is_sharded
-        self.shows_original_params = unit.settings.use_orig_params
         self.fsdp_unit.show_flat()
         self.check_nothing_left()
         # Along which axes ranks are replicas depends on the members of all units: let all know over
@@ -492,14 +490,6 @@ class FullyShardedDataParallel(UnitAttributes, StatefulUnit):
         return fsdp_units(module, root_only=root_only)
 
     # --- checkpoints ----------------------------------------------------------------------------
-
-    def managed_params(self) -> set[int]:
-        """Identities of the parameters that this unit and those below hold."""
-        return managed_below(self)
-
-    def live_shards(self) -> set[int]:
-        """Identities of the sharded parameters of this unit and those below."""
-        return set().union(*(managed_below(w) for w in fsdp_units(self) if w.is_sharded))
 
     def __ckpt_pieces__(self) -> list[Owned]:
         store = self.fsdp_unit.store

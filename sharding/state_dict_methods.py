@@ -36,12 +36,14 @@ from ckpt.state_dict.config import FullOptimStateDictConfig, ShardedOptimStateDi
 from ckpt.state_dict.config import OptimStateDictConfig as OurOptimConfig
 from ckpt.state_dict.config import StateDictType as Form
 from ckpt.state_dict.keys import ListedParams, rekey_optimizer_state_dict
+from sharding.attributes import UnitAttributes
 from sharding.engine.torch_seam import (
     norm_counters,
     set_versions,
     version_in,
     versioned_dict,
 )
+from sharding.flat.wrappers import managed_below
 from sharding.named_optimizers import by_name, by_number, own_names
 from sharding.torch_face import (
     TorchWrapper,
@@ -61,20 +63,12 @@ Optimizer = torch.optim.Optimizer
 _Keys = type(nn.Module().load_state_dict({}))
 
 
-class StatefulUnit(TorchWrapper):
+class StatefulUnit(UnitAttributes, TorchWrapper):
     """The half of a wrapper that gives and loads state dicts, of everything below it."""
-
-    is_sharded = True
-    """Whether this unit's parameters are split over ranks."""
-    shows_original_params = False
-    """Whether optimizers see the members of its flat parameter, with `use_orig_params`."""
 
     def __init__(self) -> None:
         super().__init__()
         self.fsdp_state_dict = default_settings()
-        self.fsdp_mesh: Any = None
-        self.fsdp_names: tuple[str, ...] = ()
-        """Of parameters and buffers, in the order of the bare module's state dict."""
         hook: Any = self.register_load_state_dict_post_hook
         hook(_forget_inner_names)
 
@@ -159,7 +153,7 @@ class StatefulUnit(TorchWrapper):
         _warn_of_unsharded(self)
         form, config = form_of(_servable(self), is_model=True)
         with _as_torch_raises():
-            copied = self.managed_params()
+            copied = managed_below(self)
             state = state_dicts.take(self, None, TakeRequest(form, config, copied=copied))
         prefix = given.get("prefix", "")
         set_versions(self, prefix, destination)
@@ -180,18 +174,11 @@ class StatefulUnit(TorchWrapper):
         missing, unexpected = self._load(state_dict, strict=strict)
         return _Keys(missing, unexpected)
 
-    def managed_params(self) -> set[int]:
-        """Identities of the parameters that this unit and those below hold."""
-        return set()
-
-    def live_shards(self) -> set[int]:
-        """Identities of the sharded parameters below: parts of tensors, values for none of them."""
-        return set()
-
     def _load(self, state_dict: Mapping[str, Any], *, strict: bool) -> tuple[list[str], list[str]]:
         versioned = state_dict
-        # torch's set_model_state_dict puts the model's own parameters where a full dict lacks some.
-        live = self.live_shards()
+        # torch's set_model_state_dict puts the model's own parameters where a full dict lacks some:
+        # parts of tensors where they are sharded, values for none of them.
+        live = set().union(*(managed_below(unit) for unit in _units(self) if unit.is_sharded))
         state_dict = {name: value for name, value in state_dict.items() if id(value) not in live}
         self._log_absent(state_dict)
         # Norms had no counters before version 2, which is what a dict without metadata is taken

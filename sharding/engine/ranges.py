@@ -1,4 +1,6 @@
-"""Ranges for profilers, with the names that torch's classes give them: tools look for those.
+"""What is seen of a step: ranges for profilers, and a log of when the units of a model did what.
+
+Ranges have the names that torch's classes give them: tools look for those.
 
 A unit shows `NO_RANGES` until the runtime sees a profiler, once in each forward and backward, so
 that without one nothing is asked and nothing is made.
@@ -6,8 +8,10 @@ that without one nothing is asked and nothing is made.
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch.profiler import record_function
 
@@ -68,3 +72,48 @@ class Ranges:
 NO_RANGES = Ranges(FLAT)
 """Those that nobody sees."""
 vars(NO_RANGES).update(dict.fromkeys(_NAMES, nullcontext()))
+
+
+class Noted(NamedTuple):
+    """Something that a unit did, `at_seconds` after the root's forward had started.
+
+    `what` is "gather", "gathered", "forward", "forward end", "backward", "backward end", "free",
+    "reduce" or, with the number of the root, "end".
+    """
+
+    what: str
+    unit: int
+    at_seconds: float
+
+
+Entry = tuple[str, int, float]
+"""What a unit did, its number, and `time.perf_counter()`."""
+
+
+class StepLog:
+    """What units did in the last forward that a backward followed: when, by the host's clock."""
+
+    note: Callable[[Entry], None]
+    """A unit does something."""
+
+    def __init__(self) -> None:
+        self._last: tuple[list[Entry], float] = ([], 0.0)
+        self.begin()
+
+    def begin(self) -> None:
+        """The root's forward starts."""
+        self._now: list[Entry] = []
+        self.note = self._now.append
+        self._start = time.perf_counter()
+
+    def end(self) -> None:
+        """The backward has ended."""
+        self.note(("end", 0, time.perf_counter()))
+        self._last = self._now, self._start
+        self.begin()
+
+    @property
+    def last(self) -> tuple[Noted, ...]:
+        """The last step; empty before the first has ended."""
+        entries, start = self._last
+        return tuple(Noted(what, unit, seconds - start) for what, unit, seconds in entries)

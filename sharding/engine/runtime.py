@@ -13,8 +13,8 @@ import torch
 
 from sharding.engine.collectives import Comm
 from sharding.engine.memory import BufferPool, PagePool
+from sharding.engine.ranges import StepLog
 from sharding.engine.reduction import Reductions
-from sharding.engine.steps import StepLog
 from sharding.engine.store import WAITING, State
 from sharding.engine.streams import Streams
 from sharding.engine.torch_seam import call_after_backward, is_in_backward, is_profiling

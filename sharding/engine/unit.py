@@ -28,9 +28,8 @@ from torch.distributed.fsdp import BackwardPrefetch
 from torch.utils.hooks import RemovableHandle
 
 from sharding.engine.precision import Casts, cast_floating, map_tensors
-from sharding.engine.ranges import IN_PLACE, NO_RANGES, Ranges
+from sharding.engine.ranges import IN_PLACE, NO_RANGES, Ranges, StepLog
 from sharding.engine.reduction import Reduction, Reductions
-from sharding.engine.steps import StepLog
 from sharding.engine.store import WAITING, ParameterStore, State
 from sharding.engine.streams import Streams
 from sharding.engine.torch_seam import NO_BACKWARD, current_backward, is_in_backward

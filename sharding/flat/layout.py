@@ -245,55 +245,65 @@ def plan_ragged_layout(
     `align_to`.
     """
     sizes = [_up(math.prod(spec.shape), align_to) for spec in specs]
-    cuttable = [index for index, spec in enumerate(specs) if not spec.is_whole]
+    run = [index for index, spec in enumerate(specs) if not spec.is_whole]
     loads = list(given)
-    shares = _fill(specs, sizes, cuttable, loads, align_to)
+    shares = _fill(specs, sizes, run, loads, align_to)
+    with_run = list(shares)
     # Between the first and the last rank of the run nothing else can lie.
-    fits = [rank for rank in range(len(given)) if rank not in shares.ranks[1:-1]]
+    fits = [rank for rank in range(len(given)) if rank not in with_run[1:-1]]
     whole: dict[int, list[int]] = {rank: [] for rank in fits}
     uncut = [index for index, spec in enumerate(specs) if spec.is_whole]
     for index in sorted(uncut, key=lambda one: (-sizes[one], one)):
         rank = min(fits, key=lambda one: (loads[one], one))
         whole[rank].append(index)
         loads[rank] += sizes[index]
-    return _laid_out(specs, sizes, shares, whole, len(given))
 
+    starts = [0] * len(specs)
+    ranges = [(0, 0)] * len(given)
+    position = 0
 
-class _Shares(NamedTuple):
-    """Which ranks have which parts of the run."""
+    def put(indices: Sequence[int]) -> None:
+        nonlocal position
+        for index in indices:
+            starts[index] = position
+            position += sizes[index]
 
-    members: list[int]
-    """Those of the run, in order."""
-    ranks: list[int]
-    """Who has some of it, in order."""
-    numels: list[int]
-    """How many elements of the run each of those has."""
+    # One rank's share of the run is followed by what else it has; of several the first's is behind.
+    before = with_run[:1] if len(with_run) > 1 else []
+    for rank in before:
+        put(whole[rank])
+    end = position
+    put(run)
+    for rank, numel in shares.items():
+        start = 0 if rank in before else end
+        end += numel
+        ranges[rank] = (start, end)
+    for rank in [*with_run[-1:], *(one for one in whole if one not in shares)]:
+        start = ranges[rank][0] if rank in shares else position
+        put(whole[rank])
+        ranges[rank] = (start, position)
+    members = tuple(
+        Member(spec.fqn, spec.shape, spec.stride, start, start + math.prod(spec.shape), grain)
+        for spec, start, grain in zip(specs, starts, (s.granularity for s in specs), strict=True)
+    )
+    return FlatLayout(members, position, len(given), tuple(ranges))
 
 
 def _fill(
     specs: Sequence[MemberSpec],
     sizes: Sequence[int],
-    cuttable: list[int],
+    run: list[int],
     loads: list[int],
     align_to: int,
-) -> _Shares:
+) -> dict[int, int]:
     """Give the ranks, one after the other, as much of the run as brings them to the level; adds to
-    `loads`.
+    `loads`. Returns how many elements of the run each rank has that has some, in order.
     """
     level = _level(loads, sum(sizes))
     open_ranks = [rank for rank, load in enumerate(loads) if load < level] or [0]
-    shares = _Shares(cuttable, [], [])
+    shares: dict[int, int] = {}
     rank = open_ranks.pop(0)
-
-    def give(numel: int) -> None:
-        loads[rank] += numel
-        if shares.ranks[-1:] == [rank]:
-            shares.numels[-1] += numel
-        else:
-            shares.ranks.append(rank)
-            shares.numels.append(numel)
-
-    for index in cuttable:
+    for index in run:
         grain = specs[index].granularity or align_to
         left = sizes[index]
         while left:
@@ -301,7 +311,8 @@ def _fill(
             # To the nearer of two places where it may be cut.
             here = left if not open_ranks else min(left, (2 * room + grain) // (2 * grain) * grain)
             if here > 0:
-                give(here)
+                loads[rank] += here
+                shares[rank] = shares.get(rank, 0) + here
                 left -= here
             if left:
                 rank = open_ranks.pop(0)
@@ -318,44 +329,6 @@ def _level(loads: Sequence[int], added: int) -> int:
         if count == len(ascending) or level <= ascending[count]:
             return level
     raise AssertionError("there is no rank")
-
-
-def _laid_out(
-    specs: Sequence[MemberSpec],
-    sizes: Sequence[int],
-    shares: _Shares,
-    whole: dict[int, list[int]],
-    rank_count: int,
-) -> FlatLayout:
-    starts = [0] * len(specs)
-    ranges = [(0, 0)] * rank_count
-    position = 0
-
-    def put(indices: Sequence[int]) -> None:
-        nonlocal position
-        for index in indices:
-            starts[index] = position
-            position += sizes[index]
-
-    # One rank's share of the run is followed by what else it has; of several the first's is behind.
-    before = shares.ranks[:1] if len(shares.ranks) > 1 else []
-    for rank in before:
-        put(whole[rank])
-    run = position
-    put(shares.members)
-    for rank, numel in zip(shares.ranks, shares.numels, strict=True):
-        start = 0 if rank in before else run
-        run += numel
-        ranges[rank] = (start, run)
-    for rank in [*shares.ranks[-1:], *(one for one in whole if one not in shares.ranks)]:
-        start = ranges[rank][0] if rank in shares.ranks else position
-        put(whole[rank])
-        ranges[rank] = (start, position)
-    members = tuple(
-        Member(spec.fqn, spec.shape, spec.stride, start, start + math.prod(spec.shape), grain)
-        for spec, start, grain in zip(specs, starts, (s.granularity for s in specs), strict=True)
-    )
-    return FlatLayout(members, position, rank_count, tuple(ranges))
 
 
 def _up(numel: int, to: int) -> int:

@@ -81,7 +81,10 @@ def is_small_and_agreed(holding: Holding, piece: Piece) -> bool:
 def _share_of(members: list[tuple[Holding, Piece]], index: int, count: int) -> list[Share]:
     # All holders must come to the same order, however each of them has walked its state.
     members.sort(key=lambda member: (member[1].fqn, member[1].region))
-    of_modules = _buffer_nbytes(members)
+    of_modules: dict[str, int] = defaultdict(int)  # bytes of buffers that may differ
+    for holding, piece in members:
+        if _is_loose_buffer(holding):
+            of_modules[_module_of(piece)] += piece.local_region.numel * piece.dtype.itemsize
     items = []
     for holding, piece in members:
         nbytes = piece.local_region.numel * piece.dtype.itemsize
@@ -97,15 +100,6 @@ def _share_of(members: list[tuple[Holding, Piece]], index: int, count: int) -> l
         first, last = start // itemsize, stop // itemsize
         mine.append(Share(holding, piece, first, last, part_of(piece, first, last)))
     return mine
-
-
-def _buffer_nbytes(members: Iterable[tuple[Holding, Piece]]) -> dict[str, int]:
-    """How much of buffers that may differ between ranks is in each module."""
-    nbytes: dict[str, int] = defaultdict(int)
-    for holding, piece in members:
-        if _is_loose_buffer(holding):
-            nbytes[_module_of(piece)] += piece.local_region.numel * piece.dtype.itemsize
-    return nbytes
 
 
 def _is_loose_buffer(holding: Holding) -> bool:
@@ -165,9 +159,9 @@ def share_evenly(items: Sequence[Item], count: int) -> list[list[tuple[int, int,
     more than that. Pouring with cuts is McNaughton's wrap-around rule (1959), placing the largest
     first is Graham's LPT (1969).
     """
-    bins: list[list[tuple[int, int, int]]] = [[] for _ in range(count)]
-    bins[0] = [(index, 0, item.nbytes) for index, item in enumerate(items) if item.of_first]
-    loads = [sum(stop for _, _, stop in bin_) for bin_ in bins]
+    bins = _Bins(items, [[] for _ in range(count)], [])
+    bins.parts[0] = [(index, 0, item.nbytes) for index, item in enumerate(items) if item.of_first]
+    bins.loads.extend(sum(stop for _, _, stop in parts) for parts in bins.parts)
     others = [index for index, item in enumerate(items) if not item.of_first]
     by_size = sorted(others, key=lambda index: (-items[index].nbytes, index))
     # What is smaller is not cut: a part has at least 1 MiB, or its request costs more than its
@@ -177,53 +171,47 @@ def share_evenly(items: Sequence[Item], count: int) -> list[list[tuple[int, int,
         index for index in large if 0 < items[index].unit_nbytes <= items[index].nbytes // 2
     ]
     poured = set(cuttable)
-    _place_largest_first([index for index in large if index not in poured], items, bins, loads)
-    _pour(cuttable, items, bins, loads, mean=sum(item.nbytes for item in items) / count)
-    _place_largest_first(by_size[len(large) :], items, bins, loads)
-    return bins
+    bins.place_largest_first([index for index in large if index not in poured])
+    bins.pour(cuttable, mean=sum(item.nbytes for item in items) / count)
+    bins.place_largest_first(by_size[len(large) :])
+    return bins.parts
 
 
-def _place_largest_first(
-    order: list[int],
-    items: Sequence[Item],
-    bins: list[list[tuple[int, int, int]]],
-    loads: list[int],
-) -> None:
-    heap = [(load, index) for index, load in enumerate(loads)]
-    heapify(heap)
-    for index in order:
-        load, emptiest = heap[0]
-        bins[emptiest].append((index, 0, items[index].nbytes))
-        loads[emptiest] = load + items[index].nbytes
-        heapreplace(heap, (loads[emptiest], emptiest))
+class _Bins(NamedTuple):
+    """Which parts of which items each bin has, and how many bytes they are."""
 
+    items: Sequence[Item]
+    parts: list[list[tuple[int, int, int]]]
+    loads: list[int]
 
-def _pour(
-    order: list[int],
-    items: Sequence[Item],
-    bins: list[list[tuple[int, int, int]]],
-    loads: list[int],
-    *,
-    mean: float,
-) -> None:
-    # No bin is below the mean only where the mean itself was rounded.
-    to_fill = [index for index in range(len(bins)) if loads[index] < mean] or list(range(len(bins)))
-    current = 0
-    owed = 0.0  # what cuts at units took from the bins so far, for the next one to make up
-    for index in order:
-        nbytes, unit = items[index].nbytes, items[index].unit_nbytes
-        start = 0
-        while start < nbytes:
-            bin_index = to_fill[current]
-            is_last = current == len(to_fill) - 1
-            room = mean + owed - loads[bin_index]
-            stop = nbytes if is_last else start + max(0, round(room / unit)) * unit
-            if stop >= nbytes:
-                stop = nbytes
-            if stop > start:
-                bins[bin_index].append((index, start, stop))
-                loads[bin_index] += stop - start
-            if stop < nbytes or (loads[bin_index] >= mean + owed and not is_last):
-                owed += mean - loads[bin_index]
-                current += 1
-            start = stop
+    def place_largest_first(self, order: list[int]) -> None:
+        heap = [(load, index) for index, load in enumerate(self.loads)]
+        heapify(heap)
+        for index in order:
+            load, emptiest = heap[0]
+            self.parts[emptiest].append((index, 0, self.items[index].nbytes))
+            self.loads[emptiest] = load + self.items[index].nbytes
+            heapreplace(heap, (self.loads[emptiest], emptiest))
+
+    def pour(self, order: list[int], *, mean: float) -> None:
+        loads = self.loads
+        # No bin is below the mean only where the mean itself was rounded.
+        to_fill = [n for n, load in enumerate(loads) if load < mean] or list(range(len(loads)))
+        current = 0
+        owed = 0.0  # what cuts at units took from the bins so far, for the next one to make up
+        for index in order:
+            nbytes, unit = self.items[index].nbytes, self.items[index].unit_nbytes
+            start = 0
+            while start < nbytes:
+                bin_index = to_fill[current]
+                is_last = current == len(to_fill) - 1
+                room = mean + owed - loads[bin_index]
+                stop = nbytes if is_last else start + max(0, round(room / unit)) * unit
+                stop = min(stop, nbytes)
+                if stop > start:
+                    self.parts[bin_index].append((index, start, stop))
+                    loads[bin_index] += stop - start
+                if stop < nbytes or (loads[bin_index] >= mean + owed and not is_last):
+                    owed += mean - loads[bin_index]
+                    current += 1
+                start = stop

@@ -180,7 +180,7 @@ def describe_dtensor(
     except UnsupportedTensor as refused:
         raise UnsupportedTensor(f"{fqn}: {refused.problem}") from None
     holders = _holders(placements, mesh, coordinate, ranks)
-    return _owned(fqn, tensor, local, boxes, holders, _owners(mesh, ranks))
+    return _owned(fqn, tensor, local, boxes, holders, _owners(mesh, ranks.global_ranks))
 
 
 class ShardPlace(NamedTuple):
@@ -257,7 +257,7 @@ def _boxes_of(layout: _Layout) -> tuple[tuple[Box, Box], ...]:
     Raises UnsupportedTensor without a name.
     """
     placements, mesh_shape, parts, shape, wanted_shape, is_fsdp = layout
-    cuts = _cuts(placements, mesh_shape, parts)
+    cuts = cuts_of(placements, mesh_shape, parts)
     orders = [cuts]
     if any(cut.split_factor != 1 for cut in cuts):
         orders = [outermost_last(cuts)] if is_fsdp else [cuts, outermost_last(cuts)]
@@ -274,17 +274,11 @@ def _boxes_of(layout: _Layout) -> tuple[tuple[Box, Box], ...]:
     )
 
 
-def cuts_of(
-    fqn: str, placements: Sequence[Any], mesh_shape: Shape, coordinate: Sequence[int]
-) -> list[Cut]:
-    """The cuts that `placements` stand for at `coordinate` of the mesh, in order of its axes."""
-    try:
-        return _cuts(placements, mesh_shape, coordinate)
-    except UnsupportedTensor as refused:
-        raise UnsupportedTensor(f"{fqn}: {refused.problem}") from None
+def cuts_of(placements: Sequence[Any], mesh_shape: Shape, coordinate: Sequence[int]) -> list[Cut]:
+    """The cuts that `placements` stand for at `coordinate` of the mesh, in order of its axes.
 
-
-def _cuts(placements: Sequence[Any], mesh_shape: Shape, coordinate: Sequence[int]) -> list[Cut]:
+    Raises UnsupportedTensor without a name.
+    """
     cuts = []
     for placement, count, index in zip(placements, mesh_shape, coordinate, strict=True):
         if placement.is_replicate():
@@ -316,14 +310,9 @@ def _holders(
     return ranks.indices_of(mesh.mesh[along].flatten().tolist())
 
 
-def _owners(mesh: Any, ranks: Ranks) -> tuple[int, ...]:
-    """The ranks of the mesh."""
-    # The mesh takes long to list its ranks, and equal meshes are equal keys.
-    return _owners_on(mesh, ranks.global_ranks)
-
-
 @lru_cache(maxsize=64)
-def _owners_on(mesh: Any, global_ranks: tuple[int, ...]) -> tuple[int, ...]:
+def _owners(mesh: Any, global_ranks: tuple[int, ...]) -> tuple[int, ...]:
+    """The ranks of the mesh, which takes long to list them; equal meshes are equal keys."""
     return Ranks(0, global_ranks).known_of(mesh.mesh.flatten().tolist())
 
 
@@ -372,11 +361,8 @@ def _repeated(owned: Owned, wider_of: dict[tuple[str, ...], Any], ranks: Ranks) 
         for name, index in zip(wider.mesh_dim_names, coordinate, strict=True)
     )
     holders = ranks.indices_of(wider.mesh[along].flatten().tolist())
-    views = tuple(
-        view._replace(pieces=tuple(piece._replace(holders=holders) for piece in view.pieces))
-        for view in owned.views
-    )
-    return owned._replace(views=views, synchronized=False)
+    held = owned.with_pieces(lambda piece: piece._replace(holders=holders))
+    return held._replace(synchronized=False)
 
 
 def _owned(

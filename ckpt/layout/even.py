@@ -27,7 +27,14 @@ def even_part(shape: Shape, rank: int, ranks: int, layout: EvenLayout) -> Region
     if layout == "flat":
         start, stop = _chunk(math.prod(shape), rank, ranks)
         return Span(start, stop)
-    start, stop = _chunk(shape[0], rank, ranks)
+    return chunk_of(shape, ranks, rank)
+
+
+def chunk_of(shape: Shape, parts: int, part: int) -> Box:
+    """What `torch.chunk(parts)` along dim 0 leaves for `part`; without rows when there is no such
+    chunk.
+    """
+    start, stop = _chunk(shape[0], part, parts)
     return Box((start,) + (0,) * (len(shape) - 1), (stop - start, *shape[1:]))
 
 

@@ -12,9 +12,8 @@ A foreign engine takes part by the methods of `ckpt.layout.protocol`.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -37,7 +36,7 @@ from ckpt.layout.state_dict_hooks import CANNOT, load_changes, overrides, save_c
 from ckpt.layout.tensor import PLAIN_CLASSES, is_dtensor
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class ModuleLayout:
     """How this rank holds a module. Describing neither communicates nor changes anything.
 
@@ -45,29 +44,25 @@ class ModuleLayout:
     pieces of all its members. A rank without any element of a tensor has one empty piece for it.
     """
 
-    params: tuple[Owned, ...]
-    buffers: tuple[Owned, ...]
+    params: Sequence[Owned] = ()
+    buffers: Sequence[Owned] = ()
     """Persistent buffers only."""
-    aliases: Mapping[str, str]
+    aliases: dict[str, str] = field(default_factory=dict)
     """Other names of tied parameters, buffers and extra states, to the name that is stored."""
-    extra_states: Mapping[str, nn.Module]
+    extra_states: dict[str, nn.Module] = field(default_factory=dict)
     """Modules with `get_extra_state`, by the key that torch gives it ("layer._extra_state")."""
-    save_hooks: tuple[str, ...]
+    save_hooks: list[str] = field(default_factory=list)
     """What would change a state dict on saving and cannot be honoured, one sentence each."""
-    load_hooks: tuple[str, ...]
-    problems: tuple[str, ...]
+    load_hooks: list[str] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
     """Tensors that cannot take part, one sentence each; they are in no piece."""
-    composites: Mapping[str, Composite]
+    composites: dict[str, Composite] = field(default_factory=dict)
     """Parameters and buffers that consist of other tensors. These are in `params` and `buffers`,
     by names that start with that of the composite."""
-    owned_by_param: Mapping[int, Owned]
+    owned_by_param: dict[int, Owned] = field(default_factory=dict)
     """By `id` of every object that an optimizer may know: tied ones, flat parameters, DTensors."""
-    _units: tuple[tuple[str, nn.Module], ...]
-
-    @property
-    def units(self) -> tuple[tuple[str, nn.Module], ...]:
-        """The modules at which an engine shards, with their names; "" is the module itself."""
-        return self._units
+    units: tuple[tuple[str, nn.Module], ...] = ()
+    """The modules at which an engine shards, with their names; "" is the module itself."""
 
     def reshard(self) -> None:
         """Drop gathered copies of all parameters, so that the next use of the module gathers again.
@@ -76,13 +71,13 @@ class ModuleLayout:
         unit is in use (inside `summon_full_params`).
         """
         busy = [
-            f"{name or 'the module'}: {reason}"
-            for name, unit in self._units
-            if (reason := torch_fsdp.busy_reason(unit)) is not None
+            f"{name or 'the module'}: is inside summon_full_params(); leave that context first"
+            for name, unit in self.units
+            if torch_fsdp.is_summoned(unit)
         ]
         if busy:
             raise InvalidState(busy)
-        for _, unit in self._units:
+        for _, unit in self.units:
             if torch_fsdp.is_fsdp1(unit):
                 torch_fsdp.reshard_fsdp1(unit)
             elif torch_fsdp.is_fsdp2(unit):
@@ -98,7 +93,7 @@ def describe_module(module: nn.Module, ranks: Ranks) -> ModuleLayout:
     Takes some microseconds per parameter. Refusals are listed in `problems`, never raised.
     """
     visits = list(_visits(module, ranks))
-    builder = _LayoutBuilder(ranks)
+    builder = _LayoutBuilder(ranks=ranks)
     managed = _managed_places(visits)
     for visit in visits:
         # Engines first: what they describe is left out by the walk over plain attributes.
@@ -111,17 +106,17 @@ def describe_module(module: nn.Module, ranks: Ranks) -> ModuleLayout:
     _add_managed(builder, managed)
     _settle_holders(builder)
     return ModuleLayout(
-        params=tuple(builder.params),
-        buffers=tuple(builder.buffers),
-        aliases=MappingProxyType(builder.aliases),
-        extra_states=MappingProxyType(builder.extra_states),
-        save_hooks=tuple(builder.save_hooks),
-        load_hooks=tuple(builder.load_hooks),
+        tuple(builder.params),
+        tuple(builder.buffers),
+        builder.aliases,
+        builder.extra_states,
+        builder.save_hooks,
+        builder.load_hooks,
         # What an engine refuses to describe is refused as a plain attribute once more.
-        problems=tuple(dict.fromkeys(builder.problems)),
-        composites=MappingProxyType(builder.composites),
-        owned_by_param=MappingProxyType(builder.owned_by_param),
-        _units=tuple((visit.name, visit.module) for visit in visits if visit.is_first_unit),
+        list(dict.fromkeys(builder.problems)),
+        builder.composites,
+        builder.owned_by_param,
+        tuple((visit.name, visit.module) for visit in visits if visit.is_first_unit),
     )
 
 
@@ -292,19 +287,12 @@ def _traits(module: nn.Module) -> _Traits:
 
 
 @dataclass(slots=True)
-class _LayoutBuilder:
+class _LayoutBuilder(ModuleLayout):
     """What the walk has found so far."""
 
-    ranks: Ranks
+    ranks: Ranks = field(kw_only=True)
     params: list[Owned] = field(default_factory=list)
     buffers: list[Owned] = field(default_factory=list)
-    aliases: dict[str, str] = field(default_factory=dict)
-    extra_states: dict[str, nn.Module] = field(default_factory=dict)
-    save_hooks: list[str] = field(default_factory=list)
-    load_hooks: list[str] = field(default_factory=list)
-    problems: list[str] = field(default_factory=list)
-    composites: dict[str, Composite] = field(default_factory=dict)
-    owned_by_param: dict[int, Owned] = field(default_factory=dict)
     # Names by identity: of plain tensors, of members of units, of modules with extra state.
     name_of: dict[int, str] = field(default_factory=dict)
     name_of_member: dict[tuple[int, int], str] = field(default_factory=dict)
@@ -571,12 +559,8 @@ def _renamed(owned: Owned, prefix: str, ranks: Ranks) -> Owned:
             fqn=_joined(prefix, piece.fqn), holders=ranks.indices_of(piece.holders)
         )
 
-    views = tuple(
-        view._replace(pieces=tuple(absolute(piece) for piece in view.pieces))
-        for view in owned.views
-    )
     owners = None if owned.owners is None else ranks.known_of(owned.owners)
-    return owned._replace(views=views, owners=owners)
+    return owned.with_pieces(absolute)._replace(owners=owners)
 
 
 def _joined(prefix: str, name: str) -> str:

@@ -6,13 +6,14 @@ These values alone describe how any engine holds tensors. An engine takes part b
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 
 from ckpt.layout.kind import Kind
 from ckpt.layout.region import Box, Region, Shape
-from ckpt.layout.tensor import template_of
+from ckpt.layout.tensor import is_dtensor
 
 
 class Piece(NamedTuple):
@@ -101,7 +102,7 @@ class Owned(NamedTuple):
         """The tensor that says by itself how this one is laid out, a DTensor; None where only the
         engine knows. What is made beside the tensor can be laid out like it.
         """
-        return template_of(self.param)
+        return self.param if is_dtensor(self.param) else None
 
     @property
     def is_whole(self) -> bool:
@@ -123,6 +124,11 @@ class Owned(NamedTuple):
     def is_flat_shard(self) -> bool:
         """Whether this rank has some part of parameters in memory that does not say which."""
         return self.template is None and not self.is_whole
+
+    def with_pieces(self, change: Callable[[Piece], Piece]) -> Owned:
+        """The same with other pieces in the places of these."""
+        views = [view._replace(pieces=tuple(map(change, view.pieces))) for view in self.views]
+        return self._replace(views=tuple(views))
 
     def is_whole_on(self, ranks: tuple[int, ...]) -> bool:
         """Whether each of `ranks` has all of one tensor, and no other rank has any of it."""

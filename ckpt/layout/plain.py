@@ -163,15 +163,16 @@ def with_copies(owned: Owned, name_of: Callable[[str], str], ranks: Ranks) -> Ow
     if not ranks.copies or not any(name_of(fqn) in ranks.copies for fqn in owned.fqns):
         return owned
 
-    def holders_of(piece: Piece) -> tuple[int, ...]:
+    def with_holders(piece: Piece) -> Piece:
         groups = ranks.copies.get(name_of(piece.fqn), ())
         mine = next((group for group in groups if ranks.rank in group), None)
         if mine is None:
-            return piece.holders
+            return piece
         places = [mine.index(holder) for holder in piece.holders]
-        return tuple(sorted(group[place] for group in groups for place in places))
+        holders = sorted(group[place] for group in groups for place in places)
+        return piece._replace(holders=tuple(holders))
 
-    return _held_by(owned, holders_of)._replace(synchronized=False)
+    return owned.with_pieces(with_holders)._replace(synchronized=False)
 
 
 def shared_by(owned: Sequence[Owned], ranks: Ranks) -> tuple[int, ...]:
@@ -194,20 +195,10 @@ def held_where_shared(
     """`owned` with `holders` for the plain tensors that were thought to be with everyone."""
     everyone = ranks.everyone
     return [
-        _held_by(one, lambda _: holders)
+        one.with_pieces(lambda piece: piece._replace(holders=holders))
         if holders != everyone
         and one.owners == ()
         and all(piece.holders == everyone for view in one.views for piece in view.pieces)
         else one
         for one in owned
     ]
-
-
-def _held_by(owned: Owned, holders_of: Callable[[Piece], tuple[int, ...]]) -> Owned:
-    views = tuple(
-        view._replace(
-            pieces=tuple(piece._replace(holders=holders_of(piece)) for piece in view.pieces)
-        )
-        for view in owned.views
-    )
-    return owned._replace(views=views)

@@ -6,6 +6,7 @@ method `__ckpt_sharding__()` on its unit modules that returns a `UnitSharding`.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -58,10 +59,8 @@ def describe_sharded_tensor(fqn: str, value: Any, ranks: Ranks, shape: Shape | N
     """One `Owned` per local shard. `shape` is that of the tensor that a flat one stands for."""
     metadata = value.metadata()
     size: Shape = tuple(metadata.size)
-    numel = 1
-    for extent in shape or ():
-        numel *= extent
-    is_flat = shape is not None and size != shape and size == (numel,)
+    is_flat = shape is not None and size != shape and size == (math.prod(shape),)
+    whole_shape = shape if is_flat and shape is not None else size
     group = getattr(value, "_process_group", None) or dist.group.WORLD
     owners = ranks.known_of(dist.get_process_group_ranks(group))
     all_owned = []
@@ -74,7 +73,7 @@ def describe_sharded_tensor(fqn: str, value: Any, ranks: Ranks, shape: Shape | N
             region = Span(offset[0], offset[0] + local.numel())
         piece = Piece(
             fqn,
-            shape if is_flat and shape is not None else size,
+            whole_shape,
             local.dtype,
             region,
             Span(0, local.numel()) if is_flat else whole(tuple(local.shape)),
@@ -84,8 +83,7 @@ def describe_sharded_tensor(fqn: str, value: Any, ranks: Ranks, shape: Shape | N
     # A rank without a shard has an empty piece, so that all ranks know the same names.
     if not all_owned:
         empty = torch.empty(0, dtype=metadata.tensor_properties.dtype)
-        global_shape = shape if is_flat and shape is not None else size
-        piece = Piece(fqn, global_shape, empty.dtype, Span(0, 0), Span(0, 0), (ranks.rank,))
+        piece = Piece(fqn, whole_shape, empty.dtype, Span(0, 0), Span(0, 0), (ranks.rank,))
         all_owned.append(Owned(empty, empty, (View((piece,)),), True, owners))
     return all_owned
 
@@ -132,16 +130,6 @@ def _placement(rank: int, device: torch.device) -> str:
     # By the usual rule of one rank per device: nothing says which device another rank uses.
     count = max(torch.get_device_module(device).device_count(), 1)
     return f"rank:{rank}/{device.type}:{rank % count}"
-
-
-def chunk_of(shape: Shape, parts: int, part: int) -> Box:
-    """What `torch.chunk(parts)` along dim 0 leaves for `part`; without rows when there is no such
-    chunk.
-    """
-    size = -(-shape[0] // parts)
-    start = min(part * size, shape[0])
-    stop = min(start + size, shape[0])
-    return Box((start, *(0,) * (len(shape) - 1)), (stop - start, *shape[1:]))
 
 
 def make_dtensor(

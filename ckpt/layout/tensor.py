@@ -69,30 +69,20 @@ def is_dtensor(tensor: torch.Tensor) -> bool:
     return hasattr(tensor, "_local_tensor") and hasattr(tensor, "device_mesh")
 
 
-def template_of(tensor: torch.Tensor) -> torch.Tensor | None:
-    """`tensor`, if it says by itself how it is laid out, so that others can be laid out like it;
-    None for plain memory.
+def memory_of(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor whose memory `tensor` has on this rank, once it is there: a DTensor's local
+    tensor, or the tensor itself.
     """
-    return tensor if is_dtensor(tensor) else None
+    if type(tensor) in PLAIN_CLASSES:
+        return tensor
+    local: torch.Tensor = getattr(tensor, "_local_tensor", tensor)
+    # The result of a collective may still be on its way.
+    return local.trigger_wait() if hasattr(local, "trigger_wait") else local
 
 
 def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    """The memory of `tensor` on this rank, detached: a DTensor's local tensor, or the tensor
-    itself.
-    """
-    if not is_dtensor(tensor):
-        return tensor.detach()
-    local: torch.Tensor = tensor._local_tensor  # type: ignore[attr-defined]
-    if hasattr(local, "trigger_wait"):  # the result of a collective that may still run
-        local = local.trigger_wait()
-    return local.detach()
-
-
-def memory_of(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor whose memory `tensor` has on this rank: `local_tensor` without a new object."""
-    if type(tensor) in PLAIN_CLASSES:
-        return tensor
-    return getattr(tensor, "_local_tensor", tensor)
+    """The same, detached: a new object."""
+    return memory_of(tensor).detach()
 
 
 def global_shape(tensor: torch.Tensor) -> tuple[int, ...]:

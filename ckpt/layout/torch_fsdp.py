@@ -169,7 +169,7 @@ def _describe_fsdp1(wrapper: Any, handle: Any, fqns: Sequence[str], ranks: Ranks
     those to optimizers (`use_orig_params=True`).
     """
     flat = handle.flat_param
-    local = _local_shard(flat)
+    local = _local_shard(flat).detach()
     holders = _fsdp1_holders(wrapper, handle, ranks)
     owners = _fsdp1_owners(wrapper, handle, ranks)
     refuse_unstorable(fqns[0], local)
@@ -193,23 +193,16 @@ def _member(flat: Any, index: int, fqn: str, holders: tuple[int, ...]) -> FlatMe
     shape = tuple(flat._shapes[index])
     order = memory_order(fqn, shape, tuple(flat._strides[index]))
     info = flat._shard_param_infos[index]
-    if not info.in_shard or math.prod(shape) == 0:
-        return FlatMember(fqn, shape, order, 0, 0, 0, holders)
-    return FlatMember(
-        fqn,
-        shape,
-        order,
-        info.intra_param_start_idx,
-        info.numel_in_shard,
-        info.offset_in_shard,
-        holders,
-    )
+    here = (0, 0, 0)
+    if info.in_shard and math.prod(shape):
+        here = (info.intra_param_start_idx, info.numel_in_shard, info.offset_in_shard)
+    return FlatMember(fqn, shape, order, *here, holders)
 
 
 def _local_shard(flat: Any) -> torch.Tensor:
     # Set at the first forward; until then the flat parameter itself is the shard.
     shard: torch.Tensor = getattr(flat, "_local_shard", flat)
-    return shard.detach()
+    return shard
 
 
 def _fsdp1_holders(wrapper: Any, handle: Any, ranks: Ranks) -> tuple[int, ...]:
@@ -272,22 +265,17 @@ def fsdp1_memory(wrapper: nn.Module) -> Iterator[tuple[torch.Tensor, torch.Tenso
     """Each object that optimizers know of the unit of `wrapper`, with the unit's own memory."""
     handle: Any = wrapper._handle
     if handle is not None:
-        # Before the first forward the flat parameter is the shard.
-        shard = getattr(handle.flat_param, "_local_shard", handle.flat_param)
         for param in handle.flat_param._params or (handle.flat_param,):
-            yield param, shard
+            yield param, _local_shard(handle.flat_param)
 
 
 # --- both ----------------------------------------------------------------------------------------
 
 
-def busy_reason(module: nn.Module) -> str | None:
-    """Why the unit of `module` cannot be resharded now; None when it can."""
-    if is_fsdp1(module):
-        state = module.training_state.name  # type: ignore[union-attr]
-        if state == "SUMMON_FULL_PARAMS":
-            return "is inside summon_full_params(); leave that context first"
-    return None
+def is_summoned(module: nn.Module) -> bool:
+    """Whether the unit of `module` cannot be resharded now: it shows full parameters."""
+    state: Any = module.training_state if is_fsdp1(module) else None
+    return state is not None and state.name == "SUMMON_FULL_PARAMS"
 
 
 def _speaks(module: nn.Module) -> bool:

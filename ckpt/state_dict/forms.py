@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from ckpt.errors import InvalidState
+from ckpt.layout.even import chunk_of
 from ckpt.layout.kind import Kind
 from ckpt.layout.memory import local_view
 from ckpt.layout.piece import Holding, Piece
@@ -16,7 +17,6 @@ from ckpt.layout.plain import Ranks
 from ckpt.layout.region import Box, Span, boxes_of, whole
 from ckpt.layout.sharded_tensor import (
     UnitSharding,
-    chunk_of,
     chunk_placements,
     make_dtensor,
     make_sharded_tensor,

@@ -22,6 +22,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
+from ckpt.layout.tensor import memory_of
 from sharding.dtensor.seam import (
     KNOWN_PLACEMENTS,
     DTensorLike,
@@ -29,7 +30,6 @@ from sharding.dtensor.seam import (
     concatenated,
     dtensor_over,
     joined_mesh,
-    local_of,
     make_dtensor,
     mark_sharded,
     replace_local,
@@ -113,7 +113,7 @@ class ShardedParam:
         values = param.detach()
         if isinstance(param, DTensor):
             self.tensor_parallel = _like(param)
-            values = local_of(values)
+            values = memory_of(values)
         self.dim = _checked_dim(module_param.fqn, placement, param, values, data.shard.size)
         self.shape: Shape = tuple(values.shape)
         """Of the whole parameter, as modules compute with it."""
@@ -133,7 +133,7 @@ class ShardedParam:
         set_grad_dtype(self.param, grad_dtype_of(param))
         # Not the original: its memory is to be freed with its last user.
         self.module_param = module_param._replace(param=self.param)
-        self._adopted = local_of(self.param)
+        self._adopted = memory_of(self.param)
         for name, value in vars(param).items():
             if not name.startswith("_"):  # a user's own marks, not torch's
                 setattr(self.param, name, value)
@@ -218,12 +218,12 @@ class ShardedParam:
     @property
     def local(self) -> torch.Tensor:
         """This rank's part, as the optimizer sees it."""
-        return local_of(self.param).detach()
+        return memory_of(self.param).detach()
 
     @property
     def local_as_is(self) -> torch.Tensor:
         """The same, as the very object that the DTensor holds."""
-        return local_of(self.param)
+        return memory_of(self.param)
 
     def to_dtensor(self, local: torch.Tensor) -> DTensor:
         """A tensor like this rank's part as a DTensor like the parameter."""
@@ -255,7 +255,7 @@ class ShardedParam:
                 set_grad_dtype(current, grad_dtype_of(self.param))
             self.param = current
             put_all([self.module_param.places], [current])
-        local = local_of(self.param)
+        local = memory_of(self.param)
         if local is self._adopted:
             return False
         if tuple(local.shape) != self.own_shape:
@@ -307,7 +307,7 @@ class ShardedParam:
             placements[axis] = grad.placements[axis]  # summed over these by the unit's reduction
         if list(grad.placements) != placements:
             grad = grad.redistribute(placements=placements)
-        return local_of(grad)
+        return memory_of(grad)
 
     def gradient_parts(
         self, grad: torch.Tensor, form: OutgoingForm
@@ -343,7 +343,7 @@ class ShardedParam:
         With offloading the host may look at it once the streams have finished.
         """
         new = new[: math.prod(self.own_shape)].view(self.own_shape)
-        before = None if self.param.grad is None else local_of(self.param.grad)
+        before = None if self.param.grad is None else memory_of(self.param.grad)
         if self.keeping.offload:
             if before is not None:
                 new = streams.to_device(before, new.device).add_(new)

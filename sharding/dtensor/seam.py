@@ -63,17 +63,6 @@ def make_dtensor(local: torch.Tensor, like: DTensorLike) -> DTensor:
     return dtensor_over(local, spec_of(like, local.dtype))
 
 
-def local_of(tensor: torch.Tensor) -> torch.Tensor:
-    """The memory of a DTensor on this rank itself, once it is there; of others, themselves."""
-    if not isinstance(tensor, DTensor):
-        return tensor
-    local: Any = tensor._local_tensor
-    if hasattr(local, "trigger_wait"):  # the result of a collective that may still run
-        local = local.trigger_wait()
-    memory: torch.Tensor = local
-    return memory
-
-
 def replace_local(tensor: torch.Tensor, local: torch.Tensor) -> None:
     """Let the DTensor lie in `local` from now on; shape and values must be what it had."""
     dtensor: Any = tensor

@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from torch.utils._pytree import tree_map
 
 import sharding
-from sharding.dtensor.seam import local_of
+from ckpt.layout.tensor import memory_of
 from sharding.dtensor.store import DTensorStore
 from sharding.engine.store import State
 from tests.sharding.fully_scenarios import (
@@ -557,7 +557,7 @@ def extensions_may_be_put_on_shards_later() -> None:
 
     size = dist.get_world_size()
     module: Any = sharding.fully_shard(Plain(size, 2))
-    local = local_of(module.weight)
+    local = memory_of(module.weight)
 
     def pre(self: Any, mesh: Any) -> Any:
         return (self * 2,), None
@@ -589,7 +589,7 @@ def loads_and_conversions_are_followed() -> None:
     model.load_state_dict(other.state_dict())
     # Nothing moved: dicts that were taken before stay live.
     for name, param in model.named_parameters():
-        assert local_of(before[name]).data_ptr() == param.to_local().data_ptr()
+        assert memory_of(before[name]).data_ptr() == param.to_local().data_ptr()
     wanted = values(other)
     dicts = {name: value.clone() for name, value in other.state_dict().items()}
     model.load_state_dict(dicts, assign=True)

@@ -225,8 +225,8 @@ class _Binder:
             return
         bound = bind_composite(fqn, tensor, kind, self.names, self.ranks)
         if bound is not None:
-            self.holdings.extend(bound.holdings)
-            self.steps.extend(bound.steps)
+            self.holdings.extend(bound[0])
+            self.steps.extend(bound[1])
 
     def fitting(self, fqn: str, tensor: torch.Tensor) -> str | None:
         """The checkpoint's name of what fills `tensor`; None when nothing does."""

@@ -62,26 +62,23 @@ def bind_optimizer(
         return bound
     # With `rename` the checkpoint may call the optimizer otherwise.
     saved_path, groups = saved[0].removesuffix(".param_groups"), saved[1]
-    saved_groups = _checked_groups(path, groups, names)
-    if saved_groups is None:
+    if not isinstance(groups, list) or not all(
+        isinstance(group, dict) and isinstance(group.get("params"), list) for group in groups
+    ):
+        text = "is not a list of groups of parameters"
+        names.report(ProblemKind.VALUE, f"{path}.param_groups", text)
         return bound
     names.loaded_values.append(f"{path}.param_groups")
     bound.optimizer.append(optimizer)
-    saved_names = {name for group in saved_groups for name in group["params"]}
+    saved_names = {name for group in groups for name in group["params"]}
     states = saved_states(names, f"{saved_path}.state.", saved_names)
-    binding = _OptimizerBinder(path, saved_path, bound, names, ranks, saved_names, states)
-    binding.add(optimizer, named_groups(optimizer, described), saved_groups)
-    binding.add_user_state(optimizer)
+    live = named_groups(optimizer, described)
+    binding = _OptimizerBinder(
+        path, saved_path, bound, names, ranks, saved_names, states, optimizer, live, groups
+    )
+    binding.add()
+    binding.add_user_state()
     return bound
-
-
-def _checked_groups(path: str, value: Any, names: Names) -> list[dict[str, Any]] | None:
-    if isinstance(value, list) and all(
-        isinstance(group, dict) and isinstance(group.get("params"), list) for group in value
-    ):
-        return value
-    names.report(ProblemKind.VALUE, f"{path}.param_groups", "is not a list of groups of parameters")
-    return None
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +86,7 @@ class _OptimizerBinder:
     """Matches parameters and groups of one optimizer with those that the checkpoint has.
 
     `saved_names` are the parameters that the saved groups list, `states` what was saved for them.
+    `wanted` has, for each live group, the checkpoint's names of each parameter's members.
     `is_path_known` keeps the answers of `is_path`.
     """
 
@@ -99,47 +97,43 @@ class _OptimizerBinder:
     ranks: Ranks
     saved_names: set[str]
     states: dict[str, SavedState]
+    optimizer: torch.optim.Optimizer
+    groups: list[list[NamedParam]]
+    saved_groups: list[dict[str, Any]]
+    wanted: list[list[list[str | None]]] = field(default_factory=list)
     is_path_known: dict[str, bool] = field(default_factory=dict)
 
-    def add(
-        self,
-        optimizer: torch.optim.Optimizer,
-        groups: Sequence[Sequence[NamedParam]],
-        saved_groups: list[dict[str, Any]],
-    ) -> None:
-        binder = ParameterBinder(self.path, self.bound, self.names, self.ranks, declared(optimizer))
+    def add(self) -> None:
+        said = declared(self.optimizer)
+        binder = ParameterBinder(self.path, self.bound, self.names, self.ranks, said)
         keeps_groups = self.names.skip(f"{self.path}.param_groups")
-        wanted = [
-            [self.saved_names_of(named, keeps_groups=keeps_groups) for named in group]
-            for group in groups
-        ]
-        self.leave_others(wanted, groups, keeps_groups=keeps_groups)
-        live_groups = optimizer.param_groups
-        options: list[Options] = [Options(None, {}) for _ in groups]
-        if not keeps_groups:
-            options = self.options_for(wanted, groups, live_groups, saved_groups)
-        for index, group in enumerate(groups):
+        for group in self.groups:
+            self.wanted.append([self.saved_names_of(n, keeps_groups=keeps_groups) for n in group])
+        self.leave_others(keeps_groups=keeps_groups)
+        options = [Options(None, {}) for _ in self.groups] if keeps_groups else self.options()
+        for index, group in enumerate(self.groups):
+            live = self.optimizer.param_groups[index]
             if options[index].number is not None:
-                self.add_group(live_groups[index], options[index])
-            hyper = {**live_groups[index], **options[index].values}
-            for named, saved in zip(group, wanted[index], strict=True):
+                self.add_group(live, options[index])
+            hyper = {**live, **options[index].values}
+            for named, saved in zip(group, self.wanted[index], strict=True):
                 # One tensor holds the state of all members: without one of them it is left alone.
                 if None not in saved:
                     states = [self.states.get(name) for name in saved if name is not None]
-                    binder.bind(named, states, optimizer.state.get(named.param, {}), hyper)
+                    binder.bind(named, states, self.optimizer.state.get(named.param, {}), hyper)
 
-    def add_user_state(self, optimizer: torch.optim.Optimizer) -> None:
+    def add_user_state(self) -> None:
         """State under keys that are no parameters: replaced by the checkpoint's, if it has any."""
         fqn = f"{self.saved_path}.{USER_STATE}"
         value = self.names.catalog.values.get(fqn)
         if value is None:
             return
         self.names.used.add(fqn)
-        live = user_state(optimizer.state)
+        live = user_state(self.optimizer.state)
         tree = bind_tree(fqn, value, live, self.names, self.ranks)
         self.names.loaded_values.append(f"{self.path}.{USER_STATE}")
         self.bound.holdings.extend(tree.holdings)
-        self.bound.user.append((optimizer, tree))
+        self.bound.user.append((self.optimizer, tree))
 
     def saved_names_of(self, named: NamedParam, *, keeps_groups: bool) -> list[str | None]:
         saved = []
@@ -204,17 +198,11 @@ class _OptimizerBinder:
             )
         return known
 
-    def leave_others(
-        self,
-        wanted: Sequence[Sequence[Sequence[str | None]]],
-        groups: Sequence[Sequence[NamedParam]],
-        *,
-        keeps_groups: bool,
-    ) -> None:
+    def leave_others(self, *, keeps_groups: bool) -> None:
         """Note the parameters that the checkpoint's groups have and the state's have not."""
         names = self.names
-        live = {name for group in wanted for saved in group for name in saved if name}
-        paths = sorted({named.source.path for group in groups for named in group})
+        live = {name for group in self.wanted for saved in group for name in saved if name}
+        paths = sorted({named.source.path for group in self.groups for named in group})
         extra = sorted(self.saved_names - live)
         for name in extra:  # covered by the one problem of all of them
             if name in self.states:
@@ -228,24 +216,18 @@ class _OptimizerBinder:
         left = [name for name, is_out in zip(extra, skipped, strict=True) if not is_out]
         names.leave_params(f"{self.saved_path}.param_groups", left)
 
-    def options_for(
-        self,
-        wanted: Sequence[Sequence[Sequence[str | None]]],
-        groups: Sequence[Sequence[NamedParam]],
-        live_groups: Sequence[Mapping[str, Any]],
-        saved_groups: Sequence[Mapping[str, Any]],
-    ) -> list[Options]:
+    def options(self) -> list[Options]:
         """What each live group takes from those saved groups that have its parameters.
 
         Groups need not be the same, for stages may have had theirs each for itself: an option is
         taken where each parameter then has what was saved for it, and no two live groups lose what
         they have differently. Else it is a problem, unless the caller says whose value holds.
         """
-        numbers = _corresponding(wanted, groups, saved_groups)
+        numbers, live_groups = self.corresponding(), self.optimizer.param_groups
         conflicts: dict[str, str] = {}  # options, and what may be said of them
         result = []
         for index, mine in enumerate(numbers):
-            saved = [options_of(saved_groups[number]) for number in mine]
+            saved = [options_of(self.saved_groups[number]) for number in mine]
             together = [n for n, others in enumerate(numbers) if set(mine) & set(others)]
             values = {}
             for key in dict.fromkeys(key for options in saved for key in options):
@@ -268,22 +250,33 @@ class _OptimizerBinder:
             self.names.report(
                 ProblemKind.VALUE,
                 f"{self.path}.param_groups",
-                self.difference(conflicts, groups, live_groups, saved_groups),
+                self.difference(conflicts),
             )
         return result
 
-    def difference(
-        self,
-        conflicts: Mapping[str, str],
-        groups: Sequence[Sequence[NamedParam]],
-        live_groups: Sequence[Mapping[str, Any]],
-        saved_groups: Sequence[Mapping[str, Any]],
-    ) -> str:
+    def corresponding(self) -> list[list[int]]:
+        """For each live group the numbers of the saved groups that have its parameters. Of groups
+        without any, here and there, the first belongs to the first.
+        """
+        saved_groups = list(enumerate(self.saved_groups))
+        place = {name: number for number, group in saved_groups for name in group["params"]}
+        numbers = [
+            sorted({place[name] for saved in group for name in saved if name})
+            for group in self.wanted
+        ]
+        used = {number for mine in numbers for number in mine}
+        free = [number for number, _ in saved_groups if number not in used]
+        for mine, group in zip(numbers, self.groups, strict=True):
+            if not group and free:
+                mine.append(free.pop(0))
+        return numbers
+
+    def difference(self, conflicts: Mapping[str, str]) -> str:
         """That groups do not correspond, with both lists and what to do."""
         keys = list(conflicts)
-        live_names = [[name for named in group for name in named.names] for group in groups]
-        saved = _listed([(group["params"], group) for group in saved_groups], keys)
-        live = _listed(list(zip(live_names, live_groups, strict=True)), keys)
+        names = [[name for named in group for name in named.names] for group in self.groups]
+        saved = _listed([(group["params"], group) for group in self.saved_groups], keys)
+        live = _listed(list(zip(names, self.optimizer.param_groups, strict=True)), keys)
         call = self.names.call
         policy = ", ".join(f"{key!r}: {ways}" for key, ways in conflicts.items())
         advice = f", or say whose value holds: group_options={{{policy}}}" if call.new else ""
@@ -314,26 +307,6 @@ class _OptimizerBinder:
         self.names.loaded_tensors.extend(references(hyper))
         self.bound.holdings.extend(tree.holdings)
         self.bound.groups.append((group, tree))
-
-
-def _corresponding(
-    wanted: Sequence[Sequence[Sequence[str | None]]],
-    groups: Sequence[Sequence[NamedParam]],
-    saved_groups: Sequence[Mapping[str, Any]],
-) -> list[list[int]]:
-    """For each live group the numbers of the saved groups that have its parameters. Of groups
-    without any, here and there, the first belongs to the first.
-    """
-    place = {name: n for n, group in enumerate(saved_groups) for name in group["params"]}
-    numbers = [
-        sorted({place[name] for saved in group for name in saved if name}) for group in wanted
-    ]
-    used = {number for mine in numbers for number in mine}
-    free = [number for number in range(len(saved_groups)) if number not in used]
-    for mine, group in zip(numbers, groups, strict=True):
-        if not group and free:
-            mine.append(free.pop(0))
-    return numbers
 
 
 _ABSENT = object()

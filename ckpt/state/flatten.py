@@ -5,9 +5,8 @@ gathered.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import torch
@@ -180,7 +179,7 @@ class _Building:
         for fqn, tensor in others:
             if is_composite(tensor):
                 self.names.remove(fqn)
-                self.add_tree(fqn, partial(_itself, tensor), Kind.OTHER)
+                self.add_tree(fqn, tensor, Kind.OTHER)
             else:
                 self.add_tensor(fqn, tensor, Kind.OTHER)
 
@@ -222,7 +221,7 @@ class _Building:
         if not extra:
             return
         fqn, before = f"{path}.{EXTRA_STATE}", len(self.holdings)
-        self.add_tree(fqn, extra.copy, Kind.OTHER)
+        self.add_tree(fqn, extra, Kind.OTHER)
         odd = [each for each in self.holdings[before:] if each.local.ndim]
         if odd and not all(owned[id(param)].is_whole for param in params_of(optimizer)):
             # Nothing tells whether they are shards, and of what.
@@ -256,12 +255,12 @@ class _Building:
                     "optimizer that it wraps into the state"
                 )
                 continue
-            self.add_tree(fqn, thing.state_dict, Kind.OTHER)
+            self.add_tree(fqn, read_state(fqn, thing.state_dict), Kind.OTHER)
         for fqn, module in extra_states:
-            self.add_tree(fqn, module.get_extra_state, Kind.BUFFER)
+            self.add_tree(fqn, read_state(fqn, module.get_extra_state), Kind.BUFFER)
 
-    def add_tree(self, fqn: str, read: Callable[[], Any], kind: Kind) -> None:
-        value, tensors = split_tree(read_state(fqn, read), fqn, self.problems)
+    def add_tree(self, fqn: str, tree: Any, kind: Kind) -> None:
+        value, tensors = split_tree(tree, fqn, self.problems)
         # A tree that is one tensor has the tensor's name.
         self.names += [fqn, *(name for name, _ in tensors if name != fqn)]
         self.values[fqn] = value
@@ -289,10 +288,6 @@ class _Building:
                 name, entry = entry_of(slot.fqn, group, value, self.ranks)
                 self.names.append(name)
                 self.values[name] = entry
-
-
-def _itself(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor
 
 
 def name_clashes(state: Any, twice: Sequence[str]) -> list[str]:

@@ -59,11 +59,8 @@ def _mark(state: Any, what: str) -> None:
         "new values; load a checkpoint into it before stepping or saving"
     )
     for item in _objects_of(state):
-        _marked[id(item)] = (weakref.ref(item, partial(_forget, id(item))), text)
-
-
-def _forget(item_id: int, _: object) -> None:
-    _marked.pop(item_id, None)
+        forget = partial(_marked.pop, id(item))  # called with the reference, which it returns
+        _marked[id(item)] = (weakref.ref(item, forget), text)
 
 
 def refuse_interrupted(state: Any) -> None:

@@ -105,11 +105,8 @@ def bind_tree(
     return BoundTree(holdings, lambda: join_tree(value, loaded, live))
 
 
-class BoundComposite(NamedTuple):
-    """Memory to fill, and what is to be done afterwards."""
-
-    holdings: list[Holding]
-    steps: list[Callable[[], None]]
+BoundComposite = tuple[list[Holding], list[Callable[[], None]]]
+"""Memory to fill, and what is to be done afterwards."""
 
 
 def bind_composite(
@@ -155,7 +152,7 @@ def bind_composite(
             for saved_fqn, (_, component) in zip(used, components, strict=True)
             for holding in tensor_holdings(saved_fqn, component, kind, ranks)
         ]
-        return BoundComposite(holdings, [])
+        return holdings, []
     return _replaced(fqn, tensor, (saved_name, described), live, names, ranks)
 
 
@@ -169,8 +166,9 @@ def _replaced(
 ) -> BoundComposite | None:
     saved_name, described = saved
     type_ = type_of(tensor)
+    replace = None if type_ is None else type_.replace
     there, here = (list(one["components"]) for one in (described, live))
-    if (type_ is None or type_.replace is None) and there != here:
+    if replace is None and there != here:
         names.report(
             ProblemKind.VALUE,
             fqn,
@@ -179,7 +177,7 @@ def _replaced(
             f"{names.call.or_skip}",
         )
         return None
-    if type_ is None or type_.replace is None:
+    if replace is None:
         names.report(
             ProblemKind.SHAPE,
             fqn,
@@ -188,7 +186,6 @@ def _replaced(
             f"the state with the tensor that was saved{names.call.or_skip}",
         )
         return None
-    replace = type_.replace
     tree = bind_tree(saved_name, described, None, names, ranks)
 
     def step() -> None:
@@ -196,7 +193,7 @@ def _replaced(
         with torch.no_grad():
             replace(tensor, new)
 
-    return BoundComposite(tree.holdings, [step])
+    return tree.holdings, [step]
 
 
 def _unnamed(described: dict[str, Any]) -> Any:

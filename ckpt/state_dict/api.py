@@ -121,9 +121,9 @@ def load_model(
     """`load_model_state_dict` for a caller with other arguments, which its errors advise."""
     world = world_to_load(model, process_group)
     with gc_paused():
-        loading = put_model(model, state_dict, world, _ranks(world), request)
+        fill = put_model(model, state_dict, world, _ranks(world), request)
         with filling(model, "a state dict"):
-            return loading.fill()
+            return fill()
 
 
 def optimizer_state_dict(

@@ -107,45 +107,15 @@ def _names_in(held: Sequence[Holding]) -> set[str]:
 # --- models --------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class ModelLoad:
-    """A load of a model that fits; `fill` does it."""
-
-    world: World
-    given: GivenModel
-    known: Table
-    binding: Binding
-    problems: Sequence[Problem]
-
-    def fill(self) -> Loaded:
-        """Write into the model; collective. An error leaves it half-loaded."""
-        collectively(self.world, "prepare", self.binding.prepare)
-        redistribute(self.world, self.given.held, self.known, self.binding.holdings)
-
-        def finish() -> Loaded:
-            loaded = self.binding.finish()
-            extra, modules = self.given.extra, self.given.extra_states
-            given = [fqn for fqn in modules if fqn in extra]
-            for fqn in given:
-                modules[fqn].set_extra_state(extra[fqn])
-            return Loaded(
-                loaded.tensors,
-                tuple(given),
-                tuple(p.fqn for p in self.problems if p.kind is ProblemKind.MISSING),
-                tuple(p.fqn for p in self.problems if p.kind is ProblemKind.UNEXPECTED),
-            )
-
-        return collectively(self.world, "finish", finish)
-
-
 def put_model(
     model: nn.Module,
     state_dict: Mapping[str, Any],
     world: World,
     ranks: Ranks,
     request: LoadRequest,
-) -> ModelLoad:
+) -> Callable[[], Loaded]:
     """How to fill `model` from the state dicts of all ranks; collective. Nothing has changed yet.
+    What is returned writes into it, collectively; an error of that leaves it half-loaded.
 
     A rank may have an empty one, which is what all but the first have with `rank0_only`; all others
     have the same names. Raises Mismatch, the same on all ranks.
@@ -163,7 +133,7 @@ def put_model(
         composites = decode_values(shared["composites"])
         given = replace(given, extra=shared["extra"], composites=composites)
 
-    def bound() -> ModelLoad:
+    def bound() -> tuple[Binding, list[Problem]]:
         catalog = Catalog(entries_of(known), given.composites)
         # Extra states are no tensors: `ModelLoad.fill` gives them to their modules.
         skip = given.extra_states.__contains__
@@ -172,9 +142,30 @@ def put_model(
         problems = _problems_of(binding, given, known, request)
         if fatal := fatal_texts(problems, strict=strict):
             raise Mismatch(fatal)
-        return ModelLoad(world, given, known, binding, problems)
+        return binding, problems
 
-    return collectively(world, "compare", bound)
+    binding, problems = collectively(world, "compare", bound)
+
+    def finish() -> Loaded:
+        tensors, modules = binding.finish().tensors, given.extra_states
+        loaded = [fqn for fqn in modules if fqn in given.extra]
+        for fqn in loaded:
+            modules[fqn].set_extra_state(given.extra[fqn])
+        return Loaded(tensors, tuple(loaded), *_on_one_side(problems))
+
+    def fill() -> Loaded:
+        collectively(world, "prepare", binding.prepare)
+        redistribute(world, given.held, known, binding.holdings)
+        return collectively(world, "finish", finish)
+
+    return fill
+
+
+def _on_one_side(problems: Sequence[Problem]) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """The names that are missing, and those that are unexpected."""
+    kinds = ProblemKind.MISSING, ProblemKind.UNEXPECTED
+    missing, unexpected = (tuple(p.fqn for p in problems if p.kind is kind) for kind in kinds)
+    return missing, unexpected
 
 
 def _problems_of(
@@ -316,16 +307,6 @@ def _share_own(
     return [one["own"] for one in reports if one["gives"]]
 
 
-def _fresh(optimizer: torch.optim.Optimizer) -> StandIn:
-    """In the place of an optimizer that must stay as it is: its groups, and state of their own."""
-    groups = [
-        {key: one.clone() if isinstance(one, torch.Tensor) else one for key, one in group.items()}
-        for group in optimizer.param_groups
-    ]
-    # Like the defaultdict of a live optimizer, which installing state relies on.
-    return StandIn([optimizer], groups, defaultdict(dict))
-
-
 @dataclass(slots=True)
 class OptimizerLoad:
     """A load of optimizers that `put_optimizer` has checked.
@@ -371,7 +352,16 @@ class OptimizerLoad:
                 for name in sorted((listed | with_state) - live)
             ]
         for optimizer in self.target.optimizers:
-            self.filled.append(_fresh(optimizer) if self.target.fresh else optimizer)
+            filled: Any = optimizer
+            if self.target.fresh:
+                # In the place of one that must stay as it is: its groups, and state of their own,
+                # a defaultdict as that of a live one, which installing relies on.
+                groups = [
+                    {key: one.clone() if isinstance(one, torch.Tensor) else one for key, one in g}
+                    for g in map(dict.items, optimizer.param_groups)
+                ]
+                filled = StandIn([optimizer], groups, defaultdict(dict))
+            self.filled.append(filled)
             problems += self.bind_one(optimizer, self.filled[-1])
         if problems:
             raise Mismatch(problems)
@@ -383,12 +373,7 @@ class OptimizerLoad:
             filled.param_groups = optimizer.grouped(self.groups, self.names_of)
         elif self.target.fresh and self.groups is not None:
             self.leave_out(filled)
-        own = {
-            name: None
-            for group in named_groups(filled, described)
-            for named in group
-            for name in named.names
-        }
+        own = live_names([filled], described)
         values = {fqn: self.given.values[fqn] for _, _, fqn in by_parameter(self.given.values, own)}
         values[GROUPS] = self.groups_of(optimizer, own)
         catalog = Catalog(entries_of(self.known), values, per_rank=self.own)
@@ -511,8 +496,7 @@ class OptimizerLoad:
         return Loaded(
             tuple(name for names in self.loaded for name in names.loaded_tensors),
             tuple(name for names in self.loaded for name in names.loaded_values),
-            tuple(p.fqn for p in problems if p.kind is ProblemKind.MISSING),
-            tuple(p.fqn for p in problems if p.kind is ProblemKind.UNEXPECTED),
+            *_on_one_side(problems),
         )
 
     def to_load(self) -> dict[str, Any]:

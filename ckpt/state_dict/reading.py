@@ -22,7 +22,7 @@ from ckpt.layout.sharded_tensor import is_sharded_tensor, is_tensor
 from ckpt.layout.tensor import is_dtensor
 from ckpt.state.describe import Described, LogicalTensor
 from ckpt.state.names import bare_name, bare_names
-from ckpt.state.optimizer import named_groups, options_of
+from ckpt.state.optimizer import NamedParam, named_groups, options_of
 from ckpt.state.own import own_state
 from ckpt.state.requested import LoadRequest
 from ckpt.state.values import split_tree
@@ -189,12 +189,7 @@ class GivenState:
         if kind_of_keys(state_dict) is not int:
             names = [*keys, *(key for key in state_dict["state"] if isinstance(key, str))]
             return {key: bare_name(key, known) for key in names}
-        params = [
-            named
-            for optimizer in optimizers
-            for group in named_groups(optimizer, self.described)
-            for named in group
-        ]
+        params = _named_params(optimizers, self.described)
         # torch counts a flat parameter as one: its number stands for no single name.
         numbered: dict[Any, str] = {
             number: named.names[0] for number, named in enumerate(params) if len(named.names) == 1
@@ -264,10 +259,9 @@ class GivenState:
 
 def live_names(optimizers: Optimizers, described: Described) -> set[str]:
     """The names of all parameters of `optimizers`."""
-    return {
-        name
-        for optimizer in optimizers
-        for group in named_groups(optimizer, described)
-        for named in group
-        for name in named.names
-    }
+    return {name for named in _named_params(optimizers, described) for name in named.names}
+
+
+def _named_params(optimizers: Optimizers, described: Described) -> list[NamedParam]:
+    groups = (group for one in optimizers for group in named_groups(one, described))
+    return [named for group in groups for named in group]

@@ -10,10 +10,9 @@ from __future__ import annotations
 import itertools
 import json
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -92,19 +91,24 @@ def gather_table(world: World, phase: str, holdings: Sequence[Holding]) -> Table
     known: Table = {}
     problems: list[str] = []
     for rank, part in enumerate(world.gather(phase, _encoded(holdings))):
-        table = _decoded(part)
-        for fqn, dtype, shape, owners in table.tensors:
+        groups, tensors, regions = json.loads(zlib.decompress(part))
+        ranks = [None if group is None else tuple(group) for group in groups]
+        for fqn, name, size, owners in tensors:
+            shape, dtype = tuple(size), torch_dtype(name)
             entry = known.setdefault(fqn, Known(shape, dtype))
             if (entry.shape, entry.dtype) != (shape, dtype):
                 problems.append(
                     f"{fqn}: rank {rank} has shape {shape} and {dtype}, a rank before it has "
                     f"{entry.shape} and {entry.dtype}; give all ranks the same model and dict"
                 )
-            if owners is not None:
-                entry.owners[rank] = owners
-        for fqn, region, replicas in table.regions:
-            known[fqn].regions.setdefault(rank, []).append(region)
-            known[fqn].replicas.setdefault(rank, {})[region] = replicas
+            if (group := ranks[owners]) is not None:
+                entry.owners[rank] = group
+        for index, replicas, a, b in regions:
+            # A span is two numbers, a box two lists.
+            region = Span(a, b) if isinstance(a, int) else Box(tuple(a), tuple(b))
+            entry = known[tensors[index][0]]
+            entry.regions.setdefault(rank, []).append(region)
+            entry.replicas.setdefault(rank, {})[region] = ranks[replicas] or ()
     if problems:
         raise Mismatch(problems)
     return known
@@ -113,13 +117,6 @@ def gather_table(world: World, phase: str, holdings: Sequence[Holding]) -> Table
 def entries_of(known: Table) -> dict[str, TensorEntry]:
     """The tensors as the catalog of a checkpoint has them."""
     return {fqn: TensorEntry(entry.dtype, entry.shape) for fqn, entry in known.items()}
-
-
-class _RankTable(NamedTuple):
-    """What one rank has."""
-
-    tensors: list[tuple[str, torch.dtype, Shape, Ranks | None]]
-    regions: list[tuple[str, Region, Ranks]]
 
 
 def _encoded(holdings: Sequence[Holding]) -> bytes:
@@ -139,26 +136,6 @@ def _encoded(holdings: Sequence[Holding]) -> bytes:
                 replicas = number_of.setdefault(piece.holders, len(number_of))
                 regions.append((index, replicas, *region))
     return zlib.compress(json.dumps([list(number_of), tensors, regions]).encode(), 1)
-
-
-def _decoded(part: bytes) -> _RankTable:
-    groups, tensors, regions = json.loads(zlib.decompress(part))
-    ranks = [None if group is None else tuple(group) for group in groups]
-    return _RankTable(
-        [
-            (fqn, torch_dtype(dtype), tuple(shape), ranks[owners])
-            for fqn, dtype, shape, owners in tensors
-        ],
-        [
-            (
-                tensors[index][0],
-                # A span is two numbers, a box two lists.
-                Span(a, b) if isinstance(a, int) else Box(tuple(a), tuple(b)),
-                ranks[replicas] or (),
-            )
-            for index, replicas, a, b in regions
-        ],
-    )
 
 
 # --- from whom -----------------------------------------------------------------------------------
@@ -212,10 +189,12 @@ def _problem(
         here = [rank for rank in ranks if rank in group]
         if here:
             regions.append(region)
-        pair = next(_strangers(entry, region, here), None)
-        if pair is not None:
+        for one, other in itertools.pairwise(here):
+            known = entry.replicas[one][region], entry.replicas[other][region]
+            if other in known[0] and one in known[1]:
+                continue
             return (
-                f"{fqn}: ranks {pair[0]} and {pair[1]} both have {region} of it, and neither their "
+                f"{fqn}: ranks {one} and {other} both have {region} of it, and neither their "
                 f"groups nor their meshes make them replicas of each other; rank {taker} cannot "
                 "tell whose to take. Pass process_group= with the ranks that share one model"
             )
@@ -226,15 +205,3 @@ def _problem(
         f"{fqn}: the ranks {sorted(group & entry.regions.keys())} that have parts of it do not "
         f"have all of it once: {problem}; pass the dicts of all ranks"
     )
-
-
-def _strangers(entry: Known, region: Region, ranks: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """Pairs of `ranks`, neighbours among them, of which one does not know the other's region."""
-    declared = partial(_declared, entry, region)
-    for one, other in itertools.pairwise(ranks):
-        if other not in declared(one) or one not in declared(other):
-            yield one, other
-
-
-def _declared(entry: Known, region: Region, rank: int) -> Ranks:
-    return entry.replicas[rank][region]

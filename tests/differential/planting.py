@@ -116,7 +116,7 @@ PLANTS: dict[str, tuple[_Patch, ...]] = {
     ),
     "another tensor of the shape loaded": (
         (api, "put_model", _loads_another),
-        (api, "prepare_load", _loads_other_states),
+        (api, "put_optimizer", _loads_other_states),
     ),
 }
 

@@ -177,9 +177,7 @@ class CustomComm(Comm):
     def give_back(self, buffer: torch.Tensor, pool: BufferPool) -> None:
         pass
 
-    def all_gather(
-        self, members: Members, own: Tensors, *, pool: BufferPool, tag: int
-    ) -> PendingCollective:
+    def all_gather(self, members: Members, own: Tensors, *, tag: int) -> PendingCollective:
         (member,), (part,) = members, own
         return self._call(output_tensor=member.whole, input_tensor=part)
 

@@ -14,7 +14,7 @@ import torch
 from ckpt.layout.composites import DATA_KEY, CompositeType, Cut, NoPlainForm, Parts
 from ckpt.layout.dtypes import dtype_name
 from ckpt.layout.named_classes import class_at, name_in
-from ckpt.layout.region import Shape
+from ckpt.layout.region import Shape, row_major_strides
 
 _AO_QUANTIZATION = "torchao.quantization"
 _AO_OPTIM = "torchao.optim"
@@ -126,10 +126,9 @@ def wrapper_type(kind: Any, name: str, cut: Callable[[Any, Shape], Cut]) -> Comp
         return Parts({name: getattr(tensor, name) for name in names}, plain_of(context))
 
     def build(parts: Parts, shape: Shape, dtype: torch.dtype) -> torch.Tensor:
-        strides = torch.empty(shape, device="meta").stride()
         context, size = context_of(parts.context, _device_of(parts)), torch.Size(shape)
         made: torch.Tensor = kind.__tensor_unflatten__(
-            dict(parts.components), context, size, strides
+            dict(parts.components), context, size, row_major_strides(shape)
         )
         return made
 

@@ -19,7 +19,7 @@ from ckpt.errors import InvalidState, Mismatch
 from ckpt.layout.descriptions import TYPE_KEY, descriptions
 from ckpt.layout.dtypes import dtype_name
 from ckpt.layout.piece import Owned
-from ckpt.layout.plain import UnsupportedTensor, whole_tensor
+from ckpt.layout.plain import Held, UnsupportedTensor, whole_tensor
 from ckpt.layout.region import Shape
 from ckpt.layout.tensor import PLAIN_CLASSES, is_dtensor, memory_of
 from ckpt.wings import wing
@@ -237,14 +237,8 @@ def stand_in(composite: Composite, components: Sequence[Owned]) -> Owned:
     # No state is shaped like a nested tensor, which has no shape.
     local = one.expand((0,) if -1 in shape else shape)
     first = components[0].views[0].pieces[0]
-    like = whole_tensor(
-        composite.fqn,
-        local,
-        holders=first.holders,
-        synchronized=components[0].synchronized,
-        owners=components[0].owners or (),
-    )
-    return like._replace(param=tensor)
+    held = Held(None, components[0].synchronized, components[0].owners or ())
+    return whole_tensor(composite.fqn, local, first.holders, held)._replace(param=tensor)
 
 
 # --- put together --------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ import torch
 from ckpt.layout.kind import Kind
 from ckpt.layout.modules import describe_tensor
 from ckpt.layout.piece import Holding, Owned, Piece
-from ckpt.layout.plain import Ranks, with_copies
+from ckpt.layout.plain import BY_ALL, Held, Ranks, with_copies
 from ckpt.layout.region import Box, Shape, whole
 from ckpt.layout.sharded_tensor import describe_sharded_tensor, is_sharded_tensor
 from ckpt.layout.tensor import are_plain, is_plain
@@ -65,25 +65,17 @@ def tensor_holdings(
     kind: Kind,
     ranks: Ranks,
     *,
-    like: Owned | None = None,
+    held: Held | None = None,
     must_agree: bool = False,
 ) -> list[Holding]:
-    """Any tensor as holdings under one name; a plain one is held by whoever holds `like`.
+    """Any tensor as holdings under one name; a plain one is held as `held` says.
 
     `must_agree` is for plain ones alone: others say by themselves who has the same. Raises
     UnsupportedTensor, with the name, when it cannot take part.
     """
-    if like is None:
-        owned = with_copies(describe_tensor(fqn, tensor, ranks), lambda name: name, ranks)
-    else:
-        owned = describe_tensor(
-            fqn,
-            tensor,
-            ranks,
-            holders=like.views[0].pieces[0].holders,
-            synchronized=like.synchronized,
-            owners=like.owners or (),
-        )
+    owned = describe_tensor(fqn, tensor, ranks, held or BY_ALL)
+    if held is None:
+        owned = with_copies(owned, lambda name: name, ranks)
     must_agree = must_agree and is_plain(tensor)
     names = owned, owned.local, lambda name: name
     return list(holdings_of(*names, kind=kind, must_agree=must_agree))

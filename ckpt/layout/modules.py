@@ -25,6 +25,8 @@ from ckpt.layout.composites import Composite, composite_at, extra_buffers, stand
 from ckpt.layout.dtensor import describe_dtensor, repeated_over_wider_meshes
 from ckpt.layout.piece import Owned, Piece
 from ckpt.layout.plain import (
+    BY_ALL,
+    Held,
     Ranks,
     UnsupportedTensor,
     held_where_shared,
@@ -124,29 +126,20 @@ def describe_tensor(
     fqn: str,
     tensor: torch.Tensor,
     ranks: Ranks,
-    *,
-    holders: tuple[int, ...] | None = None,
-    synchronized: bool = False,
-    owners: tuple[int, ...] = (),
+    held: Held = BY_ALL,
 ) -> Owned:
     """How this rank holds one tensor: a DTensor, a plain tensor, or one with `__ckpt_pieces__()`.
 
-    A plain tensor is held by `holders` (by default by everyone), `synchronized` says whether
-    somebody keeps it equal there, and `owners` who, as in `Owned`; for the others these follow from
-    the tensor. Raises `UnsupportedTensor`.
+    `held` is about plain tensors; for the others it follows from the tensor. Raises
+    `UnsupportedTensor`.
     """
     if type(tensor) not in PLAIN_CLASSES:
         special = _special_tensor(fqn, tensor, ranks)
         if special is not None:
             return special
     refuse_unstorable(fqn, tensor)
-    return whole_tensor(
-        fqn,
-        tensor,
-        holders=ranks.holders_of(fqn) if holders is None else holders,
-        synchronized=synchronized,
-        owners=owners,
-    )
+    holders = ranks.holders_of(fqn) if held.holders is None else held.holders
+    return whole_tensor(fqn, tensor, holders, held)
 
 
 def _special_tensor(fqn: str, tensor: Any, ranks: Ranks) -> Owned | None:
@@ -188,11 +181,9 @@ class _Traits(NamedTuple):
 class _Replicas(NamedTuple):
     """Who holds the plain parameters of a subtree, and whether an engine keeps them equal."""
 
-    holders: tuple[int, ...]
-    synchronized: bool
-    ignored: frozenset[str]  # names that DDP has to leave alone, relative to `base`
-    base: str
-    owners: tuple[int, ...] = ()  # the ranks of the engine's group
+    held: Held = BY_ALL
+    ignored: frozenset[str] = frozenset()  # names that DDP has to leave alone, relative to `base`
+    base: str = ""
 
 
 class _Visit(NamedTuple):
@@ -217,7 +208,7 @@ def _visits(root: nn.Module, ranks: Ranks) -> Iterator[_Visit]:
     """All paths in the order of `named_modules`, wrappers sharing the name of what they wrap."""
     seen: set[int] = set()
     traits_of: dict[type, _Traits] = {}
-    stack = [("", root, _Replicas(ranks.everyone, False, frozenset(), ""))]
+    stack = [("", root, _Replicas())]
     while stack:
         name, module, replicas = stack.pop()
         kind = type(module)
@@ -241,7 +232,8 @@ def _visits(root: nn.Module, ranks: Ranks) -> Iterator[_Visit]:
 def _ddp_replicas(module: Any, name: str, ranks: Ranks) -> _Replicas:
     group = torch.distributed.get_process_group_ranks(module.process_group)
     ignored = frozenset(getattr(module, "parameters_to_ignore", ()))
-    return _Replicas(ranks.indices_of(group), True, ignored, name, ranks.known_of(group))
+    held = Held(ranks.indices_of(group), True, ranks.known_of(group))
+    return _Replicas(held, ignored, name)
 
 
 _WRAPPERS = (
@@ -340,7 +332,7 @@ def _add_params(builder: _LayoutBuilder, visit: _Visit, managed: Mapping[str, _M
                 _add_alias(builder, fqn, stored)
         elif fqn not in builder.covered and not torch_fsdp.is_flat_param(param):
             builder.name_of[id(param)] = fqn
-            _add_param(builder, visit, name, fqn, param)
+            _add_param(builder, visit, fqn, param)
     for name, (unit, member) in managed.items():
         fqn = visit.fqn_of(name)
         stored = builder.name_of_member.setdefault((id(unit), member), fqn)
@@ -348,24 +340,21 @@ def _add_params(builder: _LayoutBuilder, visit: _Visit, managed: Mapping[str, _M
             builder.aliases[fqn] = stored
 
 
-def _add_param(
-    builder: _LayoutBuilder, visit: _Visit, name: str, fqn: str, param: torch.Tensor
-) -> None:
+def _add_param(builder: _LayoutBuilder, visit: _Visit, fqn: str, param: torch.Tensor) -> None:
     if torch_fsdp.is_flattened(param) or torch_fsdp.belongs_to_unit_above(visit.module):
         builder.problems.append(
             f"{fqn}: is managed by an FSDP unit further up; pass the whole wrapped model"
         )
         return
-    held = visit.replicas
-    if held.ignored and fqn[len(held.base) :].lstrip(".") in held.ignored:
-        # DDP does nothing about it, so it may be a rank's own: experts.
-        held = _Replicas(builder.ranks.everyone, False, frozenset(), held.base)
+    held, ignored, base = visit.replicas
+    if ignored and fqn[len(base) :].lstrip(".") in ignored:
+        held = BY_ALL  # DDP does nothing about it, so it may be a rank's own: experts
     try:
         if (composite := composite_at(fqn, param)) is not None:
             components = _add_composite(builder, builder.params, composite, held)
             owned = stand_in(composite, components)
         else:
-            owned = _described(fqn, param, builder.ranks, held)
+            owned = describe_tensor(fqn, param, builder.ranks, held)
             builder.params.append(owned)
     except UnsupportedTensor as refused:
         builder.problems.append(refused.problem)
@@ -373,23 +362,12 @@ def _add_param(
     builder.owned_by_param[id(param)] = owned
 
 
-def _described(fqn: str, tensor: torch.Tensor, ranks: Ranks, held: _Replicas) -> Owned:
-    return describe_tensor(
-        fqn,
-        tensor,
-        ranks,
-        holders=held.holders if held.owners else None,
-        synchronized=held.synchronized,
-        owners=held.owners,
-    )
-
-
 def _add_composite(
-    builder: _LayoutBuilder, tensors: list[Owned], composite: Composite, held: _Replicas
+    builder: _LayoutBuilder, tensors: list[Owned], composite: Composite, held: Held
 ) -> list[Owned]:
     """Add the components of a composite to `tensors`."""
     components = [
-        _described(name, component, builder.ranks, held)
+        describe_tensor(name, component, builder.ranks, held)
         for name, component in composite.components.items()
     ]
     tensors.extend(components)
@@ -436,8 +414,7 @@ def _add_unit(builder: _LayoutBuilder, fqns: list[str], managed: torch_fsdp.Mana
         composite = composite_at(fqns[0], tensor)
         if composite is not None:
             # Its components say by themselves who holds them.
-            held = _Replicas(builder.ranks.everyone, False, frozenset(), "")
-            components = _add_composite(builder, builder.params, composite, held)
+            components = _add_composite(builder, builder.params, composite, BY_ALL)
             builder.owned_by_param[id(tensor)] = stand_in(composite, components)
             for fqn in [other for other, stored in builder.aliases.items() if stored == fqns[0]]:
                 del builder.aliases[fqn]
@@ -479,12 +456,12 @@ def _add_buffers(builder: _LayoutBuilder, visit: _Visit) -> None:
         if stored != fqn:
             _add_alias(builder, fqn, stored)
         elif fqn not in builder.covered:
-            held = visit.replicas._replace(synchronized=False)
+            held = visit.replicas.held._replace(synchronized=False)
             try:
                 if (composite := composite_at(fqn, buffer)) is not None:
                     _add_composite(builder, builder.buffers, composite, held)
                 else:
-                    builder.buffers.append(_described(fqn, buffer, builder.ranks, held))
+                    builder.buffers.append(describe_tensor(fqn, buffer, builder.ranks, held))
             except UnsupportedTensor as refused:
                 builder.problems.append(refused.problem)
 

@@ -99,6 +99,25 @@ class UnsupportedTensor(Exception):
         self.problem = problem
 
 
+class Held(NamedTuple):
+    """Who holds a plain tensor, whether somebody keeps it equal there, and who shares it, as in
+    `Owned`. Without `holders`: all ranks, if no engine says otherwise.
+    """
+
+    holders: tuple[int, ...] | None = None
+    synchronized: bool = False
+    owners: tuple[int, ...] = ()
+
+    @classmethod
+    def beside(cls, owned: Owned) -> Held:
+        """As a tensor that an engine owns."""
+        return cls(owned.views[0].pieces[0].holders, owned.synchronized, owned.owners or ())
+
+
+BY_ALL = Held()
+"""What no engine says anything about."""
+
+
 def refuse_unstorable(fqn: str, tensor: torch.Tensor) -> None:
     """Raise `UnsupportedTensor` for tensors without bytes of their own that could be stored.
 
@@ -138,19 +157,14 @@ def _dtype_refusal(dtype: torch.dtype) -> str | None:
 
 
 def whole_tensor(
-    fqn: str,
-    tensor: torch.Tensor,
-    *,
-    holders: tuple[int, ...],
-    synchronized: bool,
-    owners: tuple[int, ...] = (),
+    fqn: str, tensor: torch.Tensor, holders: tuple[int, ...], held: Held = BY_ALL
 ) -> Owned:
     """A tensor of which each of `holders` has all elements in its own memory."""
     local = tensor.detach()
     shape: Shape = tuple(tensor.shape)
     region = whole(shape)
     piece = Piece(fqn, shape, tensor.dtype, region, region, holders)
-    return Owned(tensor, local, (View((piece,)),), synchronized, owners)
+    return Owned(tensor, local, (View((piece,)),), held.synchronized, held.owners)
 
 
 def with_copies(owned: Owned, name_of: Callable[[str], str], ranks: Ranks) -> Owned:

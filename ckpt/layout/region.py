@@ -137,8 +137,8 @@ def is_inside(region: Region, shape: Shape) -> bool:
 
 
 def row_major_strides(shape: Shape) -> Shape:
-    """Elements to step over per dim, in a tensor of `shape` without gaps."""
+    """Elements to step over per dim, in a tensor of `shape` without gaps; as torch has them."""
     strides = [1] * len(shape)
     for dim in range(len(shape) - 2, -1, -1):
-        strides[dim] = strides[dim + 1] * shape[dim + 1]
+        strides[dim] = strides[dim + 1] * max(shape[dim + 1], 1)
     return tuple(strides)

@@ -17,7 +17,7 @@ from torch import nn
 from ckpt.layout import torch_fsdp
 from ckpt.layout.piece import Owned, Piece, View
 from ckpt.layout.plain import Ranks, refuse_unstorable
-from ckpt.layout.region import Box, Region, Shape, Span, whole
+from ckpt.layout.region import Box, Region, Shape, Span, row_major_strides, whole
 
 NO_DTYPES: Mapping[str, torch.dtype] = {}
 
@@ -138,14 +138,13 @@ def make_dtensor(
     """A DTensor around `local`, without communication."""
     from torch.distributed.tensor import DTensor
 
-    strides = torch.empty(global_shape, device="meta").stride()
     made: torch.Tensor = DTensor.from_local(
         local,
         mesh,
         tuple(placements),
         run_check=False,
         shape=torch.Size(global_shape),
-        stride=strides,
+        stride=row_major_strides(global_shape),
     )
     return made
 

@@ -222,7 +222,7 @@ class Names:
         kept = params if known is None else [param for param in params if param in known]
         self.extra_params[fqn] = list(kept)
 
-    def left(self, entries: Collection[str]) -> tuple[Left, int]:
+    def left(self, entries: set[str]) -> tuple[Left, int]:
         """What of the checkpoint was not requested, and how many names are under other entries."""
         unexpected, not_asked = self.unexpected(entries)
         params = {fqn: extra for fqn, extra in self.extra_params.items() if extra}
@@ -334,7 +334,7 @@ class Names:
         others = self._by_words.get(words, {}) if "." in words else {}
         return next((known for other, known in sorted(others.items()) if other != count), "")
 
-    def unexpected(self, entries: Collection[str]) -> tuple[list[str], int]:
+    def unexpected(self, entries: set[str]) -> tuple[list[str], int]:
         """Names of the checkpoint that were not requested, and how many are under other entries.
 
         `entries` are the top-level names of the state in the checkpoint; "" means all.
@@ -348,7 +348,7 @@ class Names:
             for name in names
             if name not in self.used
         ]
-        requested = [name for name in left if "" in entries or _starts_with(name, entries)]
+        requested = [n for n in left if "" in entries or not entries.isdisjoint(heads(n))]
         return [name for name in requested if not self.is_skipped(name)], len(left) - len(requested)
 
 
@@ -373,14 +373,9 @@ class Rules:
 
     def longest(self, fqn: str) -> str | None:
         """The longest of the names that matches; all that do are matched."""
-        longest = None
-        length = len(fqn)
-        while self._names and length > 0:
-            if fqn[:length] in self._names:
-                longest = longest or fqn[:length]
-                self.unmatched.discard(fqn[:length])
-            length = fqn.rfind(".", 0, length)
-        return longest
+        matching = [head for head in heads(fqn) if head in self._names] if self._names else []
+        self.unmatched.difference_update(matching)
+        return matching[0] if matching else None
 
 
 _NOTHING = {
@@ -417,14 +412,12 @@ def _matcher(names: Skip) -> tuple[Callable[[str], bool], Rules]:
     return rules, rules
 
 
-def _starts_with(fqn: str, prefixes: Collection[str]) -> bool:
-    """Whether `fqn`, or its part before one of its dots, is among `prefixes`."""
+def heads(fqn: str) -> Iterator[str]:
+    """A name, and what is before each of its dots, the longest first."""
     length = len(fqn)
     while length > 0:
-        if fqn[:length] in prefixes:
-            return True
+        yield fqn[:length]
         length = fqn.rfind(".", 0, length)
-    return False
 
 
 def split_state_name(name: str, params: Collection[str]) -> tuple[str, str] | None:
@@ -433,12 +426,8 @@ def split_state_name(name: str, params: Collection[str]) -> tuple[str, str] | No
     Both may have dots ("layer.weight" and "moments.first"), so there may be several ways to cut;
     the longest name of a parameter wins.
     """
-    cut = name.rfind(".")
-    while cut > 0:
-        if name[:cut] in params:
-            return name[:cut], name[cut + 1 :]
-        cut = name.rfind(".", 0, cut)
-    return None
+    head = next((head for head in heads(name) if head in params and head != name), None)
+    return None if head is None else (head, name[len(head) + 1 :])
 
 
 # Parts of names that torch's wrappers (FSDP, compile, activation checkpoints) insert.

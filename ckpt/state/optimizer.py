@@ -20,8 +20,8 @@ from ckpt.layout.dtensor import refuse_composite_shards
 from ckpt.layout.holdings import holdings_of, tensor_holdings
 from ckpt.layout.kind import Kind
 from ckpt.layout.likeness import likeness
-from ckpt.layout.piece import Holding, Owned, Piece, View
-from ckpt.layout.plain import Ranks, UnsupportedTensor
+from ckpt.layout.piece import Holding, Owned, Piece
+from ckpt.layout.plain import Held, Ranks, UnsupportedTensor
 from ckpt.layout.region import Box, Span
 from ckpt.layout.tensor import is_dtensor, is_plain, local_tensor
 from ckpt.state.describe import Described, DescribedTensor, LogicalTensor
@@ -361,7 +361,7 @@ class _Saving:
                 "tensors there, or DTensors beside it, one per name"
             )
             return
-        own = own_state(fqn, named.names[0], name, split, self.ranks)
+        own = own_state(named.names[0], name, split, self.ranks)
         own.entry["layout"] = layout_of(named.owned)
         self.flat.names.append(fqn)
         self.flat.own[fqn] = own
@@ -384,21 +384,17 @@ class _Saving:
             self.flat.templates[fqn] = tensor
         elif hasattr(tensor, "global_shape"):
             self.flat.shards[fqn] = tensor
-        if like is not None and not like.is_whole and is_plain(tensor):
-            like = self.held_by_all(like)
+        held = None
+        if like is not None and (like.is_whole or not is_plain(tensor)):
+            held = Held.beside(like)
+        elif like is not None:  # each owner has all of counts beside DTensors in a container
+            held = Held(like.owners or self.ranks.everyone, False, like.owners or ())
         try:
             self.flat.holdings.extend(
-                tensor_holdings(fqn, tensor, kind, self.ranks, like=like, must_agree=True)
+                tensor_holdings(fqn, tensor, kind, self.ranks, held=held, must_agree=True)
             )
         except UnsupportedTensor as refused:
             self.flat.problems.append(refused.problem)
-
-    def held_by_all(self, owned: Owned) -> Owned:
-        """`owned` as if each owner had all of it: counts beside DTensors in a container are so."""
-        piece = owned.views[0].pieces[0]
-        holders = owned.owners or self.ranks.everyone
-        view = View((piece._replace(holders=holders),))
-        return owned._replace(views=(view,), synchronized=False)
 
     def add_value(self, named: NamedParam, name: str, content: Any) -> None:
         for full in named.names:

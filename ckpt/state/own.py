@@ -131,9 +131,9 @@ _MODULES = dict.fromkeys(_OF_LIBRARIES, "pytorch_optimizer")
 
 
 def own_state(
-    fqn: str, param: str, name: str, split: tuple[Any, list[tuple[str, torch.Tensor]]], ranks: Ranks
+    param: str, name: str, split: tuple[Any, list[tuple[str, torch.Tensor]]], ranks: Ranks
 ) -> PerRankState:
-    """State `name` of `param`, called `fqn`, split into a value and tensors; without a layout."""
+    """State `name` of `param`, split into a value and tensors; without a layout."""
     value, tensors = split
     # Ranks have state of one name each; the tensors need names of their own in the checkpoint.
     suffix = f"~rank{ranks.rank}"

@@ -90,7 +90,12 @@ class Stages:
         if parts and len(stages) == len(parts):
             if numbers is None and count is None:
                 numbers = [one.stage_index for one in stages]
-                count = _only([one.num_stages for one in stages])
+                counts = [one.num_stages for one in stages]
+                if len(set(counts)) > 1:
+                    raise ValueError(
+                        f"Stages: parts of pipelines of {counts} stages; they have to be of one"
+                    )
+                count = counts[0]
             parts = tuple(one.submod for one in stages)
         if not parts or not any(all(isinstance(one, kind) for one in parts) for kind in kinds):
             names = ", ".join(type(one).__name__ for one in parts)
@@ -100,17 +105,14 @@ class Stages:
         self.count = count
         if (numbers is None) != (count is None):
             raise ValueError("Stages: numbers= and count= belong together; pass both")
-        if count is not None and not self._are_numbered(count):
+        distinct = set(self.numbers)
+        if count is not None and not (
+            len(self.numbers) == len(distinct) == len(parts) and distinct <= set(range(count))
+        ):
             raise ValueError(
                 f"Stages: numbers={list(self.numbers)}, count={count}: expected {len(parts)} "
                 "different numbers from 0 to count - 1, one for each of the stages"
             )
-
-    def _are_numbered(self, count: int) -> bool:
-        distinct = set(self.numbers)
-        return len(self.numbers) == len(distinct) == len(self.parts) and distinct <= set(
-            range(count)
-        )
 
 
 def _is_pipeline_stage(part: object) -> TypeGuard[PipelineStage]:
@@ -120,12 +122,6 @@ def _is_pipeline_stage(part: object) -> TypeGuard[PipelineStage]:
     return isinstance(getattr(part, "submod", None), nn.Module) and all(
         type(getattr(part, name, None)) is int for name in ("stage_index", "num_stages")
     )
-
-
-def _only(counts: Sequence[int]) -> int:
-    if len(set(counts)) > 1:
-        raise ValueError(f"Stages: parts of pipelines of {counts} stages; they have to be of one")
-    return counts[0]
 
 
 class TensorEntry(NamedTuple):

@@ -23,7 +23,7 @@ from torch import nn
 
 from ckpt.errors import InvalidState
 from ckpt.layout.plain import Ranks
-from ckpt.state.names import bare_name
+from ckpt.state.names import bare_name, heads
 from ckpt.state.optimizer import params_of
 from ckpt.state_dict.api import (
     load_model_state_dict,
@@ -286,11 +286,7 @@ def _by_name(model: nn.Module, given: Mapping[Any, Any]) -> dict[str, Any]:
 
 def _module_name(model: nn.Module, wanted: nn.Module) -> str:
     described = describe_model(model, Ranks.alone(), loading=False)
-    known = set()
-    for name in names_of(described):
-        while name:
-            name = name.rpartition(".")[0]
-            known.add(name)
+    known = {path for name in names_of(described) for path in heads(name)}
     for name, module in model.named_modules():
         if module is wanted:
             return bare_name(name, known)

@@ -19,6 +19,7 @@ from ckpt.layout.tensor import is_dtensor
 from ckpt.layout.torch_fsdp import is_fsdp1
 from ckpt.process import world_of, world_of_members
 from ckpt.state.describe import Described, describe_modules
+from ckpt.state.names import heads
 from ckpt.state.values import join
 from ckpt.state.walk import Leaves
 from ckpt.world.base import World
@@ -48,15 +49,8 @@ def is_beside(owned: Owned) -> bool:
 def shardings(described: Described) -> dict[str, UnitSharding]:
     """What the innermost unit above a tensor says of itself, for each tensor below one."""
     by_path = _unit_shardings(described)
-    sharding_of = {}
-    for name in names_of(described) if by_path else ():
-        path = name
-        while path:  # from the module that has the tensor upwards
-            path = path.rpartition(".")[0]
-            if path in by_path:
-                sharding_of[name] = by_path[path]
-                break
-    return sharding_of
+    around = {name: _unit_around(name, by_path) for name in names_of(described) if by_path}
+    return {name: by_path[path] for name, path in around.items() if path is not None}
 
 
 def buffer_dtypes(described: Described) -> dict[str, torch.dtype]:
@@ -157,7 +151,7 @@ def _declared_groups(layout: ModuleLayout) -> _Declared | None:
     # One round for the tensors of equal ranks, not one for each: all find them in one order.
     asked: dict[frozenset[int], frozenset[int]] = {}
     for owned in (*layout.params, *layout.buffers):
-        unit = _unit_around(owned, units)
+        unit = _unit_around(owned.fqns[0], units)
         if owned.owners is not None:
             group = frozenset(owned.owners)
         elif unit is not None and is_fsdp1(units[unit]):
@@ -175,12 +169,9 @@ def _declared_groups(layout: ModuleLayout) -> _Declared | None:
     return None if layout.problems and not any(declared.groups) else declared
 
 
-def _unit_around(owned: Owned, units: Container[str]) -> str | None:
-    """The name of the innermost unit around a tensor."""
-    name = owned.fqns[0]
-    while name and name not in units:
-        name = name.rpartition(".")[0]
-    return name if name in units else None
+def _unit_around(name: str, units: Container[str]) -> str | None:
+    """The path of the innermost unit around a tensor, "" for the model."""
+    return next((path for path in (*heads(name), "") if path in units), None)
 
 
 def _group_of_hybrid(

@@ -231,7 +231,7 @@ class GivenState:
     def hold_own(self, param: str, name: str, content: Any, description: Mapping[str, Any]) -> None:
         """State that the rank which gave the dict had for itself."""
         fqn = f"{STATE}{param}.{name}"
-        own = own_state(fqn, param, name, split_tree(content, fqn, self.problems), self.ranks)
+        own = own_state(param, name, split_tree(content, fqn, self.problems), self.ranks)
         if description.keys() != set(OWN_KEYS):
             self.problems.append(f"{fqn}: the dict has {sorted(description)} of it, not {OWN_KEYS}")
             return

@@ -337,7 +337,7 @@ class _Batch:
         for view in views:
             if _is_large(view):
                 place = view
-                if not _is_host_run(view):
+                if not (view.is_cpu and view.is_contiguous()):
                     place = _part(self.here.staging.take(view.nbytes), 0, view)
                     staged.append((view, place))
                 buffers.append(host_bytes(place))
@@ -372,10 +372,6 @@ class _PackedBuffers:
 def _is_large(view: torch.Tensor) -> bool:
     """Whether it travels alone, straight from memory to memory. The same on both sides."""
     return view.nbytes >= DIRECT_NBYTES_MIN
-
-
-def _is_host_run(view: torch.Tensor) -> bool:
-    return view.is_cpu and view.is_contiguous()
 
 
 def _part(buffer: torch.Tensor, start: int, like: torch.Tensor) -> torch.Tensor:

@@ -24,7 +24,8 @@ from typing import Any
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from sharding.dtensor.param import ShardedParam, contiguous_strides
+from ckpt.layout.region import row_major_strides
+from sharding.dtensor.param import ShardedParam
 from sharding.dtensor.seam import make_dtensor
 from sharding.engine.collectives import Comm, RankParts
 from sharding.engine.memory import BufferPool, TensorSize
@@ -74,7 +75,7 @@ class Gathering:
         """
         shape, like = self.param.shape, self.param.tensor_parallel
         storage, offset = wholes[0].untyped_storage(), wholes[0].storage_offset()
-        shown = wholes[0].new_empty(0).set_(storage, offset, shape, contiguous_strides(shape))
+        shown = wholes[0].new_empty(0).set_(storage, offset, shape, row_major_strides(shape))
         return shown if like is None else make_dtensor(shown, like)
 
     @property
@@ -130,7 +131,7 @@ class ByExtension(Gathering):
         elif takes == 5:
             shape = torch.Size(param.shape)
             module = param.module_param.places[0].module
-            strides = contiguous_strides(shape)
+            strides = row_major_strides(shape)
             inputs, self._metadata = pre(self._mesh, shape, strides, module, self._policy)
         else:
             raise AssertionError(
@@ -187,7 +188,7 @@ class ByExtension(Gathering):
         (made,) = self._made
         shape = self.param.shape
         if tuple(made.shape) != shape:
-            made = made.as_strided(shape, contiguous_strides(shape), 0)
+            made = made.as_strided(shape, row_major_strides(shape), 0)
         shown = made.detach()
         if hasattr(shown, "__tensor_flatten__"):
             # What a wrapper has beside memory (a scale) is an attribute of each object of its own:

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -22,6 +21,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
+from ckpt.layout.region import row_major_strides
 from ckpt.layout.tensor import memory_of
 from sharding.dtensor.seam import (
     KNOWN_PLACEMENTS,
@@ -374,17 +374,12 @@ class ShardedParam:
             mesh,
             (Replicate(), Shard(0)),
             torch.Size(self.shape),
-            contiguous_strides(self.shape),
+            row_major_strides(self.shape),
         )
         made = make_dtensor(local.view(shape), like)
         shown = nn.Parameter(made, requires_grad=self.param.requires_grad)
         set_grad_dtype(shown, grad_dtype_of(self.param))
         return shown
-
-
-def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
-    """Strides of a contiguous tensor of that shape."""
-    return tuple(torch.empty(tuple(shape), device="meta").stride())
 
 
 def _like(tensor: DTensor) -> DTensorLike:
@@ -449,7 +444,7 @@ def _check_chunks(fqn: str, cutting: Cutting, param: nn.Parameter, ranks: int) -
 
 def _sharded_like(fqn: str, param: nn.Parameter, dim: int, data: DataMesh) -> DTensorLike:
     """Mesh, placements and geometry of the sharded DTensor."""
-    shape, stride = param.shape, contiguous_strides(param.shape)
+    shape, stride = param.shape, row_major_strides(param.shape)
     repeated: tuple[Placement, ...] = () if data.replicate is None else (Replicate(),)
     if not isinstance(param, DTensor):
         cut = () if data.is_repeated_only else (Shard(dim),)

@@ -260,7 +260,7 @@ class DTensorStore(ParameterStore):
             self.fetch(sizes)
             members = targets()
         if not packed:
-            pending = comm.all_gather(members, own, pool=pool, tag=tag)
+            pending = comm.all_gather(members, own, tag=tag)
             pending.then = finish
             return pending
         dtypes = [sizes[number].dtype for number in packed]
@@ -268,7 +268,6 @@ class DTensorStore(ParameterStore):
         pending = comm.all_gather(
             [*map(members.__getitem__, apart), pack.whole],
             [*map(own.__getitem__, apart), pack.own],
-            pool=pool,
             tag=tag,
         )
 

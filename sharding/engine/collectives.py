@@ -145,9 +145,7 @@ class Comm(ABC):
         pool.give_back(buffer)
 
     @abstractmethod
-    def all_gather(
-        self, members: Members, own: Tensors, *, pool: BufferPool, tag: int
-    ) -> PendingCollective:
+    def all_gather(self, members: Members, own: Tensors, *, tag: int) -> PendingCollective:
         """Fill all members from everyone's parts. `own`: this rank's, as long as those of the
         members, of any dtype and in any memory; in their places already or not.
         """
@@ -219,9 +217,7 @@ class _Native(Comm):
         if self._memory is None:
             super().give_back(buffer, pool)
 
-    def all_gather(
-        self, members: Members, own: Tensors, *, pool: BufferPool, tag: int
-    ) -> PendingCollective:
+    def all_gather(self, members: Members, own: Tensors, *, tag: int) -> PendingCollective:
         if not members:
             return PendingCollective(())
         (member,), (part,) = members, own
@@ -295,11 +291,9 @@ class _Pairwise(_Native):
         large = [number for number, of_one in enumerate(nbytes) if of_one >= _DIRECT_BYTES_MIN]
         return large if len(large) < len(nbytes) - 1 else list(range(len(nbytes)))
 
-    def all_gather(
-        self, members: Members, own: Tensors, *, pool: BufferPool, tag: int
-    ) -> PendingCollective:
+    def all_gather(self, members: Members, own: Tensors, *, tag: int) -> PendingCollective:
         if members and members[0].whole.device.type != "cpu":
-            return super().all_gather(members, own, pool=pool, tag=tag)
+            return super().all_gather(members, own, tag=tag)
         if left := self._under_way.get(tag):
             PendingCollective(left).wait()
         works = self._under_way[tag] = []
@@ -360,9 +354,7 @@ class _Pairwise(_Native):
 class _Alone(Comm):
     """A group of one: nothing to send."""
 
-    def all_gather(
-        self, members: Members, own: Tensors, *, pool: BufferPool, tag: int
-    ) -> PendingCollective:
+    def all_gather(self, members: Members, own: Tensors, *, tag: int) -> PendingCollective:
         self._put_in_place(members, own)
         return PendingCollective(())
 

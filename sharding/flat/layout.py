@@ -34,6 +34,7 @@ from typing import NamedTuple
 
 import torch
 
+from ckpt.layout.region import row_major_strides
 from sharding.engine.collectives import Comm, Group
 
 Shape = tuple[int, ...]
@@ -76,7 +77,7 @@ class Member(NamedTuple):
     @property
     def is_row_major(self) -> bool:
         """Whether memory order is the logical order of elements."""
-        return self.stride == row_major(self.shape)
+        return self.stride == row_major_strides(self.shape)
 
     def part_shape(self, numel: int) -> Shape:
         """How a rank's part of so many elements is shown: as rows of the member where it is never
@@ -189,16 +190,6 @@ def alignment(itemsize: int) -> int:
     return max(1, ALIGNMENT_BYTES // itemsize)
 
 
-def row_major(shape: Shape) -> Shape:
-    """Strides of a contiguous tensor of that shape."""
-    strides = []
-    step = 1
-    for size in reversed(shape):
-        strides.append(step)
-        step *= max(size, 1)
-    return tuple(reversed(strides))
-
-
 def memory_strides(shape: Shape, stride: Shape) -> Shape:
     """The strides to flatten with: the tensor's own where it fills its memory without holes, in
     whatever order of dims; row-major ones otherwise.
@@ -206,13 +197,13 @@ def memory_strides(shape: Shape, stride: Shape) -> Shape:
     A contiguous tensor keeps even unusual strides of dims of size 1 (1x1 channels-last weights).
     """
     if math.prod(shape) == 0:
-        return row_major(shape)
+        return row_major_strides(shape)
     expected = 1
     for size, step in sorted(zip(shape, stride, strict=True), key=lambda dim: (dim[1], dim[0])):
         if size == 1:
             continue
         if step != expected:
-            return row_major(shape)
+            return row_major_strides(shape)
         expected *= size
     return stride
 

@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from ckpt.layout.region import row_major_strides
 from sharding.engine.blocks import Cutting
 from sharding.engine.store import ModuleParam
-from sharding.flat.layout import LocalPart, Member, MemberSpec, memory_strides, row_major
+from sharding.flat.layout import LocalPart, Member, MemberSpec, memory_strides
 
 if TYPE_CHECKING:
     from sharding.engine.extensions import Extension
@@ -128,7 +129,7 @@ def spec_of(item: ModuleParam, cutting: Cutting | None = None) -> MemberSpec:
     stride = memory_strides(shape, item.param.stride())
     granularity = 0 if cutting is None else cutting.granularity(item.fqn, shape)
     spec = MemberSpec(item.fqn, shape, stride, granularity)
-    if granularity and not spec.is_whole and stride != row_major(shape):
+    if granularity and not spec.is_whole and stride != row_major_strides(shape):
         raise ValueError(
             f"{item.fqn}: has strides {stride}, so that {cutting} are no runs of its memory; make "
             "it contiguous() before wrapping, or return Whole()"

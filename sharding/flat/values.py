@@ -200,7 +200,7 @@ class FlatValues(ParameterStore):
 
     def _gather_into(self, full: torch.Tensor, own: torch.Tensor) -> PendingCollective:
         parts = RankParts(full, self.layout.shard_numel, self.layout.ranges)
-        return self.comm.all_gather([parts], [own], pool=self.pool, tag=2 * self.tag)
+        return self.comm.all_gather([parts], [own], tag=2 * self.tag)
 
     # --- what modules show ----------------------------------------------------------------------
 

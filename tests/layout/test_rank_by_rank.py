@@ -16,7 +16,7 @@ from ckpt.layout.dtensor import describe_dtensor, repeated_over_wider_meshes
 from ckpt.layout.even import chunk_of
 from ckpt.layout.modules import describe_module
 from ckpt.layout.piece import Owned
-from ckpt.layout.plain import Ranks, UnsupportedTensor, whole_tensor
+from ckpt.layout.plain import Held, Ranks, UnsupportedTensor, whole_tensor
 from ckpt.layout.region import Box, Shape, Span
 from ckpt.layout.sharded_tensor import (
     chunk_placements,
@@ -145,7 +145,7 @@ def test_replicas_that_their_own_mesh_hides_are_known_by_the_other_tensors() -> 
         wide = _described("wide", mesh, [S0, S1])
         cut = _described("cut", mesh["dp"], [S0])
         repeated = _described("repeated", mesh["dp"], [R])
-        plain = whole_tensor("plain", torch.zeros(2), holders=(4,), synchronized=True)
+        plain = whole_tensor("plain", torch.zeros(2), (4,), Held(None, True))
         alone = [cut, repeated, plain]
         assert list(map(id, repeated_over_wider_meshes(alone, _ranks()))) == list(map(id, alone))
         got = repeated_over_wider_meshes([wide, *alone], _ranks())

@@ -21,6 +21,7 @@ from ckpt.layout.holdings import tensor_holdings
 from ckpt.layout.kind import Kind
 from ckpt.layout.modules import Ranks, UnsupportedTensor, describe_module, describe_tensor
 from ckpt.layout.piece import Owned, Piece, View
+from ckpt.layout.plain import Held
 from ckpt.layout.region import Span
 from ckpt.layout.sharded_tensor import sharding_of
 from ckpt.saving.plan import Fingerprint, add_module
@@ -210,8 +211,8 @@ def test_a_plain_tensor_beside_a_shared_one_is_with_its_owners(owners: Any) -> N
     """None: the engine does not say; then the tensor is this rank's own."""
     local = torch.zeros(2)
     ranks = Ranks(0, (0, 1, 2))
-    whole = describe_tensor("w", local, ranks, holders=(0, 1))
+    whole = describe_tensor("w", local, ranks, Held((0, 1)))
     like = whole._replace(owners=owners, synchronized=True)
-    (holding,) = tensor_holdings("step", local, Kind.OPTIMIZER, ranks, like=like)
+    (holding,) = tensor_holdings("step", local, Kind.OPTIMIZER, ranks, held=Held.beside(like))
     assert holding.owners == (owners or ()) and holding.synchronized
     assert holding.pieces[0].holders == (0, 1)

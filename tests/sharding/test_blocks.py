@@ -20,6 +20,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import ckpt
+from ckpt.layout.region import row_major_strides
 from sharding import (
     Blocks,
     FullyShardedDataParallel,
@@ -32,7 +33,7 @@ from sharding import (
     fully_shard,
 )
 from sharding.comm_hooks import LowPrecisionState, bf16_compress_hook
-from sharding.flat.layout import FlatLayout, MemberSpec, plan_ragged_layout, row_major
+from sharding.flat.layout import FlatLayout, MemberSpec, plan_ragged_layout
 from sharding.fsdp import fsdp_units
 from tests.ranks import run_ranks
 from tests.sharding.models import batches, build, clean, full_copies, wrapped
@@ -50,7 +51,7 @@ def specs_of(kinds: tuple[str, ...]) -> list[MemberSpec]:
         "none": ((0, 3), 0),
     }
     return [
-        MemberSpec(f"p{i}", known[kind][0], row_major(known[kind][0]), known[kind][1])
+        MemberSpec(f"p{i}", known[kind][0], row_major_strides(known[kind][0]), known[kind][1])
         for i, kind in enumerate(kinds)
     ]
 

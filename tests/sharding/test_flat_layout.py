@@ -12,13 +12,13 @@ import itertools
 import pytest
 import torch
 
+from ckpt.layout.region import row_major_strides
 from sharding.flat.layout import (
     FlatLayout,
     MemberSpec,
     alignment,
     memory_strides,
     plan_flat_layout,
-    row_major,
 )
 
 
@@ -91,10 +91,10 @@ def test_strides_of_dense_tensors_are_kept_and_others_replaced() -> None:
     for holey in (torch.empty(4, 6)[:, ::2], torch.empty(3, 1).expand(3, 4), torch.empty(5, 9)[1:]):
         shape = tuple(holey.shape)
         dense = memory_strides(shape, holey.stride())
-        assert dense == (holey.stride() if holey.is_contiguous() else row_major(shape))
-    assert memory_strides((0, 3), (3, 1)) == row_major((0, 3))
+        assert dense == (holey.stride() if holey.is_contiguous() else row_major_strides(shape))
+    assert memory_strides((0, 3), (3, 1)) == row_major_strides((0, 3))
 
 
 @pytest.mark.parametrize("shape", [(), (1,), (3,), (2, 3), (2, 3, 4), (1, 3, 1)])
 def test_row_major_is_what_torch_makes(shape: tuple[int, ...]) -> None:
-    assert row_major(shape) == torch.empty(shape).stride()
+    assert row_major_strides(shape) == torch.empty(shape).stride()

@@ -46,14 +46,14 @@ def gather(comm: Comm, wanted: list[RankParts], pool: BufferPool, tag: int) -> l
         members = [
             RankParts(torch.full_like(parts.whole, 99), parts.part_numel) for parts in wanted
         ]
-        comm.all_gather(members, own, pool=pool, tag=tag).wait()
+        comm.all_gather(members, own, tag=tag).wait()
         return [parts.whole for parts in members]
     padded = []
     for part, parts in zip(own, wanted, strict=True):
         padded.append(part.new_zeros(parts.part_numel))
         padded[-1][: part.numel()] = part
     packed = PackedGather(comm, padded, [one.dtype for one in own], CPU, pool)
-    comm.all_gather([packed.whole], [packed.own], pool=pool, tag=tag).wait()
+    comm.all_gather([packed.whole], [packed.own], tag=tag).wait()
     targets = [
         RankParts(parts.whole.new_full((comm.size * parts.part_numel,), 99), parts.part_numel)
         for parts in wanted
@@ -185,20 +185,20 @@ def calls_that_nobody_waits_for_hold_up_no_other() -> None:
         comm.all_gather([RankParts(torch.zeros(3), 1)], [torch.tensor([7.0])], pool=pool, tag=1)
         comm.reduce_scatter([RankParts(torch.ones(3), 1)], [torch.zeros(1)], pool=pool, tag=1)
         whole, own = RankParts(torch.zeros(3), 1), torch.tensor([float(comm.rank)])
-        comm.all_gather([whole], [own], pool=pool, tag=1).wait()
+        comm.all_gather([whole], [own], tag=1).wait()
         assert whole.whole.tolist() == [0.0, 1.0, 2.0]
 
 
 def calls_of_several_units_pass_each_other() -> None:
     rank = dist.get_rank()
-    comm, pool = comms()[0], BufferPool()
+    comm = comms()[0]
     members, pending = [], []
     for tag in range(4):
         members.append(RankParts(torch.full((30,), float(tag)), 10))
     # Started in other orders on other ranks.
     for tag in sorted(range(4), key=lambda tag: (tag * (rank + 1)) % 5):
         own = torch.full((10,), 10.0 * tag + rank)
-        pending.append(comm.all_gather([members[tag]], [own], pool=pool, tag=tag))
+        pending.append(comm.all_gather([members[tag]], [own], tag=tag))
     for one in pending:
         one.wait()
         one.wait()

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
+from torch.distributed.fsdp import CPUOffload
 
 from sharding.engine.groups import Groups
 from sharding.engine.torch_seam import TrainingState
@@ -44,40 +44,34 @@ class UnitAttributes:
     syncs_states: bool
     """Whether the values of the first rank were broadcast when it was made."""
 
-    @property
-    def process_group(self) -> Any:
+    def show_settings(self, unit: FlatUnit, groups: Groups, mesh: DeviceMesh | None) -> None:
+        """Set torch's names for what the wrapper was made with."""
+        settings = unit.settings
+        self.fsdp_unit, self.fsdp_groups = unit, groups
+        self.fsdp_mesh = self._device_mesh = mesh
+        self.process_group: Any = groups.shard.group
         """The group over which this unit is sharded."""
-        return self.fsdp_groups.shard.group
-
-    @property
-    def rank(self) -> int:
+        self.rank: int = groups.shard.rank
         """This rank's number in `process_group`."""
-        return self.fsdp_groups.shard.rank
-
-    @property
-    def world_size(self) -> int:
-        """The number of ranks in `process_group`."""
-        return self.fsdp_groups.shard.size
-
-    @property
-    def sharding_strategy(self) -> ShardingStrategy:
+        self.world_size: int = groups.shard.size
+        self.sharding_strategy = settings.strategy
         """The strategy in force: NO_SHARD over a group of one rank, whatever was requested."""
-        return self.fsdp_unit.settings.strategy
-
-    @property
-    def mixed_precision(self) -> MixedPrecision:
+        self.mixed_precision = settings.precision
         """What was passed, or the default."""
-        return self.fsdp_unit.settings.precision
-
-    @property
-    def compute_device(self) -> torch.device:
+        self.compute_device = settings.device
         """Where parameters are gathered and computed with."""
-        return self.fsdp_unit.settings.device
-
-    @property
-    def cpu_offload(self) -> CPUOffload:
+        self.cpu_offload = CPUOffload(offload_params=settings.offload)
         """Whether sharded parameters are kept on the host."""
-        return CPUOffload(offload_params=self.fsdp_unit.settings.offload)
+        self.backward_prefetch = settings.backward_prefetch
+        """When the next gather of a backward is started."""
+        self.forward_prefetch = settings.forward_prefetch
+        """Whether the next unit is gathered while this one's forward computes."""
+        self.limit_all_gathers = settings.limit_all_gathers
+        """Whether the host waits so that not too many gathers are under way."""
+        self.is_sharded = settings.is_sharded
+        """Whether this unit's parameters are split over ranks."""
+        self.shows_original_params = self._use_orig_params = settings.use_orig_params
+        """Whether optimizers see the members of its flat parameter."""
 
     @property
     def training_state(self) -> TrainingState:
@@ -85,44 +79,12 @@ class UnitAttributes:
         return _TRAINING_STATES[self.fsdp_unit.phase]
 
     @property
-    def backward_prefetch(self) -> BackwardPrefetch | None:
-        """When the next gather of a backward is started."""
-        return self.fsdp_unit.settings.backward_prefetch
-
-    @property
-    def forward_prefetch(self) -> bool:
-        """Whether the next unit is gathered while this one's forward computes."""
-        return self.fsdp_unit.settings.forward_prefetch
-
-    @property
-    def limit_all_gathers(self) -> bool:
-        """Whether the host waits so that not too many gathers are under way."""
-        return self.fsdp_unit.settings.limit_all_gathers
-
-    @property
     def params(self) -> list[FlatParameter]:
         """The flat parameter of this unit; [] when inner units hold all there is."""
         store = self.fsdp_unit.store
         return [] if store is None else [store.flat]
 
-    @property
-    def is_sharded(self) -> bool:
-        """Whether this unit's parameters are split over ranks."""
-        return self.fsdp_unit.settings.is_sharded
-
-    @property
-    def shows_original_params(self) -> bool:
-        """Whether optimizers see the members of its flat parameter, with `use_orig_params`."""
-        return self.fsdp_unit.settings.use_orig_params
-
-    # --- read by torch's state dict functions ----------------------------------------------------
-
-    _use_orig_params = shows_original_params
-
-    @property
-    def _device_mesh(self) -> DeviceMesh | None:
-        return self.fsdp_mesh
-
+    # Read by torch's state dict functions.
     @property
     def _flat_param(self) -> FlatParameter | None:
         store = self.fsdp_unit.store

@@ -184,9 +184,8 @@ class FullyShardedDataParallel(StatefulUnit):
     ) -> None:
         """What the wrapper is once everything has been decided."""
         module = unit.wrapped
-        self.fsdp_groups = groups
+        self.show_settings(unit, groups, device_mesh)
         self.fsdp_ignored = ignored
-        self.fsdp_mesh = device_mesh
         self.fsdp_member_names = tuple(
             clean_name(item.fqn)
             for item in (unit.store.module_params if unit.store is not None else ())
@@ -197,8 +196,7 @@ class FullyShardedDataParallel(StatefulUnit):
             if name not in ignored.buffers
         }
         self._fsdp_wrapped_module = module
-        self.fsdp_unit = unit
-        self.fsdp_unit.show_flat()
+        unit.show_flat()
         self.check_nothing_left()
         # Along which axes ranks are replicas depends on the members of all units: let all know over
         # which axes of a mesh any of them has cut members.

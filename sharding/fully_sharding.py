@@ -87,10 +87,9 @@ def fully_shard(
         mesh, within = _data_part(mesh, dp_mesh_dims, reshard_after_forward)
     data = data_mesh(_checked_mesh(mesh), within)
     keeping = _keeping(data.mesh, mp_policy, offload_policy)
-    module_params = _module_params(modules, frozenset(ignored_params or ()), keeping.device)
-    groups = []
-    for part in parts_by_mesh(module_params, data, shard_placement_fn):
-        groups.append(_group(modules, part, keeping, mp_policy, reshard_after_forward))
+    params = _module_params(modules, frozenset(ignored_params or ()), keeping.device)
+    parts = parts_by_mesh(params, data, shard_placement_fn)
+    groups = [_group(modules, part, keeping, mp_policy, reshard_after_forward) for part in parts]
     become_sharded(groups, "fully_shard")
     return module
 

@@ -5,7 +5,6 @@ Components are the memory itself wherever torch shows it, so that a load can fil
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import torch
@@ -53,39 +52,23 @@ def _replace_coo(live: Any, new: Any) -> None:
     live._coalesced_(new.is_coalesced())
 
 
-def _take_compressed(pointers: str, indices: str, tensor: Any) -> Parts:
-    of = {name: getattr(tensor, name)() for name in (pointers, indices)}
-    return Parts({**of, "values": tensor.values()}, {})
-
-
-def _build_compressed(
-    names: tuple[str, str], layout: torch.layout, parts: Parts, shape: Shape, dtype: torch.dtype
-) -> torch.Tensor:
-    pointers, indices = (parts.components[name] for name in names)
-    return torch.sparse_compressed_tensor(
-        pointers,
-        indices,
-        parts.components["values"],
-        shape,
-        layout=layout,
-        check_invariants=True,
-    )
-
-
 def _replace_compressed(live: Any, new: Any) -> None:
     # Only tensors with as many elements can be copied, and only this call gives them so many.
     live.resize_as_sparse_(new).copy_(new)
 
 
 def _compressed(layout: torch.layout, *names: str) -> CompositeType:
-    first, second = names
-    return CompositeType(
-        str(layout),
-        partial(_take_compressed, first, second),
-        partial(_build_compressed, (first, second), layout),
-        replace=_replace_compressed,
-        dense=torch.Tensor.to_dense,
-    )
+    def take(tensor: Any) -> Parts:
+        return Parts({name: getattr(tensor, name)() for name in (*names, "values")}, {})
+
+    def build(parts: Parts, shape: Shape, dtype: torch.dtype) -> torch.Tensor:
+        made: Any = torch.sparse_compressed_tensor  # its types know no components from elsewhere
+        components = [parts.components[name] for name in (*names, "values")]
+        built: torch.Tensor = made(*components, shape, layout=layout, check_invariants=True)
+        return built
+
+    dense = torch.Tensor.to_dense
+    return CompositeType(str(layout), take, build, replace=_replace_compressed, dense=dense)
 
 
 _BY_ROWS = ("crow_indices", "col_indices")

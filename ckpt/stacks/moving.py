@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -88,29 +88,21 @@ class _Moving:
         every = [(fqn, torch.empty_like(view)) for fqn in origin.stored]
         for fqn, target in every:
             yield _of(holding, piece._replace(fqn=fqn), target)
-        self.steps.append(_Compared(piece.fqn, every, view))
+        first_fqn, first = every[0]
 
+        def compare() -> None:
+            for fqn, other in every[1:]:
+                if not torch.equal(_bits(other), _bits(first)):
+                    raise Mismatch(
+                        [
+                            f"{piece.fqn}: its slices have different ones in the checkpoint, "
+                            f"{first_fqn} {first.item()} and {fqn} {other.item()}, and a stack has "
+                            "one for all; load into slices, or leave the optimizer out with skip="
+                        ]
+                    )
+            view.copy_(first)
 
-@dataclass(frozen=True, slots=True)
-class _Compared:
-    """Gives `target` what several tensors of a checkpoint have in common."""
-
-    fqn: str
-    every: list[tuple[str, torch.Tensor]]
-    target: torch.Tensor
-
-    def __call__(self) -> None:
-        first_fqn, first = self.every[0]
-        for fqn, other in self.every[1:]:
-            if not torch.equal(_bits(other), _bits(first)):
-                raise Mismatch(
-                    [
-                        f"{self.fqn}: its slices have different ones in the checkpoint, "
-                        f"{first_fqn} {first.item()} and {fqn} {other.item()}, and a stack has one "
-                        "for all; load into slices, or leave the optimizer out with skip="
-                    ]
-                )
-        self.target.copy_(first)
+        self.steps.append(compare)
 
 
 def _bits(number: torch.Tensor) -> torch.Tensor:

@@ -347,7 +347,7 @@ class _Binder:
         loaded = join_tree(value, _no_tensor, live)
 
         def step() -> None:
-            if isinstance(live, dict) and isinstance(loaded, dict):
+            if any(isinstance(live, kind) and isinstance(loaded, kind) for kind in (dict, set)):
                 live.clear()
                 live.update(loaded)
             elif isinstance(live, list) and isinstance(loaded, list):
@@ -355,9 +355,6 @@ class _Binder:
             elif isinstance(live, deque) and (live.maxlen == getattr(loaded, "maxlen", -1)):
                 live.clear()
                 live.extend(loaded)
-            elif isinstance(live, set) and isinstance(loaded, set):
-                live.clear()
-                live.update(loaded)
             else:
                 self.replace(slot.place, loaded)
 

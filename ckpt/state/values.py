@@ -277,11 +277,7 @@ def _restored(fields: list[str], items: list[Any]) -> Any:
 def _with_type_of(like: Any, joined: dict[Any, Any]) -> dict[Any, Any]:
     if type(like) is defaultdict:
         return defaultdict(like.default_factory, joined)
-    if type(like) is OrderedDict:
-        return OrderedDict(joined)
-    if type(like) is Counter:
-        return Counter(joined)
-    return joined
+    return type(like)(joined) if type(like) in (OrderedDict, Counter) else joined
 
 
 def _item_like(like: Any, index: int) -> Any:

@@ -143,11 +143,9 @@ class _Taking:
     def full(self, fqn: str, entry: Known) -> _Made:
         tensor = torch.empty(entry.shape, dtype=entry.dtype, device=self.device(fqn, entry))
         region = whole(entry.shape)
-        return _Made(self.holding(fqn, entry, tensor, region), self.converted(fqn, tensor))
-
-    def converted(self, fqn: str, tensor: torch.Tensor) -> Make:
         dtype = self.live.dtypes.get(fqn, tensor.dtype)
-        return lambda: tensor.to(dtype)  # later: the memory is filled in the live dtype first
+        # Converted later: the memory is filled in the live dtype first.
+        return _Made(self.holding(fqn, entry, tensor, region), lambda: tensor.to(dtype))
 
     def holding(self, fqn: str, entry: Known, tensor: torch.Tensor, region: Box) -> Holding:
         piece = Piece(
@@ -225,8 +223,9 @@ class _Taking:
                 f"{fqn}: is a DTensor, which has no LOCAL form; use StateDictType.SHARDED"
             )
             return _Made(None, lambda: None)
+        to_cpu = self.output.offload_to_cpu
         own = [
-            self.moved(local_view(holding, piece)).contiguous()
+            local_view(holding, piece).to("cpu" if to_cpu else holding.local.device).contiguous()
             for holding, piece in self.own.get(fqn, ())
             if piece.region.numel
         ]
@@ -254,6 +253,3 @@ class _Taking:
         ]
         like = torch.empty(0, dtype=entry.dtype, device=self.device(fqn, entry))
         return _Made(None, lambda: make_sharded_tensor(own, boxes, shape, like, group))
-
-    def moved(self, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.cpu() if self.output.offload_to_cpu else tensor

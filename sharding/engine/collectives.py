@@ -22,13 +22,13 @@ import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from sharding.engine.memory import BufferPool
-from sharding.engine.torch_seam import shown_as
+from sharding.engine.torch_seam import GroupMemory, SymmetricMemory, shown_as
 
 Group = dist.ProcessGroup
 
@@ -100,14 +100,8 @@ Members = Sequence[RankParts]
 Tensors = Sequence[torch.Tensor]
 
 
-class CommMemory(Protocol):
-    """Memory that collectives of a backend move faster than any other."""
-
-    def allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """A new 1-D tensor in it."""
-
-    def register(self, buffer: torch.Tensor, group: Group) -> None:
-        """Called with each buffer before the group's collective uses it."""
+CommMemory = GroupMemory | SymmetricMemory
+"""Memory that collectives of a backend move faster than any other."""
 
 
 class Comm(ABC):

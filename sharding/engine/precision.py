@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import nn
 from torch.nn.utils.rnn import PackedSequence
 
 
@@ -69,17 +68,3 @@ def cast_floating(dtype: torch.dtype, value: Any) -> Any:
         return tensor.to(dtype)
 
     return map_tensors(cast, value)
-
-
-def cast_buffers(
-    module: nn.Module, dtypes: Mapping[str, torch.dtype | None], device: torch.device
-) -> None:
-    """Move the module's own buffers to `device`; floating ones to the dtype of their name, if it
-    has one.
-    """
-    for name, buffer in module.named_buffers(recurse=False):
-        wanted = dtypes.get(name) if buffer.is_floating_point() else None
-        with torch.no_grad():
-            new = buffer.to(device=device, dtype=wanted or buffer.dtype)
-        if new is not buffer:
-            setattr(module, name, new)

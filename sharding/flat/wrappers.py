@@ -27,7 +27,6 @@ from sharding.engine.blocks import Blocks, Cutting, Placing, Whole
 from sharding.engine.collectives import Comm
 from sharding.engine.extensions import Extension
 from sharding.engine.groups import Groups
-from sharding.engine.precision import cast_buffers
 from sharding.engine.reduction import Reduction, divide_factors
 from sharding.engine.store import ModuleParam
 from sharding.engine.streams import streams_for
@@ -153,8 +152,8 @@ def not_to_move(units: Sequence[FlatUnit]) -> list[FlatUnit]:
 
 
 def cast_all_buffers(wrappers: Sequence[UnitAttributes], *, low: bool) -> None:
-    """Cast buffers, each as the innermost unit around it says; back to what they were unless
-    `low`.
+    """Bring buffers to the device, and cast floating ones, each as the innermost unit around it
+    says; back to what they were unless `low`.
     """
     done: set[int] = set()
     # Inner wrappers first: outer ones leave alone what these have cast.
@@ -164,15 +163,16 @@ def cast_all_buffers(wrappers: Sequence[UnitAttributes], *, low: bool) -> None:
             if id(module) in done:
                 continue
             done.add(id(module))
-            base = f"{prefix}." if prefix else ""
-            wanted = {
-                name: settings.precision.buffer_dtype
-                if low
-                else wrapper.fsdp_buffer_dtypes.get(clean_name(f"{base}{name}"))
-                for name, _ in module.named_buffers(recurse=False)
-                if f"{base}{name}" not in settings.ignored_buffers
-            }
-            cast_buffers(module, wanted, settings.device)
+            for name, buffer in module.named_buffers(recurse=False):
+                full = f"{prefix}.{name}" if prefix else name
+                dtype = wrapper.fsdp_buffer_dtypes.get(clean_name(full))
+                dtype = settings.precision.buffer_dtype if low else dtype
+                if full in settings.ignored_buffers or not buffer.is_floating_point():
+                    dtype = None
+                with torch.no_grad():
+                    new = buffer.to(device=settings.device, dtype=dtype or buffer.dtype)
+                if new is not buffer:
+                    setattr(module, name, new)
 
 
 def check_kinds(*arguments: tuple[str, object, type]) -> None:

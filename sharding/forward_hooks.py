@@ -23,30 +23,18 @@ def before_forward(
     """Gather the units of a module and cast its inputs; a hook of `nn.Module`."""
     runtime = module.fsdp_groups[0].unit.runtime or find_root(module)
     for group in module.fsdp_groups:
-        if len(group.modules) == 1:
-            args, kwargs = group.unit.before_forward(args, kwargs)
-        else:
-            args, kwargs = _before_forward_together(group, runtime, module, args, kwargs)
+        unit = group.unit
+        # Of several modules that are one unit the first gathers, the others only cast their inputs.
+        if len(group.modules) > 1 and not unit.recomputes:
+            if unit.phase is Phase.FORWARD and group.waiting_for and group.store.is_current():
+                args, kwargs = unit.cast_inputs(args, kwargs)
+                continue
+            # Outside of the root's forward a module of several is called by itself.
+            is_inside = runtime.root.phase is Phase.FORWARD
+            together = is_inside or runtime.root is (unit.leader or unit)
+            group.waiting_for = {id(one) for one in group.modules} if together else {id(module)}
+        args, kwargs = unit.before_forward(args, kwargs)
     return args, kwargs
-
-
-def _before_forward_together(
-    group: ShardedGroup,
-    runtime: Root,
-    module: nn.Module,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Several modules are one unit: the first gathers, the others only cast their inputs."""
-    unit = group.unit
-    if unit.recomputes:
-        return unit.before_forward(args, kwargs)
-    if unit.phase is Phase.FORWARD and group.waiting_for and group.store.is_current():
-        return unit.cast_inputs(args, kwargs)
-    # Outside of the root's forward a module of several is called by itself.
-    together = runtime.root.phase is Phase.FORWARD or runtime.root is (unit.leader or unit)
-    group.waiting_for = {id(one) for one in group.modules} if together else {id(module)}
-    return unit.before_forward(args, kwargs)
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -54,24 +42,19 @@ def after_forward(module: Any, args: Any, output: Any) -> Any:
     """Free the units of a module and cast its output; a hook of `nn.Module`."""
     # The leader last: with it the forward of a root is over.
     for group in reversed(module.fsdp_groups):
-        output = _after_forward_of(group, module, output)
-    return output
-
-
-def _after_forward_of(group: ShardedGroup, module: nn.Module, output: Any) -> Any:
-    unit = group.unit
-    group.waiting_for.discard(id(module))
-    if group.waiting_for and unit.phase is Phase.FORWARD:
-        # The last module frees. A backward may begin with the output of any of them.
-        output = unit.cast_output(output)
-        unit.watch(output)
-        return output
-    output = unit.after_forward(output)
-    if unit.known_runtime.root is unit and unit.phase is Phase.IDLE:
-        for other in sharded_groups(module):
-            if other.waiting_for:  # some of its modules were not called this time
-                other.waiting_for.clear()
-                other.unit.abort_forward()
+        unit = group.unit
+        group.waiting_for.discard(id(module))
+        if group.waiting_for and unit.phase is Phase.FORWARD:
+            # The last module frees. A backward may begin with the output of any of them.
+            output = unit.cast_output(output)
+            unit.watch(output)
+            continue
+        output = unit.after_forward(output)
+        if unit.known_runtime.root is unit and unit.phase is Phase.IDLE:
+            for other in sharded_groups(module):
+                if other.waiting_for:  # some of its modules were not called this time
+                    other.waiting_for.clear()
+                    other.unit.abort_forward()
     return output
 
 

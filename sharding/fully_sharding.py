@@ -139,9 +139,7 @@ def _group(
     policy: MixedPrecisionPolicy,
     reshard_after_forward: bool | int | None,
 ) -> ShardedGroup:
-    store = DTensorStore(
-        part.module_params, part.data, keeping, placements=part.placements, policy=policy
-    )
+    store = DTensorStore(part, keeping, policy)
     store.set_smaller_mesh(_smaller_mesh(part.data, reshard_after_forward))
     data, frees, casts = part.data, reshard_after_forward, policy.cast_forward_inputs
     if frees is not None and not isinstance(frees, bool):

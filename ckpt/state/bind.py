@@ -24,7 +24,6 @@ from ckpt.layout.piece import Holding
 from ckpt.layout.plain import Ranks, UnsupportedTensor
 from ckpt.layout.region import Shape
 from ckpt.layout.tensor import is_dtensor
-from ckpt.state.arrays import tensor_of, why_no_tensor
 from ckpt.state.bind_optimizer import bind_optimizer
 from ckpt.state.binding import Binding
 from ckpt.state.describe import (
@@ -38,6 +37,7 @@ from ckpt.state.optimizer import EXTRA_STATE, extra_state, set_extra_state
 from ckpt.state.per_group import NOT_IN_GROUP, GroupValue, group_of, group_values, value_for
 from ckpt.state.requested import CHECKPOINT, CallArguments
 from ckpt.state.trees import bind_composite, bind_tree
+from ckpt.state.typed_values import tensor_of, why_no_tensor
 from ckpt.state.types import (
     Catalog,
     Loaded,

@@ -18,7 +18,6 @@ from ckpt.layout.holdings import tensor_holdings, whole_tensors
 from ckpt.layout.kind import Kind, is_numbered
 from ckpt.layout.piece import Holding, Owned
 from ckpt.layout.plain import Ranks, UnsupportedTensor
-from ckpt.state.arrays import tensor_of, why_no_tensor
 from ckpt.state.describe import Described, adopt_parameters, describe_modules
 from ckpt.state.optimizer import (
     EXTRA_STATE,
@@ -29,6 +28,7 @@ from ckpt.state.optimizer import (
     params_of,
 )
 from ckpt.state.per_group import NOT_IN_GROUP, entry_of, group_of
+from ckpt.state.typed_values import tensor_of, why_no_tensor
 from ckpt.state.types import FlatState, PerGroup, PerRank
 from ckpt.state.values import join, split_tree
 from ckpt.state.walk import Leaves, is_object, read_state, walk

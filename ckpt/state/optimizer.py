@@ -234,19 +234,6 @@ def scalar_piece(fqn: str, dtype: torch.dtype, holders: tuple[int, ...]) -> Piec
     return Piece(fqn, (), dtype, Box((), ()), Box((), ()), holders)
 
 
-def first_piece(owned: Owned, fqn: str) -> Piece | None:
-    """The piece of member `fqn` that has its first element, if this rank holds it."""
-    for view in owned.views:
-        for piece in view.pieces:
-            if piece.fqn != fqn:
-                continue
-            region = piece.region
-            start = region.start if isinstance(region, Span) else any(region.offset)
-            if not start and region.numel:
-                return piece
-    return None
-
-
 @dataclass(frozen=True, slots=True)
 class _Saving:
     """Adds the parts of the optimizer at `path` to `flat`."""
@@ -343,9 +330,11 @@ class _Saving:
         """The ranks that have a scalar of `member` for storing; none when this one is not among
         them.
         """
-        first = first_piece(owned, member.fqn)
-        if first is not None:
-            return first.holders
+        for piece in (piece for view in owned.views for piece in view.pieces):
+            region = piece.region
+            start = region.start if isinstance(region, Span) else any(region.offset)
+            if piece.fqn == member.fqn and not start and region.numel:
+                return piece.holders
         # Nobody has the first element of an empty tensor.
         rank = (owned.owners or owned.views[0].pieces[0].holders)[0]
         return (rank,) if 0 in member.global_shape and self.ranks.rank == rank else ()

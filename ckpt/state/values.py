@@ -26,16 +26,20 @@ from ckpt.layout.composites import (
 )
 from ckpt.layout.descriptions import TYPE_KEY, is_description, with_names
 from ckpt.layout.plain import UnsupportedTensor
-from ckpt.state.arrays import is_array, is_scalar, scalar_like, tensor_of, why_no_tensor
 from ckpt.state.typed_values import (
     Typed,
     inside,
+    is_array,
     is_object,
+    is_scalar,
     is_tagged,
     leaf_of,
+    scalar_like,
     tagged,
+    tensor_of,
     typed_of,
     why_no_leaf,
+    why_no_tensor,
 )
 
 TENSOR_KEY = "$tensor"

@@ -15,8 +15,7 @@ import torch
 from torch import nn
 
 from ckpt.errors import CheckpointError, InvalidState
-from ckpt.state.arrays import is_array, is_scalar
-from ckpt.state.typed_values import typed_of
+from ckpt.state.typed_values import is_array, is_scalar, typed_of
 from ckpt.state.types import PerGroup, PerRank, Stages, StagesHere
 from ckpt.state.values import DEPTH_MAX, SCALARS, why_not_storable
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 import zlib
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -80,8 +80,28 @@ def check_values(
     for rank, message in enumerate(messages):
         ranks_by_message.setdefault(message[len(digest) :], []).append(rank)
     reports = [(_decoded(part), ranks) for part, ranks in ranks_by_message.items()]
-    if problems := _problems(reports, values, each_has_its_own=each_has_its_own):
-        raise InvalidState(problems)
+    ranks_of: dict[_Key, dict[int | None, list[int]]] = {}
+    given: set[_Key] = set()
+    witnessed: set[_Key] = set()
+    for theirs, ranks in reports:
+        for (fqn, owners, is_given), crc in theirs.items():
+            key = (fqn, owners)
+            ranks_of.setdefault(key, {}).setdefault(crc, []).extend(ranks)
+            (given if is_given else witnessed).add(key)
+    problems = []
+    for key, by_digest in ranks_of.items():
+        fqn = key[0]
+        if key not in given:
+            problems.append(
+                f"{fqn}: ranks {sorted(chain.from_iterable(by_digest.values()))} have it, and the "
+                "rank that holds the parameter's first element, which gives it to the dict, has "
+                "none; set it on all ranks that have state of the parameter" + or_per_rank(fqn)
+            )
+        elif len(by_digest) > 1 and (key in witnessed or not each_has_its_own):
+            groups = {digest: sorted(ranks) for digest, ranks in by_digest.items()}
+            problems.append(disagreement(fqn, groups, _IN_A_DICT) + or_per_rank(fqn, values))
+    if problems:
+        raise InvalidState(sorted(problems))
 
 
 def _refuse_values(world: World, encoded: bytes) -> None:
@@ -118,36 +138,6 @@ def _decoded(part: bytes) -> Agreed:
     owners = [None if group is None else tuple(group) for group in groups]
     tensors = [_Tensor(fqn, owners[number], is_given) for fqn, number, is_given in rows]
     return dict(zip(tensors, digests, strict=True))
-
-
-def _problems(
-    reports: Sequence[tuple[Agreed, list[int]]],
-    values: Collection[str],
-    *,
-    each_has_its_own: bool,
-) -> list[str]:
-    """What the ranks have differently, by name; each report with the ranks that sent it."""
-    ranks_of: dict[_Key, dict[int | None, list[int]]] = {}
-    given: set[_Key] = set()
-    witnessed: set[_Key] = set()
-    for agreed, ranks in reports:
-        for (fqn, owners, is_given), digest in agreed.items():
-            key = (fqn, owners)
-            ranks_of.setdefault(key, {}).setdefault(digest, []).extend(ranks)
-            (given if is_given else witnessed).add(key)
-    problems = []
-    for key, by_digest in ranks_of.items():
-        fqn = key[0]
-        if key not in given:
-            problems.append(
-                f"{fqn}: ranks {sorted(chain.from_iterable(by_digest.values()))} have it, and the "
-                "rank that holds the parameter's first element, which gives it to the dict, has "
-                "none; set it on all ranks that have state of the parameter" + or_per_rank(fqn)
-            )
-        elif len(by_digest) > 1 and (key in witnessed or not each_has_its_own):
-            groups = {digest: sorted(ranks) for digest, ranks in by_digest.items()}
-            problems.append(disagreement(fqn, groups, _IN_A_DICT) + or_per_rank(fqn, values))
-    return sorted(problems)
 
 
 _IN_A_DICT = "a state dict has one for all"

@@ -29,7 +29,8 @@ from sharding.dtensor.gathering import (
     gathering_for,
     pack_gradients,
 )
-from sharding.dtensor.param import DataMesh, Keeping, ShardedParam
+from sharding.dtensor.meshes import MeshPart
+from sharding.dtensor.param import Keeping, ShardedParam
 from sharding.dtensor.seam import ShownParam, as_parameter, replaced, versions_of
 from sharding.engine.collectives import Comm, PendingCollective, RankParts
 from sharding.engine.memory import TensorSize
@@ -88,13 +89,11 @@ class DTensorStore(ParameterStore):
 
     def __init__(
         self,
-        module_params: Sequence[ModuleParam],
-        data: DataMesh,
+        part: MeshPart,
         keeping: Keeping,
-        *,
-        placements: Sequence[object],
         policy: MixedPrecisionPolicy,
     ) -> None:
+        data, module_params, placements = part
         super().__init__(module_params, keeping.device)
         self.data = data
         self.keeping = keeping

@@ -51,43 +51,33 @@ def auto_wrap(
                 f"{name or 'the module'}: is wrapped already; auto_wrap_policy needs a tree "
                 "without wrappers"
             )
-    ignored_modules, ignored_params = set(ignored.modules), set(ignored.params)
-    requests = wrap_requests_of(root, policy, ignored_modules, ignored_params, kwargs)
+    # Parents before children. The root is the unit that is being made around all of them.
+    if is_policy_object(policy):
+        wanted = run_policy(policy, root, set(ignored.modules), dict(kwargs))
+        wanted.pop(root, None)
+    else:
+        walk = _PolicyWalk(policy, ignored, _apart(kwargs))
+        walk.visit(root, is_root=True)
+        wanted = {module: {} for module in walk.chosen}
+    requests = [
+        WrapRequest(name, module, {**kwargs, **wanted[module]})
+        for name, module in root.named_modules()
+        if module in wanted
+    ]
     # As torch: policies that are functions are not checked.
     if is_policy_object(policy):
-        _check_mixed(requests, ignored_params, bool(kwargs.get("use_orig_params")))
-    requests = _with_full_precision(root, requests, ignored_modules, dict(kwargs))
+        _check_mixed(requests, ignored, bool(kwargs.get("use_orig_params")))
+    requests = _with_full_precision(root, requests, ignored, dict(kwargs))
     # Taken before anything is wrapped, while all children stand in their own parents.
-    places = _places(root)
+    # A shared module has several parents.
+    places: dict[nn.Module, list[tuple[nn.Module, str]]] = {}
+    for parent in root.modules():
+        for name, child in parent.named_children():
+            places.setdefault(child, []).append((parent, name))
     for request in reversed(requests):
         wrapped = wrapper(request.module, **request.kwargs)
-        for parent, name in places[id(request.module)]:
+        for parent, name in places[request.module]:
             setattr(parent, name, wrapped)
-
-
-def wrap_requests_of(
-    root: nn.Module,
-    policy: Any,
-    ignored_modules: set[nn.Module],
-    ignored_params: set[nn.Parameter],
-    kwargs: Mapping[str, Any],
-) -> list[WrapRequest]:
-    """What the policy wants wrapped below the root, parents before children."""
-    if is_policy_object(policy):
-        wanted = run_policy(policy, root, ignored_modules, dict(kwargs))
-        wanted.pop(root, None)  # the root is the unit that is being made around all of them
-        return [
-            WrapRequest(name, module, {**kwargs, **wanted[module]})
-            for name, module in root.named_modules()
-            if module in wanted
-        ]
-    walk = _PolicyWalk(policy, ignored_modules, ignored_params, _apart(kwargs))
-    walk.visit(root, is_root=True)
-    return [
-        WrapRequest(name, module, dict(kwargs))
-        for name, module in root.named_modules()
-        if id(module) in walk.chosen
-    ]
 
 
 @dataclass(frozen=True)
@@ -95,17 +85,16 @@ class _PolicyWalk:
     """A policy function applied to a tree, from the leaves up."""
 
     policy: Callable[..., bool]
-    ignored_modules: set[nn.Module]
-    ignored_params: set[nn.Parameter]
+    ignored: Ignored
     apart: tuple[type[nn.Module], ...]
     """Classes that become units whatever the policy decides, see `_with_full_precision`."""
-    chosen: set[int] = field(default_factory=set)
-    """Identities of the modules that the policy wants as units."""
+    chosen: set[nn.Module] = field(default_factory=set)
+    """What the policy wants as units."""
     seen: set[int] = field(default_factory=set)
 
     def visit(self, module: nn.Module, *, is_root: bool = False) -> int:
         """Apply the policy to a subtree; returns how many elements got into units."""
-        numel = sum(p.numel() for p in module.parameters() if p not in self.ignored_params)
+        numel = sum(p.numel() for p in module.parameters() if p not in self.ignored.params)
         enters = self.policy(module=module, recurse=True, nonwrapped_numel=numel)
         # Classes that become units anyway may be below what the policy does not enter.
         if not enters and not self.apart:
@@ -117,14 +106,14 @@ class _PolicyWalk:
             return numel  # in a unit of its own, so not in that of any parent
         rest = numel - wrapped
         if self.policy(module=module, recurse=False, nonwrapped_numel=rest):
-            self.chosen.add(id(module))
+            self.chosen.add(module)
             return numel
         return wrapped
 
     def _new_children(self, module: nn.Module) -> Iterator[nn.Module]:
         for child in module.children():
             # A shared module is counted and wrapped at its first place only.
-            if child not in self.ignored_modules and id(child) not in self.seen:
+            if child not in self.ignored.modules and id(child) not in self.seen:
                 self.seen.add(id(child))
                 yield child
 
@@ -135,24 +124,13 @@ def _apart(kwargs: Mapping[str, Any]) -> tuple[type[nn.Module], ...]:
     return () if precision is None else classes_to_leave_alone(precision)
 
 
-def _places(root: nn.Module) -> dict[int, list[tuple[nn.Module, str]]]:
-    """By identity of a module, its parents with its name there: a shared one has several."""
-    places: dict[int, list[tuple[nn.Module, str]]] = {}
-    for module in root.modules():
-        for name, child in module.named_children():
-            places.setdefault(id(child), []).append((module, name))
-    return places
-
-
-def _check_mixed(
-    requests: list[WrapRequest], ignored_params: set[nn.Parameter], use_orig_params: bool
-) -> None:
+def _check_mixed(requests: list[WrapRequest], ignored: Ignored, use_orig_params: bool) -> None:
     """Refuse, or warn of, units that would mix frozen and trainable parameters."""
     own = {id(request.module) for request in requests}
     for request in requests:
         flags: dict[bool, list[str]] = {True: [], False: []}
         for name, param in _params_of_unit(request.module, own):
-            if param not in ignored_params:
+            if param not in ignored.params:
                 flags[param.requires_grad].append(name)
         if flags[True] and flags[False]:
             text = (
@@ -173,7 +151,7 @@ def _params_of_unit(module: nn.Module, units: set[int]) -> Iterator[tuple[str, n
 
 
 def _with_full_precision(
-    root: nn.Module, requests: list[WrapRequest], ignored: set[nn.Module], kwargs: dict[str, Any]
+    root: nn.Module, requests: list[WrapRequest], ignored: Ignored, kwargs: dict[str, Any]
 ) -> list[WrapRequest]:
     """Make units of the modules that mixed precision must leave alone, computing as they are.
 
@@ -190,7 +168,7 @@ def _with_full_precision(
         is_apart = isinstance(module, classes) and module is not root
         if is_apart:
             _cast_around(module)
-        if is_apart and module not in ignored:
+        if is_apart and module not in ignored.modules:
             used.add(type(module).__name__)
             own = {**(request.kwargs if request else kwargs), "mixed_precision": MixedPrecision()}
             all_requests.append(WrapRequest(name, module, own))

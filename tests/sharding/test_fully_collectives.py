@@ -160,7 +160,7 @@ def parts_of_unlike_lengths_go_over_the_backend() -> None:
     wanted, got = torch.arange(12.0), RankParts(torch.zeros(12), 7, ranges)
     own = wanted[slice(*ranges[comm.rank])]
     out = torch.zeros_like(own)
-    comm.all_gather([got], [own], pool=BufferPool(), tag=0).wait()
+    comm.all_gather([got], [own], tag=0).wait()
     assert torch.equal(got.whole, wanted)
     comm.reduce_scatter([got], [out], pool=BufferPool(), tag=0).wait()
     assert torch.equal(out, 3 * own)
@@ -182,7 +182,7 @@ def calls_that_nobody_waits_for_hold_up_no_other() -> None:
     for late in range(comm.size):
         if comm.rank == late:
             time.sleep(0.1)
-        comm.all_gather([RankParts(torch.zeros(3), 1)], [torch.tensor([7.0])], pool=pool, tag=1)
+        comm.all_gather([RankParts(torch.zeros(3), 1)], [torch.tensor([7.0])], tag=1)
         comm.reduce_scatter([RankParts(torch.ones(3), 1)], [torch.zeros(1)], pool=pool, tag=1)
         whole, own = RankParts(torch.zeros(3), 1), torch.tensor([float(comm.rank)])
         comm.all_gather([whole], [own], tag=1).wait()

@@ -26,9 +26,8 @@ from torch import nn
 from benchmarks.simulation import Clock, Cost, SimulatedStore, SimulatedWorld, Simulation
 from ckpt.commit.appender import Sources
 from ckpt.commit.session import SessionRegistry, open_session
-from ckpt.layout.even import even_part
 from ckpt.layout.piece import Owned, Piece, View
-from ckpt.layout.region import Box, Region, Shape, Span, whole
+from ckpt.layout.region import Box, Region, Shape, Span, even_part, whole
 from ckpt.loading.exchange import ShareLimits
 from ckpt.loading.load import LoadOptions, load_state
 from ckpt.saving.save import save_state

@@ -17,9 +17,8 @@ from torch import nn
 from sharding.engine.ranges import Noted
 from sharding.engine.unit import Unit
 from sharding.flat.wrappers import clean_name
-from sharding.forward_hooks import sharded_groups
 from sharding.fsdp import FullyShardedDataParallel, fsdp_units
-from sharding.sharded_group import ShardedGroup
+from sharding.sharded_group import ShardedGroup, sharded_groups
 
 
 @dataclass(frozen=True)

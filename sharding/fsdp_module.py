@@ -24,13 +24,13 @@ from sharding.engine.runtime import GradientReductionHandle, UnshardHandle, star
 from sharding.engine.streams import Streams
 from sharding.engine.torch_seam import is_in_backward, mark_applied
 from sharding.engine.unit import Unit
-from sharding.forward_hooks import (
+from sharding.sharded_group import (
     PipelineState,
+    ShardedGroup,
     after_forward,
     before_forward,
     sharded_groups,
 )
-from sharding.sharded_group import ShardedGroup
 from sharding.torch_face import TorchUnit
 
 

@@ -35,9 +35,8 @@ from sharding.engine.reduction import Reduction
 from sharding.engine.store import ModuleParam
 from sharding.engine.torch_seam import is_marked_replicate
 from sharding.engine.unit import Schedule, Unit
-from sharding.forward_hooks import managed_below
 from sharding.fsdp_module import FSDPModule, become_sharded
-from sharding.sharded_group import ShardedGroup
+from sharding.sharded_group import ShardedGroup, managed_below
 from sharding.torch_face import check_known, follows_grad_dtype
 from sharding.wrapping.init import Ignored, find_params, move_states
 

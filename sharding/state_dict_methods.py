@@ -29,7 +29,7 @@ from ckpt.errors import InvalidState, Mismatch
 from ckpt.layout.sharded_tensor import is_sharded_tensor
 from ckpt.layout.tensor import local_tensor
 from ckpt.state.names import bare_names
-from ckpt.state.requested import STATE_DICT, LoadRequest, Unshared
+from ckpt.state.types import STATE_DICT, LoadRequest, Unshared
 from ckpt.state_dict import api as state_dicts
 from ckpt.state_dict.api import TakeRequest
 from ckpt.state_dict.config import FullOptimStateDictConfig, ShardedOptimStateDictConfig

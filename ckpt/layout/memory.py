@@ -130,9 +130,7 @@ class SideStreams:
     @contextmanager
     def copying(self) -> Iterator[None]:
         """Copies that are started in the block go over the side; they are finished at its end."""
-        with ExitStack() as stack:
-            for module, stream in self._streams:
-                stack.enter_context(module.stream(stream))
+        with _all_entered(self._streams):
             try:
                 yield
             finally:
@@ -162,10 +160,16 @@ class CallersStreams:
     @contextmanager
     def entered(self) -> Iterator[None]:
         """What this thread does in the block is queued where the caller's work is."""
-        with ExitStack() as stack:
-            for module, stream in self._streams:
-                stack.enter_context(module.stream(stream))
+        with _all_entered(self._streams):
             yield
+
+
+@contextmanager
+def _all_entered(streams: Iterable[tuple[Any, Any]]) -> Iterator[None]:
+    with ExitStack() as stack:
+        for module, stream in streams:
+            stack.enter_context(module.stream(stream))
+        yield
 
 
 def storage_of(tensor: torch.Tensor) -> int:

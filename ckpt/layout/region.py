@@ -1,13 +1,13 @@
 """Regions: parts of a logical tensor in its own index space, and exact arithmetic on them.
 
 A `Box` is a rectangle, a `Span` a run of the row-major order. Every function is pure; integers
-only.
+only. Also which part each of N ranks holds when nothing but a tensor's shape is known.
 """
 
 from __future__ import annotations
 
 import math
-from typing import NamedTuple, TypeAlias
+from typing import Literal, NamedTuple, TypeAlias
 
 Shape: TypeAlias = tuple[int, ...]
 
@@ -142,3 +142,45 @@ def row_major_strides(shape: Shape) -> Shape:
     for dim in range(len(shape) - 2, -1, -1):
         strides[dim] = strides[dim + 1] * max(shape[dim + 1], 1)
     return tuple(strides)
+
+
+# --- even layouts: questions about ranks that are not there ---------------------------------------
+
+EvenLayout = Literal["fsdp2", "flat", "replicated"]
+LAYOUTS: tuple[EvenLayout, ...] = ("fsdp2", "flat", "replicated")
+
+
+def even_part(shape: Shape, rank: int, ranks: int, layout: EvenLayout) -> Region | None:
+    """What `rank` of `ranks` holds of a tensor of `shape`; None when every rank holds all of it.
+
+    "fsdp2" cuts dim 0 as `fully_shard` does: equal runs of rows, the last ones shorter or empty.
+    "flat" cuts the row-major order into equal runs, as flat parameters do on the average; where
+    theirs begin depends on how the model was wrapped. Tensors without dims are whole everywhere, as
+    everything is with "replicated".
+    """
+    if layout == "replicated" or not shape:
+        return None
+    if layout == "flat":
+        start, stop = _chunk(math.prod(shape), rank, ranks)
+        return Span(start, stop)
+    return chunk_of(shape, ranks, rank)
+
+
+def chunk_of(shape: Shape, parts: int, part: int) -> Box:
+    """What `torch.chunk(parts)` along dim 0 leaves for `part`; without rows when there is no such
+    chunk.
+    """
+    start, stop = _chunk(shape[0], part, parts)
+    return Box((start,) + (0,) * (len(shape) - 1), (stop - start, *shape[1:]))
+
+
+def _chunk(count: int, rank: int, ranks: int) -> tuple[int, int]:
+    """Items `start` to `stop` of `count` for one rank, as `torch.chunk` cuts them."""
+    size = -(-count // ranks)
+    return min(rank * size, count), min((rank + 1) * size, count)
+
+
+def wanted_part(shape: Shape, rank: int, ranks: int, layout: EvenLayout) -> Region:
+    """As `even_part`, with the whole tensor said as a region."""
+    part = even_part(shape, rank, ranks, layout)
+    return whole(shape) if part is None else part

@@ -51,8 +51,7 @@ from ckpt.state.binding import Binding
 from ckpt.state.half_loaded import filling
 from ckpt.state.matching import Tally, total, with_nearest
 from ckpt.state.names import GroupOptions, Left
-from ckpt.state.requested import CHECKPOINT
-from ckpt.state.types import Catalog, Loaded, ProblemKind, Stacks, Strict, TensorEntry
+from ckpt.state.types import CHECKPOINT, Catalog, Loaded, ProblemKind, Stacks, Strict, TensorEntry
 from ckpt.telemetry.record import PhaseSpan, Recorder
 from ckpt.wings import wing
 from ckpt.world.base import World, collectively, decided, from_coordinator

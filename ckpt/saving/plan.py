@@ -53,7 +53,7 @@ from ckpt.layout.tensor import PLAIN_CLASSES, memory_of
 from ckpt.state.flatten import Structure, structure_of, values_of
 from ckpt.state.half_loaded import refuse_interrupted
 from ckpt.state.optimizer import STATE_DICT_HOOKS
-from ckpt.state.own import declared
+from ckpt.state.optimizer_kinds import declared
 from ckpt.state.types import FlatState, StagesHere
 from ckpt.state.walk import Leaves, walk
 

@@ -35,10 +35,11 @@ from ckpt.state.describe import (
 from ckpt.state.names import GroupOptions, Names, Rename, Skip
 from ckpt.state.optimizer import EXTRA_STATE, extra_state, set_extra_state
 from ckpt.state.per_group import NOT_IN_GROUP, GroupValue, group_of, group_values, value_for
-from ckpt.state.requested import CHECKPOINT, CallArguments
 from ckpt.state.trees import bind_composite, bind_tree
 from ckpt.state.typed_values import tensor_of, why_no_tensor
 from ckpt.state.types import (
+    CHECKPOINT,
+    CallArguments,
     Catalog,
     Loaded,
     PerGroup,

@@ -27,8 +27,7 @@ from ckpt.state.optimizer import (
     refusals,
     user_state,
 )
-from ckpt.state.optimizer_kinds import SavedState, saved_states
-from ckpt.state.own import declared
+from ckpt.state.optimizer_kinds import SavedState, declared, saved_states
 from ckpt.state.trees import bind_tree
 from ckpt.state.types import ProblemKind
 from ckpt.state.values import join, references

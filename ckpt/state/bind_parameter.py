@@ -26,12 +26,15 @@ from ckpt.state.optimizer_kinds import (
     NUMBER_OF_SUFFIX,
     MemberState,
     SavedState,
+    StateDeclaration,
     StateKind,
     kind_of,
     kind_of_saved,
+    layout_of,
     number_suffix,
+    resharded,
+    why_not,
 )
-from ckpt.state.own import StateDeclaration, layout_of, resharded, why_not
 from ckpt.state.trees import BoundTree, bind_tree, fill_once
 from ckpt.state.types import PerRank, ProblemKind, TensorEntry
 from ckpt.state.values import (
@@ -100,39 +103,29 @@ class ParameterBinder:
         for state in states:
             if state is not None:
                 self.names.used |= state.fqns
+        new: dict[str, Make] = {}
+        self.bound.states.append((named.param, new))
         if _has_nothing_here(named.owned):
-            self.bound.states.append((named.param, {}))
             return
-        binding = _ParameterBinding(self, named, states, live, hyper)
+        binding = _ParameterBinding(self, named, named.owned, states, live, hyper, new)
         for name in dict.fromkeys(n for s in states if s for n in s.names):
             if not self.names.skip(binding.fqn(name)):
                 binding.add(name)
             elif name in live:  # the state is replaced as a whole, so what stays is put back
-                binding.new[name] = _constant(live[name])
-        self.bound.states.append((named.param, binding.new))
+                new[name] = _constant(live[name])
 
 
+@dataclass(frozen=True, slots=True)
 class _ParameterBinding:
     """The state of one parameter in the making; `new` makes each of its entries."""
 
-    def __init__(
-        self,
-        binder: ParameterBinder,
-        named: NamedParam,
-        states: Sequence[SavedState | None],
-        live: Mapping[str, Any],
-        hyper: Mapping[str, Any],
-    ) -> None:
-        self.binder = binder
-        self.names = binder.names
-        self.ranks = binder.ranks
-        self.holdings = binder.bound.holdings
-        self.named = named
-        self.owned = named.owned
-        self.states = states
-        self.live = live
-        self.hyper = hyper
-        self.new: dict[str, Make] = {}
+    binder: ParameterBinder
+    named: NamedParam
+    owned: Owned
+    states: Sequence[SavedState | None]
+    live: Mapping[str, Any]
+    hyper: Mapping[str, Any]
+    new: dict[str, Make]
 
     def fqn(self, name: str, member: int = 0) -> str:
         """The live name of the state `name`."""
@@ -151,13 +144,13 @@ class _ParameterBinding:
         elif kind is StateKind.VALUE:
             self.add_value(name, has_tensors=bool(members))
         else:
-            self.names.loaded_tensors.append(self.fqn(name))
+            self.binder.names.loaded_tensors.append(self.fqn(name))
             self.add_tensors(name, kind, members)
 
     def add_tensors(self, name: str, kind: StateKind, members: Sequence[MemberState]) -> None:
         dtypes = {member.entry.dtype for member in members}
         if len(dtypes) > 1:
-            self.names.report(
+            self.binder.names.report(
                 ProblemKind.DTYPE,
                 self.fqn(name),
                 f"members of one flat parameter have {sorted(map(str, dtypes))}, one tensor has "
@@ -174,35 +167,35 @@ class _ParameterBinding:
 
     def report_misfit(self, name: str, members: Sequence[MemberState]) -> None:
         odd = next(member for member in members if not member.fits)
-        self.names.report(
+        self.binder.names.report(
             ProblemKind.SHAPE,
             self.fqn(name, self.named.source.members.index(odd.member)),
-            f"{self.names.call.source} has shape {odd.entry.shape}, the parameter "
+            f"{self.binder.names.call.source} has shape {odd.entry.shape}, the parameter "
             f"{odd.member.global_shape}: state of another shape cannot be divided among flat "
-            f"shards; load into fully_shard or an unsharded model{self.names.call.or_skip}",
+            f"shards; load into fully_shard or an unsharded model{self.binder.names.call.or_skip}",
         )
 
     def add_value(self, name: str, *, has_tensors: bool) -> None:
         values = [s.values[name] for s in self.states if s and name in s.values]
         if has_tensors or any(value != values[0][1] for _, value in values):
-            self.names.report(
+            self.binder.names.report(
                 ProblemKind.VALUE,
                 self.fqn(name),
                 "differs between the members of one flat parameter",
             )
             return
         if self.owned.is_flat_shard and (why := self.why_no_shard(values[0][1])):
-            self.names.report(
+            self.binder.names.report(
                 ProblemKind.SHAPE,
                 self.fqn(name),
                 f"{why}: this cannot be divided among flat shards; load into fully_shard or an "
-                f"unsharded model{self.names.call.or_skip}",
+                f"unsharded model{self.binder.names.call.or_skip}",
             )
             return
         live = self.live.get(name)
-        tree = bind_tree(*values[0], live, self.names, self.ranks, beside=self.owned)
-        self.holdings.extend(tree.holdings)
-        self.names.loaded_values.append(self.fqn(name))
+        tree = bind_tree(*values[0], live, self.binder.names, self.binder.ranks, beside=self.owned)
+        self.binder.bound.holdings.extend(tree.holdings)
+        self.binder.names.loaded_values.append(self.fqn(name))
         self.new[name] = tree.build
 
     def why_no_shard(self, value: Any) -> str:
@@ -211,7 +204,7 @@ class _ParameterBinding:
         """
         if holds_objects(value):
             return "holds objects that know the shape of the whole parameter"
-        members, tensors = self.named.source.members, self.names.catalog.tensors
+        members, tensors = self.named.source.members, self.binder.names.catalog.tensors
         shape = members[0].global_shape
         for fqn in references(value):
             its_shape = tensors[fqn].shape if fqn in tensors else ()
@@ -228,7 +221,7 @@ class _ParameterBinding:
         """What each rank had for itself: this rank's, or what a function of the user's makes."""
         fqn, declaration = self.fqn(name), self.binder.declarations.get(name)
         base, entries = next(s.own[name] for s in self.states if s and name in s.own)
-        rank, size = self.ranks.rank, len(self.ranks.global_ranks)
+        rank, size = self.binder.ranks.rank, len(self.binder.ranks.global_ranks)
         layout = layout_of(self.owned)
         mine = entries.get(rank)
         saved_size = next(iter(entries.values()))["world_size"]
@@ -240,24 +233,26 @@ class _ParameterBinding:
             makes = [self.bind_own(base, entries[one], None) for one in sorted(entries)]
             hook = declaration.on_reshard
             self.new[name] = lambda: resharded(fqn, hook, [make() for make in makes], rank, size)
-        elif mine or not saved_size == size == len(self.names.catalog.per_rank):
-            why = why_not(entries, mine, size, layout) + self.names.call.or_skip
-            self.names.report(ProblemKind.PER_RANK, fqn, why)
+        elif mine or not saved_size == size == len(self.binder.names.catalog.per_rank):
+            why = why_not(entries, mine, size, layout) + self.binder.names.call.or_skip
+            self.binder.names.report(ProblemKind.PER_RANK, fqn, why)
             return
         # Else all ranks gave theirs, and this one had no such state: there is nothing to load.
-        self.names.loaded_tensors.append(fqn)
+        self.binder.names.loaded_tensors.append(fqn)
 
     def bind_own(self, base: str, entry: Mapping[str, Any], live: Any) -> Make:
         """Memory for one rank's own state, the live one where it fits; what makes the state."""
         for text in unknown_leaves(entry["value"], live):
-            self.names.report(ProblemKind.VALUE, base, text)
+            self.binder.names.report(ProblemKind.VALUE, base, text)
         suffix = f"~rank{entry['rank']}"
         there = {f"{inside}{suffix}": tensor for inside, tensor in split_tree(live, base, [])[1]}
         targets: dict[str, torch.Tensor] = {}
         for fqn in references(entry["value"]):
-            known = self.names.catalog.tensors.get(fqn)
+            known = self.binder.names.catalog.tensors.get(fqn)
             if known is None:
-                self.names.report(ProblemKind.VALUE, base, f"refers to {fqn}, which is not there")
+                self.binder.names.report(
+                    ProblemKind.VALUE, base, f"refers to {fqn}, which is not there"
+                )
                 continue
             target = there.get(fqn)
             if (
@@ -268,7 +263,9 @@ class _ParameterBinding:
                 device = self.owned.local.device
                 target = torch.zeros(known.shape, dtype=known.dtype, device=device)
             targets[fqn] = target
-            self.holdings.extend(tensor_holdings(fqn, target, Kind.OPTIMIZER, self.ranks))
+            self.binder.bound.holdings.extend(
+                tensor_holdings(fqn, target, Kind.OPTIMIZER, self.binder.ranks)
+            )
         return lambda: join_tree(entry["value"], targets.__getitem__, live)
 
     def add_tensor(self, name: str, saved: MemberState) -> None:
@@ -282,9 +279,9 @@ class _ParameterBinding:
 
     def fill(self, name: str, saved: MemberState, target: torch.Tensor) -> None:
         """Load one tensor into `target`, which is laid out as it says itself."""
-        target, self.new[name] = fill_once(target, self.names)
-        holdings = tensor_holdings(saved.fqn, target, Kind.OPTIMIZER, self.ranks)
-        self.holdings.extend(holdings)
+        target, self.new[name] = fill_once(target, self.binder.names)
+        holdings = tensor_holdings(saved.fqn, target, Kind.OPTIMIZER, self.binder.ranks)
+        self.binder.bound.holdings.extend(holdings)
 
     def add_scalar(self, name: str, members: Sequence[MemberState]) -> None:
         live = self.live.get(name)
@@ -302,10 +299,10 @@ class _ParameterBinding:
             target = torch.zeros((), dtype=entry.dtype, device=device)
             make = _constant(target)
             if usable is not None:
-                target, make = fill_once(usable, self.names)
+                target, make = fill_once(usable, self.binder.names)
             filled.append((saved, make))
-            piece = scalar_piece(saved, entry.dtype, (self.ranks.rank,))
-            self.holdings.append(
+            piece = scalar_piece(saved, entry.dtype, (self.binder.ranks.rank,))
+            self.binder.bound.holdings.append(
                 Holding(target.detach(), (piece,), Kind.OPTIMIZER, False, self.owned.owners)
             )
         suffix = number_suffix(name)
@@ -334,14 +331,14 @@ class _ParameterBinding:
             is_complete
             and isinstance(live, torch.Tensor)
             and live.dtype is dtype
-            and kind_of(live, self.owned, self.ranks, shard) is StateKind.SHARD
+            and kind_of(live, self.owned, self.binder.ranks, shard) is StateKind.SHARD
         ):
             target = live
         else:
             target = zeros_like(self.owned, dtype, local=shard is not None)
-        target, self.new[name] = fill_once(target, self.names)
+        target, self.new[name] = fill_once(target, self.binder.names)
         saved = {member.member.fqn: member.fqn for member in members}
-        self.holdings.extend(
+        self.binder.bound.holdings.extend(
             holdings_of(self.owned, local_tensor(target), saved.get, kind=Kind.OPTIMIZER)
         )
 

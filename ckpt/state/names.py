@@ -11,8 +11,7 @@ import torch
 
 from ckpt.layout.composites import unknown_types
 from ckpt.layout.descriptions import is_description, shown_type
-from ckpt.state.requested import CHECKPOINT, CallArguments
-from ckpt.state.types import Catalog, Problem, ProblemKind, TensorEntry
+from ckpt.state.types import CHECKPOINT, CallArguments, Catalog, Problem, ProblemKind, TensorEntry
 from ckpt.state.values import references
 
 
@@ -222,12 +221,6 @@ class Names:
         kept = params if known is None else [param for param in params if param in known]
         self.extra_params[fqn] = list(kept)
 
-    def left(self, entries: set[str]) -> tuple[Left, int]:
-        """What of the checkpoint was not requested, and how many names are under other entries."""
-        unexpected, not_asked = self.unexpected(entries)
-        params = {fqn: extra for fqn, extra in self.extra_params.items() if extra}
-        return Left(unexpected, params, self.tied), not_asked
-
     def skip(self, fqn: str) -> bool:
         """Whether the caller wants `fqn` left alone; the report then lists it.
 
@@ -334,22 +327,20 @@ class Names:
         others = self._by_words.get(words, {}) if "." in words else {}
         return next((known for other, known in sorted(others.items()) if other != count), "")
 
-    def unexpected(self, entries: set[str]) -> tuple[list[str], int]:
-        """Names of the checkpoint that were not requested, and how many are under other entries.
+    def left(self, entries: set[str]) -> tuple[Left, int]:
+        """What of the checkpoint was not requested, and how many names are under other entries.
 
         `entries` are the top-level names of the state in the checkpoint; "" means all.
         """
         catalog = self.catalog
         # Sorted below: all ranks report in one order, and a set has another one in each process.
         per_rank = {name for own in catalog.per_rank for name in own}
-        left = [
-            name
-            for names in (catalog.tensors, catalog.values, sorted(per_rank))
-            for name in names
-            if name not in self.used
-        ]
+        names = (*catalog.tensors, *catalog.values, *sorted(per_rank))
+        left = [name for name in names if name not in self.used]
         requested = [n for n in left if "" in entries or not entries.isdisjoint(heads(n))]
-        return [name for name in requested if not self.is_skipped(name)], len(left) - len(requested)
+        unexpected = [name for name in requested if not self.is_skipped(name)]
+        params = {fqn: extra for fqn, extra in self.extra_params.items() if extra}
+        return Left(unexpected, params, self.tied), len(left) - len(requested)
 
 
 def _words_of(name: str) -> tuple[str, int]:

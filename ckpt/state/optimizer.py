@@ -25,8 +25,17 @@ from ckpt.layout.plain import Held, Ranks, UnsupportedTensor
 from ckpt.layout.region import Box, Span
 from ckpt.layout.tensor import is_dtensor, is_plain, local_tensor
 from ckpt.state.describe import Described, DescribedTensor, LogicalTensor
-from ckpt.state.optimizer_kinds import NUMBERS, StateKind, is_shard_inside, kind_of
-from ckpt.state.own import PerRankState, StateDeclaration, declared, layout_of, own_state
+from ckpt.state.optimizer_kinds import (
+    NUMBERS,
+    PerRankState,
+    StateDeclaration,
+    StateKind,
+    declared,
+    is_shard_inside,
+    kind_of,
+    layout_of,
+    own_state,
+)
 from ckpt.state.values import split_tree
 from ckpt.state.walk import read_state
 

@@ -1,6 +1,6 @@
 """State dicts in torch's forms: full, sharded and local, of models and optimizers."""
 
-from ckpt.state.own import declare_optimizer_state
+from ckpt.state.optimizer_kinds import declare_optimizer_state
 from ckpt.state_dict.api import (
     load_model_state_dict,
     load_optimizer_state_dict,

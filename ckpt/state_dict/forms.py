@@ -9,19 +9,18 @@ import torch
 import torch.distributed as dist
 
 from ckpt.errors import InvalidState
-from ckpt.layout.even import chunk_of
 from ckpt.layout.kind import Kind
 from ckpt.layout.memory import local_view
 from ckpt.layout.piece import Holding, Piece
 from ckpt.layout.plain import Ranks
-from ckpt.layout.region import Box, Span, boxes_of, whole
+from ckpt.layout.region import Box, Span, boxes_of, chunk_of, whole
 from ckpt.layout.sharded_tensor import (
     UnitSharding,
     chunk_placements,
     make_dtensor,
     make_sharded_tensor,
 )
-from ckpt.state.requested import Unshared
+from ckpt.state.types import Unshared
 from ckpt.state_dict.config import StateDictType
 from ckpt.state_dict.redistribute import redistribute
 from ckpt.state_dict.table import Known, Table, gather_table

@@ -26,9 +26,17 @@ from ckpt.state.binding import Binding
 from ckpt.state.describe import Described
 from ckpt.state.names import Left, Names
 from ckpt.state.optimizer import extra_state, named_groups, params_of, refusals
-from ckpt.state.own import tensors_of
-from ckpt.state.requested import CallArguments, LoadRequest, Unshared
-from ckpt.state.types import Catalog, Loaded, Problem, ProblemKind, fatal_texts
+from ckpt.state.optimizer_kinds import tensors_of
+from ckpt.state.types import (
+    CallArguments,
+    Catalog,
+    Loaded,
+    LoadRequest,
+    Problem,
+    ProblemKind,
+    Unshared,
+    fatal_texts,
+)
 from ckpt.state.values import split_tree
 from ckpt.state_dict.agreeing import check_values
 from ckpt.state_dict.keys import ListedParams

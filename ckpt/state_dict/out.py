@@ -38,9 +38,8 @@ from ckpt.state.optimizer import (
     refusals,
     user_state,
 )
-from ckpt.state.optimizer_kinds import NUMBER_OF_SUFFIX, number_suffix
-from ckpt.state.own import copy_of, declared
-from ckpt.state.requested import Unshared
+from ckpt.state.optimizer_kinds import NUMBER_OF_SUFFIX, copy_of, declared, number_suffix
+from ckpt.state.types import Unshared
 from ckpt.state.values import join_tree, references, split_tree
 from ckpt.state_dict.agreeing import NOTHING, Agreed, agreed_state, check_values
 from ckpt.state_dict.config import StateDictType

@@ -23,8 +23,8 @@ from ckpt.layout.tensor import is_dtensor
 from ckpt.state.describe import Described, LogicalTensor
 from ckpt.state.names import bare_name, bare_names
 from ckpt.state.optimizer import NamedParam, named_groups, options_of
-from ckpt.state.own import own_state
-from ckpt.state.requested import LoadRequest
+from ckpt.state.optimizer_kinds import own_state
+from ckpt.state.types import LoadRequest
 from ckpt.state.values import split_tree
 from ckpt.state_dict.keys import kind_of_keys, nested
 from ckpt.state_dict.model import buffer_dtypes, describe_model, is_beside, names_of

@@ -164,44 +164,30 @@ class Routes:
 
     def problem(self, fqn: str) -> str | None:
         """Why the regions that ranks may take are not one tensor; None when they are."""
-        holders = self._entry.holders()
-        checked = set()
+        entry, checked = self._entry, set()
+        holders = entry.holders()
         for taker, sources in self._sources.items():
-            group = frozenset(self._entry.regions) if sources is None else sources | {taker}
+            group = frozenset(entry.regions) if sources is None else sources | {taker}
             if group in checked:  # most takers have the same sources
                 continue
             checked.add(group)
-            problem = _problem(fqn, self._entry, holders, group, taker)
-            if problem is not None:
-                return problem
-        return None
-
-
-def _problem(
-    fqn: str,
-    entry: Known,
-    holders: dict[Region, list[int]],
-    group: frozenset[int],
-    taker: int,
-) -> str | None:
-    regions = []
-    for region, ranks in holders.items():
-        here = [rank for rank in ranks if rank in group]
-        if here:
-            regions.append(region)
-        for one, other in itertools.pairwise(here):
-            known = entry.replicas[one][region], entry.replicas[other][region]
-            if other in known[0] and one in known[1]:
-                continue
-            return (
-                f"{fqn}: ranks {one} and {other} both have {region} of it, and neither their "
-                f"groups nor their meshes make them replicas of each other; rank {taker} cannot "
-                "tell whose to take. Pass process_group= with the ranks that share one model"
+            here = {region: [r for r in ranks if r in group] for region, ranks in holders.items()}
+            for region, ranks in here.items():
+                for one, other in itertools.pairwise(ranks):
+                    known = entry.replicas[one][region], entry.replicas[other][region]
+                    if other not in known[0] or one not in known[1]:
+                        return (
+                            f"{fqn}: ranks {one} and {other} both have {region} of it, and neither "
+                            "their groups nor their meshes make them replicas of each other; rank "
+                            f"{taker} cannot tell whose to take. Pass process_group= with the "
+                            "ranks that share one model"
+                        )
+            problem = cover_problem(
+                [region for region, ranks in here.items() if ranks], entry.shape
             )
-    problem = cover_problem(regions, entry.shape)
-    if problem is None:
+            if problem is not None:
+                return (
+                    f"{fqn}: the ranks {sorted(group & entry.regions.keys())} that have parts of it "
+                    f"do not have all of it once: {problem}; pass the dicts of all ranks"
+                )
         return None
-    return (
-        f"{fqn}: the ranks {sorted(group & entry.regions.keys())} that have parts of it do not "
-        f"have all of it once: {problem}; pass the dicts of all ranks"
-    )

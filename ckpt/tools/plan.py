@@ -24,11 +24,10 @@ from ckpt.convert.export import default_entry
 from ckpt.convert.sources.source import NativeSource, SourceContents
 from ckpt.format.manifest import Manifest, MetadataBudget
 from ckpt.layout.dtypes import DTYPES, dtype_name, torch_dtype
-from ckpt.layout.even import EvenLayout, wanted_part
 from ckpt.layout.kind import Kind
 from ckpt.layout.piece import Holding, Piece
 from ckpt.layout.plain import Ranks
-from ckpt.layout.region import Box, whole
+from ckpt.layout.region import Box, EvenLayout, wanted_part, whole
 from ckpt.loading.block_sums import BlockSums
 from ckpt.loading.checkpoint import Checkpoint
 from ckpt.loading.contents import LocatedCheckpoint, find_checkpoint

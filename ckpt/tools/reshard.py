@@ -34,9 +34,8 @@ from ckpt.format.manifest_codec import decode_manifest
 from ckpt.format.object_parts import DataFile
 from ckpt.format.part import FileColumns, PartTexts, TensorRecord, part_of_files
 from ckpt.layout.dtypes import DTYPES
-from ckpt.layout.even import EvenLayout, even_part
 from ckpt.layout.kind import Kind
-from ckpt.layout.region import Box, Region, span_of, whole
+from ckpt.layout.region import Box, EvenLayout, Region, even_part, span_of, whole
 from ckpt.loading.checkpoint import Checkpoint
 from ckpt.loading.contents import LocatedCheckpoint, leased_checkpoint
 from ckpt.loading.load import RETIRED_MAX
@@ -58,7 +57,7 @@ Layout = Sequence[Sequence[Sequence[StoredChunk]]]
 
 @dataclass(frozen=True, slots=True)
 class NewLayout:
-    """How many ranks will load, and how they shard: see `ckpt.layout.even`.
+    """How many ranks will load, and how they shard: see `ckpt.layout.region`.
 
     "fsdp2" suits `fully_shard` and other shards of dim 0, "flat" FSDP1 and our flat parameters.
     """

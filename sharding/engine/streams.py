@@ -120,7 +120,7 @@ class Streams:
         """
 
 
-class _Held(NamedTuple):
+class _GivenBack(NamedTuple):
     """Gathered memory that was given back, and is free once the stream of gathers has come to wait
     for the mark behind its last use.
     """
@@ -147,7 +147,7 @@ class _AcceleratorStreams(Streams):
         """The streams that all-reduces went to, those of hooks among them, and whether they have
         work that compute has not waited for.
         """
-        self._held: list[_Held] = []
+        self._held: list[_GivenBack] = []
         self._post_step: list[torch.Event] = []
 
     def _compute(self) -> Any:
@@ -213,7 +213,7 @@ class _AcceleratorStreams(Streams):
 
     def give_back(self, memory: TensorMemory, *, limited: bool) -> None:
         if memory.stream == self._gather and limited:
-            self._held.append(_Held(memory, memory.storages, self.mark()))
+            self._held.append(_GivenBack(memory, memory.storages, self.mark()))
             # A gather on demand comes behind this in the host's order, but is to overlap with the
             # compute that still reads this memory: it waits for the memory before.
             self._free_held(keep=1)
@@ -234,7 +234,7 @@ class _AcceleratorStreams(Streams):
         while len(self._held) > keep:
             self._free(self._held.pop(0))
 
-    def _free(self, held: _Held) -> None:
+    def _free(self, held: _GivenBack) -> None:
         self._gather.wait_event(held.mark)
         for storage in held.storages:
             storage.release()

@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from ckpt.layout import protocol
-from ckpt.state.own import declared
+from ckpt.state.optimizer_kinds import declared
 from sharding import FullyShardedDataParallel, fully_shard
 from tests.ranks import run_ranks
 

@@ -13,11 +13,10 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from ckpt.layout.dtensor import describe_dtensor, repeated_over_wider_meshes
-from ckpt.layout.even import chunk_of
 from ckpt.layout.modules import describe_module
 from ckpt.layout.piece import Owned
 from ckpt.layout.plain import Held, Ranks, UnsupportedTensor, whole_tensor
-from ckpt.layout.region import Box, Shape, Span
+from ckpt.layout.region import Box, Shape, Span, chunk_of
 from ckpt.layout.sharded_tensor import (
     chunk_placements,
     describe_sharded_tensor,

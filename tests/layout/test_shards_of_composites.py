@@ -23,7 +23,7 @@ from ckpt.composites.shards import _of_shape
 from ckpt.layout.composites import Parts, composite_at, description, put_together, type_of
 from ckpt.layout.plain import UnsupportedTensor
 from ckpt.layout.tensor import copyable
-from ckpt.state.own import copy_of
+from ckpt.state.optimizer_kinds import copy_of
 from tests.ranks import run_ranks
 
 OPTIM, QUANTIZATION = "torchao.optim", "torchao.quantization"

@@ -22,7 +22,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import sharding
 from sharding.engine.precision import cast_floating
-from sharding.forward_hooks import sharded_groups
+from sharding.sharded_group import sharded_groups
 from tests.sharding.fully_scenarios import claims, ones
 from tests.sharding.models import WIDTH
 

@@ -26,7 +26,7 @@ from torch.nn.utils import parametrizations
 import sharding
 from ckpt.errors import CheckpointError, Mismatch
 from ckpt.layout.plain import Ranks
-from ckpt.state.requested import LoadRequest
+from ckpt.state.types import LoadRequest
 from ckpt.state_dict.api import (
     load_model_state_dict,
     load_optimizer_state_dict,

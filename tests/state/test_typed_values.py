@@ -23,7 +23,7 @@ import ckpt
 from ckpt.errors import CheckpointError, InvalidState, Mismatch
 from ckpt.format.codec import encode_values
 from ckpt.state import own, typed_values
-from ckpt.state.own import PerShard
+from ckpt.state.optimizer_kinds import PerShard
 from ckpt.state.values import join_tree, split_tree, unknown_leaves
 from sharding import FullyShardedDataParallel
 from tests.ranks import run_ranks

@@ -35,8 +35,7 @@ from ckpt.format.datafile import CHECKSUM_MAGIC
 from ckpt.format.manifest import Manifest
 from ckpt.format.stored_index import index_of
 from ckpt.layout.dtypes import DTYPES
-from ckpt.layout.even import even_part
-from ckpt.layout.region import Box, Span, boxes_of
+from ckpt.layout.region import Box, Span, boxes_of, even_part
 from ckpt.loading.checkpoint import Checkpoint
 from ckpt.loading.contents import LocatedCheckpoint, find_checkpoint
 from ckpt.tools.copy import copy_checkpoint, copy_root

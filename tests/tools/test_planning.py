@@ -24,8 +24,7 @@ from ckpt.cli import main
 from ckpt.convert.sources.opening import open_source
 from ckpt.convert.sources.source import SourceContents, SourceTensor
 from ckpt.format.manifest import MetadataBudget
-from ckpt.layout.even import EvenLayout, wanted_part
-from ckpt.layout.region import Box
+from ckpt.layout.region import Box, EvenLayout, wanted_part
 from ckpt.loading.contents import find_checkpoint
 from ckpt.loading.load import LoadOptions, load_state
 from ckpt.testing import run_ranks as run_threads

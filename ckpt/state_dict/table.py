@@ -187,7 +187,7 @@ class Routes:
             )
             if problem is not None:
                 return (
-                    f"{fqn}: the ranks {sorted(group & entry.regions.keys())} that have parts of it "
-                    f"do not have all of it once: {problem}; pass the dicts of all ranks"
+                    f"{fqn}: the ranks {sorted(group & entry.regions.keys())} that have parts of "
+                    f"it do not have all of it once: {problem}; pass the dicts of all ranks"
                 )
         return None

@@ -22,7 +22,7 @@ from torch import nn
 import ckpt
 from ckpt.errors import CheckpointError, InvalidState, Mismatch
 from ckpt.format.codec import encode_values
-from ckpt.state import own, typed_values
+from ckpt.state import optimizer_kinds, typed_values
 from ckpt.state.optimizer_kinds import PerShard
 from ckpt.state.values import join_tree, split_tree, unknown_leaves
 from sharding import FullyShardedDataParallel
@@ -179,8 +179,8 @@ def test_an_optimizer_has_them_back_before_its_first_step(tmp_path: Path) -> Non
 def on_flat_shards(root: str) -> None:
     for name in ("Inner", "Projector"):  # in a process of its own
         typed_values._CLASSES[f"tests.{name}"] = __name__
-    own._MODULES = {"tests.Queues": __name__}
-    own._OF_LIBRARIES = {"tests.Queues": {"norm": PerShard(None)}}
+    optimizer_kinds._MODULES = {"tests.Queues": __name__}
+    optimizer_kinds._OF_LIBRARIES = {"tests.Queues": {"norm": PerShard(None)}}
 
     def wrap(module: nn.Module) -> nn.Module:
         cpu = torch.device("cpu")

@@ -175,7 +175,7 @@ def _planned_page(explanation: Explanation) -> str:
     for number, unit in enumerate(explanation.units):
         cells = "".join(
             f'<td class="{event.what}" title="{event.what}, then {event.gathered_nbytes} bytes '
-            f'gathered">{_LETTERS[event.what]}</td>'
+            f'gathered">{_MEANINGS[event.what][0]}</td>'
             if event.unit == number
             else "<td></td>"
             for event in step
@@ -184,7 +184,7 @@ def _planned_page(explanation: Explanation) -> str:
     return _page(
         "As planned, since no step has been made yet: a row for each unit, a column for each event "
         "in order, and no scale of time. The text of an event says how much is gathered after it.",
-        [what for what in _MEANINGS if what != "held"],
+        "held",
         f"<table><tr><th>unit</th>{head}</tr>\n{_NEWLINE.join(rows)}\n</table>",
     )
 
@@ -243,36 +243,27 @@ def _recorded_page(explanation: Explanation) -> str:
         f"The last step of this rank, {1e3 * whole:.3f} ms from the first forward to the last "
         "gradient, from left to right by the host's clock: a row for each unit. On an accelerator "
         "the host runs ahead of the device. The text of a bar says from when to when it lasted.",
-        [what for what in _MEANINGS if what != "free"],
+        "free",
         f'<table class="times">\n{_NEWLINE.join(rows)}\n</table>',
     )
 
 
+# In the cells of a planned step, and in its legend: no two letters are alike.
 _MEANINGS = {
-    "gather": "weights are gathered from all ranks that share them",
-    "held": "the gathered weights are in memory",
-    "forward": "forward of the unit's modules",
-    "backward": "backward of the unit's modules",
-    "free": "the gathered weights are given back",
-    "reduce": "gradients are summed over the ranks, each keeps its shard",
+    "gather": ("G", "weights are gathered from all ranks that share them"),
+    "held": ("", "the gathered weights are in memory"),
+    "forward": ("F", "forward of the unit's modules"),
+    "backward": ("B", "backward of the unit's modules"),
+    "free": ("\N{MULTIPLICATION SIGN}", "the gathered weights are given back"),
+    "reduce": ("R", "gradients are summed over the ranks, each keeps its shard"),
 }
 
 
-# In the cells of a planned step, and in its legend: no two are alike.
-_LETTERS = {
-    "gather": "G",
-    "held": "",
-    "forward": "F",
-    "backward": "B",
-    "free": "\N{MULTIPLICATION SIGN}",
-    "reduce": "R",
-}
-
-
-def _page(note: str, shown: Sequence[str], body: str) -> str:
+def _page(note: str, hidden: str, body: str) -> str:
     legend = "".join(
-        f'<li><b class="{what}">{_LETTERS[what]}</b> {what}: {escape.escape(_MEANINGS[what])}</li>'
-        for what in shown
+        f'<li><b class="{what}">{letter}</b> {what}: {escape.escape(meaning)}</li>'
+        for what, (letter, meaning) in _MEANINGS.items()
+        if what != hidden
     )
     return _PAGE.format(note=note, legend=legend, body=body)
 

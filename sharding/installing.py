@@ -15,19 +15,6 @@ from sharding import fsdp_module, fully_sharding
 from sharding.engine.torch_seam import torch_replicate
 from sharding.fsdp import FullyShardedDataParallel
 
-_THEIRS: dict[str, Any] = {
-    name: getattr(fsdp, name)
-    for name in (
-        "FullyShardedDataParallel",
-        "fully_shard",
-        "register_fsdp_forward_method",
-        "share_comm_ctx",
-    )
-    if hasattr(fsdp, name)
-}
-"""What is replaced. `FSDPModule` is not: our modules are instances of torch's."""
-if torch_replicate is not None:
-    _THEIRS["replicate"] = torch_replicate
 _OURS: dict[str, Any] = {
     "FullyShardedDataParallel": FullyShardedDataParallel,
     "fully_shard": fully_sharding.fully_shard,
@@ -35,6 +22,10 @@ _OURS: dict[str, Any] = {
     "register_fsdp_forward_method": fsdp_module.register_fsdp_forward_method,
     "share_comm_ctx": fsdp_module.share_comm_ctx,
 }
+_THEIRS: dict[str, Any] = {name: getattr(fsdp, name) for name in _OURS if hasattr(fsdp, name)}
+"""What is replaced. `FSDPModule` is not: our modules are instances of torch's."""
+if torch_replicate is not None:
+    _THEIRS["replicate"] = torch_replicate
 # torch's pipelines ask it for the state of a module.
 _OURS["fully_shard"].state = _OURS["replicate"].state = _THEIRS["fully_shard"].state
 

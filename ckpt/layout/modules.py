@@ -201,7 +201,7 @@ class _Visit(NamedTuple):
 
     def fqn_of(self, name: str) -> str:
         """The bare name of this module's attribute `name`."""
-        return f"{self.name}.{name}" if self.name else name
+        return _joined(self.name, name)
 
 
 def _visits(root: nn.Module, ranks: Ranks) -> Iterator[_Visit]:
@@ -221,12 +221,10 @@ def _visits(root: nn.Module, ranks: Ranks) -> Iterator[_Visit]:
         seen.add(id(module))
         # A stack turns the order around, and names are to come in that of `named_modules`.
         for child_name, child in reversed(module._modules.items()):
-            if child is None:
-                continue
-            if child_name == traits.wrapped_child:
-                stack.append((name, child, replicas))
-            else:
-                stack.append((f"{name}.{child_name}" if name else child_name, child, replicas))
+            if child is not None:
+                is_seen_through = child_name == traits.wrapped_child
+                below = name if is_seen_through else _joined(name, child_name)
+                stack.append((below, child, replicas))
 
 
 def _ddp_replicas(module: Any, name: str, ranks: Ranks) -> _Replicas:

@@ -373,7 +373,7 @@ def contents_of(state: Any, ranks: Ranks, memory: PlanMemory) -> Contents:
     kept = memory.same(fingerprint)
     structure = structure_of(leaves, ranks) if kept is None else kept.structure
     flat = values_of(structure, leaves, ranks, state)
-    others = flat.holdings[len(structure.holdings) :]
+    others = flat.holdings[len(structure.kept.holdings) :]
     modules = tuple(sorted({path for path, _ in leaves.modules}))
     stages = tuple(sorted(leaves.stages))
     if kept is not None and _lie_alike(kept.others, others):

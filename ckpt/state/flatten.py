@@ -39,20 +39,16 @@ from ckpt.world.base import World
 class Structure:
     """The part of a state that lasts while it consists of the same objects in the same memory.
 
-    `values_of` adds what may be another at every save. `names` are those of all leaves so far.
+    `values_of` adds what may be another at every save to what is `kept`. `names` are those of all
+    leaves so far, `clashes` those that two of them have.
     """
 
-    holdings: list[Holding]
-    aliases: dict[str, str]
+    kept: _Building
     names: frozenset[str]
+    clashes: tuple[str, ...]
     optimizers: tuple[tuple[str, torch.optim.Optimizer, list[list[str]]], ...]
     extra_states: tuple[tuple[str, nn.Module], ...]
     owned_by_param: Mapping[int, Owned]
-    values: Mapping[str, Any]
-    per_rank: Mapping[str, Any]
-    problems: tuple[str, ...] = ()
-    clashes: tuple[str, ...] = ()
-    witnesses: tuple[Holding, ...] = ()
 
 
 def flatten_state(state: Any, ranks: Ranks) -> FlatState:
@@ -79,26 +75,23 @@ def structure_of(leaves: Leaves, ranks: Ranks) -> Structure:
         flat = flatten_optimizer(path, optimizer, described, ranks)
         building.add_optimizer(path, flat, is_further=False)
         optimizers.append((path, optimizer, flat.groups))
+    building.holdings = _agreeing(building.holdings, ranks)
     return Structure(
-        _agreeing(building.holdings, ranks),
-        building.aliases,
+        building,
         frozenset(building.names),
+        tuple(_repeated(building.names)),
         tuple(optimizers),
         tuple(described.extra_states),
         {key: source.owned for key, source in described.by_param.items()},
-        building.values,
-        building.per_rank,
-        tuple(building.problems),
-        tuple(_repeated(building.names)),
-        tuple(building.witnesses),
     )
 
 
 def values_of(structure: Structure, leaves: Leaves, ranks: Ranks, state: Any) -> FlatState:
     """The whole state: `structure` and what has to be looked at every time. Raises InvalidState."""
-    building = _Building(list(structure.problems), ranks)
-    building.values.update(structure.values)
-    building.per_rank.update(structure.per_rank)
+    kept = structure.kept
+    building = _Building(list(kept.problems), ranks)
+    building.values.update(kept.values)
+    building.per_rank.update(kept.per_rank)
     paths: set[str] = set()
     for path, optimizer, groups in structure.optimizers:
         if groups:  # none when it was refused
@@ -118,13 +111,13 @@ def values_of(structure: Structure, leaves: Leaves, ranks: Ranks, state: Any) ->
     if building.problems:
         raise InvalidState(building.problems)
     return FlatState(
-        [*structure.holdings, *_agreeing(building.holdings, ranks)],
+        [*kept.holdings, *_agreeing(building.holdings, ranks)],
         building.values,
         building.per_rank,
-        {**structure.aliases, **building.aliases},
+        {**kept.aliases, **building.aliases},
         tuple(optimizer for _, optimizer, _ in structure.optimizers),
         structure.owned_by_param,
-        structure.witnesses,
+        tuple(kept.witnesses),
     )
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Collection, Sequence
-from itertools import islice
+from itertools import islice, takewhile
 from typing import NamedTuple
 
 # The state of a large model may have no name that matches: what is looked at has to be bounded.
@@ -69,17 +69,11 @@ def nearest(name: str, known: Collection[str]) -> str:
     parts = name.split(".")[::-1]
     best, best_parts = "", 0
     for other in islice(known, KNOWN_MAX):
-        same = _same_start(parts, other.split(".")[::-1])
+        pairs = zip(parts, reversed(other.split(".")), strict=False)
+        same = len(list(takewhile(lambda pair: pair[0] == pair[1], pairs)))
         if same > best_parts:
             best, best_parts = other, same
     if best_parts > 1:
         return best
     close = difflib.get_close_matches(name, list(islice(known, SPELLED_MAX)), n=1, cutoff=0.6)
     return close[0] if close else best
-
-
-def _same_start(a: Sequence[str], b: Sequence[str]) -> int:
-    for index, (one, other) in enumerate(zip(a, b, strict=False)):
-        if one != other:
-            return index
-    return min(len(a), len(b))

@@ -47,7 +47,17 @@ def resolve_groups(
     if process_group is not None and device_mesh is not None:
         raise ValueError("pass process_group or device_mesh, not both")
     if strategy not in HYBRID:
-        return _sharded_only(comm_of(_single_group(process_group, device_mesh, strategy)))
+        group = process_group
+        if device_mesh is not None:
+            if device_mesh.ndim != 1:
+                raise ValueError(
+                    f"{strategy.name} shards over one axis, but the mesh has {device_mesh.ndim}; "
+                    "pass one axis of it, or a hybrid strategy"
+                )
+            group = device_mesh.get_group(0)
+        elif group is not None and not is_group(group):
+            raise ValueError(f"{strategy.name} needs one process group, got {type(group).__name__}")
+        return _sharded_only(comm_of(default_group() if group is None else group))
     if device_mesh is not None:
         if device_mesh.ndim != 2:
             raise ValueError(
@@ -99,26 +109,6 @@ def _members_of(shard: Comm, replicate: Comm) -> tuple[int, ...]:
         return tuple(range(dist.get_world_size()))
     everyone = replicate.gather_objects(shard.global_ranks)
     return tuple(sorted({rank for ranks in everyone for rank in ranks}))
-
-
-def _single_group(
-    process_group: Any, device_mesh: DeviceMesh | None, strategy: ShardingStrategy
-) -> Group:
-    if device_mesh is not None:
-        if device_mesh.ndim != 1:
-            raise ValueError(
-                f"{strategy.name} shards over one axis, but the mesh has {device_mesh.ndim}; pass "
-                "one axis of it, or a hybrid strategy"
-            )
-        return device_mesh.get_group(0)
-    if process_group is None:
-        return default_group()
-    if not is_group(process_group):
-        raise ValueError(
-            f"{strategy.name} needs one process group, got {type(process_group).__name__}"
-        )
-    group: Group = process_group
-    return group
 
 
 def line_through_here(mesh: DeviceMesh, axis: int) -> list[int]:

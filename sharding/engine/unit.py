@@ -237,13 +237,10 @@ class Unit:
         """
         if not torch.is_grad_enabled():
             return
-        awaited = []
-        for known in self._forwards:
-            forward = known()
-            if forward is not None and not forward.is_backward:
-                awaited.append(known)
-        self._forwards = awaited
-        if not awaited or all(store.trainable):
+        self._forwards = [
+            known for known in self._forwards if (one := known()) and not one.is_backward
+        ]
+        if not self._forwards or all(store.trainable):
             store.number_views()
 
     def after_forward(self, output: Any) -> Any:

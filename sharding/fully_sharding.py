@@ -88,7 +88,7 @@ def fully_shard(
     keeping = _keeping(data.mesh, mp_policy, offload_policy)
     params = _module_params(modules, frozenset(ignored_params or ()), keeping.device)
     parts = parts_by_mesh(params, data, shard_placement_fn)
-    groups = [_group(modules, part, keeping, mp_policy, reshard_after_forward) for part in parts]
+    groups = [_group(modules, part, keeping, reshard_after_forward) for part in parts]
     become_sharded(groups, "fully_shard")
     return module
 
@@ -127,7 +127,7 @@ def replicate(
     keeping = _keeping(data.mesh, mp_policy, offload_policy)
     module_params = _module_params(modules, frozenset(ignored_params or ()), keeping.device)
     (part,) = parts_by_mesh(module_params, data)
-    become_sharded([_group(modules, part, keeping, mp_policy, False)], "replicate")
+    become_sharded([_group(modules, part, keeping, False)], "replicate")
     return module
 
 
@@ -135,12 +135,12 @@ def _group(
     modules: Sequence[nn.Module],
     part: MeshPart,
     keeping: Keeping,
-    policy: MixedPrecisionPolicy,
     reshard_after_forward: bool | int | None,
 ) -> ShardedGroup:
-    store = DTensorStore(part, keeping, policy)
+    store = DTensorStore(part, keeping)
     store.set_smaller_mesh(_smaller_mesh(part.data, reshard_after_forward))
-    data, frees, casts = part.data, reshard_after_forward, policy.cast_forward_inputs
+    data, frees, policy = part.data, reshard_after_forward, keeping.policy
+    casts = policy.cast_forward_inputs
     if frees is not None and not isinstance(frees, bool):
         frees = frees > 1
     unit = Unit(
@@ -148,13 +148,13 @@ def _group(
         Reduction(
             data.shard,
             data.replicate,
-            policy.reduce_dtype or (None if follows_grad_dtype() else policy.param_dtype),
+            policy.reduce_dtype or (None if keeping.follows_grad_dtype else policy.param_dtype),
             factors=(1.0, float(data.size)),
         ),
         device=store.device,
         schedule=Schedule(frees_after_forward=frees, keeps_without_grad=True),
         casts=Casts(policy.param_dtype, casts, casts, policy.output_dtype),
-        offload=store.keeping.offload,
+        offload=keeping.offload,
     )
     return ShardedGroup(modules, unit, store)
 
@@ -169,8 +169,7 @@ def _keeping(
     offload = isinstance(offloading, CPUOffloadPolicy)
     return Keeping(
         device=device,
-        param_dtype=precision.param_dtype,
-        reduce_dtype=precision.reduce_dtype,
+        policy=precision,
         follows_grad_dtype=follows_grad_dtype(),
         offload=offload,
         pin=isinstance(offloading, CPUOffloadPolicy)

@@ -50,7 +50,6 @@ from sharding.torch_face import (
     checked_settings,
     default_settings,
     form_of,
-    relative,
 )
 
 logger = logging.getLogger(__name__)
@@ -230,7 +229,8 @@ class StatefulUnit(UnitAttributes, TorchWrapper):
         error_msgs: list[str],
     ) -> None:
         # Not strict: the caller collects names over all modules, and decides at the end.
-        missing, unexpected = self._load(relative(state_dict, prefix), strict=False)
+        own = {k[len(prefix) :]: v for k, v in state_dict.items() if k.startswith(prefix)}
+        missing, unexpected = self._load(own, strict=False)
         missing_keys.extend(f"{prefix}{name}" for name in missing)
         unexpected_keys.extend(f"{prefix}{name}" for name in unexpected)
 

@@ -19,7 +19,7 @@ import dataclasses
 import enum
 import functools
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -234,8 +234,3 @@ def form_of(settings: fsdp.StateDictSettings, *, is_model: bool) -> tuple[StateD
     given: Any = settings.state_dict_config if is_model else settings.optim_state_dict_config
     rank0_only = getattr(given, "rank0_only", False)
     return form, config_with(form, given.offload_to_cpu, rank0_only, is_model=is_model)
-
-
-def relative(state_dict: Mapping[str, Any], prefix: str) -> dict[str, Any]:
-    """The entries under `prefix`, without it."""
-    return {k[len(prefix) :]: value for k, value in state_dict.items() if k.startswith(prefix)}

@@ -98,9 +98,8 @@ def boxes_kept(shape: Shape, cuts: Sequence[Cut]) -> tuple[Shape, list[tuple[Box
     Each box is given in the tensor's coordinates and in those of the local tensor. When nothing is
     left there is one pair of boxes without elements.
     """
-    per_dim: list[
-        list[tuple[IndexRun, int]]
-    ] = []  # runs of each dim with their start in local memory
+    # Runs of each dim with their start in local memory.
+    per_dim: list[list[tuple[IndexRun, int]]] = []
     local_shape = []
     for dim, size in enumerate(shape):
         runs = runs_kept(size, [cut for cut in cuts if cut.dim == dim])
@@ -329,17 +328,14 @@ def repeated_over_wider_meshes(owned: Sequence[Owned], ranks: Ranks) -> list[Own
         if is_dtensor(entry.param):
             mesh: Any = entry.param.device_mesh  # type: ignore[attr-defined]
             meshes.setdefault(tuple(mesh.mesh_dim_names or ()), mesh)
-    wider_of = {names: _widest(names, meshes) for names in meshes}
+    wider_of: dict[tuple[str, ...], Any] = {}
+    for names in meshes:
+        # A mesh without names does not say which axes it lacks.
+        wider = [other for other in meshes if names and set(names) < set(other)]
+        wider_of[names] = meshes[max(wider, key=len)] if wider else None
     if not any(wider is not None for wider in wider_of.values()):
         return list(owned)
     return [_repeated(entry, wider_of, ranks) for entry in owned]
-
-
-def _widest(names: tuple[str, ...], meshes: dict[tuple[str, ...], Any]) -> Any:
-    """The mesh with the most axes that has all axes `names` and more; None when there is none."""
-    # A mesh without names does not say which axes it lacks.
-    wider = [other for other in meshes if names and set(names) < set(other)]
-    return meshes[max(wider, key=len)] if wider else None
 
 
 def _repeated(owned: Owned, wider_of: dict[tuple[str, ...], Any], ranks: Ranks) -> Owned:

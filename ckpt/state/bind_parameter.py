@@ -35,8 +35,8 @@ from ckpt.state.optimizer_kinds import (
     resharded,
     why_not,
 )
-from ckpt.state.trees import BoundTree, bind_tree, fill_once
-from ckpt.state.types import PerRank, ProblemKind, TensorEntry
+from ckpt.state.trees import BoundTree, bind_tree, fill_once, fits
+from ckpt.state.types import PerRank, ProblemKind
 from ckpt.state.values import (
     holds_objects,
     join_tree,
@@ -258,7 +258,7 @@ class _ParameterBinding:
             if (
                 target is None
                 or not likeness(target, self.owned).is_plain
-                or not _has_shape(target, known)
+                or not fits(target, known)
             ):
                 device = self.owned.local.device
                 target = torch.zeros(known.shape, dtype=known.dtype, device=device)
@@ -271,7 +271,7 @@ class _ParameterBinding:
     def add_tensor(self, name: str, saved: MemberState) -> None:
         """State of another shape than its parameter: into the live tensor, or a whole one."""
         entry, live = saved.entry, self.live.get(name)
-        if isinstance(live, torch.Tensor) and _has_shape(live, entry):
+        if isinstance(live, torch.Tensor) and fits(live, entry):
             target = live
         else:
             target = zeros_beside(self.owned, entry.shape, entry.dtype)
@@ -320,8 +320,8 @@ class _ParameterBinding:
         shard: StateDeclaration | None = "shard" if declaration == "shard" else None
         if isinstance(live, torch.Tensor):
             like = likeness(live, self.owned)
-            fits = len(members) == 1 and _has_shape(live, members[0].entry)
-            if like is Likeness.OTHER and fits:
+            is_alone = len(members) == 1 and fits(live, members[0].entry)
+            if like is Likeness.OTHER and is_alone:
                 # A DTensor on another mesh or with other placements: it keeps its own layout.
                 self.fill(name, members[0], live)
                 return
@@ -351,11 +351,6 @@ def _has_nothing_here(owned: Owned) -> bool:
     if owned.local.numel() or owned.template is not None:
         return False
     return 0 not in owned.views[0].pieces[0].global_shape
-
-
-def _has_shape(live: torch.Tensor, entry: TensorEntry) -> bool:
-    """Whether `live` has the dtype and shape of a tensor of the checkpoint."""
-    return live.dtype is entry.dtype and tuple(live.shape) == entry.shape
 
 
 def _scalar_device(name: str, hyper: Mapping[str, Any], owned: Owned) -> torch.device:

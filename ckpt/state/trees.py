@@ -79,7 +79,7 @@ def bind_tree(
         target = live_tensors.get(fqn)
         if fqn in shards:
             target = shards[fqn]
-        elif target is None or not _fits(target, entry):
+        elif target is None or not fits(target, entry):
             device = None if target is None else target.device
             if target is None and beside is not None and beside.template is not None:
                 target = _laid_out(beside, entry)
@@ -241,7 +241,8 @@ def _is_of_flat_shards(entry: TensorEntry, beside: Owned) -> bool:
     )
 
 
-def _fits(target: torch.Tensor, entry: TensorEntry) -> bool:
+def fits(target: torch.Tensor, entry: TensorEntry) -> bool:
+    """Whether `target` has the dtype and shape of a tensor of the checkpoint."""
     return global_shape(target) == entry.shape and target.dtype is entry.dtype
 
 
@@ -261,7 +262,7 @@ def _shards(
         return made
     for described in descriptions(value):
         entries = {fqn: names.catalog.tensors.get(fqn) for fqn in references(described)}
-        fit = [e and fqn in live and _fits(live[fqn], e) for fqn, e in entries.items()]
+        fit = [e and fqn in live and fits(live[fqn], e) for fqn, e in entries.items()]
         if tuple(described["shape"]) != tuple(template.shape) or None in entries.values():
             continue
         if not all(fit):

@@ -10,7 +10,7 @@ Errors are the same on all ranks that take part, with every problem named.
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -30,7 +30,7 @@ from ckpt.state_dict.config import (
 from ckpt.state_dict.forms import DictForm
 from ckpt.state_dict.into import OptimizerTarget, put_model, put_optimizer
 from ckpt.state_dict.keys import ListedParams
-from ckpt.state_dict.model import world_to_load, world_to_take
+from ckpt.state_dict.model import ranks_of, world_to_load, world_to_take
 from ckpt.state_dict.out import take_model, take_optimizer
 from ckpt.world.base import SoloWorld, World
 
@@ -79,16 +79,13 @@ def take(
     """The state dict of `model`, or of optimizers of it, for a caller with requests of its own."""
     config: Any = config_of(request.type, request.config, is_model=optimizer is None)
     world, is_first = world_to_take(model, process_group)
-    ranks = _ranks(world)
     is_wanted = is_first or not getattr(config, "rank0_only", False)
     form = request.type, config.offload_to_cpu, is_wanted, getattr(config, "use_dtensor", None)
     output = DictForm(*form, process_group, request.beside, request.copied)
     with gc_paused():
         if optimizer is None:
-            return take_model(model, output, world, ranks)
-        several = _several(optimizer)
-        given = request.state_dict
-        return take_optimizer(model, several, output, world, ranks, state_dict=given)
+            return take_model(model, output, world)
+        return take_optimizer(model, several(optimizer), output, world, request.state_dict)
 
 
 def load_model_state_dict(
@@ -120,7 +117,7 @@ def load_model(
     """`load_model_state_dict` for a caller with other arguments, which its errors advise."""
     world = world_to_load(model, process_group)
     with gc_paused():
-        fill = put_model(model, state_dict, world, _ranks(world), request)
+        fill = put_model(model, state_dict, world, request)
         with filling(model, "a state dict"):
             return fill()
 
@@ -161,8 +158,8 @@ def load_optimizer_state_dict(
     goes into the (first) optimizer as it is. The rest is as for `load_model_state_dict`.
     """
     world = world_to_load(model, process_group)
-    optimizers = _several(optimizer)
-    target = OptimizerTarget(model, optimizers, world, _ranks(world), fresh=False)
+    optimizers = several(optimizer)
+    target = OptimizerTarget(model, optimizers, world, ranks_of(world), fresh=False)
     with gc_paused():
         loading = put_optimizer(target, state_dict, LoadRequest(strict, rank0_only))
         # What fails before here has changed nothing, and leaves no mark.
@@ -218,7 +215,7 @@ def optimizer_to_load(
     world: World
     if not alone:
         world = world_to_load(model, process_group)
-        ranks = _ranks(world)
+        ranks = ranks_of(world)
     else:
         ranks = Ranks.alone()
         if dist.is_available() and dist.is_initialized():
@@ -233,10 +230,6 @@ def optimizer_to_load(
         return loading.to_load()
 
 
-def _several(optimizer: Optimizer | Sequence[Optimizer]) -> list[Optimizer]:
-    # ListedParams stand in the place of one optimizer, see there.
+def several(optimizer: Optimizer | Iterable[Optimizer]) -> list[Optimizer]:
+    """One or several optimizers as a list; ListedParams stand in the place of one, see there."""
     return [optimizer] if isinstance(optimizer, Optimizer | ListedParams) else list(optimizer)
-
-
-def _ranks(world: World) -> Ranks:
-    return Ranks(world.rank, world.global_ranks)

@@ -22,6 +22,7 @@ from ckpt.layout.sharded_tensor import (
 )
 from ckpt.state.types import Unshared
 from ckpt.state_dict.config import StateDictType
+from ckpt.state_dict.model import ranks_of
 from ckpt.state_dict.redistribute import redistribute
 from ckpt.state_dict.table import Known, Table, gather_table
 from ckpt.world.base import World, collectively
@@ -66,10 +67,10 @@ class _Made(NamedTuple):
     make: Make
 
 
-def take_out(live: LiveTensors, output: DictForm, world: World, ranks: Ranks) -> dict[str, Any]:
+def take_out(live: LiveTensors, output: DictForm, world: World) -> dict[str, Any]:
     """The tensors of a state dict by name; collective. Empty on ranks that get nothing."""
     known = gather_table(world, "held", live.holdings)
-    taking = _Taking(live, output, ranks, known)
+    taking = _Taking(live, output, ranks_of(world), known)
     # Agreed on: a rank that has no memory for its part must not leave the others in the exchange.
     made = collectively(world, "allocate", taking.all)
     redistribute(world, live.holdings, known, [m.holding for m in made.values() if m.holding])

@@ -40,7 +40,7 @@ from ckpt.state.types import (
 from ckpt.state.values import split_tree
 from ckpt.state_dict.agreeing import check_values
 from ckpt.state_dict.keys import ListedParams
-from ckpt.state_dict.model import describe_model, is_beside
+from ckpt.state_dict.model import describe_model, is_beside, ranks_of
 from ckpt.state_dict.out import GROUPS, PATH, Optimizers, StandIn, by_parameter, in_one_order
 from ckpt.state_dict.reading import GivenModel, GivenState, live_names, read_model
 from ckpt.state_dict.redistribute import redistribute
@@ -116,11 +116,7 @@ def _names_in(held: Sequence[Holding]) -> set[str]:
 
 
 def put_model(
-    model: nn.Module,
-    state_dict: Mapping[str, Any],
-    world: World,
-    ranks: Ranks,
-    request: LoadRequest,
+    model: nn.Module, state_dict: Mapping[str, Any], world: World, request: LoadRequest
 ) -> Callable[[], Loaded]:
     """How to fill `model` from the state dicts of all ranks; collective. Nothing has changed yet.
     What is returned writes into it, collectively; an error of that leaves it half-loaded.
@@ -128,6 +124,7 @@ def put_model(
     A rank may have an empty one, which is what all but the first have with `rank0_only`; all others
     have the same names. Raises Mismatch, the same on all ranks.
     """
+    ranks = ranks_of(world)
     own = {} if request.rank0_only and ranks.rank else state_dict
     given = collectively(world, "read", lambda: read_model(model, own, ranks, request))
     names = _names_in(given.held) | given.extra.keys() | given.composites.keys()

@@ -31,6 +31,7 @@ from ckpt.state_dict.api import (
     model_state_dict,
     optimizer_state_dict,
 )
+from ckpt.state_dict.api import several as _several
 from ckpt.state_dict.config import StateDictType, config_with
 from ckpt.state_dict.model import describe_model, names_of
 
@@ -254,10 +255,6 @@ def _known(options: Any) -> StateDictOptions:
 def _form(options: StateDictOptions, *, is_model: bool) -> tuple[StateDictType, Any]:
     form = StateDictType.FULL if options.full_state_dict else StateDictType.SHARDED
     return form, config_with(form, options.cpu_offload, options.cpu_offload, is_model=is_model)
-
-
-def _several(optimizers: Optimizers) -> list[Optimizer]:
-    return [optimizers] if isinstance(optimizers, Optimizer) else list(optimizers)
 
 
 # --- models --------------------------------------------------------------------------------------

@@ -76,6 +76,11 @@ def _unit_shardings(described: Described) -> dict[str, UnitSharding]:
 # --- the ranks that share a model ----------------------------------------------------------------
 
 
+def ranks_of(world: World) -> Ranks:
+    """The same ranks, as layouts know them."""
+    return Ranks(world.rank, world.global_ranks)
+
+
 def world_to_take(model: nn.Module, group: dist.ProcessGroup | None) -> tuple[World, bool]:
     """The ranks that take a state dict of `model` together, and whether this one is the first."""
     members = _members(model, group, "describe")

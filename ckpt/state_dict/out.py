@@ -45,7 +45,14 @@ from ckpt.state_dict.agreeing import NOTHING, Agreed, agreed_state, check_values
 from ckpt.state_dict.config import StateDictType
 from ckpt.state_dict.forms import DictForm, LiveTensors, take_out
 from ckpt.state_dict.keys import kind_of_keys
-from ckpt.state_dict.model import buffer_dtypes, describe_model, is_beside, names_of, shardings
+from ckpt.state_dict.model import (
+    buffer_dtypes,
+    describe_model,
+    is_beside,
+    names_of,
+    ranks_of,
+    shardings,
+)
 from ckpt.world.base import World, collectively
 
 logger = logging.getLogger(__name__)
@@ -64,15 +71,15 @@ FULL, LOCAL = StateDictType.FULL, StateDictType.LOCAL
 # --- models --------------------------------------------------------------------------------------
 
 
-def take_model(model: nn.Module, output: DictForm, world: World, ranks: Ranks) -> dict[str, Any]:
+def take_model(model: nn.Module, output: DictForm, world: World) -> dict[str, Any]:
     """The state dict of `model`; collective over `world`. Only what is requested is gathered.
 
     Raises InvalidState, the same on all ranks, for what has no such form.
     """
     described, live, as_is, composites = collectively(
-        world, "describe", lambda: _live_model(model, ranks, output)
+        world, "describe", lambda: _live_model(model, ranks_of(world), output)
     )
-    tensors = take_out(live, output, world, ranks)
+    tensors = take_out(live, output, world)
     if not output.is_wanted:
         return {}
     tensors |= as_is
@@ -232,17 +239,15 @@ def take_optimizer(
     optimizers: Optimizers,
     output: DictForm,
     world: World,
-    ranks: Ranks,
-    *,
-    state_dict: Mapping[str, Any] | None = None,
+    state_dict: Mapping[str, Any] | None,
 ) -> dict[str, Any]:
-    """The state dict of `optimizers`; collective over `world`.
+    """The state dict of `optimizers`, or `state_dict` in its place; collective over `world`.
 
     Raises InvalidState or Mismatch, the same on all ranks, for state that cannot be named by
     parameter, and for values that differ between ranks; `output.beside` says which may differ.
     """
     taken = collectively(
-        world, "describe", lambda: _taken(model, optimizers, ranks, state_dict, output)
+        world, "describe", lambda: _taken(model, optimizers, ranks_of(world), state_dict, output)
     )
     flat, rest = taken.flat, taken.rest
     # In the wrapper's calls, a rank that holds all of a parameter gives what it has itself.
@@ -250,7 +255,7 @@ def take_optimizer(
     check_values(world, in_one_order(flat.values), taken.agreed, each_has_its_own=mine_counts)
     if rest is not None and output.beside is Unshared.OWN_BY_FIRST:
         _keep_those_of_first(rest.state, world)
-    tensors = take_out(taken.live, output, world, ranks)
+    tensors = take_out(taken.live, output, world)
     if not output.is_wanted:
         return {}
     to_cpu = output.offload_to_cpu

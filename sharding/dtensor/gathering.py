@@ -104,11 +104,10 @@ class AlongOther(Gathering):
 
 
 class ByExtension(Gathering):
-    """See the head of this file. `policy` is passed to extensions that take it."""
+    """See the head of this file."""
 
-    def __init__(self, param: ShardedParam, policy: Any, mesh: DeviceMesh) -> None:
+    def __init__(self, param: ShardedParam, mesh: DeviceMesh) -> None:
         super().__init__(param)
-        self._policy = policy
         self._mesh = mesh
         self.releases = getattr(param.local_as_is, _RELEASES, bool)()
         if not isinstance(self.releases, bool):
@@ -132,7 +131,7 @@ class ByExtension(Gathering):
             shape = torch.Size(param.shape)
             module = param.module_param.places[0].module
             strides = row_major_strides(shape)
-            inputs, self._metadata = pre(self._mesh, shape, strides, module, self._policy)
+            inputs, self._metadata = pre(self._mesh, shape, strides, module, param.keeping.policy)
         else:
             raise AssertionError(
                 f"{param.fqn}: {_PRE} takes (mesh), or (mesh, outer_size, outer_stride, module, "
@@ -202,7 +201,7 @@ class ByExtension(Gathering):
         return tuple(tensor for tensor, _ in self._inner)
 
 
-def gathering_for(param: ShardedParam, policy: Any) -> Gathering:
+def gathering_for(param: ShardedParam) -> Gathering:
     """The way that suits the parameter as it is now.
 
     Raises AssertionError, naming it, where only one half of an extension is there.
@@ -214,7 +213,7 @@ def gathering_for(param: ShardedParam, policy: Any) -> Gathering:
     if all(has):
         mesh = param.data.mesh
         axis = mesh.mesh_dim_names[-1] if mesh.ndim == 2 and mesh.mesh_dim_names else None
-        return ByExtension(param, policy, mesh if axis is None else mesh[axis])
+        return ByExtension(param, mesh if axis is None else mesh[axis])
     if any(has):
         there, missing = (_PRE, _POST) if has[0] else (_POST, _PRE)
         raise AssertionError(

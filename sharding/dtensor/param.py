@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from ckpt.layout.region import row_major_strides
@@ -89,8 +90,7 @@ class Keeping:
 
     device: torch.device
     """Where they are gathered and computed with."""
-    param_dtype: torch.dtype | None = None
-    reduce_dtype: torch.dtype | None = None
+    policy: MixedPrecisionPolicy
     follows_grad_dtype: bool = False
     """Whether a parameter's `grad_dtype` says how its gradients are summed, as from torch 2.15 on.
     """
@@ -187,7 +187,7 @@ class ShardedParam:
     @property
     def compute_dtype(self) -> torch.dtype:
         """Of the gathered parameter."""
-        wanted = self.keeping.param_dtype
+        wanted = self.keeping.policy.param_dtype
         return wanted if wanted is not None and self.dtype.is_floating_point else self.dtype
 
     @property
@@ -199,7 +199,7 @@ class ShardedParam:
     @property
     def summed_dtype(self) -> torch.dtype | None:
         """Of gradients before they are reduced; None for as they come."""
-        return self.keeping.reduce_dtype or self.grad_dtype
+        return self.keeping.policy.reduce_dtype or self.grad_dtype
 
     @property
     def view_grad_dtype(self) -> torch.dtype | None:

@@ -20,7 +20,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from sharding.dtensor.gathering import (
     ByExtension,
@@ -87,23 +86,17 @@ class _UnreducedGradient:
 class DTensorStore(ParameterStore):
     """See the head of this file. Members are in the order of `module_params`."""
 
-    def __init__(
-        self,
-        part: MeshPart,
-        keeping: Keeping,
-        policy: MixedPrecisionPolicy,
-    ) -> None:
+    def __init__(self, part: MeshPart, keeping: Keeping) -> None:
         data, module_params, placements = part
         super().__init__(module_params, keeping.device)
         self.data = data
         self.keeping = keeping
-        self._policies = tuple(policy_for(item, policy) for item in module_params)
         self.params = tuple(
-            ShardedParam(item, data, replace(keeping, param_dtype=own.param_dtype), placement)
-            for item, placement, own in zip(module_params, placements, self._policies, strict=True)
+            ShardedParam(item, data, _keeping_of(item, keeping), placement)
+            for item, placement in zip(module_params, placements, strict=True)
         )
         self.module_params = tuple(param.module_param for param in self.params)
-        self._gatherings = tuple(map(gathering_for, self.params, self._policies))
+        self._gatherings = tuple(map(gathering_for, self.params))
         self._counts = [1] * len(self.params)  # tensors in the unit's memory, by parameter
         self._known: tuple[ShownParam, ...] = ()
         """What modules show; empty when that has to be looked up."""
@@ -157,12 +150,13 @@ class DTensorStore(ParameterStore):
 
     @property
     def _reduce_dtype(self) -> torch.dtype | None:
-        return self.keeping.reduce_dtype or self.keeping.param_dtype
+        policy = self.keeping.policy
+        return policy.reduce_dtype or policy.param_dtype
 
     @property
     def compute_dtype(self) -> torch.dtype:
         """Of gathered parameters."""
-        return self.keeping.param_dtype or self.dtype
+        return self.keeping.policy.param_dtype or self.dtype
 
     def reduces_in(self, grads: Gradients | None, *, fills: bool) -> torch.dtype:
         """What holds all gradients, as their parameters have it; `grads` None: of all parameters.
@@ -384,7 +378,7 @@ class DTensorStore(ParameterStore):
         return not is_plain and not isinstance(self._gatherings[index], ByExtension)
 
     def _choose_again(self, index: int) -> None:
-        made = gathering_for(self.params[index], self._policies[index])
+        made = gathering_for(self.params[index])
         if isinstance(made, ByExtension) or type(made) is not type(self._gatherings[index]):
             self._gatherings = (*self._gatherings[:index], made, *self._gatherings[index + 1 :])
             self.drop_views()
@@ -473,7 +467,7 @@ class DTensorStore(ParameterStore):
         for number, (param, grad) in enumerate(zip(self.params, grads, strict=True)):
             if grad is None:
                 continue
-            wanted = param.summed_dtype if follows else self.keeping.reduce_dtype
+            wanted = param.summed_dtype if follows else self.keeping.policy.reduce_dtype
             local = param.local_gradient(grad)
             kept = self._kept.get(number)
             if kept is not None:
@@ -525,15 +519,16 @@ class DTensorStore(ParameterStore):
         return taken
 
 
-def policy_for(item: ModuleParam, policy: MixedPrecisionPolicy) -> MixedPrecisionPolicy:
-    """The policy with the dtype that its `param_dtype_override_fn` has for a parameter.
+def _keeping_of(item: ModuleParam, keeping: Keeping) -> Keeping:
+    """The same with the dtype that its policy's `param_dtype_override_fn` has for a parameter.
 
     Raises ValueError, naming the parameter, for what is no dtype, or another than that of the
     policy or the parameter.
     """
+    policy = keeping.policy
     override: Any = getattr(policy, "param_dtype_override_fn", None)
     if override is None:
-        return policy
+        return keeping
     dtype = override(item.param)
     given, own = policy.param_dtype, item.param.dtype
     if dtype is not None and not isinstance(dtype, torch.dtype):
@@ -546,7 +541,7 @@ def policy_for(item: ModuleParam, policy: MixedPrecisionPolicy) -> MixedPrecisio
             f"parameter's original dtype ({own}), got {dtype}"
         )
     options: Any = {"param_dtype": dtype or given, "param_dtype_override_fn": None}
-    return replace(policy, **options)
+    return replace(keeping, policy=replace(policy, **options))
 
 
 def _parts_of(

@@ -314,7 +314,3 @@ class BufferPool:
         if len(self._free) > self._kept_max:
             self._free.sort(key=torch.Tensor.numel)
             del self._free[0]
-
-    def clear(self) -> None:
-        """Free everything that is kept."""
-        self._free.clear()

@@ -12,65 +12,19 @@ from typing import TypeVar
 import torch
 
 from sharding.engine.collectives import Comm
-from sharding.engine.memory import BufferPool, PagePool
-from sharding.engine.ranges import StepLog
-from sharding.engine.reduction import Reductions
 from sharding.engine.store import WAITING, State
-from sharding.engine.streams import Streams
-from sharding.engine.torch_seam import call_after_backward, is_in_backward, is_profiling
-from sharding.engine.unit import Phase, Unit
+from sharding.engine.torch_seam import call_after_backward, is_in_backward
+from sharding.engine.unit import Phase, Root, Unit
 from sharding.torch_face import TorchHandle, TorchReductionHandle
 
 U = TypeVar("U", bound=Unit)
 
 
-class Runtime:
-    """One model's schedule. `units` has the root first, then the others as modules are walked."""
+class Runtime(Root):
+    """One model's schedule."""
 
-    def __init__(self, root: Unit, units: Sequence[Unit], streams: Streams) -> None:
-        self.root = root
-        self.units = tuple(units)
-        self.streams = streams
-        self.pool = BufferPool()
-        self.pages = PagePool()
-        self.reductions = Reductions(self.pool, streams)
-        self.in_backward = False
-        self.is_last_backward = True
-        """Whether the next backward's reductions are waited for at its end."""
-        self.ends_by_hand = False
-        """Whether the user ends backwards, by `finish_by_hand`, from the next one on."""
-        self.is_ended_by_hand: bool | None = None
-        """The same of the backward that has not ended yet; None without one."""
-        self.steps = StepLog()
-        self.order_check: OrderCheck | None = None
-        """Set where the user requested checks of the order."""
-        self._shows_ranges = False
-        self._forward_order: list[Unit] = []
-        self._first_order: tuple[Unit, ...] = ()
-        self._ended_order: list[Unit] = []
-        for number, unit in enumerate(self.units):
-            unit.runtime = unit.known_runtime = self
-            unit.number = number
-            if unit.store is not None:
-                unit.store.tag = number
-                unit.store.pages = self.pages
-                unit.store.pool = self.pool
-        self.share(streams)
-
-    def share(self, streams: Streams) -> None:
-        """Use these streams from now on, for what is under way on others too."""
-        streams.awaited = streams.awaited or self.streams.awaited
-        self.streams = self.reductions.streams = streams
-        for unit in self.units:
-            if unit.store is not None:
-                unit.store.use(streams)
-
-    def look_for_profiler(self) -> None:
-        """Show ranges from now on, if a profiler records them."""
-        if is_profiling() is not self._shows_ranges:
-            self._shows_ranges = not self._shows_ranges
-            for unit in self.units:
-                unit.show_ranges(shows=self._shows_ranges)
+    order_check: OrderCheck | None = None
+    """Set where the user requested checks of the order."""
 
     def begin_forward(self) -> None:
         """The root's forward starts: a new iteration, unless the last one is still to be run
@@ -110,36 +64,6 @@ class Runtime:
         # Without gradients nothing is reduced, and ranks may evaluate different parts of a model.
         if self.order_check is not None and unit.store is not None and torch.is_grad_enabled():
             self.order_check.record(self.units.index(unit))
-
-    def record_forward_end(self, unit: Unit) -> None:
-        """Remember that the unit's forward has ended."""
-        if not self.in_backward and unit.leader is None:
-            self._ended_order.append(unit)
-
-    def prefetch_forward(self, unit: Unit) -> None:
-        """Start gathering what the user named, or what ran next in the first iteration."""
-        if unit.forward_targets or not unit.schedule.forward_prefetch:
-            _gather_early(unit.forward_targets)
-            return
-        order = self._first_order
-        position = len(self._forward_order)
-        if 0 < position < len(order) and order[position - 1] is unit:
-            _gather_early((order[position],))
-
-    def prefetch_backward(self, unit: Unit) -> None:
-        """Start gathering what the user named, or what ran just before `unit` in this iteration."""
-        if unit.backward_targets:
-            _gather_early(unit.backward_targets)
-            return
-        order = self._ended_order
-        # From the end: a unit that ran several times goes backward through its last forward first.
-        for position in range(len(order) - 1, 0, -1):
-            if order[position] is unit:
-                target = order[position - 1]
-                if target.phase is Phase.IDLE and target.schedule.gathers_in_backward:
-                    with unit.ranges.prefetching(target.named_ranges):
-                        _gather_early((target,))
-                return
 
     def begin_backward(self) -> None:
         """The first gradient of a backward arrives: arrange for its end."""
@@ -195,14 +119,6 @@ class Runtime:
         self.streams.awaited = self.is_ended_by_hand = None
         if any(unit.offload for unit in self.units):
             self.streams.finish()
-
-    def check_nothing_awaited(self, what: str) -> None:
-        """Raise RuntimeError when there are reductions that the user has to wait for first."""
-        if self.streams.awaited is not None:
-            raise RuntimeError(
-                f"the previous gradient reduction must be waited on before {what}: call wait() on "
-                "what finalize_backward(async_op=True) returned"
-            )
 
     def _reduce_rest(self, *, waits: bool) -> None:
         try:
@@ -301,12 +217,6 @@ def check_no_inner_root(
                 f"needs a root) before {name_of(root)}, which contains it; call the outermost "
                 "module first"
             )
-
-
-def _gather_early(units: Sequence[Unit]) -> None:
-    for unit in units:
-        for one in (unit, *unit.followers):
-            one.gather_early()
 
 
 class UnshardHandle(TorchHandle):

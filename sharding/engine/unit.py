@@ -19,7 +19,7 @@ import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 from time import perf_counter as now
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
@@ -27,12 +27,13 @@ from torch.autograd.graph import register_multi_grad_hook
 from torch.distributed.fsdp import BackwardPrefetch
 from torch.utils.hooks import RemovableHandle
 
+from sharding.engine.memory import BufferPool, PagePool
 from sharding.engine.precision import Casts, cast_floating, map_tensors
 from sharding.engine.ranges import IN_PLACE, NO_RANGES, Ranges, StepLog
 from sharding.engine.reduction import Reduction, Reductions
 from sharding.engine.store import WAITING, ParameterStore, State
 from sharding.engine.streams import Streams
-from sharding.engine.torch_seam import NO_BACKWARD, current_backward, is_in_backward
+from sharding.engine.torch_seam import NO_BACKWARD, current_backward, is_in_backward, is_profiling
 
 
 class Phase(enum.Enum):
@@ -60,37 +61,94 @@ class Schedule:
     forward_prefetch: bool = False
 
 
-class Root(Protocol):
-    """What a unit asks of the schedule that all units of one root share.
+class Root:
+    """What the units of one root share. `units` has the root first, then the others as modules are
+    walked.
 
-    `sharding.engine.runtime.Runtime` is the implementation. A unit knows only this protocol, so
-    that imports run from the runtime to its units and not back.
+    What is empty here is in `sharding.engine.runtime.Runtime`, the schedule. A unit knows only this
+    base of it, so that imports run from the runtime to its units and not back.
     """
 
-    in_backward: bool
-    is_last_backward: bool
-    ends_by_hand: bool
-    is_ended_by_hand: bool | None
-    streams: Streams
-    reductions: Reductions
-    steps: StepLog
+    def __init__(self, root: Unit, units: Sequence[Unit], streams: Streams) -> None:
+        self.root = root
+        self.units = tuple(units)
+        self.streams = streams
+        self.pool = BufferPool()
+        self.pages = PagePool()
+        self.reductions = Reductions(self.pool, streams)
+        self.in_backward = False
+        self.is_last_backward = True
+        """Whether the next backward's reductions are waited for at its end."""
+        self.ends_by_hand = False
+        """Whether the user ends backwards, by `finish_by_hand`, from the next one on."""
+        self.is_ended_by_hand: bool | None = None
+        """The same of the backward that has not ended yet; None without one."""
+        self.steps = StepLog()
+        self._shows_ranges = False
+        self._forward_order: list[Unit] = []
+        self._first_order: tuple[Unit, ...] = ()
+        self._ended_order: list[Unit] = []
+        for number, unit in enumerate(self.units):
+            unit.runtime = unit.known_runtime = self
+            unit.number = number
+            if unit.store is not None:
+                unit.store.tag = number
+                unit.store.pages = self.pages
+                unit.store.pool = self.pool
+        self.share(streams)
 
-    @property
-    def root(self) -> Unit:
-        """The outermost unit."""
-
-    @property
-    def units(self) -> Sequence[Unit]:
-        """All units of the root, the root's own first."""
-
-    def end_forward_alone(self) -> None:
-        """A forward has ended that no backward follows."""
-
-    def reset(self) -> None:
-        """Forget an iteration that has raised."""
+    def share(self, streams: Streams) -> None:
+        """Use these streams from now on, for what is under way on others too."""
+        streams.awaited = streams.awaited or self.streams.awaited
+        self.streams = self.reductions.streams = streams
+        for unit in self.units:
+            if unit.store is not None:
+                unit.store.use(streams)
 
     def look_for_profiler(self) -> None:
         """Show ranges from now on, if a profiler records them."""
+        if is_profiling() is not self._shows_ranges:
+            self._shows_ranges = not self._shows_ranges
+            for unit in self.units:
+                unit.show_ranges(shows=self._shows_ranges)
+
+    def record_forward_end(self, unit: Unit) -> None:
+        """Remember that the unit's forward has ended."""
+        if not self.in_backward and unit.leader is None:
+            self._ended_order.append(unit)
+
+    def prefetch_forward(self, unit: Unit) -> None:
+        """Start gathering what the user named, or what ran next in the first iteration."""
+        if unit.forward_targets or not unit.schedule.forward_prefetch:
+            _gather_early(unit.forward_targets)
+            return
+        order = self._first_order
+        position = len(self._forward_order)
+        if 0 < position < len(order) and order[position - 1] is unit:
+            _gather_early((order[position],))
+
+    def prefetch_backward(self, unit: Unit) -> None:
+        """Start gathering what the user named, or what ran just before `unit` in this iteration."""
+        if unit.backward_targets:
+            _gather_early(unit.backward_targets)
+            return
+        order = self._ended_order
+        # From the end: a unit that ran several times goes backward through its last forward first.
+        for position in range(len(order) - 1, 0, -1):
+            if order[position] is unit:
+                target = order[position - 1]
+                if target.phase is Phase.IDLE and target.schedule.gathers_in_backward:
+                    with unit.ranges.prefetching(target.named_ranges):
+                        _gather_early((target,))
+                return
+
+    def check_nothing_awaited(self, what: str) -> None:
+        """Raise RuntimeError when there are reductions that the user has to wait for first."""
+        if self.streams.awaited is not None:
+            raise RuntimeError(
+                f"the previous gradient reduction must be waited on before {what}: call wait() on "
+                "what finalize_backward(async_op=True) returned"
+            )
 
     def begin_forward(self) -> None:
         """The root's forward starts."""
@@ -101,14 +159,8 @@ class Root(Protocol):
     def record_forward(self, unit: Unit) -> None:
         """The unit's forward starts."""
 
-    def record_forward_end(self, unit: Unit) -> None:
-        """The unit's forward has ended."""
-
-    def prefetch_forward(self, unit: Unit) -> None:
-        """Start the gathers that should overlap this unit's forward."""
-
-    def prefetch_backward(self, unit: Unit) -> None:
-        """Start the gathers that should overlap this unit's backward."""
+    def end_forward_alone(self) -> None:
+        """A forward has ended that no backward follows."""
 
     def begin_backward(self) -> None:
         """The first gradient of a backward arrives."""
@@ -119,14 +171,11 @@ class Root(Protocol):
     def end_by_hand(self) -> Any:
         """The user ends the backwards since the last end."""
 
-    def check_nothing_awaited(self, what: str) -> None:
-        """Raise RuntimeError when the user has to wait for reductions first."""
-
     def leave_failed_backward(self) -> None:
         """Clean up after a backward that raised half-way."""
 
-    def share(self, streams: Streams) -> None:
-        """Use these streams from now on."""
+    def reset(self) -> None:
+        """Forget an iteration that has raised."""
 
 
 class _Forward:
@@ -536,3 +585,9 @@ def _tensors_with_gradients(value: Any) -> list[torch.Tensor]:
 
     map_tensors(collect, value)
     return tensors
+
+
+def _gather_early(units: Sequence[Unit]) -> None:
+    for unit in units:
+        for one in (unit, *unit.followers):
+            one.gather_early()

@@ -136,11 +136,6 @@ class FlatLayout:
         start = min(rank * self.shard_numel, self.numel)
         return start, min(start + self.shard_numel, self.numel)
 
-    def padding(self, rank: int) -> int:
-        """Elements at the end of the rank's shard that belong to nothing."""
-        start, stop = self.shard_range(rank)
-        return self.shard_numel_of(rank) - (stop - start)
-
     def local_parts(self, rank: int) -> tuple[LocalPart | None, ...]:
         """What the rank holds of each member; None where it holds nothing of it."""
         first, last = self.shard_range(rank)

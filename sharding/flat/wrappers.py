@@ -48,11 +48,6 @@ from sharding.wrapping.init import (
 )
 
 
-def is_wrapper(module: nn.Module) -> bool:
-    """Whether the module is a wrapper of this engine."""
-    return isinstance(module, UnitAttributes)
-
-
 def wrappers_below(module: nn.Module, *, root_only: bool = False) -> list[UnitAttributes]:
     """The wrappers below `module`, itself included, in walk order; or only the outermost ones."""
     wrappers: list[UnitAttributes] = []
@@ -104,7 +99,9 @@ def managed_below(module: nn.Module) -> set[int]:
 
 def ignored_below(module: nn.Module, modules: Any, states: Any) -> Ignored:
     """What the arguments ignore, and what the units below ignore already."""
-    ignored = find_ignored(module, modules, states, is_unit=is_wrapper)
+    ignored = find_ignored(
+        module, modules, states, is_unit=lambda one: isinstance(one, UnitAttributes)
+    )
     all_modules, params = set(ignored.modules), set(ignored.params)
     for wrapper in wrappers_below(module):
         all_modules |= wrapper.fsdp_ignored.modules

@@ -86,7 +86,8 @@ def check(layout: FlatLayout, specs: list[MemberSpec], given: list[int]) -> None
     assert covered == set(range(layout.numel))
     seen = [0] * len(specs)
     for rank in range(layout.shard_count):
-        assert layout.padding(rank) == 0
+        start, stop = layout.shard_range(rank)
+        assert layout.shard_numel_of(rank) == stop - start
         for index, part in enumerate(layout.local_parts(rank)):
             if part is None:
                 continue

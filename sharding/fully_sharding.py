@@ -24,6 +24,7 @@ from torch.distributed.fsdp import (
     OffloadPolicy,
 )
 
+from ckpt.layout.memory import accelerator
 from sharding.dtensor.meshes import DataParallelMeshDims, MeshPart, data_mesh, parts_by_mesh
 from sharding.dtensor.param import DataAxes, DataMesh, Keeping
 from sharding.dtensor.seam import concatenated, flattened, sharded_before_as
@@ -203,9 +204,7 @@ def _outermost(function: str, given: Sequence[Any]) -> list[nn.Module]:
 
 def _checked_mesh(mesh: DeviceMesh | None, names: tuple[str] | None = None) -> DeviceMesh:
     if mesh is None:
-        device = (
-            torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-        )
+        device = accelerator()
         kind = "cpu" if device is None else device.type
         return init_device_mesh(kind, (len(all_global_ranks()),), mesh_dim_names=names)
     if mesh.ndim not in (1, 2):

@@ -269,14 +269,9 @@ class StatefulUnit(UnitAttributes, TorchWrapper):
         Raises ValueError for what does not fit the model or the optimizer.
         """
         settings = StatefulUnit.get_state_dict_type(model) or default_settings()
-        config: Any = settings.optim_state_dict_config
-        to_load = _to_load(
-            model,
-            optim,
-            optim_state_dict,
-            rank0_only=bool(getattr(config, "rank0_only", False)),
-            group=group,
-        )
+        rank0_only = bool(getattr(settings.optim_state_dict_config, "rank0_only", False))
+        given = optim_state_dict
+        to_load = _to_load(model, optim, given, rank0_only=rank0_only, group=group)
         if not is_named_optimizer:
             if load_directly:
                 optim.load_state_dict(to_load)

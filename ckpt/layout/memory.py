@@ -98,10 +98,13 @@ def is_accelerator(device: torch.device) -> bool:
     """Whether the device works beside the host: what is copied from it without blocking is there
     only when the host has waited.
     """
-    if device.type == "cpu" or not torch.accelerator.is_available():
-        return False
-    current = torch.accelerator.current_accelerator()
+    current = None if device.type == "cpu" else accelerator()
     return current is not None and device.type == current.type
+
+
+def accelerator() -> torch.device | None:
+    """The kind of accelerator that this machine has; None without any."""
+    return torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
 
 
 def devices_of(tensors: Iterable[torch.Tensor]) -> tuple[torch.device, ...]:

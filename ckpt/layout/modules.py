@@ -385,10 +385,7 @@ def _add_alias(builder: _LayoutBuilder, fqn: str, stored: str) -> None:
 
 def _add_managed(builder: _LayoutBuilder, places: Mapping[int, Mapping[str, _MemberOf]]) -> None:
     """Describe what the units manage, now that every member has its first name."""
-    units: dict[int, torch_fsdp.Managed] = {}
-    for by_name in places.values():
-        for managed, _ in by_name.values():
-            units.setdefault(id(managed), managed)
+    units = {id(m): m for by_name in places.values() for m, _ in by_name.values()}
     for unit_id, managed in units.items():
         fqns = [
             builder.name_of_member.get((unit_id, index)) for index in range(len(managed.members))

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from ckpt.layout.memory import accelerator
 from ckpt.state.types import OnReshard, PerRank
 
 
@@ -47,18 +48,9 @@ class RandomStates:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Set all generators; of devices, those that both processes have, of the same kind."""
         random.setstate(state["python"])
-        numpy_state = dict(state["numpy"])
-        np.random.set_state(
-            {
-                "bit_generator": numpy_state["bit_generator"],
-                "state": {
-                    "key": np.frombuffer(numpy_state["key"], dtype="<u4").astype(np.uint32),
-                    "pos": numpy_state["pos"],
-                },
-                "has_gauss": numpy_state["has_gauss"],
-                "gauss": numpy_state["gauss"],
-            }
-        )
+        saved = state["numpy"]
+        key = np.frombuffer(saved["key"], dtype="<u4").astype(np.uint32)
+        np.random.set_state({**saved, "state": {"key": key, "pos": saved["pos"]}})
         torch.set_rng_state(_tensor_of(state["torch"]))
         kind, module = _accelerator()
         # A list for CUDA is there on every machine, and says nothing where it is empty. One by one:
@@ -69,7 +61,7 @@ class RandomStates:
 
 def _accelerator() -> tuple[str, Any]:
     """The type of this machine's accelerator and torch's module for it; CUDA's without any."""
-    device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    device = accelerator()
     kind = "cuda" if device is None else device.type
     return kind, torch.get_device_module(kind)
 

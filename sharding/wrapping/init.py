@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ckpt.layout.memory import accelerator
 from ckpt.layout.tensor import local_tensor
 from ckpt.state.values import join
 from sharding.engine.collectives import Comm
@@ -178,31 +179,22 @@ def choose_device(
     for param in params:
         if param.device.type not in ("cpu", "meta"):
             return param.device
-    if not torch.accelerator.is_available():
-        return torch.device("cpu")
-    return torch.device(_accelerator().type, _current_index())
-
-
-def _accelerator() -> torch.device:
-    device: torch.device | None = torch.accelerator.current_accelerator()
-    assert device is not None
-    return device
+    kind = accelerator()
+    return torch.device("cpu") if kind is None else torch.device(kind.type, _current_index())
 
 
 def _current_index() -> int:
     # Renamed in newer versions of torch.
-    accelerator: Any = torch.accelerator
-    current_index = (
-        getattr(accelerator, "current_device_index", None) or accelerator.current_device_idx
-    )
-    return int(current_index())
+    module: Any = torch.accelerator
+    return int((getattr(module, "current_device_index", None) or module.current_device_idx)())
 
 
 def _with_index(device_id: int | str | torch.device) -> torch.device:
     if isinstance(device_id, int):
-        if not torch.accelerator.is_available():
+        kind = accelerator()
+        if kind is None:
             raise ValueError(f"device_id={device_id}: this machine has no accelerator to count")
-        return torch.device(_accelerator().type, device_id)
+        return torch.device(kind.type, device_id)
     device = torch.device(device_id)
     index: int | None = device.index
     if device.type == "cpu" or index is not None:
@@ -328,9 +320,7 @@ def _breadth_first(root: nn.Module, ignored: Ignored) -> Iterator[nn.Module]:
 
 def _has_meta(module: nn.Module, ignored: Ignored) -> bool:
     params = (p for p in module.parameters(recurse=False) if p not in ignored.params)
-    return any(p.is_meta for p in params) or any(
-        buffer.is_meta for buffer in module.buffers(recurse=False)
-    )
+    return any(tensor.is_meta for tensor in (*params, *module.buffers(recurse=False)))
 
 
 def sync_states(

@@ -185,7 +185,7 @@ def _planned_page(explanation: Explanation) -> str:
         "As planned, since no step has been made yet: a row for each unit, a column for each event "
         "in order, and no scale of time. The text of an event says how much is gathered after it.",
         "held",
-        f"<table><tr><th>unit</th>{head}</tr>\n{_NEWLINE.join(rows)}\n</table>",
+        [f"<table><tr><th>unit</th>{head}</tr>", *rows],
     )
 
 
@@ -244,7 +244,7 @@ def _recorded_page(explanation: Explanation) -> str:
         "gradient, from left to right by the host's clock: a row for each unit. On an accelerator "
         "the host runs ahead of the device. The text of a bar says from when to when it lasted.",
         "free",
-        f'<table class="times">\n{_NEWLINE.join(rows)}\n</table>',
+        ['<table class="times">', *rows],
     )
 
 
@@ -259,20 +259,18 @@ _MEANINGS = {
 }
 
 
-def _page(note: str, hidden: str, body: str) -> str:
+def _page(note: str, hidden: str, rows: Sequence[str]) -> str:
     legend = "".join(
         f'<li><b class="{what}">{letter}</b> {what}: {escape.escape(meaning)}</li>'
         for what, (letter, meaning) in _MEANINGS.items()
         if what != hidden
     )
-    return _PAGE.format(note=note, legend=legend, body=body)
+    return _PAGE.format(note=note, legend=legend, body="\n".join(rows))
 
 
 def _name(unit: UnitFacts) -> str:
     return escape.escape(unit.name or "(root)")
 
-
-_NEWLINE = "\n"  # not to be written inside an f-string before Python 3.12
 
 _PAGE = """<!doctype html>
 <meta charset="utf-8"><title>One training step</title>
@@ -300,4 +298,5 @@ _PAGE = """<!doctype html>
 <p>{note}</p>
 <ul>{legend}</ul>
 {body}
+</table>
 """

@@ -6,6 +6,7 @@ The canonical name is `str(torch.dtype)` without `torch.`. Only `torch_dtype`, `
 
 from __future__ import annotations
 
+from functools import cache
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
@@ -85,6 +86,7 @@ def torch_dtype(name: str) -> torch.dtype:
     return dtype
 
 
+@cache
 def refusal_reason(dtype: torch.dtype) -> str | None:
     """Why tensors of this type cannot be stored, with the next move; None when they can."""
     name = dtype_name(dtype)

@@ -68,9 +68,7 @@ class Ranks(NamedTuple):
 
         The world's own global ranks give `everyone`.
         """
-        index_of = _index_of(self.global_ranks)
-        indices = {index_of[rank] for rank in global_ranks if rank in index_of}
-        return tuple(sorted(indices | {self.rank}))
+        return tuple(sorted({*self.known_of(global_ranks), self.rank}))
 
     def known_of(self, global_ranks: Iterable[int]) -> tuple[int, ...]:
         """Indices of those `global_ranks` that are in the world, ascending."""
@@ -148,12 +146,7 @@ def _refusal(tensor: torch.Tensor) -> str | None:
                 "says what it consists of; keep a plain tensor, or let the class offer "
                 "__ckpt_pieces__()"
             )
-    return _dtype_refusal(tensor.dtype)
-
-
-@lru_cache(maxsize=64)
-def _dtype_refusal(dtype: torch.dtype) -> str | None:
-    return refusal_reason(dtype)
+    return refusal_reason(tensor.dtype)
 
 
 def whole_tensor(

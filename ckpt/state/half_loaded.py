@@ -7,7 +7,7 @@ of, and goes away with them or with the next load that succeeds.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -65,9 +65,7 @@ def _mark(state: Any, what: str) -> None:
 
 def refuse_interrupted(state: Any) -> None:
     """Raises LoadInterrupted when a part of `state` was left half-loaded."""
-    if _marked:
-        for item in _objects_of(state):
-            _refuse(item)
+    _refuse(_objects_of(state))
 
 
 def _objects_of(state: Any) -> Iterator[Any]:
@@ -84,15 +82,14 @@ def _objects_of(state: Any) -> Iterator[Any]:
         yield array
 
 
-def _refuse(item: Any) -> None:
-    mark = _marked.get(id(item))
-    # The id may by now be that of another object.
-    if mark is not None and mark[0]() is item:
-        raise LoadInterrupted(mark[1])
+def _refuse(items: Iterable[Any]) -> None:
+    for item in items if _marked else ():
+        mark = _marked.get(id(item))
+        # The id may by now be that of another object.
+        if mark is not None and mark[0]() is item:
+            raise LoadInterrupted(mark[1])
 
 
 def _refuse_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     # Its parameters too: the state that was loaded may have had no optimizer, or another one.
-    if _marked:
-        for item in (optimizer, *params_of(optimizer)):
-            _refuse(item)
+    _refuse((optimizer, *params_of(optimizer)))

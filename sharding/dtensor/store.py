@@ -366,22 +366,18 @@ class DTensorStore(ParameterStore):
         others = replaced(self._known) if self._known else range(len(self.params))
         for index in others:
             self._fixed = None
-            if self.params[index].adopt() or self._is_extended(index):
-                self._choose_again(index)
+            param, before = self.params[index], self._gatherings[index]
+            is_other, local = param.adopt(), param.local_as_is
+            # An extension may have been put on the sharded tensor since.
+            is_plain = type(local) is torch.Tensor and not vars(local)
+            if not is_other and (is_plain or isinstance(before, ByExtension)):
+                continue
+            made = gathering_for(param)
+            if isinstance(made, ByExtension) or type(made) is not type(before):
+                self._gatherings = (*self._gatherings[:index], made, *self._gatherings[index + 1 :])
+                self.drop_views()
         if others:
             self._known = tuple(param.known for param in self.params)
-
-    def _is_extended(self, index: int) -> bool:
-        """Whether an extension was put on the sharded tensor since."""
-        local = self.params[index].local_as_is
-        is_plain = type(local) is torch.Tensor and not vars(local)
-        return not is_plain and not isinstance(self._gatherings[index], ByExtension)
-
-    def _choose_again(self, index: int) -> None:
-        made = gathering_for(self.params[index])
-        if isinstance(made, ByExtension) or type(made) is not type(self._gatherings[index]):
-            self._gatherings = (*self._gatherings[:index], made, *self._gatherings[index + 1 :])
-            self.drop_views()
 
     def _check_not_meta(self) -> None:
         meta = [param.fqn for param in self.params if param.buffer.is_meta]

@@ -115,7 +115,9 @@ class Comm(ABC):
         self.group = group
         self.rank: int = group.rank()
         self.size: int = group.size()
-        self.global_ranks: tuple[int, ...] = _global_ranks(group)
+        # Of what only acts as a group nothing is known but its own numbers.
+        ranks = dist.get_process_group_ranks(group) if _is_torchs(group) else range(self.size)
+        self.global_ranks: tuple[int, ...] = tuple(ranks)
 
     def apart(self, nbytes: Sequence[int], *, even: bool, device: torch.device) -> list[int]:
         """Which members, by number, are gathered or reduced as they are; all others have to be
@@ -435,12 +437,6 @@ def is_group(value: object) -> bool:
 def _is_torchs(group: Group) -> bool:
     """Whether torch has made the group, so that its backend and its ranks are known."""
     return isinstance(group, Group)
-
-
-def _global_ranks(group: Group) -> tuple[int, ...]:
-    # Of what only acts as a group nothing is known but its own numbers.
-    known = _is_torchs(group)
-    return tuple(dist.get_process_group_ranks(group) if known else range(group.size()))
 
 
 def new_groups(ranks_of_groups: Sequence[Sequence[int]]) -> Group:

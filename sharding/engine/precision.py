@@ -61,10 +61,4 @@ def map_tensors(fn: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
 
 def cast_floating(dtype: torch.dtype, value: Any) -> Any:
     """`value` with its floating point tensors in `dtype`, tracked by autograd."""
-
-    def cast(tensor: torch.Tensor) -> torch.Tensor:
-        if not tensor.is_floating_point() or tensor.dtype == dtype:
-            return tensor
-        return tensor.to(dtype)
-
-    return map_tensors(cast, value)
+    return map_tensors(lambda one: one.to(dtype) if one.is_floating_point() else one, value)

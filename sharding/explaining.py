@@ -14,9 +14,9 @@ from typing import NamedTuple
 
 from torch import nn
 
+from ckpt.state.names import clean_name
 from sharding.engine.ranges import Noted
 from sharding.engine.unit import Unit
-from sharding.flat.wrappers import clean_name
 from sharding.fsdp import FullyShardedDataParallel, fsdp_units
 from sharding.sharded_group import ShardedGroup, sharded_groups
 

@@ -26,6 +26,7 @@ from torch.distributed.fsdp import BackwardPrefetch, CPUOffload, MixedPrecision,
 from ckpt.layout.flat import FlatMember, flat_views, member_as_param, memory_order
 from ckpt.layout.piece import Owned
 from ckpt.layout.sharded_tensor import UnitSharding
+from ckpt.state.names import clean_name
 from sharding.attributes import CHILD
 from sharding.comm_hooks import hook_of
 from sharding.dtensor.seam import mark_sharded
@@ -58,7 +59,6 @@ from sharding.flat.wrappers import (
     check_agreement,
     check_kinds,
     clamped,
-    clean_name,
     ignored_below,
     make_unit,
     managed_below,

@@ -84,7 +84,7 @@ class FSDPModule(TorchUnit):
             return  # nothing has run yet
         if runtime.root is not self.fsdp_group.unit:
             raise RuntimeError("reset_iter_state() works on the root only; call it there")
-        for group in sharded_groups(_as_module(self)):
+        for group in sharded_groups(cast(nn.Module, self)):
             group.waiting_for.clear()
         runtime.reset()
 
@@ -264,7 +264,7 @@ class FSDPModule(TorchUnit):
         What they cast and pack is then done there too, and they overlap with compute only where the
         user starts them early (`unshard`, `set_modules_to_forward_prefetch`).
         """
-        for group in sharded_groups(_as_module(self)):
+        for group in sharded_groups(cast(nn.Module, self)):
             group.store.gathers_on_compute = async_op
 
     def set_all_reduce_hook(
@@ -388,7 +388,7 @@ class FSDPModule(TorchUnit):
         )
 
     def _own_or_all(self, recurse: bool) -> list[ShardedGroup]:
-        return sharded_groups(_as_module(self)) if recurse else list(self.fsdp_groups)
+        return sharded_groups(cast(nn.Module, self)) if recurse else list(self.fsdp_groups)
 
     def _schedule(self, recurse: bool, **changes: Any) -> None:
         for group in self._own_or_all(recurse):
@@ -424,7 +424,7 @@ class FSDPModule(TorchUnit):
 
     def _shown(self) -> Iterator[tuple[list[str], ShardedParam]]:
         """The parameters that are shown below this module, with all names that they have there."""
-        me = _as_module(self)
+        me = cast(nn.Module, self)
         before = self.fsdp_group.modules[: self.fsdp_group.modules.index(me)]
         described_before = {id(module) for other in before for module in other.modules()}
         prefixes: dict[int, list[str]] = {}
@@ -471,7 +471,7 @@ def share_comm_ctx(modules: list[FSDPModule]) -> None:
     _check_sharded("share_comm_ctx", modules)
     streams = modules[0].fsdp_group.streams if modules else Streams()
     for module in modules:
-        for group in sharded_groups(_as_module(module)):
+        for group in sharded_groups(cast(nn.Module, module)):
             group.streams = streams
             group.store.use(streams)
             if group.unit.runtime is not None:
@@ -528,11 +528,6 @@ def _follow_state_dicts(store: DTensorStore) -> None:
 
 
 # --- the tree ------------------------------------------------------------------------------------
-
-
-def _as_module(module: object) -> nn.Module:
-    assert isinstance(module, nn.Module)
-    return module
 
 
 def _units_of(modules: Sequence[FSDPModule]) -> tuple[Unit, ...]:

@@ -339,7 +339,7 @@ def _add_params(builder: _LayoutBuilder, visit: _Visit, managed: Mapping[str, _M
 
 
 def _add_param(builder: _LayoutBuilder, visit: _Visit, fqn: str, param: torch.Tensor) -> None:
-    if torch_fsdp.is_flattened(param) or torch_fsdp.belongs_to_unit_above(visit.module):
+    if torch_fsdp.belongs_to_unit_above(visit.module, param):
         builder.problems.append(
             f"{fqn}: is managed by an FSDP unit further up; pass the whole wrapped model"
         )

@@ -117,9 +117,11 @@ def _fsdp2_groups(module: nn.Module) -> list[Any]:
     return [] if group is None else [group]
 
 
-def belongs_to_unit_above(module: nn.Module) -> bool:
-    """Whether an FSDP2 unit manages parameters of `module`, by the hook it leaves there."""
-    return any(
+def belongs_to_unit_above(module: nn.Module, param: torch.Tensor) -> bool:
+    """Whether an FSDP2 unit manages parameters of `module`, by the hook it leaves there, or FSDP1
+    has flattened `param` into another one.
+    """
+    return bool(getattr(param, "_fsdp_flattened", False)) or any(
         getattr(hook, "__module__", "") == "torch.distributed.fsdp._fully_shard._fsdp_param"
         for hook in module._load_state_dict_post_hooks.values()
     )
@@ -137,11 +139,6 @@ def is_fsdp1(module: nn.Module) -> bool:
 def is_flat_param(tensor: torch.Tensor) -> bool:
     """Whether `tensor` is the flat parameter of an FSDP1 unit."""
     return bool(getattr(tensor, "_is_flat_param", False))
-
-
-def is_flattened(tensor: torch.Tensor) -> bool:
-    """Whether `tensor` is an original parameter that FSDP1 has flattened into another one."""
-    return bool(getattr(tensor, "_fsdp_flattened", False))
 
 
 def fsdp1_params(wrapper: nn.Module) -> Iterator[Managed]:

@@ -160,7 +160,7 @@ class _Binder:
         bound = []
         loaded = []
         strided = {}
-        unchanged = names.unchanged_tensors()
+        unchanged = {} if names.has_rename or names.has_skip else names.catalog.tensors
         for fqn, tensor in tensors:
             # Thousands of tensors stand under their own names as they are: a short way for them.
             entry = unchanged.get(fqn)

@@ -293,7 +293,10 @@ class _ParameterBinding:
                     self.fill(name, members[0], live)
                     return
                 usable = live if like.is_plain else None
-        device = _scalar_device(name, self.hyper, self.owned)
+        # torch.optim keeps step counts on the host unless kernels read them.
+        is_read = self.hyper.get("capturable") or self.hyper.get("fused")
+        on_host = name == "step" and not is_read
+        device = torch.device("cpu") if on_host else self.owned.local.device
         filled: list[tuple[str, Make]] = []
         for _, saved, entry in members:
             target = torch.zeros((), dtype=entry.dtype, device=device)
@@ -351,13 +354,6 @@ def _has_nothing_here(owned: Owned) -> bool:
     if owned.local.numel() or owned.template is not None:
         return False
     return 0 not in owned.views[0].pieces[0].global_shape
-
-
-def _scalar_device(name: str, hyper: Mapping[str, Any], owned: Owned) -> torch.device:
-    """Where torch.optim keeps scalar state: step counts on the host unless kernels read them."""
-    if name == "step" and not (hyper.get("capturable") or hyper.get("fused")):
-        return torch.device("cpu")
-    return owned.local.device
 
 
 def _common(filled: Sequence[tuple[str, Make]]) -> torch.Tensor:

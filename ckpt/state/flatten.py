@@ -27,7 +27,7 @@ from ckpt.state.optimizer import (
     flatten_optimizer,
     params_of,
 )
-from ckpt.state.per_group import NOT_IN_GROUP, entry_of, group_of
+from ckpt.state.per_group import NOT_IN_GROUP, SUFFIX, group_of
 from ckpt.state.typed_values import tensor_of, why_no_tensor
 from ckpt.state.types import FlatState, PerGroup, PerRank
 from ckpt.state.values import join, split_tree
@@ -278,9 +278,9 @@ class _Building:
             elif (group := group_of(marked, self.ranks)) is None:
                 self.problems.append(f"{slot.fqn}: {NOT_IN_GROUP}")
             else:
-                name, entry = entry_of(slot.fqn, group, value, self.ranks)
-                self.names.append(name)
-                self.values[name] = entry
+                size = len(self.ranks.global_ranks)
+                self.names.append(name := f"{slot.fqn}{SUFFIX}{group[0]}")
+                self.values[name] = {"group": list(group), "world_size": size, "value": value}
 
 
 def name_clashes(state: Any, twice: Sequence[str]) -> list[str]:

@@ -65,7 +65,8 @@ def _mark(state: Any, what: str) -> None:
 
 def refuse_interrupted(state: Any) -> None:
     """Raises LoadInterrupted when a part of `state` was left half-loaded."""
-    _refuse(_objects_of(state))
+    if _marked:
+        _refuse(_objects_of(state))
 
 
 def _objects_of(state: Any) -> Iterator[Any]:
@@ -83,7 +84,7 @@ def _objects_of(state: Any) -> Iterator[Any]:
 
 
 def _refuse(items: Iterable[Any]) -> None:
-    for item in items if _marked else ():
+    for item in items:
         mark = _marked.get(id(item))
         # The id may by now be that of another object.
         if mark is not None and mark[0]() is item:

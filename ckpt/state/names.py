@@ -11,7 +11,7 @@ import torch
 
 from ckpt.layout.composites import unknown_types
 from ckpt.layout.descriptions import is_description, shown_type
-from ckpt.state.types import CHECKPOINT, CallArguments, Catalog, Problem, ProblemKind, TensorEntry
+from ckpt.state.types import CHECKPOINT, CallArguments, Catalog, Problem, ProblemKind
 from ckpt.state.values import references
 
 
@@ -138,10 +138,6 @@ class Names:
             self.missing_tensors.append(fqn)
             self.report_missing(fqn, name)
         return None
-
-    def unchanged_tensors(self) -> Mapping[str, TensorEntry]:
-        """The checkpoint's tensors, if every name of the state is its name there; else none."""
-        return {} if self.has_rename or self.has_skip else self.catalog.tensors
 
     def value(self, fqn: str) -> tuple[str, Any] | None:
         """The checkpoint's name and value of `fqn`. None, and a problem, when it has none."""
@@ -422,7 +418,7 @@ def split_state_name(name: str, params: Collection[str]) -> tuple[str, str] | No
 
 
 # Parts of names that torch's wrappers (FSDP, compile, activation checkpoints) insert.
-WRAPPER_PARTS = frozenset({"_fsdp_wrapped_module", "_orig_mod", "_checkpoint_wrapped_module"})
+_WRAPPER_PARTS = frozenset({"_fsdp_wrapped_module", "_orig_mod", "_checkpoint_wrapped_module"})
 
 
 def bare_names(state_dict: Mapping[str, Any], known: Collection[str]) -> dict[str, Any]:
@@ -439,8 +435,11 @@ def bare_name(name: str, known: Collection[str]) -> str:
     # A module of the user's may have such a name, "module" above all.
     if name in known:
         return name
-    parts = [part for part in name.split(".") if part not in WRAPPER_PARTS]
-    bare = ".".join(parts)
-    if bare not in known and parts[0] == "module" and ".".join(parts[1:]) in known:
-        return ".".join(parts[1:])
-    return bare
+    bare = clean_name(name)
+    short = bare.removeprefix("module.")
+    return short if bare not in known and short in known else bare
+
+
+def clean_name(name: str) -> str:
+    """A dotted name without the parts that torch's wrappers insert."""
+    return ".".join(part for part in name.split(".") if part not in _WRAPPER_PARTS)

@@ -24,7 +24,7 @@ from __future__ import annotations
 import enum
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Literal, NamedTuple, TypeGuard
+from typing import Any, Literal, NamedTuple
 
 import torch
 
@@ -360,9 +360,7 @@ def own_state(
     return PerRankState(param, name, entry, {inside + suffix: tensor for inside, tensor in tensors})
 
 
-def is_own_state(entry: object) -> TypeGuard[dict[str, Any]]:
-    """Whether a per-rank value is an optimizer's own state; values marked `PerRank` lie beside."""
-    return isinstance(entry, dict) and entry.keys() == {"rank", "world_size", "layout", "value"}
+_OWN_KEYS = {"rank", "world_size", "layout", "value"}
 
 
 def tensors_of(entries: Iterable[Mapping[str, Any]]) -> set[str]:
@@ -375,7 +373,8 @@ def own_entries(per_rank: Sequence[Mapping[str, Any]], prefix: str) -> dict[str,
     own: dict[str, OwnEntries] = {}
     for values in per_rank:
         for fqn, entry in values.items():
-            if fqn.startswith(prefix) and is_own_state(entry):
+            # Values that are marked `PerRank` lie beside.
+            if fqn.startswith(prefix) and isinstance(entry, dict) and entry.keys() == _OWN_KEYS:
                 own.setdefault(fqn, {})[entry["rank"]] = entry
     return own
 

@@ -15,7 +15,7 @@ import torch
 from ckpt.layout.plain import Ranks
 from ckpt.state.types import PerGroup
 
-_SUFFIX = "~group"
+SUFFIX = "~group"
 NOT_IN_GROUP = "this rank is not in the group of its PerGroup value; pass the group that it is in"
 
 
@@ -41,15 +41,9 @@ def group_of(marked: PerGroup, ranks: Ranks) -> tuple[int, ...] | None:
     return known if ranks.rank in known else None
 
 
-def entry_of(fqn: str, group: tuple[int, ...], value: Any, ranks: Ranks) -> tuple[str, Any]:
-    """The name and the value that a checkpoint has for `group`."""
-    entry = {"group": list(group), "world_size": len(ranks.global_ranks), "value": value}
-    return f"{fqn}{_SUFFIX}{group[0]}", entry
-
-
 def group_values(values: Mapping[str, Any], name: str) -> list[GroupValue]:
     """The values of all groups that a checkpoint has for `name`, by their lowest ranks."""
-    prefix = f"{name}{_SUFFIX}"
+    prefix = f"{name}{SUFFIX}"
     saved = [
         GroupValue(fqn, tuple(entry["group"]), entry["world_size"], entry["value"])
         for fqn, entry in values.items()

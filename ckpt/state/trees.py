@@ -63,6 +63,8 @@ def bind_tree(
     for text in (*unknown, *unknown_leaves(value, live)):
         names.report(ProblemKind.VALUE, saved, text)
     shards = {} if unknown else _shards(value, live_tensors, names, saved, beside)
+    # Tensors shaped like the parameter of which this rank has a flat shard are shards too.
+    flat = beside if beside is not None and beside.is_flat_shard else None
     for fqn in references(value):
         entry = names.catalog.tensors.get(fqn)
         if entry is None:
@@ -71,10 +73,10 @@ def bind_tree(
             )
             continue
         names.used.add(fqn)
-        if beside is not None and _is_of_flat_shards(entry, beside):
-            tensors[fqn] = shard = zeros_like(beside, entry.dtype, local=True)
-            of_member = dict.fromkeys(beside.fqns, fqn)
-            holdings += holdings_of(beside, shard, of_member.get, kind=Kind.OPTIMIZER)
+        if flat is not None and entry.shape and entry.shape == flat.views[0].pieces[0].global_shape:
+            tensors[fqn] = shard = zeros_like(flat, entry.dtype, local=True)
+            of_member = dict.fromkeys(flat.fqns, fqn)
+            holdings += holdings_of(flat, shard, of_member.get, kind=Kind.OPTIMIZER)
             continue
         target = live_tensors.get(fqn)
         if fqn in shards:
@@ -230,15 +232,6 @@ def _not_made_of(value: Any, tensors: Mapping[str, torch.Tensor]) -> list[str]:
             if isinstance(refused.__cause__, (KeyError, TypeError, IndexError)):
                 problems |= dict.fromkeys(refused.problems)
     return list(problems)
-
-
-def _is_of_flat_shards(entry: TensorEntry, beside: Owned) -> bool:
-    """Whether a tensor is shaped like the parameter of which this rank has a flat shard."""
-    return (
-        beside.is_flat_shard
-        and bool(entry.shape)
-        and entry.shape == beside.views[0].pieces[0].global_shape
-    )
 
 
 def fits(target: torch.Tensor, entry: TensorEntry) -> bool:

@@ -39,7 +39,7 @@ class Runtime(Root):
         if not self._first_order and self._forward_order:
             self._first_order = tuple(self._forward_order)
         self._forward_order = []
-        self._ended_order = []
+        self.ended_order = []
         for unit in self.units:
             if unit.phase is Phase.FORWARD:
                 unit.abort_forward()  # of an iteration that has raised
@@ -154,7 +154,7 @@ class Runtime(Root):
             )
         self.streams.awaited = self.is_ended_by_hand = None
         self._abandon_backward()
-        self._forward_order, self._ended_order = [], []
+        self._forward_order, self.ended_order = [], []
         for unit in self.units:
             if unit.store is not None:
                 unit.store.reshard()

@@ -87,7 +87,7 @@ class Root:
         self._shows_ranges = False
         self._forward_order: list[Unit] = []
         self._first_order: tuple[Unit, ...] = ()
-        self._ended_order: list[Unit] = []
+        self.ended_order: list[Unit] = []
         for number, unit in enumerate(self.units):
             unit.runtime = unit.known_runtime = self
             unit.number = number
@@ -112,11 +112,6 @@ class Root:
             for unit in self.units:
                 unit.show_ranges(shows=self._shows_ranges)
 
-    def record_forward_end(self, unit: Unit) -> None:
-        """Remember that the unit's forward has ended."""
-        if not self.in_backward and unit.leader is None:
-            self._ended_order.append(unit)
-
     def prefetch_forward(self, unit: Unit) -> None:
         """Start gathering what the user named, or what ran next in the first iteration."""
         if unit.forward_targets or not unit.schedule.forward_prefetch:
@@ -132,7 +127,7 @@ class Root:
         if unit.backward_targets:
             _gather_early(unit.backward_targets)
             return
-        order = self._ended_order
+        order = self.ended_order
         # From the end: a unit that ran several times goes backward through its last forward first.
         for position in range(len(order) - 1, 0, -1):
             if order[position] is unit:
@@ -300,7 +295,8 @@ class Unit:
             if self.phase is Phase.BACKWARD:
                 return output  # recomputed: the parameters are needed on
             watched = self.watch(output)
-            runtime.record_forward_end(self)
+            if not runtime.in_backward and self.leader is None:
+                runtime.ended_order.append(self)
             if store is not None:
                 runtime.steps.note(("forward end", self.number, now()))
             self.phase = Phase.IDLE

@@ -230,7 +230,7 @@ def plan_ragged_layout(
     whole member and one granularity (or what it had before). Members start at multiples of
     `align_to`.
     """
-    sizes = [_up(math.prod(spec.shape), align_to) for spec in specs]
+    sizes = [-(-math.prod(spec.shape) // align_to) * align_to for spec in specs]
     run = [index for index, spec in enumerate(specs) if not spec.is_whole]
     loads = list(given)
     shares = _fill(specs, sizes, run, loads, align_to)
@@ -315,7 +315,3 @@ def _level(loads: Sequence[int], added: int) -> int:
         if count == len(ascending) or level <= ascending[count]:
             return level
     raise AssertionError("there is no rank")
-
-
-def _up(numel: int, to: int) -> int:
-    return -(-numel // to) * to

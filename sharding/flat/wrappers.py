@@ -21,7 +21,8 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import ShardingStrategy
 
-from sharding.attributes import CHILD, UnitAttributes
+from ckpt.state.names import clean_name
+from sharding.attributes import UnitAttributes
 from sharding.dtensor.seam import sharded_before_as
 from sharding.engine.blocks import Blocks, Cutting, Placing, Whole
 from sharding.engine.collectives import Comm
@@ -61,12 +62,6 @@ def wrappers_below(module: nn.Module, *, root_only: bool = False) -> list[UnitAt
         wrappers.append(inner)
         skipped = name
     return wrappers
-
-
-def clean_name(name: str) -> str:
-    """A dotted name without what wrappers put in."""
-    wrappers = (CHILD, "_checkpoint_wrapped_module", "_orig_mod")
-    return ".".join(part for part in name.split(".") if part not in wrappers)
 
 
 def state_names(module: nn.Module) -> Iterator[str]:

@@ -99,7 +99,12 @@ class _PolicyWalk:
         # Classes that become units anyway may be below what the policy does not enter.
         if not enters and not self.apart:
             return 0
-        wrapped = sum(self.visit(child) for child in self._new_children(module))
+        wrapped = 0
+        for child in module.children():
+            # A shared module is counted and wrapped at its first place only.
+            if child not in self.ignored.modules and id(child) not in self.seen:
+                self.seen.add(id(child))
+                wrapped += self.visit(child)
         if is_root:
             return wrapped
         if isinstance(module, self.apart):
@@ -109,13 +114,6 @@ class _PolicyWalk:
             self.chosen.add(module)
             return numel
         return wrapped
-
-    def _new_children(self, module: nn.Module) -> Iterator[nn.Module]:
-        for child in module.children():
-            # A shared module is counted and wrapped at its first place only.
-            if child not in self.ignored.modules and id(child) not in self.seen:
-                self.seen.add(id(child))
-                yield child
 
 
 def _apart(kwargs: Mapping[str, Any]) -> tuple[type[nn.Module], ...]:

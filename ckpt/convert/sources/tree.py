@@ -31,7 +31,7 @@ from ckpt.errors import UnsupportedFormat
 from ckpt.layout.dtypes import DTYPES
 from ckpt.layout.kind import Kind
 from ckpt.layout.region import Box, Shape, span_of
-from ckpt.state.names import WRAPPER_PARTS, split_state_name
+from ckpt.state.names import clean_name, split_state_name
 from ckpt.state.values import DEPTH_MAX, TENSOR_KEY, is_key, join
 from storage import Store
 
@@ -394,10 +394,7 @@ def has_tensors(node: Any) -> bool:
 
 def bare_names(names: Sequence[str]) -> dict[str, str]:
     """`names` of a model's tensors without what wrappers of torch add to them."""
-    bare = {
-        name: ".".join(part for part in name.split(".") if part not in WRAPPER_PARTS)
-        for name in names
-    }
+    bare = {name: clean_name(name) for name in names}
     if bare and all(name.startswith("module.") for name in bare.values()):
         bare = {name: short.removeprefix("module.") for name, short in bare.items()}
     return bare if len(set(bare.values())) == len(bare) else {name: name for name in names}

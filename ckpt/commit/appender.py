@@ -62,40 +62,6 @@ def checked_seconds(seconds: float) -> float:
     return float(seconds)
 
 
-def tries(
-    store: Store, *, tries_max: int, first_pause_seconds: float, pause: Callable[[float], None]
-) -> Iterator[int]:
-    """Numbers of tries, with pauses between, for what the store itself must not repeat: a write
-    whose answer was lost.
-
-    As long as `store` repeats what fails; `tries_max` where it repeats nothing.
-    """
-    patience = store.patience
-    began, waited, is_waiting = time.monotonic(), 0.0, False
-    try:
-        for number in itertools.count():
-            if number:
-                # The exponent is bounded because a float overflows at 1024, which hours of tries
-                # reach.
-                seconds = min(first_pause_seconds * 2.0 ** min(number - 1, 64), PAUSE_SECONDS_MAX)
-                # The pauses count by themselves as well: a caller's `pause` need not take real
-                # time.
-                waited = max(time.monotonic() - began, waited + seconds)
-                if number >= tries_max if patience is None else waited >= patience.seconds:
-                    return
-                if patience is not None:
-                    if not is_waiting:
-                        is_waiting = True
-                        patience.begin(time.monotonic())
-                    text = f"{store.url}: no answer to a write of the log"
-                    patience.note(text, patience.seconds, time.monotonic())
-                pause(seconds)
-            yield number
-    finally:
-        if patience is not None and is_waiting:
-            patience.end(time.monotonic(), is_answered=False)
-
-
 @contextmanager
 def patience_for(store: Store, world: World, seconds: float) -> Iterator[None]:
     """Requests to `store` that fail are repeated for up to `seconds` each meanwhile, and the other
@@ -120,36 +86,54 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Sources:
-    """Where randomness, time and waiting come from; tests pass their own.
+    """Where randomness, time and waiting come from, and how often an append is tried: the same
+    record on the same slot, and lost races for a slot. Tests pass their own.
 
     `random_bytes(n)` must never repeat, `clock()` is seconds since 1970 for display only,
-    `pause(seconds)` waits between tries.
+    `pause(seconds)` waits between tries. Where the store repeats requests for some time, that time
+    bounds the tries, not their number.
     """
 
     random_bytes: Callable[[int], bytes] = secrets.token_bytes
     clock: Callable[[], float] = time.time
     pause: Callable[[float], None] = time.sleep
-
-
-@dataclass(frozen=True, slots=True)
-class Limits:
-    """How often an append is tried: the same record on the same slot, and lost races for a slot.
-
-    Where the store repeats requests for some time, that time bounds the tries, not their number.
-    """
-
     tries_max: int = 5
     first_pause_seconds: float = 0.2
     races_max: int = 1000
 
-    def tries(self, store: Store, sources: Sources) -> Iterator[int]:
-        """Numbers of tries, with pauses between."""
-        return tries(
-            store,
-            tries_max=self.tries_max,
-            first_pause_seconds=self.first_pause_seconds,
-            pause=sources.pause,
-        )
+    def tries(self, store: Store) -> Iterator[int]:
+        """Numbers of tries, with pauses between, for what the store itself must not repeat: a write
+        whose answer was lost.
+
+        As long as `store` repeats what fails; `tries_max` where it repeats nothing.
+        """
+        patience = store.patience
+        began, waited, is_waiting = time.monotonic(), 0.0, False
+        try:
+            for number in itertools.count():
+                if number:
+                    # Bounded because a float overflows at 1024, which hours of tries reach.
+                    factor = 2.0 ** min(number - 1, 64)
+                    seconds = min(self.first_pause_seconds * factor, PAUSE_SECONDS_MAX)
+                    # The pauses count by themselves as well: a caller's `pause` need not take real
+                    # time.
+                    waited = max(time.monotonic() - began, waited + seconds)
+                    if number >= self.tries_max if patience is None else waited >= patience.seconds:
+                        return
+                    if patience is not None:
+                        if not is_waiting:
+                            is_waiting = True
+                            patience.begin(time.monotonic())
+                        text = f"{store.url}: no answer to a write of the log"
+                        patience.note(text, patience.seconds, time.monotonic())
+                    self.pause(seconds)
+                yield number
+        finally:
+            if patience is not None and is_waiting:
+                patience.end(time.monotonic(), is_answered=False)
+
+
+REAL = Sources()
 
 
 class Settled(NamedTuple):
@@ -200,12 +184,9 @@ def diverged(url: str, slot: int) -> LogDiverged:
 class Appender:
     """Appends to one log. Shared by sessions and maintenance; see the note at the top."""
 
-    def __init__(
-        self, store: Store, *, check_first: bool, sources: Sources, limits: Limits
-    ) -> None:
+    def __init__(self, store: Store, *, check_first: bool, sources: Sources = REAL) -> None:
         self.log = Log(store)
         self.sources = sources
-        self._limits = limits
         self._check_first = check_first
         self._pending: Record | None = None
         self._known: Record | None = None
@@ -227,7 +208,7 @@ class Appender:
         OutcomeUnknown when the record may stand or not: it stays pending.
         """
         self.settle()
-        for _ in range(self._limits.races_max):
+        for _ in range(self.sources.races_max):
             state = self.log.state()
             # After the read and not before it: a log that is exchanged in between would pass
             # unseen.
@@ -242,7 +223,7 @@ class Appender:
             if self._put(record, sent_before=False):
                 return record
         raise CheckpointError(
-            f"{self.store.url}: lost {self._limits.races_max} races for a log slot in a row; "
+            f"{self.store.url}: lost {self.sources.races_max} races for a log slot in a row; "
             "another process is appending without end: stop it, then try again"
         )
 
@@ -352,7 +333,7 @@ class Appender:
         self._pending = record
         cause: StorageError | None = None
         maybe_sent = sent_before
-        for _ in self._limits.tries(self.store, self.sources):
+        for _ in self.sources.tries(self.store):
             try:
                 key = record_key(record.slot)
                 # unsafe_single_writer: this store would overwrite, and the user promises that no

@@ -219,7 +219,7 @@ class NewCommits:
     def _is_there(self) -> bool:
         """Whether there is a root. Raises NoCheckpoint when something else is there."""
         try:
-            self._root = read_format(self.store).root
+            self._root = read_format(self.store)
         except NoCheckpoint:
             if next(iter(self.store.list("")), None) is None:
                 return False  # the training is about to begin
@@ -229,7 +229,7 @@ class NewCommits:
     def _check_root(self) -> None:
         """Raise LogDiverged unless this is the root of the first look, with the same log."""
         try:
-            root = read_format(self.store).root
+            root = read_format(self.store)
         except NoCheckpoint as error:
             raise self._diverged(f"it is gone: {error}") from error
         if root != self._root:

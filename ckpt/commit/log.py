@@ -134,14 +134,6 @@ def latest_of(live: Sequence[LiveEntry]) -> LiveEntry | None:
 EMPTY_STATE = LogState(slot=-1, epoch=0, entries=LiveSet())
 
 
-@dataclass(frozen=True, slots=True)
-class RootFormat:
-    """What the FORMAT object says: the format's version and the root's identity (32 hex digits)."""
-
-    version: int
-    root: str
-
-
 # --- the FORMAT object ----------------------------------------------------------------------------
 
 
@@ -153,9 +145,9 @@ def encode_format(root: str) -> bytes:
     return data
 
 
-def decode_format(data: bytes, *, where: str) -> RootFormat:
-    """Parse a FORMAT object. Raises UnsupportedFormat for a newer version, Corrupt for a damaged
-    one.
+def decode_format(data: bytes, *, where: str) -> str:
+    """The identity of a root, 32 hex digits, from its FORMAT object. Raises UnsupportedFormat for a
+    newer version, Corrupt for a damaged one.
     """
     # The version first: what a newer one has after its number is not known here, and is no damage.
     start = _FORMAT_START.match(data)
@@ -178,10 +170,10 @@ def decode_format(data: bytes, *, where: str) -> RootFormat:
             f"{crc32c(line):08x}); move it away, then run `ckpt mend` on the root, which writes it "
             "again"
         )
-    return RootFormat(version=int(match[1]), root=match[2].decode())
+    return match[2].decode()
 
 
-def read_format(store: Store) -> RootFormat:
+def read_format(store: Store) -> str:
     """The identity of the root. Raises Corrupt where FORMAT alone is missing, and NoCheckpoint
     where there is no root, with a guess at what the caller may have meant.
     """
@@ -208,8 +200,8 @@ def has_remains(store: Store) -> bool:
     return is_log or next(attempts_on(store), None) is not None
 
 
-def _format_of(store: Store) -> RootFormat:
-    def read() -> RootFormat:
+def _format_of(store: Store) -> str:
+    def read() -> str:
         with raising_corrupt():
             data = store.get_bounded(FORMAT_KEY, FORMAT_NBYTES_MAX)
         return decode_format(data, where=f"{store.url}/{FORMAT_KEY}")

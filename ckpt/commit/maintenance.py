@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ckpt.commit.appender import Appender, Limits, RecordDraft, Sources
+from ckpt.commit.appender import REAL, Appender, RecordDraft, Sources
 from ckpt.commit.lines import OwnLine, ResumePoint
 from ckpt.commit.log import LogState, read_format
 from ckpt.commit.names import attempt_epoch
@@ -23,20 +23,14 @@ class Maintenance(LogWriter):
         store: Store,
         *,
         unsafe_single_writer: bool = False,
-        sources: Sources | None = None,
-        limits: Limits | None = None,
+        sources: Sources = REAL,
     ) -> Maintenance:
         """Raises NoCheckpoint when there is no root or nothing ever claimed it, StoreRefused like
         `Session.claim`.
         """
-        root = read_format(store).root
-        check_first = must_look_first(store, root, unsafe_single_writer, limits or Limits())
-        appender = Appender(
-            store,
-            check_first=check_first,
-            sources=sources or Sources(),
-            limits=limits or Limits(),
-        )
+        root = read_format(store)
+        check_first = must_look_first(store, root, unsafe_single_writer, sources)
+        appender = Appender(store, check_first=check_first, sources=sources)
         appender.log.check_end()
         if appender.log.state().epoch == 0:
             raise NoCheckpoint(f"{store.url} has no checkpoint yet: its log is empty")

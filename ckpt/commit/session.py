@@ -13,7 +13,15 @@ import threading
 import weakref
 from dataclasses import dataclass
 
-from ckpt.commit.appender import Appender, Build, Limits, RecordDraft, Settled, Sources, diverged
+from ckpt.commit.appender import (
+    REAL,
+    Appender,
+    Build,
+    RecordDraft,
+    Settled,
+    Sources,
+    diverged,
+)
 from ckpt.commit.lines import Beginning, OwnLine, ResumePoint, check_beginning
 from ckpt.commit.log import LogState, read_format
 from ckpt.commit.names import LINES_PREFIX, MANIFEST_NAME, STEPS_PREFIX, attempt_epoch, attempt_name
@@ -71,8 +79,7 @@ class Session(LogWriter):
         store: Store,
         *,
         unsafe_single_writer: bool = False,
-        sources: Sources | None = None,
-        limits: Limits | None = None,
+        sources: Sources = REAL,
         beginning: Beginning = "quiet",
     ) -> Session:
         """Claim a root for this process: older sessions are fenced from here on.
@@ -87,7 +94,7 @@ class Session(LogWriter):
             check_beginning(store, state, beginning)
             return RecordDraft("CLAIM", state.epoch + 1)
 
-        appender, root = _opened(store, unsafe_single_writer, sources, limits, beginning)
+        appender, root = _opened(store, unsafe_single_writer, sources, beginning)
         record = appender.append(build)
         assert record is not None
         return cls(appender, root=root, epoch=record.epoch)
@@ -98,8 +105,7 @@ class Session(LogWriter):
         store: Store,
         *,
         unsafe_single_writer: bool = False,
-        sources: Sources | None = None,
-        limits: Limits | None = None,
+        sources: Sources = REAL,
     ) -> Session:
         """Write under the epoch of the session that holds the root, which is not fenced and may
         continue to save.
@@ -107,15 +113,13 @@ class Session(LogWriter):
         For what is no part of a training. It is fenced when a new job claims the root. A root
         without checkpoints is claimed. Raises like `claim`.
         """
-        appender, root = _opened(store, unsafe_single_writer, sources, limits)
+        appender, root = _opened(store, unsafe_single_writer, sources)
         state = appender.log.state()
         # Without a checkpoint there is no training to fence, and a claim lets what a killed import
         # left be swept.
         if len(state.entries):
             return cls(appender, root=root, epoch=state.epoch)
-        return cls.claim(
-            store, unsafe_single_writer=unsafe_single_writer, sources=sources, limits=limits
-        )
+        return cls.claim(store, unsafe_single_writer=unsafe_single_writer, sources=sources)
 
     @property
     def fenced(self) -> bool:
@@ -133,7 +137,7 @@ class Session(LogWriter):
         Records would be appended where no reader finds them, or in the middle of another log.
         """
         try:
-            seen = read_format(self.store).root
+            seen = read_format(self.store)
         except NoCheckpoint:
             seen = "no root"
         if seen != self.root:
@@ -356,17 +360,15 @@ class Session(LogWriter):
 def _opened(
     store: Store,
     unsafe_single_writer: bool,
-    sources: Sources | None,
-    limits: Limits | None,
+    sources: Sources,
     beginning: Beginning = "quiet",
 ) -> tuple[Appender, str]:
     """What appends to the log of a root, and the root's identity; FORMAT is there on return."""
-    sources, limits = sources or Sources(), limits or Limits()
     if store.exclusive_create is ExclusiveCreate.NONE and not unsafe_single_writer:
         raise unsafe_store(store, "it can only check and then write, so two writers could both win")
-    root = root_id(store, sources=sources, limits=limits, beginning=beginning)
-    check_first = must_look_first(store, root, unsafe_single_writer, limits)
-    appender = Appender(store, check_first=check_first, sources=sources, limits=limits)
+    root = root_id(store, sources=sources, beginning=beginning)
+    check_first = must_look_first(store, root, unsafe_single_writer, sources)
+    appender = Appender(store, check_first=check_first, sources=sources)
     appender.log.check_end()
     return appender, root
 
@@ -433,8 +435,7 @@ class SessionRegistry:
         store: Store,
         *,
         unsafe_single_writer: bool = False,
-        sources: Sources | None = None,
-        limits: Limits | None = None,
+        sources: Sources = REAL,
     ) -> Session:
         """The session of this place, claimed now if this process has none. A fenced one
         stays fenced. Raises LogDiverged when this process built on another log than is there.
@@ -450,7 +451,6 @@ class SessionRegistry:
                 store,
                 unsafe_single_writer=unsafe_single_writer,
                 sources=sources,
-                limits=limits,
                 beginning="quiet" if restored is not None else self._beginning(store.place),
             )
             # Kept before anything else can fail: the CLAIM stands, and a second one would fence
@@ -490,13 +490,10 @@ class Beside(SessionRegistry):
         store: Store,
         *,
         unsafe_single_writer: bool = False,
-        sources: Sources | None = None,
-        limits: Limits | None = None,
+        sources: Sources = REAL,
     ) -> Session:
         """A new one. Raises like `Session.beside`."""
-        return Session.beside(
-            store, unsafe_single_writer=unsafe_single_writer, sources=sources, limits=limits
-        )
+        return Session.beside(store, unsafe_single_writer=unsafe_single_writer, sources=sources)
 
 
 def _above(place: str) -> str:
@@ -544,7 +541,7 @@ def open_session(
     registry: SessionRegistry,
     *,
     unsafe_single_writer: bool = False,
-    sources: Sources | None = None,
+    sources: Sources = REAL,
 ) -> RankedSession:
     """The coordinator claims (or finds) the session, the others compare the root they see.
     Collective.
@@ -563,7 +560,7 @@ def open_session(
 
     def compare() -> None:
         try:
-            seen = root if world.rank == 0 else read_format(store).root
+            seen = root if world.rank == 0 else read_format(store)
         except NoCheckpoint:
             seen = "no root"
         if seen != root:

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
-from ckpt.commit.appender import Appender, Build, Limits, RecordDraft, Settled, Sources
+from ckpt.commit.appender import REAL, Appender, Build, RecordDraft, Settled, Sources
 from ckpt.commit.lines import Beginning, check_new_root
 from ckpt.commit.log import DCP_KEY, FORMAT_KEY, MENDED, Log, LogState, encode_format, read_format
 from ckpt.commit.names import (
@@ -445,12 +445,10 @@ def keep_reserve(store: Store) -> None:
         )
 
 
-def root_id(
-    store: Store, *, sources: Sources, limits: Limits, beginning: Beginning = "quiet"
-) -> str:
+def root_id(store: Store, *, sources: Sources, beginning: Beginning = "quiet") -> str:
     """The root id, after creating FORMAT if this is the first session of the root."""
     try:
-        return read_format(store).root
+        return read_format(store)
     except NoCheckpoint:
         if store.exists(DCP_KEY):
             raise StoreRefused(
@@ -459,14 +457,14 @@ def root_id(
             ) from None
         check_new_root(store, beginning)
     # Read back: of two sessions that come first, one has created it.
-    _create_format(store, encode_format(sources.random_bytes(16).hex()), sources, limits)
-    return read_format(store).root
+    _create_format(store, encode_format(sources.random_bytes(16).hex()), sources)
+    return read_format(store)
 
 
-def _create_format(store: Store, data: bytes, sources: Sources, limits: Limits) -> bool:
+def _create_format(store: Store, data: bytes, sources: Sources) -> bool:
     """FORMAT exists on return; whether this call has created it, and not another one before."""
     cause: StorageError | None = None
-    for _ in limits.tries(store, sources):
+    for _ in sources.tries(store):
         try:
             store.put_if_absent(FORMAT_KEY, data)
             return True
@@ -478,7 +476,9 @@ def _create_format(store: Store, data: bytes, sources: Sources, limits: Limits) 
     raise cause
 
 
-def must_look_first(store: Store, root: str, unsafe_single_writer: bool, limits: Limits) -> bool:
+def must_look_first(
+    store: Store, root: str, unsafe_single_writer: bool, sources: Sources = REAL
+) -> bool:
     """Whether appends must look before they write; raises StoreRefused when that is not allowed.
 
     A server may accept the conditional header and overwrite all the same (rclone does). Creating
@@ -488,7 +488,7 @@ def must_look_first(store: Store, root: str, unsafe_single_writer: bool, limits:
         return False
     problem = "it can only check and then write, so two writers could both win"
     if store.exclusive_create is ExclusiveCreate.CONDITIONAL:
-        if not _create_format(store, encode_format(root), Sources(), limits):
+        if not _create_format(store, encode_format(root), sources):
             return False
         problem = "it overwrote an object that it was asked to create only if absent"
     if not unsafe_single_writer:

@@ -295,13 +295,13 @@ class _Listing(NamedTuple):
 
 def _newest_first(store: Store, step: int | None, attempt: str) -> _Listing:
     try:
-        root = read_format(store).root
+        root = read_format(store)
     except NoCheckpoint:
         # A new run finds nothing at all; anything else there means that the url is wrong, or that
         # another job has made the root since.
         if step is None and not attempt and next(iter(store.list("")), None) is None:
             return _Listing("", 0, [])
-        root = read_format(store).root
+        root = read_format(store)
     log = Log(store).state()
     is_latest = step is None and not attempt
     if is_latest and (text := log.uncommitted_text(store.url)):

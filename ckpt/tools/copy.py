@@ -121,7 +121,7 @@ def copy_root(
     if not live:
         raise NoCheckpoint(f"{source.url} has no checkpoint yet: there is nothing to copy")
     copied = [(entry, _manifest_of(source, entry, budget)) for entry in live]
-    root = _new_root(read_format(source).root, live)
+    root = _new_root(read_format(source), live)
     target.begin_root(root)
     records, segments = _records(root, copied)
     meter = Meter(sum(manifest.own_nbytes for _, manifest in copied), progress)

@@ -16,7 +16,6 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from ckpt.commit.appender import Limits
 from ckpt.commit.live import LiveSet, with_live
 from ckpt.commit.locate import entry_of_manifest, file_keys, read_manifest
 from ckpt.commit.log import (
@@ -116,12 +115,12 @@ def mend_store(store: Store, *, dry_run: bool) -> MendReport:
     )
     if dry_run:
         return report
-    root = read_format(store).root if has_format else files.root
+    root = read_format(store) if has_format else files.root
     if not has_format:
         store.put_if_absent(FORMAT_KEY, encode_format(root))
         read_format(store)
     # Raises StoreRefused where an append could overwrite the record of another writer.
-    must_look_first(store, root, False, Limits())
+    must_look_first(store, root, False)
     for salvaged in files.salvaged.values():
         write_manifest(store, salvaged)
     if is_broken:

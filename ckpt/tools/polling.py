@@ -180,7 +180,7 @@ class RunPoller:
         """What is known now: `self._known` itself where nothing has happened."""
         known = self._known
         if known.last is None or not known.log.holds(known.last):
-            self._root = read_format(self._store).root
+            self._root = read_format(self._store)
             known = _ReadSoFar(Log(self._store))
         state = known.log.state()
         last = -1 if known.last is None else known.last.slot

@@ -156,7 +156,7 @@ def report_of(
         known = [(one.totals.seconds, n) for n, one in enumerate(read) if one is not None]
         slowest = telemetry_of(store, few[max(known)[1]]) if known else None
         entries, problem = _entries_of(store, live, budget)
-        views = tier_views(near, read_format(store).root) if near else []
+        views = tier_views(near, read_format(store)) if near else []
     run = run_of(
         usage.url,
         events[::-1],

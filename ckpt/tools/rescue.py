@@ -61,7 +61,7 @@ def rescue_in(store: Store, near: Sequence[str]) -> RescueReport:
         if not own:
             raise NoCheckpoint(
                 f"none of {', '.join(near)} is a near directory of {store.url} (root "
-                f"{read_format(store).root}); they are of "
+                f"{read_format(store)}); they are of "
                 f"{', '.join(sorted({tier.root for tier in tiers})) or 'no root'}"
             )
         passed_over: list[tuple[int, str]] = []

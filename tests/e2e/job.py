@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ckpt.commit.appender import Limits, Sources
+from ckpt.commit.appender import Sources
 from ckpt.commit.log import LogState
 from ckpt.commit.names import attempt_epoch, attempts_on
 from ckpt.commit.session import SessionRegistry, open_session
@@ -147,7 +147,7 @@ def assert_is_step(state: dict[str, Any], step: int, rank: int, size: int) -> No
         assert torch.equal(state[name].local, expected[name].local)
 
 
-__all__ = ["NO_WAITING", "Job", "Limits", "Sharded", "assert_is_step", "state_at", "tensors_at"]
+__all__ = ["NO_WAITING", "Job", "Sharded", "assert_is_step", "state_at", "tensors_at"]
 
 
 def left_by_sweep(store: Store, state: LogState) -> list[str]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ import torch
 import ckpt
 from ckpt.cli import main
 from ckpt.commit.appender import Sources
+from ckpt.commit.session import open_session
 
 
 def _state(step: int) -> dict[str, Any]:
@@ -124,7 +126,8 @@ def test_a_base_is_replaced_by_its_age(tmp_path: Path, monkeypatch: pytest.Monke
     """A save every six hours. What it refers to is never older than a day; nor of tomorrow."""
     url, now = str(tmp_path / "run"), [time.time()]
     monkeypatch.setattr("time.time", lambda: now[0])
-    monkeypatch.setattr("ckpt.commit.session.Sources", lambda: Sources(clock=lambda: now[0]))
+    opened = partial(open_session, sources=Sources(clock=lambda: now[0]))
+    monkeypatch.setattr("ckpt.process.open_session", opened)
     for step in range(1, 15):
         if step > 1:
             ckpt.forget(url)

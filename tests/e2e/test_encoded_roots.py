@@ -334,7 +334,7 @@ def test_another_root_of_the_same_key_is_refused(tmp_path: Path, options: dict[s
     here, other = tmp_path / "here", tmp_path / "other"
     for root, value in ((here, 1.0), (other, 2.0)):
         ckpt.save(state(value), root, step=1, storage_options=options)
-    ids = [read_format(open_store(root, **options)).root for root in (here, other)]
+    ids = [read_format(open_store(root, **options)) for root in (here, other)]
     exchange(here, other, ["log", "steps"])
     ckpt.forget(str(here))
     with pytest.raises(Corrupt, match=f"of the root {ids[1]}, and this is {ids[0]}"):
@@ -346,7 +346,7 @@ def test_expect_root_refuses_every_other_root(tmp_path: Path, options: dict[str,
     here, other = tmp_path / "here", tmp_path / "other"
     for root, value in ((here, 1.0), (other, 2.0)):
         ckpt.save(state(value), root, step=1, storage_options=options)
-    ids = [read_format(open_store(root, **options)).root for root in (here, other)]
+    ids = [read_format(open_store(root, **options)) for root in (here, other)]
     own = {**options, "expect_root": ids[0]}
     assert ckpt.load(state(), here, storage_options=own).step == 1
     ckpt.save(state(3.0), here, step=2, storage_options=own)

@@ -203,7 +203,7 @@ def _read_telemetry(data: bytes) -> None:
 
 
 def _read_format(data: bytes) -> None:
-    assert encode_format(decode_format(data, where="x").root) == data
+    assert encode_format(decode_format(data, where="x")) == data
 
 
 def _frames() -> list[bytes]:

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 from functools import lru_cache
 from typing import Any
 
-from ckpt.commit.appender import Appender, Limits, Sources
+from ckpt.commit.appender import Appender, Sources
 from ckpt.commit.leases import lease_key, leases_of
 from ckpt.commit.live import Segments
 from ckpt.commit.log import Log, LogState
@@ -32,12 +32,12 @@ from storage.memory import MemoryBucket, MemoryStore
 from storage.store import ByteRange, ObjectInfo
 from tests.model.log_model import NONE, Action, Attempt, Entry, Model, Rec, record_of
 
-LIMITS = Limits(tries_max=1)
 DATA = "rank00000-000.safetensors"
 LOST = (OutcomeUnknownError, "no answer")
 
 _numbers = itertools.count(1)
 SOURCES = Sources(
+    tries_max=1,
     random_bytes=lambda nbytes: next(_numbers).to_bytes(nbytes, "big"),
     clock=lambda: 0.0,
     pause=lambda seconds: None,
@@ -182,7 +182,7 @@ class Driven:
 
     def _claim(self, name: str, model: Model) -> str:
         self.sessions.pop(name, None)
-        self.sessions[name] = Session.claim(self.store, sources=SOURCES, limits=LIMITS)
+        self.sessions[name] = Session.claim(self.store, sources=SOURCES)
         return "done"
 
     def _save(self, name: str, model: Model) -> str:
@@ -266,7 +266,7 @@ class Driven:
 
     def _writer(self, name: str) -> Session | Maintenance:
         if name == "command":
-            return Maintenance.open(self.store, sources=SOURCES, limits=LIMITS)
+            return Maintenance.open(self.store, sources=SOURCES)
         return self.sessions[name]
 
     # --- what happens to the root -----------------------------------------------------------------
@@ -297,7 +297,7 @@ class Driven:
 
     def _go_on_elsewhere(self, name: str, model: Model) -> str:
         store = World(self.backup)
-        session = Session.claim(store, sources=SOURCES, limits=LIMITS)
+        session = Session.claim(store, sources=SOURCES)
         self.sessions, there = dict(self.sessions), self.store
         self.sessions["elsewhere"], self.store = session, store
         self._save("elsewhere", model)

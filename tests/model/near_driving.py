@@ -129,7 +129,7 @@ class Driven:
             state = Log(self.store).state()
             if (state.epoch, state.slot + 1) != (root.epoch, root.slots):
                 problems.append(f"log {(state.epoch, state.slot + 1)}, the model {root}")
-            records = Tier(self.host / "near", read_format(self.store).root).records()
+            records = Tier(self.host / "near", read_format(self.store)).records()
             newest = {r.head.epoch: r.head for r in reversed(records)}
             here = {e: (h.step, h.after_slot) for e, h in newest.items()}
             there = {e: (n.state.step, n.after_slot) for e, n in root.near}

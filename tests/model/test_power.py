@@ -34,7 +34,7 @@ from storage.file_io import BufferedFile
 from storage.local import LocalStore
 from storage.memory import MemoryBucket, MemoryStore
 from tests.conftest import Scale
-from tests.model.driving import LIMITS, SOURCES
+from tests.model.driving import SOURCES
 from tests.model.power import Disk, Event, Recorder
 from tests.results import Counted
 
@@ -158,7 +158,7 @@ def problems_after(objects: dict[str, bytes], promised: Promised, life: Life) ->
         problems += _half_made(store, objects, life)
         if promised.steps:
             read_format(store)
-        session = Session.claim(store, sources=SOURCES, limits=LIMITS)
+        session = Session.claim(store, sources=SOURCES)
         session.take_back_lost()
         session.sweep()
         problems += _half_made(

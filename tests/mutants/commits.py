@@ -217,8 +217,8 @@ APPENDS = (
     Mutant(
         "an append does not wait for the outcome of the one before",
         _APPENDER,
-        "        self.settle()\n        for _ in range(self._limits.races_max):",
-        "        for _ in range(self._limits.races_max):",
+        "        self.settle()\n        for _ in range(self.sources.races_max):",
+        "        for _ in range(self.sources.races_max):",
         equivalent=(
             "LogWriter settles before every append, and nothing else is pending when a commit "
             "is taken back"

@@ -311,7 +311,7 @@ class Run:
 
     def _expected(self, job: Job, start: Start) -> Expected:
         try:
-            root = read_format(job.store).root
+            root = read_format(job.store)
         except NoCheckpoint:
             return Expected(frozenset())
         log = Log(job.store).state()
@@ -471,7 +471,7 @@ class _Life:
         """
         job = self._job
         state = Log(job.store).state()
-        root, hosts = read_format(job.store).root, self._start.hosts
+        root, hosts = read_format(job.store), self._start.hosts
         proofs = self._run.hosts.proofs(root, state.epoch, hosts)
         proof = next((one for one in proofs if one.attempt == attempt), None)
         if target.ranked_session().epoch != state.epoch:

@@ -12,7 +12,7 @@ from collections.abc import Callable
 import pytest
 
 from ckpt.commit import live
-from ckpt.commit.appender import Appender, Limits, Sources
+from ckpt.commit.appender import Appender, Sources
 from ckpt.commit.log import LogState
 from ckpt.commit.maintenance import Maintenance
 from ckpt.commit.names import MANIFEST_NAME, record_key, step_prefix
@@ -29,8 +29,6 @@ from tests.results import Counted
 
 # Minutes on a loaded machine.
 pytestmark = pytest.mark.timeout(900)
-
-LIMITS = Limits(tries_max=2)
 
 
 class Scenario:
@@ -49,19 +47,19 @@ class Scenario:
             save(session, store, step, self.history)
         return store
 
-    def sources(self) -> Sources:
+    def sources(self, tries_max: int = 5) -> Sources:
         def draw(nbytes: int) -> bytes:
             self._drawn += 1
             return self._drawn.to_bytes(nbytes, "big")
 
-        return Sources(random_bytes=draw, clock=lambda: 0.0, pause=lambda seconds: None)
+        return Sources(draw, lambda: 0.0, lambda seconds: None, tries_max=tries_max)
 
     def job(self, *steps: int) -> Callable[[Store], None]:
         """Claims, saves these steps, deletes what certainly failed, and sweeps."""
 
         def run(store: Store) -> None:
             try:
-                session = Session.claim(store, sources=self.sources(), limits=LIMITS)
+                session = Session.claim(store, sources=self.sources(2))
                 for step in steps:
                     save(session, store, step, self.history)
                 session.sweep()
@@ -73,7 +71,7 @@ class Scenario:
     def cleans_up(self, store: Store) -> None:
         """A second job and a command remove all that anybody ever removes."""
         try:
-            session = Session.claim(store, sources=self.sources(), limits=LIMITS)
+            session = Session.claim(store, sources=self.sources(2))
             session.sweep_unfinished()
             session.take_back_lost()
             session.sweep()
@@ -83,7 +81,7 @@ class Scenario:
             session.give_up(failed, step=9)
             session.sweep_failed()
             session.retire(session.state().live[0].attempt)
-            keeper = Maintenance.open(store, sources=self.sources(), limits=LIMITS)
+            keeper = Maintenance.open(store, sources=self.sources(2))
             keeper.retire(keeper.state().live[0].attempt)
             session.sweep()
         except (Fenced, OutcomeUnknown, NotRetired):
@@ -92,7 +90,7 @@ class Scenario:
     def prune(self, store: Store) -> None:
         """Retires the oldest checkpoint, as a command in another process does."""
         try:
-            keeper = Maintenance.open(store, sources=self.sources(), limits=LIMITS)
+            keeper = Maintenance.open(store, sources=self.sources(2))
             keeper.retire(keeper.state().live[0].attempt)
         except (OutcomeUnknown, NotRetired):
             return

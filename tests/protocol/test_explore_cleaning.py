@@ -46,7 +46,6 @@ from tests.protocol.invariants import (
     check_fresh_session,
     files_needed,
 )
-from tests.protocol.test_explore import LIMITS
 from tests.protocol.test_explore_readers import saved
 from tests.protocol.test_session import NO_PAUSE
 from tests.results import Counted
@@ -86,7 +85,7 @@ class Cleaning:
     def saves(self, store: Store) -> None:
         """The job of epoch 1 saves its third checkpoint; what certainly failed it deletes."""
         assert isinstance(store, SteppedStore)
-        appender = Appender(store, check_first=False, sources=NO_PAUSE, limits=LIMITS)
+        appender = Appender(store, check_first=False, sources=replace(NO_PAUSE, tries_max=2))
         session = Session(appender, root="", epoch=1)
         manifest = decode_manifest(self.third[max(k for k in self.third if MANIFEST_NAME in k)])
         attempt = manifest.header.attempt
@@ -126,7 +125,7 @@ class Cleaning:
         """Another job, with all that it does before its first save."""
 
         def begin() -> None:
-            session = Session.claim(store, sources=NO_PAUSE, limits=LIMITS)
+            session = Session.claim(store, sources=replace(NO_PAUSE, tries_max=2))
             session.sweep_unfinished()
             session.take_back_lost()
             session.sweep()
@@ -160,7 +159,7 @@ class Cleaning:
                     write_manifest(store, report)
 
     def _keeper(self, store: Store) -> Maintenance:
-        return Maintenance.open(store, sources=NO_PAUSE, limits=LIMITS)
+        return Maintenance.open(store, sources=replace(NO_PAUSE, tries_max=2))
 
     def _quietly(self, fn: Callable[[], Any]) -> None:
         try:

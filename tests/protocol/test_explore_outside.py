@@ -13,6 +13,7 @@ import itertools
 import os
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -35,7 +36,7 @@ from tests.protocol.invariants import (
     check_epochs,
     check_fresh_session,
 )
-from tests.protocol.test_explore import LIMITS, Scenario, save
+from tests.protocol.test_explore import Scenario, save
 from tests.protocol.test_session import NO_PAUSE
 from tests.results import Counted
 
@@ -93,7 +94,7 @@ class _Outside(Scenario):
         return run
 
     def _save(self, store: Store, history: History, steps: tuple[int, ...]) -> None:
-        session = self.registry.session(store, sources=self.sources(), limits=LIMITS)
+        session = self.registry.session(store, sources=self.sources(2))
         for step in steps:
             save(session, store, step, history)
 
@@ -172,7 +173,7 @@ class _Restored(_Outside):
     def make(self) -> Store:
         self._begin()
         first = RecordingStore(MemoryStore(self.bucket), self.history)
-        session = self.registry.session(first, sources=self.sources(), limits=LIMITS)
+        session = self.registry.session(first, sources=self.sources(2))
         save(session, first, 1, self.history)
         self._back_up()
         if self.backup_of == "another log":
@@ -307,7 +308,9 @@ class _Linked:
     def claims(self) -> Callable[[Store], None]:
         def run(store: Store) -> None:
             try:
-                self.epochs.append(Session.claim(store, sources=NO_PAUSE, limits=LIMITS).epoch)
+                self.epochs.append(
+                    Session.claim(store, sources=replace(NO_PAUSE, tries_max=2)).epoch
+                )
             except OutcomeUnknown:
                 return
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -37,7 +38,6 @@ from storage.wrap import WrappedStore
 from tests.conftest import Scale
 from tests.protocol.explore import SteppedStore, explore
 from tests.protocol.invariants import History, Load, RecordingStore, check_all, files_needed
-from tests.protocol.test_explore import LIMITS
 from tests.protocol.test_session import NO_PAUSE
 from tests.results import Counted
 
@@ -142,7 +142,7 @@ class _Reading:
 
         def run(store: Store) -> None:
             try:
-                keeper = Maintenance.open(store, sources=NO_PAUSE, limits=LIMITS)
+                keeper = Maintenance.open(store, sources=replace(NO_PAUSE, tries_max=2))
                 for number in which:
                     keeper.retire(keeper.state().live[number].attempt)
             except OutcomeUnknown:

@@ -22,7 +22,7 @@ from ckpt.cli import looking
 from ckpt.cli.running import json_of
 from ckpt.commit import appender
 from ckpt.commit import live as live_module
-from ckpt.commit.appender import Limits, Sources
+from ckpt.commit.appender import Sources
 from ckpt.commit.live import (
     RECORD_NBYTES,
     LiveSet,
@@ -80,7 +80,7 @@ def entry(slot: int, **changes: Any) -> LiveEntry:
 
 
 def claim(store: Any) -> Session:
-    return Session.claim(store, sources=NO_PAUSE, limits=Limits(tries_max=2))
+    return Session.claim(store, sources=replace(NO_PAUSE, tries_max=2))
 
 
 def save(session: Session, step: int, **options: Any) -> LiveEntry:

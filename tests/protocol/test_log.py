@@ -222,7 +222,7 @@ def test_random_bytes_never_pass_and_never_raise_anything_else(seed: int) -> Non
 def test_format_line_is_readable_and_checked() -> None:
     data = encode_format("0123456789abcdef" * 2)
     assert data.startswith(b"shardpoint 1 0123456789abcdef0123456789abcdef ")
-    assert decode_format(data, where="FORMAT").root == "0123456789abcdef" * 2
+    assert decode_format(data, where="FORMAT") == "0123456789abcdef" * 2
     for position in range(len(data)):
         damaged = bytearray(data)
         damaged[position] ^= 1

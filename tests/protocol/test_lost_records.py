@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 import shutil
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from itertools import combinations
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ import torch
 
 import ckpt
 from ckpt.commit import live as live_module
-from ckpt.commit.appender import Limits, Sources
+from ckpt.commit.appender import Sources
 from ckpt.commit.log import FORMAT_KEY, Log
 from ckpt.commit.maintenance import Maintenance
 from ckpt.commit.names import LOG_PREFIX, MANIFEST_NAME, record_key
@@ -88,7 +89,7 @@ def losable(objects: Objects) -> list[str]:
 def claimed(store: Store) -> list[int]:
     """What a job finds that saves there; what it deletes, it deletes."""
     no_pause = Sources(pause=lambda seconds: None)
-    session = Session.claim(store, sources=no_pause, limits=Limits(tries_max=2))
+    session = Session.claim(store, sources=replace(no_pause, tries_max=2))
     session.sweep()
     return [entry.step for entry in session.state().live]
 

@@ -8,7 +8,7 @@ import math
 
 import pytest
 
-from ckpt.commit.appender import PAUSE_SECONDS_MAX, checked_seconds, patience_for, tries
+from ckpt.commit.appender import PAUSE_SECONDS_MAX, Sources, checked_seconds, patience_for
 from ckpt.world.base import SoloWorld
 from storage.memory import MemoryStore
 from storage.store import Patience
@@ -33,7 +33,7 @@ def tries_and_pauses(
 ) -> tuple[int, list[float]]:
     pauses: list[float] = []
     bounds = {"tries_max": 3, "first_pause_seconds": 0.2, **changes}
-    numbers = list(tries(store, **bounds, pause=pauses.append))  # type: ignore[arg-type]
+    numbers = list(Sources(**bounds, pause=pauses.append).tries(store))  # type: ignore[arg-type]
     assert numbers == list(range(len(numbers)))
     return len(numbers), pauses
 
@@ -60,14 +60,14 @@ def test_other_ranks_know_that_this_one_waits_and_when_it_does_not_any_more() ->
     store = Patient(1000.0)
     heard: list[bool] = []
     store.patience.set(1000.0, heard.append)
-    waiting = tries(store, tries_max=1, first_pause_seconds=0.2, pause=lambda seconds: None)
+    waiting = Sources(tries_max=1, pause=lambda seconds: None).tries(store)
     for number in waiting:
         assert heard == [True][:number]
         if number == 2:
             break
     waiting.close()  # type: ignore[attr-defined]
     assert heard == [True, False]
-    for _ in tries(store, tries_max=1, first_pause_seconds=0.2, pause=lambda seconds: None):
+    for _ in Sources(tries_max=1, pause=lambda seconds: None).tries(store):
         break
     assert heard == [True, False]
 

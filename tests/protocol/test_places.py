@@ -9,6 +9,7 @@ from __future__ import annotations
 import shutil
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -16,9 +17,8 @@ import pytest
 import torch
 
 import ckpt
-import ckpt.commit.session as session_module
 from ckpt.cli import main
-from ckpt.commit.appender import Limits, Sources
+from ckpt.commit.appender import Sources
 from ckpt.commit.locate import locate
 from ckpt.commit.log import Log
 from ckpt.commit.maintenance import Maintenance
@@ -39,7 +39,7 @@ NO_PAUSE = Sources(pause=lambda seconds: None)
 
 
 def claim(store: Store) -> Session:
-    return Session.claim(store, sources=NO_PAUSE, limits=Limits(tries_max=2))
+    return Session.claim(store, sources=replace(NO_PAUSE, tries_max=2))
 
 
 def save(session: Session, step: int) -> LiveEntry:
@@ -546,7 +546,8 @@ def test_mend_brings_back_what_clocks_have_put_in_another_order(
     """The last step needs files of those that a host with a clock an hour ahead has committed."""
     for step, ahead in ((1, 0), (2, 0), (3, 3600), (4, 3600), (5, 0)):
         clock = partial(lambda shift: time.time() + shift, ahead)
-        monkeypatch.setattr(session_module, "Sources", partial(Sources, clock=clock))
+        opened = partial(open_session, sources=Sources(clock=clock))
+        monkeypatch.setattr("ckpt.process.open_session", opened)
         if step in (3, 5):
             ckpt.forget(tmp_path / "run")
         state = {"same": torch.ones(3), "new": torch.ones(step), "x": torch.ones(2) * (step > 2)}

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from ckpt.commit.appender import Appender, Limits, Sources
+from ckpt.commit.appender import Appender, Sources
 from ckpt.commit.log import Log
 from ckpt.commit.maintenance import Maintenance
 from ckpt.commit.names import MANIFEST_NAME, step_prefix
@@ -40,7 +41,7 @@ NO_PAUSE = Sources(pause=lambda seconds: None)
 
 
 def claim(store: Store, **options: Any) -> Session:
-    return Session.claim(store, sources=NO_PAUSE, limits=Limits(tries_max=3), **options)
+    return Session.claim(store, sources=replace(NO_PAUSE, tries_max=3), **options)
 
 
 def save(session: Session, step: int, references: tuple[str, ...] = ()) -> LiveEntry:
@@ -351,7 +352,7 @@ def test_an_unanswered_commit_stays_unsettled_while_the_store_refuses() -> None:
 def test_a_copy_whose_commit_got_no_answer_is_committed_once() -> None:
     store = Scripted(MemoryStore())
     original = save(claim(store), 1)
-    keeper = Maintenance.open(store, sources=NO_PAUSE, limits=Limits(tries_max=1))
+    keeper = Maintenance.open(store, sources=replace(NO_PAUSE, tries_max=1))
     copy = Commit("e000001-00000000000000cc", 1, 3, b"d" * 32)
     store.put_if_absent(step_prefix(1, copy.attempt) + MANIFEST_NAME, b"abc")
     store.script = ["applied"]
@@ -473,7 +474,7 @@ def test_a_commit_that_others_refer_to_is_not_taken_back() -> None:
     session = claim(MemoryStore())
     first = save(session, 1)
     second = save(session, 2, references=(first.attempt,))
-    appender = Appender(session.store, check_first=False, sources=NO_PAUSE, limits=Limits())
+    appender = Appender(session.store, check_first=False, sources=NO_PAUSE)
     assert appender.take_back(first.attempt) is None
     assert session.state().live == (first, second)
     assert appender.take_back(second.attempt) is not None

@@ -28,7 +28,7 @@ import numpy.typing as npt
 from blake3 import blake3
 
 from ckpt.errors import Corrupt
-from ckpt.format.columns import as_int64s, pack_ints, required_field, unpack_ints
+from ckpt.format.columns import as_int64s, required_field, unpack_ints
 from storage.errors import CorruptObjectError, KeyNotFoundError, StorageError
 
 
@@ -228,16 +228,8 @@ class Seals(NamedTuple):
         return Seal(int(self.nbytes[file]), self.digests[file].tobytes())
 
 
-def fields_of_seals(seals: Seals) -> dict[str, bytes]:
-    """The fields of a manifest, or of a part, that hold seals."""
-    return {
-        "table_nbytes": pack_ints(seals.nbytes),
-        "table_digests": seals.digests.tobytes(),
-    }
-
-
 def decode_seals(fields: Mapping[str, memoryview], rooms: Sequence[int] | Int64s) -> Seals:
-    """The inverse of `fields_of_seals`; `rooms` are the bytes of each file behind its header.
+    """The seals in fields of a manifest; `rooms` are the bytes of each file behind its header.
 
     Raises Corrupt for a table that is none, or that is longer than its file.
     """

@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ckpt.errors import InvalidState
-from ckpt.format.checksum import fields_of_seals
 from ckpt.format.chunk_columns import fields_of_boxes, gaps_of
 from ckpt.format.chunk_rules import (
     BOXED,
@@ -56,11 +55,8 @@ from ckpt.format.manifest import (
 from ckpt.format.manifest_codec import (
     Encoded,
     decode_manifest,
-    enveloped,
-    fields_of_files,
-    fields_of_header,
+    encoded,
     fields_of_tensors,
-    fields_of_values,
 )
 from ckpt.format.part import (
     JointRest,
@@ -151,16 +147,9 @@ class JointTable:
             seals=sizes.seals,
         )
         self._tensor_fields = self._tensor_fields or fields_of_tensors(head)
-        fields = {
-            **fields_of_header(head, *self._sizes, structure.blocks),
-            **fields_of_files(head),
-            **self._tensor_fields,
-            **fields_of_values(head),
-            **self._chunk_fields,
-            **fields_of_seals(head.seals),
-        }
-        own_nbytes = int(rest.own.nbytes.sum())
-        return JointManifest(enveloped(fields), own_nbytes, self._nbytes, self._nbytes_shared)
+        sizes_of = (*self._sizes, structure.blocks)
+        made = encoded(head, sizes_of, self._tensor_fields, self._chunk_fields)
+        return JointManifest(made, int(rest.own.nbytes.sum()), self._nbytes, self._nbytes_shared)
 
 
 def _nbytes_shared(structure: JointStructure, itemsizes: Int64s) -> dict[str, int]:

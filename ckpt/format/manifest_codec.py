@@ -68,46 +68,40 @@ class Encoded(NamedTuple):
     digest: bytes
 
 
-def enveloped(fields: Mapping[str, bytes]) -> Encoded:
-    """The bytes of a MANIFEST object with these fields."""
-    body = pack_map(fields)
+def encoded(
+    m: Manifest,
+    sizes: tuple[int, int, int, int],
+    tensors: Mapping[str, bytes],
+    chunks: Mapping[str, bytes],
+) -> Encoded:
+    """The bytes of a MANIFEST object. `sizes` are counts of shapes, chunks, boxes and blocks, as
+    `m.chunks` need not be there; `tensors` and `chunks` are the fields that describe these.
+    """
+    names, name_sizes = pack_strings(m.files)
+    counts = [len(m.files), len(m.fqns), *sizes, len(m.aliases), len(m.per_rank)]
+    body = pack_map(
+        {
+            "header": m.header.model_dump_json().encode("utf-8"),
+            "counts": np.array(counts, dtype="<u8").tobytes(),
+            "file_names": names,
+            "file_name_sizes": name_sizes,
+            "file_nbytes": pack_ints(m.file_nbytes),
+            "file_data_starts": pack_ints(m.file_data_start),
+            **tensors,
+            "values": m.values,
+            "per_rank": b"".join(m.per_rank),
+            "per_rank_sizes": pack_ints(list(map(len, m.per_rank))),
+            **chunks,
+            "table_nbytes": pack_ints(m.seals.nbytes),
+            "table_digests": m.seals.digests.tobytes(),
+        }
+    )
     head = MAGIC + VERSION.to_bytes(4, "little") + bytes(4) + len(body).to_bytes(8, "little")
     digest = hashlib.sha256(head)
     digest.update(body)
     end = digest.digest()
     digest.update(end)
     return Encoded(b"".join([head, body, end]), digest.digest())
-
-
-def fields_of_header(
-    m: Manifest, shapes: int, chunks: int, boxes: int, blocks: int
-) -> dict[str, bytes]:
-    """The fields `header` and `counts`, given counts of what `m.chunks` need not have."""
-    counts = Counts(
-        files=len(m.files),
-        tensors=len(m.fqns),
-        shapes=shapes,
-        chunks=chunks,
-        boxes=boxes,
-        blocks=blocks,
-        aliases=len(m.aliases),
-        ranks=len(m.per_rank),
-    )
-    return {
-        "header": m.header.model_dump_json().encode("utf-8"),
-        "counts": np.array(counts, dtype="<u8").tobytes(),
-    }
-
-
-def fields_of_files(m: Manifest) -> dict[str, bytes]:
-    """The fields that describe the data files, encoded."""
-    names, name_sizes = pack_strings(m.files)
-    return {
-        "file_names": names,
-        "file_name_sizes": name_sizes,
-        "file_nbytes": pack_ints(m.file_nbytes),
-        "file_data_starts": pack_ints(m.file_data_start),
-    }
 
 
 def fields_of_tensors(m: Manifest) -> dict[str, bytes]:
@@ -132,15 +126,6 @@ def fields_of_tensors(m: Manifest) -> dict[str, bytes]:
         "alias_names": alias_names,
         "alias_name_sizes": alias_name_sizes,
         "alias_targets": pack_ints(targets),
-    }
-
-
-def fields_of_values(m: Manifest) -> dict[str, bytes]:
-    """The fields with values, encoded."""
-    return {
-        "values": m.values,
-        "per_rank": b"".join(m.per_rank),
-        "per_rank_sizes": pack_ints(list(map(len, m.per_rank))),
     }
 
 

@@ -5,10 +5,8 @@ locate -> manifest -> bind state -> plan -> match needs -> private reads, shared
 
 from __future__ import annotations
 
-import json
 import logging
 import secrets
-import struct
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -49,17 +47,22 @@ from ckpt.short import ShortRecord
 from ckpt.state.bind import bind_state
 from ckpt.state.binding import Binding
 from ckpt.state.half_loaded import filling
-from ckpt.state.matching import Tally, total, with_nearest
+from ckpt.state.matching import Tally, with_nearest
 from ckpt.state.names import GroupOptions, Left
 from ckpt.state.types import CHECKPOINT, Catalog, Loaded, ProblemKind, Stacks, Strict, TensorEntry
 from ckpt.telemetry.record import PhaseSpan, Recorder
 from ckpt.wings import wing
-from ckpt.world.base import World, collectively, decided, from_coordinator
+from ckpt.world.base import (
+    World,
+    collectively,
+    decided,
+    decided_json,
+    from_coordinator,
+)
 from storage import Store
 
 logger = logging.getLogger(__name__)
 
-_SUMS = struct.Struct("<9Q")
 BYTES_AWAY = "away_bytes"  # the counter of what came from ranks that have other files
 SHOWN_MAX = 5  # names of a checkpoint in a message
 RETIRED_MAX = 20  # times in a row that retention may be faster than one load
@@ -417,32 +420,12 @@ class LoadSums(NamedTuple):
     name: str = ""
     unmatched: tuple[str, ...] = ()
 
-    def encode(self) -> bytes:
-        numbers = _SUMS.pack(*self.tally, *self.weight, self.away, self.has_left)
-        return numbers + json.dumps([self.name, *self.unmatched]).encode()
 
-    @classmethod
-    def decode(cls, data: bytes) -> LoadSums:
-        *numbers, away, has_left = _SUMS.unpack_from(data)
-        name, *unmatched = json.loads(data[_SUMS.size :])
-        tally, weight = Tally(*numbers[:4]), Weight(*numbers[4:])
-        return cls(tally, weight, away, has_left, name, tuple(unmatched))
-
-    @classmethod
-    def of_all(cls, reports: Sequence[bytes]) -> bytes:
-        """The sums of what all ranks report, encoded as the reports are."""
-        every = [cls.decode(one) for one in reports]
-        weights = zip(*(one.weight for one in every), strict=True)
-        by_all = set(every[0].unmatched).intersection(*(one.unmatched for one in every[1:]))
-        sums = cls(
-            total([one.tally for one in every]),
-            Weight(*(sum(column) for column in weights)),
-            sum(one.away for one in every),
-            sum(one.has_left for one in every),
-            secrets.token_hex(8),
-            tuple(sorted(by_all)),
-        )
-        return sums.encode()
+def _sums_of_all(every: Sequence[tuple[list[int], list[str]]]) -> list[Any]:
+    """Of the numbers of all ranks, and of the rules that match nothing on each, and a name."""
+    numbers, unmatched = zip(*every, strict=True)
+    by_all = set(unmatched[0]).intersection(*unmatched[1:])
+    return [list(map(sum, zip(*numbers, strict=True))), secrets.token_hex(8), sorted(by_all)]
 
 
 def compared(
@@ -468,14 +451,12 @@ def compared(
     among = range(world.size) if ranks is None else ranks
     with world.transfers("needs") as wires:
         groups = match(wires, world.rank, among, needs, int(reader.files[-1]))
-    mine = LoadSums(
-        binding.tally,
-        weigh(needs, groups, world.rank, limits),
-        length(reader.away),
-        has_left,
-        unmatched=tuple(binding.unmatched),
-    )
-    sums = LoadSums.decode(decided(world, "needs", "sums of needs", mine.encode(), LoadSums.of_all))
+    away, weight = length(reader.away), weigh(needs, groups, world.rank, limits)
+    mine = [*binding.tally, *weight, away, int(has_left)], list(binding.unmatched)
+    answer = decided_json(world, "needs", "sums of needs", mine, _sums_of_all)
+    (*numbers, away, left_by), name, unmatched = answer
+    tally, weight = Tally(*numbers[:4]), Weight(*numbers[4:])
+    sums = LoadSums(tally, weight, away, left_by, name, tuple(unmatched))
     if sums.weight.is_little(limits):
         groups = long_only(groups, limits)
     if sums.unmatched:

@@ -14,11 +14,10 @@ from __future__ import annotations
 
 import hashlib
 import json
-import zlib
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
-from itertools import pairwise
+from functools import cache
+from itertools import chain, pairwise
 from typing import Any, NamedTuple
 
 from ckpt.errors import InvalidState
@@ -29,7 +28,7 @@ from ckpt.layout.piece import Holding, Piece
 from ckpt.layout.plain import Ranks
 from ckpt.saving.plan import Contents, is_shared
 from ckpt.state.types import FlatState, StagesHere
-from ckpt.world.base import World, decided
+from ckpt.world.base import World, decided_json
 
 
 class NamedTensor(NamedTuple):
@@ -66,25 +65,20 @@ class Inventory:
     groups: tuple[tuple[int, ...], ...] = ()
     is_replicated: bool = False
 
-    def encode(self) -> bytes:
-        """As JSON; equal inventories are equal bytes."""
+    def encode(self) -> str:
+        """As JSON; equal inventories are equal texts."""
         fields = (self.tensors, self.values, self.modules, self.stages, self.groups)
-        return json.dumps((*fields, self.is_replicated)).encode()
+        return json.dumps((*fields, self.is_replicated))
 
     @classmethod
-    def decode(cls, data: bytes) -> Inventory:
-        tensors, values, modules, stages, groups, is_replicated = json.loads(data)
-        return cls(
-            tuple(
-                NamedTensor(fqn, dtype, tuple(shape), is_plain, group)
-                for fqn, dtype, shape, is_plain, group in tensors
-            ),
-            tuple(NamedValue(fqn, tuple(map(tuple, params))) for fqn, params in values),
-            tuple(modules),
-            tuple(StagesHere(path, count, tuple(numbers)) for path, count, numbers in stages),
-            tuple(map(tuple, groups)),
-            is_replicated,
-        )
+    def decode(cls, data: str) -> Inventory:
+        tensors, values, *others = _as_tuples(json.loads(data))
+        named = tuple(map(NamedTensor._make, tensors)), tuple(map(NamedValue._make, values))
+        return cls(*named, *others)
+
+
+def _as_tuples(value: Any) -> Any:
+    return tuple(map(_as_tuples, value)) if isinstance(value, list) else value
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,62 +164,53 @@ def report_names(world: World, contents: Contents | None, ranks: Ranks) -> Holde
     """
     mine = None if contents is None else inventory_of(contents, ranks)
     are_shared = contents is not None and any(is_shared(*one) for one in contents.plan.compared)
-    digest = b"" if mine is None else hashlib.sha256(mine.encode()).digest()
+    digest = "" if mine is None else hashlib.sha256(mine.encode().encode()).hexdigest()
 
-    def alike(digests: list[bytes]) -> bytes:
+    def alike(digests: list[str]) -> tuple[list[int], bool]:
         # Per rank the first one with the same digest; nothing when a rank has none.
-        known: dict[bytes, int] = {}
+        known: dict[str, int] = {}
         first = [known.setdefault(one, rank) for rank, one in enumerate(digests)]
-        answer = {"first": first if all(digests) else [], "are_shared": are_shared}
-        return json.dumps(answer).encode()
+        return first if all(digests) else [], are_shared
 
-    answer = json.loads(decided(world, "names", "alike", digest, alike))
-    first_ranks: list[int] = answer["first"]
+    first_ranks, are_shared = decided_json(world, "names", "alike", digest, alike)
     if mine is None or not first_ranks:
         return None
-    if len(set(first_ranks)) == 1:
-        # Equal on all ranks, so each of them finds the same.
-        if problems := _missing_stages({0: mine}, {0: range(world.size)}):
-            raise InvalidState(problems)
-        sends = frozenset(value.fqn for value in mine.values) if world.rank == 0 else frozenset()
-        are_replicated = mine.is_replicated
-        return Holders(mine, {}, sends, mine.modules, answer["are_shared"], {}, are_replicated)
-    is_first = first_ranks[world.rank] == world.rank
-    payload = zlib.compress(mine.encode(), level=1) if is_first else b""
-    join = partial(_joined, first_ranks=first_ranks)
-    joined = decided(world, "inventories", "holders", payload, join)
-    return _holders_of(mine, json.loads(zlib.decompress(joined)), world)
-
-
-def _holders_of(mine: Inventory, answer: Mapping[str, Any], world: World) -> Holders:
-    if answer["problems"]:
-        raise InvalidState(answer["problems"])
-    names = {tensor.fqn for tensor in mine.tensors if tensor.is_plain}
-    tensors = {
-        fqn: tuple(ranks)
-        for ranks, fqns in answer["tensors"]
-        for fqn in fqns
-        if world.rank in ranks and fqn in names
-    }
-    sends = frozenset(answer["values"].get(str(world.rank), ()))
-    copies = {
-        fqn: groups
-        for listed, fqns in answer["copies"]
-        for groups in [tuple(map(tuple, listed))]
-        for fqn in fqns
-    }
-    shared, replicated = answer["are_shared"], answer["are_replicated"]
-    return Holders(mine, tensors, sends, tuple(answer["modules"]), shared, copies, replicated)
-
-
-def _joined(received: Sequence[bytes], first_ranks: Sequence[int]) -> bytes:
-    """The answer of the coordinator, from one inventory of each kind."""
     kinds: dict[int, list[int]] = {}
     for rank, first in enumerate(first_ranks):
         kinds.setdefault(first, []).append(rank)
-    inventories = {
-        first: Inventory.decode(zlib.decompress(received[first])) for first in sorted(kinds)
-    }
+    if len(kinds) == 1:
+        # Equal on all ranks, so each of them finds the same.
+        answer = {**_answer({0: mine}, kinds), "are_shared": are_shared}
+    else:
+
+        def joined(received: list[str]) -> dict[str, Any]:
+            return _answer({first: Inventory.decode(received[first]) for first in kinds}, kinds)
+
+        own = mine.encode() if world.rank in kinds else ""
+        answer = decided_json(world, "inventories", "holders", own, joined)
+    if answer["problems"]:
+        raise InvalidState(answer["problems"])
+    names = {tensor.fqn for tensor in mine.tensors if tensor.is_plain}
+    return Holders(
+        mine,
+        {
+            fqn: tuple(holders)
+            for holders, fqns in answer["tensors"]
+            if world.rank in holders
+            for fqn in names.intersection(fqns)
+        },
+        frozenset(dict(answer["values"]).get(world.rank, ())),
+        tuple(answer["modules"]),
+        answer["are_shared"],
+        {fqn: groups for groups, fqns in _as_tuples(answer["copies"]) for fqn in fqns},
+        answer["are_replicated"],
+    )
+
+
+def _answer(
+    inventories: Mapping[int, Inventory], kinds: Mapping[int, Sequence[int]]
+) -> dict[str, Any]:
+    """What all ranks need to know, from one inventory of each kind of them."""
     by_holders: dict[tuple[int, ...], list[str]] = {}
     problems = _missing_stages(inventories, kinds)
     are_shared = False
@@ -234,9 +219,10 @@ def _joined(received: Sequence[bytes], first_ranks: Sequence[int]) -> bytes:
     for first, inventory in inventories.items():
         for tensor in inventory.tensors:
             having.setdefault(tensor.fqn, {})[first] = tensor
+    members = cache(lambda *firsts: tuple(sorted(chain(*map(kinds.__getitem__, firsts)))))
     for fqn, claims in having.items():
         problems += _contradictions(fqn, claims, kinds)
-        ranks = tuple(sorted(rank for first in claims for rank in kinds[first]))
+        ranks = members(*claims)
         are_shared |= len(ranks) > 1 and any(tensor.is_plain for tensor in claims.values())
         if len(groups := _groups_of(claims, inventories)) > 1:
             copies.setdefault(groups, []).append(fqn)
@@ -246,19 +232,17 @@ def _joined(received: Sequence[bytes], first_ranks: Sequence[int]) -> bytes:
                     f"{fqn}: lies on groups of ranks of different sizes, which share no rank: "
                     f"{texts}; cut it over as many ranks in each, or give each a name of its own"
                 )
-        if len(ranks) < len(first_ranks):
+        if len(claims) < len(inventories):
             by_holders.setdefault(ranks, []).append(fqn)
-    modules = {path for inventory in inventories.values() for path in inventory.modules}
-    answer = {
+    return {
         "problems": problems,
         "tensors": list(by_holders.items()),
-        "values": _senders(inventories),
-        "modules": sorted(modules),
+        "values": list(_senders(inventories).items()),
+        "modules": sorted({path for one in inventories.values() for path in one.modules}),
         "are_shared": are_shared or bool(copies),
-        "are_replicated": any(inventory.is_replicated for inventory in inventories.values()),
+        "are_replicated": any(one.is_replicated for one in inventories.values()),
         "copies": list(copies.items()),
     }
-    return zlib.compress(json.dumps(answer).encode(), level=1)
 
 
 def _groups_of(

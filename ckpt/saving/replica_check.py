@@ -15,11 +15,10 @@ to differ, all is compared. Where ranks differ, they say where, in three rounds 
 
 from __future__ import annotations
 
-import json
-import zlib
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -37,7 +36,7 @@ from ckpt.layout.region import Box, Span, span_of
 from ckpt.saving.holders import ranks_in_words
 from ckpt.saving.plan import Contents, SavePlan, is_shared
 from ckpt.saving.task import SaveTask
-from ckpt.world.base import World, decided
+from ckpt.world.base import World, decided_json
 
 # Tensors on a device up to this size are copied to the host together: each copy is a wait.
 JOINED_NBYTES_MAX = 64 << 10
@@ -129,14 +128,10 @@ def difference_of(
         )
         if is_shared(holding, piece)
     ]
-    # A rank without contents sends nothing, and then nobody has to have what it should have.
-    mine = zlib.compress(json.dumps(rows).encode()) if contents else b""
     names = _NamesInText(contents.flat.values if contents else (), holders.copies)
-
-    def differences(received: list[bytes]) -> bytes:
-        return json.dumps(_differences(received, names)).encode()
-
-    if problems := json.loads(decided(world, "digests", "differences", mine, differences)):
+    # A rank without contents sends nothing, and then nobody has to have what it should have.
+    mine, differences = rows if contents else None, partial(_differences, names=names)
+    if problems := decided_json(world, "digests", "differences", mine, differences):
         return InvalidState(problems)
     task.memory.is_compared = True
     return None
@@ -168,14 +163,14 @@ class _NamesInText(NamedTuple):
     copies: Mapping[str, Sequence[Sequence[int]]]
 
 
-def _differences(received: Sequence[bytes], names: _NamesInText) -> list[str]:
+def _differences(received: Sequence[Sequence[Any] | None], names: _NamesInText) -> list[str]:
     """One text for each tensor of which not all that have it have the same."""
     having: dict[tuple[str, _Place], list[_Copy]] = {}
-    for rank, data in enumerate(received):
-        for fqn, start, shape, digest, holders in json.loads(zlib.decompress(data)) if data else ():
+    for rank, rows in enumerate(received):
+        for fqn, start, shape, digest, holders in rows or ():
             copies = having.setdefault((fqn, (start, tuple(shape))), [])
             copies.append(_Copy(rank, digest, tuple(holders)))
-    if all(received) and (problems := _otherwise_cut(having)):
+    if None not in received and (problems := _otherwise_cut(having)):
         return problems
     differing = {
         place: copies for place, copies in having.items() if len({one.digest for one in copies}) > 1
@@ -401,26 +396,20 @@ def _texts(
             "sums": [(holders, crc32c(array.tobytes())) for holders, array in own.items()],
         }
 
-    def answer(
-        ask: str, tell: str, decide: Callable[[Sequence[Mapping[str, Any]]], Any], **mine: Any
-    ) -> Any:
-        def encoded(received: list[bytes]) -> bytes:
-            unpacked = [json.loads(zlib.decompress(one)) for one in received]
-            return json.dumps(decide(unpacked)).encode()
-
-        packed = zlib.compress(json.dumps(mine).encode(), level=1)
-        return json.loads(decided(world, ask, tell, packed, encoded))
-
-    answered = answer("replicas", "replicas that differ", _groups_that_differ, **mine)
+    answered = decided_json(world, "replicas", "replicas that differ", mine, _groups_that_differ)
     if answered is None:
         return None
     differing, is_of_all = [tuple(holders) for holders in answered[0]], answered[1]
     if not differing:
         return [], is_of_all
     known = [(h, own[h].tolist()) for h in differing if h in own]
-    blocks = answer("sums of replicas", "blocks that differ", _blocks_that_differ, sums=known)
+    blocks = decided_json(
+        world, "sums of replicas", "blocks that differ", known, _blocks_that_differ
+    )
     located = _located(sums, blocks) if own and sums is not None else []
-    texts: list[str] = answer("differing blocks", "differing replicas", _in_words, blocks=located)
+    texts: list[str] = decided_json(
+        world, "differing blocks", "differing replicas", located, _in_words
+    )
     # Where ranks have no two blocks of one place, they do not hold the same tensors.
     texts = texts or [f"{ranks_in_words(h)}: other tensors are declared equal" for h in differing]
     return texts, is_of_all
@@ -439,10 +428,10 @@ def _groups_that_differ(
     return differing, all(received)
 
 
-def _blocks_that_differ(received: Sequence[Mapping[str, Any]]) -> list[tuple[Holders, list[int]]]:
+def _blocks_that_differ(received: Sequence[Sequence[Any]]) -> list[tuple[Holders, list[int]]]:
     arrays: dict[Holders, list[Uint32s]] = {}
     for one in received:
-        for holders, sums in one["sums"]:
+        for holders, sums in one:
             arrays.setdefault(tuple(holders), []).append(np.array(sums, dtype=np.uint32))
     differing = []
     for holders, those in sorted(arrays.items()):
@@ -488,11 +477,11 @@ def _place_of(piece: Piece) -> tuple[list[int], list[int]]:
     return list(region.offset), list(region.shape)
 
 
-def _in_words(received: Sequence[Mapping[str, Any]]) -> list[str]:
+def _in_words(received: Sequence[Sequence[Any]]) -> list[str]:
     """One text for each tensor: who differs, and where first."""
     having: dict[tuple[str, Holders, int], dict[int, _DifferingBlock]] = {}
     for rank, one in enumerate(received):
-        for row in one["blocks"]:
+        for row in one:
             block = _DifferingBlock(*row)
             key = block.fqn, tuple(block.holders), block.number
             having.setdefault(key, {})[rank] = block

@@ -46,11 +46,6 @@ class Tally(NamedTuple):
         return 0 < self.matched < self.missing
 
 
-def total(tallies: Sequence[Tally]) -> Tally:
-    """The tally of several ranks together."""
-    return Tally(*(sum(counts) for counts in zip(*tallies, strict=True)))
-
-
 def with_nearest(missing: Sequence[str], known: Collection[str]) -> str:
     """The first of `missing`, each with the name of `known` that is most like it."""
     shown = []

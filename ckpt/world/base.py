@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import itertools
+import json
 import struct
+import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from ckpt.errors import RankFailed
 from ckpt.world.attendance import Board
 
 MiB = 1024 * 1024
+JSON_NBYTES_MAX = 256  # that are sent as they are
 
 
 def pack(part: bytes) -> bytes:
@@ -295,6 +298,24 @@ def decided(
     """
     received = world.gather_to_coordinator(ask, mine)
     return from_coordinator(world, tell, lambda: decide(received or []))
+
+
+def decided_json(
+    world: World, ask: str, tell: str, mine: object, decide: Callable[[list[Any]], object]
+) -> Any:
+    """`decided` of values that JSON has, compressed where they are long."""
+
+    def packed(value: object) -> bytes:
+        data = json.dumps(value).encode()
+        return data if len(data) < JSON_NBYTES_MAX else zlib.compress(data, level=1)
+
+    def unpacked(data: bytes) -> Any:
+        return json.loads(zlib.decompress(data) if data[:1] == b"x" else data)
+
+    answer = decided(
+        world, ask, tell, packed(mine), lambda every: packed(decide(list(map(unpacked, every))))
+    )
+    return unpacked(answer)
 
 
 class SoloWorld(World):

@@ -185,7 +185,7 @@ def test_where_bytes_have_changed_since_the_ranks_are_named() -> None:
     differing = [([0, 1, 2], [0])]
 
     def text() -> str:
-        (only,) = _in_words([{"blocks": _located(each, differing)} for each in sums])
+        (only,) = _in_words([_located(each, differing) for each in sums])
         return only
 
     said = "w: declared equal on ranks 0 to 2, and different on ranks 0, 1 and on rank 2, first"

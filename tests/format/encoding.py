@@ -7,33 +7,17 @@ from __future__ import annotations
 
 import numpy as np
 
-from ckpt.format.checksum import fields_of_seals
 from ckpt.format.chunk_columns import fields_of_boxes, gaps_of
 from ckpt.format.columns import pack_regular
 from ckpt.format.manifest import ChunkTable, Int64s, Manifest, RuledChunks
-from ckpt.format.manifest_codec import (
-    enveloped,
-    fields_of_files,
-    fields_of_header,
-    fields_of_tensors,
-    fields_of_values,
-)
+from ckpt.format.manifest_codec import encoded, fields_of_tensors
 from ckpt.layout.dtypes import DTYPES
 
 
 def encode_manifest(m: Manifest) -> bytes:
     """The bytes of a MANIFEST object: one encoding per manifest."""
     counts = len(set(m.shapes)), len(m.chunks), len(m.chunks.boxes), m.block_count
-    return enveloped(
-        {
-            **fields_of_header(m, *counts),
-            **fields_of_files(m),
-            **fields_of_tensors(m),
-            **fields_of_values(m),
-            **fields_of_chunks(m),
-            **fields_of_seals(m.seals),
-        }
-    ).data
+    return encoded(m, counts, fields_of_tensors(m), fields_of_chunks(m)).data
 
 
 def fields_of_chunks(m: Manifest) -> dict[str, bytes]:

@@ -15,7 +15,7 @@ import itertools
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
 from ckpt.commit.live import LiveSet, Segments
@@ -79,7 +79,7 @@ def broken_log(url: str, problem: str) -> Corrupt:
 
 @dataclass(frozen=True, slots=True)
 class LogState:
-    """What the newest record says. An empty log has slot -1 and epoch 0.
+    """What the `newest` record says. An empty log has slot -1 and epoch 0.
 
     `uncommitted` are step directories newer than the latest checkpoint without a COMMIT, as the
     first look found them: a save under way, one that died before its commit, or a checkpoint whose
@@ -90,6 +90,7 @@ class LogState:
     epoch: int
     entries: LiveSet
     uncommitted: tuple[StepDirectory, ...] = ()
+    newest: Record | None = field(default=None, compare=False)
 
     @property
     def live(self) -> tuple[LiveEntry, ...]:
@@ -244,14 +245,6 @@ def _no_checkpoint(store: Store, keys: Sequence[str]) -> NoCheckpoint:
 # --- reading --------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class _LogEnd:
-    """The newest record, None in an empty log, and the state after it."""
-
-    newest: Record | None
-    state: LogState = EMPTY_STATE
-
-
 def at_once(asked: Callable[[], _Asked], mine: Callable[[], _Mine]) -> tuple[_Asked, _Mine]:
     """Both results; `mine` is called in this thread. Its error comes before that of `asked`."""
     with Pool(1) as pool:
@@ -270,7 +263,7 @@ class Log:
     def __init__(self, store: Store) -> None:
         self.store = store
         self.segments = Segments(lambda: self.store)
-        self._end: _LogEnd | None = None
+        self._end: LogState | None = None
 
     def state(self, meanwhile: Callable[[LogState], None] | None = None) -> LogState:
         """What exists now. At most 50 requests for a million records, one or two when warm.
@@ -283,10 +276,10 @@ class Log:
         if end is None:
             end = self._first_look(meanwhile)
             self._remember(end)
-        elif (last := self._last_slot(end.state.slot)) != end.state.slot:
+        elif (last := self._last_slot(end.slot)) != end.slot:
             end = self._read_end(last)
             self._remember(end)
-        return end.state
+        return end
 
     @property
     def newest(self) -> Record | None:
@@ -306,7 +299,7 @@ class Log:
         so hides what another log says.
         """
         if self._end is not None:  # else the first look does it
-            self._page(max(-1, self._end.state.slot - LISTED_MAX))
+            self._page(max(-1, self._end.slot - LISTED_MAX))
         self.state()
         for _ in self.last_records():
             pass
@@ -370,12 +363,12 @@ class Log:
         """The live set after a record."""
         return LiveSet(record.live, record.segments, record.gone, self.segments)
 
-    def _end_at(self, newest: Record) -> _LogEnd:
-        return _LogEnd(newest, LogState(newest.slot, newest.epoch, self.live_of(newest)))
+    def _end_at(self, newest: Record) -> LogState:
+        return LogState(newest.slot, newest.epoch, self.live_of(newest), newest=newest)
 
-    def _remember(self, end: _LogEnd) -> None:
+    def _remember(self, end: LogState) -> None:
         # Never backwards: another thread may have seen a newer record meanwhile.
-        if self._end is None or end.state.slot > self._end.state.slot:
+        if self._end is None or end.slot > self._end.slot:
             self._end = end
             self.segments.keep(end.newest.segments if end.newest is not None else ())
 
@@ -387,7 +380,7 @@ class Log:
 
     # The end of a log ---------------------------------------------------------------------------
 
-    def _first_look(self, meanwhile: Callable[[LogState], None] | None) -> _LogEnd:
+    def _first_look(self, meanwhile: Callable[[LogState], None] | None) -> LogState:
         """The end of a log that nothing is known of, compared with what is in `steps/`."""
         listed = self._last_listed()
         if self.store.part_nbytes_min == 1:
@@ -398,17 +391,16 @@ class Log:
             if last != listed:
                 end = self._read_end(last)
         if meanwhile is None:
-            newer_attempts = self._newer_on_store(end.state)
+            newer_attempts = self._newer_on_store(end)
         else:
-            state, early = end.state, meanwhile
+            state, early = end, meanwhile
             newer_attempts, _ = at_once(lambda: self._newer_on_store(state), lambda: early(state))
         if not newer_attempts:
             return end
         # A commit, or a retirement, may have come between the two looks.
-        if (last := self._last_slot(end.state.slot)) != end.state.slot:
+        if (last := self._last_slot(end.slot)) != end.slot:
             end = self._read_end(last)
-        uncommitted = self._uncommitted(newer_attempts, end.state)
-        return replace(end, state=replace(end.state, uncommitted=uncommitted))
+        return replace(end, uncommitted=self._uncommitted(newer_attempts, end))
 
     def _newer_on_store(self, state: LogState) -> list[StepDirectory]:
         """Attempts from the latest checkpoint's step on that are not live."""
@@ -506,12 +498,12 @@ class Log:
         is_last = count is None or len(keys) < count or keys[-1].startswith(SEGMENTS_PREFIX)
         return slots, is_last
 
-    def _read_end(self, slot: int) -> _LogEnd:
+    def _read_end(self, slot: int) -> LogState:
         """The newest record, which stands in `slot`. Raises Corrupt unless it builds on the one
         before.
         """
         if slot < 0:
-            return _LogEnd(None)
+            return EMPTY_STATE
         if slot == 0 or self.store.part_nbytes_min == 1:
             record = self.record(slot)
             before = self.raw_if_there(slot - 1) if slot else None

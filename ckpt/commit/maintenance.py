@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ckpt.commit.appender import REAL, Appender, RecordDraft, Sources
+from ckpt.commit.appender import REAL, Appender, Build, RecordDraft, Sources
 from ckpt.commit.lines import OwnLine, ResumePoint
 from ckpt.commit.log import LogState, read_format
 from ckpt.commit.names import attempt_epoch
@@ -63,14 +63,7 @@ class Maintenance(LogWriter):
             copied = commit._replace(metric=original.metric, references=())
             return RecordDraft("COMMIT", state.epoch, copied.entry(line=None))
 
-        with self._lock:
-            record = self._append(build)
-            if record is not None:
-                return record.live[-1]
-            # No record: the commit of an earlier try, whose answer was lost, stands already.
-            entry = self._appender.log.state().find(commit.attempt)
-            assert entry is not None, "build returns None only for a live attempt"
-            return entry
+        return self._committed(build, commit.attempt)
 
     def commit_rescued(
         self, commit: Commit, *, continues: ResumePoint | None, epoch: int
@@ -92,11 +85,15 @@ class Maintenance(LogWriter):
             line = OwnLine(continues).of_next(state)
             return RecordDraft("COMMIT", epoch, commit.entry(line=line))
 
+        return self._committed(build, commit.attempt)
+
+    def _committed(self, build: Build, attempt: str) -> LiveEntry:
         with self._lock:
-            self._append(build)
-            entry = self._appender.log.state().find(commit.attempt)
+            # Nothing is appended where an earlier try stands already, whose answer was lost.
+            record = self._append(build)
+            entry = self._appender.log.state().find(attempt) if record is None else record.live[-1]
         if entry is None:
-            raise CheckpointError(f"{self.store.url}: {commit.attempt} was retired at once")
+            raise CheckpointError(f"{self.store.url}: {attempt} was retired at once")
         return entry
 
     def _epoch_for(self, state: LogState) -> int:

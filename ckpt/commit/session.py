@@ -121,11 +121,6 @@ class Session(LogWriter):
             return cls(appender, root=root, epoch=state.epoch)
         return cls.claim(store, unsafe_single_writer=unsafe_single_writer, sources=sources)
 
-    @property
-    def fenced(self) -> bool:
-        """Whether a newer session was seen. Never becomes False again."""
-        return self._fenced_by is not None
-
     def use_store(self, store: Store) -> None:
         """Continue through another connection to the same root (the caller compared root ids)."""
         with self._lock:

@@ -264,11 +264,6 @@ class LogWriter:
         """The log of the root, to read from."""
         return self._appender.log
 
-    @property
-    def unsettled(self) -> Record | None:
-        """The record whose outcome is unknown, None when everything is settled."""
-        return self._appender.pending
-
     def settle(self) -> Settled | None:
         """Find out the outcome of the unsettled record. Raises OutcomeUnknown while it is not
         known.

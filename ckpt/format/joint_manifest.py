@@ -292,11 +292,6 @@ def differing_values(rest: JointRest) -> list[str]:
     return texts_of_values(of_ranks, rest.values)
 
 
-def warnings_of(rest: JointRest) -> list[list[str]]:
-    """The warnings of the ranks, each list of them once."""
-    return [json.loads(group.data)[1] for group in rest.texts]
-
-
 def _digests_of(texts: bytes) -> dict[str, int]:
     digests: dict[str, int] = json.loads(texts)[0]
     return digests

@@ -9,7 +9,7 @@ import logging
 import secrets
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -123,11 +123,17 @@ def load_state(
         try:
             with recorder.span("manifest"):
                 nbytes_max = options.metadata_bytes_max
-                prefix, manifest = broadcast_manifest(store, world, step, attempt, nbytes_max)
-            report = _fill(state, store, world, (prefix, manifest), (options, recorder))
-            return replace(report, spans=recorder.spans(), counters=recorder.counters())
+                located = broadcast_manifest(store, world, step, attempt, nbytes_max)
+            return load_located(
+                state,
+                store=store,
+                world=world,
+                located=located,
+                options=options,
+                recorder=recorder,
+            )
         except LoadInterrupted as interrupted:
-            header = manifest.header
+            header = located[1].header
             if not _was_retired(store, world, header.attempt):
                 raise
             # Only the latest may be replaced by a newer one: a checkpoint that was requested by
@@ -150,23 +156,6 @@ def load_state(
     raise last
 
 
-def load_located(
-    state: Any,
-    *,
-    store: Store,
-    world: World,
-    located: tuple[str, Manifest],
-    options: LoadOptions,
-    origins: Origins,
-) -> LoadReport:
-    """Fill `state` from the checkpoint with this prefix and manifest, the same on all ranks, whose
-    files `store` has, or `origins`. Collective; raises like `load_state`.
-    """
-    recorder = Recorder()
-    report = _fill(state, store, world, located, (options, recorder), origins)
-    return replace(report, spans=recorder.spans(), counters=recorder.counters())
-
-
 def _was_retired(store: Store, world: World, attempt: str) -> bool:
     """Whether the log no longer has `attempt`. The coordinator reads it; False when it cannot."""
     answer = b""
@@ -181,17 +170,22 @@ def _was_retired(store: Store, world: World, attempt: str) -> bool:
         return False  # a rank is dead, and that interrupted the load
 
 
-def _fill(
+def load_located(
     state: Any,
+    *,
     store: Store,
     world: World,
     located: tuple[str, Manifest],
-    how: tuple[LoadOptions, Recorder],
+    options: LoadOptions,
     origins: Origins | None = None,
+    recorder: Recorder | None = None,
 ) -> LoadReport:
+    """Fill `state` from the checkpoint with this prefix and manifest, the same on all ranks, whose
+    files `store` has, or `origins`. Collective; raises like `load_state`.
+    """
     prefix, manifest = located
     origins = origins or Origins(tuple(range(world.size)), {})
-    options, recorder = how
+    recorder = recorder or Recorder()
     header = manifest.header
     path = f"{store.url.rstrip('/')}/{prefix}".rstrip("/")
     where = f"{path} (step {header.step}, {header.attempt})"
@@ -245,7 +239,9 @@ def _fill(
         loaded,
         reader.nbytes_read + nbytes_away,
         reader.nbytes_cached,
-        warnings=warnings,
+        recorder.spans(),
+        recorder.counters(),
+        warnings,
     )
 
 

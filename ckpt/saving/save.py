@@ -32,7 +32,7 @@ from ckpt.errors import (
     SaveDropped,
 )
 from ckpt.format.datafile import BLOCK_BYTES
-from ckpt.format.joint_manifest import differing_values, warnings_of
+from ckpt.format.joint_manifest import differing_values
 from ckpt.format.manifest import REFERENCES, SINCE_FULL, Header, Manifest
 from ckpt.format.manifest_codec import Encoded
 from ckpt.format.part import Part
@@ -59,7 +59,6 @@ from ckpt.saving.task import (
     files_of,
     gather_joint_parts,
     header_of,
-    modules_of,
     part_of,
     refuse_other_names,
     texts_of,
@@ -329,7 +328,11 @@ def _commit_received(
     problems += drifted if task.options.replicas == "strict" else []
     if problems:
         return _Committed({"problems": problems})
-    warnings = [*task.memory.differing, *drifted, *_unchanged(warnings_of(rest))]
+    warnings = [
+        *task.memory.differing,
+        *drifted,
+        *_unchanged([json.loads(group.data)[1] for group in rest.texts]),
+    ]
     with task.recorder.span("manifest"):
         encoded, own_nbytes, nbytes, others = received.all.table.manifest(header, rest)
         commit = _create_manifest(task.store, header, encoded, own_nbytes, others)
@@ -508,7 +511,10 @@ def _save_once(state: Any, task: SaveTask) -> SaveReport:
         refuse_other_names(contents, task)
         return write_sources(contents.plan.sources, contents, attempt, task, digests)
 
-    modules = () if isinstance(contents, Exception) else modules_of(contents, task)
+    modules: Sequence[str] = ()
+    if not isinstance(contents, Exception):  # of all ranks, as far as they know them
+        holders = task.memory.holders
+        modules = (holders.modules if holders else ()) or contents.modules
     return publish(task, lambda: modules, write)
 
 

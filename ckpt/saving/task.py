@@ -356,12 +356,6 @@ def texts_of(contents: Contents, task: SaveTask) -> PartTexts:
     return PartTexts.of(flat.aliases, flat.values, flat.per_rank, sends=sends)
 
 
-def modules_of(contents: Contents, task: SaveTask) -> tuple[str, ...]:
-    """The paths of the modules of all ranks' states, as far as the ranks know them."""
-    holders = task.memory.holders
-    return contents.modules if holders is None else holders.modules or contents.modules
-
-
 def refuse_other_names(contents: Contents, task: SaveTask) -> None:
     """Raises NamesChanged unless the other ranks know the names of what this one holds, and
     InvalidState where there are no other ranks and a stage is missing.

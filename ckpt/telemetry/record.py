@@ -128,11 +128,6 @@ class Telemetry(_TelemetryModel):
             raise ValueError("rows have different numbers of phases")
         return self
 
-    def without_rows(self) -> Telemetry:
-        """The same without what each rank did."""
-        none: dict[str, list[Any]] = {name: [] for name in ("started_us", "took_us", "nbytes")}
-        return self.model_copy(update={**none, "blocked_us": [], "retries": []})
-
 
 def encode_telemetry(telemetry: Telemetry) -> bytes:
     """JSON in UTF-8. Raises ValueError when it is larger than a reader accepts."""
@@ -450,7 +445,8 @@ def read_telemetry(
         if budget is None:
             return decode_telemetry(data)
         with budget.using(telemetry_memory(data), key):
-            return decode_telemetry(data).without_rows()
+            rows = ("started_us", "took_us", "nbytes", "blocked_us", "retries")
+            return decode_telemetry(data).model_copy(update={name: [] for name in rows})
     except KeyNotFoundError:
         return None
     except (CheckpointError, OSError) as error:

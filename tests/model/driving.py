@@ -351,10 +351,10 @@ class Driven:
         session, job = self.sessions[name], model.jobs[name]
         if job.stalled is not None:
             return []  # cut off in the middle of a call
-        here = (session.epoch, session.fenced, session.unsettled is not None)
+        is_fenced, pending = session._fenced_by is not None, session._appender.pending
+        here = (session.epoch, is_fenced, pending is not None)
         there = (job.epoch, job.fenced, job.pending != NONE)
         problems = [] if here == there else [f"{name}: {here}, the model says {there}"]
-        pending = session.unsettled
         if pending is not None and not self._is_same(pending, record_of(job.pending)):
             problems.append(f"{name} waits for {pending}, the model for {record_of(job.pending)}")
         left = {self.names[attempt] for attempt in job.leftovers}

@@ -111,7 +111,7 @@ READING = (
     Mutant(
         "the memory of a log goes back to an older record",
         _LOG,
-        "if self._end is None or end.state.slot > self._end.state.slot:",
+        "if self._end is None or end.slot > self._end.slot:",
         "if True:",
         test="tests/protocol/test_places.py::test_the_memory_of_a_log_never_goes_back",
     ),
@@ -438,7 +438,7 @@ SESSIONS = (
     Mutant(
         "a store is believed to refuse a second writer",
         _CLAIM,
-        "if not _create_format(store, encode_format(root), Sources(), limits):",
+        "if not _create_format(store, encode_format(root), sources):",
         "if True:",
         test="tests/protocol/test_session.py::test_store_that_cannot_refuse_a_second_writer_is_refused",
     ),

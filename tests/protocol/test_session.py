@@ -119,7 +119,7 @@ def test_older_session_is_fenced_for_ever_and_deletes_nothing() -> None:
     ):
         with pytest.raises(Fenced, match=r"epoch 2.*epoch 1"):
             action()
-    assert zombie.fenced and keys(store, "steps/") == before
+    assert zombie._fenced_by is not None and keys(store, "steps/") == before
     assert [r.kind for r in Log(store).history()] == ["CLAIM", "COMMIT", "COMMIT", "CLAIM"]
 
 
@@ -138,15 +138,15 @@ def test_unanswered_commit_is_unknown_until_the_same_slot_answers() -> None:
     store.script = ["late", "lost", "lost"]
     with pytest.raises(OutcomeUnknown, match="COMMIT of e000001"):
         save(session, 1)
-    first_attempt = session.unsettled
+    first_attempt = session._appender.pending
     assert first_attempt is not None
     store.script = ["lost"] * 3
     with pytest.raises(OutcomeUnknown):
         save(session, 2)
-    second_attempt = session.unsettled
+    second_attempt = session._appender.pending
     settled = session.settle()
     assert settled is not None and settled.landed and settled.record == second_attempt
-    assert session.unsettled is None and session.settle() is None
+    assert session._appender.pending is None and session.settle() is None
     assert [e.step for e in Log(store).state().live] == [1]
 
 
@@ -178,7 +178,7 @@ def test_definite_failure_leaves_nothing_unsettled(order: str, error: type[Excep
     with pytest.raises(error):
         save(session, 1)
     store.script = []
-    assert session.unsettled is None
+    assert session._appender.pending is None
     assert save(session, 2).step == 2
 
 
@@ -209,7 +209,7 @@ def test_definite_failure_after_an_unanswered_try_settles_nothing() -> None:
     store.script = ["late", "full"]
     with pytest.raises(OutcomeUnknown):
         save(session, 1)
-    assert session.unsettled is not None
+    assert session._appender.pending is not None
 
 
 def test_a_taken_slot_that_cannot_be_read_stays_unsettled() -> None:
@@ -346,7 +346,7 @@ def test_an_unanswered_commit_stays_unsettled_while_the_store_refuses() -> None:
     for _ in range(2):
         with pytest.raises(OutcomeUnknown):
             session.discard(attempt, step=1)
-        assert session.unsettled is not None and keys(store) == before
+        assert session._appender.pending is not None and keys(store) == before
 
 
 def test_a_copy_whose_commit_got_no_answer_is_committed_once() -> None:
@@ -385,7 +385,7 @@ def test_referenced_attempt_is_kept_and_a_retired_reference_drops_the_commit() -
     keeper.retire(other.attempt)
     with pytest.raises(ReferenceRetired, match=other.attempt):
         save(session, 4, references=(other.attempt,))
-    assert session.unsettled is None
+    assert session._appender.pending is None
 
 
 def test_save_under_way_is_not_deleted_as_retired() -> None:
@@ -581,7 +581,7 @@ def test_a_metric_may_be_any_number_and_a_record_that_cannot_be_read_is_never_se
     ):
         with pytest.raises(CheckpointError):
             session.commit(bad)
-    assert Log(session.store).state() == before and session.unsettled is None
+    assert Log(session.store).state() == before and session._appender.pending is None
 
 
 def test_registry_claims_once_and_stays_fenced() -> None:

@@ -93,7 +93,7 @@ ONE_FILE_EACH = {
     "pydantic": (
         "ckpt/format/manifest.py",
         "ckpt/format/manifest_codec.py",
-        "ckpt/format/object_parts.py",
+        "ckpt/format/datafile_index.py",
         "ckpt/telemetry/record.py",
     ),
     "rich": ("ckpt/screens/terminal.py", "ckpt/screens/watching.py"),

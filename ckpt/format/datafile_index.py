@@ -1,4 +1,5 @@
-"""Reading the header of a data file: the way back from bytes to chunks when a manifest is lost.
+"""Data files, opened: the way back from bytes to chunks when a manifest is lost, or was never made.
+It is built then of what they say, as of the parts of a save.
 
 The bytes come from a disk or a network that may have changed them, so every field is validated
 against the file's length and against what a writer of this library would have written.
@@ -10,26 +11,48 @@ import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+from pydantic import ValidationError
 
 from ckpt.errors import Corrupt, UnsupportedFormat
-from ckpt.format.checksum import Seal, block_count, crc32c, seal_of
+from ckpt.format.checksum import (
+    DIGEST_NBYTES,
+    BlockChecksums,
+    Digests,
+    Seal,
+    block_count,
+    crc32c,
+    digests_from,
+    no_digests,
+    once_more,
+    raising_corrupt,
+    seal_of,
+)
+from ckpt.format.codec import decode_values
 from ckpt.format.datafile import (
     CHECKSUM_MAGIC,
     CHECKSUMS,
+    DIGESTS,
     HEADER_BYTES_MAX,
     NDIM_MAX,
+    PER_RANK,
+    VALUES,
     VERSION,
     StoredChunk,
     entry_name,
     entry_parts,
     parse_entry_name,
 )
+from ckpt.format.manifest import Header, Manifest, parse_reference
+from ckpt.format.object_parts import FileRange
+from ckpt.format.part import FileColumns, Part, PartTexts, TensorRecord, part_of_files
 from ckpt.layout.dtypes import NATIVE_BY_CODE
 from ckpt.layout.region import Shape, whole
+from storage import ShortReadError, Store
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -279,3 +302,288 @@ def _read_checksums(
     if int(words[1]) != crc32c(header):
         raise Corrupt("the header does not match its checksum")
     return words
+
+
+class FileDescription(NamedTuple):
+    """What a data file states about its place in its checkpoint."""
+
+    header: Header
+    rank: int
+    file_index: int
+    file_count: int
+    empty_tensors: tuple[TensorRecord, ...]
+    aliases: dict[str, str]
+    references: tuple[FileRange, ...]
+
+
+def describe_file(index: DataFileIndex) -> FileDescription:
+    """What a data file states about its place in its checkpoint. Raises Corrupt naming the
+    field.
+    """
+    metadata = index.metadata
+    try:
+        header = Header.model_validate_json(metadata["ckpt.header"])
+        index_in_rank, count = (int(number) for number in metadata["ckpt.file"].split("/"))
+        rank = int(metadata["ckpt.rank"])
+        empty = [_tensor_info(row) for row in json.loads(metadata.get("ckpt.empty", "[]"))]
+        aliases = json.loads(metadata.get("ckpt.aliases", "{}"))
+        ranges = [_file_range(row) for row in json.loads(metadata.get("ckpt.references", "[]"))]
+    except (KeyError, TypeError, ValueError, RecursionError, ValidationError) as error:
+        raise Corrupt(f"__metadata__ of a data file is not readable: {error!r:.200}") from error
+    strings = isinstance(aliases, dict) and all(isinstance(name, str) for name in aliases.values())
+    if not (0 <= index_in_rank < count and 0 <= rank < header.world_size and strings):
+        raise Corrupt(
+            f"__metadata__: file {index_in_rank} of {count} of rank {rank} is not possible"
+        )
+    return FileDescription(header, rank, index_in_rank, count, tuple(empty), aliases, tuple(ranges))
+
+
+def _tensor_info(row: Any) -> TensorRecord:
+    fqn, dtype, shape, kind = row
+    sizes = all(type(size) is int and 0 <= size < 1 << 62 for size in shape)
+    if not (isinstance(fqn, str) and isinstance(dtype, str) and sizes and 0 in shape):
+        raise ValueError(f"{row!r:.100} is not a tensor without elements")
+    if type(kind) is not int or not 0 <= kind <= 15:
+        raise ValueError(f"{kind!r:.20} is not a kind")
+    return TensorRecord(fqn, dtype, tuple(shape), kind)
+
+
+def _file_range(row: Any) -> FileRange:
+    file, start, stop = row
+    if not isinstance(file, str) or parse_reference(file) is None:
+        raise ValueError(f"{file!r:.200} is not a data file of another attempt")
+    if type(start) is not int or type(stop) is not int or not 0 <= start < stop < 1 << 62:
+        raise ValueError(f"{start!r:.30} to {stop!r:.30} is not a range of bytes")
+    return FileRange(file, start, stop)
+
+
+READ_NBYTES = 8 << 20
+
+
+def read_into(
+    store: Store, key: str, start: int, buffers: Sequence[memoryview], *, direct: bool = False
+) -> None:
+    """`get_into` of a data file. Raises Corrupt when the file ends too early, or is encoded and
+    damaged.
+    """
+    try:
+        with raising_corrupt():
+            (store.get_direct_into if direct else store.get_into)(key, start, buffers)
+    except ShortReadError as error:
+        raise Corrupt(
+            f"{error}: the file was cut. Load an older step, or restore this file from a copy."
+        ) from error
+
+
+def read_bytes(store: Store, key: str, start: int, stop: int) -> bytes:
+    """Bytes `start` to `stop` of a data file. Raises Corrupt when the file ends too early."""
+    data = bytearray(stop - start)
+    if data:
+        read_into(store, key, start, [memoryview(data)])
+    return bytes(data)
+
+
+def index_of(store: Store, key: str, nbytes: int, header_nbytes: int = 0) -> DataFileIndex:
+    """The index in a data file's header. `header_nbytes`, where they are known, are read at once.
+
+    Raises Corrupt, UnsupportedFormat, the store's errors.
+    """
+
+    def index() -> DataFileIndex:
+        head = read_bytes(store, key, 0, header_nbytes)
+
+        def read(start: int, stop: int) -> bytes:
+            return head[start:stop] if stop <= len(head) else read_bytes(store, key, start, stop)
+
+        return read_data_file_index(read, nbytes, name=f"{store.url}/{key}")
+
+    return once_more(index)
+
+
+def check_seal(actual: Seal, expected: Seal, where: str) -> None:
+    """Raises Corrupt, naming the file, unless its checksum table is the one of the manifest."""
+    if actual != expected:
+        raise Corrupt(
+            f"{where}: its checksums ({actual.nbytes} bytes) are not those that MANIFEST has the "
+            f"digest of ({expected.nbytes} bytes): they were changed, or the file belongs to "
+            "another checkpoint. Load an older step, or restore this file from a copy."
+        )
+
+
+def check_table(table: bytes | memoryview, expected: Seal, where: str) -> None:
+    """Raises Corrupt, naming the file, unless `table` has this seal."""
+    check_seal(seal_of(table), expected, where)
+
+
+def check_blocks(store: Store, key: str, index: DataFileIndex) -> None:
+    """Read all chunks of a data file. Raises Corrupt unless each block matches its checksum."""
+    ends: list[int] = []
+    chunks_nbytes = 0
+    for chunk in index.chunks:
+        begin, chunks_nbytes = chunks_nbytes, chunks_nbytes + chunk.nbytes
+        ends += range(begin + index.block_bytes, chunks_nbytes, index.block_bytes)
+        ends += [chunks_nbytes] if chunk.nbytes else []
+    sums = BlockChecksums(ends)
+    first = len(index.header)  # the chunks follow it, one right after the other
+    buffer = memoryview(bytearray(min(READ_NBYTES, chunks_nbytes)))
+    for start in range(0, chunks_nbytes, READ_NBYTES):
+        run = buffer[: min(READ_NBYTES, chunks_nbytes - start)]
+        read_into(store, key, first + start, [run])
+        sums.add(run)
+    damaged = np.flatnonzero(sums.result() != index.checksums)
+    if len(damaged):
+        chunk = index.chunks[int(np.searchsorted(index.first_block, damaged[0], side="right")) - 1]
+        raise Corrupt(
+            f"{store.url}/{key}: {len(damaged)} of {len(ends)} blocks do not match their "
+            f"checksums, the first one of {chunk.fqn!r}"
+        )
+
+
+def extra_of(store: Store, key: str, index: DataFileIndex, extra: str) -> bytes:
+    """The bytes of a reserved tensor. Raises Corrupt unless they match their checksum."""
+    start, nbytes = index.extras[extra]
+
+    def read() -> bytes:
+        data = read_bytes(store, key, start, start + nbytes)
+        if crc32c(data) != index.extra_checksums[extra]:
+            raise Corrupt(f"{key}: {extra} does not match its checksum")
+        return data
+
+    return once_more(read)
+
+
+class StoredSums(NamedTuple):
+    """What a data file says of its chunks' bytes: its index, and a digest per chunk."""
+
+    described: DataFileIndex
+    digests: Digests
+
+
+def stored_sums(store: Store, key: str, manifest: Manifest, file: int) -> StoredSums | None:
+    """What data file number `file` of a manifest, at `key`, says of its chunks; None without
+    digests. Raises Corrupt unless it is the file that the manifest has the seal of, and the store's
+    errors.
+    """
+    nbytes, header_nbytes = int(manifest.file_nbytes[file]), int(manifest.file_data_start[file])
+    index = index_of(store, key, nbytes, header_nbytes)
+    check_seal(index.seal, manifest.seals.of_file(file), f"{store.url}/{key}")
+    if DIGESTS not in index.extras:
+        return None
+    return StoredSums(index, digests_in(key, index, extra_of(store, key, index, DIGESTS)))
+
+
+def digests_in(key: str, index: DataFileIndex, data: bytes | None) -> Digests:
+    """A row per chunk of what the reserved tensor of digests holds; no rows without one."""
+    if data is None:
+        return no_digests()
+    if len(data) != DIGEST_NBYTES * len(index.chunks):
+        raise Corrupt(f"{key}: {DIGESTS} has {len(data)} bytes for {len(index.chunks)} chunks")
+    return digests_from(data)
+
+
+class OpenedFile(NamedTuple):
+    """A data file of which everything but the bytes of its chunks was read and checked.
+
+    `referenced` are chunks that its rank has in files of other attempts.
+    """
+
+    name: str
+    described: DataFileIndex
+    place: FileDescription
+    values: bytes
+    per_rank: bytes
+    digests: Digests
+    referenced: tuple[FileColumns, ...] = ()
+
+
+def open_file(store: Store, key: str, name: str, nbytes: int) -> OpenedFile:
+    """Open a data file of `nbytes`, called `name` in its checkpoint.
+
+    Raises Corrupt, UnsupportedFormat, the store's errors.
+    """
+    index, place = open_index(store, key, nbytes)
+    extras = {extra: extra_of(store, key, index, extra) for extra in index.extras}
+    for extra in (VALUES, PER_RANK):
+        # Raises Corrupt: a manifest with values that nothing can decode would load nowhere.
+        if extra in extras:
+            decode_values(extras[extra])
+    return OpenedFile(
+        name,
+        index,
+        place,
+        extras.get(VALUES, b""),
+        extras.get(PER_RANK, b""),
+        digests_in(key, index, extras.get(DIGESTS)),
+    )
+
+
+def open_index(store: Store, key: str, nbytes: int) -> tuple[DataFileIndex, FileDescription]:
+    """The index of a data file, and what it states about its place. Raises like `open_file`."""
+    index = read_data_file_index(partial(read_bytes, store, key), nbytes, name=key)
+    try:
+        place = describe_file(index)
+    except Corrupt as error:
+        raise Corrupt(f"{key}: {error}") from error
+    if place.header.block_bytes != index.block_bytes:
+        raise Corrupt(f"{key}: block_bytes {index.block_bytes}, header {place.header.block_bytes}")
+    return index, place
+
+
+def files_by_rank(files: Sequence[OpenedFile]) -> dict[int, list[OpenedFile]]:
+    """The files of each rank, in their order."""
+    ranks: dict[int, list[OpenedFile]] = {}
+    for file in sorted(files, key=lambda file: (file.place.rank, file.place.file_index)):
+        ranks.setdefault(file.place.rank, []).append(file)
+    return ranks
+
+
+def contradictions(files: Sequence[OpenedFile]) -> list[str]:
+    """Files of different attempts, or two files for one place."""
+    problems = []
+    has_digests = any(len(file.digests) or file.referenced for file in files)
+    for rank, own in files_by_rank(files).items():
+        places: dict[int, str] = {}
+        for file in own:
+            if file.place.header != files[0].place.header:
+                problems.append(f"{file.name}: its header differs from that of {files[0].name}")
+            if file.place.file_count != own[0].place.file_count:
+                problems.append(
+                    f"{file.name}: differs from {own[0].name} in how many files there are"
+                )
+            if bool(len(file.digests)) != has_digests and file.described.chunks:
+                problems.append(
+                    f"{file.name}: has digests of its chunks, or lacks them, unlike others"
+                )
+            other = places.setdefault(file.place.file_index, file.name)
+            if other != file.name:
+                problems.append(f"{file.name}: is the same file of rank {rank} as {other}")
+    return problems
+
+
+def part_of_rank(rank: int, files: Sequence[OpenedFile]) -> Part:
+    """What a rank would have sent to the coordinator, as far as the manifest needs it."""
+    infos: dict[str, TensorRecord] = {}
+    shared = [columns for file in files for columns in file.referenced]
+    for chunks in (*(file.described.chunks for file in files), *(file.chunks for file in shared)):
+        for chunk in chunks:
+            info = TensorRecord(chunk.fqn, chunk.dtype, chunk.global_shape, chunk.kind)
+            if infos.setdefault(chunk.fqn, info) != info:
+                raise Corrupt(f"{chunk.fqn}: described as {info} and as {infos[chunk.fqn]}")
+    for info in files[0].place.empty_tensors:
+        infos.setdefault(info.fqn, info)
+    columns = [
+        FileColumns(
+            name=file.name,
+            nbytes=file.described.nbytes,
+            data_start=len(file.described.header),
+            chunks=file.described.chunks,
+            offsets=file.described.offsets,
+            block_counts=np.diff(file.described.first_block),
+            checksums=file.described.checksums,
+            digests=file.digests,
+            seal=file.described.seal,
+        )
+        for file in files
+    ]
+    texts = PartTexts(files[0].place.aliases, files[0].values, per_rank=files[0].per_rank)
+    return part_of_files([*columns, *shared], rank=rank, tensors=list(infos.values()), texts=texts)

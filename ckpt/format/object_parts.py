@@ -27,9 +27,7 @@ from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import numpy as np
 import numpy.typing as npt
-from pydantic import ValidationError
 
-from ckpt.errors import Corrupt
 from ckpt.format.checksum import BlockChecksums, Digests, Seal, digests_from, seal_of
 from ckpt.format.datafile import (
     ALIGNMENT,
@@ -41,8 +39,7 @@ from ckpt.format.datafile import (
     checksum_tensor,
     layout_data_file,
 )
-from ckpt.format.datafile_index import DataFileIndex
-from ckpt.format.manifest import Header, parse_reference
+from ckpt.format.manifest import Header
 from ckpt.format.part import FileColumns, PartTexts, TensorRecord
 from ckpt.layout.buffers import aligned_buffer
 from storage import ObjectWriter, Store
@@ -64,59 +61,6 @@ class FileRange(NamedTuple):
     file: str
     start: int
     stop: int
-
-
-class FileDescription(NamedTuple):
-    """What a data file states about its place in its checkpoint."""
-
-    header: Header
-    rank: int
-    file_index: int
-    file_count: int
-    empty_tensors: tuple[TensorRecord, ...]
-    aliases: dict[str, str]
-    references: tuple[FileRange, ...]
-
-
-def describe_file(index: DataFileIndex) -> FileDescription:
-    """What a data file states about its place in its checkpoint. Raises Corrupt naming the
-    field.
-    """
-    metadata = index.metadata
-    try:
-        header = Header.model_validate_json(metadata["ckpt.header"])
-        index_in_rank, count = (int(number) for number in metadata["ckpt.file"].split("/"))
-        rank = int(metadata["ckpt.rank"])
-        empty = [_tensor_info(row) for row in json.loads(metadata.get("ckpt.empty", "[]"))]
-        aliases = json.loads(metadata.get("ckpt.aliases", "{}"))
-        ranges = [_file_range(row) for row in json.loads(metadata.get("ckpt.references", "[]"))]
-    except (KeyError, TypeError, ValueError, RecursionError, ValidationError) as error:
-        raise Corrupt(f"__metadata__ of a data file is not readable: {error!r:.200}") from error
-    strings = isinstance(aliases, dict) and all(isinstance(name, str) for name in aliases.values())
-    if not (0 <= index_in_rank < count and 0 <= rank < header.world_size and strings):
-        raise Corrupt(
-            f"__metadata__: file {index_in_rank} of {count} of rank {rank} is not possible"
-        )
-    return FileDescription(header, rank, index_in_rank, count, tuple(empty), aliases, tuple(ranges))
-
-
-def _tensor_info(row: Any) -> TensorRecord:
-    fqn, dtype, shape, kind = row
-    sizes = all(type(size) is int and 0 <= size < 1 << 62 for size in shape)
-    if not (isinstance(fqn, str) and isinstance(dtype, str) and sizes and 0 in shape):
-        raise ValueError(f"{row!r:.100} is not a tensor without elements")
-    if type(kind) is not int or not 0 <= kind <= 15:
-        raise ValueError(f"{kind!r:.20} is not a kind")
-    return TensorRecord(fqn, dtype, tuple(shape), kind)
-
-
-def _file_range(row: Any) -> FileRange:
-    file, start, stop = row
-    if not isinstance(file, str) or parse_reference(file) is None:
-        raise ValueError(f"{file!r:.200} is not a data file of another attempt")
-    if type(start) is not int or type(stop) is not int or not 0 <= start < stop < 1 << 62:
-        raise ValueError(f"{start!r:.30} to {stop!r:.30} is not a range of bytes")
-    return FileRange(file, start, stop)
 
 
 def _json(value: Any) -> str:

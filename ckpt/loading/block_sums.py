@@ -20,9 +20,14 @@ from ckpt.commit.locate import file_keys
 from ckpt.errors import Corrupt
 from ckpt.format.checksum import Uint32s, crc32c_of_each, once_more
 from ckpt.format.columns import Ints
-from ckpt.format.datafile_index import DataFileIndex, read_data_file_index
+from ckpt.format.datafile_index import (
+    DataFileIndex,
+    check_seal,
+    check_table,
+    read_data_file_index,
+    read_into,
+)
 from ckpt.format.manifest import Int64s, Manifest, is_reference
-from ckpt.format.stored_index import check_seal, check_table, read_into
 from ckpt.loading.cache import BlockCache
 from storage import Store
 from storage.forks import ForkSafeLock

@@ -22,7 +22,7 @@ from ckpt.errors import (
     RankFailed,
 )
 from ckpt.format.codec import decode_values
-from ckpt.format.contradictions import is_groups
+from ckpt.format.joint_manifest import is_groups
 from ckpt.format.manifest import Manifest, MetadataBudget
 from ckpt.layout.dtypes import torch_dtype
 from ckpt.layout.kind import Kind

@@ -29,7 +29,7 @@ import torch
 
 from ckpt.errors import Corrupt
 from ckpt.format.checksum import Uint32s, once_more
-from ckpt.format.stored_index import read_into
+from ckpt.format.datafile_index import read_into
 from ckpt.layout.buffers import address_of, bytes_at, copy_bytes, scatter_bytes
 from ckpt.layout.memory import CallersStreams, devices_of, narrowed, tensor_over
 from ckpt.layout.region import row_major_strides

@@ -27,8 +27,8 @@ from ckpt.commit.locate import file_key
 from ckpt.commit.names import step_prefix
 from ckpt.errors import CheckpointError
 from ckpt.format.checksum import is_outage
+from ckpt.format.datafile_index import StoredSums, stored_sums
 from ckpt.format.manifest import SINCE_FULL, BoxTable, Manifest, is_reference, reference_to
-from ckpt.format.stored_index import StoredSums, stored_sums
 from ckpt.layout.kind import Kind
 from ckpt.layout.memory import is_accelerator, local_view
 from ckpt.layout.piece import Holding, Piece

@@ -16,11 +16,11 @@ from typing import Any
 from ckpt.api import read_path
 from ckpt.commit.lines import ResumePoint
 from ckpt.errors import CheckpointError, Corrupt, InvalidState, LoadInterrupted, Mismatch
+from ckpt.format.datafile_index import part_of_rank
 from ckpt.format.joint_codec import decode_part, encode_part
 from ckpt.format.joint_manifest import build_manifest
 from ckpt.format.manifest import Header, Manifest, unlimited
 from ckpt.format.manifest_codec import decode_manifest
-from ckpt.format.stored_index import part_of_rank
 from ckpt.layout.memory import gc_paused
 from ckpt.loading.exchange import Origins
 from ckpt.loading.load import LoadOptions, LoadReport, load_located

@@ -21,7 +21,7 @@ from collections.abc import Collection, Iterator
 from ckpt.commit.names import STEPS_PREFIX, attempt_epoch, parse_step_key
 from ckpt.errors import CheckpointError, Corrupt, Fenced, NoCheckpoint
 from ckpt.format.checksum import is_outage, seal_of
-from ckpt.format.stored_index import OpenedFile, check_blocks, contradictions, open_file
+from ckpt.format.datafile_index import OpenedFile, check_blocks, contradictions, open_file
 from ckpt.near.records import (
     NEAR_NBYTES_MAX,
     NearFile,

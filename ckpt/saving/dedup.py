@@ -39,6 +39,7 @@ from ckpt.commit.session import Session
 from ckpt.errors import CheckpointError
 from ckpt.format.checksum import Seal, block_checksums, digest_of, digests_from, is_outage
 from ckpt.format.datafile import StoredChunk
+from ckpt.format.datafile_index import StoredSums, stored_sums
 from ckpt.format.manifest import (
     SINCE_FULL,
     Header,
@@ -52,7 +53,6 @@ from ckpt.format.manifest import (
 from ckpt.format.manifest_codec import decode_manifest
 from ckpt.format.object_parts import FileRange
 from ckpt.format.part import FileColumns, Part
-from ckpt.format.stored_index import StoredSums, stored_sums
 from ckpt.layout.buffers import bytes_at
 from ckpt.layout.dtypes import DTYPES
 from ckpt.layout.memory import is_plain_memory

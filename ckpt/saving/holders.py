@@ -21,7 +21,7 @@ from itertools import chain, pairwise
 from typing import Any, NamedTuple
 
 from ckpt.errors import InvalidState
-from ckpt.format.contradictions import is_groups
+from ckpt.format.joint_manifest import is_groups
 from ckpt.layout.dtypes import dtype_name
 from ckpt.layout.kind import Kind
 from ckpt.layout.piece import Holding, Piece

@@ -27,8 +27,8 @@ import torch
 
 from ckpt.errors import CheckpointError, InvalidState
 from ckpt.format.checksum import crc32c, crc32c_of_each
-from ckpt.format.contradictions import BY_NUMBER, TWO_MODELS, DifferingRegion, texts_of_regions
 from ckpt.format.datafile import region_start
+from ckpt.format.joint_manifest import BY_NUMBER, TWO_MODELS, DifferingRegion, texts_of_regions
 from ckpt.layout.kind import is_numbered
 from ckpt.layout.memory import host_bytes, is_plain_memory, local_view
 from ckpt.layout.piece import Holding, Piece

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 from ckpt.errors import InvalidState, Mismatch
 from ckpt.format.codec import decode_values, encode_values
-from ckpt.format.contradictions import disagreement, or_per_rank
+from ckpt.format.joint_manifest import disagreement, or_per_rank
 from ckpt.layout.assign import is_small_and_agreed
 from ckpt.layout.piece import Holding
 from ckpt.saving.replica_check import digests_of

@@ -35,9 +35,9 @@ from ckpt.commit.records import (
 from ckpt.convert.targets.files import Meter, Progress
 from ckpt.errors import NoCheckpoint
 from ckpt.format.checksum import once_more
+from ckpt.format.datafile_index import check_seal, index_of
 from ckpt.format.manifest import Manifest, MetadataBudget, is_reference
 from ckpt.format.manifest_codec import decode_manifest
-from ckpt.format.stored_index import check_seal, index_of
 from ckpt.loading.checkpoint import Checkpoint
 from ckpt.loading.contents import LocatedCheckpoint
 from ckpt.saving.resumable import begin, end, is_another_file

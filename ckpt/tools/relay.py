@@ -20,10 +20,9 @@ import numpy as np
 from ckpt.errors import Corrupt
 from ckpt.format.checksum import crc32c, joined_crc32c
 from ckpt.format.datafile import CHECKSUM_MAGIC
-from ckpt.format.datafile_index import DataFileIndex
+from ckpt.format.datafile_index import DataFileIndex, index_of, read_into
 from ckpt.format.manifest import Manifest
 from ckpt.format.object_parts import PART_NBYTES, write_filled
-from ckpt.format.stored_index import index_of, read_into
 from ckpt.layout.buffers import aligned_buffer
 from ckpt.saving.resumable import is_written
 from ckpt.short import ShortRecord

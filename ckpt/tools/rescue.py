@@ -21,8 +21,8 @@ from ckpt.commit.names import MANIFEST_NAME
 from ckpt.commit.records import manifest_digest
 from ckpt.commit.writer import Commit
 from ckpt.errors import CheckpointError, Corrupt, InvalidState, NoCheckpoint
+from ckpt.format.datafile_index import OpenedFile, contradictions, part_of_rank
 from ckpt.format.joint_manifest import build_manifest
-from ckpt.format.stored_index import OpenedFile, contradictions, part_of_rank
 from ckpt.near.records import NearRecord
 from ckpt.near.tier import Tier, tiers_in
 from ckpt.short import ShortRecord

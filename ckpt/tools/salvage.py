@@ -19,12 +19,9 @@ from ckpt.commit.names import MANIFEST_NAME, STEPS_PREFIX, parse_step_key
 from ckpt.errors import CheckpointError, Corrupt, InvalidState, NoCheckpoint
 from ckpt.format.checksum import Digests, is_outage, raising_corrupt
 from ckpt.format.datafile import DIGESTS
-from ckpt.format.datafile_index import DataFileIndex
-from ckpt.format.joint_manifest import build_manifest
-from ckpt.format.manifest import Manifest, parse_reference
-from ckpt.format.object_parts import FileDescription, data_file_name
-from ckpt.format.part import FileColumns
-from ckpt.format.stored_index import (
+from ckpt.format.datafile_index import (
+    DataFileIndex,
+    FileDescription,
     OpenedFile,
     contradictions,
     digests_in,
@@ -34,6 +31,10 @@ from ckpt.format.stored_index import (
     open_index,
     part_of_rank,
 )
+from ckpt.format.joint_manifest import build_manifest
+from ckpt.format.manifest import Manifest, parse_reference
+from ckpt.format.object_parts import data_file_name
+from ckpt.format.part import FileColumns
 from ckpt.short import ShortRecord
 from ckpt.tools.relay import check_tiles, tiles_of
 from storage import StoreLike, open_store

@@ -17,9 +17,8 @@ from ckpt.commit.locate import file_key
 from ckpt.errors import Corrupt, UnsupportedFormat
 from ckpt.format.checksum import crc32c_of_each
 from ckpt.format.datafile import DIGESTS
-from ckpt.format.datafile_index import DataFileIndex
+from ckpt.format.datafile_index import DataFileIndex, extra_of, index_of
 from ckpt.format.manifest import Int64s, Manifest, is_reference
-from ckpt.format.stored_index import extra_of, index_of
 from ckpt.layout.buffers import aligned_buffer
 from ckpt.loading.block_sums import BlockSums
 from ckpt.loading.contents import LocatedCheckpoint

@@ -22,9 +22,8 @@ from ckpt.commit.names import MANIFEST_NAME
 from ckpt.commit.session import SessionRegistry, open_session
 from ckpt.convert.targets import files as targets
 from ckpt.format.datafile import PER_RANK, VALUES
-from ckpt.format.datafile_index import read_data_file_index
+from ckpt.format.datafile_index import describe_file, read_data_file_index
 from ckpt.format.manifest_codec import decode_manifest
-from ckpt.format.object_parts import describe_file
 from ckpt.integrations import dcp as dcp_plugin
 from ckpt.integrations.dcp import DcpWriter
 from ckpt.saving.background import Background

@@ -12,9 +12,8 @@ import numpy.typing as npt
 
 from ckpt.format.checksum import block_count, seal_of
 from ckpt.format.codec import encode_values
-from ckpt.format.contradictions import ReplicaDifferences
 from ckpt.format.datafile import StoredChunk, order_key
-from ckpt.format.joint_manifest import ReplicaRegions, differing_values
+from ckpt.format.joint_manifest import ReplicaDifferences, ReplicaRegions, differing_values
 from ckpt.format.manifest import Header, Manifest, int64s
 from ckpt.format.part import (
     FileColumns,

@@ -17,10 +17,9 @@ from ckpt.format.checksum import Digests, digest_of
 from ckpt.format.codec import decode_values
 from ckpt.format.columns import unpack_map
 from ckpt.format.datafile import DIGESTS
-from ckpt.format.datafile_index import DataFileIndex, read_data_file_index
+from ckpt.format.datafile_index import DataFileIndex, digests_in, read_data_file_index
 from ckpt.format.manifest_codec import decode_manifest
 from ckpt.format.part import TensorRecord
-from ckpt.format.stored_index import digests_in
 from ckpt.tools.salvage import salvage
 from storage import open_store
 from tests.format.encoding import encode_manifest

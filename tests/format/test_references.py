@@ -18,11 +18,11 @@ from ckpt.commit.locate import file_key, file_keys
 from ckpt.commit.names import parse_step_key
 from ckpt.errors import Corrupt, NoCheckpoint
 from ckpt.format.columns import pack_ints, pack_map, pack_strings, unpack_map
-from ckpt.format.datafile_index import read_data_file_index
+from ckpt.format.datafile_index import describe_file, read_data_file_index
 from ckpt.format.joint_manifest import build_manifest
 from ckpt.format.manifest import parse_reference, reference_to
 from ckpt.format.manifest_codec import decode_manifest
-from ckpt.format.object_parts import FileRange, describe_file
+from ckpt.format.object_parts import FileRange
 from ckpt.loading.contents import find_checkpoint
 from ckpt.tools.salvage import _chunks_between, salvage
 from storage import open_store

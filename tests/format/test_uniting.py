@@ -11,7 +11,7 @@ import pytest
 
 from ckpt.errors import InvalidState
 from ckpt.format.codec import decode_values, encode_values
-from ckpt.format.contradictions import EncodedValues, united_values
+from ckpt.format.joint_manifest import EncodedValues, united_values
 
 
 def united(*of_ranks: dict[str, Any]) -> dict[str, Any]:

@@ -44,11 +44,10 @@ from ckpt.format.checksum import crc32c
 from ckpt.format.codec import decode_values, encode_values
 from ckpt.format.columns import pack_map, pack_regular, unpack_map, unpack_regular
 from ckpt.format.datafile import CHECKSUMS, parse_entry_name
-from ckpt.format.datafile_index import read_data_file_index
+from ckpt.format.datafile_index import describe_file, read_data_file_index
 from ckpt.format.joint_codec import decode_part, encode_part
 from ckpt.format.manifest import MetadataBudget
 from ckpt.format.manifest_codec import MAGIC, decode_manifest
-from ckpt.format.object_parts import describe_file
 from ckpt.telemetry.record import decode_telemetry
 from ckpt.world.link import Frame, FrameKind, FrameReader
 from storage.errors import StorageError

@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 from ckpt.commit.session import SessionRegistry
-from ckpt.format.stored_index import open_index
+from ckpt.format.datafile_index import open_index
 from ckpt.layout.region import Box, boxes_of
 from ckpt.loading.exchange import ShareLimits
 from ckpt.loading.reader import Reader

@@ -19,9 +19,9 @@ from ckpt.commit.names import attempt_name
 from ckpt.commit.records import LiveEntry
 from ckpt.format.checksum import Seal
 from ckpt.format.datafile import StoredChunk
+from ckpt.format.datafile_index import StoredSums, stored_sums
 from ckpt.format.manifest import Manifest
 from ckpt.format.object_parts import FileRange
-from ckpt.format.stored_index import StoredSums, stored_sums
 from ckpt.layout.region import Box, Span, whole
 from ckpt.saving import dedup
 from ckpt.saving.dedup import (

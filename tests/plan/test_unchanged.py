@@ -15,9 +15,9 @@ import torch
 
 from ckpt.commit.locate import file_key, live_entries, read_manifest
 from ckpt.commit.names import step_prefix
+from ckpt.format.datafile_index import StoredSums, stored_sums
 from ckpt.format.manifest import BoxTable, Manifest
 from ckpt.format.manifest_codec import decode_manifest
-from ckpt.format.stored_index import StoredSums, stored_sums
 from ckpt.loading.swap_load import unchanged_chunks
 from ckpt.saving.task import SaveOptions
 from storage import Store, open_store

@@ -592,7 +592,7 @@ def test_registry_claims_once_and_stays_fenced() -> None:
     claim(MemoryStore(bucket))
     with pytest.raises(Fenced):
         save(registry.session(MemoryStore(bucket)), 1)
-    assert registry.session(MemoryStore(bucket)).fenced
+    assert registry.session(MemoryStore(bucket))._fenced_by is not None
 
 
 def test_ranks_share_one_session() -> None:

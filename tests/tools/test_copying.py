@@ -32,8 +32,8 @@ from ckpt.convert.targets.files import Data, Meter, Output, fill_part
 from ckpt.errors import CheckpointError, Corrupt, NoCheckpoint
 from ckpt.format.checksum import crc32c
 from ckpt.format.datafile import CHECKSUM_MAGIC
+from ckpt.format.datafile_index import index_of
 from ckpt.format.manifest import Manifest
-from ckpt.format.stored_index import index_of
 from ckpt.layout.dtypes import DTYPES
 from ckpt.layout.region import Box, Span, boxes_of, even_part
 from ckpt.loading.checkpoint import Checkpoint

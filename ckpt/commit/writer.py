@@ -13,7 +13,7 @@ from __future__ import annotations
 import logging
 import secrets
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -42,7 +42,7 @@ from storage.errors import (
     TransientError,
 )
 from storage.store import ExclusiveCreate, Store
-from storage.threads import Pool
+from storage.threads import as_done
 
 logger = logging.getLogger(__name__)
 
@@ -97,13 +97,19 @@ def delete_attempt(store: Store, *, step: int, attempt: str) -> int:
     if manifest in keys:
         store.delete(manifest)
     rest = [key for key in keys if key != manifest]
-    # Threads pay off only where several requests can overlap.
-    if len(rest) < 4:
-        for key in rest:
+    errors: list[Exception] = []
+
+    def delete(key: str) -> None:
+        try:
             store.delete(key)
-    else:
-        with Pool(DELETERS, thread_name_prefix="ckpt-delete") as pool:
-            _all_results(pool.submit(store.delete, key).result for key in rest)
+        except Exception as error:
+            errors.append(error)
+
+    # Threads pay off only where several requests can overlap.
+    for _ in as_done(delete, rest, threads=DELETERS if len(rest) > 3 else 0, name="ckpt-delete"):
+        pass
+    if errors:
+        raise errors[0]
     # Uploads that never ended are in no listing, but take space and are paid for.
     store.abort_unfinished(prefix)
     return len(keys)
@@ -198,18 +204,6 @@ def _in_doubt(
         if record.write_id.startswith(MENDED):  # what was whole then is live since
             left = {a: one for a, one in left.items() if attempt_epoch(a) >= record.epoch}
     return tuple(left.values())
-
-
-def _all_results(results: Iterable[Callable[[], None]]) -> None:
-    """Wait for every one, then raise the first failure."""
-    errors: list[Exception] = []
-    for result in list(results):
-        try:
-            result()
-        except Exception as error:
-            errors.append(error)
-    if errors:
-        raise errors[0]
 
 
 class Commit(NamedTuple):

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import difflib
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -262,12 +262,12 @@ class CheckpointContents:
         return tuple(dict(decode_values(data)) for data in self.manifest.per_rank)
 
     @cached_property
-    def _names(self) -> tuple[str, ...]:
-        return tuple(sorted((*self.manifest.fqns, *self.manifest.aliases)))
+    def _names(self) -> dict[str, None]:
+        return dict.fromkeys(sorted((*self.manifest.fqns, *self.manifest.aliases)))
 
     def keys(self) -> tuple[str, ...]:
         """All tensor names, tied ones included, sorted."""
-        return self._names
+        return tuple(self._names)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._names)
@@ -276,7 +276,7 @@ class CheckpointContents:
         return len(self._names)
 
     def __contains__(self, fqn: object) -> bool:
-        return isinstance(fqn, str) and (fqn in self.aliases or self._is_stored(fqn))
+        return isinstance(fqn, str) and fqn in self._names
 
     def info(self, fqn: str) -> TensorInfo:
         """Dtype, shape and kind of a tensor, and where its parts are stored. Raises KeyError."""
@@ -309,13 +309,6 @@ class CheckpointContents:
     def __repr__(self) -> str:
         return f"<Checkpoint step {self.step} of {self.url}: {len(self)} tensors>"
 
-    def _is_stored(self, fqn: str) -> bool:
-        try:
-            self.manifest.index(fqn)
-        except KeyError:
-            return False
-        return True
-
     def _stored(self, fqn: str) -> StoredTensor:
         stored = self.aliases.get(fqn, fqn)
         try:
@@ -335,7 +328,7 @@ class CheckpointContents:
             )
 
 
-def _hint(fqn: str, names: Sequence[str]) -> str:
+def _hint(fqn: str, names: Iterable[str]) -> str:
     tail = fqn.rpartition(".")[2]
     close = [name for name in names if name.endswith(f".{fqn}")]
     if not close:

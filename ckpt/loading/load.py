@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import logging
 import secrets
-import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import reduce
+from operator import and_
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -55,7 +56,6 @@ from ckpt.wings import wing
 from ckpt.world.base import (
     World,
     collectively,
-    decided,
     decided_json,
     from_coordinator,
 )
@@ -342,19 +342,17 @@ def _left_by_all(world: World, catalog: Catalog, mine: Left) -> Left:
     bits = np.zeros(len(numbers), dtype=np.bool_)
     bits[[numbers[name] for name in left if name in numbers]] = True
 
-    def common(every: list[bytes]) -> bytes:
-        packed = [np.frombuffer(zlib.decompress(one), dtype=np.uint8) for one in every]
-        return zlib.compress(np.bitwise_and.reduce(packed).tobytes())
+    def common(every: list[str]) -> str:
+        return f"{reduce(and_, (int(one, 16) for one in every)):x}"
 
-    packed = zlib.compress(np.packbits(bits).tobytes())
-    by_all = zlib.decompress(decided(world, "left", "left by all", packed, common))
-    bits = np.unpackbits(np.frombuffer(by_all, dtype=np.uint8)).astype(np.bool_)
+    packed = np.packbits(bits, bitorder="little").tobytes()[::-1].hex() or "0"
+    by_all = int(decided_json(world, "left", "left by all", packed, common), 16)
 
     # What is not in the checkpoint under this name, because of `rename`, has no number: only this
     # rank can know of it.
     def is_left(fqn: str, param: str) -> bool:
         number = numbers.get((fqn, param))
-        return number is None or bool(bits[number])
+        return number is None or bool(by_all >> number & 1)
 
     return Left(
         [name for name in mine.names if is_left(name, "")],

@@ -221,7 +221,8 @@ def _answer(
             having.setdefault(tensor.fqn, {})[first] = tensor
     members = cache(lambda *firsts: tuple(sorted(chain(*map(kinds.__getitem__, firsts)))))
     for fqn, claims in having.items():
-        problems += _contradictions(fqn, claims, kinds)
+        if len(claims) > 1:
+            problems += _contradictions(fqn, claims, kinds)
         ranks = members(*claims)
         are_shared |= len(ranks) > 1 and any(tensor.is_plain for tensor in claims.values())
         if len(groups := _groups_of(claims, inventories)) > 1:

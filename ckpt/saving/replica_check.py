@@ -232,12 +232,6 @@ class ReplicaSums:
     blocks: dict[Holders, list[Block]]
     sums: dict[Holders, Uint32s] = field(default_factory=dict)
 
-    @property
-    def nbytes(self) -> int:
-        """How much memory is read."""
-        every = (block.view for blocks in self.blocks.values() for block in blocks)
-        return sum(view.numel() * view.element_size() for view in every)
-
     def compute(self) -> None:
         """Read the blocks. Again without effect."""
         for holders, blocks in self.blocks.items():
@@ -255,8 +249,10 @@ def replica_sums(plan: SavePlan, task: SaveTask, *, copied: bool) -> ReplicaSums
         for those in blocks.values():
             those[:] = [block._replace(view=block.view.clone()) for block in those]
     sums = ReplicaSums(is_whole, blocks)
-    if blocks:
-        task.recorder.count("replica_bytes", sums.nbytes)
+    views = [block.view for those in blocks.values() for block in those]
+    if views:
+        nbytes = sum(view.numel() * view.element_size() for view in views)
+        task.recorder.count("replica_bytes", nbytes)
     if copied and is_whole:
         sums.compute()  # not copied, so before the state changes
     return sums

@@ -35,7 +35,8 @@ from ckpt.format.datafile import BLOCK_BYTES
 from ckpt.format.joint_manifest import differing_values
 from ckpt.format.manifest import REFERENCES, SINCE_FULL, Header, Manifest
 from ckpt.format.manifest_codec import Encoded
-from ckpt.format.part import Part
+from ckpt.format.object_parts import DataFile
+from ckpt.format.part import FileColumns, Part
 from ckpt.saving.dedup import NOTHING, Holdings, Referred, decode_base, refer
 from ckpt.saving.holders import inventory_of, report_names
 from ckpt.saving.image import plan_files, write_files
@@ -56,12 +57,10 @@ from ckpt.saving.task import (
     SaveOptions,
     SaveReport,
     SaveTask,
-    files_of,
     gather_joint_parts,
     header_of,
-    part_of,
     refuse_other_names,
-    texts_of,
+    write_part,
 )
 from ckpt.telemetry.record import RankReport, SaveTotals, log_saved, totals_of, write_telemetry
 from ckpt.world.base import collectively, from_coordinator, joined, split
@@ -526,7 +525,7 @@ def write_sources(
     digests: npt.NDArray[np.uint32],
 ) -> Part:
     """Write this rank's `sources`, or refer to them; durable when this returns. `digests` are as
-    for `part_of`.
+    for `write_part`.
     """
     header, recorder, path = attempt.header, task.recorder, task.options.path
     referred: Referred | None = None
@@ -537,20 +536,17 @@ def write_sources(
             referred = refer(sources, attempt.base, previous, header=header, store=task.store)
         sources = referred.sources
         entries = entries_of(sources, path.file_nbytes_max, header.block_bytes)
-    with recorder.span("write", sum(file.nbytes for file in entries)):
-        texts = texts_of(contents, task)
-        files = files_of(entries, contents, texts, header, task, referred)
-        starts = tuple(len(file.layout.header) for file in files)
-        least = task.store.part_nbytes_min
-        key = ("parts", path.part_nbytes, path.file_nbytes_max, least, starts)
-        memo = contents.plan.of_chunks if attempt.base is None else Memo()
-        written = write_files(
-            task.store,
-            step_prefix(header.step, header.attempt),
-            sources,
-            files=files,
-            path=path,
-            plans=memo.once(key, lambda: plan_files(entries, starts, path, least)),
+    memo = contents.plan.of_chunks if attempt.base is None else Memo()
+
+    def write(files: list[DataFile]) -> list[FileColumns]:
+        starts, least = (
+            tuple([len(file.layout.header) for file in files]),
+            task.store.part_nbytes_min,
         )
-    written += referred.division.referenced if referred else ()
-    return part_of(contents, written, texts, digests, task)
+        key = ("parts", path.part_nbytes, path.file_nbytes_max, least, starts)
+        plans = memo.once(key, lambda: plan_files(entries, starts, path, least))
+        prefix = step_prefix(header.step, header.attempt)
+        return write_files(task.store, prefix, sources, files=files, path=path, plans=plans)
+
+    with recorder.span("write", sum(file.nbytes for file in entries)):
+        return write_part(entries, contents, header, task, digests, write, referred)

@@ -23,7 +23,8 @@ import torch
 from ckpt.commit.names import attempt_name, step_prefix
 from ckpt.errors import CheckpointError
 from ckpt.format.datafile import BLOCK_BYTES
-from ckpt.format.part import Part, PartTexts
+from ckpt.format.object_parts import DataFile
+from ckpt.format.part import FileColumns, Part, PartTexts
 from ckpt.layout.buffers import address_of, aligned_buffer, copy_bytes
 from ckpt.layout.kind import Kind
 from ckpt.layout.memory import SideStreams, devices_of, storage_of
@@ -51,8 +52,7 @@ from ckpt.saving.task import (
     SaveTask,
     files_of,
     header_of,
-    part_of,
-    texts_of,
+    write_part,
 )
 from ckpt.state.types import FlatState
 
@@ -210,26 +210,20 @@ class Staged:
                 self._let_steps_pass()
                 give_up()
 
-            with task.recorder.span("write", nbytes):
-                texts = texts_of(self.contents, task)
-                entries = [file.entries for file in self.files]
-                files = files_of(entries, self.contents, texts, header, task)
-                files = placed_files(self.files, files)
-                part_nbytes = self.files[0].part_nbytes
+            def write(planned: list[DataFile]) -> list[FileColumns]:
+                files, part_nbytes = placed_files(self.files, planned), self.files[0].part_nbytes
                 if self.lent is None:
                     parts = self.image.parts(files, between_parts)
                 else:
                     runs = self.image.tensor_bytes()
                     parts = [copied_parts(of_file, part_nbytes, between_parts) for of_file in runs]
-                written = path.write(
-                    task.store,
-                    step_prefix(header.step, header.attempt),
-                    files,
-                    parts,
-                    part_nbytes=part_nbytes,
-                    writers=max(1, path.writers),
-                )
-            part = part_of(self.contents, written, texts, self.digests, task)
+                prefix, writers = step_prefix(header.step, header.attempt), max(1, path.writers)
+                sizes = {"part_nbytes": part_nbytes, "writers": writers}
+                return path.write(task.store, prefix, files, parts, **sizes)
+
+            with task.recorder.span("write", nbytes):
+                entries = [file.entries for file in self.files]
+                part = write_part(entries, self.contents, header, task, self.digests, write)
         if self.lent is None:
             task.recorder.count("step_wait_seconds", self.gate.waited_seconds)
         return part

@@ -345,17 +345,6 @@ def header_of(task: SaveTask, attempt: str, modules: Sequence[str]) -> Header:
     )
 
 
-def texts_of(contents: Contents, task: SaveTask) -> PartTexts:
-    """What this rank's files and its part hold besides tensors."""
-    flat, holders = contents.flat, task.memory.holders
-    sends: Mapping[str, Any] | None = flat.values
-    if task.session.world.size > 1 and holders is not None:
-        sends = {fqn: value for fqn, value in flat.values.items() if fqn in holders.sends}
-    if not sends and task.session.world.rank:
-        sends = None  # the coordinator sends an empty mapping where there are no values
-    return PartTexts.of(flat.aliases, flat.values, flat.per_rank, sends=sends)
-
-
 def refuse_other_names(contents: Contents, task: SaveTask) -> None:
     """Raises NamesChanged unless the other ranks know the names of what this one holds, and
     InvalidState where there are no other ranks and a stage is missing.
@@ -394,17 +383,29 @@ UNCHANGED = "no trainable tensor has changed"
 NONE_HERE = "no trainable tensor is here"
 
 
-def part_of(
+def write_part(
+    entries: Sequence[FileEntries],
     contents: Contents,
-    files: Sequence[FileColumns],
-    texts: PartTexts,
-    digests: Uint32s,
+    header: Header,
     task: SaveTask,
+    digests: Uint32s,
+    write: Callable[[list[DataFile]], list[FileColumns]],
+    referred: Referred | None = None,
 ) -> Part:
-    """What this rank contributes to the manifest, once its files are durable: of these and of other
-    attempts. `digests` are those of `plan.compared`, of the very bytes that are saved.
+    """What this rank contributes to the manifest, once its files are durable, which `write` makes
+    them: of these and of other attempts. `digests` are those of `plan.compared`, of the very bytes
+    that are saved.
     """
-    plan, rank = contents.plan, task.session.world.rank
+    flat, holders, plan = contents.flat, task.memory.holders, contents.plan
+    world, rank = task.session.world, task.session.world.rank
+    sends: Mapping[str, Any] | None = flat.values
+    if world.size > 1 and holders is not None:
+        sends = {fqn: value for fqn, value in flat.values.items() if fqn in holders.sends}
+    if not sends and rank:
+        sends = None  # the coordinator sends an empty mapping where there are no values
+    texts = PartTexts.of(flat.aliases, flat.values, flat.per_rank, sends=sends)
+    files = write(files_of(entries, contents, texts, header, task, referred))
+    files += referred.division.referenced if referred else ()
     texts = texts._replace(replicas=ReplicaColumns(*plan.compared_columns, digests))
     structure = None
     # With digests, or with chunks in files of other attempts, it changes with every save.

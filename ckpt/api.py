@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from datetime import timedelta
+from functools import partial
 from typing import Any, Literal, SupportsIndex, TypeVar
 
 import torch.distributed as dist
@@ -18,21 +19,23 @@ from ckpt.commit.appender import (
     patience_for,
 )
 from ckpt.commit.names import checked_period, line_prefix, plain_float, plain_int
-from ckpt.errors import SaveDropped
+from ckpt.errors import NoCheckpoint, SaveDropped
 from ckpt.layout.memory import gc_paused
 from ckpt.layout.plain import Ranks
 from ckpt.loading.cache import BlockCache
 from ckpt.loading.load import LoadOptions, LoadReport, load_state
 from ckpt.loading.plan import ReadPath
-from ckpt.process import this_process
+from ckpt.process import GroupContext, this_process
 from ckpt.saving.background import PendingSave, Preparation, WhenBusy
 from ckpt.saving.image import Staging, WritePath
 from ckpt.saving.save import flattened, save_state
 from ckpt.saving.staging import LentCopy, Snapshot, buffers_for, stage
 from ckpt.saving.task import SaveOptions, SaveReport, SaveTask
 from ckpt.state.names import GroupOptions
+from ckpt.wings import wing
 from ckpt.world.base import collectively
 from storage import Store, StoreLike, open_store
+from storage.errors import InvalidUrlError
 from storage.hidden import hides_secrets
 from storage.location import child_of, place_on_filesystem
 
@@ -289,7 +292,9 @@ def load(
 ) -> LoadReport:
     """Load the checkpoint of `step`, or the latest, into `state`, in place and bit for bit.
 
-    `url` is a root or one step's directory. The state may be sharded in any other way than the one
+    `url` is a root or one step's directory, or what another library has written: what `ckpt import`
+    takes, where it is, whose bytes nothing verifies; names may have another path in front there, if
+    only one fits. The state may be sharded in any other way than the one
     that was saved. The ranks may hold different things, such as stages: together they have to have
     a place for everything. `strict="state"` takes what the state has from a checkpoint that has
     more, such as one stage from that of a whole model. `strict=False` tolerates missing and
@@ -336,13 +341,6 @@ def load(
         context = this_process.of_group(process_group)
         context.background.wait()
         context.world.begin_call("ckpt.load")
-        store = collectively(context.world, "open", lambda: context.store(url, storage_options))
-        path = read_path(store, io)
-        if cache is not None:
-            kept = collectively(
-                context.world, "cache", lambda: BlockCache(cache, plain_int(cache_bytes_max))
-            )
-            path = replace(path, cache=kept)
         policies = (
             [group_options] if isinstance(group_options, str) else (group_options or {}).values()
         )
@@ -353,23 +351,50 @@ def load(
             rename,
             skip,
             dict(stacks or {}),
-            path,
             new=new,
             group_options=group_options,
             metadata_bytes_max=plain_int(metadata_bytes_max),
         )
-        report = load_state(
-            state,
-            store=store,
-            world=context.world,
-            step=plain_int(step),
-            attempt=attempt,
-            options=options,
-        )
+        try:
+            store = collectively(
+                context.world, "open", lambda: _store_of(context, url, storage_options)
+            )
+            path = read_path(store, io)
+            if cache is not None:
+                kept = collectively(
+                    context.world, "cache", lambda: BlockCache(cache, plain_int(cache_bytes_max))
+                )
+                path = replace(path, cache=kept)
+            report = load_state(
+                state,
+                store=store,
+                world=context.world,
+                step=plain_int(step),
+                attempt=attempt,
+                options=replace(options, path=path),
+            )
+        except NoCheckpoint as error:
+            if step is not None or attempt:
+                raise (error.__cause__ or error) from None
+            path_of = partial(read_path, io=io)
+            of_another: LoadReport = wing("convert.foreign").load_foreign(
+                state, url, error, context.world, options, path_of, storage_options
+            )
+            return of_another
         # Named by the caller, it may be an older one: then later saves begin a new line.
         on_purpose = step is not None or bool(attempt)
         this_process.restored(store, report.attempt, on_purpose=on_purpose)
         return report
+
+
+def _store_of(
+    context: GroupContext, url: StoreLike, storage_options: Mapping[str, Any] | None
+) -> Store:
+    """Raises NoCheckpoint, which all ranks know, where `url` cannot be that of a root."""
+    try:
+        return context.store(url, storage_options)
+    except InvalidUrlError as error:
+        raise NoCheckpoint(str(error)) from error
 
 
 @hides_secrets

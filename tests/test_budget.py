@@ -24,7 +24,7 @@ from sharding import FullyShardedDataParallel, fully_shard
 from tests.ranks import run_ranks
 from tests.test_house import PACKAGES, ROOT, arrows, sources
 
-LINES_MAX = 57_600
+LINES_MAX = 57_900
 
 
 def code_lines(path: Path) -> int:
@@ -96,7 +96,7 @@ def test_a_save_and_a_load_pass_through_so_much(tmp_path: Path) -> None:
     }.items():
         calls = called(call)
         passed[name] = len({path for path, _ in calls}), len(set(calls))
-    most = {"save": (65, 702), "load": (66, 577)}
+    most = {"save": (65, 702), "load": (66, 580)}
     assert all(a <= b for name in most for a, b in zip(passed[name], most[name], strict=True)), (
         passed
     )

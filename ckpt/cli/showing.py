@@ -83,7 +83,8 @@ def _show_tables(
     print(checkpoint.url)
     line = "" if checkpoint.entry is None else f", {line_text(checkpoint.entry.line)}"
     ranks = counted(header.world_size, "rank")
-    print(f"step {header.step}{line}, {ranks}, {date(header.created_unix)}\n")
+    about = f"step {header.step}{line}, {ranks}, {date(header.created_unix)}"
+    print(about if checkpoint.manifest.is_sealed else header.attempt, end="\n\n")
     rows = budget.timed(_rows(checkpoint, names), "tensors")
     show_table(("name", "kind", "dtype", "shape", "size", "stored by"), rows, right=("size",))
     print()

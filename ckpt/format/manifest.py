@@ -316,6 +316,13 @@ class Manifest:
     budget: MetadataBudget = field(default_factory=unlimited, repr=False)
 
     @property
+    def is_sealed(self) -> bool:
+        """Whether its files have checksums: not those of other libraries, whose manifest this
+        process has made and nobody has stored.
+        """
+        return bool(self.data)
+
+    @property
     def own_nbytes(self) -> int:
         """Bytes of the data files in the checkpoint's own directory."""
         sizes = zip(self.files, self.file_nbytes.tolist(), strict=True)

@@ -299,6 +299,30 @@ class BlockSums:
         return f"{self.store.url.rstrip('/')}/{self.keys[file]}"
 
 
+class NoSums(BlockSums):
+    """Of files that another library has written: nothing says what their blocks should be."""
+
+    def of_blocks(self, chunks: Ints, numbers: Ints) -> Uint32s:
+        return np.zeros(len(chunks), dtype=np.uint32)
+
+    def check(self, data: memoryview, *about: object, known: Uint32s | None = None) -> None:
+        """Bytes are taken as they are."""
+
+    def read(self, file: int) -> None:
+        """There is no table."""
+
+    def may_join(self, file: int) -> bool:
+        return False
+
+
+def sums_of(
+    store: Store, directory: str, manifest: Manifest, cache: BlockCache | None = None
+) -> BlockSums:
+    """What the blocks of `manifest` must have, if it says."""
+    kind = BlockSums if manifest.is_sealed else NoSums
+    return kind(store, directory, manifest, cache)
+
+
 def _sorted(checksums: Uint32s, chunks: Ints, first: npt.NDArray[np.integer]) -> _FileSums:
     order = np.argsort(chunks)
     return _FileSums(checksums, chunks[order], first[order].astype(np.int64))

@@ -20,16 +20,16 @@ from ckpt.layout.dtypes import torch_dtype
 from ckpt.layout.kind import Kind
 from ckpt.layout.piece import Holding, Piece
 from ckpt.layout.region import Box, Region, Shape, Span, is_inside, whole
-from ckpt.loading.block_sums import BlockSums
+from ckpt.loading.block_sums import sums_of
 from ckpt.loading.contents import (
     CheckpointContents,
     LocatedCheckpoint,
     StoredTensor,
-    find_checkpoint,
+    store_and_checkpoint,
 )
 from ckpt.loading.plan import ReadPath, plan_reads
 from ckpt.loading.reader import Reader
-from storage import KeyNotFoundError, Store, StoreLike, open_store
+from storage import KeyNotFoundError, Store, StoreLike
 from storage.hidden import hides_secrets
 
 Index: TypeAlias = int | slice | EllipsisType
@@ -46,19 +46,17 @@ def open_checkpoint(
 ) -> Checkpoint:
     """The checkpoint of `step`, by default the latest one, for reading.
 
-    `url` is a root, or a step directory wherever it was copied to. In a root, `attempt` names one
+    `url` is a root, or a step directory wherever it was copied to, or what another library has
+    written (as `ckpt import` takes it; nothing verifies its bytes). In a root, `attempt` names one
     of several checkpoints of a step, as `list_steps` has them. Reads the manifest only, which may
     take `metadata_bytes_max` bytes of memory (None: 1 GiB). Raises NoCheckpoint when there is
     none, Corrupt when the log or the manifest is damaged, UnsupportedFormat beyond that memory or
     when a newer version wrote it, and the store's errors.
     """
     budget = MetadataBudget(plain_int(metadata_bytes_max))
-    store = open_store(url, **(storage_options or {}))
-    try:
-        return Checkpoint(store, find_checkpoint(store, step, attempt=attempt, budget=budget))
-    except BaseException:
-        store.close()
-        raise
+    return Checkpoint(
+        *store_and_checkpoint(url, step, storage_options, attempt=attempt, budget=budget)
+    )
 
 
 class Checkpoint(CheckpointContents):
@@ -76,7 +74,7 @@ class Checkpoint(CheckpointContents):
     ) -> None:
         super().__init__(store, located)
         self._path = path or ReadPath(readers=4)
-        self.sums = BlockSums(store, located.prefix, located.manifest, self._path.cache)
+        self.sums = sums_of(store, located.prefix, located.manifest, self._path.cache)
 
     def __getitem__(self, fqn: str) -> torch.Tensor:
         """The whole tensor, checked. Raises like `read`."""

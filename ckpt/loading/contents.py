@@ -26,7 +26,9 @@ from ckpt.format.manifest import MODULES, SINCE_FULL, Manifest, MetadataBudget
 from ckpt.layout.dtypes import DTYPES, torch_dtype
 from ckpt.layout.kind import Kind
 from ckpt.layout.region import Region, Shape
+from ckpt.wings import wing
 from storage import Store, StoreLike, open_store
+from storage.errors import InvalidUrlError
 from storage.hidden import hides_secrets
 
 if TYPE_CHECKING:
@@ -134,12 +136,34 @@ def open_contents(
     `open_checkpoint` does, and UnsupportedFormat beyond `budget`. Where its parts lie is checked
     when the first of them is asked for.
     """
-    store = open_store(url, **(storage_options or {}))
+    return CheckpointContents(
+        *store_and_checkpoint(
+            url, step, storage_options, attempt=attempt, budget=budget, ruled=True
+        )
+    )
+
+
+def store_and_checkpoint(
+    url: StoreLike,
+    step: SupportsIndex | None,
+    storage_options: Mapping[str, Any] | None,
+    *,
+    attempt: str = "",
+    budget: MetadataBudget | None,
+    ruled: bool = False,
+) -> tuple[Store, LocatedCheckpoint]:
+    """`find_checkpoint` at a url; where there is none of ours, but one of another library, that."""
+    store: Store | None = None
     try:
-        located = find_checkpoint(store, step, attempt=attempt, budget=budget, ruled=True)
-        return CheckpointContents(store, located)
-    except BaseException:
-        store.close()
+        store = open_store(url, **(storage_options or {}))
+        return store, find_checkpoint(store, step, attempt=attempt, budget=budget, ruled=ruled)
+    except BaseException as error:
+        if store is not None and store is not url:
+            store.close()
+        if step is None and not attempt and isinstance(error, (NoCheckpoint, InvalidUrlError)):
+            opened: tuple[Store, LocatedCheckpoint]
+            opened = wing("convert.foreign").foreign(url, error, storage_options, budget)
+            return opened
         raise
 
 

@@ -28,7 +28,7 @@ from ckpt.format.manifest import Manifest, MetadataBudget
 from ckpt.layout.dtypes import torch_dtype
 from ckpt.layout.kind import Kind
 from ckpt.layout.plain import Ranks
-from ckpt.loading.block_sums import BlockSums
+from ckpt.loading.block_sums import sums_of
 from ckpt.loading.exchange import (
     Exchange,
     Group,
@@ -194,7 +194,7 @@ def load_located(
             world, "compare", lambda: bind_to(state, manifest, world, options, where)
         )
     with recorder.span("plan"):
-        block_sums = BlockSums(store, prefix, manifest, options.path.cache)
+        block_sums = sums_of(store, prefix, manifest, options.path.cache)
 
         def plan() -> Reader:
             reads = plan_reads(manifest, binding.others, binding.plain)

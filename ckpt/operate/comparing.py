@@ -125,7 +125,7 @@ def plan_ranks(
     from ckpt.convert.sources.opening import SourceOptions, open_source
     from ckpt.errors import InvalidArgument
     from ckpt.format.manifest import MetadataBudget
-    from ckpt.loading.contents import find_checkpoint
+    from ckpt.loading.contents import store_and_checkpoint
     from ckpt.tools.plan import plan_of_ranks
     from storage import options_of_other
 
@@ -140,6 +140,8 @@ def plan_ranks(
     elif entry is not None:
         raise InvalidArgument("entry= is for like=; it names the place of that model")
     budget = MetadataBudget(plain_int(metadata_bytes_max))
-    with given.opened(url, storage_options) as store:
-        located = find_checkpoint(store, step, attempt=attempt, budget=budget)
+    store, located = store_and_checkpoint(
+        url, step, storage_options, attempt=attempt, budget=budget
+    )
+    with closing(store):
         return plan_of_ranks(store, located, plain_int(ranks), layout, contents, entry, budget)

@@ -28,9 +28,9 @@ from ckpt.layout.kind import Kind
 from ckpt.layout.piece import Holding, Piece
 from ckpt.layout.plain import Ranks
 from ckpt.layout.region import Box, EvenLayout, wanted_part, whole
-from ckpt.loading.block_sums import BlockSums
+from ckpt.loading.block_sums import sums_of
 from ckpt.loading.checkpoint import Checkpoint
-from ckpt.loading.contents import LocatedCheckpoint, find_checkpoint
+from ckpt.loading.contents import LocatedCheckpoint, store_and_checkpoint
 from ckpt.loading.exchange import (
     ShareLimits,
     Sharing,
@@ -48,7 +48,7 @@ from ckpt.short import ShortRecord
 from ckpt.state.bind import bind_state
 from ckpt.state.names import GroupOptions
 from ckpt.state.types import TensorEntry
-from storage import Store, StoreLike, open_store
+from storage import Store, StoreLike
 from storage.hidden import hides_secrets
 
 MANIFEST_MEMORY = 4  # a decoded manifest takes at most this many times the bytes of MANIFEST
@@ -128,9 +128,9 @@ def plan_load(
     UnsupportedFormat, InvalidState for a state that can never be loaded into, and the store's
     errors.
     """
-    with closing(open_store(url, **(storage_options or {}))) as store:
-        budget = MetadataBudget(plain_int(metadata_bytes_max))
-        located = find_checkpoint(store, step, budget=budget)
+    budget = MetadataBudget(plain_int(metadata_bytes_max))
+    store, located = store_and_checkpoint(url, step, storage_options, budget=budget)
+    with closing(store):
         manifest = located.manifest
         ranks = Ranks.alone()
         if dist.is_available() and dist.is_initialized():
@@ -330,7 +330,7 @@ class _RankNeeds(NamedTuple):
     ) -> RankPlan:
         """The plan of this rank among others, with which it shares so much."""
         manifest = located.manifest
-        sums = BlockSums(store, located.prefix, manifest, path.cache)
+        sums = sums_of(store, located.prefix, manifest, path.cache)
         reader = Reader(sums, self.reads, path)
         own = [move.runs for move in sharing.moves if move.source is None]
         reader.expect(sharing.private, own)

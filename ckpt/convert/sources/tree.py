@@ -203,7 +203,9 @@ class Named:
             self.add_tensor(path, node, Kind.OTHER)
         elif isinstance(node, UnreadableTensor):
             self.refuse(path, node.reason, is_tensor=True)
-        elif isinstance(node, (dict, list, tuple)) and (not path or has_tensors(node)):
+        elif isinstance(node, (dict, list, tuple)) and (
+            not path or has_tensors(node) or self._is_named_optimizer(node)
+        ):
             if depth >= DEPTH_MAX:
                 self.refuse(path, f"it is nested deeper than {DEPTH_MAX}")
             elif isinstance(node, dict) and (optimizer := _optimizer(node)) is not None:
@@ -212,6 +214,11 @@ class Named:
                 self.walk_container(node, path, depth)
         else:
             self.add_value(path, node)
+
+    def _is_named_optimizer(self, node: Any) -> bool:
+        """Whether it is an optimizer that has no state, and whose parameters have names."""
+        is_named = self.parameter_names is not None and isinstance(node, dict)
+        return is_named and _optimizer(node) is not None
 
     def walk_container(self, node: Any, path: str, depth: int) -> None:
         items = list(node.items() if isinstance(node, dict) else enumerate(node))

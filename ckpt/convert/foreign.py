@@ -1,0 +1,305 @@
+"""Checkpoints of other libraries as one of ours: a manifest that says what there is, and a store
+that reads it, as one data file that nobody has written. So loads, `ckpt.open` and the commands take
+them as they are, on any layout, and read no byte that they do not need.
+
+Such files have no checksums of blocks: bytes are taken as they are. Every rank opens the files
+itself; what they describe has to be the same on all.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from hashlib import blake2b
+from itertools import accumulate
+from typing import Any
+
+import numpy as np
+
+from ckpt.convert.sources.opening import SourceOptions, open_source
+from ckpt.convert.sources.source import FileSource, ReadRequest
+from ckpt.errors import InvalidState, Mismatch, NoCheckpoint
+from ckpt.format.checksum import DIGEST_NBYTES, Seal, Seals
+from ckpt.format.codec import encode_values
+from ckpt.format.manifest import (
+    BoxTable,
+    ChunkTable,
+    Header,
+    Manifest,
+    MetadataBudget,
+    int64s,
+    starts_of,
+)
+from ckpt.layout.dtypes import DTYPES, torch_dtype
+from ckpt.layout.memory import tensor_over
+from ckpt.layout.plain import Ranks
+from ckpt.layout.region import Span
+from ckpt.loading.contents import LocatedCheckpoint
+from ckpt.loading.exchange import Origins
+from ckpt.loading.load import LoadOptions, LoadReport, load_located
+from ckpt.loading.plan import ReadPath
+from ckpt.state.describe import describe_modules
+from ckpt.state.names import clean_name
+from ckpt.state.values import join
+from ckpt.state.walk import walk
+from ckpt.world.base import World, collectively
+from storage import Store, StoreLike
+from storage.location import url_of
+from storage.wrap import WrappedStore
+
+logger = logging.getLogger(__name__)
+
+KIB = 1 << 10
+BLOCK_BYTES = 64 * KIB  # loads read whole ones; nothing is checked by them
+ALIGNED = 64
+FILE = "tensors.safetensors"
+DEPTH_MAX = 3  # of paths whose names are compared
+
+
+class SourceStore(WrappedStore):
+    """The files of a source, read as `FILE`: its tensors one after the other, at `starts`."""
+
+    def __init__(
+        self, source: FileSource, url: str, fqns: Sequence[str], starts: Sequence[int]
+    ) -> None:
+        super().__init__(source.store)
+        self.source = source
+        self._url, self._fqns, self._starts = url, fqns, starts
+
+    @property
+    def url(self) -> str:  # type: ignore[override]
+        return self._url
+
+    def get_into(self, key: str, start: int, buffers: Sequence[memoryview]) -> None:
+        wanted = []
+        for buffer in buffers:
+            stop = start + len(buffer)
+            number = bisect_right(self._starts, start) - 1
+            while number < len(self._fqns) and self._starts[number] < stop:
+                info = self.source.contents.tensors[self._fqns[number]]
+                base, itemsize = self._starts[number], DTYPES[info.dtype].itemsize
+                low, high = max(start, base), min(stop, base + info.nbytes)
+                if low < high:
+                    memory = buffer[low - start : high - start]
+                    span = Span((low - base) // itemsize, (high - base) // itemsize)
+                    target = tensor_over(memory, torch_dtype(info.dtype), (span.numel,))
+                    wanted.append(ReadRequest(info.fqn, span, target))
+                number += 1
+            start = stop
+        self.source.fill(wanted)
+
+
+def foreign(
+    url: StoreLike,
+    error: Exception,
+    storage_options: Mapping[str, Any] | None = None,
+    budget: MetadataBudget | None = None,
+    parameter_names: Sequence[str] | None = None,
+) -> tuple[SourceStore, LocatedCheckpoint]:
+    """The checkpoint of another library at `url`. Raises `error`, which says why there is none of
+    ours, where there is none; Corrupt, UnsupportedFormat, InvalidState and the store's errors.
+    `parameter_names` are those of an optimizer that only numbers them.
+    """
+    budget = budget or MetadataBudget()
+    options = SourceOptions(
+        parameter_names=parameter_names,
+        memory_bytes_max=budget.nbytes_max,
+        storage_options=dict(storage_options or {}),
+    )
+    try:
+        source = open_source(url, options)
+    except NoCheckpoint:
+        raise (error.__cause__ or error) from None
+    try:
+        if not isinstance(source, FileSource):
+            raise error
+        place = source.url if isinstance(url, Store) else url_of(url)
+        return _located(source, place, budget)
+    except BaseException:
+        source.close()
+        raise
+
+
+def _located(
+    source: FileSource, url: str, budget: MetadataBudget
+) -> tuple[SourceStore, LocatedCheckpoint]:
+    contents = source.contents
+    refused = {name: one for name, one in contents.refused.items() if one.is_tensor}
+    if refused:
+        raise InvalidState([f"{name}: {one.reason}" for name, one in sorted(refused.items())])
+    fqns = tuple(sorted(contents.tensors))
+    tensors = [contents.tensors[fqn] for fqn in fqns]
+    sizes = int64s([one.nbytes for one in tensors])
+    starts = starts_of(-(-sizes // ALIGNED) * ALIGNED)
+    some = np.flatnonzero(sizes)  # a tensor without elements has no chunk
+    numel = sizes[some] // int64s([DTYPES[tensors[row].dtype].itemsize for row in some.tolist()])
+    none = np.zeros(len(some), dtype=np.int64)
+    chunks = ChunkTable(
+        first=starts_of((sizes > 0).astype(np.int64)),
+        file=none,
+        byte_start=starts[:-1][some],
+        span_start=none,
+        numel=numel,
+        box=none - 1,
+        boxes=BoxTable.of([]),
+        first_block=starts_of(-(-sizes[some] // BLOCK_BYTES)),
+    )
+    header = Header(
+        root="0" * 32,
+        attempt=re.sub(r"[^A-Za-z0-9]+", "-", source.format),
+        step=contents.step or 0,
+        world_size=max(1, len(contents.per_rank)),
+        block_bytes=BLOCK_BYTES,
+        created_unix=0,
+    )
+    manifest = Manifest(
+        header=header,
+        files=(FILE,),
+        file_nbytes=starts[-1:],
+        file_data_start=int64s([0]),
+        fqns=fqns,
+        dtypes=tuple(one.dtype for one in tensors),
+        shapes=tuple(one.shape for one in tensors),
+        kinds=int64s([int(one.kind) for one in tensors]),
+        aliases=contents.aliases,
+        chunks=chunks,
+        values=encode_values(dict(contents.values)),
+        per_rank=tuple(encode_values(dict(one)) for one in contents.per_rank),
+        seals=Seals.of([Seal(0, bytes(DIGEST_NBYTES))]),
+        budget=budget,
+    )
+    store = SourceStore(source, url, fqns, starts[:-1].tolist())
+    return store, LocatedCheckpoint("", manifest, None)
+
+
+def load_foreign(
+    state: Any,
+    url: StoreLike,
+    error: Exception,
+    world: World,
+    options: LoadOptions,
+    path_of: Callable[[Store], ReadPath],
+    storage_options: Mapping[str, Any] | None,
+) -> LoadReport:
+    """Load what another library has written into `state`; collective, and raises like `load_state`.
+    `path_of` says how to read from a store, `error` why it is no checkpoint of ours.
+    """
+    ranks = Ranks(world.rank, world.global_ranks)
+
+    def opened() -> tuple[SourceStore, LocatedCheckpoint]:
+        budget = MetadataBudget(options.metadata_bytes_max)
+        return foreign(url, error, storage_options, budget, _parameter_names(state, ranks))
+
+    store, located = collectively(world, "open source", opened)
+    try:
+        mine = _described(located.manifest)
+        first = world.broadcast("source", mine if world.rank == 0 else None)
+
+        def compare() -> None:
+            if mine != first:
+                raise Mismatch(
+                    [f"rank {world.rank} sees other tensors or values there than rank 0"]
+                )
+
+        collectively(world, "compare source", compare)
+        if options.rename is None:
+            names = names_of(state, ranks)
+            stored = (*located.manifest.fqns, *located.manifest.aliases)
+            options = replace(options, rename=deduced(names, stored))
+        return load_located(
+            state,
+            store=store,
+            world=world,
+            located=(located.prefix, located.manifest),
+            options=replace(options, path=path_of(store)),
+            origins=Origins(tuple(range(world.size)), {}),
+        )
+    finally:
+        store.close()
+
+
+def deduced(names: Sequence[Sequence[str]], stored: Sequence[str]) -> Callable[[str], str] | None:
+    """The stored name of each name of a state, where that is sure: what is below one path of the
+    state lies below one path there, apart from what wrappers put into names, and no other pair of
+    paths would do. None where names are the same, or nothing is sure.
+
+    `names` are those of each tensor of the state, several where it is tied.
+    """
+    plain: dict[str, str] = {}
+    for name in stored:
+        parts = clean_name(name).split(".")
+        plain.setdefault(".".join(part for part in parts if part != "module"), name)  # DDP's
+    plain |= {name: name for name in stored}
+    every = [name for tied in names for name in tied]
+    if not every or all(any(plain.get(name) == name for name in tied) for tied in names):
+        return None
+    here = [end for end in _paths(every[0]) if all(_is_below(name, end) for name in every)]
+
+    def moved(name: str, old: str, new: str) -> str:
+        return join(new, name[len(old) + 1 :] if old else name)
+
+    ways = {}
+    for new in {end for name in plain for end in _paths(name)}:
+        for old in here:
+            known: dict[str, str] = {}
+            for tied in names:
+                places = [plain.get(moved(name, old, new)) for name in tied]
+                if (first := next(filter(None, places), None)) is None:
+                    break
+                known |= {name: place or first for name, place in zip(tied, places, strict=True)}
+            else:
+                ways[tuple(known.values())] = old, new, known
+    if len(ways) != 1:
+        return None
+    ((old, new, known),) = ways.values()
+
+    def rename(name: str) -> str:
+        if name in known or not _is_below(name, old):
+            return known.get(name, name)
+        return plain.get(moved(name, old, new), moved(name, old, new))
+
+    logger.info("names below %r of the state are read from below %r", old, new)
+    return rename
+
+
+def _paths(name: str) -> Iterator[str]:
+    """The root, and the paths of `DEPTH_MAX` parts at most that a name may lie below."""
+    return accumulate(name.split(".")[:-1][:DEPTH_MAX], join, initial="")
+
+
+def _is_below(name: str, path: str) -> bool:
+    return not path or name.startswith(f"{path}.")
+
+
+def names_of(state: Any, ranks: Ranks) -> list[tuple[str, ...]]:
+    """The names of each tensor of a state's modules; of all its tensors where it has none."""
+    leaves = walk(state)
+    described = describe_modules(leaves, ranks, loading=True)
+    names = {fqn: [fqn] for source, _ in described.tensors() for fqn in source.fqns}
+    for alias, fqn in described.aliases.items():
+        names.setdefault(fqn, [fqn]).append(alias)
+    return list(map(tuple, names.values())) or [(fqn,) for fqn, _ in leaves.tensors]
+
+
+def _parameter_names(state: Any, ranks: Ranks) -> list[str] | None:
+    """The names of an optimizer's parameters in its order, as on their module; None where there is
+    not one optimizer, or where one of its parameters is several of the module's.
+    """
+    leaves = walk(state)
+    if len(leaves.optimizers) != 1:
+        return None
+    described = describe_modules(leaves, ranks, loading=True)
+    ((_, optimizer),) = leaves.optimizers
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    sources = [described.by_param.get(id(param)) for param in params]
+    names = [source.members[0].fqn for source in sources if source and len(source.members) == 1]
+    return names if len(names) == len(params) else None
+
+
+def _described(manifest: Manifest) -> bytes:
+    whole = repr((manifest.fqns, manifest.dtypes, manifest.shapes, dict(manifest.aliases)))
+    parts = [whole.encode(), manifest.values, *manifest.per_rank]
+    return blake2b(b"\0".join(parts), digest_size=16).digest()

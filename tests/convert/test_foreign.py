@@ -1,0 +1,301 @@
+"""`ckpt.load` and `ckpt.open` take what other libraries have written, and read what they need.
+
+Method: the same training, written by torch.save, DCP, safetensors, and as folders of the field; the
+state that was written is the judge.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from safetensors.torch import save_file
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_state_dict
+from torch.distributed.fsdp import fully_shard
+
+import ckpt
+from ckpt.cli import main
+from ckpt.convert.foreign import deduced
+from ckpt.errors import Corrupt, Mismatch, NoCheckpoint
+from storage.errors import InvalidUrlError
+from tests.ranks import run_ranks
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+NAMES = ("a.w", "a.b", "c.w")
+
+
+def model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 4), nn.Linear(4, 6, bias=False))
+
+
+def trained() -> tuple[nn.Module, torch.optim.Optimizer]:
+    net = model()
+    optimizer = torch.optim.AdamW(net.parameters(), lr=0.1, weight_decay=0.3)
+    for _ in range(3):
+        net(torch.randn(2, 6)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return net, optimizer
+
+
+def fresh() -> dict[str, Any]:
+    net = model()
+    return {"model": net, "optimizer": torch.optim.AdamW(net.parameters(), lr=7.0)}
+
+
+def same(one: dict[str, Any], net: nn.Module, optimizer: Any = None) -> None:
+    for name, tensor in net.state_dict().items():
+        assert torch.equal(one["model"].state_dict()[name], tensor), name
+    if optimizer is not None:
+        ours, theirs = one["optimizer"].state_dict(), optimizer.state_dict()
+        assert ours["param_groups"] == theirs["param_groups"]
+        for number, state in theirs["state"].items():
+            assert all(torch.equal(state[key], ours["state"][number][key]) for key in state)
+
+
+def by_torch_save(folder: Path, net: nn.Module, optimizer: torch.optim.Optimizer) -> str:
+    state = {"model": net.state_dict(), "optimizer": optimizer.state_dict(), "epoch": 3}
+    torch.save(state, folder / "whole.pt")
+    return str(folder / "whole.pt")
+
+
+def by_dcp(folder: Path, net: nn.Module, optimizer: torch.optim.Optimizer) -> str:
+    weights, of_optimizer = get_state_dict(net, optimizer)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        dcp.save({"model": weights, "optimizer": of_optimizer}, checkpoint_id=folder / "dcp")
+    return str(folder / "dcp")
+
+
+def weights_alone(folder: Path, net: nn.Module, _: object) -> str:
+    torch.save(net.state_dict(), folder / "pytorch_model.bin")
+    return str(folder / "pytorch_model.bin")
+
+
+def by_safetensors(folder: Path, net: nn.Module, _: object) -> str:
+    save_file(dict(net.state_dict()), folder / "model.safetensors")
+    return str(folder / "model.safetensors")
+
+
+def model_folder(folder: Path, net: nn.Module, _: object) -> str:
+    """Two files and an index, by names that wrappers and a path have changed."""
+    place = folder / "hf"
+    place.mkdir()
+    names = {}
+    for number, name in enumerate(net.state_dict()):
+        file = f"model-{number % 2}.safetensors"
+        names[f"net._orig_mod.{name}"] = file
+    for file in set(names.values()):
+        mine = [name for name, where in names.items() if where == file]
+        tensors = {name: net.state_dict()[name.removeprefix("net._orig_mod.")] for name in mine}
+        save_file(tensors, place / file)
+    (place / "model.safetensors.index.json").write_text(json.dumps({"weight_map": names}))
+    return str(place)
+
+
+def accelerate_folder(folder: Path, net: nn.Module, optimizer: torch.optim.Optimizer) -> str:
+    place = folder / "state"
+    place.mkdir()
+    save_file(dict(net.state_dict()), place / "model.safetensors")
+    torch.save(optimizer.state_dict(), place / "optimizer.bin")
+    schedule = torch.optim.lr_scheduler.ConstantLR(optimizer)
+    torch.save(schedule.state_dict(), place / "scheduler.bin")
+    optimizer.param_groups[0]["lr"] = 0.1
+    del optimizer.param_groups[0]["initial_lr"]
+    return str(place)
+
+
+WHOLE = (by_torch_save, by_dcp, accelerate_folder)
+WEIGHTS = (weights_alone, by_safetensors, model_folder)
+Write = Callable[[Path, nn.Module, torch.optim.Optimizer], str]
+
+
+@pytest.mark.parametrize("write", WHOLE)
+def test_a_training_of_another_library_goes_on(write: Write, tmp_path: Path) -> None:
+    net, optimizer = trained()
+    state = fresh()
+    report = ckpt.load(state, write(tmp_path, net, optimizer), strict="state")
+    same(state, net, optimizer)
+    assert report.nbytes_read <= 1.05 * 3 * sum(one.nbytes for one in net.parameters()) + 64
+    # Nothing was restored of a root: the first save begins one as always.
+    ckpt.save(state, tmp_path / "run", step=1)
+
+
+@pytest.mark.parametrize("write", WEIGHTS)
+def test_weights_of_another_library_load(write: Write, tmp_path: Path) -> None:
+    net, optimizer = trained()
+    state = {"model": model()}
+    url = write(tmp_path, net, optimizer)
+    ckpt.load(state, url)
+    same(state, net)
+    with pytest.raises(Mismatch, match=r"optimizer"):
+        ckpt.load(fresh(), url)
+
+
+@pytest.mark.parametrize("write", (*WHOLE, *WEIGHTS))
+def test_any_checkpoint_opens(write: Write, tmp_path: Path) -> None:
+    net, optimizer = trained()
+    with ckpt.open(write(tmp_path, net, optimizer)) as checkpoint:
+        name = next(name for name in checkpoint if name.endswith("0.weight"))
+        weight = net.state_dict()["0.weight"]
+        assert torch.equal(checkpoint[name], weight)
+        assert torch.equal(checkpoint.read(name, (slice(1, 3), slice(2, 6, 2))), weight[1:3, 2:6:2])
+
+
+def test_an_optimizer_without_state_goes_on(tmp_path: Path) -> None:
+    net = model()
+    optimizer = torch.optim.AdamW(net.parameters(), lr=0.25)
+    state = fresh()
+    ckpt.load(state, by_torch_save(tmp_path, net, optimizer), strict="state")
+    same(state, net, optimizer)
+    assert not state["optimizer"].state
+
+
+def _loads(url: str, folder: str) -> tuple[int, float]:
+    torch.manual_seed(1)
+    big = nn.Sequential(nn.Linear(512, 1024, bias=False), nn.Linear(1024, 512, bias=False))
+    for layer in (*big, big):
+        fully_shard(layer)
+    report = ckpt.load({"model": big}, url)
+    whole = get_model_state_dict(big)
+    total = sum(one.full_tensor().double().sum().item() for one in whole.values())
+    return report.nbytes_read, total
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_ranks_read_their_part(ranks: int, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    big = nn.Sequential(nn.Linear(512, 1024, bias=False), nn.Linear(1024, 512, bias=False))
+    url = by_safetensors(tmp_path, big, None)
+    answers = run_ranks(ranks, _loads, url, str(tmp_path))
+    total = sum(one.double().sum().item() for one in big.parameters())
+    assert all(abs(answer - total) < 1e-9 for _, answer in answers)
+    needed = sum(one.nbytes for one in big.parameters())
+    assert sum(read for read, _ in answers) <= 1.05 * needed
+
+
+def _goes_on_sharded(url: str) -> list[torch.Tensor]:
+    """Everything that was loaded, in full."""
+    state = fresh()
+    for layer in (*state["model"], state["model"]):
+        fully_shard(layer)
+    state["optimizer"] = torch.optim.AdamW(state["model"].parameters(), lr=7.0)
+    ckpt.load(state, url, strict="state")
+    weights, of_optimizer = get_state_dict(state["model"], state["optimizer"])
+    assert of_optimizer["param_groups"][0]["lr"] == 0.1
+    moments = [of_optimizer["state"][name][key] for name in weights for key in MOMENTS]
+    return [one.full_tensor() for one in (*weights.values(), *moments)]
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("write", WHOLE)
+def test_a_training_goes_on_sharded(write: Write, tmp_path: Path) -> None:
+    net, optimizer = trained()
+    url = write(tmp_path, net, optimizer)
+    states = [optimizer.state[param] for param in net.parameters()]
+    expected = [*net.state_dict().values(), *(one[key] for one in states for key in MOMENTS)]
+    for loaded in run_ranks(2, _goes_on_sharded, url):
+        assert all(map(torch.equal, loaded, expected))
+
+
+def _sees_another(folder: str) -> str:
+    net = model()
+    url = f"{folder}/{dist.get_rank()}.safetensors"
+    save_file({f"x{dist.get_rank()}": torch.ones(2), **net.state_dict()}, url)
+    with pytest.raises(Mismatch) as caught:
+        ckpt.load({"model": net}, url, strict="state")
+    return str(caught.value)
+
+
+@pytest.mark.ranks
+def test_ranks_that_see_other_files_are_named(tmp_path: Path) -> None:
+    texts = run_ranks(2, _sees_another, str(tmp_path))
+    assert len(set(texts)) == 1 and "rank 1 sees other tensors" in texts[0]
+
+
+def test_what_is_damaged_leaves_the_state(tmp_path: Path) -> None:
+    net, optimizer = trained()
+    state = fresh()
+    before = copy.deepcopy(state["model"].state_dict())
+    path = Path(by_safetensors(tmp_path, net, optimizer))
+    path.write_bytes(path.read_bytes()[:-40])
+    with pytest.raises(Corrupt):
+        ckpt.load({"model": state["model"]}, str(path))
+    assert all(torch.equal(before[name], one) for name, one in state["model"].state_dict().items())
+
+
+def test_what_is_nothing_is_said_as_before(tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").write_text("x")
+    net, optimizer = trained()
+    for call in (lambda url: ckpt.load({"model": net}, url), ckpt.open):
+        with pytest.raises(NoCheckpoint, match="no FORMAT object"):
+            call(str(tmp_path))
+        with pytest.raises(InvalidUrlError, match=r"notes\.txt is a file"):
+            call(str(tmp_path / "notes.txt"))
+    with pytest.raises(NoCheckpoint):
+        ckpt.load({"model": net}, by_dcp(tmp_path, net, optimizer), step=4)
+
+
+@pytest.mark.parametrize("write", (*WHOLE, *WEIGHTS))
+def test_commands_take_any_checkpoint(
+    write: Write, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    net, optimizer = trained()
+    url = write(tmp_path, net, optimizer)
+    assert main(["show", url]) == 0
+    assert "0.weight" in capsys.readouterr().out
+
+
+# --- names ----------------------------------------------------------------------------------------
+
+
+def renamed(names: tuple[str, ...], stored: list[str]) -> list[str] | None:
+    rename = deduced([(name,) for name in names], stored)
+    return None if rename is None else [rename(name) for name in names]
+
+
+@pytest.mark.parametrize("old", ["", "model", "state.model"])
+@pytest.mark.parametrize("new", ["", "net", "model", "model.net", "module", "_orig_mod"])
+def test_a_path_in_front_is_deduced(old: str, new: str) -> None:
+    live = tuple(f"{old}.{name}" if old else name for name in NAMES)
+    stored = [f"{new}.{name}" if new else name for name in NAMES]
+    assert renamed(live, stored) == (None if old == new else stored)
+    more = [*stored, "optimizer.a.w", "other"]
+    assert renamed(live, more) == (None if old == new else stored)
+
+
+def test_parts_of_wrappers_are_deduced() -> None:
+    stored = ["a._orig_mod.w", "a._fsdp_wrapped_module.b", "module.c._checkpoint_wrapped_module.w"]
+    assert renamed(NAMES, stored) == stored
+
+
+@pytest.mark.parametrize(
+    "stored",
+    [
+        ["a.w", "a.b"],  # one is missing
+        ["x.a.w", "x.a.b", "y.c.w"],  # below two paths
+        [f"{path}.{name}" for path in ("live", "ema") for name in NAMES],  # two would do
+        [],
+    ],
+)
+def test_what_is_not_sure_is_not_deduced(stored: list[str]) -> None:
+    assert renamed(tuple(f"model.{name}" for name in NAMES), stored) is None
+
+
+def test_one_name_of_a_tied_tensor_is_enough() -> None:
+    names = [("m.embed.w", "m.head.w"), ("m.a.w",)]
+    for kept in ("embed.w", "head.w"):
+        rename = deduced(names, [kept, "a.w"])
+        assert rename is not None
+        assert [rename(name) for name in ("m.embed.w", "m.head.w", "m.a.w")] == [kept, kept, "a.w"]

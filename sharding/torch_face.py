@@ -183,21 +183,6 @@ def _choosing(ours: type[nn.Module], name: str) -> Any:
     return chosen
 
 
-_CLASSES: dict[
-    fsdp.StateDictType, tuple[type[fsdp.StateDictConfig], type[fsdp.OptimStateDictConfig]]
-] = {
-    fsdp.StateDictType.FULL_STATE_DICT: (fsdp.FullStateDictConfig, fsdp.FullOptimStateDictConfig),
-    fsdp.StateDictType.LOCAL_STATE_DICT: (
-        fsdp.LocalStateDictConfig,
-        fsdp.LocalOptimStateDictConfig,
-    ),
-    fsdp.StateDictType.SHARDED_STATE_DICT: (
-        fsdp.ShardedStateDictConfig,
-        fsdp.ShardedOptimStateDictConfig,
-    ),
-}
-
-
 def default_settings() -> fsdp.StateDictSettings:
     """FULL, with default configs."""
     return checked_settings(fsdp.StateDictType.FULL_STATE_DICT, None, None)
@@ -212,7 +197,9 @@ def checked_settings(
     NotImplementedError for options of a newer torch that are not implemented here.
     """
     check_known(config, optim_config)
-    model_class, optim_class = _CLASSES[form]
+    kind = form.name.partition("_")[0].title()
+    model_class = getattr(fsdp, f"{kind}StateDictConfig")
+    optim_class = getattr(fsdp, f"{kind}OptimStateDictConfig")
     config = model_class() if config is None else config
     optim_config = optim_class() if optim_config is None else optim_config
     # By exact class, as torch compares them: all derive from one, and mean different things.

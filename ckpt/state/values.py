@@ -90,10 +90,14 @@ def join_tree(value: Any, tensor_of: Callable[[str], Any], like: Any = None) -> 
         if is_tagged(value):
             return leaf_of(value, like, lambda held, live: join_tree(held, tensor_of, live))
         if value.keys() == {FIELDS_KEY, "items"}:
-            return _named_tuple(value[FIELDS_KEY], join_tree(value["items"], tensor_of, like), like)
+            fields, items = value[FIELDS_KEY], join_tree(value["items"], tensor_of, like)
+            is_like = is_named_tuple(like) and list(like._fields) == fields
+            return type(like)(*items) if is_like else _restored(fields, items)
         live = like if isinstance(like, dict) else {}
         joined = {key: join_tree(item, tensor_of, live.get(key)) for key, item in value.items()}
-        return _with_type_of(like, joined)
+        if type(like) is defaultdict:
+            return defaultdict(like.default_factory, joined)
+        return type(like)(joined) if type(like) in (OrderedDict, Counter) else joined
     if isinstance(value, (list, tuple)):
         items = [
             join_tree(item, tensor_of, _item_like(like, index)) for index, item in enumerate(value)
@@ -264,24 +268,12 @@ def is_named_tuple(value: Any) -> bool:
     return isinstance(value, tuple) and len(getattr(value, "_fields", ())) == len(value) > 0
 
 
-def _named_tuple(fields: list[str], items: list[Any], like: Any) -> Any:
-    if is_named_tuple(like) and list(like._fields) == fields:
-        return type(like)(*items)
-    return _restored(fields, items)
-
-
 def _restored(fields: list[str], items: list[Any]) -> Any:
     def reduced(made: Any) -> Any:  # no module has its class
         return _restored, (fields, list(made))
 
     bases = (namedtuple("Restored", fields),)
     return type("Restored", bases, {"__reduce__": reduced})(*items)
-
-
-def _with_type_of(like: Any, joined: dict[Any, Any]) -> dict[Any, Any]:
-    if type(like) is defaultdict:
-        return defaultdict(like.default_factory, joined)
-    return type(like)(joined) if type(like) in (OrderedDict, Counter) else joined
 
 
 def _item_like(like: Any, index: int) -> Any:

@@ -362,7 +362,7 @@ def ranks_of(world: World) -> Ranks:
 
 def load_threads(world: World, taken: Any) -> None:
     module = small(2)
-    put_model(module, taken, world, ranks_of(world), LoadRequest()).fill()
+    put_model(module, taken, world, LoadRequest())()
 
 
 def load_optimizer_threads(world: World, taken: Any) -> None:

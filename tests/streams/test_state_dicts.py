@@ -17,7 +17,6 @@ import torch
 import ckpt.state_dict.redistribute as redistribution
 from ckpt.layout.kind import Kind
 from ckpt.layout.piece import Holding, Piece
-from ckpt.layout.plain import Ranks
 from ckpt.layout.region import Box, whole
 from ckpt.state_dict.config import StateDictType
 from ckpt.state_dict.forms import DictForm, LiveTensors, take_out
@@ -71,12 +70,11 @@ def exchange(world: World, device: str) -> None:
     held = [holding(name, me, half(name, device, turned=name == "turned")) for name in SHAPES]
     for one in held:
         one.local.add_(1)
-    ranks = Ranks(me, (0, 1))
     piece = Piece("own", (7,), torch.float32, whole((7,)), whole((7,)), (0, 1))
     everywhere = [Holding(tensor((7,), device).add_(1), (piece,), Kind.PARAMETER, True)]
     for holdings, on_host in ((held, False), (held, True), (everywhere, True)):
         form = DictForm(StateDictType.FULL, on_host, True, None, None)
-        dicts = take_out(LiveTensors(holdings, {}, lambda name: None, {}), form, world, ranks)
+        dicts = take_out(LiveTensors(holdings, {}, lambda name: None, {}), form, world)
         for one in holdings:
             one.local.mul_(2)
         for value in dicts.values():

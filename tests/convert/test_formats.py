@@ -16,7 +16,6 @@ import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file, save_file
 from torch import nn
-from torch.distributed.checkpoint import HuggingFaceStorageWriter
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
 
 import ckpt
@@ -275,7 +274,10 @@ def test_shards_of_pytorch_bins(tmp_path: Path) -> None:
 
 def test_shards_of_dcps_hugging_face_writer(tmp_path: Path) -> None:
     state = {"a": torch.arange(6.0).view(2, 3), "b": torch.tensor([1, 2])}
-    writer = HuggingFaceStorageWriter(str(tmp_path / "in"), save_distributed=True)
+    written_by = getattr(dcp, "HuggingFaceStorageWriter", None)
+    if written_by is None:
+        pytest.skip("this torch has no writer of Hugging Face's files")
+    writer = written_by(str(tmp_path / "in"), save_distributed=True)
     dcp.save(dict(state), storage_writer=writer)
     assert_same(opened(str(tmp_path / "in")), state)
 

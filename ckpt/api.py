@@ -22,7 +22,7 @@ from ckpt.commit.names import checked_period, line_prefix, plain_float, plain_in
 from ckpt.errors import NoCheckpoint, SaveDropped
 from ckpt.layout.memory import gc_paused
 from ckpt.layout.plain import Ranks
-from ckpt.loading.cache import BlockCache
+from ckpt.loading.block_sums import BlockCache
 from ckpt.loading.load import LoadOptions, LoadReport, load_state
 from ckpt.loading.plan import ReadPath
 from ckpt.process import GroupContext, this_process
@@ -318,7 +318,7 @@ def load(
     with others: the root is `<url>/lines/<line>` then. `attempt` names one of them, or one of
     several checkpoints of a step. Later saves of this process continue the line of what was loaded.
     Where that was an older one, named by its `step` or `attempt`, they begin a new line, which is
-    the latest from then on (see `ckpt.commit.lines`).
+    the latest from then on (see `ckpt.commit.locate`).
 
     `cache` is a local directory that keeps what was read, at most about `cache_bytes_max` bytes,
     for the next load on this machine: what matches its checksum there is not read from `url` again.

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
-from ckpt.commit.lines import ResumePoint
+from ckpt.commit.locate import ResumePoint
 from ckpt.commit.session import (
     Beside,
     RankedSession,
@@ -319,7 +319,7 @@ class ProcessMemory:
         return self._registry.session(store, unsafe_single_writer=unsafe_single_writer)
 
     def restored(self, store: Store, attempt: str, *, on_purpose: bool) -> None:
-        """Later saves of this process to that root continue from there; see `ckpt.commit.lines`."""
+        """Later saves of this process to that root continue there; see `ckpt.commit.locate`."""
         self._registry.restored(store, ResumePoint(attempt, on_purpose))
 
     def forget(self, store: Store) -> None:

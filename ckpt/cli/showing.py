@@ -11,7 +11,7 @@ from typing import Any, SupportsIndex
 
 import numpy as np
 
-from ckpt.commit.lines import line_text
+from ckpt.commit.locate import line_text
 from ckpt.commit.names import plain_int
 from ckpt.errors import CheckpointError, InvalidArgument
 from ckpt.format.manifest import MetadataBudget

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ckpt.commit.appender import REAL, Appender, Build, RecordDraft, Sources
-from ckpt.commit.lines import OwnLine, ResumePoint
+from ckpt.commit.locate import OwnLine, ResumePoint
 from ckpt.commit.log import LogState, read_format
 from ckpt.commit.names import attempt_epoch
 from ckpt.commit.records import LiveEntry

@@ -22,7 +22,7 @@ from ckpt.commit.appender import (
     Sources,
     diverged,
 )
-from ckpt.commit.lines import Beginning, OwnLine, ResumePoint, check_beginning
+from ckpt.commit.locate import Beginning, OwnLine, ResumePoint, check_beginning
 from ckpt.commit.log import LogState, read_format
 from ckpt.commit.names import LINES_PREFIX, MANIFEST_NAME, STEPS_PREFIX, attempt_epoch, attempt_name
 from ckpt.commit.records import LiveEntry, Record
@@ -151,7 +151,7 @@ class Session(LogWriter):
             self._appender.check_room()
 
     def restored(self, restored: ResumePoint) -> None:
-        """Continue the line of what was restored; see `ckpt.commit.lines`."""
+        """Continue the line of what was restored; see `ckpt.commit.locate`."""
         with self._lock:
             self._line = OwnLine(restored)
 

@@ -18,7 +18,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from ckpt.commit.appender import REAL, Appender, Build, RecordDraft, Settled, Sources
-from ckpt.commit.lines import Beginning, check_new_root
+from ckpt.commit.locate import Beginning, check_new_root
 from ckpt.commit.log import DCP_KEY, FORMAT_KEY, MENDED, Log, LogState, encode_format, read_format
 from ckpt.commit.names import (
     MANIFEST_NAME,
@@ -32,6 +32,7 @@ from ckpt.commit.names import (
 )
 from ckpt.commit.records import Kind, LiveEntry, Record
 from ckpt.errors import CheckpointError, Corrupt, NoCheckpoint, StoreRefused, UnsupportedFormat
+from ckpt.format.manifest_codec import decode_manifest
 from storage.errors import (
     AccessDeniedError,
     KeyExistsError,
@@ -129,8 +130,6 @@ def _ours(store: Store, prefix: str) -> list[str]:
 
 def _files_listed(store: Store, prefix: str) -> frozenset[str]:
     """What the MANIFEST of a step directory lists; nothing when it cannot be read."""
-    from ckpt.format.manifest_codec import decode_manifest
-
     try:
         return frozenset(decode_manifest(store.get(prefix + MANIFEST_NAME), ruled=True).files)
     except (Corrupt, UnsupportedFormat, KeyNotFoundError) as error:

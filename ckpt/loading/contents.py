@@ -15,8 +15,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, NamedTuple, SupportsIndex, TypeVar
 
 from ckpt.commit.leases import LEASE_SECONDS_MAX, leased
-from ckpt.commit.lines import latest_last
-from ckpt.commit.locate import decoded, live_entries, locate
+from ckpt.commit.locate import decoded, latest_last, live_entries, locate
 from ckpt.commit.log import Log
 from ckpt.commit.names import plain_int
 from ckpt.commit.records import LiveEntry

@@ -25,7 +25,7 @@ from ckpt.layout.memory import is_plain_memory, local_view, narrowed
 from ckpt.layout.piece import Holding, Piece
 from ckpt.layout.region import Box, Region, Shape, Span, boxes_of, row_major_strides, span_of, whole
 from ckpt.layout.reshard import Copy, Patch, Run, copies, touched
-from ckpt.loading.cache import BlockCache
+from ckpt.loading.block_sums import BlockCache
 
 Ints = npt.NDArray[np.int64]
 

@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from ckpt.api import read_path
-from ckpt.commit.lines import ResumePoint
+from ckpt.commit.locate import ResumePoint
 from ckpt.errors import CheckpointError, Corrupt, InvalidState, LoadInterrupted, Mismatch
 from ckpt.format.datafile_index import part_of_rank
 from ckpt.format.joint_codec import decode_part, encode_part

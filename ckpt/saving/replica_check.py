@@ -103,10 +103,7 @@ def compared(
     difference = difference_of(task, known, digests)
     if known is not None and difference is not None:
         contents, known = difference, None
-    drifted = differing_replicas(task, known, sums)
-    if isinstance(drifted, ReplicasDrifted):
-        raise drifted
-    return drifted or contents
+    return differing_replicas(task, known, sums) or contents
 
 
 def difference_of(
@@ -330,8 +327,8 @@ def differing_replicas(
     """Why nothing may be written, on all ranks. Collective where ranks hold replicas; else nothing
     is done. A rank without contents takes part without any.
 
-    What differs is left in `task.memory.differing`, as texts. ReplicasDrifted where another try, or
-    another save, takes all from the first replica.
+    What differs is left in `task.memory.differing`, as texts. Raises ReplicasDrifted where another
+    try, or another save, takes all from the first replica.
     """
     memory = task.memory
     memory.differing = ()
@@ -356,7 +353,7 @@ def differing_replicas(
     memory.differing = tuple(f"{text}; the first replica's is stored" for text in texts)
     if was_first_only:
         return None
-    return ReplicasDrifted(
+    raise ReplicasDrifted(
         "ranks differ in what is declared equal on them, and this save would mix what they have: "
         f"{'; '.join(texts)}; the next save stores the first replica's. Make them equal"
     )

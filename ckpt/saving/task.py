@@ -217,7 +217,7 @@ class SaveOptions:
     previous checkpoint has are referred to and not written, unless `full_every` is over: so many
     saves, or so much time. With `telemetry`, how the save went is kept beside the checkpoint, for
     `ckpt report`. `in_line` says that it is a state of the training that this process runs: see
-    `ckpt.commit.lines`.
+    `ckpt.commit.locate`.
     """
 
     replicas: Literal["warn", "strict"] = "warn"

@@ -275,7 +275,7 @@ class Checkpointer:
         Damaged ones are passed over; the report and the log name them. Imports and copies in
         another layout are restored only by their attempt, or where there is nothing else. Going
         back by `step` or `attempt` begins a new line with the next save, and that line is resumed
-        the next time (see `ckpt.commit.lines`). None when nothing was saved yet. All ranks restore
+        the next time (see `ckpt.commit.locate`). None when nothing was saved yet. All ranks restore
         the same one. `stacks` are those of `ckpt.load`, for experts that are one tensor in the
         state or in the checkpoint; a checkpoint in the form of the state is taken as it is.
         `metadata_bytes_max` is that of `ckpt.load`.

@@ -25,7 +25,7 @@ from torch import nn
 
 from ckpt.api import Io, check_order, read_path
 from ckpt.commit.leases import leased
-from ckpt.commit.lines import NewCommits
+from ckpt.commit.locate import NewCommits
 from ckpt.commit.names import checked_count, plain_int
 from ckpt.errors import CheckpointError, Corrupt, Mismatch, NoCheckpoint, RankFailed
 from ckpt.format.manifest import MODULES, Manifest

@@ -13,7 +13,7 @@ from operator import or_
 from typing import Literal, SupportsIndex, TypeAlias, cast
 
 from ckpt.commit.leases import leases_of
-from ckpt.commit.lines import line_text, of_step, resumable
+from ckpt.commit.locate import line_text, of_step, resumable
 from ckpt.commit.log import LogState
 from ckpt.commit.maintenance import Maintenance
 from ckpt.commit.names import plain_int

@@ -13,8 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, Protocol, cast
 
-from ckpt.commit.lines import ResumePoint, of_step, resumable
-from ckpt.commit.locate import file_keys, locate
+from ckpt.commit.locate import ResumePoint, file_keys, locate, of_step, resumable
 from ckpt.commit.log import Log, read_format
 from ckpt.errors import (
     CheckpointError,
@@ -178,7 +177,7 @@ def restore_latest(
     metadata_bytes_max: int | None = None,
 ) -> RestoreReport | None:
     """Fill `state` from the newest checkpoint, or the newest of `step`, that can be loaded whole,
-    or from `attempt`. Without either, only what `ckpt.commit.lines.resumable` gives is tried, and
+    or from `attempt`. Without either, only what `ckpt.commit.locate.resumable` gives is tried, and
     what `tiers` have; they learn what was restored. `stacks` and `metadata_bytes_max` are those of
     `ckpt.load`.
 

@@ -3,7 +3,7 @@
     keep=KeepLatest(3) | KeepEvery(10_000) | KeepBest(2, mode="min")
 
 `|` keeps what either rule keeps, `&` what both keep. A rule is about one training: each line of a
-root (`ckpt.commit.lines`) is judged by itself, and a training judges none but its own. Whatever the
+root is judged by itself (`ckpt.commit.locate`), a training judges none but its own. Whatever the
 rules, a plan keeps the latest checkpoint of each line, its newest verified one, pinned ones, what a
 kept one needs, and what no training has saved (imports, copies in another layout); so there is
 always one to load, and one of which every byte was once read back. Where a rule keeps several, two

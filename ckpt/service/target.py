@@ -101,7 +101,7 @@ class Target(ABC):
     def resumed(self, attempt: str, *, on_purpose: bool = False) -> None:
         """What was loaded from `attempt` was the newest that is whole: training continues there.
         `on_purpose` when it had gone back to that one before, `attempt` is "" where nothing durable
-        was loaded: see `ckpt.commit.lines`.
+        was loaded: see `ckpt.commit.locate`.
 
         Every rank calls it. A target that keeps no lines has nothing to do.
         """

@@ -8,8 +8,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, SupportsIndex
 
-from ckpt.commit.lines import latest_last
-from ckpt.commit.locate import entry_by_path, live_entries, state_of
+from ckpt.commit.locate import entry_by_path, latest_last, live_entries, state_of
 from ckpt.commit.log import FORMAT_KEY, UNDONE, Log, broken_log, read_format
 from ckpt.commit.names import (
     LOG_PREFIX,

@@ -17,8 +17,7 @@ from functools import partial
 from itertools import pairwise
 from typing import Any, NamedTuple
 
-from ckpt.commit.lines import latest_last
-from ckpt.commit.locate import locate
+from ckpt.commit.locate import latest_last, locate
 from ckpt.commit.log import Log, read_format
 from ckpt.commit.records import LiveEntry
 from ckpt.errors import CheckpointError

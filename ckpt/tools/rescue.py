@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
 
-from ckpt.commit.lines import ResumePoint, resumable
+from ckpt.commit.locate import ResumePoint, resumable
 from ckpt.commit.log import read_format
 from ckpt.commit.maintenance import Maintenance
 from ckpt.commit.names import MANIFEST_NAME

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 import ckpt
-from ckpt.loading.cache import BlockCache
+from ckpt.loading.block_sums import BlockCache
 from ckpt.loading.load import LoadOptions
 from ckpt.loading.plan import ReadPath
 from storage import open_store

@@ -13,7 +13,7 @@ from ckpt.commit.locate import live_entries, read_manifest
 from ckpt.errors import Corrupt
 from ckpt.format.manifest import Manifest
 from ckpt.format.manifest_codec import decode_manifest
-from ckpt.loading.cache import BlockCache
+from ckpt.loading.block_sums import BlockCache
 from ckpt.loading.load import LoadOptions
 from ckpt.loading.plan import ReadPath
 from ckpt.tools.salvage import salvage

@@ -20,7 +20,7 @@ from torch import nn
 import ckpt
 from ckpt.commit.locate import live_entries
 from ckpt.errors import Fenced, OutcomeUnknown, StoreRefused
-from ckpt.loading.cache import BlockCache
+from ckpt.loading.block_sums import BlockCache
 from ckpt.loading.load import LoadOptions
 from ckpt.loading.plan import ReadPath
 from ckpt.testing import RanksFailed

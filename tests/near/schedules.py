@@ -25,7 +25,7 @@ from unittest.mock import patch
 
 import torch
 
-from ckpt.commit.lines import resumable
+from ckpt.commit.locate import resumable
 from ckpt.commit.log import Log, read_format
 from ckpt.commit.session import SessionRegistry
 from ckpt.errors import CheckpointError, NoCheckpoint

@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import save_file
 
 import ckpt
-from ckpt.commit.lines import ResumePoint, latest_last, of_step, resumable
+from ckpt.commit.locate import ResumePoint, latest_last, of_step, resumable
 from ckpt.commit.log import Log, LogState, latest_of
 from ckpt.commit.names import MANIFEST_NAME, step_prefix
 from ckpt.commit.records import RECORD_MAGIC, LiveEntry, decode_record, encode_record

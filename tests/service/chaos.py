@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 
-from ckpt.commit.lines import ResumePoint
+from ckpt.commit.locate import ResumePoint
 from ckpt.commit.session import RankedSession, Session, SessionRegistry, open_session
 from ckpt.errors import CheckpointError, RankFailed
 from ckpt.loading.load import LoadOptions, LoadReport, load_state

@@ -23,8 +23,7 @@ from torch.overrides import TorchFunctionMode
 import ckpt
 from ckpt.cli import main
 from ckpt.commit.leases import LEASE_SECONDS_MAX, lease_key, leased, leases_of
-from ckpt.commit.lines import AGAIN_MAX
-from ckpt.commit.locate import live_entries
+from ckpt.commit.locate import AGAIN_MAX, live_entries
 from ckpt.commit.maintenance import Maintenance
 from ckpt.errors import (
     CheckpointError,

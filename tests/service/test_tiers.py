@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import ckpt
-from ckpt.commit.lines import ResumePoint
+from ckpt.commit.locate import ResumePoint
 from ckpt.errors import RankFailed
 from ckpt.loading.load import LoadReport
 from ckpt.saving.staging import LentCopy

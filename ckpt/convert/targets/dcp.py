@@ -78,8 +78,9 @@ class DcpBuilding:
             planner_data=self._paths,
             storage_data=self._places,
             storage_meta=StorageMeta(),
-            version=VERSION,
         )
+        if hasattr(metadata, "version"):  # torch 2.6 has none
+            metadata.version = VERSION
         self._close()
         return [*self._done, known_file(".metadata", pickle.dumps(metadata, protocol=PROTOCOL))]
 

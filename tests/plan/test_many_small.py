@@ -16,7 +16,7 @@ import torch
 
 import ckpt
 from ckpt.layout.plain import Ranks
-from ckpt.loading.checkpoint import find_checkpoint
+from ckpt.loading.contents import find_checkpoint
 from ckpt.loading.load import catalog_of
 from ckpt.loading.plan import plan_reads
 from ckpt.state.bind import bind_state

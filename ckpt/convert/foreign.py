@@ -21,7 +21,7 @@ import numpy as np
 
 from ckpt.convert.sources.opening import SourceOptions, open_source
 from ckpt.convert.sources.source import FileSource, ReadRequest
-from ckpt.errors import InvalidState, Mismatch, NoCheckpoint
+from ckpt.errors import Mismatch, NoCheckpoint
 from ckpt.format.checksum import DIGEST_NBYTES, Seal, Seals
 from ckpt.format.codec import encode_values
 from ckpt.format.manifest import (
@@ -100,7 +100,7 @@ def foreign(
     parameter_names: Sequence[str] | None = None,
 ) -> tuple[SourceStore, LocatedCheckpoint]:
     """The checkpoint of another library at `url`. Raises `error`, which says why there is none of
-    ours, where there is none; Corrupt, UnsupportedFormat, InvalidState and the store's errors.
+    ours, where there is none; Corrupt, UnsupportedFormat and the store's errors.
     `parameter_names` are those of an optimizer that only numbers them.
     """
     budget = budget or MetadataBudget()
@@ -127,9 +127,8 @@ def _located(
     source: FileSource, url: str, budget: MetadataBudget
 ) -> tuple[SourceStore, LocatedCheckpoint]:
     contents = source.contents
-    refused = {name: one for name, one in contents.refused.items() if one.is_tensor}
-    if refused:
-        raise InvalidState([f"{name}: {one.reason}" for name, one in sorted(refused.items())])
+    if unread := _unread(source):
+        logger.warning("%s: not read: %s", url, "; ".join(unread[:20]))
     fqns = tuple(sorted(contents.tensors))
     tensors = [contents.tensors[fqn] for fqn in fqns]
     sizes = int64s([one.nbytes for one in tensors])
@@ -175,6 +174,11 @@ def _located(
     return store, LocatedCheckpoint("", manifest, None)
 
 
+def _unread(source: FileSource) -> list[str]:
+    refused = sorted(source.contents.refused.items())
+    return [f"{name}: {one.reason}" for name, one in refused if one.is_tensor]
+
+
 def load_foreign(
     state: Any,
     url: StoreLike,
@@ -217,6 +221,8 @@ def load_foreign(
             options=replace(options, path=path_of(store)),
             origins=Origins(tuple(range(world.size)), {}),
         )
+    except Mismatch as mismatch:
+        raise Mismatch([*mismatch.problems, *_unread(store.source)], mismatch.where) from None
     finally:
         store.close()
 

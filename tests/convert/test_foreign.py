@@ -20,7 +20,12 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_state_dict
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import (
+    FullStateDictConfig,
+    FullyShardedDataParallel,
+    StateDictType,
+    fully_shard,
+)
 
 import ckpt
 from ckpt.cli import main
@@ -207,6 +212,49 @@ def test_a_training_goes_on_sharded(write: Write, tmp_path: Path) -> None:
     expected = [*net.state_dict().values(), *(one[key] for one in states for key in MOMENTS)]
     for loaded in run_ranks(2, _goes_on_sharded, url):
         assert all(map(torch.equal, loaded, expected))
+
+
+def _of_fsdp1(folder: str) -> tuple[dict[str, Any], str]:
+    """What FSDP1 gathers, and the file of it: each tensor is marked by an attribute."""
+    net, _ = trained()
+    options = FullStateDictConfig(rank0_only=False)
+    wrapped = FullyShardedDataParallel(net, device_id=torch.device("cpu"), use_orig_params=True)
+    optimizer = torch.optim.AdamW(wrapped.parameters(), lr=0.1)
+    wrapped(torch.ones(2, 6)).sum().backward()
+    optimizer.step()
+    full = StateDictType.FULL_STATE_DICT
+    with FullyShardedDataParallel.state_dict_type(wrapped, full, options):
+        weights = wrapped.state_dict()
+        of_optimizer = FullyShardedDataParallel.optim_state_dict(wrapped, optimizer)
+    assert all(vars(one) for one in weights.values())
+    file = f"{folder}/{dist.get_rank()}.pt"
+    torch.save({"model": weights, "optimizer": of_optimizer, "args": Path("x")}, file)
+    plain = {name: one.detach().clone() for name, one in weights.items()}
+    moments = {name: state["exp_avg"] for name, state in of_optimizer["state"].items()}
+    return {**plain, **{f"{name}.exp_avg": one for name, one in moments.items()}}, file
+
+
+@pytest.mark.ranks
+def test_a_full_state_of_fsdp1_loads(tmp_path: Path) -> None:
+    for expected, file in run_ranks(2, _of_fsdp1, str(tmp_path)):
+        state = fresh()
+        ckpt.load(state, file, strict="state")
+        params = dict(state["model"].named_parameters())
+        assert all(torch.equal(param, expected[name]) for name, param in params.items())
+        for name, param in params.items():
+            moment = state["optimizer"].state[param]["exp_avg"]
+            assert torch.equal(moment, expected[f"{name}.exp_avg"])
+
+
+def test_a_tensor_that_cannot_be_read_says_why(tmp_path: Path) -> None:
+    net = model()
+    odd = net.state_dict()
+    odd["0.weight"] = odd["0.weight"].to_sparse()
+    torch.save(odd, tmp_path / "odd.pt")
+    with pytest.raises(Mismatch, match=r"0\.weight: it is sparse"):
+        ckpt.load({"model": net}, tmp_path / "odd.pt")
+    with ckpt.open(tmp_path / "odd.pt") as checkpoint:
+        assert "0.weight" not in checkpoint and torch.equal(checkpoint["0.bias"], odd["0.bias"])
 
 
 def _sees_another(folder: str) -> str:

@@ -164,23 +164,38 @@ def _refused(kind: str) -> Maker:
     return lambda *_: UnreadableTensor(f"it is {kind}")
 
 
+def _of_type(function: Any, kind: Any, arguments: Any, *_: Any) -> Any:
+    """A tensor that has attributes, such as those by which FSDP1 marks what it has gathered: they
+    are nothing of a checkpoint.
+    """
+    make = _MAKERS.get(function.name) if isinstance(function, Opaque) else None
+    is_plain = isinstance(kind, Opaque) and kind.name in _PLAIN
+    if make is None or not is_plain or not isinstance(arguments, tuple) or len(arguments) > 10:
+        return UnreadableTensor("it is of a subclass of torch.Tensor")
+    return make(*arguments)
+
+
 def _layout(name: Any) -> Opaque:
     if not isinstance(name, str):  # not the text of the thing itself: it may have no end
         raise Corrupt(f"a layout's name is a {type(name).__name__}")
     return Opaque(name)
 
 
-KNOWN: dict[str, Maker | str] = {
+_PLAIN = ("torch.Tensor", "torch.nn.parameter.Parameter")
+_MAKERS: dict[str, Maker] = {
     "torch._utils._rebuild_tensor": _tensor,
     "torch._utils._rebuild_tensor_v2": _tensor,
     "torch._utils._rebuild_tensor_v3": _tensor_of_dtype,
+}
+KNOWN: dict[str, Maker | str] = {
+    **_MAKERS,
     "torch._utils._rebuild_parameter": lambda data, *_: data,
     "torch._utils._rebuild_parameter_with_state": lambda data, *_: data,
     "torch._utils._rebuild_qtensor": _refused("quantized"),
     "torch._utils._rebuild_sparse_tensor": _refused("sparse"),
     "torch._utils._rebuild_nested_tensor": _refused("a nested tensor"),
     "torch._utils._rebuild_wrapper_subclass": _refused("of a subclass of torch.Tensor"),
-    "torch._tensor._rebuild_from_type_v2": _refused("of a subclass of torch.Tensor"),
+    "torch._tensor._rebuild_from_type_v2": _of_type,
     "torch._utils._rebuild_meta_tensor_no_storage": _refused("on the meta device"),
     "torch.Size": _size,
     "torch.serialization._get_layout": _layout,

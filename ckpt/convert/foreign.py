@@ -13,13 +13,14 @@ import re
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from hashlib import blake2b
-from itertools import accumulate
+from itertools import accumulate, islice
 from typing import Any
 
 import numpy as np
 
-from ckpt.convert.sources.opening import SourceOptions, open_source
+from ckpt.convert.sources.opening import LISTED_MAX, SourceOptions, is_file_name, open_source
 from ckpt.convert.sources.source import FileSource, ReadRequest
 from ckpt.errors import Mismatch, NoCheckpoint
 from ckpt.format.checksum import DIGEST_NBYTES, Seal, Seals
@@ -46,7 +47,7 @@ from ckpt.state.names import clean_name
 from ckpt.state.values import join
 from ckpt.state.walk import walk
 from ckpt.world.base import World, collectively
-from storage import Store, StoreLike
+from storage import Store, StoreLike, open_store
 from storage.location import url_of
 from storage.wrap import WrappedStore
 
@@ -56,6 +57,7 @@ KIB = 1 << 10
 BLOCK_BYTES = 64 * KIB  # loads read whole ones; nothing is checked by them
 ALIGNED = 64
 FILE = "tensors.safetensors"
+_OURS = re.compile(r"log/\d|steps/\d|spread/|(.*/)?rank\d{5,}-\d{3,}\.safetensors$")
 DEPTH_MAX = 3  # of paths whose names are compared
 
 
@@ -109,18 +111,37 @@ def foreign(
         memory_bytes_max=budget.nbytes_max,
         storage_options=dict(storage_options or {}),
     )
+    place = url.url if isinstance(url, Store) else url_of(url)
+    is_file = not isinstance(url, Store) and is_file_name(place)
+    if is_file and _OURS.match(place):
+        raise error
+    opener = open_store if is_file else partial(_open_unless_ours, error)
     try:
-        source = open_source(url, options)
+        source = open_source(url, options, opener)
     except NoCheckpoint:
         raise (error.__cause__ or error) from None
     try:
         if not isinstance(source, FileSource):
             raise error
-        place = source.url if isinstance(url, Store) else url_of(url)
         return _located(source, place, budget)
     except BaseException:
         source.close()
         raise
+
+
+def _open_unless_ours(error: Exception, url: StoreLike, **options: Any) -> Store:
+    """The store at `url`. Raises `error` where files of ours are: what they lack is to be mended,
+    and not to be read as if others had written them.
+    """
+    store = open_store(url, **options)
+    try:
+        if not any(_OURS.match(one.key) for one in islice(store.list(""), LISTED_MAX)):
+            return store
+    except BaseException:
+        store.close()
+        raise
+    store.close()
+    raise error
 
 
 def _located(

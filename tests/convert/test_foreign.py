@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import copy
 import json
+import shutil
 import warnings
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +32,7 @@ from torch.distributed.fsdp import (
 import ckpt
 from ckpt.cli import main
 from ckpt.convert.foreign import deduced
-from ckpt.errors import Corrupt, Mismatch, NoCheckpoint
+from ckpt.errors import CheckpointError, Corrupt, Mismatch, NoCheckpoint
 from storage.errors import InvalidUrlError
 from tests.ranks import run_ranks
 
@@ -281,6 +283,24 @@ def test_what_is_damaged_leaves_the_state(tmp_path: Path) -> None:
     with pytest.raises(Corrupt):
         ckpt.load({"model": state["model"]}, str(path))
     assert all(torch.equal(before[name], one) for name, one in state["model"].state_dict().items())
+
+
+@pytest.mark.parametrize("lost", ["FORMAT", "log", "MANIFEST", "FORMAT log MANIFEST"])
+def test_what_is_left_of_ours_is_never_taken_for_anothers(lost: str, tmp_path: Path) -> None:
+    """It would load what nothing verifies, and perhaps a part of it."""
+    net = model()
+    root = tmp_path / "run"
+    ckpt.save(net.state_dict(), root, step=1)
+    (step,) = (root / "steps").iterdir()
+    for name in lost.split():
+        place = step / name if name == "MANIFEST" else root / name
+        shutil.rmtree(place) if place.is_dir() else place.unlink()
+    places = [root, *([step] if "MANIFEST" in lost else [])]
+    for url in map(str, (*places, *([next(step.glob("*.safetensors"))] if places[1:] else []))):
+        for call in (partial(ckpt.load, net.state_dict()), ckpt.open):
+            with pytest.raises(CheckpointError) as caught:
+                call(url)
+            assert not isinstance(caught.value, Mismatch)
 
 
 def test_what_is_nothing_is_said_as_before(tmp_path: Path) -> None:

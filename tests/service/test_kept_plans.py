@@ -22,7 +22,7 @@ from ckpt.format.joint_manifest import JointTable
 from ckpt.format.part import JointStructure
 from ckpt.process import open_root
 from ckpt.saving import plan as contents
-from ckpt.saving import save
+from ckpt.saving import save, task
 from storage import open_store
 from tests.e2e.job import Job, Sharded
 from tests.service.staging import differing, saved_tensors, tensors_now
@@ -164,11 +164,16 @@ def test_steps_of_training_use_the_plan_again(monkeypatch: pytest.MonkeyPatch) -
     state = fresh()
     tensor_learning_rate(state)
     train(state)
-    calls = []
-    structure_of = contents.structure_of
-    monkeypatch.setattr(
-        contents, "structure_of", lambda *given: calls.append(1) or structure_of(*given)
-    )
+    calls: list[Any] = []
+
+    def counted(where: Any) -> None:
+        structure_of = where.structure_of
+        monkeypatch.setattr(
+            where, "structure_of", lambda *given: calls.append(where) or structure_of(*given)
+        )
+
+    counted(contents)  # of the state
+    counted(task)  # of this rank's part of the manifest
     for step in range(4):
         expected = tensors_now(state)
         ckpt.save(state, f"{URL}-again", step=step)
@@ -176,7 +181,7 @@ def test_steps_of_training_use_the_plan_again(monkeypatch: pytest.MonkeyPatch) -
         with ckpt.open(f"{URL}-again", step) as checkpoint:
             assert checkpoint.values["step"] == state["step"]
         train(state)
-    assert len(calls) == 1
+    assert calls == [contents, task]
 
 
 def test_a_process_alone_merges_again_only_what_has_changed(

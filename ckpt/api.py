@@ -373,9 +373,11 @@ def load(
                 attempt=attempt,
                 options=replace(options, path=path),
             )
-        except NoCheckpoint as error:
+        except NoCheckpoint as problem:
+            cause = problem.__cause__
+            error = cause if isinstance(cause, InvalidUrlError) else problem
             if step is not None or attempt:
-                raise (error.__cause__ or error) from None
+                raise error from None
             path_of = partial(read_path, io=io)
             of_another: LoadReport = wing("convert.foreign").load_foreign(
                 state, url, error, context.world, options, path_of, storage_options

@@ -119,7 +119,7 @@ def foreign(
     try:
         source = open_source(url, options, opener)
     except NoCheckpoint:
-        raise (error.__cause__ or error) from None
+        raise error from None
     try:
         if not isinstance(source, FileSource):
             raise error

@@ -321,6 +321,9 @@ class NoSums(BlockSums):
     def read(self, file: int) -> None:
         """There is no table."""
 
+    def read_all(self, threads: int) -> None:
+        """There are no tables."""
+
     def may_join(self, file: int) -> bool:
         return False
 

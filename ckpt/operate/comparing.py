@@ -46,7 +46,7 @@ def diff(
     `include` and `exclude` are shell patterns of names as b has them. `rename` gives the name in b
     for a name in a; `stacks` are rules from names in a to names in b, before any renaming, for
     experts that are one tensor in one of them. With `quick`, tensors whose regions do not line up,
-    and those of `stacks`, count as changed.
+    and those of `stacks`, count as changed. What another library has written is read in full.
 
     Memory is bounded by the number of threads, whatever the size of tensors. `progress(done,
     total)` counts bytes read. `other_options` default to `storage_options` when both urls have the
@@ -57,7 +57,7 @@ def diff(
     from ckpt.commit.names import plain_int
     from ckpt.format.manifest import MetadataBudget
     from ckpt.loading.checkpoint import Checkpoint
-    from ckpt.loading.contents import find_checkpoint
+    from ckpt.loading.contents import store_and_checkpoint
     from ckpt.loading.plan import ReadPath
     from ckpt.tools.diff import DiffOptions, diff_checkpoints, newest_two
     from storage import options_of_other
@@ -77,9 +77,11 @@ def diff(
             (url, step_a, attempt_a, storage_options),
             (other, step_b, attempt_b, options_b),
         ):
-            store = stack.enter_context(given.opened(place, of_store))
+            store, located = store_and_checkpoint(
+                place, step, of_store, attempt=attempt, budget=budget
+            )
+            stack.callback(store.close)
             # Bands are read by several threads, each with one request.
-            located = find_checkpoint(store, step, attempt=attempt, budget=budget)
             opened.append(Checkpoint(store, located, path=ReadPath()))
         return diff_checkpoints(opened[0], opened[1], options, progress)
 

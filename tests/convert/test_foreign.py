@@ -323,6 +323,20 @@ def test_commands_take_any_checkpoint(
     url = write(tmp_path, net, optimizer)
     assert main(["show", url]) == 0
     assert "0.weight" in capsys.readouterr().out
+    # Nothing has changed since it was written, and then one element of one tensor.
+    model_alone = write in (*WEIGHTS, accelerate_folder)
+    state = net.state_dict() if model_alone else {"model": net, "optimizer": optimizer}
+    rename = ["net._orig_mod="] if write is model_folder else []
+    ckpt.save(state, tmp_path / "run", step=1)
+    options = {"rename": rename, "include": ["*weight", "*bias"]}
+    report = ckpt.diff(url, tmp_path / "run", **options)
+    assert not report.changed and report.same >= 3 and not report.only_a and not report.only_b
+    with torch.no_grad():
+        net[0].weight[1, 2] += 1
+    ckpt.save(state, tmp_path / "run", step=2)
+    (change,) = ckpt.diff(url, tmp_path / "run", **options).changed
+    assert change.fqn.endswith("0.weight") and change.amount is not None
+    assert change.amount.changed == 1
 
 
 # --- names ----------------------------------------------------------------------------------------

@@ -107,6 +107,9 @@ def test_a_directory_that_is_no_checkpoint_is_reported(tmp_path: Path) -> None:
 def test_a_file_is_no_root(tmp_path: Path) -> None:
     file = tmp_path / "model.safetensors"
     file.write_bytes(b"")
+    _refused(Corrupt, str(file), url=file)  # another library's checkpoint may be one
+    file = file.with_suffix(".txt")
+    file.touch()
     _refused(InvalidUrlError, str(file), url=file)
     with pytest.raises(InvalidUrlError, match="is a file"):
         ckpt.save(_state(), str(file), step=1)

@@ -378,7 +378,7 @@ def test_ranks_that_disagree_get_one_error_and_go_on(tmp_path: Path) -> None:
         "values": ("InvalidState", "value"),
         "roots": ("StoreRefused", "ranks look at different storage"),
         "urls": ("RankFailed", "rank 1"),
-        "load urls": ("RankFailed", "is a file"),
+        "load urls": ("NoCheckpoint", "rank 1: "),
         "step": ("InvalidState", "step=-1"),
         "load steps": ("NoCheckpoint", "no step 9"),
         "names": ("Mismatch", "only here"),

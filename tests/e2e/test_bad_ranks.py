@@ -378,7 +378,7 @@ def test_ranks_that_disagree_get_one_error_and_go_on(tmp_path: Path) -> None:
         "values": ("InvalidState", "value"),
         "roots": ("StoreRefused", "ranks look at different storage"),
         "urls": ("RankFailed", "rank 1"),
-        "load urls": ("NoCheckpoint", "rank 1: "),
+        "load urls": ("NoCheckpoint", "is a file"),
         "step": ("InvalidState", "step=-1"),
         "load steps": ("NoCheckpoint", "no step 9"),
         "names": ("Mismatch", "only here"),
@@ -389,6 +389,7 @@ def test_ranks_that_disagree_get_one_error_and_go_on(tmp_path: Path) -> None:
         assert len(answers) == 1, answers
         assert answers.pop()[0] == kind, (what, answers)
         assert text in outcomes[0][what][1]
+    assert outcomes[0]["load urls"][1].startswith("rank 1: ")
     assert all(answer["untouched"] and answer["loaded"] == 5 for answer in outcomes)
     assert [info.step for info in ckpt.list_steps(str(tmp_path / "run"))] == [1, 5]
 

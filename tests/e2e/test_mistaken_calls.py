@@ -57,13 +57,16 @@ def test_a_step_that_is_no_int(step: Any, tmp_path: Path) -> None:
         ckpt.open(url, step)
 
 
-def test_a_directory_of_dcp_is_imported_and_never_saved_into(tmp_path: Path) -> None:
+def test_a_directory_of_dcp_loads_and_is_never_saved_into(tmp_path: Path) -> None:
     url = str(tmp_path / "dcp")
     with pytest.warns(UserWarning, match="single process"):
         dcp.save({"weight": torch.ones(2)}, checkpoint_id=url, no_dist=True)
     before = entries(tmp_path)
+    state = {"weight": torch.zeros(2)}
+    ckpt.load(state, url)
+    assert torch.equal(state["weight"], torch.ones(2))
     with pytest.raises(ckpt.NoCheckpoint, match="`ckpt import`"):
-        ckpt.load({"weight": torch.zeros(2)}, url)
+        ckpt.list_steps(url)
     with pytest.raises(ckpt.errors.StoreRefused, match="`ckpt import`"):
         ckpt.save({"weight": torch.zeros(2)}, url, step=1)
     assert entries(tmp_path) == before

@@ -47,7 +47,8 @@ DISK_REQUESTS = 4  # in flight at once per rank, around the page cache
 # rank loads.
 DIRECT_SAVE_NBYTES_MIN = 4 * MIB
 DIRECT_LOAD_NBYTES_MIN = 16 * MIB
-# A rank's save goes through it, too, while training waits and memory is left for eight of these.
+# A rank's save goes through it, too, while training waits, if it takes no more of the memory that
+# is left, and all ranks of a host a quarter of it.
 CACHED_SHARE_MAX = 1 / 8
 
 Io = Literal["auto", "buffered", "direct"]
@@ -92,8 +93,8 @@ def save(
     `telemetry=False`. A store that cannot refuse a second writer is used only with
     `unsafe_single_writer=True`. `io="buffered"` writes local files through the page cache, where
     the next load finds them, `"direct"` around it, and `"auto"` around it where a rank writes 4 MiB
-    or more and more than an eighth of the memory that is left. `async_save` does so from 4 MiB on,
-    which costs the training fewer CPU seconds.
+    or more and more than an eighth of the memory that is left, or all ranks of a host a quarter.
+    `async_save` does so from 4 MiB on, which costs the training fewer CPU seconds.
 
     Trainings that share a root have names: with `line="generator"` the root is that of this name,
     `<url>/lines/generator`. A first save to a root of a training that this process has neither
@@ -125,7 +126,7 @@ def save(
         )
         options = SaveOptions(
             one_of("replicas", replicas, ("warn", "strict")),
-            _write_path(io, store, context.staging, cached_share_max=CACHED_SHARE_MAX),
+            write_path(io, store, context.staging, cached_ranks=context.world.size),
             dict(user or {}),
             plain_float(metric),
             dedup,
@@ -208,7 +209,7 @@ def async_save(
         store, session, memory = root or context.open_root(
             url, storage_options, unsafe_single_writer, call
         )
-        path = _write_path(io, store, context.staging)
+        path = write_path(io, store, context.staging)
         task = SaveTask(
             session,
             store,
@@ -264,7 +265,7 @@ def make_ready(
     with gc_paused():
         context = this_process.of_group(process_group)
         ranks = Ranks(context.world.rank, context.world.global_ranks)
-        path = _write_path(io, context.store(url, storage_options), context.staging)
+        path = write_path(io, context.store(url, storage_options), context.staging)
         need = buffers_for(state, ranks, path, plain_int(host_bytes_max))
         return context.background.make_ready(context.staging, need)
 
@@ -444,11 +445,10 @@ def one_of(name: str, value: _Choice, choices: tuple[_Choice, ...]) -> _Choice:
     return value
 
 
-def _write_path(
-    io: Io, store: Store, staging: Staging, *, cached_share_max: float = 0.0
-) -> WritePath:
+def write_path(io: Io, store: Store, staging: Staging, *, cached_ranks: int = 0) -> WritePath:
     """Object stores get larger parts, several at once; files are written around the page cache,
-    but for saves of a share of the memory.
+    but for a share of the memory, if the save is of `cached_ranks`. torchrun says how many of them
+    are on this host; else all may be.
 
     The numbers are in DECISIONS.md S1.
     """
@@ -458,12 +458,16 @@ def _write_path(
     if io == "buffered":
         return WritePath(staging=staging)
     # One part is checksummed while the one before it is on its way to the disk.
-    least = DIRECT_SAVE_NBYTES_MIN if io == "auto" else 0
+    least, share = (DIRECT_SAVE_NBYTES_MIN if io == "auto" else 0), 0.0
+    if io == "auto" and cached_ranks:
+        here = os.environ.get("LOCAL_WORLD_SIZE", "")
+        count = min(cached_ranks, int(here)) if here.isdigit() and int(here) else cached_ranks
+        share = min(CACHED_SHARE_MAX, 1 / (4 * count))
     return WritePath(
         direct=True,
         writers=1,
         direct_nbytes_min=least,
-        cached_share_max=cached_share_max if io == "auto" else 0.0,
+        cached_share_max=share,
         staging=staging,
     )
 

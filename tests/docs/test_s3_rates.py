@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from ckpt.api import _write_path, read_path
+from ckpt.api import read_path, write_path
 from ckpt.saving.image import Staging
 from storage.memory import MemoryStore
 from storage.ranges import part_count
@@ -29,7 +29,7 @@ def row_of(nbytes: int) -> list[str]:
     """What the table says of ranks that have `nbytes` each."""
     store = MemoryStore()
     store.part_nbytes_min = 5 * MIB
-    parts = part_count(nbytes, _write_path("auto", store, Staging()).part_nbytes)
+    parts = part_count(nbytes, write_path("auto", store, Staging()).part_nbytes)
     save = RANKS * (parts + 2 if parts > 1 else 1)  # an upload has a beginning and an end
     load = RANKS * part_count(nbytes, read_path(store).request_nbytes_max)
     return [

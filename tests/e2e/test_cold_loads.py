@@ -17,6 +17,7 @@ import pytest
 import torch
 
 import ckpt
+from ckpt import api
 from ckpt.errors import LoadInterrupted
 from ckpt.loading.load import LoadOptions
 from ckpt.loading.plan import ReadPath
@@ -25,6 +26,7 @@ from ckpt.testing import RanksFailed
 from storage import ByteRange, StorageError
 from storage.file_io import cached_nbytes, is_in_memory
 from storage.local import LocalStore
+from storage.memory import MemoryStore
 from tests.e2e.job import Job, Sharded
 
 MIB = 1 << 20
@@ -234,6 +236,23 @@ def test_a_load_finds_what_was_just_saved_in_memory(
     report = ckpt.load(loaded, tmp_path)
     assert torch.equal(loaded["t"], state["t"])
     assert report.counters["direct_bytes"] == (0 if is_cached else state["t"].nbytes)
+
+
+@pytest.mark.parametrize(
+    ("here", "ranks", "expected"),
+    [("", 1, 8), ("", 2, 8), ("", 8, 32), ("4", 64, 16), ("8", 2, 8), ("0", 4, 16), ("x", 4, 16)],
+)
+def test_ranks_of_a_host_share_what_they_leave_in_memory(
+    monkeypatch: pytest.MonkeyPatch, here: str, ranks: int, expected: int
+) -> None:
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", here)
+    path = api.write_path("auto", MemoryStore(), image.Staging(), cached_ranks=ranks)
+    assert path.cached_share_max == 1 / expected
+    for other in (
+        api.write_path("auto", MemoryStore(), image.Staging()),
+        api.write_path("direct", MemoryStore(), image.Staging(), cached_ranks=ranks),
+    ):
+        assert other.cached_share_max == 0
 
 
 def test_saves_in_the_background_leave_the_cache_alone(

@@ -18,7 +18,7 @@ import pytest
 import torch
 
 import ckpt
-from ckpt.api import _write_path, read_path
+from ckpt.api import read_path, write_path
 from ckpt.cli import main
 from ckpt.operate.looking import OPTIMIZERS
 from ckpt.saving.image import Staging, WritePath
@@ -121,7 +121,7 @@ class Remote(MemoryStore):
 
 
 def test_sizes_are_those_of_saves_and_loads() -> None:
-    path = _write_path("auto", Remote(), Staging())
+    path = write_path("auto", Remote(), Staging())
     assert (path.file_nbytes_max, path.part_nbytes) == (FILE_NBYTES, PART_NBYTES)
     assert WritePath().file_nbytes_max == FILE_NBYTES
     assert read_path(Remote()).request_nbytes_max == READ_NBYTES

@@ -48,7 +48,7 @@ DISK_REQUESTS = 4  # in flight at once per rank, around the page cache
 DIRECT_SAVE_NBYTES_MIN = 4 * MIB
 DIRECT_LOAD_NBYTES_MIN = 16 * MIB
 # A rank's save goes through it, too, while training waits, if it takes no more of the memory that
-# is left, and all ranks of a host a quarter of it.
+# is left, and all ranks a quarter, who may be on one host.
 CACHED_SHARE_MAX = 1 / 8
 
 Io = Literal["auto", "buffered", "direct"]
@@ -93,7 +93,7 @@ def save(
     `telemetry=False`. A store that cannot refuse a second writer is used only with
     `unsafe_single_writer=True`. `io="buffered"` writes local files through the page cache, where
     the next load finds them, `"direct"` around it, and `"auto"` around it where a rank writes 4 MiB
-    or more and more than an eighth of the memory that is left, or all ranks of a host a quarter.
+    or more and more than an eighth of the memory that is left, or all ranks a quarter.
     `async_save` does so from 4 MiB on, which costs the training fewer CPU seconds.
 
     Trainings that share a root have names: with `line="generator"` the root is that of this name,
@@ -447,8 +447,7 @@ def one_of(name: str, value: _Choice, choices: tuple[_Choice, ...]) -> _Choice:
 
 def write_path(io: Io, store: Store, staging: Staging, *, cached_ranks: int = 0) -> WritePath:
     """Object stores get larger parts, several at once; files are written around the page cache,
-    but for a share of the memory, if the save is of `cached_ranks`. torchrun says how many of them
-    are on this host; else all may be.
+    but for a share of the memory, if the save is of `cached_ranks`, which may all be on this host.
 
     The numbers are in DECISIONS.md S1.
     """
@@ -460,9 +459,7 @@ def write_path(io: Io, store: Store, staging: Staging, *, cached_ranks: int = 0)
     # One part is checksummed while the one before it is on its way to the disk.
     least, share = (DIRECT_SAVE_NBYTES_MIN if io == "auto" else 0), 0.0
     if io == "auto" and cached_ranks:
-        here = os.environ.get("LOCAL_WORLD_SIZE", "")
-        count = min(cached_ranks, int(here)) if here.isdigit() and int(here) else cached_ranks
-        share = min(CACHED_SHARE_MAX, 1 / (4 * count))
+        share = min(CACHED_SHARE_MAX, 1 / (4 * cached_ranks))
     return WritePath(
         direct=True,
         writers=1,

@@ -57,7 +57,11 @@ KIB = 1 << 10
 BLOCK_BYTES = 64 * KIB  # loads read whole ones; nothing is checked by them
 ALIGNED = 64
 FILE = "tensors.safetensors"
-_OURS = re.compile(r"log/\d|steps/\d|spread/|(.*/)?rank\d{5,}-\d{3,}\.safetensors$")
+# Records of a log, and all of a checkpoint; data files wherever somebody has put them.
+_OURS = re.compile(
+    r"log/\d{20}$|(spread/[^/]+/)?steps/\d{8,18}-e\d{6,18}-[0-9a-f]{16}/"
+    r"|(.*/)?rank\d{5,}-\d{3,}\.safetensors$"
+)
 DEPTH_MAX = 3  # of paths whose names are compared
 
 
@@ -113,7 +117,7 @@ def foreign(
     )
     place = url.url if isinstance(url, Store) else url_of(url)
     is_file = not isinstance(url, Store) and is_file_name(place)
-    if is_file and _OURS.match(place):
+    if is_file and _OURS.match(place.rpartition("/")[2]):
         raise error
     opener = open_store if is_file else partial(_open_unless_ours, error)
     try:
@@ -231,9 +235,9 @@ def load_foreign(
 
         collectively(world, "compare source", compare)
         if options.rename is None:
-            names = names_of(state, ranks)
             stored = (*located.manifest.fqns, *located.manifest.aliases)
-            options = replace(options, rename=deduced(names, stored))
+            rename = collectively(world, "names", lambda: deduced(names_of(state, ranks), stored))
+            options = replace(options, rename=rename)
         return load_located(
             state,
             store=store,

@@ -303,6 +303,20 @@ def test_what_is_left_of_ours_is_never_taken_for_anothers(lost: str, tmp_path: P
             assert not isinstance(caught.value, Mismatch)
 
 
+@pytest.mark.parametrize("place", ["log/1", "steps/1000", "spread/out"])
+def test_folders_of_others_may_be_called_as_ours(
+    place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path(place).mkdir(parents=True)
+    net = model()
+    save_file(dict(net.state_dict()), f"{place}/model.safetensors")
+    save_file(dict(net.state_dict()), "model.safetensors")
+    for url in (f"{place}/model.safetensors", place, "."):
+        with ckpt.open(url) as checkpoint:
+            assert torch.equal(checkpoint["0.weight"], net[0].weight), url
+
+
 def test_what_is_nothing_is_said_as_before(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("x")
     net, optimizer = trained()

@@ -154,16 +154,20 @@ def test_a_fake_process_group_is_refused_in_a_sentence(tmp_path: Path) -> None:
     assert "Fake process groups cannot" in text and "ASSERT" not in text
 
 
+def _wait_until_it_listens_no_more() -> None:
+    until = time.monotonic() + 30
+    while any(thread.name == "ckpt-heart" for thread in threading.enumerate()):
+        assert time.monotonic() < until, "it listens still"
+        time.sleep(0.1)
+
+
 def _leaves(url: str, root: str) -> tuple[int, int]:
     state = {"a": torch.ones(4)}
     ckpt.save(state, root, step=1)
     while_joined = sum(thread.name == "ckpt-heart" for thread in threading.enumerate())
     dist.barrier()
     dist.destroy_process_group()
-    until = time.monotonic() + 30
-    while any(thread.name == "ckpt-heart" for thread in threading.enumerate()):
-        assert time.monotonic() < until, "it listens still"
-        time.sleep(0.1)
+    _wait_until_it_listens_no_more()
     dist.init_process_group("gloo", init_method=url, rank=int(os.environ["RANK"]), world_size=2)
     ckpt.save(state, root, step=2)
     return while_joined, ckpt.load(state, root).step
@@ -189,10 +193,7 @@ def _leaves_and_joins(port: int, root: str) -> list[int]:
         ckpt.save(state, root, step=step)
         dist.barrier()
         dist.destroy_process_group()
-        until = time.monotonic() + 30
-        while any(thread.name == "ckpt-heart" for thread in threading.enumerate()):
-            assert time.monotonic() < until, "it listens still"
-            time.sleep(0.1)
+        _wait_until_it_listens_no_more()
         # Rank 0 serves the store: it ends last.
         while rank == 1 and store.add("left", 0) < 2 * step - 1:
             time.sleep(0.1)

@@ -99,6 +99,8 @@ def main() -> None:
             failed.append(name)
     _print_table(results)
     history = json.loads(HISTORY.read_text()) if HISTORY.exists() else []
+    if asked.check and not before(history, machine()):
+        failed.append(f"nothing is recorded of {machine()} to compare with: pass --record")
     if asked.check:
         failed += worse(results, before(history, machine()))
     if asked.record:

@@ -172,7 +172,7 @@ def rank_main(gib: float, rounds: int, directory: str) -> None:
     saved = interleaved(
         saves, rounds=rounds, between=lambda name: clear(base / places.get(name, "raw"))
     )
-    # What a newcomer does: the files of the round before are there until the next is written.
+    # What a newcomer does. Ours keeps the checkpoint of each round, DCP replaces the last one.
     newest: dict[str, Callable[[], object]] = {
         "dcp": lambda: dcp_load(trained, base / "dcp"),
         "ours": lambda: ckpt.load(trained.state, str(base / "ours")),

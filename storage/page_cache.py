@@ -65,7 +65,7 @@ def _drop(path: str) -> None:
 
 def _text(path: str) -> str:
     try:
-        with open(path, encoding="ascii") as file:
+        with open(path, encoding="utf-8", errors="surrogateescape") as file:
             return file.read()
     except OSError:
         return ""

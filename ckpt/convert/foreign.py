@@ -12,6 +12,7 @@ import logging
 import re
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from hashlib import blake2b
@@ -47,7 +48,7 @@ from ckpt.state.names import clean_name
 from ckpt.state.values import join
 from ckpt.state.walk import walk
 from ckpt.world.base import World, collectively
-from storage import Store, StoreLike, open_store
+from storage import ByteRange, Store, StoreLike, open_store
 from storage.location import url_of
 from storage.wrap import WrappedStore
 
@@ -96,6 +97,12 @@ class SourceStore(WrappedStore):
                 number += 1
             start = stop
         self.source.fill(wanted)
+
+    def get_direct_into(self, key: str, start: int, buffers: Sequence[memoryview]) -> None:
+        self.get_into(key, start, buffers)
+
+    def is_cold(self, key: str, byte_range: ByteRange) -> bool:
+        return False
 
 
 def foreign(
@@ -217,39 +224,42 @@ def load_foreign(
     `path_of` says how to read from a store, `error` why it is no checkpoint of ours.
     """
     ranks = Ranks(world.rank, world.global_ranks)
+    with ExitStack() as stack:
 
-    def opened() -> tuple[SourceStore, LocatedCheckpoint]:
-        budget = MetadataBudget(options.metadata_bytes_max)
-        return foreign(url, error, storage_options, budget, _parameter_names(state, ranks))
+        def opened() -> tuple[SourceStore, LocatedCheckpoint]:
+            budget = MetadataBudget(options.metadata_bytes_max)
+            names = _parameter_names(state, ranks)
+            store, located = foreign(url, error, storage_options, budget, names)
+            stack.callback(store.close)
+            return store, located
 
-    store, located = collectively(world, "open source", opened)
-    try:
+        store, located = collectively(world, "open source", opened)
         mine = _described(located.manifest)
         first = world.broadcast("source", mine if world.rank == 0 else None)
 
-        def compare() -> None:
+        def compared() -> LoadOptions:
             if mine != first:
                 raise Mismatch(
                     [f"rank {world.rank} sees other tensors or values there than rank 0"]
                 )
+            rename = options.rename
+            if rename is None:
+                stored = (*located.manifest.fqns, *located.manifest.aliases)
+                rename = deduced(names_of(state, ranks), stored)
+            return replace(options, rename=rename, path=path_of(store))
 
-        collectively(world, "compare source", compare)
-        if options.rename is None:
-            stored = (*located.manifest.fqns, *located.manifest.aliases)
-            rename = collectively(world, "names", lambda: deduced(names_of(state, ranks), stored))
-            options = replace(options, rename=rename)
-        return load_located(
-            state,
-            store=store,
-            world=world,
-            located=(located.prefix, located.manifest),
-            options=replace(options, path=path_of(store)),
-            origins=Origins(tuple(range(world.size)), {}),
-        )
-    except Mismatch as mismatch:
-        raise Mismatch([*mismatch.problems, *_unread(store.source)], mismatch.where) from None
-    finally:
-        store.close()
+        try:
+            return load_located(
+                state,
+                store=store,
+                world=world,
+                located=(located.prefix, located.manifest),
+                options=collectively(world, "compare source", compared),
+                origins=Origins(tuple(range(world.size)), {}),
+            )
+        except Mismatch as mismatch:
+            problems = [*mismatch.problems, *_unread(store.source)]
+            raise Mismatch(problems, mismatch.where) from None
 
 
 def deduced(names: Sequence[Sequence[str]], stored: Sequence[str]) -> Callable[[str], str] | None:

@@ -64,6 +64,9 @@ def decode_part(data: bytes) -> Part:
     return Part(known.structure, decode_rest(data[8 + size :], known))
 
 
+RANKS_MAX = 1 << 20
+
+
 class StructureReader:
     """Decodes the structures of several ranks. Tensors that they have in common are decoded once,
     and not at all where one of the `known` has them.
@@ -83,7 +86,7 @@ class StructureReader:
                 self._tensors[encoded] = decode_tensors(encoded)
             unpacked = zlib.decompress(fields["packed"])
             tensors = self._tensors[encoded]
-            items_max = len(unpacked) + _RULES_PER_TENSOR_MAX * len(Of) * (len(tensors) + 1)
+            items_max = len(Of) * (len(unpacked) + _RULES_PER_TENSOR_MAX * (len(tensors) + 1))
             structure = _structure(unpack_tree(unpacked, items_max), tensors, encoded)
         except (*_UNREADABLE, zlib.error) as error:
             raise _unreadable(error) from error
@@ -98,6 +101,8 @@ def digest_of_structure(data: bytes | memoryview) -> bytes:
 def _structure(tree: Any, tensors: tuple[TensorRecord, ...], encoded: bytes) -> JointStructure:
     first_rank, rank_count, blocks, files, shared, several, *columns = tree
     tensor_ranks, aliases, lines, boxes, replicas = columns
+    if type(rank_count) is not int or not 0 <= rank_count <= RANKS_MAX:
+        raise Corrupt(f"a joint part of {rank_count!r:.30} ranks")
     rules = np.stack(lines)
     for line, limit in ((Of.TENSOR, len(tensors)), (Of.COUNT, 1 << 62)):
         if rules.size and not 0 <= int(rules[line].min()) <= int(rules[line].max()) < limit:
@@ -107,6 +112,8 @@ def _structure(tree: Any, tensors: tuple[TensorRecord, ...], encoded: bytes) -> 
         raise Corrupt(f"a joint part of rank {first_rank}: chunks of ranks beyond {rank_count}")
     for of_list, *_ in replicas:
         checked_indexes(of_list, "replica_tensor", len(tensors))
+        if len(of_list) and int(of_list.min()) < 0:
+            raise Corrupt(f"a joint part of rank {first_rank}: replicas of no tensor")
     if len(rules) != len(Of) or len(tensor_ranks) != len(tensors) or len(several) != len(shared):
         raise Corrupt(f"a joint part of rank {first_rank}: columns of other lengths")
     return JointStructure(
@@ -174,6 +181,8 @@ def _sizes(files: int, nbytes: Any, data_start: Any, tables: Any, digests: bytes
     seals = Seals(tables, digests_from(digests))
     if {*map(len, (nbytes, data_start, *seals))} != {files}:
         raise Corrupt(f"a joint part: columns of other lengths than {files} files")
+    if files and min(int(np.min(nbytes)), int(np.min(data_start))) < 0:
+        raise Corrupt("a joint part: files of fewer than no bytes")
     check_seals(seals, nbytes - data_start)
     return FileSizes(nbytes, data_start, seals)
 

@@ -347,12 +347,14 @@ def _left_by_all(world: World, catalog: Catalog, mine: Left) -> Left:
 
     packed = np.packbits(bits, bitorder="little").tobytes()[::-1].hex() or "0"
     by_all = int(decided_json(world, "left", "left by all", packed, common), 16)
+    stored = np.frombuffer(by_all.to_bytes(len(bits) // 8 + 1, "little"), dtype=np.uint8)
+    of_all = np.unpackbits(stored, bitorder="little")
 
     # What is not in the checkpoint under this name, because of `rename`, has no number: only this
     # rank can know of it.
     def is_left(fqn: str, param: str) -> bool:
         number = numbers.get((fqn, param))
-        return number is None or bool(by_all >> number & 1)
+        return number is None or bool(of_all[number])
 
     return Left(
         [name for name in mine.names if is_left(name, "")],

@@ -248,14 +248,15 @@ class Checkpointer:
 
         Counts from 1, or on from where `restore` or these steps have been. What the loop does with
         a number is that step; one that a loop leaves early is not done. `step` is called here,
-        unless the loop has called it, such as with a metric. Raises what these raise.
+        unless the loop has called it, as with a metric, or has restored. Raises what these raise.
         """
         last = _whole_number(last)
         if self._training.progress.is_new:
             self.restore()
         while (number := self._training.progress.step + 1) <= last:
+            moves = self._training.progress.moves
             yield number
-            if self._training.progress.step != number:
+            if self._training.progress.moves == moves:
                 self.step(number)
         self._saves.collect(wait=True)
         self._save_last(("last step",))

@@ -29,6 +29,7 @@ class Observation(NamedTuple):
 
     `step` is the step that was just completed, `previous_step` that of the call before. Seconds are
     of one monotonic clock; `last_save_seconds` is when the newest save was begun, or the training.
+    Seconds and costs are given where a policy that `needs_clock` is decided; 0 or None elsewhere.
     `signals` arrived on some rank since the last save. `closing`: the training is over.
     `cost_seconds` is what one save costs the training and `persist_seconds` how long it is under
     way, both None before the first was measured.

@@ -29,6 +29,7 @@ class Progress:
     previous_step: int = 0
     calls: int = 0
     resumed_step: int = -1  # -1 where nothing was restored
+    moves: int = 0  # how often a step was done, or another one's state restored
     has_advanced: bool = False  # whether two calls named two steps
 
     @property
@@ -41,10 +42,12 @@ class Progress:
         self.has_advanced = self.has_advanced or (self.calls > 0 and step != self.step)
         self.previous_step, self.step = self.step, step
         self.calls += 1
+        self.moves += 1
 
     def resume(self, step: int) -> None:
         """The state is that of `step`, which was done by an earlier process."""
         self.previous_step = self.step = self.resumed_step = step
+        self.moves += 1
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,5 @@
 """Leaves of states that are no plain data and have a form without code: tagged by a type's name.
+At the end numpy's: arrays are tensors, scalars plain values.
 
     {"$data": "deque", "value": {"maxlen": 5, "items": [1, 2]}}
 

@@ -140,7 +140,7 @@ def put_model(
 
     def bound() -> tuple[Binding, list[Problem]]:
         catalog = Catalog(entries_of(known), given.composites)
-        # Extra states are no tensors: `ModelLoad.fill` gives them to their modules.
+        # Extra states are no tensors: `finish` gives them to their modules.
         skip = given.extra_states.__contains__
         strict, call = request.strict, request.call
         binding = bind_state(model, catalog, ranks, strict=strict, skip=skip, call=call)

@@ -81,13 +81,13 @@ def own_prefix(process: Process, ranks: tuple[int, ...], rank: int) -> tuple[Any
     return PrefixStore(f"{number}", home), key
 
 
-def _own_part(store: Any, rank: int) -> Any:
-    """A part of the store for this initialisation of torch: another one with the same store must
-    not find what this one leaves there. All ranks count alike.
+def _own_part(store: Any, number: int) -> Any:
+    """A part of the store for the initialisation of torch of that number: another one with the same
+    store must not find what this one leaves there.
     """
     from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
-    return PrefixStore(f"shardpoint/{store.add(f'shardpoint/joins/{rank}', 1)}", store)
+    return PrefixStore(f"shardpoint/{number}", store)
 
 
 class ThisProcess:
@@ -97,6 +97,8 @@ class ThisProcess:
         self._lock = threading.Lock()
         self._process: Process | None = None
         self._group: Callable[[], object] = lambda: None
+        # Of the newest initialisation, and its number in the store.
+        self._numbered: tuple[Callable[[], object], int] = (lambda: None), 0
         # Called, in any thread, after `destroy_process_group`: whether nothing is under way there.
         self.on_left: list[Callable[[], bool]] = []
 
@@ -117,6 +119,17 @@ class ThisProcess:
                 self._process, self._group = self._taken(self._process), weakref.ref(group)
             return self._process
 
+    def number(self, store: Any, rank: int) -> int:
+        """How many initialisations with this store the rank has used the library in, this one
+        included. Ranks that use it in the same ones count alike.
+        """
+        of, number = self._numbered
+        if dist.group.WORLD is None or of() is not dist.group.WORLD:
+            number = store.add(f"shardpoint/joins/{rank}", 1)
+            world = dist.group.WORLD
+            self._numbered = (weakref.ref(world) if world is not None else lambda: None), number
+        return number
+
     def forked(self) -> None:
         """In a forked child: another thread may have held the lock."""
         self._lock, self._process = threading.Lock(), None
@@ -131,7 +144,7 @@ class ThisProcess:
             base = base.clone()
         rank = dist.get_rank()
         try:
-            base = _own_part(base, rank)
+            base = _own_part(base, self.number(base, rank))
             job = base.compare_set("shardpoint/job", "", secrets.token_hex(16)).decode()
         except dist.DistError:
             raise  # the store is away
@@ -141,9 +154,8 @@ class ThisProcess:
                 "`compare_set`. Fake process groups cannot save or load; otherwise initialise "
                 "torch.distributed with a TCPStore or a FileStore, as its `init_method` does"
             ) from error
-        group: Callable[[], object] = weakref.ref(
-            dist.group.WORLD
-        )  # torch frees it when it is left
+        # torch frees it when it is left.
+        group: Callable[[], object] = weakref.ref(dist.group.WORLD)
 
         def has_left() -> bool:
             world = dist.group.WORLD
@@ -188,7 +200,8 @@ def leave_uncalled() -> None:
             store = TCPStore(*place, is_master=False, timeout=timedelta(seconds=STORE_SECONDS))
             store = PrefixStore("0/", PrefixStore("default_pg", store))
         card = Card.of_absent(rank, ENDED_UNCALLED)
-        _own_part(store, rank).compare_set(card_key(rank), "", card.encode().decode())
+        part = _own_part(store, this_process.number(store, rank))
+        part.compare_set(card_key(rank), "", card.encode().decode())
 
     c10d: Any = dist.distributed_c10d
     is_known = dist.is_initialized() or getattr(c10d, "_default_pg_init_method", "") == "env://"

@@ -206,7 +206,8 @@ class Link:
                 return True
             except BaseException:
                 if isinstance(self.sock, ssl.SSLSocket):  # many steps: what it took is not known
-                    socket.socket.shutdown(self.sock, socket.SHUT_RDWR)  # so all is sent anew
+                    with contextlib.suppress(OSError):  # it has ended already
+                        socket.socket.shutdown(self.sock, socket.SHUT_RDWR)  # all is sent anew
                 raise
         return True
 

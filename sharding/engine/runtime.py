@@ -1,4 +1,4 @@
-"""What the units of one model share: the order they ran in, prefetching, the backward's end.
+"""The schedule of one model's units: the order they run in, gathers by hand, the backward's end.
 
 The root is the outermost unit; it is found at the first forward, or the first call that needs it.
 """

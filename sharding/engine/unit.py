@@ -7,8 +7,8 @@ around the forward and the backward of the wrapped module.
     gradients_ready   free, reduce
     end_backward      whatever is left
 
-What the units of one model do together (order, prefetch, the end of the backward) is in
-`sharding.engine.runtime`.
+What the units of one model share, and prefetching, is in `Root` below; their order and the end of
+the backward are in `sharding.engine.runtime`.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""A unit of the flat engine: the wrapper's settings, what modules show of its parameter, and full
-parameters outside of forward and backward (`summon_units`).
+"""A unit of the flat engine: what modules show of its parameter, and full parameters outside of
+forward and backward (`summon_units`).
 """
 
 from __future__ import annotations

@@ -192,6 +192,15 @@ def test_ranks_read_their_part(ranks: int, tmp_path: Path) -> None:
     assert sum(read for read, _ in answers) <= 1.05 * needed
 
 
+@pytest.mark.parametrize("io", ["auto", "buffered", "direct"])
+@pytest.mark.parametrize("write", WEIGHTS)
+def test_large_tensors_load_by_every_way_to_read(write: Write, io: Any, tmp_path: Path) -> None:
+    net = nn.Sequential(nn.Linear(2048, 2600, bias=False))
+    loaded = nn.Sequential(nn.Linear(2048, 2600, bias=False))
+    ckpt.load({"model": loaded}, write(tmp_path, net, torch.optim.SGD(net.parameters())), io=io)
+    assert torch.equal(loaded[0].weight, net[0].weight)
+
+
 def _goes_on_sharded(url: str) -> list[torch.Tensor]:
     """Everything that was loaded, in full."""
     state = fresh()
@@ -395,3 +404,10 @@ def test_one_name_of_a_tied_tensor_is_enough() -> None:
         rename = deduced(names, [kept, "a.w"])
         assert rename is not None
         assert [rename(name) for name in ("m.embed.w", "m.head.w", "m.a.w")] == [kept, kept, "a.w"]
+
+
+def test_empty_bytes_are_read_by_torch(tmp_path: Path) -> None:
+    values = {"a": [b"", b"x"], "b": b""}
+    ckpt.save({"model": model(), "values": values}, tmp_path / "run", step=1)
+    ckpt.export(tmp_path / "run", str(tmp_path / "x.pt"), format="torch", optimizer=True)
+    assert torch.load(tmp_path / "x.pt", weights_only=True)["values"] == values

@@ -13,6 +13,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -26,7 +27,7 @@ import ckpt.world.liveness
 from ckpt.errors import CheckpointError
 from ckpt.world.base import Message
 from ckpt.world.heart import Heart
-from ckpt.world.job import place_of_environment, this_process
+from ckpt.world.job import ThisProcess, place_of_environment, this_process
 from ckpt.world.link import Link
 from ckpt.world.liveness import Card
 from ckpt.world.place import (
@@ -177,6 +178,20 @@ def _leaves(url: str, root: str) -> tuple[int, int]:
 def test_nothing_listens_after_destroy_process_group(tmp_path: Path) -> None:
     url, root = f"file://{tmp_path}/again", str(tmp_path / "root")
     assert run_ranks(2, _leaves, url, root) == [(1, 2)] * 2
+
+
+def test_a_call_that_is_repeated_counts_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its store was away, say: the others look in the same part for this rank."""
+
+    class Group:
+        pass
+
+    process, store, groups = ThisProcess(), cast(Any, dist).HashStore(), [Group(), Group()]
+    numbers = []
+    for group in (groups[0], groups[0], groups[1], groups[1]):
+        monkeypatch.setattr(dist, "group", SimpleNamespace(WORLD=group))
+        numbers.append(process.number(store, 0))
+    assert numbers == [1, 1, 2, 2]
 
 
 def _leaves_and_joins(port: int, root: str) -> list[int]:

@@ -75,6 +75,21 @@ def test_the_loop_may_call_step_itself_with_a_metric(url: str) -> None:
     assert 3 in saved(url)
 
 
+@pytest.mark.parametrize("back", [2, 5, 6])
+def test_a_loop_that_goes_back_goes_on_from_there(url: str, back: int) -> None:
+    state, made = {"x": torch.zeros(())}, []
+    with Checkpointer(state, url, save=ckpt.EverySteps(1)) as saver:
+        for step in saver.steps(8):
+            if step == 7 and 7 not in made:
+                made.append(step)
+                saver.wait()
+                saver.restore(step=back)
+                continue
+            state["x"] += 1
+            made.append(step)
+    assert made == [*range(1, 8), *range(back + 1, 9)] and state["x"] == 8
+
+
 def test_an_order_to_end_ends_the_loop_after_a_save(url: str) -> None:
     state = {"x": torch.zeros(())}
     with (

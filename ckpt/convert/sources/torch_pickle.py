@@ -244,8 +244,17 @@ def write_tree(tree: Any) -> bytes:
     out = io.BytesIO()
     pickler = _TreePickler(out, 2)
     pickler.fast = True  # without a memo, so that the same tree makes the same bytes
-    pickler.dump(tree)
+    pickler.dump(_readable(tree))
     return out.getvalue()
+
+
+def _readable(tree: Any) -> Any:
+    """`tree` without b"", for which protocol 2 calls `bytes`; torch's reader refuses that name."""
+    if type(tree) is bytes and not tree:
+        return CallOut("_codecs.encode", ("", "latin1"))
+    if type(tree) is dict:
+        return {key: _readable(value) for key, value in tree.items()}
+    return type(tree)(map(_readable, tree)) if type(tree) in (list, tuple) else tree
 
 
 class _TreePickler(pickle.Pickler):

@@ -250,13 +250,12 @@ class Checkpointer:
         a number is that step; one that a loop leaves early is not done. `step` is called here,
         unless the loop has called it, as with a metric, or has restored. Raises what these raise.
         """
-        last = _whole_number(last)
         if self._training.progress.is_new:
             self.restore()
-        while (number := self._training.progress.step + 1) <= last:
+        while (number := self._training.progress.step + 1) <= _whole_number(last):
             moves = self._training.progress.moves
             yield number
-            if self._training.progress.moves == moves:
+            if moves == self._training.progress.moves:
                 self.step(number)
         self._saves.collect(wait=True)
         self._save_last(("last step",))

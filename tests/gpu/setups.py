@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import os
-import shutil
 import tempfile
 from collections.abc import Callable
 from datetime import timedelta
@@ -101,48 +100,50 @@ def run(
     """Run `fn(*args)` on the ranks of the setup; returns all results. `forced`: one rank by itself
     gathers and reduces all the same.
     """
-    return run_ranks(
-        setup.ranks,
-        _in_setup,
-        setup,
-        fn,
-        args,
-        timeout_seconds,
-        forced,
-        timeout_seconds=timeout_seconds,
-    )
+    # Groups that are made later meet there, too: it stays until all ranks have ended.
+    with tempfile.TemporaryDirectory(prefix="ranks-") as folder:
+        return run_ranks(
+            setup.ranks,
+            _in_setup,
+            setup,
+            fn,
+            args,
+            f"{folder}/both",
+            timeout_seconds,
+            forced,
+            timeout_seconds=timeout_seconds,
+        )
 
 
 def _in_setup(
-    setup: Setup, fn: Callable[..., Any], args: tuple[Any, ...], seconds: float, forced: bool
+    setup: Setup,
+    fn: Callable[..., Any],
+    args: tuple[Any, ...],
+    meet: str,
+    seconds: float,
+    forced: bool,
 ) -> Any:
     torch.manual_seed(0)
     if setup.backend != "gloo":
-        _over_both_backends(setup, seconds)
+        _over_both_backends(setup, meet, seconds)
     if forced:
         nothing_is_left_out()
     return fn(*args)
 
 
-def _over_both_backends(setup: Setup, seconds: float) -> None:
+def _over_both_backends(setup: Setup, meet: str, seconds: float) -> None:
     rank = dist.get_rank()
     module = torch.get_device_module(setup.device)
     module.set_device(0 if setup.shared else rank % device_count(setup.device))
-    # The group of the CPU that the ranks were started with says where the other one's ranks meet.
-    paths = [tempfile.mkdtemp(prefix="ranks-") if rank == 0 else ""]
-    dist.broadcast_object_list(paths, src=0)
     dist.destroy_process_group()
-    store = dist.FileStore(f"{paths[0]}/both", setup.ranks)
     dist.init_process_group(
         setup.backend,
-        store=store,
+        store=dist.FileStore(meet, setup.ranks),
         rank=rank,
         world_size=setup.ranks,
         timeout=timedelta(seconds=seconds),
     )
     dist.barrier()
-    if rank == 0:
-        shutil.rmtree(paths[0])
 
 
 def nothing_is_left_out() -> None:

@@ -722,7 +722,7 @@ def gathers_on_the_stream_of_compute(run: Run) -> None:
     model = run.wrap(run.net(blocks=3), low=(BF16, FP32, None))
     first, second, third = model.blocks
     first.set_modules_to_forward_prefetch([second, third])
-    optimizer = run.sgd(model)
+    optimizer = run.sgd(model, lr=0.01)
     for there in (True, False, True):
         model._set_unshard_async_op(there)
         run.train(model, steps=2, optimizer=optimizer)
@@ -859,7 +859,7 @@ def wrapped_again_after_training(run: Run) -> None:
         names = ("first", "last", "blocks.0", "blocks.1")
         model = run.wrap(run.net(), inner=names, **options)
         for _ in range(2):
-            run.train(model, steps=2)
+            run.train(model, steps=2, optimizer=run.sgd(model, lr=0.03))
             model(run.batch())
             model = run.wrap(model.module, inner=(), **options)
         run.train(model, steps=2)
@@ -987,10 +987,11 @@ def kept_after_backward(run: Run) -> None:
 def gathered_memory_kept(run: Run) -> None:
     for mesh in ((8,), (8, 1)):
         model = run.wrap(run.net(Twice), mesh=mesh, low=(BF16, FP32, None))
+        optimizer = run.sgd(model, lr=0.01)
         model.set_keep_unsharded_storage(True)
-        run.train(model, steps=3)
+        run.train(model, steps=3, optimizer=optimizer)
         model.set_keep_unsharded_storage(False)
-        run.train(model)
+        run.train(model, optimizer=optimizer)
 
 
 @scenario(FULLY, torchs=())
@@ -1015,13 +1016,13 @@ def backwards_ended_by_hand(run: Run) -> None:
 def full_parameters_summoned(run: Run) -> None:
     kind = run.module.FullyShardedDataParallel
     model = run.wrap(run.net())
-    optimizer = run.sgd(model)
+    optimizer = run.sgd(model, lr=0.03)
     for writeback in (True, False):
         model(run.batch()).sum().backward()
         optimizer.step()
         with kind.summon_full_params(model, writeback=writeback), torch.no_grad():
             for param in model.parameters():
-                param.add_(1.0)
+                param.add_(0.1)
         optimizer.zero_grad()
         run.train(model, steps=1, optimizer=optimizer)
 
@@ -1141,7 +1142,7 @@ def _replayed(run: Run, step: Callable[[], None]) -> None:
 @scenario(torchs=(), captures=True)
 def a_step_as_a_graph(run: Run) -> None:
     model = run.wrap(run.net(), low=(BF16, FP32, None))
-    optimizer = run.sgd(model, foreach=True)
+    optimizer = run.sgd(model, lr=0.01, foreach=True)
     batch = run.batch()
 
     def step() -> None:

@@ -182,10 +182,12 @@ class Run:
         kind = self.module.FullyShardedDataParallel if self.is_flat else self.module.FSDPModule
         return [module for module in model.modules() if isinstance(module, kind)]
 
-    def sgd(self, model: Any, **kwargs: Any) -> torch.optim.Optimizer:
-        """An optimizer with a state."""
+    def sgd(self, model: Any, *, lr: float = 0.1, **kwargs: Any) -> torch.optim.Optimizer:
+        """An optimizer with a state. Many steps in low precision take a small `lr`: where values
+        grow, so do the roundings in which devices differ.
+        """
         trainable = [param for param in model.parameters() if param.requires_grad]
-        return torch.optim.SGD(trainable, lr=0.1, momentum=0.9, **kwargs)
+        return torch.optim.SGD(trainable, lr=lr, momentum=0.9, **kwargs)
 
     def train(self, model: Any, steps: int = 2, optimizer: Any = None) -> None:
         """Whole steps."""

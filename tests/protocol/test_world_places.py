@@ -39,7 +39,7 @@ from ckpt.world.place import (
     server_tls,
 )
 from ckpt.world.torch_world import current_world
-from tests.protocol.test_world_counts import interrupted_at
+from tests.protocol.test_world_counts import interrupted_at, sees_steps
 from tests.ranks import run_ranks
 
 
@@ -271,6 +271,7 @@ def test_other_certificates_are_refused_by_name(
     assert all("must name the same file on all ranks" in text for text, _ in answers), answers
 
 
+@sees_steps
 def test_ctrl_c_sends_no_encrypted_message_twice(certificates: tuple[str, str]) -> None:
     """Wherever it comes: the message is whole, or the connection ends, to be made anew."""
     number, came, file = 0, True, certificates[0]

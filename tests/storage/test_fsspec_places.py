@@ -202,6 +202,7 @@ def test_a_probe_that_fails_once_is_repeated(tmp_path: Path) -> None:
     assert store.exclusive_create is ExclusiveCreate.CONDITIONAL and store.retries == 1
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # files left open
 def test_a_probe_that_cannot_race_proves_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

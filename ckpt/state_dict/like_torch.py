@@ -265,7 +265,7 @@ def _prefixes(model: nn.Module, submodules: set[nn.Module] | None) -> list[str] 
     if not submodules:
         return None
     warnings.warn("submodules is deprecated: filter the dict by names", FutureWarning, stacklevel=3)
-    return [f"{_module_name(model, module)}." for module in submodules]
+    return [_prefix(model, module) for module in submodules]
 
 
 def _by_name(model: nn.Module, given: Mapping[Any, Any]) -> dict[str, Any]:
@@ -275,18 +275,21 @@ def _by_name(model: nn.Module, given: Mapping[Any, Any]) -> dict[str, Any]:
         "modules as keys of a state dict are deprecated: use names", FutureWarning, stacklevel=3
     )
     return {
-        f"{_module_name(model, module)}.{name}": value
+        f"{_prefix(model, module)}{name}": value
         for module, inner in given.items()
         for name, value in inner.items()
     }
 
 
-def _module_name(model: nn.Module, wanted: nn.Module) -> str:
+def _prefix(model: nn.Module, wanted: nn.Module) -> str:
+    """What names of tensors in a module begin with; nothing for what wraps the model, or is all of
+    it (torch gives an empty dict then).
+    """
     described = describe_model(model, Ranks.alone(), loading=False)
-    known = {path for name in names_of(described) for path in heads(name)}
+    known = {"", *(f"{path}." for name in names_of(described) for path in heads(name))}
     for name, module in model.named_modules():
         if module is wanted:
-            return bare_name(name, known)
+            return bare_name(name and f"{name}.", known)
     raise InvalidState(
         [f"{type(wanted).__name__}: is not a module of the model; pass one that is in it"]
     )

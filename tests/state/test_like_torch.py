@@ -143,3 +143,19 @@ def test_modules_as_keys_and_modules_that_rename() -> None:
     assert all(param.grad is None for param in module.parameters())
     with pytest.raises(RuntimeError, match="needs an optimizer"):
         ours.get_optimizer_state_dict(module, [])
+
+
+def _all_of_it() -> list[list[str]]:
+    warnings.simplefilter("ignore", FutureWarning)
+    net = nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.Linear(2, 2)))
+    model = nn.parallel.DistributedDataParallel(net)
+    return [
+        list(ours.get_model_state_dict(model, submodules={inner}))
+        for inner in (model, net, net[1], net[1][0])
+    ]
+
+
+def test_what_wraps_the_model_is_all_of_it() -> None:
+    """torch gives nothing there."""
+    everything = ["0.weight", "0.bias", "1.0.weight", "1.0.bias"]
+    assert run_ranks(1, _all_of_it) == [[everything, everything, everything[2:], everything[2:]]]

@@ -223,6 +223,7 @@ COMMANDS = (
         "ckpt ls s3://bucket/run\n"
         "ckpt ls runs/7b --json | jq '.checkpoints[-1].step'\n"
         "ckpt ls --near /dev/shm/run                       what this host has",
+        code=lambda report: PROBLEM if any(t.problem for t in getattr(report, "tiers", ())) else OK,
     ),
     Command(
         operate.log,

@@ -114,3 +114,8 @@ def test_ls_near_shows_what_a_host_has(tmp_path: Path, capsys: pytest.CaptureFix
     assert main(["ls", "--near", near[0]]) == 0
     assert "1 of 2" in capsys.readouterr().out
     assert main(["ls", "--near", near[0] + "/nowhere"]) == 1
+    for path in Path(near[0]).rglob("*"):
+        if path.is_file():
+            path.write_bytes(b"")
+    assert main(["ls", "--near", near[0]]) == 1
+    assert "root " in capsys.readouterr().out

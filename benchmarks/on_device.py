@@ -13,7 +13,7 @@ and host waits as the profiler sees them, of four units of nine members in bf16 
 with DDP as a third; wrapper: the same of the wrapper. compiled: the same with compiled units.
 saves: what a background save keeps from the training, in units of one copy of the state into
 pinned memory, and how fast its copies are. loads: into the device's memory. near: the same for a
-near tier, and the recovery from it. dicts: full and sharded state dicts. DIR should lie in
+near tier, and the recovery from it. dicts: full, sharded and local state dicts. DIR should lie in
 memory, or saves and loads measure a disk. FILE gets one line of JSON for each block.
 """
 
@@ -39,6 +39,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+import torch.distributed.fsdp as torch_fsdp
 from torch import nn
 from torch.autograd import DeviceType
 from torch.distributed.checkpoint.state_dict import (
@@ -511,15 +512,22 @@ def measure_dicts(training: Training, asked: Asked) -> Block:
             ),
             theirs(),
         ),
+        "local, of the wrapper": (local_dict("ours", asked), local_dict("torch", asked)),
     }
     lines = []
     for name, (mine, other) in pairs.items():
         times = in_turn({"ours": mine, "torch": other}, asked.rounds)
         free(asked)
         seconds = statistics.median(times["ours"])
-        text = f"{ratios_text(times['ours'], times['torch'])}, {seconds:.2f} s"
+        text = f"{ratios_text(times['ours'], times['torch'])}, {seconds:.3f} s"
         lines.append(row(f"{name}, of torch's time and its copy of live memory", text, "<= 1"))
     return Block(f"state dicts of fully_shard, {asked.gib:g} GiB", lines)
+
+
+def local_dict(who: str, asked: Asked) -> Callable[[], float]:
+    model: Any = Engine(who, "flat", asked, asked.widths[0]).model
+    model.set_state_dict_type(model, torch_fsdp.StateDictType.LOCAL_STATE_DICT)
+    return timed(model.state_dict, asked)
 
 
 def timed(make: Callable[[], object], asked: Asked) -> Callable[[], float]:

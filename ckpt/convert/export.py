@@ -13,6 +13,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field, replace
 from functools import partial
+from os.path import commonprefix
 from typing import Any, Literal, TypeAlias
 
 import torch
@@ -208,8 +209,7 @@ def _model_folder(
     if how.dtype is not None:
         beside = beside.of_dtype(_name_of(how.dtype))
     nbytes_max = SHARD_NBYTES_MAX if how.shard_bytes_max is None else how.shard_bytes_max
-    # No note of tied names: the model's class ties them itself, as its config says.
-    weights = safetensors_files(chosen.outputs, {}, WEIGHTS, nbytes_max)
+    weights = safetensors_files(chosen.outputs, chosen.tied, WEIGHTS, nbytes_max)
     others = sorted(beside.files.items(), key=lambda item: (item[0] == CONFIG, item[0]))
     return [*weights, *(known_file(*item) for item in others)]
 
@@ -308,12 +308,9 @@ def choose(source: CheckpointSource, how: ExportTo, format: Format) -> ExportSel
         raise InvalidState(problems)
     new_names = _new_names(kept, how)
     kept = {name: fqn for name, fqn in kept.items() if name in new_names}
-    # A checkpoint stores what modules share under the name that the model has first, which is the
-    # name that `transformers` keeps. `save_model` of safetensors keeps the alphabetically first.
-    stored = {name for name, fqn in kept.items() if fqn == prefix + name}
     tied = {}
     if not how.keep_tied or format not in ("safetensors", "hf"):
-        tied = _tied_names(kept, stored if format == "hf" else ())
+        tied = _tied_names(kept, prefix)
     outputs = [
         _output(contents.tensors[fqn], new_names[name], how.dtype)
         for name, fqn in sorted(kept.items())
@@ -399,13 +396,21 @@ def _names_of(contents: SourceContents, entry: str) -> dict[str, str]:
     return model or names
 
 
-def _tied_names(names: Mapping[str, str], preferred: Collection[str]) -> dict[str, str]:
-    """Names to leave out, each with the name kept for its tensor: one that is preferred, else the
-    alphabetically first.
+def _tied_names(names: Mapping[str, str], prefix: str) -> dict[str, str]:
+    """Names below `prefix` to leave out, each with the name kept for its tensor.
+
+    A checkpoint stores a tied tensor under the name that its model has first. That name is kept, as
+    `transformers` does: a model without the head knows no other. Where it is not among `names`, as
+    a second module shares the tensor, the one that ends most like it is.
     """
+
+    def order(name: str) -> tuple[int, int, str]:
+        ends = [(prefix + name)[::-1], names[name][::-1]]
+        return -len(commonprefix(ends)), len(name), name  # noqa: RUF071 (of characters)
+
     first: dict[str, str] = {}
     tied = {}
-    for name in sorted(names, key=lambda name: (name not in preferred, name)):
+    for name in sorted(names, key=order):
         held = first.setdefault(names[name], name)
         if held != name:
             tied[name] = held

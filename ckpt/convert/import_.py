@@ -172,7 +172,7 @@ def _chosen(source: CheckpointSource, how: ImportFrom) -> Chosen:
     for fqn, info in contents.tensors.items():
         stored = fqn
         if fqn in gone:
-            heirs = sorted(alias for alias, held in aliases.items() if held == fqn)
+            heirs = [alias for alias, held in aliases.items() if held == fqn]
             if not heirs:
                 continue
             # The first of its other names keeps the tensor, and the rest become names of that one.

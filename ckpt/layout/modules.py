@@ -95,6 +95,13 @@ def describe_module(module: nn.Module, ranks: Ranks) -> ModuleLayout:
     Takes some microseconds per parameter. Refusals are listed in `problems`, never raised.
     """
     visits = list(_visits(module, ranks))
+    # The first of tied names is stored. The classes of `transformers` list those that their model
+    # without a head does not have, which come last, wherever the head was registered.
+    others: set[str] = set()
+    for visit in visits:
+        others.update(map(visit.fqn_of, vars(visit.module).get("all_tied_weights_keys", ())))
+    if others:
+        visits.sort(key=lambda v: any(v.fqn_of(name) in others for name in v.module._parameters))
     builder = _LayoutBuilder(ranks=ranks)
     managed = _managed_places(visits)
     for visit in visits:

@@ -210,9 +210,9 @@ def export(
     rules from names in the checkpoint to others, for experts that are one tensor there and one for
     each in the files, or the other way round: `{"experts.weight": "experts.{}.weight"}`; all others
     see the names that they make. `dtype` applies to floating-point tensors. Of tied names the
-    alphabetically first is kept in safetensors files, as `safetensors.torch.save_model` does,
-    unless `keep_tied`: then all are written. Files of torch.save and DCP directories have all
-    names, and each tensor once.
+    one that the model has first is kept in safetensors files, whose headers note the others;
+    `keep_tied` writes all. Files of torch.save and DCP directories have all names, and each tensor
+    once.
 
     `optimizer` exports the whole state, model, optimizer and values, by its full names. Where a
     source only numbers the parameters of an optimizer, `parameter_names` are their names.
@@ -224,10 +224,9 @@ def export(
     (or `shard_bytes_max`) on shards and their index, and what `config` has next to it. That is a
     folder as `save_pretrained` writes it, from which config, tokenizer and templates are copied, or
     a config file; its store takes `config_options`. With `dtype` the copied config names that
-    dtype. Of tied names the one that the model has first is written; all are where the config says
-    `"tie_word_embeddings": false`. Names that the config's model cannot have are refused as far as
-    they show: wrappers, a doubled `model.`, a beginning that the weights next to the config do not
-    have, rows that are not the vocabulary's.
+    dtype. All tied names are written where it says `"tie_word_embeddings": false`. Names that the
+    config's model cannot have are refused as far as they show: wrappers, a doubled `model.`, a
+    beginning that the weights next to the config do not have, rows that are not the vocabulary's.
 
     Called by all ranks of a process group (default: all, if there is one), it divides the files
     among them. What a killed export had finished is not written again by the next with the same

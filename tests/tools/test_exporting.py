@@ -21,6 +21,7 @@ from ckpt.operate.arguments import nbytes as parse_nbytes
 from storage import open_store
 from storage.testing import CountingStore
 from tests.tools.conftest import data_files, make_net, sliced_net, stepped
+from tests.tools.test_model_folder import Tiny
 
 
 def _header(path: Path) -> dict[str, object]:
@@ -51,8 +52,8 @@ def test_parts_smaller_than_tensors_and_unaligned_chunks(
     assert all(torch.equal(tensors[k], v) for k, v in sliced_net().state_dict().items())
 
 
-def test_tied_names_follow_the_rule_of_save_model(plain_root: str, tmp_path: Path) -> None:
-    """The first name is kept and the file notes the other, so that load_model is satisfied."""
+def test_the_first_of_tied_names_is_kept(plain_root: str, tmp_path: Path) -> None:
+    """The file notes the other one, so that load_model is satisfied."""
     target = tmp_path / "model.safetensors"
     with pytest.raises(ckpt.errors.CheckpointError, match="nothing to export"):
         ckpt.export(plain_root, str(target), entry="nope")
@@ -64,6 +65,14 @@ def test_tied_names_follow_the_rule_of_save_model(plain_root: str, tmp_path: Pat
     assert not missing and not unexpected
     for name, tensor in stepped(10).state_dict().items():
         assert torch.equal(net.state_dict()[name], tensor), name
+
+
+def test_what_modules_share_has_a_base_models_name_in_both(tmp_path: Path) -> None:
+    """The second of them has two names, of which that of the head is first in the alphabet."""
+    model = Tiny()
+    ckpt.save({"base": model.model, "lm": model}, tmp_path / "run", step=1)
+    report = ckpt.export(tmp_path / "run", str(tmp_path / "m.safetensors"), entry="lm")
+    assert report.tied == {"lm_head.weight": "model.embed_tokens.weight"}
 
 
 def test_keep_tied_writes_all_names(plain_root: str, tmp_path: Path) -> None:

@@ -128,13 +128,16 @@ def read_folder(store: Store, folder: str, into: TreeData) -> dict[Any, Any]:
     sizes = _sizes(store, metadata)
     data = TreeData({}, into.budget)
     leaves: dict[str, Any] = {}
+    first: dict[DcpTensor, str] = {}  # two names of the same bytes of a file are tied
     for key, tensor in metadata.tensors.items():
         if tensor.dtype not in DTYPES:
             reason = f"its dtype {tensor.dtype} has no fixed layout in whole bytes"
             leaves[key] = UnreadableTensor(reason)
             continue
-        data.add(folder + key, tensor.dtype, tensor.shape, [])
-        leaves[key] = Leaf(folder + key, DTYPES[tensor.dtype].is_float)
+        held = key if 0 in tensor.shape else first.setdefault(tensor, key)
+        if held == key:
+            data.add(folder + key, tensor.dtype, tensor.shape, [])
+        leaves[key] = Leaf(folder + held, DTYPES[tensor.dtype].is_float)
     _add_chunks(store, folder, metadata.tensors, data)
     for key, item in metadata.items.items():
         if item.stop - item.start > VALUE_NBYTES_MAX:

@@ -86,15 +86,14 @@ def tree_source(
 ) -> FileSource:
     """The source of a nested state.
 
-    A key that several leaves have is a tied tensor, stored under the first of its names.
+    A key that several leaves have is a tied tensor, stored under the first of its names there.
     """
     tensors, budget = data
     named = name_tree(tree, parameter_names)
     infos: dict[str, SourceTensor] = {}
     aliases: dict[str, str] = {}
     first: dict[str, str] = {}
-    for fqn in sorted(named.tensors):
-        key, kind = named.tensors[fqn]
+    for fqn, (key, kind) in named.tensors.items():
         held = first.setdefault(key, fqn)
         if held == fqn:
             infos[fqn] = SourceTensor(fqn, tensors[key].dtype, tensors[key].shape, kind)
@@ -103,7 +102,7 @@ def tree_source(
         if kind in (Kind.PARAMETER, Kind.BUFFER):  # of a model, whatever else has it, too
             infos[held] = infos[held]._replace(kind=kind)
     contents = SourceContents(
-        infos,
+        dict(sorted(infos.items())),
         values=dict(sorted(named.values.items())),
         aliases=aliases,
         refused=named.refused,

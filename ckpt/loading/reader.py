@@ -31,7 +31,13 @@ from ckpt.errors import Corrupt
 from ckpt.format.checksum import Uint32s, once_more
 from ckpt.format.datafile_index import read_into
 from ckpt.layout.buffers import address_of, bytes_at, copy_bytes, scatter_bytes
-from ckpt.layout.memory import CallersStreams, devices_of, narrowed, tensor_over
+from ckpt.layout.memory import (
+    CallersStreams,
+    devices_of,
+    narrowed,
+    staging_buffer,
+    tensor_over,
+)
 from ckpt.layout.region import row_major_strides
 from ckpt.layout.reshard import clip_patch
 from ckpt.loading.block_sums import BlockSums, TableRange
@@ -54,6 +60,8 @@ from ckpt.loading.plan import (
     whole_need,
 )
 from storage import ByteRange
+
+ALIGNED = 64  # so that elements of any dtype may lie there
 
 
 class ReadPart(NamedTuple):
@@ -106,6 +114,31 @@ class _Request(NamedTuple):
         return (self.stop if self.table is None else self.table.stop) - self.start
 
 
+class _Scratch(threading.local):
+    """A thread's memory for what is not read to where it belongs, the same for each request: fresh
+    memory takes as long as a read from memory. Copies to a device are fast from `pinned` memory.
+    """
+
+    def __init__(self, pinned: bool) -> None:
+        self._pinned = pinned
+        self._memory = memoryview(b"")
+
+    def of(self, nbytes: int) -> Callable[[int], memoryview]:
+        """What hands out `nbytes` in all, with ends that are rounded up. What the last such call
+        handed out is free.
+        """
+        begin = 0
+
+        def take(wanted: int) -> memoryview:
+            nonlocal begin
+            if len(self._memory) < nbytes:
+                self._memory = staging_buffer(nbytes, pinned=self._pinned)
+            start, begin = begin, begin + wanted + -wanted % ALIGNED
+            return self._memory[start : start + wanted]
+
+        return take
+
+
 class Reader:
     """Executes a plan: reads runs of blocks, checks every block, delivers the bytes.
 
@@ -128,6 +161,7 @@ class Reader:
         self._streams = CallersStreams(
             devices_of(one.target for need in plan.needs.values() for one in need.scatters)
         )
+        self._scratch = _Scratch(self._streams.are_any)
         self._block_nbytes = manifest.header.block_bytes
         self.files = file_starts(manifest.file_nbytes)
         self._starts: list[int] = self.files.tolist()
@@ -316,16 +350,16 @@ class Reader:
 
     def _read_and_deliver(self, request: _Request, is_cold: bool = False) -> None:
         parts = list(self._parts(request.rows))
+        take = self._scratch.of(request.stop - request.start + 2 * ALIGNED * len(parts))
         buffers: list[memoryview] = []
         read: list[memoryview] = []
         for index, part in enumerate(parts):
             start, stop = self._extent(part)
             if index and (gap := start - self._extent(parts[index - 1])[1]):
                 # Of its own: what is kept in a cache must be what lies in the file.
-                buffers.append(memoryview(bytearray(gap)))
+                buffers.append(take(gap))
             nbytes = stop - start
-            scratch = None if part.address else memoryview(bytearray(nbytes))
-            read.append(bytes_at(part.address, nbytes) if scratch is None else scratch)
+            read.append(bytes_at(part.address, nbytes) if part.address else take(nbytes))
             buffers.append(read[-1])
 
         def check() -> None:

@@ -14,6 +14,8 @@ import pytest
 import torch
 from torch import nn
 
+import ckpt.loading.reader
+from ckpt.layout.memory import staging_buffer
 from ckpt.layout.piece import Owned, Piece, View
 from ckpt.layout.region import whole
 from ckpt.loading.load import LoadOptions
@@ -164,3 +166,31 @@ def test_neighbours_in_a_file_are_read_by_one_request(
     job.load(lambda rank: loaded, options=how)
     assert store.stats.requests["get_into"] == requests
     assert all(torch.equal(loaded[name], state[name]) for name in wanted)
+
+
+def test_memory_between_a_file_and_its_target_is_taken_once(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Many requests of one thread, to rows and columns that do not follow each other."""
+    taken: list[int] = []
+
+    def counted(nbytes: int, *, pinned: bool) -> memoryview:
+        assert not pinned  # no device works beside the host
+        taken.append(nbytes)
+        return staging_buffer(nbytes, pinned=pinned)
+
+    monkeypatch.setattr(ckpt.loading.reader, "staging_buffer", counted)
+    store = _counting(request.node.name)
+    values = torch.arange(float(MIB)).view(1024, 1024)
+    state = {"rows": values, "columns": values[:, 512:].bfloat16()}
+    job = Job(1, lambda rank: store)
+    job.save(lambda rank: state, step=1)
+    loaded = {
+        "rows": torch.zeros(1024, 1030)[:, :1024],
+        "columns": torch.zeros(512, 1024, dtype=torch.bfloat16).t(),
+    }
+    how = LoadOptions(path=ReadPath(request_nbytes_max=MIB))
+    job.load(lambda rank: loaded, options=how)
+    assert all(torch.equal(loaded[name], state[name]) for name in state)
+    assert store.stats.requests["get_into"] >= 5
+    assert len(taken) == 1 and taken[0] < 1.01 * MIB, taken

@@ -194,8 +194,8 @@ def parts(device: str, small: bool, directory: str, rows: Path) -> list[Part]:
         *(python, "-m", "benchmarks.on_device", "--device", device, "--directory", directory),
         *("--json", str(rows)),
     )
-    rounds = ("--rounds", "1" if small else "3")
-    sizes = ("--gib", "0.05") if small else ("--gib", "2")
+    rounds = ("--rounds", "1" if small else "2")
+    sizes = ("--gib", "0.05") if small else ("--gib", "1")
     large = "0.1" if small else "8"
     host_gib = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") >> 30
     no_memory = f"{host_gib} GiB of memory are too few" if host_gib < 3 * 40 else ""

@@ -151,7 +151,7 @@ def _fork_server() -> ForkServerContext:
 
 def _rank_main(spec: _Spec, job: bytes, answers: Connection) -> None:
     gc.freeze()  # each full collection would look through all of torch
-    faulthandler.register(signal.SIGTERM, file=sys.__stderr__, chain=True)  # it shows where it was
+    faulthandler.register(signal.SIGTERM, file=2, chain=True)  # it shows where it was
     sys.path[:] = spec.sys_path
     os.environ.update(RANK=str(spec.rank), LOCAL_RANK=str(spec.rank), WORLD_SIZE=str(spec.size))
     try:

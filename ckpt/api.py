@@ -42,6 +42,7 @@ from storage.location import child_of, place_on_filesystem
 MIB = 1 << 20
 REMOTE_REQUESTS = 4  # in flight at once per rank
 REMOTE_REQUESTS_MAX = 16  # of reads, where more of them move more: 128 MiB
+CACHED_READERS_MAX = 4  # threads per rank that copy and check what is in memory
 DISK_REQUESTS = 4  # in flight at once per rank, around the page cache
 # Less goes through the page cache, unless `io` says otherwise: a file that is saved, and all that a
 # rank loads.
@@ -360,7 +361,7 @@ def load(
             store = collectively(
                 context.world, "open", lambda: _store_of(context, url, storage_options)
             )
-            path = read_path(store, io)
+            path = read_path(store, io, context.world.size)
             if cache is not None:
                 kept = collectively(
                     context.world, "cache", lambda: BlockCache(cache, plain_int(cache_bytes_max))
@@ -379,7 +380,7 @@ def load(
             error = cause if isinstance(cause, InvalidUrlError) else problem
             if step is not None or attempt:
                 raise error from None
-            path_of = partial(read_path, io=io)
+            path_of = partial(read_path, io=io, world_size=context.world.size)
             of_another: LoadReport = wing("convert.foreign").load_foreign(
                 state, url, error, context.world, options, path_of, storage_options
             )
@@ -469,21 +470,29 @@ def write_path(io: Io, store: Store, staging: Staging, *, cached_ranks: int = 0)
     )
 
 
-def read_path(store: Store, io: Io = "auto") -> ReadPath:
-    """How loads read from `store`: object stores and disks get several requests at once, memory
-    one. The numbers are in DECISIONS.md S2 and S10.
+def read_path(store: Store, io: Io = "auto", world_size: int = 0) -> ReadPath:
+    """How loads read from `store`: object stores and disks get several requests at once, and memory
+    where each rank has cores for that, were all on this host. The numbers are in DECISIONS.md S2
+    and S10.
     """
     one_of("io", io, ("auto", "buffered", "direct"))
     if store.part_nbytes_min > 1:
         return ReadPath(readers=REMOTE_REQUESTS, readers_max=REMOTE_REQUESTS_MAX)
     # From memory a request takes a millisecond per 4 MiB, and what this program does between two of
     # them a quarter of one, for its own code has left the CPU's cache.
-    path = ReadPath(request_nbytes_max=16 * MIB)
+    cores = min(CACHED_READERS_MAX, cores_here() // world_size) if world_size else 1
+    path = ReadPath(request_nbytes_max=16 * MIB, cached_readers=max(1, cores))
     if io == "buffered":
         return path
     if io == "direct":
         return replace(path, direct_readers=DISK_REQUESTS, direct_always=True)
     return replace(path, direct_readers=DISK_REQUESTS, direct_nbytes_min=DIRECT_LOAD_NBYTES_MIN)
+
+
+def cores_here() -> int:
+    """How many cores this process may run on."""
+    mask = getattr(os, "sched_getaffinity", None)
+    return len(mask(0)) if mask else os.cpu_count() or 1
 
 
 @hides_secrets

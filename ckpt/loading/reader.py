@@ -209,10 +209,13 @@ class Reader:
             sized += map(Read, reads, (request.nbytes for request in requests))
             run_within(window, sized, repeated=lambda: self._store.retries)
         else:
-            # What is in memory is only copied: a second thread would cost more than it gains.
             pieces = [piece for request in compress(requests, cold) for piece in self._cut(request)]
             beside = [partial(self._read_and_deliver, piece, is_cold=True) for piece in pieces]
-            _run_all(beside, compress(reads, map(not_, cold)), self._path.direct_readers)
+            here = list(compress(reads, map(not_, cold)))
+            if self._path.cached_readers > 1 and len(here) > 1:
+                beside, here = [*beside, *here], []
+            threads = max(self._path.direct_readers, self._path.cached_readers)
+            _run_all(beside, here, threads)
 
     def for_others(self, some: Sequence[Ints]) -> Reader:
         """What reads runs of the same checkpoint for ranks that ask for them."""

@@ -10,6 +10,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ import torch
 
 import ckpt
 from ckpt import api
+from ckpt.api import read_path
 from ckpt.errors import LoadInterrupted
 from ckpt.loading.load import LoadOptions
 from ckpt.loading.plan import ReadPath
@@ -45,13 +47,15 @@ class Noting(LocalStore):
         self.reads: list[tuple[ByteRange, bool, int]] = []  # range, whether direct, thread
         self.tables = 0  # reads of the checksums of a file alone
         self.before_direct: Callable[[], object] = lambda: None
+        self.before_cached: Callable[[], object] = lambda: None
 
     def is_cold(self, key: str, byte_range: ByteRange) -> bool:
         self.asked += 1
         return self.rule(key, byte_range)
 
     def get_into(self, key: str, start: int, buffers: Sequence[memoryview]) -> None:
-        self._note(start, buffers, direct=False)
+        if self._note(start, buffers, direct=False):
+            self.before_cached()
         super().get_into(key, start, buffers)
 
     def get_direct_into(self, key: str, start: int, buffers: Sequence[memoryview]) -> None:
@@ -59,12 +63,15 @@ class Noting(LocalStore):
         self.before_direct()
         super().get_direct_into(key, start, buffers)
 
-    def _note(self, start: int, buffers: Sequence[memoryview], *, direct: bool) -> None:
+    def _note(self, start: int, buffers: Sequence[memoryview], *, direct: bool) -> bool:
+        """Whether these are bytes of tensors."""
         where = ByteRange(start, start + sum(buffer.nbytes for buffer in buffers))
-        if where.nbytes < 1024:
+        is_table = where.nbytes < 1024
+        if is_table:
             self.tables += 1
         else:
             self.reads.append((where, direct, threading.get_ident()))
+        return not is_table
 
     def nbytes(self, *, direct: bool) -> int:
         """Bytes that were read so."""
@@ -190,6 +197,29 @@ def test_shared_and_sharded_blocks_are_read_around_the_cache_once(tmp_path: Path
     read = [store.nbytes(direct=True) for store in stores]
     assert sum(read) == 2 * full.nbytes and min(read) > 0
     assert read == [report.counters["direct_bytes"] for report in reports]
+
+
+def test_cached_requests_are_copied_by_several_threads(tmp_path: Path) -> None:
+    """Two wait for each other in the store: with one thread, nobody would come."""
+    _saved(tmp_path)
+    store = Noting(str(tmp_path), lambda key, byte_range: False)
+    together = threading.Barrier(2)
+    store.before_cached = lambda: together.wait(60)
+    state, _ = _load(store, replace(AUTO, cached_readers=2))
+    assert _is_right(state)
+    assert store.nbytes(direct=False) == TENSORS * MIB
+    assert len({thread for _, _, thread in store.reads}) <= 4
+
+
+@pytest.mark.parametrize(
+    ("cores", "ranks", "readers"), [(1, 1, 1), (2, 1, 2), (2, 2, 1), (64, 8, 4), (2, 0, 1)]
+)
+def test_memory_is_read_by_threads_that_have_cores(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, cores: int, ranks: int, readers: int
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(cores)))
+    path = read_path(LocalStore(str(tmp_path)), world_size=ranks)
+    assert path.cached_readers == readers
 
 
 @pytest.mark.parametrize("io", ["auto", "buffered", "direct"])

@@ -8,7 +8,7 @@ from __future__ import annotations
 import inspect
 import re
 from collections import Counter
-from collections.abc import Collection, Iterable
+from collections.abc import Collection
 from pathlib import Path
 
 from ckpt import reports
@@ -19,9 +19,9 @@ OFTEN = 2
 HEAD = """\
 # Commands
 
-Every command of `ckpt`, with its arguments. `ckpt COMMAND --help` shows the same, with examples;
-[Inspect, compare, copy, repair, remove](howto/command_line.md) explains. Written by
-`python -m docs.cli_page`.
+Every command of `ckpt`, with its arguments and its function in Python. `ckpt COMMAND --help` adds
+examples. `python -m docs.cli_page` writes this page; see also
+[Inspect, compare, copy, repair, remove](howto/command_line.md).
 
 | exit code | meaning |
 | --- | --- |
@@ -32,9 +32,8 @@ Every command of `ckpt`, with its arguments. `ckpt COMMAND --help` shows the sam
 | 130 | interrupted |
 
 `--json` prints the fields of the report that the function in Python returns, with a `schema`, such
-as `ckpt.verify`, and a `version`, which counts up when a field gets another meaning or goes; new
-fields do not count. Sizes are bytes, times seconds since 1970. Several reports are a list
-`reports`.
+as `ckpt.verify`, and a `version`, which counts up when a field changes its meaning or goes. Sizes
+are bytes, times seconds since 1970. Several reports are a list `reports`.
 """
 
 
@@ -47,18 +46,18 @@ def page() -> str:
         if count >= OFTEN:
             first.setdefault(row.split("`")[1], row)
     common = set(first.values())
-    table = _table(row for row in counts if row in common)
-    once = f"\n## Arguments of several commands\n\n{table}"
+    rows = "".join(row for row in counts if row in common)
+    once = f"\n## Arguments of several commands\n\n{rows}"
     return HEAD + once + "".join(_section(command, common) for command in COMMANDS)
 
 
 def _section(command: Command, common: Collection[str]) -> str:
     rows = {_row(option): _name(option) for option in command.options}
-    table = _table(row for row in rows if row not in common)
+    own = "".join(row for row in rows if row not in common)
     also = ", ".join(f"`{name}`" for row, name in rows.items() if row in common)
     words = " ".join(_usage(option) for option in command.options if not option.names)
     head = f"\n## ckpt {command.name}\n\n{command.text[:-1]}: `ckpt {command.name} {words}`\n"
-    parts = (head, _in_python(command), table, f"Also {also}.\n" if also else "")
+    parts = (head, _in_python(command), own, f"Also {also}.\n" if also else "")
     return "\n".join(part for part in parts if part)
 
 
@@ -69,12 +68,7 @@ def _in_python(command: Command) -> str:
     returned = str(inspect.signature(command.function).return_annotation)
     kinds = [one for one in re.findall(r"\w+", returned) if hasattr(reports, one)]
     listed = " or ".join(f"`{one}`" for one in kinds)
-    return f"In Python: `ckpt.operate.{command.function.__name__}`, which returns {listed}.\n"
-
-
-def _table(rows: Iterable[str]) -> str:
-    text = "".join(rows)
-    return f"| argument | meaning |\n| --- | --- |\n{text}" if text else ""
+    return f"`ckpt.operate.{command.function.__name__}` returns {listed}.\n"
 
 
 def _name(option: Option) -> str:
@@ -96,12 +90,12 @@ def _row(option: Option) -> str:
     else:
         shown = f"`{value if choices else option.dest}`"
         shown += " (optional)" if option.how.get("nargs") in ("?", "*") else ""
-    return f"| {shown} | {_cell(option.how['help'])} |\n"
+    return f"- {shown}: {_cell(option.how['help'])}\n"
 
 
 def _cell(text: str) -> str:
-    """Help as a cell: what markdown would take for its own is shown as it is."""
-    return text.replace("|", "\\|").replace("*", "\\*")
+    """Help as text: what markdown would take for its own is shown as it is."""
+    return text.replace("*", "\\*")
 
 
 if __name__ == "__main__":

@@ -32,14 +32,12 @@ class Trouble(NamedTuple):
 TROUBLES = {
     "CheckpointError": Trouble(
         "failed in phase",
-        "Catch this class for every failure of the library, stores included. Its subclasses below "
-        "say what to do.",
+        "Catch this class for every failure of the library, stores included.",
     ),
     "InvalidState": Trouble(
         "the ranks have different values of it",
-        "Each line names an entry of the state. Declare what differs between ranks with "
-        "`ckpt.PerRank`, make it equal, or take it out of the state. "
-        "[What a state may hold](states.md).",
+        "Declare what differs between ranks with `ckpt.PerRank`, make it equal, or take it out "
+        "([what a state may hold](states.md)).",
     ),
     "Mismatch": Trouble(
         "does not fit the state",
@@ -52,13 +50,12 @@ TROUBLES = {
     ),
     "NoCheckpoint": Trouble(
         "has no checkpoint yet",
-        "Check the url and `ckpt ls URL`. A first job gets None from `restore()`. If saves were "
-        "made there, run `ckpt mend URL --dry-run`.",
+        "Check the url and `ckpt ls URL`. If saves were made there, run `ckpt mend URL --dry-run`.",
     ),
     "Corrupt": Trouble(
         "does not match its checksum",
-        "Run `ckpt verify URL` to see what is damaged, and load an older step with `step=`. "
-        "`Checkpointer.restore()` does that by itself. `ckpt salvage` rebuilds a lost manifest.",
+        "Load an older step with `step=`, as `Checkpointer.restore()` does by itself. `ckpt verify "
+        "URL` shows what is damaged, `ckpt salvage` rebuilds a lost manifest.",
     ),
     "UnsupportedFormat": Trouble(
         "upgrade shardpoint",
@@ -72,19 +69,16 @@ TROUBLES = {
     ),
     "LogDiverged": Trouble(
         "it was removed meanwhile",
-        "Find out who copied, restored or removed the root. Then call `ckpt.forget(url)` on all "
-        "ranks to continue with what is there, or save to another url. `ckpt log URL` shows the "
-        "log, `ckpt mend URL` repairs it.",
+        "Find out who copied, restored or removed the root (`ckpt log URL`; `ckpt mend URL` "
+        "repairs it). Then call `ckpt.forget(url)` on all ranks, or save to another url.",
     ),
     "Fenced": Trouble(
         "was claimed by a newer session",
-        "Another job trains from this root. Let this one end; if it should be the one that trains, "
-        "stop the other and restart this one.",
+        "Let this job end, or stop the other and restart this one.",
     ),
     "OutcomeUnknown": Trouble(
         "Nothing of it was deleted; the next save settles it",
-        "Save again, or restore: the checkpoint exists or not, and both say so. Look at the store "
-        "if it happens often.",
+        "Save again, or restore: both say whether the checkpoint exists.",
     ),
     "Forked": Trouble(
         "belongs to process",
@@ -101,9 +95,8 @@ TROUBLES = {
     ),
     "RankFailed": Trouble(
         "did not answer within",
-        "Read the log of the rank that is named: its error is the cause. If it hangs, look whether "
-        "only some ranks make the call, as under `if rank == 0:`. [Continue "
-        "without it](howto/lost_rank.md).",
+        "Read the log of the named rank. If it hangs, look whether only some ranks make the call, "
+        "as under `if rank == 0:`. [Continue without it](howto/lost_rank.md).",
     ),
     "RankFailedInCommit": Trouble(
         "a rank was lost before this rank has learned whether it is committed",
@@ -111,16 +104,15 @@ TROUBLES = {
     ),
     "LoadInterrupted": Trouble(
         "failed after it had begun to write into the state",
-        "Load again, this or another step, before you use the state: it is a mixture until then.",
+        "Load again, this or another step, before you use the state.",
     ),
     "SavesFailed": Trouble(
         "saves in a row have failed",
-        "Mend the store by the newest error in the list; the training lost no checkpoint that was "
-        "acknowledged.",
+        "Mend the store by the newest error in the list. No acknowledged checkpoint is lost.",
     ),
     "StorageError": Trouble(
         "give this user the right to, or use another place",
-        "The message names operation, key and url. Subclasses below say what to do.",
+        "The message names operation, key and url.",
     ),
     "KeyNotFoundError": Trouble(
         "there is no such upload",
@@ -177,9 +169,8 @@ TROUBLES = {
 }  # fmt: skip
 HEAD = """# Troubleshooting
 
-Search this page for the name of the error, or for words of its text. Every error is a
-`ckpt.CheckpointError`; those of the first part are in `ckpt.errors`, those of stores in `storage`.
-`python docs/troubles.py` writes the page from the classes.
+Search this page for the error's name, or for words of its text. Errors are in `ckpt.errors`, those
+of stores in `storage`. `python docs/troubles.py` writes the page from the classes.
 
 ```python
 import ckpt

@@ -9,7 +9,7 @@ import re
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-ENTRY = re.compile(r"^\*\*([A-Z]\d+) [^*]+\*\*\s\((holds|superseded by [A-Z]\d+)\)", re.M)
+ENTRY = re.compile(r"^\*\*([A-Z]\d+) [^*]+\.\*\*", re.M)
 REPLACED = re.compile(r"^\| (X\d+) \| superseded by ([A-Z]\d+) \|", re.M)
 
 
@@ -19,7 +19,7 @@ def text_of(name: str) -> str:
 
 def decisions() -> list[str]:
     """The numbers of all entries that hold."""
-    return [number for number, _ in ENTRY.findall(text_of("DECISIONS.md"))]
+    return ENTRY.findall(text_of("DECISIONS.md"))
 
 
 def test_decisions_are_indexed_and_have_a_state() -> None:
@@ -67,20 +67,20 @@ GUIDE_MAX = 1000
 WORDS_MAX = {
     "README.md": 900,
     "CHANGELOG.md": 1200,
-    "DECISIONS.md": 6000,
-    "ARCHITECTURE.md": 4800,
-    "FORMAT.md": 11000,
-    "docs/cli.md": 2700,  # made from the parser; the aim is 2,400
+    "DECISIONS.md": 5300,
+    "ARCHITECTURE.md": 4000,
+    "FORMAT.md": 9800,
+    "docs/cli.md": 2200,  # made from the parser
     "docs/compatibility.md": 950,  # made by tests.wild; the aim is 700
-    "docs/engine.md": 1200,
+    "docs/engine.md": 1000,
     "docs/engine_differences.md": 1250,
-    "docs/guarantee_tests.md": 2500,
+    "docs/guarantee_tests.md": 2300,
     "docs/guarantees.md": 1200,
     "docs/limits.md": 900,
     "docs/performance.md": 1300,
-    "docs/troubleshooting.md": 1750,  # made from the errors
+    "docs/troubleshooting.md": 1700,  # made from the errors
 }
-ALL_WORDS_MAX = 59_000  # the aim is 50,000
+ALL_WORDS_MAX = 55_500  # the aim is 50,000
 
 
 def pages() -> dict[str, int]:

@@ -19,55 +19,50 @@ EQUAL = "="
 HEAD = """\
 # Layouts that load into each other
 
-What a layout of ranks saves, every other one loads, bit for bit. This page is written by
-`python -m tests.e2e.layouts_page`, which tries every pair, and not by hand; `make test` tries
-some of the pairs at each run, drawn by chance, and `make soak` all of them.
-
-`=` says that every rank had, after the load, exactly its part of the tensors, of AdamW's moments
-and counts, and of the options of its groups. Anything else would stand there in words.
+What a layout of ranks saves, every other one loads, bit for bit: after the load, every rank has
+exactly its part of the tensors, of AdamW's moments and counts, and of the options of its groups.
+`python -m tests.e2e.layouts_page` tries every pair and writes this page; a pair that differs would
+be listed. `make test` tries some of the pairs, drawn by chance, `make soak` all of them.
 
 ## 12 layouts of 8 ranks
 
-A row is what saved, a column what loaded. `pp` are pipeline stages, `ddp` replicas, `fsdp`
-shards, `hsdp` replicas of shards, `tp` tensor parallel ranks, `cp` context parallel ranks, which
-hold replicas, `ep` ranks that have experts of their own, out of stacks that the rest of the
-shards cut along another dim. A model of 8 layers, each with a weight of 13 x 10, a bias of 7, a
-stack of experts of 8 x 3 x 5 and a plain tensor, and one plain tensor that the first and the last
-stage tie: few cuts are even. Each rank says which slices it holds, as engines do; what is plain,
-it does not. Ranks are threads and the store is memory, so this is about layouts alone: torch's
-own engines over real processes are in `tests/e2e/test_stages.py`, `test_unlike_ranks.py`,
-`test_pipelining.py` and `test_matrix.py`.
+`pp` are pipeline stages, `ddp` replicas, `fsdp` shards, `hsdp` replicas of shards, `tp` tensor
+parallel ranks, `cp` context parallel ranks, which hold replicas, `ep` ranks with experts of their
+own, out of stacks that the other shards cut along another dim. The model has 8 layers, each with a
+weight of 13 x 10, a bias of 7, a stack of experts of 8 x 3 x 5 and a plain tensor, and a plain
+tensor that the first and the last stage tie: few cuts are even. Ranks are threads and the store is
+memory; torch's own engines over real processes are in `tests/e2e/test_stages.py`,
+`test_unlike_ranks.py`, `test_pipelining.py` and `test_matrix.py`.
 
 """
 
 STACKS = """
 ## Stacked experts, and one tensor for each
 
-Four ranks; 2 layers of 4 experts, each with tensors of 3 x 5, of 3 and of one element. What one
-row has as stacks the columns have as a tensor for each expert, and the other way round, loaded by
+Four ranks; 2 layers of 4 experts, each with tensors of 3 x 5, of 3 and of one element, loaded by
 the rule `experts.{}` to `experts` or back (see [pipeline stages and experts](howto/pipeline.md)).
 A run of elements ends in the middle of an expert.
 
 """
 
 
-class Table(NamedTuple):
-    """Rows and columns of a table, and what came of a pair of them."""
+class Pairs(NamedTuple):
+    """Layouts that save, layouts that load, and what came of a pair of them."""
 
-    rows: Sequence[str]
-    columns: Sequence[str]
+    saved: Sequence[str]
+    loaded: Sequence[str]
     verdict: Callable[[str, str], str]
 
     def text(self) -> str:
-        """As Markdown."""
-        lines = [
-            f"| saved by | {' | '.join(self.columns)} |",
-            f"| --- |{' --- |' * len(self.columns)}",
-        ]
-        for row in self.rows:
-            cells = [self.verdict(row, column) for column in self.columns]
-            lines.append(f"| {row} | {' | '.join(cells)} |")
-        return "\n".join([*lines, ""])
+        """As Markdown: how many pairs are equal, and what came of each other one."""
+        tried = {(one, two): self.verdict(one, two) for one in self.saved for two in self.loaded}
+        differing = {pair: text for pair, text in tried.items() if text != EQUAL}
+        rows = "".join(f"- {one} -> {two}: {text}\n" for (one, two), text in differing.items())
+        head = f"**{len(tried) - len(differing)} of {len(tried)} pairs are equal.**"
+        lists = f"Saved by {'; '.join(self.saved)}."
+        if self.loaded != self.saved:
+            lists += f"\nLoaded by {'; '.join(self.loaded)}."
+        return f"{head}\n{lists}\n" + (f"\n{rows}" if rows else "")
 
 
 def page(of_layouts: Callable[[str, str], str], of_stacks: Callable[[str, str], str]) -> str:
@@ -76,9 +71,9 @@ def page(of_layouts: Callable[[str, str], str], of_stacks: Callable[[str, str], 
     sliced = [name for name, layout in stacks.LAYOUTS.items() if not layout.is_stacked]
     layouts = list(pairs.LAYOUTS)
     tables = [
-        Table(layouts, layouts, of_layouts),
-        Table(stacked, sliced, of_stacks),
-        Table(sliced, stacked, of_stacks),
+        Pairs(layouts, layouts, of_layouts),
+        Pairs(stacked, sliced, of_stacks),
+        Pairs(sliced, stacked, of_stacks),
     ]
     texts = [table.text() for table in tables]
     return f"{HEAD}{texts[0]}{STACKS}{texts[1]}\n{texts[2]}"

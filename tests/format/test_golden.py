@@ -113,6 +113,9 @@ def test_golden_increments_can_be_salvaged() -> None:
         assert matches_manifest(store, report) is True
 
 
+TEXTS = ("header", "file_names", "fqns", "dtype_names", "alias_names")
+
+
 def dump(data: bytes, base: int = 0) -> str:
     """Hex lines as FORMAT.md shows them."""
     lines = []
@@ -131,11 +134,10 @@ def documented_dumps() -> dict[str, str]:
     return {
         "header": data[: len(data[:8192].split(b"   ")[0])].decode("latin-1")[8:],
         "data": dump(data[4096:], 4096),
-        "manifest": dump(manifest),
+        "manifest": _shortened(dump(manifest), 24, 3),
         "fields": "\n".join(
-            f"{name:18}{bytes(view).hex(' ')}"
+            f"{name:18}{bytes(view).decode() if name in TEXTS else bytes(view).hex(' ')}"
             for name, view in unpack_map(manifest[24:-32]).items()
-            if name not in ("header", "table_digests", "values")
         ),
         "references": "\n".join(
             f"{name:18}{bytes(view).hex(' ') if name != 'file_names' else _wrapped(bytes(view))}"
@@ -143,6 +145,11 @@ def documented_dumps() -> dict[str, str]:
             if name.startswith(("file_", "chunk_"))
         ),
     }
+
+
+def _shortened(dump: str, first: int, last: int) -> str:
+    lines = dump.split("\n")
+    return "\n".join([*lines[:first], "...", *lines[-last:]])
 
 
 def _wrapped(names: bytes) -> str:

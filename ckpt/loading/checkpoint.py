@@ -6,6 +6,7 @@ blocks, each checked against its checksum.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from types import EllipsisType
 from typing import Any, SupportsIndex, TypeAlias
@@ -20,7 +21,7 @@ from ckpt.layout.dtypes import torch_dtype
 from ckpt.layout.kind import Kind
 from ckpt.layout.piece import Holding, Piece
 from ckpt.layout.region import Box, Region, Shape, Span, is_inside, whole
-from ckpt.loading.block_sums import sums_of
+from ckpt.loading.block_sums import BlockSums, sums_of
 from ckpt.loading.contents import (
     CheckpointContents,
     LocatedCheckpoint,
@@ -32,6 +33,7 @@ from ckpt.loading.reader import Reader
 from storage import KeyNotFoundError, Store, StoreLike
 from storage.hidden import hides_secrets
 
+COMPARED_NBYTES = 16 << 20  # of two tensors, at a time
 Index: TypeAlias = int | slice | EllipsisType
 
 
@@ -139,6 +141,31 @@ def fill(checkpoint: Checkpoint, holdings: Sequence[Holding], path: ReadPath) ->
     """
     reader = Reader(checkpoint.sums, plan_reads(checkpoint.manifest, holdings), path)
     reader.read_private(reader.blocks.runs())
+
+
+def unequal(
+    sums: BlockSums, pairs: Mapping[str, str], path: ReadPath, rank: int, size: int
+) -> list[str]:
+    """The names in `pairs` whose tensors differ in the share that `rank` of `size` compares."""
+    checkpoint = Checkpoint(
+        sums.store, LocatedCheckpoint(sums.directory, sums.manifest, None), path=path
+    )
+
+    def differ(name: str, held: str) -> bool:
+        if name not in checkpoint or held not in checkpoint:
+            return True  # an extra state, or what was skipped
+        one, other = checkpoint.info(name), checkpoint.info(held)
+        if (one.dtype, one.shape) != (other.dtype, other.shape):
+            return True
+        numel, step = math.prod(one.shape), COMPARED_NBYTES // one.dtype.itemsize
+        for start in range(rank * step, numel, size * step):
+            span = Span(start, min(start + step, numel))
+            bits = [checkpoint.read(fqn, span).view(torch.uint8) for fqn in (name, held)]
+            if not torch.equal(*bits):
+                return True
+        return False
+
+    return [name for name, held in pairs.items() if differ(name, held)]
 
 
 def _box_of(

@@ -28,7 +28,8 @@ from ckpt.format.manifest import Manifest, MetadataBudget
 from ckpt.layout.dtypes import torch_dtype
 from ckpt.layout.kind import Kind
 from ckpt.layout.plain import Ranks
-from ckpt.loading.block_sums import sums_of
+from ckpt.loading.block_sums import BlockSums, sums_of
+from ckpt.loading.checkpoint import unequal
 from ckpt.loading.exchange import (
     Exchange,
     Group,
@@ -201,16 +202,8 @@ def load_located(
             return Reader(block_sums, reads, options.path, origins.owners)
 
         reader = collectively(world, "plan", plan)
-        # Where one rank has a place for everything, no other has to be asked.
-        has_left = options.strict is True and len(binding.fatal) > len(binding.fatal_here)
         groups, sums, warnings = compared(
-            reader,
-            binding,
-            (manifest, where),
-            world,
-            options,
-            ranks=origins.ranks,
-            has_left=has_left,
+            reader, binding, (block_sums, where), world, options, ranks=origins.ranks
         )
 
     def prepare() -> Sharing:
@@ -296,8 +289,13 @@ def bind_to(
         new=options.new,
         group_options=options.group_options,
     )
-    # What is left over may have its place on another rank; see `compared`.
-    fatal = [*binding.fatal, *binding.unmatched] if world.size == 1 else binding.fatal_here
+    fatal: Sequence[str] = binding.fatal
+    # What is left over may have its place on another rank, or equal what the state ties it to; see
+    # `compared`.
+    if world.size > 1 or (fatal and not binding.left.untied):
+        fatal = binding.fatal_here
+    if world.size == 1:
+        fatal = [*fatal, *binding.unmatched]
     if fatal:
         raise Mismatch(fatal, where)
     return form.stored(binding)
@@ -366,6 +364,31 @@ def _left_by_all(world: World, catalog: Catalog, mine: Left) -> Left:
     )
 
 
+def _refuse_left(world: World, left: Left, sums: BlockSums, path: ReadPath, where: str) -> None:
+    """Raise Mismatch on all ranks for what no rank's state has a place for. Collective.
+
+    Writers that know no ties store a tied tensor under each of its names. Where all that is left
+    has the bits of what the state ties it to, nothing is lost: each rank compares a share.
+    """
+
+    def decide(every: list[tuple[dict[str, str], list[str]]]) -> dict[str, str]:
+        tied = {name: held for own, _ in every for name, held in own.items()}
+        return tied if tied.keys() >= {name for _, untied in every for name in untied} else {}
+
+    mine = {name: left.tied[name] for name in left.names if name in left.tied}, left.untied
+    tied = decided_json(world, "ties", "tied names", mine, decide)
+
+    def refuse() -> None:
+        texts = {problem.fqn: problem.text for problem in left.problems(CHECKPOINT)}
+        if tied:
+            wrong = unequal(sums, tied, path, world.rank, world.size)
+            texts = {name: f"{texts.get(name, name)}; their values differ" for name in wrong}
+        if texts:
+            raise Mismatch([*texts.values()], where)
+
+    collectively(world, "compare", refuse)
+
+
 def _warnings_of(
     binding: Binding, manifest: Manifest, world: World, tally: Tally, where: str
 ) -> tuple[str, ...]:
@@ -427,20 +450,24 @@ def _sums_of_all(every: Sequence[tuple[list[int], list[str]]]) -> list[Any]:
 def compared(
     reader: Reader,
     binding: Binding,
-    located: tuple[Manifest, str],
+    located: tuple[BlockSums, str],
     world: World,
     options: LoadOptions,
     *,
     ranks: Sequence[int] | None = None,
-    has_left: bool = False,
 ) -> tuple[list[Group], LoadSums, tuple[str, ...]]:
     """With whom of `ranks` this rank shares what it needs, the sums over all ranks, and warnings.
 
     Collective; raises Mismatch on all ranks for what only all of them together can tell is wrong.
-    `located` are the manifest and where it is.
+    `located` are the sums of the checkpoint's blocks and where it is.
     """
-    manifest, where = located
+    block_sums, where = located
+    manifest = block_sums.manifest
+    # Where one rank has a place for everything, no other has to be asked.
+    has_left = options.strict is True and len(binding.fatal) > len(binding.fatal_here)
     if world.size == 1:
+        if has_left:
+            _refuse_left(world, binding.left, block_sums, options.path, where)
         sums = LoadSums(binding.tally, Weight(0, 0, 0))
         return [], sums, _warnings_of(binding, manifest, world, sums.tally, where)
     needs, limits = reader.needs, options.sharing
@@ -458,10 +485,8 @@ def compared(
     if sums.unmatched:
         world.agree("compare", Mismatch(sums.unmatched, where))
     if sums.has_left == world.size:
-        # What no rank's state has a place for.
         left = _left_by_all(world, in_form_of_state(manifest, options.stacks).catalog, binding.left)
-        problems = [one.text for one in left.problems(CHECKPOINT)]
-        world.agree("compare", Mismatch(problems, where) if problems else None)
+        _refuse_left(world, left, block_sums, options.path, where)
     return groups, sums, _warnings_of(binding, manifest, world, sums.tally, where)
 
 

@@ -147,16 +147,16 @@ def read_aside(
     header = manifest.header
     text = f"{store.url.rstrip('/')}/{prefix} (step {header.step}, {header.attempt})"
     binding = collectively(world, "compare", lambda: bind_to(state, manifest, world, options, text))
+    block_sums = BlockSums(store, prefix, manifest, options.path.cache)
 
     def plan() -> tuple[Reader, _Choice, tuple[LivePiece, ...]]:
         targets = tuple(_targets(binding.holdings))
         choice = _choose(store, manifest, targets, known, where)
         reads = _without(plan_reads(manifest, choice.holdings), choice.kept_chunks)
-        sums = BlockSums(store, prefix, manifest, options.path.cache)
-        return Reader(sums, reads, options.path), choice, targets
+        return Reader(block_sums, reads, options.path), choice, targets
 
     reader, choice, targets = collectively(world, "plan", plan)
-    groups, sums, warnings = compared(reader, binding, (manifest, text), world, options)
+    groups, sums, warnings = compared(reader, binding, (block_sums, text), world, options)
 
     def prepare() -> Sharing:
         return share(reader.blocks, groups, world.rank, options.sharing)

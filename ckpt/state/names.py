@@ -17,12 +17,19 @@ from ckpt.state.values import references
 
 class Left(NamedTuple):
     """What the checkpoint has and this rank's state has no place for: names of leaves, and, by the
-    names of param groups, parameters. `tied` are those that the state has no second place for.
+    names of param groups, parameters. `tied` are those that the state has no second place for, each
+    with the one that it has.
     """
 
     names: Sequence[str]
     params: Mapping[str, Sequence[str]]
     tied: Mapping[str, str] = {}
+
+    @property
+    def untied(self) -> list[str]:
+        """Names that are not tied, and param groups with parameters more."""
+        groups = [fqn for fqn, params in self.params.items() if params]
+        return groups + [name for name in self.names if name not in self.tied]
 
     def problems(self, call: CallArguments) -> list[Problem]:
         """That all of it is unexpected."""
@@ -103,7 +110,7 @@ class Names:
         self.skipped: list[str] = []
         self.new: list[str] = []
         # Names of the checkpoint of which the state has one tensor with another name: with that.
-        self.tied = {} if rename is not None else dict(aliases)
+        self.tied: dict[str, str] = {}
         # By the name of param groups: parameters of the checkpoint's that the state's lack.
         self.extra_params: dict[str, list[str]] = {}
         self._tied: dict[str, list[str]] | None = None
@@ -336,6 +343,8 @@ class Names:
         requested = [n for n in left if "" in entries or not entries.isdisjoint(heads(n))]
         unexpected = [name for name in requested if not self.is_skipped(name)]
         params = {fqn: extra for fqn, extra in self.extra_params.items() if extra}
+        if unexpected:
+            self.tied |= {self.rename(a): self.rename(held) for a, held in self.aliases.items()}
         return Left(unexpected, params, self.tied), len(left) - len(requested)
 
 

@@ -10,9 +10,13 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file
+from torch import nn
+from torch.distributed.fsdp import fully_shard
 
 import ckpt
+from ckpt.errors import Mismatch
 from tests.convert.conftest import Saved
 from tests.convert.jobs import (
     assert_same,
@@ -96,3 +100,34 @@ def test_ours_goes_to_dcp_and_dcp_load_reads_it(
     loaded = run_ranks(2, dcp_load_all, folders, ["fsdp2", "tp"], timeout_seconds=120)[0]
     for full, wanted in zip(loaded, expected, strict=True):
         assert_same(full, wanted)
+
+
+class Tied(nn.Module):
+    def __init__(self, *, tie: bool = True) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(7, 3), nn.Linear(3, 7, bias=False)
+        if tie:
+            self.head.weight = self.embed.weight
+
+
+def load_tied(folder: str) -> list[str]:
+    """Load what torch's DCP wrote of tied, equal and other tensors; the errors."""
+    errors = []
+    for number, tie in enumerate((True, False)):
+        torch.manual_seed(number)
+        source, target = fully_shard(Tied(tie=tie)), fully_shard(Tied())
+        dcp.save(source.state_dict(), checkpoint_id=f"{folder}/{tie}")
+        try:
+            ckpt.load(target, f"{folder}/{tie}")
+        except Mismatch as error:
+            errors.append(str(error))
+        else:
+            held, expected = target.head.weight, source.embed.weight
+            assert torch.equal(held.full_tensor(), expected.full_tensor())
+    return errors
+
+
+def test_a_tied_model_takes_both_names_if_they_are_equal(tmp_path: Path) -> None:
+    first, *others = run_ranks(3, load_tied, str(tmp_path))
+    assert len(first) == 1 and all(one == first for one in others)
+    assert "head.weight: is in the checkpoint" in first[0] and "values differ" in first[0]

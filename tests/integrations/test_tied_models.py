@@ -69,9 +69,9 @@ TIED: dict[str, tuple[str, dict[str, Any]]] = {
 HEAD_FIRST = "XLMRobertaForMaskedLM"  # its class registers the head before the base
 
 
-def made(name: str) -> Any:
+def made(name: str, seed: int = 11) -> Any:
     """A model in which every parameter has elements of its own."""
-    torch.manual_seed(11)
+    torch.manual_seed(seed)
     config, options = TIED[name]
     model = getattr(transformers, name)(getattr(transformers, config)(**options))
     with torch.no_grad():
@@ -151,3 +151,8 @@ def test_the_dcp_of_torch_keeps_both_names_and_opens(tmp_path: Path) -> None:
     ckpt.export(tmp_path / "dcp", tmp_path / "hf", format="hf", config=tmp_path / "base")
     assert read_by_index(tmp_path / "hf").keys() == model.state_dict().keys()
     assert_opens(tmp_path / "hf", model)
+    ckpt.import_checkpoint(tmp_path / "dcp", tmp_path / "run")
+    for source in ("dcp", "run"):
+        other = made("GPT2LMHeadModel", seed=5)
+        ckpt.load(other, tmp_path / source)
+        assert torch.equal(other.lm_head.weight, model.lm_head.weight)

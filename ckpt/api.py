@@ -480,19 +480,15 @@ def read_path(store: Store, io: Io = "auto", world_size: int = 0) -> ReadPath:
         return ReadPath(readers=REMOTE_REQUESTS, readers_max=REMOTE_REQUESTS_MAX)
     # From memory a request takes a millisecond per 4 MiB, and what this program does between two of
     # them a quarter of one, for its own code has left the CPU's cache.
-    cores = min(CACHED_READERS_MAX, cores_here() // world_size) if world_size else 1
-    path = ReadPath(request_nbytes_max=16 * MIB, cached_readers=max(1, cores))
+    mask = getattr(os, "sched_getaffinity", None)
+    cores = (len(mask(0)) if mask else os.cpu_count() or 1) // world_size if world_size else 1
+    readers = max(1, min(CACHED_READERS_MAX, cores))
+    path = ReadPath(request_nbytes_max=16 * MIB, cached_readers=readers)
     if io == "buffered":
         return path
     if io == "direct":
         return replace(path, direct_readers=DISK_REQUESTS, direct_always=True)
     return replace(path, direct_readers=DISK_REQUESTS, direct_nbytes_min=DIRECT_LOAD_NBYTES_MIN)
-
-
-def cores_here() -> int:
-    """How many cores this process may run on."""
-    mask = getattr(os, "sched_getaffinity", None)
-    return len(mask(0)) if mask else os.cpu_count() or 1
 
 
 @hides_secrets

@@ -160,11 +160,6 @@ class CallersStreams:
             if hasattr(module, "Stream")  # MPS has one queue for all
         ]
 
-    @property
-    def are_any(self) -> bool:
-        """Whether work is queued on a device."""
-        return bool(self._streams)
-
     @contextmanager
     def entered(self) -> Iterator[None]:
         """What this thread does in the block is queued where the caller's work is."""

@@ -398,7 +398,9 @@ def _warnings_of(
     names of one rank alone would not do, because it may hold new ones only.
     """
     missing = [p for p in binding.problems if p.kind is ProblemKind.MISSING]
-    if tally.is_nothing:
+    # Tensors decide where there are any: a counter that matches has not loaded a model.
+    has_tensors = tally.tensors + tally.missing_tensors
+    if not (tally.tensors if has_tensors else tally.matched or not tally.missing):
         # Values alone (a step count) that match are not enough: every tensor would keep its
         # initial bytes, and the training would start anew unnoticed.
         names = f"{tally.missing_tensors} tensors" if tally.matched else f"{len(missing)} names"
@@ -411,7 +413,7 @@ def _warnings_of(
         problems = [nothing, *(problem.text for problem in missing)]
         world.agree("compare", Mismatch(problems, where) if missing else None)
     warnings = list(binding.warnings)
-    if tally.is_small_share and missing:
+    if 0 < tally.matched < tally.missing and missing:
         names = with_nearest([problem.fqn for problem in missing], manifest.fqns)
         of_all = " of all ranks" if world.size > 1 else ""
         warnings.append(

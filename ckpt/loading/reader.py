@@ -114,31 +114,6 @@ class _Request(NamedTuple):
         return (self.stop if self.table is None else self.table.stop) - self.start
 
 
-class _Scratch(threading.local):
-    """A thread's memory for what is not read to where it belongs, the same for each request: fresh
-    memory takes as long as a read from memory. Copies to a device are fast from `pinned` memory.
-    """
-
-    def __init__(self, pinned: bool) -> None:
-        self._pinned = pinned
-        self._memory = memoryview(b"")
-
-    def of(self, nbytes: int) -> Callable[[int], memoryview]:
-        """What hands out `nbytes` in all, with ends that are rounded up. What the last such call
-        handed out is free.
-        """
-        begin = 0
-
-        def take(wanted: int) -> memoryview:
-            nonlocal begin
-            if len(self._memory) < nbytes:
-                self._memory = staging_buffer(nbytes, pinned=self._pinned)
-            start, begin = begin, begin + wanted + -wanted % ALIGNED
-            return self._memory[start : start + wanted]
-
-        return take
-
-
 class Reader:
     """Executes a plan: reads runs of blocks, checks every block, delivers the bytes.
 
@@ -158,10 +133,9 @@ class Reader:
         self._needs = dict(plan.needs)
         self._packed = plan.packed
         self._path = path
-        self._streams = CallersStreams(
-            devices_of(one.target for need in plan.needs.values() for one in need.scatters)
-        )
-        self._scratch = _Scratch(self._streams.are_any)
+        devices = devices_of(one.target for need in plan.needs.values() for one in need.scatters)
+        self._streams, self._is_pinned = CallersStreams(devices), bool(devices)
+        self._own = threading.local()
         self._block_nbytes = manifest.header.block_bytes
         self.files = file_starts(manifest.file_nbytes)
         self._starts: list[int] = self.files.tolist()
@@ -353,16 +327,18 @@ class Reader:
 
     def _read_and_deliver(self, request: _Request, is_cold: bool = False) -> None:
         parts = list(self._parts(request.rows))
-        take = self._scratch.of(request.stop - request.start + 2 * ALIGNED * len(parts))
+        scratch = self._scratch(request.stop - request.start + 2 * ALIGNED * len(parts))
         buffers: list[memoryview] = []
         read: list[memoryview] = []
         for index, part in enumerate(parts):
             start, stop = self._extent(part)
             if index and (gap := start - self._extent(parts[index - 1])[1]):
                 # Of its own: what is kept in a cache must be what lies in the file.
-                buffers.append(take(gap))
+                buffers.append(scratch[:gap])
+                scratch = scratch[gap + -gap % ALIGNED :]
             nbytes = stop - start
-            read.append(bytes_at(part.address, nbytes) if part.address else take(nbytes))
+            read.append(bytes_at(part.address, nbytes) if part.address else scratch[:nbytes])
+            scratch = scratch if part.address else scratch[nbytes + -nbytes % ALIGNED :]
             buffers.append(read[-1])
 
         def check() -> None:
@@ -382,6 +358,16 @@ class Reader:
                 # The request has put the bytes into their only target already.
                 if not part.address or len(need.directs) > 1 or need.scatters:
                     self._deliver(self._segment(part.first, part.last, part.address), data)
+
+    def _scratch(self, nbytes: int) -> memoryview:
+        """This thread's memory for what is not read to where it belongs. It is the same for each
+        request, since fresh memory takes as long as a read from memory, and pinned where a device
+        copies from it.
+        """
+        memory: memoryview = getattr(self._own, "memory", memoryview(b""))
+        if len(memory) < nbytes:
+            memory = self._own.memory = staging_buffer(nbytes, pinned=self._is_pinned)
+        return memory
 
     def _extent(self, part: ReadPart) -> tuple[int, int]:
         return int(self.blocks.start[part.first]), int(self.blocks.stop[part.last - 1])

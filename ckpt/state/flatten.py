@@ -134,16 +134,18 @@ def _agreeing(holdings: list[Holding], ranks: Ranks) -> list[Holding]:
         return holdings
     return [
         one._replace(must_agree=True)
-        if (one.is_unshared and (one.kind is Kind.PARAMETER or _is_numbered(one)))
+        if (
+            one.is_unshared
+            and (
+                one.kind is Kind.PARAMETER
+                or (one.kind is Kind.OTHER and any(is_numbered(piece.fqn) for piece in one.pieces))
+            )
+        )
         or (one.is_unshared and ranks.held and any(p.fqn in ranks.held for p in one.pieces))
         or (ranks.copies and any(p.fqn in ranks.copies for p in one.pieces))
         else one
         for one in holdings
     ]
-
-
-def _is_numbered(holding: Holding) -> bool:
-    return holding.kind is Kind.OTHER and any(is_numbered(piece.fqn) for piece in holding.pieces)
 
 
 def _repeated(names: Sequence[str]) -> list[str]:

@@ -30,21 +30,6 @@ class Tally(NamedTuple):
     tensors: int = 0
     missing_tensors: int = 0
 
-    @property
-    def is_nothing(self) -> bool:
-        """Whether there was something to load and nothing of it matched, or not one tensor of a
-        state that has tensors.
-        """
-        # Tensors decide where there are any: a counter that matches has not loaded a model.
-        if self.tensors + self.missing_tensors:
-            return self.tensors == 0
-        return self.matched == 0 and self.missing > 0
-
-    @property
-    def is_small_share(self) -> bool:
-        """Whether more is missing than matched."""
-        return 0 < self.matched < self.missing
-
 
 def with_nearest(missing: Sequence[str], known: Collection[str]) -> str:
     """The first of `missing`, each with the name of `known` that is most like it."""

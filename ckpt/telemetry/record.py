@@ -137,11 +137,6 @@ def encode_telemetry(telemetry: Telemetry) -> bytes:
     return data
 
 
-def telemetry_memory(data: bytes) -> int:
-    """Bytes of memory that decoding takes at most."""
-    return 2 * len(data) + 80 * data.count(b"[") + 40 * data.count(b",")
-
-
 def decode_telemetry(data: bytes) -> Telemetry:
     """The inverse of `encode_telemetry`. Raises Corrupt for everything else."""
     if len(data) > TELEMETRY_NBYTES_MAX:
@@ -444,7 +439,8 @@ def read_telemetry(
         data = store.get_bounded(key, TELEMETRY_NBYTES_MAX)
         if budget is None:
             return decode_telemetry(data)
-        with budget.using(telemetry_memory(data), key):
+        most = 2 * len(data) + 80 * data.count(b"[") + 40 * data.count(b",")  # what decoding takes
+        with budget.using(most, key):
             rows = ("started_us", "took_us", "nbytes", "blocked_us", "retries")
             return decode_telemetry(data).model_copy(update={name: [] for name in rows})
     except KeyNotFoundError:

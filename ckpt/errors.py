@@ -59,8 +59,6 @@ class StoreRefused(CheckpointError):
 class LogDiverged(StoreRefused):
     """The log in the store is not the one that this process has built on: it was removed, rolled
     back, restored from a backup or replaced by a copy. Nothing is acknowledged.
-
-    `ckpt.forget(url)` on all ranks lets the process continue with what is there, as a new job does.
     """
 
 
@@ -75,8 +73,8 @@ class OutcomeUnknown(CheckpointError):
 
 
 class Forked(CheckpointError):
-    """This process was forked from one that saves: what that one holds (a save under way, a
-    Checkpointer, a process group) cannot be used here. A save of its own is another job's.
+    """This process was forked from one that saves, whose saves and Checkpointers cannot be used
+    here.
     """
 
 
@@ -88,10 +86,7 @@ class SaveDropped(CheckpointError):
 
 
 class NamesChanged(CheckpointError):
-    """A rank holds things of other names than the other ranks know.
-
-    A save sends them and begins again, so that no caller meets this.
-    """
+    """A rank holds things of other names than the other ranks know. No caller meets this."""
 
 
 class RankFailed(CheckpointError):
@@ -105,10 +100,7 @@ class RankFailed(CheckpointError):
 
 class RankFailedInCommit(RankFailed, OutcomeUnknown):
     """A rank was lost while the ranks were being informed of a commit, and this rank has not
-    learned whether it was made. The log has it or not: the next restore finds it, if so.
-
-    The coordinator knows, and reports what is so; so may others that have learned it in time.
-    Nothing can be saved with the same ranks any more.
+    learned whether it was made. Others may know. These ranks can save nothing more.
     """
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 import inspect
 import re
 from collections import Counter
-from collections.abc import Collection
 from pathlib import Path
 
 from ckpt import reports
@@ -46,15 +45,17 @@ def page() -> str:
         if count >= OFTEN:
             first.setdefault(row.split("`")[1], row)
     common = set(first.values())
+    everywhere = {row for row in common if counts[row] == len(COMMANDS) - 1}  # but for completion
     rows = "".join(row for row in counts if row in common)
-    once = f"\n## Arguments of several commands\n\n{rows}"
-    return HEAD + once + "".join(_section(command, common) for command in COMMANDS)
+    named = " and ".join(f"`{row.split('`')[1].split()[0]}`" for row in counts if row in everywhere)
+    once = f"\n## Arguments of several commands\n\nAll but `completion` take {named}.\n\n{rows}"
+    return HEAD + once + "".join(_section(one, common, everywhere) for one in COMMANDS)
 
 
-def _section(command: Command, common: Collection[str]) -> str:
+def _section(command: Command, common: set[str], everywhere: set[str]) -> str:
     rows = {_row(option): _name(option) for option in command.options}
     own = "".join(row for row in rows if row not in common)
-    also = ", ".join(f"`{name}`" for row, name in rows.items() if row in common)
+    also = ", ".join(f"`{name}`" for row, name in rows.items() if row in common - everywhere)
     words = " ".join(_usage(option) for option in command.options if not option.names)
     head = f"\n## ckpt {command.name}\n\n{command.text[:-1]}: `ckpt {command.name} {words}`\n"
     parts = (head, _in_python(command), own, f"Also {also}.\n" if also else "")
@@ -94,7 +95,10 @@ def _row(option: Option) -> str:
 
 
 def _cell(text: str) -> str:
-    """Help as text: what markdown would take for its own is shown as it is."""
+    """Help as text: what markdown would take for its own is shown as it is, and what a place is
+    stands at the first `url` alone.
+    """
+    text = re.sub(r": a path, s3://bucket/prefix, (or any url of fsspec|\.\.\.)", "", text)
     return text.replace("*", "\\*")
 
 

@@ -21,7 +21,7 @@ from typing import Any
 HERE = Path(__file__).resolve().parent
 KEPT, PAGE = HERE / "full_runs.jsonl", HERE / "guarantee_tests.md"
 EVERYDAY = "make test"
-HEAD = "| test | counted | last full run | passed |\n| --- | --- | --- | --- |\n"
+HEAD = "| test | counted | last full run: commit, seed | passed |\n| --- | --- | --- | --- |\n"
 
 Line = Mapping[str, Any]
 
@@ -72,7 +72,7 @@ def _row(test: str, runs: Sequence[Mapping[str, Line]]) -> str:
         counted.insert(0, f"{len(runs[-1])} cases")
     last = max(runs[-1].values(), key=lambda line: str(line["date"]))
     command, commit, seed, cores = _run_of(last)
-    run = f"`{command}`, {last['date']}, commit {commit}, seed {seed}, {cores} cores"
+    run = f"`{command}`, {last['date']}, {commit}, {seed}, {cores} cores"
     claim = name.removeprefix("test_").replace("_", " ")
     cells = (
         f"{claim} (`{path}`)",

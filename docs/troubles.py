@@ -169,8 +169,9 @@ TROUBLES = {
 }  # fmt: skip
 HEAD = """# Troubleshooting
 
-Search this page for the error's name, or for words of its text. Errors are in `ckpt.errors`, those
-of stores in `storage`. `python docs/troubles.py` writes the page from the classes.
+Search this page for the error's name, or for words of its text. Each section has the cause, `part
+of a text`, and the next move. Errors are in `ckpt.errors`, those of stores in `storage`.
+`python docs/troubles.py` writes the page from the classes.
 
 ```python
 import ckpt
@@ -219,10 +220,7 @@ def page() -> str:
 def _section(error: type[CheckpointError]) -> str:
     trouble = TROUBLES[error.__name__]
     cause = " ".join((error.__doc__ or "").split())
-    return (
-        f"\n## {error.__name__}\n\n{cause}\n\n- **Text**: `{trouble.text}`\n"
-        f"- **Next**: {trouble.move}\n"
-    )
+    return f"\n## {error.__name__}\n\n{cause}\n\n`{trouble.text}`: {trouble.move}\n"
 
 
 def texts_of_the_code() -> str:

@@ -266,6 +266,8 @@ class Checkpointer:
         step: SupportsIndex | None = None,
         attempt: str = "",
         *,
+        from_: StoreLike | None = None,
+        from_options: Mapping[str, Any] | None = None,
         stacks: Mapping[str, str] | None = None,
         metadata_bytes_max: SupportsIndex | None = None,
     ) -> RestoreReport | None:
@@ -280,17 +282,18 @@ class Checkpointer:
         state or in the checkpoint; a checkpoint in the form of the state is taken as it is.
         `metadata_bytes_max` is that of `ckpt.load`.
 
+        Until this root has a checkpoint, `from_`, any place that `ckpt.load` takes, is the start,
+        loaded with `from_options`, arguments of `ckpt.load`. Steps count on from the one saved
+        there, from 0 where none is known. Afterwards `from_` is not looked at.
+
         Raises NoCheckpoint when there are some and none is whole, Mismatch when the state is
         another one, LoadInterrupted when the store fails: going back further would lose work that
         is still there.
         """
         self._check_open()
-        return self._restore(
-            step=plain_int(step),
-            attempt=attempt,
-            stacks=stacks,
-            metadata_bytes_max=plain_int(metadata_bytes_max),
-        )
+        start = {"from_": from_, "from_options": from_options}
+        how = {"stacks": stacks, "metadata_bytes_max": plain_int(metadata_bytes_max)}
+        return self._restore(step=plain_int(step), attempt=attempt, **start, **how)
 
     def _restore(self, **how: Any) -> RestoreReport | None:
         self._saves.collect(wait=True)
@@ -560,10 +563,6 @@ class Checkpointer:
         self._signals.restore()
         self._training.world.close()  # last: the others may still use it
 
-    def _ended_open(self) -> None:
-        if not self._is_closed and os.getpid() == self._pid:
-            self._say_unsaved("the program ends without close() (use `with`)")
-
     def _check_open(self) -> None:
         self._check_process()
         if self._is_apart:
@@ -584,9 +583,9 @@ class Checkpointer:
 
 def _left_open(ref: weakref.ref[Checkpointer]) -> None:
     """Say what is not saved where a program ends without `close`."""
-    checkpointer = ref()
-    if checkpointer is not None:
-        checkpointer._ended_open()
+    one = ref()
+    if one is not None and not one._is_closed and os.getpid() == one._pid:
+        one._say_unsaved("the program ends without close() (use `with`)")
 
 
 def _whole_number(step: Any) -> int:

@@ -18,6 +18,7 @@ from ckpt.commit.log import Log, read_format
 from ckpt.errors import (
     CheckpointError,
     Corrupt,
+    InvalidArgument,
     LoadInterrupted,
     NoCheckpoint,
     RankFailed,
@@ -29,7 +30,7 @@ from ckpt.short import ShortRecord
 from ckpt.state.types import Loaded, Stacks
 from ckpt.telemetry.record import PhaseSpan
 from ckpt.world.base import World, from_coordinator
-from storage import CorruptObjectError, KeyNotFoundError, StorageError, Store
+from storage import CorruptObjectError, KeyNotFoundError, StorageError, Store, StoreLike
 
 logger = logging.getLogger(__name__)
 
@@ -37,7 +38,7 @@ TRIES_MAX = 2  # of one checkpoint when nothing says that it is damaged
 LOOKS_MAX = 8  # at what there is: a job that saves on may retire faster than this one loads
 
 Condition = Literal["damaged", "retired", "unknown"]
-Origin = Literal["durable", "near"]
+Origin = Literal["durable", "near", "elsewhere"]
 Source = Literal["own host", "other hosts", "durable"]
 
 
@@ -54,7 +55,8 @@ class RestoreReport(ShortRecord):
     """What was restored, and what was passed over on the way to it, newest first.
 
     `nbytes_read` and `spans` are those of the load on this rank. `origin` says whether it came from
-    the durable root, or from near tiers; then `nbytes_of_other_hosts` were read at other ranks.
+    the durable root, or from near tiers; then `nbytes_of_other_hosts` were read at other ranks; or
+    from `from_`.
 
     `reached_step` is the last step that the training before had done, as far as a host with a near
     tier has noted it (about once a second), and `seconds_lost` is the time from this checkpoint to
@@ -84,7 +86,7 @@ class RestoreReport(ShortRecord):
     def nbytes_by_source(self) -> Mapping[Source, int]:
         """`nbytes_read`, by where this rank read them."""
         others = self.nbytes_of_other_hosts
-        if self.origin == "durable":
+        if self.origin != "near":
             return {"own host": 0, "other hosts": 0, "durable": self.nbytes_read}
         return {"own host": self.nbytes_read - others, "other hosts": others, "durable": 0}
 
@@ -173,6 +175,8 @@ def restore_latest(
     step: int | None = None,
     attempt: str = "",
     tiers: Elsewhere | None = None,
+    from_: StoreLike | None = None,
+    from_options: Mapping[str, Any] | None = None,
     stacks: Stacks | None = None,
     metadata_bytes_max: int | None = None,
 ) -> RestoreReport | None:
@@ -181,19 +185,26 @@ def restore_latest(
     what `tiers` have; they learn what was restored. `stacks` and `metadata_bytes_max` are those of
     `ckpt.load`.
 
-    Collective; all ranks take the same one. None when nothing was ever saved there and none
-    was requested: the state is as it was. Raises NoCheckpoint when none can be loaded, with what is
-    wrong with each; Mismatch and UnsupportedFormat with the state as it was;
-    LoadInterrupted or RankFailed when the store or a rank fails.
+    Collective; all ranks take the same one. When nothing was ever saved there and none was
+    requested, `from_` fills the state; without it the answer is None. Raises NoCheckpoint when none
+    can be loaded, with what is wrong with each; Mismatch and UnsupportedFormat with the state as it
+    was; LoadInterrupted or RankFailed when the store or a rank fails.
     """
     is_latest = step is None and not attempt
+    if from_ is not None and not is_latest:
+        raise InvalidArgument("from_= is where a training begins: leave out step= and attempt=")
 
     def look() -> list[Restorable]:
         return _candidates(target, world, step, attempt, tiers if is_latest else None)
 
     candidates, looks = look(), 1
     if not candidates and is_latest:
-        return None
+        if from_ is None:
+            return None
+        one = target.load_from(state, from_, from_options or {})
+        return RestoreReport(
+            one.step, one.attempt, one.loaded, (), one.nbytes_read, one.spans, "elsewhere"
+        )
     skipped: list[Skipped] = []
     any_durable = False
     # A target of the caller's own may know nothing of them.

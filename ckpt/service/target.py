@@ -31,7 +31,7 @@ from ckpt.process import (
 from ckpt.saving.staging import LentCopy
 from ckpt.saving.task import SaveReport
 from ckpt.world.base import World
-from storage import Store, StoreLike
+from storage import Store, StoreLike, options_of_other
 from storage.hidden import without_secrets
 from storage.location import child_of, url_of
 
@@ -97,6 +97,10 @@ class Target(ABC):
     @abstractmethod
     def load(self, state: Any, *, step: int, attempt: str, **options: Any) -> LoadReport:
         """Fill `state` from that attempt; `options` are those of `ckpt.load`."""
+
+    def load_from(self, state: Any, url: StoreLike, options: Mapping[str, Any]) -> LoadReport:
+        """Fill `state` from another place; `options` are arguments of `ckpt.load`. Collective."""
+        return api.load(state, url, **options)
 
     def resumed(self, attempt: str, *, on_purpose: bool = False) -> None:
         """What was loaded from `attempt` was the newest that is whole: training continues there.
@@ -201,6 +205,11 @@ class UrlTarget(Target):
     def load(self, state: Any, *, step: int, attempt: str, **options: Any) -> LoadReport:
         how = {**self._root, "io": self.saving.get("io", "auto"), **options}
         return api.load(state, self.where, step=step, attempt=attempt, **how)
+
+    def load_from(self, state: Any, url: StoreLike, options: Mapping[str, Any]) -> LoadReport:
+        own, given = self.storage_options, options.get("storage_options")
+        how = {"storage_options": options_of_other(self.where, own, url, given)}
+        return api.load(state, url, **{"process_group": self.process_group, **options, **how})
 
     def resumed(self, attempt: str, *, on_purpose: bool = False) -> None:
         api.resumed(self.where, attempt, on_purpose=on_purpose, **self._root)

@@ -9,11 +9,13 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import save_file
 
 import ckpt
 from ckpt.commit.locate import live_entries
@@ -22,6 +24,7 @@ from ckpt.errors import (
     Corrupt,
     Failure,
     Fenced,
+    InvalidArgument,
     InvalidState,
     LoadInterrupted,
     Mismatch,
@@ -566,3 +569,46 @@ def test_steps_may_be_integers_of_numpy_and_torch_and_nothing_else(url: str) -> 
                 checkpointer.step(bad)
     assert steps_of(url) == [1, 2]
     assert [entry.metric for entry in live_entries(open_store(url))] == [0.5, None]
+
+
+# --- the start ------------------------------------------------------------------------------------
+
+
+def test_a_training_starts_from_another_place_until_it_has_saved(url: str, tmp_path: Path) -> None:
+    place = tmp_path / "start.safetensors"
+    save_file({"model.weight": torch.full((2, 2), 3.0)}, place)
+
+    def started(training: str, value: float | None) -> Checkpointer:
+        state = {"model": {"weight": torch.zeros(2, 2)}}
+        checkpointer = Checkpointer(state, training, save=ckpt.EverySteps(1))
+        report = checkpointer.restore(from_=place)
+        assert report is not None
+        assert (report.origin == "elsewhere", report.step) == (
+            value == 3.0,
+            0 if value == 3.0 else 1,
+        )
+        assert torch.equal(state["model"]["weight"], torch.full((2, 2), value))
+        state["model"]["weight"].fill_(4.0)
+        return checkpointer
+
+    with started(url, 3.0):
+        pass  # ends before its first save
+    with started(url, 3.0) as checkpointer:
+        assert next(checkpointer.steps(1)) == 1
+        checkpointer.step(1)
+    place.unlink()
+    with started(url, 4.0) as checkpointer, pytest.raises(InvalidArgument, match="from_="):
+        checkpointer.restore(1, from_=place)
+
+
+def test_a_start_has_arguments_of_load_and_goes_on_counting(url: str) -> None:
+    ckpt.save({"net": torch.ones(3), "more": 1}, f"{url} before", step=7)
+    state = {"model": torch.zeros(3)}
+    with Checkpointer(state, url, save=ckpt.AtExit()) as checkpointer:
+        with pytest.raises(NoCheckpoint):
+            checkpointer.restore(from_=f"{url} nowhere")
+        how = {"rename": {"model": "net"}, "strict": "state"}
+        checkpointer.restore(from_=f"{url} before", from_options=how)
+        assert state["model"].tolist() == [1.0] * 3
+        assert [*checkpointer.steps(8)] == [8]
+    assert steps_of(url) == [8]

@@ -131,3 +131,22 @@ def test_a_tied_model_takes_both_names_if_they_are_equal(tmp_path: Path) -> None
     first, *others = run_ranks(3, load_tied, str(tmp_path))
     assert len(first) == 1 and all(one == first for one in others)
     assert "head.weight: is in the checkpoint" in first[0] and "values differ" in first[0]
+
+
+def start_twice(folder: str) -> list[str]:
+    """Where a training's first restore and its second come from; between them it saves."""
+    source, origins = fully_shard(Tied()), []
+    dcp.save(source.state_dict(), checkpoint_id=f"{folder}/dcp")
+    for _ in range(2):
+        model = fully_shard(Tied())
+        with ckpt.Checkpointer({"model": model}, f"{folder}/run", save=ckpt.EverySteps(1)) as saver:
+            report = saver.restore(from_=f"{folder}/dcp")
+            assert report is not None
+            origins.append(report.origin)
+            saver.step(report.step + 1)
+        assert torch.equal(model.head.weight.full_tensor(), source.embed.weight.full_tensor())
+    return origins
+
+
+def test_ranks_start_a_training_from_a_dcp_once(tmp_path: Path) -> None:
+    assert run_ranks(2, start_twice, str(tmp_path)) == [["elsewhere", "durable"]] * 2

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint
 import torch.distributed.fsdp
 from torch.distributed.tensor import DTensor, distribute_tensor
 
@@ -17,6 +18,14 @@ needs_uneven_strided_shards = pytest.mark.skipif(
     TORCH < (2, 7),
     reason="torch 2.6 refuses FSDP2 over tensor parallel of uneven sizes, and on CPU",
 )
+
+
+ALONE: dict[str, Any] = (
+    {"no_dist": True}
+    if "no_dist" in inspect.signature(torch.distributed.checkpoint.save).parameters
+    else {}
+)
+"""For `dcp.save` and `dcp.load` of one process; torch 2.6 sees itself that there is no group."""
 
 
 def torch_shards_on_cpu() -> bool:

@@ -167,7 +167,7 @@ class DcpWriter(_DcpPlace, StorageWriter):
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """Names the attempt. Values that the coordinator has as well are written by it alone."""
-        if not all(plan.usable for plan in plans):
+        if not all(getattr(plan, "usable", True) for plan in plans):  # torch 2.6 caches none
             raise CheckpointError(
                 "the planner caches plans, and with them the name of an attempt that is used up; "
                 "pass a planner with enable_plan_caching=False"

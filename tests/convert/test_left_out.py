@@ -20,6 +20,7 @@ from ckpt.cli import main
 from ckpt.convert.sources.opening import open_source
 from ckpt.errors import CheckpointError
 from ckpt.operate import import_checkpoint
+from tests.versions import ALONE
 
 WEIGHTS = {"a": torch.ones(2), "b": torch.zeros(3)}
 BESIDE = ("config.json", "optimizer.bin", "random_states_0.pkl", "scheduler.bin")
@@ -49,11 +50,11 @@ def torch_folder(folder: Path) -> None:
 
 
 def dcp_folder(folder: Path) -> None:
-    dcp.save(dict(WEIGHTS), checkpoint_id=folder, no_dist=True)
+    dcp.save(dict(WEIGHTS), checkpoint_id=folder, **ALONE)
 
 
 def accelerate_folder(folder: Path) -> None:
-    dcp.save({"model": dict(WEIGHTS)}, checkpoint_id=folder / "pytorch_model_fsdp_0", no_dist=True)
+    dcp.save({"model": dict(WEIGHTS)}, checkpoint_id=folder / "pytorch_model_fsdp_0", **ALONE)
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
@@ -118,7 +119,7 @@ def several() -> dict[str, Any]:
 def stored(state: dict[str, Any], form: str, folder: Path) -> str:
     """`state` as a file of torch, a DCP directory, or a root into which one of them came."""
     if form == "dcp":
-        dcp.save(state, checkpoint_id=folder / "in", no_dist=True)
+        dcp.save(state, checkpoint_id=folder / "in", **ALONE)
         return str(folder / "in")
     torch.save(state, folder / "in.pt")
     if form == "root":

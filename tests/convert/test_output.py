@@ -23,6 +23,7 @@ import ckpt
 from ckpt.cli import main
 from ckpt.errors import CheckpointError
 from tests.convert import test_deepspeed as deepspeed
+from tests.versions import ALONE
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
 MIB = 1 << 20
@@ -44,7 +45,7 @@ def views(folder: Path) -> Path:
 
 def one_blob_of_many(folder: Path) -> Path:
     """A DCP directory in which 200 tensors lie in one blob."""
-    dcp.save({"w": torch.zeros(MIB // 4)}, checkpoint_id=folder / "dcp", no_dist=True)
+    dcp.save({"w": torch.zeros(MIB // 4)}, checkpoint_id=folder / "dcp", **ALONE)
     path = folder / "dcp" / ".metadata"
     metadata = pickle.loads(path.read_bytes())
     ((index, place),) = metadata.storage_data.items()
@@ -80,7 +81,7 @@ CRAFTED: dict[str, Callable[[Path], Path]] = {
 
 
 WAYS = [
-    *((what, "import") for what in CRAFTED),
+    *((what, "import") for what in CRAFTED if what != "dcp"),
     *itertools.product(("2^57", "views"), ("safetensors", "torch", "dcp", "hf")),
 ]
 
@@ -101,6 +102,12 @@ def test_what_shows_stored_bytes_often_is_refused(what: str, way: str, tmp_path:
         tracemalloc.stop()
     assert peak < 64 * MIB, f"{peak >> 20} MiB"
     assert not list(tmp_path.glob("out*"))
+
+
+def test_one_blob_of_many_names_is_written_once(tmp_path: Path) -> None:
+    """They have the same bits, so they are imported as ties."""
+    report = ckpt.import_checkpoint(str(one_blob_of_many(tmp_path)), str(tmp_path / "out"))
+    assert report.tensors == ("w",) and report.nbytes < 2 * MIB
 
 
 def test_more_is_written_where_it_is_allowed(

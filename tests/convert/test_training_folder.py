@@ -19,6 +19,7 @@ from torch import nn
 import ckpt
 from ckpt.cli import main
 from ckpt.errors import InvalidState
+from tests.versions import ALONE
 
 
 class Training:
@@ -158,7 +159,7 @@ def test_sharded_folders_of_accelerate_bring_the_scheduler(tmp_path: Path) -> No
     training = Training(2).train()
     folder = tmp_path / "in"
     weights = {"model": training.model.state_dict()}
-    dcp.save(weights, checkpoint_id=folder / "pytorch_model_fsdp_0", no_dist=True)
+    dcp.save(weights, checkpoint_id=folder / "pytorch_model_fsdp_0", **ALONE)
     torch.save(training.scheduler.state_dict(), folder / "scheduler.bin")
     # What holds somebody's code is no value, and the rest does not need it.
     torch.save({"functions": [Training]}, folder / "scheduler_1.bin")

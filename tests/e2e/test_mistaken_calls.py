@@ -14,6 +14,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 import ckpt
+from tests.versions import ALONE
 
 Call = Callable[[Any, str], Any]
 
@@ -60,7 +61,7 @@ def test_a_step_that_is_no_int(step: Any, tmp_path: Path) -> None:
 def test_a_directory_of_dcp_loads_and_is_never_saved_into(tmp_path: Path) -> None:
     url = str(tmp_path / "dcp")
     with pytest.warns(UserWarning, match="single process"):
-        dcp.save({"weight": torch.ones(2)}, checkpoint_id=url, no_dist=True)
+        dcp.save({"weight": torch.ones(2)}, checkpoint_id=url, **ALONE)
     before = entries(tmp_path)
     state = {"weight": torch.zeros(2)}
     ckpt.load(state, url)

@@ -26,6 +26,7 @@ from ckpt.integrations.dcp import DcpReader, DcpWriter
 from ckpt.operate import import_checkpoint
 from storage import Store, open_store
 from storage.memory import MemoryStore
+from tests.versions import ALONE
 
 
 def entry(slot: int, step: int, line: int | None) -> LiveEntry:
@@ -263,11 +264,11 @@ def test_dcp_plugin_goes_on_with_the_line_that_it_has_read(root: str) -> None:
     dcp: Any = torch.distributed.checkpoint
     state = {"x": torch.zeros(3)}
     for step in (1, 2):
-        dcp.save(state, storage_writer=DcpWriter(root, step=step), no_dist=True)
+        dcp.save(state, storage_writer=DcpWriter(root, step=step), **ALONE)
     with ckpt.Checkpointer(state, root, save=ckpt.EverySteps(1)) as checkpointer:
         checkpointer.restore()
         checkpointer.step(3)
-    dcp.load(state, storage_reader=DcpReader(root, step=1), no_dist=True)
-    dcp.save(state, storage_writer=DcpWriter(root, step=2), no_dist=True)
+    dcp.load(state, storage_reader=DcpReader(root, step=1), **ALONE)
+    dcp.save(state, storage_writer=DcpWriter(root, step=2), **ALONE)
     known = [(info.step, info.line == 0) for info in ckpt.list_steps(root)]
     assert known == [(1, True), (2, True), (3, True), (2, False)]

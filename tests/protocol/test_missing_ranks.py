@@ -30,7 +30,7 @@ from ckpt.world.liveness import Card, ProcessIdentity
 from ckpt.world.missing import Missing, card_key, connect_to_parent
 from ckpt.world.rounds import Deadlines
 from ckpt.world.torch_world import TorchWorld
-from tests.protocol.test_world_counts import TCP_STORE, CountingStore
+from tests.protocol.test_world_counts import TCP_STORE, CountingStore, client_of
 from tests.ranks import run_ranks
 
 
@@ -170,7 +170,7 @@ def _fail_without(
             server.set(card_key(heart.card.rank), heart.card.encode())
 
         def come(rank: int) -> str:
-            process = Process(rank, server.clone(), made[rank])
+            process = Process(rank, client_of(server), made[rank])
             world = TorchWorld(members=tuple(range(last + 1)), process=process, deadlines=deadlines)
             with pytest.raises(RankFailed) as caught:
                 world.gather("parts", b"")

@@ -33,6 +33,7 @@ from ckpt.world.place import Place, listening
 from ckpt.world.rounds import Deadlines, Rounds, _Wait
 from ckpt.world.torch_world import TorchWorld
 from ckpt.world.tree import CHILDREN_MAX, family
+from tests.versions import TORCH
 
 SIZES = (16, 32, 64)
 STORE: Any = dist.Store  # type: ignore[attr-defined]  # torch hides them from checkers
@@ -137,6 +138,11 @@ class Ranks:
         self.all(lambda r: self.processes[r].heart.stop())
 
 
+def client_of(server: Any) -> Any:
+    """A connection of its own; torch 2.6 clones none."""
+    return TCP_STORE("127.0.0.1", server.port, is_master=False)
+
+
 @contextlib.contextmanager
 def ranks_of(
     size: int, *, round_seconds_max: float = 60.0, transfers: bool = False
@@ -145,7 +151,9 @@ def ranks_of(
     server = TCP_STORE("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     with ThreadPoolExecutor(size) as pool:
         ranks = Ranks(
-            [server.clone() if transfers else server for _ in range(size)], pool, round_seconds_max
+            [client_of(server) if transfers else server for _ in range(size)],
+            pool,
+            round_seconds_max,
         )
         yield ranks
         ranks.close()
@@ -251,6 +259,7 @@ def test_a_transfer_that_takes_long_asks_nobody() -> None:
         assert (sum(cost.requests), sum(cost.messages)) == (0, 2 * 3)
 
 
+@pytest.mark.skipif(TORCH < (2, 7), reason="gloo of torch 2.6 connects all ranks at once")
 @pytest.mark.parametrize("size", SIZES)
 def test_a_transfer_costs_those_who_have_something_for_each_other(size: int) -> None:
     """Each rank has something for the next one only. Who has met before asks the store nothing."""

@@ -21,6 +21,7 @@ from storage import InvalidUrlError, PrefixStore, Store, StoreLike, schemes
 from storage.local import LocalStore
 from storage.memory import MemoryBucket, MemoryStore
 from storage.testing import CountingStore
+from tests.versions import ALONE
 
 
 class OwnStore(CountingStore):
@@ -134,9 +135,9 @@ def test_dcp_plugins_take_a_store() -> None:
 
     own = own_store()
     tensors = {"w": torch.arange(6.0)}
-    dcp.save(tensors, storage_writer=DcpWriter(own, step=np.int64(1)), no_dist=True)
+    dcp.save(tensors, storage_writer=DcpWriter(own, step=np.int64(1)), **ALONE)
     target = {"w": torch.zeros(6)}
-    dcp.load(target, storage_reader=DcpReader(own, step=np.int64(1)), no_dist=True)
+    dcp.load(target, storage_reader=DcpReader(own, step=np.int64(1)), **ALONE)
     assert torch.equal(target["w"], tensors["w"])
 
 

@@ -18,6 +18,7 @@ SEGMENTS_PREFIX = "log/live/"  # behind all records in a listing
 STEPS_PREFIX = "steps/"
 LINES_PREFIX = "lines/"  # roots of their own, one for each named training
 LEASES_PREFIX = "leases/"  # what readers ask retention to leave; see ckpt.commit.leases
+JOBS_PREFIX = "jobs/"  # what happens to the jobs that save here; see ckpt.telemetry.record
 MANIFEST_NAME = "MANIFEST"
 TELEMETRY_NAME = "TELEMETRY"  # how the save went; optional, nothing depends on it
 RESERVE_KEY = "RESERVE"  # space kept back on a disk, see ckpt.commit.writer

@@ -137,12 +137,16 @@ class PendingSave:
                 "forked from: wait for it there"
             )
 
+    def failure(self) -> BaseException | None:
+        """Why the save has failed; None while it is under way, and when it has not. Never waits,
+        and the failure is still raised elsewhere.
+        """
+        error = self._future.exception() if self._future.done() else None
+        return None if isinstance(error, SaveDropped) else error
+
     def _unreported_error(self) -> BaseException | None:
         """The failure that was neither raised nor logged yet."""
-        if self._is_reported or not self._future.done():
-            return None
-        error = self._future.exception()
-        return None if isinstance(error, SaveDropped) else error
+        return None if self._is_reported else self.failure()
 
 
 class Preparation:

@@ -29,7 +29,6 @@ from ckpt.errors import (
     OutcomeUnknown,
     RankFailed,
     RankFailedInCommit,
-    SaveDropped,
 )
 from ckpt.format.datafile import BLOCK_BYTES
 from ckpt.format.joint_manifest import differing_values
@@ -96,10 +95,8 @@ def publish(
                     raise
                 # The files that this attempt refers to are gone or will be: it cannot be committed.
                 logger.warning("step %d is written again: %s", task.step, error)
-    except Exception as error:
+    except Exception:
         task.memory.plans.forget_part()
-        if not isinstance(error, SaveDropped | NamesChanged):
-            task.memory.history.failed(task.step, error)
         raise
 
 

@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from ckpt.near.status import WorkAtRisk
-from ckpt.screens.terminal import counted, rate_text, seconds_text, size
-from ckpt.telemetry.record import SaveTotals
+from ckpt.screens.terminal import counted, date, rate_text, seconds_text, size
+from ckpt.telemetry.record import JobRecord, SaveTotals
 from ckpt.tools.near_tiers import TierView, work_at_risk
 from ckpt.tools.polling import RunState
 from ckpt.tools.report import ReportedSave, durable_risk, duration
@@ -74,6 +74,20 @@ def tier_row(view: TierView) -> tuple[str, ...]:
         size(view.nbytes),
         size(view.free_nbytes),
     )
+
+
+JOB_TITLES = ("job begun", "host", "ranks", "state", "step", "began with", "failed saves")
+
+
+def job_row(job: JobRecord, now_unix: float) -> tuple[str, ...]:
+    """One job, as `JOB_TITLES` says."""
+    began = "nothing" if job.restored_step is None else f"step {job.restored_step}"
+    if job.steps_lost is not None:
+        lost = f"{counted(job.steps_lost, 'step')}, {duration(job.seconds_lost or 0.0)}"
+        began += f", {lost} lost"
+    state = job.state(now_unix) + (f": {job.cause[:40]}" if job.cause else "")
+    begun, counts = date(job.begun_unix), (f"{job.step}", began, f"{job.failed}")
+    return (begun, job.host, f"{job.ranks}", state, *counts)
 
 
 def problems(views: Sequence[TierView]) -> list[str]:

@@ -8,7 +8,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from ckpt.screens.rows import CHARTS, QUIET_SECONDS, TITLES, Chart, problems, risks_text, tier_row
+from ckpt.screens.rows import (
+    CHARTS,
+    JOB_TITLES,
+    QUIET_SECONDS,
+    TITLES,
+    Chart,
+    job_row,
+    problems,
+    risks_text,
+    tier_row,
+)
 from ckpt.screens.terminal import age, counted, date, rate_text, seconds_text, size
 from ckpt.screens.visible import visible
 from ckpt.telemetry.record import SaveTotals, Telemetry
@@ -18,6 +28,7 @@ from ckpt.tools.report import ReportedSave, TrainingRun, busiest_ranks, duration
 
 NOTICES_MAX = 4  # of the worst; `ckpt report` has all
 BUSY_RANKS = 3
+JOBS_SHOWN = 3
 LABEL = 11  # columns of the name of a chart or a phase
 STYLES = {"bad": "bold red", "warning": "yellow", "note": "dim"}
 
@@ -55,10 +66,15 @@ def frame_of(
     """
     run = state.run
     lines = _head(state, now_unix) + _near(state, now_unix)
+    jobs = [job_row(job, now_unix) for job in run.jobs[-JOBS_SHOWN:]]
+    styles = ["dim", *("red" if job.failed else "" for job in run.jobs[-JOBS_SHOWN:])]
+    lines += _aligned(JOB_TITLES, jobs, (2, 4, 6), styles) if jobs else []
+    if not run.saves and not run.failures:
+        return lines[:height]
+    lines += _numbers(run, now_unix) if run.saves else []
+    lines += _notices(run, now_unix)
     if not run.saves:
         return lines[:height]
-    lines += _numbers(run, now_unix)
-    lines += _notices(run, now_unix)
     lines += _charts(run, max(width - LABEL - 24, 10), marks)
     if run.measured.full:
         lines += _phases(run.measured.full[-1], max(width - LABEL - 24, 10), marks)
@@ -133,10 +149,11 @@ def _numbers(run: TrainingRun, now_unix: float) -> list[Line]:
     lines: list[Line] = [[(words, "bold")]]
     if totals:
         retries = sum(one.retries for one in totals)
-        failed = len(run.failures)
         shown = [one for one in CHARTS if one.name != "written"]
         medians = ", ".join(f"{one.name} {one.text(one.median(totals) or 0.0)}" for one in shown)
-        others = f"{counted(retries, 'repeated request')}, {counted(failed, 'failed save')}"
+        others = (
+            f"{counted(retries, 'repeated request')}, {counted(run.failed_saves, 'failed save')}"
+        )
         lines.append([(f"median: {medians} | {others}", "")])
     return lines
 

@@ -164,7 +164,9 @@ def _state_json(state: RunState) -> dict[str, Any]:
         "sessions": state.run.sessions,
         "is_whole_history": state.run.is_whole_history,
         "saves": as_json(state.run.saves),
-        "failures": as_json(state.run.measured.failures),
+        "failed_saves": state.run.failed_saves,
+        "failures": as_json(state.run.failures),
+        "jobs": [{"state": job.state(time.time()), **as_json(job)} for job in state.run.jobs],
         "near": as_json(near_report(state.near, state.run.live[-1] if state.run.live else None)),
         "notices": as_json(state.run.notices(time.time())),
     }

@@ -90,7 +90,8 @@ class Checkpointer:
       that share a root have names: `line="generator"` saves and restores below
       `<url>/lines/generator`, a root of its own.
     - `observers` are notified of how saves and restores end; see `ckpt.service.events`. With
-      `telemetry`, how every save went is kept beside the checkpoint, for `ckpt report`.
+      `telemetry`, how every save went is kept beside the checkpoint, and what happens to the job
+      in its root as it happens, for `ckpt watch`, `ckpt serve` and `ckpt report`.
     - `snapshot`, `host_bytes_max`, `replicas`, `dedup`, `full_every`, `user`, `retry_seconds_max`,
       `io`, `process_group`, `storage_options` and `unsafe_single_writer` are those of
       `ckpt.async_save`. They go with a url; a `Target` saves in its own way.
@@ -303,11 +304,7 @@ class Checkpointer:
         training.world.begin_call("Checkpointer.restore")
         with self._watcher.phase("restore"):
             report = restore_latest(
-                training.state,
-                training.target,
-                training.world,
-                tiers=self._near,
-                **how,
+                training.state, training.target, training.world, tiers=self._near, **how
             )
         if report is not None:
             training.progress.resume(report.step)
@@ -442,6 +439,7 @@ class Checkpointer:
             self._say_unsaved("the training is over")
             self._keeper.wait()
             self._wait_for_all_ranks()
+            self._parts.story.ends("closed")
         finally:
             self._leave()
         self._failed.raise_newest()
@@ -504,6 +502,7 @@ class Checkpointer:
 
     def _stop(self, metric: float | None, deadline_seconds: float) -> None:
         """Save what time allows, then raise Preempted on all ranks."""
+        self._parts.story.ends("preempted")
         self._keeper.end()
         self._agreement.rest()
         self._saves.save_last(metric, deadline_seconds)
@@ -516,6 +515,7 @@ class Checkpointer:
     def _abandon(self, error: BaseException) -> None:
         """The training has failed, on this rank at least: nothing that needs all ranks."""
         self._say_unsaved(f"the training ends by {type(error).__name__}, and no last save is made")
+        self._parts.story.ends("failed", error)
         self._agreement.leave()
         deadline = self._training.now_seconds() + ABANDON_SECONDS
         try:
@@ -534,11 +534,9 @@ class Checkpointer:
         """Log what is in no checkpoint, at the end."""
         if (calls := self._saves.unsaved_calls()) and self._training.is_coordinator:
             saved = self.last_saved
-            newest = (
-                "nothing was saved"
-                if saved is None
-                else f"the newest checkpoint is step {saved.step}"
-            )
+            newest = "nothing was saved"
+            if saved is not None:
+                newest = f"the newest checkpoint is step {saved.step}"
             logger.warning(
                 "%s: %s after step %d, and %s: what %d calls of step did is lost",
                 self._training.target.url,
@@ -561,6 +559,7 @@ class Checkpointer:
         self._watcher.close()
         self._keeper.close()
         self._signals.restore()
+        self._parts.story.close()
         self._training.world.close()  # last: the others may still use it
 
     def _check_open(self) -> None:

@@ -159,6 +159,11 @@ class SavesInFlight:
             return ()
         return tuple(save.step for save in self._begun if not save.pending.done())
 
+    def failing(self) -> list[tuple[int, BaseException]]:
+        """The saves that have failed and were not collected yet, and why. For any thread."""
+        over = [(save.step, save.pending.failure()) for save in tuple(self._begun)]
+        return [(step, error) for step, error in over if error is not None]
+
     @property
     def newest(self) -> Pending | None:
         """The newest save whose outcome was not collected."""

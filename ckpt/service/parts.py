@@ -23,6 +23,7 @@ from ckpt.service.keeping import Keeper
 from ckpt.service.policies import SavePolicy, is_regular
 from ckpt.service.preemption import Signals
 from ckpt.service.retention import KeepRule
+from ckpt.service.story import Story
 from ckpt.service.target import Target, UrlTarget
 from ckpt.service.tiers import Tiers, TierValue
 from ckpt.service.training import StartOvers, StepTimer, Training
@@ -95,6 +96,8 @@ class ServiceParts:
         if before is not None:
             old = before.training
             training = replace(training, progress=old.progress, costs=old.costs)
+        heard: Observer = lambda event: self.story.heard(event)  # noqa: E731
+        training = replace(training, observers=(*training.observers, heard))
         self.training: Training = training
         self._end_world = target.leaving()  # what the target has there
         # Of its own, because its rounds run in the background, at any time.
@@ -103,7 +106,7 @@ class ServiceParts:
         self.keeper = Keeper(target, settings.keep, is_coordinator=training.is_coordinator)
         self.watcher = Watcher(
             training.world,
-            training.observers,
+            settings.observers,
             self.agreement.fail,
             silence_seconds_max=settings.silence_seconds_max,
             step_seconds=lambda: training.costs.step_seconds,
@@ -122,6 +125,7 @@ class ServiceParts:
         self.ahead = Ahead(training, is_regular=copies)
         self.timer = StepTimer(training)
         self.start_overs = StartOvers(training)
+        self.story: Story = Story(training, self.saves)
 
     def leave(self) -> None:
         """Leave this world without its other ranks: saves under way are given up, and nothing of
@@ -147,6 +151,8 @@ class ServiceParts:
         self.agreement.leave()
         self.watcher.close()
         self.keeper.close(waits=False)  # once the session may be fenced
+        self.story.ends("rejoined")
+        self.story.close(waits=False)
         training.world.end(failure)
         training.world.close()
 

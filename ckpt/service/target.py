@@ -47,6 +47,9 @@ class Pending(Protocol):
     def hurry(self) -> None:
         """A newer save waits for this one: requests that failed for some seconds are given up."""
 
+    def failure(self) -> BaseException | None:
+        """Why the save has failed, None before that. Never waits."""
+
     def result(self, timeout_seconds: float | None = None) -> SaveReport:
         """The report, or the save's own error, the same on all ranks; TimeoutError leaves it
         running.

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -25,11 +26,11 @@ from typing import Annotated, Any, Literal, NamedTuple
 import msgpack
 from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, ValidationError, model_validator
 
-from ckpt.commit.names import TELEMETRY_NAME, step_prefix
+from ckpt.commit.names import JOBS_PREFIX, TELEMETRY_NAME, step_prefix
 from ckpt.commit.records import LiveEntry
 from ckpt.errors import CheckpointError, Corrupt
 from ckpt.format.manifest import MetadataBudget
-from storage import KeyNotFoundError, Store
+from storage import CorruptObjectError, KeyNotFoundError, Store, TooLargeError
 
 TELEMETRY_NBYTES_MAX = 16 * 1024 * 1024  # about 40,000 ranks; bounds what a hostile object costs
 RANKS_MAX = 1 << 17  # three rows each
@@ -38,6 +39,11 @@ HISTORY_MAX = 200  # saves before this one whose totals are carried along
 FAILURES_MAX = 50
 TEXT_MAX = 500  # characters of a text that is kept
 WARNINGS_MAX = 20
+JOB_NBYTES_MAX = 256 * 1024  # 50 failures of 500 characters of 4 bytes, and room
+JOBS_MAX = 20  # newest of a root; the objects of older ones are deleted
+BEAT_SECONDS = 120.0  # between two records of a job to which nothing happens
+
+_JOB_KEY = re.compile(r"jobs/([0-9]{14}-[0-9a-f]{16})-[0-9]{8}", re.ASCII)
 
 Count = Annotated[int, Field(ge=0, lt=2**63)]
 Amount = Annotated[FiniteFloat, Field(ge=0)]
@@ -97,6 +103,53 @@ class SaveFailure(_TelemetryModel):
     error: Text
 
 
+class JobRecord(_TelemetryModel):
+    """A job of a Checkpointer, as its coordinator has noted it last, at `noted_unix`: after `step`,
+    with saves of the steps `saving` under way. FORMAT.md, "Jobs".
+
+    `failed` counts all saves that failed, `failures` has the newest. It began with the checkpoint
+    `restored`; lost is what came after that, None where nobody says how much. `ending` is "" before
+    the job has ended; "died" is never written, but shown of one that another has followed.
+    """
+
+    format: Literal["shardpoint job"] = "shardpoint job"
+    version: Literal[1] = 1
+    begun_unix: Unix
+    noted_unix: Unix
+    host: Text
+    ranks: Count
+    software: Text
+    restored: Name = ""
+    restored_step: Count | None = None
+    restore_seconds: Amount = 0.0
+    steps_lost: Count | None = None
+    seconds_lost: Amount | None = None
+    step: Count = 0
+    saving: Annotated[list[Count], Field(max_length=100)] = []
+    saved: Count = 0
+    failed: Count = 0
+    failures: Annotated[list[SaveFailure], Field(max_length=FAILURES_MAX)] = []
+    ending: Literal["", "closed", "preempted", "failed", "rejoined", "died"] = ""
+    cause: Text = ""
+
+    def after_failure(self, step: int, error: BaseException) -> JobRecord:
+        """With a save that has failed just now."""
+        failure = SaveFailure(step=step, time_unix=time.time(), error=as_text(error))
+        failures = [*self.failures, failure][-FAILURES_MAX:]
+        return self.model_copy(update={"failed": self.failed + 1, "failures": failures})
+
+    def state(self, now_unix: float) -> str:
+        """Its `ending`, or "running"; "silent" where it says nothing, because it hangs or died."""
+        is_silent = now_unix - self.noted_unix > 2.5 * BEAT_SECONDS
+        return self.ending or ("silent" if is_silent else "running")
+
+
+def as_text(error: BaseException) -> str:
+    """An error as it is kept."""
+    text = f"{type(error).__name__}: {error}"[:TEXT_MAX]
+    return text.encode("utf-8", "replace").decode()  # what is no Unicode, JSON cannot have
+
+
 class Telemetry(_TelemetryModel):
     """A save in full. Rows are ranks, columns are phases; times are microseconds.
 
@@ -116,7 +169,6 @@ class Telemetry(_TelemetryModel):
     retries: list[Count]
     warnings: Annotated[list[Text], Field(max_length=WARNINGS_MAX)] = []
     history: Annotated[list[SaveTotals], Field(max_length=HISTORY_MAX)] = []
-    failures: Annotated[list[SaveFailure], Field(max_length=FAILURES_MAX)] = []
 
     @model_validator(mode="after")
     def _check_shapes(self) -> Telemetry:
@@ -150,6 +202,30 @@ def decode_telemetry(data: bytes) -> Telemetry:
         first = error.errors(include_url=False, include_input=False)[0]
         where = ".".join(map(str, first["loc"])) or "the object"
         raise Corrupt(f"telemetry: {where}: {first['msg']}") from None
+
+
+def job_keys(store: Store) -> list[list[str]]:
+    """The keys of the records of each job, the oldest job and record first. One listing."""
+    keys: dict[str, list[str]] = {}
+    for info in store.list(JOBS_PREFIX):
+        if match := _JOB_KEY.fullmatch(info.key):
+            keys.setdefault(match[1], []).append(info.key)
+    return list(keys.values())
+
+
+def read_jobs(store: Store, known: Mapping[str, JobRecord]) -> dict[str, JobRecord]:
+    """The newest jobs of a root, oldest first, by the keys of their records. Those of `known` are
+    not read again; what cannot be read is left out, and logged.
+    """
+    jobs = dict[str, JobRecord]()
+    for *_, key in job_keys(store)[-JOBS_MAX:]:
+        try:
+            jobs[key] = known.get(key) or JobRecord.model_validate_json(
+                store.get_bounded(key, JOB_NBYTES_MAX)
+            )
+        except (KeyNotFoundError, CorruptObjectError, TooLargeError, ValidationError) as error:
+            logger.warning("%s/%s cannot be read: %s", store.url, key, error)
+    return jobs
 
 
 class PhaseSpan(NamedTuple):
@@ -351,17 +427,7 @@ class SaveHistory:
 
     def __init__(self) -> None:
         self._totals: list[SaveTotals] = []
-        self._failures: list[SaveFailure] = []
         self._is_recalled = False
-
-    def failed(self, step: int, error: BaseException) -> None:
-        """Note a save that failed; it is kept with the next one that succeeds."""
-        # The step itself may be why it failed; readers would refuse a record with such a step.
-        if type(step) is not int or not 0 <= step < 2**63:
-            return
-        text = f"{type(error).__name__}: {error}"[:TEXT_MAX]
-        failure = SaveFailure(step=step, time_unix=time.time(), error=text)
-        self._failures = [*self._failures, failure][-FAILURES_MAX:]
 
     def saved(self, totals: SaveTotals) -> None:
         """Note a save, for those after it."""
@@ -379,7 +445,6 @@ class SaveHistory:
         before = read_telemetry(store, live[-1].prefix)
         if before is not None:
             self._totals = [*before.history, before.totals, *self._totals][-HISTORY_MAX:]
-            self._failures = [*before.failures, *self._failures][-FAILURES_MAX:]
 
     def describe(
         self, totals: SaveTotals, reports: Sequence[RankReport], warnings: Sequence[str]
@@ -406,7 +471,6 @@ class SaveHistory:
             retries=[one.retries for one in reports],
             warnings=[text[:TEXT_MAX] for text in warnings[:WARNINGS_MAX]],
             history=[one for one in self._totals if one.attempt != totals.attempt][-HISTORY_MAX:],
-            failures=self._failures,
         )
 
 
@@ -415,15 +479,18 @@ def _us(seconds: float) -> int:
     return max(0, round(seconds * 1e6))
 
 
+def put_note(store: Store, key: str, data: bytes) -> None:
+    """Create an object that no checkpoint needs: not durable, since somebody would pay for that."""
+    with store.create(key, len(data), part_nbytes=len(data), durable=False) as writer:
+        writer.write_part(0, [memoryview(data)])
+
+
 def write_telemetry(store: Store, telemetry: Telemetry) -> None:
     """Keep it beside the MANIFEST. A failure is logged: nothing but the report misses it."""
     totals = telemetry.totals
-    key = step_prefix(totals.step, totals.attempt) + TELEMETRY_NAME
     try:
-        data = encode_telemetry(telemetry)
-        # Not durable: no checkpoint needs it, and the training would pay for the sync.
-        with store.create(key, len(data), part_nbytes=len(data), durable=False) as writer:
-            writer.write_part(0, [memoryview(data)])
+        key = step_prefix(totals.step, totals.attempt) + TELEMETRY_NAME
+        put_note(store, key, encode_telemetry(telemetry))
     except (CheckpointError, OSError, ValueError) as error:
         logger.warning("step %d is saved, but its telemetry is not: %s", totals.step, error)
 

@@ -11,6 +11,7 @@ from typing import Any, SupportsIndex
 from ckpt.commit.locate import entry_by_path, latest_last, live_entries, state_of
 from ckpt.commit.log import FORMAT_KEY, UNDONE, Log, broken_log, read_format
 from ckpt.commit.names import (
+    JOBS_PREFIX,
     LOG_PREFIX,
     MANIFEST_NAME,
     RESERVE_KEY,
@@ -247,7 +248,8 @@ def usage_of(store: Store) -> DiskUsage:
         if parsed is not None:
             objects_of.setdefault(parsed[:2], []).append(info)
             continue
-        is_log = info.key in (FORMAT_KEY, RESERVE_KEY) or info.key.startswith(LOG_PREFIX)
+        is_log = info.key in (FORMAT_KEY, RESERVE_KEY)
+        is_log = is_log or info.key.startswith((LOG_PREFIX, JOBS_PREFIX))
         group = log if is_log else other
         group[0] += info.nbytes
         group[1] += 1

@@ -1,8 +1,9 @@
 """A run that is followed: a root is looked at again and again, and only what is new is read.
 
-A look at a root where nothing has happened is two requests: whether the last record that was read
-is still there (a root that was removed, rolled back or exchanged is read anew), and whether another
-one follows it. Each new record is one more, and so is the telemetry of each new checkpoint.
+A look at a root where nothing has happened is three requests: whether the last record that was read
+is still there (a root that was removed, rolled back or exchanged is read anew), whether another one
+follows it, and the list of jobs. Each new record is one more, of the log or of a job, and so is the
+telemetry of each new checkpoint.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from typing import Any, Literal
 from ckpt.commit.log import Log, read_format
 from ckpt.commit.records import LiveEntry, Record
 from ckpt.errors import CheckpointError, NoCheckpoint
-from ckpt.telemetry.record import FAILURES_MAX, Telemetry
+from ckpt.telemetry.record import JobRecord, Telemetry, read_jobs
 from ckpt.tools.near_tiers import TierView, tier_views
 from ckpt.tools.overview import READERS, Event, events_of, record_of
 from ckpt.tools.report import Measurements, TrainingRun, run_of, telemetry_of
@@ -186,7 +187,9 @@ class RunPoller:
         last = -1 if known.last is None else known.last.slot
         if state.slot != last:
             known = known.read_on(state.slot, state.live)
-        return known.with_telemetry(self._store)
+        known = known.with_telemetry(self._store)
+        jobs = read_jobs(self._store, known.jobs)
+        return known if jobs == known.jobs else replace(known, jobs=jobs)
 
 
 @dataclass(frozen=True)
@@ -200,10 +203,12 @@ class _ReadSoFar:
     live: tuple[LiveEntry, ...] = ()
     measured: Measurements = field(default_factory=Measurements)
     tries: tuple[tuple[LiveEntry, int], ...] = ()
+    jobs: Mapping[str, JobRecord] = field(default_factory=dict)
 
     def run(self, url: str) -> TrainingRun:
         """All of it as a value."""
-        return run_of(url, self.events, self.live, self.measured, is_whole_history=self.is_whole)
+        seen = self.events, self.live, self.measured, [*self.jobs.values()]
+        return run_of(url, *seen, is_whole_history=self.is_whole)
 
     def read_on(self, slot: int, live: Sequence[LiveEntry]) -> _ReadSoFar:
         """With the records up to `slot`: those behind `last`, or the newest if they are many."""
@@ -252,5 +257,4 @@ class _ReadSoFar:
         return Measurements(
             tuple(sorted(measured.full, key=lambda one: one.totals.committed_unix))[-FULL_MAX:],
             {name: totals for name, totals in measured.totals.items() if name in known},
-            measured.failures[-FAILURES_MAX:],
         )

@@ -25,7 +25,15 @@ from ckpt.format.manifest import MetadataBudget
 from ckpt.format.manifest_codec import decode_manifest
 from ckpt.layout.dtypes import DTYPES
 from ckpt.short import ShortRecord
-from ckpt.telemetry.record import WORK, SaveFailure, SaveTotals, Telemetry, read_telemetry
+from ckpt.telemetry.record import (
+    WORK,
+    JobRecord,
+    SaveFailure,
+    SaveTotals,
+    Telemetry,
+    read_jobs,
+    read_telemetry,
+)
 from ckpt.tools.near_tiers import TierView, WorkAtRisk, newest_status_of, tier_views, work_at_risk
 from ckpt.tools.overview import READERS, DiskUsage, Event, history_of, usage_of
 from storage import Store, StoreLike, open_store
@@ -92,6 +100,13 @@ class OfSaves:
 
     __slots__ = ()
     saves: tuple[ReportedSave, ...]
+    failures: tuple[SaveFailure, ...]
+    jobs: tuple[JobRecord, ...]
+
+    @property
+    def failed_saves(self) -> int:
+        """How many have failed, as far as that is known; `failures` has the newest of each job."""
+        return len(self.failures) + sum(job.failed - len(job.failures) for job in self.jobs)
 
     @property
     def live(self) -> tuple[ReportedSave, ...]:
@@ -123,6 +138,7 @@ class Report(OfSaves, ShortRecord):
     usage: DiskUsage
     notices: tuple[Notice, ...]
     near: NearReport = field(default_factory=NearReport)
+    jobs: tuple[JobRecord, ...] = ()
 
 
 @hides_secrets
@@ -156,11 +172,13 @@ def report_of(
         slowest = telemetry_of(store, few[max(known)[1]]) if known else None
         entries, problem = _entries_of(store, live, budget)
         views = tier_views(near, read_format(store)) if near else []
+        jobs = [*read_jobs(store, {}).values()]
     run = run_of(
         usage.url,
         events[::-1],
         live,
         Measurements().with_telemetry(telemetries),
+        jobs,
         is_whole_history=len(events) < RECORDS_MAX,
     )
     notices = [Notice("bad", problem)] if problem else []
@@ -186,6 +204,7 @@ def report_of(
         usage=usage,
         notices=tuple(sorted(notices, key=lambda one: SEVERITIES.index(one.severity))),
         near=near_report(views, run.live[-1] if run.live else None),
+        jobs=run.jobs,
     )
 
 
@@ -248,12 +267,11 @@ class Notice:
 @dataclass(frozen=True, slots=True)
 class Measurements:
     """What telemetry says: in full of the saves `full`, oldest first; the totals of those and of
-    saves before them, by attempt; failures in the order of time, each once.
+    saves before them, by attempt.
     """
 
     full: tuple[Telemetry, ...] = ()
     totals: Mapping[str, SaveTotals] = field(default_factory=dict)
-    failures: tuple[SaveFailure, ...] = ()
 
     def with_telemetry(self, telemetries: Iterable[Telemetry]) -> Measurements:
         """With these, which are newer than what there is, oldest first."""
@@ -264,10 +282,7 @@ class Measurements:
             for older in one.history:
                 totals.setdefault(older.attempt, older)
         totals.update({one.totals.attempt: one.totals for one in new})
-        failures = {(f.step, f.time_unix, f.error): f for f in self.failures}
-        failures |= {(f.step, f.time_unix, f.error): f for one in new for f in one.failures}
-        ordered = tuple(sorted(failures.values(), key=lambda one: one.time_unix))
-        return Measurements((*self.full, *new), totals, ordered)
+        return Measurements((*self.full, *new), totals)
 
 
 @dataclass(frozen=True, slots=True)
@@ -275,7 +290,7 @@ class TrainingRun(OfSaves):
     """The saves of a root in the order of their commits, oldest first, and what is known of them.
 
     `is_whole_history` says that every record of the log was read. `sessions` counts the jobs that
-    wrote, of the records that were read.
+    wrote, of the records that were read. `failures` are in the order of time.
     """
 
     url: str
@@ -283,16 +298,13 @@ class TrainingRun(OfSaves):
     sessions: int = 0
     is_whole_history: bool = True
     measured: Measurements = Measurements()
-
-    @property
-    def failures(self) -> tuple[SaveFailure, ...]:
-        """Saves that have failed, in the order of time."""
-        return self.measured.failures
+    jobs: tuple[JobRecord, ...] = ()
+    failures: tuple[SaveFailure, ...] = ()
 
     def notices(self, now_unix: float) -> list[Notice]:
         """What to look at, the worst first."""
         measured = self.measured
-        notices = _notices_of(self.saves, measured.failures, measured.full, now_unix)
+        notices = _notices_of(self.saves, self.failures, measured.full, now_unix)
         return sorted(notices, key=lambda one: SEVERITIES.index(one.severity))
 
 
@@ -301,17 +313,37 @@ def run_of(
     events: Sequence[Event],
     live: Sequence[LiveEntry],
     measured: Measurements,
+    jobs: Sequence[JobRecord],
     *,
     is_whole_history: bool,
 ) -> TrainingRun:
-    """The run that these events, oldest first, and the live checkpoints tell of."""
+    """The run that these events, oldest first, the live checkpoints and the jobs tell of."""
+    saves = _saves_of(events, live, measured.totals)
     return TrainingRun(
         url=url,
-        saves=_saves_of(events, live, measured.totals),
+        saves=saves,
         sessions=sum(event.kind == "CLAIM" for event in events),
         is_whole_history=is_whole_history,
         measured=measured,
+        jobs=_jobs_of(jobs, saves),
+        failures=tuple(sorted((f for j in jobs for f in j.failures), key=lambda f: f.time_unix)),
     )
+
+
+def _jobs_of(jobs: Sequence[JobRecord], saves: Sequence[ReportedSave]) -> tuple[JobRecord, ...]:
+    """With what follows from the next job, which has the root alone, and from the one before."""
+    committed = {save.attempt: save.committed_unix for save in saves}
+    seen = [*jobs[:1]]
+    for before, job in pairwise(jobs):
+        if not before.ending:
+            seen[-1] = seen[-1].model_copy(update={"ending": "died"})
+        lost = max(before.step - (job.restored_step or 0), 0)
+        if job.restored_step is not None and lost >= (job.steps_lost or 0):
+            since = committed.get(job.restored, before.noted_unix) if lost else before.noted_unix
+            seconds = max(before.noted_unix - since, job.seconds_lost or 0.0)
+            job = job.model_copy(update={"steps_lost": lost, "seconds_lost": seconds})
+        seen.append(job)
+    return tuple(seen)
 
 
 def telemetry_of(
@@ -374,7 +406,7 @@ def _notices_of(
     live = [save for save in saves if save.is_live]
     notices = [
         Notice("bad", f"the save of step {one.step} has failed {_when(one.time_unix)}: {one.error}")
-        for one in failures[-10:]
+        for one in failures[:-11:-1]
     ]
     if len(failures) > 10:
         notices.append(Notice("bad", f"{len(failures) - 10} earlier saves have failed as well"))

@@ -17,10 +17,10 @@ import torch
 import ckpt
 from ckpt.commit.log import FORMAT_KEY, Log, encode_format
 from ckpt.commit.maintenance import Maintenance
-from ckpt.commit.names import TELEMETRY_NAME, record_key, step_prefix
+from ckpt.commit.names import JOBS_PREFIX, TELEMETRY_NAME, record_key, step_prefix
 from ckpt.commit.records import LiveEntry, Record, encode_record, record_digest
 from ckpt.errors import Corrupt, NoCheckpoint
-from ckpt.telemetry.record import SaveFailure, SaveTotals, Telemetry, encode_telemetry
+from ckpt.telemetry.record import JobRecord, SaveFailure, SaveTotals, Telemetry, encode_telemetry
 from ckpt.tools import polling
 from ckpt.tools.overview import Event
 from ckpt.tools.polling import RECORDS_MAX, RunPoller, RunState, next_pause
@@ -74,6 +74,19 @@ def telemetry_of_step(step: int) -> Telemetry:
     )
 
 
+def job_of(*failures: SaveFailure) -> JobRecord:
+    return JobRecord(
+        begun_unix=1000.0,
+        noted_unix=1090.0,
+        host="node-1",
+        ranks=8,
+        software="shardpoint 1",
+        step=7,
+        failed=len(failures),
+        failures=list(failures),
+    )
+
+
 class LongRun:
     """The log of a training that keeps its newest three checkpoints, written as objects."""
 
@@ -108,6 +121,12 @@ class LongRun:
         self.bucket.add(entry.prefix + TELEMETRY_NAME, encode_telemetry(one))
         if len(self.live) > 3:
             self._append("RETIRE", self.live.pop(0).attempt)
+
+    def job(self, *failures: SaveFailure) -> None:
+        """A job began, and says that saves have failed."""
+        one = job_of(*failures)
+        key = f"{JOBS_PREFIX}{len(failures):014d}-{'0' * 16}-{1:08d}"
+        self.bucket.add(key, one.model_dump_json().encode())
 
     def _append(self, kind: Any, attempt: str | None) -> None:
         self.slot += 1
@@ -188,22 +207,24 @@ def test_a_run_is_seen_as_a_report_sees_it(tmp_path: Path) -> None:
     assert RunPoller(url).poll().run.saves == state.run.saves
 
 
-def test_failures_come_with_the_next_save() -> None:
+def test_failures_are_those_that_jobs_have_noted() -> None:
     long = LongRun(1)
     poller = RunPoller(MemoryStore(long.bucket))
-    assert poller.poll().run.measured.failures == ()
-    failed = [
-        SaveFailure(step=9, time_unix=2.0, error="late"),
-        SaveFailure(step=8, time_unix=1.0, error="early"),
-    ]
-    for _ in range(3):
-        long.save(failures=failed)
+    before = poller.poll()
+    assert before.run.failures == ()
+    early = SaveFailure(step=8, time_unix=1.0, error="early")
+    late = SaveFailure(step=9, time_unix=2.0, error="late")
+    long.job(late)
+    long.job(early, early)
+    assert poller.poll().version > before.version
     run = poller.poll().run
-    assert [one.error for one in run.measured.failures] == ["early", "late"]
+    assert [one.error for one in run.failures] == ["early", "early", "late"]
+    assert run.failed_saves == 3 and [job.ending for job in run.jobs] == ["died", ""]
     bad = [notice.text for notice in run.notices(2000.0) if notice.severity == "bad"]
     assert [text.partition(" has failed")[0] for text in bad] == [
-        "the save of step 8",
         "the save of step 9",
+        "the save of step 8",
+        "the save of step 8",
     ]
 
 
@@ -260,7 +281,7 @@ def test_telemetry_that_never_comes_is_looked_for_a_few_times() -> None:
         poller.poll()
     store.reset()
     poller.poll()
-    assert store.stats.requests_total == 3
+    assert store.stats.requests_total == 4
 
 
 def test_telemetry_of_another_save_does_not_speak_for_this_one() -> None:
@@ -297,9 +318,9 @@ def test_a_long_run_is_read_once_and_then_only_what_is_new() -> None:
         counts[steps] = (idle, store.stats.requests_total)
     assert counts[10] == counts[10_000]
     idle, with_a_save = counts[10_000]
-    # The last record that was read, and whether another one follows; then two records, the last
-    # with the one before it, and one telemetry.
-    assert idle == 3 and with_a_save <= 20
+    # The last record that was read, whether another one follows, and the jobs; then two records,
+    # the last with the one before it, and one telemetry.
+    assert idle == 4 and with_a_save <= 20
 
 
 def test_after_a_long_pause_the_newest_records_are_enough(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -434,17 +455,17 @@ def event(slot: int, kind: str, step: int | None = None, **more: Any) -> Event:
 def test_records_that_count_for_nothing_bring_no_save() -> None:
     events = [event(0, "CLAIM"), event(1, "COMMIT", 1), event(2, "COMMIT", 2, problem="void")]
     entry = LongRun(1).live[0]
-    run = run_of("x", events, [entry], Measurements(), is_whole_history=True)
+    run = run_of("x", events, [entry], Measurements(), (), is_whole_history=True)
     assert [save.step for save in run.saves] == [1] and run.saves[0].is_live
     # One that was retired did exist: the log was mended there.
     events.append(event(3, "RETIRE", 2))
-    run = run_of("x", events, [entry], Measurements(), is_whole_history=True)
+    run = run_of("x", events, [entry], Measurements(), (), is_whole_history=True)
     assert [(save.step, save.retired_unix) for save in run.saves] == [(1, None), (2, 1003.0)]
 
 
 def test_a_commit_that_is_made_again_is_one_save() -> None:
     events = [event(0, "COMMIT", 1), event(1, "RETIRE", 1), event(2, "COMMIT", 1)]
-    run = run_of("x", events, LongRun(1).live, Measurements(), is_whole_history=True)
+    run = run_of("x", events, LongRun(1).live, Measurements(), (), is_whole_history=True)
     (one,) = run.saves
     assert one.is_live and one.retired_unix is None and one.committed_unix == 1000.0
 

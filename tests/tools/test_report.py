@@ -27,7 +27,7 @@ from ckpt.errors import CheckpointError, NoCheckpoint
 from ckpt.screens.pages import report_page
 from ckpt.screens.terminal import size
 from ckpt.service.checkpointer import Checkpointer
-from ckpt.telemetry.record import SaveFailure, Telemetry
+from ckpt.telemetry.record import SaveFailure, Telemetry, put_note
 from ckpt.testing import run_ranks
 from ckpt.tools.report import Report, report_of
 from ckpt.world.base import World
@@ -36,6 +36,7 @@ from storage.testing import FaultPlan, FaultyStore
 from tests.e2e.job import state_at
 from tests.service.chaos import ThreadTarget
 from tests.tools.browser import CHROMIUM, CUT, HARD_TO_READ, browser
+from tests.tools.test_polling import job_of
 
 RANKS, STEPS, KEPT, SLOW, BROKEN = 4, 9, 4, 2, 5
 
@@ -73,6 +74,12 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> str:
                 checkpointer.step(step, metric=1 / step)
 
     run_ranks(RANKS, train)
+    failed = SaveFailure(step=BROKEN, time_unix=1000.0, error="the disk is <b>full</b>")
+    put_note(
+        open_store(url),
+        f"jobs/{1:014d}-{1:016x}-{1:08d}",
+        job_of(failed).model_dump_json().encode(),
+    )
     maintenance = Maintenance.open(open_store(url))
     maintenance.pin(ckpt.list_steps(url)[0].attempt)
     return url

@@ -45,9 +45,10 @@ from tests.tools.test_report import EVIL, Page
 GUARD_SECONDS = 90.0  # against hanging
 
 
-def followed(steps: int, **telemetry: Any) -> RunState:
+def followed(steps: int, *failures: SaveFailure, **telemetry: Any) -> RunState:
     long = LongRun(steps - 1)
     long.save(**telemetry)
+    long.job(*failures)
     return RunPoller(MemoryStore(long.bucket)).poll()
 
 
@@ -78,8 +79,9 @@ def test_page_has_every_section_and_no_code_of_its_own() -> None:
 
 
 def test_sections_say_what_the_run_says() -> None:
-    state = followed(9, failures=[SaveFailure(step=4, time_unix=1003.5, error="no space")])
+    state = followed(9, SaveFailure(step=4, time_unix=1003.5, error="no space"))
     texts = {name: text_of(html) for name, html in sections_of(look_at(state)).items()}
+    assert "node-1" in texts["runs"] and "running" in texts["runs"]
     assert "step 9" in texts["runs"] and "3 of 9 saves" in texts["runs"]
     assert "the save of step 4 has failed" in texts["look"]
     assert "no space" in texts["failures"] and "no space" in texts["timeline"]
@@ -151,7 +153,7 @@ def test_places_without_saves_say_so() -> None:
 def test_hostile_texts_stay_texts() -> None:
     evil = telemetry_of_step(3).totals.model_copy(update={"slowest_phase": EVIL})
     failure = SaveFailure(step=2, time_unix=1001.5, error=EVIL)
-    state = followed(3, totals=evil, failures=[failure], warnings=[EVIL])
+    state = followed(3, failure, totals=evil, warnings=[EVIL])
     state = replace(state, run=replace(state.run, url=EVIL), availability="away", problem=EVIL)
     hostile = telemetry_of_step(3).model_copy(update={"phases": [EVIL], "totals": evil})
     look = look_at(state, state, telemetry=hostile)

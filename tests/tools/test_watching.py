@@ -44,9 +44,12 @@ def text_of(lines: Sequence[Line]) -> str:
     return "\n".join("".join(text for text, _ in line) for line in lines)
 
 
-def seen(steps: int, **telemetry: Any) -> RunState:
+def seen(steps: int, *failures: SaveFailure, **telemetry: Any) -> RunState:
     long = LongRun(steps - 1)
-    long.save(**telemetry)
+    if steps:
+        long.save(**telemetry)
+    if failures:
+        long.job(*failures)
     return RunPoller(MemoryStore(long.bucket)).poll()
 
 
@@ -87,10 +90,12 @@ def test_charts_show_as_many_saves_as_there_is_room() -> None:
 
 def test_frame_shows_failures_with_their_texts_and_hostile_ones_as_codes() -> None:
     failed = SaveFailure(step=4, time_unix=1003.5, error=f"StorageError: {EVIL}")
-    lines = frame_of(seen(5, failures=[failed]), 1100.0, width=120, height=50)
+    lines = frame_of(seen(5, failed), 1100.0, width=120, height=50)
     shown = text_of(lines)
     assert "the save of step 4 has failed" in shown and visible(EVIL) in shown
     assert "\x1b" not in shown and "\u202e" not in shown and "1 failed save" in shown
+    # Before any save has succeeded, too.
+    assert "the save of step 4 has failed" in frame(seen(0, failed)) and "node-1" in shown
     state = seen(2)
     away = replace(state, availability="away", problem=EVIL, since_unix=1000.0)
     evil = replace(away, run=replace(away.run, url=EVIL))
@@ -149,7 +154,8 @@ def test_lines_say_what_has_happened_between_two_looks() -> None:
         begun.text.startswith("memory://") and "3 checkpoints, the newest is step 3" in begun.text
     )
     assert happenings(first, poller.poll()) == []
-    long.save(failures=[SaveFailure(step=9, time_unix=1003.5, error="no space")])
+    long.save()
+    long.job(SaveFailure(step=9, time_unix=1003.5, error="no space"))
     second = poller.poll()
     kinds = [(one.kind, one.step) for one in happenings(first, second)]
     assert kinds == [("failed", 9), ("saved", 4), ("measured", 4), ("retired", 1)]

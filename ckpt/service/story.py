@@ -1,0 +1,177 @@
+"""The story of a job: what happens to it, written to its root as it happens. FORMAT.md, "Jobs".
+
+A job has a small object, `ckpt.telemetry.record.JobRecord`. Each record has a new key, and those
+before the newest two are deleted. A thread of the coordinator writes them, through a connection of
+its own, so that neither a step nor a save waits. What a store does not take is in the next record.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import socket
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from typing import Any
+
+import torch
+
+from ckpt.commit.log import read_format
+from ckpt.commit.names import JOBS_PREFIX
+from ckpt.errors import CheckpointError, NoCheckpoint
+from ckpt.service.events import Restored, SaveEvent, SaveFailed, SaveSucceeded
+from ckpt.service.inflight import SavesInFlight
+from ckpt.service.target import UrlTarget
+from ckpt.service.training import Training
+from ckpt.telemetry.record import BEAT_SECONDS, JOBS_MAX, JobRecord, as_text, job_keys, put_note
+from ckpt.version import __version__
+from storage import RetryPolicy, Store, open_store
+
+logger = logging.getLogger(__name__)
+
+TICK_SECONDS = 0.5  # between looks at what has happened, which send nothing
+NEWS_SECONDS = 1.0  # between two records, however much happens
+# A record is three requests: a job makes at most one in 30 s, and 60 ahead of that.
+AHEAD_MAX = 20
+REFILL_SECONDS = 90.0
+OLD_MAX = 20  # records that a store does not delete, before no more are written
+STORE_SECONDS = 5.0  # for a record that a store does not take, and for the last one at the end
+
+
+class Story:
+    """The story of one job, from here to `close`: on the coordinator, of a url with `telemetry`;
+    elsewhere nothing.
+    """
+
+    def __init__(self, training: Training, saves: SavesInFlight) -> None:
+        self._training, self._saves = training, saves
+        target, now = training.target, time.time()
+        self._record = JobRecord(
+            begun_unix=now,
+            noted_unix=now,
+            host=socket.gethostname(),
+            ranks=training.world.size,
+            software=f"shardpoint {__version__}, torch {torch.__version__}",
+        )
+        self._key = f"{JOBS_PREFIX}{int(1000 * now):014d}-{secrets.token_hex(8)}-"
+        self._number = 0  # of the newest record
+        self._old: list[str] = []  # keys to delete
+        self._root = ""  # its identity, once it was seen
+        self._newest_error: BaseException | None = None
+        self._allowed, self._tried_seconds = float(AHEAD_MAX), time.monotonic()
+        self._has_news, self._has_failed = True, False
+        self._lock = threading.RLock()
+        self._closing, self._is_over = threading.Event(), threading.Event()
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="ckpt-story")
+        url = target if isinstance(target, UrlTarget) and training.is_coordinator else None
+        if url is not None and url.saving.get("telemetry"):
+            # Saves repeat what fails for minutes, and count it.
+            retry = RetryPolicy(deadline_seconds=STORE_SECONDS)
+            store = open_store(url.where, retry=retry, **(url.storage_options or {}))
+            self._pool.submit(self._tick, store)
+        else:
+            self._is_over.set()
+
+    def heard(self, event: SaveEvent) -> None:
+        """Something has happened to the training."""
+        if isinstance(event, SaveFailed):
+            self._failed(event.step, event.error)
+        elif isinstance(event, Restored) and not self._record.restored:
+            report = event.report
+            self._note(
+                True,
+                restored=report.attempt,
+                restored_step=report.step,
+                restore_seconds=event.seconds,
+                steps_lost=report.reached_step and report.reached_step - report.step,
+                seconds_lost=report.seconds_lost,
+            )
+        elif isinstance(event, SaveSucceeded):
+            # The first one may have made the root; later ones are no news: they may be many.
+            self._note(not self._number, saved=self._record.saved + 1)
+
+    def ends(self, ending: str, error: BaseException | None = None) -> None:
+        """How the job ends, or is about to. The first one counts."""
+        if not self._record.ending:
+            self._note(True, ending=ending, cause="" if error is None else as_text(error))
+
+    def close(self, *, waits: bool = True) -> None:
+        """Have the last record written, and wait for it, for some seconds at most. May be
+        repeated.
+        """
+        self.ends("failed")
+        self._closing.set()
+        self._is_over.wait(STORE_SECONDS if waits else 0.0)
+        self._pool.shutdown(wait=False)
+
+    def _note(self, is_news: bool, **fields: Any) -> None:
+        with self._lock:
+            self._record = self._record.model_copy(update=fields)
+            self._has_news = self._has_news or is_news
+
+    def _failed(self, step: int, error: BaseException) -> None:
+        with self._lock:  # by the thread that writes or the one that trains: the first to see it
+            if error is not self._newest_error:
+                self._newest_error, self._has_news = error, True
+                self._record = self._record.after_failure(step, error)
+
+    # the thread that writes
+
+    def _tick(self, store: Store) -> None:
+        """Look once, then submit the next look: an interpreter that ends waits for tasks to finish
+        and takes no new ones, so that a program that never calls `close` ends, too.
+        """
+        is_last = self._closing.wait(TICK_SECONDS)
+        try:
+            for step, error in self._saves.failing():
+                self._failed(step, error)
+            now = time.monotonic()
+            since = now - self._tried_seconds
+            is_due = since >= (NEWS_SECONDS if self._has_news else BEAT_SECONDS)
+            allowed = min(self._allowed + since / REFILL_SECONDS, AHEAD_MAX)
+            # One that has only restored, such as an evaluation, is no job of this root.
+            has_begun = self._training.progress.calls or self._record.saved or self._record.failed
+            if has_begun and (is_last or (is_due and allowed >= 1)):
+                self._allowed, self._tried_seconds = allowed - 1, now
+                self._write(store)
+                self._has_failed = False
+        except Exception as error:  # as of an observer: none of it must end a training
+            self._has_news = True
+            if not self._has_failed:
+                text = "%s: what happens to this job is not noted there for now: %s: %s"
+                logger.warning(text, store.url, type(error).__name__, error)
+            self._has_failed = True
+        if not is_last:
+            with suppress(RuntimeError):  # the pool takes no tasks: the interpreter ends
+                self._pool.submit(self._tick, store)
+            return
+        store.close()
+        self._is_over.set()
+
+    def _write(self, store: Store) -> None:
+        with self._lock:
+            self._has_news, step = False, self._training.progress.step
+            update = {"noted_unix": time.time(), "step": step, "saving": list(self._saves.steps)}
+            self._record = record = self._record.model_copy(update=update)
+        try:
+            root = read_format(store)
+        except NoCheckpoint:
+            if self._root:
+                raise  # a record must not be all that is there of a root that was removed
+            return  # the first save makes the root
+        if not self._root:
+            jobs = job_keys(store)
+            kept = {keys[-1] for keys in jobs[1 - JOBS_MAX :]}
+            stale = [key for keys in jobs for key in keys if key not in kept]
+            self._root, self._old = root, stale[:OLD_MAX]
+        if root != self._root or len(self._old) > 2 * OLD_MAX:
+            raise CheckpointError(f"root {root} is there, with {len(self._old)} records that stay")
+        self._number += 1
+        key = f"{self._key}{self._number:08d}"
+        put_note(store, key, record.model_dump_json().encode())
+        self._old.append(key)
+        for old in self._old[:-2]:  # who has listed the newest but one reads it yet
+            store.delete(old)
+            self._old.remove(old)

@@ -1,0 +1,290 @@
+"""A job writes to its root what happens to it, as it happens, and who looks there sees it.
+
+Method: trainings on disks that refuse what they are asked to refuse, some killed or preempted, are
+looked at by the command in a process of its own. The requests of a story are counted.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import ckpt
+from ckpt.service import story
+from ckpt.service.checkpointer import Checkpointer
+from ckpt.service.events import SaveFailed
+from ckpt.service.preemption import Preempted
+from ckpt.service.story import AHEAD_MAX
+from ckpt.tools.polling import RunPoller
+from storage import StorageError, Store, open_store
+from storage.store import ObjectInfo, ObjectWriter
+from storage.wrap import WrappedStore
+
+GUARD_SECONDS = 60.0  # against hanging
+PROMPT_SECONDS = 5.0
+SHOWN_SECONDS = 30.0  # until a loaded machine has run the command
+
+
+class Refusing(WrappedStore):
+    """A disk that refuses objects whose keys begin as `refused` says; the others are counted."""
+
+    def __init__(self, inner: Store, refused: tuple[str, ...] = ()) -> None:
+        super().__init__(inner)
+        self.refused = refused
+        self.requests: list[tuple[str, str]] = []
+
+    @contextmanager
+    def create(self, key: str, nbytes: int, **how: Any) -> Iterator[ObjectWriter]:
+        self.requests.append(("create", key))
+        if key.startswith(self.refused):
+            raise StorageError(f"no space for {key[:20]}")
+        with self.inner.create(key, nbytes, **how) as writer:
+            yield writer
+
+    def delete(self, key: str) -> None:
+        self.requests.append(("delete", key))
+        self.inner.delete(key)
+
+    def get(self, key: str, byte_range: Any = None) -> bytes:
+        self.requests.append(("get", key))
+        return self.inner.get(key, byte_range)
+
+
+def state() -> dict[str, Any]:
+    return {"x": torch.ones(4)}
+
+
+def shown(root: Path, *command: str) -> dict[str, Any]:
+    """What a command says of a root, as any machine would run it."""
+    return dict(json.loads(lines(root, *(command or ("watch", "--once", "--json")))))
+
+
+def lines(root: Path, *command: str) -> str:
+    run = [sys.executable, "-m", "ckpt", command[0], str(root), *command[1:]]
+    out = subprocess.run(run, capture_output=True, check=True, timeout=GUARD_SECONDS, text=True)
+    return out.stdout
+
+
+def until(is_so: Callable[[], bool], seconds: float = SHOWN_SECONDS) -> None:
+    deadline = time.monotonic() + seconds
+    while not is_so():
+        assert time.monotonic() < deadline, "it does not become so"
+        time.sleep(0.05)  # no event says that a thread has written
+
+
+def run_at(root: Path | Store) -> Any:
+    poller = RunPoller(root)
+    try:
+        return poller.poll().run
+    finally:
+        poller.close()
+
+
+def trained(root: Path | Store, steps: range, **how: Any) -> Checkpointer:
+    with Checkpointer(state(), root, save=ckpt.EverySteps(1), **how) as checkpointer:
+        checkpointer.restore()
+        for step in steps:
+            checkpointer.step(step)
+        return checkpointer
+
+
+# Failures -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("waits", "is_new", "looks"),
+    [(True, True, False), (True, False, False), (False, True, True), (False, False, False)],
+    ids=["blocking-new", "blocking-saved", "background-new", "background-saved"],
+)
+def test_failed_saves_are_seen_as_they_fail(
+    tmp_path: Path, waits: bool, is_new: bool, looks: bool
+) -> None:
+    if not is_new:
+        trained(tmp_path, range(1, 3))
+    disk = Refusing(open_store(tmp_path), ("steps/",))
+    how = {"save": ckpt.EverySteps(1), "only": True, "alarm": ckpt.Alarm(call=len)}
+    with suppress(StorageError), Checkpointer(state(), disk, **how) as checkpointer:
+        checkpointer.restore()
+        for number in range(1, 6):
+            checkpointer.step(100 + number)
+            if waits:
+                with suppress(StorageError):
+                    checkpointer.wait()
+            failed = time.monotonic()
+            while len(run_at(tmp_path).failures) < number:
+                assert time.monotonic() - failed < PROMPT_SECONDS
+            if looks:
+                assert len(shown(tmp_path)["failures"]) == number
+                assert time.monotonic() - failed < PROMPT_SECONDS
+        said = shown(tmp_path)
+        assert [one["step"] for one in said["failures"]] == [101, 102, 103, 104, 105]
+        assert all("no space for steps/" in one["error"] for one in said["failures"])
+        job = said["jobs"][-1]
+        assert said["failed_saves"] == job["failed"] == 5 and job["state"] == "running"
+    text, report = lines(tmp_path, "watch", "--once"), shown(tmp_path, "report", "--json")
+    assert "the save of step 105 has failed" in text and "no space for steps/" in text
+    assert len(report["failures"]) == 5 and report["jobs"][-1]["failed"] == 5
+    saves = [one.key for one in open_store(tmp_path).list("steps/")]
+    assert len(saves) == (0 if is_new else 6), "a record of a failure is no part of a save"
+
+
+def test_what_a_full_disk_refuses_comes_with_the_next_record(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    disk = Refusing(open_store(tmp_path))
+    how = {"save": ckpt.EverySteps(1), "alarm": ckpt.Alarm(call=len)}
+    with Checkpointer(state(), disk, **how) as checkpointer:
+        checkpointer.step(1)
+        checkpointer.wait()
+        disk.refused = ("",)
+        for step in (2, 3):
+            checkpointer.step(step)
+            with suppress(StorageError):
+                checkpointer.wait()
+        until(lambda: "is not noted there for now" in caplog.text)
+        assert "the save of step 3 has failed" in caplog.text
+        disk.refused = ()
+        until(lambda: [one.step for one in run_at(tmp_path).failures] == [2, 3])
+        checkpointer.step(4)
+    assert run_at(tmp_path).jobs[-1].ending == "closed"
+
+
+def test_a_store_that_hangs_holds_up_neither_steps_nor_saves(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(story, "STORE_SECONDS", 0.1)
+    goes_on = threading.Event()
+
+    class Hanging(Refusing):
+        def list(self, prefix: str, *, after: str = "") -> Iterator[ObjectInfo]:
+            assert prefix != "jobs/" or goes_on.wait(GUARD_SECONDS)
+            return super().list(prefix, after=after)
+
+    disk = Hanging(open_store(tmp_path))
+    try:
+        checkpointer = trained(disk, range(1, 30))
+        assert checkpointer.last_saved is not None and checkpointer.last_saved.step == 29
+        assert run_at(tmp_path).jobs == () and not checkpointer.failures
+    finally:
+        goes_on.set()
+
+
+# How jobs end -------------------------------------------------------------------------------------
+
+
+def test_ways_to_end_are_told_apart(tmp_path: Path) -> None:
+    trained(tmp_path, range(1, 4))
+    with pytest.raises(ZeroDivisionError), Checkpointer(state(), tmp_path) as checkpointer:
+        checkpointer.step(5)
+        raise ZeroDivisionError("planted")
+    with pytest.raises(Preempted), Checkpointer(state(), tmp_path) as checkpointer:
+        checkpointer.restore()
+        checkpointer.step(4)
+        os.kill(os.getpid(), signal.SIGTERM)
+        checkpointer.step(5)
+    killed = [sys.executable, "-c", KILLED, str(tmp_path)]
+    assert subprocess.run(killed, timeout=GUARD_SECONDS).returncode == -signal.SIGKILL
+    jobs = shown(tmp_path)["jobs"]
+    assert [job["ending"] for job in jobs] == ["closed", "failed", "preempted", ""]
+    assert jobs[1]["cause"] == "ZeroDivisionError: planted" and jobs[2]["step"] == 5
+    assert jobs[3]["step"] == 9 and jobs[3]["host"] == socket.gethostname()
+    last = run_at(tmp_path).jobs[-1]
+    states = [last.state(last.noted_unix + seconds) for seconds in (1.0, 1000.0)]
+    assert states == ["running", "silent"]
+    trained(tmp_path, range(7, 8))
+    jobs = shown(tmp_path)["jobs"]
+    assert [job["ending"] for job in jobs[3:]] == ["died", "closed"]
+    # The job that was killed had restored step 5, and went on to 9.
+    assert jobs[4]["restored_step"] == 5 and jobs[4]["steps_lost"] == 4
+    assert 0.0 < jobs[4]["seconds_lost"] < GUARD_SECONDS and jobs[3]["steps_lost"] == 0
+    assert "step 5, 4 steps, " in lines(tmp_path, "watch", "--once")
+
+
+KILLED = """
+import os, signal, sys, time, torch, ckpt
+jobs = os.path.join(sys.argv[1], "jobs")
+before = {*os.listdir(jobs)}
+checkpointer = ckpt.Checkpointer({"x": torch.ones(4)}, sys.argv[1], save=ckpt.EverySteps(100))
+checkpointer.restore()
+for step in range(6, 10):
+    checkpointer.step(step)
+while not {*os.listdir(jobs)} - before:
+    time.sleep(0.05)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_a_reader_that_restores_alone_is_no_job(tmp_path: Path) -> None:
+    trained(tmp_path, range(1, 2))
+    with Checkpointer(state(), tmp_path, save=ckpt.Never(), only=True) as reader:
+        reader.restore()
+    assert len(run_at(tmp_path).jobs) == 1
+
+
+# What it costs ------------------------------------------------------------------------------------
+
+
+def test_requests_and_objects_of_a_story_are_bounded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(story, "TICK_SECONDS", 0.001)
+    monkeypatch.setattr(story, "NEWS_SECONDS", 0.0)
+    monkeypatch.setattr(story, "BEAT_SECONDS", 0.0)
+    disk = Refusing(open_store(tmp_path))
+    with Checkpointer(state(), disk, save=ckpt.EverySteps(1000)) as checkpointer:
+        checkpointer.step(1000)
+        checkpointer.wait()
+        error = OSError("x" * 10_000 + chr(0xD800))
+        for step in range(200):
+            checkpointer._parts.story.heard(SaveFailed(step, OSError(f"{error}{step}")))
+            time.sleep(0.005)  # for the other thread: more than it is allowed to write
+    own = [key for kind, key in disk.requests if key.startswith("jobs/") and kind == "create"]
+    deleted = [key for kind, key in disk.requests if key.startswith("jobs/") and kind == "delete"]
+    # AHEAD_MAX, one more since then, and the last one.
+    assert AHEAD_MAX <= len(own) <= AHEAD_MAX + 2 and own[:-2] == deleted
+    kept = list(open_store(tmp_path).list("jobs/"))
+    assert [one.key for one in kept] == own[-2:]
+    assert all(one.nbytes < 64 * 1024 for one in kept)
+    (job,) = run_at(tmp_path).jobs
+    assert job.failed == 200 and [one.step for one in job.failures] == [*range(150, 200)]
+    assert run_at(tmp_path).failed_saves == 200
+
+
+def test_a_new_job_leaves_few_old_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(story, "JOBS_MAX", 3)
+    for number in range(6):
+        trained(tmp_path, range(number + 1, number + 2))
+    jobs = {one.key[:36] for one in open_store(tmp_path).list("jobs/")}
+    assert len(jobs) <= 4 and [job.ending for job in run_at(tmp_path).jobs] == ["closed"] * len(
+        jobs
+    )
+    assert ckpt.verify(tmp_path).ok and ckpt.disk_usage(tmp_path).other_objects == 0
+
+
+def test_a_damaged_record_is_left_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    trained(tmp_path, range(1, 2))
+    (tmp_path / "jobs" / f"{1:014d}-{0:016x}-{1:08d}").write_bytes(b'{"format": "other"}')
+    (tmp_path / "jobs" / "of-somebody-else").write_bytes(b"")
+    assert [job.ending for job in run_at(tmp_path).jobs] == ["closed"]
+    assert "cannot be read" in caplog.text
+
+
+def test_without_telemetry_and_without_a_root_nothing_is_written(tmp_path: Path) -> None:
+    trained(tmp_path / "off", range(1, 2), telemetry=False)
+    with Checkpointer(state(), tmp_path / "none", save=ckpt.Never(), only=True) as checkpointer:
+        for step in range(1, 4):
+            checkpointer.step(step)
+    assert not list(tmp_path.rglob("jobs")) and not list((tmp_path / "none").rglob("*"))

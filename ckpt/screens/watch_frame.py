@@ -8,17 +8,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from ckpt.screens.rows import (
-    CHARTS,
-    JOB_TITLES,
-    QUIET_SECONDS,
-    TITLES,
-    Chart,
-    job_row,
-    problems,
-    risks_text,
-    tier_row,
-)
+from ckpt.screens import rows
+from ckpt.screens.rows import CHARTS, QUIET_SECONDS, TITLES, Chart, problems, risks_text, tier_row
 from ckpt.screens.terminal import age, counted, date, rate_text, seconds_text, size
 from ckpt.screens.visible import visible
 from ckpt.telemetry.record import SaveTotals, Telemetry
@@ -66,9 +57,10 @@ def frame_of(
     """
     run = state.run
     lines = _head(state, now_unix) + _near(state, now_unix)
-    jobs = [job_row(job, now_unix) for job in run.jobs[-JOBS_SHOWN:]]
-    styles = ["dim", *("red" if job.failed else "" for job in run.jobs[-JOBS_SHOWN:])]
-    lines += _aligned(JOB_TITLES, jobs, (2, 4, 6), styles) if jobs else []
+    jobs = run.jobs[-JOBS_SHOWN:]
+    cells = [rows.job_row(job, now_unix) for job in jobs]
+    styles = ["dim", *("red" if job.failed else "" for job in jobs)]
+    lines += _aligned(rows.JOB_TITLES, cells, (2, 4, 6), styles) if jobs else []
     if not run.saves and not run.failures:
         return lines[:height]
     lines += _numbers(run, now_unix) if run.saves else []
@@ -113,8 +105,8 @@ def _near(state: RunState, now_unix: float) -> list[Line]:
         lines.append([(words, "yellow" if silent > QUIET_SECONDS else "bold")])
         risks = risks_text(state.near, run.live[-1] if run.live else None)
         lines.append([(visible(risks), "bold")])
-    rows = [tier_row(view) for view in state.near]
-    lines += _aligned(TITLES, rows, (2, 3, 4, 5), ["dim", *[""] * len(rows)])
+    cells = [tier_row(view) for view in state.near]
+    lines += _aligned(TITLES, cells, (2, 3, 4, 5), ["dim", *[""] * len(cells)])
     lines += [[(visible(text), "yellow")] for text in problems(state.near)]
     return [*lines, []]
 

@@ -96,8 +96,8 @@ class ServiceParts:
         if before is not None:
             old = before.training
             training = replace(training, progress=old.progress, costs=old.costs)
-        heard: Observer = lambda event: self.story.heard(event)  # noqa: E731
-        training = replace(training, observers=(*training.observers, heard))
+        self.story = Story(training)
+        training = replace(training, observers=(*training.observers, self.story.heard))
         self.training: Training = training
         self._end_world = target.leaving()  # what the target has there
         # Of its own, because its rounds run in the background, at any time.
@@ -106,7 +106,7 @@ class ServiceParts:
         self.keeper = Keeper(target, settings.keep, is_coordinator=training.is_coordinator)
         self.watcher = Watcher(
             training.world,
-            settings.observers,
+            training.observers,
             self.agreement.fail,
             silence_seconds_max=settings.silence_seconds_max,
             step_seconds=lambda: training.costs.step_seconds,
@@ -125,7 +125,7 @@ class ServiceParts:
         self.ahead = Ahead(training, is_regular=copies)
         self.timer = StepTimer(training)
         self.start_overs = StartOvers(training)
-        self.story: Story = Story(training, self.saves)
+        self.story.begin(training, self.saves)
 
     def leave(self) -> None:
         """Leave this world without its other ranks: saves under way are given up, and nothing of

@@ -12,6 +12,7 @@ import secrets
 import socket
 import threading
 import time
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import Any
@@ -45,9 +46,9 @@ class Story:
     elsewhere nothing.
     """
 
-    def __init__(self, training: Training, saves: SavesInFlight) -> None:
-        self._training, self._saves = training, saves
-        target, now = training.target, time.time()
+    def __init__(self, training: Training) -> None:
+        # Not the training itself: a state whose Checkpointer was dropped must not stay.
+        self._progress, now = training.progress, time.time()
         self._record = JobRecord(
             begun_unix=now,
             noted_unix=now,
@@ -65,14 +66,19 @@ class Story:
         self._lock = threading.RLock()
         self._closing, self._is_over = threading.Event(), threading.Event()
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="ckpt-story")
-        url = target if isinstance(target, UrlTarget) and training.is_coordinator else None
-        if url is not None and url.saving.get("telemetry"):
+        self._is_over.set()
+
+    def begin(self, training: Training, saves: SavesInFlight) -> None:
+        """Write from now on, until `close`, or until nobody has `saves` any more."""
+        target = training.target
+        if not training.is_coordinator or not isinstance(target, UrlTarget):
+            return
+        if target.saving.get("telemetry"):
             # Saves repeat what fails for minutes, and count it.
             retry = RetryPolicy(deadline_seconds=STORE_SECONDS)
-            store = open_store(url.where, retry=retry, **(url.storage_options or {}))
-            self._pool.submit(self._tick, store)
-        else:
-            self._is_over.set()
+            store = open_store(target.where, retry=retry, **(target.storage_options or {}))
+            self._is_over.clear()
+            self._pool.submit(self._tick, store, weakref.ref(saves))
 
     def heard(self, event: SaveEvent) -> None:
         """Something has happened to the training."""
@@ -119,23 +125,25 @@ class Story:
 
     # the thread that writes
 
-    def _tick(self, store: Store) -> None:
+    def _tick(self, store: Store, ref: weakref.ref[SavesInFlight]) -> None:
         """Look once, then submit the next look: an interpreter that ends waits for tasks to finish
         and takes no new ones, so that a program that never calls `close` ends, too.
         """
         is_last = self._closing.wait(TICK_SECONDS)
+        saves = ref()
+        is_last = is_last or saves is None
         try:
-            for step, error in self._saves.failing():
+            for step, error in saves.failing() if saves else ():
                 self._failed(step, error)
             now = time.monotonic()
             since = now - self._tried_seconds
             is_due = since >= (NEWS_SECONDS if self._has_news else BEAT_SECONDS)
             allowed = min(self._allowed + since / REFILL_SECONDS, AHEAD_MAX)
             # One that has only restored, such as an evaluation, is no job of this root.
-            has_begun = self._training.progress.calls or self._record.saved or self._record.failed
+            has_begun = self._progress.calls or self._record.saved or self._record.failed
             if has_begun and (is_last or (is_due and allowed >= 1)):
                 self._allowed, self._tried_seconds = allowed - 1, now
-                self._write(store)
+                self._write(store, list(saves.steps) if saves else [])
                 self._has_failed = False
         except Exception as error:  # as of an observer: none of it must end a training
             self._has_news = True
@@ -145,15 +153,15 @@ class Story:
             self._has_failed = True
         if not is_last:
             with suppress(RuntimeError):  # the pool takes no tasks: the interpreter ends
-                self._pool.submit(self._tick, store)
+                self._pool.submit(self._tick, store, ref)
             return
         store.close()
         self._is_over.set()
 
-    def _write(self, store: Store) -> None:
+    def _write(self, store: Store, saving: list[int]) -> None:
         with self._lock:
-            self._has_news, step = False, self._training.progress.step
-            update = {"noted_unix": time.time(), "step": step, "saving": list(self._saves.steps)}
+            self._has_news, step = False, self._progress.step
+            update = {"noted_unix": time.time(), "step": step, "saving": saving}
             self._record = record = self._record.model_copy(update=update)
         try:
             root = read_format(store)

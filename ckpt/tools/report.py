@@ -100,13 +100,18 @@ class OfSaves:
 
     __slots__ = ()
     saves: tuple[ReportedSave, ...]
-    failures: tuple[SaveFailure, ...]
     jobs: tuple[JobRecord, ...]
 
     @property
+    def failures(self) -> tuple[SaveFailure, ...]:
+        """Saves that have failed, in the order of time: the newest of each job."""
+        failures = (failure for job in self.jobs for failure in job.failures)
+        return tuple(sorted(failures, key=lambda one: one.time_unix))
+
+    @property
     def failed_saves(self) -> int:
-        """How many have failed, as far as that is known; `failures` has the newest of each job."""
-        return len(self.failures) + sum(job.failed - len(job.failures) for job in self.jobs)
+        """How many have failed."""
+        return sum(job.failed for job in self.jobs)
 
     @property
     def live(self) -> tuple[ReportedSave, ...]:
@@ -130,7 +135,6 @@ class Report(OfSaves, ShortRecord):
     url: str
     made_unix: float
     saves: tuple[ReportedSave, ...]
-    failures: tuple[SaveFailure, ...]
     sessions: int
     is_whole_history: bool
     slowest: Telemetry | None
@@ -196,7 +200,6 @@ def report_of(
         url=run.url,
         made_unix=now,
         saves=saves,
-        failures=run.failures,
         sessions=run.sessions,
         is_whole_history=run.is_whole_history,
         slowest=slowest,
@@ -290,7 +293,7 @@ class TrainingRun(OfSaves):
     """The saves of a root in the order of their commits, oldest first, and what is known of them.
 
     `is_whole_history` says that every record of the log was read. `sessions` counts the jobs that
-    wrote, of the records that were read. `failures` are in the order of time.
+    wrote, of the records that were read.
     """
 
     url: str
@@ -299,7 +302,6 @@ class TrainingRun(OfSaves):
     is_whole_history: bool = True
     measured: Measurements = Measurements()
     jobs: tuple[JobRecord, ...] = ()
-    failures: tuple[SaveFailure, ...] = ()
 
     def notices(self, now_unix: float) -> list[Notice]:
         """What to look at, the worst first."""
@@ -326,7 +328,6 @@ def run_of(
         is_whole_history=is_whole_history,
         measured=measured,
         jobs=_jobs_of(jobs, saves),
-        failures=tuple(sorted((f for j in jobs for f in j.failures), key=lambda f: f.time_unix)),
     )
 
 

@@ -24,9 +24,9 @@ from ckpt.convert.import_ import share_of
 from ckpt.convert.sources.source import SourceTensor
 from ckpt.errors import CheckpointError
 from storage import Store, open_store
-from storage.testing import CountingStore
 from tests.convert.jobs import assert_same
 from tests.ranks import run_ranks
+from tests.stores import CountingStore
 
 MIB = 1 << 20
 

@@ -28,8 +28,8 @@ from ckpt.convert.sources.source import (
 from ckpt.errors import Corrupt
 from ckpt.layout.region import Box, Shape, Span, span_of
 from storage import Store, open_store
-from storage.testing import CountingStore
 from tests.conftest import Scale
+from tests.stores import CountingStore
 
 
 def boxes(rng: random.Random, box: Box) -> list[Box]:

@@ -20,8 +20,8 @@ from ckpt.loading.block_sums import BlockCache
 from ckpt.loading.load import LoadOptions
 from ckpt.loading.plan import ReadPath
 from storage import open_store
-from storage.testing import CountingStore
 from tests.e2e.job import Job, Sharded
+from tests.stores import CountingStore
 
 MIB = 1 << 20
 NBYTES = 3 * 6 * MIB

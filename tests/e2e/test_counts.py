@@ -23,8 +23,8 @@ from ckpt.loading.plan import ReadPath
 from ckpt.saving.image import WritePath
 from ckpt.saving.task import SaveOptions
 from storage import open_store
-from storage.testing import CountingStore
 from tests.e2e.job import Job, Sharded
+from tests.stores import CountingStore
 
 MIB = 1 << 20
 SHAPE = (2048, 1536)  # 12 MiB of float32

@@ -19,7 +19,7 @@ from ckpt.commit.maintenance import Maintenance
 from ckpt.errors import OutcomeUnknown
 from ckpt.testing import RanksFailed
 from storage import Store, open_store
-from storage.testing import FaultPlan, FaultyStore, PowerLossStore
+from storage.testing import FaultPlan, FaultyStore
 from tests.conftest import Scale
 from tests.e2e.job import Job
 from tests.e2e.lora import DEDUP, assert_is_lora, lora_at
@@ -31,6 +31,7 @@ from tests.protocol.invariants import (
     files_needed,
 )
 from tests.results import Counted
+from tests.stores import PowerLossStore
 
 SIZE = 2
 

@@ -35,8 +35,8 @@ from ckpt.testing import run_ranks
 from ckpt.world.base import SoloWorld, World
 from storage import KeyExistsError, open_store
 from storage.memory import MemoryStore
-from storage.testing import PowerLossStore
 from tests.e2e.job import NO_WAITING, Job, assert_is_step, state_at
+from tests.stores import PowerLossStore
 
 RANKS = 2
 FILE_NBYTES_MAX = 64  # a few chunks of the state fit into one file

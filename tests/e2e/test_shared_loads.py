@@ -27,9 +27,10 @@ from ckpt.loading.reader import Reader
 from ckpt.testing import RanksFailed, ThreadWorld, _ThreadTransfers
 from ckpt.world.base import Message, Transfers
 from storage import open_store
-from storage.testing import CountingStore, Killed
+from storage.testing import Killed
 from tests.e2e.job import Job, Sharded
 from tests.e2e.test_counts import SHAPE, Replicated, _state, _tensor
+from tests.stores import CountingStore
 
 MIB = 1 << 20
 

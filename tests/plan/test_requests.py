@@ -18,9 +18,9 @@ import ckpt
 from ckpt.loading.load import LoadOptions
 from ckpt.loading.plan import NeededBlocks, ReadPath, file_starts, requests, without
 from storage import open_store
-from storage.testing import CountingStore
 from tests.counting import python_calls
 from tests.e2e.job import Job, Sharded
+from tests.stores import CountingStore
 
 
 def _drawn(seed: int) -> tuple[NeededBlocks, list[int]]:

@@ -40,7 +40,6 @@ from ckpt.testing import RanksFailed
 from ckpt.testing import run_ranks as run_threads
 from ckpt.world.base import SoloWorld, World
 from storage import AccessDeniedError, Store, TransientError, open_store
-from storage.testing import CountingStore
 from storage.wrap import WrappedStore
 from tests.e2e.job import Job, Sharded
 from tests.e2e.lora import DEDUP
@@ -48,6 +47,7 @@ from tests.e2e.test_flips import FlippedStore
 from tests.ranks import run_ranks
 from tests.servers import moto_server
 from tests.service.test_readers import RetiredWhileRead
+from tests.stores import CountingStore
 
 NUMEL = 30_000  # of each tensor: 120 kB, more than the gaps that a request reads over
 TENSORS = 10

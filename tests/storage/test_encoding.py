@@ -36,8 +36,9 @@ from storage.encoding.store import EncodedStore, EncodingOptions
 from storage.errors import CorruptObjectError
 from storage.local import LocalStore
 from storage.memory import MemoryStore
-from storage.testing import CountingStore, StoreContract, write_object
+from storage.testing import StoreContract, write_object
 from tests.servers import S3Server
+from tests.stores import CountingStore
 
 pytest.importorskip("cryptography", reason="the extra 'encode' is not installed")
 pytest.importorskip("zstandard", reason="the extra 'encode' is not installed")

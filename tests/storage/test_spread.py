@@ -12,8 +12,9 @@ import torch
 import ckpt
 from storage import InvalidUrlError, KeyNotFoundError, Store
 from storage.memory import MemoryStore
-from storage.testing import CountingStore, StoreContract, write_object
+from storage.testing import StoreContract, write_object
 from storage.wrap import SpreadStore
+from tests.stores import CountingStore
 
 FILES = [f"steps/00000001-e000001-{index:016x}/rank00000.safetensors" for index in range(40)]
 

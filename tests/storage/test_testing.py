@@ -9,15 +9,8 @@ import pytest
 from storage import KeyNotFoundError, OutcomeUnknownError, StorageError, Store
 from storage.local import LocalStore
 from storage.memory import MemoryStore
-from storage.testing import (
-    CountingStore,
-    FaultPlan,
-    FaultyStore,
-    Killed,
-    PowerLossStore,
-    StoreContract,
-    write_object,
-)
+from storage.testing import FaultPlan, FaultyStore, Killed, StoreContract, write_object
+from tests.stores import CountingStore, PowerLossStore
 
 
 class TestFaultyStoreWithoutFaults(StoreContract):

@@ -50,8 +50,9 @@ from ckpt.tools.reshard import (
 from ckpt.tools.salvage import salvage
 from storage import StorageError, Store, open_store
 from storage.memory import MemoryBucket, MemoryStore
-from storage.testing import FaultPlan, FaultyStore, Killed, PowerLossStore
+from storage.testing import FaultPlan, FaultyStore, Killed
 from tests.format.encoding import encode_manifest
+from tests.stores import PowerLossStore
 from tests.tools.conftest import data_files, make_net, sliced_net
 
 

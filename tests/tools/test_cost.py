@@ -44,7 +44,7 @@ from ckpt.tools.cost import (
 )
 from ckpt.tools.report import report_of
 from storage.memory import MemoryStore
-from storage.testing import CountingStore
+from tests.stores import CountingStore
 
 FULL = Workload(
     840_000_000_000,

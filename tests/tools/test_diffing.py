@@ -23,8 +23,8 @@ from ckpt.loading.checkpoint import Checkpoint
 from ckpt.loading.contents import find_checkpoint
 from ckpt.tools.diff import DiffOptions, diff_checkpoints
 from storage import open_store
-from storage.testing import CountingStore
 from tests.ranks import run_ranks
+from tests.stores import CountingStore
 from tests.tools.conftest import save_sliced, sliced_net
 
 MIB = 1 << 20

@@ -19,7 +19,7 @@ import ckpt
 import ckpt.convert.export
 from ckpt.operate.arguments import nbytes as parse_nbytes
 from storage import open_store
-from storage.testing import CountingStore
+from tests.stores import CountingStore
 from tests.tools.conftest import data_files, make_net, sliced_net, stepped
 from tests.tools.test_model_folder import Tiny
 

@@ -20,7 +20,7 @@ from ckpt.tools.report import report_of
 from storage import InvalidUrlError, PrefixStore, Store, StoreLike, schemes
 from storage.local import LocalStore
 from storage.memory import MemoryBucket, MemoryStore
-from storage.testing import CountingStore
+from tests.stores import CountingStore
 from tests.versions import ALONE
 
 

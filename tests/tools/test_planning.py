@@ -30,8 +30,8 @@ from ckpt.testing import run_ranks as run_threads
 from ckpt.tools.plan import LoadPlan, plan_of_ranks
 from ckpt.world.base import World
 from storage import Store, open_store
-from storage.testing import CountingStore
 from tests.ranks import run_ranks
+from tests.stores import CountingStore
 from tests.tools.conftest import make_net, sliced_net, stepped
 
 

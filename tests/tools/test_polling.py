@@ -28,8 +28,8 @@ from ckpt.tools.report import Measurements, report_of, run_of
 from storage import InvalidUrlError, ObjectInfo, TransientError
 from storage.memory import MemoryBucket, MemoryStore
 from storage.store import Patience
-from storage.testing import CountingStore
 from storage.wrap import WrappedStore
+from tests.stores import CountingStore
 
 
 def save(store: Any, *steps: int, **how: Any) -> None:

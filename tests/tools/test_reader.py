@@ -20,7 +20,7 @@ from ckpt.layout.region import Box, Span
 from ckpt.loading.checkpoint import Checkpoint
 from ckpt.loading.contents import find_checkpoint
 from storage import open_store
-from storage.testing import CountingStore
+from tests.stores import CountingStore
 from tests.tools.conftest import BIG, data_files, sliced_net, stepped
 
 

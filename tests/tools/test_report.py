@@ -227,7 +227,7 @@ def evil(report: Report) -> Report:
         url=EVIL,
         slowest=slowest,
         saves=tuple(replace(save, attempt=EVIL, totals=totals) for save in report.saves),
-        failures=(SaveFailure(step=1, time_unix=0.0, error=EVIL),),
+        jobs=(job_of(SaveFailure(step=1, time_unix=0.0, error=EVIL)),),
         notices=tuple(replace(notice, text=EVIL, severity=EVIL) for notice in report.notices),
         entries=tuple(replace(entry, entry=EVIL, kind=EVIL) for entry in report.entries),
     )

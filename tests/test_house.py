@@ -535,6 +535,7 @@ USED_FROM_OUTSIDE = (
     ("ckpt/service/checkpointer.py", "is_preempted costs", "training loops"),
     ("ckpt/format/manifest.py", "model_config", "pydantic"),
     ("ckpt/telemetry/record.py", "_check_shapes model_config", "pydantic"),
+    ("ckpt/telemetry/record.py", "software restore_seconds", "`--json` prints all fields"),
     ("sharding/attributes.py", "*", "torch's functions and scripts read them off the wrapper"),
     ("sharding/fsdp_module.py", "set_*", "training scripts, as torch names them"),
     ("sharding/", "_load_from_state_dict local_metadata error_msgs", "torch's Module"),

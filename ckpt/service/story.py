@@ -26,7 +26,7 @@ from ckpt.service.events import Restored, SaveEvent, SaveFailed, SaveSucceeded
 from ckpt.service.inflight import SavesInFlight
 from ckpt.service.target import UrlTarget
 from ckpt.service.training import Training
-from ckpt.telemetry.record import BEAT_SECONDS, JOBS_MAX, JobRecord, as_text, job_keys, put_note
+from ckpt.telemetry.record import BEAT_SECONDS, JOBS_MAX, JobRecord, as_text, job_keys
 from ckpt.version import __version__
 from storage import RetryPolicy, Store, open_store
 
@@ -178,7 +178,9 @@ class Story:
             raise CheckpointError(f"root {root} is there, with {len(self._old)} records that stay")
         self._number += 1
         key = f"{self._key}{self._number:08d}"
-        put_note(store, key, record.model_dump_json().encode())
+        data = record.model_dump_json().encode()
+        with store.create(key, len(data), part_nbytes=len(data), durable=False) as writer:
+            writer.write_part(0, [memoryview(data)])
         self._old.append(key)
         for old in self._old[:-2]:  # who has listed the newest but one reads it yet
             store.delete(old)

@@ -479,18 +479,15 @@ def _us(seconds: float) -> int:
     return max(0, round(seconds * 1e6))
 
 
-def put_note(store: Store, key: str, data: bytes) -> None:
-    """Create an object that no checkpoint needs: not durable, since somebody would pay for that."""
-    with store.create(key, len(data), part_nbytes=len(data), durable=False) as writer:
-        writer.write_part(0, [memoryview(data)])
-
-
 def write_telemetry(store: Store, telemetry: Telemetry) -> None:
     """Keep it beside the MANIFEST. A failure is logged: nothing but the report misses it."""
     totals = telemetry.totals
+    key = step_prefix(totals.step, totals.attempt) + TELEMETRY_NAME
     try:
-        key = step_prefix(totals.step, totals.attempt) + TELEMETRY_NAME
-        put_note(store, key, encode_telemetry(telemetry))
+        data = encode_telemetry(telemetry)
+        # Not durable: no checkpoint needs it, and the training would pay for the sync.
+        with store.create(key, len(data), part_nbytes=len(data), durable=False) as writer:
+            writer.write_part(0, [memoryview(data)])
     except (CheckpointError, OSError, ValueError) as error:
         logger.warning("step %d is saved, but its telemetry is not: %s", totals.step, error)
 

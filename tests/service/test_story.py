@@ -188,7 +188,7 @@ def test_a_store_that_hangs_holds_up_neither_steps_nor_saves(
 # How jobs end -------------------------------------------------------------------------------------
 
 
-def test_ways_to_end_are_told_apart(tmp_path: Path) -> None:
+def test_ways_to_end_are_distinguished(tmp_path: Path) -> None:
     trained(tmp_path, range(1, 4))
     with pytest.raises(ZeroDivisionError), Checkpointer(state(), tmp_path) as checkpointer:
         checkpointer.step(5)

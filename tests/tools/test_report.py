@@ -27,7 +27,7 @@ from ckpt.errors import CheckpointError, NoCheckpoint
 from ckpt.screens.pages import report_page
 from ckpt.screens.terminal import size
 from ckpt.service.checkpointer import Checkpointer
-from ckpt.telemetry.record import SaveFailure, Telemetry, put_note
+from ckpt.telemetry.record import SaveFailure, Telemetry
 from ckpt.testing import run_ranks
 from ckpt.tools.report import Report, report_of
 from ckpt.world.base import World
@@ -75,11 +75,8 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> str:
 
     run_ranks(RANKS, train)
     failed = SaveFailure(step=BROKEN, time_unix=1000.0, error="the disk is <b>full</b>")
-    put_note(
-        open_store(url),
-        f"jobs/{1:014d}-{1:016x}-{1:08d}",
-        job_of(failed).model_dump_json().encode(),
-    )
+    data = job_of(failed).model_dump_json().encode()
+    open_store(url).put_if_absent(f"jobs/{1:014d}-{1:016x}-{1:08d}", data)
     maintenance = Maintenance.open(open_store(url))
     maintenance.pin(ckpt.list_steps(url)[0].attempt)
     return url

@@ -266,7 +266,8 @@ def test_requests_and_objects_of_a_story_are_bounded(
         error = OSError("x" * 10_000 + chr(0xD800))
         for step in range(200):
             checkpointer._parts.story.heard(SaveFailed(step, OSError(f"{error}{step}")))
-            time.sleep(0.005)  # for the other thread: more than it is allowed to write
+        until(lambda: len({key for _, key in disk.requests if "jobs/" in key}) >= AHEAD_MAX)
+        time.sleep(0.5)  # for the other thread: more than it is allowed to write
     own = [key for kind, key in disk.requests if key.startswith("jobs/") and kind == "create"]
     deleted = [key for kind, key in disk.requests if key.startswith("jobs/") and kind == "delete"]
     # AHEAD_MAX, one more since then, and the last one.

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed.checkpoint
+import torch.distributed.checkpoint as dcp
 import torch.distributed.fsdp
 from torch.distributed.tensor import DTensor, distribute_tensor
 
@@ -21,9 +21,7 @@ needs_uneven_strided_shards = pytest.mark.skipif(
 
 
 ALONE: dict[str, Any] = (
-    {"no_dist": True}
-    if "no_dist" in inspect.signature(torch.distributed.checkpoint.save).parameters
-    else {}
+    {"no_dist": True} if "no_dist" in inspect.signature(dcp.save).parameters else {}
 )
 """For `dcp.save` and `dcp.load` of one process; torch 2.6 sees itself that there is no group."""
 

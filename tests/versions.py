@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
 import torch.distributed.fsdp
+from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 TORCH = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
@@ -20,9 +20,7 @@ needs_uneven_strided_shards = pytest.mark.skipif(
 )
 
 
-ALONE: dict[str, Any] = (
-    {"no_dist": True} if "no_dist" in inspect.signature(dcp.save).parameters else {}
-)
+ALONE: dict[str, Any] = {"no_dist": True} if "no_dist" in inspect.signature(save).parameters else {}
 """For `dcp.save` and `dcp.load` of one process; torch 2.6 sees itself that there is no group."""
 
 

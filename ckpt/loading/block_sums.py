@@ -17,7 +17,7 @@ import logging
 import os
 import re
 import stat
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import compress, count, pairwise
 from operator import ne
@@ -365,6 +365,12 @@ class BlockCache:
         self._uncounted_nbytes = _RECOUNT_NBYTES
         self._is_broken = False
         self._lock = ForkSafeLock()
+
+    def expect(self, root: str, keys: Iterable[str]) -> None:
+        """What is read next: none of these data files makes room for another one of them."""
+        for key in keys:
+            with contextlib.suppress(OSError):  # of those that it does not have
+                self._note_use(self._path(root, key))
 
     def fill(self, root: str, key: str, start: int, buffers: Sequence[memoryview]) -> bool:
         """Fill `buffers` with the bytes of a data file from `start` on; the caller must check them.

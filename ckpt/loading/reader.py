@@ -167,6 +167,9 @@ class Reader:
     def read_private(self, runs: Ints) -> None:
         """Read the blocks of `runs` and put them where the plan says."""
         requests = self._requests(runs)
+        if self._path.cache is not None:
+            keys = [self._sums.cache_keys[file] for file in {one.file for one in requests}]
+            self._path.cache.expect(self._manifest.header.root, keys)
         cold = [self._is_cold(request) for request in requests]
         reads = [partial(self._read_and_deliver, *one) for one in zip(requests, cold, strict=True)]
         if self._path.readers > 1:

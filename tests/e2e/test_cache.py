@@ -147,6 +147,18 @@ def test_what_does_not_fit_is_not_kept_and_loads_all_the_same(cached: Cached) ->
     assert sum(p.stat().st_blocks for p in cached.files()) * 512 <= NBYTES // 2 + MIB
 
 
+def test_files_of_one_load_make_no_room_for_each_other(tmp_path: Path) -> None:
+    """Whichever is read first."""
+    data = [memoryview(bytearray(2 * MIB))]
+    for keys in ("ab", "ba"):
+        cache = BlockCache(tmp_path / "cache", 3 * MIB)
+        cache.expect("root", "ab")
+        for key in keys:
+            if not cache.fill("root", key, 0, data):
+                cache.keep("root", key, 0, data)
+        assert cache.fill("root", "a", 0, data) and not cache.fill("root", "b", 0, data)
+
+
 def test_a_cache_that_cannot_be_written_is_only_slow(
     cached: Cached, monkeypatch: pytest.MonkeyPatch
 ) -> None:

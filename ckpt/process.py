@@ -30,6 +30,7 @@ from ckpt.world.base import World, collectively
 from ckpt.world.torch_world import current_world
 from ckpt.world.torch_world import world_of_members as new_world_of_members
 from storage import Store, StoreLike, open_store
+from storage.forks import keep_for_ever
 from storage.hidden import without_secrets
 from storage.location import is_borrowed_from, url_of
 from storage.url import with_its_options
@@ -310,6 +311,7 @@ class ProcessMemory:
         """Called in a forked child, which starts with nothing: sessions, worlds and saves under way
         are its parent's. Locks are new, because threads that do not exist here may hold the old.
         """
+        keep_for_ever(dict(vars(self)))
         self.__init__()  # type: ignore[misc]
         if dist.is_available() and dist.is_initialized():
             self._inherited = dist.group.WORLD

@@ -6,6 +6,7 @@ held in the child for ever, because nobody is there who could release it.
 
 from __future__ import annotations
 
+import ctypes
 import os
 import threading
 import weakref
@@ -40,6 +41,13 @@ class ForkSafeLock:
 
     def __exit__(self, *_: object) -> None:
         self._lock.release()
+
+
+def keep_for_ever(of_parent: object) -> None:
+    """In a forked child: never destroy what is its parent's. What would be destroyed, connections
+    and pools above all, waits for threads that are not here.
+    """
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(of_parent))
 
 
 _locks: weakref.WeakSet[ForkSafeLock] = weakref.WeakSet()

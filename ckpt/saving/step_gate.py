@@ -24,6 +24,7 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ckpt.layout.memory import is_accelerator, storage_of
+from storage.forks import keep_for_ever
 
 
 @dataclass(eq=False)
@@ -82,6 +83,7 @@ class Steps:
 
     def forked(self) -> None:
         """In a forked child, which has no save under way that a step could wait for."""
+        keep_for_ever(self._gates)
         self._gates = ()
         self._lock = threading.Lock()
 

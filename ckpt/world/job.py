@@ -33,6 +33,7 @@ from ckpt.world.place import (
     address_of_interface,
 )
 from ckpt.world.rounds import STORE_SECONDS
+from storage.forks import keep_for_ever
 
 
 class Process:
@@ -132,6 +133,7 @@ class ThisProcess:
 
     def forked(self) -> None:
         """In a forked child: another thread may have held the lock."""
+        keep_for_ever(self._process)
         self._lock, self._process = threading.Lock(), None
 
     def _taken(self, before: Process | None) -> Process:

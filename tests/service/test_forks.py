@@ -206,3 +206,34 @@ def test_a_process_forked_from_a_rank_is_no_member_of_its_group(tmp_path: Path) 
     assert lines[0].startswith("Forked: this process was forked from a rank")
     assert lines[1:] == ["exit 0"]
     assert [step.step for step in ckpt.list_steps(str(tmp_path / "run"))] == [1, 2]
+
+
+DESTROYED = """
+import os, sys
+from ckpt import process
+from ckpt.saving.step_gate import steps
+from ckpt.world.job import this_process
+end, begin = os.pipe()
+class OfParent:
+    def __del__(self):
+        os.write(begin, b"destroyed ")
+process.this_process._contexts.append(OfParent())
+this_process._process = OfParent()
+steps._gates = (OfParent(),)
+child = os.fork()
+if not child:
+    sys.exit(0)  # not os._exit: the interpreter clears its modules
+os.waitpid(child, 0)
+os.write(begin, b".")
+print(os.read(end, 100).decode(), flush=True)
+os._exit(0)
+"""
+
+
+def test_a_child_destroys_nothing_of_its_parent() -> None:
+    """Connections and pools would wait for threads that it does not have: workers of data loaders
+    hung in the fork.
+    """
+    command = [sys.executable, "-c", DESTROYED]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    assert run.stdout == ".\n", run.stdout + run.stderr

@@ -472,8 +472,8 @@ def write_path(io: Io, store: Store, staging: Staging, *, cached_ranks: int = 0)
 
 def read_path(store: Store, io: Io = "auto", world_size: int = 0) -> ReadPath:
     """How loads read from `store`: object stores and disks get several requests at once, and memory
-    where each rank has cores for that, were all on this host. The numbers are in DECISIONS.md S2
-    and S10.
+    where each of `world_size` ranks has cores for that, were all on this host (0: in one thread).
+    The numbers are in DECISIONS.md S2 and S10.
     """
     one_of("io", io, ("auto", "buffered", "direct"))
     if store.part_nbytes_min > 1:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 from collections.abc import Callable
 from types import FrameType
@@ -16,10 +17,13 @@ def python_calls(fn: Callable[[], Any]) -> int:
         nonlocal count
         count += event in ("call", "c_call")
 
-    before = sys.getprofile()
+    before, collects = sys.getprofile(), gc.isenabled()
+    gc.disable()  # what earlier tests have left would be finalized, and counted
     sys.setprofile(count_call)
     try:
         fn()
     finally:
         sys.setprofile(before)
+        if collects:
+            gc.enable()
     return count

@@ -64,7 +64,7 @@ def decode_part(data: bytes) -> Part:
     return Part(known.structure, decode_rest(data[8 + size :], known))
 
 
-RANKS_MAX = 1 << 20
+RANKS_MAX = 1 << 20  # of a joint part: what is beyond was never written
 
 
 class StructureReader:

@@ -11,6 +11,7 @@ import json
 import pickle
 import tracemalloc
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -57,6 +58,23 @@ def one_blob_of_many(folder: Path) -> Path:
     return folder / "dcp"
 
 
+def one_blob_of_other_shapes(folder: Path) -> Path:
+    """A DCP directory in which 200 tensors of different shapes lie in one blob."""
+    path = one_blob_of_many(folder) / ".metadata"
+    metadata = pickle.loads(path.read_bytes())
+    for n in range(200):
+        size = torch.Size([*[1] * (n % 20), 1 << n // 20, MIB // 4 >> n // 20])
+        offset = torch.Size([0] * len(size))
+        one = metadata.state_dict_metadata[f"w{n}"]
+        chunk = replace(one.chunks[0], offsets=offset, sizes=size)
+        metadata.state_dict_metadata[f"w{n}"] = replace(one, size=size, chunks=[chunk])
+        metadata.storage_data[MetadataIndex(f"w{n}", offset, 0)] = metadata.storage_data.pop(
+            MetadataIndex(f"w{n}", torch.Size([0]), 0)
+        )
+    path.write_bytes(pickle.dumps(metadata))
+    return folder / "dcp"
+
+
 def one_range_of_many(folder: Path) -> Path:
     """A safetensors file in which 200 names have the same bytes."""
     save_file({"w": torch.zeros(MIB // 4)}, folder / "m.safetensors")
@@ -75,13 +93,13 @@ CRAFTED: dict[str, Callable[[Path], Path]] = {
     "2^57": expanded(1 << 57),
     "2^57 in dims": expanded(*[1 << 19] * 3),
     "views": views,
-    "dcp": one_blob_of_many,
+    "dcp": one_blob_of_other_shapes,
     "safetensors": one_range_of_many,
 }
 
 
 WAYS = [
-    *((what, "import") for what in CRAFTED if what != "dcp"),
+    *((what, "import") for what in CRAFTED),
     *itertools.product(("2^57", "views"), ("safetensors", "torch", "dcp", "hf")),
 ]
 

@@ -160,8 +160,11 @@ class FsspecStore(Store):
             return True
 
         is_visible = bool(writers) and self._is_there(path)
-        with ThreadPoolExecutor(_RACING) as pool:  # not a `Pool`: one thread alone would not race
-            won = list(pool.map(wins, writers))
+        try:
+            with ThreadPoolExecutor(_RACING) as pool:  # not a `Pool`: one thread would not race
+                won = list(pool.map(wins, writers))
+        finally:
+            list(map(wins, writers))  # those without a thread, which would write when collected
         if len(writers) < _RACING or is_visible or won.count(True) != 1:
             return False
         return bytes(self.filesystem.cat_file(path)) == b"%d" % won.index(True)

@@ -50,8 +50,8 @@ TROUBLES = {
     ),
     "NoCheckpoint": Trouble(
         "has no checkpoint yet",
-        "Check the url and `ckpt ls URL`. `restore()` of a first job returns None instead. If saves "
-        "were made there, run `ckpt mend URL --dry-run`.",
+        "Check the url and `ckpt ls URL`. `restore()` of a first job returns None instead. If "
+        "saves were made there, run `ckpt mend URL --dry-run`.",
     ),
     "Corrupt": Trouble(
         "does not match its checksum",

@@ -133,8 +133,8 @@ def documented_dumps() -> dict[str, str]:
     last = encode_manifest(make_increments()[-1].manifest)
     return {
         "header": data[: len(data[:8192].split(b"   ")[0])].decode("latin-1")[8:],
-        "data": dump(data[4096:], 4096),
-        "manifest": _shortened(dump(manifest), 24, 3),
+        "data": dump(data[0x10F0:], 0x10F0),
+        "manifest": _shortened(dump(manifest), 4, 3),
         "fields": "\n".join(
             f"{name:18}{bytes(view).decode() if name in TEXTS else bytes(view).hex(' ')}"
             for name, view in unpack_map(manifest[24:-32]).items()

@@ -310,7 +310,7 @@ LADDER = (
     ("storage", "ckpt/version.py"),
     ("ckpt/errors.py", "ckpt/short.py", "ckpt/wings.py"),
     ("ckpt/layout", "ckpt/world"),
-    ("ckpt/state", "ckpt/format", "ckpt/testing.py", "ckpt/composites"),
+    ("ckpt/state", "ckpt/format", "ckpt/composites"),
     ("ckpt/commit", "ckpt/stacks"),
     ("ckpt/telemetry",),
     ("ckpt/saving", "ckpt/loading"),

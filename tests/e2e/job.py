@@ -23,9 +23,9 @@ from ckpt.layout.region import Box, Span, whole
 from ckpt.loading.load import LoadOptions, LoadReport, load_state
 from ckpt.saving.save import save_state
 from ckpt.saving.task import PartMemory, SaveOptions, SaveReport
-from ckpt.testing import run_ranks
 from ckpt.world.base import World
 from storage import Store
+from tests.thread_ranks import run_ranks
 
 NO_WAITING = Sources(pause=lambda seconds: None)
 StoreOf = Callable[[int], Store]
@@ -77,7 +77,7 @@ class Job:
         *,
         step_of: Sequence[int] = (),
     ) -> list[SaveReport]:
-        """Collective save of `state_of(rank)`. Raises ckpt.testing.RanksFailed.
+        """Collective save of `state_of(rank)`. Raises tests.thread_ranks.RanksFailed.
 
         `step_of` has another step for each rank, for tests of ranks that disagree.
         """

@@ -27,13 +27,13 @@ from ckpt.errors import CheckpointError, InvalidState, Mismatch, RankFailed, Sto
 from ckpt.saving.save import save_state
 from ckpt.saving.task import PartMemory, SaveOptions, SaveReport
 from ckpt.state.types import PerRank
-from ckpt.testing import RanksFailed
-from ckpt.testing import run_ranks as run_threads
 from ckpt.world.base import World
 from storage import Store, open_store
 from tests.e2e.engines import Engine, build, full_model
 from tests.e2e.job import NO_WAITING, Job, assert_is_step, state_at
 from tests.ranks import run_ranks
+from tests.thread_ranks import RanksFailed
+from tests.thread_ranks import run_ranks as run_threads
 
 SIZE = 3
 

@@ -24,12 +24,12 @@ from ckpt.errors import LoadInterrupted
 from ckpt.loading.load import LoadOptions
 from ckpt.loading.plan import ReadPath
 from ckpt.saving import image
-from ckpt.testing import RanksFailed
 from storage import ByteRange, StorageError
 from storage.file_io import cached_nbytes, is_in_memory
 from storage.local import LocalStore
 from storage.memory import MemoryStore
 from tests.e2e.job import Job, Sharded
+from tests.thread_ranks import RanksFailed
 
 MIB = 1 << 20
 TENSORS = 12  # of 1 MiB

@@ -17,13 +17,13 @@ import pytest
 
 from ckpt.commit.locate import live_entries
 from ckpt.errors import OutcomeUnknown
-from ckpt.testing import RanksFailed
 from storage import Store, open_store
 from storage.testing import FaultPlan, FaultyStore
 from tests.conftest import Scale
 from tests.e2e.job import Job, assert_is_step, state_at
 from tests.results import Counted
 from tests.stores import PowerLossStore
+from tests.thread_ranks import RanksFailed
 
 SIZE = 3
 NewStore = Callable[[], Store]

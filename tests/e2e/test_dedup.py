@@ -33,7 +33,6 @@ from ckpt.saving.dedup import ATTEMPTS_MAX, NBYTES_MULTIPLE_MAX
 from ckpt.saving.save import save_state
 from ckpt.saving.task import PartMemory, SaveOptions
 from ckpt.service.retention import KeepLatest, carry_out, plan_retention
-from ckpt.testing import RanksFailed, run_ranks
 from ckpt.tools.salvage import salvage, write_manifest
 from ckpt.world.base import World
 from storage import StorageError, Store, open_store
@@ -48,6 +47,7 @@ from tests.protocol.invariants import (
     files_needed,
 )
 from tests.salvaged import matches_manifest
+from tests.thread_ranks import RanksFailed, run_ranks
 
 
 @pytest.fixture

@@ -17,7 +17,6 @@ import pytest
 from ckpt.commit.locate import live_entries
 from ckpt.commit.maintenance import Maintenance
 from ckpt.errors import OutcomeUnknown
-from ckpt.testing import RanksFailed
 from storage import Store, open_store
 from storage.testing import FaultPlan, FaultyStore
 from tests.conftest import Scale
@@ -32,6 +31,7 @@ from tests.protocol.invariants import (
 )
 from tests.results import Counted
 from tests.stores import PowerLossStore
+from tests.thread_ranks import RanksFailed
 
 SIZE = 2
 

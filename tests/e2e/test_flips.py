@@ -25,7 +25,6 @@ from ckpt.loading.contents import LocatedCheckpoint
 from ckpt.loading.load import LoadOptions, load_state
 from ckpt.loading.plan import ReadPath
 from ckpt.saving import save, task
-from ckpt.testing import RanksFailed
 from ckpt.world.base import SoloWorld
 from storage import ByteRange, Store, open_store
 from storage.memory import MemoryStore
@@ -33,6 +32,7 @@ from storage.wrap import WrappedStore
 from tests.conftest import Scale
 from tests.e2e.job import Job, Sharded
 from tests.results import Counted
+from tests.thread_ranks import RanksFailed
 
 BLOCK_NBYTES = 256
 KEYS = ["FORMAT", "log", "MANIFEST", "rank00000", "rank00001"]

@@ -28,10 +28,10 @@ from ckpt.errors import (
 from ckpt.loading.load import LoadOptions
 from ckpt.state.half_loaded import refuse_interrupted
 from ckpt.state.types import PerRank
-from ckpt.testing import RanksFailed
 from storage import Store, open_store
 from storage.testing import FaultPlan, FaultyStore, Killed
 from tests.e2e.job import Job, Sharded
+from tests.thread_ranks import RanksFailed
 
 SIZE = 3
 

@@ -16,11 +16,11 @@ from ckpt.errors import Corrupt
 from ckpt.format.part import JointMerge, JointStructure, merge_structures
 from ckpt.saving.task import SaveOptions
 from ckpt.state.types import PerRank
-from ckpt.testing import RanksFailed
 from ckpt.tools.salvage import salvage
 from storage import Store, open_store
 from tests.e2e.job import Job
 from tests.salvaged import matches_manifest
+from tests.thread_ranks import RanksFailed
 
 RANKS = 9
 INNER = 3  # below rank 1, which is below rank 0; rank 4 is below it

@@ -31,12 +31,12 @@ from ckpt.saving.image import MIB, Staging, WritePath
 from ckpt.saving.save import store_manifest
 from ckpt.saving.staging import stage
 from ckpt.saving.task import PartMemory, SaveOptions, SaveTask
-from ckpt.testing import run_ranks
 from ckpt.world.base import SoloWorld, World
 from storage import KeyExistsError, open_store
 from storage.memory import MemoryStore
 from tests.e2e.job import NO_WAITING, Job, assert_is_step, state_at
 from tests.stores import PowerLossStore
+from tests.thread_ranks import run_ranks
 
 RANKS = 2
 FILE_NBYTES_MAX = 64  # a few chunks of the state fit into one file

@@ -22,7 +22,6 @@ from safetensors.torch import load_file
 import ckpt
 from ckpt.cli import main
 from ckpt.commit.locate import live_entries
-from ckpt.testing import RanksFailed
 from storage import Store, open_store
 from storage.s3.requests import S3Requests
 from storage.testing import FaultPlan, FaultyStore
@@ -30,6 +29,7 @@ from tests.e2e.job import Job, Sharded
 from tests.fake_aws import FakeAws, fake_aws, http_proxy
 from tests.protocol.invariants import check_live_complete
 from tests.storage.test_s3_aws import FIVE, refused
+from tests.thread_ranks import RanksFailed
 
 pytestmark = pytest.mark.server
 

@@ -23,7 +23,6 @@ from ckpt.errors import Fenced, OutcomeUnknown, StoreRefused
 from ckpt.loading.block_sums import BlockCache
 from ckpt.loading.load import LoadOptions
 from ckpt.loading.plan import ReadPath
-from ckpt.testing import RanksFailed
 from storage import Store, open_store
 from storage.testing import FaultPlan, FaultyStore
 from tests.conftest import Scale
@@ -32,6 +31,7 @@ from tests.e2e.test_counts import Replicated, _tensor
 from tests.protocol.invariants import check_live_complete
 from tests.results import Counted
 from tests.servers import S3Server, moto_server, rclone_path, rclone_server
+from tests.thread_ranks import RanksFailed
 
 SIZE = 3
 

@@ -16,9 +16,9 @@ from torch import nn
 import ckpt
 from ckpt.errors import InvalidState
 from ckpt.saving.task import PartMemory
-from ckpt.testing import RanksFailed, ThreadWorld
 from storage.memory import MemoryStore
 from tests.e2e.job import Job
+from tests.thread_ranks import RanksFailed, ThreadWorld
 
 
 class Watched(MemoryStore):

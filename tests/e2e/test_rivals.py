@@ -20,7 +20,6 @@ import ckpt
 from ckpt.commit.locate import live_entries
 from ckpt.commit.log import Log
 from ckpt.errors import Fenced, OutcomeUnknown
-from ckpt.testing import RanksFailed
 from storage import KeyExistsError, OutcomeUnknownError, Store, open_store
 from storage.testing import FaultPlan, FaultyStore
 from storage.wrap import WrappedStore
@@ -34,6 +33,7 @@ from tests.protocol.invariants import (
     check_written_once,
 )
 from tests.ranks import run_ranks
+from tests.thread_ranks import RanksFailed
 
 SIZE = 2
 

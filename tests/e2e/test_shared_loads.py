@@ -24,13 +24,13 @@ from ckpt.loading.exchange import Exchange, Move, ShareLimits
 from ckpt.loading.load import LoadOptions
 from ckpt.loading.plan import ReadPath
 from ckpt.loading.reader import Reader
-from ckpt.testing import RanksFailed, ThreadWorld, _ThreadTransfers
 from ckpt.world.base import Message, Transfers
 from storage import open_store
 from storage.testing import Killed
 from tests.e2e.job import Job, Sharded
 from tests.e2e.test_counts import SHAPE, Replicated, _state, _tensor
 from tests.stores import CountingStore
+from tests.thread_ranks import RanksFailed, ThreadWorld, _ThreadTransfers
 
 MIB = 1 << 20
 

@@ -23,9 +23,9 @@ from ckpt.errors import CheckpointError, Mismatch
 from ckpt.layout.piece import Owned, Piece, View
 from ckpt.layout.region import Box, Region, Span, whole
 from ckpt.loading.load import LoadOptions
-from ckpt.testing import RanksFailed
 from storage import Store, open_store
 from tests.e2e.job import Job
+from tests.thread_ranks import RanksFailed
 
 RANKS = 4
 EXPERTS = 4

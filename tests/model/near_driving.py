@@ -20,10 +20,10 @@ from ckpt.service.policies import EverySteps
 from ckpt.service.restore import restore_latest
 from ckpt.service.tiers import Tiers
 from ckpt.service.training import Training
-from ckpt.testing import ThreadWorld, _Hub
 from storage.memory import MemoryStore
 from tests.model.near_model import NOTHING, Action, Root, after, possible
 from tests.service.chaos import ThreadTarget
+from tests.thread_ranks import ThreadWorld, _Hub
 
 NEVER = EverySteps(1 << 40)
 

@@ -36,7 +36,6 @@ from ckpt.service.restore import RestoreReport, restore_latest
 from ckpt.service.target import Target
 from ckpt.service.tiers import Tiers
 from ckpt.service.training import Training
-from ckpt.testing import RankKilled, RanksFailed, run_ranks
 from ckpt.world.base import World
 from storage import StorageError
 from storage.memory import MemoryStore
@@ -54,6 +53,7 @@ from tests.near.machines import (
     Processes,
 )
 from tests.service.chaos import ThreadTarget
+from tests.thread_ranks import RankKilled, RanksFailed, run_ranks
 
 HOSTS = 8
 OPERATIONS_MAX = 90  # of one rank in one start; most have fewer

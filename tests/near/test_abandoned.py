@@ -14,13 +14,13 @@ import pytest
 from ckpt.errors import RankFailed
 from ckpt.service import checkpointer
 from ckpt.service.checkpointer import Checkpointer
-from ckpt.testing import RanksFailed
 from ckpt.world.base import World
 from storage.local import LocalStore
 from storage.memory import MemoryStore
 from storage.testing import FaultPlan, FaultyStore
 from tests.near.test_near_training import folders
 from tests.near.training import Life, advance
+from tests.thread_ranks import RanksFailed
 
 LEFT_SECONDS_MAX = 30.0  # a round would wait for minutes
 

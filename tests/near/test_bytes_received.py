@@ -28,7 +28,6 @@ from ckpt.loading.reader import Reader
 from ckpt.near.value import Near
 from ckpt.service.checkpointer import Checkpointer
 from ckpt.service.policies import EverySteps, Never
-from ckpt.testing import RanksFailed, _ThreadTransfers, run_ranks
 from ckpt.world.base import Message, World
 from storage import StorageError
 from storage.local import LocalStore
@@ -40,6 +39,7 @@ from tests.e2e.test_shared_loads import Repeated, _laid_out
 from tests.near.test_near_training import data_files, flip_a_byte, folders, origins
 from tests.near.training import Life
 from tests.service.chaos import ThreadTarget
+from tests.thread_ranks import RanksFailed, _ThreadTransfers, run_ranks
 
 Layout = Callable[[int, int], dict[str, nn.Module]]
 RATIO_MAX = 1.05

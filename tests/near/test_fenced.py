@@ -17,10 +17,10 @@ from ckpt.near.records import NearRecord
 from ckpt.near.saving import NearSaves
 from ckpt.near.tier import Tier
 from ckpt.service.events import NearSaved
-from ckpt.testing import RanksFailed
 from storage.memory import MemoryStore
 from tests.near.test_near_training import folders, origins
 from tests.near.training import Life
+from tests.thread_ranks import RanksFailed
 
 WAIT_SECONDS = 60.0
 

@@ -17,12 +17,12 @@ from ckpt.cli import main
 from ckpt.near.value import Near
 from ckpt.service.events import NearFailed, NearSaved
 from ckpt.service.policies import EverySteps
-from ckpt.testing import RanksFailed
 from ckpt.tools.near_tiers import tier_views
 from storage import Store, open_store
 from tests.e2e.job import state_at
 from tests.near.test_near_training import data_files, folders, origins
 from tests.near.training import NEVER, Life
+from tests.thread_ranks import RanksFailed
 
 pytest.importorskip("cryptography", reason="the extra 'encode' is not installed")
 pytest.importorskip("zstandard", reason="the extra 'encode' is not installed")

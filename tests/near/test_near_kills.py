@@ -18,7 +18,6 @@ from ckpt.errors import CheckpointError
 from ckpt.service.checkpointer import Checkpointer
 from ckpt.service.events import NearSaved
 from ckpt.service.policies import EverySteps
-from ckpt.testing import RankKilled, RanksFailed
 from ckpt.world.base import World
 from storage import StorageError
 from storage.local import LocalStore
@@ -26,6 +25,7 @@ from storage.memory import MemoryStore
 from storage.testing import FaultPlan, FaultyStore, Killed
 from tests.conftest import Scale
 from tests.near.training import Life
+from tests.thread_ranks import RankKilled, RanksFailed
 
 Plans = dict[str, FaultPlan]
 

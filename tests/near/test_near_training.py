@@ -27,7 +27,6 @@ from ckpt.near.value import Near
 from ckpt.service.checkpointer import Checkpointer
 from ckpt.service.events import NearFailed, NearSaved, SaveSucceeded
 from ckpt.service.policies import EverySteps, Never
-from ckpt.testing import RanksFailed
 from ckpt.world.base import World
 from storage import NoSpaceError
 from storage.local import LocalStore
@@ -35,6 +34,7 @@ from storage.memory import MemoryStore
 from storage.testing import FaultPlan, FaultyStore
 from tests.e2e.job import Job, state_at
 from tests.near.training import Life, advance
+from tests.thread_ranks import RanksFailed
 
 
 @pytest.fixture(autouse=True)

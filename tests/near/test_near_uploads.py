@@ -28,7 +28,6 @@ from ckpt.saving.staging import LentCopy
 from ckpt.service.checkpointer import Checkpointer
 from ckpt.service.events import NearFailed, SaveSucceeded
 from ckpt.service.policies import AtExit, EverySeconds, EverySteps, are_multiples
-from ckpt.testing import run_ranks
 from ckpt.world.base import World
 from storage import NoSpaceError, Store
 from storage.memory import MemoryStore
@@ -36,6 +35,7 @@ from storage.testing import FaultPlan, FaultyStore
 from tests.e2e.job import state_at
 from tests.near.training import Life, advance
 from tests.service.chaos import ThreadTarget
+from tests.thread_ranks import run_ranks
 
 
 @pytest.fixture(autouse=True)

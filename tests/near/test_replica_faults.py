@@ -28,7 +28,6 @@ from ckpt.near.value import Near
 from ckpt.service.checkpointer import Checkpointer
 from ckpt.service.events import NearFailed, NearSaved
 from ckpt.service.policies import EverySteps
-from ckpt.testing import RanksFailed, run_ranks
 from ckpt.world.base import SoloWorld, World
 from ckpt.world.place import PORTS_VARIABLE
 from storage import NoSpaceError, StorageError
@@ -42,6 +41,7 @@ from tests.near.test_replicas import life
 from tests.near.training import Life, advance
 from tests.protocol.test_world_places import two_free_ports
 from tests.storage.test_peers import certificate_of
+from tests.thread_ranks import RanksFailed, run_ranks
 
 ROOT = "0123456789abcdef0123456789abcdef"
 

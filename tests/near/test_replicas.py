@@ -14,10 +14,10 @@ import pytest
 from ckpt.near.value import Near
 from ckpt.service.events import NearFailed, NearSaved
 from ckpt.service.policies import EverySteps
-from ckpt.testing import RanksFailed
 from storage.memory import MemoryStore
 from tests.near.test_near_training import data_files, flip_a_byte, folders, origins
 from tests.near.training import Life
+from tests.thread_ranks import RanksFailed
 
 
 @pytest.fixture(autouse=True, params=[True, False], ids=["memory", "disk"])

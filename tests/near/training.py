@@ -16,11 +16,11 @@ from ckpt.near.value import Near
 from ckpt.service.checkpointer import Checkpointer
 from ckpt.service.policies import EverySteps, SavePolicy
 from ckpt.service.restore import RestoreReport
-from ckpt.testing import run_ranks
 from ckpt.world.base import World
 from storage import Store
 from tests.e2e.job import assert_is_step, state_at
 from tests.service.chaos import ThreadTarget
+from tests.thread_ranks import run_ranks
 
 NEVER = EverySteps(1 << 40)
 

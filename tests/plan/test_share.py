@@ -25,7 +25,7 @@ from ckpt.loading.exchange import (
 )
 from ckpt.loading.matching import NeedMap, all_together, halvings, match, needs_of
 from ckpt.loading.plan import Ints, NeededBlocks
-from ckpt.testing import run_ranks
+from tests.thread_ranks import run_ranks
 
 LIMITS = ShareLimits(12, 6, 30, repeated_nbytes_max=0)
 

@@ -29,7 +29,6 @@ from ckpt.loading.reader import Reader
 from ckpt.saving.save import save_state
 from ckpt.saving.task import PartMemory, SaveOptions
 from ckpt.service.follower import Follower, FollowOptions, followed
-from ckpt.testing import run_ranks
 from ckpt.world.base import SoloWorld, World
 from storage.errors import KeyNotFoundError
 from storage.memory import MemoryBucket, MemoryStore
@@ -40,6 +39,7 @@ from tests.protocol.explore import SteppedStore, explore
 from tests.protocol.invariants import History, Load, RecordingStore, check_all, files_needed
 from tests.protocol.test_session import NO_PAUSE
 from tests.results import Counted
+from tests.thread_ranks import run_ranks
 
 # Minutes on a loaded machine.
 pytestmark = pytest.mark.timeout(900)

@@ -28,12 +28,12 @@ from ckpt.commit.session import Session, SessionRegistry, open_session
 from ckpt.commit.writer import Commit
 from ckpt.errors import CheckpointError, Corrupt, LogDiverged
 from ckpt.operate import mend
-from ckpt.testing import RanksFailed, run_ranks
 from storage import open_store
 from storage.errors import NoSpaceError
 from storage.memory import MemoryBucket, MemoryStore
 from storage.store import Store
 from storage.wrap import WrappedStore
+from tests.thread_ranks import RanksFailed, run_ranks
 
 NO_PAUSE = Sources(pause=lambda seconds: None)
 

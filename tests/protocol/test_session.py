@@ -22,7 +22,6 @@ from ckpt.commit.records import LiveEntry, manifest_digest
 from ckpt.commit.session import ReferenceRetired, Session, SessionRegistry, open_session
 from ckpt.commit.writer import Commit, NotRetired
 from ckpt.errors import CheckpointError, Corrupt, Fenced, NoCheckpoint, OutcomeUnknown, StoreRefused
-from ckpt.testing import RanksFailed, run_ranks
 from ckpt.world.base import SoloWorld, World
 from storage import open_store
 from storage.errors import (
@@ -36,6 +35,7 @@ from storage.memory import MemoryBucket, MemoryStore
 from storage.store import ExclusiveCreate, Store
 from storage.wrap import WrappedStore
 from tests.protocol.invariants import History, RecordingStore, check_all, check_fresh_session
+from tests.thread_ranks import RanksFailed, run_ranks
 
 NO_PAUSE = Sources(pause=lambda seconds: None)
 

@@ -1,6 +1,6 @@
 """Worlds without processes: agreement on errors, rounds of threads, and what happens when one dies.
 
-Method: `ckpt.testing.run_ranks` with scripted errors and kills.
+Method: `tests.thread_ranks.run_ranks` with scripted errors and kills.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ import pytest
 
 import ckpt.world.tree
 from ckpt.errors import Fenced, InvalidState, Mismatch, OutcomeUnknown, RankFailed
-from ckpt.testing import RankKilled, RanksFailed, run_ranks
 from ckpt.world.base import SoloWorld, World, decided, from_coordinator
+from tests.thread_ranks import RankKilled, RanksFailed, run_ranks
 
 
 def failing(errors: dict[int, BaseException]) -> dict[int, BaseException]:

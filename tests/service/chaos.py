@@ -1,6 +1,6 @@
 """Helpers for chaos tests: a training under a Checkpointer whose storage fails, whose ranks die.
 
-Ranks are threads (`ckpt.testing`), the saves are those of `ckpt.async_save` below its public
+Ranks are threads (`tests.thread_ranks`), the saves are those of `ckpt.async_save` below its public
 function, each rank has a store of its own over shared bytes. A `Life` is one start of the job: it
 restores, saves at every step, and ends when it is through, or when a rank or the job is killed.
 """
@@ -31,7 +31,6 @@ from ckpt.service.policies import AtExit, EverySteps
 from ckpt.service.retention import KeepRule
 from ckpt.service.target import Pending, Target
 from ckpt.state.types import Stacks
-from ckpt.testing import RankKilled, RanksFailed, run_ranks
 from ckpt.world.base import World
 from storage import StorageError, Store, TransientError
 from storage.errors import OutcomeUnknownError
@@ -39,6 +38,7 @@ from storage.store import ObjectWriter
 from storage.testing import FaultPlan, FaultyStore, Killed
 from storage.wrap import WrappedStore
 from tests.e2e.job import NO_WAITING, Sharded, assert_is_step, state_at
+from tests.thread_ranks import RankKilled, RanksFailed, run_ranks
 
 T = TypeVar("T")
 

@@ -16,9 +16,9 @@ import pytest
 
 from ckpt.errors import RankFailed
 from ckpt.service.agreement import Decision, Pace, Proposal, StepAgreement, decided, merged
-from ckpt.testing import RanksFailed, run_ranks
 from ckpt.world.base import SoloWorld, World
 from tests.conftest import Scale
+from tests.thread_ranks import RanksFailed, run_ranks
 
 QUICK = Pace(poll_seconds=0.002, ahead_seconds=0.004)
 

@@ -25,12 +25,12 @@ from ckpt.saving.image import Image, Staging, WritePath
 from ckpt.saving.staging import Staged, stage
 from ckpt.saving.step_gate import Gate, Steps
 from ckpt.saving.task import PartMemory, SaveOptions, SaveTask
-from ckpt.testing import run_ranks
 from ckpt.world.base import World
 from storage import open_store
 from storage.memory import MemoryStore
 from tests.e2e.job import NO_WAITING, state_at
 from tests.service.staging import differing, late_copies, saved_tensors, tensors_now
+from tests.thread_ranks import run_ranks
 
 URL = "memory://async-flow"
 MIB = 1 << 20

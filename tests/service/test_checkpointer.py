@@ -32,7 +32,6 @@ from ckpt.errors import (
 )
 from ckpt.service.checkpointer import Checkpointer
 from ckpt.service.policies import SavePolicy
-from ckpt.testing import run_ranks
 from ckpt.world.base import SoloWorld, World
 from storage import StorageError, Store, open_store
 from storage.memory import MemoryStore
@@ -40,6 +39,7 @@ from storage.testing import FaultPlan, FaultyStore
 from storage.wrap import WrappedStore
 from tests.e2e.job import NO_WAITING, assert_is_step, state_at
 from tests.service.chaos import ThreadTarget, UploadingStore
+from tests.thread_ranks import run_ranks
 
 
 @pytest.fixture

@@ -36,8 +36,6 @@ from ckpt.errors import (
 from ckpt.loading.load import LoadOptions
 from ckpt.loading.plan import ReadPath
 from ckpt.service.follower import Follower, FollowOptions, followed
-from ckpt.testing import RanksFailed
-from ckpt.testing import run_ranks as run_threads
 from ckpt.world.base import SoloWorld, World
 from storage import AccessDeniedError, Store, TransientError, open_store
 from storage.wrap import WrappedStore
@@ -48,6 +46,8 @@ from tests.ranks import run_ranks
 from tests.servers import moto_server
 from tests.service.test_readers import RetiredWhileRead
 from tests.stores import CountingStore
+from tests.thread_ranks import RanksFailed
+from tests.thread_ranks import run_ranks as run_threads
 
 NUMEL = 30_000  # of each tensor: 120 kB, more than the gaps that a request reads over
 TENSORS = 10

@@ -41,7 +41,6 @@ from ckpt.telemetry.record import (
     read_telemetry,
     totals_of,
 )
-from ckpt.testing import run_ranks
 from ckpt.tools.report import report_of
 from ckpt.world.base import SoloWorld, World
 from storage import RetryPolicy, StorageError, Store, TransientError, open_store
@@ -52,6 +51,7 @@ from storage.testing import FaultPlan, FaultyStore
 from storage.wrap import WrappedStore
 from tests.e2e.job import state_at
 from tests.service.chaos import ThreadTarget
+from tests.thread_ranks import run_ranks
 
 RANKS, SLOW = 4, 2
 

@@ -26,7 +26,6 @@ from ckpt.service.policies import AtExit, EverySteps, OnPreemption, SavePolicy
 from ckpt.service.preemption import Preempted
 from ckpt.service.retention import KeepLatest
 from ckpt.service.target import Pending
-from ckpt.testing import ThreadWorld, _Hub
 from ckpt.world.base import World
 from storage import Store
 from storage.memory import MemoryStore
@@ -54,6 +53,7 @@ from tests.service.chaos import ThreadTarget, UploadingStore
 from tests.simulation.network import Network, NetworkStore, weather_of
 from tests.simulation.primitives import SimulatedThread
 from tests.simulation.scheduler import Process, Scheduler, Task
+from tests.thread_ranks import ThreadWorld, _Hub
 
 LIFE_SECONDS_MAX = 3600.0  # simulated; every call has a deadline far below
 ROUND_SECONDS_MAX = 30.0

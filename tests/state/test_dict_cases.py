@@ -42,13 +42,13 @@ from ckpt.state_dict.config import (
 )
 from ckpt.state_dict.into import OptimizerTarget, put_model, put_optimizer
 from ckpt.state_dict.keys import rekey_optimizer_state_dict
-from ckpt.testing import RanksFailed
-from ckpt.testing import run_ranks as run_threads
 from ckpt.world.base import World
 from tests.counting import python_calls
 from tests.ranks import run_ranks
 from tests.state.test_dict_round_trips import copied
 from tests.state.test_dicts_against_torch import differences
+from tests.thread_ranks import RanksFailed
+from tests.thread_ranks import run_ranks as run_threads
 
 FULL, SHARDED, LOCAL = StateDictType.FULL, StateDictType.SHARDED, StateDictType.LOCAL
 

@@ -16,9 +16,9 @@ from ckpt.errors import Mismatch
 from ckpt.loading.load import LoadOptions, LoadReport, load_state
 from ckpt.state.matching import nearest, with_nearest
 from ckpt.state.names import split_state_name
-from ckpt.testing import run_ranks
 from ckpt.world.base import World
 from storage import open_store
+from tests.thread_ranks import run_ranks
 
 
 def net(depth: int = 3) -> torch.nn.Module:

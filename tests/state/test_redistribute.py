@@ -23,9 +23,9 @@ from ckpt.layout.region import Box, Region, Shape, Span, whole
 from ckpt.state_dict import redistribute as module
 from ckpt.state_dict.redistribute import redistribute
 from ckpt.state_dict.table import gather_table
-from ckpt.testing import RanksFailed, run_ranks
 from ckpt.world.base import Transfers, World
 from tests.state.checkpoints import elements, put, same_bits
+from tests.thread_ranks import RanksFailed, run_ranks
 
 REPLICAS = tuple(range(4))  # holders of equal regions are declared replicas of each other
 DTYPES = (torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.complex64, torch.uint8)

@@ -22,13 +22,13 @@ from ckpt.state_dict.config import StateDictType
 from ckpt.state_dict.forms import DictForm, LiveTensors, take_out
 from ckpt.state_dict.redistribute import redistribute
 from ckpt.state_dict.table import gather_table
-from ckpt.testing import run_ranks as run_threads
 from ckpt.world.base import SoloWorld, World
 from tests.ranks import run_ranks
 from tests.streams.device import NAME, Stream
 from tests.streams.groups import world as group
 from tests.streams.mutants import applied, copy_mutants
 from tests.streams.simulation import simulated
+from tests.thread_ranks import run_ranks as run_threads
 
 REDISTRIBUTE = "ckpt.state_dict.redistribute:"
 COPIES = (

@@ -26,12 +26,12 @@ from ckpt.format.manifest import MetadataBudget
 from ckpt.layout.region import Box, EvenLayout, wanted_part
 from ckpt.loading.contents import find_checkpoint
 from ckpt.loading.load import LoadOptions, load_state
-from ckpt.testing import run_ranks as run_threads
 from ckpt.tools.plan import LoadPlan, plan_of_ranks
 from ckpt.world.base import World
 from storage import Store, open_store
 from tests.ranks import run_ranks
 from tests.stores import CountingStore
+from tests.thread_ranks import run_ranks as run_threads
 from tests.tools.conftest import make_net, sliced_net, stepped
 
 

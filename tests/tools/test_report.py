@@ -28,13 +28,13 @@ from ckpt.screens.pages import report_page
 from ckpt.screens.terminal import size
 from ckpt.service.checkpointer import Checkpointer
 from ckpt.telemetry.record import SaveFailure, Telemetry
-from ckpt.testing import run_ranks
 from ckpt.tools.report import Report, report_of
 from ckpt.world.base import World
 from storage import StorageError, open_store
 from storage.testing import FaultPlan, FaultyStore
 from tests.e2e.job import state_at
 from tests.service.chaos import ThreadTarget
+from tests.thread_ranks import run_ranks
 from tests.tools.browser import CHROMIUM, CUT, HARD_TO_READ, browser
 from tests.tools.test_polling import job_of
 

@@ -21,5 +21,5 @@ def shown(file: Path) -> str:
     """A document as it is, a program as a block of code."""
     text = file.read_text(encoding="utf-8")
     if file.suffix == ".md":
-        return text
+        return text.replace("](docs/", "](")  # it is shown from there
     return f"```{LANGUAGES[file.suffix]}\n{text}```"

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 WIDTH, LEFT, RIGHT = 860, 150, 20
 LANE, TOP, CURVES = 46, 34, 150
-BLUE, GREEN, RED, ORANGE, GREY = "#3b6ea5", "#2f8f4e", "#c0392b", "#b9770e", "#7a7a7a"
+BLUE, GREEN, RED, ORANGE, GREY = "#3b6ea5", "#277a42", "#c0392b", "#97600a", "#6a6a6a"
 PAPER, INK, LINE, SHADE = "white", "#222", "#e8e8e8", "#cccccc"
 # What a reader sees who prefers dark pages.
 DARK = {
@@ -71,7 +71,7 @@ def timeline(story: Story) -> str:
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" '
         f'font-family="system-ui, sans-serif" font-size="13">\n<title>{title}</title>\n'
-        f"{_dark_style()}\n"
+        f"{dark_style()}\n"
         # Its own paper: the page that shows it may be of the other kind.
         f'<rect width="{WIDTH}" height="{height}" fill="{PAPER}"/>\n'
         + "\n".join(marks)
@@ -79,7 +79,7 @@ def timeline(story: Story) -> str:
     )
 
 
-def _dark_style() -> str:
+def dark_style() -> str:
     """The colours by another name each: style rules win over attributes."""
     rules = " ".join(
         f'[{attribute}="{light}"] {{ {attribute}: {dark} }}'

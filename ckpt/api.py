@@ -32,6 +32,7 @@ from ckpt.saving.save import flattened, save_state
 from ckpt.saving.staging import LentCopy, Snapshot, buffers_for, stage
 from ckpt.saving.task import SaveOptions, SaveReport, SaveTask
 from ckpt.state.names import GroupOptions
+from ckpt.state.resize import Resize
 from ckpt.wings import wing
 from ckpt.world.base import collectively
 from storage import Store, StoreLike, open_store
@@ -285,6 +286,7 @@ def load(
     new: Callable[[str], bool] | Iterable[str] = (),
     group_options: GroupOptions = None,
     stacks: Mapping[str, str] | None = None,
+    resize: Resize = None,
     cache: str | os.PathLike[str] | None = None,
     cache_bytes_max: SupportsIndex | None = None,
     process_group: dist.ProcessGroup | None = None,
@@ -314,6 +316,12 @@ def load(
     `stacks` does so where one has all experts in one tensor and the other has one for each:
     `{"experts.{}.weight": "experts.weight"}` loads one tensor for each from stacks, in every layer
     and in the optimizer too; the other way round, `{"experts.weight": "experts.{}.weight"}`.
+
+    `resize={"model.embed.weight": "mean"}` gives a tensor, or all tensors below a name, the rows
+    (dim 0) that the state has, and the moments of parameters with them: rows more than the state's
+    are left out, and rows that the checkpoint lacks are "zeros", the "mean" of all that it has
+    (summed in double precision, which reads that tensor once more), or "init": what is there, zeros
+    in an optimizer that has no state yet. `optim.state.embed.weight` is a rule for moments alone.
 
     The latest is the newest that a training has saved there. Imports and copies in another layout
     are not, unless there is nothing else. `line` is the name of a training that shares the root
@@ -348,6 +356,8 @@ def load(
         )
         for policy in policies:
             one_of("group_options", policy, ("saved", "live"))
+        for rule in (resize or {}).values():
+            one_of("resize", rule, ("zeros", "mean", "init"))
         options = LoadOptions(
             strict,
             rename,
@@ -356,6 +366,7 @@ def load(
             new=new,
             group_options=group_options,
             metadata_bytes_max=plain_int(metadata_bytes_max),
+            resize=resize,
         )
         try:
             store = collectively(

@@ -97,6 +97,17 @@ def form_holdings(
     ]
 
 
+def of_view(holding: Holding, piece: Piece, view: torch.Tensor) -> Holding:
+    """A part of `holding`: one piece that is all of `view`."""
+    piece = piece._replace(local_region=whole(tuple(view.shape)))
+    return holding._replace(local=view, pieces=(piece,))
+
+
+def shaped(view: torch.Tensor, shape: Shape) -> torch.Tensor:
+    """`view` in the shape of its region; a box may lie in flat memory."""
+    return view if tuple(view.shape) == shape else view.view(shape)
+
+
 class WholeTensors(NamedTuple):
     """Plain tensors that this rank has whole, as columns; no two are the same elements of memory.
 

@@ -168,6 +168,24 @@ def unequal(
     return [name for name, held in pairs.items() if differ(name, held)]
 
 
+def mean_row(sums: BlockSums, fqn: str, path: ReadPath) -> list[float]:
+    """The mean of the rows of a tensor, as one row in row-major order; each row is read once, a few
+    at a time, and added in double precision.
+    """
+    checkpoint = Checkpoint(
+        sums.store, LocatedCheckpoint(sums.directory, sums.manifest, None), path=path
+    )
+    info = checkpoint.info(fqn)
+    rows, width = info.shape[0], math.prod(info.shape[1:])
+    total = torch.zeros(width, dtype=torch.float64)
+    step = max(1, COMPARED_NBYTES // (width * 8 or 1))
+    for start in range(0, rows, step):
+        some = checkpoint.read(fqn, Span(start * width, min(start + step, rows) * width))
+        total += some.to(torch.float64).view(-1, width).sum(0)
+    means: list[float] = (total / rows).tolist()
+    return means
+
+
 def _box_of(
     index: Index | tuple[Index, ...], shape: Shape, fqn: str
 ) -> tuple[Box, tuple[int | slice, ...]]:

@@ -29,7 +29,7 @@ from ckpt.layout.dtypes import torch_dtype
 from ckpt.layout.kind import Kind
 from ckpt.layout.plain import Ranks
 from ckpt.loading.block_sums import BlockSums, sums_of
-from ckpt.loading.checkpoint import unequal
+from ckpt.loading.checkpoint import mean_row, unequal
 from ckpt.loading.exchange import (
     Exchange,
     Group,
@@ -51,6 +51,7 @@ from ckpt.state.binding import Binding
 from ckpt.state.half_loaded import filling
 from ckpt.state.matching import Tally, with_nearest
 from ckpt.state.names import GroupOptions, Left
+from ckpt.state.resize import Resize
 from ckpt.state.types import CHECKPOINT, Catalog, Loaded, ProblemKind, Stacks, Strict, TensorEntry
 from ckpt.telemetry.record import PhaseSpan, Recorder
 from ckpt.wings import wing
@@ -82,6 +83,7 @@ class LoadOptions:
     new: Callable[[str], bool] | Iterable[str] = ()
     group_options: GroupOptions = None
     metadata_bytes_max: int | None = None
+    resize: Resize = None
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -205,6 +207,10 @@ def load_located(
         groups, sums, warnings = compared(
             reader, binding, (block_sums, where), world, options, ranks=origins.ranks
         )
+    means: dict[str, list[float]] = {}
+    if sums.averaged:
+        with recorder.span("average"):
+            means = _mean_rows(world, binding, block_sums, options.path, origins)
 
     def prepare() -> Sharing:
         limits = options.sharing
@@ -220,7 +226,7 @@ def load_located(
         with recorder.span("read"):
             nbytes_away = transfer(reader, sharing, world, options, sums, origins)
         with recorder.span("finish"):
-            loaded = collectively(world, "finish", binding.finish)
+            loaded = collectively(world, "finish", lambda: binding.finish(means))
     recorder.count("read_bytes", reader.nbytes_read + nbytes_away)
     recorder.count("passed_bytes", reader.nbytes_passed)
     recorder.count("cached_bytes", reader.nbytes_cached)
@@ -288,6 +294,7 @@ def bind_to(
         skip=options.skip,
         new=options.new,
         group_options=options.group_options,
+        resize=options.resize,
     )
     fatal: Sequence[str] = binding.fatal
     # What is left over may have its place on another rank, or equal what the state ties it to; see
@@ -296,9 +303,41 @@ def bind_to(
         fatal = binding.fatal_here
     if world.size == 1:
         fatal = [*fatal, *binding.unmatched]
+    if options.stacks and (stacked := set(binding.averaged).difference(manifest.fqns)):
+        rest = "stacks= makes it of others, which have no mean; pass 'zeros' or 'init' in resize="
+        fatal = [*fatal, *(f"{fqn}: {rest}" for fqn in sorted(stacked))]
     if fatal:
         raise Mismatch(fatal, where)
     return form.stored(binding)
+
+
+def _mean_rows(
+    world: World, binding: Binding, sums: BlockSums, path: ReadPath, origins: Origins
+) -> dict[str, list[float]]:
+    """By the checkpoint's names, the mean rows that any rank needs. Collective; each tensor is read
+    by one rank, so the sum does not depend on how the state lies on ranks.
+    """
+
+    def united(every: list[list[str]]) -> list[str]:
+        return sorted({name for names in every for name in names})
+
+    names = decided_json(world, "averaged", "averaged", binding.averaged, united)
+
+    def mine() -> dict[str, list[float]]:
+        if origins.owners:
+            text = "near files of other hosts are not averaged; pass 'zeros' or 'init' in resize="
+            raise Mismatch([f"{name}: {text}, or restore by step=" for name in names])
+        return {name: mean_row(sums, name, path) for name in names[world.rank :: world.size]}
+
+    rows = collectively(world, "average", mine)
+    means: dict[str, list[float]] = decided_json(
+        world,
+        "mean rows",
+        "mean rows",
+        rows,
+        lambda every: {k: v for own in every for k, v in own.items()},
+    )
+    return means
 
 
 class FormOfState(NamedTuple):
@@ -430,14 +469,15 @@ class LoadSums(NamedTuple):
     """What all ranks together report before they read, and a name for this load.
 
     `away` are bytes that come from ranks of other hosts. `has_left` counts the ranks whose state
-    has no place for something of the checkpoint, `unmatched` are the caller's rules that match
-    nothing on any of them.
+    has no place for something of the checkpoint, `averaged` means of rows, `unmatched` are the
+    caller's rules that match nothing on any of them.
     """
 
     tally: Tally
     weight: Weight
     away: int = 0
     has_left: int = 0
+    averaged: int = 0
     name: str = ""
     unmatched: tuple[str, ...] = ()
 
@@ -470,18 +510,19 @@ def compared(
     if world.size == 1:
         if has_left:
             _refuse_left(world, binding.left, block_sums, options.path, where)
-        sums = LoadSums(binding.tally, Weight(0, 0, 0))
+        sums = LoadSums(binding.tally, Weight(0, 0, 0), averaged=len(binding.averaged))
         return [], sums, _warnings_of(binding, manifest, world, sums.tally, where)
     needs, limits = reader.needs, options.sharing
     among = range(world.size) if ranks is None else ranks
     with world.transfers("needs") as wires:
         groups = match(wires, world.rank, among, needs, int(reader.files[-1]))
     away, weight = length(reader.away), weigh(needs, groups, world.rank, limits)
-    mine = [*binding.tally, *weight, away, int(has_left)], list(binding.unmatched)
+    counts = [*binding.tally, *weight, away, int(has_left), len(binding.averaged)]
+    mine = counts, list(binding.unmatched)
     answer = decided_json(world, "needs", "sums of needs", mine, _sums_of_all)
-    (*numbers, away, left_by), name, unmatched = answer
+    (*numbers, away, left_by, averaged), name, unmatched = answer
     tally, weight = Tally(*numbers[:4]), Weight(*numbers[4:])
-    sums = LoadSums(tally, weight, away, left_by, name, tuple(unmatched))
+    sums = LoadSums(tally, weight, away, left_by, averaged, name, tuple(unmatched))
     if sums.weight.is_little(limits):
         groups = long_only(groups, limits)
     if sums.unmatched:

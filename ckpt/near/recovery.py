@@ -28,7 +28,6 @@ from ckpt.near.placement import Hosts
 from ckpt.near.records import NearRecord, decode_near_record, encode_near_record
 from ckpt.near.status import TierStatus, read_status
 from ckpt.service.restore import TierRestorable
-from ckpt.state.types import Stacks
 from ckpt.world.base import (
     World,
     collectively,
@@ -76,7 +75,7 @@ class NearCandidate(TierRestorable):
             return self.problem
         try:
             with gc_paused():
-                return load_near(state, self, options.get("stacks"))
+                return load_near(state, self, options)
         except (InvalidState, Mismatch):
             raise  # the state is another one, as it is to older checkpoints
         except CheckpointError as error:
@@ -155,16 +154,16 @@ def _shared(world: World, name: str, mine: Any) -> list[Any]:
     return list(json.loads(every))
 
 
-def load_near(state: Any, candidate: NearCandidate, stacks: Stacks | None) -> LoadReport:
-    """Fill `state` from a near checkpoint whose files are all there; `stacks` are those of
-    `ckpt.load`. Collective. Where a file turns out to be damaged or not readable, another copy of
-    it is used.
+def load_near(state: Any, candidate: NearCandidate, options: Mapping[str, Any]) -> LoadReport:
+    """Fill `state` from a near checkpoint whose files are all there; of `options` it takes `stacks`
+    and `resize`, as `ckpt.load`. Collective. Where a file turns out to be damaged or not readable,
+    another copy of it is used.
 
     Raises like `ckpt.loading.load.load_state` when no other copy is left; a damaged header is
     Corrupt with the state as it was, a damaged block is LoadInterrupted by Corrupt.
     """
     try:
-        return _load(state, candidate, stacks or {})
+        return _load(state, candidate, options)
     except (InvalidState, Mismatch):
         raise
     except CheckpointError as error:
@@ -178,10 +177,10 @@ def load_near(state: Any, candidate: NearCandidate, stacks: Stacks | None) -> Lo
             logger.warning(
                 "near step %d is loaded again, from other copies: %s", sound.record.head.step, error
             )
-    return _load(state, sound, stacks or {})
+    return _load(state, sound, options)
 
 
-def _load(state: Any, candidate: NearCandidate, stacks: Stacks) -> LoadReport:
+def _load(state: Any, candidate: NearCandidate, options: Mapping[str, Any]) -> LoadReport:
     record, hosts = candidate.record, candidate.hosts
     world, tier, own_host = hosts.world, hosts.tier, hosts.own
     manifest = _manifest(candidate)
@@ -198,7 +197,9 @@ def _load(state: Any, candidate: NearCandidate, stacks: Stacks) -> LoadReport:
         store=tier.files,
         world=world,
         located=(record.prefix, manifest),
-        options=LoadOptions(stacks=stacks, path=path),
+        options=LoadOptions(
+            stacks=options.get("stacks") or {}, path=path, resize=options.get("resize")
+        ),
         origins=Origins(hosts.ranks_of(own_host), owners),
     )
 

@@ -47,6 +47,7 @@ from ckpt.service.restore import RestoreReport, restore_latest
 from ckpt.service.retention import KeepAll, KeepRule, RetentionPlan, with_grace
 from ckpt.service.target import Pending, Target, UrlTarget
 from ckpt.service.tiers import TierValue, checked_tiers
+from ckpt.state.resize import Resize
 from ckpt.state.walk import refuse_snapshots
 from storage import StoreLike
 from storage.hidden import hides_secrets
@@ -270,6 +271,7 @@ class Checkpointer:
         from_: StoreLike | None = None,
         from_options: Mapping[str, Any] | None = None,
         stacks: Mapping[str, str] | None = None,
+        resize: Resize = None,
         metadata_bytes_max: SupportsIndex | None = None,
     ) -> RestoreReport | None:
         """Fill the state from the newest checkpoint that is whole, or the newest of `step`, or from
@@ -279,9 +281,8 @@ class Checkpointer:
         another layout are restored only by their attempt, or where there is nothing else. Going
         back by `step` or `attempt` begins a new line with the next save, and that line is resumed
         the next time (see `ckpt.commit.locate`). None when nothing was saved yet. All ranks restore
-        the same one. `stacks` are those of `ckpt.load`, for experts that are one tensor in the
-        state or in the checkpoint; a checkpoint in the form of the state is taken as it is.
-        `metadata_bytes_max` is that of `ckpt.load`.
+        the same one. `stacks`, `resize` and `metadata_bytes_max` are those of `ckpt.load`; a
+        checkpoint in the form of the state is taken as it is.
 
         Until this root has a checkpoint, `from_`, any place that `ckpt.load` takes, is the start,
         loaded with `from_options`, arguments of `ckpt.load`. Steps count on from the one saved
@@ -293,7 +294,8 @@ class Checkpointer:
         """
         self._check_open()
         start = {"from_": from_, "from_options": from_options}
-        how = {"stacks": stacks, "metadata_bytes_max": plain_int(metadata_bytes_max)}
+        nbytes_max = plain_int(metadata_bytes_max)
+        how = {"stacks": stacks, "resize": resize, "metadata_bytes_max": nbytes_max}
         return self._restore(step=plain_int(step), attempt=attempt, **start, **how)
 
     def _restore(self, **how: Any) -> RestoreReport | None:

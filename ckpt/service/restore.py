@@ -27,7 +27,7 @@ from ckpt.format.manifest_codec import decode_manifest
 from ckpt.loading.load import BYTES_AWAY, LoadReport
 from ckpt.service.target import Target
 from ckpt.short import ShortRecord
-from ckpt.state.types import Loaded, Stacks
+from ckpt.state.types import Loaded
 from ckpt.telemetry.record import PhaseSpan
 from ckpt.world.base import World, from_coordinator
 from storage import CorruptObjectError, KeyNotFoundError, StorageError, Store, StoreLike
@@ -177,13 +177,11 @@ def restore_latest(
     tiers: Elsewhere | None = None,
     from_: StoreLike | None = None,
     from_options: Mapping[str, Any] | None = None,
-    stacks: Stacks | None = None,
-    metadata_bytes_max: int | None = None,
+    **how: Any,
 ) -> RestoreReport | None:
     """Fill `state` from the newest checkpoint, or the newest of `step`, that can be loaded whole,
     or from `attempt`. Without either, only what `ckpt.commit.locate.resumable` gives is tried, and
-    what `tiers` have; they learn what was restored. `stacks` and `metadata_bytes_max` are those of
-    `ckpt.load`.
+    what `tiers` have; they learn what was restored. `how` are more arguments of `ckpt.load`.
 
     Collective; all ranks take the same one. When nothing was ever saved there and none was
     requested, `from_` fills the state; without it the answer is None. Raises NoCheckpoint when none
@@ -208,8 +206,7 @@ def restore_latest(
     skipped: list[Skipped] = []
     any_durable = False
     # A target of the caller's own may know nothing of them.
-    options = {"stacks": stacks, "metadata_bytes_max": metadata_bytes_max}
-    options = {name: value for name, value in options.items() if value is not None}
+    options = {name: value for name, value in how.items() if value is not None}
     while candidates:
         candidate = candidates.pop(0)
         is_durable = isinstance(candidate, _Durable)

@@ -14,9 +14,10 @@ from functools import partial
 import torch
 
 from ckpt.errors import Mismatch
+from ckpt.layout.holdings import of_view, shaped
 from ckpt.layout.memory import local_view
 from ckpt.layout.piece import Holding, Piece
-from ckpt.layout.region import Box, Region, Shape, Span, whole
+from ckpt.layout.region import Box, Region, Shape, Span
 from ckpt.stacks.rules import Origin, restack
 from ckpt.state.binding import Binding
 from ckpt.state.types import Catalog, Stacks
@@ -83,11 +84,11 @@ class _Moving:
     ) -> Iterator[Holding]:
         """One for all: where the checkpoint has several, each is read, and they are compared."""
         if len(origin.stored) == 1:
-            yield _of(holding, piece._replace(fqn=origin.stored[0]), view)
+            yield of_view(holding, piece._replace(fqn=origin.stored[0]), view)
             return
         every = [(fqn, torch.empty_like(view)) for fqn in origin.stored]
         for fqn, target in every:
-            yield _of(holding, piece._replace(fqn=fqn), target)
+            yield of_view(holding, piece._replace(fqn=fqn), target)
         first_fqn, first = every[0]
 
         def compare() -> None:
@@ -109,12 +110,6 @@ def _bits(number: torch.Tensor) -> torch.Tensor:
     return number.reshape(1).view(torch.uint8)  # NaN is equal to itself then
 
 
-def _of(holding: Holding, piece: Piece, view: torch.Tensor) -> Holding:
-    """A holding of one piece that is all of `view`."""
-    piece = piece._replace(local_region=whole(tuple(view.shape)))
-    return holding._replace(local=view, pieces=(piece,))
-
-
 def _lifted(holding: Holding, piece: Piece, view: torch.Tensor, origin: Origin) -> Holding:
     """A piece of a slice, as one of the stack."""
     index, shape, region = origin.number or 0, piece.global_shape, piece.region
@@ -122,12 +117,12 @@ def _lifted(holding: Holding, piece: Piece, view: torch.Tensor, origin: Origin) 
         before = index * math.prod(shape)
         lifted: Region = Span(region.start + before, region.stop + before)
     else:
-        view = _shaped(view, region.shape).unsqueeze(0)
+        view = shaped(view, region.shape).unsqueeze(0)
         lifted = Box((index, *region.offset), (1, *region.shape))
     of_stack = piece._replace(
         fqn=origin.stored[0], global_shape=(origin.total, *shape), region=lifted
     )
-    return _of(holding, of_stack, view)
+    return of_view(holding, of_stack, view)
 
 
 def _cut(holding: Holding, piece: Piece, view: torch.Tensor, origin: Origin) -> Iterator[Holding]:
@@ -136,11 +131,11 @@ def _cut(holding: Holding, piece: Piece, view: torch.Tensor, origin: Origin) -> 
     one = piece._replace(global_shape=shape)
     region = piece.region
     if isinstance(region, Box):
-        view = _shaped(view, region.shape)
+        view = shaped(view, region.shape)
         inside = Box(region.offset[1:], region.shape[1:])
         for row in range(region.shape[0]):
             fqn = origin.stored[region.offset[0] + row]
-            yield _of(holding, one._replace(fqn=fqn, region=inside), view.select(0, row))
+            yield of_view(holding, one._replace(fqn=fqn, region=inside), view.select(0, row))
         return
     view = view.view(-1)
     numel = math.prod(shape)
@@ -149,9 +144,4 @@ def _cut(holding: Holding, piece: Piece, view: torch.Tensor, origin: Origin) -> 
         stop = min(region.stop, (number + 1) * numel)
         span = Span(start - number * numel, stop - number * numel)
         memory = view[start - region.start : stop - region.start]
-        yield _of(holding, one._replace(fqn=origin.stored[number], region=span), memory)
-
-
-def _shaped(view: torch.Tensor, shape: Shape) -> torch.Tensor:
-    """`view` in the shape of its region; a box may lie in flat memory."""
-    return view if tuple(view.shape) == shape else view.view(shape)
+        yield of_view(holding, one._replace(fqn=origin.stored[number], region=span), memory)

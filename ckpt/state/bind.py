@@ -35,6 +35,7 @@ from ckpt.state.describe import (
 from ckpt.state.names import GroupOptions, Names, Rename, Skip
 from ckpt.state.optimizer import EXTRA_STATE, extra_state, set_extra_state
 from ckpt.state.per_group import NOT_IN_GROUP, GroupValue, group_of, group_values, value_for
+from ckpt.state.resize import NewRows, Resize, in_stored_rows
 from ckpt.state.trees import bind_composite, bind_tree
 from ckpt.state.typed_values import tensor_of, why_no_tensor
 from ckpt.state.types import (
@@ -73,16 +74,17 @@ def bind_state(
     skip: Skip = None,
     new: Skip = None,
     group_options: GroupOptions = None,
+    resize: Resize = None,
     call: CallArguments = CHECKPOINT,
 ) -> Binding:
     """How `state` is to be filled from a checkpoint. Changes nothing; no rank waits for another.
 
     `rename` gives the checkpoint's name for a name of the state, or for a dotted prefix of names;
-    `skip` says which names to leave alone, `new` which of those the checkpoint does not have, and
-    `group_options` of options of param groups whether the saved or the live value holds. With
-    `strict=False`, missing and unexpected names are not fatal, with "state" the unexpected ones;
-    what has another shape or dtype always is. Raises
-    InvalidState when `state` itself is unusable.
+    `skip` says which names to leave alone, `new` which of those the checkpoint does not have,
+    `group_options` of options of param groups whether the saved or the live value holds, and
+    `resize` what rows are that the checkpoint lacks. With `strict=False`, missing and unexpected
+    names are not fatal, with "state" the unexpected ones; what has another shape or dtype always
+    is. Raises InvalidState when `state` itself is unusable.
     """
     leaves = walk(state)
     described = describe_modules(leaves, ranks, loading=True)
@@ -99,6 +101,7 @@ def bind_state(
         call=call,
         new=new,
         group_options=group_options,
+        resize=resize,
     )
     binding = _Binder(names, ranks)
     binding.add_tensors(leaves.tensors)
@@ -250,6 +253,8 @@ class _Binder:
 
     def fits(self, fqn: str, saved: str, shape: Shape, dtype: torch.dtype) -> bool:
         """Whether what the checkpoint calls `saved` can fill `fqn`; a problem when not."""
+        if (rule := self.names.row_rule(fqn)) is not None:
+            self.names.resize(fqn, saved, shape, rule)
         entry = self.names.catalog.tensors[saved]
         self.names.used.add(saved)
         call = self.names.call
@@ -257,11 +262,14 @@ class _Binder:
         otherwise = ", pass rename= or drop the entry with skip=" if call.skip else ""
         casting = ", or pass cast=True" if call.cast else f" (a load never casts){call.or_skip}"
         if entry.shape != shape:
+            rows = f", or its rows with resize={{{fqn!r}: 'zeros'}}" if call.resize else ""
+            if entry.shape[1:] != shape[1:] or not shape or not entry.shape:
+                rows = ", which resize= cannot change: dim 0 alone" if rule else ""
             self.names.report(
                 ProblemKind.SHAPE,
                 fqn,
-                f"{source} has shape {tuple(entry.shape)}, state has {tuple(shape)}; build the "
-                f"state with the sizes it was saved with{otherwise}",
+                f"{source} has shape {tuple(entry.shape)}, state has {tuple(shape)}{rows}; build "
+                f"the state with the sizes it was saved with{otherwise}",
             )
             return False
         if entry.dtype is not dtype:
@@ -508,9 +516,12 @@ class _Binder:
             not_asked=not_asked,
             new=tuple(names.new),
         )
+        plain, holdings, new_rows = self.plain, self.holdings, list[NewRows]()
+        if names.resized:
+            plain, holdings, new_rows = in_stored_rows(plain, holdings, names.resized)
         return Binding(
-            self.plain,
-            self.holdings,
+            plain,
+            holdings,
             problems,
             tuple(fatal_texts(problems, strict=strict)),
             described,
@@ -520,6 +531,7 @@ class _Binder:
             left,
             self.warnings,
             names.unmatched(),
+            new_rows,
         )
 
 

@@ -14,11 +14,13 @@ from typing import Any
 import torch
 
 from ckpt.errors import Mismatch
+from ckpt.layout.descriptions import descriptions, shown_type
 from ckpt.layout.holdings import holdings_of, tensor_holdings
 from ckpt.layout.kind import Kind
 from ckpt.layout.likeness import Likeness, likeness, zeros_beside, zeros_like
 from ckpt.layout.piece import Holding, Owned
 from ckpt.layout.plain import Ranks
+from ckpt.layout.region import Shape
 from ckpt.layout.tensor import local_tensor
 from ckpt.state.names import Names
 from ckpt.state.optimizer import NamedParam, scalar_piece
@@ -35,8 +37,9 @@ from ckpt.state.optimizer_kinds import (
     resharded,
     why_not,
 )
+from ckpt.state.resize import with_rows
 from ckpt.state.trees import BoundTree, bind_tree, fill_once, fits
-from ckpt.state.types import PerRank, ProblemKind
+from ckpt.state.types import PerRank, ProblemKind, TensorEntry
 from ckpt.state.values import (
     holds_objects,
     join_tree,
@@ -98,6 +101,7 @@ class ParameterBinder:
 
         `live` is the state that the optimizer has, `hyper` are the options of its group.
         """
+        states = [self.resized(named, number, state) for number, state in enumerate(states)]
         # Used, whatever follows: a skipped state, or one of a parameter that lies elsewhere, is not
         # an unexpected name.
         for state in states:
@@ -113,6 +117,45 @@ class ParameterBinder:
                 binding.add(name)
             elif name in live:  # the state is replaced as a whole, so what stays is put back
                 new[name] = _constant(live[name])
+
+    def resized(
+        self, named: NamedParam, number: int, state: SavedState | None
+    ) -> SavedState | None:
+        """The state of a member with the rows that the member has, where `resize` says so."""
+        source, names = named.source, self.names
+        shape = source.members[number].global_shape
+        rule_of_param = names.row_rule(source.fqns[number])
+        rows = names.stored_rows(source.fqns[number]) if shape else None
+        tensors: dict[str, tuple[str, TensorEntry]] = {}
+        for name in state.names if state is not None else ():
+            fqn = f"{self.path}.state.{named.names[number]}.{name}"
+            rule = names.row_rule(fqn) or rule_of_param
+            if rule is None or state is None or name in state.own:
+                continue
+            saved, value = state.values.get(name, ("", None))
+            inside = references(value) if saved else [state.tensors[name][0]]
+            shapes = [tuple(described["shape"]) for described in descriptions(value)]
+            if any(with_rows(each, shape, rows) != each for each in shapes):
+                inside = []
+                self.report_unclear(fqn, shown_type(value), shape)
+            for one in inside:
+                entry = names.catalog.tensors.get(one)
+                wanted = with_rows(entry.shape, shape, rows) if entry else None
+                if entry and wanted is None:
+                    self.report_unclear(fqn, str(entry.shape), shape)
+                elif wanted is not None:
+                    names.resize(fqn, one, wanted, rule)
+            if not saved:
+                tensors[name] = inside[0], names.catalog.tensors[inside[0]]
+        return state._replace(tensors=state.tensors | tensors) if state and tensors else state
+
+    def report_unclear(self, fqn: str, what: str, shape: Shape) -> None:
+        self.names.report(
+            ProblemKind.SHAPE,
+            fqn,
+            f"{self.names.call.source} has {what}, the parameter {shape}: resize= changes "
+            f"plain tensors with one row for each of the parameter{self.names.call.or_skip}",
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from ckpt.layout.holdings import WholeTensors
@@ -10,6 +10,7 @@ from ckpt.layout.piece import Holding
 from ckpt.state.describe import Described
 from ckpt.state.matching import Tally
 from ckpt.state.names import Left
+from ckpt.state.resize import NewRows
 from ckpt.state.types import Loaded, Problem, ProblemKind
 
 
@@ -34,6 +35,7 @@ class Binding:
     left: Left
     warnings: Sequence[str] = ()
     unmatched: Sequence[str] = ()
+    new_rows: Sequence[NewRows] = ()
 
     @property
     def fatal_here(self) -> list[str]:
@@ -60,12 +62,20 @@ class Binding:
         for layout in self.described.layouts:
             layout.reshard()
 
-    def finish(self) -> Loaded:
-        """Install what is not filled in place, once all of `holdings` is filled.
+    @property
+    def averaged(self) -> list[str]:
+        """Names of the checkpoint whose rows have to be averaged."""
+        return sorted({rows.fqn for rows in self.new_rows if rows.rule == "mean"})
+
+    def finish(self, means: Mapping[str, Sequence[float]] | None = None) -> Loaded:
+        """Install what is not filled in place, once all of `holdings` is filled; `means` are those
+        of `averaged`.
 
         Optimizer state and param groups, objects and extra states, values, random states, in this
         order. Raises Mismatch when members of one flat parameter have different scalar state.
         """
+        for rows in self.new_rows:
+            rows.fill(means or {})
         for step in self.steps:
             step()
         return self.report

@@ -5,12 +5,15 @@ place.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Literal, NamedTuple
 
 import torch
 
 from ckpt.layout.composites import unknown_types
 from ckpt.layout.descriptions import is_description, shown_type
+from ckpt.layout.region import Shape
+from ckpt.state.resize import Resize, RowRule, StoredRows
 from ckpt.state.types import CHECKPOINT, CallArguments, Catalog, Problem, ProblemKind
 from ckpt.state.values import references
 
@@ -83,8 +86,11 @@ class Names:
         call: CallArguments = CHECKPOINT,
         new: Skip = None,
         group_options: GroupOptions = None,
+        resize: Resize = None,
     ) -> None:
-        self.catalog = catalog
+        # With `resize`, tensors there have the rows of the state; see `resized`.
+        self._tensors = dict(catalog.tensors) if resize else {}
+        self.catalog = replace(catalog, tensors=self._tensors) if resize else catalog
         self.call = call
         self.aliases = aliases
         self.rename, renames = _renamer(rename)
@@ -96,10 +102,14 @@ class Names:
             "skip": skips,
             "new": news,
             "group_options": Rules(options),
+            "resize": Rules(resize or ()),
         }
+        self._resize = dict(resize or {})
+        self.resized: dict[str, StoredRows] = {}
         self._group_options = group_options if isinstance(group_options, str) else options
         self.has_rename = rename is not None
-        self.has_skip = bool(skip) or bool(new)
+        # Whether a name that both sides have may be left alone, or has to be asked for by a rule.
+        self.has_skip = bool(skip) or bool(new) or bool(resize)
         self.problems: list[Problem] = []
         self.used: set[str] = set()
         # Where memory of optimizers begins that is filled already.
@@ -260,6 +270,42 @@ class Names:
         self._rules["group_options"](option)
         return self._group_options.get(option)
 
+    def row_rule(self, fqn: str) -> RowRule | None:
+        """What new rows of a tensor are, where the caller says so by one of its names."""
+        if not self._resize:
+            return None
+        tied = [name for name, to in self.aliases.items() if to == fqn]
+        heads = [self._rules["resize"].longest(name) for name in (fqn, *tied)]
+        return next((self._resize[head] for head in heads if head is not None), None)
+
+    def stored_rows(self, fqn: str) -> int | None:
+        """The rows that the checkpoint has of a tensor of the state, if it has that."""
+        for name in self.equivalents(fqn):
+            if name in self.resized:
+                return self.resized[name].number
+            if name in self.catalog.tensors and (shape := self.catalog.tensors[name].shape):
+                return shape[0]
+        return None
+
+    def resize(self, fqn: str, saved: str, shape: Shape, rule: RowRule) -> None:
+        """Take what the checkpoint calls `saved` as if it had the `shape` of `fqn`, where they
+        differ in their rows alone.
+        """
+        entry = self.catalog.tensors[saved]
+        if entry.shape == shape or not shape or entry.shape[1:] != shape[1:] or not entry.shape:
+            return
+        if rule == "mean" and shape[0] > entry.shape[0]:
+            has_mean = entry.shape[0] > 0 and entry.dtype.is_floating_point
+            if not has_mean:
+                self.report(
+                    ProblemKind.VALUE,
+                    fqn,
+                    f"{self.call.source} has {entry.shape[0]} rows of {entry.dtype}, which have no "
+                    "mean; pass 'zeros' or 'init' for it in resize=",
+                )
+        self.resized[saved] = StoredRows(entry.shape[0], rule)
+        self._tensors[saved] = entry._replace(shape=shape)
+
     def unmatched(self) -> list[str]:
         """What is wrong with rules of the caller's that have matched nothing. Ranks that hold
         different things may each have others; the texts are the same on all of them.
@@ -379,6 +425,7 @@ _NOTHING = {
     "skip": "no name of the state or the checkpoint",
     "new": "no name of the state",
     "group_options": "no option of a group",
+    "resize": "no tensor of the state",
 }
 
 

@@ -126,12 +126,13 @@ def bind_composite(
         names.problems += [Problem(ProblemKind.UNSUPPORTED, fqn, text) for text in problems]
         return None
     saved_name, described = saved
+    blocks = "" if names.row_rule(fqn) is None else ", and resize= changes plain tensors alone"
     if any(described[key] != live[key] for key in (TYPE_KEY, "dtype", "shape")):
         names.report(
             ProblemKind.SHAPE,
             fqn,
-            f"{names.call.source} has a {shown_type(described)}, state has a {shown_type(live)}; "
-            f"build the state with the tensor that was saved{names.call.or_skip}",
+            f"{names.call.source} has a {shown_type(described)}, state has a {shown_type(live)}"
+            f"{blocks}; build the state with the tensor that was saved{names.call.or_skip}",
         )
         return None
     used = references(described)

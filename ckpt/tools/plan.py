@@ -47,6 +47,7 @@ from ckpt.loading.reader import Reader
 from ckpt.short import ShortRecord
 from ckpt.state.bind import bind_state
 from ckpt.state.names import GroupOptions
+from ckpt.state.resize import Resize
 from ckpt.state.types import TensorEntry
 from storage import Store, StoreLike
 from storage.hidden import hides_secrets
@@ -117,6 +118,7 @@ def plan_load(
     new: Callable[[str], bool] | Iterable[str] = (),
     group_options: GroupOptions = None,
     stacks: Mapping[str, str] | None = None,
+    resize: Resize = None,
     storage_options: Mapping[str, Any] | None = None,
     metadata_bytes_max: SupportsIndex | None = None,
 ) -> LoadPlan:
@@ -144,6 +146,7 @@ def plan_load(
             skip=skip,
             new=new,
             group_options=group_options,
+            resize=resize,
         )
         of_stacks = [f"stacks=: {problem}" for problem in form.problems]
         fatal = (*of_stacks, *binding.fatal, *binding.unmatched)

@@ -9,7 +9,7 @@ import logging
 import secrets
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import reduce
+from functools import partial, reduce
 from operator import and_
 from typing import Any, NamedTuple
 
@@ -226,7 +226,7 @@ def load_located(
         with recorder.span("read"):
             nbytes_away = transfer(reader, sharing, world, options, sums, origins)
         with recorder.span("finish"):
-            loaded = collectively(world, "finish", lambda: binding.finish(means))
+            loaded = collectively(world, "finish", partial(binding.finish, means))
     recorder.count("read_bytes", reader.nbytes_read + nbytes_away)
     recorder.count("passed_bytes", reader.nbytes_passed)
     recorder.count("cached_bytes", reader.nbytes_cached)
@@ -507,17 +507,18 @@ def compared(
     manifest = block_sums.manifest
     # Where one rank has a place for everything, no other has to be asked.
     has_left = options.strict is True and len(binding.fatal) > len(binding.fatal_here)
+    averaged = len(binding.averaged) if options.resize else 0
     if world.size == 1:
         if has_left:
             _refuse_left(world, binding.left, block_sums, options.path, where)
-        sums = LoadSums(binding.tally, Weight(0, 0, 0), averaged=len(binding.averaged))
+        sums = LoadSums(binding.tally, Weight(0, 0, 0), averaged=averaged)
         return [], sums, _warnings_of(binding, manifest, world, sums.tally, where)
     needs, limits = reader.needs, options.sharing
     among = range(world.size) if ranks is None else ranks
     with world.transfers("needs") as wires:
         groups = match(wires, world.rank, among, needs, int(reader.files[-1]))
     away, weight = length(reader.away), weigh(needs, groups, world.rank, limits)
-    counts = [*binding.tally, *weight, away, int(has_left), len(binding.averaged)]
+    counts = [*binding.tally, *weight, away, int(has_left), averaged]
     mine = counts, list(binding.unmatched)
     answer = decided_json(world, "needs", "sums of needs", mine, _sums_of_all)
     (*numbers, away, left_by, averaged), name, unmatched = answer

@@ -253,7 +253,8 @@ class _Binder:
 
     def fits(self, fqn: str, saved: str, shape: Shape, dtype: torch.dtype) -> bool:
         """Whether what the checkpoint calls `saved` can fill `fqn`; a problem when not."""
-        if (rule := self.names.row_rule(fqn)) is not None:
+        rule = self.names.row_rule(fqn) if self.names.has_resize else None
+        if rule is not None:
             self.names.resize(fqn, saved, shape, rule)
         entry = self.names.catalog.tensors[saved]
         self.names.used.add(saved)

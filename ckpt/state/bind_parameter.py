@@ -101,7 +101,8 @@ class ParameterBinder:
 
         `live` is the state that the optimizer has, `hyper` are the options of its group.
         """
-        states = [self.resized(named, number, state) for number, state in enumerate(states)]
+        if self.names.has_resize:
+            states = [self.resized(named, number, state) for number, state in enumerate(states)]
         # Used, whatever follows: a skipped state, or one of a parameter that lies elsewhere, is not
         # an unexpected name.
         for state in states:

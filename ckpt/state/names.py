@@ -109,7 +109,8 @@ class Names:
         self._group_options = group_options if isinstance(group_options, str) else options
         self.has_rename = rename is not None
         # Whether a name that both sides have may be left alone, or has to be asked for by a rule.
-        self.has_skip = bool(skip) or bool(new) or bool(resize)
+        self.has_resize = bool(resize)
+        self.has_skip = bool(skip) or bool(new) or self.has_resize
         self.problems: list[Problem] = []
         self.used: set[str] = set()
         # Where memory of optimizers begins that is filled already.
@@ -272,8 +273,6 @@ class Names:
 
     def row_rule(self, fqn: str) -> RowRule | None:
         """What new rows of a tensor are, where the caller says so by one of its names."""
-        if not self._resize:
-            return None
         tied = [name for name, to in self.aliases.items() if to == fqn]
         heads = [self._rules["resize"].longest(name) for name in (fqn, *tied)]
         return next((self._resize[head] for head in heads if head is not None), None)

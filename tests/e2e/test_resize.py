@@ -25,11 +25,11 @@ from ckpt.errors import Mismatch
 from ckpt.layout.piece import Owned, Piece, View
 from ckpt.layout.region import Region, whole
 from ckpt.loading.load import LoadOptions
-from ckpt.testing import RanksFailed
 from storage import Store, open_store
 from tests.e2e.job import Job
 from tests.e2e.test_stacks import columns, everything, rows, runs, taken
 from tests.ranks import run_ranks
+from tests.thread_ranks import RanksFailed
 
 RANKS = 4
 WIDTH = 6
@@ -237,7 +237,7 @@ def test_numbers_that_have_no_mean_are_refused(tmp_path: Path) -> None:
     with pytest.raises(Mismatch, match=r"6 rows of torch\.int64, which have no mean"):
         ckpt.load({"ids": torch.zeros(8, dtype=torch.int64)}, str(tmp_path), resize={"ids": "mean"})
     with pytest.raises(ValueError, match="expected one of 'zeros', 'mean', 'init'"):
-        ckpt.load({"ids": torch.zeros(8)}, str(tmp_path), resize={"ids": "random"})  # type: ignore[dict-item]
+        ckpt.load({"ids": torch.zeros(8)}, str(tmp_path), resize={"ids": "random"})
 
 
 def test_a_tied_embedding_is_resized_by_either_name(tmp_path: Path) -> None:

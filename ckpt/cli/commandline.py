@@ -15,7 +15,7 @@ from typing import Annotated, Any, Literal, NamedTuple, NoReturn, get_args
 
 from ckpt import operate
 from ckpt.cli import printing
-from ckpt.operate.arguments import Argument
+from ckpt.operate.arguments import Argument, Unfold
 from ckpt.version import __version__
 
 # 2 is what argparse exits with, 130 what shells show for a process that Ctrl-C ended.
@@ -266,7 +266,7 @@ COMMANDS = (
         "ckpt diff runs/7b --step-a 100 --step-b 900\n"
         "ckpt diff runs/7b s3://bucket/run --include 'model.*' --quick",
         code=lambda report: OK if report.identical else DIFFERENT,
-        shown={"sort": _SORT},
+        shown={"sort": _SORT, "unfold": Unfold},
     ),
     Command(
         operate.plan_ranks,

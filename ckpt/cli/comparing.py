@@ -3,28 +3,31 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
+from ckpt.screens.folding import counted_name, folded, name_of_all
 from ckpt.screens.terminal import counted, shape_text, short, show_names, show_table, size
-from ckpt.tools.diff import DiffReport, TensorChange
+from ckpt.tools.diff import Amount, DiffReport, TensorChange
 from ckpt.tools.plan import LoadPlan, RankPlan
 
 NAMES_SHOWN_MAX = 50
 RANKS_SHOWN_MAX = 64
 
 
-def show_diff(report: DiffReport, sort: str = "name") -> None:
+def show_diff(report: DiffReport, sort: str = "name", unfold: bool = False) -> None:
     """`ckpt diff`."""
     print(f"a: step {report.step_a} of {report.url_a}")
     print(f"b: step {report.step_b} of {report.url_b}\n")
-    changes = list(report.changed)
+    lines = _lines(report.changed, unfold)
     if sort == "amount":
-        changes.sort(key=lambda c: c.amount.relative_norm if c.amount else math.inf, reverse=True)
-    if changes:
+        lines.sort(key=lambda line: line[2].relative_norm if line[2] else math.inf, reverse=True)
+    if lines:
         titles = ("changed", "what", "elements", "max abs", "max rel", "norm", "rel norm")
-        show_table(titles, [_row(change) for change in changes], right=titles[2:])
+        show_table(titles, [_row(*line) for line in lines], right=titles[2:])
         print()
     for title, names in (("only in a", report.only_a), ("only in b", report.only_b)):
-        show_names(title, names, NAMES_SHOWN_MAX, more=f" {title}")
+        shown = names if unfold else [name for (name,) in folded(zip(names, strict=True))]
+        show_names(title, shown, NAMES_SHOWN_MAX, more=f" {title}")
     for value in report.values:
         old = short(repr(value.a), 60) if value.has_a else "(absent)"
         new = short(repr(value.b), 60) if value.has_b else "(absent)"
@@ -41,25 +44,41 @@ def show_diff(report: DiffReport, sort: str = "name") -> None:
     )
 
 
-def _row(change: TensorChange) -> tuple[str, ...]:
-    if change.what == "shape":
-        return (
-            change.fqn,
-            f"shape {shape_text(change.shape_a)} -> {shape_text(change.shape_b)}",
-            *[""] * 5,
+def _lines(
+    changes: Sequence[TensorChange], unfold: bool
+) -> list[tuple[str, str, Amount | None, int]]:
+    """Name, what differs, by how much, and of how many elements: of one tensor, or of those that
+    blocks and optimizers repeat.
+    """
+    together: dict[tuple[str, str, bool], list[TensorChange]] = {}
+    for one in changes:
+        name = one.fqn if unfold else name_of_all(one.fqn, states=True)
+        together.setdefault((name, _what(one), one.amount is None), []).append(one)
+    return [
+        (
+            counted_name(same[0].fqn, name, len(same)),
+            what,
+            None if has_none else Amount.total(one.amount for one in same if one.amount),
+            sum(math.prod(one.shape_b) for one in same),
         )
-    what = change.what
-    if what == "dtype":
-        what = f"{change.dtype_a} -> {change.dtype_b}"
-    amount = change.amount
+        for (name, what, has_none), same in together.items()
+    ]
+
+
+def _what(change: TensorChange) -> str:
+    if change.what == "shape":
+        return f"shape {shape_text(change.shape_a)} -> {shape_text(change.shape_b)}"
+    return f"{change.dtype_a} -> {change.dtype_b}" if change.what == "dtype" else change.what
+
+
+def _row(name: str, what: str, amount: Amount | None, numel: int) -> tuple[str, ...]:
     if amount is None:
-        return change.fqn, what, *[""] * 5
+        return name, what, *[""] * 5
     if amount.not_finite:
         what += f", {amount.not_finite} not finite"
-    numel = max(math.prod(change.shape_b), 1)
-    share = f"{amount.changed} ({100 * amount.changed / numel:.3g} %)"
+    share = f"{amount.changed} ({100 * amount.changed / max(numel, 1):.3g} %)"
     numbers = (amount.max_abs, amount.max_rel, amount.norm, amount.relative_norm)
-    return change.fqn, what, share, *(f"{number:.3g}" for number in numbers)
+    return name, what, share, *(f"{number:.3g}" for number in numbers)
 
 
 def show_plan_ranks(plan: LoadPlan) -> None:

@@ -33,6 +33,7 @@ def show(
     output: Annotated[
         str, Argument("with --map: write one self-contained HTML page", metavar="FILE")
     ] = "",
+    unfold: given.Unfold = False,
     metadata_bytes_max: given.MetadataMax = None,
     json: Annotated[bool, Argument("print JSON, with every stored part")] = False,
     storage_options: given.Options = None,
@@ -41,7 +42,7 @@ def show(
     from ckpt.cli.showing import show
 
     of_store = (metadata_bytes_max, storage_options)
-    show(url, pattern, step, attempt, *of_store, as_map=map, output=output, to_json=json)
+    show(url, pattern, step, attempt, *of_store, map, output, json, unfold)
 
 
 def watch(

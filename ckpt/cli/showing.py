@@ -20,6 +20,7 @@ from ckpt.layout.dtypes import DTYPES
 from ckpt.layout.kind import Kind
 from ckpt.layout.region import Box, Shape
 from ckpt.loading.contents import CheckpointContents, open_contents
+from ckpt.screens.folding import folded
 from ckpt.screens.picture import show_map
 from ckpt.screens.terminal import (
     as_json,
@@ -45,10 +46,10 @@ def show(
     attempt: str,
     metadata_bytes_max: SupportsIndex | None,
     storage_options: Mapping[str, Any] | None,
-    *,
     as_map: bool,
     output: str,
     to_json: bool,
+    unfold: bool,
 ) -> None:
     """`ckpt show`."""
     if output and not as_map:
@@ -73,11 +74,11 @@ def show(
             tensors = budget.timed(_tensors_json(checkpoint, names, budget), "tensors")
             show_json(_checkpoint_json(checkpoint), "tensors", tensors)
         else:
-            _show_tables(checkpoint, names, budget)
+            _show_tables(checkpoint, names, budget, unfold)
 
 
 def _show_tables(
-    checkpoint: CheckpointContents, names: Sequence[str], budget: MetadataBudget
+    checkpoint: CheckpointContents, names: Sequence[str], budget: MetadataBudget, unfold: bool
 ) -> None:
     header = checkpoint.manifest.header
     print(checkpoint.url)
@@ -85,7 +86,8 @@ def _show_tables(
     ranks = counted(header.world_size, "rank")
     about = f"step {header.step}{line}, {ranks}, {date(header.created_unix)}"
     print(about if checkpoint.manifest.is_sealed else header.attempt, end="\n\n")
-    rows = budget.timed(_rows(checkpoint, names), "tensors")
+    each = budget.timed(_rows(checkpoint, names), "tensors")
+    rows = each if unfold else folded(each)
     show_table(("name", "kind", "dtype", "shape", "size", "stored by"), rows, right=("size",))
     print()
     _show_ranks(checkpoint)

@@ -269,6 +269,7 @@ OtherOptions: TypeAlias = Annotated[
         dict,
     ),
 ]
+Unfold: TypeAlias = Annotated[bool, Argument("a line for each name, also where blocks repeat it")]
 MetadataMax: TypeAlias = Annotated[
     "SupportsIndex | None",
     Argument(

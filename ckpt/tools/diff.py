@@ -11,9 +11,8 @@ line up.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import reduce
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -67,6 +66,20 @@ class Amount(NamedTuple):
             return 0.0
         return self.norm / self.norm_a if self.norm_a else math.inf
 
+    @classmethod
+    def total(cls, parts: Iterable[Amount]) -> Amount:
+        """That of several tensors, or parts of one, together; at least one."""
+        changed, compared, abs_, rel, norm, norm_a, not_finite = zip(*parts, strict=True)
+        return cls(
+            sum(changed),
+            sum(compared),
+            max(abs_),
+            max(rel),
+            math.hypot(*norm),
+            math.hypot(*norm_a),
+            sum(not_finite),
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class TensorChange:
@@ -91,7 +104,10 @@ class TensorChange:
 
 
 class ValueChange(NamedTuple):
-    """A value that differs, or that one of the two lacks (`has_a`, `has_b`)."""
+    """A value that differs, or that one of the two lacks (`has_a`, `has_b`).
+
+    Of dicts and lists, the innermost: `fqn` is then such as `optimizer.param_groups[0].lr`.
+    """
 
     fqn: str
     a: Any
@@ -345,7 +361,7 @@ def _amounts(
             _amount(elements_a[start : start + LOOK_NUMEL], elements_b[start : start + LOOK_NUMEL])
             for start in range(0, span.numel, LOOK_NUMEL)
         ]
-        return pair, span, reduce(_sum, parts)
+        return pair, span, Amount.total(parts)
 
     bands = (
         (pair, Span(start, min(start + BAND_NUMEL, span.stop)))
@@ -357,7 +373,7 @@ def _amounts(
         look, bands, threads=threads, name="ckpt-diff", ahead=2 * threads
     ):
         name = pair.change.fqn
-        amounts[name] = _sum(amounts[name], amount) if name in amounts else amount
+        amounts[name] = Amount.total([amounts[name], amount]) if name in amounts else amount
         done += span.numel * pair.itemsizes
         if progress is not None:
             progress(done, total)
@@ -398,18 +414,6 @@ def _wide(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to(torch.float32).to(torch.float64) if is_tiny else tensor.double()
 
 
-def _sum(a: Amount, b: Amount) -> Amount:
-    return Amount(
-        changed=a.changed + b.changed,
-        compared=a.compared + b.compared,
-        max_abs=max(a.max_abs, b.max_abs),
-        max_rel=max(a.max_rel, b.max_rel),
-        norm=math.hypot(a.norm, b.norm),
-        norm_a=math.hypot(a.norm_a, b.norm_a),
-        not_finite=a.not_finite + b.not_finite,
-    )
-
-
 # Values -------------------------------------------------------------------------------------
 
 
@@ -422,7 +426,27 @@ def _value_changes(
         if not is_chosen(name, options):
             continue
         has_a, has_b = name in values_a, name in values_b
-        # As stored, because == says that NaN differs from itself and that True is 1.
-        if has_a and has_b and encode_values(values_a[name]) == encode_values(values_b[name]):
-            continue
-        yield ValueChange(name, values_a.get(name), values_b.get(name), has_a, has_b)
+        if has_a and has_b:
+            yield from _leaf_changes(name, values_a[name], values_b[name])
+        else:
+            yield ValueChange(name, values_a.get(name), values_b.get(name), has_a, has_b)
+
+
+def _leaf_changes(path: str, a: Any, b: Any) -> Iterator[ValueChange]:
+    """What differs inside two values, whatever the order of keys."""
+    # As stored, because == says that NaN differs from itself and that True is 1.
+    if encode_values(a) == encode_values(b):
+        return
+    if type(a) is dict and type(b) is dict and not any(str(key).startswith("$") for key in a):
+        for key in {**a, **b}:
+            is_name = isinstance(key, str) and key.isidentifier()
+            inner = f"{path}.{key}" if is_name else f"{path}[{key!r}]"
+            if key in a and key in b:
+                yield from _leaf_changes(inner, a[key], b[key])
+            else:
+                yield ValueChange(inner, a.get(key), b.get(key), key in a, key in b)
+    elif type(a) is type(b) in (list, tuple) and len(a) == len(b):
+        for index, (of_a, of_b) in enumerate(zip(a, b, strict=True)):
+            yield from _leaf_changes(f"{path}[{index}]", of_a, of_b)
+    else:
+        yield ValueChange(path, a, b, True, True)

@@ -47,7 +47,7 @@ def frames(traceback: TracebackType | None) -> Iterator[tuple[str, dict[str, Any
         code = traceback.tb_frame.f_code
         packages = ("ckpt", "storage", "sharding")
         if code.co_filename.startswith(tuple(f"{HERE}/{name}/" for name in packages)):
-            yield f"{code.co_filename}:{code.co_qualname}", traceback.tb_frame.f_locals
+            yield f"{code.co_filename}:{code.co_name}", traceback.tb_frame.f_locals
         traceback = traceback.tb_next
 
 

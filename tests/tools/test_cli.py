@@ -21,6 +21,7 @@ from safetensors.torch import load_file, save_file
 import ckpt
 from ckpt.cli import main
 from ckpt.commit.maintenance import Maintenance
+from ckpt.screens.folding import folded
 from ckpt.screens.terminal import size
 from storage import open_store
 from tests.servers import free_port
@@ -117,6 +118,17 @@ def test_show_tells_names_shapes_and_writers(
     parts = shown["tensors"]["model.2.weight"]["parts"]
     assert sum(part["nbytes"] for part in parts) == 700 * 1002 * 2
     assert shown["world_size"] == 3
+
+
+def test_show_folds_what_blocks_repeat() -> None:
+    rows = [("h.0.w", "4"), ("h.0.b", "4"), ("h.1.w", "4"), ("h.1.b", "4"), ("h.2.w", "8")]
+    assert folded(rows) == [("h.*.w (2)", "4"), ("h.*.b (2)", "4"), ("h.2.w", "8")]
+    assert folded([("h1.w", ""), ("h2.w", ""), ("7", "")]) == [
+        ("h1.w", ""),
+        ("h2.w", ""),
+        ("7", ""),
+    ]
+    assert folded([("a.0", "x"), ("a.10", "x")]) == [("a.* (2)", "x")]
 
 
 def test_show_of_names_that_are_not_there_fails(

@@ -6,6 +6,7 @@ what plain torch arithmetic says of the two tensors.
 
 from __future__ import annotations
 
+import fnmatch
 import json
 import math
 import random
@@ -15,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 import ckpt
 from ckpt.cli import main
@@ -191,6 +193,57 @@ def test_command_tells_by_its_exit_code(
     assert not printed["identical"] and printed["step_b"] == 5
     big = next(change for change in printed["changed"] if change["fqn"] == "model.big")
     assert big["amount"]["changed"] > 0 and big["amount"]["relative_norm"] > 0
+
+
+def blocks(seed: int, step: int) -> dict[str, object]:
+    """A model of 30 blocks with what AdamW keeps, and values."""
+    torch.manual_seed(seed)
+    layers = [nn.ModuleDict({"up": nn.Linear(4, 8), "norm": nn.LayerNorm(8)}) for _ in range(31)]
+    model = nn.ModuleList(layers)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1 / step)
+    for parameter in model.parameters():
+        parameter.grad = torch.randn_like(parameter)
+    optimizer.step()
+    return {"model": model, "optimizer": optimizer, "run": {"step": step, "name": "a"}}
+
+
+def test_a_diff_of_a_deep_model_fits_a_screen(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    a, b = saved(tmp_path, "a", blocks(1, 1)), saved(tmp_path, "b", blocks(2, 2))
+    report = ckpt.diff(a, b)
+    assert main(["diff", a, b]) == 3
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) < 40 < len(report.changed)
+    (weights,) = [line for line in lines if line.startswith("model.*.up.weight (31)")]
+    parts = [one.amount for one in report.changed if fnmatch.fnmatch(one.fqn, "model.*.up.weight")]
+    norm = math.sqrt(sum(one.norm**2 for one in parts))
+    assert f"{31 * 32} (100 %)" in weights and f"{norm:.3g}" in weights.split()
+    (moments,) = [line for line in lines if line.startswith("optimizer.state.*.exp_avg ")]
+    assert "(124)" in moments  # of every parameter
+    assert "value optimizer.param_groups[0].lr: 0.1 -> 0.05" in lines
+    assert main(["diff", a, b, "--unfold"]) == 3
+    assert capsys.readouterr().out.count(".exp_avg ") == 124
+
+
+def test_only_what_differs_inside_of_a_value_is_shown(tmp_path: Path) -> None:
+    old = {"groups": [{"lr": 0.1, "betas": (0.9, 0.99)}], "more": [1, 2], "d": {"x": True}}
+    new = {"groups": [{"betas": (0.9, 0.95), "lr": 0.1}], "more": [1], "d": {"x": 1, "y": 0}}
+    a, b = saved(tmp_path, "a", {"v": old}), saved(tmp_path, "b", {"v": new})
+    changes = {one.fqn: one for one in ckpt.diff(a, b).values}
+    assert {name: (one.a, one.b) for name, one in changes.items()} == {
+        "v.groups[0].betas[1]": (0.99, 0.95),
+        "v.more": ([1, 2], [1]),
+        "v.d.x": (True, 1),
+        "v.d.y": (None, 0),
+    }
+    assert not changes["v.d.y"].has_a
+
+
+def test_the_order_of_keys_in_values_is_no_difference(tmp_path: Path) -> None:
+    a = saved(tmp_path, "a", {"v": [{"lr": 0.1, "eps": 1e-8}]})
+    b = saved(tmp_path, "b", {"v": [{"eps": 1e-8, "lr": 0.1}]})
+    assert ckpt.diff(a, b).identical
 
 
 def test_one_checkpoint_has_nothing_to_compare_with(

@@ -293,14 +293,16 @@ def test_a_million_tensors_are_shown_within_the_budget(
     count = scale.count(20_000, 1_000_000)
     made = of_many_tensors(tmp_path, count)
     (step,) = map(str, (tmp_path / "steps").iterdir())
-    assert main(["show", step]) == 0
+    assert main(["show", step, "--unfold"]) == 0
     assert capsys.readouterr().out.count("q_proj") == count
+    assert main(["show", step]) == 0
+    assert f"q_proj.weight ({count})" in capsys.readouterr().out
     assert main(["show", step, "--json"]) == 0
     shown = json.loads(capsys.readouterr().out)["tensors"]
     assert len(shown) == count and shown[made.fqns[7]]["parts"][0]["span"] == [0, 16]
 
 
-@pytest.mark.parametrize(("options", "calls_max"), [([], 5), (["--json"], 10)])
+@pytest.mark.parametrize(("options", "calls_max"), [([], 5), (["--unfold"], 5), (["--json"], 10)])
 def test_a_tensor_that_is_shown_costs_few_calls(
     options: list[str], calls_max: int, tmp_path: Path
 ) -> None:

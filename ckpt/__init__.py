@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from ckpt import reports as reports
     from ckpt import state_dict as state_dict
     from ckpt.api import async_save as async_save
+    from ckpt.api import begin as begin
     from ckpt.api import forget as forget
     from ckpt.api import load as load
     from ckpt.api import save as save
@@ -102,6 +103,7 @@ _HOMES = {
     "Preempted": "ckpt.service.preemption",
     "Stages": "ckpt.state.types",
     "async_save": "ckpt.api",
+    "begin": "ckpt.api",
     "copy": "ckpt.operate",
     "diff": "ckpt.operate",
     "disk_usage": "ckpt.operate",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
@@ -19,7 +19,7 @@ from ckpt.commit.appender import (
     patience_for,
 )
 from ckpt.commit.names import checked_period, line_prefix, plain_float, plain_int
-from ckpt.errors import NoCheckpoint, SaveDropped
+from ckpt.errors import InvalidArgument, NoCheckpoint, SaveDropped
 from ckpt.layout.memory import gc_paused
 from ckpt.layout.plain import Ranks
 from ckpt.loading.block_sums import BlockCache
@@ -29,8 +29,9 @@ from ckpt.process import GroupContext, this_process
 from ckpt.saving.background import PendingSave, Preparation, WhenBusy
 from ckpt.saving.image import Staging, WritePath
 from ckpt.saving.save import flattened, save_state
+from ckpt.saving.shared import SharedSave, begin_shared, open_place, place_of
 from ckpt.saving.staging import LentCopy, Snapshot, buffers_for, stage
-from ckpt.saving.task import SaveOptions, SaveReport, SaveTask
+from ckpt.saving.task import PartMemory, SaveOptions, SaveReport, SaveTask
 from ckpt.state.names import GroupOptions
 from ckpt.state.resize import Resize
 from ckpt.wings import wing
@@ -74,6 +75,7 @@ def save(
     telemetry: bool = True,
     retry_seconds_max: float = BLOCKING_SECONDS,
     storage_options: Mapping[str, Any] | None = None,
+    into: str | None = None,
 ) -> SaveReport:
     """Save `state` as the checkpoint of `step` below `url`; returns when it is durable.
 
@@ -112,6 +114,10 @@ def save(
     not end more checkpoints. So does one before which all live checkpoints of the training share a
     file with the newest, such as the fourth of a root.
 
+    `into=token` writes the part of one of several writers of a checkpoint that `ckpt.begin` began;
+    it exists when all parts are committed. A writer saves once; a part that failed ends that save.
+    `user`, `metric`, `dedup` and `telemetry` are none of a part's.
+
     Raises the same error on every rank, and the previous checkpoint is still the latest then:
     InvalidState, StoreRefused, Fenced, RankFailed, or the store's error on one rank. Two leave it
     open whether the checkpoint exists: OutcomeUnknown when the commit got no answer, on all ranks;
@@ -123,9 +129,17 @@ def save(
     url = line_of(url, line)
     with gc_paused():
         context = this_process.of_group(process_group)
-        store, session, memory = context.open_root(
-            url, storage_options, unsafe_single_writer, f"ckpt.save(step={step})"
-        )
+        call, place = f"ckpt.save(step={step})", None
+        if into is None:
+            store, session, memory = context.open_root(
+                url, storage_options, unsafe_single_writer, call
+            )
+        else:
+            if dedup or user or metric is not None:
+                raise InvalidArgument("into=: pass user= and metric= to ckpt.begin, dedup= nowhere")
+            place = place_of(into)
+            store = context.settled_store(url, storage_options, call)
+            session, memory = open_place(context.world, store, place), PartMemory()
         options = SaveOptions(
             one_of("replicas", replicas, ("warn", "strict")),
             write_path(io, store, context.staging, cached_ranks=context.world.size),
@@ -143,7 +157,45 @@ def save(
                 step=plain_int(step),
                 options=options,
                 memory=memory,
+                place=place,
             )
+
+
+@hides_secrets
+def begin(
+    url: StoreLike,
+    *,
+    step: SupportsIndex,
+    writers: Mapping[str, int],
+    line: str = "",
+    user: Mapping[str, str] | None = None,
+    metric: float | None = None,
+    modules: Sequence[str] = (),
+    process_group: dist.ProcessGroup | None = None,
+    storage_options: Mapping[str, Any] | None = None,
+    unsafe_single_writer: bool = False,
+) -> SharedSave:
+    """Begin a checkpoint of `step` that several jobs write: the model by the trainer, the state of
+    the data by a loader, results by an evaluation.
+
+        shared = ckpt.begin(url, step=100, writers={"trainer": 8, "loader": 1})
+        ckpt.save({"model": model}, url, step=100, into=shared.token("trainer"))
+        shared.commit()  # when the loader has saved its part into shared.token("loader")
+
+    `writers` has the number of ranks of each; a name belongs to one writer alone. `modules` are the
+    names that models have in the state, which exports leave out of names. Collective like `save`,
+    over the ranks of the training, which commits. Raises InvalidArgument, and like `save`.
+    """
+    url = line_of(url, line)
+    with gc_paused():
+        context = this_process.of_group(process_group)
+        store, session, memory = context.open_root(
+            url, storage_options, unsafe_single_writer, f"ckpt.begin(step={step})"
+        )
+        options = SaveOptions(user=dict(user or {}), metric=plain_float(metric))
+        task = SaveTask(session, store, memory, plain_int(step), options)
+        ready = partial(context.settled_store, url, storage_options)
+        return begin_shared(task, writers, modules, ready)
 
 
 @hides_secrets

@@ -93,8 +93,7 @@ class GroupContext:
         Nothing is in flight when it returns; a failure in the background that was not raised on one
         rank is raised on all.
         """
-        self.world.begin_call(call)
-        store = self._settled_store(url, storage_options)
+        store = self.settled_store(url, storage_options, call)
         key = _session_key(store, url, storage_options, unsafe_single_writer)
         if key not in self.sessions:
             opened = open_session(
@@ -107,8 +106,7 @@ class GroupContext:
         self, url: StoreLike, storage_options: Mapping[str, Any] | None, unsafe_single_writer: bool
     ) -> OpenRoot:
         """Like `open_root`, for what is no part of a training: no session is fenced. Collective."""
-        self.world.begin_call("an import")
-        store = self._settled_store(url, storage_options)
+        store = self.settled_store(url, storage_options, "an import")
         opened = open_session(
             self.world, store, Beside(), unsafe_single_writer=unsafe_single_writer
         )
@@ -135,8 +133,11 @@ class GroupContext:
         # An open store remembers which directories are durable; new ones are not.
         self.stores = {key: known for key, known in self.stores.items() if known.url != store.url}
 
-    def _settled_store(self, url: StoreLike, storage_options: Mapping[str, Any] | None) -> Store:
-        """The open store, once no rank has a save in flight. Collective."""
+    def settled_store(
+        self, url: StoreLike, storage_options: Mapping[str, Any] | None, call: str
+    ) -> Store:
+        """The open store, once no rank has a save in flight. Collective, within `call`."""
+        self.world.begin_call(call)
 
         def settled() -> Store:
             self.background.settle()

@@ -7,6 +7,7 @@ from ckpt.convert.import_ import ImportReport
 from ckpt.loading.contents import StepInfo
 from ckpt.loading.load import LoadReport
 from ckpt.saving.background import PendingSave
+from ckpt.saving.shared import SharedSave
 from ckpt.saving.task import SaveReport
 from ckpt.service.follower import Follower, Swapped, Update
 from ckpt.service.inflight import Saved
@@ -49,6 +50,7 @@ __all__ = [
     "Salvaged",
     "SaveReport",
     "Saved",
+    "SharedSave",
     "StepInfo",
     "Swapped",
     "Update",

@@ -21,17 +21,19 @@ LEASES_PREFIX = "leases/"  # what readers ask retention to leave; see ckpt.commi
 JOBS_PREFIX = "jobs/"  # what happens to the jobs that save here; see ckpt.telemetry.record
 MANIFEST_NAME = "MANIFEST"
 TELEMETRY_NAME = "TELEMETRY"  # how the save went; optional, nothing depends on it
+PART_PREFIX = "PART-"  # what one of several writers has of an attempt; see ckpt.saving.shared
 RESERVE_KEY = "RESERVE"  # space kept back on a disk, see ckpt.commit.writer
 
 _ATTEMPT = re.compile(r"e([0-9]{6,18})-[0-9a-f]{16}")
 _RECORD = re.compile(r"log/([0-9]{20})")
 _STEP_DIR = re.compile(r"([0-9]{8,18})-(e[0-9]{6,18}-[0-9a-f]{16})")
 _LINE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
-_FILE_NAME = re.compile(r"MANIFEST|TELEMETRY|[A-Za-z0-9][A-Za-z0-9._-]{0,199}\.safetensors")
+_NO_DATA = r"MANIFEST|TELEMETRY|PART-[A-Za-z0-9][A-Za-z0-9._-]{0,99}"
+_FILE_NAME = re.compile(rf"{_NO_DATA}|[A-Za-z0-9][A-Za-z0-9._-]{{0,199}}\.safetensors")
 
 # Narrower than what readers accept: files that another writer named go only if the manifest lists
 # them.
-_OUR_NAME = re.compile(r"MANIFEST|TELEMETRY|rank[0-9]{5,}-[0-9]{3,}\.safetensors")
+_OUR_NAME = re.compile(rf"{_NO_DATA}|rank[0-9]{{5,}}-[0-9]{{3,}}\.safetensors")
 
 
 def line_prefix(name: str) -> str:

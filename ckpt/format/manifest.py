@@ -11,6 +11,7 @@ command has one budget for all that it opens; each manifest has the one that it 
 
 from __future__ import annotations
 
+import json
 import re
 import sys
 import threading
@@ -178,6 +179,7 @@ CHUNKS_MAX = 1 << 26
 NUMEL_MAX = 1 << 58
 
 Int64s = npt.NDArray[np.int64]
+WRITERS = "ckpt.writers"  # key of `Header.user`: of several, the names and numbers of ranks
 MODULES = "ckpt.modules"  # key of `Header.user`: the paths of the state's modules, a JSON list
 SINCE_FULL = "ckpt.since_full"  # another: saves with references since one without, their number
 
@@ -196,6 +198,18 @@ class Header(BaseModel):
     created_unix: Annotated[int, Field(ge=0, lt=1 << 63)]
     required: tuple[str, ...] = ()
     user: dict[str, str] = Field(default_factory=dict)
+
+    @property
+    def world_sizes(self) -> tuple[int, ...]:
+        """The numbers of ranks of all worlds that saved, in the order of ranks: of one, or of each
+        of several writers.
+        """
+        try:
+            sizes = tuple(size for _, size in json.loads(self.user.get(WRITERS, "[]")))
+        except (TypeError, ValueError, RecursionError):
+            sizes = ()
+        whole = all(type(size) is int and size > 0 for size in sizes)
+        return sizes if whole and sum(sizes) == self.world_size else (self.world_size,)
 
 
 class BoxTable:

@@ -574,5 +574,5 @@ def catalog_of(manifest: Manifest) -> Catalog:
         values=decode_values(manifest.values),
         aliases=dict(manifest.aliases),
         per_rank=[decode_values(values) for values in manifest.per_rank],
-        world_size=manifest.header.world_size,
+        world_sizes=manifest.header.world_sizes,
     )

@@ -16,9 +16,9 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from ckpt.commit.names import MANIFEST_NAME, is_finite, step_prefix
+from ckpt.commit.names import MANIFEST_NAME, PART_PREFIX, is_finite, step_prefix
 from ckpt.commit.records import manifest_digest
-from ckpt.commit.session import RankedSession, ReferenceRetired, Session
+from ckpt.commit.session import RankedSession, ReferenceRetired
 from ckpt.commit.writer import Commit, NotRetired
 from ckpt.errors import (
     CheckpointError,
@@ -53,6 +53,7 @@ from ckpt.saving.task import (
     Attempt,
     JointReceived,
     PartMemory,
+    Place,
     SaveOptions,
     SaveReport,
     SaveTask,
@@ -123,7 +124,7 @@ def _publish(task: SaveTask, attempt: Attempt, write: Callable[[Attempt], Part])
         raise
     except Exception:
         memory.structures.forget()
-        _discard(session, header)
+        discard(session, header)
         raise
     except BaseException:  # Ctrl-C: end at once; the next save of this process sweeps the files
         memory.structures.forget()
@@ -166,6 +167,8 @@ def _start(task: SaveTask, modules: Callable[[], Sequence[str]], *, may_refer: b
     """The coordinator names the attempt; all ranks return the same one or raise the same error."""
 
     def made() -> bytes:
+        if task.place is not None:
+            return joined(task.place.header.model_dump_json().encode(), b"")
         session = task.session.session
         assert session is not None, "the coordinator has it"
         if (metric := task.options.metric) is not None and not is_finite(metric):
@@ -194,8 +197,10 @@ def _start(task: SaveTask, modules: Callable[[], Sequence[str]], *, may_refer: b
 
 def _refuse_other_task(attempt: Attempt, task: SaveTask) -> None:
     """Raises InvalidState when this rank's arguments differ from those of rank 0, which count."""
-    agreed = {"step": attempt.header.step, "dedup": attempt.base is not None}
-    passed = {"step": task.step, "dedup": task.options.dedup}
+    agreed: dict[str, object] = {"step": attempt.header.step, "dedup": attempt.base is not None}
+    passed: dict[str, object] = {"step": task.step, "dedup": task.options.dedup}
+    if task.place is not None:
+        agreed["into"], passed["into"] = attempt.header.attempt, task.place.header.attempt
     if agreed != passed:
         raise InvalidState(
             [
@@ -222,7 +227,7 @@ def _unchanged(of_ranks: Iterable[Sequence[str]]) -> list[str]:
     ]
 
 
-class _Committed(NamedTuple):
+class Committed(NamedTuple):
     """The outcome of a commit: `answer` is for all ranks, the rest for the coordinator alone."""
 
     answer: Mapping[str, Any] = {}
@@ -232,30 +237,27 @@ class _Committed(NamedTuple):
 
 def _commit(
     received_of: Callable[[], JointReceived | None], task: SaveTask, header: Header
-) -> tuple[SaveReport, _Committed]:
+) -> tuple[SaveReport, Committed]:
     """The coordinator checks that the parts are one whole checkpoint and commits it.
 
     Raises InvalidState and ReferenceRetired on all ranks.
     """
     ranked, store = task.session, task.store
-    session = ranked.session  # None on all ranks but the coordinator
 
-    def run() -> _Committed:
+    def run() -> Committed:
         # On all ranks: any of them may have failed to merge the parts of those below it.
         received = received_of()
-        if session is None or received is None:
-            return _Committed()
-        return _commit_received(received, task, header, session)
+        return _commit_received(received, task, header) if received else Committed()
 
     # On the coordinator `_commit_received` records this phase; on the other ranks it is the wait.
-    with nullcontext() if session is not None else task.recorder.span("commit"):
-        committed = _informed(ranked, run, f"step {header.step} ({header.attempt})")
+    with task.recorder.span("commit") if ranked.world.rank else nullcontext():
+        committed = informed(ranked, run, f"step {header.step} ({header.attempt})")
     answer = committed.answer
     if "problems" in answer:
         raise InvalidState(answer["problems"])
     if "retired" in answer:
         raise ReferenceRetired(answer["retired"])
-    for warning in answer["warnings"] if session is not None else ():
+    for warning in () if ranked.world.rank else answer["warnings"]:
         logger.warning("step %d: %s", header.step, warning)
     totals = SaveTotals.model_construct(**answer["totals"])
     report = SaveReport(
@@ -272,15 +274,15 @@ def _commit(
     return report, committed
 
 
-def _informed(ranked: RankedSession, run: Callable[[], _Committed], which: str) -> _Committed:
+def informed(ranked: RankedSession, run: Callable[[], Committed], which: str) -> Committed:
     """`run` on all ranks, which commits on the coordinator; then all have the coordinator's answer.
 
     A rank may be lost meanwhile. The coordinator knows all the same what is so: it returns or
     raises that. Another rank raises RankFailedInCommit unless it has learned the answer before.
     """
-    own: list[_Committed | Exception] = []
+    own: list[Committed | Exception] = []
 
-    def noted() -> _Committed:
+    def noted() -> Committed:
         try:
             outcome = run()
         except Exception as error:
@@ -292,14 +294,14 @@ def _informed(ranked: RankedSession, run: Callable[[], _Committed], which: str) 
     world = ranked.world
     try:
         committed = collectively(world, "commit", noted)
-        message = None if ranked.session is None else json.dumps(committed.answer).encode()
+        message = None if world.rank else json.dumps(committed.answer).encode()
         return committed._replace(answer=json.loads(world.broadcast("report", message)))
     except RankFailed as failure:
         if world.failure is None:
             raise  # a rank has reported an error, and all raise it
         if failure.phase == PARTS:
             raise  # the coordinator lacks the part of a rank, so it cannot have committed
-        if ranked.session is None:
+        if world.rank:
             raise RankFailedInCommit(
                 f"{which}: a rank was lost before this rank has learned whether it is committed; "
                 f"the log has it or not, and the next restore finds it if so: {failure}",
@@ -315,23 +317,25 @@ def _informed(ranked: RankedSession, run: Callable[[], _Committed], which: str) 
         return outcome
 
 
-def _commit_received(
-    received: JointReceived, task: SaveTask, header: Header, session: Session
-) -> _Committed:
+def _commit_received(received: JointReceived, task: SaveTask, header: Header) -> Committed:
     rest = received.rest
     failures, drifted = received.all.regions.differences(rest)
     problems = differing_values(rest) + failures
     problems += drifted if task.options.replicas == "strict" else []
     if problems:
-        return _Committed({"problems": problems})
+        return Committed({"problems": problems})
     warnings = [
         *task.memory.differing,
         *drifted,
         *_unchanged([json.loads(group.data)[1] for group in rest.texts]),
     ]
     with task.recorder.span("manifest"):
+        name = MANIFEST_NAME
+        if task.place is not None:
+            name = PART_PREFIX + task.place.writer
+            header = header.model_copy(update={"world_size": task.place.ranks})
         encoded, own_nbytes, nbytes, others = received.all.table.manifest(header, rest)
-        commit = _create_manifest(task.store, header, encoded, own_nbytes, others)
+        commit = _create_manifest(task.store, header, encoded, own_nbytes, others, name=name)
     commit = commit._replace(metric=task.options.metric, in_line=task.options.in_line)
     referenced = sum(others.values())
     totals = totals_of(
@@ -345,13 +349,14 @@ def _commit_received(
     )
     try:
         with task.recorder.span("commit"):
-            session.commit(commit)
+            if task.session.session is not None:
+                task.session.session.commit(commit)
     except ReferenceRetired as error:
-        return _Committed({"retired": str(error)})
-    # From here on the checkpoint exists, so nothing may fail any more.
+        return Committed({"retired": str(error)})
+    # From here on the checkpoint exists, or this part of it, so nothing may fail any more.
     answer = {"warnings": warnings, "totals": totals.ended(time.time()).model_dump()}
     held = {header.attempt: nbytes - referenced, **others}
-    return _Committed(answer, Holdings(held, own_nbytes), received.reports)
+    return Committed(answer, Holdings(held, own_nbytes), received.reports)
 
 
 def store_manifest(store: Store, manifest: Manifest) -> Commit:
@@ -367,9 +372,11 @@ def _create_manifest(
     encoded: Encoded,
     own_nbytes: int,
     referenced: Mapping[str, int],
+    *,
+    name: str = MANIFEST_NAME,
 ) -> Commit:
     data, digest = encoded
-    key = step_prefix(header.step, header.attempt) + MANIFEST_NAME
+    key = step_prefix(header.step, header.attempt) + name
     # Not `put_if_absent`, which leaves a lost answer to its caller: the end of `create` is repeated
     # until its outcome is known.
     try:
@@ -390,7 +397,7 @@ def _create_manifest(
     )
 
 
-def _discard(session: RankedSession, header: Header) -> None:
+def discard(session: RankedSession, header: Header) -> None:
     """Remove what a failed save left, so that a full disk has room again."""
     if session.session is None:
         return
@@ -418,15 +425,17 @@ def save_state(
     step: int,
     options: SaveOptions,
     memory: PartMemory,
+    place: Place | None = None,
 ) -> SaveReport:
     """Write and commit `state` from live memory; collective over the session's world.
 
     Raises the same error on all ranks, and then this step was not committed: InvalidState, Fenced,
     RankFailed. OutcomeUnknown leaves that open, and the next save settles it. A rank that is lost
     while the others are informed of the commit leaves it open for those that have not learned the
-    outcome: they raise RankFailedInCommit, and the coordinator returns.
+    outcome: they raise RankFailedInCommit, and the coordinator returns. With a `place`, the part of
+    one of several writers is stored there, and nothing is committed.
     """
-    task = SaveTask(session, store, memory, step, options)
+    task = SaveTask(session, store, memory, step, options, place=place)
     # Names may change once more while the ranks tell them; a state that changes in every try is
     # changed by another thread.
     for _ in range(TRIES - 1):

@@ -286,13 +286,24 @@ class Attempt(NamedTuple):
     base: Base | None
 
 
+class Place(NamedTuple):
+    """Where one of several writers puts its part of an attempt. Its ranks are those of the attempt
+    from `first_rank` on.
+    """
+
+    header: Header
+    writer: str
+    first_rank: int
+    ranks: int
+
+
 @dataclass(frozen=True, slots=True)
 class SaveTask:
     """One save: its step, its destination, and what records its progress.
 
     `blocked_seconds` returns how long training has been stopped for it; by default the whole time.
     `retries_before` is the store's count of retries when the save began. A save in the background
-    repeats failed requests for up to `retry_seconds_max`.
+    repeats failed requests for up to `retry_seconds_max`. With a `place` it is one part of several.
     """
 
     session: RankedSession
@@ -304,6 +315,7 @@ class SaveTask:
     blocked_seconds: Callable[[], float] = field(default_factory=stopwatch)
     retries_before: int = 0
     retry_seconds_max: float = BACKGROUND_SECONDS
+    place: Place | None = None
 
     @property
     def ranks(self) -> Ranks:
@@ -370,7 +382,7 @@ def files_of(
     return rank_files(
         entries,
         header,
-        task.session.world.rank,
+        task.session.world.rank + (task.place.first_rank if task.place else 0),
         texts,
         empty_tensors=contents.plan.empty_tensors,
         references=referred.division.ranges if referred else (),

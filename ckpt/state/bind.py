@@ -7,7 +7,7 @@ until `prepare()`, nothing of the state has changed.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -380,14 +380,16 @@ class _Binder:
             if groups:
                 self.add_per_group(slot, groups)
                 return
-        all_values = [own[name] for own in names.catalog.per_rank if name in own]
-        if not all_values:
+        saved_by = {
+            rank: own[name] for rank, own in enumerate(names.catalog.per_rank) if name in own
+        }
+        if not saved_by:
             if (saved := names.value(fqn)) is None:
                 return
             value = saved[1]  # saved without a mark: one value for all ranks
         else:
             names.used.add(name)
-            own = self.own_of(fqn, all_values, marked)
+            own = self.own_of(fqn, saved_by, marked)
             if own is None:
                 return
             value = own[0]
@@ -447,11 +449,12 @@ class _Binder:
                 make = getattr(type(slot.value), "_make", tuple)
                 self.replace(slot.place, make(items))
 
-    def own_of(self, fqn: str, all_values: Sequence[Any], marked: PerRank) -> tuple[Any] | None:
+    def own_of(self, fqn: str, saved_by: Mapping[int, Any], marked: PerRank) -> tuple[Any] | None:
         """This rank's value of what was saved per rank; None, and a problem, when there is none."""
+        all_values = list(saved_by.values())
         saved_size, size = len(all_values), len(self.ranks.global_ranks)
         # Some ranks alone may have saved this value; then their number says nothing about whose.
-        if saved_size == size == self.names.catalog.world_size:
+        if saved_size == size and self.names.catalog.is_world(list(saved_by)):
             return (all_values[self.ranks.rank],)
         if marked.on_reshard is None:
             self.names.report(

@@ -42,8 +42,8 @@ TROUBLES = {
     "Mismatch": Trouble(
         "does not fit the state",
         "Compare with `ckpt show URL`. Pass `rename=` for other names, `skip=` for entries to "
-        "leave as they are, `new=` for what the checkpoint cannot have, `resize=` for other numbers "
-        "of rows (a larger vocabulary), `strict=False` for a part.",
+        "leave as they are, `new=` for what the checkpoint cannot have, `resize=` for other "
+        "numbers of rows (a larger vocabulary), `strict=False` for a part.",
     ),
     "InvalidArgument": Trouble(
         "leave out step= and attempt=",

@@ -24,7 +24,7 @@ from ckpt.errors import (
 )
 from ckpt.format.codec import decode_values
 from ckpt.format.joint_manifest import is_groups
-from ckpt.format.manifest import Manifest, MetadataBudget
+from ckpt.format.manifest import WRITERS, Manifest, MetadataBudget
 from ckpt.layout.dtypes import torch_dtype
 from ckpt.layout.kind import Kind
 from ckpt.layout.plain import Ranks
@@ -567,6 +567,7 @@ def transfer(
 def catalog_of(manifest: Manifest) -> Catalog:
     """Names, shapes, dtypes and values of a checkpoint, without its tensors' bytes."""
     # Of many thousand tensors few differ in more than their names.
+    header = manifest.header
     alike = list(zip(manifest.dtypes, manifest.shapes, manifest.kinds.tolist(), strict=True))
     entries = {one: TensorEntry(torch_dtype(one[0]), one[1], Kind.of(one[2])) for one in set(alike)}
     return Catalog(
@@ -574,5 +575,5 @@ def catalog_of(manifest: Manifest) -> Catalog:
         values=decode_values(manifest.values),
         aliases=dict(manifest.aliases),
         per_rank=[decode_values(values) for values in manifest.per_rank],
-        world_sizes=manifest.header.world_sizes,
+        world_sizes=header.world_sizes if WRITERS in header.user else (header.world_size,),
     )

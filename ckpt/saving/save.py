@@ -53,7 +53,7 @@ from ckpt.saving.task import (
     Attempt,
     JointReceived,
     PartMemory,
-    Place,
+    WriterPlace,
     SaveOptions,
     SaveReport,
     SaveTask,
@@ -425,7 +425,7 @@ def save_state(
     step: int,
     options: SaveOptions,
     memory: PartMemory,
-    place: Place | None = None,
+    place: WriterPlace | None = None,
 ) -> SaveReport:
     """Write and commit `state` from live memory; collective over the session's world.
 

@@ -16,8 +16,6 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import NamedTuple
 
-from pydantic import ValidationError
-
 from ckpt.commit.locate import ResumePoint
 from ckpt.commit.log import Log, read_format
 from ckpt.commit.names import PART_PREFIX, attempt_epoch, step_prefix
@@ -37,7 +35,7 @@ from ckpt.format.manifest import WRITERS, Header, Manifest
 from ckpt.format.manifest_codec import decode_manifest
 from ckpt.format.object_parts import data_file_name
 from ckpt.saving.save import Committed, discard, informed, store_manifest
-from ckpt.saving.task import Place, SaveTask, header_of
+from ckpt.saving.task import WriterPlace, SaveTask, header_of
 from ckpt.world.base import World, collectively, from_coordinator
 from storage import KeyNotFoundError, Store
 
@@ -140,21 +138,21 @@ def begin_shared(
     return SharedSave(task, header, dict(writers), continues, ready)
 
 
-def place_of(token: str) -> Place:
+def place_of(token: str) -> WriterPlace:
     """What a token says. Raises InvalidArgument for anything that is none."""
     try:
         text, writer = json.loads(token)
         header = Header.model_validate_json(text)
         writers = dict(json.loads(header.user[WRITERS]))
         ends = dict(zip(writers, accumulate(writers.values()), strict=True))
-        return Place(header, writer, ends[writer] - writers[writer], writers[writer])
-    except (KeyError, TypeError, ValueError, ValidationError) as error:
+        return WriterPlace(header, writer, ends[writer] - writers[writer], writers[writer])
+    except (KeyError, TypeError, ValueError) as error:  # of the header, a ValueError as well
         raise InvalidArgument(
             f"into={token!r:.100}: expected SharedSave.token() of a save that ckpt.begin began"
         ) from error
 
 
-def open_place(world: World, store: Store, place: Place) -> RankedSession:
+def open_place(world: World, store: Store, place: WriterPlace) -> RankedSession:
     """The attempt of others as this world sees it; nothing is claimed. Collective.
 
     Raises StoreRefused where the root is another one, Fenced where a later job has claimed it, and
@@ -199,7 +197,7 @@ def open_place(world: World, store: Store, place: Place) -> RankedSession:
     return RankedSession(world, header.root, attempt_epoch(header.attempt), None)
 
 
-class _Part(NamedTuple):
+class _Written(NamedTuple):
     """What one writer has saved."""
 
     manifest: Manifest
@@ -217,7 +215,7 @@ def _united(store: Store, header: Header, writers: Mapping[str, int]) -> Manifes
     """The manifest of all parts. Raises InvalidState for a part that is not there, and for names
     of two writers.
     """
-    parts: dict[str, _Part] = {}
+    parts: dict[str, _Written] = {}
     problems: list[str] = []
     for writer in writers:
         try:
@@ -248,7 +246,7 @@ def _united(store: Store, header: Header, writers: Mapping[str, int]) -> Manifes
     return build_manifest(header, [part_of_rank(rank, own) for rank, own in by_rank])
 
 
-def _part(store: Store, header: Header, writer: str) -> _Part:
+def _part(store: Store, header: Header, writer: str) -> _Written:
     prefix = step_prefix(header.step, header.attempt)
     key = f"{prefix}{PART_PREFIX}{writer}"
     manifest = decode_manifest(store.get(key))
@@ -263,4 +261,4 @@ def _part(store: Store, header: Header, writer: str) -> _Part:
             raise Corrupt(f"{store.url}/{where} is gone; discard() this save") from error
         check_seal(file.described.seal, manifest.seals.of_file(number), f"{store.url}/{where}")
         files.append(file)
-    return _Part(manifest, files)
+    return _Written(manifest, files)

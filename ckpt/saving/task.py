@@ -286,7 +286,7 @@ class Attempt(NamedTuple):
     base: Base | None
 
 
-class Place(NamedTuple):
+class WriterPlace(NamedTuple):
     """Where one of several writers puts its part of an attempt. Its ranks are those of the attempt
     from `first_rank` on.
     """
@@ -315,7 +315,7 @@ class SaveTask:
     blocked_seconds: Callable[[], float] = field(default_factory=stopwatch)
     retries_before: int = 0
     retry_seconds_max: float = BACKGROUND_SECONDS
-    place: Place | None = None
+    place: WriterPlace | None = None
 
     @property
     def ranks(self) -> Ranks:

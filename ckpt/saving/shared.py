@@ -35,7 +35,7 @@ from ckpt.format.manifest import WRITERS, Header, Manifest
 from ckpt.format.manifest_codec import decode_manifest
 from ckpt.format.object_parts import data_file_name
 from ckpt.saving.save import Committed, discard, informed, store_manifest
-from ckpt.saving.task import WriterPlace, SaveTask, header_of
+from ckpt.saving.task import SaveTask, WriterPlace, header_of
 from ckpt.world.base import World, collectively, from_coordinator
 from storage import KeyNotFoundError, Store
 
@@ -197,7 +197,7 @@ def open_place(world: World, store: Store, place: WriterPlace) -> RankedSession:
     return RankedSession(world, header.root, attempt_epoch(header.attempt), None)
 
 
-class _Written(NamedTuple):
+class _SavedPart(NamedTuple):
     """What one writer has saved."""
 
     manifest: Manifest
@@ -215,7 +215,7 @@ def _united(store: Store, header: Header, writers: Mapping[str, int]) -> Manifes
     """The manifest of all parts. Raises InvalidState for a part that is not there, and for names
     of two writers.
     """
-    parts: dict[str, _Written] = {}
+    parts: dict[str, _SavedPart] = {}
     problems: list[str] = []
     for writer in writers:
         try:
@@ -246,7 +246,7 @@ def _united(store: Store, header: Header, writers: Mapping[str, int]) -> Manifes
     return build_manifest(header, [part_of_rank(rank, own) for rank, own in by_rank])
 
 
-def _part(store: Store, header: Header, writer: str) -> _Written:
+def _part(store: Store, header: Header, writer: str) -> _SavedPart:
     prefix = step_prefix(header.step, header.attempt)
     key = f"{prefix}{PART_PREFIX}{writer}"
     manifest = decode_manifest(store.get(key))
@@ -261,4 +261,4 @@ def _part(store: Store, header: Header, writer: str) -> _Written:
             raise Corrupt(f"{store.url}/{where} is gone; discard() this save") from error
         check_seal(file.described.seal, manifest.seals.of_file(number), f"{store.url}/{where}")
         files.append(file)
-    return _Written(manifest, files)
+    return _SavedPart(manifest, files)

@@ -14,7 +14,16 @@ from urllib.parse import urlencode
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
-from ckpt.screens.rows import CHARTS, JOB_TITLES, TITLES, job_row, problems, risks_text, tier_row
+from ckpt.screens.rows import (
+    CHARTS,
+    JOB_TITLES,
+    TITLES,
+    goodput_text,
+    job_row,
+    problems,
+    risks_text,
+    tier_row,
+)
 from ckpt.screens.terminal import age, counted, date, rate_text, seconds_text, shape_text, size
 from ckpt.screens.visible import visible
 from ckpt.service.retention import EVERYTHING, KeepAll, KeepRule, RetentionPlan, plan_retention
@@ -90,7 +99,7 @@ def _templates() -> Environment:
     functions += (risks_text, seconds_text, shape_text, size, tier_row, zip)  # type: ignore[assignment]
     made.globals |= {one.__name__: one for one in functions}
     made.globals |= {"heat_of": _heat_of, "link": _link, "near_titles": TITLES, "CHARTS": CHARTS}
-    made.globals |= {"job_titles": JOB_TITLES, "job_row": job_row}
+    made.globals |= {"job_titles": JOB_TITLES, "job_row": job_row, "goodput_text": goodput_text}
     made.globals |= {"narrow": NARROW, "heats": HEATS, "bars_max": BARS_MAX, "titles": SECTIONS}
     return made
 

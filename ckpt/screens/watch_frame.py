@@ -61,6 +61,8 @@ def frame_of(
     cells = [rows.job_row(job, now_unix) for job in jobs]
     styles = ["dim", *("red" if job.failed else "" for job in jobs)]
     lines += _aligned(rows.JOB_TITLES, cells, (2, 4, 6), styles) if jobs else []
+    goodput = rows.goodput_text(run.goodput)
+    lines += [[(goodput, "bold")]] if goodput else []
     if not run.saves and not run.failures:
         return lines[:height]
     lines += _numbers(run, now_unix) if run.saves else []

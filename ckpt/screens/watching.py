@@ -167,6 +167,7 @@ def _state_json(state: RunState) -> dict[str, Any]:
         "failed_saves": state.run.failed_saves,
         "failures": as_json(state.run.failures),
         "jobs": [{"state": job.state(time.time()), **as_json(job)} for job in state.run.jobs],
+        "goodput": state.run.goodput and state.run.goodput._asdict(),
         "near": as_json(near_report(state.near, state.run.live[-1] if state.run.live else None)),
         "notices": as_json(state.run.notices(time.time())),
     }

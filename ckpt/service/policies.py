@@ -394,6 +394,8 @@ class CostMeter:
 
     plain_kept: int = 31
     saves_kept: int = 3
+    training_seconds: float = 0.0  # between calls of `step`, all together
+    blocked_seconds: float = 0.0  # in them
     _plain: list[float] = field(default_factory=list)
     _beside: list[float] = field(default_factory=list)
     _costs: list[float] = field(default_factory=list)
@@ -401,6 +403,7 @@ class CostMeter:
 
     def step(self, seconds: float, *, saving: bool) -> None:
         """One step took that long; `saving` when a save was under way during any of it."""
+        self.training_seconds += seconds
         if saving:
             self._beside.append(seconds)
         else:

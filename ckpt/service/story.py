@@ -48,7 +48,7 @@ class Story:
 
     def __init__(self, training: Training) -> None:
         # Not the training itself: a state whose Checkpointer was dropped must not stay.
-        self._progress, now = training.progress, time.time()
+        self._progress, self._costs, now = training.progress, training.costs, time.time()
         self._record = JobRecord(
             begun_unix=now,
             noted_unix=now,
@@ -160,9 +160,16 @@ class Story:
 
     def _write(self, store: Store, saving: list[int]) -> None:
         with self._lock:
-            self._has_news, step = False, self._progress.step
-            update = {"noted_unix": time.time(), "step": step, "saving": saving}
-            self._record = record = self._record.model_copy(update=update)
+            self._has_news = False
+            self._record = record = self._record.model_copy(
+                update={
+                    "noted_unix": time.time(),
+                    "step": self._progress.step,
+                    "training_seconds": max(self._costs.training_seconds, 0.0),
+                    "blocked_seconds": max(self._costs.blocked_seconds, 0.0),
+                    "saving": saving,
+                }
+            )
         try:
             root = read_format(store)
         except NoCheckpoint:

@@ -158,17 +158,20 @@ class StepTimer:
 
     def __init__(self, training: Training) -> None:
         self._costs, self._now = training.costs, training.target.now_seconds
-        self._left_seconds = self._now()
+        self._entered_seconds = self._left_seconds = self._now()
         self._was_saving = False
 
     def entered(self, *, saving: bool) -> None:
         """`step` was called. `saving` when a save is under way."""
-        self._costs.step(self._now() - self._left_seconds, saving=self._was_saving or saving)
+        self._entered_seconds = self._now()
+        seconds = self._entered_seconds - self._left_seconds
+        self._costs.step(seconds, saving=self._was_saving or saving)
 
     def left(self, *, saving: bool) -> None:
         """`step` returns or raises: the next training step begins."""
         self._was_saving = saving
         self._left_seconds = self._now()
+        self._costs.blocked_seconds += self._left_seconds - self._entered_seconds
 
     def restored(self) -> None:
         """A restore is over, which is no training step."""

@@ -108,8 +108,9 @@ class JobRecord(_TelemetryModel):
     with saves of the steps `saving` under way. FORMAT.md, "Jobs".
 
     `failed` counts all saves that failed, `failures` has the newest. It began with the checkpoint
-    `restored`; lost is what came after that, None where nobody says how much. `ending` is "" before
-    the job has ended; "died" is never written, but shown of one that another has followed.
+    `restored`; lost is what came after that, None where nobody says how much. `training_seconds`
+    are those between calls of `step`, `blocked_seconds` in them. `ending` is "" before the job has
+    ended; "died" is never written, but shown of one that another has followed.
     """
 
     format: Literal["shardpoint job"] = "shardpoint job"
@@ -125,6 +126,8 @@ class JobRecord(_TelemetryModel):
     steps_lost: Count | None = None
     seconds_lost: Amount | None = None
     step: Count = 0
+    training_seconds: Amount = 0.0
+    blocked_seconds: Amount = 0.0
     saving: Annotated[list[Count], Field(max_length=100)] = []
     saved: Count = 0
     failed: Count = 0

@@ -95,6 +95,36 @@ def near_report(views: Sequence[TierView], newest: ReportedSave | None) -> NearR
     )
 
 
+class Goodput(NamedTuple):
+    """Where the time of a run went, in seconds, from the beginning of its first job to what the
+    newest record says.
+
+    `steps` is training that counts, `redone` training that deaths have lost, `saving` the calls of
+    `step`, `restoring` those of `restore`; `other` is the rest of jobs, such as their start, and
+    `down` the time between them.
+    """
+
+    steps: float
+    redone: float
+    saving: float
+    restoring: float
+    other: float
+    down: float
+
+    @classmethod
+    def of(cls, jobs: Sequence[JobRecord]) -> Goodput:
+        """Of jobs in the order of time, with what each has lost of the one before."""
+        steps = sum(job.training_seconds for job in jobs)
+        saving = sum(job.blocked_seconds for job in jobs)
+        restoring = sum(job.restore_seconds for job in jobs)
+        alive = sum(max(job.noted_unix - job.begun_unix, 0.0) for job in jobs)
+        pairs = [*pairwise(jobs)]
+        redone = sum(min(job.seconds_lost or 0.0, past.training_seconds) for past, job in pairs)
+        down = sum(max(job.begun_unix - past.noted_unix, 0.0) for past, job in pairs)
+        other = max(alive - steps - saving - restoring, 0.0)
+        return cls(steps - redone, redone, saving, restoring, other, down)
+
+
 class OfSaves:
     """What follows from the saves of a root."""
 
@@ -112,6 +142,11 @@ class OfSaves:
     def failed_saves(self) -> int:
         """How many have failed."""
         return sum(job.failed for job in self.jobs)
+
+    @property
+    def goodput(self) -> Goodput | None:
+        """Where the time of its jobs went; None where no job has told."""
+        return Goodput.of(self.jobs) if self.jobs else None
 
     @property
     def live(self) -> tuple[ReportedSave, ...]:

@@ -26,12 +26,15 @@ import torch
 
 import ckpt
 from ckpt.commit.log import FORMAT_KEY
+from ckpt.screens.rows import goodput_text
 from ckpt.service import story
 from ckpt.service.checkpointer import Checkpointer
 from ckpt.service.events import SaveFailed
 from ckpt.service.preemption import Preempted
 from ckpt.service.story import AHEAD_MAX
+from ckpt.telemetry.record import JobRecord
 from ckpt.tools.polling import RunPoller
+from ckpt.tools.report import Goodput, Measurements, run_of
 from storage import StorageError, Store, open_store
 from storage.store import ObjectInfo, ObjectWriter
 from storage.wrap import WrappedStore
@@ -230,6 +233,50 @@ while not {*os.listdir(jobs)} - before:
     time.sleep(0.05)
 os.kill(os.getpid(), signal.SIGKILL)
 """
+
+
+def told(begun: float, noted: float, **fields: Any) -> JobRecord:
+    """A job of 8 ranks between these times."""
+    who = {"host": "node-1", "ranks": 8, "software": "shardpoint 1"}
+    return JobRecord.model_validate({"begun_unix": begun, "noted_unix": noted, **who, **fields})
+
+
+def test_goodput_is_the_share_of_training_that_counts() -> None:
+    first = told(100, 200, training_seconds=70, blocked_seconds=10, step=70)
+    # 10 s later another one: it restores step 50, and so loses 20 of the 70 seconds.
+    second = told(210, 300, training_seconds=80, restore_seconds=5, restored_step=50)
+    run = run_of("", [], [], Measurements(), [first, second], is_whole_history=True)
+    assert run.jobs[1].steps_lost == 20
+    jobs = [first, second.model_copy(update={"seconds_lost": 20.0})]
+    goodput = Goodput.of(jobs)
+    assert goodput == Goodput(130.0, 20.0, 10.0, 5.0, 25.0, 10.0) and sum(goodput) == 200.0
+    assert goodput_text(goodput) == (
+        "goodput 65 %: 10 % redone, 5 % saving, 2 % restoring, 12 % other, 5 % down"
+    )
+    assert goodput_text(Goodput.of(jobs[:1])) == "goodput 70 %: 10 % saving, 20 % other"
+    lost = second.model_copy(update={"seconds_lost": 1000.0})  # more than was trained
+    assert Goodput.of([first, lost]).redone == 70.0
+    assert goodput_text(None) == goodput_text(Goodput.of([told(1, 1)])) == ""
+
+
+def test_a_job_says_how_long_it_trained_and_saved(tmp_path: Path) -> None:
+    class Slow(Refusing):
+        def create(self, key: str, nbytes: int, **how: Any) -> Any:
+            time.sleep(0.2 * key.startswith("steps/"))
+            return super().create(key, nbytes, **how)
+
+    store = Slow(open_store(str(tmp_path)))
+    with Checkpointer(state(), store, save=ckpt.EverySteps(1)) as checkpointer:
+        for step in range(1, 5):
+            time.sleep(0.1)
+            checkpointer.step(step)  # waits for the save before, of a data file and a manifest
+    (job,) = run_at(tmp_path).jobs
+    assert 0.4 <= job.training_seconds < 0.4 + GUARD_SECONDS
+    assert 0.6 <= job.blocked_seconds < GUARD_SECONDS
+    assert job.training_seconds + job.blocked_seconds <= job.noted_unix - job.begun_unix + 0.1
+    goodput = shown(tmp_path)["goodput"]
+    assert goodput["steps"] == job.training_seconds and goodput["down"] == 0.0
+    assert "goodput " in lines(tmp_path, "watch", "--once")
 
 
 def test_a_dropped_training_is_let_go(tmp_path: Path) -> None:

@@ -235,16 +235,16 @@ os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
-def told(begun: float, noted: float, **fields: Any) -> JobRecord:
+def job(begun: float, noted: float, **fields: Any) -> JobRecord:
     """A job of 8 ranks between these times."""
     who = {"host": "node-1", "ranks": 8, "software": "shardpoint 1"}
     return JobRecord.model_validate({"begun_unix": begun, "noted_unix": noted, **who, **fields})
 
 
 def test_goodput_is_the_share_of_training_that_counts() -> None:
-    first = told(100, 200, training_seconds=70, blocked_seconds=10, step=70)
+    first = job(100, 200, training_seconds=70, blocked_seconds=10, step=70)
     # 10 s later another one: it restores step 50, and so loses 20 of the 70 seconds.
-    second = told(210, 300, training_seconds=80, restore_seconds=5, restored_step=50)
+    second = job(210, 300, training_seconds=80, restore_seconds=5, restored_step=50)
     run = run_of("", [], [], Measurements(), [first, second], is_whole_history=True)
     assert run.jobs[1].steps_lost == 20
     jobs = [first, second.model_copy(update={"seconds_lost": 20.0})]
@@ -256,7 +256,7 @@ def test_goodput_is_the_share_of_training_that_counts() -> None:
     assert goodput_text(Goodput.of(jobs[:1])) == "goodput 70 %: 10 % saving, 20 % other"
     lost = second.model_copy(update={"seconds_lost": 1000.0})  # more than was trained
     assert Goodput.of([first, lost]).redone == 70.0
-    assert goodput_text(None) == goodput_text(Goodput.of([told(1, 1)])) == ""
+    assert goodput_text(None) == goodput_text(Goodput.of([job(1, 1)])) == ""
 
 
 def test_a_job_says_how_long_it_trained_and_saved(tmp_path: Path) -> None:

@@ -21,6 +21,7 @@ from safetensors.torch import load_file, save_file
 import ckpt
 from ckpt.cli import main
 from ckpt.commit.maintenance import Maintenance
+from ckpt.screens import terminal
 from ckpt.screens.folding import folded
 from ckpt.screens.terminal import size
 from storage import open_store
@@ -118,6 +119,24 @@ def test_show_tells_names_shapes_and_writers(
     parts = shown["tensors"]["model.2.weight"]["parts"]
     assert sum(part["nbytes"] for part in parts) == 700 * 1002 * 2
     assert shown["world_size"] == 3
+
+
+def test_progress_in_a_log_is_a_line_every_30_seconds(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = [100.0]
+    monkeypatch.setattr(terminal.time, "monotonic", lambda: now[0])
+    with terminal.progress_bar("verify") as progress:
+        for done in range(0, 101):
+            now[0] = 100.0 + done
+            progress(done << 20, 100 << 20)
+    out, err = capsys.readouterr()
+    assert not out
+    assert err.splitlines() == [
+        f"verify: {done} % of 100.0 MiB, 1.0 MiB/s" for done in (30, 60, 90)
+    ]
+    with terminal.progress_bar("verify", shown=False) as nothing:
+        assert nothing is None
 
 
 def test_show_folds_what_blocks_repeat() -> None:

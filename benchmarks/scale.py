@@ -2,7 +2,7 @@
 
     python -m benchmarks.scale [--ranks 64 512 4096] [--tensors 48] [--only-saves]
 
-Every rank runs `save_state` twice and `load_state`, then the checkpoint is loaded on N/4 and on
+Every rank runs `save_task` twice and `load_state`, then the checkpoint is loaded on N/4 and on
 4 N ranks; see `benchmarks.simulation` for what is counted and how time is computed. Layouts are
 arithmetic, tensors are small: control traffic, plans, parts and manifests depend on the number of
 tensors and ranks, hardly on bytes. Sizes at which a case would take too long are left out, and the
@@ -30,8 +30,8 @@ from ckpt.layout.piece import Owned, Piece, View
 from ckpt.layout.region import Box, Region, Shape, Span, even_part, whole
 from ckpt.loading.exchange import ShareLimits
 from ckpt.loading.load import LoadOptions, load_state
-from ckpt.saving.save import save_state
-from ckpt.saving.task import PartMemory, SaveOptions
+from ckpt.saving.save import save_task
+from ckpt.saving.task import PartMemory, SaveOptions, SaveTask
 from storage.memory import MemoryBucket
 
 ROWS = 32_768
@@ -165,14 +165,7 @@ def measure(case: Case, loads: Sequence[int]) -> dict[str, Cost]:
         session = open_session(world, store, registry, sources=sources)
         for step, phase in enumerate(("save", "second save"), 1):
             world.enter(phase)
-            save_state(
-                state,
-                session=session,
-                store=store,
-                step=step,
-                options=SaveOptions(),
-                memory=memory,
-            )
+            save_task(state, SaveTask(session, store, memory, step, SaveOptions()))
             world.spend()
         world.enter("end")
 

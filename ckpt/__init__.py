@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from ckpt.api import begin as begin
     from ckpt.api import forget as forget
     from ckpt.api import load as load
+    from ckpt.api import publish as publish
     from ckpt.api import save as save
     from ckpt.errors import CheckpointError as CheckpointError
     from ckpt.errors import Corrupt as Corrupt
@@ -117,6 +118,7 @@ _HOMES = {
     "pin": "ckpt.operate",
     "plan_load": "ckpt.tools.plan",
     "plan_ranks": "ckpt.operate",
+    "publish": "ckpt.api",
     "register_store": "storage.schemes",
     "register_tensor_type": "ckpt.layout.composites",
     "reshard": "ckpt.operate",

@@ -10,6 +10,7 @@ from datetime import timedelta
 from functools import partial
 from typing import Any, Literal, SupportsIndex, TypeVar
 
+import torch
 import torch.distributed as dist
 
 from ckpt.commit.appender import (
@@ -18,7 +19,7 @@ from ckpt.commit.appender import (
     checked_seconds,
     patience_for,
 )
-from ckpt.commit.names import checked_period, line_prefix, plain_float, plain_int
+from ckpt.commit.names import checked_count, checked_period, line_prefix, plain_float, plain_int
 from ckpt.errors import InvalidArgument, NoCheckpoint, SaveDropped
 from ckpt.layout.memory import gc_paused
 from ckpt.layout.plain import Ranks
@@ -28,7 +29,8 @@ from ckpt.loading.plan import ReadPath
 from ckpt.process import GroupContext, this_process
 from ckpt.saving.background import PendingSave, Preparation, WhenBusy
 from ckpt.saving.image import Staging, WritePath
-from ckpt.saving.save import flattened, save_state
+from ckpt.saving.publishing import Due, publish_state
+from ckpt.saving.save import flattened, save_task
 from ckpt.saving.shared import SharedSave, begin_shared, open_place, place_of
 from ckpt.saving.staging import LentCopy, Snapshot, buffers_for, stage
 from ckpt.saving.task import PartMemory, SaveOptions, SaveReport, SaveTask
@@ -150,15 +152,8 @@ def save(
             full_every=checked_period(full_every, f"full_every={full_every!r}"),
         )
         with patience_for(store, context.world, checked_seconds(retry_seconds_max)):
-            return save_state(
-                state,
-                session=session,
-                store=store,
-                step=plain_int(step),
-                options=options,
-                memory=memory,
-                place=place,
-            )
+            task = SaveTask(session, store, memory, plain_int(step), options, place=place)
+            return save_task(state, task)
 
 
 @hides_secrets
@@ -299,6 +294,56 @@ def async_save(
             )
     pending.call_seconds = time.perf_counter() - started
     return pending
+
+
+@hides_secrets
+def publish(
+    state: Any,
+    url: StoreLike,
+    *,
+    step: SupportsIndex,
+    line: str = "published",
+    dtype: torch.dtype | None = torch.bfloat16,
+    anchor_every: SupportsIndex = 50,
+    anchor_larger: float = 0.5,
+    user: Mapping[str, str] | None = None,
+    retry_seconds_max: float = BLOCKING_SECONDS,
+    process_group: dist.ProcessGroup | None = None,
+    storage_options: Mapping[str, Any] | None = None,
+    unsafe_single_writer: bool = False,
+    io: Io = "auto",
+) -> SaveReport:
+    """Publish the weights of `state`, a model most often, for `ckpt.follow(..., line=line)`.
+
+    Floating-point tensors are cast to `dtype` (None: as they are). What differs to the bit from the
+    publication before is saved as a delta, at the root of the line `<url>/lines/<line>`. All of it
+    is saved as an anchor, a checkpoint like any other, at first, after a restart, when tensors or
+    values that are no tensors have changed, and behind a delta when there were `anchor_every` since
+    the last one, or they have more than `anchor_larger` times its bytes. This process keeps the
+    published bits where the tensors lie. Of older publications two anchors stay, what came since
+    the older of them, and what a follower has leased.
+
+    Collective like `save`; returns when it is durable. Raises like `save`, and InvalidUrlError
+    without the package zstandard.
+    """
+    check_order(state, url, "publish(state, url)")
+    due = Due(checked_count(plain_int(anchor_every), "anchor_every"), float(anchor_larger))
+    if not line:
+        raise ValueError('line="": publications need a line of their own')
+    url = line_of(url, line)
+    with gc_paused():
+        context = this_process.of_group(process_group)
+        if context.known_root(url, storage_options, unsafe_single_writer) is None:
+            # Whatever is there, an anchor begins a new line.
+            store = collectively(context.world, "open", lambda: context.store(url, storage_options))
+            this_process.restored(store, "", on_purpose=False)
+        call = f"ckpt.publish(step={step})"
+        root = context.open_root(url, storage_options, unsafe_single_writer, call)
+        path = write_path(io, root.store, context.staging, cached_ranks=context.world.size)
+        options = SaveOptions(path=path, user=dict(user or {}), publication=())
+        task = SaveTask(root.session, root.store, root.memory, plain_int(step), options)
+        with patience_for(root.store, context.world, checked_seconds(retry_seconds_max)):
+            return publish_state(state, task, dtype=dtype, due=due)
 
 
 @hides_secrets

@@ -27,6 +27,7 @@ from typing import Literal, NamedTuple
 from ckpt.commit.log import Log, LogState, at_once, latest_of, read_format
 from ckpt.commit.names import MANIFEST_NAME, line_names
 from ckpt.commit.records import FIRST_LINE, LiveEntry, manifest_digest
+from ckpt.commit.routes import Route, is_delta, newest_first, routes_to
 from ckpt.errors import Corrupt, LogDiverged, NoCheckpoint, StoreRefused, UnsupportedFormat
 from ckpt.format.checksum import once_more, raising_corrupt
 from ckpt.format.manifest import PARENT, Manifest, MetadataBudget, is_reference
@@ -167,9 +168,11 @@ class NewCommits:
         self._seen_slot = -1
         self._again: frozenset[str] = frozenset()
         self._idle, self._wait = 0, 1
+        self._same: dict[str, str] = {}
 
-    def look(self) -> list[LiveEntry]:
-        """The unseen checkpoints, in the order in which to try them: see `resumable`.
+    def look(self, present: str = "") -> list[Route]:
+        """Ways to the unseen checkpoints from the attempt that is `present`, in the order in which
+        to try them: see `resumable` and `routes_to`.
 
         Empty where nothing was saved yet. Raises LogDiverged when the root is another one or its
         log was rolled back, NoCheckpoint when something else is at its url, Corrupt for a damaged
@@ -186,11 +189,28 @@ class NewCommits:
             if not self._again or self._idle < self._wait:
                 return []
             self._idle, self._wait = 0, min(2 * self._wait, AGAIN_MAX)
-        return [
-            entry
-            for entry in resumable(state.live)
-            if entry.slot > self._seen_slot or entry.attempt in self._again
-        ]
+        routes: list[Route] = []
+        for entry in newest_first(resumable(state.live), state.live):
+            if entry.slot > self._seen_slot or entry.attempt in self._again:
+                routes += self._routes_to(entry, state.live, present)
+        if routes and not routes[0]:  # the newest one is present
+            self.seen()
+            return []
+        return list(filter(None, routes))
+
+    def _routes_to(self, entry: LiveEntry, live: Sequence[LiveEntry], present: str) -> list[Route]:
+        has_deltas = any(map(is_delta, live))
+        return routes_to(entry, live, present, self._same_as if has_deltas else lambda _: "")
+
+    def _same_as(self, anchor: LiveEntry) -> str:
+        """The delta with the same state, which only the anchor's manifest names."""
+        if anchor.attempt not in self._same:
+            try:
+                header = decode_manifest(read_manifest(self.store, anchor), ruled=True).header
+            except (Corrupt, UnsupportedFormat, KeyNotFoundError):
+                return ""
+            self._same[anchor.attempt] = "".join(header.publication or ())
+        return self._same[anchor.attempt]
 
     def seen(self, but: Iterable[str] = ()) -> None:
         """Everything that `look` or `of_step` knew of is seen, but for these attempts."""
@@ -204,8 +224,9 @@ class NewCommits:
         """Nothing is seen any more: the next look gives the newest there is."""
         self._seen_slot = -1
 
-    def of_step(self, step: int, attempt: str) -> Sequence[LiveEntry]:
-        """The checkpoints of one step, or the one that is called `attempt`, as `look` orders them.
+    def of_step(self, step: int, attempt: str, present: str = "") -> list[Route]:
+        """Ways to the checkpoints of one step, or to the one that is called `attempt`, as `look`
+        orders them.
 
         Raises as `look`, and NoCheckpoint where there is none.
         """
@@ -220,7 +241,12 @@ class NewCommits:
                 f"{self.store.url} has no step {step}{attempt and ' '}{attempt}; the newest are "
                 f"{steps or 'none'}"
             )
-        return entries
+        routes: list[Route] = []
+        for one in entries:
+            own = self._routes_to(one, live, present)
+            # What is present is wanted again: it is read as if it were not.
+            routes += own if all(own) else self._routes_to(one, live, "")
+        return routes
 
     def _is_there(self) -> bool:
         """Whether there is a root. Raises NoCheckpoint when something else is there."""

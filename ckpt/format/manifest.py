@@ -124,7 +124,8 @@ def unlimited() -> MetadataBudget:
 _ALLOW = "if you trust the store, pass metadata_bytes_max= (--metadata-bytes-max)"
 
 
-REFERENCES = "references"  # the feature in `Header.required`
+REFERENCES = "references"  # a feature in `Header.required`
+DELTA = "delta"  # another: what is stored is new in a state published before
 PARENT = "../"
 DATA_FILE = r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}\.safetensors"
 
@@ -134,6 +135,9 @@ _REFERENCE = re.compile(
     rf"(?P<name>{DATA_FILE})",
     re.ASCII,
 )
+
+
+_ATTEMPT = re.compile(r"e[0-9]{6,18}-[0-9a-f]{16}", re.ASCII)
 
 
 class Reference(NamedTuple):
@@ -172,7 +176,7 @@ def parse_reference(file: str) -> Reference | None:
 
 VERSION = 1
 # The names in `required` that this version can read.
-FEATURES: frozenset[str] = frozenset({REFERENCES})
+FEATURES: frozenset[str] = frozenset({REFERENCES, DELTA})
 # The bytes of a manifest say nothing of how many chunks there can be.
 CHUNKS_MAX = 1 << 26
 # Far beyond any checkpoint; sums of element and byte counts below it cannot wrap around.
@@ -182,6 +186,7 @@ Int64s = npt.NDArray[np.int64]
 WRITERS = "ckpt.writers"  # key of `Header.user`: of several, the names and numbers of ranks
 MODULES = "ckpt.modules"  # key of `Header.user`: the paths of the state's modules, a JSON list
 SINCE_FULL = "ckpt.since_full"  # another: saves with references since one without, their number
+PUBLICATION = "ckpt.publication"  # of a delta: attempts of the state it goes from; see `goes_from`
 
 
 class Header(BaseModel):
@@ -210,6 +215,21 @@ class Header(BaseModel):
             sizes = ()
         whole = all(type(size) is int and size > 0 for size in sizes)
         return sizes if whole and sum(sizes) == self.world_size else (self.world_size,)
+
+    @property
+    def publication(self) -> tuple[str, ...] | None:
+        """Of a delta the attempts with the state that it goes from, the one that it needs first; of
+        an anchor the delta with the same state, if there is one; None for what was not published.
+
+        Raises ValueError where it says something else.
+        """
+        if PUBLICATION not in self.user:
+            return None
+        attempts = tuple(json.loads(self.user[PUBLICATION]))
+        wrong = [one for one in attempts if not (isinstance(one, str) and _ATTEMPT.fullmatch(one))]
+        if wrong or (DELTA in self.required and not attempts):
+            raise ValueError(f"{PUBLICATION}: {self.user[PUBLICATION]:.200}")
+        return attempts
 
 
 class BoxTable:
@@ -344,8 +364,9 @@ class Manifest:
 
     @property
     def references(self) -> tuple[str, ...]:
-        """The attempts whose files this checkpoint needs besides its own, ascending."""
-        return tuple(sorted(self.nbytes_referenced()))
+        """The attempts that this checkpoint needs besides its own files, ascending."""
+        base = (self.header.publication or ())[:1] if DELTA in self.header.required else ()
+        return tuple(sorted({*self.nbytes_referenced(), *base}))
 
     def nbytes_referenced(self) -> dict[str, int]:
         """Bytes of this checkpoint's chunks that lie in files of other attempts, by attempt."""

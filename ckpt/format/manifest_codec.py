@@ -38,8 +38,10 @@ from ckpt.format.datafile import NDIM_MAX
 from ckpt.format.datafile_index import bounded_numel
 from ckpt.format.manifest import (
     CHUNKS_MAX,
+    DELTA,
     FEATURES,
     NUMEL_MAX,
+    PUBLICATION,
     REFERENCES,
     VERSION,
     ChunkTable,
@@ -239,6 +241,12 @@ def _decode_header(data: memoryview) -> Header:
             f"the checkpoint needs {', '.join(unknown)!r:.200}, unknown to this library: install "
             f"a newer one"
         )
+    if PUBLICATION in header.user or DELTA in header.required:
+        try:
+            if header.publication is None:
+                raise ValueError("a delta that does not say of what")
+        except (TypeError, ValueError, RecursionError) as error:
+            raise Corrupt(f"field 'header': {error}") from error
     return header
 
 

@@ -24,7 +24,7 @@ from ckpt.errors import (
 )
 from ckpt.format.codec import decode_values
 from ckpt.format.joint_manifest import is_groups
-from ckpt.format.manifest import WRITERS, Manifest, MetadataBudget
+from ckpt.format.manifest import DELTA, WRITERS, Manifest, MetadataBudget
 from ckpt.layout.dtypes import torch_dtype
 from ckpt.layout.kind import Kind
 from ckpt.layout.plain import Ranks
@@ -68,6 +68,7 @@ logger = logging.getLogger(__name__)
 BYTES_AWAY = "away_bytes"  # the counter of what came from ranks that have other files
 SHOWN_MAX = 5  # names of a checkpoint in a message
 RETIRED_MAX = 20  # times in a row that retention may be faster than one load
+IS_DELTA = "it is a delta; ckpt.follow applies it, and ckpt.load without step= takes an anchor"
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,6 +128,8 @@ def load_state(
             with recorder.span("manifest"):
                 nbytes_max = options.metadata_bytes_max
                 located = broadcast_manifest(store, world, step, attempt, nbytes_max)
+            if DELTA in located[1].header.required:
+                raise Mismatch([IS_DELTA], f"{store.url}/{located[0]}")
             return load_located(
                 state,
                 store=store,

@@ -66,16 +66,19 @@ class LivePiece(NamedTuple):
 class Present:
     """What a state holds: all pieces of a checkpoint that were put into it, by their keys.
 
-    The views keep the memory from being given to anything else, which would have the same key.
+    The views keep the memory from being given to anything else, which would have the same key. Once
+    deltas have changed it there are `digests` of its tensors, and the manifest proves nothing.
     """
 
     manifest: Manifest
     views: Mapping[Hashable, torch.Tensor]
+    digests: Mapping[str, int] = field(default_factory=dict)
 
 
 class Copied(NamedTuple):
     """A piece of the live state, and the memory aside that has its new elements."""
 
+    piece: Piece
     view: torch.Tensor
     aside: torch.Tensor
     is_pinned: bool
@@ -99,6 +102,7 @@ class Aside:
     nbytes_read: int
     names: tuple[str, ...]
     warnings: tuple[str, ...] = ()
+    digests: Mapping[str, int] = field(default_factory=dict)
 
     def swap(self, world: World) -> Present:
         """Put what was read into the live state; collective. Returns what it then has.
@@ -108,12 +112,12 @@ class Aside:
         header = self.manifest.header
         with filling(self.state, f"step {header.step} ({header.attempt})"):
             collectively(world, "swap", self._copy)
-        return Present(self.manifest, self.views)
+        return Present(self.manifest, self.views, self.digests)
 
     def _copy(self) -> None:
         self.binding.prepare()
         with torch.no_grad():
-            for view, aside, is_pinned in self.copies:
+            for _, view, aside, is_pinned in self.copies:
                 with may_write(view):
                     # Behind what the caller has queued on the device, before all it queues next.
                     view.copy_(aside, non_blocking=is_pinned)
@@ -150,7 +154,7 @@ def read_aside(
     block_sums = BlockSums(store, prefix, manifest, options.path.cache)
 
     def plan() -> tuple[Reader, _Choice, tuple[LivePiece, ...]]:
-        targets = tuple(_targets(binding.holdings))
+        targets = tuple(live_pieces(binding.holdings))
         choice = _choose(store, manifest, targets, known, where)
         reads = _without(plan_reads(manifest, choice.holdings), choice.kept_chunks)
         return Reader(block_sums, reads, options.path), choice, targets
@@ -180,7 +184,8 @@ def _nbytes(view: torch.Tensor) -> int:
     return view.numel() * view.element_size()
 
 
-def _targets(holdings: Sequence[Holding]) -> Iterator[LivePiece]:
+def live_pieces(holdings: Sequence[Holding]) -> Iterator[LivePiece]:
+    """The pieces that have elements."""
     for holding in holdings:
         for piece in holding.pieces:
             if piece.local_region.numel:
@@ -217,7 +222,7 @@ def _choose(
         region = whole(tuple(aside.shape))
         piece = target.piece._replace(local_region=region)
         choice.holdings.append(Holding(aside, (piece,), Kind.OTHER, synchronized=True))
-        choice.copies.append(Copied(target.view, aside, aside.is_pinned()))
+        choice.copies.append(Copied(piece, target.view, aside, aside.is_pinned()))
         choice.names.add(piece.fqn)
     # A chunk that goes to memory of which nothing is known is read, whoever else has it.
     choice.kept_chunks -= fresh

@@ -378,7 +378,7 @@ def contents_of(state: Any, ranks: Ranks, memory: PlanMemory) -> Contents:
     stages = tuple(sorted(leaves.stages))
     if kept is not None and _lie_alike(kept.others, others):
         return Contents(flat, kept.plan, modules, stages)
-    plan = _plan_of(flat, ranks, memory)
+    plan = plan_of(flat, ranks, memory)
     # A plan is dropped when an object of the state dies. The structure itself holds bare
     # parameters, so these would never die, and their memory would be kept.
     if fingerprint is not None and not any(isinstance(t, nn.Parameter) for _, t in leaves.tensors):
@@ -386,7 +386,8 @@ def contents_of(state: Any, ranks: Ranks, memory: PlanMemory) -> Contents:
     return Contents(flat, plan, modules, stages)
 
 
-def _plan_of(flat: FlatState, ranks: Ranks, memory: PlanMemory) -> SavePlan:
+def plan_of(flat: FlatState, ranks: Ranks, memory: PlanMemory) -> SavePlan:
+    """Which parts of a flat state this rank writes, from which memory."""
     assignment = assign(flat.holdings, ranks.rank, first_only=memory.first_only)
     sources = tuple(sources_of(assignment.shares))
     tensors = tuple(_tensors_of(flat))

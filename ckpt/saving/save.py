@@ -32,14 +32,14 @@ from ckpt.errors import (
 )
 from ckpt.format.datafile import BLOCK_BYTES
 from ckpt.format.joint_manifest import differing_values
-from ckpt.format.manifest import REFERENCES, SINCE_FULL, Header, Manifest
+from ckpt.format.manifest import DELTA, REFERENCES, SINCE_FULL, Header, Manifest
 from ckpt.format.manifest_codec import Encoded
 from ckpt.format.object_parts import DataFile
 from ckpt.format.part import FileColumns, Part
 from ckpt.saving.dedup import NOTHING, Holdings, Referred, decode_base, refer
 from ckpt.saving.holders import inventory_of, report_names
 from ckpt.saving.image import plan_files, write_files
-from ckpt.saving.plan import Contents, Memo, Source, contents_of, entries_of
+from ckpt.saving.plan import Contents, Memo, Source, entries_of
 from ckpt.saving.replica_check import (
     ReplicasDrifted,
     compared,
@@ -52,11 +52,8 @@ from ckpt.saving.task import (
     UNCHANGED,
     Attempt,
     JointReceived,
-    PartMemory,
-    SaveOptions,
     SaveReport,
     SaveTask,
-    WriterPlace,
     gather_joint_parts,
     header_of,
     refuse_other_names,
@@ -77,7 +74,7 @@ def publish(
 ) -> SaveReport:
     """Agree on an attempt, let every rank `write` its share, and commit what all have written.
 
-    `modules` returns the paths of the modules of the state. Raises like `save_state`. When a
+    `modules` returns the paths of the modules of the state. Raises like `save_task`. When a
     checkpoint that the attempt refers to is retired meanwhile, another attempt is made; the last
     one refers to nothing.
     """
@@ -377,6 +374,7 @@ def _create_manifest(
 ) -> Commit:
     data, digest = encoded
     key = step_prefix(header.step, header.attempt) + name
+    base = (header.publication or ())[:1] if DELTA in header.required else ()
     # Not `put_if_absent`, which leaves a lost answer to its caller: the end of `create` is repeated
     # until its outcome is known.
     try:
@@ -392,7 +390,7 @@ def _create_manifest(
         step=header.step,
         manifest_nbytes=len(data),
         manifest_digest=digest,
-        references=tuple(sorted(referenced)),
+        references=tuple(sorted({*referenced, *base})),
         nbytes=own_nbytes + len(data),
     )
 
@@ -417,16 +415,7 @@ def discard(session: RankedSession, header: Header) -> None:
         )
 
 
-def save_state(
-    state: Any,
-    *,
-    session: RankedSession,
-    store: Store,
-    step: int,
-    options: SaveOptions,
-    memory: PartMemory,
-    place: WriterPlace | None = None,
-) -> SaveReport:
+def save_task(state: Any, task: SaveTask) -> SaveReport:
     """Write and commit `state` from live memory; collective over the session's world.
 
     Raises the same error on all ranks, and then this step was not committed: InvalidState, Fenced,
@@ -435,14 +424,13 @@ def save_state(
     outcome: they raise RankFailedInCommit, and the coordinator returns. With a `place`, the part of
     one of several writers is stored there, and nothing is committed.
     """
-    task = SaveTask(session, store, memory, step, options, place=place)
     # Names may change once more while the ranks tell them; a state that changes in every try is
     # changed by another thread.
     for _ in range(TRIES - 1):
         try:
             return _save_once(state, task)
         except NamesChanged:
-            memory.learn(None)
+            task.memory.learn(None)
         except ReplicasDrifted:
             pass  # now the first replica is taken
     return _save_once(state, task)
@@ -492,7 +480,7 @@ def report_names_of_copied(contents: Contents, task: SaveTask) -> None:
 def _flattened(state: Any, task: SaveTask) -> Contents | Exception:
     try:
         with task.recorder.span("flatten"):
-            return contents_of(state, task.ranks, task.memory.plans)
+            return task.contents(state, task.ranks, task.memory.plans)
     except Exception as error:
         # Raised in `write`, where all ranks agree: the others wait there for this rank.
         return error

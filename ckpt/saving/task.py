@@ -38,7 +38,7 @@ from ckpt.format.joint_codec import (
     encode_structure,
 )
 from ckpt.format.joint_manifest import JointTable, ReplicaRegions
-from ckpt.format.manifest import MODULES, Header
+from ckpt.format.manifest import DELTA, MODULES, PUBLICATION, Header
 from ckpt.format.object_parts import DataFile, rank_files
 from ckpt.format.part import (
     FileColumns,
@@ -56,7 +56,8 @@ from ckpt.layout.plain import Ranks
 from ckpt.saving.dedup import Base, Previous, Referred
 from ckpt.saving.holders import Holders, inventory_of, refuse_missing_stages
 from ckpt.saving.image import WritePath
-from ckpt.saving.plan import Contents, PlanMemory
+from ckpt.saving.plan import Contents, PlanMemory, contents_of
+from ckpt.saving.published import Published
 from ckpt.short import ShortRecord
 from ckpt.telemetry.record import (
     PhaseSpan,
@@ -217,7 +218,7 @@ class SaveOptions:
     previous checkpoint has are referred to and not written, unless `full_every` is over: so many
     saves, or so much time. With `telemetry`, how the save went is kept beside the checkpoint, for
     `ckpt report`. `in_line` says that it is a state of the training that this process runs: see
-    `ckpt.commit.locate`.
+    `ckpt.commit.locate`. `publication` is that of the header: not in a line it is a delta's.
     """
 
     replicas: Literal["warn", "strict"] = "warn"
@@ -228,6 +229,7 @@ class SaveOptions:
     telemetry: bool = False
     in_line: bool = True
     full_every: int | timedelta = 10
+    publication: tuple[str, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -257,7 +259,8 @@ class PartMemory:
     compute again, `steps_seen` which optimizers wait for saves in the background, `history` the
     reports of earlier saves. `holders` is what the ranks have told each other of what they hold;
     None until they have. `is_compared`: what they share was equal when they had. `differing` says
-    which replicas have drifted, as far as the save under way has compared them.
+    which replicas have drifted, as far as the save under way has compared them. `published` are the
+    bits that were published last.
     """
 
     def __init__(self) -> None:
@@ -269,6 +272,7 @@ class PartMemory:
         self.holders: Holders | None = None
         self.is_compared = False
         self.differing: tuple[str, ...] = ()
+        self.published: Published | None = None
 
     def learn(self, holders: Holders | None) -> None:
         """Keep what the ranks have told each other; plans that it makes wrong are forgotten."""
@@ -304,6 +308,7 @@ class SaveTask:
     `blocked_seconds` returns how long training has been stopped for it; by default the whole time.
     `retries_before` is the store's count of retries when the save began. A save in the background
     repeats failed requests for up to `retry_seconds_max`. With a `place` it is one part of several.
+    `contents` gives what is saved.
     """
 
     session: RankedSession
@@ -316,6 +321,7 @@ class SaveTask:
     retries_before: int = 0
     retry_seconds_max: float = BACKGROUND_SECONDS
     place: WriterPlace | None = None
+    contents: Callable[[Any, Ranks, PlanMemory], Contents] = contents_of
 
     @property
     def ranks(self) -> Ranks:
@@ -345,6 +351,9 @@ def header_of(task: SaveTask, attempt: str, modules: Sequence[str]) -> Header:
     for name, note in user.items():
         if not (isinstance(name, str) and isinstance(note, str)):
             raise InvalidState([f"user[{name!r}]={note!r}: expected a str with the name of a str"])
+    known, published = {MODULES: json.dumps(modules)}, task.options.publication
+    if published is not None:
+        known[PUBLICATION] = json.dumps(published)
     return Header(
         root=task.session.root,
         attempt=attempt,
@@ -352,8 +361,9 @@ def header_of(task: SaveTask, attempt: str, modules: Sequence[str]) -> Header:
         world_size=task.session.world.size,
         block_bytes=BLOCK_BYTES,
         created_unix=int(time.time()),
-        # Export strips these paths from the names of a model's tensors.
-        user={**user, MODULES: json.dumps(modules)},
+        required=() if published is None or task.options.in_line else (DELTA,),
+        # Export strips the paths of modules from the names of a model's tensors.
+        user={**user, **known},
     )
 
 

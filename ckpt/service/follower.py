@@ -23,16 +23,25 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ckpt.api import Io, check_order, read_path
+from ckpt.api import Io, check_order, line_of, read_path
 from ckpt.commit.leases import leased
 from ckpt.commit.locate import NewCommits
 from ckpt.commit.names import checked_count, plain_int
-from ckpt.errors import CheckpointError, Corrupt, Mismatch, NoCheckpoint, RankFailed
-from ckpt.format.manifest import MODULES, Manifest
+from ckpt.commit.routes import Route
+from ckpt.errors import (
+    CheckpointError,
+    Corrupt,
+    LoadInterrupted,
+    Mismatch,
+    NoCheckpoint,
+    RankFailed,
+)
+from ckpt.format.manifest import DELTA, MODULES, Manifest
 from ckpt.layout.dtypes import torch_dtype
 from ckpt.layout.memory import gc_paused
 from ckpt.loading.load import LoadOptions, broadcast_manifest
-from ckpt.loading.swap_load import Aside, Present, Where, read_aside
+from ckpt.loading.patch import DeltaPatch, read_patch, read_state
+from ckpt.loading.swap_load import Aside, Present, Where
 from ckpt.process import store_of, world_of
 from ckpt.service.restore import Skipped, condition_of
 from ckpt.world.base import World, collectively, from_coordinator
@@ -74,6 +83,7 @@ class Swapped(NamedTuple):
 
 
 _Named = tuple[int, str]  # a checkpoint: its step and its attempt
+_Path = list[_Named]  # what to read for the last of them: all but the first are deltas
 
 
 @hides_secrets
@@ -81,6 +91,7 @@ def follow(
     model_or_names: Any,
     url: StoreLike,
     *,
+    line: str = "",
     strict: bool = True,
     rename: Callable[[str], str] | Mapping[str, str] | None = None,
     skip: Callable[[str], bool] | Iterable[str] = (),
@@ -106,6 +117,10 @@ def follow(
     it has to be in the checkpoint, unless `strict=False`; the checkpoint may have more. `rename`,
     `skip`, `stacks` and `metadata_bytes_max` are those of `ckpt.load`.
 
+    `line` is the name of a training that shares the root with others, as in `ckpt.save`, or that of
+    what `ckpt.publish` publishes, "published" by default: then of a later publication only what is
+    new is read and written, if digests show that the model has what it goes from.
+
     Nothing is read yet, and there need be no checkpoint. Of a later one only chunks are read that
     are not proved to be in memory: a training that saves with `dedup=True` gives the proof. Nobody
     else may change the tensors that are followed. The new bytes lie in host memory until the swap,
@@ -121,6 +136,7 @@ def follow(
     if strict not in (True, False):
         raise ValueError(f"strict={strict!r}; expected True or False")
     target = followed(model_or_names)
+    url = line_of(url, line)
     store = store_of(
         url, process_group=process_group, storage_options=storage_options, call="ckpt.follow"
     )
@@ -172,7 +188,7 @@ class Follower:
         self._commits = NewCommits(store)  # used on the coordinator alone
         self._lock = threading.Lock()
         self._present: list[tuple[_Named, Present]] = []  # at most one
-        self._staged: list[tuple[Update, Aside]] = []  # at most one
+        self._staged: list[tuple[Update, Aside | DeltaPatch]] = []  # at most one
         self._skipped: list[Skipped] = []
 
     @property
@@ -228,7 +244,9 @@ class Follower:
         number = plain_int(step)
         with self._lock:
             skipped: list[Skipped] = []
-            of_step, _ = self._agreed(lambda: self._commits.of_step(number, attempt), lambda: False)
+            of_step, _ = self._agreed(
+                lambda: self._commits.of_step(number, attempt, self.attempt), lambda: False
+            )
             if not self._read_first(of_step, skipped)[0]:
                 raise self._nothing_whole(f"checkpoint of step {number}", skipped)
             self._mark_seen()
@@ -238,7 +256,8 @@ class Follower:
         """Take over what was read, between two uses of the model; None where nothing is ready.
 
         Copies from memory to memory, and two small rounds of several ranks. Raises LoadInterrupted
-        where that fails: the model is a mixture, and the next update is read whole.
+        where that fails: the model is a mixture, and the next update is read whole. Of deltas it
+        raises what has failed, and the model is as it was.
         """
         with self._lock:
             began = self._options.now_seconds()
@@ -247,10 +266,13 @@ class Follower:
                 return None
             update, aside = self._staged.pop()
             # Until it is done, nothing is known of the memory.
+            before = self._present.copy()
             self._present.clear()
             try:
                 memory = aside.swap(self._world)
-            except BaseException:
+            except BaseException as error:
+                if isinstance(aside, DeltaPatch) and not isinstance(error, LoadInterrupted):
+                    self._present += before
                 self._commits.look_again()
                 raise
             self._target.taken(aside.state)
@@ -311,7 +333,7 @@ class Follower:
     def _look_and_read(self, is_late: Callable[[], bool]) -> bool:
         """Stage the newest unseen checkpoint that is whole, if any; whether the caller is late."""
         for _ in range(RETIRED_MAX):
-            candidates, ends = self._agreed(self._commits.look, is_late)
+            candidates, ends = self._agreed(lambda: self._commits.look(self.attempt), is_late)
             skipped: list[Skipped] = []
             is_staged, was_retired = self._read_first(candidates, skipped)
             # Where retention was faster, there is something newer now.
@@ -332,31 +354,29 @@ class Follower:
         return NoCheckpoint(f"{self._store.url} has no {what} that is whole{reasons}")
 
     def _agreed(
-        self, look: Callable[[], Sequence[Any]], is_late: Callable[[], bool]
-    ) -> tuple[list[_Named], bool]:
+        self, look: Callable[[], Sequence[Route]], is_late: Callable[[], bool]
+    ) -> tuple[list[_Path], bool]:
         """What the coordinator sees, on all ranks: what to try, newest first, and whether to end.
         Collective.
         """
 
         def seen() -> bytes:
-            pairs = [(one.step, one.attempt) for one in look()]
-            return json.dumps([pairs, is_late()]).encode()
+            paths = [[(one.step, one.attempt) for one in route] for route in look()]
+            return json.dumps([paths, is_late()]).encode()
 
-        pairs, late = json.loads(from_coordinator(self._world, "look", seen))
-        return [(step, attempt) for step, attempt in pairs], late
+        paths, late = json.loads(from_coordinator(self._world, "look", seen))
+        return [[(step, attempt) for step, attempt in path] for path in paths], late
 
-    def _read_first(
-        self, candidates: Sequence[_Named], skipped: list[Skipped]
-    ) -> tuple[bool, bool]:
+    def _read_first(self, candidates: Sequence[_Path], skipped: list[Skipped]) -> tuple[bool, bool]:
         """Stage the first candidate that is whole: whether there is one, and whether one was
         retired before it was read. What was staged before stays until then.
         """
         was_retired = False
         for candidate in candidates:
             result = self._read(candidate)
-            if isinstance(result, Aside):
+            if isinstance(result, Aside | DeltaPatch):
                 nbytes = (result.nbytes, result.nbytes_total, result.nbytes_read)
-                update = Update(*candidate, result.names, *nbytes, tuple(skipped))
+                update = Update(*candidate[-1], result.names, *nbytes, tuple(skipped))
                 self._staged[:] = [(update, result)]
                 return True, was_retired
             skip, is_retired = result
@@ -369,19 +389,27 @@ class Follower:
                 logger.warning("step %d (%s) is passed over: %s", *skip)
         return False, was_retired
 
-    def _read(self, candidate: _Named) -> Aside | tuple[Skipped, bool]:
+    def _read(self, path: _Path) -> Aside | DeltaPatch | tuple[Skipped, bool]:
         """Read one checkpoint; or why it has to be passed over, and whether it was retired."""
-        world, options = self._world, self._options
+        world, options, candidate = self._world, self._options, path[-1]
         known = self._present[0][1] if self._present else None
         seconds = options.lease_seconds if world.rank == 0 else 0
         try:
             with leased(self._store, candidate[1], seconds), gc_paused():
-                located = broadcast_manifest(
-                    self._store, world, *candidate, options.load.metadata_bytes_max
-                )
-                state = collectively(world, "names", lambda: self._target.state_for(located[1]))
-                how = (options.load, known, options.aside)
-                return read_aside(state, self._store, located, world, how)
+                located = [
+                    broadcast_manifest(self._store, world, *one, options.load.metadata_bytes_max)
+                    for one in path
+                ]
+                if DELTA not in located[-1][1].header.required:
+                    located = located[-1:]  # it only looked like a delta in the log
+                first = located[0][1]
+                is_patch = known is not None and DELTA in first.header.required
+                of = known.manifest if known is not None and is_patch else first
+                state = collectively(world, "names", lambda: self._target.state_for(of))
+                where = state, self._store, located, world
+                if known is not None and is_patch:
+                    return read_patch(*where, (options.load, known, self.attempt))
+                return read_state(*where, (options.load, known, options.aside))
         except (Corrupt, NoCheckpoint, RankFailed, StorageError) as error:
             if world.failure is not None:
                 raise

@@ -21,8 +21,8 @@ from ckpt.commit.session import SessionRegistry, open_session
 from ckpt.layout.piece import Owned, Piece, View
 from ckpt.layout.region import Box, Span, whole
 from ckpt.loading.load import LoadOptions, LoadReport, load_state
-from ckpt.saving.save import save_state
-from ckpt.saving.task import PartMemory, SaveOptions, SaveReport
+from ckpt.saving.save import save_task
+from ckpt.saving.task import PartMemory, SaveOptions, SaveReport, SaveTask
 from ckpt.world.base import World
 from storage import Store
 from tests.thread_ranks import run_ranks
@@ -88,13 +88,15 @@ class Job:
             memory = PartMemory()
             if self.memories is not None:
                 memory = self.memories.setdefault(world.rank, memory)
-            return save_state(
+            return save_task(
                 state_of(world.rank),
-                session=session,
-                store=store,
-                step=step_of[world.rank] if step_of else step,
-                options=options or SaveOptions(),
-                memory=memory,
+                SaveTask(
+                    session,
+                    store,
+                    memory,
+                    step_of[world.rank] if step_of else step,
+                    options or SaveOptions(),
+                ),
             )
 
         return run_ranks(self.size, rank_main, deadline_seconds=self.deadline_seconds)

@@ -24,8 +24,8 @@ import ckpt
 from ckpt.commit.locate import live_entries
 from ckpt.commit.session import SessionRegistry, open_session
 from ckpt.errors import CheckpointError, InvalidState, Mismatch, RankFailed, StoreRefused
-from ckpt.saving.save import save_state
-from ckpt.saving.task import PartMemory, SaveOptions, SaveReport
+from ckpt.saving.save import save_task
+from ckpt.saving.task import PartMemory, SaveOptions, SaveReport, SaveTask
 from ckpt.state.types import PerRank
 from ckpt.world.base import World
 from storage import Store, open_store
@@ -222,9 +222,7 @@ class LateForCommit(NamedTuple):
         session = open_session(world, self.store, self.registry, sources=NO_WAITING)
         state, options = state_at(1, world.rank, world.size), SaveOptions()
         memory = PartMemory()
-        return save_state(
-            state, session=session, store=self.store, step=1, options=options, memory=memory
-        )
+        return save_task(state, SaveTask(session, self.store, memory, 1, options))
 
 
 @pytest.mark.parametrize("victim", range(3))
@@ -424,7 +422,7 @@ def _go_on(root: str) -> int:
 
 @pytest.mark.ranks
 @pytest.mark.parametrize(
-    ("victim", "phase"), [(2, "contents_of"), (1, "write_files"), (0, "_create_manifest")]
+    ("victim", "phase"), [(2, "_flattened"), (1, "write_files"), (0, "_create_manifest")]
 )
 def test_a_killed_rank_is_named_and_the_next_job_goes_on(
     tmp_path: Path, victim: int, phase: str

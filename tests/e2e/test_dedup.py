@@ -30,8 +30,8 @@ from ckpt.format.manifest_codec import decode_manifest
 from ckpt.loading.contents import find_checkpoint
 from ckpt.saving import dedup as previous
 from ckpt.saving.dedup import ATTEMPTS_MAX, NBYTES_MULTIPLE_MAX
-from ckpt.saving.save import save_state
-from ckpt.saving.task import PartMemory, SaveOptions
+from ckpt.saving.save import save_task
+from ckpt.saving.task import PartMemory, SaveOptions, SaveTask
 from ckpt.service.retention import KeepLatest, carry_out, plan_retention
 from ckpt.tools.salvage import salvage, write_manifest
 from ckpt.world.base import World
@@ -174,13 +174,15 @@ def test_ranks_that_want_different_things_get_one_error(store: Store) -> None:
 def _save_with(job: Job, step: int, options_of: Callable[[int], SaveOptions]) -> None:
     def rank_main(world: World) -> None:
         store = job.store_of(world.rank)
-        save_state(
+        save_task(
             lora_at(step, world.rank, world.size),
-            session=open_session(world, store, job.registry, sources=NO_WAITING),
-            store=store,
-            step=step,
-            options=options_of(world.rank),
-            memory=PartMemory(),
+            SaveTask(
+                open_session(world, store, job.registry, sources=NO_WAITING),
+                store,
+                PartMemory(),
+                step,
+                options_of(world.rank),
+            ),
         )
 
     run_ranks(job.size, rank_main)

@@ -26,8 +26,8 @@ from ckpt.commit.writer import LogWriter, delete_attempt
 from ckpt.errors import LoadInterrupted, NoCheckpoint, OutcomeUnknown
 from ckpt.loading.load import LoadOptions, load_state
 from ckpt.loading.reader import Reader
-from ckpt.saving.save import save_state
-from ckpt.saving.task import PartMemory, SaveOptions
+from ckpt.saving.save import save_task
+from ckpt.saving.task import PartMemory, SaveOptions, SaveTask
 from ckpt.service.follower import Follower, FollowOptions, followed
 from ckpt.world.base import SoloWorld, World
 from storage.errors import KeyNotFoundError
@@ -58,9 +58,7 @@ def saved() -> dict[str, bytes]:
             state = {name: torch.full((NUMEL,), float(step)) for name in NAMES}
             session = open_session(world, store, registry)
             options = SaveOptions(telemetry=False)
-            save_state(
-                state, session=session, store=store, step=step, options=options, memory=memory
-            )
+            save_task(state, SaveTask(session, store, memory, step, options))
 
     run_ranks(2, run)
     store = MemoryStore(bucket)

@@ -18,8 +18,8 @@ from benchmarks.scale import LAYOUTS, Model
 from ckpt.commit.appender import Sources
 from ckpt.commit.session import SessionRegistry, open_session
 from ckpt.loading.load import LoadOptions, load_state
-from ckpt.saving.save import save_state
-from ckpt.saving.task import PartMemory, SaveOptions
+from ckpt.saving.save import save_task
+from ckpt.saving.task import PartMemory, SaveOptions, SaveTask
 from ckpt.world.torch_world import TorchWorld
 from storage.memory import MemoryBucket, MemoryStore
 from tests.conftest import Scale
@@ -66,13 +66,8 @@ def _counted(size: int) -> dict[str, int]:
         def save(rank: int, step: int) -> None:
             world: TorchWorld = ranks.worlds[rank]
             session = open_session(world, stores[rank], registry, sources=sources)
-            save_state(
-                states[rank],
-                session=session,
-                store=stores[rank],
-                step=step,
-                options=SaveOptions(),
-                memory=memories[rank],
+            save_task(
+                states[rank], SaveTask(session, stores[rank], memories[rank], step, SaveOptions())
             )
 
         def load(rank: int) -> None:

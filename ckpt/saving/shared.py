@@ -43,7 +43,7 @@ SHOWN_MAX = 10
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class SharedSave:
     """A checkpoint that several jobs write, begun by `ckpt.begin`; nothing of it is visible before
     `commit`.
@@ -57,6 +57,10 @@ class SharedSave:
     writers: Mapping[str, int]
     continues: ResumePoint | None
     ready: Callable[[str], object]  # waits for saves in the background, by the name of a call
+
+    def __repr__(self) -> str:
+        about = f"step={self.header.step}, attempt={self.header.attempt!r}"
+        return f"SharedSave({about}, writers={dict(self.writers)})"
 
     @property
     def path(self) -> str:

@@ -18,6 +18,7 @@ from ckpt.screens.rows import (
     CHARTS,
     JOB_TITLES,
     TITLES,
+    charts_of,
     goodput_text,
     job_row,
     problems,
@@ -99,6 +100,7 @@ def _templates() -> Environment:
     functions += (risks_text, seconds_text, shape_text, size, tier_row, zip)  # type: ignore[assignment]
     made.globals |= {one.__name__: one for one in functions}
     made.globals |= {"heat_of": _heat_of, "link": _link, "near_titles": TITLES, "CHARTS": CHARTS}
+    made.globals["charts_of"] = charts_of
     made.globals |= {"job_titles": JOB_TITLES, "job_row": job_row, "goodput_text": goodput_text}
     made.globals |= {"narrow": NARROW, "heats": HEATS, "bars_max": BARS_MAX, "titles": SECTIONS}
     return made

@@ -26,6 +26,10 @@ class Chart(NamedTuple):
         """The number of each save, None where it is not known."""
         return [None if save.totals is None else self.number(save.totals) for save in saves]
 
+    def least(self, numbers: Sequence[float]) -> float:
+        """Where a curve begins to rise."""
+        return 0.0
+
     def median(self, totals: Sequence[SaveTotals]) -> float | None:
         """Of all saves of which it is known."""
         return statistics.median(map(self.number, totals)) if totals else None
@@ -42,6 +46,24 @@ CHARTS = (
     Chart("written", "Bytes written", lambda one: one.nbytes, lambda number: size(int(number))),
     Chart("throughput", "Throughput", lambda one: one.nbytes_per_second, rate_text),
 )
+
+
+class MetricChart(Chart):
+    """How good checkpoints are, by what the training says; the curve begins at the least."""
+
+    def of(self, saves: Sequence[ReportedSave]) -> list[float | None]:
+        return [save.metric for save in saves]
+
+    def least(self, numbers: Sequence[float]) -> float:
+        return min(numbers)
+
+
+METRIC = MetricChart("metric", "Metric", lambda one: 0.0, "{:.4g}".format)
+
+
+def charts_of(saves: Sequence[ReportedSave]) -> tuple[Chart, ...]:
+    """Those that have something to show."""
+    return (*CHARTS, METRIC) if any(one.metric is not None for one in saves) else CHARTS
 
 
 TITLES = ("directory", "in", "newest step", "ranks here", "takes", "free")

@@ -9,7 +9,16 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from ckpt.screens import rows
-from ckpt.screens.rows import CHARTS, QUIET_SECONDS, TITLES, Chart, problems, risks_text, tier_row
+from ckpt.screens.rows import (
+    CHARTS,
+    METRIC,
+    QUIET_SECONDS,
+    TITLES,
+    Chart,
+    problems,
+    risks_text,
+    tier_row,
+)
 from ckpt.screens.terminal import age, counted, date, rate_text, seconds_text, size
 from ckpt.screens.visible import visible
 from ckpt.telemetry.record import SaveTotals, Telemetry
@@ -181,7 +190,7 @@ def _charts(run: TrainingRun, columns: int, marks: Marks) -> list[Line]:
             row.append((marks.live, "green") if is_live else (marks.retired, "dim"))
     row.append((f"  {marks.live} live {marks.retired} retired {marks.failed} failed", "dim"))
     lines: list[Line] = [[], row]
-    return lines + [line for what in CHARTS[:3] for line in _chart(what, saves, marks)]
+    return lines + [line for what in (*CHARTS[:3], METRIC) for line in _chart(what, saves, marks)]
 
 
 def _chart(what: Chart, saves: Sequence[ReportedSave], marks: Marks) -> list[Line]:
@@ -189,10 +198,10 @@ def _chart(what: Chart, saves: Sequence[ReportedSave], marks: Marks) -> list[Lin
     known = [value for value in values if value is not None]
     if not known:
         return []
-    highest, last = max(known), len(marks.steps) - 1
+    lowest, highest = what.least(known), max(known)
+    rise = (len(marks.steps) - 1) / (highest - lowest or 1.0)
     drawn = "".join(
-        " " if value is None else marks.steps[round(last * value / (highest or 1.0))]
-        for value in values
+        " " if value is None else marks.steps[round(rise * (value - lowest))] for value in values
     )
     about = f"  last {what.text(known[-1])}, most {what.text(highest)}"
     return [[(f"{what.name:{LABEL}}", "dim"), (drawn, "cyan"), (about, "dim")]]

@@ -113,6 +113,7 @@ def test_report_tells_all_saves_and_what_became_of_them(root: str) -> None:
     assert [save.pinned for save in report.live] == [True] + [False] * (KEPT - 1)
     assert all((save.retired_unix is None) == save.is_live for save in report.saves)
     assert [save.metric for save in report.saves] == [1 / step for step in steps]
+    assert "<figcaption>Metric</figcaption>" in "".join(report_page(report))
     assert report.sessions == 1 and report.is_whole_history
     stored = {attempt.attempt: attempt.nbytes for attempt in ckpt.disk_usage(root).attempts}
     for save in report.live:

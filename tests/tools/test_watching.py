@@ -76,6 +76,17 @@ def test_frame_has_numbers_charts_phases_and_saves() -> None:
     ]
 
 
+def test_metrics_are_a_curve_between_their_least_and_most() -> None:
+    state = seen(3)
+    saves = [
+        replace(save, metric=m) for save, m in zip(state.run.saves, (2.0, None, -6.0), strict=True)
+    ]
+    shown = frame(replace(state, run=replace(state.run, saves=(*saves,))))
+    steps = DRAWN.steps
+    assert f"{'metric':11}{steps[-1]} {steps[0]}  last -6, most 2" in shown
+    assert "metric " not in frame(state)  # of no save
+
+
 @pytest.mark.parametrize("height", [1, 2, 5, 12, 24])
 def test_frame_fits_the_terminal(height: int) -> None:
     lines = frame_of(seen(30), 1100.0, width=40, height=height)

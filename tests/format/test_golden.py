@@ -140,7 +140,7 @@ def documented_dumps() -> dict[str, str]:
             for name, view in unpack_map(manifest[24:-32]).items()
         ),
         "references": "\n".join(
-            f"{name:18}{bytes(view).hex(' ', -4) if name != 'file_names' else _wrapped(bytes(view))}"
+            f"{name:18}{_wrapped(view) if name == 'file_names' else bytes(view).hex(' ', -4)}"
             for name, view in unpack_map(last[24:-32]).items()
             if name.startswith(("file_", "chunk_"))
         ),
@@ -152,8 +152,8 @@ def _shortened(dump: str, first: int, last: int) -> str:
     return "\n".join([*lines[:first], "...", *lines[-last:]])
 
 
-def _wrapped(names: bytes) -> str:
-    return names.decode().replace("rs", f"rs\n{'':18}").rstrip()
+def _wrapped(names: memoryview) -> str:
+    return bytes(names).decode().replace("rs", f"rs\n{'':18}").rstrip()
 
 
 @pytest.mark.parametrize("name", ["header", "data", "manifest", "fields", "references"])

@@ -141,11 +141,15 @@ def _gap_codes(positions: Int64s) -> tuple[int, bytes]:
     """
     gaps = np.diff(positions, prepend=-1) - 1
     most = {width: (1 << 8 * width) - 1 for width in _WIDTHS}
-    sizes = {width: width * (len(gaps) + int((gaps // most[width]).sum())) for width in _WIDTHS}
+    large = gaps[gaps >= most[1]]  # most often there are few
+    sizes = {one: one * (len(gaps) + int((large // most[one]).sum())) for one in _WIDTHS}
     width = min(sizes, key=lambda one: sizes[one])
-    repeated, rest = np.divmod(gaps, most[width])
     codes = np.full(sizes[width] // width, most[width], dtype=f"<u{width}")
-    codes[np.cumsum(repeated + 1) - 1] = rest
+    places = np.arange(len(gaps))
+    if len(codes) > len(gaps):
+        places += np.cumsum(gaps // most[width])
+        gaps %= most[width]
+    codes[places] = gaps
     return width, codes.tobytes()
 
 

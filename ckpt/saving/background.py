@@ -286,6 +286,20 @@ class Background:
         pending.call_seconds = task.blocked_seconds()
         return pending
 
+    def begin(self, task: SaveTask, gate: Gate, run: Callable[[], SaveReport]) -> PendingSave:
+        """Do `run` in the worker, which opens `gate` when steps may change the state."""
+        pending = PendingSave(task.step, gate)
+
+        def patient() -> SaveReport:
+            try:
+                with pending._patient(task):
+                    return run()
+            finally:
+                gate.open()
+
+        self._submit(pending, patient)
+        return pending
+
     def make_ready(self, staging: Staging, need: BufferNeed) -> Preparation:
         """Make the buffers of a first save in the worker, as long as no save begins."""
         preparation = Preparation(staging)

@@ -11,8 +11,10 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import compress
+from operator import not_
 from typing import Any, NamedTuple
 
 import torch
@@ -23,12 +25,15 @@ from ckpt.commit.records import LiveEntry
 from ckpt.commit.session import ReferenceRetired
 from ckpt.commit.writer import NotRetired
 from ckpt.errors import CheckpointError, OutcomeUnknown
-from ckpt.format.delta import encode_delta
+from ckpt.format.delta import DeltaBlock, encode_delta
 from ckpt.format.manifest_codec import decode_manifest
-from ckpt.saving.published import Difference, Published
+from ckpt.layout.memory import SideStreams, devices_of, storage_of
+from ckpt.layout.plain import times_changed
+from ckpt.saving.published import Fresh, LivePart, Published, flattened, views_of
 from ckpt.saving.save import save_task
+from ckpt.saving.staging import changed_by_steps
+from ckpt.saving.step_gate import Gate, seen_since, steps
 from ckpt.saving.task import PartMemory, SaveReport, SaveTask
-from ckpt.world.base import collectively
 from storage import StorageError
 
 logger = logging.getLogger(__name__)
@@ -52,74 +57,127 @@ class Due(NamedTuple):
         return published.count >= self.every or share > self.larger
 
 
-def publish_state(state: Any, task: SaveTask, *, dtype: torch.dtype | None, due: Due) -> SaveReport:
-    """Publish `state` under the session of `task`; collective. Returns how the delta was saved, or
-    else the anchor. Raises like `save_task`; after an error the next publication is from the last
-    one that is committed, or an anchor.
+@dataclass
+class Publication:
+    """A state that is being published: what is new in it, or all of it, is taken now, or before the
+    next step of an optimizer.
+
+    `published` has what was published last, or for an anchor what this one takes.
     """
-    memory, world = task.memory, task.session.world
 
-    def compare() -> tuple[Difference, bytes] | None:
-        known = memory.published
-        difference = None
-        if known is not None and known.dtype is dtype:
-            difference = known.difference(state, task.ranks)
-        return None if difference is None else (difference, encode_delta(difference.blocks))
+    state: Any
+    task: SaveTask
+    published: Published
+    is_delta: bool
+    later: Sequence[LivePart]
+    gate: Gate
+    reading: SideStreams
+    versions: Sequence[int | None]
+    blocks: list[DeltaBlock] = field(default_factory=list)
+    fresh: list[Fresh] = field(default_factory=list)
 
-    new = collectively(world, "compare", compare)
-    # A rank whose last publication failed, or that holds other things now, needs an anchor.
-    mine = "" if new is None or memory.published is None else memory.published.attempts[0]
-    bases = {base.decode() for base in world.gather("bases", mine.encode())}
-    report = None
-    if new is not None and len(bases) == 1 and memory.published is not None:
-        report = _save_delta(new, memory.published, task)
-    if report is None or memory.published is None or due.is_now(memory.published):
-        same = () if report is None else (report.attempt,)
-        anchor = _save_anchor(state, task, dtype, same)
-        report = report or anchor
-    if task.session.session is not None:
-        _retire_old(task)
-    return report
+    @classmethod
+    def begin(cls, state: Any, task: SaveTask, dtype: torch.dtype | None) -> Publication:
+        """Take what may change at any time; steps that change the rest are held back. Waits for no
+        rank. Raises InvalidState and LoadInterrupted.
+        """
+        steps.watch()
+        flat, _ = flattened(state, task.ranks)
+        views, known = list(views_of(flat)), task.memory.published
+        is_delta = known is not None and known.dtype is dtype and known.is_like(flat)
+        if known is None or not is_delta:
+            known = Published(dtype, (flat.values, flat.per_rank))
+        changes = changed_by_steps(flat, seen_since(task.memory.steps_seen))
+        waits = [storage_of(view) in changes.storages for _, view in views]
+        later = list(compress(views, waits))
+        side = SideStreams(devices_of(view for _, view in later))
+        gate = Gate(changes.storages, changes.parameters)
+        versions = [times_changed(view) for _, view in later]
+        made = cls(state, task, known, is_delta, later, gate, side, versions)
+        made._take(compress(views, map(not_, waits)))
+        if later:
+            steps.hold(gate)
+        else:
+            gate.open()
+        return made
 
+    def _take(self, views: Iterable[LivePart]) -> None:
+        if not self.is_delta:
+            self.published.fill(views)
+            return
+        for block, fresh in self.published.difference(views, self.task.ranks):
+            self.blocks += [block] if block is not None else []
+            self.fresh.append(fresh)
 
-def _save_delta(
-    new: tuple[Difference, bytes], published: Published, task: SaveTask
-) -> SaveReport | None:
-    """None where the publication that it is from was retired meanwhile."""
-    difference, encoded = new
-    blob = torch.frombuffer(bytearray(encoded), dtype=torch.uint8)
-    options = replace(task.options, in_line=False, publication=published.attempts, telemetry=False)
-    task.memory.published = None  # until it is known what was published
-    try:
-        report = save_task(
-            {DELTAS: {f"{task.session.world.rank:05d}": blob}},
-            replace(task, options=options, memory=PartMemory()),
-        )
-    except ReferenceRetired:
-        return None
-    except OutcomeUnknown:
-        raise
-    except Exception:
+    def finish(self, due: Due) -> SaveReport:
+        """Take the rest and publish; collective. Returns how the delta was saved, or else the
+        anchor. Raises like `save_task`; the next publication is then from the last one that is
+        committed, or an anchor.
+        """
+        task, published, error, encoded = self.task, self.published, None, b""
+        try:
+            with self.reading.copying():
+                self._take(self.later)
+            if self.versions != [times_changed(view) for _, view in self.later]:
+                raise CheckpointError(
+                    "the state was changed by something else than a step of an optimizer while it "
+                    "was published; call wait_staged() of what ckpt.publish returns before"
+                )
+            encoded = encode_delta(self.blocks)
+        except Exception as caught:
+            error = caught  # the other ranks wait
+        self.gate.open()
+        task.session.world.agree("begin", error)
+        # A rank whose last publication failed, or that holds other things now, needs an anchor.
+        mine = published.attempts[0] if self.is_delta else ""
+        bases = {base.decode() for base in task.session.world.gather("bases", mine.encode())}
+        report = None
+        if len(bases) == 1 and mine:
+            report = self._save_delta(encoded)
+        published.take(self.fresh)
+        if report is None or due.is_now(published):
+            same = () if report is None else (report.attempt,)
+            anchor = _save_anchor(self.state, task, published, same)
+            report = report or anchor
         task.memory.published = published
-        raise
-    difference.take(published.digests)
-    published.attempts = (report.attempt,)
-    published.count += 1
-    published.nbytes += report.nbytes
-    task.memory.published = published
-    return report
+        if task.session.session is not None:
+            _retire_old(task)
+        return report
+
+    def _save_delta(self, encoded: bytes) -> SaveReport | None:
+        """None where the publication that it is from was retired meanwhile."""
+        task, published = self.task, self.published
+        blob = torch.frombuffer(bytearray(encoded), dtype=torch.uint8)
+        attempts = published.attempts
+        options = replace(task.options, in_line=False, publication=attempts, telemetry=False)
+        task.memory.published = None  # until it is known what was published
+        try:
+            report = save_task(
+                {DELTAS: {f"{task.session.world.rank:05d}": blob}},
+                replace(task, options=options, memory=PartMemory()),
+            )
+        except ReferenceRetired:
+            return None
+        except OutcomeUnknown:
+            raise
+        except Exception:
+            task.memory.published = published
+            raise
+        published.attempts = (report.attempt,)
+        published.count += 1
+        published.nbytes += report.nbytes
+        return report
 
 
 def _save_anchor(
-    state: Any, task: SaveTask, dtype: torch.dtype | None, same: tuple[str, ...]
+    state: Any, task: SaveTask, published: Published, same: tuple[str, ...]
 ) -> SaveReport:
-    before, task.memory.published = task.memory.published, None
-    published = Published(dtype, digests=before.digests if before and same else {})
+    task.memory.published = None
     options = replace(task.options, publication=same)
     report = save_task(state, replace(task, options=options, contents=published.contents))
     published.attempts = (report.attempt, *same)
     published.anchor_nbytes = report.nbytes
-    task.memory.published = published
+    published.count = published.nbytes = 0
     return report
 
 

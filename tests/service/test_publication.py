@@ -8,7 +8,9 @@ for bit; after each failure those of the one before.
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -22,7 +24,7 @@ from ckpt.commit.session import SessionRegistry, open_session
 from ckpt.errors import LoadInterrupted, UnsupportedFormat
 from ckpt.loading.load import LoadOptions
 from ckpt.loading.patch import SparseWrite
-from ckpt.saving.publishing import Due, publish_state
+from ckpt.saving.publishing import Due, Publication
 from ckpt.saving.task import PartMemory, SaveOptions, SaveReport, SaveTask
 from ckpt.service.follower import Follower, FollowOptions, followed
 from ckpt.world.base import SoloWorld, World
@@ -83,7 +85,7 @@ class Trainer:
             memory = self.memories[world.rank]
             task = SaveTask(session, self.store, memory, step, options)
             state = shards(full, world.rank, world.size)
-            return publish_state(state, task, dtype=torch.bfloat16, due=self.due)
+            return Publication.begin(state, task, torch.bfloat16).finish(self.due)
 
         return run_ranks(self.size, rank_main)[0]
 
@@ -428,7 +430,7 @@ def test_publish_and_follow_a_model_by_their_names(tmp_path: Any) -> None:
         for step in range(4):
             model(torch.randn(2, 40)).square().sum().backward()
             optimizer.step()
-            ckpt.publish(model, tmp_path, step=step)
+            ckpt.publish(model, tmp_path, step=step).result()
             assert follower.poll() and follower.swap()
             for live, taken in zip(model.parameters(), served.parameters(), strict=True):
                 assert torch.equal(live.to(torch.bfloat16), taken)
@@ -437,8 +439,48 @@ def test_publish_and_follow_a_model_by_their_names(tmp_path: Any) -> None:
     assert [one.step for one in ckpt.list_steps(tmp_path)] == [4]
     with pytest.raises(ValueError, match="line"):
         ckpt.publish(model, tmp_path, step=5, line="")
+    wrong = ckpt.publish({"a": torch.ones(2, dtype=torch.complex128)}, tmp_path / "b", step=1)
     with pytest.raises(ckpt.CheckpointError, match="complex128"):
-        ckpt.publish({"a": torch.ones(2, dtype=torch.complex128)}, tmp_path / "other", step=1)
+        wrong.result()
+
+
+def test_a_step_waits_until_what_is_published_is_taken(
+    tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The worker is held back while the training steps on; what is published is of the call."""
+    model, served = nn.Linear(40, 30), nn.Linear(40, 30).to(torch.bfloat16)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    begun, finish = threading.Event(), Publication.finish
+
+    def late(one: Publication, due: Due) -> SaveReport:
+        begun.wait(5)
+        return finish(one, due)
+
+    with ckpt.follow(served, tmp_path, line="published") as follower, ThreadPoolExecutor(1) as pool:
+        for step in range(3):
+            model(torch.randn(2, 40)).square().sum().backward()
+            begun.clear()
+            monkeypatch.setattr(Publication, "finish", late)
+            expected = [one.detach().to(torch.bfloat16) for one in model.parameters()]
+            pending = ckpt.publish(model, tmp_path, step=step)
+            assert pending.staged() == (step == 0), "no step was seen before"
+            stepping = pool.submit(optimizer.step)
+            begun.set()
+            stepping.result()
+            pending.result()
+            assert follower.poll() and follower.swap()
+            assert all(map(torch.equal, served.parameters(), expected))
+        with torch.no_grad():
+            begun.clear()
+            pending = ckpt.publish(model, tmp_path, step=9)
+            model.weight.zero_()
+            begun.set()
+        with pytest.raises(ckpt.CheckpointError, match="something else than a step"):
+            pending.result()
+        monkeypatch.undo()
+        logging.getLogger("ckpt").setLevel(logging.CRITICAL)
+        ckpt.publish(model, tmp_path, step=10).result()
+        assert follower.poll() and follower.swap() and not served.weight.any()
 
 
 def test_a_reader_that_knows_no_deltas_refuses_them(

@@ -286,7 +286,7 @@ def test_browser_shows_the_numbers_without_complaint(root: str, tmp_path: Path) 
     dom, console = shown(page, tmp_path / "profile", "--dump-dom")
     assert console == ""
     assert f"rank {SLOW}" in dom and f'Slowest was <b class="slowest">rank {SLOW}</b>' in dom
-    assert dom.count('<rect class="bar') == 4 * len(report.saves)
+    assert dom.count('<rect class="bar') == 5 * len(report.saves)  # and their metric
     cells = re.findall(r'<td class="h\d', dom)
     assert len(cells) >= RANKS * 4
     for save in report.saves:

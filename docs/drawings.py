@@ -244,35 +244,37 @@ def near() -> Drawing:
 
 
 def publication() -> Drawing:
-    """A training commits, followers take what changed."""
+    """A training publishes deltas and anchors, followers apply them."""
     marks = [
         *box(20, 110, 150, 60, "training\nany layout", BLUE),
-        *box(300, 40, 240, 200, "", INK),
-        text(420, 62, "root", INK, "middle"),
-        *arrow(172, 140, 298, 140, "commits"),
+        *box(300, 30, 240, 226, "", INK),
+        text(420, 50, "root, line published", INK, "middle"),
+        *arrow(172, 140, 298, 140, "publishes"),
     ]
-    for row, step in enumerate((100, 200, 300)):
-        marks += box(330, 80 + 50 * row, 180, 36, f"log: step {step}", GREEN)
+    for row, (kind, step, color) in enumerate(
+        (("anchor", 100, BLUE), ("delta", 101, GREEN), ("delta", 102, GREEN), ("anchor", 103, BLUE))
+    ):
+        marks += box(330, 64 + 46 * row, 180, 34, f"{kind}: step {step}", color)
     for row, (name, what) in enumerate(
         (
-            ("follower 1", "one process"),
-            ("follower 2", "4 ranks, TP"),
-            ("evaluation", "pins a step"),
+            ("at step 101", "reads one delta"),
+            ("4 ranks, TP", "their regions"),
+            ("slept", "reads the anchor"),
         )
     ):
         y = 30 + 86 * row
-        marks += box(690, y, 150, 60, f"{name}\n{what}", ORANGE)
+        marks += [*box(690, y, 150, 60, f"{name}\n{what}", ORANGE)]
         marks += arrow(542, 140, 688, y + 30, "", dashed=True)
     marks += [
-        text(560, 62, "next record?", GREY),
+        text(690, 20, "followers", ORANGE),
         *note(
             20,
-            280,
-            "A follower reads the chunks that changed, checks them, and swaps the whole model.",
-            "Its lease keeps the step that it reads from being removed.",
+            286,
+            "A delta has new values by position, and digests of the state before and after.",
+            "It is applied where they fit; else a follower takes an anchor and what follows.",
         ),
     ]
-    return Drawing("One root serves the training and its followers", 314, marks)
+    return Drawing("One root serves the training and its followers", 318, marks)
 
 
 def unit() -> Drawing:

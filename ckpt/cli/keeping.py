@@ -14,6 +14,7 @@ from ckpt.tools.salvage import Salvaged
 from ckpt.tools.verify import VerifyReport, summary
 
 DAMAGE_SHOWN_MAX = 50
+NO_CHECKSUMS = "all bytes can be read; nothing here has checksums of them"
 
 
 def show_verify(report: VerifyReport) -> None:
@@ -23,7 +24,8 @@ def show_verify(report: VerifyReport) -> None:
         f"{counted(report.blocks, 'block')}, {size(report.nbytes)}"
     )
     if report.ok:
-        print(f"{report.url}\n{what}: every byte is as it was written")
+        checked = "every byte is as it was written" if report.blocks else NO_CHECKSUMS
+        print(f"{report.url}\n{what}: {checked}")
         return
     print(f"{report.url}\n{what}: {summary(report.damage)}")
     for damage in report.damage[:DAMAGE_SHOWN_MAX]:

@@ -34,8 +34,8 @@ def show_ls(listing: RootListing | NearListing) -> None:
     if listing.uncommitted:
         print(listing.uncommitted, file=sys.stderr)
     infos, begun = listing.checkpoints, listing.begun_unix
-    if begun is not None:
-        print(f"{listing.url}: the directory of 1 checkpoint")
+    if infos and infos[0].committed_unix is None:
+        print(f"{listing.url}: {'the directory of ' if begun is not None else ''}1 checkpoint")
         one = infos[0]
         row = (f"{one.step}", date(begun), size(one.nbytes), one.attempt, ", ".join(_needs(one)))
         show_table(("step", "begun", "size", "attempt", "notes"), [row], right=("step", "size"))

@@ -131,11 +131,7 @@ class Session(LogWriter):
 
         Records would be appended where no reader finds them, or in the middle of another log.
         """
-        try:
-            seen = read_format(self.store)
-        except NoCheckpoint:
-            seen = "no root"
-        if seen != self.root:
+        if (seen := root_at(self.store)) != self.root:
             raise LogDiverged(
                 f"{self.store.url} shows {seen} where this process began to save to root "
                 f"{self.root}: it was removed meanwhile. To start again there, call "
@@ -352,6 +348,14 @@ class Session(LogWriter):
         )
 
 
+def root_at(store: Store) -> str:
+    """The identity of the root in `store`, for comparing; "no root" where none is."""
+    try:
+        return read_format(store)
+    except NoCheckpoint:
+        return "no root"
+
+
 def _opened(
     store: Store,
     unsafe_single_writer: bool,
@@ -554,10 +558,7 @@ def open_session(
     root, epoch = json.loads(from_coordinator(world, "claim", claimed))
 
     def compare() -> None:
-        try:
-            seen = root if world.rank == 0 else read_format(store)
-        except NoCheckpoint:
-            seen = "no root"
+        seen = root if world.rank == 0 else root_at(store)
         if seen != root:
             raise StoreRefused(
                 f"{store.url} shows {seen} where rank 0 sees root {root}: ranks look at different "

@@ -20,7 +20,7 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from itertools import chain
+from itertools import accumulate, chain
 from typing import Annotated, Any, NamedTuple, TypeVar
 
 import numpy as np
@@ -205,16 +205,15 @@ class Header(BaseModel):
     user: dict[str, str] = Field(default_factory=dict)
 
     @property
-    def world_sizes(self) -> tuple[int, ...]:
-        """The numbers of ranks of all worlds that saved, in the order of ranks: of one, or of each
-        of several writers.
-        """
+    def worlds(self) -> list[range]:
+        """The ranks of each world that saved: of one, or of each of several writers."""
         try:
-            sizes = tuple(size for _, size in json.loads(self.user.get(WRITERS, "[]")))
-        except (TypeError, ValueError, RecursionError):
-            sizes = ()
-        whole = all(type(size) is int and size > 0 for size in sizes)
-        return sizes if whole and sum(sizes) == self.world_size else (self.world_size,)
+            sizes = [int(size) for _, size in json.loads(self.user[WRITERS])]
+        except (KeyError, TypeError, ValueError, OverflowError, RecursionError):
+            sizes = []
+        if sum(sizes) != self.world_size or min(sizes) < 1:
+            sizes = [self.world_size]
+        return [range(end - size, end) for size, end in zip(sizes, accumulate(sizes), strict=True)]
 
     @property
     def publication(self) -> tuple[str, ...] | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from itertools import compress
 from operator import not_
 from typing import Any, NamedTuple
@@ -141,6 +141,14 @@ class WholeTensors(NamedTuple):
             piece = Piece(fqn, shape, tensor.dtype, box, box, holders)
             holdings.append(Holding(local, (piece,), kind, False, ()))
         return holdings
+
+    def without(self, names: Container[str]) -> tuple[WholeTensors, list[Holding]]:
+        """Those that are not among `names`, and the others as holdings."""
+        rows = [row for row, fqn in enumerate(self.fqns) if fqn in names]
+        if not rows:
+            return self, []
+        left = self.only(sorted({*range(len(self.fqns))} - {*rows}))
+        return left, self.only(rows).holdings(kept=False)
 
     def only(self, rows: Sequence[int]) -> WholeTensors:
         """Those in `rows`."""

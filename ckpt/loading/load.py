@@ -578,5 +578,5 @@ def catalog_of(manifest: Manifest) -> Catalog:
         values=decode_values(manifest.values),
         aliases=dict(manifest.aliases),
         per_rank=[decode_values(values) for values in manifest.per_rank],
-        world_sizes=header.world_sizes if WRITERS in header.user else (header.world_size,),
+        worlds=header.worlds if WRITERS in header.user else [range(header.world_size)],
     )

@@ -30,25 +30,34 @@ def verify(
 
     Reports all damage instead of stopping at the first. `progress(done, total)` counts bytes.
     What describes the checkpoint may take `metadata_bytes_max` bytes of memory (None: 1 GiB).
-    Retention leaves the checkpoint meanwhile.
+    Retention leaves the checkpoint meanwhile. What another library has written has no checksums:
+    that all of it can be read is all that is reported, with 0 blocks.
     Raises NoCheckpoint, Corrupt when the log or the manifest itself is damaged (then there is
     nothing to compare with: see `ckpt salvage`), UnsupportedFormat beyond the memory, and errors
     of the store that say nothing about the bytes.
     """
     from ckpt.commit.maintenance import Maintenance
     from ckpt.commit.names import plain_int
+    from ckpt.errors import NoCheckpoint
     from ckpt.format.manifest import MetadataBudget
     from ckpt.loading.contents import leased_checkpoint
-    from ckpt.tools.verify import verify_located
+    from ckpt.tools.verify import read_other, verify_located
+    from ckpt.wings import wing
+    from storage.errors import InvalidUrlError
 
-    with given.opened(url, storage_options) as store:
-        budget = MetadataBudget(plain_int(metadata_bytes_max))
-        with leased_checkpoint(store, step, attempt=attempt, budget=budget) as located:
-            report = verify_located(store, located, plain_int(threads), progress)
-        if mark and report.ok:
-            # By its attempt: a newer one may have become the latest while this one was read.
-            Maintenance.open(store).verified(report.attempt)
-    return report
+    budget = MetadataBudget(plain_int(metadata_bytes_max))
+    try:
+        with given.opened(url, storage_options) as store:
+            with leased_checkpoint(store, step, attempt=attempt, budget=budget) as located:
+                report = verify_located(store, located, plain_int(threads), progress)
+            if mark and report.ok:
+                # By its attempt: a newer one may have become the latest while this one was read.
+                Maintenance.open(store).verified(report.attempt)
+        return report
+    except (NoCheckpoint, InvalidUrlError) as error:
+        if step is not None or attempt or mark:
+            raise
+        return read_other(*wing("convert.foreign").foreign(url, error, storage_options, budget))
 
 
 @operation

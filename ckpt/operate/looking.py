@@ -27,17 +27,23 @@ def ls(
 ) -> "RootListing | NearListing":
     """List the checkpoints of a root, with their times and sizes.
 
-    A step's directory has one, and a directory of near checkpoints those of this host, with
-    `near=True`. Raises NoCheckpoint when `url` is none of them, and the store's errors.
+    A step's directory has one, as what another library has written (its attempt names the format),
+    and a directory of near checkpoints those of this host, with `near=True`. Raises NoCheckpoint
+    when `url` is none of them, and the store's errors.
     """
     if near:
         from ckpt.tools.near_tiers import near_listing
 
         return near_listing(os.fspath(cast(str, url)))
-    from ckpt.tools.overview import listing
+    from ckpt.errors import NoCheckpoint
+    from ckpt.tools.overview import listing, listing_of_other
+    from storage.errors import InvalidUrlError
 
-    with given.opened(url, storage_options) as store:
-        return listing(store)
+    try:
+        with given.opened(url, storage_options) as store:
+            return listing(store)
+    except (NoCheckpoint, InvalidUrlError):
+        return listing_of_other(url, storage_options)
 
 
 @operation

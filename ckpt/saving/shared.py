@@ -13,14 +13,13 @@ import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
-from typing import NamedTuple
+from itertools import accumulate, chain
 
 from ckpt.commit.locate import ResumePoint
-from ckpt.commit.log import Log, read_format
+from ckpt.commit.log import Log
 from ckpt.commit.names import PART_PREFIX, attempt_epoch, step_prefix
-from ckpt.commit.session import RankedSession
-from ckpt.errors import Corrupt, Fenced, InvalidArgument, InvalidState, NoCheckpoint, StoreRefused
+from ckpt.commit.session import RankedSession, root_at
+from ckpt.errors import Corrupt, Fenced, InvalidArgument, InvalidState, StoreRefused
 from ckpt.format.codec import decode_values
 from ckpt.format.datafile_index import (
     OpenedFile,
@@ -172,11 +171,7 @@ def open_place(world: World, store: Store, place: WriterPlace) -> RankedSession:
                     "save; pass their number to ckpt.begin(writers=)"
                 ]
             )
-        try:
-            seen = read_format(store)
-        except NoCheckpoint:
-            seen = "no root"
-        if seen != header.root:
+        if (seen := root_at(store)) != header.root:
             raise StoreRefused(
                 f"{store.url} shows {seen}, and into= is of root {header.root}: pass the url that "
                 "ckpt.begin was given, as this host reaches it"
@@ -201,68 +196,42 @@ def open_place(world: World, store: Store, place: WriterPlace) -> RankedSession:
     return RankedSession(world, header.root, attempt_epoch(header.attempt), None)
 
 
-class _SavedPart(NamedTuple):
-    """What one writer has saved."""
-
-    manifest: Manifest
-    files: list[OpenedFile]
-
-    @property
-    def names(self) -> set[str]:
-        """The names of all its leaves."""
-        manifest = self.manifest
-        values = [decode_values(data) for data in (manifest.values, *manifest.per_rank)]
-        return {*manifest.fqns, *manifest.aliases, *(name for one in values for name in one)}
-
-
 def _united(store: Store, header: Header, writers: Mapping[str, int]) -> Manifest:
     """The manifest of all parts. Raises InvalidState for a part that is not there, and for names
-    of two writers.
+    of two writers; KeyNotFoundError and Corrupt for files that are not as their writers left them.
     """
-    parts: dict[str, _SavedPart] = {}
-    problems: list[str] = []
+    prefix, problems = step_prefix(header.step, header.attempt), list[str]()
+    parts: dict[str, Manifest] = {}
     for writer in writers:
         try:
-            parts[writer] = _part(store, header, writer)
+            parts[writer] = decode_manifest(store.get(f"{prefix}{PART_PREFIX}{writer}"))
         except KeyNotFoundError:
             problems.append(
                 f"writer {writer!r} has saved no part of step {header.step} ({header.attempt}): "
                 "wait for its ckpt.save(..., into=) to return, then commit; or discard()"
             )
-    owner: dict[str, str] = {}
-    twice: dict[tuple[str, str], list[str]] = {}
+    owners: dict[str, list[str]] = {}
     for writer, part in parts.items():
-        for name in sorted(part.names):
-            if (first := owner.setdefault(name, writer)) != writer:
-                twice.setdefault((first, writer), []).append(name)
-    for (first, second), names in twice.items():
-        more = f" and {len(names) - SHOWN_MAX} more" if len(names) > SHOWN_MAX else ""
-        problems.append(
-            f"{', '.join(names[:SHOWN_MAX])}{more}: writers {first!r} and {second!r} have both "
-            "saved it; give their states other names, discard() this save and begin another"
-        )
+        values = [decode_values(data) for data in (part.values, *part.per_rank)]
+        for name in {*part.fqns, *part.aliases, *chain.from_iterable(values)}:
+            owners.setdefault(name, []).append(writer)
+    twice = sorted(name for name, its in owners.items() if len(its) > 1)
+    problems += [
+        f"{name}: writers {' and '.join(map(repr, owners[name]))} have both saved it; give their "
+        "states other names, discard() this save and begin another"
+        for name in twice[:SHOWN_MAX]
+    ]
     if problems:
         raise InvalidState(problems)
-    files = [file for part in parts.values() for file in part.files]
-    if wrong := contradictions(files):
-        raise Corrupt("; ".join(wrong))
+    files: list[OpenedFile] = []
+    for part in parts.values():
+        for number, name in enumerate(part.files):
+            file = open_file(store, prefix + name, name, int(part.file_nbytes[number]))
+            where = f"{store.url}/{prefix}{name}"
+            check_seal(file.described.seal, part.seals.of_file(number), where)
+            files.append(file)
+    wrong = contradictions(files)
+    if wrong or files[0].place.header != header:
+        raise Corrupt("; ".join(wrong) or f"{store.url}/{prefix}: files of another attempt")
     by_rank = files_by_rank(files).items()
     return build_manifest(header, [part_of_rank(rank, own) for rank, own in by_rank])
-
-
-def _part(store: Store, header: Header, writer: str) -> _SavedPart:
-    prefix = step_prefix(header.step, header.attempt)
-    key = f"{prefix}{PART_PREFIX}{writer}"
-    manifest = decode_manifest(store.get(key))
-    if manifest.header.attempt != header.attempt or manifest.header.root != header.root:
-        raise Corrupt(f"{store.url}/{key}: is of {manifest.header.attempt}")
-    files = []
-    for number, name in enumerate(manifest.files):
-        where = prefix + name
-        try:
-            file = open_file(store, where, name, int(manifest.file_nbytes[number]))
-        except KeyNotFoundError as error:
-            raise Corrupt(f"{store.url}/{where} is gone; discard() this save") from error
-        check_seal(file.described.seal, manifest.seals.of_file(number), f"{store.url}/{where}")
-        files.append(file)
-    return _SavedPart(manifest, files)

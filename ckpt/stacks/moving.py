@@ -43,11 +43,9 @@ def _in_stored_form(binding: Binding, origins: Mapping[str, Origin]) -> Binding:
     moving = _Moving(origins)
     plain, others = [], []
     for some in binding.plain:
-        rows = [row for row, fqn in enumerate(some.fqns) if fqn in origins]
-        if rows:
-            others += some.only(rows).holdings(kept=False)
-            some = some.only(sorted({*range(len(some.fqns))} - {*rows}))
-        plain.append(some)
+        left, own = some.without(origins)
+        plain.append(left)
+        others += own
     others += binding.others
     moved = [stored for holding in others for stored in moving.moved(holding)]
     return replace(binding, plain=plain, others=moved, steps=[*moving.steps, *binding.steps])

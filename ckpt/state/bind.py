@@ -454,7 +454,8 @@ class _Binder:
         all_values = list(saved_by.values())
         saved_size, size = len(all_values), len(self.ranks.global_ranks)
         # Some ranks alone may have saved this value; then their number says nothing about whose.
-        if saved_size == size and self.names.catalog.is_world(list(saved_by)):
+        saved = range(next(iter(saved_by)), next(iter(saved_by)) + size)
+        if list(saved_by) == list(saved) and saved in self.names.catalog.worlds:
             return (all_values[self.ranks.rank],)
         if marked.on_reshard is None:
             self.names.report(

@@ -277,7 +277,7 @@ class _ParameterBinding:
             makes = [self.bind_own(base, entries[one], None) for one in sorted(entries)]
             hook = declaration.on_reshard
             self.new[name] = lambda: resharded(fqn, hook, [make() for make in makes], rank, size)
-        elif mine or not (saved_size == size and self.binder.names.catalog.has_world(size)):
+        elif mine or not saved_size == size == len(self.binder.names.catalog.per_rank):
             why = why_not(entries, mine, size, layout) + self.binder.names.call.or_skip
             self.binder.names.report(ProblemKind.PER_RANK, fqn, why)
             return

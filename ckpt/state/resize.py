@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from itertools import chain
 from typing import Literal, NamedTuple, TypeAlias
 
 import torch
@@ -78,20 +79,16 @@ def in_stored_rows(
     plain: Sequence[WholeTensors], others: Sequence[Holding], resized: Mapping[str, StoredRows]
 ) -> tuple[list[WholeTensors], list[Holding], list[NewRows]]:
     """What a load fills, cut to the rows that the checkpoint has of `resized`, and the rest."""
-    left, every = [], []
-    for some in plain:
-        rows = [row for row, fqn in enumerate(some.fqns) if fqn in resized]
-        every += some.only(rows).holdings(kept=False)
-        left.append(some.only(sorted({*range(len(some.fqns))} - {*rows})) if rows else some)
+    cut = [some.without(resized) for some in plain]
     kept: list[Holding] = []
     new: list[NewRows] = []
-    for holding in [*every, *others]:
+    for holding in [*chain.from_iterable(own for _, own in cut), *others]:
         if pieces := tuple(piece for piece in holding.pieces if piece.fqn not in resized):
             kept.append(holding._replace(pieces=pieces))
         for piece in holding.pieces:
             if piece.fqn in resized and piece.local_region.numel:
                 _cut(holding, piece, resized[piece.fqn], kept, new)
-    return left, kept, new
+    return [left for left, _ in cut], kept, new
 
 
 def _cut(

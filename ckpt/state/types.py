@@ -7,7 +7,6 @@ from __future__ import annotations
 import enum
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate
 from typing import Any, Literal, NamedTuple, Protocol, TypeAlias, TypeGuard
 
 import torch
@@ -145,25 +144,15 @@ class Catalog:
     """What a checkpoint holds, without any tensor data.
 
     `aliases` gives the stored fqn of a tied name. `per_rank` has one mapping per rank of the world
-    that saved, or nothing when no value was per rank. `world_sizes` are those of the worlds that
-    saved, whose ranks follow each other: one, or one for each of several writers.
+    that saved, or nothing when no value was per rank. `worlds` are the ranks of each world that
+    saved: of one, or of each of several writers.
     """
 
     tensors: Mapping[str, TensorEntry]
     values: Mapping[str, Any] = field(default_factory=dict)
     aliases: Mapping[str, str] = field(default_factory=dict)
     per_rank: Sequence[Mapping[str, Any]] = ()
-    world_sizes: Sequence[int] = (1,)
-
-    def is_world(self, ranks: Sequence[int]) -> bool:
-        """Whether these are all the ranks of one world that saved."""
-        ends = accumulate(self.world_sizes)
-        worlds = (range(e - n, e) for e, n in zip(ends, self.world_sizes, strict=True))
-        return any(list(world) == list(ranks) for world in worlds)
-
-    def has_world(self, size: int) -> bool:
-        """Whether all ranks of a world of that size gave their own values."""
-        return size == len(self.per_rank) or (len(self.per_rank) > 0 and size in self.world_sizes)
+    worlds: Sequence[range] = (range(1),)
 
 
 @dataclass(frozen=True, slots=True)

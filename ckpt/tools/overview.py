@@ -22,7 +22,7 @@ from ckpt.commit.names import (
 from ckpt.commit.records import LiveEntry, Record, encode_record, record_digest
 from ckpt.errors import Corrupt, NoCheckpoint
 from ckpt.format.manifest_codec import decode_manifest
-from ckpt.loading.contents import StepInfo
+from ckpt.loading.contents import StepInfo, open_contents
 from ckpt.short import ShortRecord
 from ckpt.tools.mend import broken_link
 from storage import KeyNotFoundError, ObjectInfo, Store, StoreLike, open_store
@@ -133,6 +133,15 @@ def listing(store: Store) -> RootListing:
         return RootListing(store.url, (own,), begun_unix=one.committed_unix)
     infos = tuple(StepInfo.of(entry, store.url) for entry in live)
     return RootListing(store.url, infos, uncommitted=state.uncommitted_text(store.url))
+
+
+def listing_of_other(url: StoreLike, storage_options: Mapping[str, Any] | None) -> RootListing:
+    """What `ckpt ls` shows of a checkpoint of another library. Raises NoCheckpoint without one."""
+    with open_contents(url, None, storage_options) as contents:
+        header, place = contents.manifest.header, contents.url
+        nbytes = contents.manifest.own_nbytes
+    one = StepInfo(header.step, header.attempt, place, False, False, None, line=None, nbytes=nbytes)
+    return RootListing(place, (one,))
 
 
 def events_of(log: Log, records: Sequence[Record]) -> list[Event]:

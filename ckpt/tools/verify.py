@@ -7,6 +7,7 @@ both ways to the data (manifest, salvage) are known to work.
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterator, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from queue import SimpleQueue
 from typing import NamedTuple, TypeAlias
@@ -17,7 +18,7 @@ from ckpt.commit.locate import file_key
 from ckpt.errors import Corrupt, UnsupportedFormat
 from ckpt.format.checksum import crc32c_of_each
 from ckpt.format.datafile import DIGESTS
-from ckpt.format.datafile_index import DataFileIndex, extra_of, index_of
+from ckpt.format.datafile_index import DataFileIndex, extra_of, index_of, read_into
 from ckpt.format.manifest import Int64s, Manifest, is_reference
 from ckpt.layout.buffers import aligned_buffer
 from ckpt.loading.block_sums import BlockSums
@@ -60,7 +61,7 @@ class VerifyReport(ShortRecord):
 
     @property
     def ok(self) -> bool:
-        """Whether every byte is as it was written."""
+        """Whether every byte is as it was written, or without `blocks`, can be read."""
         return not self.damage
 
 
@@ -83,6 +84,18 @@ def verify_located(
         nbytes=nbytes,
         damage=tuple(damage),
     )
+
+
+def read_other(store: Store, located: LocatedCheckpoint) -> VerifyReport:
+    """Read all bytes of what another library has written: that is all that can be said of it.
+    Raises Corrupt where they cannot be read.
+    """
+    header, nbytes = located.manifest.header, located.manifest.own_nbytes
+    buffer = memoryview(bytearray(min(READ_NBYTES, nbytes)))
+    with closing(store):
+        for start in range(0, nbytes, READ_NBYTES):
+            read_into(store, located.manifest.files[0], start, [buffer[: nbytes - start]])
+    return VerifyReport(store.url, header.step, header.attempt, 1, 0, nbytes, ())
 
 
 # A block: the chunk, its number in the chunk, its first byte in the file, and the one behind it.

@@ -346,6 +346,18 @@ def test_commands_take_any_checkpoint(
     url = write(tmp_path, net, optimizer)
     assert main(["show", url]) == 0
     assert "0.weight" in capsys.readouterr().out
+    assert main(["ls", url]) == 0
+    with ckpt.open(url) as checkpoint:
+        assert checkpoint.manifest.header.attempt in (listed := capsys.readouterr().out)
+    assert f"{url}: 1 checkpoint" in listed
+    assert main(["verify", url]) == 0
+    assert "all bytes can be read; nothing here has checksums" in capsys.readouterr().out
+    report = ckpt.verify(url)
+    assert (
+        report.ok and not report.blocks and report.nbytes >= sum(p.nbytes for p in net.parameters())
+    )
+    with pytest.raises(CheckpointError):
+        ckpt.verify(url, step=4)
     # Nothing has changed since it was written, and then one element of one tensor.
     model_alone = write in (*WEIGHTS, accelerate_folder)
     state = net.state_dict() if model_alone else {"model": net, "optimizer": optimizer}

@@ -85,7 +85,7 @@ def assembled(parts: Sequence[Part]) -> Checkpoint:
         decode_values(parts[0].values),
         parts[0].aliases,
         per_rank if any(per_rank) else (),
-        (len(parts),),
+        [range(len(parts))],
     )
     return Checkpoint(tensors, catalog)
 

@@ -440,7 +440,7 @@ def test_random_states_go_on_where_they_were() -> None:
 
 
 def per_rank(values: list[Any]) -> Checkpoint:
-    catalog = Catalog({}, {}, {}, [{"p": value} for value in values], (len(values),))
+    catalog = Catalog({}, {}, {}, [{"p": value} for value in values], [range(len(values))])
     return Checkpoint({}, catalog)
 
 

@@ -21,7 +21,7 @@ from ckpt.convert.sources.pickles import Maker, Opaque, read_pickle
 from ckpt.errors import Corrupt
 from ckpt.format.datafile import NDIM_MAX
 from ckpt.layout.dtypes import DTYPES, torch_dtype
-from ckpt.layout.region import Shape, row_major_strides
+from ckpt.layout.region import Shape, chunk_of, row_major_strides
 
 _STORAGES = {
     "DoubleStorage": "float64",
@@ -68,6 +68,14 @@ class TensorRef(NamedTuple):
             size == 1 or have == want
             for size, have, want in zip(self.shape, self.stride, strides, strict=True)
         )
+
+
+class ShardRef(NamedTuple):
+    """A rank's part of a DTensor of `shape`: the box of the local tensor's shape at `offset`."""
+
+    local: TensorRef
+    shape: Shape
+    offset: Shape
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,10 +172,42 @@ def _refused(kind: str) -> Maker:
     return lambda *_: UnreadableTensor(f"it is {kind}")
 
 
-def _of_type(function: Any, kind: Any, arguments: Any, *_: Any) -> Any:
-    """A tensor that has attributes, such as those by which FSDP1 marks what it has gathered: they
-    are nothing of a checkpoint.
+def _shard(arguments: Any, state: Any) -> Any:
+    """A DTensor, by its arguments and its attributes: a mesh of any version of torch says how many
+    parts there are along each of its dims, and which of them this is.
     """
+    try:
+        fields = state[1] if isinstance(state, tuple) else state
+        local, spec, shape = fields["_local_tensor"], fields["_spec"], _size(arguments[2])
+        mesh = spec.field("mesh")
+        layout, sizes = mesh.field("_layout"), getattr(mesh.field("mesh"), "shape", ())
+        if layout is not None:
+            axes = layout.field("axes") or [layout]
+            sizes = [size for axis in axes for size in axis.field("shape")]
+        offset, left = [0] * len(shape), list(shape)
+        where = zip(spec.field("placements"), sizes, mesh.field("_coordinate_on_dim"), strict=True)
+        for placement, parts, part in where:
+            name = placement.name.rpartition(".")[2]
+            dim = placement.field("dim")
+            # Twice along one dim, the order of the cuts is nothing that all versions say.
+            if name not in ("Shard", "Replicate") or (dim is not None and left[dim] != shape[dim]):
+                return UnreadableTensor(f"it is a DTensor that is cut by {name} along dim {dim}")
+            if name == "Shard":
+                box = chunk_of((shape[dim],), _count(parts), _count(part))
+                offset[dim], left[dim] = box.offset[0], box.shape[0]
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError):
+        return UnreadableTensor("it is a DTensor that does not say how it lies")
+    if not isinstance(local, TensorRef) or local.shape != tuple(left):
+        return UnreadableTensor("it is a DTensor whose local tensor is another than its mesh says")
+    return ShardRef(local, shape, tuple(offset))
+
+
+def _of_type(function: Any, kind: Any, arguments: Any, state: Any = None, *_: Any) -> Any:
+    """A tensor that has attributes, such as those by which FSDP1 marks what it has gathered: they
+    are nothing of a checkpoint. Those of a DTensor say where it belongs.
+    """
+    if isinstance(kind, Opaque) and kind.name == "torch.distributed.tensor.DTensor":
+        return _shard(arguments, state)
     make = _MAKERS.get(function.name) if isinstance(function, Opaque) else None
     is_plain = isinstance(kind, Opaque) and kind.name in _PLAIN
     if make is None or not is_plain or not isinstance(arguments, tuple) or len(arguments) > 10:
@@ -187,8 +227,13 @@ _MAKERS: dict[str, Maker] = {
     "torch._utils._rebuild_tensor_v2": _tensor,
     "torch._utils._rebuild_tensor_v3": _tensor_of_dtype,
 }
+_OF_DTENSORS = """
+    device_mesh.DeviceMesh _mesh_layout._MeshLayout _mesh_layout._FlatLayout
+    tensor._dtensor_spec.DTensorSpec tensor.placement_types.Shard tensor.placement_types.Replicate
+"""
 KNOWN: dict[str, Maker | str] = {
     **_MAKERS,
+    **{name: name for name in map("torch.distributed.".__add__, _OF_DTENSORS.split())},
     "torch._utils._rebuild_parameter": lambda data, *_: data,
     "torch._utils._rebuild_parameter_with_state": lambda data, *_: data,
     "torch._utils._rebuild_qtensor": _refused("quantized"),

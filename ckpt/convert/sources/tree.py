@@ -26,7 +26,7 @@ from ckpt.convert.sources.source import (
     SourceTensor,
     check_chunks,
 )
-from ckpt.convert.sources.torch_pickle import StorageRef, TensorRef, UnreadableTensor
+from ckpt.convert.sources.torch_pickle import ShardRef, StorageRef, TensorRef, UnreadableTensor
 from ckpt.errors import UnsupportedFormat
 from ckpt.layout.dtypes import DTYPES
 from ckpt.layout.kind import Kind
@@ -153,6 +153,10 @@ def leaves_of_blob(
             return made if type(tree) is list else tuple(made)
         if isinstance(tree, StorageRef):
             return UnreadableTensor("it is a storage, not a tensor")
+        if isinstance(tree, ShardRef):
+            if tree.local.shape != tree.shape:
+                return UnreadableTensor("it is one rank's part of a DTensor; pass the folder")
+            tree = tree.local
         if not isinstance(tree, TensorRef):
             return tree
         shape = tree.shape

@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from ckpt import reports as reports
     from ckpt import state_dict as state_dict
     from ckpt.api import async_save as async_save
-    from ckpt.api import begin as begin
     from ckpt.api import forget as forget
     from ckpt.api import load as load
     from ckpt.api import publish as publish
@@ -67,6 +66,7 @@ if TYPE_CHECKING:
     from ckpt.service.retention import KeepEvery as KeepEvery
     from ckpt.service.retention import KeepLatest as KeepLatest
     from ckpt.service.retention import KeepYounger as KeepYounger
+    from ckpt.service.several import begin as begin
     from ckpt.state.rng import rng_state as rng_state
     from ckpt.state.types import PerGroup as PerGroup
     from ckpt.state.types import PerRank as PerRank
@@ -104,7 +104,7 @@ _HOMES = {
     "Preempted": "ckpt.service.preemption",
     "Stages": "ckpt.state.types",
     "async_save": "ckpt.api",
-    "begin": "ckpt.api",
+    "begin": "ckpt.service.several",
     "copy": "ckpt.operate",
     "diff": "ckpt.operate",
     "disk_usage": "ckpt.operate",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
@@ -31,7 +31,7 @@ from ckpt.saving.background import PendingSave, Preparation, WhenBusy
 from ckpt.saving.image import Staging, WritePath
 from ckpt.saving.publishing import Due, Publication
 from ckpt.saving.save import flattened, save_task
-from ckpt.saving.shared import SharedSave, begin_shared, open_place, place_of
+from ckpt.saving.shared import open_place, place_of
 from ckpt.saving.staging import LentCopy, Snapshot, buffers_for, stage
 from ckpt.saving.task import PartMemory, SaveOptions, SaveReport, SaveTask
 from ckpt.state.names import GroupOptions
@@ -154,43 +154,6 @@ def save(
         with patience_for(store, context.world, checked_seconds(retry_seconds_max)):
             task = SaveTask(session, store, memory, plain_int(step), options, place=place)
             return save_task(state, task)
-
-
-@hides_secrets
-def begin(
-    url: StoreLike,
-    *,
-    step: SupportsIndex,
-    writers: Mapping[str, int],
-    line: str = "",
-    user: Mapping[str, str] | None = None,
-    metric: float | None = None,
-    modules: Sequence[str] = (),
-    process_group: dist.ProcessGroup | None = None,
-    storage_options: Mapping[str, Any] | None = None,
-    unsafe_single_writer: bool = False,
-) -> SharedSave:
-    """Begin a checkpoint of `step` that several jobs write: the model by the trainer, the state of
-    the data by a loader, results by an evaluation.
-
-        shared = ckpt.begin(url, step=100, writers={"trainer": 8, "loader": 1})
-        ckpt.save({"model": model}, url, step=100, into=shared.token("trainer"))
-        shared.commit()  # when the loader has saved its part into shared.token("loader")
-
-    `writers` has the number of ranks of each; a name belongs to one writer alone. `modules` are the
-    names that models have in the state, which exports leave out of names. Collective like `save`,
-    over the ranks of the training, which commits. Raises InvalidArgument, and like `save`.
-    """
-    url = line_of(url, line)
-    with gc_paused():
-        context = this_process.of_group(process_group)
-        store, session, memory = context.open_root(
-            url, storage_options, unsafe_single_writer, f"ckpt.begin(step={step})"
-        )
-        options = SaveOptions(user=dict(user or {}), metric=plain_float(metric))
-        task = SaveTask(session, store, memory, plain_int(step), options)
-        ready = partial(context.settled_store, url, storage_options)
-        return begin_shared(task, writers, modules, ready)
 
 
 @hides_secrets

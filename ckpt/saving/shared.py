@@ -93,8 +93,7 @@ class SharedSave:
             if own is not None and own.state().find(header.attempt) is None:
                 manifest = _united(self.task.store, header, self.writers)
                 commit = store_manifest(self.task.store, manifest)
-                is_next = own.resume_point == self.continues
-                metric = self.task.options.metric
+                metric, is_next = self.task.options.metric, own.resume_point == self.continues
                 own.commit(commit._replace(metric=metric, in_line=is_next))
             return Committed()
 
@@ -130,9 +129,8 @@ def begin_shared(
         assert session is not None, "the coordinator has it"
         header = header_of(task, session.new_attempt(), modules)
         user = {**header.user, WRITERS: json.dumps(list(writers.items()))}
-        size = sum(writers.values())
-        header = header.model_copy(update={"user": user, "world_size": size})
-        return header.model_dump_json().encode()
+        whole = {"user": user, "world_size": sum(writers.values())}
+        return header.model_copy(update=whole).model_dump_json().encode()
 
     task.session.settle()
     header = Header.model_validate_json(from_coordinator(task.session.world, "attempt", made))
@@ -161,39 +159,31 @@ def open_place(world: World, store: Store, place: WriterPlace) -> RankedSession:
     Raises StoreRefused where the root is another one, Fenced where a later job has claimed it, and
     InvalidState where the writer has another number of ranks.
     """
-    header = place.header
+    header, own_epoch = place.header, attempt_epoch(place.header.attempt)
 
     def compare() -> None:
         if world.size != place.ranks:
-            raise InvalidState(
-                [
-                    f"writer {place.writer!r} was begun with {place.ranks} ranks, and {world.size} "
-                    "save; pass their number to ckpt.begin(writers=)"
-                ]
-            )
+            text = f"writer {place.writer!r} was begun with {place.ranks} ranks, and {world.size} "
+            raise InvalidState([text + "save; pass their number to ckpt.begin(writers=)"])
         if (seen := root_at(store)) != header.root:
             raise StoreRefused(
                 f"{store.url} shows {seen}, and into= is of root {header.root}: pass the url that "
                 "ckpt.begin was given, as this host reaches it"
             )
-        epoch = Log(store).state().epoch if world.rank == 0 else attempt_epoch(header.attempt)
-        if epoch != attempt_epoch(header.attempt):
+        epoch = own_epoch if world.rank else Log(store).state().epoch
+        if epoch != own_epoch:
             raise Fenced(
                 f"{store.url}: {header.attempt} was begun by a job that another one has replaced "
                 f"(epoch {epoch}), so it can never be committed; begin a new one"
             )
-        own = place.first_rank + world.rank
-        first = step_prefix(header.step, header.attempt) + data_file_name(own, 0)
-        if store.exists(first):
-            raise InvalidState(
-                [
-                    f"{store.url}/{first} is there: writer {place.writer!r} has saved its part, or "
-                    "died while it did, and a part is written once; discard() and begin another"
-                ]
-            )
+        name = data_file_name(place.first_rank + world.rank, 0)
+        if store.exists(first := step_prefix(header.step, header.attempt) + name):
+            text = f"{store.url}/{first} is there: writer {place.writer!r} has saved its part, or "
+            text += "died while it did, and a part is written once; discard() and begin another"
+            raise InvalidState([text])
 
     collectively(world, "open part", compare)
-    return RankedSession(world, header.root, attempt_epoch(header.attempt), None)
+    return RankedSession(world, header.root, own_epoch, None)
 
 
 def _united(store: Store, header: Header, writers: Mapping[str, int]) -> Manifest:

@@ -151,12 +151,10 @@ class ParameterBinder:
         return state._replace(tensors=state.tensors | tensors) if state and tensors else state
 
     def report_unclear(self, fqn: str, what: str, shape: Shape) -> None:
-        self.names.report(
-            ProblemKind.SHAPE,
-            fqn,
-            f"{self.names.call.source} has {what}, the parameter {shape}: resize= changes "
-            f"plain tensors with one row for each of the parameter{self.names.call.or_skip}",
-        )
+        call = self.names.call
+        text = f"{call.source} has {what}, the parameter {shape}: resize= changes plain tensors "
+        text += f"with one row for each of the parameter{call.or_skip}"
+        self.names.report(ProblemKind.SHAPE, fqn, text)
 
 
 @dataclass(frozen=True, slots=True)

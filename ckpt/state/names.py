@@ -293,15 +293,11 @@ class Names:
         entry = self.catalog.tensors[saved]
         if entry.shape == shape or not shape or entry.shape[1:] != shape[1:] or not entry.shape:
             return
-        if rule == "mean" and shape[0] > entry.shape[0]:
-            has_mean = entry.shape[0] > 0 and entry.dtype.is_floating_point
-            if not has_mean:
-                self.report(
-                    ProblemKind.VALUE,
-                    fqn,
-                    f"{self.call.source} has {entry.shape[0]} rows of {entry.dtype}, which have no "
-                    "mean; pass 'zeros' or 'init' for it in resize=",
-                )
+        has_mean = entry.shape[0] > 0 and entry.dtype.is_floating_point
+        if rule == "mean" and shape[0] > entry.shape[0] and not has_mean:
+            text = f"{self.call.source} has {entry.shape[0]} rows of {entry.dtype}, which have no "
+            text += "mean; pass 'zeros' or 'init' for it in resize="
+            self.report(ProblemKind.VALUE, fqn, text)
         self.resized[saved] = StoredRows(entry.shape[0], rule)
         self._tensors[saved] = entry._replace(shape=shape)
 

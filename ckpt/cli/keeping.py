@@ -14,7 +14,6 @@ from ckpt.tools.salvage import Salvaged
 from ckpt.tools.verify import VerifyReport, summary
 
 DAMAGE_SHOWN_MAX = 50
-NO_CHECKSUMS = "all bytes can be read; nothing here has checksums of them"
 
 
 def show_verify(report: VerifyReport) -> None:
@@ -24,7 +23,8 @@ def show_verify(report: VerifyReport) -> None:
         f"{counted(report.blocks, 'block')}, {size(report.nbytes)}"
     )
     if report.ok:
-        checked = "every byte is as it was written" if report.blocks else NO_CHECKSUMS
+        checked = "every byte is as it was written"
+        checked = checked if report.blocks else "all bytes can be read; nothing has checksums here"
         print(f"{report.url}\n{what}: {checked}")
         return
     print(f"{report.url}\n{what}: {summary(report.damage)}")

@@ -143,13 +143,16 @@ def fill(checkpoint: Checkpoint, holdings: Sequence[Holding], path: ReadPath) ->
     reader.read_private(reader.blocks.runs())
 
 
+def _opened(sums: BlockSums, path: ReadPath) -> Checkpoint:
+    located = LocatedCheckpoint(sums.directory, sums.manifest, None)
+    return Checkpoint(sums.store, located, path=path)
+
+
 def unequal(
     sums: BlockSums, pairs: Mapping[str, str], path: ReadPath, rank: int, size: int
 ) -> list[str]:
     """The names in `pairs` whose tensors differ in the share that `rank` of `size` compares."""
-    checkpoint = Checkpoint(
-        sums.store, LocatedCheckpoint(sums.directory, sums.manifest, None), path=path
-    )
+    checkpoint = _opened(sums, path)
 
     def differ(name: str, held: str) -> bool:
         if name not in checkpoint or held not in checkpoint:
@@ -172,9 +175,7 @@ def mean_row(sums: BlockSums, fqn: str, path: ReadPath) -> list[float]:
     """The mean of the rows of a tensor, as one row in row-major order; each row is read once, a few
     at a time, and added in double precision.
     """
-    checkpoint = Checkpoint(
-        sums.store, LocatedCheckpoint(sums.directory, sums.manifest, None), path=path
-    )
+    checkpoint = _opened(sums, path)
     info = checkpoint.info(fqn)
     rows, width = info.shape[0], math.prod(info.shape[1:])
     total = torch.zeros(width, dtype=torch.float64)

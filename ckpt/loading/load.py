@@ -321,10 +321,8 @@ def _mean_rows(
     by one rank, so the sum does not depend on how the state lies on ranks.
     """
 
-    def united(every: list[list[str]]) -> list[str]:
-        return sorted({name for names in every for name in names})
-
-    names = decided_json(world, "averaged", "averaged", binding.averaged, united)
+    of_ranks = decided_json(world, "averaged", "averaged", binding.averaged, list)
+    names = sorted({name for own in of_ranks for name in own})
 
     def mine() -> dict[str, list[float]]:
         if origins.owners:
@@ -333,14 +331,8 @@ def _mean_rows(
         return {name: mean_row(sums, name, path) for name in names[world.rank :: world.size]}
 
     rows = collectively(world, "average", mine)
-    means: dict[str, list[float]] = decided_json(
-        world,
-        "mean rows",
-        "mean rows",
-        rows,
-        lambda every: {k: v for own in every for k, v in own.items()},
-    )
-    return means
+    of_ranks = decided_json(world, "mean rows", "mean rows", rows, list)
+    return {name: row for own in of_ranks for name, row in own.items()}
 
 
 class FormOfState(NamedTuple):

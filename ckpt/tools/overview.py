@@ -138,8 +138,7 @@ def listing(store: Store) -> RootListing:
 def listing_of_other(url: StoreLike, storage_options: Mapping[str, Any] | None) -> RootListing:
     """What `ckpt ls` shows of a checkpoint of another library. Raises NoCheckpoint without one."""
     with open_contents(url, None, storage_options) as contents:
-        header, place = contents.manifest.header, contents.url
-        nbytes = contents.manifest.own_nbytes
+        header, place, nbytes = contents.manifest.header, contents.url, contents.manifest.own_nbytes
     one = StepInfo(header.step, header.attempt, place, False, False, None, line=None, nbytes=nbytes)
     return RootListing(place, (one,))
 

@@ -351,7 +351,7 @@ def test_commands_take_any_checkpoint(
         assert checkpoint.manifest.header.attempt in (listed := capsys.readouterr().out)
     assert f"{url}: 1 checkpoint" in listed
     assert main(["verify", url]) == 0
-    assert "all bytes can be read; nothing here has checksums" in capsys.readouterr().out
+    assert "all bytes can be read; nothing has checksums here" in capsys.readouterr().out
     report = ckpt.verify(url)
     assert (
         report.ok and not report.blocks and report.nbytes >= sum(p.nbytes for p in net.parameters())

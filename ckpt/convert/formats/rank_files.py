@@ -23,12 +23,12 @@ Nodes = Sequence[tuple[str, Opened, Any]]
 
 def open_folder(place: SourcePlace) -> FolderSource | None:
     """The state of all ranks. Raises Corrupt where a rank's file is missing."""
-    found = [match for key in place.top if (match := _FILE.fullmatch(key))]
-    if len(worlds := {int(match[2]) for match in found}) > 1:
+    matches = [match for key in place.top if (match := _FILE.fullmatch(key))]
+    if len(worlds := {int(match[2]) for match in matches}) > 1:
         raise UnsupportedFormat(f"{place.store.url}: files of worlds of {sorted(worlds)} ranks")
     data, tree, files = TreeData({}, place.budget), dict[str, Any](), dict[str, int]()
     for name, entry in {"model": "model", "optim": "optimizer"}.items():
-        own = {int(match[3]): match[0] for match in found if match[1] == name}
+        own = {int(match[3]): match[0] for match in matches if match[1] == name}
         # Numbers in an optimizer mean nothing without names.
         if not own or (name == "optim" and place.names is None):
             continue

@@ -11,6 +11,7 @@ import json
 import logging
 import threading
 import weakref
+from contextlib import suppress
 from dataclasses import dataclass
 
 from ckpt.commit.appender import (
@@ -131,7 +132,10 @@ class Session(LogWriter):
 
         Records would be appended where no reader finds them, or in the middle of another log.
         """
-        if (seen := root_at(self.store)) != self.root:
+        seen = "no root"
+        with suppress(NoCheckpoint):
+            seen = read_format(self.store)
+        if seen != self.root:
             raise LogDiverged(
                 f"{self.store.url} shows {seen} where this process began to save to root "
                 f"{self.root}: it was removed meanwhile. To start again there, call "
@@ -348,14 +352,6 @@ class Session(LogWriter):
         )
 
 
-def root_at(store: Store) -> str:
-    """The identity of the root in `store`, for comparing; "no root" where none is."""
-    try:
-        return read_format(store)
-    except NoCheckpoint:
-        return "no root"
-
-
 def _opened(
     store: Store,
     unsafe_single_writer: bool,
@@ -558,7 +554,9 @@ def open_session(
     root, epoch = json.loads(from_coordinator(world, "claim", claimed))
 
     def compare() -> None:
-        seen = root if world.rank == 0 else root_at(store)
+        seen = "no root"
+        with suppress(NoCheckpoint):
+            seen = root if world.rank == 0 else read_format(store)
         if seen != root:
             raise StoreRefused(
                 f"{store.url} shows {seen} where rank 0 sees root {root}: ranks look at different "

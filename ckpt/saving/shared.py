@@ -12,14 +12,15 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import accumulate, chain
 
 from ckpt.commit.locate import ResumePoint
-from ckpt.commit.log import Log
+from ckpt.commit.log import Log, read_format
 from ckpt.commit.names import PART_PREFIX, attempt_epoch, step_prefix
-from ckpt.commit.session import RankedSession, root_at
-from ckpt.errors import Corrupt, Fenced, InvalidArgument, InvalidState, StoreRefused
+from ckpt.commit.session import RankedSession
+from ckpt.errors import Corrupt, Fenced, InvalidArgument, InvalidState, NoCheckpoint, StoreRefused
 from ckpt.format.codec import decode_values
 from ckpt.format.datafile_index import (
     OpenedFile,
@@ -165,7 +166,10 @@ def open_place(world: World, store: Store, place: WriterPlace) -> RankedSession:
         if world.size != place.ranks:
             text = f"writer {place.writer!r} was begun with {place.ranks} ranks, and {world.size} "
             raise InvalidState([text + "save; pass their number to ckpt.begin(writers=)"])
-        if (seen := root_at(store)) != header.root:
+        seen = "no root"
+        with suppress(NoCheckpoint):
+            seen = read_format(store)
+        if seen != header.root:
             raise StoreRefused(
                 f"{store.url} shows {seen}, and into= is of root {header.root}: pass the url that "
                 "ckpt.begin was given, as this host reaches it"

@@ -50,6 +50,7 @@ if TYPE_CHECKING:
     from ckpt.operate import reshard as reshard
     from ckpt.operate import unpin as unpin
     from ckpt.operate import verify as verify
+    from ckpt.rehearse.watch import watch_resume as watch_resume
     from ckpt.service.alarm import Alarm as Alarm
     from ckpt.service.checkpointer import Checkpointer as Checkpointer
     from ckpt.service.follower import follow as follow
@@ -127,6 +128,7 @@ _HOMES = {
     "save": "ckpt.api",
     "unpin": "ckpt.operate",
     "verify": "ckpt.operate",
+    "watch_resume": "ckpt.rehearse.watch",
 }
 
 # What is needed less often: `ckpt.errors.RankFailed`, `ckpt.state_dict.model_state_dict`.
@@ -163,6 +165,10 @@ def _leave(pid: int) -> None:
 
 
 atexit.register(_leave, os.getpid())
+
+# Set by `ckpt rehearse`, in the processes that it starts.
+if "CKPT_REHEARSAL" in os.environ:
+    import_module("ckpt.rehearse.hooks").install(os.environ["CKPT_REHEARSAL"])
 
 
 def __dir__() -> list[str]:

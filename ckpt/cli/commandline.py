@@ -276,6 +276,14 @@ COMMANDS = (
         code=lambda report: OK if report.fits else DIFFERENT,
     ),
     Command(
+        operate.rehearse,
+        "ckpt rehearse -- torchrun --nproc-per-node 2 train.py\n"
+        "ckpt rehearse --kill 'by SIGTERM' --json -- python train.py\n"
+        "exit codes: 0 the same; 1 it differs; 2 nothing is proved",
+        code=lambda report: OK if report.difference is None else PROBLEM,
+        after_interrupt="its processes and its folder are gone",
+    ),
+    Command(
         operate.cost,
         "ckpt cost --params 70B --optimizer adamw --ranks 512 --every 10m --keep 3 --mtbf 6h\n"
         "ckpt cost s3://bucket/run --mtbf 6h             with the numbers of its saves\n"

@@ -9,6 +9,7 @@ from ckpt.operate.comparing import diff, plan_ranks
 from ckpt.operate.keeping import mend, pin, prune, rescue, rm, salvage, unpin, verify
 from ckpt.operate.looking import cost, disk_usage, log, ls, report
 from ckpt.operate.moving import copy, export, import_checkpoint, reshard
+from ckpt.operate.rehearsing import rehearse
 
 __all__ = [
     "copy",
@@ -23,6 +24,7 @@ __all__ = [
     "pin",
     "plan_ranks",
     "prune",
+    "rehearse",
     "report",
     "rescue",
     "reshard",

@@ -1,0 +1,25 @@
+"""Shows a rehearsal."""
+
+from ckpt.rehearse.runs import RehearsalReport
+from ckpt.screens.terminal import counted, show_names, show_table
+
+NAMES_SHOWN_MAX = 8
+
+
+def show_rehearse(report: RehearsalReport) -> None:
+    """`ckpt rehearse`."""
+    titles = ("run", "ranks", "from step", "steps", "ended", "seconds")
+    rows = [
+        (run.what, run.ranks, run.restored_step or "", run.steps, run.ended, f"{run.seconds:.1f}")
+        for run in report.runs
+    ]
+    show_table(titles, [[str(cell) for cell in row] for row in rows])
+    show_names("without an effect, starts over", report.notes, NAMES_SHOWN_MAX)
+    one = report.difference
+    if one is None:
+        print(f"the same, bit for bit, in {counted(len(report.runs), 'run')}")
+        return
+    print(f"\n{one.run}: rank {one.rank}, step {one.step}")
+    show_names("differs", list(one.differs.values()), NAMES_SHOWN_MAX)
+    for text in one.forgotten or ("nothing that could be seen",):
+        print(f"forgotten: {text}")

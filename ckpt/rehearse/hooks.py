@@ -1,0 +1,248 @@
+"""What a rehearsal does in the processes of a training: it gives the run a root of its own, saves
+when the plan says so, kills at the boundary that the plan names, and writes down what happens.
+
+`install` is called when `ckpt` is imported in a process that `ckpt.rehearse.runs` has started. Each
+rank appends its steps to `trace-RANK` in the folder of its run, a line of JSON for each.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import os
+import signal
+import threading
+import time
+import zlib
+from collections.abc import Callable
+from functools import reduce
+from operator import or_
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.optim import optimizer as optimizers
+from torch.utils.data import DataLoader
+
+from ckpt.commit.session import Session
+from ckpt.rehearse.seen import random_states, seen, text_of
+from ckpt.rehearse.watch import ResumeWatch
+from ckpt.service.checkpointer import SAVE_DEFAULT, Checkpointer
+from ckpt.service.policies import Never, OnPreemption, OnSignal, SavePolicy
+from ckpt.service.target import UrlTarget
+from storage.location import url_of
+
+SAVE_SECONDS = 60.0  # for a save that the plan waits for
+OTHERS_SECONDS = 30.0  # for all ranks to come to the end of the plan
+SIGNAL_SECONDS = 0.5  # a step takes so long after the signal: ranks agree on it in the background
+
+
+def install(folder: str) -> None:
+    """Have this process follow the plan of the run in `folder`."""
+    hooks = Hooks(Path(folder))
+    _around(Checkpointer, "__init__", hooks.made)
+    _around(Checkpointer, "restore", hooks.restore)
+    _around(Checkpointer, "step", hooks.step)
+    _around(Session, "commit", hooks.commit)
+    _around(ResumeWatch, "__init__", hooks.watch_made)
+    _around(ResumeWatch, "restored", lambda _, watch, step: hooks.restored(step))
+    _around(ResumeWatch, "step", hooks.watch_step)
+    _around(torch, "save", hooks.torch_save)
+    _around(torch.autograd, "backward", hooks.backward)
+    optimizers.register_optimizer_step_pre_hook(lambda *_: hooks.moment())
+    optimizers.register_optimizer_step_post_hook(lambda *_: hooks.kill("after the optimizer"))
+    # What a rehearsal compares is the state, not kernels that add in any order.
+    torch.use_deterministic_algorithms(True, warn_only=True)
+
+
+def _around(owner: Any, name: str, around: Callable[..., Any]) -> None:
+    original = getattr(owner, name)
+    # A function, which becomes a method; `bind` sees the signature of the original.
+    setattr(owner, name, lambda *args, **named: around(original, *args, **named))
+
+
+class Hooks:
+    """The plan and the trace of one rank of one run."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder, self._pid = folder, os.getpid()
+        self._plan = json.loads((folder / "plan").read_text())
+        self._states: list[Any] = []
+        self._owner: Any = None  # whose steps are those of the training: the first one made
+        self._rank, self._size = 0, 1
+        self._calls, self._done = 0, -1  # of `step`, and the step of the newest one
+        self._record: dict[str, Any] = {}  # of the step under way
+        self._pending: Any = None
+        self._signalled = False
+        self._iterators: set[type] = set()
+
+    def _begin(self, owner: Any, state: Any) -> None:
+        if self._owner is None:
+            self._owner = owner
+            if dist.is_available() and dist.is_initialized():
+                self._rank, self._size = dist.get_rank(), dist.get_world_size()
+            self._follow(DataLoader)
+            self._write()
+        self._states.append(state)
+
+    def _write(self, **record: Any) -> None:
+        """Write down what happened, and begin anew."""
+        with open(self._folder / f"trace-{self._rank}", "a", encoding="utf-8") as file:
+            file.write(json.dumps(self._record | record) + "\n")
+        self._record = {}
+
+    def _take(self, when: str) -> None:
+        self._record[when] = seen(self._states, inspect.currentframe())
+        self._record[f"{when}_random"] = random_states()
+
+    def _root(self, url: Any) -> str:
+        return str(Path(self._plan["root"]) / f"{zlib.crc32(str(url).encode()):08x}")
+
+    def restored(self, step: int) -> None:
+        """The state is that of `step`."""
+        self._record, self._done = {}, step
+        self._write(restored=step, restored_random=random_states())
+
+    def _stepped(self, step: int) -> None:
+        """Step `step` is done, and not saved yet."""
+        if self._pending is not None:
+            self._pending.result(SAVE_SECONDS)
+            self._pending = None
+        time.sleep(SIGNAL_SECONDS * self._signalled)
+        self._take("last")
+        self._write(step=step)
+        self._calls, self._done = self._calls + 1, step
+        self.kill("before the save")
+
+    def _end(self, step: int) -> None:
+        """End this process where the plan ends, and the other ranks are there as well."""
+        if self._calls < self._plan["count"] and step != self._plan["last"]:
+            return
+        (self._folder / f"end-{self._rank}").touch()
+        until = time.monotonic() + OTHERS_SECONDS
+        while time.monotonic() < until and len([*self._folder.glob("end-*")]) < self._size:
+            time.sleep(0.01)
+        os._exit(0)
+
+    def kill(self, boundary: str, step: int | None = None) -> None:
+        """Die, where the plan wants it here; `step` is by default the newest one that was done."""
+        where = [boundary, self._done if step is None else step]
+        if where != self._plan["kill"] or self._signalled or os.getpid() != self._pid:
+            return
+        if threading.current_thread() is threading.main_thread():
+            self._write()
+        self._signalled = boundary == "by SIGTERM"
+        (self._folder / f"{'signalled' if self._signalled else 'killed'}-{self._rank}").touch()
+        os.kill(os.getpid(), signal.SIGTERM if self._signalled else signal.SIGKILL)
+
+    # a Checkpointer, and what stands for it where a training saves by hand
+
+    def made(self, make: Callable[..., None], *args: Any, **named: Any) -> None:
+        """A Checkpointer is made: it gets another root, and the plan's saves."""
+        bound = inspect.signature(make).bind(*args, **named).arguments
+        target, line = bound.pop("target"), bound.pop("line", "")
+        url = target.url if isinstance(target, UrlTarget) else url_of(target)
+        bound["target"] = self._root(f"{url} {line}")
+        # What is near belongs to the hosts of the training itself.
+        bound = {n: one for n, one in bound.items() if n not in ("near", "storage_options")}
+        given: SavePolicy = bound.pop("save", SAVE_DEFAULT)
+        kinds = OnSignal | OnPreemption | Never
+        lasting = [one for one in given.alternatives() if isinstance(one, kinds)]
+        self._begin(bound["self"], bound["state"])
+        never = Never() if bound.get("only") else OnSignal()
+        make(**bound, save=reduce(or_, lasting or [never]))
+
+    def restore(self, restore: Any, one: Checkpointer, *args: Any, **how: Any) -> Any:
+        """`Checkpointer.restore`."""
+        report = restore(one, *args, **how)
+        if report is not None and one is self._owner:
+            self.restored(report.step)
+        return report
+
+    def step(self, step: Any, one: Checkpointer, *args: Any, **named: Any) -> Any:
+        """`Checkpointer.step`."""
+        number = int(args[0] if args else named["step"])
+        if one is not self._owner:
+            return step(one, *args, **named)
+        self._stepped(number)
+        begun = step(one, *args, **named)
+        if number in self._plan["saves"]:
+            self._pending = one.save_now()
+            if self._plan["kill"] == ["after the save", number]:
+                self._pending.result(SAVE_SECONDS)
+                self.kill("after the save")
+        self._end(number)
+        return begun
+
+    def commit(self, commit: Any, session: Session, record: Any) -> Any:
+        """`Session.commit`, which makes a checkpoint exist."""
+        self.kill("in the save", record.step)
+        return commit(session, record)
+
+    def watch_made(self, make: Any, watch: ResumeWatch, state: Any, directory: str) -> None:
+        """A training that saves by hand begins."""
+        make(watch, state, self._root(directory))
+        Path(watch.directory).mkdir(parents=True, exist_ok=True)
+        self._begin(watch, state)
+
+    def watch_step(self, step: Any, watch: ResumeWatch, number: int) -> bool:
+        """A training that saves by hand has done a step."""
+        self._stepped(number)
+        self._end(number)
+        return number in self._plan["saves"]
+
+    def torch_save(self, save: Any, state: Any, file: Any, *args: Any, **named: Any) -> None:
+        """`torch.save`: what is killed in it leaves half of a file."""
+        save(state, file, *args, **named)
+        is_killed = self._plan["kill"] == ["in the save", self._done]
+        if is_killed and isinstance(self._owner, ResumeWatch) and isinstance(file, (str, Path)):
+            os.truncate(file, os.path.getsize(file) // 2)
+            self.kill("in the save")
+
+    # what a step consists of
+
+    def _is_on(self) -> bool:
+        is_main = threading.current_thread() is threading.main_thread()
+        return is_main and bool(self._states) and os.getpid() == self._pid
+
+    def moment(self) -> None:
+        """The step under way has read its data, and changes parameters from here on."""
+        if isinstance(self._owner, ResumeWatch):
+            self.kill("after the save")
+        self.kill("by SIGTERM")
+        if self._is_on() and "first" not in self._record:
+            self._take("first")
+
+    def backward(self, backward: Any, *args: Any, **named: Any) -> Any:
+        """`torch.autograd.backward`, of a loss."""
+        self.moment()
+        if self._is_on():
+            text = text_of(args[0] if args else named["tensors"])
+            self._record.setdefault("losses", []).append(text)
+        return backward(*args, **named)
+
+    def _follow(self, kind: type[DataLoader[Any]]) -> None:
+        if "__iter__" in vars(kind):
+            _around(kind, "__iter__", self._iterate)
+        for one in kind.__subclasses__():
+            self._follow(one)
+
+    def _iterate(self, iterate: Any, loader: Any) -> Any:
+        before = random_states() if self._is_on() else None
+        iterator = iterate(loader)
+        if before is not None and before != random_states():
+            self._record["drawn"] = True
+        kind = type(iterator)
+        if kind not in self._iterators and kind.__module__ != "builtins":
+            self._iterators.add(kind)
+            _around(kind, "__next__", self._fetch)
+        return iterator
+
+    def _fetch(self, fetch: Any, iterator: Any) -> Any:
+        self.kill("in the data loader")
+        batch = fetch(iterator)
+        if self._is_on():
+            name = "late_batches" if "first" in self._record else "batches"
+            self._record.setdefault(name, []).append(text_of(batch))
+        return batch

@@ -1,0 +1,211 @@
+"""Compares the traces of two runs, and names what the resumed one lacks.
+
+A difference counts where training itself differs: data, losses, parameters, buffers, optimizers,
+schedulers, scalers, averages of parameters. Its causes are looked for at the first step that
+differs, before that step changes any parameter: what differs there, and is not in the state that
+was saved, was forgotten. Plain values and random states count as causes, and never as differences:
+a script may have some for a log alone.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeAlias
+
+from ckpt.rehearse.seen import TRAINED, Seen
+from ckpt.short import ShortRecord
+
+SHOWN_MAX = 4  # values of one variable
+
+# What a step was like, as `ckpt.rehearse.hooks` writes it; both are of one name.
+Step: TypeAlias = Mapping[str, Any]
+Pair: TypeAlias = tuple[Seen, Seen]
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class Difference(ShortRecord):
+    """Where a run differs from the one that was not interrupted: `run` says what was done to it,
+    `restored_step` where it continued. `differs` has the first values that are others, by name, and
+    `forgotten` what explains them.
+    """
+
+    run: str
+    restored_step: int | None
+    rank: int
+    step: int
+    differs: Mapping[str, str]
+    forgotten: tuple[str, ...] = ()
+
+
+class Trace:
+    """What one rank of one run has done; the last step may not be done."""
+
+    def __init__(self, path: Path) -> None:
+        lines = path.read_text(encoding="utf-8").split("\n")[:-1]  # whole ones
+        events = [json.loads(line) for line in lines]
+        self.restored: Step = next((one for one in events if "restored" in one), {})
+        self.restored_step: int | None = self.restored.get("restored")
+        self.steps: list[Step] = [one for one in events if "step" in one]
+        self.rest: Step = events[-1] if "first" in events[-1] else {}
+        self.has_loader = any("batches" in one for one in events)
+
+    def pairs(self, reference: Trace) -> Iterator[tuple[Step, Step]]:
+        """Each step with that of `reference`, and the one that was not done."""
+        theirs = {one["step"]: one for one in reference.steps}
+        yield from ((one, theirs[one["step"]]) for one in self.steps if one["step"] in theirs)
+        done = self.steps[-1]["step"] if self.steps else self.restored_step
+        later = (one for number, one in theirs.items() if done is None or number > done)
+        if "step" not in self.rest and (following := next(later, None)):
+            yield self.rest, following
+
+
+def compare(
+    run: str,
+    traces: Mapping[int, Trace],
+    reference: Mapping[int, Trace],
+    ignored: Mapping[str, str],
+) -> Difference | None:
+    """The first step at which a rank differs from `reference`, in more than what is `ignored`. Of
+    several ranks, one that explains it: others may differ by what they have received.
+    """
+    differences = []
+    for rank, trace in traces.items():
+        for index, (mine, theirs) in enumerate(trace.pairs(reference[rank])):
+            parted = {n: text for n, text in _parted(mine, theirs).items() if n not in ignored}
+            if parted:
+                why = tuple(_forgotten(trace, reference[rank], index, mine, theirs))
+                where = run, trace.restored_step, rank, theirs["step"]
+                differences.append(Difference(*where, parted, why))
+                break
+    return min(differences, key=lambda one: (one.step, not one.forgotten), default=None)
+
+
+def compare_other_ranks(run: str, trace: Trace, reference: Trace) -> Difference | None:
+    """What the first rank has in the first step after a resume on another number of ranks. Later,
+    sums over other ranks have rounded otherwise, and other ranks have read other data.
+    """
+    for mine, theirs in [*trace.pairs(reference)][:1]:
+        pairs = _differing(mine, theirs, "first").items()
+        same = {n: p for n, p in pairs if p[0].kind in TRAINED - {"buffer"} and _is_one_shape(p)}
+        if same:
+            where = run, trace.restored_step, 0, theirs["step"]
+            return Difference(*where, {name: name for name in same}, tuple(_not_restored(same)))
+    return None
+
+
+def notes_of(trace: Trace, reference: Trace) -> list[str]:
+    """Values that start over after a resume, without any effect."""
+    pairs = [*zip(trace.pairs(reference), reference.steps, strict=False)]
+    return [
+        name
+        for (mine, theirs), begin in pairs[: 0 if trace.restored_step is None else 1]
+        for name, pair in _differing(mine, theirs, "first").items()
+        if _starts_over(name, pair, begin)
+    ]
+
+
+def _differing(mine: Step, theirs: Step, when: str) -> dict[str, Pair]:
+    a, b = mine.get(when, {}), theirs.get(when, {})
+    differing = {n: (Seen(*a[n]), Seen(*b[n])) for n in a if n in b and a[n][0] != b[n][0]}
+    # An optimizer that has made no step has no state of its parameters.
+    for name in [name for name in b if a and name not in a and b[name][1] == "optimizer"]:
+        differing[name] = Seen("none", *b[name][1:]), Seen(*b[name])
+    return differing
+
+
+def _parted(mine: Step, theirs: Step) -> dict[str, str]:
+    """What of the training differs in this step: a text for each name. Earliest first."""
+    parted = {}
+    # One may have read ahead, or have skipped data that were seen: the last ones count.
+    late = zip(mine.get("late_batches", ()), theirs.get("late_batches", ()), strict=False)
+    early = [one.get("batches", ())[-1:] for one in (mine, theirs) if "first" in one]
+    if (len(early) == 2 and all(early) and early[0] != early[1]) or any(a != b for a, b in late):
+        parted["data"] = "the data that it reads"
+    losses = zip(mine.get("losses", ()), theirs.get("losses", ()), strict=False)
+    for a, b in [(a, b) for a, b in losses if a != b][:1]:
+        parted["loss"] = f"loss {a} instead of {b}"
+    for when in ("first", "last"):
+        pairs = _differing(mine, theirs, when)
+        parted |= {name: name for name, (one, _) in pairs.items() if one.kind in TRAINED}
+    return parted
+
+
+def _forgotten(
+    trace: Trace, reference: Trace, index: int, mine: Step, theirs: Step
+) -> Iterator[str]:
+    """What explains that these two steps differ, as sentences."""
+    position = reference.steps.index(theirs)
+    before: Step = reference.steps[position - 1] if position else {}
+    yield from _random(trace, reference, mine, theirs, before.get("last_random", {}))
+    pairs = _differing(mine, theirs, "first")
+    begin = reference.steps[index]
+    unsaved = {}
+    for name, (one, other) in pairs.items():
+        counts = one.kind in TRAINED or _starts_over(name, (one, other), begin)
+        if one.kind == "random":  # one that this step does not draw from explains nothing
+            counts = before.get("last", {}).get(name) != theirs["last"].get(name)
+        if counts and not one.is_saved:
+            unsaved[name] = one, other
+    yield from _not_restored(unsaved)
+    batch = mine.get("batches", ())[-1:]
+    for step in reference.steps if batch != theirs.get("batches", ())[-1:] else ():
+        if batch and batch[0] in step.get("batches", ()):
+            yield (
+                f"the position in the data: step {theirs['step']} reads what step {step['step']} "
+                "has read"
+            )
+    if not unsaved:
+        yield from _not_restored({n: p for n, p in pairs.items() if p[0].kind in TRAINED})
+
+
+def _random(
+    trace: Trace, reference: Trace, mine: Step, theirs: Step, before: Mapping[str, str]
+) -> Iterator[str]:
+    """Random states that differ, and that the step draws from: it has changed those of `before`."""
+    steps = {step["step"]: step for step in reference.steps}
+    saved = steps.get(trace.restored_step, {}).get("last_random", {})
+    for name, text in mine.get("first_random", {}).items():
+        is_used = before.get(name) != theirs["last_random"].get(name)
+        if not is_used or text == theirs["first_random"].get(name):
+            continue
+        if trace.restored.get("restored_random", {}).get(name) != saved.get(name):
+            yield f"the random state of {name} is not restored: add ckpt.rng_state() to the state"
+        elif "drawn" in mine and "drawn" not in theirs:
+            yield (
+                f"iter(loader) draws from the random state of {name} after the restore; without an "
+                "interruption it did so earlier. Give the DataLoader a generator of its own"
+            )
+        else:
+            yield f"the random state of {name} is drawn from between the restore and this step"
+
+
+def _starts_over(name: str, pair: Pair, begin: Step) -> bool:
+    """Whether an unsaved value is what it was at the beginning of the training."""
+    one = pair[0]
+    first = begin.get("first", {}).get(name, [None])[0]
+    return not one.is_saved and one.kind not in ("tensor", "text") and one.text == first
+
+
+def _not_restored(pairs: Mapping[str, Pair]) -> Iterator[str]:
+    """A sentence for each name, or for all of one variable where these are many."""
+    groups: dict[str, list[str]] = {}
+    for name in pairs:
+        groups.setdefault(name.partition(".")[0], []).append(name)
+    for variable, names in groups.items():
+        more = f", and {len(names) - 1} more of {variable}" if len(names) > SHOWN_MAX else ""
+        for name in names[: 1 if more else None]:
+            one, other = pairs[name]
+            where = "comes back different, though the state has it"
+            if one.kind == "gradient":
+                where = "is accumulated where the save is made, and not in the state"
+            elif not one.is_saved:
+                where = "is not in the state"
+            yield f"{name} {where}: {one.text} instead of {other.text}{more}"
+
+
+def _is_one_shape(pair: Pair) -> bool:
+    one, other = (seen.text.rpartition(" ")[0] for seen in pair)
+    return one == other

@@ -1,0 +1,135 @@
+"""`ckpt rehearse` names what a training forgets to save, and has nothing to say of honest ones.
+
+Method: real commands, killed and resumed. `training.py` resumes bit for bit and forgets what it is
+asked to forget.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ckpt import operate
+from ckpt.cli import main
+from ckpt.errors import InvalidArgument
+from ckpt.rehearse.runs import RehearsalReport
+
+HERE = Path(__file__).parent
+pytestmark = [pytest.mark.ranks, pytest.mark.timeout(600)]
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
+
+
+@pytest.fixture(autouse=True)
+def _paths(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(HERE.parents[1]))
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "temporary"))
+    monkeypatch.setattr("tempfile.tempdir", None)
+    (tmp_path / "temporary").mkdir()
+
+
+def rehearsed(
+    tmp_path: Path, *words: str, ranks: int = 0, script: Path = HERE / "training.py", **how: Any
+) -> RehearsalReport:
+    """A rehearsal of a script, which has left nothing behind."""
+    start = [*TORCHRUN, str(ranks)] if ranks else [sys.executable]
+    report = operate.rehearse([*start, str(script), str(tmp_path / "real"), *words], **how)
+    assert not (tmp_path / "real").exists()
+    assert not list((tmp_path / "temporary").iterdir())
+    assert not alive(tmp_path)
+    return report
+
+
+def alive(tmp_path: Path) -> list[str]:
+    """Processes that have the folder of this test in their command or their environment."""
+    pids = [one for one in Path("/proc").iterdir() if one.name.isdigit()]
+    mark = f"CKPT_REHEARSAL={tmp_path}".encode()
+    return [one.name for one in pids if mark in environment_of(one)]
+
+
+def environment_of(process: Path) -> bytes:
+    try:
+        return (process / "environ").read_bytes()
+    except OSError:
+        return b""
+
+
+def forgotten(report: RehearsalReport) -> str:
+    assert report.difference is not None
+    return "\n".join(report.difference.forgotten)
+
+
+def test_all_that_is_forgotten_is_named_at_once(tmp_path: Path) -> None:
+    what = ["scheduler", "shadow", "numpy", "curriculum"]
+    text = forgotten(rehearsed(tmp_path, *what, kill=["after the save"]))
+    for name in (
+        "scheduler.last_epoch is not in the state: 0 instead of 2",
+        "shadow.body.0.weight is not in the state",
+        "the random state of numpy is not restored",
+        "curriculum.batches is not in the state: 0 instead of 5",
+    ):
+        assert name in text
+    assert "optimizer" not in text and "model" not in text and "torch" not in text
+
+
+def test_an_honest_training_has_no_difference(tmp_path: Path) -> None:
+    report = rehearsed(tmp_path, kill=["in the save", "by SIGTERM"])
+    assert report.difference is None
+    runs = {run.what: run for run in report.runs}
+    assert [run.ended for run in report.runs] == ["finished", "killed", "killed", "finished"]
+    assert runs["killed in the save"].restored_step is None
+    assert runs["killed by SIGTERM"].restored_step == 3
+    assert (runs["resumed"].restored_step or 0) >= 7, "the save on SIGTERM was not resumed from"
+
+
+def test_a_rank_that_gets_the_random_state_of_another_is_named(tmp_path: Path) -> None:
+    report = rehearsed(tmp_path, "ranks", ranks=2, kill=["after the save"])
+    assert "the random state of torch is not restored" in forgotten(report)
+    assert report.difference and report.difference.rank == 1
+
+
+@pytest.mark.parametrize(
+    ("code", "problem"),
+    [
+        ("pass", "finished after 0 steps"),
+        ("print('why'); raise SystemExit(3)", "failed after 0 steps .*why"),
+        ("import time; time.sleep(600)", "timed out after 0 steps"),
+    ],
+)
+def test_a_command_that_cannot_be_judged_proves_nothing(
+    tmp_path: Path, code: str, problem: str
+) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(code)
+    limit = 2.0 if "sleep" in code else 60.0  # of a machine that is busy
+    with pytest.raises(InvalidArgument, match=f"(?s){problem}"):
+        rehearsed(tmp_path, script=script, timeout=limit)
+    assert not alive(tmp_path) and not list((tmp_path / "temporary").iterdir())
+
+
+def test_a_wrong_request_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(InvalidArgument, match="at least 6"):
+        operate.rehearse(["true"], steps=3)
+    with pytest.raises(InvalidArgument, match="kill"):
+        operate.rehearse(["true"], kill=["in the sve"])
+    with pytest.raises(SystemExit, match="2"):
+        main(["rehearse", "--", "/no/such/command"])
+    assert "/no/such/command: No such file" in capsys.readouterr().err
+
+
+def test_a_rehearsal_that_is_ended_leaves_nothing(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(f"open({str(tmp_path / 'begun')!r}, 'w'); import time; time.sleep(600)")
+    command = [sys.executable, "-m", "ckpt", "rehearse", "--", sys.executable, str(script)]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    while not (tmp_path / "begun").exists():
+        assert process.poll() is None
+        time.sleep(0.05)
+    process.terminate()
+    _, said = process.communicate(timeout=60)
+    assert process.returncode == 130 and "interrupted" in said
+    assert not alive(tmp_path) and not list((tmp_path / "temporary").iterdir())

@@ -6,6 +6,7 @@ from ckpt.convert.export import ExportReport
 from ckpt.convert.import_ import ImportReport
 from ckpt.loading.contents import StepInfo
 from ckpt.loading.load import LoadReport
+from ckpt.rehearse.runs import RehearsalReport
 from ckpt.saving.background import PendingSave
 from ckpt.saving.shared import SharedSave
 from ckpt.saving.task import SaveReport
@@ -42,6 +43,7 @@ __all__ = [
     "PendingSave",
     "PinReport",
     "PruneReport",
+    "RehearsalReport",
     "Removal",
     "Report",
     "RescueReport",

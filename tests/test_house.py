@@ -231,6 +231,8 @@ BANS = (
             "ckpt/world/job.py",
             "ckpt/world/torch_world.py",
             "ckpt/cli/running.py",
+            "ckpt/__init__.py",  # whether this process is one of a rehearsal
+            "ckpt/rehearse/runs.py",  # what its processes inherit
             "sharding/fsdp.py",
         ),
         "an argument: no environment switch below the public functions",
@@ -318,7 +320,7 @@ LADDER = (
     ("ckpt/api.py", "ckpt/state_dict"),
     ("ckpt/convert", "ckpt/service"),
     ("ckpt/near",),
-    ("ckpt/tools", "sharding"),
+    ("ckpt/tools", "ckpt/rehearse", "sharding"),
     ("ckpt/operate", "ckpt/screens"),
     ("ckpt/integrations", "ckpt/cli", "ckpt/reports.py"),
     ("ckpt/__init__.py",),

@@ -233,22 +233,17 @@ COMMANDS = (
     Command(operate.disk_usage, "ckpt du s3://bucket/run\nckpt du runs/7b --json"),
     Command(
         printing.show,
-        "ckpt show runs/7b 'model.*.weight' --step 1200\n"
-        "ckpt show runs/7b --map\n"
-        "ckpt show runs/7b --map --output map.html",
+        "ckpt show runs/7b 'model.*.weight' --step 1200\nckpt show runs/7b --map --output map.html",
     ),
     Command(
         operate.report,
-        "ckpt report s3://bucket/run --output report.html\n"
-        "ckpt report runs/7b --near /dev/shm/run           and what this host has\n"
-        "ckpt report runs/7b --json",
+        "ckpt report s3://bucket/run --output report.html\nckpt report runs/7b --json",
         shown={"output": _PAGE},
     ),
     Command(
         printing.watch,
         "ckpt watch s3://bucket/run                        Ctrl-C ends it\n"
         "ckpt watch runs/7b --once                         one frame\n"
-        "ckpt watch runs/7b --near /dev/shm/run            and the work at risk\n"
         "ckpt watch runs/7b | tee saves.txt                a line for each thing that happens\n"
         "ckpt watch runs/7b --json | jq 'select(.kind == \"failed\")'",
     ),
@@ -256,8 +251,6 @@ COMMANDS = (
         printing.serve,
         "ckpt serve s3://bucket/run                        then open the page that it names\n"
         "ckpt serve runs/7b runs/7b-lr3e4                  two runs next to each other\n"
-        "ckpt serve runs/7b --keep-last 3 --keep-every 1000\n"
-        "ckpt serve runs/7b --near /dev/shm/run            and the work at risk\n"
         "ssh -t -L 8642:localhost:8642 cluster ckpt serve runs/7b",
     ),
     Command(
@@ -287,7 +280,6 @@ COMMANDS = (
         operate.cost,
         "ckpt cost --params 70B --optimizer adamw --ranks 512 --every 10m --keep 3 --mtbf 6h\n"
         "ckpt cost s3://bucket/run --mtbf 6h             with the numbers of its saves\n"
-        "ckpt cost s3://bucket/run --every 5m            what if it saved every 5 minutes\n"
         "neither prices nor speeds are assumed; lines that depend on one appear when you give it",
     ),
     Command(
@@ -305,7 +297,6 @@ COMMANDS = (
     Command(
         operate.reshard,
         "ckpt reshard runs/7b --ranks 8                 loads by its attempt, which is printed\n"
-        "ckpt reshard runs/7b runs/7b-on-8 --ranks 8\n"
         "ckpt reshard s3://bucket/run s3://bucket/run-on-64 --ranks 64 --layout flat",
         after_interrupt=_RUN_AGAIN,
     ),
@@ -314,7 +305,6 @@ COMMANDS = (
         "ckpt export runs/7b out/model.safetensors --dtype bfloat16 --shard-bytes-max 5GB\n"
         "ckpt export runs/7b served --format hf --config models/base     for vLLM, transformers\n"
         "ckpt export fsdp-checkpoint/ model.safetensors      straight from torch's DCP directory\n"
-        "ckpt export runs/7b state.pt --optimizer\n"
         "torchrun --nproc-per-node 8 -m ckpt export runs/7b s3://bucket/model.safetensors",
     ),
     Command(
@@ -336,7 +326,6 @@ COMMANDS = (
     ),
     Command(
         operate.prune,
-        "ckpt prune runs/7b --keep-last 3 --dry-run\n"
         "ckpt prune runs/7b --keep-last 3 --yes            in a script, which cannot answer\n"
         "ckpt prune runs/7b --keep-last 2 --keep-every 10000 --keep-best 1:min\n"
         "a checkpoint is kept if any rule keeps it; always kept are the latest, the last verified\n"

@@ -14,7 +14,6 @@ def show_rehearse(report: RehearsalReport) -> None:
         for run in report.runs
     ]
     show_table(titles, [[str(cell) for cell in row] for row in rows])
-    show_names("without an effect, starts over", report.notes, NAMES_SHOWN_MAX)
     one = report.difference
     if one is None:
         print(f"the same, bit for bit, in {counted(len(report.runs), 'run')}")

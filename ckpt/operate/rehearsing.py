@@ -1,6 +1,10 @@
 """A rehearsal of a training's resume."""
 
+import signal
+import threading
 from collections.abc import Sequence
+from contextlib import ExitStack
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Annotated
 
 from ckpt.operate import arguments as given
@@ -51,10 +55,12 @@ def rehearse(
         raise InvalidArgument(f"steps={steps}: expected at least {runs.STEPS_MIN}")
     if unknown := set(kill) - set(BOUNDARIES):
         raise InvalidArgument(f"kill={min(unknown)!r}: expected one of {', '.join(BOUNDARIES)}")
-    return runs.rehearse(
-        program,
-        steps=steps,
-        boundaries=[one for one in BOUNDARIES if not kill or one in kill],
-        other_ranks=other_ranks,
-        timeout_seconds=timeout,
-    )
+    with ExitStack() as stack:
+        folder = stack.enter_context(TemporaryDirectory(prefix="ckpt-rehearse-"))
+        if threading.current_thread() is threading.main_thread():
+            # CI ends a job by SIGTERM: clean up as after Ctrl-C.
+            before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+            stack.callback(signal.signal, signal.SIGTERM, before)
+        one = runs.Rehearsal(program, folder, timeout)
+        difference = one.rehearse(steps, [b for b in BOUNDARIES if b in (kill or [b])], other_ranks)
+        return runs.RehearsalReport(tuple(one.runs), difference)

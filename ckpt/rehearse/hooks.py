@@ -96,8 +96,8 @@ class Hooks:
         self._record[when] = seen(self._states, inspect.currentframe())
         self._record[f"{when}_random"] = random_states()
 
-    def _root(self, url: Any) -> str:
-        return str(Path(self._plan["root"]) / f"{zlib.crc32(str(url).encode()):08x}")
+    def _root(self, url: str) -> str:
+        return f"{self._plan['root']}/{zlib.crc32(url.encode()):08x}"
 
     def restored(self, step: int) -> None:
         """The state is that of `step`."""
@@ -123,7 +123,7 @@ class Hooks:
         until = time.monotonic() + OTHERS_SECONDS
         while time.monotonic() < until and len([*self._folder.glob("end-*")]) < self._size:
             time.sleep(0.01)
-        os._exit(0)
+        os.kill(os.getpid(), signal.SIGKILL)  # whatever the script does at its end
 
     def kill(self, boundary: str, step: int | None = None) -> None:
         """Die, where the plan wants it here; `step` is by default the newest one that was done."""
@@ -138,20 +138,28 @@ class Hooks:
 
     # a Checkpointer, and what stands for it where a training saves by hand
 
-    def made(self, make: Callable[..., None], *args: Any, **named: Any) -> None:
-        """A Checkpointer is made: it gets another root, and the plan's saves."""
-        bound = inspect.signature(make).bind(*args, **named).arguments
-        target, line = bound.pop("target"), bound.pop("line", "")
+    def made(
+        self,
+        make: Any,
+        one: Checkpointer,
+        state: Any,
+        target: Any,
+        *,
+        line: str = "",
+        save: SavePolicy = SAVE_DEFAULT,
+        near: Any = None,
+        storage_options: Any = None,
+        **named: Any,
+    ) -> None:
+        """A Checkpointer is made: it gets another root, and the plan's saves. What is near belongs
+        to the hosts of the training itself.
+        """
         url = target.url if isinstance(target, UrlTarget) else url_of(target)
-        bound["target"] = self._root(f"{url} {line}")
-        # What is near belongs to the hosts of the training itself.
-        bound = {n: one for n, one in bound.items() if n not in ("near", "storage_options")}
-        given: SavePolicy = bound.pop("save", SAVE_DEFAULT)
         kinds = OnSignal | OnPreemption | Never
-        lasting = [one for one in given.alternatives() if isinstance(one, kinds)]
-        self._begin(bound["self"], bound["state"])
-        never = Never() if bound.get("only") else OnSignal()
-        make(**bound, save=reduce(or_, lasting or [never]))
+        lasting = [policy for policy in save.alternatives() if isinstance(policy, kinds)]
+        never = Never() if named.get("only") else OnSignal()
+        self._begin(one, state)
+        make(one, state, self._root(f"{url} {line}"), save=reduce(or_, lasting or [never]), **named)
 
     def restore(self, restore: Any, one: Checkpointer, *args: Any, **how: Any) -> Any:
         """`Checkpointer.restore`."""
@@ -160,19 +168,18 @@ class Hooks:
             self.restored(report.step)
         return report
 
-    def step(self, step: Any, one: Checkpointer, *args: Any, **named: Any) -> Any:
+    def step(self, do: Any, one: Checkpointer, step: Any, metric: Any = None) -> Any:
         """`Checkpointer.step`."""
-        number = int(args[0] if args else named["step"])
         if one is not self._owner:
-            return step(one, *args, **named)
-        self._stepped(number)
-        begun = step(one, *args, **named)
-        if number in self._plan["saves"]:
+            return do(one, step, metric)
+        self._stepped(int(step))
+        begun = do(one, step, metric)
+        if step in self._plan["saves"]:
             self._pending = one.save_now()
-            if self._plan["kill"] == ["after the save", number]:
+            if self._plan["kill"] == ["after the save", step]:
                 self._pending.result(SAVE_SECONDS)
                 self.kill("after the save")
-        self._end(number)
+        self._end(step)
         return begun
 
     def commit(self, commit: Any, session: Session, record: Any) -> Any:
@@ -195,8 +202,7 @@ class Hooks:
     def torch_save(self, save: Any, state: Any, file: Any, *args: Any, **named: Any) -> None:
         """`torch.save`: what is killed in it leaves half of a file."""
         save(state, file, *args, **named)
-        is_killed = self._plan["kill"] == ["in the save", self._done]
-        if is_killed and isinstance(self._owner, ResumeWatch) and isinstance(file, (str, Path)):
+        if ["in the save", self._done] == self._plan["kill"] and isinstance(file, (str, Path)):
             os.truncate(file, os.path.getsize(file) // 2)
             self.kill("in the save")
 
@@ -204,7 +210,11 @@ class Hooks:
 
     def _is_on(self) -> bool:
         is_main = threading.current_thread() is threading.main_thread()
-        return is_main and bool(self._states) and os.getpid() == self._pid
+        return is_main and self._owner is not None and os.getpid() == self._pid
+
+    def _append(self, name: str, value: Any) -> None:
+        if self._is_on():
+            self._record.setdefault(name, []).append(text_of(value))
 
     def moment(self) -> None:
         """The step under way has read its data, and changes parameters from here on."""
@@ -214,13 +224,11 @@ class Hooks:
         if self._is_on() and "first" not in self._record:
             self._take("first")
 
-    def backward(self, backward: Any, *args: Any, **named: Any) -> Any:
+    def backward(self, backward: Any, tensors: Any, *args: Any, **named: Any) -> Any:
         """`torch.autograd.backward`, of a loss."""
         self.moment()
-        if self._is_on():
-            text = text_of(args[0] if args else named["tensors"])
-            self._record.setdefault("losses", []).append(text)
-        return backward(*args, **named)
+        self._append("losses", tensors)
+        return backward(tensors, *args, **named)
 
     def _follow(self, kind: type[DataLoader[Any]]) -> None:
         if "__iter__" in vars(kind):
@@ -242,7 +250,5 @@ class Hooks:
     def _fetch(self, fetch: Any, iterator: Any) -> Any:
         self.kill("in the data loader")
         batch = fetch(iterator)
-        if self._is_on():
-            name = "late_batches" if "first" in self._record else "batches"
-            self._record.setdefault(name, []).append(text_of(batch))
+        self._append("late_batches" if "first" in self._record else "batches", batch)
         return batch

@@ -20,13 +20,14 @@ from ckpt.short import ShortRecord
 
 SHOWN_MAX = 4  # values of one variable
 
-# What a step was like, as `ckpt.rehearse.hooks` writes it; both are of one name.
+# What a step was like, as `ckpt.rehearse.hooks` writes it; two values of one name.
 Step: TypeAlias = Mapping[str, Any]
 Pair: TypeAlias = tuple[Seen, Seen]
+Names: TypeAlias = Mapping[str, str]  # with a text for each
 
 
 @dataclass(frozen=True, slots=True, repr=False)
-class Difference(ShortRecord):
+class Divergence(ShortRecord):
     """Where a run differs from the one that was not interrupted: `run` says what was done to it,
     `restored_step` where it continued. `differs` has the first values that are others, by name, and
     `forgotten` what explains them.
@@ -36,7 +37,7 @@ class Difference(ShortRecord):
     restored_step: int | None
     rank: int
     step: int
-    differs: Mapping[str, str]
+    differs: Names
     forgotten: tuple[str, ...] = ()
 
 
@@ -44,8 +45,8 @@ class Trace:
     """What one rank of one run has done; the last step may not be done."""
 
     def __init__(self, path: Path) -> None:
-        lines = path.read_text(encoding="utf-8").split("\n")[:-1]  # whole ones
-        events = [json.loads(line) for line in lines]
+        whole = path.read_text(encoding="utf-8").split("\n")[:-1]
+        events = [json.loads(line) for line in whole]
         self.restored: Step = next((one for one in events if "restored" in one), {})
         self.restored_step: int | None = self.restored.get("restored")
         self.steps: list[Step] = [one for one in events if "step" in one]
@@ -62,12 +63,10 @@ class Trace:
             yield self.rest, following
 
 
-def compare(
-    run: str,
-    traces: Mapping[int, Trace],
-    reference: Mapping[int, Trace],
-    ignored: Mapping[str, str],
-) -> Difference | None:
+Traces: TypeAlias = Mapping[int, Trace]  # by rank
+
+
+def compare(run: str, traces: Traces, reference: Traces, ignored: Names) -> Divergence | None:
     """The first step at which a rank differs from `reference`, in more than what is `ignored`. Of
     several ranks, one that explains it: others may differ by what they have received.
     """
@@ -77,34 +76,27 @@ def compare(
             parted = {n: text for n, text in _parted(mine, theirs).items() if n not in ignored}
             if parted:
                 why = tuple(_forgotten(trace, reference[rank], index, mine, theirs))
+                why = why or tuple(_not_restored(_trained(mine, theirs)))
                 where = run, trace.restored_step, rank, theirs["step"]
-                differences.append(Difference(*where, parted, why))
+                differences.append(Divergence(*where, parted, why))
                 break
     return min(differences, key=lambda one: (one.step, not one.forgotten), default=None)
 
 
-def compare_other_ranks(run: str, trace: Trace, reference: Trace) -> Difference | None:
+def compare_other_ranks(run: str, trace: Trace, reference: Trace) -> Divergence | None:
     """What the first rank has in the first step after a resume on another number of ranks. Later,
     sums over other ranks have rounded otherwise, and other ranks have read other data.
     """
     for mine, theirs in [*trace.pairs(reference)][:1]:
-        pairs = _differing(mine, theirs, "first").items()
-        same = {n: p for n, p in pairs if p[0].kind in TRAINED - {"buffer"} and _is_one_shape(p)}
-        if same:
+        pairs = {
+            name: (one, other)
+            for name, (one, other) in _trained(mine, theirs).items()
+            if one.kind != "buffer" and one.text.split()[:-1] == other.text.split()[:-1]
+        }
+        if pairs:
             where = run, trace.restored_step, 0, theirs["step"]
-            return Difference(*where, {name: name for name in same}, tuple(_not_restored(same)))
+            return Divergence(*where, {name: name for name in pairs}, tuple(_not_restored(pairs)))
     return None
-
-
-def notes_of(trace: Trace, reference: Trace) -> list[str]:
-    """Values that start over after a resume, without any effect."""
-    pairs = [*zip(trace.pairs(reference), reference.steps, strict=False)]
-    return [
-        name
-        for (mine, theirs), begin in pairs[: 0 if trace.restored_step is None else 1]
-        for name, pair in _differing(mine, theirs, "first").items()
-        if _starts_over(name, pair, begin)
-    ]
 
 
 def _differing(mine: Step, theirs: Step, when: str) -> dict[str, Pair]:
@@ -114,6 +106,11 @@ def _differing(mine: Step, theirs: Step, when: str) -> dict[str, Pair]:
     for name in [name for name in b if a and name not in a and b[name][1] == "optimizer"]:
         differing[name] = Seen("none", *b[name][1:]), Seen(*b[name])
     return differing
+
+
+def _trained(mine: Step, theirs: Step, when: str = "first") -> dict[str, Pair]:
+    pairs = _differing(mine, theirs, when)
+    return {name: pair for name, pair in pairs.items() if pair[0].kind in TRAINED}
 
 
 def _parted(mine: Step, theirs: Step) -> dict[str, str]:
@@ -128,8 +125,7 @@ def _parted(mine: Step, theirs: Step) -> dict[str, str]:
     for a, b in [(a, b) for a, b in losses if a != b][:1]:
         parted["loss"] = f"loss {a} instead of {b}"
     for when in ("first", "last"):
-        pairs = _differing(mine, theirs, when)
-        parted |= {name: name for name, (one, _) in pairs.items() if one.kind in TRAINED}
+        parted |= {name: name for name in _trained(mine, theirs, when)}
     return parted
 
 
@@ -142,23 +138,19 @@ def _forgotten(
     yield from _random(trace, reference, mine, theirs, before.get("last_random", {}))
     pairs = _differing(mine, theirs, "first")
     begin = reference.steps[index]
-    unsaved = {}
-    for name, (one, other) in pairs.items():
-        counts = one.kind in TRAINED or _starts_over(name, (one, other), begin)
-        if one.kind == "random":  # one that this step does not draw from explains nothing
-            counts = before.get("last", {}).get(name) != theirs["last"].get(name)
-        if counts and not one.is_saved:
-            unsaved[name] = one, other
+    # A generator that this step does not draw from explains nothing.
+    idle = {n for n, one in before.get("last", {}).items() if one == theirs["last"].get(n)}
+    unsaved = {
+        name: pair
+        for name, pair in pairs.items()
+        if not pair[0].is_saved and (pair[0].kind != "random" or name not in idle)
+        if pair[0].kind in TRAINED or _starts_over(name, pair[0], begin)
+    }
     yield from _not_restored(unsaved)
     batch = mine.get("batches", ())[-1:]
     for step in reference.steps if batch != theirs.get("batches", ())[-1:] else ():
         if batch and batch[0] in step.get("batches", ()):
-            yield (
-                f"the position in the data: step {theirs['step']} reads what step {step['step']} "
-                "has read"
-            )
-    if not unsaved:
-        yield from _not_restored({n: p for n, p in pairs.items() if p[0].kind in TRAINED})
+            yield f"the position in the data: it reads what step {step['step']} has read"
 
 
 def _random(
@@ -174,19 +166,16 @@ def _random(
         if trace.restored.get("restored_random", {}).get(name) != saved.get(name):
             yield f"the random state of {name} is not restored: add ckpt.rng_state() to the state"
         elif "drawn" in mine and "drawn" not in theirs:
-            yield (
-                f"iter(loader) draws from the random state of {name} after the restore; without an "
-                "interruption it did so earlier. Give the DataLoader a generator of its own"
-            )
+            why = "without a restore it did so earlier: give the DataLoader a generator of its own"
+            yield f"iter(loader) draws from the random state of {name} after the restore; {why}"
         else:
             yield f"the random state of {name} is drawn from between the restore and this step"
 
 
-def _starts_over(name: str, pair: Pair, begin: Step) -> bool:
+def _starts_over(name: str, one: Seen, begin: Step) -> bool:
     """Whether an unsaved value is what it was at the beginning of the training."""
-    one = pair[0]
-    first = begin.get("first", {}).get(name, [None])[0]
-    return not one.is_saved and one.kind not in ("tensor", "text") and one.text == first
+    text = begin.get("first", {}).get(name, [None])[0]
+    return not one.is_saved and one.kind not in ("tensor", "text") and one.text == text
 
 
 def _not_restored(pairs: Mapping[str, Pair]) -> Iterator[str]:
@@ -204,8 +193,3 @@ def _not_restored(pairs: Mapping[str, Pair]) -> Iterator[str]:
             elif not one.is_saved:
                 where = "is not in the state"
             yield f"{name} {where}: {one.text} instead of {other.text}{more}"
-
-
-def _is_one_shape(pair: Pair) -> bool:
-    one, other = (seen.text.rpartition(" ")[0] for seen in pair)
-    return one == other

@@ -138,7 +138,7 @@ class _Walk:
                 if "._" not in name.removeprefix(path):
                     self._take(name, one, kind, is_saved)
         elif draws := next((d for one, d in _GENERATORS.items() if isinstance(value, one)), None):
-            self._take(path, repr(draws(value)), "random", is_saved)
+            self._take(path, text_of(repr(draws(value)))[-9:-1], "random", is_saved)
         elif depth < DEPTH_MAX:
             for name, child in _children(value):
                 self.visit(f"{path}.{name}", child, is_saved, depth + 1)

@@ -24,6 +24,7 @@ from typing import NamedTuple
 import pytest
 import torch
 
+from ckpt.cli.commandline import build_parser
 from tests.docs import given
 from tests.ranks import run_ranks
 from tests.servers import moto_server
@@ -157,6 +158,8 @@ def run_command(line: str, where: str) -> None:
     if words[0] == "torchrun":
         words = words[3:] if words[1] == "--nproc-per-node" else words
         assert_exists(words, where)
+    elif words[:2] == ["ckpt", "rehearse"]:
+        build_parser().parse_args(words[1:])  # tests/rehearse run it
     elif words[0] == "ckpt":
         run_ckpt(words[1:], where)
     else:

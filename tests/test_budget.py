@@ -24,7 +24,7 @@ from sharding import FullyShardedDataParallel, fully_shard
 from tests.ranks import run_ranks
 from tests.test_house import PACKAGES, ROOT, arrows, sources
 
-LINES_MAX = 59_400
+LINES_MAX = 60_110
 
 
 def code_lines(path: Path) -> int:
@@ -87,7 +87,7 @@ def test_the_core_imports_no_wing() -> None:
 
 
 def test_the_front_door_stays_small() -> None:
-    assert len(ckpt.__all__) <= 48
+    assert len(ckpt.__all__) <= 49
 
 
 def test_a_save_and_a_load_pass_through_so_much(tmp_path: Path) -> None:

@@ -29,7 +29,6 @@ if TYPE_CHECKING:
     from ckpt.api import async_save as async_save
     from ckpt.api import forget as forget
     from ckpt.api import load as load
-    from ckpt.api import publish as publish
     from ckpt.api import save as save
     from ckpt.errors import CheckpointError as CheckpointError
     from ckpt.errors import Corrupt as Corrupt
@@ -62,6 +61,7 @@ if TYPE_CHECKING:
     from ckpt.service.policies import OnPreemption as OnPreemption
     from ckpt.service.policies import OnSignal as OnSignal
     from ckpt.service.preemption import Preempted as Preempted
+    from ckpt.service.publisher import publish as publish
     from ckpt.service.retention import KeepAll as KeepAll
     from ckpt.service.retention import KeepBest as KeepBest
     from ckpt.service.retention import KeepEvery as KeepEvery
@@ -119,7 +119,7 @@ _HOMES = {
     "pin": "ckpt.operate",
     "plan_load": "ckpt.tools.plan",
     "plan_ranks": "ckpt.operate",
-    "publish": "ckpt.api",
+    "publish": "ckpt.service.publisher",
     "register_store": "storage.schemes",
     "register_tensor_type": "ckpt.layout.composites",
     "reshard": "ckpt.operate",

@@ -76,12 +76,14 @@ class Trainer:
         self.registry = SessionRegistry()
         self.memories = [PartMemory() for _ in range(size)]
 
-    def publish(self, step: int, full: dict[str, torch.Tensor] | None = None) -> SaveReport:
+    def publish(
+        self, step: int, full: dict[str, torch.Tensor] | None = None, *, number: int = 0
+    ) -> SaveReport:
         full = weights(step) if full is None else full
 
         def rank_main(world: World) -> SaveReport:
             session = open_session(world, self.store, self.registry, sources=NO_WAITING)
-            options = SaveOptions(publication=())
+            options = SaveOptions(user={"number": str(number)}, publication=())
             memory = self.memories[world.rank]
             task = SaveTask(session, self.store, memory, step, options)
             state = shards(full, world.rank, world.size)

@@ -27,7 +27,7 @@ export OMP_NUM_THREADS ?= 1
 # Hundreds of processes import the packages and the tests: they are compiled once.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help demo test quick versions soak test-gpu test-wild test-cluster judges mutants bench bench-gpu kit check format test-ceph examples docs dist clean
+.PHONY: help demo test quick versions soak test-gpu test-wild test-cluster judges corpus mutants bench bench-gpu kit check format test-ceph examples docs dist clean
 .DEFAULT_GOAL := help
 
 help:
@@ -40,6 +40,7 @@ help:
 	@echo "make test-wild   models, optimizers and frameworks of other libraries, against docs/compatibility.md"
 	@echo "make test-cluster  jobs on hosts in network namespaces (needs root): links, disks and processes fail"
 	@echo "make judges      fsspec's and zarr's own tests and state machines, run over our stores"
+	@echo "make corpus      write tests/corpus anew by DeepSpeed, Accelerate, Lightning and torch, and read it"
 	@echo "make bench-gpu   time, memory and kernels on a device against torch's; BENCH_ARGS='--width 2048'"
 	@echo "make kit         tests and benchmarks of a device for a machine without a network: build/kit"
 	@echo "make mutants     mutation testing: a sample of small wrong changes, and those that no test sees"
@@ -88,6 +89,14 @@ test-wild: $(INSTALLED)
 judges: $(INSTALLED)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[judges]'
 	$(BIN)/python -m pytest --judges -m judges -n $(WORKERS) --dist loadfile $(PYTEST_ARGS)
+
+# Checkpoints of the packages that people use, by these packages themselves, in an environment of their own.
+corpus: $(INSTALLED)
+	$(BIN)/python -m venv --clear build/corpus
+	build/corpus/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt \
+		torch safetensors deepspeed==0.19.8 accelerate lightning
+	OMP_NUM_THREADS=1 build/corpus/bin/python tests/corpus/write.py
+	$(BIN)/python -m pytest tests/convert/test_corpus.py $(PYTEST_ARGS)
 
 test-cluster: $(INSTALLED)
 	$(BIN)/python -m pytest --cluster --results $(RESULTS) -s tests/cluster tests/model/test_power.py $(PYTEST_ARGS)

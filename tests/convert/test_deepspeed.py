@@ -50,7 +50,7 @@ def moments(name: str) -> dict[str, torch.Tensor]:
 
 
 def partitions(
-    stage: int, size: int, rank: int, own: dict[str, torch.Tensor] | None = None
+    stage: int, size: int, rank: int, own: dict[str, torch.Tensor] | None = None, gap: int = 0
 ) -> list[torch.Tensor]:
     """The flat float32 tensors of one rank, by group."""
     own = weights() if own is None else own
@@ -63,7 +63,9 @@ def partitions(
                 parts.append(flat.chunk(size)[rank])
             groups.append(torch.cat(parts))
         else:
-            flat = padded(torch.cat([own[name].flatten() for name in group]), 2 * size)
+            behind = torch.full((max(gap, 0),), 7.0)
+            parts = [part for name in group for part in (own[name].flatten(), behind)]
+            flat = padded(torch.cat(parts), 2 * size)
             groups.append(flat.chunk(size)[rank].clone())
     return groups
 
@@ -72,7 +74,13 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 def make(
-    folder: Path, stage: int, size: int, *, has_moments: bool = False, odd_rank: int | None = None
+    folder: Path,
+    stage: int,
+    size: int,
+    *,
+    has_moments: bool = False,
+    odd_rank: int | None = None,
+    gap: int = 0,
 ) -> None:
     tag = folder / "global_step12"
     tag.mkdir(parents=True)
@@ -93,10 +101,12 @@ def make(
             "zero_stage": stage,
             "partition_count": size,
             "loss_scaler": LossScaler(),
-            key: partitions(stage, size, rank),
+            key: partitions(stage, size, rank, gap=gap),
         }
+        if gap:
+            state["param_alignment_paddings"] = [[gap] * len(group) for group in SHAPES]
         if has_moments:
-            flats = {m: partitions(stage, size, rank, moments(m)) for m in MOMENTS}
+            flats = {m: partitions(stage, size, rank, moments(m), gap) for m in MOMENTS}
             if rank == odd_rank:
                 flats["exp_avg"][1] = flats["exp_avg"][1][:-1].clone()
             state["optimizer_state_dict" if stage == 3 else "base_optimizer_state"] = {
@@ -171,6 +181,19 @@ def test_moments_of_all_stages(tmp_path: Path, stage: int, size: int) -> None:
     assert [group["lr"] for group in optimizer.param_groups] == [0.1, 0.2]
     with ckpt.open(str(tmp_path / "run")) as opened:
         assert opened.values["lr_scheduler"] == {"last_epoch": 12}
+
+
+def test_gaps_behind_parameters_are_left_out(tmp_path: Path) -> None:
+    """As `param_alignment_paddings` of DeepSpeed 0.19 says."""
+    make(tmp_path / "ds", 2, 2, has_moments=True, gap=3)
+    with ckpt.open(str(tmp_path / "ds")) as checkpoint:
+        for name, tensor in weights().items():
+            assert torch.equal(checkpoint[name], tensor)
+            for key in MOMENTS:
+                assert torch.equal(checkpoint[f"optimizer.state.{name}.{key}"], moments(key)[name])
+    with pytest.raises(Corrupt, match="2 groups of parameters"):
+        make(tmp_path / "odd", 2, 2, gap=-1)
+        open_source(str(tmp_path / "odd"))
 
 
 def test_an_optimizer_of_another_form_is_left_out(tmp_path: Path) -> None:

@@ -56,10 +56,11 @@ class _Rank(NamedTuple):
     those of each group of parameters. Both are None in a form that is not known.
     """
 
-    stage: int
+    is_cut: bool  # each parameter into equal parts: stage 3
     flats: tuple[FlatPartition, ...]
     own: Sequence[Mapping[str, FlatPartition]] | None
     options: Sequence[Mapping[str, Any]] | None
+    gaps: Any = None  # in stages 1 and 2: for each group, elements behind each of its parameters
 
 
 def open_folder(place: SourcePlace) -> FolderSource | None:
@@ -131,21 +132,19 @@ def _folder(store: Store, keys: Sequence[str]) -> str:
 
 def _rank(store: Store, key: str, sizes: Mapping[str, int], budget: MemoryBudget) -> _Rank:
     opened = open_blob(store, Blob(key, 0, sizes[key]), budget, is_outermost=True)
-    state = opened.tree.get("optimizer_state_dict") if isinstance(opened.tree, dict) else None
-    stage = state.get("zero_stage") if isinstance(state, dict) else None
-    if not isinstance(state, dict) or stage not in (1, 2, 3):
-        raise UnsupportedFormat(f"{store.url}/{key}: no optimizer state of ZeRO stage 1, 2 or 3")
-    name = "fp32_flat_groups" if stage == 3 else "single_partition_of_fp32_groups"
-    groups = state.get(name)
-    if not isinstance(groups, list) or not all(isinstance(g, TensorRef) for g in groups):
-        raise UnsupportedFormat(f"{store.url}/{key}: it has no {name}, a list of flat tensors")
-    if not all(group.is_row_major for group in groups):
-        raise UnsupportedFormat(f"{store.url}/{key}: a flat tensor with gaps")
+    state = _dict(_dict(opened.tree).get("optimizer_state_dict"))
+    # Not by `zero_stage`, which newer versions pickle as an enum of their own.
+    is_cut = "fp32_flat_groups" in state
+    groups = state.get("fp32_flat_groups" if is_cut else "single_partition_of_fp32_groups")
+    if not isinstance(groups, list) or not all(
+        isinstance(group, TensorRef) and group.is_row_major for group in groups
+    ):
+        raise UnsupportedFormat(f"{store.url}/{key}: no flat tensors of ZeRO stage 1, 2 or 3")
     flats = [_flat_of(key, opened, group) for group in groups]
-    own = state.get("optimizer_state_dict" if stage == 3 else "base_optimizer_state")
-    known = _optimizer_of(key, opened, own, flats) or (None, None)
+    own = state.get("optimizer_state_dict" if is_cut else "base_optimizer_state")
+    known = _optimizer_of(key, opened, own, flats, state.get("group_paddings")) or (None, None)
     opened.close()
-    return _Rank(int(stage), tuple(flats), *known)
+    return _Rank(is_cut, tuple(flats), known[0], known[1], state.get("param_alignment_paddings"))
 
 
 def _flat_of(key: str, opened: Opened, ref: TensorRef) -> FlatPartition:
@@ -154,7 +153,7 @@ def _flat_of(key: str, opened: Opened, ref: TensorRef) -> FlatPartition:
 
 
 def _optimizer_of(
-    key: str, opened: Opened, state: Any, flats: Sequence[FlatPartition]
+    key: str, opened: Opened, state: Any, flats: Sequence[FlatPartition], padding: Any
 ) -> tuple[list[dict[str, FlatPartition]], list[Any]] | None:
     """What an optimizer keeps beside the weights; None where it is in no form that is known."""
     own, groups = (_dict(state).get(name) for name in ("state", "param_groups"))
@@ -165,13 +164,14 @@ def _optimizer_of(
     # torch numbers parameters group by group; each is one flat tensor here.
     if sorted(own, key=repr) != sorted(range(len(flats)), key=repr):
         return None
-    by_flat = []
+    by_flat, more = [], dict(enumerate(padding if isinstance(padding, list) else ()))
     for number, flat in enumerate(flats):
         tensors = {}
         for name, item in _dict(own[number]).items():
             if not isinstance(item, TensorRef) or not item.is_row_major or type(name) is not str:
                 return None
-            if math.prod(item.shape) != flat.numel and item.shape != ():
+            # Weights may be stored without the padding of a partition, and the rest with it.
+            if math.prod(item.shape) - flat.numel not in (0, more.get(number)) and item.shape != ():
                 return None
             tensors[name] = _flat_of(key, opened, item)
         by_flat.append(tensors)
@@ -214,7 +214,7 @@ def _dict(value: Any) -> dict[Any, Any]:
 def _source(
     store: Store, model: _ModelStates, ranks: Sequence[_Rank], sizes: Mapping[str, int]
 ) -> FileSource:
-    place = _in_groups if ranks[0].stage in (1, 2) else _in_parts
+    place = _in_parts if ranks[0].is_cut else _in_groups
     chunks: dict[str, list[Chunk]] = {}
     tensors: dict[str, SourceTensor] = {}
     for name, shape, dtype, tensor_chunks in place(model.groups, ranks):
@@ -270,7 +270,7 @@ def _named_optimizer(
     if any(one != names[0] for one in names) or len(options) != len(model.groups):
         return nothing
     tensors: dict[str, tuple[SourceTensor, list[Chunk]]] = {}
-    place = _in_groups if ranks[0].stage in (1, 2) else _in_parts
+    place = _in_parts if ranks[0].is_cut else _in_groups
     for name, is_scalar in names[0].items() if names else ():
         if is_scalar:  # a count of steps, the same for all
             flat = owned[0][0][name]
@@ -308,15 +308,17 @@ _Placed = Iterator[tuple[str, Shape, str, list[Chunk]]]
 
 def _in_groups(groups: Sequence[Mapping[str, Shape]], ranks: Sequence[_Rank]) -> _Placed:
     """Stages 1 and 2: each group is one flat tensor, cut into a partition per rank."""
-    if any(len(rank.flats) != len(groups) for rank in ranks):
+    gaps = ranks[0].gaps or [[0] * len(group) for group in groups]
+    sizes = [len([n for n in row if type(n) is int and n >= 0]) for row in gaps]
+    if sizes != list(map(len, groups)) or any(len(rank.flats) != len(groups) for rank in ranks):
         raise Corrupt(f"{len(groups)} groups of parameters, other numbers of partitions")
     for number, group in enumerate(groups):
         line = [rank.flats[number] for rank in ranks]
         position = 0
-        for name, shape in group.items():
+        for (name, shape), gap in zip(group.items(), gaps[number], strict=True):
             numel = math.prod(shape)
             yield name, shape, line[0].dtype, _along(line, position, numel, 0)
-            position += numel
+            position += numel + gap
 
 
 def _in_parts(groups: Sequence[Mapping[str, Shape]], ranks: Sequence[_Rank]) -> _Placed:

@@ -1,0 +1,131 @@
+"""Small checkpoints that the real packages have written load, bit for bit, without these packages.
+
+Method: `tests/corpus` has for each what its writer had: the live weights and moments, or those of
+DeepSpeed's own converters. `make corpus` writes all of it anew. No module of a writer is imported,
+nor of anything else that a file names.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+
+import ckpt
+from ckpt.cli import main
+from tests.ranks import run_ranks
+
+CORPUS = Path(__file__).parents[1] / "corpus"
+CASES = sorted(path.name for path in CORPUS.iterdir() if (path / "by.json").exists())
+MOMENTS = ("exp_avg", "exp_avg_sq")
+# Where in the checkpoint the model is, and its optimizer where it can be loaded by its name.
+ENTRIES = {"titan_dcp": ("", "optimizer"), "lightning": ("state_dict.net", None)}
+
+
+def url_of(case: str) -> str:
+    place = CORPUS / case / "checkpoint"
+    return str(next(place.glob("*.ckpt"), place))
+
+
+def fresh(*, sharded: bool = False) -> tuple[nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(7)
+    net = nn.Sequential(nn.Linear(5, 7), nn.LayerNorm(7), nn.Linear(7, 3, bias=False))
+    if sharded:
+        fully_shard(net)
+    # DeepSpeed's were of two groups.
+    decayed = [parameter for parameter in net.parameters() if parameter.ndim > 1]
+    others = [parameter for parameter in net.parameters() if parameter.ndim <= 1]
+    return net, torch.optim.AdamW([{"params": decayed}, {"params": others}])
+
+
+def loaded(case: str, *, sharded: bool = False) -> tuple[Any, Any, Any]:
+    """A model, its optimizer where the checkpoint has one that names parameters, and the report."""
+    net, optimizer = fresh(sharded=sharded)
+    if not case.startswith("deepspeed"):
+        optimizer = torch.optim.AdamW(net.parameters())
+    state: dict[str, Any] = {"model": net}
+    if case != "lightning":
+        state["optimizer"] = optimizer
+    return net, state.get("optimizer"), ckpt.load(state, url_of(case), strict="state")
+
+
+def expect(case: str, net: nn.Module, optimizer: Any) -> int:
+    """Compare with what the writer had; returns the bytes of it."""
+    wanted, nbytes = load_file(CORPUS / case / "expected.safetensors"), 0
+    for name, parameter in net.named_parameters():
+        held = {name: parameter}
+        if optimizer is not None:
+            held |= {f"{name}.{key}": optimizer.state[parameter][key] for key in MOMENTS}
+        for key, one in held.items():
+            full = one.full_tensor() if hasattr(one, "full_tensor") else one
+            assert torch.equal(full, wanted[key]), key
+            nbytes += full.nbytes
+    return nbytes
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_what_a_package_wrote_loads_bit_for_bit(case: str) -> None:
+    net, optimizer, report = loaded(case)
+    needed = expect(case, net, optimizer)
+    # Blocks are read whole: at most the pad of each tensor more.
+    assert report.nbytes_read <= 1.05 * needed + 64 * len(report.loaded.tensors)
+
+
+def _reshard(case: str) -> int:
+    net, optimizer, report = loaded(case, sharded=True)
+    expect(case, net, optimizer)
+    dist.barrier()
+    return int(report.nbytes_read)
+
+
+@pytest.mark.ranks
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize("case", CASES)
+def test_what_a_package_wrote_loads_on_three_ranks(case: str) -> None:
+    read = run_ranks(3, _reshard, case)
+    net, optimizer, report = loaded(case)
+    assert sum(read) <= 1.05 * expect(case, net, optimizer) + 64 * len(report.loaded.tensors)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_commands_take_what_a_package_wrote(case: str, capsys: pytest.CaptureFixture[str]) -> None:
+    url = url_of(case)
+    for command in ("ls", "show", "verify", "plan"):
+        assert main([command, url]) == 0, command
+    assert main(["diff", url, url]) == 0
+    assert "0.weight" in capsys.readouterr().out
+
+
+def test_nothing_that_a_file_names_is_imported() -> None:
+    """In a process of its own, with an audit hook."""
+    script = """
+import sys, torch, ckpt
+names = []
+sys.addaudithook(lambda event, args: names.append(args[0]) if event == "import" else None)
+for url in sys.argv[1:]:
+    with ckpt.open(url) as checkpoint:
+        for name in checkpoint:
+            checkpoint[name]
+heads = {name.partition(".")[0] for name in names}
+print(sorted(heads & {"deepspeed", "accelerate", "lightning", "pytorch_lightning", "verl"}))
+"""
+    urls = [url_of(case) for case in CASES]
+    run = subprocess.run(
+        [sys.executable, "-c", script, *urls], capture_output=True, text=True, check=True
+    )
+    assert run.stdout.strip() == "[]"
+
+
+def test_each_case_says_who_wrote_it() -> None:
+    by = {case: json.loads((CORPUS / case / "by.json").read_text()) for case in CASES}
+    assert len(by) >= 10 and all("torch" in packages for packages in by.values())
+    assert {"deepspeed", "accelerate", "lightning"} <= {name for one in by.values() for name in one}

@@ -2,8 +2,8 @@
 
     python -m benchmarks [--record] [--check]
                          [save_load cold_load small_tensors async_save state_dicts engine_save fsdp1
-                          memory dedup export convert manifest coordinator encoding s3 overhead
-                          near step device_counts scale host_time]
+                          memory dedup publication export convert manifest coordinator encoding
+                          s3 overhead near step device_counts scale host_time]
 
 Takes some minutes, on a disk with 10 GB free (the current directory's). Each benchmark can be run
 by itself with more rounds and other sizes. A bar is judged by the reader: times on a busy machine
@@ -38,6 +38,7 @@ BENCHMARKS: dict[str, tuple[str, ...]] = {
     "fsdp1": ("--gib", "0.5", "--rounds", "2"),
     "memory": ("--gib", "1"),
     "dedup": ("--mib", "512", "--rounds", "5"),
+    "publication": ("--steps", "4"),
     "export": ("--gib", "1", "3", "--rounds", "1"),
     "convert": ("--gib", "1", "--rounds", "1"),
     "manifest": (),

@@ -43,7 +43,8 @@ def show_ls(listing: RootListing | NearListing) -> None:
     print(f"{listing.url}: {counted(len(infos), 'checkpoint')}")
     rows = []
     for info in infos:
-        notes = [] if info.line is not None else ["no training's own; loads by its attempt"]
+        of_none = IS_DELTA if info.references else "no training's own; loads by its attempt"
+        notes = [] if info.line is not None else [of_none]
         notes += [word for word in ("pinned", "verified") if getattr(info, word)]
         notes += ["latest"] if info is infos[-1] else []
         notes += [f"metric {info.metric:g}"] if info.metric is not None else []
@@ -54,6 +55,9 @@ def show_ls(listing: RootListing | NearListing) -> None:
         )
     titles = ("step", "committed", "size", "line", "attempt", "notes")
     show_table(titles, rows, right=("step", "size", "line"))
+
+
+IS_DELTA = "a delta, for ckpt.follow"  # imports and copies refer to nothing
 
 
 def _needs(info: StepInfo) -> list[str]:

@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 import ckpt
+from ckpt.cli import main
 from ckpt.commit.locate import live_entries
 from ckpt.commit.maintenance import Maintenance
 from ckpt.commit.session import SessionRegistry, open_session
@@ -32,6 +33,7 @@ from storage import Store, TransientError, open_store
 from storage.wrap import WrappedStore
 from tests.e2e.job import NO_WAITING, Sharded
 from tests.e2e.test_flips import FlippedStore
+from tests.ranks import run_ranks as run_processes
 from tests.stores import CountingStore
 from tests.thread_ranks import RanksFailed, run_ranks
 
@@ -160,7 +162,9 @@ def test_ranks_of_any_layout_follow_ranks_of_any_layout(
     run_ranks(followers, rank_main)
 
 
-def test_an_anchor_is_a_checkpoint_and_a_delta_is_none(store: CountingStore) -> None:
+def test_an_anchor_is_a_checkpoint_and_a_delta_is_none(
+    store: CountingStore, capsys: pytest.CaptureFixture[str]
+) -> None:
     """The latest is the anchor; a delta of its own is refused, and so does nobody resume it."""
     trainer = Trainer(store)
     anchor = trainer.publish(0)
@@ -176,6 +180,8 @@ def test_an_anchor_is_a_checkpoint_and_a_delta_is_none(store: CountingStore) -> 
         ckpt.load(state, store, step=1)
     assert has(state, 0)
     assert ckpt.verify(store, 1).ok
+    main(["ls", store.url])
+    assert "a delta, for ckpt.follow, needs files of 1 other" in capsys.readouterr().out
 
 
 def test_a_late_follower_takes_the_anchor_and_the_deltas(store: CountingStore) -> None:
@@ -497,3 +503,44 @@ def test_a_reader_that_knows_no_deltas_refuses_them(
         ckpt.load(state, store, step=1)
     ckpt.load(state, store)
     assert has(state, 0)
+
+
+def publish_from_an_engine(root: str) -> None:
+    """Two ranks train DTensors; a flat engine, and whole models, follow in bfloat16."""
+    from torch.distributed.fsdp import fully_shard
+
+    from sharding import FullyShardedDataParallel
+
+    def blocks() -> nn.Sequential:
+        torch.manual_seed(5)
+        return nn.Sequential(*[nn.Linear(24, 25) for _ in range(2)])
+
+    trained, whole = blocks(), blocks().to(torch.bfloat16)
+    for layer in trained:
+        fully_shard(layer)
+    fully_shard(trained)
+    optimizer = torch.optim.AdamW(trained.parameters(), lr=1e-4)
+    flat = FullyShardedDataParallel(blocks().to(torch.bfloat16))
+    followers = [ckpt.follow(one, root, line="published") for one in (flat, whole)]
+    for step in range(4):
+        for layer in trained:
+            layer(torch.randn(2, 24)).square().sum().backward()
+        optimizer.step()
+        pending = ckpt.publish(trained, root, step=step, anchor_every=2)
+        expected = [one.full_tensor().to(torch.bfloat16) for one in trained.parameters()]  # type: ignore[attr-defined]
+        pending.result()
+        for follower in followers:
+            update = follower.poll()
+            assert update is not None and update.step == step and not update.skipped
+            assert step == 0 or update.nbytes < update.nbytes_total
+            follower.swap()
+        assert all(map(torch.equal, whole.parameters(), expected))
+        with FullyShardedDataParallel.summon_full_params(flat):
+            assert all(map(torch.equal, flat.parameters(), expected))
+    for follower in followers:
+        follower.close()
+
+
+@pytest.mark.ranks
+def test_engines_publish_to_engines(tmp_path: Any) -> None:
+    run_processes(2, publish_from_an_engine, str(tmp_path / "run"), timeout_seconds=120)

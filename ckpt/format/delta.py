@@ -9,8 +9,9 @@ is the specification.
 
 from __future__ import annotations
 
+import math
 import struct
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import groupby
 from typing import Any, NamedTuple
 
@@ -25,7 +26,7 @@ from storage.encoding.blocks import RAW, BadTag, Zstd
 
 MAGIC = b"SHPTDLT1"
 BLOCK_NUMEL = 1 << 20  # elements of a block
-INDEX_NBYTES_MAX = 1 << 28
+INDEX_NBYTES_MAX = 1 << 26  # of so many containers as a value can have, more are not needed
 _LENGTHS = struct.Struct("<IIB")  # the index: its bytes, its stored bytes, how it is coded
 _WIDTHS = (1, 2, 4)
 _NONE = np.zeros(0, dtype=np.int64)
@@ -79,16 +80,23 @@ def encode_delta(blocks: Sequence[DeltaBlock]) -> bytes:
     return b"".join((MAGIC, _LENGTHS.pack(len(index), len(stored), coding), stored, *streams))
 
 
-def decode_delta(data: bytes | memoryview) -> list[DeltaBlock]:
-    """The inverse of `encode_delta`. Raises Corrupt for anything that it cannot have made."""
+def decode_delta(
+    data: bytes | memoryview, tensors: Mapping[str, tuple[str, Shape]]
+) -> list[DeltaBlock]:
+    """The inverse of `encode_delta`, for what was published: dtypes and shapes by name.
+
+    Raises Corrupt for anything that it cannot have made, before it takes memory for more elements
+    than the tensors have.
+    """
     try:
-        return _decoded(memoryview(data))
+        return _decoded(memoryview(data), tensors)
     except (BadTag, struct.error, ValueError, TypeError, KeyError, OverflowError) as error:
         raise Corrupt(f"a delta is not what a writer makes: {error}") from error
 
 
-def _decoded(data: memoryview) -> list[DeltaBlock]:
+def _decoded(data: memoryview, tensors: Mapping[str, tuple[str, Shape]]) -> list[DeltaBlock]:
     zstd, blocks, offset = Zstd(), list[DeltaBlock](), len(MAGIC)
+    left = {fqn: math.prod(shape) for fqn, (_, shape) in tensors.items()}
     _check(bytes(data[:offset]) == MAGIC, "no magic")
     nbytes, stored, coding = _LENGTHS.unpack_from(data, offset)
     _check(nbytes <= INDEX_NBYTES_MAX, f"an index of {nbytes} bytes")
@@ -105,12 +113,19 @@ def _decoded(data: memoryview) -> list[DeltaBlock]:
         _check(coding in (1, 2, 4, 8), "a coding that is not known")
         return bytes(zstd.decode(coding, part, nbytes))
 
-    for fqn, dtype, shape, numbers, is_span, own in decode_values(unpacked(coding, stored, nbytes)):
+    for fqn, *of, numbers, is_span, own in decode_values(unpacked(coding, stored, nbytes)):
+        dtype, shape = tensors[fqn]
+        _check(of == [dtype, shape], f"{fqn}: {of}, published was {dtype} {shape}")
         region: Region = Span(*numbers) if is_span else Box(*numbers)
-        _check(len(shape) <= 64 and is_inside(region, shape), f"{fqn}: {region} of {shape}")
+        _check(set(map(type, numbers if is_span else sum(numbers, ()))) <= {int}, f"{fqn}: where?")
+        _check(is_inside(region, shape), f"{fqn}: {region} of {shape}")
+        left[fqn] -= region.numel
+        _check(left[fqn] >= 0, f"{fqn}: more than all of it")
         itemsize, end = DTYPES[dtype].itemsize, 0
-        for start, numel, count, width, gaps_nbytes, *codings, before, after in own:
+        for block in own:
+            start, numel, count, width, gaps_nbytes, *codings, before, after = block
             where = f"{fqn} from element {start} on"
+            _check({*map(type, block)} == {int}, where)
             is_next = start == end and 0 < numel <= BLOCK_NUMEL and start + numel <= region.numel
             _check(is_next and 0 <= count <= numel, where)
             end = start + numel

@@ -66,6 +66,7 @@ from ckpt.process import claimed, this_process
 from ckpt.saving.image import WritePath, write_files
 from ckpt.saving.plan import Source, entries_of
 from ckpt.saving.save import store_manifest
+from ckpt.saving.task import refuse_notes
 from ckpt.state.values import (
     TENSOR_KEY,
     is_form,
@@ -132,6 +133,7 @@ class DcpWriter(_DcpPlace, StorageWriter):
     ) -> None:
         super().__init__(url, step, storage_options)
         self.user = dict(user or {})
+        refuse_notes(self.user)
         self.unsafe_single_writer = unsafe_single_writer
         self.is_coordinator = False
         self._session: list[Session] = []

@@ -21,7 +21,7 @@ from ckpt.commit.names import plain_int
 from ckpt.commit.records import LiveEntry
 from ckpt.errors import NoCheckpoint
 from ckpt.format.codec import decode_values
-from ckpt.format.manifest import MODULES, SINCE_FULL, WRITERS, Manifest, MetadataBudget
+from ckpt.format.manifest import Manifest, MetadataBudget
 from ckpt.layout.dtypes import DTYPES, torch_dtype
 from ckpt.layout.kind import Kind
 from ckpt.layout.region import Region, Shape
@@ -267,9 +267,7 @@ class CheckpointContents:
     def user(self) -> Mapping[str, str]:
         """The notes that were given to the save as `user=`."""
         notes = self.manifest.header.user
-        return {
-            name: note for name, note in notes.items() if name not in (MODULES, SINCE_FULL, WRITERS)
-        }
+        return {name: note for name, note in notes.items() if not name.startswith("ckpt.")}
 
     @property
     def aliases(self) -> Mapping[str, str]:

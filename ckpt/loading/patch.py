@@ -9,6 +9,7 @@ that fails is taken back with the values that were there.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -19,9 +20,9 @@ import numpy as np
 import torch
 
 from ckpt.errors import Corrupt
-from ckpt.format.delta import BLOCK_NUMEL, DeltaBlock, decode_delta
+from ckpt.format.delta import BLOCK_NUMEL, INDEX_NBYTES_MAX, DeltaBlock, decode_delta
 from ckpt.format.manifest import DELTA, Manifest
-from ckpt.layout.dtypes import dtype_name
+from ckpt.layout.dtypes import DTYPES, dtype_name
 from ckpt.layout.elements import bits_of, digest_of, numbers_of, positions_in, unsigned
 from ckpt.loading.load import LoadOptions, bind_to
 from ckpt.loading.reader import may_write
@@ -110,7 +111,7 @@ def read_patch(
     unchanged.
     """
     options, known, attempt = how
-    deltas, nbytes_read = _read_deltas(store, located, world, options, attempt)
+    deltas, nbytes_read = _read_deltas(store, located, world, options, (attempt, known.manifest))
 
     def bound() -> tuple[Binding, list[LivePiece]]:
         binding = bind_to(state, known.manifest, world, options, "the publication in memory")
@@ -152,7 +153,8 @@ def read_state(
     aside = read_aside(state, store, first, world, (options, known, where))
     if not others:
         return aside
-    deltas, nbytes_read = _read_deltas(store, others, world, options, first[1].header.attempt)
+    start = first[1].header.attempt, first[1]
+    deltas, nbytes_read = _read_deltas(store, others, world, options, start)
     targets = [LivePiece(copy.piece, copy.aside) for copy in aside.copies]
     writes, digests = _checked(targets, deltas, world, {})
     for one in writes:
@@ -165,14 +167,26 @@ def _read_deltas(
     located: Sequence[tuple[str, Manifest]],
     world: World,
     options: LoadOptions,
-    attempt: str,
+    start: tuple[str, Manifest],
 ) -> tuple[list[ReadDelta], int]:
-    """The deltas of a chain that begins at `attempt`, and the bytes that came from the store."""
+    """The deltas of a chain that begins at an attempt, where the tensors are those of a manifest;
+    and the bytes that came from the store.
+    """
     deltas, nbytes_read = list[ReadDelta](), 0
+    attempt, base = start
+    published = dict(zip(base.fqns, zip(base.dtypes, base.shapes, strict=True), strict=True))
+    # A new value takes its bytes, and at most those of a gap.
+    nbytes = (
+        math.prod(shape) * (DTYPES[dtype].itemsize + 4) for dtype, shape in published.values()
+    )
+    nbytes_max = sum(nbytes) + INDEX_NBYTES_MAX
     for prefix, manifest in located:
         header = manifest.header
         if DELTA not in header.required or attempt not in (header.publication or ()):
             raise Corrupt(f"{store.url}/{prefix} is no delta from {attempt}: {header.publication}")
+        is_plain = {*manifest.dtypes} <= {"uint8"} and {*map(len, manifest.shapes)} <= {1}
+        if not is_plain or sum(map(sum, manifest.shapes)) > nbytes_max:
+            raise Corrupt(f"{store.url}/{prefix} has other tensors than a delta")
         names = (fqn.partition(".") for fqn in manifest.fqns)
         sizes = zip(names, manifest.shapes, strict=True)
         tensors: dict[str, dict[str, torch.Tensor]] = {}
@@ -180,17 +194,23 @@ def _read_deltas(
             tensors.setdefault(group, {})[name] = torch.empty(shape, dtype=torch.uint8)
         plain = LoadOptions(path=options.path)
         aside = read_aside(tensors, store, (prefix, manifest), world, (plain, None, "host"))
-        deltas.append(collectively(world, "delta", partial(_decoded, aside.copies)))
+        deltas.append(collectively(world, "delta", partial(_decoded, aside.copies, published)))
         nbytes_read += aside.nbytes_read
         attempt = header.attempt
     return deltas, nbytes_read
 
 
-def _decoded(stored: Sequence[Copied]) -> ReadDelta:
+def _decoded(
+    stored: Sequence[Copied], published: Mapping[str, tuple[str, tuple[int, ...]]]
+) -> ReadDelta:
     blocks: dict[str, list[DeltaBlock]] = {}
+    left = {fqn: math.prod(shape) for fqn, (_, shape) in published.items()}
     for one in stored:
-        for block in decode_delta(one.aside.numpy().data):
+        for block in decode_delta(one.aside.numpy().data, published):
             blocks.setdefault(block.fqn, []).append(block)
+            left[block.fqn] -= block.numel
+        if wrong := [fqn for fqn, numel in left.items() if numel < 0]:
+            raise Corrupt(f"{wrong[0]}: ranks have more than all of it in a delta")
     before = {fqn: sum(one.before for one in own) % _MODULUS for fqn, own in blocks.items()}
     after = {fqn: sum(one.after for one in own) % _MODULUS for fqn, own in blocks.items()}
     return ReadDelta(blocks, before, after)

@@ -53,11 +53,11 @@ class Published:
 
     `attempts` have that state: the one that the next delta needs first. `nbytes` and `count` are
     of deltas since the newest anchor, which has `anchor_nbytes`. `others` are all values of the
-    state that are no tensors.
+    state that are no tensors, and its tied names.
     """
 
     dtype: torch.dtype | None
-    others: tuple[dict[str, Any], dict[str, Any]]
+    others: tuple[dict[str, Any], dict[str, Any], dict[str, str]]
     bits: dict[_Key, torch.Tensor] = field(default_factory=dict)
     digests: dict[_BlockKey, int] = field(default_factory=dict)
     attempts: tuple[str, ...] = ()
@@ -66,25 +66,30 @@ class Published:
     count: int = 0
 
     def is_like(self, flat: FlatState) -> bool:
-        """Whether a state has the same parts, and the same values that are no tensors."""
-        shapes = {(piece.fqn, piece.region): view.shape for piece, view in views_of(flat)}
-        own = {key: bits.shape for key, bits in self.bits.items()}
-        values = encode_values([flat.values, flat.per_rank])
-        return shapes == own and values == encode_values(list(self.others))
+        """Whether a state has the same parts, types, ties, and values that are no tensors."""
+        parts = {
+            (piece.fqn, piece.region): (view.shape, self._dtype_of(piece, view))
+            for piece, view in views_of(flat)
+        }
+        own = {key: (bits.shape, bits.dtype) for key, bits in self.bits.items()}
+        return parts == own and encode_values(others_of(flat)) == encode_values(self.others)
 
     def fill(self, views: Iterable[LivePart]) -> None:
         """Take all bits of some parts of a state. Raises InvalidState."""
         problems = []
         for piece, view in views:
-            # Types of a byte are somebody's own quantization.
-            is_cast = self.dtype and piece.dtype.is_floating_point and piece.dtype.itemsize > 1
-            dtype = self.dtype if self.dtype is not None and is_cast else view.dtype
+            dtype = self._dtype_of(piece, view)
             if dtype.itemsize > 8:
                 problems.append(f"{piece.fqn}: {view.dtype} cannot be published; leave it out")
             bits = torch.empty(view.shape, dtype=dtype, device=view.device)
             self.bits[piece.fqn, piece.region] = bits.copy_(view)
         if problems:
             raise InvalidState(problems)
+
+    def _dtype_of(self, piece: Piece, view: torch.Tensor) -> torch.dtype:
+        # Types of a byte are somebody's own quantization.
+        is_cast = piece.dtype.is_floating_point and piece.dtype.itemsize > 1
+        return self.dtype if self.dtype is not None and is_cast else view.dtype
 
     def contents(self, state: Any, ranks: Ranks, memory: PlanMemory) -> Contents:
         """What an anchor has of `state`: these bits and values, in its parts."""
@@ -96,7 +101,7 @@ class Published:
                 dtype = bits.dtype if bits.dtype is self.dtype else piece.dtype
                 place = piece._replace(dtype=dtype, local_region=whole(tuple(bits.shape)))
                 holdings.append(holding._replace(local=bits, pieces=(place,)))
-        flat = FlatState(holdings, *self.others, flat.aliases)
+        flat = FlatState(holdings, *self.others)
         return Contents(flat, plan_of(flat, ranks, memory), modules)
 
     def difference(
@@ -158,6 +163,11 @@ def flattened(state: Any, ranks: Ranks) -> tuple[FlatState, tuple[str, ...]]:
     leaves = walk(state)
     flat = values_of(structure_of(leaves, ranks), leaves, ranks, state)
     return flat, tuple(sorted({path for path, _ in leaves.modules}))
+
+
+def others_of(flat: FlatState) -> tuple[dict[str, Any], dict[str, Any], dict[str, str]]:
+    """What a state has besides tensors."""
+    return flat.values, flat.per_rank, flat.aliases
 
 
 def views_of(flat: FlatState) -> Iterator[LivePart]:

@@ -29,7 +29,14 @@ from ckpt.format.delta import DeltaBlock, encode_delta
 from ckpt.format.manifest_codec import decode_manifest
 from ckpt.layout.memory import SideStreams, devices_of, storage_of
 from ckpt.layout.plain import times_changed
-from ckpt.saving.published import Fresh, LivePart, Published, flattened, views_of
+from ckpt.saving.published import (
+    Fresh,
+    LivePart,
+    Published,
+    flattened,
+    others_of,
+    views_of,
+)
 from ckpt.saving.save import save_task
 from ckpt.saving.staging import changed_by_steps
 from ckpt.saving.step_gate import Gate, seen_since, steps
@@ -86,7 +93,7 @@ class Publication:
         views, known = list(views_of(flat)), task.memory.published
         is_delta = known is not None and known.dtype is dtype and known.is_like(flat)
         if known is None or not is_delta:
-            known = Published(dtype, (flat.values, flat.per_rank))
+            known = Published(dtype, others_of(flat))
         changes = changed_by_steps(flat, seen_since(task.memory.steps_seen))
         waits = [storage_of(view) in changes.storages for _, view in views]
         later = list(compress(views, waits))

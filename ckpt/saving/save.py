@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from ckpt.commit.names import MANIFEST_NAME, PART_PREFIX, is_finite, step_prefix
+from ckpt.commit.names import MANIFEST_NAME, PART_PREFIX, step_prefix
 from ckpt.commit.records import manifest_digest
 from ckpt.commit.session import RankedSession, ReferenceRetired
 from ckpt.commit.writer import Commit, NotRetired
@@ -168,9 +168,6 @@ def _start(task: SaveTask, modules: Callable[[], Sequence[str]], *, may_refer: b
             return joined(task.place.header.model_dump_json().encode(), b"")
         session = task.session.session
         assert session is not None, "the coordinator has it"
-        if (metric := task.options.metric) is not None and not is_finite(metric):
-            # Before any data: the log would refuse it after all is written.
-            raise InvalidState([f"metric={metric!r}: expected a finite number, or None"])
         header = header_of(task, session.new_attempt(), modules())
         if not task.options.dedup:
             return joined(header.model_dump_json().encode(), b"")

@@ -148,7 +148,7 @@ def place_of(token: str) -> WriterPlace:
         writers = dict(json.loads(header.user[WRITERS]))
         ends = dict(zip(writers, accumulate(writers.values()), strict=True))
         return WriterPlace(header, writer, ends[writer] - writers[writer], writers[writer])
-    except (KeyError, TypeError, ValueError) as error:  # of the header, a ValueError as well
+    except (KeyError, TypeError, ValueError, RecursionError) as error:  # as of the header
         raise InvalidArgument(
             f"into={token!r:.100}: expected SharedSave.token() of a save that ckpt.begin began"
         ) from error

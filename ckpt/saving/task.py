@@ -25,6 +25,7 @@ import numpy.typing as npt
 import torch
 
 from ckpt.commit.appender import BACKGROUND_SECONDS
+from ckpt.commit.names import is_finite
 from ckpt.commit.records import STEP_MAX
 from ckpt.commit.session import RankedSession
 from ckpt.errors import Corrupt, InvalidState, NamesChanged
@@ -342,15 +343,17 @@ class SaveTask:
 
 
 def header_of(task: SaveTask, attempt: str, modules: Sequence[str]) -> Header:
-    """The header that all files of an attempt share. Raises InvalidState for a step or notes that
-    cannot be saved.
+    """The header that all files of an attempt share. Raises InvalidState for a step, a metric or
+    notes that cannot be saved.
     """
-    step, user = task.step, task.options.user
+    step, user, metric = task.step, task.options.user, task.options.metric
     if type(step) is not int or not 0 <= step <= STEP_MAX:
         raise InvalidState([f"step={step!r}: expected an int from 0 to {STEP_MAX}"])
-    for name, note in user.items():
-        if not (isinstance(name, str) and isinstance(note, str)):
-            raise InvalidState([f"user[{name!r}]={note!r}: expected a str with the name of a str"])
+    if metric is not None and not is_finite(metric):
+        # Before any data: the log would refuse it after all is written.
+        raise InvalidState([f"metric={metric!r}: expected a finite number, or None"])
+    if user:
+        refuse_notes(user)
     known, published = {MODULES: json.dumps(modules)}, task.options.publication
     if published is not None:
         known[PUBLICATION] = json.dumps(published)
@@ -365,6 +368,15 @@ def header_of(task: SaveTask, attempt: str, modules: Sequence[str]) -> Header:
         # Export strips the paths of modules from the names of a model's tensors.
         user={**user, **known},
     )
+
+
+def refuse_notes(user: Mapping[str, str]) -> None:
+    """Raise InvalidState for notes that are no texts, or have names that the library gives."""
+    for name, note in user.items():
+        if not (isinstance(name, str) and isinstance(note, str)):
+            raise InvalidState([f"user[{name!r}]={note!r}: expected a str with the name of a str"])
+        if name.startswith("ckpt."):
+            raise InvalidState([f"user[{name!r}]: names with 'ckpt.' are the library's; rename it"])
 
 
 def refuse_other_names(contents: Contents, task: SaveTask) -> None:

@@ -59,6 +59,8 @@ def publish(
     due = Due(checked_count(plain_int(anchor_every), "anchor_every"), float(anchor_larger))
     if not line:
         raise InvalidArgument('line="": publications need a line of their own')
+    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+        raise InvalidArgument(f"dtype={dtype!r}: expected a floating-point dtype, or None")
     url = line_of(url, line)
     with gc_paused():
         context = this_process.of_group(process_group)

@@ -290,16 +290,21 @@ class Names:
         """Take what the checkpoint calls `saved` as if it had the `shape` of `fqn`, where they
         differ in their rows alone.
         """
-        entry = self.catalog.tensors[saved]
-        if entry.shape == shape or not shape or entry.shape[1:] != shape[1:] or not entry.shape:
+        entry, known = self.catalog.tensors[saved], self.resized.get(saved)
+        if not shape or entry.shape[1:] != shape[1:] or not entry.shape:
             return
-        has_mean = entry.shape[0] > 0 and entry.dtype.is_floating_point
-        if rule == "mean" and shape[0] > entry.shape[0] and not has_mean:
-            text = f"{self.call.source} has {entry.shape[0]} rows of {entry.dtype}, which have no "
+        number = entry.shape[0] if known is None else known.number
+        has_mean = number > 0 and entry.dtype.is_floating_point
+        if known is not None and known.rule != rule:
+            text = f"{self.call.source} has one tensor for two: pass one rule for both in resize="
+            self.report(ProblemKind.VALUE, fqn, text)
+        elif rule == "mean" and shape[0] > number and not has_mean:
+            text = f"{self.call.source} has {number} rows of {entry.dtype}, which have no "
             text += "mean; pass 'zeros' or 'init' for it in resize="
             self.report(ProblemKind.VALUE, fqn, text)
-        self.resized[saved] = StoredRows(entry.shape[0], rule)
-        self._tensors[saved] = entry._replace(shape=shape)
+        if shape[0] != number or known is not None:
+            self.resized[saved] = StoredRows(number, rule)
+            self._tensors[saved] = entry._replace(shape=shape)
 
     def unmatched(self) -> list[str]:
         """What is wrong with rules of the caller's that have matched nothing. Ranks that hold

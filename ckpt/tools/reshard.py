@@ -29,7 +29,14 @@ from ckpt.convert.targets.files import Meter, Progress, plan_data_files, write_d
 from ckpt.errors import CheckpointError, Corrupt
 from ckpt.format.datafile import StoredChunk
 from ckpt.format.joint_manifest import build_manifest
-from ckpt.format.manifest import SINCE_FULL, Header, Manifest, MetadataBudget
+from ckpt.format.manifest import (
+    DELTA,
+    PUBLICATION,
+    SINCE_FULL,
+    Header,
+    Manifest,
+    MetadataBudget,
+)
 from ckpt.format.manifest_codec import decode_manifest
 from ckpt.format.object_parts import DataFile
 from ckpt.format.part import FileColumns, PartTexts, TensorRecord, part_of_files
@@ -38,7 +45,7 @@ from ckpt.layout.kind import Kind
 from ckpt.layout.region import Box, EvenLayout, Region, even_part, span_of, whole
 from ckpt.loading.checkpoint import Checkpoint
 from ckpt.loading.contents import LocatedCheckpoint, leased_checkpoint
-from ckpt.loading.load import RETIRED_MAX
+from ckpt.loading.load import IS_DELTA, RETIRED_MAX
 from ckpt.saving.resumable import begin, end
 from ckpt.tools.relay import CopyReport, is_there
 from storage import PrefixStore, Store
@@ -249,8 +256,14 @@ def own_layout(manifest: Manifest) -> Layout:
 
 
 def written_whole(header: Header) -> Header:
-    """The header of a copy that refers to no other attempt, and has no digests."""
-    user = {name: note for name, note in header.user.items() if name != SINCE_FULL}
+    """The header of a copy that refers to no other attempt, has no digests, and is no publication.
+    Raises CheckpointError for a delta, which is nothing without what it refers to.
+    """
+    if DELTA in header.required:
+        raise CheckpointError(f"step {header.step} ({header.attempt}) is not copied: {IS_DELTA}")
+    user = {
+        name: note for name, note in header.user.items() if name not in (SINCE_FULL, PUBLICATION)
+    }
     return header.model_copy(update={"required": (), "user": user})
 
 

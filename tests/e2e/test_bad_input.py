@@ -449,3 +449,9 @@ def test_a_metric_that_is_no_number_writes_nothing(root: Path, metric: Any, way:
     assert sorted(root.rglob("*")) == before
     ckpt.save(_state(3), str(root), step=3, metric=torch.tensor(0.5))
     assert ckpt.list_steps(str(root))[-1].metric == 0.5
+
+
+def test_notes_with_names_of_the_library_are_refused(root: Path) -> None:
+    """Committed, "ckpt.publication" made a manifest that nobody could read."""
+    with pytest.raises(InvalidState, match=r"'ckpt\.publication'.*library's"):
+        ckpt.save(_state(3), str(root), step=3, user={"ckpt.publication": "x"})

@@ -258,6 +258,18 @@ def test_a_tied_embedding_is_resized_by_either_name(tmp_path: Path) -> None:
         assert torch.equal(weight[8], weight[:8].double().mean(0).float())
 
 
+def test_tied_rows_are_resized_for_each_name(tmp_path: Path) -> None:
+    """What was one tensor is two now: of other sizes, or with rules that contradict each other."""
+    rows = numbers(1, 4)
+    ckpt.save({"a": rows, "b": rows}, tmp_path, step=1)
+    state = {"a": torch.full_like(numbers(2, 6), 9), "b": torch.full_like(numbers(2, 8), 9)}
+    with pytest.raises(ckpt.Mismatch, match="one rule for both"):
+        ckpt.load(state, tmp_path, resize={"a": "zeros", "b": "mean"})
+    ckpt.load(state, tmp_path, resize={"a": "zeros", "b": "zeros"})
+    for one in state.values():
+        assert torch.equal(one[:4], rows) and not one[4:].any()
+
+
 def test_checkpointer_and_plan_take_resize(tmp_path: Path) -> None:
     def training(vocabulary: int) -> dict[str, Any]:
         model = nn.Embedding(vocabulary, 3)

@@ -168,6 +168,13 @@ def test_wrong_calls_are_refused(tmp_path: Path) -> None:
         ckpt.save(data(2), url, step=4, into=two.token("loader"))
 
 
+def test_what_cannot_be_committed_is_refused_at_the_start(tmp_path: Path) -> None:
+    with pytest.raises(InvalidState, match="metric=nan"):
+        begun(str(tmp_path), metric=float("nan"))
+    with pytest.raises(InvalidArgument, match="into="):
+        ckpt.save(data(1), str(tmp_path), step=2, into="[" * 100_000)
+
+
 def test_a_late_commit_is_not_what_a_restart_resumes(tmp_path: Path) -> None:
     url = str(tmp_path)
     ckpt.save(training(1), url, step=1)

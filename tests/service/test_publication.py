@@ -22,7 +22,7 @@ from ckpt.cli import main
 from ckpt.commit.locate import live_entries
 from ckpt.commit.maintenance import Maintenance
 from ckpt.commit.session import SessionRegistry, open_session
-from ckpt.errors import LoadInterrupted, UnsupportedFormat
+from ckpt.errors import InvalidArgument, LoadInterrupted, UnsupportedFormat
 from ckpt.loading.load import LoadOptions
 from ckpt.loading.patch import SparseWrite
 from ckpt.saving.publishing import Due, Publication
@@ -427,6 +427,49 @@ def test_other_tensors_and_other_values_need_an_anchor(store: CountingStore) -> 
     trainer.publish(2, wider)
     trainer.publish(3, wider)
     assert [entry.line for entry in live_entries(store)] == [0, None, 0, None]
+
+
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+def test_tensors_of_another_type_need_an_anchor(tmp_path: Any, dtype: Any) -> None:
+    numbers = torch.arange(2000)
+    with ckpt.follow(["*"], tmp_path, line="published") as follower:
+        for step, one in enumerate((torch.int8, torch.int64, torch.int32)):
+            state = {"a": (numbers % 100).to(one), "b": torch.ones(9000)}
+            ckpt.publish(state, tmp_path, step=step, dtype=dtype).result()
+            assert follower.poll() and follower.swap()
+            taken = follower.tensors["a"]
+            assert torch.equal(taken, state["a"]) and taken.dtype is one
+    assert not any(one.references for one in ckpt.list_steps(f"{tmp_path}/lines/published"))
+    for wrong in (torch.int8, torch.complex64, "bfloat16"):
+        with pytest.raises(InvalidArgument, match="floating-point"):
+            ckpt.publish({}, tmp_path, step=9, dtype=wrong)
+
+
+def test_tensors_that_are_tied_otherwise_need_an_anchor(tmp_path: Any) -> None:
+    one, other = torch.ones(3), torch.zeros(9000)
+    first = other[:3]
+    for step, third in enumerate((one, first)):
+        state = {"a": one, "b": first, "c": third, "rest": torch.ones(9000)}
+        ckpt.publish(state, tmp_path, step=step).result()
+    with ckpt.follow(["*"], tmp_path, line="published") as follower:
+        assert follower.poll() and follower.swap()
+        assert not follower.tensors["c"].any()
+
+
+def test_a_delta_alone_is_not_resharded(tmp_path: Any) -> None:
+    """It would be a checkpoint that looks whole, of bytes that mean nothing."""
+    state = {"a": torch.ones(9000)}
+    for step in range(2):
+        state["a"][step] = 5
+        ckpt.publish(state, tmp_path / "run", step=step).result()
+    line = f"{tmp_path}/run/lines/published"
+    with pytest.raises(ckpt.CheckpointError, match="delta"):
+        ckpt.reshard(line, tmp_path / "out", ranks=2, step=1)
+    assert not (tmp_path / "out").exists()
+    ckpt.reshard(line, tmp_path / "out", ranks=2)
+    with ckpt.open(tmp_path / "out") as made:
+        assert made.manifest.header.publication is None and made["a"][0] == 5
+        assert not made.user
 
 
 def test_publish_and_follow_a_model_by_their_names(tmp_path: Any) -> None:

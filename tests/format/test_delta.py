@@ -131,10 +131,10 @@ def test_a_crafted_delta_takes_no_more_memory_than_its_tensors() -> None:
         tracemalloc.stop()
 
 
-@pytest.mark.parametrize("at", range(11))
-def test_numbers_of_a_delta_are_integers(at: int) -> None:
+@pytest.mark.parametrize("nth", range(11))
+def test_numbers_of_a_delta_are_integers(nth: int) -> None:
     numbers: list[object] = [0, 5, 0, 1, 0, 0, 0, 0, 0, 0, 0]
-    numbers[at] = float(str(numbers[at]))
+    numbers[nth] = float(str(numbers[nth]))
     assert decode_delta(crafted_of((0,), [0, 5, 0, 1, *[0] * 7]), {"w": ("uint8", (5,))})
     for offset, own in (((0,), numbers), ((0.0,), [0, 5, 0, 1, *[0] * 7])):
         with pytest.raises(Corrupt):

@@ -240,8 +240,9 @@ def _checked(
             if piece.fqn not in counted:
                 raise Corrupt(f"{piece.fqn}: no delta has this tensor")
             write, numbers = _write_of(target, deltas)
+            # On every rank: from here on what it reads is there, whatever stream writes.
+            grown = digest_of(numbers, unsigned(write.new) - unsigned(write.old))
             if world.rank == piece.holders[0]:
-                grown = digest_of(numbers, unsigned(write.new) - unsigned(write.old))
                 own = counted[piece.fqn]
                 own[0] += view.numel()
                 own[1] += grown + (0 if digests else _digest(target))

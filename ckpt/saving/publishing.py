@@ -97,11 +97,12 @@ class Publication:
         changes = changed_by_steps(flat, seen_since(task.memory.steps_seen))
         waits = [storage_of(view) in changes.storages for _, view in views]
         later = list(compress(views, waits))
-        side = SideStreams(devices_of(view for _, view in later))
         gate = Gate(changes.storages, changes.parameters)
         versions = [times_changed(view) for _, view in later]
-        made = cls(state, task, known, is_delta, later, gate, side, versions)
+        made = cls(state, task, known, is_delta, later, gate, SideStreams(()), versions)
         made._take(compress(views, map(not_, waits)))
+        # Behind what was just queued: the worker's own stream knows nothing of it.
+        made.reading = SideStreams(devices_of(view for _, view in views))
         if later:
             steps.hold(gate)
         else:
@@ -141,7 +142,8 @@ class Publication:
         report = None
         if len(bases) == 1 and mine:
             report = self._save_delta(encoded)
-        published.take(self.fresh)
+        with self.reading.copying():
+            published.take(self.fresh)
         if report is None or due.is_now(published):
             same = () if report is None else (report.attempt,)
             anchor = _save_anchor(self.state, task, published, same)

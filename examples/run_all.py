@@ -37,6 +37,7 @@ def main() -> None:
             [*torchrun, "2", str(HERE / "own_engine.py"), f"{folder}/columns"],
             [*torchrun, "3", str(HERE / "own_engine.py"), f"{folder}/columns"],
             [sys.executable, str(HERE / "share_a_root.py")],
+            [sys.executable, str(HERE / "rl_loop.py"), f"{folder}/rl"],
             [sys.executable, str(HERE / "lora_dedup.py"), f"{folder}/lora"],
             [sys.executable, str(HERE / "import_and_export.py"), f"{folder}/converted"],
             [sys.executable, str(HERE / "huggingface_trainer.py"), f"{folder}/trainer"],

@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from ckpt.commit.log import Log, LogState, at_once, latest_of, read_format
-from ckpt.commit.names import MANIFEST_NAME, line_names
+from ckpt.commit.names import MANIFEST_NAME, PUBLISHED, line_names
 from ckpt.commit.records import FIRST_LINE, LiveEntry, manifest_digest
 from ckpt.commit.routes import Route, is_delta, newest_first, routes_to
 from ckpt.errors import Corrupt, LogDiverged, NoCheckpoint, StoreRefused, UnsupportedFormat
@@ -86,8 +86,8 @@ def check_beginning(store: Store, state: LogState, beginning: Beginning) -> None
 
 def check_new_root(store: Store, beginning: Beginning) -> None:
     """As `check_beginning`, before a root is made above those of named lines."""
-    if beginning != "quiet" and (names := line_names(store)):
-        _begin(store, beginning, f"the named lines {', '.join(names)}")
+    if beginning != "quiet" and (names := set(line_names(store)) - {PUBLISHED}):
+        _begin(store, beginning, f"the named lines {', '.join(sorted(names))}")
 
 
 def _begin(store: Store, beginning: Beginning, others: str) -> None:

@@ -48,6 +48,9 @@ def line_prefix(name: str) -> str:
     return LINES_PREFIX + name
 
 
+PUBLISHED = "published"  # the line of publications, if it has no other name
+
+
 def line_names(store: Store) -> list[str]:
     """The named trainings below a root, at one request each."""
     names: list[str] = []

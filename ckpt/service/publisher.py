@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from ckpt.api import Io, check_order, line_of, write_path
 from ckpt.commit.appender import BACKGROUND_SECONDS, checked_seconds
-from ckpt.commit.names import checked_count, plain_int
+from ckpt.commit.names import PUBLISHED, checked_count, plain_int
 from ckpt.errors import InvalidArgument
 from ckpt.layout.memory import gc_paused
 from ckpt.process import this_process
@@ -29,7 +29,7 @@ def publish(
     url: StoreLike,
     *,
     step: SupportsIndex,
-    line: str = "published",
+    line: str = PUBLISHED,
     dtype: torch.dtype | None = torch.bfloat16,
     anchor_every: SupportsIndex = 50,
     anchor_larger: float = 0.5,

@@ -472,7 +472,10 @@ def test_a_delta_alone_is_not_resharded(tmp_path: Any) -> None:
         assert not made.user
 
 
-def test_publish_and_follow_a_model_by_their_names(tmp_path: Any) -> None:
+def test_publish_and_follow_a_model_by_their_names(
+    tmp_path: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    logging.getLogger("ckpt").setLevel(logging.WARNING)
     torch.manual_seed(0)
     model, served = nn.Linear(40, 30), nn.Linear(40, 30).to(torch.bfloat16)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
@@ -486,6 +489,7 @@ def test_publish_and_follow_a_model_by_their_names(tmp_path: Any) -> None:
             for live, taken in zip(model.parameters(), served.parameters(), strict=True):
                 assert torch.equal(live.to(torch.bfloat16), taken)
         ckpt.save({"model": model}, tmp_path, step=4)
+        assert "begins a line of its own" not in caplog.text
         assert follower.poll() is None, "a save is no publication"
     assert [one.step for one in ckpt.list_steps(tmp_path)] == [4]
     with pytest.raises(ValueError, match="line"):

@@ -445,8 +445,12 @@ def _leaf_changes(path: str, a: Any, b: Any) -> Iterator[ValueChange]:
                 yield from _leaf_changes(inner, a[key], b[key])
             else:
                 yield ValueChange(inner, a.get(key), b.get(key), key in a, key in b)
-    elif type(a) is type(b) in (list, tuple) and len(a) == len(b):
+    elif type(a) is type(b) in (list, tuple) and len(a) == len(b) and _has_inner(a):
         for index, (of_a, of_b) in enumerate(zip(a, b, strict=True)):
             yield from _leaf_changes(f"{path}[{index}]", of_a, of_b)
     else:
         yield ValueChange(path, a, b, True, True)
+
+
+def _has_inner(values: Sequence[Any]) -> bool:
+    return any(isinstance(value, dict | list | tuple) for value in values)

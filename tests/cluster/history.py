@@ -18,11 +18,11 @@ from ckpt.commit.names import attempt_epoch, parse_step_key
 from ckpt.commit.records import LiveEntry, Record
 from ckpt.commit.session import Session
 from ckpt.loading.load import LoadOptions, load_state
-from ckpt.testing import run_ranks
 from ckpt.world.base import World
 from storage import Store
 from tests.cluster.agent import is_step, state_of
 from tests.e2e.job import NO_WAITING, left_by_sweep
+from tests.thread_ranks import run_ranks
 
 # How a rank may end: by itself; fenced; because others are gone, which we find, or gloo
 # (RuntimeError), or torch's store (Dist...); as the store says, where that does not come back: a

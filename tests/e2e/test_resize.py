@@ -338,5 +338,6 @@ def _train_wider(url: str) -> None:
         assert torch.equal(weight.full_tensor(), wanted)
 
 
+@pytest.mark.ranks
 def test_torch_engines_load_other_vocabularies(tmp_path: Path) -> None:
     run_ranks(RANKS, _train_wider, str(tmp_path / "run"))

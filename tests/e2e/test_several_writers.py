@@ -202,6 +202,7 @@ def _begin_and_leave(url: str) -> str:
     return shared.token("loader")
 
 
+@pytest.mark.ranks
 def test_a_writer_that_died_leaves_no_part(tmp_path: Path) -> None:
     url = str(tmp_path)
     shared = begun(url)
@@ -214,6 +215,7 @@ def test_a_writer_that_died_leaves_no_part(tmp_path: Path) -> None:
     assert files_of(shared) == []
 
 
+@pytest.mark.ranks
 def test_the_next_job_sweeps_parts_and_refuses_their_writers(tmp_path: Path) -> None:
     url = str(tmp_path)
     (token,) = run_ranks(1, _begin_and_leave, url)
@@ -226,6 +228,7 @@ def test_the_next_job_sweeps_parts_and_refuses_their_writers(tmp_path: Path) -> 
     assert [info.step for info in ckpt.list_steps(url)] == [3]
 
 
+@pytest.mark.ranks
 def test_a_job_that_was_replaced_cannot_commit(tmp_path: Path) -> None:
     url = str(tmp_path)
     shared = begun(url)
@@ -282,5 +285,6 @@ def _sharded(url: str, tokens: Path) -> None:
         assert torch.equal(*local)
 
 
+@pytest.mark.ranks
 def test_sharded_writers_get_their_own_back(tmp_path: Path) -> None:
     run_ranks(4, _sharded, str(tmp_path / "run"), tmp_path)

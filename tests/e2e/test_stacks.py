@@ -462,7 +462,7 @@ def test_restores_plans_and_comparisons_take_the_rule_of_a_load(form: str, tmp_p
     same = ckpt.diff(root, root, step_a=1, step_b=2, **rules)
     assert not same.changed and not same.only_a and not same.only_b
     # Their params in another order.
-    assert {value.fqn for value in same.values} <= {"optim.param_groups"}
+    assert {value.fqn.partition("[")[0] for value in same.values} <= {"optim.param_groups"}
     with torch.no_grad():
         list(restored.parameters())[-1].view(-1)[-1] += 1
     ckpt.save(state, again, step=1)

@@ -290,8 +290,8 @@ WHOLENESS = (
     Mutant(
         "a save with problems is committed",
         _PUBLISH,
-        "    if problems:\n        return _Committed",
-        "    if False:\n        return _Committed",
+        "    if problems:\n        return Committed",
+        "    if False:\n        return Committed",
         test="tests/e2e/test_bad_ranks.py::test_values_that_differ_are_named_with_their_ranks",
     ),
     Mutant(

@@ -351,7 +351,7 @@ def test_weights_are_not_compared_with_a_save_that_failed(
     ckpt.save(state, url, step=0)
     train()
 
-    def failing(*given: Any) -> Any:
+    def failing(*given: Any, **named: Any) -> Any:
         raise OSError("planted: no manifest")
 
     with monkeypatch.context() as patch:

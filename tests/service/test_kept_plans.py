@@ -221,7 +221,7 @@ def test_a_process_alone_merges_again_only_what_has_changed(
     assert len(merged) == 4
 
 
-def _fail(*_: Any) -> None:
+def _fail(*_: Any, **__: Any) -> None:
     raise OSError("planted")
 
 

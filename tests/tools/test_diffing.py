@@ -232,7 +232,7 @@ def test_only_what_differs_inside_of_a_value_is_shown(tmp_path: Path) -> None:
     a, b = saved(tmp_path, "a", {"v": old}), saved(tmp_path, "b", {"v": new})
     changes = {one.fqn: one for one in ckpt.diff(a, b).values}
     assert {name: (one.a, one.b) for name, one in changes.items()} == {
-        "v.groups[0].betas[1]": (0.99, 0.95),
+        "v.groups[0].betas": ((0.9, 0.99), (0.9, 0.95)),
         "v.more": ([1, 2], [1]),
         "v.d.x": (True, 1),
         "v.d.y": (None, 0),

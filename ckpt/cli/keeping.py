@@ -23,8 +23,8 @@ def show_verify(report: VerifyReport) -> None:
         f"{counted(report.blocks, 'block')}, {size(report.nbytes)}"
     )
     if report.ok:
-        checked = "every byte is as it was written"
-        checked = checked if report.blocks else "all bytes can be read; nothing has checksums here"
+        other = "all bytes can be read; nothing has checksums here"
+        checked = "every byte is as it was written" if report.blocks else other
         print(f"{report.url}\n{what}: {checked}")
         return
     print(f"{report.url}\n{what}: {summary(report.damage)}")

@@ -23,6 +23,7 @@ import numpy as np
 
 from ckpt.convert.sources.opening import LISTED_MAX, SourceOptions, is_file_name, open_source
 from ckpt.convert.sources.source import FileSource, ReadRequest
+from ckpt.convert.sources.tree import GroupedNames
 from ckpt.errors import Mismatch, NoCheckpoint
 from ckpt.format.checksum import DIGEST_NBYTES, Seal, Seals
 from ckpt.format.codec import encode_values
@@ -208,7 +209,7 @@ def _located(
 
 def _unread(source: FileSource) -> list[str]:
     refused = sorted(source.contents.refused.items())
-    return [f"{name}: {one.reason}" for name, one in refused if one.is_tensor]
+    return [f"{name}: {one.reason}" for name, one in refused if one.is_tensor or "groups" in name]
 
 
 def load_foreign(
@@ -336,7 +337,9 @@ def _parameter_names(state: Any, ranks: Ranks) -> list[str] | None:
     ((_, optimizer),) = leaves.optimizers
     params = [param for group in optimizer.param_groups for param in group["params"]]
     sources = [described.by_param.get(id(param)) for param in params]
-    names = [source.members[0].fqn for source in sources if source and len(source.members) == 1]
+    each = (source.members[0].fqn for source in sources if source and len(source.members) == 1)
+    names = GroupedNames(each)
+    names.sizes = [len(group["params"]) for group in optimizer.param_groups]
     return names if len(names) == len(params) else None
 
 

@@ -212,8 +212,7 @@ def load_located(
         )
     means: dict[str, list[float]] = {}
     if sums.averaged:
-        with recorder.span("average"):
-            means = _mean_rows(world, binding, block_sums, options.path, origins)
+        means = _mean_rows(world, binding, block_sums, options.path, origins)
 
     def prepare() -> Sharing:
         limits = options.sharing

@@ -23,8 +23,6 @@ from ckpt.commit.session import RankedSession
 from ckpt.errors import Corrupt, Fenced, InvalidArgument, InvalidState, NoCheckpoint, StoreRefused
 from ckpt.format.codec import decode_values
 from ckpt.format.datafile_index import (
-    OpenedFile,
-    check_seal,
     contradictions,
     files_by_rank,
     open_file,
@@ -65,8 +63,8 @@ class SharedSave:
     @property
     def path(self) -> str:
         """Where the checkpoint is once it is committed; `ckpt.open` and `ckpt.load` take it."""
-        prefix = step_prefix(self.header.step, self.header.attempt)
-        return f"{self.task.store.url}/{prefix}".rstrip("/")
+        url, header = self.task.store.url, self.header
+        return f"{url}/{step_prefix(header.step, header.attempt)}".rstrip("/")
 
     def token(self, writer: str) -> str:
         """What `ckpt.save(..., into=)` of that writer takes, as text that may be sent anywhere; it
@@ -217,13 +215,11 @@ def _united(store: Store, header: Header, writers: Mapping[str, int]) -> Manifes
     ]
     if problems:
         raise InvalidState(problems)
-    files: list[OpenedFile] = []
-    for part in parts.values():
-        for number, name in enumerate(part.files):
-            file = open_file(store, prefix + name, name, int(part.file_nbytes[number]))
-            where = f"{store.url}/{prefix}{name}"
-            check_seal(file.described.seal, part.seals.of_file(number), where)
-            files.append(file)
+    files = [
+        open_file(store, prefix + name, name, int(nbytes))
+        for part in parts.values()
+        for name, nbytes in zip(part.files, part.file_nbytes, strict=True)
+    ]
     wrong = contradictions(files)
     if wrong or files[0].place.header != header:
         raise Corrupt("; ".join(wrong) or f"{store.url}/{prefix}: files of another attempt")

@@ -263,7 +263,7 @@ class _Binder:
         otherwise = ", pass rename= or drop the entry with skip=" if call.skip else ""
         casting = ", or pass cast=True" if call.cast else f" (a load never casts){call.or_skip}"
         if entry.shape != shape:
-            rows = f", or its rows with resize={{{fqn!r}: 'zeros'}}" if call.resize else ""
+            rows = f", or its rows with resize={{{fqn!r}: 'zeros'}}" if call.new else ""
             if entry.shape[1:] != shape[1:] or not shape or not entry.shape:
                 rows = ", which resize= cannot change: dim 0 alone" if rule else ""
             self.names.report(

@@ -204,8 +204,10 @@ def saved_states(names: Names, prefix: str, params: set[str]) -> dict[str, Saved
     for fqn, value in catalog.values.items():
         if fqn.startswith(prefix):
             inside.update(references(value))
-    for state, name, fqn in each(catalog.tensors):
-        state.tensors[name] = (fqn, catalog.tensors[fqn])
+    # State may share its memory with other state, or with a parameter.
+    for state, name, fqn in each({**catalog.tensors, **catalog.aliases}):
+        stored = catalog.aliases.get(fqn, fqn)
+        state.tensors[name] = (stored, catalog.tensors[stored])
     for state, name, fqn in each(catalog.values):
         state.values[name] = (fqn, catalog.values[fqn])
     for state, name, fqn in each(own):

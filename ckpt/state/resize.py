@@ -50,8 +50,7 @@ class NewRows(NamedTuple):
         elif self.rule == "mean":
             row = torch.tensor(means[self.fqn], dtype=torch.float64)
             if isinstance(self.region, Span):
-                which = torch.arange(self.region.start, self.region.stop) % len(row)
-                row = row[which]
+                row = row[torch.arange(self.region.start, self.region.stop) % len(row)]
             else:
                 row = row.view(self.row_shape)
                 for dim, start in enumerate(self.region.offset[1:]):

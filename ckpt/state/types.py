@@ -257,7 +257,6 @@ class CallArguments(NamedTuple):
     rank0_only: bool = False
     cast: bool = False
     new: bool = True
-    resize: bool = True
 
     def moves(self, rename: str, leave: str, *, is_missing: bool = False) -> str:
         """The end of a message about a name that one side lacks: what to pass to this call to give
@@ -281,9 +280,7 @@ class CallArguments(NamedTuple):
 
 
 CHECKPOINT = CallArguments()
-STATE_DICT = CallArguments(
-    "dict", rename=False, skip=False, rank0_only=True, cast=True, new=False, resize=False
-)
+STATE_DICT = CallArguments("dict", rename=False, skip=False, rank0_only=True, cast=True, new=False)
 
 
 class LoadRequest(NamedTuple):

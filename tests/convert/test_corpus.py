@@ -22,6 +22,7 @@ from torch.distributed.fsdp import fully_shard
 
 import ckpt
 from ckpt.cli import main
+from ckpt.errors import Mismatch
 from tests.ranks import run_ranks
 
 CORPUS = Path(__file__).parents[1] / "corpus"
@@ -33,7 +34,7 @@ ENTRIES = {"titan_dcp": ("", "optimizer"), "lightning": ("state_dict.net", None)
 
 def url_of(case: str) -> str:
     place = CORPUS / case / "checkpoint"
-    return str(next(place.glob("*.ckpt"), place))
+    return str(next(place.glob("last.ckpt"), next(place.glob("training.pt"), place)))
 
 
 def fresh(*, sharded: bool = False) -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -41,7 +42,7 @@ def fresh(*, sharded: bool = False) -> tuple[nn.Module, torch.optim.Optimizer]:
     net = nn.Sequential(nn.Linear(5, 7), nn.LayerNorm(7), nn.Linear(7, 3, bias=False))
     if sharded:
         fully_shard(net)
-    # DeepSpeed's were of two groups.
+    # Those of DeepSpeed and of the Trainer are of two groups.
     decayed = [parameter for parameter in net.parameters() if parameter.ndim > 1]
     others = [parameter for parameter in net.parameters() if parameter.ndim <= 1]
     return net, torch.optim.AdamW([{"params": decayed}, {"params": others}])
@@ -50,7 +51,7 @@ def fresh(*, sharded: bool = False) -> tuple[nn.Module, torch.optim.Optimizer]:
 def loaded(case: str, *, sharded: bool = False) -> tuple[Any, Any, Any]:
     """A model, its optimizer where the checkpoint has one that names parameters, and the report."""
     net, optimizer = fresh(sharded=sharded)
-    if not case.startswith("deepspeed"):
+    if not case.startswith(("deepspeed", "transformers")):
         optimizer = torch.optim.AdamW(net.parameters())
     state: dict[str, Any] = {"model": net}
     if case != "lightning":
@@ -103,6 +104,14 @@ def test_commands_take_what_a_package_wrote(case: str, capsys: pytest.CaptureFix
         assert main([command, url]) == 0, command
     assert main(["diff", url, url]) == 0
     assert "0.weight" in capsys.readouterr().out
+
+
+def test_numbers_of_other_groups_are_no_parameters() -> None:
+    """The Trainer's optimizer has two groups: its number 1 is not the second parameter of one."""
+    net, _ = fresh()
+    state = {"model": net, "optimizer": torch.optim.AdamW(net.parameters())}
+    with pytest.raises(Mismatch, match=r"\[2, 3\] of them, and the state's groups have \[5\]"):
+        ckpt.load(state, url_of("transformers_trainer"), strict="state")
 
 
 def test_nothing_that_a_file_names_is_imported() -> None:

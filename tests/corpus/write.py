@@ -179,6 +179,59 @@ def titan(folder: Path, rank: int) -> None:
         keep(folder, tensors)
 
 
+def fsdp1_full(folder: Path, rank: int) -> None:
+    """A training of FSDP1, gathered and written by torch.save: each tensor has an attribute."""
+    from torch.distributed.fsdp import FullStateDictConfig, FullyShardedDataParallel, StateDictType
+
+    net = FullyShardedDataParallel(model(), device_id=torch.device("cpu"), use_orig_params=True)
+    optimizer = torch.optim.AdamW(net.parameters(), lr=0.01)
+    train(net, optimizer, rank)
+    full = StateDictType.FULL_STATE_DICT
+    with FullyShardedDataParallel.state_dict_type(net, full, FullStateDictConfig()):
+        weights = net.state_dict()
+        moments = FullyShardedDataParallel.optim_state_dict(net, optimizer)
+    if rank == 0:
+        (folder / "checkpoint").mkdir()
+        state = {"model": weights, "optimizer": moments, "step": STEPS}
+        torch.save(state, folder / "checkpoint" / "training.pt")
+        named = {f"{n}.{key}": one[key] for n, one in moments["state"].items() for key in MOMENTS}
+        keep(folder, {**weights, **named})
+
+
+def dcp_async(folder: Path, rank: int) -> None:
+    """Nested dicts of FSDP2, by DCP in the background."""
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.state_dict import get_state_dict
+
+    net, optimizer = sharded()
+    train(net, optimizer, rank)
+    weights, moments = get_state_dict(net, optimizer)
+    tensors = live(net, optimizer)
+    state = {"model": weights, "optimizer": moments}
+    dcp.async_save(state, checkpoint_id=folder / "checkpoint").result()
+    if rank == 0:
+        keep(folder, tensors)
+
+
+def accelerate_fsdp2(folder: Path, rank: int, kind: str) -> None:
+    """What `Accelerator.save_state` calls for FSDP2, which it does not choose on a CPU."""
+    from accelerate import Accelerator, FullyShardedDataParallelPlugin
+    from accelerate.utils.fsdp_utils import save_fsdp_model, save_fsdp_optimizer
+
+    accelerator = Accelerator(cpu=True)
+    plugin = FullyShardedDataParallelPlugin(
+        fsdp_version=2, state_dict_type=kind, cpu_ram_efficient_loading=False
+    )
+    net, optimizer = sharded()
+    train(net, optimizer, rank)
+    place = str(folder / "checkpoint")
+    save_fsdp_model(plugin, accelerator, net, place)
+    save_fsdp_optimizer(plugin, accelerator, optimizer, net, place)
+    tensors = live(net, optimizer)
+    if rank == 0:
+        keep(folder, tensors, "accelerate")
+
+
 # --- trainers of one process ----------------------------------------------------------------------
 
 
@@ -197,6 +250,36 @@ def accelerate_plain(folder: Path, rank: int) -> None:
         optimizer.zero_grad()
     accelerator.save_state(str(folder / "checkpoint"))
     keep(folder, live(accelerator.unwrap_model(net), optimizer.optimizer), "accelerate")
+
+
+def transformers_trainer(folder: Path, rank: int) -> None:
+    from transformers import Trainer, TrainingArguments
+
+    class Module(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = model()
+
+        def forward(self, data: torch.Tensor) -> dict[str, torch.Tensor]:
+            return {"loss": self.net(data).square().mean()}
+
+    module = Module()
+    arguments = TrainingArguments(
+        str(folder / "out"),
+        max_steps=STEPS,
+        save_steps=STEPS,
+        use_cpu=True,
+        report_to=[],
+        per_device_train_batch_size=2,
+        disable_tqdm=True,
+    )
+    data = [{"data": row} for step in range(STEPS) for row in batch(step)]
+    trainer = Trainer(module, arguments, train_dataset=data)
+    trainer.train()
+    shutil.move(folder / "out" / f"checkpoint-{STEPS}", folder / "checkpoint")
+    shutil.rmtree(folder / "out")
+    optimizer = trainer.optimizer
+    keep(folder, live(module.net, getattr(optimizer, "optimizer", optimizer)), "transformers")
 
 
 def lightning_file(folder: Path, rank: int) -> None:
@@ -238,7 +321,12 @@ WRITERS: dict[str, tuple[int, Callable[..., None], tuple[Any, ...]]] = {
     },
     "verl_fsdp2": (2, rank_files, ()),
     "titan_dcp": (2, titan, ()),
+    "fsdp1_full": (2, fsdp1_full, ()),
+    "dcp_async": (2, dcp_async, ()),
+    "accelerate_fsdp2_sharded": (2, accelerate_fsdp2, ("SHARDED_STATE_DICT",)),
+    "accelerate_fsdp2_full": (2, accelerate_fsdp2, ("FULL_STATE_DICT",)),
     "accelerate": (1, accelerate_plain, ()),
+    "transformers_trainer": (1, transformers_trainer, ()),
     "lightning": (1, lightning_file, ()),
 }
 

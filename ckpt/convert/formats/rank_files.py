@@ -17,8 +17,6 @@ from ckpt.errors import Corrupt, UnsupportedFormat
 from ckpt.layout.dtypes import DTYPES
 
 _FILE = re.compile(r"(model|optim)_world_size_(\d{1,7})_rank_(\d{1,7})\.pt")
-Nodes = Sequence[tuple[str, Opened, Any]]
-"""A place in the trees of all ranks: the file, where its storages are, and what is there."""
 
 
 def open_folder(place: SourcePlace) -> FolderSource | None:
@@ -50,9 +48,9 @@ def open_folder(place: SourcePlace) -> FolderSource | None:
 FORMAT = Format(2, "a folder with a file of torch.save for each rank (verl, SkyRL)", open_folder)
 
 
-def _joined(path: str, nodes: Nodes, data: TreeData) -> Any:
-    """What all ranks have at a place, with a `Leaf` for each tensor. Raises Corrupt where only some
-    have a tensor.
+def _joined(path: str, nodes: Sequence[tuple[str, Opened, Any]], data: TreeData) -> Any:
+    """What all ranks have at a place, with a `Leaf` for each tensor; `nodes` are the file of each,
+    where its storages are, and what is there. Raises Corrupt where only some have a tensor.
     """
     file, opened, first = nodes[0]
     if type(first) is dict:

@@ -14,7 +14,7 @@ from ckpt.convert.sources.tree import TreeData, leaves_of_blob, tree_source
 from ckpt.errors import Corrupt, UnsupportedFormat
 from storage import ByteRange, KeyNotFoundError, Store
 
-WEIGHTS = "pytorch_model.bin"
+WEIGHTS, OF_ACCELERATE = "pytorch_model.bin", "pytorch_model_fsdp.bin"
 
 
 def open_file(place: SourcePlace, name: str) -> FileSource | None:
@@ -24,12 +24,13 @@ def open_file(place: SourcePlace, name: str) -> FileSource | None:
 
 def open_folder(place: SourcePlace) -> FolderSource | None:
     """The weights that `transformers` once wrote, in one file or in those of an index."""
-    files, index = [WEIGHTS], f"{WEIGHTS}.index.json"
+    index = f"{WEIGHTS}.index.json"
+    files = [name for name in (WEIGHTS, OF_ACCELERATE) if name in place.keys][:1]
     if index in place.keys:
         weight_map = json.loads(place.store.get(index)).get("weight_map", {})
         files = sorted(set(weight_map.values()))
         return FolderSource(open_files(place, files), {index, *files})
-    return FolderSource(open_files(place, files), files) if WEIGHTS in place.keys else None
+    return FolderSource(open_files(place, files), files) if files else None
 
 
 FORMAT = Format(

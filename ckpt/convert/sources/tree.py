@@ -53,6 +53,12 @@ class Leaf:
     is_float: bool = True
 
 
+class GroupedNames(list[str]):
+    """The names of an optimizer's parameters in its order; `sizes` has how many each group has."""
+
+    sizes: Sequence[int] = ()
+
+
 class TreeTensor(NamedTuple):
     """A tensor of a nested state: its dtype and shape, and where it lies."""
 
@@ -354,6 +360,11 @@ class Named:
                 "with their names in the optimizer's order ([n for n, _ in "
                 "model.named_parameters()], unless it was made otherwise), or skip= the optimizer",
             )
+            return None
+        sizes, own = [len(group["params"]) for group in groups], getattr(names, "sizes", None)
+        if own not in (None, sizes):
+            where = f"it numbers parameters group by group, {sizes} of them, and the state's groups"
+            self.refuse(join(path, "param_groups"), f"{where} have {own}; build them alike")
             return None
         bare = bare_names(list(names))
         return {param: bare[str(name)] for param, name in zip(params, names, strict=True)}

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 from ckpt.near.status import WorkAtRisk
 from ckpt.screens.terminal import counted, date, rate_text, seconds_text, size
 from ckpt.telemetry.record import JobRecord, SaveTotals
 from ckpt.tools.near_tiers import TierView, work_at_risk
-from ckpt.tools.polling import RunState
 from ckpt.tools.report import Goodput, ReportedSave, durable_risk, duration
 
 
@@ -34,10 +33,11 @@ class Chart(NamedTuple):
         """Of all saves of which it is known."""
         return statistics.median(map(self.number, totals)) if totals else None
 
-    def highest(self, states: Sequence[RunState], newest: int) -> float:
-        """Of the newest saves of several runs."""
-        numbers = (number for one in states for number in self.of(one.run.saves[-newest:]))
-        return max((number for number in numbers if number is not None), default=0.0)
+    def scale(self, runs: Iterable[Sequence[ReportedSave]], newest: int = 0) -> tuple[float, float]:
+        """Where the bars of the newest saves of several runs begin to rise, and where they end."""
+        numbers = [one for saves in runs for one in self.of(saves[-newest:]) if one is not None]
+        low, high = (self.least(numbers), max(numbers)) if numbers else (0.0, 0.0)
+        return low, high if high > low else low + (abs(low) or 1.0)
 
 
 CHARTS = (

@@ -198,12 +198,12 @@ def _chart(what: Chart, saves: Sequence[ReportedSave], marks: Marks) -> list[Lin
     known = [value for value in values if value is not None]
     if not known:
         return []
-    lowest, highest = what.least(known), max(known)
-    rise = (len(marks.steps) - 1) / (highest - lowest or 1.0)
+    lowest, highest = what.scale([saves])
+    rise = (len(marks.steps) - 1) / (highest - lowest)
     drawn = "".join(
         " " if value is None else marks.steps[round(rise * (value - lowest))] for value in values
     )
-    about = f"  last {what.text(known[-1])}, most {what.text(highest)}"
+    about = f"  last {what.text(known[-1])}, most {what.text(max(known))}"
     return [[(f"{what.name:{LABEL}}", "dim"), (drawn, "cyan"), (about, "dim")]]
 
 

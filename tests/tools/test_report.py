@@ -277,6 +277,23 @@ def test_page_is_whole_and_can_be_read_on_any_screen(root: str, tmp_path: Path) 
                 assert page.evaluate(HARD_TO_READ) == [], (width, scheme)
 
 
+def test_bars_of_a_metric_rise_from_the_least(root: str) -> None:
+    """Rewards may be negative, and losses far from zero and close to each other."""
+    report = report_of(root)
+    count = len(report.saves)
+    for least, step in ((-90.0, 10.0), (2.0, 1e-3), (1e17, 0.0)):
+        metrics = [least + step * nth for nth in range(count)]
+        pairs = zip(report.saves, metrics, strict=True)
+        page = "".join(
+            report_page(replace(report, saves=tuple(replace(one, metric=m) for one, m in pairs)))
+        )
+        chart = page[page.index("<figcaption>Metric<") :]
+        shown = re.findall(r'height="([\d.]+)"><title>', chart[: chart.index("</figure>")])
+        expected = [max(100 * nth / (count - 1), 0.5) if step else 0.5 for nth in range(count)]
+        assert [*map(float, shown)] == pytest.approx(expected, abs=0.01)
+        assert f">{least:.4g}</span>" in chart
+
+
 @pytest.mark.server
 @pytest.mark.skipif(CHROMIUM is None, reason="no browser here")
 def test_browser_shows_the_numbers_without_complaint(root: str, tmp_path: Path) -> None:

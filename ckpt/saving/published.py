@@ -38,13 +38,17 @@ LivePart: TypeAlias = tuple[Piece, torch.Tensor]
 
 
 class Fresh(NamedTuple):
-    """New bits of one block, and where they belong among those that were published last."""
+    """New bits of one block, and where they belong among those that were published last.
+
+    `group` stands for the ranks that have it, 0 for one alone.
+    """
 
     bits: torch.Tensor
     positions: torch.Tensor
     values: torch.Tensor
     key: _BlockKey
     after: int
+    group: int
 
 
 @dataclass(slots=True)
@@ -127,6 +131,7 @@ class Published:
     ) -> Iterator[tuple[DeltaBlock, Fresh]]:
         flat, last = view.reshape(-1), bits_of(bits.view(-1))
         name = dtype_name(bits.dtype if bits.dtype is not view.dtype else piece.dtype)
+        group = crc32(repr(piece.holders).encode()) if len(piece.holders) > 1 else 0
         for start in range(0, bits.numel(), BLOCK_NUMEL):
             old = last[start : start + BLOCK_NUMEL]
             new = bits_of(flat[start : start + BLOCK_NUMEL].to(bits.dtype))
@@ -149,7 +154,7 @@ class Published:
             place = piece.fqn, name, piece.global_shape, piece.region, start, len(old)
             there, words = positions.cpu().numpy(), values.cpu().numpy()
             block = DeltaBlock(*place, before, after, there, words.tobytes())
-            yield block, Fresh(old, positions, values, key, after)
+            yield block, Fresh(old, positions, values, key, after, group)
 
 
 def _digest(piece: Piece, start: int, bits: torch.Tensor) -> int:

@@ -9,13 +9,16 @@ other. Where both have one state, followers take the delta, and the next delta n
 
 from __future__ import annotations
 
+import json
 import logging
 import time
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import compress
 from operator import not_
 from typing import Any, NamedTuple
+from zlib import crc32
 
 import torch
 
@@ -138,9 +141,13 @@ class Publication:
         task.session.world.agree("begin", error)
         # A rank whose last publication failed, or that holds other things now, needs an anchor.
         mine = published.attempts[0] if self.is_delta else ""
-        bases = {base.decode() for base in task.session.world.gather("bases", mine.encode())}
+        received = [*map(json.loads, task.session.world.gather("bases", self._base_and_sums(mine)))]
+        sums: dict[str, int] = {}
+        is_same = all(sums.setdefault(*one) == one[1] for _, own in received for one in own.items())
+        if not is_same and task.session.world.rank == 0:
+            logger.warning("step %d: replicas differ, so an anchor is published", task.step)
         report = None
-        if len(bases) == 1 and mine:
+        if {base for base, _ in received} == {mine} and mine and is_same:
             report = self._save_delta(encoded)
         with self.reading.copying():
             published.take(self.fresh)
@@ -152,6 +159,15 @@ class Publication:
         if task.session.session is not None:
             _retire_old(task)
         return report
+
+    def _base_and_sums(self, base: str) -> bytes:
+        """What the delta goes from, and for groups of ranks that have the same what they have."""
+        sums = Counter[str]()
+        for one in self.fresh:
+            if one.group:
+                change = one.key, self.published.digests[one.key], one.after
+                sums[str(one.group)] += crc32(repr(change).encode())
+        return json.dumps([base, sums]).encode()
 
     def _save_delta(self, encoded: bytes) -> SaveReport | None:
         """None where the publication that it is from was retired meanwhile."""

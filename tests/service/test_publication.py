@@ -472,6 +472,34 @@ def test_a_delta_alone_is_not_resharded(tmp_path: Any) -> None:
         assert not made.user
 
 
+def test_replicas_that_drift_are_published_whole(store: CountingStore) -> None:
+    """A delta of one replica does not go from an anchor that has bits of the other."""
+    trainer = Trainer(store, 2)
+    live = [{name: torch.ones(2000) for name in "abcdefgh"} for _ in range(2)]
+    state = {name: torch.zeros(2000, dtype=torch.bfloat16) for name in live[0]}
+    follower = follower_of(state, store)
+
+    def rank_main(world: World) -> SaveReport:
+        session = open_session(world, store, trainer.registry, sources=NO_WAITING)
+        memory, options = trainer.memories[world.rank], SaveOptions(publication=())
+        task = SaveTask(session, store, memory, step, options)
+        return Publication.begin(live[world.rank], task, torch.bfloat16).finish(Due(2, 1e9))
+
+    for step in range(10):
+        for rank, own in enumerate(live):
+            for tensor in own.values():
+                tensor[step] = step + 2.0 * (rank if step == 1 else 0)
+        if step == 8:  # they are equal again
+            live[1] = {name: tensor.clone() for name, tensor in live[0].items()}
+        run_ranks(2, rank_main)
+        other = follower_of({name: torch.zeros_like(one) for name, one in state.items()}, store)
+        assert other.poll() and other.swap() and other.step == step, other.skipped
+        assert follower.poll() and follower.swap() and follower.step == step
+        for name, tensor in state.items():
+            either = [tensor == own[name].to(torch.bfloat16) for own in live]
+            assert (either[0] | either[1]).all()
+
+
 def test_publish_and_follow_a_model_by_their_names(
     tmp_path: Any, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -20,5 +20,5 @@ def show_rehearse(report: RehearsalReport) -> None:
         return
     print(f"\n{one.run}: rank {one.rank}, step {one.step}")
     show_names("differs", list(one.differs.values()), NAMES_SHOWN_MAX)
-    for text in one.forgotten or ("nothing that could be seen",):
+    for text in one.forgotten:
         print(f"forgotten: {text}")

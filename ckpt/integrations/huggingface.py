@@ -25,6 +25,7 @@ from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState,
 from ckpt.errors import CheckpointError, NoCheckpoint
 from ckpt.loading.checkpoint import open_checkpoint
 from ckpt.loading.contents import list_steps
+from ckpt.rehearse.watch import place_of
 from ckpt.service.checkpointer import SAVE_DEFAULT, Checkpointer
 from ckpt.service.policies import SavePolicy
 from ckpt.state.rng import RandomStates
@@ -45,8 +46,7 @@ class TrainerCheckpoints(TrainerCallback):
 
     @hides_secrets
     def __init__(self, url: str, *, save: SavePolicy = SAVE_DEFAULT, **options: Any) -> None:
-        self.url = url
-        self._save = save
+        self.url, self._save = place_of(url), save
         self._options = options
         self._trainers: list[Trainer] = []
         self._resume_steps: list[int] = []

@@ -26,6 +26,7 @@ from torch.optim import optimizer as optimizers
 from torch.utils.data import DataLoader
 
 from ckpt.commit.session import Session
+from ckpt.rehearse import watch
 from ckpt.rehearse.seen import random_states, seen, text_of
 from ckpt.rehearse.watch import ResumeWatch
 from ckpt.service.checkpointer import SAVE_DEFAULT, Checkpointer
@@ -45,12 +46,13 @@ def install(folder: str) -> None:
     _around(Checkpointer, "restore", hooks.restore)
     _around(Checkpointer, "step", hooks.step)
     _around(Session, "commit", hooks.commit)
+    _around(watch, "place_of", lambda _, url: hooks.root(url))
     _around(ResumeWatch, "__init__", hooks.watch_made)
-    _around(ResumeWatch, "restored", lambda _, watch, step: hooks.restored(step))
+    _around(ResumeWatch, "restored", lambda _, one, step: hooks.restored(step))
     _around(ResumeWatch, "step", hooks.watch_step)
     _around(torch, "save", hooks.torch_save)
     _around(torch.autograd, "backward", hooks.backward)
-    optimizers.register_optimizer_step_pre_hook(lambda *_: hooks.moment())
+    optimizers.register_optimizer_step_pre_hook(hooks.updating)
     optimizers.register_optimizer_step_post_hook(lambda *_: hooks.kill("after the optimizer"))
     # What a rehearsal compares is the state, not kernels that add in any order.
     torch.use_deterministic_algorithms(True, warn_only=True)
@@ -96,8 +98,12 @@ class Hooks:
         self._record[when] = seen(self._states, inspect.currentframe())
         self._record[f"{when}_random"] = random_states()
 
-    def _root(self, url: str) -> str:
-        return f"{self._plan['root']}/{zlib.crc32(url.encode()):08x}"
+    def root(self, url: str) -> str:
+        """The folder in place of `url`."""
+        is_other = not url.startswith(self._plan["root"])
+        root = f"{self._plan['root']}/{zlib.crc32(url.encode()):08x}" if is_other else url
+        os.makedirs(root, exist_ok=True)
+        return root
 
     def restored(self, step: int) -> None:
         """The state is that of `step`."""
@@ -138,28 +144,18 @@ class Hooks:
 
     # a Checkpointer, and what stands for it where a training saves by hand
 
-    def made(
-        self,
-        make: Any,
-        one: Checkpointer,
-        state: Any,
-        target: Any,
-        *,
-        line: str = "",
-        save: SavePolicy = SAVE_DEFAULT,
-        near: Any = None,
-        storage_options: Any = None,
-        **named: Any,
-    ) -> None:
+    def made(self, make: Any, one: Checkpointer, state: Any, target: Any, **named: Any) -> None:
         """A Checkpointer is made: it gets another root, and the plan's saves. What is near belongs
         to the hosts of the training itself.
         """
         url = target.url if isinstance(target, UrlTarget) else url_of(target)
+        given: SavePolicy = named.pop("save", SAVE_DEFAULT)
         kinds = OnSignal | OnPreemption | Never
-        lasting = [policy for policy in save.alternatives() if isinstance(policy, kinds)]
-        never = Never() if named.get("only") else OnSignal()
+        lasting = [policy for policy in given.alternatives() if isinstance(policy, kinds)]
+        save = reduce(or_, lasting or [Never() if named.get("only") else OnSignal()])
+        named |= {"near": None, "storage_options": None, "save": save}
         self._begin(one, state)
-        make(one, state, self._root(f"{url} {line}"), save=reduce(or_, lasting or [never]), **named)
+        make(one, state, self.root(url), **named)
 
     def restore(self, restore: Any, one: Checkpointer, *args: Any, **how: Any) -> Any:
         """`Checkpointer.restore`."""
@@ -187,13 +183,12 @@ class Hooks:
         self.kill("in the save", record.step)
         return commit(session, record)
 
-    def watch_made(self, make: Any, watch: ResumeWatch, state: Any, directory: str) -> None:
+    def watch_made(self, make: Any, one: ResumeWatch, state: Any, directory: str) -> None:
         """A training that saves by hand begins."""
-        make(watch, state, self._root(directory))
-        Path(watch.directory).mkdir(parents=True, exist_ok=True)
-        self._begin(watch, state)
+        make(one, state, directory)
+        self._begin(one, state)
 
-    def watch_step(self, step: Any, watch: ResumeWatch, number: int) -> bool:
+    def watch_step(self, step: Any, one: ResumeWatch, number: int) -> bool:
         """A training that saves by hand has done a step."""
         self._stepped(number)
         self._end(number)
@@ -223,6 +218,11 @@ class Hooks:
         self.kill("by SIGTERM")
         if self._is_on() and "first" not in self._record:
             self._take("first")
+
+    def updating(self, _: Any, args: tuple[Any, ...], named: dict[str, Any]) -> None:
+        """A step of an optimizer; the backward of one with a closure is to come."""
+        if not any(map(callable, (*args[1:], *named.values()))):
+            self.moment()
 
     def backward(self, backward: Any, tensors: Any, *args: Any, **named: Any) -> Any:
         """`torch.autograd.backward`, of a loss."""

@@ -148,9 +148,9 @@ def _forgotten(
     }
     yield from _not_restored(unsaved)
     batch = mine.get("batches", ())[-1:]
-    for step in reference.steps if batch != theirs.get("batches", ())[-1:] else ():
-        if batch and batch[0] in step.get("batches", ()):
-            yield f"the position in the data: it reads what step {step['step']} has read"
+    same = [one["step"] for one in reference.steps if batch and batch[0] in one.get("batches", ())]
+    if same and batch != theirs.get("batches", ())[-1:]:
+        yield f"the position in the data: it reads what step {same[0]} has read"
 
 
 def _random(

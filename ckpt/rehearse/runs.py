@@ -126,7 +126,7 @@ class Rehearsal:
             return difference
         raise InvalidArgument(
             f"two runs that were not interrupted differ in step {noise.step}: "
-            f"{', '.join(noise.differs.values())}. Seed all random generators, and use "
+            f"{', '.join([*noise.differs.values()][:3])}. Seed all random generators, and use "
             "deterministic kernels and data"
         )
 

@@ -5,14 +5,18 @@ from __future__ import annotations
 from typing import Any
 
 
+def place_of(url: str) -> str:
+    """Where a training keeps its checkpoints: `url`, or in a rehearsal a folder in place of it."""
+    return url
+
+
 class ResumeWatch:
     """A training that saves without a Checkpointer, as `ckpt rehearse` sees it; see
     `ckpt.watch_resume`. In any other process these calls do nothing.
     """
 
     def __init__(self, state: Any, directory: str) -> None:
-        self.state = state
-        self.directory = directory
+        self.state, self.directory = state, place_of(directory)
 
     def restored(self, step: int) -> None:
         """What was saved as `step` has been loaded."""

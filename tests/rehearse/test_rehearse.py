@@ -25,7 +25,8 @@ TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--np
 
 
 @pytest.fixture(autouse=True)
-def _paths(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def paths(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Scripts import these packages, and all temporary folders are below that of the test."""
     monkeypatch.setenv("PYTHONPATH", str(HERE.parents[1]))
     monkeypatch.setenv("TMPDIR", str(tmp_path / "temporary"))
     monkeypatch.setattr("tempfile.tempdir", None)

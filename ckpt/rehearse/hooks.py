@@ -15,6 +15,7 @@ import threading
 import time
 import zlib
 from collections.abc import Callable
+from dataclasses import replace
 from functools import reduce
 from operator import or_
 from pathlib import Path
@@ -148,14 +149,16 @@ class Hooks:
         """A Checkpointer is made: it gets another root, and the plan's saves. What is near belongs
         to the hosts of the training itself.
         """
-        url = target.url if isinstance(target, UrlTarget) else url_of(target)
+        is_own = isinstance(target, UrlTarget)
+        place = self.root(target.url if is_own else url_of(target))
         given: SavePolicy = named.pop("save", SAVE_DEFAULT)
         kinds = OnSignal | OnPreemption | Never
         lasting = [policy for policy in given.alternatives() if isinstance(policy, kinds)]
         save = reduce(or_, lasting or [Never() if named.get("only") else OnSignal()])
         named |= {"near": None, "storage_options": None, "save": save}
         self._begin(one, state)
-        make(one, state, self.root(url), **named)
+        target = replace(target, where=place, storage_options=None) if is_own else place
+        make(one, state, target, **named)
 
     def restore(self, restore: Any, one: Checkpointer, *args: Any, **how: Any) -> Any:
         """`Checkpointer.restore`."""

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+import ckpt
 from ckpt import operate
 from ckpt.cli import main
 from ckpt.errors import InvalidArgument
@@ -134,3 +135,10 @@ def test_a_rehearsal_that_is_ended_leaves_nothing(tmp_path: Path) -> None:
     _, said = process.communicate(timeout=60)
     assert process.returncode == 130 and "interrupted" in said
     assert not alive(tmp_path) and not list((tmp_path / "temporary").iterdir())
+
+
+def test_a_watch_does_nothing_outside_of_a_rehearsal(tmp_path: Path) -> None:
+    watch = ckpt.watch_resume({"step": 1}, str(tmp_path / "out"))
+    watch.restored(1)
+    assert watch.step(2) is False
+    assert watch.directory == str(tmp_path / "out") and not (tmp_path / "out").exists()

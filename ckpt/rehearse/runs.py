@@ -28,7 +28,7 @@ STEPS_MIN = 6
 POLL_SECONDS = 0.05
 ENDING_SECONDS = 20.0  # from SIGTERM, or from the end of a rank, to SIGKILL
 SLOWER_MAX = 10  # a resumed run may take so many times what the first one took, and a minute
-LINES_SHOWN = 15  # of the output of a run that failed
+LINES_SHOWN = 40  # of the output of a run that failed; a launcher adds half of them
 
 
 @dataclass(frozen=True, slots=True, repr=False)

@@ -99,7 +99,8 @@ def _text_of_tensor(tensor: torch.Tensor) -> str:
     shape = f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
     try:
         local: torch.Tensor = getattr(tensor, "to_local", lambda: tensor)()
-        flat = local.cpu().resolve_conj().resolve_neg().contiguous().reshape(-1)
+        # A copy: torch cannot free the memory of what numpy has seen, as engines do.
+        flat = local.clone().cpu().resolve_conj().resolve_neg().contiguous().reshape(-1)
         if len(flat) == 1:
             return repr(flat.item())
         return f"{shape} {list(flat.shape)} {crc32c(flat.view(torch.uint8).numpy().tobytes()):08x}"

@@ -172,6 +172,8 @@ def main(root: str, forgotten: set[str]) -> None:
                     optimizer.zero_grad()
                     scheduler.step()
                 curriculum.batches += 1
+                for buffer in net.buffers() if size > 1 else ():
+                    dist.broadcast(buffer, 0)  # the average is that of all ranks
                 averaged.update_parameters(net)
                 for name, one in net.named_parameters():
                     shadow[name].lerp_(one.detach(), 0.1)

@@ -45,11 +45,11 @@ def publish(
 
     Floating-point tensors are cast to `dtype` (None: as they are). What differs to the bit from the
     publication before is saved as a delta, at the root of the line `<url>/lines/<line>`. All of it
-    is saved as an anchor, a checkpoint like any other, at first, after a restart, when tensors or
-    values that are no tensors have changed, and behind a delta when there were `anchor_every` since
-    the last one, or they have more than `anchor_larger` times its bytes. This process keeps the
-    published bits where the tensors lie. Of older publications two anchors stay, what came since
-    the older of them, and what a follower has leased.
+    is saved as an anchor, a checkpoint like any other, at first, after a restart, where replicas
+    differ, when other tensors or values that are no tensors are there, and behind a delta when
+    there were `anchor_every` since the last one, or they have more than `anchor_larger` times its
+    bytes. This process keeps the published bits where the tensors lie. Of older publications two
+    anchors stay, what came since the older of them, and what a follower has leased.
 
     Collective like `async_save`, and the same holds for changes of the state meanwhile. `result`
     raises like that of `async_save`, and InvalidUrlError without the package zstandard.

@@ -364,6 +364,8 @@ def load(
         )
         for policy in policies:
             one_of("group_options", policy, ("saved", "live"))
+        if not isinstance(resize, Mapping | None):
+            raise TypeError(f"resize={resize!r}; expected a mapping, as {{'model.embed': 'zeros'}}")
         for rule in (resize or {}).values():
             one_of("resize", rule, ("zeros", "mean", "init"))
         options = LoadOptions(

@@ -341,3 +341,10 @@ def _train_wider(url: str) -> None:
 @pytest.mark.ranks
 def test_torch_engines_load_other_vocabularies(tmp_path: Path) -> None:
     run_ranks(RANKS, _train_wider, str(tmp_path / "run"))
+
+
+@pytest.mark.parametrize("wrong", ["zeros", ["model.embed.weight"]])
+def test_a_rule_without_names_is_refused(wrong: Any, tmp_path: Path) -> None:
+    ckpt.save({"x": torch.ones(2)}, str(tmp_path), step=1)
+    with pytest.raises(TypeError, match="expected a mapping"):
+        ckpt.load({"x": torch.ones(3)}, str(tmp_path), resize=wrong)

@@ -260,7 +260,7 @@ def completions(line: str) -> list[str]:
     ("line", "expected"),
     [
         ("ckpt sh", ["show"]),
-        ("ckpt re", ["report", "reshard", "rescue"]),
+        ("ckpt re", ["report", "rehearse", "reshard", "rescue"]),
         ("ckpt show run --ma", ["--map"]),
         ("ckpt reshard run to --layout f", ["fsdp2", "flat"]),
         ("ckpt completion ", ["bash", "zsh", "fish"]),

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,12 +28,16 @@ TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--np
 
 
 @pytest.fixture(autouse=True)
-def paths(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Scripts import these packages, and all temporary folders are below that of the test."""
-    monkeypatch.setenv("PYTHONPATH", str(HERE.parents[1]))
-    monkeypatch.setenv("TMPDIR", str(tmp_path / "temporary"))
-    monkeypatch.setattr("tempfile.tempdir", None)
-    (tmp_path / "temporary").mkdir()
+def paths(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
+    """Scripts import these packages, and all temporary folders are in one of the test. Its path is
+    short: workers of loaders have sockets there, whose paths may have 107 bytes.
+    """
+    with tempfile.TemporaryDirectory(prefix="r-") as folder:
+        (tmp_path / "temporary").symlink_to(folder)
+        monkeypatch.setenv("PYTHONPATH", str(HERE.parents[1]))
+        monkeypatch.setenv("TMPDIR", folder)
+        monkeypatch.setattr("tempfile.tempdir", None)
+        yield
 
 
 def rehearsed(
@@ -49,7 +55,7 @@ def rehearsed(
 def alive(tmp_path: Path) -> list[str]:
     """Processes that have the folder of this test in their command or their environment."""
     pids = [one for one in Path("/proc").iterdir() if one.name.isdigit()]
-    mark = f"CKPT_REHEARSAL={tmp_path}".encode()
+    mark = f"CKPT_REHEARSAL={(tmp_path / 'temporary').resolve()}".encode()
     return [one.name for one in pids if mark in environment_of(one)]
 
 

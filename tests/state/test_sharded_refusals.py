@@ -189,7 +189,7 @@ def _per_rank(checkpoint: Checkpoint | None) -> Any:
     if checkpoint is None:
         part = part_of({"rng": rng_state(), "pos": PerRank(rank * 10)})
         return part, torch.rand(()).item()
-    size = checkpoint.catalog.world_size
+    size = len(checkpoint.catalog.worlds[0])
     on_reshard = None if size == dist.get_world_size() else _by_rank
     state = {"rng": rng_state(on_reshard), "pos": PerRank(0, on_reshard)}
     load(state, checkpoint)

@@ -7,6 +7,7 @@ engines make 981 (`fully_shard`) and 957 Python calls for the step that is count
 from __future__ import annotations
 
 import ast
+import gc
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -51,11 +52,14 @@ def called(fn: Callable[[], object]) -> list[tuple[str, str]]:
         if event == "call" and path.startswith(OURS):
             calls.append((path, f"{frame.f_code.co_name} {frame.f_code.co_firstlineno}"))
 
+    gc.collect()
+    gc.disable()  # what other tests have left is finalized at any time
     sys.setprofile(note)
     try:
         fn()
     finally:
         sys.setprofile(None)
+        gc.enable()
     return calls
 
 
@@ -102,7 +106,7 @@ def test_a_save_and_a_load_pass_through_so_much(tmp_path: Path) -> None:
     }.items():
         calls = called(call)
         passed[name] = len({path for path, _ in calls}), len(set(calls))
-    most = {"save": (65, 702), "load": (66, 580)}
+    most = {"save": (65, 704), "load": (66, 581)}  # as after all other tests
     assert all(a <= b for name in most for a, b in zip(passed[name], most[name], strict=True)), (
         passed
     )

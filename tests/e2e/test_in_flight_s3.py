@@ -38,7 +38,7 @@ def test_requests_in_flight_stay_between_the_least_and_the_most(
             return ""
 
         path = ReadPath(4096, gap_nbytes_max=0, readers=least, readers_max=most)
-        monkeypatch.setattr(api, "read_path", lambda store, io: path)
+        monkeypatch.setattr(api, "read_path", lambda *_: path)
         proxy.rule, proxy.delay_seconds, proxy.in_flight_max = rule, 0.01, 0
         for tensor in state.values():
             tensor.zero_()

@@ -17,6 +17,7 @@ import torch
 import ckpt
 import ckpt.loading.in_flight
 import ckpt.loading.reader
+from ckpt.layout.buffers import aligned_buffer
 from ckpt.layout.memory import CallersStreams
 from storage.memory import MemoryStore
 from tests.ranks import run_ranks
@@ -66,6 +67,8 @@ def run_all() -> tuple[list[list[str]], dict[str, list[str]]]:
     modules: tuple[Any, ...] = (ckpt.loading.reader, ckpt.loading.in_flight)
     for module in modules:
         module.ThreadPoolExecutor = watched_pool
+    # Memory that the simulated device has pinned is no memory of Python's.
+    modules[0].staging_buffer = lambda nbytes, *, pinned: aligned_buffer(nbytes)
     ckpt.save({"x": torch.ones(64, 1000), "turned": torch.ones(64, 1000)}, URL, step=1)
     clean = [load_while_computing()]
     store.part_nbytes_min = 5 << 20  # as of an object store, which several threads read

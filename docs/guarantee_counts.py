@@ -21,7 +21,6 @@ from typing import Any
 HERE = Path(__file__).resolve().parent
 KEPT, PAGE = HERE / "full_runs.jsonl", HERE / "guarantee_tests.md"
 EVERYDAY = "make test"
-COUNTS_SHOWN = 6  # of a test; docs/full_runs.jsonl has all
 HEAD = "| test | counted | last full run: commit, seed | passed |\n| --- | --- | --- | --- |\n"
 
 Line = Mapping[str, Any]
@@ -68,12 +67,12 @@ def _row(test: str, runs: Sequence[Mapping[str, Line]]) -> str:
         for name, count in line["counts"].items():
             counts[name] += count
     path, _, name = test.partition("::")
-    counted = [f"{count:,} {what}" for what, count in [*counts.items()][:COUNTS_SHOWN]]
+    counted = [f"{count:,} {what}" for what, count in counts.items()]
     if len(runs[-1]) > 1:
         counted.insert(0, f"{len(runs[-1])} cases")
     last = max(runs[-1].values(), key=lambda line: str(line["date"]))
-    command, commit, seed, _ = _run_of(last)
-    run = f"`{command}`, {last['date']}, {commit}, {seed}"
+    command, commit, seed, cores = _run_of(last)
+    run = f"`{command}`, {last['date']}, {commit}, {seed}, {cores} cores"
     claim = name.removeprefix("test_").replace("_", " ")
     cells = (
         f"{claim} (`{path}`)",

@@ -90,7 +90,7 @@ def test_of_each_test_the_last_run_is_shown_with_all_its_cases() -> None:
     ]
     shown = filled(PLACE, lines)
     row = "| x loses nothing (`a.py`) | 2 cases, 1,235 saves, 0 lost | `make soak`, 2026-01-02, "
-    assert row + "abc, 5 | 2 of 2 |\n" in shown
+    assert row + "abc, 5, 2 cores | 2 of 2 |\n" in shown
     assert shown.count("a.py") == 1 and filled(shown, lines) == shown
 
 

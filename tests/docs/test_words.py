@@ -69,7 +69,7 @@ WORDS_MAX = {
     "CHANGELOG.md": 1200,
     "DECISIONS.md": 5200,
     "ARCHITECTURE.md": 3700,
-    "FORMAT.md": 9900,
+    "FORMAT.md": 9800,
     "docs/cli.md": 2200,  # made from the parser
     "docs/compatibility.md": 950,  # made by tests.wild; the aim is 700
     "docs/engine.md": 1000,

@@ -122,7 +122,7 @@ def dump(data: bytes, base: int = 0) -> str:
     for offset in range(0, len(data), 16):
         row = data[offset : offset + 16]
         text = "".join(chr(byte) if 32 <= byte < 127 else "." for byte in row)
-        lines.append(f"{base + offset:06x}  {row.hex(' ', -4):35}  {text}".rstrip())
+        lines.append(f"{base + offset:06x}  {row.hex(' ', -8):33}  {text}".rstrip())
     return "\n".join(lines)
 
 
@@ -136,11 +136,11 @@ def documented_dumps() -> dict[str, str]:
         "data": dump(data[0x10F0:], 0x10F0),
         "manifest": _shortened(dump(manifest), 4, 3),
         "fields": "\n".join(
-            f"{name:18}{bytes(view).decode() if name in TEXTS else bytes(view).hex(' ', -4)}"
+            f"{name:18}{bytes(view).decode() if name in TEXTS else bytes(view).hex(' ', -8)}"
             for name, view in unpack_map(manifest[24:-32]).items()
         ),
         "references": "\n".join(
-            f"{name:18}{_wrapped(view) if name == 'file_names' else bytes(view).hex(' ', -4)}"
+            f"{name:18}{_wrapped(view) if name == 'file_names' else bytes(view).hex(' ', -8)}"
             for name, view in unpack_map(last[24:-32]).items()
             if name.startswith(("file_", "chunk_"))
         ),

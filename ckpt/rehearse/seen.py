@@ -97,15 +97,19 @@ def text_of(value: Any) -> str:
 
 def _text_of_tensor(tensor: torch.Tensor) -> str:
     shape = f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
+    if tensor.layout is not torch.strided:
+        tensor = tensor.to_dense()
+    if hasattr(tensor, "__tensor_flatten__"):
+        names, _ = tensor.__tensor_flatten__()
+        return text_of([shape, *(getattr(tensor, name) for name in names)])
     try:
-        local: torch.Tensor = getattr(tensor, "to_local", lambda: tensor)()
         # A copy: torch cannot free the memory of what numpy has seen, as engines do.
-        flat = local.clone().cpu().resolve_conj().resolve_neg().contiguous().reshape(-1)
+        flat = tensor.clone().cpu().resolve_conj().resolve_neg().contiguous().reshape(-1)
         if len(flat) == 1:
             return repr(flat.item())
         return f"{shape} {list(flat.shape)} {crc32c(flat.view(torch.uint8).numpy().tobytes()):08x}"
     except (RuntimeError, NotImplementedError, TypeError):
-        return shape  # on meta, sparse, of a subclass
+        return shape  # on meta
 
 
 class _Walk:

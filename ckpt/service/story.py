@@ -161,15 +161,11 @@ class Story:
     def _write(self, store: Store, saving: list[int]) -> None:
         with self._lock:
             self._has_news = False
-            self._record = record = self._record.model_copy(
-                update={
-                    "noted_unix": time.time(),
-                    "step": self._progress.step,
-                    "training_seconds": max(self._costs.training_seconds, 0.0),
-                    "blocked_seconds": max(self._costs.blocked_seconds, 0.0),
-                    "saving": saving,
-                }
-            )
+            now, step = time.time(), self._progress.step
+            update: dict[str, Any] = {"noted_unix": now, "step": step, "saving": saving}
+            for name in ("training_seconds", "blocked_seconds"):
+                update[name] = max(getattr(self._costs, name), 0.0)
+            self._record = record = self._record.model_copy(update=update)
         try:
             root = read_format(store)
         except NoCheckpoint:

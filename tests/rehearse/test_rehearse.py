@@ -15,12 +15,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import ckpt
 from ckpt import operate
 from ckpt.cli import main
 from ckpt.errors import InvalidArgument
 from ckpt.rehearse.runs import RehearsalReport
+from ckpt.rehearse.seen import text_of
 
 HERE = Path(__file__).parent
 pytestmark = [pytest.mark.ranks, pytest.mark.timeout(600)]
@@ -148,3 +150,15 @@ def test_a_watch_does_nothing_outside_of_a_rehearsal(tmp_path: Path) -> None:
     watch.restored(1)
     assert watch.step(2) is False
     assert watch.directory == str(tmp_path / "out") and not (tmp_path / "out").exists()
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta")
+def test_tensors_of_other_kinds_are_compared_by_their_values() -> None:
+    from torch.testing._internal.two_tensor import TwoTensor
+
+    def kinds(value: float) -> list[torch.Tensor]:
+        plain = torch.tensor([[0.0, value], [1.0, 0.0]])
+        return [plain, plain.to_sparse(), plain.to_sparse_csr(), TwoTensor(plain, torch.ones(2, 2))]
+
+    for one, same, other in zip(kinds(2.0), kinds(2.0), kinds(3.0), strict=True):
+        assert text_of(one) == text_of(same) != text_of(other), type(one)

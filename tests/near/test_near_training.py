@@ -7,6 +7,7 @@ memory; every state that comes back is compared bit for bit with that of its ste
 from __future__ import annotations
 
 import errno
+import os
 import shutil
 import threading
 from collections.abc import Callable, Sequence
@@ -434,11 +435,13 @@ def test_memory_that_is_full_fails_the_near_save_alone(
     store, hosts = MemoryStore(), folders(tmp_path, 0, 0)
     is_full = threading.Event()
 
-    def allocate(fd: int, nbytes: int, *, start: int = 0) -> None:
+    def reserve(fd: int, nbytes: int) -> None:
         if is_full.is_set():
             raise OSError(errno.ENOSPC, "planted: the tmpfs is full")
+        os.ftruncate(fd, nbytes)
 
-    monkeypatch.setattr("ckpt.near.memory.allocate", allocate)
+    # Not `allocate`, which a file that was made ahead and is still whole does not need.
+    monkeypatch.setattr("ckpt.near.memory._reserve", reserve)
 
     def fill(service: Checkpointer, state: Any, world: World) -> list[int]:
         service.wait()
@@ -461,7 +464,6 @@ def test_memory_that_is_full_fails_the_near_save_alone(
         return [failure.step for failure in service.near_failures]
 
     life = Life(2, store, hosts)
-    # The memory of the first two saves was made ahead; the third has to grow a file again.
     assert life.run(4, then=fill) == [[6], [6]]
     again = Life(2, store, hosts)
     again.run(0)

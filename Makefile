@@ -40,7 +40,7 @@ help:
 	@echo "make test-wild   models, optimizers and frameworks of other libraries, against docs/compatibility.md"
 	@echo "make test-cluster  jobs on hosts in network namespaces (needs root): links, disks and processes fail"
 	@echo "make judges      fsspec's and zarr's own tests and state machines, run over our stores"
-	@echo "make corpus      write tests/corpus anew by DeepSpeed, Accelerate, Lightning, transformers and torch"
+	@echo "make corpus      write tests/corpus anew by the packages that people use"
 	@echo "make bench-gpu   time, memory and kernels on a device against torch's; BENCH_ARGS='--width 2048'"
 	@echo "make kit         tests and benchmarks of a device for a machine without a network: build/kit"
 	@echo "make mutants     mutation testing: a sample of small wrong changes, and those that no test sees"
@@ -94,7 +94,7 @@ judges: $(INSTALLED)
 corpus: $(INSTALLED)
 	$(BIN)/python -m venv --clear build/corpus
 	build/corpus/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt \
-		torch safetensors deepspeed==0.19.8 accelerate lightning transformers
+		torch safetensors deepspeed==0.19.8 accelerate lightning transformers megatron-core==0.16.1
 	OMP_NUM_THREADS=1 build/corpus/bin/python tests/corpus/write.py
 	$(BIN)/python -m pytest tests/convert/test_corpus.py $(PYTEST_ARGS)
 

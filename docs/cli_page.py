@@ -15,6 +15,7 @@ from ckpt.cli.commandline import COMMANDS, Command, Option
 
 PAGE = Path(__file__).with_name("cli.md")
 OFTEN = 2
+NEARLY_ALL = 0.85  # of the commands take an argument: it is named once, with those that do not
 HEAD = """\
 # Commands
 
@@ -45,11 +46,20 @@ def page() -> str:
         if count >= OFTEN:
             first.setdefault(row.split("`")[1], row)
     common = set(first.values())
-    everywhere = {row for row in common if counts[row] == len(COMMANDS) - 1}  # but for completion
+    everywhere = {row for row in common if counts[row] >= NEARLY_ALL * len(COMMANDS)}
     rows = "".join(row for row in counts if row in common)
-    named = " and ".join(f"`{row.split('`')[1].split()[0]}`" for row in counts if row in everywhere)
-    once = f"\n## Arguments of several commands\n\nAll but `completion` take {named}.\n\n{rows}"
+    said = [_said_of_all(row) for row in counts if row in everywhere]
+    once = f"\n## Arguments of several commands\n\n{' '.join(said)}\n\n{rows}"
     return HEAD + once + "".join(_section(one, common, everywhere) for one in COMMANDS)
+
+
+def _said_of_all(row: str) -> str:
+    """Which commands do not take an argument that nearly all take."""
+    name = row.split("`")[1].split()[0]
+    without = [
+        f"`{one.name}`" for one in COMMANDS if name not in {_name(each) for each in one.options}
+    ]
+    return f"All take `{name}` but {', '.join(without[:-1])} and {without[-1]}."
 
 
 def _section(command: Command, common: set[str], everywhere: set[str]) -> str:

@@ -130,6 +130,32 @@ def _universal(tagged: Path) -> dict[str, torch.Tensor]:
     return {name: one.view(shapes[name.rpartition(".")[0]]) for name, one in tensors.items()}
 
 
+# --- Megatron-Core --------------------------------------------------------------------------------
+
+
+def megatron(folder: Path, rank: int) -> None:
+    """A GPT's weights in Megatron's own form, and what is not sharded in `common.pt`."""
+    from megatron.core import dist_checkpointing, parallel_state
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.transformer import TransformerConfig
+
+    torch.cuda.current_device = lambda: torch.device("cpu")  # it asks, also where there is none
+    torch.cuda.synchronize = lambda *_: None
+    parallel_state.initialize_model_parallel()
+    torch.manual_seed(0)
+    config = TransformerConfig(
+        num_layers=2, hidden_size=8, num_attention_heads=2, use_cpu_initialization=True
+    )
+    spec = get_gpt_layer_local_spec()
+    gpt = GPTModel(config, spec, vocab_size=16, max_sequence_length=8)
+    place = folder / "checkpoint"
+    place.mkdir()
+    state = {"model": gpt.sharded_state_dict(), "iteration": 5}
+    dist_checkpointing.save(state, str(place))
+    keep(folder, dict(gpt.named_parameters()), "megatron-core")
+
+
 # --- torch, as trainers call it -------------------------------------------------------------------
 
 
@@ -328,13 +354,14 @@ WRITERS: dict[str, tuple[int, Callable[..., None], tuple[Any, ...]]] = {
     "accelerate": (1, accelerate_plain, ()),
     "transformers_trainer": (1, transformers_trainer, ()),
     "lightning": (1, lightning_file, ()),
+    "megatron": (1, megatron, ()),
 }
 
 
 def _rank_main(rank: int, name: str, port: int) -> None:
     size, write, more = WRITERS[name]
     environment = {"RANK": rank, "WORLD_SIZE": size, "LOCAL_RANK": rank, "MASTER_PORT": port}
-    if size > 1:
+    if size > 1 or name == "megatron":
         os.environ.update(
             {"MASTER_ADDR": "127.0.0.1", **{k: str(v) for k, v in environment.items()}}
         )

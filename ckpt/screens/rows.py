@@ -98,7 +98,7 @@ def tier_row(view: TierView) -> tuple[str, ...]:
     )
 
 
-JOB_TITLES = ("job begun", "host", "ranks", "state", "step", "began with", "failed saves")
+JOB_TITLES = ("job begun", "host", "ranks", "state", "step", "began with", "failed saves", "commit")
 
 
 def job_row(job: JobRecord, now_unix: float) -> tuple[str, ...]:
@@ -108,8 +108,9 @@ def job_row(job: JobRecord, now_unix: float) -> tuple[str, ...]:
         lost = f"{counted(job.steps_lost, 'step')}, {duration(job.seconds_lost or 0.0)}"
         began += f", {lost} lost"
     state = job.state(now_unix) + (f": {job.cause[:40]}" if job.cause else "")
-    begun, counts = date(job.begun_unix), (f"{job.step}", began, f"{job.failed}")
-    return (begun, job.host, f"{job.ranks}", state, *counts)
+    commit = "-".join(part[:10] for part in job.commit.split("-"))
+    counts = (f"{job.step}", began, f"{job.failed}", commit)
+    return (date(job.begun_unix), job.host, f"{job.ranks}", state, *counts)
 
 
 def goodput_text(goodput: Goodput | None) -> str:

@@ -8,8 +8,11 @@ its own, so that neither a step nor a save waits. What a store does not take is 
 from __future__ import annotations
 
 import logging
+import os
 import secrets
 import socket
+import subprocess
+import sys
 import threading
 import time
 import weakref
@@ -163,6 +166,7 @@ class Story:
             self._has_news = False
             now, step = time.time(), self._progress.step
             update: dict[str, Any] = {"noted_unix": now, "step": step, "saving": saving}
+            update["first_step"] = self._progress.first_step
             for name in ("training_seconds", "blocked_seconds"):
                 update[name] = max(getattr(self._costs, name), 0.0)
             self._record = record = self._record.model_copy(update=update)
@@ -173,6 +177,7 @@ class Story:
                 raise  # a record must not be all that is there of a root that was removed
             return  # the first save makes the root
         if not self._root:
+            self._record = record = record.model_copy(update={"commit": commit_of_script()})
             jobs = job_keys(store)
             kept = {keys[-1] for keys in jobs[1 - JOBS_MAX :]}
             stale = [key for keys in jobs for key in keys if key not in kept]
@@ -188,3 +193,14 @@ class Story:
         for old in self._old[:-2]:  # who has listed the newest but one reads it yet
             store.delete(old)
             self._old.remove(old)
+
+
+def commit_of_script() -> str:
+    """The commit of the git repository that the running script is in; "" where there is none."""
+    folder = os.path.dirname(os.path.abspath(sys.argv[0]))
+    command = ["git", "-C", folder, "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=STORE_SECONDS)
+    except (OSError, subprocess.SubprocessError):
+        return ""
+    return done.stdout.strip()[:64]

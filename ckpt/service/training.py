@@ -23,9 +23,12 @@ COUNTERS = ("step", "global_step", "iteration")
 
 @dataclass
 class Progress:
-    """Calls of `step`: the step of the newest call, that of the call before it, and how many."""
+    """Calls of `step`: the steps of the newest call, of the first and of the one before the newest,
+    and how many.
+    """
 
     step: int = 0
+    first_step: int | None = None
     previous_step: int = 0
     calls: int = 0
     resumed_step: int = -1  # -1 where nothing was restored
@@ -40,6 +43,7 @@ class Progress:
     def advance(self, step: int) -> None:
         """The training has done `step`."""
         self.has_advanced = self.has_advanced or (self.calls > 0 and step != self.step)
+        self.first_step = step if self.first_step is None else self.first_step
         self.previous_step, self.step = self.step, step
         self.calls += 1
         self.moves += 1

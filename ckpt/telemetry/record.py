@@ -108,9 +108,11 @@ class JobRecord(_TelemetryModel):
     with saves of the steps `saving` under way. FORMAT.md, "Jobs".
 
     `failed` counts all saves that failed, `failures` has the newest. It began with the checkpoint
-    `restored`; lost is what came after that, None where nobody says how much. `training_seconds`
-    are those between calls of `step`, `blocked_seconds` in them. `ending` is "" before the job has
-    ended; "died" is never written, but shown of one that another has followed.
+    `restored`, or without one, and first did `first_step`; lost is what came after that, None where
+    nobody says how much. `training_seconds` are those between calls of `step`, `blocked_seconds` in
+    them. `commit` is that of the script's git repository, with "-dirty" where files are changed.
+    `ending` is "" before the job has ended; "died" is never written, but shown of one that another
+    has followed.
     """
 
     format: Literal["shardpoint job"] = "shardpoint job"
@@ -120,11 +122,13 @@ class JobRecord(_TelemetryModel):
     host: Text
     ranks: Count
     software: Text
+    commit: Name = ""
     restored: Name = ""
     restored_step: Count | None = None
     restore_seconds: Amount = 0.0
     steps_lost: Count | None = None
     seconds_lost: Amount | None = None
+    first_step: Count | None = None
     step: Count = 0
     training_seconds: Amount = 0.0
     blocked_seconds: Amount = 0.0

@@ -118,9 +118,12 @@ class Goodput(NamedTuple):
         saving = sum(job.blocked_seconds for job in jobs)
         restoring = sum(job.restore_seconds for job in jobs)
         alive = sum(max(job.noted_unix - job.begun_unix, 0.0) for job in jobs)
-        pairs = [*pairwise(jobs)]
-        redone = sum(min(job.seconds_lost or 0.0, past.training_seconds) for past, job in pairs)
-        down = sum(max(job.begun_unix - past.noted_unix, 0.0) for past, job in pairs)
+        down = sum(max(job.begun_unix - past.noted_unix, 0.0) for past, job in pairwise(jobs))
+        redone, until = 0.0, math.inf  # the moment whose state was restored: what is later is lost
+        for past, job in reversed([*pairwise(jobs)]):
+            until = min(until, past.noted_unix - (job.seconds_lost or 0.0))
+            lost = max(past.noted_unix - max(until, past.begun_unix), 0.0)
+            redone += min(lost, past.training_seconds)
         other = max(alive - steps - saving - restoring, 0.0)
         return cls(steps - redone, redone, saving, restoring, other, down)
 
@@ -373,9 +376,17 @@ def _jobs_of(jobs: Sequence[JobRecord], saves: Sequence[ReportedSave]) -> tuple[
     for before, job in pairwise(jobs):
         if not before.ending:
             seen[-1] = seen[-1].model_copy(update={"ending": "died"})
-        lost = max(before.step - (job.restored_step or 0), 0)
-        if job.restored_step is not None and lost >= (job.steps_lost or 0):
-            since = committed.get(job.restored, before.noted_unix) if lost else before.noted_unix
+        begun, attempt = job.restored_step, job.restored
+        if begun is None and job.first_step is not None:
+            # Without `restore`: it was loaded by hand, or starts over.
+            begun = job.first_step - 1
+            earlier = [one for one in saves if one.committed_unix < job.begun_unix]
+            usable = [(one.step, one.attempt) for one in earlier if one.step <= begun]
+            attempt = max(usable, default=(0, ""))[1]
+            committed[""] = jobs[0].begun_unix
+        lost = max(before.step - (begun or 0), 0)
+        if begun is not None and lost >= (job.steps_lost or 0):
+            since = committed.get(attempt, before.noted_unix) if lost else before.noted_unix
             seconds = max(before.noted_unix - since, job.seconds_lost or 0.0)
             job = job.model_copy(update={"steps_lost": lost, "seconds_lost": seconds})
         seen.append(job)

@@ -262,6 +262,67 @@ def test_goodput_is_the_share_of_training_that_counts() -> None:
     assert goodput_text(None) == goodput_text(Goodput.of([job(1, 1)])) == ""
 
 
+def test_what_is_lost_twice_counts_once() -> None:
+    first = job(0, 100, training_seconds=100, step=100)
+    dies = job(110, 150, training_seconds=40, restored_step=60, seconds_lost=40.0, step=100)
+    # It restores what the one before had restored, and so loses all of that one.
+    third = job(160, 200, training_seconds=40, restored_step=60, seconds_lost=90.0, step=100)
+    assert Goodput.of([first, dies, third]).redone == 80.0
+    assert Goodput.of([first, dies, third]).steps == 100.0
+
+
+def test_a_restart_without_restore_redoes_what_was_done() -> None:
+    jobs = [
+        job(0, 100, training_seconds=100, first_step=1, step=100),
+        job(110, 200, training_seconds=90, first_step=101, step=190),  # it was loaded by hand
+        job(210, 310, training_seconds=100, first_step=1, step=100),  # it starts over
+    ]
+    run = run_of("", [], [], Measurements(), jobs, is_whole_history=True)
+    assert [one.steps_lost for one in run.jobs] == [None, 0, 190]
+    assert run.goodput == Goodput(100.0, 190.0, 0.0, 0.0, 0.0, 20.0)
+    unknown = [one.model_copy(update={"first_step": None}) for one in jobs]
+    run = run_of("", [], [], Measurements(), unknown, is_whole_history=True)
+    assert [one.steps_lost for one in run.jobs] == [None, None, None]
+
+
+def test_a_restart_by_hand_loses_what_came_after_the_save(tmp_path: Path) -> None:
+    for steps in (range(1, 7), range(4, 6)):
+        with Checkpointer(state(), tmp_path, save=ckpt.EverySteps(3)) as checkpointer:
+            for step in steps:
+                time.sleep(0.1)
+                checkpointer.step(step)
+    first, second = run_at(tmp_path).jobs
+    assert (first.first_step, second.first_step, second.steps_lost) == (1, 4, 3)
+    assert 0.25 <= run_at(tmp_path).goodput.redone < first.training_seconds
+
+
+def test_the_commit_of_the_script_is_shown(tmp_path: Path) -> None:
+    script, root = tmp_path / "code" / "train.py", tmp_path / "run"
+    script.parent.mkdir()
+    script.write_text(SAVING)
+    who = ["-c", "user.name=one", "-c", "user.email=one@example.com"]
+    for words in (["init", "-q"], ["add", "."], [*who, "commit", "-qm", "First", "--no-gpg-sign"]):
+        subprocess.run(["git", "-C", str(script.parent), *words], check=True)
+    for text in (SAVING, SAVING + "# changed"):
+        script.write_text(text)
+        command = [sys.executable, str(script), str(root)]
+        subprocess.run(command, check=True, timeout=GUARD_SECONDS, cwd=tmp_path)
+    head = ["git", "-C", str(script.parent), "rev-parse", "HEAD"]
+    commit = subprocess.run(head, check=True, capture_output=True, text=True).stdout.strip()
+    jobs = shown(root)["jobs"]
+    assert [one["commit"] for one in jobs] == [commit, f"{commit}-dirty"]
+    assert f"{commit[:10]}dirty" not in lines(root, "watch", "--once")
+    assert f"{commit[:10]}-dirty" in lines(root, "watch", "--once")
+
+
+SAVING = """
+import sys, torch, ckpt
+with ckpt.Checkpointer({"x": torch.ones(4)}, sys.argv[1], save=ckpt.EverySteps(1)) as one:
+    one.restore()
+    one.step(1)
+"""
+
+
 def test_a_job_says_how_long_it_trained_and_saved(tmp_path: Path) -> None:
     class Slow(Refusing):
         def create(self, key: str, nbytes: int, **how: Any) -> Any:

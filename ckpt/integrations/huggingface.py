@@ -51,7 +51,8 @@ class TrainerCheckpoints(TrainerCallback):
         self._trainers: list[Trainer] = []
         self._resume_steps: list[int] = []
         self._open: list[Checkpointer] = []
-        self._random: list[dict[str, Any]] = []
+        self._random: dict[str, Any] = {}
+        self._is_due = False  # what the trainer logs of a step comes after its end
 
     @property
     def checkpointer(self) -> Checkpointer:
@@ -87,8 +88,10 @@ class TrainerCheckpoints(TrainerCallback):
         directory = Path(args.output_dir or ".") / "resume" / f"rank{args.process_index}"
         directory.mkdir(parents=True, exist_ok=True)
         (directory / _TRAINER_STATE_FILE).write_text(stored["json"], encoding="utf-8")
-        # A method of the object: the trainer refuses directories without weights.
+        # Methods of the object: the trainer refuses directories without weights, and sets random
+        # states where an epoch begins, or after it has skipped the data that was seen.
         vars(trainer)["_load_from_checkpoint"] = lambda *args, **kwargs: None
+        vars(trainer)["_load_rng_state"] = lambda _: RandomStates().load_state_dict(self._random)
         self._trainers = [trainer]
         self._resume_steps = [step]
         return str(directory)
@@ -98,6 +101,7 @@ class TrainerCheckpoints(TrainerCallback):
     ) -> None:
         """Open the checkpoints, and restore the step that `resume_from` has found."""
         self.close()
+        self._is_due = False
         self._open = [
             Checkpointer(self._state(state, kwargs), self.url, save=self._save, **self._options)
         ]
@@ -110,25 +114,45 @@ class TrainerCheckpoints(TrainerCallback):
                 f"{step}: pass resume_from()'s answer to train(resume_from_checkpoint=...)"
             )
         self.checkpointer.restore(step)
-        self._random = [RandomStates().state_dict()]
-
-    def on_step_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
-        """Skipping the data that was seen has drawn random numbers; set the states again."""
-        if self._random:
-            RandomStates().load_state_dict(self._random.pop())
+        self._random = RandomStates().state_dict()
 
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Save if it is time. Raises ckpt.Preempted when the job has to end."""
-        self.checkpointer.step(state.global_step)
+        """Save if it is time, after what is logged. Raises ckpt.Preempted when the job has to end."""
+        self._is_due = True
+        if not control.should_log and not control.should_evaluate:
+            self._step(state)
+
+    def on_log(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """The same, with the step in the history."""
+        if not control.should_evaluate:
+            self._step(state)
+
+    def on_evaluate(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """The same, with the evaluation, and the random numbers that it has drawn."""
+        self._step(state)
+
+    def on_step_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """The same, of a step that was not logged although it should have been."""
+        self._step(state)
+
+    def _step(self, state: TrainerState) -> None:
+        if self._is_due:
+            self._is_due = False
+            self.checkpointer.step(state.global_step)
 
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         """Wait for the last save. Raises its error if it failed."""
+        self._step(state)
         self.close()
 
     def close(self) -> None:

@@ -35,7 +35,7 @@ class Stop(transformers.TrainerCallback):  # type: ignore[misc, name-defined]
             raise RuntimeError("the machine is gone")
 
 
-def trainer_of(folder: Path, *callbacks: Any) -> Any:
+def trainer_of(folder: Path, *callbacks: Any, **more: Any) -> Any:
     torch.manual_seed(7)
     config = transformers.LlamaConfig(
         vocab_size=50,
@@ -53,45 +53,53 @@ def trainer_of(folder: Path, *callbacks: Any) -> Any:
         num_train_epochs=3,
         report_to=[],
         disable_tqdm=True,
-        logging_steps=1,
         use_cpu=True,
         seed=3,
+        **more,
     )
-    return transformers.Trainer(
-        transformers.LlamaForCausalLM(config),
-        arguments,
-        train_dataset=[{"input_ids": row, "labels": row} for row in tokens],
-        callbacks=list(callbacks),
-    )
+    data = [{"input_ids": row, "labels": row} for row in tokens]
+    model = transformers.LlamaForCausalLM(config)
+    how = {"train_dataset": data, "eval_dataset": data[:8], "callbacks": list(callbacks)}
+    return transformers.Trainer(model, arguments, **how)
 
 
 def weights(trainer: Any) -> dict[str, torch.Tensor]:
     return {name: tensor.clone() for name, tensor in trainer.model.state_dict().items()}
 
 
-def losses(trainer: Any) -> list[float]:
-    """From step 7 on; what was logged of the saved step itself came after the save."""
-    return [log["loss"] for log in trainer.state.log_history if log.get("loss") and log["step"] > 6]
+def logged(trainer: Any) -> list[tuple[int, float]]:
+    """All losses, of steps and of evaluations."""
+    logs = [log for log in trainer.state.log_history if "loss" in log or "eval_loss" in log]
+    return [(log["step"], log.get("loss", log.get("eval_loss"))) for log in logs]
 
 
-def test_a_stopped_training_ends_with_the_same_bits(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("every", "more"),
+    [(3, {}), (5, {}), (3, {"eval_strategy": "steps", "eval_steps": 3}), (3, {"logging_steps": 4})],
+    ids=["logged", "at the end of an epoch", "evaluated", "logged elsewhere"],
+)
+def test_a_stopped_training_ends_with_the_same_bits(
+    every: int, more: dict[str, Any], tmp_path: Path
+) -> None:
     url = str(tmp_path / "run")
-    whole = trainer_of(tmp_path / "whole")
+    more = {"logging_steps": 1} | more
+    whole = trainer_of(tmp_path / "whole", **more)
     whole.train()
-    stopped = TrainerCheckpoints(url, save=ckpt.EverySteps(3))
-    first = trainer_of(tmp_path / "first", stopped, Stop(8))
+    stopped = TrainerCheckpoints(url, save=ckpt.EverySteps(every))
+    first = trainer_of(tmp_path / "first", stopped, Stop(8), **more)
     assert stopped.resume_from(first) is None
     with pytest.raises(RuntimeError, match="machine is gone"), stopped:
         first.train()
-    assert [info.step for info in ckpt.list_steps(url)] == [3, 6]
-    resumed = TrainerCheckpoints(url, save=ckpt.EverySteps(3), keep=ckpt.KeepLatest(2))
-    second = trainer_of(tmp_path / "second", resumed)
+    assert [info.step for info in ckpt.list_steps(url)] == [*range(every, 8, every)]
+    resumed = TrainerCheckpoints(url, save=ckpt.EverySteps(every), keep=ckpt.KeepLatest(2))
+    second = trainer_of(tmp_path / "second", resumed, **more)
     second.train(resume_from_checkpoint=resumed.resume_from(second))
     assert second.state.global_step == whole.state.global_step == 15
     expected = weights(whole)
     assert all(torch.equal(tensor, expected[name]) for name, tensor in weights(second).items())
-    assert losses(second) == losses(whole)
-    assert [info.step for info in ckpt.list_steps(url)] == [12, 15]
+    if more["logging_steps"] == 1:  # else the trainer averages over the steps since its start
+        assert logged(second) == logged(whole)
+    assert [info.step for info in ckpt.list_steps(url)] == [15 - every, 15]
 
 
 def test_what_cannot_be_resumed_is_reported(tmp_path: Path) -> None:

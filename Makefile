@@ -89,6 +89,10 @@ test-wild: $(INSTALLED)
 judges: $(INSTALLED)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[judges]'
 	$(BIN)/python -m pytest --judges -m judges -n $(WORKERS) --dist loadfile $(PYTEST_ARGS)
+	$(BIN)/python -m venv --clear build/frameworks
+	build/frameworks/bin/python -m pip install --quiet -e . accelerate lightning torchdata transformers trl \
+		torchtitan triton 'ray[train]' pytest pytest-timeout pytest-xdist hypothesis
+	build/frameworks/bin/python -m pytest --judges -m judges tests/judges/test_examples.py $(PYTEST_ARGS)
 
 # Checkpoints of the packages that people use, by these packages themselves, in an environment of their own.
 corpus: $(INSTALLED)

@@ -40,6 +40,9 @@ def main() -> None:
             [sys.executable, str(HERE / "rl_loop.py"), f"{folder}/rl"],
             [sys.executable, str(HERE / "lora_dedup.py"), f"{folder}/lora"],
             [sys.executable, str(HERE / "import_and_export.py"), f"{folder}/converted"],
+            [*torchrun, "2", str(HERE / "frameworks" / "recipe.py"), f"{folder}/recipe", "6"],
+            [*torchrun, "2", str(HERE / "frameworks" / "pipeline.py"), f"{folder}/stages", "6"],
+            [*torchrun, "1", str(HERE / "frameworks" / "pipeline.py"), f"{folder}/stages", "9"],
             [sys.executable, str(HERE / "huggingface_trainer.py"), f"{folder}/trainer"],
             [sys.executable, str(HERE / "lightning_trainer.py"), f"{folder}/lightning"],
         ):

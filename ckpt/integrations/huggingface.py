@@ -119,7 +119,7 @@ class TrainerCheckpoints(TrainerCallback):
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Save if it is time, after what is logged. Raises ckpt.Preempted when the job has to end."""
+        """Save if it is time, after what is logged. Raises ckpt.Preempted when the job must end."""
         self._is_due = True
         if not control.should_log and not control.should_evaluate:
             self._step(state)

@@ -1,4 +1,4 @@
-"""TRL's SFTTrainer, stopped and continued. Needs: pip install trl (transformers, tokenizers, datasets)
+"""TRL's SFTTrainer, cut and resumed. Needs: pip install trl (transformers, tokenizers, datasets)
 
 python examples/frameworks/trl_sft.py runs/sft 8
 """

@@ -93,7 +93,7 @@ def save(
     HSDP, DTensors) is compared as well, in a sample of 0.5 % of what a rank writes, another one at
     each step, or in full if "strict". Where it differs, the first rank's is stored, with a warning.
     `user` are notes to keep with the checkpoint, `metric` is how good it is: a finite number, of
-    the first rank. How the save went on every rank is kept for `ckpt report`, unless
+    the first rank. How the save went, on every rank, is kept for `ckpt report`, unless
     `telemetry=False`. A store that cannot refuse a second writer is used only with
     `unsafe_single_writer=True`. `io="buffered"` writes local files through the page cache, where
     the next load finds them, `"direct"` around it, and `"auto"` around it where a rank writes 4 MiB

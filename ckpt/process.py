@@ -191,7 +191,7 @@ def failure_of(process_group: dist.ProcessGroup | None = None) -> RankFailed | N
 
 def leaving(process_group: dist.ProcessGroup | None = None) -> EndWorld:
     """What ends, when it is called later, the part of this process in the world that the group has
-    now: see `ProcessMemory.leave`. Whoever joins another world meanwhile is not affected.
+    now: see `ProcessMemory.leave`. A thread that joins another world meanwhile is not affected.
     """
     return partial(this_process.leave, this_process.of_group(process_group))
 

@@ -190,7 +190,7 @@ def _planned_page(explanation: Explanation) -> str:
 
 
 class Bar(NamedTuple):
-    """A time in which something went on in a unit."""
+    """A time in which a unit was at work."""
 
     what: str
     unit: int

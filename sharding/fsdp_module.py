@@ -35,7 +35,7 @@ from sharding.torch_face import TorchUnit
 
 
 class FSDPModule(TorchUnit):
-    """What `fully_shard` makes of a module, beside what it was. Methods are those of torch's class.
+    """What `fully_shard` adds to a module. Methods are those of torch's class.
 
     Settings take effect from the next forward or backward on. `recurse` reaches all modules below
     that `fully_shard` was called on.
@@ -346,7 +346,7 @@ class FSDPModule(TorchUnit):
         """Whether buffers of collectives are of the process group's own allocator, if it has one.
 
         Members are packed into them then; without an allocator (gloo) nothing changes. Raises
-        AssertionError beside custom collectives and symmetric memory.
+        AssertionError together with custom collectives and symmetric memory.
         """
         for group in self.fsdp_groups:
             group.use_group_memory(enable)
@@ -356,7 +356,7 @@ class FSDPModule(TorchUnit):
         reductions too after `set_force_sum_reduction_for_comms(True)`.
 
         Collective over the shard axis. Raises RuntimeError where torch has no such memory, and
-        AssertionError beside custom collectives and memory of the process group.
+        AssertionError together with custom collectives and memory of the process group.
         """
         for group in self.fsdp_groups:
             group.use_symmetric_memory(backend)

@@ -62,12 +62,12 @@ def fully_shard(
 
     Call it on inner modules first: what they hold is not the outer one's. Parameters become
     DTensors, sharded along dim 0 or along what `shard_placement_fn` returns for them: a `Shard`,
-    None, or a `ShardPlacementResult`, which has a mesh beside it (those of one mesh are gathered
+    None, or a `ShardPlacementResult`, which also has a mesh (those of one mesh are gathered
     and reduced together). They are gathered for the time that the module computes. Create the
     optimizer afterwards. The module's class becomes a subclass that is an `FSDPModule` too.
 
     `shard_placement_fn` may return `Blocks` or `Whole` too, where the equal chunks of dim 0 cut no
-    block; the wrapper cuts where it is told to.
+    block; the wrapper cuts where you say.
 
     `mesh`: one axis (shard) or two (replicate, shard); all ranks by default.
     `reshard_after_forward`: whether to free between forward and backward; None frees all but the

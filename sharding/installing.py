@@ -70,7 +70,7 @@ def _replaced() -> list[Callable[[], None]]:
         if not shown:
             continue
         if module.__name__.startswith("torch."):
-            # torch's own functions go on finding torch's classes; importers get ours.
+            # torch's own functions still find torch's classes; importers get ours.
             names = {name: _showing(ours[id(value)]) for name, value in shown.items()}
             undo.append(partial(setattr, module, "__class__", module.__class__))
             module.__class__ = type("Showing", (module.__class__,), names)

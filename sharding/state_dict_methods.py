@@ -248,7 +248,7 @@ class StatefulUnit(UnitAttributes, TorchWrapper):
         settings = StatefulUnit.get_state_dict_type(model) or default_settings()
         _refuse_local_with_mesh(model, settings)
         given: Any = optim_state_dict
-        # A dict without "state" goes on as it is, for the error that says what it lacks.
+        # A dict without "state" is passed on as it is, for the error that says what it lacks.
         if given and isinstance(given.get("state"), Mapping):
             given = by_number(given, model, optim)
         return _taken(model, optim, *form_of(settings, is_model=False), given, group)

@@ -151,7 +151,7 @@ def private_folder(path: str) -> None:
         except FileExistsError:
             status = os.lstat(place)
         except OSError:
-            return  # who writes there is told
+            return  # a write there gets the error
         # A folder for all, such as /tmp, lets nobody rename what is another's.
         is_shared = place == parent and bool(status.st_mode & stat.S_ISVTX)
         problem = ""

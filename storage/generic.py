@@ -102,7 +102,7 @@ class FsspecStore(Store):
     Where the filesystem creates exclusively (`open(path, "xb")`), which it has to prove before the
     first save, two writers are safe. Elsewhere saves need `unsafe_single_writer=True`.
 
-    An object of `create` is written to a `.tmp-` file beside its place and moved there at the end:
+    An object of `create` is written to a `.tmp-` file next to its place and moved there at the end:
     whole or not at all where `mv` is one step, as on disks, HDFS and SFTP. On object stores `mv`
     is a copy and a delete, of which a reader sees the end only. Whether anything survives a power
     failure is up to the filesystem; fsspec has no sync.

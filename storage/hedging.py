@@ -58,13 +58,13 @@ class HedgeLimits:
     """When a request is sent again, how often that may happen, and when it is given up.
 
     A second request goes out after `multiple` times the `quantile` of the last `samples_max`
-    durations of its like, not before `floor_seconds`; after `unknown_seconds` where fewer than
+    durations of its kind, not before `floor_seconds`; after `unknown_seconds` where fewer than
     `samples_min` are known. Every answer earns `share` of a second request, up to `saved_max` of
     them. An answer that says "slow down" costs `slow_down_cost`: where a sixth of all answers say
     so, none is earned. Without having been earned, one at a time is sent again that is stuck: it
     has waited for `stuck_multiple` times the quantile, and for `stuck_seconds`; or it is slower
-    than its like, by `overtaken_multiple`, and `overtaken_min` of them were sent after it and are
-    answered, which tells of its connection and not of a server that is slow for all.
+    than its kind, by `overtaken_multiple`, and `overtaken_min` of them were sent after it and are
+    answered: its connection is slow, not the server.
     After a second request that failed the next one waits for `failed_seconds`, then twice as long
     each time.
 
@@ -124,7 +124,7 @@ class HedgeRule:
         return unknown if typical is None else max(multiple * typical, least)
 
     def typical(self, like: Like) -> float | None:
-        """The quantile of the durations of its like in seconds; None where too few are known."""
+        """The quantile of the durations of its kind in seconds; None where too few are known."""
         known = self._seconds.get(like.group, ())
         if len(known) < self._limits.samples_min:
             return None
@@ -385,7 +385,7 @@ class _Running(Generic[T]):
     started: float
     is_seen: bool = False
     is_dropped: bool = False
-    overtaken: int = 0  # others of its like that were sent later and are answered
+    overtaken: int = 0  # others of its kind that were sent later and are answered
 
 
 class _Carried(_Running[T]):

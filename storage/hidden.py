@@ -36,8 +36,8 @@ class HiddenText(str):
 
 
 def without_secrets(options: Mapping[str, Any] | None) -> dict[str, Any]:
-    """`options`, which open the same store; no repr of them shows a key or a credential, which are
-    told by the names of options.
+    """`options`, which open the same store; no repr of them shows a key or a credential, which
+    the names of options reveal.
     """
     if not hasattr(options or {}, "items"):
         kind = type(options).__name__  # the value may be a secret

@@ -34,7 +34,7 @@ class MemoryBucket:
         return self._objects.get(key)
 
     def add(self, key: str, data: bytes | bytearray) -> bool:
-        """False, and nothing changed, when `key` is there already."""
+        """False, and nothing changed, when `key` exists already."""
         with self._lock:
             if key in self._objects:
                 return False

@@ -267,7 +267,7 @@ class Store(ABC):
         """Whether most of these bytes are on a disk and not in this machine's memory, so that it is
         better to read them by `get_direct_into`, several requests at once.
 
-        False where that cannot be told. Raises KeyNotFoundError.
+        False where that is not known. Raises KeyNotFoundError.
         """
         return False
 
@@ -318,7 +318,7 @@ class Store(ABC):
     def put_if_absent(self, key: str, data: bytes) -> None:
         """Create `key`, durable on return.
 
-        Raises KeyExistsError when another's object is there already, OutcomeUnknownError when no
+        Raises KeyExistsError when another's object exists already, OutcomeUnknownError when no
         answer came: the object may exist now or later. Never leaves a partial object, never retries
         by itself after an attempt whose outcome is unknown.
         """

@@ -56,7 +56,7 @@ def show_salvage(reports: Sequence[Salvaged]) -> None:
 def show_rescue(report: RescueReport) -> None:
     """`ckpt rescue`."""
     for step, reason in report.passed_over:
-        print(f"passed over: step {step}: {reason}")
+        print(f"skipped: step {step}: {reason}")
     what = f"step {report.step} ({report.attempt}), {counted(report.files, 'file')}"
     print(f"{what}, {size(report.nbytes)}: {report.path}")
 

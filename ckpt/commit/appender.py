@@ -268,7 +268,7 @@ class Appender:
         if record is None:
             return None
         try:
-            # Whoever deletes the MANIFEST otherwise has seen a record in that slot; in this order,
+            # All others that delete the MANIFEST have seen a record in that slot; in this order,
             # a slot that was taken before the deletion is seen taken. The record stays pending.
             is_lost = self._manifest_is_gone(record)
             is_lost = is_lost and not self.store.exists(record_key(record.slot))

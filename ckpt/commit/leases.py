@@ -2,9 +2,9 @@
 
     leases/<attempt>-<seconds>-<16 hex digits>
 
-An object beside the log, that names an attempt and says for how many seconds from its creation on,
+An object next to the log, that names an attempt and says for how many seconds from its creation on,
 by the clock of the store. Readers do not need it: without one, or with one that has ended, what
-they read may be retired, and they go on to another checkpoint. So a lease is no record of the log:
+they read may be retired, and they move to another checkpoint. So a lease is no record of the log:
 it fences nobody, a reader that dies leaves nothing behind that anybody has to undo, and who may not
 write does without. FORMAT.md, "Leases", is the specification.
 """

@@ -212,7 +212,7 @@ class LiveSet:
     def _anew(
         self, ref: SegmentRef, gone: set[int], run: list[LiveEntry], write: Write
     ) -> list[SegmentRef]:
-        """A segment as it is now: without what is gone, and with what of `run` was changed."""
+        """A segment as it is now: without retired entries, with what `run` changed."""
         slots = {entry.slot for entry in self._entries(ref)}
         if not slots & gone:
             return [ref]

@@ -456,8 +456,8 @@ def _choose(store: Store, live: tuple[LiveEntry, ...], step: int | None, attempt
 def file_key(prefix: str, file: str) -> str:
     """The key of a manifest's data file; `prefix` is the step directory, "" or with its slash.
 
-    `../<directory>/<name>` is a file of another attempt, beside the step directory. The only place
-    where such names become keys. Raises NoCheckpoint for one where nothing is beside.
+    `../<directory>/<name>` is a file of another attempt, next to the step directory. The only place
+    where such names become keys. Raises NoCheckpoint for one in a directory opened alone.
     """
     if not is_reference(file):
         return prefix + file

@@ -71,7 +71,7 @@ class Maintenance(LogWriter):
         """Commit what a dead session of `epoch` has saved, as the newest state of its training.
 
         `continues` is what that session had restored or committed. Raises CheckpointError when a
-        session has claimed the root since: its training goes on from another state.
+        session has claimed the root since: its training continues from another state.
         """
 
         def build(state: LogState) -> RecordDraft | None:

@@ -242,7 +242,7 @@ def record_problem(record: Record, *, slot: int) -> str | None:
 
 def _segments_problem(record: Record) -> str | None:
     if len(record.segments) > SEGMENTS_MAX or list(record.gone) != sorted(set(record.gone)):
-        return "segments are too many, or what is gone of them is not ascending and unique"
+        return "segments are too many, or their `gone` is not ascending and unique"
     for ref in record.segments:
         if len(ref.digest) != 32 or not 0 < ref.nbytes <= SEGMENT_NBYTES_MAX:
             return "digest or size of a segment is out of range"

@@ -472,11 +472,11 @@ class SessionRegistry:
             self._restored.pop(store.place, None)
             ref = self._holds.get(store.place)
             if ref is not None and (hold := ref()) is not None:
-                hold.begin_anew = True  # it goes on with the state that it has
+                hold.begin_anew = True  # it continues with the state that it has
 
 
 class Beside(SessionRegistry):
-    """Sessions beside the one that holds a root, for what is no part of a training: nobody is
+    """Sessions besides the one that holds a root, for what is no part of a training: nobody is
     fenced, and a later save of this process claims the root all the same.
     """
 

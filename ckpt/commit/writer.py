@@ -372,7 +372,7 @@ class LogWriter:
             keep_reserve(self.store)
             raise NoSpaceError(
                 f"{error}. {attempt} stays: its end needs a record in the log, some kilobytes, and "
-                "nothing is deleted before that; remove any file beside this root, then try again"
+                "nothing is deleted before that; remove any file next to this root, then try again"
             ) from error
 
     def _sweep_dead(self) -> None:

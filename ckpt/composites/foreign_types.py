@@ -146,7 +146,7 @@ def _device_of(parts: Parts) -> torch.device:
 
 # --- contexts ------------------------------------------------------------------------------------
 
-# A context is what `__tensor_flatten__` gives beside components: dtypes, sizes, settings. Torch's
+# A context is what `__tensor_flatten__` gives besides components: dtypes, sizes, settings. Torch's
 # and libraries' small types have names in values. What has no plain form is refused, never pickled.
 _SCALARS = (type(None), bool, int, float, str, bytes)
 

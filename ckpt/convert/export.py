@@ -126,7 +126,7 @@ def export_source(
     if how.preset is not None:
         name = PEFT_FILE if not is_url(target) and kind == "safetensors" else name
         check_file_name(how.preset, name)
-    # Whoever reads the files knows nothing of how our roots are encoded.
+    # Readers of the files know nothing of how our roots are encoded.
     given = how.target_options or {}
     if refused := [option for option in ENCODING_OPTIONS if given.get(option) is not None]:
         raise InvalidUrlError(

@@ -91,7 +91,7 @@ def renamed(names: Iterable[str], rename: Rename | None) -> dict[str, str]:
 
 # Presets: names that other libraries' own files have, for exports that these libraries load ------
 
-# peft looks for a file of this name, beside its adapter_config.json.
+# peft looks for a file of this name, next to its adapter_config.json.
 PEFT_FILE = "adapter_model.safetensors"
 _PEFT_FILES = (PEFT_FILE, "adapter_model.bin")
 _PEFT_PREFIX = "base_model.model."

@@ -1,10 +1,10 @@
 """Chunks of many ranks as rules: what a regular layout cuts from a tensor is one line of a table.
 
 A rule stands for `count` chunks of one tensor that are alike, and whose first elements, files,
-ranks and boxes are arithmetic progressions. Rules of neighbouring ranks are joined wherever the
-progressions go on, so that a table does not grow with the ranks; what is irregular has a rule for
-each chunk. Which rules describe the chunks is no one's concern but for space: whatever is made of
-them is the same. Whether chunks cover a tensor, every element once, is proved here: exactly, at a
+ranks and boxes are arithmetic progressions. Rules of neighbouring ranks are joined wherever
+the progressions match, so that a table does not grow with the ranks; what is irregular has a rule
+for each chunk. Which rules describe the chunks matters for space alone: what is made of them is the
+same. Whether chunks cover a tensor, every element once, is proved here: exactly, at a
 bounded cost.
 """
 
@@ -139,7 +139,7 @@ def _sorted(rules: Rules) -> Rules:
 
 
 def _coalesced(rules: Rules) -> Rules:
-    """Neighbours joined where one goes on like the other."""
+    """Neighbours, joined where one continues the other."""
     if rules.shape[1] < 2:
         return rules
     steps = rules[_FIRSTS, 1:] - lasts_of(rules)[:, :-1]

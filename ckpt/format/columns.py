@@ -224,7 +224,7 @@ def pack_progressions(column: Progressions) -> bytes:
         return pack_ints(few) if count < 3 else pack_ints(np.repeat(few, 2))
     highest = max(int(lasts.max()), int(column.firsts.max()))
     plain_nbytes = 1 + count * next(width for width in (1, 2, 4, 8) if highest < 1 << 8 * width)
-    # Where progressions begin shows in the first three items of each: further ones go on.
+    # Where progressions begin shows in the first three items of each: further ones continue.
     kept = np.minimum(column.lengths, 3)
     own = np.repeat(np.arange(len(kept)), kept)
     place = np.arange(len(own)) - np.repeat(np.cumsum(kept) - kept, kept)
@@ -238,7 +238,7 @@ def pack_progressions(column: Progressions) -> bytes:
 
 def _packed(items: _UInt64s, steps: _UInt64s, index: npt.NDArray[np.intp]) -> bytes:
     """Progressions, each as long as it can be, of items at these indexes, the last the number of
-    all; `steps` lead to each but the first. Items that are left out go on like the one before.
+    all; `steps` lead to each but the first. Items that are left out continue like the one before.
     """
     begins = np.flatnonzero(_begins(steps))
     lengths = np.diff(index[begins], append=index[-1])
@@ -371,7 +371,7 @@ def _runs_of(column: Ints | Progressions) -> Iterator[tuple[int, int, int]]:
 def _begins(steps: _UInt64s) -> npt.NDArray[np.bool_]:
     """Per item, whether a progression begins there, when each is as long as it can be.
 
-    An item goes on where its step is that of the item before. The second of a progression always
+    An item continues where its step is that of the item before. The second of a progression always
     does, so of items in a row that do not, every second one begins one.
     """
     index = np.arange(len(steps) + 1)

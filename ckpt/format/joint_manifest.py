@@ -430,7 +430,7 @@ def way_out_of(fqn: str, values: Collection[str]) -> str:
             return or_per_rank(fqn, values)
         if f"{fqn}.".startswith((f"{path}{GROUPS}.", f"{path}.user_state.")):
             return (
-                ", or keep what is each rank's own outside of the optimizer: beside it in the "
+                ", or keep what is each rank's own outside of the optimizer: next to it in the "
                 "state, as PerRank(value)"
             )
     return ""

@@ -326,7 +326,7 @@ def _values(
     """The common values (on rank 0) and those of this rank alone (on others), by name. Tensors in
     them go to `contents`.
 
-    Rank 0 keeps DCP's flat keys beside them, so that a reader can give them back exactly.
+    Rank 0 keeps DCP's flat keys next to them, so that a reader can give them back exactly.
     """
     values: dict[str, Any] = {}
     arrays: list[str] = []
@@ -353,7 +353,7 @@ def _values(
 
 def _with_leaves(value: Any) -> Any:
     """`value` with a leaf for each tensor in its lists, tuples and dicts: as `ckpt.save` names it,
-    what lies beside a tensor there is a value of its own.
+    what lies next to a tensor there is a value of its own.
     """
     if is_reference(value):
         return Leaf(value[TENSOR_KEY])

@@ -39,7 +39,7 @@ class SaveMetrics:
     - ckpt_restores_total, ckpt_restore_seconds, ckpt_restore_phase_seconds{phase},
       ckpt_restore_read_bytes_total, ckpt_restored_step
     - ckpt_ranks_missed: ranks that are silent or behind now, as far as this rank has noticed
-    - ckpt_restore_skipped_total: damaged checkpoints that were passed over
+    - ckpt_restore_skipped_total: damaged checkpoints that were skipped
     """
 
     def __init__(self, registry: CollectorRegistry | None = None) -> None:
@@ -86,7 +86,7 @@ class SaveMetrics:
             "ckpt_near_blocked_seconds", "How long a near save blocked the training.", BLOCKED
         )
         self._near_step = gauge("ckpt_last_near_step", "Step of the newest near checkpoint.")
-        self._skipped = counter("ckpt_restore_skipped", "Checkpoints that were passed over.")
+        self._skipped = counter("ckpt_restore_skipped", "Checkpoints that were skipped.")
         self._restore_seconds = histogram("ckpt_restore_seconds", "Duration of a restore.", LONG)
         self._restore_phases = histogram(
             "ckpt_restore_phase_seconds", "Phases of restores on this rank.", LONG, ("phase",)

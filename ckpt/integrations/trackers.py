@@ -33,7 +33,7 @@ def scalars_of(event: events.SaveEvent) -> dict[str, float]:
     - save_failed, save_skipped: 1 for each
     - near_seconds, near_blocked_seconds, near_saved_bytes: as those of a save, of a near one;
       near_failed: 1 for each
-    - restore_seconds, restore_read_bytes (of this rank), restore_skipped: damaged ones passed over
+    - restore_seconds, restore_read_bytes (of this rank), restore_skipped: damaged ones skipped
     """
     if isinstance(event, events.SaveSucceeded):
         totals = event.report.totals

@@ -16,7 +16,7 @@ from ckpt.layout.piece import Holding, Piece
 from ckpt.layout.region import Box, Region, Span, span_of
 
 MIB = 1 << 20
-# Optimizer state beside parameters that an engine keeps equal is compared up to this size: counts
+# Optimizer state next to parameters that an engine keeps equal is compared up to this size: counts
 # and the few numbers per parameter that nobody synchronizes. Digests of more would read a state
 # twice that follows from equal parameters and gradients.
 COMPARED_NBYTES_MAX = 4 << 10

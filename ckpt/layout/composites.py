@@ -3,8 +3,8 @@ data, their context.
 
 A composite is stored as its components, tensors of names of their own, and a *description*: a value
 that names the type, never a class. Types are found by name, so that nothing of a checkpoint decides
-which code runs. They lie in the room `ckpt.composites`, or are registered by their users; whoever
-meets a tensor takes it apart with `take_apart` and puts it together with `put_together`.
+which code runs. They lie in the room `ckpt.composites`, or are registered by users.
+`take_apart` gives the parts of a tensor, `put_together` the tensor.
 """
 
 from __future__ import annotations

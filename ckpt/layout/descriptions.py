@@ -39,7 +39,7 @@ def shown_type(described: Mapping[str, Any]) -> str:
 
 
 def with_names(value: Any, name_of: Callable[[str], str], key: str) -> Any:
-    """`value` with another name in each reference (the dicts with nothing but `key`)."""
+    """`value` with another name in each reference (the dicts with `key` alone)."""
     if isinstance(value, dict):
         if len(value) == 1 and key in value:
             return {key: name_of(value[key])}

@@ -33,7 +33,7 @@ class DType(NamedTuple):
 
 # safetensors knows more codes (F8_E8M0, F8_E4M3FNUZ, ...) than its torch loader, or than older
 # versions
-# of it: those types are bytes with the true name beside, so that everybody can open the file.
+# of it: those types are bytes, with the true name next to them, so that anyone can open the file.
 _TABLE = (
     DType("float64", 8, "F64"),
     DType("float32", 4, "F32"),

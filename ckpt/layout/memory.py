@@ -95,8 +95,8 @@ def staging_buffer(nbytes: int, *, pinned: bool) -> memoryview:
 
 
 def is_accelerator(device: torch.device) -> bool:
-    """Whether the device works beside the host: what is copied from it without blocking is there
-    only when the host has waited.
+    """Whether the device works in parallel with the host: what is copied from it without blocking
+    has arrived only when the host has waited.
     """
     current = None if device.type == "cpu" else accelerator()
     return current is not None and device.type == current.type
@@ -108,12 +108,12 @@ def accelerator() -> torch.device | None:
 
 
 def devices_of(tensors: Iterable[torch.Tensor]) -> tuple[torch.device, ...]:
-    """The devices that work beside the host and have any of the tensors, each once."""
+    """The devices that work in parallel with the host and have any of the tensors, each once."""
     return tuple(filter(is_accelerator, dict.fromkeys([tensor.device for tensor in tensors])))
 
 
 class SideStreams:
-    """Reads device memory beside the work of the training that is queued there.
+    """Reads device memory in parallel with the training's work that is queued there.
 
     Made in the thread that trains: what is read later, in any thread, is what that thread had
     queued before, on whatever stream of its own, and nothing later has to wait for it.

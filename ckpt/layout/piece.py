@@ -100,7 +100,7 @@ class Owned(NamedTuple):
     @property
     def template(self) -> torch.Tensor | None:
         """The tensor that says by itself how this one is laid out, a DTensor; None where only the
-        engine knows. What is made beside the tensor can be laid out like it.
+        engine knows. What is made for the tensor can be laid out like it.
         """
         return self.param if is_dtensor(self.param) else None
 

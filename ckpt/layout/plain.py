@@ -30,7 +30,7 @@ class Ranks(NamedTuple):
     Everything else in this package speaks of indices into `global_ranks`.
 
     `held` has, by name, who holds the plain tensors that some ranks hold and others do not. Nothing
-    in a tensor says so; the ranks have told each other. `copies` has, by full name, the groups of
+    in a tensor says so; the ranks have exchanged it. `copies` has, by full name, the groups of
     ranks of which each has all of a tensor that engines lay out; see `with_copies`.
     """
 

@@ -1,7 +1,7 @@
 """Regions: parts of a logical tensor in its own index space, and exact arithmetic on them.
 
 A `Box` is a rectangle, a `Span` a run of the row-major order. Every function is pure; integers
-only. Also which part each of N ranks holds when nothing but a tensor's shape is known.
+only. Also which part each of N ranks holds when only a tensor's shape is known.
 """
 
 from __future__ import annotations

@@ -352,7 +352,7 @@ class BlockCache:
     """Bytes of data files below `directory`, at most about `nbytes_max` of them on the disk.
 
     When it is full, the least recently used files are deleted, but none that this object used: what
-    does not fit beside those is not kept. Ranks and processes may share a directory. Disk failures
+    does not fit besides those is not kept. Ranks and processes may share a directory. Disk failures
     are logged once and make the cache useless, never wrong.
     """
 

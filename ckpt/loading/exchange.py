@@ -54,7 +54,7 @@ class Group(NamedTuple):
 class Move(NamedTuple):
     """Bytes of blocks, as one rank sees them that takes part: `runs` of the byte line, ascending.
 
-    They come from the rank `source`, None where this one reads them, and go on to `targets`.
+    They come from the rank `source`, None where this one reads them, and go to `targets`.
     `is_wanted` is whether this rank wants them itself.
     """
 
@@ -224,9 +224,9 @@ def _divided(group: Group, blocks: NeededBlocks, rank: int, limits: ShareLimits)
 
 def relay(here: int, reader: int, count: int) -> tuple[int | None, list[int]]:
     """From which of `count` members the one at `here` gets what `reader` reads, and to which it
-    goes on: a binomial tree, turned so that `reader` is its root.
+    passes it on: a binomial tree, turned so that `reader` is its root.
 
-    Neighbours are powers of two apart, so whoever reads, a member has at most 2 log2(count) of
+    Neighbours are powers of two apart, so for any reader, a member has at most 2 log2(count) of
     them, and over all readers each passes on as much as it gets.
     """
     position = (here - reader) % count

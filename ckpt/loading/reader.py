@@ -315,7 +315,7 @@ class Reader:
         first_row, row = group.start - int(blocks.number[group.start]), group.start
         for direct in sorted(need.directs):
             # Only whole blocks are read in place: the rest of a partial one would land on the
-            # memory beside the target.
+            # memory besides the target.
             low = max(first_row - (-direct.start // block), row)
             high = -(-direct.stop // block) if direct.stop == need.nbytes else direct.stop // block
             high = min(first_row + high, group.stop)

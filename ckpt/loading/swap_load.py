@@ -224,7 +224,7 @@ def _choose(
         choice.holdings.append(Holding(aside, (piece,), Kind.OTHER, synchronized=True))
         choice.copies.append(Copied(piece, target.view, aside, aside.is_pinned()))
         choice.names.add(piece.fqn)
-    # A chunk that goes to memory of which nothing is known is read, whoever else has it.
+    # A chunk that goes to memory of which nothing is known is read, even where others have it.
     choice.kept_chunks -= fresh
     return choice
 

@@ -144,7 +144,7 @@ class TierMemory(Staging):
     def _dropped(self) -> str:
         return (
             f"the near save is skipped: a durable save still reads files of an older one, and "
-            f"{self._folder} has no room for another state beside them"
+            f"{self._folder} has no room for another state besides them"
         )
 
     def _keep_spares(

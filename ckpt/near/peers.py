@@ -175,7 +175,7 @@ class Copies:
         try:
             refuse_fenced(peer.store, epoch)
             for file in files:
-                # As they lie here: an encrypted one stays so.
+                # As they are stored: an encrypted one stays so.
                 stored = self._tier.store.info(prefix + file.name)
                 self._put(peer.store, stored.key, stored.nbytes, until)
                 if not has_file(self._tier.files_in(peer.store), prefix, file):

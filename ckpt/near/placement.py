@@ -52,10 +52,10 @@ def placed_copies(
     """
     count = len(racks)
     if allow_fewer and count <= replicas:
-        # Who goes on after a host was lost must not end for that.
+        # A training that continues after a lost host must not end for that.
         if warns:
             logger.warning(
-                "near checkpoints have %d copies instead of %d: the training goes on with %d "
+                "near checkpoints have %d copies instead of %d: the training continues with %d "
                 "hosts, and a file without a copy is lost with its host. Start again with more "
                 "hosts, each with a directory of its own, to have all copies",
                 count - 1,

@@ -265,7 +265,7 @@ class NearSaves:
     def _check_room(
         self, needs: Sequence[int], rooms: Sequence[int], copies: Mapping[str, tuple[str, ...]]
     ) -> bool:
-        """Whether every host has room for one more state of its own ranks, beside the generations
+        """Whether every host has room for one more state of its own ranks, besides the generations
         of all that it keeps. Raises ValueError when these do not fit.
         """
         ranks_of: dict[str, list[int]] = {}

@@ -1,7 +1,7 @@
-"""STATUS: how far a training has come, in the tier of each host, for who looks from outside.
+"""STATUS: how far a training has come, in the tier of each host, for observers outside the job.
 
-60 bytes, written again and again in place, about once a second, without a sync: whoever reads them
-in between sees that the checksum differs. No checkpoint depends on them. FORMAT.md, "Near tiers".
+60 bytes, overwritten in place about once a second, without a sync: the checksum shows a torn read.
+No checkpoint depends on them. FORMAT.md, "Near tiers".
 """
 
 from __future__ import annotations

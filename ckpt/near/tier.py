@@ -5,8 +5,8 @@
     PATH/<root uuid>/records/e<epoch>-<number>  the near log
     PATH/<root uuid>/steps/<step>-<attempt>/    data files of the ranks of this host
 
-Ranks of a host share it. Nothing in it is changed, and whoever dies leaves whole files, or ones
-under construction, which are no keys. FORMAT.md, "Near tiers", has the bytes.
+Ranks of a host share it. Nothing in it is changed, and a process that dies leaves whole files,
+or unfinished ones, which are no keys. FORMAT.md, "Near tiers", has the bytes.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def near_key(record: NearRecord) -> str:
 
 class Tier:
     """The tier of one host for the durable root `root`. Every method may be called by any rank of
-    the host. `store` has its objects as they lie there; `files` has the data files as they were
+    the host. `store` has its objects as they are stored; `files` has the data files as they were
     written, which are encrypted where the root in `durable` is.
 
     Methods raise the errors of the file system (StorageError), among them AccessDeniedError for a
@@ -89,7 +89,7 @@ class Tier:
         """
         for number in range(NAMES_MAX):
             # A damaged name is neither changed nor removed, or two ranks could take two names: both
-            # go on to the next key.
+            # continue to the next key.
             key = f"{HOST_KEY}-{number}" if number else HOST_KEY
             if name := self._name_in(key):
                 if number:

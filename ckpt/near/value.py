@@ -28,7 +28,7 @@ class Near(TierValue):
 
     Copies of them lie on `replicas` other hosts, two states each, so that as many hosts may be
     lost at once; a near checkpoint counts when all copies are whole. That takes `replicas + 1`
-    hosts; a training that goes on with fewer makes as many copies as it can. With `rack`, a name
+    hosts; a training that continues with fewer makes as many copies as it can. With `rack`, a name
     that hosts of one rack have in common, copies go to different racks.
 
     Each host serves its directory to the others, at `address` or at the address that the job uses,

@@ -30,7 +30,7 @@ def rehearse(
     ] = (),
     other_ranks: Annotated[
         "int | None",
-        Argument("for torchrun's --nproc-per-node, at last; default: one less", given.whole, "N"),
+        Argument("for --nproc-per-node of the last run; default: one less", given.whole, "N"),
     ] = None,
     timeout: Annotated[float, Argument("of one run; default: 10m", given.seconds, "TIME")] = 600.0,
 ) -> "RehearsalReport":
@@ -38,7 +38,7 @@ def rehearse(
 
     `program` runs a few steps without a save. Then it is killed before, in and after a save, after
     a step of the optimizer, in the data loader and by SIGTERM; each next run resumes what the one
-    before has left, and at last it is resumed on another number of ranks (0: on none). Data,
+    before has left, and finally it is resumed on another number of ranks (0: on none). Data,
     losses, parameters, buffers, optimizers, schedulers, scalers, random states and plain variables
     of all runs are compared step by step, bit for bit. It ends at the first run that differs.
 

@@ -189,7 +189,7 @@ class Background:
         return any(not pending.done() for pending in self._pending)
 
     def is_needed(self) -> bool:
-        """Whether a save is in flight, or has failed and nobody was told."""
+        """Whether a save is in flight, or has failed and nobody knows."""
         return self.is_busy() or any(one._unreported_error() for one in self._pending)
 
     def wait(self) -> None:

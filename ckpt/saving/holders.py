@@ -32,7 +32,7 @@ from ckpt.world.base import World, decided_json
 
 
 class NamedTensor(NamedTuple):
-    """A tensor of a rank. `is_plain`: nothing but its name says who holds it as well. Otherwise
+    """A tensor of a rank. `is_plain`: only its name says who holds it as well. Otherwise
     `group` is the number of the ranks, among the groups of the inventory, that an engine lays it
     out over; None for all ranks, or where the engine does not say.
     """

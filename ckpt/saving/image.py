@@ -85,7 +85,7 @@ class Staging:
     def hold(self) -> Callable[[], None]:
         """The places of the save under way are not used again until what this returns is called.
 
-        Buffers have no places: whoever holds one gives it back later. The next save needs others
+        Buffers have no places: its holder gives it back later. The next save needs others
         meanwhile, so from now on there are buffers for two.
         """
         self._sets = 2
@@ -105,7 +105,7 @@ class Staging:
                 self._use_size(nbytes, pinned)
         while not is_stopped() and len(self._free) < count:
             buffer = staging_buffer(nbytes, pinned=pinned)
-            if not pinned:  # pinned memory is there already
+            if not pinned:  # pinned memory is at hand
                 touch(buffer)
             with self._lock:
                 if is_stopped() or (self._nbytes, self._pinned) != (nbytes, pinned):

@@ -109,8 +109,8 @@ def compared(
 def difference_of(
     task: SaveTask, contents: Contents | None, digests: npt.NDArray[np.uint32]
 ) -> InvalidState | None:
-    """Why nothing may be written, on all ranks: tensors differ that are to be equal. Collective,
-    where the ranks have told each other names since the last comparison; else nothing is done.
+    """Why nothing may be written, on all ranks: tensors differ that must be equal. Collective where
+    the ranks have exchanged names since the last comparison; else nothing is done.
 
     `digests` are those of the plan's `compared`. A rank without contents cannot save, and says so
     later.

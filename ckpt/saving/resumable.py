@@ -80,7 +80,7 @@ def is_written(target: Store, key: str, nbytes: int, head: bytes) -> bool:
 def is_another_file(target: Store, key: str) -> CheckpointError:
     """The error for an object in the place of one that is to be written."""
     return CheckpointError(
-        f"{target.url}/{key} is there already and is not the file to be written; nothing is ever "
+        f"{target.url}/{key} exists already and is not the file to be written; nothing is ever "
         "overwritten: remove it, or choose another target"
     )
 
@@ -91,7 +91,7 @@ def refuse_others(target: Store, known: Collection[str]) -> None:
         if info.key == FORMAT_KEY and FORMAT_KEY not in known:
             raise CheckpointError(
                 f"{target.url} is the root of a run, and a copy needs a directory of its own; give "
-                "another target, such as a new directory beside it"
+                "another target, such as a new directory next to it"
             )
         if info.key not in known:
             what = "another checkpoint" if info.key == MANIFEST_NAME else "other things"
@@ -103,6 +103,6 @@ def refuse_others(target: Store, known: Collection[str]) -> None:
 
 def _is_of_another(target: Store, key: str) -> CheckpointError:
     return CheckpointError(
-        f"{target.url}/{key} is there already and is of another checkpoint; nothing is ever "
+        f"{target.url}/{key} exists already and is of another checkpoint; nothing is ever "
         "overwritten: remove it, or give another target"
     )

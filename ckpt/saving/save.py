@@ -434,8 +434,8 @@ def save_task(state: Any, task: SaveTask) -> SaveReport:
 
 
 def flattened(state: Any, task: SaveTask) -> Contents | Exception:
-    """What is to be saved, or why it cannot be. Collective where the ranks have not told each other
-    what they hold, which they do here then.
+    """What is to be saved, or why it cannot be. Collective where the ranks have not exchanged
+    what they hold: they do so here.
     """
     memory, world = task.memory, task.session.world
     contents = _flattened(state, task)

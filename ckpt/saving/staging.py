@@ -118,7 +118,7 @@ class LentCopy:
     """The copy of one save, lent to another save of the same state on this rank, which reads it.
 
     Each makes headers and checksums of its own, and the memory is used again when both are done
-    with it. Whoever is given it calls `end`, as often as it likes. `snapshot` is how a copy of
+    with it. Its user calls `end`, once or more. `snapshot` is how a copy of
     one's own would be made.
     """
 

@@ -152,7 +152,7 @@ class JointParts:
         if self._own is None or not part.structure.is_like(self._own):
             self._own, self._merged = part.structure, None
         if sent and self._note_below([structure for structure, _ in sent], self._own):
-            self._merged = None  # what is replaced need not be in memory beside the new one
+            self._merged = None  # what is replaced need not be in memory with the new one
         if self._merged is None:
             structures = [self._own, *[one.structure for one in self.below]]
             self._merged = Merged(merge_structures(structures))
@@ -217,7 +217,7 @@ class SaveOptions:
 
     `metric` goes into the log, for retention by quality. With `dedup`, chunks whose bytes the
     previous checkpoint has are referred to and not written, unless `full_every` is over: so many
-    saves, or so much time. With `telemetry`, how the save went is kept beside the checkpoint, for
+    saves, or so much time. With `telemetry`, how the save went is kept next to the checkpoint, for
     `ckpt report`. `in_line` says that it is a state of the training that this process runs: see
     `ckpt.commit.locate`. `publication` is that of the header: not in a line it is a delta's.
     """
@@ -258,8 +258,8 @@ class PartMemory:
 
     `previous` is what a save with `dedup` may refer to, `plans` holds what this rank need not
     compute again, `steps_seen` which optimizers wait for saves in the background, `history` the
-    reports of earlier saves. `holders` is what the ranks have told each other of what they hold;
-    None until they have. `is_compared`: what they share was equal when they had. `differing` says
+    reports of earlier saves. `holders` is what the ranks hold, once they have exchanged it, else
+    None. `is_compared`: what they share was equal when they had. `differing` says
     which replicas have drifted, as far as the save under way has compared them. `published` are the
     bits that were published last.
     """
@@ -276,7 +276,7 @@ class PartMemory:
         self.published: Published | None = None
 
     def learn(self, holders: Holders | None) -> None:
-        """Keep what the ranks have told each other; plans that it makes wrong are forgotten."""
+        """Keep what the ranks have exchanged; plans that it makes wrong are forgotten."""
         before = (self.holders.tensors, self.holders.copies) if self.holders else ({}, {})
         if holders is not None and (holders.tensors, holders.copies) != before:
             self.plans.forget()
@@ -389,7 +389,7 @@ def refuse_other_names(contents: Contents, task: SaveTask) -> None:
         return
     holders = task.memory.holders
     if holders is None or inventory_of(contents, task.ranks) != holders.of:
-        raise NamesChanged("this rank holds things of other names than it has told the others")
+        raise NamesChanged("this rank holds things of other names than it has sent to the others")
 
 
 def files_of(

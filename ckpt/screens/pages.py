@@ -212,7 +212,7 @@ class PageMatter:
         both = [*((one, True) for one in plan.keep), *((one, False) for one in plan.retire)]
         for verdict, stays in sorted(both, key=lambda pair: -pair[0].entry.slot)[:KEPT_MAX]:
             reasons = [one for one in verdict.reasons if self.rule is not None or one != EVERYTHING]
-            why = "; ".join(reasons) or "nothing but its training's rule"
+            why = "; ".join(reasons) or "only its training's rule"
             is_kept = stays or self.rule is None
             yield verdict.entry, why if is_kept else f"would be retired: {why}"
 

@@ -46,7 +46,7 @@ def _show_in_terminal(checkpoint: CheckpointContents, tensors_map: TensorsMap) -
     header = checkpoint.manifest.header
     print(checkpoint.url)
     print(f"step {header.step}, {header.world_size} ranks, {date(header.created_unix)}")
-    # As many ranks to a column as it takes for all to fit beside name, shape and size.
+    # As many ranks to a column as it takes for all to fit next to name, shape and size.
     per_column = -(-len(tensors_map.ranks) // max(screen_width() - 80, 16))
     columns = [
         range(start, min(start + per_column, len(tensors_map.ranks)))

@@ -1,8 +1,8 @@
 """The server of `ckpt serve`: a page, its style and script, and events that keep it as things are.
 
 It trusts nobody. It answers requests that name a host it is known by, so that no page of another
-site can read it by a name that leads here (DNS rebinding). It reads and changes nothing but what
-is shown, and says in a policy that the page may load and run nothing but its own two files.
+site can read it by a name that leads here (DNS rebinding). It reads only what is
+shown, changes nothing, and its policy lets the page load and run only its own two files.
 """
 
 from __future__ import annotations
@@ -139,7 +139,7 @@ class PageServer(socketserver.ThreadingTCPServer):
             connection.shutdown(socket.SHUT_RDWR)
 
     def handle_error(self, request: object, client_address: object) -> None:
-        """A client that goes away, or does not go on, is no error."""
+        """A client that leaves, or stops sending, is no error."""
         if not isinstance(sys.exc_info()[1], ConnectionError | TimeoutError):
             super().handle_error(request, client_address)  # type: ignore[arg-type]
 

@@ -43,7 +43,7 @@ class Proposal(NamedTuple):
     """What one rank contributes to a round.
 
     `turn_max` is its promise: it will not pass that call without knowing the outcome. `signals`
-    arrived here, `left_seconds` is how long this job may go on after them. `reasons` are why the
+    arrived here, `left_seconds` is how long this job may run after them. `reasons` are why the
     coordinator wants a save, `valid_at` how many saves had been begun then. `alarm` requests that
     all ranks raise failed saves, `closing` means that this rank makes no further call.
     """

@@ -91,7 +91,7 @@ class Checkpointer:
       that share a root have names: `line="generator"` saves and restores below
       `<url>/lines/generator`, a root of its own.
     - `observers` are notified of how saves and restores end; see `ckpt.service.events`. With
-      `telemetry`, how every save went is kept beside the checkpoint, and what happens to the job
+      `telemetry`, how every save went is kept next to the checkpoint, and what happens to the job
       in its root as it happens, for `ckpt watch`, `ckpt serve` and `ckpt report`.
     - `snapshot`, `host_bytes_max`, `replicas`, `dedup`, `full_every`, `user`, `retry_seconds_max`,
       `io`, `process_group`, `storage_options` and `unsafe_single_writer` are those of
@@ -277,7 +277,7 @@ class Checkpointer:
         """Fill the state from the newest checkpoint that is whole, or the newest of `step`, or from
         `attempt`.
 
-        Damaged ones are passed over; the report and the log name them. Imports and copies in
+        Damaged ones are skipped; the report and the log name them. Imports and copies in
         another layout are restored only by their attempt, or where there is nothing else. Going
         back by `step` or `attempt` begins a new line with the next save, and that line is resumed
         the next time (see `ckpt.commit.locate`). None when nothing was saved yet. All ranks restore
@@ -325,10 +325,10 @@ class Checkpointer:
         *,
         meet_seconds_max: float = 600.0,
     ) -> RestoreReport | None:
-        """Go on in another world, with the newest state that is whole: after a rank was lost, in
+        """Continue in another world, with the newest whole state: after a rank was lost, in
         the processes that are left.
 
-        `process_group` is the new group of those that go on, or None where torch.distributed was
+        `process_group` is the new group of those that continue, or None where torch.distributed was
         initialised anew for them; all of them call this. `state` is given where the state consists
         of other objects now, such as a model that was sharded over the new group; by default it is
         the one from before. Near checkpoints count like durable ones, with what is left of the
@@ -336,7 +336,7 @@ class Checkpointer:
 
         Saves of the old world that are under way are given up, and none of them can commit after
         this: the new world has claimed the root. Steps of optimizers are not held back by them.
-        Policies, observers and signal handlers stay; `failures` and `costs` go on.
+        Policies, observers and signal handlers stay; `failures` and `costs` keep counting.
 
         Returns what was restored; None when nothing was saved yet and `state` was given, which is
         as it was then. Raises NoCheckpoint when nothing was saved and the state is that from

@@ -66,7 +66,7 @@ class NearSaved:
 
 @dataclass(frozen=True, slots=True)
 class NearFailed:
-    """A near save failed: a tier is full, for one. The training goes on, and so do durable saves;
+    """A near save failed: a tier is full, for one. Training and durable saves continue;
     the near checkpoint before it still counts.
     """
 

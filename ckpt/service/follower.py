@@ -61,7 +61,7 @@ class Update:
 
     `names` are tensors, as the checkpoint calls them, of which something changes on this rank.
     `nbytes` are to be copied by the swap, of `nbytes_total` that are followed here; `nbytes_read`
-    came from the store. `skipped` are newer checkpoints that were passed over, and why.
+    came from the store. `skipped`: newer checkpoints that were not taken, and why.
     """
 
     step: int
@@ -107,7 +107,7 @@ def follow(
 
         with ckpt.follow(model, "s3://bucket/run") as follower:
             while serving:
-                if follower.poll():  # a newer checkpoint was read beside the model
+                if follower.poll():  # a newer checkpoint was read into other memory
                     follower.swap()  # and is in it
                 serve(batch)
 
@@ -124,7 +124,7 @@ def follow(
     Nothing is read yet, and there need be no checkpoint. Of a later one only chunks are read that
     are not proved to be in memory: a training that saves with `dedup=True` gives the proof. Nobody
     else may change the tensors that are followed. The new bytes lie in host memory until the swap,
-    or with `aside="device"` beside the model. While a checkpoint is read, retention leaves it, for
+    or with `aside="device"` in the model's. While a checkpoint is read, retention leaves it, for
     at most `lease_seconds`; 0 asks for no lease, and who may not write at `url` does without.
 
     Collective over `process_group` (default: all ranks), as are the methods. Raises the store's
@@ -213,11 +213,11 @@ class Follower:
 
     @property
     def skipped(self) -> tuple[Skipped, ...]:
-        """The checkpoints that were passed over lately, and why, oldest first."""
+        """The checkpoints that were skipped lately, and why, oldest first."""
         return tuple(self._skipped)
 
     def poll(self) -> Update | None:
-        """Look for a newer checkpoint, and read it beside the model; the one that is ready for a
+        """Look for a newer checkpoint, and read it into other memory; the one that is ready for a
         swap, or None.
 
         What was committed later is newer, whatever its step: a training that went back is
@@ -236,7 +236,7 @@ class Follower:
             return self.staged
 
     def go_to(self, step: SupportsIndex, *, attempt: str = "") -> Update:
-        """Read the checkpoint of `step` beside the model, an older one too; swap takes it over.
+        """Read the checkpoint of `step` into other memory, an older one too; swap takes it over.
 
         `poll` then gives what is committed after this call. Raises like `poll`, and NoCheckpoint
         when no checkpoint of the step is whole.
@@ -386,11 +386,11 @@ class Follower:
             is_known = len(others) < len(self._skipped)
             self._skipped = [*others, skip][-SKIPPED_MAX:]
             if self._world.rank == 0 and not is_known:
-                logger.warning("step %d (%s) is passed over: %s", *skip)
+                logger.warning("step %d (%s) is skipped: %s", *skip)
         return False, was_retired
 
     def _read(self, path: _Path) -> Aside | DeltaPatch | tuple[Skipped, bool]:
-        """Read one checkpoint; or why it has to be passed over, and whether it was retired."""
+        """Read one checkpoint; or why it has to be skipped, and whether it was retired."""
         world, options, candidate = self._world, self._options, path[-1]
         known = self._present[0][1] if self._present else None
         seconds = options.lease_seconds if world.rank == 0 else 0

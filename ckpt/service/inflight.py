@@ -320,7 +320,7 @@ class SavesInFlight:
             logger.error("the model alone could not be saved: %s", error)
 
     def _raise_if_rank_lost(self) -> None:
-        """A training that has lost a rank cannot go on, whatever the alarm says."""
+        """A training that has lost a rank cannot continue, whatever the alarm says."""
         failure = self._training.target.failure()
         if failure is not None:
             raise failure

@@ -1,4 +1,4 @@
-"""Retention beside a training: after each commit, what the rule no longer keeps is retired."""
+"""Retention during a training: after each commit, what the rule no longer keeps is retired."""
 
 from __future__ import annotations
 

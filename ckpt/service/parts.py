@@ -72,7 +72,7 @@ class Ahead:
         try:
             self._stop = self._training.target.make_ready(self._training.state)
         except Exception as error:
-            # The save will fail in the same way, and has somebody who is told.
+            # The save will fail in the same way, and reports it.
             logger.info("no memory was made ahead of the first save: %s", error)
 
     def stop(self) -> None:
@@ -187,8 +187,8 @@ def rejoining_target(
         )
     if is_joined and dist.get_rank(process_group) < 0:
         raise CheckpointError(
-            "this process is not in the process group that was given: only those that go on call "
-            "rejoin"
+            "this process is not in the process group that was given: only those that continue "
+            "call rejoin"
         )
     return target.over(process_group)
 

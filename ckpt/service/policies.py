@@ -325,7 +325,7 @@ def by_coordinator(policy: SavePolicy) -> AnyOf:
 
 
 def is_regular(policy: SavePolicy) -> bool:
-    """Whether saves are due as the training goes on, not only when something happens to it."""
+    """Whether saves are due while a training runs, not only when something happens to it."""
     return bool(_regular(policy))
 
 
@@ -339,7 +339,7 @@ def _regular(policy: SavePolicy) -> list[SavePolicy]:
 
 
 def are_multiples(policy: SavePolicy, other: SavePolicy) -> bool:
-    """Whether `other` is due whenever `policy` is, as the training goes on: its period divides all
+    """Whether `other` is due whenever `policy` is, during a training: its period divides all
     periods of `policy`. Other policies than `EverySteps` do not count.
     """
     regular = _regular(policy)
@@ -388,7 +388,7 @@ class CostMeter:
     """What saves cost a training, from the lengths of its steps.
 
     The cost of one save is the time that it blocked the training, plus how much longer the steps
-    were that ran beside it, each against the median of the newest steps without a save. The largest
+    were during it, each against the median of the newest steps without a save. The largest
     of the newest saves counts: a budget should hold on a bad day too.
     """
 
@@ -411,7 +411,7 @@ class CostMeter:
             del self._plain[: -self.plain_kept]
 
     def saved(self, *, blocked_seconds: float, persist_seconds: float) -> None:
-        """The save that ran beside the newest steps is over. `blocked_seconds` are not in them."""
+        """The save that ran during the newest steps is over. `blocked_seconds` are not in them."""
         plain = self.step_seconds
         slower = 0.0
         if plain is not None:
@@ -423,7 +423,7 @@ class CostMeter:
 
     @property
     def step_seconds(self) -> float | None:
-        """A step without a save beside it: the median of the newest; None before the first."""
+        """A step during which no save ran: the median of the newest; None before the first."""
         return statistics.median(self._plain) if self._plain else None
 
     @property

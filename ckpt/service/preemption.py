@@ -94,7 +94,7 @@ class Signals:
         return tuple(arrived)
 
     def again(self) -> None:
-        """Have an order to end arrive once more: the ranks that were told of it may be gone."""
+        """Have an order to end arrive once more: the ranks that heard of it may be gone."""
         if self._order is not None and self._order not in self._arrived:
             self._arrived.append(self._order)
 

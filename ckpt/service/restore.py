@@ -1,7 +1,7 @@
 """Load the newest checkpoint that is whole, and report which ones were not.
 
-Damage of one checkpoint is no reason to stop a training that can go on from the one before. A store
-that does not answer is a reason: going back would lose work that is still there.
+A damaged checkpoint does not stop a training that can continue from the one before. A store that
+does not answer does: going back would lose work that is still there.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Skipped(NamedTuple):
 
 @dataclass(frozen=True, slots=True, repr=False)
 class RestoreReport(ShortRecord):
-    """What was restored, and what was passed over on the way to it, newest first.
+    """What was restored, and what was skipped on the way to it, newest first.
 
     `nbytes_read` and `spans` are those of the load on this rank. `origin` says whether it came from
     the durable root, or from near tiers; then `nbytes_of_other_hosts` were read at other ranks; or
@@ -76,7 +76,7 @@ class RestoreReport(ShortRecord):
 
     @property
     def steps_lost(self) -> int:
-        """The steps between this checkpoint and the newest one that was passed over: work that is
+        """The steps between this checkpoint and the newest one that was skipped: work that is
         done again. Steps after the newest checkpoint are in none, so they are not counted; see
         `reached_step`.
         """
@@ -104,7 +104,7 @@ class Restorable(ABC):
 
     @abstractmethod
     def load(self, state: Any, options: Mapping[str, Any]) -> LoadReport | str:
-        """Fill `state`: the report, or why this checkpoint has to be passed over. Collective;
+        """Fill `state`: the report, or why this checkpoint has to be skipped. Collective;
         `options` are arguments of `ckpt.load`.
         """
 
@@ -222,7 +222,7 @@ def restore_latest(
             return _report(candidate, result, skipped, reached)
         skipped.append(Skipped(candidate.step, candidate.attempt, result))
         if world.rank == 0:
-            logger.warning("step %d (%s) is passed over: %s", *skipped[-1])
+            logger.warning("step %d (%s) is skipped: %s", *skipped[-1])
         if is_durable and looks < LOOKS_MAX:
             # It may have been retired, for one that was not there at the look before.
             looks += 1

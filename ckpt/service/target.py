@@ -83,7 +83,7 @@ class Target(ABC):
 
     @abstractmethod
     def start(self, state: Any, *, step: int, metric: float | None) -> Pending:
-        """Begin a save; the training may go on when this returns."""
+        """Begin a save; the training may continue when this returns."""
 
     def using(self, copy: LentCopy) -> Target:
         """This target, whose `start` may use the copy that a near save makes of the same state, and

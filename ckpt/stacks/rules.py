@@ -314,7 +314,7 @@ class _Restacking:
     def add(self, name: str, entry: TensorEntry, origin: Origin) -> None:
         if name in self.tensors:
             self.problems.append(
-                f"{name}: is in the checkpoint beside {origin.stored[0]}, of which it would be made"
+                f"{name}: the checkpoint has it, and {origin.stored[0]}, of which it would be made"
             )
         self.tensors[name] = entry
         self.origins[name] = origin

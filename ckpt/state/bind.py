@@ -479,7 +479,7 @@ class _Binder:
         values = [join_tree(value, _no_tensor, live) for value in values]
         try:
             return (marked.on_reshard(values, rank, len(self.ranks.global_ranks)),)
-        except Exception as error:  # the user's function: reported beside all that does not fit
+        except Exception as error:  # the user's function: reported with all that does not fit
             self.names.report(ProblemKind.PER_RANK, fqn, f"on_reshard raised {error!r}")
             return None
 

@@ -241,7 +241,7 @@ class _ParameterBinding:
         self.new[name] = tree.build
 
     def why_no_shard(self, value: Any) -> str:
-        """What in a value cannot lie beside flat shards; "" where all tensors are shaped like the
+        """What in a value cannot lie next to flat shards; "" where all tensors are shaped like the
         one parameter.
         """
         if holds_objects(value):

@@ -159,8 +159,8 @@ def extra_state(path: str, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         raise InvalidState(
             [
                 f"{path}: {type(optimizer).__qualname__}.state_dict() has another form than "
-                "torch.optim.Optimizer's, so it cannot be told which parameters its parts belong "
-                "to; put the optimizer that it wraps into the state"
+                "torch.optim.Optimizer's, so it is unclear which parameters its parts belong to; "
+                "put the optimizer that it wraps into the state"
             ]
         )
     return extra
@@ -205,7 +205,7 @@ def refusals(
     if strangers:
         problems.append(
             f"{path}: {len(strangers)} of its parameters are in no module of the state (the "
-            f"first has shape {strangers[0]}); put the model into the state beside the "
+            f"first has shape {strangers[0]}); put the model into the state next to the "
             "optimizer, and make the optimizer after the model is wrapped or sharded"
         )
     elif isinstance(optimizer, torch.optim.LBFGS):
@@ -213,7 +213,7 @@ def refusals(
         if not all(one.is_whole_on(ranks.everyone) for one in owned):
             problems.append(
                 f"{path}: LBFGS keeps vectors over all parameters joined together, which cannot "
-                "be told apart when parameters are sharded; use another optimizer or an "
+                "be separated when parameters are sharded; use another optimizer or an "
                 "unsharded model"
             )
     return problems
@@ -356,7 +356,7 @@ class _Saving:
         if odd:
             self.flat.problems.append(
                 f"{odd[0]}: is no plain strided tensor, and each rank has its own; keep plain "
-                "tensors there, or DTensors beside it, one per name"
+                "tensors there, or DTensors next to it, one per name"
             )
             return
         own = own_state(named.names[0], name, split, self.ranks)
@@ -369,7 +369,7 @@ class _Saving:
         if len(named.names) > 1:
             self.flat.problems.append(
                 f"{fqn}: a {type(tensor).__name__} for a flat parameter of {len(named.names)} "
-                "members cannot be told apart; wrap with use_orig_params=True"
+                "members cannot be distinguished; wrap with use_orig_params=True"
             )
             return
         self.add_whole(fqn, tensor, Kind.OPTIMIZER, named.owned)
@@ -385,7 +385,7 @@ class _Saving:
         held = None
         if like is not None and (like.is_whole or not is_plain(tensor)):
             held = Held.beside(like)
-        elif like is not None:  # each owner has all of counts beside DTensors in a container
+        elif like is not None:  # each owner has all of the counts next to DTensors in a container
             held = Held(like.owners or self.ranks.everyone, False, like.owners or ())
         try:
             self.flat.holdings.extend(

@@ -6,16 +6,16 @@ What an optimizer keeps for a parameter, under one name, is of one kind:
     SHARD    the part of a tensor shaped like the parameter  pieces like the parameter's
              that belongs to the parameter's local tensor
     TENSOR   a tensor with a layout of its own, or a plain   a tensor by itself
-             one beside a parameter that is held whole
+             one next to a parameter that is held whole
     SCALAR   a plain tensor without dims, such as a step     one tensor per parameter
     NUMBER   a Python number, or None, of a parameter that   as SCALAR; its name has the type
              other ranks may hold nothing of
-    VALUE    any other value, the same on all ranks: beside  a value, which refers to tensors
+    VALUE    any other value, the same on all ranks: a value, which refers to tensors
              a whole parameter, or a DTensor, where each
              tensor in it is a DTensor or a count, or one
              flat shard, where each is a shard like it
     OWN      what each rank has for itself: also all values  a per-rank value, see below
-             but numbers beside a flat shard
+             but numbers next to a flat shard
     MISFIT   what cannot be any of these                     not at all: an error
 """
 
@@ -107,7 +107,7 @@ def is_shard_inside(tensor: torch.Tensor, owned: Owned) -> bool:
 
 
 def _tell_layouts(tensors: Sequence[torch.Tensor], owned: Owned) -> bool:
-    """Whether tensors in one container say by themselves how they lie, counts beside them
+    """Whether tensors in one container say by themselves how they lie, counts next to them
     excepted.
     """
     likes = [likeness(tensor, owned) for tensor in tensors]
@@ -129,7 +129,7 @@ def _kind_of_tensor(
         return StateKind.SCALAR
     if declaration == "shard" and tensor.shape != owned.local.shape:
         return StateKind.MISFIT
-    # Optimizers of engines that flatten know nothing but the local shard, so what has its shape is
+    # Optimizers of engines that flatten know only the local shard, so what has its shape is
     # a shard. The optimizer of a DTensor could have made a DTensor; its plain state is a shard only
     # when it is declared one.
     if like is Likeness.LOCAL and (declaration == "shard" or owned.template is None):
@@ -238,7 +238,7 @@ def kind_of_saved(
 
 
 # --- each rank's own -----------------------------------------------------------------------------
-# Plain tensors beside a parameter that is sharded. Nothing shows which part of the parameter such a
+# Plain tensors of a parameter that is sharded. Nothing shows which part of the parameter such a
 # tensor belongs to, or whether it belongs to one at all, so it is kept as it is, with the layout
 # that the parameter had. It comes back plain, on the same layout; on another one only a function of
 # the user's knows what to make of it. As per-rank values: `{"rank", "world_size", "layout",
@@ -319,7 +319,7 @@ def declared(optimizer: object) -> Mapping[str, StateDeclaration]:
 
 
 def keeps_own(declaration: StateDeclaration | None, owned: Owned) -> bool:
-    """Whether each rank has its own of state that is so declared, beside the parameter `owned`."""
+    """Whether each rank has its own of the state that is declared for the parameter `owned`."""
     if isinstance(declaration, PerShard):
         return not owned.is_whole and owned.template is None
     return isinstance(declaration, PerRank)
@@ -375,7 +375,7 @@ def own_entries(per_rank: Sequence[Mapping[str, Any]], prefix: str) -> dict[str,
     own: dict[str, OwnEntries] = {}
     for values in per_rank:
         for fqn, entry in values.items():
-            # Values that are marked `PerRank` lie beside.
+            # Values that are marked `PerRank` are stored separately.
             if fqn.startswith(prefix) and isinstance(entry, dict) and entry.keys() == _OWN_KEYS:
                 own.setdefault(fqn, {})[entry["rank"]] = entry
     return own

@@ -235,7 +235,7 @@ class Loaded:
 
 class Unshared(enum.Enum):
     """Who owns what no engine shares between ranks in an optimizer's state dict: the state of
-    parameters that stand beside the units, and the options of groups.
+    parameters that stand next to the units, and the options of groups.
 
     COMPARED: all ranks have the same, or the call refuses. OWN: each rank has its own, whatever the
     others have, and a dict to load may lack what the optimizer has. OWN_BY_FIRST: like OWN, but a

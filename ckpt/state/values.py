@@ -1,4 +1,4 @@
-"""Values: what may be stored beside tensors, and trees of values with tensors among them.
+"""Values: what may be stored next to tensors, and trees of values with tensors among them.
 
 A value is None, bool, int, float, str, bytes, or a list, tuple or dict of values. A tree that also
 has tensors is stored as one value, in which `{"$tensor": fqn}` stands for each tensor, and a
@@ -43,7 +43,7 @@ from ckpt.state.typed_values import (
 )
 
 TENSOR_KEY = "$tensor"
-# A named tuple: its fields, and beside them its "items".
+# A named tuple: its fields, and next to them its "items".
 FIELDS_KEY = "$fields"
 _RESERVED = (TENSOR_KEY, TYPE_KEY, FIELDS_KEY, DATA_KEY)
 DEPTH_MAX = 100
@@ -107,7 +107,7 @@ def join_tree(value: Any, tensor_of: Callable[[str], Any], like: Any = None) -> 
 
 
 def unknown_leaves(value: Any, like: Any = None) -> list[str]:
-    """What is wrong with the tagged leaves of a value that `join_tree` is to make, beside a live
+    """What is wrong with the tagged leaves of a value that `join_tree` is to make, given a live
     tree.
     """
     if is_tagged(value):

@@ -1,7 +1,7 @@
 """Comparison of what a state dict has once for several ranks: where they differ, all ranks raise.
 
 Values are compared by one digest of all of them. Of optimizer state the ranks compare what they
-must agree on, see `Holding.must_agree`: counts and small plain tensors. The `step` beside a sharded
+must agree on, see `Holding.must_agree`: counts and small plain tensors. The `step` of a sharded
 parameter is given by the rank that holds the parameter's first element, and every rank has one of
 its own: a witness of what that one gives. Digests travel in the message of the values.
 """

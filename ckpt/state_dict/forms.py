@@ -91,7 +91,7 @@ class _Taking:
             for piece in holding.pieces:
                 self.own.setdefault(piece.fqn, []).append((holding, piece))
         # Where this rank puts what it has nothing of. Not by scalars, which optimizers keep on the
-        # host beside parameters on a device.
+        # host next to parameters on a device.
         homes = [holding.local.device for holding in live.holdings if holding.local.ndim]
         self.home = homes[0] if homes else torch.device("cpu")
 
@@ -214,7 +214,7 @@ class _Taking:
         return group, dist.get_process_group_ranks(group)
 
     def local(self, fqn: str, entry: Known, model: torch.Tensor | None) -> _Made:
-        """This rank's elements as they lie in memory: runs of the flattened tensor.
+        """This rank's elements in the order of its memory: runs of the flattened tensor.
 
         What was flattened in a memory order of its own is no run: it is given as boxes, copied.
         """

@@ -418,12 +418,12 @@ class OptimizerLoad:
 
     def leave_out(self, filled: StandIn) -> None:
         """Take the parameters out of `filled` that the dict lacks and may lack: those that are held
-        whole beside units, or with `may_lack` any.
+        whole next to units, or with `may_lack` any.
 
         The result lacks them too; `optimizer.load_state_dict` refuses it where the optimizer has
         them.
         """
-        # Beside no unit: a bare model's dict has to have all of it.
+        # Next to no unit: a bare model's dict has to have all of it.
         if not self.may_lack and all(source.owned.is_whole for source in self.described.params):
             return
         groups = self.groups or ()

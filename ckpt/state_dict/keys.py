@@ -68,7 +68,7 @@ def kind_of_keys(state_dict: Mapping[str, Any]) -> type | None:
     """The type of the keys of `state_dict`; None without keys. Raises Mismatch when mixed."""
     groups = [key for group in state_dict.get("param_groups", ()) for key in group["params"]]
     state = state_dict.get("state", {})
-    # Groups decide: state may have keys of the user's own, of any type, beside the parameters'.
+    # Groups decide: state may have keys of the user's own, of any type, next to the parameters'.
     kinds = {type(key) for key in groups} or {type(key) for key in state if type(key) is int}
     if not groups and not kinds:
         kinds = {type(key) for key in state}

@@ -179,7 +179,7 @@ def _ends(
 
 
 class _Flat:
-    """A region's memory as a 1-D contiguous tensor: the memory itself, or a copy beside it."""
+    """A region's memory as a 1-D contiguous tensor: the memory itself, or a copy next to it."""
 
     def __init__(self, local: torch.Tensor, *, fill: bool) -> None:
         self.local = local

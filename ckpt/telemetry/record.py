@@ -1,4 +1,4 @@
-"""TELEMETRY: how a save went, on every rank, kept beside its MANIFEST. FORMAT.md, "Telemetry".
+"""TELEMETRY: how a save went, on every rank, kept next to its MANIFEST. FORMAT.md, "Telemetry".
 
 Nothing depends on it: a checkpoint without it, or with a damaged one, is as good. Decoding trusts
 nothing all the same, because reports show its texts. The report of a rank travels with its part, so
@@ -34,7 +34,7 @@ from storage import CorruptObjectError, KeyNotFoundError, Store, TooLargeError
 
 TELEMETRY_NBYTES_MAX = 16 * 1024 * 1024  # about 40,000 ranks; bounds what a hostile object costs
 RANKS_MAX = 1 << 17  # three rows each
-LISTS_MAX = 1000  # beside them; texts may have a bracket, too
+LISTS_MAX = 1000  # next to them; texts may have a bracket, too
 HISTORY_MAX = 200  # saves before this one whose totals are carried along
 FAILURES_MAX = 50
 TEXT_MAX = 500  # characters of a text that is kept
@@ -302,7 +302,7 @@ class Recorder:
 
 class JsonLines(logging.Formatter):
     """Formats every record as one line of JSON: time, level, logger, message, and the numbers that
-    the library logs beside the message.
+    the library logs next to the message.
 
         handler.setFormatter(ckpt.telemetry.JsonLines())
     """
@@ -487,7 +487,7 @@ def _us(seconds: float) -> int:
 
 
 def write_telemetry(store: Store, telemetry: Telemetry) -> None:
-    """Keep it beside the MANIFEST. A failure is logged: nothing but the report misses it."""
+    """Keep it next to the MANIFEST. A failure is logged: only the report misses it."""
     totals = telemetry.totals
     key = step_prefix(totals.step, totals.attempt) + TELEMETRY_NAME
     try:
@@ -502,7 +502,7 @@ def write_telemetry(store: Store, telemetry: Telemetry) -> None:
 def read_telemetry(
     store: Store, prefix: str, budget: MetadataBudget | None = None
 ) -> Telemetry | None:
-    """What lies beside the MANIFEST below `prefix`; None when nothing does, or nothing that can be
+    """What lies next to the MANIFEST below `prefix`; None when nothing does, or nothing that can be
     read: that is logged. With a `budget`, of which it takes, the rows of ranks are left out.
     """
     key = prefix + TELEMETRY_NAME

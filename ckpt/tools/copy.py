@@ -61,7 +61,7 @@ def copy_checkpoint(
     manifest = located.manifest
     meter = Meter(int(manifest.file_nbytes.sum()), progress)
     if any(map(is_reference, manifest.files)):
-        # Its own files alone would not open by their path: some bytes lie beside them in the root.
+        # Its own files alone would not open by their path: some bytes lie next to them in the root.
         checkpoint = Checkpoint(source, located)
         header, layout = written_whole(manifest.header), own_layout(manifest)
         made = rewrite(checkpoint, header, layout, target, threads=threads, meter=meter)

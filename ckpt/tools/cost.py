@@ -26,7 +26,7 @@ MONTH_SECONDS = 365 * 86400 / 12  # 730 hours
 # How saves and loads meet an object store: `WritePath.file_nbytes_max`, the parts of uploads, and
 # `ReadPath.request_nbytes_max`. Their own files need torch; a test compares the numbers.
 FILE_NBYTES, PART_NBYTES, READ_NBYTES = 4 * GIB, 16 * MIB, 8 * MIB
-# Beside data files: MANIFEST, the record of the log that commits it, TELEMETRY.
+# Besides data files: MANIFEST, the record of the log that commits it, TELEMETRY.
 OBJECTS_OF_A_SAVE = 3
 
 # Tensors of the parameters' shape that an optimizer of torch keeps for each parameter.
@@ -147,7 +147,7 @@ class Cost:
     """What `cost_of` computed. Seconds, bytes, and shares of the training's time from 0 on.
 
     `nbytes_per_second` is what the store takes on average, `burst_nbytes_per_second` while a save
-    is under way. `stored_nbytes_max` counts the checkpoint that is being written beside those kept.
+    is under way. `stored_nbytes_max` counts those kept, and the one being written.
     `best_every_young` and `best_every_daly` are None unless `blocked_seconds` is known;
     `blocked_seconds_at_best` is the cost of a save for which `every_seconds` is the best by Young's
     formula.

@@ -3,7 +3,7 @@
     wanted pieces of every rank -> the plan of a load -> the requests that it would make
 
 The plan is made by the code that loads (`plan_reads`, `share`, `Reader`), so it shows what
-would happen, and nothing but MANIFEST is read. No rank has to exist: `plan_ranks` plans for N of
+would happen, and MANIFEST alone is read. No rank has to exist: `plan_ranks` plans for N of
 them with an even layout.
 """
 
@@ -64,7 +64,7 @@ class RankPlan:
 
     `nbytes_wanted` is the memory that is filled. `nbytes_read` comes from the store in `requests`
     reads, in whole blocks; `nbytes_received` comes from other ranks that read it. `nbytes_extra` is
-    the memory that the load needs beside the state, at its peak.
+    the memory that the load needs besides the state, at its peak.
     """
 
     rank: int

@@ -148,7 +148,7 @@ class OfSaves:
 
     @property
     def goodput(self) -> Goodput | None:
-        """Where the time of its jobs went; None where no job has told."""
+        """Where the time of its jobs went; None where no job has noted it."""
         return Goodput.of(self.jobs) if self.jobs else None
 
     @property

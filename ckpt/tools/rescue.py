@@ -69,7 +69,7 @@ def rescue_in(store: Store, near: Sequence[str]) -> RescueReport:
             try:
                 nbytes = _make_durable(record, _homes(own, record), store, maintenance)
             except (Corrupt, InvalidState, KeyNotFoundError) as error:
-                logger.warning("step %d is passed over: %s", record.head.step, error)
+                logger.warning("step %d is skipped: %s", record.head.step, error)
                 passed_over.append((record.head.step, str(error)))
                 continue
             path = f"{store.url}/{record.prefix}".rstrip("/")

@@ -113,7 +113,7 @@ def _resharded(
     threads: int,
     progress: Progress | None,
 ) -> CopyReport:
-    """Write the new form of one checkpoint into the top of `there`, or beside it in its root."""
+    """Write the new form of one checkpoint into the top of `there`, or next to it in its root."""
     manifest, is_second_form = located.manifest, there is None
     meter = Meter(int(manifest.file_nbytes.sum()), progress)
     if there is None:

@@ -183,7 +183,7 @@ def salvage(store: Store, prefix: str) -> SalvageReport:
 def write_manifest(store: Store, report: SalvageReport) -> bytes:
     """Create the MANIFEST of a complete report; returns its bytes, whose digest a commit names.
 
-    An equal one that is there already is left alone. Raises InvalidState when the report is
+    An equal one is left alone. Raises InvalidState when the report is
     incomplete, Corrupt when another MANIFEST is there: it is not overwritten.
     """
     if report.manifest is None:

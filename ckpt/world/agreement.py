@@ -64,7 +64,7 @@ def agreed_error(phase: str, answers: Sequence[bytes]) -> CheckpointError | None
 
 
 def error_of_failures(phase: str, failures: bytes, size: int) -> CheckpointError | None:
-    """`agreed_error` from what rank 0 told all `size` ranks."""
+    """`agreed_error` from what rank 0 sent to all `size` ranks."""
     if not failures:
         return None
     failed = {rank: body for rank, body in json.loads(failures)}

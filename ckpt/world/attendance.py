@@ -259,7 +259,7 @@ class Ledger:
             self._sheet, self._changed = sheet, self._clock()
 
     def _take_over(self, before: _Sheet, posts: dict[int, bytes | None], now: float) -> None:
-        """Go on from what the keeper before knew: who is silent has been so for a while."""
+        """Start from what the previous keeper knew: who is silent has been so for a while."""
         since = {one.rank: now - one.seconds for one in before.concerns if one.kind == "silent"}
         if before.keeper < self._rank:  # it is silent: that is why this rank keeps the sheet
             since[before.keeper] = self._changed

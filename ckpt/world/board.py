@@ -32,7 +32,7 @@ class ProcessBoard:
         self._rank = rank
         self._lock = threading.Lock()
         self._statuses: dict[str, str] = {}
-        self._others: dict[str, bytes] = {}  # to be set beside the statuses, by key
+        self._others: dict[str, bytes] = {}  # to be set with the statuses, by key
         self._sent = self._read = -POST_SECONDS
         self._of_interest: set[int] = set()
         self._arrived: set[int] = set()
@@ -49,7 +49,7 @@ class ProcessBoard:
             self._send_if_due(at_once)
 
     def post(self, key: str, value: bytes, *, at_once: bool) -> None:
-        """Set another key, whoever set it before."""
+        """Set another key, also one that is set."""
         with self._lock:
             self._others[key] = value
             self._send_if_due(at_once)

@@ -9,7 +9,7 @@ Note "mending": where the process lives, the connection broke on its way. The ch
 and the parent asks it to, in case it has not noticed; `ckpt.world.link` sends again what was lost.
 Connections have numbers, so that neither an old one nor a late request breaks a newer one. When
 none is made anew in `MEND_SECONDS`, the process counts as lost. That time begins again once the
-new connection is of use: what breaks every connection at its first message must not go on for ever.
+new connection is of use: what breaks every connection at its first message must end.
 """
 
 from __future__ import annotations
@@ -239,7 +239,7 @@ class Heart:
             try:
                 results.append(run())
             except Exception as error:
-                logger.debug("a request beside a failure has failed itself: %s", error)
+                logger.debug("a request made during a failure has failed itself: %s", error)
 
         thread = threading.Thread(target=attempt, name="ckpt-aside", daemon=True)
         try:
@@ -308,7 +308,7 @@ class Heart:
     def _end_all(self) -> None:
         """Begin the end: each connection ends when all is sent, and the other side has ended, too.
 
-        It does so at once when it is told, unless its process is stopped.
+        It does so at once when it learns of it, unless its process is stopped.
         """
         self._ends = time.monotonic() + FLUSH_SECONDS
         for link in list(self._links.values()):
@@ -397,7 +397,7 @@ class Heart:
         except ValueError as error:
             if link.neighbour is not None:
                 raise
-            # A port scan must not fill the log: the first is told, the second, the fourth, ...
+            # A port scan must not fill the log: the first is logged, the second, the fourth, ...
             self._strangers += 1
             if self._strangers & (self._strangers - 1) == 0:
                 text = "a connection that is none of ours was ended (%d so far): %s"

@@ -248,7 +248,7 @@ class Link:
         self._reported = received
 
     def resume(self, sock: socket.socket, number: int, received: int) -> None:
-        """Go on over connection `number`. The other side has received so many messages."""
+        """Continue over connection `number`. The other side has received so many messages."""
         with self._lock:
             self._drop(received)
             if self._outbox:

@@ -67,8 +67,8 @@ def _start_of(pid: int) -> str | None:
 
 def has_ended(rank: int) -> bool:
     """Whether a rank that has left no card is known to have ended: it is one of this machine, by
-    the variables that torchrun sets, and no process was started as it. False where that cannot be
-    told.
+    the variables that torchrun sets, and no process was started as it. False where that is
+    unknown.
     """
     try:
         own = _variables(os.getpid())

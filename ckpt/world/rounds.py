@@ -1,6 +1,6 @@
 """The control rounds of one world: payloads go up the tree to rank 0, answers down from it.
 
-Whoever has a part in a round leaves it with the heart of its process and goes on, or waits for the
+A rank leaves its part in a round with the heart of its process and continues, or waits for the
 answer. The hearts join payloads on the way up and pass answers on at once, so no rank holds up
 another by being late, and a rank sends and receives one message per round and neighbour.
 
@@ -41,7 +41,7 @@ NEVER_MET = (
 )
 CALL_SECONDS = 15.0  # until a rank that waits says who has not made the same call
 ROLL_SECONDS = 1.0  # for the answers of those
-STORE_SECONDS = 2.0  # for a request beside a failure, to a store whose host may be gone
+STORE_SECONDS = 2.0  # for a request during a failure, to a store whose host may be gone
 
 
 @dataclass(frozen=True, slots=True)
@@ -468,7 +468,7 @@ class Rounds:
 
 
 class _Wait:
-    """How long one wait goes on, and whom it blames in the end; see note "who is to blame"."""
+    """How long one wait lasts, and whom it blames in the end; see note "who is to blame"."""
 
     def __init__(self, rounds: Rounds, number: int, name: str) -> None:
         self._rounds = rounds

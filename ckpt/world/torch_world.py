@@ -202,7 +202,7 @@ class TorchWorld(World):
             raise copied(self._broken or failure) from failure
 
     def check_rank(self, rank: int, phase: str) -> None:
-        # Whoever was connected to a rank that died has reported it to all.
+        # The ranks that were connected to one that died have reported it to all.
         self.check_neighbour(phase)
 
     def duplicate(self) -> World:
@@ -325,7 +325,7 @@ class TorchWorld(World):
 
     def _meet(self, number: int, name: str, lengths: Sequence[int], room: Sequence[int]) -> None:
         """Wait until all ranks are here. Raises RankFailed when one sends what another does not
-        expect, which one sum over all ranks shows: nobody is told what others send to others.
+        expect, which one sum over all ranks shows: no rank learns what others send to others.
         """
 
         def differing(came: bytes) -> bytes:

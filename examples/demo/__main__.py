@@ -31,7 +31,6 @@ PREEMPTED_AFTER = 85
 NEAR_EVERY = 5
 HOST_LOST_AFTER = 33
 LOST_HOST_UNTIL = 60
-PROMPT = "def __init__(self"
 # Another number of ranks adds up gradients in another order: 5e-7 of the loss where measured.
 TOLERANCE = 1e-3
 
@@ -138,16 +137,17 @@ def main() -> None:
     say(
         f"5. 4 ranks on 2 hosts, near saves every {NEAR_EVERY} steps with a copy at the other host;"
     )
-    say("   one host dies with all that it had, and the training goes on with 2 ranks")
-    lose_a_host(demo, whole)
+    say("   one host dies with all that it had, and the training continues on 2 ranks")
+    near, durable = lose_a_host(demo, whole)
 
     say("6. exported, and loaded without this library")
     model = demo.out / "model.safetensors"
     exported = ckpt.export(demo.url, str(model), storage_options=demo.storage_options)
     say(f"   {model}: {len(exported.tensors)} tensors, {exported.nbytes:,} bytes")
-    command = [sys.executable, str(HERE / "generate.py"), str(model), PROMPT]
-    text = subprocess.run(command, check=True, capture_output=True, text=True).stdout
-    say("   it writes:\n" + "\n".join(f"   | {line}" for line in text.splitlines()[:12]))
+    command = [sys.executable, str(HERE / "evaluate.py"), str(model), str(STEPS + 1)]
+    loss = float(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+    expect(abs(loss - whole[STEPS]) < 0.25, f"the exported model has a loss of {loss}")
+    say(f"   its loss on the next batch is {loss:.3f}; the training ended with {whole[STEPS]:.3f}")
 
     runs = {"uninterrupted": whole, "killed": killed, "4 ranks": same, "2 ranks": half}
     stored = []
@@ -157,12 +157,29 @@ def main() -> None:
     picture = demo.out / "report.html"
     events = {KILLED_IN_SAVE_OF: "SIGKILL while saving", latest.step: "resumed from here"}
     events[saved.step] = "SIGTERM: saved, and left"
-    write_report(picture, runs, stored, events=events, text=text)
+    happened = [
+        ("SIGKILL to 4 ranks in the middle of a save", KILLED_IN_SAVE_OF - latest.step),
+        ("SIGTERM to one of 2 ranks", 0),
+        ("one of 2 hosts lost, near saves on", HOST_LOST_AFTER - near),
+        ("the same without near saves", HOST_LOST_AFTER - durable),
+    ]
+    write_report(picture, runs, stored, events=events, happened=happened)
     ends = (SAVE_EVERY, KILLED_IN_SAVE_OF, latest.step, saved.step)
     story = Story(whole, killed, same, half, *ends)
     (demo.out / "timeline.json").write_text(story.to_json(), encoding="utf-8")
     (demo.out / "timeline.svg").write_text(timeline(story), encoding="utf-8")
-    say(f"\nall as promised, in {time.monotonic() - started:.0f} s. Look at {picture}")
+    say("\nwhat happened                               steps to train again")
+    for event, steps in happened:
+        say(f"{event:44}{steps:2}")
+    here = Path.cwd()
+    options = "".join(f" -o {key}={value}" for key, value in demo.storage_options.items())
+    say(f"\nall as promised, in {time.monotonic() - started:.0f} s. Look next:")
+    for line in (
+        f"ls {shortened(demo.url, here)}{options}",
+        f"watch {shortened(demo.url, here)}{options} --once",
+    ):
+        say(f"  {shortened(Path(sys.executable).with_name('ckpt'), here)} {line}")
+    say(f"  and, in a browser, {picture}")
 
 
 def train_and_kill(demo: Demo) -> Run:
@@ -195,9 +212,9 @@ def train_and_preempt(demo: Demo) -> Run:
     return demo.read("resumed-2")
 
 
-def lose_a_host(demo: Demo, whole: Run) -> None:
-    """Lose a host in the middle of a training, and go on from what the other one has, on fewer
-    ranks, one of them on a host that is new.
+def lose_a_host(demo: Demo, whole: Run) -> tuple[int, int]:
+    """Lose a host in the middle of a training, and continue from what the other one has, on fewer
+    ranks, one of them on a new host. Returns the steps of the newest near and durable checkpoint.
     """
     hosts = [demo.out / f"host{number}" for number in range(3)]
     near = Demo(f"{demo.url.rstrip('/')}-near", demo.out, demo.storage_options)
@@ -230,6 +247,12 @@ def lose_a_host(demo: Demo, whole: Run) -> None:
     say(f"   lost after step {HOST_LOST_AFTER}; resumed from near step {step}, where the newest")
     say(f"   durable one was {durable}: 0 of those read, {peers:,} bytes from the other host,")
     say(f"   {len(resumed)} losses at most {apart:.1e} from the uninterrupted training")
+    return step, durable
+
+
+def shortened(path: str | Path, folder: Path) -> str:
+    """As one types it in `folder`."""
+    return str(path).removeprefix(f"{folder}/")
 
 
 def say(text: str) -> None:

@@ -28,11 +28,19 @@ BAR_MIN = 24  # so that the shares of small tensors are seen as well
 
 
 def write_report(
-    path: Path, runs: dict[str, Run], stored: Sequence[Stored], *, events: dict[int, str], text: str
+    path: Path,
+    runs: dict[str, Run],
+    stored: Sequence[Stored],
+    *,
+    events: dict[int, str],
+    happened: Sequence[tuple[str, int]],
 ) -> None:
     """Write the page. `stored` are checkpoints with the tensors to draw, `events` what happened at
-    which step.
+    which step, `happened` what each event cost in steps.
     """
+    rows = "".join(
+        f"<tr><td>{html.escape(what)}</td><td>{steps}</td></tr>" for what, steps in happened
+    )
     story = "; ".join(f"step {step}: {event}" for step, event in sorted(events.items()))
     parts = "".join(
         f"<h2>Who stored what: step {checkpoint.step}, saved by {checkpoint.world_size} ranks</h2>"
@@ -45,15 +53,15 @@ def write_report(
 <style>
 body {{ font: 15px/1.45 system-ui, sans-serif; max-width: 900px; margin: 2em auto; color: #222; }}
 svg text {{ font: 12px system-ui, sans-serif; fill: #444; }}
-pre {{ background: #f4f4f4; padding: 1em; overflow: auto; }}
+td, th {{ text-align: left; padding: .2em 1.5em .2em 0; }}
 .key {{ display: inline-block; width: 1em; height: 1em; margin: 0 .3em 0 1em; }}
 </style></head><body>
 <h1>A training that was killed while saving</h1>
 <p>A byte-level transformer on the sources of Python's standard library. {story}.</p>
 {_loss_chart(runs, events)}
 {parts}
-<h2>What the exported model writes</h2>
-<pre>{html.escape(text)}</pre>
+<h2>What was lost</h2>
+<table><tr><th>what happened</th><th>steps to train again</th></tr>{rows}</table>
 </body></html>
 """,
         encoding="utf-8",

@@ -80,7 +80,7 @@ class Gathering:
 
     @property
     def own_memory(self) -> tuple[torch.Tensor, ...]:
-        """What it has beside the unit's memory, to be freed with that."""
+        """What it has besides the unit's memory, to be freed with that."""
         return ()
 
 
@@ -190,7 +190,7 @@ class ByExtension(Gathering):
             made = made.as_strided(shape, row_major_strides(shape), 0)
         shown = made.detach()
         if hasattr(shown, "__tensor_flatten__"):
-            # What a wrapper has beside memory (a scale) is an attribute of each object of its own:
+            # What a wrapper has besides memory (a scale) is an attribute of each object of its own:
             # the extension must set that of the one that modules show.
             self._filled = shown
         return shown

@@ -438,7 +438,7 @@ def _check_chunks(fqn: str, cutting: Cutting, param: nn.Parameter, ranks: int) -
         raise ValueError(
             f"{fqn}: {cutting} cannot be kept by fully_shard, which cuts {shape} into chunks of "
             f"{rows} of dim 0, as DTensors are; wrap with FullyShardedDataParallel("
-            "use_orig_params=True), which cuts where it is told to"
+            "use_orig_params=True), which cuts where you say"
         )
 
 

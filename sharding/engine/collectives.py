@@ -11,7 +11,7 @@ and into the buffers; on 4 ranks the ratio is the same. Everything else uses the
 primitives; gloo has none for parts of several lengths, which it gets one by one.
 
 Order of reduction: `reduce_scatter` on gloo adds the ranks' contributions in the order of their
-group ranks, from 0 on, whoever holds the result; with two ranks that is bit for bit what the
+group ranks, from 0 on, on every holder of the result; with two ranks that is bit for bit what the
 native one gives. `all_reduce` and all of NCCL: the backend's own order.
 """
 

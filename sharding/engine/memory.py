@@ -7,7 +7,7 @@ come back at the same storage. Two ways:
   the caching allocator makes it cheap. On CPU every round costs a page fault for each 4 KiB.
 - `_Moved` (CPU on Linux): the address range is reserved once. Releasing moves its physical pages
   into a pool, fetching moves pages of the pool to where they are needed, both by `mremap`, which
-  changes page tables and copies nothing. The pool keeps few pages, whoever gathered them.
+  changes page tables and copies nothing. The pool keeps few pages, of all units together.
 """
 
 from __future__ import annotations

@@ -39,7 +39,7 @@ def map_tensors(fn: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
         fields = [field.name for field in dataclasses.fields(value)]
         mapped = {name: map_tensors(fn, getattr(value, name)) for name in fields}
         if all(field.init for field in dataclasses.fields(value)):
-            # By the constructor: what a class keeps beside its fields follows them.
+            # By the constructor: what a class keeps besides its fields follows them.
             return dataclasses.replace(value, **mapped)
         for name, new in mapped.items():
             object.__setattr__(value, name, new)

@@ -248,7 +248,7 @@ class ParameterStore(ABC):
     # --- what is up to the store: gradients -----------------------------------------------------
 
     def adopt_gradients(self) -> None:
-        """Follow what the user did to gradients that are shown beside those of shards."""
+        """Follow what the user did to gradients that are shown besides those of shards."""
         return
 
     @abstractmethod
@@ -290,7 +290,7 @@ class ParameterStore(ABC):
 
     @property
     def gathered_nbytes(self) -> int:
-        """Memory that gathered parameters take now, beside the shards."""
+        """Memory that gathered parameters occupy now, besides the shards."""
         return self.memory.nbytes
 
     def use(self, streams: Streams) -> None:
@@ -356,7 +356,7 @@ class ParameterStore(ABC):
         with torch.inference_mode(False), torch.no_grad():
             self.streams.compute_waits_for_gathers()
             self._pending.wait()
-        # What the gather has taken beside the parameters' memory has been read, and is free.
+        # What the gather has used besides the parameters' memory has been read, and is free.
         self.streams.gathers_wait_for(self.streams.mark())
 
     # --- what modules show ----------------------------------------------------------------------

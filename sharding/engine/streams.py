@@ -5,11 +5,11 @@ one for the all-reduce of hybrid sharding.
 
 A caching allocator keeps memory by the stream that it was taken on, and gives it out again on that
 stream as soon as the host has let go of it: work that the stream was given before is over by then,
-work of others may not be. So whoever takes memory of another stream lets that one wait for an event
-behind its own last use, and keeps the memory until it has. Streams wait, the host never does, and
-however far it runs ahead, no more is taken than when it does not. The allocator's own way,
-`record_stream`, keeps the memory until the host sees that the use is over, which is too late for
-a host that runs ahead.
+work of others may not be. So the borrower of another stream's memory records an event after its
+last use, and keeps the memory until the owner has waited on it. Streams wait, the host never does:
+as far as it may run ahead, no more memory is in use. The allocator's own way, `record_stream`,
+keeps the memory until the host sees that the use is over, which is too late for a host that runs
+ahead.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Streams:
 
     reductions_ahead_max = 2
     """How many reductions are under way at once, unless the user says: while the host ends one, the
-    other goes on."""
+    other continues."""
 
     awaited: object = None
     """The handle of reductions that a user has still to wait for."""

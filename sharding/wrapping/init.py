@@ -24,7 +24,7 @@ from sharding.engine.store import ModuleParam
 from sharding.engine.torch_seam import ParamPlace, is_marked_replicate
 from sharding.flat.members import FlatParameter
 
-# A copy of so much lies beside the parameters while it is broadcast; torch's size.
+# So much is copied, besides the parameters, while it is broadcast; torch's size.
 _BROADCAST_BYTES_MAX = 250 * 1024 * 1024
 
 

@@ -132,7 +132,7 @@ def _check_mixed(requests: list[WrapRequest], ignored: Ignored, use_orig_params:
                 flags[param.requires_grad].append(name)
         if flags[True] and flags[False]:
             text = (
-                f"{request.name}: has frozen parameters ({', '.join(flags[False])}) beside "
+                f"{request.name}: has frozen parameters ({', '.join(flags[False])}) next to "
                 f"trainable ones ({', '.join(flags[True])})"
             )
             if not use_orig_params:

@@ -1,9 +1,9 @@
 """The server of one directory: others read and write its objects by HTTP, as those of any store.
 
-It answers who has the token, and nobody else. What it is sent is visible once every part has the
-length and the checksum that its sender stated, and is on the disk. Whoever sends nonsense, or
-nothing, or slowly, gets an error or a closed connection: requests, bodies, uploads, connections
-that have not shown the token, and the time of each are bounded.
+It answers only clients with the token. An upload is visible once every part has the length and the
+checksum that its sender stated, and is on the disk. Malformed, idle and slow clients get an error
+or a closed connection: requests, bodies, uploads, connections that have not shown the token, and
+the time of each are bounded.
 """
 
 from __future__ import annotations
@@ -239,7 +239,7 @@ class PeerServer(socketserver.ThreadingTCPServer):
                 upload.give_up()
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """A client that goes away, or does not go on, is no error."""
+        """A client that leaves, or stops sending, is no error."""
         if not isinstance(sys.exc_info()[1], OSError | ValueError):
             super().handle_error(request, client_address)
 

@@ -416,9 +416,7 @@ def _object(key: str) -> str:
 
 
 def _length_of(answer: http.client.HTTPResponse) -> int:
-    """What an answer says of its length. Raises ValueError when it says nothing: it could go on for
-    ever.
-    """
+    """An answer's length. Raises ValueError without one: it might never end."""
     if answer.length is None:
         raise ValueError("an answer without a length")
     return answer.length

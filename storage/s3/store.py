@@ -396,7 +396,7 @@ class S3Writer(ObjectWriter):
             raise self._refusal
 
     def _renew_tags(self) -> bool:
-        """Ask for the tags of the parts; whether any is not the one that we were told.
+        """Ask for the tags of the parts; whether any is not the one that we were given.
 
         Of a part that was sent twice the server has the bytes that came last, which are the same.
         Where it encrypts, their tag is another one all the same. A part of another size or checksum

@@ -194,7 +194,7 @@ class WireRequest:
             self.is_dropped = True
             if self._socket is not None:
                 with contextlib.suppress(OSError):
-                    # Not the method of an SSLSocket, which would go on without encryption.
+                    # Not the method of an SSLSocket, which would continue without encryption.
                     socket.socket.shutdown(self._socket, socket.SHUT_RDWR)
 
 

@@ -95,7 +95,7 @@ def test_killed_exports_are_absent_or_whole_and_end_when_run_again(
             try:
                 ckpt.export(source, f"{base}/{name}", **TARGETS[name])
             except ckpt.errors.CheckpointError as error:
-                assert "is there already" in str(error)  # it had ended, but for its last breath
+                assert "exists already" in str(error)  # it had ended, but for its last breath
         _compare(f"{base}/{name}")
         left = [info.key for info in open_store(base).list("") if "unfinished" in info.key]
         assert not left

@@ -5,10 +5,15 @@ Method: the files are read as text.
 
 from __future__ import annotations
 
+import io
 import re
+import tokenize
+from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
+PACKAGES = ("ckpt", "sharding", "storage")
+TEXTS = {tokenize.COMMENT, tokenize.STRING, getattr(tokenize, "FSTRING_MIDDLE", None)}
 ENTRY = re.compile(r"^\*\*([A-Z]\d+) [^*]+\.\*\*", re.M)
 REPLACED = re.compile(r"^\| (X\d+) \| superseded by ([A-Z]\d+) \|", re.M)
 
@@ -133,7 +138,9 @@ def test_the_home_page_links_pages_by_their_names() -> None:
 
 # What gives a translation away, see the guides for how it is said instead.
 TRANSLATED = re.compile(
-    r"\b(whoever|beside|told|passed over|goes on|go on|as they lie|its like|nothing but)\b", re.I
+    r"\b(whoever|beside|told|passed over|goes on|go on|as they lie|its like|nothing but"
+    r"|is there already|what is gone|say their|say --)\b",
+    re.I,
 )
 
 
@@ -146,3 +153,44 @@ def test_documents_speak_plain_english() -> None:
         for line in re.sub(r"```.*?```", "", text_of(name), flags=re.S).splitlines()
     ]
     assert not [(name, line) for name, line in lines if TRANSLATED.search(line)]
+
+
+def texts_of_code(source: str) -> Iterator[tuple[int, str]]:
+    """Comments, docstrings and messages, by line; names in backticks or of attributes left out."""
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type in TEXTS:
+            yield token.start[0], re.sub(r"`[^`\n]*`|\{[^{}]*\}|[\w.]+=", "", token.string)
+
+
+def translated(path: str, source: str) -> list[str]:
+    """Phrases of a file that give a translation away. A word alone is a name, not a sentence."""
+    return [
+        f"{path}:{line}: {hit[0]}"
+        for line, text in texts_of_code(source)
+        for hit in TRANSLATED.finditer(text)
+        if " " in text
+    ]
+
+
+def test_docstrings_comments_and_messages_speak_plain_english() -> None:
+    files = [path for name in PACKAGES for path in sorted((ROOT / name).rglob("*.py"))]
+    assert len(files) > 300
+    problems = [
+        problem
+        for path in files
+        for problem in translated(str(path.relative_to(ROOT)), path.read_text(encoding="utf-8"))
+    ]
+    assert not problems, "\n" + "\n".join(problems)
+
+
+def test_planted_phrases_are_found() -> None:
+    source = '''
+def f(beside):
+    """What lies beside it; `beside` is a name."""
+    raise ValueError(f"{beside} is there already")  # whoever
+'''
+    assert translated("x.py", source) == [
+        "x.py:3: beside",
+        "x.py:4: is there already",
+        "x.py:4: whoever",
+    ]

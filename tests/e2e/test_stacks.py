@@ -315,7 +315,7 @@ def test_slices_that_are_no_stack_are_refused_by_name() -> None:
         state["model"] = model
         state["optim"] = torch.optim.AdamW(model.parameters())
 
-    assert "model.experts.weight: is in the checkpoint beside model.experts.0.weight" in (
+    assert "model.experts.weight: the checkpoint has it, and model.experts.0.weight" in (
         changed_and_loaded(beside_a_stack)
     )
 

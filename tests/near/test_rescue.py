@@ -56,7 +56,7 @@ def test_rescue_passes_over_damage_and_says_so(
     flip_a_byte(data_files(hosts[1])[-1])
     assert main(["rescue", *near, root]) == 0
     out = capsys.readouterr().out
-    assert "passed over: step 8" in out and "step 6 (" in out
+    assert "skipped: step 8" in out and "step 6 (" in out
     assert [info.step for info in ckpt.list_steps(root)] == [6]
     assert main(["rescue", *near, root]) == 1
     assert "whole and newer" in capsys.readouterr().err

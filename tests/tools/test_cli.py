@@ -185,7 +185,7 @@ def test_export_writes_what_the_function_writes(
     assert set(tensors) == {"layer0.weight", "layer1.weight", "layer2.weight"}
     assert torch.equal(tensors["layer0.weight"], sliced_net()[0].weight.half())
     assert main(["export", sliced_root, str(target)]) == 1
-    assert "is there already" in capsys.readouterr().err
+    assert "exists already" in capsys.readouterr().err
 
 
 def test_export_says_which_tied_names_are_left_out(

@@ -188,7 +188,7 @@ def test_damage_stops_the_export_and_leaves_nothing(sliced_root: str, tmp_path: 
 def test_existing_target_is_not_touched(sliced_root: str, tmp_path: Path) -> None:
     target = tmp_path / "m.safetensors"
     target.write_text("mine")
-    with pytest.raises(ckpt.errors.CheckpointError, match="is there already"):
+    with pytest.raises(ckpt.errors.CheckpointError, match="exists already"):
         ckpt.export(sliced_root, str(target))
     assert target.read_text() == "mine"
 

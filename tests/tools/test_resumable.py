@@ -17,7 +17,7 @@ def target(request: pytest.FixtureRequest) -> Store:
 def test_an_object_is_put_once_and_another_one_in_its_place_is_refused(target: Store) -> None:
     put_once(target, "MANIFEST", b"ours")
     put_once(target, "MANIFEST", b"ours")
-    with pytest.raises(CheckpointError, match="MANIFEST is there already and is of another"):
+    with pytest.raises(CheckpointError, match="MANIFEST exists already and is of another"):
         put_once(target, "MANIFEST", b"theirs")
     assert target.get("MANIFEST") == b"ours"
 

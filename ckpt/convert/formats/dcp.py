@@ -1,9 +1,8 @@
 """Directories of torch.distributed.checkpoint (DCP) as sources.
 
-`.metadata` is a pickle of DCP's classes. It is read by a machine that can build nothing but records
-of those names (`ckpt.convert.sources.pickles`), and what it says is checked before it is used:
-every tensor covered once, every byte inside of its file, every blob of the shape and dtype that it
-should have.
+`.metadata` is a pickle of DCP's classes. It is read by a machine that builds only records of those
+names (`ckpt.convert.sources.pickles`), and what it says is checked before it is used: every tensor
+covered once, every byte inside of its file, every blob of the shape and dtype that it should have.
 """
 
 from __future__ import annotations
@@ -156,7 +155,7 @@ def read_folder(store: Store, folder: str, into: TreeData) -> dict[Any, Any]:
 def _rest(
     store: Store, folder: str, tree: Mapping[Any, Any], into: TreeData, sizes: dict[str, int]
 ) -> dict[Any, Any]:
-    """What Lightning keeps beside a DCP checkpoint, in a file of torch.save: all but the sharded
+    """What Lightning keeps next to a DCP checkpoint, in a file of torch.save: all but the sharded
     dicts. Nothing where there is no such file.
     """
     name = folder + LIGHTNING_REST

@@ -107,7 +107,7 @@ def _opened(store: Store, keys: Sequence[str], budget: MemoryBudget) -> FileSour
         raise Corrupt(f"{store.url}: optimizer files of ranks {sorted(optim)}; some are missing")
     models = sorted(k for k in keys if k.startswith(folder) and MODEL.fullmatch(k))
     if not models:
-        raise Corrupt(f"{store.url}: no mp_rank_00_model_states.pt beside the optimizer files")
+        raise Corrupt(f"{store.url}: no mp_rank_00_model_states.pt next to the optimizer files")
     sizes = {key: store.info(key).nbytes for key in (*optim.values(), models[0])}
     ranks = [_rank(store, optim[rank], sizes, budget) for rank in range(len(optim))]
     opened = open_blob(store, Blob(models[0], 0, sizes[models[0]]), budget, is_outermost=True)
@@ -155,7 +155,7 @@ def _flat_of(key: str, opened: Opened, ref: TensorRef) -> FlatPartition:
 def _optimizer_of(
     key: str, opened: Opened, state: Any, flats: Sequence[FlatPartition], padding: Any
 ) -> tuple[list[dict[str, FlatPartition]], list[Any]] | None:
-    """What an optimizer keeps beside the weights; None where it is in no form that is known."""
+    """What an optimizer keeps next to the weights; None where it is in no form that is known."""
     own, groups = (_dict(state).get(name) for name in ("state", "param_groups"))
     if not isinstance(own, dict) or not isinstance(groups, list):
         return None

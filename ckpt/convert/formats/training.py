@@ -64,8 +64,7 @@ def _open_file(place: SourcePlace, name: str) -> FileSource:
 
 def _open_dcp(place: SourcePlace, folders: Sequence[str]) -> FolderSource:
     """Several DCP directories as one source; the state of each stands at its top level, and so do
-    those schedulers in files next to them that hold nothing but plain values: the rest does not
-    need them.
+    those schedulers in files next to them that hold only plain values: the rest needs none.
     """
     store, data = place.store, TreeData({}, place.budget)
     trees: dict[Any, Any] = {}

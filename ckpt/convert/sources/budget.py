@@ -43,7 +43,7 @@ def check_output(name: str, nbytes: int, stored_nbytes: int, nbytes_max: int | N
 class MemoryBudget:
     """Counts what all parts of one source take together. Used from several threads.
 
-    `nbytes_max` is how much, beside the bytes of tensors that are there (None: 64 MiB).
+    `nbytes_max` is how much, besides the bytes of the tensors (None: 64 MiB).
     """
 
     def __init__(self, nbytes_max: int | None = None) -> None:
@@ -121,7 +121,7 @@ NUMBER_NBYTES = 104
 CONTAINER_NBYTES: dict[type, int] = {list: 120, tuple: 120, dict: 220}
 OBJECT_NBYTES = 500  # of any other thing with parts, such as a record of DCP
 ENCODED_NBYTES = 7  # of each byte of a value's encoding, which lies in several buffers at the end
-NAMED_NBYTES = 800  # more, of a value with a name of its own: one beside tensors, or at the top
+NAMED_NBYTES = 800  # more, of a value with a name of its own: one next to tensors, or at the top
 TENSOR_NBYTES = 4000  # from the view of a storage to a chunk of a manifest
 PATH_NBYTES = 5  # of each byte of a tensor's name
 

@@ -36,7 +36,7 @@ from ckpt.stacks.rules import Origin, restack
 from ckpt.state.types import Catalog, Stacks, TensorEntry
 from ckpt.state.values import join_tree, references
 
-# What is read and multiplied at once, by each thread: some 6 MiB with the indexes beside it.
+# What is read and multiplied at once, by each thread: some 6 MiB with the indexes.
 BAND_NUMEL = 128 << 10
 _SCALE_INV = "_scale_inv"
 _MX_GROUP = 32

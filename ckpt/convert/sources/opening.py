@@ -29,7 +29,7 @@ class SourceOptions:
 
     `parameter_names` are the names of the parameters of optimizers that only number them, in the
     optimizer's order. `memory_bytes_max` is how much memory what describes the tensors may take,
-    beside the bytes of tensors that are there (None: 64 MiB); of roots of ours nothing is counted.
+    besides the bytes of the tensors (None: 64 MiB); for roots of ours nothing is counted.
     """
 
     step: SupportsIndex | None = None

@@ -1,4 +1,4 @@
-"""What torch.save puts into pickles: tensors as views of storages that lie beside the pickle.
+"""What torch.save puts into pickles: tensors as views of storages that lie next to the pickle.
 
 Both ways: `read_tree` gives the tree with a `TensorRef` for each tensor, `write_tree` is a pickle
 that `torch.load(weights_only=True)` reads. No tensor's bytes pass through here.
@@ -44,7 +44,7 @@ NAME_SHOWN_MAX = 60  # of an unknown name in each tensor that has it
 
 
 class StorageRef(NamedTuple):
-    """A storage beside the pickle, by its key; `dtype` is "" for one of bytes."""
+    """A storage next to the pickle, by its key; `dtype` is "" for one of bytes."""
 
     key: str
     dtype: str
@@ -284,7 +284,7 @@ class StorageOut(NamedTuple):
 def write_tree(tree: Any) -> bytes:
     """A pickle of protocol 2 of `tree`: values, `TensorOut` where tensors are, and calls.
 
-    `torch.load(weights_only=True)` makes the tree of it, once the storages lie beside it.
+    `torch.load(weights_only=True)` makes the tree of it, once the storages lie next to it.
     """
     out = io.BytesIO()
     pickler = _TreePickler(out, 2)

@@ -1,6 +1,6 @@
 """Write planned files to a store: by all ranks, resumable, and read back on request.
 
-While files are being written, a note beside them (`<name>.unfinished`) identifies the export. Each
+While files are being written, a note next to them (`<name>.unfinished`) identifies the export. Each
 file appears whole or not at all, so an export that finds its own note continues after the files
 that are there. When all others are durable, the coordinator writes the last file, which turns
 several files into one checkpoint, and removes the note.
@@ -136,7 +136,7 @@ class Delivery:
             return json.dumps(present).encode()  # killed between the last file and the note
         if present and (note is None or self.files[-1].key in present):
             raise CheckpointError(
-                f"{store.url}/{present[0]} is there already and nothing is ever overwritten; "
+                f"{store.url}/{present[0]} exists already and nothing is ever overwritten; "
                 "remove it, or export to another name"
             )
         if note is None:

@@ -1,4 +1,4 @@
-"""What stands beside the weights in a model folder of Hugging Face: config, tokenizer, templates.
+"""What stands next to the weights in a model folder of Hugging Face: config, tokenizer, templates.
 
 `transformers`, vLLM and SGLang look for these files by name, so others are not copied, code and
 weights least of all. What is copied is checked: readers of the folder trust it.
@@ -61,7 +61,7 @@ _ROWS_OF_VOCABULARY = ("model.embed_tokens.weight", "transformer.wte.weight", "l
 @dataclass(frozen=True, slots=True)
 class DescribingFiles:
     """The files to copy, by name, and what the config says. `known` are the names of the weights
-    that the folder already has beside its config, () when it has none.
+    that the folder already has next to its config, () when it has none.
     """
 
     files: Mapping[str, bytes] = field(default_factory=dict)
@@ -144,7 +144,7 @@ def _check(where: str, name: str, data: bytes) -> None:
     """Raise CheckpointError unless `data` is what a file of that name may be."""
     if data.startswith((_PICKLE, _ZIP)):
         raise CheckpointError(
-            f"{where} is a pickle or a zip file, which is not copied beside a model"
+            f"{where} is a pickle or a zip file, which is not copied next to a model"
         )
     if name.endswith(_BINARY):
         return
@@ -162,7 +162,7 @@ def _check(where: str, name: str, data: bytes) -> None:
 
 def check_names(beside: DescribingFiles, tensors: Mapping[str, SourceTensor]) -> None:
     """Raise CheckpointError where `tensors`, by their names in the folder, are not what the class
-    that the config names would look for, as far as that can be told without the class.
+    that the config names would look for, as far as that is known without the class.
     """
     if not beside.config:
         return
@@ -204,7 +204,7 @@ def _moved(names: Collection[str], known: Collection[str]) -> str:
     ):
         if count > alike:
             return (
-                f"{alike} of the {len(known)} names of the weights beside the config are among "
+                f"{alike} of the {len(known)} names of the weights next to the config are among "
                 f"them, and {count} would be: {_rule(rule.format(beginning))}"
             )
     return ""

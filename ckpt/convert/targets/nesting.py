@@ -273,7 +273,7 @@ def _is_leaf(value: Any) -> bool:
 
 # Sparse and quantized tensors ---------------------------------------------------------------------
 
-# torch.save writes them as calls of torch's own functions; components lie beside the pickle as
+# torch.save writes them as calls of torch's own functions; components lie next to the pickle as
 # other tensors do. What `torch.load(weights_only=True)` does not make anew bit for bit has no such
 # form, and stays the components that it consists of.
 

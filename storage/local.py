@@ -1,9 +1,8 @@
 """Objects as files below a directory, through os-level calls.
 
 What holds: a key names exactly the file `root/key`, and no key can name anything outside of `root`.
-Symbolic links that somebody placed below `root` are followed, for reading and for writing: placing
-links there takes the rights to the data anyway, and caches of downloaded models are made of such
-links.
+Symbolic links that somebody placed below `root` are followed, for reading and writing: placing
+links there takes the rights to the data anyway, and caches of models are made of such links.
 
 An object is written aside under a name that is never a key, and published by `link`, which does not
 replace anything. A writer that dies before that leaves a `.tmp-` file at most, which

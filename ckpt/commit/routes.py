@@ -16,7 +16,7 @@ SameAs: TypeAlias = Callable[[LiveEntry], str]
 
 
 def is_delta(entry: LiveEntry) -> bool:
-    """Whether an entry looks like a delta: only its manifest says so for certain."""
+    """Whether an entry looks like a delta; only its manifest is proof."""
     return entry.line is None and len(entry.references) == 1
 
 

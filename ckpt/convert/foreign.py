@@ -1,6 +1,6 @@
-"""Checkpoints of other libraries as one of ours: a manifest that says what there is, and a store
-that reads it, as one data file that nobody has written. So loads, `ckpt.open` and the commands take
-them as they are, on any layout, and read no byte that they do not need.
+"""Checkpoints of other libraries, presented as one of ours: a manifest of what they have, and a
+store that reads it as one data file, which exists nowhere. So loads, `ckpt.open` and the commands
+take them as they are, on any layout, and read no byte that they do not need.
 
 Such files have no checksums of blocks: bytes are taken as they are. Every rank opens the files
 itself; what they describe has to be the same on all.
@@ -59,7 +59,7 @@ KIB = 1 << 10
 BLOCK_BYTES = 64 * KIB  # loads read whole ones; nothing is checked by them
 ALIGNED = 64
 FILE = "tensors.safetensors"
-# Records of a log, and all of a checkpoint; data files wherever somebody has put them.
+# Records of a log, files of a checkpoint; data files in any folder.
 _OURS = re.compile(
     r"log/\d{20}$|(spread/[^/]+/)?steps/\d{8,18}-e\d{6,18}-[0-9a-f]{16}/"
     r"|(.*/)?rank\d{5,}-\d{3,}\.safetensors$"
@@ -142,8 +142,8 @@ def foreign(
 
 
 def _open_unless_ours(error: Exception, url: StoreLike, **options: Any) -> Store:
-    """The store at `url`. Raises `error` where files of ours are: what they lack is to be mended,
-    and not to be read as if others had written them.
+    """The store at `url`. Raises `error` where files of ours are: they are to be mended, not read
+    as if others had written them.
     """
     store = open_store(url, **options)
     try:
@@ -264,9 +264,9 @@ def load_foreign(
 
 
 def deduced(names: Sequence[Sequence[str]], stored: Sequence[str]) -> Callable[[str], str] | None:
-    """The stored name of each name of a state, where that is sure: what is below one path of the
+    """The stored name of each name of a state, where that is certain: what is below one path of the
     state lies below one path there, apart from what wrappers put into names, and no other pair of
-    paths would do. None where names are the same, or nothing is sure.
+    paths would do. None where names are equal, or no way is certain.
 
     `names` are those of each tensor of the state, several where it is tied.
     """

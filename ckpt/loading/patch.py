@@ -53,7 +53,7 @@ class SparseWrite(NamedTuple):
     new: torch.Tensor
 
     def write(self, values: torch.Tensor) -> None:
-        """Put bits in; elements that no position names stay."""
+        """Write the bits; all other elements stay."""
         with torch.no_grad(), may_write(self.piece.view):
             bits_of(self.piece.view).put_(self.positions, values)
 

@@ -41,7 +41,7 @@ SIGNAL_SECONDS = 0.5  # a step takes so long after the signal: ranks agree on it
 
 
 def install(folder: str) -> None:
-    """Have this process follow the plan of the run in `folder`."""
+    """Make this process follow the plan of the run in `folder`."""
     hooks = Hooks(Path(folder))
     _around(Checkpointer, "__init__", hooks.made)
     _around(Checkpointer, "restore", hooks.restore)
@@ -100,7 +100,7 @@ class Hooks:
         self._record[f"{when}_random"] = random_states()
 
     def root(self, url: str) -> str:
-        """The folder in place of `url`."""
+        """The folder used instead of `url`."""
         is_other = not url.startswith(self._plan["root"])
         root = f"{self._plan['root']}/{zlib.crc32(url.encode()):08x}" if is_other else url
         os.makedirs(root, exist_ok=True)
@@ -133,7 +133,7 @@ class Hooks:
         os.kill(os.getpid(), signal.SIGKILL)  # whatever the script does at its end
 
     def kill(self, boundary: str, step: int | None = None) -> None:
-        """Die, where the plan wants it here; `step` is by default the newest one that was done."""
+        """Die if the plan says so here; `step`: by default the newest one done."""
         where = [boundary, self._done if step is None else step]
         if where != self._plan["kill"] or self._signalled or os.getpid() != self._pid:
             return
@@ -146,9 +146,7 @@ class Hooks:
     # a Checkpointer, and what stands for it where a training saves by hand
 
     def made(self, make: Any, one: Checkpointer, state: Any, target: Any, **named: Any) -> None:
-        """A Checkpointer is made: it gets another root, and the plan's saves. What is near belongs
-        to the hosts of the training itself.
-        """
+        """A Checkpointer is made: it gets another root, and the plan's saves, and no near tiers."""
         is_own = isinstance(target, UrlTarget)
         place = self.root(target.url if is_own else url_of(target))
         given: SavePolicy = named.pop("save", SAVE_DEFAULT)
@@ -198,7 +196,7 @@ class Hooks:
         return number in self._plan["saves"]
 
     def torch_save(self, save: Any, state: Any, file: Any, *args: Any, **named: Any) -> None:
-        """`torch.save`: what is killed in it leaves half of a file."""
+        """`torch.save`: a kill in it leaves half a file."""
         save(state, file, *args, **named)
         if ["in the save", self._done] == self._plan["kill"] and isinstance(file, (str, Path)):
             os.truncate(file, os.path.getsize(file) // 2)
@@ -223,7 +221,7 @@ class Hooks:
             self._take("first")
 
     def updating(self, _: Any, args: tuple[Any, ...], named: dict[str, Any]) -> None:
-        """A step of an optimizer; the backward of one with a closure is to come."""
+        """A step of an optimizer; with a closure, its backward is still to come."""
         if not any(map(callable, (*args[1:], *named.values()))):
             self.moment()
 

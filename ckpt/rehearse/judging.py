@@ -3,8 +3,8 @@
 A difference counts where training itself differs: data, losses, parameters, buffers, optimizers,
 schedulers, scalers, averages of parameters. Its causes are looked for at the first step that
 differs, before that step changes any parameter: what differs there, and is not in the state that
-was saved, was forgotten. Plain values and random states count as causes, and never as differences:
-a script may have some for a log alone.
+was saved, was forgotten. Plain values and random states count as causes, never as differences: a
+script may keep some for its log alone.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ckpt.short import ShortRecord
 
 SHOWN_MAX = 4  # values of one variable
 
-# What a step was like, as `ckpt.rehearse.hooks` writes it; two values of one name.
+# What a step was like, as `ckpt.rehearse.hooks` writes it; then two values of one name.
 Step: TypeAlias = Mapping[str, Any]
 Pair: TypeAlias = tuple[Seen, Seen]
 Names: TypeAlias = Mapping[str, str]  # with a text for each
@@ -29,7 +29,7 @@ Names: TypeAlias = Mapping[str, str]  # with a text for each
 @dataclass(frozen=True, slots=True, repr=False)
 class Divergence(ShortRecord):
     """Where a run differs from the one that was not interrupted: `run` says what was done to it,
-    `restored_step` where it continued. `differs` has the first values that are others, by name, and
+    `restored_step` where it continued. `differs` has the first values that differ, by name, and
     `forgotten` what explains them.
     """
 
@@ -84,8 +84,8 @@ def compare(run: str, traces: Traces, reference: Traces, ignored: Names) -> Dive
 
 
 def compare_other_ranks(run: str, trace: Trace, reference: Trace) -> Divergence | None:
-    """What the first rank has in the first step after a resume on another number of ranks. Later,
-    sums over other ranks have rounded otherwise, and other ranks have read other data.
+    """What the first rank has in the first step after a resume on another number of ranks. Later
+    steps differ anyway: sums are rounded in another order, ranks read other data.
     """
     for mine, theirs in [*trace.pairs(reference)][:1]:
         pairs = {
@@ -116,7 +116,7 @@ def _trained(mine: Step, theirs: Step, when: str = "first") -> dict[str, Pair]:
 def _parted(mine: Step, theirs: Step) -> dict[str, str]:
     """What of the training differs in this step: a text for each name. Earliest first."""
     parted = {}
-    # One may have read ahead, or have skipped data that were seen: the last ones count.
+    # A loader may have read ahead, or have skipped data: the last batch counts.
     late = zip(mine.get("late_batches", ()), theirs.get("late_batches", ()), strict=False)
     early = [one.get("batches", ())[-1:] for one in (mine, theirs) if "first" in one]
     if (len(early) == 2 and all(early) and early[0] != early[1]) or any(a != b for a, b in late):
@@ -132,7 +132,7 @@ def _parted(mine: Step, theirs: Step) -> dict[str, str]:
 def _forgotten(
     trace: Trace, reference: Trace, index: int, mine: Step, theirs: Step
 ) -> Iterator[str]:
-    """What explains that these two steps differ, as sentences."""
+    """Why these two steps differ, as sentences."""
     position = reference.steps.index(theirs)
     before: Step = reference.steps[position - 1] if position else {}
     yield from _random(trace, reference, mine, theirs, before.get("last_random", {}))

@@ -27,7 +27,7 @@ from ckpt.short import ShortRecord
 STEPS_MIN = 6
 POLL_SECONDS = 0.05
 ENDING_SECONDS = 20.0  # from SIGTERM, or from the end of a rank, to SIGKILL
-SLOWER_MAX = 10  # a resumed run may take so many times what the first one took, and a minute
+SLOWER_MAX = 10  # a resumed run may take this many times as long as the first, and a minute
 LINES_SHOWN = 40  # of the output of a run that failed; a launcher adds half of them
 
 
@@ -70,7 +70,7 @@ class Rehearsal:
         limit = 60 + SLOWER_MAX * self.runs[0].seconds
         self._timeout_seconds = min(self._timeout_seconds, limit)
         numbers = [one["step"] for one in self._first[0].steps]
-        # Odd ones and even ones: what accumulates over two steps has to be saved, too.
+        # Odd steps and even ones, to find what accumulates over two steps.
         first, second, third = numbers[len(numbers) // 4 - 1 :: 2][:3]
         plans: dict[str, Any] = {}
         for one in boundaries:
@@ -137,7 +137,7 @@ class Rehearsal:
         root = str(self._folder / "root")
         plan = {"saves": [], "kill": None, "count": sys.maxsize, "last": None, "root": root} | plan
         (folder / "plan").write_text(json.dumps(plan))
-        # Kernels that compute the same again; what torch leaves in temporary folders goes as well.
+        # Deterministic kernels; torch's temporary folders are removed as well.
         kernels = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "PYTHONHASHSEED": "0"}
         own = {"CKPT_REHEARSAL": str(folder), "TMPDIR": str(self._folder)}
         began = time.monotonic()
@@ -163,7 +163,7 @@ class Rehearsal:
 
 
 def _ended(process: subprocess.Popen[bytes], folder: Path, until: float) -> str:
-    """Wait until a run ends, or has come to where its plan ends it."""
+    """Wait until a run ends, by itself or by its plan."""
     code, has = None, {""}
     while code is None and "killed" not in has and time.monotonic() < until:
         time.sleep(POLL_SECONDS)

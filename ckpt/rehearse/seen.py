@@ -28,7 +28,7 @@ from ckpt.state.types import PerGroup, PerRank, Stages
 DEPTH_MAX = 5  # of attributes and containers below a variable
 LEAVES_MAX = 20_000
 TEXT_MAX = 60
-# Kinds whose difference is one of the training itself. Plain values may count for a log alone.
+# Kinds in which a difference is one of the training. Plain values may be for a log alone.
 TRAINED = frozenset(("parameter", "buffer", "optimizer", "scheduler", "scaler", "copy"))
 _SCALARS = (bool, str, type(None), numbers.Number, torch.dtype, torch.device)
 _KEEPERS: tuple[tuple[Any, str], ...] = (
@@ -43,7 +43,7 @@ _GENERATORS: dict[type, Any] = {
 }
 _NO_STATE = (ModuleType, type, FunctionType, MethodType, RandomStates)
 _NO_STATE_IN = ("ckpt", "storage", "sharding", "logging", "threading", "concurrent", "asyncio")
-# Code that nobody writes for one training.
+# Code of libraries, not of the training.
 _LIBRARIES = (
     "<frozen",
     *{sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")},
@@ -75,7 +75,7 @@ def seen(states: Iterable[Any], frame: FrameType | None) -> dict[str, Seen]:
 
 
 def random_states() -> dict[str, str]:
-    """The global generators of this process, by what they are of."""
+    """The global random generators of this process, by their library."""
     states = RandomStates().state_dict().items()
     return {name: text_of(repr(value)) for name, value in states if value}
 
@@ -119,7 +119,7 @@ class _Walk:
         self._shapes: set[tuple[int, ...]] = set()
 
     def visit(self, path: str, value: Any, is_saved: bool, depth: int) -> None:
-        """Take `value` and what it consists of, as far as nothing else had it before."""
+        """Record `value` and its parts, unless they are recorded already."""
         if isinstance(value, PerRank | PerGroup):
             value = value.value
         if isinstance(value, Stages):
@@ -131,7 +131,7 @@ class _Walk:
         elif isinstance(value, _NO_STATE) or home in _NO_STATE_IN or self._is_known(value):
             return
         elif isinstance(value, torch.Tensor | np.ndarray):
-            # A copy of the parameters, such as an average, has their shapes, and a home.
+            # A copy of the parameters, such as an average: it has their shapes.
             is_copy = is_saved or ("." in path and tuple(value.shape) in self._shapes)
             is_parameter = isinstance(value, torch.Tensor) and value.requires_grad and value.is_leaf
             kind = "parameter" if is_parameter else "copy" if is_copy else "tensor"

@@ -6,7 +6,7 @@ from typing import Any
 
 
 def place_of(url: str) -> str:
-    """Where a training keeps its checkpoints: `url`, or in a rehearsal a folder in place of it."""
+    """Where a training keeps its checkpoints: `url`, in a rehearsal another folder."""
     return url
 
 
@@ -22,7 +22,7 @@ class ResumeWatch:
         """What was saved as `step` has been loaded."""
 
     def step(self, step: int) -> bool:
-        """Step `step` is done. Returns whether the rehearsal wants it saved, now; else False."""
+        """Step `step` is done. Returns whether a rehearsal wants it saved now."""
         return False
 
 

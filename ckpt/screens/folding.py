@@ -23,8 +23,8 @@ def counted_name(first: str, common: str, count: int) -> str:
 
 
 def folded(rows: Iterable[Sequence[str]]) -> list[tuple[str, ...]]:
-    """Rows of a name and what is said of it; those that differ in numbers of the name alone are
-    one, where the first of them stood.
+    """Rows of names and their descriptions; those whose names differ in numbers alone become one,
+    in the place of the first.
     """
     counts: Counter[tuple[str, ...]] = Counter()
     firsts: dict[tuple[str, ...], str] = {}

@@ -155,7 +155,7 @@ def _padded(cells: Sequence[str], aligned: Sequence[tuple[int, bool]]) -> str:
 def asked(question: str, *, yes: bool) -> bool:
     """Ask on the terminal before something is deleted; with `yes`, the answer was given before.
 
-    Raises CheckpointError where there is no terminal to ask on: a script has to say --yes.
+    Raises CheckpointError where there is no terminal to ask on: a script has to pass --yes.
     """
     if yes:
         return True

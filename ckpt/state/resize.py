@@ -1,4 +1,4 @@
-"""Rows that a tensor of a state has more, or fewer, than the checkpoint: what `resize=` says.
+"""Tensors of a state with more or fewer rows than the checkpoint: what `resize=` does.
 
 Dim 0 alone may differ, so the elements of both are in one row-major order, one of them cut off. A
 box or a span of the state is one of the checkpoint up to there; what lies behind are new rows.
@@ -24,7 +24,7 @@ Resize: TypeAlias = Mapping[str, RowRule] | None
 
 
 class StoredRows(NamedTuple):
-    """How many rows the checkpoint has of a tensor, and what those are that it lacks."""
+    """How many rows the checkpoint has of a tensor, and what the missing ones become."""
 
     number: int
     rule: RowRule
@@ -43,7 +43,7 @@ class NewRows(NamedTuple):
 
     def fill(self, means: Mapping[str, Sequence[float]]) -> None:
         """Write zeros or the mean of all stored rows, in row-major order by name; "init" leaves
-        what is there.
+        the state's own.
         """
         if self.rule == "zeros":
             self.view.zero_()

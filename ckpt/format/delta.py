@@ -62,8 +62,9 @@ def encode_delta(blocks: Sequence[DeltaBlock]) -> bytes:
     """
     zstd, rows, streams = Zstd(), [], list[bytes | memoryview]()
 
-    def packed(data: bytes) -> tuple[int, int]:
-        coding, stored = zstd.encode(memoryview(data)) if data else (RAW, data)
+    def packed(data: bytes, planes: int) -> tuple[int, int]:
+        # Numbers of one kind: no samples are needed.
+        coding, stored = zstd.encode(memoryview(data), planes) if data else (RAW, data)
         streams.append(stored)
         return coding, len(stored)
 
@@ -73,7 +74,8 @@ def encode_delta(blocks: Sequence[DeltaBlock]) -> bytes:
         for _, _, _, _, start, numel, before, after, positions, values in members:
             width, codes = _gap_codes(positions)
             counts = start, numel, len(positions), width, len(codes)
-            own.append((*counts, *packed(codes), *packed(values), before, after))
+            codings = *packed(codes, 1), *packed(values, len(values) // max(len(positions), 1))
+            own.append((*counts, *codings, before, after))
         rows.append((fqn, dtype, shape, tuple(region), is_span, own))
     index = encode_values(rows)
     coding, stored = zstd.encode(memoryview(index))
@@ -154,23 +156,25 @@ def _gap_codes(positions: Int64s) -> tuple[int, bytes]:
     """The elements left out before each position, in the width that takes the fewest bytes: the
     largest number stands for as many of them, and another number follows.
     """
-    gaps = np.diff(positions, prepend=-1) - 1
+    gaps = np.diff(positions, prepend=-1)
+    gaps -= 1
     most = {width: (1 << 8 * width) - 1 for width in _WIDTHS}
-    large = gaps[gaps >= most[1]]  # most often there are few
+    at = np.flatnonzero(gaps >= most[1])  # most often there are few
+    large = gaps[at]
     sizes = {one: one * (len(gaps) + int((large // most[one]).sum())) for one in _WIDTHS}
     width = min(sizes, key=lambda one: sizes[one])
-    codes = np.full(sizes[width] // width, most[width], dtype=f"<u{width}")
-    places = np.arange(len(gaps))
-    if len(codes) > len(gaps):
-        places += np.cumsum(gaps // most[width])
-        gaps %= most[width]
-    codes[places] = gaps
+    gaps[at] %= most[width]
+    codes = gaps.astype(f"<u{width}")
+    if len(at):
+        codes = np.insert(codes, np.repeat(at, large // most[width]), most[width])
     return width, codes.tobytes()
 
 
 def _positions_of(codes: npt.NDArray[Any], width: int) -> Int64s:
     is_last = codes != (1 << 8 * width) - 1
     _check(len(codes) == 0 or bool(is_last[-1]), "its last gap has no end")
-    positions: Int64s = np.cumsum(codes, dtype=np.int64)[is_last]
+    positions: Int64s = np.cumsum(codes, dtype=np.int64)
+    if not is_last.all():
+        positions = positions[is_last]
     positions += np.arange(len(positions))
     return positions

@@ -8,12 +8,15 @@ accidents; it is no protection from an attacker.
 
 from __future__ import annotations
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from ckpt.layout.region import Region, Shape, Span, row_major_strides, span_of
 
-_PART = 1 << 16  # elements that are digested at a time: what is made of them stays in the cache
+_PART = 1 << 15  # elements that are digested at a time: what is made of them stays in the cache
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_UNSIGNED = {torch.int16: torch.uint16, torch.int32: torch.uint32}
 # Odd numbers with bits all over: 2^64 by the golden ratio, and one of Stafford's multipliers.
 _GOLDEN, _STAFFORD = 0x9E3779B97F4A7C15 - (1 << 64), 0xD6E8FEB86659FD93 - (1 << 64)
 
@@ -42,22 +45,42 @@ def numbers_of(region: Region, shape: Shape, positions: torch.Tensor) -> torch.T
     return numbers
 
 
+def differing(new: torch.Tensor, old: torch.Tensor) -> torch.Tensor:
+    """The positions where two rows of bits differ, ascending."""
+    if not new.is_cpu:
+        return (new != old).nonzero().view(-1)
+    # Eight at a time first: where few differ, that takes half of numpy's own time.
+    is_new = np.empty(-(-len(new) // 8) * 8, dtype=np.bool_)
+    is_new[len(new) :] = False
+    np.not_equal(new.numpy(), old.numpy(), out=is_new[: len(new)])
+    eights = is_new.view(np.uint64)
+    some = np.flatnonzero(eights != 0)
+    inside = np.flatnonzero(eights[some].view(np.bool_))
+    positions = some[inside >> 3]
+    positions <<= 3
+    positions += inside & 7
+    return torch.from_numpy(positions)
+
+
 def positions_in(
     region: Region, shape: Shape, numbers: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Which of the elements lie in a region, a bool for each, and the positions of those there."""
+) -> tuple[torch.Tensor | slice, torch.Tensor]:
+    """Which elements of ascending numbers lie in a region, an index of them, and their positions
+    there.
+    """
     span = region if isinstance(region, Span) else span_of(region, shape)
     if span is not None:
-        is_there = (numbers >= span.start) & (numbers < span.stop)
+        ends = torch.tensor([span.start, span.stop], device=numbers.device)
+        is_there = slice(*torch.searchsorted(numbers, ends).tolist())
         return is_there, numbers[is_there] - span.start
     assert not isinstance(region, Span)
-    is_there = torch.ones_like(numbers, dtype=torch.bool)
+    lies_in = torch.ones_like(numbers, dtype=torch.bool)
     positions = torch.zeros_like(numbers)
     for dim, stride in enumerate(row_major_strides(shape)):
         place = numbers // stride % shape[dim] - region.offset[dim]
-        is_there &= (place >= 0) & (place < region.shape[dim])
+        lies_in &= (place >= 0) & (place < region.shape[dim])
         positions += place * row_major_strides(region.shape)[dim]
-    return is_there, positions[is_there]
+    return lies_in, positions[lies_in]
 
 
 def digest_of(numbers: torch.Tensor, bits: torch.Tensor) -> int:
@@ -68,11 +91,36 @@ def digest_of(numbers: torch.Tensor, bits: torch.Tensor) -> int:
     """
     total = 0
     for start in range(0, len(numbers), _PART):
-        factors = (numbers[start : start + _PART] + 1) * _GOLDEN
+        some, wide = numbers[start : start + _PART], unsigned(bits[start : start + _PART])
+        if some.is_cpu:
+            total += _digest_on_host(some.numpy().view(np.uint64), wide.numpy().view(np.uint64))
+            continue
+        factors = (some + 1) * _GOLDEN
         factors ^= (factors >> 32) & 0xFFFFFFFF
         factors *= _STAFFORD
         factors |= 1
-        total += int((factors * unsigned(bits[start : start + _PART])).sum())
+        total += int((factors * wide).sum())
+    return total % (1 << 64)
+
+
+def _digest_on_host(numbers: npt.NDArray[np.uint64], wide: npt.NDArray[np.uint64]) -> int:
+    """As `digest_of` has it; numpy takes half of torch's time."""
+    factors = numbers * np.uint64(_GOLDEN % (1 << 64))
+    factors += np.uint64(_GOLDEN % (1 << 64))
+    factors ^= factors >> np.uint64(32)
+    factors *= np.uint64(_STAFFORD % (1 << 64))
+    factors |= np.uint64(1)
+    factors *= wide
+    return int(factors.sum())
+
+
+def digest_of_run(region: Region, shape: Shape, start: int, bits: torch.Tensor) -> int:
+    """The digest of `bits`, which a region has from position `start` on."""
+    total = 0
+    for part in range(0, len(bits), _PART):
+        some = bits[part : part + _PART]
+        positions = torch.arange(len(some), device=bits.device)
+        total += digest_of(numbers_of(region, shape, positions + start + part), some)
     return total % (1 << 64)
 
 
@@ -80,5 +128,4 @@ def unsigned(bits: torch.Tensor) -> torch.Tensor:
     """Bits as int64 numbers, not negative; those of 8 bytes as they are."""
     if bits.dtype is torch.int64:
         return bits
-    wide = bits.to(torch.int64)
-    return wide if bits.dtype is torch.uint8 else wide & ((1 << 8 * bits.dtype.itemsize) - 1)
+    return bits.view(_UNSIGNED.get(bits.dtype, bits.dtype)).to(torch.int64)

@@ -12,23 +12,26 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeAlias
 from zlib import crc32
 
-import numpy as np
 import torch
 
 from ckpt.errors import InvalidState
 from ckpt.format.codec import encode_values
 from ckpt.format.delta import BLOCK_NUMEL, DeltaBlock
 from ckpt.layout.dtypes import dtype_name
-from ckpt.layout.elements import bits_of, digest_of, numbers_of, unsigned
+from ckpt.layout.elements import (
+    bits_of,
+    differing,
+    digest_of,
+    digest_of_run,
+    numbers_of,
+    unsigned,
+)
 from ckpt.layout.memory import local_view
 from ckpt.layout.piece import Piece
 from ckpt.layout.plain import Ranks
 from ckpt.layout.region import Region, whole
-from ckpt.saving.plan import Contents, PlanMemory, plan_of
-from ckpt.state.flatten import structure_of, values_of
-from ckpt.state.half_loaded import refuse_interrupted
+from ckpt.saving.plan import Contents, PlanMemory, contents_of, plan_of
 from ckpt.state.types import FlatState
-from ckpt.state.walk import walk
 
 DENSE_SHARE = 15 / 16  # of a block: where more is new, gaps take more bytes than what is not new
 
@@ -97,16 +100,15 @@ class Published:
 
     def contents(self, state: Any, ranks: Ranks, memory: PlanMemory) -> Contents:
         """What an anchor has of `state`: these bits and values, in its parts."""
-        flat, modules = flattened(state, ranks)
-        holdings = []
-        for holding in flat.holdings:
+        live, holdings = contents_of(state, ranks, memory), []
+        for holding in live.flat.holdings:
             for piece in holding.pieces:
                 bits = self.bits[piece.fqn, piece.region]
                 dtype = bits.dtype if bits.dtype is self.dtype else piece.dtype
                 place = piece._replace(dtype=dtype, local_region=whole(tuple(bits.shape)))
                 holdings.append(holding._replace(local=bits, pieces=(place,)))
         flat = FlatState(holdings, *self.others)
-        return Contents(flat, plan_of(flat, ranks, memory), modules)
+        return Contents(flat, plan_of(flat, ranks, memory), live.modules)
 
     def difference(
         self, views: Iterable[LivePart], ranks: Ranks
@@ -123,7 +125,7 @@ class Published:
     def take(self, fresh: Iterable[Fresh]) -> None:
         """The new bits are the published ones now."""
         for one in fresh:
-            one.bits[one.positions] = one.values
+            one.bits.scatter_(0, one.positions, one.values)
             self.digests[one.key] = one.after
 
     def _blocks(
@@ -132,42 +134,31 @@ class Published:
         flat, last = view.reshape(-1), bits_of(bits.view(-1))
         name = dtype_name(bits.dtype if bits.dtype is not view.dtype else piece.dtype)
         group = crc32(repr(piece.holders).encode()) if len(piece.holders) > 1 else 0
+        cast: torch.Tensor | None = None
         for start in range(0, bits.numel(), BLOCK_NUMEL):
             old = last[start : start + BLOCK_NUMEL]
-            new = bits_of(flat[start : start + BLOCK_NUMEL].to(bits.dtype))
-            is_new = new != old
-            if int(is_new.count_nonzero()) > DENSE_SHARE * len(old):
-                is_new.fill_(True)
-            # numpy takes a quarter of torch's time.
-            positions = (
-                torch.from_numpy(np.flatnonzero(is_new.numpy()))
-                if is_new.is_cpu
-                else is_new.nonzero().view(-1)
-            )
-            values, key = new[positions], (piece.fqn, piece.region, start)
+            new = flat[start : start + BLOCK_NUMEL]
+            if new.dtype is not bits.dtype:  # into memory that is in the cache
+                cast = torch.empty_like(new, dtype=bits.dtype) if cast is None else cast
+                new = cast[: len(new)].copy_(new)
+            new = bits_of(new)
+            positions = differing(new, old)
+            if len(positions) > DENSE_SHARE * len(old):
+                positions = torch.arange(len(old), device=old.device)
+            # Far quicker than by an index.
+            values, replaced = new.gather(0, positions), old.gather(0, positions)
+            key = piece.fqn, piece.region, start
             numbers = numbers_of(piece.region, piece.global_shape, positions + start)
             before = self.digests.get(key)
             if before is None:
-                before = self.digests[key] = _digest(piece, start, old)
-            change = digest_of(numbers, unsigned(values) - unsigned(old[positions]))
+                where = piece.region, piece.global_shape, start
+                before = self.digests[key] = digest_of_run(*where, old)
+            change = digest_of(numbers, unsigned(values) - unsigned(replaced))
             after = (before + change) % (1 << 64)
             place = piece.fqn, name, piece.global_shape, piece.region, start, len(old)
             there, words = positions.cpu().numpy(), values.cpu().numpy()
             block = DeltaBlock(*place, before, after, there, words.tobytes())
             yield block, Fresh(old, positions, values, key, after, group)
-
-
-def _digest(piece: Piece, start: int, bits: torch.Tensor) -> int:
-    positions = torch.arange(start, start + len(bits), device=bits.device)
-    return digest_of(numbers_of(piece.region, piece.global_shape, positions), bits)
-
-
-def flattened(state: Any, ranks: Ranks) -> tuple[FlatState, tuple[str, ...]]:
-    """A state by name, and the paths of its modules. Raises InvalidState and LoadInterrupted."""
-    refuse_interrupted(state)
-    leaves = walk(state)
-    flat = values_of(structure_of(leaves, ranks), leaves, ranks, state)
-    return flat, tuple(sorted({path for path, _ in leaves.modules}))
 
 
 def others_of(flat: FlatState) -> tuple[dict[str, Any], dict[str, Any], dict[str, str]]:

@@ -32,11 +32,11 @@ from ckpt.format.delta import DeltaBlock, encode_delta
 from ckpt.format.manifest_codec import decode_manifest
 from ckpt.layout.memory import SideStreams, devices_of, storage_of
 from ckpt.layout.plain import times_changed
+from ckpt.saving.plan import contents_of
 from ckpt.saving.published import (
     Fresh,
     LivePart,
     Published,
-    flattened,
     others_of,
     views_of,
 )
@@ -92,7 +92,7 @@ class Publication:
         rank. Raises InvalidState and LoadInterrupted.
         """
         steps.watch()
-        flat, _ = flattened(state, task.ranks)
+        flat = contents_of(state, task.ranks, task.memory.plans).flat
         views, known = list(views_of(flat)), task.memory.published
         is_delta = known is not None and known.dtype is dtype and known.is_like(flat)
         if known is None or not is_delta:

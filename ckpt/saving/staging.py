@@ -97,7 +97,8 @@ def changed_by_steps(flat: FlatState, optimizers: Iterable[torch.optim.Optimizer
     for owned in flat.owned_by_param.values():
         if owned.param.requires_grad and storage_of(owned.local) not in storages:
             unowned.update((piece.fqn, None) for view in owned.views for piece in view.pieces)
-    for optimizer in optimizers:
+    # Their state is looked for where something else than their parameters is saved.
+    for optimizer in optimizers if len(flat.holdings) > len(parameters) else ():
         for parameter, state in optimizer.state.items():
             if id(parameter) in parameters:
                 shape = flat.owned_by_param[id(parameter)].local.shape

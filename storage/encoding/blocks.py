@@ -96,9 +96,11 @@ class Zstd:
         self._level = level
         self._own = threading.local()  # a compressor is of one thread, and takes time to make
 
-    def encode(self, data: memoryview) -> tuple[int, bytes | memoryview]:
-        """The planes and the compressed bytes, or RAW and the bytes themselves."""
-        planes = self._best_planes(data)
+    def encode(self, data: memoryview, planes: int = 0) -> tuple[int, bytes | memoryview]:
+        """The planes, those that samples say if none are given, and the compressed bytes; or RAW
+        and the bytes themselves.
+        """
+        planes = planes or self._best_planes(data)
         if planes != RAW:
             packed = self._compressor.compress(in_planes(data, planes))
             if len(packed) < WORTH * data.nbytes:

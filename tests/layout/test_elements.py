@@ -9,10 +9,19 @@ from __future__ import annotations
 import itertools
 import random
 
+import numpy as np
 import pytest
 import torch
 
-from ckpt.layout.elements import bits_of, digest_of, numbers_of, positions_in, unsigned
+from ckpt.layout.elements import (
+    bits_of,
+    differing,
+    digest_of,
+    digest_of_run,
+    numbers_of,
+    positions_in,
+    unsigned,
+)
 from ckpt.layout.region import Box, Region, Span
 
 SHAPES = [(), (1,), (5,), (2, 3), (3, 1, 2), (2, 2, 3)]
@@ -50,6 +59,14 @@ def test_numbers_and_positions_are_those_of_torch(shape: tuple[int, ...]) -> Non
         assert torch.equal(inside[inner], whole[is_there])
 
 
+def test_positions_that_differ_are_those_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(np, "empty", np.ones)  # memory is anything
+    for numel, share in itertools.product(range(40), (0, 0.1, 0.5, 1)):
+        old = torch.arange(numel, dtype=torch.int16)
+        new = torch.where(torch.rand(numel) < share, old ^ 256, old)
+        assert torch.equal(differing(new, old), (new != old).nonzero().view(-1))
+
+
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.bfloat16, torch.float32, torch.int64])
 def test_digests_of_parts_add_up_and_grow_by_what_changes(dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(1)
@@ -60,6 +77,9 @@ def test_digests_of_parts_add_up_and_grow_by_what_changes(dtype: torch.dtype) ->
     order = torch.randperm(numel, generator=generator)
     parts = (order[:3], order[3:70_000], order[70_000:])
     assert sum(digest_of(part, before[part]) for part in parts) % 2**64 == whole
+    row = Box((3, 0), (1, numel))
+    of_row = digest_of(numbers[7:] + 3 * numel, before[7:])
+    assert digest_of_run(row, (5, numel), 7, before[7:]) == of_row
     after, places = before.clone(), order[:500]
     after[places] ^= 1
     grown = digest_of(places, unsigned(after[places]) - unsigned(before[places]))

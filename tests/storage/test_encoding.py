@@ -489,7 +489,7 @@ def test_a_frame_that_declares_more_than_a_block_is_not_unpacked() -> None:
     class Bomb(Zstd):
         frame = b""
 
-        def encode(self, data: memoryview) -> tuple[int, bytes | memoryview]:
+        def encode(self, data: memoryview, planes: int = 0) -> tuple[int, bytes | memoryview]:
             return 1, self.frame
 
     for frame in (

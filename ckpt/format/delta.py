@@ -159,14 +159,14 @@ def _gap_codes(positions: Int64s) -> tuple[int, bytes]:
     gaps = np.diff(positions, prepend=-1)
     gaps -= 1
     most = {width: (1 << 8 * width) - 1 for width in _WIDTHS}
-    at = np.flatnonzero(gaps >= most[1])  # most often there are few
-    large = gaps[at]
+    where = np.flatnonzero(gaps >= most[1])  # most often there are few
+    large = gaps[where]
     sizes = {one: one * (len(gaps) + int((large // most[one]).sum())) for one in _WIDTHS}
     width = min(sizes, key=lambda one: sizes[one])
-    gaps[at] %= most[width]
+    gaps[where] %= most[width]
     codes = gaps.astype(f"<u{width}")
-    if len(at):
-        codes = np.insert(codes, np.repeat(at, large // most[width]), most[width])
+    if len(where):
+        codes = np.insert(codes, np.repeat(where, large // most[width]), most[width])
     return width, codes.tobytes()
 
 

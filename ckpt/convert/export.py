@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from ckpt.convert.naming import PEFT_FILE, Rename, check_file_name, is_chosen, preset_names, renamed
 from ckpt.convert.sources.budget import check_output
-from ckpt.convert.sources.derived import DenseSource, RestackedSource
+from ckpt.convert.sources.derived import DenseSource, restacked
 from ckpt.convert.sources.opening import SourceOptions, is_file_name, open_source
 from ckpt.convert.sources.source import CheckpointSource, SourceContents, SourceTensor
 from ckpt.convert.sources.torch_pickle import SUFFIXES
@@ -145,7 +145,7 @@ def export_source(
     if how.dequantize:
         changes.append(DenseSource)
     if how.stacks:
-        changes.append(partial(RestackedSource, stacks=how.stacks))
+        changes.append(partial(restacked, stacks=how.stacks))
     opening = partial(open_source, url, source_options, open_store, changes)
     source = collectively(world, "open source", opening)
 

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from ckpt.commit.names import step_prefix
 from ckpt.convert.naming import Rename, renamed, renamer
 from ckpt.convert.sources.budget import check_output
-from ckpt.convert.sources.derived import Dequantize, DequantizedSource, RestackedSource
+from ckpt.convert.sources.derived import Dequantize, DequantizedSource, restacked
 from ckpt.convert.sources.opening import SourceOptions, open_source
 from ckpt.convert.sources.source import CheckpointSource, ReadRequest, SourceContents, SourceTensor
 from ckpt.convert.targets.files import Meter, Progress, plan_data_files, write_data_file
@@ -101,7 +101,7 @@ def import_source(
     if how.dequantize is not None:
         changes.append(partial(DequantizedSource, how=how.dequantize))
     if how.stacks:
-        changes.append(partial(RestackedSource, stacks=how.stacks))
+        changes.append(partial(restacked, stacks=how.stacks))
     opening = partial(open_source, source, source_options, open_store, changes)
     opened = collectively(world, "open source", opening)
     try:

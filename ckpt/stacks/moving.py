@@ -1,15 +1,16 @@
 """Memory that takes a tensor of the other form, as memory that takes what a checkpoint has.
 
-A slice is box `[i]` of its stack, so its pieces have a dim more there. A piece of a stack is cut
-into pieces of its slices: a box at every index of its first dim, a span where a slice ends.
+A slice is box `[i]` of its stack, so its pieces have a dim more there; a part is a box along a dim
+that both have. A piece of a whole is cut into pieces of its parts. What is one run of elements here
+and not there, such as a part of a column, is cut into boxes.
 """
 
 from __future__ import annotations
 
 import math
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 
 import torch
 
@@ -17,8 +18,8 @@ from ckpt.errors import Mismatch
 from ckpt.layout.holdings import of_view, shaped
 from ckpt.layout.memory import local_view
 from ckpt.layout.piece import Holding, Piece
-from ckpt.layout.region import Box, Region, Shape, Span
-from ckpt.stacks.rules import Origin, restack
+from ckpt.layout.region import Box, Shape, Span, boxes_of
+from ckpt.stacks.rules import Origin, restack, swapped
 from ckpt.state.binding import Binding
 from ckpt.state.types import Catalog, Stacks
 
@@ -30,9 +31,14 @@ def in_form_of_state(
     be, and what a binding to it fills of what is stored. Raises CheckpointError for what is no
     rule.
     """
-    restacked = restack(catalog, ((old, new) for new, old in stacks.items()))
-    stored = partial(_in_stored_form, origins=restacked.origins)
-    return restacked.catalog, restacked.problems, stored
+    steps = restack(catalog, ((old, new) for new, old in stacks.items()))
+
+    def stored(binding: Binding) -> Binding:
+        for step in reversed(steps):
+            binding = _in_stored_form(binding, step.origins)
+        return binding
+
+    return steps[-1].catalog, steps[-1].problems, stored
 
 
 def _in_stored_form(binding: Binding, origins: Mapping[str, Origin]) -> Binding:
@@ -72,8 +78,10 @@ class _Moving:
             view = local_view(holding, piece)
             if origin.is_common:
                 yield from self.common(holding, piece, view, origin)
+            elif origin.is_transposed:
+                yield from _transposed(holding, piece, view, origin)
             elif origin.number is not None:
-                yield _lifted(holding, piece, view, origin)
+                yield from _lifted(holding, piece, view, origin)
             else:
                 yield from _cut(holding, piece, view, origin)
 
@@ -108,38 +116,85 @@ def _bits(number: torch.Tensor) -> torch.Tensor:
     return number.reshape(1).view(torch.uint8)  # NaN is equal to itself then
 
 
-def _lifted(holding: Holding, piece: Piece, view: torch.Tensor, origin: Origin) -> Holding:
-    """A piece of a slice, as one of the stack."""
-    index, shape, region = origin.number or 0, piece.global_shape, piece.region
-    if isinstance(region, Span):
-        before = index * math.prod(shape)
-        lifted: Region = Span(region.start + before, region.stop + before)
-    else:
-        view = shaped(view, region.shape).unsqueeze(0)
-        lifted = Box((index, *region.offset), (1, *region.shape))
-    of_stack = piece._replace(
-        fqn=origin.stored[0], global_shape=(origin.total, *shape), region=lifted
-    )
-    return of_view(holding, of_stack, view)
+def _boxes(piece: Piece, view: torch.Tensor) -> Iterator[tuple[Box, torch.Tensor]]:
+    """A piece as boxes, each with its memory."""
+    if isinstance(piece.region, Box):
+        yield piece.region, shaped(view, piece.region.shape)
+        return
+    flat, start = view.view(-1), 0
+    for box in boxes_of(piece.region, piece.global_shape):
+        yield box, flat[start : start + box.numel].view(box.shape)
+        start += box.numel
+
+
+def _with(values: Shape, dim: int | None, one: int) -> Shape:
+    """`values` with `one` at `dim`, or before all of them (None)."""
+    return (one, *values) if dim is None else (*values[:dim], one, *values[dim + 1 :])
+
+
+def _lifted(
+    holding: Holding, piece: Piece, view: torch.Tensor, origin: Origin
+) -> Iterator[Holding]:
+    """A piece of a part, as one of the whole."""
+    start, dim = origin.starts[origin.number or 0], origin.dim
+    shape, region = _with(piece.global_shape, dim, origin.starts[-1]), piece.region
+    of_whole = piece._replace(fqn=origin.stored[0], global_shape=shape)
+    if isinstance(region, Span) and not dim:
+        before = start * math.prod(shape[1:])
+        moved = Span(region.start + before, region.stop + before)
+        yield of_view(holding, of_whole._replace(region=moved), view)
+        return
+    for (offset, sizes), memory in _boxes(piece, view):
+        if dim is None:
+            lifted, memory = Box((start, *offset), (1, *sizes)), memory.unsqueeze(0)
+        else:
+            lifted = Box(_with(offset, dim, offset[dim] + start), sizes)
+        yield of_view(holding, of_whole._replace(region=lifted), memory)
 
 
 def _cut(holding: Holding, piece: Piece, view: torch.Tensor, origin: Origin) -> Iterator[Holding]:
-    """A piece of a stack, as pieces of its slices."""
-    shape: Shape = piece.global_shape[1:]
-    one = piece._replace(global_shape=shape)
+    """A piece of a whole, as pieces of its parts."""
+    starts, dim, shape = origin.starts, origin.dim or 0, piece.global_shape
     region = piece.region
-    if isinstance(region, Box):
-        view = shaped(view, region.shape)
-        inside = Box(region.offset[1:], region.shape[1:])
-        for row in range(region.shape[0]):
-            fqn = origin.stored[region.offset[0] + row]
-            yield of_view(holding, one._replace(fqn=fqn, region=inside), view.select(0, row))
+    if isinstance(region, Span) and not dim:
+        flat, row = view.view(-1), math.prod(shape[1:])
+        low, high = region.start, region.stop
+        for number, one in _parts(origin, piece, low // row, -(-high // row)):
+            start = max(low, starts[number] * row)
+            stop = min(high, starts[number + 1] * row)
+            span = Span(start - starts[number] * row, stop - starts[number] * row)
+            memory = flat[start - low : stop - low]
+            yield of_view(holding, one._replace(region=span), memory)
         return
-    view = view.view(-1)
-    numel = math.prod(shape)
-    for number in range(region.start // numel, -(-region.stop // numel)):
-        start = max(region.start, number * numel)
-        stop = min(region.stop, (number + 1) * numel)
-        span = Span(start - number * numel, stop - number * numel)
-        memory = view[start - region.start : stop - region.start]
-        yield of_view(holding, one._replace(fqn=origin.stored[number], region=span), memory)
+    for (offset, sizes), whole in _boxes(piece, view):
+        low, high = offset[dim], offset[dim] + sizes[dim]
+        for number, one in _parts(origin, piece, low, high):
+            start, stop = max(low, starts[number]), min(high, starts[number + 1])
+            memory = whole.narrow(dim, start - low, stop - start)
+            box = Box(_with(offset, dim, start - starts[number]), _with(sizes, dim, stop - start))
+            if origin.dim is None:
+                box, memory = Box(offset[1:], sizes[1:]), memory.select(0, 0)
+            yield of_view(holding, one._replace(region=box), memory)
+
+
+def _parts(origin: Origin, piece: Piece, low: int, high: int) -> Iterator[tuple[int, Piece]]:
+    """The parts that have something of `low` to `high` along the dim, by number."""
+    starts, dim, shape = origin.starts, origin.dim, piece.global_shape
+    for number in range(bisect_right(starts, low) - 1, bisect_left(starts, high)):
+        size = starts[number + 1] - starts[number]
+        own = shape[1:] if dim is None else _with(shape, dim, size)
+        if size:
+            yield number, piece._replace(fqn=origin.stored[number], global_shape=own)
+
+
+def _transposed(
+    holding: Holding, piece: Piece, view: torch.Tensor, origin: Origin
+) -> Iterator[Holding]:
+    """A piece of a tensor, as pieces of its transpose."""
+    one = piece._replace(fqn=origin.stored[0], global_shape=swapped(piece.global_shape))
+    if len(piece.global_shape) < 2:
+        yield of_view(holding, one, view)
+        return
+    for (offset, sizes), memory in _boxes(piece, view):
+        box = Box(swapped(offset), swapped(sizes))
+        yield of_view(holding, one._replace(region=box), memory.transpose(-1, -2))

@@ -1,11 +1,16 @@
-"""Stacks: one tensor for all experts, or one for each of them, by a rule that the user states.
+"""One tensor where another model has several, or its transpose, by a rule that the user states.
 
-A stacked tensor has a dim more than its slices, the first, and slice i is its box `[i]`. So a
-checkpoint in the one form is read as if it were in the other: a rule changes names and shapes of
-its catalog, and says of every changed tensor what it is made of. Nothing is gathered: each rank
-reads the regions that it holds of the other form.
+    experts.{}.weight             slices: the whole has a dim more, the first; slice i is box [i]
+    q_proj:8 + k_proj + v_proj    parts, one after the other along dim 0, here the first of 8 rows
+    gate + up @1                  along dim 1
+    kernel^T                      the last two dims swapped; of one dim, a tensor as it is
 
-Optimizer state follows its parameter. What has the parameter's shape is stacked like it, what has
+So a checkpoint in the one form is read as if it were in the other: a rule changes names and shapes
+of its catalog, and says of every changed tensor what it is made of. Nothing is gathered: each rank
+reads the regions that it holds of the other form. A rule with several of these is several steps,
+each of which sees what the one before has made.
+
+Optimizer state follows its parameter. What has the parameter's shape is changed like it, what has
 no dims (a step) is common to all slices, and anything else is refused, since nothing tells whether
 an optimizer would make the same of slices and of stacks.
 """
@@ -15,9 +20,12 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cache
+from itertools import accumulate, chain, pairwise
 from typing import Any, NamedTuple
 
 from ckpt.errors import CheckpointError
+from ckpt.layout.region import Shape
 from ckpt.state.names import split_state_name
 from ckpt.state.types import Catalog, TensorEntry
 from ckpt.state.values import references
@@ -27,90 +35,212 @@ GROUPS = "param_groups"
 
 
 class Origin(NamedTuple):
-    """What a tensor in the other form is made of: the tensors `stored`, one after the other along a
-    first dim of their own. With `number`, that one of the `total` slices of the one stored. With
-    `is_common`, any of `stored`, which have to be equal.
+    """What a tensor in the other form is made of: the tensors `stored`, one after the other along
+    `dim`, or along a first dim of their own (None). Part i is `starts[i]` to `starts[i + 1]` there.
+
+    With `number`, it is that part of the one stored. With `is_common`, it is any of `stored`, which
+    have to be equal; with `is_transposed`, the one stored with its last two dims swapped.
     """
 
     stored: tuple[str, ...]
     number: int | None = None
-    total: int = 0
+    starts: Sequence[int] = ()
+    dim: int | None = None
     is_common: bool = False
+    is_transposed: bool = False
+
+
+def swapped(sizes: Shape) -> Shape:
+    """A shape, or an offset, with its last two dims in the other order."""
+    return sizes if len(sizes) < 2 else (*sizes[:-2], sizes[-1], sizes[-2])
 
 
 class StackPlace(NamedTuple):
-    """Where a rule holds in a name: what is before and after, and the number of the slice."""
+    """Where a rule holds in a name: what is before and after, and the number of the part."""
 
     head: str
     tail: str
     number: int | None
 
 
-class StackRule(NamedTuple):
-    """What a checkpoint calls `old` is to be `new`; one of them has the number of a slice."""
+class Form(NamedTuple):
+    """One side of a step: a whole, its slices, or its parts along `dim`, some of whose `sizes` are
+    stated.
+    """
 
-    old: str
-    new: str
-
-    @property
-    def is_split(self) -> bool:
-        """Whether a stacked tensor becomes its slices."""
-        return NUMBER in self.new
-
-    @property
-    def back(self) -> StackRule:
-        """The rule in the other direction."""
-        return StackRule(self.new, self.old)
+    names: tuple[str, ...]
+    sizes: tuple[int | None, ...] = ()
+    dim: int | None = None
+    is_transposed: bool = False
 
     @property
     def text(self) -> str:
         """For messages."""
-        return f"the rule {self.old!r} to {self.new!r}"
+        return " + ".join(self.names)
+
+    @property
+    def is_many(self) -> bool:
+        """Whether it is what a whole consists of."""
+        return self.dim is not None or NUMBER in self.names[0]
+
+    def place(self, name: str) -> StackPlace | None:
+        """Where `name` has this form; None where it has not."""
+        for number, own in enumerate(self.names):
+            if match := _pattern(own).fullmatch(name):
+                if NUMBER in own:
+                    number = int(match["number"])
+                is_part = self.is_many or self.is_transposed
+                return StackPlace(
+                    match["head"] or "", match["tail"] or "", number if is_part else None
+                )
+        return None
+
+
+class StackRule(NamedTuple):
+    """What a checkpoint calls `old` is to be `new`; one of them consists of the other's parts, or
+    is its transpose. `text` is for messages.
+    """
+
+    old: Form
+    new: Form
+    text: str
+
+    @property
+    def is_split(self) -> bool:
+        """Whether a whole becomes its parts."""
+        return self.new.is_many
+
+    @property
+    def is_transposed(self) -> bool:
+        """Whether a tensor becomes its transpose."""
+        return self.old.is_transposed
+
+    @property
+    def back(self) -> StackRule:
+        """The rule in the other direction."""
+        old, new = self.new, self.old
+        if self.is_transposed:
+            old, new = old._replace(is_transposed=True), new._replace(is_transposed=False)
+        return StackRule(old, new, self.text)
 
     def place(self, name: str) -> StackPlace | None:
         """Where `name` has the old form; None where it has not."""
-        match = _pattern(self.old).fullmatch(name)
-        if match is None:
-            return None
         # "experts" is in "experts.0.weight", too, which is a slice already.
-        if self.is_split and _pattern(self.new).fullmatch(name):
-            return None
-        number = None if self.is_split else int(match["number"])
-        return StackPlace(match["head"] or "", match["tail"] or "", number)
+        return None if self.is_split and self.new.place(name) else self.old.place(name)
 
     def new_name(self, place: StackPlace, number: int | None = None) -> str:
-        """The name in the new form, of slice `number` where it is one of slices."""
-        new = self.new if number is None else self.new.replace(NUMBER, str(number))
+        """The name in the new form, of part `number` where it is one of parts."""
+        new = self.new.names[0 if number is None or self.new.dim is None else number]
+        new = new if number is None else new.replace(NUMBER, str(number))
         return f"{place.head}{new}{place.tail}"
 
 
+@cache
 def _pattern(form: str) -> re.Pattern[str]:
-    # Compiled once for each form: `re` keeps what it has compiled.
     middle = re.escape(form).replace(re.escape(NUMBER), "(?P<number>0|[1-9][0-9]*)")
     return re.compile(rf"(?P<head>(?:.*?\.)?){middle}(?P<tail>(?:\..*)?)", re.DOTALL)
 
 
-def _rules(pairs: Iterable[tuple[str, str]]) -> list[StackRule]:
-    rules = [StackRule(old, new) for old, new in pairs]
+_SIDE = re.compile(r"(?P<parts>.*?)(?:\s*@\s*(?P<dim>\d+))?", re.DOTALL)
+_PART = re.compile(r"\s*(?P<name>.*?)(?P<transposed>\^T)?(?::(?P<size>\d+))?\s*", re.DOTALL)
+
+
+class _Part(NamedTuple):
+    name: str
+    is_transposed: bool
+    size: int | None
+
+    @property
+    def whole(self) -> str:
+        """What its slices are called together on the way to another form."""
+        return self.name.replace(f".{NUMBER}", "").replace(f"{NUMBER}.", "")
+
+
+class _Side(NamedTuple):
+    parts: list[_Part]
+    dim: int
+
+    @property
+    def is_many(self) -> bool:
+        return len(self.parts) > 1 or NUMBER in self.parts[0].name
+
+
+def _side(text: str) -> _Side:
+    """One side of a rule as it is written."""
+    side = _SIDE.fullmatch(text)
+    assert side is not None, "both groups may be empty"
+    matches = [_PART.fullmatch(part) for part in side["parts"].split(" + ")]
+    parts = [
+        _Part(m["name"], bool(m["transposed"]), int(m["size"]) if m["size"] else None)
+        for m in matches
+        if m is not None
+    ]
+    return _Side(parts, int(side["dim"] or 0))
+
+
+def steps_of(pairs: Iterable[tuple[str, str]]) -> list[list[StackRule]]:
+    """The steps of each rule from names to new ones. Raises CheckpointError for what is no rule."""
+    rules = list(pairs)
     problems = [
-        f"{rule.text}: {problem}"
-        for rule in rules
-        for problem in _problems_of(rule, [other.old for other in rules])
+        f"the rule {old!r} to {new!r}: {problem}"
+        for old, new in rules
+        for problem in _problems_of(old, new, [other for other, _ in rules])
     ]
     if problems:
         raise CheckpointError(f"stacks=: {'; '.join(problems)}")
-    return rules
+    return [_steps(old, new) for old, new in rules]
 
 
-def _problems_of(rule: StackRule, every_old: Sequence[str]) -> Iterator[str]:
-    names = (rule.old, rule.new)
-    if not all(isinstance(name, str) for name in names):
+def _steps(old: str, new: str) -> list[StackRule]:
+    text, many, whole = f"the rule {old!r} to {new!r}", _side(old), _side(new)
+    if is_back := whole.is_many or (whole.parts[0].is_transposed and not many.is_many):
+        many, whole = whole, many
+    steps, one = [], whole.parts[0]
+    is_joined = len(many.parts) > 1
+    for part in many.parts:
+        # The last step gives the name, so that those before keep what the part is called.
+        end = part.whole if is_joined or one.is_transposed else one.name
+        if NUMBER in part.name:
+            steps.append(StackRule(Form((part.name,)), Form((end,)), text))
+        if part.is_transposed:
+            of = end if NUMBER in part.name else part.name
+            steps.append(StackRule(Form((of,), is_transposed=True), Form((end,)), text))
+    end = one.name
+    if is_joined:
+        parts = Form(
+            tuple(part.whole for part in many.parts),
+            tuple(part.size for part in many.parts),
+            many.dim,
+        )
+        steps.append(StackRule(parts, Form((end,)), text))
+    if one.is_transposed:
+        last = end if is_joined else many.parts[0].whole
+        steps.append(StackRule(Form((last,), is_transposed=True), Form((end,)), text))
+    return [step.back for step in reversed(steps)] if is_back else steps
+
+
+def _problems_of(old: object, new: object, every_old: Sequence[str]) -> Iterator[str]:
+    if not (isinstance(old, str) and isinstance(new, str)):
         yield "expected names"
-    elif sorted(name.count(NUMBER) for name in names) != [0, 1]:
-        yield f"expected {NUMBER} once, in the name of the slices, and a stacked name without it"
-    elif any(not between for name in names for between in name.split(".")):
+        return
+    sides = (_side(old), _side(new))
+    parts = [part for side in sides for part in side.parts]
+    has_transposed = any(part.is_transposed for part in parts)
+    counts = {part.name.count(NUMBER) for side in sides if side.is_many for part in side.parts}
+    if sides[0].is_many == sides[1].is_many and not (has_transposed and not sides[0].is_many):
+        yield (
+            f"expected {NUMBER} once, in the name of slices, or parts joined by ' + ', on one side, "
+            "and the name of the whole on the other"
+        )
+    elif counts - {0, 1} or len(counts) > 1:
+        yield f"expected {NUMBER} once, or in none of the parts"
+    elif any(not between for part in parts for between in part.whole.split(".")):
         yield "expected names with something between their dots"
-    elif every_old.count(rule.old) > 1:
+    elif len({part.whole for side in sides for part in side.parts if side.is_many}) < sum(
+        len(side.parts) for side in sides if side.is_many
+    ):
+        yield "expected parts of different names"
+    elif every_old.count(old) > 1:
         yield "there is another one for the same name"
 
 
@@ -126,32 +256,48 @@ class Restacked:
     problems: Sequence[str]
 
 
-def restack(catalog: Catalog, pairs: Iterable[tuple[str, str]]) -> Restacked:
-    """`catalog` as rules from its names to new ones change it. A rule of which it has the new form
-    already changes nothing; one of which it has neither is a problem. Raises CheckpointError for
-    what is no rule.
+def restack(catalog: Catalog, pairs: Iterable[tuple[str, str]]) -> list[Restacked]:
+    """`catalog` as rules from its names to new ones change it, step by step; the last has all of
+    them. A rule of which it has the new form already changes nothing; one of which it has neither
+    is a problem, and ends them. Raises CheckpointError for what is no rule.
     """
-    rules = _rules(pairs)
-    restacking = _Restacking(
-        catalog, dict(catalog.tensors), dict(catalog.values), dict(catalog.aliases)
-    )
-    for rule in rules:
+    done = [Restacked(catalog, {}, ())]
+    for rule in chain.from_iterable(
+        steps for steps in steps_of(pairs) if not _is_new(done[-1].catalog, steps)
+    ):
+        catalog = done[-1].catalog
+        restacking = _Restacking(
+            catalog, dict(catalog.tensors), dict(catalog.values), dict(catalog.aliases)
+        )
         restacking.apply(rule)
-    for name in restacking.gone:
-        del restacking.tensors[name]
-    for name in restacking.gone_values:
-        del restacking.values[name]
-    changed = replace(
-        catalog,
-        tensors=restacking.tensors,
-        values=restacking.values,
-        aliases=restacking.aliases,
+        for name in restacking.gone:
+            del restacking.tensors[name]
+        for name in restacking.gone_values:
+            del restacking.values[name]
+        catalog = replace(
+            catalog,
+            tensors=restacking.tensors,
+            values=restacking.values,
+            aliases=restacking.aliases,
+        )
+        done.append(Restacked(catalog, restacking.origins, restacking.problems))
+        if restacking.problems:
+            break
+    return done
+
+
+def _is_new(catalog: Catalog, steps: Sequence[StackRule]) -> bool:
+    """Whether a catalog has what the last of `steps` makes, and nothing that they begin with."""
+    made = {name for step in steps[:-1] for name in step.new.names}
+    first = [step for step in steps if not made.issuperset(step.old.names)]
+    names = catalog.tensors
+    return any(map(steps[-1].back.place, names)) and not any(
+        step.place(name) for step in first for name in names
     )
-    return Restacked(changed, restacking.origins, restacking.problems)
 
 
 class _Param(NamedTuple):
-    """A tensor of the model in its old form, or the first of its slices."""
+    """A tensor of the model in its old form, and of how many parts it is, or is one."""
 
     total: int
     entry: TensorEntry
@@ -217,7 +363,9 @@ class _Restacking:
         )
         if not params:
             if not any(rule.back.place(fqn) for fqn in catalog.tensors):
-                self.problems.append(f"{rule.old}: the checkpoint has it not, and no {rule.new}")
+                self.problems.append(
+                    f"{rule.old.text}: the checkpoint has it not, and no {rule.new.text}"
+                )
             return
         self.refuse_what_cannot_follow(rule)
         known: dict[str, _Param] = {}
@@ -262,24 +410,45 @@ class _Restacking:
     def add_param(self, rule: StackRule, slices: _Slices, known: dict[str, _Param]) -> None:
         entry = self.tensors[slices.first]
         if not rule.is_split:
-            total = 1 + max(number for number in slices.names if number is not None)
-            known |= dict.fromkeys(slices.names.values(), _Param(total, entry))
+            total = len(rule.old.names)
+            if rule.old.dim is None:
+                total = 1 + max(number for number in slices.names if number is not None)
+            for fqn in slices.names.values():
+                known[fqn] = _Param(total, self.tensors[fqn])
             self.stack(rule, slices._replace(total=total))
-        elif entry.shape and entry.shape[0]:
-            known[slices.first] = _Param(entry.shape[0], entry)
+        elif starts := self.starts(rule, slices.first):
+            known[slices.first] = _Param(len(starts) - 1, entry)
             self.split(rule, slices)
-        else:
+
+    def starts(self, rule: StackRule, fqn: str) -> Sequence[int]:
+        """Where the parts of a whole begin, and its end; of what has none, a problem."""
+        shape, dim, sizes = self.tensors[fqn].shape, rule.new.dim, list(rule.new.sizes)
+        if dim is None:
+            if shape and shape[0]:
+                return range(shape[0] + 1)
+            self.problems.append(f"{fqn}: has shape {shape}, and no slices to take out")
+            return ()
+        if len(shape) <= dim:
+            self.problems.append(f"{fqn}: has shape {shape}, and no dim {dim} to cut")
+            return ()
+        left, unknown = shape[dim] - sum(filter(None, sizes)), sizes.count(None)
+        if left < 0 or left % max(unknown, 1) or (left and not unknown):
             self.problems.append(
-                f"{slices.first}: has shape {entry.shape}, and no slices to take out"
+                f"{fqn}: has shape {shape}, whose dim {dim} does not make the parts of "
+                f"{rule.text}; state their sizes, as in 'q:{shape[dim]} + k:0'"
             )
+            return ()
+        return (0, *accumulate(left // unknown if size is None else size for size in sizes))
 
     def split(self, rule: StackRule, slices: _Slices) -> None:
-        fqn = slices.first
-        total, *shape = self.tensors[fqn].shape
-        one = self.tensors[fqn]._replace(shape=tuple(shape))
-        for number in range(total):
+        fqn, dim = slices.first, rule.new.dim
+        starts = self.starts(rule, fqn)
+        shape = self.tensors[fqn].shape
+        for number, (start, stop) in enumerate(pairwise(starts)):
             name = rule.new_name(slices.place, number) + slices.key
-            self.add(name, one, Origin((fqn,), number, total))
+            part = shape[1:] if dim is None else (*shape[:dim], stop - start, *shape[dim + 1 :])
+            one = self.tensors[fqn]._replace(shape=part)
+            self.add(name, one, Origin((fqn,), number, starts, dim))
         self.gone.add(fqn)
 
     def stack(self, rule: StackRule, slices: _Slices) -> None:
@@ -287,16 +456,33 @@ class _Restacking:
         if not self.is_complete(rule, slices):
             return
         parts = [slices.names[number] for number in range(slices.total)]
-        entry = self.tensors[parts[0]]
+        entry, dim = self.tensors[parts[0]], rule.old.dim
+        if rule.is_transposed:
+            flipped = entry._replace(shape=swapped(entry.shape))
+            self.add(name, flipped, Origin((parts[0],), is_transposed=True))
+            self.gone.update({parts[0]} - {name})
+            return
+        if dim is not None and len(entry.shape) <= dim:
+            self.problems.append(f"{name}: {parts[0]} has shape {entry.shape}, and no dim {dim}")
+            return
         for fqn in parts:
-            if self.tensors[fqn][:2] != entry[:2]:
-                other = self.tensors[fqn]
+            other = self.tensors[fqn]
+            own, wanted = list(other.shape), list(entry.shape)
+            if dim is not None and len(own) == len(wanted):
+                own[dim] = wanted[dim]
+            if (other.dtype, own) != (entry.dtype, wanted):
                 self.problems.append(
                     f"{name}: its slices differ: {parts[0]} is {entry.dtype}{list(entry.shape)}, "
                     f"{fqn} is {other.dtype}{list(other.shape)}"
                 )
                 return
-        self.add(name, entry._replace(shape=(slices.total, *entry.shape)), Origin(tuple(parts)))
+        if dim is None:
+            shape = (slices.total, *entry.shape)
+            starts: Sequence[int] = range(slices.total + 1)
+        else:
+            starts = (0, *accumulate(self.tensors[fqn].shape[dim] for fqn in parts))
+            shape = (*entry.shape[:dim], starts[-1], *entry.shape[dim + 1 :])
+        self.add(name, entry._replace(shape=shape), Origin(tuple(parts), None, starts, dim))
         self.gone.update(parts)
 
     def is_complete(self, rule: StackRule, slices: _Slices) -> bool:
@@ -312,7 +498,7 @@ class _Restacking:
         return not lacking
 
     def add(self, name: str, entry: TensorEntry, origin: Origin) -> None:
-        if name in self.tensors:
+        if name in self.tensors and name not in origin.stored:
             self.problems.append(
                 f"{name}: the checkpoint has it, and {origin.stored[0]}, of which it would be made"
             )
@@ -384,7 +570,7 @@ class _Restacking:
             stored = [slices.names[number] for number in sorted(slices.names, key=lambda n: n or 0)]
             for name in names:
                 self.add(name, entry, Origin(tuple(stored), is_common=True))
-        self.gone.update(slices.names.values())
+            self.gone.update({*slices.names.values()}.difference(names))
 
     def new_names(self, rule: StackRule, slices: _Slices) -> list[str]:
         """What is one for all slices, in the new form: once for each slice, or for the stack."""
@@ -409,7 +595,7 @@ class _Restacking:
             if any(value != values[0] for value in values):
                 self.problems.append(f"{names[0]}: differs between its slices, and is one for all")
             self.values |= dict.fromkeys(names, values[0])
-            self.gone_values.update(slices.names.values())
+            self.gone_values.update({*slices.names.values()}.difference(names))
 
     def regrouped(
         self, rule: StackRule, fqn: str, by_suffix: Mapping[str, _Param]

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 
 from ckpt.convert.naming import Rename, is_chosen, renamed, renamer
-from ckpt.convert.sources.derived import RestackedSource
+from ckpt.convert.sources.derived import restacked
 from ckpt.convert.sources.source import CheckpointSource, NativeSource, ReadRequest, SourceTensor
 from ckpt.convert.targets.files import Progress
 from ckpt.errors import CheckpointError
@@ -187,7 +187,7 @@ def diff_checkpoints(
     of_a: CheckpointSource = NativeSource(a)
     of_b = NativeSource(b)
     if options.stacks:
-        of_a = RestackedSource(of_a, options.stacks)
+        of_a = restacked(of_a, options.stacks)
     # Names that b would have, each with the name in a.
     new_names = renamed((*of_a.contents.tensors, *of_a.contents.aliases), options.rename)
     names_a = {new: name for name, new in new_names.items() if is_chosen(new, options)}

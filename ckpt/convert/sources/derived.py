@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 import threading
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
@@ -32,7 +33,7 @@ from ckpt.layout.descriptions import TYPE_KEY, is_description, shown_type
 from ckpt.layout.dtypes import DTYPES, dtype_name, torch_dtype
 from ckpt.layout.kind import Kind
 from ckpt.layout.region import Span
-from ckpt.stacks.rules import Origin, restack
+from ckpt.stacks.rules import Origin, Restacked, restack
 from ckpt.state.types import Catalog, Stacks, TensorEntry
 from ckpt.state.values import join_tree, references
 
@@ -68,33 +69,43 @@ class DerivedSource(CheckpointSource):
         self.source.close()
 
 
-class RestackedSource(DerivedSource):
-    """`source` with stacks of experts as their slices, or slices as stacks, by the rules of
-    `stacks` from its names to new ones. A slice is a run of elements of its stack, so nothing is
-    read that was not asked for.
+def restacked(source: CheckpointSource, stacks: Stacks) -> CheckpointSource:
+    """`source` in another form by the rules of `stacks`, from its names to new ones.
 
     Raises CheckpointError for rules that are none, or that the source does not fit.
     """
-
-    def __init__(self, source: CheckpointSource, stacks: Stacks) -> None:
-        contents = source.contents
-        entries = {
-            fqn: TensorEntry(torch_dtype(info.dtype), info.shape, info.kind)
-            for fqn, info in contents.tensors.items()
-        }
-        catalog = Catalog(entries, contents.values, contents.aliases, contents.per_rank)
-        restacked = restack(catalog, stacks.items())
-        if restacked.problems:
-            problems = "".join(f"\n- {problem}" for problem in restacked.problems)
+    contents = source.contents
+    entries = {
+        fqn: TensorEntry(torch_dtype(info.dtype), info.shape, info.kind)
+        for fqn, info in contents.tensors.items()
+    }
+    catalog = Catalog(entries, contents.values, contents.aliases, contents.per_rank)
+    for step in restack(catalog, stacks.items()):
+        if step.problems:
+            problems = "".join(f"\n- {problem}" for problem in step.problems)
             raise CheckpointError(f"stacks= does not fit {source!r}:{problems}")
-        self._origins = restacked.origins
-        catalog = restacked.catalog
+        source = RestackedSource(source, step)
+    return source
+
+
+class RestackedSource(DerivedSource):
+    """`source` after one step of a rule. A slice, or a part of rows, is a run of elements of its
+    whole, so nothing is read that was not asked for. Parts along another dim, and transposes, are
+    made one at a time, in the memory of twice that tensor.
+    """
+
+    def __init__(self, source: CheckpointSource, step: Restacked) -> None:
+        self._origins, catalog = step.origins, step.catalog
         tensors = {
             fqn: SourceTensor(fqn, dtype_name(entry.dtype), entry.shape, entry.kind)
             for fqn, entry in catalog.tensors.items()
         }
-        made = replace(contents, tensors=tensors, values=catalog.values, aliases=catalog.aliases)
-        super().__init__(source, made, {})
+        contents = replace(
+            source.contents, tensors=tensors, values=catalog.values, aliases=catalog.aliases
+        )
+        super().__init__(source, contents, {})
+        self._lock = threading.Lock()
+        self._last: tuple[str, torch.Tensor] | None = None
 
     def fill(self, wanted: Sequence[ReadRequest]) -> None:
         requests: list[ReadRequest] = []
@@ -110,6 +121,8 @@ class RestackedSource(DerivedSource):
                 ]
                 common.append((request, every))
                 requests += every
+            elif origin.is_transposed or origin.dim:
+                self._copy(request, origin)
             else:
                 requests += self._stored(request, origin)
         self.source.fill(requests)
@@ -126,20 +139,35 @@ class RestackedSource(DerivedSource):
     def _stored(self, request: ReadRequest, origin: Origin) -> Iterator[ReadRequest]:
         """What the source has to be asked for."""
         shape = self.contents.tensors[request.fqn].shape
-        span, target = request.span, request.target
+        (low, high), target, starts = request.span, request.target, origin.starts
         if origin.number is not None:
-            before = origin.number * math.prod(shape)
-            moved = Span(span.start + before, span.stop + before)
-            yield ReadRequest(origin.stored[0], moved, target)
+            row = math.prod(shape[1:] if origin.dim is not None else shape)
+            before = starts[origin.number] * row
+            yield ReadRequest(origin.stored[0], Span(low + before, high + before), target)
             return
-        numel = math.prod(shape[1:])
-        for number in range(span.start // numel, -(-span.stop // numel)):
-            start, stop = max(span.start, number * numel), min(span.stop, (number + 1) * numel)
-            yield ReadRequest(
-                origin.stored[number],
-                Span(start - number * numel, stop - number * numel),
-                target[start - span.start : stop - span.start],
-            )
+        row = math.prod(shape[1:])
+        ends = [start * row for start in starts]
+        for number in range(bisect_right(ends, low) - 1, bisect_left(ends, high)):
+            start, stop = max(low, ends[number]), min(high, ends[number + 1])
+            span = Span(start - ends[number], stop - ends[number])
+            yield ReadRequest(origin.stored[number], span, target[start - low : stop - low])
+
+    def _copy(self, request: ReadRequest, origin: Origin) -> None:
+        # One at a time, and kept until the next: a tensor is written in many parts.
+        with self._lock:
+            if self._last is None or self._last[0] != request.fqn:
+                self._last = None
+                self._last = request.fqn, self._made(origin).reshape(-1)
+            request.target.copy_(self._last[1][request.span.start : request.span.stop])
+
+    def _made(self, origin: Origin) -> torch.Tensor:
+        parts = [self.source.read(fqn) for fqn in origin.stored]
+        if origin.is_transposed:
+            return parts[0] if parts[0].ndim < 2 else parts[0].transpose(-1, -2)
+        if origin.number is None:
+            return torch.cat(parts, origin.dim or 0)
+        start, stop = origin.starts[origin.number : origin.number + 2]
+        return parts[0].narrow(origin.dim or 0, start, stop - start)
 
 
 class DenseSource(DerivedSource):

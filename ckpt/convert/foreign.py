@@ -42,7 +42,7 @@ from ckpt.layout.plain import Ranks
 from ckpt.layout.region import Span
 from ckpt.loading.contents import LocatedCheckpoint
 from ckpt.loading.exchange import Origins
-from ckpt.loading.load import LoadOptions, LoadReport, load_located
+from ckpt.loading.load import LoadOptions, LoadReport, in_form_of_state, load_located
 from ckpt.loading.plan import ReadPath
 from ckpt.state.describe import describe_modules
 from ckpt.state.names import clean_name
@@ -245,7 +245,8 @@ def load_foreign(
                 )
             rename = options.rename
             if rename is None:
-                stored = (*located.manifest.fqns, *located.manifest.aliases)
+                catalog = in_form_of_state(located.manifest, options.stacks).catalog
+                stored = (*catalog.tensors, *catalog.aliases)
                 rename = deduced(names_of(state, ranks), stored)
             return replace(options, rename=rename, path=path_of(store))
 

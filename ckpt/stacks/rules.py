@@ -229,8 +229,8 @@ def _problems_of(old: object, new: object, every_old: Sequence[str]) -> Iterator
     counts = {part.name.count(NUMBER) for side in sides if side.is_many for part in side.parts}
     if sides[0].is_many == sides[1].is_many and not (has_transposed and not sides[0].is_many):
         yield (
-            f"expected {NUMBER} once, in the name of slices, or parts joined by ' + ', on one side, "
-            "and the name of the whole on the other"
+            f"expected {NUMBER} once, in the name of slices, or parts joined by ' + ', on one "
+            "side, and the name of the whole on the other"
         )
     elif counts - {0, 1} or len(counts) > 1:
         yield f"expected {NUMBER} once, or in none of the parts"

@@ -321,9 +321,10 @@ def load(
     `group_options={"lr": "saved", "weight_decay": "live"}` says whose value holds, "live" alone
     keeps all.
 
-    `stacks` does so where one has all experts in one tensor and the other has one for each:
-    `{"experts.{}.weight": "experts.weight"}` loads one tensor for each from stacks, in every layer
-    and in the optimizer too; the other way round, `{"experts.weight": "experts.{}.weight"}`.
+    `stacks` are rules from names of the state to those of the checkpoint, in every layer and in the
+    optimizer too, where one has several tensors in one: `{"experts.{}.weight": "experts.weight"}`
+    loads one tensor for each expert from stacks, `{"qkv": "q + k + v"}` joins along dim 0,
+    `{"q:8 + kv @1": "qkv"}` takes apart along dim 1, and `{"weight": "kernel^T"}` transposes.
 
     `resize={"model.embed.weight": "mean"}` gives a tensor, or all tensors below a name, the rows
     (dim 0) that the state has, and the moments of parameters with them: rows more than the state's

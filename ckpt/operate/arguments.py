@@ -319,8 +319,8 @@ Rename: TypeAlias = Annotated[
 Stacks: TypeAlias = Annotated[
     "Mapping[str, str] | None",
     Argument(
-        "stacks of experts as one tensor for each, such as 'experts.weight=experts.{}.weight', or "
-        "the other way round; repeatable, before --rename",
+        "a tensor as several, or several as one: 'experts.weight=experts.{}.weight', "
+        "'q + k + v=qkv', 'kernel^T=weight'; repeatable, before --rename",
         old_new,
         "OLD=NEW",
         "--stack",

@@ -1,1 +1,1 @@
-"""Experts that are one tensor on one side and one for each on the other: the `stacks=` of loads."""
+"""Tensors that are one on one side and several, or a transpose, on the other: `stacks=`."""

@@ -158,7 +158,7 @@ class _Part(NamedTuple):
 
 class _Side(NamedTuple):
     parts: list[_Part]
-    dim: int
+    dim: int | None
 
     @property
     def is_many(self) -> bool:
@@ -175,7 +175,7 @@ def _side(text: str) -> _Side:
         for m in matches
         if m is not None
     ]
-    return _Side(parts, int(side["dim"] or 0))
+    return _Side(parts, int(side["dim"]) if side["dim"] else None)
 
 
 def steps_of(pairs: Iterable[tuple[str, str]]) -> list[list[StackRule]]:
@@ -210,7 +210,7 @@ def _steps(old: str, new: str) -> list[StackRule]:
         parts = Form(
             tuple(part.whole for part in many.parts),
             tuple(part.size for part in many.parts),
-            many.dim,
+            many.dim or 0,
         )
         steps.append(StackRule(parts, Form((end,)), text))
     if one.is_transposed:
@@ -234,6 +234,12 @@ def _problems_of(old: object, new: object, every_old: Sequence[str]) -> Iterator
         )
     elif counts - {0, 1} or len(counts) > 1:
         yield f"expected {NUMBER} once, or in none of the parts"
+    elif any(
+        (side.dim is not None or part.size is not None) and len(side.parts) == 1
+        for side in sides
+        for part in side.parts
+    ):
+        yield "expected @dim and sizes where parts are joined by ' + '"
     elif any(not between for part in parts for between in part.whole.split(".")):
         yield "expected names with something between their dots"
     elif len({part.whole for side in sides for part in side.parts if side.is_many}) < sum(

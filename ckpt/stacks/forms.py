@@ -121,7 +121,7 @@ class _Term(NamedTuple):
         return self.name.replace(f".{NUMBER}", "").replace(f"{NUMBER}.", "")
 
 
-class _Written(NamedTuple):
+class _RuleText(NamedTuple):
     parts: list[_Term]
     dim: int | None
 
@@ -130,7 +130,7 @@ class _Written(NamedTuple):
         return len(self.parts) > 1 or NUMBER in self.parts[0].name
 
 
-def _side(text: str) -> _Written:
+def _side(text: str) -> _RuleText:
     """One side of a rule as it is written."""
     side = _SIDE.fullmatch(text)
     assert side is not None, "both groups may be empty"
@@ -140,7 +140,7 @@ def _side(text: str) -> _Written:
         for m in matches
         if m is not None
     ]
-    return _Written(parts, int(side["dim"]) if side["dim"] else None)
+    return _RuleText(parts, int(side["dim"]) if side["dim"] else None)
 
 
 def steps_of(pairs: Iterable[tuple[str, str]]) -> list[list[StackRule]]:

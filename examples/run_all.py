@@ -36,6 +36,7 @@ def main() -> None:
             ],
             [*torchrun, "2", str(HERE / "own_engine.py"), f"{folder}/columns"],
             [*torchrun, "3", str(HERE / "own_engine.py"), f"{folder}/columns"],
+            [sys.executable, str(HERE / "own_store.py"), f"{folder}/objects.db"],
             [sys.executable, str(HERE / "share_a_root.py")],
             [sys.executable, str(HERE / "rl_loop.py"), f"{folder}/rl"],
             [sys.executable, str(HERE / "lora_dedup.py"), f"{folder}/lora"],

@@ -283,7 +283,7 @@ def _check_protocol(url: str, protocol: str) -> None:
     known = {*own, "s3", "file", "memory", *registered}
     alike = sorted(name for name in known if name[:1] == protocol[:1])
     close = difflib.get_close_matches(protocol, alike, n=1, cutoff=0.5)
-    hint = f"did you mean {close[0]}://?" if close else "write a path, s3://bucket/prefix, or"
+    hint = f"did you mean {close[0]}://?" if close else "write a path or s3://bucket/prefix"
     raise InvalidUrlError(
         f"{redacted(url)}: unknown protocol {protocol!r}; {hint} "
         f"(registered: {', '.join(registered) or 'none'}; fsspec.available_protocols() lists the "

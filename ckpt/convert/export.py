@@ -260,7 +260,7 @@ def split_target(target: StoreLike, format: Format = "safetensors") -> tuple[Sto
     if not name.endswith(suffixes) or name in suffixes:
         raise CheckpointError(
             f"{url!r} names no file that can be written; end it with a name such as "
-            'model.safetensors or model.pt, or pass format="dcp" for a directory'
+            "model.safetensors or model.pt, or choose the format dcp for a directory"
         )
     return folder_of(target), name
 

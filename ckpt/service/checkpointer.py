@@ -1,9 +1,8 @@
 """Checkpoints as a service to a training loop: saves in the background when a policy says so, keeps
 what a rule keeps, survives failures and preemption, and resumes from what is whole.
 
-`Checkpointer` is the outside; each of its concerns has a file of its own: when a save is due, saves
-under way, the end of a preempted job (`inflight`), near tiers (`tiers`), failures (`alarm`),
-retention (`keeping`), agreement between ranks (`agreement`), missing ranks (`watching`).
+`Checkpointer` is the outside of `inflight` (saves, and when they are due), `tiers`, `publisher`,
+`alarm`, `keeping`, `agreement` and `watching`.
 """
 
 from __future__ import annotations
@@ -43,6 +42,7 @@ from ckpt.service.policies import (
     with_last_saves,
 )
 from ckpt.service.preemption import Preempted, Signals
+from ckpt.service.publisher import publishing
 from ckpt.service.restore import RestoreReport, restore_latest
 from ckpt.service.retention import KeepAll, KeepRule, RetentionPlan, with_grace
 from ckpt.service.target import Pending, Target, UrlTarget
@@ -84,7 +84,9 @@ class Checkpointer:
       `when_busy="skip"`. A save waits for a store that is away until the next one has to wait for
       it (with "skip": none does), for `retry_seconds_max` at most, 10 minutes by default.
     - `near` keeps newer checkpoints on the hosts themselves, in one tier or a list of them;
-      `restore` finds them: see `ckpt.Near`.
+      `restore` finds them: see `ckpt.Near`. `publish=EverySteps(1)` publishes the state's models
+      at such steps; a mapping of `every` and arguments of `ckpt.publish` says how. Only the next
+      publication waits for one, and one that fails is logged, and made up for by the next.
     - A root protects its trainings. Where another one has saved, the first save raises StoreRefused
       unless this process has restored (or loaded) from there; with `begin_anew=True` it begins a
       line of its own, with a warning. Rules retire checkpoints of their own line only. Trainings
@@ -124,6 +126,7 @@ class Checkpointer:
         when_busy: Literal["wait", "skip"] = "wait",
         pace: Pace | None = None,
         near: TierValue | Sequence[TierValue] | None = None,
+        publish: SavePolicy | Mapping[str, Any] | None = None,
         observers: Sequence[Observer] = (),
         silence_seconds_max: float | None = None,
         telemetry: bool = True,
@@ -171,6 +174,7 @@ class Checkpointer:
                     "io": io,
                 },
             )
+        tiers = (*tiers, *publishing(publish, target))
         self._signals = Signals(save)
         self._settings = ServiceSettings(
             save, rule, alarm, pace, tiers, tuple(observers), silence_seconds_max, self._signals
@@ -205,8 +209,6 @@ class Checkpointer:
         self._saves, self._near, self._keeper = parts.saves, parts.near, parts.keeper
         self._ahead, self._timer, self._start_overs = parts.ahead, parts.timer, parts.start_overs
 
-    # what a training team wants to know
-
     @property
     def last_saved(self) -> Saved | None:
         """The newest checkpoint of this process whose commit this rank knows of."""
@@ -229,7 +231,7 @@ class Checkpointer:
 
     @property
     def near_failures(self) -> tuple[Failure, ...]:
-        """The newest 100 failed near saves, as `failures`."""
+        """The newest 100 near saves and publications that failed, as `failures`."""
         return self._near.failures
 
     @property
@@ -241,8 +243,6 @@ class Checkpointer:
     def costs(self) -> CostMeter:
         """What saves cost this training, as this rank has measured it."""
         return self._training.costs
-
-    # the loop
 
     def steps(self, last: SupportsIndex) -> Iterator[int]:
         """Restore the newest checkpoint, yield the number of each step that is left, up to `last`,

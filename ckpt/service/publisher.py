@@ -1,9 +1,15 @@
-"""Publish the weights of a training for those who follow it: `ckpt.publish`."""
+"""Publish the weights of a training for those who follow it: `ckpt.publish`, and publications of a
+Checkpointer, with a world and a worker of their own, so that no save waits for them.
+"""
 
 from __future__ import annotations
 
+import logging
+import math
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from inspect import Parameter, signature
 from typing import Any, SupportsIndex
 
 import torch
@@ -12,15 +18,23 @@ import torch.distributed as dist
 from ckpt.api import Io, check_order, line_of, write_path
 from ckpt.commit.appender import BACKGROUND_SECONDS, checked_seconds
 from ckpt.commit.names import PUBLISHED, checked_count, plain_int
-from ckpt.errors import InvalidArgument
+from ckpt.errors import CheckpointError, Failure, Fenced, InvalidArgument, RankFailed
 from ckpt.layout.memory import gc_paused
-from ckpt.process import this_process
-from ckpt.saving.background import PendingSave
+from ckpt.process import GroupContext, this_process
+from ckpt.saving.background import Background, PendingSave
 from ckpt.saving.publishing import Due, Publication
+from ckpt.saving.staging import LentCopy
 from ckpt.saving.task import SaveOptions, SaveTask
+from ckpt.service.policies import Observation, SavePolicy
+from ckpt.service.restore import Restorable, TierRestorable
+from ckpt.service.target import Target, UrlTarget
+from ckpt.service.tiers import FAILURES_MAX, TierSaves, TierValue
+from ckpt.service.training import Training
 from ckpt.world.base import collectively
-from storage import StoreLike
+from storage import StorageError, StoreLike
 from storage.hidden import hides_secrets
+
+logger = logging.getLogger(__name__)
 
 
 @hides_secrets
@@ -54,16 +68,31 @@ def publish(
     Collective like `async_save`, and the same holds for changes of the state meanwhile. `result`
     raises like that of `async_save`, and InvalidUrlError without the package zstandard.
     """
+    given = locals()
+    group = given.pop("process_group")
+    return _publish(lambda: this_process.of_group(group), **given)
+
+
+def _publish(
+    context_of: Callable[[], GroupContext],
+    *,
+    state: Any,
+    url: StoreLike,
+    step: SupportsIndex,
+    line: str,
+    user: Mapping[str, str] | None,
+    retry_seconds_max: float,
+    storage_options: Mapping[str, Any] | None,
+    unsafe_single_writer: bool,
+    io: Io,
+    **how: Any,
+) -> PendingSave:
     started = time.perf_counter()
     check_order(state, url, "publish(state, url)")
-    due = Due(checked_count(plain_int(anchor_every), "anchor_every"), float(anchor_larger))
-    if not line:
-        raise InvalidArgument('line="": publications need a line of their own')
-    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
-        raise InvalidArgument(f"dtype={dtype!r}: expected a floating-point dtype, or None")
+    dtype, due = _checked(line, **how)
     url = line_of(url, line)
     with gc_paused():
-        context = this_process.of_group(process_group)
+        context = context_of()
         call = f"ckpt.publish(step={step})"
         root = context.known_root(url, storage_options, unsafe_single_writer)
         if root is None:
@@ -90,3 +119,132 @@ def publish(
             pending = context.background.begin(task, made.gate, lambda: made.finish(due))
     pending.call_seconds = time.perf_counter() - started
     return pending
+
+
+def _checked(
+    line: str, dtype: torch.dtype | None, anchor_every: SupportsIndex, anchor_larger: float
+) -> tuple[torch.dtype | None, Due]:
+    if not line:
+        raise InvalidArgument('line="": publications need a line of their own')
+    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+        raise InvalidArgument(f"dtype={dtype!r}: expected a floating-point dtype, or None")
+    return dtype, Due(checked_count(plain_int(anchor_every), "anchor_every"), float(anchor_larger))
+
+
+@dataclass(frozen=True)
+class Publishing(TierValue):
+    """What a Checkpointer publishes: arguments of `publish`, and `every`, a policy by the step."""
+
+    every: SavePolicy
+    how: Mapping[str, Any]
+    path = ""
+
+    def saves(self, save: SavePolicy, training: Training, *_: Any) -> TierSaves:
+        return Publications(self, training)
+
+
+def publishing(wanted: object, target: Target) -> tuple[Publishing, ...]:
+    """What the caller of a Checkpointer has said: None, a policy, or a mapping with one as `every`.
+
+    Raises TypeError and InvalidArgument.
+    """
+    if wanted is None:
+        return ()
+    given = dict(wanted) if isinstance(wanted, Mapping) else {"every": wanted}
+    every = given.pop("every", None)
+    if not isinstance(every, SavePolicy) or every.needs_clock:
+        raise TypeError(
+            f"publish={wanted!r}: expected a policy by the step alone, such as ckpt.EverySteps(1),"
+            ' or {"every": ckpt.EverySteps(1), "state": model, "dtype": torch.bfloat16}'
+        )
+    if not isinstance(target, UrlTarget):
+        raise TypeError("publish= goes with a url; this Target saves in its own way")
+    defaults: dict[str, Any] = {
+        name: one.default for name, one in signature(publish).parameters.items()
+    }
+    del defaults["process_group"], defaults["step"]
+    own: dict[str, Any] = {"url": target.where, "line": PUBLISHED}
+    own |= {"storage_options": target.storage_options}
+    own |= {"unsafe_single_writer": target.unsafe_single_writer}
+    if unknown := sorted(given.keys() - (defaults.keys() - own.keys())):
+        raise TypeError(f"publish= has {', '.join(map(repr, unknown))}, which is for ckpt.publish")
+    saving = {name: target.saving[name] for name in ("retry_seconds_max", "io", "user")}
+    how = {**defaults, **saving, **given, **own}
+    _checked(PUBLISHED, how["dtype"], how["anchor_every"], how["anchor_larger"])
+    return (Publishing(every, how),)
+
+
+class Publications(TierSaves):
+    """The publications of one training. They restore nothing: the checkpoints next to them do."""
+
+    def __init__(self, publishing: Publishing, training: Training) -> None:
+        self._every, self._how, self._training = publishing.every, publishing.how, training
+        self._context: GroupContext | None = None
+        self._begun: PendingSave | None = None
+        self._lasting: Exception | None = None
+
+    def stepped(self, *, lends: bool = False) -> Sequence[LentCopy]:
+        progress, how = self._training.progress, dict(self._how)
+        self.collect(wait=False)
+        if not self._every.reasons(Observation(progress.step, progress.previous_step)):
+            return ()
+        self.collect(wait=True)
+        if self._lasting is not None:
+            raise self._lasting
+        if how["state"] is Parameter.empty:
+            how["state"] = self._training.model()
+        how["step"] = progress.step
+        try:
+            self._begun = _publish(self._opened, **how)
+        except (CheckpointError, StorageError) as error:
+            self._fail(progress.step, error)
+        return ()
+
+    def _opened(self) -> GroupContext:
+        """As that of the process, for these publications alone. Collective at first."""
+        if self._context is None:
+            target = self._training.target
+            assert isinstance(target, UrlTarget)
+            shared = this_process.of_group(target.process_group)
+            world = shared.world.duplicate()
+            self._context = GroupContext(
+                shared.group, shared.everyone, world, shared.registry, Background(world)
+            )
+        return self._context
+
+    def collect(self, *, wait: bool, timeout_seconds: float = math.inf) -> None:
+        pending = self._begun
+        if pending is None or not (wait or pending.done()):
+            return
+        pending.wait(None if math.isinf(timeout_seconds) else timeout_seconds)
+        self._begun = None
+        try:
+            pending.result()
+        except Exception as error:
+            self._fail(pending.step, error)
+
+    def _fail(self, step: int, error: Exception) -> None:
+        lost = self._training.target.failure() or self._opened().world.failure
+        if lost is not None:
+            raise lost from error
+        if isinstance(error, Fenced):
+            # Raised where all ranks have learned of it: when the next one is due.
+            self._lasting = error
+        self.failures = (*self.failures, Failure(step, error))[-FAILURES_MAX:]
+        logger.warning("the publication of step %d has failed: %s", step, error)
+
+    def candidates(self, root: str, epoch: int) -> Sequence[TierRestorable]:
+        return ()
+
+    def restored(self, chosen: Restorable, own: TierRestorable | None, number: int) -> None:
+        """What is published next is again compared with what was published last."""
+
+    def leave(self, failure: RankFailed) -> None:
+        if self._context is not None:
+            self._context.world.end(failure)
+            self._context.background.give_up()
+
+    def close(self) -> None:
+        if self._context is not None:
+            self._context.background.close()
+            self._context.world.close()

@@ -248,6 +248,11 @@ COMMANDS = (
         "ckpt watch runs/7b --json | jq 'select(.kind == \"failed\")'",
     ),
     Command(
+        printing.follow,
+        "ckpt follow s3://bucket/run --line published --into w.safetensors --exec ./reload.sh\n"
+        "ckpt follow runs/7b --once --exec 'python evaluate.py --step $CKPT_STEP'",
+    ),
+    Command(
         printing.serve,
         "ckpt serve s3://bucket/run                        then open the page that it names\n"
         "ckpt serve runs/7b runs/7b-lr3e4                  two runs next to each other\n"

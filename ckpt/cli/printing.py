@@ -13,6 +13,9 @@ from ckpt.operate.arguments import Argument
 if TYPE_CHECKING:
     from storage import StoreLike
 
+_FutureRoot = Annotated[
+    "StoreLike", Argument("a root, which need not exist yet: a path, s3://bucket/prefix, ...")
+]
 Interval = Annotated[
     float,
     Argument(
@@ -46,10 +49,7 @@ def show(
 
 
 def watch(
-    url: Annotated[
-        "StoreLike",
-        Argument("a root, which need not exist yet: a path, s3://bucket/prefix, ..."),
-    ],
+    url: _FutureRoot,
     *,
     once: Annotated[bool, Argument("print one frame and end")] = False,
     near: given.Near = (),
@@ -64,6 +64,30 @@ def watch(
         watch_once(url, near, storage_options, as_json=json)
     else:
         watch(url, near, interval, storage_options, as_json=json)
+
+
+def follow(
+    url: _FutureRoot,
+    *,
+    line: Annotated[str, Argument("published: publications", metavar="NAME")] = "",
+    into: Annotated[str, Argument("safetensors, replaced by each version", metavar="FILE")] = "",
+    include: given.Include = ("*",),
+    execute: Annotated[
+        str,
+        Argument(
+            "for the shell, at each version; gets CKPT_STEP, CKPT_ATTEMPT, CKPT_FILE",
+            metavar="COMMAND",
+            flag="--exec",
+        ),
+    ] = "",
+    once: Annotated[bool, Argument("end without news")] = False,
+    interval: Annotated[float, Argument("between looks", given.seconds, "TIME")] = 5.0,
+    json: Annotated[bool, Argument("print a line of JSON for each version")] = False,
+    storage_options: given.Options = None,
+) -> None:
+    """Read each new version of the weights, and run a command for it."""
+    how = line, into, include, execute, once, interval, json, storage_options
+    import_module("ckpt.cli.following").follow(url, *how)
 
 
 def serve(

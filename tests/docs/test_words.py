@@ -75,7 +75,7 @@ WORDS_MAX = {
     "DECISIONS.md": 5200,
     "ARCHITECTURE.md": 3700,
     "FORMAT.md": 9800,
-    "docs/cli.md": 2200,  # made from the parser
+    "docs/cli.md": 2250,  # made from the parser
     "docs/compatibility.md": 950,  # made by tests.wild; the aim is 700
     "docs/engine.md": 1000,
     "docs/engine_differences.md": 1100,

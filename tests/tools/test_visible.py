@@ -66,7 +66,7 @@ def test_no_command_prints_what_steers_a_terminal(
         ["pin", a, "1"], ["unpin", a, "1"],
         ["salvage", step], ["mend", a], ["show", a, HOSTILE], ["show", a + HOSTILE],
         ["verify", a + HOSTILE], ["prune", a, "--keep-last", "1", "--yes"], ["rm", b, "1", "--yes"],
-        ["completion", "bash"], ["cost", a], ["watch", a, "--once"],
+        ["completion", "bash"], ["cost", a], ["watch", a, "--once"], ["follow", a, "--once"],
         ["rescue", str(tmp_path / HOSTILE), str(tmp_path / "rescued")], ["rehearse", HOSTILE],
     ]  # fmt: skip
     with pytest.raises(SystemExit):

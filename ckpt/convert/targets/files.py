@@ -12,10 +12,12 @@ A format is a function from outputs to planned files. Everything about a file bu
 from __future__ import annotations
 
 import json
+import os
 import threading
 import zlib
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
@@ -36,7 +38,7 @@ from ckpt.format.datafile import StoredChunk, file_entries, order_key, split_int
 from ckpt.format.manifest import Header
 from ckpt.format.object_parts import DataFile, DataFileBuilder, rank_files, write_filled
 from ckpt.format.part import FileColumns, PartTexts, TensorRecord
-from ckpt.layout.dtypes import DTYPES, DType, torch_dtype
+from ckpt.layout.dtypes import DTYPES, DType, dtype_name, torch_dtype
 from ckpt.layout.memory import tensor_over
 from ckpt.layout.region import Box, Region, Span, boxes_of
 from storage import Store
@@ -165,6 +167,31 @@ def _safetensors_file(key: str, outputs: Sequence[Output], tied: Mapping[str, st
         pieces.append(Data(position, output.nbytes, output, _all_of(output)))
         position += output.nbytes
     return PlannedFile(key, position, tuple(pieces))
+
+
+def write_safetensors(path: str, tensors: Mapping[str, torch.Tensor]) -> None:
+    """A file of tensors in memory, which replaces another one when it is whole."""
+    outputs = []
+    for name, tensor in tensors.items():
+        dtype = DTYPES[dtype_name(tensor.dtype)]
+        source = SourceTensor(name, dtype.name, tuple(tensor.shape))
+        outputs.append(Output(name, source, dtype, source.nbytes))
+    planned = _safetensors_file(path, outputs, {})
+    new = f"{path}.new-{os.getpid()}"
+    try:
+        with open(new, "wb") as file:
+            for piece in planned.pieces:
+                if isinstance(piece, Fixed):
+                    file.write(piece.data)
+                elif isinstance(piece, Data) and piece.nbytes:
+                    flat = tensors[piece.output.name].contiguous().view(-1)
+                    file.write(flat.view(torch.uint8).numpy().data)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(new, path)
+    finally:
+        with suppress(FileNotFoundError):
+            os.unlink(new)
 
 
 def _all_of(output: Output) -> Span:

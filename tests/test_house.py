@@ -101,6 +101,7 @@ ONE_FILE_EACH = {
     "transformers": ("ckpt/integrations/huggingface.py",),
     "lightning": ("ckpt/integrations/lightning.py",),
     "torchtitan": ("ckpt/integrations/torchtitan.py",),
+    "vllm": ("ckpt/integrations/vllm.py",),
     "prometheus_client": ("ckpt/integrations/prometheus.py",),
 }
 

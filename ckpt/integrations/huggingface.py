@@ -26,8 +26,10 @@ from ckpt.errors import CheckpointError, NoCheckpoint
 from ckpt.loading.checkpoint import open_checkpoint
 from ckpt.loading.contents import list_steps
 from ckpt.rehearse.watch import place_of
+from ckpt.saving.background import PendingSave
 from ckpt.service.checkpointer import SAVE_DEFAULT, Checkpointer
-from ckpt.service.policies import SavePolicy
+from ckpt.service.policies import EverySteps, Observation, SavePolicy
+from ckpt.service.publisher import publish
 from ckpt.state.rng import RandomStates
 from ckpt.state.types import PerRank
 from storage.hidden import hides_secrets
@@ -184,6 +186,37 @@ class TrainerCheckpoints(TrainerCallback):
         }
         scaler = getattr(getattr(trainer, "accelerator", None), "scaler", None)
         return saved if scaler is None else {**saved, "scaler": scaler}
+
+
+class TrainerPublications(TrainerCallback):
+    """A callback that publishes the model's weights every so many steps, as `ckpt.publish` does:
+    for trainers of `transformers` and TRL whose rollouts are made by followers. `options` are its
+    other arguments. A publication that fails ends the training at the next one.
+    """
+
+    @hides_secrets
+    def __init__(self, url: str, *, every: int = 1, **options: Any) -> None:
+        self._url, self._every, self._options = url, EverySteps(every), options
+        self._pending: list[PendingSave] = []
+
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Publish if it is time, in the background."""
+        if self._every.reasons(Observation(state.global_step, state.global_step - 1)):
+            self._wait()
+            step, options = state.global_step, self._options
+            self._pending = [publish(kwargs["model"], self._url, step=step, **options)]
+
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Wait for the last publication. Raises its error if it failed."""
+        self._wait()
+
+    def _wait(self) -> None:
+        while self._pending:
+            self._pending.pop().result()
 
 
 class _TrainerJson:

@@ -1,0 +1,84 @@
+"""An SGLang server with the weights that a training publishes.
+
+    with SGLangUpdates("s3://bucket/run", "http://localhost:30000", "/dev/shm/served") as updates:
+        while training:
+            updates.step()  # the server has the newest version now
+
+The folder has the model's configuration and tokenizer, as `ckpt export --format hf` makes it or as
+they were downloaded; its weights are one file that each version replaces. The server reads it by
+`update_weights_from_disk`, and names the version in its answers (`weight_version`).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import urllib.error
+import urllib.request
+from collections.abc import Mapping
+from typing import Any
+
+from ckpt.commit.names import PUBLISHED
+from ckpt.convert.targets.files import write_safetensors
+from ckpt.errors import CheckpointError
+from ckpt.service.follower import follow
+from storage import StoreLike
+
+SECONDS_MAX = 600.0  # for a server to load a file: a guess
+
+
+class SGLangUpdates:
+    """Follows a root for one server. `prefix` is in front of the names that the model's files have.
+
+    `step` returns the step that the server has since, None where nothing is new. Raises like
+    `Follower.poll`, and CheckpointError with the server's own words where that refuses: it keeps
+    the weights that it had, and the next call tries again.
+    """
+
+    def __init__(
+        self,
+        url: StoreLike,
+        server: str,
+        folder: str | os.PathLike[str],
+        *,
+        line: str = PUBLISHED,
+        prefix: str = "",
+        storage_options: Mapping[str, Any] | None = None,
+    ) -> None:
+        self.follower = follow(["*"], url, line=line, storage_options=storage_options)
+        self._server, self._prefix = server.rstrip("/"), prefix
+        self._folder, self._has = os.path.abspath(folder), ""
+
+    def step(self) -> int | None:
+        """Take the newest version over; see the class."""
+        follower = self.follower
+        if follower.poll() is not None:
+            follower.swap()
+        if follower.attempt == self._has:
+            return None
+        named = follower.tensors.items()
+        tensors = {name.removeprefix(self._prefix): one for name, one in named}
+        write_safetensors(os.path.join(self._folder, "model.safetensors"), tensors)
+        body = {"model_path": self._folder, "weight_version": follower.attempt}
+        request = urllib.request.Request(
+            f"{self._server}/update_weights_from_disk",
+            json.dumps(body).encode(),
+            {"Content-Type": "application/json"},
+        )
+        try:
+            with urllib.request.urlopen(request, timeout=SECONDS_MAX) as answer:
+                said = json.load(answer)
+        except urllib.error.HTTPError as error:
+            said = {"success": False, "message": error.read().decode(errors="replace")}
+        except OSError as error:
+            said = {"success": False, "message": str(error)}
+        if not said.get("success"):
+            raise CheckpointError(f"{self._server} has not taken step {follower.step}: {said}")
+        self._has = follower.attempt
+        return follower.step
+
+    def __enter__(self) -> SGLangUpdates:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.follower.close()

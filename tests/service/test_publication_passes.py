@@ -8,18 +8,21 @@ from __future__ import annotations
 
 import tracemalloc
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import ckpt
 from ckpt.format import delta
 from ckpt.format.delta import encode_delta
 from ckpt.layout.elements import digest_of
 from ckpt.layout.piece import Piece
 from ckpt.layout.plain import Ranks
 from ckpt.layout.region import whole
+from ckpt.loading import patch
 from ckpt.saving import published
 from ckpt.saving.published import LivePart, Published
 
@@ -38,7 +41,9 @@ class Elements(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result, name = func(*args, **(kwargs or {})), str(func)
         if isinstance(result, torch.Tensor) and not name.startswith(VIEWS) and "empty" not in name:
-            self.written[name] += result.numel()
+            # What is scattered writes as many as it has positions.
+            written = args[2] if name.startswith("aten.scatter_") else result
+            self.written[name] += written.numel()
         return result
 
 
@@ -102,3 +107,32 @@ def test_temporaries_are_of_one_block(changed: tuple[Published, list[LivePart]])
     finally:
         tracemalloc.stop()
     assert peak <= 2 * delta.BLOCK_NUMEL  # the whole has six bytes for each of three
+
+
+def test_followers_check_and_write_new_elements_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    state, served = {"w": torch.randn(NUMEL)}, {"w": torch.zeros(NUMEL, dtype=torch.bfloat16)}
+    digested = list[int]()
+
+    def digest(numbers: torch.Tensor, bits: torch.Tensor) -> int:
+        digested.append(len(numbers))
+        return digest_of(numbers, bits)
+
+    with ckpt.follow(served, tmp_path, line="published") as follower:
+        for step in range(3):
+            state["w"][torch.randperm(NUMEL)[:NEW]] += 1
+            ckpt.publish(state, tmp_path, step=step, anchor_larger=1e9).result()
+            if step == 2:  # the digests are known since the first delta
+                monkeypatch.setattr(patch, "digest_of", digest)
+                monkeypatch.setattr(patch, "digest_of_run", None)
+            before = served["w"].clone()
+            with Elements() as read:
+                update = follower.poll()
+            with Elements() as written:
+                follower.swap()
+    new = int((served["w"] != before).sum())
+    assert update is not None and update.nbytes == 2 * new
+    assert sum(digested) == new > NEW / 2
+    assert sum(read.written.values()) <= 12 * new, read.written
+    assert sum(written.written.values()) == new, written.written

@@ -27,7 +27,7 @@ from ckpt.state.optimizer import (
     refusals,
     user_state,
 )
-from ckpt.state.optimizer_kinds import SavedState, declared, saved_states
+from ckpt.state.optimizer_kinds import SavedState, declared, saved_states, state_name
 from ckpt.state.trees import bind_tree
 from ckpt.state.types import ProblemKind
 from ckpt.state.values import join, references
@@ -119,7 +119,9 @@ class _OptimizerBinder:
                 # One tensor holds the state of all members: without one of them it is left alone.
                 if None not in saved:
                     states = [self.states.get(name) for name in saved if name is not None]
-                    binder.bind(named, states, self.optimizer.state.get(named.param, {}), hyper)
+                    live = self.optimizer.state.get(named.param, {})
+                    by_name = {name: own for key, own in live.items() if (name := state_name(key))}
+                    binder.bind(named, states, by_name, hyper)
 
     def add_user_state(self) -> None:
         """State under keys that are no parameters: replaced by the checkpoint's, if it has any."""

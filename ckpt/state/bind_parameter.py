@@ -35,6 +35,7 @@ from ckpt.state.optimizer_kinds import (
     layout_of,
     number_suffix,
     resharded,
+    state_key,
     why_not,
 )
 from ckpt.state.resize import with_rows
@@ -64,7 +65,9 @@ class BoundOptimizer:
     def install(self) -> None:
         """Replace state and hyperparameters. Raises Mismatch before it changes anything."""
         # All are made first: one that raises must leave every parameter with its old state.
-        made = [(p, {name: make() for name, make in new.items()}) for p, new in self.states]
+        made = [
+            (p, {state_key(name): make() for name, make in new.items()}) for p, new in self.states
+        ]
         for optimizer in self.optimizer:
             for param, state in made:
                 if not state:

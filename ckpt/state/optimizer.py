@@ -35,6 +35,7 @@ from ckpt.state.optimizer_kinds import (
     kind_of,
     layout_of,
     own_state,
+    state_name,
 )
 from ckpt.state.values import split_tree
 from ckpt.state.walk import read_state
@@ -112,7 +113,13 @@ def flatten_optimizer(
     for named in {id(n.param): n for group in groups for n in group}.values():
         # `get`: the state is a defaultdict, and reading it must not make entries.
         for name, content in (optimizer.state.get(named.param) or {}).items():
-            saving.add_state(named, str(name), content)
+            if (known := state_name(name)) is None:
+                flat.problems.append(
+                    f"{path}.state.{named.names[0]}: has state under {name!r}, a "
+                    f"{type(name).__name__}; a key is a str or an int"
+                )
+            else:
+                saving.add_state(named, known, content)
     return flat
 
 

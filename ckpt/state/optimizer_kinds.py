@@ -60,6 +60,22 @@ def number_suffix(name: str) -> str | None:
     return next((suffix for suffix in NUMBER_OF_SUFFIX if name.endswith(suffix)), None)
 
 
+NUMBERED = "~index"
+"""Ends the name of state that an optimizer keeps under a whole number."""
+
+
+def state_name(key: object) -> str | None:
+    """The name of state under `key`; None for what is neither a name nor a whole number."""
+    if type(key) is str:
+        return key
+    return f"{key}{NUMBERED}" if type(key) is int else None
+
+
+def state_key(name: str) -> str | int:
+    """The key of state called `name`."""
+    return int(name.removesuffix(NUMBERED)) if name.endswith(NUMBERED) else name
+
+
 class StateKind(enum.Enum):
     """What an entry of an optimizer's state is; see the table of the module."""
 

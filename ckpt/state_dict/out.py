@@ -38,7 +38,13 @@ from ckpt.state.optimizer import (
     refusals,
     user_state,
 )
-from ckpt.state.optimizer_kinds import NUMBER_OF_SUFFIX, copy_of, declared, number_suffix
+from ckpt.state.optimizer_kinds import (
+    NUMBER_OF_SUFFIX,
+    copy_of,
+    declared,
+    number_suffix,
+    state_key,
+)
 from ckpt.state.types import Unshared
 from ckpt.state.values import join_tree, references, split_tree
 from ckpt.state_dict.agreeing import NOTHING, Agreed, agreed_state, check_values
@@ -435,21 +441,21 @@ def by_parameter(fqns: Collection[str], params: Collection[str]) -> Iterator[tup
 
 def _state(
     names: Sequence[str], tensors: Mapping[str, Any], values: Mapping[str, Any]
-) -> dict[str, dict[str, Any]]:
+) -> dict[str, dict[Any, Any]]:
     """The states by parameter."""
-    states: dict[str, dict[str, Any]] = {name: {} for name in names}
+    states: dict[str, dict[Any, Any]] = {name: {} for name in names}
     inside = {fqn for value in values.values() for fqn in references(value)}
     for param, name, fqn in by_parameter(tensors, names):
         if fqn in inside:  # a part of a value, which is joined below
             continue
         suffix = number_suffix(name)
         if suffix is None:
-            states[param][name] = tensors[fqn]
+            states[param][state_key(name)] = tensors[fqn]
         else:
             number = NUMBER_OF_SUFFIX[suffix](tensors[fqn].item())
-            states[param][name.removesuffix(suffix)] = number
+            states[param][state_key(name.removesuffix(suffix))] = number
     for param, name, fqn in by_parameter(values, names):
-        states[param][name] = join_tree(values[fqn], tensors.__getitem__)
+        states[param][state_key(name)] = join_tree(values[fqn], tensors.__getitem__)
     return {param: state for param, state in states.items() if state}
 
 

@@ -23,7 +23,7 @@ from ckpt.layout.tensor import is_dtensor
 from ckpt.state.describe import Described, LogicalTensor
 from ckpt.state.names import bare_name, bare_names
 from ckpt.state.optimizer import NamedParam, named_groups, options_of
-from ckpt.state.optimizer_kinds import own_state
+from ckpt.state.optimizer_kinds import own_state, state_name
 from ckpt.state.types import LoadRequest
 from ckpt.state.values import split_tree
 from ckpt.state_dict.keys import kind_of_keys, nested
@@ -174,9 +174,9 @@ class GivenState:
             shape = None if param is None else param[0].global_shape
             for part, content in state.items():
                 if part in own:
-                    self.hold_own(name, str(part), content, own[part])
+                    self.hold_own(name, state_name(part) or str(part), content, own[part])
                 else:
-                    self.hold_state(f"{STATE}{name}.{part}", content, shape)
+                    self.hold_state(f"{STATE}{name}.{state_name(part) or part}", content, shape)
         if self.problems:
             raise Mismatch(self.problems)
 

@@ -269,7 +269,7 @@ def beside_the_optimizer(root: str) -> None:
         for name in ("seconds", "seen"):
             state = kept("fully", where, CONTENTS[name])
             [text] = refusal(lambda state=state: ckpt.save(state, root, step=1))
-            said = "beside it in the state, as PerRank(value)"
+            said = "next to it in the state, as PerRank(value)"
             assert said in text and "wrap it" not in text, text
     state["optim"].state.pop("clock")
     ckpt.save({**state, "clock": ckpt.PerRank(0.5 + dist.get_rank())}, root, step=1)

@@ -23,7 +23,7 @@ from ckpt.convert.targets.files import ExportSelection, Output, PlannedFile, tor
 from ckpt.errors import CheckpointError
 from ckpt.layout.descriptions import TYPE_KEY, is_description
 from ckpt.state.names import split_state_name
-from ckpt.state.optimizer_kinds import NUMBER_OF_SUFFIX
+from ckpt.state.optimizer_kinds import NUMBER_OF_SUFFIX, NUMBERED, state_key
 from ckpt.state.values import TENSOR_KEY, is_form, is_reference, references, renamed_tree
 
 PathOf = tuple[Any, ...]
@@ -134,7 +134,9 @@ class _Paths:
             prefix = f"{path}.state." if path else "state."
             if fqn.startswith(prefix) and (parts := split_state_name(fqn[len(prefix) :], params)):
                 param, name = parts
-                return (*_parts(path), "state", param, name.partition("~")[0])
+                key = name.partition("~")[0]
+                own = state_key(key + NUMBERED) if name.startswith(key + NUMBERED) else key
+                return (*_parts(path), "state", param, own)
         for path in self.modules:
             if not path or fqn.startswith(f"{path}."):
                 return (*_parts(path), fqn[len(path) + 1 :] if path else fqn)

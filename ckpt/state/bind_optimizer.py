@@ -119,9 +119,10 @@ class _OptimizerBinder:
                 # One tensor holds the state of all members: without one of them it is left alone.
                 if None not in saved:
                     states = [self.states.get(name) for name in saved if name is not None]
-                    live = self.optimizer.state.get(named.param, {})
-                    by_name = {name: own for key, own in live.items() if (name := state_name(key))}
-                    binder.bind(named, states, by_name, hyper)
+                    own: Any = self.optimizer.state.get(named.param, {})
+                    if not {str}.issuperset(map(type, own)):
+                        own = {name: one for key, one in own.items() if (name := state_name(key))}
+                    binder.bind(named, states, own, hyper)
 
     def add_user_state(self) -> None:
         """State under keys that are no parameters: replaced by the checkpoint's, if it has any."""

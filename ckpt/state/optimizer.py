@@ -113,7 +113,7 @@ def flatten_optimizer(
     for named in {id(n.param): n for group in groups for n in group}.values():
         # `get`: the state is a defaultdict, and reading it must not make entries.
         for name, content in (optimizer.state.get(named.param) or {}).items():
-            if (known := state_name(name)) is None:
+            if (known := name if type(name) is str else state_name(name)) is None:
                 flat.problems.append(
                     f"{path}.state.{named.names[0]}: has state under {name!r}, a "
                     f"{type(name).__name__}; a key is a str or an int"

@@ -1,5 +1,6 @@
 """A rehearsal of a training's resume."""
 
+import os
 import signal
 import threading
 from collections.abc import Sequence
@@ -18,6 +19,8 @@ BOUNDARIES = (
     *("before the save", "in the save", "after the save"),
     *("after the optimizer", "in the data loader", "by SIGTERM"),
 )
+# Workers of loaders make sockets in theirs, whose paths may have 107 bytes.
+SOCKET_FOLDER_MAX = 60
 
 
 @operation
@@ -61,6 +64,10 @@ def rehearse(
             # CI ends a job by SIGTERM: clean up as after Ctrl-C.
             before = signal.signal(signal.SIGTERM, signal.default_int_handler)
             stack.callback(signal.signal, signal.SIGTERM, before)
-        one = runs.Rehearsal(program, folder, timeout)
+        short = folder
+        if len(folder) > SOCKET_FOLDER_MAX:
+            short = stack.enter_context(TemporaryDirectory(prefix="ckpt-", dir="/tmp")) + "/t"
+            os.symlink(folder, short)
+        one = runs.Rehearsal(program, folder, short, timeout)
         difference = one.rehearse(steps, [b for b in BOUNDARIES if b in (kill or [b])], other_ranks)
         return runs.RehearsalReport(tuple(one.runs), difference)

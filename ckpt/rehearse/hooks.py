@@ -27,8 +27,9 @@ from torch.optim import optimizer as optimizers
 from torch.utils.data import DataLoader
 
 from ckpt.commit.session import Session
+from ckpt.layout.plain import Ranks
 from ckpt.rehearse import watch
-from ckpt.rehearse.seen import random_states, seen, text_of
+from ckpt.rehearse.seen import digests, random_states, seen, text_of
 from ckpt.rehearse.watch import ResumeWatch
 from ckpt.service.checkpointer import SAVE_DEFAULT, Checkpointer
 from ckpt.service.policies import Never, OnPreemption, OnSignal, SavePolicy
@@ -219,6 +220,9 @@ class Hooks:
         self.kill("by SIGTERM")
         if self._is_on() and "first" not in self._record:
             self._take("first")
+            if self._plan["digests"]:
+                ranks = Ranks(self._rank, tuple(range(self._size)))
+                self._record["digests"] = digests(self._states, ranks)
 
     def updating(self, _: Any, args: tuple[Any, ...], named: dict[str, Any]) -> None:
         """A step of an optimizer; with a closure, its backward is still to come."""

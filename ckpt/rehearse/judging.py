@@ -10,7 +10,7 @@ script may keep some for its log alone.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -83,20 +83,43 @@ def compare(run: str, traces: Traces, reference: Traces, ignored: Names) -> Dive
     return min(differences, key=lambda one: (one.step, not one.forgotten), default=None)
 
 
-def compare_other_ranks(run: str, trace: Trace, reference: Trace) -> Divergence | None:
-    """What the first rank has in the first step after a resume on another number of ranks. Later
+def compare_other_ranks(run: str, traces: Traces, reference: Traces) -> Divergence | None:
+    """What all ranks have in the first step after a resume on another number of ranks: parameters
+    and optimizers as a whole, in any layout, and what all ranks of `reference` have alike. Later
     steps differ anyway: sums are rounded in another order, ranks read other data.
     """
-    for mine, theirs in [*trace.pairs(reference)][:1]:
+    first = {rank: next(trace.pairs(reference[0]), None) for rank, trace in traces.items()}
+    if (begun := first[0]) is None:
+        return None
+    step = begun[1]["step"]
+    theirs = [one for each in reference.values() for one in each.steps if one["step"] == step]
+    mine = [pair[0] for pair in first.values() if pair]
+    whole, other = _whole(mine), _whole(theirs)
+    for rank, pair in first.items():
         pairs = {
             name: (one, other)
-            for name, (one, other) in _trained(mine, theirs).items()
+            for name, (one, other) in (_trained(*pair) if pair else {}).items()
             if one.kind != "buffer" and one.text.split()[:-1] == other.text.split()[:-1]
+            if len({each["first"].get(name, [""])[0] for each in theirs}) == 1
         }
+        for name in sorted(whole.keys() & other) if rank == 0 and len(mine) == len(first) else ():
+            if whole[name] != other[name]:
+                texts = (f"values {each[name]:016x}" for each in (whole, other))
+                one, before = (Seen(text, "parameter", True) for text in texts)
+                pairs.setdefault(name, (one, before))
         if pairs:
-            where = run, trace.restored_step, 0, theirs["step"]
+            where = run, traces[rank].restored_step, rank, step
             return Divergence(*where, {name: name for name in pairs}, tuple(_not_restored(pairs)))
     return None
+
+
+def _whole(steps: Sequence[Step]) -> dict[str, int]:
+    """The digests of whole tensors, of what all ranks have of them."""
+    regions: dict[str, dict[str, int]] = {}
+    for step in steps:
+        for name, each in step.get("digests", {}).items():
+            regions.setdefault(name, {}).update(each)
+    return {name: sum(each.values()) % (1 << 64) for name, each in regions.items()}
 
 
 def _differing(mine: Step, theirs: Step, when: str) -> dict[str, Pair]:

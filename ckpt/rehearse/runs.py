@@ -55,10 +55,14 @@ class RehearsalReport(ShortRecord):
 
 
 class Rehearsal:
-    """The runs of `command`, in a temporary `folder`. See `ckpt.operate.rehearse`."""
+    """The runs of `command`, in a temporary `folder`, with `short` for the same. See
+    `ckpt.operate.rehearse`.
+    """
 
-    def __init__(self, command: Sequence[str], folder: str, timeout_seconds: float) -> None:
-        self._command, self._folder = list(command), Path(folder)
+    def __init__(
+        self, command: Sequence[str], folder: str, short: str, timeout_seconds: float
+    ) -> None:
+        self._command, self._folder, self._short = list(command), Path(folder), short
         self._timeout_seconds = timeout_seconds
         self.runs: list[RehearsedRun] = []
 
@@ -66,6 +70,9 @@ class Rehearsal:
         self, steps: int, boundaries: Sequence[str], other_ranks: int | None
     ) -> Divergence | None:
         """All runs, until one differs."""
+        words = "\0".join(self._command)
+        ranks = re.search(r"(?<=--nproc.per.node[=\0])\d+", words)
+        self._digests = ranks is not None and other_ranks != 0
         self._first = self._uninterrupted("not interrupted", steps)
         limit = 60 + SLOWER_MAX * self.runs[0].seconds
         self._timeout_seconds = min(self._timeout_seconds, limit)
@@ -87,8 +94,6 @@ class Rehearsal:
                 "no run has restored a checkpoint: call `restore` or `steps` of the Checkpointer, "
                 "or `restored` of ckpt.watch_resume"
             )
-        words = "\0".join(self._command)
-        ranks = re.search(r"(?<=--nproc.per.node[=\0])\d+", words)
         if ranks is None and other_ranks:
             raise InvalidArgument(f"{other_ranks=}: the command has no --nproc-per-node to change")
         if ranks is None or other_ranks == 0:
@@ -114,7 +119,7 @@ class Rehearsal:
             differs = {"end": f"it {run.ended}{output}"}
             return Divergence(what, run.restored_step, 0, run.steps, differs)
         if len(traces) != len(self._first):
-            return compare_other_ranks(what, traces[0], self._first[0])
+            return compare_other_ranks(what, traces, self._first)
         difference = compare(what, traces, self._first, {})
         if difference is None:
             return None
@@ -136,10 +141,11 @@ class Rehearsal:
         folder.mkdir()
         root = str(self._folder / "root")
         plan = {"saves": [], "kill": None, "count": sys.maxsize, "last": None, "root": root} | plan
+        plan["digests"] = self._digests
         (folder / "plan").write_text(json.dumps(plan))
         # Deterministic kernels; torch's temporary folders are removed as well.
         kernels = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "PYTHONHASHSEED": "0"}
-        own = {"CKPT_REHEARSAL": str(folder), "TMPDIR": str(self._folder)}
+        own = {"CKPT_REHEARSAL": str(folder), "TMPDIR": self._short}
         began = time.monotonic()
         with open(folder / "output", "wb") as output:
             how: Any = {"stdin": subprocess.DEVNULL, "stdout": output, "stderr": output}

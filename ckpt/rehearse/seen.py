@@ -22,8 +22,13 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torch.utils.data import Dataset
 
 from ckpt.format.checksum import crc32c
+from ckpt.layout.elements import digest_of, numbers_of
+from ckpt.layout.memory import local_view
+from ckpt.layout.plain import Ranks
+from ckpt.state.flatten import structure_of
 from ckpt.state.rng import RandomStates
 from ckpt.state.types import PerGroup, PerRank, Stages
+from ckpt.state.walk import walk
 
 DEPTH_MAX = 5  # of attributes and containers below a variable
 LEAVES_MAX = 20_000
@@ -72,6 +77,24 @@ def seen(states: Iterable[Any], frame: FrameType | None) -> dict[str, Seen]:
                     walk.visit(name, value, False, 0)
         frame = frame.f_back
     return walk.values
+
+
+def digests(states: Iterable[Any], ranks: Ranks) -> dict[str, dict[str, int]]:
+    """Of each parameter and optimizer tensor of `states` the digests of its regions on this rank:
+    those of all ranks add up to that of the tensor, in any layout.
+    """
+    found: dict[str, dict[str, int]] = {}
+    for state in states:
+        for holding in structure_of(walk(state), ranks).kept.holdings:
+            for piece in holding.pieces if holding.kind in (0, 1) else ():
+                flat = local_view(holding, piece).contiguous().reshape(-1)
+                places = torch.arange(len(flat), device=flat.device)
+                numbers = numbers_of(piece.region, piece.global_shape, places)
+                each = torch.arange(flat.dtype.itemsize, device=flat.device)
+                numbers = (numbers[:, None] * flat.dtype.itemsize + each).reshape(-1)
+                digest = digest_of(numbers, flat.view(torch.uint8))
+                found.setdefault(piece.fqn, {})[repr(piece.region)] = digest
+    return found
 
 
 def random_states() -> dict[str, str]:

@@ -1,5 +1,5 @@
-"""`tests/rehearse/training.py` for ckpt-chaos: it saves every 5 steps, ends after 12, and writes what
-it has then.
+"""`tests/rehearse/training.py` for ckpt-chaos: it saves every 5 steps, ends after 12, and writes
+down what it has then.
 
 python -m tests.judges.chaotic FOLDER [what it forgets ...]
 """

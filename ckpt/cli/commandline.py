@@ -279,6 +279,7 @@ COMMANDS = (
         "ckpt rehearse --kill 'by SIGTERM' --json -- python train.py\n"
         "exit codes: 0 the same; 1 it differs; 2 nothing is proved",
         code=lambda report: OK if report.difference is None else PROBLEM,
+        shown={"output": Annotated[str, Argument("one self-contained HTML page", metavar="FILE")]},
         after_interrupt="its processes and its folder are gone",
     ),
     Command(

@@ -1,20 +1,25 @@
 """Shows a rehearsal."""
 
 from ckpt.rehearse.runs import RehearsalReport
-from ckpt.screens.terminal import counted, show_names, show_table
+from ckpt.screens.terminal import counted, show_names, show_table, write_page
 
 NAMES_SHOWN_MAX = 8
 
 
-def show_rehearse(report: RehearsalReport) -> None:
+def show_rehearse(report: RehearsalReport, output: str = "") -> None:
     """`ckpt rehearse`."""
     titles = ("run", "ranks", "from step", "steps", "ended", "seconds")
     rows = [
         (run.what, run.ranks, run.restored_step or "", run.steps, run.ended, f"{run.seconds:.1f}")
         for run in report.runs
     ]
-    show_table(titles, [[str(cell) for cell in row] for row in rows])
+    cells = [[str(cell) for cell in row] for row in rows]
+    show_table(titles, cells)
     one = report.difference
+    if output:
+        from ckpt.screens.pages import pieces_of
+
+        write_page(output, pieces_of("rehearse.html", titles=titles, rows=cells, difference=one))
     if one is None:
         print(f"the same, bit for bit, in {counted(len(report.runs), 'run')}")
         return

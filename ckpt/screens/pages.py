@@ -37,6 +37,7 @@ RANKS_MAX = 128  # in the heat map: those that were at work longest
 NARROW = 23  # bars that have a width of their own; more share the room that there is
 HEATS = 10  # shades of a heat map
 BARS_MAX = 200  # newest saves of a run in a chart
+LINKED_MAX = 30  # newest saves of a table that are links: who tabs must come through
 KEPT_MAX = 100  # checkpoints of which it is shown why they are kept
 
 SECTIONS = {
@@ -103,6 +104,7 @@ def _templates() -> Environment:
     made.globals["charts_of"] = charts_of
     made.globals |= {"job_titles": JOB_TITLES, "job_row": job_row, "goodput_text": goodput_text}
     made.globals |= {"narrow": NARROW, "heats": HEATS, "bars_max": BARS_MAX, "titles": SECTIONS}
+    made.globals["linked_max"] = LINKED_MAX
     return made
 
 

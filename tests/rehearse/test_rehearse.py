@@ -19,8 +19,10 @@ import torch
 import ckpt
 from ckpt import operate
 from ckpt.cli import main
+from ckpt.cli.rehearsing import show_rehearse
 from ckpt.errors import InvalidArgument
-from ckpt.rehearse.runs import RehearsalReport
+from ckpt.rehearse.judging import Divergence
+from ckpt.rehearse.runs import RehearsalReport, RehearsedRun
 from ckpt.rehearse.seen import text_of
 
 HERE = Path(__file__).parent
@@ -185,6 +187,19 @@ def test_a_rehearsal_that_is_ended_leaves_nothing(tmp_path: Path) -> None:
     _, said = process.communicate(timeout=60)
     assert process.returncode == 130 and "interrupted" in said
     assert not alive(tmp_path) and not list((tmp_path / "temporary").iterdir())
+
+
+def test_a_page_has_the_runs_and_what_was_forgotten(tmp_path: Path) -> None:
+    path = tmp_path / "page.html"
+    run = RehearsedRun("not interrupted", 2, None, 12, "finished", 3.0)
+    show_rehearse(RehearsalReport((run,), None), str(path))
+    assert "the same, bit for bit" in path.read_text() and "forgotten" not in path.read_text()
+    names = {"loss": "loss <b> instead of 1"}
+    other = Divergence("resumed", 5, 1, 6, names, ("scheduler.last_epoch is not in the state",))
+    show_rehearse(RehearsalReport((run, run), other), str(path))
+    page = path.read_text()
+    assert "resumed: rank 1, step 6" in page and "loss &lt;b&gt; instead of 1" in page
+    assert "scheduler.last_epoch is not in the state" in page and page.count("<tr>") == 3
 
 
 def test_a_watch_does_nothing_outside_of_a_rehearsal(tmp_path: Path) -> None:

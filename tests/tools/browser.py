@@ -189,3 +189,11 @@ CUT = """
   return cut;
 })()
 """
+
+# How often somebody has to press Tab to come through a page; heads of tables that do not say
+# whether they are of a row or a column.
+TAB_STOPS = """
+[...document.querySelectorAll("a, button, input, select, summary, [tabindex]")]
+  .filter((one) => one.tabIndex >= 0 && one.checkVisibility()).length
+"""
+BARE_HEADS = "[...document.querySelectorAll('th:not([scope])')].map((one) => one.outerHTML)"

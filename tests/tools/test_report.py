@@ -35,7 +35,7 @@ from storage.testing import FaultPlan, FaultyStore
 from tests.e2e.job import state_at
 from tests.service.chaos import ThreadTarget
 from tests.thread_ranks import run_ranks
-from tests.tools.browser import CHROMIUM, CUT, HARD_TO_READ, browser
+from tests.tools.browser import BARE_HEADS, CHROMIUM, CUT, HARD_TO_READ, TAB_STOPS, browser
 from tests.tools.test_polling import job_of
 
 RANKS, STEPS, KEPT, SLOW, BROKEN = 4, 9, 4, 2, 5
@@ -270,6 +270,7 @@ def test_page_is_whole_and_can_be_read_on_any_screen(root: str, tmp_path: Path) 
         page.open(path.as_uri())
         labels = "[...document.querySelectorAll('.ys span')].map((one) => one.textContent)"
         assert "1023.0 MiB/s" in page.evaluate(labels)
+        assert page.evaluate(TAB_STOPS) <= 60 and page.evaluate(BARE_HEADS) == []
         for width in (1280, 390):
             for scheme in ("light", "dark"):
                 page.show_as(width=width, scheme=scheme)

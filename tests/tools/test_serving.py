@@ -38,7 +38,7 @@ from ckpt.telemetry.record import SaveFailure, Telemetry
 from ckpt.tools.polling import RunPoller, RunState
 from ckpt.tools.report import TrainingRun
 from storage.memory import MemoryStore
-from tests.tools.browser import CHROMIUM, CUT, HARD_TO_READ, browser
+from tests.tools.browser import BARE_HEADS, CHROMIUM, CUT, HARD_TO_READ, TAB_STOPS, browser
 from tests.tools.test_polling import LongRun, attempt_of, telemetry_of_step
 from tests.tools.test_report import EVIL, Page
 
@@ -419,7 +419,7 @@ def test_wrong_command_lines_end_in_a_sentence(
 def test_browser_shows_a_run_as_it_goes_on(tmp_path: Path) -> None:
     url, other = str(tmp_path / "run"), str(tmp_path / "other")
     save(url, 1, 2, 3)
-    save(other, *range(100_000, 100_030))
+    save(other, *range(100_000, 100_100))
     is_live = "document.getElementById('live').textContent === 'live'"
     with socket.socket() as held, browser(tmp_path / "profile") as page:
         # Bound and not listening, so that nobody else gets the port while the server is gone.
@@ -434,6 +434,11 @@ def test_browser_shows_a_run_as_it_goes_on(tmp_path: Path) -> None:
                     page.show_as(width=width, scheme=scheme)
                     assert page.evaluate(CUT) == [], (width, scheme)
                     assert page.evaluate(HARD_TO_READ) == [], (width, scheme)
+            page.open(f"{server.url}?run=1")
+            assert page.evaluate("document.querySelectorAll('#saves tr').length") == 101
+            assert 40 < page.evaluate(TAB_STOPS) <= 60 and page.evaluate(BARE_HEADS) == []
+            page.open(server.url)
+            page.wait_for(is_live)
             # A save that is made now comes by itself, and who tabs stays where they were.
             page.evaluate("document.querySelector('#saves a').focus()")
             save(url, 4)

@@ -120,7 +120,7 @@ def test_retention_shows_what_a_rule_would_keep_and_why() -> None:
     state = replace(state, entries=tuple(entries))
     without = text_of(sections_of(look_at(state))["keep"])
     assert "its own and not in the root" in without and "pinned" in without
-    assert "nothing but its training's rule" in without and "everything is kept" not in without
+    assert "only its training's rule" in without and "everything is kept" not in without
     shown = text_of(sections_of(look_at(state, rule=KeepLatest(1)))["keep"])
     assert "one of the latest 1; the latest" in shown
     assert "8" in shown and "would be retired: no rule keeps it" in shown and "pinned" in shown

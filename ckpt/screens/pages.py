@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from itertools import takewhile
 from typing import Any, NamedTuple
 from urllib.parse import urlencode
@@ -31,7 +31,7 @@ from ckpt.service.retention import EVERYTHING, KeepAll, KeepRule, RetentionPlan,
 from ckpt.telemetry.record import SaveFailure, Telemetry
 from ckpt.tools.near_tiers import newest_status_of
 from ckpt.tools.polling import RunState
-from ckpt.tools.report import Report, ReportedSave, busiest_ranks
+from ckpt.tools.report import Report, ReportedSave, busiest_ranks, duration
 
 RANKS_MAX = 128  # in the heat map: those that were at work longest
 NARROW = 23  # bars that have a width of their own; more share the room that there is
@@ -83,8 +83,21 @@ def _heat_of(telemetry: Telemetry) -> Heat:
     return Heat(ranks, longest, phase if is_longer else "", rank, took)
 
 
-def _link(run: int, attempt: str = "") -> str:
-    return f"/?{urlencode({'run': run, **({'save': attempt} if attempt else {})})}"
+class Axis(NamedTuple):
+    """Where a save is on it, from it and the first save of its run, and how that is written."""
+
+    place: Callable[[ReportedSave, ReportedSave], float]
+    text: Callable[[float], str]
+
+
+# What charts of several runs may share, besides the order of saves.
+AXES = {
+    "step": Axis(lambda save, _: save.step, "{:.0f}".format),
+    "time": Axis(lambda save, _: save.committed_unix, date),
+    "since the first save": Axis(
+        lambda save, first: save.committed_unix - first.committed_unix, duration
+    ),
+}
 
 
 @cache
@@ -100,7 +113,7 @@ def _templates() -> Environment:
     functions = (age, busiest_ranks, counted, date, newest_status_of, problems, rate_text)
     functions += (risks_text, seconds_text, shape_text, size, tier_row, zip)  # type: ignore[assignment]
     made.globals |= {one.__name__: one for one in functions}
-    made.globals |= {"heat_of": _heat_of, "link": _link, "near_titles": TITLES, "CHARTS": CHARTS}
+    made.globals |= {"heat_of": _heat_of, "near_titles": TITLES, "CHARTS": CHARTS, "axes": AXES}
     made.globals["charts_of"] = charts_of
     made.globals |= {"job_titles": JOB_TITLES, "job_row": job_row, "goodput_text": goodput_text}
     made.globals |= {"narrow": NARROW, "heats": HEATS, "bars_max": BARS_MAX, "titles": SECTIONS}
@@ -124,11 +137,22 @@ def report_page(report: Report) -> Iterator[str]:
 @dataclass(frozen=True, slots=True)
 class PageChoice:
     """What somebody has chosen to look at: a run, by its number, and one of its saves; "" stands
-    for the newest that was measured.
+    for the newest that was measured. `axis` is one of `AXES`, or "" for the order of saves.
     """
 
     run: int = 0
     attempt: str = ""
+    axis: str = ""
+
+    def link(self, run: int, attempt: str = "", axis: str | None = None) -> str:
+        """The address of the page with another choice."""
+        axis = self.axis if axis is None else axis
+        chosen = {"run": run, "save": attempt, "axis": axis}
+        return f"/?{urlencode({name: one for name, one in chosen.items() if one != ''})}"
+
+    def links_of(self, run: int) -> Callable[[str], str]:
+        """The addresses of the saves of a run."""
+        return partial(self.link, run)
 
 
 class Timeline(NamedTuple):
@@ -193,6 +217,20 @@ class PageMatter:
     def measured(self) -> list[RunState]:
         """Runs whose newest saves have numbers."""
         return [one for one in self.states if any(s.totals for s in one.run.saves[-BARS_MAX:])]
+
+    def places(self, state: RunState) -> tuple[list[float], list[str]] | None:
+        """Where the newest saves of a run are on the chosen axis of all runs, from 0 to 1, and what
+        its ends and its middle are; None where saves stand one after the other.
+        """
+        if self.choice.axis not in AXES:
+            return None
+        axis, runs = AXES[self.choice.axis], [one.run.saves for one in self.measured]
+        rows = [[axis.place(save, saves[0]) for save in saves[-BARS_MAX:]] for saves in runs]
+        low, high = min(map(min, rows)), max(map(max, rows))
+        own = rows[self.measured.index(state)]
+        middle = (low + high) / 2
+        shares = [(one - low) / (high - low or 1) for one in own]
+        return shares, [axis.text(one) for one in (low, middle, high)]
 
     @property
     def timeline(self) -> Timeline | None:

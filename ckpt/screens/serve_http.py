@@ -229,7 +229,8 @@ class _Handler(BaseHTTPRequestHandler):
         """What an address chooses; nonsense chooses nothing."""
         count = len(self.server.following.pollers)
         known = {f"{index}": index for index in range(count)}
-        return PageChoice(known.get(_field(url, "run"), 0), _field(url, "save"))
+        fields = _field(url, "save"), _field(url, "axis")
+        return PageChoice(known.get(_field(url, "run"), 0), *fields)
 
     def _send(self, status: HTTPStatus, text: str, kind: str = "text/plain") -> None:
         data = text.encode()

@@ -10,6 +10,7 @@ from __future__ import annotations
 import http.client
 import json
 import os
+import re
 import select
 import signal
 import socket
@@ -22,7 +23,7 @@ from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
+from urllib.parse import quote_plus, urlencode, urlsplit
 
 import pytest
 import torch
@@ -139,6 +140,43 @@ def test_runs_stand_side_by_side_on_one_scale() -> None:
         sections["runs"].count('<div class="run') == 2 and 'class="run chosen"' in sections["runs"]
     )
     assert sections["timeline"].count("<svg") == 2 and "Saves of b/run" in sections["saves"]
+
+
+@pytest.mark.parametrize(
+    ("axis", "ends"),
+    [("step", ["1", "2", "4"]), ("time", None), ("since the first save", ["0 s", "1.5 s", "3 s"])],
+)
+def test_runs_share_the_axis_that_is_chosen(axis: str, ends: list[str] | None) -> None:
+    states = followed(2), followed(4)
+    saves = [state.run.saves for state in states]
+    made = sections_of(look_at(*states, choice=PageChoice(1, axis=axis)))["charts"]
+    places = [float(one) for one in re.findall(r'<rect class="[^"]*" x="([\d.]+)"', made)]
+    assert len(places) == 4 * (2 + 4)
+    step = saves[1][1].committed_unix - saves[1][0].committed_unix
+    if axis == "time":
+        begun = min(one[0].committed_unix for one in saves)
+        shares = [(save.committed_unix - begun) / step for one in saves for save in one]
+        whole = max(shares)
+    else:
+        shares, whole = [0, 1, 0, 1, 2, 3], 3
+    expected = [995.6 * share / whole for share in shares]
+    assert places[:2] == places[2:4] == pytest.approx(expected[:2], abs=0.01)
+    assert places[8:12] == pytest.approx(expected[2:], abs=0.01)
+    below = re.findall(r'<div class="xs ">\n((?:<span>.*</span>)+)', made)
+    assert len({*below}) == 1 and len(below) == 8
+    if ends:
+        assert re.findall("<span>(.*?)</span>", below[0]) == ends
+    chosen = urlencode({"run": 1, "axis": axis})
+    assert f'<a href="/?{chosen}#charts" aria-current="true">{axis}</a>' in made.replace(
+        "&amp;", "&"
+    )
+    # Saves that are chosen keep the axis, and nonsense is none.
+    assert (
+        f"axis={quote_plus(axis)}"
+        in sections_of(look_at(*states, choice=PageChoice(0, axis=axis)))["saves"]
+    )
+    nonsense = sections_of(look_at(*states, choice=PageChoice(0, axis=EVIL)))
+    assert 'x="0.06"' in nonsense["charts"] and "<script" not in nonsense["charts"]
 
 
 def test_places_without_saves_say_so() -> None:

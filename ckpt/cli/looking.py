@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from typing import TypeAlias
 
 from ckpt.loading.contents import StepInfo
-from ckpt.screens.rows import goodput_text, problems, risks_text
+from ckpt.screens.rows import goodput_text, per_day_text, problems, risks_text
 from ckpt.screens.terminal import age, counted, date, show_table, size, write_page
 from ckpt.screens.visible import visible
 from ckpt.tools.cost import Cost, CostReport, Prices, Workload, daly, young
@@ -164,6 +164,8 @@ def show_report(report: Report, output: str = "report.html") -> None:
     print(f"{output}: {shown}; open it in a browser")
     if goodput := goodput_text(report.goodput):
         print(goodput)
+    if day := per_day_text(report.per_day):
+        print(f"a day: {day}")
     for notice in report.notices:
         if notice.severity != "note":
             print(f"{notice.severity}: {notice.text}")

@@ -54,16 +54,20 @@ def watch(
     once: Annotated[bool, Argument("print one frame and end")] = False,
     near: given.Near = (),
     interval: Interval = 2.0,
+    gib_month: given.StoragePrice = None,
+    thousand_writes: given.WritesPrice = None,
     json: Annotated[bool, Argument("print a line of JSON for each thing that happens")] = False,
     storage_options: given.Options = None,
 ) -> None:
     """Follow a run in the terminal: saves as they come, slow ranks, failures."""
     from ckpt.screens.watching import watch, watch_once
+    from ckpt.tools.cost import Prices
 
+    prices = Prices(gib_month, thousand_writes)
     if once:
-        watch_once(url, near, storage_options, as_json=json)
+        watch_once(url, near, storage_options, as_json=json, prices=prices)
     else:
-        watch(url, near, interval, storage_options, as_json=json)
+        watch(url, near, interval, storage_options, as_json=json, prices=prices)
 
 
 def follow(
@@ -117,18 +121,21 @@ def serve(
     keep_best: given.KeepBestOf = None,
     keep_younger: given.KeepAge = None,
     retire_unmeasured: given.RetireUnmeasured = False,
+    gib_month: given.StoragePrice = None,
+    thousand_writes: given.WritesPrice = None,
     storage_options: given.Options = None,
 ) -> None:
     """Follow runs in a local web page: timeline, slow ranks, sizes, retention, failures."""
     from ckpt.screens.serve_http import serve
     from ckpt.service.removing import rule_of
+    from ckpt.tools.cost import Prices
 
     rules = keep_last, keep_every, keep_best, keep_younger
     has_rule = retire_unmeasured or any(one is not None for one in rules)
     rule = rule_of(*rules, retire_unmeasured) if has_rule else None
-    serve(
-        url, (host, port), rule, allow_host, near=near, interval=interval, options=storage_options
-    )
+    prices = Prices(gib_month, thousand_writes)
+    how = {"near": near, "interval": interval, "options": storage_options, "prices": prices}
+    serve(url, (host, port), rule, allow_host, **how)  # type: ignore[arg-type]
 
 
 def completion(

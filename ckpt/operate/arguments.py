@@ -327,6 +327,15 @@ Stacks: TypeAlias = Annotated[
         dict,
     ),
 ]
+
+
+def price_of(flag: str, text: str) -> Argument:
+    """The price of something, which somebody has to say."""
+    return Argument(f"price {text}, in any one currency", price, "PRICE", f"--price-{flag}")
+
+
+StoragePrice: TypeAlias = Annotated["float | None", price_of("storage", "of 1 GiB for a month")]
+WritesPrice: TypeAlias = Annotated["float | None", price_of("writes", "of 1,000 PUT requests")]
 Near: TypeAlias = Annotated[
     Sequence[str],
     Argument(

@@ -1,6 +1,7 @@
 """What a root has, what happened to it, what it takes and costs. None of these needs torch."""
 
 import os
+from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, SupportsIndex, cast
 
 from ckpt.operate import arguments as given
@@ -84,6 +85,8 @@ def report(
     url: given.Root,
     *,
     near: given.Near = (),
+    gib_month: given.StoragePrice = None,
+    thousand_writes: given.WritesPrice = None,
     metadata_bytes_max: given.MetadataMax = None,
     storage_options: given.Options = None,
 ) -> "Report":
@@ -95,22 +98,20 @@ def report(
     left out, and what would take more than `metadata_bytes_max` bytes of memory (None: 1 GiB).
     """
     from ckpt.commit.names import plain_int
+    from ckpt.tools.cost import Prices, per_day
     from ckpt.tools.report import report_of
 
-    return report_of(
+    made = report_of(
         url,
         near=near,
         storage_options=storage_options,
         metadata_bytes_max=plain_int(metadata_bytes_max),
     )
+    return replace(made, per_day=per_day(made, Prices(gib_month, thousand_writes)))
 
 
 def _time(flag: str, text: str) -> Argument:
     return Argument(f"time {text}", given.seconds, "TIME", flag)
-
-
-def _price(flag: str, text: str) -> Argument:
-    return Argument(f"price {text}, in any one currency", given.price, "PRICE", f"--price-{flag}")
 
 
 @operation
@@ -150,12 +151,16 @@ def cost(
         "int | None",
         Argument("bytes per second of the store; gives --persist", given.nbytes, "SIZE"),
     ] = None,
-    gib_month: Annotated["float | None", _price("storage", "of 1 GiB for a month")] = None,
-    thousand_writes: Annotated["float | None", _price("writes", "of 1,000 PUT requests")] = None,
-    thousand_reads: Annotated["float | None", _price("reads", "of 1,000 GET requests")] = None,
+    gib_month: given.StoragePrice = None,
+    thousand_writes: given.WritesPrice = None,
+    thousand_reads: Annotated[
+        "float | None", given.price_of("reads", "of 1,000 GET requests")
+    ] = None,
     rank_hour: Annotated[
         "float | None",
-        _price("rank-hour", "of one rank for an hour: of its GPU, and its part of the machine"),
+        given.price_of(
+            "rank-hour", "of one rank for an hour: of its GPU, and its part of the machine"
+        ),
     ] = None,
     storage_options: given.Options = None,
 ) -> "CostReport":

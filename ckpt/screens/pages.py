@@ -21,6 +21,7 @@ from ckpt.screens.rows import (
     charts_of,
     goodput_text,
     job_row,
+    per_day_text,
     problems,
     risks_text,
     tier_row,
@@ -29,9 +30,10 @@ from ckpt.screens.terminal import age, counted, date, rate_text, seconds_text, s
 from ckpt.screens.visible import visible
 from ckpt.service.retention import EVERYTHING, KeepAll, KeepRule, RetentionPlan, plan_retention
 from ckpt.telemetry.record import SaveFailure, Telemetry
+from ckpt.tools.cost import Prices, per_day
 from ckpt.tools.near_tiers import newest_status_of
 from ckpt.tools.polling import RunState
-from ckpt.tools.report import Report, ReportedSave, busiest_ranks, duration
+from ckpt.tools.report import PerDay, Report, ReportedSave, busiest_ranks, duration
 
 RANKS_MAX = 128  # in the heat map: those that were at work longest
 NARROW = 23  # bars that have a width of their own; more share the room that there is
@@ -39,6 +41,8 @@ HEATS = 10  # shades of a heat map
 BARS_MAX = 200  # newest saves of a run in a chart
 LINKED_MAX = 30  # newest saves of a table that are links: who tabs must come through
 KEPT_MAX = 100  # checkpoints of which it is shown why they are kept
+
+NO_PRICES = Prices()
 
 SECTIONS = {
     "runs": "Now",
@@ -110,8 +114,17 @@ def _templates() -> Environment:
         undefined=StrictUndefined,
         finalize=lambda one: one if hasattr(one, "__html__") else visible(f"{one}"),
     )
-    functions = (age, busiest_ranks, counted, date, newest_status_of, problems, rate_text)
-    functions += (risks_text, seconds_text, shape_text, size, tier_row, zip)  # type: ignore[assignment]
+    functions: tuple[Any, ...] = (
+        age,
+        facts_of_day,
+        busiest_ranks,
+        counted,
+        date,
+        newest_status_of,
+        problems,
+        rate_text,
+    )
+    functions += (risks_text, seconds_text, shape_text, size, tier_row, zip)
     made.globals |= {one.__name__: one for one in functions}
     made.globals |= {"heat_of": _heat_of, "near_titles": TITLES, "CHARTS": CHARTS, "axes": AXES}
     made.globals["charts_of"] = charts_of
@@ -124,6 +137,11 @@ def _templates() -> Environment:
 def pieces_of(template: str, **values: Any) -> Iterator[str]:
     """What a template makes of `values`, in pieces."""
     return _templates().get_template(template).generate(**values)
+
+
+def facts_of_day(day: PerDay) -> list[tuple[str, str]]:
+    """What is shown of a day; nothing where nothing is known."""
+    return [("a day", text)] if (text := per_day_text(day)) else []
 
 
 def report_page(report: Report) -> Iterator[str]:
@@ -182,6 +200,11 @@ class PageMatter:
     telemetry: Callable[[int, str], Telemetry | None]
     rule: KeepRule | None
     now_unix: float
+    prices: Prices = NO_PRICES
+
+    def facts_of(self, state: RunState) -> list[tuple[str, str]]:
+        """What a day of a run is, in the same prices for all runs."""
+        return facts_of_day(per_day(state.run, self.prices))
 
     @property
     def chosen(self) -> RunState:

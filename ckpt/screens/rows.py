@@ -10,7 +10,7 @@ from ckpt.near.status import WorkAtRisk
 from ckpt.screens.terminal import counted, date, rate_text, seconds_text, size
 from ckpt.telemetry.record import JobRecord, SaveTotals
 from ckpt.tools.near_tiers import TierView, work_at_risk
-from ckpt.tools.report import Goodput, ReportedSave, durable_risk, duration
+from ckpt.tools.report import Goodput, PerDay, ReportedSave, durable_risk, duration
 
 
 class Chart(NamedTuple):
@@ -121,6 +121,12 @@ def goodput_text(goodput: Goodput | None) -> str:
     (steps, _), *others = parts
     shown = ", ".join(f"{share:.0f} % {name}" for share, name in others if share >= 0.5)
     return f"goodput {steps:.0f} %" + (f": {shown}" if shown else "")
+
+
+def per_day_text(day: PerDay) -> str:
+    """`2.1 GiB saved, cost 0.35`; "" where nothing is known."""
+    parts = [] if day.nbytes is None else [f"{size(int(day.nbytes))} saved"]
+    return ", ".join(parts + ([] if day.cost is None else [f"cost {day.cost:.3g}"]))
 
 
 def problems(views: Sequence[TierView]) -> list[str]:

@@ -27,6 +27,7 @@ from ckpt.errors import CheckpointError
 from ckpt.screens.following import Ending, Following, ended_by_signals, versions_of
 from ckpt.screens.pages import PageChoice, PageMatter, pieces_of, sections_of, serve_page
 from ckpt.service.retention import KeepRule
+from ckpt.tools.cost import Prices
 from storage import StoreLike
 from storage.strangers import to_end
 
@@ -71,12 +72,13 @@ class PageServer(socketserver.ThreadingTCPServer):
         names: Sequence[str] = (),
         ending: Ending | None = None,
         clock: Callable[[], float] = time.time,
+        prices: Prices | None = None,
     ) -> None:
         """`names` are hosts by which it may be called, besides the loopback's and its own. Raises
         CheckpointError when it cannot listen at `address`.
         """
         self.following = following
-        self.rule = rule
+        self.rule, self.prices = rule, prices or Prices()
         self._ending = ending or Ending()
         self.clock = clock
         self.names = {name.lower() for name in (*LOOPBACK, address[0], *names)}
@@ -152,6 +154,7 @@ class PageServer(socketserver.ThreadingTCPServer):
             telemetry=lambda run, attempt: pollers[run].telemetry(attempt),
             rule=self.rule,
             now_unix=self.clock(),
+            prices=self.prices,
         )
 
     @contextmanager
@@ -301,6 +304,7 @@ def serve(
     near: Sequence[str],
     interval: float,
     options: Mapping[str, Any] | None,
+    prices: Prices,
 ) -> None:
     """`ckpt serve`."""
     # Ctrl-C is how one ends it.
@@ -310,7 +314,9 @@ def serve(
         Following(
             urls, options or {}, interval_seconds=interval, near=near, ending=ending
         ) as following,
-        PageServer(following, address, rule=rule, names=names, ending=ending) as server,
+        PageServer(
+            following, address, rule=rule, names=names, ending=ending, prices=prices
+        ) as server,
     ):
         print(f"{server.url} follows {', '.join(s.run.url for s in following.states)}; ", end="")
         print("Ctrl-C ends it", flush=True)

@@ -22,6 +22,7 @@ from ckpt.screens.rows import (
 from ckpt.screens.terminal import age, counted, date, rate_text, seconds_text, size
 from ckpt.screens.visible import visible
 from ckpt.telemetry.record import SaveTotals, Telemetry
+from ckpt.tools.cost import Prices, per_day
 from ckpt.tools.near_tiers import newest_status_of
 from ckpt.tools.polling import RunState
 from ckpt.tools.report import ReportedSave, TrainingRun, busiest_ranks, duration, longest_phases
@@ -58,7 +59,13 @@ def marks_of(encoding: str | None) -> Marks:
 
 
 def frame_of(
-    state: RunState, now_unix: float, *, width: int, height: int, marks: Marks = DRAWN
+    state: RunState,
+    now_unix: float,
+    *,
+    width: int,
+    height: int,
+    marks: Marks = DRAWN,
+    prices: Prices | None = None,
 ) -> list[Line]:
     """At most `height` lines; what does not fit is left out from the end, the oldest saves first.
 
@@ -74,7 +81,7 @@ def frame_of(
     lines += [[(goodput, "bold")]] if goodput else []
     if not run.saves and not run.failures:
         return lines[:height]
-    lines += _numbers(run, now_unix) if run.saves else []
+    lines += _numbers(run, now_unix, prices or Prices()) if run.saves else []
     lines += _notices(run, now_unix)
     if not run.saves:
         return lines[:height]
@@ -141,7 +148,7 @@ def _aligned(
     return [[("  ".join(row).rstrip(), style)] for row, style in zip(padded, styles, strict=True)]
 
 
-def _numbers(run: TrainingRun, now_unix: float) -> list[Line]:
+def _numbers(run: TrainingRun, now_unix: float, prices: Prices) -> list[Line]:
     live, totals = run.live, run.totals
     words = "none of its checkpoints exists any more"
     if live:
@@ -150,6 +157,8 @@ def _numbers(run: TrainingRun, now_unix: float) -> list[Line]:
         words = f"step {live[-1].step}, saved {saved}"
         words += f" | {len(live)} live of {counted(len(run.saves), 'save')}, {size(nbytes)}"
     lines: list[Line] = [[(words, "bold")]]
+    if day := rows.per_day_text(per_day(run, prices)):
+        lines.append([(f"a day: {day}", "")])
     if totals:
         retries = sum(one.retries for one in totals)
         shown = [one for one in CHARTS if one.name != "written"]

@@ -27,6 +27,7 @@ from ckpt.screens.following import (
 from ckpt.screens.terminal import as_json, date, screen_width, show_json
 from ckpt.screens.visible import below
 from ckpt.screens.watch_frame import Line, frame_of, happenings, marks_of
+from ckpt.tools.cost import Prices, per_day
 from ckpt.tools.polling import RunPoller, RunState
 from ckpt.tools.report import near_report
 from storage import StoreLike
@@ -79,6 +80,7 @@ def watch(
     storage_options: Mapping[str, Any] | None,
     *,
     as_json: bool,
+    prices: Prices,
 ) -> None:
     """`ckpt watch`, until it is left."""
     # Ctrl-C is how one leaves it.
@@ -92,7 +94,7 @@ def watch(
         if as_json or not sys.stdout.isatty():
             _print_lines(following, ending, as_json=as_json)
         else:
-            _draw(following, ending)
+            _draw(following, ending, prices)
 
 
 def watch_once(
@@ -101,6 +103,7 @@ def watch_once(
     storage_options: Mapping[str, Any] | None,
     *,
     as_json: bool,
+    prices: Prices,
 ) -> None:
     """`ckpt watch --once`."""
     poller = RunPoller(url, storage_options=storage_options, near=near)
@@ -111,10 +114,11 @@ def watch_once(
     if state.availability == "away":
         raise CheckpointError(state.problem)
     if as_json:
-        show_json({"schema": "ckpt.watch", "version": 1, **_state_json(state)})
+        show_json({"schema": "ckpt.watch", "version": 1, **_state_json(state, prices)})
         return
     width, marks = screen_width(), marks_of(sys.stdout.encoding)
-    lines = frame_of(state, time.time(), width=min(width, 120), height=ONCE_HEIGHT, marks=marks)
+    how: Any = {"width": min(width, 120), "height": ONCE_HEIGHT, "marks": marks}
+    lines = frame_of(state, time.time(), prices=prices, **how)
     console = Console(file=below(sys.stdout), width=width)
     for line in lines:
         console.print(_text(line))
@@ -128,14 +132,19 @@ def _wait(following: Following, ending: Ending, seen: Versions) -> None:
         ending.check()
 
 
-def _draw(following: Following, ending: Ending) -> None:
+def _draw(following: Following, ending: Ending, prices: Prices) -> None:
     marks = marks_of(sys.stdout.encoding)
     # Lines of the log would be written across the page, which says the same.
     for name in ("ckpt", "storage"):
         logging.getLogger(name).addHandler(logging.NullHandler())
     with full_screen(
         lambda width, height: frame_of(
-            following.states[0], time.time(), width=width, height=height, marks=marks
+            following.states[0],
+            time.time(),
+            width=width,
+            height=height,
+            marks=marks,
+            prices=prices,
         )
     ) as refresh:
         while True:
@@ -156,7 +165,7 @@ def _print_lines(following: Following, ending: Ending, *, as_json: bool) -> None
         _wait(following, ending, (state.version,))
 
 
-def _state_json(state: RunState) -> dict[str, Any]:
+def _state_json(state: RunState, prices: Prices) -> dict[str, Any]:
     return {
         "url": state.run.url,
         "availability": state.availability,
@@ -168,6 +177,7 @@ def _state_json(state: RunState) -> dict[str, Any]:
         "failures": as_json(state.run.failures),
         "jobs": [{"state": job.state(time.time()), **as_json(job)} for job in state.run.jobs],
         "goodput": state.run.goodput and state.run.goodput._asdict(),
+        "per_day": as_json(per_day(state.run, prices)),
         "near": as_json(near_report(state.near, state.run.live[-1] if state.run.live else None)),
         "notices": as_json(state.run.notices(time.time())),
     }

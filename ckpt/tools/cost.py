@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 from ckpt.errors import CheckpointError, InvalidArgument
 from ckpt.layout.dtypes import DTYPES
 from ckpt.short import ShortRecord
-from ckpt.tools.report import Report
+from ckpt.tools.report import DAY_SECONDS, PerDay, Report, TrainingRun
 from storage.ranges import part_count
 
 MIB, GIB = 1 << 20, 1 << 30
@@ -253,7 +253,7 @@ class Measured:
     span_seconds: float
 
 
-def measured_of(report: Report) -> Measured | None:
+def measured_of(report: Report | TrainingRun) -> Measured | None:
     """The numbers of the newest saves of a root; None where telemetry is known of none of them.
 
     The time between saves is the median, which a few restarts do not move. A checkpoint that needs
@@ -274,6 +274,15 @@ def measured_of(report: Report) -> Measured | None:
         persist_seconds=statistics.median(one.seconds for one in totals) or None,
     )
     return Measured(load, len(totals), report.sessions, times[-1] - times[0])
+
+
+def per_day(run: Report | TrainingRun, prices: Prices) -> PerDay:
+    """What a day of a run costs, where its newest saves and `prices` say so."""
+    if (measured := measured_of(run)) is None:
+        return PerDay()
+    cost = cost_of(measured.workload, prices)
+    total = _known(lambda bill: bill * DAY_SECONDS / MONTH_SECONDS, cost.bill.total)
+    return PerDay(_known(lambda rate: rate * DAY_SECONDS, cost.nbytes_per_second), total)
 
 
 @dataclass(frozen=True, slots=True, repr=False)

@@ -128,6 +128,14 @@ class Goodput(NamedTuple):
         return cls(steps - redone, redone, saving, restoring, other, down)
 
 
+@dataclass(frozen=True, slots=True)
+class PerDay:
+    """What a run saves in a day, and what that and its checkpoints cost; None: not known."""
+
+    nbytes: float | None = None
+    cost: float | None = None
+
+
 class OfSaves:
     """What follows from the saves of a root."""
 
@@ -181,6 +189,7 @@ class Report(OfSaves, ShortRecord):
     notices: tuple[Notice, ...]
     near: NearReport = field(default_factory=NearReport)
     jobs: tuple[JobRecord, ...] = ()
+    per_day: PerDay = PerDay()
 
 
 @hides_secrets

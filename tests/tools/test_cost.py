@@ -22,6 +22,8 @@ from ckpt.api import read_path, write_path
 from ckpt.cli import main
 from ckpt.operate.looking import OPTIMIZERS
 from ckpt.saving.image import Staging, WritePath
+from ckpt.screens.pages import PageChoice, PageMatter, sections_of
+from ckpt.screens.terminal import size
 from ckpt.tools.cost import (
     FILE_NBYTES,
     GIB,
@@ -42,6 +44,7 @@ from ckpt.tools.cost import (
     state_nbytes,
     young,
 )
+from ckpt.tools.polling import RunPoller
 from ckpt.tools.report import report_of
 from storage.memory import MemoryStore
 from tests.stores import CountingStore
@@ -385,6 +388,34 @@ def test_a_root_gives_what_its_saves_took(
     }
     assert main(["cost", plain_root]) == 0
     assert "medians of 2 saves; 1 job in" in capsys.readouterr().out
+
+
+def test_every_screen_shows_what_a_day_costs(
+    plain_root: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    prices = ["--price-storage", "0.02", "--price-writes", "5"]
+    assert main(["cost", plain_root, "--json", *prices]) == 0
+    bill = json.loads(capsys.readouterr().out)["cost"]["bill"]
+    a_day = 12 / 365 * (bill["storage"] + bill["writes"])
+    load = measured_of(report_of(plain_root)).workload  # type: ignore[union-attr]
+    nbytes = load.nbytes / load.every_seconds * 86_400  # type: ignore[operator]
+    text = f"{size(int(nbytes))} saved, cost {a_day:.3g}"
+    for command in (["watch", plain_root, "--once"], ["report", plain_root]):
+        assert main([*command, *prices, "--json"]) == 0
+        day = json.loads(capsys.readouterr().out)["per_day"]
+        assert day == {"nbytes": pytest.approx(nbytes), "cost": pytest.approx(a_day)}
+        assert main([*command, "--json"]) == 0
+        assert json.loads(capsys.readouterr().out)["per_day"]["cost"] is None
+        page = ["--output", str(tmp_path / "page.html")] * (command[0] == "report")
+        assert main([*command, *prices, *page]) == 0
+        assert f"a day: {text}" in capsys.readouterr().out
+    assert text in (tmp_path / "page.html").read_text()
+    poller = RunPoller(plain_root)
+    states = (poller.poll(),)
+    poller.close()
+    of_prices = Prices(0.02, 5.0)
+    look = PageMatter(states, PageChoice(), lambda run, attempt: None, None, 0.0, of_prices)
+    assert text in sections_of(look)["runs"]
 
 
 def test_a_root_without_telemetry_says_so(

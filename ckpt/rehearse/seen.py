@@ -83,7 +83,7 @@ def digests(states: Iterable[Any], ranks: Ranks) -> dict[str, dict[str, int]]:
     """Of each parameter and optimizer tensor of `states` the digests of its regions on this rank:
     those of all ranks add up to that of the tensor, in any layout.
     """
-    found: dict[str, dict[str, int]] = {}
+    digests_of: dict[str, dict[str, int]] = {}
     for state in states:
         for holding in structure_of(walk(state), ranks).kept.holdings:
             for piece in holding.pieces if holding.kind in (0, 1) else ():
@@ -93,8 +93,8 @@ def digests(states: Iterable[Any], ranks: Ranks) -> dict[str, dict[str, int]]:
                 each = torch.arange(flat.dtype.itemsize, device=flat.device)
                 numbers = (numbers[:, None] * flat.dtype.itemsize + each).reshape(-1)
                 digest = digest_of(numbers, flat.view(torch.uint8))
-                found.setdefault(piece.fqn, {})[repr(piece.region)] = digest
-    return found
+                digests_of.setdefault(piece.fqn, {})[repr(piece.region)] = digest
+    return digests_of
 
 
 def random_states() -> dict[str, str]:

@@ -25,8 +25,8 @@ def main(folder: str, forgotten: set[str]) -> None:
     def counted(one: Any, number: int) -> None:
         step(one, number)
         if number == LAST:
-            found = seen([one._training.state], sys._getframe(1))
-            kept = {name: value.text for name, value in found.items() if value.kind in TRAINED}
+            values = seen([one._training.state], sys._getframe(1))
+            kept = {name: value.text for name, value in values.items() if value.kind in TRAINED}
             one.close()
             (Path(folder) / "final").write_text(json.dumps(kept, sort_keys=True))
             sys.exit(0)

@@ -54,11 +54,11 @@ def verdicts(tmp_path: Path, options: list[str], command: list[str]) -> Counter[
     )
     judged = done.stdout.partition("3/3 judging")[2]
     assert judged, done.stdout[-2000:] + done.stderr[-2000:]
-    found = re.findall(
+    named = re.findall(
         r"\s(PASS|HARD_FAIL|SILENT_DIVERGENCE|LOST_WORK|CONTROL_FAIL)(?:\s|$)", judged
     )
-    assert done.returncode == ({*found} > {"PASS"}), judged
-    return Counter(found)
+    assert done.returncode == ({*named} > {"PASS"}), judged
+    return Counter(named)
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
@@ -72,14 +72,14 @@ def test_crash_points_of_an_example_pass(
     options += ["--result-cmd", f"{sys.executable} digest.py {{out}} {step}"]
     options += ["--ranks", "2", "--crash-rank", "1"] if ranks == 2 else []
     command = [sys.executable, str(ROOT / "examples" / example), "{out}"]
-    found = verdicts(tmp_path, options, [*command, *(["8"] if step == 8 else [])])
-    assert found.keys() == {"PASS"} and found["PASS"] >= 8, found
+    counts = verdicts(tmp_path, options, [*command, *(["8"] if step == 8 else [])])
+    assert counts.keys() == {"PASS"} and counts["PASS"] >= 8, counts
 
 
 @pytest.mark.parametrize("what", ["", *NAMED])
 def test_what_a_rehearsal_names_is_seen(what: str, tmp_path: Path) -> None:
     options = ["--max-points", "3", "--modes", "before", "--result-file", "{out}/final"]
     command = [sys.executable, "-m", "tests.judges.chaotic", "{out}", *([what] * bool(what))]
-    found = verdicts(tmp_path, options, command)
-    assert found["PASS"] >= 1, "the one that was not killed is the same"
-    assert found.keys() == ({"PASS", "SILENT_DIVERGENCE"} if what else {"PASS"}), found
+    counts = verdicts(tmp_path, options, command)
+    assert counts["PASS"] >= 1, "the one that was not killed is the same"
+    assert counts.keys() == ({"PASS", "SILENT_DIVERGENCE"} if what else {"PASS"}), counts

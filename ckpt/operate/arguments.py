@@ -331,7 +331,7 @@ Stacks: TypeAlias = Annotated[
 
 def price_of(flag: str, text: str) -> Argument:
     """The price of something, which somebody has to say."""
-    return Argument(f"price {text}, in any one currency", price, "PRICE", f"--price-{flag}")
+    return Argument(f"price {text}", price, "PRICE", f"--price-{flag}")
 
 
 StoragePrice: TypeAlias = Annotated["float | None", price_of("storage", "of 1 GiB for a month")]

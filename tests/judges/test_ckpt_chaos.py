@@ -78,7 +78,7 @@ def test_crash_points_of_an_example_pass(
 
 @pytest.mark.parametrize("what", ["", *NAMED])
 def test_what_a_rehearsal_names_is_seen(what: str, tmp_path: Path) -> None:
-    options = ["--max-points", "3", "--modes", "before", "--result-file", "{out}/final"]
+    options = ["--max-points", "6", "--modes", "before", "--result-file", "{out}/final"]
     command = [sys.executable, "-m", "tests.judges.chaotic", "{out}", *([what] * bool(what))]
     counts = verdicts(tmp_path, options, command)
     assert counts["PASS"] >= 1, "the one that was not killed is the same"

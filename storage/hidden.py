@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+import inspect
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
+from difflib import get_close_matches
 from functools import wraps
 from typing import Any, TypeVar, cast
 
@@ -61,7 +63,22 @@ def hides_secrets(function: F) -> F:
 def hidden_arguments(
     function: Callable[..., Any], args: Sequence[Any], named: Mapping[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """What `function` is to be called with: the same arguments, its `*options` hidden."""
+    """What `function` is to be called with: the same arguments, its `*options` hidden.
+
+    Raises TypeError for an argument that it does not have, with the nearest names.
+    """
+    code = function.__code__
+    known = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
+    unknown = [] if code.co_flags & inspect.CO_VARKEYWORDS else [n for n in named if n not in known]
+    if unknown:
+        name, called = unknown[0], function.__qualname__.removesuffix(".__init__")
+        if near := get_close_matches(name, known, 1):
+            move = f"did you mean {near[0]}?"
+        elif "storage_options" in known:
+            move = f"an option of the store goes into storage_options={{{name!r}: ...}}"
+        else:
+            move = f"help(ckpt.{called}) lists them"
+        raise TypeError(f"{called}() has no argument {name!r}; {move}")
 
     def seen(name: str, value: Any) -> Any:
         is_options = "options" in name and isinstance(value, Mapping)

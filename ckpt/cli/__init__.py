@@ -27,7 +27,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _main(argv: Sequence[str] | None) -> int:
-    words = sys.argv[1:] if argv is None else argv
+    words = list(sys.argv[1:] if argv is None else argv)
+    if words[:1] == ["help"]:
+        words = [*words[1:], "--help"]
     # Without a command there is nothing to do but to say what there is.
     arguments, unknown = build_parser().parse_known_args(words or ["--help"])
     command, wrong = arguments.command, arguments.parser.error

@@ -5,7 +5,7 @@ Method: each function on a small root, with an argument of the wrong kind.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -119,3 +119,37 @@ def _exit_code(words: list[str]) -> int:
     except SystemExit as ended:
         assert isinstance(ended.code, int)
         return ended.code
+
+
+@pytest.mark.parametrize(
+    ("call", "text"),
+    [
+        (
+            lambda: ckpt.save({}, "run", step=1, endpoint_url="x"),  # type: ignore[call-arg]
+            "save() has no argument 'endpoint_url'; an option of the store goes into "
+            "storage_options={'endpoint_url': ...}",
+        ),
+        (
+            lambda: ckpt.load({}, "run", stric=True),  # type: ignore[call-arg]
+            "load() has no argument 'stric'; did you mean strict?",
+        ),
+        (
+            lambda: ckpt.Checkpointer({}, "run", keeps=3),  # type: ignore[call-arg]
+            "Checkpointer() has no argument 'keeps'; did you mean keep?",
+        ),
+        (
+            lambda: ckpt.export("run", "x.pt", dtyp="bfloat16"),
+            "export() has no argument 'dtyp'; did you mean dtype?",
+        ),
+    ],
+)
+def test_an_unknown_argument_names_the_nearest(call: Callable[[], object], text: str) -> None:
+    with pytest.raises(TypeError) as raised:
+        call()
+    assert str(raised.value) == text
+
+
+def test_help_is_a_command(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["help", "ls"])
+    assert ended.value.code == 0 and "usage: ckpt ls" in capsys.readouterr().out

@@ -69,9 +69,9 @@ def hidden_arguments(
     """
     code = function.__code__
     known = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
-    unknown = [] if code.co_flags & inspect.CO_VARKEYWORDS else [n for n in named if n not in known]
+    unknown = not code.co_flags & inspect.CO_VARKEYWORDS and set(named).difference(known)
     if unknown:
-        name, called = unknown[0], function.__qualname__.removesuffix(".__init__")
+        name, called = min(unknown), function.__qualname__.removesuffix(".__init__")
         if near := get_close_matches(name, known, 1):
             move = f"did you mean {near[0]}?"
         elif "storage_options" in known:

@@ -28,7 +28,7 @@ from ckpt.commit.appender import BACKGROUND_SECONDS
 from ckpt.commit.names import is_finite
 from ckpt.commit.records import STEP_MAX
 from ckpt.commit.session import RankedSession
-from ckpt.errors import Corrupt, InvalidState, NamesChanged
+from ckpt.errors import Corrupt, InvalidArgument, NamesChanged
 from ckpt.format.datafile import BLOCK_BYTES, FileEntries
 from ckpt.format.joint_codec import (
     SentStructure,
@@ -343,15 +343,15 @@ class SaveTask:
 
 
 def header_of(task: SaveTask, attempt: str, modules: Sequence[str]) -> Header:
-    """The header that all files of an attempt share. Raises InvalidState for a step, a metric or
+    """The header that all files of an attempt share. Raises InvalidArgument for a step, a metric or
     notes that cannot be saved.
     """
     step, user, metric = task.step, task.options.user, task.options.metric
     if type(step) is not int or not 0 <= step <= STEP_MAX:
-        raise InvalidState([f"step={step!r}: expected an int from 0 to {STEP_MAX}"])
+        raise InvalidArgument(f"step={step!r}: expected an int from 0 to {STEP_MAX}")
     if metric is not None and not is_finite(metric):
         # Before any data: the log would refuse it after all is written.
-        raise InvalidState([f"metric={metric!r}: expected a finite number, or None"])
+        raise InvalidArgument(f"metric={metric!r}: expected a finite number, or None")
     if user:
         refuse_notes(user)
     known, published = {MODULES: json.dumps(modules)}, task.options.publication
@@ -371,12 +371,13 @@ def header_of(task: SaveTask, attempt: str, modules: Sequence[str]) -> Header:
 
 
 def refuse_notes(user: Mapping[str, str]) -> None:
-    """Raise InvalidState for notes that are no texts, or have names that the library gives."""
+    """Raise InvalidArgument for notes that are no texts, or have names that the library gives."""
     for name, note in user.items():
         if not (isinstance(name, str) and isinstance(note, str)):
-            raise InvalidState([f"user[{name!r}]={note!r}: expected a str with the name of a str"])
+            raise InvalidArgument(f"user[{name!r}]={note!r}: expected a str with the name of a str")
         if name.startswith("ckpt."):
-            raise InvalidState([f"user[{name!r}]: names with 'ckpt.' are the library's; rename it"])
+            text = f"user[{name!r}]: names with 'ckpt.' are the library's; rename it"
+            raise InvalidArgument(text)
 
 
 def refuse_other_names(contents: Contents, task: SaveTask) -> None:

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from ckpt.commit.names import checked_count
-from ckpt.errors import Failure, Fenced, InvalidState, SavesFailed, StoreRefused
+from ckpt.errors import Failure, Fenced, InvalidArgument, InvalidState, SavesFailed, StoreRefused
 from ckpt.service.agreement import StepAgreement
 from ckpt.service.events import SaveFailed
 from ckpt.service.training import Training
@@ -22,7 +22,7 @@ from ckpt.service.training import Training
 logger = logging.getLogger(__name__)
 
 # Failures that every later save would meet again, until a person acts: these are raised.
-LASTING = (InvalidState, Fenced, StoreRefused)
+LASTING = (InvalidState, InvalidArgument, Fenced, StoreRefused)
 
 FAILURES_KEPT_MAX = 100
 

@@ -23,7 +23,14 @@ from ckpt.api import Io, check_order, line_of, one_of
 from ckpt.commit.appender import BACKGROUND_SECONDS
 from ckpt.commit.names import plain_int
 from ckpt.commit.records import STEP_MAX
-from ckpt.errors import CheckpointError, Failure, Forked, InvalidState, NoCheckpoint, RankFailed
+from ckpt.errors import (
+    CheckpointError,
+    Failure,
+    Forked,
+    InvalidArgument,
+    NoCheckpoint,
+    RankFailed,
+)
 from ckpt.saving.replica_check import ReplicasDrifted
 from ckpt.saving.staging import Snapshot
 from ckpt.saving.task import SaveReport
@@ -103,9 +110,9 @@ class Checkpointer:
     InvalidState.
 
     Errors: a save that fails is logged and the training continues; `alarm` says when it should not.
-    InvalidState, Fenced and StoreRefused do not go away, so they are raised by the next call of
-    `step` that all ranks agreed on. Once a rank was found dead, the next call raises RankFailed
-    naming it.
+    InvalidState, InvalidArgument, Fenced and StoreRefused do not go away, so they are raised by the
+    next call of `step` that all ranks agreed on. Once a rank was found dead, the next call raises
+    RankFailed naming it.
 
     A rank that is silent, or makes no step while others do, is logged and reported to the observers
     of all others within 15 s, and that is withdrawn when it is back. It is no error by itself; with
@@ -596,5 +603,5 @@ def _whole_number(step: Any) -> int:
     except TypeError:
         number = -1
     if not 0 <= number <= STEP_MAX or isinstance(step, bool):
-        raise InvalidState([f"step={step!r}: expected an int from 0 to {STEP_MAX}"])
+        raise InvalidArgument(f"step={step!r}: expected an int from 0 to {STEP_MAX}")
     return number

@@ -13,6 +13,7 @@ _SHARED_CLASSES: dict[str, Callable[[Any], CheckpointError]] = {
     cls.__name__: cls
     for cls in (
         errors.InvalidState,
+        errors.InvalidArgument,
         errors.Mismatch,
         errors.NoCheckpoint,
         errors.Corrupt,

@@ -22,6 +22,7 @@ import ckpt
 from ckpt.errors import (
     CheckpointError,
     Corrupt,
+    InvalidArgument,
     InvalidState,
     LoadInterrupted,
     Mismatch,
@@ -295,13 +296,13 @@ def test_another_dtype_is_reported_and_never_cast(root: Path) -> None:
 def test_a_step_that_is_no_step_is_reported_before_anything_is_written(
     tmp_path: Path, step: Any
 ) -> None:
-    with pytest.raises(InvalidState, match="step="):
+    with pytest.raises(InvalidArgument, match="step="):
         ckpt.save(_state(), str(tmp_path / "run"), step=step)
     assert not list(tmp_path.rglob("*.safetensors"))
 
 
 def test_notes_that_are_no_text_are_reported(tmp_path: Path) -> None:
-    with pytest.raises(InvalidState, match="user"):
+    with pytest.raises(InvalidArgument, match="user"):
         ckpt.save(_state(), str(tmp_path / "run"), step=1, user={"lr": 0.1})  # type: ignore[dict-item]
 
 
@@ -441,7 +442,7 @@ def test_a_root_that_was_removed_under_a_running_job_is_reported(
 @pytest.mark.parametrize("way", ["save", "async_save"])
 def test_a_metric_that_is_no_number_writes_nothing(root: Path, metric: Any, way: str) -> None:
     before = sorted(root.rglob("*"))
-    with pytest.raises(InvalidState, match=r"metric=.*expected a finite number"):
+    with pytest.raises(InvalidArgument, match=r"metric=.*expected a finite number"):
         if way == "save":
             ckpt.save(_state(3), str(root), step=3, metric=metric)
         else:
@@ -453,5 +454,5 @@ def test_a_metric_that_is_no_number_writes_nothing(root: Path, metric: Any, way:
 
 def test_notes_with_names_of_the_library_are_refused(root: Path) -> None:
     """Committed, "ckpt.publication" made a manifest that nobody could read."""
-    with pytest.raises(InvalidState, match=r"'ckpt\.publication'.*library's"):
+    with pytest.raises(InvalidArgument, match=r"'ckpt\.publication'.*library's"):
         ckpt.save(_state(3), str(root), step=3, user={"ckpt.publication": "x"})

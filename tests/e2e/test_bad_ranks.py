@@ -23,7 +23,14 @@ from torch import nn
 import ckpt
 from ckpt.commit.locate import live_entries
 from ckpt.commit.session import SessionRegistry, open_session
-from ckpt.errors import CheckpointError, InvalidState, Mismatch, RankFailed, StoreRefused
+from ckpt.errors import (
+    CheckpointError,
+    InvalidArgument,
+    InvalidState,
+    Mismatch,
+    RankFailed,
+    StoreRefused,
+)
 from ckpt.saving.save import save_task
 from ckpt.saving.task import PartMemory, SaveOptions, SaveReport, SaveTask
 from ckpt.state.types import PerRank
@@ -193,7 +200,7 @@ def test_a_step_that_is_no_step_is_reported_on_all_ranks(store: Store) -> None:
     job = Job(SIZE, lambda rank: store)
     job.save(lambda rank: state_at(1, rank, SIZE), step=1)
     assert isinstance(
-        _one_error(lambda: job.save(lambda r: state_at(2, r, SIZE), -1)), InvalidState
+        _one_error(lambda: job.save(lambda r: state_at(2, r, SIZE), -1)), InvalidArgument
     )
     _check_goes_on(job, [1])
 
@@ -377,7 +384,7 @@ def test_ranks_that_disagree_get_one_error_and_go_on(tmp_path: Path) -> None:
         "roots": ("StoreRefused", "ranks look at different storage"),
         "urls": ("RankFailed", "rank 1"),
         "load urls": ("NoCheckpoint", "is a file"),
-        "step": ("InvalidState", "step=-1"),
+        "step": ("InvalidArgument", "step=-1"),
         "load steps": ("NoCheckpoint", "no step 9"),
         "names": ("Mismatch", "only here"),
         "parts": ("RankFailed", "no room for the parts"),

@@ -169,7 +169,7 @@ def test_wrong_calls_are_refused(tmp_path: Path) -> None:
 
 
 def test_what_cannot_be_committed_is_refused_at_the_start(tmp_path: Path) -> None:
-    with pytest.raises(InvalidState, match="metric=nan"):
+    with pytest.raises(InvalidArgument, match="metric=nan"):
         begun(str(tmp_path), metric=float("nan"))
     with pytest.raises(InvalidArgument, match="into="):
         ckpt.save(data(1), str(tmp_path), step=2, into="[" * 100_000)

@@ -144,7 +144,7 @@ def test_a_metric_that_is_no_number_costs_no_checkpoint(url: str) -> None:
 
 def test_arguments_that_no_save_takes_are_refused_before_the_training(url: str) -> None:
     for bad in ({"snapshots": "now"}, {"step": 3}):
-        with pytest.raises(TypeError, match=r"unexpected keyword argument"):
+        with pytest.raises(TypeError, match=r"has no argument"):
             Checkpointer({"x": 1}, url, **bad)
     with pytest.raises(ValueError, match="when_busy"):
         Checkpointer({"x": 1}, url, when_busy="replace")  # type: ignore[arg-type]
@@ -565,7 +565,7 @@ def test_steps_may_be_integers_of_numpy_and_torch_and_nothing_else(url: str) -> 
         checkpointer.step(np.int64(1), metric=torch.tensor(0.5, requires_grad=True))
         checkpointer.step(torch.tensor(2), metric="no number")
         for bad in (1.5, -1, True, "3", None):
-            with pytest.raises(InvalidState, match="step="):
+            with pytest.raises(InvalidArgument, match="step="):
                 checkpointer.step(bad)
     assert steps_of(url) == [1, 2]
     assert [entry.metric for entry in live_entries(open_store(url))] == [0.5, None]

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import ckpt
-from ckpt.errors import InvalidState
+from ckpt.errors import InvalidArgument
 from ckpt.service.checkpointer import Checkpointer
 from ckpt.service.preemption import Preempted
 
@@ -104,5 +104,5 @@ def test_an_order_to_end_ends_the_loop_after_a_save(url: str) -> None:
 
 @pytest.mark.parametrize("last", [-1, 2.5, "9", True])
 def test_what_is_no_number_of_steps_is_refused(url: str, last: Any) -> None:
-    with Checkpointer({"x": torch.zeros(())}, url) as saver, pytest.raises(InvalidState):
+    with Checkpointer({"x": torch.zeros(())}, url) as saver, pytest.raises(InvalidArgument):
         next(saver.steps(last))

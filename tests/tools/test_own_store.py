@@ -165,7 +165,7 @@ def test_counts_of_policies_are_numbers_and_no_bools() -> None:
                 rule(bad)
     assert ckpt.EverySeconds(np.int64(2)) == ckpt.EverySeconds(2)
     assert ckpt.KeepYounger(np.int64(2)) == ckpt.KeepYounger(2)
-    with pytest.raises(ckpt.errors.InvalidState, match="step=True"):
+    with pytest.raises(ckpt.errors.InvalidArgument, match="step=True"):
         ckpt.save(state(), own_store(), step=True)
 
 

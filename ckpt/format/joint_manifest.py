@@ -11,7 +11,7 @@ import json
 import math
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple, TypeGuard
+from typing import Any, NamedTuple, TypeAlias, TypeGuard
 
 import numpy as np
 import numpy.typing as npt
@@ -288,8 +288,8 @@ def differing_values(rest: JointRest) -> list[str]:
     return texts_of_values(of_ranks, rest.values)
 
 
-def _digests_of(texts: bytes) -> dict[str, int]:
-    digests: dict[str, int] = json.loads(texts)[0]
+def _digests_of(texts: bytes) -> dict[str, int | str]:
+    digests: dict[str, int | str] = json.loads(texts)[0]
     return digests
 
 
@@ -373,6 +373,9 @@ def _united_groups(fqn: str, of_ranks: Sequence[tuple[int, Groups]], problems: l
     return united
 
 
+RanksOf: TypeAlias = Mapping[Any, Sequence[int]]
+"""Ranks by a digest or by a value that is short; None where they have none."""
+
 TWO_MODELS = (
     "they are no declared replicas of each other: give each model a name of its own in the state, "
     "stages of a pipeline the names of the whole model, or save each with process_group= its ranks"
@@ -390,7 +393,7 @@ BY_NUMBER = (
 )
 
 
-def disagreement(name: str, groups: Mapping[int | None, Sequence[int]], why: str) -> str:
+def disagreement(name: str, groups: RanksOf, why: str) -> str:
     """That ranks, in groups by digest, differ in what is kept once, `why`, and what to do."""
     return (
         f"{name}: the ranks have different values of it ({groups_in_words(groups)}), and {why}; "
@@ -436,14 +439,16 @@ def way_out_of(fqn: str, values: Collection[str]) -> str:
     return ""
 
 
-def groups_in_words(groups: Mapping[int | None, Sequence[int]]) -> str:
-    """Ranks by digest, as text."""
+def groups_in_words(groups: RanksOf) -> str:
+    """Ranks by digest, or by a short value, as text."""
     texts = []
     for digest, ranks in groups.items():
         shown = ", ".join(map(str, ranks[:8])) + (
             f" and {len(ranks) - 8} more" if len(ranks) > 8 else ""
         )
-        label = "absent" if digest is None else f"crc32c {digest:08x}"
+        label = "absent" if digest is None else digest
+        if isinstance(label, int):
+            label = f"crc32c {label:08x}"
         texts.append(f"{label} on {shown}")
     return "; ".join(texts)
 
@@ -573,12 +578,12 @@ def _region_name(region: _ReplicaRegion) -> str:
 
 
 def texts_of_values(
-    digests: Mapping[int, Mapping[str, int]], values: Sequence[EncodedValues]
+    digests: Mapping[int, Mapping[str, int | str]], values: Sequence[EncodedValues]
 ) -> list[str]:
     """The values that differ between ranks, by their `digests` per rank, and are not to be united:
     groups of ranks may have `values` of their own.
     """
-    ranks_by_digest: dict[str, dict[int | None, list[int]]] = {}
+    ranks_by_digest: dict[str, dict[int | str | None, list[int]]] = {}
     for rank, own in sorted(digests.items()):
         for fqn, digest in own.items():
             ranks_by_digest.setdefault(fqn, {}).setdefault(digest, []).append(rank)

@@ -81,12 +81,16 @@ class FileColumns(NamedTuple):
     digests: Digests = no_digests()
 
 
+NUMBERS = (bool, int, float)
+SHOWN_MAX = 1 << 63  # more digits are no text for a message; nor are infinities, and no NaN is less
+
+
 class PartTexts(NamedTuple):
     """The contents of a part besides tensors; see `Part`. What is not given is not there."""
 
     aliases: Mapping[str, str]
     values: bytes = b""
-    value_digests: Mapping[str, int] = {}
+    value_digests: Mapping[str, int | str] = {}  # numbers as text, which messages show
     per_rank: bytes = b""
     replicas: ReplicaColumns = NO_REPLICAS
     warnings: tuple[str, ...] = ()
@@ -106,7 +110,12 @@ class PartTexts(NamedTuple):
         return cls(
             dict(aliases),
             b"" if sends is None else encode_values(dict(sends)),
-            {name: crc32c(encode_values(values[name])) for name in sorted(values)},
+            {
+                name: repr(value)
+                if type(value) in NUMBERS and abs(value) < SHOWN_MAX
+                else crc32c(encode_values(value))
+                for name, value in sorted(values.items())
+            },
             encode_values(dict(per_rank)) if per_rank else b"",
         )
 

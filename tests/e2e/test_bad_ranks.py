@@ -8,6 +8,7 @@ and take the next save.
 from __future__ import annotations
 
 import os
+import re
 import signal
 import threading
 from collections.abc import Callable
@@ -502,3 +503,20 @@ def test_a_metric_that_is_no_number_is_one_error(store: Store) -> None:
     assert "metric=inf" in str(error)
     assert not list(store.list("steps/"))
     _check_goes_on(job, [])
+
+
+@pytest.mark.parametrize(
+    ("values", "text"),
+    [
+        ((3, 4, 3), "3 on 0, 2; 4 on 1"),
+        ((0.1, 0.1, -0.0), "0.1 on 0, 1; -0.0 on 2"),
+        ((True, 1, 1), "True on 0; 1 on 1, 2"),
+        ((1.0, float("inf"), 1 << 70), r"1\.0 on 0; crc32c [0-9a-f]{8} on 1; crc32c"),
+        (("a", "b", "a"), "crc32c [0-9a-f]{8} on 0, 2; crc32c [0-9a-f]{8} on 1"),
+    ],
+)
+def test_numbers_that_differ_between_ranks_are_shown(values: tuple[Any, ...], text: str) -> None:
+    store = MemoryStore()
+    job = Job(3, lambda rank: store)
+    error = _one_error(lambda: job.save(lambda rank: {"step": values[rank]}, 1), 3)
+    assert re.search(rf"step: the value differs between ranks \({text}", str(error))

@@ -515,8 +515,9 @@ def test_a_metric_that_is_no_number_is_one_error(store: Store) -> None:
         (("a", "b", "a"), "crc32c [0-9a-f]{8} on 0, 2; crc32c [0-9a-f]{8} on 1"),
     ],
 )
-def test_numbers_that_differ_between_ranks_are_shown(values: tuple[Any, ...], text: str) -> None:
-    store = MemoryStore()
+def test_numbers_that_differ_between_ranks_are_shown(
+    store: Store, values: tuple[Any, ...], text: str
+) -> None:
     job = Job(3, lambda rank: store)
     error = _one_error(lambda: job.save(lambda rank: {"step": values[rank]}, 1), 3)
     assert re.search(rf"step: the value differs between ranks \({text}", str(error))

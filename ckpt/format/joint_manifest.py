@@ -373,9 +373,7 @@ def _united_groups(fqn: str, of_ranks: Sequence[tuple[int, Groups]], problems: l
     return united
 
 
-RanksOf: TypeAlias = Mapping[Any, Sequence[int]]
-"""Ranks by a digest or by a value that is short; None where they have none."""
-
+RanksOf: TypeAlias = Mapping[Any, Sequence[int]]  # by a digest, or a number as text; None: absent
 TWO_MODELS = (
     "they are no declared replicas of each other: give each model a name of its own in the state, "
     "stages of a pipeline the names of the whole model, or save each with process_group= its ranks"
@@ -440,15 +438,13 @@ def way_out_of(fqn: str, values: Collection[str]) -> str:
 
 
 def groups_in_words(groups: RanksOf) -> str:
-    """Ranks by digest, or by a short value, as text."""
+    """`groups` as text."""
     texts = []
     for digest, ranks in groups.items():
         shown = ", ".join(map(str, ranks[:8])) + (
             f" and {len(ranks) - 8} more" if len(ranks) > 8 else ""
         )
-        label = "absent" if digest is None else digest
-        if isinstance(label, int):
-            label = f"crc32c {label:08x}"
+        label = f"crc32c {digest:08x}" if isinstance(digest, int) else digest or "absent"
         texts.append(f"{label} on {shown}")
     return "; ".join(texts)
 

@@ -19,18 +19,12 @@ from typing import Any, Literal, SupportsIndex
 
 import torch.distributed as dist
 
+from ckpt import errors
 from ckpt.api import Io, check_order, line_of, one_of
 from ckpt.commit.appender import BACKGROUND_SECONDS
 from ckpt.commit.names import plain_int
 from ckpt.commit.records import STEP_MAX
-from ckpt.errors import (
-    CheckpointError,
-    Failure,
-    Forked,
-    InvalidArgument,
-    NoCheckpoint,
-    RankFailed,
-)
+from ckpt.errors import CheckpointError, Failure, NoCheckpoint, RankFailed
 from ckpt.saving.replica_check import ReplicasDrifted
 from ckpt.saving.staging import Snapshot
 from ckpt.saving.task import SaveReport
@@ -106,13 +100,11 @@ class Checkpointer:
       `io`, `process_group`, `storage_options` and `unsafe_single_writer` are those of
       `ckpt.async_save`. They go with a url; a `Target` saves in its own way.
 
-    The state has optimizers themselves: the state dict of one stays as it was, and is refused with
-    InvalidState.
+    The state has optimizers themselves: the state dict of one stays as it was, and is refused.
 
     Errors: a save that fails is logged and the training continues; `alarm` says when it should not.
     InvalidState, InvalidArgument, Fenced and StoreRefused do not go away, so they are raised by the
-    next call of `step` that all ranks agreed on. Once a rank was found dead, the next call raises
-    RankFailed naming it.
+    next call of `step` that all ranks agreed on. After a rank was found dead, that is RankFailed.
 
     A rank that is silent, or makes no step while others do, is logged and reported to the observers
     of all others within 15 s, and that is withdrawn when it is back. It is no error by itself; with
@@ -583,7 +575,7 @@ class Checkpointer:
         if self._is_closed:
             raise CheckpointError("this Checkpointer is closed; make a new one")
         if os.getpid() != self._pid:
-            raise Forked(
+            raise errors.Forked(
                 f"this Checkpointer belongs to process {self._pid}, which this one was forked "
                 "from: make one of its own here, for another url"
             )
@@ -603,5 +595,5 @@ def _whole_number(step: Any) -> int:
     except TypeError:
         number = -1
     if not 0 <= number <= STEP_MAX or isinstance(step, bool):
-        raise InvalidArgument(f"step={step!r}: expected an int from 0 to {STEP_MAX}")
+        raise errors.InvalidArgument(f"step={step!r}: expected an int from 0 to {STEP_MAX}")
     return number

@@ -33,6 +33,7 @@ from ckpt.saving.save import publish, report_names_of_copied
 from ckpt.saving.staging import BufferNeed, Staged
 from ckpt.saving.step_gate import Gate
 from ckpt.saving.task import Attempt, SaveReport, SaveTask, refuse_other_names
+from ckpt.telemetry.record import Recorder
 from ckpt.world.base import World
 
 logger = logging.getLogger(__name__)
@@ -54,6 +55,7 @@ class PendingSave:
         self.step = step
         self.attempt = ""
         self.call_seconds = 0.0
+        self.recorder: Recorder | None = None  # once it is under way
         self._gate = gate
         self._is_dropped = threading.Event()
         self._hurried_seconds = math.inf
@@ -99,6 +101,7 @@ class PendingSave:
     @contextlib.contextmanager
     def _patient(self, task: SaveTask) -> Iterator[None]:
         """Retry for as long as the task allows, or for less once `hurry` was called."""
+        self.recorder = task.recorder
         patience = task.store.patience
         with patience_for(task.store, task.session.world, task.retry_seconds_max):
             if patience is not None:

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from ckpt.commit.names import is_finite, plain_float
 from ckpt.errors import CheckpointError, SaveDropped
-from ckpt.saving.staging import LentCopy
+from ckpt.saving.staging import MIB, LentCopy
 from ckpt.saving.task import SaveReport
 from ckpt.service.agreement import Decision, StepAgreement
 from ckpt.service.alarm import LASTING, FailedSaves
@@ -158,6 +158,18 @@ class SavesInFlight:
         if not self._begun:
             return ()
         return tuple(save.step for save in self._begun if not save.pending.done())
+
+    def slow(self, seconds: float) -> list[str]:
+        """How far each save is that has taken longer and is not over. For any thread."""
+        texts, now = [], time.time()
+        for save in tuple(self._begun):
+            took = now - save.began_unix
+            if took > seconds and not save.pending.done():
+                recorder = getattr(save.pending, "recorder", None)
+                phase, nbytes = recorder.newest if recorder else ("", 0)
+                what = f", in phase {phase!r}" + f" of {nbytes / MIB:.0f} MiB" * bool(nbytes)
+                texts.append(f"save of step {save.step}: {took:.0f} s so far{what * bool(phase)}")
+        return texts
 
     def failing(self) -> list[tuple[int, BaseException]]:
         """The saves that have failed and were not collected yet, and why. For any thread."""

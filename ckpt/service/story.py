@@ -36,6 +36,7 @@ from storage import RetryPolicy, Store, open_store
 logger = logging.getLogger(__name__)
 
 TICK_SECONDS = 0.5  # between looks at what has happened, which send nothing
+SLOW_SECONDS = 30.0  # from which on a line in the log says how far a save is, and between two
 NEWS_SECONDS = 1.0  # between two records, however much happens
 # A record is three requests: a job makes at most one in 30 s, and 60 ahead of that.
 AHEAD_MAX = 20
@@ -65,6 +66,7 @@ class Story:
         self._root = ""  # its identity, once it was seen
         self._newest_error: BaseException | None = None
         self._allowed, self._tried_seconds = float(AHEAD_MAX), time.monotonic()
+        self._said_seconds = self._tried_seconds
         self._has_news, self._has_failed = True, False
         self._lock = threading.RLock()
         self._closing, self._is_over = threading.Event(), threading.Event()
@@ -139,6 +141,10 @@ class Story:
             for step, error in saves.failing() if saves else ():
                 self._failed(step, error)
             now = time.monotonic()
+            if saves and now - self._said_seconds > SLOW_SECONDS:
+                self._said_seconds = now
+                for text in saves.slow(SLOW_SECONDS):
+                    logger.info("%s", text)
             since = now - self._tried_seconds
             is_due = since >= (NEWS_SECONDS if self._has_news else BEAT_SECONDS)
             allowed = min(self._allowed + since / REFILL_SECONDS, AHEAD_MAX)

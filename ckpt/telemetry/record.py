@@ -270,10 +270,12 @@ class Recorder:
         self._spans: list[PhaseSpan] = []
         self._counters: dict[str, float] = {}
         self._lock = threading.Lock()
+        self.newest = "", 0  # the phase that began last, and what it moves, of one under way
 
     @contextmanager
     def span(self, phase: str, nbytes: int = 0) -> Iterator[None]:
         """The block is `phase`, and moves `nbytes`; it is recorded when it fails, too."""
+        self.newest = phase, nbytes
         # Two clocks: ranks are laid side by side by the time of day, which may be set meanwhile.
         start_unix = self._clock()
         start = self._timer()

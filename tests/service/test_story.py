@@ -419,3 +419,30 @@ def test_without_telemetry_and_without_a_root_nothing_is_written(tmp_path: Path)
         for step in range(1, 4):
             checkpointer.step(step)
     assert not list(tmp_path.rglob("jobs")) and not list((tmp_path / "none").rglob("*"))
+
+
+def test_a_save_that_takes_long_says_how_far_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(story, "SLOW_SECONDS", 0.2)
+    goes_on = threading.Event()
+
+    class Slow(Refusing):
+        @contextmanager
+        def create(self, key: str, nbytes: int, **how: Any) -> Iterator[ObjectWriter]:
+            with super().create(key, nbytes, **how) as writer:
+                if key.endswith(".safetensors"):
+                    goes_on.wait(GUARD_SECONDS)
+                yield writer
+
+    store = Slow(open_store(tmp_path / "run"))
+    begun = ckpt.EverySteps(1)
+    with (
+        caplog.at_level("INFO", logger=story.logger.name),
+        Checkpointer({"x": torch.ones(1 << 20)}, store, save=begun) as checkpointer,
+    ):
+        checkpointer.restore()
+        checkpointer.step(3)
+        until(lambda: "in phase 'write' of 4 MiB" in caplog.text)
+        goes_on.set()
+    assert "save of step 3: " in caplog.text and " s so far, in phase " in caplog.text

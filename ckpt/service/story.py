@@ -183,7 +183,9 @@ class Story:
                 raise  # a record must not be all that is there of a root that was removed
             return  # the first save makes the root
         if not self._root:
-            self._record = record = record.model_copy(update={"commit": commit_of_script()})
+            commit = commit_of_script()  # takes a while, in which more may happen
+            with self._lock:
+                self._record = record = self._record.model_copy(update={"commit": commit})
             jobs = job_keys(store)
             kept = {keys[-1] for keys in jobs[1 - JOBS_MAX :]}
             stale = [key for keys in jobs for key in keys if key not in kept]

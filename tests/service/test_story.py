@@ -446,3 +446,23 @@ def test_a_save_that_takes_long_says_how_far_it_is(
         until(lambda: "in phase 'write' of 4 MiB" in caplog.text)
         goes_on.set()
     assert "save of step 3: " in caplog.text and " s so far, in phase " in caplog.text
+
+
+def test_what_happens_while_the_commit_is_looked_up_is_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looking, goes_on = threading.Event(), threading.Event()
+
+    def slow() -> str:
+        looking.set()
+        assert goes_on.wait(GUARD_SECONDS)
+        return "abc"
+
+    monkeypatch.setattr(story, "commit_of_script", slow)
+    with Checkpointer(state(), tmp_path, save=ckpt.EverySteps(1)) as checkpointer:
+        checkpointer.step(1)
+        assert looking.wait(GUARD_SECONDS)
+        checkpointer._parts.story.heard(SaveFailed(5, OSError("no")))
+        goes_on.set()
+    (job,) = run_at(tmp_path).jobs
+    assert (job.failed, job.commit, job.ending) == (1, "abc", "closed")

@@ -54,7 +54,8 @@ class TrainerCheckpoints(TrainerCallback):
         self._resume_steps: list[int] = []
         self._open: list[Checkpointer] = []
         self._random: dict[str, Any] = {}
-        self._is_due = False  # what the trainer logs of a step comes after its end
+        self._drawn: dict[str, Any] = {}  # the random states after the newest event of a step
+        self._is_due = self._is_epoch_over = False
 
     @property
     def checkpointer(self) -> Checkpointer:
@@ -118,31 +119,53 @@ class TrainerCheckpoints(TrainerCallback):
         self.checkpointer.restore(step)
         self._random = RandomStates().state_dict()
 
+    # What belongs to a step comes after its end: logs, evaluations (one for each data set), then a
+    # step of a scheduler that follows their metric, at the end of an epoch once more. So a step is
+    # saved when the next one begins, with the random states of its last event. After the last step
+    # the trainer may load the best weights: that one is saved before.
+
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Save if it is time, after what is logged. Raises ckpt.Preempted when the job must end."""
-        self._is_due = True
-        if not control.should_log and not control.should_evaluate:
-            self._step(state)
+        """Note the step, to be saved when it is over."""
+        self._is_due, self._is_epoch_over = True, False
+        self._drawn = RandomStates().state_dict()
+
+    def on_epoch_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Save the last step, unless something is logged or evaluated."""
+        self._is_epoch_over = True
+        self._over(state, control, control.should_log or control.should_evaluate)
 
     def on_log(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         """The same, with the step in the history."""
-        if not control.should_evaluate:
-            self._step(state)
+        self._over(state, control, control.should_evaluate)
 
     def on_evaluate(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         """The same, with the evaluation, and the random numbers that it has drawn."""
+        self._over(state, control, False)
+
+    def _over(self, state: TrainerState, control: TrainerControl, has_more: bool) -> None:
+        self._drawn = RandomStates().state_dict()
+        is_last = control.should_training_stop or state.global_step >= state.max_steps
+        if is_last and self._is_epoch_over and not has_more:
+            self._step(state)
+
+    def on_epoch_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Save the step before if it is time. Raises ckpt.Preempted when the job has to end."""
         self._step(state)
 
     def on_step_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """The same, of a step that was not logged although it should have been."""
+        """The same."""
         self._step(state)
 
     def _step(self, state: TrainerState) -> None:
@@ -182,7 +205,7 @@ class TrainerCheckpoints(TrainerCallback):
             "optimizer": getattr(optimizer, "optimizer", optimizer),
             "scheduler": given["lr_scheduler"],
             _TRAINER: PerRank(_TrainerJson(state), _first),
-            "rng": PerRank(RandomStates(), _first),
+            "rng": PerRank(_Drawn(self), _first),
         }
         scaler = getattr(getattr(trainer, "accelerator", None), "scaler", None)
         return saved if scaler is None else {**saved, "scaler": scaler}
@@ -217,6 +240,16 @@ class TrainerPublications(TrainerCallback):
     def _wait(self) -> None:
         while self._pending:
             self._pending.pop().result()
+
+
+class _Drawn(RandomStates):
+    """The random states of a step whose events are over."""
+
+    def __init__(self, callback: TrainerCheckpoints) -> None:
+        self._callback = callback
+
+    def state_dict(self) -> dict[str, Any]:
+        return self._callback._drawn or super().state_dict()
 
 
 class _TrainerJson:

@@ -5,8 +5,9 @@
             updates.step()  # the server has the newest version now
 
 The folder has the model's configuration and tokenizer, as `ckpt export --format hf` makes it or as
-they were downloaded; its weights are one file that each version replaces. The server reads it by
-`update_weights_from_disk`, and names the version in its answers (`weight_version`).
+they were downloaded, without shards; its weights are one file that each version replaces. The
+server reads it by `update_weights_from_disk`, and names the version in its answers
+(`weight_version`).
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import os
 import urllib.error
 import urllib.request
 from collections.abc import Mapping
+from glob import iglob
 from typing import Any
 
 from ckpt.commit.names import PUBLISHED
@@ -24,6 +26,7 @@ from ckpt.errors import CheckpointError
 from ckpt.service.follower import follow
 from storage import StoreLike
 
+FILE = "model.safetensors"
 SECONDS_MAX = 600.0  # for a server to load a file: a guess
 
 
@@ -46,6 +49,12 @@ class SGLangUpdates:
         storage_options: Mapping[str, Any] | None = None,
     ) -> None:
         self.follower = follow(["*"], url, line=line, storage_options=storage_options)
+        weights = iglob("*.safetensors", root_dir=folder)
+        index = iglob("*.safetensors.index.json", root_dir=folder)
+        if others := sorted(
+            {*weights, *index} - {FILE}
+        ):  # loaders read the files that an index names, and no other
+            raise CheckpointError(f"{folder} has {others[0]}; remove it: the weights are {FILE}")
         self._server, self._prefix = server.rstrip("/"), prefix
         self._folder, self._has = os.path.abspath(folder), ""
 
@@ -58,7 +67,7 @@ class SGLangUpdates:
             return None
         named = follower.tensors.items()
         tensors = {name.removeprefix(self._prefix): one for name, one in named}
-        write_safetensors(os.path.join(self._folder, "model.safetensors"), tensors)
+        write_safetensors(os.path.join(self._folder, FILE), tensors)
         body = {"model_path": self._folder, "weight_version": follower.attempt}
         request = urllib.request.Request(
             f"{self._server}/update_weights_from_disk",

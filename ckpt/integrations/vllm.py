@@ -43,7 +43,7 @@ class FollowedRoot(WeightTransferInitInfo):
 
 @dataclass
 class WantedVersion(WeightTransferUpdateInfo):
-    """The step to wait for, or a later one, -1 for what is there; and how long."""
+    """The step to wait for, or a later one that comes, -1 for what is there; and how long."""
 
     step: int = -1
     seconds_max: float = 600.0
@@ -68,13 +68,15 @@ class FollowingEngine(WeightTransferEngine):
         """Wait for the version, and load it. Raises NoCheckpoint when it does not come in time."""
         follower, wanted = self._follower, update_info.step
         has = -1 if follower.step is None else follower.step
-        seconds = update_info.seconds_max if has < wanted else 0.0
+        # A later step that is there may be of a training that went back since.
+        seconds = update_info.seconds_max if wanted >= 0 and has != wanted else 0.0
+        is_new = wanted < 0 or has == wanted
         for update in follower.updates(timeout=seconds, poll_seconds=POLL_SECONDS):
             follower.swap()
-            has = update.step
+            has, is_new = update.step, True
             if has >= wanted >= 0:
                 break
-        if has < max(wanted, 0):
+        if has < max(wanted, 0) or not is_new:
             raise NoCheckpoint(f"step {wanted} was not published in time; the newest is {has}")
         named = follower.tensors.items()
         self.model.load_weights((name.removeprefix(self._prefix), one) for name, one in named)

@@ -211,5 +211,12 @@ def _problems_of(old: object, new: object, every_old: Sequence[str]) -> Iterator
         len(side.parts) for side in sides if side.is_many
     ):
         yield "expected parts of different names"
+    elif any(
+        whole.parts[0].name == part.name
+        for many, whole in (sides, sides[::-1])
+        for part in many.parts
+        if len(many.parts) > 1
+    ):
+        yield "expected another name for the whole than for its parts"
     elif every_old.count(old) > 1:
         yield "there is another one for the same name"

@@ -26,6 +26,7 @@ from ckpt.layout.region import Box, Span
 from ckpt.layout.tensor import is_dtensor, is_plain, local_tensor
 from ckpt.state.describe import Described, DescribedTensor, LogicalTensor
 from ckpt.state.optimizer_kinds import (
+    NUMBERED,
     NUMBERS,
     PerRankState,
     StateDeclaration,
@@ -113,10 +114,13 @@ def flatten_optimizer(
     for named in {id(n.param): n for group in groups for n in group}.values():
         # `get`: the state is a defaultdict, and reading it must not make entries.
         for name, content in (optimizer.state.get(named.param) or {}).items():
-            if (known := name if type(name) is str else state_name(name)) is None:
+            if (
+                known := name if type(name) is str and "~" not in name else state_name(name)
+            ) is None:
                 flat.problems.append(
                     f"{path}.state.{named.names[0]}: has state under {name!r}, a "
-                    f"{type(name).__name__}; a key is a str or an int"
+                    f"{type(name).__name__}; a key is an int, or a str that ends otherwise than in "
+                    f"{NUMBERED!r}"
                 )
             else:
                 saving.add_state(named, known, content)

@@ -67,7 +67,7 @@ NUMBERED = "~index"
 def state_name(key: object) -> str | None:
     """The name of state under `key`; None for what is neither a name nor a whole number."""
     if type(key) is str:
-        return key
+        return None if key.endswith(NUMBERED) else key
     return f"{key}{NUMBERED}" if type(key) is int else None
 
 

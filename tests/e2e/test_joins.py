@@ -192,6 +192,8 @@ def test_one_name_may_be_its_own_transpose(tmp_path: Path) -> None:
         ({"a + b": "c @1"}, "expected @dim and sizes where parts are joined"),
         ({"a:3": "c.{}"}, "expected @dim and sizes where parts are joined"),
         ({"a + a": "c"}, "parts of different names"),
+        ({"a": "a + b"}, "another name for the whole"),
+        ({"a + b": "b"}, "another name for the whole"),
         ({"a + ": "c"}, "something between their dots"),
         ({"q.{} + k": "c"}, "in none of the parts"),
         ({"x + y": "odd"}, "make the parts of"),

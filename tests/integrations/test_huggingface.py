@@ -6,6 +6,7 @@ data, once without a stop, and once stopped between two saves and resumed by a n
 
 from __future__ import annotations
 
+import contextlib
 import warnings
 from pathlib import Path
 from typing import Any
@@ -113,3 +114,81 @@ def test_what_cannot_be_resumed_is_reported(tmp_path: Path) -> None:
         saves.resume_from(trainer, step=5)
     with pytest.raises(ckpt.CheckpointError, match="while"):
         saves.checkpointer  # noqa: B018
+
+
+@pytest.mark.parametrize("stop", [4, 5, 7])
+def test_a_scheduler_that_follows_evaluations_resumes(stop: int, tmp_path: Path) -> None:
+    """Its step, and the best metric, come after the evaluation of all data sets."""
+    rates: dict[str, dict[int, float]] = {}
+    best, history = {}, {}
+
+    def train(root: str, name: str, stops_at: int, resumes: bool) -> None:
+        class Rates(transformers.TrainerCallback):
+            def on_step_begin(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+                rate = given["optimizer"].param_groups[0]["lr"]
+                rates.setdefault(name, {})[state.global_step] = rate
+                if state.global_step == stops_at:
+                    raise KeyboardInterrupt
+
+        callback = TrainerCheckpoints(str(tmp_path / root), save=ckpt.EverySteps(1))
+        trainer = plateau_trainer(tmp_path, [callback, Rates()])
+        with contextlib.suppress(KeyboardInterrupt), callback:
+            trainer.train(resume_from_checkpoint=callback.resume_from(trainer) if resumes else None)
+        best[name] = trainer.state.best_metric
+        history[name] = [
+            {key: item for key, item in entry.items() if key.endswith("_loss") or key == "step"}
+            for entry in trainer.state.log_history
+            if "train_loss" not in entry
+        ]
+
+    train("whole", "whole", -1, False)
+    train("cut", "first", stop, False)
+    train("cut", "resumed", -1, True)
+    assert min(rates["resumed"]) == stop
+    assert rates["resumed"] == {s: r for s, r in rates["whole"].items() if s >= stop}
+    assert len({*rates["whole"].values()}) > 2
+    assert best["resumed"] == best["whole"] and history["resumed"] == history["whole"]
+
+
+def plateau_trainer(folder: Path, callbacks: list[Any]) -> Any:
+    """Two data sets are evaluated at each step; the rate falls where the second is not better."""
+
+    class Model(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = torch.nn.Linear(4, 1)
+
+        def forward(self, x: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+            out = self.inner(x)
+            return {"loss": (out - labels).square().mean(), "logits": out}
+
+    def rows(count: int, seed: int) -> list[dict[str, torch.Tensor]]:
+        generator = torch.Generator().manual_seed(seed)
+        some = torch.randn(count, 5, generator=generator)
+        return [{"x": one[:4], "labels": one[4:]} for one in some]
+
+    torch.manual_seed(0)
+    arguments = transformers.TrainingArguments(
+        output_dir=str(folder / "trainer"),
+        max_steps=10,
+        per_device_train_batch_size=4,
+        learning_rate=0.5,
+        logging_steps=1,
+        eval_strategy="steps",
+        eval_steps=1,
+        save_strategy="no",
+        lr_scheduler_type="reduce_lr_on_plateau",
+        lr_scheduler_kwargs={"patience": 0, "factor": 0.5},
+        metric_for_best_model="a_loss",
+        greater_is_better=False,
+        report_to=[],
+        use_cpu=True,
+        disable_tqdm=True,
+    )
+    return transformers.Trainer(
+        model=Model(),
+        args=arguments,
+        train_dataset=rows(20, 1),
+        eval_dataset={"b": rows(8, 2), "a": rows(8, 3)},
+        callbacks=callbacks,
+    )

@@ -162,7 +162,27 @@ def test_a_vllm_worker_has_each_version(tmp_path: Path, engine_class: Any) -> No
         assert generated(worker.model) == generated(copy.deepcopy(model).bfloat16())
     with pytest.raises(NoCheckpoint, match="step 9 was not published in time; the newest is 5"):
         engine.update_weights({"step": 9, "seconds_max": 0.01})
+    # Of a training that went back: step 5 is of the steps that it has given up.
+    with pytest.raises(NoCheckpoint, match="step 3 was not published in time; the newest is 5"):
+        engine.update_weights({"step": 3, "seconds_max": 0.01})
+    trained(model, 9)
+    ckpt.publish({"policy": model}, tmp_path, step=3, anchor_larger=1e9).result()
+    engine.start_weight_update()
+    engine.update_weights({"step": 3})
+    assert generated(worker.model) == generated(copy.deepcopy(model).bfloat16())
     engine.shutdown()
+
+
+def test_a_served_folder_with_other_weights_is_refused(tmp_path: Path) -> None:
+    from ckpt.integrations.sglang import SGLangUpdates
+
+    (tmp_path / "model.safetensors").touch()  # of an earlier run
+    SGLangUpdates(tmp_path / "run", "http://localhost:1", tmp_path).follower.close()
+    for name in ("model.safetensors.index.json", "model-00001-of-00002.safetensors"):
+        (tmp_path / name).touch()
+        with pytest.raises(CheckpointError, match=f"has {name}; remove it"):
+            SGLangUpdates(tmp_path / "run", "http://localhost:1", tmp_path)
+        (tmp_path / name).unlink()
 
 
 # SGLang -------------------------------------------------------------------------------------

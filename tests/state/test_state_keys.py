@@ -67,7 +67,7 @@ def test_numbers_stay_numbers_in_state_dicts_and_exports(tmp_path: Path) -> None
     assert_same(exported, {"weight": own[0], "bias": own[1]})
 
 
-@pytest.mark.parametrize("key", [(1, 2), None, 1.5, b"m"])
+@pytest.mark.parametrize("key", [(1, 2), None, 1.5, b"m", "7~index", "m~index"])
 def test_other_keys_are_refused_by_name(key: Any, tmp_path: Path) -> None:
     state = trained(1)
     state["optim"].state[state["model"].weight][key] = torch.ones(3)

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import json
 import os
+import secrets
 import threading
 import zlib
 from bisect import bisect_right
@@ -177,9 +178,9 @@ def write_safetensors(path: str, tensors: Mapping[str, torch.Tensor]) -> None:
         source = SourceTensor(name, dtype.name, tuple(tensor.shape))
         outputs.append(Output(name, source, dtype, source.nbytes))
     planned = _safetensors_file(path, outputs, {})
-    new = f"{path}.new-{os.getpid()}"
+    new = f"{path}.new-{secrets.token_hex(8)}"
     try:
-        with open(new, "wb") as file:
+        with open(new, "xb") as file:
             for piece in planned.pieces:
                 if isinstance(piece, Fixed):
                     file.write(piece.data)

@@ -408,19 +408,20 @@ def or_per_rank(fqn: str, values: Collection[str] = ()) -> str:
     if not is_state:
         return ""
     outer = next((value for value in values if fqn.startswith(f"{value}.")), "")
-    key = outer.rpartition(".")[2] if ".state." in outer else _key_of(name)
+    key = _key_of(outer.rpartition(".")[2] if ".state." in outer else name)
     return (
         ", or say that each rank keeps its own: "
-        f'declare_optimizer_state(optimizer, {{"{key}": PerRank(None, on_reshard)}})'
+        f"declare_optimizer_state(optimizer, {{{key}: PerRank(None, on_reshard)}})"
     )
 
 
 def _key_of(name: str) -> str:
-    """The optimizer's own name of a state, from its full name in a checkpoint."""
+    """The optimizer's own key of a state as code, from its full name in a checkpoint."""
+    name, is_number, _ = name.partition("~index")
     parts = name.split("~")[0].split(".")
-    while len(parts) > 1 and parts[-1].isdecimal():  # an item of a list that the state is
+    while not is_number and len(parts) > 1 and parts[-1].isdecimal():  # an item of a list
         parts.pop()
-    return parts[-1]
+    return parts[-1] if is_number else f'"{parts[-1]}"'
 
 
 def way_out_of(fqn: str, values: Collection[str]) -> str:
@@ -441,11 +442,9 @@ def groups_in_words(groups: RanksOf) -> str:
     """`groups` as text."""
     texts = []
     for digest, ranks in groups.items():
-        shown = ", ".join(map(str, ranks[:8])) + (
-            f" and {len(ranks) - 8} more" if len(ranks) > 8 else ""
-        )
+        more = f" and {len(ranks) - 8} more" if len(ranks) > 8 else ""
         label = f"crc32c {digest:08x}" if isinstance(digest, int) else digest or "absent"
-        texts.append(f"{label} on {shown}")
+        texts.append(f"{label} on {', '.join(map(str, ranks[:8]))}{more}")
     return "; ".join(texts)
 
 

@@ -267,10 +267,13 @@ class _Restacking:
         if dim is not None and len(entry.shape) <= dim:
             self.problems.append(f"{name}: {parts[0]} has shape {entry.shape}, and no dim {dim}")
             return
-        for fqn in parts:
+        for fqn, size in zip(parts, rule.old.sizes or [None] * len(parts), strict=True):
             other = self.tensors[fqn]
             own, wanted = list(other.shape), list(entry.shape)
             if dim is not None and len(own) == len(wanted):
+                if size not in (None, own[dim]):
+                    self.problems.append(f"{fqn}: has shape {other.shape}, unlike {rule.text}")
+                    return
                 own[dim] = wanted[dim]
             if (other.dtype, own) != (entry.dtype, wanted):
                 self.problems.append(

@@ -91,7 +91,7 @@ class ParameterBinder:
     bound: BoundOptimizer
     names: Names
     ranks: Ranks
-    declarations: Mapping[str, StateDeclaration]
+    declarations: Mapping[Any, StateDeclaration]
 
     def bind(
         self,
@@ -264,7 +264,7 @@ class _ParameterBinding:
 
     def add_own(self, name: str) -> None:
         """What each rank had for itself: this rank's, or what a function of the user's makes."""
-        fqn, declaration = self.fqn(name), self.binder.declarations.get(name)
+        fqn, declaration = self.fqn(name), self.binder.declarations.get(state_key(name))
         base, entries = next(s.own[name] for s in self.states if s and name in s.own)
         rank, size = self.binder.ranks.rank, len(self.binder.ranks.global_ranks)
         layout = layout_of(self.owned)
@@ -364,7 +364,7 @@ class _ParameterBinding:
         live = self.live.get(name)
         dtype = members[0].entry.dtype  # that of all members, see `add_tensors`
         # Whether it is per rank is decided by what was saved, not by what is declared now.
-        declaration = self.binder.declarations.get(name)
+        declaration = self.binder.declarations.get(state_key(name))
         shard: StateDeclaration | None = "shard" if declaration == "shard" else None
         if isinstance(live, torch.Tensor):
             like = likeness(live, self.owned)

@@ -36,6 +36,7 @@ from ckpt.state.optimizer_kinds import (
     kind_of,
     layout_of,
     own_state,
+    state_key,
     state_name,
 )
 from ckpt.state.values import split_tree
@@ -114,9 +115,8 @@ def flatten_optimizer(
     for named in {id(n.param): n for group in groups for n in group}.values():
         # `get`: the state is a defaultdict, and reading it must not make entries.
         for name, content in (optimizer.state.get(named.param) or {}).items():
-            if (
-                known := name if type(name) is str and "~" not in name else state_name(name)
-            ) is None:
+            known = name if type(name) is str and "~" not in name else state_name(name)
+            if known is None:
                 flat.problems.append(
                     f"{path}.state.{named.names[0]}: has state under {name!r}, a "
                     f"{type(name).__name__}; a key is an int, or a str that ends otherwise than in "
@@ -261,7 +261,7 @@ class _Saving:
     path: str
     flat: FlatOptimizer
     ranks: Ranks
-    declared: Mapping[str, StateDeclaration] = field(default_factory=dict)
+    declared: Mapping[Any, StateDeclaration] = field(default_factory=dict)
     splits_containers: bool = True
 
     def split(self, tree: Any, fqn: str, beside: NamedParam | None = None) -> Any:
@@ -278,7 +278,8 @@ class _Saving:
         return value
 
     def add_state(self, named: NamedParam, name: str, content: Any) -> None:
-        kind = kind_of(content, named.owned, self.ranks, self.declared.get(name))
+        said = self.declared.get(name if "~" not in name else state_key(name))
+        kind = kind_of(content, named.owned, self.ranks, said)
         if kind is StateKind.VALUE and named.owned.is_flat_shard and not self.splits_containers:
             kind = StateKind.OWN
         match kind:

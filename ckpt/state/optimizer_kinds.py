@@ -306,9 +306,9 @@ def copy_of(tensor: torch.Tensor, *, to_cpu: bool) -> torch.Tensor:
 
 
 def declare_optimizer_state(
-    optimizer: torch.optim.Optimizer, what: Mapping[str, StateDeclaration]
+    optimizer: torch.optim.Optimizer, what: Mapping[Any, StateDeclaration]
 ) -> None:
-    """Say what plain tensors in the state of sharded parameters are, by the name of the state.
+    """Say what plain tensors in the state of sharded parameters are, by the key of the state.
 
     "shard": each is the part of one tensor shaped like the parameter that belongs to the
     parameter's local tensor; it is then saved as that and fits every layout. `PerRank(None,
@@ -325,9 +325,9 @@ def declare_optimizer_state(
     setattr(optimizer, _ATTRIBUTE, {**declared(optimizer), **what})
 
 
-def declared(optimizer: object) -> Mapping[str, StateDeclaration]:
-    """What is declared of the state of `optimizer`, by the names of the state."""
-    said: Mapping[str, StateDeclaration] = getattr(optimizer, _ATTRIBUTE, {})
+def declared(optimizer: object) -> Mapping[Any, StateDeclaration]:
+    """What is declared of the state of `optimizer`, by the keys of the state."""
+    said: Mapping[Any, StateDeclaration] = getattr(optimizer, _ATTRIBUTE, {})
     if isinstance(optimizer, torch.optim.LBFGS):
         return {**_OF_LBFGS, **said}
     known = name_in(_MODULES, type(optimizer))

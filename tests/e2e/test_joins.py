@@ -201,6 +201,7 @@ def test_one_name_may_be_its_own_transpose(tmp_path: Path) -> None:
         ({"x:1 + y:4": "mlp.gate"}, "make the parts of"),
         ({"x + y @2": "mlp.gate"}, "and no dim 2 to cut"),
         ({"all": "attn.q + attn.k @1"}, "its slices differ: model.attn.q.weight is"),
+        ({"all": "attn.q:7 + attn.k"}, "attn.q.weight: has shape (8, 6), unlike the rule"),
         ({"all": "attn.q + attn.none"}, "the checkpoint has 1 of its 2"),
         ({"all": "none + attn.none"}, "none + attn.none: the checkpoint has it not, and no all"),
     ],

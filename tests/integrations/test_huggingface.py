@@ -36,16 +36,21 @@ class Stop(transformers.TrainerCallback):  # type: ignore[misc, name-defined]
             raise RuntimeError("the machine is gone")
 
 
-def trainer_of(folder: Path, *callbacks: Any, **more: Any) -> Any:
-    torch.manual_seed(7)
-    config = transformers.LlamaConfig(
+def tiny_llama(**more: Any) -> Any:
+    """The configuration of a Llama of two layers and 50 words."""
+    return transformers.LlamaConfig(
         vocab_size=50,
         hidden_size=16,
         intermediate_size=32,
         num_hidden_layers=2,
         num_attention_heads=2,
-        attention_dropout=0.3,
+        **more,
     )
+
+
+def trainer_of(folder: Path, *callbacks: Any, **more: Any) -> Any:
+    torch.manual_seed(7)
+    config = tiny_llama(attention_dropout=0.3)
     tokens = torch.randint(0, 50, (20, 8), generator=torch.Generator().manual_seed(0))
     arguments = transformers.TrainingArguments(
         output_dir=str(folder),

@@ -28,6 +28,10 @@ import ckpt
 from ckpt.errors import CheckpointError, NoCheckpoint
 
 transformers = pytest.importorskip("transformers")
+pytest.importorskip("accelerate")
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    from tests.integrations.test_huggingface import tiny_llama, trainer_of
 pytestmark = pytest.mark.filterwarnings("ignore")  # those of transformers
 
 PROMPT = torch.tensor([[1, 5, 9]])
@@ -35,14 +39,7 @@ PROMPT = torch.tensor([[1, 5, 9]])
 
 def llama() -> Any:
     torch.manual_seed(3)
-    config = transformers.LlamaConfig(
-        vocab_size=50,
-        hidden_size=16,
-        intermediate_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-    )
-    return transformers.LlamaForCausalLM(config).eval()
+    return transformers.LlamaForCausalLM(tiny_llama()).eval()
 
 
 def trained(model: Any, seed: int) -> None:
@@ -256,11 +253,7 @@ def test_an_sglang_server_takes_each_version(tmp_path: Path, server: Server) -> 
 
 
 def test_a_trainer_publishes_its_steps(tmp_path: Path) -> None:
-    pytest.importorskip("accelerate")
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        from ckpt.integrations.huggingface import TrainerPublications
-    from tests.integrations.test_huggingface import trainer_of
+    from ckpt.integrations.huggingface import TrainerPublications
 
     root = tmp_path / "run"
     trainer = trainer_of(tmp_path, TrainerPublications(str(root), every=4, anchor_larger=1e9))

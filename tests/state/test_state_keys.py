@@ -15,6 +15,7 @@ from torch import nn
 
 import ckpt
 from ckpt.errors import InvalidState
+from ckpt.format.joint_manifest import or_per_rank
 from tests.convert.jobs import assert_same
 
 
@@ -73,3 +74,18 @@ def test_other_keys_are_refused_by_name(key: Any, tmp_path: Path) -> None:
     state["optim"].state[state["model"].weight][key] = torch.ones(3)
     with pytest.raises(InvalidState, match=r"optim\.state\.weight: has state under "):
         ckpt.save(state, tmp_path, step=1)
+
+
+def test_a_declaration_names_the_key_and_so_does_the_advice(tmp_path: Path) -> None:
+    assert "{0: PerRank(" in or_per_rank("optim.state.inner.weight.0~index")
+    assert "{-2: PerRank(" in or_per_rank("optim.state.inner.weight.-2~index~int")
+    assert '{"0": PerRank(' in or_per_rank("optim.state.0", ())
+    assert '{"m": PerRank(' in or_per_rank("optim.state.inner.weight.m.0~rank1")
+    assert "{0: PerRank(" in or_per_rank("optim.state.w.0~index.m", ["optim.state.w.0~index"])
+    state = trained(1)
+    state["optim"].state[state["model"].weight][4] = torch.ones(5)
+    ckpt.save(state, tmp_path / "plain", step=1)
+    ckpt.state_dict.declare_optimizer_state(state["optim"], {4: ckpt.PerRank(None, print)})
+    ckpt.save(state, tmp_path / "own", step=1)
+    with ckpt.open(tmp_path / "plain") as plain, ckpt.open(tmp_path / "own") as own:
+        assert "optim.state.weight.4~index" in {*plain.keys()} - {*own.keys()}

@@ -16,6 +16,7 @@ import threading
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -57,6 +58,8 @@ class DerivedSource(CheckpointSource):
         super().__init__(source.url, contents, source.stored_nbytes)
         self.source, self.make = source, make
         self.format, self.left_out = source.format, source.left_out
+        self._lock = threading.Lock()
+        self._last: tuple[str, torch.Tensor] | None = None
 
     def fill(self, wanted: Sequence[ReadRequest]) -> None:
         if plain := [request for request in wanted if request.fqn not in self.make]:
@@ -64,6 +67,16 @@ class DerivedSource(CheckpointSource):
         for request in wanted:
             if request.fqn in self.make:
                 self.make[request.fqn](request)
+
+    def copy_whole(self, request: ReadRequest, make: Callable[[], torch.Tensor]) -> None:
+        """Fill a request from the whole tensor, which `make` makes without gaps: one at a time, and
+        kept until the next, for a tensor is written in many parts.
+        """
+        with self._lock:
+            if self._last is None or self._last[0] != request.fqn:
+                self._last = None
+                self._last = request.fqn, make().view(-1)
+            request.target.copy_(self._last[1][request.span.start : request.span.stop])
 
     def close(self) -> None:
         self.source.close()
@@ -104,8 +117,6 @@ class RestackedSource(DerivedSource):
             source.contents, tensors=tensors, values=catalog.values, aliases=catalog.aliases
         )
         super().__init__(source, contents, {})
-        self._lock = threading.Lock()
-        self._last: tuple[str, torch.Tensor] | None = None
 
     def fill(self, wanted: Sequence[ReadRequest]) -> None:
         requests: list[ReadRequest] = []
@@ -122,7 +133,7 @@ class RestackedSource(DerivedSource):
                 common.append((request, every))
                 requests += every
             elif origin.is_transposed or origin.dim:
-                self._copy(request, origin)
+                self.copy_whole(request, partial(self._made, origin))
             else:
                 requests += self._stored(request, origin)
         self.source.fill(requests)
@@ -152,22 +163,14 @@ class RestackedSource(DerivedSource):
             span = Span(start - ends[number], stop - ends[number])
             yield ReadRequest(origin.stored[number], span, target[start - low : stop - low])
 
-    def _copy(self, request: ReadRequest, origin: Origin) -> None:
-        # One at a time, and kept until the next: a tensor is written in many parts.
-        with self._lock:
-            if self._last is None or self._last[0] != request.fqn:
-                self._last = None
-                self._last = request.fqn, self._made(origin).reshape(-1)
-            request.target.copy_(self._last[1][request.span.start : request.span.stop])
-
     def _made(self, origin: Origin) -> torch.Tensor:
         parts = [self.source.read(fqn) for fqn in origin.stored]
         if origin.is_transposed:
-            return parts[0] if parts[0].ndim < 2 else parts[0].transpose(-1, -2)
+            return parts[0] if parts[0].ndim < 2 else parts[0].transpose(-1, -2).contiguous()
         if origin.number is None:
             return torch.cat(parts, origin.dim or 0)
         start, stop = origin.starts[origin.number : origin.number + 2]
-        return parts[0].narrow(origin.dim or 0, start, stop - start)
+        return parts[0].narrow(origin.dim or 0, start, stop - start).contiguous()
 
 
 class DenseSource(DerivedSource):
@@ -217,16 +220,9 @@ class DenseSource(DerivedSource):
         )
         super().__init__(source, made, dict.fromkeys(described, self._copy))
         self._described = described
-        self._lock = threading.Lock()
-        self._last: tuple[str, torch.Tensor] | None = None
 
     def _copy(self, request: ReadRequest) -> None:
-        # One at a time, and kept until the next: a tensor is written in many parts.
-        with self._lock:
-            if self._last is None or self._last[0] != request.fqn:
-                self._last = None
-                self._last = request.fqn, self._made(request.fqn)
-            request.target.copy_(self._last[1][request.span.start : request.span.stop])
+        self.copy_whole(request, partial(self._made, request.fqn))
 
     def _made(self, fqn: str) -> torch.Tensor:
         value = self._described[fqn]
@@ -236,7 +232,7 @@ class DenseSource(DerivedSource):
             raise CheckpointError(
                 f"{fqn}: the dense form of a {shown_type(value)} has shape {tuple(dense.shape)}"
             )
-        return dense.to(torch_dtype(info.dtype)).contiguous().view(-1)
+        return dense.to(torch_dtype(info.dtype)).contiguous()
 
 
 class Dequantize(NamedTuple):

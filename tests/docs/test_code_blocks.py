@@ -157,8 +157,10 @@ def run_command(line: str, where: str) -> None:
     inner = re.fullmatch(r'eval "\$\((.*)\)"', line)
     words = shlex.split(inner[1] if inner else line)
     if words[0] == "torchrun":
-        words = words[3:] if words[1] == "--nproc-per-node" else words
-        assert_exists(words, where)
+        program = [
+            n for n, word in enumerate(words) if word == "-m" or word.startswith("examples/")
+        ]
+        assert_exists(words[program[0] :] if program else words, where)
     elif words[:2] == ["ckpt", "rehearse"]:
         build_parser().parse_args(words[1:])  # tests/rehearse run it
     elif words[0] == "ckpt":
@@ -186,7 +188,9 @@ def assert_exists(words: list[str], where: str) -> None:
     """What is not run here names targets, files, modules and extras that there are."""
     line = " ".join(words)
     first, *rest = words
-    if first == "make":
+    if first == "export":
+        assert re.match(r"[A-Z_]+=", rest[0]), where
+    elif first == "make":
         targets = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.M)
         assert rest[0] in targets, f"{where}: no target {rest[0]}: {line}"
     elif first == "pip":
@@ -202,8 +206,9 @@ def assert_exists(words: list[str], where: str) -> None:
         pass  # the same command without torchrun is on the page, or in tests/tools
     elif first.startswith("examples/") or (first.endswith("python") and rest):
         name = Path(first if first.startswith("examples/") else rest[0]).name
-        run_all = (ROOT / "examples/run_all.py").read_text()
-        assert f'"{name}"' in run_all, f"{where}: {name} is not in examples/run_all.py"
+        run_by = ("examples/run_all.py", "tests/near/test_near_torchrun.py")
+        run = any(f'{name}"' in (ROOT / file).read_text() for file in run_by)
+        assert run, f"{where}: {name} is in none of {run_by}"
     else:
         raise AssertionError(f"{where}: {line!r}: nothing checks this; mark the block as text")
 
@@ -216,6 +221,16 @@ def test_the_picture_of_the_readme_is_drawn_from_a_run() -> None:
     assert (ROOT / "docs" / "timeline.svg").read_text() == timeline(story), (
         "run: python -m examples.demo.timeline docs/timeline.json docs/timeline.svg"
     )
+
+
+def test_pages_begin_with_their_purpose_and_guides_with_code() -> None:
+    """A sentence after the heading; in a guide a block that runs, before the second section."""
+    for page in PAGES:
+        text = (ROOT / page).read_text(encoding="utf-8").partition("\n")[2].lstrip()
+        assert re.match(r"[\w`*\[]", text) and not text.startswith("```"), f"{page}: no purpose"
+        if "/howto/" in page:
+            shown = re.search(r"^```(?:python|sh)$", text, re.M)
+            assert shown and text.count("\n## ", 0, shown.start()) < 2, f"{page}: no code at first"
 
 
 def test_every_block_says_what_it_is() -> None:

@@ -83,6 +83,7 @@ class FileColumns(NamedTuple):
 
 NUMBERS = (bool, int, float)
 SHOWN_MAX = 1 << 63  # more digits are no text for a message; nor are infinities, and no NaN is less
+LETTERS_SHOWN_MAX = 40
 
 
 class PartTexts(NamedTuple):
@@ -90,7 +91,7 @@ class PartTexts(NamedTuple):
 
     aliases: Mapping[str, str]
     values: bytes = b""
-    value_digests: Mapping[str, int | str] = {}  # numbers as text, which messages show
+    value_digests: Mapping[str, int | str] = {}  # short ones as text, which messages show
     per_rank: bytes = b""
     replicas: ReplicaColumns = NO_REPLICAS
     warnings: tuple[str, ...] = ()
@@ -111,8 +112,11 @@ class PartTexts(NamedTuple):
             dict(aliases),
             b"" if sends is None else encode_values(dict(sends)),
             {
+                # Equal values must have equal texts: a list may equal a tuple, and has none.
                 name: repr(value)
-                if type(value) in NUMBERS and abs(value) < SHOWN_MAX
+                if value is None
+                or (type(value) is str and len(value) <= LETTERS_SHOWN_MAX)
+                or (type(value) in NUMBERS and abs(value) < SHOWN_MAX)
                 else crc32c(encode_values(value))
                 for name, value in sorted(values.items())
             },

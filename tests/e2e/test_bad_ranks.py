@@ -512,10 +512,13 @@ def test_a_metric_that_is_no_number_is_one_error(store: Store) -> None:
         ((0.1, 0.1, -0.0), "0.1 on 0, 1; -0.0 on 2"),
         ((True, 1, 1), "True on 0; 1 on 1, 2"),
         ((1.0, float("inf"), 1 << 70), r"1\.0 on 0; crc32c [0-9a-f]{8} on 1; crc32c"),
-        (("a", "b", "a"), "crc32c [0-9a-f]{8} on 0, 2; crc32c [0-9a-f]{8} on 1"),
+        (("cosine", "linear", "cosine"), "'cosine' on 0, 2; 'linear' on 1"),
+        ((None, "None", None), "None on 0, 2; 'None' on 1"),
+        (("a" * 41, "b", "b"), "crc32c [0-9a-f]{8} on 0; 'b' on 1, 2"),
+        (([1], [2], [1]), "crc32c [0-9a-f]{8} on 0, 2; crc32c [0-9a-f]{8} on 1"),
     ],
 )
-def test_numbers_that_differ_between_ranks_are_shown(
+def test_short_values_that_differ_between_ranks_are_shown(
     store: Store, values: tuple[Any, ...], text: str
 ) -> None:
     job = Job(3, lambda rank: store)

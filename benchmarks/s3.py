@@ -56,7 +56,7 @@ from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader, Fsspec
 
 import ckpt
 import ckpt.api as api
-from benchmarks.measure import extra_memory, interleaved, ratio, report, row, speed, wall
+from benchmarks.measure import Sample, extra_memory, interleaved, ratio, report, row, speed, wall
 from ckpt.layout.memory import host_bytes
 from storage import Store, open_store
 from tests.fault_proxy import Request, Rule, fault_proxy
@@ -140,8 +140,17 @@ class Raw:
             list(pool.map(lambda request: fetch(*request), requests))
 
 
-def measure(name: str, server: S3Server, *, mib: int, rounds: int) -> None:
-    """Interleaved rounds of everything, and one report."""
+Samples = dict[str, list[Sample]]
+
+
+def measured_clients(server: S3Server, *, mib: int, rounds: int) -> tuple[Samples, Samples]:
+    """Uploads and downloads of ours, bare obstore and DCP over s3fs, in turn."""
+    saved, loaded, _, _ = _clients(server, mib=mib, rounds=rounds)
+    return saved, loaded
+
+
+def _clients(server: S3Server, *, mib: int, rounds: int) -> tuple[Samples, Samples, int, int]:
+    """`measured_clients`, and the bytes of memory that a save and a load of ours take."""
     bucket = server.make_bucket()
     tensors = [torch.randn(4 * MIB) for _ in range(max(1, mib // 16))]
     state = {f"layer{layer}.weight": tensor for layer, tensor in enumerate(tensors)}
@@ -183,7 +192,12 @@ def measure(name: str, server: S3Server, *, mib: int, rounds: int) -> None:
     expected = [tensor.clone() for tensor in tensors]
     loaded = interleaved(downloads, rounds=rounds, between=lambda _: None)
     assert all(torch.equal(a, b) for a, b in zip(tensors, expected, strict=True))
-    load_memory = extra_memory(downloads["ours"])
+    return saved, loaded, save_memory, extra_memory(downloads["ours"])
+
+
+def measure(name: str, server: S3Server, *, mib: int, rounds: int) -> None:
+    """Interleaved rounds of everything, and one report."""
+    saved, loaded, save_memory, load_memory = _clients(server, mib=mib, rounds=rounds)
     best = min(
         (name for name in loaded if name.startswith("raw")),
         key=lambda peer: ratio(loaded, peer, "ours"),

@@ -43,7 +43,7 @@ from storage.location import child_of, place_on_filesystem
 
 MIB = 1 << 20
 REMOTE_REQUESTS = 4  # in flight at once per rank
-REMOTE_REQUESTS_MAX = 16  # of reads, where more of them move more: 128 MiB
+REMOTE_REQUESTS_MAX = 16  # where more of them move more: reads of 128 MiB
 CACHED_READERS_MAX = 4  # threads per rank that copy and check what is in memory
 DISK_REQUESTS = 4  # in flight at once per rank, around the page cache
 # Less goes through the page cache, unless `io` says otherwise: a file that is saved, and all that a
@@ -476,7 +476,8 @@ def write_path(io: Io, store: Store, staging: Staging, *, cached_ranks: int = 0)
     """
     one_of("io", io, ("auto", "buffered", "direct"))
     if store.part_nbytes_min > 1:
-        return WritePath(part_nbytes=16 * MIB, writers=REMOTE_REQUESTS, staging=staging)
+        most = REMOTE_REQUESTS_MAX
+        return WritePath(16 * MIB, REMOTE_REQUESTS, writers_max=most, staging=staging)
     if io == "buffered":
         return WritePath(staging=staging)
     # One part is checksummed while the one before it is on its way to the disk.

@@ -44,7 +44,7 @@ from ckpt.format.part import FileColumns, PartTexts, TensorRecord
 from ckpt.layout.buffers import aligned_buffer
 from storage import ObjectWriter, Store
 from storage.store import JointWriter
-from storage.threads import as_done, in_order
+from storage.threads import RequestWindow, as_done, in_order
 
 
 def data_file_name(rank: int, index: int) -> str:
@@ -175,6 +175,7 @@ def write_parts(
     *,
     part_nbytes: int,
     threads: int,
+    threads_max: int = 0,
     durable: bool = False,
     direct: bool = False,
     add: Callable[[int], object] = lambda nbytes: None,
@@ -190,7 +191,14 @@ def write_parts(
         ) as writer,
         closing(parts),
     ):
-        send_parts(writer, parts, threads=threads, add=add)
+        send_parts(
+            writer,
+            parts,
+            threads=threads,
+            threads_max=threads_max,
+            repeated=lambda: store.retries,
+            add=add,
+        )
 
 
 def write_filled(
@@ -231,9 +239,12 @@ def send_parts(
     threads: int,
     add: Callable[[int], object],
     first: int = 0,
+    threads_max: int = 0,
+    repeated: Callable[[], int] = lambda: 0,
 ) -> None:
     """Write `parts`, numbered from `first` on, up to `threads` at once; without threads the
-    caller's writes. One more is made meanwhile. `add(nbytes)` counts what was written.
+    caller's writes. Up to `threads_max`, where that moves more bytes per second; fewer when the
+    store has `repeated` some. One more is made meanwhile. `add(nbytes)` counts what was written.
     """
 
     def write(numbered: tuple[int, Part]) -> int:
@@ -244,7 +255,15 @@ def send_parts(
         finally:
             release()
 
-    for nbytes in as_done(write, enumerate(parts, first), threads=threads, name="ckpt-write"):
+    for nbytes in as_done(
+        write,
+        enumerate(parts, first),
+        threads=threads,
+        name="ckpt-write",
+        window=RequestWindow(threads, threads_max) if threads else None,
+        nbytes_of=int,
+        repeated=repeated,
+    ):
         add(nbytes)
 
 

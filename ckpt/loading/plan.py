@@ -167,7 +167,7 @@ class ReadPath:
 
     A request reads over what is not needed, up to `gap_nbytes_max` at a time, where that saves a
     request. `readers` requests are in flight at once, and up to `readers_max` where that moves more
-    bytes per second (`loading/in_flight`): in memory are at most that many times
+    bytes per second (`storage.threads.RequestWindow`): in memory are at most that many times
     `request_nbytes_max`. With several readers, blocks for other ranks are read ahead of their
     round, up to `read_ahead_nbytes_max` bytes that are read and not sent yet. What `cache` has is
     not read from the store.

@@ -41,7 +41,6 @@ from ckpt.layout.memory import (
 from ckpt.layout.region import row_major_strides
 from ckpt.layout.reshard import clip_patch
 from ckpt.loading.block_sums import BlockSums, TableRange
-from ckpt.loading.in_flight import Read, RequestWindow, run_within
 from ckpt.loading.plan import (
     PACKED_COUNT_MIN,
     Ints,
@@ -60,6 +59,7 @@ from ckpt.loading.plan import (
     whole_need,
 )
 from storage import ByteRange
+from storage.threads import RequestWindow, as_done
 
 ALIGNED = 64  # so that elements of any dtype may lie there
 
@@ -180,11 +180,18 @@ class Reader:
             files = {one.file for one in requests}
             files -= {one.file for one in requests if one.table is not None}
             tables = map(self._sums.table_of, sorted(files))
-            sized = [
-                Read(partial(self._sums.read, one.file), one.stop - one.start) for one in tables
-            ]
-            sized += map(Read, reads, (request.nbytes for request in requests))
-            run_within(window, sized, repeated=lambda: self._store.retries)
+            sized = [(partial(self._sums.read, one.file), one.stop - one.start) for one in tables]
+            sized += zip(reads, (request.nbytes for request in requests), strict=True)
+            for _ in as_done(
+                _nbytes_of_read,
+                sized,
+                threads=readers,
+                name="ckpt-read",
+                window=window,
+                nbytes_of=int,
+                repeated=lambda: self._store.retries,
+            ):
+                pass
         else:
             pieces = [piece for request in compress(requests, cold) for piece in self._cut(request)]
             beside = [partial(self._read_and_deliver, piece, is_cold=True) for piece in pieces]
@@ -523,6 +530,12 @@ class Reader:
             source = elements.as_strided(patch.source_box.shape, strides, offset)
             with may_write(scatter.target):
                 narrowed(scatter.target, patch.target_box).copy_(source)
+
+
+def _nbytes_of_read(read: tuple[Callable[[], object], int]) -> int:
+    run, nbytes = read
+    run()
+    return nbytes
 
 
 def _run_all(

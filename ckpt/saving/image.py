@@ -123,7 +123,8 @@ Parts: TypeAlias = Callable[[DataFileBuilder], Generator[Part, None, None]]
 
 @dataclass(frozen=True, slots=True)
 class WritePath:
-    """How parts leave this process: `writers` of them at once, or written by the caller's thread.
+    """How parts leave this process: `writers` of them at once, up to `writers_max` where that moves
+    more bytes per second, or written by the caller's thread.
 
     `direct`: around the page cache, which costs the least CPU and leaves the cache to the training;
     not for files of less than `direct_nbytes_min`, nor for a save of at most `cached_share_max` of
@@ -132,6 +133,7 @@ class WritePath:
 
     part_nbytes: int = 8 * MIB
     writers: int = 0
+    writers_max: int = 0
     direct: bool = False
     direct_nbytes_min: int = 0
     cached_share_max: float = 0.0
@@ -173,6 +175,7 @@ class WritePath:
                 parts_of(builder),
                 part_nbytes=part_nbytes,
                 threads=0 if is_alone else writers,
+                threads_max=self.writers_max,
                 direct=direct,
             )
             written.append(builder.result())

@@ -11,6 +11,7 @@ import math
 import os
 import threading
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,8 @@ import pytest
 import torch
 
 import ckpt
+from ckpt.api import write_path
+from ckpt.format import object_parts
 from ckpt.format.datafile import BLOCK_BYTES, StoredChunk, file_entries
 from ckpt.format.object_parts import (
     PARTS_MAX,
@@ -28,9 +31,10 @@ from ckpt.format.object_parts import (
     write_parts,
 )
 from ckpt.layout.region import Span
-from ckpt.saving.image import WritePath, plan_files
+from ckpt.saving.image import Staging, WritePath, plan_files
 from storage import Store, open_store
 from storage.memory import MemoryStore
+from storage.threads import as_done
 
 MIB = 1 << 20
 NBYTES, PART_NBYTES = 1000, 64
@@ -73,6 +77,55 @@ def test_runs_of_any_length_are_cut_into_parts(store: Store, size: int, threads:
     parts = cut_into_parts([memoryview(b""), *runs], PART_NBYTES)
     write_parts(store, "k", NBYTES, parts, part_nbytes=PART_NBYTES, threads=threads)
     assert store.get("k") == EXPECTED
+
+
+@pytest.mark.parametrize("most", [0, 16])
+def test_more_parts_are_in_flight_where_that_moves_more(
+    store: Store, most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a time that stands still every step is worth it. Parts wait for each other in groups: with
+    fewer in flight they would wait for ever.
+    """
+    monkeypatch.setattr(object_parts, "as_done", partial(as_done, clock=lambda: 0.0))
+    widths = [4] * 4 + [8] * 8 + [1] * 8 + [16] * 16 + [1] * 24 if most else [4] * 16
+    running, seen, counting = 0, 0, threading.Lock()
+    groups = [threading.Barrier(width, timeout=60) for width in sorted({*widths})]
+    barriers = {barrier.parties: barrier for barrier in groups}
+    created = MemoryStore.create
+
+    def create(self: MemoryStore, *args: Any, **how: Any) -> Any:
+        writer = created(self, *args, **how)
+        write_part = writer.write_part
+
+        def write(index: int, buffers: Any) -> None:
+            nonlocal running, seen
+            with counting:
+                running += 1
+                seen = max(seen, running)
+            barriers[widths[index]].wait()
+            write_part(index, buffers)
+            with counting:
+                running -= 1
+
+        monkeypatch.setattr(writer, "write_part", write)
+        return writer
+
+    monkeypatch.setattr(MemoryStore, "create", create)
+    content = bytes(PART_NBYTES * len(widths))
+    parts = cut_into_parts([memoryview(content)], PART_NBYTES)
+    how = {"part_nbytes": PART_NBYTES, "threads": 4, "threads_max": most}
+    write_parts(store, "k", len(content), parts, **how)
+    assert seen == (most or 4)
+    assert store.get("k") == content
+
+
+def test_saves_to_object_stores_may_have_more_parts_in_flight(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert write_path("auto", MemoryStore(), Staging()).writers_max == 0
+    monkeypatch.setattr(MemoryStore, "part_nbytes_min", 5 * MIB)
+    far = write_path("auto", MemoryStore(), Staging())
+    assert (far.writers, far.writers_max) == (4, 16)
 
 
 @pytest.mark.parametrize("where", ["fill", "finish", "write"])

@@ -15,8 +15,8 @@ import pytest
 import torch
 
 import ckpt
-import ckpt.loading.in_flight
 import ckpt.loading.reader
+import storage.threads
 from ckpt.layout.buffers import aligned_buffer
 from ckpt.layout.memory import CallersStreams
 from storage.memory import MemoryStore
@@ -30,7 +30,7 @@ URL = "memory://loads"
 COPIES = ("ckpt.loading.reader:Reader._scatter",)
 
 
-def watched_pool(readers: int) -> ThreadPoolExecutor:
+def watched_pool(readers: int, name: str = "") -> ThreadPoolExecutor:
     """Threads whose operations are seen."""
     modes = using().modes
 
@@ -64,11 +64,11 @@ def nothing_entered(self: CallersStreams) -> Any:
 def run_all() -> tuple[list[list[str]], dict[str, list[str]]]:
     """What is reported as it is, by one thread and by several, and with one order less."""
     store: Any = MemoryStore
-    modules: tuple[Any, ...] = (ckpt.loading.reader, ckpt.loading.in_flight)
-    for module in modules:
-        module.ThreadPoolExecutor = watched_pool
+    reader: Any = ckpt.loading.reader
+    threads: Any = storage.threads
+    reader.ThreadPoolExecutor = threads.Pool = watched_pool
     # Memory that the simulated device has pinned is no memory of Python's.
-    modules[0].staging_buffer = lambda nbytes, *, pinned: aligned_buffer(nbytes)
+    reader.staging_buffer = lambda nbytes, *, pinned: aligned_buffer(nbytes)
     ckpt.save({"x": torch.ones(64, 1000), "turned": torch.ones(64, 1000)}, URL, step=1)
     clean = [load_while_computing()]
     store.part_nbytes_min = 5 << 20  # as of an object store, which several threads read

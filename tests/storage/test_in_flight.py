@@ -8,19 +8,32 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 
-from ckpt.loading.in_flight import Read, RequestWindow, run_within
+from storage.threads import RequestWindow, as_done
 
 MIB = 1 << 20
 NBYTES = 8 * MIB
 GBIT = 1e9 / 8
 LEAST, FIRST, MOST = 4, 8, 16
+
+
+def run_all(window: RequestWindow, reads: Sequence[Callable[[], None]], **how: Any) -> None:
+    """Each is an item that brings NBYTES."""
+    list(
+        as_done(
+            lambda read: read(), reads, threads=1, name="t", window=window, nbytes_of=nbytes, **how
+        )
+    )
+
+
+def nbytes(_: object) -> int:
+    return NBYTES
 
 
 @dataclass
@@ -175,7 +188,7 @@ def test_as_many_run_at_once_as_the_window_has(width: int) -> None:
         with counting:
             running[0] -= 1
 
-    run_within(RequestWindow(width, width), [Read(read, 1)] * (5 * width))
+    run_all(RequestWindow(width, width), [read] * (5 * width))
     assert most == [width]
 
 
@@ -196,8 +209,8 @@ def test_memory_in_flight_is_bounded_while_the_window_grows() -> None:
         with counting:
             running[0] -= 1
 
-    reads = [Read(partial(read, group), NBYTES) for group in groups]
-    run_within(RequestWindow(LEAST, MOST), reads, clock=lambda: 0.0)
+    reads = [partial(read, group) for group in groups]
+    run_all(RequestWindow(LEAST, MOST), reads, clock=lambda: 0.0)
     assert most == [MOST]
 
 
@@ -206,7 +219,7 @@ def test_requests_that_the_store_repeats_make_it_narrower() -> None:
     window = RequestWindow(LEAST, MOST)
     while window.width < MOST:
         window.answered(window.round, MOST, NBYTES, 1.0)
-    run_within(window, [Read(lambda: None, NBYTES)] * 40, repeated=lambda: next(repeats))
+    run_all(window, [lambda: None] * 40, repeated=lambda: next(repeats))
     assert window.width == LEAST
 
 
@@ -219,5 +232,5 @@ def test_an_error_ends_the_rest() -> None:
             raise OSError("planned")
 
     with pytest.raises(OSError, match="planned"):
-        run_within(RequestWindow(1, 1), [Read(partial(read, number), 1) for number in range(9)])
+        run_all(RequestWindow(1, 1), [partial(read, number) for number in range(9)])
     assert begun == [0, 1, 2]

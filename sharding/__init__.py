@@ -1,6 +1,8 @@
 """The training engine that stands on `ckpt`: fully sharded data parallel with flat parameters.
 
-A script that trains with torch's `FullyShardedDataParallel` moves over by changing its imports:
+A script that trains with torch's `FullyShardedDataParallel` moves over by changing its import:
+
+    from sharding import FullyShardedDataParallel
 
 Strategies, policies and configs are torch's own classes, offered here under the same names, so that
 objects of either import are the same. Saving with `ckpt.save` needs no gather.

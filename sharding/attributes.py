@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 CHILD = "_fsdp_wrapped_module"
 """The name of the wrapped module in the wrapper; torch's own."""
 
-# torch's states do not tell a forward from a backward.
+# torch's states do not distinguish a forward from a backward.
 _TRAINING_STATES = {
     Phase.IDLE: TrainingState.IDLE,
     Phase.FORWARD: TrainingState.FORWARD_BACKWARD,

@@ -43,8 +43,8 @@ def bf16_compress_hook(
 def hook_of(state: object, hook: Callable[..., Any]) -> CommHook:
     """A user's hook as the engine calls it; hooks that compress get gradients as they are computed.
 
-    In the place of torch's own compressing hooks, which need a device with streams, those of this
-    file are called, over the group of torch's state.
+    torch's own compressing hooks need a device with streams: those of this file run instead, over
+    the group of torch's state.
     """
     own = {"fp16_compress_hook": fp16_compress_hook, "bf16_compress_hook": bf16_compress_hook}
     if hook in own.values():

@@ -208,6 +208,7 @@ def bars_of(recorded: Sequence[Noted]) -> list[Bar]:
     end_seconds = recorded[-1].at_seconds
     ends_of = {**_ENDS, "gathered": ("free",), "reduce": ()}
     bars = []
+    # What a step began and did not end lasts until its end: a reduction, a root that stays.
     for index, noted in enumerate(recorded):
         if noted.what not in ends_of:
             continue
@@ -248,7 +249,7 @@ def _recorded_page(explanation: Explanation) -> str:
     )
 
 
-# In the cells of a planned step, and in its legend: no two letters are alike.
+# In the cells of a planned step, and in its legend: all letters differ.
 _MEANINGS = {
     "gather": ("G", "weights are gathered from all ranks that share them"),
     "held": ("", "the gathered weights are in memory"),

@@ -85,7 +85,7 @@ class FullyShardedDataParallel(StatefulUnit):
     an accelerator it computes on the CPU by itself; a mesh of two axes needs a hybrid
     strategy; hybrid sharding with shard groups of one rank keeps its replicas equal.
 
-    `shard_placement_fn`, which torch's has not: what it returns for a parameter says where that may
+    `shard_placement_fn`, which torch's class lacks, says where a parameter may
     be cut. `Blocks`: between blocks only. `Whole`: nowhere, one rank has it. None: anywhere. Needs
     `use_orig_params=True`. A parameter that is never cut inside of a row shows the rows of this
     rank, maybe none, in place of a 1-D part.
@@ -413,6 +413,7 @@ class FullyShardedDataParallel(StatefulUnit):
         self._find_root()
         if self.fsdp_unit.phase is not Phase.IDLE:
             raise ValueError(f"apply() cannot be called during {self.fsdp_unit.phase.value}")
+        # This unit alone: `super().apply` comes to inner wrappers, which open their own.
         with FullyShardedDataParallel.summon_full_params(self, recurse=False):
             super().apply(fn)
         if was_alone:

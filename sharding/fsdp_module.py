@@ -50,8 +50,8 @@ class FSDPModule(TorchUnit):
         return self.fsdp_groups[0]
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
-        # Slices of containers make a new one of their class: an ordinary one. Its class comes after
-        # the one that was made for it, this one, and torch's.
+        # A slice of a container makes a new one of the same class, and it should be an ordinary
+        # one. In the MRO that class comes after the sharded one, this one, and torch's.
         bare = cls.__mro__[cls.__mro__.index(TorchModule) + 1]
         made: Any = bare.__new__(bare, *args, **kwargs)
         made.__init__(*args, **kwargs)
@@ -515,7 +515,7 @@ def _follow_state_dicts(store: DTensorStore) -> None:
         store.adopt_values()
 
     for hook in (before, after):
-        # They change nothing in the dicts.
+        # `ckpt` refuses modules with hooks of unknown effect; these change nothing in the dicts.
         cast(Any, hook).__ckpt_neutral__ = True
     modules = {
         id(place.module): place.module for item in store.module_params for place in item.places

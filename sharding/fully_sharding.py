@@ -142,6 +142,7 @@ def _group(
     store.set_smaller_mesh(_smaller_mesh(part.data, reshard_after_forward))
     data, frees, policy = part.data, reshard_after_forward, keeping.policy
     casts = policy.cast_forward_inputs
+    # A number of ranks; over one rank each keeps all, which is not to free.
     if frees is not None and not isinstance(frees, bool):
         frees = frees > 1
     unit = Unit(
@@ -289,6 +290,7 @@ def _smaller_mesh(data: DataMesh, wanted: bool | int | None) -> SmallerMesh | No
     names: tuple[str, ...] = ("post_forward_replicate", "post_forward_shard")
     if mesh.ndim == 2:
         names = ("post_forward_outer", *names)
+    # Consecutive ranks of the shard axis: those of one host, as launchers number them.
     blocks = mesh.mesh.view(*mesh.mesh.shape[:-1], -1, wanted)
     smaller = DeviceMesh(mesh.device_type, blocks, mesh_dim_names=names)
     return SmallerMesh(smaller[names[-2:]], comm_of(smaller.get_group(names[-1])))

@@ -63,6 +63,7 @@ def _replaced() -> list[Callable[[], None]]:
     """Put ours in place of torch's wherever modules show them; returns what puts them back."""
     ours = {id(value): _OURS[name] for name, value in _THEIRS.items()}
     undo: list[Callable[[], None]] = []
+    # Copies of dicts: other threads may import meanwhile.
     for module in list(sys.modules.values()):
         if not isinstance(module, ModuleType) or module.__name__.partition(".")[0] == "sharding":
             continue

@@ -168,7 +168,7 @@ class CustomComm(Comm):
         super().__init__(group)
         self._custom = custom
         self.op: Any = dist.ReduceOp.SUM
-        """What reductions are called with."""
+        """Passed to reductions."""
 
     def apart(self, nbytes: Sequence[int], *, even: bool, device: torch.device) -> list[int]:
         return []  # buffers are to be the user's

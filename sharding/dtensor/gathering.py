@@ -1,4 +1,4 @@
-"""How parameters' parts become whole, one by one or packed, and what modules show of them then.
+"""How parts of parameters become whole, one by one or packed, and what modules show then.
 
     Gathering     dim 0: a part is one run of the whole, so parts arrive where they belong
     AlongOther    another dim: parts arrive side by side, and are copied into place
@@ -47,9 +47,7 @@ class Gathering:
         self.param = param
 
     def prepare(self) -> list[TensorSize]:
-        """What memory of the unit it needs this time: for as many parts as there are ranks, the
-        last ones with padding, so that all are equally long.
-        """
+        """The unit's memory that it needs this time: a part for each rank, padded to one length."""
         param = self.param
         return [TensorSize(param.part_numel * param.data.shard.size, param.compute_dtype)]
 
@@ -109,6 +107,7 @@ class ByExtension(Gathering):
     def __init__(self, param: ShardedParam, mesh: DeviceMesh) -> None:
         super().__init__(param)
         self._mesh = mesh
+        # An extension without that method releases nothing: bool() is False.
         self.releases = getattr(param.local_as_is, _RELEASES, bool)()
         if not isinstance(self.releases, bool):
             raise AssertionError(
@@ -164,12 +163,14 @@ class ByExtension(Gathering):
         dtype = self.param.compute_dtype
         metadata, self._metadata, self._inputs = self._metadata, None, ()
         if self._made:
+            # The same tensors as at first: autograd has saved views of them.
             for tensor, nbytes in self._inner:
                 tensor.untyped_storage().resize_(nbytes)
             post(outputs, metadata, dtype, out=self._filled)
             return
         made, inner = post(outputs, metadata, dtype)
         self._made, self._filled = (made,), made
+        # Storages, not tensors: an extension may return a view of what was gathered.
         ours = {whole.untyped_storage().data_ptr() for whole in wholes}
         if self.releases and any(one.untyped_storage().data_ptr() in ours for one in inner):
             raise AssertionError(
@@ -261,6 +262,7 @@ class PackedGather:
         """
         targets, sizes = [], []
         for member, size in zip(members, self._sizes, strict=True):
+            # Nothing to copy, and view(size, -1) of no elements is ambiguous.
             if size:
                 whole = member.whole.view(torch.uint8) if self._as_bytes else member.whole
                 targets.append(whole.view(self._comm.size, -1))

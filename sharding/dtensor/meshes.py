@@ -50,7 +50,7 @@ def _names(axes: str | tuple[str, ...] | None) -> tuple[str, ...]:
 class ShardPlacementResult:
     """How one parameter is to be sharded: what `shard_placement_fn` may return.
 
-    Torch's private class of that name is taken as well, with its mesh infos.
+    Torch's private class of that name is accepted as well, with its mesh infos.
     """
 
     placement: Shard | None
@@ -102,6 +102,7 @@ def parts_by_mesh(
         meshes.setdefault(key, data)
         members.setdefault(key, []).append((item, placement))
     if not members:
+        # Without parameters there still is a unit: the root's forward begins an iteration.
         return [MeshPart(default, (), ())]
     return [
         MeshPart(
@@ -114,6 +115,7 @@ def parts_by_mesh(
 def _identity(data: DataMesh) -> object:
     """What is equal for meshes over the same groups."""
 
+    # By group, not by mesh: two meshes may be over the same groups.
     def named(comm: Comm | None) -> object:
         return None if comm is None else (id(comm.group), comm.global_ranks)
 

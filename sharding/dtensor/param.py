@@ -127,6 +127,7 @@ class ShardedParam:
             self.like, self.axis = _like_within(module_param.fqn, param, self.dim, data, within)
         self._spec = spec_of(self.like, values.dtype)
         self.buffer = values.new_empty(0)
+        # With few rows the last ranks have none: their part starts at the end, and is empty.
         first = min(data.shard.rank * self.chunk, self.shape[self.dim])
         local = self._padded(values.narrow(self.dim, first, self.own_shape[self.dim]))
         self.param = nn.Parameter(self.to_dtensor(local), requires_grad=param.requires_grad)
@@ -227,6 +228,7 @@ class ShardedParam:
 
     def to_dtensor(self, local: torch.Tensor) -> DTensor:
         """A tensor like this rank's part as a DTensor like the parameter."""
+        # The spec is kept: each step makes a DTensor for every new gradient.
         if local.dtype != self._spec.dtype:
             self._spec = spec_of(self.like, local.dtype)
         return dtensor_over(local, self._spec)
@@ -317,6 +319,7 @@ class ShardedParam:
         """
         dtype, scale, pool = form.dtype, form.scale, form.pool
         part_numel = self.part_numel
+        # Sent from where autograd has put it: the common case copies nothing.
         if self.dim == 0 and grad.dtype == dtype and scale == 1.0 and grad.is_contiguous():
             return RankParts(grad.view(-1), part_numel), None
         if pool is None:
@@ -331,6 +334,7 @@ class ShardedParam:
         if scale != 1.0 and grad.dtype == dtype:
             torch.mul(source, scale, out=target)
         else:
+            # Cast first: scaled in their own dtype, narrow gradients would be rounded.
             target.copy_(source)
             if scale != 1.0:
                 target.mul_(scale)
@@ -345,6 +349,7 @@ class ShardedParam:
         new = new[: math.prod(self.own_shape)].view(self.own_shape)
         before = None if self.param.grad is None else memory_of(self.param.grad)
         if self.keeping.offload:
+            # Added on the device: the host would have to wait for the reduction first.
             if before is not None:
                 new = streams.to_device(before, new.device).add_(new)
             new = streams.to_host(new, pin=self.keeping.pin, into=before)
@@ -465,6 +470,8 @@ def _cut_before(inner: DTensorLike, dim: int, first: int = 0) -> Placement:
     """The cut along an axis of data parallelism of what the axes of `inner`, from `first` on, have
     cut already.
     """
+    # DTensor cuts by mesh axes from left to right; here the axes to the right cut first. A strided
+    # shard says so, and without it a full tensor would be put together in the wrong order.
     placements = inner.placements[first:]
     ahead = [
         inner.mesh.size(axis)
@@ -503,6 +510,7 @@ def _like_within(
     if len(within.shard) == 1:
         placements = (*inner.placements[:first], own, *inner.placements[first + 1 :])
         return DTensorLike(within.mesh, placements, param.shape, inner.stride), first
+    # Several axes to shard over are one flattened axis: it stands where the first of them stood.
     parts: list[DeviceMesh] = []
     cut: list[Placement] = []
     axis_of_cut = 0

@@ -53,6 +53,7 @@ def spec_of(like: DTensorLike, dtype: torch.dtype) -> DTensorSpec:
 
 def dtensor_over(local: torch.Tensor, spec: DTensorSpec) -> DTensor:
     """A DTensor over `local` itself, on whatever device that is, without autograd."""
+    # `from_local` is differentiable: it would make a node of the graph, and a new spec, each time.
     constructor: Any = DTensor
     made: DTensor = constructor(local, spec.torchs, requires_grad=False)
     return made

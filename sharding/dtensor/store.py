@@ -166,6 +166,7 @@ class DTensorStore(ParameterStore):
         if not self.keeping.follows_grad_dtype:
             return self.dtype
         trained = [number for number, param in enumerate(self.params) if param.param.requires_grad]
+        # A rank without a gradient sends zeros, and cannot know which dtype the others' have.
         for param in (self.params[number] for number in trained if fills):
             if param.summed_dtype is None:
                 raise ValueError(
@@ -204,6 +205,7 @@ class DTensorStore(ParameterStore):
             return self._start_smaller()
         self.adopt_values()
         parts = self._fixed or self._parts()
+        # Noted at the start: what is written while the gather runs makes it out of date.
         self._versions = versions_of(self._known)
         return self._gather(self.data.shard, parts, self._targets, self._finish)
 
@@ -215,6 +217,7 @@ class DTensorStore(ParameterStore):
         sizes = [size for of_one in prepared for size in of_one]
         parts = _parts_of(self.data.shard, own, sizes, self.device)
         self._landing = (0, [])
+        # Others land in buffers of the pool, or ask an extension: anew at each gather.
         if all(type(gathering) is Gathering for gathering in self._gatherings):
             self._fixed = parts
         return parts
@@ -338,6 +341,7 @@ class DTensorStore(ParameterStore):
             return
         smaller = []
         for param, whole in zip(self.params, self.memory.tensors, strict=True):
+            # A copy: the gathered memory itself is about to be freed.
             part = param.smaller_parts(whole, mesh.comm).of(mesh.comm.rank).clone()
             smaller.append(_Smaller(part, param.smaller_dtensor(part, mesh.comm, mesh.mesh)))
         self._smaller_mark = self.streams.mark()
@@ -373,6 +377,7 @@ class DTensorStore(ParameterStore):
             if not is_other and (is_plain or isinstance(before, ByExtension)):
                 continue
             made = gathering_for(param)
+            # An extension keeps what it made of the former tensor: another one is asked anew.
             if isinstance(made, ByExtension) or type(made) is not type(before):
                 self._gatherings = (*self._gatherings[:index], made, *self._gatherings[index + 1 :])
                 self.drop_views()
@@ -392,7 +397,7 @@ class DTensorStore(ParameterStore):
     def outgoing_gradients(self, grads: Gradients | None, form: OutgoingForm) -> Outgoing:
         """The gradients cut into the ranks' parts, from where they lie if nothing has to be done.
 
-        Parameters without any are left out, unless `fill`.
+        Parameters without any are left out, unless `form.fills`.
         """
         leaving: dict[int, torch.Tensor] = {}
         for number, param in enumerate(self.params):
@@ -492,6 +497,7 @@ class DTensorStore(ParameterStore):
             own = param.grad_dtype if self.keeping.follows_grad_dtype else param.param.dtype
             wanted.append(own or one.dtype)
         if [one.dtype for one in new] != wanted:
+            # One kernel for all members of a unit, rather than a cast each.
             cast = [
                 torch.empty_like(one, dtype=dtype) for one, dtype in zip(new, wanted, strict=True)
             ]

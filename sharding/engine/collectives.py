@@ -56,6 +56,7 @@ class PendingCollective:
                 if work is not None:
                     work.wait()
         finally:
+            # `_UNDER_WAY` has the same list: the next call of the tag must not wait for these.
             if works:
                 works.clear()
         then, self.then = self.then, None
@@ -116,7 +117,8 @@ class Comm(ABC):
         self.rank: int = group.rank()
         self.size: int = group.size()
         # Of what only acts as a group nothing is known but its own numbers.
-        ranks = dist.get_process_group_ranks(group) if _is_torchs(group) else range(self.size)
+        is_torchs = isinstance(group, Group)
+        ranks = dist.get_process_group_ranks(group) if is_torchs else range(self.size)
         self.global_ranks: tuple[int, ...] = tuple(ranks)
 
     def apart(self, nbytes: Sequence[int], *, even: bool, device: torch.device) -> list[int]:
@@ -158,6 +160,7 @@ class Comm(ABC):
     def _put_in_place(self, members: Members, own: Tensors) -> None:
         for member, part in zip(members, own, strict=True):
             place = member.of(self.rank)
+            # Packed parts were written into their row: they are in place.
             if place.data_ptr() != part.data_ptr():
                 place.copy_(part, non_blocking=True)
 
@@ -217,6 +220,7 @@ class _Native(Comm):
         if not members:
             return PendingCollective(())
         (member,), (part,) = members, own
+        # The cast writes to where the part belongs, so the gather is one in place.
         if part.dtype != member.whole.dtype or part.device != member.whole.device:
             part = member.of(self.rank).copy_(part, non_blocking=True)
         if member.ranges and _has_gloo(self.group, part.device):
@@ -277,6 +281,7 @@ class _Pairwise(_Native):
     def __init__(self, group: Group) -> None:
         super().__init__(group)
         self._under_way = _UNDER_WAY.setdefault(group, {})
+        # Counted from one's own rank: in each step all ranks send to different ones.
         steps = range(1, self.size)
         self._sources = tuple((self.rank - step) % self.size for step in steps)
         self._targets = tuple((self.rank + step) % self.size for step in steps)
@@ -285,6 +290,7 @@ class _Pairwise(_Native):
         if device.type != "cpu":
             return super().apart(nbytes, even=even, device=device)
         large = [number for number, of_one in enumerate(nbytes) if of_one >= _DIRECT_BYTES_MIN]
+        # Packing one small member alone would copy it and save no message.
         return large if len(large) < len(nbytes) - 1 else list(range(len(nbytes)))
 
     def all_gather(self, members: Members, own: Tensors, *, tag: int) -> PendingCollective:
@@ -295,6 +301,7 @@ class _Pairwise(_Native):
         works = self._under_way[tag] = []
         self._put_in_place(members, own)
         with shown_as("_allgather_base_"):
+            # Receives first: a message that finds none holds up its connection, see `_UNDER_WAY`.
             for source in self._sources:
                 for member in members:
                     works.append(self._message(dist.irecv, member.of(source), source, tag))
@@ -340,6 +347,7 @@ class _Pairwise(_Native):
 
     def _message(self, call: Callable[..., Any], tensor: torch.Tensor, rank: int, tag: int) -> Any:
         """Send the tensor to a rank, or receive it from there."""
+        # Both ends know the lengths: an empty part is neither sent nor waited for.
         if not tensor.numel():
             return None
         if tensor.dtype.itemsize == 1:  # gloo has no floats of 8 bits
@@ -376,7 +384,7 @@ def comm_of(group: Group) -> Comm:
 
 def _has_gloo(group: Group, device: torch.device) -> bool:
     """Whether gloo moves the group's tensors of a device."""
-    if not _is_torchs(group):
+    if not isinstance(group, Group):
         return False
     return f"{device.type}:gloo" in dist.get_backend_config(group).split(",")
 
@@ -418,6 +426,7 @@ def separate_comm(comm: Comm) -> Comm:
     if comm.size == 1:
         return comm
     ranks = list(comm.global_ranks)
+    # Only these ranks come here; without this, torch would wait for the whole world.
     group = dist.new_group(ranks, use_local_synchronization=True)
     assert isinstance(group, Group)
     return comm_of(group)
@@ -434,14 +443,10 @@ def is_group(value: object) -> bool:
     return all(callable(getattr(value, name, None)) for name in ("rank", "size"))
 
 
-def _is_torchs(group: Group) -> bool:
-    """Whether torch has made the group, so that its backend and its ranks are known."""
-    return isinstance(group, Group)
-
-
 def new_groups(ranks_of_groups: Sequence[Sequence[int]]) -> Group:
     """Create groups that part the world; every rank creates all, and gets the one it is in."""
     own = None
+    # torch wants every rank to make every group, in one order, also those that it is not in.
     for ranks in ranks_of_groups:
         group = dist.new_group(list(ranks))
         if dist.get_rank() in ranks:

@@ -88,6 +88,7 @@ class TensorParallel(Extension):
                 "parallelize over another axis of the mesh"
             )
         world = Ranks(dist.get_rank(), tuple(range(dist.get_world_size())))
+        # By the code of checkpoints: both must agree on where this rank's part lies.
         try:
             views = describe_dtensor(fqn, tensor.detach(), world).views
         except UnsupportedTensor as refused:
@@ -150,6 +151,7 @@ def holders_of(
     axes is another model, or another part of it.
     """
     own, everyone = _line(groups.shard.global_ranks), {_line(c.global_ranks) for c in groups.comms}
+    # Without a larger mesh the unit's own groups are all that is known of who holds the same.
     if root is None:
         if groups.replicate is not None or not is_sharded:
             return _line((groups.replicate or groups.shard).global_ranks)

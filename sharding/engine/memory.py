@@ -88,6 +88,7 @@ class PagePool:
         if kept:
             source = kept.pop()
             _move(source, address, size)
+            # Moving leaves the range reserved: the next pages that come out go there.
             self._empty.setdefault(size, []).append(source)
 
     def move_out(self, address: int, size: int) -> None:
@@ -111,7 +112,7 @@ class _Moved(GatheredMemory):
         self._address = _reserve(self._size)
         self._pool = pool
         memory = (ctypes.c_char * self._size).from_address(self._address)
-        # Tensors keep this object alive, and with it the address range, whatever becomes of us.
+        # Tensors keep this object alive, and with it the address range, also after we are gone.
         weakref.finalize(memory, _libc().munmap, self._address, self._size)
         self.whole = torch.frombuffer(memory, dtype=torch.uint8, count=nbytes)
         self._is_there = False
@@ -267,6 +268,7 @@ def _can_move() -> bool:
     """Whether this system moves pages (Linux 5.7 and later)."""
     if not sys.platform.startswith("linux"):
         return False
+    # Tried, not read from the kernel's version: a sandbox may refuse what its kernel could do.
     source, target = _reserve(_UNIT), _reserve(_UNIT)
     release: Callable[[int, int], int] = _libc().munmap
     try:
@@ -312,5 +314,6 @@ class BufferPool:
         whole = torch.empty(0, dtype=torch.uint8).set_(buffer.untyped_storage())
         self._free.append(whole)
         if len(self._free) > self._kept_max:
+            # The smallest goes: it has the fewest pages to fault in again.
             self._free.sort(key=torch.Tensor.numel)
             del self._free[0]

@@ -152,6 +152,7 @@ class Reductions:
         """Forget what a failed backward has left, once its messages have come and gone: later ones
         would take their places.
         """
+        # Emptied first: a wait may raise, and must not be tried again by the next forward.
         dropped, self._in_flight = self._in_flight, []
         self._kept.clear()
         with self.streams.reducing():
@@ -266,6 +267,7 @@ class Reductions:
             hook.hook(hook.state, out)
         elif hook is not None and shard is not None:
             full = _equal_parts(member, shard.size) if member.ranges else out
+            # As long as the longest part: a hook reduces by equal parts.
             padded = torch.zeros(member.part_numel, dtype=full.dtype, device=full.device)
             hook.hook(hook.state, full, padded)
             out = padded[: outgoing.own_numels[0]]
@@ -322,6 +324,7 @@ def clip_sharded(
     local gradients promote to.
     """
     total = _local_norm(sharded, norm_type, device)
+    # What all ranks hold alike is added after the sum over ranks: it counts once.
     if math.isinf(norm_type):
         if repeated:
             total = torch.maximum(total, _local_norm(repeated, norm_type, device))
@@ -363,6 +366,7 @@ def _local_norm(
 
 def _by_kind(grads: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
     """The gradients of each dtype in each memory: with offload some are on the host."""
+    # torch's foreach kernels are one kernel only over tensors that are alike in both.
     kinds: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
     for grad in grads:
         kinds.setdefault((grad.device, grad.dtype), []).append(grad.detach())

@@ -72,6 +72,7 @@ class Runtime(Root):
         if self.order_check is not None:
             self.order_check.begin_backward()
         self.in_backward = True
+        # Kept until the end: several backwards may have one end by hand.
         if self.is_ended_by_hand is None:
             self.is_ended_by_hand = self.ends_by_hand
         self.streams.gathers_wait_for_compute()
@@ -109,6 +110,7 @@ class Runtime(Root):
         with self.root.ranges.end:
             self._reduce_rest(waits=False)
         handle = GradientReductionHandle(self)
+        # At the streams: other roots may share them, and must wait for it too.
         self.streams.awaited = handle
         return handle
 
@@ -315,8 +317,8 @@ class OrderCheck:
             self._compare(_BACKWARD, "the backward")
 
     def _compare(self, what: int, name: str) -> None:
-        # First inside the shard group, then across replicas: all ranks end with the reports of all,
-        # so that all of them raise.
+        # Inside the shard group, then across replicas: all ranks end with the reports of all, so
+        # that all of them raise.
         everyone = [(self._rank, what, name)]
         for comm in self._comms:
             everyone = [one for part in comm.gather_objects(everyone) for one in part]

@@ -97,8 +97,8 @@ class _Views(torch.autograd.Function):
     def forward(
         ctx: Any, anchor: torch.Tensor, store: ParameterStore, trainable: tuple[bool, ...]
     ) -> tuple[torch.Tensor, ...]:
-        # The store has the views, and no collector of garbage looks through the graph. Who runs a
-        # backward has the store by its hooks on outputs.
+        # Weak: the store has the views, and the collector of garbage does not look through the
+        # graph. A backward keeps the store alive by the unit's hooks on outputs.
         ctx.store = weakref.ref(store)
         ctx.set_materialize_grads(False)
         views = store.make_views()
@@ -158,7 +158,7 @@ class ParameterStore(ABC):
         """
         self.shown_on: object = None
         """The stream of the forwards from now on. Autograd runs a node on the stream that it was
-        made on, and a graph of the device cannot have one that was made on a stream of before.
+        made on, and a captured graph of the device cannot contain one made on an earlier stream.
         """
         self.keeps_memory = False
         """Whether gathered memory is not released, as a graph of the device may need it."""
@@ -303,6 +303,7 @@ class ParameterStore(ABC):
     def fetch(self, sizes: Sequence[TensorSize]) -> tuple[torch.Tensor, ...]:
         """Have memory for gathered parameters, of the current stream; see `TensorMemory.fetch`."""
         self.streams.take_back(self.memory)
+        # Kept memory was never given back, so nothing else orders its last reads and this write.
         if self._kept_mark is not None:
             self.streams.gathers_wait_for(self._kept_mark)
             self._kept_mark = None
@@ -396,6 +397,7 @@ class ParameterStore(ABC):
         if wanted == self._views_for and self.views:
             return
         with torch.inference_mode(False), torch.enable_grad():
+            # The node needs an input that wants a gradient, or autograd would never run it.
             anchor = torch.empty(0, device=self.device, requires_grad=anchored)
             views = _Views.apply(anchor, self, trainable)  # type: ignore[no-untyped-call]
             self._node = next((one.grad_fn for one in views if one.grad_fn is not None), None)

@@ -26,8 +26,8 @@ class Streams:
     """The seam for devices that compute in order with the caller: nothing to wait for."""
 
     reductions_ahead_max = 2
-    """How many reductions are under way at once, unless the user says: while the host ends one, the
-    other continues."""
+    """Reductions under way at once, unless the user says: while the host ends one, the other
+    continues."""
 
     awaited: object = None
     """The handle of reductions that a user has still to wait for."""
@@ -121,8 +121,8 @@ class Streams:
 
 
 class _GivenBack(NamedTuple):
-    """Gathered memory that was given back, and is free once the stream of gathers has come to wait
-    for the mark behind its last use.
+    """Gathered memory that was given back. It is free once the stream of gathers waits for the mark
+    behind its last use.
     """
 
     memory: TensorMemory
@@ -218,6 +218,7 @@ class _AcceleratorStreams(Streams):
             # compute that still reads this memory: it waits for the memory before.
             self._free_held(keep=1)
             return
+        # Taken on another stream, or unlimited: the allocator's own way holds it until it is free.
         for storage in memory.storages:
             self.will_free(storage.whole)
         memory.release()
@@ -242,6 +243,7 @@ class _AcceleratorStreams(Streams):
     def to_host(
         self, tensor: torch.Tensor, *, pin: bool, into: torch.Tensor | None = None
     ) -> torch.Tensor:
+        # Not waited for: `finish` does so once a step, for all copies together.
         host = torch.empty_like(tensor, device="cpu", pin_memory=pin) if into is None else into
         return host.copy_(tensor, non_blocking=True)
 
@@ -249,7 +251,7 @@ class _AcceleratorStreams(Streams):
         return tensor.to(device, non_blocking=True)
 
     def follow(self, before: Streams) -> None:
-        # Of other streams those of the host's seam have nothing under way.
+        # The host's seam has nothing under way.
         if before is self or not isinstance(before, _AcceleratorStreams):
             return
         before.release_all()

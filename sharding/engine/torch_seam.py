@@ -23,8 +23,8 @@ try:
 except ImportError:  # before torch 2.9
     torch_replicate = None
 
-# Parts of LOCAL dicts have any lengths, where torch's are chunks: of the classes in them, scripts
-# that load torch's with `weights_only` do not list this one. It holds numbers and ranks.
+# Parts of our LOCAL dicts have any lengths, where torch's are chunks, and so another class of spec.
+# Scripts that load torch's dicts with `weights_only` do not list it; it holds numbers and ranks.
 torch.serialization.add_safe_globals([EnumerableShardingSpec])
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -160,7 +160,8 @@ def number_as_newest(node: Any) -> None:
     """Let the node of the graph run as if it were made now: of the nodes that are ready, a backward
     runs the newest first.
     """
-    newest: Any = torch.empty(0, requires_grad=True).view(0).grad_fn  # no other has its number
+    # A node that is made now has the newest number, and no other node has the same.
+    newest: Any = torch.empty(0, requires_grad=True).view(0).grad_fn
     node._set_sequence_nr(newest._sequence_nr())
 
 
@@ -197,6 +198,7 @@ def shown_as(name: str) -> AbstractContextManager[Any]:
     """Messages sent inside are torch's collective of that name, as profilers and `CommDebugMode`
     see it.
     """
+    # Imported only where some mode is on: nearly every program runs without one.
     if torch._C._len_torch_dispatch_stack():
         from torch.distributed.tensor.debug import CommDebugMode
         from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
@@ -230,6 +232,7 @@ def post_accumulate_hooks(
 
 
 def _step(optimizers: Iterable[torch.optim.Optimizer], _: torch.Tensor) -> None:
+    # Each steps before any gradient is dropped: several may be attached to one parameter.
     for optimizer in optimizers:
         optimizer.step()
     for optimizer in optimizers:

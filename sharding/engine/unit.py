@@ -244,8 +244,7 @@ class Unit:
                 "a forward inside summon_full_params() would compute with parameters that may be "
                 "written at any time; leave that context first"
             )
-        # A backward that raised has left the phase as it was.
-        recomputes = self.phase is Phase.BACKWARD and is_in_backward()
+        recomputes = self.recomputes
         # A forward that is recomputed belongs to the iteration under way and begins nothing.
         if not recomputes:
             if runtime.root is self:
@@ -260,6 +259,7 @@ class Unit:
         with self.ranges.pre_forward:
             store = self.store
             if store is not None:
+                # Before the gather: it makes the views, whose node has the dtypes.
                 if not recomputes and store.chooses_grad_dtypes:
                     store.choose_grad_dtypes(reduces=self.syncs_gradients)
                 self.gather()
@@ -276,8 +276,8 @@ class Unit:
     def _order_backward(self, store: ParameterStore) -> None:
         """Let gradients of this forward be reduced before the backward of what ran before it.
 
-        What is frozen is read by the backward of a forward without giving a gradient: it must still
-        be there, so while the backward of an earlier forward is to come, the order stays.
+        Backward reads frozen parameters but yields no gradient for them: they must still be there,
+        so while the backward of an earlier forward is to come, the order stays.
         """
         if not torch.is_grad_enabled():
             return
@@ -295,6 +295,7 @@ class Unit:
             if self.phase is Phase.BACKWARD:
                 return output  # recomputed: the parameters are needed on
             watched = self.watch(output)
+            # A backward prefetches in the reverse of this order; the leader stands for the others.
             if not runtime.in_backward and self.leader is None:
                 runtime.ended_order.append(self)
             if store is not None:
@@ -421,6 +422,7 @@ class Unit:
         if not tensors:
             return
         watch = register_multi_grad_hook(tensors, lambda grads: self._frozen_done())
+        # Hooks of other tensors go with the graph.
         if any(tensor.is_leaf for tensor in tensors):
             self._input_watches.append(watch)
 
@@ -479,11 +481,13 @@ class Unit:
         with self.ranges.post_backward:
             if not runtime.in_backward:
                 runtime.begin_backward()
+            # Another backward than the one that gathered: one inside of it, of a checkpoint.
             if current_backward() != self._backward and not self._watches_recomputes:
                 self._watch_recomputes(store)
             with self.ranges.accumulate:
                 store.adopt_gradients()
             runtime.steps.note(("backward end", self.number, now()))
+            # Freed before the reduction takes its buffers: less memory is in use at the peak.
             if self._frees_after_backward:
                 with self.ranges.reshard:
                     store.reshard()

@@ -204,8 +204,7 @@ def memory_strides(shape: Shape, stride: Shape) -> Shape:
 
 
 # Bytes that units over a group have given its ranks so far. All ranks make the same units in the
-# same order, and so count the same; a model that is gone still counts, for ranks drop it at
-# different times.
+# same order, and so count the same. A deleted model still counts: ranks drop it at different times.
 _GIVEN: weakref.WeakKeyDictionary[Group, list[int]] = weakref.WeakKeyDictionary()
 
 
@@ -239,6 +238,7 @@ def plan_ragged_layout(
     fits = [rank for rank in range(len(given)) if rank not in with_run[1:-1]]
     whole: dict[int, list[int]] = {rank: [] for rank in fits}
     uncut = [index for index, spec in enumerate(specs) if spec.is_whole]
+    # The largest first, each to the rank that has least. Numbers break ties: all ranks must agree.
     for index in sorted(uncut, key=lambda one: (-sizes[one], one)):
         rank = min(fits, key=lambda one: (loads[one], one))
         whole[rank].append(index)
@@ -286,6 +286,7 @@ def _fill(
     `loads`. Returns how many elements of the run each rank has that has some, in order.
     """
     level = _level(loads, sum(sizes))
+    # Without any elements to give, no rank is below the level.
     open_ranks = [rank for rank, load in enumerate(loads) if load < level] or [0]
     shares: dict[int, int] = {}
     rank = open_ranks.pop(0)

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 class FlatParameter(nn.Parameter):
     """The 1-D parameter that a unit shows instead of its members."""
 
-    # torch recognizes its own flat parameters by this. `ckpt` needs it too: one member of one dim
+    # torch recognizes its own flat parameters by this. `ckpt` needs it too: a single 1-D member
     # may have the shape of the whole, and is still not this parameter.
     _is_flat_param = True
 
@@ -91,6 +91,7 @@ def check_flattenable(module_params: Sequence[ModuleParam], *, use_orig_params: 
 
 def in_memory_order(tensor: torch.Tensor, member: Member) -> torch.Tensor:
     """The tensor's elements as the flat parameter stores them, 1-D; a view where possible."""
+    # Not `reshape`: of channels-last memory that would be a copy in another order.
     if tensor.stride() == member.stride:
         return tensor.as_strided((member.numel,), (1,), tensor.storage_offset())
     copy = torch.empty_strided(

@@ -249,6 +249,7 @@ class FlatParam(FlatValues):
         """
         grad = self.grad
         trainable = self.flat.requires_grad
+        # The parameter object stays, as optimizers have it: only its memory is another.
         converted = fn(self.flat.detach())
         is_on_host = self._pins and converted.device.type == "cpu"
         self.flat.data = converted.pin_memory() if is_on_host else converted
@@ -262,6 +263,7 @@ class FlatParam(FlatValues):
             self.show_shards()
         self.flat.grad = None
         if grad is not None:
+            # By itself: with `keep_low_precision_grads` its dtype is not the shard's.
             self.grad = fn(grad)
             self.show_gradients()
 
@@ -275,6 +277,6 @@ def assign_grad(param: torch.Tensor, grad: torch.Tensor | None) -> None:
         param.grad = grad
         return
     assert grad is not None
-    # torch compares shape and dtype on assignment, and not afterwards.
+    # torch compares shape and dtype when a gradient is assigned, and not afterwards.
     param.grad = torch.empty_like(param)
     param.grad.data = grad

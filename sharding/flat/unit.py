@@ -49,7 +49,7 @@ class FlatUnit(Unit):
             device=settings.device,
             schedule=Schedule(
                 frees_after_forward=None if frees_after_forward else False,
-                # What is not sharded costs nothing to take again, maybe in a lower precision.
+                # Unsharded values cost no gather to take again, in a lower precision at most a cast.
                 frees_unsynced=frees_after_forward or not settings.is_sharded,
                 backward_prefetch=settings.backward_prefetch,
                 forward_prefetch=settings.forward_prefetch,
@@ -167,6 +167,7 @@ def _summoned(unit: FlatUnit, store: FlatParam, options: SummonOptions) -> Itera
         full = full.cpu()
     views = store.member_views(full)
     shown = _show(unit, store, views)
+    # After the parameters: torch compares a gradient with the shape that its parameter shows.
     if grads is not None:
         for param, grad in zip(store.params, store.member_views(grads), strict=True):
             if param.requires_grad:

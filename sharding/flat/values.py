@@ -149,6 +149,7 @@ class FlatValues(ParameterStore):
             return
         self.adopt_values()
         if self._aliases_flat:
+            # Looked up each time: a conversion of the module gives the shard other memory.
             self._full = self.flat.detach()
             self.state = State.UNSHARDED
             return
@@ -308,6 +309,7 @@ class FlatValues(ParameterStore):
         if not self._params_are_unsharded or self.shows_views:
             return
         base, itemsize = self._full.data_ptr(), self._full.element_size()
+        # By object and by address: `param.data = other` keeps the object.
         for item, param, member in zip(
             self.module_params, self.params, self.layout.members, strict=True
         ):

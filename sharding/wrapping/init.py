@@ -24,7 +24,7 @@ from sharding.engine.store import ModuleParam
 from sharding.engine.torch_seam import ParamPlace, is_marked_replicate
 from sharding.flat.members import FlatParameter
 
-# So much is copied, besides the parameters, while it is broadcast; torch's size.
+# A broadcast copies as much at a time, in addition to the parameters; torch's size.
 _BROADCAST_BYTES_MAX = 250 * 1024 * 1024
 
 
@@ -336,6 +336,7 @@ def sync_states(
     """
     tensors = [local_tensor(item.param) for item in module_params]
     for buffer in root.buffers():
+        # A buffer that two modules share is broadcast once.
         if id(buffer) not in synced:
             synced.add(id(buffer))
             tensors.append(local_tensor(buffer))
@@ -365,6 +366,7 @@ def _buckets(tensors: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
 
 def _broadcast(tensors: list[torch.Tensor], comm: Comm) -> None:
     flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
+    # All ranks have tensors of the same sizes, so all of them skip an empty one.
     if flat.numel():
         comm.broadcast(flat).wait()
     for tensor, part in zip(tensors, torch.split(flat, [t.numel() for t in tensors]), strict=True):

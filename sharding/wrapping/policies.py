@@ -124,6 +124,7 @@ def _apart(kwargs: Mapping[str, Any]) -> tuple[type[nn.Module], ...]:
 
 def _check_mixed(requests: list[WrapRequest], ignored: Ignored, use_orig_params: bool) -> None:
     """Refuse, or warn of, units that would mix frozen and trainable parameters."""
+    # A flat parameter wants a gradient or not as a whole.
     own = {id(request.module) for request in requests}
     for request in requests:
         flags: dict[bool, list[str]] = {True: [], False: []}

@@ -120,11 +120,12 @@ class CloudStore(HttpStore):
         return CloudWriter(self, ledger)
 
     def put_if_absent(self, key: str, data: bytes) -> None:
+        # Sent once: repeated after a lost answer, it would be refused because of its own object.
         self.objects.put_new(self.full_key(key), key, bytes(data), {}, may_be_repeated=False)
 
     def list(self, prefix: str, *, after: str = "") -> Iterator[ObjectInfo]:
         wanted = self._prefix + check_prefix(prefix)
-        try:
+        with self.objects.translating("list", prefix):
             # obstore's prefixes are whole directories.
             pages = obstore.list(
                 self.objects.once,
@@ -136,24 +137,18 @@ class CloudStore(HttpStore):
                     key = listed["path"][len(self._prefix) :]
                     if listed["path"].startswith(wanted) and key > after:
                         yield ObjectInfo(key, listed["size"], listed["last_modified"].timestamp())
-        except (BaseError, OSError, ValueError) as error:
-            raise self.objects.translated(error, "list", prefix) from None
 
     def info(self, key: str) -> ObjectInfo:
         full_key = self.full_key(key)
-        try:
+        with self.objects.translating("info", key):
             head = obstore.head(self.objects.once, full_key)
-        except (BaseError, OSError, ValueError) as error:
-            raise self.objects.translated(error, "info", key) from None
         return ObjectInfo(key, head["size"], head["last_modified"].timestamp())
 
     def delete(self, key: str) -> None:
         full_key = self.full_key(key)
-        try:
-            with contextlib.suppress(FileNotFoundError):
-                obstore.delete(self.objects.once, full_key)
-        except (BaseError, OSError, ValueError) as error:
-            raise self.objects.translated(error, "delete", key) from None
+        gone = contextlib.suppress(FileNotFoundError)
+        with self.objects.translating("delete", key), gone:
+            obstore.delete(self.objects.once, full_key)
 
     def sync(self, keys: Iterable[str]) -> None:
         """A write is answered when it is durable; there is nothing to wait for."""
@@ -170,10 +165,9 @@ class CloudStore(HttpStore):
 
     def metadata(self, key: str) -> dict[str, str]:
         """What a writer of ours noted with an object. Raises KeyNotFoundError."""
-        try:
+        # `obstore.head` leaves the attributes out.
+        with self.objects.translating("info", key):
             head = obstore.get(self.objects.once, self.full_key(key), options={"head": True})
-        except (BaseError, OSError, ValueError) as error:
-            raise self.objects.translated(error, "info", key) from None
         return dict(head.attributes)
 
     def full_key(self, key: str) -> str:
@@ -235,6 +229,7 @@ class CloudWriter(ObjectWriter):
         try:
             self._uploads[0].finish()
         except (KeyNotFoundError, OutcomeUnknownError):
+            # An upload is also gone when it was completed and the answer was lost.
             if not retry.run(self._is_ours):
                 raise
 

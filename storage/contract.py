@@ -1,7 +1,7 @@
 """The contract that every back-end keeps, as tests.
 
-To test a back-end, inherit from StoreContract in a test module and add a fixture `store`,
-or calls `check_store` where there is no pytest.
+To test a back-end, inherit from StoreContract in a test module and add a fixture `store`, or call
+`check_store` where there is no pytest.
 """
 
 from __future__ import annotations
@@ -252,8 +252,7 @@ class StoreContract:
 
     def test_list_is_in_key_order(self, store: Store) -> None:
         """A `/` sorts between `.` and `0`, so a directory's place is not that of its name."""
-        keys = ["a/b", "a.txt", "a0", "a/b.c", "a/b/c", "a/ä", "b", "a/b0"]
-        keys = [key for key in keys if key not in ("a/b",)]
+        keys = ["a.txt", "a0", "a/b.c", "a/b/c", "a/ä", "b", "a/b0"]
         for key in keys:
             store.put_if_absent(key, b"x")
         assert [entry.key for entry in store.list("")] == sorted(keys)

@@ -21,7 +21,7 @@ import numpy as np
 
 from storage.errors import AccessDeniedError
 from storage.forks import ForkSafeLock
-from storage.ranges import drop_front
+from storage.ranges import address_of, copy_to, drop_front
 
 _AT_FDCWD = -100
 _RENAME_NOREPLACE = 1
@@ -193,6 +193,7 @@ def read_into(file: OpenFile, start: int, views: Sequence[memoryview]) -> int:
     else:
         got = 0
     rest = drop_front(list(views), got)
+    # The kernel reads at most 2 GiB at a time, and less when a signal comes in between.
     while rest:
         count = os.preadv(fd, rest[:_VECTORS_MAX], start + got)
         if count == 0:
@@ -223,7 +224,7 @@ class AroundCache:
         room = -(-(start - first + nbytes) // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
         with self._memory(room) as memory, memoryview(memory)[:room] as window:
             got = max(0, _read_aligned(file, first, window) - (start - first))
-            done = _copy_to(views, window[start - first :], min(got, nbytes))
+            done = copy_to(views, window[start - first :], min(got, nbytes))
         rest = drop_front(list(views), done)
         return done + read_into(file, start + done, rest) if rest else done
 
@@ -234,7 +235,7 @@ class AroundCache:
             memory = self._free.pop() if self._free else None
         try:
             if memory is None or len(memory) < nbytes:
-                memory = mmap.mmap(-1, nbytes)
+                memory = mmap.mmap(-1, nbytes)  # in whole pages, as O_DIRECT wants it
             yield memory
         finally:
             with self._lock:
@@ -247,6 +248,7 @@ class AroundCache:
 
 def _read_aligned(file: OpenFile, start: int, window: memoryview) -> int:
     """The bytes that were read around the page cache, fewer at the file's end or when refused."""
+    # A read that ends within a block has met the end: there is nothing aligned to continue from.
     fd = file.direct_fd()
     done = 0
     while fd >= 0 and done < window.nbytes:
@@ -261,20 +263,6 @@ def _read_aligned(file: OpenFile, start: int, window: memoryview) -> int:
         if not count or count % ALIGNMENT_BYTES:
             break
     return done
-
-
-def _copy_to(views: Sequence[memoryview], source: memoryview, nbytes: int) -> int:
-    """Copy the first `nbytes` of `source` to the front of `views`; returns `nbytes`."""
-    address = _address(source) if nbytes else 0
-    left = nbytes
-    for view in views:
-        count = min(view.nbytes, left)
-        if count:
-            # Without the GIL, which an assignment to a slice would hold.
-            ctypes.memmove(_address(view), address, count)
-        address += count
-        left -= count
-    return nbytes
 
 
 class BufferedFile:
@@ -296,6 +284,7 @@ class BufferedFile:
                 start_writeback(self._fd, start, end - start)
 
     def finish(self, nbytes: int, *, durable: bool) -> None:
+        # Before the name: a name without its bytes would be a torn object after a power failure.
         if durable:
             os.fsync(self._fd)
         self.close()
@@ -332,7 +321,7 @@ class DirectFile:
     def write(self, views: list[memoryview], start: int) -> None:
         if not self._direct:
             self._buffered.write(views, start)
-        elif len(views) == 1 and _address(views[0]) % ALIGNMENT_BYTES == 0:
+        elif len(views) == 1 and address_of(views[0]) % ALIGNMENT_BYTES == 0:
             body_nbytes = views[0].nbytes // ALIGNMENT_BYTES * ALIGNMENT_BYTES
             self._write_aligned(views[0][:body_nbytes], start)
             self._write_copied([views[0][body_nbytes:]], start + body_nbytes)
@@ -340,6 +329,7 @@ class DirectFile:
             self._write_copied(views, start)
 
     def finish(self, nbytes: int, *, durable: bool) -> None:
+        # The space was allocated, and the end was written, in whole blocks.
         os.ftruncate(self._fd, nbytes)
         self._buffered.finish(nbytes, durable=durable)
         self.close()
@@ -358,6 +348,8 @@ class DirectFile:
             except OSError as error:
                 if error.errno != errno.EINVAL or refused:
                     raise
+                # Some filesystems accept the flag and refuse the write: once more, through the
+                # cache, and so for all parts that follow.
                 refused = True
                 self._direct = self._set_direct(False)
             if done % ALIGNMENT_BYTES and self._direct:
@@ -489,7 +481,15 @@ class OpenFiles:
                 return file
             self.forget(path)
             self.release(file)
-        return self._open(path)
+        self.give_up_deleted()
+        # Outside of the lock: an open on a network file system may take seconds.
+        file = OpenFile(self, path)
+        with self._lock:
+            self._retire(path)  # another thread may have opened it at the same time
+            self._files[path] = file
+            while len(self._files) > self._count_max:
+                self._retire(next(iter(self._files)))
+        return file
 
     def release(self, file: OpenFile) -> None:
         with self._lock:
@@ -514,16 +514,6 @@ class OpenFiles:
             for path in tuple(self._files):
                 self._retire(path)
 
-    def _open(self, path: str) -> OpenFile:
-        self.give_up_deleted()
-        file = OpenFile(self, path)
-        with self._lock:
-            self._retire(path)  # another thread may have opened it at the same time
-            self._files[path] = file
-            while len(self._files) > self._count_max:
-                self._retire(next(iter(self._files)))
-        return file
-
     def _retire(self, path: str) -> None:
         file = self._files.pop(path, None)
         if file is None:
@@ -531,7 +521,3 @@ class OpenFiles:
         file.retired = True
         if file.users == 0:
             file.close()
-
-
-def _address(view: memoryview) -> int:
-    return int(np.frombuffer(view, np.uint8).__array_interface__["data"][0])

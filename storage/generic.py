@@ -24,7 +24,7 @@ from storage.errors import (
     StorageError,
     TransientError,
 )
-from storage.ranges import PartLedger, flat_views
+from storage.ranges import PartLedger, copy_to, flat_views
 from storage.store import (
     ByteRange,
     ExclusiveCreate,
@@ -219,11 +219,7 @@ class FsspecStore(Store):
     def get_into(self, key: str, start: int, buffers: Sequence[memoryview]) -> None:
         views = flat_views(buffers)
         end = start + sum(view.nbytes for view in views)
-        source = memoryview(self.get(key, ByteRange(start, end)))
-        position = 0
-        for view in views:
-            view[:] = source[position : position + view.nbytes]
-            position += view.nbytes
+        copy_to(views, memoryview(self.get(key, ByteRange(start, end))), end - start)
 
     def create(
         self,
@@ -351,6 +347,7 @@ class FsspecStore(Store):
     def _find(self, base: str) -> dict[str, dict[str, Any]]:
         """Everything below `base` by key, unfinished objects included; fresh, not from a cache."""
         top = f"{self._root}/{base}" if base else self._root
+        # All of it: fsspec caches each directory by itself, and others write below this one.
         self.filesystem.invalidate_cache()
         try:
             entries = self.filesystem.find(top or "/", detail=True)
@@ -386,6 +383,7 @@ class FsspecStore(Store):
             return KeyNotFoundError(where)
         if isinstance(error, PermissionError):
             return AccessDeniedError(where)
+        # A creation may have happened: TransientError says that nothing did, and is repeated.
         if isinstance(error, (TimeoutError, ConnectionError)) and operation != "create":
             return TransientError(where)
         return StorageError(where)
@@ -449,6 +447,7 @@ class FsspecWriter(ObjectWriter):
             self._ledger.check_complete()
             with store.translating("create", self._ledger.key):
                 self._file.close()
+                # Once more: since `__enter__` looked, minutes may have passed.
                 store._refuse_existing(self._ledger.key, self._path)
                 store._move(self._temp, self._path)
         except Exception:

@@ -1,8 +1,8 @@
-"""Requests that take far longer than their like are sent a second time; the first answer counts.
+"""Hedged requests: a straggler is sent a second time, and the first answer counts.
 
 One connection that swallows everything would hold a whole training until it times out. When the
-second request is sent follows from how long others of its kind and size took. How many there may be
-is bounded by a share of all requests, as in Dean and Barroso, "The Tail at Scale" (CACM 2013),
+second request is sent follows from how long others of its kind and size took. Their number is
+bounded by a share of all requests, as in Dean and Barroso, "The Tail at Scale" (CACM 2013),
 https://research.google/pubs/the-tail-at-scale/. Amazon recommends the same for S3:
 https://docs.aws.amazon.com/AmazonS3/latest/userguide/optimizing-performance-guidelines.html
 
@@ -39,18 +39,16 @@ class NoAnswerError(TransientError):
     """Nothing was answered within the deadline; what was sent may arrive all the same."""
 
 
-class Like(NamedTuple):
-    """What makes requests comparable: the kind, and the size class of the `nbytes` they move."""
+class RequestKind(NamedTuple):
+    """What makes requests comparable: what they do, and the size class of their `nbytes`."""
 
-    kind: str
+    name: str
     nbytes: int = 0
 
     @property
     def group(self) -> tuple[str, int]:
-        """The same for all that are alike: sizes up to the same power of two are; below 64 KiB the
-        latency is what counts.
-        """
-        return self.kind, max(self.nbytes - 1, 0xFFFF).bit_length()
+        """The same for sizes up to the same power of two; below 64 KiB latency is what counts."""
+        return self.name, max(self.nbytes - 1, 0xFFFF).bit_length()
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +68,7 @@ class HedgeLimits:
 
     A request is given up `deadline_seconds` after it was sent, plus the time that its bytes take at
     `slowest_bytes_per_second`: 1,024 ranks with 4 requests each behind 10 Gb/s have ten times that.
-    One that completes an upload moves no bytes, and S3 may take minutes for it: `complete_seconds`.
+    Completing an upload moves no bytes, and may take S3 minutes: `complete_seconds`.
     """
 
     multiple: float = 3.0
@@ -103,50 +101,50 @@ class HedgeRule:
         self._seconds: dict[tuple[str, int], deque[float]] = {}
         self._saved = limits.saved_max / 2  # a few for the first requests of a process
 
-    def delay(self, like: Like) -> float:
-        """Seconds after which a request of that like is to be sent again."""
+    def delay(self, kind: RequestKind) -> float:
+        """Seconds after which a request of that kind is to be sent again."""
         limits = self._limits
-        return self._after(like, limits.multiple, limits.floor_seconds, limits.unknown_seconds)
+        return self._after(kind, limits.multiple, limits.floor_seconds, limits.unknown_seconds)
 
-    def stuck(self, like: Like, overtaken: int = 0) -> float:
-        """Seconds after which no server that works leaves a request of that like, when `overtaken`
+    def stuck(self, kind: RequestKind, overtaken: int = 0) -> float:
+        """Seconds after which no server that works leaves a request of that kind, when `overtaken`
         others were sent after it and answered.
         """
         limits = self._limits
         if overtaken >= limits.overtaken_min:
             unknown = limits.unknown_seconds
-            return self._after(like, limits.overtaken_multiple, limits.floor_seconds, unknown)
+            return self._after(kind, limits.overtaken_multiple, limits.floor_seconds, unknown)
         unknown = max(2 * limits.unknown_seconds, limits.stuck_seconds)
-        return self._after(like, limits.stuck_multiple, limits.stuck_seconds, unknown)
+        return self._after(kind, limits.stuck_multiple, limits.stuck_seconds, unknown)
 
-    def _after(self, like: Like, multiple: float, least: float, unknown: float) -> float:
-        typical = self.typical(like)
+    def _after(self, kind: RequestKind, multiple: float, least: float, unknown: float) -> float:
+        typical = self.typical(kind)
         return unknown if typical is None else max(multiple * typical, least)
 
-    def typical(self, like: Like) -> float | None:
+    def typical(self, kind: RequestKind) -> float | None:
         """The quantile of the durations of its kind in seconds; None where too few are known."""
-        known = self._seconds.get(like.group, ())
+        known = self._seconds.get(kind.group, ())
         if len(known) < self._limits.samples_min:
             return None
         return sorted(known)[math.ceil(self._limits.quantile * len(known)) - 1]
 
-    def late(self, like: Like) -> float:
+    def late(self, kind: RequestKind) -> float:
         """Seconds after which a line of the log says that a request waits longer than others."""
-        typical = self.typical(like)
+        typical = self.typical(kind)
         if typical is None:  # nobody knows what is long, but half of its time is over
-            return self.deadline(like) / 2
+            return self.deadline(kind) / 2
         return max(self._limits.late_seconds, self._limits.overtaken_multiple * typical)
 
-    def deadline(self, like: Like) -> float:
-        """Seconds after which a request of that like is given up."""
+    def deadline(self, kind: RequestKind) -> float:
+        """Seconds after which a request of that kind is given up."""
         limits = self._limits
-        if like.kind == COMPLETE:
+        if kind.name == COMPLETE:
             return limits.complete_seconds
-        return limits.deadline_seconds + like.nbytes / limits.slowest_bytes_per_second
+        return limits.deadline_seconds + kind.nbytes / limits.slowest_bytes_per_second
 
-    def answered(self, like: Like, seconds: float) -> None:
+    def answered(self, kind: RequestKind, seconds: float) -> None:
         """A request was answered after `seconds`."""
-        known = self._seconds.setdefault(like.group, deque(maxlen=self._limits.samples_max))
+        known = self._seconds.setdefault(kind.group, deque(maxlen=self._limits.samples_max))
         known.append(seconds)
         self._saved = min(self._saved + self._limits.share, self._limits.saved_max)
 
@@ -198,7 +196,7 @@ class Hedger:
 
     async def run(
         self,
-        like: Like,
+        kind: RequestKind,
         what: str,
         send: Callable[[], Awaitable[T]],
         again: Callable[[], Awaitable[T]],
@@ -210,12 +208,12 @@ class Hedger:
         """
         first: asyncio.Future[T] = asyncio.ensure_future(send())
         one = _Running(first, self._clock())
-        self._begin(like, one)
-        return await self._race(like, what, one, again, first.cancel)
+        self._begin(kind, one)
+        return await self._race(kind, what, one, again, first.cancel)
 
     def carry(
         self,
-        like: Like,
+        kind: RequestKind,
         what: str,
         send: Callable[[], T],
         again: Callable[[], Awaitable[T]],
@@ -227,8 +225,8 @@ class Hedger:
         `loop` has nothing to do with a request that is answered within `floor_seconds`.
         """
         one = _Carried[T](self._clock())
-        one.begin = partial(self._race, like, what, one, again, drop)
-        self._begin(like, one)
+        one.begin = partial(self._race, kind, what, one, again, drop)
+        self._begin(kind, one)
         with self._lock:
             if self._loop is not loop:  # in a forked child: what its parent carries is not its own
                 self._loop, self._is_looking = loop, False
@@ -248,14 +246,15 @@ class Hedger:
             one.answer.cancel()
             raise
         finally:
+            # Under the lock of `_look`: from here on there is a race, or there never will be.
             with self._lock:
                 self._carried.discard(one)
                 race = one.race
             if race is None:
-                self._end(like, one)
+                self._end(kind, one)
         if race is not None:
             return race.result()
-        self._is_answer(like, one, one.answer)
+        self._is_answer(kind, one, one.answer)
         return one.answer.result()
 
     def _look(self, loop: asyncio.AbstractEventLoop) -> None:
@@ -272,7 +271,7 @@ class Hedger:
 
     async def _race(
         self,
-        like: Like,
+        kind: RequestKind,
         what: str,
         first: _Running[T],
         again: Callable[[], Awaitable[T]],
@@ -291,50 +290,54 @@ class Hedger:
                 for one in running:
                     if one.future.done() and not one.is_seen:
                         one.is_seen = True
-                        if self._is_answer(like, one, one.future):
+                        if self._is_answer(kind, one, one.future):
                             self.tally.won += one is not first
                             return one.future.result()
+                # All have failed: the first error is the caller's, whatever the copies met.
                 if all(one.is_seen for one in running):
                     return first.future.result()
                 waited = self._clock() - first.started
                 with self._lock:
-                    if waited >= self._rule.deadline(like):
-                        raise NoAnswerError(self._given_up(what, waited, len(running)))
-                    self._report(like, what, waited, len(running))
-                    sends = self._may_send(like, running)
+                    if waited >= self._rule.deadline(kind):
+                        sent = len(running)
+                        raise NoAnswerError(
+                            f"{what}: no answer within {waited:.0f} s (sent {sent} times)"
+                        )
+                    self._report(kind, what, waited, len(running))
+                    sends = self._may_send(kind, running)
                     self.tally.hedges += sends
                 if sends:
                     running.append(_Running(asyncio.ensure_future(again()), self._clock()))
         finally:
-            self._end(like, first)
+            self._end(kind, first)
             if not first.future.done():
                 first.is_dropped = True
                 drop()
             for one in running[1:]:
                 one.future.cancel()
 
-    def _begin(self, like: Like, first: _Running[Any]) -> None:
+    def _begin(self, kind: RequestKind, first: _Running[Any]) -> None:
         with self._lock:
             self.tally.requests += 1
-            self._firsts.setdefault(like.group, []).append(first)
+            self._firsts.setdefault(kind.group, []).append(first)
 
-    def _end(self, like: Like, first: _Running[Any]) -> None:
+    def _end(self, kind: RequestKind, first: _Running[Any]) -> None:
         with self._lock:
-            self._firsts[like.group].remove(first)
+            self._firsts[kind.group].remove(first)
             if first in self._stuck:
                 self._stuck.clear()
 
-    def _may_send(self, like: Like, running: Sequence[_Running[T]]) -> bool:
+    def _may_send(self, kind: RequestKind, running: Sequence[_Running[T]]) -> bool:
         """Whether one more request is sent: all but one have failed, and that one is late."""
         now = self._clock()
         left = [one for one in running if not one.is_seen]
         if len(left) > 1 or now - running[-1].started < self._pause(len(running) - 1):
             return False
         waited, first = now - left[0].started, running[0]
-        if waited >= self._rule.delay(like) and self._rule.take():
+        if waited >= self._rule.delay(kind) and self._rule.take():
             return True
         # A server that is slow for all, because it has too much to do, gets one more at a time.
-        stuck = self._rule.stuck(like, left[0].overtaken)
+        stuck = self._rule.stuck(kind, left[0].overtaken)
         if waited < stuck or (self._stuck and first not in self._stuck):
             return False
         self._stuck[:] = [first]
@@ -347,27 +350,25 @@ class Hedger:
         longer = limits.failed_seconds * 2.0 ** min(failed - 1, 64)
         return min(longer, limits.failed_seconds_max) if failed else 0.0
 
-    def _is_answer(self, like: Like, one: _Running[Any], future: Any) -> bool:
+    def _is_answer(self, kind: RequestKind, one: _Running[Any], future: Any) -> bool:
         error = None if future.cancelled() else future.exception()
         with self._lock:
+            # A refusal is no measure: it may come at once where an answer takes long.
             if error is None and not future.cancelled():
-                self._rule.answered(like, self._clock() - one.started)
-                for other in self._firsts[like.group]:
+                self._rule.answered(kind, self._clock() - one.started)
+                for other in self._firsts[kind.group]:
                     other.overtaken += other.started < one.started
                 return True
             if isinstance(error, SlowDownError):
                 self._rule.refused()
             return False
 
-    def _given_up(self, what: str, waited: float, sent: int) -> str:
-        return f"{what}: no answer within {waited:.0f} s (sent {sent} times)"
-
-    def _report(self, like: Like, what: str, waited: float, sent: int) -> None:
+    def _report(self, kind: RequestKind, what: str, waited: float, sent: int) -> None:
         now = self._clock()
-        if waited < self._rule.late(like) or now - self._logged < LOG_SECONDS:
+        if waited < self._rule.late(kind) or now - self._logged < LOG_SECONDS:
             return
         self._logged = now
-        typical = self._rule.typical(like)
+        typical = self._rule.typical(kind)
         logger.warning(
             "%s%s: no answer for %.0f s%s; %s, given up after %.0f s",
             f"{self._patience.who}: " if self._patience.who else "",
@@ -375,7 +376,7 @@ class Hedger:
             waited,
             "" if typical is None else f", others like it take {typical:.2g} s",
             "sent again" if sent > 1 else "sent once",
-            self._rule.deadline(like),
+            self._rule.deadline(kind),
         )
 
 

@@ -1,7 +1,7 @@
 """Options of stores whose secrets no repr shows: tools that report errors show the variables of
 every frame, and debuggers show attributes.
 
-Only copies are hidden. The mapping that a caller passes, and his own frames, stay as they are.
+Only copies are hidden. The caller's own mapping and frames stay as they are.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ class HiddenText(str):
     __slots__ = ()
 
     def __repr__(self) -> str:
+        # Salted anew in each process: a plain hash of a short secret could be guessed.
         digest = hmac.digest(_SALT, self.encode("utf-8", "backslashreplace"), hashlib.sha256)
         return f"<hidden {digest.hex()[:16]}>"
 

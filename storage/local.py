@@ -87,38 +87,26 @@ class LocalStore(Store):
         return os.path.realpath(self._root)
 
     def get(self, key: str, byte_range: ByteRange | None = None) -> bytes:
-        path = self._path(key)
-        try:
-            if byte_range is not None:
-                target = bytearray(byte_range.nbytes)
-                self._read(key, path, byte_range.start, [memoryview(target)])
-                return bytes(target)
-            with self._open_files.uncached(path) as file:
-                target = bytearray(file.nbytes)
-                read_into(file, 0, [memoryview(target)] if target else [])
-                return bytes(target)
-        except OSError as error:
-            raise self._translated(error, "read", key) from error
+        if byte_range is not None:
+            target = bytearray(byte_range.nbytes)
+            self._read(key, byte_range.start, [memoryview(target)])
+            return bytes(target)
+        # Whole objects are read once: only files that are read in ranges stay open.
+        with self._translating("read", key), self._open_files.uncached(self._path(key)) as file:
+            target = bytearray(file.nbytes)
+            read_into(file, 0, [memoryview(target)] if target else [])
+            return bytes(target)
 
     def get_into(self, key: str, start: int, buffers: Sequence[memoryview]) -> None:
-        try:
-            self._read(key, self._path(key), start, flat_views(buffers))
-        except OSError as error:
-            raise self._translated(error, "read", key) from error
+        self._read(key, start, flat_views(buffers))
 
     def get_direct_into(self, key: str, start: int, buffers: Sequence[memoryview]) -> None:
-        try:
-            self._read(key, self._path(key), start, flat_views(buffers), direct=True)
-        except OSError as error:
-            raise self._translated(error, "read", key) from error
+        self._read(key, start, flat_views(buffers), direct=True)
 
     def is_cold(self, key: str, byte_range: ByteRange) -> bool:
         start, nbytes = byte_range.start, byte_range.nbytes
-        try:
-            with self._open_files.acquire(self._path(key)) as file:
-                return cached_nbytes(file.fd, start, nbytes) * 2 < nbytes
-        except OSError as error:
-            raise self._translated(error, "read", key) from error
+        with self._translating("read", key), self._open_files.acquire(self._path(key)) as file:
+            return cached_nbytes(file.fd, start, nbytes) * 2 < nbytes
 
     def create(
         self,
@@ -130,6 +118,7 @@ class LocalStore(Store):
         direct: bool = False,
     ) -> LocalWriter:
         ledger = PartLedger(check_key(key), nbytes, part_nbytes)
+        # O_DIRECT takes no other offsets, and a part begins where the one before it ends.
         aligned = part_nbytes % ALIGNMENT_BYTES == 0 or part_nbytes >= nbytes
         direct = direct and aligned and nbytes > 0
         if not direct and nbytes >= CACHED_NBYTES_MIN:
@@ -138,7 +127,7 @@ class LocalStore(Store):
 
     def begin_joint(self, key: str, nbytes: int, *, part_nbytes: int) -> str:
         final = self._path(key)
-        try:
+        with self._translating("create", key):
             if os.path.lexists(final):
                 raise KeyExistsError(f"create {key}: exists already in {self.url}")
             temp, fd = self._open_unfinished(final)
@@ -146,8 +135,6 @@ class LocalStore(Store):
                 os.ftruncate(fd, nbytes)
             finally:
                 os.close(fd)
-        except OSError as error:
-            raise self._translated(error, "create", key) from error
         return os.path.basename(temp)
 
     def joint(self, key: str, nbytes: int, *, part_nbytes: int, token: str) -> LocalJointWriter:
@@ -159,13 +146,10 @@ class LocalStore(Store):
         if missing := part_count(nbytes, part_nbytes) - len(receipts):
             raise ValueError(f"{key}: {missing} parts were never written; not published")
         final = self._path(key)
-        try:
+        # The bytes are durable: every writer has synced the file after its own parts.
+        with self._translating("create", key):
             self._publish(os.path.join(os.path.dirname(final), token), final)
             self._sync_directories([os.path.dirname(final)])
-        except FileExistsError as exists:
-            raise KeyExistsError(f"create {key}: exists already in {self.url}") from exists
-        except OSError as error:
-            raise self._translated(error, "create", key) from error
 
     def abort_joint(self, key: str, token: str) -> None:
         _remove_quietly(os.path.join(os.path.dirname(self._path(key)), token))
@@ -205,16 +189,12 @@ class LocalStore(Store):
 
     def list(self, prefix: str, *, after: str = "") -> Iterator[ObjectInfo]:
         base = check_prefix(prefix).rpartition("/")[0]
-        try:
+        with self._translating("list", prefix):
             yield from self._walk(base + "/" if base else "", prefix, after, ())
-        except OSError as error:
-            raise self._translated(error, "list", prefix) from error
 
     def info(self, key: str) -> ObjectInfo:
-        try:
+        with self._translating("info", key):
             status = os.stat(self._path(key))
-        except OSError as error:
-            raise self._translated(error, "info", key) from error
         if not stat.S_ISREG(status.st_mode):
             raise KeyNotFoundError(f"info {key}: not a file, in {self.url}")
         return ObjectInfo(key, status.st_size, status.st_mtime)
@@ -253,22 +233,22 @@ class LocalStore(Store):
         to may be another's. "" when there is none.
         """
         parts = key.split("/")[:-1]
-        lineage = ("/".join(parts[:count]) for count in range(2, len(parts) + 1))
-        return next((path for path in lineage if os.path.islink(f"{self._root}/{path}")), "")
+        for count in range(2, len(parts) + 1):
+            path = "/".join(parts[:count])
+            if os.path.islink(f"{self._root}/{path}"):
+                return path
+        return ""
 
     def sync(self, keys: Iterable[str]) -> None:
         directories: dict[str, None] = {}
         for key in keys:
             path = self._path(key)
-            try:
+            with self._translating("sync", key):
                 _sync_path(path, os.O_RDONLY)
-            except OSError as error:
-                raise self._translated(error, "sync", key) from error
             directories[os.path.dirname(path)] = None
-        try:
+        # After the files, and once for all files of a directory.
+        with self._translating("sync", "directories of what was written"):
             self._sync_directories(directories)
-        except OSError as error:
-            raise self._translated(error, "sync", "directories of what was written") from error
 
     def abort_unfinished(self, prefix: str) -> int:
         base = check_prefix(prefix).rpartition("/")[0]
@@ -300,16 +280,10 @@ class LocalStore(Store):
         return os.path.join(self._root, check_key(key))
 
     def _read(
-        self,
-        key: str,
-        path: str,
-        start: int,
-        views: Sequence[memoryview],
-        *,
-        direct: bool = False,
+        self, key: str, start: int, views: Sequence[memoryview], *, direct: bool = False
     ) -> None:
         end = start + sum(view.nbytes for view in views)
-        with self._open_files.acquire(path) as file:
+        with self._translating("read", key), self._open_files.acquire(self._path(key)) as file:
             read = self._around_cache.read_into if direct else read_into
             if start < 0 or end > file.nbytes or read(file, start, views) < end - start:
                 raise ShortReadError(
@@ -324,6 +298,7 @@ class LocalStore(Store):
         try:
             with os.scandir(f"{self._root}/{within}") as entries:
                 here = _identity(f"{self._root}/{within}")
+                # A directory sorts by its name with the slash, as the keys in it do.
                 names = sorted((f"{e.name}/" if e.is_dir() else e.name, e) for e in entries)
         except _MISSING:
             return
@@ -379,6 +354,7 @@ class LocalStore(Store):
     def _publish(self, temp: str, final: str) -> None:
         """Give `temp` its final name. FileExistsError when that is taken; `temp` stays then."""
         ours = _identity(temp)
+        # Not a rename, which would replace what another writer has published.
         try:
             os.link(temp, final)
         except FileExistsError:
@@ -437,9 +413,20 @@ class LocalStore(Store):
             if directory != self._root:
                 raise
 
+    @contextlib.contextmanager
+    def _translating(self, operation: str, key: str) -> Iterator[None]:
+        """What the block raises, as an error of this package that names the operation."""
+        try:
+            yield
+        except OSError as error:
+            raise self._translated(error, operation, key) from error
+
     def _translated(self, error: OSError, operation: str, key: str) -> StorageError:
         where = f"{operation} {key} in {self.url}"
         code = error.errno
+        if code == errno.EEXIST and operation == "create":
+            return KeyExistsError(f"create {key}: exists already in {self.url}")
+        # While one creates, a directory is missing: that is no missing object.
         if code in (errno.ENOENT, errno.ENOTDIR, errno.EISDIR) and operation != "create":
             return KeyNotFoundError(f"{where}: no such object")
         if code in (errno.EACCES, errno.EPERM, errno.EROFS):
@@ -497,7 +484,7 @@ class LocalWriter(ObjectWriter):
         try:
             self._file.write(flat_views(buffers), where.start)
         except OSError as error:
-            self._ledger.release(index)
+            self._ledger.release(index)  # a caller may repeat the part
             raise self._store._translated(error, "create", self._ledger.key) from error
 
     def shorten(self, nbytes: int) -> None:
@@ -507,18 +494,16 @@ class LocalWriter(ObjectWriter):
         if kind is not None:
             self._discard()
             return
-        key, store = self._ledger.key, self._store
+        store = self._store
+        # The bytes reach the disk before the name does, and the name before this returns.
         try:
-            self._ledger.check_complete()
-            self._file.finish(self._ledger.nbytes, durable=self._durable)
-            store._publish(self._temp, self._final)
-            self._temp = ""
-            if self._durable:
-                store._sync_directories([os.path.dirname(self._final)])
-        except FileExistsError as exists:
-            raise KeyExistsError(f"create {key}: exists already in {store.url}") from exists
-        except OSError as failed:
-            raise store._translated(failed, "create", key) from failed
+            with store._translating("create", self._ledger.key):
+                self._ledger.check_complete()
+                self._file.finish(self._ledger.nbytes, durable=self._durable)
+                store._publish(self._temp, self._final)
+                self._temp = ""
+                if self._durable:
+                    store._sync_directories([os.path.dirname(self._final)])
         finally:
             self._discard()
 
@@ -539,10 +524,8 @@ class LocalJointWriter(JointWriter):
         self._store = store
         self._ledger = ledger
         path = os.path.join(os.path.dirname(store._path(ledger.key)), token)
-        try:
+        with store._translating("write", ledger.key):
             self._file = BufferedFile(os.open(path, os.O_WRONLY | os.O_CLOEXEC))
-        except OSError as error:
-            raise store._translated(error, "write", ledger.key) from error
 
     def write_part(self, index: int, buffers: Sequence[memoryview]) -> None:
         where = self._ledger.claim(index, buffers)
@@ -555,10 +538,9 @@ class LocalJointWriter(JointWriter):
 
     def close(self) -> None:
         try:
-            if self.receipts:
-                self._file.finish(self._ledger.nbytes, durable=True)
-        except OSError as error:
-            raise self._store._translated(error, "write", self._ledger.key) from error
+            with self._store._translating("write", self._ledger.key):
+                if self.receipts:
+                    self._file.finish(self._ledger.nbytes, durable=True)
         finally:
             self._file.close()
 

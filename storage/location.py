@@ -1,8 +1,8 @@
 """Where objects are, as a caller says it: a url, a path, a place on a filesystem of fsspec, or a
 store that the caller made.
 
-Everything that takes a url takes the others as well, so everything that is derived from a url (a
-name for messages, a place below it) has to be derived from them, too: that is done here, once.
+Everything that takes a url takes the others as well. What is derived from a url (a name for
+messages, a place below it) is derived from them too, here and once.
 """
 
 from __future__ import annotations

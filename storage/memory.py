@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from storage.errors import KeyExistsError, KeyNotFoundError, ShortReadError
 from storage.forks import ForkSafeLock
-from storage.ranges import PartLedger, flat_views
+from storage.ranges import PartLedger, copy_to, flat_views
 from storage.store import (
     ByteRange,
     ExclusiveCreate,
@@ -31,7 +31,7 @@ class MemoryBucket:
         self._lock = ForkSafeLock()
 
     def find(self, key: str) -> tuple[bytes | bytearray, float] | None:
-        return self._objects.get(key)
+        return self._objects.get(key)  # objects never change: no lock is needed
 
     def add(self, key: str, data: bytes | bytearray) -> bool:
         """False, and nothing changed, when `key` exists already."""
@@ -92,11 +92,9 @@ class MemoryStore(Store):
     def get_into(self, key: str, start: int, buffers: Sequence[memoryview]) -> None:
         data, _ = self._find(key, "read")
         views = flat_views(buffers)
-        self._check_length(key, len(data), ByteRange(start, start + sum(v.nbytes for v in views)))
-        source = memoryview(data)
-        for view in views:
-            view[:] = source[start : start + view.nbytes]
-            start += view.nbytes
+        wanted = ByteRange(start, start + sum(view.nbytes for view in views))
+        self._check_length(key, len(data), wanted)
+        copy_to(views, memoryview(data)[start:], wanted.nbytes)
 
     def create(
         self,

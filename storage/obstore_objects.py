@@ -8,7 +8,7 @@ import re
 import threading
 import time
 import weakref
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from datetime import timedelta
@@ -65,34 +65,30 @@ class Objects:
     loop: asyncio.AbstractEventLoop
 
     def get(self, full_key: str, key: str, nbytes_max: int | None) -> bytes:
-        try:
+        with self.translating("read", key):
             response = obstore.get(self.once, full_key)
             # Only the head has come so far; the body follows with `bytes()`.
             check_bound(self.url, key, response.meta["size"], nbytes_max)
             return bytes(response.bytes())
-        except (BaseError, OSError, ValueError) as error:
-            raise self.translated(error, "read", key) from None
 
     def fill(self, full_key: str, key: str, start: int, views: Sequence[memoryview]) -> int:
         """Fill `views` from byte `start` on; how many bytes came."""
         stop = start + sum(view.nbytes for view in views)
         got = 0
-        try:
+        with self.translating("read", key):
             response = obstore.get(self.once, full_key, options={"range": (start, stop)})
             targets = _Targets(views)
             for chunk in response.stream(min_chunk_size=_READ_CHUNK_NBYTES):
                 targets.take(memoryview(chunk))
                 got += len(chunk)
-        except (BaseError, OSError, ValueError) as error:
-            raise self.translated(error, "read", key) from None
         return got
 
     async def probe(self, full_key: str, key: str) -> TransientError | None:
         """Why the server cannot be reached; None when it answers, whatever it says."""
         try:
-            await obstore.head_async(self.once, full_key)
-        except (BaseError, OSError, ValueError) as error:
-            failed = self.translated(error, "create", key)
+            with self.translating("create", key):
+                await obstore.head_async(self.once, full_key)
+        except StorageError as failed:
             return failed if isinstance(failed, TransientError) else None
         return None
 
@@ -106,7 +102,7 @@ class Objects:
         may_be_repeated: bool,
     ) -> None:
         """One PUT that the server refuses when the key is there."""
-        try:
+        with self.translating("create", key, may_be_repeated=may_be_repeated):
             obstore.put(
                 self.once,
                 full_key,
@@ -115,8 +111,6 @@ class Objects:
                 attributes=dict(metadata),
                 use_multipart=False,
             )
-        except (BaseError, OSError, ValueError) as error:
-            raise self.translated(error, "create", key, may_be_repeated=may_be_repeated) from None
 
     def upload(
         self, full_key: str, key: str, part_nbytes: int, metadata: Mapping[str, str]
@@ -124,8 +118,18 @@ class Objects:
         """A new object in several parts, begun."""
         return Upload(self, full_key, key, part_nbytes, metadata)
 
-    def translated(
-        self, error: Exception, operation: str, key: str, *, may_be_repeated: bool = True
+    @contextlib.contextmanager
+    def translating(
+        self, operation: str, key: str, *, may_be_repeated: bool = True
+    ) -> Iterator[None]:
+        """What the block raises, as an error of this package that names the operation."""
+        try:
+            yield
+        except (BaseError, OSError, ValueError) as error:
+            raise self._translated(error, operation, key, may_be_repeated) from None
+
+    def _translated(
+        self, error: Exception, operation: str, key: str, may_be_repeated: bool
     ) -> StorageError:
         """What to do next. Only the error code and message of an answer are kept: a server may
         repeat the whole request in it, session token included.
@@ -210,9 +214,9 @@ class Upload:
     """One multi-part upload that obstore runs on fsspec's event loop while parts are fed to it.
 
     obstore cuts the bytes that it gets into parts in their order, and reads them where they are.
-    It is done with a piece of memory when the view that it was given is garbage-collected. A
-    part that comes before its turn is copied, and so is a last part that is shorter, because
-    obstore keeps that one until the end.
+    It has read a piece of memory when the view that it was given is garbage-collected. A part that
+    comes before its turn is copied, and so is a shorter last part, which obstore keeps until the
+    end.
     """
 
     def __init__(
@@ -304,7 +308,7 @@ class Upload:
                 # obstore has one error for all requests of an upload, and only its text tells them
                 # apart: parts are sent by PUT, the end by POST.
                 self._part_failed = "Error performing PUT" in str(error)
-                failed = self._objects.translated(error, "create", self._key)
+                failed = self._objects._translated(error, "create", self._key, True)
                 if self._feed.was_begun and isinstance(failed, TransientError):
                     raise _Spent(failed) from None
                 raise failed from None
@@ -403,6 +407,7 @@ class _Feed:
 
     def close(self) -> None:
         self._closed = True
+        # Writers wait until the views that nobody will send are garbage-collected.
         while not self._views.empty():
             self._views.get_nowait()
 

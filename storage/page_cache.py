@@ -1,4 +1,4 @@
-"""How much the page cache may take, and what of this process's files is in it."""
+"""How much the page cache may take, and which of this process's files are in it."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ def memory_left(proc: str = "/proc", cgroups: str = "/sys/fs/cgroup") -> int:
     fields = _fields(f"{proc}/meminfo")
     left = fields.get("MemAvailable:", 0) * 1024
     for line in _text(f"{proc}/self/cgroup").splitlines():
+        # Lines of version 1 name their controllers, the one of version 2 ("0::/group") does not.
         controllers, _, group = line.partition(":")[2].partition(":")
         if controllers and "memory" not in controllers.split(","):
             continue
@@ -29,6 +30,7 @@ def memory_left(proc: str = "/proc", cgroups: str = "/sys/fs/cgroup") -> int:
             with contextlib.suppress(ValueError):
                 files = _fields(f"{place}/memory.stat")
                 kept = [files.get(f"{prefix}{kind}_file", 0) for kind in ("active", "inactive")]
+                # ValueError: "max", or a group without files here. The group above may have some.
                 room = int(_text(f"{place}/{limit}")) - int(_text(f"{place}/{used}"))
                 left = min(left, room + sum(kept))
             if not group.strip("/"):

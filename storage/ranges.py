@@ -1,9 +1,12 @@
-"""Pure arithmetic on byte ranges, parts and buffers."""
+"""Arithmetic on byte ranges, parts and buffers."""
 
 from __future__ import annotations
 
+import ctypes
 import threading
 from collections.abc import Sequence
+
+import numpy as np
 
 from storage.store import ByteRange
 
@@ -42,6 +45,25 @@ def drop_front(views: list[memoryview], nbytes: int) -> list[memoryview]:
             return [view[nbytes:], *views[i + 1 :]]
         nbytes -= view.nbytes
     return []
+
+
+def address_of(view: memoryview) -> int:
+    """Where its first byte lies in memory."""
+    return int(np.frombuffer(view, np.uint8).__array_interface__["data"][0])
+
+
+def copy_to(views: Sequence[memoryview], source: memoryview, nbytes: int) -> int:
+    """Copy the first `nbytes` of `source` to the front of `views`; returns `nbytes`."""
+    address = address_of(source) if nbytes else 0
+    left = nbytes
+    for view in views:
+        count = min(view.nbytes, left)
+        if count:
+            # Without the GIL, which an assignment to a slice would hold.
+            ctypes.memmove(address_of(view), address, count)
+        address += count
+        left -= count
+    return nbytes
 
 
 class PartLedger:

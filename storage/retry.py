@@ -120,6 +120,7 @@ class Trial:
         now, limit = policy.clock(), policy.patience.seconds
         spent = now - self._started
         if self._number == policy.attempts_max or spent + pause >= limit:
+            # The same object: its class and its cause are what handlers look at.
             error.args = (f"{error} (gave up: attempt {self._number}, after {spent:.1f} s)",)
             raise error
         if not self._is_waiting:
@@ -148,6 +149,7 @@ def run_publishing(
             if not is_ours():
                 raise
 
+    # TransientError says that nothing happened, and nobody knows that after lost answers.
     try:
         policy.run(attempt)
     except TransientError as error:
@@ -262,7 +264,7 @@ class RetryingStore(WrappedStore):
         self._policy.run(lambda: self.inner.delete(key))
 
     def sync(self, keys: Iterable[str]) -> None:
-        wanted = tuple(keys)
+        wanted = tuple(keys)  # a generator would be empty at the second attempt
         self._policy.run(lambda: self.inner.sync(wanted))
 
     def abort_unfinished(self, prefix: str) -> int:

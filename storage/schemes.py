@@ -56,6 +56,7 @@ def register_store(scheme: str, factory: StoreFactory) -> None:
         )
     with _lock:
         known = _factories.setdefault(scheme, factory)
+    # Not replaced: open stores of the first one would share urls with those of the second.
     if known is not factory:
         raise InvalidUrlError(
             f"register_store({scheme!r}): {scheme}:// is opened by {known!r} already; choose "

@@ -98,7 +98,7 @@ def redacted(url: str) -> str:
         return "::".join(map(redacted, url.split("::")))
     try:
         parts = urlsplit(url)
-    except ValueError:
+    except ValueError:  # it cannot be taken apart, so all of it may be a secret
         return url.partition("://")[0] + "://***"
     if not parts.scheme or "://" not in url:
         return url
@@ -418,6 +418,7 @@ class Patience:
         with self._changed:
             self._seconds = seconds
             self._changed.notify_all()
+        # The former listener hears the end, and the new one what is so now.
         with self._reporting:
             if self._reported and self._on_wait is not None:
                 self._on_wait(False)

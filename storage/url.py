@@ -91,7 +91,7 @@ def open_store(
     `expect_root`, the id of a root (32 hex digits), refuses every other root at `url`.
 
     No repr, attribute or variable of a frame of ours shows a key or a credential in the options;
-    the mapping that a caller keeps, and passes, is his own and shows what it holds.
+    the caller's own mapping does.
 
     `retry` applies to stores behind a network, those of callers included unless they repeat what
     fails themselves; None means the usual policy. Raises InvalidUrlError.

@@ -263,6 +263,7 @@ class SpreadStore(WrappedStore):
             raise self._refused("the root has data files that are not spread")
         with contextlib.suppress(KeyExistsError):  # another rank, or our own lost answer
             self.inner.put_if_absent(SPREAD_KEY, b"shardpoint spread %d\n" % (self._wanted or 1))
+        # Read back: with writers that disagree, the record that came first holds for all.
         if self._look() != self._wanted:
             raise self._refused(f"the root spreads over {self._recorded}")
 

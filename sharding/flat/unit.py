@@ -49,7 +49,7 @@ class FlatUnit(Unit):
             device=settings.device,
             schedule=Schedule(
                 frees_after_forward=None if frees_after_forward else False,
-                # Unsharded values cost no gather to take again, in a lower precision at most a cast.
+                # Unsharded values cost no gather to take again; in low precision, a cast.
                 frees_unsynced=frees_after_forward or not settings.is_sharded,
                 backward_prefetch=settings.backward_prefetch,
                 forward_prefetch=settings.forward_prefetch,

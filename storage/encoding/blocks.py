@@ -55,6 +55,7 @@ class CrcTag:
         return data
 
     def _sum(self, number: int, data: bytes | memoryview, about: bytes) -> bytes:
+        # Continued over the data, which need not be copied behind what goes before it.
         before = crc32c.crc32c(struct.pack("<Q", number) + about)
         return struct.pack("<I", crc32c.crc32c(data, before))
 
@@ -103,6 +104,7 @@ class Zstd:
         planes = planes or self._best_planes(data)
         if planes != RAW:
             packed = self._compressor.compress(in_planes(data, planes))
+            # Samples may be wrong. Raw at worst: `ObjectEncoder.nbytes_max` relies on it.
             if len(packed) < WORTH * data.nbytes:
                 return planes, packed
         return RAW, data

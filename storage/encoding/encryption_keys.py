@@ -38,7 +38,7 @@ class EncryptionKey:
 
     def derived(self, salt: bytes, info: bytes) -> bytes:
         """32 bytes of HKDF with SHA-256 (RFC 5869) of this key."""
-        # One block of the expansion is as long as what is wanted.
+        # Without a salt, zeros stand for it. One block of the expansion has the wanted length.
         return hmac.digest(self._mac(salt or bytes(32)), info + b"\1", hashlib.sha256)
 
     def __repr__(self) -> str:
@@ -86,6 +86,7 @@ def read_key(source: KeySource, wanted_id: str, url: str) -> EncryptionKey:
 
 def _secret(source: Any, wanted_id: str, url: str) -> bytes:
     origin = "encryption_key"
+    # Refused without showing it: as a path it would appear in a message about a missing file.
     if isinstance(source, str) and _HEX.fullmatch(source.encode("utf-8", "replace")):
         raise InvalidUrlError(
             f"{url}: encryption_key is text that may be the key itself; pass bytes.fromhex(...) of "

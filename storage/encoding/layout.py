@@ -3,11 +3,11 @@
 magic | tagged blocks, in the order in which they were written | tagged index | footer
 
 Threads that write encode the blocks, which are packed as they come (`EncodedWriter`). The length is
-known at the end alone. So the object is begun with the most that it can have, and shortened to what
-it has before its last part is written.
+known only at the end. So the object is begun with the largest length that it can have, and
+shortened before its last part is written.
 
-What a root says is a line in front of what its FORMAT object has else (`encode_root`). It is
-readable without a key, and readers that know nothing of it refuse it as a newer format.
+What a root says is the header line before FORMAT's own content (`encode_root`). It is readable
+without a key, and readers that know nothing of it refuse it as a newer format.
 """
 
 from __future__ import annotations
@@ -214,6 +214,7 @@ class ObjectIndex:
     def entry(self, number: int) -> BlockPlace:
         """Where block `number` is stored."""
         entry = BlockPlace(*_ENTRY.unpack_from(self._entries, number * _ENTRY.size))
+        # Where nothing is encrypted, anybody can make an index that matches its tag.
         if entry.start < len(MAGIC) or entry.nbytes > BLOCK_NBYTES + self._tag.nbytes:
             raise damaged(self._where, f"its index has {entry} for block {number}")
         return entry
@@ -363,6 +364,7 @@ class EncodedWriter(ObjectWriter):
         where = self._ledger.claim(index, buffers)
         views = flat_views(buffers)
         encoded: list[tuple[int, int, bytes]] = []
+        # Encoding takes the time and needs no lock; packing, which has an order, does.
         for number in self._encoder.grid.blocks_of_part(index):
             block = self._encoder.grid.block(number)
             data = _joined(views, block.start - where.start, block.nbytes)
@@ -394,6 +396,7 @@ class EncodedWriter(ObjectWriter):
         self._append(self._encoder.end([entry for entry in self._entries if entry is not None]))
         if self._nbytes < self._announced_nbytes:
             self._writer.shorten(self._nbytes)
+        # Something is kept: the last part must not be empty.
         for part in self._whole_parts(keep=1):
             self._writer.write_part(*part)
         self._writer.write_part(self._index, self._waiting)

@@ -1,4 +1,4 @@
-"""A store whose objects are encoded where they lie, and are as ever for those who read and write.
+"""A store whose objects are encoded in the storage, and plain for those who read and write.
 
 What a root is follows from its FORMAT object (`storage.encoding.layout`), or, where a step's
 directory was opened by itself, from its objects. It is looked at when something depends on it, and
@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import re
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
@@ -49,7 +49,6 @@ from storage.forks import ForkSafeLock
 from storage.ranges import flat_views
 from storage.store import (
     ByteRange,
-    JointWriter,
     ObjectInfo,
     ObjectWriter,
     Store,
@@ -122,7 +121,7 @@ class EncodedStore(WrappedStore):
         super().__init__(inner)
         self._options = options or EncodingOptions()
         self._wants_encoding = self._options[:2] != (None, None)
-        self._is_known = False  # what the root is; then:
+        self._is_known = False  # whether the root is encoded, and how; then:
         self._codec: Codec | None = None
         self._encoding: RootEncoding | None = None
         self._format = b""  # the FORMAT object that says so
@@ -249,7 +248,7 @@ class EncodedStore(WrappedStore):
             codec, self._name(key), Grid(nbytes, part_nbytes, min(BLOCK_NBYTES, part_nbytes))
         )
         longest = encoder.nbytes_max
-        # One part stays one; of more there may be one more, which may be too many.
+        # One part stays one; several may become one more than S3 takes.
         size = longest if nbytes <= part_nbytes else part_nbytes
         while -(-longest // size) > _PARTS_MAX:
             size += part_nbytes
@@ -265,16 +264,9 @@ class EncodedStore(WrappedStore):
             return ""
         return self.inner.begin_joint(key, nbytes, part_nbytes=part_nbytes)
 
-    def joint(self, key: str, nbytes: int, *, part_nbytes: int, token: str) -> JointWriter:
-        return self.inner.joint(key, nbytes, part_nbytes=part_nbytes, token=token)
-
-    def end_joint(
-        self, key: str, nbytes: int, *, part_nbytes: int, token: str, receipts: Mapping[int, str]
-    ) -> None:
-        self.inner.end_joint(key, nbytes, part_nbytes=part_nbytes, token=token, receipts=receipts)
-
     def delete(self, key: str) -> None:
         self._forget(key)
+        # Without FORMAT, what comes next may be another root.
         if key == FORMAT_KEY:
             self._is_known = False
         self.inner.delete(key)
@@ -298,6 +290,7 @@ class EncodedStore(WrappedStore):
     def _new_codec(self) -> Codec | None:
         """How a root is encoded that does not exist yet."""
         source, level = self._options.encryption_key, self._options.level
+        # Under the lock: a function that gives the key is called once, and all get one answer.
         with self._lock:
             if self._new is None and self._wants_encoding:
                 secret = None if source is None else read_key(source, "", self.url)

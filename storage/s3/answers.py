@@ -88,7 +88,8 @@ def translated(
             f"{where}: {cause}; set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY or a profile, "
             "or pass anon=True"
         )
-    if isinstance(cause, (boto.HTTPClientError, boto.ConnectionError)):  # asking for credentials
+    # botocore sends nothing of ours: what it could not reach are servers of credentials.
+    if isinstance(cause, (boto.HTTPClientError, boto.ConnectionError)):
         return TransientError(f"{where}: {type(cause).__name__}: {cause}")
     if isinstance(cause, _INVALID):
         return InvalidUrlError(f"{where}: {cause}")

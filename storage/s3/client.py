@@ -65,11 +65,6 @@ class Transfer:
     unsigned_payload: bool | None = None
     checksums: bool = True
 
-    def sends_checksums(self, options: Mapping[str, Any]) -> bool:
-        """Whether they are asked for here or in botocore's own way."""
-        given = options["config_kwargs"]["request_checksum_calculation"]
-        return self.checksums or given == "when_supported"
-
 
 def with_defaults(options: Mapping[str, Any]) -> dict[str, Any]:
     """The options of `s3fs.S3FileSystem` for a caller's; what the caller set stays, and what
@@ -155,9 +150,8 @@ class S3Client:
         if method in _WITH_BODY:
             marked["Body"] = b"body"
         try:
-            await self._filesystem._call_s3(method, Bucket=self._bucket, **marked)
-        except _BeforeSend:
-            pass
+            with contextlib.suppress(_BeforeSend):
+                await self._filesystem._call_s3(method, Bucket=self._bucket, **marked)
         finally:
             _sampled.reset(token)
         auths = []
@@ -210,6 +204,7 @@ class S3Client:
     def _take_over(self, client: Any) -> None:
         endpoint, config = client._endpoint, client.meta.config
         given = endpoint.http_session
+        # Done before: s3fs keeps its clients.
         if isinstance(given, _Carrier):
             return
         self._timeouts = (config.connect_timeout, config.read_timeout)
@@ -346,6 +341,7 @@ class _Content:
         return self._content
 
 
+# Not an Exception: s3fs translates all of these into errors of its own.
 class _BeforeSend(BaseException):
     """The request is prepared; botocore must not send it."""
 

@@ -20,8 +20,9 @@ import crc32c
 
 from storage.errors import StorageError
 from storage.forks import ForkSafeLock
-from storage.hedging import Hedger, Like
+from storage.hedging import Hedger, RequestKind
 from storage.http import HttpStore
+from storage.ranges import copy_to
 from storage.retry import RetryPolicy
 from storage.s3.answers import OVER_CODES, answered, is_elsewhere, translated
 from storage.s3.client import S3Client, Transfer, with_defaults
@@ -60,7 +61,9 @@ class S3Requests(HttpStore):
         self.metadata: Mapping[str, str] = (self._options.get("s3_additional_kwargs") or {}).get(
             "Metadata", {}
         )  # of every object
-        self.checksums = self._transfer.sends_checksums(self._options)
+        # Also where botocore's own option asks for them.
+        given = self._options["config_kwargs"]["request_checksum_calculation"]
+        self.checksums = self._transfer.checksums or given == "when_supported"
         self._keys_per_page = keys_per_page
         self._lock = ForkSafeLock()
         self._opened: tuple[int, S3Client] | None = None
@@ -94,18 +97,26 @@ class S3Requests(HttpStore):
     # Small requests
 
     def call(
-        self, operation: str, key: str, method: str, *, like: Like | None = None, **arguments: Any
+        self,
+        operation: str,
+        key: str,
+        method: str,
+        *,
+        kind: RequestKind | None = None,
+        **arguments: Any,
     ) -> Any:
-        """One request; sent once where `like` is None."""
+        """One request; sent once where `kind` is None."""
         send = partial(self.send, operation, key, method, **arguments)
-        if like is None:
+        if kind is None:
             return self._run(operation, key, send())
-        return self.raced(like, operation, key, send, send)
+        return self.raced(kind, operation, key, send, send)
 
-    def raced(self, like: Like, operation: str, key: str, send: Retry[T], again: Retry[T]) -> T:
+    def raced(
+        self, kind: RequestKind, operation: str, key: str, send: Retry[T], again: Retry[T]
+    ) -> T:
         """The first answer to a request, which is sent again when it takes very long."""
-        what = f"{like.kind} {key} in {self.url}"
-        return self._run(operation, key, self.hedger.run(like, what, send, again))
+        what = f"{kind.name} {key} in {self.url}"
+        return self._run(operation, key, self.hedger.run(kind, what, send, again))
 
     async def send(self, operation: str, key: str, method: str, **arguments: Any) -> Any:
         """One request, sent once."""
@@ -136,6 +147,7 @@ class S3Requests(HttpStore):
             expected = response.length
             if expected is not None:
                 check_bound(self.url, key, expected, nbytes_max)
+            # One byte more: it gives away a body that is too long and does not say so.
             data = response.read(None if nbytes_max is None else nbytes_max + 1)
             if expected is not None and len(data) < expected:
                 raise ConnectionError("the answer was cut")
@@ -143,8 +155,8 @@ class S3Requests(HttpStore):
             return data
 
         send = partial(self._carried, "read", key, "get_object", {"Key": self.full_key(key)}, read)
-        like = Like("get", nbytes_max or 0)
-        return self._carry(like, f"get {key}", send, self._elsewhere(send))
+        kind = RequestKind("get", nbytes_max or 0)
+        return self._carry(kind, f"get {key}", send, self._elsewhere(send))
 
     def _fetch_range(self, key: str, start: int, views: Sequence[memoryview]) -> int:
         """Fill `views` from `start` on; how many bytes came."""
@@ -174,15 +186,9 @@ class S3Requests(HttpStore):
             read = partial(fill, [target])
             return target[: self._carried("read", key, "get_object", arguments, read, request)]
 
-        got = self._carry(Like("read", nbytes), f"read {key}", send, self._elsewhere(send_again))
-        if isinstance(got, int):
-            return got
-        left = got
-        for view in views:
-            size = min(view.nbytes, left.nbytes)
-            view[:size] = left[:size]
-            left = left[size:]
-        return got.nbytes
+        kind = RequestKind("read", nbytes)
+        got = self._carry(kind, f"read {key}", send, self._elsewhere(send_again))
+        return got if isinstance(got, int) else copy_to(views, got, got.nbytes)
 
     def put_arguments(self, key: str, body: bytes, metadata: Mapping[str, str]) -> dict[str, Any]:
         """Those of `put_object` for an object that must be new, but for its body."""
@@ -220,7 +226,7 @@ class S3Requests(HttpStore):
                 may_be_repeated=may_be_repeated,
             )
 
-        self._carry(Like("put", len(body)), f"put {key}", send, again)
+        self._carry(RequestKind("put", len(body)), f"put {key}", send, again)
 
     def put_part(
         self, key: str, upload_id: str, index: int, views: Sequence[memoryview]
@@ -240,15 +246,17 @@ class S3Requests(HttpStore):
             tag = self._carried("create", key, "upload_part", arguments, _tag, request, body=body)
             return {**part, "ETag": tag}
 
-        like = Like("part", sum(view.nbytes for view in views))
+        kind = RequestKind("part", sum(view.nbytes for view in views))
         what = f"write part {index + 1} of {key}"
-        return self._carry(like, what, send, self._elsewhere(send_again))
+        return self._carry(kind, what, send, self._elsewhere(send_again))
 
-    def _carry(self, like: Like, what: str, send: Callable[[WireRequest], T], again: Retry[T]) -> T:
+    def _carry(
+        self, kind: RequestKind, what: str, send: Callable[[WireRequest], T], again: Retry[T]
+    ) -> T:
         """Send a request from this thread; the first answer to it or to `again` counts."""
         request, loop = WireRequest(), self.client().loop
         what = f"{what} in {self.url}"
-        return self.hedger.carry(like, what, partial(send, request), again, request.drop, loop)
+        return self.hedger.carry(kind, what, partial(send, request), again, request.drop, loop)
 
     def _elsewhere(self, send: Callable[[WireRequest], T]) -> Retry[T]:
         """`send` on another thread, ended when nobody waits for it any more."""

@@ -7,7 +7,7 @@ import inspect
 import json
 import re
 import uuid
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -21,7 +21,7 @@ from storage.errors import (
     StorageError,
     TransientError,
 )
-from storage.hedging import COMPLETE, Like, NoAnswerError
+from storage.hedging import COMPLETE, NoAnswerError, RequestKind
 from storage.ranges import PartLedger, flat_views, part_count, part_range
 from storage.retry import RetryPolicy, run_publishing
 from storage.s3.client import PREFIX_NBYTES_MAX, Transfer
@@ -101,8 +101,8 @@ class S3Store(S3Requests):
     Exclusive creation is requested with `If-None-Match: *`. AWS honours it for every object; Ceph
     does only for those of one part; some servers ignore it altogether: probe before committing.
     `retry` is for publishing an object of `create`, which only this class knows how to repeat.
-    Reads, listings and what makes a data file are sent a second time when they take far longer than
-    their like (`hedger`), and so is what commits: whose object is there shows by a unique id in it.
+    Reads, listings and writes of data files are hedged (`hedger`), and so is the write that
+    commits: a unique id in the object tells whose it is.
     """
 
     exclusive_create = ExclusiveCreate.CONDITIONAL
@@ -155,6 +155,7 @@ class S3Store(S3Requests):
         self.abort_upload(self.full_key(key), json.loads(token)["upload"])
 
     def put_if_absent(self, key: str, data: bytes) -> None:
+        # One part, whatever its size: an object that commits is one PUT.
         writer = S3Writer(self, PartLedger(check_key(key), len(data), max(len(data), 1)))
         writer.put_once(bytes(data))
 
@@ -168,30 +169,28 @@ class S3Store(S3Requests):
         yield from sorted(one for one in objects if one.key.startswith(prefix))
 
     def _listed(self, prefix: str, after: str) -> Iterator[ObjectInfo]:
-        more: dict[str, Any] = {}
-        if after:
-            more["StartAfter"] = self._prefix + after
-        while True:
-            page = self.call(
-                "list",
-                prefix,
-                "list_objects_v2",
-                like=Like("list"),
-                Prefix=self._prefix + check_prefix(prefix),
-                MaxKeys=self._keys_per_page,
-                **more,
-            )
+        ask = partial(
+            self.call,
+            "list",
+            prefix,
+            "list_objects_v2",
+            kind=RequestKind("list"),
+            Prefix=self._prefix + check_prefix(prefix),
+            MaxKeys=self._keys_per_page,
+        )
+        # Of the first page only: a token says by itself where the next one begins.
+        first = {"StartAfter": self._prefix + after} if after else {}
+        for page in _pages(ask, "ContinuationToken", **first):
             for listed in page.get("Contents", ()):
                 key = listed["Key"][len(self._prefix) :]
                 # Consoles make "directories": empty objects whose name ends with a slash.
                 if key > after and not key.endswith("/"):
                     yield ObjectInfo(key, listed["Size"], listed["LastModified"].timestamp())
-            if not page.get("IsTruncated"):
-                return
-            more = {"ContinuationToken": page["NextContinuationToken"]}
 
     def info(self, key: str) -> ObjectInfo:
-        head = self.call("info", key, "head_object", like=Like("head"), Key=self.full_key(key))
+        head = self.call(
+            "info", key, "head_object", kind=RequestKind("head"), Key=self.full_key(key)
+        )
         return ObjectInfo(key, head["ContentLength"], head["LastModified"].timestamp())
 
     def delete(self, key: str) -> None:
@@ -205,19 +204,13 @@ class S3Store(S3Requests):
         wanted = self._prefix + check_prefix(prefix)
         asked = wanted[: wanted.rfind("/") + 1] if self._bucket.endswith(_EXPRESS) else wanted
         aborted = 0
-        more: dict[str, Any] = {}
-        while True:
-            page = self.call("abort", prefix, "list_multipart_uploads", Prefix=asked, **more)
+        ask = partial(self.call, "abort", prefix, "list_multipart_uploads", Prefix=asked)
+        for page in _pages(ask, "KeyMarker", "UploadIdMarker"):
             for upload in page.get("Uploads", ()):
                 if upload["Key"].startswith(wanted):
                     self.abort_upload(upload["Key"], upload["UploadId"])
                     aborted += 1
-            if not page.get("IsTruncated"):
-                return aborted
-            more = {
-                "KeyMarker": page["NextKeyMarker"],
-                "UploadIdMarker": page["NextUploadIdMarker"],
-            }
+        return aborted
 
     def close(self) -> None:
         with self._lock:
@@ -228,6 +221,16 @@ class S3Store(S3Requests):
     def abort_upload(self, full_key: str, upload_id: str) -> None:
         with contextlib.suppress(KeyNotFoundError):  # another one was faster
             self.call("abort", full_key, "abort_multipart_upload", Key=full_key, UploadId=upload_id)
+
+
+def _pages(ask: Callable[..., Any], *markers: str, **first: str) -> Iterator[Any]:
+    """The pages of a listing, of which `markers` are the arguments that ask for the next one."""
+    while True:
+        page = ask(**first)
+        yield page
+        if not page.get("IsTruncated"):
+            return
+        first = {marker: page[f"Next{marker}"] for marker in markers}
 
 
 class S3Writer(ObjectWriter):
@@ -298,7 +301,7 @@ class S3Writer(ObjectWriter):
             # which `abort_unfinished` removes.
             answer = self._call(
                 "create_multipart_upload",
-                like=Like("begin"),
+                kind=RequestKind("begin"),
                 Metadata=self._metadata,
                 **algorithm,
             )
@@ -307,20 +310,20 @@ class S3Writer(ObjectWriter):
 
     def write_part(self, index: int, buffers: Sequence[memoryview]) -> None:
         self._ledger.claim(index, buffers)
+        views = flat_views(buffers)
         if not self.in_parts:
-            self._small = b"".join(flat_views(buffers))
+            self._small = b"".join(views)
             return
         try:
-            self._send_part(index, flat_views(buffers))
+            part = self._store.put_part(self._ledger.key, self._upload_id, index, views)
         except BaseException:
+            # A caller may repeat the part after a TransientError.
             self._ledger.release(index)
             raise
+        self._parts[index] = part
 
     def shorten(self, nbytes: int) -> None:
         self._ledger.shorten(nbytes)
-
-    def _send_part(self, index: int, views: Sequence[memoryview]) -> None:
-        self._parts[index] = self._store.put_part(self._ledger.key, self._upload_id, index, views)
 
     def __exit__(self, kind: object, *_: object) -> None:
         published = False
@@ -349,6 +352,7 @@ class S3Writer(ObjectWriter):
         try:
             self._complete()
         except StorageError as error:
+            # A wrong tag is answered by InvalidPart, for which there is no class of its own.
             if type(error) is not StorageError or not self._renew_tags():
                 raise
             self._complete()
@@ -372,7 +376,7 @@ class S3Writer(ObjectWriter):
         first = partial(store.send, "create", key, method, **arguments)
         again = partial(self._send_again, method, arguments)
         # S3 may take minutes for a large object, and sends white space meanwhile.
-        store.raced(Like(COMPLETE, self._ledger.nbytes), "create", key, first, again)
+        store.raced(RequestKind(COMPLETE, self._ledger.nbytes), "create", key, first, again)
         self._raise_refusal()
 
     async def _send_again(self, method: str, arguments: dict[str, Any]) -> None:
@@ -403,16 +407,14 @@ class S3Writer(ObjectWriter):
         keeps the tag that we know, so that it is refused.
         """
         renewed = False
-        more: dict[str, Any] = {}
-        while True:
-            page = self._call("list_parts", like=Like("list"), UploadId=self._upload_id, **more)
+        kind = RequestKind("list")
+        ask = partial(self._call, "list_parts", kind=kind, UploadId=self._upload_id)
+        for page in _pages(ask, "PartNumberMarker"):
             for stored in page.get("Parts", ()):
                 part = self._parts.get(stored["PartNumber"] - 1)
                 if part is not None and part["ETag"] != stored["ETag"] and self._is_same(stored):
                     part["ETag"], renewed = stored["ETag"], True
-            if not page.get("IsTruncated"):
-                return renewed
-            more = {"PartNumberMarker": page["NextPartNumberMarker"]}
+        return renewed
 
     def _is_same(self, stored: Mapping[str, Any]) -> bool:
         """Whether a part that the server has may be the one that was sent, by all that it says."""
@@ -423,7 +425,7 @@ class S3Writer(ObjectWriter):
 
     def _is_ours(self) -> bool:
         try:
-            return self._is_mine(self._call("head_object", like=Like("head")))
+            return self._is_mine(self._call("head_object", kind=RequestKind("head")))
         except KeyNotFoundError:
             return False
 

@@ -78,6 +78,7 @@ class Wire:
         """
         scheme, host = urlsplit(url)[:2]
         place = f"{scheme}://{host}"
+        # Proxies and certificates are found once per host: the environment is read for them.
         route = self._routes.get(place) or self._routes.setdefault(place, self._route(url))
         head = _head(method, route.target(url), host, (*headers, *route.headers))
         connection = self._connection(where, place, route)
@@ -158,6 +159,7 @@ class Wire:
         response: http.client.HTTPResponse,
     ) -> bool:
         """Keep a connection for later requests where it can serve them."""
+        # With an unread body in it, the next answer on this connection would begin in its middle.
         if not response.isclosed() or response.will_close:
             return False
         with self._lock:
@@ -211,6 +213,7 @@ def _exchanged(
     used: Any, method: str, head: bytes, body: Sequence[memoryview | bytes]
 ) -> http.client.HTTPResponse:
     try:
+        # A small body goes out with the head: one system call, and one packet less.
         if len(body) == 1 and len(body[0]) <= _SLICE_NBYTES // 16:
             used.sendall(head + body[0])
         else:

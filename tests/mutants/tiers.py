@@ -343,8 +343,8 @@ ENCODING = (
     Mutant(
         "the index of an object that was deleted is used for the next one",
         _ENCODING,
-        "        self._forget(key)\n        if key == FORMAT_KEY:\n",
-        "        if key == FORMAT_KEY:\n",
+        "        self._forget(key)\n        # Without FORMAT",
+        "        # Without FORMAT",
         test="tests/storage/test_encoding.py"
         "::test_an_object_made_anew_is_not_read_by_the_old_index",
     ),

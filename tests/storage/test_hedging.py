@@ -1,4 +1,4 @@
-"""A request that takes far longer than its like is sent a second time: when, how often, who wins.
+"""A request that takes far longer than its kind is sent a second time: when, how often, who wins.
 
 Method: the rule is fed with durations. Races run on an event loop whose clock jumps to the next
 thing that happens, so that a minute takes a millisecond and every duration is exact.
@@ -20,12 +20,12 @@ from typing import Any, TypeVar
 import pytest
 
 from storage.errors import SlowDownError, StorageError, TransientError
-from storage.hedging import COMPLETE, HedgeLimits, Hedger, HedgeRule, Like, NoAnswerError
+from storage.hedging import COMPLETE, HedgeLimits, Hedger, HedgeRule, NoAnswerError, RequestKind
 from storage.store import Patience
 
 T = TypeVar("T")
 LIMITS = HedgeLimits()
-PART = Like("part", 16 << 20)
+PART = RequestKind("part", 16 << 20)
 
 
 class _Jumping(selectors.SelectSelector):
@@ -103,8 +103,8 @@ def test_the_delay_is_a_multiple_of_a_high_quantile_of_its_like_with_a_floor() -
         assert rule.delay(PART) == LIMITS.unknown_seconds or number >= LIMITS.samples_min
         rule.answered(PART, 1.0 + number / 100)
     assert rule.delay(PART) == pytest.approx(3 * 1.94)
-    assert rule.delay(Like("part", (16 << 20) - 5)) == rule.delay(PART)
-    for other in (Like("part", 4 << 20), Like("read", 16 << 20)):
+    assert rule.delay(RequestKind("part", (16 << 20) - 5)) == rule.delay(PART)
+    for other in (RequestKind("part", 4 << 20), RequestKind("read", 16 << 20)):
         assert rule.delay(other) == LIMITS.unknown_seconds
     for _ in range(LIMITS.samples_max):  # the old ones are forgotten
         rule.answered(PART, 0.01)
@@ -315,12 +315,12 @@ def test_what_completes_an_upload_has_a_deadline_of_its_own(
     sim: Simulation, caplog: pytest.LogCaptureFixture
 ) -> None:
     """It sends no bytes: that of the file's 356 MiB would be three hours."""
-    like, send = Like(COMPLETE, 356 << 20), sim.request(300.0)
-    assert sim.run(sim.hedger.run(like, "complete a", send, send)) == 0
+    kind, send = RequestKind(COMPLETE, 356 << 20), sim.request(300.0)
+    assert sim.run(sim.hedger.run(kind, "complete a", send, send)) == 0
     assert not lines_of(caplog), "half of its time is not over"
     send, began = sim.request(1e6, 1e6, 1e6), sim.loop.time()
     with pytest.raises(NoAnswerError):
-        sim.run(sim.hedger.run(like, "complete a", send, send))
+        sim.run(sim.hedger.run(kind, "complete a", send, send))
     assert sim.loop.time() - began == pytest.approx(LIMITS.complete_seconds, abs=1)
     assert "complete a: no answer for 300 s" in lines_of(caplog)[0]
     assert "given up after 600 s" in lines_of(caplog)[0]

@@ -147,6 +147,7 @@ class JobRecord(_TelemetryModel):
 
     def state(self, now_unix: float) -> str:
         """Its `ending`, or "running"; "silent" where it says nothing, because it hangs or died."""
+        # Two records are missing: one may be late, as when the store is slow.
         is_silent = now_unix - self.noted_unix > 2.5 * BEAT_SECONDS
         return self.ending or ("silent" if is_silent else "running")
 
@@ -275,6 +276,7 @@ class Recorder:
     @contextmanager
     def span(self, phase: str, nbytes: int = 0) -> Iterator[None]:
         """The block is `phase`, and moves `nbytes`; it is recorded when it fails, too."""
+        # Without the lock: one assignment, which the thread that logs progress reads.
         self.newest = phase, nbytes
         # Two clocks: ranks are laid side by side by the time of day, which may be set meanwhile.
         start_unix = self._clock()
@@ -465,6 +467,7 @@ class SaveHistory:
         phases = [phase for phase in PHASES if phase in seen]
         started_us, took_us, nbytes = list[list[int]](), list[list[int]](), list[list[int]]()
         for one in of_ranks:
+            # A phase that a rank did not pass through begins at zero and takes nothing.
             row = [one.get(phase) or PhaseSpan(phase, begun, 0.0, 0) for phase in phases]
             started_us.append([_us(span.start_unix - begun) for span in row])
             took_us.append([_us(span.seconds) for span in row])

@@ -28,8 +28,6 @@ _SHARED_CLASSES: dict[str, Callable[[Any], CheckpointError]] = {
         errors.NamesChanged,
     )
 }
-
-
 _AGAIN = errors.NamesChanged.__name__
 
 
@@ -37,6 +35,7 @@ def encode_error(error: BaseException | None) -> bytes:
     """An error as other ranks need it; no bytes when there is none."""
     if error is None:
         return b""
+    # As JSON, not as a pickle: an error of a library may not be picklable, and here it must travel.
     body: dict[str, Any] = {"class": type(error).__name__, "message": str(error)}
     if isinstance(error, errors.InvalidState | errors.Mismatch):
         body["problems"] = list(error.problems)
@@ -52,7 +51,7 @@ def encode_error(error: BaseException | None) -> bytes:
 
 
 def encode_failures(answers: Sequence[bytes]) -> bytes:
-    """What rank 0 tells all when it has the answers of all: nothing when there is no error."""
+    """What rank 0 answers to all when it has heard all: nothing when there is no error."""
     failed = [[rank, json.loads(answer)] for rank, answer in enumerate(answers) if answer]
     return json.dumps(failed).encode() if failed else b""
 

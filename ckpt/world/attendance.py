@@ -152,8 +152,8 @@ class Ledger:
         self._raw = self._heard = b""
         self._sheet: _Sheet | None = None
         self._changed = self._updated = self._judged = clock()
-        self._posts: dict[int, tuple[bytes, float]] = {}  # the newest of each rank, and since when
-        self._known: dict[int, Status] = {}
+        # The newest of each rank, since when, and what it says.
+        self._posts: dict[int, tuple[bytes, float, Status]] = {}
 
     # with the board
 
@@ -171,7 +171,9 @@ class Ledger:
                 self._posts.clear()  # see note "own absence"
                 self._changed = now
             self._updated = now
-        self._post(mine, at_once=was_absent or self._is_urgent(mine))
+        urgent = was_absent or self._is_urgent(mine)
+        self._posted_idle_seconds = mine.idle_seconds
+        self._board.post(json.dumps([self._count, *mine]).encode(), at_once=urgent)
         heard = self._board.heard()
         if heard != self._heard:
             self._heard = heard
@@ -191,10 +193,6 @@ class Ledger:
         concerns = () if self._sheet is None else self._sheet.concerns
         is_named = any(one.rank == self._rank for one in concerns)
         return begins or is_named
-
-    def _post(self, mine: Status, *, at_once: bool) -> None:
-        self._posted_idle_seconds = mine.idle_seconds
-        self._board.post(json.dumps([self._count, *mine]).encode(), at_once=at_once)
 
     def _note(self, raw: bytes) -> None:
         """A sheet that was heard or read."""
@@ -237,11 +235,11 @@ class Ledger:
             if raw is None:
                 self._posts.pop(rank, None)
                 continue
+            # By the bytes: only what is new is decoded, that of every second rank or so.
             if rank not in self._posts or self._posts[rank][0] != raw:
-                self._posts[rank] = (raw, now)
-                self._known[rank] = Status(*json.loads(raw)[1:])
-            status = self._known.setdefault(rank, Status(*json.loads(raw)[1:]))
-            quiet = now - self._posts[rank][1]
+                self._posts[rank] = (raw, now, Status(*json.loads(raw)[1:]))
+            _, since, status = self._posts[rank]
+            quiet = now - since
             if quiet > SILENT_SECONDS:
                 silent.append(_concern(rank, "silent", status, quiet))
             else:
@@ -266,7 +264,7 @@ class Ledger:
         for rank, began in since.items():
             raw = posts.get(rank)
             if raw is not None:
-                self._posts[rank] = (raw, began)
+                self._posts[rank] = (raw, began, Status(*json.loads(raw)[1:]))
 
     # without the board
 
@@ -348,6 +346,7 @@ class Attendance:
             return
         for one, since in self._concerns.values():
             if one.kind == "silent" and now - since > self._silence_seconds_max:
+                # Once: what is called ends the job, and the rank stays silent meanwhile.
                 lost, self._lost = self._lost, None
                 lost(one._replace(seconds=round(now - since, 1)))
                 return
@@ -375,6 +374,7 @@ class Attendance:
                 act()
                 failed = False
             except Exception as error:
+                # Logged once in a row: the store may be away for hours.
                 if not failed and not self._stopped.is_set():
                     logger.warning("silent ranks may go unnoticed: %s: %s", name, error)
                 failed = True

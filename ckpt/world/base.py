@@ -267,6 +267,7 @@ def collectively(world: World, phase: str, run: Callable[[], _Result]) -> _Resul
     try:
         result = run()
     except Exception as error:
+        # Not raised here: the other ranks are on their way to this round, and need the answer.
         world.agree(phase, error)
         raise AssertionError("agree raises when a rank has an error") from error
     world.agree(phase, None)
@@ -384,6 +385,7 @@ def lengths_problem(
     """The first pair of ranks of which one sends other bytes than the other expects; `tables` has
     what each rank `sends` and `expects`.
     """
+    # Every rank has the same tables, so every rank finds the same pair.
     for sender, receiver in itertools.product(range(len(tables)), repeat=2):
         sent, expected = tables[sender][0][receiver], tables[receiver][1][sender]
         if sent != expected:

@@ -57,6 +57,7 @@ class ProcessBoard:
     def statuses(self, world: str, ranks: Sequence[int]) -> list[bytes | None]:
         """The statuses of ranks of torch.distributed in that world; None of those without one."""
         with self._lock:
+            # A world that is new here: what was read before lacks some of its ranks.
             if not self._of_interest.issuperset(ranks):
                 self._of_interest.update(ranks)
                 self._read = -POST_SECONDS
@@ -78,6 +79,7 @@ class ProcessBoard:
 
     def _look(self) -> dict[int, dict[str, str]]:
         """What the processes of interest have posted, as far as they have come."""
+        # Only of those that are there: `multi_get` waits for keys that do not exist.
         waiting = sorted(self._of_interest - self._arrived)
         self._arrived.update(self._there(waiting))
         there = sorted(self._arrived)

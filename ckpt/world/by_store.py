@@ -39,6 +39,7 @@ def call(begin: Begin, store: Any, parent: int, why: Exception) -> socket.socket
         number = store.add(f"{_calls(parent)}/count", 1)
         name = f"{_calls(parent)}/{number}"
         store.set(name, b"")
+        # A client that waits holds up all other threads that use it.
         taken = store.clone()
         taken.wait([f"{name}/taken"], timedelta(seconds=CALL_SECONDS))
     except (AttributeError, NotImplementedError, RuntimeError) as error:
@@ -68,6 +69,7 @@ class Calls:
             return None
         store.delete_key(name)
         self._number += 1
+        # Before the answer: what the caller sends at once must find its reader.
         sock = _socket(self._begin, store, name, "down", "up")
         store.set(f"{name}/taken", b"")
         return sock
@@ -87,6 +89,8 @@ def _wait(store: Any, key: str, limit: timedelta) -> bytes:
 
 def _socket(begin: Begin, store: Any, name: str, mine: str, theirs: str) -> socket.socket:
     """One end of a connection whose bytes go through the store, under `name`."""
+    # A pair of sockets, so that the heart serves it like any other connection. A client for each
+    # direction: the one that receives waits nearly always.
     end, inner = socket.socketpair()
     incoming, outgoing = store.clone(), store.clone()
     inner.settimeout(BEAT_SECONDS)

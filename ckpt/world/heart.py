@@ -1,9 +1,9 @@
 """The heart of a process: one thread that receives for all its worlds, and notices who is gone.
 
-Neighbours in the tree of a world are connected; worlds share connections. Nothing is sent while
-nothing is to be said: a process that dies is noticed because the kernel ends its connections. That
-alone proves nothing, so it is confirmed in a second way (`Card.death`), and a slow or silent
-connection is no sign at all.
+Neighbours in the tree of a world are connected; worlds share connections. There are no heartbeats
+on idle links: a process that dies is noticed because the kernel ends its connections. That alone
+proves nothing, so it is confirmed in a second way (`Card.death`), and a slow or silent connection
+is no sign at all.
 
 Note "mending": where the process lives, the connection broke on its way. The child connects anew,
 and the parent asks it to, in case it has not noticed; `ckpt.world.link` sends again what was lost.
@@ -71,9 +71,7 @@ class Receiver(Protocol):
         """A message has come."""
 
     def lost(self, neighbour: Neighbour, how: str) -> None:
-        """That process sends nothing more, because it "has died", `LEFT`, or what else `how`
-        says.
-        """
+        """That process sends nothing more: it "has died", `LEFT`, or what else `how` says."""
 
 
 class Heart:
@@ -203,10 +201,6 @@ class Heart:
         self._is_retired = True
         self.stop(if_unused=True)
 
-    def _is_used(self) -> bool:
-        with self._lock:
-            return any(user() is not None for user in self._users.values())
-
     def _stop_unused(self) -> None:
         if self._is_retired:
             self.begin(lambda: self.stop(if_unused=True))
@@ -220,6 +214,7 @@ class Heart:
                     self._unsent.setdefault(neighbour, []).append(data)
                 return
             self.sent += 1
+            # After a Ctrl-C in the middle, too: what was not sent is left to the heart's thread.
             is_sent = False
             try:
                 is_sent = link.send(data)
@@ -259,7 +254,8 @@ class Heart:
         With `if_unused`, only when it has retired and no world of it is left.
         """
         with self._lock:
-            if if_unused and (not self._is_retired or self._is_used()):
+            is_used = any(user() is not None for user in self._users.values())
+            if if_unused and (is_used or not self._is_retired):
                 return
             is_first, self._is_stopped = not self._is_stopped, True
             bye = Frame(FrameKind.BYE, NOBODY).encode()
@@ -299,6 +295,7 @@ class Heart:
                     else:
                         key.data()
                 except Exception as error:
+                    # All worlds depend on this thread: one neighbour must not end it.
                     logger.exception("the ranks of this process may hear nothing more")
                     how = f"cannot be heard any more ({type(error).__name__}: {error})"
                     if isinstance(key.data, Link):
@@ -418,6 +415,8 @@ class Heart:
         else:
             with self._lock:
                 receiver = self._worlds.get(frame.world)
+                # A world that is not there is one that this rank has not made yet, and will hear
+                # then, or one that it has left.
                 if receiver is None and frame.kind is FrameKind.ROLL:
                     self.send(
                         link.neighbour, frame._replace(kind=FrameKind.UNCALLED, body=b"").encode()
@@ -435,6 +434,7 @@ class Heart:
             FrameKind.KNOCK: self._open_up,
         }
         greet = greetings.get(frame.kind)
+        # In constant time, and before the body is parsed: anybody who reaches the port may try.
         if greet is None or not secrets.compare_digest(
             frame.name.encode(), self.card.token.encode()
         ):
@@ -495,6 +495,7 @@ class Heart:
         if link.has_left or self._is_stopped:
             self._drop_link(link, LEFT)
             return
+        # In a thread of its own: connecting may take seconds, and this one serves all others.
         with self._lock:
             if not link.is_mending:
                 link.is_mending = True

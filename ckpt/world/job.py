@@ -67,28 +67,31 @@ def place_of_environment() -> Place:
     return Place(address, numbers, os.environ.get(CERTIFICATE_VARIABLE, ""))
 
 
+def part_of(store: Any, name: str) -> Any:
+    """The part of a rendezvous store whose keys lie below `name`."""
+    from torch.distributed import PrefixStore  # type: ignore[attr-defined]  # not in every torch
+
+    return PrefixStore(name, store)
+
+
 def own_prefix(process: Process, ranks: tuple[int, ...], rank: int) -> tuple[Any, bytes]:
     """A part of the store that no other world uses, and a key of that world.
 
     Each rank counts the worlds it made over these ranks, in the store itself; the counts agree
     because all ranks make them in the same order.
     """
-    from torch.distributed import PrefixStore  # type: ignore[attr-defined]  # not in every torch
-
     group = hashlib.sha256(repr(ranks).encode()).hexdigest()[:16]
-    home = PrefixStore(f"shardpoint/{group}", process.store)
+    home = part_of(process.store, f"shardpoint/{group}")
     number = home.add(f"worlds/{rank}", 1)
     key = hashlib.sha256(f"{process.job} {group} {number}".encode()).digest()[:WORLD_NBYTES]
-    return PrefixStore(f"{number}", home), key
+    return part_of(home, f"{number}"), key
 
 
 def _own_part(store: Any, number: int) -> Any:
     """A part of the store for the initialisation of torch of that number: another one with the same
     store must not find what this one leaves there.
     """
-    from torch.distributed import PrefixStore  # type: ignore[attr-defined]
-
-    return PrefixStore(f"shardpoint/{number}", store)
+    return part_of(store, f"shardpoint/{number}")
 
 
 class ThisProcess:
@@ -111,6 +114,7 @@ class ThisProcess:
     def in_job(self) -> Process:
         """This process in the job that torch.distributed is initialised for."""
         group = dist.group.WORLD
+        # By identity: the group may have been destroyed, and torch initialised for another job.
         with self._lock:
             if (
                 self._process is None
@@ -166,6 +170,7 @@ class ThisProcess:
 
         if before is not None:
             before.heart.retire()
+        # A rank that cannot join leaves word: its parent would look for it until a deadline.
         try:
             place = place_of_environment()
             heart = Heart(rank, (place.address,) if place.address else hosts, place, has_left)
@@ -187,7 +192,7 @@ def leave_uncalled() -> None:
     """
 
     def leave() -> None:
-        from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
+        from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
         # A store that is gone is no news; torch would print so.
         if dist.is_initialized():
@@ -200,7 +205,7 @@ def leave_uncalled() -> None:
             place = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
             socket.create_connection(place, timeout=1.0).close()
             store = TCPStore(*place, is_master=False, timeout=timedelta(seconds=STORE_SECONDS))
-            store = PrefixStore("0/", PrefixStore("default_pg", store))
+            store = part_of(part_of(store, "default_pg"), "0/")  # as torch names its own
         card = Card.of_absent(rank, ENDED_UNCALLED)
         part = _own_part(store, this_process.number(store, rank))
         part.compare_set(card_key(rank), "", card.encode().decode())

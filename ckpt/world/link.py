@@ -308,6 +308,7 @@ def welcome(received: int) -> bytes:
 def read_welcome(sock: socket.socket) -> int:
     """How many messages the other side has received. Raises OSError when it does not say."""
     data = b""
+    # Not a byte more: what follows is for the link, which counts it.
     while left := len(welcome(0)) - len(data):
         more = sock.recv(left)
         if not more:

@@ -57,6 +57,8 @@ def _start_of(pid: int) -> str | None:
     """The start time of a process in the kernel's ticks; None when there is none, or only its
     zombie.
     """
+    # The second field is the name in brackets, which may hold brackets and spaces itself; the
+    # start time is the 22nd. See proc(5).
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:
             after_name = file.read().rpartition(b")")[2].split()
@@ -73,6 +75,7 @@ def has_ended(rank: int) -> bool:
     try:
         own = _variables(os.getpid())
         job = {name: own[name] for name in JOB_VARIABLES}
+        # torchrun numbers the ranks of a machine one after the other.
         if rank // int(job["LOCAL_WORLD_SIZE"]) != int(job["GROUP_RANK"]):
             return False
         for pid in filter(str.isdigit, os.listdir("/proc")):

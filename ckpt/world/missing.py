@@ -101,7 +101,7 @@ class Missing:
         try:
             known = self._read(group)
         except BaseException:
-            self._ask_again(group)
+            self._ask_again(group)  # a store that was away answers the next look
             raise
         if not known and group:
             self._ask_again(group[: len(group) // 2], group[len(group) // 2 :])
@@ -157,6 +157,7 @@ def connect_to_parent(heart: Heart, store: Any, parent: int, seconds: float) -> 
         try:
             heart.connect(card, CONNECT_SECONDS)
         except OSError as error:
+            # A process that is gone takes no call by the store either.
             if not card.port or card.process.runs() is False:
                 raise
             if card.certificate != heart.card.certificate:

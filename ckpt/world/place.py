@@ -91,6 +91,7 @@ def server_tls(certificate: str) -> ssl.SSLContext:
 def client_tls(certificate: str) -> ssl.SSLContext:
     """Trusts who has the key of exactly this certificate; its name may be any."""
     context = ssl.create_default_context(cafile=certificate)
+    # Ranks are reached by addresses, and one certificate is that of all of them.
     context.check_hostname = False
     return context
 

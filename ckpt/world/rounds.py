@@ -138,6 +138,7 @@ class Rounds:
         for child, frame in sorted(frames.items()):
             if frame.name != name:
                 raise other_path(child, frame.name, self._rank, name)
+        # Back without their bodies: `_pass_up` waits for frames of all that are below.
         if self._family.parent is not None:
             with self._changed:
                 taken = {child: frame._replace(body=b"") for child, frame in frames.items()}
@@ -224,6 +225,7 @@ class Rounds:
         """End this world on all ranks; returns the failure that all raise, which may be another."""
         known = self.failure
         if known is None:
+            # Without an answer of the store, this rank's own reason is better than none.
             known = self._heart.aside(lambda: self._first(failure), STORE_SECONDS) or failure
             self._hear(known, source=None)
         return self.failure or known
@@ -329,6 +331,7 @@ class Rounds:
             if frame.name != name:
                 self._end_soon(other_path(child, frame.name, self._rank, name))
                 return
+        # This rank first: those below it follow it by number, so payloads stay in rank order.
         body = b"".join([pack(payload), *(ups[child].body for child in self._family.children)])
         if self._family.parent is None:
             self._collected[number] = body
@@ -393,6 +396,7 @@ class Rounds:
     # failures
 
     def _end_soon(self, failure: RankFailed) -> None:
+        # The heart's thread may be here, and `end` waits for the store.
         self._heart.begin(lambda: self.end(failure))
 
     def _first(self, failure: RankFailed) -> RankFailed:
@@ -401,6 +405,7 @@ class Rounds:
 
     def _hear(self, failure: RankFailed, source: int | None) -> None:
         with self._changed:
+            # The first is passed on and stays; what comes later is the same news by another way.
             if self._failure is None:
                 self._failure = failure
                 others = [rank for rank in self._neighbours if rank != source]

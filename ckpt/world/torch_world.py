@@ -25,7 +25,7 @@ from ckpt.world.base import Message, MiB, SoloWorld, Transfers, World, lengths_p
 from ckpt.world.board import WorldBoard
 from ckpt.world.by_store import FLAG, StoreGroup
 from ckpt.world.failures import copied
-from ckpt.world.job import Process, own_prefix, this_process
+from ckpt.world.job import Process, own_prefix, part_of, this_process
 from ckpt.world.link import Neighbour
 from ckpt.world.missing import connect_to_parent
 from ckpt.world.rounds import STORE_SECONDS, Deadlines, Rounds
@@ -291,10 +291,8 @@ class TorchWorld(World):
     def _reached_by_store(self) -> StoreGroup | None:
         if not self._rounds.flag_is_up(FLAG):
             return None
-        from torch.distributed import PrefixStore  # type: ignore[attr-defined]
-
         limit = timedelta(seconds=self._deadlines.storage_seconds_max)
-        return StoreGroup(PrefixStore("bytes", self._store), self.rank, limit)
+        return StoreGroup(part_of(self._store, "bytes"), self.rank, limit)
 
     def _connected(self) -> Any:
         """A gloo group of these ranks, outside of torch's list of groups. Two of them connect when
@@ -303,12 +301,10 @@ class TorchWorld(World):
         Not `new_group`: for some of the ranks it either needs all others too, or builds the group's
         name from the number of groups that a rank is in; where these differ it waits for ever.
         """
-        from torch.distributed import PrefixStore  # type: ignore[attr-defined]
-
         limits, kind = self._deadlines, cast(Any, dist.distributed_c10d.ProcessGroupGloo)
         # Ours come first: gloo does not say who is missing, nor does it know of slow storage.
         timeout = timedelta(seconds=limits.storage_seconds_max + limits.grace_seconds)
-        store = PrefixStore("gloo", self._store)
+        store = part_of(self._store, "gloo")
         try:
             # Connect to those that are talked to, when they are: else every rank to every other.
             options = kind._Options()
@@ -388,6 +384,7 @@ class _GlooTransfers(Transfers):
         self.cause: Exception | None = None  # of the first `move` that failed by itself
 
     def move(self, send: Sequence[Message], receive: Sequence[Message]) -> None:
+        # Receives first, so that what comes finds its buffer.
         works = [
             _Work(message.rank, self._group.recv([tensor], message.rank, message.tag))
             for message in receive

@@ -42,6 +42,7 @@ def _cut(block: range) -> tuple[range, ...]:
     """The ranks below the first of a block, in at most CHILDREN_MAX ranges of nearly one length."""
     if len(block) == 1:
         return ()
+    # Nearly one length each: no child passes on much more than another.
     count = min(CHILDREN_MAX, len(block) - 1)
     edges = [block.start + 1 + (len(block) - 1) * i // count for i in range(count + 1)]
     return tuple(range(a, b) for a, b in itertools.pairwise(edges))

@@ -382,11 +382,11 @@ def comm_of(group: Group) -> Comm:
     return _Native(group)
 
 
-def _has_gloo(group: Group, device: torch.device) -> bool:
-    """Whether gloo moves the group's tensors of a device."""
-    if not isinstance(group, Group):
-        return False
-    return f"{device.type}:gloo" in dist.get_backend_config(group).split(",")
+def _has_gloo(group: Any, device: torch.device) -> bool:
+    """Whether gloo moves the group's tensors of a device; not where it only acts as a group."""
+    return isinstance(group, Group) and f"{device.type}:gloo" in dist.get_backend_config(
+        group
+    ).split(",")
 
 
 class _GroupOfOne:

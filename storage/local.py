@@ -105,8 +105,11 @@ class LocalStore(Store):
 
     def is_cold(self, key: str, byte_range: ByteRange) -> bool:
         start, nbytes = byte_range.start, byte_range.nbytes
-        with self._translating("read", key), self._open_files.acquire(self._path(key)) as file:
-            return cached_nbytes(file.fd, start, nbytes) * 2 < nbytes
+        try:
+            with self._open_files.acquire(self._path(key)) as file:
+                return cached_nbytes(file.fd, start, nbytes) * 2 < nbytes
+        except OSError as error:
+            raise self._translated(error, "read", key) from error
 
     def create(
         self,
@@ -283,13 +286,17 @@ class LocalStore(Store):
         self, key: str, start: int, views: Sequence[memoryview], *, direct: bool = False
     ) -> None:
         end = start + sum(view.nbytes for view in views)
-        with self._translating("read", key), self._open_files.acquire(self._path(key)) as file:
-            read = self._around_cache.read_into if direct else read_into
-            if start < 0 or end > file.nbytes or read(file, start, views) < end - start:
-                raise ShortReadError(
-                    f"read {key} in {self.url}: bytes {start} to {end} were requested, the object "
-                    f"has {file.nbytes}"
-                )
+        # Not by `_translating`, whose calls would double those of a small read.
+        try:
+            with self._open_files.acquire(self._path(key)) as file:
+                read = self._around_cache.read_into if direct else read_into
+                if start < 0 or end > file.nbytes or read(file, start, views) < end - start:
+                    raise ShortReadError(
+                        f"read {key} in {self.url}: bytes {start} to {end} were requested, the "
+                        f"object has {file.nbytes}"
+                    )
+        except OSError as error:
+            raise self._translated(error, "read", key) from error
 
     def _walk(
         self, within: str, prefix: str, after: str, parents: tuple[tuple[int, int], ...]

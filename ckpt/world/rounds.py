@@ -21,6 +21,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
 from ckpt.errors import RankFailed
@@ -362,8 +363,7 @@ class Rounds:
         if self._is_above(sender):
             lacking = self._lacking(frame.number)
             for child in self._never_met(lacking):  # it cannot answer for itself
-                body = b"%d" % child
-                absent = frame._replace(kind=FrameKind.ABSENT, name=UNMET, body=body)
+                absent = frame._replace(kind=FrameKind.ABSENT, name=UNMET, body=b"%d" % child)
                 self._send([sender], absent)
             self._send(lacking, frame)
         elif self._family.parent is not None:
@@ -376,8 +376,7 @@ class Rounds:
             uncalled += unmet
             self._send([one for one in self._family.children if one not in unmet], frame)
         for rank in uncalled:
-            answer = frame._replace(kind=FrameKind.UNCALLED, body=b"%d" % rank)
-            self._send([sender], answer)
+            self._send([sender], frame._replace(kind=FrameKind.UNCALLED, body=b"%d" % rank))
 
     def _lacking(self, number: int) -> list[int]:
         return [child for child, last in self._last_ups.items() if last < number]
@@ -436,13 +435,14 @@ class Rounds:
     ) -> _T:
         """`ready()` once it gives something. Raises RankFailed when it never will."""
         waiting = _Wait(self, number, name)
+        why_not = partial(self._why_over, name, number, needs_all=needs_all, left=True)
         result: list[_T] = []
 
         def is_over() -> bool:
             got = ready()
             if got is not None:
                 result.append(got)
-            return bool(result) or self._why_not(number, name, needs_all) is not None
+            return bool(result) or why_not() is not None
 
         while True:
             with self._changed:
@@ -453,19 +453,15 @@ class Rounds:
                 if result:
                     self._absent.pop(number, None)
                     return result[0]
-                failure = self._why_not(number, name, needs_all)
+                failure = why_not()
             if failure is not None:
                 raise failure
             waiting.next(is_early)
 
-    def _why_not(self, number: int, name: str, needs_all: bool) -> RankFailed | None:
-        return self._why_over(name, number, needs_all=needs_all, left=True)
-
     def stored_failure(self) -> RankFailed | None:
         """The failure in the store, which may not have come here by the tree."""
-        if not self._store.check(["broken"]):
-            return None
-        return decode_failure(self._store.get("broken"))
+        is_there = self._store.check(["broken"])
+        return decode_failure(self._store.get("broken")) if is_there else None
 
     def storage_waits(self) -> bool:
         """Whether any rank waits for its storage."""
@@ -516,9 +512,8 @@ class _Wait:
             return
         heart = rounds._heart
         # Any rank's wait counts: the missing rank may wait for one that waits for its storage.
-        if waited <= limits.storage_seconds_max and heart.aside(
-            rounds.storage_waits, STORE_SECONDS
-        ):
+        may_wait = waited <= limits.storage_seconds_max
+        if may_wait and heart.aside(rounds.storage_waits, STORE_SECONDS):
             # Who was missing may have come when time is up again.
             self._asked = 0
             with rounds._changed:

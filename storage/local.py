@@ -92,10 +92,13 @@ class LocalStore(Store):
             self._read(key, byte_range.start, [memoryview(target)])
             return bytes(target)
         # Whole objects are read once: only files that are read in ranges stay open.
-        with self._translating("read", key), self._open_files.uncached(self._path(key)) as file:
-            target = bytearray(file.nbytes)
-            read_into(file, 0, [memoryview(target)] if target else [])
-            return bytes(target)
+        try:
+            with self._open_files.uncached(self._path(key)) as file:
+                target = bytearray(file.nbytes)
+                read_into(file, 0, [memoryview(target)] if target else [])
+                return bytes(target)
+        except OSError as error:
+            raise self._translated(error, "read", key) from error
 
     def get_into(self, key: str, start: int, buffers: Sequence[memoryview]) -> None:
         self._read(key, start, flat_views(buffers))
@@ -192,12 +195,16 @@ class LocalStore(Store):
 
     def list(self, prefix: str, *, after: str = "") -> Iterator[ObjectInfo]:
         base = check_prefix(prefix).rpartition("/")[0]
-        with self._translating("list", prefix):
+        try:
             yield from self._walk(base + "/" if base else "", prefix, after, ())
+        except OSError as error:
+            raise self._translated(error, "list", prefix) from error
 
     def info(self, key: str) -> ObjectInfo:
-        with self._translating("info", key):
+        try:
             status = os.stat(self._path(key))
+        except OSError as error:
+            raise self._translated(error, "info", key) from error
         if not stat.S_ISREG(status.st_mode):
             raise KeyNotFoundError(f"info {key}: not a file, in {self.url}")
         return ObjectInfo(key, status.st_size, status.st_mtime)
@@ -286,7 +293,6 @@ class LocalStore(Store):
         self, key: str, start: int, views: Sequence[memoryview], *, direct: bool = False
     ) -> None:
         end = start + sum(view.nbytes for view in views)
-        # Not by `_translating`, whose calls would double those of a small read.
         try:
             with self._open_files.acquire(self._path(key)) as file:
                 read = self._around_cache.read_into if direct else read_into
@@ -422,7 +428,9 @@ class LocalStore(Store):
 
     @contextlib.contextmanager
     def _translating(self, operation: str, key: str) -> Iterator[None]:
-        """What the block raises, as an error of this package that names the operation."""
+        """What the block raises, as an error of this package that names the operation. Reads, which
+        are many, do without its six calls.
+        """
         try:
             yield
         except OSError as error:

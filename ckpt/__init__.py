@@ -166,6 +166,11 @@ def _leave(pid: int) -> None:
 
 atexit.register(_leave, os.getpid())
 
+# A training has torch by now: its first save then takes no longer than the next. Tools have not,
+# and import what they use.
+if "torch" in sys.modules:
+    import_module("ckpt.api")
+
 # Set by `ckpt rehearse`, in the processes that it starts.
 if "CKPT_REHEARSAL" in os.environ:
     import_module("ckpt.rehearse.hooks").install(os.environ["CKPT_REHEARSAL"])

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import gc
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -110,6 +111,20 @@ def test_a_save_and_a_load_pass_through_so_much(tmp_path: Path) -> None:
     assert all(a <= b for name in most for a, b in zip(passed[name], most[name], strict=True)), (
         passed
     )
+
+
+def test_a_first_save_of_a_training_imports_nothing(tmp_path: Path) -> None:
+    """DLIO and others time a few saves: the first takes no longer for being the first."""
+    code = (
+        "import sys, torch, ckpt\n"
+        "state = {'x': torch.ones(3)}; before = set(sys.modules)\n"
+        f"ckpt.save(state, {str(tmp_path / 'run')!r}, step=1)\n"
+        f"ckpt.load(state, {str(tmp_path / 'run')!r})\n"
+        "new = {name.partition('.')[0] for name in set(sys.modules) - before}\n"
+        "print(sorted(new - {'numpy'}), file=sys.stderr)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stderr.splitlines()[-1] == "[]"
 
 
 def calls_of_a_step(engine: str) -> int:

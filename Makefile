@@ -58,7 +58,7 @@ $(VENV)/.made:
 	@touch $@
 
 $(VENV)/.installed: $(VENV)/.made pyproject.toml constraints.txt
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,fast,encode,huggingface,lightning,data,metrics,docs]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,fast,encode,huggingface,lightning,data,metrics,orbax,docs]'
 	@touch $@
 
 demo: $(INSTALLED)
@@ -94,12 +94,19 @@ judges: $(INSTALLED)
 		torchtitan triton 'ray[train]' pytest pytest-timeout pytest-xdist hypothesis
 	build/frameworks/bin/python -m pytest --judges -m judges tests/judges/test_examples.py $(PYTEST_ARGS)
 
-# Checkpoints of the packages that people use, by these packages themselves, in an environment of their own.
+# Checkpoints of the packages that people use, by these packages themselves, in environments of their own.
 corpus: $(INSTALLED)
 	$(BIN)/python -m venv --clear build/corpus
 	build/corpus/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt \
-		torch safetensors deepspeed==0.19.8 accelerate lightning transformers megatron-core==0.16.1
+		torch safetensors deepspeed==0.19.8 accelerate lightning transformers megatron-core==0.16.1 \
+		peft compressed-tensors==0.20.0 torch-checkpointing==0.1.1 orbax-checkpoint==0.12.8 tensorstore
 	OMP_NUM_THREADS=1 build/corpus/bin/python tests/corpus/write.py
+	for torch in 2.6.0 2.15.0; do \
+		$(BIN)/python -m venv --clear build/corpus-$$torch && \
+		build/corpus-$$torch/bin/python -m pip install --quiet --disable-pip-version-check \
+			torch==$$torch numpy safetensors timm && \
+		OMP_NUM_THREADS=1 build/corpus-$$torch/bin/python tests/corpus/write.py $$torch || exit 1; \
+	done
 	$(BIN)/python -m pytest tests/convert/test_corpus.py $(PYTEST_ARGS)
 
 test-cluster: $(INSTALLED)

@@ -7,6 +7,7 @@ several ranks, with padding, two groups, objects of a class that is not to be ma
 from __future__ import annotations
 
 import math
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -226,3 +227,44 @@ def test_the_tests_own_folders_have_every_element() -> None:
     for stage in (2, 3):
         total = sum(len(flat) for rank in range(3) for flat in partitions(stage, 3, rank))
         assert total >= sum(math.prod(tensor.shape) for tensor in weights().values())
+
+
+UNIVERSAL = Path(__file__).parents[1] / "corpus/deepspeed_universal_zero3/checkpoint"
+
+
+@pytest.fixture
+def universal(tmp_path: Path) -> Path:
+    return Path(shutil.copytree(UNIVERSAL, tmp_path / "universal"))
+
+
+@pytest.mark.parametrize(
+    "file",
+    ["zero/1.bias/exp_avg.pt", "zero/2.weight/fp32.pt", "zero/0.weight/fp32.pt"]
+    + ["zero/optimizer_state.pt", "zero_pp_rank_0_mp_rank_00_model_states.pt"],
+)
+def test_a_universal_folder_without_a_file_is_corrupt(universal: Path, file: str) -> None:
+    (universal / file).unlink()
+    with pytest.raises(Corrupt, match=file.rpartition("_mp_")[2].rpartition("/")[2]):
+        ckpt.open(str(universal))
+
+
+def test_a_universal_file_of_another_shape_does_not_load(universal: Path) -> None:
+    torch.save(torch.zeros(34), universal / "zero/0.weight/fp32.pt")
+    with pytest.raises(ckpt.errors.Mismatch, match=r"0\.weight"):
+        ckpt.load(torch.nn.Sequential(torch.nn.Linear(5, 7)), str(universal), strict="state")
+
+
+def test_a_universal_file_that_is_no_tensor_is_refused(universal: Path) -> None:
+    torch.save({"param": [1, 2]}, universal / "zero/0.bias/exp_avg.pt")
+    with pytest.raises(UnsupportedFormat, match=r"0\.bias/exp_avg\.pt"):
+        ckpt.open(str(universal))
+
+
+def test_of_two_universal_folders_one_is_to_be_named(universal: Path) -> None:
+    for tag in ("a", "b"):
+        shutil.copytree(UNIVERSAL, universal / tag)
+    shutil.rmtree(universal / "zero")
+    with pytest.raises(UnsupportedFormat, match="2 universal checkpoints"):
+        ckpt.open(str(universal))
+    with ckpt.open(str(universal / "b")) as checkpoint:
+        assert checkpoint["optimizer.state.0.weight.step"].item() == 3

@@ -135,3 +135,22 @@ def test_lacking_and_odd_rank_files_are_refused(tmp_path: Path) -> None:
     shutil.copy(tmp_path / "kept.pt", folder / "model_world_size_3_rank_0.pt")
     with pytest.raises(UnsupportedFormat, match=r"files of worlds of \[2, 3\] ranks"):
         ckpt.load({"model": model}, folder)
+
+
+ITEMS = Path(__file__).parents[1] / "corpus/torch_checkpointing/checkpoint"
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_an_item_without_a_ranks_file_is_corrupt(tmp_path: Path, rank: int) -> None:
+    folder = shutil.copytree(ITEMS, tmp_path / "items")
+    (folder / f"model_{rank}.pt").unlink()
+    with pytest.raises(Corrupt, match=rf"no model file of ranks \[{rank}\]"):
+        ckpt.open(str(folder))
+
+
+def test_items_without_their_last_rank_are_corrupt(tmp_path: Path) -> None:
+    folder = shutil.copytree(ITEMS, tmp_path / "items")
+    for file in folder.glob("*_1.pt"):
+        file.unlink()
+    with pytest.raises(Corrupt, match="model"):
+        ckpt.open(str(folder))

@@ -79,10 +79,10 @@ def train(net: nn.Module, optimizer: torch.optim.Optimizer, rank: int = 0) -> No
 # --- DeepSpeed ------------------------------------------------------------------------------------
 
 
-def deepspeed_zero(folder: Path, rank: int, stage: int, dtype: str) -> None:
+def deepspeed_engine(rank: int, stage: int, dtype: str) -> Any:
+    """A training of DeepSpeed behind its last step."""
     os.environ["DS_ACCELERATOR"] = "cpu"
     import deepspeed
-    from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 
     net = model()
     config = {
@@ -98,6 +98,13 @@ def deepspeed_zero(folder: Path, rank: int, stage: int, dtype: str) -> None:
         loss = engine(data.bfloat16() if dtype == "bf16" else data).float().square().mean()
         engine.backward(loss)
         engine.step()
+    return engine
+
+
+def deepspeed_zero(folder: Path, rank: int, stage: int, dtype: str) -> None:
+    engine = deepspeed_engine(rank, stage, dtype)
+    from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
+
     engine.save_checkpoint(str(folder / "checkpoint"))
     dist.barrier()
     if rank == 0:
@@ -112,15 +119,47 @@ def deepspeed_zero(folder: Path, rank: int, stage: int, dtype: str) -> None:
     dist.barrier()
 
 
+def deepspeed_universal(folder: Path, rank: int, stage: int) -> None:
+    """What `ds_to_universal` makes of a ZeRO checkpoint, against `zero_to_fp32` and torch's reader;
+    of stage 3 against the live engine, which lets its state be gathered.
+    """
+    engine = deepspeed_engine(rank, stage, "fp32")
+    from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
+    from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
+
+    tensors = {}
+    for name, parameter in engine.module.named_parameters() if stage == 3 else ():
+        tensors[name] = safe_get_full_fp32_param(parameter)
+        for key in MOMENTS:
+            tensors[f"{name}.{key}"] = safe_get_full_optimizer_state(parameter, key)
+    engine.save_checkpoint(str(folder / "zero"))
+    dist.barrier()
+    if rank == 0:
+        tagged = folder / "zero" / f"global_step{STEPS}"
+        to_universal(tagged, folder / "checkpoint")
+        if stage < 3:
+            tensors = get_fp32_state_dict_from_zero_checkpoint(str(folder / "zero"))
+            tensors |= _universal(tagged)
+        shutil.rmtree(folder / "zero")
+        (folder / "latest_universal").unlink(missing_ok=True)
+        keep(folder, tensors, "deepspeed")
+    dist.barrier()
+
+
+def to_universal(tagged: Path, out: Path) -> None:
+    """DeepSpeed's own converter."""
+    command = [sys.executable, "-m", "deepspeed.checkpoint.ds_to_universal", "--input_folder"]
+    command += [str(tagged), "--output_folder", str(out), "--inject_missing_state"]
+    command += ["--num_extract_workers", "1", "--num_merge_workers", "1"]
+    names = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"}
+    alone = {key: value for key, value in os.environ.items() if key not in names}
+    subprocess.run(command, check=True, env=alone, stdout=subprocess.DEVNULL)
+
+
 def _universal(tagged: Path) -> dict[str, torch.Tensor]:
     """The moments, of DeepSpeed's converter to universal checkpoints."""
     with tempfile.TemporaryDirectory() as out:
-        command = [sys.executable, "-m", "deepspeed.checkpoint.ds_to_universal"]
-        command += ["--input_folder", str(tagged), "--output_folder", out, "--inject_missing_state"]
-        command += ["--num_extract_workers", "1", "--num_merge_workers", "1"]
-        names = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"}
-        alone = {key: value for key, value in os.environ.items() if key not in names}
-        subprocess.run(command, check=True, env=alone, stdout=subprocess.DEVNULL)
+        to_universal(tagged, Path(out))
         tensors = {}
         for place in sorted((Path(out) / "zero").iterdir()):
             for key in MOMENTS if place.is_dir() else ():
@@ -209,19 +248,19 @@ def fsdp1_full(folder: Path, rank: int) -> None:
     """A training of FSDP1, gathered and written by torch.save: each tensor has an attribute."""
     from torch.distributed.fsdp import FullStateDictConfig, FullyShardedDataParallel, StateDictType
 
-    net = FullyShardedDataParallel(model(), device_id=torch.device("cpu"), use_orig_params=True)
-    optimizer = torch.optim.AdamW(net.parameters(), lr=0.01)
-    train(net, optimizer, rank)
+    net, optimizer = fsdp1(rank)
     full = StateDictType.FULL_STATE_DICT
     with FullyShardedDataParallel.state_dict_type(net, full, FullStateDictConfig()):
         weights = net.state_dict()
         moments = FullyShardedDataParallel.optim_state_dict(net, optimizer)
+    tensors = gathered(net, optimizer)
     if rank == 0:
+        for name, state in moments["state"].items():  # which are one memory on the CPU
+            state.update({key: tensors[f"{name}.{key}"] for key in MOMENTS})
         (folder / "checkpoint").mkdir()
         state = {"model": weights, "optimizer": moments, "step": STEPS}
         torch.save(state, folder / "checkpoint" / "training.pt")
-        named = {f"{n}.{key}": one[key] for n, one in moments["state"].items() for key in MOMENTS}
-        keep(folder, {**weights, **named})
+        keep(folder, tensors)
 
 
 def dcp_async(folder: Path, rank: int) -> None:
@@ -256,6 +295,147 @@ def accelerate_fsdp2(folder: Path, rank: int, kind: str) -> None:
     tensors = live(net, optimizer)
     if rank == 0:
         keep(folder, tensors, "accelerate")
+
+
+def fsdp1(rank: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    net = FullyShardedDataParallel(model(), device_id=torch.device("cpu"), use_orig_params=True)
+    optimizer = torch.optim.AdamW(net.parameters(), lr=0.01)
+    train(net, optimizer, rank)
+    return net, optimizer
+
+
+def gathered(net: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
+    """What `live` gives, of FSDP1: the flat shards of all ranks joined; collective.
+
+    Not by torch's full `optim_state_dict`, which on the CPU gives one memory to all states.
+    """
+    tensors = {}
+    shapes = {name: parameter.shape for name, parameter in model().named_parameters()}
+    for name, parameter in net.named_parameters():
+        name = name.removeprefix("_fsdp_wrapped_module.")
+        own = {name: parameter.detach()}
+        own |= {
+            f"{name}.{key}": optimizer.state[parameter][key] for key in MOMENTS if len(parameter)
+        }
+        every: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(every, own)
+        for key in (name, *(f"{name}.{moment}" for moment in MOMENTS)):
+            shards = [held[key] for held in every if key in held]
+            tensors[key] = torch.cat(shards).view(shapes[name])
+    return tensors
+
+
+def fsdp1_sharded(folder: Path, rank: int) -> None:
+    """A training of FSDP1 in its sharded form, by DCP."""
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.state_dict import get_state_dict
+
+    net, optimizer = fsdp1(rank)
+    weights, moments = get_state_dict(net, optimizer)
+    dcp.save({"model": weights, "optimizer": moments}, checkpoint_id=folder / "checkpoint")
+    tensors = gathered(net, optimizer)
+    if rank == 0:
+        keep(folder, tensors)
+
+
+def accelerate_fsdp1(folder: Path, rank: int, kind: str) -> None:
+    """What `Accelerator.save_state` calls for FSDP1, and its scheduler."""
+    from accelerate import Accelerator, FullyShardedDataParallelPlugin
+    from accelerate.utils.fsdp_utils import save_fsdp_model, save_fsdp_optimizer
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    accelerator = Accelerator(cpu=True)
+    plugin = FullyShardedDataParallelPlugin(
+        fsdp_version=1, state_dict_type=kind, cpu_ram_efficient_loading=False
+    )
+    net, optimizer = fsdp1(rank)
+    plugin.set_state_dict_type(kind)
+    FullyShardedDataParallel.set_state_dict_type(
+        net, plugin.state_dict_type, plugin.state_dict_config, plugin.optim_state_dict_config
+    )
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
+    place = folder / "checkpoint"
+    save_fsdp_model(plugin, accelerator, net, str(place))
+    save_fsdp_optimizer(plugin, accelerator, optimizer, net, str(place))
+    tensors = gathered(net, optimizer)
+    if rank == 0:
+        torch.save(schedule.state_dict(), place / "scheduler.bin")
+        keep(folder, tensors, "accelerate")
+
+
+def lightning_folder(folder: Path, rank: int) -> None:
+    """Lightning's ModelParallelStrategy: a DCP directory, and the rest next to it."""
+    import lightning
+    from lightning.pytorch.plugins.environments import TorchElasticEnvironment
+    from lightning.pytorch.strategies import ModelParallelStrategy
+    from torch.distributed.fsdp import fully_shard
+
+    class OnTheCpu(ModelParallelStrategy):
+        """Lightning refuses the CPU by the class's name."""
+
+    class Module(lightning.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = model()
+
+        def configure_model(self) -> None:
+            fully_shard(self.net, mesh=self.device_mesh["data_parallel"])
+
+        def training_step(self, data: Any, _: int) -> torch.Tensor:
+            return self.net(data).square().mean()
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return torch.optim.AdamW(self.net.parameters(), lr=0.01)
+
+    os.environ.update(LOCAL_WORLD_SIZE="2", GROUP_RANK="0", TORCHELASTIC_RUN_ID="corpus")
+    module = Module()
+    trainer = lightning.Trainer(
+        accelerator="cpu",
+        devices=2,
+        strategy=OnTheCpu(data_parallel_size=2, tensor_parallel_size=1),
+        plugins=[TorchElasticEnvironment()],
+        max_steps=STEPS,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        use_distributed_sampler=False,
+        default_root_dir=folder,
+    )
+    data = [batch(step, rank) for step in range(STEPS)]
+    trainer.fit(module, torch.utils.data.DataLoader(data, batch_size=None))
+    trainer.save_checkpoint(folder / "checkpoint")
+    tensors = live(module.net, trainer.optimizers[0])
+    if rank == 0:
+        keep(folder, tensors, "lightning")
+
+
+def torch_checkpointing(folder: Path, rank: int) -> None:
+    """A file of torch.save per item and rank, and a pickle that says how they lie."""
+    from torch.distributed.checkpoint.state_dict import get_state_dict
+    from torch_checkpointing import CheckpointManager, ItemSpec
+    from torch_checkpointing.default_resharder import DefaultResharder
+    from torch_checkpointing.storage.filesystem import LocalFileSystemStorageConfig
+
+    net, optimizer = sharded()
+    train(net, optimizer, rank)
+    weights, moments = get_state_dict(net, optimizer)
+    plain = torch.tensor  # it gathers what the ranks have through a GPU, also where there is none
+    setattr(torch, "tensor", lambda *data, device=None, **more: plain(*data, **more))
+    setattr(torch.Tensor, "cuda", lambda tensor: tensor)
+    config = CheckpointManager.Config.with_sync_save()
+    config.items = {key: ItemSpec(resharder=DefaultResharder()) for key in ("model", "optimizer")}
+    # Its direct writes end at a length that ext4 refuses.
+    config.storage_config = LocalFileSystemStorageConfig(use_direct_io=False)
+    manager = config.build()
+    state = {"model": weights, "optimizer": moments, "step": STEPS}
+    manager.save(str(folder / "checkpoint"), state)
+    manager.close()
+    tensors = live(net, optimizer)
+    if rank == 0:
+        keep(folder, tensors, "torch-checkpointing")
 
 
 # --- trainers of one process ----------------------------------------------------------------------
@@ -339,12 +519,144 @@ def lightning_file(folder: Path, rank: int) -> None:
     keep(folder, live(module.net, trainer.optimizers[0]), "lightning")
 
 
+# --- weights alone --------------------------------------------------------------------------------
+
+
+def peft_adapter(folder: Path, rank: int) -> None:
+    """LoRA, trained for a step; `save_pretrained` writes the adapter alone."""
+    from peft import LoraConfig, get_peft_model, load_peft_weights
+
+    config = LoraConfig(r=2, target_modules=["0", "2"], init_lora_weights=False)
+    adapted = get_peft_model(model(), config)
+    adapted.save_pretrained(folder / "checkpoint")
+    (folder / "checkpoint" / "README.md").unlink()
+    keep(folder, load_peft_weights(str(folder / "checkpoint"), device="cpu"), "peft")
+
+
+def transformers_index(folder: Path, rank: int) -> None:
+    """A model in several files with an index, tied weights among them."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    torch.manual_seed(0)
+    config = GPT2Config(vocab_size=31, n_positions=8, n_embd=8, n_layer=2, n_head=2)
+    GPT2LMHeadModel(config).save_pretrained(folder / "checkpoint", max_shard_size="4KB")
+    read = GPT2LMHeadModel.from_pretrained(folder / "checkpoint")
+    keep(folder, dict(read.named_parameters()), "transformers")
+
+
+def timm_saver(folder: Path, rank: int) -> None:
+    """What timm's training script keeps with `CheckpointSaver`."""
+    from types import SimpleNamespace
+
+    import timm
+    from timm.models import load_state_dict
+    from timm.utils import CheckpointSaver
+
+    torch.manual_seed(0)
+    net = timm.create_model(
+        "test_vit", img_size=16, patch_size=8, num_classes=3, depth=1, embed_dim=16, num_heads=2
+    )
+    optimizer = torch.optim.AdamW(net.parameters(), lr=0.01)
+    net(torch.randn(2, 3, 16, 16)).square().mean().backward()
+    optimizer.step()
+    arguments = SimpleNamespace(model="test_vit", opt="adamw")
+    saver = CheckpointSaver(net, optimizer, args=arguments, checkpoint_dir=str(folder))
+    saver.save_checkpoint(epoch=0, metric=0.5)
+    place = folder / "checkpoint"
+    place.mkdir()
+    shutil.move(folder / "last.pth.tar", place / "last.pth.tar")
+    for other in (*folder.glob("*.pth.tar"), *folder.glob("*.csv")):
+        other.unlink()
+    keep(folder, load_state_dict(str(place / "last.pth.tar"), weights_only=False), "timm")
+
+
+def orbax(folder: Path, rank: int, ocdbt: bool) -> None:
+    """A training of JAX: a nested dict of parameters and moments, and a count of steps."""
+    import jax
+    import numpy as np
+    import orbax.checkpoint as ocp
+
+    random = np.random.default_rng(0)
+    shapes = {"first": {"kernel": (5, 7), "bias": (7,)}, "second": {"kernel": (7, 3)}}
+
+    def filled(tree: Any, dtype: Any) -> Any:
+        if isinstance(tree, dict):
+            return {key: filled(item, dtype) for key, item in tree.items()}
+        return jax.numpy.asarray(random.standard_normal(tree), dtype=dtype)
+
+    state = {
+        "params": filled(shapes, jax.numpy.float32),
+        "half": filled(shapes, jax.numpy.bfloat16),
+        "step": jax.numpy.asarray(STEPS, dtype=jax.numpy.int32),
+    }
+    handler = ocp.PyTreeCheckpointHandler(use_ocdbt=ocdbt, use_zarr3=False)
+    place = (folder / "checkpoint").absolute()
+    with ocp.Checkpointer(handler) as checkpointer:
+        checkpointer.save(place, args=ocp.args.PyTreeSave(state))
+        read = checkpointer.restore(place)
+    leaves = jax.tree_util.tree_leaves_with_path(read)
+    named = {jax.tree_util.keystr(path, simple=True, separator="."): one for path, one in leaves}
+    tensors = {
+        name: torch.from_numpy(np.array(one).view(np.int16)).view(torch.bfloat16)
+        if one.dtype == jax.numpy.bfloat16
+        else torch.from_numpy(np.array(one))
+        for name, one in named.items()
+    }
+    keep(folder, tensors, "orbax-checkpoint", "jax", "tensorstore")
+
+
+def compressed(folder: Path, rank: int, preset: str, sizes: tuple[int, int]) -> None:
+    """Quantized weights of compressed-tensors; "dense." is what it makes of them again."""
+    from compressed_tensors.compressors import ModelCompressor
+    from compressed_tensors.quantization import (
+        QuantizationConfig,
+        apply_quantization_config,
+        preset_name_to_scheme,
+    )
+    from compressed_tensors.quantization.utils import calculate_qparams, generate_gparam
+    from safetensors.torch import load_file
+
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(*sizes), nn.Linear(sizes[1], 32, bias=False)).bfloat16()
+    scheme = preset_name_to_scheme(preset, ["Linear"])
+    apply_quantization_config(net, QuantizationConfig(config_groups={"all": scheme}))
+    how = scheme.weights
+    for layer in net:  # as an observer does: the extent of what shares a scale
+        weight = layer.weight.detach()
+        rows, columns = (-(-n // m) for n, m in zip(weight.shape, layer.weight_scale.shape))  # noqa: B905
+        rows, columns = how.block_structure or (rows, columns)
+        bands = [band.split(columns, 1) for band in weight.split(rows)]
+        low, high = (
+            torch.stack([torch.stack([getattr(part, end)() for part in band]) for band in bands])
+            for end in ("min", "max")
+        )
+        whole = getattr(layer, "weight_global_scale", None)
+        if whole is not None:
+            whole.data.copy_(generate_gparam(weight.min(), weight.max()))
+        scale, _ = calculate_qparams(low, high, how, global_scale=whole)
+        layer.weight_scale.data.copy_(scale)
+    compressor = ModelCompressor.from_pretrained_model(net)
+    compressor.compress_model(net)
+    place = folder / "checkpoint"
+    place.mkdir()
+    (place / "config.json").write_text("{}")
+    save_file({n: t.contiguous() for n, t in net.state_dict().items()}, place / "model.safetensors")
+    compressor.update_config(str(place))
+    compressor.decompress_model(net)
+    dense = {
+        f"dense.{name}": one for name, one in net.named_parameters() if name.endswith("weight")
+    }
+    keep(folder, {**load_file(place / "model.safetensors"), **dense}, "compressed-tensors")
+
+
 WRITERS: dict[str, tuple[int, Callable[..., None], tuple[Any, ...]]] = {
     **{
         f"deepspeed_zero{stage}_{dtype}": (2, deepspeed_zero, (stage, dtype))
         for stage in (1, 2, 3)
         for dtype in ("fp32", "bf16")
     },
+    "deepspeed_universal": (2, deepspeed_universal, (2,)),
+    "deepspeed_universal_zero3": (2, deepspeed_universal, (3,)),
     "verl_fsdp2": (2, rank_files, ()),
     "titan_dcp": (2, titan, ()),
     "fsdp1_full": (2, fsdp1_full, ()),
@@ -355,6 +667,20 @@ WRITERS: dict[str, tuple[int, Callable[..., None], tuple[Any, ...]]] = {
     "transformers_trainer": (1, transformers_trainer, ()),
     "lightning": (1, lightning_file, ()),
     "megatron": (1, megatron, ()),
+    "fsdp1_sharded": (2, fsdp1_sharded, ()),
+    "dcp_torch_2_6": (2, fsdp1_sharded, ()),
+    "dcp_torch_2_15": (2, dcp_async, ()),
+    "accelerate_fsdp1_sharded": (2, accelerate_fsdp1, ("SHARDED_STATE_DICT",)),
+    "lightning_folder": (2, lightning_folder, ()),
+    "torch_checkpointing": (2, torch_checkpointing, ()),
+    "peft": (1, peft_adapter, ()),
+    "transformers_index": (1, transformers_index, ()),
+    "timm": (1, timm_saver, ()),
+    "compressed_float8": (1, compressed, ("FP8_BLOCK", (144, 136))),
+    "compressed_mxfp4": (1, compressed, ("MXFP4A16", (64, 32))),
+    "compressed_nvfp4": (1, compressed, ("NVFP4A16", (64, 32))),
+    "orbax": (1, orbax, (True,)),
+    "orbax_zarr": (1, orbax, (False,)),
 }
 
 
@@ -369,8 +695,14 @@ def _rank_main(rank: int, name: str, port: int) -> None:
     write(HERE / name, rank, *more)
 
 
+# What is written by another torch than the rest, by its version.
+OTHERS = {"2.6.0": ["dcp_torch_2_6"], "2.15.0": ["dcp_torch_2_15", "timm"]}
+
+
 def main(names: list[str]) -> None:
-    for number, name in enumerate(names or WRITERS):
+    elsewhere = [name for listed in OTHERS.values() for name in listed]
+    cases = [case for name in names for case in OTHERS.get(name, [name])]
+    for number, name in enumerate(cases or [one for one in WRITERS if one not in elsewhere]):
         shutil.rmtree(HERE / name, ignore_errors=True)
         (HERE / name).mkdir()
         port = 29_500 + os.getpid() % 400 + number

@@ -1,5 +1,5 @@
-"""Shard folders of DeepSpeed ZeRO as sources: the float32 weights that its optimizers keep, and
-their other state.
+"""Folders of DeepSpeed, of ZeRO and universal ones, as sources: the float32 weights that its
+optimizers keep, and their other state.
 
 The files are pickles with objects of DeepSpeed's own classes among tensors. The restricted reader
 makes nothing of those objects, and nothing is needed of them: where a parameter lies in the flat
@@ -8,16 +8,21 @@ partitions follows from its shape and the number of ranks (as in DeepSpeed's `ze
 Stages 1 and 2 join the ranks' partitions of a group into one flat tensor and lay parameters out in
 it one after the other. Stage 3 cuts every parameter into equal parts, one per rank, padded. What an
 optimizer keeps for a flat tensor, such as its moments, has its shape and is laid out like it.
+
+A universal folder has a file of torch.save for each parameter and state, `zero/<name>/exp_avg.pt`:
+with the parameter's shape, or flat, of stage 3.
 """
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from itertools import islice
 from typing import Any, NamedTuple
 
-from ckpt.convert.sources.blobs import Blob, Opened, open_blob
+from ckpt.convert.sources.blobs import Blob, Opened, open_blob, open_blobs
 from ckpt.convert.sources.budget import MemoryBudget
 from ckpt.convert.sources.opening import FolderSource, Format, SourcePlace
 from ckpt.convert.sources.source import (
@@ -34,9 +39,13 @@ from ckpt.errors import Corrupt, UnsupportedFormat
 from ckpt.layout.dtypes import DTYPES
 from ckpt.layout.kind import Kind
 from ckpt.layout.region import Shape, Span
-from storage import Store
+from storage import KeyNotFoundError, Store
+from storage.threads import in_order
+
+STATES_MAX = 100  # of one parameter
 
 OPTIM = re.compile(r"(?:.*/)?(?:bf16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
+UNIVERSAL = re.compile(r"((?:[^/]+/)?)zero/[^/]+/fp32\.pt")
 MODEL = re.compile(r"(?:.*/)?(?:zero_pp_rank_\d+_)?mp_rank_(\d+)_model_states\.pt")
 
 
@@ -71,7 +80,8 @@ def open_folder(place: SourcePlace) -> FolderSource | None:
     """
     keys = place.keys
     if not any(OPTIM.fullmatch(key) for key in keys):
-        return None
+        folders = {match[1] for key in keys if (match := UNIVERSAL.fullmatch(key))}
+        return _universal(place, folders) if folders else None
     source = _opened(place.store, keys, place.budget)
     whole = any(info.kind is Kind.OPTIMIZER for info in source.contents.tensors.values())
     files = [
@@ -82,7 +92,7 @@ def open_folder(place: SourcePlace) -> FolderSource | None:
     return FolderSource(source, files)
 
 
-FORMAT = Format(1, "a folder of DeepSpeed ZeRO", open_folder)
+FORMAT = Format(1, "a folder of DeepSpeed ZeRO, or a universal one", open_folder)
 
 
 def _opened(store: Store, keys: Sequence[str], budget: MemoryBudget) -> FileSource:
@@ -111,7 +121,81 @@ def _opened(store: Store, keys: Sequence[str], budget: MemoryBudget) -> FileSour
     sizes = {key: store.info(key).nbytes for key in (*optim.values(), models[0])}
     ranks = [_rank(store, optim[rank], sizes, budget) for rank in range(len(optim))]
     opened = open_blob(store, Blob(models[0], 0, sizes[models[0]]), budget, is_outermost=True)
-    return _source(store, _ModelStates(models[0], opened, store.url), ranks, sizes)
+    model = _ModelStates(models[0], opened, store.url)
+    place = _in_parts if ranks[0].is_cut else _in_groups
+    tensors = place(model.groups, ranks)
+    return _source(store, model, tensors, partial(_named_optimizer, model, ranks), sizes)
+
+
+def _universal(place: SourcePlace, folders: Collection[str]) -> FolderSource:
+    """What `ds_to_universal` has written. Raises like `_opened`."""
+    store, budget, folder = place.store, place.budget, min(folders)
+    if len(folders) > 1:
+        raise UnsupportedFormat(
+            f"{store.url} holds {len(folders)} universal checkpoints; name the folder of one, such "
+            f"as {store.url}/{folder}"
+        )
+    starts = "", "zero_pp_rank_0_"
+    names = (f"{folder}{start}mp_rank_00_model_states.pt" for start in starts)
+    key = next(filter(store.exists, names), None)
+    if key is None:
+        raise Corrupt(f"{store.url}: no mp_rank_00_model_states.pt next to {folder}zero")
+    sizes = {key: store.info(key).nbytes}
+    model = _ModelStates(
+        key, open_blob(store, Blob(key, 0, sizes[key]), budget, is_outermost=True), store.url
+    )
+    shapes = {name: shape for group in model.groups for name, shape in group.items()}
+    first = f"{folder}zero/{next(iter(shapes), '')}/"
+    files = [info.key.removeprefix(first) for info in islice(store.list(first), STATES_MAX)]
+    states = [file.removesuffix(".pt") for file in files if file.endswith(".pt")]
+    wanted = {
+        f"{folder}zero/{name}/{state}.pt": (name, state) for name in shapes for state in states
+    }
+    try:
+        measure = in_order(
+            lambda file: store.info(file).nbytes, wanted, threads=8, name="ckpt-info"
+        )
+        sizes |= zip(wanted, measure, strict=True)
+        rest = f"{folder}zero/optimizer_state.pt"
+        sizes[rest] = store.info(rest).nbytes
+    except KeyNotFoundError as error:
+        raise Corrupt(f"{store.url}: a file is missing: {error}") from None
+    budget.allow(sum(sizes.values()) - sizes[key])
+    placed: dict[str, dict[str, tuple[Shape, str, list[Chunk]]]] = {name: {} for name in shapes}
+    for blob, opened in open_blobs(store, [Blob(f, 0, sizes[f]) for f in wanted], budget):
+        name, state = wanted[blob.file]
+        ref = _dict(opened.tree).get("param", opened.tree)
+        if not isinstance(ref, TensorRef) or not ref.is_row_major:
+            raise UnsupportedFormat(f"{store.url}/{blob.file}: no tensor of a parameter")
+        is_flat = len(ref.shape) == 1 and ref.shape[0] == math.prod(shapes[name])
+        span, start = Span(0, math.prod(ref.shape)), opened.start_of(ref)
+        shape = shapes[name] if is_flat else ref.shape
+        placed[name][state] = shape, ref.dtype, [Chunk(span, blob.file, start)] * bool(span.numel)
+        opened.close()
+    whole = open_blob(store, Blob(rest, 0, sizes[rest]), budget)
+    of_optimizer = _dict(_dict(whole.tree).get("optimizer_state_dict", whole.tree))
+    counts = next(iter(_dict(of_optimizer.get("state")).values()), None)
+    for state, ref in _dict(counts).items():  # of stage 3: steps, the same for all
+        if isinstance(ref, TensorRef) and not ref.shape and state not in states:
+            chunk = Chunk(Span(0, 1), rest, whole.start_of(ref))
+            for name in placed:
+                placed[name][state] = (), ref.dtype, [chunk]
+
+    def named(bare: Mapping[str, str]) -> _NamedState:
+        tensors = {}
+        for name, own in placed.items():
+            for state, (shape, dtype, chunks) in own.items():
+                if state != "fp32":
+                    fqn = f"optimizer.state.{bare[name]}.{state}"
+                    tensors[fqn] = SourceTensor(fqn, dtype, shape, Kind.OPTIMIZER), chunks
+        return _with_groups(model, of_optimizer.get("param_groups"), tensors, bare)
+
+    try:
+        weights = [(name, *own["fp32"]) for name, own in placed.items()]
+    except KeyError:
+        raise Corrupt(f"{store.url}: {first}fp32.pt is missing") from None
+    source = _source(store, model, weights, named, sizes)
+    return FolderSource(source, {key, rest, *wanted})
 
 
 def _folder(store: Store, keys: Sequence[str]) -> str:
@@ -212,12 +296,16 @@ def _dict(value: Any) -> dict[Any, Any]:
 
 
 def _source(
-    store: Store, model: _ModelStates, ranks: Sequence[_Rank], sizes: Mapping[str, int]
+    store: Store,
+    model: _ModelStates,
+    placed_weights: Iterable[tuple[str, Shape, str, list[Chunk]]],
+    named: Callable[[Mapping[str, str]], _NamedState],
+    sizes: Mapping[str, int],
 ) -> FileSource:
-    place = _in_parts if ranks[0].is_cut else _in_groups
+    """The weights, with what `named` gives of the optimizer for their names without wrappers."""
     chunks: dict[str, list[Chunk]] = {}
     tensors: dict[str, SourceTensor] = {}
-    for name, shape, dtype, tensor_chunks in place(model.groups, ranks):
+    for name, shape, dtype, tensor_chunks in placed_weights:
         tensors[name] = SourceTensor(name, dtype, shape, Kind.PARAMETER)
         chunks[name] = tensor_chunks
     refused: dict[str, Refusal] = {}
@@ -235,7 +323,7 @@ def _source(
     bare = bare_names([*tensors, *model.shared])
     for name, info in tensors.items():
         check_chunks(info, chunks[name], sizes)
-    state, values = _named_optimizer(model, ranks, bare)
+    state, values = named(bare)
     for info, state_chunks in state.values():
         check_chunks(info, state_chunks, sizes)
     contents = SourceContents(
@@ -248,7 +336,7 @@ def _source(
     )
     placed = {bare[name]: tensor_chunks for name, tensor_chunks in chunks.items()}
     placed |= {name: state_chunks for name, (_, state_chunks) in state.items()}
-    return FileSource(store, "DeepSpeed ZeRO checkpoint", contents, placed, sum(sizes.values()))
+    return FileSource(store, "DeepSpeed checkpoint", contents, placed, sum(sizes.values()))
 
 
 # Tensors of an optimizer's state with their chunks, and values, by their names in the checkpoint.
@@ -261,13 +349,13 @@ def _named_optimizer(
     """The optimizer's state and the scheduler's; nothing of what is in no form that is known."""
     nothing: _NamedState = ({}, {})
     owned = [rank.own for rank in ranks if rank.own is not None]
-    options = ranks[0].options or ()
+    options = ranks[0].options
     if len(owned) != len(ranks) or any(name.startswith("optimizer.") for name in bare):
         return nothing
     names = [
         {name: flat.is_scalar for name, flat in flats.items()} for own in owned for flats in own
     ]
-    if any(one != names[0] for one in names) or len(options) != len(model.groups):
+    if any(one != names[0] for one in names):
         return nothing
     tensors: dict[str, tuple[SourceTensor, list[Chunk]]] = {}
     place = _in_parts if ranks[0].is_cut else _in_groups
@@ -286,6 +374,20 @@ def _named_optimizer(
         for param, shape, dtype, chunks in place(model.groups, like):
             fqn = f"optimizer.state.{bare[param]}.{name}"
             tensors[fqn] = SourceTensor(fqn, dtype, shape, Kind.OPTIMIZER), chunks
+    return _with_groups(model, options, tensors, bare)
+
+
+def _with_groups(
+    model: _ModelStates,
+    options: Any,
+    tensors: dict[str, tuple[SourceTensor, list[Chunk]]],
+    bare: Mapping[str, str],
+) -> _NamedState:
+    """`tensors` with the groups and the scheduler; nothing without groups that are known."""
+    if not isinstance(options, (list, tuple)) or not all(isinstance(one, dict) for one in options):
+        return {}, {}
+    if len(options) != len(model.groups):
+        return {}, {}
     groups = [
         {
             **{key: item for key, item in one.items() if key != "params"},
@@ -296,7 +398,7 @@ def _named_optimizer(
     named = name_tree({"param_groups": groups, "lr_scheduler": model.scheduler})
     # Options that are no plain values are an optimizer's own business; without one there is none.
     if any(fqn.startswith("param_groups") for fqn in (*named.refused, *named.tensors)):
-        return nothing
+        return {}, {}
     values = {"optimizer.param_groups": groups}
     if model.scheduler and "lr_scheduler" in named.values and not named.refused:
         values["lr_scheduler"] = model.scheduler

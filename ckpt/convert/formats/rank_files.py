@@ -1,6 +1,8 @@
-"""Folders with a file of torch.save for each rank, as verl and SkyRL write them: parts of DTensors,
-`model_world_size_2_rank_0.pt` and `optim_world_size_2_rank_0.pt`. Each part says where it belongs;
-of what is the same on all ranks, the first rank's counts.
+"""Folders with a file of torch.save for each rank: parts of DTensors, each of which says where it
+belongs. Of what is the same on all ranks, the first rank's counts.
+
+verl and SkyRL write `model_world_size_2_rank_0.pt` and `optim_world_size_2_rank_0.pt`,
+torch_checkpointing `model_0.pt` and so on for each item, next to a pickle that says it once more.
 """
 
 from __future__ import annotations
@@ -16,19 +18,28 @@ from ckpt.convert.sources.tree import Leaf, TreeData, chunk_of, tree_source
 from ckpt.errors import Corrupt, UnsupportedFormat
 from ckpt.layout.dtypes import DTYPES
 
-_FILE = re.compile(r"(model|optim)_world_size_(\d{1,7})_rank_(\d{1,7})\.pt")
+_FILE = re.compile(
+    r"(?P<item>model|optim)_world_size_(?P<world>\d{1,7})_rank_(?P<rank>\d{1,7})\.pt"
+)
+_ITEM_FILE = re.compile(r"(?P<item>.+)_(?P<rank>\d{1,7})\.pt")
+_OF_ITEMS = "metadata.pkl"
 
 
 def open_folder(place: SourcePlace) -> FolderSource | None:
     """The state of all ranks. Raises Corrupt where a rank's file is missing."""
-    matches = [match for key in place.top if (match := _FILE.fullmatch(key))]
-    if len(worlds := {int(match[2]) for match in matches}) > 1:
+    has_items = _OF_ITEMS in place.top
+    pattern = _ITEM_FILE if has_items else _FILE
+    matches = [match for key in place.top if (match := pattern.fullmatch(key))]
+    if has_items:
+        worlds = {1 + max((int(match["rank"]) for match in matches), default=0)}
+    elif len(worlds := {int(match["world"]) for match in matches}) > 1:
         raise UnsupportedFormat(f"{place.store.url}: files of worlds of {sorted(worlds)} ranks")
     data, tree, files = TreeData({}, place.budget), dict[str, Any](), dict[str, int]()
-    for name, entry in {"model": "model", "optim": "optimizer"}.items():
-        own = {int(match[3]): match[0] for match in matches if match[1] == name}
+    for name in dict.fromkeys(match["item"] for match in matches):
+        own = {int(match["rank"]): match[0] for match in matches if match["item"] == name}
+        entry = name if has_items or name != "optim" else "optimizer"
         # Numbers in an optimizer mean nothing without names.
-        if not own or (name == "optim" and place.names is None):
+        if name == "optim" and not has_items and place.names is None:
             continue
         if missing := sorted({*range(*worlds)} - own.keys()):
             raise Corrupt(f"{place.store.url}: no {name} file of ranks {missing[:8]}")
@@ -45,7 +56,11 @@ def open_folder(place: SourcePlace) -> FolderSource | None:
     return FolderSource(tree_source(place.store, "files of ranks", tree, data, place.names), files)
 
 
-FORMAT = Format(2, "a folder with a file of torch.save for each rank (verl, SkyRL)", open_folder)
+FORMAT = Format(
+    2,
+    "a folder with a file of torch.save for each rank (verl, SkyRL, torch_checkpointing)",
+    open_folder,
+)
 
 
 def _joined(path: str, nodes: Sequence[tuple[str, Opened, Any]], data: TreeData) -> Any:

@@ -35,7 +35,7 @@ OFFSETS = "saved_offsets"
 TOKEN_NBYTES = 128
 TOKENS = b"{[,:"
 # What JSON of another shape than expected raises; a number may be infinite (`1e999`).
-_UNREADABLE = (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError)
+UNREADABLE = (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError)
 
 
 def open_file(place: SourcePlace, name: str) -> FileSource | None:
@@ -97,18 +97,18 @@ def open_safetensors(store: Store, name: str, budget: MemoryBudget) -> FileSourc
 
 def _index(store: Store, name: str, budget: MemoryBudget) -> dict[str, str]:
     try:
-        weight_map = _parsed(store, name, ByteRange(0, store.info(name).nbytes), budget)[
+        weight_map = parsed(store, name, ByteRange(0, store.info(name).nbytes), budget)[
             "weight_map"
         ]
         files = {str(fqn): check_key(str(file)) for fqn, file in weight_map.items()}
-    except _UNREADABLE as error:
+    except UNREADABLE as error:
         raise Corrupt(f"{store.url}/{name}: no readable index: {error!r:.100}") from error
     if not files:
         raise Corrupt(f"{store.url}/{name}: an index without tensors")
     return files
 
 
-def _parsed(store: Store, name: str, part: ByteRange, budget: MemoryBudget) -> Any:
+def parsed(store: Store, name: str, part: ByteRange, budget: MemoryBudget) -> Any:
     """The JSON in part of a file, charged before it is read and before it is parsed. Raises
     UnsupportedFormat beyond the budget.
     """
@@ -138,7 +138,7 @@ def _header(store: Store, name: str, budget: MemoryBudget) -> tuple[dict[str, An
         if length > min(HEADER_BYTES_MAX, nbytes - 8):
             raise Corrupt(f"{where}: no safetensors file: its header would have {length} bytes")
         budget.allow(nbytes - 8 - length)
-        header = _parsed(store, name, ByteRange(8, 8 + length), budget)
+        header = parsed(store, name, ByteRange(8, 8 + length), budget)
     except KeyNotFoundError:
         raise Corrupt(f"{where} is missing") from None
     except (ValueError, RecursionError, ShortReadError) as error:
@@ -169,7 +169,7 @@ class _HeaderTable:
             for fqn, entry in header.items():
                 self.add_tensor(file, fqn, entry, data_start, offsets.get(fqn))
             self.check_places(file, header, nbytes - data_start)
-        except _UNREADABLE as error:
+        except UNREADABLE as error:
             raise Corrupt(f"{self.url}/{file}: no readable header: {error!r:.100}") from error
         # Tied names, as safetensors.torch.save_model notes them.
         for alias, fqn in notes.items():

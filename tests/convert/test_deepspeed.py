@@ -239,8 +239,13 @@ def universal(tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize(
     "file",
-    ["zero/1.bias/exp_avg.pt", "zero/2.weight/fp32.pt", "zero/0.weight/fp32.pt"]
-    + ["zero/optimizer_state.pt", "zero_pp_rank_0_mp_rank_00_model_states.pt"],
+    [
+        "zero/1.bias/exp_avg.pt",
+        "zero/2.weight/fp32.pt",
+        "zero/0.weight/fp32.pt",
+        "zero/optimizer_state.pt",
+        "zero_pp_rank_0_mp_rank_00_model_states.pt",
+    ],
 )
 def test_a_universal_folder_without_a_file_is_corrupt(universal: Path, file: str) -> None:
     (universal / file).unlink()

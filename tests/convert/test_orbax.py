@@ -55,7 +55,7 @@ def test_a_lost_array_is_named(plain: Path) -> None:
 def test_a_chunk_larger_than_its_array_is_refused(plain: Path) -> None:
     place = plain / "params.first.kernel/.zarray"
     place.write_text(json.dumps({**json.loads(place.read_text()), "chunks": [1 << 20, 1 << 10]}))
-    with pytest.raises(Corrupt, match=r"a chunk of 4294967296 bytes"):
+    with pytest.raises(Corrupt, match=r"chunks of shape \(1048576, 1024\)"):
         ckpt.open(str(plain))
 
 
@@ -80,7 +80,7 @@ def test_several_items_stand_below_their_names(plain: Path, tmp_path: Path) -> N
     step = tmp_path / "5"
     shutil.copytree(plain, step / "state")
     with ckpt.open(str(step)) as checkpoint:
-        assert "params.first.bias" in checkpoint.keys()
+        assert "params.first.bias" in checkpoint
     shutil.copytree(plain, step / "ema")
     wanted = load_file(CORPUS / "orbax_zarr/expected.safetensors")
     with ckpt.open(str(step)) as checkpoint:

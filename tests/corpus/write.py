@@ -423,8 +423,8 @@ def torch_checkpointing(folder: Path, rank: int) -> None:
     train(net, optimizer, rank)
     weights, moments = get_state_dict(net, optimizer)
     plain = torch.tensor  # it gathers what the ranks have through a GPU, also where there is none
-    setattr(torch, "tensor", lambda *data, device=None, **more: plain(*data, **more))
-    setattr(torch.Tensor, "cuda", lambda tensor: tensor)
+    torch.tensor = lambda *data, device=None, **more: plain(*data, **more)
+    torch.Tensor.cuda = lambda tensor: tensor
     config = CheckpointManager.Config.with_sync_save()
     config.items = {key: ItemSpec(resharder=DefaultResharder()) for key in ("model", "optimizer")}
     # Its direct writes end at a length that ext4 refuses.

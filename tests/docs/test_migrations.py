@@ -20,7 +20,7 @@ from torch import nn
 import ckpt
 from ckpt.cli import main
 from tests.convert.test_corpus import CORPUS, expect, fresh
-from tests.docs.test_code_blocks import FENCE, ROOT, commands_of
+from tests.docs.test_code_blocks import FENCE, ROOT
 
 PAGE = (ROOT / "docs/howto/migrate.md").read_text(encoding="utf-8")
 # A checkpoint's place on the page and in the corpus, and whether its optimizer has two groups.

@@ -13,7 +13,14 @@ import warnings
 from pathlib import Path
 
 from tests.wild.engines import LINKS
-from tests.wild.page import not_importable, page_of, sections_now, sections_of, versions
+from tests.wild.page import (
+    not_importable,
+    page_of,
+    sections_now,
+    sections_of,
+    versions,
+    versions_of,
+)
 from tests.wild.rows import WRITERS, Result, groups, missing_of, preload
 
 
@@ -44,7 +51,8 @@ def main() -> None:
     if options.table:
         titles = [group.title for group in groups()]
         results = [each for title in titles for each in kept.values() if each.group == title]
-        older = sections_of(options.table.read_text("utf-8")) if options.beside else {}
+        page = options.table.read_text("utf-8") if options.beside else ""
+        older = sections_of(page)
         by_title = {**older, **sections_now(results)}
         sections = {title: by_title[title] for title in titles if title in by_title}
         for group in groups():
@@ -52,7 +60,8 @@ def main() -> None:
                 for name in (group.title, *group.needs):
                     absent.pop(name, None)
         links = ", ".join(str(link) for link in LINKS["ours"])
-        options.table.write_text(page_of(sections, absent, links), encoding="utf-8")
+        known = {**versions_of(page), **versions()}
+        options.table.write_text(page_of(sections, absent, links, known), encoding="utf-8")
 
 
 def kept_in(path: Path | None) -> dict[tuple[str, str], Result]:

@@ -7,8 +7,10 @@ import importlib
 import importlib.metadata
 import platform
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import groupby
+from pathlib import Path
 from typing import NamedTuple
 
 from tests.wild.rows import Result
@@ -16,38 +18,38 @@ from tests.wild.rows import Result
 PACKAGES = (
     "torch", "transformers", "accelerate", "lightning", "peft", "diffusers", "pytorch_optimizer",
     "schedulefree", "torchao", "bitsandbytes", "torchdata", "torchtitan", "ray", "torchvision",
-    "timm",
+    "timm", "heavyball",
 )  # fmt: skip
 # What cannot be imported where the page is written has no rows, and the page says why.
 WANTED = ("timm", "torchvision", "torchtitan.trainer", "ray.train", "dion", "heavyball")
-CELL_MAX = 80
+CELL_MAX = 60
 ROW = re.compile(r"- `([^`]+)`(.*)")
 
 FOLDED = re.compile(r"- both pass[^:]*: (.*)")
+PEER_FAILS = re.compile(r"- DCP fails \(.*?\): (`.*)")
+PEER_ROW = re.compile(r"- (`[^`]+`)(?: \(.*?\))?: DCP fails: (.*)\n")
+REASON_MAX = 30
 # What is said of a row that passes, unless it only says where others' optimizers cannot step.
 SAID_NOWHERE = ("cannot step here", "steps ")
 ROUNDED = "engines round differently here"
 
 HEAD = """# Tried with other libraries
 
-Models, optimizers and frameworks of other libraries train a few steps with tiny configurations and
-random weights, save, and resume. `python -m tests.wild --table docs/compatibility.md` writes this
-page, `make test-wild` tries everything again. DCP is torch's own, used as its documents say.
+Models, optimizers and trainers of other libraries take a few steps on the CPU, with tiny
+configurations and random weights, save and resume. They pass where losses and bits are those of a
+training that never stopped; within rounding, losses to 1e-06 and tensors to 0.001. DCP is torch's
+own, used as its documents say. `make test-wild` tries everything,
+`python -m tests.wild --table docs/compatibility.md` writes this page.
 
-- **A model** trains one step under each of {links}, each from what the one before saved. It passes
-  when every loss and bit equals an uninterrupted training's, and the library's `from_pretrained`
-  opens what `ckpt.export` writes. Within rounding: losses to 1e-06, tensors to 0.001. DCP passes
-  through torch's engines only.
-- **An optimizer** passes when a resumed training has the losses and bits of one that continues,
-  under each engine named, on one and two ranks and between these, unless its steps depend on the
-  layout. Under engines that are not named the optimizer itself cannot step.
-- **A trainer** passes when a training that moves between its layouts has the losses and bits of one
-  in one process. "Ours" is our integration, "DCP" the library's own checkpoints.
+- **Models** move through {links}; `from_pretrained` opens what `ckpt.export` writes.
+- **Optimizers** resume under the engines named, on one and two ranks and between these, unless
+  steps depend on the layout. Under others they cannot step.
+- **Trainers** move between their layouts.
 
-All runs are on the CPU with gloo. Pipelines and products of layouts: [layouts](layouts.md).
-
-Tried with Python {python} and {versions}; this page is of {date}.
+Python {python}, {versions}; this page is of {date}.
 """
+
+CORPUS = Path(__file__).parents[1] / "corpus"
 
 
 class Section(NamedTuple):
@@ -63,7 +65,9 @@ def sections_of(page: str) -> dict[str, Section]:
     of_page = re.search(r"this page is of ([\d-]+)", page)
     for part in page.split("\n## ")[1:]:
         lines = tuple(
-            line + "\n" for line in part.splitlines() if ROW.match(line) or FOLDED.match(line)
+            line + "\n"
+            for line in part.splitlines()
+            if any(form.match(line) for form in (ROW, FOLDED, PEER_FAILS))
         )
         own = re.search(r"^Tried on ([\d-]+)\.$", part, re.MULTILINE) or of_page
         if lines and own:
@@ -80,22 +84,28 @@ def sections_now(results: Sequence[Result]) -> dict[str, Section]:
     }
 
 
-def page_of(sections: Mapping[str, Section], absent: Mapping[str, str], links: str) -> str:
+def page_of(
+    sections: Mapping[str, Section],
+    absent: Mapping[str, str],
+    links: str,
+    known: Mapping[str, str],
+) -> str:
     """The page as text. `absent` are titles of groups that could not run here, and why."""
-    dates = {section.date for section in sections.values()}
+    dates = Counter(section.date for section in sections.values())
+    usual = max(dates, key=lambda date: (dates[date], date))
     text = HEAD.format(
         links=links,
-        date=datetime.date.today().isoformat(),
+        date=usual,
         python=platform.python_version(),
-        versions=", ".join(versions()),
+        versions=", ".join(f"{name} {one}" for name, one in known.items()),
     )
-    text += "\n" + summary(sections.values())
+    text += "\n" + summary(sections.values()) + "\n" + opened()
     for title, section in sections.items():
-        date = f"\n\nTried on {section.date}." if len(dates) > 1 else ""
-        text += f"\n## {title}{date}\n\n" + "".join(section.lines)
+        date = f"\n\nTried on {section.date}." if section.date != usual else ""
+        text += f"\n## {title}{date}\n\n" + "".join(failures_first(section.lines))
     if absent:
         text += "\n## Not tried here\n\n"
-        text += "".join(f"- {title}: {cell(why)}\n" for title, why in absent.items())
+        text += ", ".join(absent) + ".\n"
     return text
 
 
@@ -103,7 +113,18 @@ def summary(sections: Iterable[Section]) -> str:
     verdicts = [each for section in sections for each in _verdicts(section.lines)]
     tried = [each for each in verdicts if each[1] != "-"]
     passed = [sum(each[number] == "pass" for each in tried) for number in (1, 2)]
-    return f"Of {len(tried)} rows, {passed[0]} pass with this library and {passed[1]} with DCP.\n"
+    failed = [f"`{name}`" for name, ours, _ in tried if ours != "pass"]
+    return (
+        f"Of {len(tried)} rows, {passed[0]} pass with this library and {passed[1]} with DCP. With "
+        f"this library fail: {', '.join(failed) or 'none'}.\n"
+    )
+
+
+def opened() -> str:
+    """The checkpoints that `make corpus` writes, and tests/convert/test_corpus.py loads."""
+    cases = sorted(place.parent.name for place in CORPUS.glob("*/by.json"))
+    names = ", ".join(f"`{case}`" for case in cases)
+    return f"{len(cases)} formats of `make corpus` load bit for bit: {names}.\n"
 
 
 def _verdicts(lines: Iterable[str]) -> list[tuple[str, str, str]]:
@@ -120,9 +141,32 @@ def _verdicts(lines: Iterable[str]) -> list[tuple[str, str, str]]:
                 for who in ("ours", "DCP")
             )
             outcomes.append((row[1], ours, dcp))
+        elif names := PEER_FAILS.match(line):
+            outcomes += [(name, "pass", "fails") for name in re.findall(r"`([^`]+)`", names[1])]
         elif folded := FOLDED.match(line):
             outcomes += [(name, "pass", "pass") for name in re.findall(r"`([^`]+)`", folded[1])]
     return outcomes
+
+
+def failures_first(lines: Sequence[str]) -> Iterator[str]:
+    """What fails with this library, what fails with DCP alone, by the beginning of its reason, and
+    what passes.
+    """
+    peers: dict[str, list[str]] = {}
+    rest = []
+    for line in lines:
+        if "ours fails" in line:
+            yield line
+        elif row := PEER_ROW.fullmatch(line):
+            reason = re.split(r"; | (?=\\\[)", row[2])[0]
+            if len(reason) > REASON_MAX:
+                reason = reason[:REASON_MAX].rpartition(" ")[0]
+            reason = reason.strip(" \\.:")
+            peers.setdefault(reason.replace("(", "").replace(")", ""), []).append(row[1])
+        else:
+            rest.append(line)
+    yield from (f"- DCP fails ({why}): {', '.join(names)}\n" for why, names in peers.items())
+    yield from rest
 
 
 def lines_of(rows: Sequence[Result]) -> tuple[str, ...]:
@@ -178,14 +222,21 @@ def not_importable() -> dict[str, str]:
     return outcomes
 
 
-def versions() -> list[str]:
-    outcomes = []
+def versions() -> dict[str, str]:
+    outcomes = {}
     for name in PACKAGES:
         try:
-            outcomes.append(f"{name} {importlib.metadata.version(name).partition('+')[0]}")
+            outcomes[name] = importlib.metadata.version(name).partition("+")[0]
         except importlib.metadata.PackageNotFoundError:
             continue
     return outcomes
+
+
+def versions_of(page: str) -> dict[str, str]:
+    """The versions that a page names."""
+    text = re.search(r"^(?:Tried with )?Python .*?; this page is of", page, re.M | re.S)
+    pairs = re.findall(r"([\w-]+) (\d[\w.]*)", text[0]) if text else []
+    return {name: one for name, one in pairs if name in PACKAGES}
 
 
 def expected(page: str) -> dict[tuple[str, str], str]:

@@ -21,6 +21,7 @@ from tests.wild.page import (
     sections_now,
     sections_of,
     verdicts_of,
+    versions_of,
 )
 from tests.wild.relay import adamw
 from tests.wild.resuming import AFTER, BEFORE, Resumed, resume_one
@@ -105,15 +106,24 @@ def test_groups_of_another_run_stay_on_the_page_with_their_date() -> None:
     new = Result("Optimizers of torch", "torch", "Adam", "plain", "", "ddp: lost")
     passes = Result("Optimizers of torch", "torch", "SGD", "plain", "", "", "steps depend")
     sections = {**older, **sections_now([new, passes])}
-    page = page_of(sections, {}, "plain@1")
+    known = versions_of(old)
+    page = page_of(sections, {}, "plain@1", known)
     now = sections_of(page)
-    assert now == sections, "what a page says is what it was made of"
-    assert now["Optimizers of torch"].lines == (
+    assert page_of(now, {}, "plain@1", versions_of(page)) == page, "what a page says is kept"
+    assert {t: one.date for t, one in now.items()} == {t: one.date for t, one in sections.items()}
+    of_row = "Optimizers of torch"
+    assert now[of_row].lines == (
+        "- DCP fails (ddp: lost): `Adam`\n",
         "- both pass (plain): `SGD`\n",
-        "- `Adam` (plain): DCP fails: ddp: lost\n",
     )
-    alone = page_of(sections_now([new, passes]), {}, "plain@1")
-    assert "Of 2 rows, 2 pass with this library and 1 with DCP." in alone
+    assert expected(page)[of_row, "Adam"] == expected(page)[of_row, "SGD"] == "pass"
+    others = {key: said for key, said in expected(old).items() if key[0] != of_row}
+    assert others.items() <= expected(page).items() and "fails" in others.values()
+    alone = page_of(sections_now([new, passes]), {}, "plain@1", known)
+    assert (
+        "torchtitan 0.3.0" in alone
+        and "Of 2 rows, 2 pass with this library and 1 with DCP." in alone
+    )
     assert "Tried on" not in alone and sections_of(alone).keys()
 
 

@@ -7,7 +7,8 @@ store (OCDBT). Both are read by tensorstore, which has to be installed, from a d
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from importlib import import_module
 from typing import Any
 
 import numpy as np
@@ -48,10 +49,13 @@ def open_folder(place: SourcePlace) -> FolderSource | None:
         return None
     place.budget.allow(sum(info.nbytes for info in place.store.list("")))
     arrays: dict[str, Any] = {}
-    contents = SourceContents({}, modules=("",))
+    tensors, refused = dict[str, SourceTensor](), dict[str, Refusal]()
     for folder in folders:
         prefix = "" if len(folders) == 1 else folder.rstrip("/")
-        _open_item(place, folder, prefix, contents, arrays)
+        for fqn, array in _open_item(place, folder, prefix, refused):
+            info = SourceTensor(fqn, array.dtype.name, tuple(array.shape), Kind.PARAMETER)
+            tensors[fqn], arrays[fqn] = info, array
+    contents = SourceContents(tensors, refused=refused, modules=("",))
     source = ArraySource(place.store, contents, arrays, place.budget.tensor_nbytes)
     whole = folders == [""]
     return FolderSource(source, place.keys if whole else (), () if whole else tuple(folders))
@@ -61,7 +65,7 @@ FORMAT = Format(2, "a folder of Orbax", open_folder)
 
 
 class ArraySource(FileSource):
-    """Arrays of tensorstore by their names. A compressed chunk is read whole; the last ones are kept,
+    """Arrays of tensorstore by name. A compressed chunk is read whole; the last ones are kept,
     for a tensor is read in many parts.
     """
 
@@ -81,19 +85,22 @@ class ArraySource(FileSource):
                     read = np.ascontiguousarray(self.arrays[fqn][where].read().result())
                 except (ValueError, OSError, RuntimeError) as error:
                     raise Corrupt(f"{self.store.url}: {fqn}: {error!s:.300}") from error
-                host_bytes(target[done : done + box.numel])[:] = read.reshape(-1).view(np.uint8)
+                host_bytes(target[done : done + box.numel])[:] = (
+                    read.reshape(-1).view(np.uint8).data
+                )
                 done += box.numel
 
 
 def _open_item(
-    place: SourcePlace, folder: str, prefix: str, contents: SourceContents, arrays: dict[str, Any]
-) -> None:
+    place: SourcePlace, folder: str, prefix: str, refused: dict[str, Refusal]
+) -> Iterator[tuple[str, Any]]:
+    """The names and arrays of an item; `refused` gets what is none that torch has."""
     store = place.store
     path = store.url.removeprefix("file://")
     if "://" in path:
         raise UnsupportedFormat(f"{store.url}: copy it to a disk: tensorstore reads it there")
     try:
-        import tensorstore
+        tensorstore: Any = import_module("tensorstore")
     except ImportError:
         raise UnsupportedFormat(
             f"{store.url}: reading what Orbax wrote needs tensorstore: pip install "
@@ -109,7 +116,7 @@ def _open_item(
             if kind in ("jax.Array", "np.ndarray", "scalar"):
                 named[name] = join(prefix, name)
             elif kind not in ("None", "Dict", "List", "NamedTuple"):
-                contents.refused[join(prefix, name)] = Refusal(f"it is a {kind:.40}", False)
+                refused[join(prefix, name)] = Refusal(f"it is a {kind:.40}", False)
         driver = "zarr3" if metadata.get("use_zarr3") else "zarr"
     except UNREADABLE as error:
         raise Corrupt(f"{where}: no readable metadata: {error!r:.200}") from error
@@ -145,12 +152,9 @@ def _open_item(
                 raise Corrupt(f"{where}: {name}: {error!s:.300}") from error
             shape, dtype = tuple(map(int, array.shape)), str(array.dtype.name)
             if dtype not in DTYPES or len(shape) > NDIM_MAX:
-                contents.refused[fqn] = Refusal(
-                    f"its dtype {dtype:.40} is none that torch has", True
-                )
+                refused[fqn] = Refusal(f"its dtype {dtype:.40} is none that torch has", True)
                 continue
-            info = SourceTensor(fqn, dtype, shape, Kind.PARAMETER)
-            chunk = math.prod(array.chunk_layout.read_chunk.shape or ()) * DTYPES[dtype].itemsize
-            if chunk > info.nbytes + SPARE_NBYTES:
-                raise Corrupt(f"{where}: {name}: a chunk of {chunk} bytes, the array {info.nbytes}")
-            contents.tensors[fqn], arrays[fqn] = info, array
+            itemsize, parts = DTYPES[dtype].itemsize, array.chunk_layout.read_chunk.shape or ()
+            if math.prod(parts) * itemsize > math.prod(shape) * itemsize + SPARE_NBYTES:
+                raise Corrupt(f"{where}: {name}: chunks of shape {parts}, the array has {shape}")
+            yield fqn, array

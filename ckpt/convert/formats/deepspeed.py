@@ -161,17 +161,7 @@ def _universal(place: SourcePlace, folders: Collection[str]) -> FolderSource:
     except KeyNotFoundError as error:
         raise Corrupt(f"{store.url}: a file is missing: {error}") from None
     budget.allow(sum(sizes.values()) - sizes[key])
-    placed: dict[str, dict[str, tuple[Shape, str, list[Chunk]]]] = {name: {} for name in shapes}
-    for blob, opened in open_blobs(store, [Blob(f, 0, sizes[f]) for f in wanted], budget):
-        name, state = wanted[blob.file]
-        ref = _dict(opened.tree).get("param", opened.tree)
-        if not isinstance(ref, TensorRef) or not ref.is_row_major:
-            raise UnsupportedFormat(f"{store.url}/{blob.file}: no tensor of a parameter")
-        is_flat = len(ref.shape) == 1 and ref.shape[0] == math.prod(shapes[name])
-        span, start = Span(0, math.prod(ref.shape)), opened.start_of(ref)
-        shape = shapes[name] if is_flat else ref.shape
-        placed[name][state] = shape, ref.dtype, [Chunk(span, blob.file, start)] * bool(span.numel)
-        opened.close()
+    placed = _placed_states(place, wanted, sizes, shapes)
     whole = open_blob(store, Blob(rest, 0, sizes[rest]), budget)
     of_optimizer = _dict(_dict(whole.tree).get("optimizer_state_dict", whole.tree))
     counts = next(iter(_dict(of_optimizer.get("state")).values()), None)
@@ -196,6 +186,28 @@ def _universal(place: SourcePlace, folders: Collection[str]) -> FolderSource:
         raise Corrupt(f"{store.url}: {first}fp32.pt is missing") from None
     source = _source(store, model, weights, named, sizes)
     return FolderSource(source, {key, rest, *wanted})
+
+
+def _placed_states(
+    place: SourcePlace,
+    wanted: Mapping[str, tuple[str, str]],
+    sizes: Mapping[str, int],
+    shapes: Mapping[str, Shape],
+) -> dict[str, dict[str, tuple[Shape, str, list[Chunk]]]]:
+    """What is in the files `wanted`: shape, dtype and place, by parameter and state."""
+    placed: dict[str, dict[str, tuple[Shape, str, list[Chunk]]]] = {name: {} for name in shapes}
+    blobs = [Blob(file, 0, sizes[file]) for file in wanted]
+    for blob, opened in open_blobs(place.store, blobs, place.budget):
+        name, state = wanted[blob.file]
+        ref = _dict(opened.tree).get("param", opened.tree)
+        if not isinstance(ref, TensorRef) or not ref.is_row_major:
+            raise UnsupportedFormat(f"{place.store.url}/{blob.file}: no tensor of a parameter")
+        is_flat = len(ref.shape) == 1 and ref.shape[0] == math.prod(shapes[name])
+        span, start = Span(0, math.prod(ref.shape)), opened.start_of(ref)
+        shape = shapes[name] if is_flat else ref.shape
+        placed[name][state] = shape, ref.dtype, [Chunk(span, blob.file, start)] * bool(span.numel)
+        opened.close()
+    return placed
 
 
 def _folder(store: Store, keys: Sequence[str]) -> str:

@@ -106,20 +106,8 @@ def _open_item(
             f"{store.url}: reading what Orbax wrote needs tensorstore: pip install "
             "'shardpoint[orbax]'"
         ) from None
-    where, named = f"{store.url}/{folder}{METADATA}", dict[str, str]()
-    try:
-        part = ByteRange(0, store.info(folder + METADATA).nbytes)
-        metadata = parsed(store, folder + METADATA, part, place.budget)
-        for entry in metadata["tree_metadata"].values():
-            path_of = [str(step["key"]) for step in entry["key_metadata"]]
-            kind, name = str(entry["value_metadata"]["value_type"]), ".".join(path_of)
-            if kind in ("jax.Array", "np.ndarray", "scalar"):
-                named[name] = join(prefix, name)
-            elif kind not in ("None", "Dict", "List", "NamedTuple"):
-                refused[join(prefix, name)] = Refusal(f"it is a {kind:.40}", False)
-        driver = "zarr3" if metadata.get("use_zarr3") else "zarr"
-    except UNREADABLE as error:
-        raise Corrupt(f"{where}: no readable metadata: {error!r:.200}") from error
+    where = f"{store.url}/{folder}{METADATA}"
+    named, driver = _names_of(place, folder, prefix, refused)
     base = {"driver": "file", "path": f"{path}/{folder}"}
     is_one = store.exists(folder + OCDBT)
 
@@ -158,3 +146,24 @@ def _open_item(
             if math.prod(parts) * itemsize > math.prod(shape) * itemsize + SPARE_NBYTES:
                 raise Corrupt(f"{where}: {name}: chunks of shape {parts}, the array has {shape}")
             yield fqn, array
+
+
+def _names_of(
+    place: SourcePlace, folder: str, prefix: str, refused: dict[str, Refusal]
+) -> tuple[dict[str, str], str]:
+    """The names of an item's arrays and what they are called here, and tensorstore's driver."""
+    named: dict[str, str] = {}
+    try:
+        part = ByteRange(0, place.store.info(folder + METADATA).nbytes)
+        metadata = parsed(place.store, folder + METADATA, part, place.budget)
+        for entry in metadata["tree_metadata"].values():
+            path_of = [str(step["key"]) for step in entry["key_metadata"]]
+            kind, name = str(entry["value_metadata"]["value_type"]), ".".join(path_of)
+            if kind in ("jax.Array", "np.ndarray", "scalar"):
+                named[name] = join(prefix, name)
+            elif kind not in ("None", "Dict", "List", "NamedTuple"):
+                refused[join(prefix, name)] = Refusal(f"it is a {kind:.40}", False)
+        return named, "zarr3" if metadata.get("use_zarr3") else "zarr"
+    except UNREADABLE as error:
+        where = f"{place.store.url}/{folder}{METADATA}"
+        raise Corrupt(f"{where}: no readable metadata: {error!r:.200}") from error

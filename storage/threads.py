@@ -157,9 +157,9 @@ def as_done(
     threads by the caller's.
 
     An item is taken when all threads are busy, and waits for the first that is free: one that
-    stalls holds no other. A failure is raised when the next item has to wait. With a `window`, as many are
-    under way as it has, by the `nbytes_of` results; `repeated` is how many requests the store had
-    to repeat so far.
+    stalls holds no other. A failure is raised when the next item has to wait. With a `window`, as
+    many are under way as it has, by the `nbytes_of` results; `repeated` is how many requests the
+    store had to repeat so far.
     """
     if not threads:
         yield from map(work, items)

@@ -30,7 +30,8 @@ def _main(argv: Sequence[str] | None) -> int:
     words = list(sys.argv[1:] if argv is None else argv)
     if words[:1] == ["help"]:
         words = [*words[1:], "--help"]
-    # Without a command there is nothing to do but to say what there is.
+    # Without a command, show what there is. Unknown words are refused by the parser of the command:
+    # its usage is what helps, and argparse would show that of `ckpt`.
     arguments, unknown = build_parser().parse_known_args(words or ["--help"])
     command, wrong = arguments.command, arguments.parser.error
     if unknown:
@@ -44,6 +45,7 @@ def _main(argv: Sequence[str] | None) -> int:
             from ckpt.cli.running import run
 
             code = run(command, of_function, of_view)
+        # Here a reader that has gone is still an exception; at exit, Python only complains.
         sys.stdout.flush()
         return code
     except BrokenPipeError:

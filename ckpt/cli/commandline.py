@@ -176,12 +176,13 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def _escaped(text: str) -> str:
-    return text.replace("%", "%%")
+    return text.replace("%", "%%")  # argparse formats help by it
 
 
 def given(command: Command, arguments: argparse.Namespace) -> tuple[dict[str, Any], dict[str, Any]]:
     """The arguments that were given for the function, and for what shows its report."""
     values = vars(arguments)
+    # Only what was given: the defaults are those of the function.
     collected = {
         option.dest: option.argument.collect(values[option.dest])
         if option.argument.collect
@@ -203,6 +204,7 @@ def refused(command: Command, text: str, error: Callable[[str], NoReturn]) -> No
 
 
 def _code_of_deletion(report: Any) -> int:
+    # Not a failure, and yet a script must see that nothing was deleted.
     if report.outcome == "declined":
         return DIFFERENT
     return PROBLEM if getattr(report, "stayed", ()) else OK

@@ -51,6 +51,7 @@ def _lines(
     blocks and optimizers repeat.
     """
     together: dict[tuple[str, str, bool], list[TensorChange]] = {}
+    # Changes with an amount and those without (other dtype or shape) have no common sum.
     for one in changes:
         name = one.fqn if unfold else name_of_all(one.fqn, states=True)
         together.setdefault((name, _what(one), one.amount is None), []).append(one)

@@ -38,6 +38,7 @@ def words_after(typed: Sequence[str]) -> list[str]:
     where that is a name of the user's.
     """
     *before, word = typed or [""]
+    # From the table of commands itself, so that no script has to be kept up with it.
     if not before:
         return [name for name in (*(c.name for c in COMMANDS), "--help") if name.startswith(word)]
     command = next((one for one in COMMANDS if one.name == before[0]), None)

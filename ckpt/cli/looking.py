@@ -34,6 +34,7 @@ def show_ls(listing: RootListing | NearListing) -> None:
     if listing.uncommitted:
         print(listing.uncommitted, file=sys.stderr)
     infos, begun = listing.checkpoints, listing.begun_unix
+    # A step's directory, or another library's: no log says when it was committed.
     if infos and infos[0].committed_unix is None:
         print(f"{listing.url}: {'the directory of ' if begun is not None else ''}1 checkpoint")
         one = infos[0]
@@ -255,6 +256,7 @@ def _interval_rows(load: Workload, result: Cost) -> Iterator[Row]:
     if mtbf is None:
         return
     known = load.blocked_seconds
+    # Without a measured cost, some typical ones: no single number is assumed.
     for blocked in BLOCKED_SHOWN if known is None else (known,):
         text = f"Young 1974; {duration(daly(blocked, mtbf))} by Daly 2006"
         if load.persist_seconds is not None and young(blocked, mtbf) < load.persist_seconds:

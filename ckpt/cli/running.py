@@ -22,6 +22,7 @@ def run(command: Command, arguments: Mapping[str, Any], shown: dict[str, Any]) -
     with ExitStack() as stack:
         rank = 0
         extra: dict[str, Any] = {}
+        # What a function does not take, its command does not have: no table says so again.
         if "process_group" in parameters:
             rank = stack.enter_context(ranks_of_launcher())
         if "progress" in parameters:

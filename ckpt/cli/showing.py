@@ -202,6 +202,7 @@ def _tensors_json(
             }
             texts[key] = json.dumps(described)[:-1]
         start, stop = first[number], first[number + 1]
+        # Many chunks at once: most tensors have few, and each conversion of numpy has its price.
         if start < low or stop > low + len(rows):
             low, until = start, max(stop, start + CHUNKS_READ)
             rows = list(zip(*(column[low:until].tolist() for column in columns), strict=True))

@@ -65,6 +65,7 @@ def operation(function: F) -> F:
         from storage.hidden import hidden_arguments
 
         args, named = hidden_arguments(function, args, named)
+        # Bound here: each value is checked by the annotation of its parameter.
         bound = inspect.signature(function).bind(*args, **named)
         for name, value in bound.arguments.items():
             bound.arguments[name] = _checked(bound.signature.parameters[name], value)
@@ -100,6 +101,7 @@ def _checked(parameter: inspect.Parameter, value: Any) -> Any:
         if argument.parse is rename_rule and (callable(value) or isinstance(value, Mapping)):
             return value
         wanted = "a list of texts"
+        # A text is a sequence too, of letters: `include="model.*"` means that one pattern.
         each = [value] if isinstance(value, (str, os.PathLike)) else value
         try:
             return [os.fspath(one) for one in each]
@@ -110,6 +112,7 @@ def _checked(parameter: inspect.Parameter, value: Any) -> Any:
         shown = f"{parameter.name}= is a {type(value).__name__}"
         is_right, wanted = hasattr(value, "items"), "a mapping"
     elif argument.parse in (whole, count, nbytes, params):
+        # By exact type: True is an int to Python, and is no number of ranks.
         value, least = plain_int(value), int(argument.parse in (count, params))
         is_right, wanted = type(value) is int and value >= least, f"an int of at least {least}"
     elif argument.parse in (seconds, price):
@@ -133,6 +136,7 @@ def nbytes(text: str) -> int:
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(I?)B?", text.strip().upper())
     if match is None:
         raise ValueError(f"{text!r} is not a size; write e.g. 5GB, 500MB or 2GiB")
+    # As the IEC has it: 5GB are powers of ten, 5GiB of two.
     base = 1024 if match[3] else 1000
     return int(float(match[1]) * base ** " KMGT".index(match[2] or " "))
 
@@ -177,6 +181,7 @@ def params(text: str) -> int:
     """A number of parameters, such as 70B."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)([KMBT]?)", text.upper())
     number = 0 if match is None else float(match[1]) * 1000 ** " KMBT".index(match[2] or " ")
+    # Beyond 64 bits nothing is a model, and reports hold numbers of that width.
     if number < 1 or number >= 2**63:
         raise ValueError(f"{text!r} is not a number of parameters; write e.g. 70B")
     return round(number)
@@ -204,6 +209,7 @@ def key_value(text: str) -> tuple[str, Any]:
         raise ValueError(f"{text!r} is not KEY=VALUE")
     with suppress(ValueError):
         value = json.loads(value)  # numbers, true, {"nested": "options"}
+    # Hidden as soon as it is read: from here on it is in frames that a report of errors may show.
     from storage.hidden import without_secrets
 
     return key, without_secrets({key: value})[key]

@@ -70,6 +70,7 @@ def diff(
         if step_a is step_b is None and not (attempt_a or attempt_b):
             step_a, step_b = newest_two(url, storage_options)
     options_b = options_of_other(url, storage_options, other, other_options)
+    # One for both, which are in memory at the same time.
     budget = MetadataBudget(plain_int(metadata_bytes_max))
     with ExitStack() as stack:
         opened = []

@@ -40,6 +40,7 @@ def ls(
     from ckpt.tools.overview import listing, listing_of_other
     from storage.errors import InvalidUrlError
 
+    # A file of another library is no store at all, and its folder is no root.
     try:
         with given.opened(url, storage_options) as store:
             return listing(store)

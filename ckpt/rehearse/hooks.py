@@ -136,6 +136,7 @@ class Hooks:
     def kill(self, boundary: str, step: int | None = None) -> None:
         """Die if the plan says so here; `step`: by default the newest one done."""
         where = [boundary, self._done if step is None else step]
+        # Workers of data loaders are forks that have these hooks too, and are not the rank.
         if where != self._plan["kill"] or self._signalled or os.getpid() != self._pid:
             return
         if threading.current_thread() is threading.main_thread():
@@ -148,6 +149,8 @@ class Hooks:
 
     def made(self, make: Any, one: Checkpointer, state: Any, target: Any, **named: Any) -> None:
         """A Checkpointer is made: it gets another root, and the plan's saves, and no near tiers."""
+        # Only the plan saves, or runs would differ by when the script does. What is to be proved
+        # stays: policies that save on a signal.
         is_own = isinstance(target, UrlTarget)
         place = self.root(target.url if is_own else url_of(target))
         given: SavePolicy = named.pop("save", SAVE_DEFAULT)

@@ -92,7 +92,8 @@ class Following:
         self._interval_seconds = interval_seconds
         self._ending = ending or Ending()
         self._changed = threading.Condition()
-        self._is_closing = False
+        self.is_closing = False
+        """Whether the `with` block has ended."""
         self._threads: list[Future[None]] = []
         self._pool = ThreadPoolExecutor(len(self.pollers), thread_name_prefix="ckpt-follow")
 
@@ -112,8 +113,9 @@ class Following:
 
     def __exit__(self, *_: object) -> None:
         with self._changed:
-            self._is_closing = True
+            self.is_closing = True
             self._changed.notify_all()
+        # A look that waits for its store to answer again would hold up the end for minutes.
         for poller in self.pollers:
             poller.hurry()
         self._pool.shutdown(wait=True)
@@ -125,11 +127,6 @@ class Following:
         """Every run as it was seen last."""
         return tuple(poller.state for poller in self.pollers)
 
-    @property
-    def is_closing(self) -> bool:
-        """Whether the `with` block has ended."""
-        return self._is_closing
-
     def wait(self, seen: Versions, seconds: float) -> tuple[RunState, ...]:
         """The states, once any is of another version than in `seen`, or after `seconds`. Raises as
         `check` does.
@@ -137,7 +134,7 @@ class Following:
 
         def is_over() -> bool:
             ended = any(thread.done() for thread in self._threads)
-            return ended or self._is_closing or versions_of(self.states) != seen
+            return ended or self.is_closing or versions_of(self.states) != seen
 
         with self._changed:
             self._changed.wait_for(is_over, seconds)
@@ -155,7 +152,7 @@ class Following:
         try:
             while True:
                 with self._changed:
-                    if self._changed.wait_for(lambda: self._is_closing, pause):
+                    if self._changed.wait_for(lambda: self.is_closing, pause):
                         return
                 state = poller.poll()
                 has_changed, seen = state is not seen, state
@@ -165,7 +162,7 @@ class Following:
                 if has_changed:
                     self._notify()
         finally:
-            self._notify()
+            self._notify()  # a thread that has failed is news, too
 
     def _notify(self) -> None:
         with self._changed:

@@ -111,6 +111,7 @@ def _templates() -> Environment:
         autoescape=True,
         trim_blocks=True,
         lstrip_blocks=True,
+        # A wrong name in a template is an error, and not an empty cell.
         undefined=StrictUndefined,
         finalize=lambda one: one if hasattr(one, "__html__") else visible(f"{one}"),
     )

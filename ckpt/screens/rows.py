@@ -37,6 +37,7 @@ class Chart(NamedTuple):
         """Where the bars of the newest saves of several runs begin to rise, and where they end."""
         numbers = [one for saves in runs for one in self.of(saves[-newest:]) if one is not None]
         low, high = (self.least(numbers), max(numbers)) if numbers else (0.0, 0.0)
+        # Never of no height: bars are divided by it.
         return low, high if high > low else low + (abs(low) or 1.0)
 
 

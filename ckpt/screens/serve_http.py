@@ -137,6 +137,7 @@ class PageServer(socketserver.ThreadingTCPServer):
 
     def _give_up(self, connection: socket.socket) -> None:
         del self._half[connection], self._due[connection]
+        # Not closed: its thread still has it, and the number could be that of another by then.
         with suppress(OSError):
             connection.shutdown(socket.SHUT_RDWR)
 
@@ -170,6 +171,7 @@ class PageServer(socketserver.ThreadingTCPServer):
 
 class _Handler(BaseHTTPRequestHandler):
     server: PageServer
+    # In place of the versions of Python and of its server, which are nobody's concern.
     server_version = "ckpt"
     sys_version = ""
     timeout = REQUEST_SECONDS
@@ -272,6 +274,7 @@ class _Handler(BaseHTTPRequestHandler):
                 # One line: a line break would end the data.
                 self._write(f"id: {digest}\nevent: sections\ndata: {json.dumps(new)}\n\n")
             else:
+                # A comment, which browsers drop: a client that has gone is noticed by writing.
                 self._write(": nothing new\n\n")
             seen, shown = digest, sections
             following.wait(versions, TICK_SECONDS)

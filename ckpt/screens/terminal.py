@@ -101,6 +101,7 @@ def show_table(
     """
     rows = iter(rows)
     cells = [[visible(cell) for cell in row] for row in islice(rows, ROWS_MEASURED)]
+    # Below the stream that shows codes: rich writes some on purpose, for bold titles.
     width = None if sys.stdout.isatty() else WIDTH_WITHOUT_TERMINAL
     console = _Console(width=width, file=below(sys.stdout))
     widths = [max(map(cell_len, column)) for column in zip(titles, *cells, strict=True)]
@@ -202,6 +203,7 @@ def show_json(value: Any, last: str = "", entries: Iterable[tuple[str, str]] | N
     if entries is None:
         print(text)
         return
+    # JSON has escaped what is not to be seen: going through it once more would cost seconds.
     out = below(sys.stdout)
     out.write(f"{text.removesuffix('}').rstrip()},\n  {_json(last)}: {{")
     between = ""

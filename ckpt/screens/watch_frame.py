@@ -83,6 +83,7 @@ def frame_of(
         return lines[:height]
     lines += _numbers(run, now_unix, prices or Prices()) if run.saves else []
     lines += _notices(run, now_unix)
+    # A run of failures alone has notices, and nothing to draw.
     if not run.saves:
         return lines[:height]
     lines += _charts(run, max(width - LABEL - 24, 10), marks)

@@ -126,6 +126,7 @@ def watch_once(
 
 def _wait(following: Following, ending: Ending, seen: Versions) -> None:
     """Until something is of another version than in `seen`, or for a tick."""
+    # In short steps: a signal leaves a mark only, and somebody has to look at it.
     deadline = time.monotonic() + TICK_SECONDS
     ending.check()
     while versions_of(following.wait(seen, STEP_SECONDS)) == seen and time.monotonic() < deadline:

@@ -23,7 +23,7 @@ from tests.conftest import Scale
 from tests.tools.browser import CHROMIUM, HARD_TO_READ, browser
 
 ROOT = Path(__file__).resolve().parents[2]
-SCREENS = [(width, scheme) for width in (1280, 390) for scheme in ("light", "dark")]
+SCREENS = [(width, scheme) for width in (1440, 800, 390) for scheme in ("light", "dark")]
 IS_WIDER_THAN_THE_SCREEN = (
     "document.documentElement.scrollWidth > document.documentElement.clientWidth"
 )

@@ -193,8 +193,7 @@ class Reader:
             ):
                 pass
         else:
-            pieces = [piece for request in compress(requests, cold) for piece in self._cut(request)]
-            beside = [partial(self._read_and_deliver, piece, is_cold=True) for piece in pieces]
+            beside = list(compress(reads, cold))
             here = list(compress(reads, map(not_, cold)))
             if self._path.cached_readers > 1 and len(here) > 1:
                 beside, here = [*beside, *here], []
@@ -206,13 +205,6 @@ class Reader:
         reader = Reader(self._sums, plan_for_others(self._manifest, some), self._path)
         reader.expect(self.away[:0], some)
         return reader
-
-    def _cut(self, request: _Request) -> list[_Request]:
-        """A request around the page cache as several, which are in flight at once."""
-        path = self._path
-        cuts = self._together(request.rows, path.direct_request_nbytes_max)
-        # The table is read alone: it would come with the last, and the first may be there before.
-        return [request] if len(cuts) == 1 else cuts
 
     def _is_cold(self, request: _Request) -> bool:
         """Whether a request is read around the page cache."""

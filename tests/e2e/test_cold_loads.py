@@ -132,13 +132,8 @@ def test_of_a_file_that_is_partly_in_memory_the_rest_is_read_around_the_cache(
         (ReadPath(MIB, direct_readers=4, direct_nbytes_min=TENSORS * MIB), TENSORS, TENSORS),
         (ReadPath(MIB, direct_readers=4, direct_nbytes_min=TENSORS * MIB + 1), 0, 0),
         (ReadPath(MIB, direct_readers=4, direct_always=True), 0, TENSORS),
-        (
-            ReadPath(5 * MIB, direct_readers=4, direct_request_nbytes_max=MIB),
-            -(-TENSORS // 5),
-            TENSORS,
-        ),
     ],
-    ids=["buffered", "auto", "enough", "little", "direct", "cut"],
+    ids=["buffered", "auto", "enough", "little", "direct"],
 )
 def test_which_loads_go_around_the_cache(
     tmp_path: Path, path: ReadPath, asked: int, direct: int

@@ -135,6 +135,8 @@ def save(
                 url, storage_options, unsafe_single_writer, call
             )
         else:
+            # They are of the whole checkpoint, which `ckpt.begin` describes; a part that took them
+            # would drop them.
             if dedup or user or metric is not None:
                 raise InvalidArgument("into=: pass user= and metric= to ckpt.begin, dedup= nowhere")
             place = place_of(into)
@@ -398,6 +400,7 @@ def load(
                 options=replace(options, path=path),
             )
         except NoCheckpoint as problem:
+            # A url that no store takes may still be a file of another library.
             cause = problem.__cause__
             error = cause if isinstance(cause, InvalidUrlError) else problem
             if step is not None or attempt:
@@ -483,6 +486,7 @@ def write_path(io: Io, store: Store, staging: Staging, *, cached_ranks: int = 0)
     # One part is checksummed while the one before it is on its way to the disk.
     least, share = (DIRECT_SAVE_NBYTES_MIN if io == "auto" else 0), 0.0
     if io == "auto" and cached_ranks:
+        # All ranks of the job may be on this host; together they get a quarter.
         share = min(CACHED_SHARE_MAX, 1 / (4 * cached_ranks))
     return WritePath(
         direct=True,
@@ -504,6 +508,7 @@ def read_path(store: Store, io: Io = "auto", world_size: int = 0) -> ReadPath:
     # From memory a request of 4 MiB takes half a millisecond, and what this program does between
     # two of them a tenth of that. Of 16 MiB, what was read is checked when it has left the cache.
     mask = getattr(os, "sched_getaffinity", None)
+    # Containers and schedulers allow fewer cores than the machine has.
     cores = (len(mask(0)) if mask else os.cpu_count() or 1) // world_size if world_size else 1
     readers = max(1, min(CACHED_READERS_MAX, cores))
     path = ReadPath(request_nbytes_max=4 * MIB, cached_readers=readers)

@@ -51,7 +51,7 @@ class UnsupportedFormat(CheckpointError):
 
 
 class StoreRefused(CheckpointError):
-    """The store cannot commit safely (it overwrites where it should refuse), or ranks see other
+    """The store cannot commit safely (it overwrites where it should refuse), or ranks see different
     roots.
     """
 

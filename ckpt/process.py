@@ -86,31 +86,27 @@ class GroupContext:
         storage_options: Mapping[str, Any] | None,
         unsafe_single_writer: bool,
         call: str,
+        *,
+        beside: bool = False,
     ) -> OpenRoot:
-        """The store at `url`, and its session, claimed now if there is none yet. Collective, within
-        the public `call`.
+        """The store at `url`, and its session, claimed now if there is none yet; with `beside` one
+        for what is no part of a training, which fences no session. Collective, within the public
+        `call`.
 
         Nothing is in flight when it returns; a failure in the background that was not raised on one
         rank is raised on all.
         """
         store = self.settled_store(url, storage_options, call)
         key = _session_key(store, url, storage_options, unsafe_single_writer)
-        if key not in self.sessions:
+        if beside or key not in self.sessions:
+            registry = Beside() if beside else self.registry
             opened = open_session(
-                self.world, store, self.registry, unsafe_single_writer=unsafe_single_writer
+                self.world, store, registry, unsafe_single_writer=unsafe_single_writer
             )
+            if beside:
+                return OpenRoot(store, opened, PartMemory())
             self.sessions[key] = (opened, PartMemory())
         return self._opened(store, key)
-
-    def open_beside(
-        self, url: StoreLike, storage_options: Mapping[str, Any] | None, unsafe_single_writer: bool
-    ) -> OpenRoot:
-        """Like `open_root`, for what is no part of a training: no session is fenced. Collective."""
-        store = self.settled_store(url, storage_options, "an import")
-        opened = open_session(
-            self.world, store, Beside(), unsafe_single_writer=unsafe_single_writer
-        )
-        return OpenRoot(store, opened, PartMemory())
 
     def known_root(
         self, url: StoreLike, storage_options: Mapping[str, Any] | None, unsafe_single_writer: bool
@@ -173,6 +169,11 @@ def _store_key(url: StoreLike, storage_options: Mapping[str, Any] | None) -> tup
     return (text if "://" in text or "::" in text else os.path.abspath(text)), options
 
 
+def _everyone() -> dist.ProcessGroup | None:
+    """torch's group of all ranks, None where there is none."""
+    return dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
+
+
 def world_of(process_group: dist.ProcessGroup | None = None) -> World:
     """The world of a group, of all ranks, or of this process alone; the same one at every call.
 
@@ -182,16 +183,14 @@ def world_of(process_group: dist.ProcessGroup | None = None) -> World:
 
 
 def failure_of(process_group: dist.ProcessGroup | None = None) -> RankFailed | None:
-    """Why the world of a group is at its end, None while it is usable, or was not used yet. Not
-    collective.
-    """
+    """Why the world of a group has ended; None while it is usable, or unused. Not collective."""
     context = this_process.known(process_group)
     return None if context is None else context.world.failure
 
 
 def leaving(process_group: dist.ProcessGroup | None = None) -> EndWorld:
-    """What ends, when it is called later, the part of this process in the world that the group has
-    now: see `ProcessMemory.leave`. A thread that joins another world meanwhile is not affected.
+    """A function that ends this process's part in the world that the group has now: see
+    `ProcessMemory.leave`. A thread that joins another world meanwhile is not affected.
     """
     return partial(this_process.leave, this_process.of_group(process_group))
 
@@ -212,27 +211,15 @@ def open_root(
     process_group: dist.ProcessGroup | None = None,
     storage_options: Mapping[str, Any] | None = None,
     unsafe_single_writer: bool = False,
+    beside: bool = False,
 ) -> OpenRoot:
-    """The root at `url` as saves of this process use it, claimed now if it was not yet. Collective.
+    """The root at `url` as saves of this process use it, claimed now if it was not yet; `beside` a
+    training that holds it and is not fenced, such as for an import. Collective.
 
     Raises like `save`.
     """
-    context = this_process.of_group(process_group)
-    return context.open_root(url, storage_options, unsafe_single_writer, "Checkpointer")
-
-
-def open_beside(
-    url: StoreLike,
-    *,
-    process_group: dist.ProcessGroup | None = None,
-    storage_options: Mapping[str, Any] | None = None,
-    unsafe_single_writer: bool = False,
-) -> OpenRoot:
-    """The root at `url` for checkpoints that are no part of a training, such as imports. A training
-    that holds the root is not fenced. Collective; raises like `save`.
-    """
-    context = this_process.of_group(process_group)
-    return context.open_beside(url, storage_options, unsafe_single_writer)
+    context, call = this_process.of_group(process_group), "an import" if beside else "Checkpointer"
+    return context.open_root(url, storage_options, unsafe_single_writer, call, beside=beside)
 
 
 def claimed(
@@ -314,8 +301,7 @@ class ProcessMemory:
         """
         keep_for_ever(dict(vars(self)))
         self.__init__()  # type: ignore[misc]
-        if dist.is_available() and dist.is_initialized():
-            self._inherited = dist.group.WORLD
+        self._inherited = _everyone()
 
     def claim(self, store: Store, *, unsafe_single_writer: bool) -> Session:
         """The session of a root in this process."""
@@ -340,9 +326,11 @@ class ProcessMemory:
         """
         with self._lock:
             self._contexts = [one for one in self._contexts if one is not context]
+        # First the end, which no commit passes; then the saves, which wait in rounds of this world.
         context.world.end(failure)
         context.background.give_up()
         context.world.close()
+        # The next world claims anew: its claim fences what other ranks may still do in the old one.
         for store in context.stores.values():
             self._registry.forget(store)
         context.stores, context.sessions = {}, {}
@@ -354,24 +342,22 @@ class ProcessMemory:
                 f"process_group={group!r}; expected a group, as dist.new_group() returns, or None "
                 "for all ranks"
             )
-        if dist.is_available() and dist.is_initialized():
+        if (everyone := _everyone()) is not None:
             # A child that has called `destroy_process_group` and joined a job of its own may.
-            if self._inherited is not None and dist.group.WORLD is self._inherited:
+            if everyone is self._inherited:
                 raise Forked(
                     "this process was forked from a rank of torch.distributed and is not a member "
                     "of its process group, so it cannot save or load in it: do that in the rank "
                     "itself, call destroy_process_group() here first, or spawn the process"
                 )
-            group = dist.group.WORLD if group is None else group
+            group = everyone if group is None else group
         with self._lock:
             return self._known(group) or self._new_context(group, lambda: current_world(group))
 
     def known(self, group: dist.ProcessGroup | None) -> GroupContext | None:
         """The context of `group` if there is one. Not collective."""
-        if group is None and dist.is_available() and dist.is_initialized():
-            group = dist.group.WORLD
         with self._lock:
-            return self._known(group)
+            return self._known(_everyone() if group is None else group)
 
     def _known(self, group: dist.ProcessGroup | None) -> GroupContext | None:
         for context in self._contexts:
@@ -387,6 +373,7 @@ class ProcessMemory:
     def of_members(self, members: tuple[int, ...]) -> GroupContext:
         """The context of `members`; that of a group of exactly these ranks if there is one."""
         everyone = dist.group.WORLD
+        # Two worlds of the same ranks would each run rounds of their own and claim roots twice.
         if members == tuple(dist.get_process_group_ranks(everyone)):
             return self.of_group(everyone)
         with self._lock:
@@ -399,6 +386,8 @@ class ProcessMemory:
         """Release the worlds of jobs that this process has left; False where a save needs one, or
         it cannot be done at once.
         """
+        # Called while torch leaves a group: waiting for a call that makes a context there would be
+        # a deadlock.
         if not self._lock.acquire(blocking=False):
             return False
         try:
@@ -408,7 +397,7 @@ class ProcessMemory:
 
     def _of_this_job(self) -> list[GroupContext]:
         # Those of another are of no use, but for saves that run.
-        everyone = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
+        everyone = _everyone()
         kept = [
             context
             for context in self._contexts
@@ -422,8 +411,7 @@ class ProcessMemory:
     def _new_context(
         self, group: dist.ProcessGroup | None, make: Callable[[], World]
     ) -> GroupContext:
-        is_joined = dist.is_available() and dist.is_initialized()
-        everyone = dist.group.WORLD if is_joined else None
+        everyone = _everyone()
         self._contexts = self._of_this_job()  # first: then their port is free for the new world
         world = make()
         everyone = everyone if group is not None or world.size > 1 else None

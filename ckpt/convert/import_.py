@@ -31,7 +31,7 @@ from ckpt.layout.dtypes import DTYPES
 from ckpt.layout.memory import host_bytes, tensor_over
 from ckpt.layout.region import Region, Span
 from ckpt.loading.checkpoint import open_checkpoint
-from ckpt.process import open_beside, world_of
+from ckpt.process import open_root, world_of
 from ckpt.saving.save import publish
 from ckpt.saving.task import Attempt, SaveOptions, SaveTask
 from ckpt.short import ShortRecord
@@ -108,11 +108,12 @@ def import_source(
         chosen = collectively(world, "names", lambda: _chosen(opened, how))
         contents = chosen.contents
         # Only now is anything made at the root.
-        root = open_beside(
+        root = open_root(
             url,
             process_group=process_group,
             storage_options=storage_options,
             unsafe_single_writer=how.unsafe_single_writer,
+            beside=True,
         )
         notes = {"imported_from": f"{opened.format} {opened.url}", **how.user}
         options = SaveOptions(user=notes, in_line=False)

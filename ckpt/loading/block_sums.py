@@ -4,7 +4,7 @@ A manifest has a seal per file. The table itself, a few bytes per block at the e
 read once, before or with the first blocks of that file, and checked.
 
 A cache is one sparse file per data file, with every block at its offset in that file. Nothing
-records which blocks are present or correct: the reader checks them against the manifest, fetches
+records which blocks are present or correct: the reader checks them against their checksums, fetches
 those that do not match, and writes them back. So a cache may be shared, damaged, truncated or from
 another run: bytes that match are used, all others are read from the store again.
 """
@@ -41,6 +41,7 @@ from ckpt.format.datafile_index import (
 from ckpt.format.manifest import Int64s, Manifest, is_reference
 from storage import Store
 from storage.forks import ForkSafeLock
+from storage.ranges import drop_front, flat_views
 
 
 class TableRange(NamedTuple):
@@ -62,14 +63,14 @@ class _FileSums(NamedTuple):
 
 
 class _Reading(NamedTuple):
-    """A thread of this process reads them; of another process nothing comes, after a fork."""
+    """A thread of `process` reads them. In a forked child nothing comes from it."""
 
     process: int
     future: Future[_FileSums]
 
 
 class BlockSums:
-    """What the blocks of one checkpoint must have as checksums. Safe to use from several threads.
+    """The checksums that the blocks of one checkpoint must have. Safe to use from several threads.
 
     `keys` and `cache_keys` are those of the data files, in the store and in a cache.
 
@@ -123,6 +124,7 @@ class BlockSums:
 
         `known` are their checksums, if the caller has them already.
         """
+        # Compared as lists: the first wrong row is looked for only where they differ.
         sums = self.of_blocks(chunks, numbers) if known is None else known
         expected, actual = sums.tolist(), crc32c_of_each(data, sizes.tolist())
         if actual != expected:
@@ -207,6 +209,8 @@ class BlockSums:
             is_mine = known is None or known.process != os.getpid()
             if known is None or is_mine:
                 known = self._sums[file] = _Reading(os.getpid(), Future())
+        # Outside of the lock: other threads wait for the future, and threads of other files do not
+        # wait.
         if is_mine:
             try:
                 sums = self._read(file)
@@ -293,6 +297,7 @@ class BlockSums:
         first = self.manifest.chunks.first_block
         counts = first[chunks + 1] - first[chunks]
         inside = np.minimum(places, len(index.offsets) - 1)
+        # A reader trusts neither: the header came from the file, the places from the manifest.
         if (
             (len(chunks) and not len(index.offsets))
             or index.block_bytes != self.manifest.header.block_bytes
@@ -331,7 +336,7 @@ class NoSums(BlockSums):
 def sums_of(
     store: Store, directory: str, manifest: Manifest, cache: BlockCache | None = None
 ) -> BlockSums:
-    """What the blocks of `manifest` must have, if it says."""
+    """The checksums of the blocks of `manifest`, or none where another library wrote the files."""
     kind = BlockSums if manifest.is_sealed else NoSums
     return kind(store, directory, manifest, cache)
 
@@ -389,7 +394,14 @@ class BlockCache:
             if not stat.S_ISREG(os.fstat(fd).st_mode) or _starts_in_hole(fd, start):
                 return False
             self._note_use(path)
-            return _read_all(fd, start, buffers)
+            left = flat_views(buffers)
+            while left:
+                got = os.preadv(fd, left[:_VECTORS_MAX], start)
+                if not got:
+                    return False
+                start += got
+                left = drop_front(left, got)
+            return True
         except OSError:
             return False
         finally:
@@ -405,9 +417,14 @@ class BlockCache:
                 if self._is_broken or not self._make_room(nbytes):
                     return
             flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+            # For this user alone: the directory may be shared, the checkpoint may be private.
             fd = os.open(path, flags, 0o600)
             try:
-                _write_all(fd, start, buffers)
+                left = flat_views(buffers)
+                while left:
+                    written = os.pwritev(fd, left[:_VECTORS_MAX], start)
+                    start += written
+                    left = drop_front(left, written)
             finally:
                 os.close(fd)
         except OSError as error:
@@ -417,11 +434,13 @@ class BlockCache:
                 self._is_broken = True
 
     def _path(self, root: str, key: str) -> Path:
+        # A key has slashes, and with the root it may be longer than a file's name may be.
         name = hashlib.sha256(f"{root}/{key}".encode()).hexdigest()[:40]
         return self._directory / f"blocks-{name}"
 
     def _note_use(self, path: Path) -> None:
         with self._lock:
+            # Once per file and object: a load asks thousands of times.
             if path.name not in self._used:
                 self._used.add(path.name)
                 os.utime(path)  # files are deleted in the order of this time
@@ -435,21 +454,16 @@ class BlockCache:
             # By blocks on the disk and not by length, since the files have holes.
             self._filled_nbytes = sum(entry.st_blocks * 512 for _, entry in self._files())
         if self._filled_nbytes + nbytes > self._nbytes_max:
-            self._drop_unused(self._filled_nbytes + nbytes - self._nbytes_max)
+            for path, entry in sorted(self._files(), key=lambda file: file[1].st_mtime_ns):
+                if self._filled_nbytes + nbytes <= self._nbytes_max:
+                    break
+                if path.name not in self._used:
+                    path.unlink(missing_ok=True)
+                    self._filled_nbytes -= entry.st_blocks * 512
         if self._filled_nbytes + nbytes > self._nbytes_max:
             return False
         self._filled_nbytes += nbytes
         return True
-
-    def _drop_unused(self, nbytes: int) -> None:
-        for path, entry in sorted(self._files(), key=lambda file: file[1].st_mtime_ns):
-            if nbytes <= 0:
-                return
-            if path.name in self._used:
-                continue
-            path.unlink(missing_ok=True)
-            self._filled_nbytes -= entry.st_blocks * 512
-            nbytes -= entry.st_blocks * 512
 
     def _files(self) -> list[tuple[Path, os.stat_result]]:
         files = []
@@ -469,30 +483,3 @@ def _starts_in_hole(fd: int, start: int) -> bool:
         return os.lseek(fd, start, seek_data) > start
     except OSError:
         return True  # nothing from `start` to the end of the file
-
-
-def _read_all(fd: int, start: int, buffers: Sequence[memoryview]) -> bool:
-    left = [buffer for buffer in buffers if buffer.nbytes]
-    while left:
-        got = os.preadv(fd, left[:_VECTORS_MAX], start)
-        if not got:
-            return False
-        start += got
-        left = _rest(left, got)
-    return True
-
-
-def _write_all(fd: int, start: int, buffers: Sequence[memoryview]) -> None:
-    left = [buffer for buffer in buffers if buffer.nbytes]
-    while left:
-        written = os.pwritev(fd, left[:_VECTORS_MAX], start)
-        start += written
-        left = _rest(left, written)
-
-
-def _rest(buffers: list[memoryview], nbytes: int) -> list[memoryview]:
-    for index, buffer in enumerate(buffers):
-        if nbytes < buffer.nbytes:
-            return [buffer[nbytes:], *buffers[index + 1 :]]
-        nbytes -= buffer.nbytes
-    return []

@@ -163,6 +163,7 @@ def unequal(
         numel, step = math.prod(one.shape), COMPARED_NBYTES // one.dtype.itemsize
         for start in range(rank * step, numel, size * step):
             span = Span(start, min(start + step, numel))
+            # Bits and not values: no NaN equals itself, and 0.0 equals -0.0.
             bits = [checkpoint.read(fqn, span).view(torch.uint8) for fqn in (name, held)]
             if not torch.equal(*bits):
                 return True

@@ -157,6 +157,7 @@ def store_and_checkpoint(
         store = open_store(url, **(storage_options or {}))
         return store, find_checkpoint(store, step, attempt=attempt, budget=budget, ruled=ruled)
     except BaseException as error:
+        # A store that was passed stays its caller's.
         if store is not None and store is not url:
             store.close()
         if step is None and not attempt and isinstance(error, (NoCheckpoint, InvalidUrlError)):
@@ -231,7 +232,7 @@ def leased_checkpoint(
             return
         chosen = located.entry.attempt
         with leased(store, chosen, LEASE_SECONDS_MAX):
-            # Who had looked for leases before may have retired it all the same.
+            # Retention that looked for leases just before may have retired it all the same.
             if Log(store).state().find(chosen) is not None:
                 yield located
                 return

@@ -175,6 +175,7 @@ def fetched(
     moves = []
     for move in sharing.moves:
         owner = owners.get(int(np.searchsorted(files, move.start, side="right")) - 1)
+        # This rank would read it and cannot; it still passes it on to the others.
         is_read_here = move.source is None
         moves.append(move._replace(source=owner) if is_read_here else move)
     pieces, file = pieces_of(sharing.private, files[:-1], files[1:])
@@ -297,6 +298,7 @@ class Exchange:
         users: list[int] = []
         if owners is not None:
             mine = json.dumps(sorted(owners)).encode()
+            # Who asks a rank is decided by those that ask: it cannot work that out alone.
             asked = [json.loads(one) for one in self._world.gather("readers", mine)]
             users = [rank for rank, ranks in enumerate(asked) if self._world.rank in ranks]
         with self._world.transfers("shared blocks") as wires:
@@ -307,6 +309,7 @@ class Exchange:
             # For another host blocks are read of which few bytes may travel.
             least = 1 if owners is None else limits.run_nbytes_max
             threads = _threads(moves, limits, path, least)
+            # One move at a time needs no other thread.
             if threads == 1:
                 for one in tagged:
                     self._move(wires, *one)
@@ -336,11 +339,13 @@ class Exchange:
             for runs in _decoded(data)
         ]
         if given:
+            # Of its own: blocks that others want are not in this rank's plan.
             self._for_others = self._reader.for_others([move.runs for move in given])
         return sorted([*moves, *given], key=lambda move: move.start)
 
     def _move(self, wires: Transfers, move: Move, tag: int, tags: Sequence[int]) -> None:
         data = self._read(move) if move.source is None else _received(wires, move, tag)
+        # A word first: the receiver must not wait for bytes that never come.
         word = memoryview(_FAILED if data is None else _FINE)
         send = []
         for target, number in zip(move.targets, tags, strict=True):
@@ -377,6 +382,7 @@ def _received(wires: Transfers, move: Move, tag: int) -> memoryview | None:
     assert move.source is not None, "what this rank reads comes from nobody"
     word = memoryview(bytearray(1))
     wires.move([], [Message(move.source, tag, word)])
+    # Passed on as a failure: the ranks below wait for a word, too.
     if word.tobytes() == _FAILED:
         return None
     data = memoryview(bytearray(move.nbytes))

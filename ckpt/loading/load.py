@@ -128,6 +128,7 @@ def load_state(
             with recorder.span("manifest"):
                 nbytes_max = options.metadata_bytes_max
                 located = broadcast_manifest(store, world, step, attempt, nbytes_max)
+            # Its tensors are bytes: bound to the state, every name would be missing.
             if DELTA in located[1].header.required:
                 raise Mismatch([IS_DELTA], f"{store.url}/{located[0]}")
             return load_located(
@@ -211,6 +212,7 @@ def load_located(
             reader, binding, (block_sums, where), world, options, ranks=origins.ranks
         )
     means: dict[str, list[float]] = {}
+    # Read while the state is untouched: damage there is refused like any other.
     if sums.averaged:
         means = _mean_rows(world, binding, block_sums, options.path, origins)
 
@@ -335,8 +337,8 @@ def _mean_rows(
 
 
 class FormOfState(NamedTuple):
-    """What a checkpoint has as the state has it, why that cannot be, and what a binding to it fills
-    of what is stored.
+    """A checkpoint's catalog in the form of the state, the problems of that, and a function from a
+    binding of this form to one of what is stored.
     """
 
     catalog: Catalog
@@ -477,9 +479,10 @@ class LoadSums(NamedTuple):
 
 
 def _sums_of_all(every: Sequence[tuple[list[int], list[str]]]) -> list[Any]:
-    """Of the numbers of all ranks, and of the rules that match nothing on each, and a name."""
+    """The sums of all ranks' numbers, a name for the load, and rules that match nothing at all."""
     numbers, unmatched = zip(*every, strict=True)
     by_all = set(unmatched[0]).intersection(*unmatched[1:])
+    # The name tells the flag of this load's failure from those of earlier ones.
     return [list(map(sum, zip(*numbers, strict=True))), secrets.token_hex(8), sorted(by_all)]
 
 
@@ -494,7 +497,7 @@ def compared(
 ) -> tuple[list[Group], LoadSums, tuple[str, ...]]:
     """With whom of `ranks` this rank shares what it needs, the sums over all ranks, and warnings.
 
-    Collective; raises Mismatch on all ranks for what only all of them together can tell is wrong.
+    Collective; raises Mismatch on all ranks for mistakes that only all of them together can see.
     `located` are the sums of the checkpoint's blocks and where it is.
     """
     block_sums, where = located
@@ -518,6 +521,7 @@ def compared(
     (*numbers, away, left_by, averaged), name, unmatched = answer
     tally, weight = Tally(*numbers[:4]), Weight(*numbers[4:])
     sums = LoadSums(tally, weight, away, left_by, averaged, name, tuple(unmatched))
+    # Decided by sums that all ranks have, so that all divide alike.
     if sums.weight.is_little(limits):
         groups = long_only(groups, limits)
     if sums.unmatched:
@@ -542,16 +546,19 @@ def transfer(
     """
     moves = sharing.moves
     if moves:
+        # Known beforehand, so that a file's table can come with its only request.
         reader.expect(sharing.private, [move.runs for move in moves if move.source is None])
     # Private blocks first: a damaged one ends the load before any bytes are sent between ranks.
     collectively(world, "read", lambda: reader.read_private(sharing.private))
     weight, limits = sums.weight, options.sharing
     is_shared = bool(weight.long or (weight.repeated and not weight.is_little(limits)))
+    # The same on all ranks: one that stayed away alone would leave the others waiting.
     if not is_shared and not sums.away:
         return 0
     exchange = Exchange(reader, world, f"load {sums.name} failed")
     owners = None
     if origins is not None and sums.away:
+        # Only those that this rank has moves from: the others need not read for it.
         owners = frozenset(origins.owners.values()).intersection(move.source for move in moves)
     exchange.run(moves, limits, options.path, owners)
     world.agree("read", exchange.error)

@@ -1,4 +1,4 @@
-"""Ranks find out with whom they share the blocks that they need, without anybody hearing all needs.
+"""Ranks find out with whom they share the blocks that they need; no rank hears all needs.
 
 Each half of the ranks takes care of one half of the byte line: a rank sends what it needs of the
 other half to one partner there. So do the quarters with the quarters of their half, and so on,
@@ -92,6 +92,7 @@ def together(first: NeedMap, second: NeedMap) -> NeedMap:
         return first
     runs = np.stack([points[:-1], points[1:]], axis=1)
     a, b = first.sets_at(runs[:, 0]), second.sets_at(runs[:, 0])
+    # A pair of sets as one number: rows would take longer to sort.
     pairs, which = np.unique((a + 1) * (len(second.sets) + 1) + b + 1, return_inverse=True)
     sets = tuple(
         np.sort(np.concatenate([_set(first, i - 1), _set(second, j - 1)]))
@@ -187,6 +188,7 @@ def match(wires: Transfers, rank: int, ranks: Sequence[int], needs: Ints, stop: 
     asked: list[tuple[Half, list[NeedMap]]] = []
     for level, half in enumerate(halvings(rank, ranks, stop)):
         theirs = known.part(half.theirs.start, half.theirs.stop)
+        # Four tags for each level, two each way: a fast rank may be a level ahead.
         sent = wires.swap(4 * level, {half.partner: theirs.encode()}, half.senders)
         received = [NeedMap.decode(one) for one in sent]
         asked.append((half, received))

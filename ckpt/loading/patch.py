@@ -94,6 +94,7 @@ class DeltaPatch:
         def write() -> None:
             self.binding.prepare()
             for one in self.writes:
+                # Noted before it is written: a write that fails half-way is taken back, too.
                 begun.append(one)
                 one.write(one.new)
             self.binding.finish()
@@ -255,6 +256,7 @@ def _checked(
                 # On every rank: from here on what it reads is there, whatever stream writes.
                 grown += digest_of(numbers, unsigned(write.new) - unsigned(write.old))
                 writes.append(write)
+            # Each element is counted once, by the first of its holders.
             if world.rank == piece.holders[0]:
                 own = counted[piece.fqn]
                 own[0] += view.numel()
@@ -269,6 +271,8 @@ def _checked(
     wrong = []
     for fqn, (numel, digest) in zip(fqns, sums, strict=True):
         expected = (after[fqn] - (before[fqn] if digests else 0)) % _MODULUS
+        # Ranks may hold a part of a tensor only, such as a stage; its digest says nothing of a
+        # part.
         is_whole = numel == int(np.prod(deltas[0].blocks[fqn][0].shape, dtype=np.int64))
         if is_whole and digest != expected:
             wrong.append(fqn)
@@ -297,6 +301,7 @@ def _writes_of(
     parts = [_parts(target, delta.blocks[piece.fqn]) for delta in deltas]
     if len(deltas) > 1 and (every := [part for own in parts for part in own]):
         numbers, positions, new = map(torch.cat, zip(*every, strict=True))
+        # Stable: of equal positions, that of the last delta stays last.
         ordered, order = torch.sort(positions, stable=True)
         is_last = torch.ones_like(ordered, dtype=torch.bool)
         is_last[:-1] = ordered[1:] != ordered[:-1]

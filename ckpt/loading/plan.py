@@ -240,6 +240,7 @@ class ReadPlan(NamedTuple):
             for chunk, need in self.needs.items()
             for first, last in need.blocks
         ]
+        # A packed chunk is one block: it needs no run of its own.
         packed = np.fromiter(self.packed, np.int64, len(self.packed))
         zeros = np.zeros_like(packed)
         small = np.stack([packed, zeros, zeros + 1, _sizes(manifest, packed)], axis=1)
@@ -514,6 +515,7 @@ def _extent(box: Box, shape: Shape) -> tuple[int, int]:
 def _add_copy(need: Need, copy: Copy, view: torch.Tensor, address: int, block_nbytes: int) -> None:
     """Note one copy from the chunk into `view`, whose memory starts at `address` if it is plain."""
     itemsize = view.dtype.itemsize
+    # Blocks hold whole elements: their size is a multiple of every itemsize.
     unit = block_nbytes // itemsize
     if isinstance(copy, Patch):
         _add_runs(need.blocks, touched(copy, unit))

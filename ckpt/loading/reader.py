@@ -6,9 +6,8 @@ Requests go by file and offset, whatever tensors the blocks are of: neighbours i
 together, and small gaps between them are read over.
 
 A block that only this rank needs is read by it, straight into the target where the target's memory
-allows. A block that several ranks need is read by one of them and exchanged. Of a file that is not
-in this rank's store only the wanted bytes are needed: a rank that has it checks the blocks that
-these are of (`loading/exchange`).
+allows. A block that several ranks need is read by one of them and exchanged. From a remote file
+only the wanted bytes are fetched; its holder verifies their blocks (`loading/exchange`).
 """
 
 from __future__ import annotations
@@ -67,8 +66,8 @@ ALIGNED = 64  # so that elements of any dtype may lie there
 class ReadPart(NamedTuple):
     """Rows `first` to `last` of the reader's blocks, whose bytes follow each other in a file.
 
-    Of one chunk, or, with `is_pack`, of packed chunks. They are read to `address` where that is
-    their only target or one of several, else (0) to scratch.
+    Of one chunk, or, with `is_pack`, of packed chunks. They are read to `address`, which is one of
+    their targets, or (0) to scratch.
     """
 
     first: int
@@ -110,7 +109,7 @@ class _Request(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """How many come, the table's included."""
+        """The bytes that come, the table's included."""
         return (self.stop if self.table is None else self.table.stop) - self.start
 
 
@@ -130,6 +129,7 @@ class Reader:
         self._sums = sums
         self._store = sums.store
         self._manifest = manifest
+        # A copy: packed chunks are added when they are delivered one by one.
         self._needs = dict(plan.needs)
         self._packed = plan.packed
         self._path = path
@@ -201,7 +201,7 @@ class Reader:
             _run_all(beside, here, threads)
 
     def for_others(self, some: Sequence[Ints]) -> Reader:
-        """What reads runs of the same checkpoint for ranks that ask for them."""
+        """A reader of the same checkpoint, for runs that other ranks ask for."""
         reader = Reader(self._sums, plan_for_others(self._manifest, some), self._path)
         reader.expect(self.away[:0], some)
         return reader
@@ -313,8 +313,8 @@ class Reader:
         need = self._need(int(blocks.chunk[group.start]))
         first_row, row = group.start - int(blocks.number[group.start]), group.start
         for direct in sorted(need.directs):
-            # Only whole blocks are read in place: the rest of a partial one would land on the
-            # memory besides the target.
+            # Only whole blocks are read in place: the rest of a partial one would overwrite memory
+            # next to the target.
             low = max(first_row - (-direct.start // block), row)
             high = -(-direct.stop // block) if direct.stop == need.nbytes else direct.stop // block
             high = min(first_row + high, group.stop)
@@ -388,6 +388,7 @@ class Reader:
         """The bytes of `runs`, one after the other, of blocks that are checked."""
         blocks, requests = self.blocks, self._requests(runs, shared=True)
         begin = int(blocks.start[requests[0].rows[0]])
+        # One buffer for all requests; what lies between the runs is cut out at the end.
         buffer = memoryview(bytearray(int(blocks.stop[requests[-1].rows[-1]]) - begin))
         for request in requests:
             rows = request.rows
@@ -473,6 +474,7 @@ class Reader:
             read_into(self._store, self._sums.keys[file], start, buffers, direct=direct)
             check()
 
+        # A bit that flipped on its way is not damage of the checkpoint.
         once_more(read)
         if cache is not None:
             # After the check: nothing is gained by keeping what every load would have to read
@@ -491,6 +493,7 @@ class Reader:
         rows = slice(first, last)
         chunk, number = self.blocks.chunk[rows], self.blocks.number[rows]
         file = bisect_right(self._starts, int(self.blocks.start[first])) - 1
+        # Looked up once per file and not once per request.
         if file not in self._expected:
             low, high = np.searchsorted(self.blocks.start, self.files[file : file + 2]).tolist()
             chunks, numbers = self.blocks.chunk[low:high], self.blocks.number[low:high]
@@ -505,6 +508,7 @@ class Reader:
         for direct in need.directs:
             start, stop = max(direct.start, segment.start), min(direct.stop, segment.stop)
             target = direct.address + start - direct.start
+            # What was read in place is there already.
             if start < stop and target != segment.address + start - segment.start:
                 source = address_of(data) + start - segment.start
                 copy_bytes(target, source, stop - start)
@@ -546,6 +550,7 @@ def _run_all(
                 future.result()
         finally:
             for future in running:
+                # Without this, leaving the pool would read all that is left.
                 future.cancel()
 
 

@@ -210,6 +210,7 @@ def _choose(
     for target, own in zip(targets, chunks, strict=True):
         is_known = known is not None and target.key in known.views
         new = [chunk for chunk in own if unchanged is None or not unchanged[chunk]]
+        # All of it is proved to be in memory.
         if is_known and not new:
             continue
         aside = _aside(target.view, where)
@@ -290,6 +291,7 @@ def _of_same_regions(old: Manifest, new: Manifest) -> tuple[Ints, Ints]:
         (old.chunks.of_tensor(before), new.chunks.of_tensor(after))
         for before, after in _same_tensors(old, new)
     ]
+    # Chunk by chunk in order: a tensor that was cut otherwise is read anew.
     alike = [(before, after) for before, after in pairs if len(before) == len(after)]
     olds, news = (
         expanded(np.array([r.start for r in side], int), np.array([r.stop for r in side], int))
@@ -325,23 +327,19 @@ def _is_same_box(numbers: Ints, olds: BoxTable, news: BoxTable) -> Mask:
 
 def _is_same_place(old: Manifest, new: Manifest, olds: Ints, news: Ints) -> Mask:
     numbers: dict[str, int] = {}
-    files = [
-        np.array([numbers.setdefault(name, len(numbers)) for name in _names(manifest)], dtype=int)
-        for manifest in (old, new)
-    ]
+    files: list[Ints] = []
+    for manifest in (old, new):
+        step, attempt = manifest.header.step, manifest.header.attempt
+        # Named as any other checkpoint of the root would name them.
+        names = [
+            name if is_reference(name) else reference_to(step, attempt, name)
+            for name in manifest.files
+        ]
+        files.append(np.array([numbers.setdefault(one, len(numbers)) for one in names], dtype=int))
     a, b = old.chunks, new.chunks
     is_same: Mask = files[0][a.file[olds]] == files[1][b.file[news]]
     is_same &= a.byte_start[olds] == b.byte_start[news]
     return is_same
-
-
-def _names(manifest: Manifest) -> list[str]:
-    """The data files, named as any checkpoint of the root would."""
-    header = manifest.header
-    return [
-        name if is_reference(name) else reference_to(header.step, header.attempt, name)
-        for name in manifest.files
-    ]
 
 
 def _contents(manifest: Manifest, chunks: Ints, sums_of: SumsOf) -> list[bytes | None]:

@@ -94,6 +94,7 @@ class PendingSave:
         Requests that the store answers continue, however slow they are.
         """
         self._hurried_seconds = min(self._hurried_seconds, seconds)
+        # Read once: the worker takes it away when the save is over.
         shorten = self._hurried
         if shorten is not None and not self.done():
             shorten(seconds)
@@ -106,6 +107,7 @@ class PendingSave:
         with patience_for(task.store, task.session.world, task.retry_seconds_max):
             if patience is not None:
                 self._hurried = patience.shorten
+                # `hurry` may have been called before the worker came here.
                 patience.shorten(self._hurried_seconds)
             try:
                 yield
@@ -119,12 +121,16 @@ class PendingSave:
         dropped; TimeoutError when it takes longer; the save continues then.
         """
         self.wait(timeout_seconds)
+        # Before the future raises: the caller has the failure then, and no later call raises it
+        # again.
         self._is_reported = True
         return self._future.result()
 
     def wait(self, timeout_seconds: float | None = None) -> None:
         """Returns when the save is over, whatever its outcome. Raises TimeoutError."""
         self._refuse_forked()
+        # Not `Future.result`, whose TimeoutError is another class than the builtin one before
+        # Python 3.11.
         over = threading.Event()
         self._future.add_done_callback(lambda _: over.set())
         if not over.wait(timeout_seconds):
@@ -133,7 +139,7 @@ class PendingSave:
             )
 
     def _refuse_forked(self) -> None:
-        """The worker that makes this save is a thread of the process that began it."""
+        # The worker that makes this save is a thread of the process that began it.
         if os.getpid() != self._pid:
             raise Forked(
                 f"the save of step {self.step} belongs to process {self._pid}, which this one was "
@@ -141,8 +147,8 @@ class PendingSave:
             )
 
     def failure(self) -> BaseException | None:
-        """Why the save has failed; None while it is under way, and when it has not. Never waits,
-        and the failure is still raised elsewhere.
+        """Why the save has failed; None while it is under way, and if it succeeded. Never waits;
+        the failure is still raised elsewhere.
         """
         error = self._future.exception() if self._future.done() else None
         return None if isinstance(error, SaveDropped) else error
@@ -172,7 +178,7 @@ class Preparation:
             self.is_over.set()
 
     def stop(self) -> None:
-        """Make no more of it, and give it back unless a save has begun, which uses it."""
+        """Make no more of it, and give it back unless a save has begun that uses it."""
         if not self.is_stopped.is_set():
             self.is_stopped.set()
             self._staging.keep(0)
@@ -192,7 +198,7 @@ class Background:
         return any(not pending.done() for pending in self._pending)
 
     def is_needed(self) -> bool:
-        """Whether a save is in flight, or has failed and nobody knows."""
+        """Whether a save is in flight, or has failed without anybody knowing."""
         return self.is_busy() or any(one._unreported_error() for one in self._pending)
 
     def wait(self) -> None:
@@ -209,6 +215,7 @@ class Background:
         for pending in self._pending:
             pending.hurry()
         self.wait()
+        # Emptied before raising: the same failure must not stop the next call, too.
         over, self._pending = self._pending, []
         for pending in over:
             error = pending._unreported_error()
@@ -230,14 +237,15 @@ class Background:
             raise
 
     def give_up(self, seconds_max: float = GIVE_UP_SECONDS_MAX) -> None:
-        """End what is in flight, whose world has ended, so that nothing of it is committed.
+        """End what is in flight, because its world has ended; nothing of it is committed.
 
-        Returns when it is over. After `seconds_max` it is left behind: a store does not answer. No
-        step of an optimizer is held back any more. In a world of one, which others do not end, it
-        is waited for.
+        Returns when it is over, or leaves it behind after `seconds_max`: a store does not answer.
+        No step of an optimizer is held back any more. A world of one is not ended by others, so
+        its save is waited for.
         """
         self._preparation.stop()
         for pending in self._pending:
+            # First the mark, then the hurry: a request that ends early must find the save dropped.
             pending._is_dropped.set()
             pending.hurry(0.0)
         until = time.monotonic() + seconds_max
@@ -248,6 +256,7 @@ class Background:
             except TimeoutError as error:
                 logger.warning("%s; it is left behind, and cannot be committed any more", error)
                 pending._is_reported = True
+            # Also for a save that is left behind: the training continues in another world.
             pending._gate.open()
 
     def replace(self) -> None:
@@ -262,8 +271,7 @@ class Background:
         *,
         publish: Publish = publish,
     ) -> PendingSave:
-        """Stage by `begin` in this thread, and do everything else in the worker, which makes the
-        checkpoint exist by `publish`.
+        """Stage with `begin` in this thread; the worker does the rest and commits with `publish`.
 
         Returns when `begin` has returned, or with `is_blocking` when everything is copied. An error
         of `begin` is reported to all ranks and raised by `result`.
@@ -348,6 +356,7 @@ class Background:
     def close(self) -> None:
         """Wait for what is in flight and end the worker; failures are logged."""
         self._preparation.stop()
+        # With its own deadline, since `shutdown` waits without one.
         _log_unreported(self, EXIT_SECONDS_MAX)
         if self._pool is not None:
             self._pool.shutdown(wait=True)
@@ -359,6 +368,7 @@ def _answer(future: Future[SaveReport], run: Callable[[], SaveReport]) -> None:
         return
     try:
         report = run()
+    # SystemExit and the like, too: a future without an outcome hangs every `wait`.
     except BaseException as error:
         future.set_exception(error)
     else:
@@ -385,8 +395,7 @@ def _run(pending: PendingSave, task: SaveTask, staged: Staged, publish: Publish)
             staged.copy()
             refuse_other_names(staged.contents, task)
         except Exception as caught:
-            # Raised by `agree`: the other ranks wait there, and all must end with the same error.
-            error = caught
+            error = caught  # raised by `agree`, where the other ranks wait
         try:
             task.session.world.agree("begin", error)
         except NamesChanged:

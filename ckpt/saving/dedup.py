@@ -63,8 +63,8 @@ from storage import Store
 
 ATTEMPTS_MAX = 8  # attempts that one checkpoint keeps alive
 NBYTES_MULTIPLE_MAX = 2.0  # bytes that these hold together, as a multiple of the checkpoint's own
-RANGES_MAX = 100_000  # that a rank refers to: they stand in a header, of about 10 MB then
-NBYTES_UNCOUNTED = 16 << 20  # what holds less together is kept alive in any case
+RANGES_MAX = 100_000  # that a rank refers to; they make its file's header about 10 MB
+NBYTES_UNCOUNTED = 16 << 20  # attempts that hold less together are kept alive in any case
 
 Checksums: TypeAlias = npt.NDArray[np.uint32]
 
@@ -92,9 +92,7 @@ Known: TypeAlias = Mapping[StoredChunk, KnownChunk]
 
 
 def identity(chunk: StoredChunk) -> StoredChunk:
-    """What `chunk` is recognised by: a region that is one run of the row-major order is a span,
-    whatever it was called.
-    """
+    """The key that recognises `chunk`: a box that is one run in row-major order becomes a span."""
     region = chunk.region
     if not isinstance(region, Span):
         region = span_of(region, chunk.global_shape) or region
@@ -124,8 +122,8 @@ def known_of_files(
     wanted: Iterable[StoredChunk],
     sums_of: Callable[[int], StoredSums | None],
 ) -> dict[StoredChunk, KnownChunk]:
-    """Those of the `wanted` chunks that a checkpoint has, by what its data files say:
-    `sums_of(file)`, None for one that cannot be referred to.
+    """The `wanted` chunks that a checkpoint has, according to its data files. `sums_of(file)` gives
+    None for a file that cannot be referred to.
     """
     known = {}
     opened: dict[int, StoredSums | None] = {}
@@ -141,6 +139,8 @@ def known_of_files(
         index, digests = there
         byte_start = int(manifest.chunks.byte_start[number])
         row = int(np.searchsorted(index.offsets, byte_start))
+        # The manifest and the file's header must agree on which chunk lies there. The file's word
+        # counts: its checksums are what a load compares.
         if row < len(index.offsets) and identity(index.chunks[row]) == chunk:
             place = index.nbytes, len(index.header), index.seal
             shared = _shared_file(manifest.header, manifest.files[file], *place)
@@ -159,7 +159,7 @@ def _shared_file(header: Header, name: str, nbytes: int, data_start: int, seal: 
 
 
 def _find(manifest: Manifest, chunk: StoredChunk) -> int:
-    """The number of that chunk in `manifest`, -1 when there is none."""
+    """The number of that chunk in `manifest`, -1 if it has none."""
     tensor = bisect_left(manifest.fqns, chunk.fqn)
     if tensor == len(manifest.fqns) or manifest.fqns[tensor] != chunk.fqn:
         return -1
@@ -173,6 +173,7 @@ def _find(manifest: Manifest, chunk: StoredChunk) -> int:
         is_there &= table.box[first:last] < 0
     else:
         is_there = table.box[first:last] >= 0
+    # Compared as columns first: regions are built only of the few rows that remain.
     is_there &= table.numel[first:last] == chunk.region.numel
     rows = (np.flatnonzero(is_there) + first).tolist()
     return next((row for row in rows if table.region(row) == chunk.region), -1)
@@ -215,6 +216,7 @@ def divide(
             there is not None
             and there.file.attempt in allowed
             and there.digest == digest
+            # Last, because it reads the bytes once more.
             and np.array_equal(checksums_of(index), there.checksums)
         ):
             references.setdefault(there.file, []).append((index, there))
@@ -291,6 +293,7 @@ def references_allowed(
     """
     entries = {entry.attempt: entry for entry in live}
     nbytes_max = max(NBYTES_MULTIPLE_MAX * sum(held.values()), nbytes_uncounted)
+    # Ties by name: the order of `held` is that of a dict, and no rule.
     most_first = sorted(held, key=lambda name: (-held[name], name))
     allowed = [name for name in most_first if name in entries and held[name]]
     while allowed:
@@ -360,8 +363,8 @@ class Previous:
 
     def offer(self, session: Session, *, block_nbytes: int, full_every: int | timedelta) -> Base:
         """On the coordinator: what the next save may refer to. Nothing at every save number
-        `full_every`, or where files would be older than that, or all live checkpoints of the
-        training share one: damage to one file must not end many. Raises Fenced and the store's
+        `full_every`, where files would be older than that, or where all live checkpoints of the
+        training share a file: damage to one file must not end many. Raises Fenced and the store's
         errors.
         """
         state = session.state()
@@ -374,6 +377,7 @@ class Previous:
                 return NOTHING
             data = manifest.data
             held, since_full = nbytes_held(manifest), _since_full(manifest.header)
+        # A newest checkpoint without references is a full one, whatever its note says.
         since_full = since_full + 1 if state.latest.references else 1
         if isinstance(full_every, timedelta):
             is_due = not 0.0 <= _age_seconds(state) < full_every.total_seconds()
@@ -382,6 +386,7 @@ class Previous:
         if is_due or _all_share_files(state):
             return NOTHING
         live = {entry.attempt for entry in state.live}
+        # Sizes of attempts are listed once each; without this the dict would grow with every save.
         self.nbytes = {name: nbytes for name, nbytes in self.nbytes.items() if name in live}
         allowed = references_allowed(
             held, state.live, lambda entry: self._nbytes_of(session.store, entry)
@@ -424,6 +429,7 @@ def _age_seconds(state: LogState) -> float:
     assert state.latest is not None
     needed = (state.latest.attempt, *state.latest.references)
     times = [entry.committed_unix for entry in state.live if entry.attempt in needed]
+    # Nothing is deleted by this clock. A wrong one makes a save full, or refer for longer.
     return time.time() - min(times)
 
 
@@ -440,6 +446,7 @@ def _all_share_files(state: LogState) -> bool:
 
 def _since_full(header: Header) -> int:
     note = header.user.get(SINCE_FULL, "")
+    # A note of somebody else's tool is no reason to fail: it counts as 0.
     return int(note) if note.isdecimal() and len(note) < 10 else 0
 
 
@@ -457,8 +464,8 @@ def _read(store: Store, entry: LiveEntry) -> Manifest | None:
 
 
 def _sums_of(store: Store, manifest: Manifest, file: int) -> StoredSums | None:
-    """What a data file of the previous checkpoint says of its chunks. None without digests, and
-    where it is not as its manifest says: a load raises that error.
+    """What a data file of the previous checkpoint says of its chunks. None without digests, or if
+    it contradicts its manifest, which a load reports.
     """
     prefix = step_prefix(manifest.header.step, manifest.header.attempt)
     key = file_key(prefix, manifest.files[file])

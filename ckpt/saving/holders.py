@@ -53,7 +53,8 @@ class NamedValue(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Inventory:
-    """What one rank holds, by name. State of parameters is where the parameter is: without it.
+    """What one rank holds, by name, without the optimizer state of parameters: that is where the
+    parameter is.
 
     `is_replicated`: some of it is on other ranks as well, and an engine keeps it equal there.
     """
@@ -106,6 +107,8 @@ def inventory_of(contents: Contents, ranks: Ranks) -> Inventory:
     flat = contents.flat
     # As long as the plan is the same, so are the tensors; values are looked at every time.
     tensors, groups = contents.plan.of_memory.once("names", lambda: _tensors_of(flat, ranks))
+    # Groups are united by the names of their parameters, so ranks may send different groups under
+    # one name; all other values of one name have to be equal.
     values = [
         NamedValue(
             fqn,
@@ -164,6 +167,7 @@ def report_names(world: World, contents: Contents | None, ranks: Ranks) -> Holde
     """
     mine = None if contents is None else inventory_of(contents, ranks)
     are_shared = contents is not None and any(is_shared(*one) for one in contents.plan.compared)
+    # 32 bytes instead of all names: with equal ranks, which is the rule, nothing else is sent.
     digest = "" if mine is None else hashlib.sha256(mine.encode().encode()).hexdigest()
 
     def alike(digests: list[str]) -> tuple[list[int], bool]:
@@ -219,6 +223,7 @@ def _answer(
     for first, inventory in inventories.items():
         for tensor in inventory.tensors:
             having.setdefault(tensor.fqn, {})[first] = tensor
+    # Thousands of tensors share a few sets of ranks: each set is sorted once.
     members = cache(lambda *firsts: tuple(sorted(chain(*map(kinds.__getitem__, firsts)))))
     for fqn, claims in having.items():
         if len(claims) > 1:
@@ -249,8 +254,8 @@ def _answer(
 def _groups_of(
     claims: Mapping[int, NamedTensor], inventories: Mapping[int, Inventory]
 ) -> tuple[tuple[int, ...], ...]:
-    """The groups of ranks of which each has all of a tensor; none where they share a rank, or where
-    an engine does not say what its group is.
+    """The groups of ranks of which each has all of a tensor. None if two share a rank, or an engine
+    does not say what its group is.
     """
     numbers = [(first, tensor.group) for first, tensor in claims.items()]
     groups = {inventories[first].groups[n] for first, n in numbers if n is not None}
@@ -279,7 +284,7 @@ def refuse_missing_stages(stages: Sequence[StagesHere]) -> None:
 def _missing_stages(
     inventories: Mapping[int, Inventory], kinds: Mapping[int, Sequence[int]]
 ) -> list[str]:
-    """That stages are on no rank, or that ranks count them otherwise, and what to do."""
+    """Texts about stages that no rank has, and about ranks that disagree on their number."""
     counts: dict[str, dict[int, list[int]]] = {}
     holders: dict[str, dict[int, list[int]]] = {}
     for first, inventory in inventories.items():
@@ -311,9 +316,10 @@ def _missing_stages(
 def _contradictions(
     fqn: str, claims: Mapping[int, NamedTensor], kinds: Mapping[int, Sequence[int]]
 ) -> list[str]:
-    """That ranks have different tensors of one name, and what to do."""
+    """A text where ranks have different tensors of one name."""
     different: dict[NamedTensor, list[int]] = {}
     for first, tensor in claims.items():
+        # Numbers of groups are each rank's own; they say nothing about the tensor.
         different.setdefault(tensor._replace(group=None), []).extend(kinds[first])
     if len(different) == 1:
         return []

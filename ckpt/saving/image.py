@@ -79,6 +79,7 @@ class Staging:
     def give_back(self, buffer: memoryview) -> None:
         """The buffer may be taken again; nothing refers to it any more."""
         with self._lock:
+            # A buffer of an older size is dropped: the next save would not use it.
             if len(buffer) == self._nbytes:
                 self._free.append(buffer)
 
@@ -106,6 +107,8 @@ class Staging:
         while not is_stopped() and len(self._free) < count:
             buffer = staging_buffer(nbytes, pinned=pinned)
             if not pinned:  # pinned memory is at hand
+                # Outside of the lock: page faults take most of the time, and a save may begin
+                # meanwhile.
                 touch(buffer)
             with self._lock:
                 if is_stopped() or (self._nbytes, self._pinned) != (nbytes, pinned):
@@ -139,11 +142,6 @@ class WritePath:
     cached_share_max: float = 0.0
     file_nbytes_max: int = 4 << 30
     staging: Staging = field(default_factory=Staging)
-
-    def for_save(self, nbytes: int) -> WritePath:
-        """How a save of `nbytes` on this rank is written: what was saved is often read soon."""
-        fits = self.direct and nbytes <= self.cached_share_max * memory_left()
-        return replace(self, direct=False, writers=0) if fits else self
 
     def write(
         self,
@@ -217,6 +215,7 @@ def plan_files(
     # An eighth more, for values and checksums: the parts are cut before their sizes are known.
     part_nbytes = part_nbytes_for(largest + largest // 8, path.part_nbytes)
     # Whole MiB and the same for all files, so that any buffer serves any part of any save.
+    # A small file must not take a buffer of a whole part.
     part_nbytes = min(part_nbytes, -(-max(largest, part_nbytes_min) // MIB) * MIB)
     first, plans = 0, list[FilePlan]()
     for file, start in zip(files, starts, strict=True):
@@ -313,8 +312,10 @@ def write_files(
         entries = [file.entries for file in files]
         plans = plan_files(entries, starts, path, store.part_nbytes_min)
     nbytes = sum([plan.entries.nbytes for plan in plans])
-    if path.cached_share_max and nbytes >= path.direct_nbytes_min:
-        path = path.for_save(nbytes)
+    share_max = path.cached_share_max if nbytes >= path.direct_nbytes_min else 0.0
+    if share_max and nbytes <= share_max * memory_left():
+        # What was saved is often read soon, and then the page cache has it.
+        path = replace(path, direct=False, writers=0)
     part_nbytes, writers = plans[0].part_nbytes, path.writers
     is_large = nbytes >= COPIED_NBYTES_MAX * len(sources)
     if is_large and not path.direct and all([source.address for source in sources]):
@@ -381,6 +382,7 @@ class Image:
         self._users = 1  # saves that need the memory
         self._let_go: Callable[[], None] = _nothing
         self._lock = ForkSafeLock()
+        # Counts buffers, not bytes: all have one size. Writers release it in their threads.
         self._room = threading.Semaphore(buffers_max)
         self._is_ahead = is_ahead
         self._is_pinned = bool(order.devices)
@@ -410,6 +412,7 @@ class Image:
 
     def lend(self) -> None:
         """Another save reads the memory, too: it calls `release` as well."""
+        # Called before the lender's own `release`, which would give the buffers back.
         self._users, self._let_go = 2, self._staging.hold()
 
     def tensor_bytes(self) -> list[list[memoryview]]:
@@ -423,6 +426,7 @@ class Image:
                 low, high = max(start, 0), min(stop, file.part_nbytes)
                 if low < high:
                     cut.append(part.buffer[low:high])
+                # In the coordinates of the next part.
                 start, stop = start - file.part_nbytes, stop - file.part_nbytes
             runs.append(cut)
         return runs
@@ -460,6 +464,8 @@ class Image:
         nbytes, part_nbytes = file.layout.nbytes, self._part_nbytes
         start = 0
         for part in own:
+            # Waiting cannot deadlock: parts are taken in file order, and those before this one are
+            # being written.
             self._has_buffer(part, waits=True)
             memory = part.buffer[: min(part_nbytes, nbytes - start)]
             done = 0
@@ -485,6 +491,8 @@ class Image:
         moved = list(self.sources)
         for part in self._parts:
             for index, start, _, offset in part.ranges:
+                # A chunk is cut into ranges where parts end; in one range of memory its first gives
+                # the place.
                 if start == 0:
                     chunk, dtype = self.sources[index].chunk, self.sources[index].view.dtype
                     address = address_of(part.buffer) + offset
@@ -494,7 +502,7 @@ class Image:
         return moved
 
     def release(self) -> None:
-        """A save needs the memory no more: once for each. All buffers are given back then."""
+        """Called once by each save that used the memory; the last call gives all buffers back."""
         with self._lock:
             self._users -= 1
             is_over = self._users == 0
@@ -534,11 +542,12 @@ class Image:
         return bool(part.buffer)
 
     def _written(self, part: _StagedPart) -> None:
+        # A borrower still reads it: then `release` frees all parts at once.
         if self._users == 1:
             self._free(part)
 
     def _free(self, part: _StagedPart) -> None:
-        """In any thread, of one that is written."""
+        """Give back the memory of a part that is written. In any thread."""
         if part.buffer:
             self._staging.give_back(part.buffer)
             part.buffer = _NO_BUFFER

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import operator
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple, TypeVar, cast
@@ -102,6 +102,7 @@ def fingerprint_of(leaves: Leaves) -> Fingerprint | None:
         if not _add_optimizer(optimizer, fingerprint):
             return None
     fingerprint.mark_memory()
+    # A state with problems is described anew, so that the error lists all of them.
     return None if leaves.problems else fingerprint
 
 
@@ -113,6 +114,7 @@ def add_module(root: nn.Module, fingerprint: Fingerprint) -> None:
     stack = [root]
     while stack:
         module = stack.pop()
+        # A shared module adds nothing: its other paths follow from the names of its parents.
         if id(module) in seen:
             continue
         seen.add(id(module))
@@ -248,6 +250,7 @@ def sources_of(shares: Sequence[Share]) -> list[Source]:
         name, itemsize = known
         view = local_view(holding, piece)
         nbytes = (stop - start) * itemsize
+        # With an address, later saves copy thousands of tensors without a call into torch for each.
         address = view.data_ptr() + start * itemsize if is_plain_memory(view) else 0
         chunk = StoredChunk(fqn, name, global_shape, region, nbytes, int(holding.kind))
         # This is `order_key`, with the regions compared only where their starts are the same.
@@ -277,17 +280,12 @@ def copy_elements(
     dtype = source.view.dtype
     first = source.start + start // dtype.itemsize
     last = first + len(target) // dtype.itemsize
-    for nbytes, piece in _pieces_between(source.view, first, last):
-        place = tensor_over(target[:nbytes], dtype, tuple(piece.shape))
-        place.copy_(piece, non_blocking=non_blocking)
+    # A run of a strided view is no view itself: the boxes that it consists of are.
+    for box in boxes_of(Span(first, last), tuple(source.view.shape)):
+        nbytes = box.numel * dtype.itemsize
+        place = tensor_over(target[:nbytes], dtype, box.shape)
+        place.copy_(narrowed(source.view, box), non_blocking=non_blocking)
         target = target[nbytes:]
-
-
-def _pieces_between(
-    view: torch.Tensor, first: int, last: int
-) -> Iterator[tuple[int, torch.Tensor]]:
-    for box in boxes_of(Span(first, last), tuple(view.shape)):
-        yield box.numel * view.dtype.itemsize, narrowed(view, box)
 
 
 def is_shared(holding: Holding, piece: Piece) -> bool:
@@ -392,6 +390,7 @@ def plan_of(flat: FlatState, ranks: Ranks, memory: PlanMemory) -> SavePlan:
     sources = tuple(sources_of(assignment.shares))
     tensors = tuple(_tensors_of(flat))
     compared: list[tuple[Holding, Piece]] = []
+    # A rank alone has nobody to compare with, and its digests would be computed for nothing.
     if len(ranks.global_ranks) > 1:
         witnesses = [holding for holding in flat.witnesses if holding.must_agree]
         witnessed = [(holding, piece) for holding in witnesses for piece in holding.pieces]
@@ -423,9 +422,7 @@ def plan_of(flat: FlatState, ranks: Ranks, memory: PlanMemory) -> SavePlan:
 
 
 def _lie_alike(old: Sequence[Holding], new: Sequence[Holding]) -> bool:
-    """Whether the tensors outside of the fingerprint are in the same memory as before. `old` keeps
-    its memory alive, so an equal address means the same memory.
-    """
+    # `old` keeps its memory alive, so an equal address means the same memory.
     return len(old) == len(new) and all(
         a[1:] == b[1:]
         and a.local.data_ptr() == b.local.data_ptr()
@@ -486,7 +483,7 @@ class PlanMemory:
         self._chunks[2].keep("sums", None)
 
     def take_from_first(self, first_only: bool) -> None:
-        """Make the next plans so."""
+        """From now on the first rank alone writes replicas, or the ranks share them again."""
         if self.first_only != first_only:
             self.first_only = first_only
             self.forget()

@@ -1,4 +1,4 @@
-"""What a rank has published last, to the bit, and what of a live state is new since then.
+"""The bits that a rank published last, and what of a live state is new since then.
 
 live state -> cast -> compare with the bits published last -> positions and values, by blocks
 
@@ -79,6 +79,7 @@ class Published:
             for piece, view in views_of(flat)
         }
         own = {key: (bits.shape, bits.dtype) for key, bits in self.bits.items()}
+        # Encoded: `==` of nested values would compare tensors and NaN by their own rules.
         return parts == own and encode_values(others_of(flat)) == encode_values(self.others)
 
     def fill(self, views: Iterable[LivePart]) -> None:
@@ -116,7 +117,7 @@ class Published:
         """What of some parts of a state is new, block by block; each has one writer for a delta."""
         for piece, view in views:
             bits = self.bits[piece.fqn, piece.region]
-            # The same one on every rank, and another for every region.
+            # The same holder on every rank, and another for every region: holders share the work.
             turn = crc32(repr((piece.fqn, piece.region)).encode()) % len(piece.holders)
             is_writer = piece.holders[turn] == ranks.rank
             for block, fresh in self._blocks(piece, view, bits):
@@ -150,10 +151,13 @@ class Published:
             key = piece.fqn, piece.region, start
             numbers = numbers_of(piece.region, piece.global_shape, positions + start)
             before = self.digests.get(key)
+            # Digests are sums over elements, so a change adds to the last one; the first is of all
+            # elements.
             if before is None:
                 where = piece.region, piece.global_shape, start
                 before = self.digests[key] = digest_of_run(*where, old)
             change = digest_of(numbers, unsigned(values) - unsigned(replaced))
+            # Digests are 64-bit sums that wrap around.
             after = (before + change) % (1 << 64)
             place = piece.fqn, name, piece.global_shape, piece.region, start, len(old)
             there, words = positions.cpu().numpy(), values.cpu().numpy()

@@ -54,8 +54,8 @@ RETIRED_MAX = 2  # by one publication, which adds one
 
 
 class Due(NamedTuple):
-    """When an anchor follows a delta: after so many, or when those since the last one have more
-    than this share of its bytes.
+    """When an anchor follows a delta: after `every` deltas, or when those since the last anchor
+    have more than the share `larger` of its bytes.
     """
 
     every: int
@@ -106,6 +106,7 @@ class Publication:
         made._take(compress(views, map(not_, waits)))
         # Behind what was just queued: the worker's own stream knows nothing of it.
         made.reading = SideStreams(devices_of(view for _, view in views))
+        # With nothing left to read, no step has to wait.
         if later:
             steps.hold(gate)
         else:
@@ -150,6 +151,7 @@ class Publication:
         if {base for base, _ in received} == {mine} and mine and is_same:
             report = self._save_delta(encoded)
         with self.reading.copying():
+            # Whatever is published next, delta or anchor: these bits are in it.
             published.take(self.fresh)
         if report is None or due.is_now(published):
             same = () if report is None else (report.attempt,)
@@ -161,7 +163,7 @@ class Publication:
         return report
 
     def _base_and_sums(self, base: str) -> bytes:
-        """What the delta goes from, and for groups of ranks that have the same what they have."""
+        """The base of the delta, and a checksum for each group of ranks that hold the same."""
         sums = Counter[str]()
         for one in self.fresh:
             if one.group:
@@ -179,6 +181,7 @@ class Publication:
         try:
             report = save_task(
                 {DELTAS: {f"{task.session.world.rank:05d}": blob}},
+                # Of its own: names and plans of a delta must not replace those of the state.
                 replace(task, options=options, memory=PartMemory()),
             )
         except ReferenceRetired:
@@ -197,6 +200,7 @@ class Publication:
 def _save_anchor(
     state: Any, task: SaveTask, published: Published, same: tuple[str, ...]
 ) -> SaveReport:
+    # Until the anchor is committed: a failure leaves the next publication to begin anew.
     task.memory.published = None
     options = replace(task.options, publication=same)
     report = save_task(state, replace(task, options=options, contents=published.contents))
@@ -214,6 +218,7 @@ def _retire_old(task: SaveTask) -> None:
     assert session is not None
     try:
         old = outdated(session.state().live)
+        # Followers on their way from an old publication hold a lease on it.
         leased = leases_of(task.store, now_unix=time.time()) if old else {}
         retired = 0
         for entry in old:

@@ -1,16 +1,16 @@
-"""What several ranks hold under one name is compared, before anything is written.
+"""Compare what several ranks hold under one name, before anything is written.
 
-Taken from memory at each save and never kept: the memory is the same, what lies in it is not.
+Digests are taken from memory at each save and never kept: the memory stays, its content changes.
 
-What no engine keeps equal has to be: every save reports digests of it with what it has written, and
-fails where they differ. Two ranks that hold different tensors of one name have made a mistake in
-how they name things, which the first save shows, and every later one would. So the same digests are
-compared in a round, once for every set of names that the ranks exchange.
+What no engine keeps equal has to be equal: every save reports digests of it with what it has
+written, and fails where they differ. Ranks that hold different tensors under one name have named
+them wrongly, which shows at the first save as at every later one. So the same digests are compared
+in a round, once for every set of names that the ranks exchange.
 
-Replicas that an engine declares equal are compared by a sample of their blocks, or all of them.
-Ranks share the writing of a replica, so what has drifted would be stored as a mixture. Each save
-compares another sample, 0.5 % of what it writes; with `replicas="strict"`, and once ranks are known
-to differ, all is compared. Where ranks differ, they say where, in three rounds more.
+Replicas that an engine declares equal are compared by a sample of their blocks, or in full. Ranks
+share the writing of a replica, so what has drifted would be stored as a mixture. Each save compares
+another sample, 0.5 % of what it writes; with `replicas="strict"`, and once ranks are known to
+differ, everything is compared. Two more exchanges then locate the difference.
 """
 
 from __future__ import annotations
@@ -71,6 +71,7 @@ def checksums_of(views: Sequence[torch.Tensor]) -> npt.NDArray[np.uint32]:
         else:
             joined[view.device].append((index, bytes_in_order(view)))
     for members in joined.values():
+        # One copy to the host for all of them: each copy waits for the device.
         host = torch.cat([data for _, data in members]).cpu()
         sizes = [data.numel() for _, data in members]
         digests[[index for index, _ in members]] = crc32c_of_each(host_bytes(host), sizes)
@@ -130,6 +131,7 @@ def difference_of(
     mine, differences = rows if contents else None, partial(_differences, names=names)
     if problems := decided_json(world, "digests", "differences", mine, differences):
         return InvalidState(problems)
+    # Only where all were equal: a save that failed compares again.
     task.memory.is_compared = True
     return None
 
@@ -154,19 +156,22 @@ class _Copy(NamedTuple):
 
 
 class _NamesInText(NamedTuple):
-    """Of values, which tell what is an optimizer's, and of what several groups of ranks have."""
+    """Names for messages: `values` show what belongs to an optimizer, `copies` has the groups of
+    ranks that share a tensor.
+    """
 
     values: Collection[str]
     copies: Mapping[str, Sequence[Sequence[int]]]
 
 
 def _differences(received: Sequence[Sequence[Any] | None], names: _NamesInText) -> list[str]:
-    """One text for each tensor of which not all that have it have the same."""
+    """One text for each tensor whose holders differ."""
     having: dict[tuple[str, _Place], list[_Copy]] = {}
     for rank, rows in enumerate(received):
         for fqn, start, shape, digest, holders in rows or ():
             copies = having.setdefault((fqn, (start, tuple(shape))), [])
             copies.append(_Copy(rank, digest, tuple(holders)))
+    # A rank without contents has sent nothing, so what is missing proves nothing.
     if None not in received and (problems := _otherwise_cut(having)):
         return problems
     differing = {
@@ -187,7 +192,7 @@ def _differences(received: Sequence[Sequence[Any] | None], names: _NamesInText) 
 
 
 def _otherwise_cut(having: Mapping[tuple[str, _Place], Sequence[_Copy]]) -> list[str]:
-    """That groups of ranks that have one tensor cut it differently, and what to do."""
+    """Texts for tensors that groups of ranks cut differently: their pieces cannot be compared."""
     holders: dict[str, set[int]] = {}
     for (fqn, _), copies in having.items():
         ranks = tuple(one.rank for one in copies)
@@ -230,7 +235,7 @@ class ReplicaSums:
     sums: dict[Holders, Uint32s] = field(default_factory=dict)
 
     def compute(self) -> None:
-        """Read the blocks. Again without effect."""
+        """Read the blocks; a second call has no effect."""
         for holders, blocks in self.blocks.items():
             if holders not in self.sums:
                 self.sums[holders] = checksums_of([block.view for block in blocks])
@@ -286,12 +291,14 @@ def _all_of(members: Sequence[tuple[Holding, Piece]]) -> Iterator[Block]:
 
 
 def _sample(members: Sequence[tuple[Holding, Piece]], holders: Holders, step: int) -> list[Block]:
-    """Blocks by a rule that all holders follow; at another step others."""
+    """Blocks drawn by a rule that all holders share; each step draws others."""
     sizes = [piece.local_region.numel * piece.dtype.itemsize for _, piece in members]
     ends = np.cumsum(sizes)
+    # A rank writes its share of the replicas, and compares in proportion.
     share = int(ends[-1]) * SAMPLED_SHARE / len(holders)
     budget = min(share, SAMPLED_NBYTES_MAX)
     block_nbytes = min(max(budget / BLOCKS_MIN, BLOCK_NBYTES_MIN), BLOCK_NBYTES_MAX)
+    # The same seed on all holders, so that they read the same blocks without a message.
     generator = np.random.default_rng([step, *holders])
     places = generator.integers(int(ends[-1]), size=max(1, int(budget / block_nbytes)))
     blocks: dict[tuple[int, int], Block] = {}
@@ -302,12 +309,13 @@ def _sample(members: Sequence[tuple[Holding, Piece]], holders: Holders, step: in
         element = (place - int(ends[index]) + sizes[index]) // itemsize
         count = max(1, int(block_nbytes) // itemsize)
         start, view = _block_at(local_view(holding, piece), element, count)
+        # A block that was drawn twice is read once.
         blocks[index, start] = Block(piece, start, view)
     return list(blocks.values())
 
 
 def _block_at(view: torch.Tensor, element: int, count: int) -> tuple[int, torch.Tensor]:
-    """About `count` elements around one: whole rows, or a part of one, and where they begin."""
+    """About `count` elements around `element`: whole rows, or part of one, and where they begin."""
     start = 0
     while view.ndim and view.numel() > count:
         row = view.numel() // view.shape[0]
@@ -428,6 +436,8 @@ def _blocks_that_differ(received: Sequence[Sequence[Any]]) -> list[tuple[Holders
             arrays.setdefault(tuple(holders), []).append(np.array(sums, dtype=np.uint32))
     differing = []
     for holders, those in sorted(arrays.items()):
+        # Ranks that hold other tensors have other numbers of blocks; that is reported below, not
+        # here.
         count = min(map(len, those))
         table = np.stack([array[:count] for array in those])
         indices = np.flatnonzero((table != table[0]).any(axis=0))[:DIFFERING_MAX]
@@ -447,6 +457,7 @@ def _located(
         # A sample is in no order; all holders have the same one.
         rows = [(blocks[n].piece.fqn, blocks[n].start, n) for n in indices] if blocks else []
         for fqn, start, index in sorted(rows):
+            # The first differing block of a tensor is enough for the message.
             if fqn in known or len(known) >= SHOWN_MAX:
                 continue
             known.add(fqn)
@@ -456,6 +467,7 @@ def _located(
             located.append(
                 _DifferingBlock(
                     *(holders, fqn, index, start, piece.dtype.itemsize, offset, shape, checksum),
+                    # Bytes that changed since the comparison would show a wrong place.
                     data.hex() if crc32c(data) == checksum else None,
                 )
             )
@@ -490,6 +502,7 @@ def _in_words(received: Sequence[Sequence[Any]]) -> list[str]:
             continue  # other ranks have another tensor there
         first = next(iter(by_rank.values()))
         element, where = first.start, "at or after"
+        # The exact element needs the bytes of all; otherwise only the block is known.
         if len(known) == len(groups):
             table = np.stack([np.frombuffer(bytes.fromhex(d), np.uint8) for d in known.values()])
             byte = int(np.flatnonzero((table != table[0]).any(axis=0))[0])

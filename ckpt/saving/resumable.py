@@ -24,9 +24,9 @@ def begin(
 ) -> bytes | None:
     """The object `last` if an earlier run has ended; otherwise None, and the target may be written.
 
-    `others` are the keys of all other objects; what died writers left of them under construction is
-    removed. `is_ours` says whether `last` is what this run would end with. Raises CheckpointError
-    when there is anything else.
+    `others` are the keys of all other objects; what dead writers left unfinished is removed.
+    `is_ours` says whether `last` is what this run would end with. Raises CheckpointError when there
+    is anything else.
     """
     ended = stored(target, last)
     if ended is not None:
@@ -42,6 +42,7 @@ def end(target: Store, written: Collection[str], rest: Iterable[tuple[str, bytes
     """Make the objects `written` durable, then create those of `rest`, keys with contents, the last
     of which makes the target exist. Raises CheckpointError when another one is there.
     """
+    # Durable before the last object says so.
     target.sync(written)
     for key, data in rest:
         put_once(target, key, data)
@@ -60,6 +61,7 @@ def put_once(target: Store, key: str, data: bytes) -> None:
     try:
         target.put_if_absent(key, data)
     except KeyExistsError as error:
+        # An earlier run may have died right after this object.
         if stored(target, key) != data:
             raise _is_of_another(target, key) from error
 

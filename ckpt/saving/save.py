@@ -78,12 +78,14 @@ def publish(
     checkpoint that the attempt refers to is retired meanwhile, another attempt is made; the last
     one refers to nothing.
     """
+    # A store is shared by all saves of the process: only the difference is this save's.
     task = replace(task, retries_before=task.store.retries)
     left = TRIES if task.options.dedup else 1
     try:
         while True:
             left -= 1
             with task.recorder.span("attempt"):
+                # A commit without an answer is settled first: this attempt follows it or not.
                 task.session.settle()
                 attempt = _start(task, modules, may_refer=left > 0)
             try:
@@ -94,6 +96,7 @@ def publish(
                 # The files that this attempt refers to are gone or will be: it cannot be committed.
                 logger.warning("step %d is written again: %s", task.step, error)
     except Exception:
+        # Its sums may be of a state that was never committed.
         task.memory.plans.forget_part()
         raise
 
@@ -109,6 +112,8 @@ def _publish(task: SaveTask, attempt: Attempt, write: Callable[[Attempt], Part])
                     _refuse_other_task(attempt, task)
                     return write(attempt)
                 finally:
+                    # What follows in `collectively` is the time that this rank waits for slower
+                    # ones.
                     waiting.enter_context(task.recorder.span("wait"))
 
             part = collectively(session.world, "write", run)
@@ -129,6 +134,7 @@ def _publish(task: SaveTask, attempt: Attempt, write: Callable[[Attempt], Part])
             session.session.give_up(header.attempt, step=header.step)
         raise
     if attempt.base is not None:
+        # Only after the commit: a reference to files of a failed attempt would dangle.
         memory.previous.remember(header, part, committed.holdings)
     if session.session is not None:
         _record(report, committed.reports, task)
@@ -164,7 +170,7 @@ def _start(task: SaveTask, modules: Callable[[], Sequence[str]], *, may_refer: b
     """The coordinator names the attempt; all ranks return the same one or raise the same error."""
 
     def made() -> bytes:
-        if task.place is not None:
+        if task.place is not None:  # one of several writers: the token has the attempt
             return joined(task.place.header.model_dump_json().encode(), b"")
         session = task.session.session
         assert session is not None, "the coordinator has it"
@@ -175,8 +181,10 @@ def _start(task: SaveTask, modules: Callable[[], Sequence[str]], *, may_refer: b
         if may_refer:
             previous = task.memory.previous
             base = previous.offer(session, block_nbytes=BLOCK_BYTES, full_every=every)
+        # 0 says that this save refers to nothing, so later saves count from it.
         since_full = base.since_full if base.allowed else 0
         user = {**header.user, SINCE_FULL: str(since_full)}
+        # A reader that knows no references must refuse the checkpoint, not miss its bytes.
         required = (REFERENCES,) if base.allowed else ()
         header = header.model_copy(update={"user": user, "required": required})
         return joined(header.model_dump_json().encode(), base.encode())
@@ -249,6 +257,8 @@ def _commit(
     answer = committed.answer
     if "problems" in answer:
         raise InvalidState(answer["problems"])
+    # As data, not as an error of one rank, so that all ranks raise the very class that `publish`
+    # waits for.
     if "retired" in answer:
         raise ReferenceRetired(answer["retired"])
     for warning in () if ranked.world.rank else answer["warnings"]:
@@ -271,9 +281,10 @@ def _commit(
 def informed(ranked: RankedSession, run: Callable[[], Committed], which: str) -> Committed:
     """`run` on all ranks, which commits on the coordinator; then all have the coordinator's answer.
 
-    A rank may be lost meanwhile. The coordinator knows all the same what is so: it returns or
-    raises that. Another rank raises RankFailedInCommit unless it has learned the answer before.
+    A rank may be lost meanwhile. The coordinator knows the outcome all the same, and returns or
+    raises it. Any other rank raises RankFailedInCommit unless it has learned the answer before.
     """
+    # What `collectively` raises does not tell this rank's outcome from that of another.
     own: list[Committed | Exception] = []
 
     def noted() -> Committed:
@@ -314,6 +325,7 @@ def informed(ranked: RankedSession, run: Callable[[], Committed], which: str) ->
 def _commit_received(received: JointReceived, task: SaveTask, header: Header) -> Committed:
     rest = received.rest
     failures, drifted = received.all.regions.differences(rest)
+    # All problems at once: each try would cost the writing of a whole state.
     problems = differing_values(rest) + failures
     problems += drifted if task.options.replicas == "strict" else []
     if problems:
@@ -371,6 +383,7 @@ def _create_manifest(
 ) -> Commit:
     data, digest = encoded
     key = step_prefix(header.step, header.attempt) + name
+    # What a delta goes from is referred to like a file: nothing retires it under the delta.
     base = (header.publication or ())[:1] if DELTA in header.required else ()
     # Not `put_if_absent`, which leaves a lost answer to its caller: the end of `create` is repeated
     # until its outcome is known.
@@ -421,8 +434,8 @@ def save_task(state: Any, task: SaveTask) -> SaveReport:
     outcome: they raise RankFailedInCommit, and the coordinator returns. With a `place`, the part of
     one of several writers is stored there, and nothing is committed.
     """
-    # Names may change once more while the ranks tell them; a state that changes in every try is
-    # changed by another thread.
+    # Names may change again while the ranks exchange them. A state that changes in every try is
+    # being changed by another thread.
     for _ in range(TRIES - 1):
         try:
             return _save_once(state, task)
@@ -453,7 +466,7 @@ def flattened(state: Any, task: SaveTask) -> Contents | Exception:
 
 
 def report_names_of_copied(contents: Contents, task: SaveTask) -> None:
-    """Let the ranks tell each other what they hold, after the state was copied. Collective.
+    """Let the ranks exchange what they hold, after the state was copied. Collective.
 
     Raises InvalidState on all ranks when one has not copied what is its share then.
     """
@@ -527,6 +540,7 @@ def write_sources(
             referred = refer(sources, attempt.base, previous, header=header, store=task.store)
         sources = referred.sources
         entries = entries_of(sources, path.file_nbytes_max, header.block_bytes)
+    # With `dedup` the sources differ at each save, so plans kept for the whole state do not fit.
     memo = contents.plan.of_chunks if attempt.base is None else Memo()
 
     def write(files: list[DataFile]) -> list[FileColumns]:

@@ -89,9 +89,12 @@ class SharedSave:
 
         def run() -> Committed:
             own = ranked.session
+            # Repeated after a lost answer, the commit may be there already.
             if own is not None and own.state().find(header.attempt) is None:
                 manifest = _united(self.task.store, header, self.writers)
                 commit = store_manifest(self.task.store, manifest)
+                # A save in between has moved the training on: a restart must not go back to this
+                # one.
                 metric, is_next = self.task.options.metric, own.resume_point == self.continues
                 own.commit(commit._replace(metric=metric, in_line=is_next))
             return Committed()
@@ -139,7 +142,7 @@ def begin_shared(
 
 
 def place_of(token: str) -> WriterPlace:
-    """What a token says. Raises InvalidArgument for anything that is none."""
+    """The place that a token names. Raises InvalidArgument for anything else."""
     try:
         text, writer = json.loads(token)
         header = Header.model_validate_json(text)
@@ -172,12 +175,14 @@ def open_place(world: World, store: Store, place: WriterPlace) -> RankedSession:
                 f"{store.url} shows {seen}, and into= is of root {header.root}: pass the url that "
                 "ckpt.begin was given, as this host reaches it"
             )
+        # Only the first rank asks the log: one request for all.
         epoch = own_epoch if world.rank else Log(store).state().epoch
         if epoch != own_epoch:
             raise Fenced(
                 f"{store.url}: {header.attempt} was begun by a job that another one has replaced "
                 f"(epoch {epoch}), so it can never be committed; begin a new one"
             )
+        # A part is written once: nothing of an attempt is ever overwritten.
         name = data_file_name(place.first_rank + world.rank, 0)
         if store.exists(first := step_prefix(header.step, header.attempt) + name):
             text = f"{store.url}/{first} is there: writer {place.writer!r} has saved its part, or "
@@ -220,6 +225,7 @@ def _united(store: Store, header: Header, writers: Mapping[str, int]) -> Manifes
         for part in parts.values()
         for name, nbytes in zip(part.files, part.file_nbytes, strict=True)
     ]
+    # Headers are compared, too: a PART says what its writer meant, the files what is there.
     wrong = contradictions(files)
     if wrong or files[0].place.header != header:
         raise Corrupt("; ".join(wrong) or f"{store.url}/{prefix}: files of another attempt")

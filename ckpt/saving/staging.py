@@ -105,6 +105,7 @@ def changed_by_steps(flat: FlatState, optimizers: Iterable[torch.optim.Optimizer
                 for content in state.values():
                     if isinstance(content, torch.Tensor) and content.ndim:
                         local = local_tensor(content)
+                        # Moments have the parameter's shape. What has another may change elsewhere.
                         if local.shape == shape:
                             storages.add(storage_of(local))
     storages.discard(0)  # the address of tensors without memory
@@ -119,8 +120,7 @@ class LentCopy:
     """The copy of one save, lent to another save of the same state on this rank, which reads it.
 
     Each makes headers and checksums of its own, and the memory is used again when both are done
-    with it. Its user calls `end`, once or more. `snapshot` is how a copy of
-    one's own would be made.
+    with it. The borrower calls `end`, once or more. `snapshot` is how it would make its own copy.
     """
 
     staged: Staged
@@ -146,8 +146,8 @@ class Staged:
 
     With `is_blocking`, the call may return only when everything is copied. `files` are those that
     this save writes. With a `lent` copy, which another save makes, this one only waits for it: a
-    durable save at the step of a near save sends the bytes of the near save's files. What it
-    commits is what it would have committed without.
+    durable save at the step of a near save sends the bytes of the near save's files. It commits
+    what it would have committed without.
     """
 
     task: SaveTask
@@ -182,12 +182,14 @@ class Staged:
                 if self.lent is not None:
                     self.lent.wait()
                 else:
+                    # On the side stream, behind what the training had queued when the save began.
                     with self.reading.copying():
                         _digest(self.digests, self.contents, self.compared_later)
                         self.replicas.compute()
                     self.image.copy()
             self._let_steps_pass()
         except BaseException as error:
+            # A borrower waits for this future and must learn of it.
             self.copied.set_exception(error)
             raise
         self.copied.set_result(None)
@@ -274,6 +276,7 @@ def stage(
         try:
             shared = _shared(state, task, how)
         finally:
+            # The lender keeps its memory until then, also for a borrower that copies by itself.
             if shared is None:
                 how.end()
         if shared is not None:
@@ -360,6 +363,7 @@ def _split(
     optimizers: Sequence[torch.optim.Optimizer],
 ) -> _Split:
     """The split, computed once for a state and the `optimizers` that are known to wait."""
+    # Without optimizers nothing is known to wait, so all is copied in the call.
     if snapshot == "now":
         optimizers = ()
     # Python may use an id again after an optimizer died, but its successor then increases
@@ -454,6 +458,7 @@ def buffers_for(
 
     Raises like `contents_of`.
     """
+    # With a memory of its own: the names of ranks, which a kept plan needs, are exchanged later.
     plan = contents_of(state, ranks, PlanMemory()).plan
     files = plan.entries(path.file_nbytes_max, BLOCK_BYTES)
     nbytes = path.part_nbytes
@@ -504,6 +509,7 @@ def _room_for(
         budget,
         "the next step of the optimizer" if is_aside else "this call",
     )
+    # What is copied aside stays until the last wave, within the same budget.
     return _Room((budget - aside * is_aside) // part_nbytes, False, is_aside)
 
 
@@ -521,6 +527,7 @@ def _copied_aside(
             copy_bytes(address_of(target), source.address, len(target))
         else:
             copy_elements(source, 0, target)
+        # The view stays that of live memory: versions and storages are asked of it.
         moved[index] = source._replace(address=address_of(target))
         offset += len(target)
     return moved, side
@@ -535,6 +542,7 @@ def _shared(state: Any, task: SaveTask, lent: LentCopy) -> Staged | None:
         contents = contents_of(state, task.ranks, task.memory.plans)
         files = planned_files(contents, task)
         are_alike = [file.first for file in files] == [file.first for file in other.files]
+        # Sums of a sample cannot stand for sums of all.
         are_alike = are_alike and compares_all(task) == other.replicas.is_whole
         if not are_alike or not _is_same(contents.plan, other.contents.plan):
             return None
@@ -545,7 +553,7 @@ def _shared(state: Any, task: SaveTask, lent: LentCopy) -> Staged | None:
 
 
 def _is_same(own: SavePlan, other: SavePlan) -> bool:
-    """Whether two plans, of the same state, write the same chunks and compare the same pieces."""
+    """Whether two plans, of one state, write the same chunks and compare the same pieces."""
     # Thousands of chunks are compared once: the results of a plan live as long as it holds.
     if own.of_memory.last("copied by") is other.of_memory:
         return True

@@ -1,7 +1,7 @@
 """Optimizers and saves in the background: a step waits until what it changes has been copied.
 
-One hook before every step of every `torch.optim.Optimizer`, in the state that is saved or not. It
-is installed by the first save in the background and costs some microseconds while nothing is being
+One hook before every step of every `torch.optim.Optimizer`, whether it is in the saved state or
+not. The first save in the background installs it; it costs some microseconds while nothing is being
 copied.
 
 Only what passes through the hook can be held back. Note "seen": an optimizer counts as one that
@@ -44,6 +44,7 @@ class Gate:
 
     def open(self) -> None:
         """Let steps pass, now and from now on."""
+        # Only the first `open` ends the time: a second one, as in `release`, must not count longer.
         if self._waits_since and not self.opened.is_set():
             self.waited_seconds = time.perf_counter() - self._waits_since
         self.opened.set()
@@ -53,6 +54,7 @@ class Gate:
         """Returns when the gate is open, or at once when `optimizer` changes nothing behind it."""
         if self.opened.is_set() or not self.is_behind(optimizer):
             return
+        # Several optimizers may wait at once; the time counts from the first.
         self._waits_since = self._waits_since or time.perf_counter()
         self.opened.wait()
 
@@ -83,6 +85,7 @@ class Steps:
 
     def forked(self) -> None:
         """In a forked child, which has no save under way that a step could wait for."""
+        # Destroyed here, what they hold might wait for threads that only the parent has.
         keep_for_ever(self._gates)
         self._gates = ()
         self._lock = threading.Lock()
@@ -101,6 +104,7 @@ class Steps:
     def hold(self, gate: Gate) -> None:
         """From now on every step that changes what is behind `gate` waits until it is opened."""
         with self._lock:
+            # A new tuple: a hook that iterates over the old one needs no lock.
             self._gates = (*self._gates, gate)
 
     def forget(self, gate: Gate) -> None:

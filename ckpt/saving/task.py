@@ -76,7 +76,7 @@ PARTS = "parts"  # the round in which parts go to the coordinator
 
 class Merged:
     """The structures of some ranks as one, and what follows from them alone, made when it is first
-    needed. Making the `table` may refuse the save.
+    needed. To make the `table` may refuse the save.
     """
 
     def __init__(self, merge: JointMerge) -> None:
@@ -132,6 +132,7 @@ class JointParts:
         merged, rest, reports = self._update(part, report, below)
         structure, digest = merged.encoded
         known = digest == self._sent
+        # Before it has arrived: if the round fails, all ranks `forget`.
         self._sent = digest
         return joined(reports, joined(b"" if known else structure, encode_rest(rest, digest)))
 
@@ -149,6 +150,8 @@ class JointParts:
             of_ranks, rest = split(message)
             reports.append(of_ranks)
             sent.append(split(rest))
+        # Compared with what is kept, which has its columns in memory: a new one is encoded only if
+        # it differs.
         if self._own is None or not part.structure.is_like(self._own):
             self._own, self._merged = part.structure, None
         if sent and self._note_below([structure for structure, _ in sent], self._own):
@@ -179,7 +182,7 @@ def gather_joint_parts(
     part: Part, report: RankReport, world: World, known: JointParts
 ) -> Callable[[], JointReceived | None]:
     """Send this rank's part up the tree, merged with those below. Returns a function that decodes
-    what came on the coordinator, and gives None elsewhere.
+    what arrived at the coordinator, and gives None elsewhere.
 
     Decoding and merging may raise. The function raises what this rank met, so it must be called in
     a step in which all ranks agree; on a rank above one that failed it gives None as well.
@@ -187,6 +190,8 @@ def gather_joint_parts(
     failed: list[Exception] = []
 
     def merged(below: list[bytes]) -> bytes:
+        # A rank below has failed and will say so where all agree; there is nothing to merge until
+        # then.
         if not all(below):
             return b""
         try:
@@ -281,6 +286,7 @@ class PartMemory:
         if holders is not None and (holders.tensors, holders.copies) != before:
             self.plans.forget()
         self.holders = holders
+        # Other names, other replicas: they are compared once more.
         self.is_compared = False
 
 
@@ -435,6 +441,7 @@ def write_part(
     world, rank = task.session.world, task.session.world.rank
     sends: Mapping[str, Any] | None = flat.values
     if world.size > 1 and holders is not None:
+        # Each value is sent by one rank; the others would send the same bytes up the tree.
         sends = {fqn: value for fqn, value in flat.values.items() if fqn in holders.sends}
     if not sends and rank:
         sends = None  # the coordinator sends an empty mapping where there are no values
@@ -452,6 +459,8 @@ def write_part(
             ("structure", rank, *counts, compared, *texts.aliases.items()),
             lambda: structure_of(files, rank, plan.tensors, texts),
         )
+        # The sums of the blocks are there anyway: comparing them shows for free whether any weight
+        # has changed.
         if (last := memo.last("sums")) is not None:
             blocks = plan.trainable_blocks
             unchanged = UNCHANGED if len(blocks) else NONE_HERE

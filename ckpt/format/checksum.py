@@ -18,8 +18,9 @@ import logging
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import lru_cache
+from functools import lru_cache, reduce
 from itertools import accumulate, pairwise
+from operator import xor
 from typing import NamedTuple, TypeVar
 
 import crc32c as _crc32c
@@ -28,7 +29,7 @@ import numpy.typing as npt
 from blake3 import blake3
 
 from ckpt.errors import Corrupt
-from ckpt.format.columns import as_int64s, required_field, unpack_ints
+from ckpt.format.columns import as_int64s, ints_in, required_field
 from storage.errors import CorruptObjectError, KeyNotFoundError, StorageError
 
 
@@ -43,6 +44,7 @@ def crc32c(data: memoryview | bytes, value: int = 0) -> int:
 def crc32c_of_each(data: memoryview, sizes: Sequence[int]) -> list[int]:
     """The crc32c of the consecutive parts of `data` that have these sizes."""
     ends = accumulate(sizes)
+    # Called without the wrapper above: there is a call for each block.
     checksum = _crc32c.crc32c
     return [checksum(data[end - size : end]) for size, end in zip(sizes, ends, strict=True)]
 
@@ -63,6 +65,7 @@ class BlockChecksums:
         """The next bytes. A block may begin in one run and end in a later one."""
         begin, stop = self._position, self._position + len(data)
         first = len(self._checksums)
+        # The blocks that end in this run; the first may have begun in an earlier one.
         last = bisect_right(self._ends, stop, first)
         if first < last:
             end = self._ends[first]
@@ -114,6 +117,7 @@ def joined_crc32c(checksums: Sequence[int], sizes: Sequence[int]) -> int:
     crc = 0
     for checksum, nbytes in zip(checksums, sizes, strict=True):
         low, second, third, high = _table(nbytes)
+        # Multiplying by a power of x is linear, so the four bytes are looked up one by one.
         crc = (
             low[crc & 255]
             ^ second[crc >> 8 & 255]
@@ -132,20 +136,16 @@ def joined_crc32(first: int, second: int, second_nbytes: int) -> int:
 @lru_cache(maxsize=256)
 def _table(nbytes: int) -> Table:
     """The effect of `nbytes` more bytes on a checksum, as a table for each of its four bytes."""
+    # Few lengths occur, that of a block above all: each has its table once.
     factor = _power(nbytes, CRC32C)
     bits = [_times(factor, 1 << bit, CRC32C) for bit in range(32)]
     return tuple(
-        tuple(_of_byte(bits[8 * place : 8 * place + 8], byte) for byte in range(256))
+        tuple(
+            reduce(xor, (bits[8 * place + bit] for bit in range(8) if byte >> bit & 1), 0)
+            for byte in range(256)
+        )
         for place in range(4)
     )
-
-
-def _of_byte(bits: Sequence[int], byte: int) -> int:
-    result = 0
-    for bit in range(8):
-        if byte >> bit & 1:
-            result ^= bits[bit]
-    return result
 
 
 def _power(nbytes: int, polynomial: int) -> int:
@@ -208,6 +208,7 @@ class Seal(NamedTuple):
 
 def seal_of(table: bytes | memoryview) -> Seal:
     """The seal of a table, given all its bytes."""
+    # Not a crc32c: one digest stands for all blocks of a file (DECISIONS.md S13).
     return Seal(len(table), hashlib.sha256(table).digest())
 
 
@@ -234,9 +235,7 @@ def decode_seals(fields: Mapping[str, memoryview], rooms: Sequence[int] | Int64s
     Raises Corrupt for a table that is none, or that is longer than its file.
     """
     count = len(rooms)
-    nbytes = as_int64s(
-        unpack_ints(required_field(fields, "table_nbytes"), count, "table_nbytes"), "table_nbytes"
-    )
+    nbytes = as_int64s(ints_in(fields, "table_nbytes", count), "table_nbytes")
     data = required_field(fields, "table_digests")
     if len(data) != DIGEST_NBYTES * count:
         raise Corrupt(f"field 'table_digests': {len(data)} bytes for {count} files")
@@ -270,12 +269,13 @@ def raising_corrupt() -> Iterator[None]:
 
 def is_outage(error: Exception) -> bool:
     """Whether a store has failed, rather than what lies in it."""
+    # An object that is missing or damaged is an answer of the store.
     is_damage = isinstance(error, (KeyNotFoundError, CorruptObjectError))
     return isinstance(error, StorageError) and not is_damage
 
 
 def once_more(read: Callable[[], T]) -> T:
-    """`read()`, which reads and checks. What it raises as Corrupt is damage if it does so twice.
+    """`read()`, which reads and checks, once more if it raises Corrupt: only twice is it damage.
 
     Bytes can change on their way from a store, where only this check sees it.
     """

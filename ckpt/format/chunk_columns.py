@@ -19,10 +19,10 @@ from ckpt.format.columns import (
     Ints,
     Progressions,
     checked_indexes,
+    ints_in,
     is_below,
     pack_ints,
     required_field,
-    unpack_ints,
     unpack_regular,
     unpack_rules,
 )
@@ -74,6 +74,7 @@ def gaps_of(
     expected = np.zeros(len(order), dtype=np.int64)
     if len(order):
         expected[1:] = (starts + nbytes[order])[:-1]
+        # The first chunk of a file is measured from the end of the header.
         expected[np.append(True, file[1:] != file[:-1])] = 0
     gaps = np.empty(len(order), dtype=np.uint64)
     gaps[order] = (starts - expected).astype(np.uint64)
@@ -87,6 +88,7 @@ def file_order(files: Ints, itemsizes: Ints) -> npt.NDArray[np.intp]:
     """
     if not len(files):
         return np.empty(0, dtype=np.intp)
+    # As `order_key` lays files out: 16 bytes first, then 8, 4, 2 and 1.
     widest_first = np.array([9] * 17, dtype=np.uint8)
     widest_first[[16, 8, 4, 2, 1]] = [0, 1, 2, 3, 4]
     # 16-bit keys are sorted by radix, ten times faster than anything else.
@@ -147,6 +149,7 @@ def decode_chunks(
     itemsizes = np.repeat(bounds.itemsizes, np.diff(first))
     byte_start = _decode_byte_starts(column("chunk_gaps"), files, numels, itemsizes, bounds)
     first_block = _decode_first_block(numels, itemsizes, header.block_bytes, counts)
+    # A byte per chunk is a megabyte per million: freed before more columns are made.
     del itemsizes
     ids = checked_indexes(column("chunk_boxes"), "chunk_boxes", counts.boxes + 1)
     box, boxes = _decode_boxes(fields, ids, counts)
@@ -159,6 +162,7 @@ def decode_chunks(
 
 
 def _decode_first(per_tensor: Ints, counts: Counts) -> Int64s:
+    # Compared before they are added up: a hostile sum could wrap around.
     if counts.tensors and int(per_tensor.max()) > counts.chunks:
         raise Corrupt(f"field 'chunk_counts': {int(per_tensor.max())} of {counts.chunks} chunks")
     first = starts_of(per_tensor)
@@ -188,6 +192,7 @@ def _decode_byte_starts(
     if not len(files):
         return np.zeros(0, dtype=np.int64)
     largest = int(bounds.file_nbytes.max())
+    # 32 bits where they suffice: a table has millions of rows.
     byte_start: Ints = np.empty(len(files), dtype=np.uint32 if largest < 1 << 32 else np.int64)
     per_file = np.bincount(files, minlength=len(bounds.file_nbytes))
     for low, high in _runs(per_file, len(files)):
@@ -228,6 +233,7 @@ def _check_inside_files(
     ends = starts + nbytes
     if np.any(np.maximum.reduceat(ends, firsts[:-1]) > limits):
         raise Corrupt("field 'chunk_gaps': a chunk ends after the end of its file")
+    # Writers keep this order; only what is in another one has to be sorted.
     overlap = starts[1:] < ends[:-1]
     overlap[firsts[1:-1] - 1] = False  # neighbours of different files
     if overlap.any():
@@ -243,6 +249,7 @@ def _decode_first_block(numels: Ints, itemsizes: Ints, block_bytes: int, counts:
     first_block: Ints = np.zeros(counts.chunks + 1, dtype=np.int32 if small else np.int64)
     last = 0
     step = 1 << 14
+    # Piece by piece, so that temporaries stay small and a wrong count ends it early.
     for start in range(0, counts.chunks, step):
         part = slice(start, start + step)
         blocks = np.multiply(numels[part], itemsizes[part], dtype=np.int64)
@@ -263,19 +270,16 @@ def _decode_boxes(
     fields: Mapping[str, memoryview], ids: Ints, counts: Counts
 ) -> tuple[Ints, BoxTable]:
     """Per chunk the index of its box or -1, and the boxes."""
-    ndims = unpack_ints(
-        required_field(fields, "box_ndims"), counts.boxes, "box_ndims", constant=False
-    )
+    ndims = ints_in(fields, "box_ndims", counts.boxes, constant=False)
     if counts.boxes and int(ndims.max()) > NDIM_MAX:
         raise Corrupt(f"field 'box_ndims': {int(ndims.max())} dims, at most {NDIM_MAX}")
     first = starts_of(ndims)
     total = int(first[-1])
-    offsets = unpack_ints(
-        required_field(fields, "box_offsets"), total, "box_offsets", constant=False
-    )
-    sizes = unpack_ints(required_field(fields, "box_sizes"), total, "box_sizes", constant=False)
+    offsets = ints_in(fields, "box_offsets", total, constant=False)
+    sizes = ints_in(fields, "box_sizes", total, constant=False)
     if total and max(int(offsets.max()), int(sizes.max())) > NUMEL_MAX:
         raise Corrupt("field 'box_sizes': a box of more than 2^58 elements")
+    # Most checkpoints have no boxes: one number then stands for the whole column.
     if counts.chunks and not counts.boxes:
         return np.broadcast_to(np.array([-1], dtype=np.int8), (counts.chunks,)), BoxTable(
             first, offsets, sizes
@@ -291,6 +295,7 @@ def _decode_span_starts(
     """First element of each span, -1 for boxes. Spans end within their tensor."""
     if not len(numels):
         return np.zeros(0, dtype=np.int64)
+    # Stride zero is the column of a checkpoint without boxes.
     has_boxes = box.strides != (0,)
     small = int(bounds.numels.max()) < 1 << 31
     result: Ints = np.empty(len(numels), dtype=np.int32 if small else np.int64)

@@ -91,6 +91,8 @@ def renamed(rules: Rules, line: Of, kind: int, names: Int64s) -> Rules:
     """
     if not len(names):
         return rules
+    # A progression keeps its step while its numbers are shifted alike; `changes` grows where the
+    # shift does not stay the same.
     shifts = names - np.arange(len(names))
     changes = np.append(0, np.cumsum(shifts[1:] != shifts[:-1]))
     chosen = (rules[Of.KIND] & kind) != 0
@@ -108,6 +110,7 @@ def joined_rules(tables: Sequence[Rules]) -> Rules:
     Of chunks with the same first element, which overlap, those of the first table come first.
     """
     rules = in_order(np.concatenate(tables, axis=1))
+    # A pass can make neighbours that the next one joins.
     while True:
         shorter = _coalesced(rules)
         if shorter.shape[1] == rules.shape[1]:
@@ -211,6 +214,7 @@ def cover_problem(regions: Sequence[Region], shape: Shape) -> str | None:
         if not is_inside(region, shape):
             return f"{region} is not inside of shape {shape}"
     boxes = [box for region in regions for box in boxes_of(region, shape)]
+    # Volumes first: they find most mistakes, and all that follows relies on them.
     covered = sum(box.numel for box in boxes)
     numel = math.prod(shape)
     if covered < numel:
@@ -237,6 +241,7 @@ def _is_grid(boxes: Sequence[Box], shape: Shape) -> bool:
         if starts[0] != 0 or not np.array_equal(sizes[:, dim], (stops - starts)[column]):
             return False
         total *= len(starts)
+        # Before memory is used for the cells: crafted offsets could make a huge grid.
         if total > len(boxes):
             return False
         cells = cells * len(starts) + column
@@ -250,6 +255,7 @@ class _Cutter:
         self.visits_left = visits_max
 
     def problem(self, boxes: list[Box], room: Box) -> str | None:
+        # A list instead of recursion: crafted boxes could go deeper than Python allows.
         todo = [(boxes, room)]
         while todo:
             boxes, room = todo.pop()
@@ -348,6 +354,7 @@ def check_rules(
     boxed = np.zeros(len(fqns), dtype=bool)
     boxed[tensor[(rules[Of.KIND] & BOXED) != 0]] = True
     bad = _badly_spanned(first, starts, lasts_of(rules)[0] + rules[Of.NUMEL] - starts, numels)
+    # Within a rule, spans have to follow each other.
     bad[tensor[(rules[Of.COUNT] > 1) & (rules[Of.START_STEP] != rules[Of.NUMEL])]] = True
     lines = [Of.KIND, Of.NUMEL, Of.START, Of.BOX, Of.START_STEP, Of.BOX_STEP, Of.COUNT]
 
@@ -404,6 +411,7 @@ def _badly_spanned(
     bad[is_filled] |= starts[heads] != 0
     bad[is_filled] |= ends != numels[is_filled]
     step = 1 << 14
+    # In pieces: temporaries for millions of chunks would take more than their table.
     for start in range(0, len(starts) - 1, step):
         stop = min(start + step, len(starts) - 1)
         ends = starts[start:stop].astype(np.int64) + lengths[start:stop].astype(np.int64)
@@ -436,6 +444,7 @@ def _boxed_problem(chunks: ChunkTable, part: slice, shape: Shape) -> str | None:
             return f"{region} is not inside of shape {shape}"
         if int(chunks.numel[index]) != region.numel:
             return f"{region} is said to have {int(chunks.numel[index])} elements"
+        # One form for one region: readers find a chunk by comparing regions.
         if isinstance(region, Box) and span_of(region, shape) is not None:
             return f"{region} is one run of the tensor and must be a span"
         start = region_start(region, shape)

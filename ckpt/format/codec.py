@@ -61,6 +61,7 @@ class _Encoder:
         self.is_typed = False
 
     def put(self, value: Any, path: tuple[Any, ...], depth: int) -> None:
+        # The exact type: a bool is an int too, and a subclass would come back as its base.
         kind = type(value)
         if value is None:
             self.out += b"N"
@@ -131,6 +132,7 @@ class _Decoder:
                 break
             if shift > 56:
                 raise Corrupt(f"encoded values: length beyond 2^63 at byte {self.offset}")
+        # One value has one encoding, so leading zeros are refused, here and for integers.
         if shift > 7 and byte == 0:
             raise Corrupt(f"encoded values: overlong length at byte {self.offset}")
         return number
@@ -173,6 +175,7 @@ class _Decoder:
                 f"encoded values: nested too deeply, or too many lists, at byte {self.offset}"
             )
         count = self.varint()
+        # An item takes a byte at least: a hostile count must not reserve memory.
         if count * (2 if tag == b"d" else 1) > len(self.data) - self.offset:
             raise Corrupt(f"encoded values: {count} items do not fit after byte {self.offset}")
         if tag == b"d":
@@ -188,6 +191,7 @@ class _Decoder:
                 raise Corrupt(
                     f"encoded values: a {type(key).__name__} as key before byte {self.offset}"
                 )
+            # Python takes 1, 1.0 and True for one key; what was saved had one of them.
             if key in result:
                 raise Corrupt(f"encoded values: key {key!r:.100} twice, before byte {self.offset}")
             result[key] = self.get(depth + 1)
@@ -199,6 +203,7 @@ def _int_bytes(number: int) -> bytes:
     if number == 0:
         return b""
     magnitude = number if number >= 0 else ~number
+    # One bit more than the magnitude has, for the sign.
     return number.to_bytes(magnitude.bit_length() // 8 + 1, "little", signed=True)
 
 

@@ -104,13 +104,13 @@ def pack_ints(values: Ints | Sequence[int], *, constant: bool = True) -> bytes:
 def unpack_ints(data: memoryview, count: int, name: str, *, constant: bool = True) -> Ints:
     """`count` unsigned integers as a read-only view of `data`; nothing is allocated.
 
-    A constant column is a view with stride zero. Raises Corrupt when the length is not the
-    expected.
+    A constant column is a view with stride zero. Raises Corrupt when the length is wrong.
     """
     if not len(data) or data[0] & ~(CONSTANT | 3):
         raise Corrupt(f"field {name!r}: unknown column code")
     dtype = _WIDTHS[data[0] & 3]
     is_constant = bool(data[0] & CONSTANT)
+    # Where nothing else bounds the count, nine bytes could stand for any number of items.
     if is_constant and (not constant or not count):
         raise Corrupt(f"field {name!r}: must not be a constant column")
     expected = 1 if is_constant else count
@@ -162,9 +162,17 @@ def as_int64s(values: Ints, name: str) -> npt.NDArray[np.int64]:
     return values.astype(np.int64)
 
 
-def unpack_indexes(fields: Mapping[str, memoryview], name: str, count: int, limit: int) -> Ints:
-    """`count` indexes of a table with `limit` rows. Raises Corrupt naming one that is too large."""
-    return checked_indexes(unpack_ints(required_field(fields, name), count, name), name, limit)
+def ints_in(
+    fields: Mapping[str, memoryview],
+    name: str,
+    count: int,
+    *,
+    constant: bool = True,
+    limit: int | None = None,
+) -> Ints:
+    """`unpack_ints` of field `name`; with a `limit`, indexes of a table with so many rows."""
+    ids = unpack_ints(required_field(fields, name), count, name, constant=constant)
+    return ids if limit is None else checked_indexes(ids, name, limit)
 
 
 def checked_indexes(ids: Ints, name: str, limit: int) -> Ints:
@@ -182,6 +190,7 @@ _UInt64s = npt.NDArray[np.uint64]
 def pack_regular(values: Ints) -> bytes:
     """`values`, none negative, as progressions or as a plain column, whichever is shorter."""
     plain = pack_ints(values)
+    # Two items are always a progression, and a longer one than the plain column.
     if len(values) < 3 or plain[0] & CONSTANT:
         return plain
     items = np.asarray(values).astype(np.uint64)
@@ -276,6 +285,7 @@ def unpack_rules(data: memoryview, count: int, name: str) -> Ints | Progressions
     for _ in range(3):
         if not len(rest) or rest[0] & ~(CONSTANT | 3):
             raise Corrupt(f"field {name!r}: unknown column code in a progression")
+        # A column says its own length: by its width, and by whether one item stands for all.
         size = 1 + ((1 if rest[0] & CONSTANT else number) << (rest[0] & 3))
         columns.append(unpack_ints(rest[:size], number, name))
         rest = rest[size:]
@@ -308,6 +318,7 @@ def unpack_tree(data: bytes | memoryview, items_max: int) -> Any:
     def column(code: int, packed: bytes) -> npt.NDArray[np.int64]:
         nonlocal left
         count = int.from_bytes(packed[:8], "little")
+        # Before the column is made: few bytes may stand for billions of items.
         left -= count
         if left < 0:
             raise Corrupt(f"columns of more than {items_max} items")
@@ -389,6 +400,7 @@ def _items(lengths: npt.NDArray[np.int64], firsts: _UInt64s, steps: _UInt64s) ->
     items *= np.arange(len(items), dtype=np.uint64)
     items += np.repeat(firsts - steps * starts, lengths)
     largest = int(items.max())
+    # Narrowed: the caller keeps one for each of millions of chunks.
     for dtype in (np.uint8, np.uint16, np.uint32):
         if largest <= np.iinfo(dtype).max:
             return items.astype(dtype)

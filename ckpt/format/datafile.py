@@ -125,6 +125,7 @@ def file_entries(chunks: Sequence[StoredChunk], block_bytes: int) -> FileEntries
     _, _, _, _, nbytes, kinds = zip(*chunks, strict=True) if chunks else ((),) * 6
     sizes = np.array(nbytes, dtype=np.int64)
     ends = np.cumsum(sizes)
+    # Blocks begin anew at each chunk, so that a chunk's checksums do not depend on its place.
     counts = -(-sizes // block_bytes)
     starts = [0, *ends.tolist()]
     text = [
@@ -169,6 +170,7 @@ def layout_data_file(
     if not isinstance(chunks, FileEntries):
         chunks = file_entries(chunks, block_bytes)
     extra = dict(extra or {})
+    # Three more than extras and blocks: the magic, the header's, and the table's own checksum.
     words = 3 + len(extra) + int(chunks.block_counts.sum())
     position = chunks.nbytes
     text = []
@@ -282,6 +284,7 @@ _BOX = re.compile(
 
 def parse_entry_name(name: str) -> tuple[str, Region | None]:
     """The fqn and the region that `entry_name` was made of; None for the whole tensor."""
+    # `@__` at the start is a name that would otherwise look like a reserved one.
     match = re.fullmatch(r"((?:[^@]|@@|^@(?=__))*)(?:@([^@]+))?", name, re.DOTALL)
     if match is None:
         raise Corrupt(f"entry name {name!r:.200} has a lone '@'")

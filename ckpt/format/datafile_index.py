@@ -1,5 +1,5 @@
 """Data files, opened: the way back from bytes to chunks when a manifest is lost, or was never made.
-It is built then of what they say, as of the parts of a save.
+It is then built from what they say, as from the parts of a save.
 
 The bytes come from a disk or a network that may have changed them, so every field is validated
 against the file's length and against what a writer of this library would have written.
@@ -151,6 +151,7 @@ def _read_header(read: Callable[[int, int], bytes], nbytes: int) -> bytes:
 
 
 def _read_exact(read: Callable[[int, int], bytes], start: int, stop: int) -> bytes:
+    # A store may give less than asked for: the caller must not parse that.
     data = bytes(read(start, stop))
     if len(data) != stop - start:
         raise Corrupt(f"bytes {start} to {stop} gave {len(data)} bytes")
@@ -192,6 +193,7 @@ def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _small_int(text: str) -> int:
+    # Python takes quadratic time for thousands of digits.
     if len(text) > 19:
         raise ValueError("a number beyond 2^63")
     return int(text)
@@ -390,6 +392,7 @@ def index_of(store: Store, key: str, nbytes: int, header_nbytes: int = 0) -> Dat
     """
 
     def index() -> DataFileIndex:
+        # One request where the header's length is known, as from a manifest.
         head = read_bytes(store, key, 0, header_nbytes)
 
         def read(start: int, stop: int) -> bytes:
@@ -408,11 +411,6 @@ def check_seal(actual: Seal, expected: Seal, where: str) -> None:
             f"digest of ({expected.nbytes} bytes): they were changed, or the file belongs to "
             "another checkpoint. Load an older step, or restore this file from a copy."
         )
-
-
-def check_table(table: bytes | memoryview, expected: Seal, where: str) -> None:
-    """Raises Corrupt, naming the file, unless `table` has this seal."""
-    check_seal(seal_of(table), expected, where)
 
 
 def check_blocks(store: Store, key: str, index: DataFileIndex) -> None:

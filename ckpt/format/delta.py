@@ -68,6 +68,7 @@ def encode_delta(blocks: Sequence[DeltaBlock]) -> bytes:
         streams.append(stored)
         return coding, len(stored)
 
+    # A region has many blocks: it is written once for all of them.
     for (fqn, dtype, shape, region), members in groupby(blocks, key=lambda one: one[:4]):
         is_span = isinstance(region, Span)
         own = []
@@ -121,6 +122,7 @@ def _decoded(data: memoryview, tensors: Mapping[str, tuple[str, Shape]]) -> list
         region: Region = Span(*numbers) if is_span else Box(*numbers)
         _check(set(map(type, numbers if is_span else sum(numbers, ()))) <= {int}, f"{fqn}: where?")
         _check(is_inside(region, shape), f"{fqn}: {region} of {shape}")
+        # Before any block is read: no more elements are decoded than the tensor has.
         left[fqn] -= region.numel
         _check(left[fqn] >= 0, f"{fqn}: more than all of it")
         itemsize, end = DTYPES[dtype].itemsize, 0
@@ -128,6 +130,7 @@ def _decoded(data: memoryview, tensors: Mapping[str, tuple[str, Shape]]) -> list
             start, numel, count, width, gaps_nbytes, *codings, before, after = block
             where = f"{fqn} from element {start} on"
             _check({*map(type, block)} == {int}, where)
+            # Blocks follow each other, so that none applies twice.
             is_next = start == end and 0 < numel <= BLOCK_NUMEL and start + numel <= region.numel
             _check(is_next and 0 <= count <= numel, where)
             end = start + numel

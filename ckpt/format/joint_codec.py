@@ -52,6 +52,7 @@ class SentStructure(NamedTuple):
 
 def encode_part(part: Part) -> bytes:
     """The part of one rank as bytes for the coordinator."""
+    # Both in one message: a part that is sent alone has no earlier structure to refer to.
     structure = encode_structure(part.structure)
     rest = encode_rest(part.rest, digest_of_structure(structure))
     return len(structure).to_bytes(8, "little") + structure + rest
@@ -86,6 +87,7 @@ class StructureReader:
                 self._tensors[encoded] = decode_tensors(encoded)
             unpacked = zlib.decompress(fields["packed"])
             tensors = self._tensors[encoded]
+            # Regular layouts have few rules per tensor; irregular ones take bytes for each.
             items_max = len(Of) * (len(unpacked) + _RULES_PER_TENSOR_MAX * (len(tensors) + 1))
             structure = _structure(unpack_tree(unpacked, items_max), tensors, encoded)
         except (*_UNREADABLE, zlib.error) as error:
@@ -101,6 +103,7 @@ def digest_of_structure(data: bytes | memoryview) -> bytes:
 def _structure(tree: Any, tensors: tuple[TensorRecord, ...], encoded: bytes) -> JointStructure:
     first_rank, rank_count, blocks, files, shared, several, *columns = tree
     tensor_ranks, aliases, lines, boxes, replicas = columns
+    # Columns of one item per rank are made of this number.
     if type(rank_count) is not int or not 0 <= rank_count <= RANKS_MAX:
         raise Corrupt(f"a joint part of {rank_count!r:.30} ranks")
     rules = np.stack(lines)

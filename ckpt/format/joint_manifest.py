@@ -10,11 +10,10 @@ from __future__ import annotations
 import json
 import math
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias, TypeGuard
 
 import numpy as np
-import numpy.typing as npt
 
 from ckpt.errors import InvalidState
 from ckpt.format.chunk_columns import fields_of_boxes, gaps_of
@@ -94,9 +93,7 @@ class JointTable:
         numels = int64s(list(map(math.prod, self._shapes)))
         boxes = BoxTable.of(structure.boxes)
         if problems := check_rules(rules, boxes, self._fqns, self._shapes, numels):
-            raise InvalidState(
-                [with_writers(text, self._fqns, self._writers_of) for text in problems]
-            )
+            raise InvalidState(list(map(self._with_writers, problems)))
         chunks = chunk_total(rules)
         if chunks > CHUNKS_MAX:  # readers would take it for a hostile one
             problem = f"{chunks} regions of tensors on all ranks, at most {CHUNKS_MAX} fit into one"
@@ -113,11 +110,15 @@ class JointTable:
         }
         self._tensor_fields: dict[str, bytes] = {}
 
-    def _writers_of(self, tensor: int) -> Int64s:
+    def _with_writers(self, problem: str) -> str:
+        """A problem of `check_rules` with the ranks that write the tensor."""
+        named = enumerate(self._fqns)
+        tensor = next(number for number, fqn in named if problem.startswith(f"{fqn}: "))
         rules = self._structure.rules
         rules = rules[:, rules[Of.TENSOR] == tensor]
-        ranks: Int64s = expanded(rules, np.ones(rules.shape[1], dtype=bool))[Of.RANK]
-        return ranks
+        ranks = np.unique(expanded(rules, np.ones(rules.shape[1], dtype=bool))[Of.RANK]).tolist()
+        text = f"{problem} (written by ranks {ranks[:20]})"
+        return f"{text}; {TWO_MODELS}" if "overlap" in problem else text
 
     def manifest(self, header: Header, rest: JointRest) -> JointManifest:
         """The manifest of a save of this structure. Raises InvalidState like `JointTable`."""
@@ -142,6 +143,7 @@ class JointTable:
             per_rank=tuple([data or encode_values({}) for data in rest.per_rank]),
             seals=sizes.seals,
         )
+        # Kept: while the structure stays, only headers, sizes and values change.
         self._tensor_fields = self._tensor_fields or fields_of_tensors(head)
         sizes_of = (*self._sizes, structure.blocks)
         made = encoded(head, sizes_of, self._tensor_fields, self._chunk_fields)
@@ -191,6 +193,7 @@ def _with_numbered_boxes(rules: Rules) -> tuple[Rules, Int64s]:
     boxed = boxed[:, np.sort(firsts)]
     numbers = expanded(boxed, np.ones(boxed.shape[1], dtype=bool))[Of.BOX]
     unique, first_at = np.unique(numbers, return_index=True)
+    # By first use: whatever order ranks were merged in, the bytes are the same.
     used = unique[np.argsort(first_at)]
     renumbered = np.zeros(int(unique.max(initial=-1)) + 1, dtype=np.int64)
     renumbered[used] = np.arange(len(used))
@@ -392,7 +395,7 @@ BY_NUMBER = (
 
 
 def disagreement(name: str, groups: RanksOf, why: str) -> str:
-    """That ranks, in groups by digest, differ in what is kept once, `why`, and what to do."""
+    """A text: ranks, grouped by digest, differ in what is kept once, `why`, and what to do."""
     return (
         f"{name}: the ranks have different values of it ({groups_in_words(groups)}), and {why}; "
         "make it equal on all ranks first"
@@ -446,18 +449,6 @@ def groups_in_words(groups: RanksOf) -> str:
         label = f"crc32c {digest:08x}" if isinstance(digest, int) else digest or "absent"
         texts.append(f"{label} on {', '.join(map(str, ranks[:8]))}{more}")
     return "; ".join(texts)
-
-
-def with_writers(
-    problem: str, fqns: Sequence[str], writers_of: Callable[[int], npt.NDArray[np.integer]]
-) -> str:
-    """A problem of `check_cover` with the ranks that write the tensor: `writers_of(its index)`."""
-    for tensor, fqn in enumerate(fqns):
-        if problem.startswith(f"{fqn}: "):
-            writers = np.unique(writers_of(tensor)).tolist()
-            text = f"{problem} (written by ranks {writers[:20]})"
-            return f"{text}; {TWO_MODELS}" if "overlap" in problem else text
-    return problem
 
 
 def check_names(own: Sequence[str], shared: Sequence[str], header: Header) -> None:
@@ -541,7 +532,7 @@ class DifferingRegion(NamedTuple):
 def texts_of_regions(
     unequal: Iterable[DifferingRegion], values: Collection[str]
 ) -> ReplicaDifferences:
-    """What to say about them; `values` are the names of all values."""
+    """The texts about them; `values` are the names of all values."""
     failures, warnings = {}, {}
     for region, digests, must_agree in unequal:
         groups: dict[int | None, list[int]] = {}

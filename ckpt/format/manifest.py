@@ -77,7 +77,9 @@ class MetadataBudget:
         """Within the block so much memory is taken, by one thread at a time. Raises
         UnsupportedFormat beyond the budget, before the block begins.
         """
+        # In turn, or threads that fit one by one would be refused together.
         with self._turn:
+            # Refuses at once if what came before has taken too long.
             self._spend(0.0, what)
             self.charge(nbytes, what)
             began = time.thread_time()
@@ -117,7 +119,7 @@ class MetadataBudget:
 
 
 def unlimited() -> MetadataBudget:
-    """For what this process has made itself, and only decodes again."""
+    """The budget for what this process has made itself and only decodes again."""
     return MetadataBudget(sys.maxsize)
 
 
@@ -169,6 +171,7 @@ def parse_reference(file: str) -> Reference | None:
     if match is None:
         return None
     step, epoch = match["step"], match["epoch"]
+    # One spelling for one file: whatever keeps files alive compares names.
     if f"{int(step):08d}" != step or f"{int(epoch):06d}" != epoch or int(epoch) < 1:
         return None
     return Reference(match["directory"], match["attempt"], match["name"])
@@ -212,6 +215,7 @@ class Header(BaseModel):
         except (KeyError, TypeError, ValueError, OverflowError, RecursionError):
             sizes = []
         if sum(sizes) != self.world_size or min(sizes) < 1:
+            # What makes no sense counts as one world: the ranks' number alone is checked.
             sizes = [self.world_size]
         return [range(end - size, end) for size, end in zip(sizes, accumulate(sizes), strict=True)]
 
@@ -317,6 +321,8 @@ class RuledChunks:
         return distinct_by_part(self._files, np.diff(self._first).tolist())
 
     def __getattr__(self, name: str) -> Any:
+        # Called for what is no attribute here, the columns: two threads must not both make the
+        # table.
         with self._lock:
             if self._made is None:
                 self._made = self._make()
@@ -370,6 +376,7 @@ class Manifest:
     def nbytes_referenced(self) -> dict[str, int]:
         """Bytes of this checkpoint's chunks that lie in files of other attempts, by attempt."""
         parsed_names = [parse_reference(name) for name in self.files]
+        # Most checkpoints refer to nothing, and chunks that are rules need not be listed for that.
         if not any(parsed_names):
             return {}
         itemsizes = np.array([DTYPES[name].itemsize for name in self.dtypes], dtype=np.int64)

@@ -25,12 +25,11 @@ from ckpt.format.chunk_columns import (
 )
 from ckpt.format.columns import (
     as_int64s,
+    ints_in,
     pack_ints,
     pack_map,
     pack_strings,
     required_field,
-    unpack_indexes,
-    unpack_ints,
     unpack_map,
     unpack_strings,
 )
@@ -102,6 +101,7 @@ def encoded(
     digest = hashlib.sha256(head)
     digest.update(body)
     end = digest.digest()
+    # Continued over its own value: then it is the digest of the whole object, which COMMIT has.
     digest.update(end)
     return Encoded(b"".join([head, body, end]), digest.digest())
 
@@ -156,29 +156,28 @@ def decode_manifest(
     budget.charge(TENSOR_NBYTES * named, f"a manifest of {counts.tensors} tensors")
     files = _decode_names(fields, "file_name", counts.files)
     _check_file_names(files, header)
-    file_nbytes = as_int64s(
-        unpack_ints(required_field(fields, "file_nbytes"), counts.files, "file_nbytes"),
-        "file_nbytes",
-    )
-    data_start = as_int64s(
-        unpack_ints(required_field(fields, "file_data_starts"), counts.files, "file_data_starts"),
-        "file_data_starts",
+    file_nbytes, data_start = (
+        as_int64s(ints_in(fields, name, counts.files), name)
+        for name in ("file_nbytes", "file_data_starts")
     )
     fqns = _decode_names(fields, "fqn", counts.tensors)
     if any(map(operator.ge, fqns, fqns[1:])):
         raise Corrupt("field 'fqns': names are not sorted, or one appears twice")
     dtypes = _decode_dtypes(fields, counts)
     shapes, numels = _decode_shapes(fields, counts)
-    kinds = unpack_ints(required_field(fields, "kinds"), counts.tensors, "kinds")
+    kinds = ints_in(fields, "kinds", counts.tensors)
     if counts.tensors and int(kinds.max()) > 15:
         raise Corrupt(f"field 'kinds': {int(kinds.max())}, at most 15")
     itemsizes = np.array([DTYPES[name].itemsize for name in dtypes], dtype=np.uint8)
     seals = decode_seals(fields, file_nbytes - data_start)
+    # A table has a word per block, so tables bound the count. As floats, a hostile sum cannot wrap
+    # around.
     if counts.blocks > int((seals.nbytes // 4).sum(dtype=np.float64)):
         raise Corrupt(f"field 'table_nbytes': tables too small for {counts.blocks} blocks")
     bounds = ChunkBounds(file_nbytes, data_start, itemsizes, fqns, shapes, numels)
 
     def make() -> ChunkTable:
+        # Before the table is made: a few hundred bytes may describe millions of chunks.
         budget.charge(CHUNK_NBYTES * counts.chunks, f"a table of {counts.chunks} chunks")
         chunks = decode_chunks(fields, counts, header, bounds)
         _check_references_used(files, chunks)
@@ -211,6 +210,7 @@ def _open_envelope(view: memoryview) -> memoryview:
     if len(view) < head + DIGEST_BYTES:
         raise Corrupt(f"manifest cut short: {len(view)} bytes")
     version = int.from_bytes(view[8:12], "little")
+    # Before the digest: a newer version may end otherwise, and should be named.
     if version > VERSION:
         raise UnsupportedFormat(
             f"manifest of format version {version}, this library reads up to {VERSION}: install "
@@ -280,7 +280,7 @@ def _decode_counts(fields: Mapping[str, memoryview], header: Header) -> Counts:
 
 
 def _decode_names(fields: Mapping[str, memoryview], name: str, count: int) -> tuple[str, ...]:
-    sizes = unpack_ints(required_field(fields, f"{name}_sizes"), count, f"{name}_sizes")
+    sizes = ints_in(fields, f"{name}_sizes", count)
     return unpack_strings(required_field(fields, f"{name}s"), sizes, f"{name}s")
 
 
@@ -321,6 +321,7 @@ def _check_references_used(files: Sequence[str], chunks: ChunkTable) -> None:
 
 def _decode_dtypes(fields: Mapping[str, memoryview], counts: Counts) -> tuple[str, ...]:
     raw = required_field(fields, "dtype_names")
+    # The names of all dtypes take less.
     text = bytes(raw[:4096]).decode("ascii", "replace")
     names = text.split(",") if text else []
     unknown = [name for name in names if name not in DTYPES]
@@ -328,26 +329,23 @@ def _decode_dtypes(fields: Mapping[str, memoryview], counts: Counts) -> tuple[st
         raise Corrupt(
             f"field 'dtype_names': {unknown or names!r:.200} are not known dtypes, each once"
         )
-    return tuple(
-        [names[i] for i in unpack_indexes(fields, "dtype_ids", counts.tensors, len(names)).tolist()]
-    )
+    ids = ints_in(fields, "dtype_ids", counts.tensors, limit=len(names))
+    return tuple([names[index] for index in ids.tolist()])
 
 
 def _decode_shapes(
     fields: Mapping[str, memoryview], counts: Counts
 ) -> tuple[tuple[Shape, ...], Int64s]:
-    ndims = unpack_ints(required_field(fields, "shape_ndims"), counts.shapes, "shape_ndims")
+    ndims = ints_in(fields, "shape_ndims", counts.shapes)
     if counts.shapes and int(ndims.max()) > NDIM_MAX:
         raise Corrupt(f"field 'shape_ndims': {int(ndims.max())} dims, at most {NDIM_MAX}")
     first = starts_of(ndims).tolist()
-    dims = unpack_ints(
-        required_field(fields, "shape_dims"), first[-1], "shape_dims", constant=False
-    ).tolist()
+    dims = ints_in(fields, "shape_dims", first[-1], constant=False).tolist()
     shapes = [tuple(dims[a:b]) for a, b in pairwise(first)]
     numels = np.array([bounded_numel(shape) for shape in shapes], dtype=np.int64)
     if counts.shapes and int(numels.max()) > NUMEL_MAX:
         raise Corrupt(f"field 'shape_dims': a tensor of {int(numels.max())} elements")
-    ids = unpack_indexes(fields, "shape_ids", counts.tensors, counts.shapes)
+    ids = ints_in(fields, "shape_ids", counts.tensors, limit=counts.shapes)
     return tuple([shapes[index] for index in ids.tolist()]), numels[ids]
 
 
@@ -355,7 +353,7 @@ def _decode_aliases(
     fields: Mapping[str, memoryview], counts: Counts, fqns: Sequence[str]
 ) -> dict[str, str]:
     names = _decode_names(fields, "alias_name", counts.aliases)
-    targets = unpack_indexes(fields, "alias_targets", counts.aliases, counts.tensors)
+    targets = ints_in(fields, "alias_targets", counts.aliases, limit=counts.tensors)
     aliases = {name: fqns[target] for name, target in zip(names, targets.tolist(), strict=True)}
     if len(aliases) != len(names) or (aliases and not aliases.keys().isdisjoint(fqns)):
         raise Corrupt(
@@ -366,7 +364,7 @@ def _decode_aliases(
 
 def _decode_per_rank(fields: Mapping[str, memoryview], counts: Counts) -> tuple[bytes, ...]:
     data = required_field(fields, "per_rank")
-    sizes = unpack_ints(required_field(fields, "per_rank_sizes"), counts.ranks, "per_rank_sizes")
+    sizes = ints_in(fields, "per_rank_sizes", counts.ranks)
     if counts.ranks and int(sizes.max()) > len(data):
         raise Corrupt(f"field 'per_rank_sizes': {int(sizes.max())} of {len(data)} bytes")
     first = starts_of(sizes).tolist()

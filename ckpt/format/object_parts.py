@@ -16,7 +16,6 @@ knows, and its per-rank values; the first file of rank 0 also the common values.
 
 from __future__ import annotations
 
-import json
 import threading
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from concurrent.futures import CancelledError
@@ -40,7 +39,7 @@ from ckpt.format.datafile import (
     layout_data_file,
 )
 from ckpt.format.manifest import Header
-from ckpt.format.part import FileColumns, PartTexts, TensorRecord
+from ckpt.format.part import FileColumns, PartTexts, TensorRecord, compact_json
 from ckpt.layout.buffers import aligned_buffer
 from storage import ObjectWriter, Store
 from storage.store import JointWriter
@@ -61,10 +60,6 @@ class FileRange(NamedTuple):
     file: str
     start: int
     stop: int
-
-
-def _json(value: Any) -> str:
-    return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -93,6 +88,7 @@ class DataFile:
         layout = self.layout
         shift = data_start - len(layout.header)
         assert shift >= 0 and data_start % ALIGNMENT == 0, "headers only grow, to whole pages"
+        # JSON may end in spaces: readers of safetensors skip them.
         text = layout.header[8:].ljust(data_start - 8, b" ")
         moved = replace(
             layout,
@@ -128,13 +124,16 @@ def rank_files(
             "ckpt.file": f"{index}/{len(files)}",
         }
         extras: dict[str, bytes] = {}
+        # Once per rank, in its first file: `ckpt salvage` rebuilds a lost manifest from them.
         if index == 0:
             lists: dict[str, Any] = {
                 "empty": list(map(list, sorted(empty_tensors))),
                 "aliases": dict(sorted(texts.aliases.items())),
                 "references": list(map(list, sorted(references))),
             }
-            metadata |= {f"ckpt.{name}": _json(value) for name, value in lists.items() if value}
+            metadata |= {
+                f"ckpt.{name}": compact_json(value) for name, value in lists.items() if value
+            }
             both = {VALUES: texts.values, PER_RANK: texts.per_rank}
             extras = {name: data for name, data in both.items() if data}
         own, left = left[: len(entries.chunks)], left[len(entries.chunks) :]
@@ -185,6 +184,7 @@ def write_parts(
     After an error, of the `parts` too, nothing is visible and no thread writes any more. `durable`
     and `direct` are those of `Store.create`, the rest is as for `send_parts`.
     """
+    # The parts are closed first: no thread fills memory of an object that was given up.
     with (
         store.create(
             key, nbytes, part_nbytes=part_nbytes, durable=durable, direct=direct
@@ -253,6 +253,7 @@ def send_parts(
             writer.write_part(index, buffers)
             return sum(map(len, buffers))
         finally:
+            # After a failure too: what fills the next buffer waits for one.
             release()
 
     for nbytes in as_done(
@@ -327,14 +328,14 @@ def cut_into_parts(runs: Iterable[memoryview], part_nbytes: int) -> Generator[Pa
             part.append(run[:room])
             run, room = run[room:], room - len(part[-1])
             if not room:
-                yield part, _nothing
+                yield part, nothing
                 part, room = [], part_nbytes
     if part:
-        yield part, _nothing
+        yield part, nothing
 
 
-def _nothing() -> None:
-    pass
+def nothing() -> None:
+    """What is called when the bytes of a part may change, where nobody waits for that."""
 
 
 class DataFileBuilder:

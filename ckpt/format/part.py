@@ -162,10 +162,13 @@ class JointStructure:
     @cached_property
     def encoded_tensors(self) -> bytes:
         """The tensors as they are sent: made for that alone."""
-        return self.sent_tensors or encode_tensors(self.tensors)
+        # By themselves, because most ranks have the same, and they are most of a part: who gets
+        # them from many ranks unpacks them once.
+        return self.sent_tensors or zlib.compress(pack_tree(self.tensors), level=1)
 
     def is_like(self, other: JointStructure) -> bool:
         """Whether both are the same, of one rank."""
+        # With a kept plan it is the very same object.
         if self is other:
             return True
         ours, theirs = (
@@ -192,12 +195,12 @@ class FileSizes(NamedTuple):
 
     @classmethod
     def of(cls, files: Sequence[FileColumns]) -> FileSizes:
-        """Of some files."""
+        """The columns of these files."""
         _, nbytes, starts, *_, seals, _ = _columns(files, 9)
         return cls(int64s(nbytes), int64s(starts), Seals.of(seals))
 
     def taken(self, files: Int64s) -> FileSizes:
-        """Of some files."""
+        """The rows of these files."""
         seals = Seals(self.seals.nbytes[files], self.seals.digests[files])
         return FileSizes(self.nbytes[files], self.data_start[files], seals)
 
@@ -261,13 +264,16 @@ def part_of_files(
     own = len(structure.files)
     ranks = int64s([rank])
     digests = texts.replicas.digests.astype("<u4").tobytes()
+    # Files of other attempts sorted as in the structure, so that columns and names agree.
     rest = JointRest(
         own=FileSizes.of(files[:own]),
         shared=FileSizes.of(sorted(files[own:], key=itemgetter(0))),
         differing=(),
         values=(EncodedValues(rank, texts.values),) if texts.values else (),
         per_rank=(texts.per_rank,) if texts.per_rank else (),
-        texts=(RankGroup(_json([dict(texts.value_digests), texts.warnings]), ranks),),
+        texts=(
+            RankGroup(compact_json([dict(texts.value_digests), texts.warnings]).encode(), ranks),
+        ),
         replicas=((RankGroup(digests, ranks),),) if structure.replicas else (),
     )
     return Part(structure, rest, files)
@@ -348,6 +354,7 @@ def _region_columns(chunks: Sequence[StoredChunk]) -> tuple[list[int], list[int]
     boxes: dict[Box, int] = {}
     for chunk in chunks:
         region, shape = chunk.region, chunk.global_shape
+        # `type` and not `isinstance`: this runs for each of thousands of chunks.
         if type(region) is Box and region.shape != shape:
             starts.append(region_start(region, shape))
             is_run = span_of(region, shape) is not None
@@ -358,15 +365,8 @@ def _region_columns(chunks: Sequence[StoredChunk]) -> tuple[list[int], list[int]
     return starts, box_ids, list(boxes)
 
 
-def encode_tensors(tensors: Sequence[TensorRecord]) -> bytes:
-    """The tensors of a rank, packed. By themselves, because most ranks have the same, and they are
-    most of a part: who gets them from many ranks unpacks them once.
-    """
-    return zlib.compress(pack_tree(tensors), level=1)
-
-
 def decode_tensors(data: bytes) -> tuple[TensorRecord, ...]:
-    """The inverse of `encode_tensors`."""
+    """What `JointStructure.encoded_tensors` was made of."""
     return tuple(starmap(TensorRecord, unpack_tree(zlib.decompress(data), 0)))
 
 
@@ -436,6 +436,8 @@ def merge_structures(parts: Sequence[JointStructure]) -> JointMerge:
     shared_of = tuple(_numbers_of(shared, [one.shared for one in parts]))
     several = np.zeros(len(shared), dtype=np.int64)
     for numbers, one in zip(shared_of, parts, strict=True):
+        # Above one where two parts have chunks of it, or one part says that several of its ranks
+        # do.
         several[numbers] += 1 + np.array(one.several, dtype=np.int64)
     boxes = list(dict.fromkeys(chain(*[one.boxes for one in parts])))
     box_of = _numbers_of(boxes, [one.boxes for one in parts])
@@ -473,6 +475,7 @@ def _merged_tensors(
     numbers of each part's.
     """
     first = parts[0]
+    # The usual case: one reader has decoded the tensors of all parts into the same object.
     if all(one.tensors is first.tensors or one.tensors == first.tensors for one in parts[1:]):
         ranks = np.minimum.reduce([one.tensor_ranks for one in parts])
         same = np.arange(len(first.tensors))
@@ -530,11 +533,12 @@ def _joined_groups(groups: Iterable[RankGroup]) -> tuple[RankGroup, ...]:
 
 
 def joined_sizes(sizes: Sequence[FileSizes]) -> FileSizes:
-    """Of all these files, one after the other."""
+    """The columns of all these files, one after the other."""
     nbytes, starts, seals = zip(*sizes, strict=True)
     tables, digests = map(np.concatenate, zip(*seals, strict=True))
     return FileSizes(np.concatenate(nbytes), np.concatenate(starts), Seals(tables, digests))
 
 
-def _json(value: Any) -> bytes:
-    return json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode("utf-8")
+def compact_json(value: Any) -> str:
+    """`value` as JSON without spaces."""
+    return json.dumps(value, ensure_ascii=False, separators=(",", ":"))

@@ -29,12 +29,11 @@ import numpy.typing as npt
 
 from ckpt.commit.locate import file_keys
 from ckpt.errors import Corrupt
-from ckpt.format.checksum import Uint32s, crc32c_of_each, once_more
+from ckpt.format.checksum import Uint32s, crc32c_of_each, once_more, seal_of
 from ckpt.format.columns import Ints
 from ckpt.format.datafile_index import (
     DataFileIndex,
     check_seal,
-    check_table,
     read_data_file_index,
     read_into,
 )
@@ -308,7 +307,7 @@ class BlockSums:
         return _sorted(index.checksums, chunks, index.first_block[inside])
 
     def _check(self, file: int, table: memoryview) -> None:
-        check_table(table, self.manifest.seals.of_file(file), self._where(file))
+        check_seal(seal_of(table), self.manifest.seals.of_file(file), self._where(file))
 
     def _where(self, file: int) -> str:
         return f"{self.store.url.rstrip('/')}/{self.keys[file]}"

@@ -19,10 +19,10 @@ from ckpt.errors import Corrupt, UnsupportedFormat
 from ckpt.format.checksum import DIGEST_NBYTES, Seal, crc32c
 from ckpt.format.columns import (
     as_int64s,
+    ints_in,
     pack_ints,
     pack_map,
     required_field,
-    unpack_ints,
     unpack_map,
 )
 from ckpt.format.object_parts import data_file_name
@@ -145,7 +145,7 @@ def _decoded(fields: Mapping[str, memoryview], where: str) -> NearRecord:
     if len(digests) != DIGEST_NBYTES * count:
         raise Corrupt(f"{where}: {len(digests)} bytes of digests for {count} files")
     columns = [
-        as_int64s(unpack_ints(required_field(fields, name), count, name), name).tolist()
+        as_int64s(ints_in(fields, name, count), name).tolist()
         for name in ("ranks", "indexes", "nbytes", "table_nbytes")
     ]
     files = tuple(

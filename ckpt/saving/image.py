@@ -26,6 +26,7 @@ from ckpt.format.object_parts import (
     DataFileBuilder,
     Part,
     cut_into_parts,
+    nothing,
     part_nbytes_for,
     write_parts,
 )
@@ -339,10 +340,6 @@ def write_files(
         image.release()
 
 
-def _nothing() -> None:
-    pass
-
-
 _NO_BUFFER = memoryview(b"")
 
 
@@ -380,7 +377,7 @@ class Image:
         self.sources = sources
         self._staging = staging
         self._users = 1  # saves that need the memory
-        self._let_go: Callable[[], None] = _nothing
+        self._let_go: Callable[[], None] = nothing
         self._lock = ForkSafeLock()
         # Counts buffers, not bytes: all have one size. Writers release it in their threads.
         self._room = threading.Semaphore(buffers_max)
@@ -446,7 +443,7 @@ class Image:
         self._unfinished = copied
 
     def parts(
-        self, files: Sequence[DataFile], between_parts: Callable[[], None] = _nothing
+        self, files: Sequence[DataFile], between_parts: Callable[[], None] = nothing
     ) -> list[Parts]:
         """Those of `files`, which were planned; the rest is copied on the way. `between_parts` is
         called often, and may raise to give up.
@@ -482,7 +479,7 @@ class Image:
         for first in range(start, nbytes, part_nbytes):
             memory = memoryview(bytearray(min(part_nbytes, nbytes - first)))
             builder.complete(first, memory)
-            yield [memory], _nothing
+            yield [memory], nothing
 
     def staged(self) -> list[Source]:
         """The sources, each with its staged copy in place of live memory, of an image that is whole
@@ -568,7 +565,7 @@ class Image:
 
 
 def copied_parts(
-    runs: Sequence[memoryview], part_nbytes: int, between_parts: Callable[[], None] = _nothing
+    runs: Sequence[memoryview], part_nbytes: int, between_parts: Callable[[], None] = nothing
 ) -> Parts:
     """A file's parts from a copy of the bytes of its chunks that stays as it is."""
 

@@ -189,6 +189,8 @@ class Appender:
         self.sources = sources
         self._check_first = check_first
         self._pending: Record | None = None
+        # The record that this process has built on last: what proves that the log is still the
+        # same.
         self._known: Record | None = None
         self._diverged_at: int | None = None
 
@@ -286,6 +288,7 @@ class Appender:
 
         def build(state: LogState) -> RecordDraft | None:
             entry = state.find(attempt)
+            # A checkpoint that refers to it would lose its files.
             if entry is None or state.entries.users_of(attempt, after=entry.slot):
                 return None
             return RecordDraft("RETIRE", state.epoch, entry, mark=UNDONE)
@@ -305,6 +308,7 @@ class Appender:
             previous=None if newest is None else record_digest(encode_record(newest)),
         )
         live = draft.live_after(state, bare.time_unix)
+        # Segments before the record that names them: a crash in between leaves an unnamed object.
         try:
             record, _ = with_live(bare, live, self._write_segment)
         except StorageError as error:
@@ -374,6 +378,7 @@ class Appender:
         except Corrupt:
             occupant = b""  # too large to be ours; the next read of the log raises it
         if occupant == data:
+            # The earlier request that landed may have landed in a root that was exchanged since.
             if self._stands(record, data):
                 return True
             raise self._unknown(record)

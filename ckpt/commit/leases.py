@@ -5,8 +5,8 @@
 An object next to the log, that names an attempt and says for how many seconds from its creation on,
 by the clock of the store. Readers do not need it: without one, or with one that has ended, what
 they read may be retired, and they move to another checkpoint. So a lease is no record of the log:
-it fences nobody, a reader that dies leaves nothing behind that anybody has to undo, and who may not
-write does without. FORMAT.md, "Leases", is the specification.
+it fences nobody, a reader that dies leaves nothing behind that anybody has to undo, and a reader
+that may not write does without. FORMAT.md, "Leases", is the specification.
 """
 
 from __future__ import annotations
@@ -54,16 +54,17 @@ def leased(store: Store, attempt: str, seconds: int) -> Iterator[bool]:
             try:
                 store.delete(key)
             except StorageError as error:
-                # It ends by itself, and who retires removes it.
+                # It ends by itself, and retention removes it.
                 logger.info("%s: the lease %s stays: %s", store.url, key, error)
 
 
 def leases_of(store: Store, *, now_unix: float) -> Mapping[str, float]:
-    """The attempts that readers have leased, and until when; for those who are about to retire.
+    """The attempts that readers have leased, and until when; for retention.
 
     One listing. Leases that have ended are removed. Raises the store's errors.
     """
     until: dict[str, float] = {}
+    # Listed as a whole first: keys are deleted on the way.
     for info in list(store.list(LEASES_PREFIX)):
         match = _KEY.fullmatch(info.key)
         if match is None:

@@ -56,6 +56,7 @@ class Segments:
         """All entries of a segment, ascending in slot. Raises Corrupt."""
         with self._lock:
             known = self._known.get(ref.digest)
+        # Read without the lock, which others must not wait for: at worst two threads read the same.
         if known is None:
             known = once_more(lambda: read_segment(self._store(), ref))
             self.add(ref, known)
@@ -127,6 +128,8 @@ class LiveSet:
         if not self.refs:
             yield from reversed(self.listed)
             return
+        # Entries that were changed are listed out of order: those of older slots come with the
+        # segments.
         last = max([ref.last_slot for ref in self.refs])
         newer = [entry for entry in reversed(self.listed) if entry.slot > last]
         yield from newer
@@ -171,6 +174,7 @@ class LiveSet:
         listed = tuple(other for other in self.listed if other.attempt != entry.attempt)
         if len(listed) < len(self.listed):
             return replace(self, listed=listed)
+        # Segments never change: the record names the slots that are gone.
         return replace(self, gone=tuple(sorted({*self.gone, entry.slot})))
 
     def folded(self, write: Write) -> LiveSet:
@@ -243,6 +247,7 @@ def with_live(record: Record, live: LiveSet, write: Write) -> tuple[Record, Live
     try:
         nbytes = len(encode_record(full))
     except CheckpointError:
+        # Too large for any record: folded it may fit, else encoding it again raises this.
         nbytes = RECORD_NBYTES + 1
     if nbytes > RECORD_NBYTES and (len(live.listed) > LISTED_MIN or len(live.gone) > GONE_MAX):
         live = live.folded(write)

@@ -66,6 +66,7 @@ class OwnLine:
         if self.restored is None:
             return _new_line(state) if self.line is None else self.line
         entry = state.find(self.restored.attempt)
+        # It was retired since, or it is an import: nothing of a line is continued.
         if entry is None or entry.line is None:
             return _new_line(state)
         newest = next(e for e in state.newest_first() if e.line == entry.line)
@@ -184,6 +185,7 @@ class NewCommits:
         if (newest := self._log.newest) is not None and not self._log.holds(newest):
             self._check_root()
         state = self._log.state()
+        # Nothing new: only what could not be taken is tried again, less and less often.
         if state.slot <= self._seen_slot:
             self._idle += 1
             if not self._again or self._idle < self._wait:
@@ -208,6 +210,8 @@ class NewCommits:
             try:
                 header = decode_manifest(read_manifest(self.store, anchor), ruled=True).header
             except (Corrupt, UnsupportedFormat, KeyNotFoundError):
+                # The anchor itself is read later and raises this; here it costs one way among
+                # several.
                 return ""
             self._same[anchor.attempt] = "".join(header.publication or ())
         return self._same[anchor.attempt]
@@ -277,8 +281,6 @@ class NewCommits:
         )
 
 
-logger = logging.getLogger(__name__)
-
 READERS = 8  # records that are read at the same time
 UNDER_WAY_SECONDS = 600  # for which a step directory without MANIFEST and COMMIT is no surprise
 
@@ -330,6 +332,8 @@ def locate(store: Store, step: int | None = None, *, attempt: str = "") -> Locat
         latest = state.latest if is_latest else None
         return latest or _choose(store, state.live, step, attempt)
 
+    # The MANIFEST is read while `steps/` is still being listed: one round less. What that read
+    # fails with, the later one raises.
     early: dict[LiveEntry, bytes] = {}
 
     def read_early(state: LogState) -> None:

@@ -178,6 +178,7 @@ def read_format(store: Store) -> str:
     """The identity of the root. Raises Corrupt where FORMAT alone is missing, and NoCheckpoint
     where there is no root, with a guess at what the caller may have meant.
     """
+    # The usual case costs one request; what else is there is looked at only where FORMAT is not.
     with contextlib.suppress(KeyNotFoundError):
         return _format_of(store)
     # One page: the url may be a bucket with millions of objects of somebody else.
@@ -197,6 +198,7 @@ def read_format(store: Store) -> str:
 def has_remains(store: Store) -> bool:
     """Whether there is a record or a step directory of ours, so that there is or was a root."""
     first = next(iter(store.list(LOG_PREFIX)), None)
+    # Records sort before segments, so the first key tells.
     is_log = first is not None and first.key.startswith(f"{LOG_PREFIX}0")
     return is_log or next(attempts_on(store), None) is not None
 
@@ -301,6 +303,7 @@ class Log:
         if self._end is not None:  # else the first look does it
             self._page(max(-1, self._end.slot - LISTED_MAX))
         self.state()
+        # Reading them is the check.
         for _ in self.last_records():
             pass
 
@@ -336,6 +339,7 @@ class Log:
         try:
             once_more(read)
         except Corrupt:
+            # Bytes that match no checksum still take the slot: a writer has to see them.
             if not answers:
                 raise
         return answers[0]

@@ -35,6 +35,7 @@ def routes_to(
     while name:
         if name == present:
             short = [route]
+        # Taken out: entries that refer to each other in a circle end the walk.
         if (current := entries.pop(name, None)) is None:
             break
         if is_delta(current):

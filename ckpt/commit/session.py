@@ -67,7 +67,9 @@ class Session(LogWriter):
     def __init__(self, appender: Appender, *, root: str, epoch: int) -> None:
         super().__init__(appender, root=root)
         self.epoch = epoch
+        # Once fenced, always: a log that is rolled back must not make this writer valid again.
         self._fenced_by: int | None = None
+        # Attempts that can never be committed, and of those with files left their steps.
         self._given_up: set[str] = set()
         self._leftovers: dict[str, int] = {}
         self._line = OwnLine()
@@ -201,6 +203,7 @@ class Session(LogWriter):
             if commit.attempt in self._given_up or attempt_epoch(commit.attempt) != self.epoch:
                 raise CheckpointError(f"{commit.attempt} is not an open attempt of this session")
             record = self._append(build)
+            # `build` always gives a draft.
             assert record is not None
             return record.live[-1]
 
@@ -407,6 +410,7 @@ class SessionRegistry:
                         "and Checkpointer(line='critic')"
                     )
             hold = RootHold(begin_anew)
+            # Weak: a Checkpointer that was dropped without `close` must not hold the root for ever.
             self._holds[store.place] = weakref.ref(hold)
             return hold
 
@@ -438,6 +442,7 @@ class SessionRegistry:
         with self._lock:
             known = self._sessions.get(store.place)
             if known is not None:
+                # The caller may have closed the store through which it was claimed.
                 known.use_store(store)
                 known.check_root()
                 return known
@@ -543,6 +548,7 @@ def open_session(
 
     Raises the same error on all ranks; StoreRefused names the ranks that see another root or none.
     """
+    # The session stays here; the other ranks get what identifies it.
     opened: list[Session] = []
 
     def claimed() -> bytes:

@@ -5,7 +5,8 @@ deleted before its RETIRE stands in the log, and a record needs space itself. So
 system holds one object without content, its reserve, which is given up for that record alone and
 made again once the checkpoint's files are gone.
 
-Of an attempt is deleted what its manifest or our names list, MANIFEST first, nothing needed.
+Of an attempt, the files that its manifest lists or that have our names are deleted, MANIFEST first,
+and nothing that a live checkpoint needs.
 """
 
 from __future__ import annotations
@@ -98,6 +99,7 @@ def delete_attempt(store: Store, *, step: int, attempt: str) -> int:
     if manifest in keys:
         store.delete(manifest)
     rest = [key for key in keys if key != manifest]
+    # All are tried before the first error is raised: each one deleted is space that is free.
     errors: list[Exception] = []
 
     def delete(key: str) -> None:
@@ -244,6 +246,7 @@ class LogWriter:
     def __init__(self, appender: Appender, *, root: str) -> None:
         self.root = root
         self._appender = appender
+        # Reentrant: methods that hold it call each other.
         self._lock = threading.RLock()
         self._retired: set[str] = set()
         self._gave_up_reserve = False
@@ -288,6 +291,8 @@ class LogWriter:
             # them.
             if victim is not None and (problem := self.store.why_not_delete(victim.prefix)):
                 raise NotRetired(f"{attempt} (step {victim.step}) stays: {problem}")
+            # First the record, then the files: a crash in between leaves files that the next sweep
+            # removes.
             record = self._append_retire(attempt)
         if record is not None and victim is not None and delete:
             self.delete_retired(attempt, step=victim.step)
@@ -459,6 +464,7 @@ def _create_format(store: Store, data: bytes, sources: Sources) -> bool:
         except KeyExistsError:
             return False
         except (OutcomeUnknownError, TransientError) as error:
+            # Repeated: the second try is refused if the first has landed, and either is fine.
             cause = error
     assert cause is not None
     raise cause

@@ -474,7 +474,6 @@ class Reader:
             read_into(self._store, self._sums.keys[file], start, buffers, direct=direct)
             check()
 
-        # A bit that flipped on its way is not damage of the checkpoint.
         once_more(read)
         if cache is not None:
             # After the check: nothing is gained by keeping what every load would have to read
@@ -508,7 +507,7 @@ class Reader:
         for direct in need.directs:
             start, stop = max(direct.start, segment.start), min(direct.stop, segment.stop)
             target = direct.address + start - direct.start
-            # What was read in place is there already.
+            # What was read in place need not be copied.
             if start < stop and target != segment.address + start - segment.start:
                 source = address_of(data) + start - segment.start
                 copy_bytes(target, source, stop - start)

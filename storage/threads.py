@@ -18,8 +18,8 @@ from typing import Any, NamedTuple, TypeVar
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 
-# A step is right when the bytes per second follow a quarter of it: twice as many requests must move
-# a quarter more.
+# A step is right when the throughput follows it by a quarter: twice as many requests must move a
+# quarter more.
 FOLLOWING = 0.25
 CLIMB = 2.0  # until more did not help for the first time
 STEP = 1.5  # to see whether that has changed
@@ -100,6 +100,7 @@ class RequestWindow:
             return
         self._is_climbing, self._quiet, self._next_up = False, QUIET_ROUNDS, True
         self._kept = max(self._least, self.width // 2)
+        # Anew also at the same width: what was sent before the refusal measures nothing.
         self._begin(self._kept, anew=True)
 
     def _decide(self, throughput: float) -> None:
@@ -111,6 +112,7 @@ class RequestWindow:
             self._next_up = not self._next_up
         else:
             self._is_climbing, self._quiet = False, QUIET_ROUNDS
+        # Nothing is above: the next step tries fewer.
         if self._kept == self.most and self._is_climbing:
             self._is_climbing, self._quiet, self._next_up = False, QUIET_ROUNDS, False
         self._begin(self._kept if self._quiet else self._stepped())

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 import struct
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from types import UnionType
@@ -182,7 +182,13 @@ def decode_record(data: bytes, *, slot: int, where: str) -> Record:
         )
     except Exception as error:  # msgpack raises a dozen classes for bad input
         corrupt_record(where, f"not msgpack ({type(error).__name__})")
-    record = _record_of(body, slot=slot, where=where)
+    got = _typed(body, Record, where)
+    got["live"] = tuple([LiveEntry(**_typed(entry, LiveEntry, where)) for entry in got["live"]])
+    segments = got.get("segments", ())
+    got["segments"] = tuple([SegmentRef(**_typed(ref, SegmentRef, where)) for ref in segments])
+    record = Record(**got)
+    if (problem := record_problem(record, slot=slot)) is not None:
+        corrupt_record(where, problem)
     # One encoding for a record: the digest in the next one must not depend on who wrote it.
     if encode_record(record) != data:
         corrupt_record(where, "not in canonical form")
@@ -196,18 +202,6 @@ def check_record_sum(data: bytes, where: str) -> None:
     (stored,) = struct.unpack("<I", data[-4:])
     if crc32c(data[:-4]) != stored:
         corrupt_record(where, f"checksum is {crc32c(data[:-4]):08x}, {stored:08x} was written")
-
-
-def _record_of(body: Any, *, slot: int, where: str) -> Record:
-    got = _typed(body, Record, where)
-    got["live"] = tuple([LiveEntry(**_typed(entry, LiveEntry, where)) for entry in got["live"]])
-    segments = got.get("segments", ())
-    got["segments"] = tuple([SegmentRef(**_typed(ref, SegmentRef, where)) for ref in segments])
-    record = Record(**got)
-    problem = record_problem(record, slot=slot)
-    if problem is not None:
-        corrupt_record(where, problem)
-    return record
 
 
 def record_problem(record: Record, *, slot: int) -> str | None:
@@ -235,7 +229,14 @@ def record_problem(record: Record, *, slot: int) -> str | None:
     if (record.segments or record.gone) and (problem := _segments_problem(record)):
         return problem
     for entry in record.live:
-        problem = _entry_problem(entry, record, by_name)
+        # What lies in segments is not looked at by a reader of the record alone.
+        missing = [] if record.segments else [n for n in entry.references if n not in by_name]
+        if attempt_epoch(entry.attempt) > record.epoch:
+            problem = f"is of a later epoch than the record's {record.epoch}"
+        elif missing:
+            problem = f"references {missing[0]}, which is not live"
+        else:
+            problem = entry_problem(entry)
         if problem is not None:
             return f"checkpoint {entry.attempt}: {problem}"
     return _kind_problem(record)
@@ -252,14 +253,6 @@ def _segments_problem(record: Record) -> str | None:
     if record.gone and not record.segments:
         return "something is gone of segments that are not there"
     return "more is gone than there was" if record.count < len(record.live) else None
-
-
-def _entry_problem(entry: LiveEntry, record: Record, names: Collection[str]) -> str | None:
-    if attempt_epoch(entry.attempt) > record.epoch:
-        return f"is of a later epoch than the record's {record.epoch}"
-    # What lies in segments is not looked at by a reader of the record alone.
-    missing = [] if record.segments else [n for n in entry.references if n not in names]
-    return f"references {missing[0]}, which is not live" if missing else entry_problem(entry)
 
 
 def entry_problem(entry: LiveEntry) -> str | None:

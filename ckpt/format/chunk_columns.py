@@ -202,21 +202,16 @@ def _decode_byte_starts(
         index = index[file_order(files[index], itemsizes[index])]
         nbytes = np.multiply(numels[index], itemsizes[index], dtype=np.int64)
         inside = np.flatnonzero(per_file[low:high]) + low
-        starts = _byte_starts(nbytes, gaps[index], per_file[inside], bounds.data_start[inside])
+        # File by file, one chunk after the other. Modulo 2^64, as the encoder.
+        ends = nbytes.astype(np.uint64) + gaps[index].astype(np.uint64)
+        np.cumsum(ends, out=ends)
+        base = bounds.data_start[inside].astype(np.uint64)
+        base[1:] -= ends[starts_of(per_file[inside])[1:-1] - 1]
+        ends += np.repeat(base, per_file[inside])
+        starts = ends.view(np.int64) - nbytes
         _check_inside_files(starts, nbytes, inside, per_file[inside], bounds)
         byte_start[index] = starts
     return byte_start
-
-
-def _byte_starts(nbytes: Int64s, gaps: Ints, per_file: Ints, data_start: Int64s) -> Int64s:
-    """Where chunks start that follow each other, file by file. Modulo 2^64, as the encoder."""
-    ends = nbytes.astype(np.uint64) + gaps.astype(np.uint64)
-    np.cumsum(ends, out=ends)
-    last_before = starts_of(per_file)[1:-1] - 1
-    base = data_start.astype(np.uint64)
-    base[1:] -= ends[last_before]
-    ends += np.repeat(base, per_file)
-    return ends.view(np.int64) - nbytes
 
 
 def _check_inside_files(

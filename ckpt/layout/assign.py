@@ -94,6 +94,7 @@ def _share_of(members: list[tuple[Holding, Piece]], index: int, count: int) -> l
         unit_nbytes = _unit_nbytes(piece) if holding.synchronized else 0
         items.append(Item(nbytes, unit_nbytes, of_first))
     mine = []
+    # All bins are computed: only that shows which parts are this rank's.
     for index_of_item, start, stop in share_evenly(items, count)[index]:
         holding, piece = members[index_of_item]
         itemsize = piece.dtype.itemsize

@@ -44,4 +44,5 @@ def scatter_bytes(targets: Iterable[int], source_address: int, sizes: Sequence[i
     loop is the interpreter's.
     """
     sources = accumulate(sizes, initial=source_address)
+    # A deque without room runs the map without a line of Python per call.
     deque(map(ctypes.memmove, targets, sources, sizes), maxlen=0)

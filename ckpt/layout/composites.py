@@ -110,6 +110,7 @@ def type_of(tensor: torch.Tensor) -> CompositeType | None:
             return made
         if hasattr(tensor, "__ckpt_pieces__"):
             return None
+    # A plain class may still be sparse, nested or quantized: these consist of others, too.
     elif tensor.layout is torch.strided and not tensor.is_nested and not tensor.is_quantized:
         return None
     if (known := _of_class.get(kind)) is not None:
@@ -177,6 +178,7 @@ def take_apart(fqn: str, tensor: torch.Tensor, kind: CompositeType) -> Parts:
                 f"{fqn}: the component {name} of the {kind.name} is a {type(item).__name__}, not a "
                 "tensor"
             )
+    # Detached: saving must not keep a graph alive.
     return Parts({name: item.detach() for name, item in components.items()}, context)
 
 

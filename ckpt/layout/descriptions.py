@@ -19,6 +19,7 @@ _KEYS = frozenset({TYPE_KEY, "shape", "dtype", "context", "components"})
 
 def is_description(value: object) -> TypeGuard[dict[str, Any]]:
     """Whether a value stands for a composite."""
+    # Exactly these keys: nothing of the user's passes for one by accident.
     return isinstance(value, dict) and value.keys() == _KEYS
 
 

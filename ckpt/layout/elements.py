@@ -96,6 +96,7 @@ def digest_of(numbers: torch.Tensor, bits: torch.Tensor) -> int:
             total += _digest_on_host(some.numpy().view(np.uint64), wide.numpy().view(np.uint64))
             continue
         factors = (some + 1) * _GOLDEN
+        # The mask makes it a logical shift: torch fills in the sign of an int64.
         factors ^= (factors >> 32) & 0xFFFFFFFF
         factors *= _STAFFORD
         factors |= 1

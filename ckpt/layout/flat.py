@@ -95,7 +95,7 @@ def flat_views(members: Sequence[FlatMember], dtype: torch.dtype, *, base: int) 
 
 
 def _permuted_views(member: FlatMember, dtype: torch.dtype, offset: int) -> Iterator[View]:
-    """A member whose elements here are no run of the tensor's row-major order, by that it was
+    """A member whose elements here are no run of the tensor's row-major order, because it was
     flattened in another order, or is a part of a larger tensor: boxes with their strides.
     """
     memory_shape = tuple(member.shape[dim] for dim in member.order)

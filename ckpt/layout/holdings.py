@@ -176,6 +176,7 @@ def whole_tensors(
     fqns, whole = map(list, zip(*tensors, strict=True)) if tensors else ([], [])
     addresses = [tensor.data_ptr() for tensor in whole]
     columns = WholeTensors(fqns, whole, addresses, ranks.everyone, ranks.held)
+    # Almost always no two begin at one address, so nothing is tied.
     if len(set(addresses)) == len(addresses):
         return columns, {}, others
     first_rows, aliases = _untied(columns)

@@ -127,6 +127,7 @@ class SideStreams:
             self._modules.append(module)
             if hasattr(module, "Stream"):  # MPS has one queue for all
                 stream = module.Stream(device)
+                # Behind what is queued now, in parallel with what is queued later.
                 stream.wait_stream(module.current_stream(device))
                 self._streams.append((module, stream))
 

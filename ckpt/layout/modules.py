@@ -336,6 +336,7 @@ def _add_params(builder: _LayoutBuilder, visit: _Visit, managed: Mapping[str, _M
             if stored != fqn:
                 _add_alias(builder, fqn, stored)
         elif fqn not in builder.covered and not torch_fsdp.is_flat_param(param):
+            # By identity: a tied parameter is one object under several names.
             builder.name_of[id(param)] = fqn
             _add_param(builder, visit, fqn, param)
     for name, (unit, member) in managed.items():
@@ -458,6 +459,8 @@ def _add_buffers(builder: _LayoutBuilder, visit: _Visit) -> None:
         if stored != fqn:
             _add_alias(builder, fqn, stored)
         elif fqn not in builder.covered:
+            # DDP broadcasts buffers before a forward, which then changes them on each rank by
+            # itself.
             held = visit.replicas.held._replace(synchronized=False)
             try:
                 if (composite := composite_at(fqn, buffer)) is not None:

@@ -52,7 +52,7 @@ class MemoryRanges:
         ends = starts + np.array(self._extents, dtype=np.uint64)
         order = np.lexsort((ends, starts))
         if not np.any(np.maximum.accumulate(ends[order])[:-1] > starts[order][1:]):
-            return None  # as good as always
+            return None  # almost always
         before: dict[torch.device, list[int]] = {}
         for row in order.tolist():
             one = self._tensors[row]

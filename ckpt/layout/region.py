@@ -74,6 +74,7 @@ def span_of(box: Box, shape: Shape) -> Span | None:
     contiguous = True  # the dims right of here are covered entirely
     stride = 1
     start = 0
+    # From the fastest dim on: once a dim is not whole, all slower ones must have the size 1.
     for dim in range(len(shape) - 1, -1, -1):
         size = box.shape[dim]
         if not contiguous and size != 1:

@@ -138,6 +138,7 @@ def make_dtensor(
     """A DTensor around `local`, without communication."""
     from torch.distributed.tensor import DTensor
 
+    # Without `run_check`, which talks to the other ranks.
     made: torch.Tensor = DTensor.from_local(
         local,
         mesh,

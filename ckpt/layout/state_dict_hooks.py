@@ -14,8 +14,8 @@ from torch import nn
 # Hooks and overrides in these packages either belong to a wrapper that we see through, or only
 # accept names and layouts of older versions.
 _HARMLESS = ("torch.nn.", "torch.distributed.", "torch._dynamo.")
-# Methods that rename what older versions of the class called otherwise, or leave out a count of
-# batches that it has not. All else they leave as it is.
+# Methods that rename what older versions of the class called differently, or drop a count of
+# batches that it lacks. They change nothing else.
 _RENAMING = (
     ("torchvision.models.vision_transformer", "MLPBlock"),
     ("torchvision.models.detection.mask_rcnn", "MaskRCNNHeads"),

@@ -153,6 +153,7 @@ def fsdp1_params(wrapper: nn.Module) -> Iterator[Managed]:
     for number, shared in enumerate(flat._shared_param_infos):
         index = index_of[id(shared.prim_module), shared.prim_param_name]
         members[index].append(AttributeRef(shared.module, shared.param_name))
+        # With `use_orig_params`, optimizers may know a tied member by either object.
         if flat._params is not None:
             tied.append((flat._shared_params[number], flat._params[index]))
     places = tuple(tuple(refs) for refs in members)

@@ -52,11 +52,12 @@ class MappedFile:
             os.unlink(path)
             raise
         finally:
+            # The mapping outlives the descriptor.
             os.close(fd)
         self.address = address_of(self.memory)
 
     def use_again(self) -> None:
-        """Of a file that is under construction again: give it its full capacity."""
+        """Give a file that is under construction again its full capacity."""
         fd = os.open(self.path, os.O_RDWR | os.O_CLOEXEC)
         try:
             _reserve(fd, self.capacity)
@@ -125,6 +126,7 @@ class TierMemory(Staging):
             held = self._held_count(counts)
         wanted = [count * nbytes for count in counts]
         try:
+            # The room was measured for so many states: one more would fill the tier.
             if held and not spares and len(self._of_attempts) + held >= self.generations_max:
                 raise SaveDropped(self._dropped())
             for capacity in wanted:
@@ -248,6 +250,8 @@ class TierMemory(Staging):
         for file in files:
             path = self._new_path()
             try:
+                # Renamed before anything is written: a reader must not see a data file that
+                # changes.
                 os.rename(file.path, path)
             except OSError:  # somebody has removed it
                 continue
@@ -284,6 +288,7 @@ class MappedStore(WrappedStore):
         durable: bool = True,
         direct: bool = False,
     ) -> AbstractContextManager[ObjectWriter]:
+        # `rank00003-001.safetensors`: the second file of this rank is the second that was staged.
         index = int(key.rpartition("-")[2].partition(".")[0])
         final = os.path.join(self.inner.place, key)
         return _MappedWriter(self, self._memory.files[index], final, nbytes, part_nbytes)
@@ -325,6 +330,7 @@ class _MappedWriter(ObjectWriter, AbstractContextManager["_MappedWriter"]):
         try:
             os.truncate(self._file.path, self._nbytes)
             os.makedirs(os.path.dirname(self._final), exist_ok=True)
+            # `link` refuses where the key exists, `rename` would replace it.
             os.link(self._file.path, self._final)
             os.unlink(self._file.path)
         except FileExistsError as error:

@@ -184,7 +184,8 @@ class Copies:
                         "sent; check that host's memory or disk"
                     )
         except StorageError as error:
-            # Who is full, or refuses, costs no time: only others are left alone for a while.
+            # A host that is full, or refuses, costs no time: only slow or silent ones are left
+            # alone for a while.
             if isinstance(error, TransientError | TooSlowError):
                 peer.failed(error)
             raise
@@ -195,6 +196,7 @@ class Copies:
         buffer = memoryview(bytearray(min(PART_NBYTES, nbytes)))
         with store.create(key, nbytes, part_nbytes=PART_NBYTES) as writer:
             for index, start in enumerate(range(0, nbytes, PART_NBYTES)):
+                # Raises where a rank is gone: it may be this peer, which would be waited for.
                 self._world.check_neighbour("near copies")
                 if time.monotonic() > until:
                     raise TooSlowError(
@@ -236,6 +238,7 @@ def open_copies(
         if not hosts.is_first:
             return b""
         address = near.address or _address(networks, world.rank)
+        # Only the ranks learn it, in messages of their world.
         token = secrets.token_hex(16)
         tls = server_tls(certificate) if certificate else None
         opened.append(PeerServer(tier.store, token, address, place.ports, tls=tls))
@@ -269,7 +272,9 @@ def _policy(world: World) -> RetryPolicy:
 
 
 def _address(networks: Sequence[Sequence[str]], rank: int) -> str:
-    """By which the others reach this host: on one machine, the loopback. Raises StorageError."""
+    """The address by which others reach this host: on one machine, the loopback. Raises
+    StorageError.
+    """
     network, address = networks[rank]
     if network and len({one for one, _ in networks}) == 1:
         with suppress(OSError), socket.socket() as probe:

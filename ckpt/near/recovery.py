@@ -80,6 +80,7 @@ class NearCandidate(TierRestorable):
             raise  # the state is another one, as it is to older checkpoints
         except CheckpointError as error:
             # A host that cannot read its tier is as good as one that has none: there are others.
+            # Without all ranks no other candidate can be loaded either.
             if self.hosts.world.failure is not None:
                 raise
             is_half = isinstance(error, LoadInterrupted)
@@ -258,6 +259,7 @@ def _manifest(candidate: NearCandidate) -> Manifest:
     def merged() -> bytes:
         assert received is not None, "the coordinator merges"
         pairs = [split(each) for one in received for each in unpack(one)]
+        # Compared as bytes: files of two attempts must never make one state.
         headers = {header for header, _ in pairs}
         if len(headers) != 1:
             raise Corrupt(f"near files of step {record.head.step} are of {len(headers)} attempts")

@@ -114,6 +114,7 @@ class NearSaves:
                     self._make_room(self._mapped)
                 staged = stage(state, task, self._staging, self._snapshot)
                 if lends:
+                    # Before the worker begins, which gives the memory back when the save is over.
                     copies.append(staged.lend(self._snapshot))
                 return staged
 
@@ -177,6 +178,7 @@ class NearSaves:
     def close(self) -> None:
         """Wait for what is in flight and end. Not collective."""
         with contextlib.ExitStack() as closing:  # all of them, whatever one of them raises
+            # Called in reverse: the worker ends first, then what it uses.
             closing.callback(self.tier.close)
             closing.callback(self.session.world.close)
             if self._copies is not None:
@@ -250,7 +252,7 @@ class NearSaves:
     def _stage_in_tier(
         self, files: Sequence[FilePlan], generations_max: int, shares_stage: bool
     ) -> None:
-        """What is staged lies in the tier already, from now on."""
+        """From now on, what is staged lies in the tier already."""
         self._mapped = TierMemory(self.tier.store.place, generations_max=generations_max)
         if shares_stage:
             self._mapped.generations = generations_max
@@ -402,6 +404,7 @@ class NearSaves:
     def _commit(self, task: SaveTask, header: Header, part: Part) -> SaveReport:
         """The coordinator makes the record of what all ranks have written; every host keeps it."""
         world = task.session.world
+        # Lengths and seals are all that a record has of files: what is read is checked by them.
         own = [(one.nbytes, one.seal.nbytes, one.seal.digest.hex()) for one in _files_of(part)]
         mine = joined(task.rank_report().encode(), json.dumps(own).encode())
         with task.recorder.span("parts"):

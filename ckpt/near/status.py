@@ -131,6 +131,7 @@ def write_status(folder: str, status: TierStatus) -> None:
     try:
         _check_regular(file, path)
         try:
+            # A fenced process must not hide how far its successor has come.
             if decode_status(os.pread(file, STATUS_NBYTES + 1, 0), path).epoch > status.epoch:
                 return
         except CheckpointError:

@@ -71,6 +71,7 @@ class Tier:
     ) -> None:
         self.path = os.path.abspath(os.fspath(path))
         self.root = root
+        # Refused where others may write: files here are loaded as the training's own.
         private_folder(os.path.join(self.path, root))
         self.store = LocalStore(os.path.join(self.path, root))
         self.host = self._host()
@@ -114,6 +115,7 @@ class Tier:
         """How many bytes fit: what is free for this user, and what the tier has taken."""
         status = os.statvfs(self.store.place)
         own = sum(info.nbytes for info in self.store.list(STEPS_PREFIX))
+        # What the tier has counts as free: older states are replaced.
         return status.f_bavail * status.f_frsize, own
 
     # records
@@ -125,8 +127,8 @@ class Tier:
         return sorted(filter(None, known), key=lambda record: record.order, reverse=True)
 
     def _record(self, key: str) -> NearRecord | None:
-        """That of a key; None where there is none that counts. Raises where a store fails: what
-        cannot be read now may be one to keep.
+        """The record at a key; None where none counts. Raises where a store fails: what cannot be
+        read now may be one to keep.
         """
         where = f"{self.store.url}/{key}"
         try:
@@ -209,6 +211,7 @@ class Tier:
         if rank is None:
             self.forget(kept, epoch=epoch)
         own = "" if rank is None else f"rank{rank:05d}-"
+        # Records went first: a crash in between leaves files that no record names.
         for key, attempt in self._files():
             if not key.rpartition("/")[2].startswith(own):
                 continue

@@ -63,6 +63,7 @@ class NearTraining(TierSaves):
             saves.notes.stepped(progress.step)
             if not self._near.every.reasons(Observation(progress.step, progress.previous_step)):
                 return ()
+            # One save at a time: the next would take a third generation.
             waited_since = perf_counter()
             self.collect(wait=True)
             self._waited_seconds = perf_counter() - waited_since

@@ -220,28 +220,19 @@ def plan_files(
     part_nbytes = min(part_nbytes, -(-max(largest, part_nbytes_min) // MIB) * MIB)
     first, plans = 0, list[FilePlan]()
     for file, start in zip(files, starts, strict=True):
-        parts = _plan_parts(file, first, start, part_nbytes)
-        plans.append(FilePlan(file, first, start, part_nbytes, parts))
+        count, position = -(-(start + file.nbytes) // part_nbytes), start
+        parts = [list[StagedRange]() for _ in range(count)]
+        for source, chunk in enumerate(file.chunks, first):
+            low = 0
+            while low < chunk.nbytes:
+                part, offset = divmod(position, part_nbytes)
+                high = min(chunk.nbytes, low + part_nbytes - offset)
+                parts[part].append(StagedRange(source, low, high, offset))
+                position += high - low
+                low = high
+        plans.append(FilePlan(file, first, start, part_nbytes, tuple(map(tuple, parts))))
         first += len(file.chunks)
     return tuple(plans)
-
-
-def _plan_parts(
-    file: FileEntries, first: int, data_start: int, part_nbytes: int
-) -> tuple[tuple[StagedRange, ...], ...]:
-    parts: list[list[StagedRange]] = [
-        [] for _ in range(-(-(data_start + file.nbytes) // part_nbytes))
-    ]
-    position = data_start
-    for source, chunk in enumerate(file.chunks, first):
-        start = 0
-        while start < chunk.nbytes:
-            part, offset = divmod(position, part_nbytes)
-            stop = min(chunk.nbytes, start + part_nbytes - offset)
-            parts[part].append(StagedRange(source, start, stop, offset))
-            position += stop - start
-            start = stop
-    return tuple(map(tuple, parts))
 
 
 def part_count(files: Sequence[FilePlan]) -> int:

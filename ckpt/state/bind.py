@@ -489,6 +489,7 @@ class _Binder:
         for whole in self.plain:
             dense = whole
             if self.strided:
+                # Strided ones are compared element by element, below.
                 dense = whole.only([n for n, f in enumerate(whole.fqns) if f not in self.strided])
             memory.add_dense(dense.fqns, dense.tensors, dense.addresses)
         for fqn, tensor in self.strided.items():

@@ -61,6 +61,7 @@ def bind_optimizer(
         return bound
     # With `rename` the checkpoint may call the optimizer otherwise.
     saved_path, groups = saved[0].removesuffix(".param_groups"), saved[1]
+    # Checkpoints of other libraries may have anything under this name.
     if not isinstance(groups, list) or not all(
         isinstance(group, dict) and isinstance(group.get("params"), list) for group in groups
     ):
@@ -120,6 +121,7 @@ class _OptimizerBinder:
                 if None not in saved:
                     states = [self.states.get(name) for name in saved if name is not None]
                     own: Any = self.optimizer.state.get(named.param, {})
+                    # State under numbers has names in a checkpoint that say so.
                     if not {str}.issuperset(map(type, own)):
                         own = {name: one for key, one in own.items() if (name := state_name(key))}
                     binder.bind(named, states, own, hyper)
@@ -230,6 +232,8 @@ class _OptimizerBinder:
         result = []
         for index, mine in enumerate(numbers):
             saved = [options_of(self.saved_groups[number]) for number in mine]
+            # Live groups that share a saved one: an option that they have differently would be
+            # lost.
             together = [n for n, others in enumerate(numbers) if set(mine) & set(others)]
             values = {}
             for key in dict.fromkeys(key for options in saved for key in options):
@@ -238,9 +242,9 @@ class _OptimizerBinder:
                 live = [live_groups[n].get(key, _ABSENT) for n in together]
                 if policy == "live":
                     self.names.used.update(references(of_saved))
-                elif not _are_equal(of_saved):
+                elif not are_equal(of_saved):
                     conflicts[key] = "'live'"
-                elif policy is None and not _are_equal(live):
+                elif policy is None and not are_equal(live):
                     conflicts.setdefault(key, "'saved' or 'live'")
                 else:
                     values[key] = of_saved[0]
@@ -274,7 +278,7 @@ class _OptimizerBinder:
         return numbers
 
     def difference(self, conflicts: Mapping[str, str]) -> str:
-        """That groups do not correspond, with both lists and what to do."""
+        """A text: the groups do not correspond, with both lists and what to do."""
         keys = list(conflicts)
         names = [[name for named in group for name in named.names] for group in self.groups]
         saved = _listed([(group["params"], group) for group in self.saved_groups], keys)
@@ -314,7 +318,7 @@ class _OptimizerBinder:
 _ABSENT = object()
 
 
-def _are_equal(values: Sequence[Any]) -> bool:
+def are_equal(values: Sequence[Any]) -> bool:
     """Whether options of groups are all the same; tensors by their elements."""
     first = values[0] if values else None
     return all(one is first or _is_equal(one, first) for one in values[1:])

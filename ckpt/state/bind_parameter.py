@@ -112,6 +112,7 @@ class ParameterBinder:
             if state is not None:
                 self.names.used |= state.fqns
         new: dict[str, Make] = {}
+        # Also without anything to load: what the checkpoint lacks is removed.
         self.bound.states.append((named.param, new))
         if _has_nothing_here(named.owned):
             return

@@ -39,8 +39,8 @@ from ckpt.world.base import World
 class Structure:
     """The part of a state that lasts while it consists of the same objects in the same memory.
 
-    `values_of` adds what may be another at every save to what is `kept`. `names` are those of all
-    leaves so far, `clashes` those that two of them have.
+    `values_of` adds what changes between saves to what is `kept`. `names` are those of all leaves
+    so far, `clashes` those that two of them have.
     """
 
     kept: _Building
@@ -149,7 +149,7 @@ def _agreeing(holdings: list[Holding], ranks: Ranks) -> list[Holding]:
 
 
 def _repeated(names: Sequence[str]) -> list[str]:
-    if len(set(names)) == len(names):  # as good as always, and at every save
+    if len(set(names)) == len(names):  # almost always, and this runs at every save
         return []
     return [name for name, count in Counter(names).items() if count > 1]
 
@@ -173,6 +173,7 @@ class _Building:
         self.names = [fqn for fqn, _ in leaves.tensors]
         for fqn, tensor in others:
             if is_composite(tensor):
+                # `add_tree` names it again, with its components.
                 self.names.remove(fqn)
                 self.add_tree(fqn, tensor, Kind.OTHER)
             else:
@@ -314,5 +315,6 @@ def _places(node: Any, path: str, name: str, shown: str) -> Iterator[str]:
 def nbytes_of(state: Any, world: World) -> int:
     """The bytes of all tensors of `state` that lie on this rank of `world`."""
     flat = flatten_state(state, Ranks(world.rank, world.global_ranks))
+    # One memory may lie under several names.
     held = {id(holding.local): holding.local for holding in flat.holdings}
     return sum(local.numel() * local.element_size() for local in held.values())

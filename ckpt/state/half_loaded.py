@@ -46,6 +46,7 @@ def filling(state: Any, what: str) -> Iterator[None]:
             f"mixture: {error}\n{move}, before the state is used."
         ) from error
     if _marked:
+        # A load that succeeded has overwritten all of it.
         for item in _objects_of(state):
             _marked.pop(id(item), None)
 

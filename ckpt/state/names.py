@@ -35,7 +35,7 @@ class Left(NamedTuple):
         return groups + [name for name in self.names if name not in self.tied]
 
     def problems(self, call: CallArguments) -> list[Problem]:
-        """That all of it is unexpected."""
+        """All of it, as unexpected names."""
         more = [
             Problem(
                 ProblemKind.UNEXPECTED,
@@ -238,7 +238,7 @@ class Names:
     def skip(self, fqn: str) -> bool:
         """Whether the caller wants `fqn` left alone; the report then lists it.
 
-        So it is with what is new; a problem where the checkpoint has it.
+        Likewise for what is new, which is a problem where the checkpoint has it.
         """
         if self.is_skipped(fqn):
             self.skipped.append(fqn)
@@ -312,6 +312,7 @@ class Names:
         """
         texts = []
         for argument, rules in self._rules.items():
+            # A name to skip may be the checkpoint's alone, which nothing asks for otherwise.
             if argument == "skip" and rules.unmatched:
                 catalog = self.catalog
                 for known in (catalog.tensors, catalog.values, catalog.aliases, *catalog.per_rank):
@@ -402,8 +403,8 @@ def _words_of(name: str) -> tuple[str, int]:
 
 
 class Rules:
-    """Names, each for itself and for all that begins with it and a dot; `unmatched` are those that
-    were given for nothing so far.
+    """Names, each of which also stands for all names below it; `unmatched` have matched nothing so
+    far.
     """
 
     def __init__(self, names: Iterable[str] = ()) -> None:

@@ -266,7 +266,7 @@ StateDeclaration = Literal["shard"] | PerRank
 
 
 class PerShard(PerRank):
-    """Declares state that an optimizer computes of what each rank has of a parameter: a norm.
+    """Declares state that an optimizer computes from its rank's part of a parameter, like a norm.
 
     Each rank keeps its own where parameters are flat shards; elsewhere it is common.
     """

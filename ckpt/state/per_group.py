@@ -54,11 +54,11 @@ def group_values(values: Mapping[str, Any], name: str) -> list[GroupValue]:
 
 
 def value_for(saved: Sequence[GroupValue], group: tuple[int, ...], size: int) -> tuple[Any] | None:
-    """What a group of `size` ranks' world gets back by itself; None where only the user knows."""
+    """What a group in a world of `size` ranks gets back by itself; None where only the user knows."""
     for one in saved:
         if one.group == group and one.world_size == size:
             return (one.value,)
-    # Groups that were of one mind leave nothing to decide.
+    # Equal values leave nothing to decide.
     if all(one.value == saved[0].value for one in saved[1:]):
         return (saved[0].value,)
     return None

@@ -50,6 +50,7 @@ class NewRows(NamedTuple):
         elif self.rule == "mean":
             row = torch.tensor(means[self.fqn], dtype=torch.float64)
             if isinstance(self.region, Span):
+                # A span may begin and end within a row.
                 row = row[torch.arange(self.region.start, self.region.stop) % len(row)]
             else:
                 row = row.view(self.row_shape)
@@ -68,8 +69,10 @@ def with_rows(shape: Shape, of_param: Shape, stored_rows: int | None) -> Shape |
         return None
     if shape == (stored_rows, *of_param[1:]):
         return of_param
+    # State that has no dim of so many rows does not follow them.
     if stored_rows not in shape:
         return shape
+    # One number per row, unless another dim of the parameter is as long: then either may be meant.
     is_column = shape[0] == stored_rows and math.prod(shape) == stored_rows
     return (of_param[0], *shape[1:]) if is_column and stored_rows not in of_param[1:] else None
 

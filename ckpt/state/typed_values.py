@@ -1,5 +1,5 @@
-"""Leaves of states that are no plain data and have a form without code: tagged by a type's name.
-At the end numpy's: arrays are tensors, scalars plain values.
+"""Leaves of states that are no plain data but have a form without code, tagged by a type's name.
+At the end those of numpy: arrays are tensors, scalars plain values.
 
     {"$data": "deque", "value": {"maxlen": 5, "items": [1, 2]}}
 
@@ -140,6 +140,7 @@ def leaf_of(value: Mapping[str, Any], like: Any, join: Callable[[Any, Any], Any]
     kind: Any = _class_named(name, like)
     if issubclass(kind, enum.Enum):
         return kind(content) if issubclass(kind, enum.Flag) else kind[content]
+    # Without `__init__`, which would want arguments; its class is one of our list.
     made = kind.__new__(kind)
     vars(made).update(join(content, vars(like) if type(like) is kind else None))
     return made

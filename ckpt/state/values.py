@@ -152,7 +152,7 @@ def holds_objects(value: Any) -> bool:
 
 
 def is_form(value: Any) -> bool:
-    """Whether a dict stands for something that is none."""
+    """Whether a dict stands for something other than a dict."""
     return isinstance(value, dict) and any(key in value for key in _RESERVED)
 
 
@@ -180,6 +180,7 @@ class _Splitter:
         kind = type(tree)
         if kind in SCALARS:
             return tree
+        # A float64 of numpy is a float, too, but not of exactly that type.
         if is_scalar(tree):
             return tree.item()
         if is_array(tree):

@@ -39,8 +39,8 @@ class LocatedValue(NamedTuple):
 
 
 class Replaced(NamedTuple):
-    """A part of the state that a load replaces as a whole, whatever was in it: of a state dict what
-    has another size or other entries at another time. As an object with a state, which it is.
+    """A part of the state that a load replaces as a whole: what may have another size, or other
+    entries, at another time. It counts as an object with a state.
     """
 
     node: Any
@@ -182,6 +182,7 @@ def _walk_container(node: Any, path: str, place: Location, leaves: Leaves, depth
 
 
 def _visit(node: Any, fqn: str, place: Location, leaves: Leaves, depth: int) -> None:
+    # Extra state of a module's state dict: its sizes may differ from those that were saved.
     if fqn.endswith(EXTRA_STATE_KEY) and isinstance(place.container, dict) and _has_size(node):
         leaves.objects.append((fqn, Replaced(node, place)))
     elif type(node) in SCALARS or is_scalar(node):

@@ -51,6 +51,8 @@ def agreed_state(given: Iterable[Holding], witnesses: Iterable[Holding]) -> Agre
     for holdings, is_given in ((given, True), (witnesses, False)):
         for holding in holdings:
             for piece in holding.pieces:
+                # Larger state follows from equal parameters and gradients: reading it would cost a
+                # pass.
                 if is_small_and_agreed(holding, piece):
                     tensors.append(_Tensor(piece.fqn, holding.owners, is_given))
                     pieces.append((holding, piece))

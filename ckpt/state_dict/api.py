@@ -79,6 +79,7 @@ def take(
     """The state dict of `model`, or of optimizers of it, for a caller with requests of its own."""
     config: Any = config_of(request.type, request.config, is_model=optimizer is None)
     world, is_first = world_to_take(model, process_group)
+    # With `rank0_only` the others take part and allocate nothing.
     is_wanted = is_first or not getattr(config, "rank0_only", False)
     form = request.type, config.offload_to_cpu, is_wanted, getattr(config, "use_dtensor", None)
     output = DictForm(*form, process_group, request.beside, request.copied)

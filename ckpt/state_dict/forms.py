@@ -143,6 +143,7 @@ class _Taking:
     def full(self, fqn: str, entry: Known) -> _Made:
         tensor = torch.empty(entry.shape, dtype=entry.dtype, device=self.device(fqn, entry))
         region = whole(entry.shape)
+        # A dict has buffers in their own dtype, whatever a unit with mixed precision uses.
         dtype = self.live.dtypes.get(fqn, tensor.dtype)
         # Converted later: the memory is filled in the live dtype first.
         return _Made(self.holding(fqn, entry, tensor, region), lambda: tensor.to(dtype))
@@ -199,6 +200,7 @@ class _Taking:
             dtype=entry.dtype,
             device=self.device(fqn, entry),
         )
+        # A rank without rows has a ShardedTensor too, with no shard of its own.
         shards = [] if mine is None else [like]
         return _Made(
             None if mine is None else self.holding(fqn, entry, like, mine),

@@ -168,6 +168,7 @@ def put_model(
 
 def _on_one_side(problems: Sequence[Problem]) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """The names that are missing, and those that are unexpected."""
+    # Other kinds were fatal before anything was written.
     kinds = ProblemKind.MISSING, ProblemKind.UNEXPECTED
     missing, unexpected = (tuple(p.fqn for p in problems if p.kind is kind) for kind in kinds)
     return missing, unexpected

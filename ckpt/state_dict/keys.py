@@ -11,6 +11,7 @@ from torch import nn
 from ckpt.errors import Mismatch
 from ckpt.layout.modules import describe_module
 from ckpt.layout.plain import Ranks
+from ckpt.state.bind_optimizer import are_equal
 from ckpt.state.describe import members_of
 from ckpt.state.names import split_state_name
 from ckpt.state.optimizer import options_of, params_of
@@ -106,19 +107,15 @@ def nested(state_dict: Mapping[str, Any], params: Collection[str]) -> Mapping[st
     groups: list[dict[str, Any]] = []
     for param, options in hyper.items():
         for group in groups:
-            if _are_equal(options_of(group), options):
+            own = options_of(group)
+            if own.keys() == options.keys() and all(
+                are_equal([own[key], options[key]]) for key in own
+            ):
                 group["params"].append(param)
                 break
         else:
             groups.append({**options, "params": [param]})
     return {"state": state, "param_groups": groups}
-
-
-def _are_equal(a: Mapping[str, Any], b: Mapping[str, Any]) -> bool:
-    return a.keys() == b.keys() and all(
-        torch.equal(a[key], b[key]) if isinstance(a[key], torch.Tensor) else a[key] == b[key]
-        for key in a
-    )
 
 
 def rekey_optimizer_state_dict(

@@ -60,6 +60,7 @@ def buffer_dtypes(described: Described) -> dict[str, torch.dtype]:
         for path, sharding in _unit_shardings(described).items()
         for name, dtype in sharding.buffer_dtypes.items()
     }
+    # In the order of the model, whatever order its units have.
     buffers = [fqn for source in described.buffers for fqn in source.fqns]
     return {name: named[name] for name in buffers if name in named}
 

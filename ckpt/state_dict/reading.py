@@ -158,6 +158,7 @@ class GivenState:
         description = {bare_name(key, known): own for key, own in state_dict.get(OWN, {}).items()}
         params = {m.fqn: (m, one.owned) for one in self.described.params for m in one.members}
         for key, state in state_dict["state"].items():
+            # A key that no group lists may be a name, or the user's own.
             name = name_of.get(key, key)
             if name not in listed or not isinstance(state, Mapping):
                 self.user[key] = state

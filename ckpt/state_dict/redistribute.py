@@ -285,6 +285,7 @@ class _Batch:
         flat: dict[tuple[str, Region], _Flat] = {}  # copies live until the round is over
         packed: dict[tuple[_Source, ...], list[memoryview]] = {}
         for moves in self.send:
+            # Ranks of one replica group get the same moves: they are packed once.
             key = tuple(moves)
             if key not in packed:
                 packed[key] = self.outgoing(key, flat)

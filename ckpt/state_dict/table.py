@@ -92,6 +92,7 @@ def gather_table(world: World, phase: str, holdings: Sequence[Holding]) -> Table
     problems: list[str] = []
     for rank, part in enumerate(world.gather(phase, _encoded(holdings))):
         groups, tensors, regions = json.loads(zlib.decompress(part))
+        # One message has each group of ranks once; it is looked up by number.
         ranks = [None if group is None else tuple(group) for group in groups]
         for fqn, name, size, owners in tensors:
             shape, dtype = tuple(size), torch_dtype(name)

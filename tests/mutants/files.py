@@ -352,7 +352,8 @@ CHECKSUMS = (
     Mutant(
         "a checksum table is believed whatever its seal is",
         _BLOCK_SUMS,
-        "        check_seal(seal_of(table), self.manifest.seals.of_file(file), self._where(file))\n",
+        "        check_seal(seal_of(table), self.manifest.seals.of_file(file), self._where(file))"
+        "\n",
         "        pass\n",
         test="tests/e2e/test_flips.py::test_every_flipped_byte_of_a_table_in_a_file_is_refused",
     ),

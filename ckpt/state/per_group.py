@@ -54,7 +54,7 @@ def group_values(values: Mapping[str, Any], name: str) -> list[GroupValue]:
 
 
 def value_for(saved: Sequence[GroupValue], group: tuple[int, ...], size: int) -> tuple[Any] | None:
-    """What a group in a world of `size` ranks gets back by itself; None where only the user knows."""
+    """What a group in a world of `size` ranks gets back by itself; None if only the user knows."""
     for one in saved:
         if one.group == group and one.world_size == size:
             return (one.value,)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -89,3 +91,52 @@ def test_files_of_the_last_save_make_room_for_the_next(
     store.delete("a/two/y")
     assert write("a/three/x", 9) == ["a/two/y", "a/two/z"]
     assert write("a/three/y", 9) == []
+
+
+# In a group of its own from the start: memory that was there before counts for the old group.
+IN_A_GROUP = """
+import os, sys
+place, group, nbytes = sys.argv[1:]
+open(f"{group}/cgroup.procs", "w").write(str(os.getpid()))
+import torch, ckpt
+from storage.file_io import cached_nbytes
+path = f"{place}/others"
+with open(path, "wb") as file:
+    file.write(bytes(64 << 20))
+    os.fsync(file.fileno())
+os.posix_fadvise(os.open(path, os.O_RDONLY), 0, 0, os.POSIX_FADV_DONTNEED)
+state = {"x": torch.ones(int(nbytes) // 4)}
+fd = os.open(path, os.O_RDONLY)
+while os.read(fd, 1 << 20):
+    pass
+root = f"{place}/run"
+for step in range(4):
+    state["x"].add_(1)
+    ckpt.save(state, root, step=step)
+saved = [os.path.join(folder, name) for folder, _, names in os.walk(root) for name in names]
+data = sorted(name for name in saved if name.endswith("safetensors"))[-1]
+kept = [cached_nbytes(os.open(one, os.O_RDONLY), 0, os.path.getsize(one)) for one in (path, data)]
+print(*kept, file=sys.stderr)
+"""
+
+
+@pytest.mark.parametrize("room", ["little", "much"])
+def test_a_save_evicts_nothing_where_memory_is_short(tmp_path: Path, room: str) -> None:
+    """In a real memory cgroup: what others read stays, and the save is cached only with room."""
+    groups = Path("/sys/fs/cgroup/memory")
+    controllers = Path("/proc/self/cgroup").read_text()
+    limit = "memory.limit_in_bytes"
+    if not os.access(groups / "cgroup.procs", os.W_OK) or "memory" not in controllers:
+        pytest.skip("no memory cgroup of version 1 may be made here")
+    group = groups / f"shardpoint-{os.getpid()}-{room}"
+    group.mkdir()
+    try:
+        # Torch takes some 300 MiB. A save of 96 MiB is cached while eight times as much is left.
+        (group / limit).write_text(str({"little": 640 * MIB, "much": 4096 * MIB}[room]))
+        command = [sys.executable, "-c", IN_A_GROUP, str(tmp_path), str(group), str(96 * MIB)]
+        done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
+    finally:
+        group.rmdir()
+    others, own = map(int, done.stderr.split()[-2:])
+    assert others == 64 * MIB
+    assert (own >= 96 * MIB) == (room == "much")

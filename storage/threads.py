@@ -22,8 +22,9 @@ Result = TypeVar("Result")
 # quarter more.
 FOLLOWING = 0.25
 CLIMB = 2.0  # until more did not help for the first time
-STEP = 1.5  # to see whether that has changed
-QUIET_ROUNDS = 4  # between such steps
+STEP = 1.5
+QUIET_ROUNDS = 4  # between such steps, twice as many after each that did not help
+QUIET_ROUNDS_MAX = 16
 
 
 def in_order(
@@ -72,6 +73,7 @@ class RequestWindow:
         self._throughput = 0.0  # at that width, in the last round there
         self._is_climbing = True
         self._quiet = 0  # rounds until the next step
+        self._patience = QUIET_ROUNDS
         self._next_up = True
         self._round = 0
         self._answers, self._nbytes, self._seconds = 0, 0, 0.0
@@ -99,6 +101,7 @@ class RequestWindow:
         if round != self._round:  # what was sent before the window became narrower
             return
         self._is_climbing, self._quiet, self._next_up = False, QUIET_ROUNDS, True
+        self._patience = QUIET_ROUNDS
         self._kept = max(self._least, self.width // 2)
         # Anew also at the same width: what was sent before the refusal measures nothing.
         self._begin(self._kept, anew=True)
@@ -108,10 +111,11 @@ class RequestWindow:
             self._throughput = throughput
         elif self._follows(throughput):
             self._kept, self._throughput = self.width, throughput
-            self._quiet = 0  # more of the same may be right, too
+            self._quiet, self._patience = 0, QUIET_ROUNDS  # more of the same may be right, too
             self._next_up = not self._next_up
         else:
-            self._is_climbing, self._quiet = False, QUIET_ROUNDS
+            self._is_climbing, self._quiet = False, self._patience
+            self._patience = min(2 * self._patience, QUIET_ROUNDS_MAX)
         # Nothing is above: the next step tries fewer.
         if self._kept == self.most and self._is_climbing:
             self._is_climbing, self._quiet, self._next_up = False, QUIET_ROUNDS, False

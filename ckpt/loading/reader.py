@@ -173,9 +173,9 @@ class Reader:
         cold = [self._is_cold(request) for request in requests]
         reads = [partial(self._read_and_deliver, *one) for one in zip(requests, cold, strict=True)]
         if self._path.readers > 1:
-            # Two times the least: a short load is over before it has found what is right.
-            readers = self._path.readers
-            window = RequestWindow(readers, self._path.in_flight_max, first=2 * readers)
+            # From the most on: a short load is over before it has found what is right.
+            readers, most = self._path.readers, self._path.in_flight_max
+            window = RequestWindow(readers, most, first=most)
             # Tables that come with none of these requests are in flight with them.
             files = {one.file for one in requests}
             files -= {one.file for one in requests if one.table is not None}

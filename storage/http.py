@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ssl
 from abc import abstractmethod
 from collections.abc import Sequence
 
@@ -45,3 +46,18 @@ class HttpStore(Store):
     @abstractmethod
     def _fetch_range(self, key: str, start: int, views: Sequence[memoryview]) -> int:
         """Fill `views`, none of them empty, from byte `start` on; how many bytes came."""
+
+
+def server_tls(certificate: str) -> ssl.SSLContext:
+    """For who listens. Raises OSError where `certificate` has no key and certificate in PEM."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(certificate)
+    return context
+
+
+def client_tls(certificate: str) -> ssl.SSLContext:
+    """Trusts who has the key of exactly this certificate; its name may be any."""
+    context = ssl.create_default_context(cafile=certificate)
+    # Hosts are reached by addresses, and one certificate is that of all of them.
+    context.check_hostname = False
+    return context

@@ -80,6 +80,8 @@ def child_of(where: StoreLike, path: str) -> StoreLike:
         return below
     # Of a chain, the path is that of the first part; a cache without one has that of the next.
     url = url_of(where)
+    if url.startswith("peer://"):  # an IPv6 address is no chain
+        return f"{url.rstrip('/')}/{path}"
     caches = _CACHES.match(url)
     begin = caches[0] if caches else ""
     first, chain, rest = url[len(begin) :].partition("::")

@@ -24,7 +24,7 @@ StoreFactory = Callable[..., Store]
 
 ENTRY_POINTS = "shardpoint.stores"
 BUILT_IN = frozenset(
-    {"file", "local", "memory", "s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "fsspec"}
+    {"file", "local", "memory", "s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "fsspec", "peer"}
 )
 _SCHEME = re.compile(r"[a-z][a-z0-9.\-]*")
 

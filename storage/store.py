@@ -194,6 +194,7 @@ class Store(ABC):
     exclusive_create: ExclusiveCreate
     part_nbytes_min: int = 1  # of every part but the last of an object of several parts
     is_disk: bool = False  # a file system: it can be full to the last byte
+    reports_news: bool = False  # `refresh` waits for what is new, and other calls mostly ask nobody
 
     @property
     def place(self) -> str:
@@ -202,6 +203,15 @@ class Store(ABC):
         For comparing only. Two places may still be one, where one is mounted twice.
         """
         return self.url
+
+    def refresh(self, seconds: float = 0.0, seen: int = -1) -> int:
+        """Learn what is new, in a store that `reports_news`: what there is now, or within `seconds`
+        another thing than when a call gave `seen`. Others do nothing, and give 0.
+        """
+        return 0
+
+    def doubt(self) -> None:  # noqa: B027 - most stores have nothing else to read
+        """What was read here is not what was written: read it elsewhere, if possible."""
 
     @property
     def retries(self) -> int:

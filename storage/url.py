@@ -7,6 +7,7 @@ import importlib.util
 import os
 import re
 from collections.abc import Mapping
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,7 +15,14 @@ from storage.encoding.store import ENCODING_OPTIONS, EXPECT_ROOT, EncodedStore, 
 from storage.errors import InvalidUrlError
 from storage.hidden import without_secrets
 from storage.local import LocalStore
-from storage.location import BorrowedStore, StoreLike, is_url, place_on_filesystem, url_of
+from storage.location import (
+    BorrowedStore,
+    StoreLike,
+    child_of,
+    is_url,
+    place_on_filesystem,
+    url_of,
+)
 from storage.memory import MemoryBucket, MemoryStore
 from storage.retry import RetryingStore, RetryPolicy
 from storage.schemes import factory_of, open_registered, registered_schemes
@@ -76,6 +84,8 @@ def open_store(
     - `gs://BUCKET/PREFIX` and `az://CONTAINER/PREFIX`, or `gcs`, `abfs`, `abfss`: with obstore
       (`shardpoint[fast]`), which creates exclusively there; without it, and with options that
       gcsfs or adlfs has and obstore has not, like any other protocol;
+    - `peer://HOST:PORT/ROOT`: a root that followers read where others serve it; several hosts
+      with commas between. `storage_options` are those of `storage.peers.relay.open_peer`;
     - a scheme of your own: see `register_store`;
     - any other protocol of fsspec, those of `fsspec.register_implementation` included: see
       `storage.FsspecStore`. `fsspec+PROTOCOL://` takes this way for a protocol that has a store of
@@ -153,6 +163,14 @@ def _open_plain(
     if protocol == "memory":
         _refuse_options(url, storage_options)
         return _open_memory(url, rest)
+    if protocol == "peer":
+        from storage.peers.relay import open_peer
+
+        options, root = dict(storage_options), rest.partition("/")[2].strip("/")
+        behind, its_options = options.pop("fallback", None), options.pop("fallback_options", None)
+        below = child_of(behind, root) if behind is not None and root else behind
+        others = below is not None and [_open_plain(below, None, without_secrets(its_options))]
+        return open_registered(url, protocol, partial(open_peer, others=others or ()), options)
     if protocol in ("s3", "s3a"):
         try:
             from storage.s3.store import open_s3  # s3fs takes half a second to import
@@ -220,6 +238,8 @@ def _retrying(store: Store, retry: RetryPolicy | None) -> Store:
 def _split(url: str) -> tuple[str, str]:
     """Protocol in lower case, "" for a plain path, and what follows `://`. "::" for a chain."""
     # As paths these would fill the disk of one machine with what was meant for a store.
+    if url.startswith("peer://"):  # an IPv6 address is no chain
+        return "peer", url.removeprefix("peer://")
     if _CHAIN in url and factory_of(url.partition("://")[0].lower()) is None:
         return _CHAIN, url
     match = _PROTOCOL.match(url) or _MISSPELLED.match(url)
@@ -280,7 +300,7 @@ def _check_protocol(url: str, protocol: str) -> None:
     own = {*fsspec.available_protocols(), *fsspec.registry}
     if protocol in own:
         return
-    known = {*own, "s3", "file", "memory", *registered}
+    known = {*own, "s3", "file", "memory", "peer", *registered}
     alike = sorted(name for name in known if name[:1] == protocol[:1])
     close = difflib.get_close_matches(protocol, alike, n=1, cutoff=0.5)
     hint = f"did you mean {close[0]}://?" if close else "write a path or s3://bucket/prefix"

@@ -49,6 +49,16 @@ class WrappedStore(Store):
         return self.inner.url
 
     @property
+    def reports_news(self) -> bool:  # type: ignore[override]
+        return self.inner.reports_news
+
+    def refresh(self, seconds: float = 0.0, seen: int = -1) -> int:
+        return self.inner.refresh(seconds, seen)
+
+    def doubt(self) -> None:
+        self.inner.doubt()
+
+    @property
     def place(self) -> str:
         return self.inner.place
 

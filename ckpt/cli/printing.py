@@ -87,10 +87,11 @@ def follow(
     once: Annotated[bool, Argument("end without news")] = False,
     interval: Annotated[float, Argument("between looks", given.seconds, "TIME")] = 5.0,
     json: Annotated[bool, Argument("print a line of JSON for each version")] = False,
+    serve: Annotated[str, Argument("pass on; alone, only that", metavar="HOST:PORT")] = "",
     storage_options: given.Options = None,
 ) -> None:
     """Read each new version of the weights, and run a command for it."""
-    how = line, into, include, execute, once, interval, json, storage_options
+    how = line, into, include, execute, once, interval, json, serve, storage_options
     import_module("ckpt.cli.following").follow(url, *how)
 
 

@@ -170,6 +170,11 @@ class NewCommits:
         self._again: frozenset[str] = frozenset()
         self._idle, self._wait = 0, 1
         self._same: dict[str, str] = {}
+        self._news, self._is_known = -1, False
+
+    def wait(self, seconds: float) -> None:
+        """Until the store reports something that the last look did not know, or for `seconds`."""
+        self._news, self._is_known = self.store.refresh(seconds, self._news), True
 
     def look(self, present: str = "") -> list[Route]:
         """Ways to the unseen checkpoints from the attempt that is `present`, in the order in which
@@ -179,6 +184,9 @@ class NewCommits:
         log was rolled back, NoCheckpoint when something else is at its url, Corrupt for a damaged
         log, and the store's errors.
         """
+        if not self._is_known:
+            self._news = self.store.refresh()
+        self._is_known = False
         if not self._root and not self._is_there():
             return []
         # First of all: what another log says is no news of this root.
@@ -234,6 +242,7 @@ class NewCommits:
 
         Raises as `look`, and NoCheckpoint where there is none.
         """
+        self._news = self.store.refresh()
         if not self._root and not self._is_there():
             raise NoCheckpoint(f"{self.store.url} has no checkpoint yet: it is empty")
         live = self._log.state().live

@@ -31,8 +31,8 @@ from ckpt.near.value import Near
 from ckpt.world.base import World, collectively
 from ckpt.world.job import place_of_environment
 from ckpt.world.liveness import this_network
-from ckpt.world.place import client_tls, server_tls
 from storage import StorageError, Store, TransientError
+from storage.http import client_tls, server_tls
 from storage.peers.server import PeerServer
 from storage.peers.store import PeerStore
 from storage.retry import RetryPolicy

@@ -10,10 +10,12 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import os
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from types import MappingProxyType, TracebackType
@@ -44,6 +46,7 @@ from ckpt.loading.patch import DeltaPatch, read_patch, read_state
 from ckpt.loading.swap_load import Aside, Present, Where
 from ckpt.process import store_of, world_of
 from ckpt.service.restore import Skipped, condition_of
+from ckpt.service.serving import Serving, peer_options
 from ckpt.world.base import World, collectively, from_coordinator
 from storage import StorageError, Store, StoreLike
 from storage.hidden import hides_secrets
@@ -51,6 +54,7 @@ from storage.hidden import hides_secrets
 logger = logging.getLogger(__name__)
 
 LEASE_SECONDS = 900
+NEWS_SECONDS = 30.0  # that a look waits where the store reports what is new
 RETIRED_MAX = 20  # times in a row that retention may be faster than one update
 SKIPPED_MAX = 20  # that are remembered
 
@@ -98,6 +102,7 @@ def follow(
     stacks: Mapping[str, str] | None = None,
     aside: Where = "host",
     lease_seconds: SupportsIndex = LEASE_SECONDS,
+    serve: str = "",
     process_group: dist.ProcessGroup | None = None,
     storage_options: Mapping[str, Any] | None = None,
     io: Io = "auto",
@@ -127,6 +132,11 @@ def follow(
     or with `aside="device"` in the model's. While a checkpoint is read, retention leaves it, for
     at most `lease_seconds`; 0 asks for no lease, and who may not write at `url` does without.
 
+    Where a host serves the root, `url` is `peer://HOST:PORT`; of several, with commas between, the
+    first is read that answers, and `fallback` in `storage_options` is the url of the root itself.
+    The coordinator passes on what it has read to others at `serve`, such as "0.0.0.0:29700". See
+    docs/howto/inference.md.
+
     Collective over `process_group` (default: all ranks), as are the methods. Raises the store's
     errors, ValueError and TypeError for bad arguments.
     """
@@ -137,6 +147,7 @@ def follow(
         raise ValueError(f"strict={strict!r}; expected True or False")
     target = followed(model_or_names)
     url = line_of(url, line)
+    storage_options = peer_options(url, storage_options)
     store = store_of(
         url, process_group=process_group, storage_options=storage_options, call="ckpt.follow"
     )
@@ -151,12 +162,15 @@ def follow(
     )
     # A duplicate: saves and loads of this process hold rounds in the other one.
     world = world_of(process_group).duplicate()
-    return Follower(
-        target,
-        store,
-        world,
-        FollowOptions(options, aside, seconds and checked_count(seconds, "lease_seconds")),
-    )
+    how = FollowOptions(options, aside, seconds and checked_count(seconds, "lease_seconds"))
+    follower = Follower(target, store, world, how)
+    if serve:
+        try:
+            collectively(world, "serve", lambda: follower.pass_on(serve, line))
+        except BaseException:
+            follower.close()
+            raise
+    return follower
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,6 +199,7 @@ class Follower:
         self._store = store
         self._world = world
         self._options = options
+        self._serving: list[Serving] = []  # on the coordinator, at most one
         self._commits = NewCommits(store)  # used on the coordinator alone
         self._lock = threading.Lock()
         self._present: list[tuple[_Named, Present]] = []  # at most one
@@ -285,8 +300,8 @@ class Follower:
     ) -> Iterator[Update]:
         """Each update once it is ready; the loop's body swaps it, or not.
 
-        Looks every `poll_seconds`, and ends when nothing came for `timeout` seconds (None: never).
-        Raises like `poll`.
+        Looks every `poll_seconds`, or at once where a host reports what is new, and ends when
+        nothing came for `timeout` seconds (None: never). Raises like `poll`.
         """
         began = self._options.now_seconds()
         given: Update | None = None
@@ -304,11 +319,23 @@ class Follower:
                 began = self._options.now_seconds()
             elif ends:
                 return
+            elif self._store.reports_news:
+                left = math.inf if timeout is None else timeout - self._options.now_seconds()
+                if self._world.rank == 0:
+                    with suppress(StorageError):  # the look that follows raises it on all ranks
+                        self._commits.wait(min(NEWS_SECONDS, max(began + left, 0.01)))
             else:
                 self._options.sleep(poll_seconds)
 
+    def pass_on(self, address: str, line: str) -> None:
+        """The coordinator serves the root of `line` to others, until `close`."""
+        if self._world.rank == 0:
+            self._serving.append(Serving(self._store, address, line))
+
     def close(self) -> None:
         """Drop what was read and not taken over. The model stays as it is."""
+        for serving in self._serving:
+            serving.close()
         with self._lock:
             self._staged.clear()
             self._world.close()
@@ -381,6 +408,8 @@ class Follower:
                 return True, was_retired
             skip, is_retired = result
             was_retired |= is_retired
+            if not is_retired:
+                self._store.doubt()
             skipped.append(skip)
             others = [one for one in self._skipped if one.attempt != skip.attempt]
             is_known = len(others) < len(self._skipped)

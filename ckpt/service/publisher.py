@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import logging
 import math
+import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -27,14 +28,17 @@ from ckpt.saving.staging import LentCopy
 from ckpt.saving.task import SaveOptions, SaveTask
 from ckpt.service.policies import Observation, SavePolicy
 from ckpt.service.restore import Restorable, TierRestorable
+from ckpt.service.serving import Serving, place_of
 from ckpt.service.target import Target, UrlTarget
 from ckpt.service.tiers import FAILURES_MAX, TierSaves, TierValue
 from ckpt.service.training import Training
 from ckpt.world.base import collectively
-from storage import StorageError, StoreLike
+from storage import StorageError, Store, StoreLike
 from storage.hidden import hides_secrets
 
 logger = logging.getLogger(__name__)
+
+_serving: dict[tuple[int, str, str], Serving] = {}  # by process, address and root
 
 
 @hides_secrets
@@ -49,6 +53,7 @@ def publish(
     anchor_larger: float = 0.5,
     user: Mapping[str, str] | None = None,
     retry_seconds_max: float = BACKGROUND_SECONDS,
+    serve: str = "",
     process_group: dist.ProcessGroup | None = None,
     storage_options: Mapping[str, Any] | None = None,
     unsafe_single_writer: bool = False,
@@ -64,6 +69,9 @@ def publish(
     there were `anchor_every` since the last one, or they have more than `anchor_larger` times its
     bytes. This process keeps the published bits where the tensors lie. Of older publications two
     anchors stay, what came since the older of them, and what a follower has leased.
+
+    With `serve`, such as "0.0.0.0:29700", rank 0 serves the publications until the process ends to
+    followers of `peer://HOST:PORT` that have the same SHARDPOINT_TOKEN.
 
     Collective like `async_save`, and the same holds for changes of the state meanwhile. `result`
     raises like that of `async_save`, and InvalidUrlError without the package zstandard.
@@ -82,6 +90,7 @@ def _publish(
     line: str,
     user: Mapping[str, str] | None,
     retry_seconds_max: float,
+    serve: str,
     storage_options: Mapping[str, Any] | None,
     unsafe_single_writer: bool,
     io: Io,
@@ -90,6 +99,8 @@ def _publish(
     started = time.perf_counter()
     check_order(state, url, "publish(state, url)")
     dtype, due = _checked(line, **how)
+    if serve:
+        place_of(serve)
     url = line_of(url, line)
     with gc_paused():
         context = context_of()
@@ -100,6 +111,8 @@ def _publish(
             opened = collectively(
                 context.world, "open", lambda: context.store(url, storage_options)
             )
+            if serve:
+                collectively(context.world, "serve", lambda: _serve(context, opened, serve, line))
             this_process.restored(opened, "", on_purpose=False)
         store, session, memory = root or context.open_root(
             url, storage_options, unsafe_single_writer, call
@@ -119,6 +132,12 @@ def _publish(
             pending = context.background.begin(task, made.gate, lambda: made.finish(due))
     pending.call_seconds = time.perf_counter() - started
     return pending
+
+
+def _serve(context: GroupContext, store: Store, address: str, line: str) -> None:
+    key = (os.getpid(), address, store.place)
+    if context.world.rank == 0 and key not in _serving:
+        _serving[key] = Serving(store, address, line)
 
 
 def _checked(
@@ -245,6 +264,8 @@ class Publications(TierSaves):
             self._context.background.give_up()
 
     def close(self) -> None:
+        for key in [key for key in _serving if key[1] == self._how["serve"]]:
+            _serving.pop(key).close()
         if self._context is not None:
             self._context.background.close()
             self._context.world.close()

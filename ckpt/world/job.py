@@ -29,6 +29,7 @@ from ckpt.world.missing import Missing, card_key
 from ckpt.world.place import (
     CERTIFICATE_VARIABLE,
     PORTS_VARIABLE,
+    TOKEN_VARIABLE,
     Place,
     address_of_interface,
 )
@@ -72,6 +73,11 @@ def part_of(store: Any, name: str) -> Any:
     from torch.distributed import PrefixStore  # type: ignore[attr-defined]  # not in every torch
 
     return PrefixStore(name, store)
+
+
+def token_of_environment() -> str:
+    """What those who serve publications and those who follow them have in common; "" for none."""
+    return os.environ.get(TOKEN_VARIABLE, "")
 
 
 def own_prefix(process: Process, ranks: tuple[int, ...], rank: int) -> tuple[Any, bytes]:

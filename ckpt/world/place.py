@@ -6,16 +6,17 @@ import contextlib
 import fcntl
 import hashlib
 import socket
-import ssl
 import struct
 from collections.abc import Callable
 from typing import NamedTuple
 
 from ckpt.errors import CheckpointError
 from ckpt.world.liveness import Card
+from storage.http import client_tls, server_tls
 
 PORTS_VARIABLE = "SHARDPOINT_PORTS"
 CERTIFICATE_VARIABLE = "SHARDPOINT_CERTIFICATE"
+TOKEN_VARIABLE = "SHARDPOINT_TOKEN"
 SIOCGIFADDR = 0x8915  # of Linux
 
 
@@ -79,21 +80,6 @@ class Tls:
                 "self-signed certificate"
             ) from error
         self.digest = hashlib.sha256(certificate).hexdigest()
-
-
-def server_tls(certificate: str) -> ssl.SSLContext:
-    """For who listens. Raises OSError where `certificate` has no key and certificate in PEM."""
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    context.load_cert_chain(certificate)
-    return context
-
-
-def client_tls(certificate: str) -> ssl.SSLContext:
-    """Trusts who has the key of exactly this certificate; its name may be any."""
-    context = ssl.create_default_context(cafile=certificate)
-    # Ranks are reached by addresses, and one certificate is that of all of them.
-    context.check_hostname = False
-    return context
 
 
 def secured(

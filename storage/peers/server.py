@@ -20,11 +20,12 @@ import stat
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, ExitStack, suppress
+from functools import partial
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler
-from itertools import islice
+from itertools import chain, islice
 from typing import Any
 from urllib.parse import parse_qs, unquote, urlsplit
 
@@ -36,16 +37,17 @@ from storage.errors import (
     TooLargeError,
     TransientError,
 )
+from storage.peers.relay import BLOCK_NBYTES, DIRECTORY_NBYTES_MAX, RelayStore, spans_of
 from storage.peers.store import (
     BODY_NBYTES_MAX,
     CHECKSUM,
     LIST_MAX,
-    MIB,
     OBJECTS,
+    RATE_MIN,
     checksum_of,
     status_of,
 )
-from storage.store import ObjectWriter, Store, check_key
+from storage.store import ByteRange, ObjectWriter, Store, check_key
 from storage.strangers import to_end
 
 STRANGERS_MAX = 128  # connections that have not shown the token
@@ -57,7 +59,7 @@ BODIES_MAX = 16  # in memory at the same time
 HEAD_SECONDS = 10.0  # for a client to shake hands, and to send the head of a request
 IDLE_SECONDS = 120.0  # between two requests on one connection
 UPLOAD_SECONDS = 120.0  # between two parts of an upload
-RATE_MIN = MIB  # bytes per second that a body or an answer has to move
+NEWS_SECONDS_MAX = 30.0  # for which a request waits for news
 _RANGE = re.compile(r"bytes=([0-9]{1,18})-([0-9]{1,18})")
 _NUMBER = re.compile(r"[0-9]{1,18}")
 
@@ -113,8 +115,9 @@ class _PeerUpload:
 
 class PeerServer(socketserver.ThreadingTCPServer):
     """Serves `store`, which is a directory, to those who have `token`, from its making until
-    `close`. `host` is an address of this machine: nothing is answered on others. The port is the
-    first free one of `ports` (0: the system chooses).
+    `close`; or the root of a `RelayStore`, which can only be read. `host` is an address of this
+    machine: nothing is answered on others. The port is the first free one of `ports` (0: the
+    system chooses).
 
     Raises StorageError when it cannot listen there.
     """
@@ -307,6 +310,12 @@ class _PeerHandler(BaseHTTPRequestHandler):
         self.wfile.flush()
         return False
 
+    def finish(self) -> None:
+        """Close both files, also where what is left of an answer can no more be sent."""
+        for file in (self.wfile, self.rfile):
+            with suppress(OSError):
+                file.close()
+
     def log_message(self, format: str, *values: object) -> None:
         """Say nothing: the other end has the error."""
 
@@ -320,9 +329,13 @@ class _PeerHandler(BaseHTTPRequestHandler):
     def _answer(self) -> None:
         url = urlsplit(self.path)
         fields = {n: v[0] for n, v in parse_qs(url.query, max_num_fields=8).items()}
-        if url.path.startswith(OBJECTS):
+        run: Callable[[], None] | None
+        if isinstance(relay := self.server.store, RelayStore):
+            own = {"GET /news": self._news, "GET /files": self._files}
+            run = partial(own.get(f"{self.command} {url.path}", self._none), relay, fields)
+        elif url.path.startswith(OBJECTS):
             key = check_key(unquote(url.path[len(OBJECTS) :], errors="strict"))
-            run: Callable[[], None] | None = {
+            run = {
                 "GET": lambda: self._get(key),
                 "PUT": lambda: self._put(key),
                 "DELETE": lambda: self._delete(key),
@@ -433,6 +446,55 @@ class _PeerHandler(BaseHTTPRequestHandler):
         self.server.forget(fields["upload"])
         upload.give_up()
         self._reply()
+
+    # roots
+
+    def _none(self, relay: RelayStore, fields: dict[str, str]) -> None:
+        raise _Refused(HTTPStatus.NOT_FOUND, "there is no such request")
+
+    def _news(self, relay: RelayStore, fields: dict[str, str]) -> None:
+        name, since = fields.get("root", ""), fields.get("since", "")
+        if name != relay.root:
+            raise StorageError(f"the root {name!r} is not served here, but {relay.root!r}")
+        self.server.allow(self.connection, NEWS_SECONDS_MAX + IDLE_SECONDS)
+        seconds, number = _number(fields["wait"]) / 1000, relay.number_of(since)
+        relay.refresh(min(seconds, NEWS_SECONDS_MAX) if number >= 0 else 0.0, number)
+        news = relay.news(since)
+        small = list(relay.small_of(news))
+        head = {"state": news.state, "all": news.is_all, "removed": news.removed}
+        head["added"] = [list(one) for one in news.added]
+        spans = [(key, 0, len(data)) for key, _, data in small]
+        self._stream(head, spans, (data for _, _, data in small))
+
+    def _files(self, relay: RelayStore, fields: dict[str, str]) -> None:
+        self.server.allow(self.connection, IDLE_SECONDS)
+        prefix, start, stop = fields["prefix"], _number(fields["start"]), _number(fields["stop"])
+        is_directory = prefix.endswith("/")
+        if not start < stop <= start + (DIRECTORY_NBYTES_MAX if is_directory else BLOCK_NBYTES):
+            raise _Refused(HTTPStatus.BAD_REQUEST, "expected a block, or a small directory")
+        spans = spans_of(relay.list(prefix)) if is_directory else [(prefix, start, stop)]
+        if sum(high - low for _, low, high in spans) > stop - start:
+            raise TooLargeError(f"{prefix} has more than {stop} bytes")
+        self._stream({}, spans, (relay.get(key, ByteRange(low, high)) for key, low, high in spans))
+
+    def _stream(
+        self, head: dict[str, Any], spans: list[tuple[str, int, int]], blocks: Iterable[bytes]
+    ) -> None:
+        data = json.dumps({**head, "parts": spans}).encode()
+        nbytes = sum(stop - start + CHECKSUM.size for _, start, stop in spans)
+        blocks = iter(blocks)
+        first = [next(blocks)] if spans else []  # what fails here can still be said
+        self.send_response(HTTPStatus.OK)
+        self.send_header("Content-Length", f"{2 * CHECKSUM.size + len(data) + nbytes}")
+        self.end_headers()
+        self.wfile.write(CHECKSUM.pack(len(data)) + data + checksum_of([memoryview(data)]))
+        try:
+            for block in chain(first, blocks):
+                self.server.allow(self.connection, IDLE_SECONDS)
+                self.wfile.write(block)
+                self.wfile.write(checksum_of([memoryview(block)]))
+        except StorageError:
+            self.close_connection = True  # the client sees an answer that ends early
 
     # the rest
 

@@ -11,6 +11,14 @@ What it and the server agree on: names, limits, errors as answers.
     GET  /info?key, /list?prefix      what is there, as JSON; a list has up to LIST_MAX objects
     POST /abort?prefix                as the method of a store
 
+And for those who serve a root to followers, which may only be read (`storage.peers.relay`):
+
+    GET  /news?root&since&wait        names that are new since a state, within `wait` milliseconds
+    GET  /files?root&prefix&start&stop   a block of an object, or all of a directory
+
+Their answers are the length of a head (4 bytes), the head in JSON, whose `parts` lists key, start
+and end of blocks, and these; each with its crc32c.
+
 What is published is durable. Every request has the token in its Authorization, and nowhere else.
 """
 
@@ -22,12 +30,13 @@ import socket
 import ssl
 import struct
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
 from functools import partial
 from http import HTTPStatus
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple, TypeVar
 from urllib.parse import quote, urlencode
 
 import crc32c as _crc32c
@@ -56,6 +65,17 @@ OBJECTS = "/o/"
 BODY_NBYTES_MAX = 16 * MIB  # of a part, and of an object that is put at once
 LIST_MAX = 1000
 CHECKSUM = struct.Struct("<I")
+RATE_MIN = MIB  # bytes per second that a body or an answer has to move
+T = TypeVar("T")
+
+
+class ObjectBlock(NamedTuple):
+    """Bytes of an object, from `start` on."""
+
+    key: str
+    start: int
+    data: bytes
+
 
 # Of each class the closest status; the name in the answer is what counts.
 _STATUS: dict[type[StorageError], HTTPStatus] = {
@@ -123,6 +143,7 @@ class PeerStore(HttpStore):
         self._seconds = seconds
         self.policy = policy or RetryPolicy(deadline_seconds=2 * seconds)
         self._idle: list[http.client.HTTPConnection] = []
+        self._busy: set[http.client.HTTPConnection] = set()
         self._lock = threading.Lock()
         self._is_closed = False
 
@@ -211,7 +232,7 @@ class PeerStore(HttpStore):
             after = page[-1].key
 
     def info(self, key: str) -> ObjectInfo:
-        info: ObjectInfo = self._call("GET", "/info", _info, key=check_key(key))
+        info: ObjectInfo = self._call("GET", "/info", info_of, key=check_key(key))
         return info
 
     def delete(self, key: str) -> None:
@@ -228,6 +249,10 @@ class PeerStore(HttpStore):
         with self._lock:
             self._is_closed = True
             idle, self._idle = self._idle, []
+            for connection in self._busy:  # its thread sees an answer that ends
+                with suppress(OSError):
+                    if connection.sock is not None:
+                        socket.socket.shutdown(connection.sock, socket.SHUT_RDWR)
         for connection in idle:
             connection.close()
 
@@ -241,6 +266,41 @@ class PeerStore(HttpStore):
         return self.policy.run(
             lambda: self._request(method, target, take=lambda answer: read(_value(answer)))
         )
+
+    def parts(
+        self,
+        path: str,
+        read: Callable[[Any], T],
+        nbytes_max: int,
+        fields: Mapping[str, str],
+        seconds: float = 0.0,
+    ) -> tuple[T, Sequence[ObjectBlock]]:
+        """What `read` makes of the head of an answer of at most `nbytes_max`, and its blocks; one
+        that may take `seconds` to begin.
+        """
+
+        def take(answer: http.client.HTTPResponse) -> tuple[T, Sequence[ObjectBlock]]:
+            if (nbytes := _length_of(answer)) > nbytes_max:
+                raise ValueError(f"an answer of {nbytes} bytes")
+            until = time.monotonic() + self._seconds + nbytes / RATE_MIN
+            (length,) = CHECKSUM.unpack(_exactly(answer, CHECKSUM.size, until))
+            head, parts = json.loads(_checked(answer, length, until)), []
+            try:
+                spans = [(str(key), int(start), int(stop)) for key, start, stop in head["parts"]]
+                result = read(head)
+            except (KeyError, TypeError) as error:
+                raise ValueError(f"no head of an answer: {head!r:.100}") from error
+            for key, start, stop in spans:
+                if not 0 <= start < stop:
+                    raise ValueError(f"{key}: a block without bytes")
+                parts.append(ObjectBlock(key, start, _checked(answer, stop - start, until)))
+            return result, parts
+
+        target = f"{path}?{urlencode(fields)}"
+        result: tuple[T, Sequence[ObjectBlock]] = self.policy.run(
+            lambda: self._request("GET", target, take=take, seconds=seconds)
+        )
+        return result
 
     def request(
         self, method: str, path: str, body: Sequence[memoryview] = (), **fields: str
@@ -256,27 +316,33 @@ class PeerStore(HttpStore):
         body: Sequence[memoryview] = (),
         headers: dict[str, str] | None = None,
         take: Callable[[http.client.HTTPResponse], Any] | None = None,
+        seconds: float = 0.0,
     ) -> Any:
         sent = {"Authorization": self._authorization, **(headers or {})}
         # A body ends with its checksum; what has none is no PUT.
         parts = [*body, memoryview(checksum_of(body))] if method == "PUT" else []
         sent["Content-Length"] = f"{sum(part.nbytes for part in parts)}"
-        connection = self._taken()
+        connection, answers = self._taken(), list[http.client.HTTPResponse]()
         try:
+            connection.timeout = self._seconds + seconds
+            if connection.sock is not None:
+                connection.sock.settimeout(connection.timeout)
             connection.request(method, target, body=parts, headers=sent)
-            answer = connection.getresponse()
+            answers.append(answer := connection.getresponse())
             failure = self._failure(answer) if answer.status >= 300 else None
             result = None if failure else (take or _value)(answer)
-        except StorageError:
+        except BaseException as error:
+            with self._lock:
+                self._busy.discard(connection)
+            for one in answers:
+                one.close()
             connection.close()
-            raise
-        except (OSError, http.client.HTTPException, ValueError, RecursionError) as error:
-            connection.close()
+            if not isinstance(
+                error, OSError | http.client.HTTPException | ValueError | RecursionError
+            ):
+                raise
             what = f"{method} {target.partition('?')[0]} in {self.url}"
             raise TransientError(f"{what}: {_said(error)}") from error
-        except BaseException:
-            connection.close()
-            raise
         self._give_back(connection, answer)
         if failure is not None:
             raise failure
@@ -293,8 +359,11 @@ class PeerStore(HttpStore):
         with self._lock:
             if self._is_closed:
                 raise StorageError(f"{self.url} is closed")
-            if self._idle:
-                return self._idle.pop()
+            connection = self._idle.pop() if self._idle else self._new()
+            self._busy.add(connection)
+        return connection
+
+    def _new(self) -> http.client.HTTPConnection:
         host, port = self._address
         if self._tls is None:
             return _PeerConnection(host, port, timeout=self._seconds)
@@ -305,6 +374,7 @@ class PeerStore(HttpStore):
     ) -> None:
         with self._lock:
             is_kept = len(self._idle) < IDLE_MAX and not self._is_closed
+            self._busy.discard(connection)
             if is_kept and answer.isclosed() and not answer.will_close:
                 self._idle.append(connection)
                 return
@@ -434,6 +504,25 @@ def _all_of(answer: http.client.HTTPResponse) -> bytes:
     return b"".join(pieces)
 
 
+def _exactly(answer: http.client.HTTPResponse, nbytes: int, until: float) -> bytes:
+    """The next bytes of an answer. Raises ValueError where it ends before, or is too slow."""
+    pieces, left = [], nbytes
+    while left:
+        piece = answer.read1(min(left, MIB))
+        if not piece or time.monotonic() > until:
+            raise ValueError(f"an answer that {'is too slow' if piece else 'ended early'}")
+        pieces.append(piece)
+        left -= len(piece)
+    return b"".join(pieces)
+
+
+def _checked(answer: http.client.HTTPResponse, nbytes: int, until: float) -> bytes:
+    data = _exactly(answer, nbytes, until)
+    if _exactly(answer, CHECKSUM.size, until) != checksum_of([memoryview(data)]):
+        raise ValueError("the bytes that came are not those that were sent")
+    return data
+
+
 def _value(answer: http.client.HTTPResponse) -> Any:
     """What an answer that is no object says."""
     if _length_of(answer) > ANSWER_NBYTES_MAX:
@@ -444,9 +533,10 @@ def _value(answer: http.client.HTTPResponse) -> Any:
 # What peers may say, each with ValueError for anything else.
 
 
-def _info(row: Any) -> ObjectInfo:
+def info_of(row: Any) -> ObjectInfo:
+    """An object as a peer describes it. Raises ValueError."""
     if isinstance(row, list) and [type(each) for each in row[:2]] == [str, int] and len(row) == 3:
-        key, nbytes, modified_unix = row
+        key, nbytes, modified_unix = check_key(row[0]), *row[1:]
         if nbytes >= 0 and type(modified_unix) in (int, float) and abs(modified_unix) < 1e12:
             return ObjectInfo(key, nbytes, float(modified_unix))
     raise ValueError(f"no object is described by {row!r:.100}")
@@ -456,7 +546,7 @@ def _page(prefix: str, after: str, rows: Any) -> list[ObjectInfo]:
     """A part of a listing: who turns in a circle would be read for ever."""
     if not isinstance(rows, list) or len(rows) > LIST_MAX:
         raise ValueError(f"no list of objects: {rows!r:.100}")
-    infos = [_info(row) for row in rows]
+    infos = [info_of(row) for row in rows]
     keys = [after, *(info.key for info in infos)]
     if any(a >= b or not b.startswith(prefix) for a, b in pairwise(keys)):
         raise ValueError(f"a listing of {prefix!r} after {after!r} that is out of order")

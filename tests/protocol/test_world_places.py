@@ -34,11 +34,10 @@ from ckpt.world.place import (
     CERTIFICATE_VARIABLE,
     PORTS_VARIABLE,
     Place,
-    client_tls,
     listening,
-    server_tls,
 )
 from ckpt.world.torch_world import current_world
+from storage.http import client_tls, server_tls
 from tests.protocol.test_world_counts import interrupted_at, sees_steps
 from tests.ranks import run_ranks
 

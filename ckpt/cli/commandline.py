@@ -11,6 +11,7 @@ import inspect
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from difflib import get_close_matches
 from typing import Annotated, Any, Literal, NamedTuple, NoReturn, get_args
 
 from ckpt import operate
@@ -148,11 +149,18 @@ class Parser(argparse.ArgumentParser):
         else:
             self.add_argument(option.dest, **how)
 
+    def error(self, message: str) -> NoReturn:
+        """End with status 2. A wrong choice names the nearest one, which may be one of many."""
+        if wrong := re.search(r"invalid choice: '(.*?)' \(choose from (.*)\)", message):
+            near = get_close_matches(wrong[1], re.findall(r"[\w-]+", wrong[2]), n=1)
+            message += "".join(f"; did you mean {one!r}?" for one in near)
+        super().error(message)
+
 
 def build_parser() -> argparse.ArgumentParser:
     """The command line of `ckpt`: `command` is the `Command`, `parser` its own parser."""
     firsts = "".join(f"  {one.examples.splitlines()[0]}\n" for one in COMMANDS)
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="ckpt",
         description="Inspect, compare, verify, move, export and prune sharded checkpoints.",
         epilog=f"examples:\n{firsts}\n{EXIT_CODES}",

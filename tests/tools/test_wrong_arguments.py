@@ -65,6 +65,24 @@ def test_an_unknown_format_is_named(root: str, tmp_path: Path) -> None:
     assert not (tmp_path / "copy").exists()
 
 
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        (["lss", "runs"], "; did you mean 'ls'?"),
+        (["export", "runs", "out", "--format", "hff"], "; did you mean 'hf'?"),
+        (["zzz"], "'completion')"),  # near to none
+    ],
+)
+def test_a_wrong_choice_names_the_nearest(
+    words: list[str], text: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as end:
+        main(words)
+    assert end.value.code == 2
+    # Python 3.12 and newer show the choices without quotes.
+    assert capsys.readouterr().err.rstrip().replace("'", "").endswith(text.replace("'", ""))
+
+
 def test_one_pattern_is_a_list_of_one(root: str, tmp_path: Path) -> None:
     assert [one.fqn for one in operate.diff(root, include="model.a").changed] == ["model.a"]
     assert operate.diff(root, exclude="model.*").same == 0

@@ -401,7 +401,13 @@ class Appender:
                 # there by an earlier request of this process that got no answer: it is live then.
                 is_there = self._is_in_place(record, data)
                 lacks_manifest = self.log.state().find(record.live[-1].attempt) is not None
-            elif not is_there and self._was_not_stored(record):
+            elif (
+                not is_there
+                and not self.store.exists(record_key(record.slot))
+                and self._fits(record)
+                and not self._manifest_is_gone(record)
+            ):
+                # The log is as it was: stores have acknowledged what they did not store.
                 return False
         except (KeyNotFoundError, Corrupt):
             is_there = False
@@ -434,13 +440,6 @@ class Appender:
     def _fits(self, record: Record) -> bool:
         """Whether the record that `record` builds on stands."""
         return not record.slot or record_digest(self.log.raw(record.slot - 1)) == record.previous
-
-    def _was_not_stored(self, record: Record) -> bool:
-        """Whether the store has acknowledged `record`, which is not there, in a log that is as it
-        was: stores have done that.
-        """
-        is_free = not self.store.exists(record_key(record.slot))
-        return is_free and self._fits(record) and not self._manifest_is_gone(record)
 
     def _take_back_own(self, record: Record) -> NoReturn:
         """Raise LogDiverged for a COMMIT that stands without its MANIFEST, once it is retired."""

@@ -164,8 +164,10 @@ class LiveSet:
         listed = [other for other in self.listed if other.attempt != entry.attempt]
         gone = self.gone
         # Commits bring new slots; only what is changed later can lie in a segment.
-        if self.refs and len(listed) == len(self.listed) and self._is_in_segment(entry):
-            gone = tuple(sorted({*gone, entry.slot}))
+        if self.refs and len(listed) == len(self.listed):
+            held = [ref for ref in self.refs if entry.slot <= ref.last_slot]
+            if any(one.slot == entry.slot for ref in held for one in self._entries(ref)):
+                gone = tuple(sorted({*gone, entry.slot}))
         insort(listed, entry, key=_slot)
         return replace(self, listed=tuple(listed), gone=gone)
 
@@ -199,12 +201,6 @@ class LiveSet:
     def _entries(self, ref: SegmentRef) -> tuple[LiveEntry, ...]:
         assert self.segments is not None, "a live set with segments knows where they are"
         return self.segments.entries(ref)
-
-    def _is_in_segment(self, entry: LiveEntry) -> bool:
-        return any(
-            entry.slot <= ref.last_slot and any(e.slot == entry.slot for e in self._entries(ref))
-            for ref in self.refs
-        )
 
     def _taken_out(self, ref: SegmentRef, gone: set[int]) -> list[LiveEntry]:
         """What is live of a segment that will be named no more; its slots leave `gone`."""

@@ -279,7 +279,7 @@ def _face(boxes: Sequence[Box], room: Box) -> tuple[int, int]:
     """The dim and the index to cut at: the face that cuts the fewest boxes; of several, the one
     that divides the boxes most evenly.
     """
-    best: tuple[float, int, int, int] | None = None
+    best: tuple[int, int, int, int] | None = None
     for dim in range(len(room.shape)):
         starts = np.array([box.offset[dim] for box in boxes], dtype=np.int64)
         stops = starts + np.array([box.shape[dim] for box in boxes], dtype=np.int64)
@@ -288,25 +288,17 @@ def _face(boxes: Sequence[Box], room: Box) -> tuple[int, int]:
         faces = faces[(faces > low) & (faces < high)]
         if not len(faces):
             continue
-        best_here = _best_face(faces, np.sort(starts), np.sort(stops))
-        candidate = (best_here[0], best_here[1], dim, best_here[2])
+        before = np.searchsorted(np.sort(starts), faces, side="left")  # boxes that start before it
+        cuts = before - np.searchsorted(np.sort(stops), faces, side="right")  # and do not end there
+        balance = np.abs(2 * before - len(starts))
+        chosen = int(np.lexsort((balance, cuts))[0])
+        candidate = (int(cuts[chosen]), int(balance[chosen]), dim, int(faces[chosen]))
         if best is None or candidate < best:
             best = candidate
     # Without an inner face every box would be the whole room, and two or more of them would have a
     # multiple of its volume; the caller has ruled that out.
     assert best is not None
     return best[2], best[3]
-
-
-def _best_face(
-    faces: npt.NDArray[np.int64], starts: npt.NDArray[np.int64], stops: npt.NDArray[np.int64]
-) -> tuple[int, int, int]:
-    before = np.searchsorted(starts, faces, side="left")  # boxes that start before the face
-    ended = np.searchsorted(stops, faces, side="right")  # boxes that end at or before it
-    cuts = before - ended
-    balance = np.abs(2 * before - len(starts))
-    chosen = int(np.lexsort((balance, cuts))[0])
-    return int(cuts[chosen]), int(balance[chosen]), int(faces[chosen])
 
 
 def _halves(room: Box, dim: int, face: int) -> tuple[Box, Box]:

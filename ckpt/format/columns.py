@@ -36,7 +36,13 @@ def unpack_map(data: bytes | memoryview) -> dict[str, memoryview]:
     Raises Corrupt for any other msgpack, duplicate names and superfluous bytes.
     """
     view = memoryview(data).cast("B")
-    count, position = _map_header(view)
+    first_byte, count, position = view[0] if len(view) else 0, -1, 1
+    if 0x80 <= first_byte <= 0x8F:
+        count = first_byte & 0x0F
+    elif first_byte == 0xDE and len(view) >= 3:
+        count, position = int.from_bytes(view[1:3], "big"), 3
+    if not 0 <= count <= _FIELDS_MAX:
+        raise Corrupt("not a msgpack map of at most 256 fields")
     fields: dict[str, memoryview] = {}
     for _ in range(count):
         name, position = _short_string(view, position)
@@ -46,17 +52,6 @@ def unpack_map(data: bytes | memoryview) -> dict[str, memoryview]:
     if position != len(view):
         raise Corrupt(f"{len(view) - position} bytes after the last field")
     return fields
-
-
-def _map_header(view: memoryview) -> tuple[int, int]:
-    first_byte = view[0] if len(view) else 0
-    if 0x80 <= first_byte <= 0x8F:
-        return first_byte & 0x0F, 1
-    if first_byte == 0xDE and len(view) >= 3:
-        count = int.from_bytes(view[1:3], "big")
-        if count <= _FIELDS_MAX:
-            return count, 3
-    raise Corrupt("not a msgpack map of at most 256 fields")
 
 
 def _short_string(view: memoryview, position: int) -> tuple[str, int]:

@@ -411,20 +411,17 @@ def or_per_rank(fqn: str, values: Collection[str] = ()) -> str:
     if not is_state:
         return ""
     outer = next((value for value in values if fqn.startswith(f"{value}.")), "")
-    key = _key_of(outer.rpartition(".")[2] if ".state." in outer else name)
-    return (
-        ", or say that each rank keeps its own: "
-        f"declare_optimizer_state(optimizer, {{{key}: PerRank(None, on_reshard)}})"
-    )
-
-
-def _key_of(name: str) -> str:
-    """The optimizer's own key of a state as code, from its full name in a checkpoint."""
+    # The optimizer's own key of the state, as code.
+    name = outer.rpartition(".")[2] if ".state." in outer else name
     name, is_number, _ = name.partition("~index")
     parts = name.split("~")[0].split(".")
     while not is_number and len(parts) > 1 and parts[-1].isdecimal():  # an item of a list
         parts.pop()
-    return parts[-1] if is_number else f'"{parts[-1]}"'
+    key = parts[-1] if is_number else f'"{parts[-1]}"'
+    return (
+        ", or say that each rank keeps its own: "
+        f"declare_optimizer_state(optimizer, {{{key}: PerRank(None, on_reshard)}})"
+    )
 
 
 def way_out_of(fqn: str, values: Collection[str]) -> str:

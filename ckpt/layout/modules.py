@@ -223,7 +223,11 @@ def _visits(root: nn.Module, ranks: Ranks) -> Iterator[_Visit]:
         if traits is None:
             traits = traits_of[kind] = _traits(module)
         if traits.is_ddp:
-            replicas = _ddp_replicas(module, name, ranks)
+            ddp: Any = module
+            group = torch.distributed.get_process_group_ranks(ddp.process_group)
+            held = Held(ranks.indices_of(group), True, ranks.known_of(group))
+            ignored = frozenset(getattr(ddp, "parameters_to_ignore", ()))
+            replicas = _Replicas(held, ignored, name)
         yield _Visit(name, module, traits, replicas, id(module) not in seen)
         seen.add(id(module))
         # A stack turns the order around, and names are to come in that of `named_modules`.
@@ -232,13 +236,6 @@ def _visits(root: nn.Module, ranks: Ranks) -> Iterator[_Visit]:
                 is_seen_through = child_name == traits.wrapped_child
                 below = name if is_seen_through else _joined(name, child_name)
                 stack.append((below, child, replicas))
-
-
-def _ddp_replicas(module: Any, name: str, ranks: Ranks) -> _Replicas:
-    group = torch.distributed.get_process_group_ranks(module.process_group)
-    ignored = frozenset(getattr(module, "parameters_to_ignore", ()))
-    held = Held(ranks.indices_of(group), True, ranks.known_of(group))
-    return _Replicas(held, ignored, name)
 
 
 _WRAPPERS = (

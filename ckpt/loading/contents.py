@@ -179,20 +179,15 @@ def list_steps(
     """
     store = open_store(url, **(storage_options or {}))
     try:
-        live = _live_entries(store)
-    finally:
-        store.close()
-    return tuple(StepInfo.of(entry, store.url) for entry in latest_last(live))
-
-
-def _live_entries(store: Store) -> tuple[LiveEntry, ...]:
-    try:
-        return live_entries(store)
+        live = live_entries(store)
     except NoCheckpoint:
         # An empty place is where a training is about to save; anything else there is a wrong url.
         if next(iter(store.list("")), None) is None:
             return ()
         raise
+    finally:
+        store.close()
+    return tuple(StepInfo.of(entry, store.url) for entry in latest_last(live))
 
 
 def find_checkpoint(

@@ -36,7 +36,7 @@ from ckpt.layout.region import whole
 from ckpt.loading.block_sums import BlockSums
 from ckpt.loading.exchange import Sharing, share
 from ckpt.loading.load import LoadOptions, bind_to, compared, transfer
-from ckpt.loading.plan import Ints, ReadPlan, chunks_of, expanded, plan_reads
+from ckpt.loading.plan import Ints, chunks_of, expanded, plan_reads
 from ckpt.loading.reader import Reader, may_write
 from ckpt.state.binding import Binding
 from ckpt.state.half_loaded import filling
@@ -156,7 +156,11 @@ def read_aside(
     def plan() -> tuple[Reader, _Choice, tuple[LivePiece, ...]]:
         targets = tuple(live_pieces(binding.holdings))
         choice = _choose(store, manifest, targets, known, where)
-        reads = _without(plan_reads(manifest, choice.holdings), choice.kept_chunks)
+        reads, kept = plan_reads(manifest, choice.holdings), choice.kept_chunks
+        reads = reads._replace(
+            needs={chunk: need for chunk, need in reads.needs.items() if chunk not in kept},
+            packed={chunk: place for chunk, place in reads.packed.items() if chunk not in kept},
+        )
         return Reader(block_sums, reads, options.path), choice, targets
 
     reader, choice, targets = collectively(world, "plan", plan)
@@ -248,16 +252,6 @@ def _aside(view: torch.Tensor, where: Where) -> torch.Tensor:
     # Copies from pinned memory take a fraction of the time.
     pinned = is_accelerator(view.device)
     return torch.empty(view.shape, dtype=view.dtype, pin_memory=pinned)
-
-
-def _without(plan: ReadPlan, chunks: set[int]) -> ReadPlan:
-    """The plan without some chunks."""
-    if not chunks:
-        return plan
-    return plan._replace(
-        needs={chunk: need for chunk, need in plan.needs.items() if chunk not in chunks},
-        packed={chunk: place for chunk, place in plan.packed.items() if chunk not in chunks},
-    )
 
 
 # --- what is proved to be unchanged ---------------------------------------------------------------

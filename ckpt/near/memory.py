@@ -123,7 +123,8 @@ class TierMemory(Staging):
         with self._making, self._lock:
             spares, self._spares = self._spares, []
             self._planned = ()
-            held = self._held_count(counts)
+            # States that other saves read and that have no names any more.
+            held = -(-len(self._held) // len(counts))
         wanted = [count * nbytes for count in counts]
         try:
             # The room was measured for so many states: one more would fill the tier.
@@ -138,10 +139,6 @@ class TierMemory(Staging):
         finally:
             self._keep_spares(spares, wanted, self.generations - held)
         self._starts = [0, *accumulate(counts)]
-
-    def _held_count(self, counts: Sequence[int]) -> int:
-        """How many states are read by other saves and have no names any more."""
-        return -(-len(self._held) // len(counts))
 
     def _dropped(self) -> str:
         return (

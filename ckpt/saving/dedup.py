@@ -373,14 +373,23 @@ class Previous:
         data, held, since_full = b"", self.held, self.since_full
         if state.latest.attempt != self.attempt:
             manifest = _read(session.store, state.latest)
-            if manifest is None or not _can_be_base(manifest, state.latest, block_nbytes):
+            if manifest is None:
                 return NOTHING
-            data = manifest.data
-            held, since_full = nbytes_held(manifest), _since_full(manifest.header)
+            header, latest = manifest.header, state.latest
+            # Not its root: a copied root has a new name, but its checkpoints keep the old one.
+            is_named_right = (header.step, header.attempt) == (latest.step, latest.attempt)
+            has_digests = header.block_bytes == block_nbytes and SINCE_FULL in header.user
+            if not (is_named_right and has_digests):
+                return NOTHING
+            data, held, since_full = manifest.data, nbytes_held(manifest), _since_full(header)
         # A newest checkpoint without references is a full one, whatever its note says.
         since_full = since_full + 1 if state.latest.references else 1
         if isinstance(full_every, timedelta):
-            is_due = not 0.0 <= _age_seconds(state) < full_every.total_seconds()
+            needed = (state.latest.attempt, *state.latest.references)
+            first = min([one.committed_unix for one in state.live if one.attempt in needed])
+            # Below 0 where a clock was ahead. Nothing is deleted by this clock: a wrong one makes
+            # a save full, or refer for longer.
+            is_due = not 0.0 <= time.time() - first < full_every.total_seconds()
         else:
             is_due = since_full >= full_every
         if is_due or _all_share_files(state):
@@ -420,17 +429,6 @@ class Previous:
             sizes = [i.nbytes for i in store.list(entry.prefix) if i.key.endswith(".safetensors")]
             self.nbytes[entry.attempt] = sum(sizes)
         return self.nbytes[entry.attempt]
-
-
-def _age_seconds(state: LogState) -> float:
-    """Since the first commit among those whose files the newest checkpoint needs; below 0 where a
-    clock was ahead.
-    """
-    assert state.latest is not None
-    needed = (state.latest.attempt, *state.latest.references)
-    times = [entry.committed_unix for entry in state.live if entry.attempt in needed]
-    # Nothing is deleted by this clock. A wrong one makes a save full, or refer for longer.
-    return time.time() - min(times)
 
 
 def _all_share_files(state: LogState) -> bool:
@@ -478,17 +476,6 @@ def _sums_of(store: Store, manifest: Manifest, file: int) -> StoredSums | None:
             "this save writes again what is in %s, because that cannot be read: %s", key, error
         )
         return None
-
-
-def _can_be_base(manifest: Manifest, entry: LiveEntry, block_nbytes: int) -> bool:
-    """Whether the next checkpoint may refer to its files: it was saved with digests, in blocks of
-    this size.
-
-    Its root is not compared: a copied root has a new name, but its checkpoints keep the old one.
-    """
-    header = manifest.header
-    is_named_right = (header.step, header.attempt) == (entry.step, entry.attempt)
-    return is_named_right and header.block_bytes == block_nbytes and SINCE_FULL in header.user
 
 
 class Referred(NamedTuple):

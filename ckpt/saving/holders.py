@@ -240,10 +240,15 @@ def _answer(
                 )
         if len(claims) < len(inventories):
             by_holders.setdefault(ranks, []).append(fqn)
+    # Each value is sent by the first rank that has it, or these param groups.
+    sent, senders = set[NamedValue](), list[tuple[int, list[str]]]()
+    for first, inventory in inventories.items():
+        senders.append((first, sorted(value.fqn for value in {*inventory.values} - sent)))
+        sent |= {*inventory.values}
     return {
         "problems": problems,
         "tensors": list(by_holders.items()),
-        "values": list(_senders(inventories).items()),
+        "values": senders,
         "modules": sorted({path for one in inventories.values() for path in one.modules}),
         "are_shared": are_shared or bool(copies),
         "are_replicated": any(one.is_replicated for one in inventories.values()),
@@ -262,17 +267,6 @@ def _groups_of(
     members = [rank for group in groups for rank in group]
     is_apart = len(members) == len(set(members)) and all(n is not None for _, n in numbers)
     return tuple(sorted(groups)) if is_apart else ()
-
-
-def _senders(inventories: Mapping[int, Inventory]) -> dict[int, list[str]]:
-    """By rank the values that it sends: the first rank that has each, or these param groups."""
-    known: set[NamedValue] = set()
-    senders: dict[int, list[str]] = {}
-    for first, inventory in inventories.items():
-        new = set(inventory.values) - known
-        known |= new
-        senders[first] = sorted(value.fqn for value in new)
-    return senders
 
 
 def refuse_missing_stages(stages: Sequence[StagesHere]) -> None:

@@ -24,7 +24,6 @@ import torch
 
 from ckpt.commit.leases import leases_of
 from ckpt.commit.locate import read_manifest
-from ckpt.commit.records import LiveEntry
 from ckpt.commit.session import ReferenceRetired
 from ckpt.commit.writer import NotRetired
 from ckpt.errors import CheckpointError, OutcomeUnknown
@@ -217,7 +216,10 @@ def _retire_old(task: SaveTask) -> None:
     session = task.session.session
     assert session is not None
     try:
-        old = outdated(session.state().live)
+        live = session.state().live
+        anchors = [entry for entry in live if entry.line is not None]
+        oldest = anchors[-ANCHORS_KEPT].slot if len(anchors) > ANCHORS_KEPT else 0
+        old = [entry for entry in reversed(live) if entry.slot < oldest]
         # Followers on their way from an old publication hold a lease on it.
         leased = leases_of(task.store, now_unix=time.time()) if old else {}
         retired = 0
@@ -233,12 +235,3 @@ def _retire_old(task: SaveTask) -> None:
                 logger.info("not retired: %s", refused)
     except (CheckpointError, StorageError) as error:
         logger.warning("old publications stay until the next one: %s", error)
-
-
-def outdated(live: Sequence[LiveEntry]) -> list[LiveEntry]:
-    """What was published before the oldest anchor that is kept, newest first."""
-    anchors = [entry for entry in live if entry.line is not None]
-    if len(anchors) <= ANCHORS_KEPT:
-        return []
-    oldest = anchors[-ANCHORS_KEPT].slot
-    return [entry for entry in reversed(live) if entry.slot < oldest]

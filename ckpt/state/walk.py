@@ -124,12 +124,6 @@ def refuse_snapshots(state: Any) -> None:
         raise InvalidState(problems)
 
 
-def _has_size(node: Any) -> bool:
-    return isinstance(node, torch.Tensor) or (
-        isinstance(node, (dict, list, tuple)) and not _is_pure(node, 0)
-    )
-
-
 def read_state(fqn: str, read: Callable[[], Any]) -> Any:
     """What `read`, the `state_dict` of an object at `fqn`, returns.
 
@@ -183,7 +177,12 @@ def _walk_container(node: Any, path: str, place: Location, leaves: Leaves, depth
 
 def _visit(node: Any, fqn: str, place: Location, leaves: Leaves, depth: int) -> None:
     # Extra state of a module's state dict: its sizes may differ from those that were saved.
-    if fqn.endswith(EXTRA_STATE_KEY) and isinstance(place.container, dict) and _has_size(node):
+    if (
+        fqn.endswith(EXTRA_STATE_KEY)
+        and isinstance(place.container, dict)
+        and isinstance(node, (torch.Tensor, dict, list, tuple))
+        and (isinstance(node, torch.Tensor) or not _is_pure(node, 0))
+    ):
         leaves.objects.append((fqn, Replaced(node, place)))
     elif type(node) in SCALARS or is_scalar(node):
         leaves.values.append(LocatedValue(fqn, node, place))
@@ -250,11 +249,10 @@ def _is_pure(node: Any, depth: int) -> bool:
             or is_object(child)
         ):
             return False  # modules and optimizers are objects by this test
-        elif not _is_pure_typed(child, depth):
+        elif (
+            (typed := typed_of(child)) is not None
+            and typed.may_hold_tensors
+            and not _is_pure(typed.content, depth + 1)
+        ):
             return False
     return True
-
-
-def _is_pure_typed(child: Any, depth: int) -> bool:
-    typed = typed_of(child)
-    return typed is None or not typed.may_hold_tensors or _is_pure(typed.content, depth + 1)

@@ -322,7 +322,11 @@ def _with_state(optimizers: list[Optimizer]) -> Iterator[None]:
     It steps with gradients of zero and a learning rate of zero, which changes no parameter, and is
     left out where there are gradients: those wait for the user's own step.
     """
-    fresh = [optimizer for optimizer in optimizers if _is_fresh(optimizer)]
+    fresh = [
+        optimizer
+        for optimizer in optimizers
+        if not optimizer.state and all(param.grad is None for param in params_of(optimizer))
+    ]
     try:
         for optimizer in fresh:
             _step_in_place(optimizer)
@@ -330,10 +334,6 @@ def _with_state(optimizers: list[Optimizer]) -> Iterator[None]:
     finally:
         for optimizer in fresh:
             optimizer.state.clear()
-
-
-def _is_fresh(optimizer: Optimizer) -> bool:
-    return not optimizer.state and all(param.grad is None for param in params_of(optimizer))
 
 
 def _step_in_place(optimizer: Optimizer) -> None:

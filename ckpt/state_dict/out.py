@@ -15,7 +15,7 @@ from __future__ import annotations
 import copy
 import logging
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -329,10 +329,16 @@ def _taken(
         flat.problems.extend(_without_local_form(flat))
     if flat.problems:
         raise InvalidState(flat.problems)
+    by_name = shardings(described)
+
+    def sharding_of(fqn: str) -> UnitSharding | None:
+        # A state that is shaped like its parameter is cut like it, also where it is held elsewhere.
+        return next((by_name[param] for param, _, _ in by_parameter([fqn], by_name)), None)
+
     live = LiveTensors(
         [one for one in flat.holdings if shards.keys().isdisjoint(p.fqn for p in one.pieces)],
         flat.templates,
-        _sharding_of(described),
+        sharding_of,
         {},
     )
     # Nothing to compare, no bytes to read for it: device memory would be waited for.
@@ -419,16 +425,6 @@ def _keeps_own_scalars(output: DictForm) -> bool:
     form, and the wrapper's calls with flat parameters, as torch has them.
     """
     return output.form is LOCAL or output.beside is Unshared.OWN_BY_FIRST
-
-
-def _sharding_of(described: Described) -> Callable[[str], UnitSharding | None]:
-    """A state that is shaped like its parameter is cut like it, also where it is held elsewhere."""
-    by_name = shardings(described)
-
-    def sharding_of(fqn: str) -> UnitSharding | None:
-        return next((by_name[param] for param, _, _ in by_parameter([fqn], by_name)), None)
-
-    return sharding_of
 
 
 def by_parameter(fqns: Collection[str], params: Collection[str]) -> Iterator[tuple[str, str, str]]:

@@ -107,10 +107,12 @@ def _read_index(read: Callable[[int, int], bytes], nbytes: int) -> DataFileIndex
     if version > VERSION:
         raise UnsupportedFormat(f"format version {version}, this library reads up to {VERSION}")
     block_bytes = _decimal(metadata.get("ckpt.block_bytes", ""), "ckpt.block_bytes")
+    # Elements take up to 16 bytes, and none may lie in two blocks.
     if version < 1 or block_bytes <= 0 or block_bytes % 16 or block_bytes >= 1 << 31:
         raise Corrupt(f"ckpt.format {version} with ckpt.block_bytes {block_bytes} is not possible")
     reserved = [entry for entry in entries if entry.name.startswith("__ckpt_")]
     stored = [entry for entry in entries if not entry.name.startswith("__ckpt_")]
+    # Chunks first: whoever checks all of them reads one run of bytes from the header's end on.
     if entries[: len(stored)] != stored or not reserved or reserved[-1].name != CHECKSUMS:
         raise Corrupt(f"reserved tensors must come last, {CHECKSUMS} at the very end")
     if any(entry.code != "U8" or len(entry.shape) != 1 for entry in reserved):
@@ -174,7 +176,9 @@ def _parse_header(header: bytes, data_nbytes: int) -> tuple[dict[str, str], list
     metadata = parsed.pop("__metadata__")
     if not all(isinstance(value, str) for value in metadata.values()):
         raise Corrupt("__metadata__ has a value that is not a string")
+    # The members of a JSON object have no order: only the offsets say where an entry lies.
     entries = sorted((_entry(name, value) for name, value in parsed.items()), key=lambda e: e.start)
+    # safetensors allows no holes either. Bytes could hide there that no checksum covers.
     expected = 0
     for entry in entries:
         if entry.start != expected:
@@ -223,6 +227,7 @@ def bounded_numel(shape: Sequence[int]) -> int:
     """Elements of `shape`. Raises Corrupt when they, or the non-zero sizes alone, pass 2^63."""
     numel = 1
     for size in shape:
+        # A size of 0 must not hide others that int64 cannot count.
         numel *= max(size, 1)
         if numel >= 1 << 63:
             raise Corrupt(f"shape {tuple(shape)!r:.100} has more than 2^63 elements")
@@ -244,6 +249,8 @@ def _stored_chunks(
         raise Corrupt(f"ckpt.kinds has {len(kinds)} characters for {count} tensors, or is not hex")
     shapes = _fields(metadata.get("ckpt.shapes"), count, "ckpt.shapes")
     dtypes = _fields(metadata.get("ckpt.dtypes"), count, "ckpt.dtypes")
+    # The chunks of a tensor, and most tensors of a layer, share few shapes: each text is parsed
+    # once.
     parsed_shapes: dict[str, Shape] = {}
     chunks = []
     for entry, kind, shape_text, dtype in zip(entries, kinds, shapes, dtypes, strict=True):
@@ -299,6 +306,7 @@ def _read_checksums(
         raise Corrupt(f"{CHECKSUMS} has {stop - start} bytes, expected {4 * count}")
     data = _read_exact(read, start, stop)
     words = np.frombuffer(data, dtype="<u4")
+    # Its own sum first: a damaged word would else be blamed on the bytes that it stands for.
     if int(words[-1]) != crc32c(data[:-4]) or int(words[0]) != CHECKSUM_MAGIC:
         raise Corrupt(f"{CHECKSUMS} does not match its own checksum")
     if int(words[1]) != crc32c(header):
@@ -345,6 +353,7 @@ def _tensor_info(row: Any) -> TensorRecord:
     sizes = all(type(size) is int and 0 <= size < 1 << 62 for size in shape)
     if not (isinstance(fqn, str) and isinstance(dtype, str) and sizes and 0 in shape):
         raise ValueError(f"{row!r:.100} is not a tensor without elements")
+    # One hex digit in a header, of which 4 to 15 are for later versions.
     if type(kind) is not int or not 0 <= kind <= 15:
         raise ValueError(f"{kind!r:.20} is not a kind")
     return TensorRecord(fqn, dtype, tuple(shape), kind)
@@ -352,6 +361,7 @@ def _tensor_info(row: Any) -> TensorRecord:
 
 def _file_range(row: Any) -> FileRange:
     file, start, stop = row
+    # The name is the file's own word: one that leads out of the root's step directories is refused.
     if not isinstance(file, str) or parse_reference(file) is None:
         raise ValueError(f"{file!r:.200} is not a data file of another attempt")
     if type(start) is not int or type(stop) is not int or not 0 <= start < stop < 1 << 62:
@@ -423,6 +433,7 @@ def check_blocks(store: Store, key: str, index: DataFileIndex) -> None:
         ends += [chunks_nbytes] if chunk.nbytes else []
     sums = BlockChecksums(ends)
     first = len(index.header)  # the chunks follow it, one right after the other
+    # One buffer for all runs: a file may be larger than memory.
     buffer = memoryview(bytearray(min(READ_NBYTES, chunks_nbytes)))
     for start in range(0, chunks_nbytes, READ_NBYTES):
         run = buffer[: min(READ_NBYTES, chunks_nbytes - start)]
@@ -548,6 +559,7 @@ def contradictions(files: Sequence[OpenedFile]) -> list[str]:
                 problems.append(
                     f"{file.name}: differs from {own[0].name} in how many files there are"
                 )
+            # A row per chunk: a file without chunks has none in either case.
             if bool(len(file.digests)) != has_digests and file.described.chunks:
                 problems.append(
                     f"{file.name}: has digests of its chunks, or lacks them, unlike others"
@@ -567,6 +579,7 @@ def part_of_rank(rank: int, files: Sequence[OpenedFile]) -> Part:
             info = TensorRecord(chunk.fqn, chunk.dtype, chunk.global_shape, chunk.kind)
             if infos.setdefault(chunk.fqn, info) != info:
                 raise Corrupt(f"{chunk.fqn}: described as {info} and as {infos[chunk.fqn]}")
+    # A rank's first file alone has these, and the texts below: see `rank_files`.
     for info in files[0].place.empty_tensors:
         infos.setdefault(info.fqn, info)
     columns = [

@@ -125,6 +125,7 @@ class JointTable:
         structure = self._structure
         if (structure.first_rank, structure.rank_count) != (0, header.world_size):
             raise ValueError(f"{structure.rank_count} ranks from {structure.first_rank} on")
+        # What ranks describe in two ways comes twice, and is refused.
         check_names(structure.files, sorted([*structure.shared, *rest.differing]), header)
         sizes = joined_sizes([rest.own, rest.shared])
         # The chunks are in their own fields.

@@ -108,6 +108,7 @@ def encoded(
 
 def fields_of_tensors(m: Manifest) -> dict[str, bytes]:
     """The fields that describe tensors and aliases, encoded."""
+    # Thousands of tensors share a few shapes and dtypes. Sorted, as a manifest has one encoding.
     shapes = sorted(set(m.shapes))
     shape_ids = dict(zip(shapes, range(len(shapes)), strict=True))
     dtypes = sorted(set(m.dtypes))
@@ -241,6 +242,7 @@ def _decode_header(data: memoryview) -> Header:
             f"the checkpoint needs {', '.join(unknown)!r:.200}, unknown to this library: install "
             f"a newer one"
         )
+    # A text that is parsed when it is asked for: what is wrong with it has to show here.
     if PUBLICATION in header.user or DELTA in header.required:
         try:
             if header.publication is None:
@@ -262,6 +264,7 @@ def _decode_counts(fields: Mapping[str, memoryview], header: Header) -> Counts:
     counts = Counts(*np.frombuffer(raw, dtype="<u8").tolist())
     bounds = Counts(
         files=len(required_field(fields, "file_names")),
+        # Names are distinct: one at most takes no byte.
         tensors=len(required_field(fields, "fqns")) + 1,
         shapes=counts.tensors,
         chunks=min(counts.blocks, CHUNKS_MAX),
@@ -365,6 +368,7 @@ def _decode_aliases(
 def _decode_per_rank(fields: Mapping[str, memoryview], counts: Counts) -> tuple[bytes, ...]:
     data = required_field(fields, "per_rank")
     sizes = ints_in(fields, "per_rank_sizes", counts.ranks)
+    # Each of them before their sum, which could wrap around.
     if counts.ranks and int(sizes.max()) > len(data):
         raise Corrupt(f"field 'per_rank_sizes': {int(sizes.max())} of {len(data)} bytes")
     first = starts_of(sizes).tolist()

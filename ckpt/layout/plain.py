@@ -76,6 +76,7 @@ class Ranks(NamedTuple):
         return tuple(sorted({index_of[rank] for rank in global_ranks if rank in index_of}))
 
 
+# Asked for by every sharded tensor, of one and the same world.
 @lru_cache(maxsize=8)
 def _index_of(global_ranks: tuple[int, ...]) -> dict[int, int]:
     return {rank: index for index, rank in enumerate(global_ranks)}
@@ -86,6 +87,7 @@ def times_changed(tensor: torch.Tensor) -> int | None:
 
     Writes through `.data` are not counted.
     """
+    # An inference tensor has no count, and raises when it is asked for one.
     return None if tensor.is_inference() else tensor._version
 
 

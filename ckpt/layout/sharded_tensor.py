@@ -117,6 +117,7 @@ def make_sharded_tensor(
     torch_classes: Any = sharded_tensor
     me = dist.get_rank()
     mine = [shard for (rank, _), shard in zip(boxes, shards, strict=True) if rank == me]
+    # The public constructors gather what every rank has; here each rank knows it.
     return torch_classes.ShardedTensor._init_from_local_shards_and_global_metadata(
         [torch_classes.Shard(*shard) for shard in zip(local, mine, strict=True)],
         ShardedTensorMetadata(shards, torch.Size(global_shape), properties),

@@ -160,6 +160,7 @@ def store_and_checkpoint(
         # A store that was passed stays its caller's.
         if store is not None and store is not url:
             store.close()
+        # Whoever asks for a step or an attempt means a checkpoint of ours.
         if step is None and not attempt and isinstance(error, (NoCheckpoint, InvalidUrlError)):
             opened: tuple[Store, LocatedCheckpoint]
             opened = wing("convert.foreign").foreign(url, error, storage_options, budget)
@@ -222,6 +223,7 @@ def leased_checkpoint(
     """
     while True:
         located = find_checkpoint(store, step, attempt=attempt, budget=budget)
+        # A step directory on its own has no log, so that nothing retires it.
         if located.entry is None:
             yield located
             return
@@ -262,6 +264,7 @@ class CheckpointContents:
     @property
     def user(self) -> Mapping[str, str]:
         """The notes that were given to the save as `user=`."""
+        # Names that begin with "ckpt." are the library's own; a save refuses them in `user=`.
         notes = self.manifest.header.user
         return {name: note for name, note in notes.items() if not name.startswith("ckpt.")}
 

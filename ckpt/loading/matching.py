@@ -103,6 +103,7 @@ def together(first: NeedMap, second: NeedMap) -> NeedMap:
 
 def all_together(maps: Sequence[NeedMap]) -> NeedMap:
     """The sum of maps of different ranks, at least one."""
+    # In pairs: map by map, the growing sum would be sorted again each time.
     while len(maps) > 1:
         pairs = [maps[index : index + 2] for index in range(0, len(maps), 2)]
         maps = [together(*pair) if len(pair) == 2 else pair[0] for pair in pairs]
@@ -162,6 +163,7 @@ def halvings(rank: int, ranks: Sequence[int], stop: int) -> list[Half]:
     line, halves = range(stop), []
     while len(ranks) > 1:
         middle = (len(ranks) + 1) // 2
+        # In proportion: with an odd number the lower half has a rank more, and more of the line.
         cut = line.start + len(line) * middle // len(ranks)
         low, high = ranks[:middle], ranks[middle:]
         low_line, high_line = range(line.start, cut), range(cut, line.stop)
@@ -201,6 +203,7 @@ def match(wires: Transfers, rank: int, ranks: Sequence[int], needs: Ints, stop: 
         answers = {sender: answer.shared_in(one).encode() for sender, one in pairs}
         (heard,) = wires.swap(4 * level + 2, answers, (half.partner,))
         both = [answer, NeedMap.decode(heard)]
+        # `side_by_side` takes parts that ascend.
         if half.mine.start > half.theirs.start:
             both.reverse()
         answer = side_by_side(both)

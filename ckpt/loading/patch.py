@@ -271,8 +271,7 @@ def _checked(
     wrong = []
     for fqn, (numel, digest) in zip(fqns, sums, strict=True):
         expected = (after[fqn] - (before[fqn] if digests else 0)) % _MODULUS
-        # Ranks may hold a part of a tensor only, such as a stage; its digest says nothing of a
-        # part.
+        # Ranks may hold a part of a tensor only, as stages do, and the digest is that of the whole.
         is_whole = numel == int(np.prod(deltas[0].blocks[fqn][0].shape, dtype=np.int64))
         if is_whole and digest != expected:
             wrong.append(fqn)

@@ -157,6 +157,7 @@ def read_aside(
         targets = tuple(live_pieces(binding.holdings))
         choice = _choose(store, manifest, targets, known, where)
         reads, kept = plan_reads(manifest, choice.holdings), choice.kept_chunks
+        # `aside` has these bytes already, from where they are.
         reads = reads._replace(
             needs={chunk: need for chunk, need in reads.needs.items() if chunk not in kept},
             packed={chunk: place for chunk, place in reads.packed.items() if chunk not in kept},

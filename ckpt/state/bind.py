@@ -257,6 +257,7 @@ class _Binder:
         if rule is not None:
             self.names.resize(fqn, saved, shape, rule)
         entry = self.names.catalog.tensors[saved]
+        # Before the checks: what does not fit is one problem, and not an unexpected name as well.
         self.names.used.add(saved)
         call = self.names.call
         source = call.source
@@ -329,6 +330,7 @@ class _Binder:
         for slot in leaves.per_rank:
             if self.is_replaceable(slot, fixed):
                 self.add_per_rank(slot)
+        # The last of all steps: the others say which items of a tuple are new.
         if leaves.tuples:
             self.steps.append(lambda: self.rebuild(leaves.tuples))
 

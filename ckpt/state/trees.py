@@ -192,6 +192,7 @@ def _replaced(
     tree = bind_tree(saved_name, described, None, names, ranks)
 
     def step() -> None:
+        # Without a live tree its components were made on the default device.
         new = tree.build().to(tensor.device)
         with torch.no_grad():
             replace(tensor, new)
@@ -210,6 +211,7 @@ def fill_once(live: torch.Tensor, names: Names) -> tuple[torch.Tensor, Callable[
     """
     memory = memory_of(live)
     place = (memory.device, memory.data_ptr())
+    # Empty tensors may all be at address 0, and share nothing.
     if place not in names.filled or not memory.numel():
         names.filled.add(place)
         return live, lambda: live
@@ -257,6 +259,7 @@ def _shards(
     for described in descriptions(value):
         entries = {fqn: names.catalog.tensors.get(fqn) for fqn in references(described)}
         fit = [e and fqn in live and fits(live[fqn], e) for fqn, e in entries.items()]
+        # What has another shape is no shard of the parameter; `bind_tree` reports what is absent.
         if tuple(described["shape"]) != tuple(template.shape) or None in entries.values():
             continue
         if not all(fit):

@@ -119,6 +119,7 @@ def load_model(
     world = world_to_load(model, process_group)
     with gc_paused():
         fill = put_model(model, state_dict, world, request)
+        # What fails before here has changed nothing, and leaves no mark.
         with filling(model, "a state dict"):
             return fill()
 

@@ -128,6 +128,7 @@ def get_optimizer_state_dict(
     Raises RuntimeError without optimizers, NotImplementedError for state that cannot be flattened.
     """
     chosen = _checked(model, options)
+    # For its warning and its check: torch narrows no optimizer's dict by `submodules` either.
     _prefixes(model, submodules)
     several = _several(optimizers)
     if not several:

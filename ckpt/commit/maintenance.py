@@ -97,4 +97,5 @@ class Maintenance(LogWriter):
         return entry
 
     def _epoch_for(self, state: LogState) -> int:
+        # Without a claim: the session of this epoch goes on saving.
         return state.epoch

@@ -232,6 +232,7 @@ def stand_in(composite: Composite, components: Sequence[Owned]) -> Owned:
     tensor = composite.tensor
     shape = _outer_shape(tensor)
     dtype = tensor.dtype if tensor.dtype.is_floating_point else torch.uint8
+    # Of one element, expanded: the shape without its memory.
     one = torch.zeros((), dtype=dtype, device=tensor.device)
     if is_dtensor(tensor):
         made: Owned = wing("composites.shards").stand_in(composite.fqn, tensor, one)

@@ -6,6 +6,7 @@ chunk, or a box of it. A pair that is consecutive on both sides is a `Run`; any 
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple, TypeAlias
 
 from ckpt.layout.region import Box, Region, Shape, Span, boxes_of, intersect, span_of
@@ -100,9 +101,7 @@ def clip_patch(patch: Patch, start: int, stop: int) -> list[Patch]:
     """The part of `patch` whose chunk elements lie in `start` to `stop`; all of it if everything
     does.
     """
-    size = 1
-    for extent in patch.source_shape:
-        size *= extent
+    size = math.prod(patch.source_shape)
     low = max(start - patch.source_base, 0)
     high = min(stop - patch.source_base, size)
     if low >= high:
@@ -145,9 +144,7 @@ def _rows(patch: Patch, unit: int) -> list[tuple[int, int]]:
     anyway.
     """
     rows = [patch.source_base]
-    step = 1
-    for extent in patch.source_shape:
-        step *= extent
+    step = math.prod(patch.source_shape)
     for dim, (offset, extent) in enumerate(
         zip(patch.source_box.offset, patch.source_box.shape, strict=True)
     ):

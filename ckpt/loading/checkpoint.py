@@ -110,6 +110,7 @@ class Checkpoint(CheckpointContents):
         try:
             fill(self, wanted, self._path)
         except KeyNotFoundError as error:
+            # The store knows that a file is missing, and the log why.
             if self._was_retired():
                 raise NoCheckpoint(
                     f"{error}: step {self.step} was retired while it was open, and its files are "

@@ -196,6 +196,7 @@ def _read_deltas(
         header = manifest.header
         if DELTA not in header.required or attempt not in (header.publication or ()):
             raise Corrupt(f"{store.url}/{prefix} is no delta from {attempt}: {header.publication}")
+        # Before memory is made for them: the sizes are the delta's own word.
         is_plain = {*manifest.dtypes} <= {"uint8"} and {*map(len, manifest.shapes)} <= {1}
         if not is_plain or sum(map(sum, manifest.shapes)) > nbytes_max:
             raise Corrupt(f"{store.url}/{prefix} has other tensors than a delta")

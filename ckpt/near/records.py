@@ -111,6 +111,7 @@ def encode_near_record(record: NearRecord) -> bytes:
     return data + struct.pack("<I", crc32c(data))
 
 
+# What parsers raise for bytes that only look like a record.
 _UNREADABLE = (KeyError, ValueError, TypeError, OverflowError, RecursionError, struct.error)
 
 

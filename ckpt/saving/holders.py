@@ -190,6 +190,7 @@ def report_names(world: World, contents: Contents | None, ranks: Ranks) -> Holde
         def joined(received: list[str]) -> dict[str, Any]:
             return _answer({first: Inventory.decode(received[first]) for first in kinds}, kinds)
 
+        # One rank of each kind sends its inventory: the others would send the same again.
         own = mine.encode() if world.rank in kinds else ""
         answer = decided_json(world, "inventories", "holders", own, joined)
     if answer["problems"]:
@@ -238,6 +239,7 @@ def _answer(
                     f"{fqn}: lies on groups of ranks of different sizes, which share no rank: "
                     f"{texts}; cut it over as many ranks in each, or give each a name of its own"
                 )
+        # What every kind has is held by everyone, which needs no word.
         if len(claims) < len(inventories):
             by_holders.setdefault(ranks, []).append(fqn)
     # Each value is sent by the first rank that has it, or these param groups.

@@ -40,6 +40,7 @@ class Binding:
     @property
     def fatal_here(self) -> list[str]:
         """Those of `fatal` that no other rank's state can make right."""
+        # What this rank has no place for may have one on another rank.
         rest = [p for p in self.problems if p.kind is not ProblemKind.UNEXPECTED]
         fatal = set(self.fatal)
         return [problem.text for problem in rest if problem.text in fatal]

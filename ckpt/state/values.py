@@ -91,10 +91,12 @@ def join_tree(value: Any, tensor_of: Callable[[str], Any], like: Any = None) -> 
             return leaf_of(value, like, lambda held, live: join_tree(held, tensor_of, live))
         if value.keys() == {FIELDS_KEY, "items"}:
             fields, items = value[FIELDS_KEY], join_tree(value["items"], tensor_of, like)
+            # The class is the live state's: a checkpoint says nothing of which code runs.
             is_like = is_named_tuple(like) and list(like._fields) == fields
             return type(like)(*items) if is_like else _restored(fields, items)
         live = like if isinstance(like, dict) else {}
         joined = {key: join_tree(item, tensor_of, live.get(key)) for key, item in value.items()}
+        # Its factory is code, too.
         if type(like) is defaultdict:
             return defaultdict(like.default_factory, joined)
         return type(like)(joined) if type(like) in (OrderedDict, Counter) else joined

@@ -49,6 +49,7 @@ from storage.errors import (
     TransientError,
 )
 
+# For how long requests are repeated by default: nobody waits for a background save.
 BACKGROUND_SECONDS = 600.0
 BLOCKING_SECONDS = 120.0
 PAUSE_SECONDS_MAX = 10.0

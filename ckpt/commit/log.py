@@ -52,7 +52,7 @@ from storage.threads import Pool
 FORMAT_KEY = "FORMAT"
 FORMAT_VERSION = 1
 DCP_KEY = ".metadata"  # makes a directory a checkpoint of torch.distributed.checkpoint
-FORMAT_NBYTES_MAX = 4096
+FORMAT_NBYTES_MAX = 4096  # the file of that name may be anybody's, and of any size
 LINKS_MAX = 16  # records whose links a claim compares where requests take long
 NEWER_MAX = 16  # step directories newer than the latest that are looked at
 MENDED = b"mended\0\0"  # how the write id begins of a record behind which links need not hold

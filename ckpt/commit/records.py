@@ -20,8 +20,8 @@ from ckpt.format.checksum import crc32c
 RECORD_MAGIC = b"SHPTLOG1"
 RECORD_NBYTES_MAX = 4 * 1024 * 1024  # bounds what a hostile record costs
 SEGMENT_NBYTES_MAX = 256 * 1024 * 1024
-SEGMENTS_MAX = 1000
-STEP_MAX = 10**18 - 1
+SEGMENTS_MAX = 1000  # likewise: each of them is a request
+STEP_MAX = 10**18 - 1  # what the name of a step directory has room for
 EPOCH_MAX = 10**18 - 1  # what the name of an attempt has room for
 UNIX_MAX = 1e11  # of a time: about the year 5000
 INTEGER_MAX = 2**63 - 1

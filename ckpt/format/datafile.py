@@ -26,7 +26,7 @@ from ckpt.layout.region import Box, Region, Shape, Span, is_inside, whole
 
 VERSION = 1
 ALIGNMENT = 4096  # tensor bytes start at a multiple: O_DIRECT and mmap want it
-BLOCK_BYTES = 1 << 20
+BLOCK_BYTES = 1 << 20  # what a read of some elements reads and checks at least
 HEADER_BYTES_MAX = 100_000_000  # the limit of safetensors readers
 NDIM_MAX = 64  # torch's own
 SMALL_NBYTES_MAX = 16 << 10  # chunks up to this size lie together, and are read together
@@ -80,6 +80,7 @@ def order_key(chunk: StoredChunk) -> tuple[bool, int, str, int, Region]:
 
 def is_small_or_uneven(nbytes: int) -> bool:
     """Whether a chunk goes after the large even ones, which keep each other on cache lines."""
+    # A counter of 4 bytes between moments cost the reads of all behind it 10 %.
     return nbytes <= SMALL_NBYTES_MAX or nbytes % CACHE_LINE_NBYTES != 0
 
 

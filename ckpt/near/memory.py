@@ -48,6 +48,7 @@ class MappedFile:
         try:
             _reserve(fd, capacity)
             self.memory = memoryview(mmap.mmap(fd, capacity))
+        # A file left here would take memory of the host after this process as well.
         except BaseException:
             os.unlink(path)
             raise

@@ -299,6 +299,7 @@ def _address(networks: Sequence[Sequence[str]], rank: int) -> str:
 def _numeric(addresses: Sequence[str]) -> str:
     """The first of some addresses or names that others can reach, as a number; "" for none."""
     for address in addresses:
+        # UnicodeError is what a label of a name raises that is empty or too long.
         with suppress(OSError, UnicodeError):
             number = str(socket.getaddrinfo(address, None)[0][4][0])
             if not number.startswith("127.") and number != "::1":

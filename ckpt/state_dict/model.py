@@ -214,6 +214,7 @@ def _refuse_overlap(
     )
     agreed: list[CheckpointError] = []
     for group in widest:
+        # The ranks of each group wait in its `agree`, also when that of another has raised.
         try:
             world_of_members(tuple(sorted(group))).agree(phase, error)
         except CheckpointError as raised:

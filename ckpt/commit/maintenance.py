@@ -97,5 +97,5 @@ class Maintenance(LogWriter):
         return entry
 
     def _epoch_for(self, state: LogState) -> int:
-        # Without a claim: the session of this epoch goes on saving.
+        # Without a claim: the session of this epoch saves on.
         return state.epoch

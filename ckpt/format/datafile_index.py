@@ -112,7 +112,7 @@ def _read_index(read: Callable[[int, int], bytes], nbytes: int) -> DataFileIndex
         raise Corrupt(f"ckpt.format {version} with ckpt.block_bytes {block_bytes} is not possible")
     reserved = [entry for entry in entries if entry.name.startswith("__ckpt_")]
     stored = [entry for entry in entries if not entry.name.startswith("__ckpt_")]
-    # Chunks first: whoever checks all of them reads one run of bytes from the header's end on.
+    # Chunks first: to check all of them is to read one run of bytes from the header's end on.
     if entries[: len(stored)] != stored or not reserved or reserved[-1].name != CHECKSUMS:
         raise Corrupt(f"reserved tensors must come last, {CHECKSUMS} at the very end")
     if any(entry.code != "U8" or len(entry.shape) != 1 for entry in reserved):

@@ -160,7 +160,7 @@ def store_and_checkpoint(
         # A store that was passed stays its caller's.
         if store is not None and store is not url:
             store.close()
-        # Whoever asks for a step or an attempt means a checkpoint of ours.
+        # A step or an attempt that is requested can only be one of ours.
         if step is None and not attempt and isinstance(error, (NoCheckpoint, InvalidUrlError)):
             opened: tuple[Store, LocatedCheckpoint]
             opened = wing("convert.foreign").foreign(url, error, storage_options, budget)

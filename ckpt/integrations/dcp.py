@@ -152,6 +152,8 @@ class DcpWriter(_DcpPlace, StorageWriter):
                 storage_options=self.storage_options,
                 unsafe_single_writer=self.unsafe_single_writer,
             )
+            # DCP calls this before any rank writes: a root that was removed meanwhile refuses the
+            # save before its data is stored.
             session.settle()
             session.check_root()
             for header in self._header:
@@ -162,6 +164,7 @@ class DcpWriter(_DcpPlace, StorageWriter):
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         """Nothing is local here."""
+        # Only the coordinator's are of use: its planner makes the global plan in this process.
         self._own_values = {
             item.index.fqn for item in plan.items if item.type == WriteItemType.BYTE_IO
         }
@@ -195,6 +198,7 @@ class DcpWriter(_DcpPlace, StorageWriter):
             for item in plan.items
             if item.type == WriteItemType.BYTE_IO and item.index.fqn in self._own_values
         ]
+        # By identity: DCP's items are equal where two ranks have the same value.
         here = {id(item) for item in moved}
         new_plans = []
         for rank, plan in enumerate(plans):
@@ -209,6 +213,7 @@ class DcpWriter(_DcpPlace, StorageWriter):
         """This rank's data files, durable when this returns."""
         note = plan.storage_data
         header, rank = Header.model_validate_json(note["header"]), int(note["rank"])
+        # A cached plan names an attempt that is over, whose files may be those of a checkpoint.
         if header.attempt in self._written:
             raise CheckpointError("a plan of an earlier save came again; do not cache plans")
         self._written.add(header.attempt)
@@ -418,6 +423,7 @@ class DcpReader(_DcpPlace, StorageReader):
             raise
         self._source[:] = [source]
         attempt = source.checkpoint.manifest.header.attempt
+        # A `DcpWriter` of this process continues the line of what was loaded, as `ckpt.save` does.
         this_process.restored(store, attempt, on_purpose=self.step is not None)
         flat = flat_state(source)
         self._values, self._names = dict(flat.values), dict(flat.names)
@@ -466,6 +472,7 @@ class DcpReader(_DcpPlace, StorageReader):
                 checkpoint.manifest.index(info.fqn), info.fqn, info.dtype, info.shape
             )
             target = planner.resolve_tensor(item).detach()
+            # Bytes are read as they are stored; another dtype goes through memory of its own.
             direct = target.dtype == torch_dtype(info.dtype)
             into = target if direct else torch.empty(target.shape, dtype=torch_dtype(info.dtype))
             box = Box(tuple(item.storage_offsets), tuple(item.lengths))

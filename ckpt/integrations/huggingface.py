@@ -88,6 +88,7 @@ class TrainerCheckpoints(TrainerCallback):
                 "TrainerCheckpoints. Load it with ckpt.load before training instead"
             )
         args = trainer.args
+        # One for each rank: all write at the same time, and hosts may share the output folder.
         directory = Path(args.output_dir or ".") / "resume" / f"rank{args.process_index}"
         directory.mkdir(parents=True, exist_ok=True)
         (directory / _TRAINER_STATE_FILE).write_text(stored["json"], encoding="utf-8")
@@ -117,6 +118,8 @@ class TrainerCheckpoints(TrainerCallback):
                 f"{step}: pass resume_from()'s answer to train(resume_from_checkpoint=...)"
             )
         self.checkpointer.restore(step)
+        # Before its first step the trainer shuffles data, and draws random numbers for that: these
+        # are put back when it asks for them.
         self._random = RandomStates().state_dict()
 
     # What belongs to a step comes after its end: logs, evaluations (one for each data set), then a

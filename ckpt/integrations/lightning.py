@@ -161,6 +161,8 @@ class LightningCheckpoints(CheckpointIO):
 
     def _wait(self) -> None:
         """For the save in flight; what had its path before is retired then."""
+        # Lightning overwrites files such as last.ckpt: the one before goes once the new one is
+        # committed, so there is never none.
         while self._in_flight:
             name, pending = self._in_flight.pop()
             attempt = pending.result().attempt
@@ -218,6 +220,7 @@ class LightningCheckpoints(CheckpointIO):
 
     def _group(self) -> dist.ProcessGroup | None:
         """This process alone."""
+        # Lightning calls one rank, and a save over all ranks would wait for the others.
         if not self._groups:
             self._groups = [group_of_this_process()]
         return self._groups[0]
@@ -324,6 +327,7 @@ class _SavesShards(Strategy):
 
     def remove_checkpoint(self, filepath: str | os.PathLike[str]) -> None:
         entry = self._shards.find(self._path(filepath))
+        # The first rank retires it, and another one that still looks for it would not find it.
         self.barrier("remove_checkpoint")
         self._shards.retire(entry)
 

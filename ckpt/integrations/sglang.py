@@ -51,9 +51,8 @@ class SGLangUpdates:
         self.follower = follow(["*"], url, line=line, storage_options=storage_options)
         weights = iglob("*.safetensors", root_dir=folder)
         index = iglob("*.safetensors.index.json", root_dir=folder)
-        if others := sorted(
-            {*weights, *index} - {FILE}
-        ):  # loaders read the files that an index names, and no other
+        # Loaders read the files that an index names, and no other; without one, all of them.
+        if others := sorted({*weights, *index} - {FILE}):
             raise CheckpointError(f"{folder} has {others[0]}; remove it: the weights are {FILE}")
         self._server, self._prefix = server.rstrip("/"), prefix
         self._folder, self._has = os.path.abspath(folder), ""
@@ -63,6 +62,7 @@ class SGLangUpdates:
         follower = self.follower
         if follower.poll() is not None:
             follower.swap()
+        # By what the server has, not by what is new here: after a refusal the same one is due.
         if follower.attempt == self._has:
             return None
         named = follower.tensors.items()
@@ -78,6 +78,7 @@ class SGLangUpdates:
             with urllib.request.urlopen(request, timeout=SECONDS_MAX) as answer:
                 said = json.load(answer)
         except urllib.error.HTTPError as error:
+            # The server says why in the body; the error itself has a number.
             said = {"success": False, "message": error.read().decode(errors="replace")}
         except OSError as error:
             said = {"success": False, "message": str(error)}

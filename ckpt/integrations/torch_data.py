@@ -32,6 +32,7 @@ def divide_samples(
             f"{[one.samples for one in read]}; save where all ranks have done the same step"
         )
     samples, batches = read[0]
+    # Rounded up: the last batch of an epoch may be a small one.
     batch_size = -(-samples // batches) if batches else 1
     mine = len(states) * samples // world_size // batch_size
     state = deepcopy(dict(states[0]))
@@ -64,6 +65,7 @@ def _main(state: Mapping[str, Any]) -> Any:
 
 
 def _set(state: dict[str, Any], *, samples: int, batches: int) -> None:
+    # torchdata keeps the same position in several places, and none of them is read alone.
     main = _main(state)
     main["_sampler_iter_yielded"] = batches
     main["_sampler_iter_state"]["samples_yielded"] = samples

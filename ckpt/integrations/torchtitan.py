@@ -202,6 +202,7 @@ class _TitanTarget(UrlTarget):
     def load(self, state: dict[str, Any], **options: Any) -> LoadReport:
         named = _named(state)
         report = super().load(named, **options)
+        # What torchtitan splits may be a copy: the parts themselves have to be filled from it.
         for name in _NAMED & state.keys():
             state[name].load_state_dict(named[name])
         return report

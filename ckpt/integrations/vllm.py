@@ -80,6 +80,7 @@ class FollowingEngine(WeightTransferEngine):
             raise NoCheckpoint(f"step {wanted} was not published in time; the newest is {has}")
         named = follower.tensors.items()
         self.model.load_weights((name.removeprefix(self._prefix), one) for name, one in named)
+        # Last: it names a version only once the model has all of it.
         self.version = follower.attempt
 
     def finish_weight_update(self) -> None:

@@ -57,6 +57,8 @@ class Proposal(NamedTuple):
     closing: bool = False
 
     def encode(self) -> bytes:
+        # `left_seconds` may be infinite, which JSON has no word for: Python writes Infinity, and
+        # reads it.
         return json.dumps(self).encode()
 
     @staticmethod
@@ -186,7 +188,9 @@ class StepAgreement:
                 began = self._clock()
                 self._turns_seconds.append(began)
                 if self._turn >= self._promise:
-                    self._wait_for_outcome()
+                    self._changed.wait_for(
+                        lambda: self._turn < self._promise or self._failure is not None
+                    )
                     self.waited_seconds += self._clock() - began
             if self._failure is not None:
                 self._raise_failure()
@@ -196,9 +200,6 @@ class StepAgreement:
             assert all(one.turn == self._turn for one in due), "a decision came after its turn"
             self._decisions = [one for one in self._decisions if one.turn > self._turn]
             return merged(due, self._turn) if due else None
-
-    def _wait_for_outcome(self) -> None:
-        self._changed.wait_for(lambda: self._turn < self._promise or self._failure is not None)
 
     def close(self) -> Decision | None:
         """The last call, on all ranks. Returns what they agreed on and have not done yet.
@@ -212,6 +213,8 @@ class StepAgreement:
             else:
                 self._proposal = self._proposal._replace(closing=True)
                 self._changed.notify_all()
+                # The others may still train, so a long wait is no error; in silence it would look
+                # like a hang.
                 self._changed.wait_for(self._is_settled, timeout=CALL_SECONDS)
                 if self._open_ranks and not self._is_settled():
                     logger.warning(
@@ -250,6 +253,7 @@ class StepAgreement:
     def _raise_failure(self) -> None:
         failure = self._failure
         if isinstance(failure, RankFailed):
+            # A new one for each call: an error that is raised again collects all its tracebacks.
             raise RankFailed(str(failure), rank=failure.rank, phase=failure.phase) from failure
         if failure is not None:
             raise failure
@@ -300,6 +304,7 @@ class StepAgreement:
             with contextlib.suppress(RuntimeError):  # the pool takes no tasks: the interpreter ends
                 self._pool.submit(self._watch)
         except BaseException as failure:
+            # Of any kind: without a watcher, `turn` would wait at its promise for ever.
             with self._changed:
                 self._failure = failure
                 self._changed.notify_all()

@@ -117,6 +117,8 @@ class FailedSaves:
         if self._lasting:
             self._unreported = 0
             raise self._lasting.pop()
+        # All ranks have collected the same saves: either all of them return here or none does, so
+        # the broadcast below has all its partners.
         if not self._unreported or len(self._in_a_row) < self._alarm.after:
             return
         # Clocks differ between ranks, so the coordinator's decides for all.

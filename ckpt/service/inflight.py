@@ -162,6 +162,7 @@ class SavesInFlight:
     def slow(self, seconds: float) -> list[str]:
         """How far each save is that has taken longer and is not over. For any thread."""
         texts, now = [], time.time()
+        # A copy: the thread that trains adds and removes saves meanwhile.
         for save in tuple(self._begun):
             took = now - save.began_unix
             if took > seconds and not save.pending.done():
@@ -192,6 +193,8 @@ class SavesInFlight:
         """
         step = self._training.progress.step
         began_seconds, began_unix = self._training.now_seconds(), time.time()
+        # Before it can fail: an interval counts from the try, or a store that is away would be
+        # tried again at every step.
         self._schedule.save_begun(began_seconds)
         if self._training.is_coordinator:
             logger.info("saving step %d: %s", step, ", ".join(reasons))
@@ -204,6 +207,7 @@ class SavesInFlight:
                 pending = target.start(state, step=step, metric=_finite(metric))
             is_used = target is not self._training.target
         except LASTING:
+            # No alarm waits for more of them: every later save would meet the same.
             raise
         except (CheckpointError, OSError) as error:
             self._failed.note(step, error)
@@ -264,6 +268,7 @@ class SavesInFlight:
         try:
             self.collect(wait=True, deadline_seconds=deadline_seconds)
         except TimeoutError:
+            # Answered, not raised: the other ranks wait in the round below.
             mine = b"in flight"
         answers = self._training.world.gather("collected", mine)
         return all(answer == b"over" for answer in answers)

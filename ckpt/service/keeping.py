@@ -33,6 +33,7 @@ class Keeper:
         self._rule = rule
         self._is_coordinator = is_coordinator
         self._is_ending = False
+        # One thread: two runs at once would retire by two views of the same log.
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="ckpt-keep")
         self._running: list[Future[None]] = []
         self._warned: set[str] = set()

@@ -70,6 +70,7 @@ class Ahead:
         if has_saved:
             return
         try:
+            # Not collective, so what fails on one rank holds up none of the others.
             self._stop = self._training.target.make_ready(self._training.state)
         except Exception as error:
             # The save will fail in the same way, and reports it.
@@ -198,6 +199,7 @@ def meet(process_group: dist.ProcessGroup | None, *, seconds_max: float) -> None
 
     Raises RankFailed on all that have, naming one that has not within `seconds_max`.
     """
+    # A world of its own, whose rounds may take as long as a new process needs to come up.
     world = current_world(process_group, deadlines=Deadlines(round_seconds_max=seconds_max))
     try:
         world.agree("rejoin", None)

@@ -234,7 +234,7 @@ class Adaptive(SavePolicy):
         return min(max(wanted, persist_seconds, self.seconds_min), self.seconds_max)
 
     def reasons(self, observation: Observation) -> tuple[str, ...]:
-        # Nothing measured yet: the interval is `seconds_min`, and the save will be measured.
+        # Before the first save nothing is measured: it is due after `seconds_min`, to be measured.
         cost = observation.cost_seconds or 0.0
         interval = self.interval_seconds(cost, observation.persist_seconds or 0.0)
         if observation.now_seconds - observation.last_save_seconds < interval:
@@ -297,6 +297,7 @@ def _check_positive(policy: SavePolicy, name: str, value: float) -> None:
 
 
 def _check_signals(policy: SavePolicy, signals: Sequence[int]) -> None:
+    # The kernel lets no process catch these two, and `signal.signal` would say so in the job only.
     caught = set(signal.Signals) - {signal.SIGKILL, signal.SIGSTOP}
     if not signals or any(number not in caught for number in signals):
         raise ValueError(
@@ -360,6 +361,7 @@ def with_last_saves(policy: SavePolicy) -> SavePolicy:
     leaves = tuple(policy.leaves())
     for last in (OnSignal(), OnPreemption(), AtExit()):
         is_said = any(isinstance(leaf, type(last)) for leaf in leaves)
+        # `OnSignal((SIGTERM,))` says that the training continues after it: no default ends it.
         if not is_said and not signals_of(last) & signals_of(policy):
             policy = policy | last
     return policy
@@ -405,6 +407,7 @@ class CostMeter:
         """One step took that long; `saving` when a save was under way during any of it."""
         self.training_seconds += seconds
         if saving:
+            # All of them: what a save slows down is a sum over the steps that it lasts.
             self._beside.append(seconds)
         else:
             self._plain.append(seconds)
@@ -424,6 +427,7 @@ class CostMeter:
     @property
     def step_seconds(self) -> float | None:
         """A step during which no save ran: the median of the newest; None before the first."""
+        # Not the mean: one step that waits for data, or evaluates, would outweigh a save.
         return statistics.median(self._plain) if self._plain else None
 
     @property

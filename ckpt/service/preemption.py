@@ -90,6 +90,8 @@ class Signals:
 
     def take(self) -> tuple[int, ...]:
         """Signals that arrived since the last call, in any thread."""
+        # No lock: a handler runs between two instructions of the main thread, and would wait for
+        # ever for a lock that this thread has there.
         arrived, self._arrived = self._arrived, []
         return tuple(arrived)
 
@@ -119,6 +121,7 @@ class Signals:
             _end_by(number)
             return
         previous = self._before(number)
+        # Another handler was put on top and calls ours, which `restore` could not take away.
         if self._is_over:
             if callable(previous):
                 previous(number, frame)
@@ -141,6 +144,7 @@ class Signals:
 
 def _end_by(number: int) -> None:
     """Die of this signal now."""
+    # By the signal and not by an exit: the parent sees in the status what the child died of.
     signal.signal(number, signal.SIG_DFL)
     os.kill(os.getpid(), number)
 

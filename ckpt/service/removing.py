@@ -174,6 +174,7 @@ def remove(
     if problem := why_not_retire(state, entry):
         raise NotRetired(f"{DELETED_NOTHING}: {entry.attempt} (step {entry.step}) {problem}")
     rest = [other for other in state.live if other is not entry]
+    # Removing the latest is going back: the one who is asked has to know to where.
     resumes = resumable(rest)[0].step if entry == state.latest else None
     line = line_text(entry.line)
     removal = Removal(entry.step, entry.attempt, line, entry.nbytes, resumes, "dry run")

@@ -155,6 +155,7 @@ class _Durable(Restorable):
             except (Corrupt, NoCheckpoint) as error:
                 return str(error)
             except (LoadInterrupted, RankFailed, StorageError) as error:
+                # The state is half filled, and the next candidate overwrites all of it.
                 if isinstance(error.__cause__, Corrupt):
                     return str(error.__cause__)
                 condition = condition_of(self.target.store(), self.world, self.attempt)

@@ -307,6 +307,7 @@ def _gaps(
 ) -> list[tuple[LiveEntry, LiveEntry, float, float]]:
     """Each two commits in a row, the seconds between them, and how many of these count."""
     gaps = [(a, b, b.committed_unix - a.committed_unix) for a, b in pairwise(candidates)]
+    # Sorted once: a median for each gap of a long history would otherwise take its square.
     others = sorted(seconds for _, _, seconds in gaps if seconds >= 0.0)
     return [
         (one, other, seconds, seconds if 0.0 <= seconds <= limit else 0.0)
@@ -393,6 +394,7 @@ def _independent(entries: Sequence[LiveEntry], kept: Reasons) -> Reasons:
     of them do.
     """
     newest, *older = [entry for entry in reversed(entries) if entry.attempt in kept]
+    # A rule that keeps one has said that one is enough.
     if not older or any(map(newest.is_apart_from, older)):
         return {}
     text = f"the newest that shares no file with step {newest.step}"

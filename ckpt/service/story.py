@@ -71,6 +71,7 @@ class Story:
         self._lock = threading.RLock()
         self._closing, self._is_over = threading.Event(), threading.Event()
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="ckpt-story")
+        # Until `begin`, which most ranks never come to: `close` must not wait for them.
         self._is_over.set()
 
     def begin(self, training: Training, saves: SavesInFlight) -> None:
@@ -135,6 +136,7 @@ class Story:
         and takes no new ones, so that a program that never calls `close` ends, too.
         """
         is_last = self._closing.wait(TICK_SECONDS)
+        # Weak: a Checkpointer that nobody has closed and nobody has any more ends its story, too.
         saves = ref()
         is_last = is_last or saves is None
         try:
@@ -195,6 +197,8 @@ class Story:
         self._number += 1
         key = f"{self._key}{self._number:08d}"
         data = record.model_dump_json().encode()
+        # Not durable: a power failure may take the end of a story, and a sync would compete with
+        # those of saves.
         with store.create(key, len(data), part_nbytes=len(data), durable=False) as writer:
             writer.write_part(0, [memoryview(data)])
         self._old.append(key)

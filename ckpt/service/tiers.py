@@ -188,6 +188,7 @@ class Tiers:
         the first lends its copy to a durable save.
         """
         copies: Sequence[LentCopy] = ()
+        # A durable save that is due calls this first, for its copies; the end of `step` again.
         if self._stepped_calls == self._progress.calls:
             return copies
         self._stepped_calls = self._progress.calls
@@ -202,6 +203,7 @@ class Tiers:
 
     def collect(self, *, wait: bool, timeout_seconds: float = math.inf) -> None:
         """Pass on the outcomes of near saves that are over, or of all when `wait`."""
+        # One deadline for all: a timeout for each would add up to several times the grace period.
         until = time.monotonic() + timeout_seconds
         for tier in self._tiers:
             left = math.inf if math.isinf(until) else max(0.0, until - time.monotonic())

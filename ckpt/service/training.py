@@ -128,6 +128,7 @@ class StartOvers:
         """A save begins."""
         step = self._training.progress.step
         for name, value in _counters(self._training.state).items():
+            # One that moves may count something else; one that stands still will start over.
             if value == self._counters.get(name) and value != step:
                 self._say(
                     "stale",
@@ -152,6 +153,7 @@ def _counters(state: Any, path: str = "") -> dict[str, int]:
     for name, value in state.items() if isinstance(state, Mapping) else ():
         if isinstance(value, Mapping):
             counters |= _counters(value, f"{path}[{name!r}]")
+        # By its type: a bool is an int, too, and counts nothing.
         elif type(value) is int and name in COUNTERS:
             counters[f"{path}[{name!r}]"] = value
     return counters

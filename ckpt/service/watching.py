@@ -83,6 +83,7 @@ class Watcher:
     def _status(self) -> Status:
         with self._lock:
             idle = time.monotonic() - self._called
+            # Others judge by it: a step may take a second or an hour.
             usual = self._step_seconds() or 0.0
             return Status(self._host, self._step, self._phase, self._calls, idle, usual)
 

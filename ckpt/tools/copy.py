@@ -67,6 +67,7 @@ def copy_checkpoint(
         made = rewrite(checkpoint, header, layout, target, threads=threads, meter=meter)
         return CopyReport.of_one(source, target.url, made, meter.written)
     data, files = manifest.data, manifest.files
+    # MANIFEST is created last, after a sync: an equal one means that the copy is whole.
     if begin(target, others=files, last=MANIFEST_NAME, is_ours=lambda old: old == data) is None:
         _relay_files(source, located.prefix, manifest, target, "", threads=threads, meter=meter)
         end(target, files, [(MANIFEST_NAME, data)])
@@ -89,6 +90,8 @@ def _relay_files(
             continue
         key, nbytes = prefix + name, int(manifest.file_nbytes[file])
         index = index_of(source, key, nbytes)
+        # The tiles come from the file itself, so a file that was exchanged as a whole, with its own
+        # checksums, would pass: the MANIFEST's seal tells the two apart.
         check_seal(index.seal, manifest.seals.of_file(file), f"{source.url}/{key}")
         target_key = target_prefix + name
         there = is_there(target, target_key, index.header, nbytes)
@@ -101,6 +104,7 @@ def _relay_files(
         ):
             meter.add(nbytes, is_new=False)
         else:
+            # The same header with other checksums: one of the two was tampered with.
             raise is_another_file(target, target_key)
 
 
@@ -122,6 +126,7 @@ def copy_root(
         raise NoCheckpoint(f"{source.url} has no checkpoint yet: there is nothing to copy")
     copied = [(entry, _manifest_of(source, entry, budget)) for entry in live]
     root = _new_root(read_format(source), live)
+    # An encoded target binds every object to the root's id, and FORMAT, which tells it, comes last.
     target.begin_root(root)
     records, segments = _records(root, copied)
     meter = Meter(sum(manifest.own_nbytes for _, manifest in copied), progress)
@@ -162,6 +167,8 @@ def _manifest_of(source: Store, entry: LiveEntry, budget: MetadataBudget) -> Man
 
 def _new_root(root: str, live: Sequence[LiveEntry]) -> str:
     """The identity of the copy: another one than the source's, and the same in every try."""
+    # Near directories name the root they belong to: those of the source must not serve the copy,
+    # which goes its own way from here on.
     digest = hashlib.sha256(f"copy of {root}".encode())
     for entry in live:
         digest.update(entry.attempt.encode() + entry.manifest_digest)

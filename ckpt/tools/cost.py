@@ -9,6 +9,7 @@ that is not known is None.
 from __future__ import annotations
 
 import math
+import operator
 import statistics
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -173,25 +174,26 @@ class Cost:
 def cost_of(load: Workload, prices: Prices | None = None) -> Cost:
     """What follows from the numbers of `load`, and from prices where they are given."""
     every, mtbf, persist = load.every_seconds, load.mtbf_seconds, load.persist_seconds
-    # The next save waits for the one before it, where that takes longer.
+    # A save waits until the one before it is written, so saves are never closer than that.
     every = None if every is None else max(every, persist or 0.0)
     per_rank = -(-load.nbytes // load.ranks)
     lost = _known(lost_seconds, every, persist or 0.0)
     down = _known(lambda work: work + (load.restart_seconds or 0.0), lost)
     cost = Cost(
         nbytes_per_rank=per_rank,
-        nbytes_per_second=_known(_ratio, load.nbytes, every),
-        burst_nbytes_per_second=_known(_ratio, load.nbytes, persist),
+        nbytes_per_second=_known(operator.truediv, load.nbytes, every),
+        burst_nbytes_per_second=_known(operator.truediv, load.nbytes, persist),
         requests_of_save=load.ranks * requests_of_upload(per_rank) + OBJECTS_OF_A_SAVE,
         requests_of_load=load.ranks * part_count(per_rank, READ_NBYTES),
         stored_nbytes_max=None if load.keep is None else (load.keep + 1) * load.nbytes,
-        saves_per_month=_known(_ratio, MONTH_SECONDS, every),
-        failures_per_month=_known(_ratio, MONTH_SECONDS, mtbf),
+        saves_per_month=_known(operator.truediv, MONTH_SECONDS, every),
+        failures_per_month=_known(operator.truediv, MONTH_SECONDS, mtbf),
         lost_seconds_per_failure=lost,
-        blocked_share=_known(_ratio, load.blocked_seconds, every),
-        lost_share=_known(_ratio, down, mtbf),
+        blocked_share=_known(operator.truediv, load.blocked_seconds, every),
+        lost_share=_known(operator.truediv, down, mtbf),
         best_every_young=_known(young, load.blocked_seconds, mtbf),
         best_every_daly=_known(daly, load.blocked_seconds, mtbf),
+        # Young's formula, solved for the cost of a save.
         blocked_seconds_at_best=_known(lambda t, m: t**2 / (2 * m), every, mtbf),
         bill=Bill(None, None, None, None),
     )
@@ -350,7 +352,7 @@ def _bill(cost: Cost, load: Workload, prices: Prices) -> Bill:
     writes = _known(lambda count: count * cost.requests_of_save, cost.saves_per_month)
     hours = _known(
         lambda share: share * load.ranks * MONTH_SECONDS / 3600,
-        _known(lambda a, b: a + b, cost.lost_share, cost.blocked_share or 0.0),
+        _known(operator.add, cost.lost_share, cost.blocked_share or 0.0),
     )
     return Bill(
         storage=_known(lambda n, price: n / GIB * price, cost.stored_nbytes_max, prices.gib_month),
@@ -363,7 +365,3 @@ def _bill(cost: Cost, load: Workload, prices: Prices) -> Bill:
 def _known(formula: Callable[..., float], *numbers: float | None) -> float | None:
     """The formula's value; None where one of its numbers is not known."""
     return None if any(number is None for number in numbers) else formula(*numbers)
-
-
-def _ratio(part: float, whole: float) -> float:
-    return part / whole

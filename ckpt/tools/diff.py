@@ -183,6 +183,7 @@ def diff_checkpoints(
 ) -> DiffReport:
     """As `diff`, of checkpoints that are open."""
     for one in (a, b):
+        # Checksums are in the data files: asked for tensor by tensor, each would wait for a file.
         one.sums.read_all(options.threads)
     of_a: CheckpointSource = NativeSource(a)
     of_b = NativeSource(b)
@@ -274,7 +275,7 @@ def _differing_spans(one: Checkpoint, at_a: int, other: Checkpoint, at_b: int) -
     itemsize = DTYPES[a.dtypes[at_a]].itemsize
     if not (a.is_sealed and b.is_sealed):  # another library's has no checksums
         return (Span(0, numel),)
-    # The blocks of a box are no runs of the tensor's order: only equal boxes can be compared.
+    # A block of a box is no run of the tensor's row-major order: only equal boxes are comparable.
     sums_a, sums_b = _checksums(one, at_a), _checksums(other, at_b)
     if _boxed(a, at_a) or _boxed(b, at_b):
         same = (
@@ -445,12 +446,13 @@ def _leaf_changes(path: str, a: Any, b: Any) -> Iterator[ValueChange]:
                 yield from _leaf_changes(inner, a[key], b[key])
             else:
                 yield ValueChange(inner, a.get(key), b.get(key), key in a, key in b)
-    elif type(a) is type(b) in (list, tuple) and len(a) == len(b) and _has_inner(a):
+    # A list of plain numbers, such as a shape or betas, is one value: shown whole, it reads better.
+    elif (
+        type(a) is type(b) in (list, tuple)
+        and len(a) == len(b)
+        and any(isinstance(value, dict | list | tuple) for value in a)
+    ):
         for index, (of_a, of_b) in enumerate(zip(a, b, strict=True)):
             yield from _leaf_changes(f"{path}[{index}]", of_a, of_b)
     else:
         yield ValueChange(path, a, b, True, True)
-
-
-def _has_inner(values: Sequence[Any]) -> bool:
-    return any(isinstance(value, dict | list | tuple) for value in values)

@@ -118,6 +118,7 @@ def mend_store(store: Store, *, dry_run: bool) -> MendReport:
     root = read_format(store) if has_format else files.root
     if not has_format:
         store.put_if_absent(FORMAT_KEY, encode_format(root))
+        # What was stored is read back: an encoded store takes the root's identity from there.
         read_format(store)
     # Raises StoreRefused where an append could overwrite the record of another writer.
     must_look_first(store, root, False)
@@ -147,6 +148,7 @@ class _Survey:
             except Corrupt as error:
                 self.breaks[slot] = str(error)
         count = max(self.digests, default=-1) + 1
+        # One stray record of a huge slot would otherwise have us write that many fillers.
         if count - len(self.digests) > HOLES_MAX:
             raise broken_log(store.url, f"{count - len(self.digests)} slots are missing")
         self.holes = tuple(slot for slot in range(count) if slot not in self.digests)
@@ -209,6 +211,8 @@ class _Survey:
         names = {entry.attempt for entry in live}
         again = _references_first([one for one in wanted if one.attempt not in names], live)
         latest = latest_of(wanted)
+        # What others refer to comes first, so the order may have changed; the latest is what a job
+        # resumes from, and is committed once more to be the last.
         if latest is not None and latest_of((*live, *again)) != latest:
             again.append(latest)
         for entry in again:
@@ -317,10 +321,13 @@ class _Directories:
                 data = read_manifest(self.store, entry)
             manifest = decode_manifest(data, ruled=True)
             sizes = zip(file_keys(prefix, manifest), manifest.file_nbytes, strict=True)
+            # Lengths only: to read all bytes of all checkpoints would take hours. `ckpt verify`
+            # does it, and a load compares what it reads.
             if any(self.store.info(key).nbytes != nbytes for key, nbytes in sizes):
                 return None
             return self._entry(prefix, manifest, data, entry)
         except CheckpointError as error:
+            # A store that does not answer must not make a sound checkpoint count as lost.
             if is_outage(error):
                 raise
             return None
@@ -343,6 +350,7 @@ class _Directories:
         is_import = IMPORTED in manifest.header.user
         made = entry_of_manifest(manifest, data)
         made = replace(made, slot=NO_SLOT, line=None if is_import else FIRST_LINE)
+        # A directory that was copied under another name: its MANIFEST speaks of another step.
         if made.prefix != prefix:
             return None
         self._roots[manifest.header.root] += 1
@@ -383,7 +391,8 @@ def _line_after(before: LiveEntry | None, entry: LiveEntry, others: Sequence[Liv
 
 
 def _age(entry: LiveEntry) -> tuple[int, float]:
-    # A MANIFEST has the second in which its save began.
+    # Of one without a record, MANIFEST has only the second in which its save began: a second more,
+    # and it does not come before a commit of that same second.
     return attempt_epoch(entry.attempt), entry.committed_unix + (entry.slot == NO_SLOT)
 
 

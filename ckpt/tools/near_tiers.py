@@ -117,6 +117,7 @@ def _view(path: str, root: str) -> TierView:
     try:
         status = read_status(tier.store.place)
     except (CheckpointError, OSError) as error:
+        # The checkpoints next to a damaged status are as good as before, and worth showing.
         problem = str(error)
     try:
         files = {info.key: info.nbytes for info in tier.store.list(STEPS_PREFIX)}

@@ -148,6 +148,7 @@ def events_of(log: Log, records: Sequence[Record]) -> list[Event]:
     what a RETIRE retires, the record before it says more.
     """
     # A RETIRE no longer lists what it retires: step and metric are those that a record before had.
+    # Segments are read only where none of these records has listed it.
     known: dict[str, LiveEntry] = {}
     events = []
     before: Record | None = None
@@ -241,6 +242,8 @@ class DiskUsage(ShortRecord):
 def usage_of(store: Store) -> DiskUsage:
     """What every checkpoint of a root takes. See `ckpt.disk_usage`."""
     try:
+        # Before the listing: the other way round, a checkpoint that is committed between the two
+        # could be live with a part of its files.
         live = live_entries(store)
     except NoCheckpoint as no_root:
         return _of_directory(store, no_root)

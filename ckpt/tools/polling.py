@@ -76,6 +76,7 @@ class RunPoller:
         clock: Callable[[], float] = time.time,
     ) -> None:
         """Reads nothing yet. `near` are directories of hosts with tiers. Raises InvalidUrlError."""
+        # A training waits minutes for a store that is away; a screen has to say so within seconds.
         policy = RetryPolicy(deadline_seconds=AWAY_SECONDS)
         self._store = open_store(url, retry=policy, **(storage_options or {}))
         self._near = tuple(near)
@@ -134,9 +135,11 @@ class RunPoller:
         entry = next((entry for entry in state.entries if entry.attempt == attempt), None)
         if known is not None or version == state.version or entry is None:
             return known
+        # Without the lock: two screens may read the same one, and none waits for another's store.
         own = telemetry_of(self._store, entry)
         with self._lock:
             self._chosen[attempt] = (own, state.version)
+            # A dict keeps the order of insertion: the first ones were chosen longest ago.
             for oldest in list(self._chosen)[:-CHOSEN_MAX]:
                 del self._chosen[oldest]
         return own
@@ -180,6 +183,7 @@ class RunPoller:
     def _look(self) -> _ReadSoFar:
         """What is known now: `self._known` itself where nothing has happened."""
         known = self._known
+        # Records are never changed: one that reads otherwise is of another log under this url.
         if known.last is None or not known.log.holds(known.last):
             self._root = read_format(self._store)
             known = _ReadSoFar(Log(self._store))
@@ -212,6 +216,7 @@ class _ReadSoFar:
 
     def read_on(self, slot: int, live: Sequence[LiveEntry]) -> _ReadSoFar:
         """With the records up to `slot`: those behind `last`, or the newest if they are many."""
+        # After a night without looks the events would have a hole: they begin again behind it.
         is_anew = self.last is None or slot - self.last.slot > RECORDS_MAX
         first = max(0, slot + 1 - RECORDS_MAX) if is_anew or not self.last else self.last.slot + 1
         # The record before the first has the step of what the first may have retired.

@@ -82,7 +82,8 @@ def tiles_of(index: DataFileIndex) -> list[Tile]:
             tiles.append(Tile(low, high, checksum, f"block {number} of {chunk.fqn!r}"))
     for name, (start, nbytes) in index.extras.items():
         tiles.append(Tile(start, start + nbytes, index.extra_checksums[name], name))
-    # The checksums end with one of their own, so the last tile is known without being read.
+    # The checksums end with one of their own, so the last tile is known without being read. The
+    # words are laid out as `ckpt.format.datafile` writes them; a difference would fail every copy.
     words = [CHECKSUM_MAGIC, crc32c(header), *index.extra_checksums.values()]
     body = np.array(words, dtype="<u4").tobytes() + index.checksums.astype("<u4").tobytes()
     last = crc32c(crc32c(body).to_bytes(4, "little"), crc32c(body))
@@ -124,6 +125,7 @@ def _fragments(tiles: Sequence[Tile], start: int, part: memoryview) -> list[Frag
     """Checksums of what a part, which begins at byte `start`, holds of each tile."""
     fragments = []
     stop = start + len(part)
+    # Parts and tiles have their own edges: the first tile may have begun in the part before.
     number = bisect_right(tiles, start, key=lambda tile: tile.start) - 1
     while number < len(tiles) and tiles[number].start < stop:
         low, high = max(tiles[number].start, start), min(tiles[number].stop, stop)

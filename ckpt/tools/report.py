@@ -270,6 +270,7 @@ def _entries_of(
         manifest = decode_manifest(located.data, budget, ruled=True)
     except CheckpointError as error:
         return (), f"the newest checkpoint, step {newest.step}, cannot be opened: {error}"
+    # From shapes, not chunks: the sizes of an entry are the same however it is sharded.
     sizes: dict[tuple[str, str], list[int]] = {}
     columns = zip(manifest.fqns, manifest.dtypes, manifest.shapes, manifest.kinds, strict=True)
     for fqn, dtype, shape, kind in columns:
@@ -383,6 +384,7 @@ def _jobs_of(jobs: Sequence[JobRecord], saves: Sequence[ReportedSave]) -> tuple[
     committed = {save.attempt: save.committed_unix for save in saves}
     seen = [*jobs[:1]]
     for before, job in pairwise(jobs):
+        # A job that ends writes how; one that is killed cannot, and another one has begun.
         if not before.ending:
             seen[-1] = seen[-1].model_copy(update={"ending": "died"})
         begun, attempt = job.restored_step, job.restored
@@ -489,8 +491,8 @@ def _notices_of(
         notices.append(
             Notice(
                 "note",
-                f"how they went is not known of {unknown} of {len(saves)} saves: they were made "
-                "without telemetry, or what carried it is retired",
+                f"nothing is known of how {unknown} of {len(saves)} saves went: they had no "
+                "telemetry, or the checkpoints that carried it are retired",
             )
         )
     return notices

@@ -57,6 +57,7 @@ def rescue_in(store: Store, near: Sequence[str]) -> RescueReport:
         tiers = [tier for path in near for tier in tiers_in(path, store)]
         for tier in tiers:
             stack.callback(tier.close)
+        # Hosts keep near checkpoints of several runs next to each other.
         own = [tier for tier in tiers if tier.root == maintenance.root]
         if not own:
             raise NoCheckpoint(
@@ -85,11 +86,13 @@ def rescue_in(store: Store, near: Sequence[str]) -> RescueReport:
 def _newest_first(tiers: Sequence[Tier], maintenance: Maintenance) -> list[NearRecord]:
     """The records that count and are newer than the newest durable checkpoint of the training."""
     state = maintenance.state()
+    # Every host has the record of the same checkpoint: one of each is enough.
     records = {record.order: record for tier in tiers for record in tier.records()}
     durable = resumable(state.live)[:1]
     return [
         record
         for _, record in sorted(records.items(), reverse=True)
+        # Of an older epoch, another job has claimed the root since and continues from elsewhere.
         if record.head.epoch == state.epoch
         and state.find(record.head.attempt) is None
         and not any(record.head.is_before(entry.slot, entry.step) for entry in durable)

@@ -89,7 +89,7 @@ def reshard_in(
     """Write a checkpoint anew, laid out for loads on other ranks, into the top of `there` or as a
     second form in its root. See `ckpt.reshard`.
     """
-    # In another place lie files of the checkpoint that was begun with.
+    # Another place has files of the checkpoint that the copy began with, and takes no other's.
     tries_left = RETIRED_MAX if step is None and not attempt and there is None else 1
     while True:
         budget = MetadataBudget(nbytes_max)
@@ -221,6 +221,7 @@ def cut_for(manifest: Manifest, new: NewLayout, world_size: int) -> Layout:
     small = [chunk for chunk in held_whole if chunk.nbytes < SMALL_NBYTES]
     large = [chunk for chunk in held_whole if chunk.nbytes >= SMALL_NBYTES]
     loads = [sum(chunk.nbytes for chunk in chunks) for chunks in cut]
+    # The largest first fills ranks most evenly; the name makes the order the same in every try.
     for chunk in sorted(large, key=lambda chunk: (-chunk.nbytes, chunk.fqn)):
         emptiest = loads.index(min(loads))
         cut[emptiest].append(chunk)

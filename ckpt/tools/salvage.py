@@ -183,8 +183,8 @@ def salvage(store: Store, prefix: str) -> SalvageReport:
 def write_manifest(store: Store, report: SalvageReport) -> bytes:
     """Create the MANIFEST of a complete report; returns its bytes, whose digest a commit names.
 
-    An equal one is left alone. Raises InvalidState when the report is
-    incomplete, Corrupt when another MANIFEST is there: it is not overwritten.
+    An equal one is left alone. Raises InvalidState when the report is incomplete, Corrupt when
+    another MANIFEST is there: it is not overwritten.
     """
     if report.manifest is None:
         missing = [f"{name}: missing" for name in report.missing]
@@ -277,6 +277,7 @@ class _Shared:
         reference = parse_reference(name)
         if reference is None or other.header.attempt != reference.attempt:
             raise Corrupt(f"{key}: is a file of {other.header.attempt}")
+        # A manifest has one size of blocks for all its chunks, those of other attempts included.
         if index.block_bytes != place.header.block_bytes:
             raise Corrupt(f"{key}: has blocks of {index.block_bytes} bytes")
         if DIGESTS not in index.extras:

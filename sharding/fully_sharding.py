@@ -90,6 +90,7 @@ def fully_shard(
     params = _module_params(modules, frozenset(ignored_params or ()), keeping.device)
     parts = parts_by_mesh(params, data, shard_placement_fn)
     groups = [_group(modules, part, keeping, reshard_after_forward) for part in parts]
+    # Last: until here an argument that does not fit has left the modules as they were.
     become_sharded(groups, "fully_shard")
     return module
 
@@ -200,6 +201,7 @@ def _outermost(function: str, given: Sequence[Any]) -> list[nn.Module]:
             )
     inside = {id(child) for one in given for child in one.modules() if child is not one}
     outermost = [one for one in given if id(one) not in inside]
+    # By identity, and in order: modules may define equality, and a list may name one twice.
     return list({id(one): one for one in outermost}.values())
 
 
@@ -213,6 +215,7 @@ def _checked_mesh(mesh: DeviceMesh | None, names: tuple[str] | None = None) -> D
             f"fully_shard needs a mesh of one axis (shard) or two (replicate, shard), got "
             f"{mesh.ndim}; pass part of it: mesh['dp']"
         )
+    # An AssertionError, as torch's own function raises here: trainers catch what they know.
     if mesh.ndim == 2 and mesh.mesh_dim_names is None:
         raise AssertionError(
             "a mesh of two axes needs their names: init_device_mesh(..., "
@@ -257,6 +260,7 @@ def _module_params(
     modules: Sequence[nn.Module], ignored: frozenset[nn.Parameter], device: torch.device
 ) -> list[ModuleParam]:
     """What the modules own together, on the device to compute on."""
+    # One walk over all of them finds what is tied between two, and counts it once.
     root = modules[0] if len(modules) == 1 else nn.ModuleList(modules)
     left_alone = Ignored(frozenset(), ignored, frozenset(), _is_unit)
     move_states(root, left_alone, device)

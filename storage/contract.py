@@ -80,6 +80,7 @@ class StoreContract:
         """More buffers than one system call takes, empty ones and doubles among them."""
         data = self.sample(5000)
         store.put_if_absent("a", data)
+        # Linux takes 1,024 buffers in one readv; a load may fill more rows of a shard.
         assert store.is_cold("a", ByteRange(7, 3071)) in (False, True)
         for get_into in (store.get_into, store.get_direct_into):
             target, doubles = bytearray(3000), array.array("d", [0.0] * 8)
@@ -117,6 +118,7 @@ class StoreContract:
         assert store.get("a") == b"first"
 
     def test_exactly_one_of_32_racing_writers_wins(self, store: Store) -> None:
+        # Commits rest on it: two jobs that both believe to have written a record lose a checkpoint.
         if store.exclusive_create is ExclusiveCreate.NONE:
             return
 
@@ -185,6 +187,7 @@ class StoreContract:
 
     def test_an_object_under_construction_is_invisible(self, store: Store) -> None:
         data = memoryview(self.sample(self.part_nbytes + 5))
+        # All parts are there, and still nothing is to be seen: the end of the block publishes.
         with store.create("dir/a", len(data), part_nbytes=self.part_nbytes) as writer:
             writer.write_part(0, [data[: self.part_nbytes]])
             writer.write_part(1, [data[self.part_nbytes :]])
@@ -244,6 +247,7 @@ class StoreContract:
 
     def test_create_never_replaces(self, store: Store) -> None:
         store.put_if_absent("a", b"first")
+        # Of one part and of several: object stores have two ways to create an object.
         sizes = [5, self.part_nbytes + 5] if self.create_refuses_existing else [5]
         for nbytes in sizes:
             with expect(KeyExistsError):
@@ -258,6 +262,7 @@ class StoreContract:
         assert [entry.key for entry in store.list("")] == sorted(keys)
 
     def test_list_takes_any_prefix_and_starts_after_a_key(self, store: Store) -> None:
+        # Prefixes may end within a name, where a disk has no directory of that name.
         keys = [f"log/{slot:04d}" for slot in range(25)] + ["logs/1", "lo", "steps/1/data"]
         for key in keys:
             store.put_if_absent(key, b"x")
@@ -268,6 +273,7 @@ class StoreContract:
                 assert [entry.key for entry in store.list(prefix, after=after)] == expected
 
     def test_list_is_fresh(self, store: Store) -> None:
+        # Many filesystems of fsspec cache listings, and other processes write to the same root.
         store.put_if_absent("d/a", b"x")
         assert [entry.key for entry in store.list("d/")] == ["d/a"]
         store.put_if_absent("d/b", b"xy")
@@ -280,6 +286,7 @@ class StoreContract:
     def test_delete_may_be_repeated(self, store: Store) -> None:
         store.put_if_absent("a/b/c", b"x")
         target = memoryview(bytearray(1))
+        # Read before: what a store keeps open must not outlive the object.
         store.get_into("a/b/c", 0, [target])
         store.delete("a/b/c")
         store.delete("a/b/c")
@@ -329,6 +336,7 @@ class StoreContract:
         """Two writers are left as a killed process leaves them; only the one below is removed."""
         size = self.part_nbytes
         write_object(store, "steps/1/done", b"x" * (size + 5), part_nbytes=size)
+        # Entered and never left: as a process that was killed, which runs no `__exit__`.
         for key in ("steps/1/died", "steps/2/lives"):
             writer = store.create(key, size + 5, part_nbytes=size).__enter__()
             writer.write_part(0, [memoryview(bytes(size))])
@@ -348,6 +356,7 @@ def check_store(make: Callable[[], Store], contract: type[StoreContract] = Store
     """
     names = sorted(name for name in dir(contract) if name.startswith("test_"))
     for name in names:
+        # A new one for each: what one test leaves, such as an upload, would fail another.
         store = make()
         try:
             getattr(contract(), name)(store)

@@ -427,6 +427,7 @@ class FsspecWriter(ObjectWriter):
 
     def write_part(self, index: int, buffers: Sequence[memoryview]) -> None:
         self._ledger.claim(index, buffers)
+        # Copied: the caller may change its buffers when this returns, and a part may have to wait.
         data = b"".join(flat_views(buffers))
         with self._store.translating("create", self._ledger.key), self._lock:
             self._waiting[index] = data
@@ -464,6 +465,7 @@ class FsspecWriter(ObjectWriter):
 
 def _object_info(key: str, details: dict[str, Any]) -> ObjectInfo:
     """Filesystems name the modification time in many ways; 0.0 where there is none."""
+    # Of disks, s3fs, adlfs, gcsfs, and of those that know the creation only.
     for name in ("mtime", "LastModified", "last_modified", "updated", "created"):
         value = details.get(name)
         if isinstance(value, (int, float)):

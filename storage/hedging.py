@@ -48,6 +48,7 @@ class RequestKind(NamedTuple):
     @property
     def group(self) -> tuple[str, int]:
         """The same for sizes up to the same power of two; below 64 KiB latency is what counts."""
+        # Coarse: a group with few requests knows no quantile, and hedges as if blind.
         return self.name, max(self.nbytes - 1, 0xFFFF).bit_length()
 
 
@@ -144,12 +145,14 @@ class HedgeRule:
 
     def answered(self, kind: RequestKind, seconds: float) -> None:
         """A request was answered after `seconds`."""
+        # The newest only: what a link or a server does changes within minutes.
         known = self._seconds.setdefault(kind.group, deque(maxlen=self._limits.samples_max))
         known.append(seconds)
         self._saved = min(self._saved + self._limits.share, self._limits.saved_max)
 
     def refused(self) -> None:
         """The server said that it has too many requests."""
+        # Second requests make that worse, whoever waits for them.
         self._saved = max(self._saved - self._limits.slow_down_cost, 0.0)
 
     def take(self) -> bool:

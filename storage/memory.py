@@ -53,6 +53,7 @@ class MemoryBucket:
     def keys_from(self, prefix: str, after: str) -> list[str]:
         """The keys at this moment, ascending."""
         with self._lock:
+            # Sorted once for many listings: tests look at a log again and again.
             if self._sorted_keys is None:
                 self._sorted_keys = sorted(self._objects)
             keys = self._sorted_keys
@@ -178,6 +179,7 @@ class BufferedWriter(ObjectWriter):
         self._data = bytearray(nbytes)
 
     def write_part(self, index: int, buffers: Sequence[memoryview]) -> None:
+        # No lock: parts are apart, and each is claimed once.
         position = self._ledger.claim(index, buffers).start
         target = memoryview(self._data)
         for view in flat_views(buffers):

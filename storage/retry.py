@@ -103,6 +103,7 @@ class Trial:
         return self
 
     def __exit__(self, *_: object) -> None:
+        # In `__exit__`, so that a wait ends as well where the attempt raised another error.
         if self._is_waiting:
             self._policy.patience.end(self._policy.clock(), is_answered=self._is_answered)
 
@@ -115,6 +116,7 @@ class Trial:
         """Seconds until the next attempt. Raises `error` when there is none."""
         policy = self._policy
         self._number += 1
+        # 2.0**1024 would overflow, after a thousand tries of a store that is away for hours.
         pause_max = policy.pause_first_seconds * 2.0 ** min(self._number - 1, 64)
         pause = policy.uniform(0.0, min(policy.pause_max_seconds, pause_max))
         now, limit = policy.clock(), policy.patience.seconds
@@ -287,6 +289,7 @@ class _RetryingWriter(ObjectWriter):
         self._policy = policy
 
     def __enter__(self) -> _RetryingWriter:
+        # A context manager is entered once: each attempt begins with a new one.
         def enter() -> tuple[AbstractContextManager[ObjectWriter], ObjectWriter]:
             context = self._begin()
             return context, context.__enter__()

@@ -83,6 +83,7 @@ def _key_problem(key: str) -> str:
     if not key.isprintable() and any(ord(c) < 32 or ord(c) == 127 for c in key):
         return "it holds a control character"
     for part in key.split("/"):
+        # On a disk such a key leads out of the root; manifests name files, and may be hostile.
         if part in ("", ".", ".."):
             return f"it has the part {part!r}"
         if part.startswith(UNFINISHED_MARK):
@@ -427,6 +428,7 @@ class Patience:
         """
         with self._changed:
             self._seconds = seconds
+            # Whoever pauses between two tries looks again, and gives up where the time is over now.
             self._changed.notify_all()
         # The former listener hears the end, and the new one what is so now.
         with self._reporting:
@@ -457,6 +459,7 @@ class Patience:
 
     def note(self, error: object, limit: float, now: float) -> None:
         """A request has failed, for the first time or again."""
+        # One line for all: behind a store that is away, every thread has a request that failed.
         with self._changed:
             if now - self._logged < LOG_SECONDS:
                 return

@@ -103,6 +103,7 @@ class FaultyStore(WrappedStore):
     def list(self, prefix: str, *, after: str = "") -> Iterator[ObjectInfo]:
         entries = self.perform("list", prefix, lambda: self.inner.list(prefix, after=after))
         for entry in entries:
+            # Between two entries another thread of this process may have died with the store.
             self.check_alive("list", prefix)
             yield entry
 
@@ -130,6 +131,7 @@ class FaultyStore(WrappedStore):
         self.check_alive(operation, key)
         if not self.plan.strikes(operation, key):
             return apply()
+        # As where the request arrived and its answer was lost.
         if self.plan.mode == "after":
             apply()
         elif not self.plan.kill:

@@ -258,6 +258,7 @@ class SpreadStore(WrappedStore):
         """Where `key` is to be written."""
         if not self._is_spread(check_key(key)):
             return key
+        # Under the lock: the first files of a save are created by several threads at once.
         with self._lock:
             if not self._settled:
                 self._settle()

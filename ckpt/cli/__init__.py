@@ -28,6 +28,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _main(argv: Sequence[str] | None) -> int:
     words = list(sys.argv[1:] if argv is None else argv)
+    # As git has it: `ckpt help cp` is what people type who know no flag yet.
     if words[:1] == ["help"]:
         words = [*words[1:], "--help"]
     # Without a command, show what there is. Unknown words are refused by the parser of the command:
@@ -64,6 +65,7 @@ def _explained(error: Exception, refuse: Callable[[str], NoReturn]) -> int:
     from ckpt.errors import CheckpointError, InvalidArgument
     from storage import InvalidUrlError
 
+    # Functions name arguments as Python does; who typed a command line knows them by their flags.
     if isinstance(error, InvalidArgument):
         refuse(str(error))
     if isinstance(error, InvalidUrlError):

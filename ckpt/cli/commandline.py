@@ -115,6 +115,7 @@ def _options(name: str, annotation: Any, parameter: inspect.Parameter | None) ->
         is_needed = default is inspect.Parameter.empty
         nargs = ("+" if is_needed else "*") if argument.collect else None if is_needed else "?"
         yield Option(name, (), how | ({"nargs": nargs} if nargs else {}), argument)
+    # A file, and not the key itself: a command line is in the list of processes and in histories.
     if argument.collect is dict and "option" in flags:
         about = f"the key of the {'other ' * ('other' in flags)}root, where that is encrypted: "
         key: dict[str, Any] = {
@@ -206,6 +207,7 @@ def refused(command: Command, text: str, error: Callable[[str], NoReturn]) -> No
     """End with `text`, in which arguments of Python, such as `keep_best=`, get their flags."""
     for option in command.options:
         if option.names:
+            # `step='a'` becomes `--step 'a'`, and a bare `step=` or `mark=True` the flag alone.
             text = re.sub(rf"\b{option.dest}=(?=['\"\d])", f"{option.names[-1]} ", text)
             text = re.sub(rf"\b{option.dest}=(True\b)?", option.names[-1], text)
     error(text)

@@ -19,6 +19,7 @@ def show_diff(report: DiffReport, sort: str = "name", unfold: bool = False) -> N
     print(f"a: step {report.step_a} of {report.url_a}")
     print(f"b: step {report.step_b} of {report.url_b}\n")
     lines = _lines(report.changed, unfold)
+    # Other shapes and dtypes first: they have no amount, and are the largest change of all.
     if sort == "amount":
         lines.sort(key=lambda line: line[2].relative_norm if line[2] else math.inf, reverse=True)
     if lines:
@@ -99,6 +100,7 @@ def show_plan_ranks(plan: LoadPlan) -> None:
     if plan.not_asked:
         print(f"{plan.not_asked} names are below entries that the state does not have")
     show_names("does not fit", plan.problems, NAMES_SHOWN_MAX)
+    # "Nothing was read" answers a fear: a plan of terabytes looks like the load itself.
     print("it fits" if plan.fits else "a strict load would be refused; nothing was read")
 
 

@@ -97,6 +97,7 @@ def _show_near(listing: NearListing) -> None:
 
 def show_log(report: LogReport) -> None:
     """`ckpt log`. All records come first: with a broken log, they are what one looks for."""
+    # Once for all rows, so that ages of the same moment look the same.
     now = time.time()
     show_table(
         ("slot", "when", "", "what", "step", "line", "session", "attempt", "kept"),
@@ -168,6 +169,7 @@ def show_report(report: Report, output: str = "report.html") -> None:
     if day := per_day_text(report.per_day):
         print(f"a day: {day}")
     for notice in report.notices:
+        # Notes are on the page; here they would hide what has to be done.
         if notice.severity != "note":
             print(f"{notice.severity}: {notice.text}")
 

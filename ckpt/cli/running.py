@@ -32,6 +32,7 @@ def run(command: Command, arguments: Mapping[str, Any], shown: dict[str, Any]) -
             yes = shown.pop("yes", False)
             extra["confirm"] = partial(views.confirmed, yes=yes, as_json=to_json)
         report = command.function(**arguments, **extra)
+    # All ranks have the same report, and share one terminal.
     if rank == 0 and to_json:
         show_json(json_of(command.name, report))
     elif rank == 0:

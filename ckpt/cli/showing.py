@@ -66,6 +66,7 @@ def show(
                 f"the first name is {checkpoint.keys()[0]!r}"
             )
         if as_map and not to_json:
+            # Before anything is drawn: a manifest of a few MiB can describe a page of many GiB.
             count = len(checkpoint.manifest.chunks)
             budget.charge(PART_NBYTES * count, f"a picture of {count} chunks")
             show_map(checkpoint, names, output or None)
@@ -104,6 +105,7 @@ def _rows(checkpoint: CheckpointContents, names: Sequence[str]) -> Iterator[tupl
     writers: dict[tuple[int, ...], str] = {}
     stored_by: list[str] = []
     for count, files in manifest.chunks.files_by_tensor():
+        # Most tensors are stored by the same ranks: their text is made once.
         key = (count, *files)
         if key not in writers:
             writers[key] = _writers({ranks[file] for file in files}, count)

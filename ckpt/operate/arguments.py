@@ -64,6 +64,7 @@ def operation(function: F) -> F:
     def call(*args: Any, **named: Any) -> Any:
         from storage.hidden import hidden_arguments
 
+        # First of all: an error below would show the frames in which secrets lie as they came.
         args, named = hidden_arguments(function, args, named)
         # Bound here: each value is checked by the annotation of its parameter.
         bound = inspect.signature(function).bind(*args, **named)
@@ -94,6 +95,7 @@ def _checked(parameter: inspect.Parameter, value: Any) -> Any:
     from ckpt.errors import InvalidArgument
 
     argument = Argument.of(parameter.annotation)
+    # None for an empty list, too: callers pass on arguments of their own, by default None.
     if argument is None or (value is None and parameter.default in (None, ())):
         return value if argument is None else parameter.default
     shown, is_right, wanted = f"{parameter.name}={value!r}", True, ""
@@ -196,6 +198,7 @@ def price(text: str) -> float:
 
 def seconds(text: str) -> float:
     """TIME, such as 90m, in seconds."""
+    # Never without a unit: 90 would be seconds to some, and minutes to others.
     match = re.fullmatch(r"(\d+(?:\.\d+)?)([smhd])", text)
     if match is None or not float(match[1]):
         raise ValueError(f"{text!r} is not a time; write e.g. 0.5s, 90m, 12h or 7d")
@@ -228,6 +231,7 @@ def rename_rule(text: str) -> str:
     if "=" not in text:
         raise ValueError(f"{text!r} is not OLD=NEW or re:PATTERN=NEW")
     if text.startswith("re:"):
+        # The last "=" divides it, because a pattern may have one, as in (?=...).
         try:
             re.compile(text[3:].rpartition("=")[0])
         except re.error as error:

@@ -67,6 +67,7 @@ def diff(
     )
     if other is None:
         other = url
+        # Where anything is chosen, the rest has its usual meaning: the latest.
         if step_a is step_b is None and not (attempt_a or attempt_b):
             step_a, step_b = newest_two(url, storage_options)
     options_b = options_of_other(url, storage_options, other, other_options)

@@ -40,7 +40,8 @@ def ls(
     from ckpt.tools.overview import listing, listing_of_other
     from storage.errors import InvalidUrlError
 
-    # A file of another library is no store at all, and its folder is no root.
+    # Ours first: a file of another library is no store at all, and its folder is no root, so only
+    # these two errors mean that it may be one.
     try:
         with given.opened(url, storage_options) as store:
             return listing(store)

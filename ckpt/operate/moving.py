@@ -64,7 +64,8 @@ def copy(
         source = stack.enter_context(given.opened(url, storage_options))
         there = stack.enter_context(given.opened(target, of_target))
         if root:
-            # All before the first byte: retention would delete the oldest while others are copied.
+            # All before the first byte: retention would delete the oldest while others are copied,
+            # and a copy of a root with a hole in it is of no use.
             for entry in live_entries(source):
                 stack.enter_context(leased(source, entry.attempt, LEASE_SECONDS_MAX))
             return copy_root(source, there, threads=threads_max, progress=progress, budget=budget)

@@ -127,6 +127,7 @@ class Hooks:
         """End this process where the plan ends, and the other ranks are there as well."""
         if self._calls < self._plan["count"] and step != self._plan["last"]:
             return
+        # A rank that died first would fail the collectives of the others in their last step.
         (self._folder / f"end-{self._rank}").touch()
         until = time.monotonic() + OTHERS_SECONDS
         while time.monotonic() < until and len([*self._folder.glob("end-*")]) < self._size:
@@ -139,6 +140,7 @@ class Hooks:
         # Workers of data loaders are forks that have these hooks too, and are not the rank.
         if where != self._plan["kill"] or self._signalled or os.getpid() != self._pid:
             return
+        # In a thread of a save, the record is under way in the main one.
         if threading.current_thread() is threading.main_thread():
             self._write()
         self._signalled = boundary == "by SIGTERM"
@@ -175,6 +177,7 @@ class Hooks:
             return do(one, step, metric)
         self._stepped(int(step))
         begun = do(one, step, metric)
+        # At the same steps in every run, whatever takes longer in one of them.
         if step in self._plan["saves"]:
             self._pending = one.save_now()
             if self._plan["kill"] == ["after the save", step]:
@@ -247,6 +250,8 @@ class Hooks:
     def _iterate(self, iterate: Any, loader: Any) -> Any:
         before = random_states() if self._is_on() else None
         iterator = iterate(loader)
+        # A DataLoader without a generator seeds its workers from torch's own: a second iterator
+        # after a resume shifts all that is drawn later.
         if before is not None and before != random_states():
             self._record["drawn"] = True
         kind = type(iterator)

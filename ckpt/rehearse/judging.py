@@ -45,6 +45,7 @@ class Trace:
     """What one rank of one run has done; the last step may not be done."""
 
     def __init__(self, path: Path) -> None:
+        # A rank that was killed while it wrote has left half a line.
         whole = path.read_text(encoding="utf-8").split("\n")[:-1]
         events = [json.loads(line) for line in whole]
         self.restored: Step = next((one for one in events if "restored" in one), {})
@@ -119,6 +120,7 @@ def _whole(steps: Sequence[Step]) -> dict[str, int]:
     for step in steps:
         for name, each in step.get("digests", {}).items():
             regions.setdefault(name, {}).update(each)
+    # A sum, which is the same however the regions are cut: see `seen.digests`.
     return {name: sum(each.values()) % (1 << 64) for name, each in regions.items()}
 
 

@@ -123,6 +123,8 @@ class Rehearsal:
         difference = compare(what, traces, self._first, {})
         if difference is None:
             return None
+        # Only now: most trainings are deterministic, and a second run would cost as much as the
+        # first.
         again = self._uninterrupted("not interrupted, again", self.runs[0].steps)
         noise = compare("", again, self._first, {})
         if noise is not None:

@@ -29,6 +29,7 @@ def folded(rows: Iterable[Sequence[str]]) -> list[tuple[str, ...]]:
     counts: Counter[tuple[str, ...]] = Counter()
     firsts: dict[tuple[str, ...], str] = {}
     for name, *rest in rows:
+        # With the rest: a layer of another shape or dtype is what one looks for.
         key = (NUMBER.sub("*", name), *rest)
         counts[key] += 1
         firsts.setdefault(key, name)

@@ -62,6 +62,7 @@ def ended_by_signals() -> Iterator[Ending]:
     try:
         yield ending
     finally:
+        # Commands run inside other programs, too, whose own Ctrl-C must work after them.
         for number, handler in before.items():
             signal.signal(number, handler)
 

@@ -71,7 +71,8 @@ class Heat(NamedTuple):
 
 def _heat_of(telemetry: Telemetry) -> Heat:
     work = [sum(took) for took in telemetry.took_us]
-    # Those that were at work longest are chosen, and shown in the order of ranks.
+    # Those that were at work longest are chosen, and shown in the order of ranks: neighbours are on
+    # one host, and a slow host is a stripe.
     ranks = sorted(sorted(range(len(work)), key=lambda rank: -work[rank])[:RANKS_MAX])
     longest = max((took for rank in ranks for took in telemetry.took_us[rank]), default=0) or 1
     took, rank, phase = max(
@@ -108,11 +109,13 @@ AXES = {
 def _templates() -> Environment:
     made = Environment(
         loader=PackageLoader("ckpt.screens", "."),
+        # Names of tensors, hosts and errors come from storage, where others may have written them.
         autoescape=True,
         trim_blocks=True,
         lstrip_blocks=True,
         # A wrong name in a template is an error, and not an empty cell.
         undefined=StrictUndefined,
+        # Before it escapes, and not what is HTML already: line breaks of templates are theirs.
         finalize=lambda one: one if hasattr(one, "__html__") else visible(f"{one}"),
     )
     functions: tuple[Any, ...] = (

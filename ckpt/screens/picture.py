@@ -71,6 +71,7 @@ def _show_in_terminal(checkpoint: CheckpointContents, tensors_map: TensorsMap) -
         hidden = len(tensors_map.tensors) - ROWS_IN_TERMINAL_MAX
         print(f"... and {hidden} more; choose by a pattern, or see all with --output FILE.html")
     print()
+    # Bars are of one scale: a rank that stores far more than others is seen at once.
     longest = max((file.nbytes for file in tensors_map.files.values()), default=1)
     files = [
         (file.name, size(file.nbytes), "█" * max(1, round(40 * file.nbytes / longest)))
@@ -147,6 +148,7 @@ def _region_text(region: Region) -> str:
 
 def _color(index: int, count: int, lightness: int = 52) -> str:
     """A colour of its own for each rank, neighbours far apart on the wheel."""
+    # Turned by the golden angle, no two of the next few hues are near each other.
     golden_angle = 137.508
     hue = 360 * index / max(count, 1) if count <= 12 else index * golden_angle % 360
     return f"hsl({hue:.0f} 62% {lightness}%)"

@@ -108,6 +108,7 @@ def job_row(job: JobRecord, now_unix: float) -> tuple[str, ...]:
     if job.steps_lost is not None:
         lost = f"{counted(job.steps_lost, 'step')}, {duration(job.seconds_lost or 0.0)}"
         began += f", {lost} lost"
+    # The cause is the text of an error, which may be a page long; `ckpt report` has all of it.
     state = job.state(now_unix) + (f": {job.cause[:40]}" if job.cause else "")
     commit = "-".join(part[:10] for part in job.commit.split("-"))
     counts = (f"{job.step}", began, f"{job.failed}", commit)

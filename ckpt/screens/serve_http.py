@@ -116,6 +116,7 @@ class PageServer(socketserver.ThreadingTCPServer):
     def process_request(self, request: Any, client_address: Any) -> None:
         """Begin with a connection. Of too many half requests, one makes room for it."""
         address = client_address[0]
+        # Clients that send a byte now and then would otherwise take all threads, for ever.
         with self._lock:
             late = to_end(self._half, address, HALF_MAX, HALF_PER_ADDRESS)
             if late is not None:
@@ -161,6 +162,7 @@ class PageServer(socketserver.ThreadingTCPServer):
     @contextmanager
     def stream(self) -> Iterator[bool]:
         """Whether one more may begin; it has ended after the block."""
+        # Refused and not queued: a browser that waits in silence looks as if nothing happened.
         is_free = self._streams.acquire(blocking=False)
         try:
             yield is_free
@@ -217,6 +219,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _foreign_host(self) -> str:
         """Why a request is refused by the host that it names; "" when it is not."""
+        # Exactly one: proxies and servers differ in which of several they believe.
         given = self.headers.get_all("Host") or []
         try:
             name = urlsplit(f"//{given[0]}").hostname if len(given) == 1 else None
@@ -270,6 +273,7 @@ class _Handler(BaseHTTPRequestHandler):
             sections = sections_of(self.server.look(choice))
             digest = digest_of(sections)
             if digest != seen:
+                # A page may be of hundreds of kilobytes, of which a new step changes a few lines.
                 new = {name: html for name, html in sections.items() if shown.get(name) != html}
                 # One line: a line break would end the data.
                 self._write(f"id: {digest}\nevent: sections\ndata: {json.dumps(new)}\n\n")

@@ -55,6 +55,7 @@ def progress_bar(what: str, *, shown: bool = True) -> Iterator[Callable[[int, in
     if not shown:
         yield None
         return
+    # A bar in the log of a job would be thousands of lines, one for each time it is drawn.
     if not console.is_terminal:
         yield _logged(what)
         return
@@ -226,6 +227,7 @@ def _finite(value: Any) -> Any:
         return {key: _finite(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
         return [_finite(item) for item in value]
+    # Python would write NaN and Infinity, which no other parser takes.
     if isinstance(value, float) and (value != value or value in (float("inf"), -float("inf"))):
         return None
     return value

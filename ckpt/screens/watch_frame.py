@@ -51,6 +51,7 @@ PLAIN = Marks("o", ".", "x", "_.-=+*#@")
 
 def marks_of(encoding: str | None) -> Marks:
     """What a stream of this encoding can show; one without takes any text."""
+    # Tried, not looked up: the locale of a container is often C, whose encoding is ASCII.
     try:
         "".join(DRAWN).encode(encoding or "utf-8")
     except (LookupError, UnicodeEncodeError):
@@ -331,6 +332,7 @@ def _totals_text(totals: SaveTotals) -> str:
 
 
 def _of_failures(before: TrainingRun, after: TrainingRun) -> list[Happening]:
+    # By value: a job keeps its newest failures only, so a count could stay the same.
     known = set(before.failures)
     return [
         Happening("failed", one.time_unix, one.step, f"failed to save step {one.step}: {one.error}")

@@ -111,6 +111,7 @@ def watch_once(
         state = poller.poll()
     finally:
         poller.close()
+    # Who watches waits for a store that is away; a script that looks once has to learn of it.
     if state.availability == "away":
         raise CheckpointError(state.problem)
     if as_json:
@@ -119,6 +120,7 @@ def watch_once(
     width, marks = screen_width(), marks_of(sys.stdout.encoding)
     how: Any = {"width": min(width, 120), "height": ONCE_HEIGHT, "marks": marks}
     lines = frame_of(state, time.time(), prices=prices, **how)
+    # Below the stream that shows codes: rich writes some on purpose, and texts were made visible.
     console = Console(file=below(sys.stdout), width=width)
     for line in lines:
         console.print(_text(line))

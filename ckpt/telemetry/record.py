@@ -192,6 +192,7 @@ class Telemetry(_TelemetryModel):
 def encode_telemetry(telemetry: Telemetry) -> bytes:
     """JSON in UTF-8. Raises ValueError when it is larger than a reader accepts."""
     data = telemetry.model_dump_json().encode()
+    # What no reader would take is not written either: it would only cost space.
     if len(data) > TELEMETRY_NBYTES_MAX:
         raise ValueError(f"{len(data)} bytes of telemetry; at most {TELEMETRY_NBYTES_MAX} are kept")
     return data

@@ -77,6 +77,7 @@ class Transfers(ABC):
         """Send bytes of any length to some ranks, and receive from each of `sources`. Takes two
         tags, from `tag` on.
         """
+        # Two moves: a receiver needs memory of the right length before any byte comes.
         lengths = [memoryview(bytearray(_LENGTH.size)) for _ in sources]
         self.move(
             [Message(to, tag, memoryview(_LENGTH.pack(len(data)))) for to, data in send.items()],
@@ -311,6 +312,7 @@ def decided_json(
         return data if len(data) < JSON_NBYTES_MAX else zlib.compress(data, level=1)
 
     def unpacked(data: bytes) -> Any:
+        # 0x78 begins every stream of zlib with its usual window, and no JSON.
         return json.loads(zlib.decompress(data) if data[:1] == b"x" else data)
 
     answer = decided(

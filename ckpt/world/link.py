@@ -157,6 +157,8 @@ class Link:
     def _use(self, sock: socket.socket) -> None:
         sock.setblocking(False)
         if sock.family != socket.AF_UNIX:
+            # Messages of a round are small, and Nagle's algorithm would hold back the second one
+            # until the first is acknowledged: 40 ms where the other side delays that.
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             _keep_alive(sock)
         self.sock = sock
@@ -224,6 +226,7 @@ class Link:
     def took(self, frame: Frame) -> bytes:
         """Count a message that has come. Returns what to send when it is time to report."""
         self.received += 1
+        # Small ones count for more: each takes an object at the sender, besides its bytes.
         self._unreported += max(KEPT_NBYTES_MIN, frame.nbytes)
         if self._unreported < REPORT_NBYTES or self.has_ended:
             return b""
@@ -251,6 +254,8 @@ class Link:
         """Continue over connection `number`. The other side has received so many messages."""
         with self._lock:
             self._drop(received)
+            # Back to the beginning of the first message that has not come whole: what was received
+            # of it in part is thrown away there.
             if self._outbox:
                 end, data = self._outbox[0]
                 self._count.append(end - data.nbytes)

@@ -186,6 +186,7 @@ class FlatValues(ParameterStore):
         """
         if not self.is_sharded:
             return values.detach().clone()
+        # Memory of its own: the gathered buffer may be in use by a forward at the same time.
         full = torch.empty(self.layout.padded_numel, dtype=values.dtype, device=self.device)
         self._gather_into(full, values.detach()).wait()
         return full[: self.layout.numel]
@@ -248,6 +249,7 @@ class FlatValues(ParameterStore):
         """
         self.show_params()
         values = self.flat.detach()
+        # `.data`, so that the objects stay: optimizers and users hold them.
         for param, view in zip(self.params, self.shard_views(values), strict=True):
             param.data = view
         self._params_are_unsharded = False
@@ -291,6 +293,8 @@ class FlatValues(ParameterStore):
 
     def memory_identity(self) -> object:
         """Changes whenever views have to be made anew."""
+        # By address where the shard itself is shown, because a conversion of the module gives it
+        # other memory; a gathered buffer may get the address of one that was freed.
         full = self._full
         return (full.data_ptr() if self._aliases_flat else id(full), full.dtype)
 
@@ -358,6 +362,7 @@ class FlatValues(ParameterStore):
                 if current.numel() != 0:
                     raise RuntimeError(self._wrong_shape(index, current, 0))
                 continue
+            # Nearly always: the object is ours and lies where we have put it.
             if current is param and current.data_ptr() == base + start * itemsize:
                 continue
             target = self.shard_views(self.flat.detach())[index]

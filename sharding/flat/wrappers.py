@@ -198,6 +198,7 @@ def prepare_params(
             "nothing will be gathered",
             stacklevel=3,
         )
+    # Not those of inner wrappers, which have taken them already: wrapping begins inside.
     module_params = find_params(module, ignored, managed=managed_below(module))
     device = choose_device([item.param for item in module_params], device_id)
     if materialize(module, ignored, device, param_init_fn):

@@ -107,6 +107,8 @@ class ObjectEncoder:
         self.grid = grid
         self._name = key.encode()
         self._codec = codec
+        # A key of its own for each object: numbers of blocks are nonces, and all objects have the
+        # same ones.
         self._salt = bytes(SALT_NBYTES) if codec.secret is None else os.urandom(SALT_NBYTES)
         self._tag: BlockTag = CrcTag() if codec.secret is None else AesTag(codec.secret, self._salt)
 
@@ -144,6 +146,7 @@ class ObjectEncoder:
             self._salt,
             END,
         )
+        # The name is in it, and the tag covers it: an object under another key is refused.
         index = b"".join(_ENTRY.pack(*entry) for entry in entries) + self._name
         return self._tag.close(_INDEX_NUMBER, index, footer) + footer
 
@@ -316,6 +319,7 @@ def check_root(secret: EncryptionKey, stored: bytes, where: str) -> None:
     line, _, data = stored.partition(b"\n")
     said, _, _ = line.rpartition(b" ")
     match = _LINE.fullmatch(said)
+    # In constant time: an answer that comes sooner would tell how much of a guess is right.
     if match is None or not hmac.compare_digest(match[5], _check(secret, match[1], data)):
         raise damaged(where, "it was not made with this key")
 
@@ -374,6 +378,7 @@ class EncodedWriter(ObjectWriter):
                 self._entries[number] = BlockPlace(self._nbytes, len(tagged), coding)
                 self._append(tagged)
             parts = list(self._whole_parts(keep=0))
+        # Sent without the lock: other threads encode and pack meanwhile.
         for part in parts:
             self._writer.write_part(*part)
 

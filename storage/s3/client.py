@@ -110,6 +110,7 @@ class S3Client:
         self._bucket = bucket
         self.what = what
         self._filesystem = s3fs.S3FileSystem(**options)
+        # s3fs repeats by itself what botocore does not, conditional writes among it.
         self._filesystem.retries = 1
         self._unsigned = unsigned
         self._models: dict[tuple[str, ...], Model] = {}
@@ -164,6 +165,8 @@ class S3Client:
         signer.get_auth_instance = note_auth
         again = _request(sample.method, sample.url, sample.before, b"", sample.context)
         await signer.sign(operation, again)
+        # Signed a second time, to learn what the signature adds: those headers are made anew for
+        # each request, and the rest stays as botocore made it.
         known = {*(name.lower() for name in again.headers), "content-length"}
         after = [(name, value) for name, value in sample.after if name.lower() not in known]
         if any(name.lower() == "transfer-encoding" for name, _ in after):

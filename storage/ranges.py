@@ -38,6 +38,17 @@ def flat_views(buffers: Sequence[memoryview]) -> list[memoryview]:
     return [as_bytes_view(buffer) for buffer in buffers if buffer.nbytes]
 
 
+def take_front(views: Sequence[memoryview], nbytes: int) -> list[memoryview]:
+    """The first `nbytes` bytes of `views`."""
+    pieces = []
+    for view in views:
+        if not nbytes:
+            break
+        pieces.append(view[:nbytes])
+        nbytes -= pieces[-1].nbytes
+    return pieces
+
+
 def drop_front(views: list[memoryview], nbytes: int) -> list[memoryview]:
     """What is left of `views` after their first `nbytes` bytes."""
     for i, view in enumerate(views):

@@ -102,13 +102,11 @@ class Watcher:
                 extra={"ckpt": {"event": "rank heard", "rank": one.rank, "host": one.host}},
             )
             notify(self._observers, RankHeard(one))
-        self._find_dead([one.rank for one in appeared if one.kind == "silent"])
-
-    def _find_dead(self, silent: Sequence[int]) -> None:
-        """Fail when the process of a silent rank is gone; ranks of the same machine see that."""
+        # A silent rank whose process is gone will not come back; ranks of its machine see that.
         try:
-            for rank in silent:
-                self._world.check_rank(rank, self._phase)
+            for one in appeared:
+                if one.kind == "silent":
+                    self._world.check_rank(one.rank, self._phase)
         except RankFailed as failure:
             self._fail(failure)
 

@@ -246,7 +246,13 @@ def usage_of(store: Store) -> DiskUsage:
         # could be live with a part of its files.
         live = live_entries(store)
     except NoCheckpoint as no_root:
-        return _of_directory(store, no_root)
+        # One step's directory by itself: its manifest says of which step.
+        try:
+            header = decode_manifest(store.get(MANIFEST_NAME), ruled=True).header
+        except KeyNotFoundError:
+            raise no_root from None
+        own = _attempt_usage(header.step, header.attempt, list(store.list("")))
+        return DiskUsage(store.url, (own,), 0, 0, 0, 0)
     entries = {entry.attempt: entry for entry in live}
     users: dict[str, list[str]] = {}
     for entry in live:
@@ -286,13 +292,3 @@ def _attempt_usage(
     nbytes, newest = sum(one.nbytes for one in objects), max(one.modified_unix for one in objects)
     count = len(objects)
     return AttemptUsage(step, attempt, nbytes, count, newest, is_live, is_pinned, needed_by)
-
-
-def _of_directory(store: Store, no_root: NoCheckpoint) -> DiskUsage:
-    """One step's directory by itself; its manifest says of which step."""
-    try:
-        header = decode_manifest(store.get(MANIFEST_NAME), ruled=True).header
-    except KeyNotFoundError:
-        raise no_root from None
-    own = _attempt_usage(header.step, header.attempt, list(store.list("")))
-    return DiskUsage(store.url, (own,), 0, 0, 0, 0)

@@ -463,8 +463,9 @@ def _notices_of(
 ) -> list[Notice]:
     live = [save for save in saves if save.is_live]
     notices = [
-        Notice("bad", f"the save of step {one.step} has failed {_when(one.time_unix)}: {one.error}")
+        Notice("bad", f"the save of step {one.step} has failed on {when}: {one.error}")
         for one in failures[:-11:-1]
+        for when in [time.strftime("%Y-%m-%d at %H:%M:%S", time.localtime(one.time_unix))]
     ]
     if len(failures) > 10:
         notices.append(Notice("bad", f"{len(failures) - 10} earlier saves have failed as well"))
@@ -525,10 +526,6 @@ def _steps_text(steps: Sequence[int]) -> str:
     shown = ", ".join(map(str, steps[-5:]))
     more = f"{len(steps) - 5} earlier ones and " if len(steps) > 5 else ""
     return f"step{'s' if len(steps) > 1 else ''} {more}{shown}"
-
-
-def _when(unix: float) -> str:
-    return time.strftime("on %Y-%m-%d at %H:%M:%S", time.localtime(unix))
 
 
 def duration(seconds: float) -> str:

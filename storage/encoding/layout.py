@@ -27,7 +27,7 @@ from storage.encoding.blocks import RAW, AesTag, BadTag, BlockTag, CrcTag, Zstd
 from storage.encoding.encryption_keys import SALT_NBYTES, EncryptionKey
 from storage.errors import CorruptObjectError
 from storage.forks import ForkSafeLock
-from storage.ranges import PartLedger, as_bytes_view, drop_front, flat_views
+from storage.ranges import PartLedger, as_bytes_view, drop_front, flat_views, take_front
 from storage.store import ByteRange, ObjectWriter, check_key
 
 MAGIC = b"SHPTENC1"
@@ -415,7 +415,7 @@ class EncodedWriter(ObjectWriter):
         size = self._stored_part_nbytes
         waiting = self._nbytes - self._index * size
         while waiting >= size + keep:
-            yield self._index, _front(self._waiting, size)
+            yield self._index, take_front(self._waiting, size)
             self._waiting = drop_front(self._waiting, size)
             self._index += 1
             waiting -= size
@@ -423,16 +423,5 @@ class EncodedWriter(ObjectWriter):
 
 def _joined(views: list[memoryview], start: int, nbytes: int) -> memoryview:
     """Bytes `start` to `start + nbytes` of all views together: copied only where that is needed."""
-    pieces = _front(drop_front(views, start), nbytes)
+    pieces = take_front(drop_front(views, start), nbytes)
     return pieces[0] if len(pieces) == 1 else memoryview(b"".join(pieces))
-
-
-def _front(views: list[memoryview], nbytes: int) -> list[memoryview]:
-    """The first `nbytes` bytes of `views`."""
-    pieces = []
-    for view in views:
-        if not nbytes:
-            break
-        pieces.append(view[:nbytes])
-        nbytes -= pieces[-1].nbytes
-    return pieces

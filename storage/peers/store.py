@@ -49,7 +49,7 @@ from storage.errors import (
     TransientError,
 )
 from storage.http import HttpStore
-from storage.ranges import PartLedger, drop_front, flat_views
+from storage.ranges import PartLedger, drop_front, flat_views, take_front
 from storage.retry import RetryPolicy, run_publishing
 from storage.store import (
     ExclusiveCreate,
@@ -423,7 +423,7 @@ class _PeerWriter(ObjectWriter, AbstractContextManager["_PeerWriter"]):
         try:
             number = index * self._pieces
             while views:
-                piece = _front(views, self._piece_nbytes)
+                piece = take_front(views, self._piece_nbytes)
                 views = drop_front(views, self._piece_nbytes)
                 self._send("PUT", "/part", piece, upload=self._upload, index=f"{number}")
                 number += 1
@@ -468,17 +468,6 @@ class _PeerWriter(ObjectWriter, AbstractContextManager["_PeerWriter"]):
     def _send(self, method: str, path: str, body: Sequence[memoryview] = (), **fields: str) -> Any:
         store = self._store
         return store.policy.run(lambda: store.request(method, path, body=body, **fields))
-
-
-def _front(views: Sequence[memoryview], nbytes: int) -> list[memoryview]:
-    """The first `nbytes` of some buffers."""
-    front = []
-    for view in views:
-        if not nbytes:
-            break
-        front.append(view[:nbytes])
-        nbytes -= front[-1].nbytes
-    return front
 
 
 def _object(key: str) -> str:

@@ -163,6 +163,21 @@ def test_a_silent_rank_is_named_on_all_others_and_withdrawn(victim: int) -> None
     assert ranks.named() == [set()] * 5
 
 
+def test_a_keeper_decodes_each_post_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It looks at all of them once a second or so, and most are those of the look before."""
+    decoded, loads = list[bytes](), json.loads
+
+    def noted(raw: bytes) -> Any:
+        decoded.append(raw)
+        return loads(raw)
+
+    ranks = Ranks(3)
+    monkeypatch.setattr("ckpt.world.attendance.json.loads", noted)
+    ranks.run(60.0)
+    posts = [raw for raw in decoded if b'"host' in raw[:11]]  # of a sheet, the host comes later
+    assert posts and len(posts) == len({*posts})
+
+
 def test_several_silent_ranks_are_named_the_keeper_among_them() -> None:
     ranks = Ranks(5)
     ranks.run(10.0)

@@ -17,6 +17,7 @@ def show_rehearse(report: RehearsalReport, output: str = "") -> None:
     show_table(titles, cells)
     one = report.difference
     if output:
+        # Templates take a while to import, and most rehearsals end in the terminal.
         from ckpt.screens.pages import pieces_of
 
         write_page(output, pieces_of("rehearse.html", titles=titles, rows=cells, difference=one))

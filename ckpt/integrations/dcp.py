@@ -431,6 +431,8 @@ class DcpReader(_DcpPlace, StorageReader):
         for key, fqn in flat.names.items():
             info = source.contents.tensors[fqn]
             size = torch.Size(info.shape)
+            # One chunk, however it is stored: a plan asks for any box of it, and the manifest finds
+            # the bytes.
             stored[key] = TensorStorageMetadata(
                 TensorProperties(dtype=torch_dtype(info.dtype)),
                 size,
@@ -496,6 +498,7 @@ class DcpReader(_DcpPlace, StorageReader):
         def read(fqn: str) -> Any:
             return source.read(fqn).numpy() if fqn in arrays else source.read(fqn)
 
+        # A planner takes pickled bytes only: made here, of values that were stored without pickle.
         buffer = io.BytesIO()
         torch.save(join_tree(value, read), buffer)
         return buffer.getvalue()

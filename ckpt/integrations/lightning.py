@@ -213,6 +213,7 @@ class LightningCheckpoints(CheckpointIO):
         for name, attempt in self._attempts.items():
             if attempt == entry.attempt:
                 return name
+        # One that was saved by other means, as by `ckpt.save`, has no path: its url stands for it.
         with open_checkpoint(
             self.url, entry.step, self._storage_options, attempt=entry.attempt
         ) as checkpoint:

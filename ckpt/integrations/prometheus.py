@@ -56,6 +56,8 @@ class SaveMetrics:
         ) -> Histogram:
             return Histogram(name, about, labels, buckets=buckets, registry=to)
 
+        # With all their outcomes from the beginning: a rate over a series that appears with the
+        # first failure does not see that one.
         saves = counter("ckpt_saves", "Saves by how they ended.", ("outcome",))
         near = counter("ckpt_near_saves", "Near saves by how they ended.", ("outcome",))
         self._counters: dict[type[events.SaveEvent], Counter] = {

@@ -55,6 +55,7 @@ def verify(
                 Maintenance.open(store).verified(report.attempt)
         return report
     except (NoCheckpoint, InvalidUrlError) as error:
+        # What another library has written has neither, and no log to record it in.
         if step is not None or attempt or mark:
             raise
         return read_other(*wing("convert.foreign").foreign(url, error, storage_options, budget))

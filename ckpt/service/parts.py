@@ -94,6 +94,7 @@ class ServiceParts:
         before: ServiceParts | None = None,
     ) -> None:
         training = Training(target, state, target.world(), tuple(settings.observers))
+        # What saves cost before is the best guess, until they are measured in the new world.
         if before is not None:
             old = before.training
             training = replace(training, progress=old.progress, costs=old.costs)

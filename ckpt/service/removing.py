@@ -220,6 +220,7 @@ def one_step(step: SupportsIndex | None, attempt: str) -> int | None:
 
 def chosen(store: Store, state: LogState, step: int | None, attempt: str) -> LiveEntry:
     """The one checkpoint that is meant. Raises NoCheckpoint, and CheckpointError for several."""
+    # Of a step that several lines have, none is chosen for the user: what follows may delete it.
     of_it = list(state.live) if step is None else of_step(state.live, step)
     matching = [entry for entry in of_it if attempt in ("", entry.attempt)]
     choices = ", ".join(f"{entry.attempt} ({line_text(entry.line)})" for entry in of_it)

@@ -338,6 +338,7 @@ def _condition(store: Store, attempt: str) -> Condition:
             return "retired"
         located = locate(store, entry.step, attempt=attempt)
         manifest = decode_manifest(located.data, ruled=True)
+        # By lengths alone: all ranks wait for this, and a try that follows compares every byte.
         sizes = zip(file_keys(located.prefix, manifest), manifest.file_nbytes.tolist(), strict=True)
         try:
             are_whole = all(store.info(key).nbytes == nbytes for key, nbytes in sizes)

@@ -127,6 +127,7 @@ class _Either(CombinedRule):
 
 class _Both(CombinedRule):
     def kept(self, candidates: Sequence[LiveEntry], now_unix: float) -> Reasons:
+        # Each judges all candidates, not what the other has left: `&` is the same both ways round.
         by_rule = [rule.kept(candidates, now_unix) for rule in self.rules]
         by_all = [name for name in by_rule[0] if all(name in kept for kept in by_rule)]
         return {name: (" and ".join("; ".join(kept[name]) for kept in by_rule),) for name in by_all}
@@ -380,6 +381,7 @@ def _judged(members: Sequence[LiveEntry], rule: KeepRule, now_unix: float) -> tu
     """
     reasons = rule.kept(members, now_unix)
     refused = rule.unjudged(members)
+    # Carried out, it would leave what is protected and nothing more: taken for a mistake.
     if not reasons and not refused:
         refused = f"the rule keeps none of {len(members)} checkpoints; choose another one"
     if refused:

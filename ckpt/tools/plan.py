@@ -176,6 +176,7 @@ def plan_of_ranks(
 ) -> LoadPlan:
     """As `ckpt.plan_ranks`; `like` is what is in the checkpoint that the state looks like."""
     manifest = located.manifest
+    # Refused before it is taken: a manifest of a few MiB can claim billions of blocks.
     nbytes = NEED_NBYTES * len(manifest.chunks) + BLOCK_NBYTES * manifest.block_count
     budget.charge(nbytes, f"a plan of {manifest.block_count} blocks")
     catalog = catalog_of(manifest)

@@ -119,6 +119,8 @@ class Goodput(NamedTuple):
         restoring = sum(job.restore_seconds for job in jobs)
         alive = sum(max(job.noted_unix - job.begun_unix, 0.0) for job in jobs)
         down = sum(max(job.begun_unix - past.noted_unix, 0.0) for past, job in pairwise(jobs))
+        # From the last job back: one that went back to before the job before it began has lost the
+        # work of that one, too.
         redone, until = 0.0, math.inf  # the moment whose state was restored: what is later is lost
         for past, job in reversed([*pairwise(jobs)]):
             until = min(until, past.noted_unix - (job.seconds_lost or 0.0))
@@ -422,6 +424,7 @@ def _saves_of(
 ) -> tuple[ReportedSave, ...]:
     entries = {entry.attempt: entry for entry in live}
     retired = {e.attempt: e.time_unix for e in events if e.kind == "RETIRE" and e.attempt}
+    # Reversed, so that the first commit counts: `ckpt mend` commits once more what it brings back.
     committed = {e.attempt: e for e in reversed(events) if e.kind == "COMMIT" and e.attempt}
     # The commits of some are older than the events, or a mended log brought them back.
     slots = {a: entry.slot for a, entry in entries.items()} | {

@@ -103,6 +103,8 @@ class Missing:
         except BaseException:
             self._ask_again(group)  # a store that was away answers the next look
             raise
+        # The store tells of all keys of a group or of none: one missing rank hides the others, and
+        # halves of halves find it.
         if not known and group:
             self._ask_again(group[: len(group) // 2], group[len(group) // 2 :])
         for rank in group:

@@ -262,6 +262,7 @@ class FsspecStore(Store):
         except FileExistsError as error:
             raise KeyExistsError(f"create {key}: exists already in {self.url}") from error
         except (PermissionError, FileNotFoundError):
+            # Nothing was written; after any other error the object may be there.
             raise
         except OSError as error:
             raise OutcomeUnknownError(
@@ -420,6 +421,7 @@ class FsspecWriter(ObjectWriter):
     def __enter__(self) -> FsspecWriter:
         store = self._store
         with store.translating("create", self._ledger.key):
+            # Before gigabytes are written in vain.
             store._refuse_existing(self._ledger.key, self._path)
             store._make_parent(self._path)
             self._file = store.filesystem.open(self._temp, "wb")

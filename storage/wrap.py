@@ -227,6 +227,7 @@ class SpreadStore(WrappedStore):
             last = entry.key
 
     def delete(self, key: str) -> None:
+        # At both places: which one it has depends on whether its writer saw the record.
         if self._is_spread(check_key(key)) and (count := self._recorded or self._look()):
             self.inner.delete(_spread_key(key, count))
         self.inner.delete(key)

@@ -289,6 +289,7 @@ class _SavesShards(Strategy):
 
     @property
     def lightning_restore_optimizer(self) -> bool:
+        # Lightning would look for states in the dict, and `load_checkpoint` has loaded them.
         return False
 
     def lightning_module_state_dict(self) -> dict[str, Any]:

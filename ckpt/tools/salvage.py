@@ -92,6 +92,7 @@ def salvage_all(
 ) -> tuple[Salvaged, ...]:
     """Salvage what is at `url`. See `ckpt.operate.salvage`."""
     options = storage_options or {}
+    # Shells complete directories with a slash, and the last name decides below.
     url = (url.rstrip("/") or url) if isinstance(url, str) else url
     name = url_of(url).rstrip("/").rpartition("/")[2]
     is_step = parse_step_key(f"{STEPS_PREFIX}{name}/{MANIFEST_NAME}") is not None

@@ -42,6 +42,7 @@ class ParamPlace(NamedTuple):
 
     def put(self, tensor: torch.Tensor) -> None:
         """Show the tensor, a Parameter or not, as the module's parameter."""
+        # Past `__setattr__`, which takes no plain tensor in the place of a parameter.
         if type(self.module).__setattr__ is nn.Module.__setattr__:
             self.module._parameters[self.name] = tensor  # type: ignore[assignment]
         else:
@@ -259,6 +260,7 @@ def mark_applied(function: str, module: nn.Module, state: object) -> None:
     """
     from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY, RegistryItem
 
+    # torch keeps a state under the function inside of its decorator.
     applied: Any = fully_shard
     module.__dict__.setdefault(REGISTRY_KEY, OrderedDict())[function] = RegistryItem()
     module.__dict__.setdefault(STATE_KEY, OrderedDict())[applied.__wrapped__] = state

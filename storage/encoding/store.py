@@ -395,6 +395,7 @@ class EncodedStore(WrappedStore):
     def _decoded(self, key: str, data: bytes, codec: Codec, nbytes_max: int | None) -> bytes:
         where, stored = self._where(key), memoryview(data)
         footer = self._footer(stored, codec, where)
+        # Before a block is decoded: a few compressed bytes may stand for any number.
         check_bound(self.url, key, footer.grid.nbytes, nbytes_max)
         end = len(stored) - FOOTER_NBYTES
         if stored[: len(MAGIC)] != MAGIC or not 0 < footer.index_nbytes <= end - len(MAGIC):
@@ -438,6 +439,7 @@ class EncodedStore(WrappedStore):
                 return known
         stored_nbytes = (info or self.inner.info(key)).nbytes
         where = self._where(key)
+        # The footer says how long the index before it is: mostly both are in one guess.
         tail = self._tail(key, stored_nbytes, min(stored_nbytes, TAIL_NBYTES))
         footer = self._footer(memoryview(tail), codec, where)
         wanted = footer.index_nbytes + FOOTER_NBYTES

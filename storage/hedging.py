@@ -236,6 +236,7 @@ class Hedger:
                 self._carried.clear()
             self._carried.add(one)
             looks, self._is_looking = self._is_looking, True
+        # One look for all that are carried: a timer for each would wake the loop for every read.
         if not looks:
             loop.call_soon_threadsafe(self._look, loop)
         try:

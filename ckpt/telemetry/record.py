@@ -227,6 +227,7 @@ def read_jobs(store: Store, known: Mapping[str, JobRecord]) -> dict[str, JobReco
     not read again; what cannot be read is left out, and logged.
     """
     jobs = dict[str, JobRecord]()
+    # The newest record of each: it has all that those before it said.
     for *_, key in job_keys(store)[-JOBS_MAX:]:
         try:
             jobs[key] = known.get(key) or JobRecord.model_validate_json(

@@ -152,7 +152,7 @@ class HedgeRule:
 
     def refused(self) -> None:
         """The server said that it has too many requests."""
-        # Second requests make that worse, whoever waits for them.
+        # Second requests make that worse for all who wait.
         self._saved = max(self._saved - self._limits.slow_down_cost, 0.0)
 
     def take(self) -> bool:

@@ -428,7 +428,7 @@ class Patience:
         """
         with self._changed:
             self._seconds = seconds
-            # Whoever pauses between two tries looks again, and gives up where the time is over now.
+            # A request that pauses between two tries looks again, and is given up if it is time.
             self._changed.notify_all()
         # The former listener hears the end, and the new one what is so now.
         with self._reporting:

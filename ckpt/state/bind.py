@@ -33,7 +33,7 @@ from ckpt.state.describe import (
     describe_modules,
 )
 from ckpt.state.names import GroupOptions, Names, Rename, Skip
-from ckpt.state.optimizer import EXTRA_STATE, extra_state, set_extra_state
+from ckpt.state.optimizer import EXTRA_STATE, differing_pickle, own_form, set_extra_state
 from ckpt.state.per_group import NOT_IN_GROUP, GroupValue, group_of, group_values, value_for
 from ckpt.state.resize import NewRows, Resize, in_stored_rows
 from ckpt.state.trees import bind_composite, bind_tree
@@ -116,9 +116,17 @@ def bind_state(
         bound = bind_optimizer(path, optimizer, described, names, ranks)
         binding.holdings.extend(bound.holdings)
         binding.steps.append(bound.install)
-        if extra := extra_state(path, optimizer):
-            install = partial(set_extra_state, optimizer)
-            binding.add_tree(f"{path}.{EXTRA_STATE}", extra.copy, install)
+        if extra := own_form(path, optimizer).extra:
+            fqn, install = f"{path}.{EXTRA_STATE}", partial(set_extra_state, optimizer)
+            place = differing_pickle(catalog.values.get(names.rename(fqn)), extra)
+            if place is not None and not names.is_skipped(fqn):
+                names.report(
+                    ProblemKind.VALUE,
+                    f"{fqn}.{place}",
+                    "is a pickle, which the optimizer's class would run, and the live optimizer's "
+                    f"is another; build it with the options that it was saved with{call.or_skip}",
+                )
+            binding.add_tree(fqn, extra.copy, install)
     for fqn, thing in leaves.objects:
         in_place = isinstance(thing, Replaced)
         if in_place and is_numbered(thing.node) and not names.is_skipped(fqn):

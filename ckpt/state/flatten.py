@@ -22,9 +22,9 @@ from ckpt.state.describe import Described, adopt_parameters, describe_modules
 from ckpt.state.optimizer import (
     EXTRA_STATE,
     FlatOptimizer,
-    extra_state,
     flatten_groups,
     flatten_optimizer,
+    own_form,
     params_of,
 )
 from ckpt.state.per_group import NOT_IN_GROUP, SUFFIX, group_of
@@ -95,10 +95,11 @@ def values_of(structure: Structure, leaves: Leaves, ranks: Ranks, state: Any) ->
     paths: set[str] = set()
     for path, optimizer, groups in structure.optimizers:
         if groups:  # none when it was refused
-            flat = flatten_groups(path, optimizer, groups, ranks)
+            form = own_form(path, optimizer)
+            flat = flatten_groups(path, optimizer, groups, ranks, form.groups)
             building.add_optimizer(path, flat, is_further=path in paths)
             paths.add(path)
-            building.add_extra_state(path, optimizer, structure.owned_by_param)
+            building.add_extra_state(path, optimizer, form.extra, structure.owned_by_param)
     building.add_values(leaves)
     building.add_arrays(leaves)
     building.add_trees(leaves, structure.extra_states)
@@ -211,9 +212,12 @@ class _Building:
             self.holdings += own.holdings(self.ranks)
 
     def add_extra_state(
-        self, path: str, optimizer: torch.optim.Optimizer, owned: Mapping[int, Owned]
+        self,
+        path: str,
+        optimizer: torch.optim.Optimizer,
+        extra: dict[str, Any],
+        owned: Mapping[int, Owned],
     ) -> None:
-        extra = extra_state(path, optimizer)
         if not extra:
             return
         fqn, before = f"{path}.{EXTRA_STATE}", len(self.holdings)

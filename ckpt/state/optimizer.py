@@ -9,7 +9,8 @@ element. Each member of a flat parameter has state of its own. No tensor changes
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import inspect
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -39,7 +40,7 @@ from ckpt.state.optimizer_kinds import (
     state_key,
     state_name,
 )
-from ckpt.state.values import split_tree
+from ckpt.state.values import join, split_tree
 from ckpt.state.walk import read_state
 
 # Lists of names that belong to the live optimizer, not to the state that moves between models.
@@ -128,19 +129,28 @@ def flatten_optimizer(
 
 
 def flatten_groups(
-    path: str, optimizer: torch.optim.Optimizer, groups: list[list[str]], ranks: Ranks
+    path: str,
+    optimizer: torch.optim.Optimizer,
+    groups: list[list[str]],
+    ranks: Ranks,
+    kept: Sequence[Container[str]] | None = None,
 ) -> FlatOptimizer:
     """What an optimizer has besides the state of parameters: its options by group, the user's own.
 
-    `groups` are the names of the parameters of each group.
+    `groups` are the names of the parameters of each group, `kept` the options of each that its
+    class puts into a state dict, where it leaves some out.
     """
     flat = FlatOptimizer()
     saving = _Saving(path, flat, ranks)
     fqn = f"{path}.param_groups"
     flat.names.append(fqn)
+    options = [options_of(group) for group in optimizer.param_groups]
+    if kept is not None and len(kept) == len(options):
+        pairs = zip(options, kept, strict=True)
+        options = [{key: own[key] for key in own if key in known} for own, known in pairs]
     flat.values[fqn] = [
-        {"params": list(names), **saving.split(options_of(group), f"{fqn}.{index}")}
-        for index, (group, names) in enumerate(zip(optimizer.param_groups, groups, strict=True))
+        {"params": list(names), **saving.split(own, f"{fqn}.{index}")}
+        for index, (own, names) in enumerate(zip(options, groups, strict=True))
     ]
     if user := user_state(optimizer.state):
         fqn = f"{path}.{USER_STATE}"
@@ -154,16 +164,26 @@ def user_state(state: Mapping[Any, Any]) -> dict[Any, Any]:
     return {key: value for key, value in state.items() if not isinstance(key, torch.Tensor)}
 
 
-def extra_state(path: str, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """What its class adds to the state of parameters and groups: counters, schedules of its own.
+class OwnForm(NamedTuple):
+    """What the state dict of an optimizer's class has besides the state of parameters: the groups,
+    without what it leaves out (None: as they are), and counters, schedules of its own.
+    """
+
+    groups: Sequence[Mapping[str, Any]] | None
+    extra: dict[str, Any]
+
+
+def own_form(path: str, optimizer: torch.optim.Optimizer) -> OwnForm:
+    """What its class makes of a state dict, by overriding `state_dict` or by hooks of its own.
 
     Raises InvalidState where its state dict has a form of its own. It builds the whole dict, with a
     copy of some tensors perhaps: ask once.
     """
     # Built where there can be something alone: of a wrapper it is the inner one's, as it is here.
     own = getattr(type(optimizer), "state_dict", None)  # none of a view of several optimizers
-    if own is None or own is torch.optim.Optimizer.state_dict:
-        return {}
+    hooks = getattr(optimizer, STATE_DICT_HOOKS[1], {}).values()
+    if own is None or (own is torch.optim.Optimizer.state_dict and not hooks):
+        return OwnForm(None, {})
     whole = read_state(path, optimizer.state_dict)
     extra = {key: item for key, item in whole.items() if key not in ("state", "param_groups")}
     if extra and "state" not in whole:
@@ -174,7 +194,30 @@ def extra_state(path: str, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
                 "put the optimizer that it wraps into the state"
             ]
         )
-    return extra
+    # State is read where it lies, so hooks may add to it and may not change it.
+    live = [list(optimizer.state.get(p) or ()) for p in (params_of(optimizer) if hooks else ())]
+    if hooks and live != [list(whole["state"].get(n, ())) for n in range(len(live))]:
+        raise InvalidState(
+            [
+                f"{path}: the hooks of {type(optimizer).__qualname__} on state_dict change the "
+                "state of parameters, which is read where it lies; remove them"
+            ]
+        )
+    return OwnForm(whole.get("param_groups"), extra)
+
+
+def differing_pickle(saved: Any, live: Any, path: str = "") -> str | None:
+    """Where `saved`, what a class has added, has a pickle that the live one has not: that class
+    would run it.
+    """
+    if isinstance(saved, dict):
+        inside = live if isinstance(live, dict) else {}
+        found = (
+            differing_pickle(one, inside.get(key), join(path, key)) for key, one in saved.items()
+        )
+        return next(filter(None, found), None)
+    is_pickle = isinstance(saved, bytes) and saved[:1] == b"\x80" and saved[-1:] == b"."
+    return path if is_pickle and saved != live else None
 
 
 def set_extra_state(optimizer: torch.optim.Optimizer, extra: Mapping[str, Any]) -> None:
@@ -197,8 +240,15 @@ def refusals(
 ) -> list[str]:
     """Why the optimizer cannot be part of a state, in this state; nothing if it can."""
     problems = []
+    # Those that a class gives all of its optimizers are part of it; `own_form` asks for what they
+    # make. A class that has them only for loads keeps to torch's form in some way of its own.
+    adds = any(
+        _is_of_class(optimizer, h) for h in vars(optimizer).get(STATE_DICT_HOOKS[1], {}).values()
+    )
     for attribute in STATE_DICT_HOOKS:
         for hook in getattr(optimizer, attribute, {}).values():
+            if adds and _is_of_class(optimizer, hook):
+                continue
             problems.append(
                 f"{path}: the hook {getattr(hook, '__qualname__', hook)!s} on state_dict or "
                 "load_state_dict cannot be honoured, because the state is read where it lies; "
@@ -228,6 +278,12 @@ def refusals(
                 "unsharded model"
             )
     return problems
+
+
+def _is_of_class(optimizer: torch.optim.Optimizer, hook: Any) -> bool:
+    """Whether a hook is a function of the optimizer's own class."""
+    found = inspect.getattr_static(type(optimizer), getattr(hook, "__name__", ""), None)
+    return found is not None and getattr(found, "__func__", found) is hook
 
 
 def params_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:

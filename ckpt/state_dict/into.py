@@ -25,7 +25,7 @@ from ckpt.state.bind_parameter import BoundOptimizer
 from ckpt.state.binding import Binding
 from ckpt.state.describe import Described
 from ckpt.state.names import Left, Names
-from ckpt.state.optimizer import extra_state, named_groups, params_of, refusals
+from ckpt.state.optimizer import named_groups, own_form, params_of, refusals
 from ckpt.state.optimizer_kinds import tensors_of
 from ckpt.state.types import (
     CallArguments,
@@ -387,7 +387,7 @@ class OptimizerLoad:
         if problems := refusals(PATH, optimizer, described, ranks):
             return problems
         try:
-            extra_state(PATH, optimizer)
+            own_form(PATH, optimizer)
         except InvalidState as error:
             return list(error.problems)
         self.bound.append(bind_optimizer(PATH, filled, described, names, ranks))

@@ -31,10 +31,10 @@ from ckpt.state.describe import Described
 from ckpt.state.names import split_state_name
 from ckpt.state.optimizer import (
     FlatOptimizer,
-    extra_state,
     flatten_groups,
     flatten_optimizer,
     options_of,
+    own_form,
     refusals,
     user_state,
 )
@@ -311,7 +311,7 @@ def _taken(
     if problems:
         raise InvalidState(problems)
     for one in optimizers:
-        extra_state(PATH, one)  # raises for those that have another form
+        own_form(PATH, one)  # raises for those that have another form
     view: Any = _seen_as_one(optimizers, described, state_dict)
     user = user_state(view.state)
     for key in user:  # goes into the dict as it is, whatever it is

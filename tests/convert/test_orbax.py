@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import shutil
 import sys
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,10 @@ import torch
 from safetensors.torch import load_file
 
 import ckpt
+from ckpt.convert.sources.opening import open_source
+from ckpt.convert.sources.source import ReadRequest
 from ckpt.errors import Corrupt, UnsupportedFormat
+from ckpt.layout.region import Span
 
 CORPUS = Path(__file__).parents[1] / "corpus"
 
@@ -101,3 +105,13 @@ def test_kernels_load_transposed_into_a_torch_model(plain: Path) -> None:
     wanted = load_file(CORPUS / "orbax_zarr/expected.safetensors")
     assert torch.equal(model.weight, wanted["params.first.kernel"].T)
     assert torch.equal(model.bias, wanted["params.first.bias"])
+
+
+@pytest.mark.parametrize("start", range(0, 35, 4))
+def test_any_run_of_elements_is_read(plain: Path, start: int) -> None:
+    wanted = load_file(CORPUS / "orbax_zarr/expected.safetensors")["half.first.kernel"].view(-1)
+    with closing(open_source(str(plain))) as source:
+        for stop in range(start + 1, 36):
+            part = torch.empty(stop - start, dtype=torch.bfloat16)
+            source.fill([ReadRequest("half.first.kernel", Span(start, stop), part)])
+            assert torch.equal(part, wanted[start:stop])

@@ -122,3 +122,89 @@ def sharded(root: str) -> None:
 @pytest.mark.ranks
 def test_tensors_among_it_are_refused_beside_shards(tmp_path: Path) -> None:
     run_ranks(2, sharded, str(tmp_path), timeout_seconds=120)
+
+
+class Hooked(torch.optim.SGD):
+    """As heavyball is written: the class registers hooks, and leaves caches out of its groups."""
+
+    def __init__(self, params: Any, schedule: bytes = b"\x80\x04N.", strips: bool = False) -> None:
+        super().__init__(params, lr=0.5, momentum=0.5)
+        self.steps, self.schedule, self.restored = 0, schedule, 0
+        self.register_state_dict_post_hook(Hooked._strip if strips else Hooked._add)
+        self.register_load_state_dict_pre_hook(Hooked._take)
+        self.register_load_state_dict_post_hook(Hooked._count)
+
+    def step(self, closure: Any = None) -> None:
+        self.steps += 1
+        for group in self.param_groups:
+            group["_cache"], group["seen"] = object(), self.steps
+        super().step(closure)
+        for state in self.state.values():
+            state["views"] = {"initialized": {0, 2}}
+
+    def state_dict(self) -> dict[str, Any]:
+        state = super().state_dict()
+        for group in state["param_groups"]:
+            group.pop("_cache", None)
+        return state
+
+    def _add(self, state: dict[str, Any]) -> None:
+        state["hooked"] = {"steps": self.steps, "schedule": self.schedule}
+
+    def _strip(self, state: dict[str, Any]) -> None:
+        state["state"][0] = {}
+
+    def _take(self, state: dict[str, Any]) -> None:
+        self.steps, self.schedule = state["hooked"]["steps"], state["hooked"]["schedule"]
+
+    @staticmethod
+    def _count(optimizer: Any, *_: Any) -> None:
+        optimizer.restored += 1
+
+
+def test_hooks_of_a_class_are_asked_and_given_back(tmp_path: Path) -> None:
+    model, optimizer = training(Hooked)
+    stepped(model, optimizer, 3)
+    ckpt.save({"model": model, "optimizer": optimizer}, str(tmp_path), step=3)
+    with ckpt.open(str(tmp_path)) as checkpoint:
+        (group,) = checkpoint.values["optimizer.param_groups"]
+        assert group["seen"] == 3 and "_cache" not in group
+
+    other, target = training(Hooked)
+    stepped(other, target, 1)
+    cache = target.param_groups[0]["_cache"]
+    ckpt.load({"model": other, "optimizer": target}, str(tmp_path))
+    assert target.steps == 3 and target.restored == 1
+    assert target.param_groups[0]["seen"] == 3 and target.param_groups[0]["_cache"] is cache
+    for mine, theirs in zip(model.parameters(), other.parameters(), strict=True):
+        assert target.state[theirs]["views"] == {"initialized": {0, 2}}
+        bufs = [opt.state[p]["momentum_buffer"] for opt, p in ((optimizer, mine), (target, theirs))]
+        assert torch.equal(*bufs)
+
+
+def test_a_pickle_that_a_class_would_run_is_refused(tmp_path: Path) -> None:
+    model, optimizer = training(Hooked, schedule=b"\x80\x04K\x01.")
+    stepped(model, optimizer, 1)
+    ckpt.save({"model": model, "optimizer": optimizer}, str(tmp_path), step=1)
+    other, target = training(Hooked)
+    with pytest.raises(Mismatch, match=r"extra_state\.hooked\.schedule: is a pickle, .*would run"):
+        ckpt.load({"model": other, "optimizer": target}, str(tmp_path))
+    assert target.schedule == b"\x80\x04N." and not target.state
+    skipped = ckpt.load(
+        {"model": other, "optimizer": target}, str(tmp_path), skip="optimizer.extra_state"
+    )
+    assert "optimizer.extra_state" not in skipped.loaded.values and target.restored == 0
+
+
+def test_hooks_that_change_state_are_refused(tmp_path: Path) -> None:
+    model, optimizer = training(Hooked, strips=True)
+    stepped(model, optimizer, 1)
+    with pytest.raises(InvalidState, match=r"hooks of Hooked on state_dict change the state"):
+        ckpt.save({"model": model, "optimizer": optimizer}, str(tmp_path), step=1)
+
+
+def test_a_hook_of_somebody_else_stays_refused(tmp_path: Path) -> None:
+    model, optimizer = training(Hooked)
+    optimizer.register_state_dict_post_hook(lambda optimizer, state: None)
+    with pytest.raises(InvalidState, match=r"the hook .*lambda.* cannot be honoured"):
+        ckpt.save({"model": model, "optimizer": optimizer}, str(tmp_path), step=1)

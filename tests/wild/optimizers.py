@@ -121,6 +121,28 @@ SCHEDULE_FREE = tuple(
     for name in ("AdamWScheduleFree", "SGDScheduleFree", "RAdamScheduleFree")
 )
 
+
+UNFLATTENED = ("plain", "ddp", "fsdp2", "our fully_shard")
+
+
+def of_heavyball(name: str, model: nn.Module) -> Any:
+    """One of heavyball's, without compiling its steps, which takes minutes each."""
+    import heavyball
+    import torch._dynamo
+
+    torch._dynamo.config.disable = True
+    heavyball.utils.compile_mode = None
+    return getattr(heavyball, name)(model.parameters(), lr=LEARNING_RATE)
+
+
+HEAVYBALL = tuple(
+    Optimizer(name, "heavyball", partial(of_heavyball, name), Net, of_tokens, UNFLATTENED)
+    for name in (
+        "ADOPT", "AdamW", "LaProp", "Muon", "MuonAdamW", "NAdam", "PSGDKron", "SFAdamW", "SOAP",
+        "Scion",
+    )
+)  # fmt: skip
+
 # Those of torchao compile their steps, which takes minutes each: tests/state tries their state.
 BITSANDBYTES = tuple(
     row(name, "bitsandbytes.optim", wide_net) for name in ("AdamW8bit", "Lion8bit", "AdamW")

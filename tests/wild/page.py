@@ -29,6 +29,7 @@ FOLDED = re.compile(r"- both pass[^:]*: (.*)")
 PEER_FAILS = re.compile(r"- DCP fails \(.*?\): (`.*)")
 PEER_ROW = re.compile(r"- (`[^`]+`)(?: \(.*?\))?: DCP fails: (.*)\n")
 REASON_MAX = 30
+LINE_MAX = 120
 # What is said of a row that passes, unless it only says where others' optimizers cannot step.
 SAID_NOWHERE = ("cannot step here", "steps ")
 ROUNDED = "engines round differently here"
@@ -156,7 +157,8 @@ def failures_first(lines: Sequence[str]) -> Iterator[str]:
     rest = []
     for line in lines:
         if "ours fails" in line:
-            yield line
+            ours, *dcp = re.split(r"\W+DCP fails", line.rstrip(), maxsplit=1)
+            yield cut(ours.rstrip(" .")) + ("; DCP fails" if dcp else "") + "\n"
         elif row := PEER_ROW.fullmatch(line):
             reason = re.split(r"; | (?=\\\[)", row[2])[0]
             if len(reason) > REASON_MAX:
@@ -166,7 +168,14 @@ def failures_first(lines: Sequence[str]) -> Iterator[str]:
         else:
             rest.append(line)
     yield from (f"- DCP fails ({why}): {', '.join(names)}\n" for why, names in peers.items())
-    yield from rest
+    yield from (cut(line.rstrip()) + "\n" if ROW.match(line) else line for line in rest)
+
+
+def cut(line: str) -> str:
+    """A line of a row that is not too long; its beginning says what came out."""
+    return (
+        line if len(line) <= LINE_MAX else line[:LINE_MAX].rpartition(" ")[0].rstrip(" .") + " ..."
+    )
 
 
 def lines_of(rows: Sequence[Result]) -> tuple[str, ...]:

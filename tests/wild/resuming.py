@@ -117,10 +117,10 @@ def parts_of(training: Training) -> dict[str, Any]:
     """All tensors and values of a training on this rank, by where they are."""
     parts = dict(leaves("model", training.model.state_dict()))
     optimizer = training.optimizer
+    kept = optimizer.state_dict()["param_groups"]  # some leave caches out
     for index, group in enumerate(optimizer.param_groups):
-        options = {
-            key: value for key, value in group.items() if key not in ("params", "param_names")
-        }
+        names = kept[index].keys() - {"params", "param_names"}
+        options = {key: value for key, value in group.items() if key in names}
         parts.update(leaves(f"group {index}", options))
         for number, param in enumerate(group["params"]):
             if not param.numel():

@@ -19,6 +19,7 @@ from tests.wild.lightnings import LIGHTNING
 from tests.wild.models import PEFT_AND_DIFFUSERS, TRANSFORMERS, Model
 from tests.wild.optimizers import (
     BITSANDBYTES,
+    HEAVYBALL,
     OF_PYTORCH_OPTIMIZER,
     SCHEDULE_FREE,
     TORCH,
@@ -286,6 +287,7 @@ def groups() -> tuple[Group, ...]:
         trainers("Ray Train", RAY, "ray.train.torch"),
         optimizers("Optimizers of torch", TORCH),
         optimizers("Optimizers of schedulefree", SCHEDULE_FREE, "schedulefree"),
+        optimizers("Optimizers of heavyball", HEAVYBALL, "heavyball"),
         optimizers("Optimizers of pytorch_optimizer", OF_PYTORCH_OPTIMIZER, "pytorch_optimizer"),
         optimizers("Optimizers of bitsandbytes", BITSANDBYTES, "bitsandbytes.optim"),
     )

@@ -116,17 +116,8 @@ def bind_state(
         bound = bind_optimizer(path, optimizer, described, names, ranks)
         binding.holdings.extend(bound.holdings)
         binding.steps.append(bound.install)
-        if extra := own_form(path, optimizer).extra:
-            fqn, install = f"{path}.{EXTRA_STATE}", partial(set_extra_state, optimizer)
-            place = differing_pickle(catalog.values.get(names.rename(fqn)), extra)
-            if place is not None and not names.is_skipped(fqn):
-                names.report(
-                    ProblemKind.VALUE,
-                    f"{fqn}.{place}",
-                    "is a pickle, which the optimizer's class would run, and the live optimizer's "
-                    f"is another; build it with the options that it was saved with{call.or_skip}",
-                )
-            binding.add_tree(fqn, extra.copy, install)
+        if extra := own_form(path, optimizer)[1]:
+            binding.add_extra_state(f"{path}.{EXTRA_STATE}", optimizer, extra)
     for fqn, thing in leaves.objects:
         in_place = isinstance(thing, Replaced)
         if in_place and is_numbered(thing.node) and not names.is_skipped(fqn):
@@ -291,6 +282,21 @@ class _Binder:
             )
             return False
         return True
+
+    def add_extra_state(
+        self, fqn: str, optimizer: torch.optim.Optimizer, extra: dict[str, Any]
+    ) -> None:
+        """What the optimizer's class adds to its state dict."""
+        names = self.names
+        place = differing_pickle(names.catalog.values.get(names.rename(fqn)), extra)
+        if place is not None and not names.is_skipped(fqn):
+            names.report(
+                ProblemKind.VALUE,
+                f"{fqn}.{place}",
+                "is a pickle, which the optimizer's class would run, and the live optimizer's is "
+                f"another; build it with the options that it was saved with{names.call.or_skip}",
+            )
+        self.add_tree(fqn, extra.copy, partial(set_extra_state, optimizer))
 
     def add_tree(
         self,

@@ -95,11 +95,11 @@ def values_of(structure: Structure, leaves: Leaves, ranks: Ranks, state: Any) ->
     paths: set[str] = set()
     for path, optimizer, groups in structure.optimizers:
         if groups:  # none when it was refused
-            form = own_form(path, optimizer)
-            flat = flatten_groups(path, optimizer, groups, ranks, form.groups)
+            kept, extra = own_form(path, optimizer)
+            flat = flatten_groups(path, optimizer, groups, ranks, kept)
             building.add_optimizer(path, flat, is_further=path in paths)
             paths.add(path)
-            building.add_extra_state(path, optimizer, form.extra, structure.owned_by_param)
+            building.add_extra_state(path, optimizer, extra, structure.owned_by_param)
     building.add_values(leaves)
     building.add_arrays(leaves)
     building.add_trees(leaves, structure.extra_states)

@@ -164,17 +164,11 @@ def user_state(state: Mapping[Any, Any]) -> dict[Any, Any]:
     return {key: value for key, value in state.items() if not isinstance(key, torch.Tensor)}
 
 
-class OwnForm(NamedTuple):
-    """What the state dict of an optimizer's class has besides the state of parameters: the groups,
-    without what it leaves out (None: as they are), and counters, schedules of its own.
-    """
-
-    groups: Sequence[Mapping[str, Any]] | None
-    extra: dict[str, Any]
-
-
-def own_form(path: str, optimizer: torch.optim.Optimizer) -> OwnForm:
-    """What its class makes of a state dict, by overriding `state_dict` or by hooks of its own.
+def own_form(
+    path: str, optimizer: torch.optim.Optimizer
+) -> tuple[Sequence[Mapping[str, Any]] | None, dict[str, Any]]:
+    """What its class makes of a state dict, by overriding `state_dict` or by hooks of its own: the
+    groups, without what it leaves out (None: as they are), and counters, schedules of its own.
 
     Raises InvalidState where its state dict has a form of its own. It builds the whole dict, with a
     copy of some tensors perhaps: ask once.
@@ -183,7 +177,7 @@ def own_form(path: str, optimizer: torch.optim.Optimizer) -> OwnForm:
     own = getattr(type(optimizer), "state_dict", None)  # none of a view of several optimizers
     hooks = getattr(optimizer, STATE_DICT_HOOKS[1], {}).values()
     if own is None or (own is torch.optim.Optimizer.state_dict and not hooks):
-        return OwnForm(None, {})
+        return None, {}
     whole = read_state(path, optimizer.state_dict)
     extra = {key: item for key, item in whole.items() if key not in ("state", "param_groups")}
     if extra and "state" not in whole:
@@ -203,7 +197,7 @@ def own_form(path: str, optimizer: torch.optim.Optimizer) -> OwnForm:
                 "state of parameters, which is read where it lies; remove them"
             ]
         )
-    return OwnForm(whole.get("param_groups"), extra)
+    return whole.get("param_groups"), extra
 
 
 def differing_pickle(saved: Any, live: Any, path: str = "") -> str | None:
@@ -240,14 +234,9 @@ def refusals(
 ) -> list[str]:
     """Why the optimizer cannot be part of a state, in this state; nothing if it can."""
     problems = []
-    # Those that a class gives all of its optimizers are part of it; `own_form` asks for what they
-    # make. A class that has them only for loads keeps to torch's form in some way of its own.
-    adds = any(
-        _is_of_class(optimizer, h) for h in vars(optimizer).get(STATE_DICT_HOOKS[1], {}).values()
-    )
     for attribute in STATE_DICT_HOOKS:
         for hook in getattr(optimizer, attribute, {}).values():
-            if adds and _is_of_class(optimizer, hook):
+            if _is_of_own_form(optimizer, hook):
                 continue
             problems.append(
                 f"{path}: the hook {getattr(hook, '__qualname__', hook)!s} on state_dict or "
@@ -280,10 +269,17 @@ def refusals(
     return problems
 
 
-def _is_of_class(optimizer: torch.optim.Optimizer, hook: Any) -> bool:
-    """Whether a hook is a function of the optimizer's own class."""
-    found = inspect.getattr_static(type(optimizer), getattr(hook, "__name__", ""), None)
-    return found is not None and getattr(found, "__func__", found) is hook
+def _is_of_own_form(optimizer: torch.optim.Optimizer, hook: Any) -> bool:
+    """Whether a hook is a function of the optimizer's own class, which adds to its state dict:
+    `own_form` asks for that. A class with hooks for loads alone has another form, unknown to us.
+    """
+    posts = getattr(optimizer, STATE_DICT_HOOKS[1]).values()
+
+    def is_of_class(hook: Any) -> bool:
+        named = inspect.getattr_static(type(optimizer), getattr(hook, "__name__", ""), None)
+        return named is not None and getattr(named, "__func__", named) is hook
+
+    return is_of_class(hook) and any(map(is_of_class, posts))
 
 
 def params_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:

@@ -95,8 +95,8 @@ def values_of(structure: Structure, leaves: Leaves, ranks: Ranks, state: Any) ->
     paths: set[str] = set()
     for path, optimizer, groups in structure.optimizers:
         if groups:  # none when it was refused
-            kept, extra = own_form(path, optimizer)
-            flat = flatten_groups(path, optimizer, groups, ranks, kept)
+            options, extra = own_form(path, optimizer)
+            flat = flatten_groups(path, optimizer, groups, ranks, options)
             building.add_optimizer(path, flat, is_further=path in paths)
             paths.add(path)
             building.add_extra_state(path, optimizer, extra, structure.owned_by_param)

@@ -206,10 +206,10 @@ def differing_pickle(saved: Any, live: Any, path: str = "") -> str | None:
     """
     if isinstance(saved, dict):
         inside = live if isinstance(live, dict) else {}
-        found = (
-            differing_pickle(one, inside.get(key), join(path, key)) for key, one in saved.items()
-        )
-        return next(filter(None, found), None)
+        for key, one in saved.items():
+            if (place := differing_pickle(one, inside.get(key), join(path, key))) is not None:
+                return place
+        return None
     is_pickle = isinstance(saved, bytes) and saved[:1] == b"\x80" and saved[-1:] == b"."
     return path if is_pickle and saved != live else None
 

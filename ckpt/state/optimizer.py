@@ -144,14 +144,12 @@ def flatten_groups(
     saving = _Saving(path, flat, ranks)
     fqn = f"{path}.param_groups"
     flat.names.append(fqn)
-    options = [options_of(group) for group in optimizer.param_groups]
-    if kept is not None and len(kept) == len(options):
-        pairs = zip(options, kept, strict=True)
-        options = [{key: own[key] for key in own if key in known} for own, known in pairs]
-    flat.values[fqn] = [
-        {"params": list(names), **saving.split(own, f"{fqn}.{index}")}
-        for index, (own, names) in enumerate(zip(options, groups, strict=True))
-    ]
+    flat.values[fqn] = values = []
+    for index, (group, names) in enumerate(zip(optimizer.param_groups, groups, strict=True)):
+        own = options_of(group)
+        if kept is not None and len(kept) == len(groups):
+            own = {key: item for key, item in own.items() if key in kept[index]}
+        values.append({"params": list(names), **saving.split(own, f"{fqn}.{index}")})
     if user := user_state(optimizer.state):
         fqn = f"{path}.{USER_STATE}"
         flat.names.append(fqn)

@@ -128,16 +128,21 @@ def test_followers_in_a_tree_have_the_published_bits(net: Net, seen: Counter[int
         assert update.nbytes == 2 * 24 or step == 0 or update.nbytes < 150
 
 
-def test_a_waiting_follower_asks_thrice_for_a_version(net: Net, seen: Counter[int]) -> None:
+@pytest.mark.parametrize(("small", "requests"), [(128 << 10, 2), (2000, 3)])
+def test_a_waiting_follower_asks_thrice_for_a_version(
+    net: Net, seen: Counter[int], monkeypatch: pytest.MonkeyPatch, small: int, requests: int
+) -> None:
+    """A look, a wait, and the files of both ranks at once, unless they come with the news."""
+    monkeypatch.setattr("storage.peers.relay.SMALL_NBYTES", small)
     follower, state = net.follower(net.store_at(net.origin))
     net.trainer.publish(0)
     steps = []
     with ThreadPoolExecutor(1) as pool:
-        for update in follower.updates(timeout=20.0):
+        for update in follower.updates(timeout=20.0, poll_seconds=1000.0):
             assert follower.swap() and has(state, update.step)
             steps.append(update.step)
             if steps[1:]:
-                assert seen[port_of(net.origin)] <= 3
+                assert seen[port_of(net.origin)] == requests
             if update.step == 4:
                 break
             seen.clear()

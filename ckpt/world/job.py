@@ -35,6 +35,7 @@ from ckpt.world.place import (
 )
 from ckpt.world.rounds import STORE_SECONDS
 from storage.forks import keep_for_ever
+from storage.hidden import HiddenText
 
 
 class Process:
@@ -77,7 +78,7 @@ def part_of(store: Any, name: str) -> Any:
 
 def token_of_environment() -> str:
     """What those who serve publications and those who follow them have in common; "" for none."""
-    return os.environ.get(TOKEN_VARIABLE, "")
+    return HiddenText(os.environ.get(TOKEN_VARIABLE, ""))
 
 
 def own_prefix(process: Process, ranks: tuple[int, ...], rank: int) -> tuple[Any, bytes]:

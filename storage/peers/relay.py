@@ -32,7 +32,7 @@ NEWS_NBYTES_MAX = 64 * MIB  # of one answer: the names of 500,000 objects
 SMALL_NBYTES = 128 << 10  # of an object that comes with the news of its name
 SMALL_NBYTES_MAX = MIB  # of all of them
 CACHE_NBYTES_MAX = 1024 * MIB
-PARENT_SECONDS = 5.0  # that requests to one parent are repeated
+PARENT_SECONDS = 5.0  # that requests to a parent are repeated where there is another
 PAUSE_SECONDS = 20.0  # before a parent that failed comes first again
 LOOK_SECONDS = 0.1  # between looks at a directory, or `STORE_SECONDS` at another store
 STORE_SECONDS = 1.0
@@ -429,8 +429,10 @@ def open_peer(
             "storage_options, or set SHARDPOINT_TOKEN for ckpt.follow"
         )
     tls = client_tls(certificate) if certificate else None
-    parents: list[Store] = []
-    for match in matches:
-        policy, host = RetryPolicy(deadline_seconds=PARENT_SECONDS), match[1].strip("[]")
-        parents.append(PeerStore(host, int(match[2]), token, tls=tls, policy=policy))
-    return RelayStore([*parents, *others], root.strip("/"), cache_nbytes_max=cache_bytes_max)
+    parents = list(others)
+    for match in reversed(matches):
+        # The last is waited for as stores are: a training may start again.
+        policy = RetryPolicy(deadline_seconds=PARENT_SECONDS) if parents else RetryPolicy()
+        host, port = match[1].strip("[]"), int(match[2])
+        parents.insert(0, PeerStore(host, port, token, tls=tls, policy=policy))
+    return RelayStore(parents, root.strip("/"), cache_nbytes_max=cache_bytes_max)

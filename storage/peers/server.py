@@ -48,7 +48,7 @@ from storage.peers.store import (
     checksum_of,
     status_of,
 )
-from storage.store import ByteRange, ObjectWriter, Store, check_key
+from storage.store import ByteRange, ObjectWriter, Store, check_key, is_key
 from storage.strangers import to_end
 
 STRANGERS_MAX = 128  # connections that have not shown the token
@@ -504,6 +504,7 @@ class _PeerHandler(BaseHTTPRequestHandler):
 
     def _list(self, fields: dict[str, str]) -> None:
         entries = self.server.store.list(fields.get("prefix", ""), after=fields.get("after", ""))
+        entries = (entry for entry in entries if is_key(entry.key))
         self._reply([list(entry) for entry in islice(entries, LIST_MAX)])
 
     def _abort(self, fields: dict[str, str]) -> None:

@@ -289,7 +289,7 @@ class PeerStore(HttpStore):
             try:
                 spans = [(str(key), int(start), int(stop)) for key, start, stop in head["parts"]]
                 result = read(head)
-            except (KeyError, TypeError) as error:
+            except (KeyError, TypeError, OverflowError) as error:
                 raise ValueError(f"no head of an answer: {head!r:.100}") from error
             for key, start, stop in spans:
                 if not 0 <= start < stop:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib.util
 import inspect
+import socket
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import TracebackType
@@ -22,7 +23,7 @@ from ckpt import operate
 from ckpt.cli.commandline import build_parser
 from ckpt.integrations.dcp import DcpReader, DcpWriter
 from ckpt.tools.polling import RunPoller
-from storage import open_store
+from storage import StorageError, open_store
 from storage.hidden import hides_secrets, without_secrets
 from tests.e2e.test_encoded_roots import shown_by
 
@@ -177,3 +178,23 @@ def test_options_of_a_command_line_are_hidden() -> None:
     words = ["ls", "x", "-o", f"secret={WORD}", "-o", f'client_kwargs={{"token": "{WORD}"}}']
     parsed = build_parser().parse_args(words)
     assert WORD not in repr(parsed) and dict(parsed.storage_options)["secret"] == WORD
+
+
+def test_the_token_of_those_who_serve_is_hidden(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SHARDPOINT_TOKEN", WORD)
+    monkeypatch.setattr("storage.peers.relay.PARENT_SECONDS", 0.2)
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        place = f"127.0.0.1:{taken.getsockname()[1]}"
+        with pytest.raises(StorageError, match="already in use") as caught:
+            ckpt.follow(["x"], str(tmp_path), serve=place)
+        assert_hidden(caught.value)
+    with pytest.raises(StorageError, match="peer") as caught:
+        ckpt.follow(["x"], "peer://127.0.0.1")
+    assert_hidden(caught.value)
+    follower = ckpt.follow(["x"], f"peer://{place}")
+    with pytest.raises(StorageError, match="refused") as caught:
+        follower.poll()
+    assert_hidden(caught.value)
+    assert WORD not in " ".join(shown_by(follower, set()))

@@ -25,7 +25,7 @@ import torch
 from torch import nn
 
 import ckpt
-from ckpt.errors import InvalidArgument
+from ckpt.errors import Corrupt, InvalidArgument
 from ckpt.loading.load import LoadOptions
 from ckpt.service.follower import Follower, FollowOptions, followed
 from ckpt.service.publisher import _serving
@@ -246,6 +246,7 @@ class Damaged(RelayStore):
     """A host whose memory has changed: it sends other bytes, with the checksum of these."""
 
     damages = False
+    record = ""
 
     def _keep(self, parts: Any) -> Any:
         if not self.damages:
@@ -255,6 +256,8 @@ class Damaged(RelayStore):
             data = bytearray(part.data)
             if part.key.endswith(".safetensors"):
                 data[4100] ^= 8  # behind the head of the file
+            if part.key == self.record:
+                data[40] ^= 8
             damaged.append(part._replace(data=bytes(data)))
         return super()._keep(damaged)
 
@@ -279,6 +282,23 @@ def test_damaged_bytes_of_a_host_never_reach_the_model(net: Net, others: int) ->
     relay.doubt()
     assert follower.poll(), "tried again where it was mended"
     assert follower.swap() and has(state, 1)
+
+
+@pytest.mark.parametrize("others", [0, 1])
+def test_a_damaged_record_of_a_host_is_read_elsewhere(net: Net, others: int) -> None:
+    """A record that was read once is not kept for ever because it is damaged."""
+    relay = Damaged([net.store_at(net.origin).inner._parents[0]._peer], "lines/published")
+    middle = net.serve(relay)
+    follower, state = net.follower(net.store_at(middle, *[net.origin] * others))
+    net.trainer.publish(0)
+    records = [one.key for one in net.store.list("log/")]
+    relay.damages, relay.record = True, records[-1]
+    if not others:
+        with pytest.raises(Corrupt, match="checksum"):
+            follower.poll()
+        relay.damages = False
+        relay.doubt()
+    assert follower.poll() and follower.swap() and has(state, 0)
 
 
 def test_a_dead_host_is_replaced_while_a_follower_waits(net: Net) -> None:

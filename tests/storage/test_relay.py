@@ -38,7 +38,7 @@ from storage.peers.relay import News, RelayStore
 from storage.peers.server import PeerServer, _PeerHandler
 from storage.peers.store import CHECKSUM, ObjectBlock, PeerStore, checksum_of
 from storage.retry import NO_RETRY
-from storage.store import ObjectInfo
+from storage.store import UNFINISHED_MARK, ObjectInfo
 
 TOKEN = "0123456789abcdef"
 ROOT = "lines/published"
@@ -422,6 +422,7 @@ LIES = {
     "no list": head(news_of(added=7)),
     "no removed": head(news_of(removed=None)),
     "no parts": head({**news_of(), "parts": None}),
+    "a part without an end": head(news_of(parts=[["a", 0, float("inf")]])),
     "a part without bytes": head(news_of(parts=[["a", 5, 5]])),
     "a part of too much": head(news_of(parts=[["a", 0, 1 << 50]])),
     "a part that ends early": head(news_of(parts=[["a", 0, 5]]), BLOCK[:-1]),
@@ -505,6 +506,17 @@ def test_the_last_host_is_waited_for_as_a_store_is(tree: Tree) -> None:
     first, last = (parent.store.policy for parent in store.inner._parents)
     assert first.deadline_seconds == relays.PARENT_SECONDS < last.deadline_seconds == 120.0
     store.close()
+
+
+@pytest.mark.parametrize("name", ["two\nlines", f"{UNFINISHED_MARK}x"])
+def test_a_file_whose_name_is_no_key_is_left_out(tree: Tree, tmp_path: Path, name: str) -> None:
+    tree.commit(0, a=b"bytes")
+    (tmp_path / "root" / name).write_bytes(b"of somebody else")
+    assert tree.relay(tree.origin).get(f"{STEP}a") == b"bytes"
+    plain = PeerServer(tree.store, TOKEN, "127.0.0.1")
+    tree.stack.callback(plain.close)
+    assert [one.key for one in peer(plain.port).list("steps/")] == [f"{STEP}a"]
+    assert name not in [one.key for one in peer(plain.port).list("")]
 
 
 # --- ends --------------------------------------------------------------------------------------

@@ -20,7 +20,13 @@ from secrets import token_hex
 from threading import Condition
 from typing import Any, NamedTuple, TypeVar
 
-from storage.errors import AccessDeniedError, InvalidUrlError, KeyNotFoundError, StorageError
+from storage.errors import (
+    AccessDeniedError,
+    InvalidUrlError,
+    KeyNotFoundError,
+    StorageError,
+    TooLargeError,
+)
 from storage.http import HttpStore, client_tls
 from storage.peers.store import MIB, ObjectBlock, PeerStore, info_of
 from storage.retry import RetryPolicy
@@ -51,6 +57,7 @@ GONE_MAX = 10_000  # names that are remembered as removed
 RECORDS = "log/"
 _SLOT = re.compile(r"log/([0-9]{20})")
 _HOST = re.compile(r"(\[[0-9a-fA-F:.%]+\]|[^:\[\]@/]+):([0-9]{1,5})")
+_ANSWERS = (KeyNotFoundError, TooLargeError)  # of a parent that has not failed
 T = TypeVar("T")
 
 
@@ -312,13 +319,18 @@ class RelayStore(HttpStore):
             if block := self._blocks.get((key, start)):
                 self._blocks.move_to_end((key, start))
                 return block
-        what, stop = (key, start), min(start + BLOCK_NBYTES, self.info(key).nbytes)
+        end = min(start + BLOCK_NBYTES, self.info(key).nbytes)
+        what, stop = (key, start), end
         directory = f"{key.rpartition('/')[0]}/"
         if directory.startswith("steps/") and not self._active.is_near:
             nbytes = sum(one.nbytes for one in self.list(directory))
             if nbytes <= min(DIRECTORY_NBYTES_MAX, self._cache_nbytes_max):
                 what, stop = (directory, 0), nbytes
-        for part in self._once(what, stop):
+        try:
+            parts = self._once(what, stop)
+        except TooLargeError:  # more has come to the directory than is known here
+            parts = self._once((key, start), end)
+        for part in parts:
             if (part.key, part.start) == (key, start):
                 return part.data
         raise KeyNotFoundError(f"{key} in {self.url}: its directory is being deleted")
@@ -360,7 +372,7 @@ class RelayStore(HttpStore):
 
     def _of_parents(self, what: str, use: Callable[[_PeerParent | _StoreParent], T]) -> T:
         """What the first parent gives that answers. Raises KeyNotFoundError where one does, and
-        none has it.
+        none has it; or TooLargeError.
         """
         failures, now = list[StorageError](), time.monotonic()
         for parent in sorted(self._parents, key=lambda parent: max(parent.until, now)):
@@ -370,10 +382,10 @@ class RelayStore(HttpStore):
                 if self._is_closed:
                     raise
                 failures.append(error)
-                if not isinstance(error, KeyNotFoundError):
+                if not isinstance(error, _ANSWERS):
                     parent.until = time.monotonic() + PAUSE_SECONDS
         for failure in failures:
-            if isinstance(failure, KeyNotFoundError) or len(failures) == 1:
+            if isinstance(failure, _ANSWERS) or len(failures) == 1:
                 raise failure
         reasons = "".join(f"\n  - {failure}" for failure in failures)
         raise StorageError(f"{what}: none of {len(failures)} hosts answered{reasons}")

@@ -293,6 +293,18 @@ def test_what_has_changed_under_its_name_is_read_again(
 # --- once --------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("parents", [1, 2])
+def test_a_directory_that_grows_is_read_all_the_same(tree: Tree, parents: int) -> None:
+    """Another rank's file has come since the last news, which name the one that is read."""
+    tree.commit(0, a=noise(200_000))  # too large to come with the news
+    relay = tree.relay(*[tree.origin] * parents)
+    relay.refresh()
+    tree.commit(1, b=noise(100_000))
+    tree.origin.store.refresh()
+    assert relay.get(f"{STEP}a") == noise(200_000)
+    assert not any(one.until for one in relay._parents), "who answers so has not failed"
+
+
 def test_a_tree_takes_each_byte_once_from_its_parent(
     tree: Tree, requests: Counter[tuple[int, str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:

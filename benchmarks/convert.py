@@ -7,7 +7,8 @@ from the same directory, in turn, each in a process of its own that has imported
 before anything is measured: wall seconds, CPU seconds (user and system), and peak memory over that
 idle process. Ours waits until the file is on the disk, the peers do not; "synced" lets them wait
 too. `dcp_to_torch_save` and `accelerate merge-weights` read DCP directories; DCP's consolidation
-reads the safetensors shards that its Hugging Face writer makes, and so does ours there.
+reads the safetensors shards that its Hugging Face writer makes, and so does ours there. An import
+makes a root of ours of the same source, and is held against the same peer.
 """
 
 from __future__ import annotations
@@ -65,6 +66,11 @@ OURS = """
 import ckpt
 ckpt.export
 def run(): ckpt.export(source, target)
+"""
+IMPORT = """
+import ckpt
+ckpt.import_checkpoint
+def run(): ckpt.import_checkpoint(source, os.path.dirname(target), step=0)
 """
 TORCH_SAVE = """
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
@@ -154,32 +160,40 @@ def _measure(gib: float, rounds: int, directory: str | None) -> None:
                 continue
             target = Path(folder) / "out" / f"model{pair.suffix}"
             source = f"{folder}/{pair.source}"
-            ours: list[Run] = []
-            theirs: list[Run] = []
+            runs: dict[str, list[Run]] = {script: [] for script in (OURS, IMPORT, pair.script)}
             for _ in range(rounds):
-                _in_page_cache(source)
-                ours.append(_run(OURS, source, target))
-                theirs.append(_run(pair.script, source, target))
-            _report(pair, gib, ours, theirs)
+                for script, results in runs.items():
+                    _in_page_cache(source)
+                    results.append(_run(script, source, target))
+            _report(pair, "export", gib, runs[OURS], runs[pair.script])
+            _report(pair, "import", gib, runs[IMPORT], runs[pair.script])
         os.sync()
 
 
-def _report(pair: Pair, gib: float, ours: list[Run], theirs: list[Run]) -> None:
+def _report(pair: Pair, what: str, gib: float, ours: list[Run], theirs: list[Run]) -> None:
     def times(field: str) -> float:
         pairs = zip(ours, theirs, strict=True)
         ratios = [float(getattr(b, field) / getattr(a, field)) for a, b in pairs]
         return statistics.median(ratios)
 
+    def spread(field: str) -> str:
+        """Ours over theirs: the median and the range of the rounds."""
+        pairs = zip(ours, theirs, strict=True)
+        ratios = [float(getattr(a, field) / getattr(b, field)) for a, b in pairs]
+        return f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
+
     wall, cpu = (statistics.median(getattr(run, f) for run in ours) for f in ("wall", "cpu"))
     own = max(run.peak for run in ours) / MIB
     peer = max(run.peak for run in theirs) / MIB
     report(
-        f"export {gib:g} GiB like {pair.peer}: ours {wall:.2f} s, {cpu:.2f} CPU s",
+        f"{what} {gib:g} GiB like {pair.peer}: ours {wall:.2f} s, {cpu:.2f} CPU s",
         [
             row(f"{pair.peer}: times as fast", f"{times('wall'):.2f}x", ">= 2x"),
             row("times as fast, both synced", f"{times('synced'):.2f}x", "none"),
             row("CPU seconds saved", f"{times('cpu'):.2f}x", ">= 2x"),
             row("peak memory over idle", f"{own:.0f} MiB (peer {peer:.0f})", "<= 128 MiB"),
+            row("CPU, of the peer's", spread("cpu"), "<= 0.2"),
+            row("peak memory, of the peer's", spread("peak"), "<= 0.15"),
         ],
     )
 

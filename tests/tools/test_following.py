@@ -7,6 +7,7 @@ the safetensors package.
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -90,6 +91,27 @@ def test_a_file_that_was_not_finished_replaces_none(
         write_safetensors(str(path), state(2))
     assert torch.equal(load_file(path)["w"], state(1)["w"])
     assert [one.name for one in tmp_path.iterdir()] == [path.name]
+
+
+def test_a_new_file_is_in_its_folder_for_good(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A power failure behind the call leaves the new file: its folder is synced behind the name."""
+    path, synced = tmp_path / "w.safetensors", []
+    write_safetensors(str(path), state(1))
+    inode = path.stat().st_ino
+    sync = os.fsync
+
+    def noted(file: int) -> None:
+        synced.append((os.fstat(file).st_ino, path.stat().st_ino))
+        sync(file)
+
+    monkeypatch.setattr(files.os, "fsync", noted)
+    write_safetensors(str(path), state(2))
+    new = path.stat().st_ino
+    assert synced == [(new, inode), (tmp_path.stat().st_ino, new)]
+    monkeypatch.chdir(tmp_path)
+    write_safetensors("bare.safetensors", state(1))
 
 
 def test_all_dtypes_and_shapes_are_written(tmp_path: Path) -> None:

@@ -40,10 +40,21 @@ from ckpt.state.values import join_tree, references
 
 # What is read and multiplied at once, by each thread: some 6 MiB with the indexes.
 BAND_NUMEL = 128 << 10
+KEPT_MAX = 2
 _SCALE_INV = "_scale_inv"
 _MX_GROUP = 32
 _MX_HALF = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _MX_VALUES = (*_MX_HALF, *(-value for value in _MX_HALF))
+
+
+class _Kept:
+    """The last whole tensors that a chain of sources has made, by the source and the name: two of
+    all its steps, for a step may be made of the one before, and one of each step.
+    """
+
+    def __init__(self) -> None:
+        self.lock = threading.RLock()  # making one may ask the step before
+        self.tensors: dict[tuple[int, str], torch.Tensor] = {}
 
 
 class DerivedSource(CheckpointSource):
@@ -58,8 +69,7 @@ class DerivedSource(CheckpointSource):
         super().__init__(source.url, contents, source.stored_nbytes)
         self.source, self.make = source, make
         self.format, self.left_out = source.format, source.left_out
-        self._lock = threading.Lock()
-        self._last: tuple[str, torch.Tensor] | None = None
+        self._kept: _Kept = source._kept if isinstance(source, DerivedSource) else _Kept()
 
     def fill(self, wanted: Sequence[ReadRequest]) -> None:
         if plain := [request for request in wanted if request.fqn not in self.make]:
@@ -72,11 +82,16 @@ class DerivedSource(CheckpointSource):
         """Fill a request from the whole tensor, which `make` makes without gaps: one at a time, and
         kept until the next, for a tensor is written in many parts.
         """
-        with self._lock:
-            if self._last is None or self._last[0] != request.fqn:
-                self._last = None
-                self._last = request.fqn, make().view(-1)
-            request.target.copy_(self._last[1][request.span.start : request.span.stop])
+        tensors, key = self._kept.tensors, (id(self), request.fqn)
+        with self._kept.lock:
+            if key not in tensors:
+                for other in [one for one in tensors if one[0] == id(self)]:
+                    del tensors[other]
+                made = make().view(-1)
+                tensors[key] = made
+                while len(tensors) > KEPT_MAX:
+                    del tensors[next(iter(tensors))]
+            request.target.copy_(tensors[key][request.span.start : request.span.stop])
 
     def close(self) -> None:
         self.source.close()

@@ -193,6 +193,11 @@ def write_safetensors(path: str, tensors: Mapping[str, torch.Tensor]) -> None:
     finally:
         with suppress(FileNotFoundError):
             os.unlink(new)
+    folder = os.open(os.path.dirname(path) or ".", os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(folder)  # or the old file may be there again after a power failure
+    finally:
+        os.close(folder)
 
 
 def _all_of(output: Output) -> Span:

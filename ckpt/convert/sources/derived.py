@@ -47,7 +47,7 @@ _MX_HALF = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _MX_VALUES = (*_MX_HALF, *(-value for value in _MX_HALF))
 
 
-class _Kept:
+class _LastWholes:
     """The last whole tensors that a chain of sources has made, by the source and the name: two of
     all its steps, for a step may be made of the one before, and one of each step.
     """
@@ -69,7 +69,9 @@ class DerivedSource(CheckpointSource):
         super().__init__(source.url, contents, source.stored_nbytes)
         self.source, self.make = source, make
         self.format, self.left_out = source.format, source.left_out
-        self._kept: _Kept = source._kept if isinstance(source, DerivedSource) else _Kept()
+        self._kept: _LastWholes = (
+            source._kept if isinstance(source, DerivedSource) else _LastWholes()
+        )
 
     def fill(self, wanted: Sequence[ReadRequest]) -> None:
         if plain := [request for request in wanted if request.fqn not in self.make]:

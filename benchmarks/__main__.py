@@ -1,7 +1,7 @@
 """All benchmarks, one after the other, and a table of bars against what was measured: `make bench`.
 
     python -m benchmarks [--record] [--check]
-                         [save_load cold_load small_tensors async_save state_dicts engine_save fsdp1
+                         [seconds save_load cold_load small_tensors async_save state_dicts engine_save fsdp1
                           memory dedup publication export convert manifest coordinator encoding
                           s3 overhead near step device_counts scale host_time]
 
@@ -29,6 +29,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 BENCHMARKS: dict[str, tuple[str, ...]] = {
+    "seconds": ("--gib", "1", "8", "--page"),
     "save_load": ("--gib", "1", "--rounds", "3"),
     "cold_load": ("--gib", "1", "--rounds", "3"),
     "small_tensors": ("--rounds", "5"),

@@ -366,11 +366,17 @@ def _dies_behind_walls(port: int, root: str) -> str:
     ckpt.save({"a": torch.ones(2)}, root, step=1)
     if rank == 2:
         os.kill(os.getpid(), signal.SIGKILL)
+    text = "saved"
     try:
         ckpt.save({"a": torch.ones(2)}, root, step=2)
     except ckpt.errors.RankFailed as error:
-        return str(error)
-    return "saved"
+        text = str(error)
+    # The store ends with rank 0: rank 1 would name that, if it came late.
+    Path(f"{root}-{rank}").touch()
+    deadline = time.monotonic() + 60
+    while not Path(f"{root}-{1 - rank}").exists() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return text
 
 
 def _raise(*_: object) -> socket.socket:

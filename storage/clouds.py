@@ -223,6 +223,7 @@ class CloudWriter(ObjectWriter):
         if not self._uploads:
             run_publishing(retry, self._put, self._is_ours)
             return
+        # The completion of an upload takes no condition here: this is as close as it gets.
         with contextlib.suppress(KeyNotFoundError):
             retry.run(lambda: self._store.info(key))
             raise KeyExistsError(f"create {key} in {self._store.url}: exists already")

@@ -212,6 +212,7 @@ def _size_rows(report: CostReport, load: Workload, result: Cost) -> Iterator[Row
         yield "written, at a time", f"{size(int(result.burst_nbytes_per_second))}/s", text
     yield "requests of a save", f"{result.requests_of_save:,}", "to S3; parts of 16 MiB"
     yield "requests of a load", f"{result.requests_of_load:,}", "at least; 8 MiB with one"
+    # The oldest is retired only once the newest is committed.
     if load.keep is not None and result.stored_nbytes_max is not None:
         text = f"{load.keep} kept, and the one that is being written"
         yield "stored, at most", size(result.stored_nbytes_max), text

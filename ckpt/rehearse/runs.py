@@ -188,6 +188,7 @@ def _ended(process: subprocess.Popen[bytes], folder: Path, until: float) -> str:
 
 def _kill_all(folder: Path) -> None:
     """Kill every process of this run, until none is left."""
+    # By the environment: launchers start ranks in sessions of their own, which no group has.
     mark, alive = f"CKPT_REHEARSAL={folder}".encode(), True
     # Again and again: a process may have started another one while it was killed.
     while alive:

@@ -133,6 +133,7 @@ class Following:
         `check` does.
         """
 
+        # A thread that has failed counts as news: nobody else would tell of its error.
         def is_over() -> bool:
             ended = any(thread.done() for thread in self._threads)
             return ended or self.is_closing or versions_of(self.states) != seen

@@ -161,6 +161,7 @@ def asked(question: str, *, yes: bool) -> bool:
     """
     if yes:
         return True
+    # A script would wait for ever for an answer, or delete by an empty one.
     if not (sys.stdin.isatty() and sys.stderr.isatty()):
         raise CheckpointError(
             "nothing was deleted: there is no terminal to ask on; pass --yes to delete what is "

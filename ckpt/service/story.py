@@ -192,6 +192,8 @@ class Story:
             kept = {keys[-1] for keys in jobs[1 - JOBS_MAX :]}
             stale = [key for keys in jobs for key in keys if key not in kept]
             self._root, self._old = root, stale[:OLD_MAX]
+        # Another root under this url has a story of its own, and a store that deletes nothing would
+        # be filled.
         if root != self._root or len(self._old) > 2 * OLD_MAX:
             raise CheckpointError(f"root {root} is there, with {len(self._old)} records that stay")
         self._number += 1

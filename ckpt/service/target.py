@@ -211,6 +211,7 @@ class UrlTarget(Target):
 
     def load_from(self, state: Any, url: StoreLike, options: Mapping[str, Any]) -> LoadReport:
         own, given = self.storage_options, options.get("storage_options")
+        # Credentials of this root go to another place only where that is of the same protocol.
         how = {"storage_options": options_of_other(self.where, own, url, given)}
         return api.load(state, url, **{"process_group": self.process_group, **options, **how})
 

@@ -97,6 +97,7 @@ def work_at_risk(views: Sequence[TierView]) -> WorkAtRisk | None:
     if status is None:
         return None
     # Of several tiers of a host, each notes its own newest checkpoint.
+    # Those of an older epoch are of a job before this one.
     statuses = [one.status for one in views if one.status and one.status.epoch == status.epoch]
     newest = max(statuses, key=lambda one: (one.near_step, one.order))
     return None if newest.near_step < 0 else status.since(newest.near_step, newest.near_unix)

@@ -223,6 +223,7 @@ def _runs(manifest: Manifest, lengths: Sequence[int]) -> Iterator[tuple[int, lis
     """
     chunks = manifest.chunks
     block_nbytes = manifest.header.block_bytes
+    # What begins behind the end of a cut file was reported as a whole: see `_cut_off`.
     inside = np.flatnonzero(chunks.byte_start < np.array(lengths, dtype=np.int64)[chunks.file])
     # As bytes lie in files, and not by name: a request of 8 MiB then holds many small chunks.
     order = inside[np.lexsort((chunks.byte_start[inside], chunks.file[inside]))]

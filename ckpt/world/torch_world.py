@@ -350,6 +350,7 @@ class TorchWorld(World):
 
         spent = limits.round_seconds_max
         is_done = self._rounds.wait_for(has_ended, name, spent)
+        # A rank that repeats requests to its storage holds up the others, and does not hang.
         if not is_done and self._process.heart.aside(self._rounds.storage_waits, STORE_SECONDS):
             spent = limits.storage_seconds_max
             is_done = self._rounds.wait_for(has_ended, name, spent - limits.round_seconds_max)
@@ -457,6 +458,7 @@ def _balance(rank: int, lengths: Sequence[int], room: Sequence[int]) -> bytes:
 
 def _hashed(sender: int, receiver: int, nbytes: int) -> int:
     data = b"%d %d %d" % (sender, receiver, nbytes)
+    # Not `hash`, which gives bytes another number in each process.
     return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little")
 
 

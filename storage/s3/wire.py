@@ -110,6 +110,7 @@ class Wire:
             with self._lock:
                 self.requests += 1
                 idle = self._idle.get(place)
+                # The one that was used last: its server has had the least time to close it.
                 connection = idle.pop() if idle else None
             if connection is None:
                 break
@@ -204,6 +205,7 @@ def _head(method: str, target: str, host: str, headers: Sequence[tuple[str, str]
     lines = [f"{method} {target} HTTP/1.1", f"Host: {host}", "Accept-Encoding: identity"]
     lines += [f"{name}: {value}" for name, value in headers]
     text = "\r\n".join([*lines, "", ""])
+    # A line break in a value would begin a header of its own, or another request.
     if text.count("\n") != len(lines) + 1 or text.count("\r") != len(lines) + 1:
         raise InvalidUrlError("a storage option that becomes a header holds a line break")
     return text.encode()
@@ -235,6 +237,7 @@ def _response(used: Any, method: str) -> http.client.HTTPResponse:
     try:
         response.begin()
     except BaseException:
+        # It has a file object of the socket, which stays open as long as that does.
         response.close()
         raise
     return response
@@ -244,6 +247,7 @@ def _causes(error: BaseException) -> Iterator[BaseException]:
     seen: BaseException | None = error
     while seen is not None:
         yield seen
+        # urllib3 keeps what it wraps in attributes of its own.
         nested = getattr(seen, "original_error", None) or getattr(seen, "reason", None)
         seen = nested if isinstance(nested, BaseException) else seen.__cause__ or seen.__context__
 

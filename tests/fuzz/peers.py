@@ -9,6 +9,7 @@ from __future__ import annotations
 import atexit
 import http.client
 import io
+import json
 import os
 import re
 import shutil
@@ -21,10 +22,11 @@ from typing import Any
 
 from storage.errors import StorageError
 from storage.local import LocalStore
+from storage.peers.relay import RECORDS, RelayStore
 from storage.peers.server import PeerServer
 from storage.peers.store import PeerStore, checksum_of
 from storage.retry import NO_RETRY
-from storage.store import ByteRange, ObjectInfo
+from storage.store import ByteRange, ObjectInfo, check_key
 from tests.fuzz.target import Target
 from tests.fuzz.tiers import IN_MEMORY
 
@@ -279,6 +281,48 @@ def _read_answers(data: bytes) -> None:
     store.close()
 
 
+def _news() -> list[bytes]:
+    """Answers of hosts that serve a root: names and small objects, and a block."""
+    added = [["FORMAT", 5, 1.5], [f"{RECORDS}{0:020d}", 3, 1.5], ["steps/a", 9, 2.0]]
+    news = {"state": "s.1", "all": True, "added": added, "removed": ["x"]}
+    blocks = [("FORMAT", b"hello"), (f"{RECORDS}{0:020d}", b"one")]
+    return [_blocks(news, blocks), _blocks({}, [("steps/a", b"123456789")]), _blocks(news, [])]
+
+
+def _blocks(head: dict[str, Any], blocks: list[tuple[str, bytes]]) -> bytes:
+    parts = [(key, 0, len(data)) for key, data in blocks]
+    text = json.dumps({**head, "parts": parts}).encode()
+    every = [text, *(data for _, data in blocks)]
+    body = b"".join(data + checksum_of([memoryview(data)]) for data in every)
+    return _answer("200 OK", len(text).to_bytes(4, "little") + body)
+
+
+def _sealed_news(data: bytes) -> bytes:
+    """With the checksum of the head, so that what it says is looked at."""
+    start = data.find(b"\r\n\r\n") + 8
+    end = start + int.from_bytes(data[start - 4 : start], "little")
+    if start < 8 or end + 4 > len(data):
+        return data
+    return data[:end] + checksum_of([memoryview(data)[start:end]]) + data[end + 4 :]
+
+
+def _read_news(data: bytes) -> None:
+    """A relay whose parent gives one answer to all: what it takes has valid names and lengths."""
+    relay = RelayStore([_Liar(data)], "", cache_nbytes_max=BOUND)
+    try:
+        with suppress(StorageError):
+            relay.refresh()
+        with suppress(StorageError):
+            for info in islice(relay.list(""), 100):
+                check_key(info.key)
+                _check_info(info)
+                with suppress(StorageError):
+                    assert len(relay.get_bounded(info.key, BOUND)) == info.nbytes
+        assert relay._cached_nbytes == sum(map(len, relay._blocks.values())) <= BOUND
+    finally:
+        relay.close()
+
+
 def _check_info(info: ObjectInfo) -> None:
     assert [type(value) for value in info] == [str, int, float] and info.nbytes >= 0
 
@@ -286,4 +330,5 @@ def _check_info(info: ObjectInfo) -> None:
 TARGETS = (
     Target("peers.request", _answer_requests, _requests, _sealed_bodies, refusals=()),
     Target("peers.answer", _read_answers, _answers, refusals=(StorageError,)),
+    Target("peers.news", _read_news, _news, _sealed_news, refusals=(StorageError,)),
 )

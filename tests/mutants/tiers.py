@@ -352,6 +352,28 @@ ENCODING = (
 
 PEERS = (
     Mutant(
+        "blocks that were damaged on their way are taken",
+        "storage/peers/store.py",
+        "    if _exactly(answer, CHECKSUM.size, until) != checksum_of([memoryview(data)]):\n",
+        "    if not _exactly(answer, CHECKSUM.size, until):\n",
+        test="tests/storage/test_relay.py"
+        "::test_bytes_that_are_damaged_on_their_way_are_asked_for_again",
+    ),
+    Mutant(
+        "blocks of another length than their names say are kept",
+        "storage/peers/relay.py",
+        "                if part.start % BLOCK_NBYTES or part.start + len(part.data) != end:\n",
+        "                if part.start % BLOCK_NBYTES:\n",
+        test="tests/storage/test_relay.py::test_a_relay_keeps_no_bytes_that_do_not_fit_their_names",
+    ),
+    Mutant(
+        "a host that is behind takes back what is known",
+        "storage/peers/relay.py",
+        "                if is_behind and now - self._heard < BEHIND_SECONDS:\n",
+        "                if False:\n",
+        test="tests/storage/test_relay.py::test_a_parent_that_is_behind_takes_nothing_back",
+    ),
+    Mutant(
         "a peer takes bytes that were damaged on their way",
         _SERVER,
         "        if checksum_of([data]) != checksum:\n",

@@ -1,8 +1,8 @@
 """All benchmarks, one after the other, and a table of bars against what was measured: `make bench`.
 
     python -m benchmarks [--record] [--check]
-                         [seconds save_load cold_load small_tensors async_save state_dicts engine_save fsdp1
-                          memory dedup publication export convert manifest coordinator encoding
+                         [seconds save_load cold_load small_tensors async_save state_dicts
+                          engine_save fsdp1 memory dedup publication export convert manifest coordinator encoding
                           s3 overhead near step device_counts scale host_time]
 
 Takes some minutes, on a disk with 10 GB free (the current directory's). Each benchmark can be run

@@ -80,6 +80,11 @@ ACCELERATE = """
 from accelerate.utils import merge_fsdp_weights
 def run(): merge_fsdp_weights(source, os.path.dirname(target))
 """
+ZERO = """
+os.environ["DS_ACCELERATOR"] = "cpu"
+from deepspeed.utils.zero_to_fp32 import convert_zero_checkpoint_to_fp32_state_dict as convert
+def run(): convert(source, os.path.dirname(target), safe_serialization=True)
+"""
 CONSOLIDATE = """
 from torch.distributed.checkpoint._consolidate_hf_safetensors import consolidate_safetensors_files
 from safetensors import safe_open
@@ -114,7 +119,10 @@ PAIRS = (
     Pair("dcp_to_torch_save", "dcp", ".pt", TORCH_SAVE),
     Pair("accelerate merge-weights", "dcp", ".safetensors", ACCELERATE),
     Pair("DCP's consolidation", "shards", ".safetensors", CONSOLIDATE),
+    Pair("deepspeed zero_to_fp32", "zero", ".safetensors", ZERO),
 )
+# Packages of peers that are measured where they are installed.
+OPTIONAL = {"accelerate": "accelerate", "zero": "deepspeed"}
 
 
 def _save(folder: str, nbytes: int) -> None:
@@ -134,6 +142,26 @@ def _save(folder: str, nbytes: int) -> None:
     dcp.save(model.state_dict(), storage_writer=writer)
 
 
+def _save_zero(folder: str, nbytes: int) -> None:
+    """A checkpoint of DeepSpeed's stage 2, before its first step: without moments, which
+    `zero_to_fp32` would leave out.
+    """
+    os.environ["DS_ACCELERATOR"] = "cpu"
+    import deepspeed
+
+    layers = max(1, nbytes // (4 * WIDTH * WIDTH))
+    model = nn.Sequential(*[nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(layers)])
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "zero_optimization": {"stage": 2},
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
+    }
+    optimizer = torch.optim.AdamW(model.parameters())
+    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
+    engine.save_checkpoint(f"{folder}/zero")
+
+
 def _run(script: str, source: str, target: Path) -> Run:
     shutil.rmtree(target.parent, ignore_errors=True)
     target.parent.mkdir()
@@ -145,18 +173,20 @@ def _run(script: str, source: str, target: Path) -> Run:
 
 
 def _in_page_cache(folder: str) -> None:
-    for path in Path(folder).iterdir():
+    for path in (one for one in Path(folder).rglob("*") if one.is_file()):
         with path.open("rb", buffering=0) as file:
             while file.read(8 * MIB):
                 pass
 
 
-def _measure(gib: float, rounds: int, directory: str | None) -> None:
+def _measure(gib: float, rounds: int, directory: str | None, only: str) -> None:
     with tempfile.TemporaryDirectory(dir=directory) as folder:
         run_ranks(2, _save, folder, int(gib * GIB), timeout_seconds=900)
-        for pair in PAIRS:
-            if "accelerate" in pair.peer and find_spec("accelerate") is None:
-                print("  (accelerate is not installed: pip install 'shardpoint[bench]')")
+        if find_spec("deepspeed"):
+            run_ranks(2, _save_zero, folder, int(gib * GIB), timeout_seconds=900)
+        for pair in (pair for pair in PAIRS if only in pair.peer):
+            if lacking := [n for w, n in OPTIONAL.items() if w in pair.peer and not find_spec(n)]:
+                print(f"  ({pair.peer}: {lacking[0]} is not installed)")
                 continue
             target = Path(folder) / "out" / f"model{pair.suffix}"
             source = f"{folder}/{pair.source}"
@@ -204,8 +234,9 @@ def main() -> None:
     parser.add_argument("--gib", type=float, default=3)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--directory", default=None)
+    parser.add_argument("--only", default="", help="a part of the peers' names")
     arguments = parser.parse_args()
-    _measure(arguments.gib, arguments.rounds, arguments.directory)
+    _measure(arguments.gib, arguments.rounds, arguments.directory, arguments.only)
 
 
 if __name__ == "__main__":

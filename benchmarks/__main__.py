@@ -2,8 +2,9 @@
 
     python -m benchmarks [--record] [--check]
                          [seconds save_load cold_load small_tensors async_save state_dicts
-                          engine_save fsdp1 memory dedup publication export convert manifest coordinator encoding
-                          s3 overhead near step device_counts scale host_time]
+                          engine_save fsdp1 memory dedup publication export convert manifest
+                          coordinator encoding s3 overhead near step device_counts scale
+                          host_time]
 
 Takes some minutes, on a disk with 10 GB free (the current directory's). Each benchmark can be run
 by itself with more rounds and other sizes. A bar is judged by the reader: times on a busy machine

@@ -124,6 +124,7 @@ def export_source(
         raise InvalidArgument('config= is for a folder of a model: pass format="hf" and a folder')
     folder, name = split_target(target, kind)
     if how.preset is not None:
+        # A store has no file name in it, and PEFT looks for this one.
         name = PEFT_FILE if not is_url(target) and kind == "safetensors" else name
         check_file_name(how.preset, name)
     # Readers of the files know nothing of how our roots are encoded.
@@ -359,6 +360,7 @@ def _check_elsewhere(source: CheckpointSource, entry: str, taken: Collection[str
     others = sorted(
         info.fqn
         for info in source.contents.tensors.values()
+        # One element is a count or a scale, such as the `step` of torch's Adam, a float as well.
         if _is_weight(info) and math.prod(info.shape) > 1 and info.fqn not in taken
     )
     if others:

@@ -99,6 +99,7 @@ class SourceStore(WrappedStore):
             start = stop
         self.source.fill(wanted)
 
+    # The source reads files of others, where tensors lie at any byte: none of that is aligned.
     def get_direct_into(self, key: str, start: int, buffers: Sequence[memoryview]) -> None:
         self.get_into(key, start, buffers)
 
@@ -275,6 +276,7 @@ def deduced(names: Sequence[Sequence[str]], stored: Sequence[str]) -> Callable[[
     for name in stored:
         parts = clean_name(name).split(".")
         plain.setdefault(".".join(part for part in parts if part != "module"), name)  # DDP's
+    # An exact name counts more than one that is equal without its wrappers.
     plain |= {name: name for name in stored}
     every = [name for tied in names for name in tied]
     if not every or all(any(plain.get(name) == name for name in tied) for tied in names):
@@ -290,10 +292,13 @@ def deduced(names: Sequence[Sequence[str]], stored: Sequence[str]) -> Callable[[
             known: dict[str, str] = {}
             for tied in names:
                 places = [plain.get(moved(name, old, new)) for name in tied]
+                # A tied tensor is stored under one of its names at least; under none, this is no
+                # way.
                 if (first := next(filter(None, places), None)) is None:
                     break
                 known |= {name: place or first for name, place in zip(tied, places, strict=True)}
             else:
+                # By what it leads to: two pairs of paths with the same stored names are one way.
                 ways[tuple(known.values())] = old, new, known
     if len(ways) != 1:
         return None

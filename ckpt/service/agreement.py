@@ -34,8 +34,10 @@ from ckpt.world.rounds import CALL_SECONDS
 
 logger = logging.getLogger(__name__)
 
+# How late a flag is seen at most. A look sends nothing, so it may be this frequent.
 POLL_SECONDS = 0.1
 CHECK_SECONDS = 0.5  # how often a rank checks whether its neighbour lives
+# The pace of a training changes, as after its warm-up: only the newest calls predict the next.
 TURNS_TIMED = 16
 
 
@@ -90,9 +92,11 @@ def decided(proposals: Sequence[Proposal], *, now_seconds: float) -> Decision:
     latest promise. The same on all ranks, but for the clock.
     """
     decisions = [
+        # `one[3:6]` are reasons, valid_at and alarm, which a Decision has in the same order.
         Decision(one.turn_max, frozenset(one.signals), now_seconds + one.left_seconds, *one[3:6])
         for one in proposals
     ]
+    # The latest promise: each rank waits at its own, so none has passed this call yet.
     return merged(decisions, max(one.turn for one in decisions))
 
 
@@ -101,6 +105,7 @@ def merged(decisions: Sequence[Decision], turn: int) -> Decision:
     return Decision(
         turn=turn,
         signals=frozenset(number for one in decisions for number in one.signals),
+        # A job ends with its first rank, so the shortest grace period holds for all.
         deadline_seconds=min((one.deadline_seconds for one in decisions), default=math.inf),
         reasons=tuple(dict.fromkeys(text for one in decisions for text in one.reasons)),
         valid_at=max((one.valid_at for one in decisions), default=-1),
@@ -144,6 +149,7 @@ class StepAgreement:
         self._turn = 0
         self._turns_seconds: deque[float] = deque(maxlen=TURNS_TIMED)  # when the newest were made
         self._proposal = _NO_PROPOSAL
+        # Infinite while no round is under way: `turn` then waits for nothing.
         self._promise = math.inf
         self._decisions: list[Decision] = []
         self._failure: BaseException | None = None
@@ -171,6 +177,7 @@ class StepAgreement:
     def fail(self, failure: RankFailed) -> None:
         """Make the next call of this rank raise `failure`, which names the missing rank."""
         with self._changed:
+            # The first one names the rank that was lost; later ones may only follow from it.
             self._failure = self._failure or failure
             self._changed.notify_all()
         self._world.end(failure)
@@ -188,6 +195,8 @@ class StepAgreement:
                 began = self._clock()
                 self._turns_seconds.append(began)
                 if self._turn >= self._promise:
+                    # No timeout: each round has a deadline, and the watcher notes its outcome or its
+                    # failure.
                     self._changed.wait_for(
                         lambda: self._turn < self._promise or self._failure is not None
                     )
@@ -197,6 +206,7 @@ class StepAgreement:
             if not self._decisions:
                 return None
             due = [one for one in self._decisions if one.turn <= self._turn]
+            # This rank has waited at a promise that is no later than the agreed turn.
             assert all(one.turn == self._turn for one in due), "a decision came after its turn"
             self._decisions = [one for one in self._decisions if one.turn > self._turn]
             return merged(due, self._turn) if due else None
@@ -248,6 +258,7 @@ class StepAgreement:
             # Ends the waits of a round under way, here and on other ranks.
             self._world.abandon()
             self._world.close()
+        # Without waiting: this also follows a failure, and a round may take a moment to end.
         self._pool.shutdown(wait=False)
 
     def _raise_failure(self) -> None:
@@ -293,11 +304,13 @@ class StepAgreement:
                     return
                 self._take_signals()
                 mine = self._proposal
+            # Numbered: the flag of a round that is over begins no other one.
             if mine.signals or mine.reasons or mine.alarm or mine.closing:
                 self._world.raise_flag(f"proposal {self._number}")
             if self._world.flag_is_up(f"proposal {self._number}"):
                 self._hold_round(self._number)
                 self._number += 1
+            # Only between rounds: a round notices by itself that a rank is gone.
             elif self._clock() - self._checked_seconds >= CHECK_SECONDS:
                 self._world.check_neighbour("training")
                 self._checked_seconds = self._clock()
@@ -315,6 +328,8 @@ class StepAgreement:
         with self._changed:
             self._take_signals()
             mine = self._proposal._replace(
+                # A rank that closes makes no further call: the one that it is in is all it can
+                # promise.
                 turn_max=self._turn + (0 if self._proposal.closing else self._calls_ahead()),
                 left_seconds=self._signals.left_seconds(),
             )
@@ -337,5 +352,6 @@ class StepAgreement:
         """As many as the training makes in `ahead_seconds`, by the newest calls."""
         if len(self._turns_seconds) < 2:
             return 1
+        # All of them may fall into one tick of the clock.
         spent = max(self._turns_seconds[-1] - self._turns_seconds[0], 1e-6)
         return math.ceil(self._pace.ahead_seconds * (len(self._turns_seconds) - 1) / spent)

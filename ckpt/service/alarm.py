@@ -24,6 +24,7 @@ logger = logging.getLogger(__name__)
 # Failures that every later save would meet again, until a person acts: these are raised.
 LASTING = (InvalidState, InvalidArgument, Fenced, StoreRefused)
 
+# Errors hold tracebacks, and those their frames: a long outage must not fill the memory.
 FAILURES_KEPT_MAX = 100
 
 
@@ -96,6 +97,7 @@ class FailedSaves:
                 error,
                 extra={"ckpt": {"event": "failed", "step": step, "error": str(error)}},
             )
+            # Proposed, not raised: other ranks may not have seen this failure yet.
             if is_lasting or self._is_alarm_due():
                 self._agreement.propose(alarm=True)
 
@@ -135,6 +137,7 @@ class FailedSaves:
     def raise_newest(self) -> None:
         """Raise the newest failure, unless it was raised before or passed to an alarm."""
         if self._unreported:
+            # It is raised here, so no later call may raise it once more.
             self._lasting.clear()
             self._unreported = 0
             raise self._in_a_row[-1].error

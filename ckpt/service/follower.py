@@ -53,6 +53,7 @@ from storage.hidden import hides_secrets
 
 logger = logging.getLogger(__name__)
 
+# A follower that is killed leaves its lease behind: for so long it holds up retention.
 LEASE_SECONDS = 900
 NEWS_SECONDS = 30.0  # that a look waits where the store reports what is new
 RETIRED_MAX = 20  # times in a row that retention may be faster than one update
@@ -279,6 +280,8 @@ class Follower:
             self._check_same()
             if not self._staged:
                 return None
+            # Popped before the copy: an update whose swap has failed halfway must not be swapped
+            # again.
             update, aside = self._staged.pop()
             # Until it is done, nothing is known of the memory.
             before = self._present.copy()
@@ -313,6 +316,7 @@ class Follower:
             with self._lock:
                 ends = self._look_and_read(is_late)
                 update = self.staged
+            # By identity: an update that the loop's body did not swap is not yielded a second time.
             if update is not None and update is not given:
                 given = update
                 yield update
@@ -320,6 +324,8 @@ class Follower:
             elif ends:
                 return
             elif self._store.reports_news:
+                # The coordinator alone waits for news; the others wait for it in the round of the
+                # next look.
                 left = math.inf if timeout is None else timeout - self._options.now_seconds()
                 if self._world.rank == 0:
                     with suppress(StorageError):  # the look that follows raises it on all ranks
@@ -430,6 +436,7 @@ class Follower:
         """Read one checkpoint; or why it has to be skipped, and whether it was retired."""
         world, options, candidate = self._world, self._options, path[-1]
         known = self._present[0][1] if self._present else None
+        # One lease is enough for all ranks.
         seconds = options.lease_seconds if world.rank == 0 else 0
         try:
             with leased(self._store, candidate[1], seconds), gc_paused():
@@ -448,6 +455,7 @@ class Follower:
                     return read_patch(*where, (options.load, known, self.attempt))
                 return read_state(*where, (options.load, known, options.aside))
         except (Corrupt, NoCheckpoint, RankFailed, StorageError) as error:
+            # A rank is gone: the ranks can agree on nothing any more, not even on what to skip.
             if world.failure is not None:
                 raise
             condition = condition_of(self._store, world, candidate[1])
@@ -471,6 +479,7 @@ class Follower:
             wrong = CheckpointError(
                 f"rank 0 swaps {what[0]}, this rank {what[1]}: make the same calls on all ranks"
             )
+        # A second round, because ranks that agree with rank 0 have to raise as well.
         world.agree("swap of", wrong)
 
 
@@ -506,6 +515,8 @@ class _NamedTensors(Followed):
         missing = []
         for pattern in self._patterns:
             fits = (name for name in stored if fnmatchcase(name, pattern))
+            # A name may have brackets, which fnmatch takes for a set of characters: exact names
+            # come first.
             names = [pattern] if pattern in stored else sorted(fits)
             if not names:
                 missing.append(f"{pattern}: no tensor of the checkpoint has this name")

@@ -97,6 +97,7 @@ class Keeper:
             if jump not in self._warned:
                 self._warned.add(jump)
                 logger.warning("ages of checkpoints are counted without a jump: %s", jump)
+        # For this reason alone: one that another rule keeps as well would stay with a metric, too.
         unmeasured = any(reasons == (UNMEASURED,) for _, reasons in plan.keep)
         if plan.refused and "refused" not in self._warned:
             self._warned.add("refused")

@@ -119,6 +119,7 @@ class ServiceParts:
         if before is not None:
             self.failed.all = before.failed.all
             self.saves.last_saved = before.saves.last_saved
+        # A target of the caller's own knows no arguments of `ckpt.async_save`.
         saving = target.saving if isinstance(target, UrlTarget) else {}
         earlier = None if before is None else before.near
         self.near: Tiers = Tiers(settings.near, settings.save, training, saving, earlier)
@@ -187,6 +188,7 @@ def rejoining_target(
             "a process group was given, and torch.distributed is not initialised: make the group "
             "of the processes that are left first"
         )
+    # torch gives rank -1 to a process that is not in the group, and raises nothing.
     if is_joined and dist.get_rank(process_group) < 0:
         raise CheckpointError(
             "this process is not in the process group that was given: only those that continue "

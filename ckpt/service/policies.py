@@ -52,6 +52,8 @@ class Combinable(ABC):
     nouns: ClassVar[str]
     examples: ClassVar[tuple[str, str]]
 
+    # Python asks the right side only where the left one has no such operator: it is of another
+    # kind.
     def __ror__(self, other: object) -> NoReturn:
         self.check_combined("|", other, f"{other!r} | {self}")
         raise AssertionError("one of its kind has __or__")
@@ -178,6 +180,8 @@ class EverySteps(SavePolicy):
         object.__setattr__(self, "steps", checked_count(self.steps, f"EverySteps({self.steps!r})"))
 
     def reasons(self, observation: Observation) -> tuple[str, ...]:
+        # Not `step % steps == 0`: a loop that counts several batches at once may jump over a
+        # multiple.
         crossed = observation.step // self.steps > observation.previous_step // self.steps
         return (f"every {self.steps} steps",) if crossed else ()
 

@@ -92,6 +92,7 @@ class Signals:
         """Signals that arrived since the last call, in any thread."""
         # No lock: a handler runs between two instructions of the main thread, and would wait for
         # ever for a lock that this thread has there.
+        # A signal that arrives meanwhile is appended to the list that is returned here.
         arrived, self._arrived = self._arrived, []
         return tuple(arrived)
 

@@ -38,6 +38,7 @@ from storage.hidden import hides_secrets
 
 logger = logging.getLogger(__name__)
 
+# By process, because a forked child inherits this dict, and none of the threads that serve.
 _serving: dict[tuple[int, str, str], Serving] = {}  # by process, address and root
 
 
@@ -76,6 +77,7 @@ def publish(
     Collective like `async_save`, and the same holds for changes of the state meanwhile. `result`
     raises like that of `async_save`, and InvalidUrlError without the package zstandard.
     """
+    # First of all, while nothing but the arguments is there.
     given = locals()
     group = given.pop("process_group")
     return _publish(lambda: this_process.of_group(group), **given)
@@ -179,6 +181,8 @@ def publishing(wanted: object, target: Target) -> tuple[Publishing, ...]:
     if not isinstance(target, UrlTarget):
         raise TypeError("publish= goes with a url; this Target saves in its own way")
     defaults: dict[str, Any] = {
+        # From the signature, so that `publish` and `Checkpointer(publish=)` cannot differ in a
+        # default.
         name: one.default for name, one in signature(publish).parameters.items()
     }
     del defaults["process_group"], defaults["step"]

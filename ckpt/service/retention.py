@@ -207,6 +207,7 @@ class KeepBest(KeepRule):
             for entry in candidates
             if entry.metric is not None
         ]
+        # Not by the third item: entries have no order.
         best = heapq.nsmallest(self.count, measured, key=lambda item: item[:2])
         text = f"one of the best {self.count} ({self.mode})"
         kept: Reasons = {entry.attempt: (f"{text}: {entry.metric:g}",) for _, _, entry in best}
@@ -319,6 +320,7 @@ def _gaps(
 
 def _median_without(ascending: Sequence[float], one: float) -> float:
     """The lower median of all but one of them; 0 where there is no other."""
+    # Counted without `one`: taking it out moves the middle up by one where it is not above that.
     middle = (len(ascending) - 2) // 2
     if middle < 0:
         return 0.0

@@ -54,6 +54,7 @@ class Serving:
         if not isinstance(store, RelayStore):
             store = RelayStore([BorrowedStore(store)], line_prefix(line) if line else "")
             self._own.append(store)
+        # This port and no other: followers were given it before there was a server.
         self._server = PeerServer(store, token, host, range(port, port + 1), tls=tls)
         shown = f"[{host}]" if ":" in host else host
         self.url = f"peer://{shown}:{self._server.port}/{store.root}".rstrip("/")

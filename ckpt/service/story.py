@@ -60,6 +60,8 @@ class Story:
             ranks=training.world.size,
             software=f"shardpoint {__version__}, torch {torch.__version__}",
         )
+        # The padded time has keys sort by it. Two jobs may begin in one millisecond, hence the
+        # token.
         self._key = f"{JOBS_PREFIX}{int(1000 * now):014d}-{secrets.token_hex(8)}-"
         self._number = 0  # of the newest record
         self._old: list[str] = []  # keys to delete
@@ -189,6 +191,7 @@ class Story:
             with self._lock:
                 self._record = record = self._record.model_copy(update={"commit": commit})
             jobs = job_keys(store)
+            # One fewer than JOBS_MAX, to leave a place for this job.
             kept = {keys[-1] for keys in jobs[1 - JOBS_MAX :]}
             stale = [key for keys in jobs for key in keys if key not in kept]
             self._root, self._old = root, stale[:OLD_MAX]
@@ -212,6 +215,7 @@ class Story:
 def commit_of_script() -> str:
     """The commit of the git repository that the running script is in; "" where there is none."""
     folder = os.path.dirname(os.path.abspath(sys.argv[0]))
+    # Without any tag (`--exclude=*`) `describe` gives the hash itself, and "-dirty" behind it.
     command = ["git", "-C", folder, "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=STORE_SECONDS)

@@ -129,6 +129,7 @@ def checked_tiers(near: object) -> tuple[TierValue, ...]:
     places: dict[str, str] = {}
     for one in tiers:
         path = os.fspath(one.path)
+        # By their real paths: a link may lead from one tier into another.
         if (other := places.setdefault(os.path.realpath(path), path)) is not path:
             raise ValueError(
                 f"near= has {other!r} and {path!r}, which are one directory: give each tier its own"

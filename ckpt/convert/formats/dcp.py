@@ -51,6 +51,7 @@ _NAMES: dict[str, Maker | str] = {
             "StorageMeta",
         )
     },
+    # The memory format of the saved tensor: DCP's files hold elements in row-major order anyway.
     f"{_CLASSES}_MEM_FORMAT_ENCODING": lambda *_: None,
     "torch.distributed.checkpoint.filesystem._StorageInfo": "_StorageInfo",
     "torch.Size": KNOWN["torch.Size"],
@@ -85,6 +86,7 @@ class DcpMetadata:
 def open_folder(place: SourcePlace) -> FolderSource | None:
     """The DCP checkpoint at the top of a folder."""
     if METADATA not in place.keys and not place.store.exists(METADATA):  # beyond those listed
+        # Without collectives DCP writes `__0.metadata` and so on, a file per rank.
         is_of_ranks = any(k.startswith("__") and k.endswith(METADATA) for k in place.top)
         other = place.opened(FORMAT.order) if is_of_ranks else None
         if is_of_ranks and other is None:
@@ -133,6 +135,7 @@ def read_folder(store: Store, folder: str, into: TreeData) -> dict[Any, Any]:
             reason = f"its dtype {tensor.dtype} has no fixed layout in whole bytes"
             leaves[key] = UnreadableTensor(reason)
             continue
+        # Empty tensors have no bytes in which they could be tied.
         held = key if 0 in tensor.shape else first.setdefault(tensor, key)
         if held == key:
             data.add(folder + key, tensor.dtype, tensor.shape, [])
@@ -148,6 +151,7 @@ def read_folder(store: Store, folder: str, into: TreeData) -> dict[Any, Any]:
     tree: dict[Any, Any] = nest(leaves, lambda key: metadata.paths.get(key, (key,)))
     tree.update(_rest(store, folder, tree, data, sizes))
     data.check(sizes)
+    # Not before all of it is checked: a source never has half of a folder.
     into.tensors.update(data.tensors)
     return tree
 
@@ -213,6 +217,7 @@ def _metadata(root: Any, folder: str) -> DcpMetadata:
             raise Corrupt(f"{key}: a {entry.name} in the metadata")
     paths = root.field("planner_data")
     for key, path in _dict_of(paths, "planner_data") if paths is not None else ():
+        # By exact types below, since a bool is an int, too.
         whole = isinstance(path, (tuple, list)) and 0 < len(path) <= PATH_PARTS_MAX
         if not whole or not all(type(part) in (str, int) for part in path):
             raise Corrupt(f"planner_data: {path!r:.80} is no path")
@@ -246,6 +251,7 @@ def _places(storage: Any, folder: str) -> _Places:
         if not (isinstance(name, str) and _is_size(start) and _is_size(nbytes)):
             raise Corrupt(f"storage_data: {fqn!r:.100} has no place in a file")
         try:
+            # The path comes from a stranger's file and must not lead out of the folder.
             check_key(name)
         except InvalidKeyError as error:
             raise Corrupt(f"storage_data: {error}") from error

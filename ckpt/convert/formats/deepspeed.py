@@ -115,6 +115,7 @@ def _opened(store: Store, keys: Sequence[str], budget: MemoryBudget) -> FileSour
         )
     if sorted(optim) != list(range(len(optim))):
         raise Corrupt(f"{store.url}: optimizer files of ranks {sorted(optim)}; some are missing")
+    # Each of them describes the whole model, so the first one is enough.
     models = sorted(k for k in keys if k.startswith(folder) and MODEL.fullmatch(k))
     if not models:
         raise Corrupt(f"{store.url}: no mp_rank_00_model_states.pt next to the optimizer files")
@@ -135,6 +136,7 @@ def _universal(place: SourcePlace, folders: Collection[str]) -> FolderSource:
             f"{store.url} holds {len(folders)} universal checkpoints; name the folder of one, such "
             f"as {store.url}/{folder}"
         )
+    # Stage 3 writes model states per data-parallel rank, with that rank in front of the name.
     starts = "", "zero_pp_rank_0_"
     names = (f"{folder}{start}mp_rank_00_model_states.pt" for start in starts)
     key = next(filter(store.exists, names), None)
@@ -152,6 +154,8 @@ def _universal(place: SourcePlace, folders: Collection[str]) -> FolderSource:
         f"{folder}zero/{name}/{state}.pt": (name, state) for name in shapes for state in states
     }
     try:
+        # A file for each parameter and state, thousands of them: their lengths are asked for in
+        # parallel.
         measure = in_order(
             lambda file: store.info(file).nbytes, wanted, threads=8, name="ckpt-info"
         )
@@ -258,6 +262,7 @@ def _optimizer_of(
     if not all(isinstance(g, dict) and all(isinstance(n, str) for n in g) for g in groups):
         return None
     # torch numbers parameters group by group; each is one flat tensor here.
+    # By repr, because keys of a stranger's pickle may be of types that do not compare.
     if sorted(own, key=repr) != sorted(range(len(flats)), key=repr):
         return None
     by_flat, more = [], dict(enumerate(padding if isinstance(padding, list) else ()))
@@ -443,10 +448,12 @@ def _in_parts(groups: Sequence[Mapping[str, Shape]], ranks: Sequence[_Rank]) -> 
         part = -(-numel // len(ranks))
         chunks = []
         for number, rank in enumerate(ranks):
+            # Below 1 on the last ranks of a small parameter, which have nothing of it but padding.
             count = min(part, numel - number * part)
             if count > 0:
                 chunks += _along(rank.flats, position, count, number * part)
         yield name, shape, ranks[0].flats[0].dtype, chunks
+        # With the padding: on every rank the next parameter begins behind a full part.
         position += part
 
 

@@ -78,6 +78,7 @@ class ArraySource(FileSource):
     def fill(self, wanted: Sequence[ReadRequest]) -> None:
         for fqn, span, target in wanted:
             shape, done = self.contents.tensors[fqn].shape, 0
+            # An array without dims has one element and no boxes.
             for box in boxes_of(span, shape) or (Box((), ()),) * bool(span.numel):
                 ends = zip(box.offset, box.shape, strict=True)
                 where = tuple(slice(start, start + size) for start, size in ends)
@@ -119,6 +120,8 @@ def _open_item(
             "fill_missing_data_reads": False,  # a lost chunk is no zeros
         }
 
+    # By default tensorstore takes as many threads as there are cores, and each rank of a host
+    # would.
     context = tensorstore.Context(
         {
             "cache_pool": {"total_bytes_limit": KEPT_NBYTES},
@@ -143,6 +146,7 @@ def _open_item(
                 refused[fqn] = Refusal(f"its dtype {dtype:.40} is none that torch has", True)
                 continue
             itemsize, parts = DTYPES[dtype].itemsize, array.chunk_layout.read_chunk.shape or ()
+            # A chunk is read whole: a shape out of all proportion would have it fill the memory.
             if math.prod(parts) * itemsize > math.prod(shape) * itemsize + SPARE_NBYTES:
                 raise Corrupt(f"{where}: {name}: chunks of shape {parts}, the array has {shape}")
             yield fqn, array

@@ -75,6 +75,8 @@ def _joined(path: str, nodes: Sequence[tuple[str, Opened, Any]], data: TreeData)
         items = {key: [(f, o, node[key]) for f, o, node in nodes] for key in first}
         return {key: _joined(f"{path}/{key}", own, data) for key, own in items.items()}
     if isinstance(first, TensorRef):
+        # A plain tensor is the same on all ranks: the first rank's is taken and no other is
+        # compared.
         first, nodes = ShardRef(first, first.shape, (0,) * len(first.shape)), nodes[:0]
     if not isinstance(first, ShardRef):
         return first

@@ -161,6 +161,7 @@ class _HeaderTable:
 
     def add(self, file: str, header: dict[str, Any], data_start: int, nbytes: int) -> None:
         self.sizes[file] = nbytes
+        # The format reserves this name: no tensor can have it.
         notes = header.pop("__metadata__", None) or {}
         if not isinstance(notes, dict):
             raise Corrupt(f"{self.url}/{file}: its metadata is a {type(notes).__name__}")

@@ -74,6 +74,7 @@ def read_torch_file(store: Store, name: str, into: TreeData) -> Any:
     except KeyNotFoundError:
         raise Corrupt(f"{where} is missing") from None
     head = store.get(name, ByteRange(0, min(nbytes, 16)))
+    # These begin a pickle of protocol 2 to 4, which is how the old format begins.
     if head[:2] in (b"\x80\x02", b"\x80\x03", b"\x80\x04"):
         raise UnsupportedFormat(
             f"{where}: the format of torch.save before version 1.6 (not a zip file), whose "

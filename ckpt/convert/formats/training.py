@@ -38,6 +38,7 @@ def open_folder(place: SourcePlace) -> FolderSource | None:
     beside = {} if place.names is None else _matches(_BESIDE, place.top)
     for pattern in _MODELS:
         if len(files := _matches(pattern, place.top)) > 1:
+            # Without the names of an optimizer's parameters: these files have weights alone.
             bare = place._replace(names=None)
             models = {entry: _open_file(bare, file) for file, entry in files.items()}
             return FolderSource(_source(place, models, beside), {*files, *beside})

@@ -195,8 +195,7 @@ class StepAgreement:
                 began = self._clock()
                 self._turns_seconds.append(began)
                 if self._turn >= self._promise:
-                    # No timeout: each round has a deadline, and the watcher notes its outcome or its
-                    # failure.
+                    # No timeout: rounds have deadlines, and the watcher notes how they end.
                     self._changed.wait_for(
                         lambda: self._turn < self._promise or self._failure is not None
                     )

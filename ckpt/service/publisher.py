@@ -77,7 +77,7 @@ def publish(
     Collective like `async_save`, and the same holds for changes of the state meanwhile. `result`
     raises like that of `async_save`, and InvalidUrlError without the package zstandard.
     """
-    # First of all, while nothing but the arguments is there.
+    # First of all, while the only locals are the arguments.
     given = locals()
     group = given.pop("process_group")
     return _publish(lambda: this_process.of_group(group), **given)
@@ -183,7 +183,8 @@ def publishing(wanted: object, target: Target) -> tuple[Publishing, ...]:
     defaults: dict[str, Any] = {
         # From the signature, so that `publish` and `Checkpointer(publish=)` cannot differ in a
         # default.
-        name: one.default for name, one in signature(publish).parameters.items()
+        name: one.default
+        for name, one in signature(publish).parameters.items()
     }
     del defaults["process_group"], defaults["step"]
     own: dict[str, Any] = {"url": target.where, "line": PUBLISHED}

@@ -50,7 +50,7 @@ from ckpt.state.types import (
     Strict,
     fatal_texts,
 )
-from ckpt.state.values import TENSOR_KEY, join_tree, references, unknown_leaves
+from ckpt.state.values import TENSOR_KEY, join_tree, references, split_tree, unknown_leaves
 from ckpt.state.walk import (
     EXTRA_STATE_KEY,
     Leaves,
@@ -288,13 +288,14 @@ class _Binder:
     ) -> None:
         """What the optimizer's class adds to its state dict."""
         names = self.names
-        place = differing_pickle(names.catalog.values.get(names.rename(fqn)), extra)
+        live, _ = split_tree(extra, fqn, [])
+        place = differing_pickle(names.catalog.values.get(names.rename(fqn)), live)
         if place is not None and not names.is_skipped(fqn):
             names.report(
                 ProblemKind.VALUE,
                 f"{fqn}.{place}",
-                "is a pickle, which the optimizer's class would run, and the live optimizer's is "
-                f"another; build it with the options that it was saved with{names.call.or_skip}",
+                "may be a pickle, which the optimizer's class would run, and the live optimizer "
+                f"has another; build it with the options that it was saved with{names.call.or_skip}",
             )
         self.add_tree(fqn, extra.copy, partial(set_extra_state, optimizer))
 

@@ -199,17 +199,24 @@ def own_form(
 
 
 def differing_pickle(saved: Any, live: Any, path: str = "") -> str | None:
-    """Where `saved`, what a class has added, has a pickle that the live one has not: that class
-    would run it.
+    """Where `saved`, what a class has added, may have a pickle that the live one has not: that
+    class would run it. Both as `split_tree` gives them.
     """
-    if isinstance(saved, dict):
-        inside = live if isinstance(live, dict) else {}
-        for key, one in saved.items():
-            if (place := differing_pickle(one, inside.get(key), join(path, key))) is not None:
-                return place
-        return None
-    is_pickle = isinstance(saved, bytes) and saved[:1] == b"\x80" and saved[-1:] == b"."
-    return path if is_pickle and saved != live else None
+    inside, own = _items(saved), _items(live)
+    for key, one in inside.items():
+        if (place := differing_pickle(one, own.get(key), join(path, key))) is not None:
+            return place
+    # By the live one, which the class has made: any bytes may be a pickle, of an old protocol or
+    # with something behind its end.
+    is_raw = isinstance(live, bytes) and live[-1:] != b"."
+    return path if isinstance(saved, bytes) and saved != live and not is_raw else None
+
+
+def _items(value: Any) -> dict[Any, Any]:
+    """What a container of a value holds, by key or number; nothing of what is none."""
+    if isinstance(value, list | tuple):
+        return dict(enumerate(value))
+    return value if isinstance(value, dict) else {}
 
 
 def set_extra_state(optimizer: torch.optim.Optimizer, extra: Mapping[str, Any]) -> None:

@@ -294,8 +294,8 @@ class _Binder:
             names.report(
                 ProblemKind.VALUE,
                 f"{fqn}.{place}",
-                "may be a pickle, which the optimizer's class would run, and the live optimizer "
-                f"has another; build it with the options that it was saved with{names.call.or_skip}",
+                "may be a pickle, which the optimizer's class would run, and differs from the live "
+                f"one's; build it with the options that it was saved with{names.call.or_skip}",
             )
         self.add_tree(fqn, extra.copy, partial(set_extra_state, optimizer))
 

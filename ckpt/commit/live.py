@@ -58,7 +58,7 @@ class Segments:
             known = self._known.get(ref.digest)
         # Read without the lock, which others must not wait for: at worst two threads read the same.
         if known is None:
-            known = once_more(lambda: read_segment(self._store(), ref))
+            known = once_more(lambda: read_segment(self._store(), ref), self._store())
             self.add(ref, known)
         return known
 

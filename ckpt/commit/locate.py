@@ -390,7 +390,7 @@ def read_manifest(store: Store, entry: LiveEntry) -> bytes:
     """The bytes of a live checkpoint's manifest. Raises Corrupt when they are not the committed
     ones, KeyNotFoundError when they are gone.
     """
-    return once_more(lambda: _checked_manifest(store, entry))
+    return once_more(lambda: _checked_manifest(store, entry), store)
 
 
 def _checked_manifest(store: Store, entry: LiveEntry) -> bytes:

@@ -210,7 +210,7 @@ def _format_of(store: Store) -> str:
         return decode_format(data, where=f"{store.url}/{FORMAT_KEY}")
 
     try:
-        return once_more(read)
+        return once_more(read, store)
     except TooLargeError as error:
         raise Corrupt(
             f"{error}: a FORMAT object has one line; this is not a shardpoint root, choose another "
@@ -337,7 +337,7 @@ class Log:
             check_record_sum(answers[0], key)
 
         try:
-            once_more(read)
+            once_more(read, self.store)
         except Corrupt:
             # Bytes that match no checksum still take the slot: a writer has to see them.
             if not answers:

@@ -30,6 +30,7 @@ from blake3 import blake3
 
 from ckpt.errors import Corrupt
 from ckpt.format.columns import as_int64s, ints_in, required_field
+from storage import Store
 from storage.errors import CorruptObjectError, KeyNotFoundError, StorageError
 
 
@@ -274,14 +275,17 @@ def is_outage(error: Exception) -> bool:
     return isinstance(error, StorageError) and not is_damage
 
 
-def once_more(read: Callable[[], T]) -> T:
+def once_more(read: Callable[[], T], store: Store | None = None) -> T:
     """`read()`, which reads and checks, once more if it raises Corrupt: only twice is it damage.
 
-    Bytes can change on their way from a store, where only this check sees it.
+    Bytes can change on their way from a store, where only this check sees it; and in hosts that
+    pass them on, of which `store` then reads another.
     """
     try:
         return read()
     except Corrupt as error:
+        if store is not None:
+            store.doubt()
         result = read()
         logger.warning("requested once more, the bytes are right: %s", error)
         return result

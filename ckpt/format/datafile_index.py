@@ -410,7 +410,7 @@ def index_of(store: Store, key: str, nbytes: int, header_nbytes: int = 0) -> Dat
 
         return read_data_file_index(read, nbytes, name=f"{store.url}/{key}")
 
-    return once_more(index)
+    return once_more(index, store)
 
 
 def check_seal(actual: Seal, expected: Seal, where: str) -> None:
@@ -458,7 +458,7 @@ def extra_of(store: Store, key: str, index: DataFileIndex, extra: str) -> bytes:
             raise Corrupt(f"{key}: {extra} does not match its checksum")
         return data
 
-    return once_more(read)
+    return once_more(read, store)
 
 
 class StoredSums(NamedTuple):

@@ -248,7 +248,7 @@ class BlockSums:
                 read_into(self.store, self.keys[file], start, [data])
             return checked()
 
-        sums = once_more(read)
+        sums = once_more(read, self.store)
         if cache is not None:
             for start, data in parts:
                 cache.keep(root, key, start, [data])

@@ -474,7 +474,7 @@ class Reader:
             read_into(self._store, self._sums.keys[file], start, buffers, direct=direct)
             check()
 
-        once_more(read)
+        once_more(read, self._store)
         if cache is not None:
             # After the check: nothing is gained by keeping what every load would have to read
             # again.

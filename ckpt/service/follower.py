@@ -394,15 +394,7 @@ class Follower:
         """
 
         def seen() -> bytes:
-            try:
-                routes = look()
-            except Corrupt:
-                if not self._store.reports_news:
-                    raise
-                # A host may keep a damaged record: it is read elsewhere, or from its source again.
-                self._store.doubt()
-                routes = look()
-            paths = [[(one.step, one.attempt) for one in route] for route in routes]
+            paths = [[(one.step, one.attempt) for one in route] for route in look()]
             return json.dumps([paths, is_late()]).encode()
 
         paths, late = json.loads(from_coordinator(self._world, "look", seen))

@@ -269,7 +269,8 @@ class Publications(TierSaves):
             self._context.background.give_up()
 
     def close(self) -> None:
-        for key in [key for key in _serving if key[1] == self._how["serve"]]:
+        own = os.getpid(), self._how["serve"]  # in a forked child, nobody would end the servers
+        for key in [key for key in _serving if key[:2] == own]:
             _serving.pop(key).close()
         if self._context is not None:
             self._context.background.close()

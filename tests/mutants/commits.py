@@ -132,7 +132,7 @@ READING = (
     Mutant(
         "a record is requested once, whatever comes",
         _LOG,
-        "            once_more(read)\n",
+        "            once_more(read, self.store)\n",
         "            read()\n",
         test="tests/e2e/test_flips_on_the_way.py::"
         "test_a_record_or_format_flipped_on_its_way_is_read_again",

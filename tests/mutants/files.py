@@ -367,8 +367,8 @@ CHECKSUMS = (
     Mutant(
         "bytes of the store are not checked",
         _READER,
-        "            check()\n\n        once_more(read)\n",
-        "\n        once_more(read)\n",
+        "            check()\n\n        once_more(read, self._store)\n",
+        "\n        once_more(read, self._store)\n",
         test="tests/e2e/test_flips_on_the_way.py::test_a_byte_flipped_on_its_way_is_read_again",
     ),
 )

@@ -25,10 +25,10 @@ import torch
 from torch import nn
 
 import ckpt
-from ckpt.errors import Corrupt, InvalidArgument
+from ckpt.errors import Corrupt, InvalidArgument, LoadInterrupted
 from ckpt.loading.load import LoadOptions
 from ckpt.service.follower import Follower, FollowOptions, followed
-from ckpt.service.publisher import _serving
+from ckpt.service.publisher import Publications, _serving
 from ckpt.service.serving import Serving, place_of
 from ckpt.world.base import SoloWorld, World
 from storage import InvalidUrlError, StorageError, open_store
@@ -272,16 +272,40 @@ def test_damaged_bytes_of_a_host_never_reach_the_model(net: Net, others: int) ->
     assert follower.poll() and follower.swap()
     relay.damages = True
     net.trainer.publish(1)
-    follower.poll()  # the delta is refused, and another way is taken: the anchor is large
-    assert follower.skipped[-1].reason.startswith("damaged") and has(state, 0)
+    update = follower.poll()
+    assert has(state, 0)
     if others:
-        assert follower.swap() and has(state, 1), "from the other parent, in the same call"
+        assert update and not follower.skipped, "read from the other parent, in the same call"
+        assert follower.swap() and has(state, 1)
         return
+    # The delta is refused, and another way is taken: the anchor is large.
+    assert follower.skipped[-1].reason.startswith("damaged")
     assert follower.swap() is None or has(state, 0)
     relay.damages = False
     relay.doubt()
     assert follower.poll(), "tried again where it was mended"
     assert follower.swap() and has(state, 1)
+
+
+@pytest.mark.parametrize("others", [0, 1])
+def test_a_load_reads_damaged_bytes_elsewhere(tmp_path: Path, others: int) -> None:
+    model, other = nn.Linear(300, 300), nn.Linear(300, 300)
+    ckpt.save({"model": model}, str(tmp_path), step=1)
+    with ExitStack() as stack:
+        origin = stack.enter_context(closing(Serving(open_store(str(tmp_path)), "127.0.0.1:0", "")))
+        direct = stack.enter_context(closing(open_store(origin.url, token=TOKEN)))
+        relay = Damaged([direct.inner._parents[0]._peer], "")
+        relay.damages = True
+        middle = stack.enter_context(closing(Serving(relay, "127.0.0.1:0", "")))
+        url = middle.url + f",127.0.0.1:{port_of(origin)}" * others
+        options = {"storage_options": {"token": TOKEN}}
+        if not others:
+            with pytest.raises(LoadInterrupted):
+                ckpt.load({"model": other}, url, **options)
+            relay.damages = False
+            relay.doubt()
+        ckpt.load({"model": other}, url, **options)
+    assert torch.equal(model.weight, other.weight)
 
 
 @pytest.mark.parametrize("others", [0, 1])
@@ -440,6 +464,20 @@ def test_a_checkpointer_serves_until_it_is_closed(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("no_servers")
+def test_a_forked_child_leaves_the_servers_to_its_parent(tmp_path: Path) -> None:
+    """Their threads are the parent's: who waits for them in a child waits for ever."""
+    place = "127.0.0.1:1"
+    key = (os.getpid() + 1, place, "x")
+    with closing(open_store(str(tmp_path))) as store:
+        serving = Serving(store, "127.0.0.1:0", "")
+        _serving[key] = serving
+        publications = object.__new__(Publications)
+        publications._how, publications._context = {"serve": place}, None
+        publications.close()
+        assert _serving.pop(key) is serving
+        serving.close()
+
+
 def test_a_place_that_is_taken_is_tried_again(tmp_path: Path) -> None:
     model, _ = models()
     with socket.create_server(("127.0.0.1", 0)) as taken:

@@ -165,14 +165,17 @@ def plain_of(context: Any) -> Any:
         return {DATA_KEY: "device", "value": None}
     if kind is list or kind is tuple:
         return kind(plain_of(item) for item in context)
+    # A dict with our own mark in it would come back as something else.
     if kind is dict and all(type(key) is str for key in context) and DATA_KEY not in context:
         return {key: plain_of(item) for key, item in context.items()}
     name = name_in(_CLASSES, kind)
     if name is None:
         raise NoPlainForm(f"a {kind.__module__}.{kind.__qualname__} in its context")
     if isinstance(context, enum.Enum):
+        # By name: numbers of `enum.auto` move when a library adds a member.
         return {DATA_KEY: name, "value": context.name}
     if dataclasses.is_dataclass(context):
+        # Fields that `__init__` does not take are computed by the class.
         fields = {f.name: getattr(context, f.name) for f in dataclasses.fields(context) if f.init}
         return {DATA_KEY: name, "value": plain_of(fields)}
     return {DATA_KEY: name, "value": plain_of(context._asdict())}
@@ -229,6 +232,7 @@ def _dense_4bit(tensor: Any) -> torch.Tensor:
 
 
 def _outline_4bit(context: Any) -> tuple[Shape, torch.dtype]:
+    # Any device will do: only shape and dtype are wanted.
     plain = context_of(context, torch.device("cpu"))
     return tuple(plain["shape"]), plain["dtype"]
 
@@ -283,6 +287,7 @@ def _build_4bit(parts: Parts, shape: Shape, dtype: torch.dtype) -> torch.Tensor:
         compress_statistics=context["compress_statistics"],
         quant_type=context["quant_type"],
         quant_storage=context["quant_storage"],
+        # Otherwise the first move to a device would quantize the packed bytes once more.
         bnb_quantized=True,
     )
     return made

@@ -198,6 +198,7 @@ def zeros(
             here, there = sharded.placed.local_shape[dim], template.shape[dim]
             sizes[along] = _scaled(here, sizes[along], there)
         memory = torch.zeros(sizes, dtype=dtype, device=sharded.placed.device)
+        # For its error: raises where a shard would end inside of a block.
         sharded.boxes(name, tuple(sizes))
         made[name] = _shard(memory, name, sharded)
     return made

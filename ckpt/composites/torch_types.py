@@ -42,6 +42,7 @@ def _build_coo(parts: Parts, shape: Shape, dtype: torch.dtype) -> torch.Tensor:
         parts.components["indices"],
         parts.components["values"],
         shape,
+        # Indices come from a file: unchecked, one beyond the shape would reach other memory.
         is_coalesced=bool(parts.context["coalesced"]),
         check_invariants=True,
     )
@@ -182,6 +183,7 @@ def _build_nested(parts: Parts, shape: Shape, dtype: torch.dtype) -> torch.Tenso
     tables = [torch.tensor(parts.context[name]) for name in ("sizes", "strides", "offsets")]
     values = parts.components["values"]
     sizes, strides, offsets = tables
+    # Checked here: tables of a damaged file must not let a view reach beyond its values.
     last = (offsets + ((sizes - 1) * strides).sum(-1)) if sizes.numel() else offsets
     if values.dim() != 1 or (last.numel() and int(last.max()) >= values.numel()):
         raise ValueError(f"its parts reach beyond its {values.numel()} values")
@@ -193,6 +195,7 @@ def _take_jagged(tensor: Any) -> Parts:
     components = {"values": tensor._values, "offsets": tensor._offsets}
     if tensor._lengths is not None:
         components["lengths"] = tensor._lengths
+    # As far as they are known already: the other properties would compute them.
     lengths = {"min": tensor._maybe_min_seqlen, "max": tensor._maybe_max_seqlen}
     return Parts(components, {"dim": tensor._ragged_idx, **lengths})
 

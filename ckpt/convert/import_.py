@@ -43,6 +43,7 @@ from storage import PrefixStore, Store, StoreLike, open_store
 from storage.hidden import hides_secrets
 
 MIB = 1 << 20
+# A multiple of every itemsize, so that no element is cut in two.
 CUT_NBYTES = 4 * MIB  # shares of ranks end at multiples of it within a tensor
 VERIFY_NBYTES = 4 * MIB
 
@@ -203,6 +204,7 @@ def _chosen(source: CheckpointSource, how: ImportFrom) -> Chosen:
 
 
 def _is_skipped(name: str, skip: Sequence[str]) -> bool:
+    # A str is a sequence, too, each of whose characters would be a pattern.
     if isinstance(skip, str):
         skip = [skip]
     return any(
@@ -303,6 +305,7 @@ def _write(
         columns.append(
             write_data_file(source, file, store, key, threads=threads, add=meter.add, origin=origin)
         )
+    # Before the part is sent: what a manifest names has to survive a power failure.
     store.sync([directory + file.name for file in columns])
     return part_of_files(columns, rank=rank, tensors=tensors, texts=texts)
 

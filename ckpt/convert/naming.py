@@ -53,6 +53,7 @@ def _matches(name: str, pattern: str) -> bool:
 
 
 def _rule(rule: str) -> Callable[[str], str]:
+    # An expression may have `=` in it, as in `(?=...)`: there the last one counts.
     old, matched, new = rule.rpartition("=") if rule.startswith("re:") else rule.partition("=")
     if not matched:
         raise InvalidArgument(f"rename rule {rule!r}: expected old=new or re:pattern=replacement")
@@ -66,6 +67,7 @@ def _rule(rule: str) -> Callable[[str], str]:
 
 
 def _moved(name: str, old: str, new: str) -> str:
+    # Without `new` nothing would be left of such a name: it stays as it is.
     if name == old and new:
         return new
     if old and not name.startswith(f"{old}."):
@@ -94,6 +96,7 @@ def renamed(names: Iterable[str], rename: Rename | None) -> dict[str, str]:
 # peft looks for a file of this name, next to its adapter_config.json.
 PEFT_FILE = "adapter_model.safetensors"
 _PEFT_FILES = (PEFT_FILE, "adapter_model.bin")
+# PeftModel holds the adapter's module as `base_model`, and that one the model as `model`.
 _PEFT_PREFIX = "base_model.model."
 # Beginnings of what layers call the parts of an adapter; the next part of the name is the adapter.
 _PEFT_PARTS = ("lora_", "ia3_", "trainable_tokens_")
@@ -149,6 +152,7 @@ def _peft_name(name: str) -> tuple[str, str] | None:
     parts = name.split(".")
     for index, part in enumerate(parts[:-1]):
         if part == _PEFT_COPIES:
+            # A whole copy of a module: in files neither the word nor the adapter is in its name.
             kept = [*parts[:index], *parts[index + 2 :]]
         elif part.startswith(_PEFT_PARTS):
             kept = [*parts[: index + 1], *parts[index + 2 :]]

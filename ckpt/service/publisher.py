@@ -180,11 +180,9 @@ def publishing(wanted: object, target: Target) -> tuple[Publishing, ...]:
         )
     if not isinstance(target, UrlTarget):
         raise TypeError("publish= goes with a url; this Target saves in its own way")
+    # From the signature, so that `publish` and `Checkpointer(publish=)` cannot differ in a default.
     defaults: dict[str, Any] = {
-        # From the signature, so that `publish` and `Checkpointer(publish=)` cannot differ in a
-        # default.
-        name: one.default
-        for name, one in signature(publish).parameters.items()
+        name: one.default for name, one in signature(publish).parameters.items()
     }
     del defaults["process_group"], defaults["step"]
     own: dict[str, Any] = {"url": target.where, "line": PUBLISHED}

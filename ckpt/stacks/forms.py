@@ -85,6 +85,7 @@ class StackRule(NamedTuple):
         """The rule in the other direction."""
         old, new = self.new, self.old
         if self.is_transposed:
+            # The old side alone says that a step transposes.
             old, new = old._replace(is_transposed=True), new._replace(is_transposed=False)
         return StackRule(old, new, self.text)
 
@@ -102,7 +103,9 @@ class StackRule(NamedTuple):
 
 @cache
 def _pattern(form: str) -> re.Pattern[str]:
+    # Without leading zeros: `1` and `01` would be the same slice.
     middle = re.escape(form).replace(re.escape(NUMBER), "(?P<number>0|[1-9][0-9]*)")
+    # The shortest head: where a name has a form twice, the first counts.
     return re.compile(rf"(?P<head>(?:.*?\.)?){middle}(?P<tail>(?:\..*)?)", re.DOTALL)
 
 
@@ -134,6 +137,7 @@ def _side(text: str) -> _RuleText:
     """One side of a rule as it is written."""
     side = _SIDE.fullmatch(text)
     assert side is not None, "both groups may be empty"
+    # With its spaces: a name may have a plus in it.
     matches = [_PART.fullmatch(part) for part in side["parts"].split(" + ")]
     parts = [
         _Term(m["name"], bool(m["transposed"]), int(m["size"]) if m["size"] else None)

@@ -31,9 +31,11 @@ def in_form_of_state(
     be, and what a binding to it fills of what is stored. Raises CheckpointError for what is no
     rule.
     """
+    # `stacks` of a load go from the state's names to the checkpoint's, rules the other way.
     steps = restack(catalog, ((old, new) for new, old in stacks.items()))
 
     def stored(binding: Binding) -> Binding:
+        # The last step has the state's form, the first one starts from what is stored.
         for step in reversed(steps):
             binding = _in_stored_form(binding, step.origins)
         return binding
@@ -140,6 +142,7 @@ def _lifted(
     shape, region = _with(piece.global_shape, dim, origin.starts[-1]), piece.region
     of_whole = piece._replace(fqn=origin.stored[0], global_shape=shape)
     if isinstance(region, Span) and not dim:
+        # Along the first dim, or one in front, a run of the part is a run of the whole.
         before = start * math.prod(shape[1:])
         moved = Span(region.start + before, region.stop + before)
         yield of_view(holding, of_whole._replace(region=moved), view)
@@ -158,6 +161,7 @@ def _cut(holding: Holding, piece: Piece, view: torch.Tensor, origin: Origin) -> 
     region = piece.region
     if isinstance(region, Span) and not dim:
         flat, row = view.view(-1), math.prod(shape[1:])
+        # Along the first dim, or one in front, a run of the whole is a run of each part.
         low, high = region.start, region.stop
         for number, one in _parts(origin, piece, low // row, -(-high // row)):
             start = max(low, starts[number] * row)
@@ -183,6 +187,7 @@ def _parts(origin: Origin, piece: Piece, low: int, high: int) -> Iterator[tuple[
     for number in range(bisect_right(starts, low) - 1, bisect_left(starts, high)):
         size = starts[number + 1] - starts[number]
         own = shape[1:] if dim is None else _with(shape, dim, size)
+        # A rule may state a part of no rows, as in `k:0`.
         if size:
             yield number, piece._replace(fqn=origin.stored[number], global_shape=own)
 

@@ -83,6 +83,7 @@ def restack(catalog: Catalog, pairs: Iterable[tuple[str, str]]) -> list[Restacke
             aliases=restacking.aliases,
         )
         done.append(Restacked(catalog, restacking.origins, restacking.problems))
+        # Later steps would only report what follows from these.
         if restacking.problems:
             break
     return done

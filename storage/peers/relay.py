@@ -255,6 +255,8 @@ class RelayStore(HttpStore):
                 self._index, self._keys = index, sorted(index)
                 self._changed_at |= dict.fromkeys(new, self._number)
                 if len(self._changed_at) > len(index) + GONE_MAX:
+                    # Names of removed objects would pile up. A follower with an older state gets
+                    # the whole list.
                     self._changed_at = {key: self._changed_at[key] for key in index}
                     self._since = self._number
                 for name in [name for name in self._blocks if name[0] in new]:
@@ -266,6 +268,7 @@ class RelayStore(HttpStore):
         with self._changed:
             self._blocks.clear()
             self._cached_nbytes = 0
+        # The other parents come first for a while: this one may serve damaged bytes.
         self._active.until = time.monotonic() + PAUSE_SECONDS
 
     # objects
@@ -286,6 +289,7 @@ class RelayStore(HttpStore):
         return count
 
     def info(self, key: str) -> ObjectInfo:
+        # Without the lock: an index is replaced as a whole, never changed.
         is_fresh = time.monotonic() - self._heard < FRESH_SECONDS
         if key not in self._index and not (key.startswith(RECORDS) and self._heard and is_fresh):
             self.refresh()
@@ -298,6 +302,7 @@ class RelayStore(HttpStore):
         if not self._heard:
             self.refresh()
         with self._changed:
+            # Both under the lock, so that they are of one state.
             index, keys = self._index, self._keys
         first = max(bisect_left(keys, prefix), bisect_right(keys, after) if after else 0)
         for number in range(first, len(keys)):
@@ -321,6 +326,7 @@ class RelayStore(HttpStore):
                 return block
         end = min(start + BLOCK_NBYTES, self.info(key).nbytes)
         what, stop = (key, start), end
+        # The files of a step are read together: those of a small one come with a single request.
         directory = f"{key.rpartition('/')[0]}/"
         if directory.startswith("steps/") and not self._active.is_near:
             nbytes = sum(one.nbytes for one in self.list(directory))
@@ -375,6 +381,7 @@ class RelayStore(HttpStore):
         none has it; or TooLargeError.
         """
         failures, now = list[StorageError](), time.monotonic()
+        # Sorting is stable: parents that have not failed stay in the order of the caller.
         for parent in sorted(self._parents, key=lambda parent: max(parent.until, now)):
             try:
                 return use(parent)
@@ -440,10 +447,12 @@ def open_peer(
     """
     hosts, _, root = url.partition("://")[2].partition("/")
     matches = [match for one in hosts.split(",") if (match := _HOST.fullmatch(one))]
+    # Fewer matches than hosts: one of them is no HOST:PORT.
     if len(matches) <= hosts.count(","):
         raise InvalidUrlError(
             f"{redacted(url)}: expected peer://HOST:PORT, or several with commas between, and /ROOT"
         )
+    # It becomes a header of HTTP.
     if not token or not token.isascii() or not token.isprintable():
         raise InvalidUrlError(
             f"{redacted(url)} needs the token of those who serve it: pass token= in "

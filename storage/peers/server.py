@@ -125,7 +125,9 @@ class PeerServer(socketserver.ThreadingTCPServer):
 
     allow_reuse_address = True  # connections that a process has closed keep its port for a minute
     daemon_threads = True
+    # Closing must not wait for threads whose clients are slow.
     block_on_close = False
+    # socketserver's 5 are too few for a job whose ranks all connect at once.
     request_queue_size = 128
 
     def __init__(
@@ -179,6 +181,7 @@ class PeerServer(socketserver.ThreadingTCPServer):
 
     def is_known(self, authorization: str) -> bool:
         """Whether a request has the token."""
+        # As bytes: compare_digest takes no text beyond ASCII. Its time shows nothing of the token.
         given = authorization.removeprefix("Bearer ").encode("utf-8", "replace")
         return hmac.compare_digest(given, self._token.encode())
 
@@ -254,6 +257,7 @@ class PeerServer(socketserver.ThreadingTCPServer):
         with self._lock:
             if len(self._uploads) >= UPLOADS_MAX:
                 raise SlowDownError(f"{UPLOADS_MAX} uploads are under way here")
+        # Not under the lock, since making a file may take long. A few uploads too many do no harm.
         upload, name = _PeerUpload(context), secrets.token_hex(16)
         with self._lock:
             self._uploads[name] = upload
@@ -297,6 +301,7 @@ class _PeerHandler(BaseHTTPRequestHandler):
 
     def parse_request(self) -> bool:
         """Everything is done here: any method, and one way to fail."""
+        # The base class calls `do_GET` and the like after a True: this method returns False always.
         if not super().parse_request():
             return False
         try:
@@ -436,6 +441,7 @@ class _PeerHandler(BaseHTTPRequestHandler):
         upload = self.server.upload(fields["upload"])
         self.server.allow(self.connection, IDLE_SECONDS)
         try:
+            # Which syncs to the disk, and may take long.
             upload.publish()
         finally:
             self.server.forget(fields["upload"])
@@ -516,6 +522,7 @@ class _PeerHandler(BaseHTTPRequestHandler):
     def _body(self, nbytes_max: int) -> tuple[memoryview, bytes]:
         """The bytes that were sent, and their checksum, which is that of the sender, too."""
         given = self.headers.get_all("Content-Length") or ["0"]
+        # Two lengths, or a chunked body, would be read in two ways by two programs.
         nbytes = _number(given[0]) if len(given) == 1 else -1
         if nbytes < 0 or "Transfer-Encoding" in self.headers or (nbytes and not nbytes_max):
             self.close_connection = True

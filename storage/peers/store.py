@@ -193,6 +193,7 @@ class PeerStore(HttpStore):
 
         try:
             return self.policy.run(once)
+        # The range begins behind the end of the object: nothing was read.
         except ShortReadError:
             return 0
 
@@ -207,6 +208,7 @@ class PeerStore(HttpStore):
         run_publishing(
             self.policy,
             lambda: self._request("PUT", _object(key), body=[memoryview(data)]),
+            # Where no answer came, the object may exist: it is ours if it has our bytes.
             lambda: self.get(key) == data,
         )
 
@@ -378,6 +380,7 @@ class PeerStore(HttpStore):
         with self._lock:
             is_kept = len(self._idle) < IDLE_MAX and not self._is_closed
             self._busy.discard(connection)
+            # What is left of an answer would be taken for the beginning of the next one.
             if is_kept and answer.isclosed() and not answer.will_close:
                 self._idle.append(connection)
                 return
@@ -403,6 +406,7 @@ class _PeerWriter(ObjectWriter, AbstractContextManager["_PeerWriter"]):
         self._ledger = ledger
         self._upload = ""
         pieces = -(-self.part_nbytes // BODY_NBYTES_MAX)
+        # Of equal length, so that the number of a piece follows from that of its part.
         while self.part_nbytes % pieces:
             pieces += 1
         self._pieces = pieces
@@ -500,6 +504,7 @@ def _exactly(answer: http.client.HTTPResponse, nbytes: int, until: float) -> byt
     """The next bytes of an answer. Raises ValueError where it ends before, or is too slow."""
     pieces, left = [], nbytes
     while left:
+        # What has come, and no more: a peer that sends byte by byte must not outlast `until`.
         piece = answer.read1(min(left, MIB))
         if not piece or time.monotonic() > until:
             raise ValueError(f"an answer that {'is too slow' if piece else 'ended early'}")

@@ -91,6 +91,7 @@ def data_start(entry: ZipEntry, header: bytes | bytearray) -> int:
     if not entry.is_stored:
         raise UnsupportedFormat(f"{entry.name}: compressed or encrypted; torch.save does neither")
     try:
+        # From the local header: torch pads its extra field, and not that of the directory.
         magic, *_, name_nbytes, extra_nbytes = _LOCAL.unpack_from(header)
     except struct.error as error:
         raise Corrupt(f"{entry.name}: its header is cut off") from error
@@ -101,10 +102,12 @@ def data_start(entry: ZipEntry, header: bytes | bytearray) -> int:
 
 def _find_directory(read: ReadBytes, nbytes: int, tail: bytes | bytearray) -> tuple[int, int, int]:
     """Start, length and number of entries of the directory."""
+    # The last one, because data may look like it. torch writes no comment behind it.
     position = tail.rfind(b"PK\x05\x06")
     if position < 0:
         raise Corrupt("it does not end as a zip file does: cut off, or of another format")
     _, _, _, _, count, length, start, _ = _END.unpack_from(tail, position)
+    # All ones stand for a number that is in the 64-bit record.
     if _32 not in (length, start) and count != _16:
         return start, length, count
     where = nbytes - len(tail) + position - _END64_LOCATOR.size
@@ -144,6 +147,7 @@ def _wide(
     while position + 4 <= len(extra):
         kind, length = struct.unpack_from("<2H", extra, position)
         if kind == 1:
+            # The field has only those numbers that 32 bits could not hold, in this order.
             words = iter(struct.unpack_from(f"<{length // 8}Q", extra, position + 4))
             size = next(words, size) if size == _32 else size
             packed = next(words, packed) if packed == _32 else packed
@@ -202,6 +206,7 @@ def directory(entries: Sequence[Placed], position: int) -> bytes:
     end64 = _END64.pack(b"PK\x06\x06", 44, 45, 45, 0, 0, count, count, len(body), position)
     locator = _END64_LOCATOR.pack(b"PK\x06\x07", 0, position + len(body), 1)
     small = min(count, _16)
+    # All ones as the start send every reader to the 64-bit record.
     end = _END.pack(b"PK\x05\x06", 0, 0, small, small, min(len(body), _32), _32, 0)
     return body + end64 + locator + end
 
@@ -266,6 +271,7 @@ def open_blobs(
         peeks = _Peeks(store, batch[0].file, batch)
         return [(blob, _opened(peeks, blob, budget, False)) for blob in batch]
 
+    # By file and start, so that neighbours share a request.
     batches = _batches(sorted(set(blobs)))
     for opened in in_order(look, batches, threads=READERS, name="ckpt-open", ahead=2 * READERS):
         yield from opened
@@ -366,6 +372,7 @@ def _tensor_of(data: bytes) -> TensorRef | None:
     """The tensor that a pickle is; None when it is anything else, which might be changed, or has to
     be charged to a budget.
     """
+    # Of its own: a result that many blobs share cannot be charged to one of them.
     budget = MemoryBudget(FIXED_NBYTES + SAME_MEMORY_NBYTES_MAX)
     try:
         tree = read_tree(data, Account(budget))
@@ -396,6 +403,7 @@ def _content(read: ReadBytes, blob: Blob, budget: MemoryBudget, *, is_outermost:
     if pickle is None:
         raise UnsupportedFormat("a zip file that torch.save did not write: it has no data.pkl")
     folder = pickle.removesuffix("data.pkl")
+    # TorchScript keeps constants in a pickle of their own; torch.save has none.
     if f"{folder}constants.pkl" in entries:
         raise UnsupportedFormat("a TorchScript archive; save the module's state dict instead")
     data = f"{folder}data/"
@@ -409,6 +417,7 @@ def _content(read: ReadBytes, blob: Blob, budget: MemoryBudget, *, is_outermost:
             raise Corrupt(f"{entry.name}: it lies outside of the file")
         return start
 
+    # Files of older versions of torch lack it.
     order = entries.get(f"{folder}byteorder")
     if order is not None:
         start = start_of(order)

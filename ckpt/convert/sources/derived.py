@@ -85,8 +85,11 @@ class DerivedSource(CheckpointSource):
         kept until the next, for a tensor is written in many parts.
         """
         tensors, key = self._kept.tensors, (id(self), request.fqn)
+        # Held while it is made: two threads would make the same tensor twice, with the memory of
+        # both.
         with self._kept.lock:
             if key not in tensors:
+                # Before the next is made, so that one step never holds two.
                 for other in [one for one in tensors if one[0] == id(self)]:
                     del tensors[other]
                 made = make().view(-1)
@@ -156,6 +159,7 @@ class RestackedSource(DerivedSource):
         self.source.fill(requests)
         for request, (first, *others) in common:
             for other in others:
+                # By bits: as a number, NaN differs from itself.
                 if not torch.equal(other.target.view(torch.uint8), first.target.view(torch.uint8)):
                     raise CheckpointError(
                         f"{request.fqn}: its slices have different ones, {first.fqn} "
@@ -327,7 +331,9 @@ class DequantizedSource(DerivedSource):
     def _packed(self, pair: _Quantized, band: Span) -> torch.Tensor:
         first = band.start // 2
         packed = self._read(pair.data, Span(first, -(-band.stop // 2)))
+        # The low half of a byte comes first.
         codes = torch.stack([packed & 15, packed >> 4], -1).view(-1)
+        # A band may begin in the middle of a byte.
         codes = codes[band.start - 2 * first :][: band.numel]
         groups = torch.arange(band.start, band.stop).div(_MX_GROUP, rounding_mode="floor")
         start = int(groups[0])

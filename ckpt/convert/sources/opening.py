@@ -84,6 +84,7 @@ class Format(NamedTuple):
 @cache
 def formats() -> Sequence[Format]:
     """All formats of `ckpt.convert.formats`, in their order."""
+    # A format is a module in that folder: no list has to name it.
     room = import_module("ckpt.convert.formats")
     modules = (import_module(f"{room.__name__}.{one.name}") for one in iter_modules(room.__path__))
     known: list[Format] = [module.FORMAT for module in modules]
@@ -121,6 +122,7 @@ def open_source(
             source = change(source)
         return source
     except BaseException:
+        # A source closes its store.
         (source or store).close()
         raise
 
@@ -137,6 +139,7 @@ def _open_file(store: Store, name: str, options: SourceOptions) -> CheckpointSou
 
 def _open_folder(store: Store, options: SourceOptions) -> CheckpointSource:
     if store.exists(FORMAT_KEY) or store.exists(MANIFEST_NAME):
+        # `memory_bytes_max` may raise the limit of our own metadata, and never lowers it.
         nbytes_max = max(options.memory_bytes_max or 0, NBYTES_MAX)
         return native_source(store, options.step, options.attempt, MetadataBudget(nbytes_max))
     keys = [info.key for info in islice(store.list(""), LISTED_MAX)]

@@ -22,6 +22,7 @@ from ckpt.convert.sources.budget import Account, MemoryBudget, check_extent
 from ckpt.errors import Corrupt, UnsupportedFormat
 
 PICKLE_NBYTES_MAX = 1 << 30
+# The text of an int takes time that grows with the square of its length.
 INT_NBYTES_MAX = 1024
 NAME_LENGTH_MAX = 1000
 LONG_TEXT_NBYTES = 1 << 20
@@ -323,6 +324,7 @@ class _Machine:
             if isinstance(state, tuple) and len(state) == 2 and state[0] is None:
                 state = state[1]  # slots
             target.state = state
+        # A dict may have attributes, such as `_metadata` of a module's state dict: no part of it.
         elif not isinstance(target, (Opaque, dict)):
             raise ValueError(f"a {type(target).__name__} is given a state")
 
@@ -410,6 +412,7 @@ def _text(machine: _Machine, width: int) -> None:
     # One wide character makes all others 4 bytes wide: a long text is charged before it exists.
     is_long = nbytes > LONG_TEXT_NBYTES
     machine.charge(5 * nbytes if is_long else 0)
+    # Lone surrogates are let through, as by the module `pickle`.
     machine.push_scalar(str(data, "utf-8", "surrogatepass"))
     machine.charge(-5 * nbytes if is_long else 0)
 
@@ -428,6 +431,7 @@ def _tuple(machine: _Machine, count: int) -> None:
 
 
 def _frozen(machine: _Machine) -> None:
+    # Values have no sets, so the items are dropped.
     machine.items()
     machine.push_made(Opaque("builtins.frozenset"), OBJECT_NBYTES)
 
@@ -435,6 +439,7 @@ def _frozen(machine: _Machine) -> None:
 def _new_with_names(machine: _Machine) -> None:
     callee, args, names = machine.popped(3)
     made = machine.call(callee, args)
+    # Functions of ours take no arguments by name: a call that has some makes nothing.
     machine.push(made if not names else _settled(callee))
 
 
@@ -446,6 +451,7 @@ def _persistent(machine: _Machine) -> None:
 
 # The instructions of protocols 2 to 5 that values need (names as in the module pickletools).
 _INSTRUCTIONS: dict[int, Callable[[_Machine], Any]] = {
+    # The stated version decides nothing: each instruction is known or is not.
     0x80: lambda m: m.take(1),  # PROTO
     0x95: lambda m: m.take(8),  # FRAME
     0x28: lambda m: m.push(_MARK),  # MARK

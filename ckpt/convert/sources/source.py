@@ -229,6 +229,7 @@ class _ChunkIndex:
         if not self._are_spans:
             yield from self.chunks
             return
+        # From the first chunk that stops behind the start of the span.
         for chunk in self.chunks[bisect_left(self._stops, span.start + 1) :]:
             assert isinstance(chunk.region, Span)
             if chunk.region.start >= span.stop:
@@ -244,7 +245,9 @@ class _FileRead(NamedTuple):
 
 def _joined(reads: list[_FileRead]) -> Iterator[tuple[str, int, list[memoryview]]]:
     """Joins small reads that lie near each other in a file; bytes between them are discarded."""
+    # Not by the buffers: memoryviews have no order.
     reads.sort(key=lambda read: read[:2])
+    # One for all gaps, because nobody looks at what is read into it.
     gap_buffer = memoryview(bytearray(JOINED_GAP_MAX))
     index = 0
     while index < len(reads):
@@ -307,6 +310,7 @@ def _dot(index: Shape, stride: Shape) -> int:
 def _bands(part: _Gather, itemsize: int) -> Iterator[_Gather]:
     """Boxes of `part`, each of which lies within the scratch memory in the file."""
     box, start, stride, into, target_stride = part
+    # Halving the dim with the longest step shortens the stretch of the file the most.
     widest = max(range(len(box)), key=lambda d: stride[d] if box[d] > 1 else -1, default=0)
     is_small = _extent(box, stride) <= SCRATCH_NBYTES // itemsize
     if is_small or not box or box[widest] == 1:
@@ -336,6 +340,7 @@ def check_chunks(tensor: SourceTensor, chunks: Iterable[Chunk], sizes: Mapping[s
                 f"{chunk.file}: {tensor.fqn} is said to be in bytes {chunk.start} to {stop}, the "
                 f"file has {sizes[chunk.file]}"
             )
+    # Most tensors are one run, which needs no general check.
     if len(listed) == 1 and listed[0].region == Span(0, math.prod(tensor.shape)):
         return
     problem = cover_problem([chunk.region for chunk in listed], tensor.shape)
@@ -365,6 +370,7 @@ def native_source(
         located = stack.enter_context(
             leased_checkpoint(store, step, attempt=attempt, budget=budget)
         )
+        # The source holds the lease from here on; before, a failure ends it.
         return NativeSource(Checkpoint(store, located), stack.pop_all())
 
 
@@ -375,6 +381,7 @@ class NativeSource(CheckpointSource):
 
     def __init__(self, checkpoint: Checkpoint, lease: ExitStack | None = None) -> None:
         manifest = checkpoint.manifest
+        # A later version may write kinds that this one does not know: they become OTHER.
         kinds = {int(kind): kind for kind in Kind}
         tensors = {
             fqn: SourceTensor(fqn, dtype, shape, kinds.get(kind, Kind.OTHER))
@@ -412,6 +419,7 @@ class NativeSource(CheckpointSource):
         fill(checkpoint, holdings, ReadPath())
 
     def close(self) -> None:
+        # While the store is open: the lease is an object in it.
         self._lease.close()
         self.checkpoint.close()
 
@@ -425,6 +433,7 @@ def _modules(manifest: Manifest) -> tuple[str, ...]:
         paths = {str(path) for path in json.loads(recorded)}
         names = (*manifest.fqns, *manifest.aliases)
         return tuple(
+            # A recorded module may have no tensors, and then nothing to export.
             sorted(p for p in paths if not p or any(fqn.startswith(f"{p}.") for fqn in names))
         )
     parameters = (

@@ -94,12 +94,14 @@ def read_tree(data: bytes | bytearray, account: Account | None = None) -> Any:
 
 
 def _storage_ref(key: Any) -> StorageRef:
+    # As torch.save writes it: "storage", a class, the key, a device, the number of elements.
     kind, storage, name, _, numel = key[:5]
     if kind != "storage" or not isinstance(storage, Opaque) or not isinstance(name, str):
         raise Corrupt("a reference to a storage that is none")
     class_name = storage.name.rpartition(".")[2]
     dtype = _STORAGES.get(class_name, "")
     if not dtype and class_name != "UntypedStorage":
+        # The question mark keeps an unknown class from being taken for one of DTYPES.
         dtype = f"?{storage.name[:NAME_SHOWN_MAX]}"
     itemsize = DTYPES[dtype].itemsize if dtype in DTYPES else 1
     return StorageRef(name, dtype, _count(numel) * itemsize)
@@ -114,6 +116,7 @@ def _count(number: Any) -> int:
 
 
 def _tensor(storage: Any, offset: Any, size: Any, stride: Any, *rest: Any) -> Any:
+    # Behind requires_grad and hooks comes the metadata, if any.
     return _view(storage, getattr(storage, "dtype", ""), offset, size, stride, rest[2:])
 
 
@@ -132,8 +135,10 @@ def _view(
         return UnreadableTensor(
             f"its dtype {dtype.removeprefix('?')} has no fixed layout in whole bytes"
         )
+    # Conjugation and negation are bits of the tensor: its bytes are not yet its numbers.
     if rest and isinstance(rest[0], dict) and any(rest[0].values()):
         return UnreadableTensor("it is a lazy conjugate or negative; save tensor.resolve_conj()")
+    # Before anything is built of them: a hostile shape may be long.
     if max(len(size), len(stride)) > NDIM_MAX:
         raise Corrupt(f"a tensor of {len(size)} dimensions; at most {NDIM_MAX}")
     shape = tuple(_count(extent) for extent in size)
@@ -246,8 +251,10 @@ KNOWN: dict[str, Maker | str] = {
     "torch.serialization._get_layout": _layout,
     "collections.OrderedDict": _dict,
     "collections.Counter": _dict,
+    # Its factory is code. The items follow, as those of any dict.
     "collections.defaultdict": lambda *_: {},
     "_codecs.encode": _encoded,
+    # Protocol 2 writes b"" as a call of `bytes`. With a number, that would make as many zeros.
     "__builtin__.bytes": lambda *args: Opaque("builtins.bytes") if args else b"",
     "builtins.bytes": lambda *args: Opaque("builtins.bytes") if args else b"",
 }
@@ -328,6 +335,7 @@ def _call_of(tensor: TensorOut) -> CallOut:
     numel, storage = math.prod(tensor.shape), _STORAGE_OF.get(tensor.dtype)
     hooks = CallOut("collections.OrderedDict", ())
     view = (0, tensor.shape, row_major_strides(tensor.shape), False, hooks)
+    # Newer dtypes, such as float8, have no storage class: they go by `_rebuild_tensor_v3`.
     if storage:
         held = StorageOut(f"torch.{storage}", tensor.key, numel)
         return CallOut("torch._utils._rebuild_tensor_v2", (held, *view))

@@ -322,6 +322,7 @@ class Named:
             return
         kept = []
         for index, group in enumerate(groups):
+            # By now `params` has the names, too.
             hyper = {k: v for k, v in group.items() if k not in ("params", "param_names")}
             base = f"{join(path, 'param_groups')}.{index}"
             problems: list[tuple[str, str]] = []
@@ -396,6 +397,7 @@ class Named:
         for fqn, prefix in places.items():
             key, kind = self.tensors[fqn]
             if kind is Kind.OTHER and (prefix or fqn in at_top):
+                # A frozen parameter counts as a buffer as well: nothing tells them apart.
                 is_buffer = prefix in trained and fqn.removeprefix(prefix) not in self.trained
                 self.tensors[fqn] = key, Kind.BUFFER if is_buffer else Kind.PARAMETER
         self.modules = tuple(sorted({*(p[:-1] for p in prefixes), *({""} & models)}))
@@ -416,8 +418,10 @@ def has_tensors(node: Any) -> bool:
 def bare_names(names: Sequence[str]) -> dict[str, str]:
     """`names` of a model's tensors without what wrappers of torch add to them."""
     bare = {name: clean_name(name) for name in names}
+    # DDP puts it in front of all names; a model may have a part of that name.
     if bare and all(name.startswith("module.") for name in bare.values()):
         bare = {name: short.removeprefix("module.") for name, short in bare.items()}
+    # Where two names would become one, all stay as they are.
     return bare if len(set(bare.values())) == len(bare) else {name: name for name in names}
 
 
@@ -498,8 +502,10 @@ def nest(items: Mapping[str, Any], paths: Callable[[str], Sequence[Any]]) -> Any
         for key, following in itertools.pairwise(path):
             child = node.setdefault(key, {})
             if not isinstance(child, dict):
+                # A place that is a leaf and has others below it: the leaf moves to the empty key.
                 child = node[key] = {"": child}
             if isinstance(following, int):
+                # By id: all of these dicts are alive in `root`, so no id is used twice.
                 lists[id(child)] = child
             node = child
         if path:
@@ -510,6 +516,7 @@ def nest(items: Mapping[str, Any], paths: Callable[[str], Sequence[Any]]) -> Any
 def _with_lists(node: Any, lists: Mapping[int, Any]) -> Any:
     if not isinstance(node, dict):
         return node
+    # By their text, since keys of two types do not compare.
     is_list = id(node) in lists and sorted(node, key=str) == sorted(range(len(node)), key=str)
     made = {key: _with_lists(item, lists) for key, item in node.items()}
     return [made[index] for index in range(len(made))] if is_list else made

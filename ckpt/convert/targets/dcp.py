@@ -28,6 +28,7 @@ from ckpt.layout.region import Shape, Span
 
 FILE_NBYTES = 1 << 30
 VERSION = "1.0.0"  # of DCP's own format, as FileSystemWriter of torch 2.13 writes it
+# Stated, because Python's default changes with its version, and the bytes identify an export.
 PROTOCOL = 4
 
 
@@ -63,6 +64,8 @@ class DcpBuilding:
             key = self._key(path)
             self._stored[key] = TensorStorageMetadata(properties, torch.Size(shape), [*chunks])
             for number, (offset, place) in enumerate(places):
+                # `number` is a hint where to look in `chunks`; two indexes that differ in it are
+                # equal.
                 self._places[MetadataIndex(key, offset, number)] = place
 
     def add_value(self, path: tuple[Any, ...], value: Any) -> None:

@@ -134,6 +134,7 @@ class Delivery:
                 present.append(file.key)
         if note is not None and len(present) == len(self.files):
             return json.dumps(present).encode()  # killed between the last file and the note
+        # The last file is written behind all others: with some missing, it is another export's.
         if present and (note is None or self.files[-1].key in present):
             raise CheckpointError(
                 f"{store.url}/{present[0]} exists already and nothing is ever overwritten; "
@@ -141,6 +142,7 @@ class Delivery:
             )
         if note is None:
             try:
+                # Of two exports that begin at the same time, one gets the note.
                 store.put_if_absent(self.note_key, own_note)
             except KeyExistsError as error:
                 raise CheckpointError(
@@ -148,6 +150,7 @@ class Delivery:
                 ) from error
         else:
             for file in self.files:
+                # Parts that the killed run has left: nothing will complete them.
                 store.abort_unfinished(file.key)
         return json.dumps(present).encode()
 
@@ -251,6 +254,7 @@ class Delivery:
         """
         ours, theirs = aligned_buffer(PART_NBYTES), aligned_buffer(PART_NBYTES)
         wrong: set[str] = set()
+        # All files, also those that an earlier run had finished.
         for file in self._mine(set()):
             for start in range(0, file.nbytes, PART_NBYTES):
                 nbytes = min(PART_NBYTES, file.nbytes - start)

@@ -161,6 +161,7 @@ def _safetensors_file(key: str, outputs: Sequence[Output], tied: Mapping[str, st
         position += output.nbytes
     text = json.dumps(head, ensure_ascii=False, separators=(",", ":")).encode("utf-8")
     padded = -(-(8 + len(text)) // HEADER_ALIGNMENT) * HEADER_ALIGNMENT
+    # The specification allows spaces behind the JSON of a header.
     header = (padded - 8).to_bytes(8, "little") + text.ljust(padded - 8, b" ")
     pieces: list[FilePiece] = [Fixed(0, header)]
     position = padded
@@ -188,6 +189,8 @@ def write_safetensors(path: str, tensors: Mapping[str, torch.Tensor]) -> None:
                     flat = tensors[piece.output.name].contiguous().view(-1)
                     file.write(flat.view(torch.uint8).numpy().data)
             file.flush()
+            # Before the rename: a power failure must not leave the name of the old file on an empty
+            # one.
             os.fsync(file.fileno())
         os.replace(new, path)
     finally:
@@ -256,6 +259,7 @@ class ZipBuilding:
             each = zip(entries, sums, strict=True)
             return directory([one._replace(crc32=crc32) for one, crc32 in each], position)
 
+        # Any checksums will do: a directory's numbers have a fixed width.
         nbytes = len(make_directory([0] * self.checksums))
         self._put(Late(self.nbytes, nbytes, make_directory))
         return start, self.nbytes - start
@@ -367,6 +371,7 @@ def fill_part(
     stop = start + len(part)
     direct: list[ReadRequest] = []
     counted: list[tuple[int, memoryview]] = []
+    # A file may have thousands of pieces, and is searched once for each part.
     first = max(bisect_right(pieces, start, key=lambda piece: piece.start) - 1, 0)
     for piece in islice(pieces, first, None):
         if piece.start >= stop:
@@ -382,6 +387,7 @@ def fill_part(
         if piece.number >= 0:
             counted.append((piece.number, memory))
     source.fill(direct)
+    # zlib's crc32, because zip files demand it: ours have crc32c.
     return [Counted(number, zlib.crc32(memory), len(memory)) for number, memory in counted]
 
 
@@ -410,6 +416,7 @@ def _fill_data(
         return
     dtype = torch_dtype(output.tensor.dtype)
     step = CAST_SCRATCH_NBYTES // dtype.itemsize
+    # In bands: the source's dtype may take more memory than the part.
     for start in range(span.start, span.stop, step):
         band = Span(start, min(start + step, span.stop))
         scratch = torch.empty(band.numel, dtype=dtype)

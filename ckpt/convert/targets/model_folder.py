@@ -71,6 +71,7 @@ class DescribingFiles:
     @property
     def unties(self) -> bool:
         """Whether the config says that readers do not tie: then every name needs its tensor."""
+        # Models with images or sound keep the settings of their language model there.
         text = self.config.get("text_config")
         owners = (self.config, text if isinstance(text, dict) else {})
         return any(owner.get("tie_word_embeddings") is False for owner in owners)
@@ -79,6 +80,7 @@ class DescribingFiles:
         """With a config that names `dtype`: readers convert what they load to the one it names."""
         if not self.config:
             return self
+        # Newer versions of transformers write `dtype`, older ones `torch_dtype`.
         name = "dtype" if "dtype" in self.config else "torch_dtype"
         config = {**self.config, name: dtype}
         files = {**self.files, CONFIG: json.dumps(config, indent=2).encode() + b"\n"}
@@ -184,6 +186,7 @@ def _wrapped(names: Collection[str]) -> str:
     for name in names:
         parts = name.split(".")
         for part in parts:
+            # In front, `module` is DDP's; further on a model may have a part of that name.
             if part in _WRAPPERS[1:] or (part == _WRAPPERS[0] and part == parts[0]):
                 return f"{name!r} has {part!r} in it, which is a wrapper's; {_rule(f'{part}=')}"
     for first in _DOUBLED:

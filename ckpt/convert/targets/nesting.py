@@ -122,6 +122,7 @@ class _Paths:
     """Where a flat name stands in the nested state."""
 
     def __init__(self, contents: SourceContents) -> None:
+        # The longest first: a module may lie inside of another.
         self.modules = sorted(contents.modules, key=len, reverse=True)
         self.params: dict[str, set[str]] = {}
         for fqn, value in contents.values.items():
@@ -242,6 +243,7 @@ def _dcp_files(
     for fqn, value in values.items():
         for leaf_path, leaf in _leaves(path_of(fqn), value):
             if is_reference(leaf):
+                # A tensor inside of a value stands there alone, and not under its own name.
                 places[number_of[leaf[TENSOR_KEY]]] = [leaf_path]
             else:
                 leaves.append((leaf_path, leaf))
@@ -259,6 +261,7 @@ def _leaves(path: PathOf, value: Any) -> Iterator[tuple[PathOf, Any]]:
         yield path, value
     elif isinstance(value, dict) and not is_form(value):
         for key, item in value.items():
+            # DCP's planner makes text of every key.
             yield from _leaves((*path, str(key)), item)
     elif isinstance(value, list) and not _is_leaf(value):
         for index, item in enumerate(value):

@@ -10,6 +10,7 @@ from ckpt.rehearse.runs import RehearsalReport as RehearsalReport
 from ckpt.saving.background import PendingSave as PendingSave
 from ckpt.saving.shared import SharedSave as SharedSave
 from ckpt.saving.task import SaveReport as SaveReport
+from ckpt.service.follower import Changed as Changed
 from ckpt.service.follower import Follower as Follower
 from ckpt.service.follower import Swapped as Swapped
 from ckpt.service.follower import Update as Update

@@ -39,6 +39,7 @@ def main() -> None:
             [sys.executable, str(HERE / "own_store.py"), f"{folder}/objects.db"],
             [sys.executable, str(HERE / "share_a_root.py")],
             [sys.executable, str(HERE / "rl_loop.py"), f"{folder}/rl"],
+            [sys.executable, str(HERE / "requantize.py")],
             [sys.executable, str(HERE / "lora_dedup.py"), f"{folder}/lora"],
             [sys.executable, str(HERE / "import_and_export.py"), f"{folder}/converted"],
             [*torchrun, "2", str(HERE / "frameworks" / "recipe.py"), f"{folder}/recipe", "6"],

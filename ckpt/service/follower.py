@@ -78,13 +78,28 @@ class Update:
     skipped: tuple[Skipped, ...] = ()
 
 
+class Changed(NamedTuple):
+    """Elements that a swap has written: `positions`, int64 and row-major, of `part`, memory of the
+    tensor `name` on this rank.
+    """
+
+    name: str
+    part: torch.Tensor
+    positions: torch.Tensor
+
+
 class Swapped(NamedTuple):
-    """What a swap did: the step that the model has now, bytes copied, and seconds it took."""
+    """What a swap did: the step that the model has now, bytes copied, and seconds it took.
+
+    `changed`, where deltas were taken: what an engine has to make anew that holds the weights in
+    another form, such as blocks of low precision. None after a whole load: all of `Update.names`.
+    """
 
     step: int
     attempt: str
     nbytes: int
     seconds: float
+    changed: tuple[Changed, ...] | None = None
 
 
 _Named = tuple[int, str]  # a checkpoint: its step and its attempt
@@ -296,7 +311,11 @@ class Follower:
             self._target.taken(aside.state)
             self._present.append(((update.step, update.attempt), memory))
             seconds = self._options.now_seconds() - began
-            return Swapped(update.step, update.attempt, update.nbytes, seconds)
+            changed = None
+            if isinstance(aside, DeltaPatch):
+                parts = [(one.piece, one.positions) for one in aside.writes]
+                changed = tuple([Changed(one.piece.fqn, one.view, where) for one, where in parts])
+            return Swapped(update.step, update.attempt, update.nbytes, seconds, changed)
 
     def updates(
         self, *, timeout: float | None = None, poll_seconds: float = 5.0

@@ -8,6 +8,7 @@ for bit; after each failure those of the one before.
 from __future__ import annotations
 
 import logging
+import math
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -132,6 +133,30 @@ def test_a_follower_reads_what_is_new_and_has_the_published_bits(store: Counting
         if step:
             assert update.nbytes == 2 * 24 or update.nbytes < 150, "not only what is new"
             assert update.names == ("columns.tensor", "rows.tensor")
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_a_swap_says_which_elements_it_has_written(store: CountingStore, ranks: int) -> None:
+    """All that differ, and no others: they are marked, and what is left is as it was."""
+    trainer = Trainer(store)
+    trainer.publish(0)
+    states = [blank(lambda full, rank=rank: shards(full, rank, ranks)) for rank in range(ranks)]
+    followers = [follower_of(state, store) for state in states]
+    for follower in followers:
+        assert follower.poll() and (first := follower.swap()) and first.changed is None
+    trainer.publish(1)
+    for rank, (state, follower) in enumerate(zip(states, followers, strict=True)):
+        update, swapped = follower.poll(), follower.swap()
+        assert update and swapped and swapped.changed is not None
+        assert {one.name for one in swapped.changed} == set(update.names)
+        for _, part, positions in swapped.changed:
+            part.view(-1)[positions] = math.nan
+        before = shards(published(0), rank, ranks)
+        after = shards(published(1), rank, ranks)
+        for name, has_now in state.items():
+            was, new = before[name].local, after[name].local
+            assert torch.equal(has_now.local.isnan(), was != new), name
+            assert torch.equal(has_now.local[was == new], was[was == new]), name
 
 
 @pytest.mark.parametrize(("trainers", "followers"), [(1, 3), (3, 1), (3, 2), (2, 4)])

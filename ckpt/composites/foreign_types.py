@@ -88,9 +88,11 @@ def type_of(tensor: Any) -> CompositeType | None:
     return type_named(name)
 
 
+# Once for each name: each of many parameters asks for its type.
 @cache
 def type_named(name: str) -> CompositeType | None:
     """The type that is called `name` in checkpoints; None when its library is not installed."""
+    # From our own table: a checkpoint never says what is imported.
     kind = class_at(_TYPES[name], name) if name in _TYPES else None
     if kind is None:
         return None

@@ -73,6 +73,7 @@ class ComponentShard(torch.Tensor):
     def __torch_function__(
         cls, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
+        # Otherwise the call below would come back here.
         with torch.DisableTorchFunctionSubclass():
             made = func(*args, **(kwargs or {}))
         # Whatever else is computed of it is plain memory, without a place.

@@ -124,6 +124,7 @@ def _integers_of(tensor: Any) -> torch.Tensor:
     storage, integer = tensor.untyped_storage(), _INTEGERS.get(tensor.dtype)
     if integer is not None:
         empty = torch.empty(0, dtype=integer, device=tensor.device)
+        # A load fills this memory in place, which `int_repr()`, a copy, would not let it.
         return empty.set_(storage, tensor.storage_offset(), tensor.shape, tensor.stride())
     if tensor.storage_offset() or not tensor.is_contiguous():
         raise UnsupportedTensor(

@@ -91,9 +91,8 @@ class ExportReport(ShortRecord):
     """What was written: urls of the files, names in them, their bytes, and tied names left out.
 
     `left_out` are all names of the state that are in no file, and files of the source's folder of
-    which nothing was read. `verified` says
-    that all tensors were read back and compared. `resumed` counts files that an earlier, killed
-    export had finished.
+    which nothing was read. `verified` says that all tensors were read back and compared. `resumed`
+    counts files that an earlier, killed export had finished.
     """
 
     files: tuple[str, ...]
@@ -211,6 +210,7 @@ def _model_folder(
         beside = beside.of_dtype(_name_of(how.dtype))
     nbytes_max = SHARD_NBYTES_MAX if how.shard_bytes_max is None else how.shard_bytes_max
     weights = safetensors_files(chosen.outputs, chosen.tied, WEIGHTS, nbytes_max)
+    # Readers take a folder with a config for a whole model, so it comes last.
     others = sorted(beside.files.items(), key=lambda item: (item[0] == CONFIG, item[0]))
     return [*weights, *(known_file(*item) for item in others)]
 
@@ -222,7 +222,7 @@ def _name_of(dtype: str | torch.dtype) -> str:
 def _left_out(
     source: CheckpointSource, chosen: ExportSelection, formless: Collection[str]
 ) -> tuple[str, ...]:
-    """What is in the source and not in the files; `formless` is what the format has no form for."""
+    """What is in the source and not in the files; `formless` names have no form there."""
     contents = source.contents
     written = {output.tensor.fqn for output in chosen.outputs} | chosen.values.keys()
     described = {
@@ -288,6 +288,7 @@ def choose(source: CheckpointSource, how: ExportTo, format: Format) -> ExportSel
     else:
         entry = how.entry if how.entry is not None else default_entry(source)
         names = _names_of(contents, entry)
+        # An entry that was chosen, or is called a model, leaves no doubt about what is meant.
         if how.entry is None and not is_called_model(entry):
             _check_elsewhere(source, entry, set(names.values()))
     kept = {name: fqn for name, fqn in names.items() if is_chosen(name, how)}
@@ -307,9 +308,11 @@ def choose(source: CheckpointSource, how: ExportTo, format: Format) -> ExportSel
     ]
     if problems:
         raise InvalidState(problems)
+    # A preset leaves names out as well.
     new_names = _new_names(kept, how)
     kept = {name: fqn for name, fqn in kept.items() if name in new_names}
     tied = {}
+    # torch and DCP store a tied tensor once under both names: there is no copy to keep.
     if not how.keep_tied or format not in ("safetensors", "hf"):
         tied = _tied_names(kept, prefix)
     outputs = [
@@ -421,6 +424,7 @@ def _tied_names(names: Mapping[str, str], prefix: str) -> dict[str, str]:
 
 def _output(stored: SourceTensor, name: str, dtype: str | torch.dtype | None) -> Output:
     wanted = stored.dtype
+    # Integers keep their dtype: they count, or index.
     if dtype is not None and torch_dtype(stored.dtype).is_floating_point:
         wanted = _name_of(dtype)
         if wanted not in DTYPES or not torch_dtype(wanted).is_floating_point:

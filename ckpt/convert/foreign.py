@@ -126,6 +126,7 @@ def foreign(
     )
     place = url.url if isinstance(url, Store) else url_of(url)
     is_file = not isinstance(url, Store) and is_file_name(place)
+    # A data file of ours is part of a checkpoint, though it is a whole safetensors file.
     if is_file and _OURS.match(place.rpartition("/")[2]):
         raise error
     opener = open_store if is_file else partial(_open_unless_ours, error)
@@ -180,6 +181,7 @@ def _located(
         boxes=BoxTable.of([]),
         first_block=starts_of(-(-sizes[some] // BLOCK_BYTES)),
     )
+    # A manifest has one; what other libraries do not record is 0 or the least that is valid.
     header = Header(
         root="0" * 32,
         attempt=re.sub(r"[^A-Za-z0-9]+", "-", source.format),
@@ -236,6 +238,7 @@ def load_foreign(
             return store, located
 
         store, located = collectively(world, "open source", opened)
+        # A digest is enough: each rank has read the whole description itself.
         mine = _described(located.manifest)
         first = world.broadcast("source", mine if world.rank == 0 else None)
 
@@ -245,6 +248,7 @@ def load_foreign(
                     [f"rank {world.rank} sees other tensors or values there than rank 0"]
                 )
             rename = options.rename
+            # A caller's own `rename` is complete: nothing is deduced in addition.
             if rename is None:
                 catalog = in_form_of_state(located.manifest, options.stacks).catalog
                 stored = (*catalog.tensors, *catalog.aliases)
@@ -261,6 +265,7 @@ def load_foreign(
                 origins=Origins(tuple(range(world.size)), {}),
             )
         except Mismatch as mismatch:
+            # What could not be read may be what is missing.
             problems = [*mismatch.problems, *_unread(store.source)]
             raise Mismatch(problems, mismatch.where) from None
 

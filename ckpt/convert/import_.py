@@ -120,6 +120,7 @@ def import_source(
         options = SaveOptions(user=notes, in_line=False)
         task = SaveTask(root.session, root.store, root.memory, step, options)
         world = root.session.world
+        # Every rank computes all shares alike, so nothing is sent.
         share = share_of(contents.tensors, world.rank, world.size)
         meter = Meter(sum(chunk.nbytes for chunk in share), progress)
         write = partial(_write, opened, chosen, share, root.store, world.rank, how.threads, meter)

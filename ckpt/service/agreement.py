@@ -270,6 +270,7 @@ class StepAgreement:
 
     def _decide_alone(self) -> None:
         self._take_signals()
+        # By identity: whatever was proposed since has made another one.
         if self._proposal is _NO_PROPOSAL:
             return
         proposal = self._proposal._replace(
@@ -320,6 +321,7 @@ class StepAgreement:
             with self._changed:
                 self._failure = failure
                 self._changed.notify_all()
+            # Where this rank leaves, its round was ended on purpose.
             if not self._leaving:
                 logger.error("the ranks cannot agree on anything any more: %s", failure)
 

@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 # Failures that every later save would meet again, until a person acts: these are raised.
 LASTING = (InvalidState, InvalidArgument, Fenced, StoreRefused)
 
-# Errors hold tracebacks, and those their frames: a long outage must not fill the memory.
+# Errors hold tracebacks, and those their frames: `failures` must not grow for ever.
 FAILURES_KEPT_MAX = 100
 
 

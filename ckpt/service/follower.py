@@ -140,13 +140,13 @@ def follow(
 
     `line` is the name of a training that shares the root with others, as in `ckpt.save`, or that of
     what `ckpt.publish` publishes, "published" by default: then of a later publication only what is
-    new is read and written, if digests show that the model has what it goes from.
+    new is read and written, if digests show that the model has its base.
 
     Nothing is read yet, and there need be no checkpoint. Of a later one only chunks are read that
     are not proved to be in memory: a training that saves with `dedup=True` gives the proof. Nobody
     else may change the tensors that are followed. The new bytes lie in host memory until the swap,
     or with `aside="device"` in the model's. While a checkpoint is read, retention leaves it, for
-    at most `lease_seconds`; 0 asks for no lease, and who may not write at `url` does without.
+    at most `lease_seconds`; 0 asks for no lease, and a reader without write access gets none.
 
     Where a host serves the root, `url` is `peer://HOST:PORT`; of several, with commas between, the
     first is read that answers, and `fallback` in `storage_options` is the url of the root itself.
@@ -304,6 +304,7 @@ class Follower:
             try:
                 memory = aside.swap(self._world)
             except BaseException as error:
+                # A patch that fails otherwise has written nothing, so the memory is what it was.
                 if isinstance(aside, DeltaPatch) and not isinstance(error, LoadInterrupted):
                     self._present += before
                 self._commits.look_again()
@@ -390,6 +391,7 @@ class Follower:
             is_staged, was_retired = self._read_first(candidates, skipped)
             # Where retention was faster, there is something newer now.
             if is_staged or not was_retired:
+                # With a model in place, a damaged checkpoint is no error: the model stays in use.
                 if skipped and not (self._staged or self._present):
                     raise self._nothing_whole("checkpoint", skipped)
                 if candidates:
@@ -515,7 +517,7 @@ class _NamedTensors(Followed):
         self.tensors = MappingProxyType(self._tensors)
 
     def taken(self, state: Any) -> None:
-        # Who holds on to the mapping sees the new tensors.
+        # In place: a caller that keeps the mapping sees the new tensors.
         self._tensors.clear()
         self._tensors.update(state)
 

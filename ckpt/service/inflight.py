@@ -1,5 +1,5 @@
-"""Saves of one training: when one is due, with the same result on all ranks; begun, collected in
-order, outcomes passed on; a job's last save.
+"""The saves of one training: when one is due, the same on all ranks; their beginnings and outcomes,
+in order; and a job's last save.
 """
 
 from __future__ import annotations
@@ -97,6 +97,7 @@ class SaveSchedule:
         """Reasons that need a clock. Other ranks do not have them yet, so where there are any the
         save is proposed, once, and made at a later call.
         """
+        # Proposed already: the reasons hold until a save begins, and would be sent at each step.
         if self._proposed_at == self._saves_begun:
             return ()
         reasons = self._by_coordinator.reasons(observation)
@@ -160,7 +161,7 @@ class SavesInFlight:
         return tuple(save.step for save in self._begun if not save.pending.done())
 
     def slow(self, seconds: float) -> list[str]:
-        """How far each save is that has taken longer and is not over. For any thread."""
+        """How far each unfinished save is that has taken longer than this. For any thread."""
         texts, now = [], time.time()
         # A copy: the thread that trains adds and removes saves meanwhile.
         for save in tuple(self._begun):
@@ -205,6 +206,7 @@ class SavesInFlight:
         try:
             with self._watcher.phase(f"save of step {step}"):
                 pending = target.start(state, step=step, metric=_finite(metric))
+            # `using` gives a target of the caller's own back as it is: that one makes its own copy.
             is_used = target is not self._training.target
         except LASTING:
             # No alarm waits for more of them: every later save would meet the same.
@@ -215,6 +217,7 @@ class SavesInFlight:
             self._failed.raise_alarm()
             return
         finally:
+            # Nobody else ends a copy that no save has taken over.
             for copy in () if is_used else copies:
                 copy.end()
         blocked = self._training.now_seconds() - began_seconds
@@ -294,6 +297,7 @@ class SavesInFlight:
             if not is_first:
                 left = deadline_seconds - training.now_seconds() - LEAVING_SECONDS
                 has_time = left > (training.costs.persist_seconds or 0.0)
+                # By the coordinator's clock: all ranks try again, or none.
                 mine = (b"yes" if has_time else b"no") if training.is_coordinator else None
                 if training.world.broadcast("again", mine) != b"yes":
                     break

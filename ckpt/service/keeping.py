@@ -77,6 +77,8 @@ class Keeper:
             if session is None or plan is None or self._is_ending:
                 return
             self._warn(plan)
+            # Leftovers of failed attempts first: no plan has them, because they were never
+            # committed.
             session.sweep_failed()
             retired, stayed = carry_out(
                 plan,
@@ -88,6 +90,7 @@ class Keeper:
                 logger.info("retired step %d (%s)", entry.step, entry.attempt)
             for text in stayed:
                 logger.info("not retired: %s", text)
+        # Not raised: files that stay cost space, and an error here would end the training.
         except (CheckpointError, OSError) as error:
             logger.warning("retention is put off to the next save: %s", error)
 

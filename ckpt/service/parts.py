@@ -101,6 +101,7 @@ class ServiceParts:
         self.story = Story(training)
         training = replace(training, observers=(*training.observers, self.story.heard))
         self.training: Training = training
+        # Taken now, because it ends what belongs to the world of this moment.
         self._end_world = target.leaving()  # what the target has there
         # Of its own, because its rounds run in the background, at any time.
         own_world = training.world.duplicate()

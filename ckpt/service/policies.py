@@ -415,6 +415,7 @@ class CostMeter:
             self._beside.append(seconds)
         else:
             self._plain.append(seconds)
+            # The newest alone: steps get longer and shorter as a training changes.
             del self._plain[: -self.plain_kept]
 
     def saved(self, *, blocked_seconds: float, persist_seconds: float) -> None:

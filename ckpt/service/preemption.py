@@ -75,8 +75,10 @@ class Signals:
 
     def restore(self) -> None:
         """Put the previous handlers back, where nobody else has put another one meanwhile."""
+        # First: from here on `_handle` passes signals on to the handler before it.
         self._is_over = True
         for number in self._previous:
+            # Equal, not identical: each access makes another bound method.
             ours = signal.getsignal(number) == self._handle
             previous = self._before(number)
             if ours and previous is not None:  # None: installed by other means than Python's

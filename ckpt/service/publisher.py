@@ -129,6 +129,7 @@ def _publish(
         try:
             made = Publication.begin(state, task, dtype)
         except Exception as error:
+            # Not raised: the other ranks may have begun, and hear of it as of any failed save.
             pending = context.background.refuse(task, error)
         else:
             pending = context.background.begin(task, made.gate, lambda: made.finish(due))
@@ -184,6 +185,7 @@ def publishing(wanted: object, target: Target) -> tuple[Publishing, ...]:
     defaults: dict[str, Any] = {
         name: one.default for name, one in signature(publish).parameters.items()
     }
+    # The Checkpointer has its own of these.
     del defaults["process_group"], defaults["step"]
     own: dict[str, Any] = {"url": target.where, "line": PUBLISHED}
     own |= {"storage_options": target.storage_options}
@@ -228,6 +230,7 @@ class Publications(TierSaves):
             target = self._training.target
             assert isinstance(target, UrlTarget)
             shared = this_process.of_group(target.process_group)
+            # Saves hold rounds in the world of the process at any time.
             world = shared.world.duplicate()
             self._context = GroupContext(
                 shared.group, shared.everyone, world, shared.registry, Background(world)
@@ -239,6 +242,7 @@ class Publications(TierSaves):
         if pending is None or not (wait or pending.done()):
             return
         pending.wait(None if math.isinf(timeout_seconds) else timeout_seconds)
+        # Not before the wait, whose TimeoutError leaves the publication under way.
         self._begun = None
         try:
             pending.result()

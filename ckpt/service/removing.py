@@ -173,6 +173,7 @@ def remove(
     entry = chosen(store, state, number, attempt)
     if problem := why_not_retire(state, entry):
         raise NotRetired(f"{DELETED_NOTHING}: {entry.attempt} (step {entry.step}) {problem}")
+    # What a restore would find afterwards, for the question and the report.
     rest = [other for other in state.live if other is not entry]
     # Removing the latest is going back: the one who is asked has to know to where.
     resumes = resumable(rest)[0].step if entry == state.latest else None

@@ -211,6 +211,7 @@ def restore_latest(
     while candidates:
         candidate = candidates.pop(0)
         is_durable = isinstance(candidate, _Durable)
+        # A failure without any durable checkpoint has another next move; see below.
         any_durable = any_durable or is_durable
         result = candidate.load(state, options)
         if isinstance(result, LoadReport):

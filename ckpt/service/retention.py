@@ -7,7 +7,7 @@ root is judged by itself (`ckpt.commit.locate`), a training judges none but its 
 rules, a plan keeps the latest checkpoint of each line, its newest verified one, pinned ones, what a
 kept one needs, and what no training has saved (imports, copies in another layout); so there is
 always one to load, and one of which every byte was once read back. Where a rule keeps several, two
-of them share no file (`dedup`), as far as there are such: one damaged file does not end all.
+of them share no file (`dedup`), where possible: one damaged file does not cost them all.
 
 A rule that cannot be judged, or that keeps nothing at all, counts as a mistake: such a plan is
 refused and retires nothing.
@@ -272,6 +272,7 @@ class _Graced(CombinedRule):
         then = [one for one in candidates if ages[one.attempt] >= self.seconds]
         stays = {name for name, age in ages.items() if age < self.seconds}
         if then:
+            # `seconds` ago by the same ages, which leave jumps of the clocks out.
             then_unix = then[-1].committed_unix + ages[then[-1].attempt] - self.seconds
             stays |= _judged(then, rule, then_unix)[0].keys()
         text = f"given up less than {self.seconds:.0f} s ago; `ckpt pin` keeps it"

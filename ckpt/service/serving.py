@@ -42,6 +42,7 @@ class Serving:
     def __init__(self, store: Store, address: str, line: str) -> None:
         host, port = place_of(address)
         token, certificate = token_of_environment(), place_of_environment().certificate
+        # The token alone opens the weights to a client, so it must not be guessed.
         if len(token) < 16 or not token.isascii() or not token.isprintable():
             raise InvalidArgument(
                 f"serve={address!r}: set {TOKEN_VARIABLE} to the same 16 or more characters for "

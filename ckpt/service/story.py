@@ -36,7 +36,7 @@ from storage import RetryPolicy, Store, open_store
 logger = logging.getLogger(__name__)
 
 TICK_SECONDS = 0.5  # between looks at what has happened, which send nothing
-SLOW_SECONDS = 30.0  # from which on a line in the log says how far a save is, and between two
+SLOW_SECONDS = 30.0  # after which the log says how far a save is, and between two such lines
 NEWS_SECONDS = 1.0  # between two records, however much happens
 # A record is three requests: a job makes at most one in 30 s, and 60 ahead of that.
 AHEAD_MAX = 20
@@ -197,6 +197,7 @@ class Story:
             self._root, self._old = root, stale[:OLD_MAX]
         # Another root under this url has a story of its own, and a store that deletes nothing would
         # be filled.
+        # Another root is somebody else's by now; records that stay would fill this one.
         if root != self._root or len(self._old) > 2 * OLD_MAX:
             raise CheckpointError(f"root {root} is there, with {len(self._old)} records that stay")
         self._number += 1
@@ -207,7 +208,7 @@ class Story:
         with store.create(key, len(data), part_nbytes=len(data), durable=False) as writer:
             writer.write_part(0, [memoryview(data)])
         self._old.append(key)
-        for old in self._old[:-2]:  # who has listed the newest but one reads it yet
+        for old in self._old[:-2]:  # a reader that has listed the newest but one may still read it
             store.delete(old)
             self._old.remove(old)
 

@@ -201,7 +201,7 @@ class UrlTarget(Target):
 
     def make_ready(self, state: Any) -> Callable[[], object]:
         if self.saving.get("dedup"):
-            return lambda: None  # which takes buffers as long as files
+            return lambda: None  # dedup takes buffers as long as files
         how = {key: self.saving[key] for key in ("host_bytes_max", "io") if key in self.saving}
         return api.make_ready(state, self.where, **self._root, **how).stop
 

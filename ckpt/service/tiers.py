@@ -197,6 +197,7 @@ class Tiers:
             for tier in self._tiers:
                 copies = [*copies, *tier.stepped(lends=lends and not copies)]
         except BaseException:
+            # A later tier has failed: nobody else ends the copies of those before it.
             for copy in copies:
                 copy.end()
             raise

@@ -80,6 +80,7 @@ class Training:
 
     def model(self) -> Any:
         """The modules of the state, under the names that they have in it."""
+        # By walking the state, because a model may lie anywhere in it.
         modules = dict(walk(self.state).modules)
         # A state that is a module itself has it at the path "", and is saved without a name, too.
         return modules.get("", modules)

@@ -47,6 +47,7 @@ class Watcher:
         self._step_seconds = step_seconds
         # Reports of other ranks name it, so that the machine can be found.
         self._host = socket.gethostname()
+        # The thread that attends reads step, calls and time, which have to be of the same call.
         self._lock = threading.Lock()
         self._step = self._calls = 0
         self._called = time.monotonic()
@@ -105,6 +106,7 @@ class Watcher:
         # A silent rank whose process is gone will not come back; ranks of its machine see that.
         try:
             for one in appeared:
+                # A slow rank answers, so its process is there.
                 if one.kind == "silent":
                     self._world.check_rank(one.rank, self._phase)
         except RankFailed as failure:

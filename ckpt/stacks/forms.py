@@ -49,7 +49,7 @@ class RuleSide(NamedTuple):
         return self.dim is not None or NUMBER in self.names[0]
 
     def place(self, name: str) -> StackPlace | None:
-        """Where `name` has this form; None where it has not."""
+        """Where `name` has this form; None where it does not."""
         for number, own in enumerate(self.names):
             if match := _pattern(own).fullmatch(name):
                 if NUMBER in own:
@@ -90,7 +90,7 @@ class StackRule(NamedTuple):
         return StackRule(old, new, self.text)
 
     def place(self, name: str) -> StackPlace | None:
-        """Where `name` has the old form; None where it has not."""
+        """Where `name` has the old form; None where it does not."""
         # "experts" is in "experts.0.weight", too, which is a slice already.
         return None if self.is_split and self.new.place(name) else self.old.place(name)
 

@@ -60,8 +60,8 @@ class Restacked:
 
 def restack(catalog: Catalog, pairs: Iterable[tuple[str, str]]) -> list[Restacked]:
     """`catalog` as rules from its names to new ones change it, step by step; the last has all of
-    them. A rule of which it has the new form already changes nothing; one of which it has neither
-    is a problem, and ends them. Raises CheckpointError for what is no rule.
+    them. A rule whose new form it has already changes nothing; one with neither form is a
+    problem, and the last step. Raises CheckpointError for what is no rule.
     """
     done = [Restacked(catalog, {}, ())]
     for rule in chain.from_iterable(
@@ -215,6 +215,7 @@ class _Restacking:
         if not rule.is_split:
             total = len(rule.old.names)
             if rule.old.dim is None:
+                # By the highest number: a slice that is missing between is reported as such.
                 total = 1 + max(number for number in slices.names if number is not None)
             for fqn in slices.names.values():
                 known[fqn] = _Param(total, self.tensors[fqn])
@@ -397,6 +398,7 @@ class _Restacking:
             names = self.new_names(rule, slices)
             values = [self.catalog.values[fqn] for fqn in slices.names.values()]
             if not rule.is_split:
+                # For the problem that it notes where a slice is missing.
                 self.is_complete(rule, slices)
             if any(value != values[0] for value in values):
                 self.problems.append(f"{names[0]}: differs between its slices, and is one for all")
@@ -409,6 +411,7 @@ class _Restacking:
         """The param groups `fqn` with the names of parameters in the new form."""
         groups = []
         rows = []  # of each slice of a stack, with the number of its group for a name
+        # All slices of a stack become one entry, where the first of them stood.
         listed: set[str] = set()
         for index, group in enumerate(self.values[fqn]):
             params: dict[str, None] = {}
@@ -425,6 +428,7 @@ class _Restacking:
                     rows.append((place, f" in {fqn}", param.total, str(index)))
             groups.append({**group, "params": [*params]})
         for slices in _gathered(rows):
+            # As above: a stack needs all of its slices in the groups, too.
             self.is_complete(rule, slices)
             if len(numbers := sorted({int(index) for index in slices.names.values()})) > 1:
                 self.problems.append(

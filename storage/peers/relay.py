@@ -180,7 +180,7 @@ class RelayStore(HttpStore):
                 is_free = self._active.is_near and bool(self._heard) and not seconds
                 if self._asks and not is_free:
                     if self._heard and not seconds and self._asks == "waits":
-                        return self._number  # it has the news as soon as anybody
+                        return self._number  # that thread hears the news first
                     self._changed.wait(left or STORE_SECONDS)
                     continue
                 if not is_free:
@@ -191,17 +191,20 @@ class RelayStore(HttpStore):
             finally:
                 with self._changed:
                     self._answers += is_heard
+                    # A look at a directory has set nothing, and must not clear what another thread
+                    # has.
                     self._asks = self._asks if is_free else ""
                     self._changed.notify_all()
             if not seconds or self._number != seen:
                 return self._number
-            # Also a parent that is behind, or does not wait, is not asked all the time.
+            # A parent that is behind, or answers at once, must not be asked in a tight loop.
             time.sleep(min(LOOK_SECONDS if is_heard else STORE_SECONDS, left))
 
     def news(self, since: str) -> News:
         """What is new here since a state; all of it where that is not known."""
         with self._changed:
             number = self.number_of(since)
+            # What was removed before that is forgotten, so a difference would leave it in place.
             is_all = number < self._since
             new = [key for key, nth in self._changed_at.items() if is_all or nth > number]
             added = [self._index[key] for key in new if key in self._index]
@@ -216,6 +219,7 @@ class RelayStore(HttpStore):
     def small_of(self, news: News) -> Iterator[ObjectBlock]:
         """The small objects among what is new, the newest first."""
         left = SMALL_NBYTES_MAX
+        # The newest are wanted first, and not all may fit.
         for key, nbytes, _ in sorted(news.added, key=lambda one: one.modified_unix, reverse=True):
             is_of_root = key.startswith((RECORDS, "steps/", "FORMAT"))
             if is_of_root and 0 < nbytes <= min(SMALL_NBYTES, left):
@@ -228,7 +232,7 @@ class RelayStore(HttpStore):
 
         def ask(parent: _PeerParent | _StoreParent) -> bool:
             since = parent.state if parent is self._active else ""
-            # Without a state, it answers at once; if not, it is soon left for the next.
+            # Without a state it answers at once; a parent that does not is soon left for the next.
             return self._take(parent, since, parent.news(since, seconds if since else 0.0))
 
         return self._of_parents("what is new", ask)
@@ -246,6 +250,7 @@ class RelayStore(HttpStore):
                 index |= {one.key: one for one in news.added}
                 is_behind = _newest(index) < _newest(self._index)
                 if is_behind and now - self._heard < BEHIND_SECONDS:
+                    # So that it is asked for all of it next time.
                     parent.state = ""
                     return False
             self._active, parent.state, self._heard = parent, news.state, now
@@ -352,6 +357,7 @@ class RelayStore(HttpStore):
             parts = self._of_parents(what[0], lambda parent: parent.parts(*what, stop))
             future.set_result(self._keep(parts))
         except BaseException as error:
+            # Of any kind: other threads wait for this future.
             future.set_exception(error)
         finally:
             with self._changed:
@@ -359,12 +365,13 @@ class RelayStore(HttpStore):
         return future.result()
 
     def _keep(self, parts: Sequence[ObjectBlock]) -> Sequence[ObjectBlock]:
-        """Those that are blocks of what is there. They are kept; what was used longest ago goes."""
+        """Those that are blocks of known objects. They are cached; the least recently used go."""
         blocks = []
         with self._changed:
             for part in parts:
                 info = self._index.get(part.key)
                 end = min(part.start + BLOCK_NBYTES, 0 if info is None else info.nbytes)
+                # Of another length, it is of an object that has changed meanwhile, or of none.
                 if part.start % BLOCK_NBYTES or part.start + len(part.data) != end:
                     continue
                 blocks.append(part)

@@ -81,6 +81,7 @@ class _PeerUpload:
         with self.lock:
             self._refuse_over()
             self.touched = time.monotonic()
+            # A sender repeats a part when the answer was lost.
             if self.checksums.get(index) != checksum:
                 self.writer.write_part(index, [part])
                 self.checksums[index] = checksum
@@ -171,6 +172,7 @@ class PeerServer(socketserver.ThreadingTCPServer):
         self.shutdown()
         self.server_close()
         with self._lock:
+            # Taken out under the lock, ended outside of it: their threads take it when they end.
             connections, self._due = list(self._due), {}
             uploads, self._uploads = list(self._uploads.values()), {}
         for connection in connections:
@@ -233,12 +235,13 @@ class PeerServer(socketserver.ThreadingTCPServer):
                 self._due.pop(request, None)
 
     def service_actions(self) -> None:
-        """Give up who is late: called by `serve_forever` again and again."""
+        """End late connections and uploads: `serve_forever` calls this again and again."""
         now = time.monotonic()
         with self._lock:
             late = [connection for connection, due in self._due.items() if now > due]
             old = [n for n, u in self._uploads.items() if now > u.touched + UPLOAD_SECONDS]
             uploads = [self._uploads.pop(name) for name in old]
+        # Not under the lock, which every request takes.
         for connection in late:
             _shut(connection)
         for upload in uploads:
@@ -295,7 +298,7 @@ class _PeerHandler(BaseHTTPRequestHandler):
     wbufsize = 1 << 16
 
     def handle_one_request(self) -> None:
-        """One request; the next may take its time to come."""
+        """One request; after it the connection may be idle for a while."""
         super().handle_one_request()
         self.server.allow(self.connection, IDLE_SECONDS)
 
@@ -360,6 +363,7 @@ class _PeerHandler(BaseHTTPRequestHandler):
         if run is None:
             raise _Refused(HTTPStatus.NOT_FOUND, "there is no such request")
         if self.command == "PUT":
+            # Each body is in memory as a whole, so only so many are read at once.
             with self.server.bodies:
                 run()
         else:
@@ -465,6 +469,7 @@ class _PeerHandler(BaseHTTPRequestHandler):
             raise StorageError(f"the root {name!r} is not served here, but {relay.root!r}")
         self.server.allow(self.connection, NEWS_SECONDS_MAX + IDLE_SECONDS)
         seconds, number = _number(fields["wait"]) / 1000, relay.number_of(since)
+        # A client without a state of this relay gets all of it at once.
         relay.refresh(min(seconds, NEWS_SECONDS_MAX) if number >= 0 else 0.0, number)
         news = relay.news(since)
         small = list(relay.small_of(news))

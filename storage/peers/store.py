@@ -200,6 +200,7 @@ class PeerStore(HttpStore):
     def put_if_absent(self, key: str, data: bytes) -> None:
         check_key(key)
         if len(data) > BODY_NBYTES_MAX:
+            # A server bounds the body of a request, not the size of an object.
             with self.create(key, len(data), part_nbytes=BODY_NBYTES_MAX) as writer:
                 view = memoryview(data)
                 for index, start in enumerate(range(0, len(data), BODY_NBYTES_MAX)):
@@ -262,8 +263,8 @@ class PeerStore(HttpStore):
     # requests
 
     def _call(self, method: str, path: str, read: Callable[[Any], Any], **fields: str) -> Any:
-        """What `read` makes of the value that a request of no bytes is answered with; repeated
-        until there is one. A peer may answer anything: `read` raises ValueError for what is none.
+        """The answer to a request without a body, as `read` takes it; repeated as the policy says.
+        A peer may answer anything: `read` raises ValueError for what it does not expect.
         """
         target = f"{path}?{urlencode(fields)}"
         return self.policy.run(
@@ -285,6 +286,7 @@ class PeerStore(HttpStore):
         def take(answer: http.client.HTTPResponse) -> tuple[T, Sequence[ObjectBlock]]:
             if (nbytes := _length_of(answer)) > nbytes_max:
                 raise ValueError(f"an answer of {nbytes} bytes")
+            # Each read has a timeout; this one is for a peer that always sends a little.
             until = time.monotonic() + self._seconds + nbytes / RATE_MIN
             (length,) = CHECKSUM.unpack(_exactly(answer, CHECKSUM.size, until))
             head, parts = json.loads(_checked(answer, length, until)), []
@@ -329,6 +331,7 @@ class PeerStore(HttpStore):
         sent["Content-Length"] = f"{sum(part.nbytes for part in parts)}"
         connection, answers = self._taken(), list[http.client.HTTPResponse]()
         try:
+            # A connection that was kept has the timeout of its last request.
             connection.timeout = self._seconds + seconds
             if connection.sock is not None:
                 connection.sock.settimeout(connection.timeout)
@@ -339,6 +342,7 @@ class PeerStore(HttpStore):
         except BaseException as error:
             with self._lock:
                 self._busy.discard(connection)
+            # Half an answer may be left in it: this connection is not used again.
             for one in answers:
                 one.close()
             connection.close()
@@ -527,7 +531,7 @@ def _value(answer: http.client.HTTPResponse) -> Any:
     return json.loads(answer.read())
 
 
-# What peers may say, each with ValueError for anything else.
+# Checks of what peers say; each raises ValueError for anything else.
 
 
 def info_of(row: Any) -> ObjectInfo:
@@ -540,7 +544,7 @@ def info_of(row: Any) -> ObjectInfo:
 
 
 def _page(prefix: str, after: str, rows: Any) -> list[ObjectInfo]:
-    """A part of a listing: who turns in a circle would be read for ever."""
+    """A page of a listing. In order, or a peer that repeats itself would be read for ever."""
     if not isinstance(rows, list) or len(rows) > LIST_MAX:
         raise ValueError(f"no list of objects: {rows!r:.100}")
     infos = [info_of(row) for row in rows]

@@ -216,6 +216,7 @@ def _metadata(root: Any, folder: str) -> DcpMetadata:
         else:
             raise Corrupt(f"{key}: a {entry.name} in the metadata")
     paths = root.field("planner_data")
+    # The planner writes none where it did not flatten the state: keys are the paths then.
     for key, path in _dict_of(paths, "planner_data") if paths is not None else ():
         # By exact types below, since a bool is an int, too.
         whole = isinstance(path, (tuple, list)) and 0 < len(path) <= PATH_PARTS_MAX
@@ -239,6 +240,7 @@ def _places(storage: Any, folder: str) -> _Places:
     for index, info in _dict_of(storage, "storage_data"):
         if not (isinstance(index, PickledObject) and isinstance(info, PickledObject)):
             raise Corrupt("storage_data: an entry that is none of DCP's file system storage")
+        # An extension of DCP, such as compression, has changed the bytes.
         if info.field("transform_descriptors"):
             raise UnsupportedFormat(
                 f"{index.field('fqn')!r:.100}: stored through the extension "
@@ -256,6 +258,7 @@ def _places(storage: Any, folder: str) -> _Places:
         except InvalidKeyError as error:
             raise Corrupt(f"storage_data: {error}") from error
         offset = index.field("offset")
+        # Values have no offset, and neither have they several places.
         key = (fqn, None if offset is None else _shape(offset))
         places[key] = Blob(folder + name, start, start + nbytes)
     return places
@@ -272,6 +275,7 @@ def _place(places: _Places, key: str, offset: Shape | None) -> Blob:
 def _tensor(key: str, entry: PickledObject, places: _Places) -> DcpTensor:
     properties = entry.field("properties")
     state = properties.state if isinstance(properties, PickledObject) else None
+    # TensorProperties pickles itself as a tuple that begins with the dtype.
     dtype = state[0] if isinstance(state, tuple) and state else None
     if not isinstance(dtype, Opaque):
         raise Corrupt(f"{key}: the metadata has no dtype for it")
@@ -322,6 +326,7 @@ def _add_chunks(
     wanted: dict[Blob, list[tuple[str, Shape, Shape]]] = {}
     for key, tensor in tensors.items():
         for offset, shape, blob in tensor.parts if folder + key in data.tensors else ():
+            # An empty chunk, as of a rank without rows, lies nowhere.
             if 0 not in shape:
                 wanted.setdefault(blob, []).append((key, offset, shape))
     for blob, opened in open_blobs(store, list(wanted), data.budget):

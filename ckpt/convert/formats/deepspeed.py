@@ -289,6 +289,7 @@ class _ModelStates:
         if not isinstance(tree, dict):
             raise Corrupt(f"{url}/{key}: a {type(tree).__name__}, expected a dict")
         groups = tree.get("param_shapes")
+        # Older versions write the shapes of a single group without a list.
         if isinstance(groups, dict):
             groups = [groups]
         if not isinstance(groups, list) or not all(isinstance(g, dict) for g in groups):
@@ -326,6 +327,7 @@ def _source(
         tensors[name] = SourceTensor(name, dtype, shape, Kind.PARAMETER)
         chunks[name] = tensor_chunks
     refused: dict[str, Refusal] = {}
+    # Partitions hold what is trained; all else lies in the model states.
     for name in (*sorted(model.buffers), *sorted(model.frozen)):
         ref = model.module.get(name)
         shape = model.frozen.get(name, ref.shape if isinstance(ref, TensorRef) else ())
@@ -372,6 +374,7 @@ def _named_optimizer(
     names = [
         {name: flat.is_scalar for name, flat in flats.items()} for own in owned for flats in own
     ]
+    # All partitions have to keep the same state: otherwise some of it would have holes.
     if any(one != names[0] for one in names):
         return nothing
     tensors: dict[str, tuple[SourceTensor, list[Chunk]]] = {}

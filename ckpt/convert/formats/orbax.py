@@ -132,6 +132,7 @@ def _open_item(
     names = list(named)
     for first in range(0, len(names), OPENED_AT_ONCE):
         batch = names[first : first + OPENED_AT_ONCE]
+        # Together, because each reads a small file of its own.
         opening = [
             tensorstore.open(spec(name), read=True, open=True, context=context) for name in batch
         ]
@@ -165,6 +166,7 @@ def _names_of(
             kind, name = str(entry["value_metadata"]["value_type"]), ".".join(path_of)
             if kind in ("jax.Array", "np.ndarray", "scalar"):
                 named[name] = join(prefix, name)
+            # Empty containers have no arrays, and nothing that could be lost.
             elif kind not in ("None", "Dict", "List", "NamedTuple"):
                 refused[join(prefix, name)] = Refusal(f"it is a {kind:.40}", False)
         return named, "zarr3" if metadata.get("use_zarr3") else "zarr"

@@ -85,6 +85,7 @@ def _joined(path: str, nodes: Sequence[tuple[str, Opened, Any]], data: TreeData)
     for other, its, node in nodes[1:]:
         if not isinstance(node, ShardRef) or (node.local.dtype, node.shape) != kind:
             raise Corrupt(f"{other}: {path} is no part of what {file} has a part of")
+        # Replicas have the same place; the first one counts.
         if node.offset not in parts:
             parts[node.offset] = chunk_of(node.local, its, other, node.offset, node.shape)
     chunks = [chunk for chunk in parts.values() if chunk.region.numel]

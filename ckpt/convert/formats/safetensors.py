@@ -115,6 +115,7 @@ def parsed(store: Store, name: str, part: ByteRange, budget: MemoryBudget) -> An
     budget.charge(2 * part.nbytes)  # the bytes, and their text
     text = store.get(name, part)
     budget.charge(TOKEN_NBYTES * sum(text.count(token) for token in TOKENS))
+    # Of two equal names Python keeps the last one, and another reader perhaps the first.
     return json.loads(text, object_pairs_hook=_without_doubles)
 
 
@@ -134,6 +135,7 @@ def _header(store: Store, name: str, budget: MemoryBudget) -> tuple[dict[str, An
         nbytes = store.info(name).nbytes
         if nbytes < 8:
             raise Corrupt(f"{where}: no safetensors file: it has {nbytes} bytes")
+        # Checked before the header is read: a hostile length would take all memory.
         length = int.from_bytes(store.get(name, ByteRange(0, 8)), "little")
         if length > min(HEADER_BYTES_MAX, nbytes - 8):
             raise Corrupt(f"{where}: no safetensors file: its header would have {length} bytes")

@@ -80,8 +80,10 @@ def read_torch_file(store: Store, name: str, into: TreeData) -> Any:
             f"{where}: the format of torch.save before version 1.6 (not a zip file), whose "
             "storages are inside pickles; load it with torch.load and save it again with torch.save"
         )
+    # How a zip file begins.
     if head[:4] != b"PK\x03\x04":
         raise Corrupt(f"{where} is not a file of torch.save")
+    # Of its own, and merged when it was checked.
     data = TreeData({}, into.budget)
     tree = leaves_of_blob(store, Blob(name, 0, nbytes), name, data, is_outermost=True)
     data.check({name: nbytes})

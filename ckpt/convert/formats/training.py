@@ -42,6 +42,7 @@ def open_folder(place: SourcePlace) -> FolderSource | None:
             bare = place._replace(names=None)
             models = {entry: _open_file(bare, file) for file, entry in files.items()}
             return FolderSource(_source(place, models, beside), {*files, *beside})
+    # Only by formats that come after this one, which would find the same folder again.
     if beside and (weights := place.opened(FORMAT.order)) is not None:
         source = _source(place, {"model": weights.source}, beside)
         return FolderSource(source, {*weights.files, *beside})

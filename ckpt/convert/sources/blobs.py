@@ -62,6 +62,7 @@ def read_directory(
     tail = read(max(0, nbytes - TAIL_NBYTES), nbytes)
     try:
         start, length, count = _find_directory(read, nbytes, tail)
+        # Before it is read: both numbers come from the file.
         if length > DIRECTORY_NBYTES_MAX or start + length > nbytes:
             raise Corrupt(f"its directory has {length} bytes from {start} on, the file {nbytes}")
         charge(length)

@@ -48,8 +48,8 @@ _MX_VALUES = (*_MX_HALF, *(-value for value in _MX_HALF))
 
 
 class _LastWholes:
-    """The last whole tensors that a chain of sources has made, by the source and the name: two of
-    all its steps, for a step may be made of the one before, and one of each step.
+    """The newest whole tensors that a chain of sources has made, by source and name: two in all,
+    because a step may be made of the one before, and one of each step.
     """
 
     def __init__(self) -> None:
@@ -81,8 +81,8 @@ class DerivedSource(CheckpointSource):
                 self.make[request.fqn](request)
 
     def copy_whole(self, request: ReadRequest, make: Callable[[], torch.Tensor]) -> None:
-        """Fill a request from the whole tensor, which `make` makes without gaps: one at a time, and
-        kept until the next, for a tensor is written in many parts.
+        """Fill a request from the whole tensor, which `make` returns contiguous: one at a time, and
+        kept until the next, because a tensor is written in many parts.
         """
         tensors, key = self._kept.tensors, (id(self), request.fqn)
         # Held while it is made: two threads would make the same tensor twice, with the memory of

@@ -54,7 +54,7 @@ LARGE_LIST_ITEM_NBYTES = 20
 LARGE_DICT_ITEM_NBYTES = 96
 ARGUMENTS_MAX = 64  # of a function of ours
 
-# What instructions raise that are none, or that find another stack than they need.
+# What a broken program raises: an unknown instruction, or a stack that does not fit it.
 _UNREADABLE = (IndexError, ValueError, TypeError, KeyError, OverflowError, RecursionError)
 
 Maker: TypeAlias = Callable[..., Any]

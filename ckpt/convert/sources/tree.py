@@ -188,6 +188,7 @@ def name_tree(tree: Any, parameter_names: Sequence[str] | None = None) -> Named:
     """
     named = Named(parameter_names)
     named.walk(tree, "", 0)
+    # Last, since names of optimizers say which tensors of a model are trained.
     named.settle_modules()
     return named
 
@@ -258,6 +259,7 @@ class Named:
             self.refuse(fqn, "two entries of the source have this name", is_tensor=True)
         else:
             self.tensors[fqn] = (leaf.key, kind)
+            # Integers may be counters: they make no container a model.
             if leaf.is_float and kind is not Kind.OPTIMIZER:
                 self.weights.add(fqn)
 

@@ -49,6 +49,7 @@ class DcpBuilding:
         shape, itemsize = output.tensor.shape, output.dtype.itemsize
         row_numel = math.prod(shape[1:]) if shape else 1
         rows = shape[0] if shape else 1
+        # One row at least, however long it is.
         step = max(1, FILE_NBYTES // max(row_numel * itemsize, 1))
         chunks, places = [], []
         for first in range(0, max(rows, 1), step):

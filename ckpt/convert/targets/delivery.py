@@ -64,7 +64,7 @@ class Delivery:
     part_nbytes: int
     alone: str = ""
     own: set[str] = field(default_factory=set)
-    """What this rank may have created, or that an earlier run has left."""
+    """What this rank may have created, or an earlier run has left."""
 
     def deliver(self, progress: Progress | None, *, verify: bool) -> int:
         """Write all files; returns how many were there already. Collective over the ranks, and
@@ -128,6 +128,7 @@ class Delivery:
             )
         present = []
         for file in self.files:
+            # With its head, since a file of the same length may be another one.
             first = file.pieces[0] if file.pieces else None
             head = first.data if isinstance(first, Fixed) else b""
             if is_written(store, file.key, file.nbytes, head):
@@ -292,6 +293,7 @@ class Delivery:
         try:
             write()
         except KeyExistsError:
+            # Somebody else has made it, and it is not ours to remove.
             self.own.discard(file.key)
             raise
 
@@ -299,6 +301,7 @@ class Delivery:
         """Remove what this rank has written. The last file goes first, since it makes the others a
         checkpoint. After the death of a rank everything stays, and the next export continues it.
         """
+        # A rank that seems gone may still write. The next export continues with what is there.
         if self.world.failure is not None:
             return
         gone = [file.key for file in reversed(self.files) if file.key in self.own]

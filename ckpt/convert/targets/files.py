@@ -125,6 +125,7 @@ def safetensors_files(
     groups: list[list[Output]] = [[]]  # in name order, cut before the size is passed
     filled = 0
     for output in outputs:
+        # A tensor that is larger than a shard gets one of its own.
         if shard_bytes_max is not None and groups[-1] and filled + output.nbytes > shard_bytes_max:
             groups.append([])
             filled = 0
@@ -179,6 +180,7 @@ def write_safetensors(path: str, tensors: Mapping[str, torch.Tensor]) -> None:
         source = SourceTensor(name, dtype.name, tuple(tensor.shape))
         outputs.append(Output(name, source, dtype, source.nbytes))
     planned = _safetensors_file(path, outputs, {})
+    # In the same folder, because a rename does not cross filesystems.
     new = f"{path}.new-{secrets.token_hex(8)}"
     try:
         with open(new, "xb") as file:

@@ -159,6 +159,7 @@ def _tree(
     by_name = {name: out[number] for name, number in number_of.items()}
     referred: set[int] = set()
     for fqn, value in values.items():
+        # What a value holds stands in it, and not a second time under its own name.
         referred.update(number_of[name] for name in references(value))
         _put(tree, path_of(fqn), _with_outputs(value, by_name))
     for name, number in number_of.items():

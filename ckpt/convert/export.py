@@ -154,6 +154,7 @@ def export_source(
         chosen, files, formless = collectively(world, "plan", plan)
         opening_target = partial(open_store, folder, **options)
         with closing(collectively(world, "open target", opening_target)) as store:
+            # Readers of a model folder load every file that ends so.
             alone = ".safetensors" if kind == "hf" else ""
             threads = how.threads
             work = Delivery(world, store, source, files, name, threads, PART_NBYTES, alone)

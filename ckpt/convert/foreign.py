@@ -292,6 +292,7 @@ def deduced(names: Sequence[Sequence[str]], stored: Sequence[str]) -> Callable[[
         return join(new, name[len(old) + 1 :] if old else name)
 
     ways = {}
+    # In any order: only a way that is the only one counts.
     for new in {end for name in plain for end in _paths(name)}:
         for old in here:
             known: dict[str, str] = {}

@@ -55,7 +55,7 @@ class ImportReport(ShortRecord):
     `skipped` are names of the source that `skip=` left out. `modules` are the entries that look
     like models: what `ckpt.export` takes by default if there is one. `left_out` are files of the
     source's folder of which nothing was taken, such as an optimizer's or a scheduler's next to the
-    weights; DeepSpeed's optimizer files are among them where only weights were taken of them.
+    weights; DeepSpeed's optimizer files are among them where only their weights were taken.
     """
 
     step: int

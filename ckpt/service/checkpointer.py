@@ -87,7 +87,7 @@ class Checkpointer:
     - `near` keeps newer checkpoints on the hosts themselves, in one tier or a list of them;
       `restore` finds them: see `ckpt.Near`. `publish=EverySteps(1)` publishes the state's models
       at such steps; a mapping of `every` and arguments of `ckpt.publish` says how. Only the next
-      publication waits for one, and one that fails is logged, and made up for by the next.
+      publication waits for one; a failed one is logged, and the next one makes up for it.
     - A root protects its trainings. Where another one has saved, the first save raises StoreRefused
       unless this process has restored (or loaded) from there; with `begin_anew=True` it begins a
       line of its own, with a warning. Rules retire checkpoints of their own line only. Trainings
@@ -201,7 +201,7 @@ class Checkpointer:
             self._abandon(error)
 
     def _use(self, parts: ServiceParts) -> None:
-        """These are the parts from now on."""
+        """Take these parts from now on."""
         self._parts = parts
         self._training, self._agreement = parts.training, parts.agreement
         self._watcher, self._schedule, self._failed = parts.watcher, parts.schedule, parts.failed

@@ -122,6 +122,7 @@ def log_restored(report: RestoreReport, seconds: float) -> None:
     """One line for people, with the same as `record.ckpt` for programs."""
     by_phase = RankReport(report.spans, 0.0, 0).by_phase()
     phases = {phase: span.seconds for phase, span in by_phase.items()}
+    # On a coarse clock a small state is restored in no time.
     rate = report.nbytes_read / seconds / MIB if seconds else 0.0
     fields = {
         "event": "restored",

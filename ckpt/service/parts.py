@@ -82,8 +82,8 @@ class Ahead:
 
 
 class ServiceParts:
-    """All that a Checkpointer has in the world of `target`. Making it is collective. Of those
-    `before`, what was measured and what has failed is carried on.
+    """All that a Checkpointer has in the world of `target`. Making it is collective. What
+    was measured, and what has failed, in those `before` is carried over.
     """
 
     def __init__(

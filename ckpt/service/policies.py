@@ -52,8 +52,7 @@ class Combinable(ABC):
     nouns: ClassVar[str]
     examples: ClassVar[tuple[str, str]]
 
-    # Python asks the right side only where the left one has no such operator: it is of another
-    # kind.
+    # Python asks the right side only where the left one cannot: that is of another kind.
     def __ror__(self, other: object) -> NoReturn:
         self.check_combined("|", other, f"{other!r} | {self}")
         raise AssertionError("one of its kind has __or__")

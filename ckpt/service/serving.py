@@ -57,6 +57,7 @@ class Serving:
             self._own.append(store)
         # This port and no other: followers were given it before there was a server.
         self._server = PeerServer(store, token, host, range(port, port + 1), tls=tls)
+        # IPv6 stands in brackets in a url.
         shown = f"[{host}]" if ":" in host else host
         self.url = f"peer://{shown}:{self._server.port}/{store.root}".rstrip("/")
         logger.info("%s is served at %s", store.url, self.url)

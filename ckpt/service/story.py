@@ -197,7 +197,6 @@ class Story:
             self._root, self._old = root, stale[:OLD_MAX]
         # Another root under this url has a story of its own, and a store that deletes nothing would
         # be filled.
-        # Another root is somebody else's by now; records that stay would fill this one.
         if root != self._root or len(self._old) > 2 * OLD_MAX:
             raise CheckpointError(f"root {root} is there, with {len(self._old)} records that stay")
         self._number += 1

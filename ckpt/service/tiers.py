@@ -159,6 +159,7 @@ class Tiers:
             # One of them lends its copies to durable saves: the others need no room for that.
             policy = Never() if self.shares_stage else save
             self._tiers.append(tier.saves(policy, training, saving, self._numbers))
+        # The same settings made both rows, so tiers correspond by their place.
         for own, former in zip(self._tiers, before._tiers if before else (), strict=False):
             own.last_report, own.failures = former.last_report, former.failures
 

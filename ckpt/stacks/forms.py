@@ -162,6 +162,7 @@ def steps_of(pairs: Iterable[tuple[str, str]]) -> list[list[StackRule]]:
 
 def _steps(old: str, new: str) -> list[StackRule]:
     text, many, whole = f"the rule {old!r} to {new!r}", _side(old), _side(new)
+    # Written from the whole to its parts: made the other way round, and turned at the end.
     if is_back := whole.is_many or (whole.parts[0].is_transposed and not many.is_many):
         many, whole = whole, many
     steps, one = [], whole.parts[0]

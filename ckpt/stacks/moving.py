@@ -94,6 +94,7 @@ class _Moving:
         if len(origin.stored) == 1:
             yield of_view(holding, piece._replace(fqn=origin.stored[0]), view)
             return
+        # In memory of their own, so that nothing of the state changes before they are compared.
         every = [(fqn, torch.empty_like(view)) for fqn in origin.stored]
         for fqn, target in every:
             yield of_view(holding, piece._replace(fqn=fqn), target)

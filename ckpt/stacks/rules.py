@@ -158,6 +158,7 @@ class _Restacking:
     def apply(self, rule: StackRule) -> None:
         catalog = self.catalog
         states = list(self.states(catalog.tensors))
+        # Names of states contain those of parameters: they follow their parameter below.
         of_optimizers = {state.fqn for state in states}
         params = _gathered(
             (place, "", 0, fqn)
@@ -235,6 +236,7 @@ class _Restacking:
         if len(shape) <= dim:
             self.problems.append(f"{fqn}: has shape {shape}, and no dim {dim} to cut")
             return ()
+        # Parts without a stated size share what is left, in equal parts.
         left, unknown = shape[dim] - sum(filter(None, sizes)), sizes.count(None)
         if left < 0 or left % max(unknown, 1) or (left and not unknown):
             self.problems.append(
@@ -305,6 +307,7 @@ class _Restacking:
         return not lacking
 
     def add(self, name: str, entry: TensorEntry, origin: Origin) -> None:
+        # A transpose, or what is common to all slices, may keep its name.
         if name in self.tensors and name not in origin.stored:
             self.problems.append(
                 f"{name}: the checkpoint has it, and {origin.stored[0]}, of which it would be made"

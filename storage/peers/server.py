@@ -77,7 +77,7 @@ class _PeerUpload:
         self.touched = time.monotonic()
 
     def write(self, index: int, part: memoryview, checksum: bytes) -> None:
-        """Write a part; once more is no error when it is the same."""
+        """Write a part; repeating the same one is no error."""
         with self.lock:
             self._refuse_over()
             self.touched = time.monotonic()

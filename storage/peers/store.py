@@ -368,6 +368,7 @@ class PeerStore(HttpStore):
         with self._lock:
             if self._is_closed:
                 raise StorageError(f"{self.url} is closed")
+            # The one used last, because the server closes those that are idle for long.
             connection = self._idle.pop() if self._idle else self._new()
             self._busy.add(connection)
         return connection

@@ -51,7 +51,7 @@ _NAMES: dict[str, Maker | str] = {
             "StorageMeta",
         )
     },
-    # The memory format of the saved tensor: DCP's files hold elements in row-major order anyway.
+    # Nothing of it is needed: the pickle of each blob has the strides of its tensor.
     f"{_CLASSES}_MEM_FORMAT_ENCODING": lambda *_: None,
     "torch.distributed.checkpoint.filesystem._StorageInfo": "_StorageInfo",
     "torch.Size": KNOWN["torch.Size"],
@@ -62,8 +62,8 @@ _NAMES: dict[str, Maker | str] = {
 
 @dataclass(frozen=True, slots=True)
 class DcpTensor:
-    """A tensor of the metadata. `dtype` is the canonical name, of types that we lack too; of each
-    of `parts` there is the offset, the shape, and the blob that it is in.
+    """A tensor of the metadata. `dtype` is the canonical name, also of types that we lack; each of
+    `parts` is an offset, a shape, and the blob that holds it.
     """
 
     dtype: str

@@ -95,7 +95,7 @@ class ArraySource(FileSource):
 def _open_item(
     place: SourcePlace, folder: str, prefix: str, refused: dict[str, Refusal]
 ) -> Iterator[tuple[str, Any]]:
-    """The names and arrays of an item; `refused` gets what is none that torch has."""
+    """The names and arrays of an item; `refused` gets those whose dtype torch lacks."""
     store = place.store
     path = store.url.removeprefix("file://")
     if "://" in path:

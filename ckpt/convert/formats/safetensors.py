@@ -39,7 +39,7 @@ UNREADABLE = (ValueError, KeyError, TypeError, AttributeError, OverflowError, Re
 
 
 def open_file(place: SourcePlace, name: str) -> FileSource | None:
-    """The file or index of that name, or the index of the file, which is not there itself."""
+    """The file or index of that name, or the index of a file that is not there itself."""
     if not name.endswith(FORMAT.suffixes):
         return None
     if not place.keys and not place.store.exists(name := f"{name}.index.json"):

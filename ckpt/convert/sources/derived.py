@@ -69,6 +69,7 @@ class DerivedSource(CheckpointSource):
         super().__init__(source.url, contents, source.stored_nbytes)
         self.source, self.make = source, make
         self.format, self.left_out = source.format, source.left_out
+        # One for the whole chain: each step with its own would hold several times as much.
         self._kept: _LastWholes = (
             source._kept if isinstance(source, DerivedSource) else _LastWholes()
         )
@@ -324,12 +325,14 @@ class DequantizedSource(DerivedSource):
         in_matrix = (row - matrix * rows).div(block[0], rounding_mode="floor")
         line = matrix * per_matrix + in_matrix
         number = line * per_row + (offset - row * columns).div(block[1], rounding_mode="floor")
+        # A band is a run of elements, so its factors lie in the lines from its first to its last.
         first = int(line[0]) * per_row
         factors = self._read(scale, Span(first, (int(line[-1]) + 1) * per_row))
         return self._read(data, band).float() * factors.float()[number - first]
 
     def _packed(self, pair: _Quantized, band: Span) -> torch.Tensor:
         first = band.start // 2
+        # An odd end needs the whole of its byte.
         packed = self._read(pair.data, Span(first, -(-band.stop // 2)))
         # The low half of a byte comes first.
         codes = torch.stack([packed & 15, packed >> 4], -1).view(-1)

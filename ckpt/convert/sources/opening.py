@@ -142,6 +142,7 @@ def _open_folder(store: Store, options: SourceOptions) -> CheckpointSource:
         # `memory_bytes_max` may raise the limit of our own metadata, and never lowers it.
         nbytes_max = max(options.memory_bytes_max or 0, NBYTES_MAX)
         return native_source(store, options.step, options.attempt, MetadataBudget(nbytes_max))
+    # A bucket may have millions. DCP asks for its metadata by name where it is not among these.
     keys = [info.key for info in islice(store.list(""), LISTED_MAX)]
     budget = MemoryBudget(options.memory_bytes_max)
     opened = SourcePlace(store, keys, budget, options.parameter_names).opened()

@@ -287,7 +287,7 @@ class Delivery:
 
     def _create(self, file: PlannedFile, write: Callable[[], None]) -> None:
         """Run `write`, which creates `file`. After a failure it is ours to remove, since its
-        outcome may be unknown, unless another one was there.
+        outcome may be unknown, unless somebody else had made it.
         """
         self.own.add(file.key)
         try:

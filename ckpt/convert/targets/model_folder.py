@@ -205,6 +205,7 @@ def _moved(names: Collection[str], known: Collection[str]) -> str:
         (*_beginning(names, known), "{}="),
         (*_beginning(known, names), "={}"),
     ):
+        # Only where more names would match by the rule than do without it.
         if count > alike:
             return (
                 f"{alike} of the {len(known)} names of the weights next to the config are among "

@@ -253,6 +253,14 @@ def test_a_universal_folder_without_a_file_is_corrupt(universal: Path, file: str
         ckpt.open(str(universal))
 
 
+def test_a_universal_folder_of_several_stages_is_refused(universal: Path, tmp_path: Path) -> None:
+    """Only the first stage's names are known: the others' parameters were left out in silence."""
+    shutil.copytree(universal / "zero/0.weight", universal / "zero/9.weight")
+    with pytest.raises(UnsupportedFormat, match=r"zero/9\.weight/fp32\.pt and 0 others"):
+        ckpt.export(str(universal), tmp_path / "out.safetensors")
+    assert not (tmp_path / "out.safetensors").exists()
+
+
 def test_a_universal_file_of_another_shape_does_not_load(universal: Path) -> None:
     torch.save(torch.zeros(34), universal / "zero/0.weight/fp32.pt")
     with pytest.raises(ckpt.errors.Mismatch, match=r"0\.weight"):

@@ -39,8 +39,7 @@ from ckpt.errors import Corrupt, UnsupportedFormat
 from ckpt.layout.dtypes import DTYPES
 from ckpt.layout.kind import Kind
 from ckpt.layout.region import Shape, Span
-from storage import KeyNotFoundError, Store
-from storage.threads import in_order
+from storage import Store
 
 STATES_MAX = 100  # of one parameter
 
@@ -147,23 +146,23 @@ def _universal(place: SourcePlace, folders: Collection[str]) -> FolderSource:
         key, open_blob(store, Blob(key, 0, sizes[key]), budget, is_outermost=True), store.url
     )
     shapes = {name: shape for group in model.groups for name, shape in group.items()}
-    first = f"{folder}zero/{next(iter(shapes), '')}/"
-    files = [info.key.removeprefix(first) for info in islice(store.list(first), STATES_MAX)]
-    states = [file.removesuffix(".pt") for file in files if file.endswith(".pt")]
-    wanted = {
-        f"{folder}zero/{name}/{state}.pt": (name, state) for name in shapes for state in states
-    }
-    try:
-        # A file for each parameter and state, thousands of them: their lengths are asked for in
-        # parallel.
-        measure = in_order(
-            lambda file: store.info(file).nbytes, wanted, threads=8, name="ckpt-info"
+    top = f"{folder}zero/"
+    # Thousands of files, one for each parameter and state. More than fit the names are refused.
+    every = islice(store.list(top), STATES_MAX * len(shapes) + 2)
+    sizes |= {info.key: info.nbytes for info in every}
+    first = f"{top}{next(iter(shapes), '')}/"
+    files = [file.removeprefix(first) for file in sizes if file.startswith(first)]
+    states = {"fp32", *(file.removesuffix(".pt") for file in files if file.endswith(".pt"))}
+    wanted = {f"{top}{name}/{state}.pt": (name, state) for name in shapes for state in states}
+    rest = f"{top}optimizer_state.pt"
+    if others := {file for file in sizes if file.endswith("/fp32.pt")} - wanted.keys():
+        raise UnsupportedFormat(
+            f"{store.url}: {min(others)} and {len(others) - 1} others are of parameters that {key} "
+            "does not name; it was one of several pipeline stages, which are not read"
         )
-        sizes |= zip(wanted, measure, strict=True)
-        rest = f"{folder}zero/optimizer_state.pt"
-        sizes[rest] = store.info(rest).nbytes
-    except KeyNotFoundError as error:
-        raise Corrupt(f"{store.url}: a file is missing: {error}") from None
+    if missing := {rest, *wanted} - sizes.keys():
+        raise Corrupt(f"{store.url}: a file is missing: {min(missing)}")
+    sizes = {key: sizes[key], rest: sizes[rest], **{file: sizes[file] for file in wanted}}
     budget.allow(sum(sizes.values()) - sizes[key])
     placed = _placed_states(place, wanted, sizes, shapes)
     whole = open_blob(store, Blob(rest, 0, sizes[rest]), budget)

@@ -48,6 +48,7 @@ TWICE = f'{{"a": {json.dumps(_entry(0, 4))}, "a": {json.dumps(_entry(4, 8))}}}'
         (_text(**{"../a": _entry(0, 8)}), "'../a' is no name"),
         (_text(**{"a/../../b": _entry(0, 8)}), "is no name"),
         (_text(**{"a\0b": _entry(0, 8)}), "is no name"),
+        (_text(a=_entry(0, 8), __metadata__={"tied": ["a"]}), "no readable header"),
     ],
 )
 @pytest.mark.parametrize("what", ["file", "folder"])
@@ -71,6 +72,23 @@ def test_an_index_that_names_a_tensor_twice(tmp_path: Path) -> None:
     index.write_text('{"weight_map": {"w": "a.safetensors", "w": "b.safetensors"}}')
     with pytest.raises(Corrupt, match="'w' is there twice"):
         open_source(str(index))
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "pytorch_model.bin"])
+@pytest.mark.parametrize(
+    "text", ["{", "[]", "{}", '{"weight_map": []}', '{"weight_map": 1}', '{"weight_map": {}}']
+)
+def test_a_damaged_index_is_corrupt(tmp_path: Path, name: str, text: str) -> None:
+    (tmp_path / f"{name}.index.json").write_text(text)
+    with pytest.raises(Corrupt, match=f"{name}.index.json: .*index"):
+        open_source(str(tmp_path))
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "pytorch_model.bin"])
+def test_an_index_names_no_file_outside(tmp_path: Path, name: str) -> None:
+    (tmp_path / f"{name}.index.json").write_text('{"weight_map": {"w": "../x"}}')
+    with pytest.raises(Corrupt, match="no readable index"):
+        open_source(str(tmp_path))
 
 
 def test_a_whole_file_with_empty_tensors_is_read(tmp_path: Path) -> None:

@@ -78,7 +78,7 @@ def open_safetensors(store: Store, name: str, budget: MemoryBudget) -> FileSourc
     """
     held: Mapping[str, str] = {}
     if name.endswith(".index.json"):
-        held = _index(store, name, budget)
+        held = files_of_index(store, name, budget)
         names = sorted(set(held.values()))
     elif name:
         names = [name]
@@ -95,7 +95,8 @@ def open_safetensors(store: Store, name: str, budget: MemoryBudget) -> FileSourc
     return table.source(store, budget.tensor_nbytes)
 
 
-def _index(store: Store, name: str, budget: MemoryBudget) -> dict[str, str]:
+def files_of_index(store: Store, name: str, budget: MemoryBudget) -> dict[str, str]:
+    """The file of each tensor by an index of Hugging Face. Raises Corrupt."""
     try:
         weight_map = parsed(store, name, ByteRange(0, store.info(name).nbytes), budget)[
             "weight_map"
@@ -172,12 +173,12 @@ class _HeaderTable:
             for fqn, entry in header.items():
                 self.add_tensor(file, fqn, entry, data_start, offsets.get(fqn))
             self.check_places(file, header, nbytes - data_start)
+            # Tied names, as safetensors.torch.save_model notes them.
+            for alias, fqn in notes.items():
+                if fqn in header and alias not in header:
+                    self.aliases[alias] = fqn
         except UNREADABLE as error:
             raise Corrupt(f"{self.url}/{file}: no readable header: {error!r:.100}") from error
-        # Tied names, as safetensors.torch.save_model notes them.
-        for alias, fqn in notes.items():
-            if fqn in header and alias not in header:
-                self.aliases[alias] = fqn
 
     def check_places(self, file: str, header: dict[str, Any], nbytes: int) -> None:
         """Raise Corrupt unless the tensors fill the file's data without holes or overlaps, as the

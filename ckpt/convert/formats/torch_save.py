@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from typing import Any
 
+from ckpt.convert.formats.safetensors import files_of_index
 from ckpt.convert.sources.blobs import Blob
 from ckpt.convert.sources.opening import FolderSource, Format, SourcePlace
 from ckpt.convert.sources.source import FileSource
@@ -27,8 +27,7 @@ def open_folder(place: SourcePlace) -> FolderSource | None:
     index = f"{WEIGHTS}.index.json"
     files = [name for name in (WEIGHTS, OF_ACCELERATE) if name in place.keys][:1]
     if index in place.keys:
-        weight_map = json.loads(place.store.get(index)).get("weight_map", {})
-        files = sorted(set(weight_map.values()))
+        files = sorted(set(files_of_index(place.store, index, place.budget).values()))
         return FolderSource(open_files(place, files), {index, *files})
     return FolderSource(open_files(place, files), files) if files else None
 

@@ -138,7 +138,12 @@ def _add_once(
 
 
 def adopt_parameters(described: Described, leaves: Leaves, ranks: Ranks) -> None:
-    """Let bare `nn.Parameter`s of the state be known to its optimizers under their own names."""
+    """Let bare `nn.Parameter`s of the state be known to its optimizers under their own names, and
+    those of modules that only an optimizer brings.
+    """
+    for module in leaves.owners:
+        for key, owned in describe_module(module, ranks).owned_by_param.items():
+            described.by_param.setdefault(key, _source("", owned, ranks))
     for fqn, tensor in leaves.tensors:
         if isinstance(tensor, nn.Parameter) and id(tensor) not in described.by_param:
             try:

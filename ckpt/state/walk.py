@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from ckpt.errors import CheckpointError, InvalidState
+from ckpt.layout.state_dict_hooks import load_changes, save_changes
 from ckpt.state.typed_values import is_array, is_scalar, typed_of
 from ckpt.state.types import PerGroup, PerRank, Stages, StagesHere
 from ckpt.state.values import DEPTH_MAX, SCALARS, why_not_storable
@@ -61,7 +62,11 @@ class Replaced(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Leaves:
-    """The leaves of a state in walking order; `tuples` are those walked into, outermost first."""
+    """The leaves of a state in walking order; `tuples` are those walked into, outermost first.
+
+    `owners` have parameters that optimizers of the state know; `refills` are to be called with the
+    dicts next to them once these are loaded.
+    """
 
     tensors: list[tuple[str, torch.Tensor]] = field(default_factory=list)
     arrays: list[tuple[str, Any]] = field(default_factory=list)
@@ -73,6 +78,8 @@ class Leaves:
     tuples: list[LocatedValue] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
     stages: list[StagesHere] = field(default_factory=list)
+    owners: list[nn.Module] = field(default_factory=list)
+    refills: list[tuple[Callable[[Any], object], dict[str, Any]]] = field(default_factory=list)
 
 
 def walk(state: Any) -> Leaves:
@@ -196,6 +203,8 @@ def _visit(node: Any, fqn: str, place: Location, leaves: Leaves, depth: int) -> 
         )
     elif isinstance(node, torch.Tensor):
         leaves.tensors.append((fqn, node))
+    elif (titan := _titan_kind(node)) is not None:
+        _visit_titan(titan, node, fqn, place, leaves, depth)
     elif isinstance(node, nn.Module):
         leaves.modules.append((fqn, node))
     elif isinstance(node, torch.optim.Optimizer):
@@ -226,6 +235,35 @@ def _visit(node: Any, fqn: str, place: Location, leaves: Leaves, depth: int) -> 
         )
     else:
         leaves.problems.append(f"{fqn or 'the state'}: {why_not_storable(node)}")
+
+
+def _titan_kind(node: Any) -> str | None:
+    """What torchtitan calls a container of its own; None where its state dict is another's, which
+    may have more.
+    """
+    own = getattr(getattr(type(node), "state_dict", None), "__module__", None) or ""
+    if not own.startswith("torchtitan."):
+        return None
+    kinds = {kind.__name__ for kind in type(node).__mro__}
+    return next((one for one in ("OptimizersContainer", "ModelWrapper") if one in kinds), None)
+
+
+def _visit_titan(
+    kind: str, node: Any, fqn: str, place: Location, leaves: Leaves, depth: int
+) -> None:
+    """The parts of torchtitan's containers are parts of one, as in `Stages`."""
+    if kind == "OptimizersContainer":
+        leaves.owners.extend(node.model_parts)
+        parts = node.optimizers
+    else:
+        parts = node.model
+        modules = [module for part in parts for module in part.modules()]
+        if any(save_changes(module) or load_changes(module) for module in modules):
+            # What is fused in memory has other names, and memory, in its state dict.
+            parts = [node.state_dict()]
+            leaves.refills.append((node.load_state_dict, parts[0]))
+    for part in parts:
+        _visit(part, fqn, place, leaves, depth)
 
 
 def _is_pure(node: Any, depth: int) -> bool:

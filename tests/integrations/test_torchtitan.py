@@ -148,3 +148,38 @@ def test_a_job_that_fails_leaves_what_it_has_begun(tmp_path: Path) -> None:
     except RuntimeError:
         job.manager.close()
     assert steps_in(tmp_path) == [1, 2]
+
+
+@pytest.mark.parametrize("kinds", [1, 2])
+def test_its_containers_are_entries_of_a_state(tmp_path: Path, kinds: int) -> None:
+    optim = pytest.importorskip("torchtitan.components.optimizer", reason="no torchtitan")
+    from torchtitan.components.checkpointer import ModelWrapper
+
+    def made(seed: int) -> tuple[nn.Module, dict[str, Any]]:
+        torch.manual_seed(seed)
+        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+        config = optim.default_adamw(lr=0.1)
+        config.implementation = "for-loop"
+        own = type(config.param_groups[0])(
+            pattern="bias", optimizer_name="Adam", optimizer_kwargs={"lr": 0.2}
+        )
+        config.param_groups = [own, *config.param_groups][-kinds:]
+        optimizers = config.build(model_parts=[model])
+        return model, {"model": ModelWrapper(model), "optimizer": optimizers}
+
+    model, state = made(1)
+    model(torch.ones(3, 4)).square().mean().backward()
+    state["optimizer"].step()
+    ckpt.save(state, str(tmp_path), step=1)
+    _, other = made(2)
+    ckpt.load(other, str(tmp_path))
+    for name, part in state.items():
+        one, two = part.state_dict(), other[name].state_dict()
+        assert one.keys() == two.keys() and len(one) >= 4
+        assert all(torch.equal(a, two[k]) for k, a in one.items() if isinstance(a, torch.Tensor))
+        assert all(a == two[k] for k, a in one.items() if not isinstance(a, torch.Tensor))
+    plain = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+    ckpt.load({"model": plain}, str(tmp_path))
+    assert all(
+        torch.equal(a, b) for a, b in zip(plain.parameters(), model.parameters(), strict=True)
+    )

@@ -79,7 +79,7 @@ class Leaves:
     problems: list[str] = field(default_factory=list)
     stages: list[StagesHere] = field(default_factory=list)
     owners: list[nn.Module] = field(default_factory=list)
-    refills: list[tuple[Callable[[Any], object], dict[str, Any]]] = field(default_factory=list)
+    refills: list[tuple[Callable[[Any], None], dict[str, Any]]] = field(default_factory=list)
 
 
 def walk(state: Any) -> Leaves:

@@ -137,7 +137,8 @@ def bind_state(
     for fqn, module in described.extra_states:
         binding.add_tree(fqn, module.get_extra_state, module.set_extra_state)
     binding.add_values(leaves)
-    binding.steps.extend(partial(refill, filled) for refill, filled in leaves.refills)
+    for refill, filled in leaves.refills:
+        binding.steps.append(partial(refill, filled))
     binding.refuse_overlaps()
     return binding.result(state, described, strict)
 

@@ -203,10 +203,10 @@ def _visit(node: Any, fqn: str, place: Location, leaves: Leaves, depth: int) -> 
         )
     elif isinstance(node, torch.Tensor):
         leaves.tensors.append((fqn, node))
-    elif (titan := _titan_kind(node)) is not None:
-        _visit_titan(titan, node, fqn, place, leaves, depth)
     elif isinstance(node, nn.Module):
         leaves.modules.append((fqn, node))
+    elif not _OF_TITAN.isdisjoint(getattr(node, "__dict__", ())) and (titan := _titan_kind(node)):
+        _visit_titan(titan, node, fqn, place, leaves, depth)
     elif isinstance(node, torch.optim.Optimizer):
         leaves.optimizers.append((fqn, node))
     elif isinstance(node, Stages):
@@ -235,6 +235,10 @@ def _visit(node: Any, fqn: str, place: Location, leaves: Leaves, depth: int) -> 
         )
     else:
         leaves.problems.append(f"{fqn or 'the state'}: {why_not_storable(node)}")
+
+
+# Attributes of torchtitan's containers.
+_OF_TITAN = frozenset(("model", "model_parts"))
 
 
 def _titan_kind(node: Any) -> str | None:

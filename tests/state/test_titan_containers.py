@@ -138,12 +138,12 @@ def plain(seed: int) -> dict[str, Any]:
 def values(modules: list[nn.Module], optimizers: list[Any]) -> dict[str, torch.Tensor]:
     """Every parameter and its state, by the names of the whole model, gathered."""
     named = {name: param for one in modules for name, param in one.named_parameters()}
-    found = {name: param.detach() for name, param in named.items()}
+    known = {name: param.detach() for name, param in named.items()}
     for optimizer in optimizers:
         of = {id(param): name for name, param in named.items()}
         for param, state in optimizer.state.items():
-            found |= {f"{of[id(param)]}.{key}": value for key, value in state.items()}
-    whole = {k: v.full_tensor() if isinstance(v, DTensor) else v for k, v in found.items()}
+            known |= {f"{of[id(param)]}.{key}": value for key, value in state.items()}
+    whole = {k: v.full_tensor() if isinstance(v, DTensor) else v for k, v in known.items()}
     return {name: value.clone() for name, value in whole.items()}
 
 

@@ -431,6 +431,11 @@ def way_out_of(fqn: str, values: Collection[str]) -> str:
     for path in optimizers:
         if fqn.startswith(f"{path}.state."):
             return or_per_rank(fqn, values)
+        if fqn == f"{path}{GROUPS}":
+            return (
+                ", or say which options, such as d, each rank has for itself: "
+                'declare_optimizer_state(optimizer, {"param_groups.d": PerRank(None, on_reshard)})'
+            )
         if f"{fqn}.".startswith((f"{path}{GROUPS}.", f"{path}.user_state.")):
             return (
                 ", or keep what is each rank's own outside of the optimizer: next to it in the "

@@ -20,6 +20,7 @@ from ckpt.state.bind_parameter import BoundOptimizer, ParameterBinder
 from ckpt.state.describe import Described
 from ckpt.state.names import Names
 from ckpt.state.optimizer import (
+    OWN_OPTIONS,
     USER_STATE,
     NamedParam,
     named_groups,
@@ -27,10 +28,17 @@ from ckpt.state.optimizer import (
     refusals,
     user_state,
 )
-from ckpt.state.optimizer_kinds import SavedState, declared, saved_states, state_name
+from ckpt.state.optimizer_kinds import (
+    OPTION,
+    SavedState,
+    declared,
+    resharded,
+    saved_states,
+    state_name,
+)
 from ckpt.state.trees import bind_tree
-from ckpt.state.types import ProblemKind
-from ckpt.state.values import join, references
+from ckpt.state.types import PerRank, ProblemKind
+from ckpt.state.values import join, join_tree, references, split_tree
 
 GROUPS_SHOWN_MAX = 8
 
@@ -73,8 +81,23 @@ def bind_optimizer(
     saved_names = {name for group in groups for name in group["params"]}
     states = saved_states(names, f"{saved_path}.state.", saved_names)
     live = named_groups(optimizer, described)
+    own, own_options = f"{saved[0]}{OWN_OPTIONS}", {}
+    for rank, values in enumerate(names.catalog.per_rank):
+        if own in values:
+            names.used.add(own)
+            own_options[rank] = values[own]
     binding = _OptimizerBinder(
-        path, saved_path, bound, names, ranks, saved_names, states, optimizer, live, groups
+        path,
+        saved_path,
+        bound,
+        names,
+        ranks,
+        saved_names,
+        states,
+        optimizer,
+        live,
+        groups,
+        own_options,
     )
     binding.add()
     binding.add_user_state()
@@ -87,7 +110,8 @@ class _OptimizerBinder:
 
     `saved_names` are the parameters that the saved groups list, `states` what was saved for them.
     `wanted` has, for each live group, the checkpoint's names of each parameter's members.
-    `is_path_known` keeps the answers of `is_path`.
+    `is_path_known` keeps the answers of `is_path`. `own_options` has what each rank that saved had
+    for itself, by rank, as OWN_OPTIONS says.
     """
 
     path: str
@@ -100,6 +124,7 @@ class _OptimizerBinder:
     optimizer: torch.optim.Optimizer
     groups: list[list[NamedParam]]
     saved_groups: list[dict[str, Any]]
+    own_options: Mapping[int, Sequence[Mapping[str, Any]]] = field(default_factory=dict)
     wanted: list[list[list[str | None]]] = field(default_factory=list)
     is_path_known: dict[str, bool] = field(default_factory=dict)
 
@@ -250,7 +275,9 @@ class _OptimizerBinder:
                     values[key] = of_saved[0]
             for key in live_groups[index]:
                 self.names.group_option(key)
-            known = frozenset(key for options in saved for key in options)
+            if self.own_options:
+                values |= self.own_values(index, mine)
+            known = frozenset([*values, *(key for options in saved for key in options)])
             result.append(Options(mine[0] if mine else None, values, known))
         if conflicts:
             self.names.report(
@@ -259,6 +286,49 @@ class _OptimizerBinder:
                 self.difference(conflicts),
             )
         return result
+
+    def own_values(self, index: int, mine: Sequence[int]) -> dict[str, Any]:
+        """What this rank takes of options that each rank had for itself, in the live group `index`
+        that has parameters of the saved groups `mine`.
+        """
+        names, size, live = self.names, len(self.ranks.global_ranks), self.optimizer.param_groups
+        params = {name for number in mine for name in self.saved_groups[number]["params"]}
+        by_key: dict[str, dict[int, Any]] = {}
+        for rank, groups in self.own_options.items():
+            for place, group in enumerate(groups):
+                if group["first"] in params or (group["first"] is None and place in mine):
+                    for key, value in group["options"].items():
+                        by_key.setdefault(key, {}).setdefault(rank, value)
+        first = min(self.own_options)
+        is_world = range(first, first + size) in names.catalog.worlds
+        taken = {}
+        for key, of_rank in by_key.items():
+            fqn, said = (
+                f"{self.path}.{OPTION}{index}.{key}",
+                declared(self.optimizer).get(OPTION + key),
+            )
+            if names.group_option(key) == "live":
+                continue
+            all_values = list(of_rank.values())
+            if is_world and len(self.own_options) == size and first + self.ranks.rank in of_rank:
+                taken[key] = of_rank[first + self.ranks.rank]
+            elif are_equal(all_values):
+                taken[key] = all_values[0]
+            elif isinstance(said, PerRank) and said.on_reshard is not None:
+                like = live[index].get(key)
+                every = [join_tree(value, str, like) for value in all_values]
+                made = resharded(fqn, said.on_reshard, every, self.ranks.rank, size)
+                taken[key] = split_tree(made, fqn, [])[0]
+            else:
+                names.report(
+                    ProblemKind.PER_RANK,
+                    fqn,
+                    f"was saved as its own by each of {len(self.own_options)} ranks, and {size} "
+                    "load it; say what each gets with declare_optimizer_state(optimizer, "
+                    f'{{"{OPTION}{key}": PerRank(None, on_reshard)}}), or keep the live value with '
+                    f"group_options={{{key!r}: 'live'}}",
+                )
+        return taken
 
     def corresponding(self) -> list[list[int]]:
         """For each live group the numbers of the saved groups that have its parameters. Of groups

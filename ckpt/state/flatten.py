@@ -21,12 +21,14 @@ from ckpt.layout.plain import Ranks, UnsupportedTensor
 from ckpt.state.describe import Described, adopt_parameters, describe_modules
 from ckpt.state.optimizer import (
     EXTRA_STATE,
+    OWN_OPTIONS,
     FlatOptimizer,
     flatten_groups,
     flatten_optimizer,
     own_form,
     params_of,
 )
+from ckpt.state.optimizer_kinds import declared
 from ckpt.state.per_group import NOT_IN_GROUP, SUFFIX, group_of
 from ckpt.state.typed_values import tensor_of, why_no_tensor
 from ckpt.state.types import FlatState, PerGroup, PerRank
@@ -96,7 +98,7 @@ def values_of(structure: Structure, leaves: Leaves, ranks: Ranks, state: Any) ->
     for path, optimizer, groups in structure.optimizers:
         if groups:  # none when it was refused
             options, extra = own_form(path, optimizer)
-            flat = flatten_groups(path, optimizer, groups, ranks, options)
+            flat = flatten_groups(path, optimizer, groups, ranks, options, declared(optimizer))
             building.add_optimizer(path, flat, is_further=path in paths)
             paths.add(path)
             building.add_extra_state(path, optimizer, extra, structure.owned_by_param)
@@ -207,6 +209,8 @@ class _Building:
         if before is not None:  # the groups of all stages of this rank, one after the other
             self.values[groups] = [*before, *flat.values[groups]]
             self.names.remove(groups)
+        if flat.own_options and any(one["options"] for one in flat.own_options):
+            self.per_rank.setdefault(f"{groups}{OWN_OPTIONS}", []).extend(flat.own_options)
         for fqn, own in flat.own.items():
             self.per_rank[fqn] = own.entry
             self.holdings += own.holdings(self.ranks)

@@ -29,6 +29,7 @@ from ckpt.state.describe import Described, DescribedTensor, LogicalTensor
 from ckpt.state.optimizer_kinds import (
     NUMBERED,
     NUMBERS,
+    OPTION,
     PerRankState,
     StateDeclaration,
     StateKind,
@@ -40,7 +41,7 @@ from ckpt.state.optimizer_kinds import (
     state_key,
     state_name,
 )
-from ckpt.state.values import join, split_tree
+from ckpt.state.values import join, references, split_tree
 from ckpt.state.walk import read_state
 
 # Lists of names that belong to the live optimizer, not to the state that moves between models.
@@ -49,6 +50,9 @@ NAME_KEYS = ("params", "param_names")
 USER_STATE = "user_state"
 # The same of what a class adds to its state dict.
 EXTRA_STATE = "extra_state"
+# Ends the name of what each rank has for itself of the options of groups, per-rank values: a list
+# of `{"first": the group's first parameter, or None, "options": values}`.
+OWN_OPTIONS = "~own"
 
 # torch calls them around `state_dict()` and `load_state_dict()`, which saves and loads never call.
 STATE_DICT_HOOKS = (
@@ -76,9 +80,9 @@ class FlatOptimizer:
     """What one optimizer adds to a FlatState; `names` has every name once.
 
     `groups` are the names of the parameters of each of its groups, `own` is what this rank has for
-    itself, by name. `witnesses` are scalars that another rank stores, as this one has them.
-    `templates` are the DTensors that tensors of the state are laid out like, `shards` are those
-    that say so themselves, both by name.
+    itself, by name, `own_options` that of each group, see `OWN_OPTIONS`. `witnesses` are scalars
+    that another rank stores, as this one has them. `templates` are the DTensors that tensors of the
+    state are laid out like, `shards` are those that say so themselves, both by name.
     """
 
     holdings: list[Holding] = field(default_factory=list)
@@ -88,6 +92,7 @@ class FlatOptimizer:
     problems: list[str] = field(default_factory=list)
     groups: list[list[str]] = field(default_factory=list)
     own: dict[str, PerRankState] = field(default_factory=dict)
+    own_options: list[dict[str, Any]] = field(default_factory=list)
     templates: dict[str, torch.Tensor] = field(default_factory=dict)
     shards: dict[str, torch.Tensor] = field(default_factory=dict)
 
@@ -134,11 +139,13 @@ def flatten_groups(
     groups: list[list[str]],
     ranks: Ranks,
     kept: Sequence[Container[str]] | None = None,
+    said: Mapping[Any, StateDeclaration] | None = None,
 ) -> FlatOptimizer:
     """What an optimizer has besides the state of parameters: its options by group, the user's own.
 
     `groups` are the names of the parameters of each group, `kept` the options of each that its
-    class puts into a state dict, where it leaves some out.
+    class puts into a state dict, where it leaves some out. Options that `said` declares are this
+    rank's own.
     """
     flat = FlatOptimizer()
     saving = _Saving(path, flat, ranks)
@@ -149,7 +156,17 @@ def flatten_groups(
         own = options_of(group)
         if kept is not None and len(kept) == len(groups):
             own = {key: item for key, item in own.items() if key in kept[index]}
-        values.append({"params": list(names), **saving.split(own, f"{fqn}.{index}")})
+        options = saving.split(own, f"{fqn}.{index}")
+        if said:
+            mine = {key: options.pop(key) for key in list(options) if OPTION + key in said}
+            flat.own_options.append({"first": names[0] if names else None, "options": mine})
+            flat.problems.extend(
+                f"{name}: a tensor in an option that each rank has for itself; make it a number"
+                for name in references(mine)
+            )
+        values.append({"params": list(names), **options})
+    if flat.own_options and any(one["options"] for one in flat.own_options):
+        flat.names.append(f"{fqn}{OWN_OPTIONS}")
     if user := user_state(optimizer.state):
         fqn = f"{path}.{USER_STATE}"
         flat.names.append(fqn)

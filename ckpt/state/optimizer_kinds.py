@@ -261,6 +261,9 @@ def kind_of_saved(
 # "value"}` under the name of the state. In "value" stand references to tensors, whose names end in
 # the rank that has them: "<name>~rank<n>".
 
+OPTION = "param_groups."
+"""Begins what is declared of an option of groups."""
+
 OwnEntries = dict[int, Mapping[str, Any]]
 StateDeclaration = Literal["shard"] | PerRank
 
@@ -313,14 +316,17 @@ def declare_optimizer_state(
     "shard": each is the part of one tensor shaped like the parameter that belongs to the
     parameter's local tensor; it is then saved as that and fits every layout. `PerRank(None,
     on_reshard)`: each rank has its own, also where shapes say otherwise; on another layout, or
-    number of ranks, `on_reshard(all_values, rank, world_size)` makes each rank's. Say it before
-    saving and before loading. Classes of optimizers may say it themselves, in an attribute
+    number of ranks, `on_reshard(all_values, rank, world_size)` makes each rank's. An option of
+    groups, which Prodigy estimates on each rank, is "param_groups.d". Say it before saving and
+    before loading. Classes of optimizers may say it themselves, in an attribute
     `__ckpt_state__`. Raises ValueError for anything else.
     """
     for name, one in what.items():
-        if one != "shard" and not isinstance(one, PerRank):
+        is_option = isinstance(name, str) and name.startswith(OPTION)
+        if (one != "shard" or is_option) and not isinstance(one, PerRank):
+            ways = "" if is_option else '"shard" or '
             raise ValueError(
-                f'state {name!r} cannot be {one!r}: say "shard" or PerRank(None, on_reshard)'
+                f"state {name!r} cannot be {one!r}: say {ways}PerRank(None, on_reshard)"
             )
     setattr(optimizer, _ATTRIBUTE, {**declared(optimizer), **what})
 

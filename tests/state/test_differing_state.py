@@ -270,6 +270,8 @@ def beside_the_optimizer(root: str) -> None:
             state = kept("fully", where, CONTENTS[name])
             [text] = refusal(lambda state=state: ckpt.save(state, root, step=1))
             said = "next to it in the state, as PerRank(value)"
+            if (where, name) == ("group", "seconds"):
+                said = '{"param_groups.d": PerRank(None, on_reshard)}'
             assert said in text and "wrap it" not in text, text
     state["optim"].state.pop("clock")
     ckpt.save({**state, "clock": ckpt.PerRank(0.5 + dist.get_rank())}, root, step=1)

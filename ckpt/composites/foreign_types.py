@@ -36,6 +36,8 @@ _TYPES: dict[str, str] = {
     "torchao.Int4TilePackedTo4dTensor": _AO_QUANTIZATION,
     "torchao.NF4Tensor": _AO_QUANTIZATION,
     "bitsandbytes.Params4bit": "bitsandbytes.nn",
+    "transformer_engine.MXFP8Tensor": "transformer_engine.pytorch.tensor.mxfp8_tensor",
+    "transformer_engine.NVFP4Tensor": "transformer_engine.pytorch.tensor.nvfp4_tensor",
 }
 
 # How DTensors over these are cut: what one dim of the tensor cuts, as `Cut` says it. The others are
@@ -100,6 +102,8 @@ def type_named(name: str) -> CompositeType | None:
         return CompositeType(
             name, _take_4bit, _build_4bit, dense=_dense_4bit, outline=_outline_4bit
         )
+    if name in _OF_TE:
+        return _type_of_te(name, kind)
     made = wrapper_type(kind, name, lambda context, shape: _cut_of(name, context, shape))
     if name == _NF4:  # its `dequantize` is a function of parts of it
         made = dataclasses.replace(made, dense=lambda tensor: tensor.get_original_weight())
@@ -210,6 +214,55 @@ def _special(name: Any, value: Any, device: torch.device) -> Any:
     if issubclass(kind, enum.Enum):
         return kind[value]
     return kind(**context_of(value, device))
+
+
+# --- Transformer Engine --------------------------------------------------------------------------
+
+# Its quantized tensors have no protocol of wrappers: their attributes are the arguments of their
+# class with a "_" in front. Scales are padded to 128 rows (columns, for those by columns).
+_PADDED = 128
+_BY_ROW = ("rowwise_data", "rowwise_scale_inv")
+_BY_COLUMN = ("columnwise_data", "columnwise_scale_inv")
+_AMAX = ("amax_rowwise", "amax_columnwise")
+# The names of their parts, that of their format, and where parts by columns have dim 0 of the
+# tensor.
+_OF_TE: dict[str, tuple[tuple[str, ...], str, int]] = {
+    "transformer_engine.MXFP8Tensor": ((*_BY_ROW, *_BY_COLUMN), "fp8_dtype", 0),
+    "transformer_engine.NVFP4Tensor": ((*_BY_ROW, *_BY_COLUMN, *_AMAX), "fp4_dtype", 1),
+}
+_SWIZZLED = "with_gemm_swizzled_scales"
+
+
+def _type_of_te(name: str, kind: Any) -> CompositeType:
+    names, form, first = _OF_TE[name]
+
+    def take(tensor: Any) -> Parts:
+        parts = {one: getattr(tensor, f"_{one}") for one in names}
+        context = {form: getattr(tensor, f"_{form}").name}
+        if hasattr(tensor, f"_{_SWIZZLED}"):  # not in older versions
+            context[_SWIZZLED] = getattr(tensor, f"_{_SWIZZLED}")
+        return Parts({one: part for one, part in parts.items() if part is not None}, context)
+
+    def build(parts: Parts, shape: Shape, dtype: torch.dtype) -> torch.Tensor:
+        formats: Any = class_at("transformer_engine_torch", "transformer_engine_torch.DType")
+        known = {} if formats is None else formats.__members__
+        context = {**parts.context, form: known[parts.context[form]]}
+        memory = {one: parts.components.get(one) for one in names}
+        # Its class makes one where it has to quantize again; a live tensor keeps its own.
+        made: torch.Tensor = kind(shape=shape, dtype=dtype, quantizer=None, **memory, **context)
+        return made
+
+    def cut(context: Any, shape: Shape) -> Cut:
+        if len(shape) != 2 or context.get(_SWIZZLED):  # scales that lie in tiles of the whole
+            return {}
+        return {
+            dim: dict.fromkeys(_BY_ROW, dim) | dict.fromkeys(_BY_COLUMN, abs(dim - first))
+            for dim in range(2)
+        }
+
+    blocks = dict.fromkeys(range(2), _PADDED)
+    made = CompositeType(name, take, build, cut, is_wrapper=True, blocks=blocks)
+    return dataclasses.replace(made, dense=lambda tensor: tensor.dequantize())
 
 
 # --- bitsandbytes --------------------------------------------------------------------------------

@@ -168,7 +168,23 @@ def _sharded(kind: CompositeType, context: Any, like: Any, shape: Shape) -> _Sha
             )
         if not where.local_shape[dim]:
             raise UnsupportedTensor("this rank has no elements of it")
+        _refuse_split_blocks(dim, where.local_shape[dim], like.shape[dim], kind.blocks.get(dim, 1))
     return _Sharded(like, where, cut)
+
+
+def _refuse_split_blocks(dim: int, rows: int, of_rows: int, block: int) -> None:
+    """Raise UnsupportedTensor, with the cuts that are possible, where a shard ends inside a block.
+
+    `rows` are a shard's elements along `dim`, `of_rows` those of the tensor.
+    """
+    if not rows % block:
+        return
+    ways = [n for n in range(1, of_rows // block + 1) if not of_rows % (n * block)]
+    shown = ", ".join(map(str, ways[:8])) + (f" and {len(ways) - 8} more" if len(ways) > 8 else "")
+    raise UnsupportedTensor(
+        f"a shard has {rows} of {of_rows} elements along dim {dim}, in blocks of {block}; numbers "
+        f"of equal parts that end where blocks end: {shown or 'none'}"
+    )
 
 
 def _of_shape(context: Any, old: Shape, new: Shape) -> Any:
@@ -197,6 +213,8 @@ def zeros(
         sizes = [*shape]
         for dim, along in sharded.dims_of(name).items():
             here, there = sharded.placed.local_shape[dim], template.shape[dim]
+            if sizes[along] and not there % sizes[along]:
+                _refuse_split_blocks(dim, here, there, there // sizes[along])
             sizes[along] = _scaled(here, sizes[along], there)
         memory = torch.zeros(sizes, dtype=dtype, device=sharded.placed.device)
         # For its error: raises where a shard would end inside of a block.

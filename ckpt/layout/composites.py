@@ -10,7 +10,7 @@ which code runs. They lie in the room `ckpt.composites`, or are registered by us
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -53,7 +53,8 @@ class CompositeType:
     place. `dense` gives the numbers that a tensor stands for, by the library's own code; types
     without it have no such form. `outline(context)` is the dense form's shape and dtype, where
     these are not those of the tensor; None for a shape that is the tensor's. `is_wrapper`: `build`
-    wraps what it gets and looks at no numbers.
+    wraps what it gets and looks at no numbers. `blocks` are the elements along a dim of which each
+    shard has a multiple.
     """
 
     name: str
@@ -64,6 +65,7 @@ class CompositeType:
     dense: Callable[[Any], torch.Tensor] | None = None
     outline: Callable[[Any], tuple[Shape | None, torch.dtype]] | None = None
     is_wrapper: bool = False
+    blocks: Mapping[int, int] = field(default_factory=dict)
 
 
 # --- which types there are -----------------------------------------------------------------------

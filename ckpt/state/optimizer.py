@@ -193,6 +193,14 @@ def own_form(
     hooks = getattr(optimizer, STATE_DICT_HOOKS[1], {}).values()
     if own is None or (own is torch.optim.Optimizer.state_dict and not hooks):
         return None, {}
+    if hasattr(optimizer, "distributed_state_dict"):  # of distributed Shampoo, by name
+        raise InvalidState(
+            [
+                f"{path}: {type(optimizer).__qualname__} has a state dict for checkpoints; put "
+                "distributed_state_dict(model.named_parameters()) of it into the state, and give "
+                "what is loaded to its load_distributed_state_dict()"
+            ]
+        )
     whole = read_state(path, optimizer.state_dict)
     extra = {key: item for key, item in whole.items() if key not in ("state", "param_groups")}
     if extra and "state" not in whole:

@@ -15,7 +15,7 @@ from torch import nn
 
 import ckpt
 from ckpt.cli import main
-from ckpt.errors import Corrupt
+from ckpt.errors import Corrupt, InvalidState
 from ckpt.format.codec import decode_values, encode_values
 from ckpt.layout.dtypes import DTYPES
 from ckpt.layout.plain import Ranks
@@ -223,3 +223,54 @@ def test_descriptions_have_a_version_that_older_readers_refuse() -> None:
     assert encode_values({"w": 1})[0] == 1
     with pytest.raises(Corrupt, match="nothing that needs it"):
         decode_values(b"\x02" + encode_values({"w": 1})[1:])
+
+
+class Shampoo(torch.optim.Optimizer):
+    """As distributed Shampoo's public source: blocks in dicts, and two forms of state dict."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.1})
+        for param in (param for group in self.param_groups for param in group["params"]):
+            factors = (torch.eye(3), torch.eye(2))
+            blocks = {"shampoo": {"factor_matrices": factors}, "momentum": torch.zeros_like(param)}
+            self.state[param] = {"step": torch.tensor(0.0), "block_0": blocks}
+
+    def state_dict(self) -> Any:
+        raise NotImplementedError("does not support the standard state_dict()")
+
+    def step(self, closure: Any = None) -> None:
+        for state in self.state.values():
+            state["step"] += 1
+            state["block_0"]["momentum"] += 0.5
+            for factor in state["block_0"]["shampoo"]["factor_matrices"]:
+                factor.mul_(2)
+
+    def distributed_state_dict(self, key_to_param: Any) -> dict[str, Any]:
+        flat = {}
+        for name, param in key_to_param:
+            own, blocks = self.state[param], self.state[param]["block_0"]
+            keys = {'["block_0", "momentum"]': blocks["momentum"], '["step"]': own["step"]}
+            for nth, factor in enumerate(blocks["shampoo"]["factor_matrices"]):
+                keys[f'["block_0", "shampoo", "factor_matrices", {nth}]'] = factor
+            flat[name] = keys
+        return {"state": flat, "param_groups": {"bias/weight": {"lr": self.param_groups[0]["lr"]}}}
+
+
+def test_shampoo_is_stored_by_its_own_state_dict(tmp_path: Path) -> None:
+    model = nn.Linear(2, 3)
+    optimizer, other = Shampoo(model.parameters()), Shampoo(model.parameters())
+    with pytest.raises(InvalidState, match=r"distributed_state_dict\(model\.named_parameters"):
+        ckpt.save({"model": model, "optim": optimizer}, str(tmp_path), step=1)
+    optimizer.step()
+    optimizer.param_groups[0]["lr"] = 0.3
+    own = optimizer.distributed_state_dict(model.named_parameters())
+    ckpt.save({"model": model, "optim": own}, str(tmp_path), step=1)
+    into = other.distributed_state_dict(model.named_parameters())
+    ckpt.load({"model": model, "optim": into}, str(tmp_path))
+    assert into["param_groups"] == {"bias/weight": {"lr": 0.3}}
+    for param, state in optimizer.state.items():
+        back = other.state[param]
+        assert back["step"] == state["step"] == 1
+        assert torch.equal(back["block_0"]["momentum"], state["block_0"]["momentum"])
+        pairs = [one["block_0"]["shampoo"]["factor_matrices"] for one in (back, state)]
+        assert all(map(torch.equal, *pairs)) and float(pairs[0][0][0, 0]) == 2

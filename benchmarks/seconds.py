@@ -1,7 +1,7 @@
 """A page of absolute seconds: sizes and ranks, on a disk, in memory and on S3, with peer and limit.
 
     python -m benchmarks.seconds [--gib 1 8] [--ranks 1 2 4 16] [--rounds 5] [--directory DIR]
-                                 [--memory /dev/shm] [--endpoint URL] [--page]
+                                 [--memory /dev/shm] [--endpoint URL] [--no-s3] [--page]
 
 Every size is measured on 2 ranks, the first on every number of ranks too. All candidates of a row
 run in turn on the same bytes, in another order each round, after a round that does not count:
@@ -13,7 +13,7 @@ run in turn on the same bytes, in another order each round, after a round that d
 - near recovery: a `restore` from a tier in memory; against DCP's cold load, and `preadv` there;
 - save to and load from S3: one process; against DCP over s3fs and bare obstore.
 
---page writes the table into docs/performance.md, where README.md's numbers come from.
+--page puts the rows into docs/performance.md.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ import datetime
 import itertools
 import logging
 import os
+import re
 import statistics
 import tempfile
 import warnings
@@ -57,7 +58,7 @@ from tests.ranks import run_ranks
 S3_GIB = 0.25
 PAGE = Path(__file__).parent.parent / "docs" / "performance.md"
 BEGIN, END = "<!-- written by make bench -->", "<!-- end -->"
-HEAD = "| what | GiB, ranks | ours | DCP | speed | bare | speed |\n" + "| --- " * 7 + "|"
+HEAD = "|what|GiB, ranks|ours|DCP|speed|bare|speed|\n" + "|---" * 7 + "|"
 
 
 class Line(NamedTuple):
@@ -190,22 +191,26 @@ def on_s3(rounds: int, endpoint: str | None) -> list[Line]:
     ]
 
 
-def table(lines: list[Line]) -> str:
-    """The lines as a table, and below it how it was measured."""
-    rows = [f"| {' | '.join(line.cells)} |" for line in lines]
-    return "\n".join([HEAD, *rows])
-
-
 def write_page(lines: list[Line], rounds: int) -> None:
-    """Put the table between the two marks of the page."""
+    """Put the rows between the two marks of the page, in place of those of the same case."""
     text = PAGE.read_text(encoding="utf-8")
     head, _, rest = text.partition(BEGIN)
-    _, end, tail = rest.partition(END)
+    before, end, tail = rest.partition(END)
     if not end:
         raise ValueError(f"{PAGE} has no {BEGIN} with a later {END}")
-    load = os.getloadavg()[0]
-    when = f"{machine()}, {datetime.date.today()}, {rounds} rounds, load {load:.1f} at the end."
-    PAGE.write_text(f"{head}{BEGIN}\n{table(lines)}\n\n{when}\n{END}{tail}", encoding="utf-8")
+    # Without spaces, a row has few words: pages have a budget of them.
+    rows = {tuple(row.split("|")[1:3]): row for row in re.findall(r"^\|\w.*\|$", before, re.M)}
+    rows.pop(("what", "GiB, ranks"), None)
+    rows |= {(line.what, line.cells[1]): f"|{'|'.join(line.cells)}|" for line in lines}
+    table = "\n".join([HEAD, *(rows[case] for case in sorted(rows, key=_order))])
+    when = f"{machine()}, {datetime.date.today()}, {rounds} rounds."
+    PAGE.write_text(f"{head}{BEGIN}\n{table}\n\n{when}\n{END}{tail}", encoding="utf-8")
+
+
+def _order(case: tuple[str, ...]) -> tuple[str, float, int]:
+    what, size = case
+    gib, ranks = size.split(", ")
+    return what, float(gib), int(ranks)
 
 
 def main() -> None:
@@ -216,6 +221,7 @@ def main() -> None:
     parser.add_argument("--directory", default=None, help="on the disk to measure")
     parser.add_argument("--memory", default="/dev/shm", help="a tmpfs for near tiers")
     parser.add_argument("--endpoint", default=None, help="of an S3 server")
+    parser.add_argument("--no-s3", action="store_true", help="only the disk, and memory")
     parser.add_argument("--page", action="store_true", help="write docs/performance.md")
     asked = parser.parse_args()
     cases = [(asked.gib[0], ranks) for ranks in asked.ranks]
@@ -230,10 +236,10 @@ def main() -> None:
             how = (gib, asked.rounds, disk, tier)
             lines += run_ranks(ranks, on_disk, *how, timeout_seconds=3600)[0]
         _print(lines[-5 if tier else -4 :])
-    lines += on_s3(asked.rounds, asked.endpoint)
-    _print(lines[-2:])
+    if not asked.no_s3:
+        lines += on_s3(asked.rounds, asked.endpoint)
+        _print(lines[-2:])
     if asked.page:
-        lines.sort(key=lambda line: line.what)
         write_page(lines, asked.rounds)
 
 

@@ -31,6 +31,7 @@ import ssl
 import struct
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
 from functools import partial
@@ -118,6 +119,11 @@ PIECE_NBYTES = 16 << 20  # that memory is taken for before they have come
 IDLE_MAX = 16  # connections that are kept open
 
 
+def _close_all(idle: list[http.client.HTTPConnection]) -> None:
+    while idle:
+        idle.pop().close()
+
+
 class PeerStore(HttpStore):
     """Objects of the directory that a server at `host` and `port` serves to those with `token`.
 
@@ -147,6 +153,8 @@ class PeerStore(HttpStore):
         self._busy: set[http.client.HTTPConnection] = set()
         self._lock = threading.Lock()
         self._is_closed = False
+        # A store that nobody closes leaves no open connection either.
+        weakref.finalize(self, _close_all, self._idle)
 
     @property
     def retries(self) -> int:
@@ -252,13 +260,13 @@ class PeerStore(HttpStore):
     def close(self) -> None:
         with self._lock:
             self._is_closed = True
-            idle, self._idle = self._idle, []
+            idle = self._idle.copy()
+            self._idle.clear()
             for connection in self._busy:  # its thread sees an answer that ends
                 with suppress(OSError):
                     if connection.sock is not None:
                         socket.socket.shutdown(connection.sock, socket.SHUT_RDWR)
-        for connection in idle:
-            connection.close()
+        _close_all(idle)
 
     # requests
 

@@ -6,6 +6,7 @@ dies, is silent, lags, lies or damages what it sends. Requests and bytes are cou
 
 from __future__ import annotations
 
+import gc
 import json
 import random
 import socket
@@ -160,6 +161,18 @@ def test_a_relay_reads_what_the_root_has(
     assert not relay.exists("log/00000000000000000001") and not relay.exists("steps/x")
     with pytest.raises(KeyNotFoundError):
         relay.get("x")
+
+
+def test_a_relay_that_nobody_closes_leaves_no_connection(tree: Tree) -> None:
+    """As in a process that has loaded from `peer://` and goes on: its stores are dropped."""
+    store = PeerStore("127.0.0.1", tree.origin.port, TOKEN, policy=NO_RETRY, seconds=1.0)
+    relay = RelayStore([store], ROOT)
+    relay.exists("x")
+    (kept,) = store._idle
+    assert kept.sock is not None
+    del store, relay
+    gc.collect()
+    assert kept.sock is None
 
 
 def test_nothing_is_written_through_a_relay(tree: Tree) -> None:

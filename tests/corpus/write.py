@@ -684,7 +684,7 @@ WRITERS: dict[str, tuple[int, Callable[..., None], tuple[Any, ...]]] = {
 }
 
 
-def _rank_main(rank: int, name: str, port: int) -> None:
+def _rank_main(rank: int, name: str, port: int, folder: str) -> None:
     size, write, more = WRITERS[name]
     environment = {"RANK": rank, "WORLD_SIZE": size, "LOCAL_RANK": rank, "MASTER_PORT": port}
     if size > 1 or name == "megatron":
@@ -692,7 +692,7 @@ def _rank_main(rank: int, name: str, port: int) -> None:
             {"MASTER_ADDR": "127.0.0.1", **{k: str(v) for k, v in environment.items()}}
         )
         dist.init_process_group("gloo")
-    write(HERE / name, rank, *more)
+    write(Path(folder), rank, *more)
 
 
 # What is written by another torch than the rest, by its version.
@@ -703,10 +703,15 @@ def main(names: list[str]) -> None:
     elsewhere = [name for listed in OTHERS.values() for name in listed]
     cases = [case for name in names for case in OTHERS.get(name, [name])]
     for number, name in enumerate(cases or [one for one in WRITERS if one not in elsewhere]):
-        shutil.rmtree(HERE / name, ignore_errors=True)
-        (HERE / name).mkdir()
+        # Packages write the path into their files: one that says nothing of this machine.
+        folder = Path(tempfile.gettempdir(), "corpus", name)
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(parents=True)
         port = 29_500 + os.getpid() % 400 + number
-        mp.start_processes(_rank_main, (name, port), nprocs=WRITERS[name][0], start_method="spawn")
+        how = (name, port, str(folder))
+        mp.start_processes(_rank_main, how, nprocs=WRITERS[name][0], start_method="spawn")
+        shutil.rmtree(HERE / name, ignore_errors=True)
+        shutil.move(folder, HERE / name)
         print(f"{name}: written", flush=True)
 
 

@@ -346,10 +346,11 @@ class Follower:
             elif self._store.reports_news:
                 # The coordinator alone waits for news; the others wait for it in the round of the
                 # next look.
-                left = math.inf if timeout is None else timeout - self._options.now_seconds()
+                spent = self._options.now_seconds() - began
+                left = math.inf if timeout is None else timeout - spent
                 if self._world.rank == 0:
                     with suppress(StorageError):  # the look that follows raises it on all ranks
-                        self._commits.wait(min(NEWS_SECONDS, max(began + left, 0.01)))
+                        self._commits.wait(min(NEWS_SECONDS, max(left, 0.01)))
             else:
                 self._options.sleep(poll_seconds)
 

@@ -76,16 +76,19 @@ def bind_optimizer(
         text = "is not a list of groups of parameters"
         names.report(ProblemKind.VALUE, f"{path}.param_groups", text)
         return bound
-    names.loaded_values.append(f"{path}.param_groups")
-    bound.optimizer.append(optimizer)
-    saved_names = {name for group in groups for name in group["params"]}
-    states = saved_states(names, f"{saved_path}.state.", saved_names)
-    live = named_groups(optimizer, described)
     own, own_options = f"{saved[0]}{OWN_OPTIONS}", {}
     for rank, values in enumerate(names.catalog.per_rank):
         if own in values:
             names.used.add(own)
             own_options[rank] = values[own]
+    if not all(map(_is_of_groups, own_options.values())):
+        names.report(ProblemKind.VALUE, own, "is not a list of options of groups")
+        return bound
+    names.loaded_values.append(f"{path}.param_groups")
+    bound.optimizer.append(optimizer)
+    saved_names = {name for group in groups for name in group["params"]}
+    states = saved_states(names, f"{saved_path}.state.", saved_names)
+    live = named_groups(optimizer, described)
     binding = _OptimizerBinder(
         path,
         saved_path,
@@ -102,6 +105,16 @@ def bind_optimizer(
     binding.add()
     binding.add_user_state()
     return bound
+
+
+def _is_of_groups(own: Any) -> bool:
+    """Whether it is what `OWN_OPTIONS` describes."""
+    return isinstance(own, list) and all(
+        isinstance(group, dict)
+        and isinstance(group.get("options"), dict)
+        and isinstance(group.get("first", 0), str | None)
+        for group in own
+    )
 
 
 @dataclass(frozen=True, slots=True)

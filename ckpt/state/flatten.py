@@ -209,7 +209,7 @@ class _Building:
         if before is not None:  # the groups of all stages of this rank, one after the other
             self.values[groups] = [*before, *flat.values[groups]]
             self.names.remove(groups)
-        if flat.own_options and any(one["options"] for one in flat.own_options):
+        if flat.own_options:
             self.per_rank.setdefault(f"{groups}{OWN_OPTIONS}", []).extend(flat.own_options)
         for fqn, own in flat.own.items():
             self.per_rank[fqn] = own.entry

@@ -165,8 +165,10 @@ def flatten_groups(
                 for name in references(mine)
             )
         values.append({"params": list(names), **options})
-    if flat.own_options and any(one["options"] for one in flat.own_options):
+    if any(one["options"] for one in flat.own_options):
         flat.names.append(f"{fqn}{OWN_OPTIONS}")
+    else:
+        flat.own_options.clear()
     if user := user_state(optimizer.state):
         fqn = f"{path}.{USER_STATE}"
         flat.names.append(fqn)

@@ -134,6 +134,20 @@ def test_an_option_cannot_be_declared_a_shard() -> None:
         declare_optimizer_state(optimizer, {"param_groups.lr": "shard"})
 
 
+@pytest.mark.parametrize(
+    "foreign",
+    [5, [1], [{"first": None}], [{"first": None, "options": 3}], [{"first": ["a"], "options": {}}]],
+)
+def test_what_is_no_list_of_own_options_does_not_load(tmp_path: Path, foreign: Any) -> None:
+    """Anything may stand under the name in a checkpoint of others."""
+    model = nn.Linear(2, 2)
+    state = {"model": model, "optim": torch.optim.AdamW(model.parameters())}
+    more = {"optim.param_groups~own": ckpt.PerRank(foreign)}
+    ckpt.save({**state, **more}, tmp_path, step=1)
+    with pytest.raises(Mismatch, match=r"optim\.param_groups~own: is not a list of options"):
+        ckpt.load(state, tmp_path, strict="state")
+
+
 def test_a_tensor_in_a_declared_option_is_refused(tmp_path: Path) -> None:
     model = nn.Linear(2, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=torch.tensor(0.1))

@@ -1,4 +1,6 @@
-"""What stores over HTTP have in common: how a range is read, and what a short answer means."""
+"""What stores over HTTP have in common: how a range is read, and what a short answer means; and TLS
+among hosts that have one certificate.
+"""
 
 from __future__ import annotations
 

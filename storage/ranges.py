@@ -1,4 +1,4 @@
-"""Arithmetic on byte ranges, parts and buffers."""
+"""Byte ranges, parts and buffers: arithmetic, and copies between buffers."""
 
 from __future__ import annotations
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import gc
 import sys
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
@@ -27,3 +29,22 @@ def python_calls(fn: Callable[[], Any]) -> int:
         if collects:
             gc.enable()
     return count
+
+
+class AtOnce:
+    """How many threads are inside of `entered` blocks at once; `most` at any time."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._now = self.most = 0
+
+    @contextmanager
+    def entered(self) -> Iterator[None]:
+        with self._lock:
+            self._now += 1
+            self.most = max(self.most, self._now)
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._now -= 1

@@ -35,6 +35,7 @@ from ckpt.saving.image import Staging, WritePath, plan_files
 from storage import Store, open_store
 from storage.memory import MemoryStore
 from storage.threads import as_done
+from tests.counting import AtOnce
 
 MIB = 1 << 20
 NBYTES, PART_NBYTES = 1000, 64
@@ -88,7 +89,7 @@ def test_more_parts_are_in_flight_where_that_moves_more(
     """
     monkeypatch.setattr(object_parts, "as_done", partial(as_done, clock=lambda: 0.0))
     widths = [4] * 4 + [8] * 8 + [1] * 8 + [16] * 16 + [1] * 24 if most else [4] * 16
-    running, seen, counting = 0, 0, threading.Lock()
+    at_once = AtOnce()
     groups = [threading.Barrier(width, timeout=60) for width in sorted({*widths})]
     barriers = {barrier.parties: barrier for barrier in groups}
     created = MemoryStore.create
@@ -98,14 +99,9 @@ def test_more_parts_are_in_flight_where_that_moves_more(
         write_part = writer.write_part
 
         def write(index: int, buffers: Any) -> None:
-            nonlocal running, seen
-            with counting:
-                running += 1
-                seen = max(seen, running)
-            barriers[widths[index]].wait()
-            write_part(index, buffers)
-            with counting:
-                running -= 1
+            with at_once.entered():
+                barriers[widths[index]].wait()
+                write_part(index, buffers)
 
         monkeypatch.setattr(writer, "write_part", write)
         return writer
@@ -115,7 +111,7 @@ def test_more_parts_are_in_flight_where_that_moves_more(
     parts = cut_into_parts([memoryview(content)], PART_NBYTES)
     how = {"part_nbytes": PART_NBYTES, "threads": 4, "threads_max": most}
     write_parts(store, "k", len(content), parts, **how)
-    assert seen == (most or 4)
+    assert at_once.most == (most or 4)
     assert store.get("k") == content
 
 

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from storage.threads import RequestWindow, as_done
+from tests.counting import AtOnce
 
 MIB = 1 << 20
 NBYTES = 8 * MIB
@@ -186,19 +187,14 @@ def test_requests_that_the_window_was_not_full_for_do_not_count() -> None:
 @pytest.mark.parametrize("width", [1, 3, 16])
 def test_as_many_run_at_once_as_the_window_has(width: int) -> None:
     """Each waits for so many others: with fewer at once they would never all be there."""
-    barrier = threading.Barrier(width, timeout=60)
-    counting, running, most = threading.Lock(), [0], [0]
+    barrier, at_once = threading.Barrier(width, timeout=60), AtOnce()
 
     def read() -> None:
-        with counting:
-            running[0] += 1
-            most[0] = max(most[0], running[0])
-        barrier.wait()
-        with counting:
-            running[0] -= 1
+        with at_once.entered():
+            barrier.wait()
 
     run_all(RequestWindow(width, width), [read] * (5 * width))
-    assert most == [width]
+    assert at_once.most == width
 
 
 def test_memory_in_flight_is_bounded_while_the_window_grows() -> None:
@@ -208,19 +204,15 @@ def test_memory_in_flight_is_bounded_while_the_window_grows() -> None:
     groups = [threading.Barrier(LEAST, timeout=60)] * 4 + [threading.Barrier(8, timeout=60)] * 8
     free = [threading.Barrier(1)] * 8  # answers until the window is wide
     groups += free + [threading.Barrier(MOST, timeout=60)] * MOST + free * 3
-    counting, running, most = threading.Lock(), [0], [0]
+    at_once = AtOnce()
 
     def read(group: threading.Barrier) -> None:
-        with counting:
-            running[0] += 1
-            most[0] = max(most[0], running[0])
-        group.wait()
-        with counting:
-            running[0] -= 1
+        with at_once.entered():
+            group.wait()
 
     reads = [partial(read, group) for group in groups]
     run_all(RequestWindow(LEAST, MOST), reads, clock=lambda: 0.0)
-    assert most == [MOST]
+    assert at_once.most == MOST
 
 
 def test_requests_that_the_store_repeats_make_it_narrower() -> None:

@@ -183,10 +183,7 @@ def _universal(place: SourcePlace, folders: Collection[str]) -> FolderSource:
                     tensors[fqn] = SourceTensor(fqn, dtype, shape, Kind.OPTIMIZER), chunks
         return _with_groups(model, of_optimizer.get("param_groups"), tensors, bare)
 
-    try:
-        weights = [(name, *own["fp32"]) for name, own in placed.items()]
-    except KeyError:
-        raise Corrupt(f"{store.url}: {first}fp32.pt is missing") from None
+    weights = [(name, *own["fp32"]) for name, own in placed.items()]
     source = _source(store, model, weights, named, sizes)
     return FolderSource(source, {key, rest, *wanted})
 

@@ -1,6 +1,6 @@
 """A page of absolute seconds: sizes and ranks, on a disk, in memory and on S3, with peer and limit.
 
-    python -m benchmarks.seconds [--gib 1 8] [--ranks 1 2 4 16] [--rounds 5] [--directory DIR]
+    python -m benchmarks.seconds [--gib 1 4] [--ranks 1 2 4 16] [--rounds 5] [--directory DIR]
                                  [--memory /dev/shm] [--endpoint URL] [--no-s3] [--page]
 
 Every size is measured on 2 ranks, the first on every number of ranks too. All candidates of a row

@@ -44,9 +44,9 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 import ckpt
 from benchmarks.measure import clear, extra_memory, most_of, report, row, spread
 from benchmarks.save_load import GIB, WIDTH, Trained
-from ckpt.layout.buffers import address_of, aligned_buffer, copy_bytes
 from ckpt.process import this_process
 from ckpt.saving.step_gate import steps as hooked_steps
+from storage.ranges import address_of, aligned_buffer, copy_bytes
 from tests.ranks import run_ranks
 
 Wait = Callable[[], object]

@@ -22,7 +22,7 @@ import torch.distributed as dist
 import ckpt
 from benchmarks.measure import clear, interleaved, on_two_ranks, ratio, report, row, speed
 from benchmarks.save_load import GIB, Trained, dcp_load, dcp_save, raw_load, raw_save
-from ckpt.layout.buffers import aligned_buffer
+from storage.ranges import aligned_buffer
 
 REQUEST_NBYTES = 2 << 20
 IN_FLIGHT = 4

@@ -49,10 +49,10 @@ from benchmarks.measure import (
 from benchmarks.overhead import SAVE_EVERY
 from benchmarks.overhead import Training as Demo
 from benchmarks.save_load import GIB, Trained, dcp_load, dcp_save, raw_load, raw_save
-from ckpt.layout.buffers import address_of, aligned_buffer, copy_bytes
 from ckpt.near.saving import BYTES_COPIED
 from ckpt.service.events import NearFailed, NearSaved
 from ckpt.service.policies import Observation, SavePolicy
+from storage.ranges import address_of, aligned_buffer, copy_bytes
 from tests.ranks import run_ranks
 
 PARTS = ("blocked", "recovery", "steps", "copies")

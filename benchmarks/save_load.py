@@ -26,8 +26,8 @@ from torch.distributed.fsdp import fully_shard
 import ckpt
 from benchmarks.measure import clear, interleaved, on_two_ranks, ratio, report, row, speed, wall
 from ckpt.format.checksum import crc32c
-from ckpt.layout.buffers import address_of, aligned_buffer, copy_bytes
 from ckpt.layout.memory import host_bytes
+from storage.ranges import address_of, aligned_buffer, copy_bytes
 
 GIB = 1 << 30
 WIDTH = 1024

@@ -52,7 +52,7 @@ from benchmarks.save_load import (
     raw_save,
     raw_save_direct,
 )
-from ckpt.layout.buffers import aligned_buffer
+from storage.ranges import aligned_buffer
 from tests.ranks import run_ranks
 
 S3_GIB = 0.25

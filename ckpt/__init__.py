@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from ckpt import reports as reports
     from ckpt import state_dict as state_dict
     from ckpt.api import async_save as async_save
+    from ckpt.api import begin as begin
     from ckpt.api import forget as forget
     from ckpt.api import load as load
     from ckpt.api import save as save
@@ -67,7 +68,6 @@ if TYPE_CHECKING:
     from ckpt.service.retention import KeepEvery as KeepEvery
     from ckpt.service.retention import KeepLatest as KeepLatest
     from ckpt.service.retention import KeepYounger as KeepYounger
-    from ckpt.service.several import begin as begin
     from ckpt.state.rng import rng_state as rng_state
     from ckpt.state.types import PerGroup as PerGroup
     from ckpt.state.types import PerRank as PerRank
@@ -82,7 +82,7 @@ if TYPE_CHECKING:
 _HOMES = {
     name: home
     for home, names in {
-        "ckpt.api": "async_save forget load save",
+        "ckpt.api": "async_save begin forget load save",
         "ckpt.errors": "CheckpointError Corrupt Mismatch NoCheckpoint",
         "ckpt.layout.composites": "register_tensor_type",
         "ckpt.loading.checkpoint": "Checkpoint open",
@@ -101,7 +101,6 @@ _HOMES = {
         "ckpt.service.preemption": "Preempted",
         "ckpt.service.publisher": "publish",
         "ckpt.service.retention": "KeepAll KeepBest KeepEvery KeepLatest KeepYounger",
-        "ckpt.service.several": "begin",
         "ckpt.state.rng": "rng_state",
         "ckpt.state.types": "PerGroup PerRank Stages",
         "ckpt.tools.overview": "history",

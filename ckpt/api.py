@@ -1,10 +1,12 @@
-"""The public functions save, async_save and load, and what a process remembers between calls."""
+"""The public functions save, async_save, begin, load and forget, and the paths of bytes that they
+take.
+"""
 
 from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
@@ -29,7 +31,7 @@ from ckpt.process import GroupContext, this_process
 from ckpt.saving.background import PendingSave, Preparation, WhenBusy
 from ckpt.saving.image import Staging, WritePath
 from ckpt.saving.save import flattened, save_task
-from ckpt.saving.shared import open_place, place_of
+from ckpt.saving.shared import SharedSave, begin_shared, open_place, place_of
 from ckpt.saving.staging import LentCopy, Snapshot, buffers_for, stage
 from ckpt.saving.task import PartMemory, SaveOptions, SaveReport, SaveTask
 from ckpt.state.names import GroupOptions
@@ -424,6 +426,43 @@ def _store_of(
         return context.store(url, storage_options)
     except InvalidUrlError as error:
         raise NoCheckpoint(str(error)) from error
+
+
+@hides_secrets
+def begin(
+    url: StoreLike,
+    *,
+    step: SupportsIndex,
+    writers: Mapping[str, int],
+    line: str = "",
+    user: Mapping[str, str] | None = None,
+    metric: float | None = None,
+    modules: Sequence[str] = (),
+    process_group: dist.ProcessGroup | None = None,
+    storage_options: Mapping[str, Any] | None = None,
+    unsafe_single_writer: bool = False,
+) -> SharedSave:
+    """Begin a checkpoint of `step` that several jobs write: the model by the trainer, the state of
+    the data by a loader, results by an evaluation.
+
+        shared = ckpt.begin(url, step=100, writers={"trainer": 8, "loader": 1})
+        ckpt.save({"model": model}, url, step=100, into=shared.token("trainer"))
+        shared.commit()  # when the loader has saved its part into shared.token("loader")
+
+    `writers` has the number of ranks of each; a name belongs to one writer alone. `modules` are the
+    names that models have in the state, which exports leave out of names. Collective like `save`,
+    over the ranks of the training, which commits. Raises InvalidArgument, and like `save`.
+    """
+    url = line_of(url, line)
+    with gc_paused():
+        context = this_process.of_group(process_group)
+        store, session, memory = context.open_root(
+            url, storage_options, unsafe_single_writer, f"ckpt.begin(step={step})"
+        )
+        options = SaveOptions(user=dict(user or {}), metric=plain_float(metric))
+        task = SaveTask(session, store, memory, plain_int(step), options)
+        ready = partial(context.settled_store, url, storage_options)
+        return begin_shared(task, writers, modules, ready)
 
 
 @hides_secrets

@@ -1,10 +1,13 @@
-"""Byte ranges, parts and buffers: arithmetic, and copies between buffers."""
+"""Byte ranges, parts and buffers of host memory: arithmetic, aligned memory, addresses, copies."""
 
 from __future__ import annotations
 
 import ctypes
+import mmap
 import threading
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Iterable, Sequence
+from itertools import accumulate
 
 import numpy as np
 
@@ -58,11 +61,6 @@ def drop_front(views: list[memoryview], nbytes: int) -> list[memoryview]:
     return []
 
 
-def address_of(view: memoryview) -> int:
-    """Where its first byte lies in memory."""
-    return int(np.frombuffer(view, np.uint8).__array_interface__["data"][0])
-
-
 def copy_to(views: Sequence[memoryview], source: memoryview, nbytes: int) -> int:
     """Copy the first `nbytes` of `source` to the front of `views`; returns `nbytes`."""
     address = address_of(source) if nbytes else 0
@@ -75,6 +73,48 @@ def copy_to(views: Sequence[memoryview], source: memoryview, nbytes: int) -> int
         address += count
         left -= count
     return nbytes
+
+
+def aligned_buffer(nbytes: int) -> memoryview:
+    """Zeroed writable memory that starts at a page boundary. Freed with its last view."""
+    return memoryview(mmap.mmap(-1, max(nbytes, 1)))[:nbytes]
+
+
+def touch(buffer: memoryview) -> None:
+    """Have the system put memory behind all of `buffer`, which zeroes it. Without the GIL."""
+    if len(buffer):
+        ctypes.memset(address_of(buffer), 0, len(buffer))
+
+
+def bytes_at(address: int, nbytes: int) -> memoryview:
+    """`nbytes` of this process's memory from `address` on."""
+    if nbytes == 0:
+        # Tensors without elements have the address 0.
+        return memoryview(bytearray())
+    # Views of ctypes arrays have a format of their own that can neither be indexed nor assigned.
+    return memoryview((ctypes.c_char * nbytes).from_address(address)).cast("B")
+
+
+def address_of(view: memoryview) -> int:
+    """Where the first byte of a view that is not empty lies in memory."""
+    if view.readonly:
+        return int(np.frombuffer(view, np.uint8).__array_interface__["data"][0])
+    # In an eighth of the time, and of writable memory alone.
+    return ctypes.addressof(ctypes.c_char.from_buffer(view))
+
+
+def copy_bytes(target_address: int, source_address: int, nbytes: int) -> None:
+    """Copy memory with the GIL released, so that a training loop keeps running."""
+    ctypes.memmove(target_address, source_address, nbytes)
+
+
+def scatter_bytes(targets: Iterable[int], source_address: int, sizes: Sequence[int]) -> None:
+    """`copy_bytes` of consecutive parts of these sizes to addresses of their own: thousands, so the
+    loop is the interpreter's.
+    """
+    sources = accumulate(sizes, initial=source_address)
+    # A deque without room runs the map without a line of Python per call.
+    deque(map(ctypes.memmove, targets, sources, sizes), maxlen=0)
 
 
 class PartLedger:

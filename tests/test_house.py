@@ -231,7 +231,7 @@ BANS = (
         (
             "ckpt/world/job.py",
             "ckpt/world/torch_world.py",
-            "ckpt/cli/running.py",
+            "ckpt/cli/__init__.py",
             "ckpt/__init__.py",  # whether this process is one of a rehearsal
             "ckpt/rehearse/runs.py",  # what its processes inherit
             "sharding/fsdp.py",
@@ -543,7 +543,7 @@ USED_FROM_OUTSIDE = (
     ("sharding/fsdp_module.py", "set_*", "training scripts, as torch names them"),
     ("sharding/", "_load_from_state_dict local_metadata error_msgs", "torch's Module"),
     ("storage/peers/server.py", "*", "the servers of the standard library call and read these"),
-    ("storage/contract.py", "test_*", "pytest, in classes that inherit the contract"),
+    ("storage/testing.py", "check_store test_*", "who tests a back-end, by pytest or without"),
 )
 
 

@@ -6,17 +6,30 @@ checkpoints differ (`diff`), one does not fit (`plan`), or the user did not conf
 130 interrupted.
 
 The command line is parsed before anything else is imported, so that help and completion are quick;
-the modules here that run commands are imported when their command is.
+the modules that show reports are imported when their command runs.
 """
 
 from __future__ import annotations
 
+import inspect
 import os
 import sys
-from collections.abc import Callable, Sequence
-from typing import NoReturn
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from importlib import import_module
+from typing import Any, NoReturn
 
-from ckpt.cli.commandline import INTERRUPTED, OK, PROBLEM, USAGE, build_parser, given, refused
+from ckpt.cli.commandline import (
+    INTERRUPTED,
+    OK,
+    PROBLEM,
+    USAGE,
+    Command,
+    build_parser,
+    given,
+    refused,
+)
 from ckpt.screens.visible import visible_streams
 
 
@@ -43,9 +56,7 @@ def _main(argv: Sequence[str] | None) -> int:
             command.function(**of_function)
             code = OK
         else:
-            from ckpt.cli.running import run
-
-            code = run(command, of_function, of_view)
+            code = _run(command, of_function, of_view)
         # Here a reader that has gone is still an exception; at exit, Python only complains.
         sys.stdout.flush()
         return code
@@ -57,6 +68,66 @@ def _main(argv: Sequence[str] | None) -> int:
         return _failed(f"interrupted; {command.after_interrupt}", INTERRUPTED)
     except Exception as error:
         return _explained(error, lambda text: refused(command, text, wrong))
+
+
+def _run(command: Command, arguments: Mapping[str, Any], shown: dict[str, Any]) -> int:
+    """Call the function with `arguments` and show its report with `shown`; the exit code."""
+    from ckpt.screens.terminal import progress_bar, show_json
+
+    to_json = shown.pop("json", False)
+    views = import_module(command.views)
+    parameters = inspect.signature(command.function).parameters
+    with ExitStack() as stack:
+        rank = 0
+        extra: dict[str, Any] = {}
+        # What a function does not take, its command does not have: no table says so again.
+        if "process_group" in parameters:
+            rank = stack.enter_context(_ranks_of_launcher())
+        if "progress" in parameters:
+            bar = progress_bar(command.name, shown=rank == 0)
+            extra["progress"] = stack.enter_context(bar)
+        if "confirm" in parameters:
+            yes = shown.pop("yes", False)
+            extra["confirm"] = partial(views.confirmed, yes=yes, as_json=to_json)
+        report = command.function(**arguments, **extra)
+    # All ranks have the same report, and share one terminal.
+    if rank == 0 and to_json:
+        show_json(json_of(command.name, report))
+    elif rank == 0:
+        getattr(views, f"show_{command.function.__name__}")(report, **shown)
+    return command.code(report)
+
+
+def json_of(name: str, report: Any) -> dict[str, Any]:
+    """What `--json` prints: the fields of a report, and of which command and version they are.
+
+    The version of a command's fields counts up when one gets another meaning, or goes.
+    """
+    from ckpt.screens.terminal import as_json
+
+    fields = as_json(report)
+    fields = {"reports": fields} if isinstance(fields, list) else fields
+    return {"schema": f"ckpt.{name}", "version": 1, **fields}
+
+
+@contextmanager
+def _ranks_of_launcher() -> Iterator[int]:
+    """This process's rank; with several, a gloo process group exists within the block.
+
+    Launchers set RANK and WORLD_SIZE in the environment, as `torchrun` does.
+    """
+    world_size = os.environ.get("WORLD_SIZE", "1")
+    if not world_size.isdigit() or int(world_size) < 2 or "RANK" not in os.environ:
+        yield 0
+        return
+    import torch.distributed as dist  # most commands do without torch
+
+    # Ranks of a command exchange bytes of host memory, and may have no accelerator.
+    dist.init_process_group("gloo")
+    try:
+        yield dist.get_rank()
+    finally:
+        dist.destroy_process_group()
 
 
 def _explained(error: Exception, refuse: Callable[[str], NoReturn]) -> int:

@@ -26,7 +26,6 @@ from ckpt.errors import Corrupt, InvalidState, UnsupportedFormat
 from ckpt.format.checksum import crc32c
 from ckpt.format.datafile import StoredChunk, order_key
 from ckpt.format.part import Part, PartTexts, TensorRecord, part_of_files
-from ckpt.layout.buffers import aligned_buffer
 from ckpt.layout.dtypes import DTYPES
 from ckpt.layout.memory import host_bytes, tensor_over
 from ckpt.layout.region import Region, Span
@@ -41,6 +40,7 @@ from ckpt.state.values import join, renamed_tree
 from ckpt.world.base import collectively
 from storage import PrefixStore, Store, StoreLike, open_store
 from storage.hidden import hides_secrets
+from storage.ranges import aligned_buffer
 
 MIB = 1 << 20
 # A multiple of every itemsize, so that no element is cut in two.

@@ -40,8 +40,8 @@ from ckpt.format.datafile import (
 )
 from ckpt.format.manifest import Header
 from ckpt.format.part import FileColumns, PartTexts, TensorRecord, compact_json
-from ckpt.layout.buffers import aligned_buffer
 from storage import ObjectWriter, Store
+from storage.ranges import aligned_buffer
 from storage.store import JointWriter
 from storage.threads import RequestWindow, as_done, in_order
 

@@ -29,7 +29,6 @@ import torch
 from ckpt.errors import Corrupt
 from ckpt.format.checksum import Uint32s, once_more
 from ckpt.format.datafile_index import read_into
-from ckpt.layout.buffers import address_of, bytes_at, copy_bytes, scatter_bytes
 from ckpt.layout.memory import (
     CallersStreams,
     devices_of,
@@ -58,6 +57,7 @@ from ckpt.loading.plan import (
     whole_need,
 )
 from storage import ByteRange
+from storage.ranges import address_of, bytes_at, copy_bytes, scatter_bytes
 from storage.threads import RequestWindow, as_done
 
 ALIGNED = 64  # so that elements of any dtype may lie there

@@ -24,12 +24,11 @@ from contextlib import AbstractContextManager
 from itertools import accumulate
 
 from ckpt.errors import SaveDropped
-from ckpt.layout.buffers import address_of, touch
 from ckpt.saving.image import Staging
 from storage import KeyExistsError, NoSpaceError, StorageError, Store
 from storage.file_io import allocate
 from storage.forks import ForkSafeLock
-from storage.ranges import flat_views
+from storage.ranges import address_of, flat_views, touch
 from storage.store import ObjectWriter, unfinished_name
 from storage.wrap import WrappedStore
 

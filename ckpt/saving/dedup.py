@@ -53,13 +53,13 @@ from ckpt.format.manifest import (
 from ckpt.format.manifest_codec import decode_manifest
 from ckpt.format.object_parts import FileRange
 from ckpt.format.part import FileColumns, Part
-from ckpt.layout.buffers import bytes_at
 from ckpt.layout.dtypes import DTYPES
 from ckpt.layout.memory import is_plain_memory
 from ckpt.layout.region import Span, span_of
 from ckpt.saving.image import Staging
 from ckpt.saving.plan import Source, copy_elements
 from storage import Store
+from storage.ranges import bytes_at
 
 ATTEMPTS_MAX = 8  # attempts that one checkpoint keeps alive
 NBYTES_MULTIPLE_MAX = 2.0  # bytes that these hold together, as a multiple of the checkpoint's own

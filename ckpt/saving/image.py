@@ -31,12 +31,12 @@ from ckpt.format.object_parts import (
     write_parts,
 )
 from ckpt.format.part import FileColumns
-from ckpt.layout.buffers import address_of, bytes_at, copy_bytes, touch
 from ckpt.layout.memory import SideStreams, devices_of, staging_buffer, tensor_over
 from ckpt.saving.plan import Source, copy_elements
 from storage import Store
 from storage.forks import ForkSafeLock
 from storage.page_cache import memory_left
+from storage.ranges import address_of, bytes_at, copy_bytes, touch
 
 MIB = 1 << 20
 # Reserved in each header for what this rank cannot know yet: rank 0's notes and paths of modules.

@@ -25,7 +25,6 @@ from ckpt.errors import CheckpointError
 from ckpt.format.datafile import BLOCK_BYTES
 from ckpt.format.object_parts import DataFile
 from ckpt.format.part import FileColumns, Part, PartTexts
-from ckpt.layout.buffers import address_of, aligned_buffer, copy_bytes
 from ckpt.layout.kind import Kind
 from ckpt.layout.memory import SideStreams, devices_of, storage_of
 from ckpt.layout.plain import Ranks, times_changed
@@ -55,6 +54,7 @@ from ckpt.saving.task import (
     write_part,
 )
 from ckpt.state.types import FlatState
+from storage.ranges import address_of, aligned_buffer, copy_bytes
 
 logger = logging.getLogger(__name__)
 

@@ -18,8 +18,7 @@ from ckpt.errors import InvalidState
 from ckpt.layout.composites import is_composite
 from ckpt.layout.holdings import WholeTensors, holdings_of, tensor_holdings, whole_tensors
 from ckpt.layout.kind import Kind
-from ckpt.layout.memory import local_view
-from ckpt.layout.overlaps import MemoryRanges, overlaps_itself
+from ckpt.layout.memory import MemoryRanges, local_view, overlaps_itself
 from ckpt.layout.piece import Holding
 from ckpt.layout.plain import Ranks, UnsupportedTensor
 from ckpt.layout.region import Shape

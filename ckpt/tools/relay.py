@@ -23,10 +23,10 @@ from ckpt.format.datafile import CHECKSUM_MAGIC
 from ckpt.format.datafile_index import DataFileIndex, index_of, read_into
 from ckpt.format.manifest import Manifest
 from ckpt.format.object_parts import PART_NBYTES, write_filled
-from ckpt.layout.buffers import aligned_buffer
 from ckpt.saving.resumable import is_written
 from ckpt.short import ShortRecord
 from storage import CorruptObjectError, Store
+from storage.ranges import aligned_buffer
 
 
 @dataclass(frozen=True, slots=True, repr=False)

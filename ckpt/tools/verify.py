@@ -20,11 +20,11 @@ from ckpt.format.checksum import crc32c_of_each
 from ckpt.format.datafile import DIGESTS
 from ckpt.format.datafile_index import DataFileIndex, extra_of, index_of, read_into
 from ckpt.format.manifest import Int64s, Manifest, is_reference
-from ckpt.layout.buffers import aligned_buffer
 from ckpt.loading.block_sums import BlockSums
 from ckpt.loading.contents import LocatedCheckpoint
 from ckpt.short import ShortRecord
 from storage import CorruptObjectError, KeyNotFoundError, ShortReadError, Store
+from storage.ranges import aligned_buffer
 from storage.threads import in_order
 
 MIB = 1 << 20

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import ckpt
 from ckpt.commit.locate import live_entries
-from ckpt.saving.publishing import Due
+from ckpt.service.publisher import Due
 from storage import open_store
 from tests.service.test_publication import Trainer, blank, follower_of, has, whole_model
 

@@ -18,8 +18,7 @@ import torch
 
 import ckpt
 from ckpt import operate
-from ckpt.cli import looking
-from ckpt.cli.running import json_of
+from ckpt.cli import json_of, looking
 from ckpt.commit import appender
 from ckpt.commit import live as live_module
 from ckpt.commit.appender import Sources

@@ -19,7 +19,6 @@ from torch import nn
 
 import ckpt
 from ckpt.commit.session import SessionRegistry, open_session
-from ckpt.layout.buffers import aligned_buffer
 from ckpt.saving.background import Background, PendingSave
 from ckpt.saving.image import Image, Staging, WritePath
 from ckpt.saving.staging import Staged, stage
@@ -28,6 +27,7 @@ from ckpt.saving.task import PartMemory, SaveOptions, SaveTask
 from ckpt.world.base import World
 from storage import open_store
 from storage.memory import MemoryStore
+from storage.ranges import aligned_buffer
 from tests.e2e.job import NO_WAITING, state_at
 from tests.service.staging import differing, late_copies, saved_tensors, tensors_now
 from tests.thread_ranks import run_ranks

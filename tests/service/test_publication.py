@@ -26,9 +26,9 @@ from ckpt.commit.session import SessionRegistry, open_session
 from ckpt.errors import InvalidArgument, LoadInterrupted, UnsupportedFormat
 from ckpt.loading.load import LoadOptions
 from ckpt.loading.patch import SparseWrite
-from ckpt.saving.publishing import Due, Publication
 from ckpt.saving.task import PartMemory, SaveOptions, SaveReport, SaveTask
 from ckpt.service.follower import Follower, FollowOptions, followed
+from ckpt.service.publisher import Due, Publication
 from ckpt.world.base import SoloWorld, World
 from storage import Store, TransientError, open_store
 from storage.wrap import WrappedStore

@@ -25,7 +25,7 @@ from ckpt.commit.writer import NotRetired
 from ckpt.errors import CheckpointError
 from ckpt.format.manifest_codec import decode_manifest
 from ckpt.loading.patch import DeltaPatch, SparseWrite
-from ckpt.saving.publishing import Due, Publication
+from ckpt.service.publisher import Due, Publication
 from storage import KeyNotFoundError, Store, TransientError, open_store
 from storage.wrap import WrappedStore
 from tests.conftest import Scale

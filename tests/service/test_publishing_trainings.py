@@ -16,8 +16,8 @@ from torch.distributed.fsdp import fully_shard
 
 import ckpt
 from ckpt.errors import InvalidArgument
-from ckpt.saving.publishing import Publication
 from ckpt.service import publisher
+from ckpt.service.publisher import Publication
 from storage import TransientError
 from tests.ranks import run_ranks
 

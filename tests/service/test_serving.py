@@ -358,7 +358,7 @@ def test_a_follower_that_slept_takes_the_newest_anchor(net: Net, tmp_path: Path)
     """What it would need has been retired, and its parent has forgotten it."""
     follower, state = net.follower(net.store_at(net.origin))
     trainer = net.trainer
-    trainer.due = ckpt.saving.publishing.Due(3, 1e9)
+    trainer.due = ckpt.service.publisher.Due(3, 1e9)
     trainer.publish(0)
     assert follower.poll() and follower.swap()
     for step in range(1, 14):

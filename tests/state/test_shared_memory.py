@@ -18,7 +18,7 @@ from torch import nn
 
 import ckpt
 from ckpt.errors import InvalidState, Mismatch
-from ckpt.layout.overlaps import MemoryRanges, overlaps_itself
+from ckpt.layout.memory import MemoryRanges, overlaps_itself
 from ckpt.service.policies import EverySteps
 
 State = dict[str, Any]

@@ -17,9 +17,9 @@ import torch
 import ckpt
 import ckpt.loading.reader
 import storage.threads
-from ckpt.layout.buffers import aligned_buffer
 from ckpt.layout.memory import CallersStreams
 from storage.memory import MemoryStore
+from storage.ranges import aligned_buffer
 from tests.ranks import run_ranks
 from tests.streams.device import NAME, Stream, using
 from tests.streams.groups import world

@@ -20,7 +20,6 @@ import ckpt.format.object_parts as object_parts
 import ckpt.saving.image as image
 import ckpt.saving.plan as plan
 from ckpt.commit.session import SessionRegistry, open_session
-from ckpt.layout.buffers import address_of, aligned_buffer
 from ckpt.saving.background import Background
 from ckpt.saving.image import Staging
 from ckpt.saving.staging import Staged, stage
@@ -28,6 +27,7 @@ from ckpt.saving.step_gate import steps
 from ckpt.saving.task import PartMemory, SaveOptions, SaveTask
 from ckpt.world.base import SoloWorld
 from storage.memory import MemoryStore
+from storage.ranges import address_of, aligned_buffer
 from tests.e2e.job import NO_WAITING
 from tests.ranks import run_ranks
 from tests.streams.clocks import Agent, Moment

@@ -21,7 +21,6 @@ import torch
 from ckpt.errors import Corrupt
 from ckpt.format.chunk_rules import cover_problem
 from ckpt.format.manifest import MODULES, Manifest, MetadataBudget
-from ckpt.layout.buffers import aligned_buffer
 from ckpt.layout.dtypes import DTYPES
 from ckpt.layout.kind import Kind
 from ckpt.layout.memory import host_bytes, tensor_over
@@ -31,6 +30,7 @@ from ckpt.loading.checkpoint import Checkpoint, fill, piece_of
 from ckpt.loading.contents import StoredTensor, leased_checkpoint
 from ckpt.loading.plan import ReadPath
 from storage import ShortReadError, Store
+from storage.ranges import aligned_buffer
 
 MIB = 1 << 20
 SCRATCH_NBYTES = 8 * MIB

@@ -38,10 +38,10 @@ from ckpt.format.object_parts import (
     send_parts,
     write_filled,
 )
-from ckpt.layout.buffers import aligned_buffer
 from ckpt.saving.resumable import is_written, stored
 from ckpt.world.base import World, collectively
 from storage import KeyExistsError, StorageError, Store
+from storage.ranges import aligned_buffer
 
 logger = logging.getLogger(__name__)
 

@@ -149,6 +149,7 @@ atexit.register(_leave, os.getpid())
 # and import what they use.
 if "torch" in sys.modules:
     import_module("ckpt.api")
+    import_module("numpy.ma")  # np.unique would, in the first load
 
 # Set by `ckpt rehearse`, in the processes that it starts.
 if "CKPT_REHEARSAL" in os.environ:

@@ -13,6 +13,7 @@ only the wanted bytes are fetched; its holder verifies their blocks (`loading/ex
 from __future__ import annotations
 
 import contextlib
+import os
 import threading
 from bisect import bisect_left, bisect_right
 from collections import Counter
@@ -61,6 +62,9 @@ from storage.ranges import address_of, bytes_at, copy_bytes, scatter_bytes
 from storage.threads import RequestWindow, as_done
 
 ALIGNED = 64  # so that elements of any dtype may lie there
+KEPT_NBYTES_MAX = 8 << 20
+
+_kept = threading.local()
 
 
 class ReadPart(NamedTuple):
@@ -363,12 +367,15 @@ class Reader:
 
     def _scratch(self, nbytes: int) -> memoryview:
         """This thread's memory for what is not read to where it belongs. It is the same for each
-        request, since fresh memory takes as long as a read from memory, and pinned where a device
-        copies from it.
+        request, and a few megabytes for each load: fresh memory takes longer than a read from
+        memory. Pinned where a device copies from it.
         """
-        memory: memoryview = getattr(self._own, "memory", memoryview(b""))
-        if len(memory) < nbytes:
-            memory = self._own.memory = staging_buffer(nbytes, pinned=self._is_pinned)
+        own = self._own if self._is_pinned or nbytes > KEPT_NBYTES_MAX else _kept
+        # A forked child has its parent's, as the same memory.
+        pid, memory = getattr(own, "memory", (0, memoryview(b"")))
+        if pid != os.getpid() or len(memory) < nbytes:
+            memory = staging_buffer(nbytes, pinned=self._is_pinned)
+            own.memory = os.getpid(), memory
         return memory
 
     def _extent(self, part: ReadPart) -> tuple[int, int]:

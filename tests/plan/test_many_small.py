@@ -6,8 +6,10 @@ and compares every tensor bit for bit.
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
@@ -16,6 +18,7 @@ import torch
 
 import ckpt
 from ckpt.layout.plain import Ranks
+from ckpt.loading import reader
 from ckpt.loading.contents import find_checkpoint
 from ckpt.loading.load import catalog_of
 from ckpt.loading.plan import plan_reads
@@ -72,6 +75,27 @@ def test_a_file_of_one_part_is_written_by_the_thread_that_saves(
         ckpt.save({"x": torch.zeros(mib << 18)}, url, step=step, io="direct")
         is_of_parts = mib == 20
         assert any(name.startswith("ckpt-write") for name in started) == is_of_parts
+
+
+def test_loads_of_small_tensors_share_their_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Fresh memory would take longer than reading; a forked child must not have its parent's."""
+    state = _small()
+    ckpt.save(state, tmp_path, step=0, io="buffered")
+    ckpt.load(_blank(state), tmp_path, io="buffered")
+    made = []
+    monkeypatch.setattr(
+        reader, "staging_buffer", lambda nbytes, **how: made.append(nbytes) or bytearray(nbytes)
+    )
+    for _ in range(2):
+        ckpt.load(_blank(state), tmp_path, io="buffered")
+    assert not made
+    if not (pid := os.fork()):
+        with suppress(BaseException):
+            ckpt.load(_blank(state), tmp_path, io="buffered")
+        os._exit(len(made))
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 1
 
 
 def _calls_per_tensor(url: str, measured: Callable[[dict[str, torch.Tensor], str], object]) -> int:

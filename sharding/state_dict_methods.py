@@ -35,7 +35,13 @@ from ckpt.state_dict.api import TakeRequest
 from ckpt.state_dict.config import FullOptimStateDictConfig, ShardedOptimStateDictConfig
 from ckpt.state_dict.config import OptimStateDictConfig as OurOptimConfig
 from ckpt.state_dict.config import StateDictType as Form
-from ckpt.state_dict.keys import ListedParams, rekey_optimizer_state_dict
+from ckpt.state_dict.keys import (
+    ListedParams,
+    by_name,
+    by_number,
+    own_names,
+    rekey_optimizer_state_dict,
+)
 from sharding.attributes import UnitAttributes
 from sharding.engine.torch_seam import (
     norm_counters,
@@ -44,7 +50,6 @@ from sharding.engine.torch_seam import (
     versioned_dict,
 )
 from sharding.flat.wrappers import managed_below
-from sharding.named_optimizers import by_name, by_number, own_names
 from sharding.torch_face import (
     TorchWrapper,
     checked_settings,

@@ -154,7 +154,6 @@ def _open_plain(
         return _retrying(BorrowedStore(url), retry)
     url = url_of(url)
     protocol, rest = _split(url)
-    policy = retry if retry is not None else RetryPolicy()
     if protocol in ("", "file", "local"):
         _refuse_options(url, storage_options)
         if protocol and not rest:
@@ -171,6 +170,7 @@ def _open_plain(
         below = child_of(behind, root) if behind is not None and root else behind
         others = below is not None and [_open_plain(below, None, without_secrets(its_options))]
         return open_registered(url, protocol, partial(open_peer, others=others or ()), options)
+    policy = retry if retry is not None else RetryPolicy()
     if protocol in ("s3", "s3a"):
         try:
             from storage.s3.store import open_s3  # s3fs takes half a second to import

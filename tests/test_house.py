@@ -151,7 +151,7 @@ ADAPTERS = (
     "sharding/dtensor/seam.py",
     "ckpt/world/job.py",
     "ckpt/world/torch_world.py",
-    "ckpt/convert/targets/dcp.py",
+    "ckpt/convert/targets/nesting.py",
 )
 
 COLLECTIVES = {
@@ -201,7 +201,7 @@ BANS = (
     # They write what torch reads: DCP's metadata, and trees of torch.save. Neither reads a pickle.
     Ban(
         lambda name: is_pickle(name) and name not in ("torch.save", "torch.load"),
-        ("ckpt/convert/targets/dcp.py", "ckpt/convert/sources/torch_pickle.py"),
+        ("ckpt/convert/targets/nesting.py", "ckpt/convert/sources/torch_pickle.py"),
         "ckpt.format.codec for values, ckpt.format.datafile for tensors",
     ),
     # Planners of DCP take and give what torch.save wrote: bytes of this process, none of a store.

@@ -9,10 +9,12 @@ from __future__ import annotations
 import fnmatch
 import json
 import math
+import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass
 from itertools import islice
-from typing import Any, SupportsIndex
+from typing import Any, NamedTuple, SupportsIndex
 
 import numpy as np
 
@@ -23,7 +25,7 @@ from ckpt.format.manifest import MetadataBudget
 from ckpt.layout.descriptions import is_description, shown_type
 from ckpt.layout.dtypes import DTYPES
 from ckpt.layout.kind import Kind
-from ckpt.layout.region import Box, Region, Shape
+from ckpt.layout.region import Box, Region, Shape, boxes_of
 from ckpt.loading.contents import CheckpointContents, StoredPart, TensorInfo, open_contents
 from ckpt.screens.folding import folded
 from ckpt.screens.terminal import (
@@ -37,15 +39,6 @@ from ckpt.screens.terminal import (
     show_table,
     size,
     write_page,
-)
-from ckpt.tools.shard_map import (
-    FileOnMap,
-    Rectangle,
-    TensorsMap,
-    map_of,
-    rank_of,
-    rank_order,
-    rectangles,
 )
 from storage import StoreLike
 
@@ -364,3 +357,98 @@ def _color(index: int, count: int, lightness: int = 52) -> str:
     golden_angle = 137.508
     hue = 360 * index / max(count, 1) if count <= 12 else index * golden_angle % 360
     return f"hsl({hue:.0f} 62% {lightness}%)"
+
+
+# Where tensors lie ------------------------------------------------------------------------------
+
+
+class Rectangle(NamedTuple):
+    """A part of a tensor drawn on a unit square: rows are dim 0, columns all other dims in order.
+
+    All four numbers are from 0 to 1.
+    """
+
+    left: float
+    top: float
+    width: float
+    height: float
+
+
+class FileOnMap(NamedTuple):
+    """One data file: its name in the step's directory, the place of its rank, its length."""
+
+    name: str
+    rank: int
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class TensorsMap:
+    """Which rank stored which part of which tensor in which file, by the name of the file.
+
+    `ranks` are the names of those who wrote: numbers, or file names where a name has no rank.
+    """
+
+    ranks: tuple[str, ...]
+    files: Mapping[str, FileOnMap]
+    tensors: tuple[TensorInfo, ...]
+
+    def nbytes_by_rank(self, tensor: TensorInfo) -> list[int]:
+        """One number per rank of the map."""
+        nbytes = [0] * len(self.ranks)
+        for part in tensor.parts:
+            nbytes[self.files[part.file].rank] += part.nbytes
+        return nbytes
+
+
+def map_of(checkpoint: CheckpointContents, names: Sequence[str] | None = None) -> TensorsMap:
+    """The map of all tensors of a checkpoint, or of those in `names`, in that order.
+
+    Tied names are left out: their parts are those of the stored tensor. Reads no tensor. Raises
+    KeyError for an unknown name.
+    """
+    manifest = checkpoint.manifest
+    # By name, for the manifest does not say who wrote a file.
+    ranks = sorted({rank_of(name) for name in manifest.files}, key=rank_order)
+    place = {rank: index for index, rank in enumerate(ranks)}
+    sizes = zip(manifest.files, manifest.file_nbytes.tolist(), strict=True)
+    files = {name: FileOnMap(name, place[rank_of(name)], nbytes) for name, nbytes in sizes}
+    infos = map(checkpoint.info, checkpoint.keys() if names is None else names)
+    return TensorsMap(tuple(ranks), files, tuple(one for one in infos if one.alias_of is None))
+
+
+def rank_of(file: str) -> str:
+    """The rank in a data file's name, or the name itself; files of another attempt too."""
+    match = re.match(r"rank0*(\d+)-", file.rpartition("/")[2])
+    return match[1] if match else file
+
+
+def rank_order(rank: str) -> tuple[int, str]:
+    """A sort key for what `rank_of` returns: by number, then other names."""
+    return len(rank), rank
+
+
+def rectangles(region: Region, shape: Shape) -> list[Rectangle]:
+    """`region` of a tensor of `shape` on the unit square; the whole tensor is all of it.
+
+    A part that is cut along dims behind the second is drawn from its first column to its last.
+    """
+    if not shape:
+        return [Rectangle(0.0, 0.0, 1.0, 1.0)]
+    # At least 1, for tensors without elements.
+    rows, columns = max(shape[0], 1), max(math.prod(shape[1:]), 1)
+    tensors = []
+    for box in boxes_of(region, shape):
+        first = last = 0
+        for length, offset, extent in zip(shape[1:], box.offset[1:], box.shape[1:], strict=True):
+            first = first * length + offset
+            last = last * length + offset + extent - 1
+        tensors.append(
+            Rectangle(
+                first / columns,
+                box.offset[0] / rows,
+                (last + 1 - first) / columns,
+                box.shape[0] / rows,
+            )
+        )
+    return tensors

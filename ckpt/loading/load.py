@@ -47,8 +47,7 @@ from ckpt.loading.plan import ReadPath, length, plan_reads
 from ckpt.loading.reader import Reader
 from ckpt.short import ShortRecord
 from ckpt.state.bind import bind_state
-from ckpt.state.binding import Binding
-from ckpt.state.half_loaded import filling
+from ckpt.state.binding import Binding, filling
 from ckpt.state.matching import Tally, with_nearest
 from ckpt.state.names import GroupOptions, Left
 from ckpt.state.resize import Resize
@@ -217,9 +216,10 @@ def load_located(
         means = _mean_rows(world, binding, block_sums, options.path, origins)
 
     def prepare() -> Sharing:
-        limits = options.sharing
-        sharing = share(reader.blocks, groups, world.rank, limits, reader.needs)
-        sharing = fetched(sharing, reader.blocks, reader.files, origins.owners, limits)
+        sharing, limits = Sharing(reader.needs, []), options.sharing
+        if world.size > 1:
+            sharing = share(reader.blocks, groups, world.rank, limits, reader.needs)
+            sharing = fetched(sharing, reader.blocks, reader.files, origins.owners, limits)
         binding.prepare()
         return sharing
 

@@ -34,8 +34,7 @@ from ckpt.layout.elements import (
 from ckpt.loading.load import LoadOptions, bind_to
 from ckpt.loading.reader import may_write
 from ckpt.loading.swap_load import Aside, Copied, LivePiece, Present, Where, live_pieces, read_aside
-from ckpt.state.binding import Binding
-from ckpt.state.half_loaded import filling
+from ckpt.state.binding import Binding, filling
 from ckpt.world.base import World, collectively
 from storage import Store
 

@@ -38,8 +38,7 @@ from ckpt.loading.exchange import Sharing, share
 from ckpt.loading.load import LoadOptions, bind_to, compared, transfer
 from ckpt.loading.plan import Ints, chunks_of, expanded, plan_reads
 from ckpt.loading.reader import Reader, may_write
-from ckpt.state.binding import Binding
-from ckpt.state.half_loaded import filling
+from ckpt.state.binding import Binding, filling
 from ckpt.world.base import World, collectively
 from storage import Store
 

@@ -50,8 +50,8 @@ from ckpt.layout.piece import Holding, Piece
 from ckpt.layout.plain import Ranks, UnsupportedTensor
 from ckpt.layout.region import Region, Span, boxes_of
 from ckpt.layout.tensor import PLAIN_CLASSES, memory_of
+from ckpt.state.binding import refuse_interrupted
 from ckpt.state.flatten import Structure, structure_of, values_of
-from ckpt.state.half_loaded import refuse_interrupted
 from ckpt.state.optimizer import STATE_DICT_HOOKS
 from ckpt.state.optimizer_kinds import declared
 from ckpt.state.types import FlatState, StagesHere

@@ -90,6 +90,21 @@ def bytes_in_order(view: torch.Tensor) -> torch.Tensor:
 # What has to be equal --------------------------------------------------------------------------
 
 
+def compared_live(
+    task: SaveTask, contents: Contents | Exception
+) -> tuple[Contents | Exception, Uint32s]:
+    """As `compared`, of live memory; and the digests of the plan's `compared`."""
+    digests, sums = np.zeros(0, dtype=np.uint32), None
+    if not isinstance(contents, Exception):
+        try:
+            digests = digests_of(contents.plan.compared)
+            sums = replica_sums(contents.plan, task, copied=False)
+            sums.compute()
+        except Exception as error:
+            contents = error
+    return compared(task, contents, digests, sums), digests
+
+
 def compared(
     task: SaveTask,
     contents: Contents | Exception,

@@ -40,12 +40,7 @@ from ckpt.saving.dedup import NOTHING, Holdings, Referred, decode_base, refer
 from ckpt.saving.holders import inventory_of, report_names
 from ckpt.saving.image import plan_files, write_files
 from ckpt.saving.plan import Contents, Memo, Source, entries_of
-from ckpt.saving.replica_check import (
-    ReplicasDrifted,
-    compared,
-    digests_of,
-    replica_sums,
-)
+from ckpt.saving.replica_check import ReplicasDrifted, compared_live
 from ckpt.saving.task import (
     NONE_HERE,
     PARTS,
@@ -498,15 +493,10 @@ def _flattened(state: Any, task: SaveTask) -> Contents | Exception:
 
 def _save_once(state: Any, task: SaveTask) -> SaveReport:
     contents = flattened(state, task)
-    digests, sums = np.zeros(0, dtype=np.uint32), None
-    if not isinstance(contents, Exception):
-        try:
-            digests = digests_of(contents.plan.compared)
-            sums = replica_sums(contents.plan, task, copied=False)
-            sums.compute()
-        except Exception as error:
-            contents = error
-    contents = compared(task, contents, digests, sums)
+    digests = np.zeros(0, dtype=np.uint32)
+    # A rank alone has nobody to compare with.
+    if task.session.world.size > 1:
+        contents, digests = compared_live(task, contents)
 
     def write(attempt: Attempt) -> Part:
         if isinstance(contents, Exception):

@@ -129,23 +129,22 @@ class JointParts:
 
         Raises Corrupt.
         """
-        merged, rest, reports = self._update(part, report, below)
+        merged, rest, reports = self._update(part, below)
         structure, digest = merged.encoded
         known = digest == self._sent
         # Before it has arrived: if the round fails, all ranks `forget`.
         self._sent = digest
+        reports = pack(report.encode()) + reports
         return joined(reports, joined(b"" if known else structure, encode_rest(rest, digest)))
 
     def received(self, part: Part, report: RankReport, below: Sequence[bytes]) -> JointReceived:
         """On the coordinator, the contributions of all. Raises Corrupt."""
-        merged, rest, reports = self._update(part, report, below)
-        return JointReceived(rest, list(map(RankReport.decode, unpack(reports))), merged)
+        merged, rest, reports = self._update(part, below)
+        return JointReceived(rest, [report, *map(RankReport.decode, unpack(reports))], merged)
 
-    def _update(
-        self, part: Part, report: RankReport, below: Sequence[bytes]
-    ) -> tuple[Merged, JointRest, bytes]:
-        """All structures merged, the rests merged, and the reports, packed."""
-        reports, sent = [pack(report.encode())], list[tuple[bytes, bytes]]()
+    def _update(self, part: Part, below: Sequence[bytes]) -> tuple[Merged, JointRest, bytes]:
+        """All structures merged, the rests merged, and the reports of those below, packed."""
+        reports, sent = list[bytes](), list[tuple[bytes, bytes]]()
         for message in below:
             of_ranks, rest = split(message)
             reports.append(of_ranks)

@@ -19,7 +19,7 @@ from torch import nn
 
 from ckpt.layout.memory import gc_paused
 from ckpt.layout.plain import Ranks
-from ckpt.state.half_loaded import filling
+from ckpt.state.binding import filling
 from ckpt.state.types import STATE_DICT, Loaded, LoadRequest, Unshared
 from ckpt.state_dict.config import (
     OptimStateDictConfig,

@@ -26,7 +26,7 @@ from ckpt.errors import (
     UnsupportedFormat,
 )
 from ckpt.loading.load import LoadOptions
-from ckpt.state.half_loaded import refuse_interrupted
+from ckpt.state.binding import refuse_interrupted
 from ckpt.state.types import PerRank
 from storage import Store, open_store
 from storage.testing import FaultPlan, FaultyStore, Killed

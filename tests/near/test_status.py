@@ -32,7 +32,7 @@ from ckpt.near.status import (
 )
 from ckpt.near.tier import tiers_in
 from ckpt.near.training import NearTraining
-from ckpt.screens.watch_frame import frame_of, happenings
+from ckpt.screens.watching import frame_of, happenings
 from ckpt.service.events import NearSaved
 from ckpt.service.policies import EverySteps
 from ckpt.tools.near_tiers import tier_views, work_at_risk

@@ -21,8 +21,7 @@ from ckpt import operate
 from ckpt.cli import main
 from ckpt.cli.rehearsing import show_rehearse
 from ckpt.errors import InvalidArgument
-from ckpt.rehearse.judging import Divergence
-from ckpt.rehearse.runs import RehearsalReport, RehearsedRun
+from ckpt.rehearse.runs import Divergence, RehearsalReport, RehearsedRun
 from ckpt.rehearse.seen import text_of
 
 HERE = Path(__file__).parent

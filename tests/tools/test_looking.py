@@ -22,12 +22,12 @@ import ckpt
 from ckpt.cli import main
 from ckpt.cli.commandline import COMMANDS
 from ckpt.cli.completing import SCRIPTS, words_after
+from ckpt.cli.showing import Rectangle, map_of, rank_of, rectangles
 from ckpt.commit.maintenance import Maintenance
 from ckpt.commit.names import record_key
 from ckpt.errors import Corrupt, NoCheckpoint
 from ckpt.layout.region import Box, Span
 from ckpt.screens.terminal import age
-from ckpt.tools.shard_map import Rectangle, map_of, rank_of, rectangles
 from storage import open_store
 
 

@@ -29,7 +29,7 @@ import torch
 import ckpt
 from ckpt.cli import main
 from ckpt.screens.visible import visible
-from ckpt.screens.watch_frame import DRAWN, PLAIN, Line, frame_of, happenings, marks_of
+from ckpt.screens.watching import DRAWN, PLAIN, Line, frame_of, happenings, marks_of
 from ckpt.telemetry.record import SaveFailure
 from ckpt.tools.polling import RunPoller, RunState
 from ckpt.tools.report import TrainingRun, busiest_ranks, longest_phases

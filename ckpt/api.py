@@ -329,6 +329,7 @@ def load(
     optimizer too, where one has several tensors in one: `{"experts.{}.weight": "experts.weight"}`
     loads one tensor for each expert from stacks, `{"qkv": "q + k + v"}` joins along dim 0,
     `{"q:8 + kv @1": "qkv"}` takes apart along dim 1, and `{"weight": "kernel^T"}` transposes.
+    `{"q": "wq^I8"}` has halves where the checkpoint has pairs of rows, in each of 8 heads.
 
     `resize={"model.embed.weight": "mean"}` gives a tensor, or all tensors below a name, the rows
     (dim 0) that the state has, and the moments of parameters with them: rows more than the state's

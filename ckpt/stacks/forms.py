@@ -4,6 +4,8 @@
     q_proj:8 + k_proj + v_proj    parts, one after the other along dim 0, here the first of 8 rows
     gate + up @1                  along dim 1
     kernel^T                      the last two dims swapped; of one dim, a tensor as it is
+    wq^I8, w13^I @1               interleaved: rows 2i and 2i + 1, in each of 8 heads, where the
+                                  other side has rows i of two halves; along dim 0 or @ another
 
 A rule with several of these is several steps, each of which sees what the one before has made.
 """
@@ -15,7 +17,10 @@ from collections.abc import Iterable, Iterator, Sequence
 from functools import cache
 from typing import NamedTuple
 
+import torch
+
 from ckpt.errors import CheckpointError
+from ckpt.layout.region import Shape
 
 NUMBER = "{}"
 
@@ -28,15 +33,63 @@ class StackPlace(NamedTuple):
     number: int | None
 
 
+class Turn(NamedTuple):
+    """How elements move within a tensor: its last two dims are swapped (no `heads`), or what is
+    interleaved along `dim` becomes two halves, in each of `heads`; with `is_back`, halves are
+    interleaved.
+    """
+
+    heads: int = 0
+    dim: int = 0
+    is_back: bool = False
+
+    @property
+    def back(self) -> Turn:
+        """The turn in the other direction."""
+        return self._replace(is_back=not self.is_back)
+
+    def problem(self, shape: Shape) -> str | None:
+        """Why a tensor of `shape` cannot be turned so."""
+        if self.heads and len(shape) <= self.dim:
+            return f"no dim {self.dim}"
+        if self.heads and shape[self.dim] % (2 * self.heads):
+            return f"not an even number of rows for each of {self.heads} heads in dim {self.dim}"
+        return None
+
+    def shape(self, shape: Shape) -> Shape:
+        """That of the turned tensor; of offsets too, where dims are swapped."""
+        if self.heads or len(shape) < 2:
+            return shape
+        return (*shape[:-2], shape[-1], shape[-2])
+
+    def row(self, row: int, size: int) -> int:
+        """Where a row of the turned tensor is in the one that is turned, which has `size`."""
+        half = size // self.heads // 2
+        start, rest = row - row % (2 * half), row % (2 * half)
+        if self.is_back:
+            return start + rest % 2 * half + rest // 2
+        return start + rest % half * 2 + rest // half
+
+    def of(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The turned tensor, row-major."""
+        shape = tuple(tensor.shape)
+        if not self.heads:
+            return tensor if len(shape) < 2 else tensor.transpose(-1, -2).contiguous()
+        half = shape[self.dim] // self.heads // 2
+        pair = (2, half) if self.is_back else (half, 2)
+        apart = tensor.unflatten(self.dim, (self.heads, *pair))
+        return apart.transpose(self.dim + 1, self.dim + 2).reshape(shape)
+
+
 class RuleSide(NamedTuple):
     """One side of a step: a whole, its slices, or its parts along `dim`, some of whose `sizes` are
-    stated.
+    stated; or what is turned.
     """
 
     names: tuple[str, ...]
     sizes: tuple[int | None, ...] = ()
     dim: int | None = None
-    is_transposed: bool = False
+    turn: Turn | None = None
 
     @property
     def text(self) -> str:
@@ -54,7 +107,7 @@ class RuleSide(NamedTuple):
             if match := _pattern(own).fullmatch(name):
                 if NUMBER in own:
                     number = int(match["number"])
-                is_part = self.is_many or self.is_transposed
+                is_part = self.is_many or self.turn is not None
                 return StackPlace(
                     match["head"] or "", match["tail"] or "", number if is_part else None
                 )
@@ -63,7 +116,7 @@ class RuleSide(NamedTuple):
 
 class StackRule(NamedTuple):
     """What a checkpoint calls `old` is to be `new`; one of them consists of the other's parts, or
-    is its transpose. `text` is for messages.
+    is the other, turned. `text` is for messages.
     """
 
     old: RuleSide
@@ -76,17 +129,12 @@ class StackRule(NamedTuple):
         return self.new.is_many
 
     @property
-    def is_transposed(self) -> bool:
-        """Whether a tensor becomes its transpose."""
-        return self.old.is_transposed
-
-    @property
     def back(self) -> StackRule:
         """The rule in the other direction."""
         old, new = self.new, self.old
-        if self.is_transposed:
-            # The old side alone says that a step transposes.
-            old, new = old._replace(is_transposed=True), new._replace(is_transposed=False)
+        if new.turn is not None:
+            # The old side alone says how a step turns.
+            old, new = old._replace(turn=new.turn.back), new._replace(turn=None)
         return StackRule(old, new, self.text)
 
     def place(self, name: str) -> StackPlace | None:
@@ -110,12 +158,12 @@ def _pattern(form: str) -> re.Pattern[str]:
 
 
 _SIDE = re.compile(r"(?P<parts>.*?)(?:\s*@\s*(?P<dim>\d+))?", re.DOTALL)
-_PART = re.compile(r"\s*(?P<name>.*?)(?P<transposed>\^T)?(?::(?P<size>\d+))?\s*", re.DOTALL)
+_PART = re.compile(r"\s*(?P<name>.*?)(?:\^(?P<turn>T|I(?!0)\d*))?(?::(?P<size>\d+))?\s*", re.DOTALL)
 
 
 class _Term(NamedTuple):
     name: str
-    is_transposed: bool
+    turn: Turn | None
     size: int | None
 
     @property
@@ -139,12 +187,18 @@ def _side(text: str) -> _RuleText:
     assert side is not None, "both groups may be empty"
     # With its spaces: a name may have a plus in it.
     matches = [_PART.fullmatch(part) for part in side["parts"].split(" + ")]
+    dim = int(side["dim"]) if side["dim"] else None
+    turns = {None: None, "T": Turn()}
     parts = [
-        _Term(m["name"], bool(m["transposed"]), int(m["size"]) if m["size"] else None)
+        _Term(
+            m["name"],
+            turns[m["turn"]] if m["turn"] in turns else Turn(int(m["turn"][1:] or 1), dim or 0),
+            int(m["size"]) if m["size"] else None,
+        )
         for m in matches
         if m is not None
     ]
-    return _RuleText(parts, int(side["dim"]) if side["dim"] else None)
+    return _RuleText(parts, dim)
 
 
 def steps_of(pairs: Iterable[tuple[str, str]]) -> list[list[StackRule]]:
@@ -163,18 +217,18 @@ def steps_of(pairs: Iterable[tuple[str, str]]) -> list[list[StackRule]]:
 def _steps(old: str, new: str) -> list[StackRule]:
     text, many, whole = f"the rule {old!r} to {new!r}", _side(old), _side(new)
     # Written from the whole to its parts: made the other way round, and turned at the end.
-    if is_back := whole.is_many or (whole.parts[0].is_transposed and not many.is_many):
+    if is_back := whole.is_many or (whole.parts[0].turn and not many.is_many):
         many, whole = whole, many
     steps, one = [], whole.parts[0]
     is_joined = len(many.parts) > 1
     for part in many.parts:
         # The last step gives the name, so that those before keep what the part is called.
-        end = part.whole if is_joined or one.is_transposed else one.name
+        end = part.whole if is_joined or one.turn else one.name
         if NUMBER in part.name:
             steps.append(StackRule(RuleSide((part.name,)), RuleSide((end,)), text))
-        if part.is_transposed:
+        if part.turn:
             of = end if NUMBER in part.name else part.name
-            steps.append(StackRule(RuleSide((of,), is_transposed=True), RuleSide((end,)), text))
+            steps.append(StackRule(RuleSide((of,), turn=part.turn), RuleSide((end,)), text))
     end = one.name
     if is_joined:
         parts = RuleSide(
@@ -183,9 +237,9 @@ def _steps(old: str, new: str) -> list[StackRule]:
             many.dim or 0,
         )
         steps.append(StackRule(parts, RuleSide((end,)), text))
-    if one.is_transposed:
+    if one.turn:
         last = end if is_joined else many.parts[0].whole
-        steps.append(StackRule(RuleSide((last,), is_transposed=True), RuleSide((end,)), text))
+        steps.append(StackRule(RuleSide((last,), turn=one.turn.back), RuleSide((end,)), text))
     return [step.back for step in reversed(steps)] if is_back else steps
 
 
@@ -195,9 +249,9 @@ def _problems_of(old: object, new: object, every_old: Sequence[str]) -> Iterator
         return
     sides = (_side(old), _side(new))
     parts = [part for side in sides for part in side.parts]
-    has_transposed = any(part.is_transposed for part in parts)
+    has_turn = any(part.turn for part in parts)
     counts = {part.name.count(NUMBER) for side in sides if side.is_many for part in side.parts}
-    if sides[0].is_many == sides[1].is_many and not (has_transposed and not sides[0].is_many):
+    if sides[0].is_many == sides[1].is_many and not (has_turn and not sides[0].is_many):
         yield (
             f"expected {NUMBER} once, in the name of slices, or parts joined by ' + ', on one "
             "side, and the name of the whole on the other"
@@ -205,7 +259,8 @@ def _problems_of(old: object, new: object, every_old: Sequence[str]) -> Iterator
     elif counts - {0, 1} or len(counts) > 1:
         yield f"expected {NUMBER} once, or in none of the parts"
     elif any(
-        (side.dim is not None or part.size is not None) and len(side.parts) == 1
+        (part.size is not None or (side.dim is not None and not (part.turn and part.turn.heads)))
+        and len(side.parts) == 1
         for side in sides
         for part in side.parts
     ):

@@ -19,7 +19,8 @@ from ckpt.layout.holdings import of_view, shaped
 from ckpt.layout.memory import local_view
 from ckpt.layout.piece import Holding, Piece
 from ckpt.layout.region import Box, Shape, Span, boxes_of
-from ckpt.stacks.rules import Origin, restack, swapped
+from ckpt.stacks.forms import Turn
+from ckpt.stacks.rules import Origin, restack
 from ckpt.state.binding import Binding
 from ckpt.state.types import Catalog, Stacks
 
@@ -80,8 +81,8 @@ class _Moving:
             view = local_view(holding, piece)
             if origin.is_common:
                 yield from self.common(holding, piece, view, origin)
-            elif origin.is_transposed:
-                yield from _transposed(holding, piece, view, origin)
+            elif origin.turn is not None:
+                yield from _turned(holding, piece, view, origin.stored[0], origin.turn)
             elif origin.number is not None:
                 yield from _lifted(holding, piece, view, origin)
             else:
@@ -193,14 +194,22 @@ def _parts(origin: Origin, piece: Piece, low: int, high: int) -> Iterator[tuple[
             yield number, piece._replace(fqn=origin.stored[number], global_shape=own)
 
 
-def _transposed(
-    holding: Holding, piece: Piece, view: torch.Tensor, origin: Origin
+def _turned(
+    holding: Holding, piece: Piece, view: torch.Tensor, stored: str, turn: Turn
 ) -> Iterator[Holding]:
-    """A piece of a tensor, as pieces of its transpose."""
-    one = piece._replace(fqn=origin.stored[0], global_shape=swapped(piece.global_shape))
-    if len(piece.global_shape) < 2:
+    """A piece of a turned tensor, as pieces of the one that is stored."""
+    shape, dim = piece.global_shape, turn.dim
+    one = piece._replace(fqn=stored, global_shape=turn.shape(shape))
+    if not turn.heads and len(shape) < 2:
         yield of_view(holding, one, view)
         return
     for (offset, sizes), memory in _boxes(piece, view):
-        box = Box(swapped(offset), swapped(sizes))
-        yield of_view(holding, one._replace(region=box), memory.transpose(-1, -2))
+        if not turn.heads:
+            box = Box(turn.shape(offset), turn.shape(sizes))
+            yield of_view(holding, one._replace(region=box), memory.transpose(-1, -2))
+            continue
+        # Rows that follow each other here do not in the other form: each is a box of its own.
+        for number in range(sizes[dim]):
+            row = turn.row(offset[dim] + number, shape[dim])
+            box = Box(_with(offset, dim, row), _with(sizes, dim, 1))
+            yield of_view(holding, one._replace(region=box), memory.narrow(dim, number, 1))

@@ -16,8 +16,7 @@ from dataclasses import dataclass, field, replace
 from itertools import accumulate, chain, pairwise
 from typing import Any, NamedTuple
 
-from ckpt.layout.region import Shape
-from ckpt.stacks.forms import StackPlace, StackRule, steps_of
+from ckpt.stacks.forms import StackPlace, StackRule, Turn, steps_of
 from ckpt.state.names import split_state_name
 from ckpt.state.types import Catalog, TensorEntry
 from ckpt.state.values import references
@@ -30,7 +29,7 @@ class Origin(NamedTuple):
     `dim`, or along a first dim of their own (None). Part i is `starts[i]` to `starts[i + 1]` there.
 
     With `number`, it is that part of the one stored. With `is_common`, it is any of `stored`, which
-    have to be equal; with `is_transposed`, the one stored with its last two dims swapped.
+    have to be equal; with `turn`, the one stored, turned.
     """
 
     stored: tuple[str, ...]
@@ -38,12 +37,7 @@ class Origin(NamedTuple):
     starts: Sequence[int] = ()
     dim: int | None = None
     is_common: bool = False
-    is_transposed: bool = False
-
-
-def swapped(sizes: Shape) -> Shape:
-    """A shape, or an offset, with its last two dims in the other order."""
-    return sizes if len(sizes) < 2 else (*sizes[:-2], sizes[-1], sizes[-2])
+    turn: Turn | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -263,9 +257,12 @@ class _Restacking:
             return
         parts = [slices.names[number] for number in range(slices.total)]
         entry, dim = self.tensors[parts[0]], rule.old.dim
-        if rule.is_transposed:
-            flipped = entry._replace(shape=swapped(entry.shape))
-            self.add(name, flipped, Origin((parts[0],), is_transposed=True))
+        if (turn := rule.old.turn) is not None:
+            if problem := turn.problem(entry.shape):
+                self.problems.append(f"{name}: {parts[0]} has shape {entry.shape}, and {problem}")
+                return
+            turned = entry._replace(shape=turn.shape(entry.shape))
+            self.add(name, turned, Origin((parts[0],), turn=turn))
             self.gone.update({parts[0]} - {name})
             return
         if dim is not None and len(entry.shape) <= dim:

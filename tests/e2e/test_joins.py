@@ -50,6 +50,10 @@ APART = {
     "mlp.up": (6, 3),
     "conv.kernel": (6, 5),
     "conv.bias": (5,),
+    "rope.wq.weight": (12, 6),
+    "rope.wq.bias": (12,),
+    "glu.w13": (3, 6, 2),
+    "fused.w13.weight": (6, 3),
     **{f"moe.{i}.{name}.weight": (4, 6) for i in range(3) for name in ("w1", "w3")},
     "moe.0.down.weight": (6, 4),
     "moe.1.down.weight": (6, 4),
@@ -60,6 +64,9 @@ RULES = {
     "attn.qkv": "attn.q:8 + attn.k + attn.v",
     "mlp.gate_up": "mlp.gate:5 + mlp.up @1",
     "conv.weight": "conv.kernel^T",
+    "rope.q": "rope.wq^I2",
+    "glu.gate_up": "glu.w13^I @1",
+    "fused.gate + fused.up": "fused.w13^I",
     "moe.gate_up": "moe.{}.w1.weight + moe.{}.w3.weight @1",
     "moe.down": "moe.{}.down.weight^T",
 }
@@ -78,6 +85,19 @@ def together(apart: Mapping[str, torch.Tensor]) -> Tensors:
         "mlp.gate_up": torch.cat([of("mlp.gate"), of("mlp.up")], 1),
         "conv.weight": of("conv.kernel").T.contiguous(),
         "conv.bias": of("conv.bias"),
+        **{
+            f"rope.q.{leaf}": torch.cat(
+                [
+                    of(f"rope.wq.{leaf}")[start + first : start + 6 : 2]
+                    for start in (0, 6)
+                    for first in (0, 1)
+                ]
+            )
+            for leaf in ("weight", "bias")
+        },
+        "glu.gate_up": torch.cat([of("glu.w13")[:, 0::2], of("glu.w13")[:, 1::2]], 1),
+        "fused.gate.weight": of("fused.w13.weight")[0::2].contiguous(),
+        "fused.up.weight": of("fused.w13.weight")[1::2].contiguous(),
         "moe.gate_up": torch.cat(experts, 1),
         "moe.down": torch.stack([of(f"moe.{i}.down.weight").T for i in range(2)]).contiguous(),
         "plain": of("plain"),
@@ -200,6 +220,11 @@ def test_one_name_may_be_its_own_transpose(tmp_path: Path) -> None:
         ({"x:4 + y:4": "mlp.gate"}, "make the parts of"),
         ({"x:1 + y:4": "mlp.gate"}, "make the parts of"),
         ({"x + y @2": "mlp.gate"}, "and no dim 2 to cut"),
+        ({"a": "c @1"}, "expected {} once"),
+        ({"a": "c^I0"}, "expected {} once"),
+        ({"a": "mlp.gate^I @2"}, "and no dim 2"),
+        ({"a": "odd^I"}, "odd has shape (7, 2), and not an even number of rows"),
+        ({"a^I4": "mlp.gate"}, "for each of 4 heads in dim 0"),
         ({"all": "attn.q + attn.k @1"}, "its slices differ: model.attn.q.weight is"),
         ({"all": "attn.q:7 + attn.k"}, "attn.q.weight: has shape (8, 6), unlike the rule"),
         ({"all": "attn.q + attn.none"}, "the checkpoint has 1 of its 2"),

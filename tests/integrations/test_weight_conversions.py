@@ -2,6 +2,7 @@
 
 Method: what `save_pretrained` writes, by transformers' own conversions, loads into a live model of
 other weights, and back; judged by the live model's bits, and by `from_pretrained` of our export.
+Every converter of its maps, as a rule, does with random tensors what its operations do.
 """
 
 from __future__ import annotations
@@ -9,11 +10,12 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 import ckpt
 
@@ -133,3 +135,134 @@ def test_the_files_of_a_family_load_into_its_live_model_and_back(name: str, tmp_
     (folder / "config.json").write_text(json.dumps(model.config.to_dict()))
     opened = type(model).from_pretrained(folder)
     assert all(torch.equal(tensor, live[fqn]) for fqn, tensor in opened.state_dict().items())
+
+
+HEADS, PARTS = 2, 3  # of rotary embeddings, and of lists of modules
+SIZES = {"q_proj": 8, "k_proj": 4, "v_proj": 4}  # of `Split`, which asks the model
+
+
+def form(pattern: str) -> str:
+    """A name as our rules have it, from one of theirs."""
+    return pattern.replace("\\.", ".").strip(".").replace("*", "{}")
+
+
+def joined(names: list[str], dim: int) -> str:
+    return f"{' + '.join(names)} @{dim}" if len(names) > 1 else names[0]
+
+
+def rules_of(converter: Any) -> dict[str, str]:
+    """A converter of transformers as `stacks=`: what the live model has, of what the file has."""
+    operations = {type(one).__name__: one for one in converter.operations}
+    files, live = map(form, converter.source_patterns), map(form, converter.target_patterns)
+    match list(operations), list(files), list(live):
+        case ["MergeModulelist"], [file], [one]:
+            return {one: file}
+        case ["MergeModulelist", "Concatenate"] | ["Concatenate"], many, [one]:
+            if operations["Concatenate"].num_shards_attribute:
+                many = [many[0].format(number) for number in range(PARTS)]
+            return {one: joined(many, operations["Concatenate"].dim)}
+        case ["Chunk"], [file], many:
+            return {joined(many, operations["Chunk"].dim): file}
+        case ["Split"], [file], many:
+            sizes = [f"{name}:{SIZES[name.rpartition('.')[2]]}" for name in many]
+            return {joined(sizes, operations["Split"].dim): file}
+        case ["Transpose"], [file], [one]:
+            return {one: f"{file}^T"}
+        case ["Interleave", *_], [file], many:
+            dim = operations["Interleave"].dim
+            return {joined(many, dim): f"{file}^I @{dim}"}
+        case ["PermuteForRope"], [file], [one]:
+            return {one: f"{file}^I{HEADS}"}
+        case ["Chunk", "PermuteForRope"], [file], many:
+            turned = operations["PermuteForRope"].permute_layer_names
+            is_turned = {one: any(name in one for name in turned) for one in many}
+            parts = [f"{one}.pairs" if is_turned[one] else one for one in many]
+            rules = {joined(parts, operations["Chunk"].dim): file}
+            return rules | {one: f"{one}.pairs^I{HEADS}" for one in many if is_turned[one]}
+        case ["ErnieFuseAndSplitTextVisionExperts"], many, [text, vision]:
+            return {"both": joined(many, 1), f"{text} + {vision}": "both"}
+    raise AssertionError(f"no rule for {[*operations]} of {converter.source_patterns}")
+
+
+def file_of(converter: Any) -> dict[str, torch.Tensor]:
+    """Random tensors that a file for this converter has, by name."""
+    names = [form(pattern) for pattern in converter.source_patterns]
+    count = 4 if "text_moe" in str(converter.target_patterns) else PARTS
+    per_name = [[n.format(i) for i in range(count)] if "{}" in n else [n] for n in names]
+    # Rows that make three parts, of two heads each; matrices of experts where these are stacked.
+    is_stack = any(getattr(one, "dim", 0) == 1 for one in converter.operations) or any(
+        max(getattr(one, "dim0", 0), getattr(one, "dim1", 0)) == 2 for one in converter.operations
+    )
+    shape = (PARTS, 24, 6) if is_stack and "{}" not in str(names) else (24, 6)
+    if "Split" in str([type(one).__name__ for one in converter.operations]):
+        shape = (16, 6)
+    return {f"layers.0.{name}": torch.randn(shape) for some in per_name for name in some}
+
+
+def by_theirs(converter: Any, file: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """What transformers makes of a file."""
+    config = SimpleNamespace(num_attention_heads=HEADS)
+    config.get_text_config = lambda: SimpleNamespace(**dict.fromkeys(ATTRIBUTES, PARTS))
+    other = (1, 1, 1)  # than that of any file, so that all are turned
+    sizes = {f"layers.0.self_attn.{name}": (size, 6) for name, size in SIZES.items()}
+    model = SimpleNamespace(
+        get_parameter=lambda name: SimpleNamespace(shape=sizes.get(name, other))
+    )
+    sources, targets = converter.source_patterns, converter.target_patterns
+    tensors: dict[str, Any] = {}
+    for pattern in sources:
+        pieces = form(pattern).split("{}")
+        some = [t for n, t in file.items() if all(piece in n for piece in pieces)]
+        tensors[pattern] = some if "*" in pattern else some[0]
+    for one in converter.operations:
+        name = f"layers.0.{targets[0]}"
+        tensors = one.convert(
+            tensors, source_patterns=sources, target_patterns=targets, config=config, model=model,
+            full_layer_name=name,
+        )  # fmt: skip
+    return {f"layers.0.{form(name)}": tensor for name, tensor in tensors.items()}
+
+
+ATTRIBUTES: set[str] = set()
+
+
+def converters() -> dict[str, Any]:
+    """Those of all families, each kind of tensors and names once."""
+    from transformers.conversion_mapping import _build_checkpoint_conversion_mapping
+
+    known = {}
+    for transforms in _build_checkpoint_conversion_mapping().values():
+        for one in transforms:
+            if operations := getattr(one, "operations", ()):
+                does = [(type(op).__name__, *sorted(vars(op).items())) for op in operations]
+                known[f"{does} {one.source_patterns} {one.target_patterns}"] = one
+                ATTRIBUTES.update(
+                    filter(None, (getattr(op, "num_shards_attribute", None) for op in operations))
+                )
+    return known
+
+
+def test_a_rule_does_what_each_converter_of_transformers_does(tmp_path: Path) -> None:
+    known = converters()
+    assert len(known) > 60
+    kinds = set()
+    for number, (name, converter) in enumerate(sorted(known.items())):
+        torch.manual_seed(number)
+        kinds.update(type(one).__name__ for one in converter.operations)
+        file = file_of(converter)
+        live = by_theirs(converter, dict(file))
+        rules, folder = rules_of(converter), tmp_path / str(number)
+        folder.mkdir()
+        save_file(file, folder / "model.safetensors")
+        state = {fqn: torch.zeros_like(tensor) for fqn, tensor in live.items()}
+        ckpt.load({"model": state}, folder / "model.safetensors", stacks=rules)
+        assert all(torch.equal(state[fqn], tensor) for fqn, tensor in live.items()), name
+        ckpt.save({"model": state}, folder / "run", step=1)
+        back = dict(reversed(rules.items()))
+        ckpt.export(
+            folder / "run", folder / "back.safetensors", entry="model", stacks=back, verify=True
+        )
+        again = load_file(folder / "back.safetensors")
+        assert again.keys() == file.keys(), name
+        assert all(torch.equal(again[fqn], tensor) for fqn, tensor in file.items()), name
+    assert {"PermuteForRope", "Interleave", "ErnieFuseAndSplitTextVisionExperts"} <= kinds

@@ -153,7 +153,7 @@ class RestackedSource(DerivedSource):
                 ]
                 common.append((request, every))
                 requests += every
-            elif origin.is_transposed or origin.dim:
+            elif origin.turn is not None or origin.dim:
                 self.copy_whole(request, partial(self._made, origin))
             else:
                 requests += self._stored(request, origin)
@@ -187,8 +187,8 @@ class RestackedSource(DerivedSource):
 
     def _made(self, origin: Origin) -> torch.Tensor:
         parts = [self.source.read(fqn) for fqn in origin.stored]
-        if origin.is_transposed:
-            return parts[0] if parts[0].ndim < 2 else parts[0].transpose(-1, -2).contiguous()
+        if origin.turn is not None:
+            return origin.turn.of(parts[0])
         if origin.number is None:
             return torch.cat(parts, origin.dim or 0)
         start, stop = origin.starts[origin.number : origin.number + 2]

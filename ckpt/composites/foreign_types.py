@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-from collections.abc import Callable
+import inspect
+import math
+from collections.abc import Callable, Mapping
 from functools import cache
 from importlib import import_module
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -36,6 +38,10 @@ _TYPES: dict[str, str] = {
     "torchao.Int4TilePackedTo4dTensor": _AO_QUANTIZATION,
     "torchao.NF4Tensor": _AO_QUANTIZATION,
     "bitsandbytes.Params4bit": "bitsandbytes.nn",
+    "transformer_engine.Float8Tensor": "transformer_engine.pytorch.tensor.float8_tensor",
+    "transformer_engine.Float8BlockwiseQTensor": (
+        "transformer_engine.pytorch.tensor.float8_blockwise_tensor"
+    ),
     "transformer_engine.MXFP8Tensor": "transformer_engine.pytorch.tensor.mxfp8_tensor",
     "transformer_engine.NVFP4Tensor": "transformer_engine.pytorch.tensor.nvfp4_tensor",
 }
@@ -218,51 +224,155 @@ def _special(name: Any, value: Any, device: torch.device) -> Any:
 
 # --- Transformer Engine --------------------------------------------------------------------------
 
-# Its quantized tensors have no protocol of wrappers: their attributes are the arguments of their
-# class with a "_" in front. Scales are padded to 128 rows (columns, for those by columns).
-_PADDED = 128
-_BY_ROW = ("rowwise_data", "rowwise_scale_inv")
-_BY_COLUMN = ("columnwise_data", "columnwise_scale_inv")
-_AMAX = ("amax_rowwise", "amax_columnwise")
-# The names of their parts, that of their format, and where parts by columns have dim 0 of the
-# tensor.
-_OF_TE: dict[str, tuple[tuple[str, ...], str, int]] = {
-    "transformer_engine.MXFP8Tensor": ((*_BY_ROW, *_BY_COLUMN), "fp8_dtype", 0),
-    "transformer_engine.NVFP4Tensor": ((*_BY_ROW, *_BY_COLUMN, *_AMAX), "fp4_dtype", 1),
-}
+# Its quantized tensors have no protocol of wrappers in all versions: their attributes are the
+# arguments of their class with a "_" in front, but for these.
+_ATTRIBUTES = {"fp8_scale_inv": "_scale_inv", "data_transpose": "_transpose"}
 _SWIZZLED = "with_gemm_swizzled_scales"
 
 
+class _Lies(NamedTuple):
+    """How a part lies, of a tensor as rows and columns: its dim 0 is along dim `first` of that; one
+    scale is of `per` elements along each dim of the part, in memory of multiples of `pad`.
+    """
+
+    first: int = 0
+    per: tuple[int, int] | None = None
+    pad: tuple[int, int] = (1, 1)
+
+    def sizes(self, shape: Shape) -> tuple[int, int]:
+        """How many scales a tensor of `shape` has, without what is padded."""
+        rows_columns = math.prod(shape[:-1]), shape[-1]
+        assert self.per is not None, "asked of scales alone"
+        own = (rows_columns[self.first], rows_columns[1 - self.first])
+        return -(-own[0] // self.per[0]), -(-own[1] // self.per[1])
+
+
+class _OfTe(NamedTuple):
+    """A class: the argument with its format, further ones (older versions have not all), how its
+    parts lie (None: one for the whole tensor), and the elements of a block along each dim.
+    """
+
+    form: str
+    flags: tuple[str, ...]
+    parts: Mapping[str, _Lies | None]
+    block: int
+
+
+def _by_both(row: _Lies, column: _Lies, first: int) -> dict[str, _Lies | None]:
+    """Parts by rows and by columns; data by columns has dim `first` of the tensor first."""
+    return {
+        "rowwise_data": _Lies(),
+        "rowwise_scale_inv": row,
+        "columnwise_data": _Lies(first),
+        "columnwise_scale_inv": column,
+    }
+
+
+_4OVER6 = ("row_scaled_nvfp4", "nvfp4_use_4over6", "nvfp4_e4m3_max")
+_OF_TE: dict[str, _OfTe] = {
+    "transformer_engine.Float8Tensor": _OfTe(
+        "fp8_dtype", (), {"data": _Lies(), "data_transpose": _Lies(1), "fp8_scale_inv": None}, 1
+    ),
+    "transformer_engine.MXFP8Tensor": _OfTe(
+        "fp8_dtype",
+        (_SWIZZLED,),
+        _by_both(_Lies(0, (1, 32), (128, 4)), _Lies(0, (32, 1), (4, 128)), 0),
+        32,
+    ),
+    "transformer_engine.NVFP4Tensor": _OfTe(
+        "fp4_dtype",
+        (_SWIZZLED, *_4OVER6),
+        _by_both(_Lies(0, (1, 16), (128, 4)), _Lies(1, (1, 16), (128, 4)), 1)
+        | {"amax_rowwise": None, "amax_columnwise": None},
+        16,
+    ),
+    "transformer_engine.Float8BlockwiseQTensor": _OfTe(
+        "fp8_dtype",
+        ("is_2D_scaled",),
+        _by_both(_Lies(0, (128, 128), (1, 4)), _Lies(1, (128, 128), (1, 4)), 1),
+        128,
+    ),
+}
+# Where a factor is of 128 elements of a row or column, and not of a square.
+_OF_LINES = {
+    "rowwise_scale_inv": _Lies(1, (128, 1), (1, 4)),
+    "columnwise_scale_inv": _Lies(0, (128, 1), (1, 4)),
+}
+
+
 def _type_of_te(name: str, kind: Any) -> CompositeType:
-    names, form, first = _OF_TE[name]
+    own = _OF_TE[name]
+    news = [vars(base)["__new__"] for base in kind.__mro__ if "__new__" in vars(base)]
+    # Older versions lie on the device that is current.
+    has_device = any(
+        "device" in inspect.signature(new).parameters
+        for new in news
+        if isinstance(new, staticmethod)
+    )
+
+    def how(part: str, context: Any) -> _Lies | None:
+        lies = own.parts[part] if context.get("is_2D_scaled", True) else _OF_LINES.get(part)
+        return own.parts[part] if lies is None else lies
 
     def take(tensor: Any) -> Parts:
-        parts = {one: getattr(tensor, f"_{one}") for one in names}
-        context = {form: getattr(tensor, f"_{form}").name}
-        if hasattr(tensor, f"_{_SWIZZLED}"):  # not in older versions
-            context[_SWIZZLED] = getattr(tensor, f"_{_SWIZZLED}")
-        return Parts({one: part for one, part in parts.items() if part is not None}, context)
+        if getattr(getattr(tensor, "_data_format", None), "name", "GEMM_READY") != "GEMM_READY":
+            raise NotImplementedError("its data is in the compact form of a gather")
+        context = {own.form: getattr(tensor, f"_{own.form}").name}
+        known = [flag for flag in own.flags if hasattr(tensor, f"_{flag}")]
+        context |= {flag: getattr(tensor, f"_{flag}") for flag in known}
+        parts = {}
+        for part in own.parts:
+            memory = getattr(tensor, _ATTRIBUTES.get(part, f"_{part}"))
+            # A transpose next to the data is a copy that the class makes when it needs one.
+            is_copy = part == "data_transpose" and (tensor._transpose_invalid or "data" in parts)
+            if memory is None or is_copy:
+                continue
+            lies = how(part, context)
+            if lies is not None and lies.per is not None and not context.get(_SWIZZLED):
+                rows, columns = lies.sizes(tuple(tensor.shape))
+                memory = memory[:rows, :columns]  # what is padded depends on the layout
+            parts[part] = memory
+        return Parts(parts, context)
 
     def build(parts: Parts, shape: Shape, dtype: torch.dtype) -> torch.Tensor:
         formats: Any = class_at("transformer_engine_torch", "transformer_engine_torch.DType")
         known = {} if formats is None else formats.__members__
-        context = {**parts.context, form: known[parts.context[form]]}
-        memory = {one: parts.components.get(one) for one in names}
-        # Its class makes one where it has to quantize again; a live tensor keeps its own.
-        made: torch.Tensor = kind(shape=shape, dtype=dtype, quantizer=None, **memory, **context)
+        context = {**parts.context, own.form: known[parts.context[own.form]]}
+        memory = {part: parts.components.get(part) for part in own.parts}
+        for part, one in memory.items():
+            lies = how(part, context)
+            if one is not None and lies is not None and lies.per and not context.get(_SWIZZLED):
+                more = [-size % pad for size, pad in zip(one.shape, lies.pad, strict=True)]
+                memory[part] = torch.nn.functional.pad(one, (0, more[1], 0, more[0]))
+        # Its class makes a quantizer where it has to quantize again; a live tensor keeps its own.
+        fixed: dict[str, Any] = {"dtype": dtype, "quantizer": None}
+        fixed |= {"device": _device_of(parts)} if has_device else {}
+        made: torch.Tensor = kind(shape=shape, **fixed, **memory, **context)
         return made
 
     def cut(context: Any, shape: Shape) -> Cut:
         if len(shape) != 2 or context.get(_SWIZZLED):  # scales that lie in tiles of the whole
             return {}
-        return {
-            dim: dict.fromkeys(_BY_ROW, dim) | dict.fromkeys(_BY_COLUMN, abs(dim - first))
+        lying = {part: how(part, context) for part in own.parts}
+        made = {
+            dim: {part: abs(dim - lies.first) for part, lies in lying.items() if lies is not None}
             for dim in range(2)
         }
+        if context.get("row_scaled_nvfp4"):
+            made[0]["amax_rowwise"] = 0
+        return made
 
-    blocks = dict.fromkeys(range(2), _PADDED)
-    made = CompositeType(name, take, build, cut, is_wrapper=True, blocks=blocks)
-    return dataclasses.replace(made, dense=lambda tensor: tensor.dequantize())
+    return CompositeType(
+        name,
+        take,
+        build,
+        cut,
+        dense=lambda tensor: tensor.dequantize(),
+        is_wrapper=True,
+        blocks=dict.fromkeys(range(2), own.block),
+        # A transpose that it has made of the data before is no longer one.
+        filled=(lambda tensor: tensor._reset_caches()) if "data" in own.parts else None,
+    )
 
 
 # --- bitsandbytes --------------------------------------------------------------------------------

@@ -154,7 +154,9 @@ def sharded_type(kind: CompositeType) -> CompositeType:
         local = kind.build(Parts(memory, context), local_shape, dtype)
         return make_dtensor(local, like.device_mesh, like.placements, tuple(like.shape))
 
-    return CompositeType(kind.name, take, build)
+    filled = kind.filled
+    after = None if filled is None else (lambda tensor: filled(memory_of(tensor)))
+    return CompositeType(kind.name, take, build, filled=after)
 
 
 def _sharded(kind: CompositeType, context: Any, like: Any, shape: Shape) -> _Sharded:

@@ -54,7 +54,7 @@ class CompositeType:
     without it have no such form. `outline(context)` is the dense form's shape and dtype, where
     these are not those of the tensor; None for a shape that is the tensor's. `is_wrapper`: `build`
     wraps what it gets and looks at no numbers. `blocks` are the elements along a dim of which each
-    shard has a multiple.
+    shard has a multiple. `filled(live)` follows a load into the components of a live tensor.
     """
 
     name: str
@@ -66,6 +66,7 @@ class CompositeType:
     outline: Callable[[Any], tuple[Shape | None, torch.dtype]] | None = None
     is_wrapper: bool = False
     blocks: Mapping[int, int] = field(default_factory=dict)
+    filled: Callable[[Any], None] | None = None
 
 
 # --- which types there are -----------------------------------------------------------------------

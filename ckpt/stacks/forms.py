@@ -77,7 +77,7 @@ class Turn(NamedTuple):
             return tensor if len(shape) < 2 else tensor.transpose(-1, -2).contiguous()
         half = shape[self.dim] // self.heads // 2
         pair = (2, half) if self.is_back else (half, 2)
-        apart = tensor.unflatten(self.dim, (self.heads, *pair))
+        apart = tensor.reshape(*shape[: self.dim], self.heads, *pair, *shape[self.dim + 1 :])
         return apart.transpose(self.dim + 1, self.dim + 2).reshape(shape)
 
 

@@ -5,6 +5,7 @@ hyperparameters; and composites that live in a state.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -155,7 +156,9 @@ def bind_composite(
             for saved_fqn, (_, component) in zip(used, components, strict=True)
             for holding in tensor_holdings(saved_fqn, component, kind, ranks)
         ]
-        return holdings, []
+        type_ = type_of(tensor)
+        filled = None if type_ is None else type_.filled
+        return holdings, [] if filled is None else [partial(filled, tensor)]
     return _replaced(fqn, tensor, (saved_name, described), live, names, ranks)
 
 

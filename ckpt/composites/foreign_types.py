@@ -122,12 +122,14 @@ def _cut_of(name: str, context: Any, shape: Shape) -> Cut:
         return {}
     if name not in _OF_ONE_BLOCK:
         return cut
-    # One scale along a dim may be that of the tensor or of each shard: nothing shows which.
+    # One scale along a dim may be that of the tensor or of each shard: nothing shows which. Of a
+    # shard without elements others show it.
     blocks = context.get("block_size") if isinstance(context, dict) else None
     if not isinstance(blocks, list | tuple) or any(type(size) is not int for size in blocks):
         return {}
     sizes = enumerate(zip(blocks, shape, strict=False))
-    return {dim: cut[dim] for dim, (one, all_) in sizes if dim in cut and (one == 1 or one < all_)}
+    shown = {dim for dim, (one, all_) in sizes if one == 1 or one < all_ or not all_}
+    return {dim: cut[dim] for dim in shown & cut.keys()}
 
 
 def wrapper_type(kind: Any, name: str, cut: Callable[[Any, Shape], Cut]) -> CompositeType:

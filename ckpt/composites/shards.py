@@ -37,8 +37,13 @@ class _Sharded(NamedTuple):
         }
 
     def boxes(self, component: str, shape: Shape) -> list[tuple[Box, Box]]:
-        """Where this rank's part, of `shape`, lies: in the component's coordinates, and its own."""
-        boxes = []
+        """Where this rank's part, of `shape`, lies: in the component's coordinates, and its own.
+
+        None where the rank has no elements of what is cut.
+        """
+        boxes: list[tuple[Box, Box]] = []
+        if not all(map(self.placed.local_shape.__getitem__, self.dims_of(component))):
+            return boxes
         for pair in self.placed.boxes:
             made = []
             for box in pair:
@@ -82,11 +87,11 @@ class ComponentShard(torch.Tensor):
 
     @property
     def global_shape(self) -> Shape:
-        """The shape of the whole component."""
+        """The shape of the whole component; -1 where a rank without elements cannot tell."""
         sizes = [*self.shape]
         for dim, along in self.sharded.dims_of(self.component).items():
             there, here = self.sharded.like.shape[dim], self.sharded.placed.local_shape[dim]
-            sizes[along] = _scaled(there, sizes[along], here)
+            sizes[along] = _scaled(there, sizes[along], here) if here else -1
         return tuple(sizes)
 
     def __ckpt_pieces__(self) -> Iterable[Owned]:
@@ -140,8 +145,7 @@ def sharded_type(kind: CompositeType) -> CompositeType:
         except UnsupportedTensor as odd:
             raise NotImplementedError(
                 f"it cannot be said how its components are cut with it: {odd.problem}; let each "
-                "shard end where a block of it ends and have elements on every rank, or keep the "
-                "tensor replicated"
+                "shard end where a block of it ends, or keep the tensor replicated"
             ) from odd
         return Parts(shards, _of_shape(context, tuple(local.shape), tuple(tensor.shape)))
 
@@ -168,7 +172,8 @@ def _sharded(kind: CompositeType, context: Any, like: Any, shape: Shape) -> _Sha
                 f"a {kind.name} declares no cut along dim {dim}, see `cut` of "
                 "ckpt.register_tensor_type"
             )
-        if not where.local_shape[dim]:
+        # Without elements, torch may give a shard one dim, and no other rank tells of its parts.
+        if len(where.local_shape) != len(like.shape) or not like.shape[dim]:
             raise UnsupportedTensor("this rank has no elements of it")
         _refuse_split_blocks(dim, where.local_shape[dim], like.shape[dim], kind.blocks.get(dim, 1))
     return _Sharded(like, where, cut)

@@ -147,8 +147,7 @@ def bind_composite(
     names.loaded_tensors.append(fqn)
     entries = names.catalog.tensors
     if _unnamed(described) == _unnamed(live) and all(
-        entries[saved_fqn].dtype is component.dtype
-        and entries[saved_fqn].shape == global_shape(component)
+        fits(component, entries[saved_fqn])
         for saved_fqn, (_, component) in zip(used, components, strict=True)
     ):
         holdings = [
@@ -241,8 +240,14 @@ def _not_made_of(value: Any, tensors: Mapping[str, torch.Tensor]) -> list[str]:
 
 
 def fits(target: torch.Tensor, entry: TensorEntry) -> bool:
-    """Whether `target` has the dtype and shape of a tensor of the checkpoint."""
-    return global_shape(target) == entry.shape and target.dtype is entry.dtype
+    """Whether `target` has the dtype and shape of a tensor of the checkpoint, as far as it knows:
+    -1 is a size that a rank without elements cannot tell.
+    """
+    shape = global_shape(target)
+    is_alike = len(shape) == len(entry.shape) and all(
+        size in (-1, saved) for size, saved in zip(shape, entry.shape, strict=True)
+    )
+    return is_alike and target.dtype is entry.dtype
 
 
 def _shards(

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -228,7 +230,7 @@ def _cases() -> Any:
     }
     copied = {name: type(part.clone()) is type(part) for name, part in composite.components.items()}
     assert all(copied.values())  # copies know their place
-    return undeclared, shapes, [_refused(shard_of(*one)) for one in ((8, 1), (5,), (1,))]
+    return undeclared, shapes, [_refused(shard_of(*one)) for one in ((8, 1), (5,), (0,))]
 
 
 @pytest.mark.ranks
@@ -238,7 +240,57 @@ def test_what_is_not_declared_or_ends_inside_of_blocks_is_refused() -> None:
         assert shapes == {"w.codes": ((24,), (48,)), "w.scale": ((3,), (6,))}
         assert "declares no cut along dim 1" in refused[0]
         assert rank or "ends inside of a block" in refused[1]
-        assert not rank or "has no elements" in refused[2]
+        assert "has no elements" in refused[2]
+
+
+def of_rows(numbers: range, seed: int) -> Any:
+    """Rows of 8 elements, each a block, of a tensor that `seed` makes."""
+    draw = torch.Generator().manual_seed(seed)
+    codes, scale = torch.randn(64, generator=draw), torch.randn(8, generator=draw)
+    mine = slice(numbers.start * 8, numbers.stop * 8), slice(numbers.start, numbers.stop)
+    return Blocks(codes[mine[0]].clone(), scale[mine[1]].clone(), (len(numbers), 8), 8)
+
+
+def float8_rows(numbers: range, seed: int) -> Any:
+    kind: Any = importlib.import_module(QUANTIZATION).Float8Tensor
+    draw = torch.Generator().manual_seed(seed)
+    data, scale = torch.randn(8, 8, generator=draw), torch.randn(8, 1, generator=draw)
+    rows = slice(numbers.start, numbers.stop)
+    data = data[rows].to(torch.float8_e4m3fn)
+    return kind(data, scale[rows].clone(), block_size=[1, 8], dtype=torch.float32)
+
+
+def _without_elements(root: str, has_torchao: bool) -> None:
+    ckpt.register_tensor_type(Blocks, "mine.Blocks", cut={0: {"codes": 0, "scale": 0}})
+    size, rank = dist.get_world_size(), dist.get_rank()
+    mesh = init_device_mesh("cpu", (size,))
+    for make in (of_rows, float8_rows) if has_torchao else (of_rows,):
+        for rows in (1, 2, 4):
+            each = -(-rows // size)
+            mine = range(rows)[rank * each : (rank + 1) * each]
+
+            def shard(seed: int, make: Any = make, mine: range = mine, rows: int = rows) -> Any:
+                local, shape = make(mine, seed), torch.Size((rows, 8))
+                return DTensor.from_local(
+                    local, mesh, [Shard(0)], run_check=False, shape=shape, stride=(8, 1)
+                )
+
+            url = f"{root}/{make.__name__}-{rows}"
+            ckpt.save({"w": shard(1)}, url, step=1)
+            whole = make(range(rows), 2)
+            ckpt.load({"w": whole}, url)
+            ckpt.save({"w": whole}, url, step=2)
+            live = shard(3)
+            ckpt.load({"w": live}, url)
+            for one, numbers in ((whole, range(rows)), (live.to_local(), mine)):
+                got, wanted = taken(one), taken(make(numbers, 1))
+                for name, memory in wanted.components.items():
+                    assert torch.equal(bytes_of(got.components[name]), bytes_of(memory)), name
+
+
+@pytest.mark.ranks
+def test_ranks_without_elements_save_and_load(tmp_path: Path) -> None:
+    run_ranks(3, _without_elements, str(tmp_path), find_spec("torchao") is not None)
 
 
 class Placed(torch.Tensor):

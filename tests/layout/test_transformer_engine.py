@@ -381,6 +381,16 @@ def on_ranks(root: str) -> list[str]:
         ckpt.save({"w": stale}, f"{root}/stale", step=1)
         ckpt.load({"w": stale}, f"{root}/stale")
         assert stale._local_tensor._transpose_invalid
+        # The scale of a rank without elements is read of it by a gather: it is loaded, too.
+        own_scale = torch.full((1,), 3.0)
+        without = quantized("float8", 1 - dist.get_rank(), 4, 11, fp8_scale_inv=own_scale)
+        row = DTensor.from_local(
+            without, stale.device_mesh, [Shard(0)], run_check=False, shape=(1, 4), stride=(4, 1)
+        )
+        ckpt.save({"w": row}, f"{root}/row", step=1)
+        without._scale_inv.zero_()
+        ckpt.load({"w": row}, f"{root}/row")
+        assert without._scale_inv.item() == 3.0
         for rows, more in ((96, {}), (40, {}), (128, {"with_gemm_swizzled_scales": True})):
             odd = sharded(quantized("mxfp8", rows // 2, 128, 1, **more), 0)
             with pytest.raises(InvalidState) as refused:

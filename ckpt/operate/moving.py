@@ -307,7 +307,7 @@ def import_checkpoint(
     dequantize: Annotated[
         str | None,
         Argument(
-            "turn block-quantized weights (float8 with weight_scale_inv, MXFP4) into plain ones "
+            "turn block-quantized weights (float8, int8, MXFP4, NVFP4) into plain ones "
             "of this dtype; default: bfloat16",
             metavar="DTYPE",
             bare="bfloat16",

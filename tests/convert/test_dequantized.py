@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 import ckpt
 from ckpt.cli import main
@@ -98,6 +98,67 @@ def test_weights_come_as_the_numbers_they_stand_for(
         tree["mlp"] = tree["mlp"].nan_to_num(nan=1.0)
     # A zero keeps its sign.
     assert_same(got, quantized)
+
+
+CORPUS = Path(__file__).parents[1] / "corpus"
+
+
+@pytest.mark.parametrize("case", ["compressed_float8", "compressed_nvfp4", "compressed_mxfp4"])
+def test_compressed_weights_come_under_their_own_names(case: str, tmp_path: Path) -> None:
+    """The numbers are those of compressed-tensors itself; what they consist of is gone."""
+    expected = load_file(CORPUS / case / "expected.safetensors")
+    wanted = {n.removeprefix("dense."): t for n, t in expected.items() if n.startswith("dense.")}
+    wanted["0.bias"] = expected["0.bias"]
+    source = str(CORPUS / case / "checkpoint")
+    ckpt.import_checkpoint(source, str(tmp_path), dequantize="bfloat16", verify=True)
+    with ckpt.open(str(tmp_path)) as checkpoint:
+        assert_same({name: checkpoint[name] for name in checkpoint}, wanted)
+
+
+def test_a_scale_may_be_of_a_row_or_of_the_tensor(tmp_path: Path) -> None:
+    state = {
+        "rows.weight": torch.randn(4, 6).to(torch.float8_e4m3fn),
+        "rows.weight_scale": torch.rand(4, 1) + 0.5,
+        "one.weight": torch.randint(-127, 127, (4, 6), dtype=torch.int8),
+        "one.weight_scale": torch.rand(1) + 0.5,
+        "own_scale": torch.rand(3),
+        "one.input_scale": torch.rand(1),
+    }
+    save_file(state, tmp_path / "model.safetensors")
+    ckpt.import_checkpoint(
+        str(tmp_path / "model.safetensors"), str(tmp_path / "run"), dequantize="float32"
+    )
+    dense = {f"{n}.weight": state[f"{n}.weight"].float() for n in ("rows", "one")}
+    for name, tensor in dense.items():
+        tensor *= state[f"{name}_scale"]
+    kept = {name: state[name] for name in ("own_scale", "one.input_scale")}
+    with ckpt.open(str(tmp_path / "run")) as checkpoint:
+        assert_same({name: checkpoint[name] for name in checkpoint}, dense | kept)
+
+
+BYTES = torch.zeros(4, 16, dtype=torch.uint8)
+NOT_KNOWN = {
+    "neither NVFP4 nor MXFP4": {"w_packed": BYTES.int(), "w_scale": BYTES[:, :1].clone()},
+    r"w_packed: uint8\[4, 16\] with scales uint8\[4, 2\]": {
+        "w_packed": BYTES, "w_scale": BYTES[:, :2].clone()
+    },
+    "w: has a zero point": {
+        "w": BYTES.to(torch.int8), "w_scale": torch.ones(4, 1), "w_zero_point": torch.ones(4, 1)
+    },
+    "w: has shape .4, 16.*block_structure": {
+        "w": BYTES.to(torch.float8_e4m3fn), "w_scale": torch.ones(2, 3)
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("said", NOT_KNOWN)
+def test_other_compressed_weights_are_refused_by_name(said: str, tmp_path: Path) -> None:
+    save_file(NOT_KNOWN[said], tmp_path / "odd.safetensors")
+    with pytest.raises(InvalidState, match=said):
+        ckpt.import_checkpoint(
+            str(tmp_path / "odd.safetensors"), str(tmp_path / "run"), dequantize="float32"
+        )
+    assert not (tmp_path / "run").exists()
 
 
 def test_they_come_as_they_are_without_it(tmp_path: Path) -> None:

@@ -33,7 +33,7 @@ from ckpt.layout.composites import dense_form, type_named, unknown_types
 from ckpt.layout.descriptions import TYPE_KEY, is_description, shown_type
 from ckpt.layout.dtypes import DTYPES, dtype_name, torch_dtype
 from ckpt.layout.kind import Kind
-from ckpt.layout.region import Span
+from ckpt.layout.region import Shape, Span
 from ckpt.stacks.rules import Origin, Restacked, restack
 from ckpt.state.types import Catalog, Stacks, TensorEntry
 from ckpt.state.values import join_tree, references
@@ -42,7 +42,7 @@ from ckpt.state.values import join_tree, references
 BAND_NUMEL = 128 << 10
 KEPT_MAX = 2
 _SCALE_INV = "_scale_inv"
-_MX_GROUP = 32
+_MX_GROUP, _NV_GROUP = 32, 16
 _MX_HALF = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _MX_VALUES = (*_MX_HALF, *(-value for value in _MX_HALF))
 
@@ -269,11 +269,27 @@ class Dequantize(NamedTuple):
 
 
 class _Quantized(NamedTuple):
-    """Data and its factors: float8 in blocks, or MXFP4 (`block` is None)."""
+    """Data and its factors: a number for each element in blocks, or (`block` is None) two of 4 bits
+    in a byte, in groups of `group`. Factors are divided by that of the whole tensor, if any.
+    """
 
     data: SourceTensor
     scale: SourceTensor
     block: tuple[int, int] | None
+    group: int = _MX_GROUP
+    divisor: SourceTensor | None = None
+
+    @property
+    def parts(self) -> list[str]:
+        """Names of what it consists of."""
+        return [part.fqn for part in (self.data, self.scale, self.divisor) if part is not None]
+
+    @property
+    def shape(self) -> Shape:
+        """That of the numbers."""
+        if self.block is not None:
+            return self.data.shape
+        return (*self.scale.shape[:-1], self.scale.shape[-1] * self.group)
 
 
 class DequantizedSource(DerivedSource):
@@ -288,7 +304,7 @@ class DequantizedSource(DerivedSource):
         problems: list[str] = []
         contents = source.contents
         self._quantized = _quantized(contents.tensors, how, problems)
-        gone = {t.fqn for pair in self._quantized.values() for t in (pair.data, pair.scale)}
+        gone = {fqn for pair in self._quantized.values() for fqn in pair.parts}
         problems += [
             f"{alias}: is another name of {fqn}, which is quantized"
             for alias, fqn in contents.aliases.items()
@@ -298,10 +314,7 @@ class DequantizedSource(DerivedSource):
             raise InvalidState(problems)
         tensors = {f: info for f, info in contents.tensors.items() if f not in gone}
         for fqn, pair in self._quantized.items():
-            shape = pair.data.shape
-            if pair.block is None:
-                shape = (*shape[:-2], shape[-2] * _MX_GROUP)
-            tensors[fqn] = SourceTensor(fqn, how.dtype, shape, pair.data.kind)
+            tensors[fqn] = SourceTensor(fqn, how.dtype, pair.shape, pair.data.kind)
         made = replace(contents, tensors=tensors)
         super().__init__(source, made, dict.fromkeys(self._quantized, self._copy))
 
@@ -315,10 +328,10 @@ class DequantizedSource(DerivedSource):
             )
 
     def _scaled(self, pair: _Quantized, band: Span) -> torch.Tensor:
-        data, scale, block = pair
-        assert block is not None, "MXFP4 is packed"
+        data, scale, block = pair.data, pair.scale, pair.block
+        assert block is not None, "4 bits are packed"
         rows, columns = data.shape[-2:]
-        per_matrix, per_row = scale.shape[-2:]
+        per_matrix, per_row = scale.shape[-2:] if len(scale.shape) > 1 else (1, 1)
         offset = torch.arange(band.start, band.stop)
         row = offset.div(columns, rounding_mode="floor")
         matrix = row.div(rows, rounding_mode="floor")
@@ -338,11 +351,14 @@ class DequantizedSource(DerivedSource):
         codes = torch.stack([packed & 15, packed >> 4], -1).view(-1)
         # A band may begin in the middle of a byte.
         codes = codes[band.start - 2 * first :][: band.numel]
-        groups = torch.arange(band.start, band.stop).div(_MX_GROUP, rounding_mode="floor")
+        groups = torch.arange(band.start, band.stop).div(pair.group, rounding_mode="floor")
         start = int(groups[0])
         scales = self._read(pair.scale, Span(start, int(groups[-1]) + 1))
-        factors = torch.ldexp(torch.ones(scales.numel()), scales.int() - 127)
-        factors[scales == 255] = math.nan
+        if pair.divisor is not None:
+            factors = scales.float() / self._read(pair.divisor, Span(0, 1))
+        else:
+            factors = torch.ldexp(torch.ones(scales.numel()), scales.int() - 127)
+            factors[scales == 255] = math.nan
         return torch.tensor(_MX_VALUES)[codes.int()] * factors[groups - start]
 
     def _read(self, info: SourceTensor, span: Span) -> torch.Tensor:
@@ -383,7 +399,48 @@ def _quantized(
                 )
             else:
                 result[name] = _Quantized(data, scale, None)
+        elif fqn.endswith("_scale") and not fqn.endswith(("input_scale", "_global_scale")):
+            name = fqn.removesuffix("_scale")
+            made = _compressed(tensors, name, scale, how)
+            if isinstance(made, str):
+                problems.append(made)
+            elif made is not None:
+                result[name] = made
     return result
+
+
+def _compressed(
+    tensors: Mapping[str, SourceTensor], name: str, scale: SourceTensor, how: Dequantize
+) -> _Quantized | str | None:
+    """A weight of compressed-tensors, why it cannot be dequantized, or None for what is none."""
+    data, packed = tensors.get(name), tensors.get(f"{name}_packed")
+    if packed is not None:
+        divisor = tensors.get(f"{name}_global_scale")
+        group = _MX_GROUP if divisor is None else _NV_GROUP
+        wanted = (*scale.shape[:-1], scale.shape[-1] * group // 2) if scale.shape else ()
+        kinds = "uint8", "uint8" if divisor is None else "float8_e4m3fn", True
+        is_one = divisor is None or math.prod(divisor.shape) == 1
+        if (packed.dtype, scale.dtype, is_one) != kinds or packed.shape != wanted or data:
+            return (
+                f"{packed.fqn}: {packed.dtype}{[*packed.shape]} with scales "
+                f"{scale.dtype}{[*scale.shape]} is neither NVFP4 nor MXFP4; import it as it is"
+            )
+        return _Quantized(packed, scale, None, group, divisor)
+    if data is None or not (data.dtype.startswith("float8_") or data.dtype == "int8"):
+        return None
+    if f"{name}_zero_point" in tensors or len(data.shape) < 2:
+        return f"{name}: has a zero point, or one dim, and is not dequantized; import it as it is"
+    # One for the tensor, one for each row, or one for each block.
+    whole = data.shape[-2:]
+    for block in ((1, whole[1]), how.block):
+        if _fits(data, scale, block):
+            return _Quantized(data, scale, block)
+    if math.prod(scale.shape) == 1 and len(data.shape) == 2 and 0 not in whole:
+        return _Quantized(data, scale, (whole[0], whole[1]))
+    return (
+        f"{name}: has shape {data.shape}, and {scale.fqn} {scale.shape}, which are no rows or "
+        f"blocks of {how.block}; pass dequantize_block= as the model's block_structure"
+    )
 
 
 def _fits(data: SourceTensor, scale: SourceTensor, block: tuple[int, int]) -> bool:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-import inspect
 import math
 from collections.abc import Callable, Mapping
-from functools import cache
+from functools import cache, partial
 from importlib import import_module
+from inspect import signature
 from typing import Any, NamedTuple
 
 import torch
@@ -230,6 +230,7 @@ def _special(name: Any, value: Any, device: torch.device) -> Any:
 # arguments of their class with a "_" in front, but for these.
 _ATTRIBUTES = {"fp8_scale_inv": "_scale_inv", "data_transpose": "_transpose"}
 _SWIZZLED = "with_gemm_swizzled_scales"
+_STALE, _RESET = "_transpose_invalid", "_reset_caches"
 
 
 class _Lies(NamedTuple):
@@ -258,6 +259,64 @@ class _OfTe(NamedTuple):
     flags: tuple[str, ...]
     parts: Mapping[str, _Lies | None]
     block: int
+
+    def lies(self, part: str, context: Any) -> _Lies | None:
+        lines = None if context.get("is_2D_scaled", True) else _OF_LINES.get(part)
+        return lines or self.parts[part]
+
+    def scales(self, part: str, context: Any) -> _Lies | None:
+        """How the scales `part` lie that may be padded; None of others."""
+        lies = self.lies(part, context)
+        return None if lies is None or lies.per is None or context.get(_SWIZZLED) else lies
+
+    def take(self, tensor: Any) -> Parts:
+        if getattr(getattr(tensor, "_data_format", None), "name", "GEMM_READY") != "GEMM_READY":
+            raise NotImplementedError("its data is in the compact form of a gather")
+        context = {self.form: getattr(tensor, f"_{self.form}").name}
+        known = [flag for flag in self.flags if hasattr(tensor, f"_{flag}")]
+        context |= {flag: getattr(tensor, f"_{flag}") for flag in known}
+        parts = {}
+        for part in self.parts:
+            memory = getattr(tensor, _ATTRIBUTES.get(part, f"_{part}"))
+            # A transpose next to the data is a copy that the class makes when it needs one.
+            is_copy = part == "data_transpose" and ("data" in parts or getattr(tensor, _STALE))
+            if memory is None or is_copy:
+                continue
+            if (lies := self.scales(part, context)) is not None:
+                rows, columns = lies.sizes(tuple(tensor.shape))
+                memory = memory[:rows, :columns]  # what is padded depends on the layout
+            parts[part] = memory
+        return Parts(parts, context)
+
+    def build(self, kind: Any, parts: Parts, shape: Shape, dtype: torch.dtype) -> torch.Tensor:
+        formats: Any = class_at("transformer_engine_torch", "transformer_engine_torch.DType")
+        known = {} if formats is None else formats.__members__
+        context = {**parts.context, self.form: known[parts.context[self.form]]}
+        memory = {part: parts.components.get(part) for part in self.parts}
+        for part, one in memory.items():
+            if one is not None and (lies := self.scales(part, context)) is not None:
+                more = [-size % pad for size, pad in zip(one.shape, lies.pad, strict=True)]
+                memory[part] = torch.nn.functional.pad(one, (0, more[1], 0, more[0]))
+        # Its class makes a quantizer where it has to quantize again; a live tensor keeps its own.
+        fixed: dict[str, Any] = {"dtype": dtype, "quantizer": None}
+        news = [vars(base).get("__new__") for base in kind.__mro__]
+        # Those of older versions lie on the device that is current.
+        if any("device" in signature(n).parameters for n in news if isinstance(n, staticmethod)):
+            fixed["device"] = _device_of(parts)
+        made: torch.Tensor = kind(shape=shape, **fixed, **memory, **context)
+        return made
+
+    def cut(self, context: Any, shape: Shape) -> Cut:
+        if len(shape) != 2 or context.get(_SWIZZLED):  # scales that lie in tiles of the whole
+            return {}
+        lying = {part: self.lies(part, context) for part in self.parts}
+        made = {
+            dim: {part: abs(dim - lies.first) for part, lies in lying.items() if lies is not None}
+            for dim in range(2)
+        }
+        if context.get("row_scaled_nvfp4"):
+            made[0]["amax_rowwise"] = 0
+        return made
 
 
 def _by_both(row: _Lies, column: _Lies, first: int) -> dict[str, _Lies | None]:
@@ -304,76 +363,16 @@ _OF_LINES = {
 
 def _type_of_te(name: str, kind: Any) -> CompositeType:
     own = _OF_TE[name]
-    news = [vars(base)["__new__"] for base in kind.__mro__ if "__new__" in vars(base)]
-    # Older versions lie on the device that is current.
-    has_device = any(
-        "device" in inspect.signature(new).parameters
-        for new in news
-        if isinstance(new, staticmethod)
-    )
-
-    def how(part: str, context: Any) -> _Lies | None:
-        lies = own.parts[part] if context.get("is_2D_scaled", True) else _OF_LINES.get(part)
-        return own.parts[part] if lies is None else lies
-
-    def take(tensor: Any) -> Parts:
-        if getattr(getattr(tensor, "_data_format", None), "name", "GEMM_READY") != "GEMM_READY":
-            raise NotImplementedError("its data is in the compact form of a gather")
-        context = {own.form: getattr(tensor, f"_{own.form}").name}
-        known = [flag for flag in own.flags if hasattr(tensor, f"_{flag}")]
-        context |= {flag: getattr(tensor, f"_{flag}") for flag in known}
-        parts = {}
-        for part in own.parts:
-            memory = getattr(tensor, _ATTRIBUTES.get(part, f"_{part}"))
-            # A transpose next to the data is a copy that the class makes when it needs one.
-            is_copy = part == "data_transpose" and (tensor._transpose_invalid or "data" in parts)
-            if memory is None or is_copy:
-                continue
-            lies = how(part, context)
-            if lies is not None and lies.per is not None and not context.get(_SWIZZLED):
-                rows, columns = lies.sizes(tuple(tensor.shape))
-                memory = memory[:rows, :columns]  # what is padded depends on the layout
-            parts[part] = memory
-        return Parts(parts, context)
-
-    def build(parts: Parts, shape: Shape, dtype: torch.dtype) -> torch.Tensor:
-        formats: Any = class_at("transformer_engine_torch", "transformer_engine_torch.DType")
-        known = {} if formats is None else formats.__members__
-        context = {**parts.context, own.form: known[parts.context[own.form]]}
-        memory = {part: parts.components.get(part) for part in own.parts}
-        for part, one in memory.items():
-            lies = how(part, context)
-            if one is not None and lies is not None and lies.per and not context.get(_SWIZZLED):
-                more = [-size % pad for size, pad in zip(one.shape, lies.pad, strict=True)]
-                memory[part] = torch.nn.functional.pad(one, (0, more[1], 0, more[0]))
-        # Its class makes a quantizer where it has to quantize again; a live tensor keeps its own.
-        fixed: dict[str, Any] = {"dtype": dtype, "quantizer": None}
-        fixed |= {"device": _device_of(parts)} if has_device else {}
-        made: torch.Tensor = kind(shape=shape, **fixed, **memory, **context)
-        return made
-
-    def cut(context: Any, shape: Shape) -> Cut:
-        if len(shape) != 2 or context.get(_SWIZZLED):  # scales that lie in tiles of the whole
-            return {}
-        lying = {part: how(part, context) for part in own.parts}
-        made = {
-            dim: {part: abs(dim - lies.first) for part, lies in lying.items() if lies is not None}
-            for dim in range(2)
-        }
-        if context.get("row_scaled_nvfp4"):
-            made[0]["amax_rowwise"] = 0
-        return made
-
     return CompositeType(
         name,
-        take,
-        build,
-        cut,
+        own.take,
+        partial(own.build, kind),
+        own.cut,
         dense=lambda tensor: tensor.dequantize(),
         is_wrapper=True,
         blocks=dict.fromkeys(range(2), own.block),
         # A transpose that it has made of the data before is no longer one.
-        filled=(lambda tensor: tensor._reset_caches()) if "data" in own.parts else None,
+        filled=(lambda tensor: getattr(tensor, _RESET)()) if "data" in own.parts else None,
     )
 
 

@@ -39,7 +39,7 @@ from ckpt.format.manifest import (
 from ckpt.layout.dtypes import DTYPES, torch_dtype
 from ckpt.layout.memory import tensor_over
 from ckpt.layout.plain import Ranks
-from ckpt.layout.region import Span
+from ckpt.layout.region import Shape, Span
 from ckpt.loading.contents import LocatedCheckpoint
 from ckpt.loading.exchange import Origins
 from ckpt.loading.load import LoadOptions, LoadReport, in_form_of_state, load_located
@@ -112,15 +112,16 @@ def foreign(
     error: Exception,
     storage_options: Mapping[str, Any] | None = None,
     budget: MetadataBudget | None = None,
-    parameter_names: Sequence[str] | None = None,
+    parameters: tuple[Sequence[str] | None, Mapping[str, Shape] | None] = (None, None),
 ) -> tuple[SourceStore, LocatedCheckpoint]:
     """The checkpoint of another library at `url`. Raises `error`, which says why there is none of
     ours, where there is none; Corrupt, UnsupportedFormat and the store's errors.
-    `parameter_names` are those of an optimizer that only numbers them.
+    `parameters` are the names of an optimizer's, if it only numbers them, and a model's shapes.
     """
     budget = budget or MetadataBudget()
     options = SourceOptions(
-        parameter_names=parameter_names,
+        parameter_names=parameters[0],
+        shapes=parameters[1],
         memory_bytes_max=budget.nbytes_max,
         storage_options=dict(storage_options or {}),
     )
@@ -232,8 +233,8 @@ def load_foreign(
 
         def opened() -> tuple[SourceStore, LocatedCheckpoint]:
             budget = MetadataBudget(options.metadata_bytes_max)
-            names = _parameter_names(state, ranks)
-            store, located = foreign(url, error, storage_options, budget, names)
+            parameters = _parameters(state, ranks)
+            store, located = foreign(url, error, storage_options, budget, parameters)
             stack.callback(store.close)
             return store, located
 
@@ -338,21 +339,26 @@ def names_of(state: Any, ranks: Ranks) -> list[tuple[str, ...]]:
     return list(map(tuple, names.values())) or [(fqn,) for fqn, _ in leaves.tensors]
 
 
-def _parameter_names(state: Any, ranks: Ranks) -> list[str] | None:
+def _parameters(state: Any, ranks: Ranks) -> tuple[list[str] | None, Mapping[str, Shape] | None]:
     """The names of an optimizer's parameters in its order, as on their module; None where there is
-    not one optimizer, or where one of its parameters is several of the module's.
+    not one optimizer, or where one of its parameters is several of the module's. And the shapes of
+    a module's parameters, if there is one module.
     """
     leaves = walk(state)
-    if len(leaves.optimizers) != 1:
-        return None
     described = describe_modules(leaves, ranks, loading=True)
+    shapes = None
+    if len(leaves.modules) == 1:
+        members = [member for source in described.params for member in source.members]
+        shapes = {member.fqn: tuple(member.global_shape) for member in members}
+    if len(leaves.optimizers) != 1:
+        return None, shapes
     ((_, optimizer),) = leaves.optimizers
     params = [param for group in optimizer.param_groups for param in group["params"]]
     sources = [described.by_param.get(id(param)) for param in params]
     each = (source.members[0].fqn for source in sources if source and len(source.members) == 1)
     names = GroupedNames(each)
     names.sizes = [len(group["params"]) for group in optimizer.param_groups]
-    return names if len(names) == len(params) else None
+    return names if len(names) == len(params) else None, shapes
 
 
 def _described(manifest: Manifest) -> bytes:

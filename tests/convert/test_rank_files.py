@@ -6,7 +6,9 @@ does, next to the whole tensors that they are of, which are the judge.
 
 from __future__ import annotations
 
+import math
 import shutil
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +18,17 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+from torch.distributed.fsdp import StateDictType, fully_shard
 
 import ckpt
 from ckpt.cli import main
-from ckpt.errors import Corrupt, UnsupportedFormat
+from ckpt.convert.sources.budget import MemoryBudget
+from ckpt.convert.sources.source import Chunk
+from ckpt.convert.sources.torch_pickle import UnreadableTensor
+from ckpt.convert.sources.tree import Leaf, TreeData, with_members
+from ckpt.errors import Corrupt, Mismatch, UnsupportedFormat
+from ckpt.layout.region import Span
 from tests.ranks import run_ranks
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -154,3 +162,131 @@ def test_items_without_their_last_rank_are_corrupt(tmp_path: Path) -> None:
         file.unlink()
     with pytest.raises(Corrupt, match="model"):
         ckpt.open(str(folder))
+
+
+# FSDP1's own forms ----------------------------------------------------------------------------
+
+
+def _write_fsdp1(kind: str, folder: str, original: bool, units: bool) -> None:
+    rank, cpu = dist.get_rank(), torch.device("cpu")
+    model: Any = training()[0]
+    whole = {name: one.detach().clone() for name, one in model.state_dict().items()}
+    if units:
+        model[0] = FSDP(model[0], device_id=cpu, use_orig_params=original)
+    model = FSDP(model, device_id=cpu, use_orig_params=original)
+    model.zero_grad()  # those of the forms that it had
+    with FSDP.state_dict_type(model, StateDictType[kind]):
+        torch.save({"net": model.state_dict()}, f"{folder}/rank{rank}.pt")
+    if rank == 0:
+        torch.save(whole, f"{folder}/../whole.pth")
+
+
+@pytest.mark.ranks
+@pytest.mark.sampled(6)
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+@pytest.mark.parametrize("original", [False, True])
+@pytest.mark.parametrize("units", [False, True])
+@pytest.mark.parametrize("kind", ["LOCAL_STATE_DICT", "SHARDED_STATE_DICT"])
+@pytest.mark.filterwarnings("ignore:.*FSDP:FutureWarning", "ignore:.*NO_SHARD:UserWarning")
+def test_flat_and_sharded_files_of_fsdp1_load(
+    tmp_path: Path, kind: str, units: bool, original: bool, ranks: int
+) -> None:
+    folder = tmp_path / "run"
+    folder.mkdir()
+    run_ranks(ranks, _write_fsdp1, kind, str(folder), original, units)
+    whole = torch.load(tmp_path / "whole.pth")
+    model, _ = fresh()
+    # Where there is one rank, FSDP1 cuts nothing: its file has all.
+    ckpt.load({"model": model}, folder if ranks > 1 else folder / "rank0.pt", strict="state")
+    for name, one in model.state_dict().items():
+        assert torch.equal(one, whole[name]), name
+
+
+def flat_tree(numels: dict[str, int], cuts: list[int]) -> tuple[dict[str, Any], TreeData]:
+    """Flat parameters of as many float32, cut at `cuts`: the n-th part lies in file n, at 100."""
+    data, tree = TreeData({}, MemoryBudget()), dict[str, Any]()
+    for key, numel in numels.items():
+        edges = [0, *(cut for cut in cuts if cut < numel), numel]
+        chunks = [
+            Chunk(Span(low, high), f"{key}{number}", 100)
+            for number, (low, high) in enumerate(pairwise(edges))
+        ]
+        data.add(key, "float32", (numel,), chunks)
+        tree[key] = Leaf(key)
+    return tree, data
+
+
+@pytest.mark.parametrize("cuts", [[], [1], [5], [13, 14], [2, 4, 6, 8, 10, 30]])
+def test_members_of_flat_parameters_lie_where_fsdp1_laid_them(cuts: list[int]) -> None:
+    shapes = {"a.w": (3, 4), "a.b": (3,), "b.w": (2, 5), "b.e": (0, 2), "c": ()}
+    tree, data = flat_tree({"a._flat_param": 15, "_flat_param": 11}, cuts)
+    made = with_members({"net": tree}, data, shapes)["net"]
+    assert made.keys() == shapes.keys()
+    starts = {"a.w": 0, "a.b": 12, "b.w": 0, "b.e": 10, "c": 10}
+    for name, shape in shapes.items():
+        dtype, size, chunks = data.tensors[made[name].key]
+        assert (dtype, size) == ("float32", shape)
+        low = 0
+        for region, file, offset, _ in chunks:
+            number = int(file.rpartition("m")[2])
+            part = next(one.region for one in data.tensors[file[:-1]].chunks if one.file == file)
+            assert region.start == low and number < len(cuts) + 1
+            assert (offset - 100) // 4 + part.start == starts[name] + low
+            assert offset + 4 * region.numel <= 100 + 4 * part.numel
+            low = region.stop
+        assert low == math.prod(shape)
+
+
+@pytest.mark.parametrize(
+    ("numel", "cuts", "starts"),
+    [
+        (11, [], [0, 3, 10]),  # as they are
+        (13, [], [0, 4, 12]),  # each from a multiple of 16 bytes on
+        (14, [7], [0, 4, 12]),  # and for two ranks
+        (17, [], [0, 8, 16]),  # of half as many bits
+        (12, [], None),
+        (15, [5, 10], [0, 4, 12]),
+        (18, [2, 4, 6, 8, 10, 12, 14, 16], None),  # of 9 ranks, 13 and 17 end there
+        (20, [5, 10, 15], [0, 8, 16]),
+        (24, [8, 16], None),
+        (26, [13], None),
+    ],
+)
+def test_members_are_aligned_in_one_way_or_refused(
+    numel: int, cuts: list[int], starts: list[int] | None
+) -> None:
+    tree, data = flat_tree({"_flat_param": numel}, cuts)
+    made = with_members(tree, data, {"a": (3,), "b": (7,), "c": (1,)})
+    if starts is None:
+        assert isinstance(made["_flat_param"], UnreadableTensor)
+        assert "have 11 elements" in made["_flat_param"].reason
+        return
+    firsts = [data.tensors[made[name].key].chunks[0] for name in "abc"]
+    assert all(chunk.region.start == 0 for chunk in firsts)
+    offsets = [(chunk.start - 100) // 4 + ([0, *cuts][int(chunk.file[-1])]) for chunk in firsts]
+    assert offsets == starts
+
+
+LOCAL = Path(__file__).parents[1] / "corpus/fsdp1_local/checkpoint"
+
+
+def test_flat_parameters_of_another_model_are_refused() -> None:
+    other = nn.Sequential(nn.Linear(5, 7), nn.LayerNorm(7), nn.Linear(7, 4, bias=False))
+    with pytest.raises(Mismatch, match=r"of shape \(35,\), and the 3 parameters .* 42 elements"):
+        ckpt.load({"model": other}, LOCAL)
+
+
+def test_flat_parameters_stand_for_themselves_without_a_model(tmp_path: Path) -> None:
+    with ckpt.open(LOCAL) as checkpoint:
+        assert checkpoint["model._flat_param"].shape == (35,)
+        assert checkpoint["model.0._flat_param"].shape == (42,)
+    with ckpt.open(LOCAL / "rank_0.pt") as checkpoint:
+        assert "model._flat_param" not in checkpoint  # one rank's part is no tensor
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_lost_file_of_a_rank_of_fsdp1_is_corrupt(tmp_path: Path, rank: int) -> None:
+    folder = shutil.copytree(LOCAL, tmp_path / "run")
+    (folder / f"rank_{rank}.pt").unlink()
+    with pytest.raises(Corrupt):
+        ckpt.open(folder)

@@ -246,17 +246,22 @@ def titan(folder: Path, rank: int) -> None:
 
 def fsdp1_full(folder: Path, rank: int) -> None:
     """A training of FSDP1, gathered and written by torch.save: each tensor has an attribute."""
-    from torch.distributed.fsdp import FullStateDictConfig, FullyShardedDataParallel, StateDictType
+    from torch.distributed.fsdp import (
+        FullOptimStateDictConfig,
+        FullStateDictConfig,
+        FullyShardedDataParallel,
+        StateDictType,
+    )
 
     net, optimizer = fsdp1(rank)
+    # What "offloads" from a CPU gives one memory to all states.
+    configs = FullStateDictConfig(), FullOptimStateDictConfig(offload_to_cpu=False)
     full = StateDictType.FULL_STATE_DICT
-    with FullyShardedDataParallel.state_dict_type(net, full, FullStateDictConfig()):
+    with FullyShardedDataParallel.state_dict_type(net, full, *configs):
         weights = net.state_dict()
         moments = FullyShardedDataParallel.optim_state_dict(net, optimizer)
     tensors = gathered(net, optimizer)
     if rank == 0:
-        for name, state in moments["state"].items():  # which are one memory on the CPU
-            state.update({key: tensors[f"{name}.{key}"] for key in MOMENTS})
         (folder / "checkpoint").mkdir()
         state = {"model": weights, "optimizer": moments, "step": STEPS}
         torch.save(state, folder / "checkpoint" / "training.pt")
@@ -297,10 +302,14 @@ def accelerate_fsdp2(folder: Path, rank: int, kind: str) -> None:
         keep(folder, tensors, "accelerate")
 
 
-def fsdp1(rank: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+def fsdp1(rank: int, *, by_layer: bool = False) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """A training of FSDP1; of two units with flat parameters, or of one with the original ones."""
     from torch.distributed.fsdp import FullyShardedDataParallel
 
-    net = FullyShardedDataParallel(model(), device_id=torch.device("cpu"), use_orig_params=True)
+    net, cpu = model(), torch.device("cpu")
+    if by_layer:
+        net[0] = FullyShardedDataParallel(net[0], device_id=cpu)
+    net = FullyShardedDataParallel(net, device_id=cpu, use_orig_params=not by_layer)
     optimizer = torch.optim.AdamW(net.parameters(), lr=0.01)
     train(net, optimizer, rank)
     return net, optimizer
@@ -327,6 +336,44 @@ def gathered(net: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torc
     return tensors
 
 
+def flat_gathered(net: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
+    """What `gathered` gives, of flat parameters; collective."""
+    tensors = {}
+    for flat in net.parameters():
+        for end, local in {"": flat.detach(), **optimizer.state[flat]}.items():
+            if end != "step":
+                every = [torch.empty_like(local) for _ in range(dist.get_world_size())]
+                dist.all_gather(every, local)
+                parts = torch.cat(every)[: sum(flat._numels)].split(flat._numels)
+                for part, unit, shape in zip(parts, flat._param_infos, flat._shapes, strict=True):
+                    name = f"{unit.module_name}.{unit.param_name}"
+                    # The first layer is a unit of its own.
+                    name = name if unit.module_name else f"0.{unit.param_name}"
+                    tensors[f"{name}.{end}" if end else name] = part.view(shape)
+    return tensors
+
+
+def fsdp1_files(folder: Path, rank: int, kind: str, by_layer: bool) -> None:
+    """The state dicts of FSDP1 that are not gathered, by torch.save on each rank."""
+    from torch.distributed.fsdp import FullyShardedDataParallel, StateDictType
+
+    net, optimizer = fsdp1(rank, by_layer=by_layer)
+    with FullyShardedDataParallel.state_dict_type(net, StateDictType[kind]):
+        weights = net.state_dict()
+        moments = FullyShardedDataParallel.optim_state_dict(net, optimizer)
+    place = folder / "checkpoint"
+    place.mkdir(exist_ok=True)
+    if by_layer:
+        state = {"model": weights, "optimizer": moments, "step": STEPS}
+        torch.save(state, place / f"rank_{rank}.pt")
+    else:
+        torch.save(weights, place / f"model_rank{rank}.pt")
+        torch.save(moments, place / f"optimizer_rank{rank}.pt")
+    tensors = (flat_gathered if by_layer else gathered)(net, optimizer)
+    if rank == 0:
+        keep(folder, tensors)
+
+
 def fsdp1_sharded(folder: Path, rank: int) -> None:
     """A training of FSDP1 in its sharded form, by DCP."""
     import torch.distributed.checkpoint as dcp
@@ -340,12 +387,19 @@ def fsdp1_sharded(folder: Path, rank: int) -> None:
         keep(folder, tensors)
 
 
-def accelerate_fsdp1(folder: Path, rank: int, kind: str) -> None:
+def accelerate_fsdp1(folder: Path, rank: int, kind: str, use_dcp: bool = True) -> None:
     """What `Accelerator.save_state` calls for FSDP1, and its scheduler."""
     from accelerate import Accelerator, FullyShardedDataParallelPlugin
     from accelerate.utils.fsdp_utils import save_fsdp_model, save_fsdp_optimizer
-    from torch.distributed.fsdp import FullyShardedDataParallel
+    from torch.distributed.fsdp import (
+        FullOptimStateDictConfig,
+        FullStateDictConfig,
+        FullyShardedDataParallel,
+    )
 
+    # Accelerate asks for offloading, which frees the memory that is on the CPU already: a crash.
+    for config in (FullStateDictConfig, FullOptimStateDictConfig):
+        config.offload_to_cpu = property(lambda _: False, lambda *_: None)
     accelerator = Accelerator(cpu=True)
     plugin = FullyShardedDataParallelPlugin(
         fsdp_version=1, state_dict_type=kind, cpu_ram_efficient_loading=False
@@ -357,8 +411,8 @@ def accelerate_fsdp1(folder: Path, rank: int, kind: str) -> None:
     )
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
     place = folder / "checkpoint"
-    save_fsdp_model(plugin, accelerator, net, str(place))
-    save_fsdp_optimizer(plugin, accelerator, optimizer, net, str(place))
+    save_fsdp_model(plugin, accelerator, net, str(place), use_dcp=use_dcp)
+    save_fsdp_optimizer(plugin, accelerator, optimizer, net, str(place), use_dcp=use_dcp)
     tensors = gathered(net, optimizer)
     if rank == 0:
         torch.save(schedule.state_dict(), place / "scheduler.bin")
@@ -670,7 +724,13 @@ WRITERS: dict[str, tuple[int, Callable[..., None], tuple[Any, ...]]] = {
     "fsdp1_sharded": (2, fsdp1_sharded, ()),
     "dcp_torch_2_6": (2, fsdp1_sharded, ()),
     "dcp_torch_2_15": (2, dcp_async, ()),
+    "fsdp1_sharded_files": (2, fsdp1_files, ("SHARDED_STATE_DICT", False)),
+    "fsdp1_local": (2, fsdp1_files, ("LOCAL_STATE_DICT", True)),
+    "fsdp1_local_original": (2, fsdp1_files, ("LOCAL_STATE_DICT", False)),
     "accelerate_fsdp1_sharded": (2, accelerate_fsdp1, ("SHARDED_STATE_DICT",)),
+    "accelerate_fsdp1_files": (2, accelerate_fsdp1, ("SHARDED_STATE_DICT", False)),
+    "accelerate_fsdp1_local": (2, accelerate_fsdp1, ("LOCAL_STATE_DICT",)),
+    "accelerate_fsdp1_full": (2, accelerate_fsdp1, ("FULL_STATE_DICT",)),
     "lightning_folder": (2, lightning_folder, ()),
     "torch_checkpointing": (2, torch_checkpointing, ()),
     "peft": (1, peft_adapter, ()),

@@ -124,7 +124,10 @@ def summary(sections: Iterable[Section]) -> str:
 def opened() -> str:
     """The checkpoints that `make corpus` writes, and tests/convert/test_corpus.py loads."""
     cases = sorted(place.parent.name for place in CORPUS.glob("*/by.json"))
-    names = ", ".join(f"`{case}`" for case in cases)
+    folded = Counter(case.partition("_")[0] for case in cases)
+    names = ", ".join(
+        f"`{name}` ({count})" if count > 1 else f"`{name}`" for name, count in folded.items()
+    )
     return f"{len(cases)} formats of `make corpus` load bit for bit: {names}.\n"
 
 

@@ -112,7 +112,7 @@ FORMAT = Format(0, "a directory of torch.distributed.checkpoint", open_folder, o
 def _source(place: SourcePlace, folder: str) -> FileSource:
     data = TreeData({}, place.budget)
     tree = read_folder(place.store, folder, data)
-    return tree_source(place.store, "DCP checkpoint", tree, data, place.names)
+    return tree_source(place, "DCP checkpoint", tree, data)
 
 
 def read_folder(store: Store, folder: str, into: TreeData) -> dict[Any, Any]:

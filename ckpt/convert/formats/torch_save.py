@@ -60,7 +60,7 @@ def open_files(place: SourcePlace, names: Sequence[str]) -> FileSource:
         tree.update(entries)
     if not isinstance(tree, (dict, list, tuple)):
         tree = {"value": tree}
-    return tree_source(store, "file of torch.save", tree, data, place.names)
+    return tree_source(place, "file of torch.save", tree, data)
 
 
 def read_torch_file(store: Store, name: str, into: TreeData) -> Any:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from ckpt.convert.formats.dcp import METADATA, read_folder
@@ -24,22 +25,21 @@ from ckpt.state.values import references
 
 _BESIDE = re.compile(r"((?:optimizer|scheduler|scaler)(?:_\d+)?)\.(?:bin|pt)")
 _SCHEDULER = re.compile(r"(scheduler(?:_\d+)?)\.(?:bin|pt)")
+_OF_ACCELERATE = re.compile(r"(?:optimizer|pytorch_model_fsdp)_\d+/")
 _MODELS = re.compile(r"(model(?:_\d+)?)\.safetensors"), re.compile(r"pytorch_(model(?:_\d+)?)\.bin")
 
 
 def open_folder(place: SourcePlace) -> FolderSource | None:
     """What a trainer has left in a folder; None where that is weights alone."""
-    folders = sorted(
-        key.removesuffix(METADATA) for key in place.keys if key.endswith(f"/{METADATA}")
-    )
+    folders = _dcp_folders(place)
     if folders and all(folder.count("/") == 1 for folder in folders):
-        return _open_dcp(place, folders)
+        return open_parts(place, "DCP checkpoint", {}, TreeData({}, place.budget), [])
     # Numbers in an optimizer mean nothing without names, and weights alone have names of their own.
     beside = {} if place.names is None else _matches(_BESIDE, place.top)
     for pattern in _MODELS:
         if len(files := _matches(pattern, place.top)) > 1:
             # Without the names of an optimizer's parameters: these files have weights alone.
-            bare = place._replace(names=None)
+            bare = place._replace(options=replace(place.options, parameter_names=None))
             models = {entry: _open_file(bare, file) for file, entry in files.items()}
             return FolderSource(_source(place, models, beside), {*files, *beside})
     # Only by formats that come after this one, which would find the same folder again.
@@ -64,19 +64,26 @@ def _open_file(place: SourcePlace, name: str) -> FileSource:
     return next(source for source in each if source is not None)
 
 
-def _open_dcp(place: SourcePlace, folders: Sequence[str]) -> FolderSource:
-    """Several DCP directories as one source; the state of each stands at its top level, and so do
-    those schedulers in files next to them that hold only plain values: the rest needs none.
+def _dcp_folders(place: SourcePlace) -> list[str]:
+    return sorted(key.removesuffix(METADATA) for key in place.keys if key.endswith(f"/{METADATA}"))
+
+
+def open_parts(
+    place: SourcePlace, kind: str, trees: dict[Any, Any], data: TreeData, files: list[str]
+) -> FolderSource:
+    """`trees`, which are of `files`, and those of DCP directories as one source; the state of each
+    stands at its top level, and so do those schedulers in files next to them that hold only plain
+    values: the rest needs none.
     """
-    store, data = place.store, TreeData({}, place.budget)
-    trees: dict[Any, Any] = {}
+    store, every = place.store, _dcp_folders(place)
+    folders = [one for one in every if not trees or _OF_ACCELERATE.fullmatch(one)]
     for folder in folders:
         for key, item in read_folder(store, folder, data).items():
             if key in trees:
                 raise UnsupportedFormat(f"{store.url}: two of its directories have {key!r}")
             trees[key] = item
-    files = []
-    for name, entry in _matches(_SCHEDULER, place.top).items():
+    beside = [name for name in place.top if name not in files]
+    for name, entry in _matches(_SCHEDULER, beside).items():
         own = TreeData({}, place.budget)
         tree = read_torch_file(store, name, own)
         if not name_tree({entry: tree}).refused:
@@ -85,7 +92,7 @@ def _open_dcp(place: SourcePlace, folders: Sequence[str]) -> FolderSource:
             trees[entry] = tree
             data.tensors.update(own.tensors)
             files.append(name)
-    source = tree_source(store, "DCP checkpoint", trees, data, place.names)
+    source = tree_source(place, kind, trees, data)
     return FolderSource(source, files, tuple(folders))
 
 
@@ -99,7 +106,7 @@ def _source(
     tree: dict[str, Any] = {entry: _leaves(source, entry, data) for entry, source in models.items()}
     for name, entry in beside.items():
         tree[entry] = read_torch_file(place.store, name, data)
-    return tree_source(place.store, "folder of a training", tree, data, place.names)
+    return tree_source(place, "folder of a training", tree, data)
 
 
 def _leaves(source: FileSource, where: str, data: TreeData) -> Mapping[str, Any]:

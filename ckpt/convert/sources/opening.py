@@ -17,6 +17,7 @@ from ckpt.convert.sources.budget import MemoryBudget
 from ckpt.convert.sources.source import CheckpointSource, FileSource, native_source
 from ckpt.errors import NoCheckpoint
 from ckpt.format.manifest import NBYTES_MAX, MetadataBudget
+from ckpt.layout.region import Shape
 from storage import Store, StoreLike, open_store
 from storage.location import folder_of, url_of
 
@@ -28,7 +29,8 @@ class SourceOptions:
     """How to look at a source. `step` and `attempt` are for roots of ours.
 
     `parameter_names` are the names of the parameters of optimizers that only number them, in the
-    optimizer's order. `memory_bytes_max` is how much memory what describes the tensors may take,
+    optimizer's order; `shapes` are those of a model's parameters by their names, in its order.
+    `memory_bytes_max` is how much memory what describes the tensors may take,
     besides the bytes of the tensors (None: 64 MiB); for roots of ours nothing is counted.
     """
 
@@ -37,6 +39,7 @@ class SourceOptions:
     memory_bytes_max: int | None = None
     storage_options: Mapping[str, Any] = field(default_factory=dict)
     attempt: str = ""
+    shapes: Mapping[str, Shape] | None = None
 
 
 class SourcePlace(NamedTuple):
@@ -47,7 +50,12 @@ class SourcePlace(NamedTuple):
     store: Store
     keys: Sequence[str]
     budget: MemoryBudget
-    names: Sequence[str] | None  # of an optimizer's parameters
+    options: SourceOptions = SourceOptions()
+
+    @property
+    def names(self) -> Sequence[str] | None:
+        """Of an optimizer's parameters."""
+        return self.options.parameter_names
 
     @property
     def top(self) -> list[str]:
@@ -130,7 +138,7 @@ def open_source(
 def _open_file(store: Store, name: str, options: SourceOptions) -> CheckpointSource:
     keys = [name] if store.exists(name) else []
     budget = MemoryBudget(options.memory_bytes_max)
-    place = SourcePlace(store, keys, budget, options.parameter_names)
+    place = SourcePlace(store, keys, budget, options)
     for one in formats():
         if (source := one.open_file(place, name)) is not None:
             return source
@@ -145,7 +153,7 @@ def _open_folder(store: Store, options: SourceOptions) -> CheckpointSource:
     # A bucket may have millions. DCP asks for its metadata by name where it is not among these.
     keys = [info.key for info in islice(store.list(""), LISTED_MAX)]
     budget = MemoryBudget(options.memory_bytes_max)
-    opened = SourcePlace(store, keys, budget, options.parameter_names).opened()
+    opened = SourcePlace(store, keys, budget, options).opened()
     if opened is None:
         raise NoCheckpoint(
             f"{store.url}: no checkpoint of a known format; known are {_known()}. It has "

@@ -71,7 +71,7 @@ class TensorRef(NamedTuple):
 
 
 class ShardRef(NamedTuple):
-    """A rank's part of a DTensor of `shape`: the box of the local tensor's shape at `offset`."""
+    """A rank's part of a tensor of `shape`: the box of the local tensor's shape at `offset`."""
 
     local: TensorRef
     shape: Shape
@@ -207,12 +207,36 @@ def _shard(arguments: Any, state: Any) -> Any:
     return ShardRef(local, shape, tuple(offset))
 
 
+def _part(arguments: Any, state: Any) -> Any:
+    """What a rank has of a ShardedTensor, by its arguments and its state: one part, or none."""
+    try:
+        dtype, shape, parts = arguments[1].name[len("torch.") :], _size(arguments[2]), state[0]
+        if len(parts) > 1 or len(shape) > NDIM_MAX or dtype not in DTYPES:
+            return UnreadableTensor("it is a ShardedTensor of another kind than FSDP's")
+        if not parts:
+            none = (0,) * len(shape)
+            return ShardRef(TensorRef(StorageRef("", "", 0), dtype, none, none, 0), shape, none)
+        local, place = parts[0].field("tensor"), parts[0].field("metadata")
+        offset, sizes = _size(place.field("shard_offsets")), _size(place.field("shard_sizes"))
+    except (AttributeError, LookupError, TypeError):
+        return UnreadableTensor("it is a ShardedTensor that does not say how it lies")
+    if not isinstance(local, TensorRef) or local.shape != sizes:
+        return UnreadableTensor("it is a ShardedTensor whose part is another than it says")
+    return ShardRef(local, shape, offset)
+
+
+_PARTS = {
+    "torch.distributed.tensor.DTensor": _shard,
+    "torch.distributed._shard.sharded_tensor.api.ShardedTensor": _part,
+}
+
+
 def _of_type(function: Any, kind: Any, arguments: Any, state: Any = None, *_: Any) -> Any:
     """A tensor that has attributes, such as those by which FSDP1 marks what it has gathered: they
-    are nothing of a checkpoint. Those of a DTensor say where it belongs.
+    are nothing of a checkpoint. Those of a rank's part say where it belongs.
     """
-    if isinstance(kind, Opaque) and kind.name == "torch.distributed.tensor.DTensor":
-        return _shard(arguments, state)
+    if isinstance(kind, Opaque) and (of_part := _PARTS.get(kind.name)) is not None:
+        return of_part(arguments, state)
     make = _MAKERS.get(function.name) if isinstance(function, Opaque) else None
     is_plain = isinstance(kind, Opaque) and kind.name in _PLAIN
     if make is None or not is_plain or not isinstance(arguments, tuple) or len(arguments) > 10:
@@ -232,13 +256,14 @@ _MAKERS: dict[str, Maker] = {
     "torch._utils._rebuild_tensor_v2": _tensor,
     "torch._utils._rebuild_tensor_v3": _tensor_of_dtype,
 }
-_OF_DTENSORS = """
+_OF_PARTS = """
     device_mesh.DeviceMesh _mesh_layout._MeshLayout _mesh_layout._FlatLayout
     tensor._dtensor_spec.DTensorSpec tensor.placement_types.Shard tensor.placement_types.Replicate
+    _shard.sharded_tensor.shard.Shard _shard.metadata.ShardMetadata
 """
 KNOWN: dict[str, Maker | str] = {
     **_MAKERS,
-    **{name: name for name in map("torch.distributed.".__add__, _OF_DTENSORS.split())},
+    **{name: name for name in map("torch.distributed.".__add__, _OF_PARTS.split())},
     "torch._utils._rebuild_parameter": lambda data, *_: data,
     "torch._utils._rebuild_parameter_with_state": lambda data, *_: data,
     "torch._utils._rebuild_qtensor": _refused("quantized"),

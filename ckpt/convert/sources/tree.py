@@ -8,6 +8,7 @@ container without tensors is one value.
 from __future__ import annotations
 
 import itertools
+import math
 import re
 from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
@@ -16,6 +17,7 @@ from typing import Any, NamedTuple
 
 from ckpt.convert.sources.blobs import Blob, Opened, open_blob
 from ckpt.convert.sources.budget import MemoryBudget
+from ckpt.convert.sources.opening import SourcePlace
 from ckpt.convert.sources.pickles import Opaque, PickledObject
 from ckpt.convert.sources.source import (
     SCRATCH_NBYTES,
@@ -30,7 +32,7 @@ from ckpt.convert.sources.torch_pickle import ShardRef, StorageRef, TensorRef, U
 from ckpt.errors import UnsupportedFormat
 from ckpt.layout.dtypes import DTYPES
 from ckpt.layout.kind import Kind
-from ckpt.layout.region import Box, Shape, span_of
+from ckpt.layout.region import Box, Shape, Span, span_of
 from ckpt.state.names import clean_name, split_state_name
 from ckpt.state.values import DEPTH_MAX, TENSOR_KEY, is_key, join
 from storage import Store
@@ -38,6 +40,7 @@ from storage import Store
 IMPORT_THREADS = 3  # of an import, by default; each has a part of 16 MiB in memory
 
 NODES_MAX = 1 << 20  # of one state: shared parts of a pickle count each time they are named
+FLAT = "_flat_param"  # what FSDP1 calls a unit's
 _NUMBER = re.compile(r"_\d+$")  # a second model is called `model_1`
 MODEL_ENTRIES = ("model", "state_dict", "model_state_dict", "module", "net", "network")
 
@@ -83,19 +86,13 @@ class TreeData(NamedTuple):
             check_chunks(SourceTensor(key, dtype, shape), chunks, sizes)
 
 
-def tree_source(
-    store: Store,
-    format: str,
-    tree: Any,
-    data: TreeData,
-    parameter_names: Sequence[str] | None,
-) -> FileSource:
+def tree_source(place: SourcePlace, format: str, tree: Any, data: TreeData) -> FileSource:
     """The source of a nested state.
 
     A key that several leaves have is a tied tensor, stored under the first of its names there.
     """
     tensors, budget = data
-    named = name_tree(tree, parameter_names)
+    named = name_tree(with_members(tree, data, place.options.shapes), place.names)
     infos: dict[str, SourceTensor] = {}
     aliases: dict[str, str] = {}
     first: dict[str, str] = {}
@@ -122,7 +119,74 @@ def tree_source(
     if any(chunk.stride is not None for chunks in placed.values() for chunk in chunks):
         nbytes += min(IMPORT_THREADS * SCRATCH_NBYTES, stored_nbytes)
     budget.charge(max(0, nbytes - stored_nbytes))
-    return FileSource(store, format, contents, placed, stored_nbytes)
+    return FileSource(place.store, format, contents, placed, stored_nbytes)
+
+
+def with_members(tree: Any, data: TreeData, shapes: Mapping[str, Shape] | None) -> Any:
+    """`tree` with the parameters in the flat ones of FSDP1's LOCAL_STATE_DICT, which have neither
+    names nor shapes: those of a model are theirs where they fit exactly. Without a model flat
+    parameters stay as they are.
+    """
+    if type(tree) is not dict or shapes is None:
+        return tree
+    flat = {
+        clean_name(key).removesuffix(FLAT): (key, item)
+        for key, item in tree.items()
+        if isinstance(key, str) and f".{key}".endswith(f".{FLAT}") and isinstance(item, Leaf)
+    }
+    if not flat:
+        return {key: with_members(item, data, shapes) for key, item in tree.items()}
+    units: dict[str, list[str]] = {unit: [] for unit in flat}
+    for name in shapes:
+        above = [unit for unit in units if name.startswith(unit)]
+        if above:
+            units[max(above, key=len)].append(name)
+    # With `use_orig_params`, what each rank has of them stands under their own names as well.
+    made = {key: item for key, item in tree.items() if clean_name(str(key)) not in shapes}
+    for unit, names in units.items():
+        key, leaf = flat[unit]
+        held = data.tensors[leaf.key]
+        starts = _member_starts([shapes[name] for name in names], held)
+        if starts is None:
+            wanted = sum(math.prod(shapes[name]) for name in names)
+            made[key] = UnreadableTensor(
+                f"it is a flat parameter of FSDP1 (LOCAL_STATE_DICT) of shape {held.shape}, "
+                f"and the {len(names)} parameters of the model there have {wanted} elements"
+            )
+            continue
+        del made[key]
+        for name, start in zip(names, starts, strict=True):
+            stop, chunks = start + math.prod(shapes[name]), []
+            for region, file, offset, _ in held.chunks:
+                assert isinstance(region, Span)  # else nothing fits
+                low, high = region
+                first, last = max(low, start), min(high, stop)
+                if first < last:
+                    begins = offset + (first - low) * DTYPES[held.dtype].itemsize
+                    chunks.append(Chunk(Span(first - start, last - start), file, begins))
+            data.add(f"{leaf.key}:{name}", held.dtype, shapes[name], chunks)
+            made[name] = Leaf(f"{leaf.key}:{name}", leaf.is_float)
+    return made
+
+
+def _member_starts(shapes: Sequence[Shape], flat: TreeTensor) -> Sequence[int] | None:
+    """Where parameters of these shapes begin in a flat one; None where they do not fill it, or
+    could in two ways.
+    """
+    if not all(isinstance(chunk.region, Span) for chunk in flat.chunks):
+        return None
+    ways = set()
+    # With `use_orig_params` FSDP1 aligns each to 16 bytes of the dtype that it computes in, and the
+    # end to the number of ranks.
+    for step in {1, 16 // DTYPES[flat.dtype].itemsize, 8}:
+        starts, stop = [], 0
+        for shape in shapes:
+            starts.append(-(-stop // step) * step)
+            stop = starts[-1] + math.prod(shape)
+        ranks = 1 if step == 1 else max(1, len(flat.chunks))
+        if flat.shape == (-(-stop // ranks) * ranks,):
+            ways.add(tuple(starts))
+    return ways.pop() if len(ways) == 1 else None
 
 
 def chunk_of(view: TensorRef, opened: Opened, file: str, offset: Shape, whole: Shape) -> Chunk:
@@ -161,7 +225,7 @@ def leaves_of_blob(
             return UnreadableTensor("it is a storage, not a tensor")
         if isinstance(tree, ShardRef):
             if tree.local.shape != tree.shape:
-                return UnreadableTensor("it is one rank's part of a DTensor; pass the folder")
+                return UnreadableTensor("it is one rank's part of a tensor; pass the folder")
             tree = tree.local
         if not isinstance(tree, TensorRef):
             return tree
@@ -243,14 +307,6 @@ class Named:
         for key, item in items:
             if type(key) not in (str, int):
                 self.refuse(join(path, key), f"its key is a {type(key).__name__}")
-                continue
-            if "_flat_param" in str(key).split("."):
-                self.refuse(
-                    join(path, key),
-                    "it is a flat parameter of FSDP's LOCAL_STATE_DICT, whose members nothing here "
-                    "distinguishes; save with StateDictType.SHARDED_STATE_DICT",
-                    is_tensor=True,
-                )
                 continue
             self.walk(item, join(path, key), depth + 1)
 

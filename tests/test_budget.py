@@ -26,7 +26,7 @@ from sharding import FullyShardedDataParallel, fully_shard
 from tests.ranks import run_ranks
 from tests.test_house import PACKAGES, ROOT, arrows, sources
 
-LINES_MAX = 62_241
+LINES_MAX = 62_352
 
 
 def code_lines(path: Path) -> int:

@@ -14,7 +14,7 @@ import pytest
 
 from ckpt import operate
 from ckpt.errors import InvalidArgument
-from tests.rehearse.test_rehearse import forgotten, paths, rehearsed
+from tests.rehearse.test_rehearse import TORCHRUN, forgotten, paths, rehearsed
 
 HERE = Path(__file__).parent
 pytestmark = [pytest.mark.judges, pytest.mark.timeout(900)]
@@ -80,7 +80,7 @@ def test_an_honest_training_of_another_kind_is_the_same(
 @pytest.mark.parametrize("name", ["tests/rehearse/training.py", "examples/train_service.py"])
 def test_an_honest_training_of_several_ranks_is_the_same(name: str, tmp_path: Path) -> None:
     script = HERE.parents[1] / name
-    report = rehearsed(tmp_path, ranks=2, script=script)
+    report = rehearsed(tmp_path, start=[*TORCHRUN, "2"], script=script)
     assert report.difference is None, report.difference
     assert report.runs[-1].ranks == 1 and report.runs[-1].what == "resumed on 1 ranks"
 

@@ -10,8 +10,8 @@ DEVICE ?=
 # Of the machine that `make kit` is for.
 PYTHON_VERSION ?= 3.12
 BENCH_ARGS ?=
-# Tests wait for ranks, stores and disks about half of their time: two files at once fit two cores.
-WORKERS ?= 2
+# Tests wait for ranks, stores and deadlines about a third of their time: three files fit two cores.
+WORKERS ?= 3
 CEPH ?= $(CURDIR)/.ceph
 ROOMS ?= ckpt/commit ckpt/format ckpt/layout ckpt/loading ckpt/saving
 MUTANTS ?= 60

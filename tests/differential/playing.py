@@ -166,11 +166,11 @@ def _play_here(seeds: Sequence[int], folder: str, verbose: bool, plant: str, ask
     # Not dist.destroy_process_group: collectives that a failed call left behind may be waiting.
 
 
-def _together(control: Any, flag: bool) -> list[bool]:
-    """The flag of every rank."""
-    flags = [torch.zeros(1) for _ in range(dist.get_world_size())]
-    dist.all_gather(flags, torch.tensor([float(flag)]), group=control)
-    return [bool(one) for one in flags]
+def _together(control: Any, *flags: bool) -> list[list[bool]]:
+    """The flags of every rank, one list for each flag."""
+    ranks = [torch.zeros(len(flags), dtype=torch.bool) for _ in range(dist.get_world_size())]
+    dist.all_gather(ranks, torch.tensor(flags, dtype=torch.bool), group=control)
+    return torch.stack(ranks, dim=1).tolist()
 
 
 class _Player:
@@ -220,7 +220,8 @@ class _Player:
         else:
             wrong = self._compare(op, theirs, ours)
         raises = isinstance(theirs, Raised) or isinstance(ours, Raised)
-        return not any(_together(self.control, wrong or raises))
+        (ended,) = _together(self.control, wrong or raises)
+        return not any(ended)
 
     def _compare(self, op: Op, theirs: Any, ours: Any) -> bool:
         wrong = False
@@ -253,8 +254,8 @@ class _Player:
             if self.verbose:
                 traceback.print_exc()
         late = isinstance(seen, Raised) and time.monotonic() - began > SUSPICIOUS_SECONDS
-        flags = _together(self.control, isinstance(seen, Raised))
-        self.is_broken = any(_together(self.control, late)) or (any(flags) and not all(flags))
+        flags, lates = _together(self.control, isinstance(seen, Raised), late)
+        self.is_broken = any(lates) or (any(flags) and not all(flags))
         return seen
 
 

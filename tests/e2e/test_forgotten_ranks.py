@@ -1,8 +1,8 @@
 """`if rank == 0:` around a call that all ranks have to make: who has not called is named soon.
 
-Method: the first rank makes each public collective call; another comes some seconds later, and the
-lines that are logged until then are read. Then a rank ends without ever calling, as a script does
-that saves on one rank at its end.
+Method: the first rank makes each public collective call; another comes once it has been named, and
+the lines that are logged until then are read. Then a rank ends without ever calling, as a script
+does that saves on one rank at its end.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ import ckpt.world.missing
 import ckpt.world.rounds
 from tests.ranks import run_ranks
 
-SOON, LATE = 1.0, 4.0  # seconds, in place of 15
+SOON = 1.0  # seconds, in place of 15
+GUARD_SECONDS = 30.0
 
 
 def state() -> dict[str, Any]:
@@ -85,10 +86,26 @@ CALLS: dict[str, tuple[Callable[[str, Callable[[], None]], None], str]] = {
 
 
 def _lines(name: str, url: str, forgetful: int) -> list[str]:
-    """What this rank logs in a call that the rank `forgetful` makes late."""
+    """What this rank logs in a call that the rank `forgetful` makes late: once those have named it
+    who have to.
+    """
     lines: list[str] = []
+
+    def emit(record: logging.LogRecord) -> None:
+        lines.append(record.getMessage())
+        if "has waited for" in lines[-1]:
+            Path(f"{url}-named-{dist.get_rank()}").touch()
+
+    def wait() -> None:
+        naming = [0] if forgetful else [1, 2]
+        until = time.monotonic() + GUARD_SECONDS
+        while not all(Path(f"{url}-named-{rank}").exists() for rank in naming):
+            assert time.monotonic() < until, "nobody has named this rank"
+            time.sleep(0.05)
+        time.sleep(1.2 * SOON)  # for a line too many
+
     handler = logging.Handler()
-    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    handler.emit = emit  # type: ignore[method-assign]
     logging.getLogger("ckpt").addHandler(handler)
     for room in (ckpt.world.rounds, ckpt.world.missing, ckpt.service.agreement):
         room.CALL_SECONDS = SOON  # type: ignore[attr-defined]
@@ -97,7 +114,7 @@ def _lines(name: str, url: str, forgetful: int) -> list[str]:
         ckpt.save(state(), url, step=1)
     is_late = dist.get_rank() == forgetful
     call, _ = CALLS["save" if name == "first" else name]
-    call(url, lambda: time.sleep(LATE) if is_late else None)
+    call(url, wait if is_late else lambda: None)
     return [line for line in lines if "has waited for" in line]
 
 
@@ -131,7 +148,7 @@ def _busy(url: str) -> list[str]:
     class Slow:
         def state_dict(self) -> dict[str, Any]:
             if dist.get_rank() == 1:
-                time.sleep(3)
+                time.sleep(1.5)
             return {}
 
         def load_state_dict(self, state: Any) -> None: ...

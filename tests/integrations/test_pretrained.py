@@ -49,9 +49,10 @@ def tokens() -> dict[str, torch.Tensor]:
 
 
 def empty_model() -> Any:
+    """On no device: all of it is loaded, and random weights would take longer than the training."""
     config = transformers.AutoConfig.from_pretrained(str(minilm.get_model_path()))
-    torch.manual_seed(0)
-    return transformers.AutoModel.from_config(config).eval()
+    with torch.device("meta"):
+        return transformers.AutoModel.from_config(config).eval()
 
 
 def embeddings(model: Any, batch: dict[str, torch.Tensor]) -> torch.Tensor:
@@ -85,20 +86,24 @@ def sharded_state() -> dict[str, Any]:
     for layer in model.encoder.layer:
         fully_shard(layer)
     fully_shard(model)
+    model.to_empty(device="cpu")
+    positions = model.embeddings.position_ids  # no state dict has them
+    positions.copy_(torch.arange(positions.shape[1]))
+    model.embeddings.token_type_ids.zero_()
     return {"model": model, "optim": torch.optim.AdamW(model.parameters(), lr=RATE)}
 
 
-def fine_tune(root: str) -> None:
+def fine_tune(root: str, batch: dict[str, torch.Tensor]) -> None:
     state = sharded_state()
     ckpt.load(state["model"], root, step=0, skip=["embeddings.position_ids"])
-    train(state["model"], state["optim"], my_share(tokens()), SHARDED_STEPS)
+    train(state["model"], state["optim"], my_share(batch), SHARDED_STEPS)
     ckpt.save(state, root, step=SHARDED_STEPS)
 
 
-def resume(root: str) -> None:
+def resume(root: str, batch: dict[str, torch.Tensor]) -> None:
     state = sharded_state()
     ckpt.load(state, root)
-    train(state["model"], state["optim"], my_share(tokens()), RESUMED_STEPS)
+    train(state["model"], state["optim"], my_share(batch), RESUMED_STEPS)
     ckpt.save(state, root, step=SHARDED_STEPS + RESUMED_STEPS)
 
 
@@ -106,8 +111,9 @@ def test_a_pretrained_model_goes_in_and_comes_out_fine_tuned(tmp_path: Path) -> 
     root = str(tmp_path / "run")
     source = Path(minilm.get_model_path())
     ckpt.import_checkpoint(str(source / "model.safetensors"), root, step=0, verify=True)
-    run_ranks(4, fine_tune, root, timeout_seconds=120)
-    run_ranks(3, resume, root, timeout_seconds=120)
+    batch = tokens()
+    run_ranks(4, fine_tune, root, batch, timeout_seconds=120)
+    run_ranks(3, resume, root, batch, timeout_seconds=120)
 
     target = tmp_path / "exported"
     shutil.copytree(source, target, ignore=shutil.ignore_patterns("model.safetensors"))
@@ -119,7 +125,6 @@ def test_a_pretrained_model_goes_in_and_comes_out_fine_tuned(tmp_path: Path) -> 
     assert not loading_info["unexpected_keys"]
 
     untouched = transformers.AutoModel.from_pretrained(str(source)).eval()
-    batch = tokens()
     with torch.no_grad():
         untrained = embeddings(untouched, batch)
     optimizer = torch.optim.AdamW(untouched.parameters(), lr=RATE)

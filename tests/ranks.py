@@ -128,6 +128,36 @@ def run_ranks(
     return _results(n, answers, set(allow_dead), timeout_seconds)
 
 
+def fork_ranks(n: int, fn: Callable[..., Any], *args: Any, timeout_seconds: float = 60.0) -> None:
+    """In a process of `run_ranks(1, ..., group=False)`: run `fn(*args)` on ranks that are forks of
+    it, with all that it has imported: for libraries whose import takes longer than a test.
+
+    Raises when a rank does, whose traceback is on stderr.
+    """
+    with tempfile.TemporaryDirectory(prefix="ranks-") as scratch:
+        ranks = {}
+        for rank in range(n):
+            pid = os.fork()
+            if pid == 0:
+                spec = _Spec(
+                    rank, n, f"{scratch}/rendezvous", timeout_seconds, True, True, list(sys.path)
+                )
+                _fork_main(spec, pickle.dumps((fn, args)))
+            ranks[pid] = rank
+        ended = {ranks[pid]: os.waitpid(pid, 0)[1] for pid in ranks}
+    assert not any(ended.values()), f"ranks failed: {ended}"
+
+
+def _fork_main(spec: _Spec, job: bytes) -> None:
+    os.environ.update(RANK=str(spec.rank), LOCAL_RANK=str(spec.rank), WORLD_SIZE=str(spec.size))
+    try:
+        _run_job(spec, job)
+    except BaseException:
+        traceback.print_exc()
+        os._exit(1)
+    os._exit(0)
+
+
 class _Spec(NamedTuple):
     rank: int
     size: int

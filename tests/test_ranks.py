@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.ranks import RanksFailed, run_ranks
+from tests.ranks import RanksFailed, fork_ranks, run_ranks
 
 pytestmark = pytest.mark.ranks
 
@@ -36,6 +36,17 @@ def _die_on(rank: int) -> str:
 def _hang_on(rank: int) -> None:
     while dist.get_rank() == rank:
         time.sleep(0.05)
+
+
+def _fork(failing: int) -> None:
+    fork_ranks(3, _fail_on, failing, timeout_seconds=5)
+
+
+def test_forks_of_a_rank_are_ranks_and_their_failure_is_its_own() -> None:
+    """The others wait in a barrier until their deadline."""
+    assert run_ranks(1, _fork, -1, group=False) == [None]
+    with pytest.raises(RanksFailed, match=r"ranks failed: \{0: 256, 1: 256, 2: 256\}"):
+        run_ranks(1, _fork, 1, group=False)
 
 
 def test_results_come_back_in_rank_order() -> None:

@@ -121,8 +121,8 @@ def python_calls(run: Callable[[], object]) -> int:
         if event == "call":
             calls[threading.get_ident()] += 1
 
-    gc.collect()
-    gc.disable()
+    thresholds = gc.get_threshold()
+    gc.set_threshold(0)  # a thread of something else may enable what was disabled
     threading.setprofile(note)
     sys.setprofile(note)
     try:
@@ -130,7 +130,7 @@ def python_calls(run: Callable[[], object]) -> int:
     finally:
         sys.setprofile(None)
         threading.setprofile(None)  # type: ignore[arg-type]
-        gc.enable()
+        gc.set_threshold(*thresholds)
     return calls.total()
 
 

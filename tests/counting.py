@@ -19,16 +19,26 @@ def python_calls(fn: Callable[[], Any]) -> int:
         nonlocal count
         count += event in ("call", "c_call")
 
-    before, collects = sys.getprofile(), gc.isenabled()
-    gc.disable()  # what earlier tests have left would be finalized, and counted
-    sys.setprofile(count_call)
-    try:
-        fn()
-    finally:
-        sys.setprofile(before)
-        if collects:
-            gc.enable()
+    before = sys.getprofile()
+    with without_collector():
+        sys.setprofile(count_call)
+        try:
+            fn()
+        finally:
+            sys.setprofile(before)
     return count
+
+
+@contextmanager
+def without_collector() -> Iterator[None]:
+    """What earlier tests have left is not finalized here, and not counted."""
+    # Not gc.disable: a thread that another test has left may enable it.
+    thresholds = gc.get_threshold()
+    gc.set_threshold(0)
+    try:
+        yield
+    finally:
+        gc.set_threshold(*thresholds)
 
 
 class AtOnce:

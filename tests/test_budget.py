@@ -7,7 +7,6 @@ engines make 981 (`fully_shard`) and 957 Python calls for the step that is count
 from __future__ import annotations
 
 import ast
-import gc
 import subprocess
 import sys
 from collections.abc import Callable
@@ -23,6 +22,7 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 import ckpt
 from sharding import FullyShardedDataParallel, fully_shard
+from tests.counting import without_collector
 from tests.ranks import run_ranks
 from tests.test_house import PACKAGES, ROOT, arrows, sources
 
@@ -53,14 +53,12 @@ def called(fn: Callable[[], object]) -> list[tuple[str, str]]:
         if event == "call" and path.startswith(OURS):
             calls.append((path, f"{frame.f_code.co_name} {frame.f_code.co_firstlineno}"))
 
-    gc.collect()
-    gc.disable()  # what other tests have left is finalized at any time
-    sys.setprofile(note)
-    try:
-        fn()
-    finally:
-        sys.setprofile(None)
-        gc.enable()
+    with without_collector():
+        sys.setprofile(note)
+        try:
+            fn()
+        finally:
+            sys.setprofile(None)
     return calls
 
 

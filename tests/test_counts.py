@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import gc
+from collections.abc import Callable
+
 import pytest
 
+import benchmarks.counts
 from benchmarks.__main__ import Result, before, worse
 from benchmarks.counts import counted, grown, recorded, versions
+from tests.counting import python_calls
 
 ENTRY = {
     "date": "2026-11-27",
@@ -19,6 +24,28 @@ def test_nothing_asks_for_more_than_when_it_was_recorded() -> None:
     assert not (more := grown(counted(), entry)), (
         "\n".join(more) + "\nwith a good reason: python -m benchmarks.counts --record"
     )
+
+
+class Left:
+    """Garbage that is finalized by a function of Python."""
+
+    def __init__(self) -> None:
+        self.itself = self
+
+    def __del__(self) -> None: ...
+
+
+@pytest.mark.parametrize("count", [python_calls, benchmarks.counts.python_calls])
+def test_garbage_of_earlier_tests_is_not_counted(count: Callable[..., int]) -> None:
+    def run() -> None:
+        gc.enable()  # as a thread does that an earlier test has left
+        kept = [[] for _ in range(10_000)]
+        assert len(kept) == 10_000
+
+    alone = count(run)
+    for _ in range(1000):
+        Left()
+    assert count(run) == alone
 
 
 @pytest.mark.parametrize(

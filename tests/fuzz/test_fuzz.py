@@ -20,7 +20,8 @@ import numpy as np
 import pytest
 
 from tests.conftest import Scale
-from tests.fuzz.bounds import NBYTES_MAX, SECONDS_MAX, within_bounds, within_rough_bounds
+from tests.fuzz import bounds
+from tests.fuzz.bounds import NBYTES_MAX, within_bounds, within_rough_bounds
 from tests.fuzz.mutations import mutated
 from tests.fuzz.target import Target
 from tests.fuzz.targets import TARGETS, all_targets
@@ -94,7 +95,7 @@ def _greedy(data: bytes) -> None:
 
 
 def _slow(data: bytes) -> None:
-    until = time.thread_time() + SECONDS_MAX
+    until = time.thread_time() + bounds.SECONDS_MAX
     while time.thread_time() < until:
         pass
 
@@ -107,7 +108,11 @@ def _wrong(data: bytes) -> None:
 @pytest.mark.parametrize(
     ("read", "error"), [(_greedy, "bytes"), (_slow, " s"), (_wrong, "no error")]
 )
-def test_a_reader_beyond_its_bounds_is_seen(read: Callable[[bytes], None], error: str) -> None:
+def test_a_reader_beyond_its_bounds_is_seen(
+    read: Callable[[bytes], None], error: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if read is _slow:
+        monkeypatch.setattr(bounds, "SECONDS_MAX", 0.3)
     for check in (within_bounds, within_rough_bounds):
         with pytest.raises((AssertionError, IndexError), match=error):
             check(Target("planted", read, list), b"data")

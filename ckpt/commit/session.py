@@ -304,6 +304,18 @@ class Session(LogWriter):
         )
         return newest
 
+    def sweep_dead_jobs(self) -> None:
+        """Remove what dead jobs left, so that its disk space is there for the first save. What a
+        store does not do is logged, and stays.
+        """
+        try:
+            self.take_back_lost()
+            self.sweep_unfinished()
+            self.sweep()
+        except (StorageError, OutcomeUnknown) as error:
+            # Only space is at stake; a save that needs it fails with an error of its own.
+            logger.warning("%s: leftovers of dead jobs stay for now: %s", self.store.url, error)
+
     def sweep(self) -> list[str]:
         """Delete what attempts of older epochs left behind and no live checkpoint needs.
 
@@ -458,15 +470,9 @@ class SessionRegistry:
             self._sessions[store.place] = session
             if restored is not None:
                 session.restored(restored)
-            try:
-                # What dead jobs left goes, so that its disk space is there for the first save.
-                session.take_back_lost()
-                session.sweep_unfinished()
-                session.sweep()
-            except (StorageError, OutcomeUnknown) as error:
-                # Only space is at stake; a save that needs it fails with an error of its own.
-                url = session.store.url
-                logger.warning("%s: leftovers of dead jobs stay for now: %s", url, error)
+            # Before the first claim of a root nobody wrote there.
+            if session.epoch > 1:
+                session.sweep_dead_jobs()
             keep_reserve(session.store)
             return session
 

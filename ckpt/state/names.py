@@ -412,11 +412,12 @@ class Rules:
         self.unmatched = set(self._names)
 
     def __call__(self, fqn: str) -> bool:
-        return self.longest(fqn) is not None
+        # Asked for each tensor, and most loads have no rule.
+        return bool(self._names) and self.longest(fqn) is not None
 
     def longest(self, fqn: str) -> str | None:
         """The longest of the names that matches; all that do are matched."""
-        matching = [head for head in heads(fqn) if head in self._names] if self._names else []
+        matching = [head for head in heads(fqn) if head in self._names]
         self.unmatched.difference_update(matching)
         return matching[0] if matching else None
 

@@ -33,6 +33,7 @@ from storage.errors import (
 )
 from storage.memory import MemoryBucket, MemoryStore
 from storage.store import ExclusiveCreate, Store
+from storage.testing import FaultPlan, FaultyStore
 from storage.wrap import WrappedStore
 from tests.protocol.invariants import History, RecordingStore, check_all, check_fresh_session
 from tests.thread_ranks import RanksFailed, run_ranks
@@ -424,6 +425,17 @@ def test_interrupted_deletion_of_a_retired_checkpoint_can_be_repeated() -> None:
 def test_maintenance_of_an_empty_root_says_so() -> None:
     with pytest.raises(NoCheckpoint):
         Maintenance.open(MemoryStore())
+
+
+def test_only_the_first_claim_of_a_root_looks_for_no_leftovers() -> None:
+    """Nobody has written there, and on an object store each look is a request of the first save."""
+    bucket = MemoryBucket()
+    looks = []
+    for _ in range(2):
+        plan = FaultPlan(0)
+        SessionRegistry().session(FaultyStore(MemoryStore(bucket), plan))
+        looks.append([key for name, key in plan.operations if name == "abort_unfinished"])
+    assert looks == [[], ["steps/"]]
 
 
 def test_sweep_removes_orphans_of_older_epochs_and_nothing_else() -> None:

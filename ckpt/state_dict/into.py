@@ -37,7 +37,7 @@ from ckpt.state.types import (
     Unshared,
     fatal_texts,
 )
-from ckpt.state.values import split_tree
+from ckpt.state.values import references, split_tree
 from ckpt.state_dict.agreeing import check_values
 from ckpt.state_dict.keys import ListedParams
 from ckpt.state_dict.model import describe_model, is_beside, ranks_of
@@ -128,6 +128,8 @@ def put_model(
     own = {} if request.rank0_only and ranks.rank else state_dict
     given = collectively(world, "read", lambda: read_model(model, own, ranks, request))
     names = _names_in(given.held) | given.extra.keys() | given.composites.keys()
+    # Also those of components of which this rank has no elements.
+    names |= {*references(given.composites)}
 
     def tree() -> Mapping[str, Any]:
         # As bytes: references to tensors stand among the values.

@@ -157,7 +157,9 @@ def _declared_groups(layout: ModuleLayout) -> _Declared | None:
     # One round for the tensors of equal ranks, not one for each: all find them in one order.
     asked: dict[frozenset[int], frozenset[int]] = {}
     for owned in (*layout.params, *layout.buffers):
-        unit = _unit_around(owned.fqns[0], units)
+        # A component of which this rank has no elements has no name here.
+        name = next(iter(owned.fqns), "")
+        unit = _unit_around(name, units)
         if owned.owners is not None:
             group = frozenset(owned.owners)
         elif unit is not None and is_fsdp1(units[unit]):
@@ -167,7 +169,7 @@ def _declared_groups(layout: ModuleLayout) -> _Declared | None:
         declared.groups.add(group)
         # Of meshes without units all ranks may know, also those that are not in them.
         if dist.get_rank() in group and (unit is not None or not is_dtensor(owned.param)):
-            declared.of_units.setdefault(group, owned.fqns[0])
+            declared.of_units.setdefault(group, name)
     for module in units.values():  # also of those whose tensors were refused
         sharding = sharding_of(module)
         if sharding is not None and sharding.process_group is not None:

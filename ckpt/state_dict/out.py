@@ -92,6 +92,7 @@ def take_model(model: nn.Module, output: DictForm, world: World) -> dict[str, An
     tensors |= {fqn: join_tree(one, tensors.__getitem__) for fqn, one in composites.items()}
     # In the order of the module; the exchange has one of its own.
     names = dict.fromkeys(described.components.get(name, name) for name in names_of(described))
+    names |= dict.fromkeys((*as_is, *composites))  # of which this rank may have no elements
     state_dict = {name: tensors[name] for name in names if name in tensors}
     for fqn, module in described.extra_states:
         state_dict[fqn] = module.get_extra_state()
@@ -119,7 +120,7 @@ def _live_model(
     models: dict[str, torch.Tensor] = {}
     for source, kind in described.tensors():
         owned, fqns = source.owned, source.fqns
-        if output.form is not FULL and fqns[0] in described.components:
+        if not fqns or (output.form is not FULL and fqns[0] in described.components):
             continue
         is_copied = output.copied is None or not owned.is_whole or id(owned.param) in output.copied
         if is_copied or fqns[0] in dtypes:

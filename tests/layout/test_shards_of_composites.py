@@ -276,13 +276,20 @@ def _without_elements(root: str, has_torchao: bool) -> None:
                 )
 
             url = f"{root}/{make.__name__}-{rows}"
+            holder = nn.Module()
+            holder.w = nn.Parameter(shard(1), requires_grad=False)
+            holder.plain = nn.Parameter(torch.ones(2))
+            ckpt.save({"model": holder}, f"{url}-module", step=1)
+            holder.w = nn.Parameter(shard(4), requires_grad=False)
+            ckpt.load({"model": holder}, f"{url}-module")
             ckpt.save({"w": shard(1)}, url, step=1)
             whole = make(range(rows), 2)
             ckpt.load({"w": whole}, url)
             ckpt.save({"w": whole}, url, step=2)
             live = shard(3)
             ckpt.load({"w": live}, url)
-            for one, numbers in ((whole, range(rows)), (live.to_local(), mine)):
+            loaded = (live.to_local(), mine), (holder.w.to_local(), mine)
+            for one, numbers in ((whole, range(rows)), *loaded):
                 got, wanted = taken(one), taken(make(numbers, 1))
                 for name, memory in wanted.components.items():
                     assert torch.equal(bytes_of(got.components[name]), bytes_of(memory)), name

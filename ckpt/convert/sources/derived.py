@@ -399,7 +399,7 @@ def _quantized(
                 )
             else:
                 result[name] = _Quantized(data, scale, None)
-        elif fqn.endswith("_scale") and not fqn.endswith(("input_scale", "_global_scale")):
+        elif fqn.endswith("_scale"):
             name = fqn.removesuffix("_scale")
             made = _compressed(tensors, name, scale, how)
             if isinstance(made, str):

@@ -274,3 +274,89 @@ class _TrainerJson:
 def _first(states: Sequence[Any], rank: int, world_size: int) -> Any:
     """On another number of ranks every rank gets what the first one had."""
     return states[0]
+
+
+def conversions_of(model: Any, *, entry: str = "model") -> dict[str, Any]:
+    """`stacks=` and `rename=` with which a state that has a live `model` of transformers as `entry`
+    loads its published files, as transformers' own maps convert them:
+    `ckpt.load({"model": model}, "mixtral/", **conversions_of(model))`.
+
+    Call it before `model` is wrapped or sharded: torch changes its class then, and some maps are of
+    a class. `rename` is None where names are alike. Raises CheckpointError for an operation that no
+    rule has.
+    """
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import PrefixChange, WeightRenaming, apply_renamings
+
+    rules: dict[str, str] = {}
+    renamings: list[Any] = []
+    for one in get_model_conversion_mapping(model, add_legacy=False):
+        if hasattr(one, "operations"):
+            rules |= stacks_of(one, model)
+        elif isinstance(one, WeightRenaming) and not isinstance(one, PrefixChange):
+            renamings.insert(0, one.reverse_transform())
+    path = f"{entry}." if entry else ""
+
+    def rename(name: str) -> str:
+        renamed: str = apply_renamings(name.removeprefix(path), renamings)
+        return renamed
+
+    return {"stacks": rules, "rename": rename if renamings else None}
+
+
+def stacks_of(converter: Any, model: Any) -> dict[str, str]:
+    """A converter of transformers as rules of `stacks=`, from what a live model has to what files
+    have. An export takes them in the opposite order.
+    """
+    operations = {type(one).__name__: one for one in converter.operations}
+    files, live = map(_form, converter.source_patterns), map(_form, converter.target_patterns)
+    match list(operations), list(files), list(live):
+        case ["MergeModulelist"], [file], [one]:
+            return {one: file}
+        case ["MergeModulelist", "Concatenate"] | ["Concatenate"], many, [one]:
+            operation = operations["Concatenate"]
+            if operation.num_shards_attribute:
+                count = getattr(model.config.get_text_config(), operation.num_shards_attribute)
+                many = [many[0].format(number) for number in range(count)]
+            return {one: _joined(many, operation.dim)}
+        case ["Chunk"], [file], many:
+            return {_joined(many, operations["Chunk"].dim): file}
+        case ["Split"], [file], many:
+            dim = operations["Split"].dim
+            sizes = [f"{name}:{_parameter(model, name).shape[dim]}" for name in many]
+            return {_joined(sizes, dim): file}
+        case ["Transpose"], [file], [one]:
+            return {one: f"{file}^T"}
+        case ["Interleave", *_], [file], many:
+            dim = operations["Interleave"].dim
+            return {_joined(many, dim): f"{file}^I @{dim}"}
+        case ["PermuteForRope"], [file], [one]:
+            return {one: f"{file}^I{_heads(operations['PermuteForRope'], model)}"}
+        case ["Chunk", "PermuteForRope"], [file], many:
+            rope = operations["PermuteForRope"]
+            turned = [one for one in many if any(name in one for name in rope.permute_layer_names)]
+            parts = [f"{one}.pairs" if one in turned else one for one in many]
+            rules = {_joined(parts, operations["Chunk"].dim): file}
+            return rules | {one: f"{one}.pairs^I{_heads(rope, model)}" for one in turned}
+        case ["ErnieFuseAndSplitTextVisionExperts"], many, [text, vision]:
+            whole = f"{text}_and_{vision.replace('.', '_')}"  # a name in no model
+            return {whole: _joined(many, 1), f"{text} + {vision}": whole}
+    raise CheckpointError(f"{converter}: no rule of stacks= does {', '.join(operations)}")
+
+
+def _form(pattern: str) -> str:
+    """A name as our rules have it, from one of theirs."""
+    return pattern.replace("\\.", ".").strip(".").replace("*", "{}")
+
+
+def _joined(names: list[str], dim: int) -> str:
+    return f"{' + '.join(names)} @{dim}" if len(names) > 1 else names[0]
+
+
+def _heads(operation: Any, model: Any) -> int:
+    config = getattr(model.config, operation.subconfig_key or "", model.config)
+    return int(getattr(config, "num_attention_heads", 1))
+
+
+def _parameter(model: Any, name: str) -> Any:
+    return next(one for fqn, one in model.named_parameters() if f".{fqn}".endswith(f".{name}"))

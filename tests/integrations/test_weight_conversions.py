@@ -18,8 +18,11 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import ckpt
+from ckpt.errors import CheckpointError
 
 transformers = pytest.importorskip("transformers", reason="its models and their conversions")
+
+from ckpt.integrations.huggingface import conversions_of, stacks_of  # noqa: E402
 
 SMALL = {
     "vocab_size": 64,
@@ -116,7 +119,11 @@ def test_the_files_of_a_family_load_into_its_live_model_and_back(name: str, tmp_
     live = {fqn: tensor.clone() for fqn, tensor in model.state_dict().items()}
     assert {(k, v.shape) for k, v in its.items()} != {(k, v.shape) for k, v in live.items()}
 
+    ckpt.load({"model": other}, file, **conversions_of(other))
+    assert all(torch.equal(tensor, live[fqn]) for fqn, tensor in other.state_dict().items())
+
     rename = renamed(family.renames)
+    other = with_weights(family, 3)
     # Without names to change, where they lie in the state is found.
     from_state = (lambda name: rename(name.removeprefix("model."))) if family.renames else None
     ckpt.load({"model": other}, file, stacks=family.stacks, rename=from_state)
@@ -146,44 +153,6 @@ def form(pattern: str) -> str:
     return pattern.replace("\\.", ".").strip(".").replace("*", "{}")
 
 
-def joined(names: list[str], dim: int) -> str:
-    return f"{' + '.join(names)} @{dim}" if len(names) > 1 else names[0]
-
-
-def rules_of(converter: Any) -> dict[str, str]:
-    """A converter of transformers as `stacks=`: what the live model has, of what the file has."""
-    operations = {type(one).__name__: one for one in converter.operations}
-    files, live = map(form, converter.source_patterns), map(form, converter.target_patterns)
-    match list(operations), list(files), list(live):
-        case ["MergeModulelist"], [file], [one]:
-            return {one: file}
-        case ["MergeModulelist", "Concatenate"] | ["Concatenate"], many, [one]:
-            if operations["Concatenate"].num_shards_attribute:
-                many = [many[0].format(number) for number in range(PARTS)]
-            return {one: joined(many, operations["Concatenate"].dim)}
-        case ["Chunk"], [file], many:
-            return {joined(many, operations["Chunk"].dim): file}
-        case ["Split"], [file], many:
-            sizes = [f"{name}:{SIZES[name.rpartition('.')[2]]}" for name in many]
-            return {joined(sizes, operations["Split"].dim): file}
-        case ["Transpose"], [file], [one]:
-            return {one: f"{file}^T"}
-        case ["Interleave", *_], [file], many:
-            dim = operations["Interleave"].dim
-            return {joined(many, dim): f"{file}^I @{dim}"}
-        case ["PermuteForRope"], [file], [one]:
-            return {one: f"{file}^I{HEADS}"}
-        case ["Chunk", "PermuteForRope"], [file], many:
-            turned = operations["PermuteForRope"].permute_layer_names
-            is_turned = {one: any(name in one for name in turned) for one in many}
-            parts = [f"{one}.pairs" if is_turned[one] else one for one in many]
-            rules = {joined(parts, operations["Chunk"].dim): file}
-            return rules | {one: f"{one}.pairs^I{HEADS}" for one in many if is_turned[one]}
-        case ["ErnieFuseAndSplitTextVisionExperts"], many, [text, vision]:
-            return {"both": joined(many, 1), f"{text} + {vision}": "both"}
-    raise AssertionError(f"no rule for {[*operations]} of {converter.source_patterns}")
-
-
 def file_of(converter: Any) -> dict[str, torch.Tensor]:
     """Random tensors that a file for this converter has, by name."""
     names = [form(pattern) for pattern in converter.source_patterns]
@@ -199,16 +168,22 @@ def file_of(converter: Any) -> dict[str, torch.Tensor]:
     return {f"layers.0.{name}": torch.randn(shape) for some in per_name for name in some}
 
 
-def by_theirs(converter: Any, file: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """What transformers makes of a file."""
+def model_of() -> Any:
+    """What operations ask a model for: numbers of its configuration, and shapes."""
     config = SimpleNamespace(num_attention_heads=HEADS)
     config.get_text_config = lambda: SimpleNamespace(**dict.fromkeys(ATTRIBUTES, PARTS))
-    other = (1, 1, 1)  # than that of any file, so that all are turned
-    sizes = {f"layers.0.self_attn.{name}": (size, 6) for name, size in SIZES.items()}
-    model = SimpleNamespace(
-        get_parameter=lambda name: SimpleNamespace(shape=sizes.get(name, other))
+    sizes = {f"layers.0.self_attn.{name}": torch.empty(size, 6) for name, size in SIZES.items()}
+    other = torch.empty(1, 1, 1)  # of no file's shape, so that all are turned
+    return SimpleNamespace(
+        config=config,
+        get_parameter=lambda name: sizes.get(name, other),
+        named_parameters=sizes.items,
     )
-    sources, targets = converter.source_patterns, converter.target_patterns
+
+
+def by_theirs(converter: Any, file: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """What transformers makes of a file."""
+    model, sources, targets = model_of(), converter.source_patterns, converter.target_patterns
     tensors: dict[str, Any] = {}
     for pattern in sources:
         pieces = form(pattern).split("{}")
@@ -217,8 +192,8 @@ def by_theirs(converter: Any, file: dict[str, torch.Tensor]) -> dict[str, torch.
     for one in converter.operations:
         name = f"layers.0.{targets[0]}"
         tensors = one.convert(
-            tensors, source_patterns=sources, target_patterns=targets, config=config, model=model,
-            full_layer_name=name,
+            tensors, source_patterns=sources, target_patterns=targets, config=model.config,
+            model=model, full_layer_name=name,
         )  # fmt: skip
     return {f"layers.0.{form(name)}": tensor for name, tensor in tensors.items()}
 
@@ -251,7 +226,7 @@ def test_a_rule_does_what_each_converter_of_transformers_does(tmp_path: Path) ->
         kinds.update(type(one).__name__ for one in converter.operations)
         file = file_of(converter)
         live = by_theirs(converter, dict(file))
-        rules, folder = rules_of(converter), tmp_path / str(number)
+        rules, folder = stacks_of(converter, model_of()), tmp_path / str(number)
         folder.mkdir()
         save_file(file, folder / "model.safetensors")
         state = {fqn: torch.zeros_like(tensor) for fqn, tensor in live.items()}
@@ -266,3 +241,12 @@ def test_a_rule_does_what_each_converter_of_transformers_does(tmp_path: Path) ->
         assert again.keys() == file.keys(), name
         assert all(torch.equal(again[fqn], tensor) for fqn, tensor in file.items()), name
     assert {"PermuteForRope", "Interleave", "ErnieFuseAndSplitTextVisionExperts"} <= kinds
+
+
+def test_an_operation_that_no_rule_has_is_refused() -> None:
+    class Roll:
+        """None of transformers'."""
+
+    converter = SimpleNamespace(operations=[Roll()], source_patterns=["a"], target_patterns=["b"])
+    with pytest.raises(CheckpointError, match="no rule of stacks= does Roll"):
+        stacks_of(converter, model_of())

@@ -2,7 +2,8 @@
 
 What it and the server agree on: names, limits, errors as answers.
 
-    GET, DELETE /o/KEY                an object; GET takes one range
+    GET, DELETE /o/KEY                an object; GET takes one range, and with the header Checked
+                                      its crc32c follows
     PUT  /o/KEY                       put if absent: the bytes, then their crc32c
     POST /begin?key&nbytes&part       an object of several parts: gives the name of the upload
     PUT  /part?upload&index           one part: the bytes, then their crc32c
@@ -66,6 +67,7 @@ MIB = 1 << 20
 OBJECTS = "/o/"
 BODY_NBYTES_MAX = 16 * MIB  # of a part, and of an object that is put at once
 LIST_MAX = 1000
+CHECKED = "Checked"  # a header: bytes with their checksum, please
 CHECKSUM = struct.Struct("<I")
 RATE_MIN = MIB  # bytes per second that a body or an answer has to move
 T = TypeVar("T")
@@ -185,12 +187,7 @@ class PeerStore(HttpStore):
 
         def take(answer: http.client.HTTPResponse) -> int:
             _length_of(answer)
-            count = 0
-            for view in views:
-                done = 0
-                while done < view.nbytes and (got := answer.readinto(view[done:])):
-                    done += got
-                count += done
+            count = sum(_filled(answer, view) for view in views)
             if count < (answer.length or 0) or (answer.length and count < nbytes):
                 raise TransientError(f"read {key} in {self.url}: the answer ended early")
             return count
@@ -204,6 +201,20 @@ class PeerStore(HttpStore):
         # The range begins behind the end of the object: nothing was read.
         except ShortReadError:
             return 0
+
+    def get_checked_into(self, key: str, start: int, buffers: Sequence[memoryview]) -> None:
+        """As `get_into`, at most BODY_NBYTES_MAX, compared with the crc32c of what the host has."""
+        views = flat_views(buffers)
+        nbytes = sum(view.nbytes for view in views)
+        headers = {"Range": f"bytes={start}-{start + nbytes - 1}", CHECKED: "1"}
+
+        def take(answer: http.client.HTTPResponse) -> None:
+            came = sum(_filled(answer, view) for view in views)
+            if came != nbytes or answer.read(CHECKSUM.size) != checksum_of(views):
+                raise ValueError("the bytes that came are not those that were sent")
+
+        target = _object(check_key(key))
+        self.policy.run(lambda: self._request("GET", target, headers=headers, take=take))
 
     def put_if_absent(self, key: str, data: bytes) -> None:
         check_key(key)
@@ -511,6 +522,14 @@ def _all_of(answer: http.client.HTTPResponse) -> bytes:
     if answer.length:
         raise ValueError(f"an answer that ended {answer.length} bytes early")
     return b"".join(pieces)
+
+
+def _filled(answer: http.client.HTTPResponse, view: memoryview) -> int:
+    """How many bytes of `view` were filled: fewer than all where the answer ends."""
+    done = 0
+    while done < view.nbytes and (got := answer.readinto(view[done:])):
+        done += got
+    return done
 
 
 def _exactly(answer: http.client.HTTPResponse, nbytes: int, until: float) -> bytes:

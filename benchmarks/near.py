@@ -1,9 +1,9 @@
 """Near checkpoints: what they cost a training, and how fast they come back.
 
     python -m benchmarks.near [--gib 1] [--rounds 7] [--blocks 12] [--directory DIR] [--memory DIR]
-                              [--parts blocked recovery steps copies]
+                              [--parts blocked recovery steps copies parity]
 
-Two ranks of one host, whose tier is below `--memory`, a tmpfs. Four questions:
+Two ranks of one host, whose tier is below `--memory`, a tmpfs. Five questions:
 
 - blocked: seconds inside calls and hooks of the library per save, from the third save on, in units
   of one `memcpy` of this rank's state into memory that exists. Near saves and background saves to
@@ -14,6 +14,9 @@ Two ranks of one host, whose tier is below `--memory`, a tmpfs. Four questions:
 - steps: the demo's model, 20 steps with a near save every 5 against 20 without, in turn.
 - copies: the same where each rank has a tier of its own, as on two hosts, and a copy of its files
   goes to the other one. Both hosts' work is on this machine, and so is their network.
+- parity: three ranks as on three hosts, in turn with `parity=2` and `replicas=1`: a near save that
+  is waited for, and a restore after one host has lost its directory. Asserted: the bytes that are
+  kept and sent.
 """
 
 from __future__ import annotations
@@ -21,6 +24,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import logging
+import shutil
 import statistics
 import tempfile
 import warnings
@@ -45,6 +49,8 @@ from benchmarks.measure import (
     report,
     row,
     speed,
+    spread,
+    wall,
 )
 from benchmarks.overhead import SAVE_EVERY
 from benchmarks.overhead import Training as Demo
@@ -55,7 +61,7 @@ from ckpt.service.policies import Observation, SavePolicy
 from storage.ranges import address_of, aligned_buffer, copy_bytes
 from tests.ranks import run_ranks
 
-PARTS = ("blocked", "recovery", "steps", "copies")
+PARTS = ("blocked", "recovery", "steps", "copies", "parity")
 NEAR_EVERY = 5
 
 
@@ -293,6 +299,103 @@ def measure_steps(blocks: int, replicas: int, directory: str, memory: str) -> No
     clear(Path(memory))
 
 
+# parity ------------------------------------------------------------------------------------------
+
+
+def measure_parity(gib: float, rounds: int, directory: str, memory: str) -> None:
+    warnings.filterwarnings("ignore")
+    logging.getLogger("ckpt").setLevel(logging.ERROR)
+    trained, rank, size = Trained(int(gib * GIB)), dist.get_rank(), dist.get_world_size()
+    kinds: dict[str, dict[str, int]] = {
+        "alone": {},
+        "copy": {"replicas": 1},
+        "parity": {"parity": size - 1},
+    }
+    saves: dict[str, list[Sample]] = {name: [] for name in kinds}
+    restores: dict[str, list[Sample]] = {name: [] for name in kinds if name != "alone"}
+    blocked: dict[str, list[float]] = {name: [] for name in kinds}
+    kept: dict[str, float] = {}
+    for number in range(rounds + 1):  # the first does not count
+        for name, how in kinds.items():
+            # A session of this process knows the root that it has begun: each round has its own.
+            url, folder = (
+                str(Path(directory) / f"{name}{number}"),
+                Path(memory) / name / f"host{rank}",
+            )
+            saved: list[NearSaved] = []
+
+            def observe(event: object, saved: list[NearSaved] = saved) -> None:
+                saved.extend([event] if isinstance(event, NearSaved) else [])
+
+            def opened(url: str = url, folder: Path = folder, how: Any = how) -> ckpt.Checkpointer:
+                near = ckpt.Near(folder, every=ckpt.EverySteps(1), **how)
+                return ckpt.Checkpointer(
+                    trained.state, url, save=ckpt.Never(), near=near, observers=[observe], only=True
+                )
+
+            with opened() as saver:
+                for step in (1, 2, 3):  # from the third on, no memory is fresh but that of copies
+
+                    def save(step: int = step, saver: ckpt.Checkpointer = saver) -> None:
+                        saver.step(step)
+                        saver.wait()
+
+                    sample = measured(save)
+            assert [one.report.step for one in saved] == [1, 2, 3]
+            files = sorted(folder.glob("*/steps/00000003-*/*.safetensors"))
+            state = sum(
+                p.stat().st_size for p in files if p.name == f"rank{rank:05d}-000.safetensors"
+            )
+            kept[name] = most_of(sum(p.stat().st_size for p in files) / state)
+            copied = saved[-1].report.counters.get(BYTES_COPIED, 0)
+            assert copied == 0 if name == "alone" else 0.99 < copied / state < 1.01, copied
+            dist.barrier()
+            if number:
+                saves[name].append(sample)
+                blocked[name].append(saved[-1].blocked_seconds)
+            if name != "alone":
+                if rank == 1:
+                    shutil.rmtree(folder)  # the host has lost what it had
+                again: list[ckpt.Checkpointer] = []
+                reports: list[Any] = []
+
+                def restore(
+                    again: Any = again, reports: Any = reports, opened: Any = opened
+                ) -> None:
+                    again.append(opened())
+                    reports.append(again[0].restore())
+
+                sample = measured(restore)
+                assert reports[0].origin == "near" and reports[0].step == 3, reports
+                again[0].close()
+                if number:
+                    restores[name].append(sample)
+            clear(Path(memory) / name)
+    share = {name: f"{each:.3f} of a state" for name, each in kept.items()}
+    assert kept["copy"] < 2.01 and kept["parity"] < 1.01 + 1 / (size - 1), kept
+    report(
+        f"near saves of {gib:g} GiB of FSDP2 + AdamW on {size} ranks as {size} hosts, {rounds} "
+        "rounds; a copy at another host against parity of all",
+        [
+            *(row(f"{name}: kept on a host", share[name], "none") for name in kinds),
+            *(row(f"{name}: a save", wall(saves, name), "none") for name in kinds),
+            *(
+                row(
+                    f"{name}: CPU seconds of all ranks",
+                    spread([one.cpu_seconds for one in saves[name]]),
+                    "none",
+                )
+                for name in kinds
+            ),
+            *(row(f"{name}: blocked", spread(blocked[name]), "none") for name in kinds),
+            *(
+                row(f"{name}: a restore without a host", wall(restores, name), "none")
+                for name in restores
+            ),
+        ],
+    )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--gib", type=float, default=1.0)
@@ -316,6 +419,8 @@ def main() -> None:
             run_ranks(2, measure_steps, given.blocks, 0, *places, timeout_seconds=3600)
         if "copies" in given.parts:
             run_ranks(2, measure_steps, given.blocks, 1, *places, timeout_seconds=3600)
+        if "parity" in given.parts:
+            run_ranks(3, measure_parity, *sized, timeout_seconds=3600)
 
 
 if __name__ == "__main__":

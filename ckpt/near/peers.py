@@ -3,8 +3,11 @@
 files of a rank -> parts, each with its checksum -> the tiers of the hosts that keep copies
                                                  -> length and seal read back from each
 
+    chunks of the files of the other hosts of a group -> XOR -> a parity file in the own tier
+
 Copies have connections of their own, never the training's group. A file in another host's tier has
-the key that it has at home, and is a file of that tier like any other.
+the key that it has at home, and is a file of that tier like any other. Parity is fetched, not sent:
+one writer makes each file of it, so repeating a request can do no harm.
 """
 
 from __future__ import annotations
@@ -18,12 +21,22 @@ import ssl
 import threading
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import closing, suppress
 from dataclasses import replace
+from functools import partial
 from statistics import median
+from typing import TypeVar
 
 from ckpt.errors import Corrupt
+from ckpt.near.parity import (
+    Parity,
+    ParityGroup,
+    files_in,
+    read_chunk,
+    read_parity,
+    xor_into,
+)
 from ckpt.near.placement import Hosts
 from ckpt.near.records import NearFile
 from ckpt.near.tier import Tier, has_file, refuse_fenced
@@ -40,6 +53,7 @@ from storage.threads import in_order
 
 logger = logging.getLogger(__name__)
 
+T = TypeVar("T")
 MIB = 1 << 20
 PART_NBYTES = 4 * MIB
 SEND_SECONDS_MAX = 300.0  # for one near save; less than ranks wait for each other in a round
@@ -78,6 +92,20 @@ class _Peer:
                 f"{self.store.url} took no copy, and is tried again in {left:.0f} s: "
                 f"{self._failure}"
             )
+
+    def run(self, work: Callable[[Store], T]) -> T:
+        """What `work` does with its store. Raises StorageError, also while it is left alone."""
+        self.refuse_silent()
+        try:
+            result = work(self.store)
+        except StorageError as error:
+            # A host that is full, or refuses, costs no time: only slow or silent ones are left
+            # alone for a while.
+            if isinstance(error, TransientError | TooSlowError):
+                self.failed(error)
+            raise
+        self.answered()
+        return result
 
     def failed(self, error: Exception) -> None:
         """It gave no answer, or was too slow."""
@@ -161,7 +189,7 @@ class Copies:
         until = time.monotonic() + SEND_SECONDS_MAX
         return sum(
             in_order(
-                lambda peer: self._send_to(peer, prefix, files, epoch, until),
+                lambda peer: peer.run(lambda to: self._send_to(to, prefix, files, epoch, until)),
                 self._peers,
                 threads=len(self._peers),
                 name="ckpt-copies",
@@ -169,27 +197,18 @@ class Copies:
         )
 
     def _send_to(
-        self, peer: _Peer, prefix: str, files: Sequence[NearFile], epoch: int, until: float
+        self, to: Store, prefix: str, files: Sequence[NearFile], epoch: int, until: float
     ) -> int:
-        peer.refuse_silent()
-        try:
-            refuse_fenced(peer.store, epoch)
-            for file in files:
-                # As they are stored: an encrypted one stays so.
-                stored = self._tier.store.info(prefix + file.name)
-                self._put(peer.store, stored.key, stored.nbytes, until)
-                if not has_file(self._tier.files_in(peer.store), prefix, file):
-                    raise Corrupt(
-                        f"{peer.store.url}: the copy of {prefix}{file.name} differs from what was "
-                        "sent; check that host's memory or disk"
-                    )
-        except StorageError as error:
-            # A host that is full, or refuses, costs no time: only slow or silent ones are left
-            # alone for a while.
-            if isinstance(error, TransientError | TooSlowError):
-                peer.failed(error)
-            raise
-        peer.answered()
+        refuse_fenced(to, epoch)
+        for file in files:
+            # As they are stored: an encrypted one stays so.
+            stored = self._tier.store.info(prefix + file.name)
+            self._put(to, stored.key, stored.nbytes, until)
+            if not has_file(self._tier.files_in(to), prefix, file):
+                raise Corrupt(
+                    f"{to.url}: the copy of {prefix}{file.name} differs from what was sent; check "
+                    "that host's memory or disk"
+                )
         return sum(file.nbytes for file in files)
 
     def _put(self, store: Store, key: str, nbytes: int, until: float) -> None:
@@ -208,6 +227,11 @@ class Copies:
                 self._tier.store.get_into(key, start, [part])
                 writer.write_part(index, [part])
 
+    @property
+    def stores(self) -> list[Store]:
+        """The tiers of the other hosts."""
+        return [peer.store for peer in self._peers]
+
     def close(self) -> None:
         """Serve no more, and end all connections."""
         for peer in self._peers:
@@ -215,6 +239,107 @@ class Copies:
                 peer.store.close()
         if self._server is not None:
             self._server.close()
+
+
+class ParityCopies(Copies):
+    """Parity in place of copies. This rank makes its share of what its host keeps of the `others`
+    of its group, whose tiers `stores` are.
+    """
+
+    def __init__(
+        self,
+        hosts: Hosts,
+        server: PeerServer | None,
+        stores: Sequence[PeerStore],
+        others: Sequence[str],
+    ) -> None:
+        super().__init__(hosts.world, hosts.tier, server, stores)
+        self._hosts = hosts
+        self._others = dict(zip(others, self._peers, strict=True))
+
+    def send(self, prefix: str, files: Sequence[NearFile], *, epoch: int) -> int:
+        """Fetch and XOR what other hosts have below `prefix`. Returns the bytes that came: of all
+        ranks, as many as they have saved.
+
+        Raises like the one of copies.
+        """
+        if not self._others:
+            return 0
+        until = time.monotonic() + SEND_SECONDS_MAX
+        store = self._tier.store
+        parity = self._planned(prefix)
+        header = parity.header()
+        nbytes = len(header) + parity.stop - parity.start
+        part = memoryview(bytearray(min(PART_NBYTES, nbytes)))
+        with (
+            store.create(parity.key, nbytes, part_nbytes=PART_NBYTES) as writer,
+            closing(self._fetched(parity, len(header), nbytes, until)) as fetched,
+        ):
+            for index, start in enumerate(range(0, nbytes, PART_NBYTES)):
+                part = part[: nbytes - start]
+                ahead = header[start : start + len(part)]
+                target = part[len(ahead) :]
+                part[:] = ahead + bytes(len(target))
+                for _ in self._others:
+                    xor_into(target, next(fetched))
+                writer.write_part(index, [part])
+        if read_parity(store, parity.key) != parity:
+            raise Corrupt(f"{store.url}/{parity.key} differs from what was written; check the disk")
+        pieces, share = parity.group.pieces, (parity.keeper, parity.start, parity.stop)
+        return sum(high - low for one in self._others for _, low, high in pieces(one, *share))
+
+    def _planned(self, prefix: str) -> Parity:
+        """The share of this rank: ranks of a host make parts of its parity of equal length."""
+        hosts, own = self._hosts, self._hosts.own
+        files = {
+            host: peer.run(partial(files_in, prefix=prefix)) for host, peer in self._others.items()
+        }
+        files[own] = files_in(self._tier.store, prefix)
+        group = ParityGroup(prefix, tuple(sorted(files)), tuple(files[h] for h in sorted(files)))
+        for host in group.hosts:
+            if group.ranks_of(host) != {*(ranks := hosts.ranks_of(host))}:
+                raise Corrupt(f"near parity: the host of ranks {ranks} has files {files[host]}")
+        ranks = hosts.ranks_of(own)
+        number, total = ranks.index(hosts.world.rank), group.parity_nbytes(own)
+        start, stop = (total * place // len(ranks) for place in (number, number + 1))
+        return Parity(group, own, hosts.world.rank, start, stop)
+
+    def _fetched(
+        self, parity: Parity, ahead: int, nbytes: int, until: float
+    ) -> Generator[memoryview, None, None]:
+        """For each part of a file of `nbytes`, `ahead` of them its header, what each other host has
+        for it.
+        """
+        # Of each host one part is under way, so the buffer of the one before is free.
+        buffers = [memoryview(bytearray(min(PART_NBYTES, nbytes))) for _ in self._others]
+
+        def wanted() -> Iterator[tuple[str, int, memoryview]]:
+            for first in range(0, nbytes, PART_NBYTES):
+                # Raises where a rank is gone: it may be one that would be waited for.
+                self._world.check_neighbour("near copies")
+                low, high = max(first, ahead), min(first + PART_NBYTES, nbytes)
+                for host, buffer in zip(self._others, buffers, strict=True):
+                    yield host, parity.start + low - ahead, buffer[: max(high - low, 0)]
+
+        def fetch(one: tuple[str, int, memoryview]) -> memoryview:
+            host, start, target = one
+            time.sleep(self.pace.wait_seconds(target.nbytes, time.monotonic()))
+
+            def read(store: Store) -> None:
+                assert isinstance(store, PeerStore)
+                read = store.get_checked_into
+                read_chunk(read, parity.group, host, parity.keeper, start, target)
+                if time.monotonic() > until:
+                    done = (start - parity.start) / MIB
+                    raise TooSlowError(
+                        f"{store.url} has sent {done:.0f} of {nbytes / MIB:.0f} MiB for "
+                        f"{parity.key} in {SEND_SECONDS_MAX:.0f} s: the near save is given up"
+                    )
+
+            self._others[host].run(read)
+            return target
+
+        return in_order(fetch, wanted(), threads=len(buffers), name="ckpt-parity")
 
 
 def open_copies(
@@ -257,7 +382,10 @@ def open_copies(
         for server in opened:
             server.close()
         raise
-    return Copies(world, tier, opened[0] if opened else None, stores)
+    own_server = opened[0] if opened else None
+    if near.parity:
+        return ParityCopies(hosts, own_server, stores, copies[hosts.own])
+    return Copies(world, tier, own_server, stores)
 
 
 def _policy(world: World) -> RetryPolicy:

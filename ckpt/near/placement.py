@@ -43,36 +43,62 @@ class Hosts(NamedTuple):
 
 
 def placed_copies(
-    racks: Mapping[str, str], replicas: int, *, allow_fewer: bool, warns: bool
+    racks: Mapping[str, str], replicas: int, *, parity: int = 0, allow_fewer: bool, warns: bool
 ) -> dict[str, tuple[str, ...]]:
-    """`copies_of`, with as many copies as there are hosts for where `allow_fewer`. Where copies
-    are fewer than `replicas`, or share a rack, one rank of the job `warns` of it.
+    """`copies_of`, with as many copies as there are hosts for where `allow_fewer`; with `parity`,
+    `groups_of`, with one smaller group likewise. Where hosts are too few, or share a rack, one rank
+    of the job `warns` of it.
 
-    Raises like `copies_of`.
+    Raises like these.
     """
-    count = len(racks)
-    if allow_fewer and count <= replicas:
+    count, wanted = len(racks), parity or replicas
+    if allow_fewer and count <= wanted:
         # A training that continues after a lost host must not end for that.
         if warns:
+            lacking = f"{count - 1} copies instead of {wanted}"
+            if parity:
+                lacking = f"parity of {count} hosts instead of {wanted + 1}"
             logger.warning(
-                "near checkpoints have %d copies instead of %d: the training continues with %d "
-                "hosts, and a file without a copy is lost with its host. Start again with more "
-                "hosts, each with a directory of its own, to have all copies",
-                count - 1,
-                replicas,
+                "near checkpoints have %s: the training continues with %d hosts, and a file "
+                "without copy or parity is lost with its host. Start again with more hosts, each "
+                "with a directory of its own, to have all",
+                lacking,
                 count,
             )
-        replicas = count - 1
-    copies = copies_of(racks, replicas)
-    if warns and (shared := sharing_racks(racks, copies)):
+        wanted = count - 1
+    placed = (groups_of if parity else copies_of)(racks, wanted)
+    if warns and (shared := sharing_racks(racks, placed)):
+        share = f"more hosts than there are groups, {count // (wanted + 1)}"
         logger.warning(
-            "near copies: %d of %d hosts have two copies of their files in one rack, because a "
-            "rack has more than 1/%d of the hosts",
+            "near copies: %d of %d hosts have two copies of their files, or members of their "
+            "parity group, in one rack, because a rack has %s",
             len(shared),
             count,
-            replicas + 1,
+            share if parity else f"more than 1/{wanted + 1} of the hosts",
         )
-    return copies
+    return placed
+
+
+def groups_of(racks: Mapping[str, str], parity: int) -> dict[str, tuple[str, ...]]:
+    """For each host, the others of its group, ascending: `parity` of them at least.
+
+    `racks` are as for `copies_of`. There are as many groups as fit, of sizes that differ by one at
+    most: with as many groups as `parity`, or more, each has at most one host more than it needs. No
+    two hosts of a group are of one rack, unless some rack has more hosts than there are groups.
+
+    Raises ValueError, with the numbers, when there are too few hosts.
+    """
+    if (count := len(racks)) <= parity:
+        raise ValueError(
+            f"Near(parity={parity}): a group for parity has {parity + 1} hosts, and this job has "
+            f"{count}; use parity={count - 1} or replicas=1, or more hosts (each with a directory "
+            "of its own)"
+        )
+    order, groups = _by_rack(racks), count // (parity + 1)
+    return {
+        host: tuple(sorted(one for one in order[place % groups :: groups] if one != host))
+        for place, host in enumerate(order)
+    }
 
 
 def copies_of(racks: Mapping[str, str], replicas: int) -> dict[str, tuple[str, ...]]:
@@ -92,17 +118,23 @@ def copies_of(racks: Mapping[str, str], replicas: int) -> dict[str, tuple[str, .
             f"so it takes {replicas + 1} hosts, and this job has {count}; use at most "
             f"replicas={count - 1}, or more hosts (each with a directory of its own)"
         )
-    # Racks in the order in which they first appear; a host without one is a rack by itself.
-    labels = {host: (rack, "" if rack else host) for host, rack in racks.items()}
-    numbers = {label: number for number, label in enumerate(dict.fromkeys(labels.values()))}
-    order = sorted(racks, key=lambda host: numbers[labels[host]])
-    # Hosts of a rack are neighbours now, so copies that are `stride` apart, all around, share none
-    # as long as no rack has more hosts than that.
+    # Hosts of a rack are neighbours, so copies that are `stride` apart, all around, share none as
+    # long as no rack has more hosts than that.
+    order = _by_rack(racks)
     stride = count // (replicas + 1)
     return {
         host: tuple(order[(place + k * stride) % count] for k in range(1, replicas + 1))
         for place, host in enumerate(order)
     }
+
+
+def _by_rack(racks: Mapping[str, str]) -> list[str]:
+    """The hosts, those of a rack next to each other: racks in the order in which they first
+    appear. A host without one is a rack by itself.
+    """
+    labels = {host: (rack, "" if rack else host) for host, rack in racks.items()}
+    numbers = {label: number for number, label in enumerate(dict.fromkeys(labels.values()))}
+    return sorted(racks, key=lambda host: numbers[labels[host]])
 
 
 def sharing_racks(racks: Mapping[str, str], copies: Mapping[str, tuple[str, ...]]) -> list[str]:

@@ -9,8 +9,9 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from ckpt.api import read_path
@@ -24,9 +25,18 @@ from ckpt.format.manifest_codec import decode_manifest
 from ckpt.layout.memory import gc_paused
 from ckpt.loading.exchange import Origins
 from ckpt.loading.load import LoadOptions, LoadReport, load_located
+from ckpt.near.parity import (
+    Parity,
+    Rebuild,
+    RebuiltStore,
+    decode_parity,
+    rebuilds_of,
+)
+from ckpt.near.peers import open_copies
 from ckpt.near.placement import Hosts
 from ckpt.near.records import NearRecord, decode_near_record, encode_near_record
 from ckpt.near.status import TierStatus, read_status
+from ckpt.near.value import Near
 from ckpt.service.restore import TierRestorable
 from ckpt.world.base import (
     World,
@@ -45,27 +55,45 @@ logger = logging.getLogger(__name__)
 @dataclass(frozen=True)
 class NearCandidate(TierRestorable):
     """A record that some host has, and for each rank that saved, the hosts that have all its files:
-    its own, and those that keep copies.
+    its own, and those that keep copies; or those that rebuild them by one of `rebuilds`.
     """
 
     hosts: Hosts
     record: NearRecord
     homes: tuple[tuple[str, ...], ...]
+    near: Near
+    has_parity: bool  # somewhere
+    rebuilds: tuple[Rebuild, ...] = ()
 
     @classmethod
     def of(
-        cls, hosts: Hosts, record: NearRecord, homes: tuple[tuple[str, ...], ...]
+        cls,
+        hosts: Hosts,
+        record: NearRecord,
+        homes: Sequence[Sequence[str]],
+        near: Near,
+        has_parity: bool,
     ) -> NearCandidate:
-        """The one that a record makes."""
+        """The one that a record makes. Collective where it `has_parity`."""
+        missing = [rank for rank, names in enumerate(homes) if not names]
+        rebuilds, why = list[Rebuild](), ""
+        if missing and has_parity:
+            rebuilds, problems = rebuilds_of(
+                record.files, homes, _parities(hosts, record, missing), missing
+            )
+            why = "".join(f"; {one}" for one in problems)
+            made = {rank: one.hosts for one in rebuilds for rank in one.ranks}
+            homes = [names or made.get(rank, ()) for rank, names in enumerate(homes)]
         missing, problem = [rank for rank, names in enumerate(homes) if not names], ""
         if missing:
             shown = ", ".join(map(str, missing[:8])) + (", ..." if len(missing) > 8 else "")
             of_all = f"{len(missing)} of {len(homes)} ranks"
-            problem = f"no host has the near files of {of_all}: {shown}"
+            problem = f"no host has the near files of {of_all}: {shown}{why}"
         head = record.head
         continues = ResumePoint(head.anchor, head.is_new_line)
         base = (head.step, head.attempt, head.time_unix, continues, head.number, problem)
-        return cls(*base, hosts, record, homes)
+        of_hosts = (hosts, record, tuple(map(tuple, homes)), near, has_parity)
+        return cls(*base, *of_hosts, tuple(rebuilds))
 
     def is_before(self, slot: int, step: int) -> bool:
         return self.record.head.is_before(slot, step)
@@ -87,7 +115,7 @@ class NearCandidate(TierRestorable):
             return str(error.__cause__ or error) if is_half else str(error)
 
 
-def near_candidates(hosts: Hosts, epoch: int) -> list[NearCandidate]:
+def near_candidates(hosts: Hosts, epoch: int, near: Near) -> list[NearCandidate]:
     """All near checkpoints of an epoch that any host knows of, newest first. Collective."""
     world, tier, is_first = hosts.world, hosts.tier, hosts.is_first
     own: dict[str, bytes] = {}
@@ -116,18 +144,41 @@ def near_candidates(hosts: Hosts, epoch: int) -> list[NearCandidate]:
 
     # A host offers the files of all records, of those that others have as well: its own copy of a
     # record may be damaged, or it had no time to write one.
-    def offered() -> list[list[int]]:
-        return [tier.whole_ranks(record) for record in records] if is_first else []
+    def offered() -> list[tuple[list[int], bool]]:
+        if not is_first:
+            return []
+        return [(tier.whole_ranks(one), tier.has_parity(one.prefix)) for one in records]
 
     mine_of_all = collectively(world, "near offers", offered)
     homes: list[list[list[str]]] = [[[] for _ in range(r.head.world_size)] for r in records]
+    have_parity = [False] * len(records)
     for rank, offers in enumerate(_shared(world, "near offers", mine_of_all)):
-        for known, ranks in zip(homes, offers, strict=False):  # only the first of a host has any
+        for number, (ranks, has_parity) in enumerate(offers):  # only the first of a host has any
+            have_parity[number] |= has_parity
             for one in ranks:
-                known[one].append(hosts.names[rank])
+                homes[number][one].append(hosts.names[rank])
     return [
-        NearCandidate.of(hosts, record, tuple(map(tuple, known)))
-        for record, known in zip(records, homes, strict=True)
+        NearCandidate.of(hosts, record, known, near, has_parity)
+        for record, known, has_parity in zip(records, homes, have_parity, strict=True)
+    ]
+
+
+def _parities(hosts: Hosts, record: NearRecord, ranks: Collection[int]) -> list[Parity]:
+    """The parity that hosts have of a record, as far as it is of files of `ranks`. Collective."""
+
+    def kept() -> list[str]:
+        own = hosts.tier.parities(record.prefix) if hosts.is_first else ()
+        return [
+            one.header().hex()
+            for one in own
+            if any(one.group.ranks_of(host) & {*ranks} for host in one.group.hosts)
+        ]
+
+    mine = collectively(hosts.world, "near parity", kept)
+    return [
+        decode_parity(bytes.fromhex(one), "parity of another rank")
+        for each in _shared(hosts.world, "near parities", mine)
+        for one in each
     ]
 
 
@@ -169,7 +220,8 @@ def load_near(state: Any, candidate: NearCandidate, options: Mapping[str, Any]) 
         raise
     except CheckpointError as error:
         world = candidate.hosts.world
-        if world.failure is not None or not any(len(homes) > 1 for homes in candidate.homes):
+        has_more = candidate.has_parity or any(len(homes) > 1 for homes in candidate.homes)
+        if world.failure is not None or not has_more:
             raise
         sound = _checked(candidate)
         if sound.problem or sound == candidate:
@@ -182,6 +234,43 @@ def load_near(state: Any, candidate: NearCandidate, options: Mapping[str, Any]) 
 
 
 def _load(state: Any, candidate: NearCandidate, options: Mapping[str, Any]) -> LoadReport:
+    with _rebuilding(candidate) as whole:
+        return _load_whole(state, whole, options)
+
+
+@contextmanager
+def _rebuilding(candidate: NearCandidate) -> Iterator[NearCandidate]:
+    """The candidate with tiers that have all files of their homes: those of lost hosts are made as
+    they are read. Each home reads from the others then. Collective.
+    """
+    hosts, rebuilds = candidate.hosts, candidate.rebuilds
+    if not rebuilds:
+        yield candidate
+        return
+    own = [one for one in rebuilds if hosts.own in one.hosts]
+    others = {
+        name: tuple(sorted({h for r in rebuilds if name in r.hosts for h in r.hosts} - {name}))
+        for name in hosts.names
+    }
+    if hosts.world.rank == 0:
+        logger.warning(
+            "near step %d: the files of %d lost or damaged hosts are rebuilt from parity",
+            candidate.step,
+            len(rebuilds),
+        )
+    copies = open_copies(hosts.world, hosts, others, candidate.near)
+    try:
+        tier = hosts.tier
+        stores = dict(zip(others[hosts.own], copies.stores, strict=True))
+        tier = tier.over(RebuiltStore(tier.store, own, {hosts.own: tier.store, **stores}))
+        yield replace(candidate, hosts=hosts._replace(tier=tier))
+        # Others may still read here.
+        hosts.world.gather("near rebuilt", b"")
+    finally:
+        copies.close()
+
+
+def _load_whole(state: Any, candidate: NearCandidate, options: Mapping[str, Any]) -> LoadReport:
     record, hosts = candidate.record, candidate.hosts
     world, tier, own_host = hosts.world, hosts.tier, hosts.own
     manifest = _manifest(candidate)
@@ -192,7 +281,9 @@ def _load(state: Any, candidate: NearCandidate, options: Mapping[str, Any]) -> L
         for number, rank in enumerate(ranks)
         if own_host not in candidate.homes[rank]
     }
-    path = read_path(tier.files, "buffered" if tier.is_in_memory else "auto")
+    # What is rebuilt is read in one way only.
+    is_plain_disk = not (tier.is_in_memory or candidate.rebuilds)
+    path = read_path(tier.files, "auto" if is_plain_disk else "buffered")
     return load_located(
         state,
         store=tier.files,
@@ -211,7 +302,10 @@ def _checked(candidate: NearCandidate) -> NearCandidate:
     """
     hosts, world, own_host = candidate.hosts, candidate.hosts.world, candidate.hosts.own
     ranks_here = hosts.ranks_of(own_host)
-    offered = [rank for rank, homes in enumerate(candidate.homes) if own_host in homes]
+    rebuilt = {rank for one in candidate.rebuilds for rank in one.ranks}
+    offered = [
+        r for r, homes in enumerate(candidate.homes) if own_host in homes and r not in rebuilt
+    ]
     mine = offered[ranks_here.index(world.rank) :: len(ranks_here)]
     damaged = []
     for rank in mine:
@@ -225,11 +319,12 @@ def _checked(candidate: NearCandidate) -> NearCandidate:
         for reader, ranks in enumerate(_shared(world, "near damage", damaged))
         for rank in ranks
     }
-    homes = tuple(
-        tuple(home for home in homes if (home, rank) not in bad)
+    homes = [
+        [home for home in homes if (home, rank) not in bad and rank not in rebuilt]
         for rank, homes in enumerate(candidate.homes)
-    )
-    return NearCandidate.of(hosts, candidate.record, homes)
+    ]
+    how = (candidate.near, candidate.has_parity)
+    return NearCandidate.of(hosts, candidate.record, homes, *how)
 
 
 def _reader_at(hosts: Hosts, homes: Sequence[str], rank: int, user: int) -> int:

@@ -1,7 +1,7 @@
 """Near saves: a save in the background whose files stay on the host, and the record of all ranks.
 
 stage -> attempt -> data files in the tier of each host -> copies at other hosts -> record
-                    each rank alone                        each rank alone          on every host
+                    each rank alone                        (or parity) each alone   on every host
 
 No object store is asked for anything. What counts is said in `ckpt.near.records`.
 """
@@ -230,8 +230,10 @@ class NearSaves:
         racks: dict[str, str] = {}
         for name, report in zip(self.hosts.names, reports, strict=True):
             racks.setdefault(name, report[5])
-        replicas, warns = operator.index(self._near.replicas), world.rank == 0
-        copies = placed_copies(racks, replicas, allow_fewer=allow_fewer, warns=warns)
+        replicas, parity = operator.index(self._near.replicas), operator.index(self._near.parity)
+        copies = placed_copies(
+            racks, replicas, parity=parity, allow_fewer=allow_fewer, warns=world.rank == 0
+        )
         rooms = [r[1] for r in reports]
         fits_more = self._check_room([r[0] for r in reports], rooms, copies)
         # Of an earlier Checkpointer of this process.
@@ -276,6 +278,9 @@ class NearSaves:
         own = {name: sum(needs[rank] for rank in ranks) for name, ranks in ranks_of.items()}
         kept, bytes_max = dict(own), plain_int(self._near.bytes_max)
         for name, others in copies.items():
+            if self._near.parity:
+                kept[name] += max((-(-own[one] // len(others)) for one in others), default=0)
+                continue
             for other in others:
                 kept[other] += own[name]
         all_fit_more = True
@@ -284,14 +289,16 @@ class NearSaves:
             limit = room if bytes_max is None else min(room, bytes_max)
             what = "their states"
             if of_others := kept[name] - own[name]:
-                what += f", and of copies of {of_others / MIB:.0f} MiB for other hosts,"
+                kind = "parity" if self._near.parity else "copies"
+                what += f", and of {kind} of {of_others / MIB:.0f} MiB for other hosts,"
             if taken > limit:
                 bound = "" if bytes_max is None else f", and bytes_max is {bytes_max / MIB:.0f} MiB"
                 raise ValueError(
                     f"near tier of ranks {ranks[0]} to {ranks[-1]}: {GENERATIONS} generations of "
                     f"{what} take {taken / MIB:.0f} MiB there, "
                     f"{room / MIB:.0f} MiB are free{bound}; give it more room (a larger tmpfs, "
-                    "fewer ranks on a host, fewer replicas), or use a directory on a local disk"
+                    "fewer ranks on a host, fewer replicas, or parity= instead of replicas=), or "
+                    "use a directory on a local disk"
                 )
             fits_more = taken + own[name] <= limit
             all_fit_more = all_fit_more and fits_more
@@ -374,7 +381,8 @@ class NearSaves:
         return write(Attempt(header, None))
 
     def _copy(self, task: SaveTask, header: Header, part: Part) -> None:
-        """Put the files of this rank into the tiers that keep copies of them. Begins when every
+        """Put the files of this rank into the tiers that keep copies of them, or make parity of
+        those of others. Begins when every
         rank has written its own, so that all hosts have dropped older copies by then.
         """
         copies = self._copies

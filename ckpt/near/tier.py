@@ -12,6 +12,7 @@ or unfinished ones, which are no keys. FORMAT.md, "Near tiers", has the bytes.
 from __future__ import annotations
 
 import contextlib
+import copy
 import logging
 import os
 import re
@@ -22,6 +23,7 @@ from ckpt.commit.names import STEPS_PREFIX, attempt_epoch, parse_step_key
 from ckpt.errors import CheckpointError, Corrupt, Fenced, NoCheckpoint
 from ckpt.format.checksum import is_outage, seal_of
 from ckpt.format.datafile_index import OpenedFile, check_blocks, contradictions, open_file
+from ckpt.near.parity import SUFFIX, Parity, read_parity
 from ckpt.near.records import (
     NEAR_NBYTES_MAX,
     NearFile,
@@ -73,7 +75,7 @@ class Tier:
         self.root = root
         # Refused where others may write: files here are loaded as the training's own.
         private_folder(os.path.join(self.path, root))
-        self.store = LocalStore(os.path.join(self.path, root))
+        self.store: Store = LocalStore(os.path.join(self.path, root))
         self.host = self._host()
         self._durable = durable
         self.files = self.files_in(self.store)
@@ -202,6 +204,26 @@ class Tier:
         if problems := contradictions(opened):
             raise Corrupt("; ".join(problems))
         return opened
+
+    def has_parity(self, prefix: str) -> bool:
+        """Whether there are parity files below the prefix of an attempt."""
+        return any(info.key.endswith(SUFFIX) for info in self.store.list(prefix))
+
+    def parities(self, prefix: str) -> list[Parity]:
+        """The readable ones. Damaged ones are logged."""
+        parities = []
+        for key in [info.key for info in self.store.list(prefix) if info.key.endswith(SUFFIX)]:
+            try:
+                parities.append(read_parity(self.store, key))
+            except (Corrupt, KeyNotFoundError, ShortReadError) as error:
+                logger.warning("a parity file does not count: %s", error)
+        return parities
+
+    def over(self, store: Store) -> Tier:
+        """This tier with `store` in place of its own: files that are rebuilt are there as well."""
+        other = copy.copy(self)
+        other.store, other.files = store, self.files_in(store)
+        return other
 
     def drop(self, kept: Collection[str], *, epoch: int, rank: int | None = None) -> None:
         """Delete records and files of all attempts but `kept`, those of later epochs than `epoch`

@@ -112,7 +112,7 @@ class NearTraining(TierSaves):
         hosts = self._hosts_of(root)
         status = newest_status(hosts, epoch)
         self.reached = None if status is None else (status.time_unix, status.step)
-        return near_candidates(hosts, epoch)
+        return near_candidates(hosts, epoch, self._near)
 
     def restored(self, chosen: Restorable, own: TierRestorable | None, number: int) -> None:
         self._has_restored = True

@@ -12,6 +12,7 @@ from ckpt.service.tiers import TierSaves, TierValue
 from ckpt.wings import wing
 
 REPLICAS_MAX = 8
+PARITY_MAX = 16
 EVERY_DEFAULT: SavePolicy = EverySteps(20)
 
 
@@ -31,6 +32,9 @@ class Near(TierValue):
     hosts; a training that continues with fewer makes as many copies as it can. With `rack`, a name
     that hosts of one rack have in common, copies go to different racks.
 
+    With `parity=4` instead, hosts keep the XOR of others' files: a quarter of a state in place of
+    one, so that of each group of 5 hosts one may be lost. That takes `parity + 1` hosts.
+
     Each host serves its directory to the others, at `address` or at the address that the job uses,
     to those who have a token that only its ranks know. With `certificate`, the path of a PEM file
     with a key and its certificate, the same on all hosts, what is sent is encrypted.
@@ -45,6 +49,7 @@ class Near(TierValue):
     rack: str = ""
     address: str = ""
     certificate: str | os.PathLike[str] = ""
+    parity: SupportsIndex = 0
 
     def __post_init__(self) -> None:
         if not isinstance(self.path, str | os.PathLike) or not os.fspath(self.path):
@@ -60,6 +65,17 @@ class Near(TierValue):
             raise ValueError(
                 f"Near(replicas={self.replicas!r}): expected the number of other hosts that keep "
                 f"copies, 0 to {REPLICAS_MAX}"
+            )
+        object.__setattr__(self, "parity", parity := plain_int(self.parity))
+        if type(parity) is not int or not (parity == 0 or 2 <= parity <= PARITY_MAX):
+            raise ValueError(
+                f"Near(parity={self.parity!r}): expected 0, or 2 to {PARITY_MAX} for groups of 3 "
+                f"to {PARITY_MAX + 1} hosts; for groups of two, replicas=1 is the same"
+            )
+        if parity and replicas:
+            raise ValueError(
+                f"Near(replicas={replicas}, parity={parity}): expected one of them; parity=4 "
+                "survives one lost host of 5 for a quarter of a state, replicas=1 one for a state"
             )
         for name in ("rack", "address"):
             if not isinstance(value := getattr(self, name), str):

@@ -23,6 +23,7 @@ from ckpt.commit.writer import Commit
 from ckpt.errors import CheckpointError, Corrupt, InvalidState, NoCheckpoint
 from ckpt.format.datafile_index import OpenedFile, contradictions, part_of_rank
 from ckpt.format.joint_manifest import build_manifest
+from ckpt.near.parity import RebuiltStore, rebuilds_of
 from ckpt.near.records import NearRecord
 from ckpt.near.tier import Tier, tiers_in
 from ckpt.short import ShortRecord
@@ -100,16 +101,29 @@ def _newest_first(tiers: Sequence[Tier], maintenance: Maintenance) -> list[NearR
 
 
 def _homes(tiers: Sequence[Tier], record: NearRecord) -> dict[int, list[Tier]]:
-    """For each rank the tiers with all its files. Raises Corrupt where there is none."""
+    """For each rank the tiers with all its files, the last one with those that parity makes. Raises
+    Corrupt where there is none.
+    """
     homes: dict[int, list[Tier]] = {}
     for tier in tiers:
         for rank in tier.whole_ranks(record):
             homes.setdefault(rank, []).append(tier)
-    missing = [rank for rank in range(record.head.world_size) if rank not in homes]
+    ranks = range(record.head.world_size)
+    parities = [one for tier in tiers for one in tier.parities(record.prefix)]
+    names = [[tier.host for tier in homes.get(rank, ())] for rank in ranks]
+    rebuilds, problems = rebuilds_of(record.files, names, parities, ranks)
+    stores = {tier.host: tier.store for tier in tiers}
+    for one in rebuilds:
+        # By itself: files that are there and damaged are rebuilt as well.
+        made = tiers[0].over(RebuiltStore(tiers[0].store, [one], stores))
+        for rank in one.ranks:
+            homes.setdefault(rank, []).append(made)
+    missing = [rank for rank in ranks if rank not in homes]
     if missing:
         raise Corrupt(
             f"no directory has the files of {len(missing)} of {record.head.world_size} ranks: "
             f"{', '.join(map(str, missing[:8]))}; pass the directories of all hosts"
+            f"{''.join(f'; {one}' for one in problems)}"
         )
     return homes
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from tests.mutants.edit import Mutant
 
 _LEASES = "ckpt/commit/leases.py"
+_PARITY = "ckpt/near/parity.py"
 _RECOVERY = "ckpt/near/recovery.py"
 _SAVING = "ckpt/near/saving.py"
 _TIER = "ckpt/near/tier.py"
@@ -15,6 +16,36 @@ _LAYOUT = "storage/encoding/layout.py"
 _SERVER = "storage/peers/server.py"
 
 NEAR = (
+    Mutant(
+        "bytes of an older part stand behind the end of a chunk",
+        _PARITY,
+        "    target[done:] = bytes(len(target) - done)\n",
+        "",
+        test="tests/near/test_parity.py::test_each_lost_host_comes_back_byte_for_byte",
+    ),
+    Mutant(
+        "a host that keeps a part of its parity alone rebuilds files",
+        _PARITY,
+        "return own if follows and stops[-1] == group.parity_nbytes(keeper) else []",
+        "return own",
+        test="tests/near/test_parity.py::test_a_host_without_all_of_its_parity_rebuilds_nothing",
+    ),
+    Mutant(
+        "what changed on its way becomes parity",
+        "storage/peers/store.py",
+        "or answer.read(CHECKSUM.size) != checksum_of(views):",
+        "or not answer.read(CHECKSUM.size):",
+        test="tests/near/test_parity_jobs.py"
+        "::test_bytes_that_change_on_their_way_are_fetched_again",
+    ),
+    Mutant(
+        "a damaged rank makes one forget the hosts that are rebuilt",
+        _RECOVERY,
+        "if (home, rank) not in bad and rank not in rebuilt]",
+        "if (home, rank) not in bad]",
+        test="tests/near/test_parity_jobs.py"
+        "::test_a_lost_host_and_damage_in_another_group_are_rebuilt",
+    ),
     Mutant(
         "a near state of a fenced job is restored",
         _RECOVERY,
@@ -166,7 +197,7 @@ NEAR = (
     Mutant(
         "copies lie in the rack of their host",
         "ckpt/near/placement.py",
-        "    order = sorted(racks, key=lambda host: numbers[labels[host]])\n",
+        "    order = _by_rack(racks)\n",
         "    order = list(racks)\n",
         test="tests/near/test_placement.py"
         "::test_racks_are_not_shared_wherever_a_balanced_placement_allows_it",

@@ -10,7 +10,7 @@ import json
 import random
 import re
 import shutil
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -20,6 +20,33 @@ _HEAD = re.compile(rb'\{"after_slot".*?\}')
 # By attempt and number: what a record says, and the hosts that have it.
 Heads = dict[tuple[str, int], tuple[dict[str, int | str], set[int]]]
 _FILE = re.compile(r"rank(\d{5})-\d{3}\.safetensors")
+
+
+_PARITY = re.compile(r"rank\d{5}-parity\.safetensors")
+
+
+class Member(NamedTuple):
+    """A host of a parity group, -1 for one that is gone, and the ranks whose files it had.
+
+    `is_whole`: these files and its parity are there.
+    """
+
+    host: int
+    ranks: frozenset[int]
+    is_whole: bool
+
+
+Groups = tuple[tuple[Member, ...], ...]
+
+
+def rebuilds(groups: Groups, rank: int, hosts: Collection[int]) -> bool:
+    """Whether `hosts` can make the files of a rank from those of all other hosts of its group."""
+    return any(
+        rank in lost.ranks
+        and all(one.is_whole and one.host in hosts for one in group if one is not lost)
+        for group in groups
+        for lost in group
+    )
 
 
 class Proof(NamedTuple):
@@ -37,6 +64,7 @@ class Proof(NamedTuple):
     homes: tuple[frozenset[int], ...]
     recorded: frozenset[int]
     is_damaged: bool = False
+    groups: Groups = ()
 
     @property
     def order(self) -> tuple[int, int]:
@@ -55,10 +83,14 @@ class Promise:
     homes: tuple[frozenset[int], ...]
     recorded: frozenset[int]
     has_lost: bool = False  # some of its files somewhere, since then
+    groups: Groups = ()
 
     def is_due(self, hosts: Collection[int]) -> bool:
         """Whether these hosts must be able to prove it."""
-        return bool(self.recorded & {*hosts}) and all(home & {*hosts} for home in self.homes)
+        return bool(self.recorded & {*hosts}) and all(
+            home & {*hosts} or rebuilds(self.groups, rank, hosts)
+            for rank, home in enumerate(self.homes)
+        )
 
     def without(self, host: int, rank: int | None = None) -> Promise:
         """After all of a host, or there only the files of `rank`, may be gone."""
@@ -69,7 +101,15 @@ class Promise:
             home - {host} if rank in (None, number) else home
             for number, home in enumerate(self.homes)
         )
-        return replace(self, homes=homes, has_lost=has_lost)
+        return replace(self.without_parity(host), homes=homes, has_lost=has_lost)
+
+    def without_parity(self, host: int) -> Promise:
+        """After parity of a host was damaged, or files of it."""
+        groups = tuple(
+            tuple(one._replace(is_whole=one.is_whole and one.host != host) for one in group)
+            for group in self.groups
+        )
+        return replace(self, groups=groups)
 
     def without_record(self, host: int) -> Promise:
         return replace(self, recorded=self.recorded - {host})
@@ -122,7 +162,11 @@ class Hosts:
                 if match is not None and int(match[1]) < size:
                     is_damaged = (host, self._name(host, path)) in self.damaged
                     (changed if is_damaged else homes)[int(match[1])].add(host)
-        if not all(good or bad for good, bad in zip(homes, changed, strict=True)):
+        both = [good | bad for good, bad in zip(homes, changed, strict=True)]
+        folder = f"steps/{step:08d}-{head['attempt']}"
+        sound = self._groups(root, folder, hosts, homes, with_damaged=False)
+        perhaps = self._groups(root, folder, hosts, both, with_damaged=True)
+        if not all(any_ or rebuilds(perhaps, rank, hosts) for rank, any_ in enumerate(both)):
             return None
         return Proof(
             int(head["epoch"]),
@@ -132,8 +176,56 @@ class Hosts:
             int(head["after_slot"]),
             tuple(map(frozenset, homes)),
             frozenset(where),
-            not all(homes),
+            not all(home or rebuilds(sound, rank, hosts) for rank, home in enumerate(homes)),
+            sound,
         )
+
+    def _groups(
+        self,
+        root: str,
+        folder: str,
+        hosts: Collection[int],
+        homes: Sequence[Collection[int]],
+        *,
+        with_damaged: bool,
+    ) -> Groups:
+        """The parity groups of an attempt, as their files describe them."""
+        names: dict[str, int] = {}
+        kept: dict[str, dict[str, int]] = {}  # by group: how many bytes each of its hosts keeps
+        for host in sorted(set(hosts)):
+            with suppress(FileNotFoundError):
+                names[(self.top / f"host{host}" / "near" / root / "HOST").read_text()] = host
+            for path in self._below(host, root, folder):
+                is_damaged = (host, self._name(host, path)) in self.damaged
+                if not _PARITY.fullmatch(path.name) or (is_damaged and not with_damaged):
+                    continue
+                try:
+                    data = path.read_bytes()
+                    head = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
+                    said = json.loads(head["__metadata__"]["parity"])
+                    group = json.dumps([said["hosts"], said["files"]])
+                    of_group = kept.setdefault(group, {})
+                    of_group[said["keeper"]] = (
+                        of_group.get(said["keeper"], 0) + said["stop"] - said["start"]
+                    )
+                except (ValueError, KeyError, TypeError, FileNotFoundError):
+                    continue
+        groups = []
+        for group, keepers in kept.items():
+            members = []
+            for name, files in zip(*json.loads(group), strict=True):
+                ranks = frozenset(int(file[4:9]) for file, _ in files)
+                host = names.get(name, -1)
+                others = [
+                    sum(n for _, n in those)
+                    for other, those in zip(*json.loads(group), strict=True)
+                    if other != name
+                ]
+                share = max(-(-one // len(others)) for one in others)
+                is_whole = keepers.get(name, 0) == share and all(host in homes[r] for r in ranks)
+                members.append(Member(host, ranks, is_whole))
+            groups.append(tuple(members))
+        return tuple(groups)
 
     def _below(self, host: int, root: str, folder: str) -> Iterator[Path]:
         path = self.top / f"host{host}" / "near" / root / folder

@@ -1,6 +1,6 @@
 """Random schedules of kills over simulated hosts: jobs that save near states, and what comes back.
 
-    python -m tests.near.schedules SEED:NUMBER [copies]
+    python -m tests.near.schedules SEED:NUMBER [copies | parity]
 
 A schedule is a list of starts of one or two jobs and of things that happen to hosts between them.
 Each start restores, trains and saves with the real code, until its fault strikes. What it restores
@@ -41,7 +41,7 @@ from storage import StorageError
 from storage.memory import MemoryStore
 from storage.testing import Killed
 from tests.e2e.job import Sharded
-from tests.near.evidence import Hosts, Promise
+from tests.near.evidence import Hosts, Promise, rebuilds
 from tests.near.machines import (
     KILLS,
     DurableStore,
@@ -76,6 +76,7 @@ class Start(NamedTuple):
     goes_back: bool = False
     meanwhile: tuple[Start, ...] = ()
     replicas: int = 0
+    parity: int = 0
 
 
 class Incident(NamedTuple):
@@ -96,10 +97,14 @@ class Schedule(NamedTuple):
 # Making one ---------------------------------------------------------------------------------------
 
 
-def schedule_of(seed: str, *, starts_max: int = 3, has_copies: bool = False) -> Schedule:
-    """The schedule of a seed; with `has_copies`, of jobs that keep them as far as they can."""
+def schedule_of(
+    seed: str, *, starts_max: int = 3, has_copies: bool = False, has_parity: bool = False
+) -> Schedule:
+    """The schedule of a seed; with `has_copies`, of jobs that keep them as far as they can, with
+    `has_parity`, parity on three hosts or more.
+    """
     rng = random.Random(seed)
-    ranks_max = 4 if has_copies else 3
+    ranks_max = 5 if has_parity else 4 if has_copies else 3
     jobs = rng.choice((1, 1, 1, 2))
     hosts_of: dict[int, tuple[int, ...]] = {}
     events: list[Start | Incident] = []
@@ -112,16 +117,18 @@ def schedule_of(seed: str, *, starts_max: int = 3, has_copies: bool = False) -> 
         last = _start(rng, job, hosts_of, ranks_max)
         events.append(last._replace(fault=Fault(), steps=0, goes_back=False, meanwhile=()))
     in_memory = rng.random() < 0.6
-    if has_copies:
-        events = [_with_copies(rng, event) for event in events]
+    if has_copies or has_parity:
+        events = [_with_copies(rng, event, has_parity) for event in events]
     return Schedule(seed, in_memory, tuple(events))
 
 
-def _with_copies(rng: random.Random, event: Start | Incident) -> Start | Incident:
+def _with_copies(rng: random.Random, event: Start | Incident, has_parity: bool) -> Start | Incident:
     if isinstance(event, Incident):
         return event
-    successors = [_with_copies(rng, one) for one in event.meanwhile]
+    successors = [_with_copies(rng, one, has_parity) for one in event.meanwhile]
     meanwhile = tuple(one for one in successors if isinstance(one, Start))
+    if has_parity and (count := len(set(event.hosts))) > 2:
+        return event._replace(parity=rng.randint(2, count - 1), meanwhile=meanwhile)
     replicas = min(rng.choice((1, 1, 2)), len(set(event.hosts)) - 1)
     return event._replace(replicas=replicas, meanwhile=meanwhile)
 
@@ -236,11 +243,14 @@ class Run:
         except Exception as error:
             starts = [event for event in self.schedule.events if isinstance(event, Start)]
             has_copies = any(start.replicas for start in starts)
+            kind = " copies" * has_copies
+            if any(start.parity for start in starts):
+                kind = " parity"
             happened = "\n  ".join(self.trace)
             raise Violation(
                 f"schedule {self.schedule.seed} (in_memory={self.schedule.in_memory}): {error!r}\n"
                 f"replay: python -m tests.near.schedules {self.schedule.seed}"
-                f"{' copies' * has_copies}\n  {happened}"
+                f"{kind}\n  {happened}"
             ) from error
 
     @contextmanager
@@ -273,7 +283,9 @@ class Run:
                 self.trace.append(f"    {folder} rank {rank} of host {host}")
                 for job in promises:
                     assert job.near is not None
-                    if rank is None:
+                    if rank is None and folder.endswith(job.near.attempt):
+                        job.near = job.near.without_parity(host)
+                    elif rank is None:
                         job.near = job.near.without_record(host)
                     elif folder.endswith(job.near.attempt):
                         job.near = job.near.without(host, rank)
@@ -328,6 +340,7 @@ class Run:
                 break
             these.add(("near", proof.attempt))
             if not proof.is_damaged:
+                self.counts["only parity has all of it"] += not all(proof.homes)
                 return Expected(frozenset(these))
         if durable:
             these.add(("durable", durable[0].attempt))
@@ -379,6 +392,7 @@ class _Life:
             self._paths[world.rank],
             every=EverySteps(self._start.near_every),
             replicas=self._start.replicas,
+            parity=self._start.parity,
         )
         seen = partial(self._saw, target)
         training = Training(target, state, target.world(), (seen,) if world.rank == 0 else ())
@@ -461,11 +475,15 @@ class _Life:
         if isinstance(event, NearSaved):
             self._run.counts["near saved"] += 1
             try:
-                self._promise(target, event.report.attempt, replicas=self._start.replicas)
+                start = self._start
+                how = {"replicas": start.replicas, "has_parity": bool(start.parity)}
+                self._promise(target, event.report.attempt, **how)
             except Exception as error:  # what an observer raises is logged and goes no further
                 self._run.problems.append(error)
 
-    def _promise(self, target: Target, attempt: str, *, replicas: int = 0) -> None:
+    def _promise(
+        self, target: Target, attempt: str, *, replicas: int = 0, has_parity: bool = False
+    ) -> None:
         """This near checkpoint was acknowledged: it is whole, with all its copies, and every host
         has its record.
         """
@@ -478,10 +496,14 @@ class _Life:
             return  # fenced, and about to learn it
         if proof is None or proof.recorded != {*hosts}:
             raise Violation(f"{attempt} was acknowledged, and the hosts have {proof}")
-        if any(len(home) <= replicas for home in proof.homes):
+        made = [rebuilds(proof.groups, rank, hosts) for rank in range(len(proof.homes))]
+        if any(len(h) <= replicas and not m for h, m in zip(proof.homes, made, strict=True)) or (
+            has_parity and not all(made)
+        ):
             raise Violation(f"{attempt} was acknowledged, and lacks copies: {proof}")
         if job.near is None or (job.near.epoch, job.near.number) < proof.order:
-            job.near = Promise(*proof.order, attempt, proof.homes, proof.recorded)
+            where = (proof.homes, proof.recorded)
+            job.near = Promise(*proof.order, attempt, *where, groups=proof.groups)
 
 
 @cache
@@ -518,4 +540,5 @@ def run_schedule(schedule: Schedule) -> Counter[str]:
 
 
 if __name__ == "__main__":
-    print(run_schedule(schedule_of(sys.argv[1], has_copies="copies" in sys.argv)))
+    has = {f"has_{name}": name in sys.argv for name in ("copies", "parity")}
+    print(run_schedule(schedule_of(sys.argv[1], **has)))

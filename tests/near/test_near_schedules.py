@@ -21,9 +21,9 @@ from tests.results import Counted
 pytestmark = pytest.mark.timeout(7200)
 
 
-@pytest.mark.parametrize("has_copies", [False, True], ids=["alone", "copies"])
+@pytest.mark.parametrize("kind", ["alone", "copies", "parity"])
 def test_random_schedules_restore_the_newest_that_is_provable(
-    has_copies: bool,
+    kind: str,
     scale: Scale,
     pytestconfig: pytest.Config,
     caplog: pytest.LogCaptureFixture,
@@ -32,13 +32,16 @@ def test_random_schedules_restore_the_newest_that_is_provable(
     seed, counts = pytestconfig.getoption("seed") or SEED_DEFAULT, Counter[str]()
     caplog.set_level(logging.CRITICAL)  # every kill is logged, which takes longer than the schedule
     for number in range(scale.count(40, 1000)):
-        happened = run_schedule(schedule_of(f"{seed}:{number}", has_copies=has_copies))
+        has = {"has_copies": kind == "copies", "has_parity": kind == "parity"}
+        happened = run_schedule(schedule_of(f"{seed}:{number}", **has))
         counts += happened
         counted(schedules=1)
         counted.update(happened)
     # That schedules happen as they are meant to: a search that finds nothing says nothing.
     wanted = ("fault rank", "fault host", "fault all", "fault pause", "near saved", "promise due")
     wanted += ("restored near", "restored durable", "lost", "damaged")
-    if has_copies:
+    if kind != "alone":
         wanted += ("promise due although files are lost",)
+    if kind == "parity":
+        wanted += ("only parity has all of it",)
     assert all(counts[name] for name in wanted), counts

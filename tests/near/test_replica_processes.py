@@ -54,6 +54,7 @@ class Job(NamedTuple):
     steps: int
     dies: bool = False
     replicas: int = 1
+    parity: int = 0
     phase: str = ""
     victims: Sequence[int] = ()
 
@@ -77,6 +78,7 @@ def job(how: Job) -> Answer:
         how.hosts[rank],
         every=ckpt.EverySteps(2),
         replicas=how.replicas,
+        parity=how.parity,
     )
     armed: list[bool] = []
     if rank in how.victims:
@@ -119,6 +121,32 @@ def folders(tmp_path: Path, *numbers: int) -> list[str]:
 def restored(answers: Sequence[Answer]) -> tuple[str, int]:
     ((origin, step),) = {(answer.origin, answer.step) for answer in answers}
     return origin, step
+
+
+def test_parity_rebuilds_a_lost_host(tmp_path: Path) -> None:
+    url, hosts = str(tmp_path / "run"), folders(tmp_path, 0, 0, 1, 2)
+    how = {"replicas": 0, "parity": 2}
+    run_ranks(4, job, Job(url, hosts, 7, dies=True, **how), allow_dead=range(4))
+    shutil.rmtree(hosts[0])
+    answers = run_ranks(3, job, Job(url, folders(tmp_path, 1, 2, 3), 4, **how))
+    origin, step = restored(answers)
+    assert origin == "near" and step in (4, 6)
+    for answer in answers:
+        assert answer.saved == (step + 2, step + 4) and not answer.failed
+    shutil.rmtree(tmp_path / "host3")
+    assert restored(run_ranks(2, job, Job(url, folders(tmp_path, 2, 1), 0))) == ("near", step + 4)
+
+
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("phase", PHASES)
+def test_a_host_that_dies_while_parity_is_made_is_rebuilt(tmp_path: Path, phase: str) -> None:
+    url, hosts = str(tmp_path / "run"), folders(tmp_path, 0, 1, 2)
+    how = {"replicas": 0, "parity": 2}
+    dying = Job(url, hosts, 4, dies=True, phase=phase, victims=[1], **how)
+    run_ranks(3, job, dying, allow_dead=range(3))
+    shutil.rmtree(hosts[1])
+    origin, step = restored(run_ranks(3, job, Job(url, hosts, 0, **how)))
+    assert origin == "near" and step in ((2, 4) if phase in COUNTING else (2,))
 
 
 def test_a_host_that_is_lost_costs_no_near_checkpoint(tmp_path: Path) -> None:

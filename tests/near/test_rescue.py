@@ -88,6 +88,43 @@ def test_rescue_uses_copies_of_lost_hosts_and_of_damaged_files(
     assert main(["rescue", directories[0], str(root)]) == 1
 
 
+def test_rescue_rebuilds_lost_and_damaged_files_from_parity(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    hosts = folders(tmp_path, 0, 1, 1, 2)
+
+    def near(rank: int) -> ckpt.Near:
+        return ckpt.Near(hosts[rank] / "near", every=EverySteps(2), parity=2)
+
+    for case in ("lost", "damaged"):
+        root = str(tmp_path / case)
+        Life(4, LocalStore(root), hosts, near=near).run(4)
+        if case == "lost":
+            shutil.rmtree(hosts[1])
+        else:
+            (tier,) = [path for path in hosts[1].glob("near/*") if path.is_dir()]
+            flip_a_byte(sorted(tier.glob("steps/00000004*/rank00002-000*"))[0])
+        left = [
+            str(tmp_path / f"host{n}" / "near")
+            for n in (0, 1, 2)
+            if (tmp_path / f"host{n}").exists()
+        ]
+        # Of two that are lost, the error names both.
+        if case == "lost":
+            assert main(["rescue", left[0], root]) == 1
+            assert "parity rebuilds one host of a group of 3, and 2" in capsys.readouterr().err
+        assert main(["rescue", *left, root, "--json"]) == 0
+        report = json.loads(capsys.readouterr().out)
+        assert (report["step"], report["files"], report["passed_over"]) == (4, 4, [])
+        assert ckpt.verify(root).ok
+        for number in range(3):
+            shutil.rmtree(tmp_path / f"host{number}", ignore_errors=True)
+        life = Life(2, LocalStore(root), folders(tmp_path, 7, 7))
+        life.run(0)
+        assert origins(life) == {("durable", 4)}
+        shutil.rmtree(tmp_path / "host7", ignore_errors=True)
+
+
 def test_rescue_refuses_what_is_older_fenced_or_not_all_there(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -121,14 +121,18 @@ def summary(sections: Iterable[Section]) -> str:
     )
 
 
-def opened() -> str:
-    """The checkpoints that `make corpus` writes, and tests/convert/test_corpus.py loads."""
-    cases = sorted(place.parent.name for place in CORPUS.glob("*/by.json"))
+def opened(failed: Sequence[str] = ()) -> str:
+    """The checkpoints that `make corpus` writes, and tests/convert/test_corpus.py loads; those that
+    `failed` come first.
+    """
+    every = sorted(place.parent.name for place in CORPUS.glob("*/by.json"))
+    cases = [case for case in every if case not in failed]
     folded = Counter(case.partition("_")[0] for case in cases)
     names = ", ".join(
         f"`{name}` ({count})" if count > 1 else f"`{name}`" for name, count in folded.items()
     )
-    return f"{len(cases)} formats of `make corpus` load bit for bit: {names}.\n"
+    fail = f", {', '.join(f'`{case}`' for case in failed)} fail" if failed else ""
+    return f"{len(cases)} formats of `make corpus` load bit for bit{fail}: {names}.\n"
 
 
 def _verdicts(lines: Iterable[str]) -> list[tuple[str, str, str]]:

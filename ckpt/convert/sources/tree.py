@@ -390,6 +390,7 @@ class Named:
             kept.append({"params": [names[param] for param in group["params"]], **(value or {})})
         self.trained.update(name for group in kept for name in group["params"])
         self.values[join(path, "param_groups")] = kept
+        names |= {str(param): name for param, name in names.items()}  # as DCP keeps numbers
         for param, own in state.items():
             base = join(path, f"state.{names.get(param, param)}")
             if not isinstance(own, dict):

@@ -148,7 +148,7 @@ def run(way: Way, url: str) -> dict[str, str]:
     return places
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("way", [by_accelerate, by_lightning, by_torchtitan])
 def test_a_framework_saves_and_loads_over_our_storage(way: Way, tmp_path: Path) -> None:
     url = str(tmp_path / "run")

@@ -177,13 +177,13 @@ class FsspecStore(Store):
             if byte_range.nbytes == 0:  # fsspec takes an end of 0 for the end of the file
                 data = b""
                 if self.filesystem.info(path)["size"] < byte_range.start:
-                    raise self._short(key, byte_range)
+                    raise self._short(key, path, byte_range)
             else:
                 data = self._read_range(key, path, byte_range)
         if len(data) > byte_range.nbytes:
             raise self._ignores_ranges(key, byte_range.nbytes, len(data))
         if len(data) != byte_range.nbytes:
-            raise self._short(key, byte_range)
+            raise self._short(key, path, byte_range)
         return data
 
     def _read_range(self, key: str, path: str, wanted: ByteRange) -> bytes:
@@ -194,7 +194,7 @@ class FsspecStore(Store):
         except Exception:  # each filesystem has its own for a range that begins behind the end
             if self.filesystem.info(path)["size"] >= wanted.end:
                 raise
-            raise self._short(key, wanted) from None
+            raise self._short(key, path, wanted) from None
 
     def _checked_for_ranges(self, key: str, path: str, data: bytes) -> bytes:
         """`data` of a whole object; the first time, one byte of it is requested as well.
@@ -359,10 +359,12 @@ class FsspecStore(Store):
         skip = len(self.filesystem._strip_protocol(self._root)) + 1 if self._root else 0
         return {path[skip:].lstrip("/"): entry for path, entry in entries.items()}
 
-    def _short(self, key: str, wanted: ByteRange) -> ShortReadError:
-        return ShortReadError(
-            f"read {key} in {self.url}: the object ends before bytes {wanted.start} to {wanted.end}"
-        )
+    def _short(self, key: str, path: str, wanted: ByteRange) -> StorageError:
+        where = f"bytes {wanted.start} to {wanted.end}"
+        if self.filesystem.info(path)["size"] >= wanted.end:
+            # simplecache shows what another thread or process is still copying.
+            return TransientError(f"read {key} in {self.url}: {where} did not come whole")
+        return ShortReadError(f"read {key} in {self.url}: the object ends before {where}")
 
     @contextlib.contextmanager
     def translating(self, operation: str, key: str) -> Iterator[None]:

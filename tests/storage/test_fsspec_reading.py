@@ -9,7 +9,9 @@ import json
 import re
 import shutil
 import threading
+import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -19,7 +21,7 @@ import pytest
 import torch
 
 import ckpt
-from storage import StorageError, open_store
+from storage import ByteRange, ShortReadError, StorageError, open_store
 
 NBYTES = 4 << 20
 
@@ -44,6 +46,21 @@ class KnowsRanges(IgnoresRanges):
         self.send_header("Content-Length", str(end - start))
         self.end_headers()
         return io.BytesIO(data[start:end])
+
+
+class Slow(IgnoresRanges):
+    """Sends files in two halves, the second half a second after `half` is set."""
+
+    def __init__(self, *args: Any, half: threading.Event, **named: Any) -> None:
+        self._half = half
+        super().__init__(*args, **named)
+
+    def copyfile(self, source: Any, outputfile: Any) -> None:
+        data = source.read()
+        outputfile.write(data[: len(data) // 2])
+        self._half.set()
+        time.sleep(0.5)
+        outputfile.write(data[len(data) // 2 :])
 
 
 @contextmanager
@@ -91,6 +108,21 @@ def test_a_server_that_ignores_ranges_leaves_the_state_alone(folder: Path, tmp_p
         options = {"simplecache": {"cache_storage": str(tmp_path / "cache")}}
         ckpt.load(target, f"simplecache::{url}/run", storage_options=options)
         assert torch.equal(target["w"], state(2.0)["w"])
+
+
+def test_a_file_that_another_thread_still_copies_is_waited_for(tmp_path: Path) -> None:
+    """simplecache shows the half that it has; a server that sends too little sends no more."""
+    (tmp_path / "key").write_bytes(bytes(NBYTES) + b"the end")
+    half, last = threading.Event(), ByteRange(NBYTES, NBYTES + 7)
+    handler = functools.partial(Slow, directory=str(tmp_path), half=half)
+    options = {"simplecache": {"cache_storage": str(tmp_path / "cache")}}
+    with served(handler) as url, ThreadPoolExecutor(1) as pool:
+        store = open_store(f"simplecache::{url}", **options)
+        first = pool.submit(store.get, "key", ByteRange(0, 7))
+        assert half.wait(10)
+        assert store.get("key", last) == b"the end" and first.result() == bytes(7)
+        with pytest.raises(ShortReadError, match="ends before"):
+            store.get("key", ByteRange(NBYTES, NBYTES + 8))
 
 
 def test_a_root_in_an_archive_is_read(folder: Path, tmp_path: Path) -> None:

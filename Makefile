@@ -33,7 +33,7 @@ unexport PYTHONDONTWRITEBYTECODE
 help:
 	@echo "make demo        train, kill in the middle of a save, resume, export, look at it (about 3 minutes)"
 	@echo "                 make demo URL=s3://bucket/prefix runs it against S3"
-	@echo "make test        all tests          make quick   those without processes and servers"
+	@echo "make test        all tests          make quick   those without processes, servers, long searches"
 	@echo "make versions    Python 3.10 to 3.13 with the oldest, the pinned and the newest torch: docs/versioning.md"
 	@echo "make soak        full counts        make bench   benchmarks"
 	@echo "make test-gpu    the tests of a device, on this machine's; DEVICE=cpu runs them without one"
@@ -68,7 +68,7 @@ test: $(INSTALLED)
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile $(PYTEST_ARGS)
 
 quick: $(INSTALLED)
-	$(BIN)/python -m pytest -m "not ranks and not server" -n $(WORKERS) --dist loadfile $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -m "not ranks and not server and not long" -n $(WORKERS) --dist loadfile $(PYTEST_ARGS)
 
 # Many gigabytes: an environment for each Python and torch. LIBRARIES names a folder with CUDA's.
 versions:

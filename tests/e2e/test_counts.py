@@ -26,6 +26,8 @@ from storage import open_store
 from tests.e2e.job import Job, Sharded
 from tests.stores import CountingStore
 
+pytestmark = pytest.mark.long
+
 MIB = 1 << 20
 SHAPE = (2048, 1536)  # 12 MiB of float32
 

@@ -25,6 +25,8 @@ from tests.results import Counted
 from tests.stores import PowerLossStore
 from tests.thread_ranks import RanksFailed
 
+pytestmark = pytest.mark.long
+
 SIZE = 3
 NewStore = Callable[[], Store]
 

@@ -34,6 +34,8 @@ from tests.e2e.job import Job, Sharded
 from tests.results import Counted
 from tests.thread_ranks import RanksFailed
 
+pytestmark = pytest.mark.long
+
 BLOCK_NBYTES = 256
 KEYS = ["FORMAT", "log", "MANIFEST", "rank00000", "rank00001"]
 

@@ -33,6 +33,8 @@ from storage.testing import FaultPlan, FaultyStore, Killed
 from tests.e2e.job import Job, Sharded
 from tests.thread_ranks import RanksFailed
 
+pytestmark = pytest.mark.long
+
 SIZE = 3
 
 

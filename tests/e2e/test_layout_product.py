@@ -21,6 +21,8 @@ from ckpt.layout.region import Box, Span, whole
 from storage import Store, open_store
 from tests.e2e.job import Job, Sharded
 
+pytestmark = pytest.mark.long
+
 SIZES = (1, 2, 3, 4)
 # Uneven along every dim, smaller than the world, of one and of three dims, and a bias.
 SHAPES = {"weight": (13, 10), "conv": (6, 3, 5), "bias": (7,), "tiny": (2, 3)}

@@ -27,6 +27,8 @@ from tests.fuzz.target import Target
 from tests.fuzz.targets import TARGETS, all_targets
 from tests.results import Counted
 
+pytestmark = pytest.mark.long
+
 CORPUS = Path(__file__).parent / "corpus"
 
 

@@ -41,6 +41,8 @@ from tests.fuzz.mutations import mutated
 from tests.fuzz.targets import all_targets
 from tests.results import Counted
 
+pytestmark = pytest.mark.long
+
 Objects = dict[str, bytes]
 STEPS = range(1, 5)
 HUGE = (0, 1, 7, 1 << 31, 1 << 53, 10**18 - 1, 10**18, (1 << 62) - 1)

@@ -28,7 +28,7 @@ from tests.protocol.invariants import History, RecordingStore, check_all, check_
 from tests.results import Counted
 
 # Minutes on a loaded machine.
-pytestmark = pytest.mark.timeout(900)
+pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]
 
 
 class Scenario:

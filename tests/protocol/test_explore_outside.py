@@ -41,7 +41,7 @@ from tests.protocol.test_session import NO_PAUSE
 from tests.results import Counted
 
 # Minutes on a loaded machine.
-pytestmark = pytest.mark.timeout(900)
+pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]
 
 
 def _objects(bucket: MemoryBucket) -> dict[str, bytes]:

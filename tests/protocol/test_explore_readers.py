@@ -42,7 +42,7 @@ from tests.results import Counted
 from tests.thread_ranks import run_ranks
 
 # Minutes on a loaded machine.
-pytestmark = pytest.mark.timeout(900)
+pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]
 
 NAMES, NUMEL = ("t0", "t1"), 4
 

@@ -115,7 +115,7 @@ def test_a_file_that_another_thread_still_copies_is_waited_for(tmp_path: Path) -
     (tmp_path / "key").write_bytes(bytes(NBYTES) + b"the end")
     half, last = threading.Event(), ByteRange(NBYTES, NBYTES + 7)
     handler = functools.partial(Slow, directory=str(tmp_path), half=half)
-    options = {"simplecache": {"cache_storage": str(tmp_path / "cache")}}
+    options: dict[str, Any] = {"simplecache": {"cache_storage": str(tmp_path / "cache")}}
     with served(handler) as url, ThreadPoolExecutor(1) as pool:
         store = open_store(f"simplecache::{url}", **options)
         first = pool.submit(store.get, "key", ByteRange(0, 7))

@@ -183,7 +183,7 @@ def _write_fsdp1(kind: str, folder: str, original: bool, units: bool) -> None:
 
 @pytest.mark.ranks
 @pytest.mark.sampled(6)
-@pytest.mark.parametrize("ranks", [1, 2, 3])
+@pytest.mark.parametrize("ranks", [1, 2, 4])  # of 4, some have no part
 @pytest.mark.parametrize("original", [False, True])
 @pytest.mark.parametrize("units", [False, True])
 @pytest.mark.parametrize("kind", ["LOCAL_STATE_DICT", "SHARDED_STATE_DICT"])
@@ -280,6 +280,9 @@ def test_flat_parameters_stand_for_themselves_without_a_model(tmp_path: Path) ->
     with ckpt.open(LOCAL) as checkpoint:
         assert checkpoint["model._flat_param"].shape == (35,)
         assert checkpoint["model.0._flat_param"].shape == (42,)
+    original = LOCAL.parents[1] / "fsdp1_local_original/checkpoint"
+    with ckpt.open(original) as checkpoint:
+        assert "model.0.weight" not in checkpoint  # what the first rank has of it
     with ckpt.open(LOCAL / "rank_0.pt") as checkpoint:
         assert "model._flat_param" not in checkpoint  # one rank's part is no tensor
 

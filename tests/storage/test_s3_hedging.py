@@ -105,7 +105,7 @@ def test_every_kind_of_read_may_be_swallowed(
     assert target == data[7 : 2 * MiB + 7]
     proxy.rule = swallowing("GET", "/a")
     assert store.get_bounded("a", 3 * MiB) == data
-    assert proxy.counts["held"] == won(inner.hedger.tally) == 2
+    assert proxy.counts["held"] == 2 <= won(inner.hedger.tally)  # a slow machine repeats more
     for _ in range(40):  # earns two more
         store.info("a")
     proxy.rule = swallowing("GET", "list-type=2")

@@ -5,10 +5,11 @@ from __future__ import annotations
 import hashlib
 import os
 import threading
+from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch.distributed as dist
 
@@ -37,6 +38,10 @@ from storage.url import with_its_options
 
 _SessionKey = tuple[str, str, bool]
 EndWorld = Callable[[RankFailed], None]
+K = TypeVar("K")
+V = TypeVar("V")
+
+ROOTS_MAX = 8  # of which more is kept than who holds them
 
 
 class OpenRoot(NamedTuple):
@@ -62,8 +67,10 @@ class GroupContext:
     registry: SessionRegistry
     background: Background
     staging: Staging = field(default_factory=Staging)
-    stores: dict[tuple[str, str], Store] = field(default_factory=dict)
-    sessions: dict[_SessionKey, tuple[RankedSession, PartMemory]] = field(default_factory=dict)
+    stores: OrderedDict[tuple[str, str], Store] = field(default_factory=OrderedDict)
+    sessions: OrderedDict[_SessionKey, tuple[RankedSession, PartMemory]] = field(
+        default_factory=OrderedDict
+    )
 
     def is_of(self, group: dist.ProcessGroup | None) -> bool:
         """Whether `group` consists of the ranks of this world, in the same job of torch."""
@@ -78,6 +85,8 @@ class GroupContext:
         known = self.stores.get(key)
         if known is None or (isinstance(url, Store) and not is_borrowed_from(known, url)):
             known = self.stores[key] = open_store(url, **(storage_options or {}))
+        if (oldest := _used(self.stores, key)) is not None:
+            oldest.rest()
         return known
 
     def open_root(
@@ -125,9 +134,11 @@ class GroupContext:
     def forget(self, store: Store) -> None:
         """Forget the root in `store`. Waits for a save in flight."""
         self.background.wait()
-        self.sessions = {key: known for key, known in self.sessions.items() if key[0] != store.url}
+        for key in [key for key in self.sessions if key[0] == store.url]:
+            del self.sessions[key]
         # An open store remembers which directories are durable; new ones are not.
-        self.stores = {key: known for key, known in self.stores.items() if known.url != store.url}
+        for opened in [opened for opened, one in self.stores.items() if one.url == store.url]:
+            del self.stores[opened]
 
     def settled_store(
         self, url: StoreLike, storage_options: Mapping[str, Any] | None, call: str
@@ -143,10 +154,23 @@ class GroupContext:
 
     def _opened(self, store: Store, key: _SessionKey) -> OpenRoot:
         session, memory = self.sessions[key]
+        if (oldest := _used(self.sessions, key)) is not None:
+            oldest[1].rest()
         # It may have been claimed through another object, which its owner has closed since.
         if session.session is not None:
             session.session.use_store(store)
         return OpenRoot(store, session, memory)
+
+
+def _used(known: OrderedDict[K, V], key: K) -> V | None:
+    """Note that `key` is used now; the value that is no longer among the last ones, if any.
+
+    A training that saves each checkpoint to a url of its own would keep memory, threads and open
+    files for each of them.
+    """
+    known.move_to_end(key)
+    values = list(known.values())
+    return values[-ROOTS_MAX - 1] if len(values) > ROOTS_MAX else None
 
 
 def _session_key(
@@ -333,7 +357,8 @@ class ProcessMemory:
         # The next world claims anew: its claim fences what other ranks may still do in the old one.
         for store in context.stores.values():
             self._registry.forget(store)
-        context.stores, context.sessions = {}, {}
+        context.stores.clear()
+        context.sessions.clear()
 
     def of_group(self, group: dist.ProcessGroup | None) -> GroupContext:
         """The context of `group`, created at its first use; that is collective over the group."""

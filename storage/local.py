@@ -283,6 +283,9 @@ class LocalStore(Store):
                     removed += 1
         return removed
 
+    def rest(self) -> None:
+        self._open_files.close()
+
     def close(self) -> None:
         self._open_files.close()
 

@@ -382,6 +382,9 @@ class Store(ABC):
         Never through a symbolic link to a directory.
         """
 
+    def rest(self) -> None:  # noqa: B027 - most stores hold little
+        """Release connections, threads and open files until they are needed. Calls go on."""
+
     @abstractmethod
     def close(self) -> None:
         """Release connections and threads. The store is not used afterwards."""

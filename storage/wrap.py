@@ -149,6 +149,9 @@ class WrappedStore(Store):
     def abort_unfinished(self, prefix: str) -> int:
         return self.inner.abort_unfinished(prefix)
 
+    def rest(self) -> None:
+        self.inner.rest()
+
     def close(self) -> None:
         self.inner.close()
 

@@ -492,6 +492,10 @@ class PlanMemory:
         """The next plan is made anew."""
         self._kept = None
 
+    def rest(self) -> None:
+        """Keep nothing that grows with the state."""
+        self._kept, self._chunks = None, ((), (), Memo())
+
 
 def _tensors_of(flat: FlatState) -> list[TensorRecord]:
     """Every tensor of this rank's state, once, including those of which it holds no element."""

@@ -279,6 +279,10 @@ class PartMemory:
         self.differing: tuple[str, ...] = ()
         self.published: Published | None = None
 
+    def rest(self) -> None:
+        """Give back what the next save can make anew: other roots are saved to."""
+        self.plans.rest()
+
     def learn(self, holders: Holders | None) -> None:
         """Keep what the ranks have exchanged; plans that it makes wrong are forgotten."""
         before = (self.holders.tensors, self.holders.copies) if self.holders else ({}, {})

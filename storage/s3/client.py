@@ -16,6 +16,7 @@ import copy
 import http.client
 import time
 import uuid
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -300,13 +301,15 @@ class _Carrier:
     """What a botocore client has for a transport: `Wire`, on the threads of the session."""
 
     def __init__(self, client: S3Client) -> None:
-        self._client = client
+        # Weak: s3fs keeps what closes its sessions as long as `client` has its filesystem.
+        self._client = weakref.ref(client)
         self._sessions: dict[str, Any] = {}  # s3fs looks whether any is closed
 
     async def send(self, prepared: Any) -> Any:
         """The answer to a request, whatever its status. Raises as `Wire.exchange`."""
-        request = WireRequest()
-        answer = await self._client.in_thread(request, partial(self._sent, request, prepared))
+        client, request = self._client(), WireRequest()
+        assert client is not None, "a request holds it"
+        answer = await client.in_thread(request, partial(_sent, client, request, prepared))
         status, headers, content = answer
         return AioAWSResponse(prepared.url, status, headers, _Content(content))
 
@@ -318,19 +321,23 @@ class _Carrier:
 
     async def close(self) -> None:
         """As botocore closes its own."""
-        self._client.wire.close()
+        if (client := self._client()) is not None:
+            client.wire.close()
 
-    def _sent(self, request: WireRequest, prepared: Any) -> tuple[int, dict[str, str], bytes]:
-        headers = _headers(prepared)
-        body = prepared.body.read() if hasattr(prepared.body, "read") else prepared.body
-        body = body.encode() if isinstance(body, str) else body
-        where = f"{prepared.method} in {self._client.what}"
-        with self._client.wire.exchange(
-            request, where, prepared.method, prepared.url, headers, [body] if body else []
-        ) as response:
-            content = response.read()
-            names = {name.lower(): value for name, value in response.getheaders()}
-            return response.status, names, content
+
+def _sent(
+    client: S3Client, request: WireRequest, prepared: Any
+) -> tuple[int, dict[str, str], bytes]:
+    headers = _headers(prepared)
+    body = prepared.body.read() if hasattr(prepared.body, "read") else prepared.body
+    body = body.encode() if isinstance(body, str) else body
+    where = f"{prepared.method} in {client.what}"
+    with client.wire.exchange(
+        request, where, prepared.method, prepared.url, headers, [body] if body else []
+    ) as response:
+        content = response.read()
+        names = {name.lower(): value for name, value in response.getheaders()}
+        return response.status, names, content
 
 
 class _Content:

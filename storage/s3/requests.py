@@ -79,6 +79,11 @@ class S3Requests(HttpStore):
                 self._opened = (os.getpid(), client)
             return self._opened[1]
 
+    def rest(self) -> None:
+        # Requests under way have the client; without them nobody has.
+        with self._lock:
+            self._opened = None
+
     def full_key(self, key: str) -> str:
         """The key in the bucket."""
         return self._prefix + check_key(key)

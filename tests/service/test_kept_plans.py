@@ -9,8 +9,11 @@ the live ones each time.
 from __future__ import annotations
 
 import gc
+import os
+import shutil
 import weakref
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,11 +21,13 @@ import torch
 from torch import nn
 
 import ckpt
+from ckpt.commit.names import attempt_epoch
 from ckpt.format.joint_manifest import JointTable
 from ckpt.format.part import JointStructure
-from ckpt.process import open_root
+from ckpt.process import ROOTS_MAX, open_root
 from ckpt.saving import plan as contents
 from ckpt.saving import save, task
+from ckpt.saving.plan import Source
 from storage import open_store
 from tests.e2e.job import Job, Sharded
 from tests.service.staging import differing, saved_tensors, tensors_now
@@ -271,3 +276,30 @@ def test_the_same_bytes_are_written_with_a_kept_plan() -> None:
     assert reports[0].nbytes == reports[1].nbytes
     for step in (0, 1):
         assert ckpt.verify(f"{URL}-bytes", step).ok
+
+
+def _opened_files() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+@pytest.mark.parametrize("call", ["save", "load"])
+def test_roots_that_are_used_no_more_take_little(tmp_path: Path, call: str) -> None:
+    """As people save who come from DCP: each checkpoint has a url of its own."""
+    state = {f"t{i}": torch.ones(3) for i in range(50)}
+    ckpt.save(state, tmp_path / "first", step=0)
+    files = _opened_files()
+    for step in range(3 * ROOTS_MAX):
+        root = tmp_path / str(step)
+        if call == "save":
+            ckpt.save(state, root, step=step)
+        else:
+            shutil.copytree(tmp_path / "first", root)
+            ckpt.load(state, root)
+    assert _opened_files() <= files + 2 * ROOTS_MAX
+    gc.collect()
+    kept = [one for one in gc.get_objects() if type(one) is Source]
+    assert len(kept) <= ROOTS_MAX * len(state)
+    # The first ones are known still: nobody claims anew, and the next save is of the same job.
+    ckpt.save(state, tmp_path / "first", step=1)
+    epochs = [attempt_epoch(entry.attempt) for entry in ckpt.list_steps(tmp_path / "first")]
+    assert epochs == [1, 1]

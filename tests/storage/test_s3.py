@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import subprocess
 import sys
+import threading
 import warnings
+import weakref
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -106,6 +110,29 @@ def moto_store(moto: S3Server) -> Iterator[S3Store]:
     store = S3Store(moto.make_bucket(), "run", options=moto.options, retry=QUICK)
     yield store
     store.close()
+
+
+def test_a_store_that_rests_keeps_no_thread(moto_store: S3Store) -> None:
+    def threads() -> set[threading.Thread]:
+        return {one for one in threading.enumerate() if one.name.startswith("s3")}
+
+    before = threads()
+    moto_store.put_if_absent("a", b"text")
+    assert [one.key for one in moto_store.list("")] == ["a"]
+    own, client = threads() - before, weakref.ref(moto_store.client())
+    assert own
+    with ThreadPoolExecutor(3) as pool:
+        reads = [pool.submit(lambda: list(moto_store.list(""))) for _ in range(12)]
+        for read in reads[:9:3]:
+            moto_store.rest()  # requests that are under way end as they would
+            read.result()
+    assert all(len(read.result()) == 1 for read in reads)
+    moto_store.rest()
+    gc.collect()
+    assert client() is None
+    for thread in threads() - before:
+        thread.join(20)
+    assert threads() <= before and moto_store.get("a") == b"text"
 
 
 def test_a_store_that_ignores_the_condition_is_detected_by_a_second_put(tmp_path: Path) -> None:

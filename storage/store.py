@@ -383,7 +383,7 @@ class Store(ABC):
         """
 
     def rest(self) -> None:  # noqa: B027 - most stores hold little
-        """Release connections, threads and open files until they are needed. Calls go on."""
+        """Release connections, threads and open files until the next call needs them."""
 
     @abstractmethod
     def close(self) -> None:

@@ -6,15 +6,18 @@ state that was written is the judge.
 
 from __future__ import annotations
 
+import argparse
 import copy
 import json
 import shutil
+import types
 import warnings
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -423,3 +426,24 @@ def test_empty_bytes_are_read_by_torch(tmp_path: Path) -> None:
     ckpt.save({"model": model(), "values": values}, tmp_path / "run", step=1)
     ckpt.export(tmp_path / "run", str(tmp_path / "x.pt"), format="torch", optimizer=True)
     assert torch.load(tmp_path / "x.pt", weights_only=True)["values"] == values
+
+
+@pytest.mark.parametrize("protocol", [2, 4])
+def test_values_of_known_types_come_back_as_what_they_were(tmp_path: Path, protocol: int) -> None:
+    """They were refused as somebody's code."""
+    inner = argparse.Namespace(lr=0.5, dims=(1, 2), kind=torch.float16)
+    values = {
+        "args": argparse.Namespace(name="a", inner=inner),
+        "simple": types.SimpleNamespace(layers=[1, {"a": None}]),
+        "dtype": torch.bfloat16,
+        "device": torch.device("cpu"),
+        "scalars": [np.float64(0.1), np.int32(-7), np.bool_(True), np.float16(2), np.uint8(255)],
+    }
+    state = {"model": {"w": torch.ones(2)}, "values": values}
+    torch.save(state, tmp_path / "a.pt", pickle_protocol=protocol)
+    live: dict[str, Any] = {"model": {"w": torch.zeros(2)}, "values": dict.fromkeys(values)}
+    ckpt.load(live, tmp_path / "a.pt")
+    assert live["values"] == values
+    assert type(live["values"]["args"].inner) is argparse.Namespace
+    with ckpt.open(tmp_path / "a.pt") as checkpoint:
+        assert checkpoint.values["values"]["scalars"] == [0.1, -7, True, 2.0, 255]

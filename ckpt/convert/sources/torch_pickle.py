@@ -9,19 +9,22 @@ from __future__ import annotations
 import io
 import math
 import pickle
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
 from ckpt.convert.sources.budget import Account
-from ckpt.convert.sources.pickles import Maker, Opaque, read_pickle
+from ckpt.convert.sources.pickles import Maker, Opaque, PickledObject, read_pickle
 from ckpt.errors import Corrupt
 from ckpt.format.datafile import NDIM_MAX
 from ckpt.layout.dtypes import DTYPES, torch_dtype
 from ckpt.layout.region import Shape, chunk_of, row_major_strides
+from ckpt.state.typed_values import tagged
 
 _STORAGES = {
     "DoubleStorage": "float64",
@@ -39,6 +42,8 @@ _STORAGES = {
 }
 _STORAGE_OF = {dtype: name for name, dtype in _STORAGES.items()}
 SUFFIXES = (".pt", ".pth", ".bin", ".ckpt", ".tar")  # of files of torch.save
+SCALARS = ("numpy._core.multiarray.scalar", "numpy.core.multiarray.scalar")
+NAMESPACES = ("argparse.Namespace", "types.SimpleNamespace")
 NUMEL_MAX = 1 << 58
 NAME_SHOWN_MAX = 60  # of an unknown name in each tensor that has it
 
@@ -273,6 +278,7 @@ KNOWN: dict[str, Maker | str] = {
     "torch._tensor._rebuild_from_type_v2": _of_type,
     "torch._utils._rebuild_meta_tensor_no_storage": _refused("on the meta device"),
     "torch.Size": _size,
+    **{name: name for name in (*SCALARS, *NAMESPACES, "torch.device", "numpy.dtype")},
     "torch.serialization._get_layout": _layout,
     "collections.OrderedDict": _dict,
     "collections.Counter": _dict,
@@ -283,6 +289,25 @@ KNOWN: dict[str, Maker | str] = {
     "__builtin__.bytes": lambda *args: Opaque("builtins.bytes") if args else b"",
     "builtins.bytes": lambda *args: Opaque("builtins.bytes") if args else b"",
 }
+
+
+def value_of(thing: Any) -> Any:
+    """What stands for a dtype, a device or a scalar of numpy; None for anything else."""
+    if isinstance(thing, Opaque) and thing.name.removeprefix("torch.") in DTYPES:
+        return tagged("dtype", thing.name.removeprefix("torch."))
+    if not isinstance(thing, PickledObject) or not thing.args:
+        return None
+    first = thing.args[0]
+    if thing.name == "torch.device" and isinstance(first, str):
+        return tagged("device", first.partition(":")[0][:60])
+    if thing.name in SCALARS and len(thing.args) == 2 and isinstance(first, PickledObject):
+        kind, data = first.args[:1], thing.args[1]
+        is_little = isinstance(first.state, tuple) and first.state[1:2] in (("<",), ("|",))
+        if is_little and kind and re.fullmatch("b1|[iuf][1248]", str(kind[0])[:4]):
+            dtype = np.dtype(kind[0])
+            if isinstance(data, bytes) and len(data) == dtype.itemsize:
+                return np.frombuffer(data, dtype)[0].item()
+    return None
 
 
 # Writing ------------------------------------------------------------------------------------

@@ -28,12 +28,20 @@ from ckpt.convert.sources.source import (
     SourceTensor,
     check_chunks,
 )
-from ckpt.convert.sources.torch_pickle import ShardRef, StorageRef, TensorRef, UnreadableTensor
+from ckpt.convert.sources.torch_pickle import (
+    NAMESPACES,
+    ShardRef,
+    StorageRef,
+    TensorRef,
+    UnreadableTensor,
+    value_of,
+)
 from ckpt.errors import UnsupportedFormat
 from ckpt.layout.dtypes import DTYPES
 from ckpt.layout.kind import Kind
 from ckpt.layout.region import Box, Shape, Span, span_of
 from ckpt.state.names import clean_name, split_state_name
+from ckpt.state.typed_values import tagged
 from ckpt.state.values import DEPTH_MAX, TENSOR_KEY, is_key, join
 from storage import Store
 
@@ -350,6 +358,10 @@ class Named:
         if isinstance(tree, Leaf):
             self.add_tensor(path, tree, Kind.OTHER)
             return {TENSOR_KEY: path}
+        if isinstance(tree, PickledObject) and tree.name in NAMESPACES and type(tree.state) is dict:
+            return tagged(tree.name, self.plain(tree.state, path, depth + 1, problems))
+        if (value := value_of(tree)) is not None:
+            return value
         if isinstance(tree, dict):
             if bad := [key for key in tree if not is_key(key) or key == TENSOR_KEY]:
                 problems.append((path, f"the key {bad[0]!r:.60} cannot be stored"))
@@ -547,7 +559,7 @@ def reason_of(thing: Any) -> str:
     if isinstance(thing, UnreadableTensor):
         return thing.reason
     if isinstance(thing, (Opaque, PickledObject)):
-        return f"it is a {thing.name:.100}, which is code of somebody's, not a plain value"
+        return f"it is a {thing.name:.100}, an object of a class, not a plain value"
     return f"it is a {type(thing).__name__}, not a plain value"
 
 

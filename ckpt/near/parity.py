@@ -134,6 +134,7 @@ def decode_parity(data: bytes, where: str) -> Parity:
             or [*group.hosts] != sorted(set(group.hosts))
             or not 2 <= len(group.hosts) == len(files)
             or not all(is_our_name(name) and nbytes > 0 for name, nbytes in of_all)
+            or not all(map(group.ranks_of, group.hosts))
             or not 0 <= parity.start <= parity.stop <= group.parity_nbytes(parity.keeper)
         ):
             raise ValueError("it is not in canonical form")
@@ -231,6 +232,7 @@ def rebuilds_of(
             gone = [one for one in others if one in lacks or not kept[one]]
             if not gone:
                 rebuilds.append(Rebuild(group, host, {one: kept[one] for one in others}))
+            if not gone or host not in lacks:
                 continue
             lost = sorted((host, *gone))
             shown = [f"{one} (ranks {', '.join(map(str, sorted(own[one])))})" for one in lost]

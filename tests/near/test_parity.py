@@ -237,6 +237,9 @@ def test_two_lost_hosts_of_a_group_are_named() -> None:
         assert not rebuilds
         assert f"one host of a group of 4, and 2 lack files: {first} (ranks" in problem
         assert f"{second} (ranks" in problem
+        # Asked of all ranks, as a rescue does, it says no more: the others lack nothing.
+        asked = rebuilds_of(recorded(group), homes(group, first, second), kept, range(5))
+        assert asked == ([], [problem])
 
 
 def test_a_host_without_all_of_its_parity_rebuilds_nothing() -> None:
@@ -303,6 +306,13 @@ def test_a_parity_file_is_safetensors_and_canonical() -> None:
         except Corrupt:
             continue
         assert other.header() == bytes(damaged) and other != parity
+
+
+@pytest.mark.parametrize("name", ["MANIFEST", "PART-a", f"rank{'9' * 5000}-000.safetensors"])
+def test_parity_of_files_of_no_rank_is_refused(name: str) -> None:
+    group = ParityGroup(PREFIX, ("a", "b"), (((name, 3),), (("rank00001-000.safetensors", 3),)))
+    with pytest.raises(Corrupt, match="parity header"):
+        decode_parity(Parity(group, "b", 1, 0, 3).header(), "x")
 
 
 def test_a_newer_parity_and_a_cut_one_are_refused() -> None:

@@ -118,6 +118,9 @@ class FsspecStore(Store):
             why_read_only = "a web server can only be read; save to a store, or to a path"
         self._why_read_only = why_read_only
         self._has_read_a_range = False
+        self._keeps_files = any(
+            base.__name__ == "CachingFileSystem" for base in type(filesystem).__mro__
+        )
 
     @property
     def place(self) -> str:
@@ -202,6 +205,8 @@ class FsspecStore(Store):
         What is read first is read whole, such as a manifest; ranges go into the live state, and
         then it is too late to learn that a server ignores them.
         """
+        if self._keeps_files and len(data) < (nbytes := self.filesystem.info(path)["size"]):
+            raise self._short(key, path, ByteRange(0, nbytes))
         if not self._has_read_a_range and len(data) > 2:
             again = bytes(self.filesystem.cat_file(path, start=1, end=2))
             if again != data[1:2]:

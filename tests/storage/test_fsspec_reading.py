@@ -121,6 +121,8 @@ def test_a_file_that_another_thread_still_copies_is_waited_for(tmp_path: Path, w
         store = open_store(f"simplecache::{url}", **options)
         first = pool.submit(store.get, "key", ByteRange(0, 7))
         assert half.wait(10)
+        while not any((tmp_path / "cache").iterdir()):
+            time.sleep(0.01)
         read = store.get("key") if whole else store.get("key", last)
         assert read.endswith(b"the end") and len(read) == (NBYTES + 7 if whole else 7)
         assert first.result() == bytes(7)

@@ -246,7 +246,8 @@ def rebuilds_of(
 def _whole(group: ParityGroup, keeper: str, parities: Sequence[Parity]) -> list[Parity]:
     """All that a host keeps of a group, in order; nothing where some of it is missing."""
     own = sorted(
-        (one for one in parities if one.group == group and one.keeper == keeper),
+        # One that is found twice, by two paths of one directory, counts once.
+        {one for one in parities if one.group == group and one.keeper == keeper},
         key=lambda one: (one.start, one.stop),
     )
     stops = [0, *(one.stop for one in own)]

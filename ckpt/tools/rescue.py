@@ -105,14 +105,15 @@ def _homes(tiers: Sequence[Tier], record: NearRecord) -> dict[int, list[Tier]]:
     Corrupt where there is none.
     """
     homes: dict[int, list[Tier]] = {}
+    stores: dict[str, Store] = {}
     for tier in tiers:
         for rank in tier.whole_ranks(record):
             homes.setdefault(rank, []).append(tier)
+            stores[tier.host] = tier.store  # not that of an older copy of its directory
     ranks = range(record.head.world_size)
     parities = [one for tier in tiers for one in tier.parities(record.prefix)]
     names = [[tier.host for tier in homes.get(rank, ())] for rank in ranks]
     rebuilds, problems = rebuilds_of(record.files, names, parities, ranks)
-    stores = {tier.host: tier.store for tier in tiers}
     for one in rebuilds:
         # By itself: files that are there and damaged are rebuilt as well.
         made = tiers[0].over(RebuiltStore(tiers[0].store, [one], stores))

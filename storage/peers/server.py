@@ -387,6 +387,7 @@ class _PeerHandler(BaseHTTPRequestHandler):
             if not stat.S_ISREG(status.st_mode):
                 raise KeyNotFoundError(f"{key} in {store.url}: no such object")
             start, stop = self._range(key, status.st_size)
+            self.server.allow(self.connection, HEAD_SECONDS + (stop - start) / RATE_MIN)
             if CHECKED in self.headers and stop - start <= BODY_NBYTES_MAX:
                 part = os.pread(file.fileno(), stop - start, start)
                 self._send(HTTPStatus.PARTIAL_CONTENT, part + checksum_of([memoryview(part)]))
@@ -398,7 +399,6 @@ class _PeerHandler(BaseHTTPRequestHandler):
             if start == stop:
                 return
             self.wfile.flush()
-            self.server.allow(self.connection, HEAD_SECONDS + (stop - start) / RATE_MIN)
             # By the system from the page cache to the network: this process touches no byte.
             if self.connection.sendfile(file, start, stop - start) != stop - start:
                 self.close_connection = True  # the file was cut meanwhile

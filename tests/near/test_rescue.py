@@ -98,6 +98,8 @@ def test_rescue_rebuilds_lost_and_damaged_files_from_parity(
 
     for case in ("lost", "damaged"):
         root = str(tmp_path / case)
+        Life(4, LocalStore(root), hosts, near=near).run(1)
+        shutil.copytree(tmp_path / "host0", tmp_path / f"old {case}")
         Life(4, LocalStore(root), hosts, near=near).run(4)
         if case == "lost":
             shutil.rmtree(hosts[1])
@@ -113,6 +115,8 @@ def test_rescue_rebuilds_lost_and_damaged_files_from_parity(
         if case == "lost":
             assert main(["rescue", left[0], root]) == 1
             assert "parity rebuilds one host of a group of 3, and 2" in capsys.readouterr().err
+        # A directory twice, and an older copy of it, change nothing.
+        left = [*left, left[-1], str(tmp_path / f"old {case}" / "near")]
         assert main(["rescue", *left, root, "--json"]) == 0
         report = json.loads(capsys.readouterr().out)
         assert (report["step"], report["files"], report["passed_over"]) == (4, 4, [])

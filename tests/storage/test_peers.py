@@ -9,6 +9,7 @@ from __future__ import annotations
 import socket
 import ssl
 import subprocess
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -174,7 +175,7 @@ def authorized(line: str, *headers: str, body: bytes = b"") -> bytes:
 
 
 def test_without_the_token_there_is_nothing(server: PeerServer) -> None:
-    server.store.put_if_absent("secret", b"42")
+    server.store.put_if_absent("secret", b"forty-two")
     for token in ("", "x", TOKEN[:-1], TOKEN + "0", TOKEN.upper(), "é"):
         for request in (
             f"GET /o/secret HTTP/1.1\r\nAuthorization: Bearer {token}\r\n\r\n",
@@ -186,7 +187,7 @@ def test_without_the_token_there_is_nothing(server: PeerServer) -> None:
         ):
             answer = raw(server, request.encode())
             assert answer.startswith(b"HTTP/1.1 401"), answer
-            assert b"42" not in answer and TOKEN.encode() not in answer
+            assert b"forty-two" not in answer and TOKEN.encode() not in answer
     assert [entry.key for entry in server.store.list("")] == ["secret"]
 
 
@@ -367,6 +368,26 @@ def test_connections_of_those_with_the_token_are_bounded(
             sock.setblocking(True)
             sock.sendall(authorized("GET /o/a"))
             assert b" 404 " in sock.recv(1000)
+
+
+@pytest.mark.parametrize("header", ["", "Checked: 1"])
+def test_a_long_answer_has_time_to_be_read(
+    server: PeerServer, monkeypatch: pytest.MonkeyPatch, header: str
+) -> None:
+    monkeypatch.setattr(peer_server, "HEAD_SECONDS", 0.3)
+    nbytes = 12 << 20  # more than sockets hold
+    server.store.put_if_absent("a", bytes(nbytes))
+    with socket.create_connection(("127.0.0.1", server.port), 30) as sock:
+        sock.sendall(
+            authorized("GET /o/a", f"Range: bytes=0-{nbytes - 1}", *filter(None, [header]))
+        )
+        came = len(sock.recv(100))
+        time.sleep(2)  # the server looks twice a second for connections that are late
+        while piece := sock.recv(1 << 20):
+            came += len(piece)
+            if came > nbytes:
+                break
+    assert came > nbytes
 
 
 def test_a_body_that_does_not_come_ends(

@@ -432,7 +432,7 @@ class _Life:
         # After a pause, others may have replaced what was read before it.
         is_near = report is not None and report.origin == "near"
         if report is not None and is_near and rank == 0 and not self._processes.struck:
-            self._promise(training.target, report.attempt)
+            self._promise(training.target, report.attempt, is_restored=True)
         return report
 
     def _check(self, report: RestoreReport | None, training: Training) -> None:
@@ -482,7 +482,13 @@ class _Life:
                 self._run.problems.append(error)
 
     def _promise(
-        self, target: Target, attempt: str, *, replicas: int = 0, has_parity: bool = False
+        self,
+        target: Target,
+        attempt: str,
+        *,
+        replicas: int = 0,
+        has_parity: bool = False,
+        is_restored: bool = False,
     ) -> None:
         """This near checkpoint was acknowledged: it is whole, with all its copies, and every host
         has its record.
@@ -496,6 +502,8 @@ class _Life:
             return  # fenced, and about to learn it
         if proof is None or proof.recorded != {*hosts}:
             raise Violation(f"{attempt} was acknowledged, and the hosts have {proof}")
+        if is_restored and proof.is_damaged:
+            return  # its bytes were compared: what was damaged is not needed, and proves no more
         made = [rebuilds(proof.groups, rank, hosts) for rank in range(len(proof.homes))]
         if any(len(h) <= replicas and not m for h, m in zip(proof.homes, made, strict=True)) or (
             has_parity and not all(made)

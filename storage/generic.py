@@ -205,7 +205,7 @@ class FsspecStore(Store):
         What is read first is read whole, such as a manifest; ranges go into the live state, and
         then it is too late to learn that a server ignores them.
         """
-        if self._keeps_files and len(data) < (nbytes := self.filesystem.info(path)["size"]):
+        if self._keeps_files and len(data) < (nbytes := self._nbytes(path)):
             raise self._short(key, path, ByteRange(0, nbytes))
         if not self._has_read_a_range and len(data) > 2:
             again = bytes(self.filesystem.cat_file(path, start=1, end=2))
@@ -364,9 +364,15 @@ class FsspecStore(Store):
         skip = len(self.filesystem._strip_protocol(self._root)) + 1 if self._root else 0
         return {path[skip:].lstrip("/"): entry for path, entry in entries.items()}
 
+    def _nbytes(self, path: str) -> int:
+        """The length of a file; 0 where its server says none."""
+        return self.filesystem.info(path)["size"] or 0
+
     def _short(self, key: str, path: str, wanted: ByteRange) -> StorageError:
         where = f"bytes {wanted.start} to {wanted.end}"
-        if self.filesystem.info(path)["size"] >= wanted.end:
+        with self.translating("read", key):
+            nbytes = self._nbytes(path)
+        if nbytes >= wanted.end:
             # simplecache shows what another thread or process is still copying.
             return TransientError(f"read {key} in {self.url}: {where} did not come whole")
         return ShortReadError(f"read {key} in {self.url}: the object ends before {where}")

@@ -17,11 +17,13 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
+import fsspec
 import pytest
 import torch
 
 import ckpt
-from storage import ByteRange, ShortReadError, StorageError, open_store
+from storage import ByteRange, ShortReadError, StorageError, TransientError, open_store
+from storage.generic import FsspecStore
 
 NBYTES = 4 << 20
 
@@ -130,6 +132,31 @@ def test_a_file_that_another_thread_still_copies_is_waited_for(tmp_path: Path, w
             store.get("key", ByteRange(NBYTES, NBYTES + 8))
 
 
+@pytest.mark.parametrize("cached", [False, True])
+def test_a_server_that_says_no_length_is_read(tmp_path: Path, cached: bool) -> None:
+    (tmp_path / "key").write_bytes(b"0123456789")
+    options: dict[str, Any] = {"simplecache": {"cache_storage": str(tmp_path / "cache")}}
+    with served(functools.partial(SaysNoLength, directory=str(tmp_path))) as url:
+        store = open_store(f"simplecache::{url}" if cached else url, **(options if cached else {}))
+        assert store.get("key") == b"0123456789"
+        with pytest.raises(ShortReadError, match="ends before"):
+            store.get("key", ByteRange(5, 20))
+
+
+def test_a_length_that_cannot_be_asked_for_is_a_store_error(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    filesystem = fsspec.filesystem("memory")
+    filesystem.pipe("/lengths/key", b"0123456789")
+
+    def lost(path: str) -> dict[str, Any]:
+        raise ConnectionError("planted")
+
+    monkeypatch.setattr(filesystem, "info", lost)
+    with pytest.raises(TransientError, match=r"read key in .*planted"):
+        FsspecStore(filesystem, "/lengths").get("key", ByteRange(5, 20))
+
+
 def test_a_root_in_an_archive_is_read(folder: Path, tmp_path: Path) -> None:
     shutil.make_archive(str(tmp_path / "site"), "zip", folder)
     with served(functools.partial(KnowsRanges, directory=str(tmp_path))) as url:
@@ -139,6 +166,14 @@ def test_a_root_in_an_archive_is_read(folder: Path, tmp_path: Path) -> None:
             assert torch.equal(target["w"], state(2.0)["w"])
             with pytest.raises(StorageError, match="can only be read"):
                 ckpt.save(target, place, step=3, unsafe_single_writer=True)
+
+
+class SaysNoLength(KnowsRanges):
+    """One that ends each answer by closing, as those that make or compress them do."""
+
+    def send_header(self, name: str, value: str) -> None:
+        if name != "Content-Length":
+            super().send_header(name, value)
 
 
 class Hub(KnowsRanges):

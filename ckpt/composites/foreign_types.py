@@ -371,9 +371,14 @@ def _type_of_te(name: str, kind: Any) -> CompositeType:
         dense=lambda tensor: tensor.dequantize(),
         is_wrapper=True,
         blocks=dict.fromkeys(range(2), own.block),
-        # A transpose that it has made of the data before is no longer one.
-        filled=(lambda tensor: getattr(tensor, _RESET)()) if "data" in own.parts else None,
+        filled=_forget_transpose if "data" in own.parts else None,
     )
+
+
+def _forget_transpose(tensor: Any) -> None:
+    """A transpose made of the data before is no longer one; without data it is what was loaded."""
+    if tensor._data is not None:
+        getattr(tensor, _RESET)()
 
 
 # --- bitsandbytes --------------------------------------------------------------------------------

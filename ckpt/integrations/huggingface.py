@@ -283,7 +283,8 @@ def conversions_of(model: Any, *, entry: str = "model") -> dict[str, Any]:
 
     Call it before `model` is wrapped or sharded: torch changes its class then, and some maps are of
     a class. `rename` is None where names are alike. Raises CheckpointError for an operation that no
-    rule has.
+    rule has. Files that already have the live model's tensors, as transformers saves some, load
+    without it.
     """
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import PrefixChange, WeightRenaming, apply_renamings
@@ -326,6 +327,12 @@ def stacks_of(converter: Any, model: Any) -> dict[str, str]:
             sizes = [f"{name}:{_parameter(model, name).shape[dim]}" for name in many]
             return {_joined(sizes, dim): file}
         case ["Transpose"], [file], [one]:
+            turn = operations["Transpose"]
+            # It turns what has another shape than the model's, so never what is square there.
+            if turn.check_dims and file == one:
+                shape = _parameter(model, one).shape
+                if shape[turn.dim0] == shape[turn.dim1]:
+                    return {}
             return {one: f"{file}^T"}
         case ["Interleave", *_], [file], many:
             dim = operations["Interleave"].dim
@@ -359,4 +366,10 @@ def _heads(operation: Any, model: Any) -> int:
 
 
 def _parameter(model: Any, name: str) -> Any:
-    return next(one for fqn, one in model.named_parameters() if f".{fqn}".endswith(f".{name}"))
+    for fqn, one in model.named_parameters():
+        if f".{fqn}".endswith(f".{name}"):
+            return one
+    raise CheckpointError(
+        f"the model has no parameter {name}, whose shape a rule needs; call conversions_of before "
+        "the model is wrapped or sharded"
+    )

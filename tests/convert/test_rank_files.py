@@ -237,6 +237,16 @@ def test_members_of_flat_parameters_lie_where_fsdp1_laid_them(cuts: list[int]) -
         assert low == math.prod(shape)
 
 
+def test_a_parameter_in_no_unit_of_fsdp1_stays(tmp_path: Path) -> None:
+    first, second = (nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2)) for _ in range(2))
+    flat = torch.cat([one.detach().flatten() for one in first[0].parameters()])
+    rest = {f"1.{name}": one for name, one in first[1].state_dict().items()}
+    torch.save({"0._flat_param": flat, **rest}, tmp_path / "m.pt")
+    ckpt.load(second, tmp_path / "m.pt")
+    for one, other in zip(first.parameters(), second.parameters(), strict=True):
+        assert torch.equal(one, other)
+
+
 @pytest.mark.parametrize(
     ("numel", "cuts", "starts"),
     [

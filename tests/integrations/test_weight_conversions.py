@@ -173,10 +173,12 @@ def model_of() -> Any:
     config = SimpleNamespace(num_attention_heads=HEADS)
     config.get_text_config = lambda: SimpleNamespace(**dict.fromkeys(ATTRIBUTES, PARTS))
     sizes = {f"layers.0.self_attn.{name}": torch.empty(size, 6) for name, size in SIZES.items()}
-    other = torch.empty(1, 1, 1)  # of no file's shape, so that all are turned
+    # Of another shape than in a file, so that they are turned.
+    turned = dict.fromkeys(("gate_up_proj", "down_proj"), torch.empty(PARTS, 6, 24))
+    sizes |= {f"layers.0.mlp.experts.{name}": one for name, one in turned.items()}
     return SimpleNamespace(
         config=config,
-        get_parameter=lambda name: sizes.get(name, other),
+        get_parameter=sizes.__getitem__,
         named_parameters=sizes.items,
     )
 
@@ -241,6 +243,30 @@ def test_a_rule_does_what_each_converter_of_transformers_does(tmp_path: Path) ->
         assert again.keys() == file.keys(), name
         assert all(torch.equal(again[fqn], tensor) for fqn, tensor in file.items()), name
     assert {"PermuteForRope", "Interleave", "ErnieFuseAndSplitTextVisionExperts"} <= kinds
+
+
+def test_a_tensor_that_transformers_leaves_as_it_is_stays(tmp_path: Path) -> None:
+    from transformers.core_model_loading import Transpose, WeightConverter
+
+    weight = torch.randn(PARTS, 6, 6)
+    model = torch.nn.Module()
+    model.experts = torch.nn.Parameter(torch.zeros(PARTS, 6, 6))
+    converter = WeightConverter("experts", "experts", [Transpose(1, 2, check_dims=True)])
+    theirs = converter.operations[0].convert(
+        {"experts": [weight]}, ["experts"], ["experts"], model=model, full_layer_name="experts"
+    )
+    save_file({"experts": weight}, tmp_path / "model.safetensors")
+    rules = stacks_of(converter, model)
+    ckpt.load({"model": model}, tmp_path / "model.safetensors", stacks=rules)
+    assert torch.equal(model.experts, theirs["experts"])
+
+
+def test_a_parameter_that_a_rule_asks_for_is_missed() -> None:
+    from transformers.core_model_loading import Split, WeightConverter
+
+    converter = WeightConverter("qkv", ["q", "k"], [Split(dim=0)])
+    with pytest.raises(CheckpointError, match=r"no parameter q, .* before the model is wrapped"):
+        stacks_of(converter, torch.nn.Linear(2, 2))
 
 
 def test_an_operation_that_no_rule_has_is_refused() -> None:

@@ -84,7 +84,7 @@ class Float8Tensor(Quantized):
         return made
 
     def _reset_caches(self) -> None:
-        self._transpose_invalid = self._data is not None or self._transpose is None
+        self._transpose_invalid = True
 
 
 class MXFP8Tensor(Quantized):
@@ -318,6 +318,17 @@ def test_a_transpose_of_old_data_is_made_anew(tmp_path: Path) -> None:
             ckpt.load({"w": live}, str(tmp_path))
             assert_equal("float8", live, quantized("float8", 64, 32, 1))
             assert live._transpose_invalid
+
+
+def test_a_transpose_without_data_is_what_was_loaded(tmp_path: Path) -> None:
+    with installed():
+        kind = "float8 by columns"
+        ckpt.save({"w": quantized(kind, 64, 32, 1)}, str(tmp_path), step=1)
+        live = quantized(kind, 64, 32, 2)
+        ckpt.load({"w": live}, str(tmp_path))
+        assert_equal(kind, live, quantized(kind, 64, 32, 1))
+        assert not live._transpose_invalid
+        ckpt.save({"w": live}, str(tmp_path), step=2)
 
 
 def test_what_is_made_or_scaled_otherwise_is_refused(tmp_path: Path) -> None:

@@ -150,7 +150,8 @@ def with_members(tree: Any, data: TreeData, shapes: Mapping[str, Shape] | None) 
         if above:
             units[max(above, key=len)].append(name)
     # With `use_orig_params`, what each rank has of them stands under their own names as well.
-    made = {key: item for key, item in tree.items() if clean_name(str(key)) not in shapes}
+    members = {name for names in units.values() for name in names}
+    made = {key: item for key, item in tree.items() if clean_name(str(key)) not in members}
     for unit, names in units.items():
         key, leaf = flat[unit]
         held = data.tensors[leaf.key]

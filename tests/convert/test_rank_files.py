@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from safetensors.torch import save_file
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict
 from torch.distributed.device_mesh import init_device_mesh
@@ -235,6 +236,23 @@ def test_members_of_flat_parameters_lie_where_fsdp1_laid_them(cuts: list[int]) -
             assert offset + 4 * region.numel <= 100 + 4 * part.numel
             low = region.stop
         assert low == math.prod(shape)
+
+
+@pytest.mark.parametrize("name", ["logs_rank_0.tar", "rng-rank1.pt", "out.rank_0.bin"])
+@pytest.mark.parametrize("data", [b"", b"of no torch.save"])
+def test_other_files_of_ranks_are_no_state(tmp_path: Path, name: str, data: bytes) -> None:
+    model, other = nn.Linear(2, 2), nn.Linear(2, 2)
+    save_file(model.state_dict(), tmp_path / "model.safetensors")
+    (tmp_path / name).write_bytes(data)
+    ckpt.load(other, tmp_path)
+    assert torch.equal(model.weight, other.weight)
+
+
+def test_files_that_name_no_world_lie_next_to_those_that_do(tmp_path: Path) -> None:
+    torch.save({"weight": torch.ones(2)}, tmp_path / "model_world_size_1_rank_0.pt")
+    torch.save({"seed": 1}, tmp_path / "rng_rank_0.pt")
+    with ckpt.open(tmp_path) as checkpoint:
+        assert list(checkpoint.keys()) == ["model.weight"]
 
 
 def test_a_parameter_in_no_unit_of_fsdp1_stays(tmp_path: Path) -> None:

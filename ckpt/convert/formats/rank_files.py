@@ -19,6 +19,7 @@ from ckpt.convert.sources.torch_pickle import ShardRef, TensorRef, UnreadableTen
 from ckpt.convert.sources.tree import FLAT, Leaf, TreeData, chunk_of
 from ckpt.errors import Corrupt, UnsupportedFormat
 from ckpt.layout.dtypes import DTYPES
+from storage import Store
 
 _FILE = re.compile(
     r"((?P<item>.+?)[-_.])??(world_size_(?P<world>\d{1,7})_)?rank[-_]?(?P<rank>\d{1,7})"
@@ -26,6 +27,7 @@ _FILE = re.compile(
 )
 _ITEM_FILE = re.compile(r"(?P<item>.+)_(?P<rank>\d{1,7})(?P<world>)\.pt")
 _OF_ITEMS = "metadata.pkl"
+_ZIP = b"PK\x03\x04"  # what torch.save writes begins so
 # What verl, SkyRL and Accelerate call the entries of a state.
 _ENTRIES = {
     "optim": "optimizer",
@@ -41,15 +43,13 @@ def open_folder(place: SourcePlace) -> FolderSource | None:
     """
     has_items = _OF_ITEMS in place.top
     pattern = _ITEM_FILE if has_items else _FILE
+    matches = {key: match for key in place.top if (match := pattern.fullmatch(key))}
+    # With a world in their names: verl's, whose third kind has what each rank has of its own.
+    verl = {key: m for key, m in matches.items() if m["world"] and m["item"] in ("model", "optim")}
     ranks: dict[str, dict[int, str]] = {}
-    worlds = set()
-    for key in place.top:
-        if match := pattern.fullmatch(key):
-            # Of verl's third kind, which has what each rank has of its own.
-            if match["world"] and match["item"] not in ("model", "optim"):
-                continue
-            worlds.add(int(match["world"] or 0))
-            ranks.setdefault(match["item"] or "", {})[int(match["rank"])] = key
+    for key, match in (verl or {key: m for key, m in matches.items() if not m["world"]}).items():
+        ranks.setdefault(match["item"] or "", {})[int(match["rank"])] = key
+    worlds, is_known = {int(match["world"]) for match in verl.values()}, bool(verl or has_items)
     if len(worlds) > 1:
         raise UnsupportedFormat(f"{place.store.url}: files of worlds of {sorted(worlds)} ranks")
     world = sum(worlds) or 1 + max((max(own) for own in ranks.values()), default=0)
@@ -58,11 +58,14 @@ def open_folder(place: SourcePlace) -> FolderSource | None:
         # Numbers in an optimizer mean nothing without names.
         if name == "optim" and not has_items and place.names is None:
             continue
+        # Others have such names, too: logs, and what a rank has pickled of its own.
+        if not (is_known or any(_is_zip(place.store, file) for file in own.values())):
+            continue
         nodes: list[tuple[str, Opened, Any]] = []
         for _, file in sorted(own.items()):
             nbytes = place.store.info(file).nbytes
             opened = open_blob(place.store, Blob(file, 0, nbytes), place.budget, is_outermost=True)
-            if not (nodes or has_items or name == "optim" or _has_parts(opened.tree)):
+            if not (nodes or is_known or name == "optim" or _has_parts(opened.tree)):
                 break
             nodes.append((file, opened, opened.tree))
             files[file] = nbytes
@@ -86,6 +89,13 @@ FORMAT = Format(
     "a folder with a file of torch.save for each rank (FSDP1, verl, torch_checkpointing)",
     open_folder,
 )
+
+
+def _is_zip(store: Store, file: str) -> bool:
+    head = bytearray(min(store.info(file).nbytes, len(_ZIP)))
+    if head:
+        store.get_into(file, 0, [memoryview(head)])
+    return bytes(head) == _ZIP
 
 
 def _has_parts(node: Any) -> bool:

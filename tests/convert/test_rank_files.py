@@ -248,6 +248,17 @@ def test_other_files_of_ranks_are_no_state(tmp_path: Path, name: str, data: byte
     assert torch.equal(model.weight, other.weight)
 
 
+def test_what_each_rank_has_in_another_shape_is_no_tensor(tmp_path: Path) -> None:
+    """A moment of the optimizer's own state dict under FSDP1, say: it is a part, and nothing says
+    of what.
+    """
+    for rank in range(2):
+        state = {"same": torch.ones(2), "own": torch.ones(2 + rank)}
+        torch.save(state, tmp_path / f"model_world_size_2_rank_{rank}.pt")
+    with ckpt.open(tmp_path) as checkpoint:
+        assert list(checkpoint.keys()) == ["model.same"]
+
+
 def test_files_that_name_no_world_lie_next_to_those_that_do(tmp_path: Path) -> None:
     torch.save({"weight": torch.ones(2)}, tmp_path / "model_world_size_1_rank_0.pt")
     torch.save({"seed": 1}, tmp_path / "rng_rank_0.pt")

@@ -119,8 +119,11 @@ def _joined(path: str, nodes: Sequence[tuple[str, Opened, Any]], data: TreeData)
             items[key] = [(file, opened, UnreadableTensor(reason))]
         return {key: _joined(f"{path}/{key}", own, data) for key, own in items.items()}
     if isinstance(first, TensorRef):
-        # A plain tensor is the same on all ranks: the first rank's is taken and no other is
-        # compared.
+        for other, _, node in nodes[1:]:
+            if type(node) is not TensorRef or node.shape != first.shape:
+                return UnreadableTensor(f"it has another shape in {other} than in {file}")
+        # A plain tensor is the same on all ranks: the first rank's is taken, and no other's bytes
+        # are compared.
         first, nodes = ShardRef(first, first.shape, (0,) * len(first.shape)), nodes[:0]
     if not isinstance(first, ShardRef):
         return first

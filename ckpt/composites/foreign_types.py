@@ -230,7 +230,7 @@ def _special(name: Any, value: Any, device: torch.device) -> Any:
 # arguments of their class with a "_" in front, but for these.
 _ATTRIBUTES = {"fp8_scale_inv": "_scale_inv", "data_transpose": "_transpose"}
 _SWIZZLED = "with_gemm_swizzled_scales"
-_STALE, _RESET = "_transpose_invalid", "_reset_caches"
+_DATA, _STALE, _RESET = "_data", "_transpose_invalid", "_reset_caches"
 
 
 class _Lies(NamedTuple):
@@ -377,7 +377,7 @@ def _type_of_te(name: str, kind: Any) -> CompositeType:
 
 def _forget_transpose(tensor: Any) -> None:
     """A transpose made of the data before is no longer one; without data it is what was loaded."""
-    if tensor._data is not None:
+    if getattr(tensor, _DATA) is not None:
         getattr(tensor, _RESET)()
 
 

@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +22,10 @@ import ckpt
 from ckpt import api
 from ckpt.api import read_path
 from ckpt.errors import LoadInterrupted
+from ckpt.loading import reader
 from ckpt.loading.load import LoadOptions
 from ckpt.loading.plan import ReadPath
+from ckpt.loading.reader import TRIED_REQUESTS
 from ckpt.saving import image
 from storage import ByteRange, StorageError
 from storage.file_io import cached_nbytes, is_in_memory
@@ -144,6 +147,42 @@ def test_which_loads_go_around_the_cache(
     assert _is_right(state)
     assert (store.asked, store.nbytes(direct=True)) == (asked, direct * MIB)
     assert len(store.reads) == TENSORS and store.tables == 1
+
+
+@pytest.mark.parametrize("faster", ["around", "through"])
+def test_the_first_cold_requests_show_the_faster_way(tmp_path: Path, faster: str) -> None:
+    """Some go around the page cache, as many through it, and all others the way without a delay."""
+    count, nbytes = 8 * TRIED_REQUESTS + 5, 4096
+    state = {f"t{i:02d}": torch.full((nbytes // 4,), i + 1.0) for i in range(count)}
+    store = Noting(str(tmp_path), lambda key, byte_range: True)
+    Job(1, lambda rank: store).save(lambda rank: state, step=1)
+    slow = partial(time.sleep, 0.02)
+    store.before_direct, store.before_cached = (
+        (lambda: None, slow) if faster == "around" else (slow, lambda: None)
+    )
+    path = replace(AUTO, request_nbytes_max=nbytes, through_share_max=0.5)
+    loaded = {name: torch.zeros_like(tensor) for name, tensor in state.items()}
+    report = Job(1, lambda rank: store).load(lambda rank: loaded, options=LoadOptions(path=path))
+    assert all(torch.equal(loaded[name], tensor) for name, tensor in state.items())
+    ways = [direct for _, direct, _ in store.reads]
+    tried = [True] * 2 * TRIED_REQUESTS + [False] * 2 * TRIED_REQUESTS
+    assert ways[: len(tried)] == tried
+    assert ways[len(tried) :] == [faster == "around"] * (count - len(tried))
+    assert report[0].counters["direct_bytes"] == sum(ways) * nbytes
+    if faster == "through":
+        assert len({thread for _, _, thread in store.reads[len(tried) :]}) == 1
+
+
+@pytest.mark.parametrize("left", [0, 10 * TENSORS * MIB - 1])
+def test_cold_loads_go_around_the_cache_where_memory_is_short(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, left: int
+) -> None:
+    _saved(tmp_path)
+    monkeypatch.setattr(reader, "memory_left", lambda: left)
+    monkeypatch.setattr(reader, "TRIED_REQUESTS", 1)
+    store = Noting(str(tmp_path), lambda key, byte_range: True)
+    _load(store, replace(AUTO, through_share_max=0.1))
+    assert store.nbytes(direct=True) == TENSORS * MIB
 
 
 def test_cold_requests_are_in_flight_together(tmp_path: Path) -> None:

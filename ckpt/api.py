@@ -526,7 +526,8 @@ def write_path(io: Io, store: Store, staging: Staging, *, cached_ranks: int = 0)
     # One part is checksummed while the one before it is on its way to the disk.
     least, share = (DIRECT_SAVE_NBYTES_MIN if io == "auto" else 0), 0.0
     if io == "auto" and cached_ranks:
-        share = _cached_share(cached_ranks)
+        # All ranks of the job may be on this host; together they get a quarter.
+        share = min(CACHED_SHARE_MAX, 1 / (4 * cached_ranks))
     return WritePath(
         direct=True,
         writers=1,
@@ -559,13 +560,8 @@ def read_path(store: Store, io: Io = "auto", world_size: int = 0) -> ReadPath:
         path,
         direct_readers=DISK_REQUESTS,
         direct_nbytes_min=DIRECT_LOAD_NBYTES_MIN,
-        through_share_max=_cached_share(world_size) if world_size else 0.0,
+        through_share_max=min(CACHED_SHARE_MAX, 1 / (4 * world_size)) if world_size else 0.0,
     )
-
-
-def _cached_share(ranks: int) -> float:
-    """All ranks of the job may be on this host; together they get a quarter of the memory."""
-    return min(CACHED_SHARE_MAX, 1 / (4 * ranks))
 
 
 @hides_secrets

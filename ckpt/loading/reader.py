@@ -21,7 +21,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from functools import partial
-from itertools import compress, pairwise
+from itertools import compress, pairwise, repeat
 from operator import not_
 from typing import NamedTuple
 
@@ -207,8 +207,8 @@ class Reader:
             tried, beside = beside[: 4 * TRIED_REQUESTS], beside[4 * TRIED_REQUESTS :]
             if self._is_faster_through(tried):
                 beside, here = [], beside
-        reads = [partial(around, one) for one in beside]
-        cached = [partial(self._read_and_deliver, one) for one in here]
+        reads = [*map(partial, repeat(around), beside)]
+        cached = [*map(partial, repeat(self._read_and_deliver), here)]
         if self._path.cached_readers > 1 and len(cached) > 1 and not self._goes_through:
             reads, cached = [*reads, *cached], []
         _run_all(reads, cached, threads)

@@ -203,19 +203,21 @@ class Reader:
         beside, here = list(compress(requests, cold)), list(compress(requests, map(not_, cold)))
         around = partial(self._read_and_deliver, is_cold=True)
         threads = max(self._path.direct_readers, self._path.cached_readers)
-        if not here and self._may_go_through(len(beside)):
+        if 0 < len(beside) < 3 * len(here) and self._has_room():
+            # Around the cache, what is missing in it would be missing at the next load, too.
+            beside, here = [], requests
+        elif len(beside) >= 8 * TRIED_REQUESTS and self._has_room():
             tried, beside = beside[: 4 * TRIED_REQUESTS], beside[4 * TRIED_REQUESTS :]
             if self._is_faster_through(tried):
-                beside, here = [], beside
+                beside, here = [], [*here, *beside]
         reads = [*map(partial, repeat(around), beside)]
         cached = [*map(partial, repeat(self._read_and_deliver), here)]
         if self._path.cached_readers > 1 and len(cached) > 1 and not self._goes_through:
             reads, cached = [*reads, *cached], []
         _run_all(reads, cached, threads)
 
-    def _may_go_through(self, count: int) -> bool:
-        share = self._path.through_share_max
-        return count >= 8 * TRIED_REQUESTS and 0 < self._nbytes <= share * memory_left()
+    def _has_room(self) -> bool:
+        return 0 < self._nbytes <= self._path.through_share_max * memory_left()
 
     def _is_faster_through(self, tried: Sequence[_Request]) -> bool:
         """Read cold requests around the page cache, several at once, and then through it, in a row,

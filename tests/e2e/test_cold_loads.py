@@ -173,6 +173,29 @@ def test_the_first_cold_requests_show_the_faster_way(tmp_path: Path, faster: str
         assert len({thread for _, _, thread in store.reads[len(tried) :]}) == 1
 
 
+@pytest.mark.parametrize("cold", [3, 1, TENSORS - 1])
+def test_what_memory_lacks_of_a_file_is_put_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cold: int
+) -> None:
+    """Some requests are cold: so few that all go through the cache, or nearly all, which do not."""
+    _saved(tmp_path)
+    monkeypatch.setattr(reader, "TRIED_REQUESTS", 1)
+    asked: list[int] = []
+
+    def first_ones(key: str, byte_range: ByteRange) -> bool:
+        asked.append(byte_range.nbytes)
+        return len(asked) <= cold
+
+    store = Noting(str(tmp_path), first_ones)
+    store.before_cached = partial(time.sleep, 0.02)
+    state, _ = _load(store, replace(AUTO, through_share_max=0.5))
+    assert _is_right(state)
+    assert len(store.reads) == TENSORS
+    # One request of each way that counts, and one before it: two go through the cache for that.
+    expected = TENSORS - 1 - 2 if cold == TENSORS - 1 else 0
+    assert store.nbytes(direct=True) == expected * MIB
+
+
 @pytest.mark.parametrize("left", [0, 10 * TENSORS * MIB - 1])
 def test_cold_loads_go_around_the_cache_where_memory_is_short(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, left: int

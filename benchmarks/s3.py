@@ -59,6 +59,7 @@ import ckpt.api as api
 from benchmarks.measure import Sample, extra_memory, interleaved, ratio, report, row, speed, wall
 from ckpt.layout.memory import host_bytes
 from storage import Store, open_store
+from tests.counting import AtOnce
 from tests.fault_proxy import Request, Rule, fault_proxy
 from tests.servers import S3Server, free_port, moto_server
 
@@ -249,9 +250,9 @@ def far(server: S3Server, *, mib: int, rounds: int, delay: float, gbit: float) -
         options, raw = {**there.options, "unsigned_payload": True}, Raw(there, bucket)
 
         def load(name: str, requests_max: int) -> None:
-            api.REMOTE_REQUESTS_MAX, proxy.in_flight_max = requests_max, 0
+            api.REMOTE_REQUESTS_MAX, proxy.in_flight = requests_max, AtOnce()
             ckpt.load(state, root, storage_options=options)
-            seen[name].append(proxy.in_flight_max)
+            seen[name].append(proxy.in_flight.most)
 
         loads: dict[str, Callable[[], object]] = {
             "ours": lambda: load("ours", most),

@@ -19,14 +19,19 @@ def python_calls(fn: Callable[[], Any]) -> int:
         nonlocal count
         count += event in ("call", "c_call")
 
+    profiled(fn, count_call)
+    return count
+
+
+def profiled(fn: Callable[[], Any], note: Callable[[FrameType, str, Any], object]) -> None:
+    """Run `fn()` and tell `note` of its calls in this thread."""
     before = sys.getprofile()
     with without_collector():
-        sys.setprofile(count_call)
+        sys.setprofile(note)
         try:
             fn()
         finally:
             sys.setprofile(before)
-    return count
 
 
 @contextmanager

@@ -24,6 +24,8 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
+from tests.counting import AtOnce
+
 # Not forwarded, so that nothing happened:
 #   error500, slow_down (503), too_many (429): the answer of that name
 #   expired (400, by a rule only): the answer to credentials that are valid no longer
@@ -86,8 +88,7 @@ class FaultProxy:
         self.paused = False
         self.delay_seconds = 0.0  # of every answer
         self.bandwidth = 0.0  # bytes per second of all bodies together, 0 for no bound
-        self.in_flight = 0
-        self.in_flight_max = 0
+        self.in_flight = AtOnce()
         self.waited = 0  # answers that delay or bandwidth have held up
         self._busy_until = 0.0
         self._lock = threading.Lock()
@@ -106,18 +107,6 @@ class FaultProxy:
         with self._lock:
             self.counts[kind] += 1
         return kind
-
-    @contextmanager
-    def counted(self) -> Iterator[None]:
-        """One more request is in flight."""
-        with self._lock:
-            self.in_flight += 1
-            self.in_flight_max = max(self.in_flight_max, self.in_flight)
-        try:
-            yield
-        finally:
-            with self._lock:
-                self.in_flight -= 1
 
     def carry(self, nbytes: int) -> None:
         """Returns when a body of `nbytes` and its answer have come over the link."""
@@ -192,7 +181,7 @@ class _Handler(BaseHTTPRequestHandler):
         """Quiet."""
 
     def _serve(self) -> None:
-        with self.server.proxy.counted():
+        with self.server.proxy.in_flight.entered():
             self._answered()
 
     def _answered(self) -> None:

@@ -24,7 +24,7 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 import ckpt
 from ckpt import process
 from sharding import FullyShardedDataParallel, fully_shard
-from tests.counting import without_collector
+from tests.counting import profiled
 from tests.ranks import run_ranks
 from tests.test_house import PACKAGES, ROOT, arrows, sources
 
@@ -55,12 +55,7 @@ def called(fn: Callable[[], object]) -> list[tuple[str, str]]:
         if event == "call" and path.startswith(OURS):
             calls.append((path, f"{frame.f_code.co_name} {frame.f_code.co_firstlineno}"))
 
-    with without_collector():
-        sys.setprofile(note)
-        try:
-            fn()
-        finally:
-            sys.setprofile(None)
+    profiled(fn, note)
     return calls
 
 

@@ -14,6 +14,7 @@ import torch
 import ckpt
 import ckpt.api as api
 from ckpt.loading.plan import ReadPath
+from tests.counting import AtOnce
 from tests.fault_proxy import Request, fault_proxy
 from tests.servers import S3Server, moto_server
 
@@ -39,7 +40,7 @@ def test_requests_in_flight_stay_between_the_least_and_the_most(
 
         path = ReadPath(4096, gap_nbytes_max=0, readers=least, readers_max=most)
         monkeypatch.setattr(api, "read_path", lambda *_: path)
-        proxy.rule, proxy.delay_seconds, proxy.in_flight_max = rule, 0.01, 0
+        proxy.rule, proxy.delay_seconds, proxy.in_flight = rule, 0.01, AtOnce()
         for tensor in state.values():
             tensor.zero_()
         ckpt.load(state, url, storage_options=options)
@@ -48,4 +49,4 @@ def test_requests_in_flight_stay_between_the_least_and_the_most(
         ranges = [request.headers["range"] for request in reads if "range" in request.headers]
         assert len(set(ranges)) > 4 * most
         # A loaded machine may have sent some of them a second time.
-        assert least <= proxy.in_flight_max <= most + len(ranges) - len(set(ranges))
+        assert least <= proxy.in_flight.most <= most + len(ranges) - len(set(ranges))

@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import json
 import random
-import sys
 import time
 import tracemalloc
 from collections.abc import Callable, Iterator
@@ -47,7 +46,7 @@ from ckpt.format.manifest import (
 from ckpt.format.manifest_codec import MAGIC, decode_manifest
 from ckpt.telemetry.record import decode_telemetry
 from tests.conftest import Scale
-from tests.counting import without_collector
+from tests.counting import profiled
 from tests.format.encoding import encode_manifest
 from tests.format.sample import make_increments, make_sample
 
@@ -317,12 +316,9 @@ def test_a_tensor_that_is_shown_costs_few_calls(
         def count_calls(frame: object, event: str, argument: object) -> None:
             calls[-1] += event == "call"
 
-        with without_collector():
-            sys.setprofile(count_calls)
-            try:
-                assert main(["show", step, *options]) == 0
-            finally:
-                sys.setprofile(None)
+        codes: list[int] = []
+        profiled(lambda: codes.append(main(["show", step, *options])), count_calls)  # noqa: B023
+        assert codes == [0]
     print(per_tensor := (calls[2] - calls[1]) / 10_000)
     assert per_tensor < calls_max
 

@@ -25,7 +25,8 @@ from storage import Store, TransientError
 from storage.memory import MemoryStore
 from storage.peers.store import PeerStore
 from tests.near.test_near_training import flip_a_byte, folders, origins
-from tests.near.test_replica_faults import during, train
+from tests.near.test_replica_faults import during, train, with_older_memory
+from tests.near.test_replicas import bounded, refusal
 from tests.near.training import NEVER, Life, advance
 from tests.thread_ranks import RanksFailed
 
@@ -191,24 +192,10 @@ def test_only_as_much_is_in_memory_as_a_part_of_each_host(
 
 def test_the_room_check_counts_parity(tmp_path: Path) -> None:
     hosts = folders(tmp_path, 0, 1, 2)
-
-    def near(bytes_max: int, parity: int) -> Life:
-        return Life(
-            3,
-            MemoryStore(),
-            hosts,
-            near=lambda rank: Near(hosts[rank], bytes_max=bytes_max, parity=parity),
-        )
-
-    with pytest.raises(RanksFailed) as failed:
-        near(100, 0).run(1)
-    (text, *_) = {str(error) for error in failed.value.errors.values()}
-    need = int(text.partition(" take ")[2].partition(" MiB")[0])
-    with pytest.raises(RanksFailed) as failed:
-        near((need * 3 // 2 << 20) - 1, 2).run(1)
-    (text, *_) = {str(error) for error in failed.value.errors.values()}
+    need = int(refusal(bounded(hosts, 100)).partition(" take ")[2].partition(" MiB")[0])
+    text = refusal(bounded(hosts, (need * 3 // 2 << 20) - 1, parity=2))
     assert f"and of parity of {need // 4} MiB for other hosts, take {need * 3 // 2} MiB" in text
-    near(need * 3 // 2 << 20, 2).run(1)
+    bounded(hosts, need * 3 // 2 << 20, parity=2).run(1)
 
 
 def test_old_parity_goes_and_a_job_without_any_drops_it(tmp_path: Path) -> None:
@@ -260,13 +247,7 @@ def test_damaged_parity_is_seen_before_anything_is_delivered(tmp_path: Path, par
 
 def test_a_host_with_older_memory_counts_as_lost(tmp_path: Path) -> None:
     store, hosts = MemoryStore(), folders(tmp_path, 0, 1, 2)
-    life(store, hosts).run(4)
-    shutil.copytree(hosts[1], tmp_path / "old")
-    life(store, hosts).run(4)
-    shutil.rmtree(hosts[1])
-    shutil.copytree(tmp_path / "old", hosts[1])
-    again = life(store, hosts)
-    again.run(2)
+    again = with_older_memory(lambda: life(store, hosts), hosts[1], tmp_path / "old")
     assert origins(again) == {("near", 8)}
 
 

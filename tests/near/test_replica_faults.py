@@ -395,15 +395,21 @@ def test_with_a_certificate_copies_are_encrypted(
 # --- jobs -----------------------------------------------------------------------------------------
 
 
+def with_older_memory(life: Callable[[], Life], host: Path, old: Path) -> Life:
+    """The third of three jobs, for which `host` has what it had after the first."""
+    life().run(4)
+    shutil.copytree(host, old)
+    life().run(4)
+    shutil.rmtree(host)
+    shutil.copytree(old, host)
+    again = life()
+    again.run(2)
+    return again
+
+
 def test_stale_files_that_come_back_are_not_used(tmp_path: Path) -> None:
     store, hosts = MemoryStore(), folders(tmp_path, 0, 1)
-    life(store, hosts).run(4)
-    shutil.copytree(hosts[1], tmp_path / "old")
-    life(store, hosts).run(4)
-    shutil.rmtree(hosts[1])
-    shutil.copytree(tmp_path / "old", hosts[1])
-    again = life(store, hosts)
-    again.run(2)
+    again = with_older_memory(lambda: life(store, hosts), hosts[1], tmp_path / "old")
     assert origins(again) == {("near", 8)}
     # And what is there now is what the newest job has put there.
     (tier,) = tiers_in(hosts[1] / "near")

@@ -34,6 +34,22 @@ def life(store: MemoryStore, hosts: list[Path], replicas: int = 1, **how: object
     return Life(len(hosts), store, hosts, near=near, **how)  # type: ignore[arg-type]
 
 
+def bounded(hosts: list[Path], bytes_max: int, **kept: int) -> Life:
+    """A job whose tiers have room for so many bytes."""
+
+    def near(rank: int) -> Near:
+        return Near(hosts[rank], bytes_max=bytes_max, **kept)  # type: ignore[arg-type]
+
+    return Life(len(hosts), MemoryStore(), hosts, near=near)
+
+
+def refusal(job: Life) -> str:
+    """Why a job does not begin, on the first of its ranks."""
+    with pytest.raises(RanksFailed) as failed:
+        job.run(1)
+    return next(str(error) for error in failed.value.errors.values())
+
+
 def test_a_lost_host_costs_no_near_checkpoint(tmp_path: Path) -> None:
     store, hosts = MemoryStore(), folders(tmp_path, 0, 0, 1, 1)
     first = life(store, hosts)
@@ -135,22 +151,8 @@ def test_who_goes_on_with_fewer_hosts_makes_as_many_copies_as_it_can(
 
 def test_the_room_check_counts_copies(tmp_path: Path) -> None:
     hosts = folders(tmp_path, 0, 1)
-
-    def near(bytes_max: int, replicas: int) -> Life:
-        return Life(
-            2,
-            MemoryStore(),
-            hosts,
-            near=lambda rank: Near(hosts[rank], bytes_max=bytes_max, replicas=replicas),
-        )
-
-    with pytest.raises(RanksFailed) as failed:
-        near(100, 0).run(1)
-    (text, *_) = {str(error) for error in failed.value.errors.values()}
-    need = int(text.partition(" take ")[2].partition(" MiB")[0])
-    near(need << 20, 0).run(1)
-    with pytest.raises(RanksFailed) as failed:
-        near((2 * need - 1) << 20, 1).run(1)
-    (text, *_) = {str(error) for error in failed.value.errors.values()}
+    need = int(refusal(bounded(hosts, 100)).partition(" take ")[2].partition(" MiB")[0])
+    bounded(hosts, need << 20).run(1)
+    text = refusal(bounded(hosts, (2 * need - 1) << 20, replicas=1))
     assert f"and of copies of {need // 2} MiB for other hosts, take {2 * need} MiB" in text
-    near(2 * need << 20, 1).run(1)
+    bounded(hosts, 2 * need << 20, replicas=1).run(1)

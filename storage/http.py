@@ -1,9 +1,10 @@
-"""What stores over HTTP have in common: how a range is read, and what a short answer means; and TLS
-among hosts that have one certificate.
+"""What stores over HTTP have in common: how a range is read, and what a short answer means; how
+idle connections end; and TLS among hosts that have one certificate.
 """
 
 from __future__ import annotations
 
+import http.client
 import ssl
 from abc import abstractmethod
 from collections.abc import Sequence
@@ -48,6 +49,12 @@ class HttpStore(Store):
     @abstractmethod
     def _fetch_range(self, key: str, start: int, views: Sequence[memoryview]) -> int:
         """Fill `views`, none of them empty, from byte `start` on; how many bytes came."""
+
+
+def close_all(idle: list[http.client.HTTPConnection]) -> None:
+    """Close connections that nobody uses, and forget them. Any thread may."""
+    while idle:
+        idle.pop().close()
 
 
 def server_tls(certificate: str) -> ssl.SSLContext:

@@ -51,7 +51,7 @@ from storage.errors import (
     TransientError,
 )
 from storage.hidden import HiddenText
-from storage.http import HttpStore
+from storage.http import HttpStore, close_all
 from storage.ranges import PartLedger, drop_front, flat_views, take_front
 from storage.retry import RetryPolicy, run_publishing
 from storage.store import (
@@ -121,11 +121,6 @@ PIECE_NBYTES = 16 << 20  # that memory is taken for before they have come
 IDLE_MAX = 16  # connections that are kept open
 
 
-def _close_all(idle: list[http.client.HTTPConnection]) -> None:
-    while idle:
-        idle.pop().close()
-
-
 class PeerStore(HttpStore):
     """Objects of the directory that a server at `host` and `port` serves to those with `token`.
 
@@ -156,7 +151,7 @@ class PeerStore(HttpStore):
         self._lock = threading.Lock()
         self._is_closed = False
         # A store that nobody closes leaves no open connection either.
-        weakref.finalize(self, _close_all, self._idle)
+        weakref.finalize(self, close_all, self._idle)
 
     @property
     def retries(self) -> int:
@@ -271,13 +266,11 @@ class PeerStore(HttpStore):
     def close(self) -> None:
         with self._lock:
             self._is_closed = True
-            idle = self._idle.copy()
-            self._idle.clear()
             for connection in self._busy:  # its thread sees an answer that ends
                 with suppress(OSError):
                     if connection.sock is not None:
                         socket.socket.shutdown(connection.sock, socket.SHUT_RDWR)
-        _close_all(idle)
+        close_all(self._idle)  # nobody takes or gives back any more
 
     # requests
 

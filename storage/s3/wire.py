@@ -23,6 +23,7 @@ import urllib3.exceptions
 
 from storage.errors import InvalidUrlError, OutcomeUnknownError, StorageError, TransientError
 from storage.forks import ForkSafeLock
+from storage.http import close_all
 
 _SLICE_NBYTES = 1 << 20  # of a body between two looks at the clock: one timeout each
 _IDLE_MAX = 64
@@ -254,8 +255,7 @@ def _causes(error: BaseException) -> Iterator[BaseException]:
 
 def _close_all(idle: dict[str, list[http.client.HTTPConnection]]) -> None:
     for connections in idle.values():
-        while connections:
-            connections.pop().close()
+        close_all(connections)
 
 
 def _is_readable(used: Any) -> bool:

@@ -27,8 +27,10 @@ def main(folder: str, forgotten: set[str]) -> None:
         if number == LAST:
             values = seen([one._training.state], sys._getframe(1))
             kept = {name: value.text for name, value in values.items() if value.kind in TRAINED}
-            one.close()
+            # Before the save of this step: killed behind that, there is nothing left to train.
             (Path(folder) / "final").write_text(json.dumps(kept, sort_keys=True))
+        if number >= LAST:
+            one.close()
             sys.exit(0)
 
     vars(ckpt)["EverySteps"] = lambda _: every(5)

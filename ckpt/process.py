@@ -7,6 +7,7 @@ import os
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
@@ -168,7 +169,8 @@ def _used(known: OrderedDict[K, V], key: K) -> V | None:
     A training that saves each checkpoint to a url of its own would keep memory, threads and open
     files for each of them.
     """
-    known.move_to_end(key)
+    with suppress(KeyError):  # forgotten by another thread meanwhile
+        known.move_to_end(key)
     values = list(known.values())
     return values[-ROOTS_MAX - 1] if len(values) > ROOTS_MAX else None
 

@@ -202,7 +202,6 @@ class Reader:
         cold = [self._is_cold(request) for request in requests]
         beside, here = list(compress(requests, cold)), list(compress(requests, map(not_, cold)))
         around = partial(self._read_and_deliver, is_cold=True)
-        threads = max(self._path.direct_readers, self._path.cached_readers)
         if 0 < len(beside) < 3 * len(here) and self._has_room():
             # Around the cache, what is missing in it would be missing at the next load, too.
             beside, here = [], requests
@@ -214,7 +213,7 @@ class Reader:
         cached = [*map(partial, repeat(self._read_and_deliver), here)]
         if self._path.cached_readers > 1 and len(cached) > 1 and not self._goes_through:
             reads, cached = [*reads, *cached], []
-        _run_all(reads, cached, threads)
+        _run_all(reads, cached, max(self._path.direct_readers, self._path.cached_readers))
 
     def _has_room(self) -> bool:
         return 0 < self._nbytes <= self._path.through_share_max * memory_left()

@@ -382,8 +382,8 @@ class NearSaves:
 
     def _copy(self, task: SaveTask, header: Header, part: Part) -> None:
         """Put the files of this rank into the tiers that keep copies of them, or make parity of
-        those of others. Begins when every
-        rank has written its own, so that all hosts have dropped older copies by then.
+        those of others. Begins when every rank has written its own, so that all hosts have dropped
+        older copies by then.
         """
         copies = self._copies
         if copies is None:

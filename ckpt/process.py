@@ -34,7 +34,7 @@ from ckpt.world.torch_world import world_of_members as new_world_of_members
 from storage import Store, StoreLike, open_store
 from storage.forks import keep_for_ever
 from storage.hidden import without_secrets
-from storage.location import is_borrowed_from, url_of
+from storage.location import fixed, is_borrowed_from, url_of
 from storage.url import with_its_options
 
 _SessionKey = tuple[str, str, bool]
@@ -107,7 +107,8 @@ class GroupContext:
         rank is raised on all.
         """
         store = self.settled_store(url, storage_options, call)
-        key = _session_key(store, url, storage_options, unsafe_single_writer)
+        # Two servers may have buckets of one name; the options tell them apart.
+        key = (store.url, _store_key(url, storage_options)[1], unsafe_single_writer)
         if beside or key not in self.sessions:
             registry = Beside() if beside else self.registry
             opened = open_session(
@@ -129,7 +130,7 @@ class GroupContext:
         store = self.store(url, None) if is_own else self.stores.get(opened)
         if store is None:
             return None
-        key = _session_key(store, url, storage_options, unsafe_single_writer)
+        key = (store.url, opened[1], unsafe_single_writer)
         return self._opened(store, key) if key in self.sessions else None
 
     def forget(self, store: Store) -> None:
@@ -175,13 +176,6 @@ def _used(known: OrderedDict[K, V], key: K) -> V | None:
     return values[-ROOTS_MAX - 1] if len(values) > ROOTS_MAX else None
 
 
-def _session_key(
-    store: Store, url: StoreLike, storage_options: Mapping[str, Any] | None, unsafe: bool
-) -> _SessionKey:
-    # Two servers may have buckets of one name; the options tell them apart.
-    return store.url, _store_key(url, storage_options)[1], unsafe
-
-
 def _store_key(url: StoreLike, storage_options: Mapping[str, Any] | None) -> tuple[str, str]:
     # A digest: options may hold secrets, and what remembers stores may be shown.
     shown = repr(sorted(without_secrets(storage_options).items()))
@@ -190,9 +184,7 @@ def _store_key(url: StoreLike, storage_options: Mapping[str, Any] | None) -> tup
     if isinstance(url, Store):
         # Its url is for messages: two stores in memory may well have the same one.
         return url.url, f"Store {url.place} {options}"
-    text = url_of(url)
-    # After a chdir, a relative path is another place.
-    return (text if "://" in text or "::" in text else os.path.abspath(text)), options
+    return url_of(fixed(url)), options
 
 
 def _everyone() -> dist.ProcessGroup | None:

@@ -70,6 +70,17 @@ def url_of(where: StoreLike) -> str:
     return path
 
 
+def fixed(where: StoreLike) -> StoreLike:
+    """`where` as it is now: after a chdir, a relative path would be another place."""
+    if not is_url(where):
+        return where
+    text = url_of(where)
+    scheme = "file://" if text.startswith("file://") else ""
+    path = text.removeprefix(scheme)
+    is_path = not ("://" in path or "::" in path) and not (scheme and path.startswith("~"))
+    return scheme + os.path.abspath(path) if is_path and path else text
+
+
 def child_of(where: StoreLike, path: str) -> StoreLike:
     """The place `path` below `where`: a longer url, or the store with its keys below `path`."""
     path = path.strip("/")

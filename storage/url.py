@@ -247,9 +247,12 @@ def _split(url: str) -> tuple[str, str]:
         return "", url
     protocol = match[1].lower()
     if not match[0].endswith("://"):
+        rest = url[match.end() :]
+        if protocol == "file" and match[0].endswith("/"):
+            rest = f"/{rest}"
         raise InvalidUrlError(
             f"a url begins with {protocol + '://'!r}, got {match[0]!r}; did you mean "
-            f"{redacted(f'{protocol}://{url[match.end() :]}')!r}? Write './' before it for a path."
+            f"{redacted(f'{protocol}://{rest}')!r}? Write './' before it for a path."
         )
     return protocol, url[match.end() :]
 

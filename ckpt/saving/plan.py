@@ -75,9 +75,9 @@ class Fingerprint:
         memories = [memory_of(tensor) for tensor in self.tensors]
         try:
             self.marks += [(one.data_ptr(), one.shape, one.stride()) for one in memories]
-        except RuntimeError:
-            # A sparse or nested tensor has no one memory. A mark that equals no other lets the
-            # state be described, which refuses that tensor by name.
+        except (RuntimeError, ValueError):
+            # A sparse, nested or lazy tensor has no one memory. A mark that equals no other lets
+            # the state be described, which refuses that tensor by name.
             self.marks.append(object())
         # What a composite consists of, and what else it says, changes without another object.
         of_types = [one for one in memories if type(one) not in PLAIN_CLASSES or one.is_quantized]

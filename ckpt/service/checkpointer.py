@@ -255,6 +255,7 @@ class Checkpointer:
             self.restore()
         while (number := self._training.progress.step + 1) <= _whole_number(last):
             moves = self._training.progress.moves
+            self._training.progress.begun_step = number
             yield number
             if moves == self._training.progress.moves:
                 self.step(number)
@@ -515,7 +516,6 @@ class Checkpointer:
 
     def _abandon(self, error: BaseException) -> None:
         """The training has failed, on this rank at least: nothing that needs all ranks."""
-        self._say_unsaved(f"the training ends by {type(error).__name__}, and no last save is made")
         self._parts.story.ends("failed", error)
         self._agreement.leave()
         deadline = self._training.now_seconds() + ABANDON_SECONDS
@@ -529,6 +529,7 @@ class Checkpointer:
             rank = self._training.world.rank
             why = f"rank {rank} has left after {type(error).__name__}"
             self._near.leave(RankFailed(why, rank=rank, phase="training"))
+        self._say_unsaved(f"the training ends by {type(error).__name__}, and no last save is made")
         self._leave()
 
     def _say_unsaved(self, why: str) -> None:

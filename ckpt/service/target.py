@@ -33,7 +33,7 @@ from ckpt.saving.task import SaveReport
 from ckpt.world.base import World
 from storage import Store, StoreLike, options_of_other
 from storage.hidden import without_secrets
-from storage.location import child_of, url_of
+from storage.location import child_of, fixed, url_of
 
 MODEL_FIRST = "model-first"
 
@@ -164,6 +164,7 @@ class UrlTarget(Target):
     saving: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "where", fixed(self.where))
         if self.storage_options is not None:
             # Kept for as long as a training, and shown by every debugger.
             object.__setattr__(self, "storage_options", without_secrets(self.storage_options))

@@ -33,6 +33,7 @@ class Progress:
     calls: int = 0
     resumed_step: int = -1  # -1 where nothing was restored
     moves: int = 0  # how often a step was done, or another one's state restored
+    begun_step: int = 0  # the newest number that `steps` has given
     has_advanced: bool = False  # whether two calls named two steps
 
     @property
@@ -50,7 +51,7 @@ class Progress:
 
     def resume(self, step: int) -> None:
         """The state is that of `step`, which was done by an earlier process."""
-        self.previous_step = self.step = self.resumed_step = step
+        self.previous_step = self.step = self.resumed_step = self.begun_step = step
         self.moves += 1
 
 
@@ -127,7 +128,13 @@ class StartOvers:
 
     def saved(self) -> None:
         """A save begins."""
-        step = self._training.progress.step
+        step, begun = self._training.progress.step, self._training.progress.begun_step
+        if step < begun:
+            self._say(
+                "left",
+                f"the loop left step {begun} without calling step({begun}): what it has changed is "
+                f"saved as step {step}, and a resume makes it again",
+            )
         for name, value in _counters(self._training.state).items():
             # One that moves may count something else; one that stands still will start over.
             if value == self._counters.get(name) and value != step:

@@ -181,6 +181,11 @@ class _Splitter:
     def split(self, tree: Any, path: str, depth: int) -> Any:
         kind = type(tree)
         if kind in SCALARS:
+            if kind is str and not tree.isascii():
+                try:
+                    tree.encode()
+                except UnicodeEncodeError as error:  # a file's name that is no UTF-8, say
+                    self.problems.append(f"{path}: {tree!r:.100} is no unicode ({error.reason})")
             return tree
         # A float64 of numpy is a float, too, but not of exactly that type.
         if is_scalar(tree):

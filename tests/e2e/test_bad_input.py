@@ -323,6 +323,19 @@ def test_what_cannot_be_saved_is_named_and_the_root_stays_as_it_was(root: Path) 
     assert sorted(str(path) for path in root.rglob("*")) == before
 
 
+def test_text_that_is_no_unicode_is_named(tmp_path: Path) -> None:
+    """As os.listdir gives for names that are no UTF-8: a training hears of it at once."""
+    state = _state() | {"files": ["a", os.fsdecode(b"b\xff")]}
+    with pytest.raises(InvalidState, match=r"files\.1: 'b\\udcff' is no unicode"):
+        ckpt.save(state, tmp_path / "run", step=1)
+
+
+def test_a_lazy_module_is_named_by_a_save(tmp_path: Path) -> None:
+    state = {"model": torch.nn.Sequential(torch.nn.LazyLinear(2))}
+    with pytest.raises(InvalidState, match=r"model\.0\.weight: is not initialized yet"):
+        ckpt.save(state, tmp_path / "run", step=1)
+
+
 # --- disks ----------------------------------------------------------------------------------------
 
 

@@ -119,6 +119,24 @@ def test_the_save_in_flight_is_finished_when_the_training_fails(url: str) -> Non
     assert steps_of(url) == [1]
 
 
+@pytest.mark.parametrize("root", ["run", "./run", "file://run", Path("run")])
+def test_a_relative_root_stays_where_it_was_after_a_chdir(
+    root: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "run").mkdir()
+    (tmp_path / "data").mkdir()
+    with Checkpointer({"x": torch.zeros(2)}, root, save=ckpt.EverySteps(1)) as saver:
+        saver.step(1)
+        saver.wait()
+        monkeypatch.chdir(tmp_path / "data")
+        saver.step(2)
+    assert [one.step for one in ckpt.list_steps(tmp_path / "run")] == [1, 2]
+    assert not list((tmp_path / "data").iterdir())
+    ckpt.save({"x": torch.zeros(2)}, root, step=3)  # a call of now is for the directory of now
+    assert [one.step for one in ckpt.list_steps(tmp_path / "data" / "run")] == [3]
+
+
 def test_save_now_gives_the_save_to_wait_for(url: str) -> None:
     with Checkpointer({"x": 1}, url, save=ckpt.Never()) as checkpointer:
         checkpointer.step(3)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ import torch
 
 import ckpt
 from ckpt.service.policies import with_last_saves
+from storage.memory import MemoryStore
 
 
 class Log:
@@ -39,7 +41,19 @@ def url(tmp_path: Path) -> str:
     return str(tmp_path / "run")
 
 
-def saver_of(url: str, state: Any = None, **options: Any) -> ckpt.Checkpointer:
+class HeldStore(MemoryStore):
+    """Writes nothing before it may."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.may_write = threading.Event()
+
+    def put_if_absent(self, key: str, data: Any) -> Any:
+        assert self.may_write.wait(60)
+        return super().put_if_absent(key, data)
+
+
+def saver_of(url: str | MemoryStore, state: Any = None, **options: Any) -> ckpt.Checkpointer:
     state = {"weight": torch.zeros(4)} if state is None else state
     return ckpt.Checkpointer(state, url, **{"save": ckpt.EverySteps(1), **options})
 
@@ -169,6 +183,24 @@ def test_end_by_an_error_names_what_is_not_saved(url: str, log: Log) -> None:
             saver.step(step)
         _ = 1 / 0
     assert log.of("ends by ZeroDivisionError, and no last save is made after step 12")
+
+
+def test_end_by_an_error_counts_the_save_in_flight(log: Log) -> None:
+    """The save of step 4 is under way when the training fails, and commits while it ends."""
+    store = HeldStore()
+    with pytest.raises(ZeroDivisionError), saver_of(store, save=ckpt.EverySteps(2)) as saver:
+        store.may_write.set()
+        for step in range(1, 3):
+            saver.step(step)
+        saver.wait()
+        store.may_write.clear()
+        for step in range(3, 6):
+            saver.step(step)
+        left = saver._agreement.leave
+        saver._agreement.leave = lambda: (store.may_write.set(), left())[1]  # type: ignore[func-returns-value]
+        _ = 1 / 0
+    (line,) = log.of("ends by ZeroDivisionError")
+    assert "the newest checkpoint is step 4: what 1 calls of step did is lost" in line
 
 
 def test_program_that_never_closes_names_what_is_not_saved(url: str) -> None:

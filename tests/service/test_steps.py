@@ -56,6 +56,32 @@ def test_a_loop_that_is_left_saves_what_is_done_at_exit(url: str) -> None:
     assert saved(url) == [4, 6]
 
 
+def test_a_loop_left_after_its_work_is_warned_of(
+    url: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Only the loop knows whether the step is done; a resume makes it again."""
+    state = {"x": torch.zeros(())}
+    with Checkpointer(state, url, save=ckpt.EverySteps(4)) as saver:
+        for step in saver.steps(9):
+            state["x"] += 1
+            if step == 7:
+                break
+    (line,) = [one for one in caplog.messages if "left step 7 without calling step(7)" in one]
+    assert "is saved as step 6, and a resume" in line and saved(url) == [4, 6]
+
+
+def test_a_loop_left_with_nothing_to_save_is_silent(
+    url: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    train(url, 9, until=7, save=ckpt.EverySteps(3), only=False)
+    with Checkpointer({"x": torch.zeros(())}, url, save=ckpt.EverySteps(4)) as saver:
+        for step in saver.steps(9):
+            saver.step(step)
+            if step == 8:
+                break
+    assert not [one for one in caplog.messages if "the loop left" in one]
+
+
 def test_it_counts_on_from_what_was_restored_by_hand(url: str) -> None:
     train(url, 8)
     state = {"x": torch.zeros(())}

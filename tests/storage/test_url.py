@@ -50,6 +50,7 @@ def test_opening_makes_nothing(tmp_path: Path) -> None:
         ("s3//bucket/run", "did you mean 's3://bucket/run'"),
         ("s3:bucket/run", "did you mean 's3://bucket/run'"),
         ("file:runs/7b", "did you mean 'file://runs/7b'"),
+        ("file:/runs/7b", "did you mean 'file:///runs/7b'"),
         ("s4://bucket/run", "unknown protocol 's4'; did you mean s3://"),
         ("s3://", "not a bucket name"),
         ("s3:///run", "not a bucket name"),

@@ -430,21 +430,13 @@ class SimulatedStore(MemoryStore):
         self._world.request(sum(view.nbytes for view in buffers))
         super().get_into(key, start, buffers)
 
-    def create(
-        self,
-        key: str,
-        nbytes: int,
-        *,
-        part_nbytes: int,
-        durable: bool = True,
-        direct: bool = False,
-    ) -> BufferedWriter:
+    def create(self, key: str, nbytes: int, *, part_nbytes: int, **hints: bool) -> BufferedWriter:
         # A PUT, or the begin, the parts and the end of an upload in parts.
         parts = -(-nbytes // max(part_nbytes, 1))
         self._world.request(nbytes, 1 if parts <= 1 else parts + 2)
         if key.endswith(".safetensors"):
             self._world.cost.objects[self._world.rank] += 1
-        return super().create(key, nbytes, part_nbytes=part_nbytes, durable=durable, direct=direct)
+        return super().create(key, nbytes, part_nbytes=part_nbytes, **hints)
 
     def put_if_absent(self, key: str, data: bytes) -> None:
         self._world.request(len(data))

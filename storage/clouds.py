@@ -22,9 +22,9 @@ from obstore.store import AzureStore, GCSStore
 from storage.errors import InvalidUrlError, KeyExistsError, KeyNotFoundError, OutcomeUnknownError
 from storage.http import HttpStore
 from storage.obstore_objects import Objects, Upload, bounds
-from storage.ranges import PartLedger, flat_views, part_count
+from storage.ranges import LedgerWriter, PartLedger, flat_views, part_count
 from storage.retry import RetryPolicy, run_publishing
-from storage.store import ExclusiveCreate, ObjectInfo, ObjectWriter, Store, check_key, check_prefix
+from storage.store import ExclusiveCreate, ObjectInfo, Store, check_key, check_prefix
 
 MiB = 1024 * 1024
 _WRITE_ID = "writeid"  # Azure takes identifiers only
@@ -103,16 +103,8 @@ class CloudStore(HttpStore):
     def _fetch_range(self, key: str, start: int, views: Sequence[memoryview]) -> int:
         return self.objects.fill(self.full_key(key), key, start, views)
 
-    def create(
-        self,
-        key: str,
-        nbytes: int,
-        *,
-        part_nbytes: int,
-        durable: bool = True,
-        direct: bool = False,
-    ) -> CloudWriter:
-        ledger = PartLedger(check_key(key), nbytes, part_nbytes)
+    def create(self, key: str, nbytes: int, *, part_nbytes: int, **hints: bool) -> CloudWriter:
+        ledger = PartLedger(key, nbytes, part_nbytes)
         if part_count(nbytes, part_nbytes) > 1 and part_nbytes < self.part_nbytes_min:
             raise ValueError(
                 f"{key}: parts of {part_nbytes} bytes; {self.part_nbytes_min} at least"
@@ -175,13 +167,12 @@ class CloudStore(HttpStore):
         return self._prefix + check_key(key)
 
 
-class CloudWriter(ObjectWriter):
+class CloudWriter(LedgerWriter):
     """One conditional PUT at the end, or an upload in parts that obstore runs."""
 
     def __init__(self, store: CloudStore, ledger: PartLedger) -> None:
-        self.part_nbytes = ledger.part_nbytes
+        super().__init__(ledger)
         self._store = store
-        self._ledger = ledger
         self._full_key = store.full_key(ledger.key)
         self._metadata = {_WRITE_ID: uuid.uuid4().hex}
         self._small = b""
@@ -203,20 +194,9 @@ class CloudWriter(ObjectWriter):
         for upload in self._uploads:
             upload.write(index, views)
 
-    def shorten(self, nbytes: int) -> None:
-        self._ledger.shorten(nbytes)
-
-    def __exit__(self, kind: object, *_: object) -> None:
-        published = False
-        try:
-            if kind is None:
-                self._ledger.check_complete()
-                self._publish()
-                published = True
-        finally:
-            if not published:
-                for upload in self._uploads:
-                    upload.abort()
+    def _discard(self) -> None:
+        for upload in self._uploads:
+            upload.abort()
 
     def _publish(self) -> None:
         retry, key = self._store.retry, self._ledger.key

@@ -24,12 +24,11 @@ from storage.errors import (
     StorageError,
     TransientError,
 )
-from storage.ranges import PartLedger, copy_to, flat_views
+from storage.ranges import LedgerWriter, PartLedger, copy_to, flat_views
 from storage.store import (
     ByteRange,
     ExclusiveCreate,
     ObjectInfo,
-    ObjectWriter,
     Store,
     check_key,
     check_prefix,
@@ -226,21 +225,13 @@ class FsspecStore(Store):
         end = start + sum(view.nbytes for view in views)
         copy_to(views, memoryview(self.get(key, ByteRange(start, end))), end - start)
 
-    def create(
-        self,
-        key: str,
-        nbytes: int,
-        *,
-        part_nbytes: int,
-        durable: bool = True,
-        direct: bool = False,
-    ) -> FsspecWriter:
+    def create(self, key: str, nbytes: int, *, part_nbytes: int, **hints: bool) -> FsspecWriter:
         """As promised by Store, but another writer that publishes at the same moment is replaced.
 
         Parts that come before their turn wait in memory: write them in order.
         """
         self._refuse_writing(f"create {key}")
-        return FsspecWriter(self, PartLedger(check_key(key), nbytes, part_nbytes))
+        return FsspecWriter(self, PartLedger(key, nbytes, part_nbytes))
 
     def put_if_absent(self, key: str, data: bytes) -> None:
         """Where the filesystem creates exclusively, this does. Elsewhere it looks first and writes
@@ -418,13 +409,12 @@ def _reason(error: Exception) -> Exception:
     return cause if isinstance(cause, OSError) and not isinstance(cause, not_there) else error
 
 
-class FsspecWriter(ObjectWriter):
+class FsspecWriter(LedgerWriter):
     """A temporary file, written from its beginning to its end, and moved into place."""
 
     def __init__(self, store: FsspecStore, ledger: PartLedger) -> None:
-        self.part_nbytes = ledger.part_nbytes
+        super().__init__(ledger)
         self._store = store
-        self._ledger = ledger
         self._path = store._path(ledger.key)
         self._temp = store._temp(self._path)
         self._waiting: dict[int, bytes] = {}
@@ -451,24 +441,13 @@ class FsspecWriter(ObjectWriter):
                 del self._waiting[self._next_index]
                 self._next_index += 1
 
-    def shorten(self, nbytes: int) -> None:
-        self._ledger.shorten(nbytes)
-
-    def __exit__(self, kind: object, *_: object) -> None:
-        if kind is not None:
-            self._discard()
-            return
+    def _publish(self) -> None:
         store = self._store
-        try:
-            self._ledger.check_complete()
-            with store.translating("create", self._ledger.key):
-                self._file.close()
-                # Once more: since `__enter__` looked, minutes may have passed.
-                store._refuse_existing(self._ledger.key, self._path)
-                store._move(self._temp, self._path)
-        except Exception:
-            self._discard()
-            raise
+        with store.translating("create", self._ledger.key):
+            self._file.close()
+            # Once more: since `__enter__` looked, minutes may have passed.
+            store._refuse_existing(self._ledger.key, self._path)
+            store._move(self._temp, self._path)
 
     def _discard(self) -> None:
         # Closing may publish the temporary file, cut short: harmless under its name, then removed.

@@ -40,13 +40,12 @@ from storage.file_io import (
     rename_without_replacing,
 )
 from storage.page_cache import CACHED_NBYTES_MIN, make_room
-from storage.ranges import PartLedger, flat_views, part_count
+from storage.ranges import LedgerWriter, PartLedger, flat_views, part_count
 from storage.store import (
     ByteRange,
     ExclusiveCreate,
     JointWriter,
     ObjectInfo,
-    ObjectWriter,
     Store,
     check_key,
     check_prefix,
@@ -123,7 +122,7 @@ class LocalStore(Store):
         durable: bool = True,
         direct: bool = False,
     ) -> LocalWriter:
-        ledger = PartLedger(check_key(key), nbytes, part_nbytes)
+        ledger = PartLedger(key, nbytes, part_nbytes)
         # O_DIRECT takes no other offsets, and a part begins where the one before it ends.
         aligned = part_nbytes % ALIGNMENT_BYTES == 0 or part_nbytes >= nbytes
         direct = direct and aligned and nbytes > 0
@@ -144,7 +143,7 @@ class LocalStore(Store):
         return os.path.basename(temp)
 
     def joint(self, key: str, nbytes: int, *, part_nbytes: int, token: str) -> LocalJointWriter:
-        return LocalJointWriter(self, PartLedger(check_key(key), nbytes, part_nbytes), token)
+        return LocalJointWriter(self, PartLedger(key, nbytes, part_nbytes), token)
 
     def end_joint(
         self, key: str, nbytes: int, *, part_nbytes: int, token: str, receipts: Mapping[int, str]
@@ -466,15 +465,14 @@ class LocalStore(Store):
         return StorageError(f"{where}: {error.strerror or error}")
 
 
-class LocalWriter(ObjectWriter):
+class LocalWriter(LedgerWriter):
     """A file under construction. A process that dies leaves a `.tmp-` file at most."""
 
     def __init__(
         self, store: LocalStore, ledger: PartLedger, *, durable: bool, direct: bool
     ) -> None:
-        self.part_nbytes = ledger.part_nbytes
+        super().__init__(ledger)
         self._store = store
-        self._ledger = ledger
         self._durable = durable
         self._direct = direct
         self._final = store._path(ledger.key)
@@ -505,25 +503,15 @@ class LocalWriter(ObjectWriter):
             self._ledger.release(index)  # a caller may repeat the part
             raise self._store._translated(error, "create", self._ledger.key) from error
 
-    def shorten(self, nbytes: int) -> None:
-        self._ledger.shorten(nbytes)
-
-    def __exit__(self, kind: object, *_: object) -> None:
-        if kind is not None:
-            self._discard()
-            return
+    def _publish(self) -> None:
         store = self._store
         # The bytes reach the disk before the name does, and the name before this returns.
-        try:
-            with store._translating("create", self._ledger.key):
-                self._ledger.check_complete()
-                self._file.finish(self._ledger.nbytes, durable=self._durable)
-                store._publish(self._temp, self._final)
-                self._temp = ""
-                if self._durable:
-                    store._sync_directories([os.path.dirname(self._final)])
-        finally:
-            self._discard()
+        with store._translating("create", self._ledger.key):
+            self._file.finish(self._ledger.nbytes, durable=self._durable)
+            store._publish(self._temp, self._final)
+            self._temp = ""
+            if self._durable:
+                store._sync_directories([os.path.dirname(self._final)])
 
     def _discard(self) -> None:
         self._file.close()

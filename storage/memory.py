@@ -10,12 +10,11 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from storage.errors import KeyExistsError, KeyNotFoundError, ShortReadError
 from storage.forks import ForkSafeLock
-from storage.ranges import PartLedger, copy_to, flat_views
+from storage.ranges import LedgerWriter, PartLedger, copy_to, flat_views
 from storage.store import (
     ByteRange,
     ExclusiveCreate,
     ObjectInfo,
-    ObjectWriter,
     Store,
     check_key,
     check_prefix,
@@ -97,15 +96,7 @@ class MemoryStore(Store):
         self._check_length(key, len(data), wanted)
         copy_to(views, memoryview(data)[start:], wanted.nbytes)
 
-    def create(
-        self,
-        key: str,
-        nbytes: int,
-        *,
-        part_nbytes: int,
-        durable: bool = True,
-        direct: bool = False,
-    ) -> BufferedWriter:
+    def create(self, key: str, nbytes: int, *, part_nbytes: int, **hints: bool) -> BufferedWriter:
         return BufferedWriter(key, nbytes, part_nbytes=part_nbytes, publish=self._publish)
 
     def put_if_absent(self, key: str, data: bytes) -> None:
@@ -157,7 +148,7 @@ class MemoryStore(Store):
             raise KeyExistsError(f"create {key}: exists already in {self.url}")
 
 
-class BufferedWriter(ObjectWriter):
+class BufferedWriter(LedgerWriter):
     """Calls `publish(key, data)` at the end of its `with` block, if that ends without an exception.
 
     What `Store.create` returns where the medium takes an object in one piece. Keeps the promises of
@@ -173,9 +164,8 @@ class BufferedWriter(ObjectWriter):
         part_nbytes: int,
         publish: Callable[[str, bytearray], object],
     ) -> None:
-        self.part_nbytes = part_nbytes
-        self._ledger = PartLedger(check_key(key), nbytes, part_nbytes)
-        self._publish = publish
+        super().__init__(PartLedger(key, nbytes, part_nbytes))
+        self._take = publish
         self._data = bytearray(nbytes)
 
     def write_part(self, index: int, buffers: Sequence[memoryview]) -> None:
@@ -187,13 +177,8 @@ class BufferedWriter(ObjectWriter):
             position += view.nbytes
 
     def shorten(self, nbytes: int) -> None:
-        self._ledger.shorten(nbytes)
+        super().shorten(nbytes)
         del self._data[nbytes:]
 
-    def __enter__(self) -> BufferedWriter:
-        return self
-
-    def __exit__(self, kind: object, *_: object) -> None:
-        if kind is None:
-            self._ledger.check_complete()
-            self._publish(self._ledger.key, self._data)
+    def _publish(self) -> None:
+        self._take(self._ledger.key, self._data)

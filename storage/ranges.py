@@ -5,13 +5,16 @@ from __future__ import annotations
 import ctypes
 import mmap
 import threading
+from abc import abstractmethod
 from collections import deque
 from collections.abc import Iterable, Sequence
+from contextlib import ExitStack
 from itertools import accumulate
+from typing import TypeVar
 
 import numpy as np
 
-from storage.store import ByteRange
+from storage.store import ByteRange, ObjectWriter, check_key
 
 
 def part_count(nbytes: int, part_nbytes: int) -> int:
@@ -126,7 +129,7 @@ class PartLedger:
     def __init__(self, key: str, nbytes: int, part_nbytes: int) -> None:
         if nbytes < 0 or part_nbytes <= 0:
             raise ValueError(f"{key}: nbytes={nbytes} and part_nbytes={part_nbytes} make no object")
-        self.key = key
+        self.key = check_key(key)
         self.nbytes = nbytes
         self.part_nbytes = part_nbytes
         self._taken: set[int] = set()
@@ -169,3 +172,37 @@ class PartLedger:
         missing = part_count(self.nbytes, self.part_nbytes) - len(self._taken)
         if missing:
             raise ValueError(f"{self.key}: {missing} parts were never written; not published")
+
+
+W = TypeVar("W", bound="LedgerWriter")
+
+
+class LedgerWriter(ObjectWriter):
+    """An object under construction whose parts a ledger keeps: published at the end of the block
+    when it is complete, else discarded.
+    """
+
+    def __init__(self, ledger: PartLedger) -> None:
+        self.part_nbytes = ledger.part_nbytes
+        self._ledger = ledger
+
+    def shorten(self, nbytes: int) -> None:
+        self._ledger.shorten(nbytes)
+
+    def __enter__(self: W) -> W:
+        return self
+
+    def __exit__(self, kind: object, *_: object) -> None:
+        with ExitStack() as failed:
+            failed.callback(self._discard)
+            if kind is None:
+                self._ledger.check_complete()
+                self._publish()
+                failed.pop_all()
+
+    @abstractmethod
+    def _publish(self) -> None:
+        """All parts are written: make the object visible. `_discard` follows a failure."""
+
+    def _discard(self) -> None:
+        """Remove what was written. Raises nothing: what went wrong before must not be hidden."""

@@ -8,12 +8,11 @@ import time
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from functools import partial, wraps
+from typing import Any, TypeVar, cast
 
 from storage.errors import KeyExistsError, KeyNotFoundError, OutcomeUnknownError, TransientError
-from storage.forks import ForkSafeLock
 from storage.store import (
-    ByteRange,
     ExclusiveCreate,
     JointWriter,
     ObjectInfo,
@@ -24,24 +23,7 @@ from storage.store import (
 from storage.wrap import WrappedStore
 
 T = TypeVar("T")
-
-
-class RetryTally:
-    """How often requests were repeated; any thread may add to it."""
-
-    def __init__(self) -> None:
-        self._count = 0
-        self._lock = ForkSafeLock()
-
-    @property
-    def count(self) -> int:
-        """Repetitions so far."""
-        return self._count
-
-    def add(self) -> None:
-        """One more."""
-        with self._lock:
-            self._count += 1
+F = TypeVar("F", bound=Callable[..., Any])
 
 
 @dataclass(frozen=True)
@@ -52,8 +34,7 @@ class RetryPolicy:
     comes back after seconds or minutes. `patience` may set another bound meanwhile. The pause
     before attempt n+1 is uniform between 0 and min(pause_max, pause_first * 2**(n-1)), so that many
     ranks that failed together do not come back together. No attempt starts after the deadline; one
-    that runs is not interrupted. `tally` counts the repetitions of all that use this policy.
-    `clock`, `sleep` and `uniform` are there for tests.
+    that runs is not interrupted. `clock`, `sleep` and `uniform` are there for tests.
     """
 
     attempts_max: int | None = None
@@ -63,7 +44,6 @@ class RetryPolicy:
     clock: Callable[[], float] = time.monotonic
     sleep: Callable[[float], None] | None = None
     uniform: Callable[[float, float], float] = random.uniform
-    tally: RetryTally = field(default_factory=RetryTally, compare=False)
     patience: Patience = field(default_factory=Patience, compare=False)
 
     def __post_init__(self) -> None:
@@ -129,7 +109,7 @@ class Trial:
             self._is_waiting = True
             policy.patience.begin(now)
         policy.patience.note(error, limit, now)
-        policy.tally.add()
+        policy.patience.count()
         return pause
 
 
@@ -174,6 +154,17 @@ class _RetryingJointWriter(JointWriter):
         self._inner.close()
 
 
+def _repeated(method: F) -> F:
+    """The same method of the store within, repeated as the policy says."""
+    name = method.__name__
+
+    @wraps(method, updated=())  # not that it is abstract
+    def call(store: RetryingStore, *args: Any, **named: Any) -> Any:
+        return store._policy.run(partial(getattr(store.inner, name), *args, **named))
+
+    return cast(F, call)
+
+
 class RetryingStore(WrappedStore):
     """`inner`, with every operation repeated that failed with a TransientError.
 
@@ -188,7 +179,7 @@ class RetryingStore(WrappedStore):
 
     @property
     def retries(self) -> int:
-        return self._policy.tally.count
+        return self._policy.patience.repeated
 
     @property
     def patience(self) -> Patience:
@@ -198,48 +189,26 @@ class RetryingStore(WrappedStore):
     def exclusive_create(self) -> ExclusiveCreate:  # type: ignore[override]
         return self._policy.run(lambda: self.inner.exclusive_create)  # may have to be proved
 
-    def get(self, key: str, byte_range: ByteRange | None = None) -> bytes:
-        return self._policy.run(lambda: self.inner.get(key, byte_range))
-
-    def get_bounded(self, key: str, nbytes_max: int) -> bytes:
-        return self._policy.run(lambda: self.inner.get_bounded(key, nbytes_max))
-
-    def get_into(self, key: str, start: int, buffers: Sequence[memoryview]) -> None:
-        self._policy.run(lambda: self.inner.get_into(key, start, buffers))
-
-    def get_direct_into(self, key: str, start: int, buffers: Sequence[memoryview]) -> None:
-        self._policy.run(lambda: self.inner.get_direct_into(key, start, buffers))
-
-    def is_cold(self, key: str, byte_range: ByteRange) -> bool:
-        return self._policy.run(lambda: self.inner.is_cold(key, byte_range))
+    get = _repeated(Store.get)
+    get_bounded = _repeated(Store.get_bounded)
+    get_into = _repeated(Store.get_into)
+    get_direct_into = _repeated(Store.get_direct_into)
+    is_cold = _repeated(Store.is_cold)
+    begin_joint = _repeated(Store.begin_joint)
+    put_if_absent = _repeated(Store.put_if_absent)
+    info = _repeated(Store.info)
+    delete = _repeated(Store.delete)
+    abort_unfinished = _repeated(Store.abort_unfinished)
 
     def create(
-        self,
-        key: str,
-        nbytes: int,
-        *,
-        part_nbytes: int,
-        durable: bool = True,
-        direct: bool = False,
+        self, key: str, nbytes: int, *, part_nbytes: int, **how: bool
     ) -> AbstractContextManager[ObjectWriter]:
-        def begin() -> AbstractContextManager[ObjectWriter]:
-            return self.inner.create(
-                key, nbytes, part_nbytes=part_nbytes, durable=durable, direct=direct
-            )
-
+        begin = partial(self.inner.create, key, nbytes, part_nbytes=part_nbytes, **how)
         return _RetryingWriter(begin, part_nbytes, self._policy)
-
-    def begin_joint(self, key: str, nbytes: int, *, part_nbytes: int) -> str:
-        return self._policy.run(
-            lambda: self.inner.begin_joint(key, nbytes, part_nbytes=part_nbytes)
-        )
 
     def joint(self, key: str, nbytes: int, *, part_nbytes: int, token: str) -> JointWriter:
         inner = self.inner.joint(key, nbytes, part_nbytes=part_nbytes, token=token)
         return _RetryingJointWriter(inner, self._policy)
-
-    def put_if_absent(self, key: str, data: bytes) -> None:
-        self._policy.run(lambda: self.inner.put_if_absent(key, data))
 
     def list(self, prefix: str, *, after: str = "") -> Iterator[ObjectInfo]:
         """Resumes after the last object seen; every step has attempts and a deadline of its own."""
@@ -259,18 +228,9 @@ class RetryingStore(WrappedStore):
             after = entry.key
             yield entry
 
-    def info(self, key: str) -> ObjectInfo:
-        return self._policy.run(lambda: self.inner.info(key))
-
-    def delete(self, key: str) -> None:
-        self._policy.run(lambda: self.inner.delete(key))
-
     def sync(self, keys: Iterable[str]) -> None:
         wanted = tuple(keys)  # a generator would be empty at the second attempt
         self._policy.run(lambda: self.inner.sync(wanted))
-
-    def abort_unfinished(self, prefix: str) -> int:
-        return self._policy.run(lambda: self.inner.abort_unfinished(prefix))
 
 
 class _RetryingWriter(ObjectWriter):

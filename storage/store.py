@@ -412,6 +412,7 @@ class Patience:
     def __init__(self) -> None:
         self.usual_seconds = 0.0  # the policy's own bound
         self.who = ""  # whose requests these are, for lines of the log: "rank 3"
+        self.repeated = 0  # requests, so far
         self._changed = threading.Condition(ForkSafeLock())  # type: ignore[arg-type]
         self._seconds: float | None = None
         self._waiting = 0
@@ -464,6 +465,11 @@ class Patience:
             if self._waiting == 1:
                 self._began, self._is_logged = now, False
         self._report()
+
+    def count(self) -> None:
+        """A request will be repeated, for the first time or again."""
+        with self._changed:
+            self.repeated += 1
 
     def note(self, error: object, limit: float, now: float) -> None:
         """A request has failed, for the first time or again."""

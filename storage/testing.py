@@ -94,17 +94,9 @@ class FaultyStore(WrappedStore):
         self.perform("get_into", key, lambda: self.inner.get_direct_into(key, start, buffers))
 
     def create(
-        self,
-        key: str,
-        nbytes: int,
-        *,
-        part_nbytes: int,
-        durable: bool = True,
-        direct: bool = False,
+        self, key: str, nbytes: int, *, part_nbytes: int, **how: bool
     ) -> AbstractContextManager[ObjectWriter]:
-        context = self.inner.create(
-            key, nbytes, part_nbytes=part_nbytes, durable=durable, direct=direct
-        )
+        context = self.inner.create(key, nbytes, part_nbytes=part_nbytes, **how)
         return _FaultyWriter(self, key, context, part_nbytes)
 
     def put_if_absent(self, key: str, data: bytes) -> None:

@@ -13,23 +13,37 @@ import contextlib
 import heapq
 import re
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
-from typing import TypeVar
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import wraps
+from operator import attrgetter
+from typing import Any, TypeVar, cast
 
 from storage.errors import InvalidUrlError, KeyExistsError, KeyNotFoundError, StorageError
 from storage.forks import ForkSafeLock
-from storage.store import (
-    ByteRange,
-    ExclusiveCreate,
-    JointWriter,
-    ObjectInfo,
-    ObjectWriter,
-    Patience,
-    Store,
-    check_key,
-    check_prefix,
-)
+from storage.store import ByteRange, ObjectInfo, Store, check_key, check_prefix
+
+T = TypeVar("T")
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def _of_inner(name: str) -> Any:
+    return property(attrgetter(f"inner.{name}"))
+
+
+def _passed_on(method: F) -> F:
+    """The same method of the store within."""
+    return cast(F, _of_inner(method.__name__))
+
+
+def _by_inner_key(method: F) -> F:
+    """The same method of the store within, for the object by the key that it has there."""
+    name = method.__name__
+
+    @wraps(method, updated=())  # not that it is abstract
+    def call(store: WrappedStore, key: str, *args: Any, **named: Any) -> Any:
+        return getattr(store.inner, name)(store._inner_key(key), *args, **named)
+
+    return cast(F, call)
 
 
 class WrappedStore(Store):
@@ -44,123 +58,45 @@ class WrappedStore(Store):
         self.part_nbytes_min = inner.part_nbytes_min
         self.is_disk = inner.is_disk
 
-    @property
-    def url(self) -> str:  # type: ignore[override]
-        return self.inner.url
+    url = _of_inner("url")
+    place = _of_inner("place")
+    reports_news = _of_inner("reports_news")
+    exclusive_create = _of_inner("exclusive_create")
+    retries = _of_inner("retries")
+    known_encoding = _of_inner("known_encoding")
+    patience = _of_inner("patience")
 
-    @property
-    def reports_news(self) -> bool:  # type: ignore[override]
-        return self.inner.reports_news
+    refresh = _passed_on(Store.refresh)
+    doubt = _passed_on(Store.doubt)
+    encrypting = _passed_on(Store.encrypting)
+    learn_encoding = _passed_on(Store.learn_encoding)
+    begin_root = _passed_on(Store.begin_root)
+    list = _passed_on(Store.list)
+    why_not_delete = _passed_on(Store.why_not_delete)
+    abort_unfinished = _passed_on(Store.abort_unfinished)
+    rest = _passed_on(Store.rest)
+    close = _passed_on(Store.close)
 
-    def refresh(self, seconds: float = 0.0, seen: int = -1) -> int:
-        return self.inner.refresh(seconds, seen)
-
-    def doubt(self) -> None:
-        self.inner.doubt()
-
-    @property
-    def place(self) -> str:
-        return self.inner.place
-
-    @property
-    def exclusive_create(self) -> ExclusiveCreate:  # type: ignore[override]
-        return self.inner.exclusive_create
-
-    @property
-    def retries(self) -> int:
-        return self.inner.retries
-
-    def encrypting(self, other: Store) -> Store:
-        return self.inner.encrypting(other)
-
-    @property
-    def known_encoding(self) -> bytes:
-        return self.inner.known_encoding
-
-    def learn_encoding(self, known: bytes) -> None:
-        self.inner.learn_encoding(known)
-
-    def begin_root(self, root: str) -> None:
-        self.inner.begin_root(root)
-
-    @property
-    def patience(self) -> Patience | None:
-        return self.inner.patience
-
-    def get(self, key: str, byte_range: ByteRange | None = None) -> bytes:
-        return self.inner.get(self._inner_key(key), byte_range)
-
-    def get_into(self, key: str, start: int, buffers: Sequence[memoryview]) -> None:
-        self.inner.get_into(self._inner_key(key), start, buffers)
-
-    def get_direct_into(self, key: str, start: int, buffers: Sequence[memoryview]) -> None:
-        self.inner.get_direct_into(self._inner_key(key), start, buffers)
-
-    def is_cold(self, key: str, byte_range: ByteRange) -> bool:
-        return self.inner.is_cold(self._inner_key(key), byte_range)
-
-    def create(
-        self,
-        key: str,
-        nbytes: int,
-        *,
-        part_nbytes: int,
-        durable: bool = True,
-        direct: bool = False,
-    ) -> AbstractContextManager[ObjectWriter]:
-        return self.inner.create(
-            self._inner_key(key), nbytes, part_nbytes=part_nbytes, durable=durable, direct=direct
-        )
-
-    def begin_joint(self, key: str, nbytes: int, *, part_nbytes: int) -> str:
-        return self.inner.begin_joint(self._inner_key(key), nbytes, part_nbytes=part_nbytes)
-
-    def joint(self, key: str, nbytes: int, *, part_nbytes: int, token: str) -> JointWriter:
-        place = self._inner_key(key)
-        return self.inner.joint(place, nbytes, part_nbytes=part_nbytes, token=token)
-
-    def end_joint(
-        self, key: str, nbytes: int, *, part_nbytes: int, token: str, receipts: Mapping[int, str]
-    ) -> None:
-        place = self._inner_key(key)
-        self.inner.end_joint(place, nbytes, part_nbytes=part_nbytes, token=token, receipts=receipts)
-
-    def abort_joint(self, key: str, token: str) -> None:
-        self.inner.abort_joint(self._inner_key(key), token)
-
-    def put_if_absent(self, key: str, data: bytes) -> None:
-        self.inner.put_if_absent(self._inner_key(key), data)
-
-    def list(self, prefix: str, *, after: str = "") -> Iterator[ObjectInfo]:
-        return self.inner.list(prefix, after=after)
-
-    def info(self, key: str) -> ObjectInfo:
-        return self.inner.info(self._inner_key(key))
-
-    def delete(self, key: str) -> None:
-        self.inner.delete(self._inner_key(key))
-
-    def why_not_delete(self, prefix: str) -> str:
-        return self.inner.why_not_delete(prefix)
+    get = _by_inner_key(Store.get)
+    get_into = _by_inner_key(Store.get_into)
+    get_direct_into = _by_inner_key(Store.get_direct_into)
+    is_cold = _by_inner_key(Store.is_cold)
+    create = _by_inner_key(Store.create)
+    begin_joint = _by_inner_key(Store.begin_joint)
+    joint = _by_inner_key(Store.joint)
+    end_joint = _by_inner_key(Store.end_joint)
+    abort_joint = _by_inner_key(Store.abort_joint)
+    put_if_absent = _by_inner_key(Store.put_if_absent)
+    info = _by_inner_key(Store.info)
+    delete = _by_inner_key(Store.delete)
 
     def sync(self, keys: Iterable[str]) -> None:
         self.inner.sync([self._inner_key(key) for key in keys])
-
-    def abort_unfinished(self, prefix: str) -> int:
-        return self.inner.abort_unfinished(prefix)
-
-    def rest(self) -> None:
-        self.inner.rest()
-
-    def close(self) -> None:
-        self.inner.close()
 
     def _inner_key(self, key: str) -> str:
         """The key in `inner` of the object `key`."""
         return key
 
-
-T = TypeVar("T")
 
 SPREAD_KEY = "SPREAD"
 SPREAD_PREFIX = "spread/"

@@ -28,7 +28,7 @@ from storage.encoding.encryption_keys import SALT_NBYTES, EncryptionKey
 from storage.errors import CorruptObjectError
 from storage.forks import ForkSafeLock
 from storage.ranges import PartLedger, as_bytes_view, drop_front, flat_views, take_front
-from storage.store import ByteRange, ObjectWriter, check_key
+from storage.store import ByteRange, ObjectWriter
 
 MAGIC = b"SHPTENC1"
 END = b"SHPTEND1"
@@ -347,7 +347,7 @@ class EncodedWriter(ObjectWriter):
     ) -> None:
         grid = encoder.grid
         self.part_nbytes = grid.part_nbytes
-        self._ledger = PartLedger(check_key(key), grid.nbytes, grid.part_nbytes)
+        self._ledger = PartLedger(key, grid.nbytes, grid.part_nbytes)
         self._encoder = encoder
         self._begin = begin
         self._stored_part_nbytes = stored_part_nbytes

@@ -34,7 +34,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, suppress
+from contextlib import suppress
 from functools import partial
 from http import HTTPStatus
 from itertools import pairwise
@@ -52,12 +52,11 @@ from storage.errors import (
 )
 from storage.hidden import HiddenText
 from storage.http import HttpStore, close_all
-from storage.ranges import PartLedger, drop_front, flat_views, take_front
+from storage.ranges import LedgerWriter, PartLedger, drop_front, flat_views, take_front
 from storage.retry import RetryPolicy, run_publishing
 from storage.store import (
     ExclusiveCreate,
     ObjectInfo,
-    ObjectWriter,
     Patience,
     check_key,
     check_prefix,
@@ -155,7 +154,7 @@ class PeerStore(HttpStore):
 
     @property
     def retries(self) -> int:
-        return self.policy.tally.count
+        return self.policy.patience.repeated
 
     @property
     def patience(self) -> Patience:
@@ -227,17 +226,8 @@ class PeerStore(HttpStore):
             lambda: self.get(key) == data,
         )
 
-    def create(
-        self,
-        key: str,
-        nbytes: int,
-        *,
-        part_nbytes: int,
-        durable: bool = True,
-        direct: bool = False,
-    ) -> AbstractContextManager[ObjectWriter]:
-        ledger = PartLedger(check_key(key), nbytes, part_nbytes)
-        return _PeerWriter(self, ledger)
+    def create(self, key: str, nbytes: int, *, part_nbytes: int, **hints: bool) -> _PeerWriter:
+        return _PeerWriter(self, PartLedger(key, nbytes, part_nbytes))
 
     def list(self, prefix: str, *, after: str = "") -> Iterator[ObjectInfo]:
         check_prefix(prefix)
@@ -411,16 +401,15 @@ class _PeerConnection(http.client.HTTPConnection):
         self.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
 
-class _PeerWriter(ObjectWriter, AbstractContextManager["_PeerWriter"]):
+class _PeerWriter(LedgerWriter):
     """An object on its way to a peer, which checks each part before it takes it.
 
     A part that is longer than a request may be is sent in `pieces` of equal length.
     """
 
     def __init__(self, store: PeerStore, ledger: PartLedger) -> None:
-        self.part_nbytes = ledger.part_nbytes
+        super().__init__(ledger)
         self._store = store
-        self._ledger = ledger
         self._upload = ""
         pieces = -(-self.part_nbytes // BODY_NBYTES_MAX)
         # Of equal length, so that the number of a piece follows from that of its part.
@@ -456,19 +445,8 @@ class _PeerWriter(ObjectWriter, AbstractContextManager["_PeerWriter"]):
             raise
 
     def shorten(self, nbytes: int) -> None:
-        self._ledger.shorten(nbytes)
+        super().shorten(nbytes)
         self._send("POST", "/shorten", upload=self._upload, nbytes=f"{nbytes}")
-
-    def __exit__(self, kind: object, *_: object) -> None:
-        try:
-            if kind is None:
-                self._ledger.check_complete()
-                self._publish()
-                return
-        except BaseException:
-            self._give_up()
-            raise
-        self._give_up()
 
     def _publish(self) -> None:
         store, ledger, sent = self._store, self._ledger, 0
@@ -484,7 +462,7 @@ class _PeerWriter(ObjectWriter, AbstractContextManager["_PeerWriter"]):
 
         run_publishing(store.policy, send, is_ours)
 
-    def _give_up(self) -> None:
+    def _discard(self) -> None:
         # One attempt: a peer that does not answer gives uploads up by itself.
         with suppress(StorageError):
             self._store.request("DELETE", "/part", upload=self._upload)

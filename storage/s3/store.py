@@ -22,7 +22,7 @@ from storage.errors import (
     TransientError,
 )
 from storage.hedging import COMPLETE, NoAnswerError, RequestKind
-from storage.ranges import PartLedger, flat_views, part_count, part_range
+from storage.ranges import LedgerWriter, PartLedger, flat_views, part_count, part_range
 from storage.retry import RetryPolicy, run_publishing
 from storage.s3.client import PREFIX_NBYTES_MAX, Transfer
 from storage.s3.requests import S3Requests
@@ -30,7 +30,6 @@ from storage.store import (
     ExclusiveCreate,
     JointWriter,
     ObjectInfo,
-    ObjectWriter,
     check_key,
     check_prefix,
 )
@@ -115,16 +114,8 @@ class S3Store(S3Requests):
         endpoint = self._options.get("endpoint_url") or clients.get("endpoint_url") or ""
         return f"{str(endpoint).rstrip('/')} {self.url}"
 
-    def create(
-        self,
-        key: str,
-        nbytes: int,
-        *,
-        part_nbytes: int,
-        durable: bool = True,
-        direct: bool = False,
-    ) -> S3Writer:
-        ledger = PartLedger(check_key(key), nbytes, part_nbytes)
+    def create(self, key: str, nbytes: int, *, part_nbytes: int, **hints: bool) -> S3Writer:
+        ledger = PartLedger(key, nbytes, part_nbytes)
         parts = part_count(nbytes, part_nbytes)
         if parts > 1 and (part_nbytes < _PART_NBYTES_MIN or parts > _PARTS_MAX):
             raise ValueError(
@@ -134,7 +125,7 @@ class S3Store(S3Requests):
         return S3Writer(self, ledger)
 
     def begin_joint(self, key: str, nbytes: int, *, part_nbytes: int) -> str:
-        writer = S3Writer(self, PartLedger(check_key(key), nbytes, part_nbytes))
+        writer = S3Writer(self, PartLedger(key, nbytes, part_nbytes))
         if not writer.in_parts:
             return ""
         writer.__enter__()
@@ -156,7 +147,7 @@ class S3Store(S3Requests):
 
     def put_if_absent(self, key: str, data: bytes) -> None:
         # One part, whatever its size: an object that commits is one PUT.
-        writer = S3Writer(self, PartLedger(check_key(key), len(data), max(len(data), 1)))
+        writer = S3Writer(self, PartLedger(key, len(data), max(len(data), 1)))
         writer.put_once(bytes(data))
 
     def list(self, prefix: str, *, after: str = "") -> Iterator[ObjectInfo]:
@@ -233,16 +224,15 @@ def _pages(ask: Callable[..., Any], *markers: str, **first: str) -> Iterator[Any
         first = {marker: page[f"Next{marker}"] for marker in markers}
 
 
-class S3Writer(ObjectWriter):
+class S3Writer(LedgerWriter):
     """An object of one part is one PUT at the end; a larger one is a multi-part upload.
 
     A process that dies leaves an upload that no listing shows and `abort_unfinished` removes.
     """
 
     def __init__(self, store: S3Store, ledger: PartLedger, token: str = "") -> None:
-        self.part_nbytes = ledger.part_nbytes
+        super().__init__(ledger)
         self._store = store
-        self._ledger = ledger
         self._full_key = store.full_key(ledger.key)
         begun = json.loads(token) if token else {"upload": "", "write": uuid.uuid4().hex}
         # Read back to find out whether it was our own request that made the object.
@@ -322,25 +312,10 @@ class S3Writer(ObjectWriter):
             raise
         self._parts[index] = part
 
-    def shorten(self, nbytes: int) -> None:
-        self._ledger.shorten(nbytes)
-
-    def __exit__(self, kind: object, *_: object) -> None:
-        published = False
-        try:
-            if kind is None:
-                self._ledger.check_complete()
-                self._publish()
-                published = True
-        finally:
-            if not published:
-                # A failure here must not hide the first one; abort_unfinished finds the rest.
-                with contextlib.suppress(StorageError):
-                    self._discard()
-
     def _discard(self) -> None:
         if self._upload_id:
-            self._store.abort_upload(self._full_key, self._upload_id)
+            with contextlib.suppress(StorageError):  # abort_unfinished finds the rest
+                self._store.abort_upload(self._full_key, self._upload_id)
 
     def _publish(self) -> None:
         run_publishing(self._store.retry, self._send, self._is_ours)

@@ -189,7 +189,7 @@ def test_a_bound_that_shrinks_ends_a_pause_at_once() -> None:
 
         ended = pool.submit(usual.run, attempt)
         assert waiting.wait(10)
-        while not usual.tally.count:
+        while not usual.patience.repeated:
             time.sleep(0.001)
         usual.patience.shorten(0.0)
         with pytest.raises(TransientError, match="gave up: attempt 2"):

@@ -17,10 +17,9 @@ import json
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
-from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState
 
 from ckpt.errors import CheckpointError, NoCheckpoint
 from ckpt.loading.checkpoint import open_checkpoint
@@ -100,9 +99,7 @@ class TrainerCheckpoints(TrainerCallback):
         self._resume_steps = [step]
         return str(directory)
 
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_train_begin(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
         """Open the checkpoints, and restore the step that `resume_from` has found."""
         self.close()
         self._is_due = False
@@ -127,29 +124,21 @@ class TrainerCheckpoints(TrainerCallback):
     # saved when the next one begins, with the random states of its last event. After the last step
     # the trainer may load the best weights: that one is saved before.
 
-    def on_step_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_step_end(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
         """Note the step, to be saved when it is over."""
         self._is_due, self._is_epoch_over = True, False
         self._drawn = RandomStates().state_dict()
 
-    def on_epoch_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_epoch_end(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
         """Save the last step, unless something is logged or evaluated."""
         self._is_epoch_over = True
         self._over(state, control, control.should_log or control.should_evaluate)
 
-    def on_log(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_log(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
         """The same, with the step in the history."""
         self._over(state, control, control.should_evaluate)
 
-    def on_evaluate(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_evaluate(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
         """The same, with the evaluation, and the random numbers that it has drawn."""
         self._over(state, control, False)
 
@@ -159,26 +148,18 @@ class TrainerCheckpoints(TrainerCallback):
         if is_last and self._is_epoch_over and not has_more:
             self._step(state)
 
-    def on_epoch_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_step_begin(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
         """Save the step before if it is time. Raises ckpt.Preempted when the job has to end."""
         self._step(state)
 
-    def on_step_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
-        """The same."""
-        self._step(state)
+    on_epoch_begin = on_step_begin
 
     def _step(self, state: TrainerState) -> None:
         if self._is_due:
             self._is_due = False
             self.checkpointer.step(state.global_step)
 
-    def on_train_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_train_end(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
         """Wait for the last save. Raises its error if it failed."""
         self._step(state)
         self.close()
@@ -191,14 +172,9 @@ class TrainerCheckpoints(TrainerCallback):
     def __enter__(self) -> TrainerCheckpoints:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *raised: Any) -> None:
         while self._open:
-            self._open.pop().__exit__(kind, error, trace)
+            self._open.pop().__exit__(*raised)
 
     def _state(self, state: TrainerState, given: dict[str, Any]) -> dict[str, Any]:
         trainer = self._trainers[0] if self._trainers else None
@@ -225,22 +201,15 @@ class TrainerPublications(TrainerCallback):
         self._url, self._every, self._options = url, EverySteps(every), options
         self._pending: list[PendingSave] = []
 
-    def on_step_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_step_end(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
         """Publish if it is time, in the background."""
         if self._every.reasons(Observation(state.global_step, state.global_step - 1)):
-            self._wait()
+            self.on_train_end()
             step, options = state.global_step, self._options
             self._pending = [publish(kwargs["model"], self._url, step=step, **options)]
 
-    def on_train_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_train_end(self, *_: Any, **kwargs: Any) -> None:
         """Wait for the last publication. Raises its error if it failed."""
-        self._wait()
-
-    def _wait(self) -> None:
         while self._pending:
             self._pending.pop().result()
 

@@ -91,27 +91,16 @@ class LightningCheckpoints(CheckpointIO):
         if storage_options is not None:
             raise TypeError("pass storage_options to LightningCheckpoints(...), once for all")
         # What Lightning has gathered is this checkpoint's own, and goes when the call returns.
-        state, snapshot = {_ENTRY: _Tree(_plain(checkpoint))}, {"snapshot": "now"}
-        self._begin(state, int(checkpoint.get("global_step", 0)), path, snapshot)
+        state, step = {_ENTRY: _Tree(_plain(checkpoint))}, int(checkpoint.get("global_step", 0))
+        self._begin(state, step, path, snapshot="now")
 
     def _begin(
-        self,
-        state: dict[str, Any],
-        step: int,
-        path: str | os.PathLike[str],
-        options: Mapping[str, Any],
+        self, state: dict[str, Any], step: int, path: str | os.PathLike[str], **options: Any
     ) -> None:
         self._wait()
         name = os.fspath(path)
-        pending = async_save(
-            state,
-            self.url,
-            step=step,
-            user={_PATH: name},
-            process_group=self._group(),
-            storage_options=self._storage_options,
-            **{**options, **self._saving},
-        )
+        how = {**self._root(), **options, **self._saving}
+        pending = async_save(state, self.url, step=step, user={_PATH: name}, **how)
         self._in_flight = [(name, pending)]
 
     def load_checkpoint(
@@ -128,23 +117,13 @@ class LightningCheckpoints(CheckpointIO):
         self._fill({_ENTRY: tree}, path, strict=True)
         if map_location is not None and not isinstance(map_location, str | torch.device):
             raise TypeError(f"map_location={map_location!r}: expected a device or its name")
-        return (
-            tree.content
-            if map_location is None
-            else move_data_to_device(tree.content, map_location)
-        )
+        content = tree.content
+        return content if map_location is None else move_data_to_device(content, map_location)
 
     def _fill(self, state: dict[str, Any], path: str | os.PathLike[str], *, strict: bool) -> None:
         entry = self.find(path)
-        load(
-            state,
-            self.url,
-            step=entry.step,
-            attempt=entry.attempt,
-            strict=strict,
-            process_group=self._group(),
-            storage_options=self._storage_options,
-        )
+        how = {**self._root(), "strict": strict}
+        load(state, self.url, step=entry.step, attempt=entry.attempt, **how)
 
     def remove_checkpoint(self, path: str | os.PathLike[str]) -> None:
         """Retire what was saved under `path`. The only checkpoint of a root stays."""
@@ -174,12 +153,8 @@ class LightningCheckpoints(CheckpointIO):
 
     def retire(self, entry: StepInfo) -> None:
         """Retire a checkpoint. The only one of a root stays."""
-        session = session_of(
-            self.url,
-            process_group=self._group(),
-            storage_options=self._storage_options,
-            unsafe_single_writer=bool(self._saving.get("unsafe_single_writer")),
-        )
+        is_unsafe = bool(self._saving.get("unsafe_single_writer"))
+        session = session_of(self.url, unsafe_single_writer=is_unsafe, **self._root())
         if session is None:
             raise CheckpointError(
                 f"{self.url}: this process has saved nothing here, so it removes nothing; use "
@@ -219,6 +194,9 @@ class LightningCheckpoints(CheckpointIO):
         ) as checkpoint:
             return checkpoint.user.get(_PATH, entry.url)
 
+    def _root(self) -> dict[str, Any]:
+        return {"process_group": self._group(), "storage_options": self._storage_options}
+
     def _group(self) -> dist.ProcessGroup | None:
         """This process alone."""
         # Lightning calls one rank, and a save over all ranks would wait for the others.
@@ -240,7 +218,7 @@ class _ShardedCheckpoints(LightningCheckpoints):
         state = {**parts, _LOOPS: PerRank(_Tree(_plain(rest.pop(_LOOPS, {}))), _first)}
         if self._is_first:
             state[_ENTRY] = _Tree(_plain(rest))
-        self._begin(state, step, path, {})
+        self._begin(state, step, path)
 
     def load(self, parts: dict[str, Any], path: str, *, strict: bool) -> dict[str, Any]:
         """Fill `parts`, and return the rest."""

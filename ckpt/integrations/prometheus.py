@@ -10,12 +10,12 @@ Every rank counts for itself: sum over ranks for bytes and retries, take the max
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from functools import partial
 
 from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge, Histogram
 
 from ckpt.service import events
-from ckpt.telemetry.record import PhaseSpan
+from ckpt.telemetry.record import PhaseSpan, RankReport
 
 BLOCKED = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30)
 LONG = (0.1, 0.3, 1, 3, 10, 30, 60, 120, 300, 600, 1800)
@@ -45,17 +45,9 @@ class SaveMetrics:
     def __init__(self, registry: CollectorRegistry | None = None) -> None:
         to = REGISTRY if registry is None else registry
 
-        def counter(name: str, about: str, labels: Sequence[str] = ()) -> Counter:
-            return Counter(name, about, labels, registry=to)
-
-        def gauge(name: str, about: str) -> Gauge:
-            return Gauge(name, about, registry=to)
-
-        def histogram(
-            name: str, about: str, buckets: Sequence[float], labels: Sequence[str] = ()
-        ) -> Histogram:
-            return Histogram(name, about, labels, buckets=buckets, registry=to)
-
+        counter, gauge = partial(Counter, registry=to), partial(Gauge, registry=to)
+        long = partial(Histogram, registry=to, buckets=LONG)
+        blocked = partial(Histogram, registry=to, buckets=BLOCKED)
         # With all their outcomes from the beginning: a rate over a series that appears with the
         # first failure does not see that one.
         saves = counter("ckpt_saves", "Saves by how they ended.", ("outcome",))
@@ -68,12 +60,10 @@ class SaveMetrics:
             events.NearFailed: near.labels("failed"),
             events.Restored: counter("ckpt_restores", "Restores that succeeded."),
         }
-        self._seconds = histogram("ckpt_save_seconds", "From the begin of a save to commit.", LONG)
-        self._phases = histogram(
-            "ckpt_save_phase_seconds", "Phases of saves on this rank.", LONG, ("phase",)
-        )
-        self._blocked = histogram(
-            "ckpt_save_blocked_seconds", "How long a save blocked the training.", BLOCKED
+        self._seconds = long("ckpt_save_seconds", "From the begin of a save to commit.")
+        self._phases = long("ckpt_save_phase_seconds", "Phases of saves on this rank.", ("phase",))
+        self._blocked = blocked(
+            "ckpt_save_blocked_seconds", "How long a save blocked the training."
         )
         self._written = counter("ckpt_save_written_bytes", "Bytes that this rank has written.")
         self._staged = counter("ckpt_save_staged_bytes", "Bytes that this rank has copied.")
@@ -84,14 +74,14 @@ class SaveMetrics:
         self._nbytes = gauge("ckpt_last_saved_bytes", "Bytes of it, all ranks together.")
         self._slowest = gauge("ckpt_slowest_rank", "Rank that was at work longest for it.")
         self._slowest_seconds = gauge("ckpt_slowest_rank_seconds", "What took it longest.")
-        self._near_blocked = histogram(
-            "ckpt_near_blocked_seconds", "How long a near save blocked the training.", BLOCKED
+        self._near_blocked = blocked(
+            "ckpt_near_blocked_seconds", "How long a near save blocked the training."
         )
         self._near_step = gauge("ckpt_last_near_step", "Step of the newest near checkpoint.")
         self._skipped = counter("ckpt_restore_skipped", "Checkpoints that were skipped.")
-        self._restore_seconds = histogram("ckpt_restore_seconds", "Duration of a restore.", LONG)
-        self._restore_phases = histogram(
-            "ckpt_restore_phase_seconds", "Phases of restores on this rank.", LONG, ("phase",)
+        self._restore_seconds = long("ckpt_restore_seconds", "Duration of a restore.")
+        self._restore_phases = long(
+            "ckpt_restore_phase_seconds", "Phases of restores on this rank.", ("phase",)
         )
         self._read = counter("ckpt_restore_read_bytes", "Bytes that this rank has read.")
         self._missing: set[int] = set()
@@ -137,10 +127,7 @@ class SaveMetrics:
         self._restored_step.set(event.report.step)
 
 
-def _observe(phases: Histogram, spans: Sequence[PhaseSpan]) -> None:
+def _observe(phases: Histogram, spans: tuple[PhaseSpan, ...]) -> None:
     """One observation for each phase, its spans together."""
-    seconds: dict[str, float] = {}
-    for span in spans:
-        seconds[span.phase] = seconds.get(span.phase, 0.0) + span.seconds
-    for phase, total in seconds.items():
-        phases.labels(phase).observe(total)
+    for phase, together in RankReport(spans, 0.0, 0).by_phase().items():
+        phases.labels(phase).observe(together.seconds)

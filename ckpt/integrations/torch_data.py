@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
-from typing import Any, NamedTuple
+from typing import Any
 
 
 def divide_samples(
@@ -26,10 +26,10 @@ def divide_samples(
     not equally far.
     """
     read = [_read(state, number) for number, state in enumerate(states)]
-    if len({(one.samples, one.batches) for one in read}) > 1:
+    if len({*read}) > 1:
         raise ValueError(
             "the data loaders are not equally far: samples read on each rank are "
-            f"{[one.samples for one in read]}; save where all ranks have done the same step"
+            f"{[samples for samples, _ in read]}; save where all ranks have done the same step"
         )
     samples, batches = read[0]
     # Rounded up: the last batch of an epoch may be a small one.
@@ -40,18 +40,12 @@ def divide_samples(
     return state
 
 
-class _EpochProgress(NamedTuple):
-    """What one rank has read of this epoch."""
-
-    samples: int
-    batches: int
-
-
-def _read(state: Mapping[str, Any], rank: int) -> _EpochProgress:
+def _read(state: Mapping[str, Any], rank: int) -> tuple[int, int]:
+    """The samples and batches that one rank has read of this epoch."""
     try:
         main = _main(state)
         sampler = main["_sampler_iter_state"]
-        return _EpochProgress(sampler["sampler_state"]["yielded"], main["_sampler_iter_yielded"])
+        return sampler["sampler_state"]["yielded"], main["_sampler_iter_yielded"]
     except (KeyError, TypeError) as error:
         raise ValueError(
             f"the state of rank {rank} is not that of a StatefulDataLoader with a "

@@ -10,6 +10,8 @@ whole are the same on all ranks. A tracker that raises is logged and does not en
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from ckpt.service import events
@@ -72,19 +74,28 @@ def failure_text(event: events.SaveFailed) -> str:
 # TensorBoard -----------------------------------------------------------------------------------
 
 
-class TensorBoardSaves:
-    """An observer that notes saves and restores as scalars `ckpt/...`, and failures as texts."""
+class _Observer:
+    """`note(name, number, step)` is called for each number, `fail(text, step)` for a failure."""
 
-    def __init__(self, writer: Any) -> None:
-        self._writer = writer
+    def __init__(
+        self, note: Callable[[str, float, Any], object], fail: Callable[[str, Any], object]
+    ) -> None:
+        self._note, self._fail = note, fail
 
     def __call__(self, event: events.SaveEvent) -> None:
         """Note an event of a Checkpointer."""
         step = step_of(event)
         for name, value in scalars_of(event).items():
-            self._writer.add_scalar(PREFIX + name, value, step)
+            self._note(PREFIX + name, value, step)
         if isinstance(event, events.SaveFailed):
-            self._writer.add_text(f"{PREFIX}failures", failure_text(event), step)
+            self._fail(failure_text(event), step)
+
+
+class TensorBoardSaves(_Observer):
+    """An observer that notes saves and restores as scalars `ckpt/...`, and failures as texts."""
+
+    def __init__(self, writer: Any) -> None:
+        super().__init__(writer.add_scalar, partial(writer.add_text, f"{PREFIX}failures"))
 
 
 # Weights & Biases ------------------------------------------------------------------------------
@@ -116,23 +127,17 @@ class WandbSaves:
 # MLflow ----------------------------------------------------------------------------------------
 
 
-class MlflowSaves:
+class MlflowSaves(_Observer):
     """An observer that notes saves and restores as metrics `ckpt/...` of a run, and the newest
     failure as its tag `ckpt.failure`.
     """
 
     def __init__(self, client: Any, run_id: str) -> None:
-        self._client = client
-        self._run_id = run_id
-
-    def __call__(self, event: events.SaveEvent) -> None:
-        """Note an event of a Checkpointer."""
-        step = step_of(event)
-        for name, value in scalars_of(event).items():
-            self._client.log_metric(self._run_id, PREFIX + name, value, step=step)
-        if isinstance(event, events.SaveFailed):
+        super().__init__(
+            lambda name, number, step: client.log_metric(run_id, name, number, step=step),
             # MLflow takes tags of at most 5,000 characters.
-            self._client.set_tag(self._run_id, "ckpt.failure", failure_text(event)[:5000])
+            lambda text, _: client.set_tag(run_id, "ckpt.failure", text[:5000]),
+        )
 
 
 # OpenTelemetry ---------------------------------------------------------------------------------

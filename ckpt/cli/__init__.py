@@ -33,13 +33,9 @@ from ckpt.cli.commandline import (
 from ckpt.screens.visible import visible_streams
 
 
+@visible_streams()
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code; for the entry point `ckpt`."""
-    with visible_streams():
-        return _main(argv)
-
-
-def _main(argv: Sequence[str] | None) -> int:
     words = list(sys.argv[1:] if argv is None else argv)
     # As git has it: `ckpt help cp` is what people type who know no flag yet.
     if words[:1] == ["help"]:
@@ -52,11 +48,11 @@ def _main(argv: Sequence[str] | None) -> int:
         wrong(f"unknown: {' '.join(unknown)}")
     try:
         of_function, of_view = given(command, arguments)
-        if not command.views:
-            command.function(**of_function)
-            code = OK
-        else:
+        code = OK
+        if command.views:
             code = _run(command, of_function, of_view)
+        else:
+            command.function(**of_function)
         # Here a reader that has gone is still an exception; at exit, Python only complains.
         sys.stdout.flush()
         return code

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from ckpt.screens.folding import counted_name, folded, name_of_all
 from ckpt.screens.terminal import counted, shape_text, short, show_names, show_table, size
 from ckpt.tools.diff import Amount, DiffReport, TensorChange
-from ckpt.tools.plan import LoadPlan, RankPlan
+from ckpt.tools.plan import LoadPlan
 
 NAMES_SHOWN_MAX = 50
 RANKS_SHOWN_MAX = 64
@@ -88,7 +88,11 @@ def show_plan_ranks(plan: LoadPlan) -> None:
     print(plan.url)
     print(f"step {plan.step}, {size(plan.nbytes_stored)} of tensors\n")
     titles = ("rank", "fills", "reads", "requests", "from other ranks", "extra memory")
-    rows = [_plan_row(rank) for rank in plan.ranks[:RANKS_SHOWN_MAX]]
+    rows = []
+    for one in plan.ranks[:RANKS_SHOWN_MAX]:
+        filled, read = size(one.nbytes_wanted), size(one.nbytes_read)
+        received, extra = size(one.nbytes_received), size(one.nbytes_extra)
+        rows.append((f"{one.rank}", filled, read, f"{one.requests}", received, extra))
     show_table(titles, rows, right=titles)
     if len(plan.ranks) > RANKS_SHOWN_MAX:
         print(f"... and {len(plan.ranks) - RANKS_SHOWN_MAX} more ranks; --json lists all")
@@ -102,14 +106,3 @@ def show_plan_ranks(plan: LoadPlan) -> None:
     show_names("does not fit", plan.problems, NAMES_SHOWN_MAX)
     # "Nothing was read" answers a fear: a plan of terabytes looks like the load itself.
     print("it fits" if plan.fits else "a strict load would be refused; nothing was read")
-
-
-def _plan_row(rank: RankPlan) -> tuple[str, ...]:
-    return (
-        f"{rank.rank}",
-        size(rank.nbytes_wanted),
-        size(rank.nbytes_read),
-        f"{rank.requests}",
-        size(rank.nbytes_received),
-        size(rank.nbytes_extra),
-    )

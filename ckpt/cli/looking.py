@@ -51,9 +51,8 @@ def show_ls(listing: RootListing | NearListing) -> None:
         notes += [f"metric {info.metric:g}"] if info.metric is not None else []
         notes += _needs(info)
         committed, line = date(info.committed_unix), _line_cell(info.line)
-        rows.append(
-            (f"{info.step}", committed, size(info.nbytes), line, info.attempt, ", ".join(notes))
-        )
+        said = ", ".join(notes)
+        rows.append((f"{info.step}", committed, size(info.nbytes), line, info.attempt, said))
     titles = ("step", "committed", "size", "line", "attempt", "notes")
     show_table(titles, rows, right=("step", "size", "line"))
 
@@ -80,17 +79,12 @@ def _show_near(listing: NearListing) -> None:
             print(f"root {root}: step {status.step} done, {date(status.time_unix)}; {risks}")
         for problem in problems(seen):
             print(f"root {root}: {visible(problem)}")
-    rows = [
-        (
-            f"{one.step}",
-            date(one.recorded_unix),
-            size(one.nbytes_here),
-            f"{one.ranks_here} of {one.ranks}",
-            f"{one.epoch}",
-            one.root,
+    rows = []
+    for one in listing.checkpoints:
+        when, nbytes, here = date(one.recorded_unix), size(one.nbytes_here), one.ranks_here
+        rows.append(
+            (f"{one.step}", when, nbytes, f"{here} of {one.ranks}", f"{one.epoch}", one.root)
         )
-        for one in listing.checkpoints
-    ]
     titles = ("step", "recorded", "size here", "ranks here", "epoch", "root")
     show_table(titles, rows, right=("step", "size here", "ranks here", "epoch"))
 
@@ -197,11 +191,8 @@ def show_cost(report: CostReport) -> None:
 
 def _size_rows(report: CostReport, load: Workload, result: Cost) -> Iterator[Row]:
     yield "a checkpoint", size(load.nbytes), report.model.why(load.nbytes)
-    yield (
-        "of each rank",
-        size(result.nbytes_per_rank),
-        f"sharded evenly over {counted(load.ranks, 'rank')}",
-    )
+    evenly = f"sharded evenly over {counted(load.ranks, 'rank')}"
+    yield "of each rank", size(result.nbytes_per_rank), evenly
     if load.every_seconds is not None and result.nbytes_per_second is not None:
         text = f"a save every {duration(load.every_seconds)}"
         if load.persist_seconds is not None and load.persist_seconds > load.every_seconds:
@@ -238,12 +229,11 @@ def _month_rows(load: Workload, result: Cost, prices: Prices) -> Iterator[Row]:
 def _failure_rows(load: Workload, result: Cost) -> Iterator[Row]:
     lost = result.lost_seconds_per_failure
     if lost is not None:
-        text = "half of the time between saves"
+        more = ", and a save that is not there yet"
         if load.persist_seconds is None:
-            text += "; more by what a save takes (--persist)"
-        else:
-            text += ", and a save that is not there yet"
-        yield "lost in a failure", duration(lost), f"on average: {text}"
+            more = "; more by what a save takes (--persist)"
+        text = f"on average: half of the time between saves{more}"
+        yield "lost in a failure", duration(lost), text
     if lost is not None and result.lost_share is not None:
         text = f"{result.failures_per_month:,.1f} failures in a month"
         if load.restart_seconds is not None:

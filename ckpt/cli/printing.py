@@ -3,8 +3,14 @@
 Their signatures, which import nothing; what they do is imported when they run.
 """
 
+import os
+import subprocess
+import threading
 from collections.abc import Sequence
+from contextlib import closing, suppress
+from dataclasses import asdict
 from importlib import import_module
+from json import dumps
 from typing import TYPE_CHECKING, Annotated, Literal
 
 from ckpt.operate import arguments as given
@@ -91,8 +97,36 @@ def follow(
     storage_options: given.Options = None,
 ) -> None:
     """Read each new version of the weights, and run a command for it."""
-    how = line, into, include, execute, once, interval, json, serve, storage_options
-    import_module("ckpt.cli.following").follow(url, *how)
+    from ckpt.api import line_of
+    from ckpt.convert.targets.files import write_safetensors
+    from ckpt.errors import CheckpointError
+    from ckpt.screens.visible import visible
+    from ckpt.service.follower import follow
+    from ckpt.service.serving import Serving, peer_options
+    from storage import open_store
+
+    names, options = list(include), peer_options(url, storage_options)
+    if serve and not (into or execute or once):
+        with (
+            closing(open_store(line_of(url, line), **(options or {}))) as store,
+            closing(Serving(store, serve, line)) as serving,
+        ):
+            print(f"{visible(store.url)} is served at {serving.url}", flush=True)
+            threading.Event().wait()
+    with follow(names, url, line=line, serve=serve, storage_options=options) as follower:
+        for update in follower.updates(timeout=0 if once else None, poll_seconds=interval):
+            follower.swap()
+            if into:
+                write_safetensors(into, follower.tensors)
+            read = f"{update.nbytes_read:,} of {update.nbytes_total:,} bytes read"
+            text = f"step {update.step} ({update.attempt}): {read}"
+            print(dumps(asdict(update)) if json else text, flush=True)
+            path = os.path.abspath(into) if into else ""
+            given = {"STEP": update.step, "ATTEMPT": update.attempt, "FILE": path}
+            variables = (f"CKPT_{name}={value}" for name, value in given.items())
+            if execute and (code := subprocess.call(["env", *variables, "sh", "-c", execute])):
+                # What the command has taken over is not known now.
+                raise CheckpointError(f"--exec {visible(execute)} has failed: exit code {code}")
 
 
 def serve(
@@ -127,16 +161,26 @@ def serve(
     storage_options: given.Options = None,
 ) -> None:
     """Follow runs in a local web page: timeline, slow ranks, sizes, retention, failures."""
-    from ckpt.screens.serve_http import serve
+    from ckpt.screens.following import Following, ended_by_signals
+    from ckpt.screens.serve_http import PageServer
     from ckpt.service.removing import rule_of
     from ckpt.tools.cost import Prices
 
     rules = keep_last, keep_every, keep_best, keep_younger
     has_rule = retire_unmeasured or any(one is not None for one in rules)
     rule = rule_of(*rules, retire_unmeasured) if has_rule else None
-    prices = Prices(gib_month, thousand_writes)
-    how = {"near": near, "interval": interval, "options": storage_options, "prices": prices}
-    serve(url, (host, port), rule, allow_host, **how)  # type: ignore[arg-type]
+    prices, options = Prices(gib_month, thousand_writes), dict(storage_options or {})
+    with (
+        suppress(KeyboardInterrupt),  # Ctrl-C is how one ends it
+        ended_by_signals() as ending,
+        Following(url, options, interval_seconds=interval, near=near, ending=ending) as runs,
+        PageServer(
+            runs, (host, port), rule=rule, names=allow_host, ending=ending, prices=prices
+        ) as server,
+    ):
+        print(f"{server.url} follows {', '.join(s.run.url for s in runs.states)}; ", end="")
+        print("Ctrl-C ends it", flush=True)
+        server.serve_forever()
 
 
 def completion(

@@ -79,7 +79,7 @@ def show(
             # Before anything is drawn: a manifest of a few MiB can describe a page of many GiB.
             count = len(checkpoint.manifest.chunks)
             budget.charge(PART_NBYTES * count, f"a picture of {count} chunks")
-            _show_map(checkpoint, names, output or None)
+            _show_map(checkpoint, names, output)
         elif to_json:
             checkpoint.manifest.chunks.first  # noqa: B018  # is refused before anything is printed
             tensors = budget.timed(_tensors_json(checkpoint, names, budget), "tensors")
@@ -231,13 +231,28 @@ def _box_json(box: Box) -> str:
     return f'"box": {json.dumps({"offset": box.offset, "shape": box.shape})}}}'
 
 
-def _show_map(checkpoint: CheckpointContents, names: Sequence[str], output: str | None) -> None:
-    """Print the picture, or write it to the new or old file `output`, which names a local path."""
+def _show_map(checkpoint: CheckpointContents, names: Sequence[str], output: str) -> None:
+    """Print the picture, or write it to the new or old file `output`, which names a local path, in
+    pieces: ranks, tensors with the parts that each rank stored, files.
+    """
     tensors_map = map_of(checkpoint, names)
-    if output is None:
+    if not output:
         _show_in_terminal(checkpoint, tensors_map)
         return
-    write_page(output, _page_of(checkpoint, tensors_map))
+    from ckpt.screens.pages import pieces_of  # the terminal does without
+
+    pieces = pieces_of(
+        "map.html",
+        header=checkpoint.manifest.header,
+        root=checkpoint.store.url,
+        url=checkpoint.url,
+        map=tensors_map,
+        tensors=_drawn(tensors_map),
+        files=_striped(tensors_map),
+        color=_color,
+        region_text=_region_text,
+    )
+    write_page(output, pieces)
     print(
         f"{output}: {counted(len(tensors_map.tensors), 'tensor')}, "
         f"{counted(len(tensors_map.ranks), 'rank')}; open it in a browser"
@@ -292,23 +307,6 @@ def _shade(nbytes: int, of_nbytes: int) -> str:
 
 
 # As a page -------------------------------------------------------------------------------------
-
-
-def _page_of(checkpoint: CheckpointContents, tensors_map: TensorsMap) -> Iterator[str]:
-    """The page, in pieces: ranks, tensors with the parts that each rank stored, files."""
-    from ckpt.screens.pages import pieces_of  # the terminal does without
-
-    return pieces_of(
-        "map.html",
-        header=checkpoint.manifest.header,
-        root=checkpoint.store.url,
-        url=checkpoint.url,
-        map=tensors_map,
-        tensors=_drawn(tensors_map),
-        files=_striped(tensors_map),
-        color=_color,
-        region_text=_region_text,
-    )
 
 
 def _drawn(
@@ -437,18 +435,12 @@ def rectangles(region: Region, shape: Shape) -> list[Rectangle]:
         return [Rectangle(0.0, 0.0, 1.0, 1.0)]
     # At least 1, for tensors without elements.
     rows, columns = max(shape[0], 1), max(math.prod(shape[1:]), 1)
-    tensors = []
+    drawn = []
     for box in boxes_of(region, shape):
         first = last = 0
         for length, offset, extent in zip(shape[1:], box.offset[1:], box.shape[1:], strict=True):
             first = first * length + offset
             last = last * length + offset + extent - 1
-        tensors.append(
-            Rectangle(
-                first / columns,
-                box.offset[0] / rows,
-                (last + 1 - first) / columns,
-                box.shape[0] / rows,
-            )
-        )
-    return tensors
+        left, width = first / columns, (last + 1 - first) / columns
+        drawn.append(Rectangle(left, box.offset[0] / rows, width, box.shape[0] / rows))
+    return drawn

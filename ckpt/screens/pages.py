@@ -14,19 +14,7 @@ from urllib.parse import urlencode
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
-from ckpt.screens.rows import (
-    CHARTS,
-    JOB_TITLES,
-    TITLES,
-    charts_of,
-    goodput_text,
-    job_row,
-    per_day_text,
-    problems,
-    risks_text,
-    tier_row,
-)
-from ckpt.screens.terminal import age, counted, date, rate_text, seconds_text, shape_text, size
+from ckpt.screens import rows, terminal
 from ckpt.screens.visible import visible
 from ckpt.service.retention import EVERYTHING, KeepAll, KeepRule, RetentionPlan, plan_retention
 from ckpt.telemetry.record import SaveFailure, Telemetry
@@ -98,7 +86,7 @@ class Axis(NamedTuple):
 # What charts of several runs may share, besides the order of saves.
 AXES = {
     "step": Axis(lambda save, _: save.step, "{:.0f}".format),
-    "time": Axis(lambda save, _: save.committed_unix, date),
+    "time": Axis(lambda save, _: save.committed_unix, terminal.date),
     "since the first save": Axis(
         lambda save, first: save.committed_unix - first.committed_unix, duration
     ),
@@ -118,23 +106,12 @@ def _templates() -> Environment:
         # Before it escapes, and not what is HTML already: line breaks of templates are theirs.
         finalize=lambda one: one if hasattr(one, "__html__") else visible(f"{one}"),
     )
-    functions: tuple[Any, ...] = (
-        age,
-        facts_of_day,
-        busiest_ranks,
-        counted,
-        date,
-        newest_status_of,
-        problems,
-        rate_text,
-    )
-    functions += (risks_text, seconds_text, shape_text, size, tier_row, zip)
+    # What templates may call: all that makes texts, and a few more.
+    made.globals |= {**vars(terminal), **vars(rows), "zip": zip, "heat_of": _heat_of}
+    functions: tuple[Any, ...] = facts_of_day, busiest_ranks, newest_status_of
     made.globals |= {one.__name__: one for one in functions}
-    made.globals |= {"heat_of": _heat_of, "near_titles": TITLES, "CHARTS": CHARTS, "axes": AXES}
-    made.globals["charts_of"] = charts_of
-    made.globals |= {"job_titles": JOB_TITLES, "job_row": job_row, "goodput_text": goodput_text}
-    made.globals |= {"narrow": NARROW, "heats": HEATS, "bars_max": BARS_MAX, "titles": SECTIONS}
-    made.globals["linked_max"] = LINKED_MAX
+    made.globals |= {"axes": AXES, "narrow": NARROW, "heats": HEATS, "bars_max": BARS_MAX}
+    made.globals |= {"titles": SECTIONS, "linked_max": LINKED_MAX}
     return made
 
 
@@ -145,7 +122,7 @@ def pieces_of(template: str, **values: Any) -> Iterator[str]:
 
 def facts_of_day(day: PerDay) -> list[tuple[str, str]]:
     """What is shown of a day; nothing where nothing is known."""
-    return [("a day", text)] if (text := per_day_text(day)) else []
+    return [("a day", text)] if (text := rows.per_day_text(day)) else []
 
 
 def report_page(report: Report) -> Iterator[str]:
@@ -252,9 +229,9 @@ class PageMatter:
         if self.choice.axis not in AXES:
             return None
         axis, runs = AXES[self.choice.axis], [one.run.saves for one in self.measured]
-        rows = [[axis.place(save, saves[0]) for save in saves[-BARS_MAX:]] for saves in runs]
-        low, high = min(map(min, rows)), max(map(max, rows))
-        own = rows[self.measured.index(state)]
+        places = [[axis.place(save, saves[0]) for save in saves[-BARS_MAX:]] for saves in runs]
+        low, high = min(map(min, places)), max(map(max, places))
+        own = places[self.measured.index(state)]
         middle = (low + high) / 2
         shares = [(one - low) / (high - low or 1) for one in own]
         return shares, [axis.text(one) for one in (low, middle, high)]
@@ -293,8 +270,8 @@ class PageMatter:
     def failures(self) -> list[tuple[SaveFailure, str]]:
         """Those of all runs with their labels, the newest first."""
         each = zip(self.states, self.labels, strict=True)
-        rows = [(failure, label) for state, label in each for failure in state.run.failures]
-        return sorted(rows, key=lambda row: -row[0].time_unix)
+        failures = [(failure, label) for state, label in each for failure in state.run.failures]
+        return sorted(failures, key=lambda pair: -pair[0].time_unix)
 
 
 def serve_page(look: PageMatter, sections: Mapping[str, str], seen: str) -> str:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Iterable, Sequence
+from operator import attrgetter
 from typing import NamedTuple
 
 from ckpt.near.status import WorkAtRisk
 from ckpt.screens.terminal import counted, date, rate_text, seconds_text, size
-from ckpt.telemetry.record import JobRecord, SaveTotals
+from ckpt.telemetry.record import JobRecord
 from ckpt.tools.near_tiers import TierView, work_at_risk
 from ckpt.tools.report import Goodput, PerDay, ReportedSave, durable_risk, duration
 
@@ -18,48 +19,40 @@ class Chart(NamedTuple):
 
     name: str
     title: str
-    number: Callable[[SaveTotals], float]
+    of_one: Callable[[ReportedSave], float | None]
     text: Callable[[float], str]
+    is_from_zero: bool = True
 
     def of(self, saves: Sequence[ReportedSave]) -> list[float | None]:
         """The number of each save, None where it is not known."""
-        return [None if save.totals is None else self.number(save.totals) for save in saves]
+        return [self.of_one(save) for save in saves]
 
-    def least(self, numbers: Sequence[float]) -> float:
-        """Where a curve begins to rise."""
-        return 0.0
-
-    def median(self, totals: Sequence[SaveTotals]) -> float | None:
+    def median(self, saves: Sequence[ReportedSave]) -> float | None:
         """Of all saves of which it is known."""
-        return statistics.median(map(self.number, totals)) if totals else None
+        known = [one for one in self.of(saves) if one is not None]
+        return statistics.median(known) if known else None
 
     def scale(self, runs: Iterable[Sequence[ReportedSave]], newest: int = 0) -> tuple[float, float]:
         """Where the bars of the newest saves of several runs begin to rise, and where they end."""
         numbers = [one for saves in runs for one in self.of(saves[-newest:]) if one is not None]
-        low, high = (self.least(numbers), max(numbers)) if numbers else (0.0, 0.0)
+        low = 0.0 if self.is_from_zero else min(numbers, default=0.0)
+        high = max(numbers, default=0.0)
         # Never of no height: bars are divided by it.
         return low, high if high > low else low + (abs(low) or 1.0)
 
 
+def _total(name: str) -> Callable[[ReportedSave], float | None]:
+    return lambda save: None if save.totals is None else getattr(save.totals, name)
+
+
 CHARTS = (
-    Chart("blocked", "Training blocked", lambda one: one.blocked_seconds, seconds_text),
-    Chart("duration", "Duration, begin to commit", lambda one: one.seconds, seconds_text),
-    Chart("written", "Bytes written", lambda one: one.nbytes, lambda number: size(int(number))),
-    Chart("throughput", "Throughput", lambda one: one.nbytes_per_second, rate_text),
+    Chart("blocked", "Training blocked", _total("blocked_seconds"), seconds_text),
+    Chart("duration", "Duration, begin to commit", _total("seconds"), seconds_text),
+    Chart("written", "Bytes written", _total("nbytes"), lambda number: size(int(number))),
+    Chart("throughput", "Throughput", _total("nbytes_per_second"), rate_text),
 )
-
-
-class MetricChart(Chart):
-    """How good checkpoints are, by what the training says; the curve begins at the least."""
-
-    def of(self, saves: Sequence[ReportedSave]) -> list[float | None]:
-        return [save.metric for save in saves]
-
-    def least(self, numbers: Sequence[float]) -> float:
-        return min(numbers)
-
-
-METRIC = MetricChart("metric", "Metric", lambda one: 0.0, "{:.4g}".format)
+# How good checkpoints are, by what the training says; the curve begins at the least.
+METRIC = Chart("metric", "Metric", attrgetter("metric"), "{:.4g}".format, is_from_zero=False)
 
 
 def charts_of(saves: Sequence[ReportedSave]) -> tuple[Chart, ...]:

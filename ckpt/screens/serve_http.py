@@ -7,7 +7,6 @@ shown, changes nothing, and its policy lets the page load and run only its own t
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 import socket
@@ -24,11 +23,10 @@ from typing import Any
 from urllib.parse import SplitResult, parse_qs, urlsplit
 
 from ckpt.errors import CheckpointError
-from ckpt.screens.following import Ending, Following, ended_by_signals, versions_of
+from ckpt.screens.following import Ending, Following, versions_of
 from ckpt.screens.pages import PageChoice, PageMatter, pieces_of, sections_of, serve_page
 from ckpt.service.retention import KeepRule
 from ckpt.tools.cost import Prices
-from storage import StoreLike
 from storage.strangers import to_end
 
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
@@ -197,10 +195,8 @@ class _Handler(BaseHTTPRequestHandler):
         elif url.path == "/page.css":
             self._send(HTTPStatus.OK, "".join(pieces_of("page.css")), "text/css")
         elif url.path == "/page.js":
-            script = (
-                resources.files("ckpt.screens").joinpath("serve.js").read_text(encoding="utf-8")
-            )
-            self._send(HTTPStatus.OK, script, "text/javascript")
+            script = resources.files("ckpt.screens") / "serve.js"
+            self._send(HTTPStatus.OK, script.read_text(encoding="utf-8"), "text/javascript")
         elif url.path == "/events" and self.command == "GET":
             self._events(url)
         else:
@@ -300,31 +296,3 @@ def digest_of(sections: Mapping[str, str]) -> str:
     """What names these sections."""
     data = json.dumps(sections, sort_keys=True).encode()
     return hashlib.blake2b(data, digest_size=12).hexdigest()
-
-
-def serve(
-    urls: Sequence[StoreLike],
-    address: tuple[str, int],
-    rule: KeepRule | None,
-    names: Sequence[str],
-    *,
-    near: Sequence[str],
-    interval: float,
-    options: Mapping[str, Any] | None,
-    prices: Prices,
-) -> None:
-    """`ckpt serve`."""
-    # Ctrl-C is how one ends it.
-    with (
-        contextlib.suppress(KeyboardInterrupt),
-        ended_by_signals() as ending,
-        Following(
-            urls, options or {}, interval_seconds=interval, near=near, ending=ending
-        ) as following,
-        PageServer(
-            following, address, rule=rule, names=names, ending=ending, prices=prices
-        ) as server,
-    ):
-        print(f"{server.url} follows {', '.join(s.run.url for s in following.states)}; ", end="")
-        print("Ctrl-C ends it", flush=True)
-        server.serve_forever()

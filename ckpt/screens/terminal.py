@@ -269,12 +269,10 @@ def counted(number: int, noun: str) -> str:
 
 def size(nbytes: int) -> str:
     """Bytes as people say them: `512 B`, `1.5 GiB`."""
-    amount = float(nbytes)
-    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
-        if amount < 1024 or unit == "TiB":
-            return f"{nbytes} B" if unit == "B" else f"{amount:.1f} {unit}"
-        amount /= 1024
-    raise AssertionError("unreachable")
+    if nbytes < 1024:
+        return f"{nbytes} B"
+    power = min((nbytes.bit_length() - 1) // 10, 4)
+    return f"{nbytes / 1024**power:.1f} {' KMGT'[power]}iB"
 
 
 def seconds_text(seconds: float) -> str:

@@ -29,16 +29,6 @@ from ckpt.screens.following import (
     ended_by_signals,
     versions_of,
 )
-from ckpt.screens.rows import (
-    CHARTS,
-    METRIC,
-    QUIET_SECONDS,
-    TITLES,
-    Chart,
-    problems,
-    risks_text,
-    tier_row,
-)
 from ckpt.screens.terminal import (
     age,
     as_json,
@@ -313,12 +303,12 @@ def _near(state: RunState, now_unix: float) -> list[Line]:
     else:
         silent = now_unix - status.time_unix
         words = f"near: step {status.step} done, noted {age(silent)}"
-        lines.append([(words, "yellow" if silent > QUIET_SECONDS else "bold")])
-        risks = risks_text(state.near, run.live[-1] if run.live else None)
+        lines.append([(words, "yellow" if silent > rows.QUIET_SECONDS else "bold")])
+        risks = rows.risks_text(state.near, run.live[-1] if run.live else None)
         lines.append([(visible(risks), "bold")])
-    cells = [tier_row(view) for view in state.near]
-    lines += _aligned(TITLES, cells, (2, 3, 4, 5), ["dim", *[""] * len(cells)])
-    lines += [[(visible(text), "yellow")] for text in problems(state.near)]
+    cells = [rows.tier_row(view) for view in state.near]
+    lines += _aligned(rows.TITLES, cells, (2, 3, 4, 5), ["dim", *[""] * len(cells)])
+    lines += [[(visible(text), "yellow")] for text in rows.problems(state.near)]
     return [*lines, []]
 
 
@@ -354,8 +344,8 @@ def _numbers(run: TrainingRun, now_unix: float, prices: Prices) -> list[Line]:
         lines.append([(f"a day: {day}", "")])
     if totals:
         retries = sum(one.retries for one in totals)
-        shown = [one for one in CHARTS if one.name != "written"]
-        medians = ", ".join(f"{one.name} {one.text(one.median(totals) or 0.0)}" for one in shown)
+        shown = [one for one in rows.CHARTS if one.name != "written"]
+        medians = ", ".join(f"{one.name} {one.text(one.median(run.saves) or 0.0)}" for one in shown)
         others = (
             f"{counted(retries, 'repeated request')}, {counted(run.failed_saves, 'failed save')}"
         )
@@ -392,10 +382,12 @@ def _charts(run: TrainingRun, columns: int, marks: Marks) -> list[Line]:
             row.append((marks.live, "green") if is_live else (marks.retired, "dim"))
     row.append((f"  {marks.live} live {marks.retired} retired {marks.failed} failed", "dim"))
     lines: list[Line] = [[], row]
-    return lines + [line for what in (*CHARTS[:3], METRIC) for line in _chart(what, saves, marks)]
+    return lines + [
+        line for what in (*rows.CHARTS[:3], rows.METRIC) for line in _chart(what, saves, marks)
+    ]
 
 
-def _chart(what: Chart, saves: Sequence[ReportedSave], marks: Marks) -> list[Line]:
+def _chart(what: rows.Chart, saves: Sequence[ReportedSave], marks: Marks) -> list[Line]:
     values = what.of(saves)
     known = [value for value in values if value is not None]
     if not known:
@@ -539,7 +531,7 @@ def _of_near(before: RunState, after: RunState) -> list[Happening]:
         return []
     if old is not None and (old.epoch, old.near_step) == (new.epoch, new.near_step):
         return []
-    risks = risks_text(after.near, after.run.live[-1] if after.run.live else None)
+    risks = rows.risks_text(after.near, after.run.live[-1] if after.run.live else None)
     text = f"near checkpoint of step {new.near_step}; {risks}"
     return [Happening("near", new.time_unix, new.near_step, text)]
 

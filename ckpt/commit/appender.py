@@ -13,7 +13,6 @@ save holds up the training and a person or script behind it, so it waits for les
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import logging
 import math
@@ -22,9 +21,10 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import NamedTuple, NoReturn
 
-from ckpt.commit.live import LiveSet, with_live
+from ckpt.commit.live import LiveSet, with_live, write_segment
 from ckpt.commit.log import UNDONE, Log, LogState, broken_log
 from ckpt.commit.names import MANIFEST_NAME, plain_int, record_key, segment_key
 from ckpt.commit.records import (
@@ -32,7 +32,6 @@ from ckpt.commit.records import (
     Kind,
     LiveEntry,
     Record,
-    SegmentRef,
     decode_record,
     encode_record,
     record_digest,
@@ -311,7 +310,7 @@ class Appender:
         live = draft.live_after(state, bare.time_unix)
         # Segments before the record that names them: a crash in between leaves an unnamed object.
         try:
-            record, _ = with_live(bare, live, self._write_segment)
+            record, _ = with_live(bare, live, partial(write_segment, self.store))
         except StorageError as error:
             # A record takes more than it should; one that is too large is refused when encoded.
             logger.warning("%s: the live set is folded later: %s", self.store.url, error)
@@ -322,11 +321,6 @@ class Appender:
         # A record that cannot be read would end the root: no process could append after it.
         decode_record(encode_record(record), slot=slot, where="a record that is not sent")
         return record
-
-    def _write_segment(self, ref: SegmentRef, data: bytes) -> None:
-        # One that is there has these bytes: it is named by them.
-        with contextlib.suppress(KeyExistsError):
-            self.store.put_if_absent(segment_key(ref.digest), data)
 
     def _put(self, record: Record, *, sent_before: bool) -> bool:
         """True when `record` stands in its slot, False when another one does; see note
@@ -468,7 +462,7 @@ class Appender:
         )
 
     def _unknown(self, record: Record) -> OutcomeUnknown:
-        what = record.kind if record.attempt is None else f"{record.kind} of {record.attempt}"
+        what = f"{record.kind} of {record.attempt}" if record.attempt else record.kind
         return OutcomeUnknown(
             f"{self.store.url}/{record_key(record.slot)}: no answer to the {what}: it may stand "
             "now, later or never. Nothing of it was deleted; the next save settles it, or a new "

@@ -14,8 +14,10 @@ import hashlib
 import threading
 from bisect import insort
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from operator import attrgetter
 
 from ckpt.commit.names import segment_key
 from ckpt.commit.records import (
@@ -29,7 +31,7 @@ from ckpt.commit.records import (
 )
 from ckpt.errors import CheckpointError
 from ckpt.format.checksum import once_more
-from storage.errors import CorruptObjectError, KeyNotFoundError, TooLargeError
+from storage.errors import CorruptObjectError, KeyExistsError, KeyNotFoundError, TooLargeError
 from storage.store import Store
 
 RECORD_NBYTES = 64 << 10  # of a record, before what it lists is folded into a segment
@@ -47,55 +49,59 @@ class Segments:
 
     def __init__(self, store: Callable[[], Store]) -> None:
         self._store = store
-        self._known: dict[bytes, tuple[LiveEntry, ...]] = {}
-        self._indexes: dict[bytes, dict[str, LiveEntry]] = {}
-        self._users: dict[bytes, dict[str, list[LiveEntry]]] = {}
+        self._known: dict[bytes, _Segment] = {}
         self._lock = threading.Lock()
 
     def entries(self, ref: SegmentRef) -> tuple[LiveEntry, ...]:
         """All entries of a segment, ascending in slot. Raises Corrupt."""
+        return self._of(ref).entries
+
+    def find(self, ref: SegmentRef, attempt: str) -> LiveEntry | None:
+        """The entry of an attempt in a segment."""
+        return self._of(ref).by_attempt.get(attempt)
+
+    def users_of(self, ref: SegmentRef, attempt: str) -> list[LiveEntry]:
+        """The entries of a segment that refer to an attempt, ascending in slot."""
+        return self._of(ref).users.get(attempt, [])
+
+    def _of(self, ref: SegmentRef) -> _Segment:
         with self._lock:
             known = self._known.get(ref.digest)
         # Read without the lock, which others must not wait for: at worst two threads read the same.
         if known is None:
-            known = once_more(lambda: read_segment(self._store(), ref), self._store())
-            self.add(ref, known)
+            entries = once_more(lambda: read_segment(self._store(), ref), self._store())
+            known = self.add(ref, entries)
         return known
 
-    def find(self, ref: SegmentRef, attempt: str) -> LiveEntry | None:
-        """The entry of an attempt in a segment."""
-        entries = self.entries(ref)
+    def add(self, ref: SegmentRef, entries: tuple[LiveEntry, ...]) -> _Segment:
+        """Remember a segment that was just read or written."""
         with self._lock:
-            index = self._indexes.get(ref.digest)
-            if index is None:
-                index = self._indexes[ref.digest] = {entry.attempt: entry for entry in entries}
-        return index.get(attempt)
-
-    def users_of(self, ref: SegmentRef, attempt: str) -> list[LiveEntry]:
-        """The entries of a segment that refer to an attempt, ascending in slot."""
-        entries = self.entries(ref)
-        with self._lock:
-            users = self._users.get(ref.digest)
-            if users is None:
-                users = self._users[ref.digest] = {}
-                for entry in entries:
-                    for name in entry.references:
-                        users.setdefault(name, []).append(entry)
-        return users.get(attempt, [])
-
-    def add(self, ref: SegmentRef, entries: tuple[LiveEntry, ...]) -> None:
-        """Remember a segment that was just written."""
-        with self._lock:
-            self._known[ref.digest] = entries
+            return self._known.setdefault(ref.digest, _Segment(entries))
 
     def keep(self, refs: Sequence[SegmentRef]) -> None:
         """Forget all others."""
         kept = {ref.digest for ref in refs}
         with self._lock:
-            for digest in self._known.keys() - kept:
-                del self._known[digest]
-                self._indexes.pop(digest, None)
-                self._users.pop(digest, None)
+            self._known = {digest: one for digest, one in self._known.items() if digest in kept}
+
+
+@dataclass(frozen=True)
+class _Segment:
+    """What was read of one, and what is asked of it again and again."""
+
+    entries: tuple[LiveEntry, ...]
+
+    @cached_property
+    def by_attempt(self) -> dict[str, LiveEntry]:
+        return {entry.attempt: entry for entry in self.entries}
+
+    @cached_property
+    def users(self) -> dict[str, list[LiveEntry]]:
+        users: dict[str, list[LiveEntry]] = {}
+        for entry in self.entries:
+            for name in entry.references:
+                users.setdefault(name, []).append(entry)
+        return users
 
 
 @dataclass(frozen=True)
@@ -142,9 +148,8 @@ class LiveSet:
                 return entry
         for ref in reversed(self.refs):
             assert self.segments is not None
-            entry_there = self.segments.find(ref, attempt)
-            if entry_there is not None:
-                return None if entry_there.slot in self.gone else entry_there
+            if (there := self.segments.find(ref, attempt)) is not None:
+                return None if there.slot in self.gone else there
         return None
 
     def users_of(self, attempt: str, *, after: int = -1) -> list[LiveEntry]:
@@ -230,8 +235,13 @@ class LiveSet:
         return ref
 
 
-def _slot(entry: LiveEntry) -> int:
-    return entry.slot
+_slot = attrgetter("slot")
+
+
+def write_segment(store: Store, ref: SegmentRef, data: bytes) -> None:
+    """Put a segment into its store, unless it is there: it is named by its bytes."""
+    with suppress(KeyExistsError):
+        store.put_if_absent(segment_key(ref.digest), data)
 
 
 def with_live(record: Record, live: LiveSet, write: Write) -> tuple[Record, LiveSet]:

@@ -353,7 +353,7 @@ def locate(store: Store, step: int | None = None, *, attempt: str = "") -> Locat
     try:
         state = state_of(store, read_early)
     except NoCheckpoint as no_root:
-        return _by_path(store, step, no_root)
+        return _by_path(store, no_root)
     # A younger one is the save of a training that runs.
     old = time.time() - UNDER_WAY_SECONDS
     if is_latest and any(one.is_written or one.modified_unix < old for one in state.uncommitted):
@@ -401,10 +401,9 @@ def _checked_manifest(store: Store, entry: LiveEntry) -> bytes:
         data = store.get_bounded(entry.prefix + MANIFEST_NAME, entry.manifest_nbytes)
     except (CorruptObjectError, TooLargeError) as error:
         raise Corrupt(f"{where} was changed: {error}; {mended}") from None
-    if len(data) != entry.manifest_nbytes:
-        raise Corrupt(
-            f"{where} has {len(data)} bytes, {entry.manifest_nbytes} were committed; {mended}"
-        )
+    committed = entry.manifest_nbytes
+    if len(data) != committed:
+        raise Corrupt(f"{where} has {len(data)} bytes, {committed} were committed; {mended}")
     if manifest_digest(data) != entry.manifest_digest:
         raise Corrupt(
             f"{where}: the digest of its {len(data)} bytes is not the committed one: they were "
@@ -413,7 +412,7 @@ def _checked_manifest(store: Store, entry: LiveEntry) -> bytes:
     return data
 
 
-def _by_path(store: Store, step: int | None, no_root: NoCheckpoint) -> Located:
+def _by_path(store: Store, no_root: NoCheckpoint) -> Located:
     """A step directory opened by its own path. It has one step: a request for another is refused
     later.
     """
@@ -428,24 +427,19 @@ def entry_by_path(store: Store, no_root: NoCheckpoint) -> LiveEntry:
     """A step directory opened by its own path, as the log of its root would list it: without a
     slot, and with the time at which its save began. Raises `no_root` where there is none.
     """
-    data = _by_path(store, None, no_root).data
+    data = _by_path(store, no_root).data
     return entry_of_manifest(decode_manifest(data, ruled=True), data)
 
 
 def entry_of_manifest(manifest: Manifest, data: bytes) -> LiveEntry:
     """What a MANIFEST of these bytes says of a checkpoint: without slot, line, marks and metric."""
+    header = manifest.header
+    named = header.attempt, header.step, 0, len(data), manifest_digest(data)
     return LiveEntry(
-        attempt=manifest.header.attempt,
-        step=manifest.header.step,
-        slot=0,
-        manifest_nbytes=len(data),
-        manifest_digest=manifest_digest(data),
-        pinned=False,
-        verified=False,
-        metric=None,
+        *named,
         references=manifest.references,
         line=None,
-        committed_unix=float(manifest.header.created_unix),
+        committed_unix=float(header.created_unix),
         nbytes=manifest.own_nbytes + len(data),
     )
 

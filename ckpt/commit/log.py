@@ -319,8 +319,11 @@ class Log:
             record, count = None if is_last else self._before(record), count - 1
 
     def record(self, slot: int) -> Record:
-        """One record. Raises Corrupt when it is damaged, KeyNotFoundError when the slot is free."""
-        return self._decoded(slot, self.raw(slot))
+        """One record. Raises Corrupt when it is damaged, or the slot is free."""
+        try:
+            return self._decoded(slot, self.raw(slot))
+        except KeyNotFoundError:
+            raise self._broken(slot, "it is missing") from None
 
     def raw(self, slot: int) -> bytes:
         """The bytes in a slot, whatever they are; no more than a record may have. Requested once
@@ -353,11 +356,7 @@ class Log:
 
     def history(self) -> Iterator[Record]:
         """All records, from the first on: as many requests as records. Raises Corrupt at a hole."""
-        for slot in range(self.state().slot + 1):
-            try:
-                yield self.record(slot)
-            except KeyNotFoundError:
-                raise self._broken(slot, "it is missing") from None
+        yield from map(self.record, range(self.state().slot + 1))
 
     def saw(self, record: Record) -> None:
         """Remember a record that is known to stand in the log, as an appender does with its own."""
@@ -450,10 +449,7 @@ class Log:
         left = _several_of_an_epoch({one.attempt: one for one in attempts})
         slot = last
         while left and slot >= 0:
-            try:
-                record = self.record(slot)
-            except KeyNotFoundError:
-                raise self._broken(slot, "it is missing") from None
+            record = self.record(slot)
             if record.epoch < min(map(attempt_epoch, left)):
                 break
             left.pop(record.attempt or "", None)
@@ -466,13 +462,11 @@ class Log:
         """The last slot, by listings: one of a small log, and of a large one as many as it takes to
         find the last page. Raises Corrupt where a slot of a page is free.
         """
-        if self.store.part_nbytes_min == 1:
-            # On a disk a listing reads all names, and looking for one costs nothing.
-            page, _ = self._page(max(-1, self._last_slot(-1) - LISTED_MAX))
-            return page[-1] if page else -1
-        page, is_last = self._page(-1)
+        # On a disk a listing reads all names, and looking for one costs nothing.
+        is_disk = self.store.part_nbytes_min == 1
+        page, is_last = self._page(max(-1, self._last_slot(-1) - LISTED_MAX) if is_disk else -1)
         stride, high = LISTED_MAX, -1
-        while not is_last and high != page[-1]:
+        while not is_disk and not is_last and high != page[-1]:
             low = page[-1]
             if high < 0:
                 middle, stride = low + stride, 4 * stride

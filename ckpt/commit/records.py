@@ -49,10 +49,10 @@ class LiveEntry:
     slot: int
     manifest_nbytes: int
     manifest_digest: bytes
-    pinned: bool
-    verified: bool
-    metric: float | None
-    references: tuple[str, ...]
+    pinned: bool = False
+    verified: bool = False
+    metric: float | None = None
+    references: tuple[str, ...] = ()
     line: int | None = FIRST_LINE
     committed_unix: float = 0.0
     nbytes: int = 0

@@ -120,8 +120,7 @@ def delete_attempt(store: Store, *, step: int, attempt: str) -> int:
 
 def _ours(store: Store, prefix: str) -> list[str]:
     """The keys of a step directory that belong to its attempt."""
-    keys = [info.key for info in store.list(prefix)]
-    keys = [key for key in keys if parse_step_key(key) is not None]
+    keys = [info.key for info in store.list(prefix) if parse_step_key(info.key) is not None]
     ours = [key for key in keys if is_our_name(key.removeprefix(prefix))]
     # Another writer may name its data files otherwise; only then the manifest is worth a request.
     if len(ours) < len(keys) and prefix + MANIFEST_NAME in keys:
@@ -225,19 +224,10 @@ class Commit(NamedTuple):
 
     def entry(self, *, line: int | None) -> LiveEntry:
         """Its entry in the log, without the slot and the time, which only the record has."""
-        return LiveEntry(
-            attempt=self.attempt,
-            step=self.step,
-            slot=0,
-            manifest_nbytes=self.manifest_nbytes,
-            manifest_digest=self.manifest_digest,
-            pinned=False,
-            verified=False,
-            metric=None if self.metric is None else float(self.metric),
-            references=tuple(sorted(set(self.references))),
-            line=line,
-            nbytes=self.nbytes,
-        )
+        manifest = self.manifest_nbytes, self.manifest_digest
+        made = LiveEntry(self.attempt, self.step, 0, *manifest, line=line, nbytes=self.nbytes)
+        metric = None if self.metric is None else float(self.metric)
+        return replace(made, metric=metric, references=tuple(sorted(set(self.references))))
 
 
 class LogWriter:

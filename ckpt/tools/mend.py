@@ -9,14 +9,14 @@ record or step directory tells of, that is whole and was never retired, is live 
 
 from __future__ import annotations
 
-import contextlib
 import secrets
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
-from ckpt.commit.live import LiveSet, with_live
+from ckpt.commit.live import LiveSet, with_live, write_segment
 from ckpt.commit.locate import entry_of_manifest, file_keys, read_manifest
 from ckpt.commit.log import (
     FORMAT_KEY,
@@ -36,7 +36,6 @@ from ckpt.commit.names import (
     attempts_on,
     record_key,
     record_slot,
-    segment_key,
     step_prefix,
 )
 from ckpt.commit.records import (
@@ -44,7 +43,6 @@ from ckpt.commit.records import (
     Kind,
     LiveEntry,
     Record,
-    SegmentRef,
     encode_record,
     record_digest,
     record_problem,
@@ -125,7 +123,8 @@ def mend_store(store: Store, *, dry_run: bool) -> MendReport:
     for salvaged in files.salvaged.values():
         write_manifest(store, salvaged)
     if is_broken:
-        log.append(files.in_order, files.damaged, epoch=1 + max(log.epoch, files.epoch))
+        epochs = [files.epoch, *(record.epoch for record in log.records.values())]
+        log.append(files.in_order, files.damaged, epoch=1 + max(epochs))
     return report
 
 
@@ -138,7 +137,7 @@ class _Survey:
         self.digests: dict[int, bytes] = {}
         self.breaks: dict[int, str] = {}
         log = Log(store)
-        self._segments = log.segments
+        self._segments, self._write = log.segments, partial(write_segment, store)
         slots = [record_slot(info.key) for info in store.list(LOG_PREFIX)]
         for slot in sorted(slot for slot in slots if slot is not None):
             raw = log.raw(slot)
@@ -159,11 +158,6 @@ class _Survey:
             if problem:
                 self.breaks[slot] = problem
         self.known = self.live_of(self.records[max(self.records)]) if self.records else ()
-
-    @property
-    def epoch(self) -> int:
-        """The largest epoch of any record."""
-        return max((record.epoch for record in self.records.values()), default=0)
 
     @property
     def ends(self) -> list[Record]:
@@ -222,7 +216,14 @@ class _Survey:
             new.append(self._made(slot, ("COMMIT", epoch, entry.attempt, live)))
         # The first one last: a log that was mended in part has a hole, and is refused.
         for record in reversed(new):
-            self._put(record)
+            key = record_key(record.slot)
+            try:
+                self.store.put_if_absent(key, encode_record(record))
+            except KeyExistsError:
+                raise CheckpointError(
+                    f"{self.store.url}/{key} was written meanwhile: stop what writes there, then "
+                    "run it again"
+                ) from None
 
     def _filler(self, slot: int) -> Body:
         """A record for a free slot that changes nothing."""
@@ -242,25 +243,11 @@ class _Survey:
         # In a free slot too, the digest of whatever bytes are before it, damaged ones included.
         previous = self.digests[slot - 1] if slot else None
         bare = Record(kind, slot, epoch, write_id, time.time(), attempt, (), previous)
-        record, _ = with_live(bare, LiveSet(live, segments=self._segments), self._write_segment)
+        record, _ = with_live(bare, LiveSet(live, segments=self._segments), self._write)
         problem = record_problem(record, slot=slot)
         assert problem is None, f"a record that mends {problem}"
         self.records[slot], self.digests[slot] = record, record_digest(encode_record(record))
         return record
-
-    def _write_segment(self, ref: SegmentRef, data: bytes) -> None:
-        with contextlib.suppress(KeyExistsError):
-            self.store.put_if_absent(segment_key(ref.digest), data)
-
-    def _put(self, record: Record) -> None:
-        """Write a record, durable on return."""
-        try:
-            self.store.put_if_absent(record_key(record.slot), encode_record(record))
-        except KeyExistsError:
-            raise CheckpointError(
-                f"{self.store.url}/{record_key(record.slot)} was written meanwhile: stop what "
-                "writes there, then run it again"
-            ) from None
 
 
 class _Directories:
@@ -287,8 +274,8 @@ class _Directories:
             self.epoch = max(self.epoch, attempt_epoch(attempt))
             if attempt not in retired:
                 entry = known.get(attempt)
-                checkpoint = self._whole(step, attempt, entry, has_manifest=is_written)
-                whole.update({} if checkpoint is None else {attempt: checkpoint})
+                if checkpoint := self._whole(step, attempt, entry, has_manifest=is_written):
+                    whole[attempt] = checkpoint
         # What needs itself, which no writer of this library has made, is left out, too.
         whole_names = {entry.attempt for entry in _references_first([*whole.values()], ())}
         sound = {name: entry for name, entry in whole.items() if name in whole_names}

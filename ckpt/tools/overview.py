@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any, SupportsIndex
 
 from ckpt.commit.locate import entry_by_path, latest_last, live_entries, state_of
-from ckpt.commit.log import FORMAT_KEY, UNDONE, Log, broken_log, read_format
+from ckpt.commit.log import FORMAT_KEY, UNDONE, Log, read_format
 from ckpt.commit.names import (
     JOBS_PREFIX,
     LOG_PREFIX,
@@ -83,8 +82,7 @@ def history_of(store: Store, count: int | None) -> tuple[Event, ...]:
     first = 0 if count is None else max(0, newest - count + 1)
     # The record before the first has the step of what the first may have retired.
     slots = range(max(0, first - 1), newest + 1)
-    look = partial(record_of, log)
-    records = [*in_order(look, slots, threads=READERS, name="ckpt-log")]
+    records = [*in_order(log.record, slots, threads=READERS, name="ckpt-log")]
     events = events_of(log, records)
     return tuple(event for event in reversed(events) if event.slot >= first)
 
@@ -181,14 +179,6 @@ def events_of(log: Log, records: Sequence[Record]) -> list[Event]:
         )
         before = record
     return events
-
-
-def record_of(log: Log, slot: int) -> Record:
-    """One record of a log. Raises Corrupt when it is damaged or was removed."""
-    try:
-        return log.record(slot)
-    except KeyNotFoundError:
-        raise broken_log(log.store.url, f"slot {slot}: it is missing") from None
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,7 +20,7 @@ from ckpt.commit.records import LiveEntry, Record
 from ckpt.errors import CheckpointError, NoCheckpoint
 from ckpt.telemetry.record import JobRecord, Telemetry, read_jobs
 from ckpt.tools.near_tiers import TierView, tier_views
-from ckpt.tools.overview import READERS, Event, events_of, record_of
+from ckpt.tools.overview import READERS, Event, events_of
 from ckpt.tools.report import Measurements, TrainingRun, run_of, telemetry_of
 from storage import RetryPolicy, StorageError, Store, StoreLike, TransientError, open_store
 from storage.hidden import hides_secrets
@@ -203,7 +203,6 @@ class _ReadSoFar:
     log: Log
     last: Record | None = None
     events: tuple[Event, ...] = ()
-    is_whole: bool = True
     live: tuple[LiveEntry, ...] = ()
     measured: Measurements = field(default_factory=Measurements)
     tries: tuple[tuple[LiveEntry, int], ...] = ()
@@ -211,8 +210,7 @@ class _ReadSoFar:
 
     def run(self, url: str) -> TrainingRun:
         """All of it as a value."""
-        seen = self.events, self.live, self.measured, [*self.jobs.values()]
-        return run_of(url, *seen, is_whole_history=self.is_whole)
+        return run_of(url, self.events, self.live, self.measured, [*self.jobs.values()])
 
     def read_on(self, slot: int, live: Sequence[LiveEntry]) -> _ReadSoFar:
         """With the records up to `slot`: those behind `last`, or the newest if they are many."""
@@ -222,8 +220,7 @@ class _ReadSoFar:
         # The record before the first has the step of what the first may have retired.
         before = [self.last] if self.last is not None and not is_anew else []
         slots = range(first if before else max(0, first - 1), slot + 1)
-        look = partial(record_of, self.log)
-        records = [*before, *in_order(look, slots, threads=READERS, name="ckpt-poll")]
+        records = [*before, *in_order(self.log.record, slots, threads=READERS, name="ckpt-poll")]
         new = tuple(event for event in events_of(self.log, records) if event.slot >= first)
         events = (*(() if is_anew else self.events), *new)[-EVENTS_MAX:]
         seen = {entry.attempt for entry in self.live}
@@ -235,7 +232,6 @@ class _ReadSoFar:
             self,
             last=records[-1],
             events=events,
-            is_whole=events[0].slot == 0,
             live=tuple(live),
             tries=tuple(tries[-FULL_MAX:]),
         )

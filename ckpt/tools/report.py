@@ -226,14 +226,8 @@ def report_of(
         entries, problem = _entries_of(store, live, budget)
         views = tier_views(near, read_format(store)) if near else []
         jobs = [*read_jobs(store, {}).values()]
-    run = run_of(
-        usage.url,
-        events[::-1],
-        live,
-        Measurements().with_telemetry(telemetries),
-        jobs,
-        is_whole_history=len(events) < RECORDS_MAX,
-    )
+    measured = Measurements().with_telemetry(telemetries)
+    run = run_of(usage.url, events[::-1], live, measured, jobs)
     notices = [Notice("bad", problem)] if problem else []
     notices += run.notices(now)
     if usage.unfinished_nbytes:
@@ -366,8 +360,6 @@ def run_of(
     live: Sequence[LiveEntry],
     measured: Measurements,
     jobs: Sequence[JobRecord],
-    *,
-    is_whole_history: bool,
 ) -> TrainingRun:
     """The run that these events, oldest first, the live checkpoints and the jobs tell of."""
     saves = _saves_of(events, live, measured.totals)
@@ -375,7 +367,7 @@ def run_of(
         url=url,
         saves=saves,
         sessions=sum(event.kind == "CLAIM" for event in events),
-        is_whole_history=is_whole_history,
+        is_whole_history=not events or events[0].slot == 0,
         measured=measured,
         jobs=_jobs_of(jobs, saves),
     )

@@ -527,6 +527,7 @@ USED_FROM_OUTSIDE = (
     ("ckpt/screens/serve_http.py", "*", "the servers of the standard library read these"),
     ("ckpt/screens/", "on_broken_pipe writable", "rich and print call these"),
     ("ckpt/screens/pages.py", "*", "templates read these"),
+    ("ckpt/screens/rows.py", "charts_of", "templates call it"),
     (
         "ckpt/tools/",
         "reached_unix at_risk_near at_risk_durable made_unix",

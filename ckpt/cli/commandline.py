@@ -39,6 +39,11 @@ class Option(NamedTuple):
     how: Mapping[str, Any]
     argument: Argument
 
+    @property
+    def is_switch(self) -> bool:
+        """Whether no value follows."""
+        return self.how.get("action") == "store_true"
+
 
 @dataclass(frozen=True, slots=True)
 class Command:

@@ -45,7 +45,7 @@ def words_after(typed: Sequence[str]) -> list[str]:
     options = [] if command is None else command.options
     flag = next((one for one in options if before[-1] in one.names), None)
     choices: Sequence[str]
-    if flag is not None and flag.how.get("action") != "store_true":
+    if flag is not None and not flag.is_switch:
         choices = flag.how.get("choices", ())
     elif word.startswith("-"):
         choices = [name for one in options for name in one.names] + ["-h", "--help"]

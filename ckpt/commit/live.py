@@ -49,7 +49,7 @@ class Segments:
 
     def __init__(self, store: Callable[[], Store]) -> None:
         self._store = store
-        self._known: dict[bytes, _Segment] = {}
+        self._known: dict[bytes, _ReadSegment] = {}
         self._lock = threading.Lock()
 
     def entries(self, ref: SegmentRef) -> tuple[LiveEntry, ...]:
@@ -64,7 +64,7 @@ class Segments:
         """The entries of a segment that refer to an attempt, ascending in slot."""
         return self._of(ref).users.get(attempt, [])
 
-    def _of(self, ref: SegmentRef) -> _Segment:
+    def _of(self, ref: SegmentRef) -> _ReadSegment:
         with self._lock:
             known = self._known.get(ref.digest)
         # Read without the lock, which others must not wait for: at worst two threads read the same.
@@ -73,10 +73,10 @@ class Segments:
             known = self.add(ref, entries)
         return known
 
-    def add(self, ref: SegmentRef, entries: tuple[LiveEntry, ...]) -> _Segment:
+    def add(self, ref: SegmentRef, entries: tuple[LiveEntry, ...]) -> _ReadSegment:
         """Remember a segment that was just read or written."""
         with self._lock:
-            return self._known.setdefault(ref.digest, _Segment(entries))
+            return self._known.setdefault(ref.digest, _ReadSegment(entries))
 
     def keep(self, refs: Sequence[SegmentRef]) -> None:
         """Forget all others."""
@@ -86,7 +86,7 @@ class Segments:
 
 
 @dataclass(frozen=True)
-class _Segment:
+class _ReadSegment:
     """What was read of one, and what is asked of it again and again."""
 
     entries: tuple[LiveEntry, ...]

@@ -67,13 +67,9 @@ class FailedSaves:
         self._last_success_seconds = training.now_seconds()
 
     @property
-    def newest_error(self) -> Exception:
-        """Why the newest save failed."""
-        return self._in_a_row[-1].error
-
-    def is_newest(self, kind: type[Exception]) -> bool:
-        """Whether the newest save failed with such an error."""
-        return bool(self._in_a_row) and isinstance(self.newest_error, kind)
+    def newest_error(self) -> Exception | None:
+        """Why the newest save failed; None where it did not."""
+        return self._in_a_row[-1].error if self._in_a_row else None
 
     def note(self, step: int, error: Exception) -> None:
         """The save of `step` has failed. The coordinator proposes an alarm where one is due."""
@@ -82,18 +78,17 @@ class FailedSaves:
         self._in_a_row.append(failure)
         self._unreported += 1
         self._training.notify(SaveFailed(step, error))
-        is_lasting = isinstance(error, LASTING)
+        is_lasting, outcome = isinstance(error, LASTING), "the training continues"
         if is_lasting:
             self._lasting.append(error)
+            outcome = "this does not go away, so it is raised"
         if self._training.is_coordinator:
             logger.error(
                 "the save of step %d has failed, %d in a row (%s); %s: %s",
                 step,
                 len(self._in_a_row),
                 type(error).__name__,
-                "this does not go away, so it is raised"
-                if is_lasting
-                else "the training continues",
+                outcome,
                 error,
                 extra={"ckpt": {"event": "failed", "step": step, "error": str(error)}},
             )

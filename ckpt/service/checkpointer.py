@@ -57,6 +57,12 @@ logger = logging.getLogger(__name__)
 
 SAVE_DEFAULT: SavePolicy = EverySeconds(1800.0) | OnSignal() | OnPreemption() | AtExit()
 
+# Arguments of `ckpt.async_save`.
+SAVING = (
+    *("snapshot", "host_bytes_max", "replicas", "dedup", "full_every"),
+    *("telemetry", "user", "retry_seconds_max", "io"),
+)
+
 ABANDON_SECONDS = 60.0  # a training that failed waits so long for a save in flight: a guess
 LOST_SAVE_SECONDS = 1.0  # for a save in flight to notice a death that was noticed elsewhere
 
@@ -143,6 +149,7 @@ class Checkpointer:
         retry_seconds_max: float = BACKGROUND_SECONDS,
         io: Io = "auto",
     ) -> None:
+        given = locals()  # while they are the arguments alone
         one_of("when_busy", when_busy, ("wait", "skip"))
         if not isinstance(save, SavePolicy):
             raise TypeError(f"save={save!r}; expected a policy, such as ckpt.EverySteps(1000)")
@@ -156,23 +163,9 @@ class Checkpointer:
         check_order(state, target, "Checkpointer(state, url)", Target)
         refuse_snapshots(state)
         if not isinstance(target, Target):
-            target = UrlTarget(
-                line_of(target, line),
-                process_group,
-                storage_options,
-                unsafe_single_writer,
-                {
-                    "snapshot": snapshot,
-                    "host_bytes_max": host_bytes_max,
-                    "replicas": replicas,
-                    "dedup": dedup,
-                    "full_every": full_every,
-                    "telemetry": telemetry,
-                    "user": user,
-                    "retry_seconds_max": retry_seconds_max,
-                    "io": io,
-                },
-            )
+            saving = {name: given[name] for name in SAVING}
+            place = line_of(target, line), process_group, storage_options, unsafe_single_writer
+            target = UrlTarget(*place, saving)
         tiers = (*tiers, *publishing(publish, target))
         self._signals = Signals(save)
         self._settings = ServiceSettings(
@@ -181,7 +174,7 @@ class Checkpointer:
         self._skips = when_busy == "skip"
         self._hold = target.hold(begin_anew=begin_anew)
         try:
-            self._use(ServiceParts(target, state, self._settings))
+            self._use(ServiceParts(target, state, self._settings, None))
         except BaseException:
             self._hold.end()
             raise
@@ -398,6 +391,7 @@ class Checkpointer:
         self._saves.begin(metric, ("save_now",))
         pending = self._saves.newest
         if pending is None:
+            assert self._failed.newest_error is not None, "a save that is not begun has failed"
             raise self._failed.newest_error
         return pending
 
@@ -499,7 +493,7 @@ class Checkpointer:
             self._saves.begin(None, reasons)
             self._saves.collect(wait=True)
             # The one that finds drifted replicas stores nothing; the next one does.
-            if not self._failed.is_newest(ReplicasDrifted):
+            if not isinstance(self._failed.newest_error, ReplicasDrifted):
                 break
 
     def _stop(self, metric: float | None, deadline_seconds: float) -> None:
@@ -535,10 +529,9 @@ class Checkpointer:
     def _say_unsaved(self, why: str) -> None:
         """Log what is in no checkpoint, at the end."""
         if (calls := self._saves.unsaved_calls()) and self._training.is_coordinator:
-            saved = self.last_saved
             newest = "nothing was saved"
-            if saved is not None:
-                newest = f"the newest checkpoint is step {saved.step}"
+            if self.last_saved is not None:
+                newest = f"the newest checkpoint is step {self.last_saved.step}"
             logger.warning(
                 "%s: %s after step %d, and %s: what %d calls of step did is lost",
                 self._training.target.url,

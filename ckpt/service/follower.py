@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from types import MappingProxyType, TracebackType
+from types import MappingProxyType
 from typing import Any, NamedTuple, SupportsIndex
 
 import torch
@@ -370,12 +370,7 @@ class Follower:
     def __enter__(self) -> Follower:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def __repr__(self) -> str:

@@ -53,16 +53,20 @@ class SaveSchedule:
     def reasons(self, decision: Decision) -> tuple[str, ...]:
         """Why a save is due at this call of `step`; empty when none is."""
         observation = self._observe(decision)
-        reasons = (*self._by_all.reasons(observation), *self._agreed_reasons(decision))
-        if self._decides:
-            reasons = (*reasons, *self._coordinators_reasons(observation))
-        return reasons
+        reasons = self._reasons(decision, observation)
+        return (*reasons, *self._coordinators_reasons(observation)) if self._decides else reasons
 
     def reasons_at_exit(self, decision: Decision) -> tuple[str, ...]:
         """Why the end of the training needs a save. `decision` is what is left to do."""
-        observation = self._observe(decision, closing=True)
-        reasons = (*self._by_all.reasons(observation), *self._agreed_reasons(decision))
+        reasons = self._reasons(decision, self._observe(decision, closing=True))
         return (*reasons, "a signal") if decision.signals else reasons
+
+    def _reasons(self, decision: Decision, observation: Observation) -> tuple[str, ...]:
+        """Those of all ranks: the coordinator's, too, unless a save was begun since it proposed
+        them.
+        """
+        agreed = decision.reasons if decision.valid_at == self._saves_begun else ()
+        return (*self._by_all.reasons(observation), *agreed)
 
     def save_begun(self, now_seconds: float) -> None:
         """A save begins: what was requested until now is done by it."""
@@ -83,15 +87,9 @@ class SaveSchedule:
         steps = progress.step, progress.step if closing else progress.previous_step
         if not self._decides:  # what all ranks decide needs no clock
             return Observation(*steps, signals=self._signals, closing=closing)
-        return Observation(
-            *steps,
-            now_seconds=self._training.now_seconds(),
-            last_save_seconds=self._last_save_seconds,
-            signals=self._signals,
-            closing=closing,
-            cost_seconds=costs.cost_seconds,
-            persist_seconds=costs.persist_seconds,
-        )
+        clock = self._training.now_seconds(), self._last_save_seconds
+        spent = costs.cost_seconds, costs.persist_seconds
+        return Observation(*steps, *clock, self._signals, closing, *spent)
 
     def _coordinators_reasons(self, observation: Observation) -> tuple[str, ...]:
         """Reasons that need a clock. Other ranks do not have them yet, so where there are any the
@@ -106,10 +104,6 @@ class SaveSchedule:
             self._agreement.propose(reasons=reasons, valid_at=self._saves_begun)
             return ()
         return reasons
-
-    def _agreed_reasons(self, decision: Decision) -> tuple[str, ...]:
-        """The coordinator's reasons, unless a save was begun since it proposed them."""
-        return decision.reasons if decision.valid_at == self._saves_begun else ()
 
 
 class Saved(NamedTuple):
@@ -376,10 +370,9 @@ def _outcome(pending: Pending, timeout_seconds: float | None) -> SaveReport | Ex
 
 def _finite(metric: Any) -> float | None:
     """A metric as the log takes it: a training that diverges is still saved, without one."""
-    if metric is None:
-        return None
     number = plain_float(metric)
     if is_finite(number):
         return float(number)
-    logger.warning("the metric is %s; it is saved as none", metric)
+    if metric is not None:
+        logger.warning("the metric is %s; it is saved as none", metric)
     return None

@@ -8,13 +8,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 from ckpt.commit.leases import leases_of
 from ckpt.errors import CheckpointError
-from ckpt.service.retention import (
-    UNMEASURED,
-    KeepRule,
-    RetentionPlan,
-    carry_out,
-    plan_retention,
-)
+from ckpt.service.retention import UNMEASURED, KeepRule, RetentionPlan, carry_out, plan_retention
 from ckpt.service.target import Target
 
 logger = logging.getLogger(__name__)
@@ -49,11 +43,7 @@ class Keeper:
         ranks other than the coordinator.
         """
         session = self._target.session()
-        if session is None:
-            return None
-        state = session.state()
-        line = session.line(state)
-        if line is None:
+        if session is None or (line := session.line(state := session.state())) is None:
             return None
         return plan_retention(state.live, self._rule, now_unix=time.time(), line=line)
 

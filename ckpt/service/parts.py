@@ -87,11 +87,7 @@ class ServiceParts:
     """
 
     def __init__(
-        self,
-        target: Target,
-        state: Any,
-        settings: ServiceSettings,
-        before: ServiceParts | None = None,
+        self, target: Target, state: Any, settings: ServiceSettings, before: ServiceParts | None
     ) -> None:
         training = Training(target, state, target.world(), tuple(settings.observers))
         # What saves cost before is the best guess, until they are measured in the new world.

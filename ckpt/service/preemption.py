@@ -194,14 +194,11 @@ def plan_stop(
     if full is None:
         full = ASSUMED_SECONDS + state_nbytes / ASSUMED_BYTES_PER_SECOND
     full *= SAFETY
-    if in_flight_seconds is None:
-        wait = 0.0
-    elif steps_unsaved:
-        wait = max(0.0, full - in_flight_seconds)
-    else:
-        return StopPlan(max(0.0, left), "nothing", "the save in flight has the last step")
-    if not steps_unsaved:
+    if not steps_unsaved and in_flight_seconds is None:
         return StopPlan(0.0, "nothing", "the last step is saved")
+    if not steps_unsaved:
+        return StopPlan(max(0.0, left), "nothing", "the save in flight has the last step")
+    wait = 0.0 if in_flight_seconds is None else max(0.0, full - in_flight_seconds)
     if left <= 0:
         return StopPlan(0.0, "nothing", "no time is left")
     why = f"{left:.1f} s are left, a save takes up to {full:.1f} s"

@@ -50,13 +50,7 @@ from ckpt.layout.plain import times_changed
 from ckpt.process import GroupContext, this_process
 from ckpt.saving.background import Background, PendingSave
 from ckpt.saving.plan import contents_of
-from ckpt.saving.published import (
-    Fresh,
-    LivePart,
-    Published,
-    others_of,
-    views_of,
-)
+from ckpt.saving.published import Fresh, LivePart, Published, others_of, views_of
 from ckpt.saving.save import save_task
 from ckpt.saving.staging import LentCopy, changed_by_steps
 from ckpt.saving.step_gate import Gate, seen_since, steps
@@ -149,11 +143,10 @@ def _publish(
         root = context.known_root(url, storage_options, unsafe_single_writer)
         if root is None:
             # Whatever is there, an anchor begins a new line.
-            opened = collectively(
-                context.world, "open", lambda: context.store(url, storage_options)
-            )
+            world = context.world
+            opened = collectively(world, "open", lambda: context.store(url, storage_options))
             if serve:
-                collectively(context.world, "serve", lambda: _serve(context, opened, serve, line))
+                collectively(world, "serve", lambda: _serve(context, opened, serve, line))
             this_process.restored(opened, "", on_purpose=False)
         store, session, memory = root or context.open_root(
             url, storage_options, unsafe_single_writer, call
@@ -318,11 +311,9 @@ class Publication:
         options = replace(task.options, in_line=False, publication=attempts, telemetry=False)
         task.memory.published = None  # until it is known what was published
         try:
-            report = save_task(
-                {DELTAS: {f"{task.session.world.rank:05d}": blob}},
-                # Of its own: names and plans of a delta must not replace those of the state.
-                replace(task, options=options, memory=PartMemory()),
-            )
+            # Of its own: names and plans of a delta must not replace those of the state.
+            own = replace(task, options=options, memory=PartMemory())
+            report = save_task({DELTAS: {f"{task.session.world.rank:05d}": blob}}, own)
         except ReferenceRetired:
             return None
         except OutcomeUnknown:
@@ -406,14 +397,12 @@ def publishing(wanted: object, target: Target) -> tuple[Publishing, ...]:
     if not isinstance(target, UrlTarget):
         raise TypeError("publish= goes with a url; this Target saves in its own way")
     # From the signature, so that `publish` and `Checkpointer(publish=)` cannot differ in a default.
-    defaults: dict[str, Any] = {
-        name: one.default for name, one in signature(publish).parameters.items()
-    }
+    parameters = signature(publish).parameters.items()
+    defaults: dict[str, Any] = {name: one.default for name, one in parameters}
     # The Checkpointer has its own of these.
     del defaults["process_group"], defaults["step"]
     own: dict[str, Any] = {"url": target.where, "line": PUBLISHED}
-    own |= {"storage_options": target.storage_options}
-    own |= {"unsafe_single_writer": target.unsafe_single_writer}
+    own |= {name: getattr(target, name) for name in ("storage_options", "unsafe_single_writer")}
     if unknown := sorted(given.keys() - (defaults.keys() - own.keys())):
         raise TypeError(f"publish= has {', '.join(map(repr, unknown))}, which is for ckpt.publish")
     saving = {name: target.saving[name] for name in ("retry_seconds_max", "io", "user")}
@@ -455,10 +444,8 @@ class Publications(TierSaves):
             assert isinstance(target, UrlTarget)
             shared = this_process.of_group(target.process_group)
             # Saves hold rounds in the world of the process at any time.
-            world = shared.world.duplicate()
-            self._context = GroupContext(
-                shared.group, shared.everyone, world, shared.registry, Background(world)
-            )
+            world, group = shared.world.duplicate(), (shared.group, shared.everyone)
+            self._context = GroupContext(*group, world, shared.registry, Background(world))
         return self._context
 
     def collect(self, *, wait: bool, timeout_seconds: float = math.inf) -> None:

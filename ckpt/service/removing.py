@@ -73,19 +73,13 @@ def rule_of(
         rules += [] if younger is None else [KeepYounger(younger)]
         if best is not None:
             count, mode = best if isinstance(best, tuple) else (best, "min")
-            rules.append(
-                KeepBest(
-                    count,
-                    mode=cast(Literal["min", "max"], mode),
-                    unmeasured="retire" if retire_unmeasured else "keep",
-                )
-            )
+            unmeasured: Literal["retire", "keep"] = "retire" if retire_unmeasured else "keep"
+            rules.append(KeepBest(count, cast(Literal["min", "max"], mode), unmeasured))
     except (TypeError, ValueError) as error:
         raise InvalidArgument(str(error)) from error
     if not rules:
-        raise InvalidArgument(
-            "a rule is needed: keep_last=, keep_every=, keep_best= or keep_younger="
-        )
+        needed = "keep_last=, keep_every=, keep_best= or keep_younger="
+        raise InvalidArgument(f"a rule is needed: {needed}")
     return reduce(or_, rules)
 
 
@@ -215,8 +209,7 @@ def one_step(step: SupportsIndex | None, attempt: str) -> int | None:
     """`step` as an int. Raises InvalidArgument where neither it nor `attempt` is given."""
     if step is None and not attempt:
         raise InvalidArgument("which checkpoint? give step= or attempt=")
-    number: int | None = plain_int(step)
-    return number
+    return cast("int | None", plain_int(step))
 
 
 def chosen(store: Store, state: LogState, step: int | None, attempt: str) -> LiveEntry:
@@ -230,8 +223,7 @@ def chosen(store: Store, state: LogState, step: int | None, attempt: str) -> Liv
         is_known = choices and step is not None
         there = f"it has {choices}" if is_known else f"the root has steps {steps[-10:]}"
         words = [f"checkpoint {attempt}"] * bool(attempt) + [f"step {step}"] * (step is not None)
-        wanted = " of ".join(words)
-        raise NoCheckpoint(f"{store.url} has no {wanted}; {there}")
+        raise NoCheckpoint(f"{store.url} has no {' of '.join(words)}; {there}")
     if len(matching) > 1:
         raise CheckpointError(
             f"{store.url} has {len(matching)} checkpoints of step {step}; choose one by its "

@@ -10,7 +10,7 @@ import json
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple, Protocol, cast
 
 from ckpt.commit.locate import ResumePoint, file_keys, locate, of_step, resumable
@@ -200,10 +200,7 @@ def restore_latest(
     if not candidates and is_latest:
         if from_ is None:
             return None
-        one = target.load_from(state, from_, from_options or {})
-        return RestoreReport(
-            one.step, one.attempt, one.loaded, (), one.nbytes_read, one.spans, "elsewhere"
-        )
+        return _report("elsewhere", target.load_from(state, from_, from_options or {}))
     skipped: list[Skipped] = []
     any_durable = False
     # A target of the caller's own may know nothing of them.
@@ -220,8 +217,12 @@ def restore_latest(
                 target.resumed(resumes.attempt, on_purpose=resumes.on_purpose)
             if tiers is not None:
                 tiers.restored(candidate)
-            reached = tiers.reached if tiers is not None and is_latest else None
-            return _report(candidate, result, skipped, reached)
+            report = _report("durable" if is_durable else "near", result, skipped)
+            if tiers is None or not is_latest or tiers.reached is None:
+                return report
+            until, reached = tiers.reached
+            lost = max(until - candidate.saved_unix, 0.0)
+            return replace(report, reached_step=max(reached, result.step), seconds_lost=lost)
         skipped.append(Skipped(candidate.step, candidate.attempt, result))
         if world.rank == 0:
             logger.warning("step %d (%s) is skipped: %s", *skipped[-1])
@@ -239,30 +240,13 @@ def restore_latest(
             "\nThere is no durable checkpoint yet. Start the job on the hosts that it had; if they "
             "are lost, remove the near directory from all hosts, and it begins anew"
         )
-    raise NoCheckpoint(
-        f"{target.store().url} has no {requested} that can be loaded whole{''.join(reasons)}"
-        f"{next_move}"
-    )
+    why = f"that can be loaded whole{''.join(reasons)}{next_move}"
+    raise NoCheckpoint(f"{target.store().url} has no {requested} {why}")
 
 
-def _report(
-    candidate: Restorable,
-    result: LoadReport,
-    skipped: Sequence[Skipped],
-    reached: tuple[float, int] | None,
-) -> RestoreReport:
-    return RestoreReport(
-        result.step,
-        result.attempt,
-        result.loaded,
-        tuple(skipped),
-        result.nbytes_read,
-        result.spans,
-        "durable" if isinstance(candidate, _Durable) else "near",
-        int(result.counters.get(BYTES_AWAY, 0)),
-        None if reached is None else max(reached[1], result.step),
-        None if reached is None else max(reached[0] - candidate.saved_unix, 0.0),
-    )
+def _report(origin: Origin, one: LoadReport, skipped: Sequence[Skipped] = ()) -> RestoreReport:
+    read, away = (one.nbytes_read, one.spans), int(one.counters.get(BYTES_AWAY, 0))
+    return RestoreReport(one.step, one.attempt, one.loaded, tuple(skipped), *read, origin, away)
 
 
 def _candidates(
@@ -316,9 +300,8 @@ def _newest_first(store: Store, step: int | None, attempt: str) -> _Listing:
     if is_latest and (text := log.uncommitted_text(store.url)):
         logger.warning(text)
     entries = resumable(log.live) if is_latest else of_step(log.live, step)
-    rows = [
-        (e.step, e.attempt, e.slot, e.committed_unix) for e in entries if attempt in ("", e.attempt)
-    ]
+    entries = [entry for entry in entries if attempt in ("", entry.attempt)]
+    rows = [(e.step, e.attempt, e.slot, e.committed_unix) for e in entries]
     return _Listing(root, log.epoch, rows)
 
 

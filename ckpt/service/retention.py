@@ -195,22 +195,16 @@ class KeepBest(KeepRule):
         object.__setattr__(self, "count", checked_count(self.count, f"KeepBest({self.count!r})"))
         if self.mode not in ("min", "max"):
             raise ValueError(f"KeepBest(mode={self.mode!r}): expected 'min' or 'max'")
+        shown = f"KeepBest(unmeasured={self.unmeasured!r})"
         if self.unmeasured not in ("keep", "retire"):
-            raise ValueError(
-                f"KeepBest(unmeasured={self.unmeasured!r}): expected 'keep' or 'retire'"
-            )
+            raise ValueError(f"{shown}: expected 'keep' or 'retire'")
 
     def kept(self, candidates: Sequence[LiveEntry], now_unix: float) -> Reasons:
         sign = 1.0 if self.mode == "min" else -1.0
-        measured = [
-            (sign * entry.metric, -entry.slot, entry)
-            for entry in candidates
-            if entry.metric is not None
-        ]
-        # Not by the third item: entries have no order.
-        best = heapq.nsmallest(self.count, measured, key=lambda item: item[:2])
+        measured = [(e.metric, e) for e in candidates if e.metric is not None]
+        best = heapq.nsmallest(self.count, measured, lambda one: (sign * one[0], -one[1].slot))
         text = f"one of the best {self.count} ({self.mode})"
-        kept: Reasons = {entry.attempt: (f"{text}: {entry.metric:g}",) for _, _, entry in best}
+        kept: Reasons = {entry.attempt: (f"{text}: {metric:g}",) for metric, entry in best}
         if self.unmeasured == "keep":
             kept |= {e.attempt: (UNMEASURED,) for e in candidates if e.metric is None}
         return kept
@@ -243,11 +237,8 @@ class KeepYounger(KeepRule):
 
     def kept(self, candidates: Sequence[LiveEntry], now_unix: float) -> Reasons:
         ages = _ages(candidates, now_unix, self.seconds)
-        return {
-            entry.attempt: (f"{ages[entry.attempt]:.0f} s old",)
-            for entry in candidates
-            if ages[entry.attempt] < self.seconds
-        }
+        kept = [(name, age) for name, age in reversed(ages.items()) if age < self.seconds]
+        return {name: (f"{age:.0f} s old",) for name, age in kept}
 
     def jumps(self, candidates: Sequence[LiveEntry]) -> tuple[str, ...]:
         return tuple(
@@ -410,11 +401,9 @@ def _independent(entries: Sequence[LiveEntry], kept: Reasons) -> Reasons:
 def _protected(entries: Sequence[LiveEntry]) -> list[tuple[str, str]]:
     """What no rule may give up. `entries` are in the order of their commits."""
     protected = [(entry.attempt, "pinned") for entry in entries if entry.pinned]
-    latest = latest_of(entries)
-    if latest is not None:
+    if (latest := latest_of(entries)) is not None:
         protected.append((latest.attempt, "the latest"))
-    verified = [entry for entry in entries if entry.verified]
-    if verified:
+    if verified := [entry for entry in entries if entry.verified]:
         protected.append((verified[-1].attempt, "the last one that was verified"))
     return protected
 

@@ -29,14 +29,7 @@ from statistics import median
 from typing import TypeVar
 
 from ckpt.errors import Corrupt
-from ckpt.near.parity import (
-    Parity,
-    ParityGroup,
-    files_in,
-    read_chunk,
-    read_parity,
-    xor_into,
-)
+from ckpt.near.parity import Parity, ParityGroup, files_in, read_chunk, read_parity, xor_into
 from ckpt.near.placement import Hosts
 from ckpt.near.records import NearFile
 from ckpt.near.tier import Tier, has_file, refuse_fenced
@@ -84,39 +77,27 @@ class _Peer:
         self._until = 0.0
         self._failure = ""
 
-    def refuse_silent(self) -> None:
-        """Raise StorageError while it is left alone: else every near save would wait for it."""
-        left = self._until - time.monotonic()
-        if left > 0:
+    def run(self, work: Callable[[Store], T]) -> T:
+        """What `work` does with its store. Raises StorageError, also while it is left alone: else
+        every near save would wait for it.
+        """
+        if (left := self._until - time.monotonic()) > 0:
             raise StorageError(
                 f"{self.store.url} took no copy, and is tried again in {left:.0f} s: "
                 f"{self._failure}"
             )
-
-    def run(self, work: Callable[[Store], T]) -> T:
-        """What `work` does with its store. Raises StorageError, also while it is left alone."""
-        self.refuse_silent()
         try:
             result = work(self.store)
-        except StorageError as error:
-            # A host that is full, or refuses, costs no time: only slow or silent ones are left
-            # alone for a while.
-            if isinstance(error, TransientError | TooSlowError):
-                self.failed(error)
+        # A host that is full, or refuses, costs no time: only slow or silent ones are left alone
+        # for a while.
+        except (TransientError, TooSlowError) as error:
+            first, longest = PAUSES_SECONDS
+            self._pause_seconds = min(longest, max(first, 2 * self._pause_seconds))
+            self._until = time.monotonic() + self._pause_seconds
+            self._failure = f"{error!s:.300}"
             raise
-        self.answered()
-        return result
-
-    def failed(self, error: Exception) -> None:
-        """It gave no answer, or was too slow."""
-        first, longest = PAUSES_SECONDS
-        self._pause_seconds = min(longest, max(first, 2 * self._pause_seconds))
-        self._until = time.monotonic() + self._pause_seconds
-        self._failure = f"{error!s:.300}"
-
-    def answered(self) -> None:
-        """It has taken what it was sent."""
         self._pause_seconds = self._until = 0.0
+        return result
 
 
 class CopyPace:
@@ -187,14 +168,11 @@ class Copies:
         by a later epoch than `epoch`, Corrupt when one has other bytes than it was sent.
         """
         until = time.monotonic() + SEND_SECONDS_MAX
-        return sum(
-            in_order(
-                lambda peer: peer.run(lambda to: self._send_to(to, prefix, files, epoch, until)),
-                self._peers,
-                threads=len(self._peers),
-                name="ckpt-copies",
-            )
-        )
+
+        def send(peer: _Peer) -> int:
+            return peer.run(lambda to: self._send_to(to, prefix, files, epoch, until))
+
+        return sum(in_order(send, self._peers, threads=len(self._peers), name="ckpt-copies"))
 
     def _send_to(
         self, to: Store, prefix: str, files: Sequence[NearFile], epoch: int, until: float

@@ -139,9 +139,5 @@ def _by_rack(racks: Mapping[str, str]) -> list[str]:
 
 def sharing_racks(racks: Mapping[str, str], copies: Mapping[str, tuple[str, ...]]) -> list[str]:
     """The hosts that have two copies of their files in one rack, as far as racks are known."""
-    shared = []
-    for host, others in copies.items():
-        known = [racks[one] for one in (host, *others) if racks[one]]
-        if len(set(known)) < len(known):
-            shared.append(host)
-    return shared
+    known = {host: [racks[h] for h in (host, *hs) if racks[h]] for host, hs in copies.items()}
+    return [host for host, own in known.items() if len(set(own)) < len(own)]

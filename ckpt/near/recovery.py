@@ -25,13 +25,7 @@ from ckpt.format.manifest_codec import decode_manifest
 from ckpt.layout.memory import gc_paused
 from ckpt.loading.exchange import Origins
 from ckpt.loading.load import LoadOptions, LoadReport, load_located
-from ckpt.near.parity import (
-    Parity,
-    Rebuild,
-    RebuiltStore,
-    decode_parity,
-    rebuilds_of,
-)
+from ckpt.near.parity import Parity, Rebuild, RebuiltStore, decode_parity, rebuilds_of
 from ckpt.near.peers import open_copies
 from ckpt.near.placement import Hosts
 from ckpt.near.records import NearRecord, decode_near_record, encode_near_record
@@ -227,15 +221,9 @@ def load_near(state: Any, candidate: NearCandidate, options: Mapping[str, Any]) 
         if sound.problem or sound == candidate:
             raise
         if world.rank == 0:
-            logger.warning(
-                "near step %d is loaded again, from other copies: %s", sound.record.head.step, error
-            )
+            text = "near step %d is loaded again, from other copies: %s"
+            logger.warning(text, candidate.step, error)
     return _load(state, sound, options)
-
-
-def _load(state: Any, candidate: NearCandidate, options: Mapping[str, Any]) -> LoadReport:
-    with _rebuilding(candidate) as whole:
-        return _load_whole(state, whole, options)
 
 
 @contextmanager
@@ -253,11 +241,8 @@ def _rebuilding(candidate: NearCandidate) -> Iterator[NearCandidate]:
         for name in hosts.names
     }
     if hosts.world.rank == 0:
-        logger.warning(
-            "near step %d: the files of %d lost or damaged hosts are rebuilt from parity",
-            candidate.step,
-            len(rebuilds),
-        )
+        text = "near step %d: the files of %d lost or damaged hosts are rebuilt from parity"
+        logger.warning(text, candidate.step, len(rebuilds))
     copies = open_copies(hosts.world, hosts, others, candidate.near)
     try:
         tier = hosts.tier
@@ -268,6 +253,11 @@ def _rebuilding(candidate: NearCandidate) -> Iterator[NearCandidate]:
         hosts.world.gather("near rebuilt", b"")
     finally:
         copies.close()
+
+
+def _load(state: Any, candidate: NearCandidate, options: Mapping[str, Any]) -> LoadReport:
+    with _rebuilding(candidate) as whole:
+        return _load_whole(state, whole, options)
 
 
 def _load_whole(state: Any, candidate: NearCandidate, options: Mapping[str, Any]) -> LoadReport:
@@ -284,14 +274,13 @@ def _load_whole(state: Any, candidate: NearCandidate, options: Mapping[str, Any]
     # What is rebuilt is read in one way only.
     is_plain_disk = not (tier.is_in_memory or candidate.rebuilds)
     path = read_path(tier.files, "auto" if is_plain_disk else "buffered")
+    resize, stacks = options.get("resize"), options.get("stacks") or {}
     return load_located(
         state,
         store=tier.files,
         world=world,
         located=(record.prefix, manifest),
-        options=LoadOptions(
-            stacks=options.get("stacks") or {}, path=path, resize=options.get("resize")
-        ),
+        options=LoadOptions(stacks=stacks, path=path, resize=resize),
         origins=Origins(hosts.ranks_of(own_host), owners),
     )
 
@@ -323,8 +312,8 @@ def _checked(candidate: NearCandidate) -> NearCandidate:
         [home for home in homes if (home, rank) not in bad and rank not in rebuilt]
         for rank, homes in enumerate(candidate.homes)
     ]
-    how = (candidate.near, candidate.has_parity)
-    return NearCandidate.of(hosts, candidate.record, homes, *how)
+    near, has_parity = candidate.near, candidate.has_parity
+    return NearCandidate.of(hosts, candidate.record, homes, near, has_parity)
 
 
 def _reader_at(hosts: Hosts, homes: Sequence[str], rank: int, user: int) -> int:
@@ -358,9 +347,8 @@ def _manifest(candidate: NearCandidate) -> Manifest:
         headers = {header for header, _ in pairs}
         if len(headers) != 1:
             raise Corrupt(f"near files of step {record.head.step} are of {len(headers)} attempts")
-        parts = sorted(
-            (decode_part(data) for _, data in pairs), key=lambda part: part.structure.first_rank
-        )
+        parts = [decode_part(data) for _, data in pairs]
+        parts.sort(key=lambda part: part.structure.first_rank)
         header = Header.model_validate_json(headers.pop())
         return build_manifest(header, parts).data
 

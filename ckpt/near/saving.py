@@ -15,6 +15,7 @@ import operator
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from ckpt.commit.names import plain_int, step_prefix
@@ -33,14 +34,7 @@ from ckpt.near.value import Near
 from ckpt.saving.background import Background, PendingSave
 from ckpt.saving.image import MIB, FilePlan, Staging, WritePath, part_count
 from ckpt.saving.save import flattened
-from ckpt.saving.staging import (
-    BufferNeed,
-    LentCopy,
-    Snapshot,
-    Staged,
-    planned_files,
-    stage,
-)
+from ckpt.saving.staging import BufferNeed, LentCopy, Snapshot, Staged, planned_files, stage
 from ckpt.saving.task import Attempt, PartMemory, SaveOptions, SaveReport, SaveTask, header_of
 from ckpt.service.restore import Restorable, TierRestorable
 from ckpt.service.tiers import RecordNumbers
@@ -272,9 +266,7 @@ class NearSaves:
         """Whether every host has room for one more state of its own ranks, besides the generations
         of all that it keeps. Raises ValueError when these do not fit.
         """
-        ranks_of: dict[str, list[int]] = {}
-        for rank, name in enumerate(self.hosts.names):
-            ranks_of.setdefault(name, []).append(rank)
+        ranks_of = {name: self.hosts.ranks_of(name) for name in self.hosts.names}
         own = {name: sum(needs[rank] for rank in ranks) for name, ranks in ranks_of.items()}
         kept, bytes_max = dict(own), plain_int(self._near.bytes_max)
         for name, others in copies.items():
@@ -323,10 +315,7 @@ class NearSaves:
         return SaveTask(self.session, self._store, self._memory, step, options)
 
     def _publish(
-        self,
-        task: SaveTask,
-        modules: Callable[[], Sequence[str]],
-        write: Callable[[Attempt], Part],
+        self, task: SaveTask, modules: Callable[[], Sequence[str]], write: Callable[[Attempt], Part]
     ) -> SaveReport:
         """Agree on an attempt, let every rank `write` its share, and record what all have written.
 
@@ -389,12 +378,9 @@ class NearSaves:
         if copies is None:
             return
         prefix, files = step_prefix(header.step, header.attempt), _files_of(part)
+        send = partial(copies.send, prefix, files, epoch=self.session.epoch)
         with task.recorder.span("copies"):
-            nbytes = collectively(
-                task.session.world,
-                "near copies",
-                lambda: copies.send(prefix, files, epoch=self.session.epoch),
-            )
+            nbytes = collectively(task.session.world, "near copies", send)
         task.recorder.count(BYTES_COPIED, nbytes)
         self._copied_nbytes = nbytes
 
@@ -402,11 +388,8 @@ class NearSaves:
         """Delete all attempts but `kept`: every rank its own files, the first of a host the rest,
         such as those of ranks that a world before had.
         """
-        rank, epoch = self.session.world.rank, self.session.epoch
-        if self.hosts.is_first:
-            self.tier.drop(kept, epoch=epoch)
-        else:
-            self.tier.drop(kept, epoch=epoch, rank=rank)
+        rank = None if self.hosts.is_first else self.session.world.rank
+        self.tier.drop(kept, epoch=self.session.epoch, rank=rank)
         self._kept = set(kept)
 
     def _commit(self, task: SaveTask, header: Header, part: Part) -> SaveReport:
@@ -433,17 +416,10 @@ class NearSaves:
         with task.recorder.span("commit"):
             record, passed = self._record(header.step, header.attempt, files, totals)
         self._safe = header.attempt
-        summary = SaveTotals.model_validate_json(passed)
-        return SaveReport(
-            step=header.step,
-            attempt=header.attempt,
-            path=f"{self.tier.store.url}/{record.prefix}".rstrip("/"),
-            nbytes=summary.nbytes,
-            warnings=(),
-            totals=summary,
-            spans=task.recorder.spans(),
-            counters=task.recorder.counters(),
-        )
+        totals_of_all, took = SaveTotals.model_validate_json(passed), task.recorder
+        path = f"{self.tier.store.url}/{record.prefix}".rstrip("/")
+        about = (header.step, header.attempt, path, totals_of_all.nbytes)
+        return SaveReport(*about, (), totals_of_all, spans=took.spans(), counters=took.counters())
 
     def _record(
         self,

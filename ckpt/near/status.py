@@ -67,15 +67,8 @@ def encode_status(status: TierStatus) -> bytes:
     """The bytes of STATUS. Raises ValueError for a status that makes no sense."""
     if problem := _problem(status):
         raise ValueError(f"status: {problem}")
-    data = _FIELDS.pack(
-        STATUS_MAGIC,
-        STATUS_VERSION,
-        status.epoch,
-        status.step,
-        status.near_step,
-        status.time_unix,
-        status.near_unix,
-    )
+    steps, times = (status.step, status.near_step), (status.time_unix, status.near_unix)
+    data = _FIELDS.pack(STATUS_MAGIC, STATUS_VERSION, status.epoch, *steps, *times)
     return data + struct.pack("<I", crc32c(data))
 
 

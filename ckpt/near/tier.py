@@ -17,7 +17,7 @@ import logging
 import os
 import re
 import secrets
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 
 from ckpt.commit.names import STEPS_PREFIX, attempt_epoch, parse_step_key
 from ckpt.errors import CheckpointError, Corrupt, Fenced, NoCheckpoint
@@ -181,26 +181,19 @@ class Tier:
         Raises Corrupt, KeyNotFoundError.
         """
         opened, head = [], record.head
-        for file in record.files:
-            if file.rank == rank:
-                key = record.prefix + file.name
-                where = f"{self.store.url}/{key}"
-                one = open_file(self.files, key, file.name, file.nbytes)
-                header = one.place.header
-                named = (
-                    header.root,
-                    header.attempt,
-                    header.step,
-                    header.world_size,
-                    one.place.rank,
-                )
-                if named != (head.root, head.attempt, head.step, head.world_size, rank):
-                    raise Corrupt(f"{where}: says it is {named}")
-                if one.described.seal != file.seal:
-                    raise Corrupt(f"{where}: its checksums are not those of the record")
-                if with_blocks:
-                    check_blocks(self.files, key, one.described)
-                opened.append(one)
+        for file in [file for file in record.files if file.rank == rank]:
+            key = record.prefix + file.name
+            where = f"{self.store.url}/{key}"
+            one = open_file(self.files, key, file.name, file.nbytes)
+            own = one.place.header
+            named = (own.root, own.attempt, own.step, own.world_size, one.place.rank)
+            if named != (head.root, head.attempt, head.step, head.world_size, rank):
+                raise Corrupt(f"{where}: says it is {named}")
+            if one.described.seal != file.seal:
+                raise Corrupt(f"{where}: its checksums are not those of the record")
+            if with_blocks:
+                check_blocks(self.files, key, one.described)
+            opened.append(one)
         if problems := contradictions(opened):
             raise Corrupt("; ".join(problems))
         return opened
@@ -234,10 +227,11 @@ class Tier:
             self.forget(kept, epoch=epoch)
         own = "" if rank is None else f"rank{rank:05d}-"
         # Records went first: a crash in between leaves files that no record names.
-        for key, attempt in self._files():
-            if not key.rpartition("/")[2].startswith(own):
+        for key in [info.key for info in self.store.list(STEPS_PREFIX)]:
+            _, attempt, name = parse_step_key(key) or (0, "", "")
+            if not attempt or attempt in kept or not name.startswith(own):
                 continue
-            if attempt not in kept and attempt_epoch(attempt) <= epoch:
+            if attempt_epoch(attempt) <= epoch:
                 self.store.delete(key)
 
     def forget(self, kept: Collection[str] = (), *, epoch: int) -> None:
@@ -255,13 +249,6 @@ class Tier:
     def sweep_unfinished(self) -> None:
         """Remove what dead processes left half written; no rank of this host may be writing."""
         self.store.abort_unfinished("")
-
-    def _files(self) -> Iterator[tuple[str, str]]:
-        """The data files here, each with its attempt."""
-        for info in list(self.store.list(STEPS_PREFIX)):
-            parsed = parse_step_key(info.key)
-            if parsed is not None:
-                yield info.key, parsed[1]
 
     def close(self) -> None:
         """Close the files that are open."""

@@ -151,13 +151,9 @@ class NearTraining(TierSaves):
             session = training.target.ranked_session()
             hosts = self._hosts_of(session.root)
             saves = NearSaves(self._near, hosts, session, self._saving, self._numbers)
+            how = {"allow_fewer": self._has_restored, "shares_stage": self.shares_stage}
             try:
-                saves.open(
-                    training.state,
-                    restored,
-                    allow_fewer=self._has_restored,
-                    shares_stage=self.shares_stage,
-                )
+                saves.open(training.state, restored, **how)
             except BaseException:
                 saves.close()
                 raise
@@ -167,11 +163,7 @@ class NearTraining(TierSaves):
     def _hosts_of(self, root: str) -> Hosts:
         """The tier of this host, and who shares it. Collective."""
         if self._hosts is None or self._hosts.tier.root != root:
-            world, path, durable = (
-                self._training.world,
-                self._near.path,
-                self._training.target.store(),
-            )
-            tier = collectively(world, "near tier", lambda: Tier(path, root, durable))
+            world, durable = self._training.world, self._training.target.store()
+            tier = collectively(world, "near tier", lambda: Tier(self._near.path, root, durable))
             self._hosts = Hosts.of(world, tier)
         return self._hosts

@@ -416,10 +416,17 @@ class NearSaves:
         with task.recorder.span("commit"):
             record, passed = self._record(header.step, header.attempt, files, totals)
         self._safe = header.attempt
-        totals_of_all, took = SaveTotals.model_validate_json(passed), task.recorder
-        path = f"{self.tier.store.url}/{record.prefix}".rstrip("/")
-        about = (header.step, header.attempt, path, totals_of_all.nbytes)
-        return SaveReport(*about, (), totals_of_all, spans=took.spans(), counters=took.counters())
+        summary = SaveTotals.model_validate_json(passed)
+        return SaveReport(
+            step=header.step,
+            attempt=header.attempt,
+            path=f"{self.tier.store.url}/{record.prefix}".rstrip("/"),
+            nbytes=summary.nbytes,
+            warnings=(),
+            totals=summary,
+            spans=task.recorder.spans(),
+            counters=task.recorder.counters(),
+        )
 
     def _record(
         self,

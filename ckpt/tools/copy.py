@@ -98,14 +98,12 @@ def _relay_files(
         if there is None:
             relay = partial(relay_file, tiles=tiles_of(index), threads=threads, add=meter.add)
             once_more(partial(relay, source, key, target, target_key))
-        elif (
-            np.array_equal(there.checksums, index.checksums)
-            and there.extra_checksums == index.extra_checksums
-        ):
-            meter.add(nbytes, is_new=False)
-        else:
+            continue
+        is_same = np.array_equal(there.checksums, index.checksums)
+        if not is_same or there.extra_checksums != index.extra_checksums:
             # The same header with other checksums: one of the two was tampered with.
             raise is_another_file(target, target_key)
+        meter.add(nbytes, is_new=False)
 
 
 # A whole root -------------------------------------------------------------------------------
@@ -129,14 +127,11 @@ def copy_root(
     # An encoded target binds every object to the root's id, and FORMAT, which tells it, comes last.
     target.begin_root(root)
     records, segments = _records(root, copied)
-    meter = Meter(sum(manifest.own_nbytes for _, manifest in copied), progress)
+    nbytes = sum(manifest.own_nbytes for _, manifest in copied)
+    meter = Meter(nbytes, progress)
     # References lead to step directories that are copied too, under the names that they have.
-    files = [
-        entry.prefix + name
-        for entry, manifest in copied
-        for name in manifest.files
-        if not is_reference(name)
-    ]
+    every = ((entry, name) for entry, manifest in copied for name in manifest.files)
+    files = [entry.prefix + name for entry, name in every if not is_reference(name)]
     log = [*segments, *((record_key(record.slot), encode_record(record)) for record in records)]
     last = encode_format(root)
     others = (*files, *(entry.prefix + MANIFEST_NAME for entry in live), *(key for key, _ in log))
@@ -146,14 +141,8 @@ def copy_root(
             _relay_files(source, prefix, manifest, target, prefix, threads=threads, meter=meter)
         manifests = ((entry.prefix + MANIFEST_NAME, manifest.data) for entry, manifest in copied)
         end(target, files, chain(manifests, log, [(FORMAT_KEY, last)]))
-    return CopyReport(
-        source=source.url,
-        target=target.url,
-        steps=tuple(entry.step for entry in live),
-        files=len(files),
-        nbytes=sum(manifest.own_nbytes for _, manifest in copied),
-        nbytes_written=meter.written,
-    )
+    steps = tuple(entry.step for entry in live)
+    return CopyReport(source.url, target.url, steps, len(files), nbytes, meter.written)
 
 
 def _manifest_of(source: Store, entry: LiveEntry, budget: MetadataBudget) -> Manifest:
@@ -215,7 +204,6 @@ def _records(
         slot = len(records)
         nbytes = manifest.own_nbytes + entry.manifest_nbytes
         line = lines.setdefault(entry.line, slot)
-        entry = replace(entry, slot=slot, line=line, nbytes=nbytes)
-        live = live.put(entry)
+        live = live.put(replace(entry, slot=slot, line=line, nbytes=nbytes))
         live = append(live, "COMMIT", epoch, entry.attempt, created_unix)
     return records, list(segments.items())

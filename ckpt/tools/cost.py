@@ -316,7 +316,7 @@ def cost_report(
     if bandwidth and "persist_seconds" in given:
         raise InvalidArgument("bandwidth= determines persist_seconds=: give one of them")
     of_model = [f"{name}=" for name, value in model._asdict().items() if value]
-    report, measured = None, None
+    url, measured = "", None
     if read is None:
         needed = {"params": model.params, "ranks": given.get("ranks")}
         if missing := [f"{name}=" for name, value in needed.items() if value is None]:
@@ -333,16 +333,15 @@ def cost_report(
         raise InvalidArgument(f"{of_model[0]} goes without a url: a root has its own size")
     else:
         report = read()
-        measured = measured_of(report)
+        url, measured = report.url, measured_of(report)
         if measured is None:
             raise CheckpointError(
-                f"{report.url}: no checkpoint there says how its save went; give params= and "
-                "ranks= instead of a url"
+                f"{url}: no checkpoint there says how its save went; give params= and ranks= "
+                "instead of a url"
             )
         load = replace(measured.workload, **given)
     if bandwidth:
         load = replace(load, persist_seconds=load.nbytes / bandwidth)
-    url = "" if report is None else report.url
     return CostReport(url, load, measured, model, prices, cost_of(load, prices))
 
 

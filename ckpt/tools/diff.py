@@ -26,7 +26,7 @@ from ckpt.convert.targets.files import Progress
 from ckpt.errors import CheckpointError
 from ckpt.format.checksum import joined_crc32c
 from ckpt.format.codec import encode_values
-from ckpt.format.manifest import Manifest
+from ckpt.format.manifest import Int64s, Manifest
 from ckpt.layout.dtypes import DTYPES, torch_dtype
 from ckpt.layout.region import Shape, Span
 from ckpt.loading.checkpoint import Checkpoint
@@ -276,12 +276,12 @@ def _differing_spans(one: Checkpoint, at_a: int, other: Checkpoint, at_b: int) -
     if not (a.is_sealed and b.is_sealed):  # another library's has no checksums
         return (Span(0, numel),)
     # A block of a box is no run of the tensor's row-major order: only equal boxes are comparable.
-    sums_a, sums_b = _checksums(one, at_a), _checksums(other, at_b)
-    if _boxed(a, at_a) or _boxed(b, at_b):
+    chunks_a, chunks_b = a.chunks.of_tensor(at_a), b.chunks.of_tensor(at_b)
+    sums_a, sums_b = one.sums.of_chunks(chunks_a), other.sums.of_chunks(chunks_b)
+    if (a.chunks.box[[*chunks_a]] >= 0).any() or (b.chunks.box[[*chunks_b]] >= 0).any():
         same = (
             a.header.block_bytes == b.header.block_bytes
-            and [*map(a.region, a.chunks.of_tensor(at_a))]
-            == [*map(b.region, b.chunks.of_tensor(at_b))]
+            and [*map(a.region, chunks_a)] == [*map(b.region, chunks_b)]
             and np.array_equal(sums_a, sums_b)
         )
         return () if same else (Span(0, numel),)
@@ -294,9 +294,7 @@ def _differing_spans(one: Checkpoint, at_a: int, other: Checkpoint, at_b: int) -
     stops_b = np.searchsorted(ends_b, common) + 1
     spans: list[Span] = []
     start = first_a = first_b = 0
-    for stop, last_a, last_b in zip(
-        common.tolist(), stops_a.tolist(), stops_b.tolist(), strict=True
-    ):
+    for stop, last_a, last_b in np.stack([common, stops_a, stops_b], axis=1).tolist():
         crc_a = _joined(sums_a, ends_a, first_a, last_a, start)
         if crc_a != _joined(sums_b, ends_b, first_b, last_b, start):
             low, high = start // itemsize, stop // itemsize
@@ -308,23 +306,12 @@ def _differing_spans(one: Checkpoint, at_a: int, other: Checkpoint, at_b: int) -
     return tuple(spans)
 
 
-def _boxed(manifest: Manifest, index: int) -> bool:
-    chunks = manifest.chunks.of_tensor(index)
-    return bool((manifest.chunks.box[chunks.start : chunks.stop] >= 0).any())
-
-
-def _checksums(checkpoint: Checkpoint, index: int) -> np.ndarray[Any, np.dtype[np.uint32]]:
-    return checkpoint.sums.of_chunks(checkpoint.manifest.chunks.of_tensor(index))
-
-
-def _block_ends(
-    manifest: Manifest, index: int, itemsize: int
-) -> np.ndarray[Any, np.dtype[np.int64]]:
+def _block_ends(manifest: Manifest, index: int, itemsize: int) -> Int64s:
     """Where each block of a tensor of spans ends, in bytes of the whole tensor."""
     chunks = manifest.chunks
     block = manifest.header.block_bytes
-    ends: list[np.ndarray[Any, np.dtype[np.int64]]] = [np.zeros(0, dtype=np.int64)]
-    for chunk in manifest.chunks.of_tensor(index):
+    ends: list[Int64s] = [np.zeros(0, dtype=np.int64)]
+    for chunk in chunks.of_tensor(index):
         start = int(chunks.span_start[chunk]) * itemsize
         stop = start + int(chunks.numel[chunk]) * itemsize
         ends.append(np.append(np.arange(start + block, stop, block, dtype=np.int64), stop))
@@ -358,11 +345,8 @@ def _amounts(
     def look(band: tuple[_Pair, Span]) -> tuple[_Pair, Span, Amount]:
         pair, span = band
         elements_a, elements_b = _read(a, pair.fqn_a, span), _read(b, pair.change.fqn, span)
-        parts = [
-            _amount(elements_a[start : start + LOOK_NUMEL], elements_b[start : start + LOOK_NUMEL])
-            for start in range(0, span.numel, LOOK_NUMEL)
-        ]
-        return pair, span, Amount.total(parts)
+        parts = [slice(start, start + LOOK_NUMEL) for start in range(0, span.numel, LOOK_NUMEL)]
+        return pair, span, Amount.total(_amount(elements_a[p], elements_b[p]) for p in parts)
 
     bands = (
         (pair, Span(start, min(start + BAND_NUMEL, span.stop)))
@@ -447,12 +431,12 @@ def _leaf_changes(path: str, a: Any, b: Any) -> Iterator[ValueChange]:
             else:
                 yield ValueChange(inner, a.get(key), b.get(key), key in a, key in b)
     # A list of plain numbers, such as a shape or betas, is one value: shown whole, it reads better.
-    elif (
-        type(a) is type(b) in (list, tuple)
-        and len(a) == len(b)
-        and any(isinstance(value, dict | list | tuple) for value in a)
-    ):
+    elif type(a) is type(b) in (list, tuple) and len(a) == len(b) and any(map(_is_nested, a)):
         for index, (of_a, of_b) in enumerate(zip(a, b, strict=True)):
             yield from _leaf_changes(f"{path}[{index}]", of_a, of_b)
     else:
         yield ValueChange(path, a, b, True, True)
+
+
+def _is_nested(value: Any) -> bool:
+    return isinstance(value, dict | list | tuple)

@@ -262,23 +262,16 @@ def usage_of(store: Store) -> DiskUsage:
         group[1] += 1
     attempts = []
     for (step, attempt), objects in sorted(objects_of.items()):
-        known = entries.get(attempt)
+        known, usage = entries.get(attempt), _attempt_usage(step, attempt, objects)
         # A directory of another step with this attempt's name is not the one that the log means.
         is_live = known is not None and known.prefix == step_prefix(step, attempt)
-        is_pinned = known is not None and known.pinned
-        needed_by = tuple(users.get(attempt, ()))
-        attempts.append(_attempt_usage(step, attempt, objects, is_live, is_pinned, needed_by))
+        is_pinned, needed_by = known is not None and known.pinned, tuple(users.get(attempt, ()))
+        usage = replace(usage, is_live=is_live, pinned=is_pinned, referenced_by=needed_by)
+        attempts.append(usage)
     return DiskUsage(store.url, tuple(attempts), log[0], log[1], other[0], other[1])
 
 
-def _attempt_usage(
-    step: int,
-    attempt: str,
-    objects: Sequence[ObjectInfo],
-    is_live: bool = True,
-    is_pinned: bool = False,
-    needed_by: tuple[str, ...] = (),
-) -> AttemptUsage:
+def _attempt_usage(step: int, attempt: str, objects: Sequence[ObjectInfo]) -> AttemptUsage:
+    """Of one directory by itself."""
     nbytes, newest = sum(one.nbytes for one in objects), max(one.modified_unix for one in objects)
-    count = len(objects)
-    return AttemptUsage(step, attempt, nbytes, count, newest, is_live, is_pinned, needed_by)
+    return AttemptUsage(step, attempt, nbytes, len(objects), newest, True, False, ())

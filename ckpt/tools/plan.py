@@ -138,16 +138,8 @@ def plan_load(
         if dist.is_available() and dist.is_initialized():
             ranks = Ranks(dist.get_rank(), tuple(range(dist.get_world_size())))
         form = in_form_of_state(manifest, stacks or {})
-        binding = bind_state(
-            state,
-            form.catalog,
-            ranks,
-            rename=rename,
-            skip=skip,
-            new=new,
-            group_options=group_options,
-            resize=resize,
-        )
+        how: Any = {"rename": rename, "skip": skip, "new": new, "resize": resize}
+        binding = bind_state(state, form.catalog, ranks, group_options=group_options, **how)
         of_stacks = [f"stacks=: {problem}" for problem in form.problems]
         fatal = (*of_stacks, *binding.fatal, *binding.unmatched)
         needs = _RankNeeds.of(manifest, form.stored(binding).holdings)
@@ -162,7 +154,7 @@ class RequestedNames(NamedTuple):
     """What a state wants of a checkpoint: tensors by name, and names of values."""
 
     tensors: Mapping[str, TensorEntry]
-    values: frozenset[str] = frozenset()
+    values: frozenset[str]
 
 
 def plan_of_ranks(
@@ -245,14 +237,12 @@ def _compared(
             missing.append(fqn)
             problems.append(f"{fqn}: is not in the checkpoint")
         elif stored_entry.shape != entry.shape:
-            problems.append(
-                f"{fqn}: checkpoint has shape {stored_entry.shape}, state has {entry.shape}"
-            )
+            both = f"has shape {stored_entry.shape}, state has {entry.shape}"
+            problems.append(f"{fqn}: checkpoint {both}")
         elif stored_entry.dtype is not entry.dtype:
-            problems.append(
-                f"{fqn}: checkpoint has dtype {dtype_name(stored_entry.dtype)}, state has "
-                f"{dtype_name(entry.dtype)}; a load never casts"
-            )
+            names = dtype_name(stored_entry.dtype), dtype_name(entry.dtype)
+            both = "has dtype {}, state has {}; a load never casts".format(*names)
+            problems.append(f"{fqn}: checkpoint {both}")
         else:
             loaded[stored] = stored_entry
     for fqn in sorted(wanted.values - there.values):

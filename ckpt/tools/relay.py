@@ -8,11 +8,11 @@ checksums of its pieces. A file appears in the target whole and checked, or not 
 from __future__ import annotations
 
 import contextlib
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
-from operator import itemgetter
+from operator import attrgetter, itemgetter
 from typing import NamedTuple
 
 import numpy as np
@@ -123,14 +123,12 @@ def relay_file(
 
 def _fragments(tiles: Sequence[Tile], start: int, part: memoryview) -> list[Fragment]:
     """Checksums of what a part, which begins at byte `start`, holds of each tile."""
-    fragments = []
-    stop = start + len(part)
+    fragments, stop = [], start + len(part)
     # Parts and tiles have their own edges: the first tile may have begun in the part before.
-    number = bisect_right(tiles, start, key=lambda tile: tile.start) - 1
-    while number < len(tiles) and tiles[number].start < stop:
+    first = bisect_right(tiles, start, key=attrgetter("start")) - 1
+    for number in range(first, bisect_left(tiles, stop, key=attrgetter("start"))):
         low, high = max(tiles[number].start, start), min(tiles[number].stop, stop)
         fragments.append((number, crc32c(part[low - start : high - start]), high - low))
-        number += 1
     return fragments
 
 

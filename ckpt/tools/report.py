@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import pairwise
+from itertools import compress, pairwise
 from typing import Any, NamedTuple
 
 from ckpt.commit.locate import latest_last, locate
@@ -456,41 +456,33 @@ def _notices_of(
     telemetries: Sequence[Telemetry],
     now_unix: float,
 ) -> list[Notice]:
-    live = [save for save in saves if save.is_live]
-    notices = [
-        Notice("bad", f"the save of step {one.step} has failed on {when}: {one.error}")
-        for one in failures[:-11:-1]
-        for when in [time.strftime("%Y-%m-%d at %H:%M:%S", time.localtime(one.time_unix))]
-    ]
+    live, notices = [save for save in saves if save.is_live], list[Notice]()
+    for one in failures[:-11:-1]:
+        when = time.strftime("%Y-%m-%d at %H:%M:%S", time.localtime(one.time_unix))
+        text = f"the save of step {one.step} has failed on {when}: {one.error}"
+        notices.append(Notice("bad", text))
     if len(failures) > 10:
         notices.append(Notice("bad", f"{len(failures) - 10} earlier saves have failed as well"))
     warnings: dict[str, list[int]] = {}
-    for one in telemetries:
-        for text in one.warnings:
-            warnings.setdefault(text, []).append(one.totals.step)
+    for telemetry in telemetries:
+        for text in telemetry.warnings:
+            warnings.setdefault(text, []).append(telemetry.totals.step)
     for text, steps in warnings.items():
         notices.append(Notice("warning", f"{text} ({_steps_text(steps)})"))
     notices += _notices_of_gaps(saves, now_unix)
     if not live:
         notices.append(Notice("bad", "there is no checkpoint to resume from"))
     elif not any(save.verified for save in live):
-        notices.append(
-            Notice("warning", "no live checkpoint was verified; `ckpt verify --mark` reads one")
-        )
-    repeated = [one.totals for one in telemetries if one.totals.retries]
-    if repeated:
-        count = sum(one.retries for one in repeated)
-        steps = [one.step for one in repeated]
+        text = "no live checkpoint was verified; `ckpt verify --mark` reads one"
+        notices.append(Notice("warning", text))
+    if repeated := [one.totals for one in telemetries if one.totals.retries]:
+        count = sum(totals.retries for totals in repeated)
+        steps = [totals.step for totals in repeated]
         notices.append(Notice("note", f"{count} requests were repeated ({_steps_text(steps)})"))
-    unknown = sum(save.totals is None for save in saves)
-    if unknown:
-        notices.append(
-            Notice(
-                "note",
-                f"nothing is known of how {unknown} of {len(saves)} saves went: they had no "
-                "telemetry, or the checkpoints that carried it are retired",
-            )
-        )
+    if unknown := sum(save.totals is None for save in saves):
+        text = f"nothing is known of how {unknown} of {len(saves)} saves went: they had no "
+        text += "telemetry, or the checkpoints that carried it are retired"
+        notices.append(Notice("note", text))
     return notices
 
 
@@ -502,18 +494,14 @@ def _notices_of_gaps(saves: Sequence[ReportedSave], now_unix: float) -> list[Not
     if usual <= 0:
         return []  # clocks that went back, or that disagree
     gaps = sorted((gap for gap in between if gap[0] > GAP * usual), key=lambda gap: -gap[0])
-    notices = [
-        Notice(
-            "warning",
-            f"{duration(seconds)} without a save between steps {a.step} and {b.step}; the usual "
-            f"interval is {duration(usual)}",
-        )
-        for seconds, a, b in gaps[:5]
-    ]
+    notices, than = [], f"the usual interval is {duration(usual)}"
+    for seconds, a, b in gaps[:5]:
+        where = f"without a save between steps {a.step} and {b.step}"
+        notices.append(Notice("warning", f"{duration(seconds)} {where}; {than}"))
     since = now_unix - saves[-1].committed_unix
     if since > GAP * usual:
-        text = f"no save for {duration(since)}; the usual interval is {duration(usual)}"
-        notices.append(Notice("note", f"{text}; has the training ended?"))
+        text = f"no save for {duration(since)}; {than}; has the training ended?"
+        notices.append(Notice("note", text))
     return notices
 
 
@@ -556,8 +544,5 @@ def longest_phases(telemetry: Telemetry) -> list[SlowestIn]:
 def busiest_ranks(telemetry: Telemetry, count: int) -> list[tuple[int, float]]:
     """The `count` ranks that were at work longest, waits left out, and for how many seconds."""
     is_work = [phase in WORK for phase in telemetry.phases]
-    work = [
-        sum(took for took, counts in zip(row, is_work, strict=True) if counts) / 1e6
-        for row in telemetry.took_us
-    ]
+    work = [sum(compress(row, is_work)) / 1e6 for row in telemetry.took_us]
     return sorted(enumerate(work), key=lambda pair: (-pair[1], pair[0]))[:count]

@@ -69,7 +69,7 @@ def rescue_in(store: Store, near: Sequence[str]) -> RescueReport:
         passed_over: list[tuple[int, str]] = []
         for record in _newest_first(own, maintenance):
             try:
-                nbytes = _make_durable(record, _homes(own, record), store, maintenance)
+                nbytes = _make_durable(record, _homes(own, record), maintenance)
             except (Corrupt, InvalidState, KeyNotFoundError) as error:
                 logger.warning("step %d is skipped: %s", record.head.step, error)
                 passed_over.append((record.head.step, str(error)))
@@ -130,24 +130,20 @@ def _homes(tiers: Sequence[Tier], record: NearRecord) -> dict[int, list[Tier]]:
 
 
 def _make_durable(
-    record: NearRecord,
-    homes: Mapping[int, Sequence[Tier]],
-    store: Store,
-    maintenance: Maintenance,
+    record: NearRecord, homes: Mapping[int, Sequence[Tier]], maintenance: Maintenance
 ) -> int:
     """Copy the files, write the MANIFEST and commit; returns the bytes of the checkpoint. `homes`
     are, by rank, tiers that have all its files.
     """
-    opened = {}
+    store, opened = maintenance.store, {}
     for rank, tiers in sorted(homes.items()):
         opened[rank] = _from_first(tiers, partial(Tier.opened, record=record, rank=rank))
     if problems := contradictions([file for own, _ in opened.values() for file in own]):
         raise Corrupt("; ".join(problems))
     header = opened[0][0][0].place.header
     # Before anything is copied: where files contradict each other, this raises.
-    manifest = build_manifest(
-        header, [part_of_rank(rank, own) for rank, (own, _) in opened.items()]
-    )
+    parts = [part_of_rank(rank, own) for rank, (own, _) in opened.items()]
+    manifest = build_manifest(header, parts)
     keys = []
     for own, tiers in opened.values():
         for file in own:

@@ -17,7 +17,7 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
-from typing import SupportsIndex
+from typing import Any, SupportsIndex
 
 from ckpt.commit.log import Log
 from ckpt.commit.maintenance import Maintenance
@@ -29,14 +29,7 @@ from ckpt.convert.targets.files import Meter, Progress, plan_data_files, write_d
 from ckpt.errors import CheckpointError, Corrupt
 from ckpt.format.datafile import StoredChunk
 from ckpt.format.joint_manifest import build_manifest
-from ckpt.format.manifest import (
-    DELTA,
-    PUBLICATION,
-    SINCE_FULL,
-    Header,
-    Manifest,
-    MetadataBudget,
-)
+from ckpt.format.manifest import DELTA, PUBLICATION, SINCE_FULL, Header, Manifest, MetadataBudget
 from ckpt.format.manifest_codec import decode_manifest
 from ckpt.format.object_parts import DataFile
 from ckpt.format.part import FileColumns, PartTexts, TensorRecord, part_of_files
@@ -161,8 +154,7 @@ def commit_second_form(source: Store, located: LocatedCheckpoint, made: Manifest
     """The one write that makes the new form a checkpoint of the root. Raises CheckpointError when
     the old one was retired by now, or a session has claimed the root.
     """
-    data = made.data
-    header = made.header
+    data, header = made.data, made.header
     nbytes = made.own_nbytes + len(data)
     commit = Commit(header.attempt, header.step, len(data), manifest_digest(data), nbytes=nbytes)
     Maintenance.open(source).commit_copy(commit, of=located.manifest.header.attempt)
@@ -184,13 +176,9 @@ def new_header(manifest: Manifest, new: NewLayout, *, epoch: int | None = None) 
             epoch = attempt_epoch(old.attempt)
         except ValueError:
             epoch = 1  # another writer's name for its attempt
-    return old.model_copy(
-        update={
-            "attempt": attempt_name(epoch, unique),
-            "world_size": old.world_size if manifest.per_rank else new.ranks,
-            "user": {**old.user, RESHARDED: note},
-        }
-    )
+    update: dict[str, Any] = {"attempt": attempt_name(epoch, unique)}
+    update["world_size"] = old.world_size if manifest.per_rank else new.ranks
+    return old.model_copy(update=update | {"user": {**old.user, RESHARDED: note}})
 
 
 def cut_for(manifest: Manifest, new: NewLayout, world_size: int) -> Layout:
@@ -248,10 +236,9 @@ def own_layout(manifest: Manifest) -> Layout:
         rank = int(digits) if digits.isascii() and digits.isdigit() else 0
         # Files of other attempts may be of a larger world, and other writers name theirs otherwise.
         number.append(rank if rank < len(ranks) else 0)
-    chunks = manifest.chunks
     for tensor in range(len(manifest.fqns)):
         for chunk in manifest.chunks.of_tensor(tensor):
-            rank = number[int(chunks.file[chunk])]
+            rank = number[int(manifest.chunks.file[chunk])]
             ranks[rank].append(chunk_of(manifest, tensor, manifest.region(chunk)))
     return [[chunks] for chunks in ranks]
 
@@ -262,23 +249,15 @@ def written_whole(header: Header) -> Header:
     """
     if DELTA in header.required:
         raise CheckpointError(f"step {header.step} ({header.attempt}) is not copied: {IS_DELTA}")
-    user = {
-        name: note for name, note in header.user.items() if name not in (SINCE_FULL, PUBLICATION)
-    }
+    user = {n: note for n, note in header.user.items() if n not in (SINCE_FULL, PUBLICATION)}
     return header.model_copy(update={"required": (), "user": user})
 
 
 def chunk_of(manifest: Manifest, tensor: int, region: Region) -> StoredChunk:
     """A region of stored tensor number `tensor` as a chunk to be written."""
-    dtype = manifest.dtypes[tensor]
-    return StoredChunk(
-        manifest.fqns[tensor],
-        dtype,
-        manifest.shapes[tensor],
-        region,
-        region.numel * DTYPES[dtype].itemsize,
-        int(manifest.kinds[tensor]),
-    )
+    fqn, dtype, shape = manifest.fqns[tensor], manifest.dtypes[tensor], manifest.shapes[tensor]
+    nbytes, kind = region.numel * DTYPES[dtype].itemsize, int(manifest.kinds[tensor])
+    return StoredChunk(fqn, dtype, shape, region, nbytes, kind)
 
 
 def rewrite(

@@ -169,10 +169,8 @@ def salvage(store: Store, prefix: str) -> SalvageReport:
     manifest = None
     if files and not missing and not problems:
         try:
-            manifest = build_manifest(
-                files[0].place.header,
-                [part_of_rank(rank, own) for rank, own in files_by_rank(files).items()],
-            )
+            parts = [part_of_rank(rank, own) for rank, own in files_by_rank(files).items()]
+            manifest = build_manifest(files[0].place.header, parts)
         except (InvalidState, Corrupt) as error:
             problems.append(str(error))
     if not names:
@@ -299,17 +297,15 @@ def _chunks_between(name: str, index: DataFileIndex, start: int, stop: int) -> r
 def _some_chunks(
     name: str, index: DataFileIndex, digests: Digests, chosen: Sequence[int]
 ) -> FileColumns:
-    sums = [
-        index.checksums[index.first_block[position] : index.first_block[position + 1]]
-        for position in chosen
-    ]
+    firsts = index.first_block
+    sums = [index.checksums[firsts[one] : firsts[one + 1]] for one in chosen]
     return FileColumns(
         name=name,
         nbytes=index.nbytes,
         data_start=len(index.header),
         chunks=[index.chunks[position] for position in chosen],
         offsets=index.offsets[chosen],
-        block_counts=np.diff(index.first_block)[chosen],
+        block_counts=np.diff(firsts)[chosen],
         checksums=np.concatenate(sums),
         digests=digests[chosen],
         seal=index.seal,

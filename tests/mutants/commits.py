@@ -179,8 +179,8 @@ LIVE_SETS = (
     Mutant(
         "what was retired of a segment is found",
         _LIVE,
-        "return None if entry_there.slot in self.gone else entry_there",
-        "return entry_there",
+        "return None if there.slot in self.gone else there",
+        "return there",
         test="tests/protocol/test_live.py::test_any_commits_marks_and_retirements_leave_what_they_say",
     ),
     Mutant(

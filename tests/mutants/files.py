@@ -132,8 +132,8 @@ DELETION = (
     Mutant(
         "what has no name of ours is deleted",
         _SWEEP,
-        "    keys = [key for key in keys if parse_step_key(key) is not None]\n",
-        "",
+        " if parse_step_key(info.key) is not None]",
+        "]",
         equivalent="names of ours are among them, and no manifest can list another",
     ),
     Mutant(

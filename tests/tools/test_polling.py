@@ -455,17 +455,17 @@ def event(slot: int, kind: str, step: int | None = None, **more: Any) -> Event:
 def test_records_that_count_for_nothing_bring_no_save() -> None:
     events = [event(0, "CLAIM"), event(1, "COMMIT", 1), event(2, "COMMIT", 2, problem="void")]
     entry = LongRun(1).live[0]
-    run = run_of("x", events, [entry], Measurements(), (), is_whole_history=True)
+    run = run_of("x", events, [entry], Measurements(), ())
     assert [save.step for save in run.saves] == [1] and run.saves[0].is_live
     # One that was retired did exist: the log was mended there.
     events.append(event(3, "RETIRE", 2))
-    run = run_of("x", events, [entry], Measurements(), (), is_whole_history=True)
+    run = run_of("x", events, [entry], Measurements(), ())
     assert [(save.step, save.retired_unix) for save in run.saves] == [(1, None), (2, 1003.0)]
 
 
 def test_a_commit_that_is_made_again_is_one_save() -> None:
     events = [event(0, "COMMIT", 1), event(1, "RETIRE", 1), event(2, "COMMIT", 1)]
-    run = run_of("x", events, LongRun(1).live, Measurements(), (), is_whole_history=True)
+    run = run_of("x", events, LongRun(1).live, Measurements(), ())
     (one,) = run.saves
     assert one.is_live and one.retired_unix is None and one.committed_unix == 1000.0
 

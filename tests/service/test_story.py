@@ -248,7 +248,7 @@ def test_goodput_is_the_share_of_training_that_counts() -> None:
     first = job(100, 200, training_seconds=70, blocked_seconds=10, step=70)
     # 10 s later another one: it restores step 50, and so loses 20 of the 70 seconds.
     second = job(210, 300, training_seconds=80, restore_seconds=5, restored_step=50)
-    run = run_of("", [], [], Measurements(), [first, second], is_whole_history=True)
+    run = run_of("", [], [], Measurements(), [first, second])
     assert run.jobs[1].steps_lost == 20
     jobs = [first, second.model_copy(update={"seconds_lost": 20.0})]
     goodput = Goodput.of(jobs)
@@ -277,11 +277,11 @@ def test_a_restart_without_restore_redoes_what_was_done() -> None:
         job(110, 200, training_seconds=90, first_step=101, step=190),  # it was loaded by hand
         job(210, 310, training_seconds=100, first_step=1, step=100),  # it starts over
     ]
-    run = run_of("", [], [], Measurements(), jobs, is_whole_history=True)
+    run = run_of("", [], [], Measurements(), jobs)
     assert [one.steps_lost for one in run.jobs] == [None, 0, 190]
     assert run.goodput == Goodput(100.0, 190.0, 0.0, 0.0, 0.0, 20.0)
     unknown = [one.model_copy(update={"first_step": None}) for one in jobs]
-    run = run_of("", [], [], Measurements(), unknown, is_whole_history=True)
+    run = run_of("", [], [], Measurements(), unknown)
     assert [one.steps_lost for one in run.jobs] == [None, None, None]
 
 

@@ -49,7 +49,7 @@ def _in_stored_form(binding: Binding, origins: Mapping[str, Origin]) -> Binding:
 
     What is common to all slices is compared, and given to the stack, before anything is installed.
     """
-    moving = _Moving(origins)
+    moving = Moving(origins)
     plain, others = [], []
     for some in binding.plain:
         left, own = some.without(origins)
@@ -60,7 +60,7 @@ def _in_stored_form(binding: Binding, origins: Mapping[str, Origin]) -> Binding:
     return replace(binding, plain=plain, others=moved, steps=[*moving.steps, *binding.steps])
 
 
-class _Moving:
+class Moving:
     """Moves holdings to the names and regions of the checkpoint; `steps` follow their filling."""
 
     def __init__(self, origins: Mapping[str, Origin]) -> None:
@@ -68,6 +68,7 @@ class _Moving:
         self.steps: list[Callable[[], None]] = []
 
     def moved(self, holding: Holding) -> Iterator[Holding]:
+        """What is stored for `holding`, with the memory that each takes."""
         kept = tuple(piece for piece in holding.pieces if piece.fqn not in self.origins)
         if len(kept) == len(holding.pieces):
             yield holding

@@ -38,19 +38,12 @@ _CLASSES = "torch.distributed.checkpoint.metadata."
 _TENSOR = f"{_CLASSES}TensorStorageMetadata"
 _BYTES = f"{_CLASSES}BytesStorageMetadata"
 
+_RECORDS = """
+    Metadata TensorStorageMetadata BytesStorageMetadata ChunkStorageMetadata TensorProperties
+    MetadataIndex StorageMeta
+"""
 _NAMES: dict[str, Maker | str] = {
-    **{
-        f"{_CLASSES}{name}": f"{_CLASSES}{name}"
-        for name in (
-            "Metadata",
-            "TensorStorageMetadata",
-            "BytesStorageMetadata",
-            "ChunkStorageMetadata",
-            "TensorProperties",
-            "MetadataIndex",
-            "StorageMeta",
-        )
-    },
+    **{name: name for name in map(_CLASSES.__add__, _RECORDS.split())},
     # Nothing of it is needed: the pickle of each blob has the strides of its tensor.
     f"{_CLASSES}_MEM_FORMAT_ENCODING": lambda *_: None,
     "torch.distributed.checkpoint.filesystem._StorageInfo": "_StorageInfo",

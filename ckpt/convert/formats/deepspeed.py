@@ -17,8 +17,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from functools import partial
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Any, NamedTuple
 
@@ -122,9 +121,8 @@ def _opened(store: Store, keys: Sequence[str], budget: MemoryBudget) -> FileSour
     ranks = [_rank(store, optim[rank], sizes, budget) for rank in range(len(optim))]
     opened = open_blob(store, Blob(models[0], 0, sizes[models[0]]), budget, is_outermost=True)
     model = _ModelStates(models[0], opened, store.url)
-    place = _in_parts if ranks[0].is_cut else _in_groups
-    tensors = place(model.groups, ranks)
-    return _source(store, model, tensors, partial(_named_optimizer, model, ranks), sizes)
+    weights = dict(_laid_out(model.groups, ranks))
+    return _source(store, model, weights, *_zero_states(model, ranks), sizes)
 
 
 def _universal(place: SourcePlace, folders: Collection[str]) -> FolderSource:
@@ -174,17 +172,8 @@ def _universal(place: SourcePlace, folders: Collection[str]) -> FolderSource:
             for name in placed:
                 placed[name][state] = (), ref.dtype, [chunk]
 
-    def named(bare: Mapping[str, str]) -> _NamedState:
-        tensors = {}
-        for name, own in placed.items():
-            for state, (shape, dtype, chunks) in own.items():
-                if state != "fp32":
-                    fqn = f"optimizer.state.{bare[name]}.{state}"
-                    tensors[fqn] = SourceTensor(fqn, dtype, shape, Kind.OPTIMIZER), chunks
-        return _with_groups(model, of_optimizer.get("param_groups"), tensors, bare)
-
-    weights = [(name, *own["fp32"]) for name, own in placed.items()]
-    source = _source(store, model, weights, named, sizes)
+    weights = {name: own.pop("fp32") for name, own in placed.items()}
+    source = _source(store, model, weights, placed, of_optimizer.get("param_groups"), sizes)
     return FolderSource(source, {key, rest, *wanted})
 
 
@@ -193,9 +182,9 @@ def _placed_states(
     wanted: Mapping[str, tuple[str, str]],
     sizes: Mapping[str, int],
     shapes: Mapping[str, Shape],
-) -> dict[str, dict[str, tuple[Shape, str, list[Chunk]]]]:
-    """What is in the files `wanted`: shape, dtype and place, by parameter and state."""
-    placed: dict[str, dict[str, tuple[Shape, str, list[Chunk]]]] = {name: {} for name in shapes}
+) -> dict[str, dict[str, _Placed]]:
+    """What is in the files `wanted`, by parameter and state."""
+    placed: dict[str, dict[str, _Placed]] = {name: {} for name in shapes}
     blobs = [Blob(file, 0, sizes[file]) for file in wanted]
     for blob, opened in open_blobs(place.store, blobs, place.budget):
         name, state = wanted[blob.file]
@@ -309,19 +298,23 @@ def _dict(value: Any) -> dict[Any, Any]:
     return value if isinstance(value, dict) else {}
 
 
+# Shape and dtype of a tensor, and where it lies.
+_Placed = tuple[Shape, str, list[Chunk]]
+
+
 def _source(
     store: Store,
     model: _ModelStates,
-    placed_weights: Iterable[tuple[str, Shape, str, list[Chunk]]],
-    named: Callable[[Mapping[str, str]], _NamedState],
+    weights: Mapping[str, _Placed],
+    states: Mapping[str, Mapping[str, _Placed]],
+    options: Any,
     sizes: Mapping[str, int],
 ) -> FileSource:
-    """The weights, with what `named` gives of the optimizer for their names without wrappers."""
-    chunks: dict[str, list[Chunk]] = {}
-    tensors: dict[str, SourceTensor] = {}
-    for name, shape, dtype, tensor_chunks in placed_weights:
-        tensors[name] = SourceTensor(name, dtype, shape, Kind.PARAMETER)
-        chunks[name] = tensor_chunks
+    """The weights, and by their names the `states` of an optimizer whose groups have `options`:
+    nothing of it where these are not known.
+    """
+    placed = dict(weights)
+    kinds = dict.fromkeys(weights, Kind.PARAMETER)
     refused: dict[str, Refusal] = {}
     # Partitions hold what is trained; all else lies in the model states.
     for name in (*sorted(model.buffers), *sorted(model.frozen)):
@@ -330,80 +323,72 @@ def _source(
         if not isinstance(ref, TensorRef) or ref.shape != shape or not ref.is_row_major:
             refused[name] = Refusal("its own tensor is not in the model states", True)
             continue
-        kind = Kind.BUFFER if name in model.buffers else Kind.PARAMETER
-        tensors[name] = SourceTensor(name, ref.dtype, ref.shape, kind)
-        span = Span(0, math.prod(ref.shape))
-        start = model.opened.start_of(ref) if span.numel else 0
-        chunks[name] = [Chunk(span, model.key, start)] if span.numel else []
-    bare = bare_names([*tensors, *model.shared])
-    for name, info in tensors.items():
-        check_chunks(info, chunks[name], sizes)
-    state, values = named(bare)
-    for info, state_chunks in state.values():
-        check_chunks(info, state_chunks, sizes)
+        kinds[name] = Kind.BUFFER if name in model.buffers else Kind.PARAMETER
+        span = Span(0, math.prod(shape))
+        chunks = [Chunk(span, model.key, model.opened.start_of(ref))] if span.numel else []
+        placed[name] = shape, ref.dtype, chunks
+    bare = bare_names([*placed, *model.shared])
+    tensors: dict[str, SourceTensor] = {}
+    places: dict[str, list[Chunk]] = {}
+
+    def add(name: str, fqn: str, kind: Kind, one: _Placed) -> None:
+        shape, dtype, places[fqn] = one
+        tensors[fqn] = SourceTensor(fqn, dtype, shape, kind)
+        check_chunks(tensors[fqn]._replace(fqn=name), places[fqn], sizes)
+
+    for name, one in sorted(placed.items()):
+        add(name, bare[name], kinds[name], one)
+    values = _optimizer_values(model, options, bare)
+    for name, own in states.items() if values else ():
+        for state, one in own.items():
+            fqn = f"optimizer.state.{bare[name]}.{state}"
+            add(fqn, fqn, Kind.OPTIMIZER, one)
     contents = SourceContents(
-        {bare[name]: info._replace(fqn=bare[name]) for name, info in sorted(tensors.items())}
-        | {name: info for name, (info, _) in state.items()},
+        tensors,
         values=values | ({} if model.step is None else {"global_steps": model.step}),
-        aliases={bare[a]: bare[n] for a, n in model.shared.items() if n in tensors},
+        aliases={bare[a]: bare[n] for a, n in model.shared.items() if n in placed},
         refused=refused,
         modules=("",),
     )
-    placed = {bare[name]: tensor_chunks for name, tensor_chunks in chunks.items()}
-    placed |= {name: state_chunks for name, (_, state_chunks) in state.items()}
-    return FileSource(store, "DeepSpeed checkpoint", contents, placed, sum(sizes.values()))
+    return FileSource(store, "DeepSpeed checkpoint", contents, places, sum(sizes.values()))
 
 
-# Tensors of an optimizer's state with their chunks, and values, by their names in the checkpoint.
-_NamedState = tuple[dict[str, tuple[SourceTensor, list[Chunk]]], dict[str, Any]]
-
-
-def _named_optimizer(
-    model: _ModelStates, ranks: Sequence[_Rank], bare: Mapping[str, str]
-) -> _NamedState:
-    """The optimizer's state and the scheduler's; nothing of what is in no form that is known."""
-    nothing: _NamedState = ({}, {})
+def _zero_states(
+    model: _ModelStates, ranks: Sequence[_Rank]
+) -> tuple[dict[str, dict[str, _Placed]], Any]:
+    """The optimizer's state by parameter, and the options of its groups; nothing of what is in no
+    form that is known.
+    """
     owned = [rank.own for rank in ranks if rank.own is not None]
-    options = ranks[0].options
-    if len(owned) != len(ranks) or any(name.startswith("optimizer.") for name in bare):
-        return nothing
     names = [
         {name: flat.is_scalar for name, flat in flats.items()} for own in owned for flats in own
     ]
     # All partitions have to keep the same state: otherwise some of it would have holes.
-    if any(one != names[0] for one in names):
-        return nothing
-    tensors: dict[str, tuple[SourceTensor, list[Chunk]]] = {}
-    place = _in_parts if ranks[0].is_cut else _in_groups
+    if len(owned) != len(ranks) or any(one != names[0] for one in names):
+        return {}, None
+    states: dict[str, dict[str, _Placed]] = {name: {} for group in model.groups for name in group}
     for name, is_scalar in names[0].items() if names else ():
         if is_scalar:  # a count of steps, the same for all
             flat = owned[0][0][name]
-            for param in (param for group in model.groups for param in group):
-                fqn = f"optimizer.state.{bare[param]}.{name}"
-                info = SourceTensor(fqn, flat.dtype, (), Kind.OPTIMIZER)
-                tensors[fqn] = info, [Chunk(Span(0, 1), flat.file, flat.start)]
+            for own in states.values():
+                own[name] = (), flat.dtype, [Chunk(Span(0, 1), flat.file, flat.start)]
             continue
         like = [
             rank._replace(flats=tuple(flats[name] for flats in own))
             for rank, own in zip(ranks, owned, strict=True)
         ]
-        for param, shape, dtype, chunks in place(model.groups, like):
-            fqn = f"optimizer.state.{bare[param]}.{name}"
-            tensors[fqn] = SourceTensor(fqn, dtype, shape, Kind.OPTIMIZER), chunks
-    return _with_groups(model, options, tensors, bare)
+        for param, one in _laid_out(model.groups, like):
+            states[param][name] = one
+    return states, ranks[0].options
 
 
-def _with_groups(
-    model: _ModelStates,
-    options: Any,
-    tensors: dict[str, tuple[SourceTensor, list[Chunk]]],
-    bare: Mapping[str, str],
-) -> _NamedState:
-    """`tensors` with the groups and the scheduler; nothing without groups that are known."""
+def _optimizer_values(model: _ModelStates, options: Any, bare: Mapping[str, str]) -> dict[str, Any]:
+    """The groups and the scheduler; nothing without groups that are known."""
     if not isinstance(options, (list, tuple)) or not all(isinstance(one, dict) for one in options):
-        return {}, {}
-    if len(options) != len(model.groups):
-        return {}, {}
+        return {}
+    # A parameter of the model's under this name would be taken for the optimizer's.
+    if len(options) != len(model.groups) or any(name.startswith("optimizer.") for name in bare):
+        return {}
     groups = [
         {
             **{key: item for key, item in one.items() if key != "params"},
@@ -414,18 +399,22 @@ def _with_groups(
     named = name_tree({"param_groups": groups, "lr_scheduler": model.scheduler})
     # Options that are no plain values are an optimizer's own business; without one there is none.
     if any(fqn.startswith("param_groups") for fqn in (*named.refused, *named.tensors)):
-        return {}, {}
+        return {}
     values = {"optimizer.param_groups": groups}
     if model.scheduler and "lr_scheduler" in named.values and not named.refused:
         values["lr_scheduler"] = model.scheduler
-    return tensors, values
+    return values
 
 
-_Placed = Iterator[tuple[str, Shape, str, list[Chunk]]]
-
-
-def _in_groups(groups: Sequence[Mapping[str, Shape]], ranks: Sequence[_Rank]) -> _Placed:
-    """Stages 1 and 2: each group is one flat tensor, cut into a partition per rank."""
+def _laid_out(
+    groups: Sequence[Mapping[str, Shape]], ranks: Sequence[_Rank]
+) -> Iterator[tuple[str, _Placed]]:
+    """Where the flat tensors of `ranks` have each parameter of `groups`. Of stages 1 and 2, each
+    group is one flat tensor, cut into a partition per rank.
+    """
+    if ranks[0].is_cut:
+        yield from _in_parts(groups, ranks)
+        return
     gaps = ranks[0].gaps or [[0] * len(group) for group in groups]
     sizes = [len([n for n in row if type(n) is int and n >= 0]) for row in gaps]
     if sizes != list(map(len, groups)) or any(len(rank.flats) != len(groups) for rank in ranks):
@@ -435,11 +424,13 @@ def _in_groups(groups: Sequence[Mapping[str, Shape]], ranks: Sequence[_Rank]) ->
         position = 0
         for (name, shape), gap in zip(group.items(), gaps[number], strict=True):
             numel = math.prod(shape)
-            yield name, shape, line[0].dtype, _along(line, position, numel, 0)
+            yield name, (shape, line[0].dtype, _along(line, position, numel, 0))
             position += numel + gap
 
 
-def _in_parts(groups: Sequence[Mapping[str, Shape]], ranks: Sequence[_Rank]) -> _Placed:
+def _in_parts(
+    groups: Sequence[Mapping[str, Shape]], ranks: Sequence[_Rank]
+) -> Iterator[tuple[str, _Placed]]:
     """Stage 3: each parameter has a part of the same size on every rank, the last one padded."""
     position = 0
     for name, shape in ((name, shape) for group in groups for name, shape in group.items()):
@@ -451,7 +442,7 @@ def _in_parts(groups: Sequence[Mapping[str, Shape]], ranks: Sequence[_Rank]) -> 
             count = min(part, numel - number * part)
             if count > 0:
                 chunks += _along(rank.flats, position, count, number * part)
-        yield name, shape, ranks[0].flats[0].dtype, chunks
+        yield name, (shape, ranks[0].flats[0].dtype, chunks)
         # With the padding: on every rank the next parameter begins behind a full part.
         position += part
 

@@ -19,7 +19,7 @@ from ckpt.convert.sources.torch_pickle import ShardRef, TensorRef, UnreadableTen
 from ckpt.convert.sources.tree import FLAT, Leaf, TreeData, chunk_of
 from ckpt.errors import Corrupt, UnsupportedFormat
 from ckpt.layout.dtypes import DTYPES
-from storage import Store
+from storage import ByteRange, Store
 
 _FILE = re.compile(
     r"((?P<item>.+?)[-_.])??(world_size_(?P<world>\d{1,7})_)?rank[-_]?(?P<rank>\d{1,7})"
@@ -92,10 +92,8 @@ FORMAT = Format(
 
 
 def _is_zip(store: Store, file: str) -> bool:
-    head = bytearray(min(store.info(file).nbytes, len(_ZIP)))
-    if head:
-        store.get_into(file, 0, [memoryview(head)])
-    return bytes(head) == _ZIP
+    nbytes = min(store.info(file).nbytes, len(_ZIP))
+    return store.get(file, ByteRange(0, nbytes)) == _ZIP
 
 
 def _has_parts(node: Any) -> bool:

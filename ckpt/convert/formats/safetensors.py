@@ -98,10 +98,8 @@ def open_safetensors(store: Store, name: str, budget: MemoryBudget) -> FileSourc
 def files_of_index(store: Store, name: str, budget: MemoryBudget) -> dict[str, str]:
     """The file of each tensor by an index of Hugging Face. Raises Corrupt."""
     try:
-        weight_map = parsed(store, name, ByteRange(0, store.info(name).nbytes), budget)[
-            "weight_map"
-        ]
-        files = {str(fqn): check_key(str(file)) for fqn, file in weight_map.items()}
+        index = parsed(store, name, ByteRange(0, store.info(name).nbytes), budget)
+        files = {str(fqn): check_key(str(file)) for fqn, file in index["weight_map"].items()}
     except UNREADABLE as error:
         raise Corrupt(f"{store.url}/{name}: no readable index: {error!r:.100}") from error
     if not files:
@@ -172,31 +170,26 @@ class _HeaderTable:
             offsets = json.loads(notes.get(SHARDS, "{}"))
             for fqn, entry in header.items():
                 self.add_tensor(file, fqn, entry, data_start, offsets.get(fqn))
-            self.check_places(file, header, nbytes - data_start)
+            # They have to fill the file's data without holes or overlaps, as the format's
+            # specification demands: other bytes would be hidden, or read as two tensors.
+            stop = 0
+            for start, end, fqn in sorted((*one["data_offsets"], n) for n, one in header.items()):
+                if start != stop:
+                    what = "a hole before" if start > stop else "bytes of another tensor in"
+                    raise Corrupt(
+                        f"{self.url}/{file}: {what} {fqn!r}: its data begins at byte {start}, "
+                        f"expected {stop}"
+                    )
+                stop = end
+            if stop != nbytes - data_start:
+                what = f"{nbytes - data_start} bytes of data, its tensors have {stop}"
+                raise Corrupt(f"{self.url}/{file}: {what}")
             # Tied names, as safetensors.torch.save_model notes them.
             for alias, fqn in notes.items():
                 if fqn in header and alias not in header:
                     self.aliases[alias] = fqn
         except UNREADABLE as error:
             raise Corrupt(f"{self.url}/{file}: no readable header: {error!r:.100}") from error
-
-    def check_places(self, file: str, header: dict[str, Any], nbytes: int) -> None:
-        """Raise Corrupt unless the tensors fill the file's data without holes or overlaps, as the
-        format's specification demands: other bytes would be hidden, or read as two tensors.
-        """
-        stop = 0
-        for start, end, fqn in sorted(
-            (*entry["data_offsets"], fqn) for fqn, entry in header.items()
-        ):
-            if start != stop:
-                what = "a hole before" if start > stop else "bytes of another tensor in"
-                raise Corrupt(
-                    f"{self.url}/{file}: {what} {fqn!r}: its data begins at byte {start}, expected "
-                    f"{stop}"
-                )
-            stop = end
-        if stop != nbytes:
-            raise Corrupt(f"{self.url}/{file}: {nbytes} bytes of data, its tensors have {stop}")
 
     def add_tensor(
         self, file: str, fqn: str, entry: Any, data_start: int, shard: Mapping[str, Any] | None
@@ -236,7 +229,5 @@ class _HeaderTable:
                 if 0 not in size:
                     chunks[fqn].append(Chunk(span or box, file, start))
             check_chunks(tensors[fqn], chunks[fqn], self.sizes)
-        contents = SourceContents(
-            tensors, aliases=dict(self.aliases), refused=self.refused, modules=("",)
-        )
+        contents = SourceContents(tensors, {}, self.aliases, self.refused, ("",))
         return FileSource(store, "safetensors", contents, chunks, stored_nbytes)

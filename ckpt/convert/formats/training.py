@@ -77,19 +77,20 @@ def open_parts(
     """
     store, every = place.store, _dcp_folders(place)
     folders = [one for one in every if not trees or _OF_ACCELERATE.fullmatch(one)]
+
+    def add(entries: Mapping[Any, Any]) -> None:
+        if both := [key for key in entries if key in trees]:
+            raise UnsupportedFormat(f"{store.url}: two of its directories have {both[0]!r}")
+        trees.update(entries)
+
     for folder in folders:
-        for key, item in read_folder(store, folder, data).items():
-            if key in trees:
-                raise UnsupportedFormat(f"{store.url}: two of its directories have {key!r}")
-            trees[key] = item
+        add(read_folder(store, folder, data))
     beside = [name for name in place.top if name not in files]
     for name, entry in _matches(_SCHEDULER, beside).items():
         own = TreeData({}, place.budget)
         tree = read_torch_file(store, name, own)
         if not name_tree({entry: tree}).refused:
-            if entry in trees:
-                raise UnsupportedFormat(f"{store.url}: two of its directories have {entry!r}")
-            trees[entry] = tree
+            add({entry: tree})
             data.tensors.update(own.tensors)
             files.append(name)
     source = tree_source(place, kind, trees, data)

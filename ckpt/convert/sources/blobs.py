@@ -11,8 +11,11 @@ Writing lays a zip file out before its data is there, since only the sizes are n
 from __future__ import annotations
 
 import struct
+from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import lru_cache
+from itertools import chain
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 from ckpt.convert.sources.budget import FIXED_NBYTES, Account, MemoryBudget
@@ -39,7 +42,9 @@ _16 = 0xFFFF
 
 
 class ZipEntry(NamedTuple):
-    """An entry of a directory: where its local header is, its bytes in the file, and its crc32."""
+    """An entry of a directory: where its local header is, its bytes in the file, and its crc32. In
+    a file that is written, a crc32 that is not known yet is ~ the number of the data that it is of.
+    """
 
     name: str
     header_start: int
@@ -160,17 +165,6 @@ def _wide(
 # Writing ------------------------------------------------------------------------------------
 
 
-class Placed(NamedTuple):
-    """An entry of a zip file that is written; `header_start` counts from where that begins. A crc32
-    that is not known yet is ~ the number of the data that it is of.
-    """
-
-    name: str
-    nbytes: int
-    header_start: int
-    crc32: int
-
-
 def local_header(name: str, start: int) -> bytes:
     """What comes before the data of an entry, from byte `start` of a file on, so that the data is
     aligned there.
@@ -191,7 +185,7 @@ def descriptor(nbytes: int, crc32: int) -> bytes:
 DESCRIPTOR_NBYTES = _DESCRIPTOR64.size
 
 
-def directory(entries: Sequence[Placed], position: int) -> bytes:
+def directory(entries: Sequence[ZipEntry], position: int) -> bytes:
     """The end of the zip file, from `position` in it on."""
     rows = []
     for entry in entries:
@@ -297,8 +291,7 @@ def _batches(blobs: Sequence[Blob]) -> Iterator[list[Blob]]:
             yield batch
             batch, nbytes = [], 0
         batch.append(blob)
-        is_whole = blob.stop - blob.start <= WHOLE_NBYTES_MAX
-        nbytes += blob.stop - blob.start if is_whole else HEAD_NBYTES + TAIL_NBYTES
+        nbytes += sum(stop - start for start, stop in _ends(blob))
     if batch:
         yield batch
 
@@ -309,27 +302,16 @@ class _Peeks:
     def __init__(self, store: Store, file: str, blobs: Sequence[Blob]) -> None:
         self.store = store
         self.file = file
-        self.known: list[tuple[int, bytearray]] = []
-        for start, stop in _ranges(blobs):
-            self.known.append((start, self._get(start, stop)))
-        self.index = 0
+        self.known = [(start, self._get(start, stop)) for start, stop in _ranges(blobs)]
 
     def read(self, start: int, stop: int) -> bytes | bytearray:
         """Bytes `start` to `stop` of the file."""
-        for first, data in self.known[self.index :]:
-            if first <= start and stop <= first + len(data):
+        number = bisect_right(self.known, start, key=itemgetter(0)) - 1
+        if number >= 0:
+            first, data = self.known[number]
+            if stop <= first + len(data):
                 return data[start - first : stop - first]
-            if first > stop:
-                break
         return self._get(start, stop)
-
-    def advance(self, start: int) -> None:
-        """Nothing before `start` will be requested any more."""
-        while self.index < len(self.known):
-            first, data = self.known[self.index]
-            if first + len(data) > start:
-                return
-            self.index += 1
 
     def _get(self, start: int, stop: int) -> bytearray:
         data = bytearray(stop - start)
@@ -340,29 +322,28 @@ class _Peeks:
         return data
 
 
+def _ends(blob: Blob) -> list[tuple[int, int]]:
+    """What is read ahead of a blob: all of it, or its head and its tail."""
+    start, stop = blob.start, blob.stop
+    if stop - start <= WHOLE_NBYTES_MAX:
+        return [(start, stop)]
+    return [(start, start + HEAD_NBYTES), (stop - TAIL_NBYTES, stop)]
+
+
 def _ranges(blobs: Sequence[Blob]) -> list[tuple[int, int]]:
-    """The heads and tails of blobs as byte ranges; ranges that meet are joined."""
+    """The ends of blobs as byte ranges; ranges that meet are joined."""
     ranges: list[tuple[int, int]] = []
-    for blob in blobs:
-        if blob.stop - blob.start <= WHOLE_NBYTES_MAX:
-            ends = [(blob.start, blob.stop)]
+    for start, stop in chain.from_iterable(map(_ends, blobs)):
+        if ranges and start <= ranges[-1][1]:
+            ranges[-1] = (ranges[-1][0], max(ranges[-1][1], stop))
         else:
-            ends = [
-                (blob.start, blob.start + HEAD_NBYTES),
-                (blob.stop - TAIL_NBYTES, blob.stop),
-            ]
-        for start, stop in ends:
-            if ranges and start <= ranges[-1][1]:
-                ranges[-1] = (ranges[-1][0], max(ranges[-1][1], stop))
-            else:
-                ranges.append((start, stop))
+            ranges.append((start, stop))
     return ranges
 
 
 def _opened(peeks: _Peeks, blob: Blob, budget: MemoryBudget, is_outermost: bool) -> Opened:
-    peeks.advance(blob.start)
     try:
-        return _content(peeks.read, blob, budget, is_outermost=is_outermost)
+        return _content(peeks.read, blob, budget, is_outermost)
     except (Corrupt, UnsupportedFormat) as error:
         where = f"{peeks.store.url}/{blob.file}, bytes {blob.start} to {blob.stop}"
         raise type(error)(f"{where}: {error}") from error
@@ -382,7 +363,7 @@ def _tensor_of(data: bytes) -> TensorRef | None:
     return tree if isinstance(tree, TensorRef) else None
 
 
-def _content(read: ReadBytes, blob: Blob, budget: MemoryBudget, *, is_outermost: bool) -> Opened:
+def _content(read: ReadBytes, blob: Blob, budget: MemoryBudget, is_outermost: bool) -> Opened:
     account, directory = Account(budget), Account(budget)
     nbytes, allowed = blob.stop - blob.start, 0
 
@@ -446,10 +427,7 @@ def _tensor_nbytes(entries: Mapping[str, ZipEntry], folder: str, blob_nbytes: in
     """Bytes of storages that are in the blob. Entries may lie over each other: what they say counts
     up to the length of the blob without its pickle.
     """
-    stored, others = 0, 0
-    for name, entry in entries.items():
-        if name.startswith(folder):
-            stored += entry.nbytes if entry.is_stored else 0
-        else:
-            others += entry.nbytes
+    inside = [entry for name, entry in entries.items() if name.startswith(folder)]
+    stored = sum(entry.nbytes for entry in inside if entry.is_stored)
+    others = sum(entry.nbytes for entry in entries.values()) - sum(one.nbytes for one in inside)
     return max(0, min(stored, blob_nbytes - others))

@@ -13,8 +13,7 @@ from __future__ import annotations
 
 import math
 import threading
-from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
@@ -34,6 +33,9 @@ from ckpt.layout.descriptions import TYPE_KEY, is_description, shown_type
 from ckpt.layout.dtypes import DTYPES, dtype_name, torch_dtype
 from ckpt.layout.kind import Kind
 from ckpt.layout.region import Shape, Span
+from ckpt.loading.checkpoint import piece_of
+from ckpt.loading.contents import StoredTensor
+from ckpt.stacks.moving import Moving
 from ckpt.stacks.rules import Origin, Restacked, restack
 from ckpt.state.types import Catalog, Stacks, TensorEntry
 from ckpt.state.values import join_tree, references
@@ -140,50 +142,18 @@ class RestackedSource(DerivedSource):
         super().__init__(source, contents, {})
 
     def fill(self, wanted: Sequence[ReadRequest]) -> None:
-        requests: list[ReadRequest] = []
-        common: list[tuple[ReadRequest, list[ReadRequest]]] = []
+        moving, requests = Moving(self._origins), list[ReadRequest]()
         for request in wanted:
-            origin = self._origins.get(request.fqn)
-            if origin is None:
-                requests.append(request)
-            elif origin.is_common:
-                every = [
-                    request._replace(fqn=fqn, target=torch.empty_like(request.target))
-                    for fqn in origin.stored
-                ]
-                common.append((request, every))
-                requests += every
-            elif origin.turn is not None or origin.dim:
+            info, origin = self.contents.tensors[request.fqn], self._origins.get(request.fqn)
+            if origin is not None and (origin.turn is not None or origin.dim):
                 self.copy_whole(request, partial(self._made, origin))
-            else:
-                requests += self._stored(request, origin)
+                continue
+            entry = StoredTensor(0, info.fqn, info.dtype, info.shape)
+            for one in moving.moved(piece_of(entry, request.region, request.target)):
+                requests.append(ReadRequest(one.pieces[0].fqn, one.pieces[0].region, one.local))
         self.source.fill(requests)
-        for request, (first, *others) in common:
-            for other in others:
-                # By bits: as a number, NaN differs from itself.
-                if not torch.equal(other.target.view(torch.uint8), first.target.view(torch.uint8)):
-                    raise CheckpointError(
-                        f"{request.fqn}: its slices have different ones, {first.fqn} "
-                        f"{first.target.item()} and {other.fqn} {other.target.item()}, and a stack "
-                        "has one for all"
-                    )
-            request.target.copy_(first.target)
-
-    def _stored(self, request: ReadRequest, origin: Origin) -> Iterator[ReadRequest]:
-        """What the source has to be asked for."""
-        shape = self.contents.tensors[request.fqn].shape
-        (low, high), target, starts = request.span, request.target, origin.starts
-        if origin.number is not None:
-            row = math.prod(shape[1:] if origin.dim is not None else shape)
-            before = starts[origin.number] * row
-            yield ReadRequest(origin.stored[0], Span(low + before, high + before), target)
-            return
-        row = math.prod(shape[1:])
-        ends = [start * row for start in starts]
-        for number in range(bisect_right(ends, low) - 1, bisect_left(ends, high)):
-            start, stop = max(low, ends[number]), min(high, ends[number + 1])
-            span = Span(start - ends[number], stop - ends[number])
-            yield ReadRequest(origin.stored[number], span, target[start - low : stop - low])
+        for compare in moving.steps:
+            compare()
 
     def _made(self, origin: Origin) -> torch.Tensor:
         parts = [self.source.read(fqn) for fqn in origin.stored]

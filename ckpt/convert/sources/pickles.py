@@ -223,12 +223,12 @@ class _Machine:
         return int.from_bytes(self.take(nbytes), "little")
 
     def line(self) -> str:
-        for stop in range(self.position, min(self.position + 1000, len(self.data))):
-            if self.data[stop] == 0x0A:
-                text = bytes(self.data[self.position : stop]).decode()
-                self.position = stop + 1
-                return text
-        raise ValueError("a name does not end")
+        data = bytes(self.data[self.position : self.position + NAME_LENGTH_MAX])
+        text, newline, _ = data.partition(b"\n")
+        if not newline:
+            raise ValueError("a name does not end")
+        self.position += len(text) + 1
+        return text.decode()
 
     # The memo
 

@@ -186,7 +186,7 @@ class FileSource(CheckpointSource):
                     if isinstance(copy, Run) and chunk.stride is None:
                         start = chunk.start + copy.source * target.element_size()
                         memory = host_bytes(target[copy.target : copy.target + copy.numel])
-                        reads.append(_FileRead(chunk.file, start, memory))
+                        reads.append((chunk.file, start, memory))
                     else:
                         for part in _gathers(chunk, copy, target.element_size()):
                             self._gather(chunk.file, part, target)
@@ -237,10 +237,7 @@ class _ChunkIndex:
             yield chunk
 
 
-class _FileRead(NamedTuple):
-    file: str
-    start: int
-    buffer: memoryview
+_FileRead = tuple[str, int, memoryview]  # from which byte of which file
 
 
 def _joined(reads: list[_FileRead]) -> Iterator[tuple[str, int, list[memoryview]]]:
@@ -249,25 +246,23 @@ def _joined(reads: list[_FileRead]) -> Iterator[tuple[str, int, list[memoryview]
     reads.sort(key=lambda read: read[:2])
     # One for all gaps, because nobody looks at what is read into it.
     gap_buffer = memoryview(bytearray(JOINED_GAP_MAX))
-    index = 0
-    while index < len(reads):
-        file, start, buffer = reads[index]
-        buffers, end = [buffer], start + len(buffer)
-        index += 1
-        while index < len(reads) and len(buffer) <= JOINED_EACH_MAX:
-            following = reads[index]
-            gap = following.start - end
-            stop = following.start + len(following.buffer)
-            if following.file != file or not 0 <= gap <= JOINED_GAP_MAX:
-                break
-            if len(following.buffer) > JOINED_EACH_MAX or stop - start > JOINED_NBYTES_MAX:
-                break
-            if gap:
-                buffers.append(gap_buffer[:gap])
-            buffers.append(following.buffer)
-            end = stop
-            index += 1
-        yield file, start, buffers
+    buffers: list[memoryview] = []
+    name, start, end = "", 0, 0  # of what is joined so far
+    for file, at, buffer in reads:
+        gap, stop = at - end, at + len(buffer)
+        are_small = bool(buffers) and max(len(buffers[0]), len(buffer)) <= JOINED_EACH_MAX
+        is_near = file == name and 0 <= gap <= JOINED_GAP_MAX and stop - start <= JOINED_NBYTES_MAX
+        if buffers and not (are_small and is_near):
+            yield name, start, buffers
+            buffers = []
+        if not buffers:
+            name, start = file, at
+        elif gap:
+            buffers.append(gap_buffer[:gap])
+        buffers.append(buffer)
+        end = stop
+    if buffers:
+        yield name, start, buffers
 
 
 class _Gather(NamedTuple):
@@ -381,10 +376,8 @@ class NativeSource(CheckpointSource):
 
     def __init__(self, checkpoint: Checkpoint, lease: ExitStack | None = None) -> None:
         manifest = checkpoint.manifest
-        # A later version may write kinds that this one does not know: they become OTHER.
-        kinds = {int(kind): kind for kind in Kind}
         tensors = {
-            fqn: SourceTensor(fqn, dtype, shape, kinds.get(kind, Kind.OTHER))
+            fqn: SourceTensor(fqn, dtype, shape, Kind.of(kind))
             for fqn, dtype, shape, kind in zip(
                 manifest.fqns,
                 manifest.dtypes,

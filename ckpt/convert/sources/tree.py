@@ -219,17 +219,9 @@ def leaves_of_blob(
     """
     opened = open_blob(store, blob, into.budget, is_outermost=is_outermost)
 
-    def mapped(tree: Any) -> Any:
-        # Containers in which nothing changes are the same objects: most of a large state may be
-        # values.
-        if type(tree) is dict:
-            made: Any = {key: mapped(item) for key, item in tree.items()}
-            return tree if all(made[key] is item for key, item in tree.items()) else made
-        if type(tree) in (list, tuple):
-            made = [mapped(item) for item in tree]
-            if all(new is item for new, item in zip(made, tree, strict=True)):
-                return tree
-            return made if type(tree) is list else tuple(made)
+    def mapped(tree: Any, _: object = None) -> Any:
+        if type(tree) in (dict, list, tuple):
+            return _with_items(tree, mapped)
         if isinstance(tree, StorageRef):
             return UnreadableTensor("it is a storage, not a tensor")
         if isinstance(tree, ShardRef):
@@ -249,6 +241,19 @@ def leaves_of_blob(
     tree = mapped(opened.tree)
     opened.directory.close()
     return tree
+
+
+def _with_items(tree: Any, change: Callable[[Any, Any], Any]) -> Any:
+    """A container with what `change` makes of each item and its key or index. Where nothing changes
+    it is the same object: most of a large state may be values.
+    """
+    if isinstance(tree, dict):
+        made = {key: change(item, key) for key, item in tree.items()}
+        return tree if all(made[key] is item for key, item in tree.items()) else made
+    items = [change(item, index) for index, item in enumerate(tree)]
+    if all(new is item for new, item in zip(items, tree, strict=True)):
+        return tree
+    return items if isinstance(tree, list) else tuple(items)
 
 
 # Names ----------------------------------------------------------------------------------------
@@ -282,26 +287,22 @@ class Named:
 
     def walk(self, node: Any, path: str, depth: int) -> None:
         """Name what is in `node`, which stands at `path`."""
+        optimizer = _optimizer(node) if isinstance(node, dict) else None
+        # One that has no state is one by its groups, where parameters have names.
+        is_named = optimizer is not None and self.parameter_names is not None
         if isinstance(node, Leaf):
             self.add_tensor(path, node, Kind.OTHER)
         elif isinstance(node, UnreadableTensor):
             self.refuse(path, node.reason, is_tensor=True)
-        elif isinstance(node, (dict, list, tuple)) and (
-            not path or has_tensors(node) or self._is_named_optimizer(node)
-        ):
+        elif isinstance(node, (dict, list, tuple)) and (not path or is_named or has_tensors(node)):
             if depth >= DEPTH_MAX:
                 self.refuse(path, f"it is nested deeper than {DEPTH_MAX}")
-            elif isinstance(node, dict) and (optimizer := _optimizer(node)) is not None:
+            elif optimizer is not None:
                 self.add_optimizer(*optimizer, path)
             else:
                 self.walk_container(node, path, depth)
         else:
             self.add_value(path, node)
-
-    def _is_named_optimizer(self, node: Any) -> bool:
-        """Whether it is an optimizer that has no state, and whose parameters have names."""
-        is_named = self.parameter_names is not None and isinstance(node, dict)
-        return is_named and _optimizer(node) is not None
 
     def walk_container(self, node: Any, path: str, depth: int) -> None:
         items = list(node.items() if isinstance(node, dict) else enumerate(node))
@@ -363,25 +364,16 @@ class Named:
             return tagged(tree.name, self.plain(tree.state, path, depth + 1, problems))
         if (value := value_of(tree)) is not None:
             return value
-        if isinstance(tree, dict):
-            if bad := [key for key in tree if not is_key(key) or key == TENSOR_KEY]:
-                problems.append((path, f"the key {bad[0]!r:.60} cannot be stored"))
-                return None
-            made: Any = {
-                key: self.plain(item, join(path, key), depth + 1, problems)
-                for key, item in tree.items()
-            }
-            return tree if all(made[key] is item for key, item in tree.items()) else made
-        if isinstance(tree, (list, tuple)):
-            made = [
-                self.plain(item, join(path, index), depth + 1, problems)
-                for index, item in enumerate(tree)
-            ]
-            if all(new is item for new, item in zip(made, tree, strict=True)):
-                return tree
-            return made if isinstance(tree, list) else tuple(made)
-        problems.append((path, reason_of(tree)))
-        return None
+        if not isinstance(tree, (dict, list, tuple)):
+            problems.append((path, reason_of(tree)))
+            return None
+        keys = tree if isinstance(tree, dict) else ()
+        if bad := [key for key in keys if not is_key(key) or key == TENSOR_KEY]:
+            problems.append((path, f"the key {bad[0]!r:.60} cannot be stored"))
+            return None
+        return _with_items(
+            tree, lambda item, key: self.plain(item, join(path, key), depth + 1, problems)
+        )
 
     # Optimizers
 

@@ -21,14 +21,14 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from itertools import islice
+from itertools import accumulate, islice
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
 from ckpt.convert.sources.blobs import (
     DESCRIPTOR_NBYTES,
-    Placed,
+    ZipEntry,
     descriptor,
     directory,
     local_header,
@@ -152,24 +152,20 @@ def _safetensors_file(key: str, outputs: Sequence[Output], tied: Mapping[str, st
     ordered = sorted(outputs, key=lambda output: (-output.dtype.itemsize, output.name))
     # "format" is what Hugging Face's loaders ask for; tied names stand as `save_model` notes them.
     head: dict[str, Any] = {"__metadata__": {"format": "pt", **tied}}
-    position = 0
-    for output in ordered:
-        head[output.name] = {
-            "dtype": output.dtype.code,
-            "shape": list(output.tensor.shape),
-            "data_offsets": [position, position + output.nbytes],
-        }
-        position += output.nbytes
+    ends = list(accumulate((output.nbytes for output in ordered), initial=0))
+    for output, start, stop in zip(ordered, ends, ends[1:], strict=False):
+        shape = list(output.tensor.shape)
+        offsets = [start, stop]
+        head[output.name] = {"dtype": output.dtype.code, "shape": shape, "data_offsets": offsets}
     text = json.dumps(head, ensure_ascii=False, separators=(",", ":")).encode("utf-8")
     padded = -(-(8 + len(text)) // HEADER_ALIGNMENT) * HEADER_ALIGNMENT
     # The specification allows spaces behind the JSON of a header.
     header = (padded - 8).to_bytes(8, "little") + text.ljust(padded - 8, b" ")
-    pieces: list[FilePiece] = [Fixed(0, header)]
-    position = padded
-    for output in ordered:
-        pieces.append(Data(position, output.nbytes, output, _all_of(output)))
-        position += output.nbytes
-    return PlannedFile(key, position, tuple(pieces))
+    data = [
+        Data(padded + start, output.nbytes, output, _all_of(output))
+        for output, start in zip(ordered, ends, strict=False)
+    ]
+    return PlannedFile(key, padded + ends[-1], (Fixed(0, header), *data))
 
 
 def write_safetensors(path: str, tensors: Mapping[str, torch.Tensor]) -> None:
@@ -233,7 +229,7 @@ class ZipBuilding:
 
     def add(self, pickle: bytes, data: Sequence[tuple[str, Output, Span]]) -> tuple[int, int]:
         """Append a blob of a tree and its storages by key; returns its start and its length."""
-        start, entries = self.nbytes, list[Placed]()
+        start, entries = self.nbytes, list[ZipEntry]()
         # In torch.save's order: what is known before the storages, but for the version.
         contents: dict[str, bytes | tuple[Output, Span]] = {
             "data.pkl": pickle,
@@ -253,13 +249,15 @@ class ZipBuilding:
                 make = partial(_descriptor_of, nbytes, self.checksums)
                 self._put(Late(self.nbytes, DESCRIPTOR_NBYTES, make))
                 self.checksums += 1
-            entries.append(Placed(name, nbytes, header_start, crc32))
+            entries.append(ZipEntry(name, header_start, nbytes, crc32))
         position = self.nbytes - start
 
         def make_directory(checksums: Sequence[int]) -> bytes:
-            sums = (one.crc32 if one.crc32 >= 0 else checksums[~one.crc32] for one in entries)
-            each = zip(entries, sums, strict=True)
-            return directory([one._replace(crc32=crc32) for one, crc32 in each], position)
+            known = [
+                one if one.crc32 >= 0 else one._replace(crc32=checksums[~one.crc32])
+                for one in entries
+            ]
+            return directory(known, position)
 
         # Any checksums will do: a directory's numbers have a fixed width.
         nbytes = len(make_directory([0] * self.checksums))

@@ -16,7 +16,8 @@ from storage.errors import CheckpointError as CheckpointError
 class InvalidState(CheckpointError):
     """The state cannot be saved, or loaded into, as it is; every problem is listed with its fqn."""
 
-    def __init__(self, problems: Sequence[str]) -> None:
+    def __init__(self, problems: str | Sequence[str]) -> None:
+        problems = [problems] if isinstance(problems, str) else problems
         super().__init__(_listed("the state cannot be used as it is", problems))
         self.problems = tuple(problems)
 
@@ -27,7 +28,8 @@ class Mismatch(CheckpointError):
     `where` names the checkpoint, its step and its path; "" for a state dict in memory.
     """
 
-    def __init__(self, problems: Sequence[str], where: str = "") -> None:
+    def __init__(self, problems: str | Sequence[str], where: str = "") -> None:
+        problems = [problems] if isinstance(problems, str) else problems
         named = f"the checkpoint {where}".rstrip()
         super().__init__(_listed(f"{named} does not fit the state", problems))
         self.problems = tuple(problems)

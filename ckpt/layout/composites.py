@@ -275,10 +275,8 @@ def put_together(
     except (TypeError, ValueError, KeyError, IndexError, AssertionError, RuntimeError) as error:
         # The library's own check, of another version than the one that saved.
         raise Mismatch(
-            [
-                f"{fqn}: a {name} cannot be put together of {sorted(components)}: "
-                f"{type(error).__name__}: {error!s:.300}; load with the version that saved it"
-            ]
+            f"{fqn}: a {name} cannot be put together of {sorted(components)}: "
+            f"{type(error).__name__}: {error!s:.300}; load with the version that saved it"
         ) from error
 
 
@@ -305,8 +303,6 @@ def dense_form(fqn: str, tensor: torch.Tensor) -> torch.Tensor:
         return kind.dense(tensor)
     except (TypeError, ValueError, AssertionError, RuntimeError) as error:
         raise InvalidState(
-            [
-                f"{fqn}: a {kind.name} is not made dense by its library: {type(error).__name__}: "
-                f"{error!s:.300}; leave it out, or export it as it is"
-            ]
+            f"{fqn}: a {kind.name} is not made dense by its library: {type(error).__name__}: "
+            f"{error!s:.300}; leave it out, or export it as it is"
         ) from error

@@ -106,11 +106,9 @@ class Moving:
             for fqn, other in every[1:]:
                 if not torch.equal(_bits(other), _bits(first)):
                     raise Mismatch(
-                        [
-                            f"{piece.fqn}: its slices have different ones in the checkpoint, "
-                            f"{first_fqn} {first.item()} and {fqn} {other.item()}, and a stack has "
-                            "one for all; load into slices, or leave the optimizer out with skip="
-                        ]
+                        f"{piece.fqn}: its slices have different ones in the checkpoint, "
+                        f"{first_fqn} {first.item()} and {fqn} {other.item()}, and a stack has "
+                        "one for all; load into slices, or leave the optimizer out with skip="
                     )
             view.copy_(first)
 

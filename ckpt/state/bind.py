@@ -126,7 +126,6 @@ def bind_state(
             )
             if not thing.node["state"] and _is_sharded(leaves, described):
                 names.report(
-                    ProblemKind.VALUE,
                     fqn,
                     "is the state dict of an optimizer that has no state yet, and parameters are "
                     "sharded, so that nothing says how its state would be; put the optimizer "
@@ -181,9 +180,9 @@ class _Binder:
             if is_strided and overlaps_itself(tensor):
                 names.used.add(saved)
                 names.report(
-                    ProblemKind.UNSUPPORTED,
                     fqn,
                     "is an expanded tensor whose elements share memory; make it contiguous() first",
+                    ProblemKind.UNSUPPORTED,
                 )
                 continue
             if is_strided:
@@ -221,7 +220,7 @@ class _Binder:
                 tensors.append((fqn, tensor))
                 continue
             if not self.names.skip(fqn):
-                self.names.report(ProblemKind.UNSUPPORTED, fqn, text)
+                self.names.report(fqn, text, ProblemKind.UNSUPPORTED)
         self.add_tensors(tensors)
 
     def add_composite(self, fqn: str, tensor: torch.Tensor, kind: Kind) -> None:
@@ -268,18 +267,18 @@ class _Binder:
             if entry.shape[1:] != shape[1:] or not shape or not entry.shape:
                 rows = ", which resize= cannot change: dim 0 alone" if rule else ""
             self.names.report(
-                ProblemKind.SHAPE,
                 fqn,
                 f"{source} has shape {tuple(entry.shape)}, state has {tuple(shape)}{rows}; build "
                 f"the state with the sizes it was saved with{otherwise}",
+                ProblemKind.SHAPE,
             )
             return False
         if entry.dtype is not dtype:
             self.names.report(
-                ProblemKind.DTYPE,
                 fqn,
                 f"{source} has dtype {entry.dtype}, state has {dtype}; convert the state with "
                 f".to({entry.dtype}) before loading and back after it{casting}",
+                ProblemKind.DTYPE,
             )
             return False
         return True
@@ -293,7 +292,6 @@ class _Binder:
         place = differing_pickle(names.catalog.values.get(names.rename(fqn)), live)
         if place is not None and not names.is_skipped(fqn):
             names.report(
-                ProblemKind.VALUE,
                 f"{fqn}.{place}",
                 "may be a pickle, which the optimizer's class would run, and differs from the live "
                 f"one's; build it with the options that it was saved with{names.call.or_skip}",
@@ -335,7 +333,6 @@ class _Binder:
                 continue
             if references(saved[1]):
                 names.report(
-                    ProblemKind.VALUE,
                     slot.fqn,
                     "has tensors in the checkpoint and is a value in the state; put an object with "
                     "load_state_dict() there, or skip= it",
@@ -355,9 +352,9 @@ class _Binder:
         if id(slot.place.container) not in fixed:
             return True
         self.names.report(
-            ProblemKind.UNSUPPORTED,
             slot.fqn,
             "is in a tuple that nothing can replace; pass the state as a dict or list",
+            ProblemKind.UNSUPPORTED,
         )
         return False
 
@@ -365,7 +362,7 @@ class _Binder:
         """Whether all leaves of a value can be made here; problems when not."""
         problems = unknown_leaves(value, live)
         for text in problems:
-            self.names.report(ProblemKind.VALUE, slot.fqn, text)
+            self.names.report(slot.fqn, text)
         return not problems
 
     def value_step(self, slot: LocatedValue, value: Any) -> Callable[[], None]:
@@ -418,16 +415,16 @@ class _Binder:
         names.used.update(one.fqn for one in saved)
         group = group_of(marked, self.ranks)
         if group is None:
-            names.report(ProblemKind.PER_RANK, fqn, NOT_IN_GROUP)
+            names.report(fqn, NOT_IN_GROUP, ProblemKind.PER_RANK)
             return
         value = value_for(saved, group, size)
         if value is None and marked.on_reshard is None:
             names.report(
-                ProblemKind.PER_RANK,
                 fqn,
                 f"was saved by groups {[list(one.group) for one in saved]} with different values, "
                 f"and is loaded by group {list(group)}; say what it gets with PerGroup(..., "
                 "on_reshard=fn), or leave it alone with skip=",
+                ProblemKind.PER_RANK,
             )
             return
         if value is None:
@@ -477,10 +474,10 @@ class _Binder:
             return (all_values[self.ranks.rank],)
         if marked.on_reshard is None:
             self.names.report(
-                ProblemKind.PER_RANK,
                 fqn,
                 f"was saved per rank by {saved_size} ranks and is loaded by {size}; say which "
                 "rank gets what with PerRank(..., on_reshard=fn), or leave it alone with skip=",
+                ProblemKind.PER_RANK,
             )
             return None
         return self.reshard_marked(fqn, marked, all_values, self.ranks.rank)
@@ -492,13 +489,13 @@ class _Binder:
         assert marked.on_reshard is not None
         live = _live_of(marked)
         if problems := [text for value in values for text in unknown_leaves(value, live)]:
-            self.names.report(ProblemKind.VALUE, fqn, problems[0])
+            self.names.report(fqn, problems[0])
             return None
         values = [join_tree(value, _no_tensor, live) for value in values]
         try:
             return (marked.on_reshard(values, rank, len(self.ranks.global_ranks)),)
         except Exception as error:  # the user's function: reported with all that does not fit
-            self.names.report(ProblemKind.PER_RANK, fqn, f"on_reshard raised {error!r}")
+            self.names.report(fqn, f"on_reshard raised {error!r}", ProblemKind.PER_RANK)
             return None
 
     def refuse_overlaps(self) -> None:
@@ -520,11 +517,9 @@ class _Binder:
             live = {names.rename(fqn): fqn for fqn in names.loaded_tensors}
             one, other = (live.get(fqn, fqn) for fqn in two)
             raise InvalidState(
-                [
-                    f"{other}: shares memory with {one}, so that a load would write one over the "
-                    "other; make one of them a clone(), or leave it out of the state"
-                    + names.call.or_skip
-                ]
+                f"{other}: shares memory with {one}, so that a load would write one over the "
+                "other; make one of them a clone(), or leave it out of the state"
+                + names.call.or_skip
             )
 
     def result(self, state: Any, described: Described, strict: Strict) -> Binding:

@@ -9,14 +9,14 @@ from __future__ import annotations
 import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import torch
 
 from ckpt.errors import InvalidState
 from ckpt.layout.plain import Ranks
-from ckpt.state.bind_parameter import BoundOptimizer, ParameterBinder
+from ckpt.state.bind_parameter import BoundOptimizer, ParameterBinding
 from ckpt.state.describe import Described
 from ckpt.state.names import Names
 from ckpt.state.optimizer import (
@@ -61,7 +61,7 @@ def bind_optimizer(
     # Before `skip`: an optimizer that no save takes is wrong in a state, loaded or not.
     if problems := refusals(path, optimizer, described, ranks):
         raise InvalidState(problems)
-    bound = BoundOptimizer()
+    bound = BoundOptimizer(optimizer)
     if names.skip(path):
         return bound
     saved = names.value(f"{path}.param_groups")
@@ -74,34 +74,21 @@ def bind_optimizer(
         isinstance(group, dict) and isinstance(group.get("params"), list) for group in groups
     ):
         text = "is not a list of groups of parameters"
-        names.report(ProblemKind.VALUE, f"{path}.param_groups", text)
+        names.report(f"{path}.param_groups", text)
         return bound
-    own, own_options = f"{saved[0]}{OWN_OPTIONS}", {}
-    for rank, values in enumerate(names.catalog.per_rank):
-        if own in values:
-            names.used.add(own)
-            own_options[rank] = values[own]
+    own, per_rank = f"{saved[0]}{OWN_OPTIONS}", names.catalog.per_rank
+    own_options = {rank: values[own] for rank, values in enumerate(per_rank) if own in values}
+    if own_options:
+        names.used.add(own)
     if not all(map(_is_of_groups, own_options.values())):
-        names.report(ProblemKind.VALUE, own, "is not a list of options of groups")
+        names.report(own, "is not a list of options of groups")
         return bound
     names.loaded_values.append(f"{path}.param_groups")
-    bound.optimizer.append(optimizer)
     saved_names = {name for group in groups for name in group["params"]}
     states = saved_states(names, f"{saved_path}.state.", saved_names)
     live = named_groups(optimizer, described)
-    binding = _OptimizerBinder(
-        path,
-        saved_path,
-        bound,
-        names,
-        ranks,
-        saved_names,
-        states,
-        optimizer,
-        live,
-        groups,
-        own_options,
-    )
+    where = path, saved_path, bound, names, ranks
+    binding = _OptimizerBinder(*where, saved_names, states, optimizer, live, groups, own_options)
     binding.add()
     binding.add_user_state()
     return bound
@@ -143,7 +130,7 @@ class _OptimizerBinder:
 
     def add(self) -> None:
         said = declared(self.optimizer)
-        binder = ParameterBinder(self.path, self.bound, self.names, self.ranks, said)
+        binding = partial(ParameterBinding, self.path, self.bound, self.names, self.ranks, said)
         keeps_groups = self.names.skip(f"{self.path}.param_groups")
         for group in self.groups:
             self.wanted.append([self.saved_names_of(n, keeps_groups=keeps_groups) for n in group])
@@ -162,7 +149,7 @@ class _OptimizerBinder:
                     # State under numbers has names in a checkpoint that say so.
                     if not {str}.issuperset(map(type, own)):
                         own = {name: one for key, one in own.items() if (name := state_name(key))}
-                    binder.bind(named, states, own, hyper)
+                    binding(named, states, own, hyper).bind()
 
     def add_user_state(self) -> None:
         """State under keys that are no parameters: replaced by the checkpoint's, if it has any."""
@@ -175,7 +162,7 @@ class _OptimizerBinder:
         tree = bind_tree(fqn, value, live, self.names, self.ranks)
         self.names.loaded_values.append(f"{self.path}.{USER_STATE}")
         self.bound.holdings.extend(tree.holdings)
-        self.bound.user.append((self.optimizer, tree))
+        self.bound.user.append(tree)
 
     def saved_names_of(self, named: NamedParam, *, keeps_groups: bool) -> list[str | None]:
         saved = []
@@ -190,7 +177,6 @@ class _OptimizerBinder:
                 names.report_not_new(state)
             elif name is None and not any(may_lack):
                 names.report(
-                    ProblemKind.MISSING,
                     state,
                     f"the {names.call.source}'s optimizer has no parameter {fqn}"
                     + names.call.moves(
@@ -198,6 +184,7 @@ class _OptimizerBinder:
                         leave="leave the state of this parameter as it is",
                         is_missing=True,
                     ),
+                    ProblemKind.MISSING,
                 )
         return saved
 
@@ -231,14 +218,11 @@ class _OptimizerBinder:
 
     def is_path(self, path: str) -> bool:
         """Whether the checkpoint has all parameters of its optimizer under `path`."""
-        known = self.is_path_known.get(path)
-        if known is None:
-            catalog = self.names.catalog
-            known = self.is_path_known[path] = all(
-                path + name in catalog.tensors or path + name in catalog.aliases
-                for name in self.saved_names
-            )
-        return known
+        if path not in self.is_path_known:
+            tensors, aliases = self.names.catalog.tensors, self.names.catalog.aliases
+            full = (path + name for name in self.saved_names)
+            self.is_path_known[path] = all(name in tensors or name in aliases for name in full)
+        return self.is_path_known[path]
 
     def leave_others(self, *, keeps_groups: bool) -> None:
         """Note the parameters that the checkpoint's groups have and the state's have not."""
@@ -293,11 +277,7 @@ class _OptimizerBinder:
             known = frozenset([*values, *(key for options in saved for key in options)])
             result.append(Options(mine[0] if mine else None, values, known))
         if conflicts:
-            self.names.report(
-                ProblemKind.VALUE,
-                f"{self.path}.param_groups",
-                self.difference(conflicts),
-            )
+            self.names.report(f"{self.path}.param_groups", self.difference(conflicts))
         return result
 
     def own_values(self, index: int, mine: Sequence[int]) -> dict[str, Any]:
@@ -316,10 +296,8 @@ class _OptimizerBinder:
         is_world = range(first, first + size) in names.catalog.worlds
         taken = {}
         for key, of_rank in by_key.items():
-            fqn, said = (
-                f"{self.path}.{OPTION}{index}.{key}",
-                declared(self.optimizer).get(OPTION + key),
-            )
+            fqn = f"{self.path}.{OPTION}{index}.{key}"
+            said = declared(self.optimizer).get(OPTION + key)
             if names.group_option(key) == "live":
                 continue
             all_values = list(of_rank.values())
@@ -334,12 +312,12 @@ class _OptimizerBinder:
                 taken[key] = split_tree(made, fqn, [])[0]
             else:
                 names.report(
-                    ProblemKind.PER_RANK,
                     fqn,
                     f"was saved as its own by each of {len(self.own_options)} ranks, and {size} "
                     "load it; say what each gets with declare_optimizer_state(optimizer, "
                     f'{{"{OPTION}{key}": PerRank(None, on_reshard)}}), or keep the live value with '
                     f"group_options={{{key!r}: 'live'}}",
+                    ProblemKind.PER_RANK,
                 )
         return taken
 
@@ -384,7 +362,6 @@ class _OptimizerBinder:
             # A newer version of an optimizer only adds names, and schedulers add theirs; another
             # optimizer has names of its own on both sides.
             self.names.report(
-                ProblemKind.VALUE,
                 f"{self.path}.param_groups.{options.number}",
                 f"is of another kind of optimizer: the {self.names.call.source} has {gone}, the "
                 f"state's optimizer has {new}; build the optimizer that was saved"

@@ -56,11 +56,11 @@ Make = Callable[[], Any]
 class BoundOptimizer:
     """Memory to fill; `install` then gives the optimizer its state, all of it at once."""
 
+    optimizer: torch.optim.Optimizer
     holdings: list[Holding] = field(default_factory=list)
     states: list[tuple[torch.Tensor, dict[str, Make]]] = field(default_factory=list)
     groups: list[tuple[dict[str, Any], BoundTree]] = field(default_factory=list)
-    optimizer: list[torch.optim.Optimizer] = field(default_factory=list)
-    user: list[tuple[torch.optim.Optimizer, BoundTree]] = field(default_factory=list)
+    user: list[BoundTree] = field(default_factory=list)
 
     def install(self) -> None:
         """Replace state and hyperparameters. Raises Mismatch before it changes anything."""
@@ -68,72 +68,75 @@ class BoundOptimizer:
         made = [
             (p, {state_key(name): make() for name, make in new.items()}) for p, new in self.states
         ]
-        for optimizer in self.optimizer:
-            for param, state in made:
-                if not state:
-                    optimizer.state.pop(param, None)
-                    continue
-                # The same dict, emptied: optimizers and their users may hold on to it.
-                live = optimizer.state[param]
-                live.clear()
-                live.update(state)
+        for param, state in made:
+            if not state:
+                self.optimizer.state.pop(param, None)
+                continue
+            # The same dict, emptied: optimizers and their users may hold on to it.
+            live = self.optimizer.state[param]
+            live.clear()
+            live.update(state)
         for group, tree in self.groups:
             group.update(tree.build())
-        for optimizer, tree in self.user:
-            optimizer.state.update(tree.build())
+        for tree in self.user:
+            self.optimizer.state.update(tree.build())
 
 
-@dataclass(frozen=True, slots=True)
-class ParameterBinder:
-    """Binds the state of the parameters of one optimizer, one after the other, into `bound`."""
+@dataclass(slots=True)
+class ParameterBinding:
+    """The state of one parameter of the optimizer at `path`, bound into `bound`.
+
+    `states` are those of the checkpoint for each member, `live` is the state that the optimizer
+    has, `hyper` are the options of its group; `new` makes each entry of the new state.
+    """
 
     path: str
     bound: BoundOptimizer
     names: Names
     ranks: Ranks
     declarations: Mapping[Any, StateDeclaration]
+    named: NamedParam
+    states: Sequence[SavedState | None]
+    live: Mapping[str, Any]
+    hyper: Mapping[str, Any]
+    new: dict[str, Make] = field(default_factory=dict)
 
-    def bind(
-        self,
-        named: NamedParam,
-        states: Sequence[SavedState | None],
-        live: Mapping[str, Any],
-        hyper: Mapping[str, Any],
-    ) -> None:
-        """Bind `states`, those of the checkpoint for each member of a parameter.
+    @property
+    def owned(self) -> Owned:
+        return self.named.owned
 
-        `live` is the state that the optimizer has, `hyper` are the options of its group.
-        """
+    def bind(self) -> None:
+        """Bind all of it, or report why it cannot be loaded."""
         if self.names.has_resize:
-            states = [self.resized(named, number, state) for number, state in enumerate(states)]
+            self.states = [self.resized(number, one) for number, one in enumerate(self.states)]
         # Used, whatever follows: a skipped state, or one of a parameter that lies elsewhere, is not
         # an unexpected name.
-        for state in states:
+        for state in self.states:
             if state is not None:
                 self.names.used |= state.fqns
-        new: dict[str, Make] = {}
         # Also without anything to load: what the checkpoint lacks is removed.
-        self.bound.states.append((named.param, new))
-        if _has_nothing_here(named.owned):
+        self.bound.states.append((self.named.param, self.new))
+        # Where the parameter lies on other ranks alone, this rank's optimizer never sees it. A
+        # DTensor's optimizer keeps state for an empty shard too.
+        owned = self.owned
+        is_here = bool(owned.local.numel()) or owned.template is not None
+        if not is_here and 0 not in owned.views[0].pieces[0].global_shape:
             return
-        binding = _ParameterBinding(self, named, named.owned, states, live, hyper, new)
-        for name in dict.fromkeys(n for s in states if s for n in s.names):
-            if not self.names.skip(binding.fqn(name)):
-                binding.add(name)
-            elif name in live:  # the state is replaced as a whole, so what stays is put back
-                new[name] = _constant(live[name])
+        for name in dict.fromkeys(n for s in self.states if s for n in s.names):
+            if not self.names.skip(self.fqn(name)):
+                self.add(name)
+            elif name in self.live:  # the state is replaced as a whole, so what stays is put back
+                self.new[name] = _constant(self.live[name])
 
-    def resized(
-        self, named: NamedParam, number: int, state: SavedState | None
-    ) -> SavedState | None:
+    def resized(self, number: int, state: SavedState | None) -> SavedState | None:
         """The state of a member with the rows that the member has, where `resize` says so."""
-        source, names = named.source, self.names
+        names, source = self.names, self.named.source
         shape = source.members[number].global_shape
         rule_of_param = names.row_rule(source.fqns[number])
         rows = names.stored_rows(source.fqns[number]) if shape else None
         tensors: dict[str, tuple[str, TensorEntry]] = {}
         for name in state.names if state is not None else ():
-            fqn = f"{self.path}.state.{named.names[number]}.{name}"
+            fqn = self.fqn(name, number)
             rule = names.row_rule(fqn) or rule_of_param
             if rule is None or state is None or name in state.own:
                 continue
@@ -158,24 +161,14 @@ class ParameterBinder:
         call = self.names.call
         text = f"{call.source} has {what}, the parameter {shape}: resize= changes plain tensors "
         text += f"with one row for each of the parameter{call.or_skip}"
-        self.names.report(ProblemKind.SHAPE, fqn, text)
-
-
-@dataclass(frozen=True, slots=True)
-class _ParameterBinding:
-    """The state of one parameter in the making; `new` makes each of its entries."""
-
-    binder: ParameterBinder
-    named: NamedParam
-    owned: Owned
-    states: Sequence[SavedState | None]
-    live: Mapping[str, Any]
-    hyper: Mapping[str, Any]
-    new: dict[str, Make]
+        self.names.report(fqn, text, ProblemKind.SHAPE)
 
     def fqn(self, name: str, member: int = 0) -> str:
         """The live name of the state `name`."""
-        return f"{self.binder.path}.state.{self.named.names[member]}.{name}"
+        return f"{self.path}.state.{self.named.names[member]}.{name}"
+
+    def report(self, name: str, text: str, kind: ProblemKind = ProblemKind.VALUE) -> None:
+        self.names.report(self.fqn(name), text, kind)
 
     def add(self, name: str) -> None:
         """Bind one entry, or report why it cannot be loaded."""
@@ -185,22 +178,20 @@ class _ParameterBinding:
             if state and name in state.tensors
         ]
         kind = kind_of_saved(name, self.states, members, self.owned)
+        dtypes = {member.entry.dtype for member in members}
         if kind is StateKind.OWN:
             self.add_own(name)
-        elif kind is StateKind.VALUE:
+            return
+        if kind is StateKind.VALUE:
             self.add_value(name, has_tensors=bool(members))
-        else:
-            self.binder.names.loaded_tensors.append(self.fqn(name))
-            self.add_tensors(name, kind, members)
-
-    def add_tensors(self, name: str, kind: StateKind, members: Sequence[MemberState]) -> None:
-        dtypes = {member.entry.dtype for member in members}
+            return
+        self.names.loaded_tensors.append(self.fqn(name))
         if len(dtypes) > 1:
-            self.binder.names.report(
-                ProblemKind.DTYPE,
-                self.fqn(name),
+            self.report(
+                name,
                 f"members of one flat parameter have {sorted(map(str, dtypes))}, one tensor has "
                 "to hold them all; load into a model with use_orig_params=True or fully_shard",
+                ProblemKind.DTYPE,
             )
         elif kind is StateKind.SHARD:
             self.add_shard(name, members)
@@ -213,35 +204,34 @@ class _ParameterBinding:
 
     def report_misfit(self, name: str, members: Sequence[MemberState]) -> None:
         odd = next(member for member in members if not member.fits)
-        self.binder.names.report(
-            ProblemKind.SHAPE,
+        self.names.report(
             self.fqn(name, self.named.source.members.index(odd.member)),
-            f"{self.binder.names.call.source} has shape {odd.entry.shape}, the parameter "
+            f"{self.names.call.source} has shape {odd.entry.shape}, the parameter "
             f"{odd.member.global_shape}: state of another shape cannot be divided among flat "
-            f"shards; load into fully_shard or an unsharded model{self.binder.names.call.or_skip}",
+            f"shards; load into fully_shard or an unsharded model{self.names.call.or_skip}",
+            ProblemKind.SHAPE,
         )
 
     def add_value(self, name: str, *, has_tensors: bool) -> None:
         values = [s.values[name] for s in self.states if s and name in s.values]
         if has_tensors or any(value != values[0][1] for _, value in values):
-            self.binder.names.report(
-                ProblemKind.VALUE,
-                self.fqn(name),
+            self.report(
+                name,
                 "differs between the members of one flat parameter",
             )
             return
         if self.owned.is_flat_shard and (why := self.why_no_shard(values[0][1])):
-            self.binder.names.report(
-                ProblemKind.SHAPE,
-                self.fqn(name),
+            self.report(
+                name,
                 f"{why}: this cannot be divided among flat shards; load into fully_shard or an "
-                f"unsharded model{self.binder.names.call.or_skip}",
+                f"unsharded model{self.names.call.or_skip}",
+                ProblemKind.SHAPE,
             )
             return
         live = self.live.get(name)
-        tree = bind_tree(*values[0], live, self.binder.names, self.binder.ranks, beside=self.owned)
-        self.binder.bound.holdings.extend(tree.holdings)
-        self.binder.names.loaded_values.append(self.fqn(name))
+        tree = bind_tree(*values[0], live, self.names, self.ranks, beside=self.owned)
+        self.bound.holdings.extend(tree.holdings)
+        self.names.loaded_values.append(self.fqn(name))
         self.new[name] = tree.build
 
     def why_no_shard(self, value: Any) -> str:
@@ -250,7 +240,7 @@ class _ParameterBinding:
         """
         if holds_objects(value):
             return "holds objects that know the shape of the whole parameter"
-        members, tensors = self.named.source.members, self.binder.names.catalog.tensors
+        members, tensors = self.named.source.members, self.names.catalog.tensors
         shape = members[0].global_shape
         for fqn in references(value):
             its_shape = tensors[fqn].shape if fqn in tensors else ()
@@ -265,9 +255,9 @@ class _ParameterBinding:
 
     def add_own(self, name: str) -> None:
         """What each rank had for itself: this rank's, or what a function of the user's makes."""
-        fqn, declaration = self.fqn(name), self.binder.declarations.get(state_key(name))
+        fqn, declaration = self.fqn(name), self.declarations.get(state_key(name))
         base, entries = next(s.own[name] for s in self.states if s and name in s.own)
-        rank, size = self.binder.ranks.rank, len(self.binder.ranks.global_ranks)
+        rank, size = self.ranks.rank, len(self.ranks.global_ranks)
         layout = layout_of(self.owned)
         mine = entries.get(rank)
         saved_size = next(iter(entries.values()))["world_size"]
@@ -279,39 +269,32 @@ class _ParameterBinding:
             makes = [self.bind_own(base, entries[one], None) for one in sorted(entries)]
             hook = declaration.on_reshard
             self.new[name] = lambda: resharded(fqn, hook, [make() for make in makes], rank, size)
-        elif mine or not saved_size == size == len(self.binder.names.catalog.per_rank):
-            why = why_not(entries, mine, size, layout) + self.binder.names.call.or_skip
-            self.binder.names.report(ProblemKind.PER_RANK, fqn, why)
+        elif mine or not saved_size == size == len(self.names.catalog.per_rank):
+            why = why_not(entries, mine, size, layout) + self.names.call.or_skip
+            self.names.report(fqn, why, ProblemKind.PER_RANK)
             return
         # Else all ranks gave theirs, and this one had no such state: there is nothing to load.
-        self.binder.names.loaded_tensors.append(fqn)
+        self.names.loaded_tensors.append(fqn)
 
     def bind_own(self, base: str, entry: Mapping[str, Any], live: Any) -> Make:
         """Memory for one rank's own state, the live one where it fits; what makes the state."""
         for text in unknown_leaves(entry["value"], live):
-            self.binder.names.report(ProblemKind.VALUE, base, text)
+            self.names.report(base, text)
         suffix = f"~rank{entry['rank']}"
         there = {f"{inside}{suffix}": tensor for inside, tensor in split_tree(live, base, [])[1]}
         targets: dict[str, torch.Tensor] = {}
         for fqn in references(entry["value"]):
-            known = self.binder.names.catalog.tensors.get(fqn)
+            known = self.names.catalog.tensors.get(fqn)
             if known is None:
-                self.binder.names.report(
-                    ProblemKind.VALUE, base, f"refers to {fqn}, which is not there"
-                )
+                self.names.report(base, f"refers to {fqn}, which is not there")
                 continue
             target = there.get(fqn)
-            if (
-                target is None
-                or not likeness(target, self.owned).is_plain
-                or not fits(target, known)
-            ):
+            is_plain = target is not None and likeness(target, self.owned).is_plain
+            if target is None or not is_plain or not fits(target, known):
                 device = self.owned.local.device
                 target = torch.zeros(known.shape, dtype=known.dtype, device=device)
             targets[fqn] = target
-            self.binder.bound.holdings.extend(
-                tensor_holdings(fqn, target, Kind.OPTIMIZER, self.binder.ranks)
-            )
+            self.bound.holdings.extend(tensor_holdings(fqn, target, Kind.OPTIMIZER, self.ranks))
         return lambda: join_tree(entry["value"], targets.__getitem__, live)
 
     def add_tensor(self, name: str, saved: MemberState) -> None:
@@ -325,9 +308,9 @@ class _ParameterBinding:
 
     def fill(self, name: str, saved: MemberState, target: torch.Tensor) -> None:
         """Load one tensor into `target`, which is laid out as it says itself."""
-        target, self.new[name] = fill_once(target, self.binder.names)
-        holdings = tensor_holdings(saved.fqn, target, Kind.OPTIMIZER, self.binder.ranks)
-        self.binder.bound.holdings.extend(holdings)
+        target, self.new[name] = fill_once(target, self.names)
+        holdings = tensor_holdings(saved.fqn, target, Kind.OPTIMIZER, self.ranks)
+        self.bound.holdings.extend(holdings)
 
     def add_scalar(self, name: str, members: Sequence[MemberState]) -> None:
         live = self.live.get(name)
@@ -348,10 +331,10 @@ class _ParameterBinding:
             target = torch.zeros((), dtype=entry.dtype, device=device)
             make = _constant(target)
             if usable is not None:
-                target, make = fill_once(usable, self.binder.names)
+                target, make = fill_once(usable, self.names)
             filled.append((saved, make))
-            piece = scalar_piece(saved, entry.dtype, (self.binder.ranks.rank,))
-            self.binder.bound.holdings.append(
+            piece = scalar_piece(saved, entry.dtype, (self.ranks.rank,))
+            self.bound.holdings.append(
                 Holding(target.detach(), (piece,), Kind.OPTIMIZER, False, self.owned.owners)
             )
         suffix = number_suffix(name)
@@ -365,7 +348,7 @@ class _ParameterBinding:
         live = self.live.get(name)
         dtype = members[0].entry.dtype  # that of all members, see `add_tensors`
         # Whether it is per rank is decided by what was saved, not by what is declared now.
-        declaration = self.binder.declarations.get(state_key(name))
+        declaration = self.declarations.get(state_key(name))
         shard: StateDeclaration | None = "shard" if declaration == "shard" else None
         if isinstance(live, torch.Tensor):
             like = likeness(live, self.owned)
@@ -380,26 +363,16 @@ class _ParameterBinding:
             is_complete
             and isinstance(live, torch.Tensor)
             and live.dtype is dtype
-            and kind_of(live, self.owned, self.binder.ranks, shard) is StateKind.SHARD
+            and kind_of(live, self.owned, self.ranks, shard) is StateKind.SHARD
         ):
             target = live
         else:
             target = zeros_like(self.owned, dtype, local=shard is not None)
-        target, self.new[name] = fill_once(target, self.binder.names)
+        target, self.new[name] = fill_once(target, self.names)
         saved = {member.member.fqn: member.fqn for member in members}
-        self.binder.bound.holdings.extend(
+        self.bound.holdings.extend(
             holdings_of(self.owned, local_tensor(target), saved.get, kind=Kind.OPTIMIZER)
         )
-
-
-def _has_nothing_here(owned: Owned) -> bool:
-    """Whether the parameter lies on other ranks alone, so that this rank's optimizer never sees it.
-
-    A DTensor's optimizer keeps state for an empty shard too.
-    """
-    if owned.local.numel() or owned.template is not None:
-        return False
-    return 0 not in owned.views[0].pieces[0].global_shape
 
 
 def _common(filled: Sequence[tuple[str, Make]]) -> torch.Tensor:
@@ -409,11 +382,9 @@ def _common(filled: Sequence[tuple[str, Make]]) -> torch.Tensor:
     for fqn, scalar in others:
         if not torch.equal(scalar, first):
             raise Mismatch(
-                [
-                    f"{fqn}: is {scalar.item()}, and {first_fqn} is {first.item()}: parameters "
-                    "of one flat parameter share one scalar; load into a model with "
-                    "use_orig_params=True"
-                ]
+                f"{fqn}: is {scalar.item()}, and {first_fqn} is {first.item()}: parameters "
+                "of one flat parameter share one scalar; load into a model with "
+                "use_orig_params=True"
             )
     return first
 

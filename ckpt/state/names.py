@@ -140,14 +140,13 @@ class Names:
             value = self.catalog.values[name]
             self.used |= {name, *references(value)}
             if is_description(value) and (unknown := unknown_types(value)):
-                self.report(ProblemKind.VALUE, fqn, unknown[0])
+                self.report(fqn, unknown[0])
                 return None
             what, advice = "value", "load into a value"
             if is_description(value):
                 what = f"{shown_type(value)}"
                 advice = "put such a tensor into the state"
             self.report(
-                ProblemKind.VALUE,
                 fqn,
                 f"is a {what} in the {self.call.source} and a plain tensor in the state; "
                 f"{advice}{self.call.or_skip}",
@@ -166,7 +165,6 @@ class Names:
         if name in self.catalog.tensors:
             self.used.add(name)
             self.report(
-                ProblemKind.VALUE,
                 fqn,
                 f"is a tensor in the {self.call.source} and a value in the state; put a tensor "
                 f"there{self.call.or_skip}",
@@ -174,13 +172,11 @@ class Names:
         elif any(name in own for own in self.catalog.per_rank):
             self.used.add(name)
             self.report(
-                ProblemKind.VALUE,
                 fqn,
                 "was saved per rank; mark it with PerRank(...) in the state, or skip= it",
             )
         elif any(known.startswith(f"{name}~group") for known in self.catalog.values):
             self.report(
-                ProblemKind.VALUE,
                 fqn,
                 "was saved per group; mark it with PerGroup(...) in the state, or skip= it",
             )
@@ -196,14 +192,13 @@ class Names:
             if is_description(value := self.catalog.values.get(name)):
                 self.used |= {name, *references(value)}
                 if unknown := unknown_types(value):
-                    self.report(ProblemKind.VALUE, fqn, unknown[0])
+                    self.report(fqn, unknown[0])
                     return None
                 return name, value
         name = self.rename(fqn)
         if name in self.catalog.tensors or name in self.catalog.values:
             self.used.add(name)
             self.report(
-                ProblemKind.VALUE,
                 fqn,
                 f"is a plain tensor or a value in the {self.call.source}, and consists of other "
                 f"tensors in the state; load into a plain one and convert it{self.call.or_skip}",
@@ -259,7 +254,6 @@ class Names:
     def report_not_new(self, fqn: str) -> None:
         """Note that the checkpoint has what `new` says it cannot have."""
         self.report(
-            ProblemKind.VALUE,
             fqn,
             f"is in the {self.call.source}, and new= says that it is not; load it, or skip= it",
         )
@@ -297,11 +291,11 @@ class Names:
         has_mean = number > 0 and entry.dtype.is_floating_point
         if known is not None and known.rule != rule:
             text = f"{self.call.source} has one tensor for two: pass one rule for both in resize="
-            self.report(ProblemKind.VALUE, fqn, text)
+            self.report(fqn, text)
         elif rule == "mean" and shape[0] > number and not has_mean:
             text = f"{self.call.source} has {number} rows of {entry.dtype}, which have no "
             text += "mean; pass 'zeros' or 'init' for it in resize="
-            self.report(ProblemKind.VALUE, fqn, text)
+            self.report(fqn, text)
         if shape[0] != number or known is not None:
             self.resized[saved] = StoredRows(number, rule)
             self._tensors[saved] = entry._replace(shape=shape)
@@ -324,7 +318,7 @@ class Names:
             ]
         return texts
 
-    def report(self, kind: ProblemKind, fqn: str, text: str) -> None:
+    def report(self, fqn: str, text: str, kind: ProblemKind = ProblemKind.VALUE) -> None:
         """Note that `fqn` cannot be loaded; `text` follows its name in the message."""
         self.problems.append(Problem(kind, fqn, f"{fqn}: {text}"))
 
@@ -336,7 +330,6 @@ class Names:
             note = " (stacks= has rules for experts one by one and in one tensor)"
         there = f", which has {like!r}{note}" if like else ""
         self.report(
-            ProblemKind.MISSING,
             fqn,
             f"is not in the {self.call.source}{where}{there}"
             + self.call.moves(
@@ -344,6 +337,7 @@ class Names:
                 leave="leave it as it is",
                 is_missing=True,
             ),
+            ProblemKind.MISSING,
         )
 
     def _like(self, name: str) -> str:

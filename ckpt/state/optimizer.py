@@ -197,30 +197,24 @@ def own_form(
         return None, {}
     if hasattr(optimizer, "distributed_state_dict"):  # of distributed Shampoo, by name
         raise InvalidState(
-            [
-                f"{path}: {type(optimizer).__qualname__} has a state dict for checkpoints; put "
-                "distributed_state_dict(model.named_parameters()) of it into the state, and give "
-                "what is loaded to its load_distributed_state_dict()"
-            ]
+            f"{path}: {type(optimizer).__qualname__} has a state dict for checkpoints; put "
+            "distributed_state_dict(model.named_parameters()) of it into the state, and give "
+            "what is loaded to its load_distributed_state_dict()"
         )
     whole = read_state(path, optimizer.state_dict)
     extra = {key: item for key, item in whole.items() if key not in ("state", "param_groups")}
     if extra and "state" not in whole:
         raise InvalidState(
-            [
-                f"{path}: {type(optimizer).__qualname__}.state_dict() has another form than "
-                "torch.optim.Optimizer's, so it is unclear which parameters its parts belong to; "
-                "put the optimizer that it wraps into the state"
-            ]
+            f"{path}: {type(optimizer).__qualname__}.state_dict() has another form than "
+            "torch.optim.Optimizer's, so it is unclear which parameters its parts belong to; "
+            "put the optimizer that it wraps into the state"
         )
     # State is read where it lies, so hooks may add to it and may not change it.
     live = [list(optimizer.state.get(p) or ()) for p in (params_of(optimizer) if hooks else ())]
     if hooks and live != [list(whole["state"].get(n, ())) for n in range(len(live))]:
         raise InvalidState(
-            [
-                f"{path}: the hooks of {type(optimizer).__qualname__} on state_dict change the "
-                "state of parameters, which is read where it lies; remove them"
-            ]
+            f"{path}: the hooks of {type(optimizer).__qualname__} on state_dict change the "
+            "state of parameters, which is read where it lies; remove them"
         )
     return whole.get("param_groups"), extra
 

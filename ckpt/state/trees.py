@@ -62,16 +62,14 @@ def bind_tree(
     holdings: list[Holding] = []
     unknown = unknown_types(value)
     for text in (*unknown, *unknown_leaves(value, live)):
-        names.report(ProblemKind.VALUE, saved, text)
+        names.report(saved, text)
     shards = {} if unknown else _shards(value, live_tensors, names, saved, beside)
     # Tensors shaped like the parameter of which this rank has a flat shard are shards too.
     flat = beside if beside is not None and beside.is_flat_shard else None
     for fqn in references(value):
         entry = names.catalog.tensors.get(fqn)
         if entry is None:
-            names.report(
-                ProblemKind.VALUE, saved, f"refers to the tensor {fqn}, which the checkpoint lacks"
-            )
+            names.report(saved, f"refers to the tensor {fqn}, which the checkpoint lacks")
             continue
         names.used.add(fqn)
         if flat is not None and entry.shape and entry.shape == flat.views[0].pieces[0].global_shape:
@@ -130,16 +128,15 @@ def bind_composite(
     blocks = "" if names.row_rule(fqn) is None else ", and resize= changes plain tensors alone"
     if any(described[key] != live[key] for key in (TYPE_KEY, "dtype", "shape")):
         names.report(
-            ProblemKind.SHAPE,
             fqn,
             f"{names.call.source} has a {shown_type(described)}, state has a {shown_type(live)}"
             f"{blocks}; build the state with the tensor that was saved{names.call.or_skip}",
+            ProblemKind.SHAPE,
         )
         return None
     used = references(described)
     if absent := [name for name in used if name not in names.catalog.tensors]:
         names.report(
-            ProblemKind.VALUE,
             fqn,
             f"its component {absent[0]} is not in the {names.call.source}, which is damaged",
         )
@@ -175,7 +172,6 @@ def _replaced(
     there, here = (list(one["components"]) for one in (described, live))
     if replace is None and there != here:
         names.report(
-            ProblemKind.VALUE,
             fqn,
             f"consists of {there} in the {names.call.source} and of {here} in the state: the class "
             f"of {live[TYPE_KEY]} has changed; load with the version that saved it"
@@ -184,11 +180,11 @@ def _replaced(
         return None
     if replace is None:
         names.report(
-            ProblemKind.SHAPE,
             fqn,
             f"its components have other sizes in the {names.call.source}, or its context differs: "
             f"{described['context']!r:.200} there, {live['context']!r:.200} in the state; build "
             f"the state with the tensor that was saved{names.call.or_skip}",
+            ProblemKind.SHAPE,
         )
         return None
     tree = bind_tree(saved_name, described, None, names, ranks)
@@ -275,7 +271,6 @@ def _shards(
                 made |= _sharded_like(template, described, names)
             except UnsupportedTensor as refused:
                 names.report(
-                    ProblemKind.VALUE,
                     saved,
                     f"is a {shown_type(described)}, which cannot be cut like its parameter on this "
                     f"rank: {refused.problem}; load on a number of ranks whose shards end where "

@@ -145,11 +145,9 @@ def read_state(fqn: str, read: Callable[[], Any]) -> Any:
         # Not with the other problems of the state: its traceback is worth more than completeness.
         name = getattr(read, "__qualname__", repr(read))
         raise InvalidState(
-            [
-                f"{fqn}: {name}() raised {type(error).__name__}: {error}; leave it out of the "
-                "state, or put in what has a state (a DataLoader of Accelerate has one with "
-                "use_stateful_dataloader=True)"
-            ]
+            f"{fqn}: {name}() raised {type(error).__name__}: {error}; leave it out of the "
+            "state, or put in what has a state (a DataLoader of Accelerate has one with "
+            "use_stateful_dataloader=True)"
         ) from error
 
 

@@ -82,10 +82,8 @@ def kind_of_keys(state_dict: Mapping[str, Any]) -> type | None:
         names = [repr(key) for key in (*groups, *state)]
         shown = sorted({name.__name__ for name in kinds | {type(key) for key in state}})
         raise Mismatch(
-            [
-                f"keys of types {', '.join(shown)} in one dict ({', '.join(names[:6])} ...); use "
-                "names or ids throughout, see rekey_optimizer_state_dict"
-            ]
+            f"keys of types {', '.join(shown)} in one dict ({', '.join(names[:6])} ...); use "
+            "names or ids throughout, see rekey_optimizer_state_dict"
         )
     return kinds.pop() if kinds else None
 
@@ -198,11 +196,9 @@ def _as_loaded(
                 for some in (group["params"], ids)
             )
             raise Mismatch(
-                [
-                    f"param group {number}: the state dict has {theirs}, the optimizer {own}: "
-                    "loaded by position, state would go to other parameters; make the optimizer "
-                    "with the groups that the state dict has"
-                ]
+                f"param group {number}: the state dict has {theirs}, the optimizer {own}: "
+                "loaded by position, state would go to other parameters; make the optimizer "
+                "with the groups that the state dict has"
             )
     return groups
 

@@ -208,11 +208,9 @@ def _refuse_overlap(
     """Raise on all ranks of the groups that this rank is in, which all call, each among its own."""
     one, other = (f"{names[group]} over ranks {sorted(group)}" for group in widest[:2])
     error = InvalidState(
-        [
-            f"{one} and {other}: the groups overlap at rank {dist.get_rank()}, and no unit is laid "
-            "out over both, so that ranks would wait for different ones. Pass process_group= with "
-            "all ranks that share the model"
-        ]
+        f"{one} and {other}: the groups overlap at rank {dist.get_rank()}, and no unit is laid "
+        "out over both, so that ranks would wait for different ones. Pass process_group= with "
+        "all ranks that share the model"
     )
     agreed: list[CheckpointError] = []
     for group in widest:

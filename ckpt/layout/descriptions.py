@@ -9,7 +9,7 @@ A component's name is that of the tensor, a dot, and its own; a component may be
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, TypeGuard
 
 # Values with this key need version 2 of the encoding, see `ckpt.format.codec`.
@@ -37,15 +37,3 @@ def shown_type(described: Mapping[str, Any]) -> str:
     """A composite in a few words: its type, dtype and shape."""
     sizes = ", ".join("?" if size == -1 else str(size) for size in described["shape"])
     return f"{described[TYPE_KEY]} of {described['dtype']} ({sizes})"
-
-
-def with_names(value: Any, name_of: Callable[[str], str], key: str) -> Any:
-    """`value` with another name in each reference (the dicts with `key` alone)."""
-    if isinstance(value, dict):
-        if len(value) == 1 and key in value:
-            return {key: name_of(value[key])}
-        return {name: with_names(item, name_of, key) for name, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        items = [with_names(item, name_of, key) for item in value]
-        return items if isinstance(value, list) else tuple(items)
-    return value

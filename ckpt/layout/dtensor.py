@@ -8,16 +8,17 @@ process.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Container, Sequence
 from functools import lru_cache
+from itertools import accumulate, product
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
 
 from ckpt.layout.piece import Owned, Piece, View
 from ckpt.layout.plain import Ranks, UnsupportedTensor, refuse_unstorable
-from ckpt.layout.region import Box, Shape
+from ckpt.layout.region import Box, Shape, Span, chunk_run
 from ckpt.layout.tensor import is_dtensor, local_tensor, memory_of
 
 
@@ -36,57 +37,41 @@ class Cut(NamedTuple):
     split_factor: int = 1
 
 
-class IndexRun(NamedTuple):
-    """Indices `start` to `stop` of one dim; `stop` is one past the last."""
-
-    start: int
-    stop: int
-
-
-def runs_kept(size: int, cuts: Sequence[Cut]) -> list[IndexRun]:
+def runs_kept(size: int, cuts: Sequence[Cut]) -> list[Span]:
     """What `cuts`, applied in order, leave of a dim of `size`, in the dim's coordinates.
 
     Runs are in the order in which they lie in local memory, none is empty, neighbours are joined.
     No cuts leave everything.
     """
-    runs = [IndexRun(0, size)]
+    runs = [Span(0, size)]
     for cut in cuts:
-        length = sum(stop - start for start, stop in runs)
-        kept: list[IndexRun] = []
-        for part in _chunks(IndexRun(0, length), cut.split_factor):
-            start, stop = _chunks(part, cut.parts)[cut.part]
-            kept += _positions(runs, start, stop)
+        length = sum(run.numel for run in runs)
+        kept: list[Span] = []
+        for index in range(cut.split_factor):
+            outer = chunk_run(length, cut.split_factor, index)
+            inner = chunk_run(outer.numel, cut.parts, cut.part)
+            kept += _positions(runs, outer.start + inner.start, outer.start + inner.stop)
         runs = kept
     return _joined(runs)
 
 
-def _chunks(run: IndexRun, count: int) -> list[IndexRun]:
-    """`run` in `count` parts, as `torch.chunk` cuts; the last ones may be empty."""
-    size = -(-(run.stop - run.start) // count)
-    starts = [min(run.start + size * index, run.stop) for index in range(count)]
-    return [IndexRun(start, min(start + size, run.stop)) for start in starts]
-
-
-def _positions(runs: Sequence[IndexRun], start: int, stop: int) -> list[IndexRun]:
+def _positions(runs: Sequence[Span], start: int, stop: int) -> list[Span]:
     """Positions `start` to `stop` of the concatenation of `runs`, as runs of the dim."""
     positions = []
     before = 0
     for run in runs:
-        length = run.stop - run.start
-        first, last = max(start - before, 0), min(stop - before, length)
+        first, last = max(start - before, 0), min(stop - before, run.numel)
         if first < last:
-            positions.append(IndexRun(run.start + first, run.start + last))
-        before += length
+            positions.append(Span(run.start + first, run.start + last))
+        before += run.numel
     return positions
 
 
-def _joined(runs: Sequence[IndexRun]) -> list[IndexRun]:
-    joined: list[IndexRun] = []
-    for run in runs:
-        if run.start == run.stop:
-            continue
+def _joined(runs: Sequence[Span]) -> list[Span]:
+    joined: list[Span] = []
+    for run in filter(attrgetter("numel"), runs):
         if joined and joined[-1].stop == run.start:
-            joined[-1] = IndexRun(joined[-1].start, run.stop)
+            joined[-1] = Span(joined[-1].start, run.stop)
         else:
             joined.append(run)
     return joined
@@ -99,27 +84,19 @@ def boxes_kept(shape: Shape, cuts: Sequence[Cut]) -> tuple[Shape, list[tuple[Box
     left there is one pair of boxes without elements.
     """
     # Runs of each dim with their start in local memory.
-    per_dim: list[list[tuple[IndexRun, int]]] = []
+    per_dim: list[list[tuple[Span, int]]] = []
     local_shape = []
     for dim, size in enumerate(shape):
         runs = runs_kept(size, [cut for cut in cuts if cut.dim == dim])
-        placed = []
-        length = 0
-        for run in runs:
-            placed.append((run, length))
-            length += run.stop - run.start
-        per_dim.append(placed or [(IndexRun(0, 0), 0)])
-        local_shape.append(length)
+        starts = list(accumulate((run.numel for run in runs), initial=0))
+        per_dim.append(list(zip(runs, starts, strict=False)) or [(Span(0, 0), 0)])
+        local_shape.append(starts[-1])
     boxes = []
-    for combination in itertools.product(*per_dim):
-        size_of = tuple(run.stop - run.start for run, _ in combination)
+    for combination in product(*per_dim):
+        sizes = tuple(run.numel for run, _ in combination)
         offset = tuple(run.start for run, _ in combination)
-        boxes.append(
-            (
-                Box(offset, size_of),
-                Box(tuple(local_start for _, local_start in combination), size_of),
-            )
-        )
+        local_offset = tuple(start for _, start in combination)
+        boxes.append((Box(offset, sizes), Box(local_offset, sizes)))
     return tuple(local_shape), boxes
 
 
@@ -162,24 +139,35 @@ def describe_dtensor(
     refuse_composite_shards(fqn, local)
     shape: Shape = tuple(tensor.shape)
     coordinate = mesh.get_coordinate()
+    boxes: Sequence[tuple[Box, Box]]
+    holders: tuple[int, ...] = (ranks.rank,)
     if coordinate is None:
         # A rank outside of the mesh has an empty piece, so that all ranks know the same names.
         empty = Box((0,) * len(shape), (0,) * len(shape))
-        nothing = _within(Box((0,), (0,)), local.dim())
-        owners = ranks.known_of(mesh.mesh.flatten().tolist())
-        return _owned(fqn, tensor, local, [(empty, nothing)], (ranks.rank,), owners)
-    parts = list(coordinate)
-    if fsdp_cut is not None:
-        parts[fsdp_cut.axis] = fsdp_cut.part
-    layout = _Layout(
-        placements, tuple(mesh.shape), tuple(parts), shape, tuple(local.shape), fsdp_cut is not None
-    )
-    try:
-        boxes = _boxes_of(layout)
-    except UnsupportedTensor as refused:
-        raise UnsupportedTensor(f"{fqn}: {refused.problem}") from None
-    holders = _holders(placements, mesh, coordinate, ranks)
-    return _owned(fqn, tensor, local, boxes, holders, _owners(mesh, ranks.global_ranks))
+        boxes = [(empty, _within(Box((0,), (0,)), local.dim()))]
+    else:
+        parts = list(coordinate)
+        if fsdp_cut is not None:
+            parts[fsdp_cut.axis] = fsdp_cut.part
+        sizes = tuple(mesh.shape), tuple(parts), shape, tuple(local.shape)
+        try:
+            boxes = _boxes_of(_Layout(placements, *sizes, fsdp_cut is not None))
+        except UnsupportedTensor as refused:
+            raise UnsupportedTensor(f"{fqn}: {refused.problem}") from None
+        repeats = [placement.is_replicate() for placement in placements]
+        if any(repeats):  # as a rule none; the mesh takes long to list its ranks
+            holders = ranks.indices_of(_ranks_along(mesh, repeats))
+    pieces = tuple([Piece(fqn, shape, tensor.dtype, *regions, holders) for regions in boxes])
+    return Owned(tensor, local, (View(pieces),), True, _owners(mesh, ranks.global_ranks))
+
+
+def _ranks_along(mesh: Any, repeats: Sequence[bool]) -> list[int]:
+    """The global ranks whose coordinates in the mesh are this one's, but along axes that repeat."""
+    coordinate = mesh.get_coordinate()
+    pairs = zip(repeats, coordinate, strict=True)
+    along = tuple(slice(None) if is_repeated else index for is_repeated, index in pairs)
+    ranks: list[int] = mesh.mesh[along].flatten().tolist()
+    return ranks
 
 
 class ShardPlace(NamedTuple):
@@ -198,11 +186,8 @@ class ShardPlace(NamedTuple):
 
     def holders(self, dims: Container[int]) -> tuple[int, ...]:
         """The global ranks with the same of something that is cut with `dims` of the tensor."""
-        along = tuple(
-            index if getattr(placement, "dim", None) in dims else slice(None)
-            for placement, index in zip(self.placements, self.mesh.get_coordinate(), strict=True)
-        )
-        return tuple(sorted(self.mesh.mesh[along].flatten().tolist()))
+        repeats = [getattr(placement, "dim", None) not in dims for placement in self.placements]
+        return tuple(sorted(_ranks_along(self.mesh, repeats)))
 
 
 def placed(tensor: torch.Tensor) -> ShardPlace:
@@ -296,19 +281,6 @@ def cuts_of(placements: Sequence[Any], mesh_shape: Shape, coordinate: Sequence[i
     return cuts
 
 
-def _holders(
-    placements: Sequence[Any], mesh: Any, coordinate: Sequence[int], ranks: Ranks
-) -> tuple[int, ...]:
-    """Ranks with the same part: those along the axes that repeat the tensor."""
-    if not any(placement.is_replicate() for placement in placements):
-        return (ranks.rank,)  # the usual case; the mesh takes long to list its ranks
-    along = tuple(
-        slice(None) if placement.is_replicate() else index
-        for placement, index in zip(placements, coordinate, strict=True)
-    )
-    return ranks.indices_of(mesh.mesh[along].flatten().tolist())
-
-
 @lru_cache(maxsize=64)
 def _owners(mesh: Any, global_ranks: tuple[int, ...]) -> tuple[int, ...]:
     """The ranks of the mesh, which takes long to list them; equal meshes are equal keys."""
@@ -344,34 +316,17 @@ def _repeated(owned: Owned, wider_of: dict[tuple[str, ...], Any], ranks: Ranks) 
     param: Any = owned.param
     names = tuple(param.device_mesh.mesh_dim_names or ())
     wider = wider_of[names]
-    coordinate = None if wider is None else wider.get_coordinate()
-    if coordinate is None:
+    if wider is None or wider.get_coordinate() is None:
         return owned
     cut_names = {
         name
         for name, placement in zip(names, param.placements, strict=True)
         if not placement.is_replicate()
     }
-    along = tuple(
-        index if name in cut_names else slice(None)
-        for name, index in zip(wider.mesh_dim_names, coordinate, strict=True)
-    )
-    holders = ranks.indices_of(wider.mesh[along].flatten().tolist())
+    repeats = [name not in cut_names for name in wider.mesh_dim_names]
+    holders = ranks.indices_of(_ranks_along(wider, repeats))
     held = owned.with_pieces(lambda piece: piece._replace(holders=holders))
     return held._replace(synchronized=False)
-
-
-def _owned(
-    fqn: str,
-    tensor: torch.Tensor,
-    local: torch.Tensor,
-    boxes: Sequence[tuple[Box, Box]],
-    holders: tuple[int, ...],
-    owners: tuple[int, ...],
-) -> Owned:
-    shape, dtype = tuple(tensor.shape), tensor.dtype
-    pieces = tuple([Piece(fqn, shape, dtype, *regions, holders) for regions in boxes])
-    return Owned(tensor, local, (View(pieces),), True, owners)
 
 
 def _within(local_region: Box, ndim: int) -> Box:

@@ -114,27 +114,13 @@ def describe_module(module: nn.Module, ranks: Ranks) -> ModuleLayout:
     # After the walk: a member is called by the first of its names, which may come late.
     _add_managed(builder, managed)
     _settle_holders(builder)
-    return ModuleLayout(
-        tuple(builder.params),
-        tuple(builder.buffers),
-        builder.aliases,
-        builder.extra_states,
-        builder.save_hooks,
-        builder.load_hooks,
-        # What an engine refuses to describe is refused as a plain attribute once more.
-        list(dict.fromkeys(builder.problems)),
-        builder.composites,
-        builder.owned_by_param,
-        tuple((visit.name, visit.module) for visit in visits if visit.is_first_unit),
-    )
+    # What an engine refuses to describe is refused as a plain attribute once more.
+    builder.problems = list(dict.fromkeys(builder.problems))
+    builder.units = tuple((visit.name, visit.module) for visit in visits if visit.is_first_unit)
+    return builder
 
 
-def describe_tensor(
-    fqn: str,
-    tensor: torch.Tensor,
-    ranks: Ranks,
-    held: Held = BY_ALL,
-) -> Owned:
+def describe_tensor(fqn: str, tensor: torch.Tensor, ranks: Ranks, held: Held = BY_ALL) -> Owned:
     """How this rank holds one tensor: a DTensor, a plain tensor, or one with `__ckpt_pieces__()`.
 
     `held` is about plain tensors; for the others it follows from the tensor. Raises

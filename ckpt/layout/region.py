@@ -148,7 +148,6 @@ def row_major_strides(shape: Shape) -> Shape:
 # --- even layouts: questions about ranks that are not there ---------------------------------------
 
 EvenLayout = Literal["fsdp2", "flat", "replicated"]
-LAYOUTS: tuple[EvenLayout, ...] = ("fsdp2", "flat", "replicated")
 
 
 def even_part(shape: Shape, rank: int, ranks: int, layout: EvenLayout) -> Region | None:
@@ -162,8 +161,7 @@ def even_part(shape: Shape, rank: int, ranks: int, layout: EvenLayout) -> Region
     if layout == "replicated" or not shape:
         return None
     if layout == "flat":
-        start, stop = _chunk(math.prod(shape), rank, ranks)
-        return Span(start, stop)
+        return chunk_run(math.prod(shape), ranks, rank)
     return chunk_of(shape, ranks, rank)
 
 
@@ -171,14 +169,14 @@ def chunk_of(shape: Shape, parts: int, part: int) -> Box:
     """What `torch.chunk(parts)` along dim 0 leaves for `part`; without rows when there is no such
     chunk.
     """
-    start, stop = _chunk(shape[0], part, parts)
+    start, stop = chunk_run(shape[0], parts, part)
     return Box((start,) + (0,) * (len(shape) - 1), (stop - start, *shape[1:]))
 
 
-def _chunk(count: int, rank: int, ranks: int) -> tuple[int, int]:
-    """Items `start` to `stop` of `count` for one rank, as `torch.chunk` cuts them."""
-    size = -(-count // ranks)
-    return min(rank * size, count), min((rank + 1) * size, count)
+def chunk_run(count: int, parts: int, part: int) -> Span:
+    """Items of `count` in one of `parts`, as `torch.chunk` cuts them."""
+    size = -(-count // parts)
+    return Span(min(part * size, count), min((part + 1) * size, count))
 
 
 def wanted_part(shape: Shape, rank: int, ranks: int, layout: EvenLayout) -> Region:

@@ -7,6 +7,7 @@ chunk, or a box of it. A pair that is consecutive on both sides is a `Run`; any 
 from __future__ import annotations
 
 import math
+from itertools import accumulate
 from typing import NamedTuple, TypeAlias
 
 from ckpt.layout.region import Box, Region, Shape, Span, boxes_of, intersect, span_of
@@ -71,30 +72,20 @@ def _box_copies(stored: Region, wanted: Region, shape: Shape) -> list[Copy]:
             common = intersect(source, target)
             if common is None:
                 continue
-            source_box = common.relative_to(source)
-            target_box = common.relative_to(target)
-            from_span = span_of(source_box, source.shape)
-            to_span = span_of(target_box, target.shape)
+            here, there = common.relative_to(source), common.relative_to(target)
+            from_span, to_span = span_of(here, source.shape), span_of(there, target.shape)
             if from_span is not None and to_span is not None:
-                copies.append(
-                    Run(source_base + from_span.start, target_base + to_span.start, common.numel)
-                )
+                starts = source_base + from_span.start, target_base + to_span.start
+                copies.append(Run(*starts, common.numel))
             else:
-                copies.append(
-                    Patch(
-                        source_base, source.shape, source_box, target_base, target.shape, target_box
-                    )
-                )
+                ends = source_base, source.shape, here, target_base, target.shape, there
+                copies.append(Patch(*ends))
     return copies
 
 
 def _numbered(region: Region, shape: Shape) -> list[tuple[int, Box]]:
-    numbered = []
-    base = 0
-    for box in boxes_of(region, shape):
-        numbered.append((base, box))
-        base += box.numel
-    return numbered
+    boxes = boxes_of(region, shape)
+    return list(zip(accumulate((box.numel for box in boxes), initial=0), boxes, strict=False))
 
 
 def clip_patch(patch: Patch, start: int, stop: int) -> list[Patch]:

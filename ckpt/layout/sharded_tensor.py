@@ -63,28 +63,26 @@ def describe_sharded_tensor(fqn: str, value: Any, ranks: Ranks, shape: Shape | N
     whole_shape = shape if is_flat and shape is not None else size
     group = getattr(value, "_process_group", None) or dist.group.WORLD
     owners = ranks.known_of(dist.get_process_group_ranks(group))
+
+    def owned(local: torch.Tensor, region: Region, here: Region) -> Owned:
+        piece = Piece(fqn, whole_shape, local.dtype, region, here, (ranks.rank,))
+        return Owned(local, local, (View((piece,)),), True, owners)
+
     all_owned = []
     for shard in value.local_shards():
-        local = shard.tensor.detach()
+        local, place = shard.tensor.detach(), shard.metadata
         refuse_unstorable(fqn, local)
-        offset = tuple(shard.metadata.shard_offsets)
-        region: Region = Box(offset, tuple(shard.metadata.shard_sizes))
+        offset = tuple(place.shard_offsets)
         if is_flat:
-            region = Span(offset[0], offset[0] + local.numel())
-        piece = Piece(
-            fqn,
-            whole_shape,
-            local.dtype,
-            region,
-            Span(0, local.numel()) if is_flat else whole(tuple(local.shape)),
-            (ranks.rank,),
-        )
-        all_owned.append(Owned(local, local, (View((piece,)),), True, owners))
+            numel = local.numel()
+            all_owned.append(owned(local, Span(offset[0], offset[0] + numel), Span(0, numel)))
+        else:
+            box = Box(offset, tuple(place.shard_sizes))
+            all_owned.append(owned(local, box, whole(tuple(local.shape))))
     # A rank without a shard has an empty piece, so that all ranks know the same names.
     if not all_owned:
         empty = torch.empty(0, dtype=metadata.tensor_properties.dtype)
-        piece = Piece(fqn, whole_shape, empty.dtype, Span(0, 0), Span(0, 0), (ranks.rank,))
-        all_owned.append(Owned(empty, empty, (View((piece,)),), True, owners))
+        all_owned.append(owned(empty, Span(0, 0), Span(0, 0)))
     return all_owned
 
 

@@ -47,8 +47,7 @@ class Managed(NamedTuple):
 
 def is_fsdp2(module: nn.Module) -> bool:
     """Whether `fully_shard` (or torch's `replicate`, its relative) was called on `module`."""
-    fsdp_module = loaded_class("torch.distributed.fsdp", "FSDPModule")
-    return fsdp_module is not None and isinstance(module, fsdp_module) and not _speaks(module)
+    return _is_of(module, "FSDPModule")
 
 
 def fsdp2_params(module: nn.Module) -> Iterator[Managed]:
@@ -132,8 +131,7 @@ def belongs_to_unit_above(module: nn.Module, param: torch.Tensor) -> bool:
 
 def is_fsdp1(module: nn.Module) -> bool:
     """Whether `module` is a `FullyShardedDataParallel` wrapper."""
-    wrapper = loaded_class("torch.distributed.fsdp", "FullyShardedDataParallel")
-    return wrapper is not None and isinstance(module, wrapper) and not _speaks(module)
+    return _is_of(module, "FullyShardedDataParallel")
 
 
 def is_flat_param(tensor: torch.Tensor) -> bool:
@@ -276,9 +274,11 @@ def is_summoned(module: nn.Module) -> bool:
     return state is not None and state.name == "SUMMON_FULL_PARAMS"
 
 
-def _speaks(module: nn.Module) -> bool:
-    """Whether the module's class describes its pieces itself. It may derive from torch's class."""
-    return hasattr(type(module), "__ckpt_pieces__")
+def _is_of(module: nn.Module, class_name: str) -> bool:
+    """Whether a module is of a class of torch's FSDP, and does not describe its pieces itself."""
+    kind = loaded_class("torch.distributed.fsdp", class_name)
+    is_of = kind is not None and isinstance(module, kind)
+    return is_of and not hasattr(type(module), "__ckpt_pieces__")
 
 
 def loaded_class(module_name: str, class_name: str) -> type | None:

@@ -24,7 +24,7 @@ from ckpt.layout.composites import (
     take_apart,
     type_of,
 )
-from ckpt.layout.descriptions import TYPE_KEY, is_description, with_names
+from ckpt.layout.descriptions import TYPE_KEY, is_description
 from ckpt.layout.plain import UnsupportedTensor
 from ckpt.state.typed_values import (
     Typed,
@@ -131,7 +131,14 @@ def unknown_leaves(value: Any, like: Any = None) -> list[str]:
 
 def renamed_tree(value: Any, name_of: Callable[[str], str]) -> Any:
     """`value` with references to other names."""
-    return with_names(value, name_of, TENSOR_KEY)
+    if isinstance(value, dict):
+        if is_reference(value):
+            return {TENSOR_KEY: name_of(value[TENSOR_KEY])}
+        return {key: renamed_tree(item, name_of) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        items = [renamed_tree(item, name_of) for item in value]
+        return items if isinstance(value, list) else tuple(items)
+    return value
 
 
 def references(value: Any) -> list[str]:

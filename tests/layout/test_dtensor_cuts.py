@@ -13,9 +13,9 @@ import torch
 from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
-from ckpt.layout.dtensor import Cut, IndexRun, boxes_kept, cuts_of, outermost_last, runs_kept
+from ckpt.layout.dtensor import Cut, boxes_kept, cuts_of, outermost_last, runs_kept
 from ckpt.layout.plain import UnsupportedTensor
-from ckpt.layout.region import Shape
+from ckpt.layout.region import Shape, Span
 from tests.layout.rebuilding import taken
 from tests.versions import TORCH, needs_uneven_strided_shards
 
@@ -116,9 +116,9 @@ def test_fsdp2_cuts_what_tensor_parallel_has_left(fsdp: int, tp: int) -> None:
 
 def test_runs_are_joined_and_in_local_order() -> None:
     """A strided shard of neighbours is one run; of others several, in the order of local memory."""
-    assert runs_kept(8, []) == [IndexRun(0, 8)]
-    assert runs_kept(8, [Cut(0, 2, 0, 2)]) == [IndexRun(0, 2), IndexRun(4, 6)]
-    assert runs_kept(8, [Cut(0, 1, 0, 4)]) == [IndexRun(0, 8)]
+    assert runs_kept(8, []) == [Span(0, 8)]
+    assert runs_kept(8, [Cut(0, 2, 0, 2)]) == [Span(0, 2), Span(4, 6)]
+    assert runs_kept(8, [Cut(0, 1, 0, 4)]) == [Span(0, 8)]
     assert runs_kept(3, [Cut(0, 4, 3)]) == []
     assert boxes_kept((), [])[0] == ()
 

@@ -29,23 +29,15 @@ PACKED_NBYTES = 32 << 20
 DIRECT_NBYTES_MIN = 64 << 10
 
 
-class RegionMemory(NamedTuple):
-    """Memory of this rank for one region of a tensor, of any strides, on any device."""
-
-    fqn: str
-    region: Region
-    local: torch.Tensor
+_Key = tuple[str, Region]  # a region of a tensor
 
 
-def region_memories(holdings: Iterable[Holding]) -> list[RegionMemory]:
+def _memories(holdings: Iterable[Holding]) -> Iterator[tuple[_Key, torch.Tensor]]:
     """The memory of each piece. Regions have one form, so that equal ones are equal values."""
-    return [
-        RegionMemory(
-            piece.fqn, normal(piece.region, piece.global_shape), local_view(holding, piece)
-        )
-        for holding in holdings
-        for piece in holding.pieces
-    ]
+    for holding in holdings:
+        for piece in holding.pieces:
+            region = normal(piece.region, piece.global_shape)
+            yield (piece.fqn, region), local_view(holding, piece)
 
 
 def redistribute(
@@ -61,7 +53,7 @@ def redistribute(
 
     def prepare() -> tuple[_Here, list[_Batch]]:
         here = _Here(world, held, wanted)
-        return here, [_Batch(batch, requests, here) for batch in [plan.local, *plan.batches]]
+        return here, [_Batch(batch, requests, here) for batch in plan]
 
     here, (local, *batches) = collectively(world, "plan", prepare)
     # Apart from the batches: what every rank has itself needs no round.
@@ -86,13 +78,9 @@ class _BatchPart(NamedTuple):
     routes: Routes
 
 
-class _Plan(NamedTuple):
-    local: list[_BatchPart]  # of tensors of which every rank has what it wants
-    batches: list[list[_BatchPart]]
-
-
-def _plan(known: Table, requests: Table) -> _Plan:
-    plan = _Plan([], [])
+def _plan(known: Table, requests: Table) -> list[list[_BatchPart]]:
+    """Batches; the first has the tensors of which every rank has what it wants."""
+    local, batches = list[_BatchPart](), list[list[_BatchPart]]()
     filled = packed = 0
     problems: list[str] = []
     for fqn, request in requests.items():
@@ -106,7 +94,7 @@ def _plan(known: Table, requests: Table) -> _Plan:
             continue
         routes = Routes(entry, request)
         if all(_has(entry, rank, regions) for rank, regions in request.regions.items()):
-            plan.local.append(_BatchPart(fqn, entry.holders(), None, routes))
+            local.append(_BatchPart(fqn, entry.holders(), None, routes))
             continue
         problem = routes.problem(fqn)
         if problem is not None:
@@ -115,15 +103,15 @@ def _plan(known: Table, requests: Table) -> _Plan:
             # By the mean size of a region, which all ranks know: they must cut alike.
             is_small = nbytes < DIRECT_NBYTES_MIN * len(part.regions)
             small = nbytes if is_small else 0
-            if not plan.batches or filled + nbytes > BATCH_NBYTES or packed + small > PACKED_NBYTES:
-                plan.batches.append([])
+            if not batches or filled + nbytes > BATCH_NBYTES or packed + small > PACKED_NBYTES:
+                batches.append([])
                 filled = packed = 0
-            plan.batches[-1].append(part)
+            batches[-1].append(part)
             filled += nbytes
             packed += small
     if problems:
         raise Mismatch(problems)
-    return plan
+    return [local, *batches]
 
 
 def _cut(fqn: str, entry: Known, routes: Routes) -> Iterator[tuple[_BatchPart, int]]:
@@ -198,40 +186,33 @@ class _Flat:
         array = self.memory[end.base : end.base + numel].view(end.shape)
         return narrowed(array, end.box)
 
-    def write_back(self) -> None:
-        """Bring what was written into a copy to the memory it stands for."""
-        if self.is_copy:
-            self.local.copy_(self.memory.view(self.local.shape))
-
 
 class _Here:
     """This rank's memory: what it gives, by tensor and region, what it fills, and two buffers."""
 
     def __init__(self, world: World, held: Sequence[Holding], wanted: Sequence[Holding]) -> None:
         self.world = world
-        self.sources = {(slot.fqn, slot.region): slot.local for slot in region_memories(held)}
-        self.targets: dict[tuple[str, Region], _Flat] = {}
+        self.sources = dict(_memories(held))
+        self.targets: dict[_Key, _Flat] = {}
         self.duplicates: list[tuple[_Flat, torch.Tensor]] = []
-        for slot in region_memories(wanted):
-            key = (slot.fqn, slot.region)
-            if not slot.region.numel:
-                continue
+        for key, local in _memories(wanted):
             # Two live tensors may be loaded from one name: its bytes are received once.
             if key in self.targets:
-                self.duplicates.append((self.targets[key], slot.local))
-            else:
-                self.targets[key] = _Flat(slot.local, fill=False)
+                self.duplicates.append((self.targets[key], local))
+            elif key[1].numel:
+                self.targets[key] = _Flat(local, fill=False)
         self.staging = _PackedBuffers()
 
     def finish(self) -> None:
         """All bytes are here: bring them from copies to the memory that is wanted."""
         for flat in self.targets.values():
-            flat.write_back()
+            if flat.is_copy:
+                flat.local.copy_(flat.memory.view(flat.local.shape))
         for first, duplicate in self.duplicates:
             duplicate.copy_(first.memory.view(duplicate.shape))
 
 
-_Source = tuple[tuple[str, Region], _End]
+_Source = tuple[_Key, _End]
 
 
 class _Batch:
@@ -240,7 +221,7 @@ class _Batch:
     def __init__(self, parts: Sequence[_BatchPart], requests: Table, here: _Here) -> None:
         size = here.world.size
         self.here = here
-        self.own: list[tuple[tuple[str, Region], _End, _Flat, _End]] = []
+        self.own: list[tuple[_Key, _End, _Flat, _End]] = []
         self.send: list[list[_Source]] = [[] for _ in range(size)]
         self.recv: list[list[tuple[_Flat, _End]]] = [[] for _ in range(size)]
         for part in parts:
@@ -270,11 +251,11 @@ class _Batch:
 
     def copy_own(self) -> None:
         """What this rank has itself."""
-        flat: dict[tuple[str, Region], _Flat] = {}
+        flat: dict[_Key, _Flat] = {}
         for key, start, target, stop in self.own:
             target.view(stop).copy_(self.read(key, flat).view(start))
 
-    def read(self, key: tuple[str, Region], flat: dict[tuple[str, Region], _Flat]) -> _Flat:
+    def read(self, key: _Key, flat: dict[_Key, _Flat]) -> _Flat:
         """A source as flat memory; `flat` remembers copies for as long as the caller does."""
         if key not in flat:
             flat[key] = _Flat(self.here.sources[key], fill=True)
@@ -282,42 +263,26 @@ class _Batch:
 
     def transfer(self) -> None:
         """One round between all ranks. Ranks that get the same are sent the same memory."""
-        flat: dict[tuple[str, Region], _Flat] = {}  # copies live until the round is over
+        flat: dict[_Key, _Flat] = {}  # copies live until the round is over
         packed: dict[tuple[_Source, ...], list[memoryview]] = {}
-        for moves in self.send:
+        for moves in map(tuple, self.send):
             # Ranks of one replica group get the same moves: they are packed once.
-            key = tuple(moves)
-            if key not in packed:
-                packed[key] = self.outgoing(key, flat)
+            if moves not in packed:
+                views = [self.read(key, flat).view(end) for key, end in moves]
+                packed[moves], staged = self.packed(views)
+                for view, place in staged:
+                    place.copy_(view)
         arrivals: list[tuple[torch.Tensor, torch.Tensor]] = []
-        room = [self.incoming(moves, arrivals) for moves in self.recv]
-        self.here.world.all_to_all(
-            "state dict", [packed[tuple(moves)] for moves in self.send], room
-        )
+        room = []
+        for coming in self.recv:
+            buffers, staged = self.packed([target.view(end) for target, end in coming])
+            room.append(buffers)
+            arrivals += staged
+        outgoing = [packed[tuple(moves)] for moves in self.send]
+        self.here.world.all_to_all("state dict", outgoing, room)
         for target, arrived in arrivals:
             target.copy_(arrived.view(target.shape))
         self.here.staging.clear()
-
-    def outgoing(
-        self, moves: Sequence[_Source], flat: dict[tuple[str, Region], _Flat]
-    ) -> list[memoryview]:
-        """The bytes of `moves`: small ones packed into one buffer, then each large one."""
-        buffers, staged = self.packed([self.read(key, flat).view(end) for key, end in moves])
-        for view, place in staged:
-            place.copy_(view)
-        return buffers
-
-    def incoming(
-        self,
-        moves: Sequence[tuple[_Flat, _End]],
-        arrivals: list[tuple[torch.Tensor, torch.Tensor]],
-    ) -> list[memoryview]:
-        """Room for what `outgoing` gives on the other side. `arrivals` are to be copied
-        afterwards: from the second to the first.
-        """
-        buffers, staged = self.packed([flat.view(end) for flat, end in moves])
-        arrivals += staged
-        return buffers
 
     def packed(
         self, views: Sequence[torch.Tensor]
@@ -325,7 +290,8 @@ class _Batch:
         """The buffers of a message with room for `views`, in one order on both sides; and each view
         whose buffer is not its own memory, with its place there.
         """
-        small = [view for view in views if not _is_large(view)]
+        # What is large travels alone, straight from memory to memory.
+        small = [view for view in views if view.nbytes < DIRECT_NBYTES_MIN]
         buffers: list[memoryview] = []
         staged: list[tuple[torch.Tensor, torch.Tensor]] = []
         if small:
@@ -335,13 +301,11 @@ class _Batch:
                 staged.append((view, _part(buffer, offset, view)))
                 offset += _aligned(view.nbytes)
             buffers.append(host_bytes(buffer))
-        for view in views:
-            if _is_large(view):
-                place = view
-                if not (view.is_cpu and view.is_contiguous()):
-                    place = _part(self.here.staging.take(view.nbytes), 0, view)
-                    staged.append((view, place))
-                buffers.append(host_bytes(place))
+        for place in (view for view in views if view.nbytes >= DIRECT_NBYTES_MIN):
+            if not (place.is_cpu and place.is_contiguous()):
+                staged.append((place, _part(self.here.staging.take(place.nbytes), 0, place)))
+                place = staged[-1][1]
+            buffers.append(host_bytes(place))
         return buffers, staged
 
 
@@ -368,11 +332,6 @@ class _PackedBuffers:
             self.others.clear()
             self.memory = torch.empty(self.taken, dtype=torch.uint8)
         self.taken = 0
-
-
-def _is_large(view: torch.Tensor) -> bool:
-    """Whether it travels alone, straight from memory to memory. The same on both sides."""
-    return view.nbytes >= DIRECT_NBYTES_MIN
 
 
 def _part(buffer: torch.Tensor, start: int, like: torch.Tensor) -> torch.Tensor:

@@ -148,15 +148,13 @@ def _open_unless_ours(error: Exception, url: StoreLike, **options: Any) -> Store
     """The store at `url`. Raises `error` where files of ours are: they are to be mended, not read
     as if others had written them.
     """
-    store = open_store(url, **options)
-    try:
-        if not any(_OURS.match(one.key) for one in islice(store.list(""), LISTED_MAX)):
-            return store
-    except BaseException:
-        store.close()
-        raise
-    store.close()
-    raise error
+    with ExitStack() as stack:
+        store = open_store(url, **options)
+        stack.callback(store.close)
+        if any(_OURS.match(one.key) for one in islice(store.list(""), LISTED_MAX)):
+            raise error
+        stack.pop_all()
+        return store
 
 
 def _located(

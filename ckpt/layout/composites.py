@@ -135,14 +135,6 @@ def is_composite(tensor: torch.Tensor) -> bool:
     return type_of(tensor) is not None
 
 
-def extra_buffers(module: Any) -> dict[str, torch.Tensor]:
-    """Tensors of a library's module that are no buffers of it and belong to its weights, by the
-    names that the library's own state dicts give them.
-    """
-    buffers: dict[str, torch.Tensor] = wing("composites.foreign_types").buffers_of(module)
-    return buffers
-
-
 def unknown_types(value: Any) -> list[str]:
     """What is wrong with the descriptions in a value: types that are not known here."""
     names = [str(described[TYPE_KEY]) for described in descriptions(value)]

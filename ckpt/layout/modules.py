@@ -21,7 +21,7 @@ from torch import nn
 
 from ckpt.errors import InvalidState
 from ckpt.layout import torch_fsdp
-from ckpt.layout.composites import Composite, composite_at, extra_buffers, stand_in
+from ckpt.layout.composites import Composite, composite_at, stand_in
 from ckpt.layout.dtensor import describe_dtensor, repeated_over_wider_meshes
 from ckpt.layout.piece import Owned, Piece
 from ckpt.layout.plain import (
@@ -36,6 +36,7 @@ from ckpt.layout.plain import (
 )
 from ckpt.layout.state_dict_hooks import CANNOT, load_changes, overrides, save_changes
 from ckpt.layout.tensor import PLAIN_CLASSES, is_dtensor
+from ckpt.wings import wing
 
 
 @dataclass(slots=True)
@@ -434,7 +435,9 @@ def _settle_holders(builder: _LayoutBuilder) -> None:
 
 def _add_buffers(builder: _LayoutBuilder, visit: _Visit) -> None:
     skipped = visit.module._non_persistent_buffers_set
-    for name, buffer in (*visit.module._buffers.items(), *extra_buffers(visit.module).items()):
+    # With those of a library's module that are no buffers of it.
+    extra: dict[str, torch.Tensor] = wing("composites.foreign_types").buffers_of(visit.module)
+    for name, buffer in (*visit.module._buffers.items(), *extra.items()):
         if buffer is None or name in skipped or id(buffer) in builder.hidden:
             continue
         fqn = visit.fqn_of(name)

@@ -12,7 +12,7 @@ an optimizer would make the same of slices and of stacks.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from itertools import accumulate, chain, pairwise
 from typing import Any, NamedTuple
 
@@ -40,8 +40,7 @@ class Origin(NamedTuple):
     turn: Turn | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Restacked:
+class Restacked(NamedTuple):
     """A catalog in the other form: of each tensor that the checkpoint does not have, the origin.
 
     `problems` say why some of it cannot be.
@@ -61,24 +60,16 @@ def restack(catalog: Catalog, pairs: Iterable[tuple[str, str]]) -> list[Restacke
     for rule in chain.from_iterable(
         steps for steps in steps_of(pairs) if not _is_new(done[-1].catalog, steps)
     ):
-        catalog = done[-1].catalog
-        restacking = _Restacking(
-            catalog, dict(catalog.tensors), dict(catalog.values), dict(catalog.aliases)
-        )
-        restacking.apply(rule)
-        for name in restacking.gone:
-            del restacking.tensors[name]
-        for name in restacking.gone_values:
-            del restacking.values[name]
-        catalog = replace(
-            catalog,
-            tensors=restacking.tensors,
-            values=restacking.values,
-            aliases=restacking.aliases,
-        )
-        done.append(Restacked(catalog, restacking.origins, restacking.problems))
+        made = _Restacking(done[-1].catalog)
+        made.apply(rule)
+        tensors = {name: entry for name, entry in made.tensors.items() if name not in made.gone}
+        values = {
+            name: value for name, value in made.values.items() if name not in made.gone_values
+        }
+        catalog = replace(made.catalog, tensors=tensors, values=values, aliases=made.aliases)
+        done.append(Restacked(catalog, made.origins, made.problems))
         # Later steps would only report what follows from these.
-        if restacking.problems:
+        if made.problems:
             break
     return done
 
@@ -136,18 +127,18 @@ def _gathered(rows: Iterable[tuple[StackPlace, str, int, str]]) -> list[_Slices]
     return list(gathered.values())
 
 
-@dataclass(slots=True)
 class _Restacking:
     """A catalog that rules are applied to, one after the other."""
 
-    catalog: Catalog
-    tensors: dict[str, TensorEntry]
-    values: dict[str, Any]
-    aliases: dict[str, str]
-    origins: dict[str, Origin] = field(default_factory=dict)
-    problems: list[str] = field(default_factory=list)
-    gone: set[str] = field(default_factory=set)
-    gone_values: set[str] = field(default_factory=set)
+    def __init__(self, catalog: Catalog) -> None:
+        self.catalog = catalog
+        self.tensors = dict(catalog.tensors)
+        self.values = dict(catalog.values)
+        self.aliases = dict(catalog.aliases)
+        self.origins: dict[str, Origin] = {}
+        self.problems: list[str] = []
+        self.gone: set[str] = set()
+        self.gone_values: set[str] = set()
 
     def apply(self, rule: StackRule) -> None:
         catalog = self.catalog
@@ -360,24 +351,19 @@ class _Restacking:
                 place = place._replace(head=state.prefix + place.head)
                 rows.append((place, f".{state.key}", param.total, state.fqn))
         for slices in _gathered(rows):
-            if not self.tensors[slices.first].shape:
-                self.add_common(rule, slices)
-            elif rule.is_split:
-                self.split(rule, slices)
-            else:
-                self.stack(rule, slices)
+            has_dims = bool(self.tensors[slices.first].shape)
+            change = self.split if rule.is_split else self.stack
+            (change if has_dims else self.add_common)(rule, slices)
 
     def add_common(self, rule: StackRule, slices: _Slices) -> None:
         """What has no dims: of a parameter's state one, common to all slices."""
-        entry, is_whole = self.tensors[slices.first], True
-        if not rule.is_split:
-            is_whole = self.is_complete(rule, slices)
-        if is_whole:
-            names = self.new_names(rule, slices)
-            stored = [slices.names[number] for number in sorted(slices.names, key=lambda n: n or 0)]
-            for name in names:
-                self.add(name, entry, Origin(tuple(stored), is_common=True))
-            self.gone.update({*slices.names.values()}.difference(names))
+        if not rule.is_split and not self.is_complete(rule, slices):
+            return
+        names = self.new_names(rule, slices)
+        stored = [slices.names[number] for number in sorted(slices.names, key=lambda n: n or 0)]
+        for name in names:
+            self.add(name, self.tensors[stored[0]], Origin(tuple(stored), is_common=True))
+        self.gone.update({*stored}.difference(names))
 
     def new_names(self, rule: StackRule, slices: _Slices) -> list[str]:
         """What is one for all slices, in the new form: once for each slice, or for the stack."""

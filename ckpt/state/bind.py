@@ -389,35 +389,40 @@ class _Binder:
         names, fqn, marked = self.names, slot.fqn, slot.value
         if names.skip(fqn):
             return
-        name = names.rename(fqn)
-        if isinstance(marked, PerGroup):
-            groups = group_values(names.catalog.values, name)
-            if groups:
-                self.add_per_group(slot, groups)
-                return
-        saved_by = {
-            rank: own[name] for rank, own in enumerate(names.catalog.per_rank) if name in own
-        }
-        if not saved_by:
-            if (saved := names.value(fqn)) is None:
-                return
-            value = saved[1]  # saved without a mark: one value for all ranks
-        else:
+        name, catalog = names.rename(fqn), names.catalog
+        groups = group_values(catalog.values, name) if isinstance(marked, PerGroup) else []
+        saved_by = {rank: own[name] for rank, own in enumerate(catalog.per_rank) if name in own}
+        own: tuple[Any] | None
+        if groups:
+            own = self.own_of_group(fqn, groups, marked)
+        elif saved_by:
             names.used.add(name)
             own = self.own_of(fqn, saved_by, marked)
-            if own is None:
-                return
-            value = own[0]
-        self.install_marked(slot, value)
+        else:  # saved without a mark: one value for all ranks
+            saved = names.value(fqn)
+            own = None if saved is None else (saved[1],)
+        live = _live_of(marked)
+        if own is None or not self.are_known(slot, own[0], live):
+            return
+        # Given to the slot once all is loaded.
+        names.loaded_values.append(fqn)
+        value = join_tree(own[0], _no_tensor, live)
+        if is_object(marked.value):
+            self.steps.append(lambda: marked.value.load_state_dict(value))
+        else:
+            self.steps.append(lambda: self.replace(slot.place, replace(marked, value=value)))
 
-    def add_per_group(self, slot: LocatedValue, saved: Sequence[GroupValue]) -> None:
-        names, fqn, marked, size = self.names, slot.fqn, slot.value, len(self.ranks.global_ranks)
+    def own_of_group(
+        self, fqn: str, saved: Sequence[GroupValue], marked: PerGroup
+    ) -> tuple[Any] | None:
+        """This group's value of what groups saved; None, and a problem, when there is none."""
+        names = self.names
         names.used.update(one.fqn for one in saved)
         group = group_of(marked, self.ranks)
         if group is None:
             names.report(fqn, NOT_IN_GROUP, ProblemKind.PER_RANK)
-            return
-        value = value_for(saved, group, size)
+            return None
+        value = value_for(saved, group, len(self.ranks.global_ranks))
         if value is None and marked.on_reshard is None:
             names.report(
                 fqn,
@@ -426,25 +431,8 @@ class _Binder:
                 "on_reshard=fn), or leave it alone with skip=",
                 ProblemKind.PER_RANK,
             )
-            return
-        if value is None:
-            every = [one.value for one in saved]
-            value = self.reshard_marked(fqn, marked, every, group[0])
-        if value is not None:
-            self.install_marked(slot, value[0])
-
-    def install_marked(self, slot: LocatedValue, value: Any) -> None:
-        """Give `slot` its value once all is loaded."""
-        marked = slot.value
-        live = _live_of(marked)
-        if not self.are_known(slot, value, live):
-            return
-        self.names.loaded_values.append(slot.fqn)
-        own = join_tree(value, _no_tensor, live)
-        if is_object(marked.value):
-            self.steps.append(lambda: marked.value.load_state_dict(own))
-        else:
-            self.steps.append(lambda: self.replace(slot.place, replace(marked, value=own)))
+            return None
+        return value or self.reshard_marked(fqn, marked, [one.value for one in saved], group[0])
 
     def replace(self, place: Location, value: Any) -> None:
         """Set the item at `place`; of a tuple, when the tuple is made anew."""

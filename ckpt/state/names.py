@@ -144,8 +144,7 @@ class Names:
                 return None
             what, advice = "value", "load into a value"
             if is_description(value):
-                what = f"{shown_type(value)}"
-                advice = "put such a tensor into the state"
+                what, advice = shown_type(value), "put such a tensor into the state"
             self.report(
                 fqn,
                 f"is a {what} in the {self.call.source} and a plain tensor in the state; "

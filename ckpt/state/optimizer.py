@@ -262,13 +262,12 @@ def refusals(
     problems = []
     for attribute in STATE_DICT_HOOKS:
         for hook in getattr(optimizer, attribute, {}).values():
-            if _is_of_own_form(optimizer, hook):
-                continue
-            problems.append(
-                f"{path}: the hook {getattr(hook, '__qualname__', hook)!s} on state_dict or "
-                "load_state_dict cannot be honoured, because the state is read where it lies; "
-                "remove it"
-            )
+            if not _is_of_own_form(optimizer, hook):
+                problems.append(
+                    f"{path}: the hook {getattr(hook, '__qualname__', hook)!s} on state_dict or "
+                    "load_state_dict cannot be honoured, because the state is read where it lies; "
+                    "remove it"
+                )
     # By name: its package takes seconds to import and brings torch's RPC with it.
     if "ZeroRedundancyOptimizer" in {kind.__name__ for kind in type(optimizer).__mro__}:
         problems.append(

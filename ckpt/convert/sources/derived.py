@@ -116,7 +116,7 @@ def restacked(source: CheckpointSource, stacks: Stacks) -> CheckpointSource:
         for fqn, info in contents.tensors.items()
     }
     catalog = Catalog(entries, contents.values, contents.aliases, contents.per_rank)
-    for step in restack(catalog, stacks.items()):
+    for step in restack(catalog, stacks.items())[1:]:  # the first is the catalog as it is
         if step.problems:
             problems = "".join(f"\n- {problem}" for problem in step.problems)
             raise CheckpointError(f"stacks= does not fit {source!r}:{problems}")

@@ -106,13 +106,13 @@ class Delivery:
         """The size of the parts of a file that all ranks write together."""
         return part_nbytes_for(file.nbytes, self.part_nbytes)
 
-    def _look(self) -> bytes:
-        """The keys of files that an earlier, killed export of the same has finished, as JSON.
+    def _look(self) -> list[str]:
+        """The keys of files that an earlier, killed export of the same has finished.
 
         Raises CheckpointError when there is anything else.
         """
         if not self.is_coordinator:
-            return b""
+            return []
         store, keys = self.store, {file.key for file in self.files}
         for info in store.list("") if self.alone else ():
             if info.key.endswith(self.alone) and "/" not in info.key and info.key not in keys:
@@ -134,7 +134,7 @@ class Delivery:
             if is_written(store, file.key, file.nbytes, head):
                 present.append(file.key)
         if note is not None and len(present) == len(self.files):
-            return json.dumps(present).encode()  # killed between the last file and the note
+            return present  # killed between the last file and the note
         # The last file is written behind all others: with some missing, it is another export's.
         if present and (note is None or self.files[-1].key in present):
             raise CheckpointError(
@@ -153,7 +153,7 @@ class Delivery:
             for file in self.files:
                 # Parts that the killed run has left: nothing will complete them.
                 store.abort_unfinished(file.key)
-        return json.dumps(present).encode()
+        return present
 
     def _digest(self) -> bytes:
         """What identifies an export: its source, and every byte known in advance."""
@@ -167,9 +167,10 @@ class Delivery:
                     digest.update(f"{piece.output.tensor.fqn} {piece.region}".encode())
         return digest.hexdigest().encode()
 
-    def _agreed(self, name: str, encoded: bytes) -> Any:
-        """What the coordinator has encoded as JSON, on all ranks."""
-        return json.loads(self.world.broadcast(name, encoded if self.is_coordinator else None))
+    def _agreed(self, name: str, value: Any) -> Any:
+        """The coordinator's `value`, on all ranks."""
+        encoded = json.dumps(value).encode() if self.is_coordinator else None
+        return json.loads(self.world.broadcast(name, encoded))
 
     def _mine(self, there: set[str]) -> list[PlannedFile]:
         """This rank's files: the largest first, each to the rank that has the least so far."""
@@ -235,7 +236,7 @@ class Delivery:
         if self.world.size == 1:
             return {}
 
-        def run() -> bytes:
+        def run() -> dict[str, str]:
             tokens = {}
             for file in self.data_files if self.is_coordinator else ():
                 is_joint = not file.checksums and file.nbytes >= JOINT_NBYTES_MIN
@@ -243,7 +244,7 @@ class Delivery:
                     part_nbytes = self.part_nbytes_of(file)
                     token = self.store.begin_joint(file.key, file.nbytes, part_nbytes=part_nbytes)
                     tokens.update({file.key: token} if token else {})
-            return json.dumps(tokens).encode()
+            return tokens
 
         agreed: dict[str, str] = self._agreed("tokens", collectively(self.world, "begin", run))
         return agreed

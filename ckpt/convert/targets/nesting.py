@@ -13,16 +13,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
+from torch.distributed.checkpoint import metadata as dcp
 from torch.distributed.checkpoint.filesystem import _StorageInfo
-from torch.distributed.checkpoint.metadata import (
-    BytesStorageMetadata,
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    StorageMeta,
-    TensorProperties,
-    TensorStorageMetadata,
-)
 
 from ckpt.convert.sources.source import (
     DCP_RECORD,
@@ -384,7 +376,7 @@ class DcpBuilding:
         self._done: list[PlannedFile] = []
         self._open = ZipBuilding()
         self._stored: dict[str, Any] = {}
-        self._places: dict[MetadataIndex, _StorageInfo] = {}
+        self._places: dict[dcp.MetadataIndex, _StorageInfo] = {}
         self._paths: dict[str, tuple[Any, ...]] = {}
 
     def add_tensor(self, output: Output, paths: Sequence[tuple[Any, ...]]) -> None:
@@ -402,29 +394,29 @@ class DcpBuilding:
             span = Span(first * row_numel, (first + count) * row_numel)
             pickled = write_tree(TensorOut("0", output.dtype.name, part))
             places.append((offset, self._add(pickled, [("0", output, span)])))
-            chunks.append(ChunkStorageMetadata(torch.Size(offset), torch.Size(part)))
+            chunks.append(dcp.ChunkStorageMetadata(torch.Size(offset), torch.Size(part)))
         for path in paths:
-            properties = TensorProperties(dtype=torch_dtype(output.dtype.name))
+            properties = dcp.TensorProperties(dtype=torch_dtype(output.dtype.name))
             key = self._key(path)
-            self._stored[key] = TensorStorageMetadata(properties, torch.Size(shape), [*chunks])
+            self._stored[key] = dcp.TensorStorageMetadata(properties, torch.Size(shape), [*chunks])
             for number, (offset, place) in enumerate(places):
                 # `number` is a hint where to look in `chunks`; two indexes that differ in it are
                 # equal.
-                self._places[MetadataIndex(key, offset, number)] = place
+                self._places[dcp.MetadataIndex(key, offset, number)] = place
 
     def add_value(self, path: tuple[Any, ...], value: Any) -> None:
         """A value; after all tensors."""
         key = self._key(path)
-        self._stored[key] = BytesStorageMetadata()
-        self._places[MetadataIndex(key)] = self._add(write_tree(value), [])
+        self._stored[key] = dcp.BytesStorageMetadata()
+        self._places[dcp.MetadataIndex(key)] = self._add(write_tree(value), [])
 
     def files(self) -> list[PlannedFile]:
         """All data files, then `.metadata`, which makes them a checkpoint."""
-        metadata = Metadata(
+        metadata = dcp.Metadata(
             self._stored,
             planner_data=self._paths,
             storage_data=self._places,
-            storage_meta=StorageMeta(),
+            storage_meta=dcp.StorageMeta(),
         )
         if hasattr(metadata, "version"):  # torch 2.6 has none
             metadata.version = VERSION

@@ -248,15 +248,15 @@ def _joined(reads: list[_FileRead]) -> Iterator[tuple[str, int, list[memoryview]
     gap_buffer = memoryview(bytearray(JOINED_GAP_MAX))
     buffers: list[memoryview] = []
     name, start, end = "", 0, 0  # of what is joined so far
-    for file, at, buffer in reads:
-        gap, stop = at - end, at + len(buffer)
+    for file, first, buffer in reads:
+        gap, stop = first - end, first + len(buffer)
         are_small = bool(buffers) and max(len(buffers[0]), len(buffer)) <= JOINED_EACH_MAX
         is_near = file == name and 0 <= gap <= JOINED_GAP_MAX and stop - start <= JOINED_NBYTES_MAX
         if buffers and not (are_small and is_near):
             yield name, start, buffers
             buffers = []
         if not buffers:
-            name, start = file, at
+            name, start = file, first
         elif gap:
             buffers.append(gap_buffer[:gap])
         buffers.append(buffer)

@@ -145,12 +145,10 @@ def _shown_value(value: Any) -> str:
 
 def _show_ranks(checkpoint: CheckpointContents) -> None:
     """Who stored how much: bytes and files by rank."""
-    manifest = checkpoint.manifest
-    nbytes: Counter[str] = Counter()
-    files: Counter[str] = Counter()
+    manifest, nbytes = checkpoint.manifest, Counter[str]()
+    files = Counter(map(rank_of, manifest.files))
     for name, file_nbytes in zip(manifest.files, manifest.file_nbytes.tolist(), strict=True):
         nbytes[rank_of(name)] += file_nbytes
-        files[rank_of(name)] += 1
     ranks = sorted(nbytes, key=rank_order)
     rows = [(rank, f"{files[rank]}", size(nbytes[rank])) for rank in ranks]
     rows.append(("all", f"{sum(files.values())}", size(sum(nbytes.values()))))
@@ -168,7 +166,7 @@ def _writers(ranks: Set[str], parts: int) -> str:
 
 
 def _checkpoint_json(checkpoint: CheckpointContents) -> dict[str, Any]:
-    header = checkpoint.manifest.header
+    manifest, header = checkpoint.manifest, checkpoint.manifest.header
     return {
         "schema": "ckpt.show",
         "version": 1,
@@ -179,9 +177,7 @@ def _checkpoint_json(checkpoint: CheckpointContents) -> dict[str, Any]:
         "world_size": header.world_size,
         "created_unix": header.created_unix,
         "user": dict(header.user),
-        "files": dict(
-            zip(checkpoint.manifest.files, checkpoint.manifest.file_nbytes.tolist(), strict=True)
-        ),
+        "files": dict(zip(manifest.files, manifest.file_nbytes.tolist(), strict=True)),
         "values": {name: as_json(value) for name, value in checkpoint.values.items()},
     }
 
@@ -206,12 +202,8 @@ def _tensors_json(
         key = dtype, shape, kind = manifest.dtypes[number], manifest.shapes[number], kinds[number]
         itemsize = DTYPES[dtype].itemsize
         if key not in texts:
-            described = {
-                "dtype": dtype,
-                "shape": shape,
-                "kind": Kind.of(kind).name.lower(),
-                "nbytes": math.prod(shape) * itemsize,
-            }
+            words = {"dtype": dtype, "shape": shape, "kind": Kind.of(kind).name.lower()}
+            described = words | {"nbytes": math.prod(shape) * itemsize}
             texts[key] = json.dumps(described)[:-1]
         start, stop = first[number], first[number + 1]
         # Many chunks at once: most tensors have few, and each conversion of numpy has its price.
@@ -268,11 +260,9 @@ def _show_in_terminal(checkpoint: CheckpointContents, tensors_map: TensorsMap) -
     print(f"step {header.step}, {header.world_size} ranks, {date(header.created_unix)}")
     # As many ranks to a column as it takes for all to fit next to name, shape and size.
     per_column = -(-len(tensors_map.ranks) // max(screen_width() - 80, 16))
-    columns = [
-        range(start, min(start + per_column, len(tensors_map.ranks)))
-        for start in range(0, len(tensors_map.ranks), per_column)
-    ]
     ranks = tensors_map.ranks
+    every = range(len(ranks))
+    columns = [every[start : start + per_column] for start in every[::per_column]]
     print(
         f"a column is {'one rank' if per_column == 1 else f'{per_column} ranks'}, "
         f"{ranks[0] if ranks else ''} to {ranks[-1] if ranks else ''}; "

@@ -147,11 +147,8 @@ class DcpWriter(_DcpPlace, StorageWriter):
             raise CheckpointError("use_collectives=False makes no checkpoint that is one thing")
         self.is_coordinator = is_coordinator
         if is_coordinator:
-            session = claimed(
-                self.where,
-                storage_options=self.storage_options,
-                unsafe_single_writer=self.unsafe_single_writer,
-            )
+            how: Any = {"unsafe_single_writer": self.unsafe_single_writer}
+            session = claimed(self.where, storage_options=self.storage_options, **how)
             # DCP calls this before any rank writes: a root that was removed meanwhile refuses the
             # save before its data is stored.
             session.settle()
@@ -165,9 +162,8 @@ class DcpWriter(_DcpPlace, StorageWriter):
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         """Nothing is local here."""
         # Only the coordinator's are of use: its planner makes the global plan in this process.
-        self._own_values = {
-            item.index.fqn for item in plan.items if item.type == WriteItemType.BYTE_IO
-        }
+        values = (item for item in plan.items if item.type == WriteItemType.BYTE_IO)
+        self._own_values = {item.index.fqn for item in values}
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
@@ -178,9 +174,7 @@ class DcpWriter(_DcpPlace, StorageWriter):
                 "pass a planner with enable_plan_caching=False"
             )
         session = self._session[0]
-        paths: dict[str, Any] = {}
-        for plan in plans:
-            paths.update(plan.planner_data or {})
+        paths = {key: at for plan in plans for key, at in (plan.planner_data or {}).items()}
         header = Header(
             root=session.root,
             attempt=session.new_attempt(),
@@ -203,10 +197,9 @@ class DcpWriter(_DcpPlace, StorageWriter):
         new_plans = []
         for rank, plan in enumerate(plans):
             items = [item for item in plan.items if id(item) not in here]
-            note = {"header": header_json, "rank": rank, "paths": paths if rank == 0 else {}}
-            new_plans.append(
-                replace(plan, items=items + (moved if rank == 0 else []), storage_data=note)
-            )
+            items += [] if rank else moved
+            note = {"header": header_json, "rank": rank, "paths": {} if rank else paths}
+            new_plans.append(replace(plan, items=items, storage_data=note))
         return new_plans
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
@@ -301,9 +294,8 @@ class _Written:
     def add_inside(self, fqn: str, tensor: torch.Tensor) -> None:
         """A tensor inside of a value."""
         if fqn in self.infos:
-            self.problems.append(
-                f"{fqn}: a tensor inside of a value has this name, too; rename one"
-            )
+            text = "a tensor inside of a value has this name, too; rename one"
+            self.problems.append(f"{fqn}: {text}")
         elif type(tensor) not in (torch.Tensor, torch.nn.Parameter):
             kind = type(tensor).__name__
             self.problems.append(f"{fqn}: a {kind} inside of a value; give it a key of its own")
@@ -337,10 +329,8 @@ def _values(
     arrays: list[str] = []
     for item in plan.items:
         if item.type == WriteItemType.BYTE_IO:
-            key = item.index.fqn
-            values[key], tensors = split_tree(
-                _object(item, planner), key, contents.problems, arrays
-            )
+            key, given = item.index.fqn, _object(item, planner)
+            values[key], tensors = split_tree(given, key, contents.problems, arrays)
             for fqn, tensor in tensors:
                 contents.add_inside(fqn, tensor)
     if rank != 0 or contents.problems:
@@ -430,20 +420,13 @@ class DcpReader(_DcpPlace, StorageReader):
         stored: dict[str, Any] = {key: BytesStorageMetadata() for key in flat.values}
         for key, fqn in flat.names.items():
             info = source.contents.tensors[fqn]
-            size = torch.Size(info.shape)
+            size, dtype = torch.Size(info.shape), TensorProperties(dtype=torch_dtype(info.dtype))
             # One chunk, however it is stored: a plan asks for any box of it, and the manifest finds
             # the bytes.
-            stored[key] = TensorStorageMetadata(
-                TensorProperties(dtype=torch_dtype(info.dtype)),
-                size,
-                [ChunkStorageMetadata(torch.Size([0] * len(size)), size)],
-            )
-        return Metadata(
-            stored,
-            planner_data=dict(flat.paths),
-            storage_data={},
-            storage_meta=StorageMeta(checkpoint_id=self.url),
-        )
+            whole = ChunkStorageMetadata(torch.Size([0] * len(size)), size)
+            stored[key] = TensorStorageMetadata(dtype, size, [whole])
+        meta = StorageMeta(checkpoint_id=self.url)
+        return Metadata(stored, dict(flat.paths), storage_data={}, storage_meta=meta)
 
     def set_up_storage_reader(
         self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any
@@ -470,9 +453,8 @@ class DcpReader(_DcpPlace, StorageReader):
                 planner.load_bytes(item, io.BytesIO(self._pickled(key)))
                 continue
             info = source.contents.tensors[self._names[key]]
-            entry = StoredTensor(
-                checkpoint.manifest.index(info.fqn), info.fqn, info.dtype, info.shape
-            )
+            number = checkpoint.manifest.index(info.fqn)
+            entry = StoredTensor(number, info.fqn, info.dtype, info.shape)
             target = planner.resolve_tensor(item).detach()
             # Bytes are read as they are stored; another dtype goes through memory of its own.
             direct = target.dtype == torch_dtype(info.dtype)

@@ -130,9 +130,17 @@ class LightningCheckpoints(CheckpointIO):
         self.retire(self.find(path))
 
     def find(self, path: str | os.PathLike[str]) -> StepInfo:
-        """What was saved under `path`. Raises NoCheckpoint."""
+        """The newest checkpoint that was saved under `path`. Raises NoCheckpoint."""
         self._wait()
-        return self._entry(os.fspath(path))
+        name = os.fspath(path)
+        known = self._attempts.get(name)
+        for entry in reversed(self._entries()):
+            if entry.attempt == known or (known is None and self._path_of(entry) == name):
+                self._attempts[name] = entry.attempt
+                return entry
+        raise NoCheckpoint(
+            f"{self.url}: nothing was saved as {name!r}; the newest is {self.latest()!r}"
+        )
 
     def teardown(self) -> None:
         """Wait for the save in flight. Raises its error."""
@@ -172,26 +180,13 @@ class LightningCheckpoints(CheckpointIO):
         except NoCheckpoint:
             return ()
 
-    def _entry(self, name: str) -> StepInfo:
-        """The newest checkpoint that was saved under `name`."""
-        entries = self._entries()
-        known = self._attempts.get(name)
-        for entry in reversed(entries):
-            if entry.attempt == known or (known is None and self._path_of(entry) == name):
-                self._attempts[name] = entry.attempt
-                return entry
-        raise NoCheckpoint(
-            f"{self.url}: nothing was saved as {name!r}; the newest is {self.latest()!r}"
-        )
-
     def _path_of(self, entry: StepInfo) -> str:
         for name, attempt in self._attempts.items():
             if attempt == entry.attempt:
                 return name
         # One that was saved by other means, as by `ckpt.save`, has no path: its url stands for it.
-        with open_checkpoint(
-            self.url, entry.step, self._storage_options, attempt=entry.attempt
-        ) as checkpoint:
+        place = self.url, entry.step, self._storage_options
+        with open_checkpoint(*place, attempt=entry.attempt) as checkpoint:
             return checkpoint.user.get(_PATH, entry.url)
 
     def _root(self) -> dict[str, Any]:
@@ -253,9 +248,8 @@ class _SavesShards(Strategy):
         **kwargs: Any,
     ) -> None:
         super().__init__(*args, **kwargs)
-        self._shards = _ShardedCheckpoints(
-            url, storage_options=storage_options, **dict(saving or {})
-        )
+        how = {"storage_options": storage_options, **(saving or {})}
+        self._shards = _ShardedCheckpoints(url, **how)
 
     def latest(self) -> str | None:
         """The path of the newest checkpoint, for `ckpt_path=`; None when there is none yet."""
@@ -299,11 +293,9 @@ class _SavesShards(Strategy):
         module = self.lightning_module
         if module is None:
             raise CheckpointError("the strategy has no model yet; load within a Trainer's run")
-        is_training = module.trainer.state.fn == TrainerFn.FITTING
+        parts = self._parts(module.trainer.state.fn == TrainerFn.FITTING)
         strict = bool(module.strict_loading)
-        return self._shards.load(
-            self._parts(is_training), self._path(checkpoint_path), strict=strict
-        )
+        return self._shards.load(parts, self._path(checkpoint_path), strict=strict)
 
     def remove_checkpoint(self, filepath: str | os.PathLike[str]) -> None:
         entry = self._shards.find(self._path(filepath))

@@ -69,11 +69,8 @@ class SGLangUpdates:
         tensors = {name.removeprefix(self._prefix): one for name, one in named}
         write_safetensors(os.path.join(self._folder, FILE), tensors)
         body = {"model_path": self._folder, "weight_version": follower.attempt}
-        request = urllib.request.Request(
-            f"{self._server}/update_weights_from_disk",
-            json.dumps(body).encode(),
-            {"Content-Type": "application/json"},
-        )
+        url, kind = f"{self._server}/update_weights_from_disk", {"Content-Type": "application/json"}
+        request = urllib.request.Request(url, json.dumps(body).encode(), kind)
         try:
             with urllib.request.urlopen(request, timeout=SECONDS_MAX) as answer:
                 said = json.load(answer)

@@ -81,9 +81,8 @@ class TorchtitanCheckpoints(BaseCheckpointManager):
         self.save_future = None  # the trainer never waits for a save: a Checkpointer does
         if not self.enable:
             return
-        if wrong := [
-            f"checkpoint.{key}=True: {_ELSE[key]}" for key in _ELSE if getattr(config, key)
-        ]:
+        wanted = {key: what for key, what in _ELSE.items() if getattr(config, key)}
+        if wrong := [f"checkpoint.{key}=True: {what}" for key, what in wanted.items()]:
             raise ValueError("; ".join(wrong))
         self.url = filesystem.join(base_folder, config.folder)
         self._config = config
@@ -156,16 +155,11 @@ class TorchtitanCheckpoints(BaseCheckpointManager):
             state = dict(self._state)
             if self._dataloader is not None:
                 state[DATALOADER] = PerRank(self._dataloader)
-            kept = self._config.keep_latest_k
-            self._open = [
-                Checkpointer(
-                    state,
-                    _TitanTarget(self.url),
-                    save=EverySteps(self._config.interval) | OnPreemption(),
-                    only=True,  # the trainer saves its last step itself
-                    keep=KeepLatest(kept) if kept else KeepAll(),
-                )
-            ]
+            kept, save = self._config.keep_latest_k, EverySteps(self._config.interval)
+            # `only`: the trainer saves its last step itself.
+            how: Any = {"save": save | OnPreemption(), "only": True}
+            how["keep"] = KeepLatest(kept) if kept else KeepAll()
+            self._open = [Checkpointer(state, _TitanTarget(self.url), **how)]
         return self._open[0]
 
     def _maybe_wait_for_staging(self) -> None:

@@ -63,15 +63,12 @@ def _heat_of(telemetry: Telemetry) -> Heat:
     # one host, and a slow host is a stripe.
     ranks = sorted(sorted(range(len(work)), key=lambda rank: -work[rank])[:RANKS_MAX])
     longest = max((took for rank in ranks for took in telemetry.took_us[rank]), default=0) or 1
-    took, rank, phase = max(
-        (
-            (took, rank, phase)
-            for rank, row in enumerate(telemetry.took_us)
-            for phase, took in zip(telemetry.phases, row, strict=True)
-            if phase != "wait"
-        ),
-        default=(0, 0, ""),
+    each = (
+        (took, rank, phase)
+        for rank, row in enumerate(telemetry.took_us)
+        for phase, took in zip(telemetry.phases, row, strict=True)
     )
+    took, rank, phase = max((one for one in each if one[2] != "wait"), default=(0, 0, ""))
     is_longer = took > 1e6 * telemetry.totals.slowest_seconds * 1.05
     return Heat(ranks, longest, phase if is_longer else "", rank, took)
 

@@ -168,16 +168,12 @@ def _draw(following: Following, ending: Ending, prices: Prices) -> None:
     # Lines of the log would be written across the page, which says the same.
     for name in ("ckpt", "storage"):
         logging.getLogger(name).addHandler(logging.NullHandler())
-    with full_screen(
-        lambda width, height: frame_of(
-            following.states[0],
-            time.time(),
-            width=width,
-            height=height,
-            marks=marks,
-            prices=prices,
-        )
-    ) as refresh:
+
+    def draw(width: int, height: int) -> list[Line]:
+        how: Any = {"width": width, "height": height, "marks": marks, "prices": prices}
+        return frame_of(following.states[0], time.time(), **how)
+
+    with full_screen(draw) as refresh:
         while True:
             seen = versions_of(following.states)
             refresh()
@@ -321,14 +317,13 @@ def _aligned(
     """A table; texts come from anywhere. The columns `right` are numbers, `styles` are of lines."""
     cells = [[visible(cell) for cell in row] for row in (titles, *rows)]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    padded = [
-        [
-            f"{cell:>{width}}" if index in right else f"{cell:<{width}}"
-            for index, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ]
-        for row in cells
-    ]
-    return [[("  ".join(row).rstrip(), style)] for row, style in zip(padded, styles, strict=True)]
+    sides = [">" if index in right else "<" for index in range(len(widths))]
+    lines = []
+    for row, style in zip(cells, styles, strict=True):
+        each = zip(row, sides, widths, strict=True)
+        padded = "  ".join(f"{cell:{side}{width}}" for cell, side, width in each)
+        lines.append([(padded.rstrip(), style)])
+    return lines
 
 
 def _numbers(run: TrainingRun, now_unix: float, prices: Prices) -> list[Line]:
@@ -346,10 +341,8 @@ def _numbers(run: TrainingRun, now_unix: float, prices: Prices) -> list[Line]:
         retries = sum(one.retries for one in totals)
         shown = [one for one in rows.CHARTS if one.name != "written"]
         medians = ", ".join(f"{one.name} {one.text(one.median(run.saves) or 0.0)}" for one in shown)
-        others = (
-            f"{counted(retries, 'repeated request')}, {counted(run.failed_saves, 'failed save')}"
-        )
-        lines.append([(f"median: {medians} | {others}", "")])
+        others = counted(retries, "repeated request"), counted(run.failed_saves, "failed save")
+        lines.append([(f"median: {medians} | {', '.join(others)}", "")])
     return lines
 
 
@@ -392,11 +385,10 @@ def _chart(what: rows.Chart, saves: Sequence[ReportedSave], marks: Marks) -> lis
     known = [value for value in values if value is not None]
     if not known:
         return []
-    lowest, highest = what.scale([saves])
-    rise = (len(marks.steps) - 1) / (highest - lowest)
-    drawn = "".join(
-        " " if value is None else marks.steps[round(rise * (value - lowest))] for value in values
-    )
+    low, high = what.scale([saves])
+    rise = (len(marks.steps) - 1) / (high - low)
+    places = [None if value is None else round(rise * (value - low)) for value in values]
+    drawn = "".join(" " if place is None else marks.steps[place] for place in places)
     about = f"  last {what.text(known[-1])}, most {what.text(max(known))}"
     return [[(f"{what.name:{LABEL}}", "dim"), (drawn, "cyan"), (about, "dim")]]
 
@@ -405,10 +397,8 @@ def _phases(telemetry: Telemetry, columns: int, marks: Marks) -> list[Line]:
     totals = telemetry.totals
     words = f"step {totals.step} took {seconds_text(totals.seconds)} on "
     lines: list[Line] = [[], [(words + counted(totals.ranks, "rank"), "bold")]]
-    busy = ", ".join(
-        f"{rank} ({seconds_text(seconds)})"
-        for rank, seconds in busiest_ranks(telemetry, BUSY_RANKS)
-    )
+    busiest = busiest_ranks(telemetry, BUSY_RANKS)
+    busy = ", ".join(f"{rank} ({seconds_text(seconds)})" for rank, seconds in busiest)
     lines[-1].append((f"; longest at work: rank {busy}" * bool(busy), ""))
     phases = longest_phases(telemetry)
     longest = max((one.seconds for one in phases), default=0.0) or 1.0

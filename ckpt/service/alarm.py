@@ -118,10 +118,7 @@ class FailedSaves:
         # the broadcast below has all its partners.
         if not self._unreported or len(self._in_a_row) < self._alarm.after:
             return
-        # Clocks differ between ranks, so the coordinator's decides for all.
-        verdict = b"due" if self._is_alarm_due() else b"not yet"
-        mine = verdict if self._training.is_coordinator else None
-        if self._training.world.broadcast("alarm", mine) != b"due":
+        if not self._training.decided("alarm", self._is_alarm_due()):
             return
         self._unreported = 0
         failures = tuple(self._in_a_row)

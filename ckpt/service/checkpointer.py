@@ -464,10 +464,7 @@ class Checkpointer:
 
     def _is_busy(self) -> bool:
         """Whether the coordinator has a save in flight: all ranks skip the same saves."""
-        mine = None
-        if self._training.is_coordinator:
-            mine = b"busy" if self.in_flight else b""
-        is_busy = bool(self._training.world.broadcast("busy", mine))
+        is_busy = self._training.decided("busy", bool(self.in_flight))
         if is_busy:
             step = self._training.progress.step
             self._training.notify(SaveSkipped(step))

@@ -291,9 +291,7 @@ class SavesInFlight:
             if not is_first:
                 left = deadline_seconds - training.now_seconds() - LEAVING_SECONDS
                 has_time = left > (training.costs.persist_seconds or 0.0)
-                # By the coordinator's clock: all ranks try again, or none.
-                mine = (b"yes" if has_time else b"no") if training.is_coordinator else None
-                if training.world.broadcast("again", mine) != b"yes":
+                if not training.decided("again", has_time):  # all ranks try again, or none
                     break
             is_first = False
             try:

@@ -75,6 +75,11 @@ class Training:
         """The clock by which saves are due and deadlines pass."""
         return self.target.now_seconds()
 
+    def decided(self, name: str, answer: bool) -> bool:
+        """The coordinator's answer: clocks and measurements differ between ranks. Collective."""
+        mine = (b"yes" if answer else b"no") if self.is_coordinator else None
+        return self.world.broadcast(name, mine) == b"yes"
+
     def notify(self, event: SaveEvent) -> None:
         """Call every observer of this rank."""
         notify(self.observers, event)

@@ -5,6 +5,7 @@ Their signatures, which import nothing; what they do is imported when they run.
 
 import os
 import subprocess
+import sys
 import threading
 from collections.abc import Sequence
 from contextlib import closing, suppress
@@ -66,14 +67,23 @@ def watch(
     storage_options: given.Options = None,
 ) -> None:
     """Follow a run in the terminal: saves as they come, slow ranks, failures."""
-    from ckpt.screens.watching import watch, watch_once
+    from ckpt.screens.following import Following, ended_by_signals
+    from ckpt.screens.watching import draw_frames, print_lines, watch_once
     from ckpt.tools.cost import Prices
 
-    prices = Prices(gib_month, thousand_writes)
+    prices, options = Prices(gib_month, thousand_writes), dict(storage_options or {})
     if once:
-        watch_once(url, near, storage_options, as_json=json, prices=prices)
-    else:
-        watch(url, near, interval, storage_options, as_json=json, prices=prices)
+        watch_once(url, near, options, as_json=json, prices=prices)
+        return
+    with (
+        suppress(KeyboardInterrupt),  # Ctrl-C is how one leaves it
+        ended_by_signals() as ending,
+        Following([url], options, interval_seconds=interval, near=near, ending=ending) as run,
+    ):
+        if json or not sys.stdout.isatty():
+            print_lines(run, ending, as_json=json)
+        else:
+            draw_frames(run, ending, prices)
 
 
 def follow(

@@ -14,15 +14,7 @@ import weakref
 from contextlib import suppress
 from dataclasses import dataclass
 
-from ckpt.commit.appender import (
-    REAL,
-    Appender,
-    Build,
-    RecordDraft,
-    Settled,
-    Sources,
-    diverged,
-)
+from ckpt.commit.appender import REAL, Appender, Build, RecordDraft, Settled, Sources, diverged
 from ckpt.commit.locate import Beginning, OwnLine, ResumePoint, check_beginning
 from ckpt.commit.log import LogState, read_format
 from ckpt.commit.names import LINES_PREFIX, MANIFEST_NAME, STEPS_PREFIX, attempt_epoch, attempt_name
@@ -134,10 +126,7 @@ class Session(LogWriter):
 
         Records would be appended where no reader finds them, or in the middle of another log.
         """
-        seen = "no root"
-        with suppress(NoCheckpoint):
-            seen = read_format(self.store)
-        if seen != self.root:
+        if (seen := _root_in(self.store)) != self.root:
             raise LogDiverged(
                 f"{self.store.url} shows {seen} where this process began to save to root "
                 f"{self.root}: it was removed meanwhile. To start again there, call "
@@ -295,13 +284,11 @@ class Session(LogWriter):
             record = self._appender.take_back(newest.attempt)
         if record is None:
             return None
-        logger.warning(
+        text = (
             "%s: nothing is left of step %d (%s), the newest commit: a backup was restored right "
-            "before it, or its directory was removed. It is retired now",
-            self.store.url,
-            newest.step,
-            newest.attempt,
         )
+        text += "before it, or its directory was removed. It is retired now"
+        logger.warning(text, self.store.url, newest.step, newest.attempt)
         return newest
 
     def sweep_dead_jobs(self) -> None:
@@ -381,6 +368,12 @@ def _opened(
     appender = Appender(store, check_first=check_first, sources=sources)
     appender.log.check_end()
     return appender, root
+
+
+def _root_in(store: Store) -> str:
+    with suppress(NoCheckpoint):
+        return read_format(store)
+    return "no root"
 
 
 @dataclass(eq=False)
@@ -566,9 +559,7 @@ def open_session(
     root, epoch = json.loads(from_coordinator(world, "claim", claimed))
 
     def compare() -> None:
-        seen = "no root"
-        with suppress(NoCheckpoint):
-            seen = root if world.rank == 0 else read_format(store)
+        seen = root if world.rank == 0 else _root_in(store)
         if seen != root:
             raise StoreRefused(
                 f"{store.url} shows {seen} where rank 0 sees root {root}: ranks look at different "

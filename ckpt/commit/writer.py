@@ -134,13 +134,9 @@ def _files_listed(store: Store, prefix: str) -> frozenset[str]:
     try:
         return frozenset(decode_manifest(store.get(prefix + MANIFEST_NAME), ruled=True).files)
     except (Corrupt, UnsupportedFormat, KeyNotFoundError) as error:
-        logger.warning(
-            "%s/%s: its MANIFEST does not say which files are its own (%s); files that this "
-            "library has not named stay there",
-            store.url,
-            prefix,
-            error,
-        )
+        text = "%s/%s: its MANIFEST does not say which files are its own (%s); files that this "
+        text += "library has not named stay there"
+        logger.warning(text, store.url, prefix, error)
         return frozenset()
 
 
@@ -162,24 +158,15 @@ def delete_orphans(log: Log, state: LogState, *, before_epoch: int) -> list[str]
     written = [one for one in orphans if one.is_written]
     lost = log.lost_of(written, state.slot)
     if lost:
-        logger.warning(
-            "%s: %d checkpoints that the log does not know stay, such as step %d (%s): its records "
-            "were lost. `ckpt mend %s` brings them back",
-            store.url,
-            len(lost),
-            *lost[-1][:2],
-            store.url,
-        )
+        text = "%s: %d checkpoints that the log does not know stay, such as step %d (%s): its "
+        text += "records were lost. `ckpt mend %s` brings them back"
+        logger.warning(text, store.url, len(lost), *lost[-1][:2], store.url)
     doubtful = _in_doubt(log, state, [one for one in written if one not in lost])
     for one in doubtful:
-        logger.warning(
-            "%s: step %d (%s) stays, which was written whole and has no COMMIT: its job died "
-            "before that, or the newest record of the log was lost. `ckpt mend %s` brings it back; "
-            "else it is deleted once a later job has saved here",
-            store.url,
-            *one[:2],
-            store.url,
-        )
+        text = "%s: step %d (%s) stays, which was written whole and has no COMMIT: its job died "
+        text += "before that, or the newest record of the log was lost. `ckpt mend %s` brings it "
+        text += "back; else it is deleted once a later job has saved here"
+        logger.warning(text, store.url, *one[:2], store.url)
     swept = []
     for step, attempt, *_ in (one for one in orphans if one not in lost and one not in doubtful):
         if problem := store.why_not_delete(step_prefix(step, attempt)):
@@ -423,9 +410,8 @@ def keep_reserve(store: Store) -> None:
     except KeyExistsError:
         return  # another process has made it
     except StorageError as error:
-        logger.warning(
-            "%s: no space is kept back for pruning when the disk is full: %s", store.url, error
-        )
+        text = "%s: no space is kept back for pruning when the disk is full: %s"
+        logger.warning(text, store.url, error)
 
 
 def root_id(store: Store, *, sources: Sources, beginning: Beginning = "quiet") -> str:

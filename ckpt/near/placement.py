@@ -58,24 +58,19 @@ def placed_copies(
             lacking = f"{count - 1} copies instead of {wanted}"
             if parity:
                 lacking = f"parity of {count} hosts instead of {wanted + 1}"
-            logger.warning(
-                "near checkpoints have %s: the training continues with %d hosts, and a file "
-                "without copy or parity is lost with its host. Start again with more hosts, each "
-                "with a directory of its own, to have all",
-                lacking,
-                count,
-            )
+            text = "near checkpoints have %s: the training continues with %d hosts, and a file "
+            text += "without copy or parity is lost with its host. Start again with more hosts, "
+            text += "each with a directory of its own, to have all"
+            logger.warning(text, lacking, count)
         wanted = count - 1
     placed = (groups_of if parity else copies_of)(racks, wanted)
     if warns and (shared := sharing_racks(racks, placed)):
-        share = f"more hosts than there are groups, {count // (wanted + 1)}"
-        logger.warning(
-            "near copies: %d of %d hosts have two copies of their files, or members of their "
-            "parity group, in one rack, because a rack has %s",
-            len(shared),
-            count,
-            share if parity else f"more than 1/{wanted + 1} of the hosts",
-        )
+        share = f"more than 1/{wanted + 1} of the hosts"
+        if parity:
+            share = f"more hosts than there are groups, {count // (wanted + 1)}"
+        text = "near copies: %d of %d hosts have two copies of their files, or members of their "
+        text += "parity group, in one rack, because a rack has %s"
+        logger.warning(text, len(shared), count, share)
     return placed
 
 

@@ -295,17 +295,11 @@ class NearSaves:
             fits_more = taken + own[name] <= limit
             all_fit_more = all_fit_more and fits_more
             if self.session.world.rank == 0:
-                logger.info(
-                    "near tier of ranks %d to %d: %d generations of %s take %.0f MiB, "
-                    "%.0f MiB are there; one more, while a durable save sends one, %s",
-                    ranks[0],
-                    ranks[-1],
-                    GENERATIONS,
-                    what,
-                    taken / MIB,
-                    limit / MIB,
-                    "fits" if fits_more else "does not fit",
-                )
+                text = "near tier of ranks %d to %d: %d generations of %s take %.0f MiB, %.0f MiB "
+                text += "are there; one more, while a durable save sends one, "
+                text += "fits" if fits_more else "does not fit"
+                sizes = taken / MIB, limit / MIB
+                logger.info(text, ranks[0], ranks[-1], GENERATIONS, what, *sizes)
         return all_fit_more
 
     # one save

@@ -6,7 +6,6 @@ storage: each is made visible before it is cut to the width of a line.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import logging
 import sys
@@ -21,14 +20,7 @@ from rich.text import Text
 
 from ckpt.errors import CheckpointError
 from ckpt.screens import rows
-from ckpt.screens.following import (
-    STEP_SECONDS,
-    Ending,
-    Following,
-    Versions,
-    ended_by_signals,
-    versions_of,
-)
+from ckpt.screens.following import STEP_SECONDS, Ending, Following, Versions, versions_of
 from ckpt.screens.terminal import (
     age,
     as_json,
@@ -101,30 +93,6 @@ def _text(line: Line) -> Text:
     return text
 
 
-def watch(
-    url: StoreLike,
-    near: Sequence[str],
-    interval: float,
-    storage_options: Mapping[str, Any] | None,
-    *,
-    as_json: bool,
-    prices: Prices,
-) -> None:
-    """`ckpt watch`, until it is left."""
-    # Ctrl-C is how one leaves it.
-    with (
-        contextlib.suppress(KeyboardInterrupt),
-        ended_by_signals() as ending,
-        Following(
-            [url], storage_options or {}, interval_seconds=interval, near=near, ending=ending
-        ) as following,
-    ):
-        if as_json or not sys.stdout.isatty():
-            _print_lines(following, ending, as_json=as_json)
-        else:
-            _draw(following, ending, prices)
-
-
 def watch_once(
     url: StoreLike,
     near: Sequence[str],
@@ -163,7 +131,8 @@ def _wait(following: Following, ending: Ending, seen: Versions) -> None:
         ending.check()
 
 
-def _draw(following: Following, ending: Ending, prices: Prices) -> None:
+def draw_frames(following: Following, ending: Ending, prices: Prices) -> None:
+    """A frame in a page of the terminal's own, drawn anew for each change, until it is left."""
     marks = marks_of(sys.stdout.encoding)
     # Lines of the log would be written across the page, which says the same.
     for name in ("ckpt", "storage"):
@@ -180,7 +149,8 @@ def _draw(following: Following, ending: Ending, prices: Prices) -> None:
             _wait(following, ending, seen)
 
 
-def _print_lines(following: Following, ending: Ending, *, as_json: bool) -> None:
+def print_lines(following: Following, ending: Ending, *, as_json: bool) -> None:
+    """A line for each thing that happens, until it is left."""
     before: RunState | None = None
     while True:
         (state,) = following.states

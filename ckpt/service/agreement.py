@@ -226,12 +226,11 @@ class StepAgreement:
                 # like a hang.
                 self._changed.wait_for(self._is_settled, timeout=CALL_SECONDS)
                 if self._open_ranks and not self._is_settled():
-                    logger.warning(
-                        "rank %d has waited for %g s in Checkpointer.close, which %s did not call",
-                        self._world.rank,
-                        CALL_SECONDS,
-                        ranks_text(self._open_ranks),
+                    others = ranks_text(self._open_ranks)
+                    text = (
+                        "rank %d has waited for %g s in Checkpointer.close, which %s did not call"
                     )
+                    logger.warning(text, self._world.rank, CALL_SECONDS, others)
                 self._changed.wait_for(self._is_settled)
             self._raise_failure()
             left = merged(self._decisions, self._turn)

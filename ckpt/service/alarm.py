@@ -83,15 +83,10 @@ class FailedSaves:
             self._lasting.append(error)
             outcome = "this does not go away, so it is raised"
         if self._training.is_coordinator:
-            logger.error(
-                "the save of step %d has failed, %d in a row (%s); %s: %s",
-                step,
-                len(self._in_a_row),
-                type(error).__name__,
-                outcome,
-                error,
-                extra={"ckpt": {"event": "failed", "step": step, "error": str(error)}},
-            )
+            text = "the save of step %d has failed, %d in a row (%s); %s: %s"
+            fields = {"event": "failed", "step": step, "error": str(error)}
+            said = step, len(self._in_a_row), type(error).__name__, outcome, error
+            logger.error(text, *said, extra={"ckpt": fields})
             # Proposed, not raised: other ranks may not have seen this failure yet.
             if is_lasting or self._is_alarm_due():
                 self._agreement.propose(alarm=True)

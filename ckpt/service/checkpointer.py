@@ -529,14 +529,9 @@ class Checkpointer:
             newest = "nothing was saved"
             if self.last_saved is not None:
                 newest = f"the newest checkpoint is step {self.last_saved.step}"
-            logger.warning(
-                "%s: %s after step %d, and %s: what %d calls of step did is lost",
-                self._training.target.url,
-                why,
-                self._training.progress.step,
-                newest,
-                calls,
-            )
+            url, step = self._training.target.url, self._training.progress.step
+            text = "%s: %s after step %d, and %s: what %d calls of step did is lost"
+            logger.warning(text, url, why, step, newest, calls)
 
     def _wait_for_all_ranks(self) -> None:
         """The coordinator may host the store that the ranks talk through, so it leaves last."""

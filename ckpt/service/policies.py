@@ -88,9 +88,9 @@ class SavePolicy(Combinable):
         """Why a save is due, in words for the log; empty when it is not."""
 
     @property
-    @abstractmethod
     def needs_clock(self) -> bool:
         """Whether the answer needs a clock or a measurement: then the coordinator gives it."""
+        return False
 
     def alternatives(self) -> tuple[SavePolicy, ...]:
         """The policies of which any one is enough."""
@@ -161,8 +161,6 @@ class AllOf(CombinedPolicy):
 class Never(SavePolicy):
     """Only `save_now()` saves: not at exit, nor on a signal."""
 
-    needs_clock = False
-
     def reasons(self, observation: Observation) -> tuple[str, ...]:
         return ()
 
@@ -172,8 +170,6 @@ class EverySteps(SavePolicy):
     """At each multiple of `steps`, or at the first call after one, when calls skip steps."""
 
     steps: int
-
-    needs_clock = False
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "steps", checked_count(self.steps, f"EverySteps({self.steps!r})"))
@@ -251,8 +247,6 @@ class OnSignal(SavePolicy):
 
     signals: tuple[int, ...] = (signal.SIGUSR1,)
 
-    needs_clock = False
-
     def __post_init__(self) -> None:
         _check_signals(self, self.signals)
 
@@ -271,8 +265,6 @@ class OnPreemption(SavePolicy):
     grace_seconds: float = 30.0
     signals: tuple[int, ...] = (signal.SIGTERM,)
 
-    needs_clock = False
-
     def __post_init__(self) -> None:
         _check_positive(self, "grace_seconds", self.grace_seconds)
         _check_signals(self, self.signals)
@@ -287,8 +279,6 @@ class AtExit(SavePolicy):
 
     Not after an exception, because the state may be half changed then.
     """
-
-    needs_clock = False
 
     def reasons(self, observation: Observation) -> tuple[str, ...]:
         return ("at exit",) if observation.closing else ()

@@ -95,13 +95,9 @@ class Watcher:
             logger.warning("%s; nothing is done about it", one, extra=extra)
             notify(self._observers, RankMissed(one))
         for one in gone:
-            logger.warning(
-                "rank %d on %s is %s",
-                one.rank,
-                one.host,
-                "back" if one.kind == "silent" else "not behind any more",
-                extra={"ckpt": {"event": "rank heard", "rank": one.rank, "host": one.host}},
-            )
+            state = "back" if one.kind == "silent" else "not behind any more"
+            extra = {"ckpt": {"event": "rank heard", "rank": one.rank, "host": one.host}}
+            logger.warning("rank %d on %s is %s", one.rank, one.host, state, extra=extra)
             notify(self._observers, RankHeard(one))
         # A silent rank whose process is gone will not come back; ranks of its machine see that.
         try:

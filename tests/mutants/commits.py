@@ -417,7 +417,7 @@ SESSIONS = (
     Mutant(
         "a root that was made anew is not noticed",
         _SESSION,
-        "        if seen != self.root:\n",
+        "        if (seen := _root_in(self.store)) != self.root:\n",
         "        if False:\n",
         test="tests/protocol/test_places.py::test_a_root_without_its_claim_or_its_format_is_not_the_one_that_was_claimed",
     ),

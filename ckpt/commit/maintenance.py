@@ -19,11 +19,7 @@ class Maintenance(LogWriter):
 
     @classmethod
     def open(
-        cls,
-        store: Store,
-        *,
-        unsafe_single_writer: bool = False,
-        sources: Sources = REAL,
+        cls, store: Store, *, unsafe_single_writer: bool = False, sources: Sources = REAL
     ) -> Maintenance:
         """Raises NoCheckpoint when there is no root or nothing ever claimed it, StoreRefused like
         `Session.claim`.

@@ -96,11 +96,7 @@ class Session(LogWriter):
 
     @classmethod
     def beside(
-        cls,
-        store: Store,
-        *,
-        unsafe_single_writer: bool = False,
-        sources: Sources = REAL,
+        cls, store: Store, *, unsafe_single_writer: bool = False, sources: Sources = REAL
     ) -> Session:
         """Write under the epoch of the session that holds the root, which is not fenced and may
         continue to save.
@@ -355,10 +351,7 @@ class Session(LogWriter):
 
 
 def _opened(
-    store: Store,
-    unsafe_single_writer: bool,
-    sources: Sources,
-    beginning: Beginning = "quiet",
+    store: Store, unsafe_single_writer: bool, sources: Sources, beginning: Beginning = "quiet"
 ) -> tuple[Appender, str]:
     """What appends to the log of a root, and the root's identity; FORMAT is there on return."""
     if store.exclusive_create is ExclusiveCreate.NONE and not unsafe_single_writer:
@@ -435,11 +428,7 @@ class SessionRegistry:
                 session.restored(restored)
 
     def session(
-        self,
-        store: Store,
-        *,
-        unsafe_single_writer: bool = False,
-        sources: Sources = REAL,
+        self, store: Store, *, unsafe_single_writer: bool = False, sources: Sources = REAL
     ) -> Session:
         """The session of this place, claimed now if this process has none. A fenced one
         stays fenced. Raises LogDiverged when this process built on another log than is there.
@@ -485,11 +474,7 @@ class Beside(SessionRegistry):
     """
 
     def session(
-        self,
-        store: Store,
-        *,
-        unsafe_single_writer: bool = False,
-        sources: Sources = REAL,
+        self, store: Store, *, unsafe_single_writer: bool = False, sources: Sources = REAL
     ) -> Session:
         """A new one. Raises like `Session.beside`."""
         return Session.beside(store, unsafe_single_writer=unsafe_single_writer, sources=sources)

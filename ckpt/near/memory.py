@@ -277,13 +277,7 @@ class MappedStore(WrappedStore):
         self.nbytes_put = 0
 
     def create(
-        self,
-        key: str,
-        nbytes: int,
-        *,
-        part_nbytes: int,
-        durable: bool = True,
-        direct: bool = False,
+        self, key: str, nbytes: int, *, part_nbytes: int, durable: bool = True, direct: bool = False
     ) -> AbstractContextManager[ObjectWriter]:
         # `rank00003-001.safetensors`: the second file of this rank is the second that was staged.
         index = int(key.rpartition("-")[2].partition(".")[0])

@@ -17,14 +17,7 @@ from ckpt.commit.names import attempt_epoch, step_prefix
 from ckpt.commit.records import INTEGER_MAX, STEP_MAX
 from ckpt.errors import Corrupt, UnsupportedFormat
 from ckpt.format.checksum import DIGEST_NBYTES, Seal, crc32c
-from ckpt.format.columns import (
-    as_int64s,
-    ints_in,
-    pack_ints,
-    pack_map,
-    required_field,
-    unpack_map,
-)
+from ckpt.format.columns import as_int64s, ints_in, pack_ints, pack_map, required_field, unpack_map
 from ckpt.format.object_parts import data_file_name
 
 NEAR_MAGIC = b"SHPTNEAR"

@@ -320,11 +320,7 @@ def _median_without(ascending: Sequence[float], one: float) -> float:
 
 
 def plan_retention(
-    candidates: Sequence[LiveEntry],
-    rule: KeepRule,
-    *,
-    now_unix: float,
-    line: int | None = None,
+    candidates: Sequence[LiveEntry], rule: KeepRule, *, now_unix: float, line: int | None = None
 ) -> RetentionPlan:
     """What `rule` keeps and retires of the live checkpoints of `line`, or of each line by itself.
     Pure; see the top for what it never retires.

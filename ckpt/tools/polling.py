@@ -229,11 +229,7 @@ class _ReadSoFar:
         few = [(entry, 1 if self.last is None else TRIES) for entry in fresh[:-1]]
         tries = [*self.tries, *few, *((entry, TRIES) for entry in fresh[-1:])]
         return replace(
-            self,
-            last=records[-1],
-            events=events,
-            live=tuple(live),
-            tries=tuple(tries[-FULL_MAX:]),
+            self, last=records[-1], events=events, live=tuple(live), tries=tuple(tries[-FULL_MAX:])
         )
 
     def with_telemetry(self, store: Store) -> _ReadSoFar:

@@ -84,11 +84,7 @@ class Salvaged(ShortRecord):
 
 @hides_secrets
 def salvage_all(
-    url: StoreLike,
-    step: int | None,
-    *,
-    dry_run: bool,
-    storage_options: Mapping[str, Any] | None,
+    url: StoreLike, step: int | None, *, dry_run: bool, storage_options: Mapping[str, Any] | None
 ) -> tuple[Salvaged, ...]:
     """Salvage what is at `url`. See `ckpt.operate.salvage`."""
     options = storage_options or {}

@@ -194,13 +194,13 @@ def _look_late() -> None:
     """This rank looks for what is to be removed when the first one may have retired it."""
     from ckpt.integrations import lightning as ours
 
-    look = ours._ShardedCheckpoints._entry
+    look = ours._ShardedCheckpoints.find
 
-    def late(self: Any, name: str) -> Any:
+    def late(self: Any, path: str) -> Any:
         time.sleep(0.5)
-        return look(self, name)
+        return look(self, path)
 
-    ours._ShardedCheckpoints._entry = late  # type: ignore[method-assign]
+    ours._ShardedCheckpoints.find = late  # type: ignore[method-assign]
 
 
 def save_with_a_strategy(url: str) -> tuple[list[int], str | None, bool, list[str]]:

@@ -13,7 +13,7 @@ from ckpt.screens.terminal import age, counted, date, show_table, size, write_pa
 from ckpt.screens.visible import visible
 from ckpt.tools.cost import Cost, CostReport, Prices, Workload, daly, young
 from ckpt.tools.near_tiers import NearListing, newest_status_of
-from ckpt.tools.overview import AttemptUsage, DiskUsage, Event, LogReport, RootListing
+from ckpt.tools.overview import DiskUsage, Event, LogReport, RootListing
 from ckpt.tools.report import Report, duration
 
 WHAT_HAPPENED = {
@@ -126,7 +126,14 @@ def _event_row(event: Event, now: float) -> tuple[str, ...]:
 def show_disk_usage(usage: DiskUsage) -> None:
     """`ckpt du`."""
     print(usage.url)
-    rows = [_usage_row(attempt) for attempt in usage.attempts]
+    rows = []
+    for attempt in usage.attempts:
+        notes = [] if attempt.is_live else ["not a checkpoint: a save under way, or remains of one"]
+        notes += ["pinned"] if attempt.pinned else []
+        if attempt.referenced_by:
+            notes.append(f"{len(attempt.referenced_by)} other checkpoints need files of it")
+        nbytes, objects = size(attempt.nbytes), f"{attempt.objects}"
+        rows.append((f"{attempt.step}", nbytes, objects, attempt.attempt, ", ".join(notes)))
     rows.append(("", size(usage.log_nbytes), f"{usage.log_objects}", "", "FORMAT and log"))
     if usage.other_objects:
         rows.append(("", size(usage.other_nbytes), f"{usage.other_objects}", "", "other objects"))
@@ -139,15 +146,6 @@ def show_disk_usage(usage: DiskUsage) -> None:
             f"{size(usage.unfinished_nbytes)} are of saves under way or never finished; the next "
             "job that saves here removes those of dead jobs"
         )
-
-
-def _usage_row(attempt: AttemptUsage) -> tuple[str, ...]:
-    notes = [] if attempt.is_live else ["not a checkpoint: a save under way, or remains of one"]
-    notes += ["pinned"] if attempt.pinned else []
-    if attempt.referenced_by:
-        notes.append(f"{len(attempt.referenced_by)} other checkpoints need files of it")
-    nbytes, objects = size(attempt.nbytes), f"{attempt.objects}"
-    return (f"{attempt.step}", nbytes, objects, attempt.attempt, ", ".join(notes))
 
 
 def show_report(report: Report, output: str = "report.html") -> None:

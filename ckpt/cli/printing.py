@@ -10,6 +10,7 @@ import threading
 from collections.abc import Sequence
 from contextlib import closing, suppress
 from dataclasses import asdict
+from fnmatch import filter as filter_names
 from importlib import import_module
 from json import dumps
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -49,10 +50,31 @@ def show(
     storage_options: given.Options = None,
 ) -> None:
     """Show the tensors of a checkpoint and who stored them."""
-    from ckpt.cli.showing import show
+    from ckpt.cli.showing import print_json, show_map, show_tables
+    from ckpt.commit.names import plain_int
+    from ckpt.errors import CheckpointError, InvalidArgument
+    from ckpt.format.manifest import MetadataBudget
+    from ckpt.loading.contents import open_contents
 
-    of_store = (metadata_bytes_max, storage_options)
-    show(url, pattern, step, attempt, *of_store, map, output, json, unfold)
+    if output and not map:
+        raise InvalidArgument("output= is for map=; send other output to a file with >")
+    budget = MetadataBudget(plain_int(metadata_bytes_max))
+    opened = open_contents(url, step, storage_options, attempt=attempt, budget=budget)
+    with opened as checkpoint:
+        names: Sequence[str] = checkpoint.keys()
+        if pattern != "*":
+            names = filter_names(names, pattern)
+        if not names and len(checkpoint):
+            raise CheckpointError(
+                f"no name matches {pattern!r}; quote patterns, as in 'model.*'; "
+                f"the first name is {checkpoint.keys()[0]!r}"
+            )
+        if json:
+            print_json(checkpoint, names, budget)
+        elif map:
+            show_map(checkpoint, names, output, budget)
+        else:
+            show_tables(checkpoint, names, budget, unfold)
 
 
 def watch(

@@ -6,7 +6,6 @@ The page holds everything it needs: no script, font or image from anywhere else.
 
 from __future__ import annotations
 
-import fnmatch
 import json
 import math
 import re
@@ -14,19 +13,17 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from itertools import islice
-from typing import Any, NamedTuple, SupportsIndex
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from ckpt.commit.locate import line_text
-from ckpt.commit.names import plain_int
-from ckpt.errors import CheckpointError, InvalidArgument
 from ckpt.format.manifest import MetadataBudget
 from ckpt.layout.descriptions import is_description, shown_type
 from ckpt.layout.dtypes import DTYPES
 from ckpt.layout.kind import Kind
 from ckpt.layout.region import Box, Region, Shape, boxes_of
-from ckpt.loading.contents import CheckpointContents, StoredPart, TensorInfo, open_contents
+from ckpt.loading.contents import CheckpointContents, StoredPart, TensorInfo
 from ckpt.screens.folding import folded
 from ckpt.screens.terminal import (
     as_json,
@@ -40,7 +37,6 @@ from ckpt.screens.terminal import (
     size,
     write_page,
 )
-from storage import StoreLike
 
 PART_NBYTES = 2000  # of a stored part, as it is shown
 CHUNKS_READ = 4096  # rows of the table that are made at once
@@ -49,48 +45,10 @@ ROWS_IN_TERMINAL_MAX = 100
 RECTANGLES_MAX = 60_000  # of a page: more of them make browsers slow
 
 
-def show(
-    url: StoreLike,
-    pattern: str,
-    step: SupportsIndex | None,
-    attempt: str,
-    metadata_bytes_max: SupportsIndex | None,
-    storage_options: Mapping[str, Any] | None,
-    as_map: bool,
-    output: str,
-    to_json: bool,
-    unfold: bool,
-) -> None:
-    """`ckpt show`."""
-    if output and not as_map:
-        raise InvalidArgument("output= is for map=; send other output to a file with >")
-    budget = MetadataBudget(plain_int(metadata_bytes_max))
-    opened = open_contents(url, step, storage_options, attempt=attempt, budget=budget)
-    with opened as checkpoint:
-        names: Sequence[str] = checkpoint.keys()
-        if pattern != "*":
-            names = fnmatch.filter(names, pattern)
-        if not names and len(checkpoint):
-            raise CheckpointError(
-                f"no name matches {pattern!r}; quote patterns, as in 'model.*'; "
-                f"the first name is {checkpoint.keys()[0]!r}"
-            )
-        if as_map and not to_json:
-            # Before anything is drawn: a manifest of a few MiB can describe a page of many GiB.
-            count = len(checkpoint.manifest.chunks)
-            budget.charge(PART_NBYTES * count, f"a picture of {count} chunks")
-            _show_map(checkpoint, names, output)
-        elif to_json:
-            checkpoint.manifest.chunks.first  # noqa: B018  # is refused before anything is printed
-            tensors = budget.timed(_tensors_json(checkpoint, names, budget), "tensors")
-            show_json(_checkpoint_json(checkpoint), "tensors", tensors)
-        else:
-            _show_tables(checkpoint, names, budget, unfold)
-
-
-def _show_tables(
+def show_tables(
     checkpoint: CheckpointContents, names: Sequence[str], budget: MetadataBudget, unfold: bool
 ) -> None:
+    """The tensors, who stored how much, and the values."""
     header = checkpoint.manifest.header
     print(checkpoint.url)
     line = "" if checkpoint.entry is None else f", {line_text(checkpoint.entry.line)}"
@@ -165,9 +123,14 @@ def _writers(ranks: Set[str], parts: int) -> str:
     return f"{shown} ({parts} parts)" if parts > 1 else shown
 
 
-def _checkpoint_json(checkpoint: CheckpointContents) -> dict[str, Any]:
+def print_json(
+    checkpoint: CheckpointContents, names: Sequence[str], budget: MetadataBudget
+) -> None:
+    """The same and every stored part, for programs."""
     manifest, header = checkpoint.manifest, checkpoint.manifest.header
-    return {
+    manifest.chunks.first  # noqa: B018  # is refused before anything is printed
+    tensors = budget.timed(_tensors_json(checkpoint, names, budget), "tensors")
+    fields = {
         "schema": "ckpt.show",
         "version": 1,
         "url": checkpoint.url,
@@ -180,6 +143,7 @@ def _checkpoint_json(checkpoint: CheckpointContents) -> dict[str, Any]:
         "files": dict(zip(manifest.files, manifest.file_nbytes.tolist(), strict=True)),
         "values": {name: as_json(value) for name, value in checkpoint.values.items()},
     }
+    show_json(fields, "tensors", tensors)
 
 
 def _tensors_json(
@@ -223,10 +187,15 @@ def _box_json(box: Box) -> str:
     return f'"box": {json.dumps({"offset": box.offset, "shape": box.shape})}}}'
 
 
-def _show_map(checkpoint: CheckpointContents, names: Sequence[str], output: str) -> None:
+def show_map(
+    checkpoint: CheckpointContents, names: Sequence[str], output: str, budget: MetadataBudget
+) -> None:
     """Print the picture, or write it to the new or old file `output`, which names a local path, in
     pieces: ranks, tensors with the parts that each rank stored, files.
     """
+    # Before anything is drawn: a manifest of a few MiB can describe a page of many GiB.
+    count = len(checkpoint.manifest.chunks)
+    budget.charge(PART_NBYTES * count, f"a picture of {count} chunks")
     tensors_map = map_of(checkpoint, names)
     if not output:
         _show_in_terminal(checkpoint, tensors_map)

@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import NamedTuple, NoReturn
+from typing import NamedTuple
 
 from ckpt.commit.live import LiveSet, with_live, write_segment
 from ckpt.commit.log import UNDONE, Log, LogState, broken_log
@@ -413,7 +413,13 @@ class Appender:
             self._diverged_at = record.slot
             raise diverged(self.store.url, record.slot)
         if lacks_manifest:
-            self._take_back_own(record)
+            try:
+                self.take_back(record.live[-1].attempt)
+            except CheckpointError as error:
+                more = f"Its COMMIT stands in slot {record.slot}; the next job that saves there "
+                more += "retires it"
+                raise self._without_manifest(record, more) from error
+            raise self._without_manifest(record)
         self.log.saw(record)
         self._known = record
         return True
@@ -435,17 +441,6 @@ class Appender:
     def _fits(self, record: Record) -> bool:
         """Whether the record that `record` builds on stands."""
         return not record.slot or record_digest(self.log.raw(record.slot - 1)) == record.previous
-
-    def _take_back_own(self, record: Record) -> NoReturn:
-        """Raise LogDiverged for a COMMIT that stands without its MANIFEST, once it is retired."""
-        try:
-            self.take_back(record.live[-1].attempt)
-        except CheckpointError as error:
-            more = (
-                f"Its COMMIT stands in slot {record.slot}; the next job that saves there retires it"
-            )
-            raise self._without_manifest(record, more) from error
-        raise self._without_manifest(record)
 
     def _manifest_is_gone(self, record: Record) -> bool:
         if record.kind != "COMMIT":

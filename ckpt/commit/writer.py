@@ -123,21 +123,15 @@ def _ours(store: Store, prefix: str) -> list[str]:
     keys = [info.key for info in store.list(prefix) if parse_step_key(info.key) is not None]
     ours = [key for key in keys if is_our_name(key.removeprefix(prefix))]
     # Another writer may name its data files otherwise; only then the manifest is worth a request.
-    if len(ours) < len(keys) and prefix + MANIFEST_NAME in keys:
-        listed = _files_listed(store, prefix)
-        ours = [key for key in keys if key in ours or key.removeprefix(prefix) in listed]
+    if len(ours) < len(keys) and (manifest := prefix + MANIFEST_NAME) in keys:
+        try:
+            listed = {prefix + n for n in decode_manifest(store.get(manifest), ruled=True).files}
+            ours = [key for key in keys if key in ours or key in listed]
+        except (Corrupt, UnsupportedFormat, KeyNotFoundError) as error:
+            text = "%s/%s: its MANIFEST does not say which files are its own (%s); files that this "
+            text += "library has not named stay there"
+            logger.warning(text, store.url, prefix, error)
     return ours
-
-
-def _files_listed(store: Store, prefix: str) -> frozenset[str]:
-    """What the MANIFEST of a step directory lists; nothing when it cannot be read."""
-    try:
-        return frozenset(decode_manifest(store.get(prefix + MANIFEST_NAME), ruled=True).files)
-    except (Corrupt, UnsupportedFormat, KeyNotFoundError) as error:
-        text = "%s/%s: its MANIFEST does not say which files are its own (%s); files that this "
-        text += "library has not named stay there"
-        logger.warning(text, store.url, prefix, error)
-        return frozenset()
 
 
 def delete_orphans(log: Log, state: LogState, *, before_epoch: int) -> list[str]:

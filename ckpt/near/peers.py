@@ -169,25 +169,22 @@ class Copies:
         """
         until = time.monotonic() + SEND_SECONDS_MAX
 
-        def send(peer: _Peer) -> int:
-            return peer.run(lambda to: self._send_to(to, prefix, files, epoch, until))
+        def send_to(to: Store) -> int:
+            refuse_fenced(to, epoch)
+            for file in files:
+                # As they are stored: an encrypted one stays so.
+                stored = self._tier.store.info(prefix + file.name)
+                self._put(to, stored.key, stored.nbytes, until)
+                if not has_file(self._tier.files_in(to), prefix, file):
+                    raise Corrupt(
+                        f"{to.url}: the copy of {prefix}{file.name} differs from what was sent; "
+                        "check that host's memory or disk"
+                    )
+            return sum(file.nbytes for file in files)
 
-        return sum(in_order(send, self._peers, threads=len(self._peers), name="ckpt-copies"))
-
-    def _send_to(
-        self, to: Store, prefix: str, files: Sequence[NearFile], epoch: int, until: float
-    ) -> int:
-        refuse_fenced(to, epoch)
-        for file in files:
-            # As they are stored: an encrypted one stays so.
-            stored = self._tier.store.info(prefix + file.name)
-            self._put(to, stored.key, stored.nbytes, until)
-            if not has_file(self._tier.files_in(to), prefix, file):
-                raise Corrupt(
-                    f"{to.url}: the copy of {prefix}{file.name} differs from what was sent; check "
-                    "that host's memory or disk"
-                )
-        return sum(file.nbytes for file in files)
+        threads, name = len(self._peers), "ckpt-copies"
+        each = in_order(lambda peer: peer.run(send_to), self._peers, threads=threads, name=name)
+        return sum(each)
 
     def _put(self, store: Store, key: str, nbytes: int, until: float) -> None:
         buffer = memoryview(bytearray(min(PART_NBYTES, nbytes)))

@@ -355,11 +355,14 @@ def _forgotten(
     begin = reference.steps[index]
     # A generator that this step does not draw from explains nothing.
     idle = {n for n, one in before.get("last", {}).items() if one == theirs["last"].get(n)}
+    # A plain value counts that is what it was at the beginning of the training.
+    first = {name: one[0] for name, one in begin.get("first", {}).items()}
     unsaved = {
-        name: pair
-        for name, pair in pairs.items()
-        if not pair[0].is_saved and (pair[0].kind != "random" or name not in idle)
-        if pair[0].kind in TRAINED or _starts_over(name, pair[0], begin)
+        name: (one, other)
+        for name, (one, other) in pairs.items()
+        if not one.is_saved and (one.kind != "random" or name not in idle)
+        if one.kind in TRAINED
+        or (one.kind not in ("tensor", "text") and one.text == first.get(name))
     }
     yield from _not_restored(unsaved)
     batch = mine.get("batches", ())[-1:]
@@ -385,12 +388,6 @@ def _random(
             yield f"iter(loader) draws from the random state of {name} after the restore; {why}"
         else:
             yield f"the random state of {name} is drawn from between the restore and this step"
-
-
-def _starts_over(name: str, one: Seen, begin: Step) -> bool:
-    """Whether an unsaved value is what it was at the beginning of the training."""
-    text = begin.get("first", {}).get(name, [None])[0]
-    return not one.is_saved and one.kind not in ("tensor", "text") and one.text == text
 
 
 def _not_restored(pairs: Mapping[str, Pair]) -> Iterator[str]:

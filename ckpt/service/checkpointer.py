@@ -28,7 +28,7 @@ from ckpt.errors import CheckpointError, Failure, NoCheckpoint, RankFailed
 from ckpt.saving.replica_check import ReplicasDrifted
 from ckpt.saving.staging import Snapshot
 from ckpt.saving.task import SaveReport
-from ckpt.service.agreement import NOTHING, Decision, Pace
+from ckpt.service.agreement import NOTHING, Pace
 from ckpt.service.alarm import Alarm
 from ckpt.service.events import Observer, Restored, SaveSkipped, log_restored
 from ckpt.service.inflight import Saved
@@ -443,7 +443,14 @@ class Checkpointer:
     # one call of step
 
     def _one_call(self, metric: float | None) -> bool:
-        decision = self._next_decision()
+        try:
+            decision = self._agreement.turn() or NOTHING
+        except RankFailed:
+            # A save that the rank died in knows better in which phase that was, and raises it.
+            deadline = self._training.now_seconds() + LOST_SAVE_SECONDS
+            with contextlib.suppress(TimeoutError):
+                self._saves.collect(wait=True, deadline_seconds=deadline)
+            raise
         if self._signals.end_the_job(decision.signals):
             self._stop(metric, decision.deadline_seconds)
         if decision.alarm:
@@ -471,16 +478,6 @@ class Checkpointer:
             if self._training.is_coordinator:
                 logger.info("no save of step %d: another one is in flight", step)
         return is_busy
-
-    def _next_decision(self) -> Decision:
-        try:
-            return self._agreement.turn() or NOTHING
-        except RankFailed:
-            # A save that the rank died in knows better in which phase that was, and raises it.
-            deadline = self._training.now_seconds() + LOST_SAVE_SECONDS
-            with contextlib.suppress(TimeoutError):
-                self._saves.collect(wait=True, deadline_seconds=deadline)
-            raise
 
     # the end
 

@@ -287,7 +287,13 @@ class Publication:
             published.take(self.fresh)
         if report is None or due.is_now(published):
             same = () if report is None else (report.attempt,)
-            anchor = _save_anchor(self.state, task, published, same)
+            # Until the anchor is committed: a failure leaves the next publication to begin anew.
+            task.memory.published = None
+            options = replace(task.options, publication=same)
+            own = replace(task, options=options, contents=published.contents)
+            anchor = save_task(self.state, own)
+            published.attempts, published.anchor_nbytes = (anchor.attempt, *same), anchor.nbytes
+            published.count = published.nbytes = 0
             report = report or anchor
         task.memory.published = published
         if task.session.session is not None:
@@ -325,19 +331,6 @@ class Publication:
         published.count += 1
         published.nbytes += report.nbytes
         return report
-
-
-def _save_anchor(
-    state: Any, task: SaveTask, published: Published, same: tuple[str, ...]
-) -> SaveReport:
-    # Until the anchor is committed: a failure leaves the next publication to begin anew.
-    task.memory.published = None
-    options = replace(task.options, publication=same)
-    report = save_task(state, replace(task, options=options, contents=published.contents))
-    published.attempts = (report.attempt, *same)
-    published.anchor_nbytes = report.nbytes
-    published.count = published.nbytes = 0
-    return report
 
 
 def _retire_old(task: SaveTask) -> None:

@@ -174,30 +174,46 @@ class Cost:
 def cost_of(load: Workload, prices: Prices | None = None) -> Cost:
     """What follows from the numbers of `load`, and from prices where they are given."""
     every, mtbf, persist = load.every_seconds, load.mtbf_seconds, load.persist_seconds
+    price = prices or Prices()
     # A save waits until the one before it is written, so saves are never closer than that.
     every = None if every is None else max(every, persist or 0.0)
     per_rank = -(-load.nbytes // load.ranks)
     lost = _known(lost_seconds, every, persist or 0.0)
     down = _known(lambda work: work + (load.restart_seconds or 0.0), lost)
-    cost = Cost(
+    to_save = load.ranks * requests_of_upload(per_rank) + OBJECTS_OF_A_SAVE
+    to_load = load.ranks * part_count(per_rank, READ_NBYTES)
+    stored = None if load.keep is None else (load.keep + 1) * load.nbytes
+    saves = _known(operator.truediv, MONTH_SECONDS, every)
+    failures = _known(operator.truediv, MONTH_SECONDS, mtbf)
+    blocked_share = _known(operator.truediv, load.blocked_seconds, every)
+    lost_share = _known(operator.truediv, down, mtbf)
+    share = _known(operator.add, lost_share, blocked_share or 0.0)
+    return Cost(
         nbytes_per_rank=per_rank,
         nbytes_per_second=_known(operator.truediv, load.nbytes, every),
         burst_nbytes_per_second=_known(operator.truediv, load.nbytes, persist),
-        requests_of_save=load.ranks * requests_of_upload(per_rank) + OBJECTS_OF_A_SAVE,
-        requests_of_load=load.ranks * part_count(per_rank, READ_NBYTES),
-        stored_nbytes_max=None if load.keep is None else (load.keep + 1) * load.nbytes,
-        saves_per_month=_known(operator.truediv, MONTH_SECONDS, every),
-        failures_per_month=_known(operator.truediv, MONTH_SECONDS, mtbf),
+        requests_of_save=to_save,
+        requests_of_load=to_load,
+        stored_nbytes_max=stored,
+        saves_per_month=saves,
+        failures_per_month=failures,
         lost_seconds_per_failure=lost,
-        blocked_share=_known(operator.truediv, load.blocked_seconds, every),
-        lost_share=_known(operator.truediv, down, mtbf),
+        blocked_share=blocked_share,
+        lost_share=lost_share,
         best_every_young=_known(young, load.blocked_seconds, mtbf),
         best_every_daly=_known(daly, load.blocked_seconds, mtbf),
         # Young's formula, solved for the cost of a save.
         blocked_seconds_at_best=_known(lambda t, m: t**2 / (2 * m), every, mtbf),
-        bill=Bill(None, None, None, None),
+        bill=Bill(
+            storage=_known(lambda n, p: n / GIB * p, stored, price.gib_month),
+            writes=_known(lambda n, p: n * to_save / 1000 * p, saves, price.thousand_writes),
+            # After a failure all ranks load once.
+            reads=_known(lambda n, p: n * to_load / 1000 * p, failures, price.thousand_reads),
+            lost_work=_known(
+                lambda n, p: n * load.ranks * MONTH_SECONDS / 3600 * p, share, price.rank_hour
+            ),
+        ),
     )
-    return cost if prices is None else replace(cost, bill=_bill(cost, load, prices))
 
 
 def requests_of_upload(nbytes: int) -> int:
@@ -343,22 +359,6 @@ def cost_report(
     if bandwidth:
         load = replace(load, persist_seconds=load.nbytes / bandwidth)
     return CostReport(url, load, measured, model, prices, cost_of(load, prices))
-
-
-def _bill(cost: Cost, load: Workload, prices: Prices) -> Bill:
-    # After a failure all ranks load once.
-    reads = _known(lambda count: count * cost.requests_of_load, cost.failures_per_month)
-    writes = _known(lambda count: count * cost.requests_of_save, cost.saves_per_month)
-    hours = _known(
-        lambda share: share * load.ranks * MONTH_SECONDS / 3600,
-        _known(operator.add, cost.lost_share, cost.blocked_share or 0.0),
-    )
-    return Bill(
-        storage=_known(lambda n, price: n / GIB * price, cost.stored_nbytes_max, prices.gib_month),
-        writes=_known(lambda n, price: n / 1000 * price, writes, prices.thousand_writes),
-        reads=_known(lambda n, price: n / 1000 * price, reads, prices.thousand_reads),
-        lost_work=_known(lambda n, price: n * price, hours, prices.rank_hour),
-    )
 
 
 def _known(formula: Callable[..., float], *numbers: float | None) -> float | None:

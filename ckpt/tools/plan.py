@@ -181,10 +181,27 @@ def plan_of_ranks(
         entry = default_entry(source) if is_bare else ""
     if like is not None:
         wanted = _wanted_like(like, f"{entry}." if entry else "")
-    loaded, names = _compared(everything, wanted, manifest.aliases)
+    tensors, names = _compared(everything, wanted, manifest.aliases)
+    path, limits = read_path(store), ShareLimits()
     count = ranks or manifest.header.world_size
-    planned = _plan_all(store, located, loaded, count, layout, budget)
-    return _load_plan(store, located, planned, names)
+
+    def needed(rank: int) -> _RankNeeds:
+        return _RankNeeds.of(manifest, _holdings(tensors, rank, count, layout))
+
+    each = budget.timed(range(count), "a plan")
+    needs = [needs_of(rank, needed(rank).blocks.runs()) for rank in each]
+    everybodys = all_together(needs)
+    groups = [everybodys.shared_in(one).groups() for one in needs]
+    weights = [weigh(one.runs, groups[rank], rank, limits) for rank, one in enumerate(needs)]
+    if Weight(*(sum(column) for column in zip(*weights, strict=True))).is_little(limits):
+        groups = [long_only(one, limits) for one in groups]
+    plans = []
+    for rank in budget.timed(range(count), "a plan"):
+        # Made anew: the memory of all ranks at once would be that of the whole cluster.
+        planned = needed(rank)
+        sharing = share(planned.blocks, groups[rank], rank, limits)
+        plans.append(planned.plan(store, located, path, rank, sharing))
+    return _load_plan(store, located, tuple(plans), names)
 
 
 class _MatchedNames(NamedTuple):
@@ -258,35 +275,6 @@ def _compared(
 
 
 # The plans of ranks -------------------------------------------------------------------------
-
-
-def _plan_all(
-    store: Store,
-    located: LocatedCheckpoint,
-    tensors: Mapping[str, TensorEntry],
-    count: int,
-    layout: EvenLayout,
-    budget: MetadataBudget,
-) -> tuple[RankPlan, ...]:
-    path, limits = read_path(store), ShareLimits()
-
-    def needed(rank: int) -> _RankNeeds:
-        return _RankNeeds.of(located.manifest, _holdings(tensors, rank, count, layout))
-
-    ranks = budget.timed(range(count), "a plan")
-    needs = [needs_of(rank, needed(rank).blocks.runs()) for rank in ranks]
-    everybodys = all_together(needs)
-    groups = [everybodys.shared_in(one).groups() for one in needs]
-    weights = [weigh(one.runs, groups[rank], rank, limits) for rank, one in enumerate(needs)]
-    if Weight(*(sum(column) for column in zip(*weights, strict=True))).is_little(limits):
-        groups = [long_only(one, limits) for one in groups]
-    plans = []
-    for rank in budget.timed(range(count), "a plan"):
-        # Made anew: the memory of all ranks at once would be that of the whole cluster.
-        planned = needed(rank)
-        sharing = share(planned.blocks, groups[rank], rank, limits)
-        plans.append(planned.plan(store, located, path, rank, sharing))
-    return tuple(plans)
 
 
 def _holdings(

@@ -349,8 +349,33 @@ class TrainingRun(OfSaves):
 
     def notices(self, now_unix: float) -> list[Notice]:
         """What to look at, the worst first."""
-        measured = self.measured
-        notices = _notices_of(self.saves, self.failures, measured.full, now_unix)
+        saves, failures, notices = self.saves, self.failures, list[Notice]()
+        for one in failures[:-11:-1]:
+            when = time.strftime("%Y-%m-%d at %H:%M:%S", time.localtime(one.time_unix))
+            text = f"the save of step {one.step} has failed on {when}: {one.error}"
+            notices.append(Notice("bad", text))
+        if len(failures) > 10:
+            notices.append(Notice("bad", f"{len(failures) - 10} earlier saves have failed as well"))
+        warnings: dict[str, list[int]] = {}
+        for telemetry in self.measured.full:
+            for text in telemetry.warnings:
+                warnings.setdefault(text, []).append(telemetry.totals.step)
+        for text, steps in warnings.items():
+            notices.append(Notice("warning", f"{text} ({_steps_text(steps)})"))
+        notices += _notices_of_gaps(saves, now_unix)
+        if not self.live:
+            notices.append(Notice("bad", "there is no checkpoint to resume from"))
+        elif not any(save.verified for save in self.live):
+            text = "no live checkpoint was verified; `ckpt verify --mark` reads one"
+            notices.append(Notice("warning", text))
+        if repeated := [one.totals for one in self.measured.full if one.totals.retries]:
+            count = sum(totals.retries for totals in repeated)
+            text = f"{count} requests were repeated ({_steps_text([t.step for t in repeated])})"
+            notices.append(Notice("note", text))
+        if unknown := sum(save.totals is None for save in saves):
+            text = f"nothing is known of how {unknown} of {len(saves)} saves went: they had no "
+            text += "telemetry, or the checkpoints that carried it are retired"
+            notices.append(Notice("note", text))
         return sorted(notices, key=lambda one: SEVERITIES.index(one.severity))
 
 
@@ -448,42 +473,6 @@ def _saves_of(
 
 
 # Notices -----------------------------------------------------------------------------------------
-
-
-def _notices_of(
-    saves: Sequence[ReportedSave],
-    failures: Sequence[SaveFailure],
-    telemetries: Sequence[Telemetry],
-    now_unix: float,
-) -> list[Notice]:
-    live, notices = [save for save in saves if save.is_live], list[Notice]()
-    for one in failures[:-11:-1]:
-        when = time.strftime("%Y-%m-%d at %H:%M:%S", time.localtime(one.time_unix))
-        text = f"the save of step {one.step} has failed on {when}: {one.error}"
-        notices.append(Notice("bad", text))
-    if len(failures) > 10:
-        notices.append(Notice("bad", f"{len(failures) - 10} earlier saves have failed as well"))
-    warnings: dict[str, list[int]] = {}
-    for telemetry in telemetries:
-        for text in telemetry.warnings:
-            warnings.setdefault(text, []).append(telemetry.totals.step)
-    for text, steps in warnings.items():
-        notices.append(Notice("warning", f"{text} ({_steps_text(steps)})"))
-    notices += _notices_of_gaps(saves, now_unix)
-    if not live:
-        notices.append(Notice("bad", "there is no checkpoint to resume from"))
-    elif not any(save.verified for save in live):
-        text = "no live checkpoint was verified; `ckpt verify --mark` reads one"
-        notices.append(Notice("warning", text))
-    if repeated := [one.totals for one in telemetries if one.totals.retries]:
-        count = sum(totals.retries for totals in repeated)
-        steps = [totals.step for totals in repeated]
-        notices.append(Notice("note", f"{count} requests were repeated ({_steps_text(steps)})"))
-    if unknown := sum(save.totals is None for save in saves):
-        text = f"nothing is known of how {unknown} of {len(saves)} saves went: they had no "
-        text += "telemetry, or the checkpoints that carried it are retired"
-        notices.append(Notice("note", text))
-    return notices
 
 
 def _notices_of_gaps(saves: Sequence[ReportedSave], now_unix: float) -> list[Notice]:

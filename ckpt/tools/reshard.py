@@ -82,13 +82,34 @@ def reshard_in(
     """Write a checkpoint anew, laid out for loads on other ranks, into the top of `there` or as a
     second form in its root. See `ckpt.reshard`.
     """
+
+    def resharded(located: LocatedCheckpoint) -> CopyReport:
+        manifest = located.manifest
+        meter = Meter(int(manifest.file_nbytes.sum()), progress)
+        target, header = there, new_header(manifest, new)
+        if target is None:
+            second = _second_form(source, located, new)
+            if isinstance(second, LiveEntry):
+                where = f"{source.url.rstrip('/')}/{second.prefix}".rstrip("/")
+                report = CopyReport.of_one(source, where, manifest, 0)
+                return replace(report, attempt=second.attempt, is_second_form=True)
+            header = second
+            target = PrefixStore(source, step_prefix(header.step, header.attempt).rstrip("/"))
+        layout = cut_for(manifest, new, header.world_size)
+        checkpoint = Checkpoint(source, located)
+        made = rewrite(checkpoint, header, layout, target, threads=threads, meter=meter)
+        if there is None:
+            commit_second_form(source, located, made)
+        report = CopyReport.of_one(source, target.url, made, meter.written)
+        return replace(report, is_second_form=there is None)
+
     # Another place has files of the checkpoint that the copy began with, and takes no other's.
     tries_left = RETIRED_MAX if step is None and not attempt and there is None else 1
     while True:
         budget = MetadataBudget(nbytes_max)
         with leased_checkpoint(source, step, attempt=attempt, budget=budget) as located:
             try:
-                return _resharded(source, located, there, new, threads, progress)
+                return resharded(located)
             except CheckpointError as error:
                 tries_left -= 1
                 entry = located.entry
@@ -96,35 +117,6 @@ def reshard_in(
                 if not tries_left or not is_retired:
                     raise
                 logger.warning("begin again with what is the latest now: %s", error)
-
-
-def _resharded(
-    source: Store,
-    located: LocatedCheckpoint,
-    there: Store | None,
-    new: NewLayout,
-    threads: int,
-    progress: Progress | None,
-) -> CopyReport:
-    """Write the new form of one checkpoint into the top of `there`, or next to it in its root."""
-    manifest, is_second_form = located.manifest, there is None
-    meter = Meter(int(manifest.file_nbytes.sum()), progress)
-    if there is None:
-        header = _second_form(source, located, new)
-        if isinstance(header, LiveEntry):
-            where = f"{source.url.rstrip('/')}/{header.prefix}".rstrip("/")
-            report = CopyReport.of_one(source, where, manifest, 0)
-            return replace(report, attempt=header.attempt, is_second_form=True)
-        there = PrefixStore(source, step_prefix(header.step, header.attempt).rstrip("/"))
-    else:
-        header = new_header(manifest, new)
-    layout = cut_for(manifest, new, header.world_size)
-    checkpoint = Checkpoint(source, located)
-    made = rewrite(checkpoint, header, layout, there, threads=threads, meter=meter)
-    if is_second_form:
-        commit_second_form(source, located, made)
-    report = CopyReport.of_one(source, there.url, made, meter.written)
-    return replace(report, is_second_form=is_second_form)
 
 
 def _second_form(source: Store, located: LocatedCheckpoint, new: NewLayout) -> Header | LiveEntry:

@@ -249,8 +249,24 @@ class _Shared:
                 chosen.setdefault(name, []).extend(chunks)
         columns = []
         for name, some in chosen.items():
-            if (opened := self._opened[name]) is not None:
-                columns.append(_some_chunks(name, *opened, some))
+            opened = self._opened[name]
+            assert opened is not None, "chunks were chosen in it"
+            index, digests = opened
+            firsts = index.first_block
+            own = FileColumns(
+                name=name,
+                nbytes=index.nbytes,
+                data_start=len(index.header),
+                chunks=[index.chunks[position] for position in some],
+                offsets=index.offsets[some],
+                block_counts=np.diff(firsts)[some],
+                checksums=np.concatenate(
+                    [index.checksums[firsts[n] : firsts[n + 1]] for n in some]
+                ),
+                digests=digests[some],
+                seal=index.seal,
+            )
+            columns.append(own)
         return file._replace(referenced=tuple(columns))
 
     def _open(self, name: str, place: FileDescription) -> tuple[DataFileIndex, Digests] | None:
@@ -288,24 +304,6 @@ def _chunks_between(name: str, index: DataFileIndex, start: int, stop: int) -> r
     if first >= last or int(index.offsets[first]) != start or int(ends) != stop:
         raise Corrupt(f"{name}: bytes {start} to {stop} are not whole chunks")
     return range(first, last)
-
-
-def _some_chunks(
-    name: str, index: DataFileIndex, digests: Digests, chosen: Sequence[int]
-) -> FileColumns:
-    firsts = index.first_block
-    sums = [index.checksums[firsts[one] : firsts[one + 1]] for one in chosen]
-    return FileColumns(
-        name=name,
-        nbytes=index.nbytes,
-        data_start=len(index.header),
-        chunks=[index.chunks[position] for position in chosen],
-        offsets=index.offsets[chosen],
-        block_counts=np.diff(firsts)[chosen],
-        checksums=np.concatenate(sums),
-        digests=digests[chosen],
-        seal=index.seal,
-    )
 
 
 def _missing(files: Sequence[OpenedFile]) -> tuple[str, ...]:

@@ -90,8 +90,7 @@ class Command:
 
 def _options(name: str, annotation: Any, parameter: inspect.Parameter | None) -> Iterator[Option]:
     """The arguments that stand for one parameter; none where it is Python's alone."""
-    argument = Argument.of(annotation)
-    if argument is None:
+    if (argument := Argument.of(annotation)) is None:
         return
     default: Any = inspect.Parameter.empty if parameter is None else parameter.default
     is_keyword = parameter is None or parameter.kind is inspect.Parameter.KEYWORD_ONLY

@@ -73,8 +73,7 @@ def _show_near(listing: NearListing) -> None:
     roots = counted(len(views), "root")
     print(f"{listing.url}: {counted(len(listing.checkpoints), 'near checkpoint')} of {roots}")
     for root, seen in views.items():
-        status = newest_status_of(seen)
-        if status is not None:
+        if (status := newest_status_of(seen)) is not None:
             risks = risks_text(seen, None)
             print(f"root {root}: step {status.step} done, {date(status.time_unix)}; {risks}")
         for problem in problems(seen):
@@ -225,8 +224,7 @@ def _month_rows(load: Workload, result: Cost, prices: Prices) -> Iterator[Row]:
 
 
 def _failure_rows(load: Workload, result: Cost) -> Iterator[Row]:
-    lost = result.lost_seconds_per_failure
-    if lost is not None:
+    if (lost := result.lost_seconds_per_failure) is not None:
         more = ", and a save that is not there yet"
         if load.persist_seconds is None:
             more = "; more by what a save takes (--persist)"
@@ -243,8 +241,7 @@ def _failure_rows(load: Workload, result: Cost) -> Iterator[Row]:
 
 
 def _interval_rows(load: Workload, result: Cost) -> Iterator[Row]:
-    mtbf = load.mtbf_seconds
-    if mtbf is None:
+    if (mtbf := load.mtbf_seconds) is None:
         return
     known = load.blocked_seconds
     # Without a measured cost, some typical ones: no single number is assumed.

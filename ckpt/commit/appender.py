@@ -67,8 +67,7 @@ def patience_for(store: Store, world: World, seconds: float) -> Iterator[None]:
     """Requests to `store` that fail are repeated for up to `seconds` each meanwhile, and the other
     ranks know that this one waits.
     """
-    patience = store.patience
-    if patience is None:
+    if (patience := store.patience) is None:
         yield
         return
     patience.who = f"rank {world.rank}" if world.size > 1 else ""
@@ -218,8 +217,7 @@ class Appender:
             self._known = self.log.newest
             if self._known is not None and self._known.slot != state.slot:
                 continue  # another thread has read a newer record meanwhile
-            draft = build(state)
-            if draft is None:
+            if (draft := build(state)) is None:
                 return None
             record = self._record(draft, state)
             if self._put(record, sent_before=False):
@@ -266,8 +264,7 @@ class Appender:
         Raises OutcomeUnknown when the store still does not answer, and LogDiverged when a COMMIT
         would make, or has made, a checkpoint whose MANIFEST is gone.
         """
-        record = self._pending
-        if record is None:
+        if (record := self._pending) is None:
             return None
         try:
             # All others that delete the MANIFEST have seen a record in that slot; in this order,
@@ -315,8 +312,7 @@ class Appender:
             # A record takes more than it should; one that is too large is refused when encoded.
             logger.warning("%s: the live set is folded later: %s", self.store.url, error)
             record = replace(bare, live=live.listed, segments=live.refs, gone=live.gone)
-        problem = record_problem(record, slot=slot)
-        if problem is not None:
+        if (problem := record_problem(record, slot=slot)) is not None:
             raise CheckpointError(f"refusing to append a record that {problem}")
         # A record that cannot be read would end the root: no process could append after it.
         decode_record(encode_record(record), slot=slot, where="a record that is not sent")

@@ -66,8 +66,7 @@ def leases_of(store: Store, *, now_unix: float) -> Mapping[str, float]:
     until: dict[str, float] = {}
     # Listed as a whole first: keys are deleted on the way.
     for info in list(store.list(LEASES_PREFIX)):
-        match = _KEY.fullmatch(info.key)
-        if match is None:
+        if (match := _KEY.fullmatch(info.key)) is None:
             continue  # nobody's that we know, and not ours to remove
         seconds = min(int(match[2]), LEASE_SECONDS_MAX)
         # A creation in the future is a clock that is wrong: it must not keep anything for years.

@@ -226,8 +226,7 @@ class NewCommits:
 
     def seen(self, but: Iterable[str] = ()) -> None:
         """Everything that `look` or `of_step` knew of is seen, but for these attempts."""
-        newest = self._log.newest
-        if newest is not None:
+        if (newest := self._log.newest) is not None:
             self._seen_slot = max(self._seen_slot, newest.slot)
         if (again := frozenset(but)) != self._again:
             self._again, self._idle, self._wait = again, 0, 1

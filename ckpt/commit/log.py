@@ -157,8 +157,7 @@ def decode_format(data: bytes, *, where: str) -> str:
             f"{where} says format version {int(start[1])}, this library reads up to "
             f"{FORMAT_VERSION}; upgrade shardpoint"
         )
-    match = _FORMAT_LINE.fullmatch(data)
-    if match is None:
+    if (match := _FORMAT_LINE.fullmatch(data)) is None:
         raise Corrupt(
             f"{where} is not a shardpoint FORMAT line (got {data[:60]!r}); if this is no "
             "checkpoint root, choose another url; if it was damaged, move it away, then run "

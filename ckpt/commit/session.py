@@ -434,8 +434,7 @@ class SessionRegistry:
         stays fenced. Raises LogDiverged when this process built on another log than is there.
         """
         with self._lock:
-            known = self._sessions.get(store.place)
-            if known is not None:
+            if (known := self._sessions.get(store.place)) is not None:
                 # The caller may have closed the store through which it was claimed.
                 known.use_store(store)
                 known.check_root()

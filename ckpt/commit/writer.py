@@ -150,8 +150,7 @@ def delete_orphans(log: Log, state: LogState, *, before_epoch: int) -> list[str]
     needed |= {name for e in state.live for name in e.references}
     orphans = [one for one in older if one.attempt not in needed]
     written = [one for one in orphans if one.is_written]
-    lost = log.lost_of(written, state.slot)
-    if lost:
+    if lost := log.lost_of(written, state.slot):
         text = "%s: %d checkpoints that the log does not know stay, such as step %d (%s): its "
         text += "records were lost. `ckpt mend %s` brings them back"
         logger.warning(text, store.url, len(lost), *lost[-1][:2], store.url)
@@ -308,8 +307,7 @@ class LogWriter:
         self, kind: Kind, attempt: str, change: Callable[[LiveEntry], LiveEntry]
     ) -> Record | None:
         def build(state: LogState) -> RecordDraft | None:
-            entry = state.find(attempt)
-            if entry is None:
+            if (entry := state.find(attempt)) is None:
                 raise NoCheckpoint(
                     f"{self.store.url} has no live checkpoint {attempt}; it has "
                     f"{', '.join(e.attempt for e in state.live[-5:]) or 'none'}"
@@ -327,8 +325,7 @@ class LogWriter:
         """Append the RETIRE, in space that is made for it when the disk is full."""
 
         def build(state: LogState) -> RecordDraft | None:
-            entry = state.find(attempt)
-            if entry is None:
+            if (entry := state.find(attempt)) is None:
                 return None
             if problem := why_not_retire(state, entry):
                 raise NotRetired(f"{attempt} (step {entry.step}) {problem}")
@@ -372,8 +369,7 @@ class LogWriter:
 
     def _append(self, build: Build) -> Record | None:
         self.settle()
-        record = self._appender.append(build)
-        if record is not None:
+        if (record := self._appender.append(build)) is not None:
             self._remember(record)
         return record
 

@@ -290,8 +290,7 @@ class _SavesShards(Strategy):
     def load_checkpoint(
         self, checkpoint_path: str | os.PathLike[str], weights_only: bool | None = None
     ) -> dict[str, Any]:
-        module = self.lightning_module
-        if module is None:
+        if (module := self.lightning_module) is None:
             raise CheckpointError("the strategy has no model yet; load within a Trainer's run")
         parts = self._parts(module.trainer.state.fn == TrainerFn.FITTING)
         strict = bool(module.strict_loading)

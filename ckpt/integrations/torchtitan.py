@@ -107,8 +107,7 @@ class TorchtitanCheckpoints(BaseCheckpointManager):
             url = first
             if self._config.initial_load_model_only:
                 wanted, excluded = {MODEL: self._state[MODEL]}, {DATALOADER}
-            report = _restore(url, wanted, None)
-            if report is None:
+            if (report := _restore(url, wanted, None)) is None:
                 raise NoCheckpoint(f"checkpoint.initial_load_path: {url} has no checkpoint")
         if report is None:
             return False

@@ -115,8 +115,7 @@ class WandbSaves:
 
     def __call__(self, event: events.SaveEvent) -> None:
         """Note an event of a Checkpointer."""
-        scalars = scalars_of(event)
-        if not scalars:
+        if not (scalars := scalars_of(event)):
             return
         named: dict[str, Any] = {PREFIX + name: value for name, value in scalars.items()}
         self._run.log({**named, f"{PREFIX}step": step_of(event)})

@@ -133,14 +133,12 @@ class Rehearsal:
             return Divergence(what, run.restored_step, 0, run.steps, differs)
         if len(traces) != len(self._first):
             return compare_other_ranks(what, traces, self._first)
-        difference = compare(what, traces, self._first, {})
-        if difference is None:
+        if (difference := compare(what, traces, self._first, {})) is None:
             return None
         # Only now: most trainings are deterministic, and a second run would cost as much as the
         # first.
         again = self._uninterrupted("not interrupted, again", self.runs[0].steps)
-        noise = compare("", again, self._first, {})
-        if noise is not None:
+        if (noise := compare("", again, self._first, {})) is not None:
             difference = compare(what, traces, self._first, noise.differs)
         if noise is None or difference is not None:
             return difference

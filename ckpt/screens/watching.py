@@ -263,8 +263,7 @@ def _near(state: RunState, now_unix: float) -> list[Line]:
     if not state.near:
         return []
     run, lines = state.run, list[Line]()
-    status = newest_status_of(state.near)
-    if status is None:
+    if (status := newest_status_of(state.near)) is None:
         lines.append([("near: no host says how far the training is", "yellow")])
     else:
         silent = now_unix - status.time_unix
@@ -446,8 +445,7 @@ def _of_saves(before: TrainingRun, after: TrainingRun) -> list[Happening]:
     known = {save.attempt: save for save in before.saves}
     news = []
     for save in after.saves:
-        old = known.get(save.attempt)
-        if old is None:
+        if (old := known.get(save.attempt)) is None:
             nbytes = "" if save.nbytes_stored is None else f", {size(save.nbytes_stored)}"
             metric = "" if save.metric is None else f", metric {save.metric:.4g}"
             text = f"saved step {save.step}{nbytes}{metric}"

@@ -281,8 +281,7 @@ class StepAgreement:
             self._decisions.append(decision)
 
     def _take_signals(self) -> None:
-        arrived = self._signals.take()
-        if arrived:
+        if arrived := self._signals.take():
             numbers = tuple(sorted({*self._proposal.signals, *arrived}))
             self._proposal = self._proposal._replace(signals=numbers)
 

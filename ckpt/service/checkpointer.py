@@ -389,8 +389,7 @@ class Checkpointer:
         self._saves.finish()
         self._start_overs.saved()
         self._saves.begin(metric, ("save_now",))
-        pending = self._saves.newest
-        if pending is None:
+        if (pending := self._saves.newest) is None:
             assert self._failed.newest_error is not None, "a save that is not begun has failed"
             raise self._failed.newest_error
         return pending

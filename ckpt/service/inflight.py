@@ -334,8 +334,7 @@ class SavesInFlight:
 
     def _raise_if_rank_lost(self) -> None:
         """A training that has lost a rank cannot continue, whatever the alarm says."""
-        failure = self._training.target.failure()
-        if failure is not None:
+        if (failure := self._training.target.failure()) is not None:
             raise failure
 
     def _note_success(self, save: BegunSave, report: SaveReport) -> None:

@@ -317,8 +317,7 @@ def condition_of(store: Store, world: World, attempt: str) -> Condition:
 
 def _condition(store: Store, attempt: str) -> Condition:
     try:
-        entry = Log(store).state().find(attempt)
-        if entry is None:
+        if (entry := Log(store).state().find(attempt)) is None:
             return "retired"
         located = locate(store, entry.step, attempt=attempt)
         manifest = decode_manifest(located.data, ruled=True)

@@ -119,8 +119,7 @@ def copy_root(
 ) -> CopyReport:
     """Copy all checkpoints of a root into the new root `target`. Raises like `ckpt.copy`."""
     budget = budget or MetadataBudget()
-    live = live_entries(source)
-    if not live:
+    if not (live := live_entries(source)):
         raise NoCheckpoint(f"{source.url} has no checkpoint yet: there is nothing to copy")
     copied = [(entry, _manifest_of(source, entry, budget)) for entry in live]
     root = _new_root(read_format(source), live)

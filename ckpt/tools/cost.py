@@ -277,8 +277,7 @@ def measured_of(report: Report | TrainingRun) -> Measured | None:
     The time between saves is the median, which a few restarts do not move. A checkpoint that needs
     files of others counts as if it had its own.
     """
-    totals = report.totals
-    if not totals:
+    if not (totals := report.totals):
         return None
     times = [save.committed_unix for save in report.saves]
     gaps = [after - before for before, after in pairwise(times) if after > before]

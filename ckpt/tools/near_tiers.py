@@ -93,8 +93,7 @@ def work_at_risk(views: Sequence[TierView]) -> WorkAtRisk | None:
     """The work since the newest near checkpoint of one root, None while there is none or nobody
     says how far the training is.
     """
-    status = newest_status_of(views)
-    if status is None:
+    if (status := newest_status_of(views)) is None:
         return None
     # Of several tiers of a host, each notes its own newest checkpoint.
     # Those of an older epoch are of a job before this one.

@@ -251,8 +251,7 @@ def usage_of(store: Store) -> DiskUsage:
     objects_of: dict[tuple[int, str], list[ObjectInfo]] = {}
     log, other = [0, 0], [0, 0]
     for info in store.list(""):
-        parsed = parse_step_key(info.key)
-        if parsed is not None:
+        if (parsed := parse_step_key(info.key)) is not None:
             objects_of.setdefault(parsed[:2], []).append(info)
             continue
         is_log = info.key in (FORMAT_KEY, RESERVE_KEY)

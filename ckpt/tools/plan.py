@@ -249,8 +249,7 @@ def _compared(
     missing, problems = [], []
     for fqn, entry in sorted(wanted.tensors.items()):
         stored = aliases.get(fqn, fqn)
-        stored_entry = there.tensors.get(stored)
-        if stored_entry is None:
+        if (stored_entry := there.tensors.get(stored)) is None:
             missing.append(fqn)
             problems.append(f"{fqn}: is not in the checkpoint")
         elif stored_entry.shape != entry.shape:

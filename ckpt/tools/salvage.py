@@ -238,8 +238,7 @@ class _Shared:
         """`file` with the chunks that its rank has in files of other attempts."""
         chosen: dict[str, list[int]] = {}
         for name, start, stop in file.place.references:
-            opened = self._open(name, file.place)
-            if opened is None:
+            if (opened := self._open(name, file.place)) is None:
                 continue
             with _listed(self.problems):
                 chunks = _chunks_between(name, opened[0], start, stop)

@@ -174,7 +174,7 @@ class DcpWriter(_DcpPlace, StorageWriter):
                 "pass a planner with enable_plan_caching=False"
             )
         session = self._session[0]
-        paths = {key: at for plan in plans for key, at in (plan.planner_data or {}).items()}
+        paths = {key: path for plan in plans for key, path in (plan.planner_data or {}).items()}
         header = Header(
             root=session.root,
             attempt=session.new_attempt(),

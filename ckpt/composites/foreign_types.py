@@ -108,8 +108,17 @@ def type_named(name: str) -> CompositeType | None:
         return CompositeType(
             name, _take_4bit, _build_4bit, dense=_dense_4bit, outline=_outline_4bit
         )
-    if name in _OF_TE:
-        return _type_of_te(name, kind)
+    if (te := _OF_TE.get(name)) is not None:
+        return CompositeType(
+            name,
+            te.take,
+            partial(te.build, kind),
+            te.cut,
+            dense=lambda tensor: tensor.dequantize(),
+            is_wrapper=True,
+            blocks=dict.fromkeys(range(2), te.block),
+            filled=_forget_transpose if "data" in te.parts else None,
+        )
     made = wrapper_type(kind, name, lambda context, shape: _cut_of(name, context, shape))
     if name == _NF4:  # its `dequantize` is a function of parts of it
         made = dataclasses.replace(made, dense=lambda tensor: tensor.get_original_weight())
@@ -359,20 +368,6 @@ _OF_LINES = {
     "rowwise_scale_inv": _Lies(1, (128, 1), (1, 4)),
     "columnwise_scale_inv": _Lies(0, (128, 1), (1, 4)),
 }
-
-
-def _type_of_te(name: str, kind: Any) -> CompositeType:
-    own = _OF_TE[name]
-    return CompositeType(
-        name,
-        own.take,
-        partial(own.build, kind),
-        own.cut,
-        dense=lambda tensor: tensor.dequantize(),
-        is_wrapper=True,
-        blocks=dict.fromkeys(range(2), own.block),
-        filled=_forget_transpose if "data" in own.parts else None,
-    )
 
 
 def _forget_transpose(tensor: Any) -> None:

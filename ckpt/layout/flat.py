@@ -138,21 +138,17 @@ def member_as_param(
     shard = local[member.offset : member.offset + member.numel]
     if not whole_here:
         views = flat_views([member], local.dtype, base=member.offset)
-        return Owned(param, _as_shown(shard, member), views, True, owners)
+        if member.part_shape == member.shape:
+            shard = shard.as_strided(member.shape, _strides(member))
+        elif member.part_shape is not None:
+            shard = shard.view(member.part_shape)
+        return Owned(param, shard, views, True, owners)
     # Unsharded units show the original shapes, and so do the states of optimizers.
     here = whole(member.shape)
     region = member.globally(here)
     piece = Piece(member.fqn, member.global_shape, local.dtype, region, here, member.holders)
     shown = shard.as_strided(member.shape, _strides(member))
     return Owned(param, shown, (View((piece,)),), True, owners)
-
-
-def _as_shown(shard: torch.Tensor, member: FlatMember) -> torch.Tensor:
-    if member.part_shape is None:
-        return shard
-    if member.part_shape == member.shape:
-        return shard.as_strided(member.shape, _strides(member))
-    return shard.view(member.part_shape)
 
 
 def _strides(member: FlatMember) -> Shape:

@@ -284,11 +284,7 @@ class _LayoutBuilder(ModuleLayout):
     foreign: dict[int, tuple[str, list[Owned]]] = field(default_factory=dict)
 
 
-class _MemberOf(NamedTuple):
-    """A place that shows member `member` of what a unit manages."""
-
-    managed: torch_fsdp.Managed
-    member: int
+_MemberOf = tuple[torch_fsdp.Managed, int]  # what shows that member of what a unit manages
 
 
 def _managed_places(visits: Iterable[_Visit]) -> dict[int, dict[str, _MemberOf]]:
@@ -306,7 +302,7 @@ def _managed_places(visits: Iterable[_Visit]) -> dict[int, dict[str, _MemberOf]]
             for member, places_of_member in enumerate(managed.members):
                 for place in places_of_member:
                     by_name = places.setdefault(id(place.module), {})
-                    by_name[place.name] = _MemberOf(managed, member)
+                    by_name[place.name] = managed, member
     return places
 
 

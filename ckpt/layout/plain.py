@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import lru_cache
 from types import MappingProxyType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -20,8 +20,7 @@ from ckpt.layout.piece import Owned, Piece, View
 from ckpt.layout.region import Shape, whole
 from ckpt.layout.tensor import PLAIN_CLASSES
 
-_BY_EVERYONE: Mapping[str, tuple[int, ...]] = MappingProxyType({})
-_NO_COPIES: Mapping[str, tuple[tuple[int, ...], ...]] = MappingProxyType({})
+_NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 
 class Ranks(NamedTuple):
@@ -36,8 +35,8 @@ class Ranks(NamedTuple):
 
     rank: int
     global_ranks: tuple[int, ...]
-    held: Mapping[str, tuple[int, ...]] = _BY_EVERYONE
-    copies: Mapping[str, tuple[tuple[int, ...], ...]] = _NO_COPIES
+    held: Mapping[str, tuple[int, ...]] = _NOTHING
+    copies: Mapping[str, tuple[tuple[int, ...], ...]] = _NOTHING
 
     @classmethod
     def alone(cls) -> Ranks:

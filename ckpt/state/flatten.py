@@ -296,13 +296,12 @@ class _Building:
 
 def name_clashes(state: Any, twice: Sequence[str]) -> list[str]:
     """One problem for each name that two leaves of `state` would have, naming both places."""
-    problems = []
-    for name in twice:
-        places = " and ".join(list(_places(state, "", name, "state"))[:2])
-        problems.append(
-            f"{name}: two leaves of the state have this name ({places}); rename one of the keys"
-        )
-    return problems
+    places = {name: list(_places(state, "", name, "state"))[:2] for name in twice}
+    return [
+        f"{name}: two leaves of the state have this name ({' and '.join(both)}); rename one of the "
+        "keys"
+        for name, both in places.items()
+    ]
 
 
 def _places(node: Any, path: str, name: str, shown: str) -> Iterator[str]:

@@ -418,9 +418,8 @@ class _Saving:
             kept_equal = owned.synchronized, owned.owners
             # Optimizers do not step, and so do not count, where a rank has nothing of a parameter.
             pieces = (piece for view in owned.views for piece in view.pieces)
-            counts = bool(holders) or any(
-                piece.fqn == member.fqn and piece.region.numel for piece in pieces
-            )
+            own = (piece.region.numel for piece in pieces if piece.fqn == member.fqn)
+            counts = bool(holders) or any(own)
             holding = Holding(tensor.detach(), (piece,), Kind.OPTIMIZER, *kept_equal, counts)
             (self.flat.holdings if holders else self.flat.witnesses).append(holding)
 

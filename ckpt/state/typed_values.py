@@ -185,10 +185,6 @@ def _class_named(name: str, like: Any) -> type | None:
     return kind if is_same else None
 
 
-def _device(content: str, like: Any) -> torch.device:
-    return like if isinstance(like, torch.device) else torch.device(content)
-
-
 def _is_dtype(content: Any) -> bool:
     return isinstance(content, str) and isinstance(getattr(torch, content, None), torch.dtype)
 
@@ -244,7 +240,7 @@ _FORMS: dict[Any, Callable[[Any], bool]] = {
 _MAKERS: dict[Any, Callable[[Any, Any], Any]] = {
     "size": lambda content, _: torch.Size(content),
     "dtype": lambda content, _: getattr(torch, content),
-    "device": _device,
+    "device": lambda content, like: like if type(like) is torch.device else torch.device(content),
     "set": lambda content, _: set(content),
     "frozenset": lambda content, _: frozenset(content),
     "complex": lambda content, _: complex(*content),

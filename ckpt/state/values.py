@@ -27,7 +27,6 @@ from ckpt.layout.composites import (
 from ckpt.layout.descriptions import TYPE_KEY, is_description
 from ckpt.layout.plain import UnsupportedTensor
 from ckpt.state.typed_values import (
-    Typed,
     inside,
     is_array,
     is_object,
@@ -221,16 +220,13 @@ class _Splitter:
             ]
             return {FIELDS_KEY: list(tree._fields), "items": items}
         if (typed := typed_of(tree)) is not None:
-            return self.split_typed(typed, path, depth)
+            name, content = typed.name, typed.content
+            if name == "deque":  # items are named by their places, as those of lists
+                items = self.split(content["items"], path, depth + 1)
+                return tagged(name, {"maxlen": content["maxlen"], "items": items})
+            return tagged(name, self.split(content, path, depth + 1))
         self.problems.append(f"{path}: {why_not_storable(tree)}")
         return None
-
-    def split_typed(self, typed: Typed, path: str, depth: int) -> Any:
-        name, content = typed.name, typed.content
-        if name == "deque":  # items are named by their places, as those of lists
-            items = self.split(content["items"], path, depth + 1)
-            return tagged(name, {"maxlen": content["maxlen"], "items": items})
-        return tagged(name, self.split(content, path, depth + 1))
 
     def split_array(self, array: Any, path: str) -> Any:
         tensor = tensor_of(array)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Container, Sequence
-from typing import NamedTuple, NoReturn
+from typing import NoReturn
 
 import torch
 import torch.distributed as dist
@@ -132,27 +132,25 @@ def _members(
         return everyone
     # Those of the groups that are in no other one. In one order on all ranks, so that ranks in two
     # groups do not wait for each other crosswise.
-    groups = declared.of_units
-    widest = sorted((one for one in groups if not any(one < other for other in groups)), key=sorted)
+    groups, of_units = declared
+    inner = (one for one in of_units if any(one < other for other in of_units))
+    widest = sorted(of_units.keys() - inner, key=sorted)
     if len(widest) > 1:
-        _refuse_overlap(widest, groups, phase)
-    together = frozenset().union(*declared.groups)
+        _refuse_overlap(widest, of_units, phase)
+    together = frozenset().union(*groups)
     # A rank may describe a mesh that it is not in: what it has of such a model is its own.
     return tuple(sorted(together)) if me in together else ()
 
 
-class _Declared(NamedTuple):
-    """Groups of ranks that tensors are laid out over. `of_units` are those that this rank is in and
-    that only their own ranks know, each with the name of a tensor.
-    """
-
-    groups: set[frozenset[int]]
-    of_units: dict[frozenset[int], str]
+# Groups of ranks that tensors are laid out over; and those that this rank is in and that only their
+# own ranks know, each with the name of a tensor.
+_Declared = tuple[set[frozenset[int]], dict[frozenset[int], str]]
 
 
 def _declared_groups(layout: ModuleLayout) -> _Declared | None:
     """None where an engine does not say over which ranks a tensor is laid out."""
-    declared = _Declared(set(), {})
+    groups: set[frozenset[int]] = set()
+    of_units: dict[frozenset[int], str] = {}
     units = dict(layout.units)
     # One round for the tensors of equal ranks, not one for each: all find them in one order.
     asked: dict[frozenset[int], frozenset[int]] = {}
@@ -166,15 +164,15 @@ def _declared_groups(layout: ModuleLayout) -> _Declared | None:
             group = _group_of_hybrid(owned, units[unit], asked)
         else:
             return None
-        declared.groups.add(group)
+        groups.add(group)
         # Of meshes without units all ranks may know, also those that are not in them.
         if dist.get_rank() in group and (unit is not None or not is_dtensor(owned.param)):
-            declared.of_units.setdefault(group, name)
+            of_units.setdefault(group, name)
     for module in units.values():  # also of those whose tensors were refused
         sharding = sharding_of(module)
         if sharding is not None and sharding.process_group is not None:
-            declared.groups.add(frozenset(dist.get_process_group_ranks(sharding.process_group)))
-    return None if layout.problems and not any(declared.groups) else declared
+            groups.add(frozenset(dist.get_process_group_ranks(sharding.process_group)))
+    return None if layout.problems and not any(groups) else (groups, of_units)
 
 
 def _unit_around(name: str, units: Container[str]) -> str | None:

@@ -134,11 +134,7 @@ def _parts(thing: Any) -> Iterator[tuple[Any, Any]] | None:
     return iter(()) if isinstance(thing, Opaque) else None
 
 
-class _Mark:
-    """Where a run of items begins on the stack."""
-
-
-_MARK = _Mark()
+_MARK = object()  # where a run of items begins on the stack
 
 
 class _Name(str):
@@ -201,8 +197,8 @@ class _Machine:
                 continue
             self.position = position + 1
             if code == 0x2E:  # STOP
-                value = self.pop()
-                if isinstance(value, _Mark):
+                value = self.stack.pop()
+                if value is _MARK:
                     raise ValueError("nothing was built")
                 return _settled(value)
             step = steps[code]
@@ -248,12 +244,6 @@ class _Machine:
 
     # The stack
 
-    def push(self, value: Any) -> None:
-        self.stack.append(value)
-
-    def pop(self) -> Any:
-        return self.stack.pop()
-
     def popped(self, count: int) -> list[Any]:
         """The last items, in the order in which they were pushed."""
         return [self.stack.pop() for _ in range(count)][::-1]
@@ -262,7 +252,7 @@ class _Machine:
         """What was pushed since the last mark."""
         stack = self.stack
         mark = len(stack) - 1
-        while not isinstance(stack[mark], _Mark):
+        while stack[mark] is not _MARK:
             mark -= 1
             if mark < 0:
                 raise ValueError("no mark on the stack")
@@ -425,7 +415,7 @@ def _blob(machine: _Machine, width: int) -> None:
 
 def _tuple(machine: _Machine, count: int) -> None:
     stack = machine.stack
-    if len(stack) < count or any(isinstance(item, _Mark) for item in stack[len(stack) - count :]):
+    if len(stack) < count or any(item is _MARK for item in stack[len(stack) - count :]):
         raise ValueError("too few items on the stack")
     machine.push_tuple([_settled(item) for item in machine.popped(count)])
 
@@ -440,13 +430,13 @@ def _new_with_names(machine: _Machine) -> None:
     callee, args, names = machine.popped(3)
     made = machine.call(callee, args)
     # Functions of ours take no arguments by name: a call that has some makes nothing.
-    machine.push(made if not names else _settled(callee))
+    machine.stack.append(made if not names else _settled(callee))
 
 
 def _persistent(machine: _Machine) -> None:
     if machine.persistent is None:
         raise Corrupt("a pickle that refers to storage outside of it, where there is none")
-    machine.push_made(machine.persistent(machine.pop()), RESULT_NBYTES)
+    machine.push_made(machine.persistent(machine.stack.pop()), RESULT_NBYTES)
 
 
 # The instructions of protocols 2 to 5 that values need (names as in the module pickletools).
@@ -454,14 +444,14 @@ _INSTRUCTIONS: dict[int, Callable[[_Machine], Any]] = {
     # The stated version decides nothing: each instruction is known or is not.
     0x80: lambda m: m.take(1),  # PROTO
     0x95: lambda m: m.take(8),  # FRAME
-    0x28: lambda m: m.push(_MARK),  # MARK
-    0x30: lambda m: m.pop(),  # POP
+    0x28: lambda m: m.stack.append(_MARK),  # MARK
+    0x30: lambda m: m.stack.pop(),  # POP
     0x31: lambda m: m.items(),  # POP_MARK
-    0x4E: lambda m: m.push(None),  # NONE
-    0x88: lambda m: m.push(True),  # NEWTRUE
-    0x89: lambda m: m.push(False),  # NEWFALSE
+    0x4E: lambda m: m.stack.append(None),  # NONE
+    0x88: lambda m: m.stack.append(True),  # NEWTRUE
+    0x89: lambda m: m.stack.append(False),  # NEWFALSE
     0x4A: lambda m: m.push_scalar(int.from_bytes(m.take(4), "little", signed=True)),  # BININT
-    0x4B: lambda m: m.push(m.number(1)),  # BININT1
+    0x4B: lambda m: m.stack.append(m.number(1)),  # BININT1
     0x4D: lambda m: m.push_scalar(m.number(2)),  # BININT2
     0x8A: lambda m: _long(m, 1),  # LONG1
     0x8B: lambda m: _long(m, 4),  # LONG4
@@ -473,9 +463,9 @@ _INSTRUCTIONS: dict[int, Callable[[_Machine], Any]] = {
     0x42: lambda m: _blob(m, 4),  # BINBYTES
     0x8E: lambda m: _blob(m, 8),  # BINBYTES8
     0x5D: lambda m: m.push_made([], LIST_NBYTES),  # EMPTY_LIST
-    0x61: lambda m: m.extend([_settled(m.pop())]),  # APPEND
+    0x61: lambda m: m.extend([_settled(m.stack.pop())]),  # APPEND
     0x65: lambda m: m.extend(m.items()),  # APPENDS
-    0x29: lambda m: m.push(()),  # EMPTY_TUPLE
+    0x29: lambda m: m.stack.append(()),  # EMPTY_TUPLE
     0x74: lambda m: m.push_tuple(m.items()),  # TUPLE
     0x85: lambda m: _tuple(m, 1),  # TUPLE1
     0x86: lambda m: _tuple(m, 2),  # TUPLE2
@@ -488,11 +478,11 @@ _INSTRUCTIONS: dict[int, Callable[[_Machine], Any]] = {
     0x91: _frozen,  # FROZENSET
     0x63: lambda m: m.push_name(m.line(), m.line()),  # GLOBAL
     0x93: lambda m: m.push_name(*m.popped(2)),  # STACK_GLOBAL
-    0x52: lambda m: m.push(m.call(*m.popped(2))),  # REDUCE
+    0x52: lambda m: m.stack.append(m.call(*m.popped(2))),  # REDUCE
     # NEWOBJ: the table says what a class makes of its arguments
-    0x81: lambda m: m.push(m.call(*m.popped(2))),
+    0x81: lambda m: m.stack.append(m.call(*m.popped(2))),
     0x92: _new_with_names,  # NEWOBJ_EX
-    0x62: lambda m: m.build(_settled(m.pop())),  # BUILD
+    0x62: lambda m: m.build(_settled(m.stack.pop())),  # BUILD
     0x71: lambda m: m.memorize(m.number(1)),  # BINPUT
     0x72: lambda m: m.memorize(m.number(4)),  # LONG_BINPUT
     0x51: _persistent,  # BINPERSID

@@ -164,8 +164,7 @@ def _size(items: Any = ()) -> tuple[int, ...]:
 def _dict(items: Any = ()) -> dict[Any, Any]:
     """The content of an OrderedDict or Counter."""
     result = {}
-    for pair in items.items() if isinstance(items, dict) else items:
-        key, value = pair
+    for key, value in items.items() if isinstance(items, dict) else items:
         if not isinstance(key, (str, int, float, type(None))):
             raise Corrupt(f"a key of type {type(key).__name__} in a mapping")
         result[key] = value

@@ -23,31 +23,14 @@ from storage.location import is_url, url_of
 CONFIG = "config.json"
 WEIGHTS = "model.safetensors"
 # As `save_pretrained` of models, tokenizers and processors names them.
-COPIED = (
-    CONFIG,
-    "generation_config.json",
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.json",
-    "merges.txt",
-    "vocab.txt",
-    "tokenizer.model",
-    "spiece.model",
-    "sentencepiece.bpe.model",
-    "source.spm",
-    "target.spm",
-    "tiktoken.model",
-    "tekken.json",
-    "chat_template.jinja",
-    "chat_template.json",
-    "processor_config.json",
-    "preprocessor_config.json",
-    "image_processor_config.json",
-    "video_preprocessor_config.json",
-    "audio_tokenizer_config.json",
-)
+_OTHERS = """
+    generation_config.json tokenizer.json tokenizer_config.json special_tokens_map.json
+    added_tokens.json vocab.json merges.txt vocab.txt tokenizer.model spiece.model
+    sentencepiece.bpe.model source.spm target.spm tiktoken.model tekken.json chat_template.jinja
+    chat_template.json processor_config.json preprocessor_config.json image_processor_config.json
+    video_preprocessor_config.json audio_tokenizer_config.json
+"""
+COPIED = (CONFIG, *_OTHERS.split())
 COPIED_NBYTES_MAX = 256 << 20  # the largest tokenizers have some tens of MiB
 SHARD_NBYTES_MAX = 5 * 10**9  # of one file of weights: readers take files as units
 _BINARY = (".model", ".spm")

@@ -310,30 +310,25 @@ def _is_leaf(value: Any) -> bool:
 
 def _composite_out(described: Mapping[str, Any], outputs: Mapping[str, TensorOut]) -> Any:
     """The call that makes the tensor of a description, over `outputs` by name; None without one."""
-    components: dict[str, TensorOut] = {}
-    for name, item in described["components"].items():
-        if not is_reference(item) or item[TENSOR_KEY] not in outputs:
-            return None
-        components[name] = outputs[item[TENSOR_KEY]]
+    parts = described["components"]
+    if not all(is_reference(item) and item[TENSOR_KEY] in outputs for item in parts.values()):
+        return None
+    components = {name: outputs[item[TENSOR_KEY]] for name, item in parts.items()}
     kind, context = described[TYPE_KEY], described["context"]
     shape = tuple(described["shape"])
+    size = CallOut("torch.Size", (shape,))
     try:
         if kind == "torch.quantized":
             return _quantized(str(described["dtype"]), shape, components, context)
         if kind == "torch.sparse_coo":
-            parts = components["indices"], components["values"]
-            return _sparse(kind, (*parts, _size(shape), context["coalesced"]))
+            both = components["indices"], components["values"]
+            return _sparse(kind, (*both, size, context["coalesced"]))
         if kind in _POINTERS:
-            first, second = _POINTERS[kind]
-            parts = components[first], components[second]
-            return _sparse(kind, (*parts, components["values"], _size(shape)))
+            names = (*_POINTERS[kind], "values")
+            return _sparse(kind, (*(components[name] for name in names), size))
     except KeyError:
         return None  # damaged: the components say what there is
     return None
-
-
-def _size(shape: tuple[int, ...]) -> CallOut:
-    return CallOut("torch.Size", (shape,))
 
 
 def _sparse(layout: str, data: tuple[Any, ...]) -> CallOut:

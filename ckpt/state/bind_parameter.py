@@ -198,19 +198,16 @@ class ParameterBinding:
         elif kind is StateKind.TENSOR:
             self.add_tensor(name, members[0])
         elif kind is StateKind.MISFIT:
-            self.report_misfit(name, members)
+            odd = next(member for member in members if not member.fits)
+            self.names.report(
+                self.fqn(name, self.named.source.members.index(odd.member)),
+                f"{self.names.call.source} has shape {odd.entry.shape}, the parameter "
+                f"{odd.member.global_shape}: state of another shape cannot be divided among flat "
+                f"shards; load into fully_shard or an unsharded model{self.names.call.or_skip}",
+                ProblemKind.SHAPE,
+            )
         else:
             self.add_scalar(name, members)
-
-    def report_misfit(self, name: str, members: Sequence[MemberState]) -> None:
-        odd = next(member for member in members if not member.fits)
-        self.names.report(
-            self.fqn(name, self.named.source.members.index(odd.member)),
-            f"{self.names.call.source} has shape {odd.entry.shape}, the parameter "
-            f"{odd.member.global_shape}: state of another shape cannot be divided among flat "
-            f"shards; load into fully_shard or an unsharded model{self.names.call.or_skip}",
-            ProblemKind.SHAPE,
-        )
 
     def add_value(self, name: str, *, has_tensors: bool) -> None:
         values = [s.values[name] for s in self.states if s and name in s.values]

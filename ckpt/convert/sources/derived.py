@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
@@ -49,54 +49,49 @@ _MX_HALF = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _MX_VALUES = (*_MX_HALF, *(-value for value in _MX_HALF))
 
 
-class _LastWholes:
-    """The newest whole tensors that a chain of sources has made, by source and name: two in all,
-    because a step may be made of the one before, and one of each step.
+class DerivedSource(CheckpointSource):
+    """`source` with other `contents`, in which the names `made` are not its own: `make` fills them.
+
+    The newest whole tensors that a chain of such sources has made are kept, by source and name: two
+    in all, because a step may be made of the one before, and one of each step.
     """
 
-    def __init__(self) -> None:
-        self.lock = threading.RLock()  # making one may ask the step before
-        self.tensors: dict[tuple[int, str], torch.Tensor] = {}
-
-
-class DerivedSource(CheckpointSource):
-    """`source` with other `contents`; `make` fills a request for a tensor that is not in it."""
-
     def __init__(
-        self,
-        source: CheckpointSource,
-        contents: SourceContents,
-        make: Mapping[str, Callable[[ReadRequest], None]],
+        self, source: CheckpointSource, contents: SourceContents, made: Collection[str] = ()
     ) -> None:
         super().__init__(source.url, contents, source.stored_nbytes)
-        self.source, self.make = source, make
+        self.source, self.made = source, made
         self.format, self.left_out = source.format, source.left_out
         # One for the whole chain: each step with its own would hold several times as much.
-        self._kept: _LastWholes = (
-            source._kept if isinstance(source, DerivedSource) else _LastWholes()
-        )
+        self._kept: dict[tuple[int, str], torch.Tensor] = {}
+        self._lock = threading.RLock()  # making one may ask the step before
+        if isinstance(source, DerivedSource):
+            self._kept, self._lock = source._kept, source._lock
 
     def fill(self, wanted: Sequence[ReadRequest]) -> None:
-        if plain := [request for request in wanted if request.fqn not in self.make]:
+        if plain := [request for request in wanted if request.fqn not in self.made]:
             self.source.fill(plain)
         for request in wanted:
-            if request.fqn in self.make:
-                self.make[request.fqn](request)
+            if request.fqn in self.made:
+                self.make(request)
+
+    def make(self, request: ReadRequest) -> None:
+        """Fill one that `source` does not have."""
+        raise NotImplementedError
 
     def copy_whole(self, request: ReadRequest, make: Callable[[], torch.Tensor]) -> None:
         """Fill a request from the whole tensor, which `make` returns contiguous: one at a time, and
         kept until the next, because a tensor is written in many parts.
         """
-        tensors, key = self._kept.tensors, (id(self), request.fqn)
+        tensors, key = self._kept, (id(self), request.fqn)
         # Held while it is made: two threads would make the same tensor twice, with the memory of
         # both.
-        with self._kept.lock:
+        with self._lock:
             if key not in tensors:
                 # Before the next is made, so that one step never holds two.
                 for other in [one for one in tensors if one[0] == id(self)]:
                     del tensors[other]
-                made = make().view(-1)
-                tensors[key] = made
+                tensors[key] = make().view(-1)
                 while len(tensors) > KEPT_MAX:
                     del tensors[next(iter(tensors))]
             request.target.copy_(tensors[key][request.span.start : request.span.stop])
@@ -139,7 +134,7 @@ class RestackedSource(DerivedSource):
         contents = replace(
             source.contents, tensors=tensors, values=catalog.values, aliases=catalog.aliases
         )
-        super().__init__(source, contents, {})
+        super().__init__(source, contents)
 
     def fill(self, wanted: Sequence[ReadRequest]) -> None:
         moving, requests = Moving(self._origins), list[ReadRequest]()
@@ -210,10 +205,10 @@ class DenseSource(DerivedSource):
         made = replace(
             contents, tensors=kept | dense, values=values, aliases=aliases, refused=refused
         )
-        super().__init__(source, made, dict.fromkeys(described, self._copy))
+        super().__init__(source, made, described)
         self._described = described
 
-    def _copy(self, request: ReadRequest) -> None:
+    def make(self, request: ReadRequest) -> None:
         self.copy_whole(request, partial(self._made, request.fqn))
 
     def _made(self, fqn: str) -> torch.Tensor:
@@ -286,9 +281,9 @@ class DequantizedSource(DerivedSource):
         for fqn, pair in self._quantized.items():
             tensors[fqn] = SourceTensor(fqn, how.dtype, pair.shape, pair.data.kind)
         made = replace(contents, tensors=tensors)
-        super().__init__(source, made, dict.fromkeys(self._quantized, self._copy))
+        super().__init__(source, made, self._quantized)
 
-    def _copy(self, request: ReadRequest) -> None:
+    def make(self, request: ReadRequest) -> None:
         span, pair = request.span, self._quantized[request.fqn]
         for start in range(span.start, span.stop, BAND_NUMEL):
             band = Span(start, min(start + BAND_NUMEL, span.stop))

@@ -18,6 +18,7 @@ from ckpt.errors import UnsupportedFormat
 
 MIB = 1 << 20
 MEMORY_NBYTES_MAX = 64 * MIB
+STEP_NBYTES = 1 << 16  # is charged at once, where small sums add up
 # What an import or export takes whatever is in the source: threads, small buffers, what the
 # allocator cannot give back.
 FIXED_NBYTES = 3 * MIB
@@ -83,6 +84,7 @@ class Account:
     def __init__(self, budget: MemoryBudget) -> None:
         self.budget = budget
         self.nbytes = 0
+        self._left = 0  # of what was charged at once
 
     def charge(self, nbytes: int) -> None:
         """Count memory that is about to be taken. Raises UnsupportedFormat beyond the budget."""
@@ -93,6 +95,18 @@ class Account:
         """Count memory that is free again."""
         self.nbytes -= nbytes
         self.budget.release(nbytes)
+
+    def spend(self, nbytes: int) -> None:
+        """As `charge`, for many small sums: the budget is asked for `STEP_NBYTES` at once."""
+        self._left -= nbytes
+        if self._left < 0:
+            self.charge(STEP_NBYTES - self._left)
+            self._left = STEP_NBYTES
+
+    def settle(self) -> None:
+        """Give back what was charged at once and not spent."""
+        self.release(self._left)
+        self._left = 0
 
     def close(self) -> None:
         """Nothing of it is kept."""
@@ -115,7 +129,6 @@ TEXT_PER_BYTE = 16
 
 # Memory from here to the end of an import, in bytes, with what building it has taken: measured over
 # many shapes of trees (tests/convert/test_memory.py holds what is charged against what is taken).
-STEP_NBYTES = 1 << 16  # is charged at once
 FLAG_NBYTES = 32  # of None, True or False in a container
 NUMBER_NBYTES = 104
 CONTAINER_NBYTES: dict[type, int] = {list: 120, tuple: 120, dict: 220}
@@ -136,16 +149,8 @@ def check_extent(root: Any, parts: Parts, program_nbytes: int, account: Account)
     """
     entries_left = ENTRIES_MAX + ENTRIES_PER_BYTE * program_nbytes
     text_left = TEXT_MAX + TEXT_PER_BYTE * program_nbytes
-    granted = 0
     inside: set[int] = set()  # containers from the root to the current entry
     # Visited ones are not remembered, because that would cost more memory than the tree itself.
-
-    def charge(nbytes: int) -> None:
-        nonlocal granted
-        granted -= nbytes
-        if granted < 0:
-            account.charge(STEP_NBYTES - granted)
-            granted = STEP_NBYTES
 
     def visit(thing: Any, name_nbytes: int) -> bool:
         """Whether there is a tensor in it."""
@@ -159,14 +164,16 @@ def check_extent(root: Any, parts: Parts, program_nbytes: int, account: Account)
             )
         items = parts(thing)
         if items is None:
-            charge(_cost(thing, name_nbytes))
+            account.spend(_cost(thing, name_nbytes))
             text_left -= _length(thing)
         elif id(thing) in inside:
             raise UnsupportedFormat("a state that contains itself")
         elif len(inside) >= DEPTH_MAX:
             raise UnsupportedFormat(f"a state nested more than {DEPTH_MAX} deep")
         else:
-            charge(CONTAINER_NBYTES.get(type(thing), OBJECT_NBYTES + PATH_NBYTES * name_nbytes))
+            account.spend(
+                CONTAINER_NBYTES.get(type(thing), OBJECT_NBYTES + PATH_NBYTES * name_nbytes)
+            )
         if text_left < 0:
             raise UnsupportedFormat(f"too long names in a pickle of {program_nbytes} bytes")
         if items is None:
@@ -175,7 +182,7 @@ def check_extent(root: Any, parts: Parts, program_nbytes: int, account: Account)
         count, key_nbytes, has_tensors = 0, 0, False
         for key, item in items:
             if type(key) is not int:  # numbers of lists, or counted with what they are the key of
-                charge(_cost(key, 0) if isinstance(key, (str, bytes)) else OBJECT_NBYTES)
+                account.spend(_cost(key, 0) if isinstance(key, (str, bytes)) else OBJECT_NBYTES)
             count += 1
             key_nbytes += _length(key)
             has_tensors |= visit(item, name_nbytes + 1 + _length(key))
@@ -183,11 +190,11 @@ def check_extent(root: Any, parts: Parts, program_nbytes: int, account: Account)
         if has_tensors or not inside:
             # A name for each item; without tensors, the container is stored as one value, and its
             # items have no names.
-            charge(NAMED_NBYTES * count + PATH_NBYTES * (count * name_nbytes + key_nbytes))
+            account.spend(NAMED_NBYTES * count + PATH_NBYTES * (count * name_nbytes + key_nbytes))
         return has_tensors
 
     visit(root, 0)
-    account.release(granted)
+    account.settle()
 
 
 _VALUES = (type(None), bool, int, float, str, bytes)

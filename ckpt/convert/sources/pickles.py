@@ -29,8 +29,6 @@ LONG_TEXT_NBYTES = 1 << 20
 KEY_DEPTH_MAX = 4
 KEY_ITEMS_MAX = 64  # of one key, with those of the tuples in it
 
-# The machine takes from its budget this much at once, and counts in it by itself.
-GRANT_NBYTES = 1 << 17
 # Entries of stack and memo are charged so many at once: each by itself would cost too much time.
 # An entry takes 8 bytes, 9 with room to grow; what is taken off the stack is there twice.
 SLOTS_STEP = 1 << 13
@@ -160,9 +158,8 @@ class _Machine:
         self.data = data
         self.known = known
         self.persistent = persistent
-        self.account = account
+        self.account, self.charge = account, account.spend
         self.position = 0
-        self.bytes_left = 0  # of what was charged to the account
         self.slots_max = 0
         self.stack: list[Any] = []
         # Indexes follow each other in what picklers write: a list takes a tenth of a dict.
@@ -261,16 +258,6 @@ class _Machine:
         if any(type(item) is _Name for item in pushed):
             pushed = [_settled(item) for item in pushed]
         return pushed
-
-    def charge(self, nbytes: int) -> None:
-        """Count memory that the program makes us take. Raises UnsupportedFormat beyond the
-        budget.
-        """
-        self.bytes_left -= nbytes
-        if self.bytes_left < 0:
-            granted = GRANT_NBYTES - self.bytes_left
-            self.account.charge(granted)
-            self.bytes_left += granted
 
     def push_made(self, value: Any, nbytes: int) -> None:
         self.charge(nbytes)

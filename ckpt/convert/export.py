@@ -9,7 +9,7 @@ that makes several files a checkpoint is written last.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -22,7 +22,7 @@ import torch.distributed as dist
 from ckpt.convert.naming import PEFT_FILE, Rename, check_file_name, is_chosen, preset_names, renamed
 from ckpt.convert.sources.budget import check_output
 from ckpt.convert.sources.derived import DenseSource, restacked
-from ckpt.convert.sources.opening import SourceOptions, is_file_name, open_source
+from ckpt.convert.sources.opening import Change, SourceOptions, is_file_name, open_source
 from ckpt.convert.sources.source import CheckpointSource, SourceContents, SourceTensor
 from ckpt.convert.sources.torch_pickle import SUFFIXES
 from ckpt.convert.sources.tree import is_called_model
@@ -141,11 +141,8 @@ def export_source(
     config_options = dict(how.config_options or {})
     if config is not None:
         config_options = options_of_other(url, own_options, config, how.config_options)
-    changes: list[Callable[[CheckpointSource], CheckpointSource]] = []
-    if how.dequantize:
-        changes.append(DenseSource)
-    if how.stacks:
-        changes.append(partial(restacked, stacks=how.stacks))
+    dense: list[Change] = [DenseSource] if how.dequantize else []
+    changes = [*dense, partial(restacked, stacks=how.stacks)]
     opening = partial(open_source, url, source_options, open_store, changes)
     source = collectively(world, "open source", opening)
 

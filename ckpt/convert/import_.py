@@ -7,7 +7,7 @@ From the parts on, an import is a save. An import that did not end never shows i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from functools import partial
@@ -19,7 +19,7 @@ from ckpt.commit.names import step_prefix
 from ckpt.convert.naming import Rename, renamed, renamer
 from ckpt.convert.sources.budget import check_output
 from ckpt.convert.sources.derived import Dequantize, DequantizedSource, restacked
-from ckpt.convert.sources.opening import SourceOptions, open_source
+from ckpt.convert.sources.opening import Change, SourceOptions, open_source
 from ckpt.convert.sources.source import CheckpointSource, ReadRequest, SourceContents, SourceTensor
 from ckpt.convert.targets.files import Meter, Progress, plan_data_files, write_data_file
 from ckpt.errors import Corrupt, InvalidState, UnsupportedFormat
@@ -98,11 +98,9 @@ def import_source(
 ) -> ImportReport:
     """Make a checkpoint of another library the checkpoint of `step` below `url`."""
     world = world_of(process_group)
-    changes: list[Callable[[CheckpointSource], CheckpointSource]] = []
+    changes: list[Change] = [partial(restacked, stacks=how.stacks)]
     if how.dequantize is not None:
-        changes.append(partial(DequantizedSource, how=how.dequantize))
-    if how.stacks:
-        changes.append(partial(restacked, stacks=how.stacks))
+        changes.insert(0, partial(DequantizedSource, how=how.dequantize))
     opening = partial(open_source, source, source_options, open_store, changes)
     opened = collectively(world, "open source", opening)
     try:

@@ -158,13 +158,11 @@ def rekey_optimizer_state_dict(
                 for key in unknown
             ]
         )
-    groups = [{**group, "params": [wanted[key] for key in group["params"]]} for group in groups]
+    made = _rekeyed(state_dict, wanted)
+    groups = made["param_groups"]
     if to == "id" and not is_as_wanted:
         groups = _as_loaded(groups, optimizer, names)
-    return {
-        "state": {wanted[key]: state for key, state in state_dict["state"].items()},
-        "param_groups": groups,
-    }
+    return {"state": made["state"], "param_groups": groups}
 
 
 def _as_loaded(

@@ -105,6 +105,8 @@ def restacked(source: CheckpointSource, stacks: Stacks) -> CheckpointSource:
 
     Raises CheckpointError for rules that are none, or that the source does not fit.
     """
+    if not stacks:
+        return source
     contents = source.contents
     entries = {
         fqn: TensorEntry(torch_dtype(info.dtype), info.shape, info.kind)

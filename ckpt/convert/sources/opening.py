@@ -9,7 +9,7 @@ from functools import cache
 from importlib import import_module
 from itertools import islice
 from pkgutil import iter_modules
-from typing import Any, NamedTuple, SupportsIndex
+from typing import Any, NamedTuple, SupportsIndex, TypeAlias
 
 from ckpt.commit.log import FORMAT_KEY
 from ckpt.commit.names import MANIFEST_NAME
@@ -22,6 +22,7 @@ from storage import Store, StoreLike, open_store
 from storage.location import folder_of, url_of
 
 LISTED_MAX = 10_000  # files of a folder that are looked at
+Change: TypeAlias = Callable[[CheckpointSource], CheckpointSource]
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +109,7 @@ def open_source(
     url: StoreLike,
     options: SourceOptions | None = None,
     open_store: Callable[..., Store] = open_store,
-    changes: Sequence[Callable[[CheckpointSource], CheckpointSource]] = (),
+    changes: Sequence[Change] = (),
 ) -> CheckpointSource:
     """The checkpoint at `url`: a file or a directory, local or in an object store. A `Store` is a
     directory. Of the source, `changes` make others, one after the other.

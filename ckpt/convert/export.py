@@ -141,8 +141,9 @@ def export_source(
     config_options = dict(how.config_options or {})
     if config is not None:
         config_options = options_of_other(url, own_options, config, how.config_options)
-    dense: list[Change] = [DenseSource] if how.dequantize else []
-    changes = [*dense, partial(restacked, stacks=how.stacks)]
+    changes: list[Change] = [partial(restacked, stacks=how.stacks)]
+    if how.dequantize:
+        changes.insert(0, DenseSource)
     opening = partial(open_source, url, source_options, open_store, changes)
     source = collectively(world, "open source", opening)
 

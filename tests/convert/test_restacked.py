@@ -39,7 +39,7 @@ def test_a_chain_of_rules_keeps_two_tensors(tmp_path: Path, steps: int) -> None:
                 part = torch.empty(min(7, 24 - start))
                 source.fill([ReadRequest(name, Span(start, start + len(part)), part)])
                 parts.append(part)
-                assert 1 <= len(source._kept.tensors) <= 2
+                assert 1 <= len(source._kept) <= 2
             read, wanted = torch.cat(parts), saved[f"layer.{n}"]
             wanted = wanted.T if steps % 2 else wanted
             assert torch.equal(read, wanted.contiguous().view(-1))

@@ -76,11 +76,7 @@ _BY_ROWS = ("crow_indices", "col_indices")
 _BY_COLUMNS = ("ccol_indices", "row_indices")
 _OF_LAYOUT: dict[torch.layout, CompositeType] = {
     torch.sparse_coo: CompositeType(
-        "torch.sparse_coo",
-        _take_coo,
-        _build_coo,
-        replace=_replace_coo,
-        dense=torch.Tensor.to_dense,
+        "torch.sparse_coo", _take_coo, _build_coo, replace=_replace_coo, dense=torch.Tensor.to_dense
     ),
     torch.sparse_csr: _compressed(torch.sparse_csr, *_BY_ROWS),
     torch.sparse_bsr: _compressed(torch.sparse_bsr, *_BY_ROWS),

@@ -25,12 +25,7 @@ from ckpt.layout.region import Shape
 from ckpt.layout.tensor import is_dtensor
 from ckpt.state.bind_optimizer import bind_optimizer
 from ckpt.state.binding import Binding
-from ckpt.state.describe import (
-    Described,
-    DescribedTensor,
-    adopt_parameters,
-    describe_modules,
-)
+from ckpt.state.describe import Described, DescribedTensor, adopt_parameters, describe_modules
 from ckpt.state.names import GroupOptions, Names, Rename, Skip
 from ckpt.state.optimizer import EXTRA_STATE, differing_pickle, own_form, set_extra_state
 from ckpt.state.per_group import NOT_IN_GROUP, GroupValue, group_of, group_values, value_for

@@ -41,13 +41,7 @@ from ckpt.state.optimizer_kinds import (
 from ckpt.state.resize import with_rows
 from ckpt.state.trees import BoundTree, bind_tree, fill_once, fits
 from ckpt.state.types import PerRank, ProblemKind, TensorEntry
-from ckpt.state.values import (
-    holds_objects,
-    join_tree,
-    references,
-    split_tree,
-    unknown_leaves,
-)
+from ckpt.state.values import holds_objects, join_tree, references, split_tree, unknown_leaves
 
 Make = Callable[[], Any]
 
@@ -212,10 +206,7 @@ class ParameterBinding:
     def add_value(self, name: str, *, has_tensors: bool) -> None:
         values = [s.values[name] for s in self.states if s and name in s.values]
         if has_tensors or any(value != values[0][1] for _, value in values):
-            self.report(
-                name,
-                "differs between the members of one flat parameter",
-            )
+            self.report(name, "differs between the members of one flat parameter")
             return
         if self.owned.is_flat_shard and (why := self.why_no_shard(values[0][1])):
             self.report(

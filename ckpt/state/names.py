@@ -171,13 +171,11 @@ class Names:
         elif any(name in own for own in self.catalog.per_rank):
             self.used.add(name)
             self.report(
-                fqn,
-                "was saved per rank; mark it with PerRank(...) in the state, or skip= it",
+                fqn, "was saved per rank; mark it with PerRank(...) in the state, or skip= it"
             )
         elif any(known.startswith(f"{name}~group") for known in self.catalog.values):
             self.report(
-                fqn,
-                "was saved per group; mark it with PerGroup(...) in the state, or skip= it",
+                fqn, "was saved per group; mark it with PerGroup(...) in the state, or skip= it"
             )
         else:
             self.report_missing(fqn, name)
@@ -253,8 +251,7 @@ class Names:
     def report_not_new(self, fqn: str) -> None:
         """Note that the checkpoint has what `new` says it cannot have."""
         self.report(
-            fqn,
-            f"is in the {self.call.source}, and new= says that it is not; load it, or skip= it",
+            fqn, f"is in the {self.call.source}, and new= says that it is not; load it, or skip= it"
         )
 
     def group_option(self, option: str) -> Literal["saved", "live"] | None:

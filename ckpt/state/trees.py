@@ -137,8 +137,7 @@ def bind_composite(
     used = references(described)
     if absent := [name for name in used if name not in names.catalog.tensors]:
         names.report(
-            fqn,
-            f"its component {absent[0]} is not in the {names.call.source}, which is damaged",
+            fqn, f"its component {absent[0]} is not in the {names.call.source}, which is damaged"
         )
         return None
     names.loaded_tensors.append(fqn)
@@ -247,11 +246,7 @@ def fits(target: torch.Tensor, entry: TensorEntry) -> bool:
 
 
 def _shards(
-    value: Any,
-    live: Mapping[str, torch.Tensor],
-    names: Names,
-    saved: str,
-    beside: Owned | None,
+    value: Any, live: Mapping[str, torch.Tensor], names: Names, saved: str, beside: Owned | None
 ) -> dict[str, torch.Tensor]:
     """Fresh parts, by name, of the components of those composites in `value` that are to be sharded
     like the parameter `beside`, and of which the live tree has none that fit.

@@ -42,10 +42,7 @@ _OF_PYTORCH_OPTIMIZER = {
     "utils.partition": ("BlockPartitioner", "PreConditionerType"),
     "utils.preconditioner": ("PreConditioner",),
 }
-_CLASSES: dict[str, str] = {
-    "argparse.Namespace": "argparse",
-    "types.SimpleNamespace": "types",
-} | {
+_CLASSES: dict[str, str] = {"argparse.Namespace": "argparse", "types.SimpleNamespace": "types"} | {
     f"pytorch_optimizer.{name}": f"pytorch_optimizer.optimizer.{module}"
     for module, names in _OF_PYTORCH_OPTIMIZER.items()
     for name in names

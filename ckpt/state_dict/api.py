@@ -21,12 +21,7 @@ from ckpt.layout.memory import gc_paused
 from ckpt.layout.plain import Ranks
 from ckpt.state.binding import filling
 from ckpt.state.types import STATE_DICT, Loaded, LoadRequest, Unshared
-from ckpt.state_dict.config import (
-    OptimStateDictConfig,
-    StateDictConfig,
-    StateDictType,
-    config_of,
-)
+from ckpt.state_dict.config import OptimStateDictConfig, StateDictConfig, StateDictType, config_of
 from ckpt.state_dict.forms import DictForm
 from ckpt.state_dict.into import OptimizerTarget, put_model, put_optimizer
 from ckpt.state_dict.keys import ListedParams

@@ -196,9 +196,7 @@ class _Taking:
         ]
         mine = dict(boxes).get(self.ranks.global_ranks[self.ranks.rank])
         like = torch.empty(
-            (0,) if mine is None else mine.shape,
-            dtype=entry.dtype,
-            device=self.device(fqn, entry),
+            (0,) if mine is None else mine.shape, dtype=entry.dtype, device=self.device(fqn, entry)
         )
         # A rank without rows has a ShardedTensor too, with no shard of its own.
         shards = [] if mine is None else [like]

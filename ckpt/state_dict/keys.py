@@ -55,9 +55,7 @@ class ListedParams:
         self.state: dict[Any, Any] = {}
 
     def grouped(
-        self,
-        groups: Sequence[Mapping[str, Any]],
-        names_of: Callable[[torch.Tensor], Iterable[str]],
+        self, groups: Sequence[Mapping[str, Any]], names_of: Callable[[torch.Tensor], Iterable[str]]
     ) -> list[dict[str, Any]]:
         """The parameters in the groups that a state dict has, by names; those in none are left out.
 

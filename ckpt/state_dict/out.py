@@ -38,13 +38,7 @@ from ckpt.state.optimizer import (
     refusals,
     user_state,
 )
-from ckpt.state.optimizer_kinds import (
-    NUMBER_OF_SUFFIX,
-    copy_of,
-    declared,
-    number_suffix,
-    state_key,
-)
+from ckpt.state.optimizer_kinds import NUMBER_OF_SUFFIX, copy_of, declared, number_suffix, state_key
 from ckpt.state.types import Unshared
 from ckpt.state.values import join_tree, references, split_tree
 from ckpt.state_dict.agreeing import NOTHING, Agreed, agreed_state, check_values

@@ -110,7 +110,8 @@ def describe_module(module: nn.Module, ranks: Ranks) -> ModuleLayout:
         _add_foreign(builder, visit)
         _add_params(builder, visit, managed.get(id(visit.module), {}))
         _add_buffers(builder, visit)
-        _add_extra_state(builder, visit)
+        if visit.traits.has_extra_state:
+            _add_extra_state(builder, visit)
         _add_hooks(builder, visit)
     # After the walk: a member is called by the first of its names, which may come late.
     _add_managed(builder, managed)
@@ -335,17 +336,24 @@ def _add_param(builder: _LayoutBuilder, visit: _Visit, fqn: str, param: torch.Te
     held, ignored, base = visit.replicas
     if ignored and fqn[len(base) :].lstrip(".") in ignored:
         held = BY_ALL  # DDP does nothing about it, so it may be a rank's own: experts
+    if (owned := _add_tensor(builder, builder.params, fqn, param, held)) is not None:
+        builder.owned_by_param[id(param)] = owned
+
+
+def _add_tensor(
+    builder: _LayoutBuilder, tensors: list[Owned], fqn: str, tensor: torch.Tensor, held: Held
+) -> Owned | None:
+    """Add a tensor, or its components, to `tensors`; returns what optimizers know of it."""
     try:
-        if (composite := composite_at(fqn, param)) is not None:
-            components = _add_composite(builder, builder.params, composite, held)
-            owned = stand_in(composite, components)
-        else:
-            owned = describe_tensor(fqn, param, builder.ranks, held)
-            builder.params.append(owned)
+        if (composite := composite_at(fqn, tensor)) is not None:
+            components = _add_composite(builder, tensors, composite, held)
+            return stand_in(composite, components) if tensors is builder.params else None
+        owned = describe_tensor(fqn, tensor, builder.ranks, held)
     except UnsupportedTensor as refused:
         builder.problems.append(refused.problem)
-        return
-    builder.owned_by_param[id(param)] = owned
+        return None
+    tensors.append(owned)
+    return owned
 
 
 def _add_composite(
@@ -444,18 +452,10 @@ def _add_buffers(builder: _LayoutBuilder, visit: _Visit) -> None:
             # DDP broadcasts buffers before a forward, which then changes them on each rank by
             # itself.
             held = visit.replicas.held._replace(synchronized=False)
-            try:
-                if (composite := composite_at(fqn, buffer)) is not None:
-                    _add_composite(builder, builder.buffers, composite, held)
-                else:
-                    builder.buffers.append(describe_tensor(fqn, buffer, builder.ranks, held))
-            except UnsupportedTensor as refused:
-                builder.problems.append(refused.problem)
+            _add_tensor(builder, builder.buffers, fqn, buffer, held)
 
 
 def _add_extra_state(builder: _LayoutBuilder, visit: _Visit) -> None:
-    if not visit.traits.has_extra_state:
-        return
     fqn = visit.fqn_of("_extra_state")
     stored = builder.extra_state_of.setdefault(id(visit.module), fqn)
     if stored != fqn:

@@ -81,12 +81,11 @@ def check_values(
     ranks_by_message: dict[bytes, list[int]] = {}
     for rank, message in enumerate(messages):
         ranks_by_message.setdefault(message[len(digest) :], []).append(rank)
-    reports = [(_decoded(part), ranks) for part, ranks in ranks_by_message.items()]
     ranks_of: dict[_Key, dict[int | None, list[int]]] = {}
     given: set[_Key] = set()
     witnessed: set[_Key] = set()
-    for theirs, ranks in reports:
-        for (fqn, owners, is_given), crc in theirs.items():
+    for part, ranks in ranks_by_message.items():
+        for (fqn, owners, is_given), crc in _decoded(part).items():
             key = (fqn, owners)
             ranks_of.setdefault(key, {}).setdefault(crc, []).extend(ranks)
             (given if is_given else witnessed).add(key)
@@ -101,7 +100,8 @@ def check_values(
             )
         elif len(by_digest) > 1 and (key in witnessed or not each_has_its_own):
             groups = {digest: sorted(ranks) for digest, ranks in by_digest.items()}
-            problems.append(disagreement(fqn, groups, _IN_A_DICT) + or_per_rank(fqn, values))
+            text = disagreement(fqn, groups, "a state dict has one for all")
+            problems.append(text + or_per_rank(fqn, values))
     if problems:
         raise InvalidState(sorted(problems))
 
@@ -140,6 +140,3 @@ def _decoded(part: bytes) -> Agreed:
     owners = [None if group is None else tuple(group) for group in groups]
     tensors = [_Tensor(fqn, owners[number], is_given) for fqn, number, is_given in rows]
     return dict(zip(tensors, digests, strict=True))
-
-
-_IN_A_DICT = "a state dict has one for all"

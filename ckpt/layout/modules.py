@@ -128,34 +128,26 @@ def describe_tensor(fqn: str, tensor: torch.Tensor, ranks: Ranks, held: Held = B
     `held` is about plain tensors; for the others it follows from the tensor. Raises
     `UnsupportedTensor`.
     """
-    if type(tensor) not in PLAIN_CLASSES:
-        special = _special_tensor(fqn, tensor, ranks)
-        if special is not None:
-            return special
-    refuse_unstorable(fqn, tensor)
-    holders = ranks.holders_of(fqn) if held.holders is None else held.holders
-    return whole_tensor(fqn, tensor, holders, held)
-
-
-def _special_tensor(fqn: str, tensor: Any, ranks: Ranks) -> Owned | None:
-    """The answer of tensors that are more than memory; None for subclasses that are only that."""
-    if hasattr(tensor, "__ckpt_pieces__"):
-        owned = list(tensor.__ckpt_pieces__())
+    special: Any = tensor
+    is_plain = type(tensor) in PLAIN_CLASSES
+    if not is_plain and hasattr(special, "__ckpt_pieces__"):
+        owned = list(special.__ckpt_pieces__())
         if len(owned) != 1:
             raise UnsupportedTensor(
                 f"{fqn}: __ckpt_pieces__() of a tensor gave {len(owned)} answers, not 1"
             )
         return _renamed(owned[0], fqn, ranks)
-    if is_dtensor(tensor):
+    if not is_plain and is_dtensor(tensor):
         return describe_dtensor(fqn, tensor, ranks)
     refuse_unstorable(fqn, tensor)
-    if hasattr(tensor, "__tensor_flatten__"):
+    if not is_plain and hasattr(tensor, "__tensor_flatten__"):
         raise UnsupportedTensor(
             f"{fqn}: is of class {type(tensor).__name__}, which consists of others and is "
             "not registered, or has no place here; call ckpt.register_tensor_type(cls, name) on "
             "every rank, or keep a plain tensor"
         )
-    return None
+    holders = ranks.holders_of(fqn) if held.holders is None else held.holders
+    return whole_tensor(fqn, tensor, holders, held)
 
 
 # --- the walk ------------------------------------------------------------------------------------

@@ -469,10 +469,17 @@ def split_state_name(name: str, params: Collection[str]) -> tuple[str, str] | No
 _WRAPPER_PARTS = frozenset({"_fsdp_wrapped_module", "_orig_mod", "_checkpoint_wrapped_module"})
 
 
-def bare_name(name: str, known: Collection[str]) -> str:
-    """`name` without the parts that wrappers add to it. A leading "module." (DDP, DataParallel)
-    goes when the name is not among `known` and is without it.
+def bare_names(state_dict: Mapping[str, Any], known: Collection[str]) -> dict[str, Any]:
+    """`state_dict` by the names of the bare module, whatever wrapper it was taken from.
+
+    A leading "module." (DDP, DataParallel) goes when the name is not among `known` and is without
+    it.
     """
+    return {bare_name(name, known): value for name, value in state_dict.items()}
+
+
+def bare_name(name: str, known: Collection[str]) -> str:
+    """`name` without the parts that wrappers add to it."""
     # A module of the user's may have such a name, "module" above all.
     if name in known:
         return name

@@ -21,7 +21,7 @@ from ckpt.layout.region import Shape
 from ckpt.layout.sharded_tensor import is_sharded_tensor, is_tensor
 from ckpt.layout.tensor import is_dtensor
 from ckpt.state.describe import Described, LogicalTensor
-from ckpt.state.names import bare_name
+from ckpt.state.names import bare_name, bare_names
 from ckpt.state.optimizer import NamedParam, named_groups, options_of
 from ckpt.state.optimizer_kinds import own_state, state_name
 from ckpt.state.types import LoadRequest
@@ -66,8 +66,7 @@ def read_model(
     recast = buffer_dtypes(described)
     problems: list[str] = []
     known = {*members, *described.tied, *given.extra_states, *described.composites}
-    by_name = {bare_name(name, known): value for name, value in state_dict.items()}
-    for fqn, value in by_name.items():
+    for fqn, value in bare_names(state_dict, known).items():
         # By its ending too: extra state that this model has no place for is no wrong tensor.
         if fqn in given.extra_states or fqn.rpartition(".")[2] == EXTRA_STATE:
             given.extra[fqn] = value

@@ -46,7 +46,7 @@ from storage.errors import (
     TooLargeError,
 )
 from storage.forks import ForkSafeLock
-from storage.ranges import flat_views
+from storage.ranges import copy_to, drop_front, flat_views, take_front
 from storage.store import (
     ByteRange,
     ObjectInfo,
@@ -418,7 +418,6 @@ class EncodedStore(WrappedStore):
             )
         if start == end:
             return
-        wanted = _Buffers(start, views)
         for numbers in _runs(index, index.grid.blocks_within(start, end)):
             first, last = index.entry(numbers[0]), index.entry(numbers[-1])
             stored = memoryview(bytearray(last.end - first.start))
@@ -427,9 +426,12 @@ class EncodedStore(WrappedStore):
             except ShortReadError as error:
                 raise damaged(self._where(key), f"it was cut ({error})") from None
             for number in numbers:
-                entry = index.entry(number)
+                entry, block = index.entry(number), index.grid.block(number)
                 within = stored[entry.start - first.start : entry.end - first.start]
-                wanted.fill(index.grid.block(number), memoryview(index.decode(number, within)))
+                data = memoryview(index.decode(number, within))
+                data = data[max(start - block.start, 0) : end - block.start]
+                copy_to(take_front(views, data.nbytes), data, data.nbytes)
+                views = drop_front(views, data.nbytes)
 
     def _index(self, key: str, codec: Codec, info: ObjectInfo | None = None) -> ObjectIndex:
         """The index of an object, read by two requests when it is needed first."""
@@ -505,30 +507,6 @@ def _is_of_step(key: str) -> bool:
     """Whether a store that has `key` may be a step's directory, or the directory of all."""
     folder, _, name = key.rpartition("/")
     return "/" not in folder and (name == MANIFEST_KEY or name.endswith(".safetensors"))
-
-
-class _Buffers:
-    """Buffers that hold the bytes from `start` on, one after the other."""
-
-    def __init__(self, start: int, views: list[memoryview]) -> None:
-        self._places: list[tuple[int, memoryview]] = []
-        for view in views:
-            self._places.append((start, view))
-            start += view.nbytes
-
-    def fill(self, block: ByteRange, data: memoryview) -> None:
-        """Copy what the buffers want of `data`, which are the bytes of `block`. Blocks come in
-        ascending order.
-        """
-        done = 0
-        for start, view in self._places:
-            if start >= block.end:
-                break
-            low, high = max(start, block.start), min(start + view.nbytes, block.end)
-            if low < high:
-                view[low - start : high - start] = data[low - block.start : high - block.start]
-            done += start + view.nbytes <= block.end
-        del self._places[:done]
 
 
 def _runs(index: ObjectIndex, numbers: range) -> Iterator[list[int]]:

@@ -21,12 +21,11 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager, ExitStack, suppress
-from functools import partial
+from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler
 from itertools import chain, islice
-from typing import Any
+from typing import Any, cast
 from urllib.parse import parse_qs, unquote, urlsplit
 
 from storage.errors import (
@@ -338,42 +337,24 @@ class _PeerHandler(BaseHTTPRequestHandler):
 
     def _answer(self) -> None:
         url = urlsplit(self.path)
+        path, is_relay = url.path, isinstance(self.server.store, RelayStore)
         fields = {n: v[0] for n, v in parse_qs(url.query, max_num_fields=8).items()}
-        run: Callable[[], None] | None
-        if isinstance(relay := self.server.store, RelayStore):
-            own = {"GET /news": self._news, "GET /files": self._files}
-            run = partial(own.get(f"{self.command} {url.path}", self._none), relay, fields)
-        elif url.path.startswith(OBJECTS):
-            key = check_key(unquote(url.path[len(OBJECTS) :], errors="strict"))
-            run = {
-                "GET": lambda: self._get(key),
-                "PUT": lambda: self._put(key),
-                "DELETE": lambda: self._delete(key),
-            }.get(self.command)
-        else:
-            run = {
-                "POST /begin": lambda: self._begin(fields),
-                "PUT /part": lambda: self._part(fields),
-                "DELETE /part": lambda: self._give_up(fields),
-                "POST /shorten": lambda: self._shorten(fields),
-                "POST /end": lambda: self._end(fields),
-                "GET /info": lambda: self._info(fields),
-                "GET /list": lambda: self._list(fields),
-                "POST /abort": lambda: self._abort(fields),
-            }.get(f"{self.command} {url.path}")
-        if run is None:
+        if path.startswith(OBJECTS) and not is_relay:
+            fields["key"] = check_key(unquote(path[len(OBJECTS) :], errors="strict"))
+            path = OBJECTS
+        answer = (_OF_RELAYS if is_relay else _OF_DIRECTORIES).get(f"{self.command} {path}")
+        if answer is None:
             raise _Refused(HTTPStatus.NOT_FOUND, "there is no such request")
-        if self.command == "PUT":
-            # Each body is in memory as a whole, so only so many are read at once.
-            with self.server.bodies:
-                run()
-        else:
-            run()
+        if self.command in ("POST", "DELETE"):
+            self._body(0)
+        # Each body is in memory as a whole, so only so many are read at once.
+        with self.server.bodies if self.command == "PUT" else nullcontext():
+            answer(self, fields)
 
     # objects
 
-    def _get(self, key: str) -> None:
-        store = self.server.store
+    def _get(self, fields: dict[str, str]) -> None:
+        store, key = self.server.store, fields["key"]
         try:
             # Without waiting: a pipe that lies there would not open before somebody writes to it.
             flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK
@@ -415,20 +396,18 @@ class _PeerHandler(BaseHTTPRequestHandler):
             raise ShortReadError(f"read {key}: it has {nbytes} bytes")
         return start, min(last + 1, nbytes)
 
-    def _put(self, key: str) -> None:
+    def _put(self, fields: dict[str, str]) -> None:
         data, _ = self._body(BODY_NBYTES_MAX)
-        self.server.store.put_if_absent(key, bytes(data))
+        self.server.store.put_if_absent(fields["key"], bytes(data))
         self._reply()
 
-    def _delete(self, key: str) -> None:
-        self._body(0)
-        self.server.store.delete(key)
+    def _delete(self, fields: dict[str, str]) -> None:
+        self.server.store.delete(fields["key"])
         self._reply()
 
     # uploads
 
     def _begin(self, fields: dict[str, str]) -> None:
-        self._body(0)
         key, nbytes, part = fields["key"], _number(fields["nbytes"]), _number(fields["part"])
         if not 0 < part <= BODY_NBYTES_MAX:
             raise TooLargeError(f"{key}: parts of {part} bytes, at most {BODY_NBYTES_MAX}")
@@ -441,12 +420,10 @@ class _PeerHandler(BaseHTTPRequestHandler):
         self._reply()
 
     def _shorten(self, fields: dict[str, str]) -> None:
-        self._body(0)
         self.server.upload(fields["upload"]).shorten(_number(fields["nbytes"]))
         self._reply()
 
     def _end(self, fields: dict[str, str]) -> None:
-        self._body(0)
         upload = self.server.upload(fields["upload"])
         self.server.allow(self.connection, IDLE_SECONDS)
         try:
@@ -457,7 +434,6 @@ class _PeerHandler(BaseHTTPRequestHandler):
         self._reply()
 
     def _give_up(self, fields: dict[str, str]) -> None:
-        self._body(0)
         upload = self.server.upload(fields["upload"])
         self.server.forget(fields["upload"])
         upload.give_up()
@@ -465,10 +441,8 @@ class _PeerHandler(BaseHTTPRequestHandler):
 
     # roots
 
-    def _none(self, relay: RelayStore, fields: dict[str, str]) -> None:
-        raise _Refused(HTTPStatus.NOT_FOUND, "there is no such request")
-
-    def _news(self, relay: RelayStore, fields: dict[str, str]) -> None:
+    def _news(self, fields: dict[str, str]) -> None:
+        relay = cast(RelayStore, self.server.store)
         name, since = fields.get("root", ""), fields.get("since", "")
         if name != relay.root:
             raise StorageError(f"the root {name!r} is not served here, but {relay.root!r}")
@@ -483,16 +457,17 @@ class _PeerHandler(BaseHTTPRequestHandler):
         spans = [(key, 0, len(data)) for key, _, data in small]
         self._stream(head, spans, (data for _, _, data in small))
 
-    def _files(self, relay: RelayStore, fields: dict[str, str]) -> None:
+    def _files(self, fields: dict[str, str]) -> None:
+        store = self.server.store
         self.server.allow(self.connection, IDLE_SECONDS)
         prefix, start, stop = fields["prefix"], _number(fields["start"]), _number(fields["stop"])
         is_directory = prefix.endswith("/")
         if not start < stop <= start + (DIRECTORY_NBYTES_MAX if is_directory else BLOCK_NBYTES):
             raise _Refused(HTTPStatus.BAD_REQUEST, "expected a block, or a small directory")
-        spans = spans_of(relay.list(prefix)) if is_directory else [(prefix, start, stop)]
+        spans = spans_of(store.list(prefix)) if is_directory else [(prefix, start, stop)]
         if sum(high - low for _, low, high in spans) > stop - start:
             raise TooLargeError(f"{prefix} has more than {stop} bytes")
-        self._stream({}, spans, (relay.get(key, ByteRange(low, high)) for key, low, high in spans))
+        self._stream({}, spans, (store.get(key, ByteRange(low, high)) for key, low, high in spans))
 
     def _stream(
         self, head: dict[str, Any], spans: list[tuple[str, int, int]], blocks: Iterable[bytes]
@@ -524,7 +499,6 @@ class _PeerHandler(BaseHTTPRequestHandler):
         self._reply([list(entry) for entry in islice(entries, LIST_MAX)])
 
     def _abort(self, fields: dict[str, str]) -> None:
-        self._body(0)
         self._reply(self.server.store.abort_unfinished(fields.get("prefix", "")))
 
     # bytes
@@ -571,6 +545,26 @@ class _PeerHandler(BaseHTTPRequestHandler):
             self.send_header("Connection", "close")
         self.end_headers()
         self.wfile.write(data)
+
+
+_Answer = Callable[[_PeerHandler, dict[str, str]], None]
+_OF_DIRECTORIES: dict[str, _Answer] = {
+    f"GET {OBJECTS}": _PeerHandler._get,
+    f"PUT {OBJECTS}": _PeerHandler._put,
+    f"DELETE {OBJECTS}": _PeerHandler._delete,
+    "POST /begin": _PeerHandler._begin,
+    "PUT /part": _PeerHandler._part,
+    "DELETE /part": _PeerHandler._give_up,
+    "POST /shorten": _PeerHandler._shorten,
+    "POST /end": _PeerHandler._end,
+    "GET /info": _PeerHandler._info,
+    "GET /list": _PeerHandler._list,
+    "POST /abort": _PeerHandler._abort,
+}
+_OF_RELAYS: dict[str, _Answer] = {
+    "GET /news": _PeerHandler._news,
+    "GET /files": _PeerHandler._files,
+}
 
 
 def _number(text: str) -> int:

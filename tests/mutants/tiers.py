@@ -435,8 +435,8 @@ PEERS = (
     Mutant(
         "a name leads out of the directory",
         _SERVER,
-        'key = check_key(unquote(url.path[len(OBJECTS) :], errors="strict"))',
-        'key = unquote(url.path[len(OBJECTS) :], errors="strict")',
+        'check_key(unquote(path[len(OBJECTS) :], errors="strict"))',
+        'unquote(path[len(OBJECTS) :], errors="strict")',
         test="tests/storage/test_peers.py::test_no_name_leads_out_of_the_directory",
     ),
     Mutant(

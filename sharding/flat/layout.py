@@ -44,35 +44,30 @@ ALIGNMENT_BYTES = 16
 their views are aligned."""
 
 
-class MemberSpec(NamedTuple):
-    """What the layout needs to know about a member; `stride` as memory has it, in elements."""
-
-    fqn: str
-    shape: Shape
-    stride: Shape
-    granularity: int = 0
-    """It may be cut after each so many elements; 0: anywhere."""
-
-    @property
-    def is_whole(self) -> bool:
-        """Whether it may be cut nowhere."""
-        return 0 < math.prod(self.shape) <= self.granularity
-
-
 class Member(NamedTuple):
     """One parameter in the flat tensor: it fills `start` to `stop` in memory order."""
 
     fqn: str
     shape: Shape
     stride: Shape
-    start: int
-    stop: int
+    """As memory has it, in elements."""
     granularity: int = 0
-    """As in `MemberSpec`."""
+    """It may be cut after each so many elements; 0: anywhere."""
+    start: int = 0
+    """Where the layout has put it."""
 
     @property
     def numel(self) -> int:
-        return self.stop - self.start
+        return math.prod(self.shape)
+
+    @property
+    def stop(self) -> int:
+        return self.start + self.numel
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether it may be cut nowhere."""
+        return 0 < self.numel <= self.granularity
 
     @property
     def is_row_major(self) -> bool:
@@ -163,21 +158,22 @@ class FlatLayout:
 
 
 def plan_flat_layout(
-    specs: Sequence[MemberSpec], *, shard_count: int, align_to: int = 1
+    members: Sequence[Member], *, shard_count: int, align_to: int = 1
 ) -> FlatLayout:
-    """Lay members out in the given order, each from a multiple of `align_to` elements on.
+    """Lay members out in the given order, each from a multiple of `align_to` elements on. They may
+    be cut anywhere.
 
     With `align_to` > 1 filler at the end makes the flat tensor divide by `shard_count` too.
     """
-    members = []
+    laid = []
     position = 0
-    for spec in specs:
+    for member in members:
         start = -(-position // align_to) * align_to
-        position = start + math.prod(spec.shape)
-        members.append(Member(spec.fqn, spec.shape, spec.stride, start, position))
+        position = start + member.numel
+        laid.append(member._replace(granularity=0, start=start))
     if align_to > 1:
         position = -(-position // shard_count) * shard_count
-    return FlatLayout(tuple(members), position, shard_count)
+    return FlatLayout(tuple(laid), position, shard_count)
 
 
 def alignment(itemsize: int) -> int:
@@ -209,19 +205,19 @@ _GIVEN: weakref.WeakKeyDictionary[Group, list[int]] = weakref.WeakKeyDictionary(
 
 
 def balanced_layout(
-    specs: Sequence[MemberSpec], comm: Comm, *, align_to: int, dtype: torch.dtype
+    members: Sequence[Member], comm: Comm, *, align_to: int, dtype: torch.dtype
 ) -> FlatLayout:
     """The layout over the ranks of `comm` that evens out what earlier ones have given them."""
     given = _GIVEN.setdefault(comm.group, [0] * comm.size)
     counts = [nbytes // dtype.itemsize for nbytes in given]
-    layout = plan_ragged_layout(specs, given=counts, align_to=align_to)
+    layout = plan_ragged_layout(members, given=counts, align_to=align_to)
     for rank in range(comm.size):
         given[rank] += layout.shard_numel_of(rank) * dtype.itemsize
     return layout
 
 
 def plan_ragged_layout(
-    specs: Sequence[MemberSpec], *, given: Sequence[int], align_to: int
+    members: Sequence[Member], *, given: Sequence[int], align_to: int
 ) -> FlatLayout:
     """Lay members out over ranks that have `given` elements each already.
 
@@ -229,22 +225,22 @@ def plan_ragged_layout(
     whole member and one granularity (or what it had before). Members start at multiples of
     `align_to`.
     """
-    sizes = [-(-math.prod(spec.shape) // align_to) * align_to for spec in specs]
-    run = [index for index, spec in enumerate(specs) if not spec.is_whole]
+    sizes = [-(-member.numel // align_to) * align_to for member in members]
+    run = [index for index, member in enumerate(members) if not member.is_whole]
     loads = list(given)
-    shares = _fill(specs, sizes, run, loads, align_to)
+    shares = _fill(members, sizes, run, loads, align_to)
     with_run = list(shares)
     # Between the first and the last rank of the run nothing else can lie.
     fits = [rank for rank in range(len(given)) if rank not in with_run[1:-1]]
     whole: dict[int, list[int]] = {rank: [] for rank in fits}
-    uncut = [index for index, spec in enumerate(specs) if spec.is_whole]
+    uncut = [index for index, member in enumerate(members) if member.is_whole]
     # The largest first, each to the rank that has least. Numbers break ties: all ranks must agree.
     for index in sorted(uncut, key=lambda one: (-sizes[one], one)):
         rank = min(fits, key=lambda one: (loads[one], one))
         whole[rank].append(index)
         loads[rank] += sizes[index]
 
-    starts = [0] * len(specs)
+    starts = [0] * len(members)
     ranges = [(0, 0)] * len(given)
     position = 0
 
@@ -268,15 +264,12 @@ def plan_ragged_layout(
         start = ranges[rank][0] if rank in shares else position
         put(whole[rank])
         ranges[rank] = (start, position)
-    members = tuple(
-        Member(spec.fqn, spec.shape, spec.stride, start, start + math.prod(spec.shape), grain)
-        for spec, start, grain in zip(specs, starts, (s.granularity for s in specs), strict=True)
-    )
-    return FlatLayout(members, position, len(given), tuple(ranges))
+    laid = [one._replace(start=start) for one, start in zip(members, starts, strict=True)]
+    return FlatLayout(tuple(laid), position, len(given), tuple(ranges))
 
 
 def _fill(
-    specs: Sequence[MemberSpec],
+    members: Sequence[Member],
     sizes: Sequence[int],
     run: list[int],
     loads: list[int],
@@ -291,7 +284,7 @@ def _fill(
     shares: dict[int, int] = {}
     rank = open_ranks.pop(0)
     for index in run:
-        grain = specs[index].granularity or align_to
+        grain = members[index].granularity or align_to
         left = sizes[index]
         while left:
             room = level - loads[rank]

@@ -11,7 +11,7 @@ from torch import nn
 from ckpt.layout.region import row_major_strides
 from sharding.engine.blocks import Cutting
 from sharding.engine.store import ModuleParam
-from sharding.flat.layout import LocalPart, Member, MemberSpec, memory_strides
+from sharding.flat.layout import LocalPart, Member, memory_strides
 
 if TYPE_CHECKING:
     from sharding.engine.extensions import Extension
@@ -121,18 +121,18 @@ def part_view(shard: torch.Tensor, member: Member, part: LocalPart | None) -> to
     )
 
 
-def spec_of(item: ModuleParam, cutting: Cutting | None = None) -> MemberSpec:
-    """What the layout needs to know about the parameter, which may be cut by `cutting` only.
+def member_of(item: ModuleParam, cutting: Cutting | None = None) -> Member:
+    """The parameter, which may be cut by `cutting` only, for the layout to put somewhere.
 
     Raises ValueError, naming it, where its blocks are no runs of its memory.
     """
     shape = tuple(item.param.shape)
     stride = memory_strides(shape, item.param.stride())
     granularity = 0 if cutting is None else cutting.granularity(item.fqn, shape)
-    spec = MemberSpec(item.fqn, shape, stride, granularity)
-    if granularity and not spec.is_whole and stride != row_major_strides(shape):
+    member = Member(item.fqn, shape, stride, granularity)
+    if granularity and not member.is_whole and stride != row_major_strides(shape):
         raise ValueError(
             f"{item.fqn}: has strides {stride}, so that {cutting} are no runs of its memory; make "
             "it contiguous() before wrapping, or return Whole()"
         )
-    return spec
+    return member

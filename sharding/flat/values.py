@@ -27,9 +27,9 @@ from sharding.flat.members import (
     check_flattenable,
     flattened_members,
     in_memory_order,
+    member_of,
     member_view,
     part_view,
-    spec_of,
 )
 
 if TYPE_CHECKING:
@@ -101,12 +101,12 @@ class FlatValues(ParameterStore):
                 param.data = param.detach().new_empty(0)
 
     def _plan(self, cuttings: Sequence[Cutting | None], align_to: int) -> FlatLayout:
-        specs = [spec_of(*one) for one in zip(self.module_params, cuttings, strict=True)]
-        if not self.is_sharded:
-            return plan_flat_layout(specs, shard_count=1, align_to=align_to)
-        if not any(spec.granularity for spec in specs):
-            return plan_flat_layout(specs, shard_count=self.comm.size, align_to=align_to)
-        return balanced_layout(specs, self.comm, align_to=align_to, dtype=self.params[0].dtype)
+        members = [member_of(*one) for one in zip(self.module_params, cuttings, strict=True)]
+        if self.is_sharded and any(member.granularity for member in members):
+            dtype = self.params[0].dtype
+            return balanced_layout(members, self.comm, align_to=align_to, dtype=dtype)
+        ranks = self.comm.size if self.is_sharded else 1
+        return plan_flat_layout(members, shard_count=ranks, align_to=align_to)
 
     # --- dtypes ---------------------------------------------------------------------------------
 

@@ -33,7 +33,7 @@ from sharding import (
     fully_shard,
 )
 from sharding.comm_hooks import LowPrecisionState, bf16_compress_hook
-from sharding.flat.layout import FlatLayout, MemberSpec, plan_ragged_layout
+from sharding.flat.layout import FlatLayout, Member, plan_ragged_layout
 from sharding.fsdp import fsdp_units
 from tests.ranks import run_ranks
 from tests.sharding.models import batches, build, clean, full_copies, wrapped
@@ -41,7 +41,7 @@ from tests.sharding.models import batches, build, clean, full_copies, wrapped
 # --- layouts --------------------------------------------------------------------------------------
 
 
-def specs_of(kinds: tuple[str, ...]) -> list[MemberSpec]:
+def specs_of(kinds: tuple[str, ...]) -> list[Member]:
     known = {
         "whole": ((3, 4), 12),
         "large": ((8, 5), 40),
@@ -51,7 +51,7 @@ def specs_of(kinds: tuple[str, ...]) -> list[MemberSpec]:
         "none": ((0, 3), 0),
     }
     return [
-        MemberSpec(f"p{i}", known[kind][0], row_major_strides(known[kind][0]), known[kind][1])
+        Member(f"p{i}", known[kind][0], row_major_strides(known[kind][0]), known[kind][1])
         for i, kind in enumerate(kinds)
     ]
 
@@ -71,7 +71,7 @@ def test_no_border_of_a_shard_lies_in_a_block(ranks: int, before: str) -> None:
             check(plan_ragged_layout(specs, given=given, align_to=4), specs, given)
 
 
-def check(layout: FlatLayout, specs: list[MemberSpec], given: list[int]) -> None:
+def check(layout: FlatLayout, specs: list[Member], given: list[int]) -> None:
     places = ["filler"] * layout.numel
     for member, spec in zip(layout.members, specs, strict=True):
         assert member.start % 4 == 0 and (member.fqn, member.shape) == (spec.fqn, spec.shape)

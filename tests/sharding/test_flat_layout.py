@@ -15,7 +15,7 @@ import torch
 from ckpt.layout.region import row_major_strides
 from sharding.flat.layout import (
     FlatLayout,
-    MemberSpec,
+    Member,
     alignment,
     memory_strides,
     plan_flat_layout,
@@ -28,7 +28,7 @@ def padding(layout: FlatLayout, rank: int) -> int:
 
 
 def layout_of(sizes: tuple[int, ...], shard_count: int, align_to: int) -> FlatLayout:
-    specs = [MemberSpec(f"p{i}", (size,), (1,)) for i, size in enumerate(sizes)]
+    specs = [Member(f"p{i}", (size,), (1,)) for i, size in enumerate(sizes)]
     return plan_flat_layout(specs, shard_count=shard_count, align_to=align_to)
 
 

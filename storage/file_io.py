@@ -32,14 +32,8 @@ _IN_MEMORY = (0x01021994, 0x858458F6)  # the types of tmpfs and of ramfs
 
 def rename_without_replacing(source: str, target: str) -> None:
     """Rename in one step, or raise FileExistsError and change nothing. See renameat2(2)."""
-    _call(
-        "renameat2",
-        ctypes.c_int(_AT_FDCWD),
-        ctypes.c_char_p(os.fsencode(source)),
-        ctypes.c_int(_AT_FDCWD),
-        ctypes.c_char_p(os.fsencode(target)),
-        ctypes.c_uint(_RENAME_NOREPLACE),
-    )
+    ends = (_AT_FDCWD, os.fsencode(source), _AT_FDCWD, os.fsencode(target))
+    _call("renameat2", *ends, _RENAME_NOREPLACE)
 
 
 def allocate(fd: int, nbytes: int, *, start: int = 0) -> None:
@@ -48,19 +42,12 @@ def allocate(fd: int, nbytes: int, *, start: int = 0) -> None:
     Not `os.posix_fallocate`, which writes into every block where the filesystem cannot reserve:
     there this raises OSError(EOPNOTSUPP) and changes nothing.
     """
-    length = ctypes.c_int64(nbytes - start)
-    _call("fallocate", ctypes.c_int(fd), ctypes.c_int(0), ctypes.c_int64(start), length)
+    _call("fallocate", fd, 0, start, nbytes - start)
 
 
 def start_writeback(fd: int, start: int, nbytes: int) -> None:
     """Let the disk begin with these dirty pages now instead of at fsync. See sync_file_range(2)."""
-    _call(
-        "sync_file_range",
-        ctypes.c_int(fd),
-        ctypes.c_int64(start),
-        ctypes.c_int64(nbytes),
-        ctypes.c_uint(_SYNC_FILE_RANGE_WRITE),
-    )
+    _call("sync_file_range", fd, start, nbytes, _SYNC_FILE_RANGE_WRITE)
 
 
 def cached_nbytes(fd: int, start: int, nbytes: int) -> int:
@@ -83,14 +70,7 @@ def _cachestat(fd: int, start: int, nbytes: int) -> int:
     if not sys.platform.startswith("linux"):
         raise OSError(errno.ENOSYS, "cachestat is not available here")
     answer = (ctypes.c_uint64 * 5)()  # pages in the cache, dirty, under writeback, evicted, ...
-    _call(
-        "syscall",
-        ctypes.c_long(_SYS_CACHESTAT),
-        ctypes.c_int(fd),
-        (ctypes.c_uint64 * 2)(start, nbytes),
-        answer,
-        ctypes.c_uint(0),
-    )
+    _call("syscall", _SYS_CACHESTAT, fd, (ctypes.c_uint64 * 2)(start, nbytes), answer, 0)
     return int(answer[0])
 
 
@@ -101,19 +81,33 @@ def _mincore(fd: int, start: int, nbytes: int) -> int:
     with mmap.mmap(fd, length, mmap.MAP_SHARED, mmap.PROT_READ, offset=start - before) as mapped:
         # The array holds on to the mapping, so it has to be gone before that is closed.
         address = np.frombuffer(mapped, np.uint8).__array_interface__["data"][0]
-        _call("mincore", ctypes.c_void_p(address), ctypes.c_size_t(length), answer.ctypes)
+        _call("mincore", address, length, answer.ctypes.data)
     return int((answer & 1).sum())
 
 
+_INT, _LONG, _UINT, _INT64 = ctypes.c_int, ctypes.c_long, ctypes.c_uint, ctypes.c_int64
+_PATH, _POINTER = ctypes.c_char_p, ctypes.c_void_p
+_ARGUMENTS = {
+    "renameat2": (_INT, _PATH, _INT, _PATH, _UINT),
+    "fallocate": (_INT, _INT, _INT64, _INT64),
+    "sync_file_range": (_INT, _INT64, _INT64, _UINT),
+    "syscall": (_LONG, _INT, _POINTER, _POINTER, _UINT),
+    "mincore": (_POINTER, ctypes.c_size_t, _POINTER),
+    "statfs": (_PATH, _POINTER),
+}
+
+
 @functools.cache
-def _libc() -> Any:
-    return ctypes.CDLL(None, use_errno=True)
+def _function(name: str) -> Any:
+    function = getattr(ctypes.CDLL(None, use_errno=True), name, None)
+    if function is None:
+        raise OSError(errno.ENOSYS, f"{name} is not available here")
+    function.argtypes = _ARGUMENTS[name]
+    return function
 
 
 def _call(name: str, *arguments: Any) -> None:
-    function = getattr(_libc(), name, None)
-    if function is None:
-        raise OSError(errno.ENOSYS, f"{name} is not available here")
+    function = _function(name)
     while function(*arguments) != 0:
         code = ctypes.get_errno()
         if code != errno.EINTR:
@@ -130,7 +124,7 @@ def is_in_memory(path: str) -> bool:
     # Its first field, a word, is the type of the file system; the rest is of no use here.
     answer = (ctypes.c_long * 64)()
     try:
-        _call("statfs", ctypes.c_char_p(os.fsencode(path)), answer)
+        _call("statfs", os.fsencode(path), answer)
     except OSError:
         return False
     return answer[0] & 0xFFFFFFFF in _IN_MEMORY

@@ -11,12 +11,12 @@ replace anything. A writer that dies before that leaves a `.tmp-` file at most, 
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import os
 import stat
 import uuid
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 
 from storage.errors import (
     AccessDeniedError,
@@ -194,10 +194,8 @@ class LocalStore(Store):
 
     def list(self, prefix: str, *, after: str = "") -> Iterator[ObjectInfo]:
         base = check_prefix(prefix).rpartition("/")[0]
-        try:
+        with self._translating("list", prefix):
             yield from self._walk(base + "/" if base else "", prefix, after, ())
-        except OSError as error:
-            raise self._translated(error, "list", prefix) from error
 
     def info(self, key: str) -> ObjectInfo:
         try:
@@ -214,11 +212,10 @@ class LocalStore(Store):
         if problem := self.why_not_delete(key):
             raise AccessDeniedError(f"delete {key} in {self.url}: {problem}")
         try:
-            os.unlink(path)
-        except (*_MISSING, IsADirectoryError):
+            with self._translating("delete", key):
+                os.unlink(path)
+        except KeyNotFoundError:
             return
-        except OSError as error:
-            raise self._translated(error, "delete", key) from error
         # An object store has no empty directories. The ones at the top stay: all writers share
         # them, and a writer remembers which it has synced.
         directory = os.path.dirname(path)
@@ -231,21 +228,15 @@ class LocalStore(Store):
             directory = os.path.dirname(directory)
 
     def why_not_delete(self, prefix: str) -> str:
-        directory = self._link_to(prefix)
-        return directory and (
-            f"{directory} is a symbolic link, and nothing is deleted through links; remove it, and "
-            "what it leads to, by hand"
-        )
-
-    def _link_to(self, key: str) -> str:
-        """The directory on the way to `key`, below those at the top, that is a link: what it leads
-        to may be another's. "" when there is none.
-        """
-        parts = key.split("/")[:-1]
+        # What a link leads to, below the directories at the top, may be another's.
+        parts = prefix.split("/")[:-1]
         for count in range(2, len(parts) + 1):
             path = "/".join(parts[:count])
             if os.path.islink(f"{self._root}/{path}"):
-                return path
+                return (
+                    f"{path} is a symbolic link, and nothing is deleted through links; remove it, "
+                    "and what it leads to, by hand"
+                )
         return ""
 
     def sync(self, keys: Iterable[str]) -> None:
@@ -261,7 +252,7 @@ class LocalStore(Store):
 
     def abort_unfinished(self, prefix: str) -> int:
         base = check_prefix(prefix).rpartition("/")[0]
-        if self._link_to(prefix):
+        if self.why_not_delete(prefix):
             return 0
         top = os.path.join(self._root, base) if base else self._root
         removed = 0
@@ -273,13 +264,9 @@ class LocalStore(Store):
                     continue
                 key = meant if within == "." else f"{within}/{meant}"
                 if key.startswith(prefix):
-                    try:
+                    with suppress(KeyNotFoundError), self._translating("abort", key):
                         os.unlink(os.path.join(directory, name))
-                    except FileNotFoundError:
-                        continue
-                    except OSError as error:
-                        raise self._translated(error, "abort", key) from error
-                    removed += 1
+                        removed += 1
         return removed
 
     def rest(self) -> None:
@@ -389,9 +376,7 @@ class LocalStore(Store):
     def _publish_by_rename(self, temp: str, final: str) -> None:
         try:
             rename_without_replacing(temp, final)
-        except FileExistsError:
-            raise
-        except OSError as error:
+        except OSError as error:  # that the name is taken, too
             if error.errno not in _LINK_UNSUPPORTED:
                 raise
             self.exclusive_create = ExclusiveCreate.NONE
@@ -428,7 +413,7 @@ class LocalStore(Store):
             if directory != self._root:
                 raise
 
-    @contextlib.contextmanager
+    @contextmanager
     def _translating(self, operation: str, key: str) -> Iterator[None]:
         """What the block raises, as an error of this package that names the operation. Reads, which
         are many, do without its six calls.
@@ -561,7 +546,7 @@ def _sync_path(path: str, flags: int) -> None:
 
 def _remove_quietly(path: str) -> None:
     """Clean up after a failure whose cause must not be hidden by a second one."""
-    with contextlib.suppress(OSError):
+    with suppress(OSError):
         os.unlink(path)
 
 

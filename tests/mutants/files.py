@@ -230,8 +230,8 @@ EXCLUSIVENESS = (
     Mutant(
         "something is deleted through a link",
         _LOCAL,
-        "        directory = self._link_to(prefix)\n",
-        '        directory = ""\n',
+        '            if os.path.islink(f"{self._root}/{path}"):\n',
+        "            if False:\n",
         test="tests/storage/test_local.py::test_nothing_is_deleted_through_a_linked_directory",
     ),
     Mutant(

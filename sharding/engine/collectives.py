@@ -28,7 +28,7 @@ import torch
 import torch.distributed as dist
 
 from sharding.engine.memory import BufferPool
-from sharding.engine.torch_seam import GroupMemory, SymmetricMemory, shown_as
+from sharding.engine.torch_seam import GroupMemory, SymmetricMemory, broadcast_coalesced, shown_as
 
 Group = dist.ProcessGroup
 
@@ -171,12 +171,9 @@ class Comm(ABC):
         op = dist.ReduceOp.MAX if maximum else dist.ReduceOp.SUM
         return PendingCollective([dist.all_reduce(tensor, op=op, group=self.group, async_op=True)])
 
-    def broadcast(self, tensor: torch.Tensor) -> PendingCollective:
-        """Everyone gets the tensor of the group's first rank, in place."""
-        source = self.global_ranks[0]
-        return PendingCollective(
-            [dist.broadcast(tensor, src=source, group=self.group, async_op=True)]
-        )
+    def broadcast(self, tensors: Tensors) -> None:
+        """Everyone gets the tensors of the group's first rank, in place."""
+        broadcast_coalesced(self.group, tensors)
 
     def in_memory(self, memory: CommMemory) -> Comm:
         """The same ranks, by the backend's own primitives between buffers of that memory."""

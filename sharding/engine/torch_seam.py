@@ -145,6 +145,15 @@ def chunk_cat(tensors: Sequence[torch.Tensor], ranks: int, out: torch.Tensor) ->
     torch._chunk_cat(list(tensors), 0, ranks, out=out)
 
 
+def broadcast_coalesced(group: Any, tensors: Sequence[torch.Tensor]) -> None:
+    """Give all ranks the tensors of the group's first one, in place, many in one message: a copy of
+    up to 250 MiB of them, torch's own size.
+    """
+    c10d: Any = torch.distributed
+    if tensors:
+        c10d._broadcast_coalesced(group, list(tensors), 250 * 1024 * 1024, 0)
+
+
 def passed_over(function: F) -> F:
     """Let `torch.compile` not trace this function; what it calls is compiled as if called alone.
 

@@ -24,9 +24,6 @@ from sharding.engine.store import ModuleParam
 from sharding.engine.torch_seam import ParamPlace, is_marked_replicate
 from sharding.flat.members import FlatParameter
 
-# A broadcast copies as much at a time, in addition to the parameters; torch's size.
-_BROADCAST_BYTES_MAX = 250 * 1024 * 1024
-
 
 @dataclass(frozen=True)
 class Ignored:
@@ -342,32 +339,4 @@ def sync_states(
             tensors.append(local_tensor(buffer))
     # Across first: the first rank of each shard group then has what it broadcasts inside.
     for comm in comms:
-        for bucket in _buckets(tensors):
-            _broadcast(bucket, comm)
-
-
-def _buckets(tensors: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
-    """Tensors that can be broadcast as one: of one dtype, on one device, and bounded in bytes."""
-    by_kind: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
-    for tensor in tensors:
-        by_kind.setdefault((tensor.dtype, tensor.device), []).append(tensor)
-    for same in by_kind.values():
-        bucket: list[torch.Tensor] = []
-        nbytes = 0
-        for tensor in same:
-            bucket.append(tensor)
-            nbytes += tensor.nbytes
-            if nbytes >= _BROADCAST_BYTES_MAX:
-                yield bucket
-                bucket, nbytes = [], 0
-        if bucket:
-            yield bucket
-
-
-def _broadcast(tensors: list[torch.Tensor], comm: Comm) -> None:
-    flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
-    # All ranks have tensors of the same sizes, so all of them skip an empty one.
-    if flat.numel():
-        comm.broadcast(flat).wait()
-    for tensor, part in zip(tensors, torch.split(flat, [t.numel() for t in tensors]), strict=True):
-        tensor.copy_(part.view(tensor.shape))
+        comm.broadcast(tensors)

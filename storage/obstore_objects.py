@@ -26,6 +26,7 @@ from storage.errors import (
     StorageError,
     TransientError,
 )
+from storage.ranges import copy_to, drop_front, take_front
 from storage.retry import RetryPolicy, Trial
 from storage.s3.answers import answered
 from storage.store import check_bound
@@ -44,10 +45,6 @@ _STATUS = re.compile(r"status code: ([0-9]{3})")
 _CODE = re.compile(r"<Code>([A-Za-z]{1,60})</Code>")
 _MESSAGE = re.compile(r"<Message>([^<]{1,300})</Message>")
 _KIND = re.compile(r"kind: ([A-Z][a-z]+)")
-
-
-class RangesRefused(StorageError):
-    """The server answered a ranged read in a way that obstore does not take."""
 
 
 @dataclass(frozen=True)
@@ -73,14 +70,17 @@ class Objects:
 
     def fill(self, full_key: str, key: str, start: int, views: Sequence[memoryview]) -> int:
         """Fill `views` from byte `start` on; how many bytes came."""
-        stop = start + sum(view.nbytes for view in views)
-        got = 0
+        wanted = sum(view.nbytes for view in views)
+        left, got, span = list(views), 0, (start, start + wanted)
         with self.translating("read", key):
-            response = obstore.get(self.once, full_key, options={"range": (start, stop)})
-            targets = _Targets(views)
+            response = obstore.get(self.once, full_key, options={"range": span})
             for chunk in response.stream(min_chunk_size=_READ_CHUNK_NBYTES):
-                targets.take(memoryview(chunk))
-                got += len(chunk)
+                nbytes = len(chunk)
+                got += nbytes
+                if got > wanted:
+                    raise ValueError("more bytes came than were requested")
+                copy_to(take_front(left, nbytes), memoryview(chunk), nbytes)
+                left = drop_front(left, nbytes)
         return got
 
     async def probe(self, full_key: str, key: str) -> TransientError | None:
@@ -141,7 +141,7 @@ class Objects:
         if "Wanted range" in first:
             return ShortReadError(f"{where}: the object ends before the requested bytes")
         if "Range header" in first or "NotPartial" in details:
-            return RangesRefused(f"{where}: the server ignored the range")
+            return StorageError(f"{where}: the server ignored the range")
         status, code, message = (find.search(first) for find in (_STATUS, _CODE, _MESSAGE))
         if status is not None or isinstance(error, FileNotFoundError):
             text = f"{where}: {status[1] if status else 404}"
@@ -180,26 +180,6 @@ class Objects:
                 f"{where}: failed, and whether it was carried out is unknown"
             )
         return StorageError(f"{where}: {first.partition(' - ')[0][:300]}")
-
-
-class _Targets:
-    """Buffers filled one after the other."""
-
-    def __init__(self, views: Sequence[memoryview]) -> None:
-        self._left = list(views)
-        self._left.reverse()
-
-    def take(self, chunk: memoryview) -> None:
-        """Copy `chunk` to where the last one ended. Raises ValueError when it does not fit."""
-        while chunk.nbytes:
-            if not self._left:
-                raise ValueError("more bytes came than were requested")
-            view = self._left.pop()
-            size = min(view.nbytes, chunk.nbytes)
-            view[:size] = chunk[:size]
-            chunk = chunk[size:]
-            if size < view.nbytes:
-                self._left.append(view[size:])
 
 
 class _Abandoned(Exception):

@@ -18,7 +18,6 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from sharding.dtensor.gathering import (
@@ -53,15 +52,6 @@ class SmallerMesh:
     """Two axes: repeated over the first, sharded over the second."""
     comm: Comm
     """Of the second axis."""
-
-
-@dataclass(frozen=True)
-class _Smaller:
-    """One parameter between forward and backward."""
-
-    part: torch.Tensor
-    """This rank's, 1-D, as long as the largest rank's."""
-    param: nn.Parameter
 
 
 class _OwnParts(NamedTuple):
@@ -106,7 +96,8 @@ class DTensorStore(ParameterStore):
         """Where that lands, and the generation of the memory."""
         self.chooses_grad_dtypes = keeping.follows_grad_dtype
         self._smaller_mesh: SmallerMesh | None = None
-        self._smaller: tuple[_Smaller, ...] = ()
+        self._smaller: tuple[torch.Tensor, ...] = ()
+        """This rank's parts between forward and backward, 1-D, as long as the largest rank's."""
         self._smaller_mark: object = None
         """Behind the copies in `_smaller`, which compute has made and gathers read."""
         self._kept: dict[int, _UnreducedGradient] = {}
@@ -303,8 +294,8 @@ class DTensorStore(ParameterStore):
 
         # The same sizes as ever, so that what autograd remembers of the memory stays valid.
         sizes = [size for gathering in self._gatherings for size in gathering.prepare()]
-        own = [smaller.part for smaller in self._smaller]
-        return self._gather(comm, _parts_of(comm, own, sizes, self.device), targets, finish)
+        parts = _parts_of(comm, list(self._smaller), sizes, self.device)
+        return self._gather(comm, parts, targets, finish)
 
     def make_views(self) -> tuple[torch.Tensor, ...]:
         """New tensors over the gathered memory, one for each parameter."""
@@ -339,18 +330,19 @@ class DTensorStore(ParameterStore):
         if mesh is None or self.state is not State.UNSHARDED:
             self.reshard()
             return
-        smaller = []
-        for param, whole in zip(self.params, self.memory.tensors, strict=True):
-            # A copy: the gathered memory itself is about to be freed.
-            part = param.smaller_parts(whole, mesh.comm).of(mesh.comm.rank).clone()
-            smaller.append(_Smaller(part, param.smaller_dtensor(part, mesh.comm, mesh.mesh)))
+        # Copies: the gathered memory itself is about to be freed.
+        self._smaller = tuple(
+            param.smaller_parts(whole, mesh.comm).of(mesh.comm.rank).clone()
+            for param, whole in zip(self.params, self.memory.tensors, strict=True)
+        )
         self._smaller_mark = self.streams.mark()
-        for item, kept in zip(self.module_params, smaller, strict=True):
-            for place in item.places:
-                place.put(kept.param)
+        shown = [
+            param.smaller_dtensor(part, mesh.comm, mesh.mesh)
+            for param, part in zip(self.params, self._smaller, strict=True)
+        ]
+        put_all(self.places, shown)
         self.shows_views = False
         self.release()
-        self._smaller = tuple(smaller)
         self.state = State.SHARDED_POST_FORWARD
 
     def is_current(self) -> bool:

@@ -113,8 +113,7 @@ def _members_of(shard: Comm, replicate: Comm) -> tuple[int, ...]:
 
 def line_through_here(mesh: DeviceMesh, axis: int) -> list[int]:
     """Global ranks along an axis of the mesh, through this rank's place in it."""
-    here = (mesh.mesh == dist.get_rank()).nonzero()[0].tolist()
-    where: list[Any] = list(here)
+    where: list[Any] = (mesh.mesh == dist.get_rank()).nonzero()[0].tolist()
     where[axis] = slice(None)
     return [int(rank) for rank in mesh.mesh[tuple(where)]]
 

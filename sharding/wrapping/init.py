@@ -49,14 +49,10 @@ def find_ignored(
     """
     if ignored_modules is not None and ignored_states is not None:
         raise ValueError("pass ignored_modules or ignored_states, not both")
-    listed_modules: list[nn.Module] = []
-    listed_params: list[nn.Parameter] = []
     states = list(ignored_states or ())
-    if states and all(isinstance(state, nn.Parameter) for state in states):
-        listed_params = states
-    elif states and all(isinstance(state, nn.Module) for state in states):
-        listed_modules = states
-    elif states:
+    listed_params = [state for state in states if isinstance(state, nn.Parameter)]
+    listed_modules = [state for state in states if isinstance(state, nn.Module)]
+    if len(states) not in (len(listed_params), len(listed_modules)):
         kinds = sorted({type(state).__name__ for state in states})
         raise ValueError(
             f"ignored_states must be all Parameters or all Modules, got {', '.join(kinds)}"

@@ -10,7 +10,6 @@ from __future__ import annotations
 import itertools
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -56,9 +55,7 @@ def auto_wrap(
         wanted = run_policy(policy, root, set(ignored.modules), dict(kwargs))
         wanted.pop(root, None)
     else:
-        walk = _PolicyWalk(policy, ignored, _apart(kwargs))
-        walk.visit(root, is_root=True)
-        wanted = {module: {} for module in walk.chosen}
+        wanted = {module: {} for module in _chosen(root, policy, ignored, _apart(kwargs))}
     requests = [
         WrapRequest(name, module, {**kwargs, **wanted[module]})
         for name, module in root.named_modules()
@@ -80,40 +77,41 @@ def auto_wrap(
             setattr(parent, name, wrapped)
 
 
-@dataclass(frozen=True)
-class _PolicyWalk:
-    """A policy function applied to a tree, from the leaves up."""
+def _chosen(
+    root: nn.Module,
+    policy: Callable[..., bool],
+    ignored: Ignored,
+    apart: tuple[type[nn.Module], ...],
+) -> set[nn.Module]:
+    """What a policy function wants as units, applied from the leaves up. `apart`: classes that
+    become units whatever it decides, see `_with_full_precision`.
+    """
+    chosen: set[nn.Module] = set()
+    seen: set[int] = set()
 
-    policy: Callable[..., bool]
-    ignored: Ignored
-    apart: tuple[type[nn.Module], ...]
-    """Classes that become units whatever the policy decides, see `_with_full_precision`."""
-    chosen: set[nn.Module] = field(default_factory=set)
-    """What the policy wants as units."""
-    seen: set[int] = field(default_factory=set)
-
-    def visit(self, module: nn.Module, *, is_root: bool = False) -> int:
+    def visit(module: nn.Module) -> int:
         """Apply the policy to a subtree; returns how many elements got into units."""
-        numel = sum(p.numel() for p in module.parameters() if p not in self.ignored.params)
-        enters = self.policy(module=module, recurse=True, nonwrapped_numel=numel)
+        numel = sum(p.numel() for p in module.parameters() if p not in ignored.params)
+        enters = policy(module=module, recurse=True, nonwrapped_numel=numel)
         # Classes that become units anyway may be below what the policy does not enter.
-        if not enters and not self.apart:
+        if not enters and not apart:
             return 0
         wrapped = 0
         for child in module.children():
             # A shared module is counted and wrapped at its first place only.
-            if child not in self.ignored.modules and id(child) not in self.seen:
-                self.seen.add(id(child))
-                wrapped += self.visit(child)
-        if is_root:
-            return wrapped
-        if isinstance(module, self.apart):
+            if child not in ignored.modules and id(child) not in seen:
+                seen.add(id(child))
+                wrapped += visit(child)
+        if isinstance(module, apart):
             return numel  # in a unit of its own, so not in that of any parent
         rest = numel - wrapped
-        if self.policy(module=module, recurse=False, nonwrapped_numel=rest):
-            self.chosen.add(module)
+        if module is not root and policy(module=module, recurse=False, nonwrapped_numel=rest):
+            chosen.add(module)
             return numel
         return wrapped
+
+    visit(root)
+    return chosen
 
 
 def _apart(kwargs: Mapping[str, Any]) -> tuple[type[nn.Module], ...]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib
 import struct
 import threading
-from typing import Any, Protocol
+from typing import Any
 
 import crc32c
 import numpy as np
@@ -28,16 +28,8 @@ class BadTag(Exception):
     """What was opened is not what was tagged there. Carries no detail: there is none to trust."""
 
 
-class BlockTag(Protocol):
-    """Closes blocks and opens them. Thread-safe."""
-
-    nbytes: int
-
-    def close(self, number: int, data: bytes | memoryview, about: bytes) -> bytes:
-        """`data` as it is stored, `nbytes` longer, bound to `number` and `about`."""
-
-    def open(self, number: int, stored: bytes | memoryview, about: bytes) -> bytes | memoryview:
-        """What was closed. Raises BadTag."""
+# The two tags close blocks, and open them: `close` gives the bytes as they are stored, `nbytes`
+# longer, bound to `number` and `about`; `open` what was closed, or raises BadTag. Thread-safe.
 
 
 class CrcTag:
@@ -83,6 +75,9 @@ class AesTag:
         except self._invalid:
             raise BadTag from None
         return data
+
+
+BlockTag = CrcTag | AesTag
 
 
 class Zstd:

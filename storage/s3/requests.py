@@ -207,30 +207,22 @@ class S3Requests(HttpStore):
     def put_new(
         self,
         key: str,
+        arguments: Mapping[str, Any],
         body: bytes,
-        metadata: Mapping[str, str],
-        again: Retry[None],
+        again: Retry[object],
         *,
         may_be_repeated: bool,
     ) -> None:
-        """A conditional PUT, and `again` when it takes very long.
+        """A PUT with those arguments, and `again` when it takes very long.
 
         Without `may_be_repeated`, OutcomeUnknownError says that the first one may have happened.
         """
-        arguments = self.put_arguments(key, body, metadata)
-
-        def send(request: WireRequest) -> None:
-            self._carried(
-                "create",
-                key,
-                "put_object",
-                arguments,
-                _tag,
-                request,
-                body=[body] if body else [],
-                may_be_repeated=may_be_repeated,
-            )
-
+        send = partial(
+            self._carried,
+            *("create", key, "put_object", arguments, _tag),
+            body=[body] if body else [],
+            may_be_repeated=may_be_repeated,
+        )
         self._carry(RequestKind("put", len(body)), f"put {key}", send, again)
 
     def put_part(

@@ -131,8 +131,8 @@ class S3Store(S3Requests):
         writer.__enter__()
         return writer.token
 
-    def joint(self, key: str, nbytes: int, *, part_nbytes: int, token: str) -> S3JointWriter:
-        return S3JointWriter(S3Writer(self, PartLedger(key, nbytes, part_nbytes), token))
+    def joint(self, key: str, nbytes: int, *, part_nbytes: int, token: str) -> S3Writer:
+        return S3Writer(self, PartLedger(key, nbytes, part_nbytes), token)
 
     def end_joint(
         self, key: str, nbytes: int, *, part_nbytes: int, token: str, receipts: Mapping[int, str]
@@ -224,7 +224,7 @@ def _pages(ask: Callable[..., Any], *markers: str, **first: str) -> Iterator[Any
         first = {marker: page[f"Next{marker}"] for marker in markers}
 
 
-class S3Writer(LedgerWriter):
+class S3Writer(LedgerWriter, JointWriter):
     """An object of one part is one PUT at the end; a larger one is a multi-part upload.
 
     A process that dies leaves an upload that no listing shows and `abort_unfinished` removes.
@@ -242,6 +242,7 @@ class S3Writer(LedgerWriter):
         self.in_parts = part_count(ledger.nbytes, ledger.part_nbytes) > 1
         self._upload_id: str = begun["upload"]
         self._parts: dict[int, dict[str, Any]] = {}
+        self.receipts = {}
         self._is_sent_again = False  # whether a second request to publish is under way or was
         self._refusal: KeyExistsError | None = None  # of a second one: there is another's object
 
@@ -249,10 +250,6 @@ class S3Writer(LedgerWriter):
     def token(self) -> str:
         """What another process needs to write parts of this upload."""
         return json.dumps({"upload": self._upload_id, "write": self._metadata[_WRITE_ID]})
-
-    def receipt(self, index: int) -> str:
-        """What publishing needs of a part that was written."""
-        return json.dumps(self._parts[index])
 
     def publish_parts(self, parts: dict[int, dict[str, Any]]) -> None:
         """Publish the object of parts that were written by many."""
@@ -310,7 +307,10 @@ class S3Writer(LedgerWriter):
             # A caller may repeat the part after a TransientError.
             self._ledger.release(index)
             raise
-        self._parts[index] = part
+        self._parts[index], self.receipts[index] = part, json.dumps(part)
+
+    def close(self) -> None:
+        """Parts are durable once they are answered."""
 
     def _discard(self) -> None:
         if self._upload_id:
@@ -334,9 +334,9 @@ class S3Writer(LedgerWriter):
 
     def _put_small(self, *, may_be_repeated: bool) -> None:
         store, key = self._store, self._ledger.key
-        arguments = {**store.put_arguments(key, self._small, self._metadata), "Body": self._small}
-        again = partial(self._send_again, "put_object", arguments)
-        store.put_new(key, self._small, self._metadata, again, may_be_repeated=may_be_repeated)
+        arguments = store.put_arguments(key, self._small, self._metadata)
+        again = partial(self._send_again, "put_object", {**arguments, "Body": self._small})
+        store.put_new(key, arguments, self._small, again, may_be_repeated=may_be_repeated)
         self._raise_refusal()
 
     def _complete(self) -> None:
@@ -409,18 +409,3 @@ class S3Writer(LedgerWriter):
 
     def _call(self, method: str, **kwargs: Any) -> Any:
         return self._store.call("create", self._ledger.key, method, Key=self._full_key, **kwargs)
-
-
-class S3JointWriter(JointWriter):
-    """Sends parts of an upload that another process may have begun."""
-
-    def __init__(self, writer: S3Writer) -> None:
-        self.receipts = {}
-        self._writer = writer
-
-    def write_part(self, index: int, buffers: Sequence[memoryview]) -> None:
-        self._writer.write_part(index, buffers)
-        self.receipts[index] = self._writer.receipt(index)
-
-    def close(self) -> None:
-        """Parts are durable once they are answered."""

@@ -57,7 +57,6 @@ class Wire:
         self._idle: dict[str, list[http.client.HTTPConnection]] = {}
         self._lock = ForkSafeLock()
         self._was_answered = False
-        self.requests = 0  # that were sent so far
         # A store that nobody closes leaves no open connection either.
         weakref.finalize(self, _close_all, self._idle)
 
@@ -109,7 +108,6 @@ class Wire:
         """An open connection that the server has not closed, as far as can be seen."""
         while True:
             with self._lock:
-                self.requests += 1
                 idle = self._idle.get(place)
                 # The one that was used last: its server has had the least time to close it.
                 connection = idle.pop() if idle else None

@@ -132,24 +132,15 @@ def _integers_of(tensor: Any) -> torch.Tensor:
 
 def _build_quantized(parts: Parts, shape: Shape, dtype: torch.dtype) -> torch.Tensor:
     memory, context = parts.components["int_repr"], parts.context
+    like: Any = {"dtype": dtype, "device": memory.device}
     made: Any
     if _SCHEMES[context["scheme"]] in _PER_TENSOR:
-        made = torch._empty_affine_quantized(
-            shape,
-            scale=context["scale"],
-            zero_point=context["zero_point"],
-            dtype=dtype,
-            device=memory.device,
-        )
+        numbers: Any = {name: context[name] for name in ("scale", "zero_point")}
+        made = torch._empty_affine_quantized(shape, **numbers, **like)
     else:
-        made = torch._empty_per_channel_affine_quantized(
-            shape,
-            scales=parts.components["scales"],
-            zero_points=parts.components["zero_points"],
-            axis=context["axis"],
-            dtype=dtype,
-            device=memory.device,
-        )
+        tables: Any = {name: parts.components[name] for name in ("scales", "zero_points")}
+        tables["axis"] = context["axis"]
+        made = torch._empty_per_channel_affine_quantized(shape, **tables, **like)
     _integers_of(made).copy_(memory)
     return made  # type: ignore[no-any-return]
 
@@ -199,14 +190,9 @@ def _take_jagged(tensor: Any) -> Parts:
 
 def _build_jagged(parts: Parts, shape: Shape, dtype: torch.dtype) -> torch.Tensor:
     components, context = parts
-    return torch.nested.nested_tensor_from_jagged(
-        components["values"],
-        components["offsets"],
-        components.get("lengths"),
-        jagged_dim=context["dim"],
-        min_seqlen=context["min"],
-        max_seqlen=context["max"],
-    )
+    given = components["values"], components["offsets"], components.get("lengths")
+    lengths: Any = {"min_seqlen": context["min"], "max_seqlen": context["max"]}
+    return torch.nested.nested_tensor_from_jagged(*given, jagged_dim=context["dim"], **lengths)
 
 
 _NESTED = CompositeType("torch.nested", _take_nested, _build_nested)

@@ -27,7 +27,7 @@ from ckpt.state_dict.into import OptimizerTarget, put_model, put_optimizer
 from ckpt.state_dict.keys import ListedParams
 from ckpt.state_dict.model import ranks_of, world_to_load, world_to_take
 from ckpt.state_dict.out import take_model, take_optimizer
-from ckpt.world.base import SoloWorld, World
+from ckpt.world.base import SoloWorld, World, collectively
 
 Optimizer = torch.optim.Optimizer
 
@@ -162,7 +162,7 @@ def load_optimizer_state_dict(
         # What fails before here has changed nothing, and leaves no mark.
         with filling(optimizers, "a state dict"):
             loading.fill()
-            return loading.install()
+            return collectively(world, "finish", loading.install)  # all fail together
 
 
 def optimizer_state_dict_to_load(

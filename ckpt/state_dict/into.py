@@ -491,10 +491,7 @@ class OptimizerLoad:
         redistribute(self.target.world, self.given.held, self.known, wanted)
 
     def install(self) -> Loaded:
-        """Give the optimizers their state; collective, to fail together."""
-        return collectively(self.target.world, "finish", self._install)
-
-    def _install(self) -> Loaded:
+        """Give the optimizers their state."""
         for bound in self.bound:
             bound.install()
         for key, value in self.given.user.items():

@@ -209,9 +209,9 @@ class GivenState:
     ) -> dict[str, Any]:
         """A group with the names of its parameters, and its options as a value."""
         params = [name_of[key] for key in group["params"] if key in name_of]
-        if self.keeps_own:
-            return {"params": params, **copy.deepcopy(options_of(group))}
-        return {"params": params, **(self.split(options_of(group), f"{GROUPS}.{index}") or {})}
+        own, fqn = options_of(group), f"{GROUPS}.{index}"
+        options = copy.deepcopy(own) if self.keeps_own else self.split(own, fqn) or {}
+        return {"params": params, **options}
 
     def hold_state(self, fqn: str, content: Any, shape: Shape | None) -> None:
         """State of a parameter of `shape`."""

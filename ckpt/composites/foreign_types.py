@@ -427,6 +427,10 @@ def _build_4bit(parts: Parts, shape: Shape, dtype: torch.dtype) -> torch.Tensor:
     components, context = parts.components, context_of(parts.context, _device_of(parts))
     make_state: Any = class_at("bitsandbytes.functional", "bitsandbytes.QuantState")
     make: Any = class_at(_TYPES[_PARAMS_4BIT], _PARAMS_4BIT)
+
+    def some(*names: str) -> dict[str, Any]:
+        return {name: context[name] for name in names}
+
     inner = None
     if "nested_absmax" in components:
         inner = make_state(
@@ -437,23 +441,17 @@ def _build_4bit(parts: Parts, shape: Shape, dtype: torch.dtype) -> torch.Tensor:
         )
     state = make_state(
         absmax=components["absmax"],
-        shape=context["shape"],
         code=components["quant_map"],
-        blocksize=context["blocksize"],
-        quant_type=context["quant_type"],
-        dtype=context["dtype"],
         offset=components.get("nested_offset"),
         state2=inner,
+        **some("shape", "blocksize", "quant_type", "dtype"),
     )
     made: torch.Tensor = make(
         components["data"],
         requires_grad=False,
         quant_state=state,
-        blocksize=context["blocksize"],
-        compress_statistics=context["compress_statistics"],
-        quant_type=context["quant_type"],
-        quant_storage=context["quant_storage"],
         # Otherwise the first move to a device would quantize the packed bytes once more.
         bnb_quantized=True,
+        **some("blocksize", "compress_statistics", "quant_type", "quant_storage"),
     )
     return made

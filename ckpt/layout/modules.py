@@ -484,8 +484,8 @@ def _add_foreign(builder: _LayoutBuilder, visit: _Visit) -> None:
     for owned in all_owned:
         builder.params.append(owned)
         builder.owned_by_param[id(owned.param)] = owned
-        builder.covered.update(owned.fqns)
         names = owned.fqns
+        builder.covered.update(names)
         shape = owned.views[0].pieces[0].global_shape
         is_member = len(names) == 1 and not torch_fsdp.is_flat_param(owned.param)
         if is_member and shape == tuple(owned.param.shape):

@@ -202,17 +202,12 @@ def saved_states(names: Names, prefix: str, params: set[str]) -> dict[str, Saved
     catalog = names.catalog
     states: dict[str, SavedState] = {}
 
-    def each(content: Mapping[str, Any]) -> Sequence[tuple[SavedState, str, str]]:
-        cut = [
-            (fqn, split_state_name(fqn[len(prefix) :], params))
-            for fqn in content
-            if fqn.startswith(prefix) and fqn not in inside
-        ]
-        return [
-            (states.setdefault(parts[0], SavedState({}, {}, {})), parts[1], fqn)
-            for fqn, parts in cut
-            if parts is not None
-        ]
+    def each(content: Mapping[str, Any]) -> Iterator[tuple[SavedState, str, str]]:
+        for fqn in content:
+            if not fqn.startswith(prefix) or fqn in inside:
+                continue
+            if (parts := split_state_name(fqn[len(prefix) :], params)) is not None:
+                yield states.setdefault(parts[0], SavedState({}, {}, {})), parts[1], fqn
 
     own = own_entries(catalog.per_rank, prefix)
     # Tensors inside values and own state are no state by themselves.

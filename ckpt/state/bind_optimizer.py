@@ -73,8 +73,7 @@ def bind_optimizer(
     if not isinstance(groups, list) or not all(
         isinstance(group, dict) and isinstance(group.get("params"), list) for group in groups
     ):
-        text = "is not a list of groups of parameters"
-        names.report(f"{path}.param_groups", text)
+        names.report(f"{path}.param_groups", "is not a list of groups of parameters")
         return bound
     own, per_rank = f"{saved[0]}{OWN_OPTIONS}", names.catalog.per_rank
     own_options = {rank: values[own] for rank, values in enumerate(per_rank) if own in values}

@@ -92,8 +92,8 @@ FORMAT = Format(
 
 
 def _is_zip(store: Store, file: str) -> bool:
-    nbytes = min(store.info(file).nbytes, len(_ZIP))
-    return store.get(file, ByteRange(0, nbytes)) == _ZIP
+    is_long = store.info(file).nbytes >= len(_ZIP)
+    return is_long and store.get(file, ByteRange(0, len(_ZIP))) == _ZIP
 
 
 def _has_parts(node: Any) -> bool:

@@ -14,12 +14,7 @@ from typing import Any, Literal, SupportsIndex, TypeVar
 
 import torch.distributed as dist
 
-from ckpt.commit.appender import (
-    BACKGROUND_SECONDS,
-    BLOCKING_SECONDS,
-    checked_seconds,
-    patience_for,
-)
+from ckpt.commit.appender import BACKGROUND_SECONDS, BLOCKING_SECONDS, checked_seconds, patience_for
 from ckpt.commit.names import checked_period, line_prefix, plain_float, plain_int
 from ckpt.errors import InvalidArgument, NoCheckpoint, SaveDropped
 from ckpt.layout.memory import gc_paused
@@ -529,11 +524,7 @@ def write_path(io: Io, store: Store, staging: Staging, *, cached_ranks: int = 0)
         # All ranks of the job may be on this host; together they get a quarter.
         share = min(CACHED_SHARE_MAX, 1 / (4 * cached_ranks))
     return WritePath(
-        direct=True,
-        writers=1,
-        direct_nbytes_min=least,
-        cached_share_max=share,
-        staging=staging,
+        direct=True, writers=1, direct_nbytes_min=least, cached_share_max=share, staging=staging
     )
 
 

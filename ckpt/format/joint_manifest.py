@@ -44,12 +44,7 @@ from ckpt.format.manifest import (
     parse_reference,
     starts_of,
 )
-from ckpt.format.manifest_codec import (
-    Encoded,
-    decode_manifest,
-    encoded,
-    fields_of_tensors,
-)
+from ckpt.format.manifest_codec import Encoded, decode_manifest, encoded, fields_of_tensors
 from ckpt.format.part import (
     EncodedValues,
     JointRest,

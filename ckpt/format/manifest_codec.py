@@ -16,13 +16,7 @@ from pydantic import ValidationError
 
 from ckpt.errors import Corrupt, UnsupportedFormat
 from ckpt.format.checksum import decode_seals
-from ckpt.format.chunk_columns import (
-    CHUNK_NBYTES,
-    ChunkBounds,
-    Counts,
-    chunk_rules,
-    decode_chunks,
-)
+from ckpt.format.chunk_columns import CHUNK_NBYTES, ChunkBounds, Counts, chunk_rules, decode_chunks
 from ckpt.format.columns import (
     as_int64s,
     ints_in,

@@ -31,12 +31,7 @@ from ckpt.commit.locate import file_keys
 from ckpt.errors import Corrupt
 from ckpt.format.checksum import Uint32s, crc32c_of_each, once_more, seal_of
 from ckpt.format.columns import Ints
-from ckpt.format.datafile_index import (
-    DataFileIndex,
-    check_seal,
-    read_data_file_index,
-    read_into,
-)
+from ckpt.format.datafile_index import DataFileIndex, check_seal, read_data_file_index, read_into
 from ckpt.format.manifest import Int64s, Manifest, is_reference
 from storage import Store
 from storage.forks import ForkSafeLock

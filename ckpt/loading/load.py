@@ -16,12 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ckpt.commit.locate import decoded, live_entries, locate
-from ckpt.errors import (
-    CheckpointError,
-    LoadInterrupted,
-    Mismatch,
-    RankFailed,
-)
+from ckpt.errors import CheckpointError, LoadInterrupted, Mismatch, RankFailed
 from ckpt.format.codec import decode_values
 from ckpt.format.joint_manifest import is_groups
 from ckpt.format.manifest import DELTA, WRITERS, Manifest, MetadataBudget
@@ -54,12 +49,7 @@ from ckpt.state.resize import Resize
 from ckpt.state.types import CHECKPOINT, Catalog, Loaded, ProblemKind, Stacks, Strict, TensorEntry
 from ckpt.telemetry.record import PhaseSpan, Recorder
 from ckpt.wings import wing
-from ckpt.world.base import (
-    World,
-    collectively,
-    decided_json,
-    from_coordinator,
-)
+from ckpt.world.base import World, collectively, decided_json, from_coordinator
 from storage import Store
 
 logger = logging.getLogger(__name__)
@@ -131,12 +121,7 @@ def load_state(
             if DELTA in located[1].header.required:
                 raise Mismatch([IS_DELTA], f"{store.url}/{located[0]}")
             return load_located(
-                state,
-                store=store,
-                world=world,
-                located=located,
-                options=options,
-                recorder=recorder,
+                state, store=store, world=world, located=located, options=options, recorder=recorder
             )
         except LoadInterrupted as interrupted:
             header = located[1].header

@@ -409,10 +409,7 @@ def whole_need(manifest: Manifest, chunk: int, address: int) -> Need:
     """The need of all of `chunk`, at `address` in host memory."""
     nbytes = manifest.chunk_nbytes(chunk)
     return Need(
-        nbytes,
-        [(0, -(-nbytes // manifest.header.block_bytes))],
-        [Direct(0, nbytes, address)],
-        [],
+        nbytes, [(0, -(-nbytes // manifest.header.block_bytes))], [Direct(0, nbytes, address)], []
     )
 
 

@@ -31,13 +31,7 @@ import torch
 from ckpt.errors import Corrupt
 from ckpt.format.checksum import Uint32s, once_more
 from ckpt.format.datafile_index import read_into
-from ckpt.layout.memory import (
-    CallersStreams,
-    devices_of,
-    narrowed,
-    staging_buffer,
-    tensor_over,
-)
+from ckpt.layout.memory import CallersStreams, devices_of, narrowed, staging_buffer, tensor_over
 from ckpt.layout.region import row_major_strides
 from ckpt.layout.reshard import clip_patch
 from ckpt.loading.block_sums import BlockSums, TableRange

@@ -265,11 +265,7 @@ class Background:
             pending._is_dropped.set()
 
     def start(
-        self,
-        task: SaveTask,
-        begin: Callable[[], Staged],
-        *,
-        publish: Publish = publish,
+        self, task: SaveTask, begin: Callable[[], Staged], *, publish: Publish = publish
     ) -> PendingSave:
         """Stage with `begin` in this thread; the worker does the rest and commits with `publish`.
 

@@ -118,9 +118,7 @@ def known_of_part(part: Part, header: Header) -> dict[StoredChunk, KnownChunk]:
 
 
 def known_of_files(
-    manifest: Manifest,
-    wanted: Iterable[StoredChunk],
-    sums_of: Callable[[int], StoredSums | None],
+    manifest: Manifest, wanted: Iterable[StoredChunk], sums_of: Callable[[int], StoredSums | None]
 ) -> dict[StoredChunk, KnownChunk]:
     """The `wanted` chunks that a checkpoint has, according to its data files. `sums_of(file)` gives
     None for a file that cannot be referred to.

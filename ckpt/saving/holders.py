@@ -111,8 +111,7 @@ def inventory_of(contents: Contents, ranks: Ranks) -> Inventory:
     # one name; all other values of one name have to be equal.
     values = [
         NamedValue(
-            fqn,
-            tuple(tuple(group["params"]) for group in value) if is_groups(value, fqn) else (),
+            fqn, tuple(tuple(group["params"]) for group in value) if is_groups(value, fqn) else ()
         )
         for fqn, value in flat.values.items()
     ]

@@ -39,13 +39,7 @@ from ckpt.layout.assign import Assignment, Share, assign, is_small_and_agreed
 from ckpt.layout.composites import type_of
 from ckpt.layout.dtypes import dtype_name
 from ckpt.layout.kind import Kind
-from ckpt.layout.memory import (
-    is_plain_memory,
-    local_view,
-    narrowed,
-    storage_of,
-    tensor_over,
-)
+from ckpt.layout.memory import is_plain_memory, local_view, narrowed, storage_of, tensor_over
 from ckpt.layout.piece import Holding, Piece
 from ckpt.layout.plain import Ranks, UnsupportedTensor
 from ckpt.layout.region import Region, Span, boxes_of

@@ -18,14 +18,7 @@ from ckpt.errors import InvalidState
 from ckpt.format.codec import encode_values
 from ckpt.format.delta import BLOCK_NUMEL, DeltaBlock
 from ckpt.layout.dtypes import dtype_name
-from ckpt.layout.elements import (
-    bits_of,
-    differing,
-    digest_of,
-    digest_of_run,
-    numbers_of,
-    unsigned,
-)
+from ckpt.layout.elements import bits_of, differing, digest_of, digest_of_run, numbers_of, unsigned
 from ckpt.layout.memory import local_view
 from ckpt.layout.piece import Piece
 from ckpt.layout.plain import Ranks

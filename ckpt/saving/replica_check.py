@@ -431,9 +431,7 @@ def _texts(
     return texts, is_of_all
 
 
-def _groups_that_differ(
-    received: Sequence[Mapping[str, Any]],
-) -> tuple[list[Holders], bool] | None:
+def _groups_that_differ(received: Sequence[Mapping[str, Any]]) -> tuple[list[Holders], bool] | None:
     if len({(one["first_only"], one["whole"]) for one in received if one}) > 1:
         return None
     digests: dict[Holders, set[int]] = {}

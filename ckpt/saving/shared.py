@@ -22,12 +22,7 @@ from ckpt.commit.names import PART_PREFIX, attempt_epoch, step_prefix
 from ckpt.commit.session import RankedSession
 from ckpt.errors import Corrupt, Fenced, InvalidArgument, InvalidState, NoCheckpoint, StoreRefused
 from ckpt.format.codec import decode_values
-from ckpt.format.datafile_index import (
-    contradictions,
-    files_by_rank,
-    open_file,
-    part_of_rank,
-)
+from ckpt.format.datafile_index import contradictions, files_by_rank, open_file, part_of_rank
 from ckpt.format.joint_manifest import build_manifest
 from ckpt.format.manifest import WRITERS, Header, Manifest
 from ckpt.format.manifest_codec import decode_manifest

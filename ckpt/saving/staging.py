@@ -46,13 +46,7 @@ from ckpt.saving.plan import Contents, PlanMemory, SavePlan, Source, contents_of
 from ckpt.saving.replica_check import ReplicaSums, compares_all, digests_of, replica_sums
 from ckpt.saving.save import write_sources
 from ckpt.saving.step_gate import Gate, seen_since, steps
-from ckpt.saving.task import (
-    Attempt,
-    SaveTask,
-    files_of,
-    header_of,
-    write_part,
-)
+from ckpt.saving.task import Attempt, SaveTask, files_of, header_of, write_part
 from ckpt.state.types import FlatState
 from storage.ranges import address_of, aligned_buffer, copy_bytes
 

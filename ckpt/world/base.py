@@ -158,10 +158,7 @@ class World(ABC):
         """
 
     def all_to_all(
-        self,
-        name: str,
-        send: Sequence[Sequence[memoryview]],
-        recv: Sequence[Sequence[memoryview]],
+        self, name: str, send: Sequence[Sequence[memoryview]], recv: Sequence[Sequence[memoryview]]
     ) -> None:
         """All-to-all of bytes: fill the buffers `recv[r]` with those of rank r's `send[this rank]`.
 

@@ -19,12 +19,7 @@ from ckpt.errors import CheckpointError
 from ckpt.world.board import ProcessBoard
 from ckpt.world.heart import Heart
 from ckpt.world.link import WORLD_NBYTES
-from ckpt.world.liveness import (
-    ENDED_UNCALLED,
-    Card,
-    address_of,
-    hosts_of,
-)
+from ckpt.world.liveness import ENDED_UNCALLED, Card, address_of, hosts_of
 from ckpt.world.missing import Missing, card_key
 from ckpt.world.place import (
     CERTIFICATE_VARIABLE,

@@ -28,9 +28,8 @@ from ckpt.saving.background import Background
 from ckpt.saving.image import Staging
 from ckpt.saving.task import PartMemory
 from ckpt.world import job
-from ckpt.world.base import World, collectively
-from ckpt.world.torch_world import current_world
-from ckpt.world.torch_world import world_of_members as new_world_of_members
+from ckpt.world.base import SoloWorld, World, collectively
+from ckpt.world.torch_world import TorchWorld, current_world
 from storage import Store, StoreLike, open_store
 from storage.forks import keep_for_ever
 from storage.hidden import without_secrets
@@ -219,7 +218,7 @@ def world_of_members(members: tuple[int, ...]) -> World:
     Collective over these ranks at its first call.
     """
     if len(members) == 1:
-        return new_world_of_members(members)
+        return SoloWorld(members[0])
     return this_process.of_members(members).world
 
 
@@ -399,7 +398,7 @@ class ProcessMemory:
             for context in self._contexts:
                 if context.everyone is everyone and context.world.global_ranks == members:
                     return context
-            return self._new_context(None, lambda: new_world_of_members(members))
+            return self._new_context(None, lambda: TorchWorld(members=members))
 
     def release_jobs(self) -> bool:
         """Release the worlds of jobs that this process has left; False where a save needs one, or
@@ -441,5 +440,4 @@ class ProcessMemory:
 
 this_process = ProcessMemory()
 job.this_process.on_left.append(this_process.release_jobs)
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=this_process.forked)
+os.register_at_fork(after_in_child=this_process.forked)

@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from typing import Any, Literal, NamedTuple, TypeVar
 
 from ckpt.errors import RankFailed
-from ckpt.world.agreement import agreed_error, encode_error
+from ckpt.world.agreement import encode_error, encode_failures, error_of_failures
 from ckpt.world.base import Message, Transfers, World, lengths_problem
 from ckpt.world.tree import family
 
@@ -305,7 +305,8 @@ class ThreadWorld(World):
         return shared
 
     def agree(self, phase: str, error: BaseException | None) -> None:
-        agreed = agreed_error(phase, self.gather(f"agree on {phase}", encode_error(error)))
+        answers = self.gather(f"agree on {phase}", encode_error(error))
+        agreed = error_of_failures(phase, encode_failures(answers), self.size)
         if agreed is not None:
             raise agreed from error
 

@@ -223,7 +223,7 @@ def cover_problem(regions: Sequence[Region], shape: Shape) -> str | None:
         return f"regions overlap: {covered} elements for a tensor of {numel}"
     if numel == 0 or _is_grid(boxes, shape):
         return None
-    return _Cutter(VISITS_PER_BOX_MAX * len(boxes)).problem(boxes, whole(shape))
+    return _cut_problem(boxes, whole(shape))
 
 
 def _is_grid(boxes: Sequence[Box], shape: Shape) -> bool:
@@ -248,31 +248,24 @@ def _is_grid(boxes: Sequence[Box], shape: Shape) -> bool:
     return total == len(boxes) and bool(np.all(np.bincount(cells, minlength=total) == 1))
 
 
-class _Cutter:
-    """Cuts a room in two along the face of a box, until every part is one box."""
-
-    def __init__(self, visits_max: int) -> None:
-        self.visits_left = visits_max
-
-    def problem(self, boxes: list[Box], room: Box) -> str | None:
-        # A list instead of recursion: crafted boxes could go deeper than Python allows.
-        todo = [(boxes, room)]
-        while todo:
-            boxes, room = todo.pop()
-            self.visits_left -= len(boxes)
-            if self.visits_left < 0:
-                return "regions are too irregular to be checked: store fewer or simpler regions"
-            volume = sum(box.numel for box in boxes)
-            if volume != room.numel:
-                what = "overlap" if volume > room.numel else "leave a gap"
-                return f"regions {what} within {room}"
-            if len(boxes) == 1:
-                continue  # inside of the room and as large: it is the room
-            dim, face = _face(boxes, room)
-            low, high = _halves(room, dim, face)
-            todo.append(([part for box in boxes if (part := intersect(box, low))], low))
-            todo.append(([part for box in boxes if (part := intersect(box, high))], high))
-        return None
+def _cut_problem(boxes: list[Box], room: Box) -> str | None:
+    """Cut a room in two along the face of a box, until every part is one box."""
+    visits_left = VISITS_PER_BOX_MAX * len(boxes)
+    # A list instead of recursion: crafted boxes could go deeper than Python allows.
+    todo = [(boxes, room)]
+    while todo:
+        boxes, room = todo.pop()
+        visits_left -= len(boxes)
+        if visits_left < 0:
+            return "regions are too irregular to be checked: store fewer or simpler regions"
+        volume = sum(box.numel for box in boxes)
+        if volume != room.numel:
+            what = "overlap" if volume > room.numel else "leave a gap"
+            return f"regions {what} within {room}"
+        if len(boxes) > 1:  # one is inside of the room and as large: it is the room
+            for half in _halves(room, *_face(boxes, room)):
+                todo.append(([part for box in boxes if (part := intersect(box, half))], half))
+    return None
 
 
 def _face(boxes: Sequence[Box], room: Box) -> tuple[int, int]:

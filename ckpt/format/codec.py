@@ -99,7 +99,11 @@ class _Encoder:
             self.out += b"d" + _varint(len(value))
             self.is_typed = self.is_typed or not TYPED_KEYS.isdisjoint(value)
             for key, item in value.items():
-                _check_key(key, path)
+                if not _is_key(key):
+                    raise TypeError(
+                        f"{_show(path)}: key {key!r:.100} of type {type(key).__name__} cannot be "
+                        "stored; keys are str, int, bool, None, float or tuples of those"
+                    )
                 self.put(key, (*path, key), depth + 1)
                 self.put(item, (*path, key), depth + 1)
             return
@@ -145,26 +149,20 @@ class _Decoder:
             return tag == b"T"
         if tag == b"f":
             return _FLOAT.unpack(self.take(8))[0]
-        if tag == b"i":
-            return self.integer()
-        if tag == b"s":
-            return self.text()
-        if tag == b"b":
-            return self.take(self.varint())
         if tag in b"ltd":
             return self.container(tag, depth)
-        raise Corrupt(f"encoded values: unknown tag 0x{tag.hex()} at byte {self.offset - 1}")
-
-    def integer(self) -> int:
+        if tag not in b"isb":
+            raise Corrupt(f"encoded values: unknown tag 0x{tag.hex()} at byte {self.offset - 1}")
         payload = self.take(self.varint())
-        number = int.from_bytes(payload, "little", signed=True)
-        if _int_bytes(number) != payload:
-            raise Corrupt(f"encoded values: overlong integer before byte {self.offset}")
-        return number
-
-    def text(self) -> str:
+        if tag == b"b":
+            return payload
+        if tag == b"i":
+            number = int.from_bytes(payload, "little", signed=True)
+            if _int_bytes(number) != payload:
+                raise Corrupt(f"encoded values: overlong integer before byte {self.offset}")
+            return number
         try:
-            return self.take(self.varint()).decode("utf-8")
+            return payload.decode("utf-8")
         except UnicodeDecodeError as error:
             raise Corrupt(f"encoded values: string before byte {self.offset}: {error}") from error
 
@@ -178,12 +176,9 @@ class _Decoder:
         # An item takes a byte at least: a hostile count must not reserve memory.
         if count * (2 if tag == b"d" else 1) > len(self.data) - self.offset:
             raise Corrupt(f"encoded values: {count} items do not fit after byte {self.offset}")
-        if tag == b"d":
-            return self.mapping(count, depth)
-        items = [self.get(depth + 1) for _ in range(count)]
-        return items if tag == b"l" else tuple(items)
-
-    def mapping(self, count: int, depth: int) -> dict[Any, Any]:
+        if tag != b"d":
+            items = [self.get(depth + 1) for _ in range(count)]
+            return items if tag == b"l" else tuple(items)
         result: dict[Any, Any] = {}
         for _ in range(count):
             key = self.get(depth + 1)
@@ -227,14 +222,6 @@ def _is_key(key: Any) -> bool:
     if type(key) is tuple:
         return all(_is_key(item) for item in key)
     return key is None or type(key) in (bool, int, float, str)
-
-
-def _check_key(key: Any, path: tuple[Any, ...]) -> None:
-    if not _is_key(key):
-        raise TypeError(
-            f"{_show(path)}: key {key!r:.100} of type {type(key).__name__} cannot be stored; "
-            "keys are str, int, bool, None, float or tuples of those"
-        )
 
 
 def _show(path: tuple[Any, ...]) -> str:

@@ -261,7 +261,7 @@ def _write(plan: SavePlan, planner: SavePlanner, store: Store, header: Header, r
     sources = sorted(contents.sources, key=lambda source: order_key(source.chunk))
     texts = PartTexts.of({}, values, per_rank, sends=None if rank else values)
     path = WritePath()
-    entries = entries_of(sources, path.file_nbytes_max, header.block_bytes)
+    entries = entries_of(sources, path.file_nbytes_max)
     empty = [info for info in infos if 0 in info.shape]
     files = write_files(
         store,

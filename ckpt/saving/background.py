@@ -346,7 +346,7 @@ class Background:
     def _worker(self) -> ThreadPoolExecutor:
         if self._pool is None:
             self._pool = ThreadPoolExecutor(1, thread_name_prefix="ckpt-save")
-            _exit.watch(self)
+            _with_workers.add(self)
         return self._pool
 
     def close(self) -> None:
@@ -404,34 +404,12 @@ def _run(pending: PendingSave, task: SaveTask, staged: Staged, publish: Publish)
         staged.release()
 
 
-class _Exit:
-    """Waits for saves in flight when the interpreter ends, and logs failures."""
-
-    def __init__(self) -> None:
-        self._watched: weakref.WeakSet[Background] = weakref.WeakSet()
-        self._is_registered = False
-
-    def watch(self, background: Background) -> None:
-        self._watched.add(background)
-        if not self._is_registered:
-            self._is_registered = True
-            # A save needs thread pools, and these refuse new work once the interpreter shuts them
-            # down. That is before `atexit`, and no public hook is called earlier.
-            register = getattr(threading, "_register_atexit", atexit.register)
-            register(self._at_exit)
-
-    def forget_all(self) -> None:
-        """In a forked child, such as a worker of a data loader: the thread that saves exists in the
-        parent only. The child must neither wait for the parent's saves nor abandon its world, which
-        would report to the other ranks that this one is gone.
-        """
-        self._watched = weakref.WeakSet()
-
-    def _at_exit(self) -> None:
-        until = time.monotonic() + EXIT_SECONDS_MAX
-        for background in list(self._watched):
-            background._preparation.is_stopped.set()  # else its thread would be joined to the end
-            _log_unreported(background, max(0.0, until - time.monotonic()))
+def _at_exit() -> None:
+    """Wait for saves in flight when the interpreter ends, and log failures."""
+    until = time.monotonic() + EXIT_SECONDS_MAX
+    for background in list(_with_workers):
+        background._preparation.is_stopped.set()  # else its thread would be joined to the end
+        _log_unreported(background, max(0.0, until - time.monotonic()))
 
 
 def _log_unreported(background: Background, seconds_max: float) -> None:
@@ -460,6 +438,11 @@ def _log_unreported(background: Background, seconds_max: float) -> None:
             )
 
 
-_exit = _Exit()
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_exit.forget_all)
+_with_workers: weakref.WeakSet[Background] = weakref.WeakSet()
+# A save needs thread pools, and these refuse new work once the interpreter shuts them down. That is
+# before `atexit`, and no public hook is called earlier.
+getattr(threading, "_register_atexit", atexit.register)(_at_exit)
+# A forked child, such as a worker of a data loader, lacks the thread that saves. It must not
+# wait for the parent's saves, nor abandon its world: the other ranks would be told that this
+# one is gone.
+os.register_at_fork(after_in_child=_with_workers.clear)

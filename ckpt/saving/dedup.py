@@ -38,7 +38,7 @@ from ckpt.commit.records import LiveEntry
 from ckpt.commit.session import Session
 from ckpt.errors import CheckpointError
 from ckpt.format.checksum import Seal, block_checksums, digest_of, digests_from, is_outage
-from ckpt.format.datafile import StoredChunk
+from ckpt.format.datafile import BLOCK_BYTES, StoredChunk
 from ckpt.format.datafile_index import StoredSums, stored_sums
 from ckpt.format.manifest import (
     SINCE_FULL,
@@ -306,8 +306,7 @@ def references_allowed(
 
 logger = logging.getLogger(__name__)
 
-MIB = 1 << 20
-HASHED_NBYTES = 8 * MIB  # of memory that needs a copy to be hashed
+HASHED_NBYTES = 8 * BLOCK_BYTES  # of memory that needs a copy to be hashed
 
 
 class Base(NamedTuple):
@@ -359,7 +358,7 @@ class Previous:
     nbytes: dict[str, int] = field(default_factory=dict)
     staging: Staging = field(default_factory=Staging)
 
-    def offer(self, session: Session, *, block_nbytes: int, full_every: int | timedelta) -> Base:
+    def offer(self, session: Session, full_every: int | timedelta) -> Base:
         """On the coordinator: what the next save may refer to. Nothing at every save number
         `full_every`, where files would be older than that, or where all live checkpoints of the
         training share a file: damage to one file must not end many. Raises Fenced and the store's
@@ -376,7 +375,7 @@ class Previous:
             header, latest = manifest.header, state.latest
             # Not its root: a copied root has a new name, but its checkpoints keep the old one.
             is_named_right = (header.step, header.attempt) == (latest.step, latest.attempt)
-            has_digests = header.block_bytes == block_nbytes and SINCE_FULL in header.user
+            has_digests = header.block_bytes == BLOCK_BYTES and SINCE_FULL in header.user
             if not (is_named_right and has_digests):
                 return NOTHING
             data, held, since_full = manifest.data, nbytes_held(manifest), _since_full(header)
@@ -484,25 +483,20 @@ class Referred(NamedTuple):
     division: Division
 
 
-def refer(
-    sources: Sequence[Source], base: Base, previous: Previous, *, header: Header, store: Store
-) -> Referred:
-    """Hash all sources, and leave out those whose bytes are stored already; `header` is that of the
-    save.
+def refer(sources: Sequence[Source], base: Base, previous: Previous, store: Store) -> Referred:
+    """Hash all sources, and leave out those whose bytes are stored already.
 
     Every byte is hashed at every save. The bytes must not change until the files are written.
     """
     chunks = [source.chunk for source in sources]
-    digests = [digest_of(_bytes_of(source, HASHED_NBYTES)) for source in sources]
-
+    digests = [digest_of(_bytes_of(source)) for source in sources]
     known = previous.known_of(base, chunks, store) if base.allowed else {}
-    division = divide(
-        chunks,
-        digests,
-        lambda index: _checksums(sources[index], header.block_bytes),
-        known=known,
-        allowed=base.allowed,
-    )
+
+    def checksums_of(index: int) -> Checksums:
+        runs = _bytes_of(sources[index])
+        return np.concatenate([block_checksums(run, BLOCK_BYTES) for run in runs])
+
+    division = divide(chunks, digests, checksums_of, known=known, allowed=base.allowed)
     return Referred(
         [sources[index] for index in division.written],
         tuple([digests[index] for index in division.written]),
@@ -510,21 +504,15 @@ def refer(
     )
 
 
-def _checksums(source: Source, block_nbytes: int) -> Checksums:
-    whole_blocks = max(HASHED_NBYTES // block_nbytes, 1) * block_nbytes
-    pieces = _bytes_of(source, whole_blocks)
-    return np.concatenate([block_checksums(piece, block_nbytes) for piece in pieces])
-
-
-def _bytes_of(source: Source, nbytes_max: int) -> Iterator[memoryview]:
-    """The source's bytes in order: where they are, or in copies of up to `nbytes_max`."""
+def _bytes_of(source: Source) -> Iterator[memoryview]:
+    """The source's bytes in order: where they are, or in copies of some blocks."""
     nbytes = source.chunk.nbytes
     if source.address or is_plain_memory(source.view):
         start = source.start * source.view.dtype.itemsize
         yield bytes_at(source.address or source.view.data_ptr() + start, nbytes)
         return
-    scratch = memoryview(bytearray(min(nbytes, nbytes_max)))
-    for start in range(0, nbytes, nbytes_max):
-        piece = scratch[: min(nbytes - start, nbytes_max)]
+    scratch = memoryview(bytearray(min(nbytes, HASHED_NBYTES)))
+    for start in range(0, nbytes, HASHED_NBYTES):
+        piece = scratch[: min(nbytes - start, HASHED_NBYTES)]
         copy_elements(source, start, piece)
         yield piece

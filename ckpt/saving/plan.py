@@ -256,12 +256,10 @@ def sources_of(shares: Sequence[Share]) -> list[Source]:
     return [sources[key[5]] for key in keys]
 
 
-def entries_of(
-    sources: Sequence[Source], file_nbytes_max: int, block_nbytes: int
-) -> tuple[FileEntries, ...]:
+def entries_of(sources: Sequence[Source], file_nbytes_max: int) -> tuple[FileEntries, ...]:
     """The files that hold `sources`, in this order; at least one."""
     groups = split_into_files([source.chunk for source in sources], file_nbytes_max)
-    return tuple(file_entries(group, block_nbytes) for group in groups)
+    return tuple(file_entries(group, BLOCK_BYTES) for group in groups)
 
 
 def copy_elements(
@@ -308,12 +306,10 @@ class SavePlan:
     of_chunks: Memo = field(default_factory=Memo)
     of_memory: Memo = field(default_factory=Memo)
 
-    def entries(self, file_nbytes_max: int, block_nbytes: int) -> tuple[FileEntries, ...]:
+    def entries(self, file_nbytes_max: int) -> tuple[FileEntries, ...]:
         """All files of this rank, as far as they follow from their chunks."""
-        key = ("entries", file_nbytes_max, block_nbytes)
-        return self.of_chunks.once(
-            key, lambda: entries_of(self.sources, file_nbytes_max, block_nbytes)
-        )
+        key = ("entries", file_nbytes_max)
+        return self.of_chunks.once(key, lambda: entries_of(self.sources, file_nbytes_max))
 
     @cached_property
     def compared_columns(self) -> tuple[Int64s, Int64s, Int64s]:

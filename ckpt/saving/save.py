@@ -30,7 +30,6 @@ from ckpt.errors import (
     RankFailed,
     RankFailedInCommit,
 )
-from ckpt.format.datafile import BLOCK_BYTES
 from ckpt.format.joint_manifest import differing_values
 from ckpt.format.manifest import DELTA, REFERENCES, SINCE_FULL, Header, Manifest
 from ckpt.format.manifest_codec import Encoded
@@ -172,10 +171,9 @@ def _start(task: SaveTask, modules: Callable[[], Sequence[str]], *, may_refer: b
         header = header_of(task, session.new_attempt(), modules())
         if not task.options.dedup:
             return joined(header.model_dump_json().encode(), b"")
-        base, every = NOTHING, task.options.full_every
+        base = NOTHING
         if may_refer:
-            previous = task.memory.previous
-            base = previous.offer(session, block_nbytes=BLOCK_BYTES, full_every=every)
+            base = task.memory.previous.offer(session, task.options.full_every)
         # 0 says that this save refers to nothing, so later saves count from it.
         since_full = base.since_full if base.allowed else 0
         user = {**header.user, SINCE_FULL: str(since_full)}
@@ -194,19 +192,19 @@ def _start(task: SaveTask, modules: Callable[[], Sequence[str]], *, may_refer: b
 
 def _refuse_other_task(attempt: Attempt, task: SaveTask) -> None:
     """Raises InvalidState when this rank's arguments differ from those of rank 0, which count."""
-    agreed: dict[str, object] = {"step": attempt.header.step, "dedup": attempt.base is not None}
-    passed: dict[str, object] = {"step": task.step, "dedup": task.options.dedup}
-    if task.place is not None:
-        agreed["into"], passed["into"] = attempt.header.attempt, task.place.header.attempt
-    if agreed != passed:
-        raise InvalidState(
-            [
-                f"{name}={passed[name]} was passed where rank 0 passed {name}={agreed[name]}; pass "
-                f"the same {name}"
-                for name in agreed
-                if passed[name] != agreed[name]
-            ]
+    header, is_dedup = attempt.header, attempt.base is not None
+    into = header.attempt if task.place is None else task.place.header.attempt
+    problems = [
+        f"{name}={passed} was passed where rank 0 passed {name}={agreed}; pass the same {name}"
+        for name, passed, agreed in (
+            ("step", task.step, header.step),
+            ("dedup", task.options.dedup, is_dedup),
+            ("into", into, header.attempt),
         )
+        if passed != agreed
+    ]
+    if problems:
+        raise InvalidState(problems)
 
 
 def _unchanged(of_ranks: Iterable[Sequence[str]]) -> list[str]:
@@ -348,12 +346,12 @@ def _commit_received(received: JointReceived, task: SaveTask, header: Header) ->
         nbytes_referenced=referenced,
         warnings=len(warnings),
     )
-    try:
-        with task.recorder.span("commit"):
+    with task.recorder.span("commit"):
+        try:
             if task.session.session is not None:
                 task.session.session.commit(commit)
-    except ReferenceRetired as error:
-        return Committed({"retired": str(error)})
+        except ReferenceRetired as error:
+            return Committed({"retired": str(error)})
     # From here on the checkpoint exists, or this part of it, so nothing may fail any more.
     answer = {"warnings": warnings, "totals": totals.ended(time.time()).model_dump()}
     held = {header.attempt: nbytes - referenced, **others}
@@ -523,21 +521,18 @@ def write_sources(
     """
     header, recorder, path = attempt.header, task.recorder, task.options.path
     referred: Referred | None = None
-    entries = contents.plan.entries(path.file_nbytes_max, header.block_bytes)
+    entries = contents.plan.entries(path.file_nbytes_max)
     if attempt.base is not None:
         with recorder.span("digest", sum(source.chunk.nbytes for source in sources)):
-            previous = task.memory.previous
-            referred = refer(sources, attempt.base, previous, header=header, store=task.store)
+            referred = refer(sources, attempt.base, task.memory.previous, task.store)
         sources = referred.sources
-        entries = entries_of(sources, path.file_nbytes_max, header.block_bytes)
+        entries = entries_of(sources, path.file_nbytes_max)
     # With `dedup` the sources differ at each save, so plans kept for the whole state do not fit.
     memo = contents.plan.of_chunks if attempt.base is None else Memo()
 
     def write(files: list[DataFile]) -> list[FileColumns]:
-        starts, least = (
-            tuple([len(file.layout.header) for file in files]),
-            task.store.part_nbytes_min,
-        )
+        starts = tuple([len(file.layout.header) for file in files])
+        least = task.store.part_nbytes_min
         key = ("parts", path.part_nbytes, path.file_nbytes_max, least, starts)
         plans = memo.once(key, lambda: plan_files(entries, starts, path, least))
         prefix = step_prefix(header.step, header.attempt)

@@ -22,7 +22,6 @@ import torch
 
 from ckpt.commit.names import attempt_name, step_prefix
 from ckpt.errors import CheckpointError
-from ckpt.format.datafile import BLOCK_BYTES
 from ckpt.format.object_parts import DataFile
 from ckpt.format.part import FileColumns, Part, PartTexts
 from ckpt.layout.kind import Kind
@@ -397,7 +396,7 @@ def planned_files(contents: Contents, task: SaveTask) -> tuple[FilePlan, ...]:
         # Which chunks are written is known only when all are hashed, so parts cannot be laid out
         # as the files will have them; each file is staged as one part.
         path = replace(path, part_nbytes=WHOLE_FILE)
-    entries = contents.plan.entries(path.file_nbytes_max, header.block_bytes)
+    entries = contents.plan.entries(path.file_nbytes_max)
     # The slack in headers covers what differs from save to save: digits of steps and seconds.
     key = ("files", path.part_nbytes, least, path.file_nbytes_max, len(str(header.user)))
 
@@ -454,7 +453,7 @@ def buffers_for(
     """
     # With a memory of its own: the names of ranks, which a kept plan needs, are exchanged later.
     plan = contents_of(state, ranks, PlanMemory()).plan
-    files = plan.entries(path.file_nbytes_max, BLOCK_BYTES)
+    files = plan.entries(path.file_nbytes_max)
     nbytes = path.part_nbytes
     if max((file.nbytes for file in files), default=0) < nbytes:
         return BufferNeed(nbytes, 0, False)  # its parts are of another size

@@ -149,5 +149,4 @@ def _is_captured(optimizer: torch.optim.Optimizer) -> bool:
 
 
 steps = Steps()
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=steps.forked)
+os.register_at_fork(after_in_child=steps.forked)

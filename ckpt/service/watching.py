@@ -104,7 +104,7 @@ class Watcher:
             for one in appeared:
                 # A slow rank answers, so its process is there.
                 if one.kind == "silent":
-                    self._world.check_rank(one.rank, self._phase)
+                    self._world.check_neighbour(self._phase)
         except RankFailed as failure:
             self._fail(failure)
 

@@ -56,15 +56,8 @@ def encode_failures(answers: Sequence[bytes]) -> bytes:
     return json.dumps(failed).encode() if failed else b""
 
 
-def agreed_error(phase: str, answers: Sequence[bytes]) -> CheckpointError | None:
-    """The one error that all ranks raise, from the answers of all: the same answers, the same
-    error.
-    """
-    return error_of_failures(phase, encode_failures(answers), len(answers))
-
-
 def error_of_failures(phase: str, failures: bytes, size: int) -> CheckpointError | None:
-    """`agreed_error` from what rank 0 sent to all `size` ranks."""
+    """The one error that all `size` ranks raise, from what rank 0 sent to them."""
     if not failures:
         return None
     failed = {rank: body for rank, body in json.loads(failures)}

@@ -171,7 +171,10 @@ class Ledger:
                 self._posts.clear()  # see note "own absence"
                 self._changed = now
             self._updated = now
-        urgent = was_absent or self._is_urgent(mine)
+        # Urgent where this rank begins to be late, or is named: not for longer than it is true.
+        begins = self._posted_idle_seconds <= BEHIND_SECONDS < mine.idle_seconds
+        named = () if self._sheet is None else [one.rank for one in self._sheet.concerns]
+        urgent = was_absent or begins or self._rank in named
         self._posted_idle_seconds = mine.idle_seconds
         self._board.post(json.dumps([self._count, *mine]).encode(), at_once=urgent)
         heard = self._board.heard()
@@ -184,15 +187,6 @@ class Ledger:
             keeps = self._keeps(self._clock())
         if keeps and (not self._is_keeper() or self._count % KEEP_PERIODS == 0):
             self._keep(mine)
-
-    def _is_urgent(self, mine: Status) -> bool:
-        """Whether this rank begins to be late, or is named: it should not be for longer than it is
-        true.
-        """
-        begins = self._posted_idle_seconds <= BEHIND_SECONDS < mine.idle_seconds
-        concerns = () if self._sheet is None else self._sheet.concerns
-        is_named = any(one.rank == self._rank for one in concerns)
-        return begins or is_named
 
     def _note(self, raw: bytes) -> None:
         """A sheet that was heard or read."""

@@ -220,13 +220,6 @@ class World(ABC):
         """Where ranks post their status; None in a world without one. Not a round."""
         return None
 
-    def check_rank(self, rank: int, phase: str) -> None:
-        """Raise RankFailed, on all ranks that check, when `rank` is known to be gone. Not a round.
-
-        By default it finds nothing: `check_neighbour` is all that such a world has.
-        """
-        return
-
     def report_storage_wait(self, waits: bool) -> None:
         """Report whether this rank waits for its storage: rounds have a longer deadline meanwhile.
 

@@ -370,12 +370,12 @@ class Heart:
         self._watch(link)
 
     def _listen_later(self) -> None:
-        time.sleep(FULL_SECONDS)
-        self._later(self._listen)
+        def listen() -> None:
+            if self._listener.fileno() >= 0:
+                self._selector.register(self._listener, selectors.EVENT_READ, self._accept)
 
-    def _listen(self) -> None:
-        if self._listener.fileno() >= 0:
-            self._selector.register(self._listener, selectors.EVENT_READ, self._accept)
+        time.sleep(FULL_SECONDS)
+        self._later(listen)
 
     def _move(self, link: Link, events: int) -> None:
         if events & selectors.EVENT_WRITE:
@@ -591,5 +591,4 @@ def _forked() -> None:
     _all_hearts.clear()
 
 
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_forked)
+os.register_at_fork(after_in_child=_forked)

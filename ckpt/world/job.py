@@ -184,8 +184,7 @@ class ThisProcess:
 
 
 this_process = ThisProcess()
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=this_process.forked)
+os.register_at_fork(after_in_child=this_process.forked)
 
 
 def leave_uncalled() -> None:

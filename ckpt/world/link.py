@@ -31,6 +31,7 @@ HELLO_NBYTES_MAX = 16 * 1024
 REPORT_NBYTES = 256 * 1024  # as much is kept after it has come
 STOOD_SECONDS = 1.0  # a connection that held so long is of use, though nothing was sent
 KEPT_NBYTES_MIN = 256  # what it takes to keep the smallest message
+KEEP_ALIVE = {"TCP_KEEPIDLE": 60, "TCP_KEEPINTVL": 60, "TCP_KEEPCNT": 120}  # seconds, and times
 LATER = (BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError)
 _COUNT = struct.Struct("<Q")
 
@@ -160,7 +161,10 @@ class Link:
             # Messages of a round are small, and Nagle's algorithm would hold back the second one
             # until the first is acknowledged: 40 ms where the other side delays that.
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            _keep_alive(sock)
+            # Keep firewalls from forgetting an idle one; two hours without an answer end it.
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+            for option, value in KEEP_ALIVE.items():
+                sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
         self.sock = sock
         self.reader = FrameReader(HELLO_NBYTES_MAX)
         self.is_open = True
@@ -330,11 +334,3 @@ def _count(data: bytes) -> int:
         return int(_COUNT.unpack(data)[0])
     except struct.error as error:
         raise ValueError(f"a count of messages of {len(data)} bytes") from error
-
-
-def _keep_alive(sock: socket.socket) -> None:
-    """Keep firewalls from forgetting an idle connection; two hours without an answer end it."""
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    if hasattr(socket, "TCP_KEEPIDLE"):
-        for option, value in (("TCP_KEEPIDLE", 60), ("TCP_KEEPINTVL", 60), ("TCP_KEEPCNT", 120)):
-            sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)

@@ -45,10 +45,15 @@ class ProcessIdentity:
 
 def _machine() -> str:
     """Machine and process namespace: pids of another container mean nothing here."""
+    space = _namespace("pid")
+    return f"{socket.gethostname()}/{space}" if space else ""
+
+
+def _namespace(kind: str) -> str:
+    """This boot of the kernel, and the namespace of this process in it; "" if unknown."""
     try:
         with open("/proc/sys/kernel/random/boot_id") as file:
-            boot = file.read().strip()
-        return f"{socket.gethostname()}/{boot}/{os.readlink('/proc/self/ns/pid')}"
+            return f"{file.read().strip()}/{os.readlink(f'/proc/self/ns/{kind}')}"
     except OSError:
         return ""
 
@@ -100,11 +105,7 @@ def _variables(pid: int) -> dict[str, str]:
 
 def this_network() -> str:
     """Processes with the same answer reach each other by the loopback address; "" if unknown."""
-    try:
-        with open("/proc/sys/kernel/random/boot_id") as file:
-            return f"{file.read().strip()}/{os.readlink('/proc/self/ns/net')}"
-    except OSError:
-        return ""
+    return _namespace("net")
 
 
 class Card(NamedTuple):
@@ -142,9 +143,7 @@ class Card(NamedTuple):
             texts = [token, *hosts, network, machine, started, certificate]
         except (TypeError, RecursionError) as error:
             raise ValueError(f"no card of a process: {error!s:.100}") from error
-        if {type(one) for one in texts} != {str} or {type(one) for one in (rank, port, pid)} != {
-            int
-        }:
+        if {*map(type, texts)} != {str} or {*map(type, (rank, port, pid))} != {int}:
             raise ValueError(f"no card of a process: {data!r:.100}")
         identity = ProcessIdentity(machine, pid, started)
         return Card(rank, token, tuple(hosts), port, network, identity, certificate)

@@ -50,11 +50,6 @@ def current_world(
     return TorchWorld(process_group, deadlines=deadlines)
 
 
-def world_of_members(members: tuple[int, ...]) -> World:
-    """A new world of some of all ranks, ascending, this one among them: collective over those."""
-    return SoloWorld(members[0]) if len(members) == 1 else TorchWorld(members=members)
-
-
 def group_of_this_process() -> dist.ProcessGroup | None:
     """A new process group of this process alone, made without the others; None where none is
     needed.
@@ -168,7 +163,7 @@ class TorchWorld(World):
             # all ranks are here.
             self._meet(number, name, sends, expects)
             if self._group is None:
-                self._group = self._reached_by_store() or self._connected()
+                self._group = self._connected()
             wires = _GlooTransfers(self._group, self._rounds, name, self._finish)
             try:
                 yield wires
@@ -200,10 +195,6 @@ class TorchWorld(World):
         except RankFailed as failure:
             self._break(failure)
             raise copied(self._broken or failure) from failure
-
-    def check_rank(self, rank: int, phase: str) -> None:
-        # The ranks that were connected to one that died have reported it to all.
-        self.check_neighbour(phase)
 
     def duplicate(self) -> World:
         return TorchWorld(
@@ -288,20 +279,17 @@ class TorchWorld(World):
 
     # tensor bytes
 
-    def _reached_by_store(self) -> StoreGroup | None:
-        if not self._rounds.flag_is_up(FLAG):
-            return None
-        limit = timedelta(seconds=self._deadlines.storage_seconds_max)
-        return StoreGroup(part_of(self._store, "bytes"), self.rank, limit)
-
     def _connected(self) -> Any:
-        """A gloo group of these ranks, outside of torch's list of groups. Two of them connect when
-        the first bytes go between them.
+        """A gloo group of these ranks, outside of torch's list of groups, or what stands for one
+        where some cannot connect. Two of them connect when the first bytes go between them.
 
         Not `new_group`: for some of the ranks it either needs all others too, or builds the group's
         name from the number of groups that a rank is in; where these differ it waits for ever.
         """
         limits, kind = self._deadlines, cast(Any, dist.distributed_c10d.ProcessGroupGloo)
+        if self._rounds.flag_is_up(FLAG):
+            limit = timedelta(seconds=limits.storage_seconds_max)
+            return StoreGroup(part_of(self._store, "bytes"), self.rank, limit)
         # Ours come first: gloo does not say who is missing, nor does it know of slow storage.
         timeout = timedelta(seconds=limits.storage_seconds_max + limits.grace_seconds)
         store = part_of(self._store, "gloo")
@@ -337,9 +325,7 @@ class TorchWorld(World):
         if (problem := lengths_problem(name, list(tables))) is not None:
             raise problem
 
-    def _finish(
-        self, name: str, works: list[_Work], is_over: Callable[[], bool] = lambda: False
-    ) -> None:
+    def _finish(self, name: str, works: list[_Work], is_over: Callable[[], bool]) -> None:
         """Wait for transfers, until one fails, a rank is reported dead or the deadline is over, or
         until `is_over()`.
         """
@@ -387,14 +373,10 @@ class _GlooTransfers(Transfers):
     def move(self, send: Sequence[Message], receive: Sequence[Message]) -> None:
         # Receives first, so that what comes finds its buffer.
         works = [
-            _Work(message.rank, self._group.recv([tensor], message.rank, message.tag))
-            for message in receive
-            for tensor in _tensors(message.data)
-        ]
-        works += [
-            _Work(message.rank, self._group.send([tensor], message.rank, message.tag))
-            for message in send
-            for tensor in _tensors(message.data)
+            _Work(peer, begin([tensor], peer, tag))
+            for begin, messages in ((self._group.recv, receive), (self._group.send, send))
+            for peer, tag, data in messages
+            for tensor in _tensors(data)
         ]
         try:
             self._finish(self._name, works, self._is_over.is_set)

@@ -51,21 +51,6 @@ class StoredChunk(NamedTuple):
     kind: int
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class DataFileLayout:
-    """Where everything of one file goes. All offsets are absolute, in bytes.
-
-    The file is `header`, the chunks, the extras, the checksum tensor, one right after the other.
-    """
-
-    header: bytes
-    offsets: npt.NDArray[np.int64]  # [chunks]
-    block_counts: npt.NDArray[np.int64]  # [chunks]
-    block_bytes: int
-    extra_names: tuple[str, ...]
-    nbytes: int
-
-
 def order_key(chunk: StoredChunk) -> tuple[bool, int, str, int, Region]:
     """Sorts chunks into the order of a file: large even ones first, then widest elements, then
     name.
@@ -156,68 +141,37 @@ def file_entries(chunks: Sequence[StoredChunk], block_bytes: int) -> FileEntries
 
 
 def layout_data_file(
-    chunks: Sequence[StoredChunk] | FileEntries,
-    *,
-    block_bytes: int,
-    metadata: Mapping[str, str],
-    extra: Mapping[str, int] | None = None,
-) -> DataFileLayout:
-    """Plan one file of `chunks`, in that order (see `order_key`), none of them empty.
+    entries: FileEntries, metadata: Mapping[str, str], extras: Mapping[str, bytes]
+) -> tuple[bytes, int]:
+    """The header of a file, and the bytes of all of it: the header, the chunks of `entries`, the
+    extras and the checksum tensor, one right after the other.
 
-    `metadata` is stored as it is (see `object_parts`); `extra` maps names of reserved U8
-    tensors to their sizes in bytes. Raises InvalidState naming the fqns when a chunk cannot be
-    stored.
+    `metadata` is stored as it is (see `object_parts`), `extras` are reserved U8 tensors. Raises
+    InvalidState for a header that no reader takes.
     """
-    if not isinstance(chunks, FileEntries):
-        chunks = file_entries(chunks, block_bytes)
-    extra = dict(extra or {})
     # Three more than extras and blocks: the magic, the header's, and the table's own checksum.
-    words = 3 + len(extra) + int(chunks.block_counts.sum())
-    position = chunks.nbytes
+    words = 3 + len(extras) + len(entries.block_ends)
+    position = entries.nbytes
     text = []
-    names: list[str] = []
-    for name, nbytes in [*extra.items(), (CHECKSUMS, 4 * words)]:
-        if not name.startswith("__ckpt_") or name in names:
-            raise ValueError(
-                f"{name!r} is not a name for an extra tensor: expected `__ckpt_...__`, once"
-            )
+    sizes = dict(zip(extras, map(len, extras.values()), strict=True))
+    for name, nbytes in {**sizes, CHECKSUMS: 4 * words}.items():
         text.append(
-            f'{encode_basestring(name)}:{{"dtype":"U8","shape":[{nbytes}],'
+            f'"{name}":{{"dtype":"U8","shape":[{nbytes}],'
             f'"data_offsets":[{position},{position + nbytes}]}}'
         )
-        names.append(name)
         position += nbytes
-    if clash := chunks.metadata.keys() & metadata.keys():
-        raise ValueError(f"metadata keys {sorted(clash)} are set by the layout itself")
-    header = _header(chunks.text, text, {**chunks.metadata, **metadata})
-    base = len(header)
-    return DataFileLayout(
-        header=header,
-        offsets=np.concatenate(([0], chunks.ends[:-1])) + base if len(chunks.ends) else chunks.ends,
-        block_counts=chunks.block_counts,
-        block_bytes=chunks.block_bytes,
-        extra_names=tuple(extra),
-        nbytes=position + base,
-    )
+    header = _header(entries.text, text, {**entries.metadata, **metadata})
+    return header, len(header) + position
 
 
 def checksum_tensor(
-    layout: DataFileLayout,
-    block_checksums: npt.NDArray[np.uint32],
-    extra: Mapping[str, bytes] | None = None,
+    header: bytes, block_checksums: npt.NDArray[np.uint32], extras: Mapping[str, bytes]
 ) -> bytes:
     """The bytes of the last tensor: checksums of the header, the extras, all blocks, and of itself.
 
     `block_checksums` are those of all chunks, one after the other in file order.
     """
-    extra = extra or {}
-    if len(block_checksums) != int(layout.block_counts.sum()):
-        raise ValueError(
-            f"{len(block_checksums)} block checksums, expected {int(layout.block_counts.sum())}"
-        )
-    if tuple(extra) != layout.extra_names:
-        raise ValueError(f"extras are {[*extra]}, planned were {[*layout.extra_names]}")
-    words = [CHECKSUM_MAGIC, crc32c(layout.header), *map(crc32c, extra.values())]
+    words = [CHECKSUM_MAGIC, crc32c(header), *map(crc32c, extras.values())]
     body = np.array(words, dtype="<u4").tobytes() + block_checksums.astype("<u4").tobytes()
     return body + crc32c(body).to_bytes(4, "little")
 

@@ -22,6 +22,7 @@ from concurrent.futures import CancelledError
 from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
+from itertools import islice
 from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import numpy as np
@@ -33,7 +34,6 @@ from ckpt.format.datafile import (
     DIGESTS,
     PER_RANK,
     VALUES,
-    DataFileLayout,
     FileEntries,
     checksum_tensor,
     layout_data_file,
@@ -64,39 +64,36 @@ class FileRange(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DataFile:
-    """A data file that `rank` writes. `extras` are its reserved tensors, `digests` a row per chunk
-    or none.
+    """A data file of `nbytes` that a rank writes. `extras` are its reserved tensors, `digests` a
+    row per chunk or none.
     """
 
-    rank: int
     name: str
     entries: FileEntries
-    layout: DataFileLayout
+    header: bytes
+    nbytes: int
     extras: Mapping[str, bytes]
     digests: Digests
 
+    @property
+    def offsets(self) -> npt.NDArray[np.int64]:
+        """Where its chunks begin."""
+        ends = self.entries.ends
+        return np.append(0, ends)[: len(ends)] + len(self.header)
+
     def columns(self, checksums: npt.NDArray[np.uint32], seal: Seal) -> FileColumns:
         """The file once it is written, given the crc32c of all blocks of its chunks."""
-        layout = self.layout
-        head = self.name, layout.nbytes, len(layout.header), self.entries.chunks
-        return FileColumns(
-            *head, layout.offsets, layout.block_counts, checksums, seal, self.digests
-        )
+        head = self.name, self.nbytes, len(self.header), self.entries.chunks, self.offsets
+        return FileColumns(*head, self.entries.block_counts, checksums, seal, self.digests)
 
     def with_data_start(self, data_start: int) -> DataFile:
         """The same file, its header padded with spaces so that its chunks begin at `data_start`."""
-        layout = self.layout
-        shift = data_start - len(layout.header)
+        shift = data_start - len(self.header)
         assert shift >= 0 and data_start % ALIGNMENT == 0, "headers only grow, to whole pages"
         # JSON may end in spaces: readers of safetensors skip them.
-        text = layout.header[8:].ljust(data_start - 8, b" ")
-        moved = replace(
-            layout,
-            header=(data_start - 8).to_bytes(8, "little") + text,
-            offsets=layout.offsets + shift,
-            nbytes=layout.nbytes + shift,
-        )
-        return replace(self, layout=moved)
+        text = self.header[8:].ljust(data_start - 8, b" ")
+        header = (data_start - 8).to_bytes(8, "little") + text
+        return replace(self, header=header, nbytes=self.nbytes + shift)
 
 
 def rank_files(
@@ -115,8 +112,7 @@ def rank_files(
     the rank would have written. `digests` are those of all chunks in the order of the files; None
     for files without digests. Raises InvalidState when a header becomes longer than readers accept.
     """
-    planned = []
-    left = list(digests or ())
+    planned, left = [], iter(digests or ())
     for index, entries in enumerate(files):
         metadata = {
             "ckpt.header": header.model_dump_json(),
@@ -136,16 +132,12 @@ def rank_files(
             }
             both = {VALUES: texts.values, PER_RANK: texts.per_rank}
             extras = {name: data for name, data in both.items() if data}
-        own, left = left[: len(entries.chunks)], left[len(entries.chunks) :]
+        own = b"".join(islice(left, len(entries.chunks)))
         if digests is not None:
-            extras[DIGESTS] = b"".join(own)
-        sizes = dict(zip(extras, map(len, extras.values()), strict=True))
-        layout = layout_data_file(
-            entries, block_bytes=entries.block_bytes, metadata=metadata, extra=sizes
-        )
+            extras[DIGESTS] = own
+        layout = layout_data_file(entries, metadata, extras)
         name = data_file_name(rank, index)
-        rows = digests_from(b"".join(own))
-        planned.append(DataFile(rank, name, entries, layout, extras, rows))
+        planned.append(DataFile(name, entries, *layout, extras, digests_from(own)))
     return planned
 
 
@@ -352,7 +344,7 @@ class DataFileBuilder:
     @property
     def header(self) -> memoryview:
         """The bytes before the chunks."""
-        return memoryview(self._file.layout.header)
+        return memoryview(self._file.header)
 
     def add(self, data: memoryview) -> None:
         """The next bytes of the chunks."""
@@ -365,7 +357,7 @@ class DataFileBuilder:
 
     @cached_property
     def _table(self) -> bytes:
-        return checksum_tensor(self._file.layout, self._checksums.result(), self._file.extras)
+        return checksum_tensor(self._file.header, self._checksums.result(), self._file.extras)
 
     def complete(self, start: int, part: memoryview) -> None:
         """Fill in what a part lacks that holds the bytes of chunks and begins at byte `start`.

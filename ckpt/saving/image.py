@@ -161,7 +161,7 @@ class WritePath:
         """
         written = []
         for file, parts_of in zip(files, parts, strict=True):
-            builder, nbytes = DataFileBuilder(file), file.layout.nbytes
+            builder, nbytes = DataFileBuilder(file), file.nbytes
             # A small file goes through the page cache, and one of one part is written by the
             # caller's thread, which would only wait for another: direct writes and threads would
             # cost more than they save.
@@ -243,7 +243,7 @@ def part_count(files: Sequence[FilePlan]) -> int:
 def placed_files(plans: Sequence[FilePlan], files: Sequence[DataFile]) -> list[DataFile]:
     """`files`, each with its chunks where the plan has them."""
     for file, plan in zip(files, plans, strict=True):
-        missing = len(file.layout.header) - plan.data_start
+        missing = len(file.header) - plan.data_start
         if missing > 0:
             raise InvalidState(
                 [
@@ -300,7 +300,7 @@ def write_files(
     Durable when this returns. Raises the store's errors; then no incomplete file is visible.
     """
     if not plans:
-        starts = [len(file.layout.header) for file in files]
+        starts = [len(file.header) for file in files]
         entries = [file.entries for file in files]
         plans = plan_files(entries, starts, path, store.part_nbytes_min)
     nbytes = sum([plan.entries.nbytes for plan in plans])
@@ -449,7 +449,7 @@ class Image:
         between_parts: Callable[[], None],
         builder: DataFileBuilder,
     ) -> Generator[Part, None, None]:
-        nbytes, part_nbytes = file.layout.nbytes, self._part_nbytes
+        nbytes, part_nbytes = file.nbytes, self._part_nbytes
         start = 0
         for part in own:
             # Waiting cannot deadlock: parts are taken in file order, and those before this one are

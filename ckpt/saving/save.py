@@ -531,7 +531,7 @@ def write_sources(
     memo = contents.plan.of_chunks if attempt.base is None else Memo()
 
     def write(files: list[DataFile]) -> list[FileColumns]:
-        starts = tuple([len(file.layout.header) for file in files])
+        starts = tuple([len(file.header) for file in files])
         least = task.store.part_nbytes_min
         key = ("parts", path.part_nbytes, path.file_nbytes_max, least, starts)
         plans = memo.once(key, lambda: plan_files(entries, starts, path, least))

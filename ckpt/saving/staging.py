@@ -403,7 +403,7 @@ def planned_files(contents: Contents, task: SaveTask) -> tuple[FilePlan, ...]:
     def planned() -> tuple[FilePlan, ...]:
         texts = PartTexts(contents.flat.aliases)
         files = files_of(entries, contents, texts, header, task)
-        starts = [len(file.layout.header) + HEADER_SLACK_NBYTES for file in files]
+        starts = [len(file.header) + HEADER_SLACK_NBYTES for file in files]
         return plan_files(entries, starts, path, least)
 
     return contents.plan.of_chunks.once(key, planned)

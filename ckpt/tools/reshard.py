@@ -288,7 +288,7 @@ def rewrite(
             there = decode_manifest(data)
         except Corrupt:
             return False
-        sizes = [file.layout.nbytes for file in files]
+        sizes = [file.nbytes for file in files]
         is_same = (there.header, there.files) == (header, tuple(names))
         return is_same and there.file_nbytes.tolist() == sizes
 
@@ -298,11 +298,11 @@ def rewrite(
     source = NativeSource(checkpoint)
 
     def written(file: DataFile) -> FileColumns:
-        layout, name = file.layout, file.name
-        there = is_there(target, name, layout.header, layout.nbytes)
+        name = file.name
+        there = is_there(target, name, file.header, file.nbytes)
         if there is None:
             return write_data_file(source, file, target, name, threads=PARTS_AHEAD, add=meter.add)
-        meter.add(layout.nbytes, is_new=False)
+        meter.add(file.nbytes, is_new=False)
         return file.columns(there.checksums, there.seal)
 
     made = iter([*in_order(written, files, threads=threads, name="ckpt-rewrite")])

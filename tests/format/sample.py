@@ -2,22 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from ckpt.format.checksum import (
-    Digests,
-    Seal,
     block_checksums,
     digest_of,
-    no_digests,
     seal_of,
 )
 from ckpt.format.datafile import (
-    DataFileLayout,
     StoredChunk,
     checksum_tensor,
     file_entries,
@@ -26,7 +20,7 @@ from ckpt.format.datafile import (
 from ckpt.format.joint_manifest import build_manifest
 from ckpt.format.manifest import Header, Manifest
 from ckpt.format.object_parts import rank_files
-from ckpt.format.part import FileColumns, Part, PartTexts, TensorRecord, part_of_files
+from ckpt.format.part import Part, PartTexts, TensorRecord, part_of_files
 from ckpt.layout.dtypes import DTYPES
 from ckpt.layout.region import Box, Region, Span, boxes_of, row_major_strides, whole
 from ckpt.saving.dedup import Division, divide, known_of_part
@@ -185,25 +179,11 @@ def _rank(
     )
     none = np.zeros(0, dtype=np.uint32)
     sums = np.concatenate([none, *(block_checksums(data, header.block_bytes) for data in stored)])
-    table = checksum_tensor(file.layout, sums, file.extras)
-    data = b"".join([file.layout.header, *stored, *file.extras.values(), table])
-    assert len(data) == file.layout.nbytes
+    table = checksum_tensor(file.header, sums, file.extras)
+    data = b"".join([file.header, *stored, *file.extras.values(), table])
+    assert len(data) == file.nbytes
     name = file.name
     referenced = division.referenced if division else ()
     columns = file.columns(sums, seal_of(table))
     part = part_of_files([columns, *referenced], rank=rank, tensors=TENSORS, texts=texts)
     return name, data, part
-
-
-def written(
-    name: str,
-    layout: DataFileLayout,
-    chunks: Sequence[StoredChunk],
-    sums: npt.NDArray[np.uint32],
-    seal: Seal,
-    digests: Digests | None = None,
-) -> FileColumns:
-    """A file that is laid out, as its writer lists it."""
-    columns = layout.offsets, layout.block_counts, sums, seal
-    none = no_digests() if digests is None else digests
-    return FileColumns(name, layout.nbytes, len(layout.header), chunks, *columns, none)

@@ -13,35 +13,35 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 
 from ckpt.errors import Corrupt, InvalidState, UnsupportedFormat
-from ckpt.format.checksum import crc32c
+from ckpt.format.checksum import crc32c, no_digests
 from ckpt.format.datafile import (
     CHECKSUMS,
     DIGESTS,
     StoredChunk,
     checksum_tensor,
     entry_name,
+    file_entries,
     layout_data_file,
     order_key,
     parse_entry_name,
     split_into_files,
 )
 from ckpt.format.datafile_index import read_data_file_index
+from ckpt.format.object_parts import DataFile
 from ckpt.layout.dtypes import DTYPES, dtype_name, refusal_reason, torch_dtype
 from ckpt.layout.region import Box, Region, Shape, Span, whole
 from tests.format.sample import TENSORS, make_sample, region_bytes
 
 
 def write(chunks: list[StoredChunk], payload: bytes) -> bytes:
-    layout = layout_data_file(chunks, block_bytes=64, metadata={})
+    entries = file_entries(chunks, 64)
+    header, _ = layout_data_file(entries, {}, {})
     sums = [
         crc32c(payload[start : min(start + 64, end)])
-        for offset, chunk in zip(
-            (layout.offsets - len(layout.header)).tolist(), chunks, strict=True
-        )
-        for end in [offset + chunk.nbytes]
-        for start in range(offset, end, 64)
+        for end, chunk in zip(entries.ends.tolist(), chunks, strict=True)
+        for start in range(end - chunk.nbytes, end, 64)
     ]
-    return layout.header + payload + checksum_tensor(layout, np.array(sums, dtype=np.uint32))
+    return header + payload + checksum_tensor(header, np.array(sums, dtype=np.uint32), {})
 
 
 def index_of(data: bytes) -> Any:
@@ -100,8 +100,9 @@ def test_large_chunks_are_aligned_to_cache_lines_and_small_ones_are_neighbours()
             nbytes = rows * columns * DTYPES[dtype].itemsize
             chunks.append(StoredChunk(f"{index}.{dtype}", dtype, shape, whole(shape), nbytes, 0))
     chunks.sort(key=order_key)
-    layout = layout_data_file(chunks, block_bytes=1 << 20, metadata={})
-    offsets = layout.offsets.tolist()
+    entries = file_entries(chunks, 1 << 20)
+    file = DataFile("", entries, *layout_data_file(entries, {}, {}), {}, no_digests())
+    offsets = file.offsets.tolist()
     small = []
     for place, (chunk, offset) in enumerate(zip(chunks, offsets, strict=True)):
         assert offset % DTYPES[chunk.dtype].itemsize == 0, chunk.fqn
@@ -159,11 +160,10 @@ def test_the_name_of_a_span_is_that_of_the_tensor_only_where_it_is_all_of_it() -
 
 def test_a_reserved_tensor_may_have_no_bytes() -> None:
     """A rank that writes no chunk has no digests, and says so."""
-    layout = layout_data_file([], block_bytes=64, metadata={}, extra={DIGESTS: 0})
-    index = index_of(
-        layout.header + checksum_tensor(layout, np.zeros(0, dtype=np.uint32), {DIGESTS: b""})
-    )
-    assert index.extras == {DIGESTS: (len(layout.header), 0)}
+    header, _ = layout_data_file(file_entries([], 64), {}, {DIGESTS: b""})
+    none = np.zeros(0, dtype=np.uint32)
+    index = index_of(header + checksum_tensor(header, none, {DIGESTS: b""}))
+    assert index.extras == {DIGESTS: (len(header), 0)}
 
 
 def test_header_is_the_documented_bytes() -> None:
@@ -193,9 +193,9 @@ def test_layout_refuses_what_it_cannot_store() -> None:
         good._replace(fqn="w\ud800"),
     ):
         with pytest.raises(InvalidState, match="w"):
-            layout_data_file([bad], block_bytes=64, metadata={})
+            file_entries([bad], 64)
     with pytest.raises(InvalidState, match="twice"):
-        layout_data_file([good, good], block_bytes=64, metadata={})
+        file_entries([good, good], 64)
 
 
 def test_files_are_split_before_their_limits() -> None:
@@ -218,7 +218,8 @@ def test_files_are_split_by_what_their_names_take_in_the_header() -> None:
     assert [c for file in files for c in file] == chunks
     assert [len(file) for file in files][:3] == [1, 1, 6]
     for file in files:
-        assert len(layout_data_file(file, block_bytes=64, metadata={}).header.rstrip()) <= 7500
+        header, _ = layout_data_file(file_entries(file, 64), {}, {})
+        assert len(header.rstrip()) <= 7500
 
 
 def test_truncation_at_every_byte_raises() -> None:

@@ -14,16 +14,17 @@ import pytest
 
 from ckpt.errors import Corrupt, InvalidState, UnsupportedFormat
 from ckpt.format import chunk_rules
-from ckpt.format.checksum import Seal
+from ckpt.format.checksum import Seal, no_digests
 from ckpt.format.chunk_columns import CHUNK_NBYTES
 from ckpt.format.chunk_rules import Of, cover_problem
 from ckpt.format.codec import decode_values
 from ckpt.format.columns import pack_ints, pack_map, unpack_map
-from ckpt.format.datafile import StoredChunk, layout_data_file
+from ckpt.format.datafile import StoredChunk, file_entries, layout_data_file
 from ckpt.format.joint_codec import decode_part, encode_part
 from ckpt.format.joint_manifest import build_manifest
 from ckpt.format.manifest import Manifest
 from ckpt.format.manifest_codec import MAGIC, decode_manifest
+from ckpt.format.object_parts import DataFile
 from ckpt.format.part import (
     Part,
     PartTexts,
@@ -42,7 +43,6 @@ from tests.format.sample import (
     VALUES,
     make_sample,
     region_bytes,
-    written,
 )
 
 SAMPLE = make_sample()
@@ -429,10 +429,12 @@ def test_chunks_take_at_most_16_bytes() -> None:
 
 def manifest_of(chunks: list[StoredChunk], tensors: list[TensorRecord]) -> Manifest:
     """The manifest of one file of one rank, which came over the wire. The file has no bytes."""
-    layout = layout_data_file(chunks, block_bytes=1 << 20, metadata={})
-    sums = np.arange(layout.block_counts.sum(), dtype=np.uint32)
+    entries = file_entries(chunks, 1 << 20)
+    sums = np.arange(len(entries.block_ends), dtype=np.uint32)
     seal = Seal(4 * (3 + len(sums)), bytes(32))
-    file = written("rank00000-000.safetensors", layout, chunks, sums, seal)
+    layout = layout_data_file(entries, {}, {})
+    planned = DataFile("rank00000-000.safetensors", entries, *layout, {}, no_digests())
+    file = planned.columns(sums, seal)
     part = part_of_files([file], rank=0, tensors=tensors, texts=PartTexts.of({}, {}, {}, sends={}))
     alone = HEADER.model_copy(update={"world_size": 1, "block_bytes": 1 << 20})
     return build_manifest(alone, [one(part)])

@@ -344,7 +344,7 @@ def write_data_file(
 ) -> FileColumns:
     """Create a data file of ours from the tensors of `source`; `origin` has their names there."""
     pieces = []
-    for chunk, start in zip(file.entries.chunks, file.layout.offsets.tolist(), strict=True):
+    for chunk, start in zip(file.entries.chunks, file.offsets.tolist(), strict=True):
         tensor = source.contents.tensors[origin[chunk.fqn] if origin else chunk.fqn]
         output = Output(chunk.fqn, tensor, DTYPES[chunk.dtype], chunk.nbytes)
         pieces.append(Data(start, chunk.nbytes, output, chunk.region))
@@ -352,7 +352,7 @@ def write_data_file(
     write_filled(
         store,
         key,
-        file.layout.nbytes,
+        file.nbytes,
         fill=partial(fill_part, source, pieces),
         finish=lambda start, part, _: builder.complete(start, part),
         threads=threads,

@@ -15,6 +15,7 @@ from typing import Any, Literal, SupportsIndex, TypeVar
 import torch.distributed as dist
 
 from ckpt.commit.appender import BACKGROUND_SECONDS, BLOCKING_SECONDS, checked_seconds, patience_for
+from ckpt.commit.locate import ResumePoint
 from ckpt.commit.names import checked_period, line_prefix, plain_float, plain_int
 from ckpt.errors import InvalidArgument, NoCheckpoint, SaveDropped
 from ckpt.layout.memory import gc_paused
@@ -22,7 +23,7 @@ from ckpt.layout.plain import Ranks
 from ckpt.loading.block_sums import BlockCache
 from ckpt.loading.load import LoadOptions, LoadReport, load_state
 from ckpt.loading.plan import ReadPath
-from ckpt.process import GroupContext, this_process
+from ckpt.process import this_process
 from ckpt.saving.background import PendingSave, Preparation, WhenBusy
 from ckpt.saving.image import Staging, WritePath
 from ckpt.saving.save import flattened, save_task
@@ -379,10 +380,15 @@ def load(
             metadata_bytes_max=plain_int(metadata_bytes_max),
             resize=resize,
         )
+
+        def opened() -> Store:
+            try:
+                return context.store(url, storage_options)
+            except InvalidUrlError as error:  # all ranks know the other class
+                raise NoCheckpoint(str(error)) from error
+
         try:
-            store = collectively(
-                context.world, "open", lambda: _store_of(context, url, storage_options)
-            )
+            store = collectively(context.world, "open", opened)
             path = read_path(store, io, context.world.size)
             if cache is not None:
                 kept = collectively(
@@ -410,18 +416,8 @@ def load(
             return of_another
         # Named by the caller, it may be an older one: then later saves begin a new line.
         on_purpose = step is not None or bool(attempt)
-        this_process.restored(store, report.attempt, on_purpose=on_purpose)
+        this_process.registry.restored(store, ResumePoint(report.attempt, on_purpose))
         return report
-
-
-def _store_of(
-    context: GroupContext, url: StoreLike, storage_options: Mapping[str, Any] | None
-) -> Store:
-    """Raises NoCheckpoint, which all ranks know, where `url` cannot be that of a root."""
-    try:
-        return context.store(url, storage_options)
-    except InvalidUrlError as error:
-        raise NoCheckpoint(str(error)) from error
 
 
 @hides_secrets
@@ -566,4 +562,4 @@ def resumed(
 ) -> None:
     """Note that `attempt` was loaded as the newest whole checkpoint: the training continues it."""
     store = this_process.of_group(process_group).store(url, storage_options)
-    this_process.restored(store, attempt, on_purpose=on_purpose)
+    this_process.registry.restored(store, ResumePoint(attempt, on_purpose))

@@ -14,7 +14,6 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch.distributed as dist
 
-from ckpt.commit.locate import ResumePoint
 from ckpt.commit.session import (
     Beside,
     RankedSession,
@@ -108,14 +107,11 @@ class GroupContext:
         store = self.settled_store(url, storage_options, call)
         # Two servers may have buckets of one name; the options tell them apart.
         key = (store.url, _store_key(url, storage_options)[1], unsafe_single_writer)
-        if beside or key not in self.sessions:
-            registry = Beside() if beside else self.registry
-            opened = open_session(
-                self.world, store, registry, unsafe_single_writer=unsafe_single_writer
-            )
-            if beside:
-                return OpenRoot(store, opened, PartMemory())
-            self.sessions[key] = (opened, PartMemory())
+        opened = partial(open_session, self.world, store, unsafe_single_writer=unsafe_single_writer)
+        if beside:
+            return OpenRoot(store, opened(Beside()), PartMemory())
+        if key not in self.sessions:
+            self.sessions[key] = opened(self.registry), PartMemory()
         return self._opened(store, key)
 
     def known_root(
@@ -249,7 +245,7 @@ def claimed(
     another library's protocol informs the other ranks. Raises like `save`.
     """
     store = open_store(url, **(storage_options or {}))
-    return this_process.claim(store, unsafe_single_writer=unsafe_single_writer)
+    return this_process.registry.session(store, unsafe_single_writer=unsafe_single_writer)
 
 
 def store_of(
@@ -307,7 +303,7 @@ class ProcessMemory:
 
     def __init__(self) -> None:
         # One for all groups: a second claim of a root by this process would fence the first.
-        self._registry = SessionRegistry()
+        self.registry = SessionRegistry()
         self._contexts: list[GroupContext] = []
         self._lock = threading.Lock()
         self._inherited: object = None
@@ -320,14 +316,6 @@ class ProcessMemory:
         self.__init__()  # type: ignore[misc]
         self._inherited = _everyone()
 
-    def claim(self, store: Store, *, unsafe_single_writer: bool) -> Session:
-        """The session of a root in this process."""
-        return self._registry.session(store, unsafe_single_writer=unsafe_single_writer)
-
-    def restored(self, store: Store, attempt: str, *, on_purpose: bool) -> None:
-        """Later saves of this process to that root continue there; see `ckpt.commit.locate`."""
-        self._registry.restored(store, ResumePoint(attempt, on_purpose))
-
     def forget(self, store: Store) -> None:
         """Forget the root in `store`: the next save claims it."""
         with self._lock:
@@ -335,7 +323,7 @@ class ProcessMemory:
         # Without the lock: a context waits for its save in flight, which may take minutes.
         for context in contexts:
             context.forget(store)
-        self._registry.forget(store)
+        self.registry.forget(store)
 
     def leave(self, context: GroupContext, failure: RankFailed) -> None:
         """End the world of `context` with `failure`, and what is under way there, so that nothing
@@ -349,7 +337,7 @@ class ProcessMemory:
         context.world.close()
         # The next world claims anew: its claim fences what other ranks may still do in the old one.
         for store in context.stores.values():
-            self._registry.forget(store)
+            self.registry.forget(store)
         context.stores.clear()
         context.sessions.clear()
 
@@ -433,7 +421,7 @@ class ProcessMemory:
         self._contexts = self._of_this_job()  # first: then their port is free for the new world
         world = make()
         everyone = everyone if group is not None or world.size > 1 else None
-        context = GroupContext(group, everyone, world, self._registry, Background(world))
+        context = GroupContext(group, everyone, world, self.registry, Background(world))
         self._contexts.append(context)
         return context
 

@@ -42,6 +42,7 @@ from torch.distributed.checkpoint.planner import (
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
 from torch.futures import Future
 
+from ckpt.commit.locate import ResumePoint
 from ckpt.commit.names import plain_int, step_prefix
 from ckpt.commit.session import Session
 from ckpt.convert.sources.source import DCP_RECORD, NativeSource, native_source
@@ -414,7 +415,7 @@ class DcpReader(_DcpPlace, StorageReader):
         self._source[:] = [source]
         attempt = source.checkpoint.manifest.header.attempt
         # A `DcpWriter` of this process continues the line of what was loaded, as `ckpt.save` does.
-        this_process.restored(store, attempt, on_purpose=self.step is not None)
+        this_process.registry.restored(store, ResumePoint(attempt, self.step is not None))
         flat = flat_state(source)
         self._values, self._names = dict(flat.values), dict(flat.names)
         stored: dict[str, Any] = {key: BytesStorageMetadata() for key in flat.values}

@@ -123,23 +123,15 @@ class BlockSums:
         expected, actual = sums.tolist(), crc32c_of_each(data, sizes.tolist())
         if actual != expected:
             row = next(compress(count(), map(ne, actual, expected)))
-            raise self._corrupt_block(int(chunks[row]), int(numbers[row]))
-
-    def _corrupt_block(self, chunk: int, number: int) -> Corrupt:
-        """The error for a block whose bytes differ: file, byte range and tensor."""
-        manifest = self.manifest
-        table, block_nbytes = manifest.chunks, manifest.header.block_bytes
-        name = self.keys[int(table.file[chunk])]
-        start = int(table.byte_start[chunk]) + number * block_nbytes
-        stop = int(table.byte_start[chunk]) + min(
-            (number + 1) * block_nbytes, manifest.chunk_nbytes(chunk)
-        )
-        fqn = manifest.fqns[manifest.tensor_of(chunk)]
-        return Corrupt(
-            f"{name}: block {number} of {fqn!r} (bytes {start} to {stop}) does not match its "
-            "checksum; the stored bytes were changed. Load an older step, or restore this file "
-            "from a copy."
-        )
+            chunk, number, manifest = int(chunks[row]), int(numbers[row]), self.manifest
+            fqn = manifest.fqns[manifest.tensor_of(chunk)]
+            name = self.keys[int(manifest.chunks.file[chunk])]
+            start = int(manifest.chunks.byte_start[chunk]) + number * manifest.header.block_bytes
+            raise Corrupt(
+                f"{name}: block {number} of {fqn!r} (bytes {start} to {start + int(sizes[row])}) "
+                "does not match its checksum; the stored bytes were changed. Load an older step, "
+                "or restore this file from a copy."
+            )
 
     def read(self, file: int) -> None:
         """Read the table of a file, unless that was done."""
@@ -470,10 +462,7 @@ class BlockCache:
 
 def _starts_in_hole(fd: int, start: int) -> bool:
     """Whether the file has certainly no data at `start`, so that reading it is useless."""
-    seek_data = getattr(os, "SEEK_DATA", None)  # Linux
-    if seek_data is None:
-        return False
     try:
-        return os.lseek(fd, start, seek_data) > start
+        return os.lseek(fd, start, os.SEEK_DATA) > start
     except OSError:
         return True  # nothing from `start` to the end of the file

@@ -9,7 +9,7 @@ import difflib
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cached_property
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NamedTuple, SupportsIndex, TypeVar
@@ -99,18 +99,8 @@ class StepInfo:
     @classmethod
     def of(cls, entry: LiveEntry, url: str) -> StepInfo:
         """What the log of the root at `url` says of a checkpoint."""
-        return cls(
-            step=entry.step,
-            attempt=entry.attempt,
-            url=f"{url.rstrip('/')}/{entry.prefix.rstrip('/')}",
-            pinned=entry.pinned,
-            verified=entry.verified,
-            metric=entry.metric,
-            references=entry.references,
-            line=entry.line,
-            committed_unix=entry.committed_unix,
-            nbytes=entry.nbytes,
-        )
+        alike = {one.name: getattr(entry, one.name) for one in fields(cls) if one.name != "url"}
+        return cls(url=f"{url.rstrip('/')}/{entry.prefix.rstrip('/')}", **alike)
 
 
 class StoredTensor(NamedTuple):

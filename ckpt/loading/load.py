@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import secrets
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial, reduce
 from operator import and_
@@ -149,14 +150,13 @@ def load_state(
 
 def _was_retired(store: Store, world: World, attempt: str) -> bool:
     """Whether the log no longer has `attempt`. The coordinator reads it; False when it cannot."""
-    answer = b""
-    if world.rank == 0:
-        try:
-            answer = b"" if any(e.attempt == attempt for e in live_entries(store)) else b"retired"
-        except CheckpointError:
-            answer = b""  # the caller should see what interrupted the load, not this error
+    answer = None if world.rank else b""
+    # The caller should see what interrupted the load, not why the log cannot be read.
+    with suppress(CheckpointError):
+        if world.rank == 0 and all(one.attempt != attempt for one in live_entries(store)):
+            answer = b"retired"
     try:
-        return bool(world.broadcast("retired", answer if world.rank == 0 else None))
+        return bool(world.broadcast("retired", answer))
     except RankFailed:
         return False  # a rank is dead, and that interrupted the load
 

@@ -17,13 +17,14 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from ckpt.format.datafile import SMALL_NBYTES_MAX
+from ckpt.format.checksum import block_count
+from ckpt.format.datafile import SMALL_NBYTES_MAX, region_start
 from ckpt.format.manifest import Manifest
 from ckpt.layout.dtypes import DTYPES
 from ckpt.layout.holdings import WholeTensors
 from ckpt.layout.memory import is_plain_memory, local_view, narrowed
 from ckpt.layout.piece import Holding, Piece
-from ckpt.layout.region import Box, Region, Shape, Span, boxes_of, row_major_strides, span_of, whole
+from ckpt.layout.region import Box, Region, Span, boxes_of, row_major_strides, span_of, whole
 from ckpt.layout.reshard import Copy, Patch, Run, copies, touched
 from ckpt.loading.block_sums import BlockCache
 
@@ -148,14 +149,8 @@ def requests(blocks: NeededBlocks, files: Ints, nbytes_max: int, gap_max: int) -
 
 
 MIB = 1 << 20
-
-
 PACKED_NBYTES_MAX = SMALL_NBYTES_MAX  # whole chunks up to this size are read together and copied
-
-
 PACKED_COUNT_MIN = 8  # unless fewer of them than this are neighbours
-
-
 # Of what is not here: shorter gaps are received as well, or a tensor that is cut finely would be
 # described by more bytes than it has.
 GAP_NBYTES_MAX = 256
@@ -351,11 +346,11 @@ def plan_reads(
         if address and chunks.put_whole(piece, address, needs):
             continue
         for chunk, chunk_copies in chunks.meeting(piece):
-            need = needs.get(chunk)
-            if need is None:
-                need = needs[chunk] = Need(chunks.nbytes(chunk, piece.dtype.itemsize), [], [], [])
+            if chunk not in needs:
+                nbytes = int(chunks.numel[chunk]) * piece.dtype.itemsize
+                needs[chunk] = Need(nbytes, [], [], [])
             for copy in chunk_copies:
-                _add_copy(need, copy, view, address, block_nbytes)
+                _add_copy(needs[chunk], copy, view, address, block_nbytes)
     return ReadPlan(needs, packed, (holdings, plain))
 
 
@@ -408,9 +403,8 @@ def _pack_whole(
 def whole_need(manifest: Manifest, chunk: int, address: int) -> Need:
     """The need of all of `chunk`, at `address` in host memory."""
     nbytes = manifest.chunk_nbytes(chunk)
-    return Need(
-        nbytes, [(0, -(-nbytes // manifest.header.block_bytes))], [Direct(0, nbytes, address)], []
-    )
+    blocks = block_count(nbytes, manifest.header.block_bytes)
+    return Need(nbytes, [(0, blocks)], [Direct(0, nbytes, address)], [])
 
 
 def _is_whole(piece: Piece) -> bool:
@@ -452,7 +446,7 @@ class _Chunks:
             # An item of a list costs a fifth of an item of an array, and a dict beats bisection.
             columns = [column.tolist() for column in columns]
             self._index = {fqn: index for index, fqn in enumerate(manifest.fqns)}.__getitem__
-        self._span_start, self._numel, self._box, self._first = columns
+        self._span_start, self.numel, self._box, self._first = columns
 
     def meeting(self, piece: Piece) -> Iterator[tuple[int, list[Copy]]]:
         """The chunks that share elements with `piece`, each with what to copy."""
@@ -473,21 +467,17 @@ class _Chunks:
     def put_whole(self, piece: Piece, address: int, needs: dict[int, Need]) -> bool:
         """The short way for the common case: one chunk is all of a tensor, and so is the piece."""
         tensor = self._index(piece.fqn)
-        chunk = int(self._first[tensor])
-        if self._first[tensor + 1] != chunk + 1 or chunk in needs or not _is_whole(piece):
+        chunk, stop = self._first[tensor : tensor + 2]
+        if stop != chunk + 1 or chunk in needs or not _is_whole(piece):
             return False
-        needs[chunk] = whole_need(self._manifest, chunk, address)
+        needs[int(chunk)] = whole_need(self._manifest, int(chunk), address)
         return True
-
-    def nbytes(self, chunk: int, itemsize: int) -> int:
-        """The bytes of `chunk`."""
-        return int(self._numel[chunk]) * itemsize
 
     def _region(self, chunk: int) -> Region:
         if self._box[chunk] >= 0:
             return self._table.region(chunk)
         start = int(self._span_start[chunk])
-        return Span(start, start + int(self._numel[chunk]))
+        return Span(start, start + int(self.numel[chunk]))
 
     def _overlapping(self, piece: Piece, first: int, last: int) -> list[int]:
         """Chunk numbers left after comparing extents in row-major order, all of them at once.
@@ -496,20 +486,14 @@ class _Chunks:
         """
         table = self._table
         boxes = boxes_of(piece.region, piece.global_shape)
-        low, _ = _extent(boxes[0], piece.global_shape)
-        _, high = _extent(boxes[-1], piece.global_shape)
+        low = region_start(boxes[0], piece.global_shape)
+        ends = zip(*boxes[-1], row_major_strides(piece.global_shape), strict=True)
+        high = sum((start + size - 1) * stride for start, size, stride in ends) + 1
         start = table.span_start[first:last]
         stop = start + table.numel[first:last].astype(np.int64)
         is_near = ((start < high) & (stop > low)) | (table.box[first:last] >= 0)
         overlapping: list[int] = (np.flatnonzero(is_near) + first).tolist()
         return overlapping
-
-
-def _extent(box: Box, shape: Shape) -> tuple[int, int]:
-    """The row-major index of the first element of `box`, and one past that of the last."""
-    strides = row_major_strides(shape)
-    first = sum(o * s for o, s in zip(box.offset, strides, strict=True))
-    return first, first + sum((n - 1) * s for n, s in zip(box.shape, strides, strict=True)) + 1
 
 
 def _add_copy(need: Need, copy: Copy, view: torch.Tensor, address: int, block_nbytes: int) -> None:

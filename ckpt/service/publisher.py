@@ -31,7 +31,7 @@ import torch.distributed as dist
 from ckpt.api import Io, check_order, line_of, write_path
 from ckpt.commit.appender import BACKGROUND_SECONDS, checked_seconds
 from ckpt.commit.leases import leases_of
-from ckpt.commit.locate import read_manifest
+from ckpt.commit.locate import ResumePoint, read_manifest
 from ckpt.commit.names import PUBLISHED, checked_count, plain_int
 from ckpt.commit.session import ReferenceRetired
 from ckpt.commit.writer import NotRetired
@@ -147,7 +147,7 @@ def _publish(
             opened = collectively(world, "open", lambda: context.store(url, storage_options))
             if serve:
                 collectively(world, "serve", lambda: _serve(context, opened, serve, line))
-            this_process.restored(opened, "", on_purpose=False)
+            this_process.registry.restored(opened, ResumePoint("", False))
         store, session, memory = root or context.open_root(
             url, storage_options, unsafe_single_writer, call
         )

@@ -68,6 +68,7 @@ DTYPES: dict[str, DType] = {entry.name: entry for entry in _TABLE}
 NATIVE_BY_CODE: dict[str, DType] = {entry.code: entry for entry in _TABLE if entry.is_native}
 
 
+@cache
 def dtype_name(dtype: torch.dtype) -> str:
     """The canonical name, also of types that cannot be stored (see `refusal_reason`)."""
     return str(dtype).removeprefix("torch.")

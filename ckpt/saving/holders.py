@@ -128,7 +128,6 @@ def inventory_of(contents: Contents, ranks: Ranks) -> Inventory:
 def _tensors_of(
     flat: FlatState, ranks: Ranks
 ) -> tuple[tuple[NamedTensor, ...], tuple[tuple[int, ...], ...]]:
-    names: dict[Any, str] = {}
     tensors: dict[str, NamedTensor] = {}
     groups: dict[tuple[int, ...], int] = {}
     for holding in (*flat.holdings, *flat.witnesses):
@@ -136,14 +135,12 @@ def _tensors_of(
             continue
         for piece in holding.pieces:
             if piece.fqn not in tensors:
-                dtype = names.get(piece.dtype) or names.setdefault(
-                    piece.dtype, dtype_name(piece.dtype)
-                )
                 is_everywhere = len(piece.holders) == len(ranks.global_ranks)
                 plain = holding.is_unshared and (is_everywhere or piece.fqn in ranks.held)
                 owners = _owners(holding, piece, ranks)
                 group = groups.setdefault(owners, len(groups)) if owners else None
-                tensors[piece.fqn] = NamedTensor(piece.fqn, dtype, piece.global_shape, plain, group)
+                named = piece.fqn, dtype_name(piece.dtype), piece.global_shape
+                tensors[piece.fqn] = NamedTensor(*named, plain, group)
     return tuple(tensors[fqn] for fqn in sorted(tensors)), tuple(groups)
 
 

@@ -199,25 +199,14 @@ _Result = TypeVar("_Result")
 Int64s = npt.NDArray[np.int64]
 
 
-class Memo:
+class Memo(dict[Any, Any]):
     """Results that are computed once for each key."""
-
-    def __init__(self) -> None:
-        self._results: dict[Any, Any] = {}
 
     def once(self, key: Any, work_out: Callable[[], _Result]) -> _Result:
         """The result of the first call of `work_out` for `key`."""
-        if key not in self._results:
-            self._results[key] = work_out()
-        return cast(_Result, self._results[key])
-
-    def last(self, key: Any) -> Any:
-        """The last result that `keep` was given for `key`, or None."""
-        return self._results.get(key)
-
-    def keep(self, key: Any, result: Any) -> None:
-        """Remember another result for `key`."""
-        self._results[key] = result
+        if key not in self:
+            self[key] = work_out()
+        return cast(_Result, self[key])
 
 
 class Source(NamedTuple):
@@ -235,18 +224,15 @@ def sources_of(shares: Sequence[Share]) -> list[Source]:
     """Where the bytes of every share are now, in the canonical order of a data file."""
     keys: list[tuple[bool, int, str, int, Region, int]] = []
     sources: list[Source] = []
-    dtypes: dict[torch.dtype, tuple[str, int]] = {}
     for holding, piece, start, stop, region in shares:
         fqn, global_shape, dtype, _, _, _ = piece
-        known = dtypes.get(dtype)
-        if known is None:
-            known = dtypes[dtype] = (dtype_name(dtype), dtype.itemsize)
-        name, itemsize = known
+        itemsize = dtype.itemsize
         view = local_view(holding, piece)
         nbytes = (stop - start) * itemsize
         # With an address, later saves copy thousands of tensors without a call into torch for each.
         address = view.data_ptr() + start * itemsize if is_plain_memory(view) else 0
-        chunk = StoredChunk(fqn, name, global_shape, region, nbytes, int(holding.kind))
+        kind = int(holding.kind)
+        chunk = StoredChunk(fqn, dtype_name(dtype), global_shape, region, nbytes, kind)
         # This is `order_key`, with the regions compared only where their starts are the same.
         first = region_start(region, global_shape)
         late = is_small_or_uneven(nbytes)
@@ -470,7 +456,7 @@ class PlanMemory:
 
     def forget_part(self) -> None:
         """After a failed save: the next one must not be compared with its part."""
-        self._chunks[2].keep("sums", None)
+        self._chunks[2]["sums"] = None
 
     def take_from_first(self, first_only: bool) -> None:
         """From now on the first rank alone writes replicas, or the ranks share them again."""
@@ -489,11 +475,9 @@ class PlanMemory:
 
 def _tensors_of(flat: FlatState) -> list[TensorRecord]:
     """Every tensor of this rank's state, once, including those of which it holds no element."""
-    names: dict[torch.dtype, str] = {}
     seen: dict[str, TensorRecord] = {}
     for _, pieces, kind, *_ in (*flat.holdings, *flat.witnesses):
         for fqn, shape, dtype, _, _, _ in pieces:
             if fqn not in seen:
-                name = names.get(dtype) or names.setdefault(dtype, dtype_name(dtype))
-                seen[fqn] = TensorRecord(fqn, name, shape, int(kind))
+                seen[fqn] = TensorRecord(fqn, dtype_name(dtype), shape, int(kind))
     return list(seen.values())

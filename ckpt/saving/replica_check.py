@@ -141,9 +141,9 @@ def difference_of(
         )
         if is_shared(holding, piece)
     ]
-    names = _NamesInText(contents.flat.values if contents else (), holders.copies)
+    differences = partial(_differences, contents.flat.values if contents else (), holders.copies)
     # A rank without contents sends nothing, and then nobody has to have what it should have.
-    mine, differences = rows if contents else None, partial(_differences, names=names)
+    mine = rows if contents else None
     if problems := decided_json(world, "digests", "differences", mine, differences):
         return InvalidState(problems)
     # Only where all were equal: a save that failed compares again.
@@ -170,17 +170,14 @@ class _Copy(NamedTuple):
     holders: tuple[int, ...]
 
 
-class _NamesInText(NamedTuple):
-    """Names for messages: `values` show what belongs to an optimizer, `copies` has the groups of
-    ranks that share a tensor.
+def _differences(
+    values: Collection[str],
+    groups: Mapping[str, Sequence[Sequence[int]]],
+    received: Sequence[Sequence[Any] | None],
+) -> list[str]:
+    """One text for each tensor whose holders differ. The names of `values` show what belongs to an
+    optimizer; `groups` are those of ranks that each have all of a tensor.
     """
-
-    values: Collection[str]
-    copies: Mapping[str, Sequence[Sequence[int]]]
-
-
-def _differences(received: Sequence[Sequence[Any] | None], names: _NamesInText) -> list[str]:
-    """One text for each tensor whose holders differ."""
     having: dict[tuple[str, _Place], list[_Copy]] = {}
     for rank, rows in enumerate(received):
         for fqn, start, shape, digest, holders in rows or ():
@@ -193,17 +190,17 @@ def _differences(received: Sequence[Sequence[Any] | None], names: _NamesInText) 
         place: copies for place, copies in having.items() if len({one.digest for one in copies}) > 1
     }
     problems = [
-        f"{fqn}: {' and '.join(map(ranks_in_words, names.copies[fqn]))} have different values of "
+        f"{fqn}: {' and '.join(map(ranks_in_words, groups[fqn]))} have different values of "
         f"it, and {TWO_MODELS}{BY_NUMBER if is_numbered(fqn) else ''}"
         for fqn in sorted({fqn for fqn, _ in differing})
-        if fqn in names.copies
+        if fqn in groups
     ]
     unequal = [
         DifferingRegion((fqn, start), [(one.rank, one.digest) for one in copies], True)
         for (fqn, (start, _)), copies in differing.items()
-        if fqn not in names.copies
+        if fqn not in groups
     ]
-    return problems + texts_of_regions(unequal, names.values).failures
+    return problems + texts_of_regions(unequal, values).failures
 
 
 def _otherwise_cut(having: Mapping[tuple[str, _Place], Sequence[_Copy]]) -> list[str]:
@@ -390,8 +387,8 @@ class _DifferingBlock(NamedTuple):
     number: int  # of the block in its group
     start: int
     itemsize: int
-    offset: list[int]  # of the piece: its region
-    shape: list[int]
+    offset: Sequence[int]  # of the piece: its region
+    shape: Sequence[int]
     checksum: int
     data: str | None
 
@@ -474,25 +471,15 @@ def _located(
             if fqn in known or len(known) >= SHOWN_MAX:
                 continue
             known.add(fqn)
-            piece, _, view = blocks[index]
-            offset, shape = _place_of(piece)
+            (_, shape, dtype, region, *_), _, view = blocks[index]
+            # Of a run of elements its first one, and the shape of the tensor.
+            offset, shape = ((region.start,), shape) if isinstance(region, Span) else region
             data, checksum = bytes_in_order(view).cpu().numpy().tobytes(), int(own[index])
-            located.append(
-                _DifferingBlock(
-                    *(holders, fqn, index, start, piece.dtype.itemsize, offset, shape, checksum),
-                    # Bytes that changed since the comparison would show a wrong place.
-                    data.hex() if crc32c(data) == checksum else None,
-                )
-            )
+            # Bytes that changed since the comparison would show a wrong place.
+            shown = data.hex() if crc32c(data) == checksum else None
+            block = holders, fqn, index, start, dtype.itemsize, offset, shape, checksum, shown
+            located.append(_DifferingBlock(*block))
     return located
-
-
-def _place_of(piece: Piece) -> tuple[list[int], list[int]]:
-    """Where a piece begins, and its shape; of a run of elements its first, and the tensor's."""
-    region = piece.region
-    if isinstance(region, Span):
-        return [region.start], list(piece.global_shape)
-    return list(region.offset), list(region.shape)
 
 
 def _in_words(received: Sequence[Sequence[Any]]) -> list[str]:

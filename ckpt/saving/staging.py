@@ -548,11 +548,11 @@ def _shared(state: Any, task: SaveTask, lent: LentCopy) -> Staged | None:
 def _is_same(own: SavePlan, other: SavePlan) -> bool:
     """Whether two plans, of one state, write the same chunks and compare the same pieces."""
     # Thousands of chunks are compared once: the results of a plan live as long as it holds.
-    if own.of_memory.last("copied by") is other.of_memory:
+    if own.of_memory.get("copied by") is other.of_memory:
         return True
     is_same = [one.chunk for one in own.sources] == [one.chunk for one in other.sources] and [
         (holding.must_agree, piece) for holding, piece in own.compared
     ] == [(holding.must_agree, piece) for holding, piece in other.compared]
     if is_same:
-        own.of_memory.keep("copied by", other.of_memory)
+        own.of_memory["copied by"] = other.of_memory
     return is_same

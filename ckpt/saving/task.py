@@ -464,10 +464,10 @@ def write_part(
         )
         # The sums of the blocks are there anyway: comparing them shows for free whether any weight
         # has changed.
-        if (last := memo.last("sums")) is not None:
+        if (last := memo.get("sums")) is not None:
             blocks = plan.trainable_blocks
             unchanged = UNCHANGED if len(blocks) else NONE_HERE
             has_changed = np.any(last[blocks] != sums[blocks])
             texts = texts._replace(warnings=() if has_changed else (unchanged,))
-        memo.keep("sums", sums)
+        memo["sums"] = sums
     return part_of_files(files, rank=rank, tensors=plan.tensors, texts=texts, structure=structure)

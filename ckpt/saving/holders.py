@@ -14,10 +14,10 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
-from itertools import chain, pairwise
+from itertools import chain
 from typing import Any, NamedTuple
 
 from ckpt.errors import InvalidState
@@ -28,6 +28,7 @@ from ckpt.layout.piece import Holding, Piece
 from ckpt.layout.plain import Ranks
 from ckpt.saving.plan import Contents, is_shared
 from ckpt.state.types import FlatState, StagesHere
+from ckpt.world.agreement import ranks_in_words
 from ckpt.world.base import World, decided_json
 
 
@@ -324,15 +325,3 @@ def _contradictions(
         f"{fqn}: the ranks hold different tensors of this name: {'; '.join(texts)}; keep the names "
         "of the whole model in every stage, or give what is something else a name of its own"
     ]
-
-
-def ranks_in_words(ranks: Collection[int], shown_max: int = 8) -> str:
-    """Some ranks for a message: "rank 3", "ranks 0 to 3", "ranks 0, 2 and 5 more"."""
-    ordered = sorted(ranks)
-    if len(ordered) == 1:
-        return f"rank {ordered[0]}"
-    if len(ordered) > 2 and all(b == a + 1 for a, b in pairwise(ordered)):
-        return f"ranks {ordered[0]} to {ordered[-1]}"
-    more = len(ordered) - shown_max
-    shown = ", ".join(map(str, ordered[:shown_max]))
-    return f"ranks {shown}" + (f" and {more} more" if more > 0 else "")

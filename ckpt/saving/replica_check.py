@@ -33,9 +33,9 @@ from ckpt.layout.kind import is_numbered
 from ckpt.layout.memory import host_bytes, is_plain_memory, local_view
 from ckpt.layout.piece import Holding, Piece
 from ckpt.layout.region import Box, Span, span_of
-from ckpt.saving.holders import ranks_in_words
 from ckpt.saving.plan import Contents, SavePlan, is_shared
 from ckpt.saving.task import SaveTask
+from ckpt.world.agreement import ranks_in_words
 from ckpt.world.base import World, decided_json
 
 # Tensors on a device up to this size are copied to the host together: each copy is a wait.

@@ -28,7 +28,7 @@ from typing import NamedTuple
 
 from ckpt.errors import RankFailed
 from ckpt.service.preemption import Signals
-from ckpt.world.agreement import ranks_text
+from ckpt.world.agreement import ranks_in_words
 from ckpt.world.base import World
 from ckpt.world.rounds import CALL_SECONDS
 
@@ -226,7 +226,7 @@ class StepAgreement:
                 # like a hang.
                 self._changed.wait_for(self._is_settled, timeout=CALL_SECONDS)
                 if self._open_ranks and not self._is_settled():
-                    others = ranks_text(self._open_ranks)
+                    others = ranks_in_words(self._open_ranks)
                     text = (
                         "rank %d has waited for %g s in Checkpointer.close, which %s did not call"
                     )

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
+from itertools import pairwise
 from typing import Any
 
 from ckpt import errors
@@ -95,12 +96,18 @@ def _by_text(pairs: Sequence[tuple[str, int]], size: int) -> list[str]:
     for text, rank in pairs:
         if rank not in ranks.setdefault(text, []):
             ranks[text].append(rank)
-    return [text if len(on) == size else f"{ranks_text(on)}: {text}" for text, on in ranks.items()]
+    return [
+        text if len(on) == size else f"{ranks_in_words(on)}: {text}" for text, on in ranks.items()
+    ]
 
 
-def ranks_text(ranks: Sequence[int], shown_max: int = 8) -> str:
-    """For messages: 'rank 3', 'ranks 0, 1 and 5 more'."""
-    text = ", ".join(str(rank) for rank in ranks[:shown_max])
-    if len(ranks) > shown_max:
-        text += f" and {len(ranks) - shown_max} more"
-    return f"rank {text}" if len(ranks) == 1 else f"ranks {text}"
+def ranks_in_words(ranks: Collection[int], shown_max: int = 8) -> str:
+    """Some ranks for a message: "rank 3", "ranks 0 to 3", "ranks 0, 2 and 5 more"."""
+    ordered = sorted(ranks)
+    if len(ordered) == 1:
+        return f"rank {ordered[0]}"
+    if len(ordered) > 2 and all(b == a + 1 for a, b in pairwise(ordered)):
+        return f"ranks {ordered[0]} to {ordered[-1]}"
+    more = len(ordered) - shown_max
+    shown = ", ".join(map(str, ordered[:shown_max]))
+    return f"ranks {shown}" + (f" and {more} more" if more > 0 else "")

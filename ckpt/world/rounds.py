@@ -25,7 +25,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 from ckpt.errors import RankFailed
-from ckpt.world.agreement import ranks_text
+from ckpt.world.agreement import ranks_in_words
 from ckpt.world.base import pack, unpack
 from ckpt.world.failures import Gone, copied, decode_failure, encode_failure, other_path, over
 from ckpt.world.heart import LEFT, Heart
@@ -178,13 +178,12 @@ class Rounds:
         with self._changed:
             self._changed.notify_all()
 
-    def check(self, name: str, *, left: bool = True) -> None:
-        """Raise RankFailed when this world has come to its end, as far as is known here.
-
-        With `left`, also when a neighbour has left it.
+    def check(self, name: str) -> None:
+        """Raise RankFailed when this world has come to its end, or a neighbour has left it, as far
+        as is known here.
         """
         with self._changed:
-            failure = self._why_over(name, left=left)
+            failure = self._why_over(name, left=True)
         if failure is not None:
             raise failure
 
@@ -235,21 +234,17 @@ class Rounds:
         """Take part no more, once what this rank has contributed is on its way to rank 0: who is
         below in the tree reaches rank 0 through this rank only, and may come later.
         """
-        self._wait_until_passed_up()
+        with self._changed:
+            is_over = self._failure is not None or self._heart.is_stopped
+            number, (name, _) = max(self._mine.items(), default=(0, ("", b"")))
+        try:
+            if number and not is_over:
+                self._wait(number, name, lambda: None if self._mine else True, needs_all=True)
+        except RankFailed as failure:  # rank 0 waits for the same, and raises why
+            logger.warning("this rank has left before the others: %s", failure)
         with self._changed:
             self._send(self._neighbours, Frame(FrameKind.LEFT, self._world))
         self._heart.forget(self._world)
-
-    def _wait_until_passed_up(self) -> None:
-        with self._changed:
-            if not self._mine or self._failure is not None or self._heart.is_stopped:
-                return
-            number = max(self._mine)
-            name, _ = self._mine[number]
-        try:
-            self._wait(number, name, lambda: None if self._mine else True, needs_all=True)
-        except RankFailed as failure:  # rank 0 waits for the same, and raises why
-            logger.warning("this rank has left before the others: %s", failure)
 
     # what comes from the heart
 
@@ -283,31 +278,28 @@ class Rounds:
 
     def _take(self, sender: int, frame: Frame) -> None:
         others = [rank for rank in self._neighbours if rank != sender]
+        if frame.kind in (FrameKind.DOWN, FrameKind.GONE, FrameKind.FLAG, FrameKind.NEWS):
+            self._send(others, frame)
         if frame.kind is FrameKind.UP:
             self._ups.setdefault(frame.number, {})[sender] = frame
             self._last_ups[sender] = frame.number
             self._pass_up(frame.number)
         elif frame.kind is FrameKind.DOWN:
-            self._send(others, frame)
             self._downs[frame.number] = frame
         elif frame.kind is FrameKind.GONE:
-            self._send(others, frame)
             rank, how = json.loads(frame.body)
             self._gone.setdefault(rank, Gone(rank, how, frame.number, bool(frame.name)))
         elif frame.kind is FrameKind.LEFT:
             self._note_gone(sender, LEFT)
         elif frame.kind is FrameKind.FLAG:
-            self._send(others, frame)
             self._flags.add(frame.name)
         elif frame.kind is FrameKind.NEWS:
-            self._send(others, frame)
             self._news = frame.body
         elif frame.kind is FrameKind.ASK:
             self._reply(sender, frame)
         elif frame.kind is FrameKind.ABSENT:
-            self._send(
-                [rank for rank in others if self._is_above(sender) != self._is_above(rank)], frame
-            )
+            is_down = self._is_above(sender)
+            self._send([rank for rank in others if self._is_above(rank) != is_down], frame)
             self._absent.setdefault(frame.number, set()).add(int(frame.body))
             if frame.name == UNMET:
                 self._unmet.add(int(frame.body))
@@ -347,10 +339,10 @@ class Rounds:
 
     def _find_stuck(self) -> None:
         """A round that this rank has left to the heart, and that waits for a child that is gone."""
+        lost = [self._gone[child] for child in self._family.children if child in self._gone]
         for number, (name, _) in self._mine.items():
-            for child in self._family.children:
-                gone = self._gone.get(child)
-                if gone is not None and number > gone.until:
+            for gone in lost:
+                if number > gone.until:
                     self._end_soon(over(gone, name))
                     return
 
@@ -561,7 +553,7 @@ class _Wait:
                 rounds._rank,
                 time.monotonic() - self._started,
                 self._call,
-                ranks_text(uncalled) + (" has" if len(uncalled) == 1 else " have"),
+                ranks_in_words(uncalled) + (" has" if len(uncalled) == 1 else " have"),
             )
 
     def _ask(self) -> None:
@@ -593,7 +585,7 @@ class _Wait:
             return
         raise RankFailed(
             f"rank {missing[0]} did not answer within {rounds._deadlines.round_seconds_max:g} "
-            f"s in phase {self._name!r} ({ranks_text(missing)} missing); "
+            f"s in phase {self._name!r} ({ranks_in_words(missing)} missing); "
             + (NEVER_MET if missing[0] in rounds._unmet else "it hangs, or took another path"),
             rank=missing[0],
             phase=self._name,

@@ -316,12 +316,15 @@ class TorchWorld(World):
             total = sum(int.from_bytes(share, "little") for share in unpack(came))
             return b"differ" if total % _HASHES else b""
 
-        balance = _balance(self.rank, lengths, room)
-        if not self._answered(number, name, balance, differing):
+        # What this rank sends less what it expects, as hashes of who, whom and how much: the sum
+        # over all ranks is 0 when both sides of every pair agree. Empty exchanges do not count.
+        mine = sum(_hashed(self.rank, peer, n) for peer, n in enumerate(lengths) if n)
+        mine -= sum(_hashed(peer, self.rank, n) for peer, n in enumerate(room) if n)
+        if not self._answered(number, name, (mine % _HASHES).to_bytes(8, "little"), differing):
             return
-        mine = json.dumps([list(lengths), list(room)]).encode()
+        own = json.dumps([list(lengths), list(room)]).encode()
         number, again = self._rounds.begin(), f"lengths of {name}"
-        tables = map(json.loads, unpack(self._answered(number, again, mine)))
+        tables = map(json.loads, unpack(self._answered(number, again, own)))
         if (problem := lengths_problem(name, list(tables))) is not None:
             raise problem
 
@@ -427,15 +430,6 @@ class _Waiter:
 
 
 _HASHES = 1 << 64
-
-
-def _balance(rank: int, lengths: Sequence[int], room: Sequence[int]) -> bytes:
-    """What `rank` sends less what it expects, as hashes of who, whom and how much: the sum over all
-    ranks is 0 when both sides of every pair agree. Pairs that exchange nothing do not count.
-    """
-    total = sum(_hashed(rank, peer, n) for peer, n in enumerate(lengths) if n)
-    total -= sum(_hashed(peer, rank, n) for peer, n in enumerate(room) if n)
-    return (total % _HASHES).to_bytes(8, "little")
 
 
 def _hashed(sender: int, receiver: int, nbytes: int) -> int:

@@ -236,6 +236,8 @@ class _Broken:
 
         return SimpleNamespace(wait=wait)
 
+    send = recv
+
 
 def _cut_off() -> str:
     world = TorchWorld(deadlines=Deadlines(grace_seconds=0.1))

@@ -170,21 +170,6 @@ def chunk_total(rules: Rules) -> int:
     return int(rules[Of.COUNT].sum())
 
 
-def chunk_table(rules: Rules, boxes: BoxTable) -> ChunkTable:
-    """The chunks of one tensor, listed, without their places in files and blocks."""
-    chunks = expanded(rules, np.ones(rules.shape[1], dtype=bool))
-    return ChunkTable(
-        first=starts_of([chunks.shape[1]]),
-        file=chunks[Of.FILE],
-        byte_start=int64s([]),
-        span_start=np.where(chunks[Of.BOX] < 0, chunks[Of.START], -1),
-        numel=chunks[Of.NUMEL],
-        box=chunks[Of.BOX],
-        boxes=boxes,
-        first_block=int64s([]),
-    )
-
-
 def sums_by_file(rules: Rules, values: Int64s, files: int) -> Int64s:
     """Per file the sum of `values` over its chunks; they are the same for all chunks of a rule."""
     step = rules[Of.FILE_STEP]
@@ -344,13 +329,16 @@ def check_rules(
     lines = [Of.KIND, Of.NUMEL, Of.START, Of.BOX, Of.START_STEP, Of.BOX_STEP, Of.COUNT]
 
     def listed(part: slice) -> tuple[ChunkTable, slice]:
-        chunks = chunk_table(rules[:, part], boxes)
-        return chunks, slice(0, len(chunks))
+        """The chunks of one tensor, without their places in files and blocks."""
+        own, none = rules[:, part], int64s([])
+        chunks = expanded(own, np.ones(own.shape[1], dtype=bool))
+        count, starts = chunks.shape[1], np.where(chunks[Of.BOX] < 0, chunks[Of.START], -1)
+        columns = chunks[Of.FILE], none, starts, chunks[Of.NUMEL], chunks[Of.BOX]
+        return ChunkTable(starts_of([count]), *columns, boxes, none), slice(0, count)
 
-    def key_of(part: slice) -> bytes:
-        return rules[lines, part].tobytes()
-
-    return _problems((fqns, shapes), first, (bad, boxed), key_of, listed)
+    return _problems(
+        (fqns, shapes), first, (bad, boxed), lambda part: rules[lines, part].tobytes(), listed
+    )
 
 
 def _problems(

@@ -223,9 +223,10 @@ def pack_progressions(column: Progressions) -> bytes:
     """
     count = int(column.lengths.sum())
     lasts = column.firsts + column.steps * (column.lengths - 1).astype(np.uint64)
-    if count < 3 or (np.all(lasts == lasts[0]) and np.all(column.firsts == lasts[0])):
-        few = column.items() if count < 3 else lasts[:1]
-        return pack_ints(few) if count < 3 else pack_ints(np.repeat(few, 2))
+    if count < 3:
+        return pack_ints(column.items())
+    if np.all(lasts == lasts[0]) and np.all(column.firsts == lasts[0]):
+        return pack_ints(np.repeat(lasts[:1], 2))
     highest = max(int(lasts.max()), int(column.firsts.max()))
     plain_nbytes = 1 + count * next(width for width in (1, 2, 4, 8) if highest < 1 << 8 * width)
     # Where progressions begin shows in the first three items of each: further ones continue.
@@ -244,19 +245,21 @@ def _packed(items: _UInt64s, steps: _UInt64s, index: npt.NDArray[np.intp]) -> by
     """Progressions, each as long as it can be, of items at these indexes, the last the number of
     all; `steps` lead to each but the first. Items that are left out continue like the one before.
     """
-    begins = np.flatnonzero(_begins(steps))
+    # An item continues where its step is that of the item before. The second of a progression
+    # always does, so of items in a row that do not, every second one begins one.
+    number = np.arange(len(steps) + 1)
+    breaks = np.zeros(len(number), dtype=bool)
+    breaks[2:] = steps[1:] != steps[:-1]
+    since = number - np.maximum.accumulate(np.where(breaks, 0, number))
+    breaks &= since % 2 == 1
+    breaks[0] = True
+    begins = np.flatnonzero(breaks)
     lengths = np.diff(index[begins], append=index[-1])
     own_steps = np.append(steps, np.uint64(0))[begins]
     own_steps[lengths == 1] = 0
-    return b"".join(
-        [
-            bytes([PROGRESSIONS_CODE]),
-            len(begins).to_bytes(8, "little"),
-            pack_ints(lengths),
-            pack_ints(items[begins]),
-            pack_ints(_zigzag(own_steps)),
-        ]
-    )
+    columns = lengths, items[begins], _zigzag(own_steps)
+    head = bytes([PROGRESSIONS_CODE]) + len(begins).to_bytes(8, "little")
+    return head + b"".join(map(pack_ints, columns))
 
 
 def unpack_regular(data: memoryview, count: int, name: str) -> Ints:
@@ -296,12 +299,12 @@ def unpack_rules(data: memoryview, count: int, name: str) -> Ints | Progressions
 
 def pack_tree(value: Any) -> bytes:
     """Nested lists of numbers, texts, bytes and columns of int64, for the other ranks of a save."""
-    return bytes(msgpack.packb(value, default=_packed_column))
 
+    def column(values: npt.NDArray[np.int64]) -> msgpack.ExtType:
+        packed = pack_regular(_zigzag(values.view(np.uint64)))
+        return msgpack.ExtType(0, len(values).to_bytes(8, "little") + packed)
 
-def _packed_column(values: npt.NDArray[np.int64]) -> msgpack.ExtType:
-    packed = pack_regular(_zigzag(values.view(np.uint64)))
-    return msgpack.ExtType(0, len(values).to_bytes(8, "little") + packed)
+    return bytes(msgpack.packb(value, default=column))
 
 
 def unpack_tree(data: bytes | memoryview, items_max: int) -> Any:
@@ -372,21 +375,6 @@ def _runs_of(column: Ints | Progressions) -> Iterator[tuple[int, int, int]]:
     else:
         for start in range(0, len(column), 1 << 14):
             yield from ((1, item, 0) for item in column[start : start + (1 << 14)].tolist())
-
-
-def _begins(steps: _UInt64s) -> npt.NDArray[np.bool_]:
-    """Per item, whether a progression begins there, when each is as long as it can be.
-
-    An item continues where its step is that of the item before. The second of a progression always
-    does, so of items in a row that do not, every second one begins one.
-    """
-    index = np.arange(len(steps) + 1)
-    breaks = np.zeros(len(steps) + 1, dtype=bool)
-    breaks[2:] = steps[1:] != steps[:-1]
-    since = index - np.maximum.accumulate(np.where(breaks, 0, index))
-    begins: npt.NDArray[np.bool_] = breaks & (since % 2 == 1)
-    begins[0] = True
-    return begins
 
 
 def _items(lengths: npt.NDArray[np.int64], firsts: _UInt64s, steps: _UInt64s) -> Ints:

@@ -285,8 +285,13 @@ def _entries(chunks: Sequence[StoredChunk]) -> tuple[list[str], list[str], list[
                 known[last] = entry_parts(dtype, global_shape, region)
             suffix, text, shape, true_dtype, expected = known[last]
         name = _escape(fqn) + suffix
-        if nbytes != expected or name in seen:
-            problems.append(_chunk_problem(fqn, region, nbytes, expected))
+        if expected < 0:
+            what = "is empty, outside of the tensor, or of a dtype that is not storable"
+            problems.append(f"{fqn}: {region} {what}")
+        elif nbytes != expected:
+            problems.append(f"{fqn}: {region} takes {expected} bytes, {nbytes} were announced")
+        elif name in seen:
+            problems.append(f"{fqn}: {region} is to be stored twice in one file")
         seen.add(name)
         entries.append(encode_basestring(name) + text)
         shapes.append(shape)
@@ -314,16 +319,6 @@ def entry_parts(dtype: str, global_shape: Shape, region: Region) -> tuple[str, s
     is_plain = not suffix and known.is_native
     true_shape = "" if is_plain else ",".join(map(str, global_shape)) or "-"
     return suffix, text, true_shape, "" if known.is_native else dtype, region.numel * known.itemsize
-
-
-def _chunk_problem(fqn: str, region: Region, nbytes: int, expected: int) -> str:
-    if expected < 0:
-        return (
-            f"{fqn}: {region} is empty, outside of the tensor, or of a dtype that is not storable"
-        )
-    if nbytes != expected:
-        return f"{fqn}: {region} takes {expected} bytes, {nbytes} were announced"
-    return f"{fqn}: {region} is to be stored twice in one file"
 
 
 def _header(entries: bytes, reserved: Sequence[str], metadata: Mapping[str, str]) -> bytes:

@@ -86,10 +86,8 @@ def read_data_file_index(
     """
     try:
         return _read_index(read, nbytes)
-    except Corrupt as error:
-        raise Corrupt(f"{name}: {error}") from error
-    except UnsupportedFormat as error:
-        raise UnsupportedFormat(f"{name}: {error}") from error
+    except (Corrupt, UnsupportedFormat) as error:
+        raise type(error)(f"{name}: {error}") from error
 
 
 class _Entry(NamedTuple):

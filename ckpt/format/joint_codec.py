@@ -23,7 +23,6 @@ from ckpt.format.part import (
     RankGroup,
     ReplicaList,
     TensorRecord,
-    decode_tensors,
 )
 from ckpt.layout.region import Box
 
@@ -84,7 +83,8 @@ class StructureReader:
             fields = unpack_map(data)
             encoded = bytes(fields["tensors"])
             if encoded not in self._tensors:
-                self._tensors[encoded] = decode_tensors(encoded)
+                records = unpack_tree(zlib.decompress(encoded), 0)
+                self._tensors[encoded] = tuple(starmap(TensorRecord, records))
             unpacked = zlib.decompress(fields["packed"])
             tensors = self._tensors[encoded]
             # Regular layouts have few rules per tensor; irregular ones take bytes for each.

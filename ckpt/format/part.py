@@ -15,7 +15,7 @@ import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import chain, filterfalse, pairwise, starmap
+from itertools import chain, filterfalse, pairwise
 from operator import itemgetter
 from typing import Any, NamedTuple, TypeVar
 
@@ -27,7 +27,7 @@ from ckpt.format.checksum import Digests, Seal, Seals, crc32c, no_digests
 from ckpt.format.chunk_columns import gaps_of
 from ckpt.format.chunk_rules import BOXED, SHARED, Of, Rules, joined_rules, renamed, single_rules
 from ckpt.format.codec import encode_values
-from ckpt.format.columns import pack_tree, unpack_tree
+from ckpt.format.columns import pack_tree
 from ckpt.format.datafile import StoredChunk, region_start
 from ckpt.format.manifest import Int64s, int64s, is_reference, starts_of
 from ckpt.layout.dtypes import DTYPES
@@ -363,11 +363,6 @@ def _region_columns(chunks: Sequence[StoredChunk]) -> tuple[list[int], list[int]
             starts.append(region.start if type(region) is Span else 0)
             box_ids.append(-1)
     return starts, box_ids, list(boxes)
-
-
-def decode_tensors(data: bytes) -> tuple[TensorRecord, ...]:
-    """What `JointStructure.encoded_tensors` was made of."""
-    return tuple(starmap(TensorRecord, unpack_tree(zlib.decompress(data), 0)))
 
 
 @dataclass(frozen=True, slots=True, eq=False)

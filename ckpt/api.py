@@ -23,7 +23,7 @@ from ckpt.layout.plain import Ranks
 from ckpt.loading.block_sums import BlockCache
 from ckpt.loading.load import LoadOptions, LoadReport, load_state
 from ckpt.loading.plan import ReadPath
-from ckpt.process import this_process
+from ckpt.process import GroupContext, this_process
 from ckpt.saving.background import PendingSave, Preparation, WhenBusy
 from ckpt.saving.image import Staging, WritePath
 from ckpt.saving.save import flattened, save_task
@@ -380,14 +380,8 @@ def load(
             metadata_bytes_max=plain_int(metadata_bytes_max),
             resize=resize,
         )
-
-        def opened() -> Store:
-            try:
-                return context.store(url, storage_options)
-            except InvalidUrlError as error:  # all ranks know the other class
-                raise NoCheckpoint(str(error)) from error
-
         try:
+            opened = partial(_store_of, context, url, storage_options)
             store = collectively(context.world, "open", opened)
             path = read_path(store, io, context.world.size)
             if cache is not None:
@@ -418,6 +412,16 @@ def load(
         on_purpose = step is not None or bool(attempt)
         this_process.registry.restored(store, ResumePoint(report.attempt, on_purpose))
         return report
+
+
+def _store_of(
+    context: GroupContext, url: StoreLike, storage_options: Mapping[str, Any] | None
+) -> Store:
+    """Raises NoCheckpoint, which all ranks know, where `url` cannot be that of a root."""
+    try:
+        return context.store(url, storage_options)
+    except InvalidUrlError as error:
+        raise NoCheckpoint(str(error)) from error
 
 
 @hides_secrets

@@ -379,14 +379,22 @@ class Manifest:
         # Most checkpoints refer to nothing, and chunks that are rules need not be listed for that.
         if not any(parsed_names):
             return {}
-        itemsizes = np.array([DTYPES[name].itemsize for name in self.dtypes], dtype=np.int64)
-        nbytes = self.chunks.numel * np.repeat(itemsizes, np.diff(self.chunks.first))
+        nbytes = self.chunk_sizes()
         held: dict[str, int] = {}
         for file, reference in enumerate(parsed_names):
             if reference is not None:
                 here = int(nbytes[self.chunks.file == file].sum())
                 held[reference.attempt] = held.get(reference.attempt, 0) + here
         return held
+
+    @property
+    def itemsizes(self) -> Int64s:
+        """Bytes of an element of each tensor."""
+        return int64s([DTYPES[name].itemsize for name in self.dtypes])
+
+    def chunk_sizes(self) -> Ints:
+        """Stored bytes of each chunk."""
+        return self.chunks.numel * np.repeat(self.itemsizes, np.diff(self.chunks.first))
 
     def index(self, fqn: str) -> int:
         """The position of a stored tensor (not of an alias). Raises KeyError."""

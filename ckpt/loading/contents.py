@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import difflib
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from functools import cached_property
@@ -326,7 +326,14 @@ class CheckpointContents:
         try:
             index = self.manifest.index(stored)
         except KeyError:
-            raise KeyError(f"{fqn!r} is not in {self!r}{_hint(fqn, self._names)}") from None
+            tail = fqn.rpartition(".")[2]
+            close = [name for name in self if name.endswith(f".{fqn}")]
+            if not close:
+                some = [name for name in self if name.endswith(tail)] or list(self)
+                # Bounded, since every name is compared: a hint must not take seconds.
+                close = difflib.get_close_matches(fqn, some[:2000], n=1)
+            hint = f"; did you mean {close[0]!r}?" if close else ""
+            raise KeyError(f"{fqn!r} is not in {self!r}{hint}") from None
         return StoredTensor(index, stored, self.manifest.dtypes[index], self.manifest.shapes[index])
 
     def _parts(self, index: int) -> Iterator[StoredPart]:
@@ -338,13 +345,3 @@ class CheckpointContents:
                 byte_start=int(chunks.byte_start[chunk]),
                 nbytes=self.manifest.chunk_nbytes(chunk),
             )
-
-
-def _hint(fqn: str, names: Iterable[str]) -> str:
-    tail = fqn.rpartition(".")[2]
-    close = [name for name in names if name.endswith(f".{fqn}")]
-    if not close:
-        some = [name for name in names if name.endswith(tail)] or list(names)
-        # Bounded, since every name is compared: a hint must not take seconds.
-        close = difflib.get_close_matches(fqn, some[:2000], n=1)
-    return f"; did you mean {close[0]!r}?" if close else ""

@@ -463,14 +463,6 @@ class LoadSums(NamedTuple):
     unmatched: tuple[str, ...] = ()
 
 
-def _sums_of_all(every: Sequence[tuple[list[int], list[str]]]) -> list[Any]:
-    """The sums of all ranks' numbers, a name for the load, and rules that match nothing at all."""
-    numbers, unmatched = zip(*every, strict=True)
-    by_all = set(unmatched[0]).intersection(*unmatched[1:])
-    # The name tells the flag of this load's failure from those of earlier ones.
-    return [list(map(sum, zip(*numbers, strict=True))), secrets.token_hex(8), sorted(by_all)]
-
-
 def compared(
     reader: Reader,
     binding: Binding,
@@ -502,7 +494,14 @@ def compared(
     away, weight = length(reader.away), weigh(needs, groups, world.rank, limits)
     counts = [*binding.tally, *weight, away, int(has_left), averaged]
     mine = counts, list(binding.unmatched)
-    answer = decided_json(world, "needs", "sums of needs", mine, _sums_of_all)
+
+    def summed(every: list[tuple[list[int], list[str]]]) -> list[Any]:
+        numbers, unmatched = zip(*every, strict=True)
+        by_all = set(unmatched[0]).intersection(*unmatched[1:])
+        # The name tells the flag of this load's failure from those of earlier ones.
+        return [list(map(sum, zip(*numbers, strict=True))), secrets.token_hex(8), sorted(by_all)]
+
+    answer = decided_json(world, "needs", "sums of needs", mine, summed)
     (*numbers, away, left_by, averaged), name, unmatched = answer
     tally, weight = Tally(*numbers[:4]), Weight(*numbers[4:])
     sums = LoadSums(tally, weight, away, left_by, averaged, name, tuple(unmatched))

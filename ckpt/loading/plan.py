@@ -25,7 +25,7 @@ from ckpt.layout.holdings import WholeTensors
 from ckpt.layout.memory import is_plain_memory, local_view, narrowed
 from ckpt.layout.piece import Holding, Piece
 from ckpt.layout.region import Box, Region, Span, boxes_of, row_major_strides, span_of, whole
-from ckpt.layout.reshard import Copy, Patch, Run, copies, touched
+from ckpt.layout.reshard import Copy, Patch, copies, touched
 from ckpt.loading.block_sums import BlockCache
 
 Ints = npt.NDArray[np.int64]
@@ -369,7 +369,16 @@ def _pack(
     rest: list[tuple[Piece, torch.Tensor]] = []
     otherwise = {-1}  # wanted, but not to be packed; -1 stands for what is not small
     count = len(holdings) + sum(len(some.fqns) for some in plain)
-    packable = _packable(manifest) if count >= PACKED_COUNT_MIN else {}
+    # The chunk of every tensor that is one small chunk of one block, by fqn.
+    packable: dict[str, int] = {}
+    if count >= PACKED_COUNT_MIN:
+        table, fqns = manifest.chunks, manifest.fqns
+        single = np.flatnonzero(np.diff(table.first) == 1)
+        chunks = table.first[single]
+        nbytes = table.numel[chunks] * manifest.itemsizes[single]
+        is_small = (nbytes > 0) & (nbytes <= min(PACKED_NBYTES_MAX, manifest.header.block_bytes))
+        names = [fqns[tensor] for tensor in single[is_small].tolist()]
+        packable = dict(zip(names, chunks[is_small].tolist(), strict=True))
     left = [some.only(_pack_whole(some, packable, packed)) for some in plain]
     for holding in chain(*(some.holdings(kept=False) for some in left), holdings):
         for piece in holding.pieces:
@@ -409,19 +418,6 @@ def whole_need(manifest: Manifest, chunk: int, address: int) -> Need:
 
 def _is_whole(piece: Piece) -> bool:
     return type(piece.region) is Box and piece.region.shape == piece.global_shape
-
-
-def _packable(manifest: Manifest) -> dict[str, int]:
-    """The chunk of every tensor that is one small chunk of one block, by fqn."""
-    table = manifest.chunks
-    itemsizes = np.array([DTYPES[name].itemsize for name in manifest.dtypes], dtype=np.int64)
-    single = np.flatnonzero(np.diff(table.first) == 1)
-    chunks = table.first[single]
-    nbytes = table.numel[chunks] * itemsizes[single]
-    is_small = (nbytes > 0) & (nbytes <= min(PACKED_NBYTES_MAX, manifest.header.block_bytes))
-    fqns = manifest.fqns
-    names = [fqns[tensor] for tensor in single[is_small].tolist()]
-    return dict(zip(names, chunks[is_small].tolist(), strict=True))
 
 
 def chunks_of(manifest: Manifest, pieces: Sequence[Piece]) -> list[list[int]]:
@@ -514,19 +510,13 @@ def _add_copy(need: Need, copy: Copy, view: torch.Tensor, address: int, block_nb
         start = copy.source * itemsize
         target = address + copy.target * itemsize
         need.directs.append(Direct(start, start + copy.numel * itemsize, target))
-    else:
-        need.scatters.extend(_scattered(copy, view))
-
-
-def _scattered(run: Run, view: torch.Tensor) -> Iterator[Scatter]:
-    """A run for memory that is strided or on a device, as boxes of `view`."""
-    if view.is_contiguous():
-        view = view.view(-1)
-    source = run.source
-    for box in boxes_of(Span(run.target, run.target + run.numel), tuple(view.shape)):
+        return
+    # Memory that is strided or on a device: boxes of `view`.
+    view, source = view.view(-1) if view.is_contiguous() else view, copy.source
+    for box in boxes_of(Span(copy.target, copy.target + copy.numel), tuple(view.shape)):
         all_of_it = whole(box.shape)
         patch = Patch(source, box.shape, all_of_it, 0, box.shape, all_of_it)
-        yield Scatter(patch, narrowed(view, box))
+        need.scatters.append(Scatter(patch, narrowed(view, box)))
         source += box.numel
 
 

@@ -28,7 +28,7 @@ from ckpt.commit.names import step_prefix
 from ckpt.errors import CheckpointError
 from ckpt.format.checksum import is_outage
 from ckpt.format.datafile_index import StoredSums, stored_sums
-from ckpt.format.manifest import SINCE_FULL, BoxTable, Manifest, is_reference, reference_to
+from ckpt.format.manifest import SINCE_FULL, Manifest, is_reference, reference_to
 from ckpt.layout.kind import Kind
 from ckpt.layout.memory import is_accelerator, local_view
 from ckpt.layout.piece import Holding, Piece
@@ -217,17 +217,22 @@ def _choose(
         # All of it is proved to be in memory.
         if is_known and not new:
             continue
-        aside = _aside(target.view, where)
+        view = target.view
+        if where == "device":
+            aside = torch.empty(view.shape, dtype=view.dtype, device=view.device)
+        else:  # copies from pinned memory take a fraction of the time
+            pinned = is_accelerator(view.device)
+            aside = torch.empty(view.shape, dtype=view.dtype, pin_memory=pinned)
         if not is_known:
             fresh.update(own)
         elif len(new) < len(own):
             # Only some of its chunks are read; the others come from where they are.
-            aside.copy_(target.view)
+            aside.copy_(view)
             choice.kept_chunks.update(set(own) - set(new))
         region = whole(tuple(aside.shape))
         piece = target.piece._replace(local_region=region)
         choice.holdings.append(Holding(aside, (piece,), Kind.OTHER, synchronized=True))
-        choice.copies.append(Copied(piece, target.view, aside, aside.is_pinned()))
+        choice.copies.append(Copied(piece, view, aside, aside.is_pinned()))
         choice.names.add(piece.fqn)
     # A chunk that goes to memory of which nothing is known is read, even where others have it.
     choice.kept_chunks -= fresh
@@ -243,15 +248,6 @@ def _sums_of(store: Store, manifest: Manifest, file: int) -> StoredSums | None:
         if is_outage(error):
             raise
         return None
-
-
-def _aside(view: torch.Tensor, where: Where) -> torch.Tensor:
-    """New memory for the elements of `view`, in row-major order."""
-    if where == "device":
-        return torch.empty(view.shape, dtype=view.dtype, device=view.device)
-    # Copies from pinned memory take a fraction of the time.
-    pinned = is_accelerator(view.device)
-    return torch.empty(view.shape, dtype=view.dtype, pin_memory=pinned)
 
 
 # --- what is proved to be unchanged ---------------------------------------------------------------
@@ -281,9 +277,13 @@ def unchanged_chunks(
 
 def _of_same_regions(old: Manifest, new: Manifest) -> tuple[Ints, Ints]:
     """The chunks that both have of the same tensors, cut alike: their numbers in each."""
+    records = zip(old.fqns, old.dtypes, old.shapes, strict=True)
+    known = {record: old.chunks.of_tensor(number) for number, record in enumerate(records)}
+    records = zip(new.fqns, new.dtypes, new.shapes, strict=True)
     pairs = [
-        (old.chunks.of_tensor(before), new.chunks.of_tensor(after))
-        for before, after in _same_tensors(old, new)
+        (known[record], new.chunks.of_tensor(number))
+        for number, record in enumerate(records)
+        if record in known
     ]
     # Chunk by chunk in order: a tensor that was cut otherwise is read anew.
     alike = [(before, after) for before, after in pairs if len(before) == len(after)]
@@ -294,29 +294,14 @@ def _of_same_regions(old: Manifest, new: Manifest) -> tuple[Ints, Ints]:
     a, b = old.chunks, new.chunks
     is_same = (a.span_start[olds] == b.span_start[news]) & (a.numel[olds] == b.numel[news])
     boxes = np.stack([a.box[olds].astype(np.int64), b.box[news].astype(np.int64)], axis=1)
-    is_same &= _is_same_box(boxes, a.boxes, b.boxes)
-    return olds[is_same], news[is_same]
-
-
-def _same_tensors(old: Manifest, new: Manifest) -> list[tuple[int, int]]:
-    known = {fqn: number for number, fqn in enumerate(old.fqns)}
-    return [
-        (before, number)
-        for number, fqn in enumerate(new.fqns)
-        if (before := known.get(fqn, -1)) >= 0
-        and old.dtypes[before] == new.dtypes[number]
-        and old.shapes[before] == new.shapes[number]
-    ]
-
-
-def _is_same_box(numbers: Ints, olds: BoxTable, news: BoxTable) -> Mask:
-    """Whether the two boxes of each row are the same; -1 stands for none."""
-    # There are few boxes for many chunks, so each pair of them is compared once.
-    pairs, which = np.unique(numbers, axis=0, return_inverse=True)
+    # There are few boxes for many chunks, so each pair of them is compared once; -1 is none.
+    unique, which = np.unique(boxes, axis=0, return_inverse=True)
     same = [
-        one == two if min(one, two) < 0 else olds[one] == news[two] for one, two in pairs.tolist()
+        one == two if min(one, two) < 0 else a.boxes[one] == b.boxes[two]
+        for one, two in unique.tolist()
     ]
-    return np.array(same, dtype=np.bool_)[which.reshape(-1)]
+    is_same &= np.array(same, dtype=np.bool_)[which.reshape(-1)]
+    return olds[is_same], news[is_same]
 
 
 def _is_same_place(old: Manifest, new: Manifest, olds: Ints, news: Ints) -> Mask:

@@ -442,7 +442,6 @@ _with_workers: weakref.WeakSet[Background] = weakref.WeakSet()
 # A save needs thread pools, and these refuse new work once the interpreter shuts them down. That is
 # before `atexit`, and no public hook is called earlier.
 getattr(threading, "_register_atexit", atexit.register)(_at_exit)
-# A forked child, such as a worker of a data loader, lacks the thread that saves. It must not
-# wait for the parent's saves, nor abandon its world: the other ranks would be told that this
-# one is gone.
+# A forked child, such as a worker of a data loader, lacks the thread that saves. It must not wait
+# for the parent's saves, nor abandon its world, which would report that this rank is gone.
 os.register_at_fork(after_in_child=_with_workers.clear)

@@ -53,7 +53,6 @@ from ckpt.format.manifest import (
 from ckpt.format.manifest_codec import decode_manifest
 from ckpt.format.object_parts import FileRange
 from ckpt.format.part import FileColumns, Part
-from ckpt.layout.dtypes import DTYPES
 from ckpt.layout.memory import is_plain_memory
 from ckpt.layout.region import Span, span_of
 from ckpt.saving.image import Staging
@@ -254,9 +253,7 @@ def divide(
 def nbytes_held(manifest: Manifest) -> dict[str, int]:
     """Bytes of a checkpoint's chunks by the attempt that wrote them, its own included."""
     held = manifest.nbytes_referenced()
-    itemsizes = np.array([DTYPES[name].itemsize for name in manifest.dtypes], dtype=np.int64)
-    counts = np.diff(manifest.chunks.first)
-    total = int((manifest.chunks.numel * np.repeat(itemsizes, counts)).sum())
+    total = int(manifest.chunk_sizes().sum())
     return {manifest.header.attempt: total - sum(held.values()), **held}
 
 

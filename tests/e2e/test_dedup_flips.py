@@ -15,7 +15,7 @@ from ckpt.commit.locate import file_keys, live_entries, read_manifest
 from ckpt.errors import CheckpointError
 from ckpt.format.manifest_codec import decode_manifest
 from ckpt.loading.load import LoadOptions, load_state
-from ckpt.saving import save, task
+from ckpt.saving import dedup, plan, task
 from ckpt.world.base import SoloWorld
 from storage import open_store
 from tests.conftest import Scale
@@ -32,7 +32,7 @@ def test_every_flipped_bit_of_what_is_referred_to_is_refused_or_harmless(
     rng: random.Random,
     counted: Counted,
 ) -> None:
-    for module in (save, task):
+    for module in (dedup, plan, task):
         monkeypatch.setattr(module, "BLOCK_BYTES", 1024)
     store = open_store(f"memory://{request.node.name}")
     job = Job(2, lambda rank: store, memories={})

@@ -24,7 +24,7 @@ from ckpt.loading.checkpoint import Checkpoint
 from ckpt.loading.contents import LocatedCheckpoint
 from ckpt.loading.load import LoadOptions, load_state
 from ckpt.loading.plan import ReadPath
-from ckpt.saving import save, task
+from ckpt.saving import plan, task
 from ckpt.world.base import SoloWorld
 from storage import ByteRange, Store, open_store
 from storage.memory import MemoryStore
@@ -106,7 +106,7 @@ class Saved(NamedTuple):
 
 @pytest.fixture
 def saved(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Saved:
-    for module in (save, task):
+    for module in (plan, task):
         monkeypatch.setattr(module, "BLOCK_BYTES", BLOCK_NBYTES)
     store = open_store(f"memory://{request.node.name}")
     Job(2, lambda rank: store).save(lambda rank: _state(3, rank, 2), step=3)

@@ -93,7 +93,8 @@ def test_drawn_layouts_load_what_one_rank_loads_alone(
     seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Small blocks and a narrow window, so that runs, groups and turns are many."""
-    monkeypatch.setattr("ckpt.saving.task.BLOCK_BYTES", 256)
+    for module in ("plan", "task"):
+        monkeypatch.setattr(f"ckpt.saving.{module}.BLOCK_BYTES", 256)
     random_ = random.Random(seed)
     store = _counting(f"drawn-{seed}")
     saved = random_.randint(1, 6)
@@ -315,7 +316,8 @@ def test_a_failure_between_the_runs_is_one_error_on_all_and_ends_the_reading(
     what: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """64 runs; hardly any is read after the failure, and everybody comes to the end."""
-    monkeypatch.setattr("ckpt.saving.task.BLOCK_BYTES", MIB // 4)
+    for module in ("plan", "task"):
+        monkeypatch.setattr(f"ckpt.saving.{module}.BLOCK_BYTES", MIB // 4)
     job, states = _replicated_job(f"failing-{what}", 5)
     error = Corrupt("block 3 of 't' is not what it was")
     with (
@@ -335,7 +337,8 @@ def test_a_failure_between_the_runs_is_one_error_on_all_and_ends_the_reading(
 def test_a_rank_that_dies_between_the_runs_is_named_by_all_others(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("ckpt.saving.task.BLOCK_BYTES", MIB // 4)
+    for module in ("plan", "task"):
+        monkeypatch.setattr(f"ckpt.saving.{module}.BLOCK_BYTES", MIB // 4)
     job, states = _replicated_job("dying", 4)
     with (
         _failing(monkeypatch, "read_run", 2, Killed("rank 2 is killed")),

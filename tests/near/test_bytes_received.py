@@ -249,7 +249,8 @@ def test_drawn_layouts_of_small_blocks_receive_what_they_lack(
     seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Many blocks, wanted whole and in parts, by one rank of a host and by several."""
-    monkeypatch.setattr("ckpt.saving.task.BLOCK_BYTES", 256)
+    for module in ("plan", "task"):
+        monkeypatch.setattr(f"ckpt.saving.{module}.BLOCK_BYTES", 256)
     saved_on, loaded_on = [((0, 0, 1, 1), (0, 0, 1, 1, 1, 2)), ((0, 1, 2), (2, 2, 1, 0, 0))][
         seed % 2
     ]

@@ -105,7 +105,7 @@ class Tree:
                     rules=sum(one.shape[1] for one in rules),
                     chunks=sum(map(chunk_total, rules)),
                     grown=resident("VmHWM") - before,
-                    manifest_nbytes=len(made.encoded.data),
+                    manifest_nbytes=len(made.data),
                 )
             )
         return saves

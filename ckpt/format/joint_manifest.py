@@ -58,19 +58,11 @@ from ckpt.format.part import (
 from ckpt.layout.kind import is_numbered
 
 
-class JointManifest(NamedTuple):
-    """A manifest as bytes, and the bytes of its own data files, of all its chunks, and of those in
-    files of other attempts, by attempt.
-    """
-
-    encoded: Encoded
-    own_nbytes: int
-    nbytes: int
-    referenced: Mapping[str, int]
-
-
 class JointTable:
     """What follows from the structure of all ranks: proofs, and most of the manifest's bytes.
+
+    `nbytes` are the bytes of all chunks, `referenced` of those in files of other attempts, by
+    attempt.
 
     Raises InvalidState naming fqn, region and ranks when ranks contradict each other, or when the
     chunks do not cover every tensor exactly once.
@@ -93,8 +85,8 @@ class JointTable:
         if chunks > CHUNKS_MAX:  # readers would take it for a hostile one
             problem = f"{chunks} regions of tensors on all ranks, at most {CHUNKS_MAX} fit into one"
             raise InvalidState([f"{problem} manifest: save fewer tensors, or on fewer ranks"])
-        self._nbytes_shared = _nbytes_shared(structure, itemsizes)
-        self._nbytes = int((rules[Of.COUNT] * rules[Of.NUMEL] * itemsizes[rules[Of.TENSOR]]).sum())
+        self.referenced = _nbytes_shared(structure, itemsizes)
+        self.nbytes = int((rules[Of.COUNT] * rules[Of.NUMEL] * itemsizes[rules[Of.TENSOR]]).sum())
         rules = _with_gaps_of_all(rules, np.array(structure.several, dtype=bool), itemsizes)
         rules, used = _with_numbered_boxes(rules)
         boxes = BoxTable.of(list(map(structure.boxes.__getitem__, used.tolist())))
@@ -115,7 +107,7 @@ class JointTable:
         text = f"{problem} (written by ranks {ranks[:20]})"
         return f"{text}; {TWO_MODELS}" if "overlap" in problem else text
 
-    def manifest(self, header: Header, rest: JointRest) -> JointManifest:
+    def manifest(self, header: Header, rest: JointRest) -> Encoded:
         """The manifest of a save of this structure. Raises InvalidState like `JointTable`."""
         structure = self._structure
         if (structure.first_rank, structure.rank_count) != (0, header.world_size):
@@ -142,8 +134,7 @@ class JointTable:
         # Kept: while the structure stays, only headers, sizes and values change.
         self._tensor_fields = self._tensor_fields or fields_of_tensors(head)
         sizes_of = (*self._sizes, structure.blocks)
-        made = encoded(head, sizes_of, self._tensor_fields, self._chunk_fields)
-        return JointManifest(made, int(rest.own.nbytes.sum()), self._nbytes, self._nbytes_shared)
+        return encoded(head, sizes_of, self._tensor_fields, self._chunk_fields)
 
 
 def _nbytes_shared(structure: JointStructure, itemsizes: Int64s) -> dict[str, int]:
@@ -251,9 +242,11 @@ class ReplicaRegions:
         self._ids = np.split(ids.reshape(-1), edges[:-1])
 
     def differences(self, rest: JointRest) -> ReplicaDifferences:
-        """Where ranks have different bytes of what a checkpoint stores once."""
+        """Where ranks have different bytes of what a checkpoint stores once: see
+        `texts_of_regions`.
+        """
         if not self._lists:
-            return ReplicaDifferences([], [])
+            return [], []
         groups = [
             (number, group.ranks, np.frombuffer(group.data, dtype="<u4"))
             for number, of_list in enumerate(rest.replicas)
@@ -299,7 +292,7 @@ def build_manifest(header: Header, parts: Sequence[Part]) -> Manifest:
     """
     merged = merge_structures([part.structure for part in parts])
     rest = merged.rest([part.rest for part in parts])
-    return decode_manifest(JointTable(merged.structure).manifest(header, rest).encoded.data)
+    return decode_manifest(JointTable(merged.structure).manifest(header, rest).data)
 
 
 GROUPS = ".param_groups"
@@ -509,14 +502,7 @@ def agreed_aliases(
     return {name: target for name, (target, _) in sorted(merged.items())}
 
 
-class ReplicaDifferences(NamedTuple):
-    """One text per tensor, or region, whose bytes are not the same on all ranks that have it.
-
-    `failures` are those on which the ranks must agree.
-    """
-
-    failures: list[str]
-    warnings: list[str]
+ReplicaDifferences: TypeAlias = tuple[list[str], list[str]]
 
 
 class DifferingRegion(NamedTuple):
@@ -530,7 +516,9 @@ class DifferingRegion(NamedTuple):
 def texts_of_regions(
     unequal: Iterable[DifferingRegion], values: Collection[str]
 ) -> ReplicaDifferences:
-    """The texts about them; `values` are the names of all values."""
+    """One text per tensor, or region, whose bytes are not the same on all ranks that have it: first
+    those on which the ranks must agree, then the others. `values` are the names of all values.
+    """
     failures, warnings = {}, {}
     for region, digests, must_agree in unequal:
         groups: dict[int | None, list[int]] = {}
@@ -547,10 +535,7 @@ def texts_of_regions(
                 f"({groups_in_words(groups)}); one rank's copy was stored. Synchronize it before "
                 "saving, or wrap it in PerRank to keep every rank's own"
             )
-    return ReplicaDifferences(
-        [failures[region] for region in sorted(failures)],
-        [warnings[region] for region in sorted(warnings)],
-    )
+    return [failures[one] for one in sorted(failures)], [warnings[one] for one in sorted(warnings)]
 
 
 _ReplicaRegion = tuple[str, int]  # the name of a tensor, and the first element of a region of it

@@ -200,7 +200,7 @@ def _differences(
         for (fqn, (start, _)), copies in differing.items()
         if fqn not in groups
     ]
-    return problems + texts_of_regions(unequal, values).failures
+    return problems + texts_of_regions(unequal, values)[0]
 
 
 def _otherwise_cut(having: Mapping[tuple[str, _Place], Sequence[_Copy]]) -> list[str]:

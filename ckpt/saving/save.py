@@ -333,7 +333,8 @@ def _commit_received(received: JointReceived, task: SaveTask, header: Header) ->
         if task.place is not None:
             name = PART_PREFIX + task.place.writer
             header = header.model_copy(update={"world_size": task.place.ranks})
-        encoded, own_nbytes, nbytes, others = received.all.table.manifest(header, rest)
+        table, own_nbytes = received.all.table, int(rest.own.nbytes.sum())
+        encoded, others = table.manifest(header, rest), table.referenced
         commit = _create_manifest(task.store, header, encoded, own_nbytes, others, name=name)
     commit = commit._replace(metric=task.options.metric, in_line=task.options.in_line)
     referenced = sum(others.values())
@@ -354,7 +355,7 @@ def _commit_received(received: JointReceived, task: SaveTask, header: Header) ->
             return Committed({"retired": str(error)})
     # From here on the checkpoint exists, or this part of it, so nothing may fail any more.
     answer = {"warnings": warnings, "totals": totals.ended(time.time()).model_dump()}
-    held = {header.attempt: nbytes - referenced, **others}
+    held = {header.attempt: table.nbytes - referenced, **others}
     return Committed(answer, Holdings(held, own_nbytes), received.reports)
 
 

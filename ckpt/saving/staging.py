@@ -282,17 +282,17 @@ def stage(
         split = _split(contents, files, how, seen_since(task.memory.steps_seen))
     _report(split, how, task)
     sources: Sequence[Source] = contents.plan.sources
-    room = _room_for(files, split, host_bytes_max, task)
+    buffers_max, fits, is_aside = _room_for(files, split, host_bytes_max, task)
     if task.options.dedup:
         staging = task.memory.previous.staging  # for buffers of the size of files
-    staging.keep(room.buffers_max)
+    staging.keep(buffers_max)
     order, side = split.order, memoryview(b"")
     with task.recorder.span("stage", split.nbytes_now):
-        if not room.fits:
+        if not fits:
             order = copy_order(files, sources, ())
-        if room.is_aside:
+        if is_aside:
             sources, side = _copied_aside(sources, split.now)
-        image = Image(files, sources, staging, order=order, buffers_max=room.buffers_max)
+        image = Image(files, sources, staging, order=order, buffers_max=buffers_max)
         digests = np.zeros(len(contents.plan.compared), dtype=np.uint32)
         _digest(digests, contents, split.compared_now)
         replicas = replica_sums(contents.plan, task, copied=True)
@@ -304,7 +304,7 @@ def stage(
     gate = Gate(split.changes.storages, split.changes.parameters)
     try:
         steps.hold(gate)
-        if room.fits and not order.later_nbytes and not split.compared_later:
+        if fits and not order.later_nbytes and not split.compared_later:
             gate.open()
         return Staged(
             task,
@@ -315,7 +315,7 @@ def stage(
             digests,
             replicas,
             split.compared_later,
-            is_blocking=not (room.fits or room.is_aside),
+            is_blocking=not (fits or is_aside),
             nbytes_later=order.later_nbytes,
             versions=versions,
             side=side,
@@ -464,24 +464,16 @@ def buffers_for(
     return BufferNeed(nbytes, count, bool(devices_of(source.view for source in plan.sources)))
 
 
-class _Room(NamedTuple):
-    """How the state fits the budget: all at once, or in waves of `buffers_max` parts.
-
-    With `is_aside`, what may change is copied aside first, so that the call can return.
-    """
-
-    buffers_max: int
-    fits: bool
-    is_aside: bool
-
-
 def _room_for(
     files: Sequence[FilePlan], split: _Split, budget: int | None, task: SaveTask
-) -> _Room:
+) -> tuple[int, bool, bool]:
+    """How many parts are in memory at once, whether these are all, and else whether what may change
+    is copied aside first, so that the call can return.
+    """
     part_nbytes = files[0].part_nbytes
     count = part_count(files)
     if budget is None or count * part_nbytes <= budget:
-        return _Room(count, True, False)
+        return count, True, False
     if task.options.dedup:
         raise ValueError(
             f"host_bytes_max={budget}: with dedup=True at least {count * part_nbytes} are needed "
@@ -503,7 +495,7 @@ def _room_for(
         "the next step of the optimizer" if is_aside else "this call",
     )
     # What is copied aside stays until the last wave, within the same budget.
-    return _Room((budget - aside * is_aside) // part_nbytes, False, is_aside)
+    return (budget - aside * is_aside) // part_nbytes, False, is_aside
 
 
 def _copied_aside(

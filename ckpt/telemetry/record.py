@@ -262,14 +262,7 @@ class Recorder:
     their name.
     """
 
-    def __init__(
-        self,
-        *,
-        clock: Callable[[], float] = time.time,
-        timer: Callable[[], float] = time.perf_counter,
-    ) -> None:
-        self._clock = clock
-        self._timer = timer
+    def __init__(self) -> None:
         self._spans: list[PhaseSpan] = []
         self._counters: dict[str, float] = {}
         self._lock = threading.Lock()
@@ -281,14 +274,12 @@ class Recorder:
         # Without the lock: one assignment, which the thread that logs progress reads.
         self.newest = phase, nbytes
         # Two clocks: ranks are laid side by side by the time of day, which may be set meanwhile.
-        start_unix = self._clock()
-        start = self._timer()
+        start_unix, start = time.time(), time.perf_counter()
         try:
             yield
         finally:
-            span = PhaseSpan(phase, start_unix, self._timer() - start, nbytes)
-            with self._lock:
-                self._spans.append(span)
+            seconds = time.perf_counter() - start
+            self._spans.append(PhaseSpan(phase, start_unix, seconds, nbytes))
 
     def count(self, name: str, amount: float = 1) -> None:
         """Add `amount` to the counter `name`, which starts at zero."""
@@ -297,13 +288,11 @@ class Recorder:
 
     def spans(self) -> tuple[PhaseSpan, ...]:
         """What was recorded so far, in the order in which the phases ended."""
-        with self._lock:
-            return tuple(self._spans)
+        return tuple(self._spans)
 
     def counters(self) -> dict[str, float]:
         """All counters by name."""
-        with self._lock:
-            return dict(self._counters)
+        return dict(self._counters)
 
 
 class JsonLines(logging.Formatter):

@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import itertools
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 import ckpt
+from ckpt.telemetry import record
 from ckpt.telemetry.record import PhaseSpan, Recorder
 
 
-def test_a_recorder_keeps_spans_and_counters_of_failed_phases_too() -> None:
+def test_a_recorder_keeps_spans_and_counters_of_failed_phases_too(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     ticks = itertools.count()
-    recorder = Recorder(clock=lambda: 100.0, timer=lambda: float(next(ticks)))
+    clocks = SimpleNamespace(time=lambda: 100.0, perf_counter=lambda: float(next(ticks)))
+    monkeypatch.setattr(record, "time", clocks)
+    recorder = Recorder()
     with recorder.span("stage", 5):
         recorder.count("retries")
     with pytest.raises(ValueError, match="planted"), recorder.span("write"):

@@ -38,10 +38,8 @@ from ckpt.world.link import (
     FrameKind,
     Link,
     Neighbour,
-    again,
     card_of,
-    hello,
-    knock,
+    greeting,
     read_welcome,
     welcome,
 )
@@ -135,7 +133,7 @@ class Heart:
         neighbour = Neighbour(True, card.rank)
         way = way or functools.partial(card.connect, seconds)
         sock = secured(self._tls, way, card, self.card)
-        sock.sendall(hello(self.card, card))
+        sock.sendall(greeting(FrameKind.HELLO, self.card, card))
         self.sent += 1
         link = Link(sock, neighbour, card, way)
         link.reader.trust()
@@ -555,7 +553,7 @@ class Heart:
             elif not link.is_by_store:
                 way = functools.partial(link.card.connect, CONNECT_SECONDS)
                 with secured(self._tls, way, link.card, self.card) as sock:
-                    sock.sendall(knock(self.card, link.card, number))
+                    sock.sendall(greeting(FrameKind.KNOCK, self.card, link.card, number))
         except OSError as error:
             why = str(error)
             death = link.card.death(error)
@@ -572,7 +570,7 @@ class Heart:
         with contextlib.ExitStack() as stack:
             sock = stack.enter_context(secured(self._tls, way, card, self.card))
             sock.settimeout(CONNECT_SECONDS)
-            sock.sendall(again(self.card, card, number, link.received))
+            sock.sendall(greeting(FrameKind.AGAIN, self.card, card, number, link.received))
             link.resume(sock, number, read_welcome(sock))
             stack.pop_all()
         self._later(lambda: self._flush(link))

@@ -286,27 +286,22 @@ class Link:
 # --- the first messages of a connection, which do not count ---------------------------------------
 
 
-def hello(ours: Card, theirs: Card) -> bytes:
-    """What the first connection of a link begins with."""
-    return Frame(FrameKind.HELLO, NOBODY, name=theirs.token, body=ours.encode()).encode()
-
-
-def again(ours: Card, theirs: Card, number: int, received: int) -> bytes:
-    """What connection `number` of a link begins with; `welcome` is the answer."""
-    body = _COUNT.pack(received) + ours.encode()
-    return Frame(FrameKind.AGAIN, NOBODY, number, theirs.token, body).encode()
-
-
-def knock(ours: Card, theirs: Card, number: int) -> bytes:
-    """What a parent sends over a connection of its own: connection `number` has ended here."""
-    return Frame(FrameKind.KNOCK, NOBODY, number, theirs.token, ours.encode()).encode()
+def greeting(
+    kind: FrameKind, ours: Card, theirs: Card, number: int = 0, received: int = 0
+) -> bytes:
+    """What connection `number` of a link begins with: HELLO the first one, AGAIN others, to which
+    `welcome` is the answer. Or KNOCK, what a parent sends over a connection of its own: connection
+    `number` has ended here.
+    """
+    count = _COUNT.pack(received) if kind is FrameKind.AGAIN else b""
+    return Frame(kind, NOBODY, number, theirs.token, count + ours.encode()).encode()
 
 
 def card_of(frame: Frame) -> tuple[int, Card]:
     """How many messages the sender of a first message has received, and its card."""
-    if frame.kind is FrameKind.AGAIN:
-        return _count(frame.body[: _COUNT.size]), Card.decode(frame.body[_COUNT.size :])
-    return 0, Card.decode(frame.body)
+    nbytes = _COUNT.size if frame.kind is FrameKind.AGAIN else 0
+    received = _count(frame.body[:nbytes]) if nbytes else 0
+    return received, Card.decode(frame.body[nbytes:])
 
 
 def welcome(received: int) -> bytes:

@@ -8,6 +8,7 @@ import hashlib
 import socket
 import struct
 from collections.abc import Callable
+from itertools import product
 from typing import NamedTuple
 
 from ckpt.errors import CheckpointError
@@ -48,17 +49,16 @@ def address_of_interface(name: str) -> str:
 def listening(place: Place) -> socket.socket:
     """Raises CheckpointError where no port of the place is free."""
     error: OSError | None = None
-    for port in place.ports:
+    is_both = not place.address and socket.has_dualstack_ipv6()
+    families = [socket.AF_INET6] if is_both or ":" in place.address else []
+    # A container may have no IPv6 all the same.
+    families += [] if ":" in place.address else [socket.AF_INET]
+    for port, family in product(place.ports, families):
+        both = is_both and family is socket.AF_INET6
         try:
-            if place.address:
-                family = socket.AF_INET6 if ":" in place.address else socket.AF_INET
-                return socket.create_server((place.address, port), family=family, backlog=128)
-            if socket.has_dualstack_ipv6():
-                with contextlib.suppress(OSError):  # no IPv6 in this container
-                    return socket.create_server(
-                        ("", port), family=socket.AF_INET6, dualstack_ipv6=True, backlog=128
-                    )
-            return socket.create_server(("", port), backlog=128)
+            return socket.create_server(
+                (place.address, port), family=family, backlog=128, dualstack_ipv6=both
+            )
         except OSError as failed:
             error = failed
     raise CheckpointError(

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import functools
 import itertools
 import os
 import selectors
@@ -27,7 +26,7 @@ import torch.distributed as dist
 from ckpt.errors import RankFailed
 from ckpt.world.base import MiB
 from ckpt.world.heart import Heart
-from ckpt.world.link import Frame, FrameKind, Link, Neighbour, again, hello
+from ckpt.world.link import Frame, FrameKind, Link, Neighbour, greeting
 from ckpt.world.liveness import Card
 from ckpt.world.torch_world import TorchWorld
 from tests.protocol.test_world_counts import ranks_of
@@ -397,11 +396,11 @@ def test_a_stranger_is_no_rank(caplog: pytest.LogCaptureFixture) -> None:
     stranger = Heart(1, ())
     try:
         guessed = heart.card._replace(token="0" * 32)
-        for greeting in (hello, functools.partial(again, number=1, received=0)):
+        for kind in (FrameKind.HELLO, FrameKind.AGAIN):
             for _ in range(20):
                 with heart.card.connect(GUARD_SECONDS) as sock:
                     sock.settimeout(GUARD_SECONDS)
-                    sock.sendall(greeting(stranger.card, guessed))
+                    sock.sendall(greeting(kind, stranger.card, guessed, 1))
                     with contextlib.suppress(ConnectionError):
                         assert sock.recv(100) == b""
         assert not heart._links
@@ -421,8 +420,8 @@ def test_strangers_of_one_address_end_no_rank(monkeypatch: pytest.MonkeyPatch) -
     try:
         with contextlib.ExitStack() as stack:
             sock = stack.enter_context(heart.card.connect(GUARD_SECONDS))
-            greeting = hello(rank.card, heart.card)
-            sock.sendall(greeting[:20])
+            hello = greeting(FrameKind.HELLO, rank.card, heart.card)
+            sock.sendall(hello[:20])
             for address in ["127.0.0.2"] * 20 + ["127.0.0.3"] * 20:
                 stranger = stack.enter_context(
                     socket.create_connection(
@@ -431,7 +430,7 @@ def test_strangers_of_one_address_end_no_rank(monkeypatch: pytest.MonkeyPatch) -
                 )
             stranger.sendall(bytes(100))
             assert stranger.recv(1) == b""  # so all before it were accepted
-            sock.sendall(greeting[20:])
+            sock.sendall(hello[20:])
             until = time.monotonic() + 5.0
             while not heart._links and time.monotonic() < until:
                 time.sleep(0.01)

@@ -25,7 +25,7 @@ from ckpt.errors import RankFailed
 from ckpt.world.by_store import Calls
 from ckpt.world.heart import Heart
 from ckpt.world.job import Process
-from ckpt.world.link import Frame, Neighbour, hello
+from ckpt.world.link import Frame, FrameKind, Neighbour, greeting
 from ckpt.world.liveness import Card, ProcessIdentity
 from ckpt.world.missing import Missing, card_key, connect_to_parent
 from ckpt.world.rounds import Deadlines
@@ -133,7 +133,7 @@ def test_a_rank_that_calls_by_the_store_is_not_judged_by_its_port(
 
         def take(_: Calls, store: Any) -> socket.socket | None:
             if not calls:
-                ours.sendall(hello(card, parent.card))
+                ours.sendall(greeting(FrameKind.HELLO, card, parent.card))
                 calls.append(None)
             return calls.pop(0)
 

@@ -53,7 +53,7 @@ _ALIKE, _FIRSTS, _STEPS = slice(0, 5), slice(5, 9), slice(9, 13)
 Rules = Int64s  # [len(Of), rules]
 
 
-def single_rules(columns: Sequence[npt.NDArray[np.integer]]) -> Rules:
+def single_rules(columns: Sequence[Ints]) -> Rules:
     """A rule for each chunk, of the columns `TENSOR` to `BOX`."""
     chunks = len(columns[0])
     table = np.zeros((len(Of), chunks), dtype=np.int64)
@@ -343,7 +343,7 @@ def check_rules(
 
 def _problems(
     tensors: tuple[Sequence[str], Sequence[Shape]],
-    first: npt.NDArray[np.integer],
+    first: Ints,
     which: tuple[Bools, Bools],
     key_of: Callable[[slice], bytes],
     listed: Callable[[slice], tuple[ChunkTable, slice]],
@@ -369,9 +369,7 @@ def _problems(
     return problems
 
 
-def _badly_spanned(
-    first: npt.NDArray[np.integer], starts: Ints, lengths: Ints, numels: Int64s
-) -> Bools:
+def _badly_spanned(first: Ints, starts: Ints, lengths: Ints, numels: Int64s) -> Bools:
     """Per tensor, whether its spans, which are `first[t]` to `first[t + 1]`, are anything but one
     gapless run from 0 to its end.
     """

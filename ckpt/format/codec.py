@@ -29,11 +29,9 @@ def encode_values(value: Any) -> bytes:
     Raises TypeError naming the path of the first leaf that cannot be stored, ValueError when the
     value is nested deeper than DEPTH_MAX (or in itself) or has more than CONTAINERS_MAX containers.
     """
-    out = bytearray([VERSION])
-    encoder = _Encoder(out)
+    encoder = _Encoder()
     encoder.put(value, (), 0)
-    out[0] = VERSION_OF_TYPED if encoder.is_typed else VERSION
-    return bytes(out)
+    return bytes([VERSION_OF_TYPED if encoder.is_typed else VERSION]) + encoder.out
 
 
 def decode_values(data: bytes) -> Any:
@@ -55,8 +53,8 @@ def decode_values(data: bytes) -> Any:
 
 
 class _Encoder:
-    def __init__(self, out: bytearray) -> None:
-        self.out = out
+    def __init__(self) -> None:
+        self.out = bytearray()
         self.containers = 0
         self.is_typed = False
 

@@ -17,10 +17,9 @@ from json.encoder import encode_basestring
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from ckpt.errors import Corrupt, InvalidState
-from ckpt.format.checksum import crc32c
+from ckpt.format.checksum import Int64s, Uint32s, crc32c
 from ckpt.layout.dtypes import DTYPES
 from ckpt.layout.region import Box, Region, Shape, Span, is_inside, whole
 
@@ -89,8 +88,8 @@ class FileEntries:
     block_bytes: int
     text: bytes  # the JSON entries of the chunks, with a comma after each
     metadata: Mapping[str, str]
-    ends: npt.NDArray[np.int64]  # [chunks], from the first tensor byte on
-    block_counts: npt.NDArray[np.int64]  # [chunks]
+    ends: Int64s  # [chunks], from the first tensor byte on
+    block_counts: Int64s  # [chunks]
     block_ends: Sequence[int]  # [blocks], from the first tensor byte on
 
     @property
@@ -164,9 +163,7 @@ def layout_data_file(
     return header, len(header) + position
 
 
-def checksum_tensor(
-    header: bytes, block_checksums: npt.NDArray[np.uint32], extras: Mapping[str, bytes]
-) -> bytes:
+def checksum_tensor(header: bytes, block_checksums: Uint32s, extras: Mapping[str, bytes]) -> bytes:
     """The bytes of the last tensor: checksums of the header, the extras, all blocks, and of itself.
 
     `block_checksums` are those of all chunks, one after the other in file order.

@@ -15,7 +15,6 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 from pydantic import ValidationError
 
 from ckpt.errors import Corrupt, UnsupportedFormat
@@ -23,7 +22,9 @@ from ckpt.format.checksum import (
     DIGEST_NBYTES,
     BlockChecksums,
     Digests,
+    Int64s,
     Seal,
+    Uint32s,
     block_count,
     crc32c,
     digests_from,
@@ -65,11 +66,11 @@ class DataFileIndex:
     header: bytes
     block_bytes: int
     chunks: tuple[StoredChunk, ...]
-    offsets: npt.NDArray[np.int64]
+    offsets: Int64s
     extras: Mapping[str, tuple[int, int]]  # name -> offset, nbytes
     extra_checksums: Mapping[str, int]
-    first_block: npt.NDArray[np.int64]  # [chunks + 1]
-    checksums: npt.NDArray[np.uint32]
+    first_block: Int64s  # [chunks + 1]
+    checksums: Uint32s
     checksum_offset: int
     seal: Seal  # of the checksum tensor
     nbytes: int
@@ -298,7 +299,7 @@ def _stored_chunk(entry: _Entry, kind: int, shape: Shape, dtype: str) -> StoredC
 
 def _read_checksums(
     read: Callable[[int, int], bytes], where: tuple[int, int], header: bytes, count: int
-) -> npt.NDArray[np.uint32]:
+) -> Uint32s:
     start, stop = where
     if stop - start != 4 * count:
         raise Corrupt(f"{CHECKSUMS} has {stop - start} bytes, expected {4 * count}")

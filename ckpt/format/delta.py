@@ -19,6 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ckpt.errors import Corrupt
+from ckpt.format.checksum import Int64s
 from ckpt.format.codec import decode_values, encode_values
 from ckpt.layout.dtypes import DTYPES
 from ckpt.layout.region import Box, Region, Shape, Span, is_inside
@@ -30,8 +31,6 @@ INDEX_NBYTES_MAX = 1 << 26  # of so many containers as a value can have, more ar
 _LENGTHS = struct.Struct("<IIB")  # the index: its bytes, its stored bytes, how it is coded
 _WIDTHS = (1, 2, 4)
 _NONE = np.zeros(0, dtype=np.int64)
-
-Int64s = npt.NDArray[np.int64]
 
 
 class DeltaBlock(NamedTuple):

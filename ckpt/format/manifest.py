@@ -24,10 +24,10 @@ from itertools import accumulate, chain
 from typing import Annotated, Any, NamedTuple, TypeVar
 
 import numpy as np
-import numpy.typing as npt
 from pydantic import BaseModel, ConfigDict, Field
 
 from ckpt.errors import UnsupportedFormat
+from ckpt.format.checksum import Int64s as Int64s
 from ckpt.format.checksum import Seals
 from ckpt.format.columns import Ints, Progressions, distinct_by_part
 from ckpt.format.datafile import BLOCK_BYTES
@@ -185,7 +185,6 @@ CHUNKS_MAX = 1 << 26
 # Far beyond any checkpoint; sums of element and byte counts below it cannot wrap around.
 NUMEL_MAX = 1 << 58
 
-Int64s = npt.NDArray[np.int64]
 WRITERS = "ckpt.writers"  # key of `Header.user`: of several, the names and numbers of ranks
 MODULES = "ckpt.modules"  # key of `Header.user`: the paths of the state's modules, a JSON list
 SINCE_FULL = "ckpt.since_full"  # another: saves with references since one without, their number

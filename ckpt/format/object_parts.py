@@ -26,9 +26,16 @@ from itertools import islice
 from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import numpy as np
-import numpy.typing as npt
 
-from ckpt.format.checksum import BlockChecksums, Digests, Seal, digests_from, seal_of
+from ckpt.format.checksum import (
+    BlockChecksums,
+    Digests,
+    Int64s,
+    Seal,
+    Uint32s,
+    digests_from,
+    seal_of,
+)
 from ckpt.format.datafile import (
     ALIGNMENT,
     DIGESTS,
@@ -76,12 +83,12 @@ class DataFile:
     digests: Digests
 
     @property
-    def offsets(self) -> npt.NDArray[np.int64]:
+    def offsets(self) -> Int64s:
         """Where its chunks begin."""
         ends = self.entries.ends
         return np.append(0, ends)[: len(ends)] + len(self.header)
 
-    def columns(self, checksums: npt.NDArray[np.uint32], seal: Seal) -> FileColumns:
+    def columns(self, checksums: Uint32s, seal: Seal) -> FileColumns:
         """The file once it is written, given the crc32c of all blocks of its chunks."""
         head = self.name, self.nbytes, len(self.header), self.entries.chunks, self.offsets
         return FileColumns(*head, self.entries.block_counts, checksums, seal, self.digests)

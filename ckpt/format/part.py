@@ -20,10 +20,9 @@ from operator import itemgetter
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
-import numpy.typing as npt
 
 from ckpt.errors import InvalidState
-from ckpt.format.checksum import Digests, Seal, Seals, crc32c, no_digests
+from ckpt.format.checksum import Digests, Seal, Seals, Uint32s, crc32c, no_digests
 from ckpt.format.chunk_columns import gaps_of
 from ckpt.format.chunk_rules import BOXED, SHARED, Of, Rules, joined_rules, renamed, single_rules
 from ckpt.format.codec import encode_values
@@ -58,7 +57,7 @@ class ReplicaColumns(NamedTuple):
     tensor: Int64s
     start: Int64s
     must_agree: Int64s
-    digests: npt.NDArray[np.uint32]
+    digests: Uint32s
 
 
 NO_REPLICAS = ReplicaColumns(int64s([]), int64s([]), int64s([]), np.zeros(0, dtype=np.uint32))
@@ -76,7 +75,7 @@ class FileColumns(NamedTuple):
     chunks: Sequence[StoredChunk]
     offsets: Int64s
     block_counts: Int64s
-    checksums: npt.NDArray[np.uint32]
+    checksums: Uint32s
     seal: Seal
     digests: Digests = no_digests()
 

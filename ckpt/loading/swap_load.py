@@ -20,13 +20,13 @@ from itertools import chain
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from ckpt.commit.locate import file_key
 from ckpt.commit.names import step_prefix
 from ckpt.errors import CheckpointError
 from ckpt.format.checksum import is_outage
+from ckpt.format.chunk_rules import Bools
 from ckpt.format.datafile_index import StoredSums, stored_sums
 from ckpt.format.manifest import SINCE_FULL, Manifest, is_reference, reference_to
 from ckpt.layout.kind import Kind
@@ -42,7 +42,6 @@ from ckpt.state.binding import Binding, filling
 from ckpt.world.base import World, collectively
 from storage import Store
 
-Mask = npt.NDArray[np.bool_]
 SumsOf: TypeAlias = Callable[[Manifest, int], StoredSums | None]
 Where = Literal["host", "device"]
 
@@ -205,7 +204,7 @@ def _choose(
 ) -> _Choice:
     """The pieces that have to be read, with memory aside for them."""
     chunks = chunks_of(manifest, [target.piece for target in targets])
-    unchanged: Mask | None = None
+    unchanged: Bools | None = None
     if known is not None:
         wanted = set(chain.from_iterable(chunks))
         sums_of = partial(_sums_of, store)
@@ -255,7 +254,7 @@ def _sums_of(store: Store, manifest: Manifest, file: int) -> StoredSums | None:
 
 def unchanged_chunks(
     old: Manifest, new: Manifest, wanted: Collection[int], sums_of: SumsOf
-) -> Mask:
+) -> Bools:
     """A bool for each chunk of `new`: whether `old` has the same region of a tensor of the same
     name, dtype and shape, with bytes that are proved to be equal.
 
@@ -304,7 +303,7 @@ def _of_same_regions(old: Manifest, new: Manifest) -> tuple[Ints, Ints]:
     return olds[is_same], news[is_same]
 
 
-def _is_same_place(old: Manifest, new: Manifest, olds: Ints, news: Ints) -> Mask:
+def _is_same_place(old: Manifest, new: Manifest, olds: Ints, news: Ints) -> Bools:
     numbers: dict[str, int] = {}
     files: list[Ints] = []
     for manifest in (old, new):
@@ -316,7 +315,7 @@ def _is_same_place(old: Manifest, new: Manifest, olds: Ints, news: Ints) -> Mask
         ]
         files.append(np.array([numbers.setdefault(one, len(numbers)) for one in names], dtype=int))
     a, b = old.chunks, new.chunks
-    is_same: Mask = files[0][a.file[olds]] == files[1][b.file[news]]
+    is_same: Bools = files[0][a.file[olds]] == files[1][b.file[news]]
     is_same &= a.byte_start[olds] == b.byte_start[news]
     return is_same
 

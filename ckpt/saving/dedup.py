@@ -29,7 +29,6 @@ from datetime import timedelta
 from typing import NamedTuple, TypeAlias
 
 import numpy as np
-import numpy.typing as npt
 
 from ckpt.commit.locate import file_key, read_manifest
 from ckpt.commit.log import LogState
@@ -37,7 +36,7 @@ from ckpt.commit.names import step_prefix
 from ckpt.commit.records import LiveEntry
 from ckpt.commit.session import Session
 from ckpt.errors import CheckpointError
-from ckpt.format.checksum import Seal, block_checksums, digest_of, digests_from, is_outage
+from ckpt.format.checksum import Seal, Uint32s, block_checksums, digest_of, digests_from, is_outage
 from ckpt.format.datafile import BLOCK_BYTES, StoredChunk
 from ckpt.format.datafile_index import StoredSums, stored_sums
 from ckpt.format.manifest import (
@@ -65,7 +64,7 @@ NBYTES_MULTIPLE_MAX = 2.0  # bytes that these hold together, as a multiple of th
 RANGES_MAX = 100_000  # that a rank refers to; they make its file's header about 10 MB
 NBYTES_UNCOUNTED = 16 << 20  # attempts that hold less together are kept alive in any case
 
-Checksums: TypeAlias = npt.NDArray[np.uint32]
+Checksums: TypeAlias = Uint32s
 
 
 class SharedFile(NamedTuple):
@@ -275,14 +274,13 @@ def references_allowed(
     live: Sequence[LiveEntry],
     nbytes_of: Callable[[LiveEntry], int],
     *,
-    attempts_max: int = ATTEMPTS_MAX,
     nbytes_uncounted: int = NBYTES_UNCOUNTED,
 ) -> frozenset[str]:
     """The attempts whose files the next checkpoint may refer to.
 
     `held` are the bytes of the previous checkpoint by the attempt that wrote them, `nbytes_of` the
     bytes of an attempt's own files. What is no longer live is left out; then attempts are given up,
-    those that hold the least first, until all that would be kept alive is at most `attempts_max`
+    those that hold the least first, until all that would be kept alive is at most ATTEMPTS_MAX
     attempts with at most `NBYTES_MULTIPLE_MAX` times the bytes of `held`, or `nbytes_uncounted`.
     See note "growth".
     """
@@ -293,7 +291,7 @@ def references_allowed(
     allowed = [name for name in most_first if name in entries and held[name]]
     while allowed:
         kept = kept_alive(allowed, live)
-        if len(kept) <= attempts_max:
+        if len(kept) <= ATTEMPTS_MAX:
             nbytes = sum(nbytes_of(entries[name]) for name in kept)
             if nbytes <= nbytes_max:
                 break

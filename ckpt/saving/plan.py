@@ -19,11 +19,10 @@ from functools import cached_property
 from typing import Any, NamedTuple, TypeVar, cast
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import nn
 
-from ckpt.format.checksum import block_count
+from ckpt.format.checksum import Int64s, block_count
 from ckpt.format.datafile import (
     BLOCK_BYTES,
     FileEntries,
@@ -196,7 +195,6 @@ class Remembered:
 
 
 _Result = TypeVar("_Result")
-Int64s = npt.NDArray[np.int64]
 
 
 class Memo(dict[Any, Any]):

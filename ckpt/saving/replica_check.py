@@ -22,11 +22,10 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from ckpt.errors import CheckpointError, InvalidState
-from ckpt.format.checksum import crc32c, crc32c_of_each
+from ckpt.format.checksum import Uint32s, crc32c, crc32c_of_each
 from ckpt.format.datafile import region_start
 from ckpt.format.joint_manifest import BY_NUMBER, TWO_MODELS, DifferingRegion, texts_of_regions
 from ckpt.layout.kind import is_numbered
@@ -50,15 +49,14 @@ GROUPS_SHOWN_MAX = 4  # of ranks that have the same
 DIFFERING_MAX = 10_000  # blocks of a group that are looked at for that
 
 Holders = tuple[int, ...]
-Uint32s = npt.NDArray[np.uint32]
 
 
-def digests_of(compared: Sequence[tuple[Holding, Piece]]) -> npt.NDArray[np.uint32]:
+def digests_of(compared: Sequence[tuple[Holding, Piece]]) -> Uint32s:
     """The crc32c of each of these pieces, as its memory is now."""
     return checksums_of([local_view(holding, piece) for holding, piece in compared])
 
 
-def checksums_of(views: Sequence[torch.Tensor]) -> npt.NDArray[np.uint32]:
+def checksums_of(views: Sequence[torch.Tensor]) -> Uint32s:
     """The crc32c of the elements of each view, in row-major order."""
     digests = np.zeros(len(views), dtype=np.uint32)
     joined: dict[torch.device, list[tuple[int, torch.Tensor]]] = defaultdict(list)
@@ -106,10 +104,7 @@ def compared_live(
 
 
 def compared(
-    task: SaveTask,
-    contents: Contents | Exception,
-    digests: npt.NDArray[np.uint32],
-    sums: ReplicaSums | None,
+    task: SaveTask, contents: Contents | Exception, digests: Uint32s, sums: ReplicaSums | None
 ) -> Contents | Exception:
     """`contents`, or why nothing may be written: see `difference_of` and `differing_replicas`, in
     which a rank without contents takes part, as the others may wait for it. Raises ReplicasDrifted
@@ -123,7 +118,7 @@ def compared(
 
 
 def difference_of(
-    task: SaveTask, contents: Contents | None, digests: npt.NDArray[np.uint32]
+    task: SaveTask, contents: Contents | None, digests: Uint32s
 ) -> InvalidState | None:
     """Why nothing may be written, on all ranks: tensors differ that must be equal. Collective where
     the ranks have exchanged names since the last comparison; else nothing is done.

@@ -14,7 +14,6 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from ckpt.commit.names import MANIFEST_NAME, PART_PREFIX, step_prefix
 from ckpt.commit.records import manifest_digest
@@ -30,6 +29,7 @@ from ckpt.errors import (
     RankFailed,
     RankFailedInCommit,
 )
+from ckpt.format.checksum import Uint32s
 from ckpt.format.joint_manifest import differing_values
 from ckpt.format.manifest import DELTA, REFERENCES, SINCE_FULL, Header, Manifest
 from ckpt.format.manifest_codec import Encoded
@@ -515,7 +515,7 @@ def write_sources(
     contents: Contents,
     attempt: Attempt,
     task: SaveTask,
-    digests: npt.NDArray[np.uint32],
+    digests: Uint32s,
 ) -> Part:
     """Write this rank's `sources`, or refer to them; durable when this returns. `digests` are as
     for `write_part`.

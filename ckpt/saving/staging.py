@@ -17,11 +17,11 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from ckpt.commit.names import attempt_name, step_prefix
 from ckpt.errors import CheckpointError
+from ckpt.format.checksum import Uint32s
 from ckpt.format.object_parts import DataFile
 from ckpt.format.part import FileColumns, Part, PartTexts
 from ckpt.layout.kind import Kind
@@ -148,15 +148,15 @@ class Staged:
     files: Sequence[FilePlan]
     image: Image
     gate: Gate
-    digests: npt.NDArray[np.uint32]
+    digests: Uint32s
     replicas: ReplicaSums
     compared_later: Sequence[int] = ()
     is_blocking: bool = False
     nbytes_later: int = 0
     versions: Sequence[tuple[Source, int | None]] = ()
     side: memoryview = field(default_factory=lambda: memoryview(b""))
+    # Made where the training runs: another thread's current stream knows nothing of it.
     reading: SideStreams = field(default_factory=lambda: SideStreams(()))
-    """Made where the training runs: another thread's current stream knows nothing of it."""
     lent: LentCopy | None = None
     copied: Future[None] = field(default_factory=Future)
 
@@ -326,7 +326,7 @@ def stage(
         raise
 
 
-def _digest(digests: npt.NDArray[np.uint32], contents: Contents, indices: Sequence[int]) -> None:
+def _digest(digests: Uint32s, contents: Contents, indices: Sequence[int]) -> None:
     """Fill in the digests of those of the compared pieces."""
     compared = contents.plan.compared
     digests[list(indices)] = digests_of([compared[index] for index in indices])

@@ -21,7 +21,6 @@ from typing import Any, Literal, NamedTuple
 from weakref import WeakKeyDictionary
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from ckpt.commit.appender import BACKGROUND_SECONDS
@@ -29,6 +28,7 @@ from ckpt.commit.names import is_finite
 from ckpt.commit.records import STEP_MAX
 from ckpt.commit.session import RankedSession
 from ckpt.errors import Corrupt, InvalidArgument, NamesChanged
+from ckpt.format.checksum import Uint32s
 from ckpt.format.datafile import BLOCK_BYTES, FileEntries
 from ckpt.format.joint_codec import (
     SentStructure,
@@ -210,9 +210,6 @@ def gather_joint_parts(
         return known.received(part, report, received)
 
     return decode
-
-
-Uint32s = npt.NDArray[np.uint32]
 
 
 @dataclass(frozen=True, slots=True)

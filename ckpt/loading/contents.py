@@ -332,10 +332,6 @@ class CheckpointContents:
 
     def _parts(self, index: int) -> Iterator[StoredPart]:
         chunks = self.manifest.chunks
-        for chunk in range(int(chunks.first[index]), int(chunks.first[index + 1])):
-            yield StoredPart(
-                region=self.manifest.region(chunk),
-                file=self.manifest.files[int(chunks.file[chunk])],
-                byte_start=int(chunks.byte_start[chunk]),
-                nbytes=self.manifest.chunk_nbytes(chunk),
-            )
+        for chunk in chunks.of_tensor(index):
+            place = self.manifest.files[int(chunks.file[chunk])], int(chunks.byte_start[chunk])
+            yield StoredPart(chunks.region(chunk), *place, self.manifest.chunk_nbytes(chunk))

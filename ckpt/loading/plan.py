@@ -447,7 +447,7 @@ class _Chunks:
     def meeting(self, piece: Piece) -> Iterator[tuple[int, list[Copy]]]:
         """The chunks that share elements with `piece`, each with what to copy."""
         tensor = self._index(piece.fqn)
-        first, last = int(self._first[tensor]), int(self._first[tensor + 1])
+        first, last = map(int, self._first[tensor : tensor + 2])
         near: Iterable[int] = range(first, last)
         # With fewer chunks, comparing all extents at once costs more than it spares.
         if last - first > 4:

@@ -21,7 +21,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from typing import Literal
 
 from ckpt.commit.appender import HURRIED_SECONDS, patience_for
@@ -345,6 +345,7 @@ class Background:
         if self._pool is None:
             self._pool = ThreadPoolExecutor(1, thread_name_prefix="ckpt-save")
             _with_workers.add(self)
+            _watch_exit()
         return self._pool
 
     def close(self) -> None:
@@ -436,10 +437,14 @@ def _log_unreported(background: Background, seconds_max: float) -> None:
             )
 
 
+@cache
+def _watch_exit() -> None:
+    # A save needs thread pools, and these refuse new work once the interpreter shuts them down.
+    # That is before `atexit`, and no public hook is called earlier.
+    getattr(threading, "_register_atexit", atexit.register)(_at_exit)
+
+
 _with_workers: weakref.WeakSet[Background] = weakref.WeakSet()
-# A save needs thread pools, and these refuse new work once the interpreter shuts them down. That is
-# before `atexit`, and no public hook is called earlier.
-getattr(threading, "_register_atexit", atexit.register)(_at_exit)
 # A forked child, such as a worker of a data loader, lacks the thread that saves. It must not wait
 # for the parent's saves, nor abandon its world, which would report that this rank is gone.
 os.register_at_fork(after_in_child=_with_workers.clear)

@@ -366,7 +366,7 @@ class Image:
     ) -> None:
         self.files = tuple(files)
         self.sources = sources
-        self._staging = staging
+        self.staging = staging
         self._users = 1  # saves that need the memory
         self._let_go: Callable[[], None] = nothing
         self._lock = ForkSafeLock()
@@ -393,15 +393,10 @@ class Image:
         """Whether nothing is left to copy."""
         return self._unfinished == len(self._parts)
 
-    @property
-    def is_one_range(self) -> bool:
-        """Whether each file is one range of memory."""
-        return self._staging.is_one_range
-
     def lend(self) -> None:
         """Another save reads the memory, too: it calls `release` as well."""
         # Called before the lender's own `release`, which would give the buffers back.
-        self._users, self._let_go = 2, self._staging.hold()
+        self._users, self._let_go = 2, self.staging.hold()
 
     def tensor_bytes(self) -> list[list[memoryview]]:
         """The bytes of all chunks of each file, in order, of an image that is whole."""
@@ -524,7 +519,7 @@ class Image:
     def _has_buffer(self, part: _StagedPart, *, waits: bool) -> bool:
         """Whether a part has memory, after it got some if there is any, or `waits` for it."""
         if not part.buffer and self._room.acquire(blocking=waits):
-            part.buffer = self._staging.take(
+            part.buffer = self.staging.take(
                 self._part_nbytes, pinned=self._is_pinned, part=part.number
             )
         return bool(part.buffer)
@@ -537,7 +532,7 @@ class Image:
     def _free(self, part: _StagedPart) -> None:
         """Give back the memory of a part that is written. In any thread."""
         if part.buffer:
-            self._staging.give_back(part.buffer)
+            self.staging.give_back(part.buffer)
             part.buffer = _NO_BUFFER
             self._room.release()
 

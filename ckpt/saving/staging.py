@@ -521,7 +521,7 @@ def _copied_aside(
 def _shared(state: Any, task: SaveTask, lent: LentCopy) -> Staged | None:
     """A state that another save copies, if this one needs the same; None otherwise."""
     other = lent.staged
-    if task.options.dedup and not other.image.is_one_range:
+    if task.options.dedup and not other.image.staging.is_one_range:
         return None
     with task.recorder.span("flatten"):
         contents = contents_of(state, task.ranks, task.memory.plans)

@@ -110,7 +110,8 @@ class Heart:
         self._users: dict[bytes, weakref.ref[object]] = {}
         self._early: dict[bytes, list[tuple[Neighbour, Frame]]] = {}
         self._over: set[bytes] = set()
-        self._is_stopped = self._is_retired = False
+        self.is_stopped = False  # nothing is sent or received any more
+        self._is_retired = False
         self._ends = math.inf  # when the thread gives up its last connections
         for sock in (self._listener, self._woken, self._wake):
             sock.setblocking(False)
@@ -164,11 +165,6 @@ class Heart:
             receivers = list(self._worlds.values())
         for receiver in receivers:
             receiver.lost(neighbour, how)
-
-    @property
-    def is_stopped(self) -> bool:
-        """Whether nothing is sent or received any more."""
-        return self._is_stopped
 
     def register(self, world: bytes, receiver: Receiver, user: object) -> None:
         """Deliver what comes for that world, and what has come already. `user` is the object that
@@ -255,7 +251,7 @@ class Heart:
             is_used = any(user() is not None for user in self._users.values())
             if if_unused and (is_used or not self._is_retired):
                 return
-            is_first, self._is_stopped = not self._is_stopped, True
+            is_first, self.is_stopped = not self.is_stopped, True
             bye = Frame(FrameKind.BYE, NOBODY).encode()
             for neighbour in list(self._links) if is_first else ():
                 self.send(neighbour, bye)
@@ -267,7 +263,7 @@ class Heart:
 
     def drop(self) -> None:
         """Close what is open here and say nothing, as a forked child does."""
-        self._is_stopped = True
+        self.is_stopped = True
         for link in (*self._links.values(), *self._nameless):
             link.sock.close()
         self._links.clear()
@@ -490,7 +486,7 @@ class Heart:
         self._close(link)
         if link.neighbour is None:
             return
-        if link.has_left or self._is_stopped:
+        if link.has_left or self.is_stopped:
             self._drop_link(link, LEFT)
             return
         # In a thread of its own: connecting may take seconds, and this one serves all others.

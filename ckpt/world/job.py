@@ -101,30 +101,21 @@ class ThisProcess:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._process: Process | None = None
+        self.process: Process | None = None  # in the newest job, if it has joined any
         self._group: Callable[[], object] = lambda: None
         # Of the newest initialisation, and its number in the store.
         self._numbered: tuple[Callable[[], object], int] = (lambda: None), 0
         # Called, in any thread, after `destroy_process_group`: whether nothing is under way there.
         self.on_left: list[Callable[[], bool]] = []
 
-    @property
-    def has_joined(self) -> bool:
-        """Whether this process has been in any job."""
-        return self._process is not None
-
     def in_job(self) -> Process:
         """This process in the job that torch.distributed is initialised for."""
         group = dist.group.WORLD
         # By identity: the group may have been destroyed, and torch initialised for another job.
         with self._lock:
-            if (
-                self._process is None
-                or self._process.heart.is_stopped
-                or self._group() is not group
-            ):
-                self._process, self._group = self._taken(self._process), weakref.ref(group)
-            return self._process
+            if self.process is None or self.process.heart.is_stopped or self._group() is not group:
+                self.process, self._group = self._taken(self.process), weakref.ref(group)
+            return self.process
 
     def number(self, store: Any, rank: int) -> int:
         """How many initialisations with this store the rank has used the library in, this one
@@ -139,8 +130,8 @@ class ThisProcess:
 
     def forked(self) -> None:
         """In a forked child: another thread may have held the lock."""
-        keep_for_ever(self._process)
-        self._lock, self._process = threading.Lock(), None
+        keep_for_ever(self.process)
+        self._lock, self.process = threading.Lock(), None
 
     def _taken(self, before: Process | None) -> Process:
         # There is no public way to the store that all ranks share already.
@@ -213,5 +204,5 @@ def leave_uncalled() -> None:
 
     c10d: Any = dist.distributed_c10d
     is_known = dist.is_initialized() or getattr(c10d, "_default_pg_init_method", "") == "env://"
-    if is_known and not this_process.has_joined:
+    if is_known and this_process.process is None:
         Heart.aside(leave, STORE_SECONDS)

@@ -218,7 +218,7 @@ class OfParent:
     def __del__(self):
         os.write(begin, b"destroyed ")
 process.this_process._contexts.append(OfParent())
-this_process._process = OfParent()
+this_process.process = OfParent()
 steps._gates = (OfParent(),)
 child = os.fork()
 if not child:

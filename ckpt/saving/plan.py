@@ -222,15 +222,18 @@ def sources_of(shares: Sequence[Share]) -> list[Source]:
     """Where the bytes of every share are now, in the canonical order of a data file."""
     keys: list[tuple[bool, int, str, int, Region, int]] = []
     sources: list[Source] = []
+    dtypes: dict[torch.dtype, tuple[str, int]] = {}
     for holding, piece, start, stop, region in shares:
         fqn, global_shape, dtype, _, _, _ = piece
-        itemsize = dtype.itemsize
+        known = dtypes.get(dtype)  # an attribute of torch's takes longer
+        if known is None:
+            known = dtypes[dtype] = dtype_name(dtype), dtype.itemsize
+        name, itemsize = known
         view = local_view(holding, piece)
         nbytes = (stop - start) * itemsize
         # With an address, later saves copy thousands of tensors without a call into torch for each.
         address = view.data_ptr() + start * itemsize if is_plain_memory(view) else 0
-        kind = int(holding.kind)
-        chunk = StoredChunk(fqn, dtype_name(dtype), global_shape, region, nbytes, kind)
+        chunk = StoredChunk(fqn, name, global_shape, region, nbytes, int(holding.kind))
         # This is `order_key`, with the regions compared only where their starts are the same.
         first = region_start(region, global_shape)
         late = is_small_or_uneven(nbytes)
@@ -311,6 +314,8 @@ class SavePlan:
     @cached_property
     def trainable_blocks(self) -> Int64s:
         """Which of this rank's blocks, counted over all its files, are of trainable parameters."""
+        if not self.trainable:
+            return np.zeros(0, dtype=np.int64)
         counts = [block_count(source.chunk.nbytes, BLOCK_BYTES) for source in self.sources]
         is_trainable = [storage_of(source.view) in self.trainable for source in self.sources]
         return np.flatnonzero(np.repeat(is_trainable, counts))

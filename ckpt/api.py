@@ -140,15 +140,11 @@ def save(
             place = place_of(into)
             store = context.settled_store(url, storage_options, call)
             session, memory = open_place(context.world, store, place), PartMemory()
-        options = SaveOptions(
-            one_of("replicas", replicas, ("warn", "strict")),
-            write_path(io, store, context.staging, cached_ranks=context.world.size),
-            dict(user or {}),
-            plain_float(metric),
-            dedup,
-            telemetry,
-            full_every=checked_period(full_every, f"full_every={full_every!r}"),
-        )
+        one_of("replicas", replicas, ("warn", "strict"))
+        path = write_path(io, store, context.staging, cached_ranks=context.world.size)
+        full = checked_period(full_every, f"full_every={full_every!r}")
+        about = dict(user or {}), plain_float(metric), dedup, full, telemetry
+        options = SaveOptions(replicas, path, *about)
         with patience_for(store, context.world, checked_seconds(retry_seconds_max)):
             task = SaveTask(session, store, memory, plain_int(step), options, place=place)
             return save_task(state, task)
@@ -219,22 +215,11 @@ def async_save(
         store, session, memory = root or context.open_root(
             url, storage_options, unsafe_single_writer, call
         )
-        path = write_path(io, store, context.staging)
+        about = dict(user or {}), plain_float(metric), dedup, full, telemetry
+        options = SaveOptions(replicas, write_path(io, store, context.staging), *about)
+        seconds_max = checked_seconds(retry_seconds_max)
         task = SaveTask(
-            session,
-            store,
-            memory,
-            plain_int(step),
-            SaveOptions(
-                replicas,
-                path,
-                dict(user or {}),
-                plain_float(metric),
-                dedup,
-                telemetry,
-                full_every=full,
-            ),
-            retry_seconds_max=checked_seconds(retry_seconds_max),
+            session, store, memory, plain_int(step), options, retry_seconds_max=seconds_max
         )
         if root is None:
             # Collective as opening is. What fails here fails in the save as well.
@@ -370,16 +355,8 @@ def load(
             raise TypeError(f"resize={resize!r}; expected a mapping, as {{'model.embed': 'zeros'}}")
         for rule in (resize or {}).values():
             one_of("resize", rule, ("zeros", "mean", "init"))
-        options = LoadOptions(
-            strict,
-            rename,
-            skip,
-            dict(stacks or {}),
-            new=new,
-            group_options=group_options,
-            metadata_bytes_max=plain_int(metadata_bytes_max),
-            resize=resize,
-        )
+        names = strict, rename, skip, new, group_options, dict(stacks or {}), resize
+        options = LoadOptions(*names, plain_int(metadata_bytes_max))
         try:
             opened = partial(_store_of, context, url, storage_options)
             store = collectively(context.world, "open", opened)

@@ -140,7 +140,7 @@ class BlockSums:
     def describe(self, file: int, index: DataFileIndex) -> None:
         """The index of a file as it was read by the caller. Raises Corrupt."""
         self.expect(np.array([file]))
-        self._note(file, self._described(file, index))
+        self._sums[file] = self._described(file, index)
 
     def read_all(self, threads: int) -> None:
         """Read the tables of all files, several at once."""
@@ -181,11 +181,7 @@ class BlockSums:
         """The table of a file as it was read with blocks of the file. Raises Corrupt."""
         self._check(file, table)
         self.expect(np.array([file]))
-        self._note(file, self._own(file, table))
-
-    def _note(self, file: int, sums: _FileSums) -> None:
-        with self._lock:
-            self._sums[file] = sums
+        self._sums[file] = self._own(file, table)
 
     def _of_file(self, file: int) -> _FileSums:
         with self._lock:
@@ -199,8 +195,7 @@ class BlockSums:
         # wait.
         if is_mine:
             try:
-                sums = self._read(file)
-                self._note(file, sums)
+                sums = self._sums[file] = self._read(file)
                 known.future.set_result(sums)
             except BaseException as error:
                 with self._lock:

@@ -68,13 +68,13 @@ class LoadOptions:
     strict: Strict = True
     rename: Callable[[str], str] | Mapping[str, str] | None = None
     skip: Callable[[str], bool] | Iterable[str] = ()
-    stacks: Stacks = field(default_factory=dict)
-    path: ReadPath = field(default_factory=ReadPath)
-    sharing: ShareLimits = field(default_factory=ShareLimits)
     new: Callable[[str], bool] | Iterable[str] = ()
     group_options: GroupOptions = None
-    metadata_bytes_max: int | None = None
+    stacks: Stacks = field(default_factory=dict)
     resize: Resize = None
+    metadata_bytes_max: int | None = None
+    path: ReadPath = field(default_factory=ReadPath)
+    sharing: ShareLimits = field(default_factory=ShareLimits)
 
 
 @dataclass(frozen=True, slots=True, repr=False)

@@ -424,14 +424,12 @@ class PlanMemory:
     `first_only`: ranks were found to differ in replicas, so none is put together from several.
     """
 
+    _kept: _Kept | None
+    _chunks: tuple[Sequence[StoredChunk], tuple[TensorRecord, ...], Memo]
+
     def __init__(self) -> None:
         self.first_only = False
-        self._kept: _Kept | None = None
-        self._chunks: tuple[Sequence[StoredChunk], tuple[TensorRecord, ...], Memo] = (
-            (),
-            (),
-            Memo(),
-        )
+        self.rest()
 
     @property
     def is_empty(self) -> bool:

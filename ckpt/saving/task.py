@@ -228,9 +228,9 @@ class SaveOptions:
     user: Mapping[str, str] = field(default_factory=dict)
     metric: float | None = None
     dedup: bool = False
+    full_every: int | timedelta = 10
     telemetry: bool = False
     in_line: bool = True
-    full_every: int | timedelta = 10
     publication: tuple[str, ...] | None = None
 
 

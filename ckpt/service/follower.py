@@ -172,8 +172,8 @@ def follow(
         "state" if strict else False,
         rename,
         skip,
-        dict(stacks or {}),
-        read_path(store, io),
+        stacks=dict(stacks or {}),
+        path=read_path(store, io),
         metadata_bytes_max=plain_int(metadata_bytes_max),
     )
     # A duplicate: saves and loads of this process hold rounds in the other one.

@@ -15,6 +15,7 @@ import socket
 import threading
 from collections.abc import Callable, Iterator
 from datetime import timedelta
+from types import SimpleNamespace
 from typing import Any, TypeAlias
 
 import torch
@@ -133,14 +134,14 @@ class StoreGroup:
         self._numbers: dict[tuple[int, ...], Iterator[int]] = {}
         self._lock = threading.Lock()
 
-    def send(self, tensors: list[torch.Tensor], peer: int, tag: int) -> _Receipt:
+    def send(self, tensors: list[torch.Tensor], peer: int, tag: int) -> Any:
         """Send to `peer`, at once. Raises RuntimeError when the store has ended."""
         for one in tensors:
             for part in torch.split(one.view(-1), MiB):
                 self._outgoing.set(self._key(self._rank, peer, tag), part.numpy().tobytes())
-        return _Receipt(lambda: None)
+        return SimpleNamespace(wait=lambda: None)  # as a `dist.Work`
 
-    def recv(self, tensors: list[torch.Tensor], peer: int, tag: int) -> _Receipt:
+    def recv(self, tensors: list[torch.Tensor], peer: int, tag: int) -> Any:
         """Receive from `peer`, once somebody waits for it."""
         parts = [part for one in tensors for part in torch.split(one.view(-1), MiB)]
         keys = [self._key(peer, self._rank, tag) for _ in parts]
@@ -150,17 +151,10 @@ class StoreGroup:
                 data = bytearray(_wait(self._incoming, key, self._timeout))
                 part.copy_(torch.frombuffer(data, dtype=torch.uint8))
 
-        return _Receipt(fill)
+        return SimpleNamespace(wait=fill)
 
     def _key(self, *way: int) -> str:
         """Of the next message on the way from a rank to another, with a tag."""
         with self._lock:
             number = next(self._numbers.setdefault(way, itertools.count()))
         return "/".join(map(str, (*way, number)))
-
-
-class _Receipt:
-    """As a `dist.Work`."""
-
-    def __init__(self, wait: Callable[[], None]) -> None:
-        self.wait = wait

@@ -73,11 +73,6 @@ class Frame(NamedTuple):
         head = _HEAD.pack(self.kind, self.world, self.number, len(name), len(self.body))
         return b"".join([head, name, self.body])
 
-    @property
-    def nbytes(self) -> int:
-        """As encoded."""
-        return _HEAD.size + len(self.name.encode()) + len(self.body)
-
 
 class FrameReader:
     """Cuts what a connection delivers into frames. Raises ValueError when that is nothing of ours.
@@ -231,7 +226,8 @@ class Link:
         """Count a message that has come. Returns what to send when it is time to report."""
         self.received += 1
         # Small ones count for more: each takes an object at the sender, besides its bytes.
-        self._unreported += max(KEPT_NBYTES_MIN, frame.nbytes)
+        nbytes = _HEAD.size + len(frame.name.encode()) + len(frame.body)
+        self._unreported += max(KEPT_NBYTES_MIN, nbytes)
         if self._unreported < REPORT_NBYTES or self.has_ended:
             return b""
         self._unreported = 0

@@ -13,7 +13,7 @@ import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -376,7 +376,7 @@ class _GlooTransfers(Transfers):
     def move(self, send: Sequence[Message], receive: Sequence[Message]) -> None:
         # Receives first, so that what comes finds its buffer.
         works = [
-            _Work(peer, begin([tensor], peer, tag))
+            (peer, begin([tensor], peer, tag))
             for begin, messages in ((self._group.recv, receive), (self._group.send, send))
             for peer, tag, data in messages
             for tensor in _tensors(data)
@@ -394,11 +394,7 @@ class _GlooTransfers(Transfers):
         self._rounds.notice()
 
 
-class _Work(NamedTuple):
-    """A transfer under way, from or to rank `peer`."""
-
-    peer: int
-    work: dist.Work
+_Work = tuple[int, dist.Work]  # the rank that a transfer is from or to, and the transfer
 
 
 class _Waiter:
@@ -412,7 +408,7 @@ class _Waiter:
         self.done = threading.Event()
         self._notice = notice
         self.error: Exception | None = None
-        self.peer = works[0].peer if works else -1
+        self.peer = works[0][0] if works else -1
         self._works = works
         self.thread = threading.Thread(target=self._wait, name="ckpt-all-to-all", daemon=True)
         self.thread.start()

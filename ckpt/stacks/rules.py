@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 from ckpt.stacks.forms import StackPlace, StackRule, Turn, steps_of
 from ckpt.state.names import split_state_name
 from ckpt.state.types import Catalog, TensorEntry
-from ckpt.state.values import references
+from ckpt.state.values import is_groups, references
 
 GROUPS = "param_groups"
 
@@ -426,11 +426,7 @@ class _Restacking:
 
 def _is_groups(fqn: str, value: Any) -> bool:
     """Whether a value is the param groups of an optimizer."""
-    return (
-        fqn.rpartition(".")[2] == GROUPS
-        and isinstance(value, list)
-        and all(isinstance(group, dict) and "params" in group for group in value)
-    )
+    return fqn.rpartition(".")[2] == GROUPS and is_groups(value)
 
 
 def _by_suffix(known: Mapping[str, _Param]) -> dict[str, _Param]:

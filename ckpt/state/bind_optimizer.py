@@ -38,7 +38,7 @@ from ckpt.state.optimizer_kinds import (
 )
 from ckpt.state.trees import bind_tree
 from ckpt.state.types import PerRank, ProblemKind
-from ckpt.state.values import join, join_tree, references, split_tree
+from ckpt.state.values import is_groups, join, join_tree, references, split_tree
 
 GROUPS_SHOWN_MAX = 8
 
@@ -70,9 +70,7 @@ def bind_optimizer(
     # With `rename` the checkpoint may call the optimizer otherwise.
     saved_path, groups = saved[0].removesuffix(".param_groups"), saved[1]
     # Checkpoints of other libraries may have anything under this name.
-    if not isinstance(groups, list) or not all(
-        isinstance(group, dict) and isinstance(group.get("params"), list) for group in groups
-    ):
+    if not is_groups(groups):
         names.report(f"{path}.param_groups", "is not a list of groups of parameters")
         return bound
     own, per_rank = f"{saved[0]}{OWN_OPTIONS}", names.catalog.per_rank

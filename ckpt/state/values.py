@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections import Counter, OrderedDict, defaultdict, deque, namedtuple
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 
@@ -272,6 +272,13 @@ def is_key(key: Any) -> bool:
     if type(key) is tuple:
         return all(is_key(item) for item in key)
     return key is None or type(key) in (bool, int, float, str)
+
+
+def is_groups(value: Any) -> TypeGuard[list[dict[str, Any]]]:
+    """Whether a value is what the state dict of an optimizer has as "param_groups"."""
+    return isinstance(value, list) and all(
+        isinstance(group, dict) and isinstance(group.get("params"), list) for group in value
+    )
 
 
 def is_named_tuple(value: Any) -> bool:

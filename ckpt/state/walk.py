@@ -18,7 +18,7 @@ from ckpt.errors import CheckpointError, InvalidState
 from ckpt.layout.state_dict_hooks import load_changes, save_changes
 from ckpt.state.typed_values import is_array, is_scalar, typed_of
 from ckpt.state.types import PerGroup, PerRank, Stages, StagesHere
-from ckpt.state.values import DEPTH_MAX, SCALARS, why_not_storable
+from ckpt.state.values import DEPTH_MAX, SCALARS, is_groups, why_not_storable
 
 # The key in a module's state dict of what its `get_extra_state()` returns.
 EXTRA_STATE_KEY = "_extra_state"
@@ -109,12 +109,9 @@ def is_numbered(node: Any) -> bool:
     if not isinstance(node, dict) or not isinstance(node.get("state"), dict):
         return False
     groups = node.get("param_groups")
-    return bool(groups) and all(
-        isinstance(group, dict)
-        and isinstance(group.get("params"), list)
-        and all(type(number) is int for number in group["params"])
-        for group in (groups if isinstance(groups, list) else [None])
-    )
+    if not groups or not is_groups(groups):
+        return False
+    return all(type(number) is int for group in groups for number in group["params"])
 
 
 def refuse_snapshots(state: Any) -> None:

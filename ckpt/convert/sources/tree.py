@@ -42,7 +42,7 @@ from ckpt.layout.kind import Kind
 from ckpt.layout.region import Box, Shape, Span, span_of
 from ckpt.state.names import clean_name, split_state_name
 from ckpt.state.typed_values import tagged
-from ckpt.state.values import DEPTH_MAX, TENSOR_KEY, is_key, join
+from ckpt.state.values import DEPTH_MAX, TENSOR_KEY, is_groups, is_key, join
 from storage import Store
 
 IMPORT_THREADS = 3  # of an import, by default; each has a part of 16 MiB in memory
@@ -496,12 +496,7 @@ _Optimizer = tuple[Mapping[Any, Any], Sequence[Mapping[str, Any]]]
 def _optimizer(node: Mapping[Any, Any]) -> _Optimizer | None:
     """`node` as the state dict of an optimizer, nested or flattened; None when it is none."""
     state, groups = node.get("state"), node.get("param_groups")
-    if (
-        len(node) == 2
-        and isinstance(state, dict)
-        and isinstance(groups, list)
-        and all(isinstance(g, dict) and isinstance(g.get("params"), list) for g in groups)
-    ):
+    if len(node) == 2 and isinstance(state, dict) and is_groups(groups):
         return state, groups
     if node and all(str(key).startswith(("state.", "param_groups.")) for key in node):
         return _unflattened(node)

@@ -36,7 +36,7 @@ from ckpt.saving.task import Attempt, SaveOptions, SaveTask
 from ckpt.short import ShortRecord
 from ckpt.state.names import split_state_name
 from ckpt.state.types import Stacks
-from ckpt.state.values import join, renamed_tree
+from ckpt.state.values import all_groups, join, renamed_tree
 from ckpt.world.base import collectively
 from storage import PrefixStore, Store, StoreLike, open_store
 from storage.hidden import hides_secrets
@@ -230,18 +230,16 @@ def _renamed_optimizers(
     """`names` and `values` with the new names of parameters in optimizers and their state, too."""
     new_names, new_values = dict(names), dict(values)
     moved = {path: _moved_path(path, names, rename) for path in contents.modules}
-    for fqn, value in values.items():
-        if fqn.rpartition(".")[2] != "param_groups" or not isinstance(value, list):
-            continue
-        path = fqn.removesuffix("param_groups").rstrip(".")
-        params = {param: param for group in value for param in group["params"]}
+    for path, groups in all_groups(values):
+        fqn = join(path, "param_groups")
+        params = {param: param for group in groups for param in group["params"]}
         for param in params:  # its name in its module now
             for path_of_module, new_path in moved.items():
                 if (full := join(path_of_module, param)) in names:
                     params[param] = names[full].removeprefix(f"{new_path}." if new_path else "")
                     break
         new_values[fqn] = [
-            {**group, "params": [params[param] for param in group["params"]]} for group in value
+            {**group, "params": [params[param] for param in group["params"]]} for group in groups
         ]
         state = join(path, "state.")
         new_state = join(names[fqn].removesuffix("param_groups").rstrip("."), "state.")

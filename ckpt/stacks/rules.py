@@ -19,9 +19,7 @@ from typing import Any, NamedTuple
 from ckpt.stacks.forms import StackPlace, StackRule, Turn, steps_of
 from ckpt.state.names import split_state_name
 from ckpt.state.types import Catalog, TensorEntry
-from ckpt.state.values import is_groups, references
-
-GROUPS = "param_groups"
+from ckpt.state.values import all_groups, join, references
 
 
 class Origin(NamedTuple):
@@ -164,16 +162,15 @@ class _Restacking:
         by_suffix = _by_suffix(known)
         self.add_states(rule, states, by_suffix)
         self.add_values(rule, by_suffix)
-        for fqn, value in catalog.values.items():
-            if _is_groups(fqn, value):
-                self.values[fqn] = self.regrouped(rule, fqn, by_suffix)
+        for path, _ in all_groups(catalog.values):
+            fqn = join(path, "param_groups")
+            self.values[fqn] = self.regrouped(rule, fqn, by_suffix)
 
     def states(self, names: Iterable[str]) -> Iterator[_ParamState]:
         """Those of `names` that are the state of a parameter of an optimizer."""
         optimizers = [
-            (f"{fqn.removesuffix(GROUPS)}state.", {p for group in value for p in group["params"]})
-            for fqn, value in self.catalog.values.items()
-            if _is_groups(fqn, value)
+            (join(path, "state."), {name for group in groups for name in group["params"]})
+            for path, groups in all_groups(self.catalog.values)
         ]
         for fqn in names:
             for prefix, params in optimizers:
@@ -422,11 +419,6 @@ class _Restacking:
                     "and one parameter is in one group"
                 )
         return groups
-
-
-def _is_groups(fqn: str, value: Any) -> bool:
-    """Whether a value is the param groups of an optimizer."""
-    return fqn.rpartition(".")[2] == GROUPS and is_groups(value)
 
 
 def _by_suffix(known: Mapping[str, _Param]) -> dict[str, _Param]:

@@ -237,7 +237,9 @@ class _OptimizerBinder:
             for name in extra
         ]
         left = [name for name, is_out in zip(extra, skipped, strict=True) if not is_out]
-        names.leave_params(f"{self.saved_path}.param_groups", left)
+        fqn = f"{self.saved_path}.param_groups"
+        known = names.extra_params.get(fqn, left)
+        names.extra_params[fqn] = [name for name in left if name in known]
 
     def options(self) -> list[Options]:
         """What each live group takes from those saved groups that have its parameters.

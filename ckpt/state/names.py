@@ -122,7 +122,8 @@ class Names:
         self.new: list[str] = []
         # Names of the checkpoint of which the state has one tensor with another name: with that.
         self.tied: dict[str, str] = {}
-        # By the name of param groups: parameters of the checkpoint's that the state's lack.
+        # By the name of param groups: parameters of the checkpoint's that the state's lack. Of
+        # several optimizers that are parts of one, all of them.
         self.extra_params: dict[str, list[str]] = {}
         self._tied: dict[str, list[str]] | None = None
         self._by_rest: dict[str, str] | None = None
@@ -218,14 +219,6 @@ class Names:
             stored = self.catalog.aliases.get(name, name)
             yield stored
             yield from (tied for tied, to in self.catalog.aliases.items() if to == stored)
-
-    def leave_params(self, fqn: str, params: Sequence[str]) -> None:
-        """Note the parameters of saved param groups that an optimizer lacks. Of several optimizers
-        that are parts of one, what all of them lack is left.
-        """
-        known = self.extra_params.get(fqn)
-        kept = params if known is None else [param for param in params if param in known]
-        self.extra_params[fqn] = list(kept)
 
     def skip(self, fqn: str) -> bool:
         """Whether the caller wants `fqn` left alone; the report then lists it.

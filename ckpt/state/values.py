@@ -10,7 +10,7 @@ Some other types have a tagged form, see `typed_values`.
 from __future__ import annotations
 
 from collections import Counter, OrderedDict, defaultdict, deque, namedtuple
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeGuard
 
@@ -279,6 +279,13 @@ def is_groups(value: Any) -> TypeGuard[list[dict[str, Any]]]:
     return isinstance(value, list) and all(
         isinstance(group, dict) and isinstance(group.get("params"), list) for group in value
     )
+
+
+def all_groups(values: Mapping[str, Any]) -> Iterator[tuple[str, list[dict[str, Any]]]]:
+    """The param groups of each optimizer among values, by its path."""
+    for fqn, value in values.items():
+        if fqn.rpartition(".")[2] == "param_groups" and is_groups(value):
+            yield fqn.removesuffix("param_groups").rstrip("."), value
 
 
 def is_named_tuple(value: Any) -> bool:

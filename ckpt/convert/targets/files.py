@@ -305,12 +305,8 @@ class Meter:
                 self.progress(min(self.done, self.total), self.total)
 
 
-class Counted(NamedTuple):
-    """The crc32 of some bytes of the data `number`, all of them in one part."""
-
-    number: int
-    crc32: int
-    nbytes: int
+Counted: TypeAlias = tuple[int, int, int]
+"""The number of some data, and the crc32 and the length of its bytes in one part."""
 
 
 def plan_data_files(
@@ -388,7 +384,7 @@ def fill_part(
             counted.append((piece.number, memory))
     source.fill(direct)
     # zlib's crc32, because zip files demand it: ours have crc32c.
-    return [Counted(number, zlib.crc32(memory), len(memory)) for number, memory in counted]
+    return [(number, zlib.crc32(memory), len(memory)) for number, memory in counted]
 
 
 def _fill_data(

@@ -44,7 +44,14 @@ from ckpt.layout.dtypes import torch_dtype
 from ckpt.layout.region import Shape, Span
 from ckpt.state.names import split_state_name
 from ckpt.state.optimizer_kinds import NUMBER_OF_SUFFIX, NUMBERED, state_key
-from ckpt.state.values import TENSOR_KEY, is_form, is_reference, references, renamed_tree
+from ckpt.state.values import (
+    TENSOR_KEY,
+    all_groups,
+    is_form,
+    is_reference,
+    references,
+    renamed_tree,
+)
 
 FILE_NBYTES = 1 << 30
 VERSION = "1.0.0"  # of DCP's own format, as FileSystemWriter of torch 2.13 writes it
@@ -148,11 +155,10 @@ class _Paths:
     def __init__(self, contents: SourceContents) -> None:
         # The longest first: a module may lie inside of another.
         self.modules = sorted(contents.modules, key=len, reverse=True)
-        self.params: dict[str, set[str]] = {}
-        for fqn, value in contents.values.items():
-            if fqn.rpartition(".")[2] == "param_groups" and isinstance(value, list):
-                path = fqn.removesuffix("param_groups").rstrip(".")
-                self.params[path] = {name for group in value for name in group.get("params", ())}
+        self.params = {
+            path: {name for group in groups for name in group["params"]}
+            for path, groups in all_groups(contents.values)
+        }
 
     def of(self, fqn: str) -> PathOf:
         for path, params in self.params.items():

@@ -202,9 +202,8 @@ def _local_shard(flat: Any) -> torch.Tensor:
 
 
 def _fsdp1_holders(wrapper: Any, handle: Any, ranks: Ranks) -> tuple[int, ...]:
-    if not handle.uses_sharded_strategy:
-        return ranks.indices_of(torch.distributed.get_process_group_ranks(handle.process_group))
-    replicas = getattr(wrapper, "_inter_node_pg", None)
+    is_sharded = handle.uses_sharded_strategy
+    replicas = getattr(wrapper, "_inter_node_pg", None) if is_sharded else handle.process_group
     if replicas is None:
         return (ranks.rank,)
     return ranks.indices_of(torch.distributed.get_process_group_ranks(replicas))

@@ -25,8 +25,14 @@ import torch
 import ckpt
 from ckpt.cli import main
 from ckpt.convert.sources.blobs import ZipEntry, _tensor_nbytes
-from ckpt.convert.sources.budget import MEMORY_NBYTES_MAX
+from ckpt.convert.sources.budget import (
+    FIXED_NBYTES,
+    MEMORY_NBYTES_MAX,
+    Account,
+    MemoryBudget,
+)
 from ckpt.convert.sources.opening import SourceOptions, open_source
+from ckpt.convert.sources.pickles import read_pickle
 from ckpt.errors import UnsupportedFormat
 from tests.conftest import Scale
 
@@ -192,6 +198,16 @@ def test_bytes_of_tensors_that_are_there_count_and_no_others(tmp_path: Path) -> 
     entries = [ZipEntry(f"a/data/{n}", 0, 900, 0) for n in range(50)]
     entries.append(ZipEntry("a/data.pkl", 900, 50, 0))
     assert _tensor_nbytes({e.name: e for e in entries}, "a/data/", 1000) == 950
+
+
+def test_small_pickles_are_charged_by_what_they_are() -> None:
+    """The budget is asked for more at once, and gets back what was not spent."""
+    budget, program = MemoryBudget(FIXED_NBYTES + MIB), pickle.dumps({"a": [1, 2.5, "x"]})
+    for _ in range(200):
+        read_pickle(program, {}, account=Account(budget))
+    with pytest.raises(UnsupportedFormat, match="memory_bytes_max="):
+        for _ in range(20_000):
+            read_pickle(program, {}, account=Account(budget))
 
 
 # --- crafted files ---

@@ -6,6 +6,7 @@ random runs of elements are read with tiny buffers, so that every way of copying
 
 from __future__ import annotations
 
+import io
 import random
 import zipfile
 from pathlib import Path
@@ -17,6 +18,8 @@ import ckpt
 import ckpt.convert.export
 import ckpt.convert.sources.source
 import ckpt.convert.targets.delivery
+from ckpt.convert.sources.blobs import Blob, open_blobs
+from ckpt.convert.sources.budget import MemoryBudget
 from ckpt.convert.sources.source import (
     Chunk,
     FileSource,
@@ -123,6 +126,36 @@ def test_neighbours_are_read_together(tmp_path: Path) -> None:
     source.fill([ReadRequest(name, Span(0, 20), target) for name, target in targets.items()])
     assert all(torch.equal(targets[name], tensors[name]) for name in tensors)
     assert store.stats.requests_total <= 3
+
+
+def test_neighbours_in_two_files_are_read_apart(tmp_path: Path) -> None:
+    """One begins in its file where the other ends in the file before."""
+    one, two = torch.arange(20.0), torch.arange(20.0, 40.0)
+    store = store_of(one.numpy().tobytes(), tmp_path.name)
+    store.put_if_absent("other", bytes(80) + two.numpy().tobytes())
+    chunks = {"a": [Chunk(Span(0, 20), "file", 0)], "b": [Chunk(Span(0, 20), "other", 80)]}
+    infos = {name: SourceTensor(name, "float32", (20,)) for name in chunks}
+    source = FileSource(store, "test", SourceContents(infos), chunks, 0)
+    targets = {name: torch.empty(20) for name in chunks}
+    source.fill([ReadRequest(name, Span(0, 20), target) for name, target in targets.items()])
+    assert torch.equal(targets["a"], one) and torch.equal(targets["b"], two)
+
+
+@pytest.mark.parametrize("numel", [8, 10_000])
+def test_blobs_that_lie_together_are_opened_together(tmp_path: Path, numel: int) -> None:
+    """Whole where they are small, else the tail of one with the head of the next."""
+    data, blobs = bytearray(), []
+    for number in range(20):
+        out = io.BytesIO()
+        torch.save(torch.full((numel,), float(number)), out)
+        blobs.append(Blob("file", len(data), len(data) + len(out.getvalue())))
+        data += out.getvalue()
+    store = CountingStore(store_of(data, tmp_path.name))
+    opened = dict(open_blobs(store, blobs, MemoryBudget()))
+    assert store.stats.requests_total <= (1 if numel == 8 else len(blobs) + 1)
+    for number, blob in enumerate(blobs):
+        start = opened[blob].start_of(opened[blob].tree)
+        assert torch.frombuffer(data, dtype=torch.float32, count=1, offset=start) == number
 
 
 @pytest.mark.parametrize(

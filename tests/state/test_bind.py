@@ -403,6 +403,18 @@ def test_skipped_names_are_left_alone(skip: Any) -> None:
     assert set(report.skipped) >= {"m.0.weight", "m.0.bias", "o"}
 
 
+def test_skipped_state_of_a_parameter_is_kept() -> None:
+    """The rest of its state is replaced as a whole, and what is skipped stays in it."""
+    saved, live = stepped(), stepped(seed=5, count=1)
+    before = {p: dict(s) for p, s in live["o"].state.items()}
+    names = [name for name, _ in live["m"].named_parameters()]
+    load(live, gathered(saved), skip=[f"o.state.{name}.exp_avg" for name in names])
+    for param, theirs in zip(live["m"].parameters(), saved["m"].parameters(), strict=True):
+        state = live["o"].state[param]
+        assert state["exp_avg"] is before[param]["exp_avg"]
+        assert torch.equal(state["exp_avg_sq"], saved["o"].state[theirs]["exp_avg_sq"])
+
+
 def test_expanded_tensors_cannot_be_filled() -> None:
     checkpoint = gathered({"t": torch.zeros(3, 4)})
     (said,) = texts({"t": torch.zeros(3, 1).expand(3, 4)}, checkpoint)

@@ -148,8 +148,11 @@ class DcpWriter(_DcpPlace, StorageWriter):
             raise CheckpointError("use_collectives=False makes no checkpoint that is one thing")
         self.is_coordinator = is_coordinator
         if is_coordinator:
-            how: Any = {"unsafe_single_writer": self.unsafe_single_writer}
-            session = claimed(self.where, storage_options=self.storage_options, **how)
+            session = claimed(
+                self.where,
+                storage_options=self.storage_options,
+                unsafe_single_writer=self.unsafe_single_writer,
+            )
             # DCP calls this before any rank writes: a root that was removed meanwhile refuses the
             # save before its data is stored.
             session.settle()

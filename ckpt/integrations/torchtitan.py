@@ -154,11 +154,16 @@ class TorchtitanCheckpoints(BaseCheckpointManager):
             state = dict(self._state)
             if self._dataloader is not None:
                 state[DATALOADER] = PerRank(self._dataloader)
-            kept, save = self._config.keep_latest_k, EverySteps(self._config.interval)
-            # `only`: the trainer saves its last step itself.
-            how: Any = {"save": save | OnPreemption(), "only": True}
-            how["keep"] = KeepLatest(kept) if kept else KeepAll()
-            self._open = [Checkpointer(state, _TitanTarget(self.url), **how)]
+            kept = self._config.keep_latest_k
+            self._open = [
+                Checkpointer(
+                    state,
+                    _TitanTarget(self.url),
+                    save=EverySteps(self._config.interval) | OnPreemption(),
+                    only=True,  # the trainer saves its last step itself
+                    keep=KeepLatest(kept) if kept else KeepAll(),
+                )
+            ]
         return self._open[0]
 
     def _maybe_wait_for_staging(self) -> None:

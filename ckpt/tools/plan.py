@@ -253,12 +253,12 @@ def _compared(
             missing.append(fqn)
             problems.append(f"{fqn}: is not in the checkpoint")
         elif stored_entry.shape != entry.shape:
-            both = f"has shape {stored_entry.shape}, state has {entry.shape}"
-            problems.append(f"{fqn}: checkpoint {both}")
+            shapes = f"has shape {stored_entry.shape}, state has {entry.shape}"
+            problems.append(f"{fqn}: checkpoint {shapes}")
         elif stored_entry.dtype is not entry.dtype:
-            names = dtype_name(stored_entry.dtype), dtype_name(entry.dtype)
-            both = "has dtype {}, state has {}; a load never casts".format(*names)
-            problems.append(f"{fqn}: checkpoint {both}")
+            stored_dtype, dtype = dtype_name(stored_entry.dtype), dtype_name(entry.dtype)
+            dtypes = f"has dtype {stored_dtype}, state has {dtype}; a load never casts"
+            problems.append(f"{fqn}: checkpoint {dtypes}")
         else:
             loaded[stored] = stored_entry
     for fqn in sorted(wanted.values - there.values):

@@ -252,6 +252,7 @@ class _Shared:
             assert opened is not None, "chunks were chosen in it"
             index, digests = opened
             firsts = index.first_block
+            sums = [index.checksums[firsts[one] : firsts[one + 1]] for one in some]
             own = FileColumns(
                 name=name,
                 nbytes=index.nbytes,
@@ -259,9 +260,7 @@ class _Shared:
                 chunks=[index.chunks[position] for position in some],
                 offsets=index.offsets[some],
                 block_counts=np.diff(firsts)[some],
-                checksums=np.concatenate(
-                    [index.checksums[firsts[n] : firsts[n + 1]] for n in some]
-                ),
+                checksums=np.concatenate(sums),
                 digests=digests[some],
                 seal=index.seal,
             )

@@ -113,6 +113,17 @@ def test_a_tier_has_what_was_put_there_and_drops_the_rest(tmp_path: Path) -> Non
     assert [one.host for one in tiers_in(tmp_path)] == [tier.host]
 
 
+def test_a_rank_drops_its_own_files_alone(tmp_path: Path) -> None:
+    tier, old = Tier(tmp_path, ROOT), record()
+    tier.put(old)
+    for file in old.files:
+        tier.store.put_if_absent(old.prefix + file.name, b"0")
+    tier.drop(set(), epoch=3, rank=1)
+    left = [info.key.removeprefix(old.prefix) for info in tier.store.list(old.prefix)]
+    assert left == [file.name for file in old.files if file.rank != 1]
+    assert 0 < len(left) < len(old.files) and tier.records() == [old]
+
+
 def test_a_file_of_another_length_or_seal_does_not_count(tmp_path: Path) -> None:
     tier, made = Tier(tmp_path, ROOT), record()
     first, second, third = made.files

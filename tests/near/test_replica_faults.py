@@ -7,6 +7,7 @@ comes back is compared bit for bit with that of its step.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import shutil
 import socket
@@ -30,7 +31,7 @@ from ckpt.service.events import NearFailed, NearSaved
 from ckpt.service.policies import EverySteps
 from ckpt.world.base import SoloWorld, World
 from ckpt.world.place import PORTS_VARIABLE
-from storage import NoSpaceError, StorageError
+from storage import NoSpaceError, StorageError, Store, TransientError
 from storage.local import LocalStore
 from storage.memory import MemoryStore
 from storage.peers.server import PeerServer
@@ -455,3 +456,22 @@ def test_two_jobs_on_the_same_hosts_keep_their_copies_apart(tmp_path: Path) -> N
         again = Life(2, store, hosts)
         again.run(0)
         assert origins(again) == {("near", step)}
+
+
+def test_a_peer_that_answers_again_is_paused_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [100.0]
+    monkeypatch.setattr(near_peers.time, "monotonic", lambda: now[0])
+    peer, pauses = near_peers._Peer(MemoryStore()), []
+
+    def silent(store: Store) -> None:
+        raise TransientError("no answer")
+
+    for work in (silent, silent, lambda store: None, silent):
+        now[0] += 10_000.0  # whatever the pause was, it is over
+        with contextlib.suppress(TransientError):
+            peer.run(work)
+        pauses.append(peer._until - now[0])
+    first = near_peers.PAUSES_SECONDS[0]
+    assert [pauses[0], pauses[1], pauses[3]] == [first, 2 * first, first]
+    with pytest.raises(StorageError, match="took no copy, and is tried again in 30 s: no answer"):
+        peer.run(silent)

@@ -32,6 +32,7 @@ from ckpt.errors import (
 )
 from ckpt.service.checkpointer import Checkpointer
 from ckpt.service.policies import SavePolicy
+from ckpt.service.training import Training
 from ckpt.world.base import SoloWorld, World
 from storage import StorageError, Store, open_store
 from storage.memory import MemoryStore
@@ -344,6 +345,15 @@ def test_ranks_hear_of_an_alarm_at_the_same_step() -> None:
     texts = run_ranks(3, rank)
     assert len(set(texts)) == 1, texts
     assert "rank 2 failed in phase 'write'" in texts[0][1]
+
+
+@pytest.mark.parametrize("coordinators", [False, True])
+def test_clocks_differ_and_the_coordinators_decides(coordinators: bool) -> None:
+    def rank(world: World) -> bool:
+        training = Training(ThreadTarget(world, MemoryStore(), SessionRegistry()), {}, world)
+        return training.decided("due", coordinators == (world.rank == 0))
+
+    assert run_ranks(3, rank) == [coordinators] * 3
 
 
 # --- restoring ------------------------------------------------------------------------------------

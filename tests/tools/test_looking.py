@@ -27,7 +27,7 @@ from ckpt.commit.maintenance import Maintenance
 from ckpt.commit.names import record_key
 from ckpt.errors import Corrupt, NoCheckpoint
 from ckpt.layout.region import Box, Span
-from ckpt.screens.terminal import age
+from ckpt.screens.terminal import age, size
 from storage import open_store
 
 
@@ -98,6 +98,23 @@ def test_removed_record_is_named(root: str) -> None:
 )
 def test_ages(seconds: float, text: str) -> None:
     assert age(seconds) == text
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "text"),
+    [
+        (0, "0 B"),
+        (1023, "1023 B"),
+        (1024, "1.0 KiB"),
+        (1536 << 10, "1.5 MiB"),
+        ((1 << 30) - 1, "1024.0 MiB"),
+        (5 << 30, "5.0 GiB"),
+        (3 << 40, "3.0 TiB"),
+        (7 << 50, "7168.0 TiB"),
+    ],
+)
+def test_sizes_have_the_unit_that_people_say(nbytes: int, text: str) -> None:
+    assert size(nbytes) == text
 
 
 # du --------------------------------------------------------------------------------------------
@@ -223,6 +240,15 @@ def test_page_that_cannot_be_written_is_reported(
     with pytest.raises(SystemExit, match="2"):
         main(["show", plain_root, "--output", "x.html"])
     assert "--output is for --map" in capsys.readouterr().err
+
+
+def test_json_is_the_answer_with_a_map_too(
+    plain_root: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["show", plain_root, "--json"]) == 0
+    plain = capsys.readouterr().out
+    assert main(["show", plain_root, "--json", "--map"]) == 0
+    assert capsys.readouterr().out == plain and json.loads(plain)["schema"] == "ckpt.show"
 
 
 @pytest.mark.server

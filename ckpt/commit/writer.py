@@ -31,8 +31,9 @@ from ckpt.commit.names import (
     parse_step_key,
     step_prefix,
 )
-from ckpt.commit.records import Kind, LiveEntry, Record
+from ckpt.commit.records import Kind, LiveEntry, Record, manifest_digest
 from ckpt.errors import CheckpointError, Corrupt, NoCheckpoint, StoreRefused, UnsupportedFormat
+from ckpt.format.manifest import Manifest
 from ckpt.format.manifest_codec import decode_manifest
 from storage.errors import (
     AccessDeniedError,
@@ -201,6 +202,13 @@ class Commit(NamedTuple):
     references: tuple[str, ...] = ()
     in_line: bool = True
     nbytes: int = 0
+
+    @classmethod
+    def of(cls, manifest: Manifest) -> Commit:
+        """That of a checkpoint with this MANIFEST, which refers to no other."""
+        header, data = manifest.header, manifest.data
+        nbytes = manifest.own_nbytes + len(data)
+        return cls(header.attempt, header.step, len(data), manifest_digest(data), nbytes=nbytes)
 
     def entry(self, *, line: int | None) -> LiveEntry:
         """Its entry in the log, without the slot and the time, which only the record has."""

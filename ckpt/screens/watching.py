@@ -10,11 +10,10 @@ import json
 import logging
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from rich.console import Console, ConsoleOptions, RenderResult
+from rich.console import Console, Group
 from rich.live import Live
 from rich.text import Text
 
@@ -56,34 +55,6 @@ LABEL = 11  # columns of the name of a chart or a phase
 STYLES = {"bad": "bold red", "warning": "yellow", "note": "dim"}
 
 Line = list[tuple[str, str]]  # texts, each with a style of rich
-Draw = Callable[[int, int], list[Line]]
-
-
-class _DrawnFrame:
-    """What `draw` makes of the size that the terminal has when it is shown."""
-
-    def __init__(self, draw: Draw) -> None:
-        self._draw = draw
-
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        yield from map(_text, self._draw(options.max_width, options.height or console.height))
-
-
-@contextmanager
-def full_screen(draw: Draw) -> Iterator[Callable[[], None]]:
-    """A page of the terminal's own until the block ends, however it ends; yields what draws it
-    anew.
-    """
-    console = Console(file=below(sys.stdout))
-    with Live(
-        _DrawnFrame(draw),
-        console=console,
-        screen=True,
-        auto_refresh=False,
-        redirect_stdout=False,
-        redirect_stderr=False,
-    ) as live:
-        yield live.refresh
 
 
 def _text(line: Line) -> Text:
@@ -133,19 +104,27 @@ def _wait(following: Following, ending: Ending, seen: Versions) -> None:
 
 def draw_frames(following: Following, ending: Ending, prices: Prices) -> None:
     """A frame in a page of the terminal's own, drawn anew for each change, until it is left."""
-    marks = marks_of(sys.stdout.encoding)
+    marks, console = marks_of(sys.stdout.encoding), Console(file=below(sys.stdout))
     # Lines of the log would be written across the page, which says the same.
     for name in ("ckpt", "storage"):
         logging.getLogger(name).addHandler(logging.NullHandler())
 
-    def draw(width: int, height: int) -> list[Line]:
+    def drawn() -> Group:
+        width, height = console.size  # which may be another one at each frame
         how: Any = {"width": width, "height": height, "marks": marks, "prices": prices}
-        return frame_of(following.states[0], time.time(), **how)
+        return Group(*map(_text, frame_of(following.states[0], time.time(), **how)))
 
-    with full_screen(draw) as refresh:
+    with Live(
+        get_renderable=drawn,
+        console=console,
+        screen=True,
+        auto_refresh=False,
+        redirect_stdout=False,
+        redirect_stderr=False,
+    ) as live:
         while True:
             seen = versions_of(following.states)
-            refresh()
+            live.refresh()
             _wait(following, ending, seen)
 
 

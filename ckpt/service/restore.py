@@ -262,8 +262,7 @@ def _candidates(
     def listed() -> bytes:
         return json.dumps(_newest_first(store, step, attempt)).encode()
 
-    listing = json.loads(from_coordinator(world, "look for checkpoints", listed))
-    root, epoch, rows = _Listing(*listing)
+    root, epoch, rows = json.loads(from_coordinator(world, "look for checkpoints", listed))
     left = [
         _Durable(step, attempt, saved_unix, ResumePoint(attempt, False), slot, target, world)
         for step, attempt, slot, saved_unix in rows

@@ -18,7 +18,6 @@ from ckpt.commit.locate import ResumePoint, resumable
 from ckpt.commit.log import read_format
 from ckpt.commit.maintenance import Maintenance
 from ckpt.commit.names import MANIFEST_NAME
-from ckpt.commit.records import manifest_digest
 from ckpt.commit.writer import Commit
 from ckpt.errors import CheckpointError, Corrupt, InvalidState, NoCheckpoint
 from ckpt.format.datafile_index import OpenedFile, contradictions, part_of_rank
@@ -152,13 +151,11 @@ def _make_durable(
                 _from_first(tiers, partial(_relay, store, keys[-1], file))
     store.sync(keys)
     # No older checkpoint is taken instead of one that is not what its MANIFEST says.
-    data = put_manifest(store, record.prefix + MANIFEST_NAME, manifest, CheckpointError)
-    head = record.head
-    nbytes = manifest.own_nbytes + len(data)
+    put_manifest(store, record.prefix + MANIFEST_NAME, manifest, CheckpointError)
+    head, commit = record.head, Commit.of(manifest)
     continues = ResumePoint(head.anchor, head.is_new_line) if head.anchor else None
-    commit = Commit(head.attempt, head.step, len(data), manifest_digest(data), nbytes=nbytes)
     maintenance.commit_rescued(commit, continues=continues, epoch=head.epoch)
-    return nbytes
+    return commit.nbytes
 
 
 def _from_first(

@@ -22,7 +22,7 @@ from typing import Any, SupportsIndex
 from ckpt.commit.log import Log
 from ckpt.commit.maintenance import Maintenance
 from ckpt.commit.names import MANIFEST_NAME, attempt_epoch, attempt_name, step_prefix
-from ckpt.commit.records import LiveEntry, manifest_digest
+from ckpt.commit.records import LiveEntry
 from ckpt.commit.writer import Commit
 from ckpt.convert.sources.source import NativeSource
 from ckpt.convert.targets.files import Meter, Progress, plan_data_files, write_data_file
@@ -146,10 +146,7 @@ def commit_second_form(source: Store, located: LocatedCheckpoint, made: Manifest
     """The one write that makes the new form a checkpoint of the root. Raises CheckpointError when
     the old one was retired by now, or a session has claimed the root.
     """
-    data, header = made.data, made.header
-    nbytes = made.own_nbytes + len(data)
-    commit = Commit(header.attempt, header.step, len(data), manifest_digest(data), nbytes=nbytes)
-    Maintenance.open(source).commit_copy(commit, of=located.manifest.header.attempt)
+    Maintenance.open(source).commit_copy(Commit.of(made), of=located.manifest.header.attempt)
 
 
 def new_header(manifest: Manifest, new: NewLayout, *, epoch: int | None = None) -> Header:

@@ -251,14 +251,14 @@ def test_a_host_that_is_too_slow_fails_the_near_save_in_bounded_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(near_peers, "PART_NBYTES", 512)
-    handler = PeerServer.__init__.__globals__["_PeerHandler"]
-    take, is_slow = handler._part, [False]
+    answers = PeerServer.__init__.__globals__["_OF_DIRECTORIES"]
+    take, is_slow = answers["PUT /part"], [False]
 
     def slow(self: Any, fields: Any) -> None:
         time.sleep(0.2 if is_slow[0] else 0.0)
         take(self, fields)
 
-    monkeypatch.setattr(handler, "_part", slow)
+    monkeypatch.setitem(answers, "PUT /part", slow)
     store, hosts = MemoryStore(), folders(tmp_path, 0, 1)
 
     def then(service: Checkpointer, state: Any, world: World) -> float:

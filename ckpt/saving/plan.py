@@ -358,7 +358,8 @@ def contents_of(state: Any, ranks: Ranks, memory: PlanMemory) -> Contents:
     plan = plan_of(flat, ranks, memory)
     # A plan is dropped when an object of the state dies. The structure itself holds bare
     # parameters, so these would never die, and their memory would be kept.
-    if fingerprint is not None and not any(isinstance(t, nn.Parameter) for _, t in leaves.tensors):
+    bare = any(id(tensor) in structure.owned_by_param for _, tensor in leaves.tensors)
+    if fingerprint is not None and not bare:
         memory.keep(fingerprint, structure, others, plan)
     return Contents(flat, plan, modules, stages)
 

@@ -507,7 +507,13 @@ class _Binder:
 
     def result(self, state: Any, described: Described, strict: Strict) -> Binding:
         names = self.names
-        left, not_asked = names.left(_entries(state, names))
+        entries = _entries(state, names)
+        left, not_asked = names.left(entries)
+        if strict and not entries:
+            self.warnings.append(
+                "the state is empty, so nothing is loaded; to read a checkpoint without a state, "
+                "call ckpt.open(url)"
+            )
         problems = (*names.problems, *left.problems(names.call))
         report = Loaded(
             tensors=tuple(names.loaded_tensors),

@@ -138,14 +138,17 @@ def _add_once(
 
 
 def adopt_parameters(described: Described, leaves: Leaves, ranks: Ranks) -> None:
-    """Let bare `nn.Parameter`s of the state be known to its optimizers under their own names, and
-    those of modules that only an optimizer brings.
+    """Let bare parameters of the state be known to its optimizers under their own names, and those
+    of modules that only an optimizer brings. A plain tensor is one if an optimizer has it.
     """
     for module in leaves.owners:
         for key, owned in describe_module(module, ranks).owned_by_param.items():
             described.by_param.setdefault(key, _source("", owned, ranks))
+    groups = [group for _, one in leaves.optimizers for group in one.param_groups]
+    known = {id(param) for group in groups for param in group["params"]} if leaves.tensors else ()
     for fqn, tensor in leaves.tensors:
-        if isinstance(tensor, nn.Parameter) and id(tensor) not in described.by_param:
+        is_param = isinstance(tensor, nn.Parameter) or id(tensor) in known
+        if is_param and id(tensor) not in described.by_param:
             try:
                 owned = describe_tensor(fqn, tensor, ranks)
             except UnsupportedTensor:

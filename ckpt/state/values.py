@@ -311,6 +311,8 @@ def _advice(leaf: Any, kind: type) -> str:
         return "convert it with float(), int(), str() or tolist(), or put it into an array"
     if kind.__module__.startswith("torch.distributed.pipelining"):
         return "put ckpt.Stages(*stages) there, with the stages of this rank, or their modules"
+    if hasattr(leaf, "get_state"):  # a torch.Generator
+        return "put what its get_state() returns there, and call set_state() after a load"
     if isinstance(leaf, tuple):
         return "convert it with tuple()"
     if isinstance(leaf, (set, frozenset)):

@@ -198,6 +198,11 @@ def _visit(node: Any, fqn: str, place: Location, leaves: Leaves, depth: int) -> 
         )
     elif isinstance(node, torch.Tensor):
         leaves.tensors.append((fqn, node))
+    elif isinstance(node, torch.jit.ScriptModule):
+        leaves.problems.append(
+            f"{fqn}: is a TorchScript module, whose tensors are other objects each time they are "
+            "looked at; put the module there that it was made from"
+        )
     elif isinstance(node, nn.Module):
         leaves.modules.append((fqn, node))
     elif not _OF_TITAN.isdisjoint(getattr(node, "__dict__", ())) and (titan := _titan_kind(node)):

@@ -330,6 +330,12 @@ def test_text_that_is_no_unicode_is_named(tmp_path: Path) -> None:
         ckpt.save(state, tmp_path / "run", step=1)
 
 
+@pytest.mark.parametrize("state", [{}, []], ids=repr)
+def test_a_load_into_an_empty_state_says_that_it_loads_nothing(root: Path, state: Any) -> None:
+    (warning,) = ckpt.load(state, root).warnings
+    assert "the state is empty" in warning and "ckpt.open(url)" in warning and not state
+
+
 def test_a_lazy_module_is_named_by_a_save(tmp_path: Path) -> None:
     state = {"model": torch.nn.Sequential(torch.nn.LazyLinear(2))}
     with pytest.raises(InvalidState, match=r"model\.0\.weight: is not initialized yet"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import copy
+import warnings
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -11,6 +12,7 @@ import pytest
 import torch
 from torch import nn
 
+import ckpt
 from ckpt.errors import InvalidState
 from ckpt.format.codec import encode_values
 from ckpt.layout.kind import Kind
@@ -153,6 +155,25 @@ def test_an_optimizer_of_bare_parameters_of_the_state_is_served() -> None:
     assert names({"w": weight, "o": optimizer}) == ["w", "o.state.w.momentum_buffer"]
 
 
+def test_an_optimizer_of_plain_tensors_of_the_state_is_served() -> None:
+    """As in functional training: leaves that need gradients, in a dict."""
+    params = {"w": torch.ones(3, requires_grad=True), "frozen": torch.ones(2)}
+    optimizer = torch.optim.SGD([params["w"]], lr=0.1, momentum=0.9)
+    loss: Any = params["w"].sum()
+    loss.backward()
+    optimizer.step()
+    state = {"params": params, "o": optimizer}
+    assert names(state) == ["params.w", "params.frozen", "o.state.params.w.momentum_buffer"]
+    saved = [param.clone() for param in params.values()], optimizer.state[params["w"]]
+    ckpt.save(state, "memory://plain", step=1)
+    fresh = {"w": torch.zeros(3, requires_grad=True), "frozen": torch.zeros(2)}
+    other = torch.optim.SGD([fresh["w"]], lr=0.5, momentum=0.1)
+    ckpt.load({"params": fresh, "o": other}, "memory://plain")
+    assert all(map(torch.equal, fresh.values(), saved[0]))
+    assert torch.equal(other.state[fresh["w"]]["momentum_buffer"], saved[1]["momentum_buffer"])
+    assert other.param_groups[0]["lr"] == 0.1
+
+
 def test_optimizer_state_keeps_its_dtype() -> None:
     module = nn.Linear(4, 2).to(torch.bfloat16)
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
@@ -291,6 +312,12 @@ def hooked_module() -> nn.Module:
     return nn.Sequential(module)
 
 
+def script_module() -> Any:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that it is deprecated
+        return torch.jit.trace(nn.Linear(2, 2), torch.zeros(1, 2))
+
+
 def itself() -> list[Any]:
     loop: list[Any] = []
     loop.append(loop)
@@ -310,6 +337,8 @@ def itself() -> list[Any]:
         ({"v": {"$tensor": 1}}, ["v: ", "'$tensor'", "reserved"]),
         ({"loop": itself()}, ["nested deeper"]),
         (3, ["the state is a int", "dict"]),
+        ({"g": torch.Generator()}, ["g: ", "torch._C.Generator", "get_state()", "set_state()"]),
+        ({"m": script_module()}, ["m: ", "TorchScript", "made from"]),
         ({"o": strange_optimizer()}, ["o: ", "2 of its parameters", "put the model into"]),
         (hooked_optimizer(), ["o: ", "hook", "<lambda>"]),
         ({"m": hooked_module()}, ["m.0: ", "hook", "<lambda>"]),

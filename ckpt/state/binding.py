@@ -78,9 +78,17 @@ class Binding:
         return Tally(matched, len(report.missing), len(report.tensors), self.missing_tensors_count)
 
     def prepare(self) -> None:
-        """Make the engines drop gathered copies, so that what is filled is what they will use."""
+        """Make the engines drop gathered copies, so that what is filled is what they will use, and
+        autograd refuse the backward of a forward that used the values of before.
+        """
         for layout in self.described.layouts:
             layout.reshard()
+        changed: list[torch.Tensor] = []
+        for whole in self.plain:
+            changed += whole.tensors
+        for holding in self.others:
+            changed.append(holding.local)
+        torch.autograd.graph.increment_version(changed)
 
     @property
     def averaged(self) -> list[str]:

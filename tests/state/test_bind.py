@@ -16,6 +16,7 @@ import pytest
 import torch
 from torch import nn
 
+import ckpt
 from ckpt.errors import InvalidState
 from ckpt.state.rng import rng_state
 from ckpt.state.types import Catalog, PerRank, ProblemKind, TensorEntry
@@ -110,6 +111,21 @@ def test_live_memory_is_filled_in_place() -> None:
     assert [t is u for t, u in zip(before[1:], (after["exp_avg"], after["step"]), strict=True)]
     assert before[0].data_ptr() == target["m"][0].weight.data_ptr()
     assert same_bits(before[1], checkpoint.tensors["o.state.0.weight.exp_avg"])
+
+
+def test_autograd_refuses_a_backward_of_the_values_before_a_load() -> None:
+    """As after load_state_dict(): the gradients would be those of no state that ever was."""
+    state = {"m": nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)), "x": torch.ones(3)}
+    ckpt.save(state, "memory://between", step=1)
+    counts = {name: tensor._version for name, tensor in state["m"].named_parameters()}
+    loss = state["m"](state["x"].clone()).square().sum()
+    weighted = state["m"][0].weight.sum() * state["x"].requires_grad_(False)
+    ckpt.load(state, "memory://between")
+    assert all(t._version > counts[name] for name, t in state["m"].named_parameters())
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        weighted.sum().backward()
 
 
 def test_nothing_changes_before_finish_but_what_is_filled() -> None:

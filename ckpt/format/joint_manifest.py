@@ -105,6 +105,8 @@ class JointTable:
         rules = rules[:, rules[Of.TENSOR] == tensor]
         ranks = np.unique(expanded(rules, np.ones(rules.shape[1], dtype=bool))[Of.RANK]).tolist()
         text = f"{problem} (written by ranks {ranks[:20]})"
+        if "are missing" in problem:
+            return f"{text}; {UNLIKE_STATE}"
         return f"{text}; {TWO_MODELS}" if "overlap" in problem else text
 
     def manifest(self, header: Header, rest: JointRest) -> Encoded:
@@ -369,6 +371,10 @@ RanksOf: TypeAlias = Mapping[Any, Sequence[int]]  # by a digest, or a number as 
 TWO_MODELS = (
     "they are no declared replicas of each other: give each model a name of its own in the state, "
     "stages of a pipeline the names of the whole model, or save each with process_group= its ranks"
+)
+UNLIKE_STATE = (
+    "the ranks that share its writing hold different things: does the optimizer have state on some "
+    "ranks only, because it made no step on the others?"
 )
 WRAP = "wrap it in PerRank to keep every rank's own"
 OR_PER_GROUP = ", or in PerGroup(value, group) where it is equal in each group"

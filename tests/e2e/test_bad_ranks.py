@@ -90,6 +90,24 @@ def test_values_that_differ_are_named_with_their_ranks(store: Store) -> None:
     _check_goes_on(job, [1])
 
 
+def test_optimizer_state_of_some_ranks_only_is_named_as_that(store: Store) -> None:
+    """What is missing then may be a weight, of which each rank leaves the writing to the other."""
+    job = Job(SIZE, lambda rank: store)
+
+    def stepped_on_one(rank: int) -> dict[str, Any]:
+        torch.manual_seed(0)
+        model = nn.Linear(8, 8)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.0, momentum=0.9)
+        if rank == 1:
+            model(torch.ones(1, 8)).sum().backward()
+            optimizer.step()
+        return {"model": model, "optim": optimizer}
+
+    states = [stepped_on_one(rank) for rank in range(SIZE)]
+    error = _one_error(lambda: job.save(states.__getitem__, step=1))
+    assert "are missing" in str(error) and "state on some ranks only" in str(error)
+
+
 def test_replicas_that_differ_are_warned_of_or_refused(store: Store) -> None:
     job = Job(SIZE, lambda rank: store)
 

@@ -29,6 +29,7 @@ _SLICE_NBYTES = 1 << 20  # of a body between two looks at the clock: one timeout
 _IDLE_MAX = 64
 # What a server or a lost connection may do to http.client.
 BROKEN = (OSError, http.client.HTTPException)
+_answered: set[str] = set()  # places that have answered this process, to whichever store
 
 
 @dataclass(frozen=True)
@@ -56,7 +57,6 @@ class Wire:
         self._routes: dict[str, Route] = {}
         self._idle: dict[str, list[http.client.HTTPConnection]] = {}
         self._lock = ForkSafeLock()
-        self._was_answered = False
         # A store that nobody closes leaves no open connection either.
         weakref.finalize(self, _close_all, self._idle)
 
@@ -87,7 +87,7 @@ class Wire:
             try:
                 request.begin(connection.sock)
                 response = closing.enter_context(_exchanged(connection.sock, method, head, body))
-                self._was_answered = True
+                _answered.add(place)
                 yield response
             except BROKEN as error:
                 text = f"{where}: no whole answer ({type(error).__name__})"
@@ -147,7 +147,7 @@ class Wire:
                 settled = f"the proxy refused ({cause})"
         if route.proxy:
             settled += f"{'; ' * bool(settled)}is the proxy {route.proxy} right (HTTPS_PROXY)?"
-        if settled and not self._was_answered:
+        if settled and place not in _answered:
             return InvalidUrlError(f"{where}: no connection to {place}: {settled}")
         settled = settled or "is endpoint_url right?"
         return TransientError(f"{where}: no connection to {place} ({names}); {settled}")

@@ -13,8 +13,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from storage import KeyExistsError, OutcomeUnknownError, Store, TransientError
-from storage.retry import RetryingStore, RetryPolicy
+from storage import InvalidUrlError, KeyExistsError, OutcomeUnknownError, Store, TransientError
+from storage.retry import NO_RETRY, RetryingStore, RetryPolicy
 from storage.testing import StoreContract, write_object
 from tests.conftest import Scale
 from tests.fault_proxy import KINDS, FaultProxy, Request, Rule, fault_proxy
@@ -70,6 +70,19 @@ def test_reads_are_repeated_until_they_are_right(
     assert target == data[7 : 2 * MiB + 7]
     assert proxy.counts[kind] >= 1
     assert store.get("a") == data
+
+
+def test_a_closed_port_is_an_outage_once_it_has_answered(moto: S3Server) -> None:
+    """Also for a new store: some save each checkpoint to a url of its own."""
+    bucket = moto.make_bucket()
+    with fault_proxy(moto.endpoint_url, kinds=()) as proxy:
+        server = S3Server(proxy.endpoint_url)
+        never = S3Server(f"http://127.0.0.2:{server.endpoint_url.rpartition(':')[2]}")
+        make_store(bucket, server, retry=NO_RETRY).put_if_absent("a", b"x")
+    with pytest.raises(TransientError, match="the port is closed"):
+        make_store(bucket, server, retry=NO_RETRY).get("a")
+    with pytest.raises(InvalidUrlError, match="the port is closed; is endpoint_url right"):
+        make_store(bucket, never, retry=NO_RETRY).get("a")
 
 
 def test_an_upload_survives_a_failure_of_every_kind_in_every_request(

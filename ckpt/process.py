@@ -190,9 +190,12 @@ def _everyone() -> dist.ProcessGroup | None:
 def world_of(process_group: dist.ProcessGroup | None = None) -> World:
     """The world of a group, of all ranks, or of this process alone; the same one at every call.
 
-    Collective over the group at its first call.
+    Collective over the group at its first call. Returns when no save is in flight in that world,
+    whose rounds would mix with those of the caller.
     """
-    return this_process.of_group(process_group).world
+    context = this_process.of_group(process_group)
+    context.background.wait()
+    return context.world
 
 
 def failure_of(process_group: dist.ProcessGroup | None = None) -> RankFailed | None:
@@ -211,11 +214,13 @@ def leaving(process_group: dist.ProcessGroup | None = None) -> EndWorld:
 def world_of_members(members: tuple[int, ...]) -> World:
     """The world of some of all ranks, ascending, this one among them; the same one at every call.
 
-    Collective over these ranks at its first call.
+    Collective over these ranks at its first call. No save is in flight there: see `world_of`.
     """
     if len(members) == 1:
         return SoloWorld(members[0])
-    return this_process.of_members(members).world
+    context = this_process.of_members(members)
+    context.background.wait()
+    return context.world
 
 
 def open_root(
@@ -275,6 +280,7 @@ def hold(
     Collective.
     """
     context = this_process.of_group(process_group)
+    context.background.wait()
     context.world.begin_call("Checkpointer()")
     return collectively(
         context.world,

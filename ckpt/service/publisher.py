@@ -144,6 +144,7 @@ def _publish(
         if root is None:
             # Whatever is there, an anchor begins a new line.
             world = context.world
+            context.background.wait()
             opened = collectively(world, "open", lambda: context.store(url, storage_options))
             if serve:
                 collectively(world, "serve", lambda: _serve(context, opened, serve, line))

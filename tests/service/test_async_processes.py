@@ -10,15 +10,20 @@ import os
 import signal
 import subprocess
 import sys
+import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.fsdp import fully_shard
 
 import ckpt
+import ckpt.state_dict
 from ckpt.saving.staging import Staged
+from storage.local import LocalStore
 from tests.ranks import run_ranks
 
 pytestmark = pytest.mark.ranks
@@ -165,3 +170,45 @@ def test_a_failure_that_only_some_ranks_know_of_is_raised_on_all(tmp_path: Path)
         assert "planted" in outcomes[0] and "planted" in outcomes[2]
         assert outcomes[1::2] == ["saved 4", "saved 7"]
     assert [info.step for info in ckpt.list_steps(str(tmp_path / "run"))] == [1, 4, 7]
+
+
+class HeldStore(LocalStore):
+    """Writes no small object before it may: a commit waits for that."""
+
+    def __init__(self, root: str) -> None:
+        super().__init__(root)
+        self.may_write = threading.Event()
+        self.may_write.set()
+
+    def put_if_absent(self, key: str, data: bytes) -> None:
+        assert self.may_write.wait(60)
+        super().put_if_absent(key, data)
+
+
+def calls_beside_a_save(root: str) -> None:
+    model = fully_shard(torch.nn.Linear(8, 8))
+    optimizer = torch.optim.AdamW(model.parameters())
+    state, store = {"model": model, "optimizer": optimizer}, HeldStore(f"{root}/run")
+    full = ckpt.state_dict.model_state_dict(model)
+    calls: list[Callable[[], Any]] = [
+        lambda: ckpt.state_dict.model_state_dict(model),
+        lambda: ckpt.state_dict.optimizer_state_dict(model, optimizer),
+        lambda: ckpt.state_dict.load_model_state_dict(model, full),
+        lambda: ckpt.export(f"{root}/run", f"{root}/out.safetensors", step=1),
+        lambda: ckpt.Checkpointer(state, f"{root}/other", save=ckpt.Never()).close(),
+        lambda: ckpt.publish(model, f"{root}/other", step=1).result(),
+    ]
+    ckpt.save(state, store, step=1)
+    for step, call in enumerate(calls, 2):
+        store.may_write.clear()
+        pending = ckpt.async_save(state, store, step=step)
+        pending.wait_staged()
+        threading.Timer(0.3, store.may_write.set).start()
+        call()
+        assert pending.result().step == step
+    assert [one.step for one in ckpt.list_steps(store)] == [1, 2, 3, 4, 5, 6, 7]
+
+
+def test_collective_calls_wait_for_the_save_in_flight(tmp_path: Path) -> None:
+    """Their rounds would mix with those of its worker, and end the world for both."""
+    run_ranks(2, calls_beside_a_save, str(tmp_path))

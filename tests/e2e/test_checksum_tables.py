@@ -39,6 +39,16 @@ class ReadKeys(WrappedStore):
         self.inner.get_into(key, start, buffers)
 
 
+def test_a_damaged_block_is_named_with_its_bytes(tmp_path: Path) -> None:
+    ckpt.save({"w": torch.ones(3 << 18)}, tmp_path, step=1)
+    (path,) = tmp_path.rglob("*.safetensors")
+    with path.open("r+b") as file:
+        file.seek(4096 + (1 << 20) + 5)
+        file.write(b"x")
+    with pytest.raises(Corrupt, match=r"block 1 of 'w' \(bytes 1052672 to 2101248\)"):
+        ckpt.open(tmp_path)["w"]
+
+
 @pytest.fixture
 def store(request: pytest.FixtureRequest) -> Store:
     return open_store(f"memory://{request.node.name}")

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 import signal
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ import ckpt
 import ckpt.saving.save as saving
 from ckpt.errors import Fenced, InvalidArgument, InvalidState, StoreRefused
 from ckpt.saving.shared import SharedSave
+from ckpt.saving.task import Attempt, WriterPlace
 from ckpt.tools.salvage import salvage
 from storage import open_store
 from tests.ranks import run_ranks
@@ -166,6 +168,13 @@ def test_wrong_calls_are_refused(tmp_path: Path) -> None:
     two = ckpt.begin(url, step=4, writers={"trainer": 1, "loader": 2})
     with pytest.raises(InvalidState, match="was begun with 2 ranks, and 1 save"):
         ckpt.save(data(2), url, step=4, into=two.token("loader"))
+
+
+def test_ranks_with_tokens_of_two_saves_are_refused(tmp_path: Path) -> None:
+    first, second = (begun(str(tmp_path / name)) for name in ("first", "second"))
+    place = WriterPlace(second.header, "trainer", 0, 1)
+    with pytest.raises(InvalidState, match="into="):
+        saving._refuse_other_task(Attempt(first.header, None), replace(first.task, place=place))
 
 
 def test_what_cannot_be_committed_is_refused_at_the_start(tmp_path: Path) -> None:

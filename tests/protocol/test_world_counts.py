@@ -548,6 +548,18 @@ def test_the_last_messages_of_a_process_arrive_although_it_has_not_read_all() ->
         assert len(ranks.worlds[1]._rounds.news()) == 1_000_000
 
 
+def test_news_and_flags_reach_ranks_without_a_connection() -> None:
+    with ranks_of(3) as ranks:
+        ranks.all(lambda r: ranks.worlds[r].gather("start", b""))
+        rounds: Any = [world._rounds for world in ranks.worlds]
+        rounds[1].spread(b"newest")
+        rounds[1].raise_flag("up")
+        # Behind them on the same connections.
+        ranks.all(lambda r: ranks.worlds[r].gather("after", b""))
+        assert [one.news() for one in rounds] == [b"newest"] * 3
+        assert all(one.flag_is_up("up") for one in rounds)
+
+
 def test_an_end_that_nobody_can_look_into_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     def death(card: Card, refusal: OSError | None = None) -> str:
         raise RuntimeError("no way to look")

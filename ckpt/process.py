@@ -351,8 +351,8 @@ class ProcessMemory:
         """The context of `group`, created at its first use; that is collective over the group."""
         if isinstance(group, (str, int, list, tuple)):
             raise TypeError(
-                f"process_group={group!r}; expected a group, as dist.new_group() returns, or None "
-                "for all ranks"
+                f"process_group={group!r}; expected a group, as dist.new_group() returns to its "
+                "members (-100 to others, which do not make this call), or None for all ranks"
             )
         if (everyone := _everyone()) is not None:
             # A child that has called `destroy_process_group` and joined a job of its own may.

@@ -23,6 +23,11 @@ SLIPS: list[tuple[Callable[[dict[str, Any]], object], type[Exception], str]] = [
         "process_group='gloo'; expected a group",
     ),
     (
+        lambda state: ckpt.save(state, "run", step=2, process_group=-100),  # type: ignore[arg-type]
+        TypeError,
+        "to its members (-100 to others, which do not make this call)",
+    ),
+    (
         lambda state: ckpt.save(state, "run", step=2, storage_options="secret"),
         TypeError,
         "storage_options is a str; expected a mapping of names",

@@ -99,8 +99,8 @@ class LightningCheckpoints(CheckpointIO):
     ) -> None:
         self._wait()
         name = os.fspath(path)
-        how = {**self._root(), **options, **self._saving}
-        pending = async_save(state, self.url, step=step, user={_PATH: name}, **how)
+        how, user = {**options, **self._saving}, {_PATH: name}
+        pending = async_save(state, self.url, step=step, user=user, **self._root(), **how)
         self._in_flight = [(name, pending)]
 
     def load_checkpoint(
@@ -248,8 +248,8 @@ class _SavesShards(Strategy):
         **kwargs: Any,
     ) -> None:
         super().__init__(*args, **kwargs)
-        how = {"storage_options": storage_options, **(saving or {})}
-        self._shards = _ShardedCheckpoints(url, **how)
+        how = dict(saving or {})
+        self._shards = _ShardedCheckpoints(url, storage_options=storage_options, **how)
 
     def latest(self) -> str | None:
         """The path of the newest checkpoint, for `ckpt_path=`; None when there is none yet."""

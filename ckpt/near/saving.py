@@ -266,7 +266,9 @@ class NearSaves:
         """Whether every host has room for one more state of its own ranks, besides the generations
         of all that it keeps. Raises ValueError when these do not fit.
         """
-        ranks_of = {name: self.hosts.ranks_of(name) for name in self.hosts.names}
+        ranks_of: dict[str, list[int]] = {}
+        for rank, name in enumerate(self.hosts.names):
+            ranks_of.setdefault(name, []).append(rank)
         own = {name: sum(needs[rank] for rank in ranks) for name, ranks in ranks_of.items()}
         kept, bytes_max = dict(own), plain_int(self._near.bytes_max)
         for name, others in copies.items():

@@ -14,7 +14,7 @@ from dataclasses import replace
 
 import torch
 
-from ckpt.errors import Mismatch
+from ckpt.errors import CheckpointError, Mismatch
 from ckpt.layout.holdings import of_view, shaped
 from ckpt.layout.memory import local_view
 from ckpt.layout.piece import Holding, Piece
@@ -49,7 +49,8 @@ def _in_stored_form(binding: Binding, origins: Mapping[str, Origin]) -> Binding:
 
     What is common to all slices is compared, and given to the stack, before anything is installed.
     """
-    moving = Moving(origins)
+    otherwise = "load into slices, or leave the optimizer out with skip="
+    moving = Moving(origins, lambda problem: Mismatch(f"{problem}; {otherwise}"))
     plain, others = [], []
     for some in binding.plain:
         left, own = some.without(origins)
@@ -61,10 +62,14 @@ def _in_stored_form(binding: Binding, origins: Mapping[str, Origin]) -> Binding:
 
 
 class Moving:
-    """Moves holdings to the names and regions of the checkpoint; `steps` follow their filling."""
+    """Moves holdings to the names and regions of the checkpoint; `steps` follow their filling, and
+    raise what `refused` makes of a problem.
+    """
 
-    def __init__(self, origins: Mapping[str, Origin]) -> None:
-        self.origins = origins
+    def __init__(
+        self, origins: Mapping[str, Origin], refused: Callable[[str], CheckpointError]
+    ) -> None:
+        self.origins, self.refused = origins, refused
         self.steps: list[Callable[[], None]] = []
 
     def moved(self, holding: Holding) -> Iterator[Holding]:
@@ -105,10 +110,10 @@ class Moving:
         def compare() -> None:
             for fqn, other in every[1:]:
                 if not torch.equal(_bits(other), _bits(first)):
-                    raise Mismatch(
+                    raise self.refused(
                         f"{piece.fqn}: its slices have different ones in the checkpoint, "
                         f"{first_fqn} {first.item()} and {fqn} {other.item()}, and a stack has "
-                        "one for all; load into slices, or leave the optimizer out with skip="
+                        "one for all"
                     )
             view.copy_(first)
 

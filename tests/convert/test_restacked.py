@@ -17,6 +17,7 @@ import ckpt
 from ckpt.convert.sources.derived import DerivedSource, restacked
 from ckpt.convert.sources.opening import open_source
 from ckpt.convert.sources.source import ReadRequest
+from ckpt.errors import CheckpointError
 from ckpt.layout.region import Span
 
 
@@ -43,3 +44,23 @@ def test_a_chain_of_rules_keeps_two_tensors(tmp_path: Path, steps: int) -> None:
             read, wanted = torch.cat(parts), saved[f"layer.{n}"]
             wanted = wanted.T if steps % 2 else wanted
             assert torch.equal(read, wanted.contiguous().view(-1))
+
+
+def test_slices_with_different_steps_are_no_stack(tmp_path: Path) -> None:
+    """Nothing is loaded here, so nothing is said of what a load could do."""
+    layers = torch.nn.ModuleList(torch.nn.Linear(2, 2) for _ in "ab")
+    model = torch.nn.ModuleDict({"layers": layers})
+    optimizer = torch.optim.AdamW(model.parameters())
+    layers[1](layers[0](torch.ones(1, 2))).sum().backward()
+    optimizer.step()
+    optimizer.state[layers[1].weight]["step"] += 1
+    ckpt.save({"model": model, "optim": optimizer}, str(tmp_path), step=1)
+    changes = [partial(restacked, stacks={"layers.{}.weight": "layers.weight"})]
+    name = "optim.state.layers.weight.step"
+    opened = closing(open_source(str(tmp_path), changes=changes))
+    with opened as source, pytest.raises(CheckpointError) as refused:
+        source.read(name)
+    assert type(refused.value) is CheckpointError
+    text = str(refused.value)
+    assert text.startswith(f"{name}: its slices have different ones") and "skip=" not in text
+    assert text.endswith("layers.1.weight.step 2.0, and a stack has one for all")

@@ -136,6 +136,18 @@ def fabric_parts(*plugins: Any) -> tuple[Any, Any, Any]:
     return fabric, model, optimizer
 
 
+def test_arguments_that_the_plugin_gives_itself_are_refused(tmp_path: Path) -> None:
+    """What is saved by one group would be looked for by another, or in another store."""
+    from ckpt.integrations.lightning import SavingDDPStrategy
+
+    plugin = LightningCheckpoints(str(tmp_path / "run"), process_group=None)
+    with pytest.raises(TypeError, match="process_group"):
+        plugin.save_checkpoint({"state_dict": {"a": torch.zeros(2)}}, "a.ckpt")
+    with pytest.raises(TypeError, match="storage_options"):
+        SavingDDPStrategy(str(tmp_path / "run"), saving={"storage_options": {"anon": True}})
+    assert not list(tmp_path.iterdir())
+
+
 def test_fabric_saves_and_loads_through_the_plugin(tmp_path: Path) -> None:
     fabric, model, optimizer = fabric_parts(LightningCheckpoints(str(tmp_path / "run")))
     weight = model.weight.clone()

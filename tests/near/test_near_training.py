@@ -10,17 +10,19 @@ import errno
 import os
 import shutil
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
 from ckpt.errors import Fenced
 from ckpt.near.memory import MappedStore, TierMemory
+from ckpt.near.placement import Hosts
 from ckpt.near.records import NearRecord
 from ckpt.near.saving import NearSaves
 from ckpt.near.tier import Tier, tiers_in
@@ -28,7 +30,7 @@ from ckpt.near.value import Near
 from ckpt.service.checkpointer import Checkpointer
 from ckpt.service.events import NearFailed, NearSaved, SaveSucceeded
 from ckpt.service.policies import EverySteps, Never
-from ckpt.world.base import World
+from ckpt.world.base import SoloWorld, World
 from storage import NoSpaceError
 from storage.local import LocalStore
 from storage.memory import MemoryStore
@@ -350,6 +352,28 @@ def test_a_tier_without_room_is_refused_with_the_numbers(tmp_path: Path) -> None
     for error in failed.value.errors.values():
         assert isinstance(error, ValueError)
         assert "ranks 0 to 1: 2 generations" in str(error) and "bytes_max is 0 MiB" in str(error)
+
+
+def test_the_room_check_looks_at_each_rank_a_few_times() -> None:
+    """Not once for each other one: jobs have ten thousands of them."""
+
+    class Names(tuple[str, ...]):
+        looks = 0
+
+        def __iter__(self) -> Iterator[str]:
+            for name in super().__iter__():
+                Names.looks += 1
+                yield name
+
+    count = 64
+    names = Names(f"host {rank // 8}" for rank in range(count))
+    rank: Any = SimpleNamespace(
+        hosts=Hosts(SoloWorld(), cast(Any, None), names),
+        _near=Near("near"),
+        session=SimpleNamespace(world=SimpleNamespace(rank=1)),
+    )
+    assert NearSaves._check_room(rank, [1] * count, [1000] * count, {})
+    assert Names.looks <= 2 * count
 
 
 def test_room_for_two_generations_is_enough_and_a_byte_less_is_not(

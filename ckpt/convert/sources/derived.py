@@ -139,7 +139,7 @@ class RestackedSource(DerivedSource):
         super().__init__(source, contents)
 
     def fill(self, wanted: Sequence[ReadRequest]) -> None:
-        moving, requests = Moving(self._origins), list[ReadRequest]()
+        moving, requests = Moving(self._origins, CheckpointError), list[ReadRequest]()
         for request in wanted:
             info, origin = self.contents.tensors[request.fqn], self._origins.get(request.fqn)
             if origin is not None and (origin.turn is not None or origin.dim):

@@ -227,7 +227,10 @@ def _no_checkpoint(store: Store, keys: Sequence[str]) -> NoCheckpoint:
             f"{store.url.rstrip('/')}/{LINES_PREFIX}{names[0]}"
         )
     elif below:
-        message += f"; did you mean {store.url.rstrip('/')}/{below[0]} ?"
+        first = f"{store.url.rstrip('/')}/{below[0]}"
+        # Of several, nothing here says which is the newest.
+        several = f"; below it are several that have, such as {first}: open one of them"
+        message += f"; did you mean {first} ?" if len(below) == 1 else several
     elif MANIFEST_NAME in keys:
         root, steps, _ = store.url.rstrip("/").rpartition("/steps/")
         message += "; it is the directory of one checkpoint, which `ckpt show` and `ckpt.load` open"

@@ -240,6 +240,10 @@ def test_newer_format_is_refused_with_the_next_move() -> None:
     [
         ([], "empty or does not exist"),
         (["run1/FORMAT", "run1/log/x"], "did you mean memory://unnamed/run1"),
+        (
+            ["step-13/FORMAT", "step-14/FORMAT"],
+            "several that have, such as memory://unnamed/step-13",
+        ),
         (["MANIFEST", "r0.safetensors"], "directory of one checkpoint"),
         (["photo.jpg"], r"other things \(such as 'photo.jpg'\)"),
     ],

@@ -197,12 +197,11 @@ class Model:
         self._values = {f"optimizer.param_groups.{name}": 0.1 for name in ("lr", "betas", "eps")}
 
     def part(self, rank: int, ranks: int, save: int) -> Part:
-        """The rows of `rank`, as `fully_shard` cuts them, and its share of the scalars."""
+        """The rows of `rank`, as `fully_shard` cuts them, and of the first the scalars."""
         size = -(-self._rows // ranks)
         start = np.minimum(rank * size, self._rows) * self._row_numel
         stop = np.minimum((rank + 1) * size, self._rows) * self._row_numel
-        mine = (np.cumsum(self._scalars) - 1) % ranks == rank
-        numel = np.where(self._scalars, mine.astype(np.int64), stop - start)
+        numel = np.where(self._scalars, int(rank == 0), stop - start)
         start = np.where(self._scalars, 0, start)
         written = np.flatnonzero(numel)
         is_small = (4 * numel[written] <= 16384) | (4 * numel[written] % 64 != 0)

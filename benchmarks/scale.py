@@ -42,6 +42,9 @@ REPLICAS = 32
 TENSOR_PARALLEL = 8
 
 
+_everyone: dict[int, tuple[int, ...]] = {}
+
+
 class Held(NamedTuple):
     """What a rank holds of a tensor: where, and which ranks hold the same."""
 
@@ -97,9 +100,6 @@ def _tensor_parallel(tensor: int, rank: int, ranks: int) -> Held:
     return Held((rows, 1), Box((first, 0), (part.shape[0], 1)), (rank,))
 
 
-_everyone: dict[int, tuple[int, ...]] = {}
-
-
 def _replicated(tensor: int, rank: int, ranks: int) -> Held:
     everyone = _everyone.setdefault(ranks, tuple(range(ranks)))
     shape = (SMALL_ROWS, 8)
@@ -117,11 +117,14 @@ LAYOUTS: dict[str, Layout] = {
 
 
 class Model(nn.Module):
-    """One rank's part of a model of `tensors` tensors."""
+    """One rank's part of a model of `tensors` tensors, with a counter for each."""
 
     def __init__(self, layout: Layout, tensors: int, rank: int, ranks: int) -> None:
         super().__init__()
+        everyone = _everyone.setdefault(ranks, tuple(range(ranks)))
         self._held = [layout(tensor, rank, ranks) for tensor in range(tensors)]
+        # A counter for each, as an optimizer has them: on every rank.
+        self._held += [Held((), whole(()), everyone)] * tensors
         self._locals = []
         for number, held in enumerate(self._held):
             local = torch.zeros(_local_shape(held.region))

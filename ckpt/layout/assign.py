@@ -155,8 +155,9 @@ def share_evenly(items: Sequence[Item], count: int) -> list[list[tuple[int, int,
     """`items` on `count` bins, as (item, start byte, stop byte), every byte exactly once.
 
     What cannot be cut goes first, largest onto the emptiest bin; what can be cut is poured over the
-    bins up to the mean, cut at its units; the small rest evens out. The fullest bin exceeds the
-    mean by at most the largest uncuttable item or 2 MiB, unless what belongs into the first bin is
+    bins up to the mean, cut at its units; the small rest evens out, up to 1 MiB of it together:
+    each rank that loads needs all of it. The fullest bin exceeds the mean by at most the largest
+    uncuttable item or 2 MiB, unless what belongs into the first bin is
     more than that. Pouring with cuts is McNaughton's wrap-around rule (1959), placing the largest
     first is Graham's LPT (1969).
     """
@@ -172,9 +173,17 @@ def share_evenly(items: Sequence[Item], count: int) -> list[list[tuple[int, int,
         index for index in large if 0 < items[index].unit_nbytes <= items[index].nbytes // 2
     ]
     poured = set(cuttable)
-    bins.place_largest_first([index for index in large if index not in poured])
+    bins.place_largest_first([[index] for index in large if index not in poured])
     bins.pour(cuttable, mean=sum(item.nbytes for item in items) / count)
-    bins.place_largest_first(by_size[len(large) :])
+    bundles: list[list[int]] = []
+    left = -1
+    for index in by_size[len(large) :]:
+        left -= items[index].nbytes
+        if left < 0:
+            bundles.append([])
+            left = MIB - items[index].nbytes
+        bundles[-1].append(index)
+    bins.place_largest_first(bundles)
     return bins.parts
 
 
@@ -185,13 +194,15 @@ class _Bins(NamedTuple):
     parts: list[list[tuple[int, int, int]]]
     loads: list[int]
 
-    def place_largest_first(self, order: list[int]) -> None:
+    def place_largest_first(self, order: list[list[int]]) -> None:
+        """Each list of items onto one bin."""
         heap = [(load, index) for index, load in enumerate(self.loads)]
         heapify(heap)
-        for index in order:
+        for bundle in order:
             load, emptiest = heap[0]
-            self.parts[emptiest].append((index, 0, self.items[index].nbytes))
-            self.loads[emptiest] = load + self.items[index].nbytes
+            parts = [(index, 0, self.items[index].nbytes) for index in bundle]
+            self.parts[emptiest] += parts
+            self.loads[emptiest] = load + sum(stop for _, _, stop in parts)
             heapreplace(heap, (self.loads[emptiest], emptiest))
 
     def pour(self, order: list[int], *, mean: float) -> None:

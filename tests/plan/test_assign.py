@@ -144,19 +144,28 @@ def _names_by_rank(holdings: list[Holding]) -> dict[int, set[str]]:
 
 def test_buffers_that_may_differ_come_from_the_lowest_holder_and_count_as_its_share() -> None:
     statistics = [
-        _buffer(f"norm.{index}.{name}", 2048)
+        _buffer(f"norm.{index}.{name}", MIB // 16)
         for index in range(3)
         for name in ("running_mean", "running_var", "num_batches_tracked")
     ]
-    equal = [_buffer(f"equal.{index}", 2048, synchronized=True) for index in range(18)]
+    equal = [_buffer(f"equal.{index}", MIB // 16, synchronized=True) for index in range(16)]
     by_rank = _names_by_rank([*statistics, *equal])
     assert by_rank[1] == {holding.pieces[0].fqn for holding in statistics}
-    assert len(by_rank[2]) == len(by_rank[5]) == 9
+    assert len(by_rank[2]) == len(by_rank[5]) == 8
+
+
+def test_small_tensors_that_all_ranks_have_share_few_files() -> None:
+    """Each rank of a load needs all of them: spread over 723 ranks they are as many requests."""
+    counters = [Item(4, 0)] * 723
+    bins = share_evenly([Item(64 * MIB, MIB), *counters], 1024)
+    assert sum(any(stop == 4 for _, _, stop in parts) for parts in bins) == 1
+    norms = share_evenly([Item(16 << 10, 0)] * 256, 8)  # 4 MiB
+    assert [sum(stop for _, _, stop in parts) for parts in norms if parts] == [MIB] * 4
 
 
 def test_only_buffers_that_may_differ_stay_together() -> None:
     """Optimizer state of one module that no engine keeps equal is divided, each tensor whole."""
-    moments = [_buffer(f"layer.{index}", 2048)._replace(kind=Kind.OPTIMIZER) for index in range(3)]
+    moments = [_buffer(f"layer.{n}", MIB // 4)._replace(kind=Kind.OPTIMIZER) for n in range(3)]
     assert sorted(map(len, _names_by_rank(moments).values())) == [1, 1, 1]
 
 

@@ -485,7 +485,7 @@ def decoded(
     requested: int | None,
     budget: MetadataBudget | None = None,
     *,
-    ruled: bool = False,
+    ruled: int = False,
 ) -> Manifest:
     """The manifest that lies at `prefix`, whose bytes are `data`; `requested` is the step that it
     should be of. `budget` and `ruled` are as in `decode_manifest`.

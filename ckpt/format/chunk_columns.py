@@ -7,6 +7,7 @@ where its time goes. A chunk's position is not stored: only the gap to the chunk
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -14,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ckpt.errors import Corrupt
-from ckpt.format.chunk_rules import check_cover
+from ckpt.format.chunk_rules import Bools, check_cover
 from ckpt.format.columns import (
     Ints,
     Progressions,
@@ -33,7 +34,9 @@ from ckpt.format.manifest import (
     ChunkTable,
     Header,
     Int64s,
+    MetadataBudget,
     RuledChunks,
+    Wanted,
     starts_of,
 )
 from ckpt.layout.region import Shape
@@ -113,9 +116,14 @@ CHUNK_NBYTES = 40
 
 
 def chunk_rules(
-    fields: Mapping[str, memoryview], counts: Counts, make: Callable[[], ChunkTable]
+    fields: Mapping[str, memoryview],
+    counts: Counts,
+    make: Callable[[], ChunkTable],
+    some: Callable[[Int64s, Wanted], ChunkTable | None],
 ) -> RuledChunks:
-    """The chunks as they are stored; `make` makes their table. Raises Corrupt naming the field."""
+    """The chunks as they are stored; `make` makes their table, `some` one of what is wanted. Raises
+    Corrupt naming the field.
+    """
     per_tensor = unpack_rules(
         required_field(fields, "chunk_counts"), counts.tensors, "chunk_counts"
     )
@@ -124,7 +132,8 @@ def chunk_rules(
     files = unpack_rules(required_field(fields, "chunk_files"), counts.chunks, "chunk_files")
     if not is_below(files, counts.files):
         raise Corrupt(f"field 'chunk_files': an index beyond {counts.files}")
-    return RuledChunks(_decode_first(items, counts), files, make)
+    first = _decode_first(items, counts)
+    return RuledChunks(first, files, make, partial(some, first))
 
 
 def decode_chunks(
@@ -159,6 +168,90 @@ def decode_chunks(
     if problems:
         raise Corrupt(f"chunks do not cover their tensors: {'; '.join(problems[:5])}")
     return chunks
+
+
+# Of a file, every progression of a column is looked at: about as much as a chunk takes.
+_PROGRESSIONS_PER_CHUNK = 4
+
+
+def decode_some(
+    fields: Mapping[str, memoryview],
+    counts: Counts,
+    header: Header,
+    bounds: ChunkBounds,
+    budget: MetadataBudget,
+    first: Int64s,
+    wanted: Wanted,
+) -> ChunkTable | None:
+    """The table of `decode_chunks` without the chunks of files that have nothing of what is wanted.
+
+    None where that spares little, or where chunks are boxes, leave elements out or are no
+    progressions: all of them are to be listed then. That each tensor is covered once is proved for
+    all, places in files for those that are listed. Raises Corrupt.
+    """
+    names = ("chunk_files", "chunk_numels", "chunk_gaps", "chunk_skips")
+    columns = [_progressions(required_field(fields, name), counts.chunks, name) for name in names]
+    if counts.boxes or not counts.chunks or None in columns:
+        return None
+    files, numels, gaps, skips = [one for one in columns if one is not None]
+    lasts = numels.take(np.cumsum(numels.lengths) - 1)
+    is_short = is_below(numels, 1 << 32) and numels.firsts.all() and lasts.all()
+    # Spans one after the other, none empty, as many elements as the tensor: each element once.
+    if not is_short or skips.firsts.any() or skips.steps.any():
+        return None
+    before = numels.sums(first)
+    if not np.array_equal(np.diff(before), bounds.numels):
+        return None
+    tensor, low, high = wanted
+    begin, end = first[tensor], first[tensor + 1]
+    low, high = low + before[tensor], high + before[tensor]
+    begin = _bisected(begin, end, lambda chunk: numels.sums(chunk + 1) <= low)
+    end = _bisected(begin, end, lambda chunk: numels.sums(chunk) < high)
+    size = end - begin
+    if int(size.sum()) > counts.chunks // 2:
+        return None
+    ends = np.cumsum(size)
+    needed = np.unique(
+        files.take(np.arange(int(size.sum())) + np.repeat(begin - ends + size, size))
+    )
+    if len(needed) * len(files.lengths) > _PROGRESSIONS_PER_CHUNK * counts.chunks:
+        return None
+    chunks = files.places(needed.tolist())
+    if len(chunks) > counts.chunks // 2:
+        return None
+    budget.charge(CHUNK_NBYTES * len(chunks), f"a table of {len(chunks)} chunks")
+    own = np.searchsorted(first, chunks, side="right") - 1
+    file, numel, itemsize = files.take(chunks), numels.take(chunks), bounds.itemsizes[own]
+    blocks = -(-numel * itemsize // header.block_bytes)
+    return ChunkTable(
+        first=np.searchsorted(chunks, first),
+        file=file,
+        byte_start=_decode_byte_starts(gaps.take(chunks), file, numel, itemsize, bounds),
+        span_start=numels.sums(chunks) - before[own],
+        numel=numel,
+        box=np.broadcast_to(np.array([-1], dtype=np.int8), (len(chunks),)),
+        boxes=BoxTable.of([]),
+        first_block=starts_of(blocks),
+    )
+
+
+def _progressions(data: memoryview, count: int, name: str) -> Progressions | None:
+    """A column that is one number, or progressions; None for any other."""
+    column = unpack_rules(data, count, name)
+    if isinstance(column, Progressions):
+        return column
+    is_constant = count and column.strides == (0,)
+    none = np.zeros(1, dtype=np.int64)
+    return Progressions.of(none + count, column[:1], none) if is_constant else None
+
+
+def _bisected(low: Int64s, high: Int64s, is_before: Callable[[Int64s], Bools]) -> Int64s:
+    """Per row the first number from `low` to `high` that is not before."""
+    while (is_open := low < high).any():
+        middle = (low + high) // 2
+        before = is_before(middle) & is_open
+        low, high = np.where(before, middle + 1, low), np.where(before, high, middle)
+    return low
 
 
 def _decode_first(per_tensor: Ints, counts: Counts) -> Int64s:

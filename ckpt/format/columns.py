@@ -215,6 +215,40 @@ class Progressions(NamedTuple):
         """All items."""
         return _items(*self) if len(self.lengths) else np.zeros(0, dtype=np.uint8)
 
+    def take(self, numbers: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """The items of these numbers."""
+        run, place = self._placed(numbers)
+        return (self.firsts[run] + self.steps[run] * place).view(np.int64)
+
+    def sums(self, numbers: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """For each number, up to the number of all, the sum of the items before it."""
+        run, place = self._placed(numbers)
+        before = np.cumsum(_series(self.firsts, self.steps, self.lengths.view(np.uint64)))
+        sums = np.append(np.uint64(0), before)[run] + _series(
+            self.firsts[run], self.steps[run], place
+        )
+        return sums.view(np.int64)
+
+    def places(self, items: Iterable[int]) -> npt.NDArray[np.int64]:
+        """The numbers of all items that are one of `items`, ascending."""
+        stops = np.cumsum(self.lengths)
+        starts = stops - self.lengths
+        firsts, steps = self.firsts.view(np.int64), self.steps.view(np.int64)
+        chosen = [starts[:0]]
+        for item in items:
+            place, rest = np.divmod(item - firsts, np.where(steps == 0, 1, steps))
+            is_one = (steps != 0) & (rest == 0) & (place >= 0) & (place < self.lengths)
+            chosen.append((starts + place)[is_one])
+            alike = (steps == 0) & (firsts == item)
+            chosen += map(np.arange, starts[alike].tolist(), stops[alike].tolist())
+        return np.sort(np.concatenate(chosen))
+
+    def _placed(self, numbers: npt.NDArray[np.int64]) -> tuple[npt.NDArray[np.intp], _UInt64s]:
+        """For each number its progression and its place there; the last has no end."""
+        stops = np.cumsum(self.lengths)
+        run = np.searchsorted(stops[:-1], numbers, side="right")
+        return run, (numbers - stops[run] + self.lengths[run]).view(np.uint64)
+
 
 def pack_progressions(column: Progressions) -> bytes:
     """What `pack_regular` gives for the items, which need not be there for it.
@@ -375,6 +409,12 @@ def _runs_of(column: Ints | Progressions) -> Iterator[tuple[int, int, int]]:
     else:
         for start in range(0, len(column), 1 << 14):
             yield from ((1, item, 0) for item in column[start : start + (1 << 14)].tolist())
+
+
+def _series(firsts: _UInt64s, steps: _UInt64s, counts: _UInt64s) -> _UInt64s:
+    """The sums of the first items of progressions."""
+    pairs = counts * np.maximum(counts, np.uint64(1)) - counts  # counts * (counts - 1), and 0 for 0
+    return firsts * counts + steps * (pairs // np.uint64(2))
 
 
 def _items(lengths: npt.NDArray[np.int64], firsts: _UInt64s, steps: _UInt64s) -> Ints:

@@ -296,19 +296,33 @@ class ChunkTable:
         return distinct_by_part(self.file, np.diff(self.first).tolist())
 
 
+class Wanted(NamedTuple):
+    """Elements of tensors: of `tensor[i]` the row-major indexes `low[i]` to `high[i]`."""
+
+    tensor: Int64s
+    low: Int64s
+    high: Int64s
+
+
 class RuledChunks:
     """A `ChunkTable` that stays the rules that are stored, until a chunk is asked for.
 
     Only then `make` makes it and checks it, and raises what it raises. How many chunks a tensor
-    has, and in which files, is known without it.
+    has, and in which files, is known without it. `some` makes the table of the files alone that
+    have any of what is wanted; None where all have to be listed.
     """
 
     def __init__(
-        self, first: Int64s, files: Ints | Progressions, make: Callable[[], ChunkTable]
+        self,
+        first: Int64s,
+        files: Ints | Progressions,
+        make: Callable[[], ChunkTable],
+        some: Callable[[Wanted], ChunkTable | None],
     ) -> None:
         self._first = first
         self._files = files
         self._make = make
+        self.some = some
         self._lock = threading.Lock()
         self._made: ChunkTable | None = None
 

@@ -16,7 +16,14 @@ from pydantic import ValidationError
 
 from ckpt.errors import Corrupt, UnsupportedFormat
 from ckpt.format.checksum import decode_seals
-from ckpt.format.chunk_columns import CHUNK_NBYTES, ChunkBounds, Counts, chunk_rules, decode_chunks
+from ckpt.format.chunk_columns import (
+    CHUNK_NBYTES,
+    ChunkBounds,
+    Counts,
+    chunk_rules,
+    decode_chunks,
+    decode_some,
+)
 from ckpt.format.columns import (
     as_int64s,
     ints_in,
@@ -42,6 +49,7 @@ from ckpt.format.manifest import (
     Int64s,
     Manifest,
     MetadataBudget,
+    Wanted,
     is_data_file_name,
     is_reference,
     parse_reference,
@@ -132,14 +140,15 @@ TEXT_NBYTES = 2  # of each byte, which lies in the input already
 
 
 def decode_manifest(
-    data: bytes | memoryview, budget: MetadataBudget | None = None, *, ruled: bool = False
+    data: bytes | memoryview, budget: MetadataBudget | None = None, *, ruled: int = False
 ) -> Manifest:
     """The manifest that `data` encodes; its columns may be views of `data`.
 
     Raises UnsupportedFormat when a newer version is needed, or more memory than `budget` has left;
     and Corrupt naming the field unless the manifest is complete and consistent: every tensor is
-    covered exactly once, and every chunk lies inside its file. With `ruled`, chunks stay rules
-    until one is asked for, which checks all of them. Without a `budget` it has one of its own.
+    covered exactly once, and every chunk lies inside its file. With `ruled`, from so many of them
+    on, chunks stay rules until one is asked for, which checks all. Without a `budget` it has one of
+    its own.
     """
     budget = budget or MetadataBudget()
     budget.charge(TEXT_NBYTES * len(data), "a manifest")
@@ -178,7 +187,12 @@ def decode_manifest(
         _check_references_used(files, chunks)
         return chunks
 
-    chunks = chunk_rules(fields, counts, make) if ruled else make()
+    def some(first: Int64s, wanted: Wanted) -> ChunkTable | None:
+        if any(map(is_reference, files)):
+            return None  # all of them are to be used, which a part does not show
+        return decode_some(fields, counts, header, bounds, budget, first, wanted)
+
+    chunks = chunk_rules(fields, counts, make, some) if 0 < ruled <= counts.chunks else make()
     return Manifest(
         header=header,
         files=files,

@@ -39,7 +39,7 @@ from ckpt.loading.exchange import (
     weigh,
 )
 from ckpt.loading.matching import match
-from ckpt.loading.plan import ReadPath, length, plan_reads
+from ckpt.loading.plan import LISTED_MIN, ReadPath, length, needed_part, plan_reads
 from ckpt.loading.reader import Reader
 from ckpt.short import ShortRecord
 from ckpt.state.bind import bind_state
@@ -185,11 +185,14 @@ def load_located(
             world, "compare", lambda: bind_to(state, manifest, world, options, where)
         )
     with recorder.span("plan"):
-        block_sums = sums_of(store, prefix, manifest, options.path.cache)
+        cache = options.path.cache
+        block_sums = sums_of(store, prefix, manifest, cache)
 
         def plan() -> Reader:
-            reads = plan_reads(manifest, binding.others, binding.plain)
-            return Reader(block_sums, reads, options.path, origins.owners)
+            needs = binding.others, binding.plain
+            part = needed_part(manifest, *needs, alone=not origins.owners)
+            sums = block_sums if part is manifest else sums_of(store, prefix, part, cache)
+            return Reader(sums, plan_reads(part, *needs), options.path, origins.owners)
 
         reader = collectively(world, "plan", plan)
         groups, sums, warnings = compared(
@@ -262,7 +265,7 @@ def broadcast_manifest(
             )
         store.learn_encoding(bytes.fromhex(encoding.decode()))
         budget = MetadataBudget(metadata_bytes_max)
-        return decoded(store, prefix.decode(), encoded, step, budget)
+        return decoded(store, prefix.decode(), encoded, step, budget, ruled=LISTED_MIN)
 
     return prefix.decode(), collectively(world, "decode", decode)
 

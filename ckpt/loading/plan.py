@@ -9,7 +9,7 @@ are called, so a few runs describe thousands of chunks.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain, pairwise
 from typing import Any, NamedTuple
 
@@ -19,7 +19,7 @@ import torch
 
 from ckpt.format.checksum import block_count
 from ckpt.format.datafile import SMALL_NBYTES_MAX, region_start
-from ckpt.format.manifest import Manifest
+from ckpt.format.manifest import ChunkTable, Manifest, Wanted
 from ckpt.layout.dtypes import DTYPES
 from ckpt.layout.holdings import WholeTensors
 from ckpt.layout.memory import is_plain_memory, local_view, narrowed
@@ -151,6 +151,8 @@ def requests(blocks: NeededBlocks, files: Ints, nbytes_max: int, gap_max: int) -
 MIB = 1 << 20
 PACKED_NBYTES_MAX = SMALL_NBYTES_MAX  # whole chunks up to this size are read together and copied
 PACKED_COUNT_MIN = 8  # unless fewer of them than this are neighbours
+# Listing fewer chunks takes less than finding out which ones are needed.
+LISTED_MIN = 1 << 16
 # Of what is not here: shorter gaps are received as well, or a tensor that is cut finely would be
 # described by more bytes than it has.
 GAP_NBYTES_MAX = 256
@@ -329,6 +331,27 @@ def _sizes(manifest: Manifest, chunks: Ints) -> Ints:
     return manifest.chunks.numel[chunks].astype(np.int64) * np.array(itemsizes, dtype=np.int64)
 
 
+def needed_part(
+    manifest: Manifest, holdings: Sequence[Holding], plain: Sequence[WholeTensors], *, alone: bool
+) -> Manifest:
+    """The manifest without the chunks of files that have nothing of these; all of it where that
+    spares little, and for a rank that is not `alone`: it reads for others what these ask for later.
+    Raises Corrupt.
+    """
+    chunks = manifest.chunks
+    if not alone or isinstance(chunks, ChunkTable) or len(chunks) < LISTED_MIN:
+        return manifest
+    pieces = [piece for one in holdings for piece in one.pieces if piece.local_region.numel]
+    wanted = [(manifest.index(piece.fqn), *_extent(piece)) for piece in pieces]
+    wanted += [
+        (manifest.index(fqn), 0, tensor.numel())
+        for one in plain
+        for fqn, tensor in zip(one.fqns, one.tensors, strict=True)
+    ]
+    some = chunks.some(Wanted(*np.array(wanted, dtype=np.int64).reshape(-1, 3).T))
+    return manifest if some is None else replace(manifest, chunks=some)
+
+
 def plan_reads(
     manifest: Manifest, holdings: Sequence[Holding], plain: Sequence[WholeTensors] = ()
 ) -> ReadPlan:
@@ -481,15 +504,22 @@ class _Chunks:
         Boxes are left to `copies`: their extents say little, and they are few per tensor.
         """
         table = self._table
-        boxes = boxes_of(piece.region, piece.global_shape)
-        low = region_start(boxes[0], piece.global_shape)
-        ends = zip(*boxes[-1], row_major_strides(piece.global_shape), strict=True)
-        high = sum((start + size - 1) * stride for start, size, stride in ends) + 1
+        low, high = _extent(piece)
         start = table.span_start[first:last]
         stop = start + table.numel[first:last].astype(np.int64)
         is_near = ((start < high) & (stop > low)) | (table.box[first:last] >= 0)
         overlapping: list[int] = (np.flatnonzero(is_near) + first).tolist()
         return overlapping
+
+
+def _extent(piece: Piece) -> tuple[int, int]:
+    """The row-major index of the first element of a piece, and one past that of the last."""
+    region, strides = piece.region, row_major_strides(piece.global_shape)
+    if isinstance(region, Span):
+        return region
+    ends = zip(*region, strides, strict=True)
+    high = sum((start + size - 1) * stride for start, size, stride in ends) + 1
+    return region_start(region, piece.global_shape), high
 
 
 def _add_copy(need: Need, copy: Copy, view: torch.Tensor, address: int, block_nbytes: int) -> None:

@@ -20,10 +20,19 @@ from torch import nn
 import ckpt
 from ckpt.layout.piece import Owned, Piece, View
 from ckpt.layout.region import Box, whole
+from ckpt.loading import load, plan
 from ckpt.tools.salvage import salvage
 from storage import Store, open_store
 from tests.e2e.job import Job
 from tests.salvaged import matches_manifest
+
+
+@pytest.fixture(autouse=True)
+def _listed_in_part(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tables are small here; elsewhere they are listed whole."""
+    monkeypatch.setattr(load, "LISTED_MIN", 1)
+    monkeypatch.setattr(plan, "LISTED_MIN", 1)
+
 
 RANKS = 8
 LAYERS = 8

@@ -207,17 +207,19 @@ def decode_some(
     low, high = low + before[tensor], high + before[tensor]
     begin = _bisected(begin, end, lambda chunk: numels.sums(chunk + 1) <= low)
     end = _bisected(begin, end, lambda chunk: numels.sums(chunk) < high)
-    size = end - begin
-    if int(size.sum()) > counts.chunks // 2:
+    size, half = end - begin, counts.chunks // 2
+    if int(size.sum()) > half:
         return None
-    ends = np.cumsum(size)
-    needed = np.unique(
-        files.take(np.arange(int(size.sum())) + np.repeat(begin - ends + size, size))
-    )
-    if len(needed) * len(files.lengths) > _PROGRESSIONS_PER_CHUNK * counts.chunks:
-        return None
-    chunks = files.places(needed.tolist())
-    if len(chunks) > counts.chunks // 2:
+    # Before anything is listed: a few hundred bytes may describe millions of chunks.
+    with budget.using(CHUNK_NBYTES * half, f"a part of a table of {counts.chunks} chunks"):
+        ends = np.cumsum(size)
+        needed = np.unique(
+            files.take(np.arange(int(size.sum())) + np.repeat(begin - ends + size, size))
+        )
+        if len(needed) * len(files.lengths) > _PROGRESSIONS_PER_CHUNK * counts.chunks:
+            return None
+        chunks = files.places(needed.tolist(), half)
+    if chunks is None:
         return None
     budget.charge(CHUNK_NBYTES * len(chunks), f"a table of {len(chunks)} chunks")
     own = np.searchsorted(first, chunks, side="right") - 1

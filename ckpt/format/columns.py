@@ -229,17 +229,20 @@ class Progressions(NamedTuple):
         )
         return sums.view(np.int64)
 
-    def places(self, items: Iterable[int]) -> npt.NDArray[np.int64]:
-        """The numbers of all items that are one of `items`, ascending."""
+    def places(self, items: Iterable[int], most: int) -> npt.NDArray[np.int64] | None:
+        """The numbers of all items that are one of `items`, ascending; None for over `most`."""
         stops = np.cumsum(self.lengths)
         starts = stops - self.lengths
         firsts, steps = self.firsts.view(np.int64), self.steps.view(np.int64)
-        chosen = [starts[:0]]
+        chosen, count = [starts[:0]], 0
         for item in items:
             place, rest = np.divmod(item - firsts, np.where(steps == 0, 1, steps))
             is_one = (steps != 0) & (rest == 0) & (place >= 0) & (place < self.lengths)
             chosen.append((starts + place)[is_one])
             alike = (steps == 0) & (firsts == item)
+            count += len(chosen[-1]) + int(self.lengths[alike].sum())
+            if count > most:
+                return None
             chosen += map(np.arange, starts[alike].tolist(), stops[alike].tolist())
         return np.sort(np.concatenate(chosen))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from hashlib import sha256
 
 import numpy as np
@@ -10,10 +11,24 @@ import pytest
 
 import benchmarks.scale
 from benchmarks.scale import LAYOUTS
-from ckpt.errors import Corrupt
-from ckpt.format.columns import Progressions, pack_map, pack_regular, unpack_map
+from ckpt.errors import Corrupt, UnsupportedFormat
+from ckpt.format.columns import (
+    Progressions,
+    pack_ints,
+    pack_map,
+    pack_progressions,
+    pack_regular,
+    unpack_map,
+)
 from ckpt.format.joint_manifest import build_manifest
-from ckpt.format.manifest import ChunkTable, Manifest, RuledChunks, Wanted
+from ckpt.format.manifest import (
+    CHUNKS_MAX,
+    ChunkTable,
+    Manifest,
+    MetadataBudget,
+    RuledChunks,
+    Wanted,
+)
 from ckpt.format.manifest_codec import decode_manifest
 from tests.format.many_parts import header_of, parts_of
 from tests.format.test_joint_parts import laid_out
@@ -37,7 +52,10 @@ def test_items_sums_and_places_of_progressions(seed: int) -> None:
     sums = np.append(0, np.cumsum(items))
     assert column.sums(np.arange(len(items) + 1)).tolist() == sums.tolist()
     some = rng.choice(np.arange(40, 80), 5, replace=False)
-    assert column.places(some.tolist()).tolist() == np.flatnonzero(np.isin(items, some)).tolist()
+    expected = np.flatnonzero(np.isin(items, some)).tolist()
+    places = column.places(some.tolist(), len(expected))
+    assert places is not None and places.tolist() == expected
+    assert not expected or column.places(some.tolist(), len(expected) - 1) is None
 
 
 def chunks_of(data: bytes) -> RuledChunks:
@@ -126,3 +144,35 @@ def test_a_part_of_a_damaged_table_is_refused_or_left_to_the_whole() -> None:
     assert refused == 4
     zero = np.where(np.arange(count) == 0, 0, numels)
     assert chunks_of(changed(data, chunk_numels=pack_regular(zero))).some(wanted) is None
+
+
+@pytest.mark.parametrize("tensors", [range(4), range(5, 6)], ids=["wanted", "in one file"])
+def test_a_part_takes_no_memory_beyond_the_budget(tensors: range) -> None:
+    """A manifest of 1 KB with as many chunks as can be: 4 of 9 tensors in one file, 5 in another"""
+    data = build_manifest(header_of(2), parts_of(laid_out("FSDP2 even", 2))).data
+    each = CHUNKS_MAX // 9
+    counts = np.frombuffer(unpack_map(memoryview(data)[24:-32])["counts"], "<u8").copy()
+    counts[[3, 5]] = 9 * each  # chunks and blocks
+    files = Progressions.of(np.array([4, 5]) * each, np.arange(2), np.zeros(2))
+    one, none = pack_ints([1, 1]), pack_ints([0, 0])
+    hostile = changed(
+        data,
+        counts=counts.tobytes(),
+        shape_dims=pack_ints([each, 1], constant=False),
+        chunk_counts=pack_ints([each] * 9),
+        chunk_files=pack_progressions(files),
+        chunk_numels=one,
+        **dict.fromkeys(("chunk_gaps", "chunk_skips", "chunk_boxes"), none),
+        table_nbytes=pack_ints([1 << 30] * 2),
+        file_nbytes=pack_ints([1 << 31] * 2),
+    )
+    chunks = decode_manifest(hostile, MetadataBudget(8 << 20), ruled=1).chunks
+    assert isinstance(chunks, RuledChunks) and len(hostile) < 1024
+    wanted = Wanted(*np.array([(tensor, 0, each) for tensor in tensors]).T)
+    tracemalloc.start()
+    try:
+        with pytest.raises(UnsupportedFormat, match="at most 8388608 are allowed"):
+            chunks.some(wanted)
+        assert tracemalloc.get_traced_memory()[1] < 1 << 20
+    finally:
+        tracemalloc.stop()

@@ -188,7 +188,7 @@ NUMEL_MAX = 1 << 58
 WRITERS = "ckpt.writers"  # key of `Header.user`: of several, the names and numbers of ranks
 MODULES = "ckpt.modules"  # key of `Header.user`: the paths of the state's modules, a JSON list
 SINCE_FULL = "ckpt.since_full"  # another: saves with references since one without, their number
-PUBLICATION = "ckpt.publication"  # of a delta: attempts of the state it goes from; see `goes_from`
+PUBLICATION = "ckpt.publication"  # of a delta: attempts with the state it goes from
 
 
 class Header(BaseModel):

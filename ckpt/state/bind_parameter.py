@@ -334,7 +334,7 @@ class ParameterBinding:
 
     def add_shard(self, name: str, members: Sequence[MemberState]) -> None:
         live = self.live.get(name)
-        dtype = members[0].entry.dtype  # that of all members, see `add_tensors`
+        dtype = members[0].entry.dtype  # that of all members, see `add`
         # Whether it is per rank is decided by what was saved, not by what is declared now.
         declaration = self.declarations.get(state_key(name))
         shard: StateDeclaration | None = "shard" if declaration == "shard" else None

@@ -64,23 +64,17 @@ class MemoryBucket:
 
 
 class MemoryStore(Store):
-    """A store that lives as long as its bucket. Two stores over one bucket see the same objects.
-
-    With `prefix`, keys are relative to it, like a directory of a disk.
-    """
+    """A store that lives as long as its bucket. Two stores over one bucket see the same objects."""
 
     exclusive_create = ExclusiveCreate.ATOMIC
 
-    def __init__(
-        self, bucket: MemoryBucket | None = None, *, name: str = "unnamed", prefix: str = ""
-    ) -> None:
+    def __init__(self, bucket: MemoryBucket | None = None, *, name: str = "unnamed") -> None:
         self._bucket = bucket if bucket is not None else MemoryBucket()
-        self._prefix = prefix + "/" if prefix else ""
-        self.url = f"memory://{name}" + (f"/{prefix}" if prefix else "")
+        self.url = f"memory://{name}"
 
     @property
     def place(self) -> str:
-        return f"memory {id(self._bucket)} {self._prefix}"
+        return f"memory {id(self._bucket)}"
 
     def get(self, key: str, byte_range: ByteRange | None = None) -> bytes:
         data, _ = self._find(key, "read")
@@ -103,20 +97,17 @@ class MemoryStore(Store):
         self._publish(check_key(key), bytes(data))
 
     def list(self, prefix: str, *, after: str = "") -> Iterator[ObjectInfo]:
-        skip = len(self._prefix)
-        # With nothing to be after, no key of ours may be lost to `after == prefix of all keys`.
-        last_seen = self._prefix + after if after else ""
-        for full_key in self._bucket.keys_from(self._prefix + check_prefix(prefix), last_seen):
-            stored = self._bucket.find(full_key)
+        for key in self._bucket.keys_from(check_prefix(prefix), after):
+            stored = self._bucket.find(key)
             if stored is not None:
-                yield ObjectInfo(full_key[skip:], len(stored[0]), stored[1])
+                yield ObjectInfo(key, len(stored[0]), stored[1])
 
     def info(self, key: str) -> ObjectInfo:
         data, modified_unix = self._find(key, "info")
         return ObjectInfo(key, len(data), modified_unix)
 
     def delete(self, key: str) -> None:
-        self._bucket.remove(self._prefix + check_key(key))
+        self._bucket.remove(check_key(key))
 
     def sync(self, keys: Iterable[str]) -> None:
         """Nothing of this store survives a power failure; there is nothing to wait for."""
@@ -129,7 +120,7 @@ class MemoryStore(Store):
         """The bucket stays: other stores may share it."""
 
     def _find(self, key: str, operation: str) -> tuple[bytes | bytearray, float]:
-        stored = self._bucket.find(self._prefix + check_key(key))
+        stored = self._bucket.find(check_key(key))
         if stored is None:
             raise KeyNotFoundError(f"{operation} {key}: no such object in {self.url}")
         return stored
@@ -144,7 +135,7 @@ class MemoryStore(Store):
             )
 
     def _publish(self, key: str, data: bytes | bytearray) -> None:
-        if not self._bucket.add(self._prefix + key, data):
+        if not self._bucket.add(key, data):
             raise KeyExistsError(f"create {key}: exists already in {self.url}")
 
 

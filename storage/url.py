@@ -17,6 +17,7 @@ from storage.hidden import without_secrets
 from storage.local import LocalStore
 from storage.location import (
     BorrowedStore,
+    PrefixStore,
     StoreLike,
     child_of,
     is_url,
@@ -26,7 +27,7 @@ from storage.location import (
 from storage.memory import MemoryBucket, MemoryStore
 from storage.retry import RetryingStore, RetryPolicy
 from storage.schemes import factory_of, open_registered, registered_schemes
-from storage.store import Store, check_key, redacted
+from storage.store import Store, redacted
 from storage.wrap import SpreadStore
 
 _PROTOCOL = re.compile(r"([A-Za-z][A-Za-z0-9+.\-]*)://?")
@@ -267,13 +268,12 @@ def _open_local(path: str) -> LocalStore:
     return LocalStore(path)
 
 
-def _open_memory(url: str, rest: str) -> MemoryStore:
+def _open_memory(url: str, rest: str) -> Store:
     name, _, prefix = rest.strip("/").partition("/")
     if not name:
         raise InvalidUrlError(f"{url!r} names no store; write memory://NAME")
-    if prefix:
-        check_key(prefix)
-    return MemoryStore(_memory_buckets.setdefault(name, MemoryBucket()), name=name, prefix=prefix)
+    store = MemoryStore(_memory_buckets.setdefault(name, MemoryBucket()), name=name)
+    return PrefixStore(store, prefix) if prefix else store
 
 
 def _refuse_options(url: str, options: dict[str, Any]) -> None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from storage import Store, open_store
-from storage.memory import MemoryStore
+from storage import PrefixStore, Store, open_store
+from storage.memory import MemoryBucket, MemoryStore
 from storage.testing import StoreContract
 
 
@@ -18,9 +18,9 @@ class TestMemoryStore(StoreContract):
 class TestMemoryStoreBelowAPrefix(StoreContract):
     @pytest.fixture
     def store(self) -> Store:
-        store = MemoryStore(prefix="run/7")
-        store._bucket.add("run/70/other", b"a neighbour that must not show")
-        return store
+        bucket = MemoryBucket()
+        bucket.add("run/70/other", b"a neighbour that must not show")
+        return PrefixStore(MemoryStore(bucket), "run/7")
 
 
 def test_stores_of_one_name_share_objects_and_a_path_below_is_a_prefix() -> None:

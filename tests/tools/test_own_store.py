@@ -217,7 +217,7 @@ BUCKET = MemoryBucket()
 
 
 def depot(url: str, *, region: str) -> Store:
-    return MemoryStore(BUCKET, name=f"depot-{region}", prefix=url.removeprefix("depot://"))
+    return PrefixStore(MemoryStore(BUCKET, name=f"depot-{region}"), url.removeprefix("depot://"))
 
 
 def test_the_command_line_knows_schemes_of_entry_points(

@@ -16,7 +16,7 @@ from torch.distributed.tensor import Shard
 
 from sharding.dtensor.param import DataAxes, DataMesh
 from sharding.engine.blocks import Placing
-from sharding.engine.collectives import Comm, alone, comm_of
+from sharding.engine.collectives import alone, comm_of
 from sharding.engine.groups import groups_of
 from sharding.engine.store import ModuleParam
 
@@ -114,12 +114,9 @@ def parts_by_mesh(
 
 def _identity(data: DataMesh) -> object:
     """What is equal for meshes over the same groups."""
-
     # By group, not by mesh: two meshes may be over the same groups.
-    def named(comm: Comm | None) -> object:
-        return None if comm is None else (id(comm.group), comm.global_ranks)
-
-    return named(data.shard), named(data.replicate)
+    comms = (data.shard, data.replicate)
+    return tuple(None if one is None else (id(one.group), one.global_ranks) for one in comms)
 
 
 def _mesh_named(fqn: str, info: Any, default: DataMesh) -> DataMesh:

@@ -43,6 +43,7 @@ from sharding.wrapping.init import (
     find_ignored,
     find_params,
     materialize,
+    modules_down_to,
     move_states,
     sync_states,
     warn_of_slow_wrapping,
@@ -51,33 +52,25 @@ from sharding.wrapping.init import (
 
 def wrappers_below(module: nn.Module, *, root_only: bool = False) -> list[UnitAttributes]:
     """The wrappers below `module`, itself included, in walk order; or only the outermost ones."""
-    wrappers: list[UnitAttributes] = []
-    skipped = ""
-    for name, inner in module.named_modules():
-        if not isinstance(inner, UnitAttributes):
-            continue
-        # Below the last outermost wrapper names start with its name; below "" is everything.
-        if root_only and wrappers and (skipped == "" or name.startswith(f"{skipped}.")):
-            continue
-        wrappers.append(inner)
-        skipped = name
-    return wrappers
+    ends = _is_wrapper if root_only else lambda inner: False
+    inner_modules = modules_down_to(module, ends, remove_duplicate=True)
+    return [inner for _, inner in inner_modules if isinstance(inner, UnitAttributes)]
+
+
+def _is_wrapper(module: nn.Module) -> bool:
+    return isinstance(module, UnitAttributes)
 
 
 def state_names(module: nn.Module) -> Iterator[str]:
     """Clean names of parameters and buffers below the module, in its state dict's order."""
-    inside = ""
-    for prefix, inner in module.named_modules(remove_duplicate=False):
-        if inside and prefix.startswith(f"{inside}."):
-            continue
+    for prefix, inner in modules_down_to(module, _is_wrapper):
         base = f"{clean_name(prefix)}." if clean_name(prefix) else ""
         if isinstance(inner, UnitAttributes):
             # Its flat parameter hides the names of its members; the wrapper has kept them.
-            inside = prefix
             yield from (f"{base}{name}" for name in inner.fsdp_names)
         else:
-            own = {"recurse": False, "remove_duplicate": False}
-            yield from (f"{base}{name}" for name, _ in inner.named_parameters(**own))
+            own = inner.named_parameters(recurse=False, remove_duplicate=False)
+            yield from (f"{base}{name}" for name, _ in own)
             yield from (f"{base}{name}" for name in persistent_buffers(inner))
 
 
@@ -94,9 +87,7 @@ def managed_below(module: nn.Module) -> set[int]:
 
 def ignored_below(module: nn.Module, modules: Any, states: Any) -> Ignored:
     """What the arguments ignore, and what the units below ignore already."""
-    ignored = find_ignored(
-        module, modules, states, is_unit=lambda one: isinstance(one, UnitAttributes)
-    )
+    ignored = find_ignored(module, modules, states, is_unit=_is_wrapper)
     all_modules, params = set(ignored.modules), set(ignored.params)
     for wrapper in wrappers_below(module):
         all_modules |= wrapper.fsdp_ignored.modules

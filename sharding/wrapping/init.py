@@ -89,18 +89,25 @@ def find_ignored(
     return Ignored(frozenset(modules), kept, buffers, is_unit)
 
 
+def modules_down_to(
+    root: nn.Module, ends: Callable[[nn.Module], bool], *, remove_duplicate: bool = False
+) -> Iterator[tuple[str, nn.Module]]:
+    """The modules of a tree in walk order, with those that `ends` is true of and nothing below.
+
+    With duplicates: tied parameters, and those of shared modules, are known by all their names.
+    """
+    end = None  # what is below it starts with its name
+    for name, module in root.named_modules(remove_duplicate=remove_duplicate):
+        if end is None or not name.startswith(end):
+            yield name, module
+            if ends(module):
+                end = f"{name}." if name else ""
+
+
 def own_modules(root: nn.Module, ignored: Ignored) -> Iterator[tuple[str, nn.Module]]:
     """The modules that belong to a unit around `root`, by every name they have, in walk order."""
-    if ignored.is_unit(root):
-        return
-    skipped = ""
-    # With duplicates: tied parameters, and those of shared modules, are known by all their names.
-    for name, module in root.named_modules(remove_duplicate=False):
-        if skipped and name.startswith(f"{skipped}."):
-            continue
-        if ignored.is_unit(module):
-            skipped = name
-        elif module not in ignored.modules:
+    for name, module in modules_down_to(root, ignored.is_unit):
+        if not ignored.is_unit(module) and module not in ignored.modules:
             yield name, module
 
 

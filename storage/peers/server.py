@@ -104,11 +104,7 @@ class _PeerUpload:
         with self.lock:
             if not self.is_over:
                 self.is_over = True
-                self._discard()
-
-    def _discard(self) -> None:
-        error = TransientError("given up")
-        self.stack.__exit__(type(error), error, None)
+                self.stack.__exit__(TransientError, TransientError("given up"), None)
 
     def _refuse_over(self) -> None:
         if self.is_over:
@@ -175,11 +171,7 @@ class PeerServer(socketserver.ThreadingTCPServer):
             # Taken out under the lock, ended outside of it: their threads take it when they end.
             connections, self._due = list(self._due), {}
             uploads, self._uploads = list(self._uploads.values()), {}
-        for connection in connections:
-            _shut(connection)
-        for upload in uploads:
-            with suppress(StorageError):
-                upload.give_up()
+        _end(connections, uploads)
 
     def is_known(self, authorization: str) -> bool:
         """Whether a request has the token."""
@@ -242,11 +234,7 @@ class PeerServer(socketserver.ThreadingTCPServer):
             old = [n for n, u in self._uploads.items() if now > u.touched + UPLOAD_SECONDS]
             uploads = [self._uploads.pop(name) for name in old]
         # Not under the lock, which every request takes.
-        for connection in late:
-            _shut(connection)
-        for upload in uploads:
-            with suppress(StorageError):
-                upload.give_up()
+        _end(late, uploads)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """A client that leaves, or stops sending, is no error."""
@@ -582,6 +570,14 @@ def _add(
         del connections[late]
         _shut(late)
     connections[one] = address
+
+
+def _end(connections: Iterable[socket.socket], uploads: Iterable[_PeerUpload]) -> None:
+    for connection in connections:
+        _shut(connection)
+    for upload in uploads:
+        with suppress(StorageError):
+            upload.give_up()
 
 
 def _shut(connection: socket.socket) -> None:

@@ -101,11 +101,6 @@ def status_of(error: StorageError) -> HTTPStatus:
     return _STATUS.get(type(error), HTTPStatus.INTERNAL_SERVER_ERROR)
 
 
-def error_of(name: str, text: str) -> StorageError:
-    """The error that an answer stands for."""
-    return _CLASSES.get(name, StorageError)(text)
-
-
 def checksum_of(buffers: Iterable[memoryview]) -> bytes:
     """What follows the bytes of a body: the crc32c of all of them."""
     value = 0
@@ -364,7 +359,7 @@ class PeerStore(HttpStore):
         if not isinstance(said, list) or [type(each) for each in said] != [str, str]:
             raise ValueError(f"an error that is none: {said!r:.100}")
         name, text = said
-        return error_of(name, f"{text} (peer {self.url})")
+        return _CLASSES.get(name, StorageError)(f"{text} (peer {self.url})")
 
     def _taken(self) -> http.client.HTTPConnection:
         with self._lock:

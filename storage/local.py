@@ -25,7 +25,6 @@ from storage.errors import (
     KeyNotFoundError,
     NoSpaceError,
     OutcomeUnknownError,
-    ShortReadError,
     StorageError,
     TransientError,
 )
@@ -50,6 +49,7 @@ from storage.store import (
     check_key,
     check_prefix,
     finished_name,
+    short_read,
     unfinished_name,
 )
 
@@ -286,10 +286,7 @@ class LocalStore(Store):
             with self._open_files.acquire(self._path(key)) as file:
                 read = self._around_cache.read_into if direct else read_into
                 if start < 0 or end > file.nbytes or read(file, start, views) < end - start:
-                    raise ShortReadError(
-                        f"read {key} in {self.url}: bytes {start} to {end} were requested, the "
-                        f"object has {file.nbytes}"
-                    )
+                    raise short_read(self.url, key, ByteRange(start, end), file.nbytes)
         except OSError as error:
             raise self._translated(error, "read", key) from error
 

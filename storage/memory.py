@@ -8,7 +8,7 @@ import time
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
-from storage.errors import KeyExistsError, KeyNotFoundError, ShortReadError
+from storage.errors import KeyExistsError, KeyNotFoundError
 from storage.forks import ForkSafeLock
 from storage.ranges import LedgerWriter, PartLedger, copy_to, flat_views
 from storage.store import (
@@ -18,6 +18,7 @@ from storage.store import (
     Store,
     check_key,
     check_prefix,
+    short_read,
 )
 
 
@@ -129,10 +130,7 @@ class MemoryStore(Store):
         if wanted.start < 0 or wanted.end < wanted.start:
             raise ValueError(f"{key}: {wanted} is not a range")
         if wanted.end > nbytes:
-            raise ShortReadError(
-                f"read {key} in {self.url}: bytes {wanted.start} to {wanted.end} were requested, "
-                f"the object has {nbytes}"
-            )
+            raise short_read(self.url, key, wanted, nbytes)
 
     def _publish(self, key: str, data: bytes | bytearray) -> None:
         if not self._bucket.add(key, data):

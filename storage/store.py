@@ -19,7 +19,7 @@ from contextlib import AbstractContextManager
 from typing import NamedTuple
 from urllib.parse import urlsplit
 
-from storage.errors import InvalidKeyError, KeyNotFoundError, TooLargeError
+from storage.errors import InvalidKeyError, KeyNotFoundError, ShortReadError, TooLargeError
 from storage.forks import ForkSafeLock
 
 logger = logging.getLogger(__name__)
@@ -396,6 +396,14 @@ def check_bound(url: str, key: str, nbytes: int, nbytes_max: int | None) -> None
         raise TooLargeError(
             f"read {key} in {url}: it has {nbytes} bytes, at most {nbytes_max} were expected"
         )
+
+
+def short_read(url: str, key: str, wanted: ByteRange, nbytes: int) -> ShortReadError:
+    """The error for an object of `nbytes` that ends before the requested bytes."""
+    return ShortReadError(
+        f"read {key} in {url}: bytes {wanted.start} to {wanted.end} were requested, the object has "
+        f"{nbytes}"
+    )
 
 
 LOG_SECONDS = 30.0  # between lines about one wait

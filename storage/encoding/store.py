@@ -54,6 +54,7 @@ from storage.store import (
     Store,
     check_bound,
     check_key,
+    short_read,
 )
 from storage.wrap import WrappedStore
 
@@ -412,10 +413,7 @@ class EncodedStore(WrappedStore):
         index = self._index(key, codec)
         end = start + sum(view.nbytes for view in views)
         if end > index.grid.nbytes:
-            raise ShortReadError(
-                f"read {key} in {self.url}: bytes {start} to {end} were requested, the object has "
-                f"{index.grid.nbytes}"
-            )
+            raise short_read(self.url, key, ByteRange(start, end), index.grid.nbytes)
         if start == end:
             return
         for numbers in _runs(index, index.grid.blocks_within(start, end)):

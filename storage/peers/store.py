@@ -47,7 +47,6 @@ from storage import errors
 from storage.errors import (
     ShortReadError,
     StorageError,
-    TooLargeError,
     TransientError,
 )
 from storage.hidden import HiddenText
@@ -58,6 +57,7 @@ from storage.store import (
     ExclusiveCreate,
     ObjectInfo,
     Patience,
+    check_bound,
     check_key,
     check_prefix,
 )
@@ -159,12 +159,7 @@ class PeerStore(HttpStore):
 
     def _fetch_all(self, key: str, nbytes_max: int | None) -> bytes:
         def take(answer: http.client.HTTPResponse) -> bytes:
-            nbytes = _length_of(answer)
-            if nbytes_max is not None and nbytes > nbytes_max:
-                raise TooLargeError(
-                    f"read {key} in {self.url}: it has {nbytes} bytes, at most {nbytes_max} were "
-                    "expected"
-                )
+            check_bound(self.url, key, _length_of(answer), nbytes_max)
             return _all_of(answer)
 
         data: bytes = self.policy.run(lambda: self._request("GET", _object(key), take=take))

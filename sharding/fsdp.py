@@ -434,9 +434,7 @@ class FullyShardedDataParallel(StatefulUnit):
         store.adopt_values()
         # Out of the modules, which would convert views: the store converts the memory below them.
         unit.hide_flat()
-        for item in store.module_params:
-            for place in item.places:
-                place.take()
+        store.take_shown()
         try:
             super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
             store.convert(fn)

@@ -18,7 +18,7 @@ from sharding.engine.groups import HYBRID_ZERO2
 from sharding.engine.precision import Casts
 from sharding.engine.ranges import FLAT
 from sharding.engine.reduction import Reduction
-from sharding.engine.torch_seam import ParamPlace
+from sharding.engine.torch_seam import ParamPlace, put_all
 from sharding.engine.unit import Phase, Schedule, Unit
 from sharding.flat.param import FlatParam, assign_grad
 from sharding.flat.values import Settings
@@ -205,10 +205,8 @@ def _show(
         )
         for index, (param, view) in enumerate(zip(store.params, views, strict=True))
     )
-    for item, param in zip(store.module_params, shown, strict=True):
-        for place in item.places:
-            place.take()
-            place.put(param)
+    store.take_shown()
+    put_all(store.places, shown)
     return shown
 
 
@@ -240,9 +238,6 @@ def _hide(unit: FlatUnit, store: FlatParam) -> None:
         store.show_shards()
         store.show_gradients()
         return
-    for item in store.module_params:
-        for place in item.places:
-            place.take()
     store.show_placeholders()
     unit.show_flat()
 

@@ -215,6 +215,12 @@ class FlatValues(ParameterStore):
             for place in places:
                 place.put_plain(view)
 
+    def take_shown(self) -> None:
+        """Show nothing where the parameters belong."""
+        for places in self.places:
+            for place in places:
+                place.take()
+
     def show_params(self) -> None:
         """Let the modules show the user's Parameter objects, with the shards they have."""
         if self.shows_views and self.settings.use_orig_params:

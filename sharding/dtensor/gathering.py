@@ -108,7 +108,7 @@ class ByExtension(Gathering):
         super().__init__(param)
         self._mesh = mesh
         # An extension without that method releases nothing: bool() is False.
-        self.releases = getattr(param.local_as_is, _RELEASES, bool)()
+        self.releases = getattr(param.local, _RELEASES, bool)()
         if not isinstance(self.releases, bool):
             raise AssertionError(
                 f"{param.fqn}: {_RELEASES} returned {self.releases!r}, expected a bool"
@@ -122,7 +122,7 @@ class ByExtension(Gathering):
     def prepare(self) -> list[TensorSize]:
         """Ask the extension what is to be gathered."""
         param = self.param
-        pre: Any = getattr(param.local_as_is, _PRE)
+        pre: Any = getattr(param.local, _PRE)
         takes = len(inspect.signature(pre).parameters)
         if takes == 1:
             inputs, self._metadata = pre(self._mesh)
@@ -159,7 +159,7 @@ class ByExtension(Gathering):
             whole.view(self.param.data.shard.size * given.shape[0], *given.shape[1:])
             for whole, given in zip(wholes, self._inputs, strict=True)
         )
-        post: Any = getattr(self.param.local_as_is, _POST)
+        post: Any = getattr(self.param.local, _POST)
         dtype = self.param.compute_dtype
         metadata, self._metadata, self._inputs = self._metadata, None, ()
         if self._made:
@@ -207,7 +207,7 @@ def gathering_for(param: ShardedParam) -> Gathering:
 
     Raises AssertionError, naming it, where only one half of an extension is there.
     """
-    local = param.local_as_is
+    local = param.local
     has = [hasattr(local, name) for name in (_PRE, _POST)]
     if not has[1] and hasattr(local, _RELEASES):
         raise AssertionError(f"{param.fqn}: has {_RELEASES} but not {_POST}; define both")

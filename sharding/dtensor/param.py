@@ -218,12 +218,7 @@ class ShardedParam:
 
     @property
     def local(self) -> torch.Tensor:
-        """This rank's part, as the optimizer sees it."""
-        return memory_of(self.param).detach()
-
-    @property
-    def local_as_is(self) -> torch.Tensor:
-        """The same, as the very object that the DTensor holds."""
+        """This rank's part, as the optimizer sees it: the very object that the DTensor holds."""
         return memory_of(self.param)
 
     def to_dtensor(self, local: torch.Tensor) -> DTensor:

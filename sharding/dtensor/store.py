@@ -129,20 +129,15 @@ class DTensorStore(ParameterStore):
         wanted = [p for p in self.params if p.param.requires_grad] or list(self.params)
         if not wanted:
             return torch.get_default_dtype()
-        first = wanted[0]
+        first, policy = wanted[0], self.keeping.policy
         for other in wanted[1:]:
-            if other.dtype != first.dtype and not self._reduce_dtype:
+            if other.dtype != first.dtype and not (policy.reduce_dtype or policy.param_dtype):
                 raise AssertionError(
                     f"trainable parameters of one fully_shard() need one dtype: {first.fqn} has "
                     f"{first.dtype}, {other.fqn} has {other.dtype}; shard them apart, or set "
                     "reduce_dtype of MixedPrecisionPolicy"
                 )
         return first.dtype
-
-    @property
-    def _reduce_dtype(self) -> torch.dtype | None:
-        policy = self.keeping.policy
-        return policy.reduce_dtype or policy.param_dtype
 
     @property
     def compute_dtype(self) -> torch.dtype:
@@ -353,7 +348,7 @@ class DTensorStore(ParameterStore):
         known = self._known
         is_there = self.state is State.UNSHARDED and self._versions == versions_of(known)
         pairs = zip(self.params, known, strict=True)
-        return is_there and all(param.local_as_is is one.local for param, one in pairs)
+        return is_there and all(param.local is one.local for param, one in pairs)
 
     def adopt_values(self) -> None:
         """Follow what the user put in place of the sharded parameters; see `ShardedParam.adopt`."""
@@ -363,7 +358,7 @@ class DTensorStore(ParameterStore):
         for index in others:
             self._fixed = None
             param, before = self.params[index], self._gatherings[index]
-            is_other, local = param.adopt(), param.local_as_is
+            is_other, local = param.adopt(), param.local
             # An extension may have been put on the sharded tensor since.
             is_plain = type(local) is torch.Tensor and not vars(local)
             if not is_other and (is_plain or isinstance(before, ByExtension)):

@@ -173,7 +173,10 @@ class FlatValues(ParameterStore):
     def keep_after_forward(self) -> None:
         """With original parameters: let them have the gathered values until the backward."""
         if self.settings.use_orig_params:
-            self.show_unsharded_params()
+            self.show_params()
+            for param, view in zip(self.params, self.make_views(), strict=True):
+                param.data = view
+            self._params_are_unsharded = True
 
     def keep_after_backward(self) -> None:
         """Show the shards, to which the next step of an optimizer belongs; keep the memory."""
@@ -235,13 +238,6 @@ class FlatValues(ParameterStore):
     def shown_params(self) -> tuple[nn.Parameter, ...]:
         """What optimizers know: the flat parameter, or the original ones."""
         return self.params if self.settings.use_orig_params else (self.flat,)
-
-    def show_unsharded_params(self) -> None:
-        """Let the user's Parameter objects have the gathered values."""
-        self.show_params()
-        for param, view in zip(self.params, self.make_views(), strict=True):
-            param.data = view
-        self._params_are_unsharded = True
 
     def hide_views(self) -> None:
         """Let the modules show their Parameter objects again, with the shards they have."""

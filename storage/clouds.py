@@ -7,27 +7,20 @@ none for its XML API is available.
 
 from __future__ import annotations
 
-import contextlib
 import os
-import uuid
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from datetime import timedelta
 from typing import Any
 
-import obstore
 from fsspec.asyn import get_loop
 from obstore.exceptions import BaseError
 from obstore.store import AzureStore, GCSStore
 
-from storage.errors import InvalidUrlError, KeyExistsError, KeyNotFoundError, OutcomeUnknownError
-from storage.http import HttpStore
-from storage.obstore_objects import Objects, Upload, bounds
-from storage.ranges import LedgerWriter, PartLedger, flat_views, part_count
-from storage.retry import RetryPolicy, run_publishing
-from storage.store import ExclusiveCreate, ObjectInfo, Store, check_key, check_prefix
+from storage.errors import InvalidUrlError
+from storage.obstore_objects import CloudStore, bounds
+from storage.retry import RetryPolicy
+from storage.store import Store, check_key
 
-MiB = 1024 * 1024
-_WRITE_ID = "writeid"  # Azure takes identifiers only
 _KNOWN = {
     "gs": (
         *("service_account", "service_account_key", "application_credentials", "base_url"),
@@ -77,159 +70,14 @@ def open_cloud(protocol: str, place: str, options: dict[str, Any], retry: RetryP
             f"{', '.join((*_KNOWN[protocol], *_ALIASES[protocol]))}; for the options of "
             f"{'gcsfs' if protocol == 'gs' else 'adlfs'} install it"
         )
-    return CloudStore(protocol, bucket, prefix, config=config, retry=retry)
-
-
-class CloudStore(HttpStore):
-    """Objects below `prefix` of a bucket or container. `config` is obstore's own, as keywords.
-
-    An object of several parts is completed without a condition: the key is looked at just before.
-    """
-
-    exclusive_create = ExclusiveCreate.CONDITIONAL
-    part_nbytes_min = 5 * MiB
-
-    def __init__(
-        self, protocol: str, bucket: str, prefix: str, *, config: dict[str, Any], retry: RetryPolicy
-    ) -> None:
-        self.url = f"{protocol}://{bucket}/{prefix}".rstrip("/")
-        self.retry = retry
-        self._prefix = prefix + "/" if prefix else ""
-        self.objects = _open(self.url, protocol, bucket, config, retry)
-
-    def _fetch_all(self, key: str, nbytes_max: int | None) -> bytes:
-        return self.objects.get(self.full_key(key), key, nbytes_max)
-
-    def _fetch_range(self, key: str, start: int, views: Sequence[memoryview]) -> int:
-        return self.objects.fill(self.full_key(key), key, start, views)
-
-    def create(self, key: str, nbytes: int, *, part_nbytes: int, **hints: bool) -> CloudWriter:
-        ledger = PartLedger(key, nbytes, part_nbytes)
-        if part_count(nbytes, part_nbytes) > 1 and part_nbytes < self.part_nbytes_min:
-            raise ValueError(
-                f"{key}: parts of {part_nbytes} bytes; {self.part_nbytes_min} at least"
-            )
-        return CloudWriter(self, ledger)
-
-    def put_if_absent(self, key: str, data: bytes) -> None:
-        # Sent once: repeated after a lost answer, it would be refused because of its own object.
-        self.objects.put_new(self.full_key(key), key, bytes(data), {}, may_be_repeated=False)
-
-    def list(self, prefix: str, *, after: str = "") -> Iterator[ObjectInfo]:
-        wanted = self._prefix + check_prefix(prefix)
-        with self.objects.translating("list", prefix):
-            # obstore's prefixes are whole directories.
-            pages = obstore.list(
-                self.objects.once,
-                wanted.rpartition("/")[0] or None,
-                offset=self._prefix + after if after else None,
-            )
-            for page in pages:
-                for listed in page:
-                    key = listed["path"][len(self._prefix) :]
-                    if listed["path"].startswith(wanted) and key > after:
-                        yield ObjectInfo(key, listed["size"], listed["last_modified"].timestamp())
-
-    def info(self, key: str) -> ObjectInfo:
-        full_key = self.full_key(key)
-        with self.objects.translating("info", key):
-            head = obstore.head(self.objects.once, full_key)
-        return ObjectInfo(key, head["size"], head["last_modified"].timestamp())
-
-    def delete(self, key: str) -> None:
-        full_key = self.full_key(key)
-        gone = contextlib.suppress(FileNotFoundError)
-        with self.objects.translating("delete", key), gone:
-            obstore.delete(self.objects.once, full_key)
-
-    def sync(self, keys: Iterable[str]) -> None:
-        """A write is answered when it is durable; there is nothing to wait for."""
-
-    def abort_unfinished(self, prefix: str) -> int:
-        """Always 0: Azure drops blocks that were never committed after a week, and GCS does what
-        the bucket's lifecycle rule for incomplete uploads says.
-        """
-        check_prefix(prefix)
-        return 0
-
-    def close(self) -> None:
-        """obstore closes its connections when the last reference goes."""
-
-    def metadata(self, key: str) -> dict[str, str]:
-        """What a writer of ours noted with an object. Raises KeyNotFoundError."""
-        # `obstore.head` leaves the attributes out.
-        with self.objects.translating("info", key):
-            head = obstore.get(self.objects.once, self.full_key(key), options={"head": True})
-        return dict(head.attributes)
-
-    def full_key(self, key: str) -> str:
-        """The key in the bucket."""
-        return self._prefix + check_key(key)
-
-
-class CloudWriter(LedgerWriter):
-    """One conditional PUT at the end, or an upload in parts that obstore runs."""
-
-    def __init__(self, store: CloudStore, ledger: PartLedger) -> None:
-        super().__init__(ledger)
-        self._store = store
-        self._full_key = store.full_key(ledger.key)
-        self._metadata = {_WRITE_ID: uuid.uuid4().hex}
-        self._small = b""
-        self._uploads: list[Upload] = []  # one, for an object of several parts
-
-    def __enter__(self) -> CloudWriter:
-        if part_count(self._ledger.nbytes, self.part_nbytes) > 1:
-            upload = self._store.objects.upload(
-                self._full_key, self._ledger.key, self.part_nbytes, self._metadata
-            )
-            self._uploads.append(upload)
-        return self
-
-    def write_part(self, index: int, buffers: Sequence[memoryview]) -> None:
-        self._ledger.claim(index, buffers)
-        views = flat_views(buffers)
-        if not self._uploads:
-            self._small = b"".join(views)
-        for upload in self._uploads:
-            upload.write(index, views)
-
-    def _discard(self) -> None:
-        for upload in self._uploads:
-            upload.abort()
-
-    def _publish(self) -> None:
-        retry, key = self._store.retry, self._ledger.key
-        if not self._uploads:
-            run_publishing(retry, self._put, self._is_ours)
-            return
-        # The completion of an upload takes no condition here: this is as close as it gets.
-        with contextlib.suppress(KeyNotFoundError):
-            retry.run(lambda: self._store.info(key))
-            raise KeyExistsError(f"create {key} in {self._store.url}: exists already")
-        try:
-            self._uploads[0].finish()
-        except (KeyNotFoundError, OutcomeUnknownError):
-            # An upload is also gone when it was completed and the answer was lost.
-            if not retry.run(self._is_ours):
-                raise
-
-    def _put(self) -> None:
-        self._store.objects.put_new(
-            self._full_key, self._ledger.key, self._small, self._metadata, may_be_repeated=True
-        )
-
-    def _is_ours(self) -> bool:
-        try:
-            metadata = self._store.metadata(self._ledger.key)
-        except KeyNotFoundError:
-            return False
-        return metadata.get(_WRITE_ID) == self._metadata[_WRITE_ID]
+    url = f"{protocol}://{bucket}/{prefix}".rstrip("/")
+    once, patient = _open(url, protocol, bucket, config, retry)
+    return CloudStore(url, prefix, once, patient, retry, get_loop())
 
 
 def _open(
     url: str, protocol: str, bucket: str, config: dict[str, Any], retry: RetryPolicy
-) -> Objects:
+) -> tuple[Any, Any]:
     place = config.get("endpoint") or config.get("base_url") or ""
     client: Any = {
         "allow_http": place.startswith("http://") or bool(config.get("use_emulator")),
@@ -248,7 +96,7 @@ def _open(
         )
 
     try:
-        return Objects(url, store(1), store(retry.attempts_max), retry, get_loop())
+        return store(1), store(retry.attempts_max)
     except (BaseError, OSError, ValueError, TypeError) as error:
         # Its own words may repeat the options.
         raise InvalidUrlError(

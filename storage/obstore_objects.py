@@ -1,4 +1,4 @@
-"""The objects of one bucket through obstore, in GCS and Azure: single requests, and uploads."""
+"""The objects of one bucket through obstore, in GCS and Azure: a store, requests, uploads."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ import contextlib
 import re
 import threading
 import time
+import uuid
 import weakref
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
 from datetime import timedelta
 from queue import SimpleQueue
 from typing import Any
@@ -21,16 +21,27 @@ from obstore.exceptions import AlreadyExistsError, BaseError, PreconditionError
 from storage.errors import (
     AccessDeniedError,
     KeyExistsError,
+    KeyNotFoundError,
     OutcomeUnknownError,
     ShortReadError,
     StorageError,
     TransientError,
 )
-from storage.ranges import copy_to, drop_front, take_front
-from storage.retry import RetryPolicy, Trial
+from storage.http import HttpStore
+from storage.ranges import (
+    LedgerWriter,
+    PartLedger,
+    copy_to,
+    drop_front,
+    flat_views,
+    part_count,
+    take_front,
+)
+from storage.retry import RetryPolicy, Trial, run_publishing
 from storage.s3.answers import answered
-from storage.store import check_bound
+from storage.store import ExclusiveCreate, ObjectInfo, check_bound, check_key, check_prefix
 
+_WRITE_ID = "writeid"  # Azure takes identifiers only
 # A chunk per crossing of the language border: small enough for a CPU's cache, large enough that the
 # interpreter's lock is not taken all the time. 256 KiB was within 5 % of the best of 0 to 8 MiB.
 _READ_CHUNK_NBYTES = 256 << 10
@@ -47,31 +58,45 @@ _MESSAGE = re.compile(r"<Message>([^<]{1,300})</Message>")
 _KIND = re.compile(r"kind: ([A-Z][a-z]+)")
 
 
-@dataclass(frozen=True)
-class Objects:
-    """The objects of one bucket by their whole keys. Every call is one request, sent once.
+class CloudStore(HttpStore):
+    """Objects below `prefix` of a bucket or container.
 
     `once` repeats nothing; `patient` repeats requests of uploads as the store's policy says, since
-    nobody else can: an upload is one call. `url` is for messages.
+    nobody else can: an upload is one call. An object of several parts is completed without a
+    condition: the key is looked at just before.
     """
 
-    url: str
-    once: Any
-    patient: Any
-    retry: RetryPolicy
-    loop: asyncio.AbstractEventLoop
+    exclusive_create = ExclusiveCreate.CONDITIONAL
+    part_nbytes_min = 5 << 20
 
-    def get(self, full_key: str, key: str, nbytes_max: int | None) -> bytes:
+    def __init__(
+        self,
+        url: str,
+        prefix: str,
+        once: Any,
+        patient: Any,
+        retry: RetryPolicy,
+        loop: asyncio.AbstractEventLoop,
+    ) -> None:
+        self.url = url
+        self.once = once
+        self.patient = patient
+        self.retry = retry
+        self.loop = loop
+        self._prefix = prefix + "/" if prefix else ""
+
+    def _fetch_all(self, key: str, nbytes_max: int | None) -> bytes:
+        full_key = self.full_key(key)
         with self.translating("read", key):
             response = obstore.get(self.once, full_key)
             # Only the head has come so far; the body follows with `bytes()`.
             check_bound(self.url, key, response.meta["size"], nbytes_max)
             return bytes(response.bytes())
 
-    def fill(self, full_key: str, key: str, start: int, views: Sequence[memoryview]) -> int:
-        """Fill `views` from byte `start` on; how many bytes came."""
+    def _fetch_range(self, key: str, start: int, views: Sequence[memoryview]) -> int:
         wanted = sum(view.nbytes for view in views)
         left, got, span = list(views), 0, (start, start + wanted)
+        full_key = self.full_key(key)
         with self.translating("read", key):
             response = obstore.get(self.once, full_key, options={"range": span})
             for chunk in response.stream(min_chunk_size=_READ_CHUNK_NBYTES):
@@ -83,40 +108,92 @@ class Objects:
                 left = drop_front(left, nbytes)
         return got
 
-    async def probe(self, full_key: str, key: str) -> TransientError | None:
-        """Why the server cannot be reached; None when it answers, whatever it says."""
-        try:
-            with self.translating("create", key):
-                await obstore.head_async(self.once, full_key)
-        except StorageError as failed:
-            return failed if isinstance(failed, TransientError) else None
-        return None
+    def create(self, key: str, nbytes: int, *, part_nbytes: int, **hints: bool) -> CloudWriter:
+        ledger = PartLedger(key, nbytes, part_nbytes)
+        if part_count(nbytes, part_nbytes) > 1 and part_nbytes < self.part_nbytes_min:
+            raise ValueError(
+                f"{key}: parts of {part_nbytes} bytes; {self.part_nbytes_min} at least"
+            )
+        return CloudWriter(self, ledger)
+
+    def put_if_absent(self, key: str, data: bytes) -> None:
+        # Sent once: repeated after a lost answer, it would be refused because of its own object.
+        self.put_new(key, bytes(data), {}, may_be_repeated=False)
 
     def put_new(
-        self,
-        full_key: str,
-        key: str,
-        body: bytes,
-        metadata: Mapping[str, str],
-        *,
-        may_be_repeated: bool,
+        self, key: str, body: bytes, metadata: dict[str, str], *, may_be_repeated: bool
     ) -> None:
         """One PUT that the server refuses when the key is there."""
+        full_key = self.full_key(key)
         with self.translating("create", key, may_be_repeated=may_be_repeated):
             obstore.put(
                 self.once,
                 full_key,
                 memoryview(body),
                 mode="create",
-                attributes=dict(metadata),
+                attributes=metadata,
                 use_multipart=False,
             )
 
-    def upload(
-        self, full_key: str, key: str, part_nbytes: int, metadata: Mapping[str, str]
-    ) -> Upload:
-        """A new object in several parts, begun."""
-        return Upload(self, full_key, key, part_nbytes, metadata)
+    def list(self, prefix: str, *, after: str = "") -> Iterator[ObjectInfo]:
+        wanted = self._prefix + check_prefix(prefix)
+        with self.translating("list", prefix):
+            # obstore's prefixes are whole directories.
+            pages = obstore.list(
+                self.once,
+                wanted.rpartition("/")[0] or None,
+                offset=self._prefix + after if after else None,
+            )
+            for page in pages:
+                for listed in page:
+                    key = listed["path"][len(self._prefix) :]
+                    if listed["path"].startswith(wanted) and key > after:
+                        yield ObjectInfo(key, listed["size"], listed["last_modified"].timestamp())
+
+    def info(self, key: str) -> ObjectInfo:
+        full_key = self.full_key(key)
+        with self.translating("info", key):
+            head = obstore.head(self.once, full_key)
+        return ObjectInfo(key, head["size"], head["last_modified"].timestamp())
+
+    def delete(self, key: str) -> None:
+        full_key = self.full_key(key)
+        gone = contextlib.suppress(FileNotFoundError)
+        with self.translating("delete", key), gone:
+            obstore.delete(self.once, full_key)
+
+    def sync(self, keys: Iterable[str]) -> None:
+        """A write is answered when it is durable; there is nothing to wait for."""
+
+    def abort_unfinished(self, prefix: str) -> int:
+        """Always 0: Azure drops blocks that were never committed after a week, and GCS does what
+        the bucket's lifecycle rule for incomplete uploads says.
+        """
+        check_prefix(prefix)
+        return 0
+
+    def close(self) -> None:
+        """obstore closes its connections when the last reference goes."""
+
+    def metadata(self, key: str) -> dict[str, str]:
+        """What a writer of ours noted with an object. Raises KeyNotFoundError."""
+        # `obstore.head` leaves the attributes out.
+        with self.translating("info", key):
+            head = obstore.get(self.once, self.full_key(key), options={"head": True})
+        return dict(head.attributes)
+
+    def full_key(self, key: str) -> str:
+        """The key in the bucket."""
+        return self._prefix + check_key(key)
+
+    async def probe(self, key: str) -> TransientError | None:
+        """Why the server cannot be reached; None when it answers, whatever it says."""
+        try:
+            with self.translating("create", key):
+                await obstore.head_async(self.once, self.full_key(key))
+        except StorageError as failed:
+            return failed if isinstance(failed, TransientError) else None
+        return None
 
     @contextlib.contextmanager
     def translating(
@@ -200,14 +277,9 @@ class Upload:
     """
 
     def __init__(
-        self,
-        objects: Objects,
-        full_key: str,
-        key: str,
-        part_nbytes: int,
-        metadata: Mapping[str, str],
+        self, store: CloudStore, key: str, part_nbytes: int, metadata: dict[str, str]
     ) -> None:
-        self._objects = objects
+        self._store = store
         self._key = key
         self._part_nbytes = part_nbytes
         self._feed = _Feed()
@@ -218,8 +290,8 @@ class Upload:
         self._part_failed = False
         self._lent = 0  # pieces of memory that obstore reads
         self._moved = time.monotonic()  # when one was lent or given back
-        running = self._run(full_key, dict(metadata))
-        self._result: Future[None] = asyncio.run_coroutine_threadsafe(running, objects.loop)
+        self._metadata = metadata
+        self._result: Future[None] = asyncio.run_coroutine_threadsafe(self._run(), store.loop)
 
     def write(self, index: int, views: Sequence[memoryview]) -> None:
         """Returns when the memory of `views` may change. Raises when the upload has failed."""
@@ -266,7 +338,7 @@ class Upload:
             self._moved = time.monotonic()
 
     def _send(self, view: memoryview) -> None:
-        self._objects.loop.call_soon_threadsafe(self._feed.push, view)
+        self._store.loop.call_soon_threadsafe(self._feed.push, view)
 
     def _outcome(self) -> None:
         try:
@@ -278,47 +350,47 @@ class Upload:
                 raise OutcomeUnknownError(f"{error}; the object may exist") from error
             raise
 
-    async def _run(self, full_key: str, metadata: dict[str, str]) -> None:
+    async def _run(self) -> None:
         """A beginning whose answer was cut short is tried again; obstore does not repeat that."""
 
         async def attempt() -> None:
             try:
-                await self._watched(full_key, asyncio.ensure_future(self._put(full_key, metadata)))
+                await self._watched(asyncio.ensure_future(self._put()))
             except (BaseError, OSError, ValueError) as error:
                 # obstore has one error for all requests of an upload, and only its text tells them
                 # apart: parts are sent by PUT, the end by POST.
                 self._part_failed = "Error performing PUT" in str(error)
-                failed = self._objects._translated(error, "create", self._key, True)
+                failed = self._store._translated(error, "create", self._key, True)
                 if self._feed.was_begun and isinstance(failed, TransientError):
                     raise _Spent(failed) from None
                 raise failed from None
 
         try:
-            await self._objects.retry.run_async(attempt)
+            await self._store.retry.run_async(attempt)
         except _Spent as spent:
             raise spent.failed from None
         finally:
             self._feed.close()
 
-    async def _put(self, full_key: str, metadata: dict[str, str]) -> None:
+    async def _put(self) -> None:
         await obstore.put_async(
-            self._objects.patient,
-            full_key,
+            self._store.patient,
+            self._store.full_key(self._key),
             self._feed.chunks(),
-            attributes=metadata,
+            attributes=self._metadata,
             use_multipart=True,
             chunk_size=self._part_nbytes,
             max_concurrency=_PARTS_IN_FLIGHT_MAX,
         )
 
-    async def _watched(self, full_key: str, sending: asyncio.Task[None]) -> None:
+    async def _watched(self, sending: asyncio.Task[None]) -> None:
         """`sending`, given up where the server cannot be reached for longer than the policy has it.
 
         obstore repeats the requests of an upload by itself, in silence and with a bound that is
         fixed before. So when nothing has been answered for a while, a small request checks whether
         the server responds.
         """
-        retry, trial = self._objects.retry, None
+        retry, trial = self._store.retry, None
         with contextlib.ExitStack() as waiting:
             while True:
                 await asyncio.wait([sending], timeout=_QUIET_SECONDS)
@@ -327,7 +399,7 @@ class Upload:
                         trial.answered(None)
                     return sending.result()
                 quiet = self._quiet_seconds() >= _QUIET_SECONDS
-                failed = await self._objects.probe(full_key, self._key) if quiet else None
+                failed = await self._store.probe(self._key) if quiet else None
                 if failed is None:
                     if trial is not None:
                         trial.answered(None)
@@ -401,3 +473,59 @@ def bounds(attempts_max: int | None, retry: RetryPolicy) -> Any:
     tries = _TRIES_UNBOUNDED if attempts_max is None else attempts_max
     seconds = max(retry.deadline_seconds, REQUEST_SECONDS_MAX)
     return {"max_retries": tries - 1, "retry_timeout": timedelta(seconds=seconds)}
+
+
+class CloudWriter(LedgerWriter):
+    """One conditional PUT at the end, or an upload in parts that obstore runs."""
+
+    def __init__(self, store: CloudStore, ledger: PartLedger) -> None:
+        super().__init__(ledger)
+        self._store = store
+        self._metadata = {_WRITE_ID: uuid.uuid4().hex}
+        self._small = b""
+        self._uploads: list[Upload] = []  # one, for an object of several parts
+
+    def __enter__(self) -> CloudWriter:
+        if part_count(self._ledger.nbytes, self.part_nbytes) > 1:
+            key = self._ledger.key
+            self._uploads.append(Upload(self._store, key, self.part_nbytes, self._metadata))
+        return self
+
+    def write_part(self, index: int, buffers: Sequence[memoryview]) -> None:
+        self._ledger.claim(index, buffers)
+        views = flat_views(buffers)
+        if not self._uploads:
+            self._small = b"".join(views)
+        for upload in self._uploads:
+            upload.write(index, views)
+
+    def _discard(self) -> None:
+        for upload in self._uploads:
+            upload.abort()
+
+    def _publish(self) -> None:
+        retry, key = self._store.retry, self._ledger.key
+        if not self._uploads:
+            run_publishing(retry, self._put, self._is_ours)
+            return
+        # The completion of an upload takes no condition here: this is as close as it gets.
+        with contextlib.suppress(KeyNotFoundError):
+            retry.run(lambda: self._store.info(key))
+            raise KeyExistsError(f"create {key} in {self._store.url}: exists already")
+        try:
+            self._uploads[0].finish()
+        except (KeyNotFoundError, OutcomeUnknownError):
+            # An upload is also gone when it was completed and the answer was lost.
+            if not retry.run(self._is_ours):
+                raise
+
+    def _put(self) -> None:
+        key, body = self._ledger.key, self._small
+        self._store.put_new(key, body, self._metadata, may_be_repeated=True)
+
+    def _is_ours(self) -> bool:
+        try:
+            metadata = self._store.metadata(self._ledger.key)
+        except KeyNotFoundError:
+            return False
+        return metadata.get(_WRITE_ID) == self._metadata[_WRITE_ID]

@@ -18,7 +18,7 @@ from fsspec.implementations.memory import MemoryFileSystem
 
 import ckpt
 from storage import FsspecStore, InvalidUrlError, KeyExistsError, Store, open_store
-from storage.clouds import CloudStore, open_cloud
+from storage.clouds import open_cloud
 from storage.retry import NO_RETRY
 from storage.store import ExclusiveCreate
 from storage.testing import StoreContract
@@ -148,5 +148,5 @@ def test_options_that_are_not_known_are_named() -> None:
     with pytest.raises(InvalidUrlError, match="BUCKET"):
         open_store("gs://key:secret@bucket")
     with pytest.raises(InvalidUrlError, match="do not fit"):
-        CloudStore("gs", "b", "", config={"service_account_key": "{"}, retry=NO_RETRY)
+        open_cloud("gs", "b", {"service_account_key": "{"}, NO_RETRY)
     assert open_cloud("gs", "b/p", {"anon": True}, NO_RETRY).url == "gs://b/p"

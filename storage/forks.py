@@ -10,37 +10,18 @@ import ctypes
 import os
 import threading
 import weakref
+from typing import Any
 
 
-class ForkSafeLock:
-    """A `threading.Lock` that is free in a forked child.
+def ForkSafeLock() -> threading.Lock:
+    """A `threading.Lock`, which is a function too, that is free in a forked child.
 
     What it protects must bear being seen half changed there: a count that is one too high, not a
     structure in pieces.
     """
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        _locks.add(self)
-
-    def acquire(self, blocking: bool = True, timeout: float = -1) -> bool:
-        """As of `threading.Lock`."""
-        return self._lock.acquire(blocking, timeout)
-
-    def release(self) -> None:
-        """As of `threading.Lock`."""
-        self._lock.release()
-
-    def renew(self) -> None:
-        """Forget who holds it. Only for a child that has a single thread."""
-        self._lock = threading.Lock()
-
-    def __enter__(self) -> ForkSafeLock:
-        self._lock.acquire()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._lock.release()
+    lock = threading.Lock()
+    _locks.add(lock)
+    return lock
 
 
 def keep_for_ever(of_parent: object) -> None:
@@ -50,12 +31,12 @@ def keep_for_ever(of_parent: object) -> None:
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(of_parent))
 
 
-_locks: weakref.WeakSet[ForkSafeLock] = weakref.WeakSet()
+_locks: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 def _renew_all() -> None:
     for lock in list(_locks):
-        lock.renew()
+        lock._at_fork_reinit()  # as the standard library does with its own
 
 
 if hasattr(os, "register_at_fork"):

@@ -421,7 +421,7 @@ class Patience:
         self.usual_seconds = 0.0  # the policy's own bound
         self.who = ""  # whose requests these are, for lines of the log: "rank 3"
         self.repeated = 0  # requests, so far
-        self._changed = threading.Condition(ForkSafeLock())  # type: ignore[arg-type]
+        self._changed = threading.Condition(ForkSafeLock())
         self._seconds: float | None = None
         self._waiting = 0
         self._began = 0.0

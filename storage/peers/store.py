@@ -368,7 +368,7 @@ class PeerStore(HttpStore):
     def _new(self) -> http.client.HTTPConnection:
         host, port = self._address
         if self._tls is None:
-            return _PeerConnection(host, port, timeout=self._seconds)
+            return http.client.HTTPConnection(host, port, timeout=self._seconds)
         return http.client.HTTPSConnection(host, port, timeout=self._seconds, context=self._tls)
 
     def _give_back(
@@ -382,13 +382,6 @@ class PeerStore(HttpStore):
                 self._idle.append(connection)
                 return
         connection.close()
-
-
-class _PeerConnection(http.client.HTTPConnection):
-    def connect(self) -> None:
-        super().connect()
-        assert self.sock is not None
-        self.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
 
 class _PeerWriter(LedgerWriter):

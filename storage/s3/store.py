@@ -140,7 +140,8 @@ class S3Store(S3Requests):
         writer = S3Writer(self, PartLedger(key, nbytes, part_nbytes), token)
         if missing := part_count(nbytes, part_nbytes) - len(receipts):
             raise ValueError(f"{key}: {missing} parts were never written; not published")
-        writer.publish_parts({index: json.loads(receipt) for index, receipt in receipts.items()})
+        writer._parts = {index: json.loads(receipt) for index, receipt in receipts.items()}
+        writer._publish()
 
     def abort_joint(self, key: str, token: str) -> None:
         self.abort_upload(self.full_key(key), json.loads(token)["upload"])
@@ -250,11 +251,6 @@ class S3Writer(LedgerWriter, JointWriter):
     def token(self) -> str:
         """What another process needs to write parts of this upload."""
         return json.dumps({"upload": self._upload_id, "write": self._metadata[_WRITE_ID]})
-
-    def publish_parts(self, parts: dict[int, dict[str, Any]]) -> None:
-        """Publish the object of parts that were written by many."""
-        self._parts = parts
-        self._publish()
 
     def put_once(self, data: bytes) -> None:
         """Publish an object of one part as `Store.put_if_absent` does."""

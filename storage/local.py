@@ -272,8 +272,7 @@ class LocalStore(Store):
     def rest(self) -> None:
         self._open_files.close()
 
-    def close(self) -> None:
-        self._open_files.close()
+    close = rest
 
     def _path(self, key: str) -> str:
         return os.path.join(self._root, check_key(key))

@@ -267,9 +267,9 @@ class ParameterStore(ABC):
     def has_unsharded_gradients(self) -> bool:
         """Whether `keep_unsharded_gradients` has added up any since the last reduction."""
 
-    @abstractmethod
     def drop_unsharded_gradients(self) -> None:
-        """Forget what `keep_unsharded_gradients` has added up."""
+        """Forget what `keep_unsharded_gradients` has added up, where a root can be reset."""
+        raise NotImplementedError
 
     @abstractmethod
     def add_gradients(

@@ -107,15 +107,6 @@ class FlatParam(FlatValues):
         """Whether a reduced gradient is at `.grad` of any parameter."""
         return self.grad is not None and bool(self._shown_grads)
 
-    def drop_unsharded_gradients(self) -> None:
-        """Forget what was added up without reducing."""
-        if self._shows_unsharded_grad:
-            for index in self._shown_grads:
-                self._shower(index).grad = None
-            self.flat.grad = None
-            self._shown_grads, self._shows_unsharded_grad = {}, False
-        self.unsharded_grad = None
-
     def add_gradients(
         self, outgoing: Outgoing, new: Sequence[torch.Tensor], *, keep_dtype: bool
     ) -> None:

@@ -10,7 +10,6 @@ import ctypes
 import os
 import threading
 import weakref
-from typing import Any
 
 
 def ForkSafeLock() -> threading.Lock:
@@ -31,12 +30,13 @@ def keep_for_ever(of_parent: object) -> None:
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(of_parent))
 
 
-_locks: weakref.WeakSet[Any] = weakref.WeakSet()
+_locks: weakref.WeakSet[threading.Lock] = weakref.WeakSet()
 
 
 def _renew_all() -> None:
     for lock in list(_locks):
-        lock._at_fork_reinit()  # as the standard library does with its own
+        if lock.locked():  # by a thread that is not here
+            lock.release()
 
 
 if hasattr(os, "register_at_fork"):

@@ -145,7 +145,6 @@ def _open_plain(
     url: StoreLike, retry: RetryPolicy | None, storage_options: dict[str, Any]
 ) -> Store:
     """The store at `url`, whose objects are those of the storage."""
-    policy = retry if retry is not None else RetryPolicy()
     url = with_its_options(url)
     if isinstance(url, Store):
         if storage_options:
@@ -153,7 +152,7 @@ def _open_plain(
                 f"{url.url}: a Store object has its options already, got "
                 f"{', '.join(sorted(storage_options))}; set them where it is made"
             )
-        return _retrying(BorrowedStore(url), policy)
+        return _retrying(BorrowedStore(url), retry)
     url = url_of(url)
     protocol, rest = _split(url)
     if protocol in ("", "file", "local"):
@@ -172,6 +171,7 @@ def _open_plain(
         below = child_of(behind, root) if behind is not None and root else behind
         others = below is not None and [_open_plain(below, None, without_secrets(its_options))]
         return open_registered(url, protocol, partial(open_peer, others=others or ()), options)
+    policy = retry if retry is not None else RetryPolicy()
     if protocol in ("s3", "s3a"):
         try:
             from storage.s3.store import open_s3  # s3fs takes half a second to import
@@ -190,7 +190,7 @@ def _open_plain(
         if not _needs_fsspec(url, _CLOUDS[protocol], options):
             return RetryingStore(open_cloud(_CLOUDS[protocol], rest, options, policy), policy)
     if (factory := factory_of(protocol)) is not None:
-        return _retrying(open_registered(url, protocol, factory, storage_options), policy)
+        return _retrying(open_registered(url, protocol, factory, storage_options), retry)
     for each in _protocols(protocol, url):
         _check_protocol(url, each)
     from storage.generic import open_generic
@@ -229,9 +229,11 @@ def _needs_fsspec(url: str, cloud: str, options: dict[str, Any]) -> bool:
     return True
 
 
-def _retrying(store: Store, policy: RetryPolicy) -> Store:
+def _retrying(store: Store, retry: RetryPolicy | None) -> Store:
     """A store of somebody else's code, with failed requests repeated unless it does so itself."""
-    return store if store.patience is not None else RetryingStore(store, policy)
+    if store.patience is not None:
+        return store
+    return RetryingStore(store, retry if retry is not None else RetryPolicy())
 
 
 def _split(url: str) -> tuple[str, str]:

@@ -33,14 +33,12 @@ from tests.thread_ranks import run_ranks as run_threads
 REDISTRIBUTE = "ckpt.state_dict.redistribute:"
 COPIES = (
     f"{REDISTRIBUTE}_Flat.__init__",
-    f"{REDISTRIBUTE}_Flat.write_back",
     f"{REDISTRIBUTE}_Here.finish",
     f"{REDISTRIBUTE}_Batch.copy_own",
     f"{REDISTRIBUTE}_Batch.transfer",
-    f"{REDISTRIBUTE}_Batch.outgoing",
 )
 # From the device to the device: the host waits for none of these.
-NEED_NOT = ("_Flat.__init__", "_Flat.write_back", "_Here.finish")
+NEED_NOT = ("_Flat.__init__", "_Here.finish")
 # Large enough to travel alone, small enough to be packed, and in no row-major order.
 SHAPES = {"large": (128, 600), "small": (4, 3), "turned": (64, 50)}
 

@@ -282,8 +282,8 @@ WHOLENESS = (
     Mutant(
         "boxes of a tensor may overlap",
         _COVERAGE,
-        "            if volume != room.numel:\n",
-        "            if False:\n",
+        "        if volume != room.numel:\n",
+        "        if False:\n",
         test="tests/format/test_coverage.py::test_overlap_with_a_gap_of_the_same_size_is_found",
     ),
     Mutant(

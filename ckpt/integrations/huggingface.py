@@ -204,12 +204,15 @@ class TrainerPublications(TrainerCallback):
     def on_step_end(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
         """Publish if it is time, in the background."""
         if self._every.reasons(Observation(state.global_step, state.global_step - 1)):
-            self.on_train_end()
+            self._wait()
             step, options = state.global_step, self._options
             self._pending = [publish(kwargs["model"], self._url, step=step, **options)]
 
     def on_train_end(self, *_: Any, **kwargs: Any) -> None:
         """Wait for the last publication. Raises its error if it failed."""
+        self._wait()
+
+    def _wait(self) -> None:
         while self._pending:
             self._pending.pop().result()
 

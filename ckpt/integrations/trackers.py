@@ -11,7 +11,6 @@ whole are the same on all ranks. A tracker that raises is logged and does not en
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 from ckpt.service import events
@@ -95,7 +94,10 @@ class TensorBoardSaves(_Observer):
     """An observer that notes saves and restores as scalars `ckpt/...`, and failures as texts."""
 
     def __init__(self, writer: Any) -> None:
-        super().__init__(writer.add_scalar, partial(writer.add_text, f"{PREFIX}failures"))
+        super().__init__(
+            lambda *number: writer.add_scalar(*number),
+            lambda *text: writer.add_text(f"{PREFIX}failures", *text),
+        )
 
 
 # Weights & Biases ------------------------------------------------------------------------------

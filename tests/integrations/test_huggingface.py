@@ -197,3 +197,24 @@ def plateau_trainer(folder: Path, callbacks: list[Any]) -> Any:
         eval_dataset={"b": rows(8, 2), "a": rows(8, 3)},
         callbacks=callbacks,
     )
+
+
+def test_a_subclass_of_publications_ends_once(tmp_path: Path) -> None:
+    """What it does at the end of the training is not done at each step."""
+    from ckpt.integrations.huggingface import TrainerPublications
+
+    ended = []
+
+    class Ending(TrainerPublications):
+        def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            super().on_train_end(args, state, control, **kwargs)
+            ended.append(state.global_step)
+
+    callback, model = Ending(str(tmp_path / "run")), torch.nn.Linear(2, 2)
+    for step in (1, 2):
+        state = transformers.TrainerState(global_step=step)
+        callback.on_step_end(None, state, None, model=model)
+    callback.on_train_end(None, state, None)
+    assert ended == [2]
+    published = ckpt.list_steps(tmp_path / "run" / "lines" / "published")
+    assert {one.step for one in published} == {1, 2}

@@ -13,6 +13,7 @@ import shutil
 import subprocess
 from collections.abc import Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
@@ -184,6 +185,18 @@ def test_tensorboard_reads_back_what_was_noted(events: list[SaveEvent], tmp_path
     assert [one.value for one in noted] == pytest.approx([event.seconds for event in saved])
     (text,) = read.Tensors("ckpt/failures/text_summary")
     assert text.step == 4 and b"OSError: disk full" in text.tensor_proto.string_val[0]
+
+
+def test_a_writer_is_asked_for_what_is_noted_alone(events: list[SaveEvent]) -> None:
+    """One without texts notes numbers; methods may be exchanged while it is observed."""
+    noted: list[str] = []
+    writer = SimpleNamespace()
+    observer = TensorBoardSaves(writer)
+    writer.add_scalar = lambda name, number, step: noted.append(name)
+    for event in events:
+        if not isinstance(event, SaveFailed):
+            observer(event)
+    assert "ckpt/save_seconds" in noted
 
 
 def test_wandb_gets_numbers_over_their_own_step_and_alerts(events: list[SaveEvent]) -> None:

@@ -225,7 +225,9 @@ class FsspecStore(Store):
         end = start + sum(view.nbytes for view in views)
         copy_to(views, memoryview(self.get(key, ByteRange(start, end))), end - start)
 
-    def create(self, key: str, nbytes: int, *, part_nbytes: int, **hints: bool) -> FsspecWriter:
+    def create(
+        self, key: str, nbytes: int, *, part_nbytes: int, durable: bool = True, direct: bool = False
+    ) -> FsspecWriter:
         """As promised by Store, but another writer that publishes at the same moment is replaced.
 
         Parts that come before their turn wait in memory: write them in order.

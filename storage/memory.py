@@ -91,7 +91,9 @@ class MemoryStore(Store):
         self._check_length(key, len(data), wanted)
         copy_to(views, memoryview(data)[start:], wanted.nbytes)
 
-    def create(self, key: str, nbytes: int, *, part_nbytes: int, **hints: bool) -> BufferedWriter:
+    def create(
+        self, key: str, nbytes: int, *, part_nbytes: int, durable: bool = True, direct: bool = False
+    ) -> BufferedWriter:
         return BufferedWriter(key, nbytes, part_nbytes=part_nbytes, publish=self._publish)
 
     def put_if_absent(self, key: str, data: bytes) -> None:

@@ -108,7 +108,9 @@ class CloudStore(HttpStore):
                 left = drop_front(left, nbytes)
         return got
 
-    def create(self, key: str, nbytes: int, *, part_nbytes: int, **hints: bool) -> CloudWriter:
+    def create(
+        self, key: str, nbytes: int, *, part_nbytes: int, durable: bool = True, direct: bool = False
+    ) -> CloudWriter:
         ledger = PartLedger(key, nbytes, part_nbytes)
         if part_count(nbytes, part_nbytes) > 1 and part_nbytes < self.part_nbytes_min:
             raise ValueError(

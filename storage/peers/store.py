@@ -216,7 +216,9 @@ class PeerStore(HttpStore):
             lambda: self.get(key) == data,
         )
 
-    def create(self, key: str, nbytes: int, *, part_nbytes: int, **hints: bool) -> _PeerWriter:
+    def create(
+        self, key: str, nbytes: int, *, part_nbytes: int, durable: bool = True, direct: bool = False
+    ) -> _PeerWriter:
         return _PeerWriter(self, PartLedger(key, nbytes, part_nbytes))
 
     def list(self, prefix: str, *, after: str = "") -> Iterator[ObjectInfo]:

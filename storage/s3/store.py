@@ -114,7 +114,9 @@ class S3Store(S3Requests):
         endpoint = self._options.get("endpoint_url") or clients.get("endpoint_url") or ""
         return f"{str(endpoint).rstrip('/')} {self.url}"
 
-    def create(self, key: str, nbytes: int, *, part_nbytes: int, **hints: bool) -> S3Writer:
+    def create(
+        self, key: str, nbytes: int, *, part_nbytes: int, durable: bool = True, direct: bool = False
+    ) -> S3Writer:
         ledger = PartLedger(key, nbytes, part_nbytes)
         parts = part_count(nbytes, part_nbytes)
         if parts > 1 and (part_nbytes < _PART_NBYTES_MIN or parts > _PARTS_MAX):

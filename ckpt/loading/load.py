@@ -17,7 +17,15 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ckpt.commit.locate import decoded, live_entries, locate
-from ckpt.errors import CheckpointError, LoadInterrupted, Mismatch, RankFailed
+from ckpt.commit.names import MANIFEST_NAME
+from ckpt.errors import (
+    CheckpointError,
+    Corrupt,
+    LoadInterrupted,
+    Mismatch,
+    RankFailed,
+    UnsupportedFormat,
+)
 from ckpt.format.codec import decode_values
 from ckpt.format.joint_manifest import is_groups
 from ckpt.format.manifest import DELTA, WRITERS, Manifest, MetadataBudget
@@ -185,15 +193,8 @@ def load_located(
             world, "compare", lambda: bind_to(state, manifest, world, options, where)
         )
     with recorder.span("plan"):
-        cache = options.path.cache
-        block_sums = sums_of(store, prefix, manifest, cache)
-
-        def plan() -> Reader:
-            needs = binding.others, binding.plain
-            part = needed_part(manifest, *needs, alone=not origins.owners)
-            sums = block_sums if part is manifest else sums_of(store, prefix, part, cache)
-            return Reader(sums, plan_reads(part, *needs), options.path, origins.owners)
-
+        block_sums = sums_of(store, prefix, manifest, options.path.cache)
+        plan = partial(_planned, store, located, binding, options.path, origins, block_sums)
         reader = collectively(world, "plan", plan)
         groups, sums, warnings = compared(
             reader, binding, (block_sums, where), world, options, ranks=origins.ranks
@@ -268,6 +269,26 @@ def broadcast_manifest(
         return decoded(store, prefix.decode(), encoded, step, budget, ruled=LISTED_MIN)
 
     return prefix.decode(), collectively(world, "decode", decode)
+
+
+def _planned(
+    store: Store,
+    located: tuple[str, Manifest],
+    binding: Binding,
+    path: ReadPath,
+    origins: Origins,
+    block_sums: BlockSums,
+) -> Reader:
+    """What reads what `binding` fills; of a large checkpoint, by the chunks that it needs."""
+    prefix, manifest = located
+    needs = binding.others, binding.plain
+    try:  # only now is what a large manifest says of its chunks checked
+        part = needed_part(manifest, *needs, alone=not origins.owners)
+        reads = plan_reads(part, *needs)
+    except (Corrupt, UnsupportedFormat) as error:
+        raise type(error)(f"{store.url}/{prefix}{MANIFEST_NAME}: {error}") from error
+    sums = block_sums if part is manifest else sums_of(store, prefix, part, path.cache)
+    return Reader(sums, reads, path, origins.owners)
 
 
 def bind_to(

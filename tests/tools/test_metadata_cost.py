@@ -373,3 +373,11 @@ def test_a_report_reads_telemetry_within_its_budget(
     assert report["slowest"]["took_us"] and report["slowest"]["totals"]["step"] == 3
     assert main(["report", f"{tmp_path}", "--json", "--metadata-bytes-max", "1KB"]) == 0
     assert json.loads(capsys.readouterr().out)["slowest"] is None
+
+
+def test_a_load_names_the_manifest_whose_table_is_too_large(tmp_path: Path) -> None:
+    step = crafted(tmp_path, 1 << 26, 1)
+    state = {"model": {"w": torch.empty(1 << 26, dtype=torch.uint8)}}
+    with cheaply(), pytest.raises(UnsupportedFormat) as refused:
+        ckpt.load(state, str(step))
+    assert str(refused.value).startswith(f"{step}/MANIFEST: a table of 67108864 chunks")

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
+import torch
 
 from benchmarks.measure import report, row
 from benchmarks.simulation import resident
@@ -30,6 +31,7 @@ from ckpt.format.codec import encode_values
 from ckpt.format.datafile import StoredChunk
 from ckpt.format.joint_manifest import differing_values
 from ckpt.format.manifest import Header, int64s
+from ckpt.format.manifest_codec import decode_manifest
 from ckpt.format.part import (
     FileColumns,
     Part,
@@ -38,8 +40,11 @@ from ckpt.format.part import (
     TensorRecord,
     part_of_files,
 )
+from ckpt.layout.kind import Kind
 from ckpt.layout.memory import gc_paused
-from ckpt.layout.region import Span
+from ckpt.layout.piece import Holding, Piece
+from ckpt.layout.region import Box, Span, even_part, whole
+from ckpt.loading.plan import LISTED_MIN, needed_part, plan_reads
 from ckpt.saving.task import JointParts
 from ckpt.telemetry.record import PHASES, PhaseSpan, RankReport
 from ckpt.world.tree import family
@@ -69,7 +74,7 @@ class Coordinator(NamedTuple):
     rules: int
     chunks: int
     grown: int
-    manifest_nbytes: int
+    manifest: bytes
 
 
 class Tree:
@@ -105,7 +110,7 @@ class Tree:
                     rules=sum(one.shape[1] for one in rules),
                     chunks=sum(map(chunk_total, rules)),
                     grown=resident("VmHWM") - before,
-                    manifest_nbytes=len(made.data),
+                    manifest=made.data,
                 )
             )
         return saves
@@ -158,13 +163,43 @@ def _rows_of(ranks: int) -> list[str]:
             ),
         ]
     one = saves[0]
-    beside = one.manifest_nbytes - SEALED_FILE_NBYTES * ranks
+    beside = len(one.manifest) - SEALED_FILE_NBYTES * ranks
     assert beside <= MIB, f"{beside} bytes beside names, sizes and seals of files"
+    load = planned(one.manifest, ranks)
     return [
         *rows,
         row("rules decoded by rank 0, chunks", f"{one.rules} for {one.chunks}", "-"),
-        row("manifest", f"{one.manifest_nbytes / MIB:.2f} MiB", "<= 32 MiB"),
+        row("manifest", f"{len(one.manifest) / MIB:.2f} MiB", "<= 32 MiB"),
+        row(f"a load on {ranks} ranks: listed by a rank", f"{load.listed} of {load.chunks}", "-"),
+        row(f"a load on {ranks} ranks: a rank's plan, CPU", f"{1000 * load.seconds:.0f} ms", "-"),
     ]
+
+
+class Planned(NamedTuple):
+    """What a rank of a load does before it reads."""
+
+    listed: int
+    chunks: int
+    seconds: float
+
+
+def planned(data: bytes, ranks: int) -> Planned:
+    """Decode a manifest, and plan the reads of one of `ranks` ranks."""
+    begun = time.process_time()
+    manifest = decode_manifest(data, ruled=LISTED_MIN)
+    taken = time.process_time() - begun
+    holdings = []
+    for fqn, shape in zip(manifest.fqns, manifest.shapes, strict=True):
+        region = even_part(shape, ranks // 2, ranks, "fsdp2") if shape else whole(shape)
+        if isinstance(region, Box) and region.numel:
+            local, inside = torch.empty(region.shape), whole(region.shape)
+            piece = Piece(fqn, shape, local.dtype, region, inside, (ranks // 2,))
+            holdings.append(Holding(local, (piece,), Kind.PARAMETER, True))
+    begun = time.process_time()
+    part = needed_part(manifest, holdings, (), alone=True)
+    plan_reads(part, holdings).blocks(part)
+    taken += time.process_time() - begun
+    return Planned(len(part.chunks), len(manifest.chunks), taken)
 
 
 def header_of(ranks: int) -> Header:

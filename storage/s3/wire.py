@@ -57,6 +57,7 @@ class Wire:
         self._routes: dict[str, Route] = {}
         self._idle: dict[str, list[http.client.HTTPConnection]] = {}
         self._lock = ForkSafeLock()
+        self._was_answered = False
         # A store that nobody closes leaves no open connection either.
         weakref.finalize(self, _close_all, self._idle)
 
@@ -87,6 +88,7 @@ class Wire:
             try:
                 request.begin(connection.sock)
                 response = closing.enter_context(_exchanged(connection.sock, method, head, body))
+                self._was_answered = True
                 _answered.add(place)
                 yield response
             except BROKEN as error:
@@ -147,7 +149,9 @@ class Wire:
                 settled = f"the proxy refused ({cause})"
         if route.proxy:
             settled += f"{'; ' * bool(settled)}is the proxy {route.proxy} right (HTTPS_PROXY)?"
-        if settled and place not in _answered:
+        # Certificates, names and proxies may differ from store to store; a server's port does not.
+        is_port = not route.proxy and any(isinstance(one, ConnectionRefusedError) for one in causes)
+        if settled and not self._was_answered and not (is_port and place in _answered):
             return InvalidUrlError(f"{where}: no connection to {place}: {settled}")
         settled = settled or "is endpoint_url right?"
         return TransientError(f"{where}: no connection to {place} ({names}); {settled}")

@@ -71,7 +71,7 @@ TROUBLES = {
     ),
     "LogDiverged": Trouble(
         "it was removed meanwhile",
-        "Find out who copied, restored or removed the root (`ckpt log URL`; `ckpt mend URL` "
+        "Find out who moved, copied, restored or removed the root (`ckpt log URL`; `ckpt mend URL` "
         "repairs it). Then call `ckpt.forget(url)` on all ranks, or save to another url.",
     ),
     "Fenced": Trouble(

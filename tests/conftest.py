@@ -14,6 +14,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import random
 import secrets
+import signal
 from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -165,6 +166,16 @@ def _memory_roots_end_with_their_test() -> Iterator[None]:
     yield
     for name in set(memory_buckets) - before:
         del memory_buckets[name]
+
+
+@pytest.fixture(autouse=True)
+def _signals_end_with_their_test() -> Iterator[None]:
+    """A Checkpointer that a test leaves open catches signals: a second order to end would kill."""
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1)}
+    yield
+    for number, handler in handlers.items():
+        if signal.getsignal(number) != handler:
+            signal.signal(number, handler)
 
 
 @pytest.fixture

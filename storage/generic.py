@@ -24,6 +24,7 @@ from storage.errors import (
     StorageError,
     TransientError,
 )
+from storage.forks import ForkSafeLock
 from storage.ranges import LedgerWriter, PartLedger, copy_to, flat_views
 from storage.store import (
     ByteRange,
@@ -117,6 +118,8 @@ class FsspecStore(Store):
             why_read_only = "a web server can only be read; save to a store, or to a path"
         self._why_read_only = why_read_only
         self._has_read_a_range = False
+        self._copies: dict[str, ForkSafeLock] = {}
+        self._copied: set[str] = set()
         self._keeps_files = any(
             base.__name__ == "CachingFileSystem" for base in type(filesystem).__mro__
         )
@@ -175,7 +178,9 @@ class FsspecStore(Store):
         path = self._path(key)
         with self.translating("read", key):
             if byte_range is None:
-                return self._checked_for_ranges(key, path, bytes(self.filesystem.cat_file(path)))
+                with self._copying(path):
+                    data = bytes(self.filesystem.cat_file(path))
+                return self._checked_for_ranges(key, path, data)
             if byte_range.nbytes == 0:  # fsspec takes an end of 0 for the end of the file
                 data = b""
                 if self.filesystem.info(path)["size"] < byte_range.start:
@@ -190,13 +195,26 @@ class FsspecStore(Store):
 
     def _read_range(self, key: str, path: str, wanted: ByteRange) -> bytes:
         try:
-            return bytes(self.filesystem.cat_file(path, start=wanted.start, end=wanted.end))
+            with self._copying(path):
+                return bytes(self.filesystem.cat_file(path, start=wanted.start, end=wanted.end))
         except (FileNotFoundError, PermissionError, TimeoutError, ConnectionError):
             raise
         except Exception:  # each filesystem has its own for a range that begins behind the end
             if self.filesystem.info(path)["size"] >= wanted.end:
                 raise
             raise self._short(key, path, wanted) from None
+
+    @contextlib.contextmanager
+    def _copying(self, path: str) -> Iterator[None]:
+        """Around a read: simplecache copies a file at the first one, and two threads that copy one
+        file at once show others a length with holes.
+        """
+        if not self._keeps_files or path in self._copied:
+            yield
+            return
+        with self._copies.setdefault(path, ForkSafeLock()):
+            yield
+            self._copied.add(path)
 
     def _checked_for_ranges(self, key: str, path: str, data: bytes) -> bytes:
         """`data` of a whole object; the first time, one byte of it is requested as well.

@@ -263,7 +263,8 @@ def zombie(url: str, hosts: Sequence[str], pids: str, phase: str) -> Outcome:
         def stopping(*how: Any) -> Any:
             if armed and how[-1] == phase:
                 armed.clear()
-                os.kill(os.getpid(), signal.SIGSTOP)
+                # To this thread: to the process, it could go on until another one has the signal.
+                signal.pthread_kill(threading.get_ident(), signal.SIGSTOP)
             return enter(*how)
 
         TorchWorld._in_round = stopping  # type: ignore[method-assign]

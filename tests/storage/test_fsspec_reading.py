@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlsplit
@@ -120,8 +120,10 @@ def test_a_file_that_another_thread_still_copies_is_waited_for(tmp_path: Path, w
     handler = functools.partial(Slow, directory=str(tmp_path), half=half)
     options: dict[str, Any] = {"simplecache": {"cache_storage": str(tmp_path / "cache")}}
     with served(handler) as url, ThreadPoolExecutor(1) as pool:
+        first = pool.submit(
+            open_store(f"simplecache::{url}", **options).get, "key", ByteRange(0, 7)
+        )
         store = open_store(f"simplecache::{url}", **options)
-        first = pool.submit(store.get, "key", ByteRange(0, 7))
         assert half.wait(10)
         while not any((tmp_path / "cache").iterdir()):
             time.sleep(0.01)
@@ -130,6 +132,26 @@ def test_a_file_that_another_thread_still_copies_is_waited_for(tmp_path: Path, w
         assert first.result() == bytes(7)
         with pytest.raises(ShortReadError, match="ends before"):
             store.get("key", ByteRange(NBYTES, NBYTES + 8))
+
+
+def test_threads_that_read_one_file_copy_it_once(tmp_path: Path) -> None:
+    """Two copies at once into one file of simplecache show a length with holes to a third."""
+    (tmp_path / "key").write_bytes(bytes(NBYTES))
+    copies: list[str] = []
+
+    class Counted(Slow):
+        def copyfile(self, source: Any, outputfile: Any) -> None:
+            with suppress(BrokenPipeError):  # a look at the length, which reads no body
+                super().copyfile(source, outputfile)
+                copies.append(self.path)
+
+    handler = functools.partial(Counted, directory=str(tmp_path), half=threading.Event())
+    options: dict[str, Any] = {"simplecache": {"cache_storage": str(tmp_path / "cache")}}
+    with served(handler) as url, ThreadPoolExecutor(4) as pool:
+        store = open_store(f"simplecache::{url}", **options)
+        reads = [pool.submit(store.get, "key", ByteRange(start, start + 7)) for start in range(4)]
+        assert [read.result() for read in reads] == [bytes(7)] * 4
+    assert copies == ["/key"]
 
 
 @pytest.mark.parametrize("cached", [False, True])

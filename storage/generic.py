@@ -118,7 +118,7 @@ class FsspecStore(Store):
             why_read_only = "a web server can only be read; save to a store, or to a path"
         self._why_read_only = why_read_only
         self._has_read_a_range = False
-        self._copies: dict[str, ForkSafeLock] = {}
+        self._copies: dict[str, threading.Lock] = {}
         self._copied: set[str] = set()
         self._keeps_files = any(
             base.__name__ == "CachingFileSystem" for base in type(filesystem).__mro__

@@ -238,9 +238,12 @@ class Heart:
         thread.join(seconds)
         return results[0] if results else None
 
-    def begin(self, run: Callable[[], object]) -> None:
-        """`run()` in a thread of its own, which nobody waits for; it raises nothing."""
-        threading.Thread(target=run, name="ckpt-aside", daemon=True).start()
+    @staticmethod
+    def begin(run: Callable[[], object]) -> None:
+        """`run()` in a thread of its own, for which only an exit waits; it raises nothing."""
+        thread = threading.Thread(target=run, name="ckpt-aside", daemon=True)
+        thread.start()
+        _asides.add(thread)
 
     def stop(self, if_unused: bool = False) -> None:
         """Take leave of all, after what is still to be sent. Repeated, it waits for the end.
@@ -573,6 +576,15 @@ class Heart:
 
 
 _all_hearts: weakref.WeakSet[Heart] = weakref.WeakSet()
+_asides: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
+
+
+@atexit.register
+def _wait_for_asides() -> None:
+    """A thread that returns from torch's store while the interpreter is taken down aborts it."""
+    ends = time.monotonic() + FLUSH_SECONDS
+    for thread in list(_asides):
+        thread.join(max(0.0, ends - time.monotonic()))
 
 
 def _forked() -> None:

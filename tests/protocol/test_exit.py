@@ -66,3 +66,13 @@ def test_a_process_that_can_start_no_thread_ends_in_silence(tmp_path: Path) -> N
     done = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=120)
     assert (done.returncode, done.stdout) == (0, "")
     assert "Traceback" not in done.stderr
+
+
+def test_an_exit_waits_for_a_thread_that_asks_the_store() -> None:
+    """One that returns from torch's store while the interpreter is taken down aborts it."""
+    code = (
+        "import time; from ckpt.world.heart import Heart\n"
+        "Heart.begin(lambda: (time.sleep(0.5), print('has asked', flush=True)))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "has asked\n"

@@ -579,12 +579,14 @@ _all_hearts: weakref.WeakSet[Heart] = weakref.WeakSet()
 _asides: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
 
 
-@atexit.register
 def _wait_for_asides() -> None:
     """A thread that returns from torch's store while the interpreter is taken down aborts it."""
     ends = time.monotonic() + FLUSH_SECONDS
     for thread in list(_asides):
         thread.join(max(0.0, ends - time.monotonic()))
+
+
+atexit.register(_wait_for_asides)
 
 
 def _forked() -> None:

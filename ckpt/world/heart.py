@@ -581,18 +581,15 @@ _asides: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
 
 def _wait_for_asides() -> None:
     """A thread that returns from torch's store while the interpreter is taken down aborts it."""
-    ends = time.monotonic() + FLUSH_SECONDS
     for thread in list(_asides):
-        thread.join(max(0.0, ends - time.monotonic()))
+        thread.join(FLUSH_SECONDS)
 
 
 atexit.register(_wait_for_asides)
 
 
 def _forked() -> None:
-    """In a forked child: as long as it kept the connections open, nobody would see its parent
-    die.
-    """
+    """In a forked child: while it kept the connections open, nobody would see its parent die."""
     for heart in list(_all_hearts):
         atexit.unregister(heart.stop)
         heart.drop()

@@ -143,8 +143,15 @@ def save(
         one_of("replicas", replicas, ("warn", "strict"))
         path = write_path(io, store, context.staging, cached_ranks=context.world.size)
         full = checked_period(full_every, f"full_every={full_every!r}")
-        about = dict(user or {}), plain_float(metric), dedup, full, telemetry
-        options = SaveOptions(replicas, path, *about)
+        options = SaveOptions(
+            replicas=replicas,
+            path=path,
+            user=dict(user or {}),
+            metric=plain_float(metric),
+            dedup=dedup,
+            full_every=full,
+            telemetry=telemetry,
+        )
         with patience_for(store, context.world, checked_seconds(retry_seconds_max)):
             task = SaveTask(session, store, memory, plain_int(step), options, place=place)
             return save_task(state, task)
@@ -215,8 +222,15 @@ def async_save(
         store, session, memory = root or context.open_root(
             url, storage_options, unsafe_single_writer, call
         )
-        about = dict(user or {}), plain_float(metric), dedup, full, telemetry
-        options = SaveOptions(replicas, write_path(io, store, context.staging), *about)
+        options = SaveOptions(
+            replicas=replicas,
+            path=write_path(io, store, context.staging),
+            user=dict(user or {}),
+            metric=plain_float(metric),
+            dedup=dedup,
+            full_every=full,
+            telemetry=telemetry,
+        )
         seconds_max = checked_seconds(retry_seconds_max)
         task = SaveTask(
             session, store, memory, plain_int(step), options, retry_seconds_max=seconds_max
@@ -355,11 +369,19 @@ def load(
             raise TypeError(f"resize={resize!r}; expected a mapping, as {{'model.embed': 'zeros'}}")
         for rule in (resize or {}).values():
             one_of("resize", rule, ("zeros", "mean", "init"))
-        names = strict, rename, skip, new, group_options, dict(stacks or {}), resize
-        options = LoadOptions(*names, plain_int(metadata_bytes_max))
+        options = LoadOptions(
+            strict=strict,
+            rename=rename,
+            skip=skip,
+            new=new,
+            group_options=group_options,
+            stacks=dict(stacks or {}),
+            resize=resize,
+            metadata_bytes_max=plain_int(metadata_bytes_max),
+        )
         try:
-            opened = partial(_store_of, context, url, storage_options)
-            store = collectively(context.world, "open", opened)
+            opening = partial(_store_of, context, url, storage_options)
+            store = collectively(context.world, "open", opening)
             path = read_path(store, io, context.world.size)
             if cache is not None:
                 kept = collectively(

@@ -107,11 +107,11 @@ class GroupContext:
         store = self.settled_store(url, storage_options, call)
         # Two servers may have buckets of one name; the options tell them apart.
         key = (store.url, _store_key(url, storage_options)[1], unsafe_single_writer)
-        opened = partial(open_session, self.world, store, unsafe_single_writer=unsafe_single_writer)
+        claim = partial(open_session, self.world, store, unsafe_single_writer=unsafe_single_writer)
         if beside:
-            return OpenRoot(store, opened(Beside()), PartMemory())
+            return OpenRoot(store, claim(Beside()), PartMemory())
         if key not in self.sessions:
-            self.sessions[key] = opened(self.registry), PartMemory()
+            self.sessions[key] = claim(self.registry), PartMemory()
         return self._opened(store, key)
 
     def known_root(

@@ -132,15 +132,24 @@ def _integers_of(tensor: Any) -> torch.Tensor:
 
 def _build_quantized(parts: Parts, shape: Shape, dtype: torch.dtype) -> torch.Tensor:
     memory, context = parts.components["int_repr"], parts.context
-    like: Any = {"dtype": dtype, "device": memory.device}
     made: Any
     if _SCHEMES[context["scheme"]] in _PER_TENSOR:
-        numbers: Any = {name: context[name] for name in ("scale", "zero_point")}
-        made = torch._empty_affine_quantized(shape, **numbers, **like)
+        made = torch._empty_affine_quantized(
+            shape,
+            scale=context["scale"],
+            zero_point=context["zero_point"],
+            dtype=dtype,
+            device=memory.device,
+        )
     else:
-        tables: Any = {name: parts.components[name] for name in ("scales", "zero_points")}
-        tables["axis"] = context["axis"]
-        made = torch._empty_per_channel_affine_quantized(shape, **tables, **like)
+        made = torch._empty_per_channel_affine_quantized(
+            shape,
+            scales=parts.components["scales"],
+            zero_points=parts.components["zero_points"],
+            axis=context["axis"],
+            dtype=dtype,
+            device=memory.device,
+        )
     _integers_of(made).copy_(memory)
     return made  # type: ignore[no-any-return]
 
@@ -190,9 +199,14 @@ def _take_jagged(tensor: Any) -> Parts:
 
 def _build_jagged(parts: Parts, shape: Shape, dtype: torch.dtype) -> torch.Tensor:
     components, context = parts
-    given = components["values"], components["offsets"], components.get("lengths")
-    lengths: Any = {"min_seqlen": context["min"], "max_seqlen": context["max"]}
-    return torch.nested.nested_tensor_from_jagged(*given, jagged_dim=context["dim"], **lengths)
+    return torch.nested.nested_tensor_from_jagged(
+        components["values"],
+        components["offsets"],
+        components.get("lengths"),
+        jagged_dim=context["dim"],
+        min_seqlen=context["min"],
+        max_seqlen=context["max"],
+    )
 
 
 _NESTED = CompositeType("torch.nested", _take_nested, _build_nested)

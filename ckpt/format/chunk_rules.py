@@ -330,11 +330,19 @@ def check_rules(
 
     def listed(part: slice) -> tuple[ChunkTable, slice]:
         """The chunks of one tensor, without their places in files and blocks."""
-        own, none = rules[:, part], int64s([])
+        own = rules[:, part]
         chunks = expanded(own, np.ones(own.shape[1], dtype=bool))
-        count, starts = chunks.shape[1], np.where(chunks[Of.BOX] < 0, chunks[Of.START], -1)
-        columns = chunks[Of.FILE], none, starts, chunks[Of.NUMEL], chunks[Of.BOX]
-        return ChunkTable(starts_of([count]), *columns, boxes, none), slice(0, count)
+        table = ChunkTable(
+            first=starts_of([chunks.shape[1]]),
+            file=chunks[Of.FILE],
+            byte_start=int64s([]),
+            span_start=np.where(chunks[Of.BOX] < 0, chunks[Of.START], -1),
+            numel=chunks[Of.NUMEL],
+            box=chunks[Of.BOX],
+            boxes=boxes,
+            first_block=int64s([]),
+        )
+        return table, slice(0, len(table))
 
     return _problems(
         (fqns, shapes), first, (bad, boxed), lambda part: rules[lines, part].tobytes(), listed

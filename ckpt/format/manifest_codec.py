@@ -146,9 +146,9 @@ def decode_manifest(
 
     Raises UnsupportedFormat when a newer version is needed, or more memory than `budget` has left;
     and Corrupt naming the field unless the manifest is complete and consistent: every tensor is
-    covered exactly once, and every chunk lies inside its file. With `ruled`, from so many of them
-    on, chunks stay rules until one is asked for, which checks all. Without a `budget` it has one of
-    its own.
+    covered exactly once, and every chunk lies inside its file. A table of `ruled` chunks or more
+    (True: any table) stays rules until a chunk is asked for, which checks all. Without a `budget`
+    it has one of its own.
     """
     budget = budget or MetadataBudget()
     budget.charge(TEXT_NBYTES * len(data), "a manifest")

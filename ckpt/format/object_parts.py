@@ -90,8 +90,17 @@ class DataFile:
 
     def columns(self, checksums: Uint32s, seal: Seal) -> FileColumns:
         """The file once it is written, given the crc32c of all blocks of its chunks."""
-        head = self.name, self.nbytes, len(self.header), self.entries.chunks, self.offsets
-        return FileColumns(*head, self.entries.block_counts, checksums, seal, self.digests)
+        return FileColumns(
+            name=self.name,
+            nbytes=self.nbytes,
+            data_start=len(self.header),
+            chunks=self.entries.chunks,
+            offsets=self.offsets,
+            block_counts=self.entries.block_counts,
+            checksums=checksums,
+            seal=seal,
+            digests=self.digests,
+        )
 
     def with_data_start(self, data_start: int) -> DataFile:
         """The same file, its header padded with spaces so that its chunks begin at `data_start`."""
@@ -142,9 +151,9 @@ def rank_files(
         own = b"".join(islice(left, len(entries.chunks)))
         if digests is not None:
             extras[DIGESTS] = own
-        layout = layout_data_file(entries, metadata, extras)
+        head, nbytes = layout_data_file(entries, metadata, extras)
         name = data_file_name(rank, index)
-        planned.append(DataFile(name, entries, *layout, extras, digests_from(own)))
+        planned.append(DataFile(name, entries, head, nbytes, extras, digests_from(own)))
     return planned
 
 

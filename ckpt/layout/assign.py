@@ -157,9 +157,8 @@ def share_evenly(items: Sequence[Item], count: int) -> list[list[tuple[int, int,
     What cannot be cut goes first, largest onto the emptiest bin; what can be cut is poured over the
     bins up to the mean, cut at its units; the small rest evens out, up to 1 MiB of it together:
     each rank that loads needs all of it. The fullest bin exceeds the mean by at most the largest
-    uncuttable item or 2 MiB, unless what belongs into the first bin is
-    more than that. Pouring with cuts is McNaughton's wrap-around rule (1959), placing the largest
-    first is Graham's LPT (1969).
+    uncuttable item or 2 MiB, unless what belongs into the first bin is more than that. Pouring with
+    cuts is McNaughton's wrap-around rule (1959), placing the largest first is Graham's LPT (1969).
     """
     bins = _Bins(items, [[] for _ in range(count)], [])
     bins.parts[0] = [(index, 0, item.nbytes) for index, item in enumerate(items) if item.of_first]

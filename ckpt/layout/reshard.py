@@ -75,11 +75,12 @@ def _box_copies(stored: Region, wanted: Region, shape: Shape) -> list[Copy]:
             here, there = common.relative_to(source), common.relative_to(target)
             from_span, to_span = span_of(here, source.shape), span_of(there, target.shape)
             if from_span is not None and to_span is not None:
-                starts = source_base + from_span.start, target_base + to_span.start
-                copies.append(Run(*starts, common.numel))
+                start, to = source_base + from_span.start, target_base + to_span.start
+                copies.append(Run(start, to, common.numel))
             else:
-                ends = source_base, source.shape, here, target_base, target.shape, there
-                copies.append(Patch(*ends))
+                copies.append(
+                    Patch(source_base, source.shape, here, target_base, target.shape, there)
+                )
     return copies
 
 

@@ -230,7 +230,9 @@ def _fsdp1_owners(wrapper: Any, handle: Any, ranks: Ranks) -> tuple[int, ...] | 
     return ranks.known_of(range(world_size)) if len(group) * len(repeated) == world_size else None
 
 
-def fsdp1_sharding(wrapper: Any) -> tuple[Any, Any, dict[str, torch.dtype]]:
+def fsdp1_sharding(
+    wrapper: Any,
+) -> tuple[torch.distributed.ProcessGroup, Any, dict[str, torch.dtype]]:
     """The group that the wrapper's unit is sharded over, its mesh if it was given one, and the
     original dtypes of its buffers by their names below the wrapper.
     """

@@ -140,8 +140,8 @@ def _tensors_of(
                 plain = holding.is_unshared and (is_everywhere or piece.fqn in ranks.held)
                 owners = _owners(holding, piece, ranks)
                 group = groups.setdefault(owners, len(groups)) if owners else None
-                named = piece.fqn, dtype_name(piece.dtype), piece.global_shape
-                tensors[piece.fqn] = NamedTensor(*named, plain, group)
+                dtype = dtype_name(piece.dtype)
+                tensors[piece.fqn] = NamedTensor(piece.fqn, dtype, piece.global_shape, plain, group)
     return tuple(tensors[fqn] for fqn in sorted(tensors)), tuple(groups)
 
 

@@ -195,7 +195,8 @@ def _differences(
         for (fqn, (start, _)), copies in differing.items()
         if fqn not in groups
     ]
-    return problems + texts_of_regions(unequal, values)[0]
+    failures, _ = texts_of_regions(unequal, values)
+    return problems + failures
 
 
 def _otherwise_cut(having: Mapping[tuple[str, _Place], Sequence[_Copy]]) -> list[str]:
@@ -472,8 +473,19 @@ def _located(
             data, checksum = bytes_in_order(view).cpu().numpy().tobytes(), int(own[index])
             # Bytes that changed since the comparison would show a wrong place.
             shown = data.hex() if crc32c(data) == checksum else None
-            block = holders, fqn, index, start, dtype.itemsize, offset, shape, checksum, shown
-            located.append(_DifferingBlock(*block))
+            located.append(
+                _DifferingBlock(
+                    holders=holders,
+                    fqn=fqn,
+                    number=index,
+                    start=start,
+                    itemsize=dtype.itemsize,
+                    offset=offset,
+                    shape=shape,
+                    checksum=checksum,
+                    data=shown,
+                )
+            )
     return located
 
 

@@ -348,9 +348,12 @@ class _Restacking:
                 place = place._replace(head=state.prefix + place.head)
                 rows.append((place, f".{state.key}", param.total, state.fqn))
         for slices in _gathered(rows):
-            has_dims = bool(self.tensors[slices.first].shape)
-            change = self.split if rule.is_split else self.stack
-            (change if has_dims else self.add_common)(rule, slices)
+            if not self.tensors[slices.first].shape:
+                self.add_common(rule, slices)
+            elif rule.is_split:
+                self.split(rule, slices)
+            else:
+                self.stack(rule, slices)
 
     def add_common(self, rule: StackRule, slices: _Slices) -> None:
         """What has no dims: of a parameter's state one, common to all slices."""

@@ -214,13 +214,13 @@ def _names_by_id(model: nn.Module, optimizer: Any) -> dict[int, str]:
                 "the bare model and its optimizer, or wrap with use_orig_params=True"
             )
         else:
-            problems.append(_strange(number, param))
+            problems.append(_not_in_model(number, param))
     if problems:
         raise Mismatch(problems)
     return names
 
 
-def _strange(number: int, param: torch.Tensor) -> str:
+def _not_in_model(number: int, param: torch.Tensor) -> str:
     shape = tuple(param.shape)
     return (
         f"parameter {number}: of shape {shape} is not in the model; pass the model whose "
@@ -277,7 +277,7 @@ def by_name(
                 f"{sorted(wanted)[:3]}; key it by the names of model.named_parameters()"
             )
         else:
-            problems.append(_strange(number, param))
+            problems.append(_not_in_model(number, param))
     if problems:
         raise Mismatch(problems)
     named = _rekeyed(to_load, names)

@@ -301,10 +301,13 @@ class _Batch:
                 staged.append((view, _part(buffer, offset, view)))
                 offset += _aligned(view.nbytes)
             buffers.append(host_bytes(buffer))
-        for place in (view for view in views if view.nbytes >= DIRECT_NBYTES_MIN):
-            if not (place.is_cpu and place.is_contiguous()):
-                staged.append((place, _part(self.here.staging.take(place.nbytes), 0, place)))
-                place = staged[-1][1]
+        for view in views:
+            if view.nbytes < DIRECT_NBYTES_MIN:
+                continue
+            place = view
+            if not (view.is_cpu and view.is_contiguous()):
+                place = _part(self.here.staging.take(view.nbytes), 0, view)
+                staged.append((view, place))
             buffers.append(host_bytes(place))
         return buffers, staged
 

@@ -279,6 +279,7 @@ def test_references_count_bytes_by_attempt() -> None:
     got = received(kept_by(7), parts, random_tree(3, 7))
     made = got.all.table
     manifest = build_manifest(header, parts)
+    assert int(got.rest.own.nbytes.sum()) == manifest.own_nbytes
     assert made.referenced == manifest.nbytes_referenced() and made.referenced[BEFORE] > 0
     itemsizes = {"float32": 4, "int8": 1, "float64": 8}
     records = {one for part in parts for one in part.structure.tensors}

@@ -108,7 +108,6 @@ def test_a_part_has_the_chunks_of_the_needed_files(
                         needed.add(int(whole.file[chunk]))
             assert rows_of(some, set(some.file.tolist())) == rows_of(whole, needed)
             assert len(some) < len(whole)
-    # Columns of several ranks are boxes, and what one rank wrote is all or nothing.
     # Members of flat parameters have irregular lengths here; columns of several ranks are boxes.
     assert (parts > 10) == layout.startswith(("FSDP2", "HSDP")), parts
 
@@ -148,7 +147,7 @@ def test_a_part_of_a_damaged_table_is_refused_or_left_to_the_whole() -> None:
 
 @pytest.mark.parametrize("tensors", [range(4), range(5, 6)], ids=["wanted", "in one file"])
 def test_a_part_takes_no_memory_beyond_the_budget(tensors: range) -> None:
-    """A manifest of 1 KB with as many chunks as can be: 4 of 9 tensors in one file, 5 in another"""
+    """A manifest of 1 KB with as many chunks as can be: 4 of 9 tensors in a file, 5 in another."""
     data = build_manifest(header_of(2), parts_of(laid_out("FSDP2 even", 2))).data
     each = CHUNKS_MAX // 9
     counts = np.frombuffer(unpack_map(memoryview(data)[24:-32])["counts"], "<u8").copy()

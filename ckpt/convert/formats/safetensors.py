@@ -229,5 +229,7 @@ class _HeaderTable:
                 if 0 not in size:
                     chunks[fqn].append(Chunk(span or box, file, start))
             check_chunks(tensors[fqn], chunks[fqn], self.sizes)
-        contents = SourceContents(tensors, {}, self.aliases, self.refused, ("",))
+        contents = SourceContents(
+            tensors, aliases=self.aliases, refused=self.refused, modules=("",)
+        )
         return FileSource(store, "safetensors", contents, chunks, stored_nbytes)
